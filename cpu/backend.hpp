@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "cpu/workers.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/plan.hpp"
+
+namespace sluice::cpu {
+
+struct Kernels;
+
+/// The Backend contract on host threads. Verbs compute before they return and ignore the stream.
+/// Tasks run in parallel on the workers; one long task is split by tokens and merged. K and V are read
+/// once per GQA group. Safe to call from several threads and from inside a worker.
+class Backend final : public sluice::Backend {
+ public:
+  /// Uses the kernels of `kernels` (see kernels.hpp), by default the fastest for this machine.
+  explicit Backend(const Workers& workers, const Kernels* kernels = nullptr);
+
+  [[nodiscard]] std::string isa() const;
+
+  [[nodiscard]] std::vector<std::string> unsupported_reasons(const AttentionShape& shape,
+                                                             const PageLayout& layout) const override;
+  void append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) override;
+  void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
+  void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                   Stream* stream) override;
+  void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
+  void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
+  void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
+  void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
+  void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
+               Stream* stream) override;
+  void to_f32(const TensorView& in, float* out, Stream* stream) override;
+
+ private:
+  const Workers& workers_;
+  const Kernels& kernels_;
+};
+
+/// Measures the rates that placement decides by, on this machine, in about 50 ms. Link rates are those of
+/// memcpy between two buffers, as the embedded host device copies.
+[[nodiscard]] CostRates measure_rates(const Workers& workers, Backend& backend, const AttentionShape& shape,
+                                      const PageLayout& layout);
+
+}  // namespace sluice::cpu

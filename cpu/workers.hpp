@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "cpu/topology.hpp"
+
+namespace sluice::cpu {
+
+struct WorkersOptions {
+  std::uint32_t threads = 0;     ///< the caller's included; 0 = topology.cores()
+  bool pin = true;               ///< bind each worker (not the caller) to a core
+  std::uint32_t numa_node = 0;   ///< cores of this node are used first
+};
+
+/// Threads for host work: a oneTBB arena whose workers are bound through hwloc. The caller of
+/// parallel_for works too. Nested and concurrent calls are allowed and share the same threads.
+class Workers {
+ public:
+  Workers(const Topology& topology, const WorkersOptions& options);
+  ~Workers();
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+
+  [[nodiscard]] std::uint32_t threads() const noexcept;
+  /// Runs body(i) for 0 <= i < count, each exactly once, and returns when all are done. With one thread or
+  /// one item, inline. The first exception of a body is rethrown after all running bodies have returned.
+  void parallel_for(std::uint32_t count, const std::function<void(std::uint32_t)>& body) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace sluice::cpu

@@ -1,0 +1,133 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sluice/page.hpp"
+#include "sluice/partial.hpp"
+#include "sluice/shape.hpp"
+#include "sluice/tensor.hpp"
+
+namespace sluice {
+
+class Stream;
+
+/// Two vectors that stand for a page's keys in page scoring.
+enum class DigestKind : std::uint8_t {
+  box,          ///< elementwise max and min (Quest): its score bounds every q.k of the page from above
+  cuboid_mean,  ///< centre +- mean absolute deviation (ArkVale eq. 4): sharper, not a bound
+};
+
+/// One (sequence, KV head) of an `attend`. The selection is the union of `runs` and `tokens`.
+struct AttendTask {
+  const float* q = nullptr;  ///< [group, head_dim], not scaled
+  KvView kv;
+  std::span<const PageRun> runs;           ///< may be empty
+  std::span<const std::uint32_t> tokens;   ///< ascending; may be empty
+  std::span<const std::uint32_t> members;  ///< [tokens] or empty: see SelectionRow
+  std::span<const float> scores;           ///< [tokens, group] or empty: then K is read
+  Partial out;                             ///< [group, head_dim], [group]
+};
+
+/// One (sequence, KV head) of a `score_tokens`: out[i, h] = q[h].k[tokens[i]] / sqrt(head_dim).
+struct ScoreTokensTask {
+  const float* q = nullptr;  ///< [group, head_dim]
+  KvView kv;
+  std::span<const std::uint32_t> tokens;  ///< ascending
+  float* out = nullptr;                   ///< [tokens, group]
+};
+
+/// One (sequence, KV head) of a `score_pages`: out[h, p] = sum_c max(q[h,c]*hi[c], q[h,c]*lo[c]), raw (no
+/// 1/sqrt(d)), for logical pages 0 <= p < pages. The digest of frame f lies at `digests + f * 2 * head_dim`
+/// elements: hi[head_dim], then lo[head_dim].
+struct ScorePagesTask {
+  const float* q = nullptr;             ///< [group, head_dim]
+  const std::byte* digests = nullptr;   ///< [frames, 2, head_dim], digest dtype
+  const std::uint32_t* frames = nullptr;  ///< [pages], host memory
+  std::uint32_t pages = 0;
+  float* out = nullptr;                 ///< [group, pages]
+};
+
+/// Digest of one full page, written to `out` [2, head_dim] in the layout's dtype.
+struct DigestTask {
+  const std::byte* page = nullptr;
+  std::byte* out = nullptr;
+};
+
+/// The k largest of one row. NaN ranks below every number; equal values rank by lowest index.
+struct TopKTask {
+  std::span<const float> values;
+  std::uint32_t k = 0;             ///< clamped to the row's length
+  std::uint32_t* out = nullptr;    ///< [min(k, values)], ascending by index
+};
+
+/// Writes `count` tokens of one KV head into consecutive rows of one page, converting to the page's dtype.
+struct AppendTask {
+  const std::byte* k = nullptr;  ///< first row; later rows every `token_stride` elements
+  const std::byte* v = nullptr;
+  DType dtype = DType::f32;
+  std::uint64_t token_stride = 0;
+  std::byte* page = nullptr;
+  std::uint32_t first_row = 0;
+  std::uint32_t count = 0;
+};
+
+/// Merges partials over disjoint subsets, row by row, into a caller's tensor of any dtype.
+struct MergeTask {
+  std::span<const Partial> parts;  ///< at least one; same rows and head_dim
+  std::byte* out = nullptr;        ///< [rows, head_dim] in `out_dtype`, rows dense
+  float* lse = nullptr;            ///< [rows]; may be null
+};
+
+/// Dense causal attention of a chunk of a prompt: query i (position first + i) of one KV head's group
+/// attends keys 0 .. first + i, all of them in `kv`.
+struct PrefillTask {
+  const std::byte* q = nullptr;  ///< row of (chunk token 0, first head of the group); see strides
+  KvView kv;
+  std::uint32_t first = 0;   ///< position of the chunk's first token
+  std::uint32_t count = 0;   ///< tokens of the chunk
+  std::byte* out = nullptr;  ///< row of (chunk token 0, first head of the group)
+};
+
+/// Strides in elements, shared by the queries and by the outputs of a prefill.
+struct PrefillShape {
+  DType q_dtype = DType::f32;
+  DType out_dtype = DType::f32;
+  std::uint64_t q_token_stride = 0;
+  std::uint64_t q_head_stride = 0;
+  std::uint64_t out_token_stride = 0;
+  std::uint64_t out_head_stride = 0;
+};
+
+/// The verbs that policies and the pipeline are written in. `cpu::Backend` computes before it returns and
+/// ignores `stream` (null is fine). A device's backend only enqueues on `stream`; then everything that a
+/// task points to, the task array included, must stay unchanged until the stream has passed the verb.
+///
+/// Verbs do not allocate device memory and do not synchronise. A verb with no tasks does nothing.
+/// Thread safety: verbs may be called from several threads at once.
+/// @throws Error{Errc::unsupported} for a shape that `unsupported_reasons` names; nothing was written.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  /// Why this backend cannot serve the shape; empty if it can. The pipeline asks once per sequence.
+  [[nodiscard]] virtual std::vector<std::string> unsupported_reasons(const AttentionShape& shape,
+                                                                     const PageLayout& layout) const = 0;
+
+  virtual void append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) = 0;
+  virtual void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) = 0;
+  virtual void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                           Stream* stream) = 0;
+  virtual void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
+  virtual void top_k(std::span<const TopKTask> tasks, Stream* stream) = 0;
+  virtual void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
+  virtual void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) = 0;
+  virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
+                       Stream* stream) = 0;
+  /// Copies rows [tokens, heads, head_dim] to dense float32; `out` may be pinned host memory.
+  virtual void to_f32(const TensorView& in, float* out, Stream* stream) = 0;
+};
+
+}  // namespace sluice

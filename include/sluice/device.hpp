@@ -1,0 +1,117 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "sluice/units.hpp"
+
+namespace sluice {
+
+class Backend;
+
+/// One word in memory that both sides of the link see; the hand-over between a stream and the host.
+/// One writer; values only rise, so a flag is never reset. A failed producer raises kFailed instead of
+/// leaving its reader to wait. One cache line, so that flags never share one.
+class alignas(64) Flag {
+ public:
+  enum class State { pending, reached, failed };
+  static constexpr std::uint64_t kFailed = std::uint64_t{1} << 63;
+
+  /// Release: what the producer wrote before is visible to who sees the value.
+  void signal(std::uint64_t value) noexcept { word_.store(value, std::memory_order_release); }
+  /// Tells readers waiting for `value` or less that it will not come.
+  void fail(std::uint64_t value) noexcept { word_.store(value | kFailed, std::memory_order_release); }
+  [[nodiscard]] State state(std::uint64_t value) const noexcept {
+    const std::uint64_t word = word_.load(std::memory_order_acquire);
+    if ((word & ~kFailed) < value) return State::pending;
+    return (word & kFailed) != 0 && (word & ~kFailed) == value ? State::failed : State::reached;
+  }
+
+ private:
+  std::atomic<std::uint64_t> word_{0};
+};
+
+/// One copy between host and device memory. Its direction follows from the two addresses.
+struct Copy {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  std::uint64_t bytes = 0;
+};
+
+/// A point in a stream. Recorded again, it forgets the old point. Safe to query from any thread.
+class Event {
+ public:
+  enum class State { pending, done, failed };
+  virtual ~Event() = default;
+  /// An event that was never recorded is done. `failed`: something enqueued between the previous
+  /// recorded event of the stream and this one did not happen.
+  [[nodiscard]] virtual State state() const noexcept = 0;
+  /// Why the event failed; empty unless it did.
+  [[nodiscard]] virtual std::string reason() const = 0;
+};
+
+/// An in-order queue of work. Everything here enqueues and returns, except `synchronize`. A failed
+/// operation does not stop the stream: it fails the next recorded event or signalled flag, which clears it.
+/// Thread safety: one thread at a time per stream.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  /// Copies within one batch are unordered among each other. The memory, not the array, must stay alive.
+  virtual void copy(std::span<const Copy> batch) = 0;
+  virtual void record(Event& event) = 0;
+  /// Later work of this stream waits for the event; a failed event fails this stream's next event too.
+  virtual void wait(const Event& event) = 0;
+  /// Raises `flag` to `value` when the stream gets there, or fails it.
+  virtual void signal(Flag& flag, std::uint64_t value) = 0;
+  /// Later work waits until the host has raised `flag` to `value`; a failed flag or one that does not come
+  /// within the device's deadline fails this stream's next event.
+  virtual void wait(const Flag& flag, std::uint64_t value) = 0;
+  /// Blocks the caller until the queue is empty.
+  /// @throws Error{Errc::timeout} past the deadline, Error{Errc::device} if work failed since the last event.
+  virtual void synchronize(Deadline deadline) = 0;
+};
+
+/// Memory of a device or pinned memory of the host; freed by its destructor. Movable through unique_ptr.
+class Buffer {
+ public:
+  virtual ~Buffer() = default;
+  [[nodiscard]] virtual std::byte* data() const noexcept = 0;
+  [[nodiscard]] virtual std::uint64_t bytes() const noexcept = 0;
+};
+
+/// Keeps a range of host memory registered (pinned) with a device; unregisters when destroyed.
+class Registration {
+ public:
+  virtual ~Registration() = default;
+};
+
+struct DeviceInfo {
+  std::string name;
+  std::uint64_t memory_bytes = 0;  ///< 0 if unknown
+  bool host_memory = false;        ///< device memory is ordinary memory: the embedded host device
+};
+
+/// Where near pages live and near attention runs. Work is enqueued on streams; see Stream.
+/// Thread safety: all members may be called from several threads.
+class Device {
+ public:
+  virtual ~Device() = default;
+  [[nodiscard]] virtual const DeviceInfo& info() const noexcept = 0;
+  /// The backend whose verbs run on this device's streams. Lives as long as the device.
+  [[nodiscard]] virtual Backend& backend() noexcept = 0;
+
+  /// Device memory, 4 KiB-aligned.  @throws Error{Errc::out_of_capacity}
+  [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::uint64_t bytes) = 0;
+  /// Small pinned host memory that both sides address alike, zero-filled.  @throws Error{Errc::out_of_capacity}
+  [[nodiscard]] virtual std::unique_ptr<Buffer> allocate_pinned(std::uint64_t bytes) = 0;
+  /// Pins existing host memory.  @throws Error{Errc::device} if refused; nothing stays registered then.
+  [[nodiscard]] virtual std::unique_ptr<Registration> register_host(std::span<std::byte> memory) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Stream> create_stream(const std::string& name) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Event> create_event() = 0;
+};
+
+}  // namespace sluice

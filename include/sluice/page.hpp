@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sluice/tensor.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice {
+
+/// How one page lies in memory, near and far alike: `page_tokens` consecutive tokens of one (sequence,
+/// layer, KV head), first the K rows [page_tokens, head_dim], then the V rows [page_tokens, head_dim].
+struct PageLayout {
+  std::uint32_t page_tokens = 32;
+  std::uint32_t head_dim = 0;
+  DType dtype = DType::bf16;
+
+  [[nodiscard]] constexpr std::uint64_t row_bytes() const noexcept { return std::uint64_t{head_dim} * bytes_of(dtype); }
+  [[nodiscard]] constexpr std::uint64_t half_bytes() const noexcept { return row_bytes() * page_tokens; }
+  [[nodiscard]] constexpr std::uint64_t page_bytes() const noexcept { return 2 * half_bytes(); }
+  friend constexpr bool operator==(const PageLayout&, const PageLayout&) = default;
+};
+
+/// One (sequence, layer, KV head) as a kernel sees it. Logical page i lies at
+/// `base + frames[i] * layout.page_bytes()`; kNone marks a page that is not in this memory.
+/// `base` is host memory for far views and device memory for near views; `frames` is always host memory.
+struct KvView {
+  std::byte* base = nullptr;
+  const std::uint32_t* frames = nullptr;  ///< [pages]
+  PageLayout layout;
+
+  [[nodiscard]] std::byte* page(std::uint64_t page) const noexcept { return base + frames[page] * layout.page_bytes(); }
+  [[nodiscard]] std::byte* k_row(std::uint64_t token) const noexcept {
+    return page(token / layout.page_tokens) + (token % layout.page_tokens) * layout.row_bytes();
+  }
+  [[nodiscard]] std::byte* v_row(std::uint64_t token) const noexcept { return k_row(token) + layout.half_bytes(); }
+};
+
+/// Consecutive rows [begin, end) of one logical page; the unit of page-granular selection.
+struct PageRun {
+  std::uint32_t page = 0;
+  std::uint16_t begin = 0;
+  std::uint16_t end = 0;  ///< exclusive, at most page_tokens
+
+  [[nodiscard]] constexpr std::uint32_t tokens() const noexcept { return std::uint32_t{end} - begin; }
+  friend constexpr bool operator==(const PageRun&, const PageRun&) = default;
+};
+
+}  // namespace sluice

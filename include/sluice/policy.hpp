@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sluice/backend.hpp"
+
+namespace sluice {
+
+/// Which tokens might matter? Sources unite.
+enum class Source : std::uint8_t {
+  all = 1,      ///< every token, unscored
+  exact = 2,    ///< every token, scored exactly: the top-k oracle
+  history = 4,  ///< LFPS vertical and slash tables (specs: LFPS sections 4.2 and 4.4)
+  pages = 8,    ///< tokens of the pages that rank highest by digest
+};
+
+/// Score tables over attention history (LFPS, arXiv 2506.15704). One pair of tables per query head.
+struct HistoryOptions {
+  float alpha = 0.2f;               ///< threshold = mean + alpha*(max-mean)/sqrt(kurtosis); larger selects less. (0, 10]
+  float decay = 0.95f;              ///< factor per observed step. (0, 1)
+  std::uint32_t init_queries = 32;  ///< last prompt queries that fill the tables. [1, 256]
+  std::uint32_t local_tokens = 5;   ///< newest positions that are always candidates. [0, 4096]
+  /// Candidates of a group's query heads are united before scoring: each head may pick what another found.
+  bool share_in_group = false;
+  /// Candidates that are near already are scored too, from their host copies, so that the tables keep
+  /// following them. False: the tables forget a page while it is near. Costs their K rows on the CPU.
+  bool observe_near = true;
+  friend bool operator==(const HistoryOptions&, const HistoryOptions&) = default;
+};
+
+/// Page ranking by digest, per query head, every step.
+struct PageSourceOptions {
+  DigestKind digest = DigestKind::cuboid_mean;
+  std::uint32_t min_pages = 8;  ///< pages per query head are max(min_pages, share of the sequence's pages). [1, 65536]
+  float share = 0.03f;          ///< [0, 1]
+  friend bool operator==(const PageSourceOptions&, const PageSourceOptions&) = default;
+};
+
+/// How many candidates each query head keeps: top_k of max(min_tokens, share * n). 
+struct BudgetOptions {
+  std::uint32_t min_tokens = 64;  ///< [1, 2^31)
+  float share = 0.02f;            ///< of the n visible tokens; 1 keeps every candidate. [0, 1]
+  friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
+};
+
+/// What lives near and is attended densely whatever was selected.
+struct NearOptions {
+  std::uint32_t sink_tokens = 4;      ///< first tokens, always attended. [0, 4096]
+  std::uint32_t recent_tokens = 128;  ///< newest tokens, always attended. [0, 1048576]
+  /// Pages kept near per KV head as a share of the sequence's pages, by LRU, all attended densely.
+  /// 0: only sinks and recent tokens are attended near, token by token, as the papers do. [0, 1]
+  float share = 0.10f;
+  friend bool operator==(const NearOptions&, const NearOptions&) = default;
+};
+
+/// A sparse-attention policy as a value: one choice per stage of the pipeline.
+struct PolicySpec {
+  std::string name;           ///< preset it came from
+  std::uint8_t sources = 0;   ///< bits of Source; 0: near tokens only (StreamingLLM)
+  HistoryOptions history;     ///< read if sources has `history`
+  PageSourceOptions pages;    ///< read if sources has `pages`
+  BudgetOptions budget;       ///< read unless sources is 0 or has `all`
+  NearOptions near;
+  /// Heads whose sink mass exceeds this skip attending (LFPS section 4.3). 0: never. (0, 1]
+  float bypass_threshold = 0.f;
+  /// Layers below this attend densely.
+  std::uint32_t dense_layers = 0;
+
+  [[nodiscard]] bool uses(Source source) const noexcept { return (sources & static_cast<std::uint8_t>(source)) != 0; }
+  friend bool operator==(const PolicySpec&, const PolicySpec&) = default;
+};
+
+/// Reads `NAME` or `NAME:key=value,key=value`, as in `lfps:alpha=0.3,budget=2%`. Shares accept 2% or 0.02.
+/// @throws Error{Errc::invalid_argument} that points at the offending word and lists what exists.
+[[nodiscard]] PolicySpec parse_policy(std::string_view text);
+
+/// @throws Error{Errc::invalid_argument} naming the first field that breaks its range.
+void validate(const PolicySpec& spec);
+
+/// The composition in words, for tables: `history(alpha=0.2)+pages(cuboid_mean) | top_k=max(64, 2%) | near=10%`.
+[[nodiscard]] std::string to_string(const PolicySpec& spec);
+
+struct PolicyPreset {
+  PolicySpec spec;
+  std::string summary;  ///< one line: what it does and where it comes from
+};
+
+/// All presets, in the order in which tables list them.
+[[nodiscard]] const std::vector<PolicyPreset>& policy_presets();
+
+}  // namespace sluice

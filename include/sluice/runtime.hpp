@@ -1,0 +1,109 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "sluice/device.hpp"
+#include "sluice/options.hpp"
+#include "sluice/policy.hpp"
+#include "sluice/stats.hpp"
+#include "sluice/tensor.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice {
+
+/// One layer of one chunk of a prompt. Tensors are in device memory.
+struct PrefillArgs {
+  SequenceId sequence;
+  LayerId layer;
+  TensorView q;           ///< [tokens, q_heads, head_dim]
+  TensorView k;           ///< [tokens, kv_heads, head_dim], after RoPE
+  TensorView v;           ///< [tokens, kv_heads, head_dim]
+  MutableTensorView out;  ///< [tokens, q_heads, head_dim]; must not alias q
+};
+
+/// One layer of a prefix whose attention was computed elsewhere (a prefix cache). Device memory.
+struct ImportArgs {
+  SequenceId sequence;
+  LayerId layer;
+  TensorView k;       ///< [tokens, kv_heads, head_dim], after RoPE
+  TensorView v;       ///< [tokens, kv_heads, head_dim]
+  TensorView last_q;  ///< [m, q_heads, head_dim]: queries of the last m tokens, m <= tokens; feeds history
+};
+
+/// One layer of one decode step for a batch of sequences, one new token each. Device memory.
+struct StepArgs {
+  LayerId layer;
+  std::span<const SequenceId> sequences;  ///< [batch], all different
+  TensorView q;                           ///< [batch, q_heads, head_dim]
+  TensorView k;                           ///< [batch, kv_heads, head_dim], after RoPE
+  TensorView v;                           ///< [batch, kv_heads, head_dim]
+  MutableTensorView out;                  ///< [batch, q_heads, head_dim]; must not alias q
+};
+
+/// Facts that a user may want to print.
+struct RuntimeInfo {
+  std::string device;
+  std::string isa;                 ///< CPU kernels in use
+  std::uint32_t threads = 0;
+  std::uint32_t host_pages = 0;    ///< frames of the host pool
+  std::uint32_t host_pages_free = 0;
+  std::uint32_t near_slots = 0;
+  std::uint32_t near_slots_free = 0;
+  std::uint64_t page_bytes = 0;
+  CostRates rates;
+};
+
+/// Long-context attention with the KV cache in host memory.
+///
+/// A sequence is begun, filled by `prefill` (or `import_prefix`) chunk by chunk and layer by layer, then decoded
+/// by `step`, layer by layer, and ended. Layers of one chunk or step are given in ascending order, all of
+/// them before the next chunk or step.
+///
+/// Thread safety: calls on one Runtime must not overlap; different Runtimes are independent.
+/// Errors: every function throws Error and changes nothing, unless it says otherwise. After a failed
+/// `step` or `prefill` the layer may be called again with the same arguments, or the sequence ended.
+class Runtime {
+ public:
+  /// With `device` null, the embedded host device: no GPU, near memory is ordinary memory.
+  /// @throws Error{Errc::invalid_argument}, Error{Errc::out_of_capacity} if a pool cannot be reserved.
+  explicit Runtime(const RuntimeOptions& options, std::shared_ptr<Device> device = nullptr);
+  ~Runtime();
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  /// Starts an empty sequence under a policy.
+  /// @throws Error{Errc::unsupported} with reasons, Error{Errc::out_of_capacity} if what must be near does not fit.
+  [[nodiscard]] SequenceId begin(const PolicySpec& policy);
+
+  /// Appends a chunk to one layer and computes dense causal attention. Returns when `out` is ready.
+  /// @throws Error{Errc::out_of_capacity} if the host pool cannot hold the chunk; nothing was changed.
+  void prefill(const PrefillArgs& args);
+
+  /// Appends a chunk to one layer without attending. Returns when the pages are in the host pool.
+  void import_prefix(const ImportArgs& args);
+
+  /// Appends one token per sequence to one layer and attends to what the policy keeps. Returns when
+  /// `out` is ready. Selection for the next step and promotions go on in the background.
+  void step(const StepArgs& args);
+
+  /// Frees the sequence's pages, waiting for copies in flight (bounded by the timeout). Unknown ids throw not_found.
+  void end(SequenceId sequence);
+
+  /// Tokens of a sequence that all layers have.
+  [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;
+  /// Counters of one live sequence.
+  [[nodiscard]] Stats stats(SequenceId sequence) const;
+  /// Counters of all sequences, ended ones included.
+  [[nodiscard]] Stats stats() const;
+  [[nodiscard]] RuntimeInfo info() const;
+  [[nodiscard]] const RuntimeOptions& options() const noexcept;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace sluice {
+
+/// Distribution of a quantity in [0, 1], in 1,000 equal bins; a percentile is exact to 0.001.
+class ShareHistogram {
+ public:
+  void add(double share) noexcept;
+  void merge(const ShareHistogram& other) noexcept;
+  [[nodiscard]] std::uint64_t count() const noexcept { return count_; }
+  [[nodiscard]] double mean() const noexcept { return count_ == 0 ? 0.0 : sum_ / static_cast<double>(count_); }
+  [[nodiscard]] double min() const noexcept { return count_ == 0 ? 0.0 : min_; }
+  /// Value below which `fraction` of the samples lie; 0 if there are none.
+  [[nodiscard]] double percentile(double fraction) const noexcept;
+
+ private:
+  std::array<std::uint64_t, 1000> bins_{};
+  std::uint64_t count_ = 0;
+  double sum_ = 0.0;
+  double min_ = 1.0;
+};
+
+/// Counters of a runtime or of one sequence, since construction. Decode only unless said otherwise.
+/// Token counts are summed over (layer, KV head, step). Identities, which the tests check:
+///   attended_tokens == near_tokens + far_tokens + fetched_tokens
+///   promotions >= evictions, and both count pages
+struct Stats {
+  std::uint64_t prefill_tokens = 0;   ///< prompt tokens, counted once per token
+  std::uint64_t steps = 0;            ///< decode steps (all layers of one token of one sequence)
+  std::uint64_t dense_tokens = 0;     ///< what dense attention would have attended
+  std::uint64_t attended_tokens = 0;
+  std::uint64_t near_tokens = 0;      ///< attended on the device, already there
+  std::uint64_t far_tokens = 0;       ///< attended by the CPU in place
+  std::uint64_t fetched_tokens = 0;   ///< copied in this step, then attended on the device
+  std::uint64_t candidate_tokens = 0; ///< tokens that sources proposed, after the union over the group
+  std::uint64_t expanded_per_head = 0;///< candidates before that union, summed over query heads
+  std::uint64_t scored_keys = 0;      ///< K rows read for scoring, digests included (two per page)
+  std::uint64_t near_hits = 0;        ///< candidates that were near already
+  std::uint64_t bypassed_heads = 0;   ///< query heads served by the sink bypass, summed over layers and steps
+
+  std::uint64_t far_bytes = 0;        ///< K and V bytes that the CPU read from the host pool
+  std::uint64_t near_bytes = 0;       ///< K, V and digest bytes that the device read from its memory
+  std::uint64_t dense_bytes = 0;      ///< what dense attention would have read
+  std::uint64_t h2d_bytes = 0;        ///< over the link to the device: promotions and fetches, prefill included
+  std::uint64_t d2h_bytes = 0;        ///< over the link to the host: write-through, prefill included
+
+  std::uint64_t promotions = 0;
+  std::uint64_t evictions = 0;
+  std::uint64_t failed_promotions = 0;  ///< copies that failed; the page stayed far, nothing was lost
+  std::uint64_t fetch_fallbacks = 0;    ///< fetches that found no slot and were attended far instead
+
+  std::uint64_t cpu_busy_ns = 0;      ///< host thread in selection, far attention and observation
+  std::uint64_t device_wait_ns = 0;   ///< host thread waiting for the device
+  ShareHistogram coverage;            ///< per (layer, query head, audited step): exp(lse_attended - lse_all)
+
+  void merge(const Stats& other) noexcept;
+};
+
+}  // namespace sluice

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "sluice/policy.hpp"
+#include "sluice/selection.hpp"
+#include "sluice/shape.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice::scheduler {
+
+/// What one KV head attends near in this step, whatever the policy selects. A selection excludes it.
+struct NearSet {
+  std::uint32_t sink_end = 0;      ///< tokens [0, sink_end)
+  std::uint32_t recent_begin = 0;  ///< tokens [recent_begin, n)
+  std::uint32_t page_tokens = 32;
+  std::span<const std::uint8_t> pages;  ///< [ceil(n / page_tokens)]: 1 = the whole page is attended near
+
+  [[nodiscard]] bool contains(std::uint32_t token) const noexcept {
+    return token < sink_end || token >= recent_begin || pages[token / page_tokens] != 0;
+  }
+};
+
+/// Reads keys and values of one (sequence, layer, KV head) in the host pool, where every token has a copy.
+/// Valid during the call that it was passed to.
+class KvReader {
+ public:
+  virtual ~KvReader() = default;
+  /// out[i, h] = q[h].k[tokens[i]] / sqrt(d) for `q` [group, head_dim]; `tokens` ascending.
+  virtual void score(const float* q, std::span<const std::uint32_t> tokens, float* out) = 0;
+  /// Row of K or V as float32 [head_dim].
+  virtual void key(std::uint32_t token, float* out) = 0;
+  virtual void value(std::uint32_t token, float* out) = 0;
+};
+
+/// The prompt of one KV head, when the first decode step begins.
+struct PromptContext {
+  std::uint32_t kv_head = 0;
+  std::uint32_t tokens = 0;              ///< prompt length n
+  std::uint32_t queries = 0;             ///< rows of last_q; row i is the query of position tokens - queries + i
+  std::span<const float> last_q;         ///< [queries, group, head_dim]
+  KvReader* kv = nullptr;
+};
+
+/// One KV head in one decode step, its query known.
+struct HeadContext {
+  std::uint32_t kv_head = 0;
+  std::uint32_t tokens = 0;  ///< n: visible tokens, the new one included (position n - 1)
+  const float* q = nullptr;  ///< [group, head_dim]
+  /// Pages that rank highest by digest for each query head, ascending; [group, ranked_pages]. Empty unless
+  /// the policy's sources have `pages`. Only full pages are ranked.
+  std::span<const std::uint32_t> ranked_pages;
+  const NearSet* near = nullptr;
+  KvReader* kv = nullptr;
+};
+
+/// What a selection cost and found, for one KV head; added to Stats by the pipeline.
+struct SelectCounters {
+  std::uint64_t candidates = 0;         ///< after the union over the group
+  std::uint64_t expanded_per_head = 0;  ///< before it, summed over query heads
+  std::uint64_t scored = 0;             ///< K rows read
+  std::uint64_t near_hits = 0;          ///< candidates that were near
+};
+
+/// A page worth having near, with how much history speaks for it (summed table scores; only the order matters).
+struct HotPage {
+  std::uint32_t page = 0;
+  float heat = 0.f;
+};
+
+/// The state and decisions of one policy for one (sequence, layer). Pure: no clock, no thread, no device.
+///
+/// Life of one step, per KV head: forecast(n) -> select(n) -> observe(). `forecast` needs no query and runs
+/// in the background of the step before. A step that fails after `select` is repeated from `select`;
+/// `observe` is called once, for the last `select`.
+/// Thread safety: different KV heads may be driven by different threads at once.
+class LayerPolicy {
+ public:
+  virtual ~LayerPolicy() = default;
+  /// Builds side data from the prompt. Called once per KV head, also for an empty prompt.
+  virtual void begin(const PromptContext& prompt) = 0;
+  /// Candidates for the step in which `tokens` tokens will be visible. Appends the pages worth promoting,
+  /// hottest first, at most `limit`.
+  virtual void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit, std::vector<HotPage>& hot) = 0;
+  /// Fills `row` (cleared by the caller) with what to attend beyond the near set.
+  virtual void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) = 0;
+  /// Feeds the weights of the last selection back.
+  virtual void observe(std::uint32_t kv_head) = 0;
+};
+
+/// @throws Error{Errc::invalid_argument} if the spec breaks its ranges.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                                             std::uint32_t page_tokens, LayerId layer);
+
+/// Tokens that each query head may keep of n visible ones: max(min_tokens, share * n), at most n.
+[[nodiscard]] std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexcept;
+/// Pages that each query head may rank of `pages` full ones.
+[[nodiscard]] std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages) noexcept;
+
+}  // namespace sluice::scheduler
