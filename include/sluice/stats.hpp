@@ -26,7 +26,7 @@ class ShareHistogram {
 /// Counters of a runtime or of one sequence, since construction. Decode only unless said otherwise.
 /// Token counts are summed over (layer, KV head, step). Identities, which the tests check:
 ///   attended_tokens == near_tokens + far_tokens + fetched_tokens
-///   promotions >= evictions, and both count pages
+///   coverage.count() == audited steps * layers * q_heads
 struct Stats {
   std::uint64_t prefill_tokens = 0;   ///< prompt tokens, counted once per token
   std::uint64_t steps = 0;            ///< decode steps (all layers of one token of one sequence)
@@ -47,10 +47,9 @@ struct Stats {
   std::uint64_t h2d_bytes = 0;        ///< over the link to the device: promotions and fetches, prefill included
   std::uint64_t d2h_bytes = 0;        ///< over the link to the host: write-through, prefill included
 
-  std::uint64_t promotions = 0;
-  std::uint64_t evictions = 0;
+  std::uint64_t promotions = 0;         ///< pages copied to a near slot to stay there
+  std::uint64_t evictions = 0;          ///< pages that lost their slot to another
   std::uint64_t failed_promotions = 0;  ///< copies that failed; the page stayed far, nothing was lost
-  std::uint64_t fetch_fallbacks = 0;    ///< fetches that found no slot and were attended far instead
 
   std::uint64_t cpu_busy_ns = 0;      ///< host thread in selection, far attention and observation
   std::uint64_t device_wait_ns = 0;   ///< host thread waiting for the device

@@ -1,0 +1,124 @@
+#include "runtime/executor.hpp"
+
+#include <new>
+#include <string>
+#include <utility>
+
+#include "runtime/wait.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+namespace {
+
+using scheduler::Node;
+using scheduler::StepGraph;
+
+std::uint64_t nanoseconds(Clock::duration span) {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(span).count());
+}
+
+std::uint64_t nanoseconds(Clock::time_point point) { return nanoseconds(point.time_since_epoch()); }
+
+/// True if something outside the node's own stream waits for it: another lane, or the end of the step.
+bool needs_signal(const StepGraph& graph, std::uint32_t index) {
+  const Node& node = graph.nodes[index];
+  if (node.lane == Lane::cpu || node.background) return false;
+  bool waited_for = false;
+  for (const Node& later : graph.nodes) {
+    if (later.background) continue;
+    for (const std::uint32_t before : later.after) {
+      if (before != index) continue;
+      if (later.lane != node.lane) return true;
+      waited_for = true;
+    }
+  }
+  return !waited_for;
+}
+
+}  // namespace
+
+Executor::Executor(Device& device, Stream& link, std::chrono::milliseconds timeout, TraceSink* trace)
+    : timeout_(timeout),
+      trace_(trace),
+      device_stream_(device.create_stream("device")),
+      link_(link),
+      flag_memory_(device.allocate_pinned(sizeof(Flag) * kMaxNodes)) {
+  flags_ = new (flag_memory_->data()) Flag[kMaxNodes];
+  for (auto& event : events_) event = device.create_event();
+}
+
+void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runner) {
+  if (graph.nodes.size() > kMaxNodes) throw Error(Errc::unsupported, "step graph has too many nodes");
+  const Deadline deadline = deadline_after(timeout_);
+  ++run_;
+  try {
+    for (std::uint32_t i = 0; i < graph.nodes.size(); ++i) {
+      const Node& node = graph.nodes[i];
+      if (node.background) continue;
+      for (const std::uint32_t before : node.after) {
+        const Lane from = graph.nodes[before].lane;
+        if (from == Lane::cpu || from == node.lane) continue;
+        if (node.lane == Lane::cpu) {
+          await(graph, before, layer, deadline);
+        } else {
+          stream(node.lane).wait(*events_[before]);
+        }
+      }
+      issue(graph, i, layer, runner);
+    }
+    for (std::uint32_t i = 0; i < graph.nodes.size(); ++i) {
+      if (needs_signal(graph, i)) await(graph, i, layer, deadline);
+    }
+  } catch (...) {
+    drain();
+    throw;
+  }
+}
+
+void Executor::issue(const StepGraph& graph, std::uint32_t index, std::uint32_t layer, NodeRunner& runner) {
+  const Node& node = graph.nodes[index];
+  issued_[index] = Clock::now();
+  runner.issue(node.kind);
+  if (needs_signal(graph, index)) {
+    // The event takes the failure and its reason; the flag only says that the stream got here.
+    stream(node.lane).record(*events_[index]);
+    stream(node.lane).signal(flags_[index], run_);
+  }
+  if (trace_ != nullptr && node.lane == Lane::cpu) {
+    trace_->record({.name = to_string(node.kind),
+                    .lane = node.lane,
+                    .layer = layer,
+                    .begin_ns = nanoseconds(issued_[index]),
+                    .end_ns = nanoseconds(Clock::now())});
+  }
+}
+
+void Executor::await(const StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline) {
+  const Node& node = graph.nodes[index];
+  const Clock::time_point begin = Clock::now();
+  const bool came = wait_until([&] { return flags_[index].state(run_) != Flag::State::pending; }, deadline);
+  wait_ns_ += nanoseconds(Clock::now() - begin);
+  const std::string what = std::string(to_string(node.kind)) + " of layer " + std::to_string(layer);
+  if (!came) {
+    throw Error(Errc::timeout, what + " did not finish within " + std::to_string(timeout_.count()) +
+                                   " ms; raise the timeout if the machine is merely busy");
+  }
+  if (flags_[index].state(run_) == Flag::State::failed || events_[index]->state() == Event::State::failed) {
+    throw Error(Errc::device, what + " failed: " + events_[index]->reason());
+  }
+}
+
+void Executor::drain() {
+  const Deadline deadline = deadline_after(timeout_);
+  for (Stream* lane : {device_stream_.get(), &link_}) {
+    try {
+      lane->synchronize(deadline);
+    } catch (const Error& error) {
+      if (error.code() == Errc::timeout) throw;
+    }
+  }
+}
+
+std::uint64_t Executor::take_wait_ns() noexcept { return std::exchange(wait_ns_, 0); }
+
+}  // namespace sluice::runtime

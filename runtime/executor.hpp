@@ -1,0 +1,63 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "scheduler/step_graph.hpp"
+#include "sluice/device.hpp"
+#include "sluice/trace.hpp"
+
+namespace sluice::runtime {
+
+/// What the nodes of a step graph do. A cpu node computes before it returns; a device or link node only
+/// enqueues on its lane's stream.
+class NodeRunner {
+ public:
+  virtual ~NodeRunner() = default;
+  virtual void issue(scheduler::NodeKind kind) = 0;
+};
+
+/// Runs step graphs over the three lanes. The caller's thread is the cpu lane; the device and link lanes
+/// are streams. An edge between two streams becomes an event wait; an edge from a stream to the cpu becomes a
+/// flag in pinned memory, polled under a deadline; an edge from the cpu is free, because cpu nodes have
+/// finished when later nodes are issued.
+class Executor {
+ public:
+  /// `link` must outlive the executor. `trace` may be null.
+  Executor(Device& device, Stream& link, std::chrono::milliseconds timeout, TraceSink* trace);
+
+  /// Issues all nodes that are not in the background and returns when all of them are done.
+  /// @throws Error{Errc::timeout} or Error{Errc::device} naming node and layer, or what a node threw, after
+  /// both streams have run dry, so that nothing still refers to the caller's memory.
+  void run(const scheduler::StepGraph& graph, std::uint32_t layer, NodeRunner& runner);
+
+  [[nodiscard]] Stream& device_stream() noexcept { return *device_stream_; }
+  /// Time that the caller's thread has spent waiting for the device or the link since the last call.
+  [[nodiscard]] std::uint64_t take_wait_ns() noexcept;
+
+  /// Blocks until everything queued on both streams has run; failures are dropped.
+  /// @throws Error{Errc::timeout}; then work may still be in flight and the memory it uses must stay.
+  void drain();
+
+ private:
+  static constexpr std::size_t kMaxNodes = 16;
+
+  void issue(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, NodeRunner& runner);
+  void await(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline);
+  [[nodiscard]] Stream& stream(Lane lane) noexcept { return lane == Lane::device ? *device_stream_ : link_; }
+
+  std::chrono::milliseconds timeout_;
+  TraceSink* trace_;
+  std::unique_ptr<Stream> device_stream_;
+  Stream& link_;
+  std::unique_ptr<Buffer> flag_memory_;
+  Flag* flags_ = nullptr;  // [kMaxNodes], in pinned memory
+  std::array<std::unique_ptr<Event>, kMaxNodes> events_;
+  std::array<Clock::time_point, kMaxNodes> issued_{};
+  std::uint64_t run_ = 0;  // the value that this run's flags rise to
+  std::uint64_t wait_ns_ = 0;
+};
+
+}  // namespace sluice::runtime

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "sluice/page.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice::runtime {
+
+/// Where a page is, beyond its host frame, which every page has from its first token to the end of its
+/// sequence. The host copy holds every token of every finished step, so near is a cache and eviction is free.
+///
+///              promote (copy queued)        copy done
+///        far ------------------------> promoting ----> near
+///         ^                                |            |
+///         |           copy failed          |   evict    |
+///         +--------------------------------+------------+
+///
+///   far        host only
+///   promoting  a copy into a slot is queued; the slot is pinned and must not be read
+///   near       host and slot agree, except that the open page's newest row may reach the slot first
+enum class Residence : std::uint8_t { far, promoting, near };
+
+/// Pages of one (sequence, layer, KV head), by logical page. Struct of arrays, because kernels take
+/// `frames` and `slots` as they are.
+struct HeadPages {
+  std::vector<PageRef> refs;          ///< [pages] host frames with their generations
+  std::vector<std::uint32_t> frames;  ///< [pages] refs[i].frame
+  std::vector<std::uint32_t> slots;   ///< [pages] near slot, kNone unless promoting or near
+  std::vector<Residence> residence;   ///< [pages]
+  std::vector<std::uint8_t> forced;   ///< [pages] 1: pinned near (sink, recent window or open page)
+  std::vector<std::uint32_t> held;    ///< pages that hold a slot, in no order
+
+  [[nodiscard]] std::uint32_t pages() const noexcept { return static_cast<std::uint32_t>(refs.size()); }
+  void push(PageRef ref);
+  /// Forgets the last page, which must be far; returns its reference for release.
+  PageRef pop();
+  /// far -> promoting.
+  void promote(std::uint32_t page, std::uint32_t slot);
+  /// promoting -> near.
+  void arrive(std::uint32_t page) noexcept { residence[page] = Residence::near; }
+  /// promoting | near -> far; returns the slot that it gave up.
+  std::uint32_t leave(std::uint32_t page) noexcept;
+};
+
+}  // namespace sluice::runtime

@@ -1,0 +1,235 @@
+#include "runtime/pipeline.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "runtime/host_kv.hpp"
+#include "runtime/wait.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+
+using scheduler::StepShape;
+
+Pipeline::Pipeline(const PipelineParts& parts)
+    : parts_(parts),
+      shape_(parts.options.shape),
+      layout_(parts.options.layout()),
+      executor_(parts.device, parts.link.stream(), parts.options.timeout, parts.options.trace),
+      buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads)) {}
+
+void Pipeline::reserve(std::uint32_t batch, bool ranks_pages) {
+  // Every page could be ranked at a share of 1; the ranking's memory is small beside the pages'.
+  buffers_.reserve(batch, ranks_pages ? buffers_.max_pages() : 0);
+  if (parts_.options.placement == PlacementMode::stream || parts_.options.placement == PlacementMode::automatic) {
+    const std::uint64_t pages = std::uint64_t{batch} * shape_.kv_heads * buffers_.max_pages();
+    buffers_.reserve_fetch(static_cast<std::uint32_t>(div_up(pages, parts_.staging_pages / 2)));
+  }
+  if (ranks_pages && !digests_) {
+    digests_ = parts_.device.allocate(parts_.pool.frames() * 2 * layout_.row_bytes());
+  }
+  heads_.reserve(std::size_t{batch} * shape_.kv_heads);
+}
+
+void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) {
+  args_ = &args;
+  layer_ = args.layer.value;
+  const Deadline deadline = deadline_after(parts_.options.timeout);
+  collect(layer_, deadline);
+
+  StepShape shape{.rank_pages = false, .select = false, .fetch = false, .observe = false};
+  heads_.resize(sequences.size() * shape_.kv_heads);
+  for (Sequence* sequence : sequences) prepare(*sequence, deadline);
+  for (std::uint32_t row = 0; row < sequences.size(); ++row) {
+    Sequence& sequence = *sequences[row];
+    shape = scheduler::unite(shape, scheduler::step_shape(sequence.spec, parts_.options.placement));
+    for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
+      HeadWork& work = heads_[row * shape_.kv_heads + kv];
+      work.sequence = &sequence;
+      work.layer = &sequence.layers[layer_];
+      work.row = row;
+      work.kv_head = kv;
+      plan_head(work);
+    }
+  }
+  selects_ = shape.select;
+  const Clock::time_point begin = Clock::now();
+  executor_.run(graph(shape), layer_, *this);
+  book(sequences, Clock::now() - begin);
+  audit();
+  for (Sequence* sequence : sequences) ++sequence->layers[layer_].tokens;
+  if (shape.observe) post_observe(sequences);
+}
+
+bool Pipeline::ranks_pages(const PolicySpec& spec) const {
+  return scheduler::step_shape(spec, parts_.options.placement).rank_pages && layer_ >= spec.dense_layers;
+}
+
+const scheduler::StepGraph& Pipeline::graph(const StepShape& shape) {
+  const auto known = std::find_if(graphs_.begin(), graphs_.end(), [&](const auto& entry) { return entry.first == shape; });
+  if (known != graphs_.end()) return known->second;
+  return graphs_.emplace_back(shape, scheduler::build_step_graph(shape)).second;
+}
+
+void Pipeline::collect(std::uint32_t layer, Deadline deadline) {
+  // The newest call's background work may go on unless this layer needs it. Counting calls, not
+  // looking at what has finished, keeps the near set independent of timing.
+  const auto needed = [&] {
+    return std::any_of(pending_.begin(), pending_.end(), [&](const Pending& job) { return job.layer == layer; });
+  };
+  while (pending_.size() > 1 || needed()) collect_front(deadline);
+}
+
+void Pipeline::collect_front(Deadline deadline) {
+  background_.await(pending_.front().ticket, deadline);
+  const Pending job = std::move(pending_.front());
+  pending_.pop_front();
+  for (Sequence* sequence : job.sequences) {
+    parts_.residency.promote(*sequence, sequence->layers[job.layer], parts_.options.promote_pages);
+  }
+}
+
+void Pipeline::settle(Sequence& sequence) {
+  const Deadline deadline = deadline_after(parts_.options.timeout);
+  while (!pending_.empty()) collect_front(deadline);
+  for (LayerState& layer : sequence.layers) parts_.residency.settle(sequence, layer, deadline);
+}
+
+void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
+  LayerState& layer = sequence.layers[layer_];
+  parts_.residency.settle(sequence, layer, deadline);
+  const std::uint32_t tokens = layer.tokens + 1;
+  const auto pages = static_cast<std::uint32_t>(div_up(tokens, layout_.page_tokens));
+  if (layer.pages() < pages) {
+    const std::vector<PageRef> refs = parts_.pool.allocate(shape_.kv_heads);
+    for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) layer.heads[kv].push(refs[kv]);
+  }
+  // A page whose first row is the new token has nothing to copy.
+  const auto fresh_page = static_cast<std::uint32_t>(div_up(layer.tokens, layout_.page_tokens));
+  parts_.residency.force(sequence, layer, tokens, fresh_page, deadline);
+  if (ranks_pages(sequence.spec)) {
+    build_digests(layer, sequence.spec.pages.digest, layer.tokens / layout_.page_tokens, deadline);
+  }
+  if (!layer.policy) {
+    begin_policy(sequence, layer);
+    parts_.residency.fill(sequence, layer);
+    parts_.residency.settle(sequence, layer, deadline);
+  }
+}
+
+void Pipeline::begin_policy(Sequence& sequence, LayerState& layer) {
+  auto policy = scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{layer_});
+  const std::uint32_t group = shape_.group();
+  const std::uint64_t row = std::uint64_t{group} * shape_.head_dim;
+  layer.hot.assign(shape_.kv_heads, {});
+  parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {
+    std::vector<float> last_q(layer.last_q_rows * row);
+    for (std::uint32_t i = 0; i < layer.last_q_rows; ++i) {
+      const float* from = layer.last_q.data() + std::uint64_t{i} * shape_.q_heads * shape_.head_dim + kv * row;
+      std::copy(from, from + row, last_q.data() + i * row);
+    }
+    HostKv reader(parts_.host, shape_, parts_.pool, layer.heads[kv]);
+    policy->begin({.kv_head = kv,
+                   .tokens = layer.tokens,
+                   .queries = layer.last_q_rows,
+                   .last_q = last_q,
+                   .kv = &reader});
+    const std::uint32_t limit = parts_.residency.quota(sequence.spec, layer.pages());
+    policy->forecast(kv, layer.tokens + 1, limit, layer.hot[kv]);
+  });
+  layer.policy = std::move(policy);
+}
+
+void Pipeline::build_digests(LayerState& layer, DigestKind kind, std::uint32_t pages, Deadline deadline) {
+  if (layer.digested_pages >= pages) return;
+  const std::uint64_t digest_bytes = 2 * layout_.row_bytes();
+  const std::uint32_t fresh = pages - layer.digested_pages;
+  std::vector<std::byte> built(digest_bytes * fresh * shape_.kv_heads);
+  std::vector<DigestTask> tasks;
+  std::vector<Copy> copies;
+  for (const HeadPages& head : layer.heads) {
+    for (std::uint32_t page = layer.digested_pages; page < pages; ++page) {
+      std::byte* out = built.data() + digest_bytes * tasks.size();
+      tasks.push_back({.page = parts_.pool.frame(head.frames[page]), .out = out});
+      copies.push_back({.to = digests_->data() + digest_bytes * head.frames[page], .from = out, .bytes = digest_bytes});
+    }
+  }
+  parts_.host.digest(tasks, kind, layout_, nullptr);
+  const std::unique_ptr<Event> landed = parts_.device.create_event();
+  parts_.link.copy(copies);
+  parts_.link.stream().record(*landed);
+  if (!wait_until([&] { return landed->state() != Event::State::pending; }, deadline)) {
+    executor_.drain();  // The copies read `built`.
+    throw Error(Errc::timeout, "page digests did not reach the device in time; raise the timeout");
+  }
+  if (landed->state() == Event::State::failed) {
+    throw Error(Errc::device, "page digests could not be copied to the device: " + landed->reason());
+  }
+  layer.digested_pages = pages;
+}
+
+void Pipeline::plan_head(HeadWork& work) {
+  const PolicySpec& spec = work.sequence->spec;
+  const HeadPages& pages = work.pages();
+  const std::uint32_t page_tokens = layout_.page_tokens;
+  work.tokens = work.layer->tokens + 1;
+  work.counters = {};
+  work.bypass.heads = 0;
+  work.parts.clear();
+  work.selected.clear();
+  work.ranked = 0;
+  if (ranks_pages(spec)) {
+    work.ranked = scheduler::budget_pages(spec.pages, work.layer->tokens / page_tokens);
+  }
+
+  const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;
+  work.near_pages.assign(pages.pages(), 0);
+  work.near_runs.clear();
+  const std::uint32_t sink_end = std::min(spec.near.sink_tokens, work.tokens);
+  const std::uint32_t recent_begin = std::max(sink_end, work.tokens - std::min(work.tokens, spec.near.recent_tokens));
+  const auto add = [&](std::uint32_t begin, std::uint32_t end) {
+    while (begin < end) {
+      const std::uint32_t page = begin / page_tokens;
+      const std::uint32_t stop = std::min(end, (page + 1) * page_tokens);
+      work.near_runs.push_back({.page = page,
+                                .begin = static_cast<std::uint16_t>(begin - page * page_tokens),
+                                .end = static_cast<std::uint16_t>(stop - page * page_tokens)});
+      begin = stop;
+    }
+  };
+  if (whole_pages) {
+    for (std::uint32_t page = 0; page < pages.pages(); ++page) {
+      if (pages.residence[page] != Residence::near) continue;
+      work.near_pages[page] = 1;
+      add(page * page_tokens, std::min((page + 1) * page_tokens, work.tokens));
+    }
+  } else {
+    add(0, sink_end);
+    add(recent_begin, work.tokens);
+  }
+  work.near = {.sink_end = sink_end, .recent_begin = recent_begin, .page_tokens = page_tokens, .pages = work.near_pages};
+}
+
+void Pipeline::post_observe(std::span<Sequence* const> sequences) {
+  Pending job{.ticket = 0, .layer = layer_, .sequences = {}};
+  std::copy_if(sequences.begin(), sequences.end(), std::back_inserter(job.sequences),
+               [&](const Sequence* s) { return scheduler::step_shape(s->spec, parts_.options.placement).observe; });
+  job.ticket = background_.post([this, layer = layer_, batch = job.sequences] {
+    const std::uint32_t kv_heads = shape_.kv_heads;
+    parts_.workers.parallel_for(static_cast<std::uint32_t>(batch.size()) * kv_heads, [&](std::uint32_t i) {
+      Sequence& sequence = *batch[i / kv_heads];
+      LayerState& state = sequence.layers[layer];
+      const std::uint32_t kv = i % kv_heads;
+      state.policy->observe(kv);
+      state.hot[kv].clear();
+      const std::uint32_t limit = parts_.residency.quota(sequence.spec, state.pages());
+      state.policy->forecast(kv, state.tokens + 1, limit, state.hot[kv]);
+    });
+  });
+  pending_.push_back(std::move(job));
+}
+
+}  // namespace sluice::runtime

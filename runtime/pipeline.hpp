@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "cpu/backend.hpp"
+#include "cpu/host_pool.hpp"
+#include "cpu/workers.hpp"
+#include "runtime/background_lane.hpp"
+#include "runtime/executor.hpp"
+#include "runtime/residency.hpp"
+#include "runtime/sequence.hpp"
+#include "runtime/step_buffers.hpp"
+#include "scheduler/step_graph.hpp"
+#include "sluice/options.hpp"
+#include "sluice/runtime.hpp"
+
+namespace sluice::runtime {
+
+/// The parts that a pipeline works with. All outlive it.
+struct PipelineParts {
+  const RuntimeOptions& options;
+  Device& device;
+  const cpu::Workers& workers;
+  cpu::Backend& host;  ///< verbs on the host's memory
+  cpu::HostPool& pool;
+  TransferEngine& link;
+  Residency& residency;
+  std::byte* staging = nullptr;      ///< device memory [staging_pages, page], for pages that pass through
+  std::uint32_t staging_pages = 0;   ///< at least 2
+  CostRates rates;
+};
+
+/// Decode: one layer of one step for a batch of sequences, as a task graph over the three lanes.
+/// The nodes' work is in step_nodes.cpp; this class prepares a step, runs it and books it.
+class Pipeline final : private NodeRunner {
+ public:
+  explicit Pipeline(const PipelineParts& parts);
+
+  /// Grows the step's buffers; called when a sequence begins, so that steps do not allocate.
+  void reserve(std::uint32_t batch, bool ranks_pages);
+
+  /// See Runtime::step. `sequences` are checked by the caller.
+  void step(const StepArgs& args, std::span<Sequence* const> sequences);
+
+  /// Waits for background work and promotions of all sequences, so that one may be freed.
+  void settle(Sequence& sequence);
+
+  [[nodiscard]] Executor& executor() noexcept { return executor_; }
+
+ private:
+  /// Background work of one step call: observe and forecast of its layer.
+  struct Pending {
+    BackgroundLane::Ticket ticket = 0;
+    std::uint32_t layer = 0;
+    std::vector<Sequence*> sequences;
+  };
+
+  void issue(scheduler::NodeKind kind) override;
+
+  // Before the graph: pipeline.cpp
+  [[nodiscard]] bool ranks_pages(const PolicySpec& spec) const;
+  [[nodiscard]] const scheduler::StepGraph& graph(const scheduler::StepShape& shape);
+  void collect(std::uint32_t layer, Deadline deadline);
+  void collect_front(Deadline deadline);
+  void prepare(Sequence& sequence, Deadline deadline);
+  void begin_policy(Sequence& sequence, LayerState& layer);
+  void build_digests(LayerState& layer, DigestKind kind, std::uint32_t pages, Deadline deadline);
+  void plan_head(HeadWork& work);
+
+  // The graph's nodes: step_nodes.cpp and fetch_nodes.cpp
+  void append();
+  void rank_pages();
+  void hand_over();
+  void attend_near();
+  void write_through();
+  void select();
+  void place();
+  void fetch();
+  void copy_batch(std::uint32_t index);
+  void attend_fetched();
+  void attend_far();
+  void merge();
+
+  // After the graph: step_books.cpp, and pipeline.cpp for the background work
+  void audit();
+  void book(std::span<Sequence* const> sequences, Clock::duration spent);
+  void book_head(const HeadWork& work);
+  void post_observe(std::span<Sequence* const> sequences);
+
+  PipelineParts parts_;
+  AttentionShape shape_;
+  PageLayout layout_;
+  Executor executor_;
+  BackgroundLane background_;
+  StepBuffers buffers_;
+  std::deque<Pending> pending_;
+  std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
+  std::unique_ptr<Buffer> digests_;  ///< device, [frames, 2, head_dim]; null until a policy ranks pages
+
+  // The step that runs now.
+  const StepArgs* args_ = nullptr;
+  std::uint32_t layer_ = 0;
+  std::vector<HeadWork> heads_;  ///< [batch, kv_heads]
+  bool selects_ = false;               ///< the graph has select and attend_far
+  std::uint32_t fetch_batches_ = 0;
+};
+
+}  // namespace sluice::runtime

@@ -1,0 +1,192 @@
+#include "runtime/residency.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "runtime/wait.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+
+Residency::Residency(std::uint32_t slots, std::byte* memory, std::uint32_t page_tokens, PlacementMode mode,
+                     TransferEngine& link)
+    : pool_(slots), memory_(memory), page_tokens_(page_tokens), mode_(mode), link_(link) {}
+
+std::uint32_t Residency::forced_pages(const PolicySpec& spec) const noexcept {
+  const auto sinks = div_up(spec.near.sink_tokens, page_tokens_);
+  // A window of r tokens that ends anywhere in a page touches one page more than r fills.
+  const auto recent = div_up(spec.near.recent_tokens, page_tokens_) + 1;
+  return static_cast<std::uint32_t>(sinks + recent);
+}
+
+std::uint32_t Residency::quota(const PolicySpec& spec, std::uint32_t pages) const noexcept {
+  if (mode_ == PlacementMode::near) return pages;
+  const auto share = static_cast<std::uint32_t>(std::ceil(static_cast<double>(spec.near.share) * pages));
+  return std::min(pages, std::max(share, forced_pages(spec)));
+}
+
+void Residency::settle(Sequence& sequence, LayerState& layer, Deadline deadline) {
+  for (Transfer& transfer : layer.arriving) {
+    if (!wait_until([&] { return transfer.landed->state() != Event::State::pending; }, deadline)) {
+      throw Error(Errc::timeout, "pages promoted over the link did not arrive in time; raise the timeout");
+    }
+    const bool failed = transfer.landed->state() == Event::State::failed;
+    for (const PageMove& move : transfer.moves) {
+      const SlotOwner owner = pool_.owner(move.slot);
+      // The generation was taken when the copy was queued; a page that is somebody else's by now is dropped.
+      if (failed || owner.head->refs[owner.page] != move.page) {
+        pool_.drop(owner.head->leave(owner.page));
+        ++sequence.stats.failed_promotions;
+      } else {
+        owner.head->arrive(owner.page);
+        pool_.unpin(move.slot);
+      }
+    }
+  }
+  layer.arriving.clear();
+}
+
+void Residency::force(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::uint32_t fresh_page,
+                      Deadline deadline) {
+  const std::uint32_t pages = layer.pages();
+  const bool all = mode_ == PlacementMode::near;
+  const std::uint32_t sink_end = all ? pages : static_cast<std::uint32_t>(div_up(sequence.spec.near.sink_tokens, page_tokens_));
+  const std::uint32_t recent = std::min(tokens, std::max(sequence.spec.near.recent_tokens, 1u));
+  const std::uint32_t recent_begin = (tokens - recent) / page_tokens_;
+
+  const auto must = [&](std::uint32_t page) { return page < sink_end || page >= recent_begin; };
+
+  std::vector<PageMove> moves;
+  bool full = false;
+  for (HeadPages& head : layer.heads) {
+    for (const std::uint32_t page : head.held) {
+      if (head.forced[page] == 0 || must(page)) continue;
+      head.forced[page] = 0;
+      pool_.unpin(head.slots[page]);
+    }
+    const auto require = [&](std::uint32_t page) {
+      if (full || head.forced[page] != 0) return;
+      if (head.residence[page] == Residence::far) {
+        full = !claim(sequence, head, page, pages);
+        if (full) return;
+        if (page >= fresh_page) {
+          head.arrive(page);
+          pool_.unpin(head.slots[page]);
+        } else {
+          moves.push_back({.page = head.refs[page], .slot = head.slots[page]});
+        }
+      }
+      head.forced[page] = 1;
+      pool_.pin(head.slots[page]);
+    };
+    for (std::uint32_t page = 0; page < std::min(sink_end, pages); ++page) require(page);
+    for (std::uint32_t page = recent_begin; page < pages; ++page) require(page);
+  }
+  const std::uint64_t failed_before = sequence.stats.failed_promotions;
+  send(sequence, layer, std::move(moves));
+  settle(sequence, layer, deadline);
+  if (full) {
+    throw Error(Errc::out_of_capacity,
+                "the near pool of " + std::to_string(pool_.slots()) + " pages cannot hold what must be near" +
+                    (all ? " (placement near keeps every page there)" : " (sinks, recent window and open pages)") +
+                    "; raise near_bytes, shrink the window, or end a sequence");
+  }
+  if (sequence.stats.failed_promotions != failed_before) {
+    throw Error(Errc::device, "a page that must be near could not be copied to the device; the step may be repeated");
+  }
+}
+
+bool Residency::claim(Sequence& sequence, HeadPages& head, std::uint32_t page, std::uint32_t quota) {
+  if (head.held.size() >= quota) {
+    const std::optional<std::uint32_t> own = own_victim(head);
+    if (!own) return false;
+    evict(sequence, *own);
+  }
+  std::optional<std::uint32_t> slot = pool_.take({.head = &head, .page = page});
+  if (!slot) {
+    const std::optional<std::uint32_t> victim = pool_.victim();
+    if (!victim) return false;
+    evict(sequence, *victim);
+    slot = pool_.take({.head = &head, .page = page});
+  }
+  head.promote(page, *slot);
+  pool_.pin(*slot);  // Until the copy has landed.
+  return true;
+}
+
+void Residency::evict(Sequence& sequence, std::uint32_t slot) {
+  const SlotOwner owner = pool_.owner(slot);
+  pool_.drop(owner.head->leave(owner.page));
+  ++sequence.stats.evictions;
+}
+
+std::optional<std::uint32_t> Residency::own_victim(const HeadPages& head) const {
+  std::optional<std::uint32_t> best;
+  for (const std::uint32_t page : head.held) {
+    const std::uint32_t slot = head.slots[page];
+    if (pool_.pinned(slot)) continue;
+    if (!best || pool_.last_use(slot) < pool_.last_use(*best)) best = slot;
+  }
+  return best;
+}
+
+void Residency::send(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves) {
+  if (moves.empty()) return;
+  sequence.stats.promotions += moves.size();
+  sequence.stats.h2d_bytes += moves.size() * link_.page_bytes();
+  layer.arriving.push_back(link_.promote(std::move(moves), memory_));
+}
+
+void Residency::fill(Sequence& sequence, LayerState& layer) {
+  const std::uint32_t pages = layer.pages();
+  const std::uint32_t limit = quota(sequence.spec, pages);
+  if (sequence.spec.near.share <= 0.f) return;
+  std::vector<PageMove> moves;
+  for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+    HeadPages& head = layer.heads[h];
+    const auto add = [&](std::uint32_t page) {
+      if (head.residence[page] != Residence::far || head.held.size() >= limit || pool_.free_slots() == 0) return;
+      if (claim(sequence, head, page, limit)) moves.push_back({.page = head.refs[page], .slot = head.slots[page]});
+    };
+    for (const scheduler::HotPage& hot : layer.hot[h]) {
+      if (hot.page < pages) add(hot.page);
+    }
+    for (std::uint32_t page = pages; page-- > 0;) add(page);
+  }
+  send(sequence, layer, std::move(moves));
+}
+
+void Residency::promote(Sequence& sequence, LayerState& layer, std::uint32_t limit) {
+  if (sequence.spec.near.share <= 0.f || mode_ == PlacementMode::near) return;
+  const std::uint32_t pages = layer.pages();
+  const std::uint32_t quota_pages = quota(sequence.spec, pages);
+  std::vector<PageMove> moves;
+  for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+    HeadPages& head = layer.heads[h];
+    const auto& hot = layer.hot[h];
+    for (std::size_t i = hot.size(); i-- > 0;) {  // Hottest last, so that it ends up most recent.
+      if (hot[i].page < pages && head.residence[hot[i].page] == Residence::near) pool_.touch(head.slots[hot[i].page]);
+    }
+    std::uint32_t sent = 0;
+    for (const scheduler::HotPage& page : hot) {
+      if (sent == limit) break;
+      if (page.page >= pages || head.residence[page.page] != Residence::far) continue;
+      if (!claim(sequence, head, page.page, quota_pages)) break;
+      moves.push_back({.page = head.refs[page.page], .slot = head.slots[page.page]});
+      ++sent;
+    }
+  }
+  send(sequence, layer, std::move(moves));
+}
+
+void Residency::release(LayerState& layer) {
+  for (HeadPages& head : layer.heads) {
+    while (!head.held.empty()) {
+      pool_.drop(head.leave(head.held.back()));
+    }
+  }
+}
+
+}  // namespace sluice::runtime

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "runtime/near_pool.hpp"
+#include "runtime/sequence.hpp"
+#include "runtime/transfer_engine.hpp"
+#include "sluice/plan.hpp"
+
+namespace sluice::runtime {
+
+/// Decides which pages are near, and moves them there. Every decision is made on the caller's thread at a
+/// fixed point of a step, so the near set, and with it the output, does not depend on timing.
+class Residency {
+ public:
+  /// `memory` [slots, page] is device memory.
+  Residency(std::uint32_t slots, std::byte* memory, std::uint32_t page_tokens, PlacementMode mode, TransferEngine& link);
+
+  [[nodiscard]] const NearPool& pool() const noexcept { return pool_; }
+  [[nodiscard]] std::byte* memory() const noexcept { return memory_; }
+
+  /// Slots that one KV head of a sequence must have whatever its length: sinks, recent window, open page.
+  [[nodiscard]] std::uint32_t forced_pages(const PolicySpec& spec) const noexcept;
+  /// Slots that one KV head may hold when the sequence has `pages` pages.
+  [[nodiscard]] std::uint32_t quota(const PolicySpec& spec, std::uint32_t pages) const noexcept;
+
+  /// Waits for promotions of the layer that are in flight: near, or far again if their copy failed.
+  void settle(Sequence& sequence, LayerState& layer, Deadline deadline);
+  /// Makes near what must be near when `tokens` tokens are visible, and waits for it. A page from
+  /// `fresh_page` on holds no finished token yet and needs no copy.
+  /// @throws Error{Errc::out_of_capacity} if pinned pages leave no slot.
+  void force(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::uint32_t fresh_page, Deadline deadline);
+  /// Uses what is left of the quota: hot pages first, then the newest. Waits for nothing.
+  void fill(Sequence& sequence, LayerState& layer);
+  /// Follows the forecast: hot pages that are near become recent, at most `limit` that are far are promoted.
+  void promote(Sequence& sequence, LayerState& layer, std::uint32_t limit);
+  /// Gives all slots of a layer back. Promotions must have been settled.
+  void release(LayerState& layer);
+
+ private:
+  /// A slot for a page: free, else the head's own least recent page if it is at its quota, else anybody's.
+  [[nodiscard]] bool claim(Sequence& sequence, HeadPages& head, std::uint32_t page, std::uint32_t quota);
+  void evict(Sequence& sequence, std::uint32_t slot);
+  [[nodiscard]] std::optional<std::uint32_t> own_victim(const HeadPages& head) const;
+  /// Queues copies of pages that were just claimed.
+  void send(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves);
+
+  NearPool pool_;
+  std::byte* memory_;
+  std::uint32_t page_tokens_;
+  PlacementMode mode_;
+  TransferEngine& link_;
+};
+
+}  // namespace sluice::runtime

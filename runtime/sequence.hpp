@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/page_table.hpp"
+#include "runtime/transfer_engine.hpp"
+#include "scheduler/layer_policy.hpp"
+#include "sluice/policy.hpp"
+#include "sluice/stats.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice::runtime {
+
+/// One layer of one sequence. `heads` is sized when the sequence begins and never moves.
+struct LayerState {
+  std::uint32_t tokens = 0;      ///< of finished calls
+  std::vector<HeadPages> heads;  ///< [kv_heads]
+
+  std::unique_ptr<scheduler::LayerPolicy> policy;  ///< null until the first step after a prompt
+  std::vector<std::vector<scheduler::HotPage>> hot;  ///< [kv_heads] the forecast's pages, hottest first
+  std::uint32_t digested_pages = 0;                ///< pages [0, digested_pages) have a digest on the device
+
+  /// Queries of the last prompt tokens, newest last: [last_q_rows, q_heads, head_dim].
+  std::vector<float> last_q;
+  std::uint32_t last_q_rows = 0;
+
+  std::vector<Transfer> arriving;  ///< promotions in flight, oldest first
+
+  [[nodiscard]] std::uint32_t pages() const noexcept { return heads.front().pages(); }
+};
+
+struct Sequence {
+  SequenceId id;
+  PolicySpec spec;
+  std::vector<LayerState> layers;
+  Stats stats;
+};
+
+/// Prompt queries that the policy wants to see.
+[[nodiscard]] inline std::uint32_t wanted_queries(const PolicySpec& spec) noexcept {
+  if (spec.uses(Source::history)) return spec.history.init_queries;
+  return spec.bypass_threshold > 0.f ? 1 : 0;
+}
+
+}  // namespace sluice::runtime

@@ -1,0 +1,89 @@
+#include "runtime/step_buffers.hpp"
+
+#include <utility>
+
+namespace sluice::runtime {
+namespace {
+
+float* floats(const std::unique_ptr<Buffer>& memory) { return reinterpret_cast<float*>(memory->data()); }
+
+}  // namespace
+
+StepBuffers::StepBuffers(Device& device, const AttentionShape& shape, std::uint32_t max_pages)
+    : device_(device), shape_(shape), max_pages_(max_pages) {}
+
+void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
+  if (batch > batch_) {
+    const std::uint64_t new_rows = std::uint64_t{batch} * shape_.q_heads;
+    const std::uint64_t q_bytes = new_rows * shape_.head_dim * sizeof(float);
+    const std::uint64_t kv_bytes = std::uint64_t{batch} * shape_.kv_heads * shape_.head_dim * sizeof(float);
+    const std::uint64_t partial_bytes = q_bytes + new_rows * sizeof(float);
+    Memory query = device_.allocate_pinned(q_bytes);
+    Memory key = device_.allocate_pinned(kv_bytes);
+    Memory value = device_.allocate_pinned(kv_bytes);
+    Memory near_memory = device_.allocate(partial_bytes);
+    Memory far_memory = device_.allocate_pinned(partial_bytes);
+    Memory lse = device_.allocate_pinned(new_rows * sizeof(float));
+    query_ = std::move(query);
+    key_ = std::move(key);
+    value_ = std::move(value);
+    near_ = std::move(near_memory);
+    far_ = std::move(far_memory);
+    merged_lse_ = std::move(lse);
+    fetched_.clear();
+    fetch_room_ = 0;
+    ranked_pages_ = 0;
+    batch_ = batch;  // Last: a failed allocation changes nothing.
+  }
+  if (ranked_pages > ranked_pages_) {
+    Memory scores = device_.allocate(rows() * max_pages_ * sizeof(float));
+    ranked_ = device_.allocate_pinned(rows() * ranked_pages * sizeof(std::uint32_t));
+    page_scores_ = std::move(scores);
+    ranked_pages_ = ranked_pages;
+  }
+}
+
+void StepBuffers::reserve_fetch(std::uint32_t batches) {
+  for (; fetch_room_ < batches; ++fetch_room_) {
+    fetched_.push_back(device_.allocate(rows() * (shape_.head_dim + 1) * sizeof(float)));
+  }
+  while (copied.size() < batches) {
+    copied.push_back(device_.create_event());
+    attended.push_back(device_.create_event());
+  }
+  if (fetch_batches.size() < batches) fetch_batches.resize(batches);
+}
+
+float* StepBuffers::at(const Memory& memory, std::uint32_t row, std::uint32_t head) const noexcept {
+  return floats(memory) + (std::uint64_t{row} * shape_.q_heads + head) * shape_.head_dim;
+}
+
+float* StepBuffers::kv_at(const Memory& memory, std::uint32_t row, std::uint32_t kv_head) const noexcept {
+  return floats(memory) + (std::uint64_t{row} * shape_.kv_heads + kv_head) * shape_.head_dim;
+}
+
+Partial StepBuffers::partial(const Memory& memory, std::uint32_t row, std::uint32_t head) const noexcept {
+  return {.out = at(memory, row, head),
+          .lse = floats(memory) + rows() * shape_.head_dim + std::uint64_t{row} * shape_.q_heads + head};
+}
+
+Partial StepBuffers::fetched(std::uint32_t batch, std::uint32_t row, std::uint32_t head) const noexcept {
+  return partial(fetched_[batch], row, head);
+}
+
+float* StepBuffers::merged_lse(std::uint32_t row, std::uint32_t head) const noexcept {
+  return floats(merged_lse_) + std::uint64_t{row} * shape_.q_heads + head;
+}
+
+float* StepBuffers::page_scores(std::uint32_t row, std::uint32_t head) const noexcept {
+  return floats(page_scores_) + (std::uint64_t{row} * shape_.q_heads + head) * max_pages_;
+}
+
+std::uint32_t* StepBuffers::ranked(std::uint32_t row, std::uint32_t head, std::uint32_t count) const noexcept {
+  // Heads of one group lie `count` apart, so that a group's ranking is one dense span.
+  const std::uint32_t group = shape_.group();
+  const std::uint64_t first = (std::uint64_t{row} * shape_.q_heads + head / group * group) * ranked_pages_;
+  return reinterpret_cast<std::uint32_t*>(ranked_->data()) + first + std::uint64_t{head % group} * count;
+}
+
+}  // namespace sluice::runtime

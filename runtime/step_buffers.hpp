@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/sequence.hpp"
+#include "scheduler/layer_policy.hpp"
+#include "scheduler/placement.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/device.hpp"
+#include "sluice/selection.hpp"
+#include "sluice/shape.hpp"
+
+namespace sluice::runtime {
+
+/// One KV head of one sequence in the step that runs now. Reused from step to step.
+struct HeadWork {
+  Sequence* sequence = nullptr;
+  LayerState* layer = nullptr;
+  std::uint32_t row = 0;      ///< of the sequence in the batch
+  std::uint32_t kv_head = 0;
+  std::uint32_t tokens = 0;   ///< visible, the new one included
+  std::uint32_t ranked = 0;   ///< pages ranked per query head; 0: none
+
+  scheduler::NearSet near;
+  std::vector<std::uint8_t> near_pages;  ///< [pages], what `near.pages` shows
+  std::vector<PageRun> near_runs;
+
+  SelectionRow selected;
+  Bypass bypass;
+  scheduler::SelectCounters counters;
+  scheduler::Placement placement;
+  std::vector<std::uint32_t> staged;     ///< [pages] staging slot or kNone
+  std::vector<Partial> parts;            ///< what merge merges
+
+  [[nodiscard]] HeadPages& pages() const noexcept { return layer->heads[kv_head]; }
+};
+
+/// Pages that travel and are attended together: one half of the staging memory.
+struct FetchBatch {
+  std::vector<PageMove> moves;
+  std::vector<AttendTask> tasks;
+};
+
+/// Memory of a decode step, reserved when sequences begin. Arrays indexed by (batch row, query head) are
+/// dense; `far_*` and `query` are pinned, `near_*` is device memory.
+class StepBuffers {
+ public:
+  StepBuffers(Device& device, const AttentionShape& shape, std::uint32_t max_pages);
+
+  /// Makes room for `batch` sequences; `ranked_pages` per query head, 0 if no policy ranks.
+  void reserve(std::uint32_t batch, std::uint32_t ranked_pages);
+  /// Makes room for the partials of `batches` fetch batches.
+  void reserve_fetch(std::uint32_t batches);
+
+  [[nodiscard]] float* q(std::uint32_t row, std::uint32_t head) const noexcept { return at(query_, row, head); }
+  [[nodiscard]] float* k(std::uint32_t row, std::uint32_t kv_head) const noexcept { return kv_at(key_, row, kv_head); }
+  [[nodiscard]] float* v(std::uint32_t row, std::uint32_t kv_head) const noexcept { return kv_at(value_, row, kv_head); }
+  [[nodiscard]] Partial near(std::uint32_t row, std::uint32_t head) const noexcept { return partial(near_, row, head); }
+  [[nodiscard]] Partial far(std::uint32_t row, std::uint32_t head) const noexcept { return partial(far_, row, head); }
+  [[nodiscard]] Partial fetched(std::uint32_t batch, std::uint32_t row, std::uint32_t head) const noexcept;
+  /// lse of the merged output.
+  [[nodiscard]] float* merged_lse(std::uint32_t row, std::uint32_t head) const noexcept;
+  /// Page scores, device memory [max_pages].
+  [[nodiscard]] float* page_scores(std::uint32_t row, std::uint32_t head) const noexcept;
+  /// Ranked pages, pinned [ranked_pages]; heads of a group are `ranked_stride` apart.
+  [[nodiscard]] std::uint32_t* ranked(std::uint32_t row, std::uint32_t head, std::uint32_t count) const noexcept;
+
+  [[nodiscard]] std::uint32_t max_pages() const noexcept { return max_pages_; }
+
+  // Task arrays that streams refer to until the step is done.
+  std::vector<AppendTask> append_tasks;
+  std::vector<AppendTask> write_tasks;
+  std::vector<AttendTask> near_tasks;
+  std::vector<AttendTask> far_tasks;
+  std::vector<ScorePagesTask> score_tasks;
+  std::vector<TopKTask> top_k_tasks;
+  std::vector<MergeTask> merge_tasks;
+  std::vector<FetchBatch> fetch_batches;
+  std::vector<std::unique_ptr<Event>> copied;    ///< [fetch batches]
+  std::vector<std::unique_ptr<Event>> attended;  ///< [fetch batches]
+
+ private:
+  using Memory = std::unique_ptr<Buffer>;
+  [[nodiscard]] std::uint64_t rows() const noexcept { return std::uint64_t{batch_} * shape_.q_heads; }
+  [[nodiscard]] float* at(const Memory& memory, std::uint32_t row, std::uint32_t head) const noexcept;
+  [[nodiscard]] float* kv_at(const Memory& memory, std::uint32_t row, std::uint32_t kv_head) const noexcept;
+  [[nodiscard]] Partial partial(const Memory& memory, std::uint32_t row, std::uint32_t head) const noexcept;
+
+  Device& device_;
+  AttentionShape shape_;
+  std::uint32_t max_pages_;
+  std::uint32_t batch_ = 0;
+  std::uint32_t ranked_pages_ = 0;
+  std::uint32_t fetch_room_ = 0;
+  Memory query_, key_, value_;        // pinned
+  Memory near_, far_;                 // out [rows, head_dim], then lse [rows]
+  std::vector<Memory> fetched_;       // [fetch batches] likewise, device
+  Memory merged_lse_;                 // pinned
+  Memory page_scores_, ranked_;
+};
+
+}  // namespace sluice::runtime

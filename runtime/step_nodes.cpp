@@ -1,0 +1,186 @@
+// What each node of the step graph does. Device and link nodes only enqueue; see pipeline.hpp.
+#include <algorithm>
+
+#include "runtime/host_kv.hpp"
+#include "runtime/pipeline.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+
+using scheduler::NodeKind;
+
+void Pipeline::issue(NodeKind kind) {
+  switch (kind) {
+    case NodeKind::append: return append();
+    case NodeKind::attend_near: return attend_near();
+    case NodeKind::rank_pages: return rank_pages();
+    case NodeKind::hand_over: return hand_over();
+    case NodeKind::write_through: return write_through();
+    case NodeKind::select: return select();
+    case NodeKind::place: return place();
+    case NodeKind::fetch: return fetch();
+    case NodeKind::attend_fetched: return attend_fetched();
+    case NodeKind::attend_far: return attend_far();
+    case NodeKind::merge: return merge();
+    case NodeKind::observe:
+    case NodeKind::promote: break;  // Background nodes: post_observe and collect_front.
+  }
+  throw Error(Errc::unsupported, std::string("node ") + to_string(kind) + " does not run inside a step");
+}
+
+void Pipeline::append() {
+  auto& tasks = buffers_.append_tasks;
+  tasks.clear();
+  for (const HeadWork& work : heads_) {
+    const std::uint32_t position = work.tokens - 1;
+    const std::uint32_t slot = work.pages().slots[position / layout_.page_tokens];
+    tasks.push_back({.k = args_->k.row(work.row, work.kv_head),
+                     .v = args_->v.row(work.row, work.kv_head),
+                     .dtype = args_->k.dtype,
+                     .token_stride = 0,
+                     .page = parts_.residency.memory() + slot * layout_.page_bytes(),
+                     .first_row = position % layout_.page_tokens,
+                     .count = 1});
+  }
+  Backend& device = parts_.device.backend();
+  device.append(tasks, layout_, &executor_.device_stream());
+  // Later verbs of both lanes read the query in one form, wherever it came from.
+  device.to_f32(args_->q, buffers_.q(0, 0), &executor_.device_stream());
+}
+
+void Pipeline::rank_pages() {
+  const std::uint32_t group = shape_.group();
+  auto& scores = buffers_.score_tasks;
+  auto& ranks = buffers_.top_k_tasks;
+  scores.clear();
+  ranks.clear();
+  for (const HeadWork& work : heads_) {
+    if (work.ranked == 0) continue;
+    const std::uint32_t pages = work.layer->tokens / layout_.page_tokens;
+    const std::uint32_t head = work.kv_head * group;
+    // Rows of a group lie `pages` apart here, as score_pages writes them.
+    float* out = buffers_.page_scores(work.row, head);
+    scores.push_back({.q = buffers_.q(work.row, head),
+                      .digests = digests_->data(),
+                      .frames = work.pages().frames.data(),
+                      .pages = pages,
+                      .out = out});
+    for (std::uint32_t h = 0; h < group; ++h) {
+      ranks.push_back({.values = {out + std::uint64_t{h} * pages, pages},
+                       .k = work.ranked,
+                       .out = buffers_.ranked(work.row, head + h, work.ranked)});
+    }
+  }
+  Backend& device = parts_.device.backend();
+  device.score_pages(scores, shape_, layout_.dtype, &executor_.device_stream());
+  device.top_k(ranks, &executor_.device_stream());
+}
+
+void Pipeline::hand_over() {
+  Backend& device = parts_.device.backend();
+  Stream* stream = &executor_.device_stream();
+  device.to_f32(args_->k, buffers_.k(0, 0), stream);
+  device.to_f32(args_->v, buffers_.v(0, 0), stream);
+}
+
+void Pipeline::attend_near() {
+  const std::uint32_t group = shape_.group();
+  auto& tasks = buffers_.near_tasks;
+  tasks.clear();
+  for (const HeadWork& work : heads_) {
+    const std::uint32_t head = work.kv_head * group;
+    tasks.push_back({.q = buffers_.q(work.row, head),
+                     .kv = {.base = parts_.residency.memory(), .frames = work.pages().slots.data(), .layout = layout_},
+                     .runs = work.near_runs,
+                     .tokens = {},
+                     .members = {},
+                     .scores = {},
+                     .out = buffers_.near(work.row, head)});
+  }
+  parts_.device.backend().attend(tasks, shape_, &executor_.device_stream());
+}
+
+void Pipeline::write_through() {
+  auto& tasks = buffers_.write_tasks;
+  tasks.clear();
+  for (const HeadWork& work : heads_) {
+    const std::uint32_t position = work.tokens - 1;
+    tasks.push_back({.k = reinterpret_cast<const std::byte*>(buffers_.k(work.row, work.kv_head)),
+                     .v = reinterpret_cast<const std::byte*>(buffers_.v(work.row, work.kv_head)),
+                     .dtype = DType::f32,
+                     .token_stride = 0,
+                     .page = parts_.pool.frame(work.pages().frames[position / layout_.page_tokens]),
+                     .first_row = position % layout_.page_tokens,
+                     .count = 1});
+  }
+  parts_.host.append(tasks, layout_, nullptr);
+}
+
+void Pipeline::select() {
+  const std::uint32_t group = shape_.group();
+  parts_.workers.parallel_for(static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
+    HeadWork& work = heads_[i];
+    const std::uint32_t head = work.kv_head * group;
+    HostKv reader(parts_.host, shape_, parts_.pool, work.pages());
+    const std::size_t ranked = std::size_t{work.ranked} * group;
+    const scheduler::HeadContext context{
+        .kv_head = work.kv_head,
+        .tokens = work.tokens,
+        .q = buffers_.q(work.row, head),
+        .ranked_pages = ranked == 0 ? std::span<const std::uint32_t>{}
+                                    : std::span<const std::uint32_t>(buffers_.ranked(work.row, head, work.ranked), ranked),
+        .near = &work.near,
+        .kv = &reader};
+    work.layer->policy->select(context, work.selected, work.bypass, work.counters);
+  });
+}
+
+void Pipeline::place() {
+  for (HeadWork& work : heads_) {
+    scheduler::place(work.selected, shape_.group(), layout_, parts_.options.placement, parts_.rates,
+                     static_cast<std::uint32_t>(heads_.size()), buffers_.max_pages(), work.placement);
+  }
+}
+
+void Pipeline::attend_far() {
+  const std::uint32_t group = shape_.group();
+  auto& tasks = buffers_.far_tasks;
+  tasks.clear();
+  for (const HeadWork& work : heads_) {
+    const std::uint32_t head = work.kv_head * group;
+    const SelectionRow& row = work.placement.far;
+    tasks.push_back({.q = buffers_.q(work.row, head),
+                     .kv = far_view(parts_.pool, work.pages()),
+                     .runs = row.runs,
+                     .tokens = row.tokens,
+                     .members = row.members,
+                     .scores = row.scores,
+                     .out = buffers_.far(work.row, head)});
+  }
+  parts_.host.attend(tasks, shape_, nullptr);
+  for (const HeadWork& work : heads_) {
+    for (std::uint32_t h = 0; h < group; ++h) {
+      if ((work.bypass.heads >> h & 1u) == 0) continue;
+      const Partial far = buffers_.far(work.row, work.kv_head * group + h);
+      std::copy_n(work.bypass.out.data() + std::size_t{h} * shape_.head_dim, shape_.head_dim, far.out);
+      *far.lse = work.bypass.lse[h];
+    }
+  }
+}
+
+void Pipeline::merge() {
+  const std::uint32_t group = shape_.group();
+  auto& tasks = buffers_.merge_tasks;
+  tasks.clear();
+  for (HeadWork& work : heads_) {
+    const std::uint32_t head = work.kv_head * group;
+    work.parts.push_back(buffers_.near(work.row, head));
+    if (selects_) work.parts.push_back(buffers_.far(work.row, head));
+    tasks.push_back({.parts = work.parts,
+                     .out = args_->out.row(work.row, head),
+                     .lse = buffers_.merged_lse(work.row, head)});
+  }
+  parts_.device.backend().merge(tasks, shape_, args_->out.dtype, &executor_.device_stream());
+}
+
+}  // namespace sluice::runtime

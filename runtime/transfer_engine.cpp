@@ -1,0 +1,43 @@
+#include "runtime/transfer_engine.hpp"
+
+#include <utility>
+
+#include "cpu/host_pool.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+
+TransferEngine::TransferEngine(Device& device, const cpu::HostPool& pool)
+    : device_(device), pool_(pool), stream_(device.create_stream("link")) {}
+
+void TransferEngine::fetch(std::span<const PageMove> moves, std::byte* destination) {
+  const std::uint64_t page_bytes = pool_.layout().page_bytes();
+  scratch_.clear();
+  for (const PageMove& move : moves) {
+    if (!pool_.live(move.page)) {
+      throw Error(Errc::device, "stale page: frame " + std::to_string(move.page.frame) + " generation " +
+                                    std::to_string(move.page.generation) + " was freed before its copy was queued");
+    }
+    const Copy copy{.to = destination + move.slot * page_bytes, .from = pool_.frame(move.page.frame), .bytes = page_bytes};
+    if (!scratch_.empty() && scratch_.back().to + scratch_.back().bytes == copy.to &&
+        scratch_.back().from + scratch_.back().bytes == copy.from) {
+      scratch_.back().bytes += page_bytes;
+    } else {
+      scratch_.push_back(copy);
+    }
+  }
+  stream_->copy(scratch_);
+}
+
+Transfer TransferEngine::promote(std::vector<PageMove> moves, std::byte* destination) {
+  Transfer transfer{.moves = std::move(moves), .landed = device_.create_event()};
+  fetch(transfer.moves, destination);
+  stream_->record(*transfer.landed);
+  return transfer;
+}
+
+void TransferEngine::copy(std::span<const Copy> copies) { stream_->copy(copies); }
+
+std::uint64_t TransferEngine::page_bytes() const noexcept { return pool_.layout().page_bytes(); }
+
+}  // namespace sluice::runtime
