@@ -1,5 +1,6 @@
 #include "runtime/executor.hpp"
 
+#include <exception>
 #include <new>
 #include <string>
 #include <utility>
@@ -69,9 +70,10 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
     for (std::uint32_t i = 0; i < graph.nodes.size(); ++i) {
       if (needs_signal(graph, i)) await(graph, i, layer, deadline);
     }
-  } catch (...) {
-    drain();
-    throw;
+  } catch (const std::exception& error) {
+    if (drain()) throw;
+    throw Error(Errc::timeout, std::string(error.what()) + "; nor did the queued work finish within another timeout of " +
+                                   std::to_string(timeout_.count()) + " ms");
   }
 }
 
@@ -108,15 +110,17 @@ void Executor::await(const StepGraph& graph, std::uint32_t index, std::uint32_t 
   }
 }
 
-void Executor::drain() {
+bool Executor::drain() {
   const Deadline deadline = deadline_after(timeout_);
+  bool dry = true;
   for (Stream* lane : {device_stream_.get(), &link_}) {
     try {
       lane->synchronize(deadline);
     } catch (const Error& error) {
-      if (error.code() == Errc::timeout) throw;
+      dry = dry && error.code() != Errc::timeout;
     }
   }
+  return dry;
 }
 
 std::uint64_t Executor::take_wait_ns() noexcept { return std::exchange(wait_ns_, 0); }

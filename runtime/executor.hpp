@@ -29,17 +29,17 @@ class Executor {
   Executor(Device& device, Stream& link, std::chrono::milliseconds timeout, TraceSink* trace);
 
   /// Issues all nodes that are not in the background and returns when all of them are done.
-  /// @throws Error{Errc::timeout} or Error{Errc::device} naming node and layer, or what a node threw, after
-  /// both streams have run dry, so that nothing still refers to the caller's memory.
+  /// @throws Error{Errc::device} naming node and layer, or what a node threw, after both streams have run dry, so
+  /// that nothing still refers to the caller's memory; Error{Errc::timeout} if they have not.
   void run(const scheduler::StepGraph& graph, std::uint32_t layer, NodeRunner& runner);
 
   [[nodiscard]] Stream& device_stream() noexcept { return *device_stream_; }
   /// Time that the caller's thread has spent waiting for the device or the link since the last call.
   [[nodiscard]] std::uint64_t take_wait_ns() noexcept;
 
-  /// Blocks until everything queued on both streams has run; failures are dropped.
-  /// @throws Error{Errc::timeout}; then work may still be in flight and the memory it uses must stay.
-  void drain();
+  /// Blocks until everything queued on both streams has run; failures are dropped. False past the
+  /// timeout: then work may still be in flight and the memory it uses must stay.
+  [[nodiscard]] bool drain();
 
  private:
   static constexpr std::size_t kMaxNodes = 16;

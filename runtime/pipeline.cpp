@@ -162,7 +162,7 @@ void Pipeline::build_digests(LayerState& layer, DigestKind kind, std::uint32_t p
   parts_.link.copy(copies);
   parts_.link.stream().record(*landed);
   if (!wait_until([&] { return landed->state() != Event::State::pending; }, deadline)) {
-    executor_.drain();  // The copies read `built`.
+    (void)executor_.drain();  // The copies read `built`.
     throw Error(Errc::timeout, "page digests did not reach the device in time; raise the timeout");
   }
   if (landed->state() == Event::State::failed) {

@@ -211,8 +211,12 @@ SequenceId Runtime::begin(const PolicySpec& policy) {
     throw Error(Errc::unsupported, text);
   }
   const std::uint64_t heads = std::uint64_t{self.options.shape.layers} * self.options.shape.kv_heads;
-  std::uint64_t forced = self.residency.forced_pages(policy) * heads;
-  for (const auto& [id, sequence] : self.sequences) forced += self.residency.forced_pages(sequence->spec) * heads;
+  const std::uint64_t longest = self.pool.frames() / heads;  // A sequence has no more pages than the host pool.
+  const auto must = [&](const PolicySpec& spec) {
+    return std::min<std::uint64_t>(self.residency.forced_pages(spec), longest) * heads;
+  };
+  std::uint64_t forced = must(policy);
+  for (const auto& [id, sequence] : self.sequences) forced += must(sequence->spec);
   if (forced > self.residency.pool().slots()) {
     throw Error(Errc::out_of_capacity,
                 "sinks, recent window and open pages of all sequences need " + std::to_string(forced) +

@@ -49,7 +49,7 @@ TEST_CASE("options out of range are refused by name", "[errors]") {
 
 TEST_CASE("a host pool larger than the machine is refused, not attempted", "[errors]") {
   RuntimeOptions options = toy_options(kShape, 100);
-  options.host_bytes = std::uint64_t{1} << 46;
+  options.host_bytes = std::uint64_t{1} << 42;
   options.near_bytes = 1 * MiB;
   REQUIRE(contains(error_of(Errc::out_of_capacity, [&] { Runtime runtime(options); }), std::to_string(options.host_bytes)));
 }
