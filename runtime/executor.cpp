@@ -1,5 +1,6 @@
 #include "runtime/executor.hpp"
 
+#include <algorithm>
 #include <exception>
 #include <new>
 #include <string>
@@ -20,22 +21,6 @@ std::uint64_t nanoseconds(Clock::duration span) {
 
 std::uint64_t nanoseconds(Clock::time_point point) { return nanoseconds(point.time_since_epoch()); }
 
-/// True if something outside the node's own stream waits for it: another lane, or the end of the step.
-bool needs_signal(const StepGraph& graph, std::uint32_t index) {
-  const Node& node = graph.nodes[index];
-  if (node.lane == Lane::cpu || node.background) return false;
-  bool waited_for = false;
-  for (const Node& later : graph.nodes) {
-    if (later.background) continue;
-    for (const std::uint32_t before : later.after) {
-      if (before != index) continue;
-      if (later.lane != node.lane) return true;
-      waited_for = true;
-    }
-  }
-  return !waited_for;
-}
-
 }  // namespace
 
 Executor::Executor(Device& device, Stream& link, std::chrono::milliseconds timeout, TraceSink* trace)
@@ -46,6 +31,7 @@ Executor::Executor(Device& device, Stream& link, std::chrono::milliseconds timeo
       flag_memory_(device.allocate_pinned(sizeof(Flag) * kMaxNodes)) {
   flags_ = new (flag_memory_->data()) Flag[kMaxNodes];
   for (auto& event : events_) event = device.create_event();
+  dry_ = device.create_event();
 }
 
 void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runner) {
@@ -70,6 +56,7 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
     for (std::uint32_t i = 0; i < graph.nodes.size(); ++i) {
       if (needs_signal(graph, i)) await(graph, i, layer, deadline);
     }
+    if (trace_ != nullptr) trace_streams(graph, layer);
   } catch (const std::exception& error) {
     if (drain()) throw;
     throw Error(Errc::timeout, std::string(error.what()) + "; nor did the queued work finish within another timeout of " +
@@ -77,22 +64,55 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
   }
 }
 
+bool Executor::needs_signal(const StepGraph& graph, std::uint32_t index) const {
+  const Node& node = graph.nodes[index];
+  if (node.lane == Lane::cpu || node.background) return false;
+  if (trace_ != nullptr) return true;  // Every node's end is wanted, and what takes a failure must be looked at.
+  bool waited_for = false;
+  for (const Node& later : graph.nodes) {
+    if (later.background) continue;
+    for (const std::uint32_t before : later.after) {
+      if (before != index) continue;
+      if (later.lane != node.lane) return true;
+      waited_for = true;
+    }
+  }
+  return !waited_for;
+}
+
 void Executor::issue(const StepGraph& graph, std::uint32_t index, std::uint32_t layer, NodeRunner& runner) {
   const Node& node = graph.nodes[index];
   issued_[index] = Clock::now();
   runner.issue(node.kind);
-  if (needs_signal(graph, index)) {
-    // The event takes the failure and its reason; the flag only says that the stream got here.
-    stream(node.lane).record(*events_[index]);
-    stream(node.lane).signal(flags_[index], run_);
+  if (node.lane == Lane::cpu) {
+    if (trace_ != nullptr) trace(node, layer, issued_[index], Clock::now());
+    return;
   }
-  if (trace_ != nullptr && node.lane == Lane::cpu) {
-    trace_->record({.name = to_string(node.kind),
-                    .lane = node.lane,
-                    .layer = layer,
-                    .begin_ns = nanoseconds(issued_[index]),
-                    .end_ns = nanoseconds(Clock::now())});
+  // The event takes the failure and its reason; the flag only says that the stream got here.
+  if (!needs_signal(graph, index)) return;
+  stream(node.lane).record(*events_[index]);
+  stream(node.lane).signal(flags_[index], run_);
+}
+
+void Executor::trace_streams(const StepGraph& graph, std::uint32_t layer) {
+  // A stream works in order: a node began when it was issued or when the node before it was done.
+  std::array<Clock::time_point, 3> free{};
+  for (std::uint32_t i = 0; i < graph.nodes.size(); ++i) {
+    const Node& node = graph.nodes[i];
+    if (node.background || node.lane == Lane::cpu) continue;
+    Clock::time_point& last = free[static_cast<std::size_t>(node.lane)];
+    const Clock::time_point end = events_[i]->time();
+    trace(node, layer, std::max(issued_[i], last), end);
+    last = end;
   }
+}
+
+void Executor::trace(const Node& node, std::uint32_t layer, Clock::time_point begin, Clock::time_point end) {
+  trace_->record({.name = to_string(node.kind),
+                  .lane = node.lane,
+                  .layer = layer,
+                  .begin_ns = nanoseconds(begin),
+                  .end_ns = nanoseconds(std::max(begin, end))});
 }
 
 void Executor::await(const StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline) {
@@ -115,6 +135,7 @@ bool Executor::drain() {
   bool dry = true;
   for (Stream* lane : {device_stream_.get(), &link_}) {
     try {
+      lane->record(*dry_);  // Takes what failed since the last event, so that the next run starts clean.
       lane->synchronize(deadline);
     } catch (const Error& error) {
       dry = dry && error.code() != Errc::timeout;

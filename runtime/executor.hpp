@@ -44,7 +44,11 @@ class Executor {
  private:
   static constexpr std::size_t kMaxNodes = 16;
 
+  /// True if something outside the node's own stream waits for it: another lane, or the end of the step.
+  [[nodiscard]] bool needs_signal(const scheduler::StepGraph& graph, std::uint32_t index) const;
   void issue(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, NodeRunner& runner);
+  void trace_streams(const scheduler::StepGraph& graph, std::uint32_t layer);
+  void trace(const scheduler::Node& node, std::uint32_t layer, Clock::time_point begin, Clock::time_point end);
   void await(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline);
   [[nodiscard]] Stream& stream(Lane lane) noexcept { return lane == Lane::device ? *device_stream_ : link_; }
 
@@ -55,6 +59,7 @@ class Executor {
   std::unique_ptr<Buffer> flag_memory_;
   Flag* flags_ = nullptr;  // [kMaxNodes], in pinned memory
   std::array<std::unique_ptr<Event>, kMaxNodes> events_;
+  std::unique_ptr<Event> dry_;
   std::array<Clock::time_point, kMaxNodes> issued_{};
   std::uint64_t run_ = 0;  // the value that this run's flags rise to
   std::uint64_t wait_ns_ = 0;

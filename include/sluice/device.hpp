@@ -52,6 +52,8 @@ class Event {
   [[nodiscard]] virtual State state() const noexcept = 0;
   /// Why the event failed; empty unless it did.
   [[nodiscard]] virtual std::string reason() const = 0;
+  /// When the stream got there, to the device's precision. Meaningful once the state is not pending.
+  [[nodiscard]] virtual Clock::time_point time() const noexcept = 0;
 };
 
 /// An in-order queue of work. Everything here enqueues and returns, except `synchronize`. A failed
