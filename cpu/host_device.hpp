@@ -26,7 +26,7 @@ struct Misbehaviour {
 struct HostDeviceOptions {
   std::uint64_t memory_bytes = 0;                ///< limit on `allocate`; 0 = none
   std::chrono::milliseconds flag_timeout{30'000};  ///< how long a stream waits for a host flag
-  Misbehaviour misbehaviour;
+  Misbehaviour misbehaviour{};
 };
 
 /// The embedded default device: near memory is ordinary memory, streams are in-order queues on threads

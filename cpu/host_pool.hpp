@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/slab.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
 #include "sluice/device.hpp"
@@ -14,12 +15,14 @@
 namespace sluice::cpu {
 
 struct HostPoolOptions {
-  PageLayout layout;
-  std::uint64_t bytes = 0;        ///< rounded down to whole pages; at least one page
+  PageLayout layout{};
+  std::uint64_t bytes = 0;  ///< rounded down to whole pages; at least one page
   std::uint32_t numa_node = 0;
   /// Registered with the device in pieces of at most this size, each a multiple of the page size, so that
-  /// no page spans two registrations.
+  /// no page spans two registrations, and of the operating system's pages; at least one such multiple.
   std::uint64_t register_chunk_bytes = 16 * GiB;
+  /// Turn off where huge pages make allocation stall: a fragmented machine with defrag=madvise.
+  HugePages huge_pages = HugePages::transparent;
 };
 
 /// The far tier: one NUMA-bound slab of page frames, touched in parallel and registered with the device
@@ -30,7 +33,8 @@ struct HostPoolOptions {
 class HostPool {
  public:
   /// @throws Error{Errc::out_of_capacity} naming the size and what the machine has left; Error{Errc::device}
-  /// if registration is refused, after everything was rolled back.
+  /// if registration is refused, after everything was rolled back; Error{Errc::invalid_argument} naming the
+  /// option. The device must outlive the pool.
   HostPool(const HostPoolOptions& options, const Topology& topology, const Workers& workers, Device& device);
   ~HostPool();
   HostPool(const HostPool&) = delete;

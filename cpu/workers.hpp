@@ -9,9 +9,11 @@
 namespace sluice::cpu {
 
 struct WorkersOptions {
-  std::uint32_t threads = 0;     ///< the caller's included; 0 = topology.cores()
-  bool pin = true;               ///< bind each worker (not the caller) to a core
-  std::uint32_t numa_node = 0;   ///< cores of this node are used first
+  std::uint32_t threads = 0;    ///< the caller's included, at most 4096; 0 = topology.cores()
+  /// Bind each worker (not the caller) to a core. oneTBB lends its threads to every arena of the process and
+  /// they stay bound; turn this off in a process that uses oneTBB for other work as well.
+  bool pin = true;
+  std::uint32_t numa_node = 0;  ///< cores of this node are used first
 };
 
 /// Threads for host work: a oneTBB arena whose workers are bound through hwloc. The caller of

@@ -17,7 +17,7 @@ struct NearSet {
   std::uint32_t sink_end = 0;      ///< tokens [0, sink_end)
   std::uint32_t recent_begin = 0;  ///< tokens [recent_begin, n)
   std::uint32_t page_tokens = 32;
-  std::span<const std::uint8_t> pages;  ///< [ceil(n / page_tokens)]: 1 = the whole page is attended near
+  std::span<const std::uint8_t> pages = {};  ///< [ceil(n / page_tokens)]: 1 = the whole page is attended near
 
   [[nodiscard]] bool contains(std::uint32_t token) const noexcept {
     return token < sink_end || token >= recent_begin || pages[token / page_tokens] != 0;
@@ -41,7 +41,7 @@ struct PromptContext {
   std::uint32_t kv_head = 0;
   std::uint32_t tokens = 0;              ///< prompt length n
   std::uint32_t queries = 0;             ///< rows of last_q; row i is the query of position tokens - queries + i
-  std::span<const float> last_q;         ///< [queries, group, head_dim]
+  std::span<const float> last_q = {};    ///< [queries, group, head_dim]
   KvReader* kv = nullptr;
 };
 
@@ -52,7 +52,7 @@ struct HeadContext {
   const float* q = nullptr;  ///< [group, head_dim]
   /// Pages that rank highest by digest for each query head, ascending; [group, ranked_pages]. Empty unless
   /// the policy's sources have `pages`. Only full pages are ranked.
-  std::span<const std::uint32_t> ranked_pages;
+  std::span<const std::uint32_t> ranked_pages = {};
   const NearSet* near = nullptr;
   KvReader* kv = nullptr;
 };

@@ -45,6 +45,7 @@ struct StepShape {
   bool select = true;       ///< something may be attended beyond the near set
   bool fetch = false;       ///< placement may fetch
   bool observe = false;     ///< some policy keeps history
+  friend bool operator==(const StepShape&, const StepShape&) = default;
 };
 
 [[nodiscard]] StepShape step_shape(const PolicySpec& spec, PlacementMode mode) noexcept;

@@ -1,0 +1,179 @@
+#include "cpu/backend.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cpu/float16.hpp"
+#include "cpu/row_list.hpp"
+#include "cpu/verbs.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// Part of one task that one thread does.
+struct Slice {
+  std::uint32_t task = 0;
+  std::uint32_t begin = 0;
+  std::uint32_t end = 0;
+};
+
+constexpr std::uint32_t kSliceRows = 1024;
+
+/// Cuts each of `tasks` tasks of size(i) items into slices.
+template <class Size>
+void cut(std::size_t tasks, const Size& size, std::vector<Slice>& slices) {
+  slices.clear();
+  for (std::uint32_t task = 0; task < tasks; ++task) {
+    const auto items = static_cast<std::uint32_t>(size(task));
+    for (std::uint32_t begin = 0; begin < items; begin += kSliceRows) {
+      slices.push_back({.task = task, .begin = begin, .end = std::min(begin + kSliceRows, items)});
+    }
+  }
+}
+
+template <class Size>
+std::uint64_t total(std::size_t tasks, const Size& size) {
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < tasks; ++i) sum += size(i);
+  return sum;
+}
+
+/// A row of any length in any dtype to float32: whole units by the kernel, the rest one by one.
+void widen_row(const Kernels& kernels, DType type, const std::byte* in, std::size_t count, float* out) {
+  const std::size_t whole = count / kHeadDimUnit * kHeadDimUnit;
+  kernels_for(kernels, type).widen(in, out, whole);
+  for (std::size_t i = whole; i < count; ++i) {
+    if (type == DType::f32) {
+      std::memcpy(out + i, in + i * sizeof(float), sizeof(float));
+      continue;
+    }
+    std::uint16_t bits = 0;
+    std::memcpy(&bits, in + i * sizeof bits, sizeof bits);
+    out[i] = type == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
+  }
+}
+
+/// Rows of one half (K or V) of a page.
+struct RowCopy {
+  const std::byte* from = nullptr;
+  std::uint64_t stride_bytes = 0;
+  std::byte* to = nullptr;
+  std::uint32_t rows = 0;
+};
+
+void append_half(const Kernels& kernels, DType from_type, const PageLayout& layout, const RowCopy& copy) {
+  float wide[kMaxHeadDim];
+  for (std::uint32_t r = 0; r < copy.rows; ++r) {
+    const std::byte* const from = copy.from + r * copy.stride_bytes;
+    std::byte* const to = copy.to + r * layout.row_bytes();
+    if (from_type == layout.dtype) {
+      std::memcpy(to, from, layout.row_bytes());
+    } else {
+      kernels_for(kernels, from_type).widen(from, wide, layout.head_dim);
+      kernels_for(kernels, layout.dtype).narrow(wide, to, layout.head_dim);
+    }
+  }
+}
+
+}  // namespace
+
+Backend::Backend(const Workers& workers, const Kernels* kernels)
+    : workers_(workers), kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
+
+std::string Backend::isa() const { return kernels_.name; }
+
+std::vector<std::string> Backend::unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) const {
+  return cpu::unsupported_reasons(shape, layout);
+}
+
+void Backend::append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream*) {
+  if (tasks.empty()) return;
+  check("append", layout);
+  const auto rows = [&](std::size_t i) { return tasks[i].count; };
+  for_each_unit(workers_, tasks.size(), total(tasks.size(), rows) * 2 * layout.row_bytes(), [&](std::uint32_t i) {
+    const AppendTask& task = tasks[i];
+    const std::uint64_t stride = task.token_stride * bytes_of(task.dtype);
+    std::byte* const k = task.page + task.first_row * layout.row_bytes();
+    append_half(kernels_, task.dtype, layout, {.from = task.k, .stride_bytes = stride, .to = k, .rows = task.count});
+    append_half(kernels_, task.dtype, layout,
+                {.from = task.v, .stride_bytes = stride, .to = k + layout.half_bytes(), .rows = task.count});
+  });
+}
+
+void Backend::digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream*) {
+  if (tasks.empty()) return;
+  check("digest", layout);
+  const ElementKernels& kernels = kernels_for(kernels_, layout.dtype);
+  const auto run = kind == DigestKind::box ? kernels.digest_box : kernels.digest_cuboid_mean;
+  for_each_unit(workers_, tasks.size(), tasks.size() * layout.half_bytes(), [&](std::uint32_t i) {
+    run({.k = tasks[i].page, .out = tasks[i].out, .rows = layout.page_tokens, .head_dim = layout.head_dim});
+  });
+}
+
+void Backend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype, Stream*) {
+  if (tasks.empty()) return;
+  check("score_pages", shape);
+  const auto pages = [&](std::size_t i) { return tasks[i].pages; };
+  thread_local std::vector<Slice> own_slices;
+  std::vector<Slice>& slices = own_slices;
+  cut(tasks.size(), pages, slices);
+  const std::uint64_t digest_bytes = std::uint64_t{2} * shape.head_dim * bytes_of(digest_dtype);
+  for_each_unit(workers_, slices.size(), total(tasks.size(), pages) * digest_bytes, [&](std::uint32_t i) {
+    const Slice& slice = slices[i];
+    const ScorePagesTask& task = tasks[slice.task];
+    kernels_for(kernels_, digest_dtype)
+        .score_digests({.q = task.q,
+                        .digests = task.digests,
+                        .frames = task.frames + slice.begin,
+                        .count = slice.end - slice.begin,
+                        .group = shape.group(),
+                        .head_dim = shape.head_dim,
+                        .out = task.out + slice.begin,
+                        .out_stride = task.pages});
+  });
+}
+
+void Backend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream*) {
+  if (tasks.empty()) return;
+  for (const ScoreTokensTask& task : tasks) check("score_tokens", shape, task.kv.layout);
+  const auto tokens = [&](std::size_t i) { return tasks[i].tokens.size(); };
+  thread_local std::vector<Slice> own_slices;
+  std::vector<Slice>& slices = own_slices;
+  cut(tasks.size(), tokens, slices);
+  const std::uint64_t row_bytes = tasks.front().kv.layout.row_bytes();
+  for_each_unit(workers_, slices.size(), total(tasks.size(), tokens) * row_bytes, [&](std::uint32_t i) {
+    const Slice& slice = slices[i];
+    const ScoreTokensTask& task = tasks[slice.task];
+    const std::byte* rows[kSliceRows];
+    list_rows(task.kv, task.tokens.subspan(slice.begin, slice.end - slice.begin), rows);
+    kernels_for(kernels_, task.kv.layout.dtype)
+        .score({.q = task.q,
+                .k = rows,
+                .count = slice.end - slice.begin,
+                .group = shape.group(),
+                .head_dim = shape.head_dim,
+                .out = task.out + std::size_t{slice.begin} * shape.group()});
+  });
+}
+
+void Backend::top_k(std::span<const TopKTask> tasks, Stream*) {
+  if (tasks.empty()) return;
+  const auto values = [&](std::size_t i) { return tasks[i].values.size(); };
+  for_each_unit(workers_, tasks.size(), total(tasks.size(), values) * sizeof(float), [&](std::uint32_t i) {
+    const TopKTask& task = tasks[i];
+    select_top_k(task.values.data(), static_cast<std::uint32_t>(task.values.size()), task.k, task.out);
+  });
+}
+
+void Backend::to_f32(const TensorView& in, float* out, Stream*) {
+  const std::uint64_t row = std::uint64_t{in.heads} * in.head_dim;
+  for_each_unit(workers_, in.tokens, in.tokens * row * sizeof(float), [&](std::uint32_t token) {
+    for (std::uint32_t head = 0; head < in.heads; ++head) {
+      float* const to = out + token * row + std::uint64_t{head} * in.head_dim;
+      widen_row(kernels_, in.dtype, in.row(token, head), in.head_dim, to);
+    }
+  });
+}
+
+}  // namespace sluice::cpu

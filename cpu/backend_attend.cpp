@@ -1,0 +1,140 @@
+#include <algorithm>
+#include <vector>
+
+#include "cpu/backend.hpp"
+#include "cpu/row_list.hpp"
+#include "cpu/verbs.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// A task's runs or tokens, or part of them, that one thread attends.
+struct Unit {
+  enum class Kind : std::uint8_t { runs, tokens };
+  std::uint32_t task = 0;
+  Kind kind = Kind::runs;
+  std::uint32_t begin = 0;  ///< first run or token
+  std::uint32_t end = 0;
+  std::uint32_t rows = 0;
+};
+
+/// Tokens per unit of a task: how a task is cut depends on the task alone, so results do not depend on the
+/// number of threads. At least 512 rows, which amortise start and merge; up to 64 units for long tasks.
+std::uint32_t unit_rows(std::uint64_t tokens) noexcept {
+  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(div_up(tokens, 64), 512, 4096));
+}
+
+std::uint64_t tokens_of(const AttendTask& task) noexcept {
+  std::uint64_t sum = task.tokens.size();
+  for (const PageRun& run : task.runs) sum += run.tokens();
+  return sum;
+}
+
+void cut_runs(std::span<const PageRun> runs, std::uint32_t task, std::uint32_t limit, std::vector<Unit>& units) {
+  Unit unit{.task = task, .kind = Unit::Kind::runs};
+  for (std::uint32_t i = 0; i < runs.size(); ++i) {
+    unit.rows += runs[i].tokens();
+    unit.end = i + 1;
+    if (unit.rows < limit && unit.end < runs.size()) continue;
+    if (unit.rows != 0) units.push_back(unit);
+    unit = {.task = task, .kind = Unit::Kind::runs, .begin = unit.end};
+  }
+}
+
+void cut_tokens(std::uint32_t tokens, std::uint32_t task, std::uint32_t limit, std::vector<Unit>& units) {
+  for (std::uint32_t begin = 0; begin < tokens; begin += limit) {
+    const std::uint32_t end = std::min(begin + limit, tokens);
+    units.push_back({.task = task, .kind = Unit::Kind::tokens, .begin = begin, .end = end, .rows = end - begin});
+  }
+}
+
+/// The units of all tasks in order; returns the bytes that they read.
+std::uint64_t cut(std::span<const AttendTask> tasks, std::vector<Unit>& units) {
+  units.clear();
+  std::uint64_t bytes = 0;
+  for (std::uint32_t i = 0; i < tasks.size(); ++i) {
+    const std::uint64_t tokens = tokens_of(tasks[i]);
+    cut_runs(tasks[i].runs, i, unit_rows(tokens), units);
+    cut_tokens(static_cast<std::uint32_t>(tasks[i].tokens.size()), i, unit_rows(tokens), units);
+    bytes += tokens * 2 * tasks[i].kv.layout.row_bytes();
+  }
+  return bytes;
+}
+
+void attend_unit(const Kernels& kernels, const AttendTask& task, const AttentionShape& shape, const Unit& unit,
+                 const Partial& out) {
+  thread_local std::vector<const std::byte*> rows;
+  if (rows.size() < unit.rows) rows.resize(unit.rows);
+  AttendRows args{.q = task.q,
+                  .k = rows.data(),
+                  .v_offset = task.kv.layout.half_bytes(),
+                  .count = unit.rows,
+                  .group = shape.group(),
+                  .head_dim = shape.head_dim,
+                  .out = out.out,
+                  .lse = out.lse};
+  if (unit.kind == Unit::Kind::runs) {
+    list_rows(task.kv, task.runs.subspan(unit.begin, unit.end - unit.begin), rows.data());
+  } else {
+    list_rows(task.kv, task.tokens.subspan(unit.begin, unit.end - unit.begin), rows.data());
+    if (!task.members.empty()) args.members = task.members.data() + unit.begin;
+    if (!task.scores.empty()) args.scores = task.scores.data() + std::size_t{unit.begin} * shape.group();
+  }
+  kernels_for(kernels, task.kv.layout.dtype).attend(args);
+}
+
+/// Where unit i's partial lies in scratch memory.
+Partial partial_at(float* scratch, std::size_t i, const AttentionShape& shape) noexcept {
+  const std::size_t out = std::size_t{shape.group()} * shape.head_dim;
+  float* const begin = scratch + i * (out + shape.group());
+  return {.out = begin, .lse = begin + out};
+}
+
+void clear(const Partial& partial, const AttentionShape& shape) noexcept {
+  std::fill_n(partial.out, std::size_t{shape.group()} * shape.head_dim, 0.f);
+  std::fill_n(partial.lse, shape.group(), kEmptyLse);
+}
+
+}  // namespace
+
+void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream*) {
+  if (tasks.empty()) return;
+  for (const AttendTask& task : tasks) check("attend", shape, task.kv.layout);
+  thread_local std::vector<Unit> own_units;
+  thread_local Scratch own_scratch;
+  std::vector<Unit>& units = own_units;
+  const std::uint64_t bytes = cut(tasks, units);
+  float* const scratch = own_scratch.floats(units.size() * shape.group() * (shape.head_dim + std::uint64_t{1}));
+
+  // A task's first unit goes straight to its output, the others are merged into it in their order.
+  for (const AttendTask& task : tasks) clear(task.out, shape);
+  const auto is_first = [&](std::size_t i) { return i == 0 || units[i].task != units[i - 1].task; };
+  for_each_unit(workers_, units.size(), bytes, [&](std::uint32_t i) {
+    const AttendTask& task = tasks[units[i].task];
+    attend_unit(kernels_, task, shape, units[i], is_first(i) ? task.out : partial_at(scratch, i, shape));
+  });
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    if (!is_first(i)) merge_into(tasks[units[i].task].out, partial_at(scratch, i, shape), shape.group(), shape.head_dim);
+  }
+}
+
+void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream*) {
+  if (tasks.empty()) return;
+  check("merge", shape);
+  const std::uint32_t rows = shape.group();
+  const std::size_t floats = std::size_t{rows} * shape.head_dim;
+  for_each_unit(workers_, tasks.size(), tasks.size() * tasks.front().parts.size() * floats * sizeof(float),
+                [&](std::uint32_t i) {
+                  const MergeTask& task = tasks[i];
+                  thread_local Scratch own_scratch;
+                  float* const out = own_scratch.floats(floats + rows);
+                  const Partial whole{.out = out, .lse = out + floats};
+                  std::copy_n(task.parts.front().out, floats, whole.out);
+                  std::copy_n(task.parts.front().lse, rows, whole.lse);
+                  for (const Partial& part : task.parts.subspan(1)) merge_into(whole, part, rows, shape.head_dim);
+                  kernels_for(kernels_, out_dtype).narrow(whole.out, task.out, floats);
+                  if (task.lse != nullptr) std::copy_n(whole.lse, rows, task.lse);
+                });
+}
+
+}  // namespace sluice::cpu

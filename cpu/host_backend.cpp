@@ -1,0 +1,82 @@
+#include "cpu/host_backend.hpp"
+
+#include <utility>
+
+#include "cpu/host_stream.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// Now without a stream, later with one. What `run` captures must hold until the stream has passed.
+template <class Run>
+void dispatch(Stream* stream, const char* verb, Run&& run) {
+  if (stream == nullptr) return run();
+  auto* const host_stream = dynamic_cast<HostStream*>(stream);
+  if (host_stream == nullptr)
+    throw Error(Errc::invalid_argument, std::string(verb) + ": the stream belongs to another kind of device");
+  host_stream->enqueue(verb, std::forward<Run>(run));
+}
+
+}  // namespace
+
+std::vector<std::string> HostBackend::unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) const {
+  return cpu_.unsupported_reasons(shape, layout);
+}
+
+void HostBackend::check(const AttentionShape& shape, const PageLayout& layout) const {
+  const auto reasons = unsupported_reasons(shape, layout);
+  if (!reasons.empty()) throw Error(Errc::unsupported, reasons.front());
+}
+
+void HostBackend::append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "append", [=, this] { cpu_.append(tasks, layout, nullptr); });
+}
+
+void HostBackend::digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "digest", [=, this] { cpu_.digest(tasks, kind, layout, nullptr); });
+}
+
+void HostBackend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                              Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "score_pages", [=, this] { cpu_.score_pages(tasks, shape, digest_dtype, nullptr); });
+}
+
+void HostBackend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, tasks.front().kv.layout);
+  dispatch(stream, "score_tokens", [=, this] { cpu_.score_tokens(tasks, shape, nullptr); });
+}
+
+void HostBackend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "top_k", [=, this] { cpu_.top_k(tasks, nullptr); });
+}
+
+void HostBackend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, tasks.front().kv.layout);
+  dispatch(stream, "attend", [=, this] { cpu_.attend(tasks, shape, nullptr); });
+}
+
+void HostBackend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "merge", [=, this] { cpu_.merge(tasks, shape, out_dtype, nullptr); });
+}
+
+void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
+                          Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, tasks.front().kv.layout);
+  dispatch(stream, "prefill", [=, this] { cpu_.prefill(tasks, strides, shape, nullptr); });
+}
+
+void HostBackend::to_f32(const TensorView& in, float* out, Stream* stream) {
+  if (in.tokens == 0) return;
+  dispatch(stream, "to_f32", [=, this] { cpu_.to_f32(in, out, nullptr); });
+}
+
+}  // namespace sluice::cpu

@@ -1,0 +1,116 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "sluice/tensor.hpp"
+
+namespace sluice::cpu {
+
+/// What the kernels of one instruction set compute: plain functions of plain pointers, single-threaded, which
+/// neither allocate nor throw. `head_dim` is a multiple of 16 up to kMaxHeadDim, `group` is in [1, kMaxGroup].
+/// Rows of K and V are given by their addresses, so that pages are looked up in one place, and are read once
+/// for all query heads of the group.
+inline constexpr std::uint32_t kMaxHeadDim = 256;
+inline constexpr std::uint32_t kMaxGroup = 32;
+inline constexpr std::uint32_t kHeadDimUnit = 16;
+
+/// Attention of one group over a list of rows, into one partial (see partial.hpp).
+struct AttendRows {
+  const float* q = nullptr;                 ///< [group, head_dim], not scaled; not read if `scores` is given
+  const std::byte* const* k = nullptr;      ///< [count] addresses of K rows
+  std::uint64_t v_offset = 0;               ///< bytes from a token's K row to its V row
+  const std::uint32_t* members = nullptr;   ///< [count] or null: bit h unset masks (row, h) out
+  const float* scores = nullptr;            ///< [count, group] scaled scores, or null: computed from K
+  std::uint32_t count = 0;
+  std::uint32_t group = 0;
+  std::uint32_t head_dim = 0;
+  float* out = nullptr;                     ///< [group, head_dim]
+  float* lse = nullptr;                     ///< [group]
+};
+
+/// out[i, h] = q[h].k[i] / sqrt(head_dim).
+struct ScoreRows {
+  const float* q = nullptr;             ///< [group, head_dim]
+  const std::byte* const* k = nullptr;  ///< [count]
+  std::uint32_t count = 0;
+  std::uint32_t group = 0;
+  std::uint32_t head_dim = 0;
+  float* out = nullptr;                 ///< [count, group]
+};
+
+/// out[h * out_stride + i] = sum_c max(q[h,c] * hi[c], q[h,c] * lo[c]) for the digests of count frames.
+struct ScoreDigests {
+  const float* q = nullptr;               ///< [group, head_dim]
+  const std::byte* digests = nullptr;     ///< [frames, 2, head_dim]
+  const std::uint32_t* frames = nullptr;  ///< [count]
+  std::uint32_t count = 0;
+  std::uint32_t group = 0;
+  std::uint32_t head_dim = 0;
+  float* out = nullptr;
+  std::uint64_t out_stride = 0;
+};
+
+/// Digest of `rows` consecutive K rows: hi, then lo. NaN elements may be ignored or kept.
+struct DigestRows {
+  const std::byte* k = nullptr;  ///< [rows, head_dim]
+  std::byte* out = nullptr;      ///< [2, head_dim]
+  std::uint32_t rows = 0;        ///< at least 1
+  std::uint32_t head_dim = 0;
+};
+
+/// Keys of one block of a prefill product; queries are rows of (token, head), all heads of a token together.
+inline constexpr std::uint32_t kPrefillKeys = 64;
+
+/// Causal attention of `rows` queries: row r, at position first + r / group, attends keys 0 .. position.
+struct PrefillRows {
+  const float* q = nullptr;                 ///< [rows, head_dim], scaled by 1/sqrt(head_dim)
+  const std::byte* const* pages = nullptr;  ///< addresses of all pages up to the last position
+  std::uint32_t page_tokens = 0;
+  std::uint32_t first = 0;
+  std::uint32_t rows = 0;
+  std::uint32_t group = 0;
+  std::uint32_t head_dim = 0;
+  float* out = nullptr;      ///< [rows, head_dim]
+  float* scratch = nullptr;  ///< prefill_scratch_floats(rows, head_dim), 64-byte aligned
+};
+
+/// The block's weights, its keys transposed, its values, and maximum and sum of every row.
+[[nodiscard]] constexpr std::uint64_t prefill_scratch_floats(std::uint32_t rows, std::uint32_t head_dim) noexcept {
+  return std::uint64_t{rows} * (kPrefillKeys + 2) + 2 * std::uint64_t{kPrefillKeys} * head_dim;
+}
+
+/// Kernels for one element type of K, V and digests. They all accumulate in float32.
+struct ElementKernels {
+  void (*attend)(const AttendRows& args) noexcept;
+  void (*score)(const ScoreRows& args) noexcept;
+  void (*score_digests)(const ScoreDigests& args) noexcept;
+  void (*digest_box)(const DigestRows& args) noexcept;
+  void (*digest_cuboid_mean)(const DigestRows& args) noexcept;
+  void (*prefill)(const PrefillRows& args) noexcept;
+  /// `count` elements, a multiple of kHeadDimUnit.
+  void (*widen)(const std::byte* in, float* out, std::size_t count) noexcept;
+  /// Rounds to nearest even.
+  void (*narrow)(const float* in, std::byte* out, std::size_t count) noexcept;
+};
+
+/// One instruction set's kernels. There are as many objects as variants were built; they live forever.
+struct Kernels {
+  const char* name = "";      ///< "generic", "avx2" or "avx512"
+  ElementKernels element[3];  ///< by DType
+};
+
+/// Variants that this build has and this CPU and operating system can run; the first is "generic".
+[[nodiscard]] std::vector<const Kernels*> available_kernels();
+
+/// @throws Error{Errc::unsupported} naming the available variants if `name` is not one of them.
+[[nodiscard]] const Kernels& find_kernels(std::string_view name);
+
+/// What the environment variable SLUICE_CPU_ISA names, or else the variant that was fastest in a race of a few
+/// milliseconds on this machine. Decided once per process; safe to call from several threads.
+/// @throws Error{Errc::unsupported} as find_kernels, at every call while the variable is wrong.
+[[nodiscard]] const Kernels& fastest_kernels();
+
+}  // namespace sluice::cpu

@@ -1,0 +1,185 @@
+#pragma once
+
+#include "cpu/kernels/rows.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+// The products of prefill are written in the same vector class as everything else, not in Eigen: Eigen's
+// inline templates have external linkage, and per-instruction-set copies of them would be merged by the linker.
+
+/// C[rows, columns] += A[rows, inner] B[inner, columns]; all row-major. `columns` is a multiple of 16.
+struct Product {
+  const float* a = nullptr;
+  const float* b = nullptr;
+  float* c = nullptr;
+  std::uint32_t a_stride = 0;
+  std::uint32_t b_stride = 0;
+  std::uint32_t c_stride = 0;
+  std::uint32_t inner = 0;
+};
+
+template <std::uint32_t kRows, std::uint32_t kVecs>
+inline void product_tile(const Product& x, std::uint32_t row, std::uint32_t column) noexcept {
+  const float* const a = x.a + std::size_t{row} * x.a_stride;
+  const float* b = x.b + column;
+  float* const c = x.c + std::size_t{row} * x.c_stride + column;
+  Vec sums[kRows][kVecs];
+#pragma GCC unroll 8
+  for (std::uint32_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (std::uint32_t v = 0; v < kVecs; ++v) sums[r][v] = Simd::load(c + std::size_t{r} * x.c_stride + v * kWidth);
+  }
+  for (std::uint32_t i = 0; i < x.inner; ++i, b += x.b_stride) {
+    Vec columns[kVecs];
+#pragma GCC unroll 8
+    for (std::uint32_t v = 0; v < kVecs; ++v) columns[v] = Simd::load(b + v * kWidth);
+#pragma GCC unroll 8
+    for (std::uint32_t r = 0; r < kRows; ++r) {
+      const Vec factor = Simd::set(a[std::size_t{r} * x.a_stride + i]);
+#pragma GCC unroll 8
+      for (std::uint32_t v = 0; v < kVecs; ++v) sums[r][v] = Simd::fma(factor, columns[v], sums[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (std::uint32_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (std::uint32_t v = 0; v < kVecs; ++v) Simd::store(c + std::size_t{r} * x.c_stride + v * kWidth, sums[r][v]);
+  }
+}
+
+template <std::uint32_t kRows, std::uint32_t kVecs>
+inline void product_rows(const Product& x, std::uint32_t row, std::uint32_t rows, std::uint32_t column) noexcept {
+  for (; row + kRows <= rows; row += kRows) product_tile<kRows, kVecs>(x, row, column);
+  if constexpr (kRows > 1) product_rows<kRows / 2, kVecs>(x, row, rows, column);
+}
+
+template <std::uint32_t kVecs>
+inline void product_columns(const Product& x, std::uint32_t rows, std::uint32_t column, std::uint32_t columns) noexcept {
+  for (; column + kVecs * kWidth <= columns; column += kVecs * kWidth) {
+    product_rows<Simd::kGemmRows, kVecs>(x, 0, rows, column);
+  }
+  if constexpr (kVecs > 1) product_columns<kVecs / 2>(x, rows, column, columns);
+}
+
+inline void multiply_add(const Product& x, std::uint32_t rows, std::uint32_t columns) noexcept {
+  product_columns<Simd::kGemmVecs>(x, rows, 0, columns);
+}
+
+/// The parts of the scratch memory.
+struct PrefillScratch {
+  explicit PrefillScratch(const PrefillRows& args) noexcept
+      : weights(args.scratch),
+        keys(weights + std::size_t{args.rows} * kPrefillKeys),
+        values(keys + std::size_t{kPrefillKeys} * args.head_dim),
+        top(values + std::size_t{kPrefillKeys} * args.head_dim),
+        mass(top + args.rows) {}
+  float* weights;  ///< [rows, kPrefillKeys]
+  float* keys;     ///< [head_dim, kPrefillKeys]
+  float* values;   ///< [kPrefillKeys, head_dim]
+  float* top;      ///< [rows]
+  float* mass;     ///< [rows]
+};
+
+/// Widens `count` keys and values from position `key0` on, once for all queries. Missing keys are 0.
+template <DType kType>
+inline void pack_keys(const PrefillRows& args, std::uint32_t key0, std::uint32_t count, const PrefillScratch& to) noexcept {
+  const std::size_t row_bytes = std::size_t{args.head_dim} * kElementBytes<kType>;
+  const std::size_t v_offset = row_bytes * args.page_tokens;
+  for (std::uint32_t j = 0; j < kPrefillKeys; ++j) {
+    if (j >= count) {
+      for (std::uint32_t c = 0; c < args.head_dim; ++c) to.keys[std::size_t{c} * kPrefillKeys + j] = 0.f;
+      continue;
+    }
+    const std::uint32_t position = key0 + j;
+    const std::byte* const k = args.pages[position / args.page_tokens] + position % args.page_tokens * row_bytes;
+    for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) {
+      alignas(64) float lanes[kWidth];
+      Simd::store(lanes, Simd::load_as<kType>(k + std::size_t{c} * kElementBytes<kType>));
+      for (std::uint32_t i = 0; i < kWidth; ++i) to.keys[std::size_t{c + i} * kPrefillKeys + j] = lanes[i];
+      const std::byte* const v = k + v_offset + std::size_t{c} * kElementBytes<kType>;
+      Simd::store(to.values + std::size_t{j} * args.head_dim + c, Simd::load_as<kType>(v));
+    }
+  }
+}
+
+/// One row of scores becomes weights relative to its new maximum; its sums so far are scaled to it.
+inline void soften_row(float* weights, std::uint32_t valid, float* out, std::uint32_t head_dim, float& top,
+                       float& mass) noexcept {
+  for (std::uint32_t j = valid; j < kPrefillKeys; ++j) weights[j] = -__builtin_inff();
+  const Vec old_top = Simd::set(top);
+  Vec new_top = old_top;
+  for (std::uint32_t j = 0; j < kPrefillKeys; j += kWidth) new_top = Simd::max(Simd::load(weights + j), new_top);
+  new_top = Simd::fold_max<1>(new_top);
+  Vec sum = Simd::set(0.f);
+  for (std::uint32_t j = 0; j < kPrefillKeys; j += kWidth) {
+    const Vec p = exp_negative(Simd::sub(Simd::load(weights + j), new_top));
+    Simd::store(weights + j, p);
+    sum = Simd::add(sum, p);
+  }
+  alignas(64) float lanes[3][kWidth];
+  const Vec scale = exp_negative(Simd::sub(old_top, new_top));
+  Simd::store(lanes[0], new_top);
+  Simd::store(lanes[1], scale);
+  Simd::store(lanes[2], Simd::fold_add<1>(sum));
+  if (lanes[0][0] != top) {
+    for (std::uint32_t c = 0; c < head_dim; c += kWidth) Simd::store(out + c, Simd::mul(Simd::load(out + c), scale));
+  }
+  mass = mass * lanes[1][0] + lanes[2][0];
+  top = lanes[0][0];
+}
+
+/// One block of keys against the queries from row `row0` on, the first that may see it.
+template <DType kType>
+inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint32_t count, std::uint32_t row0,
+                         const PrefillScratch& scratch) noexcept {
+  const std::uint32_t rows = args.rows - row0;
+  float* const out = args.out + std::size_t{row0} * args.head_dim;
+  pack_keys<kType>(args, key0, count, scratch);
+  for (std::size_t i = 0; i < std::size_t{rows} * kPrefillKeys; ++i) scratch.weights[i] = 0.f;
+  multiply_add({.a = args.q + std::size_t{row0} * args.head_dim,
+                .b = scratch.keys,
+                .c = scratch.weights,
+                .a_stride = args.head_dim,
+                .b_stride = kPrefillKeys,
+                .c_stride = kPrefillKeys,
+                .inner = args.head_dim},
+               rows, kPrefillKeys);
+  for (std::uint32_t r = 0; r < rows; ++r) {
+    const std::uint32_t visible = args.first + (row0 + r) / args.group - key0 + 1;
+    soften_row(scratch.weights + std::size_t{r} * kPrefillKeys, visible < count ? visible : count,
+               out + std::size_t{r} * args.head_dim, args.head_dim, scratch.top[row0 + r], scratch.mass[row0 + r]);
+  }
+  multiply_add({.a = scratch.weights,
+                .b = scratch.values,
+                .c = out,
+                .a_stride = kPrefillKeys,
+                .b_stride = args.head_dim,
+                .c_stride = args.head_dim,
+                .inner = count},
+               rows, args.head_dim);
+}
+
+template <DType kType>
+void prefill(const PrefillRows& args) noexcept {
+  const PrefillScratch scratch(args);
+  for (std::uint32_t r = 0; r < args.rows; ++r) {
+    scratch.top[r] = -3.402823466e38f;  // Lowest finite: (-inf) - (-inf) would be NaN.
+    scratch.mass[r] = 0.f;
+  }
+  for (std::size_t i = 0; i < std::size_t{args.rows} * args.head_dim; ++i) args.out[i] = 0.f;
+  const std::uint32_t end = args.first + (args.rows - 1) / args.group + 1;
+  for (std::uint32_t key0 = 0; key0 < end; key0 += kPrefillKeys) {
+    const std::uint32_t count = end - key0 < kPrefillKeys ? end - key0 : kPrefillKeys;
+    const std::uint32_t row0 = key0 > args.first ? (key0 - args.first) * args.group : 0;
+    prefill_keys<kType>(args, key0, count, row0, scratch);
+  }
+  for (std::uint32_t r = 0; r < args.rows; ++r) {
+    float* const out = args.out + std::size_t{r} * args.head_dim;
+    const Vec scale = Simd::set(scratch.mass[r] == 0.f ? 0.f : 1.f / scratch.mass[r]);
+    for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) Simd::store(out + c, Simd::mul(Simd::load(out + c), scale));
+  }
+}
+
+}  // namespace
+}  // namespace sluice::cpu

@@ -1,0 +1,40 @@
+#pragma once
+
+// Included last in the translation unit of an instruction set.
+
+#include "cpu/kernels/attend.hpp"
+#include "cpu/kernels/digest.hpp"
+#include "cpu/kernels/prefill.hpp"
+#include "cpu/kernels/score.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+template <DType kType>
+void widen(const std::byte* in, float* out, std::size_t count) noexcept {
+  for (std::size_t i = 0; i < count; i += kWidth) Simd::store(out + i, Simd::load_as<kType>(in + i * kElementBytes<kType>));
+}
+
+template <DType kType>
+void narrow(const float* in, std::byte* out, std::size_t count) noexcept {
+  for (std::size_t i = 0; i < count; i += kWidth) Simd::store_as<kType>(out + i * kElementBytes<kType>, Simd::load(in + i));
+}
+
+template <DType kType>
+constexpr ElementKernels kElement{.attend = attend<kType>,
+                                  .score = score<kType>,
+                                  .score_digests = score_digests<kType>,
+                                  .digest_box = digest_box<kType>,
+                                  .digest_cuboid_mean = digest_cuboid_mean<kType>,
+                                  .prefill = prefill<kType>,
+                                  .widen = widen<kType>,
+                                  .narrow = narrow<kType>};
+
+static_assert(static_cast<int>(DType::f32) == 0 && static_cast<int>(DType::f16) == 1 && static_cast<int>(DType::bf16) == 2);
+
+constexpr Kernels make_kernels(const char* name) {
+  return {.name = name, .element = {kElement<DType::f32>, kElement<DType::f16>, kElement<DType::bf16>}};
+}
+
+}  // namespace
+}  // namespace sluice::cpu

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "sluice/page.hpp"
+
+namespace sluice::cpu {
+
+/// Writes the K row address of every token to `rows` and returns its end. The page is looked up once per page
+/// rather than per token: the tokens are ascending, and a division costs as much as the rest.
+inline const std::byte** list_rows(const KvView& kv, std::span<const std::uint32_t> tokens, const std::byte** rows) {
+  const std::uint64_t row_bytes = kv.layout.row_bytes();
+  std::uint64_t page_begin = 0;
+  std::uint64_t page_end = 0;
+  const std::byte* page = nullptr;
+  for (const std::uint32_t token : tokens) {
+    if (token < page_begin || token >= page_end) {
+      const std::uint32_t index = token / kv.layout.page_tokens;
+      page_begin = std::uint64_t{index} * kv.layout.page_tokens;
+      page_end = page_begin + kv.layout.page_tokens;
+      page = kv.page(index);
+    }
+    *rows++ = page + (token - page_begin) * row_bytes;
+  }
+  return rows;
+}
+
+/// The same for runs.
+inline const std::byte** list_rows(const KvView& kv, std::span<const PageRun> runs, const std::byte** rows) {
+  const std::uint64_t row_bytes = kv.layout.row_bytes();
+  for (const PageRun& run : runs) {
+    const std::byte* row = kv.page(run.page) + run.begin * row_bytes;
+    for (std::uint32_t i = run.begin; i < run.end; ++i, row += row_bytes) *rows++ = row;
+  }
+  return rows;
+}
+
+}  // namespace sluice::cpu

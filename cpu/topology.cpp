@@ -1,0 +1,175 @@
+#include "cpu/topology.hpp"
+
+#include <hwloc.h>
+
+#include <algorithm>
+#include <new>
+#include <sstream>
+#include <utility>
+
+#include "cpu/limits.hpp"
+#include "sluice/error.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+struct FreeBitmap {
+  void operator()(hwloc_bitmap_t bitmap) const noexcept { hwloc_bitmap_free(bitmap); }
+};
+using Bitmap = std::unique_ptr<hwloc_bitmap_s, FreeBitmap>;
+
+struct DestroyTopology {
+  void operator()(hwloc_topology_t topology) const noexcept { hwloc_topology_destroy(topology); }
+};
+using Handle = std::unique_ptr<hwloc_topology, DestroyTopology>;
+
+Handle create() {
+  hwloc_topology_t raw = nullptr;
+  if (hwloc_topology_init(&raw) != 0)
+    throw Error(Errc::io, "hwloc cannot be initialised; check that memory is left and that libhwloc matches its plugins");
+  return Handle(raw);
+}
+
+std::uint32_t count_of(hwloc_topology_t topology, hwloc_obj_type_t type) noexcept {
+  const int count = hwloc_get_nbobjs_by_type(topology, type);
+  return count > 0 ? static_cast<std::uint32_t>(count) : 0;
+}
+
+std::string size_text(std::uint64_t bytes) {
+  if (bytes >= GiB) return std::to_string(bytes / GiB) + " GiB";
+  if (bytes >= MiB) return std::to_string(bytes / MiB) + " MiB";
+  return std::to_string(bytes / KiB) + " KiB";
+}
+
+}  // namespace
+
+struct Topology::Impl {
+  /// A core by the one PU that a worker is bound to. Hyper-threads of a core share its load ports,
+  /// so a second worker on them gains nothing on memory-bound kernels.
+  struct Core {
+    std::uint32_t pu = 0;
+    std::uint32_t numa_node = kNone;
+  };
+
+  Handle handle;
+  Bitmap usable;            ///< PUs of the topology that the process is also bound to
+  std::vector<Core> cores;  ///< at least one, in hwloc's logical order
+  std::uint64_t quota = kNoLimit;
+
+  explicit Impl(Handle loaded);
+  void add_cores(hwloc_obj_type_t type);
+  [[nodiscard]] bool real() const noexcept { return hwloc_topology_is_thissystem(handle.get()) != 0; }
+  [[nodiscard]] hwloc_obj_t node(std::uint32_t index) const noexcept {
+    return hwloc_get_obj_by_type(handle.get(), HWLOC_OBJ_NUMANODE, index);
+  }
+  [[nodiscard]] std::uint32_t node_of(unsigned pu) const noexcept;
+};
+
+Topology::Impl::Impl(Handle loaded) : handle(std::move(loaded)), usable(hwloc_bitmap_alloc()) {
+  if (!usable) throw std::bad_alloc();
+  // Control groups already shaped the topology; the affinity mask (taskset, MPI launchers) did not.
+  const bool bound = real() && hwloc_get_cpubind(handle.get(), usable.get(), HWLOC_CPUBIND_PROCESS) == 0;
+  const hwloc_const_cpuset_t all = hwloc_topology_get_topology_cpuset(handle.get());
+  if (!bound) hwloc_bitmap_copy(usable.get(), all);
+  hwloc_bitmap_and(usable.get(), usable.get(), all);
+  if (hwloc_bitmap_iszero(usable.get()) != 0) hwloc_bitmap_copy(usable.get(), all);
+
+  add_cores(HWLOC_OBJ_CORE);
+  if (cores.empty()) add_cores(HWLOC_OBJ_PU);  // Some virtual machines hide their cores.
+  if (cores.empty()) cores.push_back({});
+  if (real()) quota = cpu_quota();
+}
+
+void Topology::Impl::add_cores(hwloc_obj_type_t type) {
+  const Bitmap here(hwloc_bitmap_alloc());
+  if (!here) throw std::bad_alloc();
+  for (hwloc_obj_t obj = nullptr; (obj = hwloc_get_next_obj_by_type(handle.get(), type, obj)) != nullptr;) {
+    hwloc_bitmap_and(here.get(), obj->cpuset, usable.get());
+    const int first = hwloc_bitmap_first(here.get());
+    if (first < 0) continue;
+    const auto pu = static_cast<std::uint32_t>(first);
+    cores.push_back({.pu = pu, .numa_node = node_of(pu)});
+  }
+}
+
+std::uint32_t Topology::Impl::node_of(unsigned pu) const noexcept {
+  const std::uint32_t nodes = count_of(handle.get(), HWLOC_OBJ_NUMANODE);
+  for (std::uint32_t i = 0; i < nodes; ++i)
+    if (hwloc_bitmap_isset(node(i)->cpuset, pu) != 0) return i;
+  return kNone;
+}
+
+Topology::Topology() {
+  Handle handle = create();
+  if (hwloc_topology_load(handle.get()) != 0)
+    throw Error(Errc::io, "hwloc cannot read this machine's topology; check that /sys and /proc are mounted");
+  impl_ = std::make_shared<const Impl>(std::move(handle));
+}
+
+Topology::Topology(const std::string& synthetic) {
+  Handle handle = create();
+  if (hwloc_topology_set_synthetic(handle.get(), synthetic.c_str()) != 0 || hwloc_topology_load(handle.get()) != 0)
+    throw Error(Errc::invalid_argument,
+                "'" + synthetic + "' is no synthetic hwloc topology; write e.g. \"numa:2 core:4 pu:2\"");
+  impl_ = std::make_shared<const Impl>(std::move(handle));
+}
+
+std::uint32_t Topology::numa_nodes() const noexcept {
+  return std::max(1u, count_of(impl_->handle.get(), HWLOC_OBJ_NUMANODE));
+}
+
+std::uint32_t Topology::cores() const noexcept {
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(impl_->cores.size(), impl_->quota));
+}
+
+std::vector<std::uint32_t> Topology::core_order(std::uint32_t numa_node) const {
+  std::vector<Impl::Core> cores = impl_->cores;
+  std::stable_partition(cores.begin(), cores.end(),
+                        [numa_node](const Impl::Core& core) { return core.numa_node == numa_node; });
+  std::vector<std::uint32_t> order;
+  order.reserve(cores.size());
+  for (const Impl::Core& core : cores) order.push_back(core.pu);
+  return order;
+}
+
+bool Topology::synthetic() const noexcept { return !impl_->real(); }
+
+std::uint64_t Topology::node_memory_bytes(std::uint32_t numa_node) const noexcept {
+  const hwloc_obj_t node = impl_->node(numa_node);
+  return node == nullptr ? 0 : node->attr->numanode.local_memory;
+}
+
+bool Topology::bind_this_thread(std::uint32_t pu) const noexcept {
+  // hwloc itself reports success for binding on a machine that is not this one.
+  if (synthetic() || hwloc_bitmap_isset(impl_->usable.get(), pu) == 0) return false;
+  const Bitmap set(hwloc_bitmap_alloc());
+  if (!set || hwloc_bitmap_only(set.get(), pu) != 0) return false;
+  return hwloc_set_cpubind(impl_->handle.get(), set.get(), HWLOC_CPUBIND_THREAD) == 0;
+}
+
+bool Topology::bind_memory(void* data, std::uint64_t bytes, std::uint32_t numa_node) const noexcept {
+  const hwloc_obj_t node = impl_->node(numa_node);
+  if (synthetic() || node == nullptr || data == nullptr || bytes == 0) return false;
+  // Not STRICT: a full node spills to its neighbour, which is slow; strictly bound memory would kill instead.
+  return hwloc_set_area_membind(impl_->handle.get(), data, bytes, node->nodeset, HWLOC_MEMBIND_BIND,
+                                HWLOC_MEMBIND_BYNODESET) == 0;
+}
+
+std::string Topology::summary() const {
+  const hwloc_topology_t topology = impl_->handle.get();
+  std::ostringstream text;
+  text << numa_nodes() << " NUMA node(s), " << impl_->cores.size() << " core(s), "
+       << hwloc_bitmap_weight(impl_->usable.get()) << " PU(s)";
+  for (const auto& [type, name] : {std::pair{HWLOC_OBJ_L1CACHE, "L1d"}, std::pair{HWLOC_OBJ_L2CACHE, "L2"},
+                                   std::pair{HWLOC_OBJ_L3CACHE, "L3"}}) {
+    const hwloc_obj_t cache = hwloc_get_obj_by_type(topology, type, 0);
+    if (cache == nullptr || cache->attr->cache.size == 0) continue;
+    text << ", " << name << ' ' << count_of(topology, type) << " x " << size_text(cache->attr->cache.size);
+  }
+  if (impl_->quota != kNoLimit) text << ", quota of " << impl_->quota << " CPU(s)";
+  if (synthetic()) text << ", synthetic";
+  return text.str();
+}
+
+}  // namespace sluice::cpu

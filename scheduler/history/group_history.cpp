@@ -1,0 +1,174 @@
+#include "scheduler/history/group_history.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "scheduler/fast_exp.hpp"
+#include "scheduler/history/prompt_attention.hpp"
+#include "scheduler/prefetch.hpp"
+
+namespace sluice::scheduler {
+namespace {
+
+// Eq. (9) widens a candidate j to j - 1, j, j + 1, j + 2.
+constexpr std::uint32_t kBefore = 1;
+constexpr std::uint32_t kAfter = 2;
+constexpr std::uint32_t kWidth = kBefore + 1 + kAfter;
+
+/// Candidates this far ahead are fetched into the cache: two lines each, more than a core keeps in flight anyway.
+constexpr std::size_t kPrefetchAhead = 12;
+
+}  // namespace
+
+GroupHistory::GroupHistory(const HistoryOptions& options, std::uint32_t group, std::uint32_t sinks)
+    : options_(options), sinks_(sinks), heads_(group) {}
+
+void GroupHistory::begin(const PromptContext& prompt) {
+  const auto group = static_cast<std::uint32_t>(heads_.size());
+  PromptAttention sums = attend_prompt(prompt, group, sinks_, options_.init_queries);
+  fresh_ = false;
+  if (sums.rows == 0) return;
+  // A decode step adds half a unit of weight per table, so a table's stationary sum is 0.5 / (1 - decay).
+  // C makes the prompt's rows add up to exactly that.
+  const auto c = static_cast<float>(1.0 / (2.0 * sums.rows * (1.0 - static_cast<double>(options_.decay))));
+  for (float& score : sums.by_position) score *= c;
+  for (float& score : sums.by_distance) score *= c;
+  const std::size_t off = sums.by_position.size() / group;
+  for (std::uint32_t h = 0; h < group; ++h) {
+    heads_[h].vertical.assign(std::span(sums.by_position).subspan(h * off, off));
+    heads_[h].slash.assign(std::span(sums.by_distance).subspan(h * off, off));
+  }
+}
+
+void GroupHistory::forecast(std::uint32_t tokens) {
+  if (fresh_ && tokens == tokens_) return;
+  fresh_ = true;
+  tokens_ = tokens;
+  blank_ = false;
+  looked_at_ = 0;
+  const std::uint32_t off = tokens > sinks_ ? tokens - sinks_ : 0;
+  for (Head& head : heads_) {
+    head.vertical.extend(off);
+    head.slash.extend(off);
+    const ScoreTable::Cut vertical = head.vertical.cut(options_.alpha);
+    const ScoreTable::Cut slash = head.slash.cut(options_.alpha);
+    blank_ |= vertical.uniform && slash.uniform;
+    find_candidates(head, vertical, slash);
+    expand(head, vertical, slash);
+  }
+}
+
+/// Eq. (7): CAND = { j : SV[j] > tauV or SS[n - 1 - j] > tauS }.
+void GroupHistory::find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) {
+  found_.reset(tokens_);
+  if (!vertical.uniform) {
+    looked_at_ += head.vertical.for_each_above(vertical.threshold, [&](std::uint32_t i) { found_.add(sinks_ + i); });
+  }
+  if (!slash.uniform) {
+    looked_at_ += head.slash.for_each_above(slash.threshold, [&](std::uint32_t e) { found_.add(tokens_ - 1 - e); });
+  }
+  head.candidates.resize(found_.size());
+  std::uint32_t* to = head.candidates.data();
+  found_.for_each([&](std::uint32_t token) { *to++ = token; });
+}
+
+/// Eq. (9): EXP = { j + o : j in CAND, SV[j + o] > mean(SV) or SS[n - 1 - j - o] > mean(SS) }. Notes the
+/// candidates' heat on the way, while their table rows are in the cache.
+void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) const {
+  head.expanded.reset(tokens_);
+  head.heat.resize(head.candidates.size());
+  const std::uint32_t last = tokens_ - 1;
+  const float* v = head.vertical.stored();
+  const float* s = head.slash.stored();
+  const auto v_unit = static_cast<float>(head.vertical.unit());
+  const auto s_unit = static_cast<float>(head.slash.unit());
+  const auto& candidates = head.candidates;
+  for (std::size_t i = 0; i < candidates.size(); ++i) {
+    if (i + kPrefetchAhead < candidates.size()) {
+      prefetch(v + (candidates[i + kPrefetchAhead] - sinks_));
+      prefetch(s + (last - candidates[i + kPrefetchAhead]));
+    }
+    const std::uint32_t j = candidates[i];
+    head.heat[i] = v[j - sinks_] * v_unit + s[last - j] * s_unit;
+    if (j >= sinks_ + kBefore && j + kAfter <= last) {
+      const float* v4 = v + (j - kBefore - sinks_);
+      const float* s4 = s + (last - j - kAfter);
+      constexpr std::uint32_t kBit[kWidth] = {1, 2, 4, 8};
+      std::uint32_t above = 0;
+#pragma omp simd reduction(| : above)
+      for (std::uint32_t o = 0; o < kWidth; ++o) {
+        above |= (v4[o] > vertical.mean ? kBit[o] : 0u) | (s4[kWidth - 1 - o] > slash.mean ? kBit[o] : 0u);
+      }
+      head.expanded.add_bits(j - kBefore, above);
+    } else {
+      const std::uint32_t to = std::min(j + kAfter, last);
+      for (std::uint32_t t = std::max(j, sinks_ + kBefore) - kBefore; t <= to; ++t) {
+        if (v[t - sinks_] > vertical.mean || s[last - t] > slash.mean) head.expanded.add(t);
+      }
+    }
+  }
+}
+
+void GroupHistory::hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std::vector<HotPage>& hot) {
+  if (limit == 0 || tokens_ == 0) return;
+  const int page_shift = std::countr_zero(page_tokens);  // A division per candidate would cost more than the rest.
+  page_heat_.resize((std::size_t{tokens_} + page_tokens - 1) >> page_shift, 0.f);
+  const std::size_t first = hot.size();
+  for (const Head& head : heads_) {
+    for (std::size_t i = 0; i < head.candidates.size();) {
+      const std::uint32_t page = head.candidates[i] >> page_shift;
+      float heat = std::numeric_limits<float>::min();  // Never 0: that marks a page unseen.
+      for (; i < head.candidates.size() && head.candidates[i] >> page_shift == page; ++i) heat += head.heat[i];
+      if (page_heat_[page] == 0.f) hot.push_back({.page = page, .heat = 0.f});
+      page_heat_[page] += heat;
+    }
+  }
+  for (std::size_t i = first; i < hot.size(); ++i) {
+    hot[i].heat = page_heat_[hot[i].page];
+    page_heat_[hot[i].page] = 0.f;
+  }
+  const auto begin = hot.begin() + static_cast<std::ptrdiff_t>(first);
+  const auto keep = begin + static_cast<std::ptrdiff_t>(std::min<std::size_t>(limit, hot.size() - first));
+  std::partial_sort(begin, keep, hot.end(), [](const HotPage& a, const HotPage& b) {
+    return a.heat != b.heat ? a.heat > b.heat : a.page < b.page;
+  });
+  hot.erase(keep, hot.end());
+}
+
+void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores) {
+  float top = -std::numeric_limits<float>::infinity();
+  for (const float score : scores) top = score > top && std::isfinite(score) ? score : top;
+  weights_.resize(scores.size());
+  float* weights = weights_.data();
+  const float* in = scores.data();
+  const std::size_t count = scores.size();
+  double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+  for (std::size_t i = 0; i < count; ++i) {
+    // +inf minus a finite top is +inf: not below zero, hence no weight. NaN fails both comparisons.
+    const float x = in[i] - top;
+    weights[i] = x <= 0.f ? fast_exp(x) : 0.f;
+    sum += weights[i];
+  }
+  if (!(sum > 0.0)) return;
+  const auto scale = static_cast<float>(0.5 / sum);
+  fresh_ = false;
+  Head& head = heads_[h];
+  head.vertical.decay(options_.decay);
+  head.slash.decay(options_.decay);
+  indices_.resize(count);
+  std::uint32_t* const indices = indices_.data();
+#pragma omp simd
+  for (std::size_t i = 0; i < count; ++i) {
+    weights[i] *= scale;
+    indices[i] = tokens[i] - sinks_;
+  }
+  head.vertical.add(indices_, weights);
+#pragma omp simd
+  for (std::size_t i = 0; i < count; ++i) indices[i] = tokens_ - 1 - tokens[i];
+  head.slash.add(indices_, weights);
+}
+
+}  // namespace sluice::scheduler

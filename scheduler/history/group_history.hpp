@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "scheduler/history/score_table.hpp"
+#include "scheduler/layer_policy.hpp"
+#include "scheduler/token_set.hpp"
+
+namespace sluice::scheduler {
+
+/// Attention history of one KV head: the vertical and slash tables of its query heads, and the candidates that
+/// they propose (LFPS sections 3, 4.1, 4.2, 4.4, 4.5). Positions below `sinks` are in no table and never proposed.
+///
+/// Position j is entry j - sinks of the vertical table and entry n - 1 - j of the slash table while n tokens
+/// are visible: indexed by distance, the slash pattern needs no shift as n grows. Both have n - sinks entries.
+class GroupHistory {
+ public:
+  GroupHistory(const HistoryOptions& options, std::uint32_t group, std::uint32_t sinks);
+
+  /// Fills the tables from the prompt's last queries, eq. (4). A prompt without queries leaves them empty.
+  void begin(const PromptContext& prompt);
+
+  /// Thresholds and expands, eq. (7)-(9), for the step in which `tokens` will be visible. Costs
+  /// O(candidates), not O(tokens). A repeated call for the same step returns at once.
+  void forecast(std::uint32_t tokens);
+
+  /// Some head's tables are uniform, so that nothing can be told from them: attend densely, then observe.
+  [[nodiscard]] bool blank() const noexcept { return blank_; }
+  /// EXP of query head `h` for the forecast step, without the forced local tokens.
+  [[nodiscard]] const TokenSet& expanded(std::uint32_t h) const noexcept { return heads_[h].expanded; }
+  /// Appends the pages with the highest summed scores of candidates, hottest first, at most `limit`.
+  /// `page_tokens` is a power of two.
+  void hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std::vector<HotPage>& hot);
+
+  /// Decays head `h` and adds weights, eq. (10): half the softmax of `scores` over `tokens`. Nothing
+  /// happens if `tokens` is empty or no score is finite. Non-finite scores weigh nothing.
+  void observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores);
+
+  [[nodiscard]] const ScoreTable& vertical(std::uint32_t h) const noexcept { return heads_[h].vertical; }
+  [[nodiscard]] const ScoreTable& slash(std::uint32_t h) const noexcept { return heads_[h].slash; }
+  /// CAND of query head `h` for the forecast step, ascending.
+  [[nodiscard]] std::span<const std::uint32_t> candidates(std::uint32_t h) const noexcept {
+    return heads_[h].candidates;
+  }
+  /// Table entries that the last forecast looked at to find its candidates.
+  [[nodiscard]] std::uint64_t looked_at() const noexcept { return looked_at_; }
+
+ private:
+  struct Head {
+    ScoreTable vertical, slash;
+    std::vector<std::uint32_t> candidates;
+    std::vector<float> heat;  ///< [candidates] vertical + slash score
+    TokenSet expanded;
+  };
+
+  void find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
+  void expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) const;
+
+  HistoryOptions options_;
+  std::uint32_t sinks_ = 0;
+  std::uint32_t tokens_ = 0;  ///< visible in the step that was forecast last
+  bool fresh_ = false;        ///< nothing was observed since
+  bool blank_ = true;
+  std::uint64_t looked_at_ = 0;
+  std::vector<Head> heads_;             ///< [group]
+  TokenSet found_;                      // scratch
+  std::vector<float> page_heat_;        // scratch, all zero between calls
+  std::vector<float> weights_;          // scratch
+  std::vector<std::uint32_t> indices_;  // scratch
+};
+
+}  // namespace sluice::scheduler

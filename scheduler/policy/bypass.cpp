@@ -1,0 +1,133 @@
+#include "scheduler/policy/bypass.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <span>
+
+namespace sluice::scheduler {
+namespace {
+
+/// Beyond this variance of the logits the log-normal mean is off by factors (spec section 9); A_loc decides alone.
+constexpr double kTrustedVariance = 6.0;
+constexpr std::uint32_t kTokensAtOnce = 1024;
+
+double squared_norm(const float* q, std::uint32_t head_dim) {
+  double sum = 0.0;
+  for (std::uint32_t c = 0; c < head_dim; ++c) sum += static_cast<double>(q[c]) * q[c];
+  return sum;
+}
+
+/// log(sum of exp) over rows [begin, end) of one column of `scores` [rows, group]; -inf if empty.
+double log_mass(const std::vector<float>& scores, std::uint32_t group, std::uint32_t h, std::size_t begin,
+                std::size_t end) {
+  double top = -std::numeric_limits<double>::infinity();
+  for (std::size_t i = begin; i < end; ++i) top = std::max<double>(top, scores[i * group + h]);
+  if (!std::isfinite(top)) return top;
+  double sum = 0.0;
+  for (std::size_t i = begin; i < end; ++i) sum += std::exp(scores[i * group + h] - top);
+  return top + std::log(sum);
+}
+
+std::uint64_t far_tokens(const NearSet& near, std::uint32_t begin, std::uint32_t end) {
+  std::uint64_t count = 0;
+  for (std::uint32_t token = begin; token < end;) {
+    const std::uint32_t next = std::min(end, (token / near.page_tokens + 1) * near.page_tokens);
+    const std::uint32_t from = std::max(token, near.sink_end);
+    const std::uint32_t to = std::min(next, near.recent_begin);
+    if (from < to && near.pages[token / near.page_tokens] == 0) count += to - from;
+    token = next;
+  }
+  return count;
+}
+
+}  // namespace
+
+SinkBypass::SinkBypass(float threshold, const AttentionShape& shape, std::uint32_t sinks, std::uint32_t local_tokens)
+    : threshold_(threshold),
+      group_(shape.group()),
+      head_dim_(shape.head_dim),
+      sinks_(sinks),
+      local_tokens_(local_tokens) {}
+
+void SinkBypass::begin(const PromptContext& prompt) {
+  mean_key_.assign(head_dim_, 0.0);
+  mean_value_.assign(head_dim_, 0.f);
+  spread_.assign(group_, -1.0);
+  prompt_tokens_ = prompt.queries > 0 && prompt.tokens > sinks_ ? prompt.tokens - sinks_ : 0;
+  if (prompt_tokens_ == 0) return;
+
+  std::vector<double> value_sum(head_dim_, 0.0);
+  std::vector<float> row(head_dim_);
+  for (std::uint32_t token = sinks_; token < prompt.tokens; ++token) {
+    prompt.kv->key(token, row.data());
+    for (std::uint32_t c = 0; c < head_dim_; ++c) mean_key_[c] += row[c];
+    prompt.kv->value(token, row.data());
+    for (std::uint32_t c = 0; c < head_dim_; ++c) value_sum[c] += row[c];
+  }
+  for (std::uint32_t c = 0; c < head_dim_; ++c) {
+    mean_key_[c] /= prompt_tokens_;
+    mean_value_[c] = static_cast<float>(value_sum[c] / prompt_tokens_);
+  }
+
+  const float* q = prompt.last_q.data() + std::size_t{prompt.queries - 1} * group_ * head_dim_;
+  std::vector<double> square_sum(group_, 0.0);
+  std::vector<double> mean(group_);
+  for (std::uint32_t h = 0; h < group_; ++h) mean[h] = logits(h, q + std::size_t{h} * head_dim_).mean;
+  scores_.resize(std::size_t{kTokensAtOnce} * group_);
+  for (std::uint32_t begin = sinks_; begin < prompt.tokens; begin += kTokensAtOnce) {
+    probe_.resize(std::min(kTokensAtOnce, prompt.tokens - begin));
+    std::iota(probe_.begin(), probe_.end(), begin);
+    prompt.kv->score(q, probe_, scores_.data());
+    for (std::size_t i = 0; i < probe_.size() * group_; ++i) {
+      const double from_mean = scores_[i] - mean[i % group_];
+      square_sum[i % group_] += from_mean * from_mean;
+    }
+  }
+  for (std::uint32_t h = 0; h < group_; ++h) {
+    const double norm = squared_norm(q + std::size_t{h} * head_dim_, head_dim_);
+    if (norm > 0.0) spread_[h] = square_sum[h] / prompt_tokens_ / norm;
+  }
+}
+
+SinkBypass::Logits SinkBypass::logits(std::uint32_t h, const float* q) const {
+  double dot = 0.0;
+  for (std::uint32_t c = 0; c < head_dim_; ++c) dot += q[c] * mean_key_[c];
+  return {.mean = dot / std::sqrt(static_cast<double>(head_dim_)), .variance = spread_[h] * squared_norm(q, head_dim_)};
+}
+
+std::uint32_t SinkBypass::test(const HeadContext& head, Bypass& bypass, SelectCounters& counters) {
+  bypass.heads = 0;
+  if (prompt_tokens_ == 0 || sinks_ == 0 || head.tokens <= sinks_) return 0;
+  const std::uint32_t off = head.tokens - sinks_;
+  const std::uint32_t local = std::min(local_tokens_, off);
+  probe_.resize(sinks_ + local);
+  std::iota(probe_.begin(), probe_.begin() + sinks_, 0u);
+  std::iota(probe_.begin() + sinks_, probe_.end(), head.tokens - local);
+  scores_.resize(probe_.size() * group_);
+  head.kv->score(head.q, probe_, scores_.data());
+  counters.scored += probe_.size();
+
+  double far_share = -1.0;  // Counted for the first bypassed head only.
+  for (std::uint32_t h = 0; h < group_; ++h) {
+    if (spread_[h] < 0.0) continue;
+    const float* q = head.q + std::size_t{h} * head_dim_;
+    const double sink = log_mass(scores_, group_, h, 0, sinks_);
+    double rest = log_mass(scores_, group_, h, sinks_, probe_.size());
+    const Logits estimate = logits(h, q);
+    if (estimate.variance <= kTrustedVariance)
+      rest = std::max(rest, std::log(off) + estimate.mean + estimate.variance / 2);
+    // r = A_sink / (A_sink + rest), eq. (6). Written so that NaN does not bypass.
+    if (!(1.0 / (1.0 + std::exp(rest - sink)) > threshold_)) continue;
+    if (far_share < 0.0) far_share = static_cast<double>(far_tokens(*head.near, sinks_, head.tokens)) / off;
+    bypass.heads |= 1u << h;
+    bypass.out.resize(std::size_t{group_} * head_dim_);
+    bypass.lse.resize(group_);
+    std::copy(mean_value_.begin(), mean_value_.end(), bypass.out.begin() + static_cast<std::ptrdiff_t>(h) * head_dim_);
+    bypass.lse[h] = static_cast<float>(rest + std::log(far_share));  // Nothing far: log(0), the empty partial.
+  }
+  return bypass.heads;
+}
+
+}  // namespace sluice::scheduler

@@ -1,0 +1,49 @@
+#include <algorithm>
+
+#include "scheduler/policy/policies.hpp"
+
+namespace sluice::scheduler {
+
+PolicySpec full_spec() {
+  PolicySpec spec;
+  spec.name = "full";
+  spec.sources = static_cast<std::uint8_t>(Source::all);
+  spec.near = {.sink_tokens = 4, .recent_tokens = 0, .share = 0.10f};
+  return spec;
+}
+
+void add_far_runs(const NearSet& near, std::uint32_t tokens, SelectionRow& row) {
+  const std::uint32_t begin = near.sink_end;
+  const std::uint32_t end = std::min(near.recent_begin, tokens);
+  if (begin >= end) return;
+  const std::uint32_t last_page = (end - 1) / near.page_tokens;
+  for (std::uint32_t page = begin / near.page_tokens; page <= last_page; ++page) {
+    if (near.pages[page] != 0) continue;
+    const std::uint32_t first = page * near.page_tokens;
+    // Sinks cut the first run, the recent window the last one; what remains of a page is one interval.
+    const std::uint32_t from = std::max(begin, first) - first;
+    const std::uint32_t to = std::min(end, first + near.page_tokens) - first;
+    row.runs.push_back(
+        {.page = page, .begin = static_cast<std::uint16_t>(from), .end = static_cast<std::uint16_t>(to)});
+  }
+}
+
+namespace {
+
+class FullPolicy final : public LayerPolicy {
+ public:
+  void begin(const PromptContext&) override {}
+  void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
+  void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) override {
+    bypass.heads = 0;
+    add_far_runs(*head.near, head.tokens, row);
+    counters.candidates += row.attended();
+  }
+  void observe(std::uint32_t) override {}
+};
+
+}  // namespace
+
+std::unique_ptr<LayerPolicy> make_full_policy() { return std::make_unique<FullPolicy>(); }
+
+}  // namespace sluice::scheduler

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "scheduler/layer_policy.hpp"
+
+namespace sluice::scheduler {
+
+// The presets, each in the file of its name, and the layer policies that specs compose.
+
+[[nodiscard]] PolicySpec full_spec();
+[[nodiscard]] PolicySpec topk_spec();
+[[nodiscard]] PolicySpec streaming_spec();
+[[nodiscard]] PolicySpec lfps_spec();
+[[nodiscard]] PolicySpec sluice_spec();
+
+/// Attends everything: what a layer does whose source is `all`, or that lies below `dense_layers`.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_full_policy();
+/// Attends the near set only: no sources.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_streaming_policy();
+/// Candidates of any union of `exact`, `history` and `pages`, scored exactly, cut to the budget.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_sparse_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                                              std::uint32_t page_tokens);
+
+/// Appends to `row.runs` every token below `tokens` that is not near; at most one run per page.
+void add_far_runs(const NearSet& near, std::uint32_t tokens, SelectionRow& row);
+
+}  // namespace sluice::scheduler

@@ -1,0 +1,49 @@
+#include <algorithm>
+#include <cmath>
+
+#include "scheduler/policy/policies.hpp"
+
+namespace sluice {
+
+const std::vector<PolicyPreset>& policy_presets() {
+  using namespace scheduler;
+  static const std::vector<PolicyPreset> presets = {
+      {full_spec(), "dense attention over every token"},
+      {topk_spec(), "exact top-k per query head: the oracle, it reads every key"},
+      {streaming_spec(), "sinks and a recent window (StreamingLLM)"},
+      {lfps_spec(), "candidates from attention history (LFPS)"},
+      {sluice_spec(), "history shared in the GQA group, page digests (ArkVale) and a near set: the default"},
+  };
+  return presets;
+}
+
+}  // namespace sluice
+
+namespace sluice::scheduler {
+namespace {
+
+/// max(least, share * all), at most all. Rounded to nearest: 2% of 5,000 is 100 although 0.02f is a little less.
+std::uint32_t share_of(std::uint32_t all, std::uint32_t least, float share) noexcept {
+  const auto part = static_cast<std::uint32_t>(std::llround(static_cast<double>(share) * all));
+  return std::min(std::max(least, part), all);
+}
+
+}  // namespace
+
+std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexcept {
+  return share_of(n, budget.min_tokens, budget.share);
+}
+
+std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages) noexcept {
+  return share_of(pages, options.min_pages, options.share);
+}
+
+std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                               std::uint32_t page_tokens, LayerId layer) {
+  validate(spec);
+  if (layer.value < spec.dense_layers || spec.uses(Source::all)) return make_full_policy();
+  if (spec.sources == 0) return make_streaming_policy();
+  return make_sparse_policy(spec, shape, page_tokens);
+}
+
+}  // namespace sluice::scheduler

@@ -1,0 +1,206 @@
+#include "scheduler/policy/scored_set.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <functional>
+
+namespace sluice::scheduler {
+namespace {
+
+/// Bits of the word's 64 positions that are near.
+std::uint64_t near_bits(const NearSet& near, std::size_t word) noexcept {
+  const std::uint64_t first = std::uint64_t{word} * 64;
+  std::uint64_t bits = 0;
+  if (near.page_tokens >= 64) {
+    const std::size_t page = first / near.page_tokens;
+    if (page < near.pages.size() && near.pages[page] != 0) bits = ~std::uint64_t{0};
+  } else {
+    const std::uint64_t page_bits = (std::uint64_t{1} << near.page_tokens) - 1;
+    for (std::uint32_t at = 0; at < 64; at += near.page_tokens) {
+      const std::size_t page = (first + at) / near.page_tokens;
+      if (page < near.pages.size() && near.pages[page] != 0) bits |= page_bits << at;
+    }
+  }
+  if (first < near.sink_end) {
+    const std::uint64_t count = near.sink_end - first;
+    bits |= count >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;
+  }
+  if (first + 64 > near.recent_begin) {
+    bits |= first >= near.recent_begin ? ~std::uint64_t{0} : ~std::uint64_t{0} << (near.recent_begin - first);
+  }
+  return bits;
+}
+
+}  // namespace
+
+std::uint32_t order_key(float score) noexcept {
+  const auto bits = std::bit_cast<std::uint32_t>(score + 0.f);  // -0 becomes +0: they are equal.
+  const std::uint32_t key = (bits >> 31) != 0 ? ~bits : bits | 0x8000'0000u;
+  return score == score ? key : 1u;
+}
+
+TopKCut top_k_cut(std::span<const std::uint32_t> keys, std::uint32_t k, std::vector<std::uint32_t>& pool) {
+  // A histogram over sign, exponent and three mantissa bits finds the bin with the k-th key; only its members are
+  // ordered. One pass without comparisons, where sorting algorithms mispredict.
+  constexpr std::uint32_t kShift = 20;
+  std::array<std::uint32_t, 1u << (32 - kShift)> bins{};
+  for (const std::uint32_t key : keys) ++bins[key >> kShift];
+  std::size_t bin = bins.size() - 1;
+  for (; bins[bin] < k; --bin) k -= bins[bin];
+
+  pool.clear();
+  for (const std::uint32_t key : keys) {
+    if (key >> kShift == bin) pool.push_back(key);
+  }
+  const auto nth = pool.begin() + static_cast<std::ptrdiff_t>(k - 1);
+  std::nth_element(pool.begin(), nth, pool.end(), std::greater<>());
+  const std::uint32_t key = *nth;
+  const auto above = static_cast<std::uint32_t>(std::count_if(pool.begin(), nth, [key](auto x) { return x > key; }));
+  return {.key = key, .ties = k - above};
+}
+
+void ScoredSet::collect(const CandidateSets& candidates, const NearSet& near) {
+  clear();
+  active_ = candidates.active;
+  TokenSet const* sets[32] = {};
+  std::uint32_t head_of[32] = {};
+  std::size_t count = 0;
+  for (std::uint32_t h = 0; h < candidates.sets.size(); ++h) {
+    if (((candidates.active >> h) & 1) == 0) continue;
+    head_of[count] = h;
+    sets[count++] = &candidates.sets[h];
+  }
+  if (count == 0) return;
+
+  std::size_t kept = 0;
+  TokenSet::for_each_word_of_any(std::span<TokenSet const* const>(sets, count), [&](std::size_t word) {
+    std::array<std::uint64_t, 32> bits;
+    std::uint64_t any = 0;
+    for (std::size_t i = 0; i < count; ++i) any |= bits[i] = sets[i]->word(word);
+    const std::uint64_t is_near = any & near_bits(near, word);
+    united_ += static_cast<std::uint64_t>(std::popcount(any));
+    near_hits_ += static_cast<std::uint64_t>(std::popcount(is_near));
+    if (!candidates.keep_near) any &= ~is_near;
+    if (tokens_.size() < kept + 64) grow(kept);
+    for (; any != 0; any &= any - 1) {
+      const int bit = std::countr_zero(any);
+      std::uint32_t heads = candidates.active;
+      if (!candidates.shared) {
+        heads = 0;
+        for (std::size_t i = 0; i < count; ++i) heads |= static_cast<std::uint32_t>((bits[i] >> bit) & 1) << head_of[i];
+      }
+      tokens_[kept] = static_cast<std::uint32_t>(word * 64) + static_cast<std::uint32_t>(bit);
+      heads_[kept] = heads;
+      far_[kept] = heads & (static_cast<std::uint32_t>((is_near >> bit) & 1) - 1);
+      ++kept;
+    }
+  });
+  tokens_.resize(kept);
+  heads_.resize(kept);
+  far_.resize(kept);
+}
+
+/// Room for the 64 candidates that one word may hold, and for as many again as there are.
+void ScoredSet::grow(std::size_t kept) {
+  const std::size_t room = std::max(2 * kept + 64, tokens_.capacity());
+  tokens_.resize(room);
+  heads_.resize(room);
+  far_.resize(room);
+}
+
+void ScoredSet::score(KvReader& kv, const float* q, std::uint32_t group) {
+  scores_.resize(tokens_.size() * group);
+  if (!tokens_.empty()) kv.score(q, tokens_, scores_.data());
+}
+
+void ScoredSet::choose(std::uint32_t k, std::uint32_t group) {
+  attended_.assign(tokens_.size(), 0);
+  for (std::uint32_t h = 0; h < group; ++h) choose_head(h, group, k, far_, attended_);
+  if (far_ == heads_) {
+    observed_ = attended_;
+    return;
+  }
+  observed_.assign(tokens_.size(), 0);
+  for (std::uint32_t h = 0; h < group; ++h) choose_head(h, group, k, heads_, observed_);
+}
+
+void ScoredSet::choose_all() {
+  attended_ = far_;
+  observed_ = heads_;
+}
+
+void ScoredSet::choose_head(std::uint32_t h, std::uint32_t group, std::uint32_t k,
+                            const std::vector<std::uint32_t>& allowed, std::vector<std::uint32_t>& chosen) {
+  const std::size_t count = tokens_.size();
+  std::uint32_t candidates = 0;
+  for (std::size_t i = 0; i < count; ++i) candidates += (allowed[i] >> h) & 1;
+  if (candidates <= k) {
+    for (std::size_t i = 0; i < count; ++i) chosen[i] |= allowed[i] & (1u << h);
+    return;
+  }
+  if (k == 0) return;
+  keys_.resize(count);
+  const float* scores = scores_.data() + h;
+  std::uint32_t* keys = keys_.data();
+#pragma omp simd
+  for (std::size_t i = 0; i < count; ++i) {
+    keys[i] = order_key(scores[i * group]) & (0u - ((allowed[i] >> h) & 1));
+  }
+  const TopKCut cut = top_k_cut(keys_, k, pool_);
+#pragma omp simd
+  for (std::size_t i = 0; i < count; ++i) chosen[i] |= static_cast<std::uint32_t>(keys[i] > cut.key) << h;
+  std::uint32_t ties = cut.ties;
+  for (std::size_t i = 0; ties != 0; ++i) {
+    if (keys[i] != cut.key) continue;
+    chosen[i] |= 1u << h;
+    --ties;
+  }
+}
+
+void ScoredSet::emit(std::uint32_t group, Membership membership, SelectionRow& row) const {
+  const std::uint32_t everyone = ~0u >> (32 - group);
+  const bool united = membership == Membership::united;
+  std::size_t count = 0;
+  for (const std::uint32_t heads : attended_) count += heads != 0;
+  row.tokens.resize(count);
+  row.members.resize(united && active_ == everyone ? 0 : count);
+  row.scores.resize(count * group);
+  std::size_t to = 0;
+  for (std::size_t i = 0; i < tokens_.size(); ++i) {
+    if (attended_[i] == 0) continue;
+    row.tokens[to] = tokens_[i];
+    if (!row.members.empty()) row.members[to] = united ? active_ : attended_[i];
+    const float* scores = scores_.data() + i * group;
+    float* out = row.scores.data() + to * group;
+    for (std::uint32_t h = 0; h < group; ++h) out[h] = scores[h];
+    ++to;
+  }
+}
+
+ScoredSet::Observed ScoredSet::observed(std::uint32_t h, std::uint32_t group) {
+  observed_tokens_.resize(tokens_.size());
+  observed_scores_.resize(tokens_.size());
+  std::uint32_t* tokens = observed_tokens_.data();
+  float* scores = observed_scores_.data();
+  std::size_t count = 0;  // Written always, kept if the bit is set: which bits are set cannot be predicted.
+  for (std::size_t i = 0; i < tokens_.size(); ++i) {
+    tokens[count] = tokens_[i];
+    scores[count] = scores_[i * group + h];
+    count += (observed_[i] >> h) & 1;
+  }
+  return {.tokens = {tokens, count}, .scores = {scores, count}};
+}
+
+void ScoredSet::clear() noexcept {
+  tokens_.clear();
+  heads_.clear();
+  far_.clear();
+  scores_.clear();
+  attended_.clear();
+  observed_.clear();
+  united_ = near_hits_ = 0;
+}
+
+}  // namespace sluice::scheduler

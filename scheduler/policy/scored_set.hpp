@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "scheduler/layer_policy.hpp"
+#include "scheduler/token_set.hpp"
+
+namespace sluice::scheduler {
+
+/// The k-th largest of `keys` and how many keys equal to it belong to the k largest.
+struct TopKCut {
+  std::uint32_t key = 0;
+  std::uint32_t ties = 0;
+};
+
+/// Order-preserving image of a score: larger score, larger key. NaN maps to 1, below every number; 0 is
+/// left for "not a candidate".
+[[nodiscard]] std::uint32_t order_key(float score) noexcept;
+
+/// @param k     1 <= k <= keys.size()
+/// @param pool  scratch
+[[nodiscard]] TopKCut top_k_cut(std::span<const std::uint32_t> keys, std::uint32_t k, std::vector<std::uint32_t>& pool);
+
+/// Who may be scored for whom.
+struct CandidateSets {
+  std::span<const TokenSet> sets;  ///< [group]; those of heads that are not active are not read
+  std::uint32_t active = 0;        ///< bit h: query head h takes part
+  bool shared = false;             ///< a candidate of one head is a candidate of all active ones
+  bool keep_near = false;          ///< near candidates are scored, to be observed; else they are dropped
+};
+
+/// Who attends a token that some head chose.
+enum class Membership : std::uint8_t {
+  own,     ///< the heads that chose it
+  united,  ///< every active head; `members` stays empty if that is the whole group
+};
+
+/// The candidates of one KV head in one step, united over its query heads and scored: the middle of every
+/// scored policy. Its memory is reused from step to step.
+class ScoredSet {
+ public:
+  /// Unites the candidates, ascending.
+  void collect(const CandidateSets& candidates, const NearSet& near);
+  /// Reads every K row once.
+  void score(KvReader& kv, const float* q, std::uint32_t group);
+  /// Each query head takes its k best: among the far candidates to attend, among all to observe. Ties go to
+  /// the lowest position.
+  void choose(std::uint32_t k, std::uint32_t group);
+  /// Takes everything for its heads; nothing is cut.
+  void choose_all();
+  /// Writes what is attended.
+  void emit(std::uint32_t group, Membership membership, SelectionRow& row) const;
+  /// The tokens and scores that head `h` observes, ascending; valid until the next call.
+  struct Observed {
+    std::span<const std::uint32_t> tokens;
+    std::span<const float> scores;
+  };
+  [[nodiscard]] Observed observed(std::uint32_t h, std::uint32_t group);
+
+  [[nodiscard]] std::size_t size() const noexcept { return tokens_.size(); }
+  /// United candidates, and how many of them were near; near ones count even if they were dropped.
+  [[nodiscard]] std::uint64_t united() const noexcept { return united_; }
+  [[nodiscard]] std::uint64_t near_hits() const noexcept { return near_hits_; }
+  void clear() noexcept;
+
+ private:
+  void grow(std::size_t kept);
+  void choose_head(std::uint32_t h, std::uint32_t group, std::uint32_t k, const std::vector<std::uint32_t>& allowed,
+                   std::vector<std::uint32_t>& chosen);
+
+  std::uint32_t active_ = 0;             ///< bit h: query head h takes part
+  std::vector<std::uint32_t> tokens_;    ///< ascending
+  std::vector<std::uint32_t> heads_;     ///< [tokens] bit h: candidate of head h
+  std::vector<std::uint32_t> far_;       ///< [tokens] the same; 0 if the token is near
+  std::vector<float> scores_;            ///< [tokens, group]
+  std::vector<std::uint32_t> attended_;  ///< [tokens] bit h: head h attends it
+  std::vector<std::uint32_t> observed_;  ///< [tokens] bit h: head h observes it
+  std::uint64_t united_ = 0;
+  std::uint64_t near_hits_ = 0;
+  std::vector<std::uint32_t> keys_, pool_;      // scratch
+  std::vector<std::uint32_t> observed_tokens_;  // scratch
+  std::vector<float> observed_scores_;          // scratch
+};
+
+}  // namespace sluice::scheduler

@@ -1,0 +1,177 @@
+// The pipeline of every scored policy: sources propose candidates, their exact scores are read once per KV head, each
+// query head keeps its best, and what it kept feeds the history. Sources unite freely.
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "scheduler/history/group_history.hpp"
+#include "scheduler/policy/bypass.hpp"
+#include "scheduler/policy/policies.hpp"
+#include "scheduler/policy/scored_set.hpp"
+
+namespace sluice::scheduler {
+namespace {
+
+/// One KV head. `scored` lives from `select` to `observe`.
+struct Head {
+  std::optional<GroupHistory> history;
+  std::optional<SinkBypass> bypass;
+  std::vector<TokenSet> candidates;  ///< [group]
+  ScoredSet scored;
+  std::uint32_t observing = 0;  ///< bit h: query head h was not bypassed
+  bool whole = false;           ///< every token was scored: scratch is n-sized, not worth keeping
+};
+
+class SparsePolicy final : public LayerPolicy {
+ public:
+  SparsePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens)
+      : spec_(spec), group_(shape.group()), page_tokens_(page_tokens), heads_(shape.kv_heads) {
+    for (Head& head : heads_) {
+      if (spec.uses(Source::history)) head.history.emplace(spec.history, group_, spec.near.sink_tokens);
+      if (spec.bypass_threshold > 0.f) {
+        head.bypass.emplace(spec.bypass_threshold, shape, spec.near.sink_tokens, spec.history.local_tokens);
+      }
+      head.candidates.resize(group_);
+    }
+  }
+
+  void begin(const PromptContext& prompt) override {
+    Head& head = heads_[prompt.kv_head];
+    if (head.history) head.history->begin(prompt);
+    if (head.bypass) head.bypass->begin(prompt);
+  }
+
+  void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit, std::vector<HotPage>& hot) override {
+    Head& head = heads_[kv_head];
+    if (!head.history) return;
+    head.history->forecast(tokens);
+    head.history->hot_pages(page_tokens_, limit, hot);
+  }
+
+  void select(const HeadContext& context, SelectionRow& row, Bypass& bypass, SelectCounters& counters) override {
+    Head& head = heads_[context.kv_head];
+    bypass.heads = 0;
+    head.scored.clear();
+    head.observing = 0;
+    const std::uint32_t sinks = spec_.near.sink_tokens;
+    if (context.tokens <= sinks) return;
+    if (head.history) head.history->forecast(context.tokens);  // Done already, unless the step was unforeseen.
+
+    // A budget that holds everything, or a history that tells nothing: attend all, and learn from it.
+    const bool dense = context.tokens - sinks <= spec_.budget.min_tokens || (head.history && head.history->blank());
+    head.whole = dense || spec_.uses(Source::exact);
+    std::uint32_t active = all_heads();
+    if (head.bypass && !dense) active &= ~head.bypass->test(context, bypass, counters);
+    head.observing = active;
+    if (dense) {
+      select_dense(context, head, row, counters);
+    } else if (active != 0) {
+      select_sparse(context, head, row, counters);
+    }
+    if (head.whole && !head.history) forget(head);
+  }
+
+  void observe(std::uint32_t kv_head) override {
+    Head& head = heads_[kv_head];
+    if (!head.history) return;
+    for (std::uint32_t h = 0; h < group_; ++h) {
+      if (((head.observing >> h) & 1) == 0) continue;
+      const ScoredSet::Observed seen = head.scored.observed(h, group_);
+      head.history->observe(h, seen.tokens, seen.scores);
+    }
+    head.observing = 0;
+    if (head.whole) forget(head);
+  }
+
+ private:
+  [[nodiscard]] std::uint32_t all_heads() const noexcept { return ~0u >> (32 - group_); }
+
+  void select_dense(const HeadContext& context, Head& head, SelectionRow& row, SelectCounters& counters) {
+    add_far_runs(*context.near, context.tokens, row);
+    if (!head.history) {
+      counters.candidates += row.attended();
+      return;
+    }
+    fill_all(context.tokens, head);
+    collect_and_score(context, head, counters);
+    head.scored.choose_all();
+  }
+
+  void select_sparse(const HeadContext& context, Head& head, SelectionRow& row, SelectCounters& counters) {
+    if (spec_.uses(Source::exact)) {
+      fill_all(context.tokens, head);
+    } else {
+      propose(context, head);
+    }
+    collect_and_score(context, head, counters);
+    head.scored.choose(budget_tokens(spec_.budget, context.tokens), group_);
+    head.scored.emit(group_, shares() ? Membership::united : Membership::own, row);
+  }
+
+  void fill_all(std::uint32_t tokens, Head& head) const {
+    for (TokenSet& set : head.candidates) {
+      set.reset(tokens);
+      set.add_range(spec_.near.sink_tokens, tokens);
+    }
+  }
+
+  /// Candidates per query head: what history expanded to, the newest tokens, the pages that rank highest.
+  void propose(const HeadContext& context, Head& head) const {
+    const std::uint32_t n = context.tokens;
+    const std::uint32_t sinks = spec_.near.sink_tokens;
+    const std::size_t ranked = context.ranked_pages.size() / group_;
+    for (std::uint32_t h = 0; h < group_; ++h) {
+      if (((head.observing >> h) & 1) == 0) continue;
+      TokenSet& set = head.candidates[h];
+      set.reset(n);
+      if (head.history) {
+        set.unite(head.history->expanded(h));
+        // The newest token and the local ones before it: their vertical entries are too young to speak.
+        const std::uint32_t local = std::min(spec_.history.local_tokens + 1, n - sinks);
+        set.add_range(n - local, n);
+      }
+      for (const std::uint32_t page : context.ranked_pages.subspan(h * ranked, ranked)) {
+        set.add_range(std::max(page * page_tokens_, sinks), std::min((page + 1) * page_tokens_, n));
+      }
+    }
+  }
+
+  void collect_and_score(const HeadContext& context, Head& head, SelectCounters& counters) const {
+    head.scored.collect({.sets = head.candidates,
+                         .active = head.observing,
+                         .shared = shares(),
+                         .keep_near = head.history && spec_.history.observe_near},
+                        *context.near);
+    head.scored.score(*context.kv, context.q, group_);
+    for (std::uint32_t h = 0; h < group_; ++h) {
+      if (((head.observing >> h) & 1) != 0) counters.expanded_per_head += head.candidates[h].size();
+    }
+    counters.candidates += head.scored.united();
+    counters.near_hits += head.scored.near_hits();
+    counters.scored += head.scored.size();
+  }
+
+  [[nodiscard]] bool shares() const noexcept { return spec_.uses(Source::history) && spec_.history.share_in_group; }
+
+  /// Frees what one whole-context selection needed.
+  static void forget(Head& head) {
+    head.scored = ScoredSet();
+    for (TokenSet& set : head.candidates) set = TokenSet();
+  }
+
+  PolicySpec spec_;
+  std::uint32_t group_;
+  std::uint32_t page_tokens_;
+  std::vector<Head> heads_;  ///< [kv_heads]
+};
+
+}  // namespace
+
+std::unique_ptr<LayerPolicy> make_sparse_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                                std::uint32_t page_tokens) {
+  return std::make_unique<SparsePolicy>(spec, shape, page_tokens);
+}
+
+}  // namespace sluice::scheduler

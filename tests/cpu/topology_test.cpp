@@ -1,0 +1,93 @@
+#include "cpu/topology.hpp"
+
+#include <sched.h>
+
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
+
+using namespace sluice;
+using namespace sluice::cpu;
+
+TEST_CASE("a synthetic machine is read as described", "[topology]") {
+  const Topology machine("numa:2 core:4 pu:2");
+  REQUIRE(machine.synthetic());
+  REQUIRE(machine.numa_nodes() == 2);
+  REQUIRE(machine.cores() == 8);
+  REQUIRE(machine.node_memory_bytes(0) > 0);
+  REQUIRE(machine.node_memory_bytes(2) == 0);
+  REQUIRE(machine.summary().find("2 NUMA node(s), 8 core(s), 16 PU(s)") == 0);
+}
+
+TEST_CASE("core_order lists every core once, by its first PU, the asked node first", "[topology]") {
+  const Topology machine("numa:2 core:4 pu:2");
+  using Order = std::vector<std::uint32_t>;
+  REQUIRE(machine.core_order(0) == Order{0, 2, 4, 6, 8, 10, 12, 14});
+  REQUIRE(machine.core_order(1) == Order{8, 10, 12, 14, 0, 2, 4, 6});
+  // No such node: nothing comes first, nothing is lost.
+  REQUIRE(machine.core_order(7) == Order{0, 2, 4, 6, 8, 10, 12, 14});
+}
+
+TEST_CASE("a machine of one PU is a machine", "[topology]") {
+  const Topology machine("pu:1");
+  REQUIRE(machine.numa_nodes() == 1);
+  REQUIRE(machine.cores() == 1);
+  REQUIRE(machine.core_order(0) == std::vector<std::uint32_t>{0});
+}
+
+TEST_CASE("a synthetic machine refuses to bind", "[topology]") {
+  const Topology machine("numa:2 core:2 pu:1");
+  std::vector<std::byte> memory(4096);
+  REQUIRE_FALSE(machine.bind_this_thread(0));
+  REQUIRE_FALSE(machine.bind_memory(memory.data(), memory.size(), 0));
+}
+
+TEST_CASE("a wrong description is named", "[topology]") {
+  try {
+    const Topology machine("numa:two");
+    FAIL("accepted");
+  } catch (const Error& error) {
+    REQUIRE(error.code() == Errc::invalid_argument);
+    REQUIRE(std::string(error.what()).find("numa:two") != std::string::npos);
+  }
+}
+
+TEST_CASE("this machine has cores, distinct PUs, and binding outside of them is refused", "[topology]") {
+  const Topology machine;
+  const auto order = machine.core_order(0);
+  REQUIRE(machine.cores() >= 1);
+  REQUIRE(order.size() >= machine.cores());
+  REQUIRE(std::set<std::uint32_t>(order.begin(), order.end()).size() == order.size());
+  REQUIRE_FALSE(machine.bind_this_thread(1u << 20));
+  REQUIRE_FALSE(machine.bind_memory(nullptr, 4096, 0));
+}
+
+TEST_CASE("a bound thread sees only the PU it was bound to", "[topology]") {
+  const Topology machine;
+  const std::uint32_t pu = machine.core_order(0).back();
+  bool bound = false;
+  std::vector<std::uint32_t> seen;
+  std::thread([&] {
+    bound = machine.bind_this_thread(pu);
+    cpu_set_t set;
+    if (::sched_getaffinity(0, sizeof set, &set) != 0) return;
+    for (std::uint32_t i = 0; i < CPU_SETSIZE; ++i)
+      if (CPU_ISSET(i, &set)) seen.push_back(i);
+  }).join();
+  if (bound)
+    REQUIRE(seen == std::vector<std::uint32_t>{pu});
+  else
+    WARN("the system refuses to bind threads; nothing checked");
+}
+
+TEST_CASE("copies of a topology outlive the original", "[topology]") {
+  auto original = std::make_unique<Topology>("numa:2 core:3 pu:1");
+  const Topology copy = *original;
+  original.reset();
+  REQUIRE(copy.cores() == 6);
+}

@@ -1,0 +1,198 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <random>
+#include <span>
+#include <vector>
+
+#include "scheduler/layer_policy.hpp"
+
+namespace sluice::scheduler::test {
+
+inline constexpr std::uint32_t kPageTokens = 32;
+
+/// Keys and values of one KV head in plain memory. Counts what is read.
+class FakeKv final : public KvReader {
+ public:
+  FakeKv(std::uint32_t tokens, std::uint32_t head_dim, std::uint32_t group)
+      : head_dim_(head_dim), group_(group), k(std::size_t{tokens} * head_dim), v(k.size()) {}
+
+  /// Gaussian keys and values; every 97th key is an outlier, every 13th repeats its neighbour (ties).
+  static FakeKv random(std::uint32_t tokens, std::uint32_t head_dim, std::uint32_t group, std::uint32_t seed) {
+    FakeKv kv(tokens, head_dim, group);
+    std::mt19937 rng(seed);
+    std::normal_distribution<float> normal;
+    for (std::size_t i = 0; i < kv.k.size(); ++i) {
+      const std::size_t token = i / head_dim;
+      kv.k[i] = normal(rng) * (token % 97 == 50 ? 6.f : 1.f);
+      if (token % 13 == 12) kv.k[i] = kv.k[i - head_dim];
+      kv.v[i] = normal(rng);
+    }
+    return kv;
+  }
+
+  void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override {
+    rows_scored += tokens.size();
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      ascending = ascending && (i == 0 || tokens[i - 1] < tokens[i]);
+      for (std::uint32_t h = 0; h < group_; ++h) out[i * group_ + h] = static_cast<float>(logit(q, h, tokens[i]));
+    }
+  }
+  void key(std::uint32_t token, float* out) override {
+    std::copy_n(k.data() + std::size_t{token} * head_dim_, head_dim_, out);
+  }
+  void value(std::uint32_t token, float* out) override {
+    std::copy_n(v.data() + std::size_t{token} * head_dim_, head_dim_, out);
+  }
+
+  [[nodiscard]] double logit(const float* q, std::uint32_t h, std::uint32_t token) const {
+    double dot = 0.0;
+    for (std::uint32_t c = 0; c < head_dim_; ++c) {
+      dot += static_cast<double>(q[h * head_dim_ + c]) * k[std::size_t{token} * head_dim_ + c];
+    }
+    return dot / std::sqrt(static_cast<double>(head_dim_));
+  }
+  [[nodiscard]] std::uint32_t head_dim() const { return head_dim_; }
+  [[nodiscard]] std::uint32_t group() const { return group_; }
+
+ private:
+  std::uint32_t head_dim_, group_;
+
+ public:
+  std::vector<float> k, v;  ///< [tokens, head_dim]
+  std::uint64_t rows_scored = 0;
+  bool ascending = true;
+};
+
+/// Logits as a function of (query head, query position, key position): patterns without keys. A query is one
+/// number, its position; use `query(p)` with head_dim 1.
+class PatternKv final : public KvReader {
+ public:
+  using Logit = std::function<double(std::uint32_t h, std::uint32_t p, std::uint32_t j)>;
+  PatternKv(std::uint32_t group, Logit logit) : group_(group), logit_(std::move(logit)) {}
+
+  void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override {
+    rows_scored += tokens.size();
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      for (std::uint32_t h = 0; h < group_; ++h) {
+        out[i * group_ + h] = static_cast<float>(logit_(h, static_cast<std::uint32_t>(q[h]), tokens[i]));
+      }
+    }
+  }
+  void key(std::uint32_t, float* out) override { *out = 0.f; }
+  void value(std::uint32_t, float* out) override { *out = 1.f; }
+
+  [[nodiscard]] std::vector<float> query(std::uint32_t p) const {
+    return std::vector<float>(group_, static_cast<float>(p));
+  }
+  /// Queries of the last `count` positions of a prompt.
+  [[nodiscard]] std::vector<float> last_queries(std::uint32_t tokens, std::uint32_t count) const {
+    std::vector<float> q;
+    for (std::uint32_t p = tokens - count; p < tokens; ++p) q.insert(q.end(), group_, static_cast<float>(p));
+    return q;
+  }
+  std::uint64_t rows_scored = 0;
+
+ private:
+  std::uint32_t group_;
+  Logit logit_;
+};
+
+/// A near set together with the memory of its page flags.
+struct FakeNear {
+  FakeNear(std::uint32_t n, std::uint32_t sinks, std::uint32_t recent,
+           const std::vector<std::uint32_t>& near_pages = {}, std::uint32_t page_tokens = kPageTokens)
+      : flags((n + page_tokens - 1) / page_tokens, 0) {
+    for (const std::uint32_t page : near_pages) flags[page] = 1;
+    set = {.sink_end = std::min(sinks, n),
+           .recent_begin = n - std::min(recent, n),
+           .page_tokens = page_tokens,
+           .pages = flags};
+  }
+  FakeNear(const FakeNear&) = delete;
+  FakeNear& operator=(const FakeNear&) = delete;
+  std::vector<std::uint8_t> flags;
+  NearSet set;
+};
+
+inline std::vector<float> random_queries(std::size_t rows, std::uint32_t head_dim, std::uint32_t seed,
+                                         float scale = 1.f) {
+  std::mt19937 rng(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> q(rows * head_dim);
+  for (float& x : q) x = normal(rng) * scale;
+  return q;
+}
+
+/// Positions that query head `h` attends beyond the near set, ascending.
+inline std::vector<std::uint32_t> attended_by(const SelectionRow& row, std::uint32_t h,
+                                              std::uint32_t page_tokens = kPageTokens) {
+  std::vector<std::uint32_t> tokens;
+  for (const PageRun& run : row.runs) {
+    for (std::uint32_t r = run.begin; r < run.end; ++r) tokens.push_back(run.page * page_tokens + r);
+  }
+  for (std::size_t i = 0; i < row.tokens.size(); ++i) {
+    if (row.members.empty() || ((row.members[i] >> h) & 1) != 0) tokens.push_back(row.tokens[i]);
+  }
+  std::sort(tokens.begin(), tokens.end());
+  return tokens;
+}
+
+inline std::vector<std::uint32_t> near_tokens(const NearSet& near, std::uint32_t n) {
+  std::vector<std::uint32_t> tokens;
+  for (std::uint32_t t = 0; t < n; ++t) {
+    if (near.contains(t)) tokens.push_back(t);
+  }
+  return tokens;
+}
+
+/// Attention in float64 over a set of tokens.
+struct Attended {
+  std::vector<double> out;
+  double mass = 0.0;  ///< sum of exp(logit)
+};
+
+inline Attended attend(const FakeKv& kv, const float* q, std::uint32_t h, const std::vector<std::uint32_t>& tokens) {
+  Attended result{.out = std::vector<double>(kv.head_dim(), 0.0)};
+  for (const std::uint32_t t : tokens) {
+    const double weight = std::exp(kv.logit(q, h, t));
+    result.mass += weight;
+    for (std::uint32_t c = 0; c < kv.head_dim(); ++c)
+      result.out[c] += weight * kv.v[std::size_t{t} * kv.head_dim() + c];
+  }
+  for (double& x : result.out) x /= result.mass > 0.0 ? result.mass : 1.0;
+  return result;
+}
+
+inline std::vector<std::uint32_t> positions(std::uint32_t begin, std::uint32_t end) {
+  std::vector<std::uint32_t> tokens;
+  for (std::uint32_t t = begin; t < end; ++t) tokens.push_back(t);
+  return tokens;
+}
+
+inline double max_difference(const std::vector<double>& a, const std::vector<double>& b) {
+  double worst = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) worst = std::max(worst, std::abs(a[i] - b[i]));
+  return worst;
+}
+
+inline bool is_subset(const std::vector<std::uint32_t>& inner, const std::vector<std::uint32_t>& outer) {
+  return std::includes(outer.begin(), outer.end(), inner.begin(), inner.end());
+}
+
+/// The k best of `tokens` by logit, ties to the lowest position, ascending: by sorting everything.
+inline std::vector<std::uint32_t> best(const std::vector<std::uint32_t>& tokens, std::uint32_t k,
+                                       const std::function<double(std::uint32_t)>& logit) {
+  std::vector<std::uint32_t> order = tokens;
+  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return static_cast<float>(logit(a)) > static_cast<float>(logit(b));
+  });
+  order.resize(std::min<std::size_t>(order.size(), k));
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+}  // namespace sluice::scheduler::test

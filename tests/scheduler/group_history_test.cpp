@@ -1,0 +1,259 @@
+#include "scheduler/history/group_history.hpp"
+
+#include <limits>
+
+#include "tests/scheduler/fakes.hpp"
+#include "tests/scheduler/naive_history.hpp"
+#include "tests/support/catch.hpp"
+
+using namespace sluice;
+using namespace sluice::scheduler;
+using namespace sluice::scheduler::test;
+
+namespace {
+
+constexpr std::uint32_t kGroup = 2;
+constexpr std::uint32_t kSinks = 4;
+
+/// Persistent keys, a slash band, recency and noise: head 1 sees other keys than head 0.
+double habit(std::uint32_t h, std::uint32_t p, std::uint32_t j) {
+  const auto noise = [](std::uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return static_cast<double>(x ^ (x >> 16)) / 4294967296.0 - 0.5;
+  };
+  if (j < kSinks) return 8.0;
+  const double vertical = noise(j * 2 + h) > 0.47 ? 5.0 : 0.0;
+  const double slash = (p - j) % 41 == 7 ? 2.5 : 0.0;
+  return vertical + slash - 0.6 * std::log(1.0 + (p - j)) + noise(p * 7919 + j * 31 + h) * 1.5;
+}
+
+/// Runs prompt and `steps` decode steps of a history and its naive twin; `check(n)` looks at both in between.
+struct Twins {
+  explicit Twins(std::uint32_t prompt, std::uint32_t queries, HistoryOptions options = {})
+      : history(options, kGroup, kSinks), kv(kGroup, habit), n(prompt) {
+    const auto q = kv.last_queries(prompt, std::min(prompt, 64u));
+    history.begin({.kv_head = 0, .tokens = prompt, .queries = std::min(prompt, 64u), .last_q = q, .kv = &kv});
+    for (std::uint32_t h = 0; h < kGroup; ++h) {
+      naive[h].sinks = kSinks;
+      naive[h].decay = options.decay;
+      naive[h].begin(prompt, queries, [h](std::uint32_t p, std::uint32_t j) { return habit(h, p, j); });
+    }
+  }
+  void forecast() {
+    ++n;
+    history.forecast(n);
+    for (auto& twin : naive) twin.extend(n);
+  }
+  void observe() {
+    for (std::uint32_t h = 0; h < kGroup; ++h) {
+      std::vector<std::uint32_t> tokens;
+      std::vector<float> scores;
+      history.expanded(h).for_each([&](std::uint32_t t) {
+        tokens.push_back(t);
+        scores.push_back(static_cast<float>(habit(h, n - 1, t)));
+      });
+      history.observe(h, tokens, scores);
+      naive[h].observe(n, tokens, scores);
+    }
+  }
+  GroupHistory history;
+  NaiveHistory naive[kGroup];
+  PatternKv kv;
+  std::uint32_t n;
+};
+
+std::vector<std::uint32_t> members(const TokenSet& set) {
+  std::vector<std::uint32_t> tokens;
+  set.for_each([&](std::uint32_t t) { tokens.push_back(t); });
+  return tokens;
+}
+
+}  // namespace
+
+TEST_CASE("the prompt fills both tables as equation 4 says", "[history]") {
+  const std::uint32_t init = GENERATE(1u, 5u, 32u);
+  CAPTURE(init);
+  const float decay = GENERATE(0.95f, 0.5f);
+  Twins twins(400, init, {.decay = decay, .init_queries = init});
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    const double stationary = 0.5 / (1.0 - decay);
+    REQUIRE(twins.history.vertical(h).sum() == Approx(stationary).epsilon(1e-4));
+    REQUIRE(twins.history.slash(h).sum() == Approx(stationary).epsilon(1e-4));
+    REQUIRE(twins.history.vertical(h).size() == 396);
+    for (std::uint32_t i = 0; i < 396; ++i) {
+      REQUIRE(twins.history.vertical(h).score(i) == Approx(twins.naive[h].vertical.s[i]).epsilon(1e-4).margin(1e-9));
+      REQUIRE(twins.history.slash(h).score(i) == Approx(twins.naive[h].slash.s[i]).epsilon(1e-4).margin(1e-9));
+    }
+  }
+}
+
+TEST_CASE("prompts shorter than the initial queries use the rows there are", "[history]") {
+  const std::uint32_t prompt = GENERATE(5u, 6u, 17u);  // 5: one token beyond the sinks
+  CAPTURE(prompt);
+  Twins twins(prompt, prompt - kSinks);
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    REQUIRE(twins.history.vertical(h).sum() == Approx(10.0).epsilon(1e-4));
+    REQUIRE(twins.history.slash(h).sum() == Approx(10.0).epsilon(1e-4));
+    for (std::uint32_t i = 0; i < prompt - kSinks; ++i) {
+      REQUIRE(twins.history.slash(h).score(i) == Approx(twins.naive[h].slash.s[i]).epsilon(1e-4).margin(1e-9));
+    }
+  }
+}
+
+TEST_CASE("prompts without a token beyond the sinks, or without queries, leave the history blank", "[history]") {
+  const std::uint32_t prompt = GENERATE(0u, 1u, 4u, 300u);
+  CAPTURE(prompt);
+  PatternKv kv(kGroup, habit);
+  GroupHistory history({}, kGroup, kSinks);
+  history.begin({.kv_head = 0, .tokens = prompt, .queries = 0, .last_q = {}, .kv = &kv});
+  history.forecast(prompt + 1);
+  REQUIRE(history.blank());
+  REQUIRE(members(history.expanded(0)).empty());
+  std::vector<HotPage> hot;
+  history.hot_pages(kPageTokens, 8, hot);
+  REQUIRE(hot.empty());
+}
+
+TEST_CASE("candidates and expansion follow the naive tables over 300 steps", "[history]") {
+  const float alpha = GENERATE(0.1f, 0.3f);
+  CAPTURE(alpha);
+  Twins twins(600, 32, {.alpha = alpha});
+  std::size_t proposed = 0;
+  for (int step = 0; step < 300; ++step) {
+    twins.forecast();
+    for (std::uint32_t h = 0; h < kGroup; ++h) {
+      CAPTURE(step, h);
+      const NaiveHistory& naive = twins.naive[h];
+      REQUIRE(naive.vertical.s.size() == twins.n - kSinks);
+      const double tau_v = naive.vertical.threshold(alpha), tau_s = naive.slash.threshold(alpha);
+      const auto found = twins.history.candidates(h);
+      const std::vector<std::uint32_t> candidates(found.begin(), found.end());
+      for (std::uint32_t j = kSinks; j < twins.n; ++j) {
+        const double v = naive.sv(j), s = naive.ss(j, twins.n);
+        const bool unclear = std::abs(v - tau_v) < 1e-5 * tau_v || std::abs(s - tau_s) < 1e-5 * tau_s;
+        const bool is = std::binary_search(candidates.begin(), candidates.end(), j);
+        if (!unclear) REQUIRE(is == (v > tau_v || s > tau_s));
+      }
+      const auto expected = naive.expanded(twins.n, candidates);
+      const auto expanded = members(twins.history.expanded(h));
+      // A difference is allowed only where a score equals its mean to rounding.
+      std::vector<std::uint32_t> differ;
+      std::set_symmetric_difference(expected.begin(), expected.end(), expanded.begin(), expanded.end(),
+                                    std::back_inserter(differ));
+      const double mv = naive.vertical.mean(), ms = naive.slash.mean();
+      for (const std::uint32_t j : differ) {
+        const bool unclear = std::abs(naive.sv(j) - mv) < 1e-5 * mv || std::abs(naive.ss(j, twins.n) - ms) < 1e-5 * ms;
+        REQUIRE(unclear);
+      }
+      proposed += candidates.size();
+    }
+    twins.observe();
+    for (std::uint32_t h = 0; h < kGroup; ++h) {
+      REQUIRE(twins.history.vertical(h).sum() == Approx(10.0).epsilon(1e-4));
+      REQUIRE(twins.history.slash(h).sum() == Approx(10.0).epsilon(1e-4));
+    }
+  }
+  REQUIRE(proposed > 600);  // The loop compared something.
+}
+
+TEST_CASE("candidates shrink as alpha grows; the expansion stays above a mean", "[history]") {
+  std::vector<std::uint32_t> wider;
+  for (const float alpha : {0.05f, 0.1f, 0.2f, 0.3f, 0.4f, 1.f, 3.f}) {
+    Twins twins(2000, 32, {.alpha = alpha});
+    twins.forecast();
+    const auto found = twins.history.candidates(0);
+    const std::vector<std::uint32_t> candidates(found.begin(), found.end());
+    if (alpha > 0.05f) REQUIRE(is_subset(candidates, wider));
+    wider = candidates;
+
+    const ScoreTable& v = twins.history.vertical(0);
+    const ScoreTable& s = twins.history.slash(0);
+    const auto expanded = members(twins.history.expanded(0));
+    REQUIRE(is_subset(candidates, expanded));
+    for (const std::uint32_t t : expanded) {
+      const bool above_v = v.score(t - kSinks) > v.sum() / v.size() * (1 - 1e-6);
+      const bool above_s = s.score(twins.n - 1 - t) > s.sum() / s.size() * (1 - 1e-6);
+      REQUIRE((above_v || above_s));
+    }
+  }
+}
+
+TEST_CASE("expansion respects both ends of the offloaded positions", "[history]") {
+  // Candidates at the first offloaded position and at the newest one; everything is above the mean around them.
+  GroupHistory history({}, 1, kSinks);
+  const std::uint32_t n = GENERATE(8u, 9u, 70u);
+  CAPTURE(n);
+  history.forecast(n);
+  REQUIRE(history.blank());
+  std::vector<std::uint32_t> tokens = {kSinks, kSinks + 1, n - 2, n - 1};
+  history.observe(0, tokens, std::vector<float>{3.f, 0.f, 0.f, 3.f});
+  history.forecast(n + 1);
+  REQUIRE_FALSE(history.blank());
+  const auto expanded = members(history.expanded(0));
+  REQUIRE(expanded.front() == kSinks);
+  REQUIRE(expanded.back() == n);  // slash distance 0 moved along with the newest token
+  REQUIRE(std::binary_search(expanded.begin(), expanded.end(), n - 1));
+}
+
+TEST_CASE("a forecast's cost follows its candidates, not the context", "[history]") {
+  const auto looked_at = [](std::uint32_t n) {
+    // 30 keys at fixed positions hold all the attention.
+    PatternKv kv(kGroup,
+                 [](std::uint32_t, std::uint32_t, std::uint32_t j) { return j % 101 == 7 && j < 3100 ? 20.0 : 0.0; });
+    GroupHistory history({}, kGroup, kSinks);
+    const auto q = kv.last_queries(n, 32);
+    history.begin({.kv_head = 0, .tokens = n, .queries = 32, .last_q = q, .kv = &kv});
+    history.forecast(n + 1);
+    return history.looked_at();
+  };
+  const std::uint64_t small = looked_at(4096);
+  REQUIRE(small >= 2 * 30);
+  REQUIRE(looked_at(65536) <= small + small / 4);
+}
+
+TEST_CASE("hot pages add up candidates' scores over the group, hottest first", "[history]") {
+  Twins twins(1500, 32);
+  twins.forecast();
+  std::vector<double> heat((twins.n + kPageTokens - 1) / kPageTokens, 0.0);
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    for (const std::uint32_t j : twins.history.candidates(h)) {
+      heat[j / kPageTokens] += twins.naive[h].sv(j) + twins.naive[h].ss(j, twins.n);
+    }
+  }
+  const auto with_heat =
+      static_cast<std::size_t>(std::count_if(heat.begin(), heat.end(), [](double x) { return x > 0; }));
+  REQUIRE(with_heat > 8);
+
+  std::vector<HotPage> hot = {{.page = 99, .heat = -1.f}};  // Appended to, not replaced.
+  twins.history.hot_pages(kPageTokens, 100000, hot);
+  REQUIRE(hot.size() == with_heat + 1);
+  REQUIRE(hot.front().page == 99);
+  for (std::size_t i = 1; i < hot.size(); ++i) {
+    REQUIRE(hot[i].heat == Approx(heat[hot[i].page]).epsilon(1e-4));
+    if (i > 1) REQUIRE(hot[i - 1].heat >= hot[i].heat);
+  }
+  std::vector<HotPage> top;
+  twins.history.hot_pages(kPageTokens, 5, top);
+  REQUIRE(top.size() == 5);
+  for (std::size_t i = 0; i < top.size(); ++i) REQUIRE(top[i].page == hot[i + 1].page);
+}
+
+TEST_CASE("scores that are not finite do not poison the tables", "[history]") {
+  Twins twins(300, 32);
+  twins.forecast();
+  const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
+  const double before = twins.history.vertical(0).score(50 - kSinks);
+
+  SECTION("beside finite ones they weigh nothing") {
+    twins.history.observe(0, std::vector<std::uint32_t>{50, 60, 70, 80}, std::vector<float>{nan, 2.f, inf, -inf});
+    REQUIRE(twins.history.vertical(0).sum() == Approx(10.0).epsilon(1e-4));
+    REQUIRE(twins.history.vertical(0).score(50 - kSinks) == Approx(0.95 * before).epsilon(1e-5));
+  }
+  SECTION("alone, or with nothing at all, they change nothing") {
+    twins.history.observe(0, std::vector<std::uint32_t>{50, 60}, std::vector<float>{nan, -inf});
+    twins.history.observe(0, {}, {});
+    REQUIRE(twins.history.vertical(0).score(50 - kSinks) == before);
+    REQUIRE(twins.history.vertical(0).sum() == Approx(10.0).epsilon(1e-4));
+  }
+}

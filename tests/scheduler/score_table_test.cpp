@@ -1,0 +1,185 @@
+#include "scheduler/history/score_table.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <set>
+
+#include "tests/scheduler/naive_history.hpp"
+#include "tests/support/catch.hpp"
+
+using sluice::scheduler::ScoreTable;
+using sluice::scheduler::test::NaiveTable;
+
+namespace {
+
+std::set<std::uint32_t> above(const ScoreTable& table, float threshold) {
+  std::set<std::uint32_t> found;
+  table.for_each_above(threshold, [&](std::uint32_t i) { REQUIRE(found.insert(i).second); });
+  return found;
+}
+
+std::set<std::uint32_t> above_by_scan(const ScoreTable& table, float threshold) {
+  std::set<std::uint32_t> found;
+  for (std::uint32_t i = 0; i < table.size(); ++i) {
+    if (table.stored()[i] > threshold) found.insert(i);
+  }
+  return found;
+}
+
+void add(ScoreTable& table, std::uint32_t index, float weight) { table.add({&index, 1}, &weight); }
+
+/// Heavy-tailed prompt scores that sum to 10: a few spikes, a long tail over 30 orders of magnitude.
+std::vector<float> prompt_scores(std::uint32_t n, std::uint32_t seed) {
+  std::mt19937 rng(seed);
+  std::normal_distribution<double> normal;
+  std::vector<double> s(n);
+  double sum = 0.0;
+  for (double& x : s) sum += x = std::exp(6.0 * normal(rng));
+  std::vector<float> scaled;
+  for (const double x : s) scaled.push_back(static_cast<float>(10.0 * x / sum));
+  return scaled;
+}
+
+}  // namespace
+
+TEST_CASE("lazy decay equals decaying every entry, over 300 steps", "[score_table]") {
+  // 0.5 folds the unit into the table six times, 1e-20 at every step, by more octaves than one list ring holds.
+  const double decay = GENERATE(0.95, 0.5, 1e-3, 1e-20);
+  const double alpha = GENERATE(0.1, 0.4);
+  CAPTURE(decay, alpha);
+  ScoreTable table;
+  NaiveTable naive;
+  const auto start = prompt_scores(700, 3);
+  table.assign(start);
+  naive.s.assign(start.begin(), start.end());
+
+  std::mt19937 rng(11);
+  for (std::uint32_t step = 0; step < 300; ++step) {
+    const std::uint32_t size = 700 + step;
+    table.extend(size);
+    naive.s.resize(size, 0.0);
+
+    const ScoreTable::Cut cut = table.cut(alpha);
+    REQUIRE_FALSE(cut.uniform);
+    const double threshold = naive.threshold(alpha);
+    REQUIRE(cut.mean * table.unit() == Approx(naive.mean()).epsilon(1e-5));
+    REQUIRE(cut.threshold * table.unit() == Approx(threshold).epsilon(1e-5));
+    const auto found = above(table, cut.threshold);
+    REQUIRE(found == above_by_scan(table, cut.threshold));
+    for (std::uint32_t i = 0; i < size; ++i) {
+      if (std::abs(naive.s[i] - threshold) <= 1e-5 * threshold) continue;
+      REQUIRE(found.count(i) == (naive.s[i] > threshold ? 1u : 0u));
+    }
+    REQUIRE(above(table, cut.mean) == above_by_scan(table, cut.mean));
+
+    table.decay(decay);
+    naive.decay(decay);
+    for (std::uint32_t touch = 0; touch < 20; ++touch) {
+      const auto i = touch < 10 ? touch * 7 : static_cast<std::uint32_t>(rng() % size);
+      const float weight = 0.5f / static_cast<float>(1u << (touch % 12));
+      add(table, i, weight);
+      naive.s[i] += weight;
+    }
+  }
+  for (std::uint32_t i = 0; i < table.size(); ++i) {
+    // What underflowed float32 is forgotten; nothing above 1e-25 is.
+    REQUIRE(table.score(i) == Approx(naive.s[i]).epsilon(1e-5).margin(1e-25));
+  }
+  REQUIRE(table.sum() == Approx(naive.sum()).epsilon(1e-6));
+}
+
+TEST_CASE("a table that tells nothing has a uniform cut", "[score_table]") {
+  ScoreTable table;
+  REQUIRE(table.cut(0.2).uniform);  // no entries
+  table.extend(100);
+  REQUIRE(table.cut(0.2).uniform);  // all zero
+  REQUIRE(above(table, table.cut(0.2).threshold).empty());
+
+  SECTION("equal entries, also after decay") {
+    table.assign(std::vector<float>(1000, 0.3f));
+    for (int step = 0; step < 50; ++step) {
+      table.decay(0.95);
+      for (std::uint32_t i = 0; i < table.size(); ++i) add(table, i, 0.01f);
+      const auto cut = table.cut(0.2);
+      REQUIRE(cut.uniform);
+      REQUIRE(cut.threshold == cut.mean);
+    }
+  }
+  SECTION("one entry") {
+    table.assign(std::vector<float>(1, 10.f));
+    REQUIRE(table.cut(0.2).uniform);
+  }
+  SECTION("the first weights of an empty table are found, tiny ones included") {
+    add(table, 7, 1e-20f);
+    add(table, 3, 0.5f);
+    add(table, 9, 1e-3f);
+    const auto cut = table.cut(0.2);
+    REQUIRE_FALSE(cut.uniform);
+    REQUIRE(above(table, cut.threshold) == std::set<std::uint32_t>{3});
+  }
+}
+
+TEST_CASE("a single spike has the threshold of its closed form", "[score_table]") {
+  const std::uint32_t n = GENERATE(2u, 10u, 5000u);
+  ScoreTable table;
+  std::vector<float> scores(n, 0.f);
+  scores[n / 2] = 10.f;
+  table.assign(scores);
+  const auto cut = table.cut(0.3);
+  // Form R2: mean + alpha * std equals form R1 here (spec section 4.2), up to the kurtosis' finite-n term.
+  const double p = 1.0 / n, mean = 10.0 * p;
+  const double kurtosis = (1.0 - 3.0 * p * (1.0 - p)) / (p * (1.0 - p));
+  REQUIRE(cut.threshold == Approx(mean + 0.3 * (10.0 - mean) / std::sqrt(kurtosis)).epsilon(1e-5));
+  REQUIRE(above(table, cut.threshold) == std::set<std::uint32_t>{n / 2});
+}
+
+TEST_CASE("finding candidates costs the same in a small and a large table", "[score_table]") {
+  // 40 entries stand out of n tiny ones; a few hundred in between belong to the boundary list at most.
+  const auto looked_at = [](std::uint32_t n) {
+    std::vector<float> scores(n);
+    for (std::uint32_t i = 0; i < n; ++i) scores[i] = 1e-7f * static_cast<float>(1 + i % 5);
+    for (std::uint32_t i = 0; i < 40; ++i) scores[i * (n / 40)] = 0.1f + 0.01f * static_cast<float>(i);
+    ScoreTable table;
+    table.assign(scores);
+    for (int step = 0; step < 100; ++step) {
+      table.decay(0.95);
+      for (std::uint32_t i = 0; i < 40; ++i) add(table, i * (n / 40), 0.5f / 40);
+      (void)table.cut(0.2);
+    }
+    const auto cut = table.cut(0.2);
+    return table.for_each_above(cut.threshold, [](std::uint32_t) {});
+  };
+  REQUIRE(looked_at(4096) <= 80);
+  REQUIRE(looked_at(65536) <= looked_at(4096));
+}
+
+TEST_CASE("lists hold what is above the mean, not the table", "[score_table]") {
+  ScoreTable table;
+  table.assign(prompt_scores(20000, 5));
+  std::mt19937 rng(1);
+  for (std::uint32_t step = 0; step < 400; ++step) {
+    table.decay(0.95);
+    for (int touch = 0; touch < 50; ++touch) add(table, static_cast<std::uint32_t>(rng() % 20000), 0.01f);
+    const auto cut = table.cut(0.2);
+    REQUIRE(above(table, cut.threshold) == above_by_scan(table, cut.threshold));
+  }
+  const auto cut = table.cut(0.2);
+  // Everything above the mean, and no more than what is above half of it and a bucket.
+  REQUIRE(table.listed() >= above_by_scan(table, cut.mean).size());
+  REQUIRE(table.listed() <= above_by_scan(table, cut.mean * 0.4f).size());
+}
+
+TEST_CASE("a table that doubles without an update still finds everything above its mean", "[score_table]") {
+  ScoreTable table;
+  std::vector<float> scores;
+  for (int i = 0; i < 512; ++i) scores.push_back(0.01f + 0.0001f * static_cast<float>(i % 100));
+  table.assign(scores);
+  for (std::uint32_t size = 512; size <= 64 * 512; size *= 2) {
+    table.extend(size);
+    const auto cut = table.cut(0.01);
+    if (cut.uniform) continue;
+    REQUIRE(above(table, cut.mean) == above_by_scan(table, cut.mean));
+  }
+  REQUIRE(above(table, table.cut(0.01).mean).size() == 512);
+}

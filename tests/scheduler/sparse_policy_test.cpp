@@ -1,0 +1,262 @@
+// Laws of every policy that scores candidates: exact top-k, LFPS, page digests and their unions.
+
+#include "tests/scheduler/policy_step.hpp"
+
+using namespace sluice;
+using namespace sluice::scheduler;
+using namespace sluice::scheduler::test;
+
+TEST_CASE("with every token a candidate and a budget of all, the output is dense attention", "[policy]") {
+  const std::string text = GENERATE("topk:budget=100%", "lfps:sources=exact+history,budget=100%,bypass=0",
+                                    "sluice:sources=exact+pages+history,budget=100%", "topk:budget=100%,near=10%");
+  const std::uint32_t n = GENERATE(70u, 500u);
+  CAPTURE(text, n);
+  Step step(text, n);
+  const FakeNear near(n, 4, text.front() == 's' ? 40 : 0,
+                      n > 200 ? std::vector<std::uint32_t>{3, 7} : std::vector<std::uint32_t>{});
+  step.select(near.set);
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    auto tokens = attended_by(step.row, h);
+    const auto near_ones = near_tokens(near.set, n);
+    tokens.insert(tokens.end(), near_ones.begin(), near_ones.end());
+    std::sort(tokens.begin(), tokens.end());
+    REQUIRE(tokens == positions(0, n));
+  }
+}
+
+TEST_CASE("a budget that holds the context is dense attention and still fills the history", "[policy]") {
+  const std::uint32_t n = GENERATE(5u, 40u, 68u);
+  CAPTURE(n);
+  Step step("lfps:local=0", n);
+  const FakeNear near(n, 4, 0);
+  step.select(near.set);
+  REQUIRE(step.row.tokens.empty());
+  REQUIRE(attended_by(step.row, 0) == positions(4, n));
+  REQUIRE(step.kv.rows_scored == n - 4);
+  step.policy->observe(0);
+  std::vector<HotPage> hot;
+  step.policy->forecast(0, n + 1, 8, hot);
+  REQUIRE_FALSE(hot.empty());
+}
+
+TEST_CASE("nothing beyond the sinks: nothing selected, nothing read", "[policy]") {
+  const std::string text = GENERATE("topk", "lfps", "sluice", "full", "streaming");
+  const std::uint32_t n = GENERATE(1u, 4u);
+  CAPTURE(text, n);
+  Step step(text, n);
+  const FakeNear near(n, 4, 0);
+  step.select(near.set);
+  REQUIRE(step.row.attended() == 0);
+  REQUIRE(step.kv.rows_scored == 0);
+  step.policy->observe(0);
+}
+
+TEST_CASE("an empty prompt decodes densely until its budget is full, then from history", "[lfps]") {
+  Step step("lfps:budget=16,bypass=0", 400);
+  auto policy = make("lfps:budget=16,bypass=0");
+  policy->begin({.kv_head = 0, .tokens = 0, .queries = 0, .last_q = {}, .kv = &step.kv});
+  for (std::uint32_t n = 1; n <= 60; ++n) {
+    const FakeNear near(n, 4, 0);
+    SelectionRow row;
+    std::vector<HotPage> hot;
+    policy->forecast(0, n, 4, hot);
+    policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
+                   step.counters);
+    if (n <= 20) {
+      REQUIRE(attended_by(row, 2) == positions(4, std::max(n, 4u)));
+    } else {
+      REQUIRE(attended_by(row, 2).size() <= 16);
+      REQUIRE(attended_by(row, 2).size() >= 6);  // 5 local tokens and the new one at least
+    }
+    policy->observe(0);
+  }
+}
+
+TEST_CASE("a history without contrast attends densely for one step and learns from it", "[lfps]") {
+  const std::uint32_t n = 500;
+  Step step("lfps:bypass=0", n);
+  auto policy = make("lfps:bypass=0");
+  policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 0, .last_q = {}, .kv = &step.kv});  // imported prefix
+  const FakeNear near(n, 4, 0);
+  SelectionRow row;
+  policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
+                 step.counters);
+  REQUIRE(attended_by(row, 0) == positions(4, n));
+  REQUIRE(row.tokens.empty());
+  policy->observe(0);
+  row.clear();
+  policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
+                 step.counters);
+  REQUIRE(attended_by(row, 0).size() <= 64);
+}
+
+TEST_CASE("LFPS attends the best of what it scored", "[lfps]") {
+  const std::uint32_t n = GENERATE(300u, 3000u);
+  const std::string sources = GENERATE("history", "pages", "history+pages");
+  CAPTURE(n, sources);
+  Step step("lfps:sources=" + sources + (sources == "pages" ? ",budget=30,bypass=0" : ",budget=30,bypass=0,alpha=0.05"),
+            n);
+  const FakeNear near(n, 4, 0);
+  std::vector<std::uint32_t> ranked;
+  if (sources != "history") ranked = {0, 2, 1, 2, 3, 8, 0, 8};  // [group, 2]
+  step.select(near.set, ranked);
+  REQUIRE(step.counters.scored == step.kv.rows_scored);
+  REQUIRE(step.counters.candidates == step.counters.scored);
+
+  // The same candidates without a cut: what each head could choose from.
+  Step whole(
+      "lfps:sources=" + sources +
+          (sources == "pages" ? ",budget=100%,min_tokens=1,bypass=0" : ",budget=100%,min_tokens=1,bypass=0,alpha=0.05"),
+      n);
+  whole.select(near.set, ranked);
+  std::uint64_t expanded = 0;
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    const auto candidates = attended_by(whole.row, h);
+    const auto chosen = attended_by(step.row, h);
+    expanded += candidates.size();
+    REQUIRE(chosen == best(candidates, 30, step.logit(h)));
+    if (sources != "pages") REQUIRE(is_subset(positions(n - 6, n), candidates));
+    if (sources != "history") {
+      const auto page = ranked[h * 2 + 1];
+      REQUIRE(is_subset(positions(std::max(page * kPageTokens, 4u), (page + 1) * kPageTokens), candidates));
+    }
+  }
+  REQUIRE(step.counters.expanded_per_head == expanded);
+}
+
+TEST_CASE("the output error is bounded by the mass that was left out", "[policy]") {
+  const std::string text = GENERATE("topk:budget=20", "lfps:budget=20,bypass=0", "sluice:budget=20,near=0");
+  const float q_scale = GENERATE(1.f, 5.f);
+  const std::uint32_t n = 900;
+  CAPTURE(text, q_scale);
+  Step step(text, n, 3, q_scale);
+  const FakeNear near(n, 4, text.front() == 's' ? 128 : 0);
+  step.select(near.set, text.front() == 's' ? std::vector<std::uint32_t>{1, 2, 3, 4} : std::vector<std::uint32_t>{});
+  double longest = 0.0;
+  for (std::uint32_t t = 0; t < n; ++t) {
+    double square = 0.0;
+    for (std::uint32_t c = 0; c < kDim; ++c) square += std::pow(step.kv.v[t * kDim + c], 2);
+    longest = std::max(longest, std::sqrt(square));
+  }
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    auto tokens = attended_by(step.row, h);
+    const auto near_ones = near_tokens(near.set, n);
+    tokens.insert(tokens.end(), near_ones.begin(), near_ones.end());
+    const Attended sparse = attend(step.kv, step.q.data(), h, tokens);
+    const Attended dense = attend(step.kv, step.q.data(), h, positions(0, n));
+    double error = 0.0;
+    for (std::uint32_t c = 0; c < kDim; ++c) error += std::pow(sparse.out[c] - dense.out[c], 2);
+    REQUIRE(std::sqrt(error) <= 2.0 * (1.0 - sparse.mass / dense.mass) * longest + 1e-12);
+  }
+}
+
+TEST_CASE("a shared group attends the union of what its heads chose from the union", "[sluice]") {
+  const std::uint32_t n = 2000;
+  const std::vector<std::uint32_t> ranked = {1, 5, 9, 20, 33, 40, 2, 60};
+  const FakeNear near(n, 4, 128);
+  Step shared("sluice:budget=40", n);
+  shared.select(near.set, ranked);
+  REQUIRE(shared.row.members.empty());
+
+  Step whole("sluice:budget=100%,min_tokens=1,share_group=off", n);
+  whole.select(near.set, ranked);
+  std::vector<std::uint32_t> united = whole.row.tokens, expected;
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    const auto mine = best(united, 40, shared.logit(h));
+    expected.insert(expected.end(), mine.begin(), mine.end());
+  }
+  std::sort(expected.begin(), expected.end());
+  expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
+  REQUIRE(shared.row.tokens == expected);
+  REQUIRE(expected.size() > 40);
+}
+
+TEST_CASE("near candidates are observed but not attended", "[sluice]") {
+  const std::uint32_t n = 1000;
+  std::vector<std::uint32_t> everything_near;
+  for (std::uint32_t page = 0; page * kPageTokens < n; ++page) everything_near.push_back(page);
+  const FakeNear near(n, 4, 0, everything_near);
+
+  Step following("lfps:bypass=0,observe_near=on", n);
+  following.select(near.set);
+  REQUIRE(following.row.attended() == 0);
+  REQUIRE(following.counters.near_hits == following.counters.candidates);
+  REQUIRE(following.counters.scored == following.counters.candidates);
+
+  Step forgetting("lfps:bypass=0,observe_near=off", n);
+  forgetting.select(near.set);
+  REQUIRE(forgetting.row.attended() == 0);
+  REQUIRE(forgetting.counters.near_hits == following.counters.near_hits);
+  REQUIRE(forgetting.kv.rows_scored == 0);
+
+  // The next forecast shows who learnt: one history was fed, the other stands still.
+  const auto heat_after = [n](Step& step) {
+    std::vector<HotPage> before, after;
+    step.policy->forecast(0, n, 1000, before);
+    step.policy->observe(0);
+    step.policy->forecast(0, n, 1000, after);
+    double change = 0.0;
+    for (const HotPage& page : after) change += page.heat;
+    for (const HotPage& page : before) change -= page.heat;
+    return std::abs(change);
+  };
+  REQUIRE(heat_after(forgetting) == 0.0);
+  REQUIRE(heat_after(following) > 0.0);
+}
+
+TEST_CASE("observed weights come from the best of all candidates, near ones included", "[lfps]") {
+  const std::uint32_t n = 800;
+  const FakeNear far(n, 4, 0), near(n, 4, 0, {2, 5, 11, 17, 20});
+  Step a("lfps:budget=20,bypass=0", n), b("lfps:budget=20,bypass=0", n);
+  a.select(far.set);
+  b.select(near.set);
+  REQUIRE(b.counters.near_hits > 0);
+  a.policy->observe(0);
+  b.policy->observe(0);
+  std::vector<HotPage> hot_a, hot_b;
+  a.policy->forecast(0, n + 1, 1000, hot_a);
+  b.policy->forecast(0, n + 1, 1000, hot_b);
+  REQUIRE(hot_a.size() == hot_b.size());
+  for (std::size_t i = 0; i < hot_a.size(); ++i) {
+    REQUIRE(hot_a[i].page == hot_b[i].page);
+    REQUIRE(hot_a[i].heat == hot_b[i].heat);
+  }
+  // Attended: the best of the far ones, so what is near makes room for more.
+  Step whole("lfps:budget=100%,min_tokens=1,bypass=0", n);
+  whole.select(near.set);
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    REQUIRE(attended_by(b.row, h) == best(attended_by(whole.row, h), 20, b.logit(h)));
+  }
+}
+
+TEST_CASE("near pages of any size are recognised", "[policy]") {
+  const std::uint32_t page_tokens = GENERATE(8u, 16u, 64u, 128u, 256u);
+  const std::uint32_t n = 1500, sinks = 70, recent = 301;  // cut words and pages alike
+  const FakeNear near(n, sinks, recent, {1, 3}, page_tokens);
+  auto policy = make_layer_policy(parse_policy("topk:budget=100%,sinks=70"), kShape, page_tokens, LayerId{0});
+  Step step("topk:budget=100%", n);
+  SelectionRow row;
+  policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
+                 step.counters);
+  std::vector<std::uint32_t> expected;
+  for (std::uint32_t t = 0; t < n; ++t) {
+    if (!near.set.contains(t)) expected.push_back(t);
+  }
+  REQUIRE(row.tokens == expected);
+}
+
+TEST_CASE("a step repeated from select gives the same selection", "[policy]") {
+  const std::string text = GENERATE("topk", "lfps", "sluice", "sluice:share_group=off,observe_near=off");
+  CAPTURE(text);
+  const std::uint32_t n = 1200;
+  Step step(text, n);
+  const FakeNear near(n, 4, 128, {6, 7});
+  const std::vector<std::uint32_t> ranked =
+      text.front() == 's' ? std::vector<std::uint32_t>{4, 5, 6, 7} : std::vector<std::uint32_t>{};
+  step.select(near.set, ranked);
+  const SelectionRow first = step.row;
+  step.select(near.set, ranked);
+  REQUIRE(first.tokens == step.row.tokens);
+  REQUIRE(first.members == step.row.members);
+  REQUIRE(first.scores == step.row.scores);
+}

@@ -1,0 +1,176 @@
+#include "tests/support/reference.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+namespace sluice::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// A 16-bit float: sign, exponent bits, mantissa bits.
+struct Format {
+  int exponent_bits;
+  int mantissa_bits;
+  [[nodiscard]] int bias() const noexcept { return (1 << (exponent_bits - 1)) - 1; }
+};
+
+Format format_of(DType type) noexcept { return type == DType::f16 ? Format{5, 10} : Format{8, 7}; }
+
+double decode(std::uint16_t bits, Format format) noexcept {
+  const int mantissa = bits & ((1 << format.mantissa_bits) - 1);
+  const int exponent = (bits >> format.mantissa_bits) & ((1 << format.exponent_bits) - 1);
+  const double sign = (bits >> 15) != 0 ? -1.0 : 1.0;
+  if (exponent == (1 << format.exponent_bits) - 1) return mantissa != 0 ? std::nan("") : sign * kInfinity;
+  const int hidden = exponent == 0 ? 0 : 1 << format.mantissa_bits;
+  return sign * std::ldexp(mantissa + hidden, std::max(exponent, 1) - format.bias() - format.mantissa_bits);
+}
+
+std::uint16_t encode(double value, Format format) noexcept {
+  const int top = (1 << format.exponent_bits) - 1;
+  const int sign = std::signbit(value) ? 1 << 15 : 0;
+  const int infinity = top << format.mantissa_bits;
+  if (std::isnan(value)) return static_cast<std::uint16_t>(sign | infinity | 1 << (format.mantissa_bits - 1));
+  int exponent = 0;
+  (void)std::frexp(value, &exponent);
+  exponent = value == 0.0 ? 1 - format.bias() : std::max(exponent - 1, 1 - format.bias());
+  // In units of the last place the mantissa is an integer; rounding up may carry into the exponent, as it should.
+  const double units = std::nearbyint(std::ldexp(std::abs(value), format.mantissa_bits - exponent));
+  if (!(units < 0x1.0p30)) return static_cast<std::uint16_t>(sign | infinity);
+  const int bits = static_cast<int>(units) + ((exponent + format.bias() - 1) << format.mantissa_bits);
+  return static_cast<std::uint16_t>(sign | std::min(bits, infinity));
+}
+
+}  // namespace
+
+double load_element(const std::byte* data, DType type, std::size_t index) noexcept {
+  if (type == DType::f32) {
+    float value = 0.f;
+    std::memcpy(&value, data + index * sizeof value, sizeof value);
+    return value;
+  }
+  std::uint16_t bits = 0;
+  std::memcpy(&bits, data + index * sizeof bits, sizeof bits);
+  return decode(bits, format_of(type));
+}
+
+void store_element(std::byte* data, DType type, std::size_t index, double value) noexcept {
+  if (type == DType::f32) {
+    const auto narrow = static_cast<float>(value);
+    std::memcpy(data + index * sizeof narrow, &narrow, sizeof narrow);
+    return;
+  }
+  const std::uint16_t bits = encode(value, format_of(type));
+  std::memcpy(data + index * sizeof bits, &bits, sizeof bits);
+}
+
+std::vector<Attended> attended(std::span<const std::uint32_t> tokens) {
+  std::vector<Attended> all;
+  for (const std::uint32_t token : tokens) all.push_back({.token = token});
+  return all;
+}
+
+std::vector<Attended> attended(std::uint32_t begin, std::uint32_t end) {
+  std::vector<Attended> all;
+  for (std::uint32_t token = begin; token < end; ++token) all.push_back({.token = token});
+  return all;
+}
+
+namespace reference {
+
+double score(const Problem& problem, std::uint32_t head, std::uint32_t token) {
+  double sum = 0.0;
+  for (std::uint32_t c = 0; c < problem.options().head_dim; ++c) sum += problem.q(head, c) * problem.k(token, c);
+  return sum / std::sqrt(static_cast<double>(problem.options().head_dim));
+}
+
+Attention attend(const Problem& problem, std::span<const Attended> tokens) {
+  const std::uint32_t head_dim = problem.options().head_dim;
+  Attention result{.out = std::vector<double>(std::size_t{problem.options().group} * head_dim), .lse = {}};
+  for (std::uint32_t head = 0; head < problem.options().group; ++head) {
+    std::vector<double> scores;
+    for (const Attended& token : tokens) {
+      scores.push_back((token.members >> head & 1u) != 0 ? score(problem, head, token.token) : -kInfinity);
+    }
+    const double top = scores.empty() ? -kInfinity : *std::max_element(scores.begin(), scores.end());
+    double mass = 0.0;
+    for (std::size_t i = 0; i < tokens.size() && top != -kInfinity; ++i) {
+      const double weight = std::exp(scores[i] - top);
+      mass += weight;
+      for (std::uint32_t c = 0; c < head_dim && weight > 0.0; ++c) {
+        result.out[head * head_dim + c] += weight * problem.v(tokens[i].token, c);
+      }
+    }
+    for (std::uint32_t c = 0; c < head_dim && mass > 0.0; ++c) result.out[head * head_dim + c] /= mass;
+    result.lse.push_back(mass > 0.0 ? top + std::log(mass) : -kInfinity);
+  }
+  return result;
+}
+
+std::vector<double> digest(const Problem& problem, std::uint32_t begin, std::uint32_t end, DigestKind kind) {
+  const std::uint32_t head_dim = problem.options().head_dim;
+  std::vector<double> result(std::size_t{2} * head_dim);
+  for (std::uint32_t c = 0; c < head_dim; ++c) {
+    double hi = -kInfinity;
+    double lo = kInfinity;
+    for (std::uint32_t token = begin; token < end; ++token) {
+      hi = std::max(hi, problem.k(token, c));
+      lo = std::min(lo, problem.k(token, c));
+    }
+    if (kind == DigestKind::cuboid_mean) {
+      const double centre = (hi + lo) / 2.0;
+      double radius = 0.0;
+      for (std::uint32_t token = begin; token < end; ++token) radius += std::abs(problem.k(token, c) - centre);
+      radius /= end - begin;
+      hi = centre + radius;
+      lo = centre - radius;
+    }
+    result[c] = hi;
+    result[head_dim + c] = lo;
+  }
+  return result;
+}
+
+std::vector<std::uint32_t> top_k(std::span<const float> values, std::uint32_t k) {
+  std::vector<std::uint32_t> order(values.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+    if (std::isnan(values[a]) || std::isnan(values[b])) return !std::isnan(values[a]) && std::isnan(values[b]);
+    return values[a] > values[b];
+  });
+  order.resize(std::min<std::size_t>(k, order.size()));
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+}  // namespace reference
+
+double max_abs_diff(std::span<const float> a, std::span<const double> b) {
+  if (a.size() != b.size()) return kInfinity;
+  double worst = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (static_cast<double>(a[i]) == b[i]) continue;
+    const double diff = std::abs(a[i] - b[i]);
+    worst = std::isfinite(diff) ? std::max(worst, diff) : kInfinity;
+  }
+  return worst;
+}
+
+double max_abs_diff(std::span<const float> a, std::span<const float> b) {
+  return max_abs_diff(a, std::vector<double>(b.begin(), b.end()));
+}
+
+double tolerance(const Problem& problem) {
+  double largest = 1.0;
+  for (std::uint32_t token = 0; token < problem.options().tokens; ++token) {
+    for (std::uint32_t head = 0; head < problem.options().group; ++head) {
+      largest = std::max(largest, std::abs(reference::score(problem, head, token)));
+    }
+  }
+  return 5e-6 * largest;
+}
+
+}  // namespace sluice::test

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "sluice/backend.hpp"
+#include "sluice/tensor.hpp"
+#include "tests/support/problem.hpp"
+
+/// Every verb once more in float64, as plainly as possible: what all backends are held against.
+namespace sluice::test {
+
+/// One element of a tensor, exactly.
+[[nodiscard]] double load_element(const std::byte* data, DType type, std::size_t index) noexcept;
+/// Rounds to the nearest element, ties to even; too large becomes infinite.
+void store_element(std::byte* data, DType type, std::size_t index, double value) noexcept;
+
+/// A token and the heads that attend it.
+struct Attended {
+  std::uint32_t token = 0;
+  std::uint32_t members = ~0u;
+};
+/// All heads attend all of `tokens`.
+[[nodiscard]] std::vector<Attended> attended(std::span<const std::uint32_t> tokens);
+/// Tokens begin .. end - 1, all heads.
+[[nodiscard]] std::vector<Attended> attended(std::uint32_t begin, std::uint32_t end);
+
+struct Attention {
+  std::vector<double> out;  ///< [group, head_dim]
+  std::vector<double> lse;  ///< [group]
+};
+
+namespace reference {
+
+[[nodiscard]] double score(const Problem& problem, std::uint32_t head, std::uint32_t token);
+[[nodiscard]] Attention attend(const Problem& problem, std::span<const Attended> tokens);
+/// hi, then lo, of consecutive tokens; unrounded.
+[[nodiscard]] std::vector<double> digest(const Problem& problem, std::uint32_t begin, std::uint32_t end, DigestKind kind);
+/// Indices of the k largest, ascending by index; equal values by lowest index, NaN last.
+[[nodiscard]] std::vector<std::uint32_t> top_k(std::span<const float> values, std::uint32_t k);
+
+}  // namespace reference
+
+/// Largest |a - b|; infinite if the sizes differ or one of a pair is not finite and the other differs.
+[[nodiscard]] double max_abs_diff(std::span<const float> a, std::span<const double> b);
+[[nodiscard]] double max_abs_diff(std::span<const float> a, std::span<const float> b);
+
+/// How far a float32 result may lie from the reference: products of head_dim terms as large as the largest
+/// score round at its scale, and a weight is off by as much as its score.
+[[nodiscard]] double tolerance(const Problem& problem);
+
+}  // namespace sluice::test

@@ -1,0 +1,159 @@
+#include <filesystem>
+
+#include "tests/support/catch.hpp"
+#include "tests/tools/cli_process.hpp"
+
+using sluice::test::contains;
+using sluice::test::is_one_error;
+using sluice::test::Outcome;
+using sluice::test::read_file;
+using sluice::test::ScratchDirectory;
+
+namespace {
+
+const std::string kModel = std::string("--model '") + SLUICE_TEST_DATA + "/testbed'";
+
+Outcome run_model(const std::string& arguments) {
+  return sluice::test::sluice("run " + kModel + " --max-tokens 2 " + arguments);
+}
+
+}  // namespace
+
+TEST_CASE("wrong usage is exit code 2 and one line that names the cause", "[cli]") {
+  struct Case {
+    std::string arguments;
+    std::string named;
+  };
+  const auto wrong = GENERATE(values<Case>({
+      {"", "subcommand"},
+      {"nonsense", "nonsense"},
+      {"run --prompt hello", "--model"},
+      {"run " + kModel, "--prompt"},
+      {"run " + kModel + " --prompt a --prompt-file b", "prompt"},
+      {"run " + kModel + " --prompt a --unknown-option", "--unknown-option"},
+      {"run " + kModel + " --prompt a --policy nosuch", "nosuch"},
+      {"run " + kModel + " --prompt a --policy lfps:alpha=x", "alpha=x"},
+      {"run " + kModel + " --prompt a --policy lfps:nokey=1", "nokey"},
+      {"run " + kModel + " --prompt a --policy topk:budget=0", "budget"},
+      {"run " + kModel + " --prompt a --near 110%", "--near"},
+      {"run " + kModel + " --prompt a --host-size 4X", "--host-size"},
+      {"run " + kModel + " --prompt a --host-size -4G", "--host-size"},
+      {"run " + kModel + " --prompt a --near-size lots", "--near-size"},
+      {"run " + kModel + " --prompt a --kv-dtype int4", "int4"},
+      {"run " + kModel + " --prompt a --placement far", "far"},
+      {"run " + kModel + " --prompt a --page-tokens 24", "page_tokens"},
+      {"run " + kModel + " --prompt a --top-p 0", "top_p"},
+      {"run " + kModel + " --prompt a --max-tokens 0", "--max-tokens"},
+      {"run " + kModel + " --prompt a --threads -1", "--threads"},
+      {"run " + kModel + " --prompt ''", "prompt"},
+      {"eval " + kModel + " --tasks nosuch", "nosuch"},
+      {"eval " + kModel + " --lengths 0", "--lengths"},
+      {"eval " + kModel + " --policies ','", "--policies"},
+      {"bench", "subcommand"},
+      {"bench cpu --shape nosuch", "llama-3.1-8b"},
+      {"bench cpu --q-heads 7", "q_heads"},
+      {"bench cpu --sections nosuch", "nosuch"},
+      {"policies -o xml", "xml"},
+  }));
+  const Outcome outcome = sluice::test::sluice(wrong.arguments);
+  CAPTURE(wrong.arguments, outcome.out, outcome.err);
+  CHECK(outcome.code == 2);
+  CHECK(is_one_error(outcome));
+  CHECK(contains(outcome.err, wrong.named));
+}
+
+TEST_CASE("an unknown policy is answered with the presets there are", "[cli]") {
+  const Outcome outcome = run_model("--prompt a --policy nosuch");
+  CAPTURE(outcome.err);
+  for (const char* preset : {"full", "topk", "streaming", "lfps", "sluice"}) CHECK(contains(outcome.err, preset));
+}
+
+TEST_CASE("a prompt that is not UTF-8 is refused with the offset of the byte", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string file = scratch.write("prompt", "ab\xff");
+  for (const std::string& source : {"--prompt-file '" + file + "'", "--prompt-file - <'" + file + "'"}) {
+    const Outcome outcome = run_model(source);
+    CAPTURE(source, outcome.err);
+    CHECK(outcome.code == 2);
+    CHECK(is_one_error(outcome));
+    CHECK(contains(outcome.err, "2"));
+    CHECK(contains(outcome.err, "UTF-8"));
+  }
+}
+
+TEST_CASE("token ids that are none are refused by name and place", "[cli]") {
+  const ScratchDirectory scratch;
+  for (const char* ids : {"1 2 x", "1 2 320", "1 -2", "", "[1, 2"}) {
+    const Outcome outcome = run_model("--prompt-tokens '" + scratch.write("ids", ids) + "'");
+    CAPTURE(ids, outcome.err);
+    CHECK(outcome.code == 2);
+    CHECK(is_one_error(outcome));
+  }
+}
+
+TEST_CASE("a model that is missing or damaged is bad input", "[cli]") {
+  const ScratchDirectory scratch;
+  const auto with_model = [](const std::string& directory) {
+    return sluice::test::sluice("run --model '" + directory + "' --prompt a");
+  };
+  const Outcome missing = with_model(scratch.file("nosuch"));
+  CAPTURE(missing.err);
+  CHECK(missing.code == 2);
+  CHECK(is_one_error(missing));
+  CHECK(contains(missing.err, "nosuch"));
+
+  namespace fs = std::filesystem;
+  const std::string damaged = scratch.file("model");
+  fs::copy(fs::path(SLUICE_TEST_DATA) / "testbed", damaged);
+  const fs::path shard = fs::path(damaged) / "model-00002-of-00002.safetensors";
+  fs::permissions(shard, fs::perms::owner_write, fs::perm_options::add);
+  fs::resize_file(shard, fs::file_size(shard) / 2);
+  const Outcome truncated = with_model(damaged);
+  CAPTURE(truncated.err);
+  CHECK(truncated.code == 2);
+  CHECK(is_one_error(truncated));
+  CHECK(contains(truncated.err, "model-00002-of-00002.safetensors"));
+}
+
+TEST_CASE("a result that cannot be written is known before the work starts and leaves nothing", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string nowhere = scratch.file("no/such/dir/result.json");
+  for (const std::string& arguments : {"--output '" + nowhere + "'", "--trace '" + nowhere + "'"}) {
+    const Outcome outcome = run_model("--prompt a " + arguments);
+    CAPTURE(arguments, outcome.err);
+    CHECK(outcome.code == 1);
+    CHECK(is_one_error(outcome));  // Nothing was generated either.
+    CHECK(contains(outcome.err, nowhere));
+  }
+  const Outcome directory = sluice::test::sluice("policies --output '" + scratch.file("") + "'");
+  CHECK(directory.code == 1);
+  CHECK(is_one_error(directory));
+  CHECK(scratch.entries() == 0);
+}
+
+TEST_CASE("a run that fails leaves the old result in place and no part of a new one", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string result = scratch.write("result.json", "old");
+  const Outcome outcome = run_model("--prompt abcdefgh --host-size 4K -o json --output '" + result + "'");
+  CAPTURE(outcome.err);
+  CHECK(outcome.code == 1);
+  CHECK(read_file(result) == "old");
+  CHECK(scratch.entries() == 1);
+}
+
+TEST_CASE("a prompt beyond the host pool names the size that would do", "[cli]") {
+  const Outcome outcome = run_model("--prompt '" + std::string(600, 'x') + "' --host-size 1M");
+  CAPTURE(outcome.err);
+  CHECK(outcome.code == 1);
+  CHECK(is_one_error(outcome));
+  CHECK(contains(outcome.err, "--host-size"));
+}
+
+TEST_CASE("a full disk behind standard output is a failure, not a silence", "[cli]") {
+  if (!std::filesystem::exists("/dev/full")) return;
+  const ScratchDirectory scratch;
+  const std::string command = std::string("'") + SLUICE_CLI + "' policies >/dev/full 2>'" + scratch.file("err") + "'";
+  const int status = std::system(command.c_str());
+  CHECK(WEXITSTATUS(status) == 1);
+  CHECK(contains(read_file(scratch.file("err")), "standard output"));
+}

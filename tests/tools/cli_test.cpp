@@ -1,0 +1,171 @@
+#include <algorithm>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/support/catch.hpp"
+#include "tests/tools/cli_process.hpp"
+
+using nlohmann::json;
+using sluice::test::contains;
+using sluice::test::Outcome;
+using sluice::test::read_file;
+using sluice::test::ScratchDirectory;
+
+namespace {
+
+const std::string kRun = std::string("run --model '") + SLUICE_TEST_DATA + "/testbed' --threads 2 ";
+const std::string kEval = std::string("eval --model '") + SLUICE_TEST_DATA + "/testbed' --threads 2 ";
+
+/// Parses a report and checks what every report holds.
+json report_of(const std::string& text, const std::string& command) {
+  const json report = json::parse(text);
+  CHECK(report.at("schema_version") == 1);
+  CHECK(report.at("tool") == "sluice");
+  CHECK(report.at("command") == command);
+  CHECK(report.at("host").at("cpu").is_string());
+  CHECK(report.at("config").is_object());
+  CHECK(report.at("results").is_object());
+  return report;
+}
+
+std::size_t count_lines(const std::string& text) {
+  return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n'));
+}
+
+}  // namespace
+
+TEST_CASE("help and version go to standard output and succeed", "[cli]") {
+  for (const char* arguments : {"--help", "run --help", "eval --help", "bench cpu --help", "doctor --help", "--version"}) {
+    const Outcome outcome = sluice::test::sluice(arguments);
+    CAPTURE(arguments, outcome.err);
+    CHECK(outcome.code == 0);
+    CHECK_FALSE(outcome.out.empty());
+    CHECK(outcome.err.empty());
+  }
+}
+
+TEST_CASE("doctor calls a machine that runs the tests usable", "[cli]") {
+  const Outcome outcome = sluice::test::sluice("doctor -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  CHECK(outcome.err.empty());
+  CHECK(report_of(outcome.out, "doctor").at("usable") == true);
+}
+
+TEST_CASE("the presets are the same in every format", "[cli]") {
+  const json rows = report_of(sluice::test::sluice("policies -o json").out, "policies").at("results").at("policies");
+  REQUIRE(rows.size() >= 5);
+  CHECK(rows.front().at("policy") == "full");
+  CHECK(count_lines(sluice::test::sluice("policies -o csv").out) == rows.size() + 1);
+  CHECK(count_lines(sluice::test::sluice("policies -o md").out) == rows.size() + 2);
+}
+
+TEST_CASE("run writes text alone to standard output", "[cli]") {
+  const Outcome outcome = sluice::test::sluice(kRun + "--prompt 'The grass is green. The sky is' --max-tokens 8");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  CHECK(outcome.out.size() <= 8 + 1);  // One byte per token, and the newline.
+  CHECK_FALSE(contains(outcome.out, "|"));
+  CHECK(contains(outcome.err, "time to first token"));
+  CHECK_FALSE(contains(outcome.err, "\r"));  // Standard error is no terminal here: no progress bar.
+}
+
+TEST_CASE("run as JSON holds text, ids, timing and configuration in one object", "[cli]") {
+  const std::string arguments = kRun + "--prompt 'Here we go. There and' --max-tokens 6 --audit 1 ";
+  const Outcome outcome = sluice::test::sluice(arguments + "-o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  CHECK(outcome.err.empty());
+  const json report = report_of(outcome.out, "run");
+  const json row = report.at("results").at("run").at(0);
+  CHECK(report.at("tokens").size() == row.at("generated_tokens"));
+  CHECK(report.at("config").at("seed") == 0);
+  CHECK(row.at("ttft_ms") > 0.0);
+  CHECK(row.at("coverage_mean") > 0.0);
+  // The same text as without JSON.
+  CHECK(sluice::test::sluice(arguments).out == report.at("text").get<std::string>() + "\n");
+}
+
+TEST_CASE("sampling follows its seed", "[cli]") {
+  const auto text = [](const std::string& seed) {
+    return sluice::test::sluice(kRun + "--prompt 'The sun is yellow. ' --max-tokens 24 --temperature 1.5 --seed " + seed).out;
+  };
+  const std::string first = text("3");
+  CHECK(first.size() > 1);
+  CHECK(text("3") == first);
+  CHECK(text("4") != first);
+}
+
+TEST_CASE("a report and a trace written to files appear whole", "[cli]") {
+  const ScratchDirectory scratch;
+  const Outcome outcome =
+      sluice::test::sluice(kRun + "--prompt 'The sky is blue. The' --max-tokens 3 -o json --output '" +
+                           scratch.file("result.json") + "' --trace '" + scratch.file("trace.json") + "'");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  CHECK(scratch.entries() == 2);
+  report_of(read_file(scratch.file("result.json")), "run");
+  const json events = json::parse(read_file(scratch.file("trace.json"))).at("traceEvents");
+  std::size_t slices = 0;
+  for (const json& event : events) {
+    if (event.at("ph") != "X") continue;
+    ++slices;
+    CHECK(event.at("dur") >= 0.0);
+    CHECK(event.at("ts") >= 0.0);
+  }
+  CHECK(slices > 0);
+}
+
+TEST_CASE("token ids from a file give what their bytes give", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string ids = scratch.write("ids", "[256, 72, 101, 114, 101, 32, 119, 101]");
+  CHECK(sluice::test::sluice(kRun + "--max-tokens 4 --prompt-tokens '" + ids + "'").out ==
+        sluice::test::sluice(kRun + "--max-tokens 4 --prompt 'Here we'").out);
+}
+
+TEST_CASE("eval reports every policy at every task and length, and dense solves the needle", "[cli]") {
+  const std::string arguments =
+      kEval + "--tasks niah,kv --lengths 512,1K --policies full,topk:budget=64,sinks=4,streaming --count 2 --seed 5 ";
+  const Outcome outcome = sluice::test::sluice(arguments + "-o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  CHECK(outcome.err.empty());
+  const json report = report_of(outcome.out, "eval");
+  CHECK(report.at("config").at("seed") == 5);
+  const json rows = report.at("results").at("eval");
+  REQUIRE(rows.size() == 2 * 2 * 3);
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    if (row.at("policy") == "full") {
+      CHECK(row.at("attended_share") == 1.0);
+      CHECK(row.at("coverage_mean") > 0.999);
+      if (row.at("task") == "niah") CHECK(row.at("accuracy") == 1.0);
+    }
+    if (row.at("policy") == "topk:budget=64,sinks=4") CHECK(row.at("attended_share") < 1.0);
+  }
+  // The same seed, the same rows: nothing measured here depends on time.
+  CHECK(json::parse(sluice::test::sluice(arguments + "-o json").out).at("results") == report.at("results"));
+}
+
+TEST_CASE("bench cpu checks itself and reports phases and ratios", "[cli]") {
+  const Outcome outcome = sluice::test::sluice(
+      "bench cpu --shape testbed --length 2K,4K --steps 3 --threads 1 --sections attention -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json rows = report_of(outcome.out, "bench cpu").at("results").at("attention");
+  REQUIRE(rows.size() == 2 * 3);
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    CHECK(row.at("time_us") > 0.0);
+    if (row.at("method") == "topk") {
+      CHECK(row.at("topk_overlap") == 1.0);
+      CHECK(row.at("scored_share") > 0.9);
+    }
+    if (row.at("method") == "lfps") {
+      CHECK(row.at("topk_overlap") > 0.3);
+      CHECK(row.at("scored_share") < 0.9);
+      CHECK(row.at("coverage_mean") <= 1.001);
+    }
+  }
+}

@@ -1,0 +1,173 @@
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <numbers>
+#include <string>
+
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/tools/llama_failure.hpp"
+#include "tests/tools/llama_golden.hpp"
+#include "tools/llama/config.hpp"
+
+namespace {
+
+using namespace sluice::tools;
+using nlohmann::json;
+using sluice::Errc;
+using sluice::test::Failure;
+using sluice::test::failure_of;
+using sluice::test::mentions;
+
+json minimal() {
+  return {{"hidden_size", 64},
+          {"intermediate_size", 128},
+          {"num_hidden_layers", 2},
+          {"num_attention_heads", 4},
+          {"vocab_size", 100}};
+}
+
+json llama3_scaling() {
+  return {{"rope_type", "llama3"},
+          {"factor", 8.0},
+          {"low_freq_factor", 1.0},
+          {"high_freq_factor", 4.0},
+          {"original_max_position_embeddings", 8192}};
+}
+
+ModelConfig parse(const json& document) { return parse_config(document.dump(), "c.json"); }
+
+Failure parse_failure(const std::string& text) {
+  return failure_of([&] { (void)parse_config(text, "c.json"); });
+}
+
+/// The failure after one field was replaced.
+Failure failure_with(const char* field, const json& value) {
+  json document = minimal();
+  document[field] = value;
+  return parse_failure(document.dump());
+}
+
+}  // namespace
+
+TEST_CASE("the testbed's config.json is read field by field", "[llama][config]") {
+  const ModelConfig config = load_config(sluice::test::testbed() / "config.json");
+  CHECK(config.shape() == sluice::AttentionShape{.layers = 8, .q_heads = 8, .kv_heads = 2, .head_dim = 64});
+  CHECK(config.hidden_size == 384);
+  CHECK(config.intermediate_size == 1024);
+  CHECK(config.vocab_size == 320);
+  CHECK(config.max_position_embeddings == 32768);
+  CHECK(config.rms_norm_eps == 1e-5);
+  CHECK(config.rope_theta == 5e5);
+  CHECK_FALSE(config.rope_scaling.has_value());
+  CHECK(config.tie_word_embeddings);
+  CHECK(config.bos_token_ids == std::vector<int>{256});
+  CHECK(config.is_eos(257));
+  CHECK_FALSE(config.is_eos(256));
+}
+
+TEST_CASE("absent and null fields take Hugging Face's defaults", "[llama][config]") {
+  json document = minimal();
+  for (const char* field : {"num_key_value_heads", "head_dim", "rope_scaling", "bos_token_id"})
+    document[field] = nullptr;
+  for (const json& text : {minimal(), document}) {
+    const ModelConfig config = parse(text);
+    CHECK(config.num_key_value_heads == 4);
+    CHECK(config.head_dim == 16);
+    CHECK(config.rms_norm_eps == 1e-6);
+    CHECK(config.rope_theta == 1e4);
+    CHECK_FALSE(config.tie_word_embeddings);
+    CHECK(config.bos_token_ids.empty());
+  }
+}
+
+TEST_CASE("end-of-text ids may be a list, RoPE may be in rope_parameters", "[llama][config]") {
+  json document = minimal();
+  document["eos_token_id"] = {7, 8};
+  document["rope_parameters"] = llama3_scaling();
+  document["rope_parameters"]["rope_theta"] = 5e5;
+  const ModelConfig config = parse(document);
+  CHECK(config.is_eos(7));
+  CHECK(config.is_eos(8));
+  CHECK(config.rope_theta == 5e5);
+  CHECK(config.rope_scaling == RopeScaling{});
+}
+
+TEST_CASE("a field that is missing, of the wrong type or contradicting is named", "[llama][config]") {
+  const json complete = minimal();
+  for (const auto& [name, value] : complete.items()) {
+    json document = complete;
+    document.erase(name);
+    const Failure missing = parse_failure(document.dump());
+    CHECK(missing.code == Errc::corrupt);
+    CHECK(mentions(missing.message, {"c.json", "'" + name + "'", "missing"}));
+    for (const json& bad : {json(0), json(-3), json(1.5), json("64"), json(true), json::array(), json(1ull << 31)}) {
+      CAPTURE(name, bad.dump());
+      const Failure failure = failure_with(name.c_str(), bad);
+      CHECK(failure.code == Errc::corrupt);
+      CHECK(mentions(failure.message, {"'" + name + "'"}));
+    }
+  }
+  CHECK(mentions(failure_with("num_key_value_heads", 3).message, {"num_key_value_heads"}));
+  CHECK(mentions(failure_with("head_dim", 15).message, {"head_dim"}));
+  CHECK(mentions(failure_with("head_dim", 1 << 30).message, {"head_dim"}));
+  CHECK(mentions(failure_with("num_attention_heads", 65).message, {"head_dim"}));  // 64 / 65 leaves no dimension
+  CHECK(mentions(failure_with("rms_norm_eps", 0).message, {"rms_norm_eps"}));
+  CHECK(mentions(failure_with("rope_theta", "x").message, {"rope_theta"}));
+  CHECK(mentions(failure_with("eos_token_id", {1, 100}).message, {"eos_token_id"}));
+  CHECK(mentions(failure_with("tie_word_embeddings", 1).message, {"tie_word_embeddings"}));
+}
+
+TEST_CASE("what this host cannot compute is unsupported, not computed wrongly", "[llama][config]") {
+  CHECK(failure_with("model_type", "gemma2").code == Errc::unsupported);
+  CHECK(failure_with("hidden_act", "gelu").code == Errc::unsupported);
+  CHECK(failure_with("attention_bias", true).code == Errc::unsupported);
+  CHECK(failure_with("mlp_bias", true).code == Errc::unsupported);
+  CHECK(failure_with("rope_scaling", {{"type", "yarn"}, {"factor", 4.0}}).code == Errc::unsupported);
+  for (const char* field : {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}) {
+    json scaling = llama3_scaling();
+    scaling.erase(field);
+    const Failure failure = failure_with("rope_scaling", scaling);
+    CHECK(failure.code == Errc::corrupt);
+    CHECK(mentions(failure.message, {field}));
+  }
+  CHECK(mentions(failure_with("rope_scaling", 8).message, {"rope_scaling"}));
+}
+
+TEST_CASE("text that is no JSON object is corrupt", "[llama][config]") {
+  for (const char* text : {"", "{", "[1]", "3", "{\"hidden_size\": }", "\xff\xfe"})
+    CHECK(parse_failure(text).code == Errc::corrupt);
+}
+
+TEST_CASE("Llama-3 scaling follows its published formula", "[llama][config]") {
+  json document = minimal();
+  document["head_dim"] = 128;
+  document["rope_theta"] = 500'000.0;
+  const std::vector<double> plain = rope_frequencies(parse(document));
+  document["rope_scaling"] = llama3_scaling();
+  const std::vector<double> scaled = rope_frequencies(parse(document));
+  REQUIRE(plain.size() == 64);
+  REQUIRE(scaled.size() == 64);
+
+  int kept = 0;
+  int stretched = 0;
+  for (std::size_t i = 0; i < plain.size(); ++i) {
+    CHECK(plain[i] == Approx(1.0 / std::pow(500'000.0, 2.0 * static_cast<double>(i) / 128.0)).epsilon(1e-14));
+    // As in Meta's llama-models: by wavelength, three cases.
+    const double wavelength = 2.0 * std::numbers::pi / plain[i];
+    double expected = 0;
+    if (wavelength < 8192.0 / 4.0) {
+      expected = plain[i];
+      ++kept;
+    } else if (wavelength > 8192.0 / 1.0) {
+      expected = plain[i] / 8.0;
+      ++stretched;
+    } else {
+      const double smooth = (8192.0 / wavelength - 1.0) / (4.0 - 1.0);
+      expected = (1.0 - smooth) * plain[i] / 8.0 + smooth * plain[i];
+    }
+    CHECK(scaled[i] == Approx(expected).epsilon(1e-12));
+  }
+  CHECK(kept > 0);
+  CHECK(stretched > 0);
+  CHECK(kept + stretched < 64);
+}

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/backend.hpp"
+#include "cpu/topology.hpp"
+#include "cpu/workers.hpp"
+#include "sluice/shape.hpp"
+#include "sluice/tensor.hpp"
+#include "sluice/units.hpp"
+#include "tools/cli/command.hpp"
+#include "tools/cli/progress_bar.hpp"
+#include "tools/cli/synthetic.hpp"
+
+namespace sluice::tools {
+
+struct BenchCpuOptions {
+  std::string shape_name = "llama-3.1-8b";
+  AttentionShape shape{.layers = 1, .q_heads = 0, .kv_heads = 0, .head_dim = 0};  ///< zeros: from shape_name
+  std::string lengths = "131072";
+  std::string policies = "topk,lfps";
+  double alpha = 0.0;       ///< 0: the policy's
+  std::string budget;       ///< empty: the policy's
+  double group_correlation = 0.5;
+  std::uint32_t page_tokens = 32;
+  DType dtype = DType::bf16;
+  std::uint32_t threads = 1;
+  std::uint32_t steps = 12;
+  std::uint32_t repeat = 1;
+  std::uint64_t seed = 0;
+  std::string sections = "attention,kernels";
+  OutputOptions output;
+};
+
+/// Machine and threads of one benchmark run.
+struct BenchMachine {
+  explicit BenchMachine(std::uint32_t threads)
+      : workers(topology, {.threads = threads}),
+        builders(std::make_shared<const cpu::Workers>(topology, cpu::WorkersOptions{})),
+        backend(workers) {}
+  cpu::Topology topology;
+  cpu::Workers workers;                           ///< the measured ones
+  std::shared_ptr<const cpu::Workers> builders;   ///< all cores; make the data
+  cpu::Backend backend;
+};
+
+/// Empties the caches of what was measured before, as the other layers of a model would.
+class CacheEvictor {
+ public:
+  CacheEvictor();
+  void evict();
+
+ private:
+  std::vector<std::uint64_t> data_;
+};
+
+/// Dense attention, and each policy against it: times by phase, ratios, and what the policy kept.
+/// @throws Error{Errc::device} if a result is wrong; nothing is timed then.
+[[nodiscard]] Table bench_attention(const BenchCpuOptions& options, BenchMachine& machine, ProgressBar& bar);
+
+/// Attention over whole pages and over scattered rows as a share of the same threads' read rate.
+[[nodiscard]] Table bench_kernels(const BenchCpuOptions& options, BenchMachine& machine);
+
+}  // namespace sluice::tools

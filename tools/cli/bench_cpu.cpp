@@ -1,0 +1,143 @@
+#include <algorithm>
+#include <array>
+#include <memory>
+
+#include "sluice/error.hpp"
+#include "tools/cli/bench.hpp"
+#include "tools/cli/facts.hpp"
+#include "tools/cli/values.hpp"
+
+namespace sluice::tools {
+namespace {
+
+struct NamedShape {
+  const char* name;
+  AttentionShape shape;
+};
+constexpr std::array<NamedShape, 4> kShapes{{
+    {"llama-3.1-8b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 128}},
+    {"llama-3.1-70b", {.layers = 1, .q_heads = 64, .kv_heads = 8, .head_dim = 128}},
+    {"llama-3.2-1b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 64}},
+    {"testbed", {.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 64}},
+}};
+
+std::string shape_names() {
+  std::string names;
+  for (const NamedShape& named : kShapes) names += (names.empty() ? "" : ", ") + std::string(named.name);
+  return names;
+}
+
+AttentionShape shape_of(const BenchCpuOptions& options) {
+  for (const NamedShape& named : kShapes) {
+    if (options.shape_name != named.name) continue;
+    AttentionShape shape = named.shape;
+    if (options.shape.q_heads != 0) shape.q_heads = options.shape.q_heads;
+    if (options.shape.kv_heads != 0) shape.kv_heads = options.shape.kv_heads;
+    if (options.shape.head_dim != 0) shape.head_dim = options.shape.head_dim;
+    validate(shape);
+    return shape;
+  }
+  throw Error(Errc::invalid_argument, "--shape: unknown shape '" + options.shape_name + "'; have " + shape_names() +
+                                          ", or set --q-heads, --kv-heads and --head-dim");
+}
+
+Json config_of(const BenchCpuOptions& options) {
+  return {{"shape", options.shape_name},
+          {"q_heads", options.shape.q_heads},
+          {"kv_heads", options.shape.kv_heads},
+          {"head_dim", options.shape.head_dim},
+          {"lengths", parse_counts(options.lengths, "--length")},
+          {"policies", split_policies(options.policies)},
+          {"alpha", options.alpha == 0.0 ? Json() : Json(options.alpha)},
+          {"budget", options.budget.empty() ? Json() : Json(options.budget)},
+          {"group_correlation", options.group_correlation},
+          {"page_tokens", options.page_tokens},
+          {"dtype", to_string(options.dtype)},
+          {"threads", options.threads},
+          {"steps", options.steps},
+          {"repeat", options.repeat},
+          {"seed", options.seed}};
+}
+
+int run(BenchCpuOptions options) {
+  options.shape = shape_of(options);
+  const std::vector<std::string> sections = split_list(options.sections);
+  for (const std::string& section : sections) {
+    if (section != "attention" && section != "kernels") {
+      throw Error(Errc::invalid_argument, "--sections: unknown section '" + section + "'; have attention, kernels");
+    }
+  }
+  const OutputTarget target(options.output.path);
+  BenchMachine machine(options.threads);
+  const PageLayout layout{.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.dtype};
+  for (const std::string& reason : machine.backend.unsupported_reasons(options.shape, layout)) {
+    throw Error(Errc::unsupported, "bench cpu: " + reason);
+  }
+  Report report{.command = "bench cpu", .config = config_of(options)};
+  report.config["isa"] = machine.backend.isa();
+  ProgressBar bar("bench");
+  for (const std::string& section : sections) {
+    report.tables.push_back(section == "attention" ? bench_attention(options, machine, bar)
+                                                   : bench_kernels(options, machine));
+  }
+  target.commit(render(report, options.output.format));
+  return kOk;
+}
+
+void add_cpu(CLI::App& bench, int& exit_code) {
+  auto options = std::make_shared<BenchCpuOptions>();
+  auto* command = bench.add_subcommand("cpu", "Attention and selection on the host: dense, exact top-k, LFPS");
+  command->add_option("--shape", options->shape_name, "One of " + shape_names())->capture_default_str();
+  command->add_option("--q-heads", options->shape.q_heads, "Query heads [default: the shape's]");
+  command->add_option("--kv-heads", options->shape.kv_heads, "KV heads [default: the shape's]");
+  command->add_option("--head-dim", options->shape.head_dim, "Elements per head [default: the shape's]");
+  command->add_option("--length", options->lengths, "Comma list of context lengths in tokens, K allowed")
+      ->capture_default_str();
+  command->add_option("--policies", options->policies, "Policies to hold against dense attention; see `sluice eval --help`")
+      ->capture_default_str();
+  command->add_option("--alpha", options->alpha, "Threshold of history policies; larger selects less [default: the policy's]")
+      ->check(CLI::Range(0.0, 10.0));
+  command->add_option("--budget", options->budget, "Tokens per query head as a share (2%) or a count [default: the policy's]");
+  command->add_option("--group-correlation", options->group_correlation,
+                      "How far the query heads of a group want the same tokens, [0, 1]")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  command->add_option("--page-tokens", options->page_tokens, "Tokens per page")->check(CLI::Range(8, 256))->capture_default_str();
+  add_dtype(*command, "--dtype", options->dtype, "Element type of keys and values");
+  command->add_option("--threads", options->threads, "Threads of everything measured; 0: all cores")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+  command->add_option("--steps", options->steps, "Decode steps; times are medians over them")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  command->add_option("--repeat", options->repeat, "Passes over the steps, each with fresh history")
+      ->check(CLI::Range(1, 1000))
+      ->capture_default_str();
+  command->add_option("--seed", options->seed, "Seed of the synthetic layer")->capture_default_str();
+  command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
+  add_output(*command, options->output);
+  command->footer("One layer, all its heads, on synthetic heavy-tailed attention; caches are emptied between measurements.\n"
+                  "Results are checked before anything is timed; a wrong one ends the run with exit code 1.");
+  command->callback([options, &exit_code] { exit_code = run(*options); });
+}
+
+}  // namespace
+
+CacheEvictor::CacheEvictor() {
+  const std::uint64_t bytes = std::clamp(2 * last_level_cache_bytes(), 64 * MiB, 1 * GiB);
+  data_.assign(bytes / sizeof(std::uint64_t), 1);
+}
+
+void CacheEvictor::evict() {
+  // Written, so that no line stays shared or clean; the values do not matter.
+  constexpr std::size_t kWordsPerLine = 8;
+  for (std::size_t i = 0; i < data_.size(); i += kWordsPerLine) ++data_[i];
+}
+
+void add_bench(CLI::App& app, int& exit_code) {
+  auto* bench = app.add_subcommand("bench", "Measure this machine");
+  bench->require_subcommand(1);
+  add_cpu(*bench, exit_code);
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,105 @@
+#include <memory>
+
+#include "cpu/backend.hpp"
+#include "cpu/kernels.hpp"
+#include "cpu/rates.hpp"
+#include "cpu/topology.hpp"
+#include "cpu/workers.hpp"
+#include "sluice/units.hpp"
+#include "tools/cli/command.hpp"
+#include "tools/cli/facts.hpp"
+#include "tools/cli/values.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// Below this a pool of a useful size does not fit beside a small model.
+constexpr std::uint64_t kUsefulMemory = 1 * GiB;
+constexpr std::uint64_t kReadBytes = 256 * MiB;
+
+/// What was looked at, and what to do about it if something lacks.
+class Findings {
+ public:
+  void ok(const std::string& what, const std::string& found) { add(what, "ok", found, ""); }
+  void note(const std::string& what, const std::string& found, const std::string& remedy) {
+    add(what, "note", found, remedy);
+  }
+  void missing(const std::string& what, const std::string& found, const std::string& remedy) {
+    add(what, "missing", found, remedy);
+    usable_ = false;
+  }
+  [[nodiscard]] bool usable() const noexcept { return usable_; }
+  [[nodiscard]] Table table() const {
+    return {.key = "doctor",
+            .columns = {{"what", "what"}, {"state", "state"}, {"found", "found"}, {"remedy", "what to do"}},
+            .rows = rows_};
+  }
+
+ private:
+  void add(const std::string& what, const char* state, const std::string& found, const std::string& remedy) {
+    rows_.push_back({what, state, found, remedy});
+  }
+  std::vector<std::vector<Json>> rows_;
+  bool usable_ = true;
+};
+
+void look_at_memory(Findings& findings) {
+  const MemoryFacts memory = memory_facts();
+  const std::string found = format_size(memory.available) + " of " + format_size(memory.total) + " available";
+  if (memory.available < kUsefulMemory) {
+    findings.missing("memory", found, "free some, or raise the control group's memory.max: the host pool needs it");
+  } else {
+    findings.ok("memory", found);
+  }
+  if (memory.locked_limit == MemoryFacts::kNoLimit) {
+    findings.ok("locked memory limit", "none");
+  } else {
+    findings.note("locked memory limit", format_size(memory.locked_limit),
+                  "matters only for pinning with a GPU; raise by `ulimit -l unlimited`");
+  }
+}
+
+void look_at_cpu(Findings& findings) {
+  findings.ok("cpu", cpu_model());
+  try {
+    const cpu::Topology topology;
+    findings.ok("topology", topology.summary());
+    const cpu::Workers workers(topology, {});
+    findings.ok("worker threads", std::to_string(workers.threads()));
+    std::string variants;
+    for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+      variants += (variants.empty() ? "" : ", ") + std::string(kernels->name);
+    }
+    findings.ok("kernels", cpu::Backend(workers).isa() + " chosen of " + variants);
+    char rate[64];
+    std::snprintf(rate, sizeof rate, "%.1f GB/s", cpu::measure_read_gbps(workers, kReadBytes));
+    findings.ok("memory read rate", rate);
+  } catch (const Error& error) {
+    findings.missing("host backend", error.what(), "the message names the cause");
+  }
+}
+
+int run(const OutputOptions& output) {
+  const OutputTarget target(output.path);
+  Findings findings;
+  look_at_cpu(findings);
+  look_at_memory(findings);
+  findings.note("cuda device", "not built in", "none needed: the embedded host device runs the same pipeline on the CPU");
+  Report report{.command = "doctor", .config = Json::object()};
+  report.extra = {{"usable", findings.usable()}};
+  report.tables.push_back(findings.table());
+  target.commit(render(report, output.format));
+  return findings.usable() ? kOk : kUnsupported;
+}
+
+}  // namespace
+
+void add_doctor(CLI::App& app, int& exit_code) {
+  auto output = std::make_shared<OutputOptions>();
+  auto* command = app.add_subcommand("doctor", "Say what this machine has, what is missing and what to do");
+  add_output(*command, *output);
+  command->footer("Exit code 0 if Sluice can be used here, 3 if not.");
+  command->callback([output, &exit_code] { exit_code = run(*output); });
+}
+
+}  // namespace sluice::tools

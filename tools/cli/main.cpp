@@ -1,0 +1,71 @@
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <new>
+#include <string>
+
+#include "tools/cli/command.hpp"
+#include "tools/cli/facts.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// One line whatever the message holds, so that logs stay one line per error.
+int fail(std::string message, ExitCode code) {
+  std::replace(message.begin(), message.end(), '\n', ' ');
+  std::fprintf(stderr, "sluice: error: %s\n", message.c_str());
+  return code;
+}
+
+/// The subcommand that was being parsed, for "run `sluice bench cpu --help`".
+std::string parsed_command(const CLI::App& app) {
+  std::string name = "sluice";
+  for (const CLI::App* at = &app; at != nullptr && !at->get_subcommands().empty();) {
+    at = at->get_subcommands().front();
+    name += ' ' + at->get_name();
+  }
+  return name;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Long-context LLM decoding with the KV cache in host memory.\n"
+               "Results go to standard output, progress and messages to standard error.\n"
+               "Exit codes: 0 ok, 1 failed check or run, 2 wrong usage or input, 3 unsupported here.",
+               "sluice");
+  app.require_subcommand(1);
+  app.failure_message(CLI::FailureMessage::simple);
+  app.add_flag_callback("-V,--version", [] {
+    write_stdout(std::string("sluice ") + version() + "\n");
+    throw CLI::Success();
+  }, "Print the version and exit");
+  int exit_code = kOk;
+  add_run(app, exit_code);
+  add_eval(app, exit_code);
+  add_bench(app, exit_code);
+  add_doctor(app, exit_code);
+  add_policies(app, exit_code);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    // Help and version are no errors: CLI11 prints the help to standard output.
+    if (error.get_exit_code() == 0) return app.exit(error);
+    return fail(std::string(error.what()) + "; run `" + parsed_command(app) + " --help` for the options", kUsage);
+  }
+  return exit_code;
+}
+
+}  // namespace
+}  // namespace sluice::tools
+
+int main(int argc, char** argv) {
+  using namespace sluice::tools;
+  try {
+    return run(argc, argv);
+  } catch (const sluice::Error& error) {
+    return fail(error.what(), exit_code_of(error.code()));
+  } catch (const std::bad_alloc&) {
+    return fail("out of memory; use a shorter prompt or length, or a smaller pool", kFailed);
+  } catch (const std::exception& error) {
+    return fail(std::string("unexpected: ") + error.what() + "; please report this", kFailed);
+  }
+}

@@ -1,0 +1,32 @@
+#include <memory>
+
+#include "sluice/policy.hpp"
+#include "tools/cli/command.hpp"
+
+namespace sluice::tools {
+namespace {
+
+int run(const OutputOptions& output) {
+  const OutputTarget target(output.path);
+  Report report{.command = "policies", .config = Json::object()};
+  Table table{.key = "policies",
+              .columns = {{"policy", "policy"}, {"composition", "composition"}, {"summary", "summary"}}};
+  for (const PolicyPreset& preset : policy_presets()) {
+    table.rows.push_back({preset.spec.name, to_string(preset.spec), preset.summary});
+  }
+  report.tables.push_back(std::move(table));
+  target.commit(render(report, output.format));
+  return kOk;
+}
+
+}  // namespace
+
+void add_policies(CLI::App& app, int& exit_code) {
+  auto output = std::make_shared<OutputOptions>();
+  auto* command = app.add_subcommand("policies", "List the policy presets and what they are composed of");
+  add_output(*command, *output);
+  command->footer("A policy is written NAME or NAME:key=value,key=value, e.g. lfps:alpha=0.3,budget=2%.");
+  command->callback([output, &exit_code] { exit_code = run(*output); });
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,90 @@
+#include "tools/cli/runtime_flags.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "tools/cli/values.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// Pages of one (layer, KV head) that a policy wants near: what must be, its share by LRU, and room for fetches.
+std::uint64_t near_pages(const PolicySpec& policy, const RuntimeOptions& options, std::uint64_t pages) {
+  if (options.placement == PlacementMode::near) return pages;
+  constexpr std::uint64_t kOpenAndCutPages = 3;  // The open page, and one cut by each end of the recent window.
+  const std::uint64_t must = div_up(policy.near.sink_tokens, options.page_tokens) +
+                             div_up(policy.near.recent_tokens, options.page_tokens) + kOpenAndCutPages;
+  const auto share = static_cast<std::uint64_t>(std::ceil(double{policy.near.share} * static_cast<double>(pages)));
+  return std::min(pages, must + share) + options.promote_pages;
+}
+
+}  // namespace
+
+void add_runtime_flags(CLI::App& app, RuntimeFlags& flags) {
+  RuntimeOptions& o = flags.options;
+  const auto read_placement = [&o](const std::string& text) { o.placement = parse_placement(text); };
+  app.add_option_function<std::string>("--placement", read_placement, "Who attends what is selected but not near")
+      ->type_name("hybrid|stream|near|auto")
+      ->default_str(to_string(o.placement));
+  add_size(app, "--host-size", o.host_bytes, "Host memory for the KV cache, K/M/G allowed [default: sized to the prompt]");
+  add_size(app, "--near-size", o.near_bytes, "Near memory for KV pages, K/M/G allowed [default: what the policy wants]");
+  app.add_option("--page-tokens", o.page_tokens, "Tokens per page; a power of two in [8, 256]")->capture_default_str();
+  add_dtype(app, "--kv-dtype", o.kv_dtype, "Element type of keys and values in the cache");
+  app.add_option("--threads", o.threads, "Threads of host work; 0: one per core that this process may use")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+  app.add_option("--prefill-chunk", o.prefill_chunk, "Prompt tokens per prefill call")->capture_default_str();
+  app.add_option("--promote-pages", o.promote_pages, "Pages that a forecast may promote per layer and step")
+      ->capture_default_str();
+  const auto read_timeout = [&o](const double& seconds) {
+    o.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
+  };
+  app.add_option_function<double>("--timeout", read_timeout, "Seconds after which a wait gives up")
+      ->check(CLI::Range(0.001, 3600.0))
+      ->type_name("SECONDS")
+      ->default_str(std::to_string(o.timeout.count() / 1000));
+}
+
+RuntimeOptions sized(const RuntimeFlags& flags, const AttentionShape& shape, std::span<const PolicySpec> policies,
+                     std::uint32_t tokens) {
+  RuntimeOptions options = flags.options;
+  options.shape = shape;
+  // Reject nonsense before it is multiplied into sizes.
+  RuntimeOptions probe = options;
+  if (probe.host_bytes == 0) probe.host_bytes = RuntimeOptions{}.host_bytes;
+  validate(probe);
+  const std::uint64_t heads = std::uint64_t{shape.layers} * shape.kv_heads;
+  const std::uint64_t pages = div_up(tokens, options.page_tokens);
+  const std::uint64_t needed = heads * pages * options.layout().page_bytes();
+  if (options.host_bytes == 0) options.host_bytes = needed;
+  if (options.host_bytes < needed) {
+    throw Error(Errc::out_of_capacity, "--host-size " + format_size(options.host_bytes) + " cannot hold " +
+                                           std::to_string(tokens) + " tokens (prompt and answer); they take " +
+                                           std::to_string(needed) + " bytes. Raise --host-size or shorten the prompt");
+  }
+  if (options.near_bytes == 0) {
+    std::uint64_t wanted = 0;
+    for (const PolicySpec& policy : policies) wanted = std::max(wanted, near_pages(policy, options, pages));
+    options.near_bytes = heads * wanted * options.layout().page_bytes();
+  }
+  return options;
+}
+
+Json to_json(const RuntimeOptions& options) {
+  return {{"layers", options.shape.layers},
+          {"q_heads", options.shape.q_heads},
+          {"kv_heads", options.shape.kv_heads},
+          {"head_dim", options.shape.head_dim},
+          {"page_tokens", options.page_tokens},
+          {"kv_dtype", to_string(options.kv_dtype)},
+          {"host_bytes", options.host_bytes},
+          {"near_bytes", options.near_bytes},
+          {"placement", to_string(options.placement)},
+          {"promote_pages", options.promote_pages},
+          {"prefill_chunk", options.prefill_chunk},
+          {"threads", options.threads},
+          {"timeout_ms", options.timeout.count()},
+          {"audit_every", options.audit_every}};
+}
+
+}  // namespace sluice::tools

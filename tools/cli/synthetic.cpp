@@ -1,0 +1,189 @@
+#include "tools/cli/synthetic.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numbers>
+
+#include "sluice/units.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// Standard deviation of the heavy term, weight of the log-distance, standard deviation of slashes and of noise. The
+/// four kinds of head alternate over the KV heads: from flat and local to peaked and far-looking.
+struct HeadKind {
+  double heavy;
+  double distance;
+  double slashes;
+  double noise;
+};
+constexpr std::array<HeadKind, 4> kKinds{{{2.0, 1.7, 1.0, 0.5}, {3.0, 1.2, 1.0, 0.5}, {3.5, 0.8, 1.0, 0.5}, {4.5, 0.5, 1.0, 0.5}}};
+
+constexpr double kDrift = 0.95;          ///< correlation of the noise directions from one step to the next
+constexpr double kLongestPeriod = 8192;  ///< tokens; of the slashes
+constexpr std::uint32_t kHeavySharedDims = 1;
+constexpr std::uint32_t kDistanceDims = 1;
+
+std::uint64_t mix(std::uint64_t x) noexcept {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+/// Unit-variance noise without state: the sum of four uniform 16-bit numbers, normal enough and cheap.
+float noise(std::uint64_t stream, std::uint64_t index) noexcept {
+  const std::uint64_t bits = mix(stream + mix(index));
+  const auto sum = static_cast<float>((bits & 0xffff) + ((bits >> 16) & 0xffff) + ((bits >> 32) & 0xffff) + (bits >> 48));
+  constexpr float kMean = 2.f * 65535.f;
+  constexpr float kInverseDeviation = 1.f / (65536.f * 0.57735027f);
+  return (sum - kMean) * kInverseDeviation;
+}
+
+/// Unit variance, neighbours correlate by 1/2.
+float heavy(std::uint64_t stream, std::uint64_t token) noexcept {
+  return (noise(stream, token) + noise(stream, token + 1)) * std::numbers::sqrt2_v<float> / 2.f;
+}
+
+std::uint64_t stream_of(std::uint64_t seed, std::uint64_t kv_head, std::uint64_t purpose) noexcept {
+  return mix(mix(mix(seed) + kv_head) + purpose);
+}
+
+enum Purpose : std::uint64_t { kKeyNoise = 1, kValues = 2, kQueries = 3, kHeavy = 16 };
+
+}  // namespace
+
+SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topology& topology,
+                               const std::shared_ptr<const cpu::Workers>& builders)
+    : options_(options),
+      own_dims_(std::min(options.shape.group(), options.shape.head_dim / 8)),
+      pairs_(options.shape.head_dim / 8),
+      device_(builders),
+      pages_(static_cast<std::uint32_t>(div_up(options.tokens + options.steps, options.layout.page_tokens))) {
+  for (std::uint32_t m = 0; m < pairs_; ++m) {
+    frequency_.push_back(std::numbers::pi * std::pow(kLongestPeriod / 2.0, -(m + 0.5) / pairs_));  // Log-spaced.
+  }
+  const std::uint64_t frames = std::uint64_t{pages_} * options_.shape.kv_heads;
+  pool_ = std::make_unique<cpu::HostPool>(
+      cpu::HostPoolOptions{.layout = options_.layout, .bytes = frames * options_.layout.page_bytes()}, topology, *builders,
+      device_);
+  const std::vector<PageRef> refs = pool_->allocate(static_cast<std::uint32_t>(frames));
+  frames_.resize(frames);
+  for (std::size_t i = 0; i < refs.size(); ++i) {
+    frames_[(i % options_.shape.kv_heads) * pages_ + i / options_.shape.kv_heads] = refs[i].frame;
+  }
+  write_pages(*builders);
+  write_queries();
+}
+
+KvView SyntheticLayer::view(std::uint32_t kv_head) const noexcept {
+  return {.base = pool_->base(), .frames = frames_.data() + std::uint64_t{kv_head} * pages_, .layout = options_.layout};
+}
+
+const float* SyntheticLayer::query(std::uint32_t kv_head, std::uint32_t step) const noexcept {
+  const std::uint64_t rows = options_.prompt_queries + options_.steps;
+  const std::uint64_t row = kv_head * rows + options_.prompt_queries + step;
+  return queries_.data() + row * options_.shape.group() * options_.shape.head_dim;
+}
+
+std::span<const float> SyntheticLayer::prompt_queries(std::uint32_t kv_head) const noexcept {
+  const std::uint64_t row_size = std::uint64_t{options_.shape.group()} * options_.shape.head_dim;
+  const std::uint64_t rows = options_.prompt_queries + options_.steps;
+  return {queries_.data() + kv_head * rows * row_size, options_.prompt_queries * row_size};
+}
+
+void SyntheticLayer::write_pages(const cpu::Workers& builders) {
+  cpu::Backend backend(builders);
+  builders.parallel_for(pages_, [&](std::uint32_t page) { write_page(page, backend); });
+}
+
+void SyntheticLayer::write_page(std::uint32_t page, cpu::Backend& backend) {
+  const std::uint32_t rows = options_.layout.page_tokens;
+  const std::uint32_t dim = options_.shape.head_dim;
+  std::vector<float> rotation(std::size_t{rows} * pairs_ * 2);
+  for (std::uint32_t r = 0; r < rows; ++r) {
+    for (std::uint32_t m = 0; m < pairs_; ++m) {
+      const double angle = frequency_[m] * static_cast<double>(std::uint64_t{page} * rows + r);
+      rotation[(r * pairs_ + m) * 2] = static_cast<float>(std::cos(angle));
+      rotation[(r * pairs_ + m) * 2 + 1] = static_cast<float>(std::sin(angle));
+    }
+  }
+  std::vector<float> k(std::size_t{rows} * dim);
+  std::vector<float> v(std::size_t{rows} * dim);
+  for (std::uint32_t head = 0; head < options_.shape.kv_heads; ++head) {
+    const std::uint64_t values = stream_of(options_.seed, head, kValues);
+    for (std::uint32_t r = 0; r < rows; ++r) {
+      const std::uint64_t token = std::uint64_t{page} * rows + r;
+      key(head, static_cast<std::uint32_t>(token), &rotation[r * pairs_ * 2], &k[r * dim]);
+      for (std::uint32_t c = 0; c < dim; ++c) v[r * dim + c] = noise(values, token * dim + c);
+    }
+    const AppendTask task{.k = reinterpret_cast<const std::byte*>(k.data()),
+                          .v = reinterpret_cast<const std::byte*>(v.data()),
+                          .dtype = DType::f32,
+                          .token_stride = dim,
+                          .page = view(head).page(page),
+                          .first_row = 0,
+                          .count = rows};
+    backend.append({&task, 1}, options_.layout, nullptr);
+  }
+}
+
+/// Key: [heavy terms: shared, then own | -log(distance to the last step) | rotary pairs | noise].
+void SyntheticLayer::key(std::uint32_t kv_head, std::uint32_t token, const float* rotation, float* out) const {
+  float* at = out;
+  for (std::uint32_t i = 0; i < kHeavySharedDims + own_dims_; ++i) {
+    *at++ = heavy(stream_of(options_.seed, kv_head, kHeavy + i), token);
+  }
+  const std::uint32_t end = std::max(options_.tokens + options_.steps, token + 1);
+  *at++ = -std::log(static_cast<float>(end - token));
+  at = std::copy_n(rotation, pairs_ * 2, at);
+  const std::uint64_t stream = stream_of(options_.seed, kv_head, kKeyNoise);
+  for (std::uint64_t i = 0; at != out + options_.shape.head_dim; ++i) {
+    *at++ = noise(stream, std::uint64_t{token} * options_.shape.head_dim + i);
+  }
+}
+
+void SyntheticLayer::write_queries() {
+  const std::uint64_t rows = options_.prompt_queries + options_.steps;
+  queries_.assign(rows * options_.shape.q_heads * options_.shape.head_dim, 0.f);
+  for (std::uint32_t head = 0; head < options_.shape.q_heads; ++head) write_head_queries(head);
+}
+
+void SyntheticLayer::write_head_queries(std::uint32_t head) {
+  const std::uint32_t dim = options_.shape.head_dim;
+  const std::uint32_t group = options_.shape.group();
+  const std::uint32_t rows = options_.prompt_queries + options_.steps;
+  const HeadKind& kind = kKinds[head / group % kKinds.size()];
+  const double scale = std::sqrt(static_cast<double>(dim));
+  const std::uint64_t stream = stream_of(options_.seed, head, kQueries);
+  std::uint64_t draws = 0;
+  const auto normal = [&] { return static_cast<double>(noise(stream, draws++)); };
+
+  // A cosine has variance 1/2; the phases make each head's slashes its own.
+  const double slash = scale * kind.slashes * std::sqrt(2.0 / pairs_);
+  std::vector<double> phase(pairs_);
+  for (double& p : phase) p = std::numbers::pi * normal();
+  std::vector<double> drift(dim - kHeavySharedDims - own_dims_ - kDistanceDims - 2 * pairs_);
+  for (double& d : drift) d = normal();
+  const double drift_scale = scale * kind.noise / std::sqrt(static_cast<double>(drift.size()));
+  for (std::uint32_t row = 0; row < rows; ++row) {
+    float* q = &queries_[((std::size_t{head / group} * rows + row) * group + head % group) * dim];
+    const double position = static_cast<double>(options_.tokens) - options_.prompt_queries + row;
+    q[0] = static_cast<float>(scale * kind.heavy * std::sqrt(options_.group_correlation));
+    q[kHeavySharedDims + head % group % own_dims_] =
+        static_cast<float>(scale * kind.heavy * std::sqrt(1.0 - options_.group_correlation));
+    float* at = q + kHeavySharedDims + own_dims_;
+    *at++ = static_cast<float>(scale * kind.distance);
+    for (std::uint32_t m = 0; m < pairs_; ++m) {
+      *at++ = static_cast<float>(slash * std::cos(frequency_[m] * position + phase[m]));
+      *at++ = static_cast<float>(slash * std::sin(frequency_[m] * position + phase[m]));
+    }
+    for (double& d : drift) {
+      *at++ = static_cast<float>(drift_scale * d);
+      d = kDrift * d + std::sqrt(1.0 - kDrift * kDrift) * normal();
+    }
+  }
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sluice/policy.hpp"
+#include "sluice/tensor.hpp"
+
+namespace sluice::tools {
+
+/// Reads bytes: digits with an optional K, M, G or T (binary: 1G = 2^30), an optional fraction, and an optional
+/// `B` or `iB` after the suffix. `option` is named in the message.
+/// @throws Error{Errc::invalid_argument}
+[[nodiscard]] std::uint64_t parse_size(std::string_view text, std::string_view option);
+
+/// Bytes as parse_size reads them, rounded to three digits: `4G`, `1.25M`, `17`.
+[[nodiscard]] std::string format_size(std::uint64_t bytes);
+
+/// Reads a share as `10%` or `0.1`; in [0, 1].
+/// @throws Error{Errc::invalid_argument}
+[[nodiscard]] double parse_share(std::string_view text, std::string_view option);
+
+/// Reads a comma list of token counts, each at least 1, K and M allowed: `2048,8K`.
+/// @throws Error{Errc::invalid_argument}
+[[nodiscard]] std::vector<std::uint32_t> parse_counts(std::string_view text, std::string_view option);
+
+/// @throws Error{Errc::invalid_argument} that lists the types.
+[[nodiscard]] DType parse_dtype(std::string_view text, std::string_view option);
+
+/// Splits on commas; empty items are dropped.
+[[nodiscard]] std::vector<std::string> split_list(std::string_view text);
+
+/// Splits a list of policies, whose options hold commas themselves: a comma starts a new policy unless
+/// `key=value` follows it; `;` always does. `full,lfps:alpha=0.3,budget=2%,topk` is three policies.
+/// @throws Error{Errc::invalid_argument} if the list is empty or parse_policy refuses an item.
+[[nodiscard]] std::vector<PolicySpec> parse_policies(std::string_view text);
+
+/// `NAME` or `NAME:options` for each policy of the list, as the user wrote it.
+[[nodiscard]] std::vector<std::string> split_policies(std::string_view text);
+
+}  // namespace sluice::tools

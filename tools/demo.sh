@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Builds the sluice command and lets a small Llama answer two questions about long texts while its KV cache lives
+# in host memory. Policy `sluice` reads a small share of the cache and must find both answers; `full` reads all of
+# it, `streaming` only the newest tokens. Exit codes: 0 found, 1 not found or failed, 2 as tools/bootstrap.sh.
+set -euo pipefail
+export LC_ALL=C
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+readonly root
+readonly kModel=$root/tests/data/testbed
+readonly kSluice=$root/build/release/tools/cli/sluice
+readonly kPolicies=(sluice full streaming)
+# One token per byte, so these are bytes.
+readonly kPromptTokens=8000
+readonly kAnswerTokens=12
+# The question is read token by token under the policy, not as part of the prompt's dense prefill.
+readonly kQuestionTokens=24
+
+# The same texts on every machine: bash's own RANDOM differs between its versions.
+state=7
+random_below() {
+  state=$(((state * 1103515245 + 12345) % 2147483648))
+  drawn=$((state / 65536 % $1))
+}
+
+# Filler sentences with one fact in them, then the question for it.
+write_needle_prompt() {
+  local sentences=("The grass is green. " "The sky is blue. " "The sun is yellow. " "Here we go. " "There and back again. ")
+  local needle=$'\nOne of the special magic values for vivid-otter is: 4815162.\n'
+  local question=$'\nQ: What is the special magic value for vivid-otter?\nA:'
+  local text="" hidden=0
+  while ((${#text} + ${#question} + 22 < kPromptTokens)); do
+    if ((!hidden && ${#text} > kPromptTokens / 3)); then
+      text+=$needle
+      hidden=1
+    fi
+    random_below ${#sentences[@]}
+    text+=${sentences[drawn]}
+  done
+  printf '%s' "$text$question"
+}
+
+# Nothing but key-value pairs, then the question for one of them.
+write_pairs_prompt() {
+  local text="" key value
+  while ((${#text} + 40 < kPromptTokens)); do
+    random_below 4096; key=$(printf '%03x' "$drawn")
+    random_below 4096; key+=$(printf '%03x' "$drawn")
+    random_below 10000; value=$((1000 + drawn % 9000))
+    random_below 1000; value+=$(printf '%03d' "$drawn")
+    text+="set $key = $value"$'\n'
+    if [[ -z "$asked_key" ]] && ((${#text} > kPromptTokens / 3)); then
+      asked_key=$key
+      asked_value=$value
+    fi
+  done
+  printf '%s' "${text}get $asked_key ->"
+}
+
+# Share columns of `sluice run -o csv`, as "tokens near far" in percent of dense attention.
+shares() {
+  awk -F, '
+    function percent(name) { return name in column ? sprintf("%.1f%%", 100 * $column[name]) : "-" }
+    NR == 1 { for (i = 1; i <= NF; i++) column[$i] = i }
+    NR == 2 { print percent("attended_share"), percent("near_bytes_share"), percent("far_bytes_share") }' "$1"
+}
+
+# ask PROMPT_FILE EXPECTED: one table row per policy; fails if policy `sluice` does not give the expected answer.
+ask() {
+  local prompt=$1 expected=$2 policy answer verdict tokens near far found=1
+  printf '\n  %-10s %-10s %7s %17s %12s %12s\n' policy answer "" "tokens attended" "near bytes" "far bytes"
+  for policy in "${kPolicies[@]}"; do
+    "$kSluice" run --model "$kModel" --prompt-file "$prompt" --policy "$policy" --max-tokens $kAnswerTokens \
+      --decode-prompt $kQuestionTokens --seed 0 -o csv --output "$work/shares.csv" >"$work/answer" || return
+    answer=$(head -n 1 "$work/answer" | tr -cd '[:print:]')
+    answer=${answer# }
+    read -r tokens near far <<<"$(shares "$work/shares.csv")"
+    if [[ "$answer" == "$expected" ]]; then verdict=right; else verdict=wrong; fi
+    printf '  %-10s %-10s %7s %17s %12s %12s\n' "$policy" "$answer" "$verdict" "$tokens" "$near" "$far"
+    if [[ "$policy" == sluice && "$verdict" == wrong ]]; then found=0; fi
+  done
+  ((found))
+}
+
+"$root/tools/bootstrap.sh" --preset release --target sluice
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+status=0
+
+write_needle_prompt >"$work/needle.txt"
+printf '\nA text of %s tokens hides one fact. "What is the special magic value for vivid-otter?" It is 4815162.\n' \
+  "$(wc -c <"$work/needle.txt")"
+ask "$work/needle.txt" 4815162 || status=1
+
+asked_key="" asked_value=""
+write_pairs_prompt >"$work/pairs.txt"
+printf '\n%s pairs of key and value, %s tokens. "get %s": it is %s.\n' \
+  "$(grep -c '^set ' "$work/pairs.txt")" "$(wc -c <"$work/pairs.txt")" "$asked_key" "$asked_value"
+ask "$work/pairs.txt" "$asked_value" || status=1
+
+printf '\nTokens and bytes are shares of what dense attention reads. near: device memory, far: host memory.\n'
+if ((status)); then
+  printf 'demo: error: policy sluice did not give every answer\n' >&2
+fi
+exit $status

@@ -1,0 +1,59 @@
+#include "tools/llama/prompt_cache.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace sluice::tools {
+namespace {
+
+/// Rows [from, tokens) of a strided view to a dense array.
+void copy_rows(const TensorView& view, std::uint32_t from, float* to) {
+  const std::uint64_t row_floats = view.head_dim;
+  for (std::uint32_t token = from; token < view.tokens; ++token) {
+    for (std::uint32_t head = 0; head < view.heads; ++head, to += row_floats) {
+      std::memcpy(to, view.row(token, head), row_floats * sizeof(float));
+    }
+  }
+}
+
+}  // namespace
+
+std::uint64_t PromptCache::bytes() const noexcept {
+  return (k_.size() + v_.size() + q_.size() + logits_.size()) * sizeof(float) + ids_.size() * sizeof(int);
+}
+
+TensorView PromptCache::keys(LayerId layer, std::uint32_t first, std::uint32_t count) const noexcept {
+  return dense_view(k_.data() + row(layer, first), DType::f32, count, shape_.kv_heads, shape_.head_dim);
+}
+
+TensorView PromptCache::values(LayerId layer, std::uint32_t first, std::uint32_t count) const noexcept {
+  return dense_view(v_.data() + row(layer, first), DType::f32, count, shape_.kv_heads, shape_.head_dim);
+}
+
+TensorView PromptCache::last_queries(LayerId layer, std::uint32_t first, std::uint32_t count) const noexcept {
+  const std::uint32_t begin = std::max(first, first_query());
+  const std::uint32_t kept = first + count > begin ? first + count - begin : 0;
+  const float* data = kept == 0 ? nullptr : q_.data() + query_row(layer, begin);
+  return dense_view(data, DType::f32, kept, shape_.q_heads, shape_.head_dim);
+}
+
+void PromptCache::start(const AttentionShape& shape, std::span<const int> ids) {
+  shape_ = shape;
+  ids_.assign(ids.begin(), ids.end());
+  logits_.clear();
+  const std::uint64_t kv_floats = std::uint64_t{shape.layers} * tokens() * shape.kv_heads * shape.head_dim;
+  k_.resize(kv_floats);
+  v_.resize(kv_floats);
+  q_.resize(std::uint64_t{shape.layers} * (tokens() - first_query()) * shape.q_heads * shape.head_dim);
+}
+
+void PromptCache::record(const AttentionCall& call, std::uint32_t first) {
+  copy_rows(call.k, 0, k_.data() + row(call.layer, first));
+  copy_rows(call.v, 0, v_.data() + row(call.layer, first));
+  const std::uint32_t begin = std::max(first, first_query());
+  if (first + call.q.tokens > begin) copy_rows(call.q, begin - first, q_.data() + query_row(call.layer, begin));
+}
+
+void PromptCache::finish(std::span<const float> logits) { logits_.assign(logits.begin(), logits.end()); }
+
+}  // namespace sluice::tools

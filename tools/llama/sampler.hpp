@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <span>
+#include <vector>
+
+namespace sluice::tools {
+
+/// Index of the largest logit, the lowest one among equals. NaN is never chosen.
+/// @throws Error{Errc::invalid_argument} if there is no number to choose.
+[[nodiscard]] int argmax(std::span<const float> logits);
+
+struct SamplerOptions {
+  float temperature = 0.f;  ///< 0: greedy. Larger is flatter. [0, 100]
+  float top_p = 1.f;        ///< sample among the likeliest tokens that hold this share of the mass. (0, 1]
+  std::uint64_t seed = 0;   ///< same seed, same logits, same tokens, on every platform
+  friend bool operator==(const SamplerOptions&, const SamplerOptions&) = default;
+};
+
+/// Picks the next token. One per conversation: every draw advances the generator.
+class Sampler {
+ public:
+  /// @throws Error{Errc::invalid_argument} naming the option that breaks its range.
+  explicit Sampler(const SamplerOptions& options = {});
+
+  /// @param logits  [vocab_size]; NaN counts as -infinity
+  /// @throws Error{Errc::invalid_argument} if there is no finite logit to choose.
+  [[nodiscard]] int next(std::span<const float> logits);
+
+ private:
+  struct Choice {
+    double weight;
+    int token;
+  };
+  SamplerOptions options_;
+  std::mt19937_64 random_;
+  std::vector<Choice> choices_;
+};
+
+}  // namespace sluice::tools

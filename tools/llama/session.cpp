@@ -1,0 +1,160 @@
+#include "tools/llama/session.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "sluice/error.hpp"
+
+namespace sluice::tools {
+namespace {
+
+[[noreturn]] void refuse(const std::string& why) { throw Error(Errc::invalid_argument, why); }
+
+}  // namespace
+
+Session::Session(const Model& model, Runtime& runtime, const PolicySpec& policy) : model_(&model), runtime_(&runtime) {
+  if (runtime.options().shape != model.config().shape()) {
+    refuse("the runtime was built for another attention shape; set RuntimeOptions::shape to model.config().shape()");
+  }
+  sequence_ = runtime.begin(policy);
+}
+
+Session::Session(Session&& other) noexcept
+    : model_(other.model_),
+      runtime_(std::exchange(other.runtime_, nullptr)),
+      sequence_(other.sequence_),
+      tokens_(other.tokens_),
+      decoding_(other.decoding_),
+      broken_(other.broken_),
+      logits_(std::move(other.logits_)),
+      placed_(std::move(other.placed_)),
+      work_(std::move(other.work_)) {}
+
+Session::~Session() {
+  if (runtime_ == nullptr) return;
+  try {
+    runtime_->end(sequence_);
+  } catch (const Error&) {
+    // A destructor cannot throw. The runtime still owns the pages and frees them with itself.
+  }
+}
+
+void Session::require_usable(std::uint64_t more_tokens) const {
+  if (runtime_ == nullptr) refuse("the session was moved from");
+  if (broken_) refuse("an earlier error left the sequence between two layers; end this session and begin another");
+  const std::uint32_t limit = model_->config().max_position_embeddings;
+  if (tokens_ + more_tokens > limit) {
+    refuse(std::to_string(tokens_ + more_tokens) + " tokens exceed the model's context of " + std::to_string(limit) +
+           " (max_position_embeddings)");
+  }
+}
+
+void Session::prefill(std::span<const int> tokens, const Progress& progress, PromptCache* record) {
+  require_usable(tokens.size());
+  if (tokens.empty()) refuse("a prompt needs at least one token; begin it with BOS");
+  if (decoding_) refuse("prefill after decode; append further tokens with decode");
+  if (record != nullptr && tokens_ != 0) refuse("a prompt can be recorded only from the session's first token");
+  for (const int token : tokens) model_->require_token(token);
+
+  if (record != nullptr) record->start(model_->config().shape(), tokens);
+  const std::size_t chunk_tokens = runtime_->options().prefill_chunk;
+  for (std::size_t done = 0; done < tokens.size();) {
+    const auto chunk = tokens.subspan(done, std::min(chunk_tokens, tokens.size() - done));
+    prefill_chunk(chunk, record);
+    done += chunk.size();
+    if (progress) progress(static_cast<std::uint32_t>(done), static_cast<std::uint32_t>(tokens.size()));
+  }
+  logits_.resize(model_->config().vocab_size);
+  model_->logits(work_, 1, logits_);
+  if (record != nullptr) record->finish(logits_);
+}
+
+void Session::prefill_chunk(std::span<const int> chunk, PromptCache* record) {
+  placed_.clear();
+  for (const int token : chunk) {
+    placed_.push_back({token, tokens_ + static_cast<std::uint32_t>(placed_.size())});
+  }
+  broken_ = true;  // until all layers are through
+  model_->forward(
+      placed_,
+      [&](const AttentionCall& call) {
+        if (record != nullptr) record->record(call, tokens_);
+        runtime_->prefill(
+            {.sequence = sequence_, .layer = call.layer, .q = call.q, .k = call.k, .v = call.v, .out = call.out});
+      },
+      work_);
+  broken_ = false;
+  tokens_ += static_cast<std::uint32_t>(chunk.size());
+}
+
+void Session::import_prompt(const PromptCache& prompt) {
+  require_usable(prompt.tokens());
+  if (tokens_ != 0) refuse("import_prompt needs an empty session");
+  if (!prompt.complete()) refuse("the prompt cache is empty; record a prefill into it first");
+  if (prompt.shape() != model_->config().shape() || prompt.logits().size() != model_->config().vocab_size) {
+    refuse("the prompt cache was recorded by a model of another shape");
+  }
+  broken_ = true;  // until all layers are through
+  const std::uint32_t chunk_tokens = runtime_->options().prefill_chunk;
+  for (std::uint32_t first = 0; first < prompt.tokens(); first += chunk_tokens) {
+    const std::uint32_t count = std::min(chunk_tokens, prompt.tokens() - first);
+    for (LayerId layer{0}; layer.value < prompt.shape().layers; ++layer.value) {
+      runtime_->import_prefix({.sequence = sequence_,
+                               .layer = layer,
+                               .k = prompt.keys(layer, first, count),
+                               .v = prompt.values(layer, first, count),
+                               .last_q = prompt.last_queries(layer, first, count)});
+    }
+  }
+  broken_ = false;
+  tokens_ = prompt.tokens();
+  logits_.assign(prompt.logits().begin(), prompt.logits().end());
+}
+
+void Session::decode(int token) {
+  Session* self = this;
+  decode_batch({&self, 1}, {&token, 1});
+}
+
+void decode_batch(std::span<Session* const> sessions, std::span<const int> tokens) {
+  if (sessions.size() != tokens.size()) refuse("decode_batch needs one token per session");
+  if (sessions.empty()) return;
+  Session& lead = *sessions.front();
+  std::vector<SequenceId> ids;
+  for (std::size_t i = 0; i < sessions.size(); ++i) {
+    const Session& session = *sessions[i];
+    session.require_usable(1);
+    if (session.tokens_ == 0) refuse("decode before prefill; give the session a prompt first");
+    if (session.model_ != lead.model_ || session.runtime_ != lead.runtime_) {
+      refuse("decode_batch needs sessions of one model and one runtime");
+    }
+    if (std::find(ids.begin(), ids.end(), session.sequence_) != ids.end()) refuse("decode_batch got a session twice");
+    session.model_->require_token(tokens[i]);
+    ids.push_back(session.sequence_);
+  }
+
+  lead.placed_.clear();
+  for (std::size_t i = 0; i < sessions.size(); ++i) lead.placed_.push_back({tokens[i], sessions[i]->tokens_});
+  for (Session* session : sessions) session->broken_ = true;  // until all layers are through
+  lead.model_->forward(
+      lead.placed_,
+      [&](const AttentionCall& call) {
+        lead.runtime_->step(
+            {.layer = call.layer, .sequences = ids, .q = call.q, .k = call.k, .v = call.v, .out = call.out});
+      },
+      lead.work_);
+
+  const std::size_t vocabulary = lead.model_->config().vocab_size;
+  lead.batch_logits_.resize(sessions.size() * vocabulary);
+  lead.model_->logits(lead.work_, static_cast<std::uint32_t>(sessions.size()), lead.batch_logits_);
+  for (std::size_t i = 0; i < sessions.size(); ++i) {
+    const auto row = std::span<const float>(lead.batch_logits_).subspan(i * vocabulary, vocabulary);
+    sessions[i]->logits_.assign(row.begin(), row.end());
+    ++sessions[i]->tokens_;
+    sessions[i]->decoding_ = true;
+    sessions[i]->broken_ = false;
+  }
+}
+
+}  // namespace sluice::tools

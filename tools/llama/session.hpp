@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "sluice/runtime.hpp"
+#include "tools/llama/model.hpp"
+#include "tools/llama/prompt_cache.hpp"
+
+namespace sluice::tools {
+
+/// Called after every chunk of a prefill with the prompt tokens done so far and in total.
+using Progress = std::function<void(std::uint32_t done, std::uint32_t total)>;
+
+/// One conversation: a Model whose attention is a sequence of a Runtime, which it begins and ends.
+///
+///   Session session(model, runtime, parse_policy("sluice"));
+///   session.prefill(prompt);
+///   while (!done) session.decode(sampler.next(session.logits()));
+///
+/// The runtime must use the embedded host device: activations are in ordinary memory.
+/// Model and runtime must outlive the session. A call that throws after it reached the runtime leaves the sequence
+/// between two layers; the session then refuses further work, and only its destruction is left.
+/// Thread safety: none, and sessions of one Runtime must not be used at the same time.
+class Session {
+ public:
+  /// @throws Error{Errc::invalid_argument} if the runtime was built for another shape; else as Runtime::begin.
+  Session(const Model& model, Runtime& runtime, const PolicySpec& policy);
+  ~Session();
+  Session(Session&& other) noexcept;
+  Session& operator=(Session&&) = delete;
+
+  /// Appends a prompt, in chunks of the runtime's `prefill_chunk`. May be called again before the first decode.
+  /// @param tokens  at least one
+  /// @param record  if not null, receives the prompt for import_prompt; only for the session's first tokens
+  /// @throws Error{Errc::invalid_argument} for an empty prompt, a token outside the vocabulary or a prompt beyond
+  ///         max_position_embeddings, all before anything changes; else as Runtime::prefill.
+  void prefill(std::span<const int> tokens, const Progress& progress = {}, PromptCache* record = nullptr);
+
+  /// Takes over a recorded prompt without computing it. Only for an empty session.
+  /// @throws Error{Errc::invalid_argument} if the cache is incomplete or of another shape; else as
+  /// Runtime::import_prefix.
+  void import_prompt(const PromptCache& prompt);
+
+  /// Appends one token and computes the logits after it.
+  /// @throws Error{Errc::invalid_argument} before a prompt, for a token outside the vocabulary and past
+  ///         max_position_embeddings; else as Runtime::step.
+  void decode(int token);
+
+  /// Logits after the newest token, [vocab_size]; empty before the first. Valid until the next call.
+  [[nodiscard]] std::span<const float> logits() const noexcept { return logits_; }
+  /// Tokens in the sequence: prompt and decoded.
+  [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
+  [[nodiscard]] SequenceId sequence() const noexcept { return sequence_; }
+  [[nodiscard]] Stats stats() const { return runtime_->stats(sequence_); }
+
+  friend void decode_batch(std::span<Session* const> sessions, std::span<const int> tokens);
+
+ private:
+  void require_usable(std::uint64_t more_tokens) const;
+  void prefill_chunk(std::span<const int> chunk, PromptCache* record);
+
+  const Model* model_;
+  Runtime* runtime_;  ///< null once moved from
+  SequenceId sequence_;
+  std::uint32_t tokens_ = 0;
+  bool decoding_ = false;  ///< a step was made: no more prefill
+  bool broken_ = false;    ///< an error left the sequence between two layers
+  std::vector<float> logits_;
+  std::vector<float> batch_logits_;  ///< [batch, vocab_size], of the batches that this session leads
+  std::vector<PlacedToken> placed_;
+  Activations work_;
+};
+
+/// One decode step of several sessions at once: tokens[i] goes to sessions[i]. Weights are read once for all.
+/// @throws Error{Errc::invalid_argument} unless the sessions are different, of one model and one runtime, and as many
+///         as the tokens; else as Session::decode. After an error from the runtime all of them refuse further work.
+void decode_batch(std::span<Session* const> sessions, std::span<const int> tokens);
+
+}  // namespace sluice::tools
