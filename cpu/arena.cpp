@@ -60,7 +60,8 @@ void Arena::run(std::uint32_t helpers, const std::function<void()>& help) {
     // Isolated: while a caller waits for its own helpers it takes up no other caller's work, which could be
     // long and would find this thread's scratch memory in use.
     tbb::this_task_arena::isolate([&help, helpers] {
-      tbb::parallel_for(0u, helpers, [&help](std::uint32_t) { help(); }, tbb::simple_partitioner{});
+      tbb::parallel_for(
+          0u, helpers, [&help](std::uint32_t) { help(); }, tbb::simple_partitioner{});
     });
   });
 }

@@ -35,7 +35,8 @@ class FrameSet {
   std::uint32_t take_lowest() noexcept {
     while (summary_[lowest_] == 0) ++lowest_;
     const std::size_t word = lowest_ * 64 + static_cast<std::size_t>(std::countr_zero(summary_[lowest_]));
-    const auto frame = static_cast<std::uint32_t>(word * 64) + static_cast<std::uint32_t>(std::countr_zero(words_[word]));
+    const auto frame =
+        static_cast<std::uint32_t>(word * 64) + static_cast<std::uint32_t>(std::countr_zero(words_[word]));
     words_[word] &= words_[word] - 1;
     if (words_[word] == 0) summary_[lowest_] &= ~bit(word);
     --size_;

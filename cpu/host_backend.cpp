@@ -62,7 +62,8 @@ void HostBackend::attend(std::span<const AttendTask> tasks, const AttentionShape
   dispatch(stream, "attend", [=, this] { cpu_.attend(tasks, shape, nullptr); });
 }
 
-void HostBackend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) {
+void HostBackend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype,
+                        Stream* stream) {
   if (tasks.empty()) return;
   dispatch(stream, "merge", [=, this] { cpu_.merge(tasks, shape, out_dtype, nullptr); });
 }

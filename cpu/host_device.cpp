@@ -30,8 +30,8 @@ using Memory = std::unique_ptr<std::byte, Free>;
 
 /// Never of size 0, so that every buffer has an address of its own.
 Memory take(std::uint64_t bytes) {
-  const bool possible =
-      bytes <= std::numeric_limits<std::int64_t>::max() - kAlignment && (bytes < kLarge || bytes <= available_memory_bytes());
+  const bool possible = bytes <= std::numeric_limits<std::int64_t>::max() - kAlignment &&
+                        (bytes < kLarge || bytes <= available_memory_bytes());
   const std::uint64_t rounded = possible ? div_up(std::max<std::uint64_t>(bytes, 1), kAlignment) * kAlignment : 0;
   Memory memory(possible ? static_cast<std::byte*>(std::aligned_alloc(kAlignment, rounded)) : nullptr);
   if (!memory)
@@ -43,7 +43,8 @@ Memory take(std::uint64_t bytes) {
 /// Bytes of `allocate` in use. Shared with the buffers.
 class Ledger {
  public:
-  explicit Ledger(std::uint64_t limit) noexcept : limit_(limit == 0 ? std::numeric_limits<std::uint64_t>::max() : limit) {}
+  explicit Ledger(std::uint64_t limit) noexcept
+      : limit_(limit == 0 ? std::numeric_limits<std::uint64_t>::max() : limit) {}
 
   void charge(std::uint64_t bytes) {
     const std::lock_guard lock(mutex_);
@@ -91,11 +92,12 @@ class Registry {
     const auto end = begin + memory.size();
     const std::lock_guard lock(mutex_);
     const auto next = ranges_.lower_bound(begin);
-    const bool overlaps = (next != ranges_.end() && next->first < end) ||
-                          (next != ranges_.begin() && std::prev(next)->second > begin);
+    const bool overlaps =
+        (next != ranges_.end() && next->first < end) || (next != ranges_.begin() && std::prev(next)->second > begin);
     if (memory.empty() || overlaps)
-      throw Error(Errc::device, memory.empty() ? "host device: there is no memory to register"
-                                               : "host device: part of the memory is already registered; unregister it first");
+      throw Error(Errc::device, memory.empty()
+                                    ? "host device: there is no memory to register"
+                                    : "host device: part of the memory is already registered; unregister it first");
     ranges_.emplace(begin, end);
   }
   void erase(const std::byte* begin) noexcept {

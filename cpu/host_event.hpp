@@ -28,8 +28,8 @@ class Point {
  private:
   std::mutex mutex_;
   std::condition_variable_any passed_;
-  std::string reason_;       ///< written before state_ leaves pending
-  Clock::time_point time_;   ///< likewise
+  std::string reason_;      ///< written before state_ leaves pending
+  Clock::time_point time_;  ///< likewise
   std::atomic<Event::State> state_{Event::State::pending};
 };
 

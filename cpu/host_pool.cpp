@@ -23,8 +23,8 @@ std::uint32_t frame_count(const HostPoolOptions& options, const Topology& topolo
     throw Error(Errc::invalid_argument, "host pool: " + std::to_string(options.bytes) + " bytes hold no page of " +
                                             std::to_string(page_bytes) + " bytes");
   if (frames >= kNone)
-    throw Error(Errc::invalid_argument, "host pool: " + std::to_string(frames) +
-                                            " pages are more than 32-bit frame indices; use larger pages");
+    throw Error(Errc::invalid_argument,
+                "host pool: " + std::to_string(frames) + " pages are more than 32-bit frame indices; use larger pages");
   return static_cast<std::uint32_t>(frames);
 }
 
@@ -36,7 +36,8 @@ std::uint64_t chunk_bytes(const HostPoolOptions& options) {
 }
 
 /// All chunks or none: if one is refused, those before it are unregistered by unwinding.
-std::vector<std::unique_ptr<Registration>> register_all(std::span<std::byte> memory, std::uint64_t chunk, Device& device) {
+std::vector<std::unique_ptr<Registration>> register_all(std::span<std::byte> memory, std::uint64_t chunk,
+                                                        Device& device) {
   const std::uint64_t chunks = div_up(memory.size(), chunk);
   std::vector<std::unique_ptr<Registration>> registrations;
   registrations.reserve(chunks);
@@ -45,8 +46,8 @@ std::vector<std::unique_ptr<Registration>> register_all(std::span<std::byte> mem
     try {
       registrations.push_back(device.register_host(piece));
     } catch (const Error& error) {
-      throw Error(error.code(), "host pool: pinning piece " + std::to_string(i + 1) + " of " + std::to_string(chunks) + " (" +
-                                    std::to_string(piece.size()) + " bytes) failed: " + error.what() +
+      throw Error(error.code(), "host pool: pinning piece " + std::to_string(i + 1) + " of " + std::to_string(chunks) +
+                                    " (" + std::to_string(piece.size()) + " bytes) failed: " + error.what() +
                                     "; use a smaller pool or smaller pieces");
     }
   }

@@ -88,8 +88,9 @@ void HostStream::synchronize(Deadline deadline) {
   if (!spin_until(drained)) {
     std::unique_lock lock(mutex_);
     if (!drained_.wait_until(lock, deadline, drained))
-      throw Error(Errc::timeout, "stream '" + options_.name + "': " + std::to_string(pending_.load()) +
-                                     " operation(s) unfinished at the deadline; wait longer or look for a flag that nobody raises");
+      throw Error(Errc::timeout,
+                  "stream '" + options_.name + "': " + std::to_string(pending_.load()) +
+                      " operation(s) unfinished at the deadline; wait longer or look for a flag that nobody raises");
   }
   if (!failure_.empty()) throw Error(Errc::device, failure_);
 }
@@ -184,7 +185,8 @@ void HostStream::perform(WaitFlag& wait, const Fate&, const std::stop_token& sto
     fail("waited for a flag that failed", ("value " + std::to_string(wait.value)).c_str());
   else
     fail("waited in vain for a flag", ("value " + std::to_string(wait.value) + " did not come within " +
-                                       std::to_string(options_.flag_timeout.count()) + " ms").c_str());
+                                       std::to_string(options_.flag_timeout.count()) + " ms")
+                                          .c_str());
 }
 
 void HostStream::fail(const char* what, const char* reason) noexcept {

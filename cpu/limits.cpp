@@ -90,9 +90,9 @@ std::uint64_t available_memory_bytes(const std::string& root) {
     available = std::min(available, left(read_number(group + "/memory.max"), read_number(group + "/memory.current"),
                                          read_field(group + "/memory.stat", "inactive_file")));
   for (const std::string& group : group_directories(root, "memory"))
-    available = std::min(available,
-                         left(read_number(group + "/memory.limit_in_bytes"), read_number(group + "/memory.usage_in_bytes"),
-                              read_field(group + "/memory.stat", "total_inactive_file")));
+    available = std::min(
+        available, left(read_number(group + "/memory.limit_in_bytes"), read_number(group + "/memory.usage_in_bytes"),
+                        read_field(group + "/memory.stat", "total_inactive_file")));
   return available;
 }
 

@@ -20,8 +20,8 @@ double chance_of(Deed deed, const Misbehaviour& misbehaviour) noexcept {
 
 void check_chance(const char* name, double chance) {
   if (chance >= 0.0 && chance <= 1.0) return;  // False for NaN as well.
-  throw Error(Errc::invalid_argument, std::string("misbehaviour: ") + name + " = " + std::to_string(chance) +
-                                          " is no chance in [0, 1]");
+  throw Error(Errc::invalid_argument,
+              std::string("misbehaviour: ") + name + " = " + std::to_string(chance) + " is no chance in [0, 1]");
 }
 
 }  // namespace

@@ -55,8 +55,9 @@ void Slab::map(std::uint64_t alignment) {
   void* const raw = ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) {
     const std::string cause = std::generic_category().message(errno);
-    throw Error(Errc::out_of_capacity, "host memory: mmap of " + gib(bytes_) + " failed (" + cause + "), the machine has " +
-                                           gib(available_memory_bytes()) + " left; ask for less or raise `ulimit -v`");
+    throw Error(Errc::out_of_capacity, "host memory: mmap of " + gib(bytes_) + " failed (" + cause +
+                                           "), the machine has " + gib(available_memory_bytes()) +
+                                           " left; ask for less or raise `ulimit -v`");
   }
   mapped_ = static_cast<std::byte*>(raw);
   const auto address = reinterpret_cast<std::uintptr_t>(raw);

@@ -27,7 +27,8 @@ using Handle = std::unique_ptr<hwloc_topology, DestroyTopology>;
 Handle create() {
   hwloc_topology_t raw = nullptr;
   if (hwloc_topology_init(&raw) != 0)
-    throw Error(Errc::io, "hwloc cannot be initialised; check that memory is left and that libhwloc matches its plugins");
+    throw Error(Errc::io,
+                "hwloc cannot be initialised; check that memory is left and that libhwloc matches its plugins");
   return Handle(raw);
 }
 
@@ -161,8 +162,8 @@ std::string Topology::summary() const {
   std::ostringstream text;
   text << numa_nodes() << " NUMA node(s), " << impl_->cores.size() << " core(s), "
        << hwloc_bitmap_weight(impl_->usable.get()) << " PU(s)";
-  for (const auto& [type, name] : {std::pair{HWLOC_OBJ_L1CACHE, "L1d"}, std::pair{HWLOC_OBJ_L2CACHE, "L2"},
-                                   std::pair{HWLOC_OBJ_L3CACHE, "L3"}}) {
+  for (const auto& [type, name] :
+       {std::pair{HWLOC_OBJ_L1CACHE, "L1d"}, std::pair{HWLOC_OBJ_L2CACHE, "L2"}, std::pair{HWLOC_OBJ_L3CACHE, "L3"}}) {
     const hwloc_obj_t cache = hwloc_get_obj_by_type(topology, type, 0);
     if (cache == nullptr || cache->attr->cache.size == 0) continue;
     text << ", " << name << ' ' << count_of(topology, type) << " x " << size_text(cache->attr->cache.size);

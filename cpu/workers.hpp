@@ -9,7 +9,7 @@
 namespace sluice::cpu {
 
 struct WorkersOptions {
-  std::uint32_t threads = 0;    ///< the caller's included, at most 4096; 0 = topology.cores()
+  std::uint32_t threads = 0;  ///< the caller's included, at most 4096; 0 = topology.cores()
   /// Bind each worker (not the caller) to a core. oneTBB lends its threads to every arena of the process and
   /// they stay bound; turn this off in a process that uses oneTBB for other work as well.
   bool pin = true;

@@ -130,7 +130,8 @@ configure() {
   say "configuring build/$1"
   if cmake --preset "$1"; then return; fi
   known_system || { describe_needs; fail "see CMake's message above for what it did not find"; }
-  say "error: CMake failed, see above; if build/$1 comes from another place or compiler, delete it and run this again" >&2
+  say "error: CMake failed, see above;" \
+    "if build/$1 comes from another place or compiler, delete it and run this again" >&2
   exit 1
 }
 

@@ -15,6 +15,8 @@ readonly kPromptTokens=8000
 readonly kAnswerTokens=12
 # The question is read token by token under the policy, not as part of the prompt's dense prefill.
 readonly kQuestionTokens=24
+# Generous: a demo on a busy machine shall be slow, not fail.
+readonly kTimeoutSeconds=600
 
 # The same texts on every machine: bash's own RANDOM differs between its versions.
 state=7
@@ -25,7 +27,9 @@ random_below() {
 
 # Filler sentences with one fact in them, then the question for it.
 write_needle_prompt() {
-  local sentences=("The grass is green. " "The sky is blue. " "The sun is yellow. " "Here we go. " "There and back again. ")
+  local sentences=(
+    "The grass is green. " "The sky is blue. " "The sun is yellow. " "Here we go. " "There and back again. "
+  )
   local needle=$'\nOne of the special magic values for vivid-otter is: 4815162.\n'
   local question=$'\nQ: What is the special magic value for vivid-otter?\nA:'
   local text="" hidden=0
@@ -71,7 +75,8 @@ ask() {
   printf '\n  %-10s %-10s %7s %17s %12s %12s\n' policy answer "" "tokens attended" "near bytes" "far bytes"
   for policy in "${kPolicies[@]}"; do
     "$kSluice" run --model "$kModel" --prompt-file "$prompt" --policy "$policy" --max-tokens $kAnswerTokens \
-      --decode-prompt $kQuestionTokens --seed 0 -o csv --output "$work/shares.csv" >"$work/answer" || return
+      --decode-prompt $kQuestionTokens --seed 0 --timeout $kTimeoutSeconds \
+      -o csv --output "$work/shares.csv" >"$work/answer" || return
     answer=$(head -n 1 "$work/answer" | tr -cd '[:print:]')
     answer=${answer# }
     read -r tokens near far <<<"$(shares "$work/shares.csv")"

@@ -8,7 +8,8 @@ namespace {
 /// Rows between two looks at the running maximum. 32 rows of K and V at 256 bytes are 16 KiB: half of a
 /// first-level cache, so V is still there when the weights are known.
 constexpr std::uint32_t kTile = 32;
-/// Rows requested from memory before the one that is computed.
+/// Rows requested from memory before the one that is computed: K while scores are computed, V while weights are
+/// applied.
 constexpr std::uint32_t kAttendAhead = 32;
 /// Below every score that counts, and finite: (-inf) - (-inf) would be NaN.
 constexpr float kLowest = -3.402823466e38f;
@@ -23,9 +24,10 @@ struct AttendState {
   alignas(64) float mass[kMaxGroup * kWidth];      ///< running sum of weights, in parts over the vector
 };
 
-/// One tile: `rows` tokens, their K rows repeated at the end up to a full vector.
+/// One tile: `rows` tokens. The lists repeat their last row up to a full tile.
 struct Tile {
   const std::byte* k[kTile];
+  const std::byte* ahead[kTile];  ///< kAttendAhead rows later
   std::uint32_t first = 0;
   std::uint32_t rows = 0;
 };
@@ -33,8 +35,11 @@ struct Tile {
 inline void fill_tile(const AttendRows& args, std::uint32_t first, Tile& tile) noexcept {
   tile.first = first;
   tile.rows = args.count - first < kTile ? args.count - first : kTile;
-  for (std::uint32_t r = 0; r < tile.rows; ++r) tile.k[r] = args.k[first + r];
-  for (std::uint32_t r = tile.rows; r < kTile; ++r) tile.k[r] = tile.k[tile.rows - 1];
+  const std::uint32_t last = args.count - 1;
+  for (std::uint32_t r = 0; r < kTile; ++r) {
+    tile.k[r] = args.k[first + r < last ? first + r : last];
+    tile.ahead[r] = args.k[first + r + kAttendAhead < last ? first + r + kAttendAhead : last];
+  }
 }
 
 /// Which lanes of the vector of scores that starts at row r count: those of members and of rows that exist.
@@ -66,20 +71,11 @@ inline Vec given_scores(const AttendRows& args, const Tile& tile, std::uint32_t 
 template <DType kType, class H>
 inline void score_tile(const AttendRows& args, const Tile& tile, const Extent& extent, std::uint32_t head,
                        AttendState& state) noexcept {
-  const std::uint32_t row_bytes = args.head_dim * kElementBytes<kType>;
   for (std::uint32_t r = 0; r < tile.rows; r += H::kRows) {
-    Vec scores;
-    if (args.scores != nullptr) {
-      scores = given_scores<H>(args, tile, r, head);
-    } else {
-      for (std::uint32_t i = 0; head == 0 && i < H::kRows; ++i) {
-        const std::uint32_t ahead = tile.first + r + i + kAttendAhead;
-        if (ahead >= args.count) break;
-        prefetch_row(args.k[ahead], row_bytes);
-        prefetch_row(args.k[ahead] + args.v_offset, row_bytes);
-      }
-      scores = dot_rows<kType, H::kHeads>(state.q + head * extent.stride, tile.k + r, extent);
-    }
+    Vec scores = args.scores != nullptr
+                     ? given_scores<H>(args, tile, r, head)
+                     : dot_rows<kType, H::kHeads>(state.q + head * extent.stride,
+                                                  {tile.k + r, head == 0 ? tile.ahead + r : nullptr}, extent);
     if (args.members != nullptr || r + H::kRows > tile.rows) {
       scores = Simd::keep(lane_bits<H>(args, tile, r, head), scores, Simd::set(-kInfinity));
     }
@@ -108,51 +104,63 @@ inline Vec soften_tile(const Tile& tile, std::uint32_t head, AttendState& state)
   return scale;
 }
 
-/// Adds the weighted values of a tile, kPairs pairs of columns at a time, each V element widened once.
+/// The values of a tile, to be weighted and added for one block of heads.
+struct Weighing {
+  const Tile& tile;
+  const Extent& extent;
+  std::uint64_t v_offset;
+  const float* weight;  ///< [rows][kHeads]
+  const float* scale;   ///< [kHeads], for the sums so far
+  float* sum;           ///< [kHeads, stride]
+  bool first_block;     ///< the one that requests later rows
+};
+
+/// kPairs pairs of columns from `pair` on; each element of V is widened once for all heads of the block.
 template <DType kType, class H, std::uint32_t kPairs, bool kHalf>
-inline void weigh_columns(const Tile& tile, const float* weight, const float* scale, const Extent& extent,
-                          std::uint64_t v_at, float* sum) noexcept {
-  Vec sums[H::kHeads][2 * kPairs];
+inline void weigh_columns(const Weighing& x, std::uint32_t pair) noexcept {
+  constexpr std::uint32_t kVecs = 2 * kPairs;
+  constexpr std::size_t kPairBytes = std::size_t{kPair} * kElementBytes<kType>;
+  const std::size_t v_at = x.v_offset + pair * kPairBytes;
+  float* const sum = x.sum + pair * kPair;
+  Vec sums[H::kHeads][kVecs];
 #pragma GCC unroll 4
   for (std::uint32_t h = 0; h < H::kHeads; ++h) {
 #pragma GCC unroll 16
-    for (std::uint32_t i = 0; i < 2 * kPairs; ++i) {
-      sums[h][i] = Simd::mul(Simd::load(sum + h * extent.stride + i * kWidth), Simd::set(scale[h]));
+    for (std::uint32_t i = 0; i < kVecs; ++i) {
+      sums[h][i] = Simd::mul(Simd::load(sum + h * x.extent.stride + i * kWidth), Simd::set(x.scale[h]));
     }
   }
-  for (std::uint32_t r = 0; r < tile.rows; ++r) {
-    Vec v[2 * kPairs];
+  for (std::uint32_t r = 0; r < x.tile.rows; ++r) {
+    Vec v[kVecs];
 #pragma GCC unroll 8
     for (std::uint32_t i = 0; i < kPairs; ++i) {
-      const Pair pair = load_part<kType, kHalf>(tile.k[r] + v_at + std::size_t{i} * kPair * kElementBytes<kType>);
-      v[2 * i] = pair.a;
-      v[2 * i + 1] = pair.b;
+      if (x.first_block) prefetch_pair<kType>(x.tile.ahead[r], v_at + i * kPairBytes);
+      const Pair columns = load_part<kType, kHalf>(x.tile.k[r] + v_at + i * kPairBytes);
+      v[2 * i] = columns.a;
+      v[2 * i + 1] = columns.b;
     }
 #pragma GCC unroll 4
     for (std::uint32_t h = 0; h < H::kHeads; ++h) {
-      const Vec p = Simd::set(weight[r * H::kHeads + h]);
+      const Vec p = Simd::set(x.weight[r * H::kHeads + h]);
 #pragma GCC unroll 16
-      for (std::uint32_t i = 0; i < 2 * kPairs; ++i) sums[h][i] = Simd::fma(p, v[i], sums[h][i]);
+      for (std::uint32_t i = 0; i < kVecs; ++i) sums[h][i] = Simd::fma(p, v[i], sums[h][i]);
     }
   }
 #pragma GCC unroll 4
   for (std::uint32_t h = 0; h < H::kHeads; ++h) {
 #pragma GCC unroll 16
-    for (std::uint32_t i = 0; i < 2 * kPairs; ++i) Simd::store(sum + h * extent.stride + i * kWidth, sums[h][i]);
+    for (std::uint32_t i = 0; i < kVecs; ++i) Simd::store(sum + h * x.extent.stride + i * kWidth, sums[h][i]);
   }
 }
 
+/// All columns from `pair` on: as many at a time as there are registers for, then the rest.
 template <DType kType, class H, std::uint32_t kPairs>
-inline void weigh_tile(const Tile& tile, const float* weight, const float* scale, const Extent& extent,
-                       std::uint64_t v_offset, float* sum, std::uint32_t pair) noexcept {
-  constexpr std::size_t kPairBytes = std::size_t{kPair} * kElementBytes<kType>;
-  for (; pair + kPairs <= extent.pairs; pair += kPairs) {
-    weigh_columns<kType, H, kPairs, false>(tile, weight, scale, extent, v_offset + pair * kPairBytes, sum + pair * kPair);
-  }
+inline void weigh_tile(const Weighing& x, std::uint32_t pair) noexcept {
+  for (; pair + kPairs <= x.extent.pairs; pair += kPairs) weigh_columns<kType, H, kPairs, false>(x, pair);
   if constexpr (kPairs > 1) {
-    weigh_tile<kType, H, kPairs / 2>(tile, weight, scale, extent, v_offset, sum, pair);
-  } else if (extent.half) {
-    weigh_columns<kType, H, 1, true>(tile, weight, scale, extent, v_offset + pair * kPairBytes, sum + pair * kPair);
+    weigh_tile<kType, H, kPairs / 2>(x, pair);
+  } else if (x.extent.half) {
+    weigh_columns<kType, H, 1, true>(x, pair);
   }
 }
 
@@ -204,14 +212,15 @@ void attend(const AttendRows& args) noexcept {
       constexpr std::uint32_t kPairs = Simd::kAccumulators / (2 * H::kHeads);
       alignas(64) float scale[kWidth];
       Simd::store(scale, soften_tile<H>(tile, head, state));
-      weigh_tile<kType, H, kPairs>(tile, state.weight + head * kTile, scale, extent, args.v_offset,
-                                   state.sum + head * extent.stride, 0);
+      weigh_tile<kType, H, kPairs>({.tile = tile,
+                                    .extent = extent,
+                                    .v_offset = args.v_offset,
+                                    .weight = state.weight + head * kTile,
+                                    .scale = scale,
+                                    .sum = state.sum + head * extent.stride,
+                                    .first_block = head == 0},
+                                   0);
     });
-    // With given scores nothing was requested while K was read.
-    for (std::uint32_t r = 0; args.scores != nullptr && r < kTile; ++r) {
-      const std::uint32_t ahead = first + kAttendAhead + r;
-      if (ahead < args.count) prefetch_row(args.k[ahead] + args.v_offset, row_bytes);
-    }
   }
   finish<kType>(args, extent, state);
 }

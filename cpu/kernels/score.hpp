@@ -5,8 +5,8 @@
 namespace sluice::cpu {
 namespace {
 
-/// K rows requested from memory before the one that is computed: at 256 bytes a row about 8 KiB, what a core
-/// has in flight while one miss is served.
+/// K rows requested from memory before the one that is computed: at 256 bytes a row 8 KiB, several times what a
+/// core has in flight.
 constexpr std::uint32_t kScoreAhead = 32;
 
 /// One vector of scores, lanes [row][head], to out[row, head0 + head] of a wider matrix.
@@ -31,16 +31,18 @@ void score(const ScoreRows& args) noexcept {
   for (std::uint32_t tile = 0; tile < args.count; tile += kWidth) {
     // One vector's width of rows at a time; what is missing in the last repeats its last row.
     const std::uint32_t rows = args.count - tile < kWidth ? args.count - tile : kWidth;
+    const std::uint32_t last = args.count - 1;
     const std::byte* k[kWidth];
+    const std::byte* ahead[kWidth];
     for (std::uint32_t r = 0; r < kWidth; ++r) {
-      k[r] = args.k[tile + (r < rows ? r : rows - 1)];
-      const std::uint32_t ahead = tile + r + kScoreAhead;
-      if (ahead < args.count) prefetch_row(args.k[ahead], row_bytes);
+      k[r] = args.k[tile + r < last ? tile + r : last];
+      ahead[r] = args.k[tile + r + kScoreAhead < last ? tile + r + kScoreAhead : last];
     }
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
       using H = decltype(heads);
       for (std::uint32_t r = 0; r < rows; r += H::kRows) {
-        const Vec scores = dot_rows<kType, H::kHeads>(q + head * extent.stride, k + r, extent);
+        const Vec scores = dot_rows<kType, H::kHeads>(q + head * extent.stride,
+                                                       {k + r, head == 0 ? ahead + r : nullptr}, extent);
         const std::uint32_t valid = rows - r < H::kRows ? rows - r : H::kRows;
         scatter<H::kHeads>(scores, valid, args.group, args.out + std::size_t{tile + r} * args.group + head);
       }

@@ -202,7 +202,8 @@ TEST_CASE("registrations tile the pool and no page spans two of them", "[host_po
   CAPTURE(page_bytes, chunk);
   FakeDevice device;
   {
-    const HostPool pool({.layout = shape, .bytes = 1 * MiB, .register_chunk_bytes = chunk}, machine(), workers(), device);
+    const HostPool pool({.layout = shape, .bytes = 1 * MiB, .register_chunk_bytes = chunk}, machine(), workers(),
+                        device);
     REQUIRE(device.live == static_cast<int>(device.ranges.size()));
     const std::byte* next = pool.base();
     for (const auto& range : device.ranges) {

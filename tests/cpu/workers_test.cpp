@@ -99,9 +99,7 @@ TEST_CASE("nested calls finish and visit every pair once", "[workers]") {
   const Topology topology;
   const Workers workers(topology, threads(thread_count));
   std::vector<std::vector<int>> seen(16, std::vector<int>(33, 0));
-  workers.parallel_for(16, [&](std::uint32_t i) {
-    workers.parallel_for(33, [&](std::uint32_t j) { ++seen[i][j]; });
-  });
+  workers.parallel_for(16, [&](std::uint32_t i) { workers.parallel_for(33, [&](std::uint32_t j) { ++seen[i][j]; }); });
   for (const auto& row : seen) REQUIRE(all_ones(row));
 }
 

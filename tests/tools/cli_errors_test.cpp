@@ -50,6 +50,8 @@ TEST_CASE("wrong usage is exit code 2 and one line that names the cause", "[cli]
       {"eval " + kModel + " --lengths 0", "--lengths"},
       {"eval " + kModel + " --policies ','", "--policies"},
       {"bench", "subcommand"},
+      {"bench gpu", "gpu"},
+      {"run --modle x --prompt a", "--modle"},
       {"bench cpu --shape nosuch", "llama-3.1-8b"},
       {"bench cpu --q-heads 7", "q_heads"},
       {"bench cpu --sections nosuch", "nosuch"},
@@ -134,7 +136,8 @@ TEST_CASE("a result that cannot be written is known before the work starts and l
 TEST_CASE("a run that fails leaves the old result in place and no part of a new one", "[cli]") {
   const ScratchDirectory scratch;
   const std::string result = scratch.write("result.json", "old");
-  const Outcome outcome = run_model("--prompt abcdefgh --host-size 4K -o json --output '" + result + "'");
+  const Outcome outcome =
+      run_model("--prompt '" + std::string(600, 'x') + "' --host-size 1M -o json --output '" + result + "'");
   CAPTURE(outcome.err);
   CHECK(outcome.code == 1);
   CHECK(read_file(result) == "old");

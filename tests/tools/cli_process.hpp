@@ -54,8 +54,8 @@ struct Outcome {
 /// Runs `sluice` through the shell; `arguments` are shell words.
 inline Outcome sluice(const std::string& arguments) {
   const ScratchDirectory scratch;
-  const std::string command =
-      std::string("'") + SLUICE_CLI + "' " + arguments + " >'" + scratch.file("out") + "' 2>'" + scratch.file("err") + "'";
+  const std::string command = std::string("'") + SLUICE_CLI + "' " + arguments + " >'" + scratch.file("out") + "' 2>'" +
+                              scratch.file("err") + "'";
   const int status = std::system(command.c_str());
   return {.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1,
           .out = read_file(scratch.file("out")),

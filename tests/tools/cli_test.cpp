@@ -36,7 +36,8 @@ std::size_t count_lines(const std::string& text) {
 }  // namespace
 
 TEST_CASE("help and version go to standard output and succeed", "[cli]") {
-  for (const char* arguments : {"--help", "run --help", "eval --help", "bench cpu --help", "doctor --help", "--version"}) {
+  for (const char* arguments :
+       {"--help", "run --help", "eval --help", "bench cpu --help", "doctor --help", "--version"}) {
     const Outcome outcome = sluice::test::sluice(arguments);
     CAPTURE(arguments, outcome.err);
     CHECK(outcome.code == 0);
@@ -89,7 +90,9 @@ TEST_CASE("run as JSON holds text, ids, timing and configuration in one object",
 
 TEST_CASE("sampling follows its seed", "[cli]") {
   const auto text = [](const std::string& seed) {
-    return sluice::test::sluice(kRun + "--prompt 'The sun is yellow. ' --max-tokens 24 --temperature 1.5 --seed " + seed).out;
+    return sluice::test::sluice(kRun + "--prompt 'The sun is yellow. ' --max-tokens 24 --temperature 1.5 --seed " +
+                                seed)
+        .out;
   };
   const std::string first = text("3");
   CHECK(first.size() > 1);

@@ -39,7 +39,8 @@ TEST_CASE("sizes are binary and read back as written", "[cli]") {
   CHECK(parse_size("1.5g", "-") == 3 * 512 * sluice::MiB);
   CHECK(parse_size("4GiB", "-") == 4 * sluice::GiB);
   CHECK(parse_size("2T", "-") == 2048 * sluice::GiB);
-  for (const std::uint64_t bytes : {std::uint64_t{0}, std::uint64_t{999}, sluice::KiB, 10 * sluice::MiB, 7 * sluice::GiB}) {
+  for (const std::uint64_t bytes :
+       {std::uint64_t{0}, std::uint64_t{999}, sluice::KiB, 10 * sluice::MiB, 7 * sluice::GiB}) {
     CAPTURE(bytes);
     CHECK(parse_size(format_size(bytes), "-") == bytes);
   }
@@ -48,7 +49,8 @@ TEST_CASE("sizes are binary and read back as written", "[cli]") {
 TEST_CASE("what is no size, share or count is refused by the option's name", "[cli]") {
   for (const char* text : {"", "G", "-1", "1GG", "1 G", "0x10", "nan", "inf", "1e3", "99999999999G", "1..2", "."}) {
     CAPTURE(text);
-    CHECK(contains(message_of([&] { return parse_size(text, "--size"); }), std::string("--size: cannot read '") + text + "'"));
+    CHECK(contains(message_of([&] { return parse_size(text, "--size"); }),
+                   std::string("--size: cannot read '") + text + "'"));
   }
   for (const char* text : {"", "%", "101%", "1.01", "-1%", "ten", "1%%"}) {
     CAPTURE(text);

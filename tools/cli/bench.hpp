@@ -22,8 +22,8 @@ struct BenchCpuOptions {
   AttentionShape shape{.layers = 1, .q_heads = 0, .kv_heads = 0, .head_dim = 0};  ///< zeros: from shape_name
   std::string lengths = "131072";
   std::string policies = "topk,lfps";
-  double alpha = 0.0;       ///< 0: the policy's
-  std::string budget;       ///< empty: the policy's
+  double alpha = 0.0;  ///< 0: the policy's
+  std::string budget;  ///< empty: the policy's
   double group_correlation = 0.5;
   std::uint32_t page_tokens = 32;
   DType dtype = DType::bf16;
@@ -42,8 +42,8 @@ struct BenchMachine {
         builders(std::make_shared<const cpu::Workers>(topology, cpu::WorkersOptions{})),
         backend(workers) {}
   cpu::Topology topology;
-  cpu::Workers workers;                           ///< the measured ones
-  std::shared_ptr<const cpu::Workers> builders;   ///< all cores; make the data
+  cpu::Workers workers;                          ///< the measured ones
+  std::shared_ptr<const cpu::Workers> builders;  ///< all cores; make the data
   cpu::Backend backend;
 };
 

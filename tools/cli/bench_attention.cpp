@@ -25,7 +25,8 @@ double relative_error(const float* got, const float* want, std::uint32_t dim) {
 }
 
 /// Dense attention of one query head in float64.
-std::vector<float> reference(const SyntheticLayer& layer, cpu::Backend& backend, std::uint32_t q_head, std::uint32_t step) {
+std::vector<float> reference(const SyntheticLayer& layer, cpu::Backend& backend, std::uint32_t q_head,
+                             std::uint32_t step) {
   const SyntheticOptions& options = layer.options();
   const std::uint32_t dim = options.shape.head_dim;
   const std::uint32_t kv_head = q_head / options.shape.group();
@@ -33,7 +34,9 @@ std::vector<float> reference(const SyntheticLayer& layer, cpu::Backend& backend,
   const float* q = layer.query(kv_head, step) + std::size_t{q_head % options.shape.group()} * dim;
   const std::uint32_t n = options.tokens + step + 1;
   std::vector<float> row(dim);
-  const auto read = [&](const std::byte* at) { backend.to_f32(dense_view(at, options.layout.dtype, 1, 1, dim), row.data(), nullptr); };
+  const auto read = [&](const std::byte* at) {
+    backend.to_f32(dense_view(at, options.layout.dtype, 1, 1, dim), row.data(), nullptr);
+  };
   std::vector<double> score(n);
   for (std::uint32_t j = 0; j < n; ++j) {
     read(view.k_row(j));
@@ -61,7 +64,8 @@ void require_close(const float* got, const float* want, std::uint32_t dim, const
                                 "); nothing was timed. Try SLUICE_CPU_ISA=generic and report this");
 }
 
-/// Dense attention against float64 on the first and last query head; each policy with a budget of all tokens against dense.
+/// Dense attention against float64 on the first and last query head; each policy with a budget of all tokens against
+/// dense.
 void check(const SyntheticLayer& layer, BenchMachine& machine, const std::vector<PolicySpec>& specs) {
   const AttentionShape& shape = layer.options().shape;
   StepOutput dense;
@@ -126,7 +130,8 @@ class AttentionBench {
 
   /// Fills `dense_` and `policies_` for one length.
   void run(std::uint32_t length, ProgressBar& bar) {
-    const PageLayout layout{.page_tokens = options_.page_tokens, .head_dim = options_.shape.head_dim, .dtype = options_.dtype};
+    const PageLayout layout{
+        .page_tokens = options_.page_tokens, .head_dim = options_.shape.head_dim, .dtype = options_.dtype};
     SyntheticOptions synthetic{.shape = options_.shape, .layout = layout, .tokens = length, .steps = options_.steps};
     synthetic.group_correlation = options_.group_correlation;
     synthetic.seed = options_.seed;
@@ -221,13 +226,17 @@ class AttentionBench {
 std::vector<PolicySpec> specs_of(const BenchCpuOptions& options) {
   std::vector<PolicySpec> specs;
   for (std::string item : split_policies(options.policies)) {
-    const auto set = [&](const std::string& option) { item += (item.find(':') == std::string::npos ? ':' : ',') + option; };
+    const auto set = [&](const std::string& option) {
+      item += (item.find(':') == std::string::npos ? ':' : ',') + option;
+    };
     const PolicySpec plain = parse_policy(item);
     if (options.alpha > 0.0 && plain.uses(Source::history)) set("alpha=" + std::to_string(options.alpha));
-    if (!options.budget.empty() && (plain.uses(Source::history) || plain.uses(Source::exact))) set("budget=" + options.budget);
+    if (!options.budget.empty() && (plain.uses(Source::history) || plain.uses(Source::exact)))
+      set("budget=" + options.budget);
     specs.push_back(parse_policy(item));
   }
-  if (specs.empty()) throw Error(Errc::invalid_argument, "--policies: the list is empty; name at least one, e.g. topk,lfps");
+  if (specs.empty())
+    throw Error(Errc::invalid_argument, "--policies: the list is empty; name at least one, e.g. topk,lfps");
   return specs;
 }
 
@@ -261,8 +270,8 @@ void add_rows(std::uint32_t length, const AttentionBench& bench, const std::vect
     if (specs[p].uses(Source::exact)) topk = percentile(bench.policies()[p].total, 0.5);
   }
   const auto over_topk = [&](double time) { return topk ? Json(*topk / time) : Json(); };
-  table.rows.push_back({length, "dense", dense, 1.0, over_topk(dense), nullptr, nullptr, nullptr, dense, nullptr, nullptr,
-                        nullptr, 1.0, nullptr, 1.0, 0.0});
+  table.rows.push_back({length, "dense", dense, 1.0, over_topk(dense), nullptr, nullptr, nullptr, dense, nullptr,
+                        nullptr, nullptr, 1.0, nullptr, 1.0, 0.0});
   for (std::size_t p = 0; p < specs.size(); ++p) {
     const Samples& s = bench.policies()[p];
     const double time = percentile(s.total, 0.5);

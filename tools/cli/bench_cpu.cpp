@@ -69,7 +69,8 @@ int run(BenchCpuOptions options) {
   }
   const OutputTarget target(options.output.path);
   BenchMachine machine(options.threads);
-  const PageLayout layout{.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.dtype};
+  const PageLayout layout{
+      .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.dtype};
   for (const std::string& reason : machine.backend.unsupported_reasons(options.shape, layout)) {
     throw Error(Errc::unsupported, "bench cpu: " + reason);
   }
@@ -93,16 +94,24 @@ void add_cpu(CLI::App& bench, int& exit_code) {
   command->add_option("--head-dim", options->shape.head_dim, "Elements per head [default: the shape's]");
   command->add_option("--length", options->lengths, "Comma list of context lengths in tokens, K allowed")
       ->capture_default_str();
-  command->add_option("--policies", options->policies, "Policies to hold against dense attention; see `sluice eval --help`")
+  command
+      ->add_option("--policies", options->policies,
+                   "Policies to hold against dense attention; see `sluice eval --help`")
       ->capture_default_str();
-  command->add_option("--alpha", options->alpha, "Threshold of history policies; larger selects less [default: the policy's]")
+  command
+      ->add_option("--alpha", options->alpha,
+                   "Threshold of history policies; larger selects less [default: the policy's]")
       ->check(CLI::Range(0.0, 10.0));
-  command->add_option("--budget", options->budget, "Tokens per query head as a share (2%) or a count [default: the policy's]");
-  command->add_option("--group-correlation", options->group_correlation,
-                      "How far the query heads of a group want the same tokens, [0, 1]")
+  command->add_option("--budget", options->budget,
+                      "Tokens per query head as a share (2%) or a count [default: the policy's]");
+  command
+      ->add_option("--group-correlation", options->group_correlation,
+                   "How far the query heads of a group want the same tokens, [0, 1]")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
-  command->add_option("--page-tokens", options->page_tokens, "Tokens per page")->check(CLI::Range(8, 256))->capture_default_str();
+  command->add_option("--page-tokens", options->page_tokens, "Tokens per page")
+      ->check(CLI::Range(8, 256))
+      ->capture_default_str();
   add_dtype(*command, "--dtype", options->dtype, "Element type of keys and values");
   command->add_option("--threads", options->threads, "Threads of everything measured; 0: all cores")
       ->check(CLI::Range(0, 4096))
@@ -116,8 +125,9 @@ void add_cpu(CLI::App& bench, int& exit_code) {
   command->add_option("--seed", options->seed, "Seed of the synthetic layer")->capture_default_str();
   command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
   add_output(*command, options->output);
-  command->footer("One layer, all its heads, on synthetic heavy-tailed attention; caches are emptied between measurements.\n"
-                  "Results are checked before anything is timed; a wrong one ends the run with exit code 1.");
+  command->footer(
+      "One layer, all its heads, on synthetic heavy-tailed attention; caches are emptied between measurements.\n"
+      "Results are checked before anything is timed; a wrong one ends the run with exit code 1.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

@@ -39,7 +39,8 @@ std::vector<Pattern> patterns(std::uint32_t tokens, std::uint32_t page_tokens, s
   return {std::move(whole), std::move(some), std::move(rows)};
 }
 
-double median_seconds(const Pattern& pattern, const SyntheticLayer& layer, cpu::Backend& backend, CacheEvictor& evictor) {
+double median_seconds(const Pattern& pattern, const SyntheticLayer& layer, cpu::Backend& backend,
+                      CacheEvictor& evictor) {
   const SyntheticOptions& options = layer.options();
   std::vector<float> out(std::size_t{options.shape.q_heads} * options.shape.head_dim);
   std::vector<float> lse(options.shape.q_heads);
@@ -65,9 +66,11 @@ double median_seconds(const Pattern& pattern, const SyntheticLayer& layer, cpu::
 }  // namespace
 
 Table bench_kernels(const BenchCpuOptions& options, BenchMachine& machine) {
-  const PageLayout layout{.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.dtype};
+  const PageLayout layout{
+      .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.dtype};
   const std::uint64_t token_bytes = 2 * layout.row_bytes();
-  const std::uint64_t tokens = kBytes / (token_bytes * options.shape.kv_heads) / layout.page_tokens * layout.page_tokens;
+  const std::uint64_t tokens =
+      kBytes / (token_bytes * options.shape.kv_heads) / layout.page_tokens * layout.page_tokens;
   const SyntheticLayer layer({.shape = options.shape,
                               .layout = layout,
                               .tokens = static_cast<std::uint32_t>(tokens),

@@ -137,9 +137,9 @@ PhaseTimes PolicyLayer::step(std::uint32_t step, StepOutput& output) {
     head.counters = {};
     head.bypass.heads = 0;
     rows_[h].clear();
-    policy_->select({.kv_head = h, .tokens = n, .q = layer_.query(h, step), .ranked_pages = {}, .near = &near,
-                     .kv = &head.reader},
-                    rows_[h], head.bypass, head.counters);
+    policy_->select(
+        {.kv_head = h, .tokens = n, .q = layer_.query(h, step), .ranked_pages = {}, .near = &near, .kv = &head.reader},
+        rows_[h], head.bypass, head.counters);
   });
   for (const auto& head : heads_) times.score += head->reader.score_us / workers_.threads();
   const auto start = Clock::now();
@@ -191,7 +191,8 @@ void PolicyLayer::apply_bypass(std::uint32_t kv_head) {
   const Partial far = partial_of(far_, shape, kv_head);
   for (std::uint32_t h = 0; h < shape.group(); ++h) {
     if ((bypass.heads >> h & 1u) == 0) continue;
-    std::copy_n(&bypass.out[std::size_t{h} * shape.head_dim], shape.head_dim, far.out + std::size_t{h} * shape.head_dim);
+    std::copy_n(&bypass.out[std::size_t{h} * shape.head_dim], shape.head_dim,
+                far.out + std::size_t{h} * shape.head_dim);
     far.lse[h] = bypass.lse[h];
   }
 }

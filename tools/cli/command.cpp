@@ -25,7 +25,9 @@ CLI::Option* add_size(CLI::App& app, const std::string& name, std::uint64_t& tar
 
 CLI::Option* add_dtype(CLI::App& app, const std::string& name, DType& target, const std::string& help) {
   const auto read = [name, &target](const std::string& text) { target = parse_dtype(text, name); };
-  return app.add_option_function<std::string>(name, read, help)->type_name("f32|f16|bf16")->default_str(to_string(target));
+  return app.add_option_function<std::string>(name, read, help)
+      ->type_name("f32|f16|bf16")
+      ->default_str(to_string(target));
 }
 
 void add_output(CLI::App& app, OutputOptions& target) {

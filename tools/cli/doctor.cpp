@@ -1,3 +1,5 @@
+#include <array>
+#include <cstdio>
 #include <memory>
 
 #include "cpu/backend.hpp"
@@ -71,9 +73,9 @@ void look_at_cpu(Findings& findings) {
       variants += (variants.empty() ? "" : ", ") + std::string(kernels->name);
     }
     findings.ok("kernels", cpu::Backend(workers).isa() + " chosen of " + variants);
-    char rate[64];
-    std::snprintf(rate, sizeof rate, "%.1f GB/s", cpu::measure_read_gbps(workers, kReadBytes));
-    findings.ok("memory read rate", rate);
+    std::array<char, 64> rate{};
+    std::snprintf(rate.data(), rate.size(), "%.1f GB/s", cpu::measure_read_gbps(workers, kReadBytes));
+    findings.ok("memory read rate", rate.data());
   } catch (const Error& error) {
     findings.missing("host backend", error.what(), "the message names the cause");
   }
@@ -84,7 +86,8 @@ int run(const OutputOptions& output) {
   Findings findings;
   look_at_cpu(findings);
   look_at_memory(findings);
-  findings.note("cuda device", "not built in", "none needed: the embedded host device runs the same pipeline on the CPU");
+  findings.note("cuda device", "not built in",
+                "none needed: the embedded host device runs the same pipeline on the CPU");
   Report report{.command = "doctor", .config = Json::object()};
   report.extra = {{"usable", findings.usable()}};
   report.tables.push_back(findings.table());

@@ -129,11 +129,11 @@ std::vector<Cell> cells_of(const EvalOptions& options) {
 }
 
 Json config_of(const EvalOptions& options, const RuntimeOptions& runtime) {
-  return {{"model", options.model},       {"tasks", split_list(options.tasks)},
-          {"lengths", options.lengths},   {"policies", split_policies(options.policies)},
-          {"count", options.count},       {"decode_prompt", options.decode_prompt},
+  return {{"model", options.model},           {"tasks", split_list(options.tasks)},
+          {"lengths", options.lengths},       {"policies", split_policies(options.policies)},
+          {"count", options.count},           {"decode_prompt", options.decode_prompt},
           {"max_tokens", options.max_tokens}, {"seed", options.seed},
-          {"haystack", options.haystack}, {"runtime_of_last", to_json(runtime)}};
+          {"haystack", options.haystack},     {"runtime_of_last", to_json(runtime)}};
 }
 
 void append_scores(Table& table, const Cell& cell, const std::vector<Score>& scores,
@@ -158,8 +158,9 @@ int run(const EvalOptions& options) {
   const OutputTarget target(options.output.path);
   const Model model(options.model, {.threads = options.runtime.options.threads});
   if (!ByteTokenizer::fits(model.config())) {
-    throw Error(Errc::invalid_argument, "--model: the tasks are written in bytes and need a byte-level model such as "
-                                        "tests/data/testbed");
+    throw Error(Errc::invalid_argument,
+                "--model: the tasks are written in bytes and need a byte-level model such as "
+                "tests/data/testbed");
   }
   Evaluation evaluation(options, model, policies);
   Table table{.key = "eval", .title = kStatsNote};
@@ -186,21 +187,24 @@ void add_eval(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_option("--lengths", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
-  command->add_option("--policies", options->policies,
-                      "Comma list; a comma followed by key=value goes on with the policy before it, ; always ends it")
+  command
+      ->add_option("--policies", options->policies,
+                   "Comma list; a comma followed by key=value goes on with the policy before it, ; always ends it")
       ->capture_default_str();
   command->add_option("--count", options->count, "Prompts per task and length")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   command->add_option("--decode-prompt", options->decode_prompt, "Last prompt tokens that are read under the policy")
       ->capture_default_str();
-  command->add_option("--max-tokens", options->max_tokens, "Tokens to generate per prompt; 0: as many as the answer has")
+  command
+      ->add_option("--max-tokens", options->max_tokens, "Tokens to generate per prompt; 0: as many as the answer has")
       ->capture_default_str();
   command->add_option("--seed", options->seed, "Seed of the first prompt; the others follow")->capture_default_str();
   command->add_option("--haystack", options->haystack, "Filler text [default: the testbed's five sentences]")
       ->type_name("FILE");
-  command->add_option("--audit", options->runtime.options.audit_every,
-                      "Every N-th step also attends densely and reports coverage; 0: never")
+  command
+      ->add_option("--audit", options->runtime.options.audit_every,
+                   "Every N-th step also attends densely and reports coverage; 0: never")
       ->capture_default_str();
   add_runtime_flags(*command, options->runtime);
   add_output(*command, options->output);

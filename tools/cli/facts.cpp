@@ -61,7 +61,8 @@ std::uint64_t last_level_cache_bytes() noexcept {
 
 Json host_facts() {
   const MemoryFacts memory = memory_facts();
-  Json facts = {{"cpu", cpu_model()}, {"isa", nullptr}, {"cores", nullptr}, {"numa_nodes", nullptr}, {"topology", nullptr}};
+  Json facts = {
+      {"cpu", cpu_model()}, {"isa", nullptr}, {"cores", nullptr}, {"numa_nodes", nullptr}, {"topology", nullptr}};
   try {
     const cpu::Topology topology;
     facts["cores"] = topology.cores();

@@ -3,6 +3,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "tools/cli/command.hpp"
 #include "tools/cli/facts.hpp"
@@ -27,17 +28,27 @@ std::string parsed_command(const CLI::App& app) {
   return name;
 }
 
+/// A word that nobody knows is what the user should hear of first, not the option that it left missing.
+std::string cause(const CLI::App& app, const CLI::ParseError& error) {
+  const std::vector<std::string> unknown = app.remaining(true);
+  return unknown.empty() ? error.what() : "unknown argument '" + unknown.front() + "'";
+}
+
 int run(int argc, char** argv) {
-  CLI::App app("Long-context LLM decoding with the KV cache in host memory.\n"
-               "Results go to standard output, progress and messages to standard error.\n"
-               "Exit codes: 0 ok, 1 failed check or run, 2 wrong usage or input, 3 unsupported here.",
-               "sluice");
+  CLI::App app(
+      "Long-context LLM decoding with the KV cache in host memory.\n"
+      "Results go to standard output, progress and messages to standard error.\n"
+      "Exit codes: 0 ok, 1 failed check or run, 2 wrong usage or input, 3 unsupported here.",
+      "sluice");
   app.require_subcommand(1);
   app.failure_message(CLI::FailureMessage::simple);
-  app.add_flag_callback("-V,--version", [] {
-    write_stdout(std::string("sluice ") + version() + "\n");
-    throw CLI::Success();
-  }, "Print the version and exit");
+  app.add_flag_callback(
+      "-V,--version",
+      [] {
+        write_stdout(std::string("sluice ") + version() + "\n");
+        throw CLI::Success();
+      },
+      "Print the version and exit");
   int exit_code = kOk;
   add_run(app, exit_code);
   add_eval(app, exit_code);
@@ -49,7 +60,7 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     // Help and version are no errors: CLI11 prints the help to standard output.
     if (error.get_exit_code() == 0) return app.exit(error);
-    return fail(std::string(error.what()) + "; run `" + parsed_command(app) + " --help` for the options", kUsage);
+    return fail(cause(app, error) + "; run `" + parsed_command(app) + " --help` for the options", kUsage);
   }
   return exit_code;
 }

@@ -26,8 +26,8 @@ void ProgressBar::update(std::uint64_t done, std::uint64_t total, const std::str
   drawn_ = true;
   std::string bar(kBarWidth, ' ');
   for (std::uint64_t i = 0; i < kBarWidth * done / total; ++i) bar[i] = '#';
-  std::fprintf(stderr, "\r\033[K%s [%s] %llu/%llu %s", label_.c_str(), bar.c_str(), static_cast<unsigned long long>(done),
-               static_cast<unsigned long long>(total), note.c_str());
+  std::fprintf(stderr, "\r\033[K%s [%s] %llu/%llu %s", label_.c_str(), bar.c_str(),
+               static_cast<unsigned long long>(done), static_cast<unsigned long long>(total), note.c_str());
   std::fflush(stderr);
 }
 

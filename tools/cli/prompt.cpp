@@ -10,7 +10,8 @@ namespace sluice::tools {
 void add_prompt_flags(CLI::App& app, PromptFlags& flags) {
   auto* source = app.add_option_group("prompt", "The prompt, one of");
   source->add_option("--prompt", flags.text, "Text of the prompt (UTF-8)")->type_name("TEXT");
-  source->add_option("--prompt-file", flags.file, "File that holds the text; - reads standard input")->type_name("FILE");
+  source->add_option("--prompt-file", flags.file, "File that holds the text; - reads standard input")
+      ->type_name("FILE");
   source->add_option("--prompt-tokens", flags.tokens, "File of token ids: numbers, or a JSON array")->type_name("FILE");
   source->require_option(1);
 }

@@ -105,12 +105,8 @@ Json finite(const Json& cell) {
 }
 
 std::string json(const Report& report) {
-  Json document = {{"schema_version", kSchemaVersion},
-                   {"tool", "sluice"},
-                   {"version", version()},
-                   {"command", report.command},
-                   {"host", host_facts()},
-                   {"config", report.config}};
+  Json document = {{"schema_version", kSchemaVersion}, {"tool", "sluice"},     {"version", version()},
+                   {"command", report.command},        {"host", host_facts()}, {"config", report.config}};
   for (const auto& [key, value] : report.extra.items()) document[key] = value;
   Json results = Json::object();
   for (const Table& table : report.tables) {

@@ -29,8 +29,8 @@ struct Column {
 /// Rows of equal length. A null cell means "not measured".
 struct Table {
   enum class Layout : std::uint8_t { rows, pairs };  ///< Markdown; pairs: one line per column, for a single row
-  std::string key;    ///< in JSON
-  std::string title{};  ///< in Markdown; may be empty
+  std::string key;                                   ///< in JSON
+  std::string title{};                               ///< in Markdown; may be empty
   std::vector<Column> columns{};
   std::vector<std::vector<Json>> rows{};
   Layout layout = Layout::rows;
@@ -38,10 +38,10 @@ struct Table {
 
 /// What a subcommand found, with everything that is needed to find it again.
 struct Report {
-  std::string command;         ///< e.g. "bench cpu"
-  Json config;                 ///< every option that decided the result, the seed included
+  std::string command;  ///< e.g. "bench cpu"
+  Json config;          ///< every option that decided the result, the seed included
   std::vector<Table> tables{};
-  Json extra = Json::object(); ///< further top-level keys of the JSON form
+  Json extra = Json::object();  ///< further top-level keys of the JSON form
 };
 
 /// JSON: one object {schema_version, tool, version, command, host, config, <extra...>, results: {table: [row]}}.

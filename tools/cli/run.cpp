@@ -113,7 +113,9 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
   double total = 0.0;
   for (const double took : generation.per_token_s) total += took;
   const bool decoded = !generation.per_token_s.empty();
-  const auto ms = [&](double fraction) { return decoded ? Json(1e3 * percentile(generation.per_token_s, fraction)) : Json(); };
+  const auto ms = [&](double fraction) {
+    return decoded ? Json(1e3 * percentile(generation.per_token_s, fraction)) : Json();
+  };
   add({"policy", "policy"}, policy.name);
   add({"prompt_tokens", "prompt tokens"}, prompt_tokens);
   add({"generated_tokens", "generated tokens"}, generation.tokens.size());
@@ -191,22 +193,26 @@ void add_run(CLI::App& app, int& exit_code) {
   command->add_option("--max-tokens", options->max_tokens, "Tokens to generate at most")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  command->add_option("--decode-prompt", options->decode_prompt,
-                      "Last prompt tokens to read under the policy, one by one, instead of densely")
+  command
+      ->add_option("--decode-prompt", options->decode_prompt,
+                   "Last prompt tokens to read under the policy, one by one, instead of densely")
       ->capture_default_str();
   command->add_option("--temperature", options->sampler.temperature, "0: the likeliest token; larger is more random")
       ->capture_default_str();
-  command->add_option("--top-p", options->sampler.top_p, "Sample among the likeliest tokens that hold this share, (0, 1]")
+  command
+      ->add_option("--top-p", options->sampler.top_p, "Sample among the likeliest tokens that hold this share, (0, 1]")
       ->capture_default_str();
   command->add_option("--seed", options->sampler.seed, "Seed of the sampling")->capture_default_str();
-  command->add_option("--audit", options->runtime.options.audit_every,
-                      "Every N-th step also attends densely and reports coverage; 0: never")
+  command
+      ->add_option("--audit", options->runtime.options.audit_every,
+                   "Every N-th step also attends densely and reports coverage; 0: never")
       ->capture_default_str();
   command->add_option("--trace", options->trace, "Write what ran when, for ui.perfetto.dev")->type_name("FILE");
   add_runtime_flags(*command, options->runtime);
   add_output(*command, options->output);
-  command->footer("Text goes to standard output as it comes, the table to standard error. With -o json standard output\n"
-                  "holds one object with the text in it.");
+  command->footer(
+      "Text goes to standard output as it comes, the table to standard error. With -o json standard output\n"
+      "holds one object with the text in it.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

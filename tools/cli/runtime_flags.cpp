@@ -26,8 +26,10 @@ void add_runtime_flags(CLI::App& app, RuntimeFlags& flags) {
   app.add_option_function<std::string>("--placement", read_placement, "Who attends what is selected but not near")
       ->type_name("hybrid|stream|near|auto")
       ->default_str(to_string(o.placement));
-  add_size(app, "--host-size", o.host_bytes, "Host memory for the KV cache, K/M/G allowed [default: sized to the prompt]");
-  add_size(app, "--near-size", o.near_bytes, "Near memory for KV pages, K/M/G allowed [default: what the policy wants]");
+  add_size(app, "--host-size", o.host_bytes,
+           "Host memory for the KV cache, K/M/G allowed [default: sized to the prompt]");
+  add_size(app, "--near-size", o.near_bytes,
+           "Near memory for KV pages, K/M/G allowed [default: what the policy wants]");
   app.add_option("--page-tokens", o.page_tokens, "Tokens per page; a power of two in [8, 256]")->capture_default_str();
   add_dtype(app, "--kv-dtype", o.kv_dtype, "Element type of keys and values in the cache");
   app.add_option("--threads", o.threads, "Threads of host work; 0: one per core that this process may use")

@@ -10,7 +10,8 @@ Json over(std::uint64_t part, std::uint64_t whole) {
 
 }  // namespace
 
-void append_stats(const Stats& stats, const AttentionShape& shape, std::vector<Column>& columns, std::vector<Json>& row) {
+void append_stats(const Stats& stats, const AttentionShape& shape, std::vector<Column>& columns,
+                  std::vector<Json>& row) {
   const auto add = [&](Column column, Json value) {
     columns.push_back(std::move(column));
     row.push_back(std::move(value));

@@ -12,7 +12,8 @@ namespace sluice::tools {
 /// keys scored per KV head and step, positions that its sources proposed as a share of n per query head, share of
 /// dense attention's tokens and bytes (near and far apart), near hits, and coverage.
 /// Quantities that were not counted (no step, no audit, no candidates) are null.
-void append_stats(const Stats& stats, const AttentionShape& shape, std::vector<Column>& columns, std::vector<Json>& row);
+void append_stats(const Stats& stats, const AttentionShape& shape, std::vector<Column>& columns,
+                  std::vector<Json>& row);
 
 /// What the Markdown titles of these columns leave out.
 inline constexpr const char* kStatsNote =

@@ -16,11 +16,11 @@
 namespace sluice::tools {
 
 struct SyntheticOptions {
-  AttentionShape shape;              ///< `layers` is not read: this is one layer
+  AttentionShape shape;  ///< `layers` is not read: this is one layer
   PageLayout layout;
-  std::uint32_t tokens = 0;          ///< prompt length
-  std::uint32_t steps = 0;           ///< decode steps, one token each
-  std::uint32_t prompt_queries = 32; ///< queries of the last prompt tokens
+  std::uint32_t tokens = 0;           ///< prompt length
+  std::uint32_t steps = 0;            ///< decode steps, one token each
+  std::uint32_t prompt_queries = 32;  ///< queries of the last prompt tokens
   /// Share of the persistent term's variance that the query heads of one group have in common: 0: each
   /// head has heavy tokens of its own, 1: all heads of a group want the same. [0, 1]
   double group_correlation = 0.5;
@@ -58,14 +58,14 @@ class SyntheticLayer {
   void key(std::uint32_t kv_head, std::uint32_t token, const float* rotation, float* out) const;
 
   SyntheticOptions options_;
-  std::uint32_t own_dims_;        ///< heavy terms that belong to single query heads
-  std::uint32_t pairs_;           ///< rotary pairs
-  std::vector<double> frequency_; ///< [pairs] radians per token
+  std::uint32_t own_dims_;         ///< heavy terms that belong to single query heads
+  std::uint32_t pairs_;            ///< rotary pairs
+  std::vector<double> frequency_;  ///< [pairs] radians per token
   cpu::HostDevice device_;
   std::unique_ptr<cpu::HostPool> pool_;
   std::vector<std::uint32_t> frames_;  ///< [kv_heads, pages]
   std::uint32_t pages_;
-  std::vector<float> queries_;    ///< [kv_heads, prompt_queries + steps, group, head_dim]
+  std::vector<float> queries_;  ///< [kv_heads, prompt_queries + steps, group, head_dim]
 };
 
 }  // namespace sluice::tools
