@@ -11,7 +11,7 @@ namespace sluice {
 /// How one page lies in memory, near and far alike: `page_tokens` consecutive tokens of one (sequence,
 /// layer, KV head), first the K rows [page_tokens, head_dim], then the V rows [page_tokens, head_dim].
 struct PageLayout {
-  std::uint32_t page_tokens = 32;
+  std::uint32_t page_tokens = 16;
   std::uint32_t head_dim = 0;
   DType dtype = DType::bf16;
 

@@ -39,6 +39,7 @@ Problem::Problem(const ProblemOptions& options)
     for (std::uint32_t c = 0; c < options.head_dim; ++c) {
       set_k(token, c, scale * random.normal());
       store_element(kv().v_row(token), options.dtype, c, random.normal());
+      v_[at(token, c)] = load_element(kv().v_row(token), options.dtype, c);
     }
   }
 }
