@@ -28,6 +28,10 @@ class Executor {
   /// `link` must outlive the executor. `trace` may be null.
   Executor(Device& device, Stream& link, std::chrono::milliseconds timeout, TraceSink* trace);
 
+  /// Destroys the device's stream, and with it what a run that timed out left queued. Nothing may be run
+  /// after it. The link's stream refers to this executor's flags and must be gone before it is destroyed.
+  void stop() noexcept { device_stream_.reset(); }
+
   /// Issues all nodes that are not in the background and returns when all of them are done.
   /// @throws Error{Errc::device} naming node and layer, or what a node threw, after both streams have run dry, so
   /// that nothing still refers to the caller's memory; Error{Errc::timeout} if they have not.

@@ -43,6 +43,7 @@ void require_tensor(const View& view, const char* name, std::uint32_t tokens, st
 
 struct Runtime::Impl {
   Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given);
+  ~Impl();
 
   [[nodiscard]] runtime::Sequence& find(SequenceId id) const;
   void require_order(const runtime::Sequence& sequence, std::uint32_t layer, std::uint32_t fresh) const;
@@ -125,6 +126,12 @@ Runtime::Impl::Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given)
                 .staging_pages = staging_pages(options),
                 .rates = rates}),
       prompt(options, *device, pool, link, pipeline.executor().device_stream(), staging->data(), staging_pages(options)) {}
+
+Runtime::Impl::~Impl() {
+  // Streams first: what a call that timed out left queued refers to flags, buffers and pages.
+  link.stop();
+  pipeline.executor().stop();
+}
 
 runtime::Sequence& Runtime::Impl::find(SequenceId id) const {
   const auto at = sequences.find(id);

@@ -44,6 +44,8 @@ class TransferEngine {
   void copy(std::span<const Copy> copies);
 
   [[nodiscard]] Stream& stream() noexcept { return *stream_; }
+  /// Destroys the stream, and with it what a call that timed out left queued. Nothing may be queued after it.
+  void stop() noexcept { stream_.reset(); }
   [[nodiscard]] std::uint64_t page_bytes() const noexcept;
 
  private:

@@ -65,6 +65,8 @@ struct RuntimeInfo {
 /// Thread safety: calls on one Runtime must not overlap; different Runtimes are independent.
 /// Errors: every function throws Error and changes nothing, unless it says otherwise. After a failed
 /// `step` or `prefill` the layer may be called again with the same arguments, or the sequence ended.
+/// Exception: Error{Errc::timeout} means that work is still in flight. Then the runtime only refuses calls, and
+/// the tensors of the call must stay until it is destroyed.
 class Runtime {
  public:
   /// With `device` null, the embedded host device: no GPU, near memory is ordinary memory.

@@ -58,6 +58,7 @@ struct Rig {
         runner(pointer, *link) {
     pointer = executor.get();
   }
+  ~Rig() { link.reset(); }  // Before the executor, as stop() asks.
   cpu::Topology topology;
   std::shared_ptr<const cpu::Workers> workers;
   cpu::HostDevice device;

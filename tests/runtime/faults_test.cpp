@@ -186,6 +186,8 @@ TEST_CASE("a device that cannot allocate or register refuses the runtime", "[fau
 TEST_CASE("a step that takes too long ends in a timeout and a runtime that says so", "[faults]") {
   const Toy toy(kShape, kTokens, 33);
   Machine machine;
+  // Stays until the runtime is gone: after a timeout the device may still write to it.
+  std::vector<float> out(std::size_t{kShape.q_heads} * kShape.head_dim);
   RuntimeOptions options = small_options(PlacementMode::hybrid);
   options.timeout = std::chrono::milliseconds(30);
   auto device = std::make_shared<cpu::HostDevice>(machine.workers);
@@ -194,9 +196,17 @@ TEST_CASE("a step that takes too long ends in a timeout and a runtime that says 
   device->misbehave({.seed = 5, .max_delay = std::chrono::milliseconds(400)});
   const auto begin = Clock::now();
   bool timed_out = false;
-  for (std::uint32_t token = 0; token < 20 && !timed_out; ++token) {
+  const auto step_layer = [&](std::uint32_t layer) {
+    runtime.step({.layer = LayerId{layer},
+                  .sequences = {&id, 1},
+                  .q = toy.q(layer, 0, 1),
+                  .k = toy.k(layer, 0, 1),
+                  .v = toy.v(layer, 0, 1),
+                  .out = dense_view(out.data(), DType::f32, 1, kShape.q_heads, kShape.head_dim)});
+  };
+  for (int attempt = 0; attempt < 20 && !timed_out; ++attempt) {
     try {
-      step(runtime, id, toy, token);
+      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) step_layer(layer);
     } catch (const Error& error) {
       timed_out = error.code() == Errc::timeout;
       REQUIRE(std::string(error.what()).find("timeout") != std::string::npos);
@@ -206,7 +216,7 @@ TEST_CASE("a step that takes too long ends in a timeout and a runtime that says 
   REQUIRE(Clock::now() - begin < std::chrono::seconds(30));
   device->misbehave({});
   try {
-    step(runtime, id, toy, runtime.tokens(id));
+    step_layer(0);
     FAIL("a runtime with work in flight went on");
   } catch (const Error& error) {
     REQUIRE(error.code() == Errc::device);
