@@ -62,13 +62,10 @@ std::uint32_t select_top_k(const float* values, std::uint32_t count, std::uint32
   }
   const auto above = [threshold](std::uint32_t key) { return key > threshold; };
   auto ties = k - static_cast<std::uint32_t>(std::count_if(keys.begin(), keys.end(), above));
-  std::uint32_t found = 0;
-  for (std::uint32_t i = 0; found < k; ++i) {
-    if (keys[i] < threshold) continue;
-    if (keys[i] == threshold && ties-- == 0) {
-      ++ties;
-      continue;
-    }
+  for (std::uint32_t i = 0, found = 0; found < k; ++i) {
+    const bool tie = keys[i] == threshold && ties > 0;
+    if (!above(keys[i]) && !tie) continue;
+    if (tie) --ties;
     out[found++] = i;
   }
   return k;

@@ -6,29 +6,24 @@
 
 namespace sluice::runtime {
 
-/// Polls `ready` until it is true or the deadline has passed; returns its last answer. Spins for a few
-/// microseconds, because most hand-overs take that long, then yields, then sleeps: a waiter must not
-/// keep a core from the thread that it waits for.
+/// Polls `ready` until it is true or the deadline has passed; returns its last answer. Spins as long as a
+/// hand-over usually takes, then naps: a waiter must not keep a core from the thread that it waits for. It
+/// never yields, because on a busy machine sched_yield gave the core away for milliseconds.
 template <class Ready>
 [[nodiscard]] bool wait_until(Ready&& ready, Deadline deadline) {
-  constexpr int kSpins = 2'000;
-  constexpr int kYields = 2'000;
+  constexpr std::chrono::microseconds kSpin{50};
   constexpr std::chrono::microseconds kNap{20};
-  for (int i = 0; i < kSpins; ++i) {
+  for (const Deadline spin_end = Clock::now() + kSpin; Clock::now() < spin_end;) {
     if (ready()) return true;
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
-  for (int i = 0; Clock::now() < deadline; ++i) {
-    if (ready()) return true;
-    if (i < kYields) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(kNap);
-    }
+  while (!ready()) {
+    if (Clock::now() >= deadline) return ready();
+    std::this_thread::sleep_for(kNap);
   }
-  return ready();
+  return true;
 }
 
 }  // namespace sluice::runtime

@@ -8,6 +8,7 @@
 #include "cpu/backend.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
+#include "sluice/options.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
@@ -25,8 +26,8 @@ struct BenchCpuOptions {
   double alpha = 0.0;  ///< 0: the policy's
   std::string budget;  ///< empty: the policy's
   double group_correlation = 0.5;
-  std::uint32_t page_tokens = 32;
-  DType dtype = DType::bf16;
+  std::uint32_t page_tokens = RuntimeOptions{}.page_tokens;
+  DType dtype = RuntimeOptions{}.kv_dtype;
   std::uint32_t threads = 1;
   std::uint32_t steps = 12;
   std::uint32_t repeat = 1;

@@ -4,7 +4,6 @@
 #include <tbb/task_arena.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <string>
 #include <utility>
@@ -26,13 +25,6 @@ constexpr std::uint64_t kStepBytes = 192 * KiB;
 constexpr std::uint32_t kMaxThreads = 4096;
 /// Rows of an elementwise pass that one task takes.
 constexpr std::uint32_t kPassRows = 16;
-
-/// oneTBB orders what a caller wrote before the tasks, and what the tasks wrote before the return. The same order
-/// in an atomic of our own, which a thread sanitizer can see; static, since a task must read it before anything else.
-constinit std::atomic<std::uint64_t> hand_over{0};
-
-void publish() noexcept { hand_over.fetch_add(1, std::memory_order_release); }
-void receive() noexcept { (void)hand_over.load(std::memory_order_acquire); }
 
 /// A matrix of activations: rows of `inner` floats, every `stride` floats.
 template <class T>
@@ -79,15 +71,7 @@ struct Model::Impl {
   template <class Body>
   void parallel(std::uint32_t count, const Body& body) const {
     if (count == 1) return body(0u);
-    publish();
-    arena.execute([&] {
-      tbb::parallel_for(0u, count, [&](std::uint32_t i) {
-        receive();
-        body(i);
-        publish();
-      });
-    });
-    receive();
+    arena.execute([&] { tbb::parallel_for(0u, count, body); });
   }
 
   /// body(row) for every row, in blocks.
