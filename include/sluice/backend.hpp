@@ -74,11 +74,12 @@ struct AppendTask {
   std::uint32_t count = 0;
 };
 
-/// Merges partials over disjoint subsets, row by row, into a caller's tensor of any dtype.
+/// Merges partials over disjoint subsets, row by row, into a caller's tensor of any dtype. One KV head: its rows are
+/// the group's query heads.
 struct MergeTask {
-  std::span<const Partial> parts;  ///< at least one; same rows and head_dim
-  std::byte* out = nullptr;        ///< [rows, head_dim] in `out_dtype`, rows dense
-  float* lse = nullptr;            ///< [rows]; may be null
+  std::span<const Partial> parts;  ///< at least one, each [group, head_dim] and [group]
+  std::byte* out = nullptr;        ///< [group, head_dim] in `out_dtype`, rows dense
+  float* lse = nullptr;            ///< [group]; may be null
 };
 
 /// Dense causal attention of a chunk of a prompt: query i (position first + i) of one KV head's group

@@ -69,6 +69,8 @@ int run(int argc, char** argv) {
 }  // namespace sluice::tools
 
 int main(int argc, char** argv) {
+  // hwloc itself reports a missing /sys on stderr; Topology copes, and `doctor` tells. A user's own setting stays.
+  (void)::setenv("HWLOC_HIDE_ERRORS", "2", 0);
   using namespace sluice::tools;
   try {
     return run(argc, argv);
