@@ -47,6 +47,27 @@ TEST_CASE("a policy whose budget is everything is dense", "[runtime]") {
   REQUIRE(worst_error(decode(runtime, id, toy, 170), toy, 170) < kTolerance);
 }
 
+TEST_CASE("the audit reports every head of every audited step, and dense attention covers all", "[runtime]") {
+  const Toy toy(kShape, 210, 19);
+  RuntimeOptions options = toy_options(kShape, 250);
+  options.audit_every = 3;
+  Runtime runtime(options);
+  const SequenceId dense = runtime.begin(parse_policy("full:near=20%"));
+  decode(runtime, dense, toy, 200);
+  const std::uint64_t audited_steps = 4;  // Of ten: 0, 3, 6 and 9.
+  const ShareHistogram all = runtime.stats(dense).coverage;
+  REQUIRE(all.count() == audited_steps * kShape.layers * kShape.q_heads);
+  REQUIRE(all.min() > 0.9999);
+  runtime.end(dense);
+
+  const SequenceId sparse = runtime.begin(parse_policy("streaming:recent=20"));
+  decode(runtime, sparse, toy, 200);
+  const ShareHistogram some = runtime.stats(sparse).coverage;
+  REQUIRE(some.count() == audited_steps * kShape.layers * kShape.q_heads);
+  REQUIRE(some.mean() < 0.9);
+  REQUIRE(some.min() > 0.0);
+}
+
 TEST_CASE("a sequence may start from nothing and from one token", "[runtime]") {
   const std::string policy = GENERATE("full", "topk", "streaming", "lfps:bypass=0", "sluice");
   const std::uint32_t prompt = GENERATE(0u, 1u, 2u);
