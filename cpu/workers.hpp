@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -10,14 +11,15 @@ namespace sluice::cpu {
 
 struct WorkersOptions {
   std::uint32_t threads = 0;  ///< the caller's included, at most 4096; 0 = topology.cores()
-  /// Bind each worker (not the caller) to a core. oneTBB lends its threads to every arena of the process and
-  /// they stay bound; turn this off in a process that uses oneTBB for other work as well.
-  bool pin = true;
+  bool pin = true;              ///< bind each worker (not the caller) to a core
   std::uint32_t numa_node = 0;  ///< cores of this node are used first
+  /// How long an idle worker spins before it sleeps. Waking a sleeper costs tens of microseconds, spinning burns
+  /// its core. Negative: 1 ms with more than four cores, 20 us with fewer, 0 with more threads than cores.
+  std::chrono::microseconds spin{-1};
 };
 
-/// Threads for host work: a oneTBB arena whose workers are bound through hwloc. The caller of
-/// parallel_for works too. Nested and concurrent calls are allowed and share the same threads.
+/// Threads for host work, bound through hwloc. The caller of parallel_for works too. Nested and concurrent calls are
+/// allowed and share the same threads.
 class Workers {
  public:
   Workers(const Topology& topology, const WorkersOptions& options);

@@ -25,6 +25,8 @@ std::uint64_t nanoseconds(Clock::time_point point) { return nanoseconds(point.ti
 
 Executor::Executor(Device& device, Stream& link, std::chrono::milliseconds timeout, TraceSink* trace)
     : timeout_(timeout),
+      // A GPU is not slowed by a spinning waiter; the embedded device's threads may want this very core.
+      spin_(device.info().host_memory ? kSpin : 100 * kSpin),
       trace_(trace),
       device_stream_(device.create_stream("device")),
       link_(link),
@@ -34,7 +36,8 @@ Executor::Executor(Device& device, Stream& link, std::chrono::milliseconds timeo
   dry_ = device.create_event();
 }
 
-void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runner) {
+void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runner, Finish finish) {
+  if (trace_ != nullptr) finish = Finish::done;  // A trace wants every node's end.
   if (graph.nodes.size() > kMaxNodes) throw Error(Errc::unsupported, "step graph has too many nodes");
   const Deadline deadline = deadline_after(timeout_);
   ++run_;
@@ -51,10 +54,11 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
           stream(node.lane).wait(*events_[before]);
         }
       }
-      issue(graph, i, layer, runner);
+      issue(graph, i, layer, runner, finish);
     }
+    if (finish == Finish::queued) return;
     for (std::uint32_t i = 0; i < graph.nodes.size(); ++i) {
-      if (needs_signal(graph, i)) await(graph, i, layer, deadline);
+      if (needs_signal(graph, i, finish)) await(graph, i, layer, deadline);
     }
     if (trace_ != nullptr) trace_streams(graph, layer);
   } catch (const std::exception& error) {
@@ -64,7 +68,7 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
   }
 }
 
-bool Executor::needs_signal(const StepGraph& graph, std::uint32_t index) const {
+bool Executor::needs_signal(const StepGraph& graph, std::uint32_t index, Finish finish) const {
   const Node& node = graph.nodes[index];
   if (node.lane == Lane::cpu || node.background) return false;
   if (trace_ != nullptr) return true;  // Every node's end is wanted, and what takes a failure must be looked at.
@@ -77,10 +81,11 @@ bool Executor::needs_signal(const StepGraph& graph, std::uint32_t index) const {
       waited_for = true;
     }
   }
-  return !waited_for;
+  return !waited_for && finish == Finish::done;
 }
 
-void Executor::issue(const StepGraph& graph, std::uint32_t index, std::uint32_t layer, NodeRunner& runner) {
+void Executor::issue(const StepGraph& graph, std::uint32_t index, std::uint32_t layer, NodeRunner& runner,
+                     Finish finish) {
   const Node& node = graph.nodes[index];
   issued_[index] = Clock::now();
   runner.issue(node.kind);
@@ -89,7 +94,7 @@ void Executor::issue(const StepGraph& graph, std::uint32_t index, std::uint32_t 
     return;
   }
   // The event takes the failure and its reason; the flag only says that the stream got here.
-  if (!needs_signal(graph, index)) return;
+  if (!needs_signal(graph, index, finish)) return;
   stream(node.lane).record(*events_[index]);
   stream(node.lane).signal(flags_[index], run_);
 }
@@ -118,7 +123,7 @@ void Executor::trace(const Node& node, std::uint32_t layer, Clock::time_point be
 void Executor::await(const StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline) {
   const Node& node = graph.nodes[index];
   const Clock::time_point begin = Clock::now();
-  const bool came = wait_until([&] { return flags_[index].state(run_) != Flag::State::pending; }, deadline);
+  const bool came = wait_until([&] { return flags_[index].state(run_) != Flag::State::pending; }, deadline, spin_);
   wait_ns_ += nanoseconds(Clock::now() - begin);
   const std::string what = std::string(to_string(node.kind)) + " of layer " + std::to_string(layer);
   if (!came) {

@@ -35,7 +35,10 @@ class Executor {
   /// Issues all nodes that are not in the background and returns when all of them are done.
   /// @throws Error{Errc::device} naming node and layer, or what a node threw, after both streams have run dry, so
   /// that nothing still refers to the caller's memory; Error{Errc::timeout} if they have not.
-  void run(const scheduler::StepGraph& graph, std::uint32_t layer, NodeRunner& runner);
+  /// With `Finish::queued` it returns as soon as everything is issued and the cpu's nodes are done; a failure of what
+  /// is still queued then shows in the next run.
+  enum class Finish : std::uint8_t { done, queued };
+  void run(const scheduler::StepGraph& graph, std::uint32_t layer, NodeRunner& runner, Finish finish = Finish::done);
 
   [[nodiscard]] Stream& device_stream() noexcept { return *device_stream_; }
   /// Time that the caller's thread has spent waiting for the device or the link since the last call.
@@ -49,14 +52,16 @@ class Executor {
   static constexpr std::size_t kMaxNodes = 16;
 
   /// True if something outside the node's own stream waits for it: another lane, or the end of the step.
-  [[nodiscard]] bool needs_signal(const scheduler::StepGraph& graph, std::uint32_t index) const;
-  void issue(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, NodeRunner& runner);
+  [[nodiscard]] bool needs_signal(const scheduler::StepGraph& graph, std::uint32_t index, Finish finish) const;
+  void issue(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, NodeRunner& runner,
+             Finish finish);
   void trace_streams(const scheduler::StepGraph& graph, std::uint32_t layer);
   void trace(const scheduler::Node& node, std::uint32_t layer, Clock::time_point begin, Clock::time_point end);
   void await(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline);
   [[nodiscard]] Stream& stream(Lane lane) noexcept { return lane == Lane::device ? *device_stream_ : link_; }
 
   std::chrono::milliseconds timeout_;
+  std::chrono::microseconds spin_;
   TraceSink* trace_;
   std::unique_ptr<Stream> device_stream_;
   Stream& link_;

@@ -69,7 +69,7 @@ void Pipeline::fetch() {
         batch.moves.push_back({.page = pages.refs[touched[i]], .slot = base + used});
       }
       const std::uint32_t head = work.kv_head * group;
-      task.q = buffers_.q(work.row, head);
+      task.q = buffers_.device_q(work.row, head);
       task.kv = {.base = parts_.staging, .frames = work.staged.data(), .layout = layout_};
       task.out = buffers_.fetched(batches - 1, work.row, head);
       work.parts.push_back(task.out);

@@ -9,7 +9,8 @@ void HeadPages::push(PageRef ref) {
   frames.push_back(ref.frame);
   slots.push_back(kNone);
   residence.push_back(Residence::far);
-  forced.push_back(0);
+  near.push_back(0);
+  place.push_back(0);
 }
 
 PageRef HeadPages::pop() {
@@ -18,23 +19,31 @@ PageRef HeadPages::pop() {
   frames.pop_back();
   slots.pop_back();
   residence.pop_back();
-  forced.pop_back();
+  near.pop_back();
+  place.pop_back();
   return ref;
 }
 
 void HeadPages::promote(std::uint32_t page, std::uint32_t slot) {
+  place[page] = static_cast<std::uint32_t>(held.size());
   held.push_back(page);
   slots[page] = slot;
   residence[page] = Residence::promoting;
+}
+
+void HeadPages::arrive(std::uint32_t page) noexcept {
+  residence[page] = Residence::near;
+  near[page] = 1;
 }
 
 std::uint32_t HeadPages::leave(std::uint32_t page) noexcept {
   const std::uint32_t slot = slots[page];
   slots[page] = kNone;
   residence[page] = Residence::far;
-  forced[page] = 0;
-  const auto at = std::find(held.begin(), held.end(), page);
-  *at = held.back();
+  near[page] = 0;
+  std::erase(forced, page);
+  held[place[page]] = held.back();
+  place[held.back()] = place[page];
   held.pop_back();
   return slot;
 }

@@ -29,8 +29,10 @@ struct HeadPages {
   std::vector<std::uint32_t> frames;  ///< [pages] refs[i].frame
   std::vector<std::uint32_t> slots;   ///< [pages] near slot, kNone unless promoting or near
   std::vector<Residence> residence;   ///< [pages]
-  std::vector<std::uint8_t> forced;   ///< [pages] 1: pinned near (sink, recent window or open page)
+  std::vector<std::uint8_t> near;     ///< [pages] 1 while residence is near, as NearSet wants it
   std::vector<std::uint32_t> held;    ///< pages that hold a slot, in no order
+  std::vector<std::uint32_t> place;   ///< [pages] index in `held`; meaningless while far
+  std::vector<std::uint32_t> forced;  ///< pages pinned near (sinks, recent window, open page), in no order
 
   [[nodiscard]] std::uint32_t pages() const noexcept { return static_cast<std::uint32_t>(refs.size()); }
   void push(PageRef ref);
@@ -39,7 +41,7 @@ struct HeadPages {
   /// far -> promoting.
   void promote(std::uint32_t page, std::uint32_t slot);
   /// promoting -> near.
-  void arrive(std::uint32_t page) noexcept { residence[page] = Residence::near; }
+  void arrive(std::uint32_t page) noexcept;
   /// promoting | near -> far; returns the slot that it gave up.
   std::uint32_t leave(std::uint32_t page) noexcept;
 };

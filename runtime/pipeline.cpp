@@ -19,7 +19,10 @@ Pipeline::Pipeline(const PipelineParts& parts)
       shape_(parts.options.shape),
       layout_(parts.options.layout()),
       executor_(parts.device, parts.link.stream(), parts.options.timeout, parts.options.trace),
-      buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads)) {}
+      buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads)),
+      index_(parts.device, parts.host, parts.pool, parts.link) {
+  parts.link.follow(executor_.device_stream());
+}
 
 void Pipeline::reserve(std::uint32_t batch, bool ranks_pages) {
   // Every page could be ranked at a share of 1; the ranking's memory is small beside the pages'.
@@ -28,9 +31,7 @@ void Pipeline::reserve(std::uint32_t batch, bool ranks_pages) {
     const std::uint64_t pages = std::uint64_t{batch} * shape_.kv_heads * buffers_.max_pages();
     buffers_.reserve_fetch(static_cast<std::uint32_t>(div_up(pages, parts_.staging_pages / 2)));
   }
-  if (ranks_pages && !digests_) {
-    digests_ = parts_.device.allocate(parts_.pool.frames() * 2 * layout_.row_bytes());
-  }
+  if (ranks_pages) index_.reserve();
   heads_.reserve(std::size_t{batch} * shape_.kv_heads);
 }
 
@@ -38,7 +39,7 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   args_ = &args;
   layer_ = args.layer.value;
   const Deadline deadline = deadline_after(parts_.options.timeout);
-  collect(layer_, deadline);
+  collect_layer(layer_, deadline);  // Its policy and pages are about to change.
 
   StepShape shape{.rank_pages = false, .select = false, .fetch = false, .observe = false};
   heads_.resize(sequences.size() * shape_.kv_heads);
@@ -57,10 +58,15 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   }
   selects_ = shape.select;
   const Clock::time_point begin = Clock::now();
-  executor_.run(graph(shape), layer_, *this);
+  const bool queued = args.ordered && parts_.options.audit_every == 0 && !parts_.device.info().host_memory;
+  executor_.run(graph(shape), layer_, *this, queued ? Executor::Finish::queued : Executor::Finish::done);
   book(sequences, Clock::now() - begin);
   audit();
-  for (Sequence* sequence : sequences) ++sequence->layers[layer_].tokens;
+  for (Sequence* sequence : sequences) {
+    LayerState& layer = sequence->layers[layer_];
+    if (ranks_pages(sequence->spec)) layer.indexed_pages = layer.tokens / layout_.page_tokens;
+    ++layer.tokens;
+  }
   if (shape.observe) post_observe(sequences);
 }
 
@@ -74,13 +80,17 @@ const scheduler::StepGraph& Pipeline::graph(const StepShape& shape) {
   return graphs_.emplace_back(shape, scheduler::build_step_graph(shape)).second;
 }
 
-void Pipeline::collect(std::uint32_t layer, Deadline deadline) {
-  // The newest call's background work may go on unless this layer needs it. Counting calls, not
-  // looking at what has finished, keeps the near set independent of timing.
-  const auto needed = [&] {
+void Pipeline::collect_layer(std::uint32_t layer, Deadline deadline) {
+  const auto pending = [&] {
     return std::any_of(pending_.begin(), pending_.end(), [&](const Pending& job) { return job.layer == layer; });
   };
-  while (pending_.size() > 1 || needed()) collect_front(deadline);
+  while (pending()) collect_front(deadline);
+}
+
+void Pipeline::collect_older(Deadline deadline) {
+  // The newest call's background work may go on. Counting calls, not looking at what has finished, keeps the near set
+  // independent of timing.
+  while (pending_.size() > 1) collect_front(deadline);
 }
 
 void Pipeline::collect_front(Deadline deadline) {
@@ -111,7 +121,8 @@ void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
   const auto fresh_page = static_cast<std::uint32_t>(div_up(layer.tokens, layout_.page_tokens));
   parts_.residency.force(sequence, layer, tokens, fresh_page, deadline);
   if (ranks_pages(sequence.spec)) {
-    build_digests(layer, sequence.spec.pages.digest, layer.tokens / layout_.page_tokens, deadline);
+    index_.update(layer, sequence.spec.pages.digest, layer.tokens / layout_.page_tokens, executor_.device_stream(),
+                  deadline);
   }
   if (!layer.policy) {
     begin_policy(sequence, layer);
@@ -143,37 +154,9 @@ void Pipeline::begin_policy(Sequence& sequence, LayerState& layer) {
   layer.policy = std::move(policy);
 }
 
-void Pipeline::build_digests(LayerState& layer, DigestKind kind, std::uint32_t pages, Deadline deadline) {
-  if (layer.digested_pages >= pages) return;
-  const std::uint64_t digest_bytes = 2 * layout_.row_bytes();
-  const std::uint32_t fresh = pages - layer.digested_pages;
-  std::vector<std::byte> built(digest_bytes * fresh * shape_.kv_heads);
-  std::vector<DigestTask> tasks;
-  std::vector<Copy> copies;
-  for (const HeadPages& head : layer.heads) {
-    for (std::uint32_t page = layer.digested_pages; page < pages; ++page) {
-      std::byte* out = built.data() + digest_bytes * tasks.size();
-      tasks.push_back({.page = parts_.pool.frame(head.frames[page]), .out = out});
-      copies.push_back({.to = digests_->data() + digest_bytes * head.frames[page], .from = out, .bytes = digest_bytes});
-    }
-  }
-  parts_.host.digest(tasks, kind, layout_, nullptr);
-  const std::unique_ptr<Event> landed = parts_.device.create_event();
-  parts_.link.copy(copies);
-  parts_.link.stream().record(*landed);
-  if (!wait_until([&] { return landed->state() != Event::State::pending; }, deadline)) {
-    (void)executor_.drain();  // The copies read `built`.
-    throw Error(Errc::timeout, "page digests did not reach the device in time; raise the timeout");
-  }
-  if (landed->state() == Event::State::failed) {
-    throw Error(Errc::device, "page digests could not be copied to the device: " + landed->reason());
-  }
-  layer.digested_pages = pages;
-}
-
 void Pipeline::plan_head(HeadWork& work) {
   const PolicySpec& spec = work.sequence->spec;
-  const HeadPages& pages = work.pages();
+  HeadPages& pages = work.pages();
   const std::uint32_t page_tokens = layout_.page_tokens;
   work.tokens = work.layer->tokens + 1;
   work.counters = {};
@@ -186,11 +169,20 @@ void Pipeline::plan_head(HeadWork& work) {
   }
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;
-  work.near_pages.assign(pages.pages(), 0);
-  work.near_runs.clear();
   const std::uint32_t sink_end = std::min(spec.near.sink_tokens, work.tokens);
-  const std::uint32_t recent_begin = std::max(sink_end, work.tokens - std::min(work.tokens, spec.near.recent_tokens));
+  work.near = {.sink_end = sink_end,
+               .recent_begin = std::max(sink_end, work.tokens - std::min(work.tokens, spec.near.recent_tokens)),
+               .page_tokens = page_tokens,
+               .pages = whole_pages ? std::span<const std::uint8_t>(pages.near) : std::span<const std::uint8_t>{}};
+}
+
+void Pipeline::list_near_runs(HeadWork& work) {
+  const HeadPages& pages = work.pages();
+  const std::uint32_t page_tokens = layout_.page_tokens;
+  work.near_runs.clear();
+  work.near_tokens = 0;
   const auto add = [&](std::uint32_t begin, std::uint32_t end) {
+    work.near_tokens += end - std::min(begin, end);
     while (begin < end) {
       const std::uint32_t page = begin / page_tokens;
       const std::uint32_t stop = std::min(end, (page + 1) * page_tokens);
@@ -200,17 +192,14 @@ void Pipeline::plan_head(HeadWork& work) {
       begin = stop;
     }
   };
-  if (whole_pages) {
-    for (std::uint32_t page = 0; page < pages.pages(); ++page) {
-      if (pages.residence[page] != Residence::near) continue;
-      work.near_pages[page] = 1;
-      add(page * page_tokens, std::min((page + 1) * page_tokens, work.tokens));
-    }
-  } else {
-    add(0, sink_end);
-    add(recent_begin, work.tokens);
+  if (work.near.pages.empty()) {
+    add(0, work.near.sink_end);
+    add(work.near.recent_begin, work.tokens);
+    return;
   }
-  work.near = {.sink_end = sink_end, .recent_begin = recent_begin, .page_tokens = page_tokens, .pages = work.near_pages};
+  for (const std::uint32_t page : pages.held) {
+    if (pages.near[page] != 0) add(page * page_tokens, std::min((page + 1) * page_tokens, work.tokens));
+  }
 }
 
 void Pipeline::post_observe(std::span<Sequence* const> sequences) {

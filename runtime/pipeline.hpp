@@ -12,6 +12,7 @@
 #include "cpu/workers.hpp"
 #include "runtime/background_lane.hpp"
 #include "runtime/executor.hpp"
+#include "runtime/page_index.hpp"
 #include "runtime/residency.hpp"
 #include "runtime/sequence.hpp"
 #include "runtime/step_buffers.hpp"
@@ -65,12 +66,13 @@ class Pipeline final : private NodeRunner {
   // Before the graph: pipeline.cpp
   [[nodiscard]] bool ranks_pages(const PolicySpec& spec) const;
   [[nodiscard]] const scheduler::StepGraph& graph(const scheduler::StepShape& shape);
-  void collect(std::uint32_t layer, Deadline deadline);
+  void collect_layer(std::uint32_t layer, Deadline deadline);
+  void collect_older(Deadline deadline);
   void collect_front(Deadline deadline);
   void prepare(Sequence& sequence, Deadline deadline);
   void begin_policy(Sequence& sequence, LayerState& layer);
-  void build_digests(LayerState& layer, DigestKind kind, std::uint32_t pages, Deadline deadline);
   void plan_head(HeadWork& work);
+  void list_near_runs(HeadWork& work);
 
   // The graph's nodes: step_nodes.cpp and fetch_nodes.cpp
   void append();
@@ -100,7 +102,7 @@ class Pipeline final : private NodeRunner {
   StepBuffers buffers_;
   std::deque<Pending> pending_;
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
-  std::unique_ptr<Buffer> digests_;  ///< device, [frames, 2, head_dim]; null until a policy ranks pages
+  PageIndex index_;
 
   // The step that runs now.
   const StepArgs* args_ = nullptr;

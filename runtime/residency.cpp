@@ -61,13 +61,14 @@ void Residency::force(Sequence& sequence, LayerState& layer, std::uint32_t token
   std::vector<PageMove> moves;
   bool full = false;
   for (HeadPages& head : layer.heads) {
-    for (const std::uint32_t page : head.held) {
-      if (head.forced[page] == 0 || must(page)) continue;
-      head.forced[page] = 0;
+    victims_.clear();
+    std::erase_if(head.forced, [&](std::uint32_t page) {
+      if (must(page)) return false;
       pool_.unpin(head.slots[page]);
-    }
+      return true;
+    });
     const auto require = [&](std::uint32_t page) {
-      if (full || head.forced[page] != 0) return;
+      if (full || std::find(head.forced.begin(), head.forced.end(), page) != head.forced.end()) return;
       if (head.residence[page] == Residence::far) {
         full = !claim(sequence, head, page, pages);
         if (full) return;
@@ -78,7 +79,7 @@ void Residency::force(Sequence& sequence, LayerState& layer, std::uint32_t token
           moves.push_back({.page = head.refs[page], .slot = head.slots[page]});
         }
       }
-      head.forced[page] = 1;
+      head.forced.push_back(page);
       pool_.pin(head.slots[page]);
     };
     for (std::uint32_t page = 0; page < std::min(sink_end, pages); ++page) require(page);
@@ -122,20 +123,38 @@ void Residency::evict(Sequence& sequence, std::uint32_t slot) {
   ++sequence.stats.evictions;
 }
 
-std::optional<std::uint32_t> Residency::own_victim(const HeadPages& head) const {
-  std::optional<std::uint32_t> best;
-  for (const std::uint32_t page : head.held) {
-    const std::uint32_t slot = head.slots[page];
-    if (pool_.pinned(slot)) continue;
-    if (!best || pool_.last_use(slot) < pool_.last_use(*best)) best = slot;
+std::optional<std::uint32_t> Residency::own_victim(const HeadPages& head) {
+  constexpr std::size_t kBatch = 16;
+  for (int round = 0; round < 2; ++round) {
+    while (!victims_.empty()) {
+      const Victim victim = victims_.back();
+      victims_.pop_back();
+      // Only what is as it was when the list was made; a slot that was used or given away since is not oldest.
+      const SlotOwner& owner = pool_.owner(victim.slot);
+      if (owner.head == &head && head.slots[owner.page] == victim.slot && !pool_.pinned(victim.slot) &&
+          pool_.last_use(victim.slot) == victim.last_use) {
+        return victim.slot;
+      }
+    }
+    for (const std::uint32_t page : head.held) {
+      const std::uint32_t slot = head.slots[page];
+      if (!pool_.pinned(slot)) victims_.push_back({.last_use = pool_.last_use(slot), .slot = slot});
+    }
+    const auto older = [](const Victim& a, const Victim& b) { return a.last_use < b.last_use; };
+    const auto keep = victims_.begin() + static_cast<std::ptrdiff_t>(std::min(kBatch, victims_.size()));
+    std::partial_sort(victims_.begin(), keep, victims_.end(), older);
+    victims_.erase(keep, victims_.end());
+    std::reverse(victims_.begin(), victims_.end());
+    if (victims_.empty()) break;
   }
-  return best;
+  return std::nullopt;
 }
 
 void Residency::send(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves) {
   if (moves.empty()) return;
   sequence.stats.promotions += moves.size();
   sequence.stats.h2d_bytes += moves.size() * link_.page_bytes();
+  link_.wait_for_device();
   layer.arriving.push_back(link_.promote(std::move(moves), memory_));
 }
 
@@ -146,6 +165,7 @@ void Residency::fill(Sequence& sequence, LayerState& layer) {
   std::vector<PageMove> moves;
   for (std::size_t h = 0; h < layer.heads.size(); ++h) {
     HeadPages& head = layer.heads[h];
+    victims_.clear();
     const auto add = [&](std::uint32_t page) {
       if (head.residence[page] != Residence::far || head.held.size() >= limit || pool_.free_slots() == 0) return;
       if (claim(sequence, head, page, limit)) moves.push_back({.page = head.refs[page], .slot = head.slots[page]});
@@ -165,6 +185,7 @@ void Residency::promote(Sequence& sequence, LayerState& layer, std::uint32_t lim
   std::vector<PageMove> moves;
   for (std::size_t h = 0; h < layer.heads.size(); ++h) {
     HeadPages& head = layer.heads[h];
+    victims_.clear();
     const auto& hot = layer.hot[h];
     for (std::size_t i = hot.size(); i-- > 0;) {  // Hottest last, so that it ends up most recent.
       if (hot[i].page < pages && head.residence[hot[i].page] == Residence::near) pool_.touch(head.slots[hot[i].page]);

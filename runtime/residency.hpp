@@ -43,11 +43,18 @@ class Residency {
   /// A slot for a page: free, else the head's own least recent page if it is at its quota, else anybody's.
   [[nodiscard]] bool claim(Sequence& sequence, HeadPages& head, std::uint32_t page, std::uint32_t quota);
   void evict(Sequence& sequence, std::uint32_t slot);
-  [[nodiscard]] std::optional<std::uint32_t> own_victim(const HeadPages& head) const;
+  /// The head's least recently used slot that is not pinned. Looks at the held pages once for several victims.
+  [[nodiscard]] std::optional<std::uint32_t> own_victim(const HeadPages& head);
   /// Queues copies of pages that were just claimed.
   void send(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves);
 
+  struct Victim {
+    std::uint64_t last_use = 0;
+    std::uint32_t slot = 0;
+  };
+
   NearPool pool_;
+  std::vector<Victim> victims_;  // the oldest slots of the head that claims, youngest first
   std::byte* memory_;
   std::uint32_t page_tokens_;
   PlacementMode mode_;

@@ -276,6 +276,8 @@ void Runtime::step(const StepArgs& args) {
   self.guarded([&] { self.pipeline.step(args, sequences); });
 }
 
+Stream& Runtime::device_stream() noexcept { return impl_->pipeline.executor().device_stream(); }
+
 void Runtime::end(SequenceId id) {
   Impl& self = *impl_;
   runtime::Sequence& sequence = self.find(id);

@@ -20,7 +20,10 @@ struct LayerState {
 
   std::unique_ptr<scheduler::LayerPolicy> policy;  ///< null until the first step after a prompt
   std::vector<std::vector<scheduler::HotPage>> hot;  ///< [kv_heads] the forecast's pages, hottest first
-  std::uint32_t digested_pages = 0;                ///< pages [0, digested_pages) have a digest on the device
+
+  std::unique_ptr<Buffer> frame_table;   ///< device, [kv_heads, frame_table_pages]; null unless pages are ranked
+  std::uint32_t frame_table_pages = 0;   ///< room per KV head
+  std::uint32_t indexed_pages = 0;       ///< pages [0, indexed_pages) have digest and frame on the device
 
   /// Queries of the last prompt tokens, newest last: [last_q_rows, q_heads, head_dim].
   std::vector<float> last_q;

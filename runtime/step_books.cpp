@@ -31,7 +31,7 @@ void Pipeline::book(std::span<Sequence* const> sequences, Clock::duration spent)
 void Pipeline::book_head(const HeadWork& work) {
   Stats& stats = work.sequence->stats;
   const std::uint64_t row = layout_.row_bytes();
-  const std::uint64_t near = run_tokens(work.near_runs);
+  const std::uint64_t near = work.near_tokens;
   const SelectionRow& far_row = work.placement.far;
   const std::uint64_t far = selects_ ? far_row.attended() : 0;
   const std::uint64_t fetched = selects_ ? work.placement.fetch.attended() : 0;

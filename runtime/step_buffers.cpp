@@ -19,12 +19,14 @@ void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
     const std::uint64_t kv_bytes = std::uint64_t{batch} * shape_.kv_heads * shape_.head_dim * sizeof(float);
     const std::uint64_t partial_bytes = q_bytes + new_rows * sizeof(float);
     Memory query = device_.allocate_pinned(q_bytes);
+    Memory device_query = device_.allocate(q_bytes);
     Memory key = device_.allocate_pinned(kv_bytes);
     Memory value = device_.allocate_pinned(kv_bytes);
     Memory near_memory = device_.allocate(partial_bytes);
     Memory far_memory = device_.allocate_pinned(partial_bytes);
     Memory lse = device_.allocate_pinned(new_rows * sizeof(float));
     query_ = std::move(query);
+    device_query_ = std::move(device_query);
     key_ = std::move(key);
     value_ = std::move(value);
     near_ = std::move(near_memory);

@@ -24,8 +24,8 @@ struct HeadWork {
   std::uint32_t ranked = 0;   ///< pages ranked per query head; 0: none
 
   scheduler::NearSet near;
-  std::vector<std::uint8_t> near_pages;  ///< [pages], what `near.pages` shows
   std::vector<PageRun> near_runs;
+  std::uint32_t near_tokens = 0;         ///< in near_runs
 
   SelectionRow selected;
   Bypass bypass;
@@ -54,7 +54,9 @@ class StepBuffers {
   /// Makes room for the partials of `batches` fetch batches.
   void reserve_fetch(std::uint32_t batches);
 
+  /// The query for the CPU (pinned) and for verbs of the device (its own memory).
   [[nodiscard]] float* q(std::uint32_t row, std::uint32_t head) const noexcept { return at(query_, row, head); }
+  [[nodiscard]] float* device_q(std::uint32_t row, std::uint32_t head) const noexcept { return at(device_query_, row, head); }
   [[nodiscard]] float* k(std::uint32_t row, std::uint32_t kv_head) const noexcept { return kv_at(key_, row, kv_head); }
   [[nodiscard]] float* v(std::uint32_t row, std::uint32_t kv_head) const noexcept { return kv_at(value_, row, kv_head); }
   [[nodiscard]] Partial near(std::uint32_t row, std::uint32_t head) const noexcept { return partial(near_, row, head); }
@@ -95,6 +97,7 @@ class StepBuffers {
   std::uint32_t ranked_pages_ = 0;
   std::uint32_t fetch_room_ = 0;
   Memory query_, key_, value_;        // pinned
+  Memory device_query_;
   Memory near_, far_;                 // out [rows, head_dim], then lse [rows]
   std::vector<Memory> fetched_;       // [fetch batches] likewise, device
   Memory merged_lse_;                 // pinned

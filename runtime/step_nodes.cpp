@@ -44,8 +44,8 @@ void Pipeline::append() {
   }
   Backend& device = parts_.device.backend();
   device.append(tasks, layout_, &executor_.device_stream());
-  // Later verbs of both lanes read the query in one form, wherever it came from.
-  device.to_f32(args_->q, buffers_.q(0, 0), &executor_.device_stream());
+  // Later verbs read the query in one form, wherever it came from.
+  device.to_f32(args_->q, buffers_.device_q(0, 0), &executor_.device_stream());
 }
 
 void Pipeline::rank_pages() {
@@ -60,9 +60,9 @@ void Pipeline::rank_pages() {
     const std::uint32_t head = work.kv_head * group;
     // Rows of a group lie `pages` apart here, as score_pages writes them.
     float* out = buffers_.page_scores(work.row, head);
-    scores.push_back({.q = buffers_.q(work.row, head),
-                      .digests = digests_->data(),
-                      .frames = work.pages().frames.data(),
+    scores.push_back({.q = buffers_.device_q(work.row, head),
+                      .digests = index_.digests(),
+                      .frames = PageIndex::frames(*work.layer, work.kv_head),
                       .pages = pages,
                       .out = out});
     for (std::uint32_t h = 0; h < group; ++h) {
@@ -79,17 +79,22 @@ void Pipeline::rank_pages() {
 void Pipeline::hand_over() {
   Backend& device = parts_.device.backend();
   Stream* stream = &executor_.device_stream();
+  device.to_f32(args_->q, buffers_.q(0, 0), stream);
   device.to_f32(args_->k, buffers_.k(0, 0), stream);
   device.to_f32(args_->v, buffers_.v(0, 0), stream);
 }
 
 void Pipeline::attend_near() {
+  // The device is busy with the nodes before this one: time to settle what the background found out. From here on
+  // the step's near set is fixed.
+  collect_older(deadline_after(parts_.options.timeout));
   const std::uint32_t group = shape_.group();
   auto& tasks = buffers_.near_tasks;
   tasks.clear();
-  for (const HeadWork& work : heads_) {
+  for (HeadWork& work : heads_) {
+    list_near_runs(work);
     const std::uint32_t head = work.kv_head * group;
-    tasks.push_back({.q = buffers_.q(work.row, head),
+    tasks.push_back({.q = buffers_.device_q(work.row, head),
                      .kv = {.base = parts_.residency.memory(), .frames = work.pages().slots.data(), .layout = layout_},
                      .runs = work.near_runs,
                      .tokens = {},
@@ -178,7 +183,7 @@ void Pipeline::merge() {
     if (selects_) work.parts.push_back(buffers_.far(work.row, head));
     tasks.push_back({.parts = work.parts,
                      .out = args_->out.row(work.row, head),
-                     .lse = buffers_.merged_lse(work.row, head)});
+                     .lse = parts_.options.audit_every == 0 ? nullptr : buffers_.merged_lse(work.row, head)});
   }
   parts_.device.backend().merge(tasks, shape_, args_->out.dtype, &executor_.device_stream());
 }

@@ -8,7 +8,7 @@
 namespace sluice::runtime {
 
 TransferEngine::TransferEngine(Device& device, const cpu::HostPool& pool)
-    : device_(device), pool_(pool), stream_(device.create_stream("link")) {}
+    : device_(device), pool_(pool), stream_(device.create_stream("link")), passed_(device.create_event()) {}
 
 void TransferEngine::fetch(std::span<const PageMove> moves, std::byte* destination) {
   const std::uint64_t page_bytes = pool_.layout().page_bytes();
@@ -37,6 +37,12 @@ Transfer TransferEngine::promote(std::vector<PageMove> moves, std::byte* destina
 }
 
 void TransferEngine::copy(std::span<const Copy> copies) { stream_->copy(copies); }
+
+void TransferEngine::wait_for_device() {
+  if (followed_ == nullptr) return;
+  followed_->record(*passed_);
+  stream_->wait(*passed_);
+}
 
 std::uint64_t TransferEngine::page_bytes() const noexcept { return pool_.layout().page_bytes(); }
 

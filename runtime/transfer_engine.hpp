@@ -42,6 +42,11 @@ class TransferEngine {
   [[nodiscard]] Transfer promote(std::vector<PageMove> moves, std::byte* destination);
   /// Any copies, either direction, in order after what was queued before.
   void copy(std::span<const Copy> copies);
+  /// Names the stream whose verbs read what the link writes.
+  void follow(Stream& device) noexcept { followed_ = &device; }
+  /// Later copies wait for what the followed stream has queued so far: a slot that is given to another page may still
+  /// be read.
+  void wait_for_device();
 
   [[nodiscard]] Stream& stream() noexcept { return *stream_; }
   /// Destroys the stream, and with it what a call that timed out left queued. Nothing may be queued after it.
@@ -52,6 +57,8 @@ class TransferEngine {
   Device& device_;
   const cpu::HostPool& pool_;
   std::unique_ptr<Stream> stream_;
+  std::unique_ptr<Event> passed_;
+  Stream* followed_ = nullptr;
   std::vector<Copy> scratch_;
 };
 

@@ -6,14 +6,15 @@
 
 namespace sluice::runtime {
 
-/// Polls `ready` until it is true or the deadline has passed; returns its last answer. Spins as long as a
-/// hand-over usually takes, then naps: a waiter must not keep a core from the thread that it waits for. It
-/// never yields, because on a busy machine sched_yield gave the core away for milliseconds.
+/// As long as a hand-over usually takes on a machine without a GPU.
+inline constexpr std::chrono::microseconds kSpin{50};
+
+/// Polls `ready` until it is true or the deadline has passed; returns its last answer. Spins for `spin`, then naps: a
+/// waiter must not keep a core from the thread that it waits for. It never yields, because on a busy machine sched_yield gave the core away for milliseconds.
 template <class Ready>
-[[nodiscard]] bool wait_until(Ready&& ready, Deadline deadline) {
-  constexpr std::chrono::microseconds kSpin{50};
+[[nodiscard]] bool wait_until(Ready&& ready, Deadline deadline, std::chrono::microseconds spin = kSpin) {
   constexpr std::chrono::microseconds kNap{20};
-  for (const Deadline spin_end = Clock::now() + kSpin; Clock::now() < spin_end;) {
+  for (const Deadline spin_end = Clock::now() + spin; Clock::now() < spin_end;) {
     if (ready()) return true;
 #if defined(__x86_64__)
     __builtin_ia32_pause();

@@ -45,7 +45,7 @@ struct ScoreTokensTask {
 struct ScorePagesTask {
   const float* q = nullptr;             ///< [group, head_dim]
   const std::byte* digests = nullptr;   ///< [frames, 2, head_dim], digest dtype
-  const std::uint32_t* frames = nullptr;  ///< [pages], host memory
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read, unlike KvView::frames
   std::uint32_t pages = 0;
   float* out = nullptr;                 ///< [group, pages]
 };

@@ -14,22 +14,28 @@ namespace sluice {
 class Backend;
 
 /// One word in memory that both sides of the link see; the hand-over between a stream and the host.
-/// One writer; values only rise, so a flag is never reset. A failed producer raises kFailed instead of
-/// leaving its reader to wait. One cache line, so that flags never share one.
+/// One writer; values only rise, so a flag is never reset. A failed producer raises the flag all the same, with
+/// a mark, instead of leaving its reader to wait. One cache line, so that flags never share one.
+///
+/// The word is twice the value, plus 1 if the producer failed: a device that can only wait for a word to be
+/// greater than or equal to another is released by both.
 class alignas(64) Flag {
  public:
   enum class State { pending, reached, failed };
-  static constexpr std::uint64_t kFailed = std::uint64_t{1} << 63;
+  [[nodiscard]] static constexpr std::uint64_t reached_word(std::uint64_t value) noexcept { return value << 1; }
+  [[nodiscard]] static constexpr std::uint64_t failed_word(std::uint64_t value) noexcept { return value << 1 | 1; }
 
   /// Release: what the producer wrote before is visible to who sees the value.
-  void signal(std::uint64_t value) noexcept { word_.store(value, std::memory_order_release); }
+  void signal(std::uint64_t value) noexcept { word_.store(reached_word(value), std::memory_order_release); }
   /// Tells readers waiting for `value` or less that it will not come.
-  void fail(std::uint64_t value) noexcept { word_.store(value | kFailed, std::memory_order_release); }
+  void fail(std::uint64_t value) noexcept { word_.store(failed_word(value), std::memory_order_release); }
   [[nodiscard]] State state(std::uint64_t value) const noexcept {
     const std::uint64_t word = word_.load(std::memory_order_acquire);
-    if ((word & ~kFailed) < value) return State::pending;
-    return (word & kFailed) != 0 && (word & ~kFailed) == value ? State::failed : State::reached;
+    if (word < reached_word(value)) return State::pending;
+    return word == failed_word(value) ? State::failed : State::reached;
   }
+  /// Where the word lies, for a device that writes or waits for it by itself.
+  [[nodiscard]] std::uint64_t* word() noexcept { return reinterpret_cast<std::uint64_t*>(&word_); }
 
  private:
   std::atomic<std::uint64_t> word_{0};
@@ -75,6 +81,9 @@ class Stream {
   /// Blocks the caller until the queue is empty.
   /// @throws Error{Errc::timeout} past the deadline, Error{Errc::device} if work failed since the last event.
   virtual void synchronize(Deadline deadline) = 0;
+  /// The queue underneath, for callers who enqueue work of their own between calls: a cudaStream_t with the CUDA
+  /// device, null with the embedded host device.
+  [[nodiscard]] virtual void* native_handle() const noexcept { return nullptr; }
 };
 
 /// Memory of a device or pinned memory of the host; freed by its destructor. Movable through unique_ptr.

@@ -41,6 +41,10 @@ struct StepArgs {
   TensorView k;                           ///< [batch, kv_heads, head_dim], after RoPE
   TensorView v;                           ///< [batch, kv_heads, head_dim]
   MutableTensorView out;                  ///< [batch, q_heads, head_dim]; must not alias q
+  /// Return once everything is queued: `out` is ready for what is enqueued on Runtime::device_stream() afterwards, and
+  /// must stay until then. A failure of the device after that shows in the next call of any layer; the sequences must
+  /// then be ended. Ignored with the embedded host device, with a trace and with an audit.
+  bool ordered = false;
 };
 
 /// Facts that a user may want to print.
@@ -90,6 +94,10 @@ class Runtime {
   /// Appends one token per sequence to one layer and attends to what the policy keeps. Returns when
   /// `out` is ready. Selection for the next step and promotions go on in the background.
   void step(const StepArgs& args);
+
+  /// The queue in which the device reads and writes the tensors of all calls: what a caller enqueues there before a
+  /// call is seen by it, without waiting. With the CUDA device its native_handle() is a cudaStream_t.
+  [[nodiscard]] Stream& device_stream() noexcept;
 
   /// Frees the sequence's pages, waiting for copies in flight (bounded by the timeout). Unknown ids throw not_found.
   void end(SequenceId sequence);

@@ -36,7 +36,7 @@ std::uint64_t far_tokens(const NearSet& near, std::uint32_t begin, std::uint32_t
     const std::uint32_t next = std::min(end, (token / near.page_tokens + 1) * near.page_tokens);
     const std::uint32_t from = std::max(token, near.sink_end);
     const std::uint32_t to = std::min(next, near.recent_begin);
-    if (from < to && near.pages[token / near.page_tokens] == 0) count += to - from;
+    if (from < to && !near.holds(token / near.page_tokens)) count += to - from;
     token = next;
   }
   return count;

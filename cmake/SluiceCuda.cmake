@@ -1,0 +1,31 @@
+# Decides whether gpu/ is built, and how nvcc is called. Sets SLUICE_WITH_CUDA.
+#
+# CMAKE_CUDA_ARCHITECTURES defaults to Hopper alone, which keeps a build short; the preset cuda-all builds for
+# all that are supported. 90a rather than 90: the kernels use instructions that only the former has.
+set(SLUICE_WITH_CUDA OFF)
+if(NOT SLUICE_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(SLUICE_WITH_CUDA ON)
+  elseif(NOT SLUICE_CUDA STREQUAL "AUTO")
+    message(FATAL_ERROR "SLUICE_CUDA is ${SLUICE_CUDA} but nvcc was not found; put it on PATH, set "
+      "CMAKE_CUDA_COMPILER, or configure with SLUICE_CUDA=OFF")
+  endif()
+endif()
+
+if(SLUICE_WITH_CUDA)
+  if(NOT CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 90a CACHE STRING "GPU architectures")
+  endif()
+  enable_language(CUDA)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
+    message(FATAL_ERROR "nvcc ${CMAKE_CUDA_COMPILER_VERSION} is too old; install CUDA 13.0 or newer, or configure "
+      "with SLUICE_CUDA=OFF")
+  endif()
+  if(CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
+  endif()
+  find_package(CUDAToolkit REQUIRED)
+endif()
+message(STATUS "CUDA device: ${SLUICE_WITH_CUDA}")
