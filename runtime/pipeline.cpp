@@ -212,7 +212,8 @@ void Pipeline::post_observe(std::span<Sequence* const> sequences) {
       Sequence& sequence = *batch[i / kv_heads];
       LayerState& state = sequence.layers[layer];
       const std::uint32_t kv = i % kv_heads;
-      state.policy->observe(kv);
+      HostKv reader(parts_.host, shape_, parts_.pool, state.heads[kv]);
+      state.policy->observe(kv, reader);
       state.hot[kv].clear();
       const std::uint32_t limit = parts_.residency.quota(sequence.spec, state.pages());
       state.policy->forecast(kv, state.tokens + 1, limit, state.hot[kv]);

@@ -135,7 +135,8 @@ void Pipeline::select() {
         .ranked_pages = ranked == 0 ? std::span<const std::uint32_t>{}
                                     : std::span<const std::uint32_t>(buffers_.ranked(work.row, head, work.ranked), ranked),
         .near = &work.near,
-        .kv = &reader};
+        .kv = &reader,
+        .defer_scores = !parts_.device.info().host_memory};
     work.layer->policy->select(context, work.selected, work.bypass, work.counters);
   });
 }

@@ -56,6 +56,9 @@ struct HeadContext {
   std::span<const std::uint32_t> ranked_pages = {};
   const NearSet* near = nullptr;
   KvReader* kv = nullptr;
+  /// If the budget cuts nothing, leave the scores that only history wants to `observe`: the selection is ready before a
+  /// key was read, for reading far keys twice.
+  bool defer_scores = false;
 };
 
 /// What a selection cost and found, for one KV head; added to Stats by the pipeline.
@@ -88,8 +91,8 @@ class LayerPolicy {
   virtual void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit, std::vector<HotPage>& hot) = 0;
   /// Fills `row` (cleared by the caller) with what to attend beyond the near set.
   virtual void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) = 0;
-  /// Feeds the weights of the last selection back.
-  virtual void observe(std::uint32_t kv_head) = 0;
+  /// Feeds the weights of the last selection back; `kv` as in that selection.
+  virtual void observe(std::uint32_t kv_head, KvReader& kv) = 0;
 };
 
 /// @throws Error{Errc::invalid_argument} if the spec breaks its ranges.

@@ -58,6 +58,9 @@ void GroupHistory::forecast(std::uint32_t tokens) {
     find_candidates(head, vertical, slash);
     expand(head, vertical, slash);
   }
+  if (!options_.share_in_group) return;
+  united_.reset(tokens);
+  for (const Head& head : heads_) united_.unite(head.expanded);
 }
 
 /// Eq. (7): CAND = { j : SV[j] > tauV or SS[n - 1 - j] > tauS }.

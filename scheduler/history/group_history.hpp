@@ -30,6 +30,8 @@ class GroupHistory {
   [[nodiscard]] bool blank() const noexcept { return blank_; }
   /// EXP of query head `h` for the forecast step, without the forced local tokens.
   [[nodiscard]] const TokenSet& expanded(std::uint32_t h) const noexcept { return heads_[h].expanded; }
+  /// EXP of all query heads together, if the options share candidates in the group.
+  [[nodiscard]] const TokenSet& united() const noexcept { return united_; }
   /// Appends the pages with the highest summed scores of candidates, hottest first, at most `limit`.
   /// `page_tokens` is a power of two.
   void hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std::vector<HotPage>& hot);
@@ -65,6 +67,7 @@ class GroupHistory {
   bool blank_ = true;
   std::uint64_t looked_at_ = 0;
   std::vector<Head> heads_;             ///< [group]
+  TokenSet united_;
   TokenSet found_;                      // scratch
   std::vector<float> page_heat_;        // scratch, all zero between calls
   std::vector<float> weights_;          // scratch

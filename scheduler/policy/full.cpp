@@ -39,7 +39,7 @@ class FullPolicy final : public LayerPolicy {
     add_far_runs(*head.near, head.tokens, row);
     counters.candidates += row.attended();
   }
-  void observe(std::uint32_t) override {}
+  void observe(std::uint32_t, KvReader&) override {}
 };
 
 }  // namespace

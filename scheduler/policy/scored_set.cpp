@@ -70,7 +70,8 @@ void ScoredSet::collect(const CandidateSets& candidates, const NearSet& near) {
   for (std::uint32_t h = 0; h < candidates.sets.size(); ++h) {
     if (((candidates.active >> h) & 1) == 0) continue;
     head_of[count] = h;
-    sets[count++] = &candidates.sets[h];
+    sets[count++] = &candidates.sets[candidates.shared ? 0 : h];
+    if (candidates.shared) break;
   }
   if (count == 0) return;
 
@@ -166,15 +167,17 @@ void ScoredSet::emit(std::uint32_t group, Membership membership, SelectionRow& r
   for (const std::uint32_t heads : attended_) count += heads != 0;
   row.tokens.resize(count);
   row.members.resize(united && active_ == everyone ? 0 : count);
-  row.scores.resize(count * group);
+  row.scores.resize(scored() ? count * group : 0);
   std::size_t to = 0;
   for (std::size_t i = 0; i < tokens_.size(); ++i) {
     if (attended_[i] == 0) continue;
     row.tokens[to] = tokens_[i];
     if (!row.members.empty()) row.members[to] = united ? active_ : attended_[i];
-    const float* scores = scores_.data() + i * group;
-    float* out = row.scores.data() + to * group;
-    for (std::uint32_t h = 0; h < group; ++h) out[h] = scores[h];
+    if (!row.scores.empty()) {
+      const float* scores = scores_.data() + i * group;
+      float* out = row.scores.data() + to * group;
+      for (std::uint32_t h = 0; h < group; ++h) out[h] = scores[h];
+    }
     ++to;
   }
 }

@@ -27,7 +27,7 @@ struct TopKCut {
 struct CandidateSets {
   std::span<const TokenSet> sets;  ///< [group]; those of heads that are not active are not read
   std::uint32_t active = 0;        ///< bit h: query head h takes part
-  bool shared = false;             ///< a candidate of one head is a candidate of all active ones
+  bool shared = false;             ///< the first set holds the candidates of all active heads, the others are not read
   bool keep_near = false;          ///< near candidates are scored, to be observed; else they are dropped
 };
 
@@ -50,7 +50,8 @@ class ScoredSet {
   void choose(std::uint32_t k, std::uint32_t group);
   /// Takes everything for its heads; nothing is cut.
   void choose_all();
-  /// Writes what is attended.
+  [[nodiscard]] bool scored() const noexcept { return scores_.size() != 0 || tokens_.empty(); }
+  /// Writes what is attended; with scores, if they were read.
   void emit(std::uint32_t group, Membership membership, SelectionRow& row) const;
   /// The tokens and scores that head `h` observes, ascending; valid until the next call.
   struct Observed {

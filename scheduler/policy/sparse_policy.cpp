@@ -20,6 +20,7 @@ struct Head {
   std::optional<SinkBypass> bypass;
   std::vector<TokenSet> candidates;  ///< [group]
   ScoredSet scored;
+  std::vector<float> q;         ///< [group, head_dim] of the selection whose scores were deferred
   std::uint32_t observing = 0;  ///< bit h: query head h was not bypassed
   bool whole = false;           ///< every token was scored: scratch is n-sized, not worth keeping
 };
@@ -27,7 +28,11 @@ struct Head {
 class SparsePolicy final : public LayerPolicy {
  public:
   SparsePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens)
-      : spec_(spec), group_(shape.group()), page_tokens_(page_tokens), heads_(shape.kv_heads) {
+      : spec_(spec),
+        group_(shape.group()),
+        head_dim_(shape.head_dim),
+        page_tokens_(page_tokens),
+        heads_(shape.kv_heads) {
     for (Head& head : heads_) {
       if (spec.uses(Source::history)) head.history.emplace(spec.history, group_, spec.near.sink_tokens);
       if (spec.bypass_threshold > 0.f) {
@@ -73,9 +78,10 @@ class SparsePolicy final : public LayerPolicy {
     if (head.whole && !head.history) forget(head);
   }
 
-  void observe(std::uint32_t kv_head) override {
+  void observe(std::uint32_t kv_head, KvReader& kv) override {
     Head& head = heads_[kv_head];
     if (!head.history) return;
+    if (!head.scored.scored()) head.scored.score(kv, head.q.data(), group_);
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
       const ScoredSet::Observed seen = head.scored.observed(h, group_);
@@ -95,7 +101,8 @@ class SparsePolicy final : public LayerPolicy {
       return;
     }
     fill_all(context.tokens, head);
-    collect_and_score(context, head, counters);
+    collect(context, head, counters);
+    head.scored.score(*context.kv, context.q, group_);
     head.scored.choose_all();
   }
 
@@ -105,8 +112,15 @@ class SparsePolicy final : public LayerPolicy {
     } else {
       propose(context, head);
     }
-    collect_and_score(context, head, counters);
-    head.scored.choose(budget_tokens(spec_.budget, context.tokens), group_);
+    collect(context, head, counters);
+    const std::uint32_t budget = budget_tokens(spec_.budget, context.tokens);
+    if (context.defer_scores && head.history && head.scored.size() <= budget) {
+      head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
+      head.scored.choose_all();
+    } else {
+      head.scored.score(*context.kv, context.q, group_);
+      head.scored.choose(budget, group_);
+    }
     head.scored.emit(group_, shares() ? Membership::united : Membership::own, row);
   }
 
@@ -117,36 +131,47 @@ class SparsePolicy final : public LayerPolicy {
     }
   }
 
-  /// Candidates per query head: what history expanded to, the newest tokens, the pages that rank highest.
+  /// Candidates: what history expanded to, the newest tokens, the pages that rank highest; one set per query head, or
+  /// the first for all of them.
   void propose(const HeadContext& context, Head& head) const {
+    if (!shares()) {
+      for (std::uint32_t h = 0; h < group_; ++h) {
+        if (((head.observing >> h) & 1) == 0) continue;
+        propose_from(head.history ? &head.history->expanded(h) : nullptr, h, h + 1, context, head.candidates[h]);
+      }
+      return;
+    }
+    propose_from(&head.history->united(), 0, group_, context, head.candidates.front());
+  }
+
+  /// One set: a history's expansion (null: none), and the pages of query heads [begin, end).
+  void propose_from(const TokenSet* history, std::uint32_t begin, std::uint32_t end, const HeadContext& context,
+                    TokenSet& set) const {
     const std::uint32_t n = context.tokens;
     const std::uint32_t sinks = spec_.near.sink_tokens;
     const std::size_t ranked = context.ranked_pages.size() / group_;
-    for (std::uint32_t h = 0; h < group_; ++h) {
-      if (((head.observing >> h) & 1) == 0) continue;
-      TokenSet& set = head.candidates[h];
-      set.reset(n);
-      if (head.history) {
-        set.unite(head.history->expanded(h));
-        // The newest token and the local ones before it: their vertical entries are too young to speak.
-        const std::uint32_t local = std::min(spec_.history.local_tokens + 1, n - sinks);
-        set.add_range(n - local, n);
-      }
-      for (const std::uint32_t page : context.ranked_pages.subspan(h * ranked, ranked)) {
-        set.add_range(std::max(page * page_tokens_, sinks), std::min((page + 1) * page_tokens_, n));
-      }
+    set.reset(n);
+    if (history != nullptr) {
+      set.unite(*history);
+      // The newest token and the local ones before it: their vertical entries are too young to speak.
+      const std::uint32_t local = std::min(spec_.history.local_tokens + 1, n - sinks);
+      set.add_range(n - local, n);
+    }
+    for (const std::uint32_t page : context.ranked_pages.subspan(begin * ranked, (end - begin) * ranked)) {
+      set.add_range(std::max(page * page_tokens_, sinks), std::min((page + 1) * page_tokens_, n));
     }
   }
 
-  void collect_and_score(const HeadContext& context, Head& head, SelectCounters& counters) const {
+  void collect(const HeadContext& context, Head& head, SelectCounters& counters) const {
     head.scored.collect({.sets = head.candidates,
                          .active = head.observing,
-                         .shared = shares(),
+                         .shared = shares() && !head.whole,
                          .keep_near = head.history && spec_.history.observe_near},
                         *context.near);
-    head.scored.score(*context.kv, context.q, group_);
     for (std::uint32_t h = 0; h < group_; ++h) {
-      if (((head.observing >> h) & 1) != 0) counters.expanded_per_head += head.candidates[h].size();
+      if (((head.observing >> h) & 1) == 0) continue;
+      const bool own = !shares() || head.whole;
+      counters.expanded_per_head += own ? head.candidates[h].size() : head.history->expanded(h).size();
     }
     counters.candidates += head.scored.united();
     counters.near_hits += head.scored.near_hits();
@@ -163,6 +188,7 @@ class SparsePolicy final : public LayerPolicy {
 
   PolicySpec spec_;
   std::uint32_t group_;
+  std::uint32_t head_dim_;
   std::uint32_t page_tokens_;
   std::vector<Head> heads_;  ///< [kv_heads]
 };

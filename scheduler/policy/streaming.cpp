@@ -19,7 +19,7 @@ class StreamingPolicy final : public LayerPolicy {
   void begin(const PromptContext&) override {}
   void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
   void select(const HeadContext&, SelectionRow&, Bypass& bypass, SelectCounters&) override { bypass.heads = 0; }
-  void observe(std::uint32_t) override {}
+  void observe(std::uint32_t, KvReader&) override {}
 };
 
 }  // namespace

@@ -185,7 +185,7 @@ TEST_CASE("a bypassed head selects nothing and its history stands still", "[bypa
   // All heads silent: neither candidates nor an update. One silent: the forecast changes.
   std::vector<HotPage> before, after;
   policy->forecast(0, n, 100, before);
-  policy->observe(0);
+  policy->observe(0, prompt.kv);
   policy->forecast(0, n, 100, after);
   double change = 0.0;
   for (const HotPage& page : after) change += page.heat;
@@ -199,7 +199,7 @@ TEST_CASE("a bypassed head selects nothing and its history stands still", "[bypa
                  counters);
   REQUIRE(bypass.heads == 3u);
   REQUIRE(row.attended() == 0);
-  policy->observe(0);
+  policy->observe(0, prompt.kv);
   std::vector<HotPage> last;
   policy->forecast(0, n, 100, last);
   REQUIRE(last.size() == after.size());

@@ -26,7 +26,7 @@ SelectionRow select(const std::string& text, std::uint32_t n, const NearSet& nea
   policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near, .kv = &kv}, row, bypass, counters);
   REQUIRE(bypass.heads == 0);
   REQUIRE(kv.rows_scored == 0);
-  policy->observe(0);
+  policy->observe(0, kv);
   return row;
 }
 

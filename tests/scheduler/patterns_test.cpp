@@ -30,7 +30,7 @@ double worst_overlap(const PatternKv::Logit& logit, std::uint32_t k, std::uint32
     std::vector<HotPage> hot;
     policy->forecast(0, n, 4, hot);
     policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
-    policy->observe(0);
+    policy->observe(0, kv);
     for (std::uint32_t h = 0; h < 2; ++h) {
       const auto truth = best(positions(4, n), k, [&](std::uint32_t j) { return logit(h, n - 1, j); });
       const auto chosen = attended_by(row, h);

@@ -33,7 +33,7 @@ TEST_CASE("a budget that holds the context is dense attention and still fills th
   REQUIRE(step.row.tokens.empty());
   REQUIRE(attended_by(step.row, 0) == positions(4, n));
   REQUIRE(step.kv.rows_scored == n - 4);
-  step.policy->observe(0);
+  step.policy->observe(0, step.kv);
   std::vector<HotPage> hot;
   step.policy->forecast(0, n + 1, 8, hot);
   REQUIRE_FALSE(hot.empty());
@@ -48,7 +48,7 @@ TEST_CASE("nothing beyond the sinks: nothing selected, nothing read", "[policy]"
   step.select(near.set);
   REQUIRE(step.row.attended() == 0);
   REQUIRE(step.kv.rows_scored == 0);
-  step.policy->observe(0);
+  step.policy->observe(0, step.kv);
 }
 
 TEST_CASE("an empty prompt decodes densely until its budget is full, then from history", "[lfps]") {
@@ -68,7 +68,7 @@ TEST_CASE("an empty prompt decodes densely until its budget is full, then from h
       REQUIRE(attended_by(row, 2).size() <= 16);
       REQUIRE(attended_by(row, 2).size() >= 6);  // 5 local tokens and the new one at least
     }
-    policy->observe(0);
+    policy->observe(0, step.kv);
   }
 }
 
@@ -83,7 +83,7 @@ TEST_CASE("a history without contrast attends densely for one step and learns fr
                  step.counters);
   REQUIRE(attended_by(row, 0) == positions(4, n));
   REQUIRE(row.tokens.empty());
-  policy->observe(0);
+  policy->observe(0, step.kv);
   row.clear();
   policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
                  step.counters);
@@ -193,7 +193,7 @@ TEST_CASE("near candidates are observed but not attended", "[sluice]") {
   const auto heat_after = [n](Step& step) {
     std::vector<HotPage> before, after;
     step.policy->forecast(0, n, 1000, before);
-    step.policy->observe(0);
+    step.policy->observe(0, step.kv);
     step.policy->forecast(0, n, 1000, after);
     double change = 0.0;
     for (const HotPage& page : after) change += page.heat;
@@ -211,8 +211,8 @@ TEST_CASE("observed weights come from the best of all candidates, near ones incl
   a.select(far.set);
   b.select(near.set);
   REQUIRE(b.counters.near_hits > 0);
-  a.policy->observe(0);
-  b.policy->observe(0);
+  a.policy->observe(0, a.kv);
+  b.policy->observe(0, b.kv);
   std::vector<HotPage> hot_a, hot_b;
   a.policy->forecast(0, n + 1, 1000, hot_a);
   b.policy->forecast(0, n + 1, 1000, hot_b);
@@ -259,4 +259,44 @@ TEST_CASE("a step repeated from select gives the same selection", "[policy]") {
   REQUIRE(first.tokens == step.row.tokens);
   REQUIRE(first.members == step.row.members);
   REQUIRE(first.scores == step.row.scores);
+}
+
+TEST_CASE("deferring scores changes neither what is attended nor what is learnt", "[policy]") {
+  const std::string text = GENERATE("sluice:budget=100%,min_tokens=1", "lfps:budget=100%,min_tokens=1,bypass=0",
+                                    "sluice:budget=100%,min_tokens=1,observe_near=off", "sluice:budget=8");
+  CAPTURE(text);
+  const std::uint32_t n = 1200;
+  Step eager(text, n), deferred(text, n);
+  const FakeNear near(n, 4, 128, {6, 7});
+  const std::vector<std::uint32_t> ranked =
+      text.front() == 's' ? std::vector<std::uint32_t>{4, 5, 6, 7} : std::vector<std::uint32_t>{};
+  eager.select(near.set, ranked);
+  std::vector<HotPage> hot;
+  deferred.policy->forecast(0, n, 8, hot);
+  deferred.policy->select({.kv_head = 0,
+                           .tokens = n,
+                           .q = deferred.q.data(),
+                           .ranked_pages = ranked,
+                           .near = &near.set,
+                           .kv = &deferred.kv,
+                           .defer_scores = true},
+                          deferred.row, deferred.bypass, deferred.counters);
+  const bool cuts = text == "sluice:budget=8";
+  REQUIRE(deferred.kv.rows_scored == (cuts ? deferred.counters.scored : 0));
+  REQUIRE(deferred.row.scores.empty() == !cuts);
+  REQUIRE(deferred.row.tokens == eager.row.tokens);
+  REQUIRE(deferred.row.members == eager.row.members);
+  REQUIRE_FALSE(eager.row.tokens.empty());
+
+  eager.policy->observe(0, eager.kv);
+  deferred.policy->observe(0, deferred.kv);
+  REQUIRE(deferred.kv.rows_scored == deferred.counters.scored);
+  std::vector<HotPage> hot_eager, hot_deferred;
+  eager.policy->forecast(0, n + 1, 1000, hot_eager);
+  deferred.policy->forecast(0, n + 1, 1000, hot_deferred);
+  REQUIRE(hot_eager.size() == hot_deferred.size());
+  for (std::size_t i = 0; i < hot_eager.size(); ++i) {
+    REQUIRE(hot_eager[i].page == hot_deferred[i].page);
+    REQUIRE(hot_eager[i].heat == hot_deferred[i].heat);
+  }
 }

@@ -145,7 +145,7 @@ PhaseTimes PolicyLayer::step(std::uint32_t step, StepOutput& output) {
   const auto start = Clock::now();
   attend(step, output);
   times.attend = microseconds_since(start);
-  timed(times.observe, [&](std::uint32_t h) { policy_->observe(h); });
+  timed(times.observe, [&](std::uint32_t h) { policy_->observe(h, heads_[h]->reader); });
   return times;
 }
 
