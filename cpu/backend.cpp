@@ -166,14 +166,16 @@ void Backend::top_k(std::span<const TopKTask> tasks, Stream*) {
   });
 }
 
-void Backend::to_f32(const TensorView& in, float* out, Stream*) {
-  const std::uint64_t row = std::uint64_t{in.heads} * in.head_dim;
-  for_each_unit(workers_, in.tokens, in.tokens * row * sizeof(float), [&](std::uint32_t token) {
-    for (std::uint32_t head = 0; head < in.heads; ++head) {
-      float* const to = out + token * row + std::uint64_t{head} * in.head_dim;
-      widen_row(kernels_, in.dtype, in.row(token, head), in.head_dim, to);
-    }
-  });
+void Backend::to_f32(std::span<const ToF32Task> tasks, Stream*) {
+  for (const auto& [in, out] : tasks) {
+    const std::uint64_t row = std::uint64_t{in.heads} * in.head_dim;
+    for_each_unit(workers_, in.tokens, in.tokens * row * sizeof(float), [&](std::uint32_t token) {
+      for (std::uint32_t head = 0; head < in.heads; ++head) {
+        float* const to = out + token * row + std::uint64_t{head} * in.head_dim;
+        widen_row(kernels_, in.dtype, in.row(token, head), in.head_dim, to);
+      }
+    });
+  }
 }
 
 }  // namespace sluice::cpu

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "cpu/backend.hpp"
@@ -19,9 +20,10 @@ struct Unit {
 };
 
 /// Tokens per unit of a task: how a task is cut depends on the task alone, so results do not depend on the
-/// number of threads. At least 512 rows, which amortise start and merge; up to 64 units for long tasks.
+/// number of threads. At least 256 rows, which amortise start and merge and still leave every core of a large machine
+/// a part of a decode step's far tokens; up to 64 units for long tasks.
 std::uint32_t unit_rows(std::uint64_t tokens) noexcept {
-  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(div_up(tokens, 64), 512, 4096));
+  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(div_up(tokens, 64), 256, 4096));
 }
 
 std::uint64_t tokens_of(const AttendTask& task) noexcept {
@@ -83,6 +85,22 @@ void attend_unit(const Kernels& kernels, const AttendTask& task, const Attention
   kernels_for(kernels, task.kv.layout.dtype).attend(args);
 }
 
+/// Units [begin, end) of one task.
+struct Share {
+  std::uint32_t begin = 0;
+  std::uint32_t end = 0;
+};
+
+std::vector<Share> shares_of(const std::vector<Unit>& units, std::size_t tasks) {
+  std::vector<Share> shares(tasks);
+  for (std::uint32_t i = 0; i < units.size(); ++i) {
+    Share& share = shares[units[i].task];
+    if (share.end == 0) share.begin = i;
+    share.end = i + 1;
+  }
+  return shares;
+}
+
 /// Where unit i's partial lies in scratch memory.
 Partial partial_at(float* scratch, std::size_t i, const AttentionShape& shape) noexcept {
   const std::size_t out = std::size_t{shape.group()} * shape.head_dim;
@@ -106,16 +124,23 @@ void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& sh
   const std::uint64_t bytes = cut(tasks, units);
   float* const scratch = own_scratch.floats(units.size() * shape.group() * (shape.head_dim + std::uint64_t{1}));
 
-  // A task's first unit goes straight to its output, the others are merged into it in their order.
-  for (const AttendTask& task : tasks) clear(task.out, shape);
-  const auto is_first = [&](std::size_t i) { return i == 0 || units[i].task != units[i - 1].task; };
-  for_each_unit(workers_, units.size(), bytes, [&](std::uint32_t i) {
-    const AttendTask& task = tasks[units[i].task];
-    attend_unit(kernels_, task, shape, units[i], is_first(i) ? task.out : partial_at(scratch, i, shape));
-  });
-  for (std::size_t i = 0; i < units.size(); ++i) {
-    if (!is_first(i)) merge_into(tasks[units[i].task].out, partial_at(scratch, i, shape), shape.group(), shape.head_dim);
+  // A task's first unit goes straight to its output. Who finishes its last unit merges the others in their order.
+  const std::vector<Share> shares = shares_of(units, tasks.size());
+  std::vector<std::atomic<std::uint32_t>> left(tasks.size());
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    left[i].store(shares[i].end - shares[i].begin, std::memory_order_relaxed);
+    if (shares[i].begin == shares[i].end) clear(tasks[i].out, shape);
   }
+  for_each_unit(workers_, units.size(), bytes, [&](std::uint32_t i) {
+    const std::uint32_t index = units[i].task;
+    const AttendTask& task = tasks[index];
+    const Share& share = shares[index];
+    attend_unit(kernels_, task, shape, units[i], i == share.begin ? task.out : partial_at(scratch, i, shape));
+    if (left[index].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    for (std::uint32_t unit = share.begin + 1; unit < share.end; ++unit) {
+      merge_into(task.out, partial_at(scratch, unit, shape), shape.group(), shape.head_dim);
+    }
+  });
 }
 
 void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream*) {

@@ -1,6 +1,8 @@
 #include "cpu/host_backend.hpp"
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "cpu/host_stream.hpp"
 #include "sluice/error.hpp"
@@ -75,9 +77,10 @@ void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape
   dispatch(stream, "prefill", [=, this] { cpu_.prefill(tasks, strides, shape, nullptr); });
 }
 
-void HostBackend::to_f32(const TensorView& in, float* out, Stream* stream) {
-  if (in.tokens == 0) return;
-  dispatch(stream, "to_f32", [=, this] { cpu_.to_f32(in, out, nullptr); });
+void HostBackend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {
+  const auto is_empty = [](const ToF32Task& task) { return task.in.tokens == 0; };
+  if (std::all_of(tasks.begin(), tasks.end(), is_empty)) return;
+  dispatch(stream, "to_f32", [this, copied = std::vector(tasks.begin(), tasks.end())] { cpu_.to_f32(copied, nullptr); });
 }
 
 }  // namespace sluice::cpu

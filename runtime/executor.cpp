@@ -112,7 +112,8 @@ void Executor::trace_streams(const StepGraph& graph, std::uint32_t layer) {
   }
 }
 
-void Executor::trace(const Node& node, std::uint32_t layer, Clock::time_point begin, Clock::time_point end) {
+void Executor::trace(const Node& node, std::uint32_t layer, Clock::time_point begin, Clock::time_point end) const {
+  if (trace_ == nullptr) return;
   trace_->record({.name = to_string(node.kind),
                   .lane = node.lane,
                   .layer = layer,

@@ -41,6 +41,8 @@ class Executor {
   void run(const scheduler::StepGraph& graph, std::uint32_t layer, NodeRunner& runner, Finish finish = Finish::done);
 
   [[nodiscard]] Stream& device_stream() noexcept { return *device_stream_; }
+  /// Reports work that ran outside a graph, in the background; nothing without a trace. Thread-safe.
+  void trace(const scheduler::Node& node, std::uint32_t layer, Clock::time_point begin, Clock::time_point end) const;
   /// Time that the caller's thread has spent waiting for the device or the link since the last call.
   [[nodiscard]] std::uint64_t take_wait_ns() noexcept;
 
@@ -56,7 +58,6 @@ class Executor {
   void issue(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, NodeRunner& runner,
              Finish finish);
   void trace_streams(const scheduler::StepGraph& graph, std::uint32_t layer);
-  void trace(const scheduler::Node& node, std::uint32_t layer, Clock::time_point begin, Clock::time_point end);
   void await(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline);
   [[nodiscard]] Stream& stream(Lane lane) noexcept { return lane == Lane::device ? *device_stream_ : link_; }
 

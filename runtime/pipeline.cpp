@@ -19,7 +19,8 @@ Pipeline::Pipeline(const PipelineParts& parts)
       shape_(parts.options.shape),
       layout_(parts.options.layout()),
       executor_(parts.device, parts.link.stream(), parts.options.timeout, parts.options.trace),
-      buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads)),
+      buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads),
+               parts.options.audit_every != 0),
       index_(parts.device, parts.host, parts.pool, parts.link) {
   parts.link.follow(executor_.device_stream());
 }
@@ -208,6 +209,7 @@ void Pipeline::post_observe(std::span<Sequence* const> sequences) {
                [&](const Sequence* s) { return scheduler::step_shape(s->spec, parts_.options.placement).observe; });
   job.ticket = background_.post([this, layer = layer_, batch = job.sequences] {
     const std::uint32_t kv_heads = shape_.kv_heads;
+    const Clock::time_point begin = Clock::now();
     parts_.workers.parallel_for(static_cast<std::uint32_t>(batch.size()) * kv_heads, [&](std::uint32_t i) {
       Sequence& sequence = *batch[i / kv_heads];
       LayerState& state = sequence.layers[layer];
@@ -218,6 +220,7 @@ void Pipeline::post_observe(std::span<Sequence* const> sequences) {
       const std::uint32_t limit = parts_.residency.quota(sequence.spec, state.pages());
       state.policy->forecast(kv, state.tokens + 1, limit, state.hot[kv]);
     });
+    executor_.trace({.kind = scheduler::NodeKind::observe, .lane = Lane::cpu, .background = true, .after = {}}, layer, begin, Clock::now());
   });
   pending_.push_back(std::move(job));
 }

@@ -94,9 +94,13 @@ void Prompt::remember(Sequence& sequence, LayerState& layer, const TensorView& l
   TensorView tail = last_q;
   tail.data = last_q.row(last_q.tokens - fresh, 0);
   tail.tokens = fresh;
-  device_.backend().to_f32(tail, rows.data() + kept * row, &device_stream_);
+  const std::uint64_t bytes = fresh * row * sizeof(float);
+  if (!last_q_ || last_q_->bytes() < bytes) last_q_ = device_.allocate_pinned(bytes);
+  auto* const landed = reinterpret_cast<float*>(last_q_->data());
+  device_.backend().to_f32(tail, landed, &device_stream_);
   device_stream_.record(*attended_);
   await(*attended_, "hand-over of the prompt's last queries");
+  std::copy_n(landed, fresh * row, rows.begin() + static_cast<std::ptrdiff_t>(kept * row));
   layer.last_q = std::move(rows);
   layer.last_q_rows = kept + fresh;
 }

@@ -42,6 +42,7 @@ class Prompt {
   Stream& device_stream_;
   std::byte* staging_;
   std::uint32_t staging_pages_;
+  std::unique_ptr<Buffer> last_q_;  ///< pinned; grows to the most queries that a policy wanted
   std::unique_ptr<Event> appended_;
   std::unique_ptr<Event> flushed_;
   std::unique_ptr<Event> attended_;

@@ -9,8 +9,8 @@ float* floats(const std::unique_ptr<Buffer>& memory) { return reinterpret_cast<f
 
 }  // namespace
 
-StepBuffers::StepBuffers(Device& device, const AttentionShape& shape, std::uint32_t max_pages)
-    : device_(device), shape_(shape), max_pages_(max_pages) {}
+StepBuffers::StepBuffers(Device& device, const AttentionShape& shape, std::uint32_t max_pages, bool audited)
+    : device_(device), shape_(shape), max_pages_(max_pages), audited_(audited) {}
 
 void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
   if (batch > batch_) {
@@ -22,7 +22,7 @@ void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
     Memory device_query = device_.allocate(q_bytes);
     Memory key = device_.allocate_pinned(kv_bytes);
     Memory value = device_.allocate_pinned(kv_bytes);
-    Memory near_memory = device_.allocate(partial_bytes);
+    Memory near_memory = audited_ ? device_.allocate_pinned(partial_bytes) : device_.allocate(partial_bytes);
     Memory far_memory = device_.allocate_pinned(partial_bytes);
     Memory lse = device_.allocate_pinned(new_rows * sizeof(float));
     query_ = std::move(query);

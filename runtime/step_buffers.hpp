@@ -47,7 +47,8 @@ struct FetchBatch {
 /// dense; `far_*` and `query` are pinned, `near_*` is device memory.
 class StepBuffers {
  public:
-  StepBuffers(Device& device, const AttentionShape& shape, std::uint32_t max_pages);
+  /// `audited`: the host reads the near partials, too.
+  StepBuffers(Device& device, const AttentionShape& shape, std::uint32_t max_pages, bool audited);
 
   /// Makes room for `batch` sequences; `ranked_pages` per query head, 0 if no policy ranks.
   void reserve(std::uint32_t batch, std::uint32_t ranked_pages);
@@ -93,6 +94,7 @@ class StepBuffers {
   Device& device_;
   AttentionShape shape_;
   std::uint32_t max_pages_;
+  bool audited_;
   std::uint32_t batch_ = 0;
   std::uint32_t ranked_pages_ = 0;
   std::uint32_t fetch_room_ = 0;

@@ -78,10 +78,9 @@ void Pipeline::rank_pages() {
 
 void Pipeline::hand_over() {
   Backend& device = parts_.device.backend();
-  Stream* stream = &executor_.device_stream();
-  device.to_f32(args_->q, buffers_.q(0, 0), stream);
-  device.to_f32(args_->k, buffers_.k(0, 0), stream);
-  device.to_f32(args_->v, buffers_.v(0, 0), stream);
+  const ToF32Task tasks[] = {
+      {args_->q, buffers_.q(0, 0)}, {args_->k, buffers_.k(0, 0)}, {args_->v, buffers_.v(0, 0)}};
+  device.to_f32(tasks, &executor_.device_stream());
 }
 
 void Pipeline::attend_near() {

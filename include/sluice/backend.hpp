@@ -102,6 +102,12 @@ struct PrefillShape {
   std::uint64_t out_head_stride = 0;
 };
 
+/// Copies rows [tokens, heads, head_dim] of a tensor to dense float32; `out` may be pinned host memory.
+struct ToF32Task {
+  TensorView in;
+  float* out = nullptr;
+};
+
 /// The verbs that policies and the pipeline are written in. `cpu::Backend` computes before it returns and
 /// ignores `stream` (null is fine). A device's backend only enqueues on `stream`; then everything that a
 /// task points to, the task array included, must stay unchanged until the stream has passed the verb.
@@ -127,8 +133,12 @@ class Backend {
   virtual void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) = 0;
   virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                        Stream* stream) = 0;
-  /// Copies rows [tokens, heads, head_dim] to dense float32; `out` may be pinned host memory.
-  virtual void to_f32(const TensorView& in, float* out, Stream* stream) = 0;
+  /// All tensors in one launch. The task array is copied; it may go when the call returns.
+  virtual void to_f32(std::span<const ToF32Task> tasks, Stream* stream) = 0;
+  void to_f32(const TensorView& in, float* out, Stream* stream) {
+    const ToF32Task task{.in = in, .out = out};
+    to_f32(std::span(&task, 1), stream);
+  }
 };
 
 }  // namespace sluice

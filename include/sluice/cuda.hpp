@@ -55,7 +55,7 @@ struct CudaDeviceOptions {
   std::chrono::milliseconds flag_timeout{30'000};  ///< how long a stream waits for a host flag
   TransferPath transfer = TransferPath::automatic;
   /// Null: built-in crossovers (measured on one H200 over PCIe 5) until `calibrate` is called.
-  std::shared_ptr<const TransferProfile> profile;
+  std::shared_ptr<const TransferProfile> profile{};
 };
 
 /// GPUs that this build can use; 0 without one, without a driver, or in a build without CUDA. Never throws.

@@ -28,6 +28,9 @@ struct HistoryOptions {
   /// Candidates that are near already are scored too, from their host copies, so that the tables keep
   /// following them. False: the tables forget a page while it is near. Costs their K rows on the CPU.
   bool observe_near = true;
+  /// A layer feeds its tables in every N-th step; neighbouring layers take turns. The paper's is 1; more saves host
+  /// work, and history moves slower than that. [1, 64]
+  std::uint32_t observe_every = 1;
   friend bool operator==(const HistoryOptions&, const HistoryOptions&) = default;
 };
 

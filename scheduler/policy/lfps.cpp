@@ -18,7 +18,8 @@ PolicySpec lfps_spec() {
                   .init_queries = 32,
                   .local_tokens = 5,
                   .share_in_group = false,
-                  .observe_near = true};
+                  .observe_near = true,
+                  .observe_every = 1};
   spec.budget = {.min_tokens = 64, .share = 0.02f};
   spec.near = {.sink_tokens = 4, .recent_tokens = 0, .share = 0.f};
   spec.bypass_threshold = 0.85f;

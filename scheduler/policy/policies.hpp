@@ -19,9 +19,10 @@ namespace sluice::scheduler {
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_full_policy();
 /// Attends the near set only: no sources.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_streaming_policy();
-/// Candidates of any union of `exact`, `history` and `pages`, scored exactly, cut to the budget.
+/// Candidates of any union of `exact`, `history` and `pages`, scored exactly, cut to the budget. `layer` only decides
+/// whose turn it is to observe.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_sparse_policy(const PolicySpec& spec, const AttentionShape& shape,
-                                                              std::uint32_t page_tokens);
+                                                              std::uint32_t page_tokens, LayerId layer);
 
 /// Appends to `row.runs` every token below `tokens` that is not near; at most one run per page.
 void add_far_runs(const NearSet& near, std::uint32_t tokens, SelectionRow& row);

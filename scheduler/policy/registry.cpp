@@ -43,7 +43,7 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
   validate(spec);
   if (layer.value < spec.dense_layers || spec.uses(Source::all)) return make_full_policy();
   if (spec.sources == 0) return make_streaming_policy();
-  return make_sparse_policy(spec, shape, page_tokens);
+  return make_sparse_policy(spec, shape, page_tokens, layer);
 }
 
 }  // namespace sluice::scheduler

@@ -21,16 +21,18 @@ struct Head {
   std::vector<TokenSet> candidates;  ///< [group]
   ScoredSet scored;
   std::vector<float> q;         ///< [group, head_dim] of the selection whose scores were deferred
+  std::uint64_t steps = 0;      ///< observe calls
   std::uint32_t observing = 0;  ///< bit h: query head h was not bypassed
   bool whole = false;           ///< every token was scored: scratch is n-sized, not worth keeping
 };
 
 class SparsePolicy final : public LayerPolicy {
  public:
-  SparsePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens)
+  SparsePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens, LayerId layer)
       : spec_(spec),
         group_(shape.group()),
         head_dim_(shape.head_dim),
+        layer_(layer.value),
         page_tokens_(page_tokens),
         heads_(shape.kv_heads) {
     for (Head& head : heads_) {
@@ -81,6 +83,9 @@ class SparsePolicy final : public LayerPolicy {
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     Head& head = heads_[kv_head];
     if (!head.history) return;
+    // A whole context is always observed: it was attended because the tables knew nothing.
+    const bool turn = (head.steps++ + layer_) % spec_.history.observe_every == 0;
+    if (!turn && !head.whole) return;
     if (!head.scored.scored()) head.scored.score(kv, head.q.data(), group_);
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
@@ -189,6 +194,7 @@ class SparsePolicy final : public LayerPolicy {
   PolicySpec spec_;
   std::uint32_t group_;
   std::uint32_t head_dim_;
+  std::uint32_t layer_;
   std::uint32_t page_tokens_;
   std::vector<Head> heads_;  ///< [kv_heads]
 };
@@ -196,8 +202,8 @@ class SparsePolicy final : public LayerPolicy {
 }  // namespace
 
 std::unique_ptr<LayerPolicy> make_sparse_policy(const PolicySpec& spec, const AttentionShape& shape,
-                                                std::uint32_t page_tokens) {
-  return std::make_unique<SparsePolicy>(spec, shape, page_tokens);
+                                                std::uint32_t page_tokens, LayerId layer) {
+  return std::make_unique<SparsePolicy>(spec, shape, page_tokens, layer);
 }
 
 }  // namespace sluice::scheduler

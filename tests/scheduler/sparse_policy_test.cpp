@@ -300,3 +300,27 @@ TEST_CASE("deferring scores changes neither what is attended nor what is learnt"
     REQUIRE(hot_eager[i].heat == hot_deferred[i].heat);
   }
 }
+
+TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") {
+  const std::uint32_t n = 1000;
+  const std::uint32_t layer = GENERATE(0u, 1u);
+  Step step("lfps:bypass=0,observe_every=2", n);
+  auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{layer});
+  policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
+  const FakeNear near(n, 4, 0);
+  std::vector<bool> fed;
+  for (int i = 0; i < 4; ++i) {
+    std::vector<HotPage> before, after;
+    policy->forecast(0, n, 1000, before);
+    step.row.clear();
+    policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, step.row,
+                   step.bypass, step.counters);
+    policy->observe(0, step.kv);
+    policy->forecast(0, n, 1000, after);
+    double change = 0.0;
+    for (const HotPage& page : after) change += page.heat;
+    for (const HotPage& page : before) change -= page.heat;
+    fed.push_back(change != 0.0);
+  }
+  REQUIRE(fed == (layer == 0 ? std::vector<bool>{true, false, true, false} : std::vector<bool>{false, true, false, true}));
+}

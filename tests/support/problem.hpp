@@ -34,6 +34,8 @@ class Problem {
   [[nodiscard]] const PageLayout& layout() const noexcept { return layout_; }
   [[nodiscard]] KvView kv() const noexcept { return {.base = memory_.data(), .frames = frames_.data(), .layout = layout_}; }
   [[nodiscard]] const std::vector<std::uint32_t>& frames() const noexcept { return frames_; }
+  /// All frames, those of no page too: what kv().base begins.
+  [[nodiscard]] std::span<const std::byte> memory() const noexcept { return memory_; }
   [[nodiscard]] const float* q() const noexcept { return q_.data(); }
   [[nodiscard]] float q(std::uint32_t head, std::uint32_t c) const noexcept { return q_[head * options_.head_dim + c]; }
   /// Elements as they were stored, exactly.

@@ -58,6 +58,11 @@ class CacheEvictor {
   std::vector<std::uint64_t> data_;
 };
 
+/// `sluice bench gpu`.
+void add_bench_gpu(CLI::App& bench, int& exit_code);
+/// `sluice bench decode`.
+void add_bench_decode(CLI::App& bench, int& exit_code);
+
 /// Dense attention, and each policy against it: times by phase, ratios, and what the policy kept.
 /// @throws Error{Errc::device} if a result is wrong; nothing is timed then.
 [[nodiscard]] Table bench_attention(const BenchCpuOptions& options, BenchMachine& machine, ProgressBar& bar);

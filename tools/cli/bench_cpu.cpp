@@ -1,44 +1,22 @@
 #include <algorithm>
-#include <array>
 #include <memory>
 
 #include "sluice/error.hpp"
 #include "tools/cli/bench.hpp"
+#include "tools/cli/bench_shapes.hpp"
 #include "tools/cli/facts.hpp"
 #include "tools/cli/values.hpp"
 
 namespace sluice::tools {
 namespace {
 
-struct NamedShape {
-  const char* name;
-  AttentionShape shape;
-};
-constexpr std::array<NamedShape, 4> kShapes{{
-    {"llama-3.1-8b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 128}},
-    {"llama-3.1-70b", {.layers = 1, .q_heads = 64, .kv_heads = 8, .head_dim = 128}},
-    {"llama-3.2-1b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 64}},
-    {"testbed", {.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 64}},
-}};
-
-std::string shape_names() {
-  std::string names;
-  for (const NamedShape& named : kShapes) names += (names.empty() ? "" : ", ") + std::string(named.name);
-  return names;
-}
-
 AttentionShape shape_of(const BenchCpuOptions& options) {
-  for (const NamedShape& named : kShapes) {
-    if (options.shape_name != named.name) continue;
-    AttentionShape shape = named.shape;
-    if (options.shape.q_heads != 0) shape.q_heads = options.shape.q_heads;
-    if (options.shape.kv_heads != 0) shape.kv_heads = options.shape.kv_heads;
-    if (options.shape.head_dim != 0) shape.head_dim = options.shape.head_dim;
-    validate(shape);
-    return shape;
-  }
-  throw Error(Errc::invalid_argument, "--shape: unknown shape '" + options.shape_name + "'; have " + shape_names() +
-                                          ", or set --q-heads, --kv-heads and --head-dim");
+  AttentionShape shape = named_shape(options.shape_name);
+  if (options.shape.q_heads != 0) shape.q_heads = options.shape.q_heads;
+  if (options.shape.kv_heads != 0) shape.kv_heads = options.shape.kv_heads;
+  if (options.shape.head_dim != 0) shape.head_dim = options.shape.head_dim;
+  validate(shape);
+  return shape;
 }
 
 Json config_of(const BenchCpuOptions& options) {
@@ -148,6 +126,8 @@ void add_bench(CLI::App& app, int& exit_code) {
   auto* bench = app.add_subcommand("bench", "Measure this machine");
   bench->require_subcommand(1);
   add_cpu(*bench, exit_code);
+  add_bench_gpu(*bench, exit_code);
+  add_bench_decode(*bench, exit_code);
 }
 
 }  // namespace sluice::tools

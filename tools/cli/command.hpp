@@ -25,6 +25,7 @@ enum ExitCode : int {
 void add_run(CLI::App& app, int& exit_code);
 void add_eval(CLI::App& app, int& exit_code);
 void add_bench(CLI::App& app, int& exit_code);
+void add_link(CLI::App& app, int& exit_code);
 void add_doctor(CLI::App& app, int& exit_code);
 void add_policies(CLI::App& app, int& exit_code);
 

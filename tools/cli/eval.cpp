@@ -3,6 +3,8 @@
 
 #include "sluice/runtime.hpp"
 #include "tools/cli/command.hpp"
+#include "tools/cli/device_flags.hpp"
+#include "tools/cli/model_source.hpp"
 #include "tools/cli/progress_bar.hpp"
 #include "tools/cli/runtime_flags.hpp"
 #include "tools/cli/stats_columns.hpp"
@@ -27,6 +29,7 @@ struct EvalOptions {
   std::uint64_t seed = 0;
   std::string haystack;
   RuntimeFlags runtime;
+  DeviceFlags device;
   OutputOptions output;
 };
 
@@ -47,8 +50,9 @@ struct Cell {
 /// values, reads the last tokens of the question and answers.
 class Evaluation {
  public:
-  Evaluation(const EvalOptions& options, const Model& model, std::vector<PolicySpec> policies)
-      : options_(options), model_(model), policies_(std::move(policies)) {
+  Evaluation(const EvalOptions& options, const Model& model, std::vector<PolicySpec> policies,
+             std::shared_ptr<Device> device)
+      : options_(options), model_(model), policies_(std::move(policies)), device_(std::move(device)) {
     if (!options.haystack.empty()) haystack_ = read_text_file(options.haystack);
   }
 
@@ -61,7 +65,7 @@ class Evaluation {
     }
     const AttentionShape shape = model_.config().shape();
     runtime_options_ = sized(options_.runtime, shape, policies_, static_cast<std::uint32_t>(tokens));
-    Runtime runtime(runtime_options_);
+    Runtime runtime(runtime_options_, device_);
     std::vector<Score> scores(policies_.size());
     for (std::size_t i = 0; i < tasks.size(); ++i) {
       const std::vector<int> prompt = ByteTokenizer::encode(tasks[i].prompt);
@@ -114,6 +118,7 @@ class Evaluation {
   const EvalOptions& options_;
   const Model& model_;
   std::vector<PolicySpec> policies_;
+  std::shared_ptr<Device> device_;
   std::string haystack_;
   RuntimeOptions runtime_options_;
 };
@@ -156,13 +161,14 @@ int run(const EvalOptions& options) {
   const std::vector<PolicySpec> policies = parse_policies(options.policies);
   const std::vector<Cell> cells = cells_of(options);
   const OutputTarget target(options.output.path);
-  const Model model(options.model, {.threads = options.runtime.options.threads});
+  const std::shared_ptr<Device> device = make_device(options.device);
+  const Model model = load_model(options.model, "", options.runtime.options.threads, device);
   if (!ByteTokenizer::fits(model.config())) {
     throw Error(Errc::invalid_argument,
                 "--model: the tasks are written in bytes and need a byte-level model such as "
                 "tests/data/testbed");
   }
-  Evaluation evaluation(options, model, policies);
+  Evaluation evaluation(options, model, policies, device);
   Table table{.key = "eval", .title = kStatsNote};
   ProgressBar bar("eval");
   for (const Cell& cell : cells) {
@@ -206,6 +212,7 @@ void add_eval(CLI::App& app, int& exit_code) {
       ->add_option("--audit", options->runtime.options.audit_every,
                    "Every N-th step also attends densely and reports coverage; 0: never")
       ->capture_default_str();
+  add_device_flags(*command, options->device);
   add_runtime_flags(*command, options->runtime);
   add_output(*command, options->output);
   command->callback([options, &exit_code] { exit_code = run(*options); });

@@ -53,6 +53,7 @@ int run(int argc, char** argv) {
   add_run(app, exit_code);
   add_eval(app, exit_code);
   add_bench(app, exit_code);
+  add_link(app, exit_code);
   add_doctor(app, exit_code);
   add_policies(app, exit_code);
   try {

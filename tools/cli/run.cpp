@@ -7,6 +7,8 @@
 
 #include "sluice/runtime.hpp"
 #include "tools/cli/command.hpp"
+#include "tools/cli/device_flags.hpp"
+#include "tools/cli/model_source.hpp"
 #include "tools/cli/progress_bar.hpp"
 #include "tools/cli/prompt.hpp"
 #include "tools/cli/runtime_flags.hpp"
@@ -23,6 +25,7 @@ namespace {
 
 struct RunOptions {
   std::string model;
+  std::string random_weights;
   PromptFlags prompt;
   std::string policy = "sluice";
   std::string near;
@@ -31,6 +34,7 @@ struct RunOptions {
   std::string trace;
   SamplerOptions sampler;
   RuntimeFlags runtime;
+  DeviceFlags device;
   OutputOptions output;
 };
 
@@ -148,7 +152,8 @@ int run(const RunOptions& options) {
   const OutputTarget target(options.output.path);
   const std::optional<OutputTarget> trace_target =
       options.trace.empty() ? std::nullopt : std::optional<OutputTarget>(options.trace);
-  const Model model(options.model, {.threads = options.runtime.options.threads});
+  const std::shared_ptr<Device> device = make_device(options.device);
+  const Model model = load_model(options.model, options.random_weights, options.runtime.options.threads, device);
   const std::vector<int> prompt = read_prompt(options.prompt, model.config());
 
   TraceFile trace;
@@ -156,7 +161,7 @@ int run(const RunOptions& options) {
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + options.max_tokens;
   RuntimeOptions runtime_options = sized(options.runtime, shape, std::span(&policy, 1), tokens);
   if (trace_target) runtime_options.trace = &trace;
-  Runtime runtime(runtime_options);
+  Runtime runtime(runtime_options, device);
   Session session(model, runtime, policy);
   Generator generator(options, model, session);
 
@@ -183,8 +188,11 @@ void add_run(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<RunOptions>();
   auto* command = app.add_subcommand("run", "Generate text with a Llama whose KV cache lives in host memory");
   command->add_option("--model", options->model, "Hugging Face directory: config.json and safetensors")
-      ->type_name("DIR")
-      ->required();
+      ->type_name("DIR");
+  command
+      ->add_option("--random-weights", options->random_weights,
+                   "Instead of --model: a known shape with random weights, for speed: llama-3.1-8b, tiny")
+      ->type_name("NAME");
   add_prompt_flags(*command, options->prompt);
   command->add_option("--policy", options->policy, "Policy as NAME or NAME:key=value,...; see `sluice policies`")
       ->capture_default_str();
@@ -208,6 +216,7 @@ void add_run(CLI::App& app, int& exit_code) {
                    "Every N-th step also attends densely and reports coverage; 0: never")
       ->capture_default_str();
   command->add_option("--trace", options->trace, "Write what ran when, for ui.perfetto.dev")->type_name("FILE");
+  add_device_flags(*command, options->device);
   add_runtime_flags(*command, options->runtime);
   add_output(*command, options->output);
   command->footer(

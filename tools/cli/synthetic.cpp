@@ -24,6 +24,8 @@ constexpr std::array<HeadKind, 4> kKinds{{{.heavy = 2.0, .distance = 1.7, .slash
                                           {.heavy = 3.0, .distance = 1.7, .slashes = 1.0, .noise = 0.5},
                                           {.heavy = 4.5, .distance = 1.0, .slashes = 1.0, .noise = 0.5}}};
 
+constexpr HeadKind kNoise{.heavy = 0.0, .distance = 0.0, .slashes = 0.0, .noise = 1.0};
+
 constexpr double kDrift = 0.95;          ///< correlation of the noise directions from one step to the next
 constexpr double kLongestPeriod = 8192;  ///< tokens; of the slashes
 constexpr std::uint32_t kHeavySharedDims = 1;
@@ -159,7 +161,9 @@ void SyntheticLayer::write_head_queries(std::uint32_t head) {
   const std::uint32_t dim = options_.shape.head_dim;
   const std::uint32_t group = options_.shape.group();
   const std::uint32_t rows = options_.prompt_queries + options_.steps;
-  const HeadKind& kind = kKinds[head / group % kKinds.size()];
+  const bool structured = options_.pattern == SyntheticPattern::structured;
+  const HeadKind& kind = structured ? kKinds[head / group % kKinds.size()] : kNoise;
+  const double kept = structured ? kDrift : 0.0;
   const double scale = std::sqrt(static_cast<double>(dim));
   const std::uint64_t stream = stream_of(options_.seed, head, kQueries);
   std::uint64_t draws = 0;
@@ -186,7 +190,7 @@ void SyntheticLayer::write_head_queries(std::uint32_t head) {
     }
     for (double& d : drift) {
       *at++ = static_cast<float>(drift_scale * d);
-      d = kDrift * d + std::sqrt(1.0 - kDrift * kDrift) * normal();
+      d = kept * d + std::sqrt(1.0 - kept * kept) * normal();
     }
   }
 }

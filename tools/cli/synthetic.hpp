@@ -15,6 +15,11 @@
 
 namespace sluice::tools {
 
+enum class SyntheticPattern : std::uint8_t {
+  structured,  ///< heavy tokens, slashes and locality, as long-context heads have
+  uniform,     ///< q.k is noise, new in every step: no history tells anything, the worst case
+};
+
 struct SyntheticOptions {
   AttentionShape shape;  ///< `layers` is not read: this is one layer
   PageLayout layout;
@@ -25,6 +30,7 @@ struct SyntheticOptions {
   /// head has heavy tokens of its own, 1: all heads of a group want the same. [0, 1]
   double group_correlation = 0.5;
   std::uint64_t seed = 0;
+  SyntheticPattern pattern = SyntheticPattern::structured;
 };
 
 /// One attention layer whose scores have the structure of long-context heads, as vectors in host memory:

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -7,18 +8,26 @@
 #include <span>
 #include <vector>
 
+#include "sluice/device.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
 #include "tools/llama/config.hpp"
 
 namespace sluice::tools {
 
+class Engine;
+struct WeightSource;
+
 struct ModelOptions {
-  /// Threads of the matrix products, the caller's included. 0: as many as the process may use. [0, 4096]
+  /// Threads of the matrix products on the CPU, the caller's included. 0: as many as the process may use. [0, 4096]
   std::uint32_t threads = 0;
+  /// A CUDA device: weights and arithmetic are there, in bf16. Null or the embedded host device: on the CPU, float32.
+  std::shared_ptr<Device> device = nullptr;
 };
 
-/// One attention layer, as the model asks its host for it. float32; valid during the call.
+/// One attention layer, as the model asks its host for it. On the CPU float32, valid during the call. On a device
+/// bf16 in its memory: q, k and v are ready for what is enqueued on the Activations' stream from now on, and what
+/// the model enqueues there afterwards reads `out`.
 struct AttentionCall {
   LayerId layer;
   TensorView q;           ///< [rows, q_heads, head_dim], after RoPE
@@ -28,15 +37,18 @@ struct AttentionCall {
 };
 using Attend = std::function<void(const AttentionCall&)>;
 
-/// Buffers of a forward pass. They grow to the largest number of rows seen and are then reused.
+/// Buffers of a forward pass; what they are is the model's affair. They grow to the largest number of rows seen and
+/// are then reused, by one model only.
 struct Activations {
-  std::uint32_t rows = 0;       ///< of the last forward pass
-  std::vector<float> residual;  ///< [rows, hidden]
-  std::vector<float> normed;    ///< [rows, hidden]
-  std::vector<float> qkv;       ///< [rows, q_heads + 2 * kv_heads, head_dim]
-  std::vector<float> attended;  ///< [rows, q_heads, head_dim]
-  std::vector<float> gate_up;   ///< [rows, 2, intermediate]
-  std::vector<float> rotation;  ///< [rows, 2, head_dim / 2]: cosines, then sines
+  class Memory {
+   public:
+    virtual ~Memory() = default;
+  };
+
+  std::uint32_t rows = 0;                     ///< of the last forward pass
+  Stream* stream = nullptr;                   ///< of the model's device, which needs one; else unused
+  std::chrono::milliseconds timeout{30'000};  ///< of every wait for the stream
+  std::unique_ptr<Memory> memory;
 };
 
 /// One token of a forward pass and where it stands in its sequence.
@@ -45,9 +57,10 @@ struct PlacedToken {
   std::uint32_t position = 0;
 };
 
-/// A Llama (RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU) on the CPU, attention excepted.
-/// Weights are held in float32 whatever the file has: 4 bytes per parameter, so this host is for models of up
-/// to a few billion parameters. Results do not depend on the number of threads.
+/// A Llama (RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU), attention excepted.
+/// On the CPU weights are held in float32 whatever the file has: 4 bytes per parameter, so this is for models of up
+/// to a few billion parameters, and results do not depend on the number of threads. On a CUDA device weights and the
+/// inputs of products are bf16, the residual stream, norms and sums float32.
 ///
 /// Thread safety: const members may be called from several threads with different Activations; they share
 /// the model's threads.
@@ -55,7 +68,13 @@ class Model {
  public:
   /// Loads config.json and the safetensors of a Hugging Face directory.
   /// @throws Error as load_config and Checkpoint; Error{Errc::corrupt} if the two disagree.
+  /// @throws Error{Errc::unsupported} for a device other than the host's in a build without CUDA, and for shapes that
+  ///         its kernels lack; Error{Errc::out_of_capacity} if the device has too little memory.
   explicit Model(const std::filesystem::path& directory, const ModelOptions& options = {});
+  /// A model of random weights, the same on every device: activations stay finite, the text is noise. Weights are
+  /// drawn where they are kept.
+  /// @throws Error{Errc::out_of_capacity} if they exceed the memory; else as the constructor.
+  [[nodiscard]] static Model random(const ModelConfig& config, std::uint64_t seed, const ModelOptions& options = {});
   ~Model();
   Model(Model&&) noexcept;
   Model& operator=(Model&&) noexcept;
@@ -63,25 +82,31 @@ class Model {
   [[nodiscard]] const ModelConfig& config() const noexcept;
   [[nodiscard]] std::uint64_t parameters() const noexcept;
   [[nodiscard]] std::uint32_t threads() const noexcept;
-  /// Instruction set of the products in use.
+  /// The device that holds weights and activations; null: ordinary memory and the CPU.
+  [[nodiscard]] Device* device() const noexcept;
+  /// Instruction set or library of the products in use.
   [[nodiscard]] const char* isa() const noexcept;
 
   /// @throws Error{Errc::invalid_argument} unless the vocabulary has this token.
   void require_token(int token) const;
 
   /// Runs all layers for `tokens`, which may belong to one sequence or to many: only `attend`, called once per
-  /// layer in ascending order, knows. Leaves the last layer's output in `work.residual`.
+  /// layer in ascending order, knows. On a device, returns once everything is queued on `work.stream`.
   /// @throws Error{Errc::invalid_argument} for a token outside the vocabulary, before anything is computed;
   ///         whatever `attend` throws.
   void forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const;
 
-  /// Logits of the last `rows` rows of the last forward pass; 1 <= rows <= work.rows.
+  /// Logits of the last `rows` rows of the last forward pass; 1 <= rows <= work.rows. On a device, waits for the
+  /// stream, and so reports what failed there.
   /// @param out  [rows, vocab_size]
   void logits(Activations& work, std::uint32_t rows, std::span<float> out) const;
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  Model(ModelConfig config, const WeightSource& source, const ModelOptions& options);
+
+  ModelConfig config_;
+  std::shared_ptr<Device> device_;
+  std::unique_ptr<Engine> engine_;
 };
 
 }  // namespace sluice::tools

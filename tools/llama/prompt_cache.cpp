@@ -2,16 +2,32 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
+
+#include "sluice/error.hpp"
+#include "tools/llama/bf16.hpp"
 
 namespace sluice::tools {
 namespace {
 
+/// One head of one token to float32.
+void copy_head(const TensorView& view, const std::byte* from, float* to) {
+  if (view.dtype == DType::f32) {
+    std::memcpy(to, from, view.head_dim * sizeof(float));
+    return;
+  }
+  for (std::uint32_t i = 0; i < view.head_dim; ++i) {
+    std::uint16_t bits = 0;
+    std::memcpy(&bits, from + i * sizeof bits, sizeof bits);
+    to[i] = from_bf16(bits);
+  }
+}
+
 /// Rows [from, tokens) of a strided view to a dense array.
 void copy_rows(const TensorView& view, std::uint32_t from, float* to) {
-  const std::uint64_t row_floats = view.head_dim;
   for (std::uint32_t token = from; token < view.tokens; ++token) {
-    for (std::uint32_t head = 0; head < view.heads; ++head, to += row_floats) {
-      std::memcpy(to, view.row(token, head), row_floats * sizeof(float));
+    for (std::uint32_t head = 0; head < view.heads; ++head, to += view.head_dim) {
+      copy_head(view, view.row(token, head), to);
     }
   }
 }
@@ -48,6 +64,10 @@ void PromptCache::start(const AttentionShape& shape, std::span<const int> ids) {
 }
 
 void PromptCache::record(const AttentionCall& call, std::uint32_t first) {
+  if (call.q.dtype == DType::f16 || call.k.dtype != call.q.dtype || call.v.dtype != call.q.dtype) {
+    throw Error(Errc::unsupported,
+                std::string("a prompt cache records float32 and bf16, not ") + to_string(call.q.dtype));
+  }
   copy_rows(call.k, 0, k_.data() + row(call.layer, first));
   copy_rows(call.v, 0, v_.data() + row(call.layer, first));
   const std::uint32_t begin = std::max(first, first_query());

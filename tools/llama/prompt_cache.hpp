@@ -11,8 +11,8 @@
 namespace sluice::tools {
 
 /// A prompt after its prefill, detached from any runtime: keys and values of every layer exactly as they were
-/// given to the runtime (float32), the last queries, and the logits. Prefill once, then import under as
-/// many policies as an evaluation compares.
+/// given to the runtime (widened to float32), the last queries, and the logits. In ordinary memory. Prefill once, then
+/// import under as many policies as an evaluation compares.
 ///
 /// Memory: 8 bytes * layers * kv_heads * head_dim per token, 256 KiB for Llama-3.1-8B's shape, 8 KiB for the testbed's.
 /// Thread safety: const members from any thread.
@@ -36,7 +36,8 @@ class PromptCache {
 
   /// Empties the cache and reserves room for a prompt of these tokens.
   void start(const AttentionShape& shape, std::span<const int> ids);
-  /// Records one layer of the chunk that begins at token `first`. Float32 only.
+  /// Records one layer of the chunk that begins at token `first`.
+  /// @param call  in ordinary memory, float32 or bf16; `out` is not used
   void record(const AttentionCall& call, std::uint32_t first);
   /// Closes the recording.
   void finish(std::span<const float> logits);

@@ -17,6 +17,12 @@ Session::Session(const Model& model, Runtime& runtime, const PolicySpec& policy)
   if (runtime.options().shape != model.config().shape()) {
     refuse("the runtime was built for another attention shape; set RuntimeOptions::shape to model.config().shape()");
   }
+  if ((model.device() != nullptr) != (runtime.device_stream().native_handle() != nullptr)) {
+    refuse(model.device() != nullptr ? "the model is on a GPU and the runtime is not; give both the same device"
+                                     : "the runtime is on a GPU and the model is not; give both the same device");
+  }
+  work_.stream = &runtime.device_stream();
+  work_.timeout = runtime.options().timeout;
   sequence_ = runtime.begin(policy);
 }
 
@@ -29,7 +35,8 @@ Session::Session(Session&& other) noexcept
       broken_(other.broken_),
       logits_(std::move(other.logits_)),
       placed_(std::move(other.placed_)),
-      work_(std::move(other.work_)) {}
+      work_(std::move(other.work_)),
+      courier_(std::move(other.courier_)) {}
 
 Session::~Session() {
   if (runtime_ == nullptr) return;
@@ -79,13 +86,41 @@ void Session::prefill_chunk(std::span<const int> chunk, PromptCache* record) {
   model_->forward(
       placed_,
       [&](const AttentionCall& call) {
-        if (record != nullptr) record->record(call, tokens_);
+        if (record != nullptr) record_layer(call, *record);
         runtime_->prefill(
             {.sequence = sequence_, .layer = call.layer, .q = call.q, .k = call.k, .v = call.v, .out = call.out});
       },
       work_);
   broken_ = false;
   tokens_ += static_cast<std::uint32_t>(chunk.size());
+}
+
+TensorCourier& Session::courier() {
+  if (!courier_) courier_ = std::make_unique<TensorCourier>(*model_->device(), *work_.stream, work_.timeout);
+  return *courier_;
+}
+
+void Session::record_layer(const AttentionCall& call, PromptCache& record) {
+  if (model_->device() == nullptr) return record.record(call, tokens_);
+  using Slot = TensorCourier::Slot;
+  record.record({.layer = call.layer,
+                 .q = courier().to_host(Slot::q, call.q),
+                 .k = courier().to_host(Slot::k, call.k),
+                 .v = courier().to_host(Slot::v, call.v),
+                 .out = {}},
+                tokens_);
+}
+
+void Session::import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count) {
+  using Slot = TensorCourier::Slot;
+  const auto placed = [&](Slot slot, const TensorView& view) {
+    return model_->device() == nullptr ? view : courier().to_device(slot, view);
+  };
+  runtime_->import_prefix({.sequence = sequence_,
+                           .layer = layer,
+                           .k = placed(Slot::k, prompt.keys(layer, first, count)),
+                           .v = placed(Slot::v, prompt.values(layer, first, count)),
+                           .last_q = placed(Slot::q, prompt.last_queries(layer, first, count))});
 }
 
 void Session::import_prompt(const PromptCache& prompt) {
@@ -99,13 +134,8 @@ void Session::import_prompt(const PromptCache& prompt) {
   const std::uint32_t chunk_tokens = runtime_->options().prefill_chunk;
   for (std::uint32_t first = 0; first < prompt.tokens(); first += chunk_tokens) {
     const std::uint32_t count = std::min(chunk_tokens, prompt.tokens() - first);
-    for (LayerId layer{0}; layer.value < prompt.shape().layers; ++layer.value) {
-      runtime_->import_prefix({.sequence = sequence_,
-                               .layer = layer,
-                               .k = prompt.keys(layer, first, count),
-                               .v = prompt.values(layer, first, count),
-                               .last_q = prompt.last_queries(layer, first, count)});
-    }
+    for (LayerId layer{0}; layer.value < prompt.shape().layers; ++layer.value)
+      import_chunk(prompt, layer, first, count);
   }
   broken_ = false;
   tokens_ = prompt.tokens();
@@ -140,17 +170,26 @@ void decode_batch(std::span<Session* const> sessions, std::span<const int> token
   lead.model_->forward(
       lead.placed_,
       [&](const AttentionCall& call) {
-        lead.runtime_->step(
-            {.layer = call.layer, .sequences = ids, .q = call.q, .k = call.k, .v = call.v, .out = call.out});
+        lead.runtime_->step({.layer = call.layer,
+                             .sequences = ids,
+                             .q = call.q,
+                             .k = call.k,
+                             .v = call.v,
+                             .out = call.out,
+                             .ordered = lead.model_->device() != nullptr});
       },
       lead.work_);
 
   const std::size_t vocabulary = lead.model_->config().vocab_size;
-  lead.batch_logits_.resize(sessions.size() * vocabulary);
-  lead.model_->logits(lead.work_, static_cast<std::uint32_t>(sessions.size()), lead.batch_logits_);
+  // One session takes its logits without a detour.
+  std::vector<float>& logits = sessions.size() == 1 ? lead.logits_ : lead.batch_logits_;
+  logits.resize(sessions.size() * vocabulary);
+  lead.model_->logits(lead.work_, static_cast<std::uint32_t>(sessions.size()), logits);
   for (std::size_t i = 0; i < sessions.size(); ++i) {
-    const auto row = std::span<const float>(lead.batch_logits_).subspan(i * vocabulary, vocabulary);
-    sessions[i]->logits_.assign(row.begin(), row.end());
+    if (sessions.size() > 1) {
+      const auto row = std::span<const float>(logits).subspan(i * vocabulary, vocabulary);
+      sessions[i]->logits_.assign(row.begin(), row.end());
+    }
     ++sessions[i]->tokens_;
     sessions[i]->decoding_ = true;
     sessions[i]->broken_ = false;

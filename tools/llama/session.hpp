@@ -2,12 +2,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "sluice/runtime.hpp"
 #include "tools/llama/model.hpp"
 #include "tools/llama/prompt_cache.hpp"
+#include "tools/llama/staging.hpp"
 
 namespace sluice::tools {
 
@@ -20,13 +22,15 @@ using Progress = std::function<void(std::uint32_t done, std::uint32_t total)>;
 ///   session.prefill(prompt);
 ///   while (!done) session.decode(sampler.next(session.logits()));
 ///
-/// The runtime must use the embedded host device: activations are in ordinary memory.
+/// Model and runtime must be on the same device. On a GPU a step is queued in the runtime's device_stream() without
+/// waiting between layers; decode waits once, for the logits.
 /// Model and runtime must outlive the session. A call that throws after it reached the runtime leaves the sequence
 /// between two layers; the session then refuses further work, and only its destruction is left.
 /// Thread safety: none, and sessions of one Runtime must not be used at the same time.
 class Session {
  public:
-  /// @throws Error{Errc::invalid_argument} if the runtime was built for another shape; else as Runtime::begin.
+  /// @throws Error{Errc::invalid_argument} if the runtime was built for another shape or is not where the model is;
+  ///         else as Runtime::begin.
   Session(const Model& model, Runtime& runtime, const PolicySpec& policy);
   ~Session();
   Session(Session&& other) noexcept;
@@ -61,6 +65,10 @@ class Session {
  private:
   void require_usable(std::uint64_t more_tokens) const;
   void prefill_chunk(std::span<const int> chunk, PromptCache* record);
+  void import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count);
+  void record_layer(const AttentionCall& call, PromptCache& record);
+  /// Between prompt caches and the model's device, which must have one.
+  [[nodiscard]] TensorCourier& courier();
 
   const Model* model_;
   Runtime* runtime_;  ///< null once moved from
@@ -72,6 +80,7 @@ class Session {
   std::vector<float> batch_logits_;  ///< [batch, vocab_size], of the batches that this session leads
   std::vector<PlacedToken> placed_;
   Activations work_;
+  std::unique_ptr<TensorCourier> courier_;
 };
 
 /// One decode step of several sessions at once: tokens[i] goes to sessions[i]. Weights are read once for all.

@@ -1,6 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "tools/llama/config.hpp"
@@ -8,34 +11,79 @@
 
 namespace sluice::tools {
 
-/// Weights of y = x W^T, float32.
+/// Where weights come from: a checkpoint or, without one, a seed.
+struct WeightSource {
+  const Checkpoint* checkpoint = nullptr;
+  std::uint64_t seed = 0;
+};
+
+/// One matrix of a stack: its name in the files and how many rows it brings.
+struct MatrixPart {
+  std::string name;
+  std::uint32_t outs = 0;
+};
+
+/// Weights of y = x W^T. Products of the same input are stacked, so that a step makes fewer of them.
+struct MatrixPlan {
+  std::uint32_t inner = 0;
+  std::vector<MatrixPart> parts;
+  float deviation = 1.f;  ///< of random weights
+
+  [[nodiscard]] std::uint32_t outs() const noexcept;
+};
+
+struct LayerPlan {
+  std::string attention_norm;  ///< [hidden], as all norms
+  MatrixPlan qkv;              ///< [q_heads + 2 * kv_heads] * head_dim rows: q, then k, then v
+  MatrixPlan output;           ///< [hidden, q_heads * head_dim]
+  std::string mlp_norm;
+  MatrixPlan gate_up;  ///< [2 * intermediate, hidden]: gate, then up
+  MatrixPlan down;     ///< [hidden, intermediate]
+};
+
+/// Every tensor of a model, before any memory is asked for.
+struct WeightPlan {
+  MatrixPlan embeddings;  ///< [vocab_size, hidden]
+  std::vector<LayerPlan> layers;
+  std::string final_norm;
+  std::optional<MatrixPlan> own_head;  ///< [vocab_size, hidden]; none if tied to the embeddings
+  std::uint64_t parameters = 0;
+};
+[[nodiscard]] WeightPlan plan_weights(const ModelConfig& config);
+
+/// The file's tensor of a part.  @throws Error as Checkpoint::find.
+[[nodiscard]] const StoredTensor& find_part(const Checkpoint& checkpoint, const MatrixPart& part, std::uint32_t inner);
+/// The gain of a norm; all ones from a seed.  @throws Error as Checkpoint::find.
+[[nodiscard]] std::vector<float> load_gain(const WeightSource& source, const std::string& name, std::uint32_t count);
+
+/// Weights in ordinary memory, float32.
 struct Linear {
   std::uint32_t outs = 0;
   std::uint32_t inner = 0;
   std::vector<float> values;  ///< [outs, inner]
 };
 
-/// One transformer layer. Products of the same input are stacked, so that a step makes fewer of them.
 struct Layer {
-  std::vector<float> attention_norm;  ///< [hidden]
-  Linear qkv;                         ///< [q_heads + 2 * kv_heads] * head_dim rows: q, then k, then v
-  Linear output;                      ///< [hidden, q_heads * head_dim]
-  std::vector<float> mlp_norm;        ///< [hidden]
-  Linear gate_up;                     ///< [2 * intermediate, hidden]: gate, then up
-  Linear down;                        ///< [hidden, intermediate]
+  std::vector<float> attention_norm;
+  Linear qkv;
+  Linear output;
+  std::vector<float> mlp_norm;
+  Linear gate_up;
+  Linear down;
 };
 
 struct Weights {
-  Linear embeddings;  ///< [vocab_size, hidden]
+  Linear embeddings;
   std::vector<Layer> layers;
-  std::vector<float> final_norm;  ///< [hidden]
-  Linear own_head;                ///< [vocab_size, hidden]; empty if tied to the embeddings
+  std::vector<float> final_norm;
+  Linear own_head;  ///< empty if tied to the embeddings
   std::uint64_t parameters = 0;
 
   [[nodiscard]] const Linear& head() const noexcept { return own_head.values.empty() ? embeddings : own_head; }
 };
 
-/// @throws Error as Checkpoint::find.
-[[nodiscard]] Weights load_weights(const Checkpoint& checkpoint, const ModelConfig& config);
+/// Random weights are rounded to bf16, so that they are those of every device.
+/// @throws Error as Checkpoint::find; Error{Errc::out_of_capacity} for random weights beyond the machine's memory.
+[[nodiscard]] Weights load_weights(const WeightSource& source, const ModelConfig& config);
 
 }  // namespace sluice::tools

@@ -1,0 +1,22 @@
+# A directory or archive that runs where nothing is installed but a C++ runtime and, for a GPU, its driver:
+#   cmake --install build/release --prefix DIR
+#   cpack --config build/release/CPackConfig.cmake      sluice-VERSION-Linux.tar.gz
+# The command finds its libraries beside itself ($ORIGIN). cuBLASLt, which only models on a GPU need and which is
+# larger than everything else, comes from the GPU machine: it is opened by name when such a model is loaded.
+include(GNUInstallDirs)
+set_target_properties(sluice PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+install(TARGETS sluice RUNTIME_DEPENDENCY_SET sluice_libraries RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+# Part of every system, and tied to its kernel or compiler.
+set(system_libraries "ld-linux.*" "libc\\.so.*" "libm\\.so.*" "libdl\\.so.*" "librt\\.so.*" "libpthread\\.so.*"
+  "libgcc_s\\.so.*" "libstdc\\+\\+\\.so.*" "libcuda\\.so.*")
+install(RUNTIME_DEPENDENCY_SET sluice_libraries
+  PRE_EXCLUDE_REGEXES ${system_libraries}
+  DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(FILES README.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+
+set(CPACK_GENERATOR TGZ)
+set(CPACK_PACKAGE_NAME sluice)
+set(CPACK_PACKAGE_VERSION ${PROJECT_VERSION})
+set(CPACK_STRIP_FILES ON)
+set(CPACK_PACKAGE_CHECKSUM SHA256)
+include(CPack)

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "gpu/kernels/attend.hpp"
+#include "sluice/backend.hpp"
+
+namespace sluice::gpu {
+
+/// How the tasks of one `attend` become slices: a pure function of the tasks and of how many blocks the device runs
+/// at once, so the same call is cut, and rounded, the same way every time. Reused, it does not allocate.
+class AttendPlan {
+ public:
+  /// One task's row lists, as ranges of the plan's arrays; see AttendSlice.
+  struct Task {
+    const AttendTask* task = nullptr;
+    std::size_t pages = 0;  ///< first index
+    std::size_t pieces = 0;
+    std::size_t tokens = 0;
+    std::uint32_t page_count = 0;
+    std::uint32_t piece_count = 0;
+    std::uint32_t token_count = 0;
+    std::uint32_t octet_shift = 0;
+    std::uint32_t slices = 1;  ///< per block of heads
+    std::uint64_t bytes = 0;   ///< in pinned memory: slices of all blocks of heads, and scores
+    [[nodiscard]] std::uint32_t page_octets() const noexcept { return page_count << octet_shift; }
+    [[nodiscard]] std::uint32_t octets() const noexcept { return page_octets() + piece_count; }
+    [[nodiscard]] std::uint32_t octet_units() const noexcept { return (octets() + 1) / 2; }
+    [[nodiscard]] std::uint32_t units() const noexcept { return octet_units() + (token_count + 15) / 16; }
+  };
+
+  /// Plans those of `tasks` whose pages have the variant's dtype. `blocks`: thread blocks that run at once.
+  /// @throws Error{Errc::invalid_argument} for a page that has no frame, Error{Errc::out_of_capacity} for a task whose
+  ///         lists do not fit `limit_bytes`.
+  void build(std::span<const AttendTask> tasks, const AttentionShape& shape, const AttendVariant& variant,
+             std::uint32_t blocks, std::uint64_t limit_bytes);
+
+  [[nodiscard]] std::span<const Task> tasks() const noexcept { return tasks_; }
+  /// Tasks fall into groups of about equal size, each of which fills the device, if their lists do not fit
+  /// `limit_bytes` together: where each group ends.
+  [[nodiscard]] std::span<const std::size_t> group_ends() const noexcept { return group_ends_; }
+  /// Blocks of heads that each task is attended in.
+  [[nodiscard]] std::uint32_t head_blocks() const noexcept { return head_blocks_; }
+  /// The header of slice `index` of a task, for all heads; what depends on the heads and on memory is left out.
+  [[nodiscard]] AttendSlice slice(const Task& task, std::uint32_t index) const noexcept;
+  /// First token of a slice among its task's.
+  [[nodiscard]] static std::uint32_t first_token(const Task& task, std::uint32_t index) noexcept;
+  /// Writes the row lists of a slice.
+  void write_words(const Task& task, const AttendSlice& slice, std::uint32_t* words) const noexcept;
+
+ private:
+  [[nodiscard]] Task list(const AttendTask& task);
+  [[nodiscard]] std::uint64_t list_bytes(const Task& task) const noexcept;
+  void choose_groups(std::uint64_t limit_bytes);
+  /// Whether the lists of every slice fit shared memory.
+  [[nodiscard]] bool fit(const Task& task) const noexcept;
+  void choose_slices(std::span<Task> tasks, std::uint32_t blocks) const;
+
+  std::uint32_t head_blocks_ = 1;
+  std::vector<std::size_t> group_ends_;
+  std::vector<Task> tasks_;
+  std::vector<std::uint32_t> pages_;
+  std::vector<std::uint32_t> pieces_;  ///< pairs
+  std::vector<std::uint32_t> tokens_;
+};
+
+}  // namespace sluice::gpu

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+
+#include "sluice/backend.hpp"
+
+namespace sluice::gpu {
+
+/// The verbs on CUDA streams: each packs its tasks into the stream's ParamRing and launches. The task array and what
+/// it points to on the host (runs, tokens, frames of `attend`) are read before the call returns; q, K, V, digests and
+/// outputs may be in device or pinned memory and are touched when the stream gets there.
+/// head_dim 64 or 128, bf16 or f16 keys and values, page_tokens a multiple of 8, up to 32 query heads per KV head.
+class Backend final : public sluice::Backend {
+ public:
+  /// Loads every kernel, so that none is loaded while another spins. `multiprocessors` sizes the grids.
+  explicit Backend(std::uint32_t multiprocessors);
+  [[nodiscard]] std::vector<std::string> unsupported_reasons(const AttentionShape& shape,
+                                                             const PageLayout& layout) const override;
+  void append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) override;
+  void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
+  void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                   Stream* stream) override;
+  void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
+  void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
+  void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
+  void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
+  void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
+               Stream* stream) override;
+  using sluice::Backend::to_f32;
+  void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
+
+ private:
+  std::uint32_t multiprocessors_;
+};
+
+}  // namespace sluice::gpu

@@ -1,0 +1,206 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "gpu/attend_plan.hpp"
+#include "gpu/backend.hpp"
+#include "gpu/cuda_stream.hpp"
+#include "gpu/kernels/attend.hpp"
+#include "gpu/kernels/merge.hpp"
+#include "gpu/param_ring.hpp"
+#include "gpu/verbs.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+/// What the first read of the last slice may touch behind the lists.
+constexpr std::uint64_t kSlack = kAttendFirstRead;
+
+/// Writes the slices of consecutive tasks of a plan, and what the launch says of them.
+class SliceWriter {
+ public:
+  SliceWriter(const AttendPlan& plan, const AttentionShape& shape, const AttendVariant& variant, CudaStream& stream)
+      : plan_(plan), shape_(shape), variant_(variant), stream_(stream) {}
+
+  void launch(std::span<const AttendPlan::Task> tasks) {
+    std::uint64_t bytes = kSlack;
+    for (const AttendPlan::Task& task : tasks) bytes += task.bytes;
+    begin_ = next_ = stream_.params().take(bytes);
+    slices_ = counters_ = partials_ = 0;
+    for (const AttendPlan::Task& task : tasks) put_task(task);
+    const std::span<std::byte> scratch = stream_.scratch();
+    args_.slices = begin_;
+    args_.counters = reinterpret_cast<std::uint32_t*>(scratch.data());
+    args_.partials = reinterpret_cast<float*>(scratch.data() + CudaStream::kCounterBytes);
+    args_.partial_count = partials_;
+    args_.score_scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim));
+    launch_attend(variant_, args_, slices_, stream_.handle());
+  }
+
+ private:
+  void put_task(const AttendPlan::Task& task) {
+    const float* const scores = put_scores(*task.task);
+    for (std::uint32_t block = 0; block < plan_.head_blocks(); ++block) {
+      for (std::uint32_t i = 0; i < task.slices; ++i) put_slice(task, block * variant_.heads(), i, scores);
+      if (task.slices > 1) {
+        partials_ += task.slices;
+        ++counters_;
+      }
+    }
+  }
+
+  const float* put_scores(const AttendTask& task) {
+    if (task.scores.empty()) return nullptr;
+    auto* const scores = reinterpret_cast<float*>(next_);
+    std::copy(task.scores.begin(), task.scores.end(), scores);
+    next_ += div_up(task.scores.size(), 4) * 16;
+    return scores;
+  }
+
+  void put_slice(const AttendPlan::Task& task, std::uint32_t first_head, std::uint32_t index, const float* scores) {
+    AttendSlice slice = plan_.slice(task, index);
+    const std::uint64_t first_dim = std::uint64_t{first_head} * shape_.head_dim;
+    if (task.task->q != nullptr) slice.q = task.task->q + first_dim;
+    if (scores != nullptr) {
+      slice.scores = scores + std::uint64_t{AttendPlan::first_token(task, index)} * shape_.group() + first_head;
+    }
+    slice.out = task.task->out.out + first_dim;
+    slice.lse = task.task->out.lse + first_head;
+    slice.heads = std::min(variant_.heads(), shape_.group() - first_head);
+    slice.group = shape_.group();
+    slice.first_head = first_head;
+    slice.first_partial = partials_;
+    slice.counter = counters_;
+    std::memcpy(next_, &slice, sizeof slice);
+    plan_.write_words(task, slice, reinterpret_cast<std::uint32_t*>(next_ + sizeof slice));
+    args_.offsets[slices_++] = static_cast<std::uint16_t>((next_ - begin_) / 16);
+    next_ += sizeof slice + div_up(slice.words(), 4) * 16;
+  }
+
+  const AttendPlan& plan_;
+  const AttentionShape& shape_;
+  const AttendVariant& variant_;
+  CudaStream& stream_;
+  AttendArgs args_{};
+  std::byte* begin_ = nullptr;
+  std::byte* next_ = nullptr;
+  std::uint32_t slices_ = 0;
+  std::uint32_t counters_ = 0;
+  std::uint32_t partials_ = 0;
+};
+
+/// Merges of one launch: the largest second dimension of a grid.
+constexpr std::size_t kMaxMerges = 65535;
+
+/// Pinned memory that a merge takes unless it travels with the launch.
+std::uint64_t merge_bytes(const MergeTask& task) noexcept {
+  return sizeof(MergeItem) + task.parts.size() * sizeof(Partial);
+}
+
+/// Describes the tasks to the kernel, in pinned memory if they are many.
+void pack_merges(std::span<const MergeTask> tasks, ParamRing& ring, MergeArgs& args) {
+  std::size_t parts = 0;
+  for (const MergeTask& task : tasks) parts += task.parts.size();
+  MergeItem* items = args.inline_items;
+  Partial* partials = args.inline_parts;
+  args.items = nullptr;
+  args.parts = nullptr;
+  if (tasks.size() > MergeArgs::kInlineItems || parts > MergeArgs::kInlineParts) {
+    static_assert(alignof(MergeItem) == alignof(Partial));
+    std::byte* const memory = ring.take(tasks.size() * sizeof(MergeItem) + parts * sizeof(Partial));
+    items = reinterpret_cast<MergeItem*>(memory);
+    partials = reinterpret_cast<Partial*>(memory + tasks.size() * sizeof(MergeItem));
+    args.items = items;
+    args.parts = partials;
+  }
+  std::uint32_t first = 0;
+  for (const MergeTask& task : tasks) {
+    *items++ = {
+        .out = task.out, .lse = task.lse, .first_part = first, .parts = static_cast<std::uint32_t>(task.parts.size())};
+    partials = std::copy(task.parts.begin(), task.parts.end(), partials);
+    first += static_cast<std::uint32_t>(task.parts.size());
+  }
+}
+
+/// How many of the tasks, from the first on, fit one launch: all of a group, unless a guess at sizes was too low.
+std::size_t launchable(std::span<const AttendPlan::Task> tasks, std::uint32_t head_blocks, std::uint64_t limit) {
+  std::size_t count = 0;
+  std::uint64_t slices = 0;
+  for (std::uint64_t bytes = 0; count < tasks.size(); ++count) {
+    bytes += tasks[count].bytes;
+    slices += std::uint64_t{tasks[count].slices} * head_blocks;
+    if (bytes > limit || slices > kAttend.max_slices) break;
+  }
+  return count;
+}
+
+/// Attends the tasks of one dtype in as few launches as their lists allow: one, as a rule.
+void attend_tasks(std::span<const AttendTask> tasks, const AttentionShape& shape, const AttendVariant& variant,
+                  std::uint32_t multiprocessors, CudaStream& stream) {
+  // Slices are addressed by 16 bits, in units of 16 bytes.
+  const std::uint64_t limit = std::min<std::uint64_t>(stream.params().largest(), 65536 * 16) - kSlack;
+  thread_local AttendPlan plan;
+  plan.build(tasks, shape, variant, multiprocessors * blocks_per_sm(variant), limit);
+  SliceWriter writer(plan, shape, variant, stream);
+  std::size_t begin = 0;
+  for (const std::size_t group_end : plan.group_ends()) {
+    while (begin < group_end) {
+      const std::span<const AttendPlan::Task> rest = plan.tasks().subspan(begin, group_end - begin);
+      const std::size_t count = launchable(rest, plan.head_blocks(), limit);
+      writer.launch(rest.first(count));
+      begin += count;
+    }
+  }
+}
+
+}  // namespace
+
+void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  CudaStream& queue = cuda_stream(stream, "attend");
+  const PageLayout* checked = nullptr;
+  for (const AttendTask& task : tasks) {
+    if (checked != nullptr && *checked == task.kv.layout) continue;
+    checked = &task.kv.layout;
+    check_supported("attend", shape, *checked);
+  }
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    const AttendTask* first = nullptr;
+    bool scored = false;
+    for (const AttendTask& task : tasks) {
+      if (task.kv.layout.dtype != dtype) continue;
+      if (first == nullptr) first = &task;
+      scored = scored || !task.scores.empty();
+    }
+    if (first != nullptr) {
+      attend_tasks(tasks, shape, attend_variant(shape, first->kv.layout, scored), multiprocessors_, queue);
+    }
+  }
+}
+
+void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) {
+  if (tasks.empty()) return;
+  CudaStream& queue = cuda_stream(stream, "merge");
+  check_supported("merge", shape, PageLayout{.head_dim = shape.head_dim});
+  const std::uint64_t limit = queue.params().largest();
+  for (const MergeTask& task : tasks) {
+    if (merge_bytes(task) <= limit) continue;
+    throw Error(Errc::out_of_capacity,
+                "merge: one task has " + std::to_string(task.parts.size()) + " partials; merge some of them first");
+  }
+  MergeArgs args{.heads = shape.group(), .head_dim = shape.head_dim, .out_dtype = out_dtype};
+  while (!tasks.empty()) {
+    std::size_t count = 0;
+    for (std::uint64_t bytes = 0; count < tasks.size() && count < kMaxMerges; ++count) {
+      bytes += merge_bytes(tasks[count]);
+      if (bytes > limit) break;
+    }
+    pack_merges(tasks.first(count), queue.params(), args);
+    launch_merge(args, static_cast<std::uint32_t>(count), queue.handle());
+    tasks = tasks.subspan(count);
+  }
+}
+
+}  // namespace sluice::gpu

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gpu/kernels/task_array.hpp"
+#include "sluice/backend.hpp"
+
+namespace sluice::gpu {
+
+/// head_dim 64 or 128, bf16 or f16, up to 32 query heads in the group.
+struct ScoreShape {
+  DType dtype = DType::bf16;  ///< of digests or keys
+  std::uint32_t group = 0;
+  std::uint32_t head_dim = 0;
+  std::uint32_t multiprocessors = 0;
+};
+
+/// A ScoreTokensTask as the kernel wants it.
+struct TokenRows {
+  const float* q = nullptr;
+  const std::byte* base = nullptr;
+  const std::uint32_t* rows = nullptr;  ///< [count], device-readable: K rows, counted in rows from `base`
+  float* out = nullptr;                 ///< [count, group]
+  std::uint32_t count = 0;
+};
+
+/// One launch for all tasks.
+void launch_score_pages(const TaskArray<ScorePagesTask>& tasks, const ScoreShape& shape, cudaStream_t stream);
+void launch_score_tokens(const TaskArray<TokenRows>& tasks, const ScoreShape& shape, cudaStream_t stream);
+
+void load_score_kernels();
+
+}  // namespace sluice::gpu

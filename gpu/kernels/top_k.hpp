@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gpu/kernels/task_array.hpp"
+#include "sluice/backend.hpp"
+
+namespace sluice::gpu {
+
+/// A TopKTask as the kernel wants it.
+struct TopKRow {
+  const float* values = nullptr;
+  std::uint32_t* out = nullptr;
+  std::uint32_t count = 0;
+  std::uint32_t k = 0;  ///< 1 <= k <= count
+};
+
+/// One launch for all rows, one thread block each.
+void launch_top_k(const TaskArray<TopKRow>& rows, cudaStream_t stream);
+
+/// Asks for as much shared memory as the current device has.
+void load_top_k_kernels();
+
+}  // namespace sluice::gpu

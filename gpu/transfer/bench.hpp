@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "gpu/cuda_device.hpp"
+#include "gpu/handles.hpp"
+#include "gpu/transfer/paths.hpp"
+
+namespace sluice::gpu {
+
+/// One batch to measure: `blocks` scattered blocks of `block_bytes` each.
+struct TransferCase {
+  PathChoice choice{};
+  bool to_device = true;
+  std::uint64_t block_bytes = 0;
+  std::uint32_t blocks = 0;
+  [[nodiscard]] std::uint64_t bytes() const noexcept { return block_bytes * blocks; }
+};
+
+struct TransferTiming {
+  double host_us = 0.0;    ///< the enqueuing thread's time
+  double device_us = 0.0;  ///< from before the enqueuing until the last byte landed
+  TransferPath path{};     ///< taken
+};
+
+/// Measures batches between two buffers of random data, one on each side, with every block's place drawn so that no
+/// two of a batch are neighbours. Times are CUDA's own, medians over samples.
+/// Thread safety: one thread; the device should be idle.
+class TransferBench {
+ public:
+  /// `host`: pinned by the device, of any content; empty: allocated here, `bytes` on either side.
+  TransferBench(CudaDevice& device, std::uint64_t bytes, std::span<std::byte> host = {});
+
+  /// Blocks of this size that fit twice, so that they can be scattered.
+  [[nodiscard]] std::uint32_t most_blocks(std::uint64_t block_bytes) const noexcept;
+  /// Runs the case once and compares every byte.  @throws Error{Errc::device} naming the case if one is wrong.
+  void verify(const TransferCase& what);
+  /// Ungated: the stream starts while the batch is still being enqueued, as in real use.
+  [[nodiscard]] TransferTiming landed(const TransferCase& what, int samples);
+  /// Device time alone: the stream waits at a flag until everything is enqueued. None where the path cannot be
+  /// enqueued ahead, because the queue is too short or the calling thread copies.
+  [[nodiscard]] std::optional<double> gated_us(const TransferCase& what, int samples);
+  /// The case and its mirror image at once, from the start of the first to the end of the last; gated if possible.
+  [[nodiscard]] double both_us(const TransferCase& what, int samples);
+
+ private:
+  struct Lap {
+    EventHandle begin;
+    EventHandle end;
+  };
+  [[nodiscard]] static Lap make_lap();
+  [[nodiscard]] bool gateable(const TransferCase& what) const noexcept;
+  void place(const TransferCase& what, std::uint32_t variant, std::vector<Copy>& batch) const;
+  void fill();
+  void check_bytes(const TransferCase& what);
+  void finish();
+  [[nodiscard]] double between_us(cudaEvent_t from, cudaEvent_t to) const;
+
+  CudaDevice& device_;
+  std::uint64_t bytes_;
+  std::unique_ptr<Buffer> owned_host_;
+  std::span<std::byte> host_;
+  std::unique_ptr<Buffer> near_;
+  std::unique_ptr<Buffer> gate_memory_;
+  Flag* gate_ = nullptr;
+  std::uint64_t gate_value_ = 0;
+  std::unique_ptr<QueueStream> stream_;
+  std::unique_ptr<QueueStream> reverse_;
+  cudaStream_t raw_ = nullptr;          ///< of stream_
+  cudaStream_t raw_reverse_ = nullptr;  ///< of reverse_
+  Lap lap_;
+  Lap reverse_lap_;
+  std::vector<Copy> batch_;
+  std::vector<Copy> reverse_batch_;
+};
+
+/// Median; 0 for none.
+[[nodiscard]] double median(std::vector<double> samples);
+
+}  // namespace sluice::gpu

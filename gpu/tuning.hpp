@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "sluice/page.hpp"
+#include "sluice/shape.hpp"
+
+/// Sizes that the attention kernels are compiled with, and the one answer to "which kernel?".
+namespace sluice::gpu {
+
+/// Decode attention. A unit is 16 rows, one step of a warp; a slice is what one thread block attends.
+struct AttendTuning {
+  std::uint32_t warps = 8;             ///< per thread block; each keeps up to 16 rows of K and V in flight
+  std::uint32_t blocks_per_sm = 2;     ///< one with two head tiles or given scores, which need more registers
+  std::uint32_t min_slice_units = 16;  ///< two per warp: below, merging slices costs more than it saves
+  std::uint32_t waves = 3;             ///< of slices, when there are more tasks than blocks fit the machine
+  std::uint32_t stage_words = 6000;    ///< row lists of a slice in shared memory
+  std::uint32_t max_slices = 1024;     ///< per launch: their places in memory travel as a kernel argument
+  friend constexpr bool operator==(const AttendTuning&, const AttendTuning&) = default;
+};
+inline constexpr AttendTuning kAttend{};
+
+/// Prefill. A thread block owns `rows` (token, head) pairs of one KV head and walks over tiles of `keys` keys.
+struct PrefillTuning {
+  std::uint32_t rows = 64;  ///< 16 per warp
+  std::uint32_t keys = 64;
+  std::uint32_t stages = 2;  ///< tiles of K and V in shared memory
+  friend constexpr bool operator==(const PrefillTuning&, const PrefillTuning&) = default;
+};
+inline constexpr PrefillTuning kPrefill{};
+
+/// What an instance of the decode kernel is compiled for.
+struct AttendVariant {
+  DType dtype = DType::bf16;
+  std::uint32_t head_dim = 128;
+  std::uint32_t head_tiles = 1;  ///< tiles of 8 query heads that share one read of K and V
+  bool scored = false;           ///< some tokens come with their scores
+  [[nodiscard]] constexpr std::uint32_t heads() const noexcept { return 8 * head_tiles; }
+  friend constexpr bool operator==(const AttendVariant&, const AttendVariant&) = default;
+};
+
+/// What an instance of the prefill kernel is compiled for.
+struct PrefillVariant {
+  DType dtype = DType::bf16;
+  std::uint32_t head_dim = 128;
+  /// Terms of the KV dtype that queries and weights are split into: 1 if the queries have that dtype, else 2, which
+  /// keeps some 16 bits (bf16) or 22 bits (f16) of them.
+  std::uint32_t terms = 2;
+  friend constexpr bool operator==(const PrefillVariant&, const PrefillVariant&) = default;
+};
+
+/// Blocks of a variant that run at once on one multiprocessor.
+[[nodiscard]] constexpr std::uint32_t blocks_per_sm(const AttendVariant& variant) noexcept {
+  return variant.head_tiles == 1 && !variant.scored ? kAttend.blocks_per_sm : 1;
+}
+
+/// Which decode kernel serves this shape. Groups of more than 16 heads read K and V once per 16.
+[[nodiscard]] constexpr AttendVariant attend_variant(const AttentionShape& shape, const PageLayout& layout,
+                                                     bool scored) noexcept {
+  return {
+      .dtype = layout.dtype, .head_dim = shape.head_dim, .head_tiles = shape.group() > 8 ? 2u : 1u, .scored = scored};
+}
+
+/// Which prefill kernel serves this shape.
+[[nodiscard]] constexpr PrefillVariant prefill_variant(const AttentionShape& shape, const PageLayout& layout,
+                                                       DType q_dtype) noexcept {
+  return {.dtype = layout.dtype, .head_dim = shape.head_dim, .terms = q_dtype == layout.dtype ? 1u : 2u};
+}
+
+/// "attend bf16 d128 heads8 scored"
+[[nodiscard]] inline std::string to_string(const AttendVariant& variant) {
+  return std::string("attend ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " heads" +
+         std::to_string(variant.heads()) + (variant.scored ? " scored" : "");
+}
+
+/// "prefill bf16 d128 terms2"
+[[nodiscard]] inline std::string to_string(const PrefillVariant& variant) {
+  return std::string("prefill ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " terms" +
+         std::to_string(variant.terms);
+}
+
+}  // namespace sluice::gpu

@@ -1,0 +1,135 @@
+#include <cmath>
+#include <string>
+
+#include "sluice/error.hpp"
+#include "tests/gpu/gpu_support.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/random.hpp"
+#include "tests/support/reference.hpp"
+
+namespace sluice::test {
+namespace {
+
+constexpr AttentionShape kShape{.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 128};
+constexpr PageLayout kLayout{.page_tokens = 16, .head_dim = 128, .dtype = DType::bf16};
+
+template <class Function>
+Errc code_of(Function&& function) {
+  try {
+    function();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  FAIL("nothing was thrown");
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("the GPU serves the shapes that it has kernels for and names the others", "[gpu][backend]") {
+  Backend& backend = gpu_device()->backend();
+  for (const std::uint32_t head_dim : {64u, 128u}) {
+    for (const DType dtype : {DType::f16, DType::bf16}) {
+      for (const std::uint32_t page_tokens : {8u, 16u, 32u, 256u}) {
+        const AttentionShape shape{.layers = 1, .q_heads = 64, .kv_heads = 2, .head_dim = head_dim};
+        REQUIRE(backend.unsupported_reasons(shape, {.page_tokens = page_tokens, .head_dim = head_dim, .dtype = dtype})
+                    .empty());
+      }
+    }
+  }
+  const AttentionShape odd{.layers = 1, .q_heads = 66, .kv_heads = 2, .head_dim = 80};
+  const auto reasons = backend.unsupported_reasons(odd, {.page_tokens = 12, .head_dim = 80, .dtype = DType::f32});
+  REQUIRE(reasons.size() == 4);
+  REQUIRE(reasons[0].find("head_dim 80") != std::string::npos);
+  REQUIRE(reasons[1].find("33 query heads") != std::string::npos);
+  REQUIRE(reasons[2].find("pages of 12 tokens") != std::string::npos);
+  REQUIRE(reasons[3].find("f32") != std::string::npos);
+  REQUIRE(backend.unsupported_reasons(kShape, {.head_dim = 64})[0].find("pages of head_dim 64") != std::string::npos);
+}
+
+TEST_CASE("GPU verbs refuse what they cannot do before anything is written", "[gpu][backend]") {
+  GpuUnderTest under_test;
+  const auto page = under_test.array(2 * kLayout.page_bytes(), std::byte{0x5a});
+  const AppendTask append{.k = page.data(), .v = page.data(), .page = page.data(), .count = 1};
+  const DigestTask digest{.page = page.data(), .out = page.data()};
+  const PageLayout f32{.page_tokens = 16, .head_dim = 128, .dtype = DType::f32};
+  const PageLayout odd{.page_tokens = 12, .head_dim = 128, .dtype = DType::bf16};
+  for (const PageLayout& layout : {f32, odd}) {
+    REQUIRE(code_of([&] {
+              under_test.backend().append({&append, 1}, layout, under_test.stream());
+            }) == Errc::unsupported);
+    REQUIRE(code_of([&] {
+              under_test.backend().digest({&digest, 1}, DigestKind::box, layout, under_test.stream());
+            }) == Errc::unsupported);
+  }
+  const ScorePagesTask pages{};
+  REQUIRE(code_of([&] {
+            under_test.backend().score_pages({&pages, 1}, kShape, DType::f32, under_test.stream());
+          }) == Errc::unsupported);
+  ScoreTokensTask tokens;
+  tokens.kv.layout = odd;
+  REQUIRE(code_of([&] {
+            under_test.backend().score_tokens({&tokens, 1}, kShape, under_test.stream());
+          }) == Errc::unsupported);
+  under_test.finish();
+  REQUIRE(page.front() == std::byte{0x5a});
+}
+
+TEST_CASE("GPU verbs need a stream of the device, unless there is nothing to do", "[gpu][backend]") {
+  Backend& backend = gpu_device()->backend();
+  const AppendTask append{};
+  const TopKTask top_k{};
+  REQUIRE(code_of([&] { backend.append({&append, 1}, kLayout, nullptr); }) == Errc::invalid_argument);
+  REQUIRE(code_of([&] { backend.top_k({&top_k, 1}, nullptr); }) == Errc::invalid_argument);
+  REQUIRE(code_of([&] { backend.to_f32(TensorView{}, nullptr, nullptr); }) == Errc::invalid_argument);
+  backend.append({}, kLayout, nullptr);
+  backend.digest({}, DigestKind::box, kLayout, nullptr);
+  backend.score_pages({}, kShape, DType::bf16, nullptr);
+  backend.score_tokens({}, kShape, nullptr);
+  backend.top_k({}, nullptr);
+}
+
+TEST_CASE("digest, page scores and top-k work on device memory, one after the other", "[gpu][backend]") {
+  GpuUnderTest under_test;
+  const Problem problem({.tokens = 500 * 16, .head_dim = 128, .group = 4});
+  const auto pages = static_cast<std::uint32_t>(problem.frames().size());
+  const auto memory = under_test.on_device(problem.memory());
+  const auto q = under_test.on_device(std::span(problem.q(), 4 * 128));
+  const auto frames = under_test.on_device(std::span(problem.frames()));
+  const std::uint64_t digest_bytes = 2 * problem.layout().row_bytes();
+  const auto digests = under_test.on_device(std::span(problem.memory()).first((2 * pages + 1) * digest_bytes));
+  const auto scores = under_test.on_device(std::span<const float>(std::vector<float>(4 * pages, kNotANumber)));
+  const auto chosen = under_test.array<std::uint32_t>(4 * 20);
+
+  std::vector<DigestTask> tasks;
+  for (const std::uint32_t frame : problem.frames()) {
+    tasks.push_back(
+        {.page = memory.data() + frame * problem.layout().page_bytes(), .out = digests.data() + frame * digest_bytes});
+  }
+  under_test.backend().digest(tasks, DigestKind::box, problem.layout(), under_test.stream());
+  const ScorePagesTask score{
+      .q = q.data(), .digests = digests.data(), .frames = frames.data(), .pages = pages, .out = scores.data()};
+  under_test.backend().score_pages({&score, 1}, problem.shape(), DType::bf16, under_test.stream());
+  std::vector<TopKTask> rows;
+  for (std::size_t head = 0; head < 4; ++head) {
+    rows.push_back({.values = scores.subspan(head * pages, pages), .k = 20, .out = chosen.data() + head * 20});
+  }
+  under_test.backend().top_k(rows, under_test.stream());
+
+  const std::vector<float> values = under_test.from_device(std::span<const float>(scores));
+  for (std::uint32_t head = 0; head < 4; ++head) {
+    const std::span<const float> row(values.data() + head * pages, pages);
+    for (std::uint32_t page = 0; page < pages; ++page) {
+      const auto box = reference::digest(problem, page * 16, (page + 1) * 16, DigestKind::box);
+      double expected = 0.0;
+      for (std::uint32_t c = 0; c < 128; ++c) {
+        expected += std::max(problem.q(head, c) * box[c], problem.q(head, c) * box[128 + c]);
+      }
+      REQUIRE(std::abs(row[page] - expected) < 1e-3);
+    }
+    const std::uint32_t* const from = chosen.data() + head * 20;
+    REQUIRE(std::vector(from, from + 20) == reference::top_k(row, 20));
+  }
+}
+
+}  // namespace sluice::test

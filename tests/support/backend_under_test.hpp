@@ -1,0 +1,69 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <span>
+#include <type_traits>
+
+#include "sluice/backend.hpp"
+#include "sluice/device.hpp"
+#include "tests/support/problem.hpp"
+
+namespace sluice::test {
+
+/// A backend and what its verbs need, for the cases that every backend has to pass: *_cases.cpp are compiled into one
+/// test executable per backend.
+class BackendUnderTest {
+ public:
+  virtual ~BackendUnderTest() = default;
+  [[nodiscard]] virtual Backend& backend() = 0;
+  [[nodiscard]] virtual Stream* stream() = 0;
+  /// Memory that the backend's kernels and the test read and write alike, 64-byte aligned, with arbitrary contents;
+  /// valid as long as this object.
+  [[nodiscard]] virtual std::byte* memory(std::uint64_t bytes) = 0;
+  /// Returns when all verbs are done and what they wrote can be read.
+  virtual void finish() = 0;
+
+  [[nodiscard]] bool supports(const AttentionShape& shape, const PageLayout& layout) {
+    return backend().unsupported_reasons(shape, layout).empty();
+  }
+  template <class T>
+  [[nodiscard]] std::span<T> array(std::size_t count, const T& value = {}) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    const std::span<T> all(reinterpret_cast<T*>(memory(count * sizeof(T))), count);
+    std::fill(all.begin(), all.end(), value);
+    return all;
+  }
+  template <class Range>
+  [[nodiscard]] auto copy_of(const Range& range) {
+    const auto copy = array<std::remove_cvref_t<decltype(*std::begin(range))>>(std::size(range));
+    std::copy(std::begin(range), std::end(range), copy.begin());
+    return copy;
+  }
+};
+
+/// The one backend of this executable. Its memory is this object's alone.
+[[nodiscard]] std::unique_ptr<BackendUnderTest> backend_under_test();
+
+/// A problem's queries and pages in the memory of a backend; the frames are those of the problem.
+struct Placed {
+  const float* q = nullptr;
+  KvView kv;
+  const std::uint32_t* device_frames = nullptr;  ///< a copy of kv.frames that kernels read
+};
+
+[[nodiscard]] inline Placed place(BackendUnderTest& under_test, const Problem& problem) {
+  Placed placed{
+      .q = under_test.copy_of(std::span(problem.q(), problem.options().group * problem.options().head_dim)).data(),
+      .kv = problem.kv(),
+      .device_frames = under_test.copy_of(problem.frames()).data()};
+  placed.kv.base = under_test.copy_of(problem.memory()).data();
+  return placed;
+}
+
+inline constexpr float kNotANumber = std::numeric_limits<float>::quiet_NaN();
+
+}  // namespace sluice::test

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sluice/device.hpp"
+#include "sluice/runtime.hpp"
+#include "tools/cli/synthetic.hpp"
+
+namespace sluice::tools {
+
+/// The decode steps of a synthetic layer as tensors in device memory.
+class DeviceSteps {
+ public:
+  DeviceSteps(const SyntheticLayer& layer, Device& device);
+  [[nodiscard]] TensorView q(std::uint32_t step) const noexcept;
+  [[nodiscard]] TensorView k(std::uint32_t step) const noexcept;
+  [[nodiscard]] TensorView v(std::uint32_t step) const noexcept;
+
+ private:
+  const SyntheticOptions& options_;
+  std::unique_ptr<Buffer> q_, k_, v_;
+};
+
+/// Dense attention with all keys and values in device memory, in pages of its own: the yardstick. One kernel per layer and step, on as many
+/// copies of the layer as it takes to outgrow the device's caches.
+class DenseOnDevice {
+ public:
+  /// @throws Error{Errc::out_of_capacity} if the device cannot hold it.
+  DenseOnDevice(const SyntheticLayer& layer, const DeviceSteps& steps, Device& device, std::uint32_t page_tokens);
+  ~DenseOnDevice();
+  /// Output of one step: [q_heads, head_dim].
+  [[nodiscard]] std::vector<float> attend(std::uint32_t step);
+  /// Microseconds per layer, each sample the mean over a burst of kernels.
+  [[nodiscard]] std::vector<double> time(std::uint32_t samples);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// What a policy did over all steps.
+struct StepTimes {
+  std::vector<double> layer_us;  ///< per step: wall time of all layers, divided by the layers
+  std::vector<float> first_out;  ///< [q_heads, head_dim] of the first layer's first step
+  Stats stats;
+};
+
+/// `layers` equal layers of a model in one Runtime, decoded under one policy after the other.
+class DeviceDecode {
+ public:
+  DeviceDecode(const RuntimeOptions& options, const SyntheticLayer& layer, const DeviceSteps& steps,
+               std::shared_ptr<Device> device);
+  ~DeviceDecode();
+  /// Prompt, `warm_up` steps, then the others, timed. Steps are queued without waiting for their outputs, as a model
+  /// would; unless the runtime has a trace or an audit.
+  [[nodiscard]] StepTimes run(const PolicySpec& policy, std::uint32_t warm_up, std::uint32_t timed);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace sluice::tools

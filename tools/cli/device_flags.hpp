@@ -1,0 +1,25 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "sluice/cuda.hpp"
+#include "sluice/device.hpp"
+#include "tools/cli/command.hpp"
+
+namespace sluice::tools {
+
+/// Where near pages live: `host`, or `cuda` with an optional ordinal, and how blocks cross the link.
+struct DeviceFlags {
+  std::string device = "host";
+  std::string transfer = "auto";
+  std::string transfer_profile;  ///< file that `sluice link --save-profile` wrote; empty: built-in crossovers
+};
+
+void add_device_flags(CLI::App& app, DeviceFlags& flags);
+
+/// Null for the embedded host device.
+/// @throws Error{Errc::invalid_argument} naming the flag; else as make_cuda_device.
+[[nodiscard]] std::shared_ptr<Device> make_device(const DeviceFlags& flags);
+
+}  // namespace sluice::tools

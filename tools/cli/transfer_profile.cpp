@@ -1,0 +1,108 @@
+#include "tools/cli/transfer_profile.hpp"
+
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <utility>
+
+#include "sluice/error.hpp"
+#include "tools/cli/output.hpp"
+#include "tools/cli/report.hpp"
+
+namespace sluice::tools {
+namespace {
+
+constexpr const char* kKind = "transfer_profile";
+constexpr std::uint32_t kMostGatherBlocks = 65'535;
+
+[[noreturn]] void refuse(const std::string& path, const std::string& cause) {
+  throw Error(Errc::corrupt,
+              "transfer profile '" + path + "': " + cause + "; write it anew by `sluice link --save-profile`");
+}
+
+Json parse(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file)
+    throw Error(Errc::io, "cannot read transfer profile '" + path + "': " + std::strerror(errno) +
+                              "; write one by `sluice link --save-profile`");
+  Json document = Json::parse(file, nullptr, false);
+  if (document.is_discarded()) refuse(path, "is no JSON");
+  if (!document.is_object() || document.value("kind", Json()) != kKind) refuse(path, "is no transfer profile");
+  if (document.value("schema_version", Json()) != kSchemaVersion)
+    refuse(path, "has another schema_version than " + std::to_string(kSchemaVersion));
+  return document;
+}
+
+template <class T>
+T whole_number(const Json& object, const char* key) {
+  const Json& value = object.at(key);
+  if (!value.is_number_unsigned() || value.get<std::uint64_t>() == 0 ||
+      value.get<std::uint64_t>() > std::numeric_limits<T>::max())
+    throw Error(Errc::corrupt, std::string(key) + " is no whole number above 0");
+  return value.get<T>();
+}
+
+double microseconds(const Json& object, const char* key) {
+  const Json& value = object.at(key);
+  if (!value.is_number() || !std::isfinite(value.get<double>()) || value.get<double>() < 0.0)
+    throw Error(Errc::corrupt, std::string(key) + " is no time");
+  return value.get<double>();
+}
+
+TransferSample sample_of(const Json& object) {
+  const auto direction = object.at("direction").get<std::string>();
+  if (direction != "h2d" && direction != "d2h") throw Error(Errc::corrupt, "direction is neither h2d nor d2h");
+  TransferSample sample{.path = parse_transfer_path(object.at("path").get<std::string>()),
+                        .to_device = direction == "h2d",
+                        .block_bytes = whole_number<std::uint64_t>(object, "block_bytes"),
+                        .blocks = whole_number<std::uint32_t>(object, "blocks"),
+                        .host_us = microseconds(object, "host_us"),
+                        .device_us = microseconds(object, "device_us")};
+  if (sample.path == TransferPath::automatic) throw Error(Errc::corrupt, "'auto' is no path of its own");
+  if (sample.device_us == 0.0) throw Error(Errc::corrupt, "device_us is 0");
+  return sample;
+}
+
+}  // namespace
+
+std::shared_ptr<const TransferProfile> load_transfer_profile(const std::string& path) {
+  const Json document = parse(path);
+  auto profile = std::make_shared<TransferProfile>();
+  std::size_t index = 0;
+  try {
+    profile->gather_blocks = whole_number<std::uint32_t>(document, "gather_blocks");
+    if (profile->gather_blocks > kMostGatherBlocks) throw Error(Errc::corrupt, "gather_blocks is too large");
+    for (const Json& object : document.at("samples")) {
+      ++index;
+      profile->samples.push_back(sample_of(object));
+    }
+  } catch (const Error& error) {
+    refuse(path, (index == 0 ? "" : "sample " + std::to_string(index) + ": ") + error.what());
+  } catch (const Json::exception& error) {
+    refuse(path, (index == 0 ? "" : "sample " + std::to_string(index) + ": ") + error.what());
+  }
+  if (profile->samples.empty()) refuse(path, "has no samples");
+  return profile;
+}
+
+void save_transfer_profile(const TransferProfile& profile, const std::string& device, const std::string& path) {
+  Json samples = Json::array();
+  for (const TransferSample& sample : profile.samples) {
+    samples.push_back({{"path", to_string(sample.path)},
+                       {"direction", sample.to_device ? "h2d" : "d2h"},
+                       {"block_bytes", sample.block_bytes},
+                       {"blocks", sample.blocks},
+                       {"host_us", sample.host_us},
+                       {"device_us", sample.device_us}});
+  }
+  const Json document = {{"schema_version", kSchemaVersion},
+                         {"kind", kKind},
+                         {"device", device},
+                         {"gather_blocks", profile.gather_blocks},
+                         {"samples", std::move(samples)}};
+  OutputTarget(path).commit(document.dump(1) + "\n");
+}
+
+}  // namespace sluice::tools
