@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "runtime/marked_range.hpp"
 #include "runtime/wait.hpp"
 #include "sluice/error.hpp"
 
@@ -24,7 +25,8 @@ std::uint64_t nanoseconds(Clock::time_point point) { return nanoseconds(point.ti
 }  // namespace
 
 Executor::Executor(Device& device, Stream& link, std::chrono::milliseconds timeout, TraceSink* trace)
-    : timeout_(timeout),
+    : device_(device),
+      timeout_(timeout),
       // A GPU is not slowed by a spinning waiter; the embedded device's threads may want this very core.
       spin_(device.info().host_memory ? kSpin : 100 * kSpin),
       trace_(trace),
@@ -88,7 +90,10 @@ void Executor::issue(const StepGraph& graph, std::uint32_t index, std::uint32_t 
                      Finish finish) {
   const Node& node = graph.nodes[index];
   issued_[index] = Clock::now();
-  runner.issue(node.kind);
+  {
+    const MarkedRange range(device_, to_string(node.kind));
+    runner.issue(node.kind);
+  }
   if (node.lane == Lane::cpu) {
     if (trace_ != nullptr) trace(node, layer, issued_[index], Clock::now());
     return;
@@ -124,7 +129,10 @@ void Executor::trace(const Node& node, std::uint32_t layer, Clock::time_point be
 void Executor::await(const StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline) {
   const Node& node = graph.nodes[index];
   const Clock::time_point begin = Clock::now();
-  const bool came = wait_until([&] { return flags_[index].state(run_) != Flag::State::pending; }, deadline, spin_);
+  const bool came = [&] {
+    const MarkedRange range(device_, "wait for the device");
+    return wait_until([&] { return flags_[index].state(run_) != Flag::State::pending; }, deadline, spin_);
+  }();
   wait_ns_ += nanoseconds(Clock::now() - begin);
   const std::string what = std::string(to_string(node.kind)) + " of layer " + std::to_string(layer);
   if (!came) {

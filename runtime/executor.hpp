@@ -25,7 +25,7 @@ class NodeRunner {
 /// finished when later nodes are issued.
 class Executor {
  public:
-  /// `link` must outlive the executor. `trace` may be null.
+  /// `device` and `link` must outlive the executor. `trace` may be null.
   Executor(Device& device, Stream& link, std::chrono::milliseconds timeout, TraceSink* trace);
 
   /// Destroys the device's stream, and with it what a run that timed out left queued. Nothing may be run
@@ -61,6 +61,7 @@ class Executor {
   void await(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline);
   [[nodiscard]] Stream& stream(Lane lane) noexcept { return lane == Lane::device ? *device_stream_ : link_; }
 
+  Device& device_;
   std::chrono::milliseconds timeout_;
   std::chrono::microseconds spin_;
   TraceSink* trace_;

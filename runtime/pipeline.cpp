@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "runtime/host_kv.hpp"
+#include "runtime/marked_range.hpp"
 #include "runtime/wait.hpp"
 #include "sluice/error.hpp"
 
@@ -39,6 +40,7 @@ void Pipeline::reserve(std::uint32_t batch, bool ranks_pages) {
 void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) {
   args_ = &args;
   layer_ = args.layer.value;
+  ++calls_;
   const Deadline deadline = deadline_after(parts_.options.timeout);
   collect_layer(layer_, deadline);  // Its policy and pages are about to change.
 
@@ -89,9 +91,10 @@ void Pipeline::collect_layer(std::uint32_t layer, Deadline deadline) {
 }
 
 void Pipeline::collect_older(Deadline deadline) {
-  // The newest call's background work may go on. Counting calls, not looking at what has finished, keeps the near set
-  // independent of timing.
-  while (pending_.size() > 1) collect_front(deadline);
+  // Background work may take until the call before its layer's next one. Counting calls, not looking at what has
+  // finished, keeps the near set independent of timing.
+  const std::uint64_t slack = std::max(shape_.layers, 2u) - 1;
+  while (!pending_.empty() && pending_.front().call + slack <= calls_) collect_front(deadline);
 }
 
 void Pipeline::collect_front(Deadline deadline) {
@@ -204,10 +207,13 @@ void Pipeline::list_near_runs(HeadWork& work) {
 }
 
 void Pipeline::post_observe(std::span<Sequence* const> sequences) {
-  Pending job{.ticket = 0, .layer = layer_, .sequences = {}};
-  std::copy_if(sequences.begin(), sequences.end(), std::back_inserter(job.sequences),
-               [&](const Sequence* s) { return scheduler::step_shape(s->spec, parts_.options.placement).observe; });
+  Pending job{.ticket = 0, .call = calls_, .layer = layer_, .sequences = {}};
+  std::copy_if(sequences.begin(), sequences.end(), std::back_inserter(job.sequences), [&](const Sequence* s) {
+    return scheduler::step_shape(s->spec, parts_.options.placement).observe && s->layers[layer_].policy->wants_observation();
+  });
+  if (job.sequences.empty()) return;
   job.ticket = background_.post([this, layer = layer_, batch = job.sequences] {
+    const MarkedRange range(parts_.device, to_string(scheduler::NodeKind::observe));
     const std::uint32_t kv_heads = shape_.kv_heads;
     const Clock::time_point begin = Clock::now();
     parts_.workers.parallel_for(static_cast<std::uint32_t>(batch.size()) * kv_heads, [&](std::uint32_t i) {

@@ -57,6 +57,7 @@ class Pipeline final : private NodeRunner {
   /// Background work of one step call: observe and forecast of its layer.
   struct Pending {
     BackgroundLane::Ticket ticket = 0;
+    std::uint64_t call = 0;  ///< the step call that posted it
     std::uint32_t layer = 0;
     std::vector<Sequence*> sequences;
   };
@@ -101,6 +102,7 @@ class Pipeline final : private NodeRunner {
   BackgroundLane background_;
   StepBuffers buffers_;
   std::deque<Pending> pending_;
+  std::uint64_t calls_ = 0;  ///< of step
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
   PageIndex index_;
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "runtime/host_kv.hpp"
+#include "runtime/marked_range.hpp"
 #include "runtime/wait.hpp"
 #include "sluice/error.hpp"
 
@@ -26,6 +27,7 @@ Prompt::Prompt(const RuntimeOptions& options, Device& device, cpu::HostPool& poo
       attended_(device.create_event()) {}
 
 void Prompt::append(Sequence& sequence, LayerState& layer, const TensorView& k, const TensorView& v) {
+  const MarkedRange range(device_, "append prompt");
   const auto pages = static_cast<std::uint32_t>(div_up(layer.tokens + k.tokens, layout_.page_tokens));
   if (pages > layer.pages()) {
     const std::uint32_t missing = pages - layer.pages();
@@ -106,6 +108,7 @@ void Prompt::remember(Sequence& sequence, LayerState& layer, const TensorView& l
 }
 
 void Prompt::attend(LayerState& layer, const TensorView& q, const MutableTensorView& out) {
+  const MarkedRange range(device_, "attend prompt");
   prefill_tasks_.clear();
   for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
     const std::uint32_t head = kv * shape_.group();

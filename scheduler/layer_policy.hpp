@@ -78,7 +78,7 @@ struct HotPage {
 /// The state and decisions of one policy for one (sequence, layer). Pure: no clock, no thread, no device.
 ///
 /// Life of one step, per KV head: forecast(n) -> select(n) -> observe(). `forecast` needs no query and runs
-/// in the background of the step before. A step that fails after `select` is repeated from `select`;
+/// in the background of the step before; it and `observe` are left out unless the policy wants them. A step that fails after `select` is repeated from `select`;
 /// `observe` is called once, for the last `select`.
 /// Thread safety: different KV heads may be driven by different threads at once.
 class LayerPolicy {
@@ -91,6 +91,8 @@ class LayerPolicy {
   virtual void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit, std::vector<HotPage>& hot) = 0;
   /// Fills `row` (cleared by the caller) with what to attend beyond the near set.
   virtual void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) = 0;
+  /// Whether the last selection is to be observed, and the next step forecast, at all.
+  [[nodiscard]] virtual bool wants_observation() const noexcept { return false; }
   /// Feeds the weights of the last selection back; `kv` as in that selection.
   virtual void observe(std::uint32_t kv_head, KvReader& kv) = 0;
 };

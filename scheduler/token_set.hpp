@@ -46,6 +46,17 @@ class TokenSet {
     other.for_each_word([&](std::size_t word) { add_word(word, other.words_[word]); });
   }
 
+  /// Adds every member of `other` moved up by `by` positions, as far as this set has room.
+  void unite_shifted(const TokenSet& other, std::uint32_t by) noexcept {
+    const std::size_t words = by / 64;
+    const std::uint32_t bits = by % 64;
+    other.for_each_word([&](std::size_t word) {
+      const std::uint64_t from = other.words_[word];
+      if (word + words < words_.size()) add_word(word + words, from << bits);
+      if (bits != 0 && word + words + 1 < words_.size()) add_word(word + words + 1, from >> (64 - bits));
+    });
+  }
+
   [[nodiscard]] bool contains(std::uint32_t token) const noexcept {
     return token / 64 < words_.size() && ((words_[token / 64] >> (token % 64)) & 1) != 0;
   }

@@ -45,7 +45,7 @@ void GroupHistory::begin(const PromptContext& prompt) {
 void GroupHistory::forecast(std::uint32_t tokens) {
   if (fresh_ && tokens == tokens_) return;
   fresh_ = true;
-  tokens_ = tokens;
+  tokens_ = forecast_ = tokens;
   blank_ = false;
   looked_at_ = 0;
   const std::uint32_t off = tokens > sinks_ ? tokens - sinks_ : 0;
@@ -61,6 +61,20 @@ void GroupHistory::forecast(std::uint32_t tokens) {
   if (!options_.share_in_group) return;
   united_.reset(tokens);
   for (const Head& head : heads_) united_.unite(head.expanded);
+}
+
+void GroupHistory::follow(std::uint32_t tokens) {
+  if (tokens == tokens_) return;
+  tokens_ = tokens;
+  united_.reset(tokens);
+  for (Head& head : heads_) {
+    head.vertical.extend(tokens - std::min(tokens, sinks_));
+    head.slash.extend(tokens - std::min(tokens, sinks_));
+    TokenSet& set = options_.share_in_group ? united_ : head.expanded;
+    if (!options_.share_in_group) set.reset(tokens);
+    set.unite(head.by_position);
+    set.unite_shifted(head.by_distance, tokens - forecast_);
+  }
 }
 
 /// Eq. (7): CAND = { j : SV[j] > tauV or SS[n - 1 - j] > tauS }.
@@ -81,6 +95,11 @@ void GroupHistory::find_candidates(Head& head, const ScoreTable::Cut& vertical, 
 /// candidates' heat on the way, while their table rows are in the cache.
 void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) const {
   head.expanded.reset(tokens_);
+  const bool followed = options_.observe_every > 1;
+  if (followed) {
+    head.by_position.reset(tokens_);
+    head.by_distance.reset(tokens_);
+  }
   head.heat.resize(head.candidates.size());
   const std::uint32_t last = tokens_ - 1;
   const float* v = head.vertical.stored();
@@ -99,16 +118,24 @@ void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const Sco
       const float* v4 = v + (j - kBefore - sinks_);
       const float* s4 = s + (last - j - kAfter);
       constexpr std::uint32_t kBit[kWidth] = {1, 2, 4, 8};
-      std::uint32_t above = 0;
-#pragma omp simd reduction(| : above)
+      std::uint32_t v_above = 0;
+      std::uint32_t s_above = 0;
+#pragma omp simd reduction(| : v_above, s_above)
       for (std::uint32_t o = 0; o < kWidth; ++o) {
-        above |= (v4[o] > vertical.mean ? kBit[o] : 0u) | (s4[kWidth - 1 - o] > slash.mean ? kBit[o] : 0u);
+        v_above |= v4[o] > vertical.mean ? kBit[o] : 0u;
+        s_above |= s4[kWidth - 1 - o] > slash.mean ? kBit[o] : 0u;
       }
-      head.expanded.add_bits(j - kBefore, above);
+      head.expanded.add_bits(j - kBefore, v_above | s_above);
+      if (followed) {
+        head.by_position.add_bits(j - kBefore, v_above);
+        head.by_distance.add_bits(j - kBefore, s_above);
+      }
     } else {
       const std::uint32_t to = std::min(j + kAfter, last);
       for (std::uint32_t t = std::max(j, sinks_ + kBefore) - kBefore; t <= to; ++t) {
-        if (v[t - sinks_] > vertical.mean || s[last - t] > slash.mean) head.expanded.add(t);
+        if (v[t - sinks_] <= vertical.mean && s[last - t] <= slash.mean) continue;
+        head.expanded.add(t);
+        if (followed) (v[t - sinks_] > vertical.mean ? head.by_position : head.by_distance).add(t);
       }
     }
   }

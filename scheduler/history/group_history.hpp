@@ -26,6 +26,10 @@ class GroupHistory {
   /// O(candidates), not O(tokens). A repeated call for the same step returns at once.
   void forecast(std::uint32_t tokens);
 
+  /// Carries the last forecast on to a later step without looking at the tables, which nothing was added to since:
+  /// vertical candidates stay where they are, slash candidates move with the query. Costs O(tokens / 64).
+  void follow(std::uint32_t tokens);
+
   /// Some head's tables are uniform, so that nothing can be told from them: attend densely, then observe.
   [[nodiscard]] bool blank() const noexcept { return blank_; }
   /// EXP of query head `h` for the forecast step, without the forced local tokens.
@@ -55,6 +59,7 @@ class GroupHistory {
     std::vector<std::uint32_t> candidates;
     std::vector<float> heat;  ///< [candidates] vertical + slash score
     TokenSet expanded;
+    TokenSet by_position, by_distance;  ///< expanded, by the table that spoke for it; kept only to be followed
   };
 
   void find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
@@ -62,7 +67,8 @@ class GroupHistory {
 
   HistoryOptions options_;
   std::uint32_t sinks_ = 0;
-  std::uint32_t tokens_ = 0;  ///< visible in the step that was forecast last
+  std::uint32_t tokens_ = 0;    ///< visible in the step that was forecast or followed last
+  std::uint32_t forecast_ = 0;  ///< visible in the step that was forecast last
   bool fresh_ = false;        ///< nothing was observed since
   bool blank_ = true;
   std::uint64_t looked_at_ = 0;

@@ -21,7 +21,7 @@ struct Head {
   std::vector<TokenSet> candidates;  ///< [group]
   ScoredSet scored;
   std::vector<float> q;         ///< [group, head_dim] of the selection whose scores were deferred
-  std::uint64_t steps = 0;      ///< observe calls
+  bool observes = false;        ///< the last selection feeds the tables
   std::uint32_t observing = 0;  ///< bit h: query head h was not bypassed
   bool whole = false;           ///< every token was scored: scratch is n-sized, not worth keeping
 };
@@ -64,11 +64,13 @@ class SparsePolicy final : public LayerPolicy {
     head.observing = 0;
     const std::uint32_t sinks = spec_.near.sink_tokens;
     if (context.tokens <= sinks) return;
-    if (head.history) head.history->forecast(context.tokens);  // Done already, unless the step was unforeseen.
+    if (head.history) recall(context.tokens, head);
 
     // A budget that holds everything, or a history that tells nothing: attend all, and learn from it.
     const bool dense = context.tokens - sinks <= spec_.budget.min_tokens || (head.history && head.history->blank());
     head.whole = dense || spec_.uses(Source::exact);
+    // A context attended for want of history is always learnt from. Counting tokens, a repeated step gets its turn again.
+    head.observes = head.history && (dense || (context.tokens + layer_) % spec_.history.observe_every == 0);
     std::uint32_t active = all_heads();
     if (head.bypass && !dense) active &= ~head.bypass->test(context, bypass, counters);
     head.observing = active;
@@ -80,12 +82,14 @@ class SparsePolicy final : public LayerPolicy {
     if (head.whole && !head.history) forget(head);
   }
 
+  [[nodiscard]] bool wants_observation() const noexcept override {
+    return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) { return head.observes; });
+  }
+
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     Head& head = heads_[kv_head];
     if (!head.history) return;
-    // A whole context is always observed: it was attended because the tables knew nothing.
-    const bool turn = (head.steps++ + layer_) % spec_.history.observe_every == 0;
-    if (!turn && !head.whole) return;
+    if (!head.observes) return;
     if (!head.scored.scored()) head.scored.score(kv, head.q.data(), group_);
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
@@ -98,6 +102,15 @@ class SparsePolicy final : public LayerPolicy {
 
  private:
   [[nodiscard]] std::uint32_t all_heads() const noexcept { return ~0u >> (32 - group_); }
+
+  /// The candidates for this step: forecast in the background or, if nothing was observed since, carried on.
+  void recall(std::uint32_t tokens, Head& head) const {
+    if (head.observes || spec_.history.observe_every == 1 || head.history->blank()) {
+      head.history->forecast(tokens);
+    } else {
+      head.history->follow(tokens);
+    }
+  }
 
   void select_dense(const HeadContext& context, Head& head, SelectionRow& row, SelectCounters& counters) {
     add_far_runs(*context.near, context.tokens, row);
@@ -120,7 +133,7 @@ class SparsePolicy final : public LayerPolicy {
     collect(context, head, counters);
     const std::uint32_t budget = budget_tokens(spec_.budget, context.tokens);
     if (context.defer_scores && head.history && head.scored.size() <= budget) {
-      head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
+      if (head.observes) head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
       head.scored.choose_all();
     } else {
       head.scored.score(*context.kv, context.q, group_);
@@ -171,7 +184,7 @@ class SparsePolicy final : public LayerPolicy {
     head.scored.collect({.sets = head.candidates,
                          .active = head.observing,
                          .shared = shares() && !head.whole,
-                         .keep_near = head.history && spec_.history.observe_near},
+                         .keep_near = head.observes && spec_.history.observe_near},
                         *context.near);
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;

@@ -257,3 +257,26 @@ TEST_CASE("scores that are not finite do not poison the tables", "[history]") {
     REQUIRE(twins.history.vertical(0).sum() == Approx(10.0).epsilon(1e-4));
   }
 }
+
+TEST_CASE("followed candidates stay by position and move by distance", "[history]") {
+  const std::uint32_t by = GENERATE(1u, 3u, 64u, 70u);
+  CAPTURE(by);
+  Twins twins(700, 32, {.observe_every = 4});
+  twins.forecast();
+  const std::uint32_t n = twins.n;
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    const ScoreTable& vertical = twins.history.vertical(h);
+    const ScoreTable& slash = twins.history.slash(h);
+    const double v_mean = vertical.sum() / vertical.size(), s_mean = slash.sum() / slash.size();
+    std::vector<std::uint32_t> expected;
+    for (const std::uint32_t token : members(twins.history.expanded(h))) {
+      if (vertical.score(token - kSinks) > v_mean) expected.push_back(token);
+      if (slash.score(n - 1 - token) > s_mean && token + by < n + by) expected.push_back(token + by);
+    }
+    std::sort(expected.begin(), expected.end());
+    expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
+    GroupHistory copy = twins.history;
+    copy.follow(n + by);
+    REQUIRE(members(copy.expanded(h)) == expected);
+  }
+}
