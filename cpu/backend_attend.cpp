@@ -80,6 +80,7 @@ void attend_unit(const Kernels& kernels, const AttendTask& task, const Attention
   } else {
     list_rows(task.kv, task.tokens.subspan(unit.begin, unit.end - unit.begin), rows.data());
     if (!task.members.empty()) args.members = task.members.data() + unit.begin;
+    if (task.seen != nullptr) args.seen = task.seen + std::size_t{unit.begin} * shape.group();
     if (!task.scores.empty()) args.scores = task.scores.data() + std::size_t{unit.begin} * shape.group();
   }
   kernels_for(kernels, task.kv.layout.dtype).attend(args);

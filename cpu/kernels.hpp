@@ -24,6 +24,7 @@ struct AttendRows {
   std::uint64_t v_offset = 0;               ///< bytes from a token's K row to its V row
   const std::uint32_t* members = nullptr;   ///< [count] or null: bit h unset masks (row, h) out
   const float* scores = nullptr;            ///< [count, group] scaled scores, or null: computed from K
+  float* seen = nullptr;                    ///< [count, group] or null: receives the scaled scores
   std::uint32_t count = 0;
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;

@@ -74,7 +74,8 @@ Team::~Team() {
 
 Team::Slot* Team::take_slot() noexcept {
   for (Slot& slot : slots_) {
-    if (!slot.taken.load(std::memory_order_relaxed) && !slot.taken.exchange(true, std::memory_order_acquire)) return &slot;
+    if (!slot.taken.load(std::memory_order_relaxed) && !slot.taken.exchange(true, std::memory_order_acquire))
+      return &slot;
   }
   return nullptr;
 }

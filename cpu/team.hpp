@@ -19,8 +19,8 @@ class Job;
 class Team {
  public:
   struct Options {
-    std::uint32_t helpers = 1;            ///< threads beside the callers
-    std::chrono::microseconds spin{0};    ///< how long a helper looks for work before it sleeps
+    std::uint32_t helpers = 1;                           ///< threads beside the callers
+    std::chrono::microseconds spin{0};                   ///< how long a helper looks for work before it sleeps
     std::function<void(std::uint32_t helper)> on_start;  ///< on each helper, first; must not throw; may be empty
   };
   explicit Team(Options options);

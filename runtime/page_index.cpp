@@ -29,7 +29,8 @@ void PageIndex::reserve() {
 }
 
 const std::uint32_t* PageIndex::frames(const LayerState& layer, std::uint32_t kv_head) noexcept {
-  return reinterpret_cast<const std::uint32_t*>(layer.frame_table->data()) + std::size_t{kv_head} * layer.frame_table_pages;
+  return reinterpret_cast<const std::uint32_t*>(layer.frame_table->data()) +
+         std::size_t{kv_head} * layer.frame_table_pages;
 }
 
 void PageIndex::update(LayerState& layer, DigestKind kind, std::uint32_t pages, Stream& reader, Deadline deadline) {

@@ -34,6 +34,7 @@ void HeadPages::promote(std::uint32_t page, std::uint32_t slot) {
 void HeadPages::arrive(std::uint32_t page) noexcept {
   residence[page] = Residence::near;
   near[page] = 1;
+  listed = false;
 }
 
 std::uint32_t HeadPages::leave(std::uint32_t page) noexcept {
@@ -41,6 +42,7 @@ std::uint32_t HeadPages::leave(std::uint32_t page) noexcept {
   slots[page] = kNone;
   residence[page] = Residence::far;
   near[page] = 0;
+  listed = false;
   std::erase(forced, page);
   held[place[page]] = held.back();
   place[held.back()] = place[page];

@@ -34,6 +34,11 @@ struct HeadPages {
   std::vector<std::uint32_t> place;   ///< [pages] index in `held`; meaningless while far
   std::vector<std::uint32_t> forced;  ///< pages pinned near (sinks, recent window, open page), in no order
 
+  /// Near pages as runs, in no order; valid if `listed`: no page came or went since they were listed.
+  std::vector<PageRun> near_runs;
+  std::uint32_t open_run = 0;  ///< the open page's run, the only one that is not a whole page
+  bool listed = false;
+
   [[nodiscard]] std::uint32_t pages() const noexcept { return static_cast<std::uint32_t>(refs.size()); }
   void push(PageRef ref);
   /// Forgets the last page, which must be far; returns its reference for release.

@@ -70,7 +70,10 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
     if (ranks_pages(sequence->spec)) layer.indexed_pages = layer.tokens / layout_.page_tokens;
     ++layer.tokens;
   }
-  if (shape.observe) post_observe(sequences);
+  if (shape.observe) {
+    note_far();
+    post_observe(sequences);
+  }
 }
 
 bool Pipeline::ranks_pages(const PolicySpec& spec) const {
@@ -181,29 +184,50 @@ void Pipeline::plan_head(HeadWork& work) {
 }
 
 void Pipeline::list_near_runs(HeadWork& work) {
-  const HeadPages& pages = work.pages();
+  if (!work.near.pages.empty()) return list_near_pages(work);
   const std::uint32_t page_tokens = layout_.page_tokens;
-  work.near_runs.clear();
-  work.near_tokens = 0;
+  work.window.clear();
   const auto add = [&](std::uint32_t begin, std::uint32_t end) {
-    work.near_tokens += end - std::min(begin, end);
     while (begin < end) {
       const std::uint32_t page = begin / page_tokens;
       const std::uint32_t stop = std::min(end, (page + 1) * page_tokens);
-      work.near_runs.push_back({.page = page,
-                                .begin = static_cast<std::uint16_t>(begin - page * page_tokens),
-                                .end = static_cast<std::uint16_t>(stop - page * page_tokens)});
+      work.window.push_back({.page = page,
+                             .begin = static_cast<std::uint16_t>(begin - page * page_tokens),
+                             .end = static_cast<std::uint16_t>(stop - page * page_tokens)});
       begin = stop;
     }
   };
-  if (work.near.pages.empty()) {
-    add(0, work.near.sink_end);
-    add(work.near.recent_begin, work.tokens);
-    return;
+  add(0, work.near.sink_end);
+  add(work.near.recent_begin, work.tokens);
+  work.near_runs = work.window;
+  work.near_tokens = work.near.sink_end + work.tokens - work.near.recent_begin;
+}
+
+void Pipeline::list_near_pages(HeadWork& work) {
+  HeadPages& pages = work.pages();
+  const std::uint32_t page_tokens = layout_.page_tokens;
+  const std::uint32_t open = (work.tokens - 1) / page_tokens;  // Always near.
+  if (!pages.listed) {
+    pages.near_runs.clear();
+    for (const std::uint32_t page : pages.held) {
+      if (pages.near[page] == 0) continue;
+      if (page == open) pages.open_run = static_cast<std::uint32_t>(pages.near_runs.size());
+      pages.near_runs.push_back({.page = page, .begin = 0, .end = static_cast<std::uint16_t>(page_tokens)});
+    }
+    pages.listed = true;
   }
-  for (const std::uint32_t page : pages.held) {
-    if (pages.near[page] != 0) add(page * page_tokens, std::min((page + 1) * page_tokens, work.tokens));
-  }
+  const std::uint32_t rows = work.tokens - open * page_tokens;
+  pages.near_runs[pages.open_run].end = static_cast<std::uint16_t>(rows);
+  work.near_runs = pages.near_runs;
+  work.near_tokens = static_cast<std::uint32_t>(pages.near_runs.size() - 1) * page_tokens + rows;
+}
+
+void Pipeline::note_far() {
+  parts_.workers.parallel_for(static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
+    const HeadWork& work = heads_[i];
+    if (work.seen.empty()) return;
+    work.layer->policy->note(work.kv_head, work.placement.far.tokens, work.seen);
+  });
 }
 
 void Pipeline::post_observe(std::span<Sequence* const> sequences) {

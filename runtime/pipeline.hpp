@@ -74,12 +74,14 @@ class Pipeline final : private NodeRunner {
   void begin_policy(Sequence& sequence, LayerState& layer);
   void plan_head(HeadWork& work);
   void list_near_runs(HeadWork& work);
+  void list_near_pages(HeadWork& work);
 
   // The graph's nodes: step_nodes.cpp and fetch_nodes.cpp
   void append();
   void rank_pages();
   void hand_over();
   void attend_near();
+  void queue_near();
   void write_through();
   void select();
   void place();
@@ -93,6 +95,7 @@ class Pipeline final : private NodeRunner {
   void audit();
   void book(std::span<Sequence* const> sequences, Clock::duration spent);
   void book_head(const HeadWork& work);
+  void note_far();
   void post_observe(std::span<Sequence* const> sequences);
 
   PipelineParts parts_;
@@ -110,6 +113,7 @@ class Pipeline final : private NodeRunner {
   const StepArgs* args_ = nullptr;
   std::uint32_t layer_ = 0;
   std::vector<HeadWork> heads_;  ///< [batch, kv_heads]
+  bool near_waits_ = false;            ///< attend_near is queued while the workers select
   bool selects_ = false;               ///< the graph has select and attend_far
   std::uint32_t fetch_batches_ = 0;
 };

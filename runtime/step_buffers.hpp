@@ -24,7 +24,8 @@ struct HeadWork {
   std::uint32_t ranked = 0;   ///< pages ranked per query head; 0: none
 
   scheduler::NearSet near;
-  std::vector<PageRun> near_runs;
+  std::vector<PageRun> window;           ///< sinks and recent tokens, if no whole pages are attended near
+  std::span<const PageRun> near_runs;    ///< what is attended near
   std::uint32_t near_tokens = 0;         ///< in near_runs
 
   SelectionRow selected;
@@ -33,6 +34,7 @@ struct HeadWork {
   scheduler::Placement placement;
   std::vector<std::uint32_t> staged;     ///< [pages] staging slot or kNone
   std::vector<Partial> parts;            ///< what merge merges
+  std::vector<float> seen;               ///< [far tokens, group] scores of a selection that deferred them
 
   [[nodiscard]] HeadPages& pages() const noexcept { return layer->heads[kv_head]; }
 };

@@ -42,10 +42,14 @@ void Pipeline::append() {
                      .first_row = position % layout_.page_tokens,
                      .count = 1});
   }
+  // Later verbs of the device and, after the hand-over, the CPU read q, k and v in one form, wherever they came from.
+  const ToF32Task widened[] = {{args_->q, buffers_.device_q(0, 0)},
+                               {args_->q, buffers_.q(0, 0)},
+                               {args_->k, buffers_.k(0, 0)},
+                               {args_->v, buffers_.v(0, 0)}};
   Backend& device = parts_.device.backend();
+  device.to_f32(widened, &executor_.device_stream());
   device.append(tasks, layout_, &executor_.device_stream());
-  // Later verbs read the query in one form, wherever it came from.
-  device.to_f32(args_->q, buffers_.device_q(0, 0), &executor_.device_stream());
 }
 
 void Pipeline::rank_pages() {
@@ -77,16 +81,21 @@ void Pipeline::rank_pages() {
 }
 
 void Pipeline::hand_over() {
-  Backend& device = parts_.device.backend();
-  const ToF32Task tasks[] = {
-      {args_->q, buffers_.q(0, 0)}, {args_->k, buffers_.k(0, 0)}, {args_->v, buffers_.v(0, 0)}};
-  device.to_f32(tasks, &executor_.device_stream());
+  // q, k, v and the ranked pages were written to pinned memory by the nodes before; the flag that follows this node
+  // tells the CPU that they are there.
 }
 
 void Pipeline::attend_near() {
   // The device is busy with the nodes before this one: time to settle what the background found out. From here on
   // the step's near set is fixed.
   collect_older(deadline_after(parts_.options.timeout));
+  // On a GPU there is time until the far part is done, so that listing and queueing may go on beside the selection.
+  near_waits_ = selects_ && parts_.options.trace == nullptr && !parts_.device.info().host_memory;
+  if (!near_waits_) queue_near();
+}
+
+void Pipeline::queue_near() {
+  near_waits_ = false;
   const std::uint32_t group = shape_.group();
   auto& tasks = buffers_.near_tasks;
   tasks.clear();
@@ -122,8 +131,10 @@ void Pipeline::write_through() {
 
 void Pipeline::select() {
   const std::uint32_t group = shape_.group();
-  parts_.workers.parallel_for(static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
-    HeadWork& work = heads_[i];
+  const std::uint32_t first = near_waits_ ? 1 : 0;
+  parts_.workers.parallel_for(first + static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
+    if (i < first) return queue_near();
+    HeadWork& work = heads_[i - first];
     const std::uint32_t head = work.kv_head * group;
     HostKv reader(parts_.host, shape_, parts_.pool, work.pages());
     const std::size_t ranked = std::size_t{work.ranked} * group;
@@ -151,15 +162,18 @@ void Pipeline::attend_far() {
   const std::uint32_t group = shape_.group();
   auto& tasks = buffers_.far_tasks;
   tasks.clear();
-  for (const HeadWork& work : heads_) {
+  for (HeadWork& work : heads_) {
     const std::uint32_t head = work.kv_head * group;
     const SelectionRow& row = work.placement.far;
+    const bool deferred = row.scores.empty() && work.sequence->spec.uses(Source::history);
+    work.seen.resize(deferred ? row.tokens.size() * group : 0);
     tasks.push_back({.q = buffers_.q(work.row, head),
                      .kv = far_view(parts_.pool, work.pages()),
                      .runs = row.runs,
                      .tokens = row.tokens,
                      .members = row.members,
                      .scores = row.scores,
+                     .seen = deferred ? work.seen.data() : nullptr,
                      .out = buffers_.far(work.row, head)});
   }
   parts_.host.attend(tasks, shape_, nullptr);

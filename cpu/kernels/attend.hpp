@@ -83,6 +83,16 @@ inline void score_tile(const AttendRows& args, const Tile& tile, const Extent& e
   }
 }
 
+/// Hands a tile's scores to the caller.
+template <class H>
+inline void show_tile(const AttendRows& args, const Tile& tile, std::uint32_t head, const AttendState& state) noexcept {
+  const float* const from = state.weight + head * kTile;
+  float* const to = args.seen + std::size_t{tile.first} * args.group + head;
+  for (std::uint32_t r = 0; r < tile.rows; ++r) {
+    for (std::uint32_t h = 0; h < H::kHeads; ++h) to[std::size_t{r} * args.group + h] = from[r * H::kHeads + h];
+  }
+}
+
 /// Turns scores into weights relative to the new maximum. Returns what the old sums have to be scaled by.
 template <class H>
 inline Vec soften_tile(const Tile& tile, std::uint32_t head, AttendState& state) noexcept {
@@ -206,6 +216,7 @@ void attend(const AttendRows& args) noexcept {
     fill_tile(args, first, tile);
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
       score_tile<kType, decltype(heads)>(args, tile, extent, head, state);
+      if (args.seen != nullptr) show_tile<decltype(heads)>(args, tile, head, state);
     });
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
       using H = decltype(heads);

@@ -28,6 +28,9 @@ struct AttendTask {
   std::span<const std::uint32_t> tokens;   ///< ascending; may be empty
   std::span<const std::uint32_t> members;  ///< [tokens] or empty: see SelectionRow
   std::span<const float> scores;           ///< [tokens, group] or empty: then K is read
+  /// [tokens, group] or null: receives the scores of `tokens`, where K is read anyway. Host backend only; a device's
+  /// leaves it alone.
+  float* seen = nullptr;
   Partial out;                             ///< [group, head_dim], [group]
 };
 

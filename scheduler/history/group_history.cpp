@@ -48,6 +48,8 @@ void GroupHistory::forecast(std::uint32_t tokens) {
   tokens_ = forecast_ = tokens;
   blank_ = false;
   looked_at_ = 0;
+  by_position_.reset(tokens);
+  by_distance_.reset(tokens);
   const std::uint32_t off = tokens > sinks_ ? tokens - sinks_ : 0;
   for (Head& head : heads_) {
     head.vertical.extend(off);
@@ -66,15 +68,23 @@ void GroupHistory::forecast(std::uint32_t tokens) {
 void GroupHistory::follow(std::uint32_t tokens) {
   if (tokens == tokens_) return;
   tokens_ = tokens;
-  united_.reset(tokens);
   for (Head& head : heads_) {
     head.vertical.extend(tokens - std::min(tokens, sinks_));
     head.slash.extend(tokens - std::min(tokens, sinks_));
-    TokenSet& set = options_.share_in_group ? united_ : head.expanded;
-    if (!options_.share_in_group) set.reset(tokens);
-    set.unite(head.by_position);
-    set.unite_shifted(head.by_distance, tokens - forecast_);
   }
+  united_.reset(tokens);
+  united_.unite(by_position_);
+  united_.unite_shifted(by_distance_, tokens - forecast_);
+}
+
+void GroupHistory::note(std::uint32_t token) {
+  const std::uint32_t moved = tokens_ - forecast_;
+  const auto widened = [&](std::uint32_t at, TokenSet& set) {
+    const std::uint32_t begin = std::max(at, sinks_ + kBefore) - kBefore;
+    set.add_range(begin, std::min(at + kAfter + 1, forecast_));
+  };
+  widened(token, by_position_);
+  if (token >= moved + sinks_) widened(token - moved, by_distance_);
 }
 
 /// Eq. (7): CAND = { j : SV[j] > tauV or SS[n - 1 - j] > tauS }.
@@ -93,13 +103,9 @@ void GroupHistory::find_candidates(Head& head, const ScoreTable::Cut& vertical, 
 
 /// Eq. (9): EXP = { j + o : j in CAND, SV[j + o] > mean(SV) or SS[n - 1 - j - o] > mean(SS) }. Notes the
 /// candidates' heat on the way, while their table rows are in the cache.
-void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) const {
+void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) {
   head.expanded.reset(tokens_);
   const bool followed = options_.observe_every > 1;
-  if (followed) {
-    head.by_position.reset(tokens_);
-    head.by_distance.reset(tokens_);
-  }
   head.heat.resize(head.candidates.size());
   const std::uint32_t last = tokens_ - 1;
   const float* v = head.vertical.stored();
@@ -127,15 +133,17 @@ void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const Sco
       }
       head.expanded.add_bits(j - kBefore, v_above | s_above);
       if (followed) {
-        head.by_position.add_bits(j - kBefore, v_above);
-        head.by_distance.add_bits(j - kBefore, s_above);
+        by_position_.add_bits(j - kBefore, v_above);
+        by_distance_.add_bits(j - kBefore, s_above);
       }
     } else {
       const std::uint32_t to = std::min(j + kAfter, last);
       for (std::uint32_t t = std::max(j, sinks_ + kBefore) - kBefore; t <= to; ++t) {
-        if (v[t - sinks_] <= vertical.mean && s[last - t] <= slash.mean) continue;
-        head.expanded.add(t);
-        if (followed) (v[t - sinks_] > vertical.mean ? head.by_position : head.by_distance).add(t);
+        const bool by_position = v[t - sinks_] > vertical.mean;
+        const bool by_distance = s[last - t] > slash.mean;
+        if (by_position || by_distance) head.expanded.add(t);
+        if (followed && by_position) by_position_.add(t);
+        if (followed && by_distance) by_distance_.add(t);
       }
     }
   }

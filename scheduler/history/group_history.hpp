@@ -27,14 +27,19 @@ class GroupHistory {
   void forecast(std::uint32_t tokens);
 
   /// Carries the last forecast on to a later step without looking at the tables, which nothing was added to since:
-  /// vertical candidates stay where they are, slash candidates move with the query. Costs O(tokens / 64).
+  /// vertical candidates stay where they are, slash candidates move with the query. The result is `united`: followed
+  /// candidates belong to the whole group. Costs O(tokens / 64).
   void follow(std::uint32_t tokens);
+
+  /// Makes a token that just proved heavy a candidate of the steps until the next forecast: at its position and at its
+  /// distance, each widened as a forecast would. For the group; the tables learn of it when they are next fed.
+  void note(std::uint32_t token);
 
   /// Some head's tables are uniform, so that nothing can be told from them: attend densely, then observe.
   [[nodiscard]] bool blank() const noexcept { return blank_; }
   /// EXP of query head `h` for the forecast step, without the forced local tokens.
   [[nodiscard]] const TokenSet& expanded(std::uint32_t h) const noexcept { return heads_[h].expanded; }
-  /// EXP of all query heads together, if the options share candidates in the group.
+  /// EXP of all query heads together, if the options share candidates in the group; after `follow`, in any case.
   [[nodiscard]] const TokenSet& united() const noexcept { return united_; }
   /// Appends the pages with the highest summed scores of candidates, hottest first, at most `limit`.
   /// `page_tokens` is a power of two.
@@ -59,11 +64,10 @@ class GroupHistory {
     std::vector<std::uint32_t> candidates;
     std::vector<float> heat;  ///< [candidates] vertical + slash score
     TokenSet expanded;
-    TokenSet by_position, by_distance;  ///< expanded, by the table that spoke for it; kept only to be followed
   };
 
   void find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
-  void expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) const;
+  void expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
 
   HistoryOptions options_;
   std::uint32_t sinks_ = 0;
@@ -74,6 +78,7 @@ class GroupHistory {
   std::uint64_t looked_at_ = 0;
   std::vector<Head> heads_;             ///< [group]
   TokenSet united_;
+  TokenSet by_position_, by_distance_;  ///< EXP of all heads, by the table that spoke for it; kept to be followed
   TokenSet found_;                      // scratch
   std::vector<float> page_heat_;        // scratch, all zero between calls
   std::vector<float> weights_;          // scratch

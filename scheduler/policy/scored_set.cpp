@@ -103,6 +103,22 @@ void ScoredSet::collect(const CandidateSets& candidates, const NearSet& near) {
   far_.resize(kept);
 }
 
+void ScoredSet::emit_far(const TokenSet& candidates, const NearSet& near, SelectionRow& row) {
+  clear();
+  std::size_t kept = 0;
+  candidates.for_each_word([&](std::size_t word) {
+    const std::uint64_t any = candidates.word(word);
+    const std::uint64_t is_near = any & near_bits(near, word);
+    united_ += static_cast<std::uint64_t>(std::popcount(any));
+    near_hits_ += static_cast<std::uint64_t>(std::popcount(is_near));
+    if (row.tokens.size() < kept + 64) row.tokens.resize(std::max(2 * kept + 64, row.tokens.capacity()));
+    for (std::uint64_t far = any & ~is_near; far != 0; far &= far - 1) {
+      row.tokens[kept++] = static_cast<std::uint32_t>(word * 64) + static_cast<std::uint32_t>(std::countr_zero(far));
+    }
+  });
+  row.tokens.resize(kept);
+}
+
 /// Room for the 64 candidates that one word may hold, and for as many again as there are.
 void ScoredSet::grow(std::size_t kept) {
   const std::size_t room = std::max(2 * kept + 64, tokens_.capacity());

@@ -43,6 +43,8 @@ class ScoredSet {
  public:
   /// Unites the candidates, ascending.
   void collect(const CandidateSets& candidates, const NearSet& near);
+  /// Writes the far candidates for all heads of the group straight to `row`, for a step that neither scores nor observes.
+  void emit_far(const TokenSet& candidates, const NearSet& near, SelectionRow& row);
   /// Reads every K row once.
   void score(KvReader& kv, const float* q, std::uint32_t group);
   /// Each query head takes its k best: among the far candidates to attend, among all to observe. Ties go to
@@ -61,6 +63,8 @@ class ScoredSet {
   [[nodiscard]] Observed observed(std::uint32_t h, std::uint32_t group);
 
   [[nodiscard]] std::size_t size() const noexcept { return tokens_.size(); }
+  [[nodiscard]] std::span<const std::uint32_t> tokens() const noexcept { return tokens_; }
+  [[nodiscard]] std::span<const float> scores() const noexcept { return scores_; }  ///< [tokens, group]
   /// United candidates, and how many of them were near; near ones count even if they were dropped.
   [[nodiscard]] std::uint64_t united() const noexcept { return united_; }
   [[nodiscard]] std::uint64_t near_hits() const noexcept { return near_hits_; }

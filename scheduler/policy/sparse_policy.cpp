@@ -2,10 +2,13 @@
 // query head keeps its best, and what it kept feeds the history. Sources unite freely.
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "scheduler/fast_exp.hpp"
 #include "scheduler/history/group_history.hpp"
 #include "scheduler/policy/bypass.hpp"
 #include "scheduler/policy/policies.hpp"
@@ -22,6 +25,7 @@ struct Head {
   ScoredSet scored;
   std::vector<float> q;         ///< [group, head_dim] of the selection whose scores were deferred
   bool observes = false;        ///< the last selection feeds the tables
+  bool followed = false;        ///< the last selection's candidates were not forecast but carried on
   std::uint32_t observing = 0;  ///< bit h: query head h was not bypassed
   bool whole = false;           ///< every token was scored: scratch is n-sized, not worth keeping
 };
@@ -86,6 +90,11 @@ class SparsePolicy final : public LayerPolicy {
     return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) { return head.observes; });
   }
 
+  void note(std::uint32_t kv_head, std::span<const std::uint32_t> tokens, std::span<const float> scores) override {
+    Head& head = heads_[kv_head];
+    if (head.history && spec_.history.observe_every != 1 && !head.observes) note_heavy(head, tokens, scores);
+  }
+
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     Head& head = heads_[kv_head];
     if (!head.history) return;
@@ -105,10 +114,31 @@ class SparsePolicy final : public LayerPolicy {
 
   /// The candidates for this step: forecast in the background or, if nothing was observed since, carried on.
   void recall(std::uint32_t tokens, Head& head) const {
-    if (head.observes || spec_.history.observe_every == 1 || head.history->blank()) {
-      head.history->forecast(tokens);
-    } else {
+    head.followed = !head.observes && spec_.history.observe_every != 1 && !head.history->blank();
+    if (head.followed) {
       head.history->follow(tokens);
+    } else {
+      head.history->forecast(tokens);
+    }
+  }
+
+  /// Between two observations only what is heavy is remembered: a token that holds this share of what its head
+  /// attended. At most as many per head as the share's inverse.
+  static constexpr float kHeavy = 1.f / 32.f;
+
+  void note_heavy(Head& head, std::span<const std::uint32_t> tokens, std::span<const float> scores) const {
+    for (std::uint32_t h = 0; h < group_; ++h) {
+      float top = -std::numeric_limits<float>::infinity();
+      for (std::size_t i = 0; i < tokens.size(); ++i) top = std::max(top, scores[i * group_ + h]);
+      if (!std::isfinite(top)) continue;
+      float sum = 0.f;
+      const float* const column = scores.data() + h;
+#pragma omp simd reduction(+ : sum)
+      for (std::size_t i = 0; i < tokens.size(); ++i) sum += fast_exp(std::min(column[i * group_] - top, 0.f));
+      const float least = top + std::log(sum * kHeavy);
+      for (std::size_t i = 0; i < tokens.size(); ++i) {
+        if (column[i * group_] >= least) head.history->note(tokens[i]);
+      }
     }
   }
 
@@ -130,13 +160,23 @@ class SparsePolicy final : public LayerPolicy {
     } else {
       propose(context, head);
     }
-    collect(context, head, counters);
     const std::uint32_t budget = budget_tokens(spec_.budget, context.tokens);
+    if (context.defer_scores && head.followed && !head.observes && head.observing == all_heads() && !head.whole) {
+      // Nothing is learnt in this step, so that no score and no near token matters.
+      head.scored.emit_far(head.candidates.front(), *context.near, row);
+      if (row.tokens.size() <= budget) {
+        count(head, counters);
+        return;
+      }
+      row.clear();
+    }
+    collect(context, head, counters);
     if (context.defer_scores && head.history && head.scored.size() <= budget) {
       if (head.observes) head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
       head.scored.choose_all();
     } else {
       head.scored.score(*context.kv, context.q, group_);
+      note(context.kv_head, head.scored.tokens(), head.scored.scores());
       head.scored.choose(budget, group_);
     }
     head.scored.emit(group_, shares() ? Membership::united : Membership::own, row);
@@ -152,7 +192,7 @@ class SparsePolicy final : public LayerPolicy {
   /// Candidates: what history expanded to, the newest tokens, the pages that rank highest; one set per query head, or
   /// the first for all of them.
   void propose(const HeadContext& context, Head& head) const {
-    if (!shares()) {
+    if (!together(head)) {
       for (std::uint32_t h = 0; h < group_; ++h) {
         if (((head.observing >> h) & 1) == 0) continue;
         propose_from(head.history ? &head.history->expanded(h) : nullptr, h, h + 1, context, head.candidates[h]);
@@ -183,19 +223,27 @@ class SparsePolicy final : public LayerPolicy {
   void collect(const HeadContext& context, Head& head, SelectCounters& counters) const {
     head.scored.collect({.sets = head.candidates,
                          .active = head.observing,
-                         .shared = shares() && !head.whole,
+                         .shared = together(head) && !head.whole,
                          .keep_near = head.observes && spec_.history.observe_near},
                         *context.near);
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
-      const bool own = !shares() || head.whole;
-      counters.expanded_per_head += own ? head.candidates[h].size() : head.history->expanded(h).size();
+      const bool own = !together(head) || head.whole;
+      counters.expanded_per_head += own             ? head.candidates[h].size()
+                                    : head.followed ? head.history->united().size()
+                                                    : head.history->expanded(h).size();
     }
+    count(head, counters);
+  }
+
+  static void count(const Head& head, SelectCounters& counters) noexcept {
     counters.candidates += head.scored.united();
     counters.near_hits += head.scored.near_hits();
     counters.scored += head.scored.size();
   }
 
+  /// Whether one set of candidates serves the group in this step.
+  [[nodiscard]] bool together(const Head& head) const noexcept { return shares() || head.followed; }
   [[nodiscard]] bool shares() const noexcept { return spec_.uses(Source::history) && spec_.history.share_in_group; }
 
   /// Frees what one whole-context selection needed.

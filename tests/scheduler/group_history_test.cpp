@@ -264,19 +264,29 @@ TEST_CASE("followed candidates stay by position and move by distance", "[history
   Twins twins(700, 32, {.observe_every = 4});
   twins.forecast();
   const std::uint32_t n = twins.n;
+  std::vector<std::uint32_t> expected;
   for (std::uint32_t h = 0; h < kGroup; ++h) {
     const ScoreTable& vertical = twins.history.vertical(h);
     const ScoreTable& slash = twins.history.slash(h);
     const double v_mean = vertical.sum() / vertical.size(), s_mean = slash.sum() / slash.size();
-    std::vector<std::uint32_t> expected;
     for (const std::uint32_t token : members(twins.history.expanded(h))) {
       if (vertical.score(token - kSinks) > v_mean) expected.push_back(token);
-      if (slash.score(n - 1 - token) > s_mean && token + by < n + by) expected.push_back(token + by);
+      if (slash.score(n - 1 - token) > s_mean) expected.push_back(token + by);
     }
+  }
+  const auto tidy = [&] {
     std::sort(expected.begin(), expected.end());
     expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
-    GroupHistory copy = twins.history;
-    copy.follow(n + by);
-    REQUIRE(members(copy.expanded(h)) == expected);
+  };
+  tidy();
+  twins.history.follow(n + by);
+  REQUIRE(members(twins.history.united()) == expected);
+
+  // A heavy token found meanwhile joins at its position and at its distance.
+  const std::uint32_t heavy = n / 2;
+  twins.history.note(heavy);
+  twins.history.follow(n + by + 5);
+  for (const std::uint32_t token : {heavy - 1, heavy, heavy + 2, heavy + 4, heavy + 5, heavy + 7}) {
+    REQUIRE(twins.history.united().contains(token));
   }
 }
