@@ -4,6 +4,8 @@
 # The command finds its libraries beside itself ($ORIGIN). cuBLASLt, which only models on a GPU need and which is
 # larger than everything else, comes from the GPU machine: it is opened by name when such a model is loaded.
 include(GNUInstallDirs)
+# The older kind of run path, which the libraries' own dependencies are looked up in, too (hwloc's libudev).
+target_link_options(sluice PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sluice PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
 install(TARGETS sluice RUNTIME_DEPENDENCY_SET sluice_libraries RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 # Part of every system, and tied to its kernel or compiler.

@@ -1,6 +1,7 @@
 #include "gpu/cuda_device.hpp"
 
 #include <cuda_runtime_api.h>
+#include <nvtx3/nvToolsExt.h>
 
 #include <algorithm>
 #include <cstring>
@@ -162,8 +163,8 @@ cudaDeviceProp properties_of(int ordinal) {
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
     (void)cudaGetLastError();
-    throw Error(Errc::device, "CUDA device: no GPU can be used: " + describe(status) +
-                                  "; install a driver for CUDA 13, or use the host device");
+    throw Error(Errc::unsupported, "CUDA device: no GPU can be used: " + describe(status) +
+                                       "; install a driver for CUDA 13, or use the host device");
   }
   if (ordinal < 0 || ordinal >= count)
     throw Error(Errc::device, "CUDA device: there is no GPU " + std::to_string(ordinal) + "; CUDA shows " +
@@ -175,16 +176,16 @@ cudaDeviceProp properties_of(int ordinal) {
 
 void require_usable(const cudaDeviceProp& properties, int ordinal) {
   if (properties.major < kLeastMajor)
-    throw Error(Errc::device, std::string("CUDA device: ") + properties.name + " has compute capability " +
-                                  std::to_string(properties.major) + "." + std::to_string(properties.minor) +
-                                  "; 8.0 or newer is needed");
+    throw Error(Errc::unsupported, std::string("CUDA device: ") + properties.name + " has compute capability " +
+                                       std::to_string(properties.major) + "." + std::to_string(properties.minor) +
+                                       "; 8.0 or newer is needed");
   int same_address = 0;
   check(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, ordinal),
         "ask how the GPU addresses host memory");
   if (same_address == 0)
-    throw Error(Errc::device, std::string("CUDA device: ") + properties.name +
-                                  " cannot use host addresses here, as under WSL 2 or some virtual GPUs; use the "
-                                  "host device");
+    throw Error(Errc::unsupported, std::string("CUDA device: ") + properties.name +
+                                       " cannot use host addresses here, as under WSL 2 or some virtual GPUs; use the "
+                                       "host device");
   check(cudaSetDevice(ordinal), "make the GPU current");
 }
 
@@ -241,6 +242,10 @@ std::unique_ptr<Event> CudaDevice::create_event() {
   core_->activate();
   return std::make_unique<CudaEvent>(core_);
 }
+
+void CudaDevice::mark_begin(const char* name) noexcept { (void)nvtxRangePushA(name); }
+
+void CudaDevice::mark_end() noexcept { (void)nvtxRangePop(); }
 
 CudaDevice& cuda_device(Device& device, const char* operation) {
   auto* const found = dynamic_cast<CudaDevice*>(&device);

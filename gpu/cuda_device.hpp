@@ -31,6 +31,8 @@ class CudaDevice final : public Device {
   [[nodiscard]] std::unique_ptr<Registration> register_host(std::span<std::byte> memory) override;
   [[nodiscard]] std::unique_ptr<Stream> create_stream(const std::string& name) override;
   [[nodiscard]] std::unique_ptr<Event> create_event() override;
+  void mark_begin(const char* name) noexcept override;
+  void mark_end() noexcept override;
 
   /// As create_stream, for callers that choose paths.
   [[nodiscard]] std::unique_ptr<QueueStream> create_queue(const std::string& name);

@@ -13,6 +13,7 @@ usage: tools/bootstrap.sh [--preset NAME] [--target NAME]... [--no-build]
   --no-build     install and configure only
 
 Installs missing packages on Debian 12 or later and Ubuntu 22.04 or later; elsewhere it says what is needed.
+The CUDA device is built if nvcc (CUDA 13 or later) is on PATH or in CUDACXX; without it, everything else is.
 SLUICE_JOBS=N builds with N jobs at once, instead of one per core and 1.5 GiB of free memory.
 Exit codes: 0 ok, 1 configuring or building failed, 2 wrong usage or something missing that cannot be installed.
 TEXT
@@ -104,7 +105,8 @@ describe_needs() {
   cat >&2 <<'TEXT'
 bootstrap: this system's packages are not known here. Install with its own package manager, development files included:
   g++ 11 or later (C++20), CMake 3.22 or later, Ninja, pkg-config,
-  oneTBB 2021 or later, hwloc 2.x, Eigen 3.3 or later, nlohmann-json 3.x, CLI11 1.9 or later, Catch2 2.13 or 3.x
+  oneTBB 2021 or later, hwloc 2.x, Eigen 3.3 or later, nlohmann-json 3.x, CLI11 1.9 or later, Catch2 2.13 or 3.x;
+  for the CUDA device also CUDA 13 or later
 TEXT
 }
 
@@ -124,6 +126,16 @@ ensure_tools() {
   local version
   version=$(cmake --version | sed -n '1s/[^0-9]*\([0-9.]*\).*/\1/p')
   at_least "$version" 3.22 || fail "$(command -v cmake) is version $version, 3.22 is needed; remove it from PATH"
+}
+
+# CUDA is optional and comes from NVIDIA, not from the packages above.
+describe_cuda() {
+  local compiler
+  if compiler=$(command -v "${CUDACXX:-nvcc}"); then
+    say "CUDA: $compiler, $("$compiler" --version | sed -n 's/.*release \([0-9.]*\).*/release \1/p')"
+  else
+    say "CUDA: no nvcc on PATH, so the CUDA device is left out; it needs CUDA 13 (nothing else does)"
+  fi
 }
 
 configure() {
@@ -175,6 +187,7 @@ main() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   grep -q "\"name\": \"$preset\"" CMakePresets.json || fail "no preset '$preset' in CMakePresets.json"
   ensure_tools
+  describe_cuda
   configure "$preset"
   [[ "$no_build" -eq 1 ]] || build "$preset" ${targets[@]+"${targets[@]}"}
 }

@@ -1,8 +1,18 @@
 #!/usr/bin/env bash
 # Builds everything and runs the tests; arguments go to ctest, as in `tools/test.sh -L concurrent`.
-# ctest's summary comes last. Exit codes: 0 all passed; else as tools/bootstrap.sh or ctest.
+# ctest's summary comes last, and below it how many tests were skipped, by reason: those of the GPU where there is none.
+# Exit codes: 0 none failed; else as tools/bootstrap.sh or ctest.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools/bootstrap.sh --preset release
-exec ctest --preset release --parallel "$(nproc)" --no-tests=error "$@"
+code=0
+ctest --preset release --parallel "$(nproc)" --no-tests=error "$@" || code=$?
+# What the skipped tests printed; absent if ctest did not get as far as running any.
+log=build/release/Testing/Temporary/LastTest.log
+if [[ -r "$log" ]]; then
+  sed -n 's/^skipped: //p' "$log" | sort | uniq -c | while read -r count reason; do
+    printf 'test: %s tests skipped: %s\n' "$count" "$reason"
+  done
+fi
+exit "$code"

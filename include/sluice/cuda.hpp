@@ -61,8 +61,9 @@ struct CudaDeviceOptions {
 /// GPUs that this build can use; 0 without one, without a driver, or in a build without CUDA. Never throws.
 [[nodiscard]] std::uint32_t cuda_devices() noexcept;
 
-/// @throws Error{Errc::unsupported} in a build without CUDA, Error{Errc::device} naming the cause if there is no
-///         driver or no such GPU, or if this build has no kernels for it.
+/// @throws Error{Errc::unsupported} in a build without CUDA, on a machine without driver or GPU, and for a GPU that
+///         cannot serve; Error{Errc::device} naming the cause if there is no such GPU beside others, or if this build
+///         has no kernels for it.
 [[nodiscard]] std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions& options = {});
 
 /// Measures every path on an idle link for some 0.5 s. Allocates about 256 MiB on either side meanwhile.

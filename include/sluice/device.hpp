@@ -123,6 +123,12 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<Registration> register_host(std::span<std::byte> memory) = 0;
   [[nodiscard]] virtual std::unique_ptr<Stream> create_stream(const std::string& name) = 0;
   [[nodiscard]] virtual std::unique_ptr<Event> create_event() = 0;
+
+  /// Begins a named range of the calling thread that profilers show; ranges nest. Cheap when no profiler listens.
+  /// `name` is read before the call returns.
+  virtual void mark_begin(const char* name) noexcept { (void)name; }
+  /// Ends the calling thread's newest range.
+  virtual void mark_end() noexcept {}
 };
 
 }  // namespace sluice

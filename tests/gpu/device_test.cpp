@@ -182,7 +182,7 @@ TEST_CASE("later work of a CUDA stream waits for an event of another", "[cuda_de
   REQUIRE(*seen == 42);
 }
 
-TEST_CASE("a CUDA event recorded again forgets the old point; who waits keeps it", "[cuda_device][event]") {
+TEST_CASE("a CUDA event recorded again forgets the old point, and who waits keeps it", "[cuda_device][event]") {
   const auto device = make_cuda_device();
   if (!streams_wait(*device)) return;
   const auto producer = device->create_stream("producer");

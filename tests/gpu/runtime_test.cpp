@@ -22,8 +22,11 @@ constexpr AttentionShape kShape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_
 class PinnedModel {
  public:
   PinnedModel(Device& device, const AttentionShape& shape, std::uint32_t tokens, std::uint32_t seed)
-      : shape_(shape), tokens_(tokens), q_(device.allocate_pinned(bytes(shape.q_heads))),
-        k_(device.allocate_pinned(bytes(shape.kv_heads))), v_(device.allocate_pinned(bytes(shape.kv_heads))),
+      : shape_(shape),
+        tokens_(tokens),
+        q_(device.allocate_pinned(bytes(shape.q_heads))),
+        k_(device.allocate_pinned(bytes(shape.kv_heads))),
+        v_(device.allocate_pinned(bytes(shape.kv_heads))),
         out_(device.allocate_pinned(bytes(shape.q_heads) + 64)) {
     std::mt19937 rng(seed);
     std::normal_distribution<float> normal;
@@ -44,9 +47,15 @@ class PinnedModel {
       for (std::size_t c = 0; c < row; ++c) k[token * row + c] *= 4.f;
     }
   }
-  [[nodiscard]] TensorView q(std::uint32_t layer, std::uint32_t token, std::uint32_t count) const { return view(q_, layer, token, count, shape_.q_heads); }
-  [[nodiscard]] TensorView k(std::uint32_t layer, std::uint32_t token, std::uint32_t count) const { return view(k_, layer, token, count, shape_.kv_heads); }
-  [[nodiscard]] TensorView v(std::uint32_t layer, std::uint32_t token, std::uint32_t count) const { return view(v_, layer, token, count, shape_.kv_heads); }
+  [[nodiscard]] TensorView q(std::uint32_t layer, std::uint32_t token, std::uint32_t count) const {
+    return view(q_, layer, token, count, shape_.q_heads);
+  }
+  [[nodiscard]] TensorView k(std::uint32_t layer, std::uint32_t token, std::uint32_t count) const {
+    return view(k_, layer, token, count, shape_.kv_heads);
+  }
+  [[nodiscard]] TensorView v(std::uint32_t layer, std::uint32_t token, std::uint32_t count) const {
+    return view(v_, layer, token, count, shape_.kv_heads);
+  }
   [[nodiscard]] MutableTensorView out(std::uint32_t count) const {
     return dense_view<std::byte>(out_->data(), DType::f32, count, shape_.q_heads, shape_.head_dim);
   }
@@ -63,8 +72,8 @@ class PinnedModel {
   [[nodiscard]] TensorView view(const std::unique_ptr<Buffer>& buffer, std::uint32_t layer, std::uint32_t token,
                                 std::uint32_t count, std::uint32_t heads) const {
     const std::uint64_t row = std::uint64_t{heads} * shape_.head_dim * sizeof(float);
-    return dense_view<const std::byte>(buffer->data() + (std::uint64_t{layer} * tokens_ + token) * row, DType::f32, count, heads,
-                                       shape_.head_dim);
+    return dense_view<const std::byte>(buffer->data() + (std::uint64_t{layer} * tokens_ + token) * row, DType::f32,
+                                       count, heads, shape_.head_dim);
   }
   AttentionShape shape_;
   std::uint32_t tokens_;
@@ -90,19 +99,28 @@ void prompt(Runtime& runtime, SequenceId id, const PinnedModel& model, std::uint
   for (std::uint32_t at = 0; at < tokens; at += chunk) {
     const std::uint32_t count = std::min(chunk, tokens - at);
     for (std::uint32_t l = 0; l < model.shape().layers; ++l) {
-      runtime.prefill({.sequence = id, .layer = LayerId{l}, .q = model.q(l, at, count), .k = model.k(l, at, count),
-                       .v = model.v(l, at, count), .out = model.out(count)});
+      runtime.prefill({.sequence = id,
+                       .layer = LayerId{l},
+                       .q = model.q(l, at, count),
+                       .k = model.k(l, at, count),
+                       .v = model.v(l, at, count),
+                       .out = model.out(count)});
     }
   }
 }
 
 /// Outputs of the last layer, step by step.
-std::vector<float> decode(Runtime& runtime, SequenceId id, const PinnedModel& model, std::uint32_t first, std::uint32_t steps) {
+std::vector<float> decode(Runtime& runtime, SequenceId id, const PinnedModel& model, std::uint32_t first,
+                          std::uint32_t steps) {
   std::vector<float> outs;
   for (std::uint32_t token = first; token < first + steps; ++token) {
     for (std::uint32_t l = 0; l < model.shape().layers; ++l) {
-      runtime.step({.layer = LayerId{l}, .sequences = std::span(&id, 1), .q = model.q(l, token, 1), .k = model.k(l, token, 1),
-                    .v = model.v(l, token, 1), .out = model.out(1)});
+      runtime.step({.layer = LayerId{l},
+                    .sequences = std::span(&id, 1),
+                    .q = model.q(l, token, 1),
+                    .k = model.k(l, token, 1),
+                    .v = model.v(l, token, 1),
+                    .out = model.out(1)});
     }
     const std::vector<float> out = model.written(1);
     outs.insert(outs.end(), out.begin(), out.end());
@@ -136,8 +154,10 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& w
 }  // namespace
 
 TEST_CASE("the GPU gives the host device's answers for every policy and placement", "[gpu][runtime]") {
-  const std::string policy = GENERATE("full", "full:near=0", "streaming", "topk", "lfps", "sluice", "sluice:budget=100%");
-  const auto placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream, PlacementMode::near, PlacementMode::automatic);
+  const std::string policy =
+      GENERATE("full", "full:near=0", "streaming", "topk", "lfps", "sluice", "sluice:budget=100%");
+  const auto placement =
+      GENERATE(PlacementMode::hybrid, PlacementMode::stream, PlacementMode::near, PlacementMode::automatic);
   CAPTURE(policy, to_string(placement));
   constexpr std::uint32_t kTokens = 700, kSteps = 20;
   const auto device = make_cuda_device();
@@ -182,7 +202,8 @@ TEST_CASE("ten thousand steps under delays on both sides are the calm run, bit b
   const PinnedModel model(*device, shape, kTokens + kSteps, 9);
   RuntimeOptions options = options_for(shape, kTokens + kSteps, placement);
   options.near_bytes /= 4;  // Slots change hands all the time.
-  if (placement == PlacementMode::automatic) options.placement = PlacementMode::stream;  // Rates are measured, hence not repeatable.
+  if (placement == PlacementMode::automatic)
+    options.placement = PlacementMode::stream;  // Rates are measured, hence not repeatable.
   const auto calm = generate(device, model, policy, options, kTokens, kSteps);
   const Unruliness slow{.seed = 11, .device_delay_us = 200, .host_delay_us = 100, .delay_chance = 0.05};
   const auto delayed = generate(std::make_shared<UnrulyDevice>(device, slow), model, policy, options, kTokens, kSteps);
@@ -196,7 +217,8 @@ TEST_CASE("failed copies end in a clear error or change nothing, and no page is 
   const auto device = make_cuda_device();
   const PinnedModel model(*device, kShape, kTokens + kSteps, 4);
   RuntimeOptions options = options_for(kShape, kTokens + kSteps, PlacementMode::hybrid);
-  const auto unruly = std::make_shared<UnrulyDevice>(device, Unruliness{.seed = static_cast<std::uint64_t>(seed), .fail_copy = 0.05});
+  const auto unruly =
+      std::make_shared<UnrulyDevice>(device, Unruliness{.seed = static_cast<std::uint64_t>(seed), .fail_copy = 0.05});
   Runtime runtime(options, unruly);
   const SequenceId id = runtime.begin(parse_policy("full:near=20%"));
   std::uint32_t failures = 0;
@@ -216,7 +238,12 @@ TEST_CASE("failed copies end in a clear error or change nothing, and no page is 
   for (std::uint32_t at = 0; at < kTokens; at += 100) {
     for (std::uint32_t l = 0; l < kShape.layers; ++l) {
       insist([&] {
-        runtime.prefill({.sequence = id, .layer = LayerId{l}, .q = model.q(l, at, 100), .k = model.k(l, at, 100), .v = model.v(l, at, 100), .out = model.out(100)});
+        runtime.prefill({.sequence = id,
+                         .layer = LayerId{l},
+                         .q = model.q(l, at, 100),
+                         .k = model.k(l, at, 100),
+                         .v = model.v(l, at, 100),
+                         .out = model.out(100)});
       });
     }
   }
@@ -224,7 +251,12 @@ TEST_CASE("failed copies end in a clear error or change nothing, and no page is 
   for (std::uint32_t token = kTokens; token < kTokens + kSteps; ++token) {
     for (std::uint32_t l = 0; l < kShape.layers; ++l) {
       insist([&] {
-        runtime.step({.layer = LayerId{l}, .sequences = std::span(&id, 1), .q = model.q(l, token, 1), .k = model.k(l, token, 1), .v = model.v(l, token, 1), .out = model.out(1)});
+        runtime.step({.layer = LayerId{l},
+                      .sequences = std::span(&id, 1),
+                      .q = model.q(l, token, 1),
+                      .k = model.k(l, token, 1),
+                      .v = model.v(l, token, 1),
+                      .out = model.out(1)});
       });
     }
     const auto out = model.written(1);
@@ -272,14 +304,20 @@ TEST_CASE("steps that return while queued give the same outputs", "[gpu][runtime
   for (std::uint32_t i = 0; i < kSteps; ++i) {
     for (std::uint32_t l = 0; l < kShape.layers; ++l) {
       std::byte* out = outs->data() + (std::uint64_t{i} * kShape.layers + l) * row * sizeof(float);
-      runtime.step({.layer = LayerId{l}, .sequences = std::span(&id, 1), .q = model.q(l, kTokens + i, 1), .k = model.k(l, kTokens + i, 1),
-                    .v = model.v(l, kTokens + i, 1), .out = dense_view<std::byte>(out, DType::f32, 1, kShape.q_heads, kShape.head_dim), .ordered = true});
+      runtime.step({.layer = LayerId{l},
+                    .sequences = std::span(&id, 1),
+                    .q = model.q(l, kTokens + i, 1),
+                    .k = model.k(l, kTokens + i, 1),
+                    .v = model.v(l, kTokens + i, 1),
+                    .out = dense_view<std::byte>(out, DType::f32, 1, kShape.q_heads, kShape.head_dim),
+                    .ordered = true});
     }
   }
   runtime.device_stream().synchronize(deadline_after(std::chrono::seconds(10)));
   std::vector<float> got;
   for (std::uint32_t i = 0; i < kSteps; ++i) {
-    const auto* from = reinterpret_cast<const float*>(outs->data()) + (std::uint64_t{i} * kShape.layers + kShape.layers - 1) * row;
+    const auto* from =
+        reinterpret_cast<const float*>(outs->data()) + (std::uint64_t{i} * kShape.layers + kShape.layers - 1) * row;
     got.insert(got.end(), from, from + row);
   }
   runtime.end(id);

@@ -50,7 +50,7 @@ TEST_CASE("wrong usage is exit code 2 and one line that names the cause", "[cli]
       {"eval " + kModel + " --lengths 0", "--lengths"},
       {"eval " + kModel + " --policies ','", "--policies"},
       {"bench", "subcommand"},
-      {"bench gpu", "gpu"},
+      {"bench tpu", "tpu"},
       {"run --modle x --prompt a", "--modle"},
       {"bench cpu --shape nosuch", "llama-3.1-8b"},
       {"bench cpu --q-heads 7", "q_heads"},

@@ -13,6 +13,7 @@
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
 #include "tools/cli/command.hpp"
+#include "tools/cli/device_flags.hpp"
 #include "tools/cli/progress_bar.hpp"
 #include "tools/cli/synthetic.hpp"
 
@@ -66,6 +67,10 @@ void add_bench_decode(CLI::App& bench, int& exit_code);
 /// Dense attention, and each policy against it: times by phase, ratios, and what the policy kept.
 /// @throws Error{Errc::device} if a result is wrong; nothing is timed then.
 [[nodiscard]] Table bench_attention(const BenchCpuOptions& options, BenchMachine& machine, ProgressBar& bar);
+
+/// The other kernels of a decode step on the GPU, as shares of the rate of a copy in its memory or over the link.
+/// @throws as make_device
+[[nodiscard]] Table bench_gpu_kernels(const DeviceFlags& flags, const AttentionShape& shape, std::uint32_t page_tokens);
 
 /// Attention over whole pages and over scattered rows as a share of the same threads' read rate.
 [[nodiscard]] Table bench_kernels(const BenchCpuOptions& options, BenchMachine& machine);

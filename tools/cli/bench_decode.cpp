@@ -45,11 +45,14 @@ std::vector<Method> parse_methods(const std::string& text) {
     const std::string name = text.substr(at, end - at);
     const std::size_t slash = name.find('/');
     if (slash == std::string::npos) {
-      throw Error(Errc::invalid_argument, "--methods: '" + name + "' lacks its placement; write PLACEMENT/POLICY, e.g. hybrid/sluice");
+      throw Error(Errc::invalid_argument,
+                  "--methods: '" + name + "' lacks its placement; write PLACEMENT/POLICY, e.g. hybrid/sluice");
     }
     methods.push_back({name, parse_placement(name.substr(0, slash)), parse_policy(name.substr(slash + 1))});
     at = end + 1;
   }
+  if (methods.empty())
+    throw Error(Errc::invalid_argument, "--methods: the list is empty; name at least one, e.g. hybrid/sluice");
   return methods;
 }
 
@@ -71,7 +74,8 @@ class RandomPrompt {
   [[nodiscard]] TensorView rows(std::uint32_t salt, std::uint32_t tokens, std::uint32_t heads) const {
     const std::uint64_t elements = std::uint64_t{tokens} * heads * shape_.head_dim;
     const std::uint64_t places = (kPoolElements - elements) / shape_.head_dim;
-    const std::byte* data = pool_->data() + std::uint64_t{salt} * 2'654'435'761u % places * shape_.head_dim * sizeof(std::uint16_t);
+    const std::byte* data =
+        pool_->data() + std::uint64_t{salt} * 2'654'435'761u % places * shape_.head_dim * sizeof(std::uint16_t);
     return dense_view(data, DType::bf16, tokens, heads, shape_.head_dim);
   }
 
@@ -116,12 +120,22 @@ Decoded decode(const Model& model, Runtime& runtime, const PolicySpec& policy, c
   for (std::uint32_t i = 0; i < kWarmUp + steps; ++i) {
     const Clock::time_point begin = Clock::now();
     const PlacedToken placed{token, tokens + i};
-    model.forward(std::span(&placed, 1), [&](const AttentionCall& call) {
-      runtime.step({.layer = call.layer, .sequences = std::span(&id, 1), .q = call.q, .k = call.k, .v = call.v, .out = call.out, .ordered = true});
-    }, work);
+    model.forward(
+        std::span(&placed, 1),
+        [&](const AttentionCall& call) {
+          runtime.step({.layer = call.layer,
+                        .sequences = std::span(&id, 1),
+                        .q = call.q,
+                        .k = call.k,
+                        .v = call.v,
+                        .out = call.out,
+                        .ordered = true});
+        },
+        work);
     model.logits(work, 1, logits);
     token = argmax(logits);
-    if (i >= kWarmUp) result.token_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
+    if (i >= kWarmUp)
+      result.token_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
   }
   result.stats = runtime.stats(id);
   runtime.end(id);
@@ -152,7 +166,8 @@ int run(const BenchDecodeOptions& options) {
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
   const std::shared_ptr<Device> device = make_device(options.device);
   if (!device) throw Error(Errc::invalid_argument, "bench decode: --device must be cuda or cuda:N");
-  const Model model = load_model(options.model, options.model.empty() ? options.random_weights : "", options.threads, device);
+  const Model model =
+      load_model(options.model, options.model.empty() ? options.random_weights : "", options.threads, device);
   const AttentionShape shape = model.config().shape();
   const RandomPrompt prompt(*device, shape);
   Table table{.key = "decode", .title = "Time per output token, random prompt; " + std::string(kStatsNote)};
@@ -165,14 +180,11 @@ int run(const BenchDecodeOptions& options) {
       const Decoded decoded = decode(model, runtime, methods[m].policy, prompt, length, options.steps);
       const double p50 = percentile(decoded.token_ms, 0.5);
       if (!first) first = p50;
-      std::vector<Column> columns = {{"length_tokens", "length"},
-                                     {"method", "method"},
-                                     {"tpot_p50_ms", "ms/token", 2},
-                                     {"tpot_p95_ms", "p95", 2},
-                                     {"speedup_over_first", "x first", 2},
-                                     {"near_pool_bytes", "near pool B"}};
-      std::vector<Json> row = {length, methods[m].name, p50, percentile(decoded.token_ms, 0.95), *first / p50,
-                               runtime.options().near_bytes};
+      std::vector<Column> columns = {{"length_tokens", "length"},          {"method", "method"},
+                                     {"tpot_p50_ms", "ms/token", 2},       {"tpot_p95_ms", "p95", 2},
+                                     {"speedup_over_first", "x first", 2}, {"near_pool_bytes", "near pool B"}};
+      std::vector<Json> row = {
+          length, methods[m].name, p50, percentile(decoded.token_ms, 0.95), *first / p50, runtime.options().near_bytes};
       append_stats(decoded.stats, shape, columns, row);
       table.columns = std::move(columns);
       table.rows.push_back(std::move(row));
@@ -199,14 +211,14 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   auto options = std::make_shared<BenchDecodeOptions>();
   options->device.device = "cuda";
   auto* command = bench.add_subcommand("decode", "Time per token of a whole model on the GPU, by placement and policy");
-  command->add_option("--model", options->model, "Hugging Face directory [default: --random-weights]")->type_name("DIR");
+  command->add_option("--model", options->model, "Hugging Face directory [default: --random-weights]")
+      ->type_name("DIR");
   command->add_option("--random-weights", options->random_weights, "A known shape with random weights")
       ->type_name("NAME")
       ->capture_default_str();
   command->add_option("--length", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
-  command
-      ->add_option("--methods", options->methods, "Semicolon list of PLACEMENT/POLICY; ratios are to the first")
+  command->add_option("--methods", options->methods, "Semicolon list of PLACEMENT/POLICY; ratios are to the first")
       ->capture_default_str();
   command->add_option("--steps", options->steps, "Timed tokens")->check(CLI::Range(1, 4096))->capture_default_str();
   command->add_option("--page-tokens", options->page_tokens, "Tokens per page")

@@ -214,7 +214,8 @@ struct DeviceDecode::Impl {
 
 DeviceDecode::DeviceDecode(const RuntimeOptions& options, const SyntheticLayer& layer, const DeviceSteps& steps,
                            std::shared_ptr<Device> device)
-    : impl_(new Impl{.device = device, .layer = layer, .steps = steps, .runtime = Runtime(options, device), .outs = nullptr}) {
+    : impl_(new Impl{
+          .device = device, .layer = layer, .steps = steps, .runtime = Runtime(options, device), .outs = nullptr}) {
   const AttentionShape& shape = options.shape;
   impl_->outs = device->allocate(std::uint64_t{shape.layers} * shape.q_heads * shape.head_dim * sizeof(float));
 }
@@ -244,7 +245,8 @@ void DeviceDecode::Impl::import(SequenceId id) {
     gather_rows(layer, at, count, false, k->data());
     gather_rows(layer, at, count, true, v->data());
     const std::uint32_t shown = last ? std::min(queries, count) : 0;
-    const std::byte* shown_q = last_q->data() + std::uint64_t{queries - shown} * shape.q_heads * shape.head_dim * sizeof(float);
+    const std::byte* shown_q =
+        last_q->data() + std::uint64_t{queries - shown} * shape.q_heads * shape.head_dim * sizeof(float);
     for (std::uint32_t l = 0; l < shape.layers; ++l) {
       runtime.import_prefix(
           {.sequence = id,
@@ -260,13 +262,14 @@ void DeviceDecode::Impl::step(SequenceId id, std::uint32_t step) {
   const AttentionShape& shape = runtime.options().shape;
   const std::uint64_t out_bytes = std::uint64_t{shape.q_heads} * shape.head_dim * sizeof(float);
   for (std::uint32_t l = 0; l < shape.layers; ++l) {
-    runtime.step({.layer = LayerId{l},
-                  .sequences = std::span(&id, 1),
-                  .q = steps.q(step),
-                  .k = steps.k(step),
-                  .v = steps.v(step),
-                  .out = dense_view<std::byte>(outs->data() + l * out_bytes, DType::f32, 1, shape.q_heads, shape.head_dim),
-                  .ordered = true});
+    runtime.step(
+        {.layer = LayerId{l},
+         .sequences = std::span(&id, 1),
+         .q = steps.q(step),
+         .k = steps.k(step),
+         .v = steps.v(step),
+         .out = dense_view<std::byte>(outs->data() + l * out_bytes, DType::f32, 1, shape.q_heads, shape.head_dim),
+         .ordered = true});
   }
 }
 

@@ -25,8 +25,8 @@ class DeviceSteps {
   std::unique_ptr<Buffer> q_, k_, v_;
 };
 
-/// Dense attention with all keys and values in device memory, in pages of its own: the yardstick. One kernel per layer and step, on as many
-/// copies of the layer as it takes to outgrow the device's caches.
+/// Dense attention with all keys and values in device memory, in pages of its own: the yardstick. One kernel per layer
+/// and step, on as many copies of the layer as it takes to outgrow the device's caches.
 class DenseOnDevice {
  public:
   /// @throws Error{Errc::out_of_capacity} if the device cannot hold it.

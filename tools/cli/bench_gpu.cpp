@@ -31,6 +31,7 @@ struct BenchGpuOptions {
   std::uint32_t audited_steps = 4;
   std::uint64_t seed = 0;
   bool dense_only = false;
+  std::string sections = "attention,kernels";
   DeviceFlags device;
   OutputOptions output;
 };
@@ -77,8 +78,8 @@ class NodeTimes final : public TraceSink {
   std::map<std::string, std::vector<double>> times_;
 };
 
-constexpr const char* kNodes[] = {"append",       "rank_pages", "hand_over",      "attend_near", "write_through", "select",
-                                  "place",        "fetch",      "attend_fetched", "attend_far",  "merge",         "observe"};
+constexpr const char* kNodes[] = {"append", "rank_pages", "hand_over",      "attend_near", "write_through", "select",
+                                  "place",  "fetch",      "attend_fetched", "attend_far",  "merge",         "observe"};
 
 class GpuBench {
  public:
@@ -95,11 +96,12 @@ class GpuBench {
 
   void run(std::uint32_t length, ProgressBar& bar) {
     bar.update(0, 1, std::to_string(length) + " tokens: building");
-    SyntheticOptions synthetic{.shape = shape_,
-                               .layout = {.page_tokens = options_.page_tokens, .head_dim = shape_.head_dim, .dtype = DType::bf16},
-                               .tokens = length,
-                               .steps = kWarmUp + options_.steps,
-                               .prompt_queries = std::min(32u, length)};
+    SyntheticOptions synthetic{
+        .shape = shape_,
+        .layout = {.page_tokens = options_.page_tokens, .head_dim = shape_.head_dim, .dtype = DType::bf16},
+        .tokens = length,
+        .steps = kWarmUp + options_.steps,
+        .prompt_queries = std::min(32u, length)};
     synthetic.pattern = options_.pattern == "uniform" ? SyntheticPattern::uniform : SyntheticPattern::structured;
     synthetic.seed = options_.seed;
     const SyntheticLayer layer(synthetic, topology_, builders_);
@@ -132,8 +134,9 @@ class GpuBench {
   void make_table() {
     using Show = Column::Show;
     table_ = {.key = "attention",
-              .title = "Decode attention per layer, KV in host memory (median; ratios to dense in HBM and to streaming "
-                       "everything, same run)",
+              .title =
+                  "Decode attention per layer, KV in host memory (median; ratios to dense in HBM and to streaming "
+                  "everything, same run)",
               .columns = {{"length_tokens", "length"},
                           {"method", "method"},
                           {"placement", "placement"},
@@ -155,13 +158,16 @@ class GpuBench {
     dense_us_ = percentile(dense.time(9), 0.5);
     stream_us_.reset();
     const double bytes = 2.0 * static_cast<double>(layer.options().layout.row_bytes()) * shape_.kv_heads * length;
-    std::vector<Json> row = {length, "dense in HBM", nullptr, dense_us_, nullptr, 1.0, nullptr, 1.0, 1.0, 1.0, 0.0, nullptr};
+    std::vector<Json> row = {length, "dense in HBM", nullptr, dense_us_, nullptr, 1.0, nullptr, 1.0, 1.0, 1.0,
+                             0.0,    nullptr};
     row.resize(table_.columns.size());
     table_.rows.push_back(std::move(row));
-    table_.title += "; dense at " + std::to_string(length) + ": " + std::to_string(std::lround(bytes / dense_us_ * 1e-3)) + " GB/s";
+    table_.title +=
+        "; dense at " + std::to_string(length) + ": " + std::to_string(std::lround(bytes / dense_us_ * 1e-3)) + " GB/s";
   }
 
-  RuntimeOptions runtime_options(const SyntheticLayer& layer, PlacementMode placement, const std::vector<Named>& policies) {
+  RuntimeOptions runtime_options(const SyntheticLayer& layer, PlacementMode placement,
+                                 const std::vector<Named>& policies) {
     RuntimeOptions o;
     o.shape = shape_;
     o.page_tokens = options_.page_tokens;
@@ -175,7 +181,8 @@ class GpuBench {
     double share = placement == PlacementMode::near ? 1.0 : 0.0;
     for (const Named& policy : policies) share = std::max(share, static_cast<double>(policy.spec.near.share));
     constexpr std::uint64_t kForced = 16;  // Sinks, recent window and open page, and promotions under way.
-    const auto near = std::min(pages, static_cast<std::uint64_t>(std::ceil(share * static_cast<double>(pages))) + kForced);
+    const auto near =
+        std::min(pages, static_cast<std::uint64_t>(std::ceil(share * static_cast<double>(pages))) + kForced);
     o.near_bytes = near * heads * o.layout().page_bytes();
     return o;
   }
@@ -191,7 +198,9 @@ class GpuBench {
       for (const Named& policy : policies) {
         bar.update(times.size(), policies.size(),
                    std::to_string(layer.options().tokens) + " tokens: " + policy.name + ' ' + to_string(placement));
-        times.push_back(decode.run(policy.spec, kWarmUp, policy.spec.uses(Source::exact) || baseline ? std::min(6u, options_.steps) : options_.steps));
+        times.push_back(
+            decode.run(policy.spec, kWarmUp,
+                       policy.spec.uses(Source::exact) || baseline ? std::min(6u, options_.steps) : options_.steps));
       }
     }
     NodeTimes nodes;
@@ -202,7 +211,8 @@ class GpuBench {
       nodes.clear();
       const StepTimes seen = audited.run(policies[i].spec, 1, std::min(options_.audited_steps, options_.steps));
       if (baseline) stream_us_ = percentile(times[i].layer_us, 0.5);
-      add_row(layer.options().tokens, baseline ? "stream everything" : policies[i].name, placement, times[i], seen.stats, nodes);
+      add_row(layer.options().tokens, baseline ? "stream everything" : policies[i].name, placement, times[i],
+              seen.stats, nodes);
     }
   }
 
@@ -215,7 +225,9 @@ class GpuBench {
   void add_row(std::uint32_t length, const std::string& name, PlacementMode placement, const StepTimes& times,
                const Stats& seen, const NodeTimes& nodes) {
     const double us = percentile(times.layer_us, 0.5);
-    const auto share = [&](std::uint64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(seen.dense_bytes); };
+    const auto share = [&](std::uint64_t bytes) {
+      return static_cast<double>(bytes) / static_cast<double>(seen.dense_bytes);
+    };
     const double steps = static_cast<double>(times.stats.steps) * shape_.layers;
     std::vector<Json> row = {length,
                              name,
@@ -248,10 +260,14 @@ int run(const BenchGpuOptions& options) {
   if (options.pattern != "structured" && options.pattern != "uniform") {
     throw Error(Errc::invalid_argument, "--pattern: '" + options.pattern + "' is no pattern; have structured, uniform");
   }
+  const std::vector<std::string> sections = split_list(options.sections);
+  for (const std::string& section : sections) {
+    if (section != "attention" && section != "kernels") {
+      throw Error(Errc::invalid_argument, "--sections: unknown section '" + section + "'; have attention, kernels");
+    }
+  }
+  const AttentionShape shape = named_shape(options.shape_name);
   const OutputTarget target(options.output.path);
-  GpuBench bench(options, named_shape(options.shape_name));
-  ProgressBar bar("bench");
-  for (const std::uint32_t length : parse_counts(options.lengths, "--length")) bench.run(length, bar);
   Report report{.command = "bench gpu",
                 .config = {{"shape", options.shape_name},
                            {"lengths", parse_counts(options.lengths, "--length")},
@@ -264,9 +280,20 @@ int run(const BenchGpuOptions& options) {
                            {"threads", options.threads},
                            {"steps", options.steps},
                            {"seed", options.seed},
-                           {"device", bench.device().name},
+                           {"device", options.device.device},
                            {"transfer", options.device.transfer}}};
-  report.tables.push_back(bench.take());
+  ProgressBar bar("bench");
+  for (const std::string& section : sections) {
+    if (section == "attention") {
+      GpuBench bench(options, shape);
+      report.config["device"] = bench.device().name;
+      for (const std::uint32_t length : parse_counts(options.lengths, "--length")) bench.run(length, bar);
+      report.tables.push_back(bench.take());
+    } else {
+      bar.update(0, 1, "kernels");
+      report.tables.push_back(bench_gpu_kernels(options.device, shape, options.page_tokens));
+    }
+  }
   target.commit(render(report, options.output.format));
   return kOk;
 }
@@ -292,8 +319,7 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
   command->add_option("--page-tokens", options->page_tokens, "Tokens per page")
       ->check(CLI::Range(8, 256))
       ->capture_default_str();
-  command
-      ->add_option("--dense-page-tokens", options->dense_page_tokens, "Tokens per page of the dense yardstick alone")
+  command->add_option("--dense-page-tokens", options->dense_page_tokens, "Tokens per page of the dense yardstick alone")
       ->check(CLI::Range(8, 256))
       ->capture_default_str();
   command->add_option("--threads", options->threads, "Threads of host work; 0: all cores")
@@ -303,12 +329,14 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   command->add_option("--seed", options->seed, "Seed of the synthetic layer")->capture_default_str();
+  command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
   command->add_flag("--dense-only", options->dense_only, "Only dense attention in device memory");
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(
       "Every layer of the model is the same synthetic layer, in host memory of its own. Dense attention through every\n"
-      "placement is checked against the device's own before anything is timed. Coverage and the nodes' times come from\n"
+      "placement is checked against the device's own before anything is timed. Coverage and the nodes' times come "
+      "from\n"
       "a second run, in which every step is audited and traced.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }

@@ -25,8 +25,9 @@ constexpr std::uint32_t kMostGatherBlocks = 65'535;
 Json parse(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file)
-    throw Error(Errc::io, "cannot read transfer profile '" + path + "': " + std::strerror(errno) +
-                              "; write one by `sluice link --save-profile`");
+    throw Error(errno == ENOENT ? Errc::not_found : Errc::io, "cannot read transfer profile '" + path +
+                                                                  "': " + std::strerror(errno) +
+                                                                  "; write one by `sluice link --save-profile`");
   Json document = Json::parse(file, nullptr, false);
   if (document.is_discarded()) refuse(path, "is no JSON");
   if (!document.is_object() || document.value("kind", Json()) != kKind) refuse(path, "is no transfer profile");

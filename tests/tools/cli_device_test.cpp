@@ -1,0 +1,140 @@
+// The commands for a GPU, on machines without one; where there is one it is hidden.
+#include <cstdlib>
+#include <set>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/support/catch.hpp"
+#include "tests/tools/cli_process.hpp"
+
+using nlohmann::json;
+using sluice::test::contains;
+using sluice::test::is_one_error;
+using sluice::test::Outcome;
+using sluice::test::ScratchDirectory;
+
+namespace {
+
+/// Runs the command where CUDA shows no GPU.
+Outcome without_gpu(const std::string& arguments) {
+  ::setenv("CUDA_VISIBLE_DEVICES", "", 1);
+  return sluice::test::sluice(arguments);
+}
+
+const std::string kRun = "run --random-weights tiny --prompt-tokens /dev/null ";
+
+}  // namespace
+
+TEST_CASE("what needs a GPU says so in one line and exits with 3 where there is none", "[cli]") {
+  const std::string arguments = GENERATE(values<std::string>({
+      "bench gpu --length 1K",
+      "bench gpu --sections kernels",
+      "bench decode",
+      "link",
+      "run --device cuda --random-weights tiny --prompt a",
+      "run --device cuda:1 --random-weights tiny --prompt a",
+  }));
+  const Outcome outcome = without_gpu(arguments);
+  CAPTURE(arguments, outcome.out, outcome.err);
+  CHECK(outcome.code == 3);
+  CHECK(is_one_error(outcome));
+  CHECK(contains(outcome.err, "CUDA device"));
+}
+
+TEST_CASE("no profile is left behind by a link that could not be measured", "[cli]") {
+  const ScratchDirectory scratch;
+  const Outcome outcome = without_gpu("link --save-profile '" + scratch.file("profile.json") + "'");
+  CAPTURE(outcome.err);
+  CHECK(outcome.code == 3);
+  CHECK(scratch.entries() == 0);
+}
+
+TEST_CASE("a wrong value of a device option is named, with the values that there are", "[cli]") {
+  struct Case {
+    std::string arguments;
+    std::string word;
+    std::string have;
+  };
+  const auto wrong = GENERATE(values<Case>({
+      {kRun + "--device gpu", "'gpu'", "host, cuda, cuda:N"},
+      {kRun + "--device cuda:x", "'cuda:x'", "host, cuda, cuda:N"},
+      {kRun + "--device cuda:-1", "'cuda:-1'", "host, cuda, cuda:N"},
+      {kRun + "--transfer slow", "'slow'", "auto, copy-engine, batch, gather, staged"},
+      {kRun + "--transfer-profile /no/such/profile", "'/no/such/profile'", "sluice link --save-profile"},
+      {"bench decode --methods sluice", "'sluice'", "PLACEMENT/POLICY"},
+      {"bench decode --methods far/sluice", "\"far\"", "hybrid, stream, near, auto"},
+      {"bench decode --methods hybrid/nosuch", "\"nosuch\"", "full, topk, streaming, lfps, sluice"},
+      {"bench decode --methods ''", "--methods", "hybrid/sluice"},
+      {"bench decode --device host", "--device", "cuda"},
+      {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},
+      {"bench gpu --device host --sections odd", "'odd'", "attention, kernels"},
+      {"bench gpu --device host --shape odd", "'odd'", "llama-3.1-8b"},
+      {"link --sections odd", "'odd'", "transfers, gather, load, latency, pinning"},
+  }));
+  const Outcome outcome = without_gpu(wrong.arguments);
+  CAPTURE(wrong.arguments, outcome.out, outcome.err);
+  CHECK(outcome.code == 2);
+  CHECK(is_one_error(outcome));
+  CHECK(contains(outcome.err, wrong.word));
+  CHECK(contains(outcome.err, wrong.have));
+}
+
+TEST_CASE("a damaged transfer profile is refused with what is wrong with it", "[cli]") {
+  struct Case {
+    std::string text;
+    std::string named;
+  };
+  const std::string head = R"({"schema_version": 1, "kind": "transfer_profile", "gather_blocks": 16, )";
+  const auto damaged = GENERATE_COPY(values<Case>({
+      {"", "JSON"},
+      {"{}", "transfer profile"},
+      {R"({"schema_version": 9, "kind": "transfer_profile"})", "schema_version"},
+      {head + R"("samples": []})", "samples"},
+      {head + R"("samples": [{"path": "teleport", "direction": "h2d"}]})", "teleport"},
+      {head + R"("samples": [{"path": "batch", "direction": "up"}]})", "direction"},
+  }));
+  const ScratchDirectory scratch;
+  const Outcome outcome =
+      without_gpu(kRun + "--transfer-profile '" + scratch.write("profile.json", damaged.text) + "'");
+  CAPTURE(damaged.text, outcome.err);
+  CHECK(outcome.code == 2);
+  CHECK(is_one_error(outcome));
+  CHECK(contains(outcome.err, "profile.json"));
+  CHECK(contains(outcome.err, damaged.named));
+}
+
+TEST_CASE("bench gpu runs on the embedded device and reports every method with its coverage", "[cli]") {
+  const Outcome outcome = without_gpu(
+      "bench gpu --device host --length 1K --layers 2 --steps 2 --placements hybrid --sections attention -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json report = json::parse(outcome.out);
+  CHECK(report.at("command") == "bench gpu");
+  CHECK(report.at("config").at("device") == "host");
+  std::set<std::string> methods;
+  for (const json& row : report.at("results").at("attention")) {
+    CAPTURE(row.dump());
+    methods.insert(row.at("method"));
+    CHECK(row.at("length_tokens") == 1024);
+    CHECK(row.at("layer_us") > 0.0);
+    CHECK(row.at("coverage_mean") > 0.0);
+    CHECK(row.at("coverage_mean") < 1.001);
+    if (row.at("method") == "stream everything") CHECK(row.at("coverage_mean") > 0.999);
+  }
+  CHECK(methods == std::set<std::string>{"dense in HBM", "stream everything", "topk", "lfps", "sluice"});
+}
+
+TEST_CASE("bench gpu holds every kernel against its floor", "[cli]") {
+  const Outcome outcome = without_gpu("bench gpu --device host --shape testbed --sections kernels -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  std::set<std::string> kernels;
+  const json results = json::parse(outcome.out).at("results");
+  for (const json& row : results.at("kernels")) {
+    kernels.insert(row.at("kernel"));
+    CHECK(row.at("time_us") > 0.0);
+    CHECK(row.at("floor_us") > 0.0);
+  }
+  CHECK(kernels == std::set<std::string>{"copy", "score_pages", "top_k", "append", "merge", "gather"});
+}
