@@ -14,7 +14,7 @@ namespace sluice::gpu {
 /// at once, so the same call is cut, and rounded, the same way every time. Reused, it does not allocate.
 class AttendPlan {
  public:
-  /// One task's row lists, as ranges of the plan's arrays; see AttendSlice.
+  /// One task's row lists, as ranges of the plan's arrays; see AttendJob.
   struct Task {
     const AttendTask* task = nullptr;
     std::size_t pages = 0;  ///< first index
@@ -25,11 +25,7 @@ class AttendPlan {
     std::uint32_t token_count = 0;
     std::uint32_t octet_shift = 0;
     std::uint32_t slices = 1;  ///< per block of heads
-    std::uint64_t bytes = 0;   ///< in pinned memory: slices of all blocks of heads, and scores
-    [[nodiscard]] std::uint32_t page_octets() const noexcept { return page_count << octet_shift; }
-    [[nodiscard]] std::uint32_t octets() const noexcept { return page_octets() + piece_count; }
-    [[nodiscard]] std::uint32_t octet_units() const noexcept { return (octets() + 1) / 2; }
-    [[nodiscard]] std::uint32_t units() const noexcept { return octet_units() + (token_count + 15) / 16; }
+    std::uint64_t bytes = 0;   ///< in pinned memory, at most: lists, scores, and a job per block of heads
   };
 
   /// Plans those of `tasks` whose pages have the variant's dtype. `blocks`: thread blocks that run at once.
@@ -44,16 +40,14 @@ class AttendPlan {
   [[nodiscard]] std::span<const std::size_t> group_ends() const noexcept { return group_ends_; }
   /// Blocks of heads that each task is attended in.
   [[nodiscard]] std::uint32_t head_blocks() const noexcept { return head_blocks_; }
-  /// The header of slice `index` of a task, for all heads; what depends on the heads and on memory is left out.
-  [[nodiscard]] AttendSlice slice(const Task& task, std::uint32_t index) const noexcept;
-  /// First token of a slice among its task's.
-  [[nodiscard]] static std::uint32_t first_token(const Task& task, std::uint32_t index) noexcept;
-  /// Writes the row lists of a slice.
-  void write_words(const Task& task, const AttendSlice& slice, std::uint32_t* words) const noexcept;
+  /// The job of a task, for all heads; what depends on the heads and on memory is left out.
+  [[nodiscard]] AttendJob job(const Task& task) const noexcept;
+  /// Writes the row lists of a task.
+  void write_words(const Task& task, std::uint32_t* words) const noexcept;
 
  private:
   [[nodiscard]] Task list(const AttendTask& task);
-  [[nodiscard]] std::uint64_t list_bytes(const Task& task) const noexcept;
+  [[nodiscard]] std::uint64_t task_bytes(const Task& task) const noexcept;
   void choose_groups(std::uint64_t limit_bytes);
   /// Whether the lists of every slice fit shared memory.
   [[nodiscard]] bool fit(const Task& task) const noexcept;

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <string>
+#include <utility>
 
 #include "gpu/attend_plan.hpp"
 #include "gpu/backend.hpp"
@@ -15,23 +15,24 @@
 namespace sluice::gpu {
 namespace {
 
-/// What the first read of the last slice may touch behind the lists.
-constexpr std::uint64_t kSlack = kAttendFirstRead;
-
-/// Writes the slices of consecutive tasks of a plan, and what the launch says of them.
-class SliceWriter {
+/// Writes the jobs of consecutive tasks of a plan, and what the launch says of them.
+class JobWriter {
  public:
-  SliceWriter(const AttendPlan& plan, const AttentionShape& shape, const AttendVariant& variant, CudaStream& stream)
+  JobWriter(const AttendPlan& plan, const AttentionShape& shape, const AttendVariant& variant, CudaStream& stream)
       : plan_(plan), shape_(shape), variant_(variant), stream_(stream) {}
 
   void launch(std::span<const AttendPlan::Task> tasks) {
-    std::uint64_t bytes = kSlack;
+    std::uint64_t bytes = 0;
     for (const AttendPlan::Task& task : tasks) bytes += task.bytes;
-    begin_ = next_ = stream_.params().take(bytes);
-    slices_ = counters_ = partials_ = 0;
+    next_ = stream_.params().take(bytes);
+    const std::uint64_t jobs = tasks.size() * plan_.head_blocks();
+    job_ = args_.inline_jobs;
+    args_.jobs = nullptr;
+    if (jobs > AttendArgs::kInlineJobs)
+      args_.jobs = job_ = reinterpret_cast<AttendJob*>(take(jobs * sizeof(AttendJob)));
+    slices_ = jobs_ = counters_ = partials_ = 0;
     for (const AttendPlan::Task& task : tasks) put_task(task);
     const std::span<std::byte> scratch = stream_.scratch();
-    args_.slices = begin_;
     args_.counters = reinterpret_cast<std::uint32_t*>(scratch.data());
     args_.partials = reinterpret_cast<float*>(scratch.data() + CudaStream::kCounterBytes);
     args_.partial_count = partials_;
@@ -40,43 +41,45 @@ class SliceWriter {
   }
 
  private:
+  std::byte* take(std::uint64_t bytes) { return std::exchange(next_, next_ + div_up(bytes, 16) * 16); }
+
   void put_task(const AttendPlan::Task& task) {
+    AttendJob job = plan_.job(task);
+    auto* const words = reinterpret_cast<std::uint32_t*>(take(job.words() * sizeof(std::uint32_t)));
+    plan_.write_words(task, words);
+    job.lists = words;
     const float* const scores = put_scores(*task.task);
     for (std::uint32_t block = 0; block < plan_.head_blocks(); ++block) {
-      for (std::uint32_t i = 0; i < task.slices; ++i) put_slice(task, block * variant_.heads(), i, scores);
-      if (task.slices > 1) {
-        partials_ += task.slices;
-        ++counters_;
-      }
+      put_job(job, *task.task, block * variant_.heads(), scores);
     }
   }
 
   const float* put_scores(const AttendTask& task) {
     if (task.scores.empty()) return nullptr;
-    auto* const scores = reinterpret_cast<float*>(next_);
+    auto* const scores = reinterpret_cast<float*>(take(task.scores.size_bytes()));
     std::copy(task.scores.begin(), task.scores.end(), scores);
-    next_ += div_up(task.scores.size(), 4) * 16;
     return scores;
   }
 
-  void put_slice(const AttendPlan::Task& task, std::uint32_t first_head, std::uint32_t index, const float* scores) {
-    AttendSlice slice = plan_.slice(task, index);
+  void put_job(AttendJob job, const AttendTask& task, std::uint32_t first_head, const float* scores) {
     const std::uint64_t first_dim = std::uint64_t{first_head} * shape_.head_dim;
-    if (task.task->q != nullptr) slice.q = task.task->q + first_dim;
-    if (scores != nullptr) {
-      slice.scores = scores + std::uint64_t{AttendPlan::first_token(task, index)} * shape_.group() + first_head;
+    if (task.q != nullptr) job.q = task.q + first_dim;
+    if (scores != nullptr) job.scores = scores + first_head;
+    job.out = task.out.out + first_dim;
+    job.lse = task.out.lse + first_head;
+    job.heads = std::min(variant_.heads(), shape_.group() - first_head);
+    job.group = shape_.group();
+    job.first_head = first_head;
+    job.first_slice = slices_;
+    job.first_partial = partials_;
+    job.counter = counters_;
+    job_[jobs_] = job;
+    for (std::uint32_t i = 0; i < job.slices; ++i) args_.job_of[slices_++] = static_cast<std::uint16_t>(jobs_);
+    ++jobs_;
+    if (job.slices > 1) {
+      partials_ += job.slices;
+      ++counters_;
     }
-    slice.out = task.task->out.out + first_dim;
-    slice.lse = task.task->out.lse + first_head;
-    slice.heads = std::min(variant_.heads(), shape_.group() - first_head);
-    slice.group = shape_.group();
-    slice.first_head = first_head;
-    slice.first_partial = partials_;
-    slice.counter = counters_;
-    std::memcpy(next_, &slice, sizeof slice);
-    plan_.write_words(task, slice, reinterpret_cast<std::uint32_t*>(next_ + sizeof slice));
-    args_.offsets[slices_++] = static_cast<std::uint16_t>((next_ - begin_) / 16);
-    next_ += sizeof slice + div_up(slice.words(), 4) * 16;
   }
 
   const AttendPlan& plan_;
@@ -84,8 +87,9 @@ class SliceWriter {
   const AttendVariant& variant_;
   CudaStream& stream_;
   AttendArgs args_{};
-  std::byte* begin_ = nullptr;
   std::byte* next_ = nullptr;
+  AttendJob* job_ = nullptr;
+  std::uint32_t jobs_ = 0;
   std::uint32_t slices_ = 0;
   std::uint32_t counters_ = 0;
   std::uint32_t partials_ = 0;
@@ -139,11 +143,10 @@ std::size_t launchable(std::span<const AttendPlan::Task> tasks, std::uint32_t he
 /// Attends the tasks of one dtype in as few launches as their lists allow: one, as a rule.
 void attend_tasks(std::span<const AttendTask> tasks, const AttentionShape& shape, const AttendVariant& variant,
                   std::uint32_t multiprocessors, CudaStream& stream) {
-  // Slices are addressed by 16 bits, in units of 16 bytes.
-  const std::uint64_t limit = std::min<std::uint64_t>(stream.params().largest(), 65536 * 16) - kSlack;
+  const std::uint64_t limit = stream.params().largest();
   thread_local AttendPlan plan;
   plan.build(tasks, shape, variant, multiprocessors * blocks_per_sm(variant), limit);
-  SliceWriter writer(plan, shape, variant, stream);
+  JobWriter writer(plan, shape, variant, stream);
   std::size_t begin = 0;
   for (const std::size_t group_end : plan.group_ends()) {
     while (begin < group_end) {

@@ -11,12 +11,13 @@ namespace sluice::gpu {
 
 /// Decode attention. A unit is 16 rows, one step of a warp; a slice is what one thread block attends.
 struct AttendTuning {
-  std::uint32_t warps = 8;             ///< per thread block; each keeps up to 16 rows of K and V in flight
-  std::uint32_t blocks_per_sm = 2;     ///< one with two head tiles or given scores, which need more registers
-  std::uint32_t min_slice_units = 16;  ///< two per warp: below, merging slices costs more than it saves
-  std::uint32_t waves = 3;             ///< of slices, when there are more tasks than blocks fit the machine
-  std::uint32_t stage_words = 6000;    ///< row lists of a slice in shared memory
-  std::uint32_t max_slices = 1024;     ///< per launch: their places in memory travel as a kernel argument
+  std::uint32_t warps = 8;            ///< per thread block; each keeps up to 16 rows of K and V in flight
+  std::uint32_t blocks_per_sm = 2;    ///< one with two head tiles or given scores, which need more registers
+  std::uint32_t whole_units = 16;     ///< tasks up to this are one slice: merging would cost more than it saves
+  std::uint32_t min_slice_units = 8;  ///< one per warp
+  std::uint32_t waves = 3;            ///< of slices, when there are more tasks than blocks fit the machine
+  std::uint32_t stage_words = 6000;   ///< row lists of a slice in shared memory
+  std::uint32_t max_slices = 1024;    ///< per launch: which job each belongs to travels as a kernel argument
   friend constexpr bool operator==(const AttendTuning&, const AttendTuning&) = default;
 };
 inline constexpr AttendTuning kAttend{};

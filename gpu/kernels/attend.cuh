@@ -1,20 +1,15 @@
 #pragma once
 
-#include "gpu/kernels/attend.hpp"
-#include "gpu/kernels/mma.cuh"
+#include "gpu/kernels/attend_input.cuh"
 
-/// Decode attention. A warp takes 16 rows at a time: S^T = K Q^T and O^T += V^T P^T with tokens, then dims, as the rows
+/// Decode attention. The warps of a block take the slice's units in turns, so that together they read what lies
+/// together. A warp takes 16 rows at a time: S^T = K Q^T and O^T += V^T P^T with tokens, then dims, as the rows
 /// of the products and 8 query heads as their columns. K and V go from global memory straight to registers, as the
 /// order of dims in a product is free: a lane loads 16-byte pieces, and whatever dims these are, Q's fragments and O's
 /// rows follow. The next unit's K is loaded while this one's V is used, and the other way round.
 ///
 /// Queries and weights are split into two terms of the KV dtype, so only K and V themselves are rounded to it.
 namespace sluice::gpu::detail {
-
-inline constexpr std::uint32_t kNoRow = 0xffff'ffffu;
-inline constexpr float kLog2e = 1.44269504088896340736f;
-inline constexpr float kLn2 = 0.69314718055994530942f;
-inline constexpr int kThreads = 32 * kAttend.warps;
 
 /// Bytes of one lane's row pieces and sizes that follow from head_dim.
 template <int kDim>
@@ -31,12 +26,13 @@ struct alignas(16) AttendMemory {
   static constexpr int kOutPitch = kDim + 4;
   struct Input {
     std::uint32_t words[kAttend.stage_words];
-    uint4 q[kTiles][kDim / 32][2][32];  ///< [head tile][piece][term][lane]: four registers of B fragments
+    typename QueryPiece<kDim, kTiles>::Fragments q;
   };
   union {
     Input input;
     float out[kAttend.warps][8][kOutPitch];  ///< one head tile at a time
     float weight[8 * kTiles][kAttend.max_slices / kTiles];
+    float4 share[kThreads];
   };
 };
 static_assert(kAttend.stage_words % 4 == 0);
@@ -48,85 +44,6 @@ struct Accumulator {
   float mass[kTiles][2];  ///< of this lane's tokens
   float out[kTiles][RowShape<kDim>::kOutTiles][4];
 };
-
-/// A unit's rows, one per lane (lane i and lane i + 16 hold row i), and the heads that attend it.
-struct UnitRows {
-  std::uint32_t row = kNoRow;
-  std::uint32_t members = 0;
-};
-
-/// Copies a slice's header and row lists to shared memory.
-__device__ inline void stage(const std::byte* block, AttendSlice& slice, std::uint32_t* words) {
-  constexpr std::uint32_t kHeader = sizeof(AttendSlice) / 16;
-  constexpr std::uint32_t kFirst = kAttendFirstRead / 16;
-  static_assert(kFirst <= 32);
-  const auto* from = reinterpret_cast<const uint4*>(block);
-  if (threadIdx.x < kFirst) {
-    const uint4 piece = from[threadIdx.x];
-    if (threadIdx.x < kHeader) {
-      reinterpret_cast<uint4*>(&slice)[threadIdx.x] = piece;
-    } else {
-      reinterpret_cast<uint4*>(words)[threadIdx.x - kHeader] = piece;
-    }
-  }
-  __syncthreads();
-  const std::uint32_t pieces = kHeader + (slice.words() + 3) / 4;
-  if (pieces <= kFirst) return;
-  for (std::uint32_t i = kFirst + threadIdx.x; i < pieces; i += kThreads) {
-    reinterpret_cast<uint4*>(words)[i - kHeader] = from[i];
-  }
-  __syncthreads();
-}
-
-/// Queries, scaled for exp2, as the B fragments that match how K lies in registers.
-template <class T, int kDim, int kTiles>
-__device__ void stage_queries(const AttendSlice& slice, float scale,
-                              typename AttendMemory<kDim, kTiles>::Input& input) {
-  constexpr int kPieces = RowShape<kDim>::kKeyPieces;
-  for (int i = static_cast<int>(threadIdx.x); i < kTiles * kPieces * 32; i += kThreads) {
-    const int lane = i % 32;
-    const int piece = i / 32 % kPieces;
-    const int tile = i / 32 / kPieces;
-    const auto head = static_cast<std::uint32_t>(8 * tile + lane / 4);
-    float q[8] = {};
-    if (slice.q != nullptr && head < slice.heads) {
-      const float* from = slice.q + head * kDim + (4 * piece + lane % 4) * 8;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) q[e] = from[e] * scale;
-    }
-    Terms terms[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) terms[e] = split<T>(q[2 * e], q[2 * e + 1]);
-    input.q[tile][piece][0][lane] = make_uint4(terms[0].high, terms[1].high, terms[2].high, terms[3].high);
-    input.q[tile][piece][1][lane] = make_uint4(terms[0].low, terms[1].low, terms[2].low, terms[3].low);
-  }
-}
-
-/// The row of unit `unit` that this lane is in charge of.
-__device__ inline UnitRows rows_of(const AttendSlice& slice, const std::uint32_t* words, std::uint32_t unit) {
-  asm volatile("" ::: "memory");  // Reads the slice anew: a dozen registers cost more than as many loads per unit.
-  const std::uint32_t i = threadIdx.x % 16;
-  const std::uint32_t octet_units = slice.octet_units();
-  UnitRows rows;
-  if (unit < octet_units) {
-    const std::uint32_t octet = 2 * unit + i / 8;
-    if (octet < slice.page_octets) {
-      const std::uint32_t at = octet + slice.octet_skip;
-      const std::uint32_t page = at >> slice.octet_shift;
-      rows = {words[page] + (at - (page << slice.octet_shift)) * 8 + i % 8, kAllLanes};
-    } else if (octet < slice.octets()) {
-      const std::uint32_t* piece = words + slice.pages + 2 * (octet - slice.page_octets);
-      if (i % 8 < piece[1]) rows = {piece[0] + i % 8, kAllLanes};
-    }
-    return rows;
-  }
-  const std::uint32_t token = (unit - octet_units) * 16 + i;
-  if (token < slice.tokens) {
-    const std::uint32_t* row = words + slice.pages + 2 * slice.pieces + token;
-    rows = {row[0], slice.has_members != 0 ? row[slice.tokens] >> slice.first_head : kAllLanes};
-  }
-  return rows;
-}
 
 template <int kDim>
 __device__ void load_keys(std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4], const std::byte* base,
@@ -279,15 +196,16 @@ __device__ bool scored(const AttendSlice& slice, std::uint32_t unit) {
   return kScored && slice.scores != nullptr && unit >= slice.octet_units();
 }
 
-/// Attends units [unit, end) of the slice, the first of which is already being loaded.
+/// Attends the warp's units of the slice, from `unit` on, which is already being loaded.
 template <class T, int kDim, int kTiles, bool kScored>
 __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& slice,
-                             const typename AttendMemory<kDim, kTiles>::Input& input, std::uint32_t unit,
-                             std::uint32_t end, UnitRows rows, std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
+                             const typename AttendMemory<kDim, kTiles>::Input& input, std::uint32_t unit, UnitRows rows,
+                             std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
                              std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4]) {
   const std::uint32_t g = threadIdx.x % 32 / 4;
   const std::uint32_t t = threadIdx.x % 4;
-  for (; unit < end; ++unit) {
+  const std::uint32_t units = slice.units();
+  for (; unit < units; unit += kAttend.warps) {
     float scores[kTiles][4];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -298,9 +216,10 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
         score<T, kDim>(scores[tile], keys, input.q[tile]);
       }
     }
-    const UnitRows next = unit + 1 < end ? rows_of(slice, input.words, unit + 1) : UnitRows{};
-    if (scored<kScored>(slice, unit + 1)) {
-      load_scores<kDim, kTiles>(keys, slice, unit + 1);
+    const std::uint32_t next_unit = unit + kAttend.warps;
+    const UnitRows next = next_unit < units ? rows_of(slice, staged_lists(slice, input.words), next_unit) : UnitRows{};
+    if (scored<kScored>(slice, next_unit)) {
+      load_scores<kDim, kTiles>(keys, slice, next_unit);
     } else {
       load_keys<kDim>(keys, slice.base, next.row);
     }

@@ -29,8 +29,7 @@ __device__ void convert(const TensorView& in, float* out) {
   const std::uint64_t step = std::uint64_t{gridDim.x} * kThreads;
   for (std::uint64_t i = std::uint64_t{blockIdx.x} * kThreads + threadIdx.x; i < units; i += step) {
     const std::uint64_t row = i / per_row;
-    const std::uint64_t at =
-        row / in.heads * in.token_stride + row % in.heads * in.head_stride + i % per_row * kWidth;
+    const std::uint64_t at = row / in.heads * in.token_stride + row % in.heads * in.head_stride + i % per_row * kWidth;
     const std::byte* const from = in.data + at * kElementBytes<kType>;
     if constexpr (kWidth == kUnit) {
       float values[kUnit];

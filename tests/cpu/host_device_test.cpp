@@ -184,7 +184,7 @@ TEST_CASE("injected failures repeat with their seed and fail exactly what did no
   for (const char letter : {'0', '1', '2', '3', '4'}) REQUIRE(together.find(letter) != std::string::npos);
 }
 
-TEST_CASE("a device that always fails executes nothing; a reformed one everything", "[host_device][misbehaviour]") {
+TEST_CASE("a device that always fails executes nothing, a reformed one everything", "[host_device][misbehaviour]") {
   HostDevice device(workers());
   const auto stream = device.create_stream("s");
   const auto event = device.create_event();

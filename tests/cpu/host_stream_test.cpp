@@ -97,7 +97,7 @@ TEST_CASE("later work of a stream waits for an event of another", "[host_device]
   REQUIRE(seen == 42);
 }
 
-TEST_CASE("an event recorded again forgets the old point; who waits keeps it", "[host_device][event]") {
+TEST_CASE("an event recorded again forgets the old point, who waits keeps it", "[host_device][event]") {
   HostDevice device(workers());
   const auto producer = device.create_stream("producer");
   const auto consumer = device.create_stream("consumer");

@@ -1,6 +1,3 @@
-#include <numeric>
-
-#include "gpu/attend_plan.hpp"
 #include "tests/gpu/attend_support.hpp"
 #include "tests/support/random.hpp"
 
@@ -34,66 +31,6 @@ std::vector<PageRun> ragged_runs(const Problem& problem, std::vector<Attended>& 
 }
 
 }  // namespace
-
-TEST_CASE("attend plan: every row of every task once, in launches that fill the device", "[gpu]") {
-  struct Case {
-    std::uint32_t tasks, tokens, page_tokens, groups, least_slices;
-  };
-  // 264 blocks at once, as on a machine of 132 multiprocessors.
-  const auto c = GENERATE(Case{8, 131'072, 16, 1, 250}, Case{8, 524'288, 16, 2, 500}, Case{8, 4'096, 16, 1, 100},
-                          Case{1, 100'000, 24, 1, 250}, Case{3, 5'000, 8, 1, 50}, Case{1'500, 50, 32, 2, 1'500});
-  CAPTURE(c.tasks, c.tokens, c.page_tokens);
-  const AttentionShape shape{.layers = 1, .q_heads = 4, .kv_heads = 1, .head_dim = 128};
-  const PageLayout layout{.page_tokens = c.page_tokens, .head_dim = 128};
-  std::vector<std::uint32_t> frames(div_up(c.tokens, c.page_tokens) + 1);
-  std::iota(frames.rbegin(), frames.rend(), 5u);
-  std::vector<PageRun> runs = runs_over(c.tokens, c.page_tokens);
-  runs[0].begin = 3;
-  const std::vector<std::uint32_t> tokens{0, 2, c.tokens + 1};
-  std::vector<AttendTask> tasks(c.tasks);
-  for (AttendTask& task : tasks) {
-    task.kv = {.base = nullptr, .frames = frames.data(), .layout = layout};
-    task.runs = runs;
-    task.tokens = tokens;
-  }
-  gpu::AttendPlan plan;
-  plan.build(tasks, shape, gpu::attend_variant(shape, layout, false), 264, 1 * MiB - 512);
-  REQUIRE(plan.group_ends().size() == c.groups);
-  REQUIRE(plan.group_ends().back() == c.tasks);
-  std::uint32_t slices = 0;
-  for (const gpu::AttendPlan::Task& task : plan.tasks()) slices += task.slices;
-  REQUIRE(slices >= c.least_slices);
-  REQUIRE(slices <= std::max(264u * c.groups, c.tasks));
-
-  const gpu::AttendPlan::Task& task = plan.tasks().back();
-  std::vector<std::uint32_t> rows;
-  for (std::uint32_t i = 0; i < task.slices; ++i) {
-    const gpu::AttendSlice slice = plan.slice(task, i);
-    std::vector<std::uint32_t> words(slice.words());
-    REQUIRE(words.size() <= gpu::kAttend.stage_words);
-    plan.write_words(task, slice, words.data());
-    for (std::uint32_t octet = slice.octet_skip; octet < slice.octet_skip + slice.page_octets; ++octet) {
-      const std::uint32_t first = words[octet >> slice.octet_shift] + octet % (1u << slice.octet_shift) * 8;
-      for (std::uint32_t row = first; row < first + 8; ++row) rows.push_back(row);
-    }
-    const std::uint32_t* piece = words.data() + slice.pages;
-    for (std::uint32_t p = 0; p < slice.pieces; ++p, piece += 2) {
-      for (std::uint32_t row = piece[0]; row < piece[0] + piece[1]; ++row) rows.push_back(row);
-    }
-    rows.insert(rows.end(), piece, piece + slice.tokens);
-  }
-  std::vector<std::uint32_t> expected;
-  const auto row_of = [&](std::uint32_t token) {
-    return frames[token / c.page_tokens] * 2 * c.page_tokens + token % c.page_tokens;
-  };
-  for (std::uint32_t token = 0; token < c.tokens; ++token) {
-    if (token != 1) expected.push_back(row_of(token));
-  }
-  expected.push_back(row_of(c.tokens + 1));
-  std::sort(rows.begin(), rows.end());
-  std::sort(expected.begin(), expected.end());
-  REQUIRE(rows == expected);
-}
 
 TEST_CASE("device attend: runs, tokens and both together", "[gpu]") {
   struct Case {

@@ -157,7 +157,7 @@ TEST_CASE("candidates and expansion follow the naive tables over 300 steps", "[h
   REQUIRE(proposed > 600);  // The loop compared something.
 }
 
-TEST_CASE("candidates shrink as alpha grows; the expansion stays above a mean", "[history]") {
+TEST_CASE("candidates shrink as alpha grows, the expansion stays above a mean", "[history]") {
   std::vector<std::uint32_t> wider;
   for (const float alpha : {0.05f, 0.1f, 0.2f, 0.3f, 0.4f, 1.f, 3.f}) {
     Twins twins(2000, 32, {.alpha = alpha});

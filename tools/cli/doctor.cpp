@@ -7,6 +7,8 @@
 #include "cpu/rates.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
+#include "sluice/cuda.hpp"
+#include "sluice/error.hpp"
 #include "sluice/units.hpp"
 #include "tools/cli/command.hpp"
 #include "tools/cli/facts.hpp"
@@ -81,13 +83,23 @@ void look_at_cpu(Findings& findings) {
   }
 }
 
+/// A GPU is never missing: the embedded host device runs the same pipeline on the CPU.
+void look_at_gpu(Findings& findings) {
+  try {
+    const std::shared_ptr<Device> device = make_cuda_device();
+    findings.ok("cuda device", device->info().name + ", " + format_size(device->info().memory_bytes) + ", " +
+                                   std::to_string(cuda_devices()) + " usable");
+  } catch (const Error& error) {
+    findings.note("cuda device", error.what(), "none needed: the embedded host device runs the same pipeline");
+  }
+}
+
 int run(const OutputOptions& output) {
   const OutputTarget target(output.path);
   Findings findings;
   look_at_cpu(findings);
   look_at_memory(findings);
-  findings.note("cuda device", "not built in",
-                "none needed: the embedded host device runs the same pipeline on the CPU");
+  look_at_gpu(findings);
   Report report{.command = "doctor", .config = Json::object()};
   report.extra = {{"usable", findings.usable()}};
   report.tables.push_back(findings.table());

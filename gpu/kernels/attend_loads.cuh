@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+
+/// Loads of decode attention that have to be under way before something else is waited for: `volatile` keeps the
+/// compiler from moving them behind it.
+namespace sluice::gpu::detail {
+
+/// A float that no thread of this launch writes; zero, and not read, if not `valid`.
+__device__ inline float load_float(const float* from, bool valid) {
+  float value;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.f32 %0, 0f00000000;\n @p ld.global.nc.f32 %0, [%1];\n}"
+               : "=&f"(value)
+               : "l"(from), "r"(static_cast<std::uint32_t>(valid)));
+  return value;
+}
+
+/// What another thread block wrote; `otherwise`, and not read, if not `valid`.
+__device__ inline float load_partial(const float* from, bool valid, float otherwise) {
+  float value;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.f32 %0, %3;\n @p ld.global.cg.f32 %0, [%1];\n}"
+               : "=&f"(value)
+               : "l"(from), "r"(static_cast<std::uint32_t>(valid)), "f"(otherwise)
+               : "memory");
+  return value;
+}
+
+/// Four floats that another thread block wrote; zero, and not read, if not `valid`.
+__device__ inline float4 load_partial4(const float4* from, bool valid) {
+  float4 value;
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
+      " mov.f32 %0, 0f00000000;\n mov.f32 %1, 0f00000000;\n mov.f32 %2, 0f00000000;\n mov.f32 %3, 0f00000000;\n"
+      " @p ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];\n}"
+      : "=&f"(value.x), "=&f"(value.y), "=&f"(value.z), "=&f"(value.w)
+      : "l"(from), "r"(static_cast<std::uint32_t>(valid))
+      : "memory");
+  return value;
+}
+
+/// Starts copying a word to shared memory.
+__device__ inline void copy_word_async(std::uint32_t* to, const std::uint32_t* from) {
+  const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+}
+
+}  // namespace sluice::gpu::detail
