@@ -226,7 +226,8 @@ void Pipeline::note_far() {
   parts_.workers.parallel_for(static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
     const HeadWork& work = heads_[i];
     if (work.seen.empty()) return;
-    work.layer->policy->note(work.kv_head, work.placement.far.tokens, work.seen);
+    const Partial far = buffers_.far(work.row, work.kv_head * shape_.group());
+    work.layer->policy->note(work.kv_head, work.placement.far.tokens, work.seen, std::span(far.lse, shape_.group()));
   });
 }
 

@@ -91,10 +91,10 @@ class LayerPolicy {
   virtual void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit, std::vector<HotPage>& hot) = 0;
   /// Fills `row` (cleared by the caller) with what to attend beyond the near set.
   virtual void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) = 0;
-  /// Tells the scores [tokens, group] of what was attended in the last selection whose scores were deferred, while it is
-  /// still fresh. Cheap; called in every step, unlike `observe`.
+  /// Tells the scores [tokens, group] of what was attended in the last selection whose scores were deferred, and their
+  /// log-sum-exp per query head. Cheap; called in every step, unlike `observe`.
   virtual void note(std::uint32_t /*kv_head*/, std::span<const std::uint32_t> /*tokens*/,
-                    std::span<const float> /*scores*/) {}
+                    std::span<const float> /*scores*/, std::span<const float> /*lse*/) {}
   /// Whether the last selection is to be observed, and the next step forecast, at all.
   [[nodiscard]] virtual bool wants_observation() const noexcept { return false; }
   /// Feeds the weights of the last selection back; `kv` as in that selection.

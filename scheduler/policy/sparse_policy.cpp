@@ -26,6 +26,7 @@ struct Head {
   std::vector<float> q;         ///< [group, head_dim] of the selection whose scores were deferred
   bool observes = false;        ///< the last selection feeds the tables
   bool followed = false;        ///< the last selection's candidates were not forecast but carried on
+  std::vector<float> lse;       ///< [group] scratch
   std::uint32_t observing = 0;  ///< bit h: query head h was not bypassed
   bool whole = false;           ///< every token was scored: scratch is n-sized, not worth keeping
 };
@@ -90,9 +91,10 @@ class SparsePolicy final : public LayerPolicy {
     return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) { return head.observes; });
   }
 
-  void note(std::uint32_t kv_head, std::span<const std::uint32_t> tokens, std::span<const float> scores) override {
+  void note(std::uint32_t kv_head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
+            std::span<const float> lse) override {
     Head& head = heads_[kv_head];
-    if (head.history && spec_.history.observe_every != 1 && !head.observes) note_heavy(head, tokens, scores);
+    if (notes(head)) note_heavy(head, tokens, scores, lse);
   }
 
   void observe(std::uint32_t kv_head, KvReader& kv) override {
@@ -126,20 +128,31 @@ class SparsePolicy final : public LayerPolicy {
   /// attended. At most as many per head as the share's inverse.
   static constexpr float kHeavy = 1.f / 32.f;
 
-  void note_heavy(Head& head, std::span<const std::uint32_t> tokens, std::span<const float> scores) const {
-    for (std::uint32_t h = 0; h < group_; ++h) {
-      float top = -std::numeric_limits<float>::infinity();
-      for (std::size_t i = 0; i < tokens.size(); ++i) top = std::max(top, scores[i * group_ + h]);
-      if (!std::isfinite(top)) continue;
-      float sum = 0.f;
-      const float* const column = scores.data() + h;
-#pragma omp simd reduction(+ : sum)
-      for (std::size_t i = 0; i < tokens.size(); ++i) sum += fast_exp(std::min(column[i * group_] - top, 0.f));
-      const float least = top + std::log(sum * kHeavy);
-      for (std::size_t i = 0; i < tokens.size(); ++i) {
-        if (column[i * group_] >= least) head.history->note(tokens[i]);
-      }
+  [[nodiscard]] bool notes(const Head& head) const noexcept {
+    return head.history && spec_.history.observe_every != 1 && !head.observes;
+  }
+
+  void note_heavy(Head& head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
+                  std::span<const float> lse) const {
+    const float log_share = std::log(kHeavy);
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      bool heavy = false;
+      for (std::uint32_t h = 0; h < group_; ++h) heavy |= scores[i * group_ + h] > lse[h] + log_share;
+      if (heavy) head.history->note(tokens[i]);
     }
+  }
+
+  /// Log-sum-exp of every query head's scores, written to `out`.
+  std::span<const float> log_sums(std::span<const float> scores, std::vector<float>& out) const {
+    out.assign(group_, -std::numeric_limits<float>::infinity());
+    for (std::uint32_t h = 0; h < group_; ++h) {
+      float top = out[h];
+      for (std::size_t i = h; i < scores.size(); i += group_) top = std::max(top, scores[i]);
+      float sum = 0.f;
+      for (std::size_t i = h; i < scores.size(); i += group_) sum += fast_exp(std::min(scores[i] - top, 0.f));
+      if (std::isfinite(top)) out[h] = top + std::log(sum);
+    }
+    return out;
   }
 
   void select_dense(const HeadContext& context, Head& head, SelectionRow& row, SelectCounters& counters) {
@@ -176,7 +189,9 @@ class SparsePolicy final : public LayerPolicy {
       head.scored.choose_all();
     } else {
       head.scored.score(*context.kv, context.q, group_);
-      note(context.kv_head, head.scored.tokens(), head.scored.scores());
+      if (notes(head)) {
+        note_heavy(head, head.scored.tokens(), head.scored.scores(), log_sums(head.scored.scores(), head.lse));
+      }
       head.scored.choose(budget, group_);
     }
     head.scored.emit(group_, shares() ? Membership::united : Membership::own, row);
