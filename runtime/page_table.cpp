@@ -11,6 +11,7 @@ void HeadPages::push(PageRef ref) {
   residence.push_back(Residence::far);
   near.push_back(0);
   place.push_back(0);
+  is_forced.push_back(0);
 }
 
 PageRef HeadPages::pop() {
@@ -21,6 +22,7 @@ PageRef HeadPages::pop() {
   residence.pop_back();
   near.pop_back();
   place.pop_back();
+  is_forced.pop_back();
   return ref;
 }
 
@@ -43,7 +45,8 @@ std::uint32_t HeadPages::leave(std::uint32_t page) noexcept {
   residence[page] = Residence::far;
   near[page] = 0;
   listed = false;
-  std::erase(forced, page);
+  if (is_forced[page] != 0) std::erase(forced, page);
+  is_forced[page] = 0;
   held[place[page]] = held.back();
   place[held.back()] = place[page];
   held.pop_back();

@@ -32,7 +32,8 @@ struct HeadPages {
   std::vector<std::uint8_t> near;     ///< [pages] 1 while residence is near, as NearSet wants it
   std::vector<std::uint32_t> held;    ///< pages that hold a slot, in no order
   std::vector<std::uint32_t> place;   ///< [pages] index in `held`; meaningless while far
-  std::vector<std::uint32_t> forced;  ///< pages pinned near (sinks, recent window, open page), in no order
+  std::vector<std::uint8_t> is_forced;  ///< [pages] 1: pinned near (sinks, recent window, open page)
+  std::vector<std::uint32_t> forced;    ///< those pages, in no order
 
   /// Near pages as runs, in no order; valid if `listed`: no page came or went since they were listed.
   std::vector<PageRun> near_runs;

@@ -223,12 +223,23 @@ void Pipeline::list_near_pages(HeadWork& work) {
 }
 
 void Pipeline::note_far() {
-  parts_.workers.parallel_for(static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
+  // Waking the workers costs as much as looking at some ten thousand scores.
+  constexpr std::size_t kWorthSharing = 16 * 1024;
+  std::size_t scores = 0;
+  for (const HeadWork& work : heads_) scores += work.seen.size();
+  if (scores == 0) return;
+  const auto note = [&](std::uint32_t i) {
     const HeadWork& work = heads_[i];
     if (work.seen.empty()) return;
     const Partial far = buffers_.far(work.row, work.kv_head * shape_.group());
     work.layer->policy->note(work.kv_head, work.placement.far.tokens, work.seen, std::span(far.lse, shape_.group()));
-  });
+  };
+  const auto count = static_cast<std::uint32_t>(heads_.size());
+  if (scores >= kWorthSharing) {
+    parts_.workers.parallel_for(count, note);
+  } else {
+    for (std::uint32_t i = 0; i < count; ++i) note(i);
+  }
 }
 
 void Pipeline::post_observe(std::span<Sequence* const> sequences) {

@@ -65,10 +65,11 @@ void Residency::force(Sequence& sequence, LayerState& layer, std::uint32_t token
     std::erase_if(head.forced, [&](std::uint32_t page) {
       if (must(page)) return false;
       pool_.unpin(head.slots[page]);
+      head.is_forced[page] = 0;
       return true;
     });
     const auto require = [&](std::uint32_t page) {
-      if (full || std::find(head.forced.begin(), head.forced.end(), page) != head.forced.end()) return;
+      if (full || head.is_forced[page] != 0) return;
       if (head.residence[page] == Residence::far) {
         full = !claim(sequence, head, page, pages);
         if (full) return;
@@ -80,6 +81,7 @@ void Residency::force(Sequence& sequence, LayerState& layer, std::uint32_t token
         }
       }
       head.forced.push_back(page);
+      head.is_forced[page] = 1;
       pool_.pin(head.slots[page]);
     };
     for (std::uint32_t page = 0; page < std::min(sink_end, pages); ++page) require(page);

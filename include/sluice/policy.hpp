@@ -31,6 +31,9 @@ struct HistoryOptions {
   /// A layer feeds its tables in every N-th step; neighbouring layers take turns. The paper's is 1; more saves host
   /// work, and history moves slower than that. [1, 64]
   std::uint32_t observe_every = 1;
+  /// A forecast that proposes more than this share of the context for a KV head says nothing and is left out, so that
+  /// attention without pattern costs no more than the other sources do. 1: never. [0, 1]
+  float limit = 1.f;
   friend bool operator==(const HistoryOptions&, const HistoryOptions&) = default;
 };
 

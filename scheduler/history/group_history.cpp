@@ -60,9 +60,20 @@ void GroupHistory::forecast(std::uint32_t tokens) {
     find_candidates(head, vertical, slash);
     expand(head, vertical, slash);
   }
-  if (!options_.share_in_group) return;
+  const bool limited = options_.limit < 1.f;
+  if (!options_.share_in_group && !limited) return;
   united_.reset(tokens);
   for (const Head& head : heads_) united_.unite(head.expanded);
+  if (limited && united_.size() > static_cast<double>(options_.limit) * tokens) forget_candidates();
+}
+
+void GroupHistory::forget_candidates() {
+  for (TokenSet* set : {&united_, &by_position_, &by_distance_}) set->reset(tokens_);
+  for (Head& head : heads_) {
+    head.expanded.reset(tokens_);
+    head.candidates.clear();
+    head.heat.clear();
+  }
 }
 
 void GroupHistory::follow(std::uint32_t tokens) {
@@ -72,9 +83,11 @@ void GroupHistory::follow(std::uint32_t tokens) {
     head.vertical.extend(tokens - std::min(tokens, sinks_));
     head.slash.extend(tokens - std::min(tokens, sinks_));
   }
-  united_.reset(tokens);
-  united_.unite(by_position_);
-  united_.unite_shifted(by_distance_, tokens - forecast_);
+}
+
+void GroupHistory::unite_followed(TokenSet& set) const {
+  set.unite(by_position_);
+  set.unite_shifted(by_distance_, tokens_ - forecast_);
 }
 
 void GroupHistory::note(std::uint32_t token) {

@@ -27,9 +27,11 @@ class GroupHistory {
   void forecast(std::uint32_t tokens);
 
   /// Carries the last forecast on to a later step without looking at the tables, which nothing was added to since:
-  /// vertical candidates stay where they are, slash candidates move with the query. The result is `united`: followed
-  /// candidates belong to the whole group. Costs O(tokens / 64).
+  /// vertical candidates stay where they are, slash candidates move with the query. Costs O(1); `unite_followed` costs
+  /// O(tokens / 64).
   void follow(std::uint32_t tokens);
+  /// Adds the followed candidates, which belong to the whole group, to a set with room for the step's tokens.
+  void unite_followed(TokenSet& set) const;
 
   /// Makes a token that just proved heavy a candidate of the steps until the next forecast: at its position and at its
   /// distance, each widened as a forecast would. For the group; the tables learn of it when they are next fed.
@@ -39,7 +41,7 @@ class GroupHistory {
   [[nodiscard]] bool blank() const noexcept { return blank_; }
   /// EXP of query head `h` for the forecast step, without the forced local tokens.
   [[nodiscard]] const TokenSet& expanded(std::uint32_t h) const noexcept { return heads_[h].expanded; }
-  /// EXP of all query heads together, if the options share candidates in the group; after `follow`, in any case.
+  /// EXP of all query heads together, if the options share candidates in the group.
   [[nodiscard]] const TokenSet& united() const noexcept { return united_; }
   /// Appends the pages with the highest summed scores of candidates, hottest first, at most `limit`.
   /// `page_tokens` is a power of two.
@@ -66,6 +68,7 @@ class GroupHistory {
     TokenSet expanded;
   };
 
+  void forget_candidates();
   void find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
   void expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
 

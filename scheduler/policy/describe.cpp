@@ -58,6 +58,7 @@ std::string history_words(const HistoryOptions& history) {
   if (history.local_tokens != defaults.local_tokens) text += ", local=" + std::to_string(history.local_tokens);
   if (history.share_in_group) text += ", shared";
   if (!history.observe_near) text += ", far only";
+  if (history.limit != 1.f) text += ", limit=" + percent(history.limit);
   if (history.observe_every != 1) text += ", every " + std::to_string(history.observe_every) + " steps";
   return text + ")";
 }
@@ -106,6 +107,7 @@ void validate(const PolicySpec& spec) {
   check_count("history.local_tokens", spec.history.local_tokens, 0, 4096);
   check_count("history.observe_every", spec.history.observe_every, 1, 64);
   check_count("pages.min_pages", spec.pages.min_pages, 1, 65536);
+  check_share("history.limit", spec.history.limit);
   check_share("pages.share", spec.pages.share);
   check_count("budget.min_tokens", spec.budget.min_tokens, 1, 0x7fff'ffffu);
   check_share("budget.share", spec.budget.share);

@@ -19,7 +19,8 @@ PolicySpec lfps_spec() {
                   .local_tokens = 5,
                   .share_in_group = false,
                   .observe_near = true,
-                  .observe_every = 1};
+                  .observe_every = 1,
+                  .limit = 1.f};
   spec.budget = {.min_tokens = 64, .share = 0.02f};
   spec.near = {.sink_tokens = 4, .recent_tokens = 0, .share = 0.f};
   spec.bypass_threshold = 0.85f;

@@ -134,6 +134,7 @@ constexpr Key kKeys[] = {
     {"observe_near", Needs::history, [](PolicySpec& s, const Word& w) { s.history.observe_near = read_switch(w); }},
     {"observe_every", Needs::history,
      [](PolicySpec& s, const Word& w) { s.history.observe_every = read_count(w); }},
+    {"limit", Needs::history, [](PolicySpec& s, const Word& w) { s.history.limit = read_share(w); }},
     {"digest", Needs::pages, [](PolicySpec& s, const Word& w) { s.pages.digest = read_digest(w); }},
     {"pages", Needs::pages, [](PolicySpec& s, const Word& w) { read_larger_of(w, s.pages.min_pages, s.pages.share); }},
     {"min_pages", Needs::pages, [](PolicySpec& s, const Word& w) { s.pages.min_pages = read_count(w); }},

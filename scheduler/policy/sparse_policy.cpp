@@ -207,31 +207,42 @@ class SparsePolicy final : public LayerPolicy {
   /// Candidates: what history expanded to, the newest tokens, the pages that rank highest; one set per query head, or
   /// the first for all of them.
   void propose(const HeadContext& context, Head& head) const {
-    if (!together(head)) {
-      for (std::uint32_t h = 0; h < group_; ++h) {
-        if (((head.observing >> h) & 1) == 0) continue;
-        propose_from(head.history ? &head.history->expanded(h) : nullptr, h, h + 1, context, head.candidates[h]);
+    if (together(head)) {
+      TokenSet& set = head.candidates.front();
+      set.reset(context.tokens);
+      if (head.followed) {
+        head.history->unite_followed(set);
+      } else {
+        set.unite(head.history->united());
       }
+      add_local(context, set);
+      add_pages(context, 0, group_, set);
       return;
     }
-    propose_from(&head.history->united(), 0, group_, context, head.candidates.front());
+    for (std::uint32_t h = 0; h < group_; ++h) {
+      if (((head.observing >> h) & 1) == 0) continue;
+      TokenSet& set = head.candidates[h];
+      set.reset(context.tokens);
+      if (head.history) {
+        set.unite(head.history->expanded(h));
+        add_local(context, set);
+      }
+      add_pages(context, h, h + 1, set);
+    }
   }
 
-  /// One set: a history's expansion (null: none), and the pages of query heads [begin, end).
-  void propose_from(const TokenSet* history, std::uint32_t begin, std::uint32_t end, const HeadContext& context,
-                    TokenSet& set) const {
-    const std::uint32_t n = context.tokens;
-    const std::uint32_t sinks = spec_.near.sink_tokens;
+  /// The newest token and the local ones before it: their vertical entries are too young to speak.
+  void add_local(const HeadContext& context, TokenSet& set) const {
+    const std::uint32_t local = std::min(spec_.history.local_tokens + 1, context.tokens - spec_.near.sink_tokens);
+    set.add_range(context.tokens - local, context.tokens);
+  }
+
+  /// The ranked pages of query heads [begin, end).
+  void add_pages(const HeadContext& context, std::uint32_t begin, std::uint32_t end, TokenSet& set) const {
     const std::size_t ranked = context.ranked_pages.size() / group_;
-    set.reset(n);
-    if (history != nullptr) {
-      set.unite(*history);
-      // The newest token and the local ones before it: their vertical entries are too young to speak.
-      const std::uint32_t local = std::min(spec_.history.local_tokens + 1, n - sinks);
-      set.add_range(n - local, n);
-    }
     for (const std::uint32_t page : context.ranked_pages.subspan(begin * ranked, (end - begin) * ranked)) {
-      set.add_range(std::max(page * page_tokens_, sinks), std::min((page + 1) * page_tokens_, n));
+      set.add_range(std::max(page * page_tokens_, spec_.near.sink_tokens),
+                    std::min((page + 1) * page_tokens_, context.tokens));
     }
   }
 
@@ -245,7 +256,7 @@ class SparsePolicy final : public LayerPolicy {
       if (((head.observing >> h) & 1) == 0) continue;
       const bool own = !together(head) || head.whole;
       counters.expanded_per_head += own             ? head.candidates[h].size()
-                                    : head.followed ? head.history->united().size()
+                                    : head.followed ? head.candidates.front().size()
                                                     : head.history->expanded(h).size();
     }
     count(head, counters);

@@ -279,14 +279,32 @@ TEST_CASE("followed candidates stay by position and move by distance", "[history
     expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
   };
   tidy();
-  twins.history.follow(n + by);
-  REQUIRE(members(twins.history.united()) == expected);
+  const auto followed = [&](std::uint32_t tokens) {
+    twins.history.follow(tokens);
+    TokenSet set;
+    set.reset(tokens);
+    twins.history.unite_followed(set);
+    return set;
+  };
+  REQUIRE(members(followed(n + by)) == expected);
 
   // A heavy token found meanwhile joins at its position and at its distance.
   const std::uint32_t heavy = n / 2;
   twins.history.note(heavy);
-  twins.history.follow(n + by + 5);
+  const TokenSet later = followed(n + by + 5);
   for (const std::uint32_t token : {heavy - 1, heavy, heavy + 2, heavy + 4, heavy + 5, heavy + 7}) {
-    REQUIRE(twins.history.united().contains(token));
+    REQUIRE(later.contains(token));
   }
+}
+
+TEST_CASE("a forecast beyond its limit proposes nothing", "[history]") {
+  Twins free(700, 32, {.alpha = 0.01f}), held(700, 32, {.alpha = 0.01f, .limit = 0.001f});
+  free.forecast();
+  held.forecast();
+  REQUIRE(free.history.expanded(0).size() > 1);
+  for (std::uint32_t h = 0; h < kGroup; ++h) REQUIRE(held.history.expanded(h).size() == 0);
+  std::vector<HotPage> hot;
+  held.history.hot_pages(16, 100, hot);
+  REQUIRE(hot.empty());
+  REQUIRE_FALSE(held.history.blank());
 }

@@ -55,7 +55,7 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
 
 TEST_CASE("every key reaches its field", "[policy_text]") {
   const PolicySpec spec = parse_policy(
-      "sluice:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,digest=box,"
+      "sluice:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,limit=10%,digest=box,"
       "pages=5|4%,budget=100|3%,bypass=0.9,near=25%,sinks=8,recent=64,dense=2");
   REQUIRE(spec.history == HistoryOptions{.alpha = 0.3f,
                                          .decay = 0.9f,
@@ -63,14 +63,15 @@ TEST_CASE("every key reaches its field", "[policy_text]") {
                                          .local_tokens = 7,
                                          .share_in_group = false,
                                          .observe_near = false,
-                                         .observe_every = 4});
+                                         .observe_every = 4,
+                                         .limit = 0.1f});
   REQUIRE(spec.pages == PageSourceOptions{.digest = DigestKind::box, .min_pages = 5, .share = 0.04f});
   REQUIRE(spec.budget == BudgetOptions{.min_tokens = 100, .share = 0.03f});
   REQUIRE(spec.near == NearOptions{.sink_tokens = 8, .recent_tokens = 64, .share = 0.25f});
   REQUIRE(spec.bypass_threshold == 0.9f);
   REQUIRE(spec.dense_layers == 2);
   REQUIRE(to_string(spec) ==
-          "history(alpha=0.3, decay=0.9, init=16, local=7, far only, every 4 steps)+pages(box, max(5, 4%)) | top_k=max(100, 3%) | "
+          "history(alpha=0.3, decay=0.9, init=16, local=7, far only, limit=10%, every 4 steps)+pages(box, max(5, 4%)) | top_k=max(100, 3%) | "
           "near=8 sinks+64 recent+25% | bypass=0.9 | dense=2");
 }
 

@@ -20,7 +20,7 @@ struct BenchDecodeOptions {
   std::string model;
   std::string random_weights = "llama-3.1-8b";
   std::string lengths = "32K,128K";
-  std::string methods = "near/full:near=0;stream/full:near=0;hybrid/sluice";
+  std::string methods = "near@256/full:near=0;stream/full:near=0;hybrid/sluice";
   std::uint32_t steps = 16;
   std::uint32_t page_tokens = RuntimeOptions{}.page_tokens;
   std::uint32_t threads = 0;
@@ -31,9 +31,10 @@ struct BenchDecodeOptions {
 constexpr std::uint32_t kWarmUp = 4;
 constexpr std::uint32_t kImportChunk = 4096;
 
-/// A placement and the policy that runs under it, e.g. `hybrid/sluice`.
+/// A placement, maybe a page size of its own, and the policy that runs under it, e.g. `hybrid/sluice`, `near@256/full`.
 struct Method {
   std::string name;
+  std::uint32_t page_tokens = 0;  ///< 0: the command's
   PlacementMode placement{};
   PolicySpec policy;
 };
@@ -48,7 +49,12 @@ std::vector<Method> parse_methods(const std::string& text) {
       throw Error(Errc::invalid_argument,
                   "--methods: '" + name + "' lacks its placement; write PLACEMENT/POLICY, e.g. hybrid/sluice");
     }
-    methods.push_back({name, parse_placement(name.substr(0, slash)), parse_policy(name.substr(slash + 1))});
+    const std::size_t at_sign = std::min(name.find('@'), slash);
+    const std::string page_tokens = at_sign == slash ? "" : name.substr(at_sign + 1, slash - at_sign - 1);
+    methods.push_back({.name = name,
+                       .page_tokens = page_tokens.empty() ? 0 : parse_counts(page_tokens, "--methods").front(),
+                       .placement = parse_placement(name.substr(0, at_sign)),
+                       .policy = parse_policy(name.substr(slash + 1))});
     at = end + 1;
   }
   if (methods.empty())
@@ -146,7 +152,7 @@ RuntimeOptions runtime_options(const BenchDecodeOptions& options, const Attentio
                                std::uint32_t tokens) {
   RuntimeOptions o;
   o.shape = shape;
-  o.page_tokens = options.page_tokens;
+  o.page_tokens = method.page_tokens != 0 ? method.page_tokens : options.page_tokens;
   o.placement = method.placement;
   o.threads = options.threads;
   o.prefill_chunk = kImportChunk;
@@ -218,7 +224,7 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   command->add_option("--length", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
-  command->add_option("--methods", options->methods, "Semicolon list of PLACEMENT/POLICY; ratios are to the first")
+  command->add_option("--methods", options->methods, "Semicolon list of PLACEMENT[@PAGE_TOKENS]/POLICY; ratios are to the first")
       ->capture_default_str();
   command->add_option("--steps", options->steps, "Timed tokens")->check(CLI::Range(1, 4096))->capture_default_str();
   command->add_option("--page-tokens", options->page_tokens, "Tokens per page")
