@@ -51,6 +51,7 @@ AttendPlan::Task AttendPlan::list(const AttendTask& task) {
               .tokens = tokens_.size(),
               .octet_shift = one_word ? static_cast<std::uint32_t>(std::countr_zero(octets)) : 0};
   std::uint64_t largest = 0;
+  pages_.reserve(pages_.size() + task.runs.size() * (one_word ? 1 : octets));
   for (const PageRun& run : task.runs) {
     const std::uint64_t row = std::uint64_t{task.kv.frames[run.page]} * 2 * page_tokens;
     largest = std::max(largest, row);

@@ -35,8 +35,10 @@ struct HeadPages {
   std::vector<std::uint8_t> is_forced;  ///< [pages] 1: pinned near (sinks, recent window, open page)
   std::vector<std::uint32_t> forced;    ///< those pages, in no order
 
-  /// Near pages as runs, in no order; valid if `listed`: no page came or went since they were listed.
+  /// Near pages in no order, as attention takes them: run i is over page i of a view whose frames are near_slots. Valid
+  /// if `listed`: no page came or went since they were listed.
   std::vector<PageRun> near_runs;
+  std::vector<std::uint32_t> near_slots;
   std::uint32_t open_run = 0;  ///< the open page's run, the only one that is not a whole page
   bool listed = false;
 

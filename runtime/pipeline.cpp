@@ -200,6 +200,7 @@ void Pipeline::list_near_runs(HeadWork& work) {
   add(0, work.near.sink_end);
   add(work.near.recent_begin, work.tokens);
   work.near_runs = work.window;
+  work.near_frames = work.pages().slots.data();
   work.near_tokens = work.near.sink_end + work.tokens - work.near.recent_begin;
 }
 
@@ -209,22 +210,26 @@ void Pipeline::list_near_pages(HeadWork& work) {
   const std::uint32_t open = (work.tokens - 1) / page_tokens;  // Always near.
   if (!pages.listed) {
     pages.near_runs.clear();
+    pages.near_slots.clear();
     for (const std::uint32_t page : pages.held) {
       if (pages.near[page] == 0) continue;
-      if (page == open) pages.open_run = static_cast<std::uint32_t>(pages.near_runs.size());
-      pages.near_runs.push_back({.page = page, .begin = 0, .end = static_cast<std::uint16_t>(page_tokens)});
+      const auto run = static_cast<std::uint32_t>(pages.near_runs.size());
+      if (page == open) pages.open_run = run;
+      pages.near_runs.push_back({.page = run, .begin = 0, .end = static_cast<std::uint16_t>(page_tokens)});
+      pages.near_slots.push_back(pages.slots[page]);
     }
     pages.listed = true;
   }
   const std::uint32_t rows = work.tokens - open * page_tokens;
   pages.near_runs[pages.open_run].end = static_cast<std::uint16_t>(rows);
   work.near_runs = pages.near_runs;
+  work.near_frames = pages.near_slots.data();
   work.near_tokens = static_cast<std::uint32_t>(pages.near_runs.size() - 1) * page_tokens + rows;
 }
 
 void Pipeline::note_far() {
-  // Waking the workers costs as much as looking at some ten thousand scores.
-  constexpr std::size_t kWorthSharing = 16 * 1024;
+  // Waking the workers costs as much as looking at some thousand scores.
+  constexpr std::size_t kWorthSharing = 4 * 1024;
   std::size_t scores = 0;
   for (const HeadWork& work : heads_) scores += work.seen.size();
   if (scores == 0) return;

@@ -26,6 +26,7 @@ struct HeadWork {
   scheduler::NearSet near;
   std::vector<PageRun> window;           ///< sinks and recent tokens, if no whole pages are attended near
   std::span<const PageRun> near_runs;    ///< what is attended near
+  const std::uint32_t* near_frames = nullptr;  ///< slot of each page that near_runs name
   std::uint32_t near_tokens = 0;         ///< in near_runs
 
   SelectionRow selected;

@@ -103,7 +103,7 @@ void Pipeline::queue_near() {
     list_near_runs(work);
     const std::uint32_t head = work.kv_head * group;
     tasks.push_back({.q = buffers_.device_q(work.row, head),
-                     .kv = {.base = parts_.residency.memory(), .frames = work.pages().slots.data(), .layout = layout_},
+                     .kv = {.base = parts_.residency.memory(), .frames = work.near_frames, .layout = layout_},
                      .runs = work.near_runs,
                      .tokens = {},
                      .members = {},
