@@ -25,6 +25,13 @@ std::string number(double value) {
 
 std::string percent(double share) { return number(share * 100.0) + "%"; }
 
+/// max(count, share of all); a share of 0 leaves the count, of 1 everything.
+std::string larger_of(std::uint32_t count, float share) {
+  if (share <= 0.f) return std::to_string(count);
+  if (share >= 1.f) return "all";
+  return "max(" + std::to_string(count) + ", " + percent(share) + ")";
+}
+
 void check_open(const char* field, double value, double most, const char* range) {
   // Written so that NaN fails.
   if (!(value > 0.0 && value <= most)) reject(field, number(value), range);
@@ -67,7 +74,7 @@ std::string pages_words(const PageSourceOptions& pages) {
   const PageSourceOptions defaults;
   std::string text = pages.digest == DigestKind::box ? "pages(box" : "pages(cuboid_mean";
   if (pages.min_pages != defaults.min_pages || pages.share != defaults.share) {
-    text += ", max(" + std::to_string(pages.min_pages) + ", " + percent(pages.share) + ")";
+    text += ", " + larger_of(pages.min_pages, pages.share);
   }
   return text + ")";
 }
@@ -120,7 +127,7 @@ void validate(const PolicySpec& spec) {
 std::string to_string(const PolicySpec& spec) {
   std::string text = source_words(spec);
   if (spec.sources != 0 && !spec.uses(Source::all)) {
-    text += " | top_k=max(" + std::to_string(spec.budget.min_tokens) + ", " + percent(spec.budget.share) + ")";
+    text += " | top_k=" + larger_of(spec.budget.min_tokens, spec.budget.share);
   }
   text += " | near=" + near_words(spec.near);
   if (spec.bypass_threshold > 0.f) text += " | bypass=" + number(spec.bypass_threshold);

@@ -14,6 +14,7 @@ namespace sluice::scheduler {
 [[nodiscard]] PolicySpec streaming_spec();
 [[nodiscard]] PolicySpec lfps_spec();
 [[nodiscard]] PolicySpec sluice_spec();
+[[nodiscard]] PolicySpec sluice_fast_spec();
 
 /// Attends everything: what a layer does whose source is `all`, or that lies below `dense_layers`.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_full_policy();

@@ -21,4 +21,18 @@ PolicySpec sluice_spec() {
   return spec;
 }
 
+// The same for a GPU, whose layer of attention is over before the tables of 32 heads are fed: they are fed in every
+// 64th step, while heavy tokens are noted in each. Every candidate is kept, so that nothing has to be scored before it
+// is attended, and a history without pattern is left out.
+PolicySpec sluice_fast_spec() {
+  PolicySpec spec = sluice_spec();
+  spec.name = "sluice-fast";
+  spec.history.alpha = 1.f;
+  spec.history.observe_every = 64;
+  spec.history.limit = 0.1f;
+  spec.pages = {.digest = DigestKind::cuboid_mean, .min_pages = 8, .share = 0.f};
+  spec.budget.share = 1.f;
+  return spec;
+}
+
 }  // namespace sluice::scheduler

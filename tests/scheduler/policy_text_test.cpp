@@ -33,7 +33,7 @@ void expect(const std::string& message, std::initializer_list<const char*> parts
 }  // namespace
 
 TEST_CASE("presets are valid, parse to themselves and have distinct words", "[policy_text]") {
-  const std::vector<std::string> order = {"full", "topk", "streaming", "lfps", "sluice"};
+  const std::vector<std::string> order = {"full", "topk", "streaming", "lfps", "sluice", "sluice-fast"};
   REQUIRE(policy_presets().size() == order.size());
   std::vector<std::string> words;
   for (std::size_t i = 0; i < order.size(); ++i) {
@@ -50,7 +50,14 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
                        "none | near=4 sinks+1020 recent",
                        "history(alpha=0.2) | top_k=max(64, 2%) | near=4 sinks | bypass=0.85",
                        "history(alpha=0.2, shared)+pages(cuboid_mean) | top_k=max(64, 2%) | near=10%",
+                       "history(alpha=1, shared, limit=10%, every 64 steps)+pages(cuboid_mean, 8) | top_k=all | near=10%",
                    });
+}
+
+TEST_CASE("sluice-fast is a composition of sluice's stages", "[policy_text]") {
+  PolicySpec composed = parse_policy("sluice:budget=100%,observe_every=64,pages=8,limit=10%,alpha=1");
+  composed.name = "sluice-fast";
+  REQUIRE(composed == parse_policy("sluice-fast"));
 }
 
 TEST_CASE("every key reaches its field", "[policy_text]") {
