@@ -121,8 +121,10 @@ bool Team::help_any() noexcept {
 
 void Team::work(std::uint32_t helper) noexcept {
   if (options_.on_start) options_.on_start(helper);
-  while (!stop_.load()) {
+  for (;;) {
+    // The epoch first: a stop that is not seen below raises it afterwards, and the wait at the end returns at once.
     const std::uint32_t epoch = epoch_.load();
+    if (stop_.load()) return;
     const Clock::time_point sleep_at = Clock::now() + options_.spin;
     bool helped = help_any();
     while (!helped && epoch_.load(std::memory_order_relaxed) == epoch && Clock::now() < sleep_at) {

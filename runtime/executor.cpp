@@ -58,13 +58,20 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
       }
       issue(graph, i, layer, runner, finish);
     }
-    if (finish == Finish::queued) return;
+    if (finish == Finish::queued) {
+      unseen_ = true;
+      return;
+    }
     for (std::uint32_t i = 0; i < graph.nodes.size(); ++i) {
       if (needs_signal(graph, i, finish)) await(graph, i, layer, deadline);
     }
     if (trace_ != nullptr) trace_streams(graph, layer);
   } catch (const std::exception& error) {
-    if (drain()) throw;
+    if (drain()) {
+      if (!unseen_ || drained_.empty()) throw;
+      throw Error(Errc::device, std::string(error.what()) + "; besides, a step that had returned queued failed: " + drained_ +
+                                    "; end its sequences");
+    }
     throw Error(Errc::timeout, std::string(error.what()) + "; nor did the queued work finish within another timeout of " +
                                    std::to_string(timeout_.count()) + " ms");
   }
@@ -139,6 +146,7 @@ void Executor::await(const StepGraph& graph, std::uint32_t index, std::uint32_t 
     throw Error(Errc::timeout, what + " did not finish within " + std::to_string(timeout_.count()) +
                                    " ms; raise the timeout if the machine is merely busy");
   }
+  if (node.lane == Lane::device) unseen_ = false;  // Its event took whatever had failed on the stream before.
   if (flags_[index].state(run_) == Flag::State::failed || events_[index]->state() == Event::State::failed) {
     throw Error(Errc::device, what + " failed: " + events_[index]->reason());
   }
@@ -147,6 +155,7 @@ void Executor::await(const StepGraph& graph, std::uint32_t index, std::uint32_t 
 bool Executor::drain() {
   const Deadline deadline = deadline_after(timeout_);
   bool dry = true;
+  drained_.clear();
   for (Stream* lane : {device_stream_.get(), &link_}) {
     try {
       lane->record(*dry_);  // Takes what failed since the last event, so that the next run starts clean.
@@ -154,6 +163,7 @@ bool Executor::drain() {
     } catch (const Error& error) {
       dry = dry && error.code() != Errc::timeout;
     }
+    if (lane == device_stream_.get() && dry_->state() == Event::State::failed) drained_ = dry_->reason();
   }
   return dry;
 }

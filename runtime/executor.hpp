@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "scheduler/step_graph.hpp"
 #include "sluice/device.hpp"
@@ -72,6 +73,8 @@ class Executor {
   std::array<std::unique_ptr<Event>, kMaxNodes> events_;
   std::unique_ptr<Event> dry_;
   std::array<Clock::time_point, kMaxNodes> issued_{};
+  bool unseen_ = false;    // a run returned queued, and the device's stream was not looked at since
+  std::string drained_;    // why the last drain found the device's stream failed
   std::uint64_t run_ = 0;  // the value that this run's flags rise to
   std::uint64_t wait_ns_ = 0;
 };

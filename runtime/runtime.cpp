@@ -185,9 +185,10 @@ void Runtime::Impl::add_prompt(SequenceId id, LayerId layer, const TensorView& k
 
   guarded([&] {
     runtime::LayerState& state = sequence.layers[layer.value];
-    if (state.policy) {
-      // A prompt after decoding: what was built from the old prompt is built again, and near copies of
-      // the open page would miss the new rows.
+    const auto holds = [](const runtime::HeadPages& head) { return !head.held.empty(); };
+    if (state.policy || std::any_of(state.heads.begin(), state.heads.end(), holds)) {
+      // A prompt after decoding, or after a first step that failed: what was built from the old prompt is built again,
+      // and near copies of the open page would miss the new rows.
       pipeline.settle(sequence);
       state.policy.reset();
       residency.release(state);

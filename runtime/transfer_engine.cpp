@@ -41,6 +41,7 @@ void TransferEngine::copy(std::span<const Copy> copies) { stream_->copy(copies);
 void TransferEngine::wait_for_device() {
   if (followed_ == nullptr) return;
   followed_->record(*passed_);
+  followed_->wait(*passed_);  // The event takes a failure of the device's stream; this gives it back to its next event.
   stream_->wait(*passed_);
 }
 

@@ -26,6 +26,9 @@ class GroupHistory {
   /// O(candidates), not O(tokens). A repeated call for the same step returns at once.
   void forecast(std::uint32_t tokens);
 
+  /// Whether `follow` may carry the last forecast on to this step: nothing was observed since, and it was for an earlier
+  /// one.
+  [[nodiscard]] bool can_follow(std::uint32_t tokens) const noexcept { return fresh_ && !blank_ && forecast_ < tokens; }
   /// Carries the last forecast on to a later step without looking at the tables, which nothing was added to since:
   /// vertical candidates stay where they are, slash candidates move with the query. Costs O(1); `unite_followed` costs
   /// O(tokens / 64).

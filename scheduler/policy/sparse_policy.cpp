@@ -116,7 +116,7 @@ class SparsePolicy final : public LayerPolicy {
 
   /// The candidates for this step: forecast in the background or, if nothing was observed since, carried on.
   void recall(std::uint32_t tokens, Head& head) const {
-    head.followed = !head.observes && spec_.history.observe_every != 1 && !head.history->blank();
+    head.followed = spec_.history.observe_every != 1 && head.history->can_follow(tokens);
     if (head.followed) {
       head.history->follow(tokens);
     } else {
@@ -178,6 +178,7 @@ class SparsePolicy final : public LayerPolicy {
       // Nothing is learnt in this step, so that no score and no near token matters.
       head.scored.emit_far(head.candidates.front(), *context.near, row);
       if (row.tokens.size() <= budget) {
+        counters.expanded_per_head += head.candidates.front().size();
         count(head, counters);
         return;
       }
@@ -185,6 +186,7 @@ class SparsePolicy final : public LayerPolicy {
     }
     collect(context, head, counters);
     if (context.defer_scores && head.history && head.scored.size() <= budget) {
+      if (!head.observes) counters.scored -= head.scored.size();  // Nobody will ask for them.
       if (head.observes) head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
       head.scored.choose_all();
     } else {
@@ -265,7 +267,7 @@ class SparsePolicy final : public LayerPolicy {
   static void count(const Head& head, SelectCounters& counters) noexcept {
     counters.candidates += head.scored.united();
     counters.near_hits += head.scored.near_hits();
-    counters.scored += head.scored.size();
+    counters.scored += head.scored.size();  // Some only in `observe`.
   }
 
   /// Whether one set of candidates serves the group in this step.

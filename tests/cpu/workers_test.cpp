@@ -162,3 +162,11 @@ TEST_CASE("pools come and go beside each other", "[workers]") {
     REQUIRE(all_ones(visits(second, 100)));
   }
 }
+
+TEST_CASE("workers may go right after they came or worked", "[workers]") {
+  const Topology topology;
+  for (std::uint32_t round = 0; round < 300; ++round) {
+    const Workers workers(topology, {.threads = 4, .pin = false, .spin = std::chrono::microseconds(round % 3 * 20)});
+    if (round % 2 == 0) REQUIRE(all_ones(visits(workers, 5)));
+  }
+}

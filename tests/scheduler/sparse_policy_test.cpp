@@ -322,3 +322,29 @@ TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") 
     if (policy->wants_observation()) policy->forecast(0, n + 1, 1000, hot);
   }
 }
+
+TEST_CASE("a repeated step selects the same when it observes and when it follows", "[policy]") {
+  const std::uint32_t prompt = 989;
+  Step step("sluice:budget=100%,observe_every=4", 1000);
+  auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{0});
+  policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
+  std::vector<HotPage> hot;
+  policy->forecast(0, prompt + 1, 1000, hot);
+  const std::vector<std::uint32_t> ranked = {4, 5, 6, 7};
+  for (std::uint32_t n = prompt + 1; n <= 1000; ++n) {
+    const FakeNear near(n, 4, 128);
+    std::vector<std::uint32_t> first;
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      step.row.clear();
+      policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .ranked_pages = ranked, .near = &near.set,
+                      .kv = &step.kv, .defer_scores = true},
+                     step.row, step.bypass, step.counters);
+      if (attempt == 0) first = step.row.tokens;
+    }
+    REQUIRE(step.row.tokens == first);
+    REQUIRE(policy->wants_observation() == (n % 4 == 0));
+    if (!policy->wants_observation()) continue;
+    policy->observe(0, step.kv);
+    policy->forecast(0, n + 1, 1000, hot);
+  }
+}
