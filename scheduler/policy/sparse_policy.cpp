@@ -186,8 +186,11 @@ class SparsePolicy final : public LayerPolicy {
     }
     collect(context, head, counters);
     if (context.defer_scores && head.history && head.scored.size() <= budget) {
-      if (!head.observes) counters.scored -= head.scored.size();  // Nobody will ask for them.
-      if (head.observes) head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
+      if (head.observes) {
+        head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
+      } else {
+        counters.scored -= head.scored.size();  // Nobody will ask for them.
+      }
       head.scored.choose_all();
     } else {
       head.scored.score(*context.kv, context.q, group_);

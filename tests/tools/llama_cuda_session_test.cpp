@@ -5,6 +5,7 @@
 #include "sluice/runtime.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/tools/llama_cuda_support.hpp"
+#include "tests/tools/llama_decode.hpp"
 #include "tests/tools/llama_failure.hpp"
 #include "tests/tools/llama_golden.hpp"
 #include "tools/llama/presets.hpp"
@@ -16,6 +17,7 @@ namespace {
 
 using namespace sluice;
 using namespace sluice::tools;
+using sluice::test::decode_greedily;
 using sluice::test::failure_of;
 using sluice::test::GoldenCase;
 using sluice::test::max_abs_diff;
@@ -36,15 +38,6 @@ RuntimeOptions gpu_options() {
   options.near_bytes = 64 * MiB;
   options.pin_threads = false;
   return options;
-}
-
-std::vector<int> decode_greedily(Session& session, std::size_t count) {
-  std::vector<int> tokens;
-  while (tokens.size() < count) {
-    tokens.push_back(argmax(session.logits()));
-    if (tokens.size() < count) session.decode(tokens.back());
-  }
-  return tokens;
 }
 
 void check_golden(const RuntimeOptions& options, const std::string& policy) {

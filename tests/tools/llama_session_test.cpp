@@ -3,6 +3,7 @@
 
 #include "sluice/runtime.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/tools/llama_decode.hpp"
 #include "tests/tools/llama_failure.hpp"
 #include "tests/tools/llama_golden.hpp"
 #include "tools/llama/sampler.hpp"
@@ -14,6 +15,7 @@ namespace {
 
 using namespace sluice;
 using namespace sluice::tools;
+using sluice::test::decode_greedily;
 using sluice::test::failure_of;
 using sluice::test::GoldenCase;
 using sluice::test::max_abs_diff;
@@ -34,15 +36,6 @@ RuntimeOptions golden_options() {
   options.threads = 2;
   options.pin_threads = false;
   return options;
-}
-
-std::vector<int> decode_greedily(Session& session, std::size_t count) {
-  std::vector<int> tokens;
-  while (tokens.size() < count) {
-    tokens.push_back(argmax(session.logits()));
-    if (tokens.size() < count) session.decode(tokens.back());
-  }
-  return tokens;
 }
 
 /// Prefills and decodes every golden prompt; the same tokens and logits must come out however KV is kept.

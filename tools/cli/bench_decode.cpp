@@ -9,6 +9,7 @@
 #include "tools/cli/bench.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/model_source.hpp"
+#include "tools/cli/runtime_flags.hpp"
 #include "tools/cli/stats_columns.hpp"
 #include "tools/cli/values.hpp"
 #include "tools/llama/sampler.hpp"
@@ -150,20 +151,12 @@ Decoded decode(const Model& model, Runtime& runtime, const PolicySpec& policy, c
 
 RuntimeOptions runtime_options(const BenchDecodeOptions& options, const AttentionShape& shape, const Method& method,
                                std::uint32_t tokens) {
-  RuntimeOptions o;
-  o.shape = shape;
-  o.page_tokens = method.page_tokens != 0 ? method.page_tokens : options.page_tokens;
-  o.placement = method.placement;
-  o.threads = options.threads;
-  o.prefill_chunk = kImportChunk;
-  const std::uint64_t pages = div_up(std::uint64_t{tokens} + kWarmUp + options.steps, o.page_tokens);
-  const std::uint64_t heads = std::uint64_t{shape.layers} * shape.kv_heads;
-  o.host_bytes = pages * heads * o.layout().page_bytes();
-  constexpr std::uint64_t kForced = 16;
-  const double share = method.placement == PlacementMode::near ? 1.0 : static_cast<double>(method.policy.near.share);
-  const auto near = std::min(pages, static_cast<std::uint64_t>(share * static_cast<double>(pages)) + kForced);
-  o.near_bytes = near * heads * o.layout().page_bytes();
-  return o;
+  RuntimeFlags flags;
+  flags.options.page_tokens = method.page_tokens != 0 ? method.page_tokens : options.page_tokens;
+  flags.options.placement = method.placement;
+  flags.options.threads = options.threads;
+  flags.options.prefill_chunk = kImportChunk;
+  return sized(flags, shape, std::span(&method.policy, 1), tokens + kWarmUp + options.steps);
 }
 
 int run(const BenchDecodeOptions& options) {

@@ -12,6 +12,7 @@
 #include "tools/cli/bench_shapes.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/progress_bar.hpp"
+#include "tools/cli/runtime_flags.hpp"
 #include "tools/cli/values.hpp"
 
 namespace sluice::tools {
@@ -36,6 +37,8 @@ struct BenchGpuOptions {
   OutputOptions output;
 };
 
+/// Dense attention, nothing near beyond what must be.
+constexpr const char* kEverything = "full:near=0";
 constexpr std::uint32_t kWarmUp = 6;
 constexpr std::uint32_t kTracedSteps = 16;
 constexpr std::uint32_t kImportChunk = 4096;
@@ -108,7 +111,7 @@ class GpuBench {
     const DeviceSteps steps(layer, *device_);
     time_dense(layer, steps, length);
     if (options_.dense_only) return;
-    const PolicySpec everything = parse_policy("full:near=0");
+    const PolicySpec everything = parse_policy(kEverything);
     time_policies(layer, steps, PlacementMode::stream, {{"full", everything}}, true, bar);
     for (const std::string& name : split_list(options_.placements)) {
       const PlacementMode placement = parse_placement(name);
@@ -169,23 +172,14 @@ class GpuBench {
 
   RuntimeOptions runtime_options(const SyntheticLayer& layer, PlacementMode placement,
                                  const std::vector<Named>& policies) {
-    RuntimeOptions o;
-    o.shape = shape_;
-    o.page_tokens = options_.page_tokens;
-    o.placement = placement;
-    o.threads = options_.threads;
-    o.prefill_chunk = kImportChunk;
-    const SyntheticOptions& s = layer.options();
-    const std::uint64_t pages = div_up(std::uint64_t{s.tokens} + s.steps, o.page_tokens);
-    const std::uint64_t heads = std::uint64_t{shape_.layers} * shape_.kv_heads;
-    o.host_bytes = pages * heads * o.layout().page_bytes();
-    double share = placement == PlacementMode::near ? 1.0 : 0.0;
-    for (const Named& policy : policies) share = std::max(share, static_cast<double>(policy.spec.near.share));
-    constexpr std::uint64_t kForced = 16;  // Sinks, recent window and open page, and promotions under way.
-    const auto near =
-        std::min(pages, static_cast<std::uint64_t>(std::ceil(share * static_cast<double>(pages))) + kForced);
-    o.near_bytes = near * heads * o.layout().page_bytes();
-    return o;
+    RuntimeFlags flags;
+    flags.options.page_tokens = options_.page_tokens;
+    flags.options.placement = placement;
+    flags.options.threads = options_.threads;
+    flags.options.prefill_chunk = kImportChunk;
+    std::vector<PolicySpec> specs = {parse_policy(kEverything)};
+    for (const Named& policy : policies) specs.push_back(policy.spec);
+    return sized(flags, shape_, specs, layer.options().tokens + layer.options().steps);
   }
 
   void time_policies(const SyntheticLayer& layer, const DeviceSteps& steps, PlacementMode placement,
@@ -224,7 +218,7 @@ class GpuBench {
 
   /// With everything attended, every placement must give dense attention.
   void check_dense(DeviceDecode& decode, PlacementMode placement) const {
-    const StepTimes whole = decode.run(parse_policy("full:near=0"), 1, 0);
+    const StepTimes whole = decode.run(parse_policy(kEverything), 1, 0);
     require_close(whole.first_out, want_, std::string("dense attention, placement ") + to_string(placement));
   }
 

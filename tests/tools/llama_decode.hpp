@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "tools/llama/sampler.hpp"
+#include "tools/llama/session.hpp"
+
+namespace sluice::test {
+
+/// The next `count` greedy tokens; the last of them is not decoded any more.
+inline std::vector<int> decode_greedily(tools::Session& session, std::size_t count) {
+  std::vector<int> tokens;
+  while (tokens.size() < count) {
+    tokens.push_back(tools::argmax(session.logits()));
+    if (tokens.size() < count) session.decode(tokens.back());
+  }
+  return tokens;
+}
+
+}  // namespace sluice::test
