@@ -77,7 +77,7 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
 }
 
 bool Pipeline::ranks_pages(const PolicySpec& spec) const {
-  return scheduler::step_shape(spec, parts_.options.placement).rank_pages && layer_ >= spec.dense_layers;
+  return scheduler::step_shape(spec, parts_.options.placement).rank_pages && !spec.dense(layer_);
 }
 
 const scheduler::StepGraph& Pipeline::graph(const StepShape& shape) {

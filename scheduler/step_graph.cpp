@@ -27,7 +27,7 @@ const char* to_string(NodeKind kind) noexcept {
 
 StepShape step_shape(const PolicySpec& spec, PlacementMode mode) noexcept {
   // With everything near, nothing is left to select, whatever the policy.
-  const bool select = mode != PlacementMode::near && (spec.sources != 0 || spec.dense_layers != 0);
+  const bool select = mode != PlacementMode::near && (spec.sources != 0 || spec.dense_layers != 0 || spec.dense_every != 0);
   return {.rank_pages = select && spec.uses(Source::pages),
           .select = select,
           .fetch = select && (mode == PlacementMode::stream || mode == PlacementMode::automatic),

@@ -11,10 +11,27 @@ namespace sluice {
 
 /// Which tokens might matter? Sources unite.
 enum class Source : std::uint8_t {
-  all = 1,      ///< every token, unscored
-  exact = 2,    ///< every token, scored exactly: the top-k oracle
-  history = 4,  ///< LFPS vertical and slash tables (specs: LFPS sections 4.2 and 4.4)
-  pages = 8,    ///< tokens of the pages that rank highest by digest
+  all = 1,        ///< every token, unscored
+  exact = 2,      ///< every token, estimated: the oracle
+  history = 4,    ///< LFPS vertical and slash tables (arXiv 2506.15704, sections 4.2 and 4.4)
+  pages = 8,      ///< tokens of the pages that rank highest by digest (Quest, ArkVale, PSA)
+  clusters = 16,  ///< tokens of the k-means clusters whose centroids score highest (Tactic, arXiv 2502.12216)
+  lsh = 32,       ///< tokens whose hash meets the query's in enough tables (MagicPIG, arXiv 2410.16179)
+};
+
+/// How much does each candidate matter?
+enum class Estimate : std::uint8_t {
+  exact,  ///< q.k of the key itself
+  int4,   ///< q.k of a 4-bit copy of it (Twilight, arXiv 2502.02770 section 4.2)
+};
+
+/// How many candidates are enough? Per query head; what a head keeps, its group attends.
+enum class BudgetKind : std::uint8_t {
+  top_k,        ///< max(min_tokens, share * n) of them
+  top_p,        ///< the fewest that hold `mass` of the candidates' softmax (Twilight)
+  fitted,       ///< `mass` of all softmax, by a curve fitted to sampled scores; needs `clusters` alone (Tactic)
+  progressive,  ///< whole pages by rank until the share attended passes `mass`; needs `pages` alone (PSA, arXiv 2503.00392)
+  sampled,      ///< every candidate, corrected for the chance that it became one; needs `lsh` alone (MagicPIG)
 };
 
 /// Score tables over attention history (LFPS, arXiv 2506.15704). One pair of tables per query head.
@@ -37,7 +54,7 @@ struct HistoryOptions {
   friend bool operator==(const HistoryOptions&, const HistoryOptions&) = default;
 };
 
-/// Page ranking by digest, per query head, every step.
+/// Page ranking by digest, per query head, every step. Full pages are ranked; the open page is always a candidate.
 struct PageSourceOptions {
   DigestKind digest = DigestKind::cuboid_mean;
   std::uint32_t min_pages = 8;  ///< pages per query head are max(min_pages, share of the sequence's pages). [1, 65536]
@@ -45,10 +62,47 @@ struct PageSourceOptions {
   friend bool operator==(const PageSourceOptions&, const PageSourceOptions&) = default;
 };
 
-/// How many candidates each query head keeps: top_k of max(min_tokens, share * n). 
+/// K-means over the keys of a KV head, built when its first decode step begins.
+struct ClusterOptions {
+  std::uint32_t tokens_per_cluster = 32;     ///< mean size. [1, 1024]
+  std::uint32_t iterations = 10;             ///< of Lloyd's, at most. [1, 100]
+  std::uint32_t recluster_every = 2048;      ///< generated tokens that are attended exactly until they are clustered. [64, 2^20]
+  std::uint32_t min_tokens = 512;            ///< a shorter prompt is attended densely. [0, 2^20]
+  std::uint32_t candidates = 4096;           ///< tokens per query head that the source proposes to a budget other than `fitted`. [1, 2^31)
+  float head_share = 0.015f;                 ///< of the clustered tokens: best ones scored exactly by `fitted`. (0, 0.1)
+  float near_window = 0.1f;                  ///< where in the order the two windows of the fit are centred. (0, 1)
+  float far_window = 0.6f;                   ///< (near_window, 1)
+  float window_share = 0.005f;               ///< width of a window, of the clustered tokens; at least 16. (0, 0.1]
+  friend bool operator==(const ClusterOptions&, const ClusterOptions&) = default;
+};
+
+/// Hash tables of `bits` sign bits of random projections of the centred keys, one set per KV head.
+struct LshOptions {
+  std::uint32_t bits = 10;            ///< K. [1, 16]
+  std::uint32_t tables = 150;         ///< L. [1, 512]
+  std::uint32_t min_collisions = 2;   ///< tables in which key and query must meet. 1 or 2
+  std::uint32_t recent_prompt = 64;   ///< last prompt tokens, attended exactly like all generated ones. [0, 4096]
+  std::uint64_t seed = 1;             ///< of the projections, the same for all layers
+  friend bool operator==(const LshOptions&, const LshOptions&) = default;
+};
+
+/// What `progressive` takes for the mass of a page that it has not seen yet. The paper's minimum is safe only if pages
+/// come in their true order, which no digest guarantees.
+enum class ProgressRule : std::uint8_t {
+  least,      ///< the least that any page had so far (the paper's)
+  mean,       ///< the mean of the last microbatch
+  median,     ///< the median of the last microbatch
+  certified,  ///< the least, and no more than a bound of what is left may pass 1 - mass: page_tokens * exp(box bound)
+};
+
+/// How many candidates each query head keeps.
 struct BudgetOptions {
-  std::uint32_t min_tokens = 64;  ///< [1, 2^31)
-  float share = 0.02f;            ///< of the n visible tokens; 1 keeps every candidate. [0, 1]
+  BudgetKind kind = BudgetKind::top_k;
+  std::uint32_t min_tokens = 64;  ///< top_k: [1, 2^31)
+  float share = 0.02f;            ///< top_k: of the n visible tokens; 1 keeps every candidate. [0, 1]
+  float mass = 0.95f;             ///< top_p, fitted, progressive: share of the softmax mass. (0, 1]
+  std::uint32_t microbatch = 4;   ///< progressive: pages per iteration. [1, 1024]
+  ProgressRule rule = ProgressRule::least;  ///< progressive
   friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
 };
 
@@ -68,12 +122,24 @@ struct PolicySpec {
   std::uint8_t sources = 0;   ///< bits of Source; 0: near tokens only (StreamingLLM)
   HistoryOptions history;     ///< read if sources has `history`
   PageSourceOptions pages;    ///< read if sources has `pages`
+  ClusterOptions clusters;    ///< read if sources has `clusters`
+  LshOptions lsh;             ///< read if sources has `lsh`
+  Estimate estimate = Estimate::exact;
   BudgetOptions budget;       ///< read unless sources is 0 or has `all`
   NearOptions near;
   /// Heads whose sink mass exceeds this skip attending (LFPS section 4.3). 0: never. (0, 1]
   float bypass_threshold = 0.f;
   /// Layers below this attend densely.
   std::uint32_t dense_layers = 0;
+  /// Every N-th layer, the first included, attends densely; 0: none. [0, 1024]
+  std::uint32_t dense_every = 0;
+  /// Page size that the method was published with; a Runtime has one for all its policies and takes it from nobody, but
+  /// whoever sizes a Runtime for one policy may. 0: any.
+  std::uint32_t page_tokens = 0;
+
+  [[nodiscard]] bool dense(std::uint32_t layer) const noexcept {
+    return layer < dense_layers || (dense_every != 0 && layer % dense_every == 0);
+  }
 
   [[nodiscard]] bool uses(Source source) const noexcept { return (sources & static_cast<std::uint8_t>(source)) != 0; }
   friend bool operator==(const PolicySpec&, const PolicySpec&) = default;

@@ -16,7 +16,7 @@ namespace sluice::scheduler {
 [[nodiscard]] PolicySpec sluice_spec();
 [[nodiscard]] PolicySpec sluice_fast_spec();
 
-/// Attends everything: what a layer does whose source is `all`, or that lies below `dense_layers`.
+/// Attends everything: what a layer does whose source is `all`, or that the spec calls dense.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_full_policy();
 /// Attends the near set only: no sources.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_streaming_policy();

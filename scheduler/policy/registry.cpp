@@ -42,7 +42,7 @@ std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages
 std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                std::uint32_t page_tokens, LayerId layer) {
   validate(spec);
-  if (layer.value < spec.dense_layers || spec.uses(Source::all)) return make_full_policy();
+  if (spec.dense(layer.value) || spec.uses(Source::all)) return make_full_policy();
   if (spec.sources == 0) return make_streaming_policy();
   return make_sparse_policy(spec, shape, page_tokens, layer);
 }
