@@ -52,7 +52,8 @@ class RowBatch {
 };
 
 /// Rows of one slice, scored in batches; what is not visible becomes -infinity.
-void score_slice(const Kernels& kernels, const PageSlice& slice, const AttentionShape& shape, const Int4Layout& layout) {
+void score_slice(const Kernels& kernels, const PageSlice& slice, const AttentionShape& shape,
+                 const Int4Layout& layout) {
   const ScoreInt4Task& task = *slice.task;
   const bool lists = task.lists != nullptr;
   const std::uint32_t page_tokens = layout.page_tokens;
@@ -133,7 +134,8 @@ void Backend::estimate_tokens(const EstimateTask& task, const AttentionShape& sh
   for_each_unit(workers_, slices, task.tokens.size() * copy.row_bytes(), [&](std::uint32_t i) {
     const std::size_t begin = std::size_t{i} * kSliceRows;
     RowBatch batch(copy);
-    for (const std::uint32_t token : task.tokens.subspan(begin, std::min<std::size_t>(kSliceRows, task.tokens.size() - begin))) {
+    for (const std::uint32_t token :
+         task.tokens.subspan(begin, std::min<std::size_t>(kSliceRows, task.tokens.size() - begin))) {
       batch.add(task.copies + task.frames[token / copy.page_tokens] * copy.page_bytes(), token % copy.page_tokens);
     }
     batch.flush(kernels_, task.q, group, task.out + begin * group, group, 1);

@@ -19,8 +19,7 @@ void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionSh
   if (tasks.empty()) return;
   check_supported("score_int4", shape, layout);
   CudaStream& cuda = cuda_stream(stream, "score_int4");
-  const ScoreInt4Shape score{
-      .layout = Int4Layout(layout), .group = shape.group(), .multiprocessors = multiprocessors_};
+  const ScoreInt4Shape score{.layout = Int4Layout(layout), .group = shape.group(), .multiprocessors = multiprocessors_};
   for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_score_int4(array, score, cuda.handle()); });
 }
 

@@ -72,21 +72,22 @@ void quantize(const QuantizeRows& args) noexcept {
     for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) {
       Simd::store(row + c, Simd::load_as<kType>(k + c * kElementBytes<kType>));
     }
-    const Int4Params params =
-        store_params(int4_params(row, args.head_dim), args.params + r * Int4Layout::kParamBytes);
+    const Int4Params params = store_params(int4_params(row, args.head_dim), args.params + r * Int4Layout::kParamBytes);
     store_codes(row, args.head_dim, params, args.codes + std::size_t{r} * (args.head_dim / 2));
   }
 }
 
-/// Queries in the order in which vectors of codes come: [group][vectors of words][code of a word][kWidth], padded with 0
-/// where the last vector of words is not full. And the sums over the channels.
+/// Queries in the order in which vectors of codes come: [group][vectors of words][code of a word][kWidth], padded with
+/// 0 where the last vector of words is not full. And the sums over the channels.
 struct Int4Queries {
   alignas(64) float packed[kMaxGroup * kMaxHeadDim];
   float sums[kMaxGroup];
   std::uint32_t words, vectors, stride;
 
   Int4Queries(const float* q, std::uint32_t group, std::uint32_t head_dim) noexcept
-      : words(head_dim / kCodesPerWord), vectors((words + kWidth - 1) / kWidth), stride(vectors * kWidth * kCodesPerWord) {
+      : words(head_dim / kCodesPerWord),
+        vectors((words + kWidth - 1) / kWidth),
+        stride(vectors * kWidth * kCodesPerWord) {
     const float scale = inverse_sqrt(head_dim);
     for (std::uint32_t h = 0; h < group; ++h) {
       float* const to = packed + h * stride;
@@ -155,8 +156,8 @@ void score_int4(const ScoreInt4Rows& args) noexcept {
         Simd::store(dots, dot_codes<H::kHeads>(queries.packed + head * queries.stride, queries, codes + r));
         for (std::uint32_t i = 0; i < H::kRows && r + i < rows; ++i) {
           for (std::uint32_t h = 0; h < H::kHeads; ++h) {
-            const float score = params[2 * (r + i)] * dots[i * H::kHeads + h] +
-                                params[2 * (r + i) + 1] * queries.sums[head + h];
+            const float score =
+                params[2 * (r + i)] * dots[i * H::kHeads + h] + params[2 * (r + i) + 1] * queries.sums[head + h];
             args.out[(tile + r + i) * args.token_stride + (head + h) * args.head_stride] = score;
           }
         }

@@ -213,7 +213,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           const RowShare<kHeadDim>& row = rows[tile][c / 2];
           const std::uint32_t head = 2 * t + c % 2;
           const std::uint32_t token = at + tile * kTile + c / 2 * kRows + g;
-          const float score = __low2float(row.params) * (sums[c] * s.unit[head]) + __high2float(row.params) * s.sum[head];
+          const float score =
+              __low2float(row.params) * (sums[c] * s.unit[head]) + __high2float(row.params) * s.sum[head];
           if (head < heads && token < part.end) {
             out[std::uint64_t{head} * part.count + token] = row.visible ? score : __int_as_float(0xff80'0000);
           }

@@ -155,8 +155,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   std::uint32_t* const cached = s.row.count <= room ? cache : nullptr;
   const Keys keys{.values = s.row.values, .cached = cached};
-  const Found range = over_block(s, read_row(s.row, cached), 0);  // Its barrier lets all see the cache, too.
-  std::uint32_t low = range.above;  // Nothing counts: no key is above it.
+  // The barrier lets all see the cache, too.
+  const Found range = over_block(s, read_row(s.row, cached), 0);
+  std::uint32_t low = range.above;  // If nothing counts, no key is above it.
   if (range.below != 0 && s.row.p < 1.f) low = search(s, keys, range.above, range.below);
   write_mask(s, keys, low);
 }

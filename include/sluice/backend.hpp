@@ -87,7 +87,7 @@ struct ScoreInt4Task {
   float* out = nullptr;                   ///< [group, tokens] or [group, listed * page_tokens]
 };
 
-/// The fewest of one row of logits whose softmax weights sum to `p`; values equal to the smallest of them are kept, too.
+/// The fewest of one row of logits whose softmax weights sum to `p`, and all that equal the smallest of them.
 /// NaN and -infinity have no weight and are never kept; with p >= 1 all others are.
 struct TopPTask {
   std::span<const float> values;

@@ -110,7 +110,8 @@ TEST_CASE("4-bit copies are within half a step of the keys, their extremes exact
   }
   // Rows that no token has were left alone.
   const std::uint32_t frame = problem.frames().back();
-  const DecodedRow beyond = decode_row(copies.data.data() + frame * copies.layout.page_bytes(), copies.layout, page_tokens - 1);
+  const DecodedRow beyond =
+      decode_row(copies.data.data() + frame * copies.layout.page_bytes(), copies.layout, page_tokens - 1);
   REQUIRE(std::isnan(beyond.scale));
   REQUIRE(std::count(beyond.codes.begin(), beyond.codes.end(), 15u) == head_dim);
 }
@@ -153,7 +154,11 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
   CAPTURE(to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();
   const std::uint32_t page_tokens = group == 3 ? 24 : 16;
-  const Problem problem({.dtype = dtype, .tokens = 533, .head_dim = head_dim, .group = group, .page_tokens = page_tokens,
+  const Problem problem({.dtype = dtype,
+                         .tokens = 533,
+                         .head_dim = head_dim,
+                         .group = group,
+                         .page_tokens = page_tokens,
                          .outlier = group == 4 ? 50.0 : 1.0});
   if (!under_test->supports(problem.shape(), problem.layout())) return;
   const Placed placed = place(*under_test, problem);
@@ -182,7 +187,8 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
         const float got = task.out[std::size_t{head} * task.tokens + token];
         CAPTURE(token, head, task.tokens, got, expected.logit, expected.within);
         if (!close(got, expected)) FAIL("not the product with the copy");
-        if (std::abs(got - reference::score(problem, head, token)) > bound + expected.within) FAIL("too far from the logit");
+        if (std::abs(got - reference::score(problem, head, token)) > bound + expected.within)
+          FAIL("too far from the logit");
       }
     }
   }
@@ -244,11 +250,8 @@ TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4
   const Placed placed = place(*under_test, problem);
   const Copies copies(*under_test, problem, placed);
   const auto out = under_test->array(5 * 40, kUntouched);
-  const ScoreInt4Task task{.q = placed.q,
-                           .copies = copies.data.data(),
-                           .frames = placed.device_frames,
-                           .tokens = 40,
-                           .out = out.data()};
+  const ScoreInt4Task task{
+      .q = placed.q, .copies = copies.data.data(), .frames = placed.device_frames, .tokens = 40, .out = out.data()};
   under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   for (std::uint32_t i = 0; i < 200; ++i) {
