@@ -172,7 +172,7 @@ void Pipeline::plan_head(HeadWork& work) {
   work.selected.clear();
   work.ranked = 0;
   if (ranks_pages(spec)) {
-    work.ranked = scheduler::budget_pages(spec.pages, work.layer->tokens / page_tokens);
+    work.ranked = scheduler::budget_pages(spec.pages, work.layer->tokens / page_tokens, page_tokens);
   }
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;
