@@ -13,6 +13,7 @@
 #include "runtime/audit.hpp"
 #include "runtime/background_lane.hpp"
 #include "runtime/executor.hpp"
+#include "runtime/int4_index.hpp"
 #include "runtime/page_index.hpp"
 #include "runtime/residency.hpp"
 #include "runtime/sequence.hpp"
@@ -44,7 +45,7 @@ class Pipeline final : private NodeRunner {
   explicit Pipeline(const PipelineParts& parts);
 
   /// Grows the step's buffers; called when a sequence begins, so that steps do not allocate.
-  void reserve(std::uint32_t batch, bool ranks_pages);
+  void reserve(std::uint32_t batch, const PolicySpec& spec);
 
   /// See Runtime::step. `sequences` are checked by the caller.
   void step(const StepArgs& args, std::span<Sequence* const> sequences);
@@ -65,8 +66,15 @@ class Pipeline final : private NodeRunner {
 
   void issue(scheduler::NodeKind kind) override;
 
-  // Before the graph: pipeline.cpp
+  // What the device does to select: rank_nodes.cpp
   [[nodiscard]] bool ranks_pages(const PolicySpec& spec) const;
+  [[nodiscard]] bool prunes(const PolicySpec& spec) const;
+  [[nodiscard]] bool estimates(const PolicySpec& spec) const;
+  void update_indices(Sequence& sequence, LayerState& layer, Deadline deadline);
+  void plan_ranking(HeadWork& work) const;
+  void prune();
+
+  // Before the graph: pipeline.cpp
   [[nodiscard]] const scheduler::StepGraph& graph(const scheduler::StepShape& shape);
   void collect_layer(std::uint32_t layer, Deadline deadline);
   void collect_older(Deadline deadline);
@@ -110,6 +118,7 @@ class Pipeline final : private NodeRunner {
   std::uint64_t calls_ = 0;  ///< of step
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
   PageIndex index_;
+  Int4Index copies_;
   Auditor auditor_;
 
   // The step that runs now.

@@ -22,6 +22,7 @@ struct HeadWork {
   std::uint32_t kv_head = 0;
   std::uint32_t tokens = 0;   ///< visible, the new one included
   std::uint32_t ranked = 0;   ///< pages ranked per query head; 0: none
+  std::uint32_t pruned = 0;   ///< tokens per query head that the device estimates and cuts; 0: none
   bool audited = false;       ///< the step's output is held against exact attention
 
   scheduler::NearSet near;
@@ -38,6 +39,7 @@ struct HeadWork {
   std::vector<Partial> parts;            ///< what merge merges
   std::vector<float> seen;               ///< [far tokens, group] scores of a selection that deferred them
 
+  [[nodiscard]] std::uint32_t mask_words() const noexcept { return (pruned + 31) / 32; }
   [[nodiscard]] HeadPages& pages() const noexcept { return layer->heads[kv_head]; }
 };
 
@@ -56,6 +58,8 @@ class StepBuffers {
 
   /// Makes room for `batch` sequences; `ranked_pages` per query head, 0 if no policy ranks.
   void reserve(std::uint32_t batch, std::uint32_t ranked_pages);
+  /// Makes room for estimates of `tokens` tokens per query head, and for what is kept of them.
+  void reserve_pruning(std::uint32_t tokens);
   /// Makes room for the partials of `batches` fetch batches.
   void reserve_fetch(std::uint32_t batches);
 
@@ -75,6 +79,11 @@ class StepBuffers {
   /// Ranked pages, pinned [ranked_pages]; heads of a group are `ranked_stride` apart.
   [[nodiscard]] std::uint32_t* ranked(std::uint32_t row, std::uint32_t head, std::uint32_t count) const noexcept;
 
+  /// Estimates, device memory; heads of a group are as far apart as the verb writes them.
+  [[nodiscard]] float* estimates(std::uint32_t row, std::uint32_t head) const noexcept;
+  /// Masks of what is kept, pinned; heads of a group are `words` apart.
+  [[nodiscard]] std::uint32_t* kept(std::uint32_t row, std::uint32_t head, std::uint32_t words) const noexcept;
+
   [[nodiscard]] std::uint32_t max_pages() const noexcept { return max_pages_; }
 
   // Task arrays that streams refer to until the step is done.
@@ -84,6 +93,8 @@ class StepBuffers {
   std::vector<AttendTask> far_tasks;
   std::vector<ScorePagesTask> score_tasks;
   std::vector<TopKTask> top_k_tasks;
+  std::vector<ScoreInt4Task> estimate_tasks;
+  std::vector<TopPTask> top_p_tasks;
   std::vector<MergeTask> merge_tasks;
   std::vector<MergeTask> audit_tasks;
   std::vector<FetchBatch> fetch_batches;
@@ -103,6 +114,7 @@ class StepBuffers {
   bool audited_;
   std::uint32_t batch_ = 0;
   std::uint32_t ranked_pages_ = 0;
+  std::uint32_t pruned_tokens_ = 0;
   std::uint32_t fetch_room_ = 0;
   Memory query_, key_, value_;        // pinned
   Memory device_query_;
@@ -110,6 +122,7 @@ class StepBuffers {
   std::vector<Memory> fetched_;       // [fetch batches] likewise, device
   Memory merged_out_, merged_lse_;    // pinned; null unless audited
   Memory page_scores_, ranked_;
+  Memory estimates_, kept_;           // device; pinned
 };
 
 }  // namespace sluice::runtime

@@ -94,13 +94,19 @@ Outcome insistent_decode(Runtime& runtime, const Toy& toy, const std::string& po
 }
 
 const char* policy_of(std::uint64_t seed) {
-  constexpr const char* kPolicies[] = {"full", "topk:budget=8", "lfps:bypass=0", "sluice:recent=16,near=20%", "full:near=60%"};
-  return kPolicies[seed % 5];
+  constexpr const char* kPolicies[] = {"full",
+                                       "topk:budget=8",
+                                       "lfps:bypass=0",
+                                       "sluice:recent=16,near=20%",
+                                       "full:near=60%",
+                                       "pages:box,pages=4 | int4 | top_p=0.8 | near=0%,sinks=4,recent=8",
+                                       "exact | int4 | top_p=0.8 | near=0%,sinks=4,recent=8"};
+  return kPolicies[seed % std::size(kPolicies)];
 }
 
 PlacementMode mode_of(std::uint64_t seed) {
   constexpr PlacementMode kModes[] = {PlacementMode::hybrid, PlacementMode::stream, PlacementMode::hybrid};
-  return kModes[seed / 5 % 3];
+  return kModes[seed / 7 % 3];
 }
 
 }  // namespace
@@ -108,7 +114,7 @@ PlacementMode mode_of(std::uint64_t seed) {
 TEST_CASE("delays and reordering change no token", "[faults]") {
   const Toy toy(kShape, kTokens, 31);
   Machine machine;
-  for (std::uint64_t seed = 0; seed < 45; ++seed) {
+  for (std::uint64_t seed = 0; seed < 63; ++seed) {
     CAPTURE(seed, policy_of(seed));
     const RuntimeOptions options = small_options(mode_of(seed));
     Runtime calm(options);
