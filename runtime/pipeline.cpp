@@ -174,6 +174,8 @@ void Pipeline::plan_head(HeadWork& work) {
   work.bypass.heads = 0;
   work.parts.clear();
   work.selected.clear();
+  work.placement.far.clear();
+  work.placement.fetch.clear();
   work.ranked = 0;
   if (ranks_pages(spec)) {
     work.ranked = scheduler::budget_pages(spec.pages, work.layer->tokens / page_tokens, page_tokens);

@@ -64,7 +64,7 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {kRun + "--transfer-profile /no/such/profile", "'/no/such/profile'", "sluice link --save-profile"},
       {"bench decode --methods sluice", "'sluice'", "PLACEMENT/POLICY"},
       {"bench decode --methods far/sluice", "\"far\"", "hybrid, stream, near, auto"},
-      {"bench decode --methods hybrid/nosuch", "\"nosuch\"", "full, topk, streaming, lfps, sluice"},
+      {"bench decode --methods hybrid/nosuch", "\"nosuch\"", "full, topk, streaming, quest"},
       {"bench decode --methods ''", "--methods", "hybrid/sluice"},
       {"bench decode --device host", "--device", "cuda"},
       {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},
