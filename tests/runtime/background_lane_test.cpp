@@ -120,7 +120,8 @@ TEST_CASE("background work that does not return ends the runtime with an error i
   const Toy toy(kShape, 240, 21);
   StuckTrace trace;
   const auto workers = std::make_shared<cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = 2});
-  const auto device = std::make_shared<cpu::HostDevice>(workers);  // What is left behind still marks its end there.
+  // What is left behind still marks its end there, later than anyone can know. Never destroyed.
+  static const auto& device = *new auto(std::make_shared<cpu::HostDevice>(workers));
   const auto begin = Clock::now();
   {
     RuntimeOptions options = toy_options(kShape, 300);
@@ -132,6 +133,7 @@ TEST_CASE("background work that does not return ends the runtime with an error i
     REQUIRE(code_of([&] {
               for (std::uint32_t token = 200; token < toy.tokens(); ++token) step(runtime, id, toy, token);
             }) == Errc::timeout);
+    trace.gate.await_visitor();
     REQUIRE(code_of([&] { (void)runtime.begin(parse_policy("full")); }) == Errc::device);
     REQUIRE(code_of([&] { runtime.end(id); }) == Errc::device);
   }

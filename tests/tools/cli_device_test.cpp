@@ -34,6 +34,7 @@ TEST_CASE("what needs a GPU says so in one line and exits with 3 where there is 
       "link",
       "run --device cuda --random-weights tiny --prompt a",
       "run --device cuda:1 --random-weights tiny --prompt a",
+      "run --device cuda --transfer-profile none --random-weights tiny --prompt a",
   }));
   const Outcome outcome = without_gpu(arguments);
   CAPTURE(arguments, outcome.out, outcome.err);
