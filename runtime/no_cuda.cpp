@@ -16,6 +16,8 @@ std::string cuda_device_name(int) { return ""; }
 
 std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions&) { throw Error(Errc::unsupported, kAbsent); }
 
+CudaDeviceFacts cuda_device_facts(int) { throw Error(Errc::unsupported, kAbsent); }
+
 TransferProfile calibrate_transfers(Device&) { throw Error(Errc::unsupported, kAbsent); }
 
 }  // namespace sluice
