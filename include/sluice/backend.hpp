@@ -31,6 +31,9 @@ struct AttendTask {
   /// [tokens, group] or null: receives the scores of `tokens`, where K is read anyway. Host backend only; a device's
   /// leaves it alone.
   float* seen = nullptr;
+  /// [runs, group] or null: receives the natural log of the sum of exponentials of every run's scaled scores, -inf for
+  /// a run without tokens. Not together with `scores`.
+  float* masses = nullptr;
   Partial out;                             ///< [group, head_dim], [group]
 };
 
