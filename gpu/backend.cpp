@@ -5,6 +5,7 @@
 #include "gpu/kernels/convert.hpp"
 #include "gpu/kernels/digest.hpp"
 #include "gpu/kernels/gather.hpp"
+#include "gpu/kernels/masses.hpp"
 #include "gpu/kernels/merge.hpp"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/score.hpp"
@@ -90,6 +91,7 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();
+  load_mass_kernels();
   load_merge_kernels();
   load_prefill_kernels();
   load_score_kernels();
