@@ -166,4 +166,131 @@ TEST_CASE("a page that weighs nothing still has its mass", "[backend][progress]"
   REQUIRE(masses[4] < -190.f);
 }
 
+namespace {
+
+/// Log masses as they come from attention, and as they should not: ties, nothing, and what is no number.
+float random_mass(Random& random, bool hard) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const float special[] = {kNotANumber, -kInf, 3.f, 3.f, -300.f, 300.f};
+  if (hard && random.below(8) == 0) return special[random.below(6)];
+  return static_cast<float>(2.0 * random.normal());
+}
+
+/// One KV head that is verified microbatch by microbatch, beside the reference.
+struct Verified {
+  std::vector<reference::Progress> expected;  ///< [group]
+  std::span<ProgressState> states;
+  std::span<float> masses;
+  std::span<float> extra;
+  std::span<float> bounds;
+  std::span<std::uint64_t> flag;
+  ProgressTask task;
+};
+
+/// What the reference makes of the task: the least share, and the states beside those of the backend.
+double require_states(Verified& head, std::uint32_t group) {
+  double least = 1.0;
+  for (std::uint32_t h = 0; h < group; ++h) {
+    CAPTURE(h);
+    reference::Progress& expected = head.expected[h];
+    if (head.task.extra != nullptr) reference::add_mass(expected, head.extra[h]);
+    std::vector<double> masses;
+    for (std::uint32_t page = 0; page < head.task.pages; ++page) masses.push_back(head.masses[page * group + h]);
+    reference::add_pages(expected, head.task.rule, masses, head.task.full);
+    const double bound = head.task.bounds == nullptr ? kEmptyLse : head.task.bounds[h];
+    const double share = reference::progress_share(expected, head.task.left, bound);
+    const ProgressState& state = head.states[h];
+    const double found[] = {state.mass, state.unseen, state.share};
+    const double wanted[] = {expected.mass, expected.unseen, share};
+    for (int i = 0; i < 3; ++i) {
+      CAPTURE(i, found[i], wanted[i]);
+      REQUIRE((found[i] == wanted[i] || std::abs(found[i] - wanted[i]) <= 2e-5 * std::max(1.0, std::abs(wanted[i]))));
+    }
+    least = std::min(least, share);
+  }
+  return least;
+}
+
+}  // namespace
+
+TEST_CASE("the verdict on microbatches is that of the formula", "[backend][progress]") {
+  const auto rule =
+      GENERATE(ProgressRule::least, ProgressRule::mean, ProgressRule::median, ProgressRule::certified);
+  const auto group = GENERATE(1u, 4u, 32u);
+  const auto heads = GENERATE(1u, 90u);
+  const auto hard = GENERATE(false, true);
+  CAPTURE(static_cast<int>(rule), group, heads, hard);
+  const auto under_test = backend_under_test();
+  const AttentionShape shape{.layers = 1, .q_heads = group, .kv_heads = 1, .head_dim = 64};
+  Random random(group + heads);
+  std::vector<Verified> all(heads);
+  for (Verified& head : all) {
+    head.expected.resize(group);
+    head.states = under_test->array(group, ProgressState{.mass = kNotANumber, .unseen = kNotANumber});
+    head.masses = under_test->array<float>(std::size_t{group} * 67);
+    head.extra = under_test->array<float>(group);
+    head.bounds = under_test->array<float>(group);
+    head.flag = under_test->array<std::uint64_t>(1);
+    for (float& lse : head.extra) lse = random_mass(random, hard);
+    head.task = {.states = head.states.data(),
+                 .masses = head.masses.data(),
+                 .bounds = rule == ProgressRule::certified ? head.bounds.data() : nullptr,
+                 .left = 40 + random.below(1'000),
+                 .mass = 0.5f,
+                 .rule = rule,
+                 .flag = head.flag.data()};
+  }
+  std::uint32_t raised = 0;
+  for (std::uint32_t round = 1; round <= 5; ++round) {
+    CAPTURE(round);
+    std::vector<ProgressTask> tasks;
+    for (Verified& head : all) {
+      for (float& mass : head.masses) mass = random_mass(random, hard);
+      for (float& bound : head.bounds) bound = random_mass(random, false) + 2.f;
+      head.task.first = round == 1;
+      head.task.extra = round == 1 ? head.extra.data() : nullptr;
+      head.task.pages = random.below(round == 2 ? 68 : 6);
+      head.task.full = head.task.pages - (head.task.pages != 0 ? random.below(2) : 0);
+      head.task.left = round == 5 ? 0 : head.task.left / (round + 1) + 1;
+      head.task.tag = 100 + round;
+      head.flag[0] = 7;
+      tasks.push_back(head.task);
+    }
+    under_test->backend().verify(tasks, shape, under_test->stream());
+    under_test->finish();
+    for (Verified& head : all) {
+      const double least = require_states(head, group);
+      if (std::abs(least - 0.5) < 1e-3) continue;  // Either verdict is right.
+      REQUIRE(head.flag[0] == (least > 0.5 ? 100 + round : 7));
+      raised += least > 0.5 ? 1 : 0;
+    }
+  }
+  REQUIRE(raised >= heads);  // No page is left in the last round.
+}
+
+TEST_CASE("all of the mass is enough only when no page is left", "[backend][progress]") {
+  const auto under_test = backend_under_test();
+  const AttentionShape shape{.layers = 1, .q_heads = 2, .kv_heads = 1, .head_dim = 64};
+  const auto states = under_test->array<ProgressState>(2);
+  const auto flag = under_test->array<std::uint64_t>(1);
+  const std::vector<float> some{50.f, 60.f, -900.f, kEmptyLse};  // What is left weighs nothing that float32 can tell.
+  const auto masses = under_test->copy_of(some);
+  for (const std::uint32_t left : {1u, 0u}) {
+    const ProgressTask task{.states = states.data(),
+                            .masses = masses.data(),
+                            .pages = 2,
+                            .full = 2,
+                            .left = left,
+                            .mass = 1.f,
+                            .first = true,
+                            .flag = flag.data(),
+                            .tag = 5};
+    under_test->backend().verify({&task, 1}, shape, under_test->stream());
+    under_test->finish();
+    REQUIRE(states[0].share == 1.f);
+    REQUIRE(states[1].share == 1.f);
+    REQUIRE(flag[0] == (left == 0 ? 5 : 0));
+  }
+}
+
 }  // namespace sluice::test
