@@ -297,6 +297,15 @@ std::uint32_t Runtime::tokens(SequenceId sequence) const { return impl_->find(se
 
 Stats Runtime::stats(SequenceId sequence) const { return impl_->find(sequence).stats; }
 
+AuditReport Runtime::audit(SequenceId sequence) const { return impl_->find(sequence).audit.report; }
+
+void Runtime::watch(SequenceId sequence, std::span<const std::uint32_t> tokens) {
+  std::vector<std::uint32_t> watched(tokens.begin(), tokens.end());
+  std::sort(watched.begin(), watched.end());
+  watched.erase(std::unique(watched.begin(), watched.end()), watched.end());
+  impl_->find(sequence).audit.watched = std::move(watched);
+}
+
 Stats Runtime::stats() const {
   Stats sum = impl_->ended;
   for (const auto& [id, sequence] : impl_->sequences) sum.merge(sequence->stats);

@@ -57,6 +57,8 @@ void Stats::merge(const Stats& other) noexcept {
   cpu_busy_ns += other.cpu_busy_ns;
   device_wait_ns += other.device_wait_ns;
   coverage.merge(other.coverage);
+  overlap.merge(other.overlap);
+  watched.merge(other.watched);
 }
 
 }  // namespace sluice

@@ -111,6 +111,7 @@ class LayerPolicy {
 /// Tokens that each query head may keep of n visible ones: max(min_tokens, share * n), at most n.
 [[nodiscard]] std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexcept;
 /// Pages that each query head may rank of `pages` full ones.
-[[nodiscard]] std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages) noexcept;
+[[nodiscard]] std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages,
+                                         std::uint32_t page_tokens) noexcept;
 
 }  // namespace sluice::scheduler

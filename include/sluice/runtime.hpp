@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 
+#include "sluice/audit.hpp"
 #include "sluice/device.hpp"
 #include "sluice/options.hpp"
 #include "sluice/policy.hpp"
@@ -106,6 +107,11 @@ class Runtime {
   [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;
   /// Counters of one live sequence.
   [[nodiscard]] Stats stats(SequenceId sequence) const;
+  /// What audits of a live sequence found, per layer and query head; see RuntimeOptions::audit_every.
+  [[nodiscard]] AuditReport audit(SequenceId sequence) const;
+  /// Tokens whose attendance audits report apart, such as those that hold the answer to a question. Positions, which
+  /// need not exist yet; replaces those of an earlier call. Costs nothing without audits.
+  void watch(SequenceId sequence, std::span<const std::uint32_t> tokens);
   /// Counters of all sequences, ended ones included.
   [[nodiscard]] Stats stats() const;
   [[nodiscard]] RuntimeInfo info() const;

@@ -54,6 +54,8 @@ struct Stats {
   std::uint64_t cpu_busy_ns = 0;      ///< host thread in selection, far attention and observation
   std::uint64_t device_wait_ns = 0;   ///< host thread waiting for the device
   ShareHistogram coverage;            ///< per (layer, query head, audited step): exp(lse_attended - lse_all)
+  ShareHistogram overlap;             ///< likewise: share of the exact 64 best tokens that was attended
+  ShareHistogram watched;             ///< likewise, where watched tokens held 1% or more: the share of that attended
 
   void merge(const Stats& other) noexcept;
 };

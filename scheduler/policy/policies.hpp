@@ -12,6 +12,8 @@ namespace sluice::scheduler {
 [[nodiscard]] PolicySpec full_spec();
 [[nodiscard]] PolicySpec topk_spec();
 [[nodiscard]] PolicySpec streaming_spec();
+[[nodiscard]] PolicySpec quest_spec();
+[[nodiscard]] PolicySpec arkvale_spec();
 [[nodiscard]] PolicySpec lfps_spec();
 [[nodiscard]] PolicySpec sluice_spec();
 [[nodiscard]] PolicySpec sluice_fast_spec();

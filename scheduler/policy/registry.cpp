@@ -11,6 +11,8 @@ const std::vector<PolicyPreset>& policy_presets() {
       {full_spec(), "dense attention over every token"},
       {topk_spec(), "exact top-k per query head: the oracle, it reads every key"},
       {streaming_spec(), "sinks and a recent window (StreamingLLM)"},
+      {quest_spec(), "pages ranked by a bound of their scores (Quest)"},
+      {arkvale_spec(), "pages ranked by the cuboid mean of their keys (ArkVale)"},
       {lfps_spec(), "candidates from attention history (LFPS)"},
       {sluice_spec(), "history shared in the GQA group, page digests (ArkVale) and a near set: the default"},
       {sluice_fast_spec(), "sluice with a history that is fed rarely: for GPUs, where a layer takes 150 us"},
@@ -35,8 +37,9 @@ std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexce
   return share_of(n, budget.min_tokens, budget.share);
 }
 
-std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages) noexcept {
-  return share_of(pages, options.min_pages, options.share);
+std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages, std::uint32_t page_tokens) noexcept {
+  const auto tokens_in_pages = static_cast<std::uint32_t>(div_up(options.min_tokens, page_tokens));
+  return share_of(pages, std::max(options.min_pages, tokens_in_pages), options.share);
 }
 
 std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
