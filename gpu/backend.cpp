@@ -5,11 +5,13 @@
 #include "gpu/kernels/convert.hpp"
 #include "gpu/kernels/digest.hpp"
 #include "gpu/kernels/gather.hpp"
+#include "gpu/kernels/masses.hpp"
 #include "gpu/kernels/merge.hpp"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/score.hpp"
 #include "gpu/kernels/signal.hpp"
 #include "gpu/kernels/top_k.hpp"
+#include "gpu/kernels/verify.hpp"
 #include "gpu/verbs.hpp"
 
 namespace sluice::gpu {
@@ -90,11 +92,13 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();
+  load_mass_kernels();
   load_merge_kernels();
   load_prefill_kernels();
   load_score_kernels();
   load_signal_kernels();
   load_top_k_kernels();
+  load_verify_kernels();
 }
 
 std::vector<std::string> Backend::unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) const {
@@ -152,6 +156,13 @@ void Backend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
     if (rows.count == TaskArray<TopKRow>::kInline) launch();
   }
   launch();
+}
+
+void Backend::verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  check_supported("verify", shape, {.head_dim = shape.head_dim});
+  CudaStream& cuda = cuda_stream(stream, "verify");
+  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_verify(array, shape.group(), cuda.handle()); });
 }
 
 void Backend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {

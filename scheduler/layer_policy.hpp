@@ -54,6 +54,8 @@ struct HeadContext {
   /// Pages that rank highest by digest for each query head, ascending; [group, ranked_pages]. Empty unless
   /// the policy's sources have `pages`. Only full pages are ranked.
   std::span<const std::uint32_t> ranked_pages = {};
+  /// Digest scores of all full pages, raw; [group, pages]. Empty unless the budget is `progressive`.
+  std::span<const float> page_scores = {};
   const NearSet* near = nullptr;
   KvReader* kv = nullptr;
   /// If the budget cuts nothing, leave the scores that only history wants to `observe`: the selection is ready before a
@@ -67,6 +69,7 @@ struct SelectCounters {
   std::uint64_t expanded_per_head = 0;  ///< before it, summed over query heads
   std::uint64_t scored = 0;             ///< K rows read
   std::uint64_t near_hits = 0;          ///< candidates that were near
+  std::uint64_t iterations = 0;         ///< microbatches of pages that a progressive budget took
 };
 
 /// A page worth having near, with how much history speaks for it (summed table scores; only the order matters).
