@@ -6,12 +6,14 @@
 #include "gpu/kernels/digest.hpp"
 #include "gpu/kernels/gather.hpp"
 #include "gpu/kernels/masses.hpp"
+#include "gpu/kernels/int4.hpp"
 #include "gpu/kernels/merge.hpp"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/score.hpp"
 #include "gpu/kernels/signal.hpp"
 #include "gpu/kernels/top_k.hpp"
 #include "gpu/kernels/verify.hpp"
+#include "gpu/kernels/top_p.hpp"
 #include "gpu/verbs.hpp"
 
 namespace sluice::gpu {
@@ -95,10 +97,13 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_mass_kernels();
   load_merge_kernels();
   load_prefill_kernels();
+  load_quantize_kernels();
+  load_score_int4_kernels();
   load_score_kernels();
   load_signal_kernels();
   load_top_k_kernels();
   load_verify_kernels();
+  load_top_p_kernels();
 }
 
 std::vector<std::string> Backend::unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) const {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "sluice/int4.hpp"
 #include "sluice/page.hpp"
 #include "sluice/partial.hpp"
 #include "sluice/progress.hpp"
@@ -68,6 +69,35 @@ struct TopKTask {
   std::span<const float> values;
   std::uint32_t k = 0;             ///< clamped to the row's length
   std::uint32_t* out = nullptr;    ///< [min(k, values)], ascending by index
+};
+
+/// 4-bit copy of the first `rows` K rows of a page, see Int4Layout; the rest of `out` stays as it is.
+struct QuantizeTask {
+  const std::byte* page = nullptr;
+  std::uint32_t rows = 0;
+  std::byte* out = nullptr;
+};
+
+/// One (sequence, KV head) of a `score_int4`: q.k / sqrt(head_dim) as estimated from the 4-bit copies. Without `lists`
+/// out[h, i] is token i's. With them head h has pages of its own: out[h, p * page_tokens + r] is that of row r of
+/// logical page lists[h, p], -infinity if that token is not below `tokens`.
+struct ScoreInt4Task {
+  const float* q = nullptr;               ///< [group, head_dim]
+  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
+  std::uint32_t tokens = 0;               ///< visible
+  const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run
+  std::uint32_t listed = 0;               ///< pages per query head
+  float* out = nullptr;                   ///< [group, tokens] or [group, listed * page_tokens]
+};
+
+/// The fewest of one row of logits whose softmax weights sum to `p`, and all that equal the smallest of them.
+/// NaN and -infinity have no weight and are never kept; with p >= 1 all others are.
+struct TopPTask {
+  std::span<const float> values;
+  float p = 1.f;                   ///< > 0
+  std::uint32_t* mask = nullptr;   ///< [ceil(values / 32)] bit i % 32 of word i / 32: value i is kept
+  std::uint32_t* count = nullptr;  ///< how many are kept; may be null
 };
 
 /// Writes `count` tokens of one KV head into consecutive rows of one page, converting to the page's dtype.
@@ -153,6 +183,10 @@ class Backend {
                            Stream* stream) = 0;
   virtual void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void top_k(std::span<const TopKTask> tasks, Stream* stream) = 0;
+  virtual void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) = 0;
+  virtual void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                          Stream* stream) = 0;
+  virtual void top_p(std::span<const TopPTask> tasks, Stream* stream) = 0;
   virtual void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) = 0;
   virtual void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) = 0;

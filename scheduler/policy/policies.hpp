@@ -17,6 +17,7 @@ namespace sluice::scheduler {
 [[nodiscard]] PolicySpec lfps_spec();
 [[nodiscard]] PolicySpec sluice_spec();
 [[nodiscard]] PolicySpec sluice_fast_spec();
+[[nodiscard]] PolicySpec twilight_spec();
 
 /// Attends everything: what a layer does whose source is `all`, or that the spec calls dense.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_full_policy();
