@@ -87,6 +87,11 @@ void HostBackend::merge(std::span<const MergeTask> tasks, const AttentionShape& 
   dispatch(stream, "merge", [=, this] { cpu_.merge(tasks, shape, out_dtype, nullptr); });
 }
 
+void HostBackend::verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "verify", [=, this] { cpu_.verify(tasks, shape, nullptr); });
+}
+
 void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                           Stream* stream) {
   if (tasks.empty()) return;

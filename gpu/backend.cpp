@@ -5,12 +5,14 @@
 #include "gpu/kernels/convert.hpp"
 #include "gpu/kernels/digest.hpp"
 #include "gpu/kernels/gather.hpp"
+#include "gpu/kernels/masses.hpp"
 #include "gpu/kernels/int4.hpp"
 #include "gpu/kernels/merge.hpp"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/score.hpp"
 #include "gpu/kernels/signal.hpp"
 #include "gpu/kernels/top_k.hpp"
+#include "gpu/kernels/verify.hpp"
 #include "gpu/kernels/top_p.hpp"
 #include "gpu/verbs.hpp"
 
@@ -92,6 +94,7 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();
+  load_mass_kernels();
   load_merge_kernels();
   load_prefill_kernels();
   load_quantize_kernels();
@@ -99,6 +102,7 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_score_kernels();
   load_signal_kernels();
   load_top_k_kernels();
+  load_verify_kernels();
   load_top_p_kernels();
 }
 
@@ -157,6 +161,13 @@ void Backend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
     if (rows.count == TaskArray<TopKRow>::kInline) launch();
   }
   launch();
+}
+
+void Backend::verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  check_supported("verify", shape, {.head_dim = shape.head_dim});
+  CudaStream& cuda = cuda_stream(stream, "verify");
+  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_verify(array, shape.group(), cuda.handle()); });
 }
 
 void Backend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {

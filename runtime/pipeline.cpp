@@ -20,6 +20,7 @@ Pipeline::Pipeline(const PipelineParts& parts)
       shape_(parts.options.shape),
       layout_(parts.options.layout()),
       executor_(parts.device, parts.link.stream(), parts.options.timeout, parts.options.trace),
+      background_(parts.options.timeout),
       buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads),
                parts.options.audit_every != 0),
       index_(parts.device, parts.host, parts.pool, parts.link),
@@ -175,6 +176,8 @@ void Pipeline::plan_head(HeadWork& work) {
   work.bypass.heads = 0;
   work.parts.clear();
   work.selected.clear();
+  work.placement.far.clear();
+  work.placement.fetch.clear();
   plan_ranking(work);
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;

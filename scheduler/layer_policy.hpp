@@ -56,6 +56,8 @@ struct HeadContext {
   /// Pages that rank highest by digest for each query head, ascending; [group, ranked_pages]. Empty unless
   /// the policy's sources have `pages`. Only full pages are ranked.
   std::span<const std::uint32_t> ranked_pages = {};
+  /// Digest scores of all full pages, raw; [group, pages]. Empty unless the budget is `progressive`.
+  std::span<const float> page_scores = {};
   /// What a device kept of them by estimate and top-p, or empty; [group, words]. Bit i % 32 of word i / 32: the i-th token
   /// of the head's ranked pages laid end to end, or token i if the source is `exact`. Nothing of the newest page.
   std::span<const std::uint32_t> kept = {};
@@ -73,6 +75,7 @@ struct SelectCounters {
   std::uint64_t scored = 0;             ///< K rows read
   std::uint64_t estimated = 0;          ///< 4-bit copies of K rows read
   std::uint64_t near_hits = 0;          ///< candidates that were near
+  std::uint64_t iterations = 0;         ///< microbatches of pages that a progressive budget took
 };
 
 /// A page worth having near, with how much history speaks for it (summed table scores; only the order matters).

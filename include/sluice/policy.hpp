@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sluice/backend.hpp"
+#include "sluice/progress.hpp"
 
 namespace sluice {
 
@@ -86,15 +87,6 @@ struct LshOptions {
   std::uint32_t recent_prompt = 64;   ///< last prompt tokens, attended exactly like all generated ones. [0, 4096]
   std::uint64_t seed = 1;             ///< of the projections, the same for all layers
   friend bool operator==(const LshOptions&, const LshOptions&) = default;
-};
-
-/// What `progressive` takes for the mass of a page that it has not seen yet. The paper's minimum is safe only if pages
-/// come in their true order, which no digest guarantees.
-enum class ProgressRule : std::uint8_t {
-  least,      ///< the least that any page had so far (the paper's)
-  mean,       ///< the mean of the last microbatch
-  median,     ///< the median of the last microbatch
-  certified,  ///< the least, and no more than a bound of what is left may pass 1 - mass: page_tokens * exp(box bound)
 };
 
 /// How many candidates each query head keeps.

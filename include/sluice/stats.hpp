@@ -13,6 +13,8 @@ class ShareHistogram {
   [[nodiscard]] std::uint64_t count() const noexcept { return count_; }
   [[nodiscard]] double mean() const noexcept { return count_ == 0 ? 0.0 : sum_ / static_cast<double>(count_); }
   [[nodiscard]] double min() const noexcept { return count_ == 0 ? 0.0 : min_; }
+  /// Share of the samples that are at least `share`, exact to 0.001; 0 if there are none.
+  [[nodiscard]] double share_above(double share) const noexcept;
   /// Value below which `fraction` of the samples lie; 0 if there are none.
   [[nodiscard]] double percentile(double fraction) const noexcept;
 

@@ -28,6 +28,11 @@ namespace sluice::scheduler {
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_sparse_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                               std::uint32_t page_tokens, LayerId layer);
 
+/// Pages in the order of their digest scores until the share attended passes the budget's mass (PSA); needs
+/// HeadContext::page_scores.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_progressive_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                                                   std::uint32_t page_tokens);
+
 /// Appends to `row.runs` every token below `tokens` that is not near; at most one run per page.
 void add_far_runs(const NearSet& near, std::uint32_t tokens, SelectionRow& row);
 
