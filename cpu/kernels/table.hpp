@@ -4,6 +4,7 @@
 
 #include "cpu/kernels/attend.hpp"
 #include "cpu/kernels/digest.hpp"
+#include "cpu/kernels/nearest.hpp"
 #include "cpu/kernels/prefill.hpp"
 #include "cpu/kernels/score.hpp"
 
@@ -33,7 +34,7 @@ constexpr ElementKernels kElement{.attend = attend<kType>,
 static_assert(static_cast<int>(DType::f32) == 0 && static_cast<int>(DType::f16) == 1 && static_cast<int>(DType::bf16) == 2);
 
 constexpr Kernels make_kernels(const char* name) {
-  return {.name = name, .element = {kElement<DType::f32>, kElement<DType::f16>, kElement<DType::bf16>}};
+  return {.name = name, .element = {kElement<DType::f32>, kElement<DType::f16>, kElement<DType::bf16>}, .nearest = nearest};
 }
 
 }  // namespace
