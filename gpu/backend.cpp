@@ -2,6 +2,7 @@
 
 #include "gpu/kernels/append.hpp"
 #include "gpu/kernels/attend.hpp"
+#include "gpu/kernels/cluster.hpp"
 #include "gpu/kernels/convert.hpp"
 #include "gpu/kernels/digest.hpp"
 #include "gpu/kernels/gather.hpp"
@@ -91,6 +92,7 @@ class TokenBatch {
 Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocessors) {
   load_append_kernels();
   load_attend_kernels();
+  load_cluster_kernels();
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();

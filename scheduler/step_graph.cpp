@@ -31,7 +31,7 @@ StepShape step_shape(const PolicySpec& spec, PlacementMode mode) noexcept {
   return {.rank_pages = select && spec.uses(Source::pages),
           .select = select,
           .fetch = select && (mode == PlacementMode::stream || mode == PlacementMode::automatic),
-          .observe = select && spec.uses(Source::history)};
+          .observe = select && (spec.uses(Source::history) || spec.uses(Source::clusters))};
 }
 
 StepShape unite(StepShape a, StepShape b) noexcept {

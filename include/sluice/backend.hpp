@@ -162,6 +162,24 @@ struct ToF32Task {
   float* out = nullptr;
 };
 
+/// K-means (Lloyd) over the keys of tokens [first, first + count) of one KV head. The centroids begin at the keys
+/// permuted(i, count, seed), i < clusters; each iteration gives every key to the nearest centroid (ties: the lowest) and
+/// moves every centroid to the mean of its keys, in a fixed order. It ends after `iterations`, or as soon as no key
+/// changed hands: centroids are the means of what `assignment` says. A centroid without keys stays where it is.
+/// A key with an element that is not finite counts as NaN: it goes to cluster 0 and into no mean, and a centroid that
+/// begins at it is NaN and gets no other.
+struct ClusterTask {
+  KvView kv;
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;       ///< 0: nothing is written
+  std::uint32_t clusters = 0;    ///< at most `count`
+  std::uint32_t iterations = 0;  ///< at least 1
+  std::uint64_t seed = 0;
+  float* centroids = nullptr;           ///< [clusters, head_dim]
+  std::uint32_t* assignment = nullptr;  ///< [count]
+  std::byte* scratch = nullptr;         ///< Backend::cluster_scratch_bytes of memory, 256-byte aligned
+};
+
 /// The verbs that policies and the pipeline are written in. `cpu::Backend` computes before it returns and
 /// ignores `stream` (null is fine). A device's backend only enqueues on `stream`; then everything that a
 /// task points to, the task array included, must stay unchanged until the stream has passed the verb.
@@ -192,6 +210,11 @@ class Backend {
   virtual void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                        Stream* stream) = 0;
+  /// @throws Error{Errc::invalid_argument} for more clusters than keys, none, or no iteration; nothing was written.
+  virtual void cluster(std::span<const ClusterTask> tasks, Stream* stream) = 0;
+  /// What `cluster` needs for such a task in memory of the device; 0 if it brings its own. No two tasks that may run at
+  /// once share it. The task's pointers are not looked at.
+  [[nodiscard]] virtual std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const = 0;
   /// All tensors in one launch. The task array is copied; it may go when the call returns.
   virtual void to_f32(std::span<const ToF32Task> tasks, Stream* stream) = 0;
   void to_f32(const TensorView& in, float* out, Stream* stream) {
