@@ -35,6 +35,8 @@ class Backend final : public sluice::Backend {
   [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
   using sluice::Backend::to_f32;
   void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
+  void append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout, std::span<const ToF32Task> widened,
+                        Stream* stream) override;
 
  private:
   std::uint32_t multiprocessors_;

@@ -47,9 +47,7 @@ void Pipeline::append() {
                                {args_->q, buffers_.q(0, 0)},
                                {args_->k, buffers_.k(0, 0)},
                                {args_->v, buffers_.v(0, 0)}};
-  Backend& device = parts_.device.backend();
-  device.to_f32(widened, &executor_.device_stream());
-  device.append(tasks, layout_, &executor_.device_stream());
+  parts_.device.backend().append_and_widen(tasks, layout_, widened, &executor_.device_stream());
 }
 
 void Pipeline::rank_pages() {

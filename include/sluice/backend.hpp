@@ -221,6 +221,13 @@ class Backend {
     const ToF32Task task{.in = in, .out = out};
     to_f32(std::span(&task, 1), stream);
   }
+  /// `append` and `to_f32` side by side, in one launch where the backend can: how a step's new tokens come in. Neither
+  /// reads what the other writes. `widened` is copied.
+  virtual void append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout,
+                                std::span<const ToF32Task> widened, Stream* stream) {
+    append(tasks, layout, stream);
+    to_f32(widened, stream);
+  }
 };
 
 }  // namespace sluice
