@@ -27,7 +27,8 @@ Pipeline::Pipeline(const PipelineParts& parts)
   parts.link.follow(executor_.device_stream());
 }
 
-void Pipeline::reserve(std::uint32_t batch, bool ranks_pages) {
+void Pipeline::reserve(std::uint32_t batch, const PolicySpec& spec) {
+  const bool ranks_pages = spec.uses(Source::pages);
   // Every page could be ranked at a share of 1; the ranking's memory is small beside the pages'.
   buffers_.reserve(batch, ranks_pages ? buffers_.max_pages() : 0);
   if (parts_.options.placement == PlacementMode::stream || parts_.options.placement == PlacementMode::automatic) {
@@ -35,6 +36,8 @@ void Pipeline::reserve(std::uint32_t batch, bool ranks_pages) {
     buffers_.reserve_fetch(static_cast<std::uint32_t>(div_up(pages, parts_.staging_pages / 2)));
   }
   if (ranks_pages) index_.reserve();
+  if (ranks_pages && spec.budget.kind == BudgetKind::progressive) scores_for_host_ = true;
+  if (scores_for_host_) buffers_.reserve_host_scores();
   heads_.reserve(std::size_t{batch} * shape_.kv_heads);
 }
 
@@ -175,8 +178,14 @@ void Pipeline::plan_head(HeadWork& work) {
   work.parts.clear();
   work.selected.clear();
   work.ranked = 0;
+  work.scored_pages = 0;
   if (ranks_pages(spec)) {
-    work.ranked = scheduler::budget_pages(spec.pages, work.layer->tokens / page_tokens, page_tokens);
+    const std::uint32_t full_pages = work.layer->tokens / page_tokens;
+    if (spec.budget.kind == BudgetKind::progressive) {
+      work.scored_pages = full_pages;
+    } else {
+      work.ranked = scheduler::budget_pages(spec.pages, full_pages, page_tokens);
+    }
   }
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;

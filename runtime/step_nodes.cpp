@@ -59,17 +59,17 @@ void Pipeline::rank_pages() {
   scores.clear();
   ranks.clear();
   for (const HeadWork& work : heads_) {
-    if (work.ranked == 0) continue;
+    if (work.ranked == 0 && work.scored_pages == 0) continue;
     const std::uint32_t pages = work.layer->tokens / layout_.page_tokens;
     const std::uint32_t head = work.kv_head * group;
     // Rows of a group lie `pages` apart here, as score_pages writes them.
-    float* out = buffers_.page_scores(work.row, head);
+    float* out = work.scored_pages == 0 ? buffers_.page_scores(work.row, head) : buffers_.host_page_scores(work.row, head);
     scores.push_back({.q = buffers_.device_q(work.row, head),
                       .digests = index_.digests(),
                       .frames = PageIndex::frames(*work.layer, work.kv_head),
                       .pages = pages,
                       .out = out});
-    for (std::uint32_t h = 0; h < group; ++h) {
+    for (std::uint32_t h = 0; h < group && work.ranked != 0; ++h) {
       ranks.push_back({.values = {out + std::uint64_t{h} * pages, pages},
                        .k = work.ranked,
                        .out = buffers_.ranked(work.row, head + h, work.ranked)});
@@ -129,6 +129,12 @@ void Pipeline::write_through() {
   parts_.host.append(tasks, layout_, nullptr);
 }
 
+std::span<const float> Pipeline::page_scores(const HeadWork& work) const {
+  if (work.scored_pages == 0) return {};
+  const std::uint32_t group = shape_.group();
+  return {buffers_.host_page_scores(work.row, work.kv_head * group), std::size_t{work.scored_pages} * group};
+}
+
 void Pipeline::select() {
   const std::uint32_t group = shape_.group();
   const std::uint32_t first = near_waits_ ? 1 : 0;
@@ -144,6 +150,7 @@ void Pipeline::select() {
         .q = buffers_.q(work.row, head),
         .ranked_pages = ranked == 0 ? std::span<const std::uint32_t>{}
                                     : std::span<const std::uint32_t>(buffers_.ranked(work.row, head, work.ranked), ranked),
+        .page_scores = page_scores(work),
         .near = &work.near,
         .kv = &reader,
         .defer_scores = !parts_.device.info().host_memory};

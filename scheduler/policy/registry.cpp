@@ -47,6 +47,7 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
   validate(spec);
   if (spec.dense(layer.value) || spec.uses(Source::all)) return make_full_policy();
   if (spec.sources == 0) return make_streaming_policy();
+  if (spec.budget.kind == BudgetKind::progressive) return make_progressive_policy(spec, shape, page_tokens);
   return make_sparse_policy(spec, shape, page_tokens, layer);
 }
 
