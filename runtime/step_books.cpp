@@ -28,10 +28,10 @@ void Pipeline::book(std::span<Sequence* const> sequences, Clock::duration spent)
 void Pipeline::book_head(const HeadWork& work) {
   Stats& stats = work.sequence->stats;
   const std::uint64_t row = layout_.row_bytes();
-  const std::uint64_t near = work.near_tokens;
+  const std::uint64_t near = work.near_tokens + work.visited_near;
   const SelectionRow& far_row = work.placement.far;
   const std::uint64_t far = selects_ ? far_row.attended() : 0;
-  const std::uint64_t fetched = selects_ ? work.placement.fetch.attended() : 0;
+  const std::uint64_t fetched = selects_ ? work.placement.fetch.attended() - work.visited_near : 0;
   const bool ranks = work.ranked != 0 || work.scored_pages != 0;
   const std::uint64_t digests = ranks ? 2 * std::uint64_t{work.layer->tokens / layout_.page_tokens} : 0;
 

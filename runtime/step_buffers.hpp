@@ -25,6 +25,9 @@ struct HeadWork {
   std::uint32_t scored_pages = 0;  ///< full pages whose scores the host gets; 0 unless the budget is progressive
   bool audited = false;       ///< the step's output is held against exact attention
 
+  bool progressive = false;        ///< the device visits its pages, see Progressive
+  std::uint32_t visited_near = 0;  ///< tokens visited there that were near already
+
   scheduler::NearSet near;
   std::vector<PageRun> window;           ///< sinks and recent tokens, if no whole pages are attended near
   std::span<const PageRun> near_runs;    ///< what is attended near

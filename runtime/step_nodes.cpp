@@ -21,6 +21,7 @@ void Pipeline::issue(NodeKind kind) {
     case NodeKind::fetch: return fetch();
     case NodeKind::attend_fetched: return attend_fetched();
     case NodeKind::attend_far: return attend_far();
+    case NodeKind::progress: return progress();
     case NodeKind::merge: return merge();
     case NodeKind::observe:
     case NodeKind::promote: break;  // Background nodes: post_observe and collect_front.
@@ -141,6 +142,7 @@ void Pipeline::select() {
   parts_.workers.parallel_for(first + static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
     if (i < first) return queue_near();
     HeadWork& work = heads_[i - first];
+    if (work.progressive) return;  // Nothing is far but what the device will visit.
     const std::uint32_t head = work.kv_head * group;
     HostKv reader(parts_.host, shape_, parts_.pool, work.pages());
     const std::size_t ranked = std::size_t{work.ranked} * group;
@@ -192,6 +194,12 @@ void Pipeline::attend_far() {
       *far.lse = work.bypass.lse[h];
     }
   }
+}
+
+void Pipeline::progress() {
+  page_scores_.clear();
+  for (const HeadWork& work : heads_) page_scores_.push_back(page_scores(work));
+  progressive_.run(heads_, page_scores_);
 }
 
 void Pipeline::merge() {
