@@ -13,6 +13,7 @@
 #include "runtime/background_lane.hpp"
 #include "runtime/executor.hpp"
 #include "runtime/page_index.hpp"
+#include "runtime/prompt_clusters.hpp"
 #include "runtime/residency.hpp"
 #include "runtime/sequence.hpp"
 #include "runtime/step_buffers.hpp"
@@ -71,7 +72,7 @@ class Pipeline final : private NodeRunner {
   void collect_older(Deadline deadline);
   void collect_front(Deadline deadline);
   void prepare(Sequence& sequence, Deadline deadline);
-  void begin_policy(Sequence& sequence, LayerState& layer);
+  void begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline);
   void plan_head(HeadWork& work);
   void list_near_runs(HeadWork& work);
   void list_near_pages(HeadWork& work);
@@ -108,6 +109,7 @@ class Pipeline final : private NodeRunner {
   std::uint64_t calls_ = 0;  ///< of step
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
   PageIndex index_;
+  PromptClusters clusters_;
 
   // The step that runs now.
   const StepArgs* args_ = nullptr;
