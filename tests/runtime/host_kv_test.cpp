@@ -74,7 +74,8 @@ TEST_CASE("a host reader scores rows that are no keys, for any number of columns
   REQUIRE(out.back() == 7.f);
   for (std::size_t i = 0; i + 1 < out.size(); ++i) {
     double dot = 0.0;
-    for (std::size_t c = 0; c < 64; ++c) dot += static_cast<double>(rows[i / columns * 64 + c]) * x[i % columns * 64 + c];
+    const float* const row = rows.data() + i / columns * 64;
+    for (std::size_t c = 0; c < 64; ++c) dot += static_cast<double>(row[c]) * x[i % columns * 64 + c];
     REQUIRE(std::abs(out[i] - dot / 8.0) < 1e-4);
   }
 }

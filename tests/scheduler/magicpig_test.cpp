@@ -145,8 +145,7 @@ TEST_CASE("as many keys meet the query as their probabilities say", "[lsh]") {
       source.hash(q.data(), kv);
       met += static_cast<double>(collisions(source, 0, kTokens).size());
       for (std::uint32_t token = source.first(); token < source.end(); ++token) {
-        expected += static_cast<double>(
-            source.probability(0, token, static_cast<float>(kv.logit(q.data(), 0, token))));
+        expected += static_cast<double>(source.probability(0, token, static_cast<float>(kv.logit(q.data(), 0, token))));
       }
     }
   }
