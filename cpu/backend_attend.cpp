@@ -63,6 +63,15 @@ std::uint64_t cut(std::span<const AttendTask> tasks, std::vector<Unit>& units) {
   return bytes;
 }
 
+/// Where each run ends, counted in rows; valid until the thread's next call.
+const std::uint32_t* list_ends(std::span<const PageRun> runs) {
+  thread_local std::vector<std::uint32_t> ends;
+  ends.clear();
+  std::uint32_t rows = 0;
+  for (const PageRun& run : runs) ends.push_back(rows += run.tokens());
+  return ends.data();
+}
+
 void attend_unit(const Kernels& kernels, const AttendTask& task, const AttentionShape& shape, const Unit& unit,
                  const Partial& out) {
   thread_local std::vector<const std::byte*> rows;
@@ -76,7 +85,12 @@ void attend_unit(const Kernels& kernels, const AttendTask& task, const Attention
                   .out = out.out,
                   .lse = out.lse};
   if (unit.kind == Unit::Kind::runs) {
-    list_rows(task.kv, task.runs.subspan(unit.begin, unit.end - unit.begin), rows.data());
+    const std::span<const PageRun> runs = task.runs.subspan(unit.begin, unit.end - unit.begin);
+    list_rows(task.kv, runs, rows.data());
+    if (task.masses != nullptr) {
+      args.run_ends = list_ends(runs);
+      args.masses = task.masses + std::size_t{unit.begin} * shape.group();
+    }
   } else {
     list_rows(task.kv, task.tokens.subspan(unit.begin, unit.end - unit.begin), rows.data());
     if (!task.members.empty()) args.members = task.members.data() + unit.begin;
@@ -131,6 +145,8 @@ void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& sh
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     left[i].store(shares[i].end - shares[i].begin, std::memory_order_relaxed);
     if (shares[i].begin == shares[i].end) clear(tasks[i].out, shape);
+    // Runs are never cut, so every one that has tokens gets its mass from one unit.
+    if (tasks[i].masses != nullptr) std::fill_n(tasks[i].masses, tasks[i].runs.size() * shape.group(), kEmptyLse);
   }
   for_each_unit(workers_, units.size(), bytes, [&](std::uint32_t i) {
     const std::uint32_t index = units[i].task;

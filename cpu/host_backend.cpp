@@ -58,6 +58,23 @@ void HostBackend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
   dispatch(stream, "top_k", [=, this] { cpu_.top_k(tasks, nullptr); });
 }
 
+void HostBackend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "quantize", [=, this] { cpu_.quantize(tasks, layout, nullptr); });
+}
+
+void HostBackend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                             Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, layout);
+  dispatch(stream, "score_int4", [=, this] { cpu_.score_int4(tasks, shape, layout, nullptr); });
+}
+
+void HostBackend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "top_p", [=, this] { cpu_.top_p(tasks, nullptr); });
+}
+
 void HostBackend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
   check(shape, tasks.front().kv.layout);
@@ -68,6 +85,11 @@ void HostBackend::merge(std::span<const MergeTask> tasks, const AttentionShape& 
                         Stream* stream) {
   if (tasks.empty()) return;
   dispatch(stream, "merge", [=, this] { cpu_.merge(tasks, shape, out_dtype, nullptr); });
+}
+
+void HostBackend::verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "verify", [=, this] { cpu_.verify(tasks, shape, nullptr); });
 }
 
 void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,

@@ -25,6 +25,8 @@ struct AttendRows {
   const std::uint32_t* members = nullptr;   ///< [count] or null: bit h unset masks (row, h) out
   const float* scores = nullptr;            ///< [count, group] scaled scores, or null: computed from K
   float* seen = nullptr;                    ///< [count, group] or null: receives the scaled scores
+  const std::uint32_t* run_ends = nullptr;  ///< [runs] where each run of rows ends; the last ends at `count`
+  float* masses = nullptr;                  ///< [runs, group] or null: receives the log-sum-exp of every run
   std::uint32_t count = 0;
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;
@@ -60,6 +62,28 @@ struct DigestRows {
   std::byte* out = nullptr;      ///< [2, head_dim]
   std::uint32_t rows = 0;        ///< at least 1
   std::uint32_t head_dim = 0;
+};
+
+/// 4-bit copies of `rows` consecutive K rows; see Int4Layout.
+struct QuantizeRows {
+  const std::byte* k = nullptr;  ///< [rows, head_dim]
+  std::byte* codes = nullptr;    ///< [rows, head_dim / 2]
+  std::byte* params = nullptr;   ///< [rows, 2] f16
+  std::uint32_t rows = 0;
+  std::uint32_t head_dim = 0;
+};
+
+/// out[i * token_stride + h * head_stride] = q[h].k[i] / sqrt(head_dim), k decoded from its 4-bit copy.
+struct ScoreInt4Rows {
+  const float* q = nullptr;                  ///< [group, head_dim]
+  const std::byte* const* codes = nullptr;   ///< [count] addresses of rows of codes
+  const std::byte* const* params = nullptr;  ///< [count] addresses of their scale and zero
+  std::uint32_t count = 0;
+  std::uint32_t group = 0;
+  std::uint32_t head_dim = 0;
+  float* out = nullptr;
+  std::uint64_t token_stride = 0;
+  std::uint64_t head_stride = 0;
 };
 
 /// Keys of one block of a prefill product; queries are rows of (token, head), all heads of a token together.
@@ -112,12 +136,16 @@ struct ElementKernels {
   void (*widen)(const std::byte* in, float* out, std::size_t count) noexcept;
   /// Rounds to nearest even.
   void (*narrow)(const float* in, std::byte* out, std::size_t count) noexcept;
+  void (*quantize)(const QuantizeRows& args) noexcept;
 };
 
 /// One instruction set's kernels. There are as many objects as variants were built; they live forever.
 struct Kernels {
   const char* name = "";      ///< "generic", "avx2" or "avx512"
   ElementKernels element[3];  ///< by DType
+  void (*score_int4)(const ScoreInt4Rows& args) noexcept;
+  /// out[i] = exp(x[i] - top), for x[i] <= top; 1 where they are equal, even if infinite.
+  void (*weigh)(const float* x, std::size_t count, float top, float* out) noexcept;
   void (*nearest)(const NearestRows& args) noexcept = nullptr;
 };
 

@@ -20,10 +20,12 @@ Pipeline::Pipeline(const PipelineParts& parts)
       shape_(parts.options.shape),
       layout_(parts.options.layout()),
       executor_(parts.device, parts.link.stream(), parts.options.timeout, parts.options.trace),
+      background_(parts.options.timeout),
       buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads),
                parts.options.audit_every != 0),
       index_(parts.device, parts.host, parts.pool, parts.link),
-      clusters_(parts.device, parts.pool) {
+      clusters_(parts.device, parts.pool),
+      auditor_(shape_, layout_, parts.options.audit_every, parts.workers, parts.host, parts.pool) {
   parts.link.follow(executor_.device_stream());
 }
 
@@ -47,6 +49,7 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
 
   StepShape shape{.rank_pages = false, .select = false, .fetch = false, .observe = false};
   heads_.resize(sequences.size() * shape_.kv_heads);
+  audited_ = false;
   for (Sequence* sequence : sequences) prepare(*sequence, deadline);
   for (std::uint32_t row = 0; row < sequences.size(); ++row) {
     Sequence& sequence = *sequences[row];
@@ -57,15 +60,17 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
       work.layer = &sequence.layers[layer_];
       work.row = row;
       work.kv_head = kv;
+      work.audited = auditor_.due(sequence);
+      audited_ |= work.audited;
       plan_head(work);
     }
   }
   selects_ = shape.select;
   const Clock::time_point begin = Clock::now();
-  const bool queued = args.ordered && parts_.options.audit_every == 0 && !parts_.device.info().host_memory;
+  const bool queued = args.ordered && !audited_ && !parts_.device.info().host_memory;
   executor_.run(graph(shape), layer_, *this, queued ? Executor::Finish::queued : Executor::Finish::done);
   book(sequences, Clock::now() - begin);
-  audit();
+  if (audited_) audit();
   for (Sequence* sequence : sequences) {
     LayerState& layer = sequence->layers[layer_];
     if (ranks_pages(sequence->spec)) layer.indexed_pages = layer.tokens / layout_.page_tokens;
@@ -178,9 +183,11 @@ void Pipeline::plan_head(HeadWork& work) {
   work.bypass.heads = 0;
   work.parts.clear();
   work.selected.clear();
+  work.placement.far.clear();
+  work.placement.fetch.clear();
   work.ranked = 0;
   if (ranks_pages(spec)) {
-    work.ranked = scheduler::budget_pages(spec.pages, work.layer->tokens / page_tokens);
+    work.ranked = scheduler::budget_pages(spec.pages, work.layer->tokens / page_tokens, page_tokens);
   }
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;

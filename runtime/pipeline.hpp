@@ -10,6 +10,7 @@
 #include "cpu/backend.hpp"
 #include "cpu/host_pool.hpp"
 #include "cpu/workers.hpp"
+#include "runtime/audit.hpp"
 #include "runtime/background_lane.hpp"
 #include "runtime/executor.hpp"
 #include "runtime/page_index.hpp"
@@ -91,6 +92,7 @@ class Pipeline final : private NodeRunner {
   void attend_fetched();
   void attend_far();
   void merge();
+  void merge_for_audit();
 
   // After the graph: step_books.cpp, and pipeline.cpp for the background work
   void audit();
@@ -110,6 +112,7 @@ class Pipeline final : private NodeRunner {
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
   PageIndex index_;
   PromptClusters clusters_;
+  Auditor auditor_;
 
   // The step that runs now.
   const StepArgs* args_ = nullptr;
@@ -117,6 +120,7 @@ class Pipeline final : private NodeRunner {
   std::vector<HeadWork> heads_;  ///< [batch, kv_heads]
   bool near_waits_ = false;            ///< attend_near is queued while the workers select
   bool selects_ = false;               ///< the graph has select and attend_far
+  bool audited_ = false;               ///< some head is
   std::uint32_t fetch_batches_ = 0;
 };
 

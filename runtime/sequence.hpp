@@ -7,6 +7,7 @@
 #include "runtime/page_table.hpp"
 #include "runtime/transfer_engine.hpp"
 #include "scheduler/layer_policy.hpp"
+#include "sluice/audit.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/stats.hpp"
 #include "sluice/units.hpp"
@@ -34,11 +35,24 @@ struct LayerState {
   [[nodiscard]] std::uint32_t pages() const noexcept { return heads.front().pages(); }
 };
 
+/// What audits found out about a sequence.
+struct AuditBook {
+  /// Of one (layer, KV head).
+  struct Values {
+    std::uint32_t seen = 0;  ///< tokens [0, seen) were looked at
+    double largest = 0.0;    ///< norm
+  };
+  AuditReport report;
+  std::vector<Values> values;          ///< [layers, kv_heads]; empty until the first audit
+  std::vector<std::uint32_t> watched;  ///< ascending, see Runtime::watch
+};
+
 struct Sequence {
   SequenceId id;
   PolicySpec spec;
   std::vector<LayerState> layers;
   Stats stats;
+  AuditBook audit;
 };
 
 /// Prompt queries that the policy wants to see.

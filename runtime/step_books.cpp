@@ -1,7 +1,4 @@
-// What a step reports: counters, and the audit against exact attention.
-#include <cmath>
-
-#include "runtime/host_kv.hpp"
+// What a step reports.
 #include "runtime/pipeline.hpp"
 
 namespace sluice::runtime {
@@ -59,46 +56,11 @@ void Pipeline::book_head(const HeadWork& work) {
 }
 
 void Pipeline::audit() {
-  const std::uint32_t every = parts_.options.audit_every;
-  if (every == 0) return;
-  const std::uint32_t group = shape_.group();
-  const std::size_t out_size = std::size_t{group} * shape_.head_dim;
-  std::vector<AttendTask> tasks;
-  std::vector<const HeadWork*> audited;
-  std::vector<std::vector<PageRun>> runs;
+  std::vector<const HeadWork*> due;
   for (const HeadWork& work : heads_) {
-    // `steps` was raised by the last layer already; all layers of a step must agree on whether it is audited.
-    const std::uint64_t step = work.sequence->stats.steps - (layer_ + 1 == shape_.layers ? 1 : 0);
-    if (step % every == 0) audited.push_back(&work);
+    if (work.audited) due.push_back(&work);
   }
-  std::vector<float> out(audited.size() * out_size);
-  std::vector<float> lse(audited.size() * group);
-  runs.resize(audited.size());
-  for (std::size_t i = 0; i < audited.size(); ++i) {
-    const HeadWork& work = *audited[i];
-    for (std::uint32_t page = 0; page < work.pages().pages(); ++page) {
-      const std::uint32_t rows = std::min(layout_.page_tokens, work.tokens - page * layout_.page_tokens);
-      runs[i].push_back({.page = page, .begin = 0, .end = static_cast<std::uint16_t>(rows)});
-    }
-    tasks.push_back({.q = buffers_.q(work.row, work.kv_head * group),
-                     .kv = far_view(parts_.pool, work.pages()),
-                     .runs = runs[i],
-                     .tokens = {},
-                     .members = {},
-                     .scores = {},
-                     .out = {.out = out.data() + i * out_size, .lse = lse.data() + i * group}});
-  }
-  parts_.host.attend(tasks, shape_, nullptr);
-  for (std::size_t i = 0; i < audited.size(); ++i) {
-    const HeadWork& work = *audited[i];
-    for (std::uint32_t h = 0; h < group; ++h) {
-      const std::uint32_t head = work.kv_head * group + h;
-      // A bypassed head attended its near tokens only; the rest of its merged lse is an estimate.
-      const bool bypassed = (work.bypass.heads >> h & 1u) != 0;
-      const float kept = bypassed ? *buffers_.near(work.row, head).lse : *buffers_.merged_lse(work.row, head);
-      work.sequence->stats.coverage.add(std::exp(static_cast<double>(kept) - lse[i * group + h]));
-    }
-  }
+  auditor_.run(layer_, due, buffers_);
 }
 
 }  // namespace sluice::runtime

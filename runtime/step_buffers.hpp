@@ -22,6 +22,7 @@ struct HeadWork {
   std::uint32_t kv_head = 0;
   std::uint32_t tokens = 0;   ///< visible, the new one included
   std::uint32_t ranked = 0;   ///< pages ranked per query head; 0: none
+  bool audited = false;       ///< the step's output is held against exact attention
 
   scheduler::NearSet near;
   std::vector<PageRun> window;           ///< sinks and recent tokens, if no whole pages are attended near
@@ -66,7 +67,8 @@ class StepBuffers {
   [[nodiscard]] Partial near(std::uint32_t row, std::uint32_t head) const noexcept { return partial(near_, row, head); }
   [[nodiscard]] Partial far(std::uint32_t row, std::uint32_t head) const noexcept { return partial(far_, row, head); }
   [[nodiscard]] Partial fetched(std::uint32_t batch, std::uint32_t row, std::uint32_t head) const noexcept;
-  /// lse of the merged output.
+  /// The merged output in float32 and its lse, for audits.
+  [[nodiscard]] float* merged_out(std::uint32_t row, std::uint32_t head) const noexcept { return at(merged_out_, row, head); }
   [[nodiscard]] float* merged_lse(std::uint32_t row, std::uint32_t head) const noexcept;
   /// Page scores, device memory [max_pages].
   [[nodiscard]] float* page_scores(std::uint32_t row, std::uint32_t head) const noexcept;
@@ -83,6 +85,7 @@ class StepBuffers {
   std::vector<ScorePagesTask> score_tasks;
   std::vector<TopKTask> top_k_tasks;
   std::vector<MergeTask> merge_tasks;
+  std::vector<MergeTask> audit_tasks;
   std::vector<FetchBatch> fetch_batches;
   std::vector<std::unique_ptr<Event>> copied;    ///< [fetch batches]
   std::vector<std::unique_ptr<Event>> attended;  ///< [fetch batches]
@@ -105,7 +108,7 @@ class StepBuffers {
   Memory device_query_;
   Memory near_, far_;                 // out [rows, head_dim], then lse [rows]
   std::vector<Memory> fetched_;       // [fetch batches] likewise, device
-  Memory merged_lse_;                 // pinned
+  Memory merged_out_, merged_lse_;    // pinned; null unless audited
   Memory page_scores_, ranked_;
 };
 

@@ -47,9 +47,7 @@ void Pipeline::append() {
                                {args_->q, buffers_.q(0, 0)},
                                {args_->k, buffers_.k(0, 0)},
                                {args_->v, buffers_.v(0, 0)}};
-  Backend& device = parts_.device.backend();
-  device.to_f32(widened, &executor_.device_stream());
-  device.append(tasks, layout_, &executor_.device_stream());
+  parts_.device.backend().append_and_widen(tasks, layout_, widened, &executor_.device_stream());
 }
 
 void Pipeline::rank_pages() {
@@ -197,9 +195,23 @@ void Pipeline::merge() {
     if (selects_) work.parts.push_back(buffers_.far(work.row, head));
     tasks.push_back({.parts = work.parts,
                      .out = args_->out.row(work.row, head),
-                     .lse = parts_.options.audit_every == 0 ? nullptr : buffers_.merged_lse(work.row, head)});
+                     .lse = nullptr});
   }
   parts_.device.backend().merge(tasks, shape_, args_->out.dtype, &executor_.device_stream());
+  if (audited_) merge_for_audit();
+}
+
+/// Once more, to where the CPU can read it.
+void Pipeline::merge_for_audit() {
+  auto& tasks = buffers_.audit_tasks;
+  tasks.clear();
+  for (HeadWork& work : heads_) {
+    const std::uint32_t head = work.kv_head * shape_.group();
+    tasks.push_back({.parts = work.parts,
+                     .out = reinterpret_cast<std::byte*>(buffers_.merged_out(work.row, head)),
+                     .lse = buffers_.merged_lse(work.row, head)});
+  }
+  parts_.device.backend().merge(tasks, shape_, DType::f32, &executor_.device_stream());
 }
 
 }  // namespace sluice::runtime

@@ -48,6 +48,8 @@ class KvReader {
   virtual ~KvReader() = default;
   /// out[i, h] = q[h].k[tokens[i]] / sqrt(d) for `q` [group, head_dim]; `tokens` ascending.
   virtual void score(const float* q, std::span<const std::uint32_t> tokens, float* out) = 0;
+  /// The same, estimated from 4-bit copies of the keys where there are any: all but the newest page has one.
+  virtual void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) { score(q, tokens, out); }
   /// Row of K or V as float32 [head_dim].
   virtual void key(std::uint32_t token, float* out) = 0;
   virtual void value(std::uint32_t token, float* out) = 0;
@@ -79,6 +81,11 @@ struct HeadContext {
   /// Pages that rank highest by digest for each query head, ascending; [group, ranked_pages]. Empty unless
   /// the policy's sources have `pages`. Only full pages are ranked.
   std::span<const std::uint32_t> ranked_pages = {};
+  /// Digest scores of all full pages, raw; [group, pages]. Empty unless the budget is `progressive`.
+  std::span<const float> page_scores = {};
+  /// What a device kept of them by estimate and top-p, or empty; [group, words]. Bit i % 32 of word i / 32: the i-th token
+  /// of the head's ranked pages laid end to end, or token i if the source is `exact`. Nothing of the newest page.
+  std::span<const std::uint32_t> kept = {};
   const NearSet* near = nullptr;
   KvReader* kv = nullptr;
   /// If the budget cuts nothing, leave the scores that only history wants to `observe`: the selection is ready before a
@@ -91,7 +98,9 @@ struct SelectCounters {
   std::uint64_t candidates = 0;         ///< after the union over the group
   std::uint64_t expanded_per_head = 0;  ///< before it, summed over query heads
   std::uint64_t scored = 0;             ///< K rows read
+  std::uint64_t estimated = 0;          ///< 4-bit copies of K rows read
   std::uint64_t near_hits = 0;          ///< candidates that were near
+  std::uint64_t iterations = 0;         ///< microbatches of pages that a progressive budget took
 };
 
 /// A page worth having near, with how much history speaks for it (summed table scores; only the order matters).
@@ -136,6 +145,7 @@ class LayerPolicy {
 /// Tokens that each query head may keep of n visible ones: max(min_tokens, share * n), at most n.
 [[nodiscard]] std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexcept;
 /// Pages that each query head may rank of `pages` full ones.
-[[nodiscard]] std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages) noexcept;
+[[nodiscard]] std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages,
+                                         std::uint32_t page_tokens) noexcept;
 
 }  // namespace sluice::scheduler

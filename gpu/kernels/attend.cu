@@ -30,9 +30,9 @@ void load_attend_kernels() {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const std::uint32_t head_dim : {64u, 128u}) {
       for (const std::uint32_t tiles : {1u, 2u}) {
-        for (const bool scored : {false, true}) {
-          with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scored = scored}, load);
-        }
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scored = true}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .massed = true}, load);
       }
     }
   }

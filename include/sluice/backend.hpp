@@ -5,8 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "sluice/int4.hpp"
 #include "sluice/page.hpp"
 #include "sluice/partial.hpp"
+#include "sluice/progress.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/tensor.hpp"
 
@@ -31,6 +33,9 @@ struct AttendTask {
   /// [tokens, group] or null: receives the scores of `tokens`, where K is read anyway. Host backend only; a device's
   /// leaves it alone.
   float* seen = nullptr;
+  /// [runs, group] or null: receives the natural log of the sum of exponentials of every run's scaled scores, -inf for
+  /// a run without tokens. Not together with `scores`.
+  float* masses = nullptr;
   Partial out;                             ///< [group, head_dim], [group]
 };
 
@@ -64,6 +69,35 @@ struct TopKTask {
   std::span<const float> values;
   std::uint32_t k = 0;             ///< clamped to the row's length
   std::uint32_t* out = nullptr;    ///< [min(k, values)], ascending by index
+};
+
+/// 4-bit copy of the first `rows` K rows of a page, see Int4Layout; the rest of `out` stays as it is.
+struct QuantizeTask {
+  const std::byte* page = nullptr;
+  std::uint32_t rows = 0;
+  std::byte* out = nullptr;
+};
+
+/// One (sequence, KV head) of a `score_int4`: q.k / sqrt(head_dim) as estimated from the 4-bit copies. Without `lists`
+/// out[h, i] is token i's. With them head h has pages of its own: out[h, p * page_tokens + r] is that of row r of
+/// logical page lists[h, p], -infinity if that token is not below `tokens`.
+struct ScoreInt4Task {
+  const float* q = nullptr;               ///< [group, head_dim]
+  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
+  std::uint32_t tokens = 0;               ///< visible
+  const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run
+  std::uint32_t listed = 0;               ///< pages per query head
+  float* out = nullptr;                   ///< [group, tokens] or [group, listed * page_tokens]
+};
+
+/// The fewest of one row of logits whose softmax weights sum to `p`, and all that equal the smallest of them.
+/// NaN and -infinity have no weight and are never kept; with p >= 1 all others are.
+struct TopPTask {
+  std::span<const float> values;
+  float p = 1.f;                   ///< > 0
+  std::uint32_t* mask = nullptr;   ///< [ceil(values / 32)] bit i % 32 of word i / 32: value i is kept
+  std::uint32_t* count = nullptr;  ///< how many are kept; may be null
 };
 
 /// Writes `count` tokens of one KV head into consecutive rows of one page, converting to the page's dtype.
@@ -103,6 +137,23 @@ struct PrefillShape {
   std::uint64_t q_head_stride = 0;
   std::uint64_t out_token_stride = 0;
   std::uint64_t out_head_stride = 0;
+};
+
+/// The verdict on one microbatch of one KV head: adds its masses to the states of the group's query heads and, if the
+/// least of their shares is enough, raises the flag. States and masses are memory that the backend's kernels read.
+struct ProgressTask {
+  ProgressState* states = nullptr;  ///< [group]
+  const float* masses = nullptr;    ///< [pages, group], as `attend` writes them
+  const float* extra = nullptr;     ///< [group] or null: lse of what was attended besides pages and is not counted yet
+  const float* bounds = nullptr;    ///< [group] or null: log of a bound of what is left; what `certified` needs
+  std::uint32_t pages = 0;
+  std::uint32_t full = 0;  ///< the first `full` pages were attended with all their tokens
+  std::uint32_t left = 0;  ///< pages that come after these
+  float mass = 0.95f;      ///< the share that is enough, see `passes`
+  ProgressRule rule = ProgressRule::least;
+  bool first = false;             ///< of its attention: the states are written without being read
+  std::uint64_t* flag = nullptr;  ///< pinned: receives `tag`, visible to the host as soon as it is written
+  std::uint64_t tag = 0;
 };
 
 /// Copies rows [tokens, heads, head_dim] of a tensor to dense float32; `out` may be pinned host memory.
@@ -150,8 +201,13 @@ class Backend {
                            Stream* stream) = 0;
   virtual void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void top_k(std::span<const TopKTask> tasks, Stream* stream) = 0;
+  virtual void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) = 0;
+  virtual void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                          Stream* stream) = 0;
+  virtual void top_p(std::span<const TopPTask> tasks, Stream* stream) = 0;
   virtual void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) = 0;
+  virtual void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                        Stream* stream) = 0;
   /// @throws Error{Errc::invalid_argument} for more clusters than keys, none, or no iteration; nothing was written.
@@ -164,6 +220,13 @@ class Backend {
   void to_f32(const TensorView& in, float* out, Stream* stream) {
     const ToF32Task task{.in = in, .out = out};
     to_f32(std::span(&task, 1), stream);
+  }
+  /// `append` and `to_f32` side by side, in one launch where the backend can: how a step's new tokens come in. Neither
+  /// reads what the other writes. `widened` is copied.
+  virtual void append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout,
+                                std::span<const ToF32Task> widened, Stream* stream) {
+    append(tasks, layout, stream);
+    to_f32(widened, stream);
   }
 };
 

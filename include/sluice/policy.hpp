@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sluice/backend.hpp"
+#include "sluice/progress.hpp"
 
 namespace sluice {
 
@@ -57,8 +58,10 @@ struct HistoryOptions {
 /// Page ranking by digest, per query head, every step. Full pages are ranked; the open page is always a candidate.
 struct PageSourceOptions {
   DigestKind digest = DigestKind::cuboid_mean;
-  std::uint32_t min_pages = 8;  ///< pages per query head are max(min_pages, share of the sequence's pages). [1, 65536]
-  float share = 0.03f;          ///< [0, 1]
+  /// Pages per query head are the largest of min_pages, min_tokens in pages, and a share of the sequence's pages.
+  std::uint32_t min_pages = 8;   ///< [1, 65536]
+  std::uint32_t min_tokens = 0;  ///< [0, 2^31)
+  float share = 0.03f;           ///< [0, 1]
   friend bool operator==(const PageSourceOptions&, const PageSourceOptions&) = default;
 };
 
@@ -84,15 +87,6 @@ struct LshOptions {
   std::uint32_t recent_prompt = 64;   ///< last prompt tokens, attended exactly like all generated ones. [0, 4096]
   std::uint64_t seed = 1;             ///< of the projections, the same for all layers
   friend bool operator==(const LshOptions&, const LshOptions&) = default;
-};
-
-/// What `progressive` takes for the mass of a page that it has not seen yet. The paper's minimum is safe only if pages
-/// come in their true order, which no digest guarantees.
-enum class ProgressRule : std::uint8_t {
-  least,      ///< the least that any page had so far (the paper's)
-  mean,       ///< the mean of the last microbatch
-  median,     ///< the median of the last microbatch
-  certified,  ///< the least, and no more than a bound of what is left may pass 1 - mass: page_tokens * exp(box bound)
 };
 
 /// How many candidates each query head keeps.
@@ -145,14 +139,30 @@ struct PolicySpec {
   friend bool operator==(const PolicySpec&, const PolicySpec&) = default;
 };
 
-/// Reads `NAME` or `NAME:key=value,key=value`, as in `lfps:alpha=0.3,budget=2%`. Shares accept 2% or 0.02.
-/// @throws Error{Errc::invalid_argument} that points at the offending word and lists what exists.
+/// Reads a policy:
+///
+///   policy  = (preset [":" options] | source {"+" source}) {"|" stage}
+///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "none") [":" options]
+///   stage   = "int4" | "top_k=" COUNT | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
+///           | "bypass=" ("off" | ["sink:"] SHARE) | "near=" SHARE ["," options] | "dense=" LAYERS ["," options]
+///           | "page=" TOKENS
+///   options = key "=" value {"," key "=" value}
+///
+/// as in `sluice`, `lfps:alpha=0.3,budget=2%`, `history+pages | top_p=0.95`, `pages:quest,budget=8192 | int4 | top_p=0.9`
+/// and `twilight | near=10%`. A SHARE is 2% or 0.02; a COUNT is a number, a share, `all` or `max(64, 2%)`. Blanks between
+/// words mean nothing. What is not said has the defaults above.
+/// @throws Error{Errc::invalid_argument} that points at the offending word and lists what exists, or that says why the
+///     stages do not go together.
 [[nodiscard]] PolicySpec parse_policy(std::string_view text);
 
-/// @throws Error{Errc::invalid_argument} naming the first field that breaks its range.
+/// Why the stages of a policy do not go together, each reason with what would; empty if they do.
+[[nodiscard]] std::vector<std::string> unsupported_reasons(const PolicySpec& spec);
+
+/// @throws Error{Errc::invalid_argument} naming the first field that breaks its range, or the first unsupported reason.
 void validate(const PolicySpec& spec);
 
-/// The composition in words, for tables: `history(alpha=0.2)+pages(cuboid_mean) | top_k=max(64, 2%) | near=10%`.
+/// The composition, as parse_policy reads it: `history:share_group=on+pages | top_k=max(64, 2%) | near=10%`. Parsed, it
+/// gives the same policy under another name.
 [[nodiscard]] std::string to_string(const PolicySpec& spec);
 
 struct PolicyPreset {

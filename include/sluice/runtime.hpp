@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 
+#include "sluice/audit.hpp"
 #include "sluice/device.hpp"
 #include "sluice/options.hpp"
 #include "sluice/policy.hpp"
@@ -71,6 +72,9 @@ struct RuntimeInfo {
 /// `step` or `prefill` the layer may be called again with the same arguments, or the sequence ended.
 /// Exception: Error{Errc::timeout} means that work is still in flight. Then the runtime only refuses calls, and
 /// the tensors of the call must stay until it is destroyed.
+/// The same error says that a worker thread did not return from its work in time and names it. Destroying the runtime
+/// then leaves the thread behind; should it ever go on, it uses memory of the runtime that is gone by then, so that a
+/// process with such a thread is best ended soon.
 class Runtime {
  public:
   /// With `device` null, the embedded host device: no GPU, near memory is ordinary memory.
@@ -106,6 +110,11 @@ class Runtime {
   [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;
   /// Counters of one live sequence.
   [[nodiscard]] Stats stats(SequenceId sequence) const;
+  /// What audits of a live sequence found, per layer and query head; see RuntimeOptions::audit_every.
+  [[nodiscard]] AuditReport audit(SequenceId sequence) const;
+  /// Tokens whose attendance audits report apart, such as those that hold the answer to a question. Positions, which
+  /// need not exist yet; replaces those of an earlier call. Costs nothing without audits.
+  void watch(SequenceId sequence, std::span<const std::uint32_t> tokens);
   /// Counters of all sequences, ended ones included.
   [[nodiscard]] Stats stats() const;
   [[nodiscard]] RuntimeInfo info() const;

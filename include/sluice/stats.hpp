@@ -13,6 +13,8 @@ class ShareHistogram {
   [[nodiscard]] std::uint64_t count() const noexcept { return count_; }
   [[nodiscard]] double mean() const noexcept { return count_ == 0 ? 0.0 : sum_ / static_cast<double>(count_); }
   [[nodiscard]] double min() const noexcept { return count_ == 0 ? 0.0 : min_; }
+  /// Share of the samples that are at least `share`, exact to 0.001; 0 if there are none.
+  [[nodiscard]] double share_above(double share) const noexcept;
   /// Value below which `fraction` of the samples lie; 0 if there are none.
   [[nodiscard]] double percentile(double fraction) const noexcept;
 
@@ -54,6 +56,8 @@ struct Stats {
   std::uint64_t cpu_busy_ns = 0;      ///< host thread in selection, far attention and observation
   std::uint64_t device_wait_ns = 0;   ///< host thread waiting for the device
   ShareHistogram coverage;            ///< per (layer, query head, audited step): exp(lse_attended - lse_all)
+  ShareHistogram overlap;             ///< likewise: share of the exact 64 best tokens that was attended
+  ShareHistogram watched;             ///< likewise, where watched tokens held 1% or more: the share of that attended
 
   void merge(const Stats& other) noexcept;
 };

@@ -1,82 +1,99 @@
-#include <cmath>
-#include <cstdio>
+// A policy in words that parse_policy reads back.
+
 #include <string>
 
-#include "sluice/error.hpp"
+#include "scheduler/policy/text.hpp"
 #include "sluice/policy.hpp"
 
 namespace sluice {
 namespace {
 
-constexpr std::uint8_t kAllSources = static_cast<std::uint8_t>(Source::all) | static_cast<std::uint8_t>(Source::exact) |
-                                     static_cast<std::uint8_t>(Source::history) |
-                                     static_cast<std::uint8_t>(Source::pages);
+using namespace scheduler;
 
-[[noreturn]] void reject(const char* field, const std::string& value, const char* range) {
-  throw Error(Errc::invalid_argument, std::string("policy: ") + field + " is " + value + "; it must be in " + range);
-}
-
-/// Shortest form that a reader would write: 0.2, 10, 1e-06.
-std::string number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.6g", value);
-  return text;
-}
-
-std::string percent(double share) { return number(share * 100.0) + "%"; }
-
-/// max(count, share of all); a share of 0 leaves the count, of 1 everything.
+/// A COUNT, as read_larger_of reads it.
 std::string larger_of(std::uint32_t count, float share) {
   if (share <= 0.f) return std::to_string(count);
   if (share >= 1.f) return "all";
   return "max(" + std::to_string(count) + ", " + percent(share) + ")";
 }
 
-void check_open(const char* field, double value, double most, const char* range) {
-  // Written so that NaN fails.
-  if (!(value > 0.0 && value <= most)) reject(field, number(value), range);
-}
+/// `name:key=value,...`, only with what differs from the defaults.
+class Options {
+ public:
+  explicit Options(std::string name) : text_(std::move(name)) {}
 
-void check_share(const char* field, double value) {
-  if (!(value >= 0.0 && value <= 1.0)) reject(field, number(value), "[0, 1]");
-}
-
-void check_count(const char* field, std::uint32_t value, std::uint32_t least, std::uint32_t most) {
-  if (value >= least && value <= most) return;
-  const std::string range = "[" + std::to_string(least) + ", " + std::to_string(most) + "]";
-  reject(field, std::to_string(value), range.c_str());
-}
-
-void check_sources(const PolicySpec& spec) {
-  if ((spec.sources & ~kAllSources) != 0) {
-    throw Error(Errc::invalid_argument, "policy: sources has bits that name no source; see sluice::Source");
+  void word(const std::string& text) {
+    text_ += (first_ ? ':' : ',') + text;
+    first_ = false;
   }
-  if (spec.uses(Source::all) && spec.sources != static_cast<std::uint8_t>(Source::all)) {
-    throw Error(Errc::invalid_argument,
-                "policy: source all already attends every token; drop it or the sources beside it");
+  template <class Value, class Show>
+  void add(const char* key, const Value& value, const Value& usual, const Show& show) {
+    if (value != usual) word(std::string(key) + '=' + show(value));
   }
-}
+  void add(const char* key, std::uint32_t value, std::uint32_t usual) {
+    add(key, value, usual, [](std::uint32_t v) { return std::to_string(v); });
+  }
+  [[nodiscard]] const std::string& text() const noexcept { return text_; }
+
+ private:
+  std::string text_;
+  bool first_ = true;
+};
+
+std::string on_off(bool on) { return on ? "on" : "off"; }
 
 std::string history_words(const HistoryOptions& history) {
-  const HistoryOptions defaults;
-  std::string text = "history(alpha=" + number(history.alpha);
-  if (history.decay != defaults.decay) text += ", decay=" + number(history.decay);
-  if (history.init_queries != defaults.init_queries) text += ", init=" + std::to_string(history.init_queries);
-  if (history.local_tokens != defaults.local_tokens) text += ", local=" + std::to_string(history.local_tokens);
-  if (history.share_in_group) text += ", shared";
-  if (!history.observe_near) text += ", far only";
-  if (history.limit != 1.f) text += ", limit=" + percent(history.limit);
-  if (history.observe_every != 1) text += ", every " + std::to_string(history.observe_every) + " steps";
-  return text + ")";
+  const HistoryOptions usual;
+  Options options("history");
+  options.add("alpha", history.alpha, usual.alpha, number);
+  options.add("decay", history.decay, usual.decay, number);
+  options.add("init", history.init_queries, usual.init_queries);
+  options.add("local", history.local_tokens, usual.local_tokens);
+  options.add("share_group", history.share_in_group, usual.share_in_group, on_off);
+  options.add("observe_near", history.observe_near, usual.observe_near, on_off);
+  options.add("observe_every", history.observe_every, usual.observe_every);
+  options.add("limit", history.limit, usual.limit, percent);
+  return options.text();
 }
 
 std::string pages_words(const PageSourceOptions& pages) {
-  const PageSourceOptions defaults;
-  std::string text = pages.digest == DigestKind::box ? "pages(box" : "pages(cuboid_mean";
-  if (pages.min_pages != defaults.min_pages || pages.share != defaults.share) {
-    text += ", " + larger_of(pages.min_pages, pages.share);
+  const PageSourceOptions usual;
+  Options options("pages");
+  if (pages.digest != usual.digest) options.word(pages.digest == DigestKind::box ? "box" : "cuboid_mean");
+  const bool by_tokens = pages.min_tokens != 0;
+  if (by_tokens) {
+    options.word("budget=" + std::to_string(pages.min_tokens));
+    if (pages.min_pages != 1) options.word("min_pages=" + std::to_string(pages.min_pages));
+  } else if (pages.min_pages != usual.min_pages || pages.share != usual.share) {
+    options.word("pages=" + larger_of(pages.min_pages, pages.share));
   }
-  return text + ")";
+  return options.text();
+}
+
+std::string clusters_words(const ClusterOptions& clusters) {
+  const ClusterOptions usual;
+  Options options("clusters");
+  options.add("size", clusters.tokens_per_cluster, usual.tokens_per_cluster);
+  options.add("iterations", clusters.iterations, usual.iterations);
+  options.add("recluster", clusters.recluster_every, usual.recluster_every);
+  options.add("least", clusters.min_tokens, usual.min_tokens);
+  options.add("candidates", clusters.candidates, usual.candidates);
+  options.add("head", clusters.head_share, usual.head_share, percent);
+  options.add("near_window", clusters.near_window, usual.near_window, percent);
+  options.add("far_window", clusters.far_window, usual.far_window, percent);
+  options.add("window", clusters.window_share, usual.window_share, percent);
+  return options.text();
+}
+
+std::string lsh_words(const LshOptions& lsh) {
+  const LshOptions usual;
+  Options options("lsh");
+  options.add("bits", lsh.bits, usual.bits);
+  options.add("tables", lsh.tables, usual.tables);
+  options.add("collisions", lsh.min_collisions, usual.min_collisions);
+  options.add("recent_prompt", lsh.recent_prompt, usual.recent_prompt);
+  options.add("seed", lsh.seed, usual.seed, [](std::uint64_t seed) { return std::to_string(seed); });
+  return options.text();
 }
 
 std::string source_words(const PolicySpec& spec) {
@@ -86,52 +103,59 @@ std::string source_words(const PolicySpec& spec) {
   if (spec.uses(Source::exact)) add("exact");
   if (spec.uses(Source::history)) add(history_words(spec.history));
   if (spec.uses(Source::pages)) add(pages_words(spec.pages));
+  if (spec.uses(Source::clusters)) add(clusters_words(spec.clusters));
+  if (spec.uses(Source::lsh)) add(lsh_words(spec.lsh));
   return text.empty() ? "none" : text;
 }
 
-/// What is always attended; sinks and window only where they differ from the defaults or are all there is.
+const char* to_word(ProgressRule rule) noexcept {
+  switch (rule) {
+    case ProgressRule::least: return "least";
+    case ProgressRule::mean: return "mean";
+    case ProgressRule::median: return "median";
+    case ProgressRule::certified: return "certified";
+  }
+  return "unknown";
+}
+
+std::string budget_words(const BudgetOptions& budget) {
+  const BudgetOptions usual;
+  switch (budget.kind) {
+    case BudgetKind::top_k: return "top_k=" + larger_of(budget.min_tokens, budget.share);
+    case BudgetKind::top_p: return "top_p=" + number(budget.mass);
+    case BudgetKind::fitted: return "fitted=" + number(budget.mass);
+    case BudgetKind::sampled: return "sampled";
+    case BudgetKind::progressive: break;
+  }
+  std::string text = "progressive=" + number(budget.mass);
+  if (budget.microbatch != usual.microbatch) text += ",microbatch=" + std::to_string(budget.microbatch);
+  if (budget.rule != usual.rule) text += std::string(",rule=") + to_word(budget.rule);
+  return text;
+}
+
+/// The share, and sinks and window where they differ from the defaults or are all there is.
 std::string near_words(const NearOptions& near) {
-  const NearOptions defaults;
-  std::string text;
-  const auto add = [&text](const std::string& words) { text += (text.empty() ? "" : "+") + words; };
+  const NearOptions usual;
   const bool name_tokens =
-      near.share == 0.f || near.sink_tokens != defaults.sink_tokens || near.recent_tokens != defaults.recent_tokens;
-  if (name_tokens && near.sink_tokens != 0) add(std::to_string(near.sink_tokens) + " sinks");
-  if (name_tokens && near.recent_tokens != 0) add(std::to_string(near.recent_tokens) + " recent");
-  if (near.share != 0.f) add(percent(near.share));
-  return text.empty() ? "nothing" : text;
+      near.share == 0.f || near.sink_tokens != usual.sink_tokens || near.recent_tokens != usual.recent_tokens;
+  std::string text = "near=" + percent(near.share);
+  if (name_tokens) {
+    text += ",sinks=" + std::to_string(near.sink_tokens) + ",recent=" + std::to_string(near.recent_tokens);
+  }
+  return text;
 }
 
 }  // namespace
 
-void validate(const PolicySpec& spec) {
-  check_sources(spec);
-  check_open("history.alpha", spec.history.alpha, 10.0, "(0, 10]");
-  if (!(spec.history.decay > 0.f && spec.history.decay < 1.f)) {
-    reject("history.decay", number(spec.history.decay), "(0, 1)");
-  }
-  check_count("history.init_queries", spec.history.init_queries, 1, 256);
-  check_count("history.local_tokens", spec.history.local_tokens, 0, 4096);
-  check_count("history.observe_every", spec.history.observe_every, 1, 64);
-  check_count("pages.min_pages", spec.pages.min_pages, 1, 65536);
-  check_share("history.limit", spec.history.limit);
-  check_share("pages.share", spec.pages.share);
-  check_count("budget.min_tokens", spec.budget.min_tokens, 1, 0x7fff'ffffu);
-  check_share("budget.share", spec.budget.share);
-  check_count("near.sink_tokens", spec.near.sink_tokens, 0, 4096);
-  check_count("near.recent_tokens", spec.near.recent_tokens, 0, 1'048'576);
-  check_share("near.share", spec.near.share);
-  check_share("bypass_threshold", spec.bypass_threshold);
-}
-
 std::string to_string(const PolicySpec& spec) {
   std::string text = source_words(spec);
-  if (spec.sources != 0 && !spec.uses(Source::all)) {
-    text += " | top_k=" + larger_of(spec.budget.min_tokens, spec.budget.share);
-  }
-  text += " | near=" + near_words(spec.near);
-  if (spec.bypass_threshold > 0.f) text += " | bypass=" + number(spec.bypass_threshold);
-  if (spec.dense_layers > 0) text += " | dense=" + std::to_string(spec.dense_layers);
+  if (spec.estimate == Estimate::int4) text += " | int4";
+  if (spec.sources != 0 && !spec.uses(Source::all)) text += " | " + budget_words(spec.budget);
+  text += " | " + near_words(spec.near);
+  if (spec.bypass_threshold > 0.f) text += " | bypass=sink:" + number(spec.bypass_threshold);
+  if (spec.dense_layers > 0 || spec.dense_every > 0) text += " | dense=" + std::to_string(spec.dense_layers);
+  if (spec.dense_every > 0) text += ",every=" + std::to_string(spec.dense_every);
+  if (spec.page_tokens > 0) text += " | page=" + std::to_string(spec.page_tokens);
   return text;
 }
 

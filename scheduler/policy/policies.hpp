@@ -12,9 +12,13 @@ namespace sluice::scheduler {
 [[nodiscard]] PolicySpec full_spec();
 [[nodiscard]] PolicySpec topk_spec();
 [[nodiscard]] PolicySpec streaming_spec();
+[[nodiscard]] PolicySpec quest_spec();
+[[nodiscard]] PolicySpec arkvale_spec();
 [[nodiscard]] PolicySpec lfps_spec();
 [[nodiscard]] PolicySpec sluice_spec();
 [[nodiscard]] PolicySpec sluice_fast_spec();
+[[nodiscard]] PolicySpec psa_spec();
+[[nodiscard]] PolicySpec twilight_spec();
 [[nodiscard]] PolicySpec tactic_spec();
 [[nodiscard]] PolicySpec magicpig_spec();
 
@@ -26,6 +30,11 @@ namespace sluice::scheduler {
 /// whose turn it is to observe.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_sparse_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                               std::uint32_t page_tokens, LayerId layer);
+
+/// Pages in the order of their digest scores until the share attended passes the budget's mass (PSA); needs
+/// HeadContext::page_scores.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_progressive_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                                                   std::uint32_t page_tokens);
 
 /// The best clusters' tokens, as many as a curve fitted to sampled scores says: budget `fitted`, sources `clusters`.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_fitted_policy(const PolicySpec& spec, const AttentionShape& shape);

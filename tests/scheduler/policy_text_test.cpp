@@ -2,6 +2,7 @@
 
 #include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "scheduler/layer_policy.hpp"
@@ -33,25 +34,87 @@ void expect(const std::string& message, std::initializer_list<const char*> parts
 }  // namespace
 
 TEST_CASE("presets are valid, parse to themselves and have distinct words", "[policy_text]") {
-  const std::vector<std::string> order = {"full", "topk", "streaming", "lfps", "sluice", "sluice-fast"};
-  REQUIRE(policy_presets().size() == order.size());
-  std::vector<std::string> words;
-  for (std::size_t i = 0; i < order.size(); ++i) {
+  const std::vector<std::pair<std::string, std::string>> expected = {
+      {"full", "all | near=10%,sinks=4,recent=0"},
+      {"topk", "exact | top_k=max(64, 2%) | near=0%,sinks=4,recent=0"},
+      {"streaming", "none | near=0%,sinks=4,recent=1020"},
+      {"quest", "pages:box,budget=1024 | top_k=all | near=0%,sinks=0,recent=0 | dense=2 | page=16"},
+      {"arkvale", "pages:budget=1280 | top_k=all | near=0%,sinks=64,recent=64 | dense=2 | page=32"},
+      {"lfps", "history | top_k=max(64, 2%) | near=0%,sinks=4,recent=0 | bypass=sink:0.85"},
+      {"sluice", "history:share_group=on+pages | top_k=max(64, 2%) | near=10%"},
+      {"sluice-fast",
+       "history:alpha=1,share_group=on,observe_every=64,limit=10%+pages:pages=8 | top_k=all | near=10%"},
+  };
+  REQUIRE(policy_presets().size() == expected.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) {
     const PolicyPreset& preset = policy_presets()[i];
-    REQUIRE(preset.spec.name == order[i]);
+    REQUIRE(preset.spec.name == expected[i].first);
     REQUIRE_FALSE(preset.summary.empty());
-    REQUIRE(parse_policy(order[i]) == preset.spec);
+    REQUIRE(parse_policy(expected[i].first) == preset.spec);
     REQUIRE_NOTHROW(validate(preset.spec));
-    words.push_back(to_string(preset.spec));
+    REQUIRE(to_string(preset.spec) == expected[i].second);
   }
-  REQUIRE(words == std::vector<std::string>{
-                       "all | near=4 sinks+10%",
-                       "exact | top_k=max(64, 2%) | near=4 sinks",
-                       "none | near=4 sinks+1020 recent",
-                       "history(alpha=0.2) | top_k=max(64, 2%) | near=4 sinks | bypass=0.85",
-                       "history(alpha=0.2, shared)+pages(cuboid_mean) | top_k=max(64, 2%) | near=10%",
-                       "history(alpha=1, shared, limit=10%, every 64 steps)+pages(cuboid_mean, 8) | top_k=all | near=10%",
-                   });
+}
+
+TEST_CASE("a composition's words parse back to it", "[policy_text]") {
+  const std::vector<std::string> texts = {
+      "full", "topk", "streaming", "quest", "arkvale", "lfps", "sluice", "sluice-fast",
+      "history+pages | top_p=0.95",
+      "pages:quest,budget=8192 | int4 | top_p=0.9",
+      "clusters | fitted=0.9",
+      "clusters:size=16,iterations=3,recluster=128,least=64,candidates=100,head=1%,near_window=20%,far_window=0.5,window=1% "
+      "| top_k=32",
+      "lsh:bits=8,tables=75,collisions=1,recent_prompt=9,seed=12345678901 | sampled | dense=0,every=16",
+      "lsh+clusters+pages:cuboid_mean,pages=max(3, 1%)+history:init=7 | int4 | top_k=max(8, 3%) | bypass=sink:0.85 | near=0%",
+      "pages:box | progressive=98%,microbatch=7,rule=certified | page=32",
+      "lfps:alpha=0.3 | bypass=off | near=20%,sinks=1,recent=2",
+      "none | near=3%"};
+  for (const std::string& text : texts) {
+    CAPTURE(text);
+    PolicySpec spec = parse_policy(text);
+    CAPTURE(to_string(spec));
+    PolicySpec again = parse_policy(to_string(spec));
+    again.name = spec.name;
+    REQUIRE(again == spec);
+  }
+}
+
+TEST_CASE("blanks mean nothing, and stages come in any order", "[policy_text]") {
+  PolicySpec tight = parse_policy("history:alpha=0.3+pages:box|int4|top_p=0.95|near=10%,sinks=2");
+  PolicySpec loose = parse_policy("  history : alpha = 0.3 + pages : box |near = 10% , sinks = 2|  top_p = 95% | int4 ");
+  tight.name = loose.name = "";
+  REQUIRE(tight == loose);
+  REQUIRE(tight.estimate == Estimate::int4);
+  REQUIRE(tight.budget.kind == BudgetKind::top_p);
+  REQUIRE(tight.budget.mass == 0.95f);
+  REQUIRE(tight.near.sink_tokens == 2);
+}
+
+TEST_CASE("stages change a preset, whose composition then bears the whole text as its name", "[policy_text]") {
+  const PolicySpec spec = parse_policy("quest:budget=256 | int4 | top_p=0.9 | dense=0");
+  REQUIRE(spec.name == "quest:budget=256 | int4 | top_p=0.9 | dense=0");
+  REQUIRE(spec.pages == PageSourceOptions{.digest = DigestKind::box, .min_pages = 1, .min_tokens = 256, .share = 0.f});
+  REQUIRE(spec.dense_layers == 0);
+  REQUIRE(spec.page_tokens == 16);
+  REQUIRE(parse_policy("lfps:alpha=0.3").name == "lfps");
+}
+
+TEST_CASE("stages that do not go together say why and what would", "[policy_text]") {
+  expect(complaint("history | fitted=0.9"), {"fitted needs", "clusters | fitted=0.9"});
+  expect(complaint("clusters+pages | fitted=0.9"), {"fitted needs"});
+  expect(complaint("history+pages | progressive=0.95"), {"progressive walks", "pages | progressive=0.95"});
+  expect(complaint("pages | progressive=0.95,rule=certified"), {"digest box", "pages:box"});
+  expect(complaint("pages | sampled"), {"sampled corrects", "lsh | sampled"});
+  expect(complaint("lsh | int4 | sampled"), {"int4 estimates"});
+  expect(complaint("pages | progressive=0.9 | bypass=0.8"), {"bypass works with"});
+  expect(complaint("all | top_p=0.9"), {"write exact instead"});
+  expect(complaint("none | int4"), {"name one"});
+  expect(complaint("full | bypass=0.9"), {"does not search"});
+  REQUIRE(unsupported_reasons(parse_policy("exact | int4 | top_p=0.9 | bypass=0.9")).empty());
+  PolicySpec spec = parse_policy("lsh | sampled");
+  spec.sources = static_cast<std::uint8_t>(Source::history);
+  spec.estimate = Estimate::int4;
+  REQUIRE(unsupported_reasons(spec).size() == 2);
 }
 
 TEST_CASE("sluice-fast is a composition of sluice's stages", "[policy_text]") {
@@ -63,7 +126,7 @@ TEST_CASE("sluice-fast is a composition of sluice's stages", "[policy_text]") {
 TEST_CASE("every key reaches its field", "[policy_text]") {
   const PolicySpec spec = parse_policy(
       "sluice:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,limit=10%,digest=box,"
-      "pages=5|4%,budget=100|3%,bypass=0.9,near=25%,sinks=8,recent=64,dense=2");
+      "pages=max(5,4%),budget=max(100,3%),bypass=0.9,near=25%,sinks=8,recent=64,dense=2,every=5");
   REQUIRE(spec.history == HistoryOptions{.alpha = 0.3f,
                                          .decay = 0.9f,
                                          .init_queries = 16,
@@ -77,9 +140,10 @@ TEST_CASE("every key reaches its field", "[policy_text]") {
   REQUIRE(spec.near == NearOptions{.sink_tokens = 8, .recent_tokens = 64, .share = 0.25f});
   REQUIRE(spec.bypass_threshold == 0.9f);
   REQUIRE(spec.dense_layers == 2);
+  REQUIRE(spec.dense_every == 5);
   REQUIRE(to_string(spec) ==
-          "history(alpha=0.3, decay=0.9, init=16, local=7, far only, limit=10%, every 4 steps)+pages(box, max(5, 4%)) | top_k=max(100, 3%) | "
-          "near=8 sinks+64 recent+25% | bypass=0.9 | dense=2");
+          "history:alpha=0.3,decay=0.9,init=16,local=7,observe_near=off,observe_every=4,limit=10%+pages:box,pages=max(5, 4%) | "
+          "top_k=max(100, 3%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | dense=2,every=5");
 }
 
 TEST_CASE("a budget is a fixed count, a share above the preset's floor, or the larger of both", "[policy_text]") {
@@ -87,44 +151,58 @@ TEST_CASE("a budget is a fixed count, a share above the preset's floor, or the l
   REQUIRE(parse_policy("topk:budget=256").budget == B{.min_tokens = 256, .share = 0.f});
   REQUIRE(parse_policy("topk:budget=5%").budget == B{.min_tokens = 64, .share = 0.05f});
   REQUIRE(parse_policy("topk:budget=0.05").budget == B{.min_tokens = 64, .share = 0.05f});
-  REQUIRE(parse_policy("topk:budget=16|0.05").budget == B{.min_tokens = 16, .share = 0.05f});
+  REQUIRE(parse_policy("topk:budget=max(16, 0.05)").budget == B{.min_tokens = 16, .share = 0.05f});
   REQUIRE(parse_policy("topk:budget=5%,min_tokens=8").budget == B{.min_tokens = 8, .share = 0.05f});
   REQUIRE(parse_policy("sluice:pages=6").pages.share == 0.f);
   REQUIRE(parse_policy("sluice:pages=6").pages.min_pages == 6);
   REQUIRE(parse_policy("sluice:pages=6%,min_pages=2").pages == PageSourceOptions{.min_pages = 2, .share = 0.06f});
 }
 
-TEST_CASE("sources compose freely, whatever the order of the keys", "[policy_text]") {
-  const PolicySpec spec = parse_policy("topk:pages=4,sources=history+pages,alpha=0.4");
-  REQUIRE(spec.uses(Source::history));
-  REQUIRE(spec.uses(Source::pages));
-  REQUIRE_FALSE(spec.uses(Source::exact));
-  REQUIRE(parse_policy("sluice:sources=none").sources == 0);
+TEST_CASE("what a method calls its budget", "[policy_text]") {
+  REQUIRE(parse_policy("quest:budget=512").pages.min_tokens == 512);
+  REQUIRE(parse_policy("quest:budget=512").budget.share == 1.f);
+  REQUIRE(parse_policy("pages:pages=7").pages == PageSourceOptions{.min_pages = 7, .share = 0.f});
+  expect(complaint("quest:budget=0"), {"\"0\" at character 14", "at least one token"});
+  expect(complaint("quest:mass=0.9"), {"\"0.9\"", "no share of the softmax mass"});
 }
 
 TEST_CASE("complaints name the word, where it is, and what exists", "[policy_text]") {
-  expect(complaint("lfsp"), {"\"lfsp\"", "full, topk, streaming, lfps, sluice"});
+  expect(complaint("lfsp"), {"\"lfsp\" at character 1", "full, topk, streaming", "all, exact, history"});
   expect(complaint(""), {"full, topk"});
   expect(complaint("lfps:alhpa=0.3"), {"\"alhpa\" at character 6", "alpha, decay, init"});
   expect(complaint("lfps:alpha=0.3x"), {"\"0.3x\" at character 12 is not a number"});
   expect(complaint("lfps:alpha="), {"\"\" at character 12 is not a number"});
   expect(complaint("lfps:local=-1"), {"\"-1\" at character 12 is not a whole number"});
-  expect(complaint("lfps:budget=64|x%"), {"\"x%\" at character 16 is not a share"});
+  expect(complaint("lfps:budget=max(64, x%)"), {"\"x%\" at character 21 is not a share"});
+  expect(complaint("lfps:budget=max(64)"), {"\"max(64)\"", "max(64, 2%)"});
+  expect(complaint("lfps:budget=max(64, 2%"), {"max(64, 2%)"});
   expect(complaint("lfps:budget=2%%"), {"not a share"});
   expect(complaint("lfps:init=99999999999"), {"not a whole number"});
   expect(complaint("lfps:alpha"), {"\"alpha\" at character 6 is not key=value"});
   expect(complaint("lfps:"), {"not key=value"});
   expect(complaint("lfps:alpha=0.3,"), {"at character 16 is not key=value"});
-  expect(complaint("sluice:digest=cube"), {"\"cube\"", "box, cuboid_mean"});
+  expect(complaint("sluice:digest=cube"), {"\"cube\"", "box", "cuboid_mean"});
   expect(complaint("sluice:share_group=maybe"), {"neither on nor off"});
-  expect(complaint("topk:sources=exact+lsh"), {"\"lsh\" at character 20", "history"});
+  expect(complaint("history+lhs"), {"\"lhs\" at character 9", "clusters, lsh"});
+  expect(complaint("history+history"), {"\"history\" at character 9 is named twice"});
+  expect(complaint("history:digest=box"), {"\"digest\" at character 9 is no key of history", "alpha, decay"});
+  expect(complaint("exact:alpha=1"), {"no options"});
+  expect(complaint("pages:cube"), {"\"cube\" at character 7 is no digest"});
+  expect(complaint("pages | topp=0.9"), {"\"topp\" at character 9 is no stage", "top_k, top_p"});
+  expect(complaint("pages |"), {"is no stage"});
+  expect(complaint("pages | top_p"), {"\"top_p\" at character 9 needs a value"});
+  expect(complaint("pages | top_p=0.9,rule=mean"), {"\"rule=mean\" at character 19", "no options"});
+  expect(complaint("pages | int4=1"), {"\"1\" at character 14", "no value"});
+  expect(complaint("pages | progressive=0.9,rule=max"), {"\"max\" at character 30 is no rule", "certified"});
+  expect(complaint("pages | bypass=sing:0.8"), {"\"sing\" at character 16 is no bypass"});
 }
 
-TEST_CASE("options that the sources never read are refused", "[policy_text]") {
+TEST_CASE("options that the policy never reads are refused", "[policy_text]") {
   expect(complaint("topk:alpha=0.3"), {"\"alpha\" at character 6 means nothing here", "history"});
   expect(complaint("lfps:digest=box"), {"means nothing here", "pages"});
   expect(complaint("streaming:budget=64"), {"means nothing here"});
   expect(complaint("full:bypass=0.9"), {"means nothing here"});
+  expect(complaint("topk:rule=mean"), {"means nothing here", "progressive"});
   REQUIRE(complaint("full:near=20%,sinks=2,recent=9,dense=1").empty());
 }
 
@@ -143,7 +221,18 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("full:sinks=4097"), {"near.sink_tokens"});
   expect(complaint("full:recent=1048577"), {"near.recent_tokens"});
   expect(complaint("full:near=1.1"), {"near.share"});
-  expect(complaint("full:sources=all+pages"), {"source all already attends every token"});
+  expect(complaint("all+pages"), {"source all already attends every token"});
+  expect(complaint("pages | top_p=0"), {"budget.mass is 0", "(0, 1]"});
+  expect(complaint("pages | top_p=nan"), {"budget.mass is nan"});
+  expect(complaint("pages | top_k=0"), {"budget.min_tokens is 0"});
+  expect(complaint("pages | progressive=0.9,microbatch=0"), {"budget.microbatch is 0"});
+  expect(complaint("clusters:size=0"), {"clusters.tokens_per_cluster is 0"});
+  expect(complaint("clusters:near_window=70%"), {"clusters.near_window is 0.7", "far_window"});
+  expect(complaint("clusters:near_window=1%"), {"clusters.head_share is 0.015"});
+  expect(complaint("lsh:bits=17"), {"lsh.bits is 17", "[1, 16]"});
+  expect(complaint("lsh:tables=1"), {"lsh.min_collisions is 2"});
+  expect(complaint("sluice | page=12"), {"page_tokens is 12", "power of two"});
+  expect(complaint("sluice | dense=0,every=2000"), {"dense_every is 2000"});
 
   PolicySpec spec = parse_policy("lfps");
   spec.sources = 128;
@@ -165,7 +254,9 @@ TEST_CASE("budgets are clamped to what there is and rounded to nearest", "[polic
   REQUIRE(budget_tokens(budget, 131072) == 2621);
   REQUIRE(budget_tokens({.min_tokens = 1, .share = 1.f}, 12345) == 12345);
   REQUIRE(budget_tokens({.min_tokens = 0x7fff'ffffu, .share = 0.f}, 7) == 7);
-  REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 3) == 3);
-  REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 128) == 8);
-  REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 4096) == 123);
+  REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 3, 16) == 3);
+  REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 128, 16) == 8);
+  REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 4096, 16) == 123);
+  REQUIRE(budget_pages({.min_pages = 1, .min_tokens = 1000, .share = 0.f}, 4096, 16) == 63);
+  REQUIRE(budget_pages({.min_pages = 1, .min_tokens = 1000, .share = 0.f}, 4096, 32) == 32);
 }

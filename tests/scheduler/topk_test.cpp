@@ -11,7 +11,7 @@ using namespace sluice::scheduler::test;
 
 TEST_CASE("top-k keeps the k best of each query head, beyond the sinks", "[topk]") {
   const std::uint32_t n = GENERATE(6u, 100u, 777u, 4099u);
-  const std::string budget = GENERATE("budget=1", "budget=64", "budget=64|2%", "budget=10%", "budget=100%");
+  const std::string budget = GENERATE("budget=1", "budget=64", "budget=max(64, 2%)", "budget=10%", "budget=100%");
   CAPTURE(n, budget);
   Step step("topk:" + budget, n);
   const FakeNear near(n, 4, 0);

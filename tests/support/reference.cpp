@@ -146,6 +146,43 @@ std::vector<std::uint32_t> top_k(std::span<const float> values, std::uint32_t k)
   return order;
 }
 
+void add_mass(Progress& progress, double mass) {
+  if (std::isnan(mass)) return;
+  const double top = std::max(progress.mass, mass);
+  if (std::isinf(top)) {
+    progress.mass = top;
+  } else {
+    progress.mass = top + std::log(std::exp(progress.mass - top) + std::exp(mass - top));
+  }
+}
+
+void add_pages(Progress& progress, ProgressRule rule, std::span<const double> masses, std::size_t full) {
+  for (const double mass : masses) add_mass(progress, mass);
+  std::vector<double> known;
+  for (const double mass : masses.first(full)) {
+    if (!std::isnan(mass)) known.push_back(mass);
+  }
+  if (known.empty()) return;
+  std::sort(known.begin(), known.end());
+  if (rule == ProgressRule::median) {
+    progress.unseen = known[known.size() / 2];
+  } else if (rule == ProgressRule::mean) {
+    Progress sum;
+    for (const double mass : known) add_mass(sum, mass);
+    progress.unseen = sum.mass - std::log(static_cast<double>(known.size()));
+  } else {
+    progress.unseen = std::min(progress.unseen, known.front());
+  }
+}
+
+double progress_share(const Progress& progress, std::uint32_t left, double bound) {
+  if (left == 0) return 1.0;
+  const double rest = std::max(progress.unseen + std::log(static_cast<double>(left)), bound);
+  if (progress.mass == -kInfinity || std::isnan(bound)) return 0.0;
+  if (rest == kInfinity) return 0.0;
+  return 1.0 / (1.0 + std::exp(rest - progress.mass));
+}
+
 }  // namespace reference
 
 double max_abs_diff(std::span<const float> a, std::span<const double> b) {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -40,6 +41,15 @@ namespace reference {
 [[nodiscard]] std::vector<double> digest(const Problem& problem, std::uint32_t begin, std::uint32_t end, DigestKind kind);
 /// Indices of the k largest, ascending by index; equal values by lowest index, NaN last.
 [[nodiscard]] std::vector<std::uint32_t> top_k(std::span<const float> values, std::uint32_t k);
+
+/// What a ProgressState and its functions come to; masses are natural logs, in the order of visits.
+struct Progress {
+  double mass = -std::numeric_limits<double>::infinity();
+  double unseen = std::numeric_limits<double>::infinity();
+};
+void add_mass(Progress& progress, double mass);
+void add_pages(Progress& progress, ProgressRule rule, std::span<const double> masses, std::size_t full);
+[[nodiscard]] double progress_share(const Progress& progress, std::uint32_t left, double bound);
 
 }  // namespace reference
 

@@ -50,9 +50,20 @@ double read_scaled(std::string_view text, std::string_view& rest) {
   return value;
 }
 
+/// key=value, and not the beginning of a policy whose stages have values.
 bool is_option(std::string_view item) {
-  const std::size_t equals = item.find('=');
-  return equals != std::string_view::npos && item.find(':') > equals;
+  const std::string_view key = item.substr(0, std::min(item.find('='), item.size()));
+  return key.size() < item.size() && key.find_first_of(":|+(") == std::string_view::npos;
+}
+
+/// Length of the part of `text` before the first comma outside parentheses.
+std::size_t to_comma(std::string_view text) {
+  int depth = 0;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (text[i] == ',' && depth == 0) return i;
+    depth += text[i] == '(' ? 1 : text[i] == ')' ? -1 : 0;
+  }
+  return text.size();
 }
 
 }  // namespace
@@ -125,17 +136,19 @@ std::vector<std::string> split_list(std::string_view text) {
 std::vector<std::string> split_policies(std::string_view text) {
   std::vector<std::string> policies;
   while (!text.empty()) {
-    const std::size_t end = std::min(text.find(';'), text.size());
-    bool open = false;
-    for (std::string& item : split_list(text.substr(0, end))) {
+    std::string_view list = text.substr(0, text.find(';'));
+    text.remove_prefix(std::min(list.size() + 1, text.size()));
+    for (bool open = false; !list.empty();) {
+      const std::string_view item = list.substr(0, to_comma(list));
+      list.remove_prefix(std::min(item.size() + 1, list.size()));
+      if (item.empty()) continue;
       if (open && is_option(item)) {
-        policies.back() += ',' + item;
+        policies.back().append(",").append(item);
       } else {
-        policies.push_back(std::move(item));
+        policies.emplace_back(item);
       }
       open = true;
     }
-    text.remove_prefix(std::min(end + 1, text.size()));
   }
   return policies;
 }

@@ -1,0 +1,195 @@
+// The keys of policy options: one table, each key with the room that it belongs to.
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+
+#include "scheduler/policy/text.hpp"
+
+namespace sluice::scheduler {
+namespace {
+
+ProgressRule read_rule(const Word& word) {
+  if (word.value == "least") return ProgressRule::least;
+  if (word.value == "mean") return ProgressRule::mean;
+  if (word.value == "median") return ProgressRule::median;
+  if (word.value == "certified") return ProgressRule::certified;
+  word.fail("is no rule; there are least, mean, median, certified");
+}
+
+/// Pages by a budget of tokens, as Quest and ArkVale count.
+void read_page_tokens(const Word& word, PageSourceOptions& pages) {
+  pages.min_tokens = read_count(word);
+  if (pages.min_tokens == 0) word.fail("leaves nothing; the budget of ranked pages must be at least one token");
+  pages.min_pages = 1;
+  pages.share = 0.f;
+}
+
+void read_pages(const Word& word, PageSourceOptions& pages) {
+  pages.min_tokens = 0;
+  read_larger_of(word, pages.min_pages, pages.share);
+}
+
+[[nodiscard]] bool ranks_only(const PolicySpec& spec) noexcept {
+  return spec.sources == static_cast<std::uint8_t>(Source::pages) && spec.budget.kind == BudgetKind::top_k &&
+         spec.budget.share >= 1.f;
+}
+
+/// Behind a preset's name, `budget` is what that method calls its budget.
+void read_flat_budget(PolicySpec& spec, const Word& word) {
+  if (ranks_only(spec)) return read_page_tokens(word, spec.pages);
+  if (spec.budget.kind != BudgetKind::top_k) {
+    word.fail("means nothing here: this policy keeps a share of the softmax mass; write mass=SHARE");
+  }
+  read_larger_of(word, spec.budget.min_tokens, spec.budget.share);
+}
+
+void read_mass(PolicySpec& spec, const Word& word) {
+  const BudgetKind kind = spec.budget.kind;
+  if (kind == BudgetKind::top_k || kind == BudgetKind::sampled) {
+    word.fail("means nothing here: the policy's budget is no share of the softmax mass");
+  }
+  spec.budget.mass = read_share(word);
+}
+
+using S = PolicySpec;
+using W = Word;
+
+constexpr Key kKeys[] = {
+    {"alpha", Room::history, [](S& s, const W& w) { s.history.alpha = read_number(w); }},
+    {"decay", Room::history, [](S& s, const W& w) { s.history.decay = read_number(w); }},
+    {"init", Room::history, [](S& s, const W& w) { s.history.init_queries = read_count(w); }},
+    {"local", Room::history, [](S& s, const W& w) { s.history.local_tokens = read_count(w); }},
+    {"share_group", Room::history, [](S& s, const W& w) { s.history.share_in_group = read_switch(w); }},
+    {"observe_near", Room::history, [](S& s, const W& w) { s.history.observe_near = read_switch(w); }},
+    {"observe_every", Room::history, [](S& s, const W& w) { s.history.observe_every = read_count(w); }},
+    {"limit", Room::history, [](S& s, const W& w) { s.history.limit = read_share(w); }},
+
+    {"digest", Room::pages, [](S& s, const W& w) { read_digest(w, s.pages); }},
+    {"pages", Room::pages, [](S& s, const W& w) { read_pages(w, s.pages); }},
+    {"min_pages", Room::pages, [](S& s, const W& w) { s.pages.min_pages = read_count(w); }},
+    {"budget", Room::pages, [](S& s, const W& w) { read_page_tokens(w, s.pages); }},
+
+    {"size", Room::clusters, [](S& s, const W& w) { s.clusters.tokens_per_cluster = read_count(w); }},
+    {"iterations", Room::clusters, [](S& s, const W& w) { s.clusters.iterations = read_count(w); }},
+    {"recluster", Room::clusters, [](S& s, const W& w) { s.clusters.recluster_every = read_count(w); }},
+    {"least", Room::clusters, [](S& s, const W& w) { s.clusters.min_tokens = read_count(w); }},
+    {"candidates", Room::clusters, [](S& s, const W& w) { s.clusters.candidates = read_count(w); }},
+    {"head", Room::clusters, [](S& s, const W& w) { s.clusters.head_share = read_share(w); }},
+    {"near_window", Room::clusters, [](S& s, const W& w) { s.clusters.near_window = read_share(w); }},
+    {"far_window", Room::clusters, [](S& s, const W& w) { s.clusters.far_window = read_share(w); }},
+    {"window", Room::clusters, [](S& s, const W& w) { s.clusters.window_share = read_share(w); }},
+
+    {"bits", Room::lsh, [](S& s, const W& w) { s.lsh.bits = read_count(w); }},
+    {"tables", Room::lsh, [](S& s, const W& w) { s.lsh.tables = read_count(w); }},
+    {"collisions", Room::lsh, [](S& s, const W& w) { s.lsh.min_collisions = read_count(w); }},
+    {"recent_prompt", Room::lsh, [](S& s, const W& w) { s.lsh.recent_prompt = read_count(w); }},
+    {"seed", Room::lsh, [](S& s, const W& w) { s.lsh.seed = read_seed(w); }},
+
+    {"budget", Room::flat, read_flat_budget},
+    {"mass", Room::flat, read_mass},
+    {"bypass", Room::flat, [](S& s, const W& w) { s.bypass_threshold = read_number(w); }},
+    {"near", Room::flat, [](S& s, const W& w) { s.near.share = read_share(w); }},
+    {"dense", Room::flat, [](S& s, const W& w) { s.dense_layers = read_count(w); }},
+
+    {"min_tokens", Room::top_k, [](S& s, const W& w) { s.budget.min_tokens = read_count(w); }},
+    {"microbatch", Room::progressive, [](S& s, const W& w) { s.budget.microbatch = read_count(w); }},
+    {"rule", Room::progressive, [](S& s, const W& w) { s.budget.rule = read_rule(w); }},
+    {"sinks", Room::near, [](S& s, const W& w) { s.near.sink_tokens = read_count(w); }},
+    {"recent", Room::near, [](S& s, const W& w) { s.near.recent_tokens = read_count(w); }},
+    {"every", Room::dense, [](S& s, const W& w) { s.dense_every = read_count(w); }},
+};
+
+const char* to_words(Room room) noexcept {
+  switch (room) {
+    case Room::history: return "history";
+    case Room::pages: return "pages";
+    case Room::clusters: return "clusters";
+    case Room::lsh: return "lsh";
+    case Room::top_k: return "top_k";
+    case Room::progressive: return "progressive";
+    case Room::near: return "near";
+    case Room::dense: return "dense";
+    case Room::flat: return "policy";
+  }
+  return "unknown";
+}
+
+/// Whether the policy reads options of this room.
+bool reads(const PolicySpec& spec, const Key& key) noexcept {
+  const bool scored = spec.sources != 0 && !spec.uses(Source::all);
+  switch (key.room) {
+    case Room::history: return spec.uses(Source::history);
+    case Room::pages: return spec.uses(Source::pages);
+    case Room::clusters: return spec.uses(Source::clusters);
+    case Room::lsh: return spec.uses(Source::lsh);
+    case Room::top_k: return scored && spec.budget.kind == BudgetKind::top_k;
+    case Room::progressive: return scored && spec.budget.kind == BudgetKind::progressive;
+    case Room::near:
+    case Room::dense: return true;
+    case Room::flat: return scored || key.name == "near" || key.name == "dense";
+  }
+  return false;
+}
+
+/// The key of one room, or of any if `room` is flat; those that stand only in the flat list come first there.
+const Key* find(std::string_view name, Room room) noexcept {
+  const Key* found = nullptr;
+  for (const Key& key : kKeys) {
+    if (key.name != name) continue;
+    if (key.room == room) return &key;
+    if (room == Room::flat && found == nullptr) found = &key;
+  }
+  return found;
+}
+
+std::string names(Room room) {
+  std::string known;
+  for (const Key& key : kKeys) {
+    const bool twice = room == Room::flat && find(key.name, room) != &key;
+    if ((room != Room::flat && key.room != room) || twice) continue;
+    known += (known.empty() ? "" : ", ") + std::string(key.name);
+  }
+  return known;
+}
+
+/// Calls `use` with every key=value of the options, in order.
+template <class Use>
+void for_each_option(const Word& options, Room room, Use&& use) {
+  for (const Word& option : split(options, ',')) {
+    const Halves halves = halve(option, '=');
+    if (!halves.both) option.fail("is not key=value; the keys of " + std::string(to_words(room)) + " are " + names(room));
+    const Key* key = find(halves.first.value, room);
+    if (key == nullptr) halves.first.fail("is no key of " + std::string(to_words(room)) + "; there are " + names(room));
+    use(*key, halves.first, halves.second);
+  }
+}
+
+}  // namespace
+
+void read_digest(const Word& word, PageSourceOptions& pages) {
+  if (word.value == "box" || word.value == "quest") {
+    pages.digest = DigestKind::box;
+  } else if (word.value == "cuboid_mean" || word.value == "arkvale") {
+    pages.digest = DigestKind::cuboid_mean;
+  } else {
+    word.fail("is no digest; there are box (also called quest) and cuboid_mean (arkvale)");
+  }
+}
+
+void apply_options(const Word& options, Room room, PolicySpec& spec) {
+  for_each_option(options, room, [&](const Key& key, const Word&, const Word& value) { key.apply(spec, value); });
+}
+
+void apply_flat_options(const Word& options, PolicySpec& spec) {
+  for_each_option(options, Room::flat, [&](const Key& key, const Word& name, const Word& value) {
+    if (!reads(spec, key)) {
+      const bool any = key.room == Room::flat;
+      name.fail(std::string("means nothing here: it is an option of ") +
+                (any ? "policies that select" : to_words(key.room)) + ", and this policy is " + to_string(spec));
+    }
+    key.apply(spec, value);
+  });
+}
+
+}  // namespace sluice::scheduler

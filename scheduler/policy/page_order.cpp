@@ -1,0 +1,90 @@
+#include "scheduler/policy/page_order.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "scheduler/policy/scored_set.hpp"
+
+namespace sluice::scheduler {
+namespace {
+
+constexpr std::uint32_t kPageBits = 32;
+
+constexpr std::uint32_t page_of(std::uint64_t key) noexcept { return static_cast<std::uint32_t>(key); }
+
+}  // namespace
+
+PageRun far_part(const NearSet& near, std::uint32_t page, std::uint32_t tokens) noexcept {
+  PageRun run{.page = page};
+  if (near.holds(page)) return run;
+  const std::uint32_t first = page * near.page_tokens;
+  const std::uint32_t from = std::max(first, near.sink_end);
+  const std::uint32_t to = std::min({first + near.page_tokens, near.recent_begin, tokens});
+  if (from >= to) return run;
+  run.begin = static_cast<std::uint16_t>(from - first);
+  run.end = static_cast<std::uint16_t>(to - first);
+  return run;
+}
+
+void PageOrder::rank(std::span<const float> scores, std::uint32_t group, const NearSet& near, std::uint32_t tokens) {
+  scores_ = scores;
+  pages_ = scores.size() / group;
+  group_ = group;
+  sorted_ = false;
+  near_ = near;
+  tokens_ = tokens;
+  heap_.clear();
+  for (std::uint32_t page = 0; page < pages_; ++page) {
+    if (far_part(near, page, tokens).tokens() == 0) continue;
+    float sum = 0.f;  // Orders like the mean.
+    for (std::uint32_t h = 0; h < group; ++h) sum += scores[h * pages_ + page];
+    heap_.push_back(std::uint64_t{order_key(sum)} << kPageBits | page);
+  }
+  std::make_heap(heap_.begin(), heap_.end());
+}
+
+std::uint32_t PageOrder::take(std::uint32_t count, std::vector<PageRun>& runs) {
+  const auto begin = static_cast<std::ptrdiff_t>(runs.size());
+  for (; count != 0 && !heap_.empty(); --count) {
+    if (!sorted_) std::pop_heap(heap_.begin(), heap_.end());
+    runs.push_back(far_part(near_, page_of(heap_.back()), tokens_));
+    heap_.pop_back();
+  }
+  const auto whole = [&](const PageRun& run) { return run.tokens() == near_.page_tokens; };
+  std::sort(runs.begin() + begin, runs.end(), [&](const PageRun& a, const PageRun& b) {
+    return whole(a) != whole(b) ? whole(a) : a.page < b.page;
+  });
+  return static_cast<std::uint32_t>(std::count_if(runs.begin() + begin, runs.end(), whole));
+}
+
+std::span<const float> PageOrder::bounds(std::uint32_t head_dim) {
+  if (!sorted_) {
+    std::sort(heap_.begin(), heap_.end());
+    sorted_ = true;
+    bounds_.resize((heap_.size() + 1) * group_);
+    for (std::uint32_t h = 0; h < group_; ++h) bound_head(h, 1.0 / std::sqrt(static_cast<double>(head_dim)));
+  }
+  return std::span<const float>(bounds_).subspan(heap_.size() * group_, group_);
+}
+
+void PageOrder::bound_head(std::uint32_t head, double scale) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const float* const scores = scores_.data() + head * pages_;
+  double top = -kInfinity;
+  double sum = 0.0;  // relative to `top`
+  bool infinite = false;
+  bounds_[head] = -kInfinity;
+  for (std::size_t i = 0; i < heap_.size(); ++i) {
+    const double score = scores[page_of(heap_[i])] * scale;
+    infinite = infinite || std::isnan(score) || score == kInfinity;
+    if (std::isfinite(score)) {
+      sum = score > top ? sum * std::exp(top - score) + 1.0 : sum + std::exp(score - top);
+      top = std::max(top, score);
+    }
+    const double log = sum > 0.0 ? top + std::log(sum * near_.page_tokens) : -kInfinity;
+    bounds_[(i + 1) * group_ + head] = infinite ? kInfinity : static_cast<float>(log);
+  }
+}
+
+}  // namespace sluice::scheduler

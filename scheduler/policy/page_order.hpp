@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "scheduler/layer_policy.hpp"
+
+namespace sluice::scheduler {
+
+/// The part of a page that is not attended near: one interval, for sinks cut its front and the recent window its end.
+/// Empty if all of it is near.
+[[nodiscard]] PageRun far_part(const NearSet& near, std::uint32_t page, std::uint32_t tokens) noexcept;
+
+/// The pages of one KV head in the order in which progressive attention visits them: by the mean of their scores over
+/// the group's query heads, ties by larger index; NaN last. Sorted as far as it is read, because as a rule few pages
+/// are. Pages that are all near are left out. Reused from step to step.
+class PageOrder {
+ public:
+  /// `scores` [group, pages].
+  void rank(std::span<const float> scores, std::uint32_t group, const NearSet& near, std::uint32_t tokens);
+  /// Pages that were not taken yet.
+  [[nodiscard]] std::uint32_t left() const noexcept { return static_cast<std::uint32_t>(heap_.size()); }
+  /// Appends what is far of the next `count` pages: first the whole ones, then the others, ascending each. Returns how
+  /// many are whole.
+  std::uint32_t take(std::uint32_t count, std::vector<PageRun>& runs);
+  /// [group] log of a bound of what the pages left weigh together: page_tokens * exp(score / sqrt(head_dim)) each, for
+  /// scores that bound those of their tokens. Infinite if a score is no number. The first call of a ranking sorts it.
+  [[nodiscard]] std::span<const float> bounds(std::uint32_t head_dim);
+
+ private:
+  void bound_head(std::uint32_t head, double scale);
+
+  std::span<const float> scores_;
+  std::size_t pages_ = 0;  ///< in `scores_`
+  std::uint32_t group_ = 0;
+  NearSet near_;
+  std::uint32_t tokens_ = 0;
+  std::vector<std::uint64_t> heap_;  ///< order of the mean score, then the page
+  bool sorted_ = false;              ///< `heap_` is ascending rather than a heap, and `bounds_` is there
+  std::vector<float> bounds_;        ///< [left + 1, group] by how many pages are left
+};
+
+}  // namespace sluice::scheduler

@@ -1,0 +1,152 @@
+// What a policy may say, and which stages go together.
+
+#include <string>
+#include <vector>
+
+#include "scheduler/policy/text.hpp"
+#include "sluice/error.hpp"
+#include "sluice/policy.hpp"
+
+namespace sluice {
+namespace {
+
+using namespace scheduler;
+
+constexpr std::uint8_t kAllSources =
+    static_cast<std::uint8_t>(Source::all) | static_cast<std::uint8_t>(Source::exact) |
+    static_cast<std::uint8_t>(Source::history) | static_cast<std::uint8_t>(Source::pages) |
+    static_cast<std::uint8_t>(Source::clusters) | static_cast<std::uint8_t>(Source::lsh);
+
+[[noreturn]] void reject(const char* field, const std::string& value, const std::string& range) {
+  throw Error(Errc::invalid_argument, std::string("policy: ") + field + " is " + value + "; it must be in " + range);
+}
+
+// Comparisons are written so that NaN fails.
+
+void check_open(const char* field, double value, double most, const char* range) {
+  if (!(value > 0.0 && value <= most)) reject(field, number(value), range);
+}
+
+void check_share(const char* field, double value) {
+  if (!(value >= 0.0 && value <= 1.0)) reject(field, number(value), "[0, 1]");
+}
+
+void check_count(const char* field, std::uint32_t value, std::uint32_t least, std::uint32_t most) {
+  if (value >= least && value <= most) return;
+  reject(field, std::to_string(value), "[" + std::to_string(least) + ", " + std::to_string(most) + "]");
+}
+
+constexpr std::uint32_t kMost = 0x7fff'ffffu;
+
+void check_history(const HistoryOptions& history) {
+  check_open("history.alpha", history.alpha, 10.0, "(0, 10]");
+  if (!(history.decay > 0.f && history.decay < 1.f)) reject("history.decay", number(history.decay), "(0, 1)");
+  check_count("history.init_queries", history.init_queries, 1, 256);
+  check_count("history.local_tokens", history.local_tokens, 0, 4096);
+  check_count("history.observe_every", history.observe_every, 1, 64);
+  check_share("history.limit", history.limit);
+}
+
+void check_pages(const PageSourceOptions& pages) {
+  check_count("pages.min_pages", pages.min_pages, 1, 65536);
+  check_count("pages.min_tokens", pages.min_tokens, 0, kMost);
+  check_share("pages.share", pages.share);
+}
+
+void check_clusters(const ClusterOptions& clusters) {
+  check_count("clusters.tokens_per_cluster", clusters.tokens_per_cluster, 1, 1024);
+  check_count("clusters.iterations", clusters.iterations, 1, 100);
+  check_count("clusters.recluster_every", clusters.recluster_every, 64, 1u << 20);
+  check_count("clusters.min_tokens", clusters.min_tokens, 0, 1u << 20);
+  check_count("clusters.candidates", clusters.candidates, 1, kMost);
+  check_open("clusters.head_share", clusters.head_share, 0.1, "(0, 0.1]");
+  check_open("clusters.window_share", clusters.window_share, 0.1, "(0, 0.1]");
+  if (!(clusters.near_window > 0.f && clusters.near_window < clusters.far_window && clusters.far_window < 1.f)) {
+    reject("clusters.near_window", number(clusters.near_window),
+           "(0, far_window), and far_window, which is " + number(clusters.far_window) + ", in (near_window, 1)");
+  }
+  if (!(clusters.head_share < clusters.near_window - clusters.window_share / 2)) {
+    reject("clusters.head_share", number(clusters.head_share),
+           "(0, near_window - window_share / 2): the tokens that are scored one by one end before the first window");
+  }
+}
+
+void check_lsh(const LshOptions& lsh) {
+  check_count("lsh.bits", lsh.bits, 1, 16);
+  check_count("lsh.tables", lsh.tables, 1, 512);
+  check_count("lsh.min_collisions", lsh.min_collisions, 1, 2);
+  check_count("lsh.recent_prompt", lsh.recent_prompt, 0, 4096);
+  if (lsh.min_collisions > lsh.tables) {
+    reject("lsh.min_collisions", std::to_string(lsh.min_collisions), "[1, tables]; there is only one table");
+  }
+}
+
+void check_budget(const BudgetOptions& budget) {
+  check_count("budget.min_tokens", budget.min_tokens, 1, kMost);
+  check_share("budget.share", budget.share);
+  check_open("budget.mass", budget.mass, 1.0, "(0, 1]");
+  check_count("budget.microbatch", budget.microbatch, 1, 1024);
+}
+
+constexpr bool power_of_two(std::uint32_t value) { return (value & (value - 1)) == 0; }
+
+}  // namespace
+
+std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
+  std::vector<std::string> reasons;
+  const auto refuse_if = [&reasons](bool refused, const char* why) {
+    if (refused) reasons.emplace_back(why);
+  };
+  const auto only = [&spec](Source source) { return spec.sources == static_cast<std::uint8_t>(source); };
+  const bool all = spec.uses(Source::all);
+  const bool scored = spec.sources != 0 && !all;
+  const bool exact = spec.estimate == Estimate::exact;
+  const BudgetKind kind = spec.budget.kind;
+
+  refuse_if(all && !only(Source::all), "source all already attends every token; drop it or the sources beside it");
+  refuse_if(!scored && (!exact || kind != BudgetKind::top_k),
+            all ? "source all attends every token without looking at it; to estimate or cut, write exact instead"
+                : "without a source there is nothing to estimate or cut; name one, such as pages");
+  refuse_if(!scored && spec.bypass_threshold > 0.f,
+            "a bypass spares the search for tokens, and this policy does not search; drop it, or name a source");
+  refuse_if(scored && kind == BudgetKind::fitted && !only(Source::clusters),
+            "fitted needs the order that clusters give, and nothing beside them; write clusters | fitted=0.9, or use top_p");
+  refuse_if(scored && kind == BudgetKind::progressive && !only(Source::pages),
+            "progressive walks down the ranking of pages and needs nothing beside them; write pages | progressive=0.95, or "
+            "use top_p");
+  refuse_if(scored && kind == BudgetKind::progressive && spec.budget.rule == ProgressRule::certified &&
+                spec.pages.digest != DigestKind::box,
+            "the rule certified needs page scores that are bounds, which only the digest box gives; write pages:box");
+  refuse_if(scored && kind == BudgetKind::sampled && !only(Source::lsh),
+            "sampled corrects for the chance of a hash collision and needs lsh alone; write lsh | sampled, or use top_k");
+  const bool own_scores =
+      kind == BudgetKind::fitted || kind == BudgetKind::progressive || kind == BudgetKind::sampled;
+  refuse_if(scored && own_scores && !exact,
+            "int4 estimates candidates before top_k or top_p cut them; fitted, progressive and sampled score as they go");
+  refuse_if(scored && own_scores && spec.bypass_threshold > 0.f,
+            "the bypass works with top_k and top_p; fitted, progressive and sampled have no place for it");
+  return reasons;
+}
+
+void validate(const PolicySpec& spec) {
+  if ((spec.sources & ~kAllSources) != 0) {
+    throw Error(Errc::invalid_argument, "policy: sources has bits that name no source; see sluice::Source");
+  }
+  check_history(spec.history);
+  check_pages(spec.pages);
+  check_clusters(spec.clusters);
+  check_lsh(spec.lsh);
+  check_budget(spec.budget);
+  check_count("near.sink_tokens", spec.near.sink_tokens, 0, 4096);
+  check_count("near.recent_tokens", spec.near.recent_tokens, 0, 1'048'576);
+  check_share("near.share", spec.near.share);
+  check_share("bypass_threshold", spec.bypass_threshold);
+  check_count("dense_every", spec.dense_every, 0, 1024);
+  if (spec.page_tokens != 0 && (spec.page_tokens < 8 || spec.page_tokens > 256 || !power_of_two(spec.page_tokens))) {
+    reject("page_tokens", std::to_string(spec.page_tokens), "0 or a power of two in [8, 256]");
+  }
+  const std::vector<std::string> reasons = unsupported_reasons(spec);
+  if (!reasons.empty()) throw Error(Errc::invalid_argument, "policy: " + reasons.front());
+}
+
+}  // namespace sluice
