@@ -25,11 +25,22 @@ Pipeline::Pipeline(const PipelineParts& parts)
                parts.options.audit_every != 0),
       index_(parts.device, parts.host, parts.pool, parts.link),
       clusters_(parts.device, parts.pool),
+      progressive_(shape_, layout_,
+                   {.device = parts.device,
+                    .stream = executor_.device_stream(),
+                    .link = parts.link,
+                    .residency = parts.residency,
+                    .buffers = buffers_,
+                    .workers = parts.workers,
+                    .staging = parts.staging,
+                    .staging_pages = parts.staging_pages,
+                    .timeout = parts.options.timeout}),
       auditor_(shape_, layout_, parts.options.audit_every, parts.workers, parts.host, parts.pool) {
   parts.link.follow(executor_.device_stream());
 }
 
-void Pipeline::reserve(std::uint32_t batch, bool ranks_pages) {
+void Pipeline::reserve(std::uint32_t batch, const PolicySpec& spec) {
+  const bool ranks_pages = spec.uses(Source::pages);
   // Every page could be ranked at a share of 1; the ranking's memory is small beside the pages'.
   buffers_.reserve(batch, ranks_pages ? buffers_.max_pages() : 0);
   if (parts_.options.placement == PlacementMode::stream || parts_.options.placement == PlacementMode::automatic) {
@@ -37,6 +48,13 @@ void Pipeline::reserve(std::uint32_t batch, bool ranks_pages) {
     buffers_.reserve_fetch(static_cast<std::uint32_t>(div_up(pages, parts_.staging_pages / 2)));
   }
   if (ranks_pages) index_.reserve();
+  if (ranks_pages && spec.budget.kind == BudgetKind::progressive) scores_for_host_ = true;
+  if (scores_for_host_) buffers_.reserve_host_scores();
+  if (scheduler::step_shape(spec, parts_.options.placement).progress) {
+    microbatch_ = std::max(microbatch_, std::min(spec.budget.microbatch, buffers_.max_pages()));
+  }
+  if (microbatch_ != 0) progressive_.reserve(batch, microbatch_);
+  page_scores_.reserve(std::size_t{batch} * shape_.kv_heads);
   heads_.reserve(std::size_t{batch} * shape_.kv_heads);
 }
 
@@ -45,6 +63,7 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   layer_ = args.layer.value;
   ++calls_;
   const Deadline deadline = deadline_after(parts_.options.timeout);
+  progressive_.settle(deadline);
   collect_layer(layer_, deadline);  // Its policy and pages are about to change.
 
   StepShape shape{.rank_pages = false, .select = false, .fetch = false, .observe = false};
@@ -118,6 +137,7 @@ void Pipeline::collect_front(Deadline deadline) {
 void Pipeline::settle(Sequence& sequence) {
   const Deadline deadline = deadline_after(parts_.options.timeout);
   while (!pending_.empty()) collect_front(deadline);
+  progressive_.settle(deadline);
   for (LayerState& layer : sequence.layers) parts_.residency.settle(sequence, layer, deadline);
 }
 
@@ -186,8 +206,16 @@ void Pipeline::plan_head(HeadWork& work) {
   work.placement.far.clear();
   work.placement.fetch.clear();
   work.ranked = 0;
+  work.scored_pages = 0;
+  work.visited_near = 0;
+  work.progressive = ranks_pages(spec) && scheduler::step_shape(spec, parts_.options.placement).progress;
   if (ranks_pages(spec)) {
-    work.ranked = scheduler::budget_pages(spec.pages, work.layer->tokens / page_tokens, page_tokens);
+    const std::uint32_t full_pages = work.layer->tokens / page_tokens;
+    if (spec.budget.kind == BudgetKind::progressive) {
+      work.scored_pages = full_pages;
+    } else {
+      work.ranked = scheduler::budget_pages(spec.pages, full_pages, page_tokens);
+    }
   }
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;

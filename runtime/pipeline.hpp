@@ -14,6 +14,7 @@
 #include "runtime/background_lane.hpp"
 #include "runtime/executor.hpp"
 #include "runtime/page_index.hpp"
+#include "runtime/progressive.hpp"
 #include "runtime/prompt_clusters.hpp"
 #include "runtime/residency.hpp"
 #include "runtime/sequence.hpp"
@@ -45,7 +46,7 @@ class Pipeline final : private NodeRunner {
   explicit Pipeline(const PipelineParts& parts);
 
   /// Grows the step's buffers; called when a sequence begins, so that steps do not allocate.
-  void reserve(std::uint32_t batch, bool ranks_pages);
+  void reserve(std::uint32_t batch, const PolicySpec& spec);
 
   /// See Runtime::step. `sequences` are checked by the caller.
   void step(const StepArgs& args, std::span<Sequence* const> sequences);
@@ -77,6 +78,8 @@ class Pipeline final : private NodeRunner {
   void plan_head(HeadWork& work);
   void list_near_runs(HeadWork& work);
   void list_near_pages(HeadWork& work);
+  /// The host's page scores of a head with a progressive budget; else empty.
+  [[nodiscard]] std::span<const float> page_scores(const HeadWork& work) const;
 
   // The graph's nodes: step_nodes.cpp and fetch_nodes.cpp
   void append();
@@ -91,6 +94,7 @@ class Pipeline final : private NodeRunner {
   void copy_batch(std::uint32_t index);
   void attend_fetched();
   void attend_far();
+  void progress();
   void merge();
   void merge_for_audit();
 
@@ -109,9 +113,13 @@ class Pipeline final : private NodeRunner {
   StepBuffers buffers_;
   std::deque<Pending> pending_;
   std::uint64_t calls_ = 0;  ///< of step
+  std::uint32_t microbatch_ = 0;  ///< largest of any sequence whose pages the device visits
+  std::vector<std::span<const float>> page_scores_;  // scratch
+  bool scores_for_host_ = false;  ///< some sequence had a progressive budget
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
   PageIndex index_;
   PromptClusters clusters_;
+  Progressive progressive_;
   Auditor auditor_;
 
   // The step that runs now.

@@ -237,7 +237,7 @@ SequenceId Runtime::begin(const PolicySpec& policy) {
                     "; raise near_bytes to " + std::to_string(forced * self.options.layout().page_bytes()) +
                     " or shrink the window");
   }
-  self.pipeline.reserve(static_cast<std::uint32_t>(self.sequences.size() + 1), policy.uses(Source::pages));
+  self.pipeline.reserve(static_cast<std::uint32_t>(self.sequences.size() + 1), policy);
 
   auto sequence = std::make_unique<runtime::Sequence>();
   sequence->id = SequenceId{++self.last_id};

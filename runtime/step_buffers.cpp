@@ -47,6 +47,11 @@ void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
   }
 }
 
+void StepBuffers::reserve_host_scores() {
+  const std::uint64_t bytes = rows() * max_pages_ * sizeof(float);
+  if (host_page_scores_ == nullptr || host_page_scores_->bytes() < bytes) host_page_scores_ = device_.allocate_pinned(bytes);
+}
+
 void StepBuffers::reserve_fetch(std::uint32_t batches) {
   for (; fetch_room_ < batches; ++fetch_room_) {
     fetched_.push_back(device_.allocate(rows() * (shape_.head_dim + 1) * sizeof(float)));
@@ -81,6 +86,10 @@ float* StepBuffers::merged_lse(std::uint32_t row, std::uint32_t head) const noex
 
 float* StepBuffers::page_scores(std::uint32_t row, std::uint32_t head) const noexcept {
   return floats(page_scores_) + (std::uint64_t{row} * shape_.q_heads + head) * max_pages_;
+}
+
+float* StepBuffers::host_page_scores(std::uint32_t row, std::uint32_t head) const noexcept {
+  return floats(host_page_scores_) + (std::uint64_t{row} * shape_.q_heads + head) * max_pages_;
 }
 
 std::uint32_t* StepBuffers::ranked(std::uint32_t row, std::uint32_t head, std::uint32_t count) const noexcept {

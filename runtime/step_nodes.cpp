@@ -21,6 +21,7 @@ void Pipeline::issue(NodeKind kind) {
     case NodeKind::fetch: return fetch();
     case NodeKind::attend_fetched: return attend_fetched();
     case NodeKind::attend_far: return attend_far();
+    case NodeKind::progress: return progress();
     case NodeKind::merge: return merge();
     case NodeKind::observe:
     case NodeKind::promote: break;  // Background nodes: post_observe and collect_front.
@@ -57,17 +58,17 @@ void Pipeline::rank_pages() {
   scores.clear();
   ranks.clear();
   for (const HeadWork& work : heads_) {
-    if (work.ranked == 0) continue;
+    if (work.ranked == 0 && work.scored_pages == 0) continue;
     const std::uint32_t pages = work.layer->tokens / layout_.page_tokens;
     const std::uint32_t head = work.kv_head * group;
     // Rows of a group lie `pages` apart here, as score_pages writes them.
-    float* out = buffers_.page_scores(work.row, head);
+    float* out = work.scored_pages == 0 ? buffers_.page_scores(work.row, head) : buffers_.host_page_scores(work.row, head);
     scores.push_back({.q = buffers_.device_q(work.row, head),
                       .digests = index_.digests(),
                       .frames = PageIndex::frames(*work.layer, work.kv_head),
                       .pages = pages,
                       .out = out});
-    for (std::uint32_t h = 0; h < group; ++h) {
+    for (std::uint32_t h = 0; h < group && work.ranked != 0; ++h) {
       ranks.push_back({.values = {out + std::uint64_t{h} * pages, pages},
                        .k = work.ranked,
                        .out = buffers_.ranked(work.row, head + h, work.ranked)});
@@ -127,12 +128,19 @@ void Pipeline::write_through() {
   parts_.host.append(tasks, layout_, nullptr);
 }
 
+std::span<const float> Pipeline::page_scores(const HeadWork& work) const {
+  if (work.scored_pages == 0) return {};
+  const std::uint32_t group = shape_.group();
+  return {buffers_.host_page_scores(work.row, work.kv_head * group), std::size_t{work.scored_pages} * group};
+}
+
 void Pipeline::select() {
   const std::uint32_t group = shape_.group();
   const std::uint32_t first = near_waits_ ? 1 : 0;
   parts_.workers.parallel_for(first + static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
     if (i < first) return queue_near();
     HeadWork& work = heads_[i - first];
+    if (work.progressive) return;  // Nothing is far but what the device will visit.
     const std::uint32_t head = work.kv_head * group;
     HostKv reader(parts_.host, shape_, parts_.pool, work.pages());
     const std::size_t ranked = std::size_t{work.ranked} * group;
@@ -142,6 +150,7 @@ void Pipeline::select() {
         .q = buffers_.q(work.row, head),
         .ranked_pages = ranked == 0 ? std::span<const std::uint32_t>{}
                                     : std::span<const std::uint32_t>(buffers_.ranked(work.row, head, work.ranked), ranked),
+        .page_scores = page_scores(work),
         .near = &work.near,
         .kv = &reader,
         .defer_scores = !parts_.device.info().host_memory};
@@ -183,6 +192,12 @@ void Pipeline::attend_far() {
       *far.lse = work.bypass.lse[h];
     }
   }
+}
+
+void Pipeline::progress() {
+  page_scores_.clear();
+  for (const HeadWork& work : heads_) page_scores_.push_back(page_scores(work));
+  progressive_.run(heads_, page_scores_);
 }
 
 void Pipeline::merge() {

@@ -139,8 +139,8 @@ struct PrefillShape {
   std::uint64_t out_head_stride = 0;
 };
 
-/// The verdict on one microbatch of one KV head: adds its masses to the states of the group's query heads and, if the
-/// least of their shares is enough, raises the flag. States and masses are memory that the backend's kernels read.
+/// The verdict on one microbatch of one KV head: adds its masses to the states of the group's query heads and tells the
+/// host whether the least of their shares is enough. States and masses are memory that the backend's kernels read.
 struct ProgressTask {
   ProgressState* states = nullptr;  ///< [group]
   const float* masses = nullptr;    ///< [pages, group], as `attend` writes them
@@ -152,7 +152,8 @@ struct ProgressTask {
   float mass = 0.95f;      ///< the share that is enough, see `passes`
   ProgressRule rule = ProgressRule::least;
   bool first = false;             ///< of its attention: the states are written without being read
-  std::uint64_t* flag = nullptr;  ///< pinned: receives `tag`, visible to the host as soon as it is written
+  /// Pinned: receives verdict_word(tag, enough), visible to the host as soon as it is written.
+  std::uint64_t* verdict = nullptr;
   std::uint64_t tag = 0;
 };
 
