@@ -16,7 +16,7 @@
 namespace sluice::cpu {
 namespace {
 
-constexpr std::uint32_t kBlockKeys = 64;      ///< that meet one tile of centroids while both are in the L1 and L2 caches
+constexpr std::uint32_t kBlockKeys = 64;  ///< that meet one tile of centroids while both are in the L1 and L2 caches
 constexpr std::uint32_t kBlockClusters = 64;  ///< whose means one thread takes at a time
 
 bool is_finite(const float* row, std::uint32_t count) noexcept {
@@ -146,9 +146,10 @@ class KMeans {
 
 void check_counts(const ClusterTask& task) {
   if (task.count == 0 || (task.clusters != 0 && task.clusters <= task.count && task.iterations != 0)) return;
-  throw Error(Errc::invalid_argument, "cluster: " + std::to_string(task.clusters) + " clusters of " +
-                                          std::to_string(task.count) + " keys in " + std::to_string(task.iterations) +
-                                          " iterations; ask for 1 to as many as there are keys, and 1 iteration or more");
+  throw Error(Errc::invalid_argument,
+              "cluster: " + std::to_string(task.clusters) + " clusters of " + std::to_string(task.count) + " keys in " +
+                  std::to_string(task.iterations) +
+                  " iterations; ask for 1 to as many as there are keys, and 1 iteration or more");
 }
 
 }  // namespace

@@ -88,8 +88,7 @@ void check_task(const ClusterTask& task, std::uint64_t most_pages) {
   check_supported("cluster", {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout);
   if (task.count != 0 && (task.clusters == 0 || task.clusters > task.count || task.iterations == 0)) {
     throw Error(Errc::invalid_argument, "cluster: " + std::to_string(task.clusters) + " clusters of " +
-                                            std::to_string(task.count) + " keys in " +
-                                            std::to_string(task.iterations) +
+                                            std::to_string(task.count) + " keys in " + std::to_string(task.iterations) +
                                             " iterations; ask for 1 to as many as there are keys, and 1 iteration or "
                                             "more");
   }

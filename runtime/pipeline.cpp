@@ -24,6 +24,7 @@ Pipeline::Pipeline(const PipelineParts& parts)
       buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads),
                parts.options.audit_every != 0),
       index_(parts.device, parts.host, parts.pool, parts.link),
+      clusters_(parts.device, parts.pool),
       progressive_(shape_, layout_,
                    {.device = parts.device,
                     .stream = executor_.device_stream(),
@@ -157,17 +158,23 @@ void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
   parts_.residency.force(sequence, layer, tokens, fresh_page, deadline);
   update_indices(sequence, layer, deadline);
   if (!layer.policy) {
-    begin_policy(sequence, layer);
+    begin_policy(sequence, layer, deadline);
     parts_.residency.fill(sequence, layer);
     parts_.residency.settle(sequence, layer, deadline);
   }
 }
 
-void Pipeline::begin_policy(Sequence& sequence, LayerState& layer) {
+void Pipeline::begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline) {
   auto policy = scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{layer_});
   const std::uint32_t group = shape_.group();
   const std::uint64_t row = std::uint64_t{group} * shape_.head_dim;
   layer.hot.assign(shape_.kv_heads, {});
+  // The host clusters as fast as the embedded device, which is the host, and all heads at a time.
+  std::span<const scheduler::Clustering> clusterings;
+  const auto request = scheduler::prompt_clustering(sequence.spec, layer.tokens);
+  if (request.count != 0 && !sequence.spec.dense(layer_) && !parts_.device.info().host_memory) {
+    clusterings = clusters_.make(request, layer.heads, executor_.device_stream(), deadline);
+  }
   parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {
     std::vector<float> last_q(layer.last_q_rows * row);
     for (std::uint32_t i = 0; i < layer.last_q_rows; ++i) {
@@ -179,7 +186,8 @@ void Pipeline::begin_policy(Sequence& sequence, LayerState& layer) {
                    .tokens = layer.tokens,
                    .queries = layer.last_q_rows,
                    .last_q = last_q,
-                   .kv = &reader});
+                   .kv = &reader,
+                   .clustering = clusterings.empty() ? nullptr : &clusterings[kv]});
     const std::uint32_t limit = parts_.residency.quota(sequence.spec, layer.pages());
     policy->forecast(kv, layer.tokens + 1, limit, layer.hot[kv]);
   });

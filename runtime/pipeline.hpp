@@ -16,6 +16,7 @@
 #include "runtime/int4_index.hpp"
 #include "runtime/page_index.hpp"
 #include "runtime/progressive.hpp"
+#include "runtime/prompt_clusters.hpp"
 #include "runtime/residency.hpp"
 #include "runtime/sequence.hpp"
 #include "runtime/step_buffers.hpp"
@@ -81,7 +82,7 @@ class Pipeline final : private NodeRunner {
   void collect_older(Deadline deadline);
   void collect_front(Deadline deadline);
   void prepare(Sequence& sequence, Deadline deadline);
-  void begin_policy(Sequence& sequence, LayerState& layer);
+  void begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline);
   void plan_head(HeadWork& work);
   void list_near_runs(HeadWork& work);
   void list_near_pages(HeadWork& work);
@@ -125,6 +126,7 @@ class Pipeline final : private NodeRunner {
   bool scores_for_host_ = false;  ///< some sequence had a progressive budget
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
   PageIndex index_;
+  PromptClusters clusters_;
   Progressive progressive_;
   Int4Index copies_;
   Auditor auditor_;

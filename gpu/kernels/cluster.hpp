@@ -25,15 +25,15 @@ struct ClusterItem {
   std::uint32_t chunks = 0;
   std::uint32_t unused = 0;
   std::uint64_t seed = 0;
-  std::byte* keys = nullptr;             ///< [count, head_dim]; NaN throughout if not finite
-  std::byte* terms = nullptr;            ///< [clusters, 2, head_dim]: each centroid as the sum of two rows
-  float* centroids = nullptr;            ///< [clusters, head_dim]
-  float* half_norms = nullptr;           ///< [clusters]
-  std::uint32_t* assignment = nullptr;   ///< [count]
-  std::uint32_t* members = nullptr;      ///< [count] keys by cluster, then by index
-  std::uint32_t* offsets = nullptr;      ///< [clusters, chunks]: keys that a chunk has of a cluster; then where they go
-  std::uint32_t* starts = nullptr;       ///< [clusters + 1]: how many keys a cluster has; then where its members begin
-  std::uint32_t* changed = nullptr;      ///< [iterations]: 0 if no key changed hands
+  std::byte* keys = nullptr;            ///< [count, head_dim]; NaN throughout if not finite
+  std::byte* terms = nullptr;           ///< [clusters, 2, head_dim]: each centroid as the sum of two rows
+  float* centroids = nullptr;           ///< [clusters, head_dim]
+  float* half_norms = nullptr;          ///< [clusters]
+  std::uint32_t* assignment = nullptr;  ///< [count]
+  std::uint32_t* members = nullptr;     ///< [count] keys by cluster, then by index
+  std::uint32_t* offsets = nullptr;     ///< [clusters, chunks]: keys that a chunk has of a cluster; then where they go
+  std::uint32_t* starts = nullptr;      ///< [clusters + 1]: how many keys a cluster has; then where its members begin
+  std::uint32_t* changed = nullptr;     ///< [iterations]: 0 if no key changed hands
 };
 
 struct ClusterShape {

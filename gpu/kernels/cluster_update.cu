@@ -239,8 +239,7 @@ void for_shape(const ClusterShape& shape, const Use& use) {
     return shape.head_dim == 64 ? use.template operator()<DType::bf16, 64>()
                                 : use.template operator()<DType::bf16, 128>();
   }
-  return shape.head_dim == 64 ? use.template operator()<DType::f16, 64>()
-                              : use.template operator()<DType::f16, 128>();
+  return shape.head_dim == 64 ? use.template operator()<DType::f16, 64>() : use.template operator()<DType::f16, 128>();
 }
 
 dim3 blocks(std::uint64_t things, std::uint32_t per_block, const TaskArray<ClusterItem>& items) {

@@ -8,8 +8,8 @@
 namespace sluice::scheduler {
 
 /// How far down an approximately sorted list of tokens to go for a share of the mass (Tactic, arXiv 2502.12216, section
-/// 4.4 and algorithm 1). The list's weights w(i), i from 1, are known exactly at its head and sampled in two windows; in
-/// between, and behind, they are taken to follow a / i + b.
+/// 4.4 and algorithm 1). The list's weights w(i), i from 1, are known exactly at its head and sampled in two windows;
+/// in between, and behind, they are taken to follow a / i + b.
 
 /// Positions [begin, end) of the list, counted from 0.
 struct ListRange {

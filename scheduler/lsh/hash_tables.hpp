@@ -35,8 +35,8 @@ class HashTables {
   std::uint32_t count_ = 0;
   std::uint32_t tables_ = 0;
   std::uint32_t bits_ = 0;
-  std::vector<std::uint32_t> starts_;  ///< [tables, 2^bits + 1] into the table's items
-  std::vector<std::uint32_t> items_;   ///< [tables, count] by code, then by index
+  std::vector<std::uint32_t> starts_;        ///< [tables, 2^bits + 1] into the table's items
+  std::vector<std::uint32_t> items_;         ///< [tables, count] by code, then by index
   std::vector<std::uint64_t> once_, twice_;  // scratch: one bit per item, so that they stay in the L1 cache
 };
 

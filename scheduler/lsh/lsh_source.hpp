@@ -17,8 +17,8 @@ namespace sluice::scheduler {
 /// the hash agrees with probability 1 - angle / pi. What rounding puts outside [-1, 1] is taken for the end.
 [[nodiscard]] float collision_probability(const LshOptions& options, float cosine) noexcept;
 
-/// Hash tables over the keys of one KV head's prompt, without its sinks and its last tokens. Keys are hashed relative to
-/// their mean: they lie in a cone, where random planes would hardly tell them apart. Queries are not, so that all
+/// Hash tables over the keys of one KV head's prompt, without its sinks and its last tokens. Keys are hashed relative
+/// to their mean: they lie in a cone, where random planes would hardly tell them apart. Queries are not, so that all
 /// inner products of a query shift by one number, which softmax does not see.
 class LshSource {
  public:

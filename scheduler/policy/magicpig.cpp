@@ -1,8 +1,8 @@
 // MagicPIG (Chen et al., arXiv 2410.16179), with the parameters of its serving code. Where its parts are:
 //   hashing           lsh/projections.cpp, lsh/hash_tables.cpp
 //   centring, u_j     lsh/lsh_source.cpp
-//   the estimate      here: softmax over what is attended exactly and over the sample, each sampled score lowered by the
-//                     logarithm of the chance that it got into the sample
+//   the estimate      here: softmax over what is attended exactly and over the sample, each sampled score lowered by
+//                     the logarithm of the chance that it got into the sample
 // Sinks, the prompt's last tokens and everything generated are attended exactly. The paper subtracts the mean key from
 // all keys; this shifts all scores of a query by one number, so that plain scores give the same softmax.
 

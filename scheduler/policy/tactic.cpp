@@ -98,7 +98,8 @@ class FittedPolicy final : public LayerPolicy {
   }
 
   /// Clustering takes a step's time, so it is left to the background. Whether it is due depends on the context's length
-  /// alone, and the runtime waits for it before the layer's next step: every run uses new clusters from the same step on.
+  /// alone, and the runtime waits for it before the layer's next step: new clusters serve from the same step in every
+  /// run.
   [[nodiscard]] bool wants_observation() const noexcept override {
     return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) { return head.source.due(head.visible); });
   }
@@ -135,9 +136,8 @@ class FittedPolicy final : public LayerPolicy {
   /// Adds what query head `h` attends; returns how many tokens that are.
   std::uint32_t choose(std::uint32_t h, const FitSamples& samples, Head& head) const {
     head.scores.clear();
-    for_each_sample(samples, head, h, [&](std::uint32_t token, std::uint32_t) {
-      head.scores.push_back(head.sampled.of(token, h));
-    });
+    for_each_sample(samples, head, h,
+                    [&](std::uint32_t token, std::uint32_t) { head.scores.push_back(head.sampled.of(token, h)); });
     const std::uint32_t budget = fitted_budget(head.scores, samples, static_cast<double>(spec_.budget.mass));
     for_each_in_order(head.source.index(), head.source.order(h), 0, budget,
                       [&](std::uint32_t token, std::uint32_t) { head.chosen.add(token); });

@@ -65,7 +65,8 @@ TEST_CASE("each token is in one cluster, in the order of positions, empty cluste
   for (std::uint32_t i = 0; i < 4; ++i) {
     REQUIRE(std::vector(index.members(i).begin(), index.members(i).end()) == expected[i]);
   }
-  REQUIRE(std::vector(index.centroids().begin(), index.centroids().end()) == std::vector<float>{0, 1, 4, 5, 6, 7, 2, 3});
+  REQUIRE(std::vector(index.centroids().begin(), index.centroids().end()) ==
+          std::vector<float>{0, 1, 4, 5, 6, 7, 2, 3});
   index.append({});
   REQUIRE(index.tokens() == 8);
 }
@@ -144,7 +145,8 @@ TEST_CASE("a clustering that the runtime brings is used instead of one's own", "
   brought.begin({.kv_head = 0, .tokens = 600, .kv = &kv, .clustering = &clustering});
   REQUIRE(kv.clusterings == 0);
   REQUIRE(own.index().size() == brought.index().size());
-  REQUIRE(std::equal(own.index().centroids().begin(), own.index().centroids().end(), brought.index().centroids().begin()));
+  REQUIRE(
+      std::equal(own.index().centroids().begin(), own.index().centroids().end(), brought.index().centroids().begin()));
   REQUIRE(prompt_clustering(spec, 511).count == 0);
   spec.sources = static_cast<std::uint8_t>(Source::history);
   REQUIRE(prompt_clustering(spec, 600).count == 0);

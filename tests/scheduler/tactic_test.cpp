@@ -173,7 +173,8 @@ TEST_CASE("clusters propose tokens to other budgets", "[tactic]") {
     REQUIRE(own.size() <= 220);
     REQUIRE(own.size() >= 216);  // but for sinks
     // Similar keys lie together, so most of the best are among the candidates.
-    const auto wanted = best(positions(4, 2'000), 50, [&](std::uint32_t t) { return decode.kv.logit(decode.q.data(), h, t); });
+    const auto wanted =
+        best(positions(4, 2'000), 50, [&](std::uint32_t t) { return decode.kv.logit(decode.q.data(), h, t); });
     std::size_t found = 0;
     for (const std::uint32_t token : wanted) found += std::binary_search(own.begin(), own.end(), token) ? 1 : 0;
     REQUIRE(found >= 25);

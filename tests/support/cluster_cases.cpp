@@ -246,8 +246,8 @@ TEST_CASE("equal keys all belong to the first cluster", "[backend][cluster]") {
 }
 
 TEST_CASE("keys that are not finite go to cluster 0 and into no mean", "[backend][cluster]") {
-  const double bad = GENERATE(std::nan(""), std::numeric_limits<double>::infinity(),
-                              -std::numeric_limits<double>::infinity());
+  const double bad =
+      GENERATE(std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity());
   const bool seeds_too = GENERATE(false, true);
   CAPTURE(bad, seeds_too);
   const auto under_test = backend_under_test();
