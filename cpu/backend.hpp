@@ -51,6 +51,8 @@ class Backend final : public sluice::Backend {
                Stream* stream) override;
   /// Like score_int4, but of any tokens, as host policies ask for them.
   void estimate_tokens(const EstimateTask& task, const AttentionShape& shape, const PageLayout& layout);
+  void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
+  [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
   using sluice::Backend::to_f32;
   void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
 

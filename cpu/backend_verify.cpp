@@ -28,8 +28,8 @@ void Backend::verify(std::span<const ProgressTask> tasks, const AttentionShape& 
   if (tasks.empty()) return;
   check("verify", shape);
   for (const ProgressTask& task : tasks) {  // A few numbers each: waking other threads would take longer.
-    if (!verify_group(task, shape.group())) continue;
-    std::atomic_ref(*task.flag).store(task.tag, std::memory_order_release);
+    const std::uint64_t word = verdict_word(task.tag, verify_group(task, shape.group()));
+    std::atomic_ref(*task.verdict).store(word, std::memory_order_release);
   }
 }
 

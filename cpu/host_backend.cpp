@@ -99,6 +99,15 @@ void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape
   dispatch(stream, "prefill", [=, this] { cpu_.prefill(tasks, strides, shape, nullptr); });
 }
 
+void HostBackend::cluster(std::span<const ClusterTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "cluster", [=, this] { cpu_.cluster(tasks, nullptr); });
+}
+
+std::uint64_t HostBackend::cluster_scratch_bytes(const ClusterTask& task) const {
+  return cpu_.cluster_scratch_bytes(task);
+}
+
 void HostBackend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {
   const auto is_empty = [](const ToF32Task& task) { return task.in.tokens == 0; };
   if (std::all_of(tasks.begin(), tasks.end(), is_empty)) return;

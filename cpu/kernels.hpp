@@ -107,6 +107,23 @@ struct PrefillRows {
   return std::uint64_t{rows} * (kPrefillKeys + 2) + 2 * std::uint64_t{kPrefillKeys} * head_dim;
 }
 
+/// Centroids of one block of a nearest-centroid search.
+inline constexpr std::uint32_t kCentroidTile = 64;
+
+/// nearest[i] = the j with the largest keys[i].centroids[j] - half_norms[j], the lowest among equals; 0 if none is a
+/// number above -infinity. Centroids come in tiles of kCentroidTile, each transposed; half_norms is infinite where the
+/// last tile has none.
+struct NearestRows {
+  const float* keys = nullptr;        ///< [rows, head_dim]
+  const float* centroids = nullptr;   ///< [tiles, head_dim, kCentroidTile]
+  const float* half_norms = nullptr;  ///< [tiles, kCentroidTile]
+  std::uint32_t rows = 0;
+  std::uint32_t tiles = 0;
+  std::uint32_t head_dim = 0;
+  float* scratch = nullptr;  ///< [rows, kCentroidTile + 1]
+  std::uint32_t* nearest = nullptr;
+};
+
 /// Kernels for one element type of K, V and digests. They all accumulate in float32.
 struct ElementKernels {
   void (*attend)(const AttendRows& args) noexcept;
@@ -129,6 +146,7 @@ struct Kernels {
   void (*score_int4)(const ScoreInt4Rows& args) noexcept;
   /// out[i] = exp(x[i] - top), for x[i] <= top; 1 where they are equal, even if infinite.
   void (*weigh)(const float* x, std::size_t count, float top, float* out) noexcept;
+  void (*nearest)(const NearestRows& args) noexcept = nullptr;
 };
 
 /// Variants that this build has and this CPU and operating system can run; the first is "generic".

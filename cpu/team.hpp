@@ -22,8 +22,8 @@ class Team {
   struct Options {
     std::uint32_t helpers = 1;                           ///< threads beside the callers
     std::chrono::microseconds spin{0};                   ///< how long a helper looks for work before it sleeps
-    std::chrono::milliseconds timeout{30'000};           ///< how long a caller with nothing left to do waits for helpers
-    std::vector<std::uint32_t> cores;                    ///< [helpers] that they are bound to, for messages; may be empty
+    std::chrono::milliseconds timeout{30'000};           ///< how long a caller that is through waits for helpers
+    std::vector<std::uint32_t> cores;                    ///< [helpers] where they are bound, for messages; may be empty
     std::function<void(std::uint32_t helper)> on_start;  ///< on each helper, first; must not throw; may be empty
   };
   explicit Team(Options options);

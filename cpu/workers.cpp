@@ -26,7 +26,8 @@ std::chrono::microseconds spin_time(const WorkersOptions& options, std::uint32_t
 }
 
 /// The core of each helper. The caller is not bound: it likely runs where it was, so the first core is left to it.
-std::vector<std::uint32_t> helper_cores(const Topology& topology, const WorkersOptions& options, std::uint32_t helpers) {
+std::vector<std::uint32_t> helper_cores(const Topology& topology, const WorkersOptions& options,
+                                        std::uint32_t helpers) {
   const std::vector<std::uint32_t> pus = topology.core_order(options.numa_node);
   std::vector<std::uint32_t> cores(helpers);
   for (std::uint32_t i = 0; i < helpers; ++i) cores[i] = pus[(i + 1) % pus.size()];

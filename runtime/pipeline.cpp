@@ -24,6 +24,17 @@ Pipeline::Pipeline(const PipelineParts& parts)
       buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads),
                parts.options.audit_every != 0),
       index_(parts.device, parts.host, parts.pool, parts.link),
+      clusters_(parts.device, parts.pool),
+      progressive_(shape_, layout_,
+                   {.device = parts.device,
+                    .stream = executor_.device_stream(),
+                    .link = parts.link,
+                    .residency = parts.residency,
+                    .buffers = buffers_,
+                    .workers = parts.workers,
+                    .staging = parts.staging,
+                    .staging_pages = parts.staging_pages,
+                    .timeout = parts.options.timeout}),
       copies_(parts.device, parts.host, parts.pool, parts.link),
       auditor_(shape_, layout_, parts.options.audit_every, parts.workers, parts.host, parts.pool) {
   parts.link.follow(executor_.device_stream());
@@ -42,6 +53,13 @@ void Pipeline::reserve(std::uint32_t batch, const PolicySpec& spec) {
     buffers_.reserve_fetch(static_cast<std::uint32_t>(div_up(pages, parts_.staging_pages / 2)));
   }
   if (ranks_pages || prunes) index_.reserve(ranks_pages);
+  if (ranks_pages && spec.budget.kind == BudgetKind::progressive) scores_for_host_ = true;
+  if (scores_for_host_) buffers_.reserve_host_scores();
+  if (scheduler::step_shape(spec, parts_.options.placement).progress) {
+    microbatch_ = std::max(microbatch_, std::min(spec.budget.microbatch, buffers_.max_pages()));
+  }
+  if (microbatch_ != 0) progressive_.reserve(batch, microbatch_);
+  page_scores_.reserve(std::size_t{batch} * shape_.kv_heads);
   heads_.reserve(std::size_t{batch} * shape_.kv_heads);
 }
 
@@ -50,6 +68,7 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   layer_ = args.layer.value;
   ++calls_;
   const Deadline deadline = deadline_after(parts_.options.timeout);
+  progressive_.settle(deadline);
   collect_layer(layer_, deadline);  // Its policy and pages are about to change.
 
   StepShape shape{.rank_pages = false, .select = false, .fetch = false, .observe = false};
@@ -121,6 +140,7 @@ void Pipeline::collect_front(Deadline deadline) {
 void Pipeline::settle(Sequence& sequence) {
   const Deadline deadline = deadline_after(parts_.options.timeout);
   while (!pending_.empty()) collect_front(deadline);
+  progressive_.settle(deadline);
   for (LayerState& layer : sequence.layers) parts_.residency.settle(sequence, layer, deadline);
 }
 
@@ -138,17 +158,23 @@ void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
   parts_.residency.force(sequence, layer, tokens, fresh_page, deadline);
   update_indices(sequence, layer, deadline);
   if (!layer.policy) {
-    begin_policy(sequence, layer);
+    begin_policy(sequence, layer, deadline);
     parts_.residency.fill(sequence, layer);
     parts_.residency.settle(sequence, layer, deadline);
   }
 }
 
-void Pipeline::begin_policy(Sequence& sequence, LayerState& layer) {
+void Pipeline::begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline) {
   auto policy = scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{layer_});
   const std::uint32_t group = shape_.group();
   const std::uint64_t row = std::uint64_t{group} * shape_.head_dim;
   layer.hot.assign(shape_.kv_heads, {});
+  // The host clusters as fast as the embedded device, which is the host, and all heads at a time.
+  std::span<const scheduler::Clustering> clusterings;
+  const auto request = scheduler::prompt_clustering(sequence.spec, layer.tokens);
+  if (request.count != 0 && !sequence.spec.dense(layer_) && !parts_.device.info().host_memory) {
+    clusterings = clusters_.make(request, layer.heads, executor_.device_stream(), deadline);
+  }
   parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {
     std::vector<float> last_q(layer.last_q_rows * row);
     for (std::uint32_t i = 0; i < layer.last_q_rows; ++i) {
@@ -160,7 +186,8 @@ void Pipeline::begin_policy(Sequence& sequence, LayerState& layer) {
                    .tokens = layer.tokens,
                    .queries = layer.last_q_rows,
                    .last_q = last_q,
-                   .kv = &reader});
+                   .kv = &reader,
+                   .clustering = clusterings.empty() ? nullptr : &clusterings[kv]});
     const std::uint32_t limit = parts_.residency.quota(sequence.spec, layer.pages());
     policy->forecast(kv, layer.tokens + 1, limit, layer.hot[kv]);
   });
@@ -178,6 +205,8 @@ void Pipeline::plan_head(HeadWork& work) {
   work.selected.clear();
   work.placement.far.clear();
   work.placement.fetch.clear();
+  work.visited_near = 0;
+  work.progressive = ranks_pages(spec) && scheduler::step_shape(spec, parts_.options.placement).progress;
   plan_ranking(work);
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;

@@ -15,6 +15,8 @@
 #include "runtime/executor.hpp"
 #include "runtime/int4_index.hpp"
 #include "runtime/page_index.hpp"
+#include "runtime/progressive.hpp"
+#include "runtime/prompt_clusters.hpp"
 #include "runtime/residency.hpp"
 #include "runtime/sequence.hpp"
 #include "runtime/step_buffers.hpp"
@@ -80,10 +82,12 @@ class Pipeline final : private NodeRunner {
   void collect_older(Deadline deadline);
   void collect_front(Deadline deadline);
   void prepare(Sequence& sequence, Deadline deadline);
-  void begin_policy(Sequence& sequence, LayerState& layer);
+  void begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline);
   void plan_head(HeadWork& work);
   void list_near_runs(HeadWork& work);
   void list_near_pages(HeadWork& work);
+  /// The host's page scores of a head with a progressive budget; else empty.
+  [[nodiscard]] std::span<const float> page_scores(const HeadWork& work) const;
 
   // The graph's nodes: step_nodes.cpp and fetch_nodes.cpp
   void append();
@@ -98,6 +102,7 @@ class Pipeline final : private NodeRunner {
   void copy_batch(std::uint32_t index);
   void attend_fetched();
   void attend_far();
+  void progress();
   void merge();
   void merge_for_audit();
 
@@ -116,8 +121,13 @@ class Pipeline final : private NodeRunner {
   StepBuffers buffers_;
   std::deque<Pending> pending_;
   std::uint64_t calls_ = 0;  ///< of step
+  std::uint32_t microbatch_ = 0;  ///< largest of any sequence whose pages the device visits
+  std::vector<std::span<const float>> page_scores_;  // scratch
+  bool scores_for_host_ = false;  ///< some sequence had a progressive budget
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
   PageIndex index_;
+  PromptClusters clusters_;
+  Progressive progressive_;
   Int4Index copies_;
   Auditor auditor_;
 

@@ -37,8 +37,16 @@ void Pipeline::update_indices(Sequence& sequence, LayerState& layer, Deadline de
 void Pipeline::plan_ranking(HeadWork& work) const {
   const PolicySpec& spec = work.sequence->spec;
   const std::uint32_t pages = work.layer->tokens / layout_.page_tokens;
-  work.ranked = ranks_pages(spec) ? scheduler::budget_pages(spec.pages, pages, layout_.page_tokens) : 0;
+  work.ranked = 0;
+  work.scored_pages = 0;
   work.pruned = 0;
+  if (ranks_pages(spec)) {
+    if (spec.budget.kind == BudgetKind::progressive) {
+      work.scored_pages = pages;
+    } else {
+      work.ranked = scheduler::budget_pages(spec.pages, pages, layout_.page_tokens);
+    }
+  }
   if (prunes(spec)) work.pruned = (spec.uses(Source::pages) ? work.ranked : pages) * layout_.page_tokens;
 }
 
@@ -49,17 +57,17 @@ void Pipeline::rank_pages() {
   scores.clear();
   ranks.clear();
   for (const HeadWork& work : heads_) {
-    if (work.ranked == 0) continue;
+    if (work.ranked == 0 && work.scored_pages == 0) continue;
     const std::uint32_t pages = work.layer->tokens / layout_.page_tokens;
     const std::uint32_t head = work.kv_head * group;
     // Rows of a group lie `pages` apart here, as score_pages writes them.
-    float* out = buffers_.page_scores(work.row, head);
+    float* out = work.scored_pages == 0 ? buffers_.page_scores(work.row, head) : buffers_.host_page_scores(work.row, head);
     scores.push_back({.q = buffers_.device_q(work.row, head),
                       .digests = index_.digests(),
                       .frames = PageIndex::frames(*work.layer, work.kv_head),
                       .pages = pages,
                       .out = out});
-    for (std::uint32_t h = 0; h < group; ++h) {
+    for (std::uint32_t h = 0; h < group && work.ranked != 0; ++h) {
       ranks.push_back({.values = {out + std::uint64_t{h} * pages, pages},
                        .k = work.ranked,
                        .out = buffers_.ranked(work.row, head + h, work.ranked)});

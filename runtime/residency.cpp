@@ -28,24 +28,31 @@ std::uint32_t Residency::quota(const PolicySpec& spec, std::uint32_t pages) cons
 }
 
 void Residency::settle(Sequence& sequence, LayerState& layer, Deadline deadline) {
-  for (Transfer& transfer : layer.arriving) {
-    if (!wait_until([&] { return transfer.landed->state() != Event::State::pending; }, deadline)) {
-      throw Error(Errc::timeout, "pages promoted over the link did not arrive in time; raise the timeout");
-    }
-    const bool failed = transfer.landed->state() == Event::State::failed;
-    for (const PageMove& move : transfer.moves) {
-      const SlotOwner owner = pool_.owner(move.slot);
-      // The generation was taken when the copy was queued; a page that is somebody else's by now is dropped.
-      if (failed || owner.head->refs[owner.page] != move.page) {
-        pool_.drop(owner.head->leave(owner.page));
-        ++sequence.stats.failed_promotions;
-      } else {
-        owner.head->arrive(owner.page);
-        pool_.unpin(move.slot);
-      }
+  for (const Transfer& transfer : layer.arriving) land(sequence, transfer, deadline);
+  layer.arriving.clear();
+}
+
+void Residency::settle_oldest(Sequence& sequence, LayerState& layer, Deadline deadline) {
+  land(sequence, layer.arriving.front(), deadline);
+  layer.arriving.erase(layer.arriving.begin());
+}
+
+void Residency::land(Sequence& sequence, const Transfer& transfer, Deadline deadline) {
+  if (!wait_until([&] { return transfer.landed->state() != Event::State::pending; }, deadline)) {
+    throw Error(Errc::timeout, "pages promoted over the link did not arrive in time; raise the timeout");
+  }
+  const bool failed = transfer.landed->state() == Event::State::failed;
+  for (const PageMove& move : transfer.moves) {
+    const SlotOwner owner = pool_.owner(move.slot);
+    // The generation was taken when the copy was queued; a page that is somebody else's by now is dropped.
+    if (failed || owner.head->refs[owner.page] != move.page) {
+      pool_.drop(owner.head->leave(owner.page));
+      ++sequence.stats.failed_promotions;
+    } else {
+      owner.head->arrive(owner.page);
+      pool_.unpin(move.slot);
     }
   }
-  layer.arriving.clear();
 }
 
 void Residency::force(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::uint32_t fresh_page,
@@ -154,9 +161,28 @@ std::optional<std::uint32_t> Residency::own_victim(const HeadPages& head) {
 
 void Residency::send(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves) {
   if (moves.empty()) return;
+  link_.wait_for_device();
+  bring(sequence, layer, std::move(moves));
+}
+
+std::optional<Residency::Seat> Residency::seat(Sequence& sequence, LayerState& layer, std::uint32_t kv_head,
+                                               std::uint32_t page) {
+  HeadPages& head = layer.heads[kv_head];
+  if (head.residence[page] == Residence::near) {
+    pool_.pin(head.slots[page]);
+    return Seat{.slot = head.slots[page]};
+  }
+  if (head.residence[page] == Residence::promoting) return std::nullopt;
+  // Without a share of its own the pool is a cache for all: what is near is attended only if it is visited.
+  const std::uint32_t limit = sequence.spec.near.share > 0.f ? quota(sequence.spec, layer.pages()) : layer.pages();
+  if (!claim(sequence, head, page, limit)) return std::nullopt;
+  return Seat{.slot = head.slots[page], .empty = true};
+}
+
+void Residency::bring(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves) {
+  if (moves.empty()) return;
   sequence.stats.promotions += moves.size();
   sequence.stats.h2d_bytes += moves.size() * link_.page_bytes();
-  link_.wait_for_device();
   layer.arriving.push_back(link_.promote(std::move(moves), memory_));
 }
 

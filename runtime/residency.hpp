@@ -36,6 +36,21 @@ class Residency {
   void fill(Sequence& sequence, LayerState& layer);
   /// Follows the forecast: hot pages that are near become recent, at most `limit` that are far are promoted.
   void promote(Sequence& sequence, LayerState& layer, std::uint32_t limit);
+  /// A slot where queued work finds a page.
+  struct Seat {
+    std::uint32_t slot = 0;
+    bool empty = false;  ///< the page has yet to be brought there
+  };
+  /// A pinned slot for a page of the layer that progressive attention is about to read: the one it has, or else the
+  /// least recent of the head, if that has its share, or of anybody. Nothing if all are pinned. A seat that was not
+  /// empty is to be released; one that was stays pinned until the transfer of its page is settled.
+  [[nodiscard]] std::optional<Seat> seat(Sequence& sequence, LayerState& layer, std::uint32_t kv_head, std::uint32_t page);
+  void release_seat(std::uint32_t slot) noexcept { pool_.unpin(slot); }
+  /// Queues the copies of pages whose seats are empty. Unlike promotions they do not wait for the device: the caller
+  /// sees to it that nobody reads these slots any more.
+  void bring(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves);
+  /// Settles the layer's oldest transfer, and no other.
+  void settle_oldest(Sequence& sequence, LayerState& layer, Deadline deadline);
   /// Gives all slots of a layer back. Promotions must have been settled.
   void release(LayerState& layer);
 
@@ -43,6 +58,7 @@ class Residency {
   /// A slot for a page: free, else the head's own least recent page if it is at its quota, else anybody's.
   [[nodiscard]] bool claim(Sequence& sequence, HeadPages& head, std::uint32_t page, std::uint32_t quota);
   void evict(Sequence& sequence, std::uint32_t slot);
+  void land(Sequence& sequence, const Transfer& transfer, Deadline deadline);
   /// The head's least recently used slot that is not pinned. Looks at the held pages once for several victims.
   [[nodiscard]] std::optional<std::uint32_t> own_victim(const HeadPages& head);
   /// Queues copies of pages that were just claimed.

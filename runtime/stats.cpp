@@ -55,6 +55,10 @@ void Stats::merge(const Stats& other) noexcept {
   estimated_keys += other.estimated_keys;
   near_hits += other.near_hits;
   bypassed_heads += other.bypassed_heads;
+  progressive_iterations += other.progressive_iterations;
+  overshoot_pages += other.overshoot_pages;
+  pool_hits += other.pool_hits;
+  pool_misses += other.pool_misses;
   far_bytes += other.far_bytes;
   near_bytes += other.near_bytes;
   dense_bytes += other.dense_bytes;

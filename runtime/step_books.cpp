@@ -28,11 +28,12 @@ void Pipeline::book(std::span<Sequence* const> sequences, Clock::duration spent)
 void Pipeline::book_head(const HeadWork& work) {
   Stats& stats = work.sequence->stats;
   const std::uint64_t row = layout_.row_bytes();
-  const std::uint64_t near = work.near_tokens;
+  const std::uint64_t near = work.near_tokens + work.visited_near;
   const SelectionRow& far_row = work.placement.far;
   const std::uint64_t far = selects_ ? far_row.attended() : 0;
-  const std::uint64_t fetched = selects_ ? work.placement.fetch.attended() : 0;
-  const std::uint64_t digests = work.ranked == 0 ? 0 : 2 * std::uint64_t{work.layer->tokens / layout_.page_tokens};
+  const std::uint64_t fetched = selects_ ? work.placement.fetch.attended() - work.visited_near : 0;
+  const bool ranks = work.ranked != 0 || work.scored_pages != 0;
+  const std::uint64_t digests = ranks ? 2 * std::uint64_t{work.layer->tokens / layout_.page_tokens} : 0;
 
   stats.dense_tokens += work.tokens;
   stats.near_tokens += near;
@@ -46,6 +47,7 @@ void Pipeline::book_head(const HeadWork& work) {
   stats.estimated_keys += work.counters.estimated + estimated;
   stats.scored_keys += work.counters.scored + digests;
   stats.near_hits += work.counters.near_hits;
+  stats.progressive_iterations += work.counters.iterations;
   stats.bypassed_heads += static_cast<std::uint64_t>(__builtin_popcount(work.bypass.heads));
 
   stats.dense_bytes += 2 * row * work.tokens;

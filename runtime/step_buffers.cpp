@@ -61,6 +61,11 @@ void StepBuffers::reserve_pruning(std::uint32_t tokens) {
   pruned_tokens_ = tokens;
 }
 
+void StepBuffers::reserve_host_scores() {
+  const std::uint64_t bytes = rows() * max_pages_ * sizeof(float);
+  if (host_page_scores_ == nullptr || host_page_scores_->bytes() < bytes) host_page_scores_ = device_.allocate_pinned(bytes);
+}
+
 void StepBuffers::reserve_fetch(std::uint32_t batches) {
   for (; fetch_room_ < batches; ++fetch_room_) {
     fetched_.push_back(device_.allocate(rows() * (shape_.head_dim + 1) * sizeof(float)));
@@ -95,6 +100,10 @@ float* StepBuffers::merged_lse(std::uint32_t row, std::uint32_t head) const noex
 
 float* StepBuffers::page_scores(std::uint32_t row, std::uint32_t head) const noexcept {
   return floats(page_scores_) + (std::uint64_t{row} * shape_.q_heads + head) * max_pages_;
+}
+
+float* StepBuffers::host_page_scores(std::uint32_t row, std::uint32_t head) const noexcept {
+  return floats(host_page_scores_) + (std::uint64_t{row} * shape_.q_heads + head) * max_pages_;
 }
 
 float* StepBuffers::estimates(std::uint32_t row, std::uint32_t head) const noexcept {

@@ -22,8 +22,12 @@ struct HeadWork {
   std::uint32_t kv_head = 0;
   std::uint32_t tokens = 0;   ///< visible, the new one included
   std::uint32_t ranked = 0;   ///< pages ranked per query head; 0: none
+  std::uint32_t scored_pages = 0;  ///< full pages whose scores the host gets; 0 unless the budget is progressive
   std::uint32_t pruned = 0;   ///< tokens per query head that the device estimates and cuts; 0: none
   bool audited = false;       ///< the step's output is held against exact attention
+
+  bool progressive = false;        ///< the device visits its pages, see Progressive
+  std::uint32_t visited_near = 0;  ///< tokens visited there that were near already
 
   scheduler::NearSet near;
   std::vector<PageRun> window;           ///< sinks and recent tokens, if no whole pages are attended near
@@ -58,6 +62,8 @@ class StepBuffers {
 
   /// Makes room for `batch` sequences; `ranked_pages` per query head, 0 if no policy ranks.
   void reserve(std::uint32_t batch, std::uint32_t ranked_pages);
+  /// Makes room for page scores that the host orders by; after `reserve`.
+  void reserve_host_scores();
   /// Makes room for estimates of `tokens` tokens per query head, and for what is kept of them.
   void reserve_pruning(std::uint32_t tokens);
   /// Makes room for the partials of `batches` fetch batches.
@@ -76,6 +82,8 @@ class StepBuffers {
   [[nodiscard]] float* merged_lse(std::uint32_t row, std::uint32_t head) const noexcept;
   /// Page scores, device memory [max_pages].
   [[nodiscard]] float* page_scores(std::uint32_t row, std::uint32_t head) const noexcept;
+  /// The same for the host, pinned [group, pages] from the group's first head on.
+  [[nodiscard]] float* host_page_scores(std::uint32_t row, std::uint32_t head) const noexcept;
   /// Ranked pages, pinned [ranked_pages]; heads of a group are `ranked_stride` apart.
   [[nodiscard]] std::uint32_t* ranked(std::uint32_t row, std::uint32_t head, std::uint32_t count) const noexcept;
 
@@ -122,6 +130,7 @@ class StepBuffers {
   std::vector<Memory> fetched_;       // [fetch batches] likewise, device
   Memory merged_out_, merged_lse_;    // pinned; null unless audited
   Memory page_scores_, ranked_;
+  Memory host_page_scores_;           // pinned; null unless a budget is progressive
   Memory estimates_, kept_;           // device; pinned
 };
 

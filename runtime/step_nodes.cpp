@@ -21,6 +21,7 @@ void Pipeline::issue(NodeKind kind) {
     case NodeKind::fetch: return fetch();
     case NodeKind::attend_fetched: return attend_fetched();
     case NodeKind::attend_far: return attend_far();
+    case NodeKind::progress: return progress();
     case NodeKind::merge: return merge();
     case NodeKind::observe:
     case NodeKind::promote: break;  // Background nodes: post_observe and collect_front.
@@ -47,14 +48,12 @@ void Pipeline::append() {
                                {args_->q, buffers_.q(0, 0)},
                                {args_->k, buffers_.k(0, 0)},
                                {args_->v, buffers_.v(0, 0)}};
-  Backend& device = parts_.device.backend();
-  device.to_f32(widened, &executor_.device_stream());
-  device.append(tasks, layout_, &executor_.device_stream());
+  parts_.device.backend().append_and_widen(tasks, layout_, widened, &executor_.device_stream());
 }
 
 void Pipeline::hand_over() {
-  // q, k, v, the ranked pages and what is kept of them were written to pinned memory by the nodes before; the flag that follows this node
-  // tells the CPU that they are there.
+  // q, k, v, the ranked pages and what is kept of them were written to pinned memory by the nodes before; the flag that
+  // follows this node tells the CPU that they are there.
 }
 
 void Pipeline::attend_near() {
@@ -101,12 +100,19 @@ void Pipeline::write_through() {
   parts_.host.append(tasks, layout_, nullptr);
 }
 
+std::span<const float> Pipeline::page_scores(const HeadWork& work) const {
+  if (work.scored_pages == 0) return {};
+  const std::uint32_t group = shape_.group();
+  return {buffers_.host_page_scores(work.row, work.kv_head * group), std::size_t{work.scored_pages} * group};
+}
+
 void Pipeline::select() {
   const std::uint32_t group = shape_.group();
   const std::uint32_t first = near_waits_ ? 1 : 0;
   parts_.workers.parallel_for(first + static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
     if (i < first) return queue_near();
     HeadWork& work = heads_[i - first];
+    if (work.progressive) return;  // Nothing is far but what the device will visit.
     const std::uint32_t head = work.kv_head * group;
     HostKv reader(parts_.host, shape_, parts_.pool, work.pages());
     if (estimates(work.sequence->spec)) reader.estimate_from(copies_.host(), work.layer->copied_pages);
@@ -118,6 +124,7 @@ void Pipeline::select() {
         .q = buffers_.q(work.row, head),
         .ranked_pages = ranked == 0 ? std::span<const std::uint32_t>{}
                                     : std::span<const std::uint32_t>(buffers_.ranked(work.row, head, work.ranked), ranked),
+        .page_scores = page_scores(work),
         .kept = masks == 0 ? std::span<const std::uint32_t>{}
                            : std::span<const std::uint32_t>(buffers_.kept(work.row, head, work.mask_words()), masks),
         .near = &work.near,
@@ -161,6 +168,12 @@ void Pipeline::attend_far() {
       *far.lse = work.bypass.lse[h];
     }
   }
+}
+
+void Pipeline::progress() {
+  page_scores_.clear();
+  for (const HeadWork& work : heads_) page_scores_.push_back(page_scores(work));
+  progressive_.run(heads_, page_scores_);
 }
 
 void Pipeline::merge() {

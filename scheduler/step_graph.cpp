@@ -17,6 +17,7 @@ const char* to_string(NodeKind kind) noexcept {
     case NodeKind::place: return "place";
     case NodeKind::fetch: return "fetch";
     case NodeKind::attend_fetched: return "attend_fetched";
+    case NodeKind::progress: return "progress";
     case NodeKind::attend_far: return "attend_far";
     case NodeKind::merge: return "merge";
     case NodeKind::observe: return "observe";
@@ -37,14 +38,17 @@ StepShape step_shape(const PolicySpec& spec, PlacementMode mode) noexcept {
   return {.rank_pages = select && (spec.uses(Source::pages) || prunes_on_device(spec)),
           .select = select,
           .fetch = select && (mode == PlacementMode::stream || mode == PlacementMode::automatic),
-          .observe = select && spec.uses(Source::history)};
+          .observe = select && (spec.uses(Source::history) || spec.uses(Source::clusters)),
+          .progress = select && mode == PlacementMode::stream && spec.uses(Source::pages) &&
+                      spec.budget.kind == BudgetKind::progressive};
 }
 
 StepShape unite(StepShape a, StepShape b) noexcept {
   return {.rank_pages = a.rank_pages || b.rank_pages,
           .select = a.select || b.select,
           .fetch = a.fetch || b.fetch,
-          .observe = a.observe || b.observe};
+          .observe = a.observe || b.observe,
+          .progress = a.progress || b.progress};
 }
 
 namespace {
@@ -89,8 +93,10 @@ StepGraph build_step_graph(const StepShape& shape) {
       graph.add(attend_fetched, Lane::device, {fetch});
     }
     graph.add(attend_far, Lane::cpu, {place});
+    // Last, so that others need not wait for its turns.
+    if (shape.progress) graph.add(progress, Lane::cpu, {place});
   }
-  graph.add(merge, Lane::device, {attend_near, attend_far, attend_fetched});
+  graph.add(merge, Lane::device, {attend_near, attend_far, attend_fetched, progress});
   if (shape.select && shape.observe) {
     graph.add(observe, Lane::cpu, {select}, When::background);
     graph.add(promote, Lane::link, {observe}, When::background);

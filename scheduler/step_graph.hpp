@@ -19,6 +19,7 @@ enum class NodeKind : std::uint8_t {
   place,           ///< Selection -> far | fetch (cpu)
   fetch,           ///< fetched pages -> staging slots (link)
   attend_fetched,  ///< staging slots -> fetched partial (device)
+  progress,        ///< pages by rank -> partials, until the share attended is enough (cpu; queues on link and device)
   attend_far,      ///< far selection -> far partial (cpu)
   merge,           ///< partials -> out (device)
   observe,         ///< weights -> score tables, then candidates and hot pages of the next step (cpu, background)
@@ -45,6 +46,7 @@ struct StepShape {
   bool select = true;       ///< something may be attended beyond the near set
   bool fetch = false;       ///< placement may fetch
   bool observe = false;     ///< some policy keeps history
+  bool progress = false;    ///< some policy's pages are visited by the device until they hold enough
   friend bool operator==(const StepShape&, const StepShape&) = default;
 };
 

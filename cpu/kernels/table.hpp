@@ -5,6 +5,7 @@
 #include "cpu/kernels/attend.hpp"
 #include "cpu/kernels/digest.hpp"
 #include "cpu/kernels/int4.hpp"
+#include "cpu/kernels/nearest.hpp"
 #include "cpu/kernels/prefill.hpp"
 #include "cpu/kernels/score.hpp"
 
@@ -38,7 +39,8 @@ constexpr Kernels make_kernels(const char* name) {
   return {.name = name,
           .element = {kElement<DType::f32>, kElement<DType::f16>, kElement<DType::bf16>},
           .score_int4 = score_int4,
-          .weigh = weigh};
+          .weigh = weigh,
+          .nearest = nearest};
 }
 
 }  // namespace

@@ -88,9 +88,11 @@ __global__ void __launch_bounds__(kLanes)
     task.states[head] = state;
     enough = task.left == 0 || (state.share >= task.mass && task.mass < 1.f);
   }
-  if (__all_sync(kAllLanes, enough) && head == 0) {
+  const bool all = __all_sync(kAllLanes, enough) != 0;
+  if (head == 0) {
     __threadfence_system();
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(task.flag), "l"(task.tag) : "memory");
+    const std::uint64_t word = verdict_word(task.tag, all);
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(task.verdict), "l"(word) : "memory");
   }
 }
 

@@ -139,8 +139,8 @@ struct PrefillShape {
   std::uint64_t out_head_stride = 0;
 };
 
-/// The verdict on one microbatch of one KV head: adds its masses to the states of the group's query heads and, if the
-/// least of their shares is enough, raises the flag. States and masses are memory that the backend's kernels read.
+/// The verdict on one microbatch of one KV head: adds its masses to the states of the group's query heads and tells the
+/// host whether the least of their shares is enough. States and masses are memory that the backend's kernels read.
 struct ProgressTask {
   ProgressState* states = nullptr;  ///< [group]
   const float* masses = nullptr;    ///< [pages, group], as `attend` writes them
@@ -152,7 +152,8 @@ struct ProgressTask {
   float mass = 0.95f;      ///< the share that is enough, see `passes`
   ProgressRule rule = ProgressRule::least;
   bool first = false;             ///< of its attention: the states are written without being read
-  std::uint64_t* flag = nullptr;  ///< pinned: receives `tag`, visible to the host as soon as it is written
+  /// Pinned: receives verdict_word(tag, enough), visible to the host as soon as it is written.
+  std::uint64_t* verdict = nullptr;
   std::uint64_t tag = 0;
 };
 
@@ -160,6 +161,24 @@ struct ProgressTask {
 struct ToF32Task {
   TensorView in;
   float* out = nullptr;
+};
+
+/// K-means (Lloyd) over the keys of tokens [first, first + count) of one KV head. The centroids begin at the keys
+/// permuted(i, count, seed), i < clusters; each iteration gives every key to the nearest centroid (ties: the lowest) and
+/// moves every centroid to the mean of its keys, in a fixed order. It ends after `iterations`, or as soon as no key
+/// changed hands: centroids are the means of what `assignment` says. A centroid without keys stays where it is.
+/// A key with an element that is not finite counts as NaN: it goes to cluster 0 and into no mean, and a centroid that
+/// begins at it is NaN and gets no other.
+struct ClusterTask {
+  KvView kv;
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;       ///< 0: nothing is written
+  std::uint32_t clusters = 0;    ///< at most `count`
+  std::uint32_t iterations = 0;  ///< at least 1
+  std::uint64_t seed = 0;
+  float* centroids = nullptr;           ///< [clusters, head_dim]
+  std::uint32_t* assignment = nullptr;  ///< [count]
+  std::byte* scratch = nullptr;         ///< Backend::cluster_scratch_bytes of memory, 256-byte aligned
 };
 
 /// The verbs that policies and the pipeline are written in. `cpu::Backend` computes before it returns and
@@ -192,11 +211,23 @@ class Backend {
   virtual void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                        Stream* stream) = 0;
+  /// @throws Error{Errc::invalid_argument} for more clusters than keys, none, or no iteration; nothing was written.
+  virtual void cluster(std::span<const ClusterTask> tasks, Stream* stream) = 0;
+  /// What `cluster` needs for such a task in memory of the device; 0 if it brings its own. No two tasks that may run at
+  /// once share it. The task's pointers are not looked at.
+  [[nodiscard]] virtual std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const = 0;
   /// All tensors in one launch. The task array is copied; it may go when the call returns.
   virtual void to_f32(std::span<const ToF32Task> tasks, Stream* stream) = 0;
   void to_f32(const TensorView& in, float* out, Stream* stream) {
     const ToF32Task task{.in = in, .out = out};
     to_f32(std::span(&task, 1), stream);
+  }
+  /// `append` and `to_f32` side by side, in one launch where the backend can: how a step's new tokens come in. Neither
+  /// reads what the other writes. `widened` is copied.
+  virtual void append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout,
+                                std::span<const ToF32Task> widened, Stream* stream) {
+    append(tasks, layout, stream);
+    to_f32(widened, stream);
   }
 };
 

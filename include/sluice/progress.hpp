@@ -108,6 +108,11 @@ inline void add_pages(ProgressState& state, ProgressRule rule, const PageMasses&
   return std::isnan(share) || std::isnan(bound) ? 0.f : share;
 }
 
+/// What `verify` writes: the caller's tag, which tells verdicts apart, and whether the share is enough.
+[[nodiscard]] constexpr std::uint64_t verdict_word(std::uint64_t tag, bool enough) noexcept {
+  return tag << 1 | (enough ? 1 : 0);
+}
+
 /// Whether a share is enough. All of the mass is never enough as long as pages are left, however little they weigh.
 [[nodiscard]] inline bool passes(float share, float mass, std::uint32_t left) noexcept {
   return left == 0 || (share >= mass && mass < 1.f);

@@ -44,6 +44,14 @@ struct Stats {
   std::uint64_t near_hits = 0;        ///< candidates that were near already
   std::uint64_t bypassed_heads = 0;   ///< query heads served by the sink bypass, summed over layers and steps
 
+  /// Progressive attention: microbatches of pages per (layer, KV head, step), pages that were attended although enough
+  /// had been, and pages that were on the device already or had to be copied there. Identity, where it runs on the
+  /// device: pool_hits + pool_misses == pages visited.
+  std::uint64_t progressive_iterations = 0;
+  std::uint64_t overshoot_pages = 0;
+  std::uint64_t pool_hits = 0;
+  std::uint64_t pool_misses = 0;
+
   std::uint64_t far_bytes = 0;        ///< K and V bytes that the CPU read from the host pool
   std::uint64_t near_bytes = 0;       ///< K, V and digest bytes that the device read from its memory
   std::uint64_t dense_bytes = 0;      ///< what dense attention would have read

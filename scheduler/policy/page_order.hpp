@@ -21,6 +21,10 @@ class PageOrder {
   void rank(std::span<const float> scores, std::uint32_t group, const NearSet& near, std::uint32_t tokens);
   /// Pages that were not taken yet.
   [[nodiscard]] std::uint32_t left() const noexcept { return static_cast<std::uint32_t>(heap_.size()); }
+  /// The page that comes next; `left` must not be 0.
+  [[nodiscard]] std::uint32_t next() const noexcept {
+    return static_cast<std::uint32_t>(sorted_ ? heap_.back() : heap_.front());
+  }
   /// Appends what is far of the next `count` pages: first the whole ones, then the others, ascending each. Returns how
   /// many are whole.
   std::uint32_t take(std::uint32_t count, std::vector<PageRun>& runs);

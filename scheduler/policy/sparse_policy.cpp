@@ -8,7 +8,9 @@
 #include <optional>
 #include <vector>
 
+#include "scheduler/clusters/cluster_source.hpp"
 #include "scheduler/history/group_history.hpp"
+#include "scheduler/lsh/lsh_source.hpp"
 #include "scheduler/policy/budget.hpp"
 #include "scheduler/policy/bypass.hpp"
 #include "scheduler/policy/policies.hpp"
@@ -20,9 +22,12 @@ namespace {
 /// One KV head. `scored` lives from `select` to `observe`.
 struct Head {
   std::optional<GroupHistory> history;
+  std::optional<ClusterSource> clusters;
+  std::optional<LshSource> lsh;
   std::optional<SinkBypass> bypass;
   std::vector<TokenSet> candidates;  ///< [group]
   ScoredSet scored;
+  std::uint32_t visible = 0;    ///< tokens in the last selection
   std::vector<float> q;         ///< [group, head_dim] of the selection whose scores were deferred
   bool observes = false;        ///< the last selection feeds the tables
   bool followed = false;        ///< the last selection's candidates were not forecast but carried on
@@ -43,6 +48,8 @@ class SparsePolicy final : public LayerPolicy {
         heads_(shape.kv_heads) {
     for (Head& head : heads_) {
       if (spec.uses(Source::history)) head.history.emplace(spec.history, group_, spec.near.sink_tokens);
+      if (spec.uses(Source::clusters)) head.clusters.emplace(spec.clusters, shape);
+      if (spec.uses(Source::lsh)) head.lsh.emplace(spec.lsh, shape, spec.near.sink_tokens);
       if (spec.bypass_threshold > 0.f) {
         head.bypass.emplace(spec.bypass_threshold, shape, spec.near.sink_tokens, spec.history.local_tokens);
       }
@@ -53,6 +60,8 @@ class SparsePolicy final : public LayerPolicy {
   void begin(const PromptContext& prompt) override {
     Head& head = heads_[prompt.kv_head];
     if (head.history) head.history->begin(prompt);
+    if (head.clusters) head.clusters->begin(prompt);
+    if (head.lsh) head.lsh->begin(prompt);
     if (head.bypass) head.bypass->begin(prompt);
   }
 
@@ -68,6 +77,7 @@ class SparsePolicy final : public LayerPolicy {
     bypass.heads = 0;
     head.scored.clear();
     head.observing = 0;
+    head.visible = context.tokens;
     const std::uint32_t sinks = spec_.near.sink_tokens;
     if (context.tokens <= sinks) return;
     if (head.history) recall(context.tokens, head);
@@ -91,7 +101,9 @@ class SparsePolicy final : public LayerPolicy {
   }
 
   [[nodiscard]] bool wants_observation() const noexcept override {
-    return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) { return head.observes; });
+    return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) {
+      return head.observes || (head.clusters && head.clusters->due(head.visible));
+    });
   }
 
   void note(std::uint32_t kv_head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
@@ -102,6 +114,7 @@ class SparsePolicy final : public LayerPolicy {
 
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     Head& head = heads_[kv_head];
+    if (head.clusters) head.clusters->cluster_new(head.visible, kv);
     if (!head.history) return;
     if (!head.observes) return;
     if (!head.scored.scored()) head.scored.score(kv, head.q.data(), group_);
@@ -212,6 +225,8 @@ class SparsePolicy final : public LayerPolicy {
   /// Candidates: what history expanded to, the newest tokens, the pages that rank highest; one set per query head, or
   /// the first for all of them.
   void propose(const HeadContext& context, Head& head) const {
+    if (head.clusters) head.clusters->rank(context.q, *context.kv);
+    if (head.lsh) head.lsh->hash(context.q, *context.kv);
     if (together(head)) {
       TokenSet& set = head.candidates.front();
       set.reset(context.tokens);
@@ -222,6 +237,7 @@ class SparsePolicy final : public LayerPolicy {
       }
       add_local(context, set);
       add_pages(context, 0, group_, set);
+      for (std::uint32_t h = 0; h < group_; ++h) add_like_keys(context, h, head, set);
       return;
     }
     for (std::uint32_t h = 0; h < group_; ++h) {
@@ -233,7 +249,16 @@ class SparsePolicy final : public LayerPolicy {
         add_local(context, set);
       }
       add_pages(context, h, h + 1, set);
+      add_like_keys(context, h, head, set);
     }
+  }
+
+  /// What lies in clusters, or meets in hash tables, with the query of head `h`; and what is in neither of them.
+  void add_like_keys(const HeadContext& context, std::uint32_t h, Head& head, TokenSet& set) const {
+    if (head.clusters) head.clusters->propose(h, spec_.near.sink_tokens, context.tokens, set);
+    if (!head.lsh) return;
+    head.lsh->add_collisions(h, set);
+    set.add_range(std::max(head.lsh->end(), spec_.near.sink_tokens), context.tokens);
   }
 
   /// The newest token and the local ones before it: their vertical entries are too young to speak.

@@ -274,16 +274,19 @@ TEST_CASE("workers of which one is stuck may go, and leave it behind", "[workers
 TEST_CASE("calls under way when the workers are lost still finish", "[workers]") {
   const Topology topology;
   StuckCall call;
-  const Workers workers(topology, impatient(3));
+  const Workers workers(topology, {.threads = 3, .pin = false, .timeout = std::chrono::milliseconds(1000)});
+  std::atomic<bool> begun{false};
   std::atomic<bool> lost{false};
   std::vector<int> seen(8, 0);
   std::thread other([&] {
     const auto self = std::this_thread::get_id();
     workers.parallel_for(8, [&](std::uint32_t i) {
+      begun = true;
       while (std::this_thread::get_id() == self && !lost) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       ++seen[i];
     });
   });
+  while (!begun) std::this_thread::yield();
   const std::string message = call.run(workers);
   lost = true;
   other.join();

@@ -36,7 +36,8 @@ TEST_CASE("steps with CUDA graphs give the same bits, also under delays", "[gpu]
   REQUIRE(run(true, true) == want);
 }
 
-TEST_CASE("failed copies beside CUDA graphs end in a clear error, and the step can be repeated", "[gpu][runtime][graph]") {
+TEST_CASE("failed copies beside CUDA graphs end in a clear error, and the step can be repeated",
+          "[gpu][runtime][graph]") {
   constexpr std::uint32_t kTokens = 300, kSteps = 60;
   const auto device = make_cuda_device({.graphs = true});
   const PinnedModel model(*device, kShape, kTokens + kSteps, 13);

@@ -100,13 +100,14 @@ const char* policy_of(std::uint64_t seed) {
                                        "sluice:recent=16,near=20%",
                                        "full:near=60%",
                                        "pages:box,pages=4 | int4 | top_p=0.8 | near=0%,sinks=4,recent=8",
+                                       "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
                                        "exact | int4 | top_p=0.8 | near=0%,sinks=4,recent=8"};
   return kPolicies[seed % std::size(kPolicies)];
 }
 
 PlacementMode mode_of(std::uint64_t seed) {
   constexpr PlacementMode kModes[] = {PlacementMode::hybrid, PlacementMode::stream, PlacementMode::hybrid};
-  return kModes[seed / 7 % 3];
+  return kModes[seed / 8 % 3];
 }
 
 }  // namespace
@@ -114,7 +115,7 @@ PlacementMode mode_of(std::uint64_t seed) {
 TEST_CASE("delays and reordering change no token", "[faults]") {
   const Toy toy(kShape, kTokens, 31);
   Machine machine;
-  for (std::uint64_t seed = 0; seed < 63; ++seed) {
+  for (std::uint64_t seed = 0; seed < 72; ++seed) {
     CAPTURE(seed, policy_of(seed));
     const RuntimeOptions options = small_options(mode_of(seed));
     Runtime calm(options);
@@ -169,6 +170,8 @@ TEST_CASE("a thousand seeded faults lose nothing", "[faults]") {
       REQUIRE(worst_error(got.out, toy, kPrompt) < 2e-5);
     } else if (policy.find("sluice") != std::string::npos) {
       REQUIRE(std::none_of(got.out.begin(), got.out.end(), [](float x) { return std::isnan(x); }));
+    } else if (policy.find("progressive") != std::string::npos) {
+      REQUIRE(worst_difference(got.out, want) < 1e-5);  // The same pages, but which went through staging may differ.
     } else {
       REQUIRE(got.out == want);
     }

@@ -15,7 +15,7 @@ namespace {
 constexpr NodeKind kKinds[] = {
     NodeKind::append, NodeKind::attend_near, NodeKind::rank_pages, NodeKind::hand_over,      NodeKind::write_through,
     NodeKind::select, NodeKind::place,       NodeKind::fetch,      NodeKind::attend_fetched, NodeKind::attend_far,
-    NodeKind::merge,  NodeKind::observe,     NodeKind::promote};
+    NodeKind::merge,  NodeKind::observe,     NodeKind::promote,    NodeKind::progress};
 
 std::optional<std::uint32_t> find(const StepGraph& graph, NodeKind kind) {
   for (std::uint32_t i = 0; i < graph.nodes.size(); ++i) {
@@ -50,9 +50,12 @@ TEST_CASE("every node kind has its own name", "[step_graph]") {
 }
 
 TEST_CASE("any graph is topological, has each node once, and merges everything that attends", "[step_graph]") {
-  const std::uint32_t bits = GENERATE(range(0u, 16u));
-  const StepShape shape{
-      .rank_pages = (bits & 1) != 0, .select = (bits & 2) != 0, .fetch = (bits & 4) != 0, .observe = (bits & 8) != 0};
+  const std::uint32_t bits = GENERATE(range(0u, 32u));
+  const StepShape shape{.rank_pages = (bits & 1) != 0,
+                        .select = (bits & 2) != 0,
+                        .fetch = (bits & 4) != 0,
+                        .observe = (bits & 8) != 0,
+                        .progress = (bits & 16) != 0};
   CAPTURE(bits);
   const StepGraph graph = build_step_graph(shape);
   std::set<NodeKind> seen;
@@ -70,9 +73,10 @@ TEST_CASE("any graph is topological, has each node once, and merges everything t
   REQUIRE(find(graph, NodeKind::rank_pages).has_value() == (shape.select && shape.rank_pages));
   REQUIRE(find(graph, NodeKind::fetch).has_value() == (shape.select && shape.fetch));
   REQUIRE(find(graph, NodeKind::observe).has_value() == (shape.select && shape.observe));
+  REQUIRE(find(graph, NodeKind::progress).has_value() == (shape.select && shape.progress));
 
   const auto merged = before(graph, *find(graph, NodeKind::merge));
-  for (const NodeKind kind : {NodeKind::attend_near, NodeKind::attend_far, NodeKind::attend_fetched}) {
+  for (const NodeKind kind : {NodeKind::attend_near, NodeKind::attend_far, NodeKind::attend_fetched, NodeKind::progress}) {
     REQUIRE(merged.count(kind) == (find(graph, kind).has_value() ? 1u : 0u));
   }
   // Selecting reads the new token's key from its host copy.
@@ -110,6 +114,8 @@ TEST_CASE("a policy brings only the branches that it needs", "[step_graph]") {
   REQUIRE_FALSE(shape("exact | int4 | top_k=9", hybrid).rank_pages);
   REQUIRE_FALSE(shape("exact+history | int4 | top_p=0.9", hybrid).rank_pages);
   REQUIRE(shape("sluice", near) == StepShape{.rank_pages = false, .select = false, .fetch = false, .observe = false});
+  REQUIRE(shape("pages | progressive=0.9", stream).progress);
+  REQUIRE_FALSE(shape("pages | progressive=0.9", hybrid).progress);
   REQUIRE(unite(shape("streaming", hybrid), shape("lfps", hybrid)) == shape("lfps", hybrid));
   REQUIRE(unite(shape("full", stream), shape("sluice", hybrid)) == shape("sluice", stream));
 }

@@ -183,7 +183,7 @@ struct Verified {
   std::span<float> masses;
   std::span<float> extra;
   std::span<float> bounds;
-  std::span<std::uint64_t> flag;
+  std::span<std::uint64_t> verdict;
   ProgressTask task;
 };
 
@@ -230,7 +230,7 @@ TEST_CASE("the verdict on microbatches is that of the formula", "[backend][progr
     head.masses = under_test->array<float>(std::size_t{group} * 67);
     head.extra = under_test->array<float>(group);
     head.bounds = under_test->array<float>(group);
-    head.flag = under_test->array<std::uint64_t>(1);
+    head.verdict = under_test->array<std::uint64_t>(1);
     for (float& lse : head.extra) lse = random_mass(random, hard);
     head.task = {.states = head.states.data(),
                  .masses = head.masses.data(),
@@ -238,7 +238,7 @@ TEST_CASE("the verdict on microbatches is that of the formula", "[backend][progr
                  .left = 40 + random.below(1'000),
                  .mass = 0.5f,
                  .rule = rule,
-                 .flag = head.flag.data()};
+                 .verdict = head.verdict.data()};
   }
   std::uint32_t raised = 0;
   for (std::uint32_t round = 1; round <= 5; ++round) {
@@ -253,15 +253,15 @@ TEST_CASE("the verdict on microbatches is that of the formula", "[backend][progr
       head.task.full = head.task.pages - (head.task.pages != 0 ? random.below(2) : 0);
       head.task.left = round == 5 ? 0 : head.task.left / (round + 1) + 1;
       head.task.tag = 100 + round;
-      head.flag[0] = 7;
       tasks.push_back(head.task);
     }
     under_test->backend().verify(tasks, shape, under_test->stream());
     under_test->finish();
     for (Verified& head : all) {
       const double least = require_states(head, group);
+      REQUIRE(head.verdict[0] >> 1 == 100 + round);
       if (std::abs(least - 0.5) < 1e-3) continue;  // Either verdict is right.
-      REQUIRE(head.flag[0] == (least > 0.5 ? 100 + round : 7));
+      REQUIRE(head.verdict[0] == verdict_word(100 + round, least > 0.5));
       raised += least > 0.5 ? 1 : 0;
     }
   }
@@ -272,7 +272,7 @@ TEST_CASE("all of the mass is enough only when no page is left", "[backend][prog
   const auto under_test = backend_under_test();
   const AttentionShape shape{.layers = 1, .q_heads = 2, .kv_heads = 1, .head_dim = 64};
   const auto states = under_test->array<ProgressState>(2);
-  const auto flag = under_test->array<std::uint64_t>(1);
+  const auto verdict = under_test->array<std::uint64_t>(1);
   const std::vector<float> some{50.f, 60.f, -900.f, kEmptyLse};  // What is left weighs nothing that float32 can tell.
   const auto masses = under_test->copy_of(some);
   for (const std::uint32_t left : {1u, 0u}) {
@@ -283,13 +283,13 @@ TEST_CASE("all of the mass is enough only when no page is left", "[backend][prog
                             .left = left,
                             .mass = 1.f,
                             .first = true,
-                            .flag = flag.data(),
+                            .verdict = verdict.data(),
                             .tag = 5};
     under_test->backend().verify({&task, 1}, shape, under_test->stream());
     under_test->finish();
     REQUIRE(states[0].share == 1.f);
     REQUIRE(states[1].share == 1.f);
-    REQUIRE(flag[0] == (left == 0 ? 5 : 0));
+    REQUIRE(verdict[0] == verdict_word(5, left == 0));
   }
 }
 

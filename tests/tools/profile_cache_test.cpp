@@ -22,9 +22,18 @@ namespace {
 const CudaDeviceFacts kFacts{.name = "GPU of Nobody / 80GB", .pci_bus_id = "0000:0F:00.0", .driver = 13000};
 
 TransferProfile some_profile(double us) {
-  return {.samples = {{.path = TransferPath::gather, .to_device = true, .block_bytes = 16384, .blocks = 64, .host_us = 1.5, .device_us = us},
-                      {.path = TransferPath::batch, .to_device = false, .block_bytes = 4096, .blocks = 8, .host_us = 0.0, .device_us = 3.25}},
-          .gather_blocks = 12};
+  const TransferSample down{.path = TransferPath::gather,
+                            .to_device = true,
+                            .block_bytes = 16384,
+                            .blocks = 64,
+                            .host_us = 1.5,
+                            .device_us = us};
+  TransferSample up = down;
+  up.path = TransferPath::batch;
+  up.to_device = false;
+  up.host_us = 0.0;
+  up.device_us = 1.0 / 3.0;
+  return {.samples = {down, up}, .gather_blocks = 12};
 }
 
 bool same(const TransferProfile& a, const TransferProfile& b) {
@@ -111,9 +120,14 @@ TEST_CASE("a damaged profile is measured again and replaced", "[profile]") {
   Cache cache;
   (void)cache.get(directory);
   const std::string whole = read_file(file);
-  const std::string damage = GENERATE_COPY(std::string(), std::string("{"), std::string("[]"), whole.substr(0, whole.size() / 2),
-                                           std::string(R"({"schema_version": 1, "kind": "transfer_profile"})"),
-                                           std::string(R"({"schema_version": 2, "kind": "transfer_profile", "device": 7})"));
+  const std::string damage = GENERATE_COPY(values<std::string>({
+      "",
+      "{",
+      "[]",
+      whole.substr(0, whole.size() / 2),
+      R"({"schema_version": 1, "kind": "transfer_profile"})",
+      R"({"schema_version": 2, "kind": "transfer_profile", "device": 7})",
+  }));
   CAPTURE(damage);
   std::ofstream(file, std::ios::binary) << damage;
   REQUIRE(same(*cache.get(directory), some_profile(20.0)));

@@ -59,7 +59,8 @@ void add_device_flags(CLI::App& app, DeviceFlags& flags) {
       ->type_name("auto|none|FILE")
       ->capture_default_str();
   const auto read = [&flags](const std::string& text) { flags.graphs = parse_switch("--graphs", text); };
-  app.add_option_function<std::string>("--graphs", read, "Submit a step's first kernels as one CUDA graph (CUDA device)")
+  app.add_option_function<std::string>("--graphs", read,
+                                       "Submit a step's first kernels as one CUDA graph (CUDA device)")
       ->type_name("on|off")
       ->default_str(flags.graphs ? "on" : "off");
 }

@@ -85,6 +85,13 @@ Json per_step(std::uint64_t bytes, const Stats& stats) {
   return stats.steps == 0 ? Json() : Json(static_cast<double>(bytes) / static_cast<double>(stats.steps));
 }
 
+/// Share of heads and steps whose coverage reached the mass that the policy aims at; null if it aims at none.
+Json reached(const PolicySpec& spec, const Stats& stats) {
+  const BudgetKind kind = spec.budget.kind;
+  const bool aims = spec.sources != 0 && !spec.uses(Source::all) && kind != BudgetKind::top_k && kind != BudgetKind::sampled;
+  return aims && stats.coverage.count() != 0 ? Json(stats.coverage.share_above(spec.budget.mass)) : Json();
+}
+
 class EvalReport {
  public:
   EvalReport(const NamedPolicies& policies, const AttentionShape& shape) : policies_(policies), shape_(shape) {
@@ -110,6 +117,8 @@ class EvalReport {
       append_stats(score.stats, shape_, columns, row);
       columns.push_back({"link_bytes_per_step", "link B/step"});
       row.push_back(per_step(score.link_bytes, score.stats));
+      columns.push_back({"reached_share", "reached", 1, Column::Show::percent});
+      row.push_back(reached(policies_.specs[p], score.stats));
       tasks_.columns = std::move(columns);
       tasks_.rows.push_back(std::move(row));
       add_lost(cell, p, accuracy, score);
@@ -132,6 +141,8 @@ class EvalReport {
       row[static_cast<std::size_t>(time - columns.begin())] = score.layer_us;
       columns.push_back({"link_bytes_per_step", "link B/step"});
       row.push_back(per_step(score.link_bytes, score.audited));
+      columns.push_back({"reached_share", "reached", 1, Column::Show::percent});
+      row.push_back(reached(policies_.specs[p], score.audited));
       needles_.columns = std::move(columns);
       needles_.rows.push_back(std::move(row));
     }

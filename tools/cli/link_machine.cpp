@@ -38,7 +38,8 @@ std::shared_ptr<const TransferProfile> profile_of(const LinkOptions& options) {
   gpu::CudaDevice device(CudaDeviceOptions{.ordinal = options.device});
   const auto profile = options.profile.empty() ? std::make_shared<const TransferProfile>(gpu::calibrate(device))
                                                : load_transfer_profile(options.profile);
-  if (!options.save_profile.empty()) save_transfer_profile(*profile, cuda_device_facts(options.device), options.save_profile);
+  if (!options.save_profile.empty())
+    save_transfer_profile(*profile, cuda_device_facts(options.device), options.save_profile);
   return profile;
 }
 

@@ -63,7 +63,8 @@ std::shared_ptr<const TransferProfile> cached_profile(const std::filesystem::pat
   auto profile = std::make_shared<const TransferProfile>(measure());
   try {
     if (directory.empty())
-      throw Error(Errc::io, "neither XDG_CACHE_HOME nor HOME names a directory; set one, or use --transfer-profile FILE");
+      throw Error(Errc::io,
+                  "neither XDG_CACHE_HOME nor HOME names a directory; set one, or use --transfer-profile FILE");
     keep(*profile, facts, file);
   } catch (const Error& error) {
     say(std::string("warning: the link will be measured again next time: ") + error.what());

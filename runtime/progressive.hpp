@@ -1,0 +1,142 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "cpu/workers.hpp"
+#include "runtime/residency.hpp"
+#include "runtime/step_buffers.hpp"
+#include "scheduler/policy/page_order.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/device.hpp"
+#include "sluice/progress.hpp"
+
+namespace sluice::runtime {
+
+/// Progressive attention on the device (PSA section 3.3): in every turn each KV head that has not attended enough takes
+/// the next pages of its order. Pages that are near are attended where they are; the others get slots of the near pool,
+/// where they stay until they are the least recent, or pass through staging memory if no slot can be had.
+///
+///   link    | copy turn 0 | copy turn 1 | copy turn 2 ...
+///   device                | attend, verify turn 0 | attend, verify turn 1 ...
+///   host                                          ^ reads the verdicts of turn 0, issues turn 2
+///
+/// The host issues a turn when it knows the verdicts of the one kInFlight before it, not when it happens to see them:
+/// which pages are attended does not depend on timing. A head that has enough has therefore up to kInFlight - 1 turns
+/// more queued than it needs; they only add coverage, and are counted as overshoot.
+class Progressive {
+ public:
+  struct Parts {
+    Device& device;
+    Stream& stream;  ///< the device's
+    TransferEngine& link;
+    Residency& residency;
+    const StepBuffers& buffers;
+    const cpu::Workers& workers;
+    std::byte* staging = nullptr;
+    std::uint32_t staging_pages = 0;  ///< at least kInFlight
+    std::chrono::milliseconds timeout{};
+  };
+  Progressive(const AttentionShape& shape, const PageLayout& layout, const Parts& parts)
+      : shape_(shape), layout_(layout), parts_(parts) {}
+
+  /// Makes room for `batch` sequences whose microbatches have up to `microbatch` pages.
+  void reserve(std::uint32_t batch, std::uint32_t microbatch);
+
+  /// Attends for those of `heads` that are progressive: appends to their parts and tells what was visited. The page
+  /// scores must have come, and near attention must have been queued.
+  /// @param scores  of all heads, see HeadContext::page_scores
+  /// @throws Error{Errc::device} if a copy or a verb failed, Error{Errc::timeout}; the step may be repeated.
+  void run(std::span<HeadWork> heads, std::span<const std::span<const float>> scores);
+
+  /// Waits for the pages that the last turns of the last run brought, which are pinned until then. Before anything else
+  /// claims slots, and before their sequences go.
+  void settle(Deadline deadline);
+
+ private:
+  static constexpr std::uint32_t kInFlight = 2;
+  /// Turns whose partials are kept apart until they are folded into one.
+  static constexpr std::uint32_t kFold = 8;
+
+  /// What one head attends in one turn. Staged pages are a task of their own, for they lie elsewhere.
+  struct Pages {
+    std::vector<PageRun> runs;           ///< by index into `frames`; whole pages first
+    std::vector<std::uint32_t> frames;
+    std::uint32_t whole = 0;
+    void clear();
+    void add_whole(const PageRun& run, std::uint32_t frame);
+    void add_part(const PageRun& run, std::uint32_t frame);
+  };
+  struct Batch {
+    Pages staged;
+    Pages near;
+    std::vector<std::uint32_t> hits;  ///< slots that were near already, pinned meanwhile
+    std::uint32_t pages = 0;          ///< of the order
+  };
+  struct Head {
+    HeadWork* work = nullptr;
+    std::uint32_t index = 0;
+    scheduler::PageOrder order;
+    std::uint32_t turns = 0;     ///< that it took part in
+    bool enough = false;
+    std::uint32_t running = 0;   ///< which of the two running partials was written last
+    std::vector<Partial> parts;  ///< of what was attended and not folded
+    std::array<std::vector<Partial>, kInFlight> folding;
+    std::array<Batch, kInFlight> batches;
+    std::vector<PageRun> visited;
+    std::uint32_t hit_tokens = 0;
+  };
+  /// One turn: what its queued work refers to.
+  struct Turn {
+    std::uint64_t tag = 0;
+    std::vector<Head*> heads;
+    std::vector<AttendTask> attends;
+    std::vector<ProgressTask> verdicts;
+    std::vector<MergeTask> folds;
+    std::vector<PageMove> staged_moves;
+    std::vector<std::pair<Sequence*, LayerState*>> moved;  ///< whose near pages are on their way
+    std::unique_ptr<Event> staged;
+    std::unique_ptr<Event> verified;
+  };
+
+  void begin(std::span<HeadWork> heads, std::span<const std::span<const float>> scores);
+  void loop(Deadline deadline);
+  [[nodiscard]] bool issue(std::uint64_t number);
+  void gather(Head& head, std::uint32_t slot, Turn& turn, std::vector<PageMove>& moves);
+  [[nodiscard]] bool place_next(Head& head, Batch& batch, std::uint32_t slot, Turn& turn, std::vector<PageMove>& moves);
+  void bring(Head& last, Turn& turn, std::vector<PageMove>& moves);
+  void queue_fold(Head& head, std::uint32_t slot, Turn& turn);
+  void queue_pages(Head& head, std::uint32_t slot, Turn& turn);
+  void queue(Turn& turn);
+  void await(const Turn& turn, std::uint32_t slot, Deadline deadline) const;
+  void retire(std::uint64_t number, Deadline deadline);
+  void unpin_hits() noexcept;
+  void finish();
+
+  [[nodiscard]] std::uint64_t* verdict(std::uint32_t slot, const Head& head) const noexcept;
+  [[nodiscard]] float* masses(std::uint32_t slot, const Head& head) const noexcept;
+  [[nodiscard]] Partial partial(std::uint32_t set, const Head& head) const noexcept;
+
+  AttentionShape shape_;
+  PageLayout layout_;
+  Parts parts_;
+  std::uint32_t room_ = 0;        ///< KV heads
+  std::uint32_t microbatch_ = 0;  ///< pages
+  std::uint64_t tag_ = 0;
+  std::vector<Head> all_heads_;  ///< reused
+  std::span<Head> heads_;        ///< of this step
+  std::array<Turn, kInFlight> turns_;
+  std::vector<std::pair<Sequence*, LayerState*>> unsettled_;
+  std::unique_ptr<Buffer> states_;    // device [KV heads, group]
+  std::unique_ptr<Buffer> masses_;    // device [kInFlight, KV heads, microbatch + 1, group]
+  std::unique_ptr<Buffer> partials_;  // device [2 * kFold + 2] sets of out [query heads, head_dim], lse [query heads]
+  std::unique_ptr<Buffer> verdicts_;  // pinned [kInFlight, KV heads]
+  std::unique_ptr<Buffer> bounds_;    // pinned [kInFlight, KV heads, group]
+};
+
+}  // namespace sluice::runtime
