@@ -83,7 +83,7 @@ struct HeadContext {
   std::span<const std::uint32_t> ranked_pages = {};
   /// Digest scores of all full pages, raw; [group, pages]. Empty unless the budget is `progressive`.
   std::span<const float> page_scores = {};
-  /// What a device kept of them by estimate and top-p, or empty; [group, words]. Bit i % 32 of word i / 32: the i-th token
+  /// What a device kept by estimate and top-p, or empty; [group, words]. Bit i % 32 of word i / 32: the i-th token
   /// of the head's ranked pages laid end to end, or token i if the source is `exact`. Nothing of the newest page.
   std::span<const std::uint32_t> kept = {};
   const NearSet* near = nullptr;

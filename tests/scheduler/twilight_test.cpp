@@ -34,6 +34,13 @@ class CoarseKv final : public KvReader {
   }
   void key(std::uint32_t token, float* out) override { kv_.key(token, out); }
   void value(std::uint32_t token, float* out) override { kv_.value(token, out); }
+  void keys(std::uint32_t first, std::uint32_t count, float* out) override { kv_.keys(first, count, out); }
+  void cluster(const ClusterRequest& request, float* centroids, std::uint32_t* assignment) override {
+    kv_.cluster(request, centroids, assignment);
+  }
+  void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override {
+    kv_.score_rows(x, columns, rows, count, out);
+  }
 
   [[nodiscard]] float estimated(const float* q, std::uint32_t h, std::uint32_t token) const {
     return static_cast<float>(copies_.logit(q, h, token));
