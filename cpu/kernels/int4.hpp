@@ -13,19 +13,36 @@ struct Int4Params {
   float scale, zero;
 };
 
-/// Compares by hand: comparisons with NaN are false, and integer arithmetic tells whether there was one.
+/// Minimum and maximum of a row without NaN.
+struct Range {
+  float least, most;
+};
+inline Range range_of(const float* row, std::uint32_t head_dim) noexcept {
+  Vec low = Simd::load(row);
+  Vec high = low;
+  for (std::uint32_t c = kWidth; c < head_dim; c += kWidth) {
+    low = Simd::min(Simd::load(row + c), low);
+    high = Simd::max(Simd::load(row + c), high);
+  }
+  alignas(64) float lows[kWidth], highs[kWidth];
+  Simd::store(lows, low);
+  Simd::store(highs, high);
+  for (std::uint32_t i = 1; i < kWidth; ++i) {
+    lows[0] = lows[i] < lows[0] ? lows[i] : lows[0];
+    highs[0] = highs[i] > highs[0] ? highs[i] : highs[0];
+  }
+  return {lows[0], highs[0]};
+}
+
 inline Int4Params int4_params(const float* row, std::uint32_t head_dim) noexcept {
-  float least = row[0];
-  float most = row[0];
   std::uint32_t nan = 0;
-  for (std::uint32_t c = 0; c < head_dim; ++c) {
+  for (std::uint32_t c = 0; c < head_dim; ++c) {  // On integers, which vectorises.
     std::uint32_t bits = 0;
     __builtin_memcpy(&bits, row + c, sizeof bits);
     nan |= (bits & 0x7fff'ffffu) > 0x7f80'0000u ? 1u : 0u;
-    least = row[c] < least ? row[c] : least;
-    most = row[c] > most ? row[c] : most;
   }
   if (nan != 0) return {__builtin_nanf(""), __builtin_nanf("")};
+  const auto [least, most] = range_of(row, head_dim);
   // The same operations in the same order on every backend: the copies are equal bit by bit.
   float scale = (most - least) / static_cast<float>(Int4Layout::kLevels);
   scale = scale < Int4Layout::kSmallest ? Int4Layout::kSmallest : scale;

@@ -211,7 +211,8 @@ TEST_CASE("device program and host lane select the same tokens", "[runtime][prun
 TEST_CASE("estimates feed history and every budget", "[runtime][pruned]") {
   const std::string policy =
       GENERATE("history+pages | int4 | top_p=0.9", "history:share_group=on+pages | int4 | top_k=32",
-               "history | top_p=0.9", "exact | int4 | top_k=32");
+               "history | top_p=0.9", "exact | int4 | top_k=32", "clusters:least=64 | int4 | top_p=0.9",
+               "lsh:recent_prompt=8 | int4 | top_p=0.9", "lsh:recent_prompt=8+pages:pages=4 | top_p=0.9");
   CAPTURE(policy);
   const Toy toy(kShape, 360, 43);
   Runtime runtime(options_with(380, 16));
