@@ -1,0 +1,102 @@
+// top-p, on any backend.
+
+#include <vector>
+
+#include "tests/support/backend_under_test.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/prune_reference.hpp"
+#include "tests/support/random.hpp"
+
+namespace sluice::test {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr std::uint32_t kUntouchedWord = 0xa5a5'5a5au;
+
+}  // namespace
+
+TEST_CASE("top-p keeps the fewest that reach p, and all ties of the smallest", "[backend][top_p]") {
+  const auto count = GENERATE(0u, 1u, 2u, 31u, 32u, 33u, 1'000u, 8'192u, 60'001u, 131'072u);
+  const auto under_test = backend_under_test();
+  Random random(count + 1);
+  for (std::uint32_t round = 0; round < (count > 8'192 ? 6u : 40u); ++round) {
+    const std::vector<float> row = count == 0 ? std::vector<float>{} : random_logits(count, random);
+    const auto values = under_test->copy_of(row);
+    const auto mask = under_test->array((count + 31) / 32 + 1, kUntouchedWord);
+    const auto kept = under_test->array(2, kUntouchedWord);
+    const float p = round % 5 == 4 ? 1.f : static_cast<float>(0.05 + 0.94 * random.uniform());
+    const TopPTask task{.values = values, .p = p, .mask = mask.data(), .count = kept.data()};
+    under_test->backend().top_p({&task, 1}, under_test->stream());
+    under_test->finish();
+    CAPTURE(count, round, p, kept[0]);
+    REQUIRE(mask.back() == kUntouchedWord);
+    REQUIRE(kept[1] == kUntouchedWord);
+    REQUIRE(is_top_p(row, p, mask.first(mask.size() - 1), kept[0], 1e-5));
+  }
+}
+
+TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p = 1 keeps all", "[backend][top_p]") {
+  const auto under_test = backend_under_test();
+  constexpr std::uint32_t kCount = 1'000;
+  std::vector<float> distinct(kCount);  // Equal weights but for the last bits: no ties.
+  for (std::uint32_t i = 0; i < kCount; ++i) distinct[i] = 1.f + static_cast<float>(i * 7 % kCount) * 0x1p-23f;
+  std::vector<float> one_hot(kCount, -60.f);
+  one_hot[777] = 0.f;
+  std::vector<float> infinite(kCount, 5.f);
+  infinite[3] = infinite[4] = kInf;
+  struct Case {
+    std::vector<float> values;
+    float p;
+    std::uint32_t kept;
+  };
+  const Case cases[] = {{distinct, 0.9505f, 951},
+                        {std::vector<float>(kCount, 2.f), 0.5f, kCount},
+                        {one_hot, 0.95f, 1},
+                        {one_hot, 1.f, kCount},
+                        {infinite, 0.95f, 2},
+                        {std::vector<float>(kCount, -kInf), 0.95f, 0},
+                        {std::vector<float>(kCount, kNotANumber), 1.f, 0},
+                        {std::vector<float>(1, -3e38f), 0.95f, 1}};
+  std::vector<TopPTask> tasks;
+  std::vector<std::span<std::uint32_t>> counts;
+  for (const Case& one : cases) {
+    counts.push_back(under_test->array(1, kUntouchedWord));
+    tasks.push_back({.values = under_test->copy_of(one.values),
+                     .p = one.p,
+                     .mask = under_test->array((one.values.size() + 31) / 32, kUntouchedWord).data(),
+                     .count = counts.back().data()});
+  }
+  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->finish();
+  for (std::size_t i = 0; i < std::size(cases); ++i) {
+    CAPTURE(i);
+    REQUIRE(counts[i][0] == cases[i].kept);
+    const std::span<const std::uint32_t> mask(tasks[i].mask, (cases[i].values.size() + 31) / 32);
+    REQUIRE(is_top_p(cases[i].values, cases[i].p, mask, counts[i][0], 1e-5));
+  }
+}
+
+TEST_CASE("what top-p keeps grows with p", "[backend][top_p]") {
+  const auto under_test = backend_under_test();
+  Random random(5);
+  std::vector<float> row(3'000);
+  for (float& x : row) x = static_cast<float>(2.0 * random.normal());
+  const auto values = under_test->copy_of(row);
+  std::vector<TopPTask> tasks;
+  for (std::uint32_t i = 1; i <= 200; ++i) {
+    tasks.push_back({.values = values,
+                     .p = static_cast<float>(i) / 200.f,
+                     .mask = under_test->array<std::uint32_t>(94).data(),
+                     .count = under_test->array<std::uint32_t>(1).data()});
+  }
+  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->finish();
+  REQUIRE(*tasks.front().count >= 1);
+  REQUIRE(*tasks.back().count == 3'000);
+  for (std::size_t i = 1; i < tasks.size(); ++i) {
+    REQUIRE(*tasks[i].count >= *tasks[i - 1].count);
+    for (std::size_t w = 0; w < 94; ++w) REQUIRE((tasks[i - 1].mask[w] & ~tasks[i].mask[w]) == 0u);
+  }
+}
+
+}  // namespace sluice::test
