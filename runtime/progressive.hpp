@@ -65,7 +65,7 @@ class Progressive {
 
   /// What one head attends in one turn. Staged pages are a task of their own, for they lie elsewhere.
   struct Pages {
-    std::vector<PageRun> runs;           ///< by index into `frames`; whole pages first
+    std::vector<PageRun> runs;  ///< by index into `frames`; whole pages first
     std::vector<std::uint32_t> frames;
     std::uint32_t whole = 0;
     void clear();
@@ -82,7 +82,7 @@ class Progressive {
     HeadWork* work = nullptr;
     std::uint32_t index = 0;
     scheduler::PageOrder order;
-    std::uint32_t turns = 0;     ///< that it took part in
+    std::uint32_t turns = 0;  ///< that it took part in
     bool enough = false;
     std::uint32_t running = 0;   ///< which of the two running partials was written last
     std::vector<Partial> parts;  ///< of what was attended and not folded
@@ -120,6 +120,7 @@ class Progressive {
 
   [[nodiscard]] std::uint64_t* verdict(std::uint32_t slot, const Head& head) const noexcept;
   [[nodiscard]] float* masses(std::uint32_t slot, const Head& head) const noexcept;
+  [[nodiscard]] float* bounds(std::uint32_t slot, const Head& head) const noexcept;
   [[nodiscard]] Partial partial(std::uint32_t set, const Head& head) const noexcept;
 
   AttentionShape shape_;

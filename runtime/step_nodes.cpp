@@ -60,11 +60,12 @@ void Pipeline::rank_pages() {
   scores.clear();
   ranks.clear();
   for (const HeadWork& work : heads_) {
-    if (work.ranked == 0 && work.scored_pages == 0) continue;
+    const bool for_host = work.scored_pages != 0;
+    if (work.ranked == 0 && !for_host) continue;
     const std::uint32_t pages = work.layer->tokens / layout_.page_tokens;
     const std::uint32_t head = work.kv_head * group;
     // Rows of a group lie `pages` apart here, as score_pages writes them.
-    float* out = work.scored_pages == 0 ? buffers_.page_scores(work.row, head) : buffers_.host_page_scores(work.row, head);
+    float* out = for_host ? buffers_.host_page_scores(work.row, head) : buffers_.page_scores(work.row, head);
     scores.push_back({.q = buffers_.device_q(work.row, head),
                       .digests = index_.digests(),
                       .frames = PageIndex::frames(*work.layer, work.kv_head),
