@@ -55,6 +55,7 @@ void Progressive::reserve(std::uint32_t batch, std::uint32_t microbatch) {
 }
 
 void Progressive::run(std::span<HeadWork> heads, std::span<const std::span<const float>> scores) {
+  waited_ = {};
   begin(heads, scores);
   if (heads_.empty()) return;
   // Slots that are given to other pages may still be read by what the device was told before, near attention included.
@@ -110,7 +111,7 @@ void Progressive::loop(Deadline deadline) {
 }
 
 /// Returns when all verdicts of a turn have come.
-void Progressive::await(const Turn& turn, std::uint32_t slot, Deadline deadline) const {
+void Progressive::await(const Turn& turn, std::uint32_t slot, Deadline deadline) {
   const auto came = [&](const Head* head) {
     return std::atomic_ref(*verdict(slot, *head)).load(std::memory_order_acquire) >> 1 == turn.tag;
   };
@@ -119,7 +120,10 @@ void Progressive::await(const Turn& turn, std::uint32_t slot, Deadline deadline)
     return std::all_of(turn.heads.begin(), turn.heads.end(), came) || turn.verified->state() != Event::State::pending;
   };
   const auto spin = parts_.device.info().host_memory ? kSpin : 100 * kSpin;
-  if (!wait_until(ready, deadline, spin)) {
+  const Clock::time_point begin = Clock::now();
+  const bool in_time = wait_until(ready, deadline, spin);
+  waited_ += Clock::now() - begin;
+  if (!in_time) {
     throw Error(Errc::timeout, "a turn of progressive attention did not finish within " +
                                    std::to_string(parts_.timeout.count()) +
                                    " ms; raise the timeout if the machine is merely busy");
