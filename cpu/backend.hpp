@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "cpu/workers.hpp"
@@ -10,6 +12,15 @@
 namespace sluice::cpu {
 
 struct Kernels;
+
+/// Tokens of one KV head, estimated from its 4-bit copies: out[i, h] = q[h].k[tokens[i]] / sqrt(head_dim).
+struct EstimateTask {
+  const float* q = nullptr;               ///< [group, head_dim]
+  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const std::uint32_t* frames = nullptr;  ///< [pages]
+  std::span<const std::uint32_t> tokens;
+  float* out = nullptr;                   ///< [tokens, group]
+};
 
 /// The Backend contract on host threads. Verbs compute before they return and ignore the stream.
 /// Tasks run in parallel on the workers; one long task is split by tokens and merged. K and V are read
@@ -29,11 +40,19 @@ class Backend final : public sluice::Backend {
                    Stream* stream) override;
   void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
+  void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) override;
+  void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                  Stream* stream) override;
+  void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
   void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
   void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;
+  /// Like score_int4, but of any tokens, as host policies ask for them.
+  void estimate_tokens(const EstimateTask& task, const AttentionShape& shape, const PageLayout& layout);
+  void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
+  [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
   using sluice::Backend::to_f32;
   void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
 

@@ -58,6 +58,23 @@ void HostBackend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
   dispatch(stream, "top_k", [=, this] { cpu_.top_k(tasks, nullptr); });
 }
 
+void HostBackend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "quantize", [=, this] { cpu_.quantize(tasks, layout, nullptr); });
+}
+
+void HostBackend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                             Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, layout);
+  dispatch(stream, "score_int4", [=, this] { cpu_.score_int4(tasks, shape, layout, nullptr); });
+}
+
+void HostBackend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "top_p", [=, this] { cpu_.top_p(tasks, nullptr); });
+}
+
 void HostBackend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
   check(shape, tasks.front().kv.layout);
@@ -80,6 +97,15 @@ void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape
   if (tasks.empty()) return;
   check(shape, tasks.front().kv.layout);
   dispatch(stream, "prefill", [=, this] { cpu_.prefill(tasks, strides, shape, nullptr); });
+}
+
+void HostBackend::cluster(std::span<const ClusterTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  dispatch(stream, "cluster", [=, this] { cpu_.cluster(tasks, nullptr); });
+}
+
+std::uint64_t HostBackend::cluster_scratch_bytes(const ClusterTask& task) const {
+  return cpu_.cluster_scratch_bytes(task);
 }
 
 void HostBackend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {

@@ -64,6 +64,28 @@ struct DigestRows {
   std::uint32_t head_dim = 0;
 };
 
+/// 4-bit copies of `rows` consecutive K rows; see Int4Layout.
+struct QuantizeRows {
+  const std::byte* k = nullptr;  ///< [rows, head_dim]
+  std::byte* codes = nullptr;    ///< [rows, head_dim / 2]
+  std::byte* params = nullptr;   ///< [rows, 2] f16
+  std::uint32_t rows = 0;
+  std::uint32_t head_dim = 0;
+};
+
+/// out[i * token_stride + h * head_stride] = q[h].k[i] / sqrt(head_dim), k decoded from its 4-bit copy.
+struct ScoreInt4Rows {
+  const float* q = nullptr;                  ///< [group, head_dim]
+  const std::byte* const* codes = nullptr;   ///< [count] addresses of rows of codes
+  const std::byte* const* params = nullptr;  ///< [count] addresses of their scale and zero
+  std::uint32_t count = 0;
+  std::uint32_t group = 0;
+  std::uint32_t head_dim = 0;
+  float* out = nullptr;
+  std::uint64_t token_stride = 0;
+  std::uint64_t head_stride = 0;
+};
+
 /// Keys of one block of a prefill product; queries are rows of (token, head), all heads of a token together.
 inline constexpr std::uint32_t kPrefillKeys = 64;
 
@@ -85,6 +107,23 @@ struct PrefillRows {
   return std::uint64_t{rows} * (kPrefillKeys + 2) + 2 * std::uint64_t{kPrefillKeys} * head_dim;
 }
 
+/// Centroids of one block of a nearest-centroid search.
+inline constexpr std::uint32_t kCentroidTile = 64;
+
+/// nearest[i] = the j with the largest keys[i].centroids[j] - half_norms[j], the lowest among equals; 0 if none is a
+/// number above -infinity. Centroids come in tiles of kCentroidTile, each transposed; half_norms is infinite where the
+/// last tile has none.
+struct NearestRows {
+  const float* keys = nullptr;        ///< [rows, head_dim]
+  const float* centroids = nullptr;   ///< [tiles, head_dim, kCentroidTile]
+  const float* half_norms = nullptr;  ///< [tiles, kCentroidTile]
+  std::uint32_t rows = 0;
+  std::uint32_t tiles = 0;
+  std::uint32_t head_dim = 0;
+  float* scratch = nullptr;  ///< [rows, kCentroidTile + 1]
+  std::uint32_t* nearest = nullptr;
+};
+
 /// Kernels for one element type of K, V and digests. They all accumulate in float32.
 struct ElementKernels {
   void (*attend)(const AttendRows& args) noexcept;
@@ -97,12 +136,17 @@ struct ElementKernels {
   void (*widen)(const std::byte* in, float* out, std::size_t count) noexcept;
   /// Rounds to nearest even.
   void (*narrow)(const float* in, std::byte* out, std::size_t count) noexcept;
+  void (*quantize)(const QuantizeRows& args) noexcept;
 };
 
 /// One instruction set's kernels. There are as many objects as variants were built; they live forever.
 struct Kernels {
   const char* name = "";      ///< "generic", "avx2" or "avx512"
   ElementKernels element[3];  ///< by DType
+  void (*score_int4)(const ScoreInt4Rows& args) noexcept;
+  /// out[i] = exp(x[i] - top), for x[i] <= top; 1 where they are equal, even if infinite.
+  void (*weigh)(const float* x, std::size_t count, float top, float* out) noexcept;
+  void (*nearest)(const NearestRows& args) noexcept = nullptr;
 };
 
 /// Variants that this build has and this CPU and operating system can run; the first is "generic".

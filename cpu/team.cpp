@@ -1,30 +1,28 @@
 #include "cpu/team.hpp"
 
+#include <array>
+#include <atomic>
+#include <cstddef>
 #include <exception>
 #include <string>
 #include <system_error>
 #include <utility>
 
+#include "cpu/spin.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::cpu {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-void pause() noexcept {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
-}  // namespace
-
 /// One run. Whoever helps draws indices until none is left or a body has thrown.
 class Job {
  public:
-  Job(std::uint32_t count, const std::function<void(std::uint32_t)>& body) : count_(count), body_(body) {}
-
+  void begin(std::uint32_t count, const std::function<void(std::uint32_t)>& body) noexcept {
+    count_ = count;
+    body_ = &body;
+    next_.store(0, std::memory_order_relaxed);
+    failed_.store(false, std::memory_order_relaxed);
+  }
   /// True if there was anything to do.
   bool help() noexcept {
     bool any = false;
@@ -33,7 +31,7 @@ class Job {
         const std::uint64_t i = next_.fetch_add(1, std::memory_order_relaxed);
         if (i >= count_) break;
         any = true;
-        body_(static_cast<std::uint32_t>(i));
+        (*body_)(static_cast<std::uint32_t>(i));
       }
     } catch (...) {
       if (!failed_.exchange(true, std::memory_order_relaxed)) error_ = std::current_exception();
@@ -41,25 +39,63 @@ class Job {
     return any;
   }
   [[nodiscard]] bool exhausted() const noexcept { return next_.load(std::memory_order_relaxed) >= count_; }
-  void rethrow() const {
-    if (error_) std::rethrow_exception(error_);
-  }
+  /// What a body threw. Only when all helpers have left.
+  [[nodiscard]] std::exception_ptr take_error() noexcept { return std::exchange(error_, nullptr); }
 
  private:
-  const std::uint32_t count_;
-  const std::function<void(std::uint32_t)>& body_;
+  std::uint32_t count_ = 0;
+  const std::function<void(std::uint32_t)>* body_ = nullptr;
   alignas(64) std::atomic<std::uint64_t> next_{0};  ///< 64 bits: every helper overshoots `count_` by one
   alignas(64) std::atomic<bool> failed_{false};
-  std::exception_ptr error_;  ///< written by the one who raised `failed_`; read when all have left
+  std::exception_ptr error_;  ///< written by the one who raised `failed_`
 };
 
-Team::Team(Options options) : options_(std::move(options)) {
+/// Where helpers find a job. `users` counts those who may be looking at it: the owner takes the job away,
+/// then waits until nobody is. The job lies here, not with its owner, who may give up before a helper comes back; the
+/// slot then stays taken.
+struct alignas(64) Slot {
+  std::atomic<bool> taken{false};
+  std::atomic<Job*> job{nullptr};
+  std::atomic<std::uint32_t> users{0};
+  Job work;
+};
+
+/// The slot that a helper works in; null between jobs.
+struct alignas(64) Post {
+  std::atomic<const Slot*> at{nullptr};
+};
+
+/// Jobs at a time; a caller that finds no slot works alone.
+constexpr std::size_t kSlots = 16;
+
+}  // namespace
+
+struct Team::State {
+  explicit State(Options wanted) : options(std::move(wanted)), posts(options.helpers) {}
+
+  [[nodiscard]] Slot* take_slot() noexcept;
+  [[nodiscard]] bool help_any(Post& post) noexcept;
+  void work(std::uint32_t helper) noexcept;
+  void stop() noexcept;
+  /// Returns when no helper is in the slot any more.  @throws Error{Errc::timeout}; the team is lost then.
+  void await_helpers(const Slot& slot);
+  /// "worker 2 (core 5)" for each helper in the slot; empty if there is none.
+  [[nodiscard]] std::string workers_in(const Slot& slot) const;
+
+  const Options options;
+  std::array<Slot, kSlots> slots;
+  std::vector<Post> posts;                          ///< [helpers]
+  alignas(64) std::atomic<std::uint32_t> epoch{0};  ///< rises with every job; sleepers wait for that
+  std::atomic<bool> stopped{false};
+  alignas(64) std::atomic<bool> lost{false};
+};
+
+Team::Team(Options options) : state_(std::make_shared<State>(std::move(options))) {
   try {
-    for (std::uint32_t i = 0; i < options_.helpers; ++i) threads_.emplace_back([this, i] { work(i); });
+    for (std::uint32_t i = 0; i < state_->options.helpers; ++i)
+      threads_.emplace_back([state = state_, i] { state->work(i); });
   } catch (const std::system_error& error) {
-    stop_ = true;
-    ++epoch_;
-    epoch_.notify_all();
+    state_->stop();
     threads_.clear();
     throw Error(Errc::out_of_capacity, std::string("the system has no thread left (") + error.what() +
                                            "); use fewer threads or raise the limit (ulimit -u)");
@@ -67,71 +103,112 @@ Team::Team(Options options) : options_(std::move(options)) {
 }
 
 Team::~Team() {
-  stop_ = true;
-  ++epoch_;
-  epoch_.notify_all();
+  state_->stop();
+  for (std::size_t i = 0; i < threads_.size() && lost(); ++i) {
+    if (state_->posts[i].at.load() != nullptr) threads_[i].detach();
+  }
 }
 
-Team::Slot* Team::take_slot() noexcept {
-  for (Slot& slot : slots_) {
+bool Team::lost() const noexcept { return state_->lost.load(std::memory_order_relaxed); }
+
+void Team::run(std::uint32_t count, const std::function<void(std::uint32_t)>& body) {
+  if (lost()) {
+    throw Error(Errc::timeout,
+                "these worker threads are lost: one did not return from an earlier call; destroy their owner");
+  }
+  Slot* const slot = count > 1 ? state_->take_slot() : nullptr;
+  if (slot == nullptr) {
+    for (std::uint32_t i = 0; i < count; ++i) body(i);
+    return;
+  }
+  // Sequentially consistent with help_any: either a helper sees the job gone, or this thread sees the helper.
+  slot->work.begin(count, body);
+  slot->job.store(&slot->work);
+  ++state_->epoch;
+  state_->epoch.notify_all();
+  slot->work.help();
+  slot->job.store(nullptr);
+  state_->await_helpers(*slot);
+  const std::exception_ptr error = slot->work.take_error();
+  slot->taken.store(false, std::memory_order_release);
+  if (error) std::rethrow_exception(error);
+}
+
+Slot* Team::State::take_slot() noexcept {
+  for (Slot& slot : slots) {
     if (!slot.taken.load(std::memory_order_relaxed) && !slot.taken.exchange(true, std::memory_order_acquire))
       return &slot;
   }
   return nullptr;
 }
 
-void Team::run(std::uint32_t count, const std::function<void(std::uint32_t)>& body) {
-  Job job(count, body);
-  Slot* const slot = count > 1 ? take_slot() : nullptr;
-  if (slot == nullptr) {
-    job.help();
-    job.rethrow();
-    return;
-  }
-  // Sequentially consistent with help_any: either a helper sees the job gone, or this thread sees the helper.
-  slot->job.store(&job);
-  ++epoch_;
-  epoch_.notify_all();
-  job.help();
-  slot->job.store(nullptr);
-  constexpr std::chrono::microseconds kSpin{200};
+void Team::State::await_helpers(const Slot& slot) {
+  constexpr std::chrono::microseconds kSpinTime{200};
   constexpr std::chrono::microseconds kNap{20};
-  const Clock::time_point spin_end = Clock::now() + kSpin;
-  while (slot->users.load() != 0) {
-    if (Clock::now() < spin_end) {
-      pause();
-    } else {
-      std::this_thread::sleep_for(kNap);  // A body that runs on needs the core more, should cores be scarce.
+  const Deadline begin = Clock::now();
+  while (slot.users.load() != 0) {
+    const Deadline now = Clock::now();
+    if (now < begin + kSpinTime) {
+      relax();
+      continue;
     }
+    std::this_thread::sleep_for(kNap);  // A body that runs on needs the core more, should cores be scarce.
+    if (now < begin + options.timeout) continue;
+    // Nobody: the last has just left.
+    const std::string who = workers_in(slot);
+    if (who.empty()) continue;
+    lost = true;
+    throw Error(Errc::timeout, who + " did not return from a share of parallel work within " +
+                                   std::to_string(options.timeout.count()) +
+                                   " ms; these worker threads are lost, destroy their owner; if the machine is merely "
+                                   "busy, raise the timeout or use fewer threads");
   }
-  slot->taken.store(false, std::memory_order_release);
-  job.rethrow();
 }
 
-bool Team::help_any() noexcept {
+std::string Team::State::workers_in(const Slot& slot) const {
+  std::string names;
+  for (std::size_t i = 0; i < posts.size(); ++i) {
+    if (posts[i].at.load() != &slot) continue;
+    if (!names.empty()) names += ", ";
+    names += "worker " + std::to_string(i + 1);
+    if (!options.cores.empty()) names += " (core " + std::to_string(options.cores[i]) + ")";
+  }
+  return names;
+}
+
+bool Team::State::help_any(Post& post) noexcept {
   bool helped = false;
-  for (Slot& slot : slots_) {
+  for (Slot& slot : slots) {
     if (slot.job.load(std::memory_order_relaxed) == nullptr) continue;
+    // Before `users`: an owner who sees this helper in the slot also finds its name.
+    post.at.store(&slot, std::memory_order_relaxed);
     ++slot.users;
     if (Job* const job = slot.job.load(); job != nullptr && !job->exhausted()) helped |= job->help();
+    post.at.store(nullptr, std::memory_order_relaxed);
     --slot.users;
   }
   return helped;
 }
 
-void Team::work(std::uint32_t helper) noexcept {
-  if (options_.on_start) options_.on_start(helper);
+void Team::State::work(std::uint32_t helper) noexcept {
+  if (options.on_start) options.on_start(helper);
   for (;;) {
     // The epoch first: a stop that is not seen below raises it afterwards, and the wait at the end returns at once.
-    const std::uint32_t epoch = epoch_.load();
-    if (stop_.load()) return;
-    const Clock::time_point sleep_at = Clock::now() + options_.spin;
-    bool helped = help_any();
-    while (!helped && epoch_.load(std::memory_order_relaxed) == epoch && Clock::now() < sleep_at) {
-      for (int i = 0; i < 16; ++i) pause();
+    const std::uint32_t now = epoch.load();
+    if (stopped.load()) return;
+    const Deadline sleep_at = Clock::now() + options.spin;
+    bool helped = help_any(posts[helper]);
+    while (!helped && epoch.load(std::memory_order_relaxed) == now && Clock::now() < sleep_at) {
+      for (int i = 0; i < 16; ++i) relax();
     }
-    if (!helped && epoch_.load() == epoch) epoch_.wait(epoch);
+    if (!helped && epoch.load() == now) epoch.wait(now);
   }
+}
+
+void Team::State::stop() noexcept {
+  stopped = true;
+  ++epoch;
+  epoch.notify_all();
 }
 
 }  // namespace sluice::cpu

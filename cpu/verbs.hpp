@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -81,5 +82,8 @@ void merge_into(const Partial& whole, const Partial& part, std::uint32_t rows, s
 
 /// The largest min(k, count) of `values`, as TopKTask orders them, to `out`; returns how many.
 std::uint32_t select_top_k(const float* values, std::uint32_t count, std::uint32_t k, std::uint32_t* out);
+
+/// Marks what a TopPTask keeps in `mask`; returns how many.
+std::uint32_t select_top_p(const Kernels& kernels, std::span<const float> values, float p, std::uint32_t* mask);
 
 }  // namespace sluice::cpu

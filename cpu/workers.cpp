@@ -25,6 +25,15 @@ std::chrono::microseconds spin_time(const WorkersOptions& options, std::uint32_t
   return std::chrono::microseconds(cores > 4 ? 1000 : 20);
 }
 
+/// The core of each helper. The caller is not bound: it likely runs where it was, so the first core is left to it.
+std::vector<std::uint32_t> helper_cores(const Topology& topology, const WorkersOptions& options,
+                                        std::uint32_t helpers) {
+  const std::vector<std::uint32_t> pus = topology.core_order(options.numa_node);
+  std::vector<std::uint32_t> cores(helpers);
+  for (std::uint32_t i = 0; i < helpers; ++i) cores[i] = pus[(i + 1) % pus.size()];
+  return cores;
+}
+
 }  // namespace
 
 struct Workers::Impl {
@@ -34,15 +43,18 @@ struct Workers::Impl {
 
 Workers::Workers(const Topology& topology, const WorkersOptions& options) : impl_(std::make_unique<Impl>()) {
   impl_->threads = thread_count(topology, options);
+  if (options.timeout.count() < 1)
+    throw Error(Errc::invalid_argument, "timeout = " + std::to_string(options.timeout.count()) +
+                                            " ms; workers need at least 1 ms to return");
   if (impl_->threads == 1) return;
   Team::Options team{.helpers = impl_->threads - 1,
                      .spin = spin_time(options, impl_->threads, topology.cores()),
+                     .timeout = options.timeout,
+                     .cores = {},
                      .on_start = {}};
   if (options.pin && !topology.synthetic()) {
-    // The caller is not bound: it likely runs where it was, so the first core is left to it.
-    team.on_start = [topology, pus = topology.core_order(options.numa_node)](std::uint32_t helper) {
-      topology.bind_this_thread(pus[(helper + 1) % pus.size()]);
-    };
+    team.cores = helper_cores(topology, options, team.helpers);
+    team.on_start = [topology, cores = team.cores](std::uint32_t helper) { topology.bind_this_thread(cores[helper]); };
   }
   impl_->team = std::make_unique<Team>(std::move(team));
 }
@@ -52,11 +64,13 @@ Workers::~Workers() = default;
 std::uint32_t Workers::threads() const noexcept { return impl_->threads; }
 
 void Workers::parallel_for(std::uint32_t count, const std::function<void(std::uint32_t)>& body) const {
-  if (count <= 1 || !impl_->team) {
+  if (!impl_->team || (count <= 1 && !lost())) {
     for (std::uint32_t i = 0; i < count; ++i) body(i);
     return;
   }
   impl_->team->run(count, body);
 }
+
+bool Workers::lost() const noexcept { return impl_->team && impl_->team->lost(); }
 
 }  // namespace sluice::cpu

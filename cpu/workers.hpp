@@ -16,6 +16,8 @@ struct WorkersOptions {
   /// How long an idle worker spins before it sleeps. Waking a sleeper costs tens of microseconds, spinning burns
   /// its core. Negative: 1 ms with more than four cores, 20 us with fewer, 0 with more threads than cores.
   std::chrono::microseconds spin{-1};
+  /// How long a caller of parallel_for whose own share is done waits for the others. At least 1 ms.
+  std::chrono::milliseconds timeout{30'000};
 };
 
 /// Threads for host work, bound through hwloc. The caller of parallel_for works too. Nested and concurrent calls are
@@ -30,7 +32,13 @@ class Workers {
   [[nodiscard]] std::uint32_t threads() const noexcept;
   /// Runs body(i) for 0 <= i < count, each exactly once, and returns when all are done. With one thread or
   /// one item, inline. The first exception of a body is rethrown after all running bodies have returned.
+  /// @throws Error{Errc::timeout} naming the worker whose body did not return in time. The workers are lost then: later
+  /// calls throw at once, and destroying them leaves the stuck thread behind. If its body goes on after all, it still
+  /// refers to what it captured: memory that must outlive it, or it is undefined what happens. What the caller's own
+  /// share does is not watched.
   void parallel_for(std::uint32_t count, const std::function<void(std::uint32_t)>& body) const;
+  /// A call timed out; see parallel_for.
+  [[nodiscard]] bool lost() const noexcept;
 
  private:
   struct Impl;

@@ -2,16 +2,19 @@
 
 #include "gpu/kernels/append.hpp"
 #include "gpu/kernels/attend.hpp"
+#include "gpu/kernels/cluster.hpp"
 #include "gpu/kernels/convert.hpp"
 #include "gpu/kernels/digest.hpp"
 #include "gpu/kernels/gather.hpp"
 #include "gpu/kernels/masses.hpp"
+#include "gpu/kernels/int4.hpp"
 #include "gpu/kernels/merge.hpp"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/score.hpp"
 #include "gpu/kernels/signal.hpp"
 #include "gpu/kernels/top_k.hpp"
 #include "gpu/kernels/verify.hpp"
+#include "gpu/kernels/top_p.hpp"
 #include "gpu/verbs.hpp"
 
 namespace sluice::gpu {
@@ -89,16 +92,20 @@ class TokenBatch {
 Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocessors) {
   load_append_kernels();
   load_attend_kernels();
+  load_cluster_kernels();
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();
   load_mass_kernels();
   load_merge_kernels();
   load_prefill_kernels();
+  load_quantize_kernels();
+  load_score_int4_kernels();
   load_score_kernels();
   load_signal_kernels();
   load_top_k_kernels();
   load_verify_kernels();
+  load_top_p_kernels();
 }
 
 std::vector<std::string> Backend::unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) const {
@@ -169,6 +176,20 @@ void Backend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {
   if (tasks.empty()) return;
   CudaStream& cuda = cuda_stream(stream, "to_f32");
   for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_to_f32(array, cuda.handle()); });
+}
+
+void Backend::append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout,
+                               std::span<const ToF32Task> widened, Stream* stream) {
+  if (tasks.empty() || widened.empty() || widened.size() > WidenedTensors::kMost)
+    return sluice::Backend::append_and_widen(tasks, layout, widened, stream);
+  check_supported("append", any_shape(layout.head_dim), layout);
+  CudaStream& cuda = cuda_stream(stream, "append");
+  WidenedTensors tensors;
+  for (const ToF32Task& task : widened) tensors.tasks[tensors.count++] = task;
+  for_each_launch(tasks, cuda.params(), [&](const auto& array) {
+    launch_append_and_widen(array, layout, tensors, cuda.handle());
+    tensors.count = 0;  // Once is enough.
+  });
 }
 
 }  // namespace sluice::gpu

@@ -22,13 +22,21 @@ class Backend final : public sluice::Backend {
                    Stream* stream) override;
   void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
+  void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) override;
+  void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                  Stream* stream) override;
+  void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
   void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
   void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;
+  void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
+  [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
   using sluice::Backend::to_f32;
   void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
+  void append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout, std::span<const ToF32Task> widened,
+                        Stream* stream) override;
 
  private:
   std::uint32_t multiprocessors_;

@@ -27,9 +27,25 @@ std::uint32_t cuda_devices() noexcept {
   return found;
 }
 
-std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
-  return std::make_shared<gpu::CudaDevice>(options);
+std::string cuda_device_name(int ordinal) {
+  cudaDeviceProp properties{};
+  const bool known = cudaGetDeviceProperties(&properties, ordinal) == cudaSuccess;
+  (void)cudaGetLastError();
+  return known ? properties.name : "";
 }
+
+std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
+  const bool calibrate =
+      options.calibrate_at_start && options.profile == nullptr && options.transfer == TransferPath::automatic;
+  if (!calibrate) return std::make_shared<gpu::CudaDevice>(options);
+  // On a device of its own, as a device's profile is fixed when it is made.
+  CudaDeviceOptions calibrated = options;
+  gpu::CudaDevice bench(CudaDeviceOptions{.ordinal = options.ordinal});
+  calibrated.profile = std::make_shared<const TransferProfile>(gpu::calibrate(bench));
+  return std::make_shared<gpu::CudaDevice>(calibrated);
+}
+
+CudaDeviceFacts cuda_device_facts(int ordinal) { return gpu::facts_of(ordinal); }
 
 TransferProfile calibrate_transfers(Device& device) {
   return gpu::calibrate(gpu::cuda_device(device, "calibrate_transfers"));

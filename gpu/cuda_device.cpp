@@ -247,6 +247,15 @@ void CudaDevice::mark_begin(const char* name) noexcept { (void)nvtxRangePushA(na
 
 void CudaDevice::mark_end() noexcept { (void)nvtxRangePop(); }
 
+CudaDeviceFacts facts_of(int ordinal) {
+  CudaDeviceFacts facts{.name = properties_of(ordinal).name};
+  char bus[32] = {};
+  check(cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal), "read the GPU's place on the bus");
+  check(cudaDriverGetVersion(&facts.driver), "read the driver's version");
+  facts.pci_bus_id = bus;
+  return facts;
+}
+
 CudaDevice& cuda_device(Device& device, const char* operation) {
   auto* const found = dynamic_cast<CudaDevice*>(&device);
   if (found == nullptr)

@@ -48,6 +48,9 @@ class CudaDevice final : public Device {
   std::unique_ptr<Backend> backend_;
 };
 
+/// See cuda_device_facts.
+[[nodiscard]] CudaDeviceFacts facts_of(int ordinal);
+
 /// @throws Error{Errc::invalid_argument} naming the operation if it is no CUDA device.
 [[nodiscard]] CudaDevice& cuda_device(Device& device, const char* operation);
 

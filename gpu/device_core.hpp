@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gpu/cuda_event.hpp"
+#include "gpu/graph_batch.hpp"
 #include "gpu/handles.hpp"
 #include "gpu/memory_map.hpp"
 #include "gpu/param_ring.hpp"
@@ -41,6 +42,7 @@ struct Lane {
   int priority;
   StreamHandle stream;
   DeviceMemory scratch;
+  GraphBatch batch;
   ParamRing ring;
   Transfer transfer;
   PinnedMemory words;             ///< the first is the ticket of the last wait that the stream got to
@@ -66,6 +68,7 @@ struct DeviceCore {
   const std::chrono::milliseconds flag_timeout;
   const TransferPath path;
   const bool memory_operations;  ///< streams write and wait for words by themselves
+  const bool graphs;             ///< batches of verbs become CUDA graphs
   PathChooser chooser;
   Ledger ledger;
   MemoryMap memory;

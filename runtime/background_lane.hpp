@@ -1,12 +1,9 @@
 #pragma once
 
-#include <condition_variable>
+#include <chrono>
 #include <cstdint>
-#include <deque>
-#include <exception>
 #include <functional>
-#include <map>
-#include <mutex>
+#include <memory>
 #include <thread>
 
 #include "sluice/units.hpp"
@@ -15,12 +12,13 @@ namespace sluice::runtime {
 
 /// One thread that runs jobs in the order in which they were posted: the work of a step that nobody waits
 /// for until the layer's next step.
-/// Thread safety: post and await from one thread. The destructor finishes the running job and drops the rest.
+/// Thread safety: post and await from one thread. The destructor drops what has not begun and waits up to `timeout`
+/// for the running job; a job that takes longer is left behind with its thread, and still refers to what it captured.
 class BackgroundLane {
  public:
   using Ticket = std::uint64_t;
 
-  BackgroundLane();
+  explicit BackgroundLane(std::chrono::milliseconds timeout);
   ~BackgroundLane();
   BackgroundLane(const BackgroundLane&) = delete;
   BackgroundLane& operator=(const BackgroundLane&) = delete;
@@ -32,16 +30,11 @@ class BackgroundLane {
   void await(Ticket ticket, Deadline deadline);
 
  private:
-  void work(const std::stop_token& stop);
+  struct State;
 
-  std::mutex mutex_;
-  std::condition_variable_any posted_;
-  std::condition_variable finished_;
-  std::deque<std::function<void()>> jobs_;            // guarded by mutex_
-  std::map<Ticket, std::exception_ptr> failures_;     // guarded by mutex_
-  Ticket last_posted_ = 0;                            // guarded by mutex_
-  Ticket last_finished_ = 0;                          // guarded by mutex_
-  std::jthread thread_;                               // Last: it uses all of the above.
+  const std::chrono::milliseconds timeout_;
+  std::shared_ptr<State> state_;  // Also the thread's, which may be left behind.
+  std::jthread thread_;           // Last: it uses all of the above.
 };
 
 }  // namespace sluice::runtime

@@ -44,9 +44,12 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
   const Deadline deadline = deadline_after(timeout_);
   ++run_;
   try {
+    // What the device does before anyone waits for it; a trace wants every node apart.
+    if (trace_ == nullptr) device_stream_->begin_batch();
     for (std::uint32_t i = 0; i < graph.nodes.size(); ++i) {
       const Node& node = graph.nodes[i];
       if (node.background) continue;
+      if (node.lane != Lane::device) device_stream_->end_batch();
       for (const std::uint32_t before : node.after) {
         const Lane from = graph.nodes[before].lane;
         if (from == Lane::cpu || from == node.lane) continue;
@@ -58,6 +61,7 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
       }
       issue(graph, i, layer, runner, finish);
     }
+    device_stream_->end_batch();
     if (finish == Finish::queued) {
       unseen_ = true;
       return;
@@ -107,6 +111,7 @@ void Executor::issue(const StepGraph& graph, std::uint32_t index, std::uint32_t 
   }
   // The event takes the failure and its reason; the flag only says that the stream got here.
   if (!needs_signal(graph, index, finish)) return;
+  if (node.lane == Lane::device) device_stream_->end_batch();
   stream(node.lane).record(*events_[index]);
   stream(node.lane).signal(flags_[index], run_);
 }

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "cpu/backend.hpp"
 #include "cpu/host_pool.hpp"
 #include "runtime/page_table.hpp"
@@ -12,34 +15,37 @@ namespace sluice::runtime {
   return {.base = pool.base(), .frames = head.frames.data(), .layout = pool.layout()};
 }
 
-/// A policy's window on one KV head's keys and values.
-class HostKv final : public scheduler::KvReader {
+/// A policy's window on one KV head's keys and values in host memory.
+class HostKv : public scheduler::KvReader {
  public:
+  HostKv(cpu::Backend& host, const AttentionShape& shape, const KvView& view)
+      : host_(host), shape_(shape), view_(view) {}
   HostKv(cpu::Backend& host, const AttentionShape& shape, const cpu::HostPool& pool, const HeadPages& head)
-      : host_(host), shape_(shape), view_(far_view(pool, head)) {}
+      : HostKv(host, shape, far_view(pool, head)) {}
 
-  void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override {
-    const ScoreTokensTask task{.q = q, .kv = view_, .tokens = tokens, .out = out};
-    host_.score_tokens({&task, 1}, shape_, nullptr);
+  void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
+  /// Later estimates come from the 4-bit copies of the pool's frames, which the head's first `pages` pages have.
+  void estimate_from(const std::byte* copies, std::uint32_t pages) noexcept {
+    copies_ = copies;
+    copied_tokens_ = pages * view_.layout.page_tokens;
   }
-  void key(std::uint32_t token, float* out) override { row(view_.k_row(token), out); }
-  void value(std::uint32_t token, float* out) override { row(view_.v_row(token), out); }
+  void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
+  void key(std::uint32_t token, float* out) override { rows(view_.k_row(token), 1, out); }
+  void value(std::uint32_t token, float* out) override { rows(view_.v_row(token), 1, out); }
+  void keys(std::uint32_t first, std::uint32_t count, float* out) override;
+  void cluster(const scheduler::ClusterRequest& request, float* centroids, std::uint32_t* assignment) override;
+  void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override;
 
  private:
-  void row(const std::byte* data, float* out) {
-    const TensorView one{.data = data,
-                         .dtype = view_.layout.dtype,
-                         .tokens = 1,
-                         .heads = 1,
-                         .head_dim = view_.layout.head_dim,
-                         .token_stride = view_.layout.head_dim,
-                         .head_stride = view_.layout.head_dim};
-    host_.to_f32(one, out, nullptr);
-  }
+  /// Consecutive rows of one page.
+  void rows(const std::byte* first, std::uint32_t count, float* out);
 
   cpu::Backend& host_;
-  const AttentionShape& shape_;
+  AttentionShape shape_;
   KvView view_;
+  std::vector<std::uint32_t> indices_;  ///< 0, 1, 2, ... as many as were needed so far
+  const std::byte* copies_ = nullptr;
+  std::uint32_t copied_tokens_ = 0;
 };
 
 }  // namespace sluice::runtime

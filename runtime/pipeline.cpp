@@ -20,9 +20,11 @@ Pipeline::Pipeline(const PipelineParts& parts)
       shape_(parts.options.shape),
       layout_(parts.options.layout()),
       executor_(parts.device, parts.link.stream(), parts.options.timeout, parts.options.trace),
+      background_(parts.options.timeout),
       buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads),
                parts.options.audit_every != 0),
       index_(parts.device, parts.host, parts.pool, parts.link),
+      clusters_(parts.device, parts.pool),
       progressive_(shape_, layout_,
                    {.device = parts.device,
                     .stream = executor_.device_stream(),
@@ -33,19 +35,24 @@ Pipeline::Pipeline(const PipelineParts& parts)
                     .staging = parts.staging,
                     .staging_pages = parts.staging_pages,
                     .timeout = parts.options.timeout}),
+      copies_(parts.device, parts.host, parts.pool, parts.link),
       auditor_(shape_, layout_, parts.options.audit_every, parts.workers, parts.host, parts.pool) {
   parts.link.follow(executor_.device_stream());
 }
 
 void Pipeline::reserve(std::uint32_t batch, const PolicySpec& spec) {
-  const bool ranks_pages = spec.uses(Source::pages);
   // Every page could be ranked at a share of 1; the ranking's memory is small beside the pages'.
+  const bool ranks_pages = spec.uses(Source::pages);
+  const bool selects = scheduler::step_shape(spec, parts_.options.placement).select;
+  const bool prunes = selects && scheduler::prunes_on_device(spec);
   buffers_.reserve(batch, ranks_pages ? buffers_.max_pages() : 0);
+  if (prunes) buffers_.reserve_pruning(buffers_.max_pages() * layout_.page_tokens);
+  if (selects && spec.estimate == Estimate::int4) copies_.reserve(prunes);
   if (parts_.options.placement == PlacementMode::stream || parts_.options.placement == PlacementMode::automatic) {
     const std::uint64_t pages = std::uint64_t{batch} * shape_.kv_heads * buffers_.max_pages();
     buffers_.reserve_fetch(static_cast<std::uint32_t>(div_up(pages, parts_.staging_pages / 2)));
   }
-  if (ranks_pages) index_.reserve();
+  if (ranks_pages || prunes) index_.reserve(ranks_pages);
   if (ranks_pages && spec.budget.kind == BudgetKind::progressive) scores_for_host_ = true;
   if (scores_for_host_) buffers_.reserve_host_scores();
   if (scheduler::step_shape(spec, parts_.options.placement).progress) {
@@ -90,17 +97,15 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   if (audited_) audit();
   for (Sequence* sequence : sequences) {
     LayerState& layer = sequence->layers[layer_];
-    if (ranks_pages(sequence->spec)) layer.indexed_pages = layer.tokens / layout_.page_tokens;
+    const std::uint32_t pages = layer.tokens / layout_.page_tokens;
+    if (ranks_pages(sequence->spec) || prunes(sequence->spec)) layer.indexed_pages = pages;
+    if (prunes(sequence->spec)) layer.mirrored_pages = pages;
     ++layer.tokens;
   }
   if (shape.observe) {
     note_far();
     post_observe(sequences);
   }
-}
-
-bool Pipeline::ranks_pages(const PolicySpec& spec) const {
-  return scheduler::step_shape(spec, parts_.options.placement).rank_pages && !spec.dense(layer_);
 }
 
 const scheduler::StepGraph& Pipeline::graph(const StepShape& shape) {
@@ -151,22 +156,25 @@ void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
   // A page whose first row is the new token has nothing to copy.
   const auto fresh_page = static_cast<std::uint32_t>(div_up(layer.tokens, layout_.page_tokens));
   parts_.residency.force(sequence, layer, tokens, fresh_page, deadline);
-  if (ranks_pages(sequence.spec)) {
-    index_.update(layer, sequence.spec.pages.digest, layer.tokens / layout_.page_tokens, executor_.device_stream(),
-                  deadline);
-  }
+  update_indices(sequence, layer, deadline);
   if (!layer.policy) {
-    begin_policy(sequence, layer);
+    begin_policy(sequence, layer, deadline);
     parts_.residency.fill(sequence, layer);
     parts_.residency.settle(sequence, layer, deadline);
   }
 }
 
-void Pipeline::begin_policy(Sequence& sequence, LayerState& layer) {
+void Pipeline::begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline) {
   auto policy = scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{layer_});
   const std::uint32_t group = shape_.group();
   const std::uint64_t row = std::uint64_t{group} * shape_.head_dim;
   layer.hot.assign(shape_.kv_heads, {});
+  // The host clusters as fast as the embedded device, which is the host, and all heads at a time.
+  std::span<const scheduler::Clustering> clusterings;
+  const auto request = scheduler::prompt_clustering(sequence.spec, layer.tokens);
+  if (request.count != 0 && !sequence.spec.dense(layer_) && !parts_.device.info().host_memory) {
+    clusterings = clusters_.make(request, layer.heads, executor_.device_stream(), deadline);
+  }
   parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {
     std::vector<float> last_q(layer.last_q_rows * row);
     for (std::uint32_t i = 0; i < layer.last_q_rows; ++i) {
@@ -178,7 +186,8 @@ void Pipeline::begin_policy(Sequence& sequence, LayerState& layer) {
                    .tokens = layer.tokens,
                    .queries = layer.last_q_rows,
                    .last_q = last_q,
-                   .kv = &reader});
+                   .kv = &reader,
+                   .clustering = clusterings.empty() ? nullptr : &clusterings[kv]});
     const std::uint32_t limit = parts_.residency.quota(sequence.spec, layer.pages());
     policy->forecast(kv, layer.tokens + 1, limit, layer.hot[kv]);
   });
@@ -194,18 +203,11 @@ void Pipeline::plan_head(HeadWork& work) {
   work.bypass.heads = 0;
   work.parts.clear();
   work.selected.clear();
-  work.ranked = 0;
-  work.scored_pages = 0;
+  work.placement.far.clear();
+  work.placement.fetch.clear();
   work.visited_near = 0;
   work.progressive = ranks_pages(spec) && scheduler::step_shape(spec, parts_.options.placement).progress;
-  if (ranks_pages(spec)) {
-    const std::uint32_t full_pages = work.layer->tokens / page_tokens;
-    if (spec.budget.kind == BudgetKind::progressive) {
-      work.scored_pages = full_pages;
-    } else {
-      work.ranked = scheduler::budget_pages(spec.pages, full_pages, page_tokens);
-    }
-  }
+  plan_ranking(work);
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;
   const std::uint32_t sink_end = std::min(spec.near.sink_tokens, work.tokens);

@@ -13,8 +13,10 @@
 #include "runtime/audit.hpp"
 #include "runtime/background_lane.hpp"
 #include "runtime/executor.hpp"
+#include "runtime/int4_index.hpp"
 #include "runtime/page_index.hpp"
 #include "runtime/progressive.hpp"
+#include "runtime/prompt_clusters.hpp"
 #include "runtime/residency.hpp"
 #include "runtime/sequence.hpp"
 #include "runtime/step_buffers.hpp"
@@ -66,14 +68,21 @@ class Pipeline final : private NodeRunner {
 
   void issue(scheduler::NodeKind kind) override;
 
-  // Before the graph: pipeline.cpp
+  // What the device does to select: rank_nodes.cpp
   [[nodiscard]] bool ranks_pages(const PolicySpec& spec) const;
+  [[nodiscard]] bool prunes(const PolicySpec& spec) const;
+  [[nodiscard]] bool estimates(const PolicySpec& spec) const;
+  void update_indices(Sequence& sequence, LayerState& layer, Deadline deadline);
+  void plan_ranking(HeadWork& work) const;
+  void prune();
+
+  // Before the graph: pipeline.cpp
   [[nodiscard]] const scheduler::StepGraph& graph(const scheduler::StepShape& shape);
   void collect_layer(std::uint32_t layer, Deadline deadline);
   void collect_older(Deadline deadline);
   void collect_front(Deadline deadline);
   void prepare(Sequence& sequence, Deadline deadline);
-  void begin_policy(Sequence& sequence, LayerState& layer);
+  void begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline);
   void plan_head(HeadWork& work);
   void list_near_runs(HeadWork& work);
   void list_near_pages(HeadWork& work);
@@ -117,7 +126,9 @@ class Pipeline final : private NodeRunner {
   bool scores_for_host_ = false;  ///< some sequence had a progressive budget
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
   PageIndex index_;
+  PromptClusters clusters_;
   Progressive progressive_;
+  Int4Index copies_;
   Auditor auditor_;
 
   // The step that runs now.

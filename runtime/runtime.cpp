@@ -87,7 +87,10 @@ std::uint32_t pool_node(const RuntimeOptions& options, const cpu::Topology& topo
 std::shared_ptr<const cpu::Workers> make_workers(const RuntimeOptions& options, const cpu::Topology& topology) {
   return std::make_shared<cpu::Workers>(
       topology,
-      cpu::WorkersOptions{.threads = options.threads, .pin = options.pin_threads, .numa_node = pool_node(options, topology)});
+      cpu::WorkersOptions{.threads = options.threads,
+                          .pin = options.pin_threads,
+                          .numa_node = pool_node(options, topology),
+                          .timeout = options.timeout});
 }
 
 std::uint32_t staging_pages(const RuntimeOptions& options) {
@@ -156,7 +159,7 @@ void Runtime::Impl::require_order(const runtime::Sequence& sequence, std::uint32
 }
 
 void Runtime::Impl::require_whole() const {
-  if (broken) {
+  if (broken || workers->lost()) {
     throw Error(Errc::device, "an earlier call timed out with work in flight; destroy this runtime and build another");
   }
 }
@@ -167,7 +170,9 @@ void Runtime::Impl::guarded(Call&& call) {
   try {
     call();
   } catch (const Error& error) {
-    if (error.code() == Errc::timeout) broken = true;
+    // A worker lost on a stream's thread shows as a failure of the device, but its body is in flight as well.
+    broken = error.code() == Errc::timeout || workers->lost();
+    if (broken && error.code() != Errc::timeout) throw Error(Errc::timeout, error.what());
     throw;
   }
 }

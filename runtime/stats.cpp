@@ -22,6 +22,14 @@ void ShareHistogram::merge(const ShareHistogram& other) noexcept {
   min_ = std::min(min_, other.min_);
 }
 
+double ShareHistogram::share_above(double share) const noexcept {
+  if (count_ == 0) return 0.0;
+  const auto first = static_cast<std::size_t>(std::ceil(std::clamp(share, 0.0, 0.999) * 1000.0));
+  std::uint64_t seen = 0;
+  for (std::size_t i = first; i < bins_.size(); ++i) seen += bins_[i];
+  return static_cast<double>(seen) / static_cast<double>(count_);
+}
+
 double ShareHistogram::percentile(double fraction) const noexcept {
   if (count_ == 0) return 0.0;
   const auto rank = static_cast<std::uint64_t>(std::ceil(std::clamp(fraction, 0.0, 1.0) * static_cast<double>(count_)));
@@ -44,6 +52,7 @@ void Stats::merge(const Stats& other) noexcept {
   candidate_tokens += other.candidate_tokens;
   expanded_per_head += other.expanded_per_head;
   scored_keys += other.scored_keys;
+  estimated_keys += other.estimated_keys;
   near_hits += other.near_hits;
   bypassed_heads += other.bypassed_heads;
   progressive_iterations += other.progressive_iterations;

@@ -25,6 +25,22 @@ struct NearSet {
   }
 };
 
+/// K-means over the keys of tokens [first, first + count), as ClusterTask describes it.
+struct ClusterRequest {
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;
+  std::uint32_t clusters = 0;
+  std::uint32_t iterations = 0;
+  std::uint64_t seed = 0;
+  friend bool operator==(const ClusterRequest&, const ClusterRequest&) = default;
+};
+
+/// What came of it, somebody's memory.
+struct Clustering {
+  std::span<const float> centroids;           ///< [clusters, head_dim]
+  std::span<const std::uint32_t> assignment;  ///< [count]
+};
+
 /// Reads keys and values of one (sequence, layer, KV head) in the host pool, where every token has a copy.
 /// Valid during the call that it was passed to.
 class KvReader {
@@ -32,9 +48,18 @@ class KvReader {
   virtual ~KvReader() = default;
   /// out[i, h] = q[h].k[tokens[i]] / sqrt(d) for `q` [group, head_dim]; `tokens` ascending.
   virtual void score(const float* q, std::span<const std::uint32_t> tokens, float* out) = 0;
+  /// The same, estimated from 4-bit copies of the keys where there are any: all but the newest page has one.
+  virtual void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) { score(q, tokens, out); }
   /// Row of K or V as float32 [head_dim].
   virtual void key(std::uint32_t token, float* out) = 0;
   virtual void value(std::uint32_t token, float* out) = 0;
+  /// Rows of K of tokens [first, first + count) as float32 [count, head_dim].
+  virtual void keys(std::uint32_t first, std::uint32_t count, float* out) = 0;
+  /// The clustering of some of the keys, by host threads. centroids [clusters, head_dim], assignment [count].
+  virtual void cluster(const ClusterRequest& request, float* centroids, std::uint32_t* assignment) = 0;
+  /// out[i, j] = x[j].rows[i] / sqrt(d) for `rows` [count, d] and `x` [columns, d], columns in [1, 32]: the policy's own
+  /// float32 rows, with the kernels that score keys.
+  virtual void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) = 0;
 };
 
 /// The prompt of one KV head, when the first decode step begins.
@@ -44,6 +69,8 @@ struct PromptContext {
   std::uint32_t queries = 0;             ///< rows of last_q; row i is the query of position tokens - queries + i
   std::span<const float> last_q = {};    ///< [queries, group, head_dim]
   KvReader* kv = nullptr;
+  /// The answer to `prompt_clustering`, if the runtime had it made elsewhere; null: the policy has it made by `kv`.
+  const Clustering* clustering = nullptr;
 };
 
 /// One KV head in one decode step, its query known.
@@ -56,6 +83,9 @@ struct HeadContext {
   std::span<const std::uint32_t> ranked_pages = {};
   /// Digest scores of all full pages, raw; [group, pages]. Empty unless the budget is `progressive`.
   std::span<const float> page_scores = {};
+  /// What a device kept of them by estimate and top-p, or empty; [group, words]. Bit i % 32 of word i / 32: the i-th token
+  /// of the head's ranked pages laid end to end, or token i if the source is `exact`. Nothing of the newest page.
+  std::span<const std::uint32_t> kept = {};
   const NearSet* near = nullptr;
   KvReader* kv = nullptr;
   /// If the budget cuts nothing, leave the scores that only history wants to `observe`: the selection is ready before a
@@ -68,6 +98,7 @@ struct SelectCounters {
   std::uint64_t candidates = 0;         ///< after the union over the group
   std::uint64_t expanded_per_head = 0;  ///< before it, summed over query heads
   std::uint64_t scored = 0;             ///< K rows read
+  std::uint64_t estimated = 0;          ///< 4-bit copies of K rows read
   std::uint64_t near_hits = 0;          ///< candidates that were near
   std::uint64_t iterations = 0;         ///< microbatches of pages that a progressive budget took
 };
@@ -107,6 +138,9 @@ class LayerPolicy {
 /// @throws Error{Errc::invalid_argument} if the spec breaks its ranges.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                              std::uint32_t page_tokens, LayerId layer);
+
+/// The clustering that a policy of this spec begins a prompt with, the same for all KV heads; of no keys, if it wants none.
+[[nodiscard]] ClusterRequest prompt_clustering(const PolicySpec& spec, std::uint32_t tokens) noexcept;
 
 /// Tokens that each query head may keep of n visible ones: max(min_tokens, share * n), at most n.
 [[nodiscard]] std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexcept;

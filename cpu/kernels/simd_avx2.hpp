@@ -116,6 +116,18 @@ struct Simd {
     return load_pair<kType>(p);
   }
 
+  /// Up to kWidth words of 4-bit codes, the rest 0; and the n-th code of each as a float.
+  using Words = __m256i;
+  static Words load_words(const std::byte* p, std::uint32_t count) noexcept {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_maskload_epi32(reinterpret_cast<const int*>(p),
+                                 _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane));
+  }
+  static Vec code(Words words, std::uint32_t n) noexcept {
+    return _mm256_cvtepi32_ps(
+        _mm256_and_si256(_mm256_srli_epi32(words, static_cast<int>(4 * n)), _mm256_set1_epi32(15)));
+  }
+
  private:
   /// Sums of four vectors within each 128-bit quarter: lane i of a quarter belongs to vector i.
   static Vec quarter_sums(Vec a, Vec b, Vec c, Vec d) noexcept {

@@ -100,6 +100,15 @@ struct Simd {
     }
   }
 
+  /// Up to kWidth words of 4-bit codes, the rest 0; and the n-th code of each as a float.
+  using Words = __m512i;
+  static Words load_words(const std::byte* p, std::uint32_t count) noexcept {
+    return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), p);
+  }
+  static Vec code(Words words, std::uint32_t n) noexcept {
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(words, 4 * n), _mm512_set1_epi32(15)));
+  }
+
  private:
   static Pair split(__m512i words) noexcept {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)),

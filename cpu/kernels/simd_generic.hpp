@@ -100,6 +100,17 @@ struct Simd {
     return load_pair<kType>(p);  // Never called: 16 elements are whole pairs of this width.
   }
 
+  /// Up to kWidth words of 4-bit codes, the rest 0; and the n-th code of each as a float.
+  using Words = Int;
+  static Words load_words(const std::byte* p, std::uint32_t count) noexcept {
+    Int words{};
+    std::memcpy(&words, p, count * sizeof(std::int32_t));
+    return words;
+  }
+  static Vec code(Words words, std::uint32_t n) noexcept {
+    return __builtin_convertvector((words >> static_cast<std::int32_t>(4 * n)) & 15, Vec);
+  }
+
  private:
   template <DType kType>
   static constexpr std::uint32_t sizeof_element() noexcept {

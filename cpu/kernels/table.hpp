@@ -4,6 +4,8 @@
 
 #include "cpu/kernels/attend.hpp"
 #include "cpu/kernels/digest.hpp"
+#include "cpu/kernels/int4.hpp"
+#include "cpu/kernels/nearest.hpp"
 #include "cpu/kernels/prefill.hpp"
 #include "cpu/kernels/score.hpp"
 
@@ -28,12 +30,17 @@ constexpr ElementKernels kElement{.attend = attend<kType>,
                                   .digest_cuboid_mean = digest_cuboid_mean<kType>,
                                   .prefill = prefill<kType>,
                                   .widen = widen<kType>,
-                                  .narrow = narrow<kType>};
+                                  .narrow = narrow<kType>,
+                                  .quantize = quantize<kType>};
 
 static_assert(static_cast<int>(DType::f32) == 0 && static_cast<int>(DType::f16) == 1 && static_cast<int>(DType::bf16) == 2);
 
 constexpr Kernels make_kernels(const char* name) {
-  return {.name = name, .element = {kElement<DType::f32>, kElement<DType::f16>, kElement<DType::bf16>}};
+  return {.name = name,
+          .element = {kElement<DType::f32>, kElement<DType::f16>, kElement<DType::bf16>},
+          .score_int4 = score_int4,
+          .weigh = weigh,
+          .nearest = nearest};
 }
 
 }  // namespace

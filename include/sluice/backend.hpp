@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "sluice/int4.hpp"
 #include "sluice/page.hpp"
 #include "sluice/partial.hpp"
 #include "sluice/progress.hpp"
@@ -70,6 +71,35 @@ struct TopKTask {
   std::uint32_t* out = nullptr;    ///< [min(k, values)], ascending by index
 };
 
+/// 4-bit copy of the first `rows` K rows of a page, see Int4Layout; the rest of `out` stays as it is.
+struct QuantizeTask {
+  const std::byte* page = nullptr;
+  std::uint32_t rows = 0;
+  std::byte* out = nullptr;
+};
+
+/// One (sequence, KV head) of a `score_int4`: q.k / sqrt(head_dim) as estimated from the 4-bit copies. Without `lists`
+/// out[h, i] is token i's. With them head h has pages of its own: out[h, p * page_tokens + r] is that of row r of
+/// logical page lists[h, p], -infinity if that token is not below `tokens`.
+struct ScoreInt4Task {
+  const float* q = nullptr;               ///< [group, head_dim]
+  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
+  std::uint32_t tokens = 0;               ///< visible
+  const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run
+  std::uint32_t listed = 0;               ///< pages per query head
+  float* out = nullptr;                   ///< [group, tokens] or [group, listed * page_tokens]
+};
+
+/// The fewest of one row of logits whose softmax weights sum to `p`, and all that equal the smallest of them.
+/// NaN and -infinity have no weight and are never kept; with p >= 1 all others are.
+struct TopPTask {
+  std::span<const float> values;
+  float p = 1.f;                   ///< > 0
+  std::uint32_t* mask = nullptr;   ///< [ceil(values / 32)] bit i % 32 of word i / 32: value i is kept
+  std::uint32_t* count = nullptr;  ///< how many are kept; may be null
+};
+
 /// Writes `count` tokens of one KV head into consecutive rows of one page, converting to the page's dtype.
 struct AppendTask {
   const std::byte* k = nullptr;  ///< first row; later rows every `token_stride` elements
@@ -133,6 +163,24 @@ struct ToF32Task {
   float* out = nullptr;
 };
 
+/// K-means (Lloyd) over the keys of tokens [first, first + count) of one KV head. The centroids begin at the keys
+/// permuted(i, count, seed), i < clusters; each iteration gives every key to the nearest centroid (ties: the lowest) and
+/// moves every centroid to the mean of its keys, in a fixed order. It ends after `iterations`, or as soon as no key
+/// changed hands: centroids are the means of what `assignment` says. A centroid without keys stays where it is.
+/// A key with an element that is not finite counts as NaN: it goes to cluster 0 and into no mean, and a centroid that
+/// begins at it is NaN and gets no other.
+struct ClusterTask {
+  KvView kv;
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;       ///< 0: nothing is written
+  std::uint32_t clusters = 0;    ///< at most `count`
+  std::uint32_t iterations = 0;  ///< at least 1
+  std::uint64_t seed = 0;
+  float* centroids = nullptr;           ///< [clusters, head_dim]
+  std::uint32_t* assignment = nullptr;  ///< [count]
+  std::byte* scratch = nullptr;         ///< Backend::cluster_scratch_bytes of memory, 256-byte aligned
+};
+
 /// The verbs that policies and the pipeline are written in. `cpu::Backend` computes before it returns and
 /// ignores `stream` (null is fine). A device's backend only enqueues on `stream`; then everything that a
 /// task points to, the task array included, must stay unchanged until the stream has passed the verb.
@@ -154,16 +202,32 @@ class Backend {
                            Stream* stream) = 0;
   virtual void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void top_k(std::span<const TopKTask> tasks, Stream* stream) = 0;
+  virtual void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) = 0;
+  virtual void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                          Stream* stream) = 0;
+  virtual void top_p(std::span<const TopPTask> tasks, Stream* stream) = 0;
   virtual void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) = 0;
   virtual void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                        Stream* stream) = 0;
+  /// @throws Error{Errc::invalid_argument} for more clusters than keys, none, or no iteration; nothing was written.
+  virtual void cluster(std::span<const ClusterTask> tasks, Stream* stream) = 0;
+  /// What `cluster` needs for such a task in memory of the device; 0 if it brings its own. No two tasks that may run at
+  /// once share it. The task's pointers are not looked at.
+  [[nodiscard]] virtual std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const = 0;
   /// All tensors in one launch. The task array is copied; it may go when the call returns.
   virtual void to_f32(std::span<const ToF32Task> tasks, Stream* stream) = 0;
   void to_f32(const TensorView& in, float* out, Stream* stream) {
     const ToF32Task task{.in = in, .out = out};
     to_f32(std::span(&task, 1), stream);
+  }
+  /// `append` and `to_f32` side by side, in one launch where the backend can: how a step's new tokens come in. Neither
+  /// reads what the other writes. `widened` is copied.
+  virtual void append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout,
+                                std::span<const ToF32Task> widened, Stream* stream) {
+    append(tasks, layout, stream);
+    to_f32(widened, stream);
   }
 };
 

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -54,16 +55,34 @@ struct CudaDeviceOptions {
   std::uint64_t memory_bytes = 0;                  ///< limit on `allocate`; 0 = what the device has
   std::chrono::milliseconds flag_timeout{30'000};  ///< how long a stream waits for a host flag
   TransferPath transfer = TransferPath::automatic;
-  /// Null: built-in crossovers (measured on one H200 over PCIe 5) until `calibrate` is called.
+  /// Null: built-in crossovers, measured on one H200 over PCIe 5.
   std::shared_ptr<const TransferProfile> profile{};
+  /// Without a profile, and if `transfer` is automatic: measure one first, as calibrate_transfers does.
+  bool calibrate_at_start = false;
+  /// The verbs of a batch (Stream::begin_batch), as those of a step before its hand-over, are one CUDA graph.
+  bool graphs = false;
 };
+
+/// What a TransferProfile holds for: this GPU in this place under this driver.
+struct CudaDeviceFacts {
+  std::string name;
+  std::string pci_bus_id{};  ///< domain:bus:device.function
+  int driver = 0;          ///< newest CUDA that the driver serves, as CUDA numbers versions: 13000
+  friend bool operator==(const CudaDeviceFacts&, const CudaDeviceFacts&) = default;
+};
+
+/// @throws as make_cuda_device where there is no such GPU. Says nothing of whether the GPU can serve.
+[[nodiscard]] CudaDeviceFacts cuda_device_facts(int ordinal = 0);
 
 /// GPUs that this build can use; 0 without one, without a driver, or in a build without CUDA. Never throws.
 [[nodiscard]] std::uint32_t cuda_devices() noexcept;
 
+/// Name of a GPU, without making a device of it; empty if there is none.
+[[nodiscard]] std::string cuda_device_name(int ordinal);
+
 /// @throws Error{Errc::unsupported} in a build without CUDA, on a machine without driver or GPU, and for a GPU that
 ///         cannot serve; Error{Errc::device} naming the cause if there is no such GPU beside others, or if this build
-///         has no kernels for it.
+///         has no kernels for it; if it is to calibrate, as calibrate_transfers.
 [[nodiscard]] std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions& options = {});
 
 /// Measures every path on an idle link for some 0.5 s. Allocates about 256 MiB on either side meanwhile.

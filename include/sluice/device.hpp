@@ -78,6 +78,12 @@ class Stream {
   /// Later work waits until the host has raised `flag` to `value`; a failed flag or one that does not come
   /// within the device's deadline fails this stream's next event.
   virtual void wait(const Flag& flag, std::uint64_t value) = 0;
+  /// From here to `end_batch` the device may collect the backend's verbs and submit them together, which can cost the
+  /// enqueuing thread less; none of them need begin before. Any other operation of the stream ends the batch first. A
+  /// batch that cannot be submitted is a failed operation. By default nothing is collected.
+  virtual void begin_batch() {}
+  /// Nothing without a batch.
+  virtual void end_batch() {}
   /// Blocks the caller until the queue is empty.
   /// @throws Error{Errc::timeout} past the deadline, Error{Errc::device} if work failed since the last event.
   virtual void synchronize(Deadline deadline) = 0;

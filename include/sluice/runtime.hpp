@@ -72,6 +72,9 @@ struct RuntimeInfo {
 /// `step` or `prefill` the layer may be called again with the same arguments, or the sequence ended.
 /// Exception: Error{Errc::timeout} means that work is still in flight. Then the runtime only refuses calls, and
 /// the tensors of the call must stay until it is destroyed.
+/// The same error says that a worker thread did not return from its work in time and names it. Destroying the runtime
+/// then leaves the thread behind; should it ever go on, it uses memory of the runtime that is gone by then, so that a
+/// process with such a thread is best ended soon.
 class Runtime {
  public:
   /// With `device` null, the embedded host device: no GPU, near memory is ordinary memory.

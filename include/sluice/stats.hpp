@@ -13,6 +13,8 @@ class ShareHistogram {
   [[nodiscard]] std::uint64_t count() const noexcept { return count_; }
   [[nodiscard]] double mean() const noexcept { return count_ == 0 ? 0.0 : sum_ / static_cast<double>(count_); }
   [[nodiscard]] double min() const noexcept { return count_ == 0 ? 0.0 : min_; }
+  /// Share of the samples that are at least `share`, exact to 0.001; 0 if there are none.
+  [[nodiscard]] double share_above(double share) const noexcept;
   /// Value below which `fraction` of the samples lie; 0 if there are none.
   [[nodiscard]] double percentile(double fraction) const noexcept;
 
@@ -38,6 +40,7 @@ struct Stats {
   std::uint64_t candidate_tokens = 0; ///< tokens that sources proposed, after the union over the group
   std::uint64_t expanded_per_head = 0;///< candidates before that union, summed over query heads
   std::uint64_t scored_keys = 0;      ///< K rows read for scoring, digests included (two per page)
+  std::uint64_t estimated_keys = 0;   ///< 4-bit copies of K rows read
   std::uint64_t near_hits = 0;        ///< candidates that were near already
   std::uint64_t bypassed_heads = 0;   ///< query heads served by the sink bypass, summed over layers and steps
 

@@ -12,17 +12,17 @@ PolicySpec full_spec() {
   return spec;
 }
 
-void add_far_runs(const NearSet& near, std::uint32_t tokens, SelectionRow& row) {
-  const std::uint32_t begin = near.sink_end;
+void add_far_runs(const NearSet& near, std::uint32_t first, std::uint32_t tokens, SelectionRow& row) {
+  const std::uint32_t begin = std::max(first, near.sink_end);
   const std::uint32_t end = std::min(near.recent_begin, tokens);
   if (begin >= end) return;
   const std::uint32_t last_page = (end - 1) / near.page_tokens;
   for (std::uint32_t page = begin / near.page_tokens; page <= last_page; ++page) {
     if (near.holds(page)) continue;
-    const std::uint32_t first = page * near.page_tokens;
+    const std::uint32_t page_begin = page * near.page_tokens;
     // Sinks cut the first run, the recent window the last one; what remains of a page is one interval.
-    const std::uint32_t from = std::max(begin, first) - first;
-    const std::uint32_t to = std::min(end, first + near.page_tokens) - first;
+    const std::uint32_t from = std::max(begin, page_begin) - page_begin;
+    const std::uint32_t to = std::min(end, page_begin + near.page_tokens) - page_begin;
     row.runs.push_back(
         {.page = page, .begin = static_cast<std::uint16_t>(from), .end = static_cast<std::uint16_t>(to)});
   }

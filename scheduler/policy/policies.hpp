@@ -17,6 +17,10 @@ namespace sluice::scheduler {
 [[nodiscard]] PolicySpec lfps_spec();
 [[nodiscard]] PolicySpec sluice_spec();
 [[nodiscard]] PolicySpec sluice_fast_spec();
+[[nodiscard]] PolicySpec psa_spec();
+[[nodiscard]] PolicySpec twilight_spec();
+[[nodiscard]] PolicySpec tactic_spec();
+[[nodiscard]] PolicySpec magicpig_spec();
 
 /// Attends everything: what a layer does whose source is `all`, or that the spec calls dense.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_full_policy();
@@ -32,7 +36,15 @@ namespace sluice::scheduler {
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_progressive_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                                    std::uint32_t page_tokens);
 
-/// Appends to `row.runs` every token below `tokens` that is not near; at most one run per page.
-void add_far_runs(const NearSet& near, std::uint32_t tokens, SelectionRow& row);
+/// The best clusters' tokens, as many as a curve fitted to sampled scores says: budget `fitted`, sources `clusters`.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_fitted_policy(const PolicySpec& spec, const AttentionShape& shape);
+/// Tokens whose hash meets the query's, corrected for that chance: budget `sampled`, sources `lsh`.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_sampled_policy(const PolicySpec& spec, const AttentionShape& shape);
+
+/// Appends to `row.runs` every token in [begin, tokens) that is not near; at most one run per page.
+void add_far_runs(const NearSet& near, std::uint32_t begin, std::uint32_t tokens, SelectionRow& row);
+inline void add_far_runs(const NearSet& near, std::uint32_t tokens, SelectionRow& row) {
+  add_far_runs(near, 0, tokens, row);
+}
 
 }  // namespace sluice::scheduler

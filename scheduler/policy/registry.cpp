@@ -13,6 +13,10 @@ const std::vector<PolicyPreset>& policy_presets() {
       {streaming_spec(), "sinks and a recent window (StreamingLLM)"},
       {quest_spec(), "pages ranked by a bound of their scores (Quest)"},
       {arkvale_spec(), "pages ranked by the cuboid mean of their keys (ArkVale)"},
+      {psa_spec(), "pages in ranked order until the share attended is enough (PSA)"},
+      {twilight_spec(), "Quest's pages pruned by 4-bit keys and top-p (Twilight)"},
+      {tactic_spec(), "key clusters in ranked order, as many as a fitted curve says (Tactic)"},
+      {magicpig_spec(), "tokens sampled by hash collisions, corrected for their chance (MagicPIG)"},
       {lfps_spec(), "candidates from attention history (LFPS)"},
       {sluice_spec(), "history shared in the GQA group, page digests (ArkVale) and a near set: the default"},
       {sluice_fast_spec(), "sluice with a history that is fed rarely: for GPUs, where a layer takes 150 us"},
@@ -47,7 +51,13 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
   validate(spec);
   if (spec.dense(layer.value) || spec.uses(Source::all)) return make_full_policy();
   if (spec.sources == 0) return make_streaming_policy();
-  if (spec.budget.kind == BudgetKind::progressive) return make_progressive_policy(spec, shape, page_tokens);
+  switch (spec.budget.kind) {
+    case BudgetKind::progressive: return make_progressive_policy(spec, shape, page_tokens);
+    case BudgetKind::fitted: return make_fitted_policy(spec, shape);
+    case BudgetKind::sampled: return make_sampled_policy(spec, shape);
+    case BudgetKind::top_k:
+    case BudgetKind::top_p: break;
+  }
   return make_sparse_policy(spec, shape, page_tokens, layer);
 }
 

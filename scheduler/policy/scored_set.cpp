@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cmath>
-#include <functional>
 
 namespace sluice::scheduler {
 namespace {
@@ -34,32 +32,6 @@ std::uint64_t near_bits(const NearSet& near, std::size_t word) noexcept {
 }
 
 }  // namespace
-
-std::uint32_t order_key(float score) noexcept {
-  const auto bits = std::bit_cast<std::uint32_t>(score + 0.f);  // -0 becomes +0: they are equal.
-  const std::uint32_t key = (bits >> 31) != 0 ? ~bits : bits | 0x8000'0000u;
-  return score == score ? key : 1u;
-}
-
-TopKCut top_k_cut(std::span<const std::uint32_t> keys, std::uint32_t k, std::vector<std::uint32_t>& pool) {
-  // A histogram over sign, exponent and three mantissa bits finds the bin with the k-th key; only its members are
-  // ordered. One pass without comparisons, where sorting algorithms mispredict.
-  constexpr std::uint32_t kShift = 20;
-  std::array<std::uint32_t, 1u << (32 - kShift)> bins{};
-  for (const std::uint32_t key : keys) ++bins[key >> kShift];
-  std::size_t bin = bins.size() - 1;
-  for (; bins[bin] < k; --bin) k -= bins[bin];
-
-  pool.clear();
-  for (const std::uint32_t key : keys) {
-    if (key >> kShift == bin) pool.push_back(key);
-  }
-  const auto nth = pool.begin() + static_cast<std::ptrdiff_t>(k - 1);
-  std::nth_element(pool.begin(), nth, pool.end(), std::greater<>());
-  const std::uint32_t key = *nth;
-  const auto above = static_cast<std::uint32_t>(std::count_if(pool.begin(), nth, [key](auto x) { return x > key; }));
-  return {.key = key, .ties = k - above};
-}
 
 void ScoredSet::collect(const CandidateSets& candidates, const NearSet& near) {
   clear();
@@ -132,48 +104,10 @@ void ScoredSet::score(KvReader& kv, const float* q, std::uint32_t group) {
   if (!tokens_.empty()) kv.score(q, tokens_, scores_.data());
 }
 
-void ScoredSet::choose(std::uint32_t k, std::uint32_t group) {
-  attended_.assign(tokens_.size(), 0);
-  for (std::uint32_t h = 0; h < group; ++h) choose_head(h, group, k, far_, attended_);
-  if (far_ == heads_) {
-    observed_ = attended_;
-    return;
-  }
-  observed_.assign(tokens_.size(), 0);
-  for (std::uint32_t h = 0; h < group; ++h) choose_head(h, group, k, heads_, observed_);
-}
-
-void ScoredSet::choose_all() {
-  attended_ = far_;
-  observed_ = heads_;
-}
-
-void ScoredSet::choose_head(std::uint32_t h, std::uint32_t group, std::uint32_t k,
-                            const std::vector<std::uint32_t>& allowed, std::vector<std::uint32_t>& chosen) {
-  const std::size_t count = tokens_.size();
-  std::uint32_t candidates = 0;
-  for (std::size_t i = 0; i < count; ++i) candidates += (allowed[i] >> h) & 1;
-  if (candidates <= k) {
-    for (std::size_t i = 0; i < count; ++i) chosen[i] |= allowed[i] & (1u << h);
-    return;
-  }
-  if (k == 0) return;
-  keys_.resize(count);
-  const float* scores = scores_.data() + h;
-  std::uint32_t* keys = keys_.data();
-#pragma omp simd
-  for (std::size_t i = 0; i < count; ++i) {
-    keys[i] = order_key(scores[i * group]) & (0u - ((allowed[i] >> h) & 1));
-  }
-  const TopKCut cut = top_k_cut(keys_, k, pool_);
-#pragma omp simd
-  for (std::size_t i = 0; i < count; ++i) chosen[i] |= static_cast<std::uint32_t>(keys[i] > cut.key) << h;
-  std::uint32_t ties = cut.ties;
-  for (std::size_t i = 0; ties != 0; ++i) {
-    if (keys[i] != cut.key) continue;
-    chosen[i] |= 1u << h;
-    --ties;
-  }
+void ScoredSet::estimate(KvReader& kv, const float* q, std::uint32_t group) {
+  estimated_ = true;
+  scores_.resize(tokens_.size() * group);
+  if (!tokens_.empty()) kv.estimate(q, tokens_, scores_.data());
 }
 
 void ScoredSet::emit(std::uint32_t group, Membership membership, SelectionRow& row) const {
@@ -183,7 +117,7 @@ void ScoredSet::emit(std::uint32_t group, Membership membership, SelectionRow& r
   for (const std::uint32_t heads : attended_) count += heads != 0;
   row.tokens.resize(count);
   row.members.resize(united && active_ == everyone ? 0 : count);
-  row.scores.resize(scored() ? count * group : 0);
+  row.scores.resize(scored() && !estimated_ ? count * group : 0);
   std::size_t to = 0;
   for (std::size_t i = 0; i < tokens_.size(); ++i) {
     if (attended_[i] == 0) continue;
@@ -220,6 +154,7 @@ void ScoredSet::clear() noexcept {
   attended_.clear();
   observed_.clear();
   united_ = near_hits_ = 0;
+  estimated_ = false;
 }
 
 }  // namespace sluice::scheduler

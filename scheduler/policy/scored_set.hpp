@@ -6,6 +6,7 @@
 
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/token_set.hpp"
+#include "scheduler/top_p.hpp"
 
 namespace sluice::scheduler {
 
@@ -47,13 +48,19 @@ class ScoredSet {
   void emit_far(const TokenSet& candidates, const NearSet& near, SelectionRow& row);
   /// Reads every K row once.
   void score(KvReader& kv, const float* q, std::uint32_t group);
+  /// Reads their 4-bit copies instead.
+  void estimate(KvReader& kv, const float* q, std::uint32_t group);
   /// Each query head takes its k best: among the far candidates to attend, among all to observe. Ties go to
   /// the lowest position.
   void choose(std::uint32_t k, std::uint32_t group);
+  /// Each query head takes the fewest of its candidates, near ones among them, that hold `share` of the weight of those
+  /// before position `open`, and all from there on; of what it takes it attends the far ones. NaN and -infinity have no
+  /// weight and are not taken.
+  void choose_mass(float share, std::uint32_t open, std::uint32_t group);
   /// Takes everything for its heads; nothing is cut.
   void choose_all();
   [[nodiscard]] bool scored() const noexcept { return scores_.size() != 0 || tokens_.empty(); }
-  /// Writes what is attended; with scores, if they were read.
+  /// Writes what is attended; with scores, if they were read and not estimated.
   void emit(std::uint32_t group, Membership membership, SelectionRow& row) const;
   /// The tokens and scores that head `h` observes, ascending; valid until the next call.
   struct Observed {
@@ -65,6 +72,8 @@ class ScoredSet {
   [[nodiscard]] std::size_t size() const noexcept { return tokens_.size(); }
   [[nodiscard]] std::span<const std::uint32_t> tokens() const noexcept { return tokens_; }
   [[nodiscard]] std::span<const float> scores() const noexcept { return scores_; }  ///< [tokens, group]
+  /// Log-sum-exp of every query head's scores, written to `out`.
+  std::span<const float> log_sums(std::uint32_t group, std::vector<float>& out) const;
   /// United candidates, and how many of them were near; near ones count even if they were dropped.
   [[nodiscard]] std::uint64_t united() const noexcept { return united_; }
   [[nodiscard]] std::uint64_t near_hits() const noexcept { return near_hits_; }
@@ -72,9 +81,11 @@ class ScoredSet {
 
  private:
   void grow(std::size_t kept);
+  void choose_head_mass(std::uint32_t h, std::uint32_t group, float share, std::uint32_t open);
   void choose_head(std::uint32_t h, std::uint32_t group, std::uint32_t k, const std::vector<std::uint32_t>& allowed,
                    std::vector<std::uint32_t>& chosen);
 
+  bool estimated_ = false;
   std::uint32_t active_ = 0;             ///< bit h: query head h takes part
   std::vector<std::uint32_t> tokens_;    ///< ascending
   std::vector<std::uint32_t> heads_;     ///< [tokens] bit h: candidate of head h
@@ -85,6 +96,7 @@ class ScoredSet {
   std::uint64_t united_ = 0;
   std::uint64_t near_hits_ = 0;
   std::vector<std::uint32_t> keys_, pool_;      // scratch
+  std::vector<Weighed> weighed_;                // scratch
   std::vector<std::uint32_t> observed_tokens_;  // scratch
   std::vector<float> observed_scores_;          // scratch
 };

@@ -1,15 +1,17 @@
-// The pipeline of every scored policy: sources propose candidates, their exact scores are read once per KV head, each
-// query head keeps its best, and what it kept feeds the history. Sources unite freely.
+// The pipeline of every policy that scores token by token: sources propose candidates, their scores are read or estimated
+// once per KV head, each query head keeps what its budget allows, and what it kept feeds the history. Sources unite
+// freely.
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "scheduler/fast_exp.hpp"
+#include "scheduler/clusters/cluster_source.hpp"
 #include "scheduler/history/group_history.hpp"
+#include "scheduler/lsh/lsh_source.hpp"
+#include "scheduler/policy/budget.hpp"
 #include "scheduler/policy/bypass.hpp"
 #include "scheduler/policy/policies.hpp"
 #include "scheduler/policy/scored_set.hpp"
@@ -20,9 +22,12 @@ namespace {
 /// One KV head. `scored` lives from `select` to `observe`.
 struct Head {
   std::optional<GroupHistory> history;
+  std::optional<ClusterSource> clusters;
+  std::optional<LshSource> lsh;
   std::optional<SinkBypass> bypass;
   std::vector<TokenSet> candidates;  ///< [group]
   ScoredSet scored;
+  std::uint32_t visible = 0;    ///< tokens in the last selection
   std::vector<float> q;         ///< [group, head_dim] of the selection whose scores were deferred
   bool observes = false;        ///< the last selection feeds the tables
   bool followed = false;        ///< the last selection's candidates were not forecast but carried on
@@ -35,6 +40,7 @@ class SparsePolicy final : public LayerPolicy {
  public:
   SparsePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens, LayerId layer)
       : spec_(spec),
+        budget_(spec, page_tokens),
         group_(shape.group()),
         head_dim_(shape.head_dim),
         layer_(layer.value),
@@ -42,6 +48,8 @@ class SparsePolicy final : public LayerPolicy {
         heads_(shape.kv_heads) {
     for (Head& head : heads_) {
       if (spec.uses(Source::history)) head.history.emplace(spec.history, group_, spec.near.sink_tokens);
+      if (spec.uses(Source::clusters)) head.clusters.emplace(spec.clusters, shape);
+      if (spec.uses(Source::lsh)) head.lsh.emplace(spec.lsh, shape, spec.near.sink_tokens);
       if (spec.bypass_threshold > 0.f) {
         head.bypass.emplace(spec.bypass_threshold, shape, spec.near.sink_tokens, spec.history.local_tokens);
       }
@@ -52,6 +60,8 @@ class SparsePolicy final : public LayerPolicy {
   void begin(const PromptContext& prompt) override {
     Head& head = heads_[prompt.kv_head];
     if (head.history) head.history->begin(prompt);
+    if (head.clusters) head.clusters->begin(prompt);
+    if (head.lsh) head.lsh->begin(prompt);
     if (head.bypass) head.bypass->begin(prompt);
   }
 
@@ -67,12 +77,13 @@ class SparsePolicy final : public LayerPolicy {
     bypass.heads = 0;
     head.scored.clear();
     head.observing = 0;
+    head.visible = context.tokens;
     const std::uint32_t sinks = spec_.near.sink_tokens;
     if (context.tokens <= sinks) return;
     if (head.history) recall(context.tokens, head);
 
     // A budget that holds everything, or a history that tells nothing: attend all, and learn from it.
-    const bool dense = context.tokens - sinks <= spec_.budget.min_tokens || (head.history && head.history->blank());
+    const bool dense = budget_.holds(context.tokens - sinks) || (head.history && head.history->blank());
     head.whole = dense || spec_.uses(Source::exact);
     // A context attended for want of history is always learnt from. Counting tokens, a repeated step gets its turn again.
     head.observes = head.history && (dense || (context.tokens + layer_) % spec_.history.observe_every == 0);
@@ -81,6 +92,8 @@ class SparsePolicy final : public LayerPolicy {
     head.observing = active;
     if (dense) {
       select_dense(context, head, row, counters);
+    } else if (active != 0 && !context.kept.empty()) {
+      select_kept(context, head, row, counters);
     } else if (active != 0) {
       select_sparse(context, head, row, counters);
     }
@@ -88,7 +101,9 @@ class SparsePolicy final : public LayerPolicy {
   }
 
   [[nodiscard]] bool wants_observation() const noexcept override {
-    return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) { return head.observes; });
+    return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) {
+      return head.observes || (head.clusters && head.clusters->due(head.visible));
+    });
   }
 
   void note(std::uint32_t kv_head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
@@ -99,6 +114,7 @@ class SparsePolicy final : public LayerPolicy {
 
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     Head& head = heads_[kv_head];
+    if (head.clusters) head.clusters->cluster_new(head.visible, kv);
     if (!head.history) return;
     if (!head.observes) return;
     if (!head.scored.scored()) head.scored.score(kv, head.q.data(), group_);
@@ -142,19 +158,6 @@ class SparsePolicy final : public LayerPolicy {
     }
   }
 
-  /// Log-sum-exp of every query head's scores, written to `out`.
-  std::span<const float> log_sums(std::span<const float> scores, std::vector<float>& out) const {
-    out.assign(group_, -std::numeric_limits<float>::infinity());
-    for (std::uint32_t h = 0; h < group_; ++h) {
-      float top = out[h];
-      for (std::size_t i = h; i < scores.size(); i += group_) top = std::max(top, scores[i]);
-      float sum = 0.f;
-      for (std::size_t i = h; i < scores.size(); i += group_) sum += fast_exp(std::min(scores[i] - top, 0.f));
-      if (std::isfinite(top)) out[h] = top + std::log(sum);
-    }
-    return out;
-  }
-
   void select_dense(const HeadContext& context, Head& head, SelectionRow& row, SelectCounters& counters) {
     add_far_runs(*context.near, context.tokens, row);
     if (!head.history) {
@@ -164,6 +167,7 @@ class SparsePolicy final : public LayerPolicy {
     fill_all(context.tokens, head);
     collect(context, head, counters);
     head.scored.score(*context.kv, context.q, group_);
+    counters.scored += head.scored.size();
     head.scored.choose_all();
   }
 
@@ -173,11 +177,11 @@ class SparsePolicy final : public LayerPolicy {
     } else {
       propose(context, head);
     }
-    const std::uint32_t budget = budget_tokens(spec_.budget, context.tokens);
-    if (context.defer_scores && head.followed && !head.observes && head.observing == all_heads() && !head.whole) {
+    const std::uint32_t most = budget_.tokens(context.tokens);
+    if (most != 0 && context.defer_scores && head.followed && !head.observes && head.observing == all_heads() && !head.whole) {
       // Nothing is learnt in this step, so that no score and no near token matters.
       head.scored.emit_far(head.candidates.front(), *context.near, row);
-      if (row.tokens.size() <= budget) {
+      if (row.tokens.size() <= most) {
         counters.expanded_per_head += head.candidates.front().size();
         count(head, counters);
         return;
@@ -185,33 +189,44 @@ class SparsePolicy final : public LayerPolicy {
       row.clear();
     }
     collect(context, head, counters);
-    if (context.defer_scores && head.history && head.scored.size() <= budget) {
+    if (context.defer_scores && head.history && head.scored.size() <= most) {
       if (head.observes) {
         head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
-      } else {
-        counters.scored -= head.scored.size();  // Nobody will ask for them.
+        counters.scored += head.scored.size();  // In `observe`.
       }
       head.scored.choose_all();
     } else {
-      head.scored.score(*context.kv, context.q, group_);
-      if (notes(head)) {
-        note_heavy(head, head.scored.tokens(), head.scored.scores(), log_sums(head.scored.scores(), head.lse));
+      budget_.cut(context, group_, head.scored, counters);
+      if (notes(head) && !budget_.estimates()) {
+        note_heavy(head, head.scored.tokens(), head.scored.scores(), head.scored.log_sums(group_, head.lse));
       }
-      head.scored.choose(budget, group_);
     }
-    head.scored.emit(group_, shares() ? Membership::united : Membership::own, row);
+    const bool united = shares() || budget_.unites();
+    head.scored.emit(group_, united ? Membership::united : Membership::own, row);
+  }
+
+  /// A device has estimated and cut already.
+  void select_kept(const HeadContext& context, Head& head, SelectionRow& row, SelectCounters& counters) const {
+    TokenSet& set = head.candidates.front();
+    set.reset(context.tokens);
+    counters.expanded_per_head += budget_.unite_kept(context, group_, head.observing, set);
+    head.scored.emit_far(set, *context.near, row);
+    if (head.observing != all_heads()) row.members.assign(row.tokens.size(), head.observing);
+    count(head, counters);
   }
 
   void fill_all(std::uint32_t tokens, Head& head) const {
     for (TokenSet& set : head.candidates) {
       set.reset(tokens);
-      set.add_range(spec_.near.sink_tokens, tokens);
+      set.add_range(budget_.first(), tokens);
     }
   }
 
   /// Candidates: what history expanded to, the newest tokens, the pages that rank highest; one set per query head, or
   /// the first for all of them.
   void propose(const HeadContext& context, Head& head) const {
+    if (head.clusters) head.clusters->rank(context.q, *context.kv);
+    if (head.lsh) head.lsh->hash(context.q, *context.kv);
     if (together(head)) {
       TokenSet& set = head.candidates.front();
       set.reset(context.tokens);
@@ -222,6 +237,7 @@ class SparsePolicy final : public LayerPolicy {
       }
       add_local(context, set);
       add_pages(context, 0, group_, set);
+      for (std::uint32_t h = 0; h < group_; ++h) add_like_keys(context, h, head, set);
       return;
     }
     for (std::uint32_t h = 0; h < group_; ++h) {
@@ -233,7 +249,16 @@ class SparsePolicy final : public LayerPolicy {
         add_local(context, set);
       }
       add_pages(context, h, h + 1, set);
+      add_like_keys(context, h, head, set);
     }
+  }
+
+  /// What lies in clusters, or meets in hash tables, with the query of head `h`; and what is in neither of them.
+  void add_like_keys(const HeadContext& context, std::uint32_t h, Head& head, TokenSet& set) const {
+    if (head.clusters) head.clusters->propose(h, spec_.near.sink_tokens, context.tokens, set);
+    if (!head.lsh) return;
+    head.lsh->add_collisions(h, set);
+    set.add_range(std::max(head.lsh->end(), spec_.near.sink_tokens), context.tokens);
   }
 
   /// The newest token and the local ones before it: their vertical entries are too young to speak.
@@ -246,16 +271,18 @@ class SparsePolicy final : public LayerPolicy {
   void add_pages(const HeadContext& context, std::uint32_t begin, std::uint32_t end, TokenSet& set) const {
     const std::size_t ranked = context.ranked_pages.size() / group_;
     for (const std::uint32_t page : context.ranked_pages.subspan(begin * ranked, (end - begin) * ranked)) {
-      set.add_range(std::max(page * page_tokens_, spec_.near.sink_tokens),
+      set.add_range(std::max(page * page_tokens_, budget_.first()),
                     std::min((page + 1) * page_tokens_, context.tokens));
     }
+    // No digest speaks for the newest page; beside history its tokens are the local ones.
+    if (!spec_.uses(Source::history)) set.add_range(newest_page(context.tokens, page_tokens_), context.tokens);
   }
 
   void collect(const HeadContext& context, Head& head, SelectCounters& counters) const {
     head.scored.collect({.sets = head.candidates,
                          .active = head.observing,
                          .shared = together(head) && !head.whole,
-                         .keep_near = head.observes && spec_.history.observe_near},
+                         .keep_near = budget_.weighs() || (head.observes && spec_.history.observe_near)},
                         *context.near);
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
@@ -270,7 +297,6 @@ class SparsePolicy final : public LayerPolicy {
   static void count(const Head& head, SelectCounters& counters) noexcept {
     counters.candidates += head.scored.united();
     counters.near_hits += head.scored.near_hits();
-    counters.scored += head.scored.size();  // Some only in `observe`.
   }
 
   /// Whether one set of candidates serves the group in this step.
@@ -284,6 +310,7 @@ class SparsePolicy final : public LayerPolicy {
   }
 
   PolicySpec spec_;
+  Budget budget_;
   std::uint32_t group_;
   std::uint32_t head_dim_;
   std::uint32_t layer_;

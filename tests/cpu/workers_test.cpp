@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -29,6 +30,60 @@ std::vector<int> visits(const Workers& workers, std::uint32_t count) {
 
 bool all_ones(const std::vector<int>& seen) {
   return std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; });
+}
+
+/// A call of which one body, on a worker, does not return until it is told to. Destroy it last.
+class StuckCall {
+ public:
+  ~StuckCall() {
+    gate_->open = true;
+    while (gate_->waiting != 0) std::this_thread::yield();
+  }
+
+  /// The error of parallel_for; empty if there was none.
+  std::string run(const Workers& workers, bool caller_throws = false) {
+    const auto caller = std::this_thread::get_id();
+    try {
+      workers.parallel_for(workers.threads(), [gate = gate_, caller, caller_throws](std::uint32_t) {
+        if (std::this_thread::get_id() == caller) {
+          while (gate->waiting == 0) std::this_thread::yield();
+          if (caller_throws) throw std::runtime_error("the caller's own");
+          return;
+        }
+        const std::shared_ptr<Gate> own = gate;  // What the lambda holds is gone when this body goes on.
+        ++own->waiting;
+        while (!own->open) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        --own->waiting;
+      });
+    } catch (const Error& error) {
+      REQUIRE(error.code() == Errc::timeout);
+      return error.what();
+    }
+    return {};
+  }
+  void end() { gate_->open = true; }
+  [[nodiscard]] int waiting() const { return gate_->waiting; }
+
+ private:
+  struct Gate {
+    std::atomic<bool> open{false};
+    std::atomic<int> waiting{0};
+  };
+  std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
+};
+
+WorkersOptions impatient(std::uint32_t count) {
+  return {.threads = count, .pin = false, .timeout = std::chrono::milliseconds(50)};
+}
+
+Errc code_of_call(const Workers& workers, std::uint32_t count) {
+  try {
+    workers.parallel_for(count, [](std::uint32_t) {});
+  } catch (const Error& error) {
+    return error.code();
+  }
+  FAIL("nothing was thrown");
+  return {};
 }
 
 }  // namespace
@@ -169,4 +224,91 @@ TEST_CASE("workers may go right after they came or worked", "[workers]") {
     const Workers workers(topology, {.threads = 4, .pin = false, .spin = std::chrono::microseconds(round % 3 * 20)});
     if (round % 2 == 0) REQUIRE(all_ones(visits(workers, 5)));
   }
+}
+
+TEST_CASE("a worker that does not return is an error that names it, and the end of the workers", "[workers]") {
+  const auto caller_throws = GENERATE(false, true);
+  StuckCall call;
+  const Topology topology;
+  const Workers workers(topology, impatient(2));
+  REQUIRE_FALSE(workers.lost());
+  const auto begin = std::chrono::steady_clock::now();
+  const std::string message = call.run(workers, caller_throws);
+  REQUIRE(std::chrono::steady_clock::now() - begin < std::chrono::seconds(20));
+  CAPTURE(message);
+  REQUIRE(message.find("worker 1 did not return") != std::string::npos);
+  REQUIRE(message.find("50 ms") != std::string::npos);
+  REQUIRE(workers.lost());
+  REQUIRE(call.waiting() == 1);
+  for (const std::uint32_t count : {0u, 1u, 2u, 100u}) REQUIRE(code_of_call(workers, count) == Errc::timeout);
+  // It comes back: still lost, and joined.
+  call.end();
+  while (call.waiting() != 0) std::this_thread::yield();
+  REQUIRE(code_of_call(workers, 2) == Errc::timeout);
+}
+
+TEST_CASE("the error names the core of a bound worker", "[workers]") {
+  const Topology topology;
+  const std::vector<std::uint32_t> cores = topology.core_order(0);
+  WorkersOptions options = impatient(2);
+  options.pin = true;
+  StuckCall call;
+  const std::string message = call.run(Workers(topology, options));
+  REQUIRE(message.find("worker 1 (core " + std::to_string(cores[1 % cores.size()]) + ")") != std::string::npos);
+}
+
+TEST_CASE("workers of which one is stuck may go, and leave it behind", "[workers]") {
+  const auto thread_count = GENERATE(2u, 4u);
+  const Topology topology;
+  for (int round = 0; round < 5; ++round) {
+    StuckCall call;
+    auto workers = std::make_unique<Workers>(topology, impatient(thread_count));
+    REQUIRE_FALSE(call.run(*workers).empty());
+    const auto begin = std::chrono::steady_clock::now();
+    workers.reset();
+    REQUIRE(std::chrono::steady_clock::now() - begin < std::chrono::seconds(20));
+    REQUIRE(call.waiting() != 0);
+  }
+}
+
+TEST_CASE("calls under way when the workers are lost still finish", "[workers]") {
+  const Topology topology;
+  StuckCall call;
+  const Workers workers(topology, {.threads = 3, .pin = false, .timeout = std::chrono::milliseconds(1000)});
+  std::atomic<bool> begun{false};
+  std::atomic<bool> lost{false};
+  std::vector<int> seen(8, 0);
+  std::thread other([&] {
+    const auto self = std::this_thread::get_id();
+    workers.parallel_for(8, [&](std::uint32_t i) {
+      begun = true;
+      while (std::this_thread::get_id() == self && !lost) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      ++seen[i];
+    });
+  });
+  while (!begun) std::this_thread::yield();
+  const std::string message = call.run(workers);
+  lost = true;
+  other.join();
+  REQUIRE_FALSE(message.empty());
+  REQUIRE(all_ones(seen));
+}
+
+TEST_CASE("a stuck worker of a nested call is an error of the outer one", "[workers]") {
+  const Topology topology;
+  StuckCall call;
+  const Workers workers(topology, impatient(3));
+  std::string message;
+  REQUIRE_THROWS_AS(workers.parallel_for(1,
+                                         [&](std::uint32_t) {
+                                           message = call.run(workers);
+                                           workers.parallel_for(2, [](std::uint32_t) {});
+                                         }),
+                    Error);
+  REQUIRE_FALSE(message.empty());
+}
+
+TEST_CASE("workers without patience are refused", "[workers]") {
+  const Topology topology;
+  REQUIRE_THROWS_AS(Workers(topology, {.threads = 2, .timeout = std::chrono::milliseconds(0)}), Error);
 }

@@ -71,6 +71,9 @@ TEST_CASE("GPU verbs refuse what they cannot do before anything is written", "[g
   REQUIRE(code_of([&] {
             under_test.backend().score_tokens({&tokens, 1}, kShape, under_test.stream());
           }) == Errc::unsupported);
+  ClusterTask cluster;
+  cluster.kv.layout = f32;
+  REQUIRE(code_of([&] { under_test.backend().cluster({&cluster, 1}, under_test.stream()); }) == Errc::unsupported);
   under_test.finish();
   REQUIRE(page.front() == std::byte{0x5a});
 }
@@ -87,6 +90,7 @@ TEST_CASE("GPU verbs need a stream of the device, unless there is nothing to do"
   backend.score_pages({}, kShape, DType::bf16, nullptr);
   backend.score_tokens({}, kShape, nullptr);
   backend.top_k({}, nullptr);
+  backend.cluster({}, nullptr);
 }
 
 TEST_CASE("digest, page scores and top-k work on device memory, one after the other", "[gpu][backend]") {

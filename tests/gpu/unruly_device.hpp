@@ -58,6 +58,8 @@ class UnrulyStream final : public gpu::CudaStream {
     dawdle();
     inner_.wait(flag, value);
   }
+  void begin_batch() override { inner_.begin_batch(); }
+  void end_batch() override { inner_.end_batch(); }
   void synchronize(Deadline deadline) override { inner_.synchronize(deadline); }
   [[nodiscard]] void* native_handle() const noexcept override { return inner_.native_handle(); }
   [[nodiscard]] cudaStream_t handle() const noexcept override { return inner_.handle(); }

@@ -1,7 +1,11 @@
 #include "runtime/executor.hpp"
 
+#include <algorithm>
 #include <atomic>
+#include <memory>
 #include <mutex>
+#include <string>
+#include <vector>
 
 #include "cpu/host_device.hpp"
 #include "cpu/topology.hpp"
@@ -68,6 +72,60 @@ struct Rig {
   Words runner;
 };
 
+/// A stream that says what it was asked to do, and does it.
+class SpyStream final : public Stream {
+ public:
+  SpyStream(std::unique_ptr<Stream> inner, std::vector<std::string>& log) : inner_(std::move(inner)), log_(log) {}
+  void copy(std::span<const Copy> batch) override {
+    log_.push_back("work");
+    inner_->copy(batch);
+  }
+  void record(Event& event) override {
+    log_.push_back("record");
+    inner_->record(event);
+  }
+  void wait(const Event& event) override {
+    log_.push_back("wait");
+    inner_->wait(event);
+  }
+  void signal(Flag& flag, std::uint64_t value) override {
+    log_.push_back("signal");
+    inner_->signal(flag, value);
+  }
+  void wait(const Flag& flag, std::uint64_t value) override { inner_->wait(flag, value); }
+  void begin_batch() override { log_.push_back("begin"); }
+  void end_batch() override {
+    if (log_.empty() || log_.back() != "end") log_.push_back("end");
+  }
+  void synchronize(Deadline deadline) override { inner_->synchronize(deadline); }
+
+ private:
+  std::unique_ptr<Stream> inner_;
+  std::vector<std::string>& log_;
+};
+
+class SpyDevice final : public Device {
+ public:
+  explicit SpyDevice(Device& inner) : inner_(inner) {}
+  [[nodiscard]] const DeviceInfo& info() const noexcept override { return inner_.info(); }
+  [[nodiscard]] Backend& backend() noexcept override { return inner_.backend(); }
+  [[nodiscard]] std::unique_ptr<Buffer> allocate(std::uint64_t bytes) override { return inner_.allocate(bytes); }
+  [[nodiscard]] std::unique_ptr<Buffer> allocate_pinned(std::uint64_t bytes) override {
+    return inner_.allocate_pinned(bytes);
+  }
+  [[nodiscard]] std::unique_ptr<Registration> register_host(std::span<std::byte> memory) override {
+    return inner_.register_host(memory);
+  }
+  [[nodiscard]] std::unique_ptr<Stream> create_stream(const std::string& name) override {
+    return std::make_unique<SpyStream>(inner_.create_stream(name), log);
+  }
+  [[nodiscard]] std::unique_ptr<Event> create_event() override { return inner_.create_event(); }
+  std::vector<std::string> log;
+
+ private:
+  Device& inner_;
+};
+
 const scheduler::StepGraph& whole_graph() {
   static const auto graph =
       scheduler::build_step_graph({.rank_pages = true, .select = true, .fetch = true, .observe = true});
@@ -126,4 +184,22 @@ TEST_CASE("a device that does not answer ends in a timeout", "[executor]") {
   const auto begin = Clock::now();
   REQUIRE_THROWS_AS(rig.executor->run(whole_graph(), 0, rig.runner), Error);
   REQUIRE(Clock::now() - begin < std::chrono::seconds(10));
+}
+
+TEST_CASE("what the device does before the hand-over is one batch, over when anyone may look", "[executor]") {
+  Rig rig;
+  SpyDevice spy(rig.device);
+  Executor executor(spy, *rig.link, std::chrono::seconds(20), nullptr);
+  rig.pointer = &executor;
+  for (std::uint64_t run = 1; run <= 3; ++run) {
+    spy.log.clear();
+    rig.runner.word[0] = run;
+    executor.run(whole_graph(), 0, rig.runner);
+    REQUIRE(rig.runner.word[8] == run);
+    const std::vector<std::string> head{"begin", "work", "work", "end", "record", "signal"};
+    REQUIRE(spy.log.size() > head.size());
+    REQUIRE(std::equal(head.begin(), head.end(), spy.log.begin()));
+    REQUIRE(std::count(spy.log.begin(), spy.log.end(), "begin") == 1);
+  }
+  executor.stop();
 }

@@ -18,6 +18,9 @@ TEST_CASE("a percentile is the value below which that share of the samples lies"
   REQUIRE(histogram.percentile(0.5) == Approx(0.49).margin(0.001));
   REQUIRE(histogram.percentile(1.0) == Approx(0.99).margin(0.001));
   REQUIRE(histogram.min() == 0.0);
+  REQUIRE(histogram.share_above(0.0) == 1.0);
+  REQUIRE(histogram.share_above(0.9) == Approx(0.1).margin(0.011));
+  REQUIRE(ShareHistogram().share_above(0.5) == 0.0);
 }
 
 TEST_CASE("what is no share is clamped, and NaN covers nothing", "[stats]") {

@@ -9,10 +9,41 @@
 #include <vector>
 
 #include "scheduler/layer_policy.hpp"
+#include "sluice/permutation.hpp"
 
 namespace sluice::scheduler::test {
 
 inline constexpr std::uint32_t kPageTokens = 32;
+
+/// K-means as ClusterTask describes it, of finite `keys` [count, dim]; in float64 and not fast.
+inline void naive_cluster(const float* keys, std::uint32_t dim, const ClusterRequest& request, float* centroids,
+                          std::uint32_t* assignment) {
+  for (std::uint32_t j = 0; j < request.clusters; ++j) {
+    std::copy_n(keys + std::size_t{permuted(j, request.count, request.seed)} * dim, dim, centroids + std::size_t{j} * dim);
+  }
+  for (std::uint32_t round = 0; round < request.iterations; ++round) {
+    std::vector<double> sums(std::size_t{request.clusters} * dim, 0.0);
+    std::vector<std::uint32_t> sizes(request.clusters, 0);
+    for (std::uint32_t i = 0; i < request.count; ++i) {
+      const float* const key = keys + std::size_t{i} * dim;
+      double best = HUGE_VAL;
+      for (std::uint32_t j = 0; j < request.clusters; ++j) {
+        const float* const centroid = centroids + std::size_t{j} * dim;
+        double distance = 0.0;
+        for (std::uint32_t c = 0; c < dim; ++c) distance += (key[c] - centroid[c]) * (key[c] - centroid[c]);
+        if (distance < best) {
+          best = distance;
+          assignment[i] = j;
+        }
+      }
+      ++sizes[assignment[i]];
+      for (std::uint32_t c = 0; c < dim; ++c) sums[std::size_t{assignment[i]} * dim + c] += key[c];
+    }
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      if (sizes[i / dim] != 0) centroids[i] = static_cast<float>(sums[i] / sizes[i / dim]);
+    }
+  }
+}
 
 /// Keys and values of one KV head in plain memory. Counts what is read.
 class FakeKv final : public KvReader {
@@ -47,6 +78,22 @@ class FakeKv final : public KvReader {
   void value(std::uint32_t token, float* out) override {
     std::copy_n(v.data() + std::size_t{token} * head_dim_, head_dim_, out);
   }
+  void keys(std::uint32_t first, std::uint32_t count, float* out) override {
+    std::copy_n(k.data() + std::size_t{first} * head_dim_, std::size_t{count} * head_dim_, out);
+  }
+  void cluster(const ClusterRequest& request, float* centroids, std::uint32_t* assignment) override {
+    ++clusterings;
+    naive_cluster(k.data() + std::size_t{request.first} * head_dim_, head_dim_, request, centroids, assignment);
+  }
+  void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override {
+    for (std::size_t i = 0; i < count; ++i) {
+      for (std::size_t j = 0; j < columns; ++j) {
+        double dot = 0.0;
+        for (std::size_t c = 0; c < head_dim_; ++c) dot += static_cast<double>(x[j * head_dim_ + c]) * rows[i * head_dim_ + c];
+        out[i * columns + j] = static_cast<float>(dot / std::sqrt(static_cast<double>(head_dim_)));
+      }
+    }
+  }
 
   [[nodiscard]] double logit(const float* q, std::uint32_t h, std::uint32_t token) const {
     double dot = 0.0;
@@ -64,6 +111,7 @@ class FakeKv final : public KvReader {
  public:
   std::vector<float> k, v;  ///< [tokens, head_dim]
   std::uint64_t rows_scored = 0;
+  std::uint32_t clusterings = 0;
   bool ascending = true;
 };
 
@@ -84,6 +132,16 @@ class PatternKv final : public KvReader {
   }
   void key(std::uint32_t, float* out) override { *out = 0.f; }
   void value(std::uint32_t, float* out) override { *out = 1.f; }
+  void keys(std::uint32_t, std::uint32_t count, float* out) override { std::fill_n(out, count, 0.f); }
+  void cluster(const ClusterRequest& request, float* centroids, std::uint32_t* assignment) override {
+    std::fill_n(centroids, request.clusters, 0.f);
+    std::fill_n(assignment, request.count, 0u);
+  }
+  void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override {
+    for (std::size_t i = 0; i < count; ++i) {
+      for (std::size_t j = 0; j < columns; ++j) out[i * columns + j] = x[j] * rows[i];
+    }
+  }
 
   [[nodiscard]] std::vector<float> query(std::uint32_t p) const {
     return std::vector<float>(group_, static_cast<float>(p));

@@ -7,12 +7,12 @@ using namespace sluice::scheduler;
 using namespace sluice::scheduler::test;
 
 TEST_CASE("with every token a candidate and a budget of all, the output is dense attention", "[policy]") {
-  const std::string text = GENERATE("topk:budget=100%", "lfps:sources=exact+history,budget=100%,bypass=0",
-                                    "sluice:sources=exact+pages+history,budget=100%", "topk:budget=100%,near=10%");
+  const std::string text = GENERATE("topk:budget=100%", "exact+history | top_k=all | near=0%,sinks=4,recent=0",
+                                    "exact+history:share_group=on+pages | top_k=all | near=0%", "topk:budget=100%,near=10%");
   const std::uint32_t n = GENERATE(70u, 500u);
   CAPTURE(text, n);
   Step step(text, n);
-  const FakeNear near(n, 4, text.front() == 's' ? 40 : 0,
+  const FakeNear near(n, 4, text.find("share_group") != std::string::npos ? 40 : 0,
                       n > 200 ? std::vector<std::uint32_t>{3, 7} : std::vector<std::uint32_t>{});
   step.select(near.set);
   for (std::uint32_t h = 0; h < kGroup; ++h) {
@@ -92,22 +92,19 @@ TEST_CASE("a history without contrast attends densely for one step and learns fr
 
 TEST_CASE("LFPS attends the best of what it scored", "[lfps]") {
   const std::uint32_t n = GENERATE(300u, 3000u);
-  const std::string sources = GENERATE("history", "pages", "history+pages");
+  const std::string sources = GENERATE("history:alpha=0.05", "pages", "history:alpha=0.05+pages");
+  const bool history = sources != "pages", pages = sources != "history:alpha=0.05";
   CAPTURE(n, sources);
-  Step step("lfps:sources=" + sources + (sources == "pages" ? ",budget=30,bypass=0" : ",budget=30,bypass=0,alpha=0.05"),
-            n);
+  Step step(sources + " | top_k=30 | near=0%,sinks=4,recent=0", n);
   const FakeNear near(n, 4, 0);
   std::vector<std::uint32_t> ranked;
-  if (sources != "history") ranked = {0, 2, 1, 2, 3, 8, 0, 8};  // [group, 2]
+  if (pages) ranked = {0, 2, 1, 2, 3, 8, 0, 8};  // [group, 2]
   step.select(near.set, ranked);
   REQUIRE(step.counters.scored == step.kv.rows_scored);
   REQUIRE(step.counters.candidates == step.counters.scored);
 
   // The same candidates without a cut: what each head could choose from.
-  Step whole(
-      "lfps:sources=" + sources +
-          (sources == "pages" ? ",budget=100%,min_tokens=1,bypass=0" : ",budget=100%,min_tokens=1,bypass=0,alpha=0.05"),
-      n);
+  Step whole(sources + " | top_k=max(1, 100%) | near=0%,sinks=4,recent=0", n);
   whole.select(near.set, ranked);
   std::uint64_t expanded = 0;
   for (std::uint32_t h = 0; h < kGroup; ++h) {
@@ -115,8 +112,9 @@ TEST_CASE("LFPS attends the best of what it scored", "[lfps]") {
     const auto chosen = attended_by(step.row, h);
     expanded += candidates.size();
     REQUIRE(chosen == best(candidates, 30, step.logit(h)));
-    if (sources != "pages") REQUIRE(is_subset(positions(n - 6, n), candidates));
-    if (sources != "history") {
+    if (history) REQUIRE(is_subset(positions(n - 6, n), candidates));
+    if (!history) REQUIRE(is_subset(positions((n - 1) / kPageTokens * kPageTokens, n), candidates));
+    if (pages) {
       const auto page = ranked[h * 2 + 1];
       REQUIRE(is_subset(positions(std::max(page * kPageTokens, 4u), (page + 1) * kPageTokens), candidates));
     }

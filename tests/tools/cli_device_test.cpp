@@ -34,6 +34,7 @@ TEST_CASE("what needs a GPU says so in one line and exits with 3 where there is 
       "link",
       "run --device cuda --random-weights tiny --prompt a",
       "run --device cuda:1 --random-weights tiny --prompt a",
+      "run --device cuda --transfer-profile none --random-weights tiny --prompt a",
   }));
   const Outcome outcome = without_gpu(arguments);
   CAPTURE(arguments, outcome.out, outcome.err);
@@ -61,10 +62,11 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {kRun + "--device cuda:x", "'cuda:x'", "host, cuda, cuda:N"},
       {kRun + "--device cuda:-1", "'cuda:-1'", "host, cuda, cuda:N"},
       {kRun + "--transfer slow", "'slow'", "auto, copy-engine, batch, gather, staged"},
+      {kRun + "--graphs maybe", "'maybe'", "neither on nor off"},
       {kRun + "--transfer-profile /no/such/profile", "'/no/such/profile'", "sluice link --save-profile"},
       {"bench decode --methods sluice", "'sluice'", "PLACEMENT/POLICY"},
       {"bench decode --methods far/sluice", "\"far\"", "hybrid, stream, near, auto"},
-      {"bench decode --methods hybrid/nosuch", "\"nosuch\"", "full, topk, streaming, lfps, sluice"},
+      {"bench decode --methods hybrid/nosuch", "\"nosuch\"", "full, topk, streaming, quest"},
       {"bench decode --methods ''", "--methods", "hybrid/sluice"},
       {"bench decode --device host", "--device", "cuda"},
       {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},

@@ -147,8 +147,57 @@ TEST_CASE("eval reports every policy at every task and length, and dense solves 
     }
     if (row.at("policy") == "topk:budget=64,sinks=4") CHECK(row.at("attended_share") < 1.0);
   }
-  // The same seed, the same rows: nothing measured here depends on time.
-  CHECK(json::parse(sluice::test::sluice(arguments + "-o json").out).at("results") == report.at("results"));
+  // The same seed, the same rows: nothing measured here depends on time, but for the time itself.
+  const auto timeless = [](json results) {
+    for (json& row : results.at("eval")) row.erase("layer_us");
+    return results;
+  };
+  CHECK(timeless(json::parse(sluice::test::sluice(arguments + "-o json").out).at("results")) ==
+        timeless(report.at("results")));
+}
+
+TEST_CASE("eval names the heads that lost an answer, and draws accuracy against bytes", "[cli]") {
+  const ScratchDirectory scratch;
+  const Outcome outcome =
+      sluice::test::sluice(kEval + "--tasks kv --lengths 1K --policies 'streaming:recent=8;full | page=32' --count 2 --plot '" +
+                           scratch.file("plot.svg") + "' -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json results = report_of(outcome.out, "eval").at("results");
+  const json& rows = results.at("eval");
+  REQUIRE(rows.size() == 2);
+  CHECK(rows[0].at("accuracy") == 0.0);
+  CHECK(rows[0].at("answer_coverage") < 0.5);  // One answer stands near the question.
+  CHECK(rows[1].at("policy") == "full | page=32");
+  CHECK(rows[1].at("page_tokens") == 32);
+  CHECK(rows[1].at("answer_coverage") > 0.99);
+  REQUIRE_FALSE(results.at("lost").empty());
+  for (const json& row : results.at("lost")) {
+    CHECK(row.at("policy") == "streaming:recent=8");
+    CHECK(row.at("wanted_mass") >= 0.01);
+    CHECK(row.at("kept_share") < 0.5);
+  }
+  const std::string svg = read_file(scratch.file("plot.svg"));
+  CHECK(svg.starts_with("<svg"));
+  CHECK(svg.ends_with("</svg>\n"));
+  CHECK(svg.find("streaming:recent=8") != std::string::npos);
+}
+
+TEST_CASE("eval plants needles that dense attention finds and a window does not", "[cli]") {
+  const Outcome outcome = sluice::test::sluice(
+      "eval --tasks '' --needles 1,4 --needle-tokens 2K --needle-steps 2 --threads 2 --policies 'full;topk;streaming:recent=8' -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json rows = report_of(outcome.out, "eval").at("results").at("needles");
+  REQUIRE(rows.size() == 6);
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    if (row.at("policy") == "streaming:recent=8") {
+      CHECK(row.at("found") == 0.0);
+    } else {
+      CHECK(row.at("found") == 1.0);
+    }
+  }
 }
 
 TEST_CASE("bench cpu checks itself and reports phases and ratios", "[cli]") {

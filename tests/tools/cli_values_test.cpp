@@ -72,6 +72,9 @@ TEST_CASE("a list of policies splits at policies, not inside their options", "[c
   CHECK(split_policies("lfps:alpha=0.3,topk:budget=64,sinks=4") == Names{"lfps:alpha=0.3", "topk:budget=64,sinks=4"});
   CHECK(split_policies("full;lfps:alpha=0.3,budget=2%;topk") == Names{"full", "lfps:alpha=0.3,budget=2%", "topk"});
   CHECK(split_policies(",,;") == Names{});
+  CHECK(split_policies("topk:budget=max(64, 2%),sinks=4,full") == Names{"topk:budget=max(64, 2%),sinks=4", "full"});
+  CHECK(split_policies("history+pages | top_p=0.95,pages:quest,budget=64 | int4 | near=5%,sinks=2,full") ==
+        Names{"history+pages | top_p=0.95", "pages:quest,budget=64 | int4 | near=5%,sinks=2", "full"});
   // An option with no policy before it stays an item, so that reading it as a policy names it.
   CHECK(split_policies("alpha=0.3,full") == Names{"alpha=0.3", "full"});
   CHECK(split_policies("full;alpha=0.3") == Names{"full", "alpha=0.3"});

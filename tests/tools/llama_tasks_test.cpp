@@ -147,6 +147,17 @@ TEST_CASE("a haystack of one's own is read, wrapped around and kept whole betwee
   CHECK(make_task(TaskKind::niah, 4096, 3, "x").prompt.size() + 1 == 4096);
 }
 
+TEST_CASE("the evidence is the answer as the prompt says it", "[llama][tasks]") {
+  for (const TaskKind kind : task_kinds()) {
+    const Task task = make_task(kind, 3000, 5);
+    CAPTURE(to_string(kind), task.answer);
+    REQUIRE(task.evidence_end <= task.prompt.size());
+    const std::string said = task.prompt.substr(task.evidence_begin, task.evidence_end - task.evidence_begin);
+    REQUIRE_FALSE(said.empty());
+    REQUIRE((said + "\n" == task.answer || " " + said + "\n" == task.answer));
+  }
+}
+
 TEST_CASE("output is judged by the whole answer", "[llama][tasks]") {
   const Task task{.kind = TaskKind::kv, .prompt = "", .answer = " 1234567\n"};
   CHECK(solved(task, " 1234567\n"));

@@ -279,7 +279,10 @@ StepTimes DeviceDecode::run(const PolicySpec& policy, std::uint32_t warm_up, std
   StepTimes result;
   const SequenceId id = self.runtime.begin(policy);
   self.import(id);
+  const Stats imported = self.runtime.stats(id);
   for (std::uint32_t i = 0; i < warm_up + timed; ++i) {
+    const std::span<const std::uint32_t> needles = self.layer.needles(i);
+    if (!needles.empty()) self.runtime.watch(id, needles);
     const Clock::time_point begin = Clock::now();
     self.step(id, i);
     self.runtime.device_stream().synchronize(begin + kPatience);
@@ -291,6 +294,7 @@ StepTimes DeviceDecode::run(const PolicySpec& policy, std::uint32_t warm_up, std
     if (i >= warm_up) result.layer_us.push_back(us / shape.layers);
   }
   result.stats = self.runtime.stats(id);
+  result.link_bytes = result.stats.h2d_bytes - imported.h2d_bytes + result.stats.d2h_bytes - imported.d2h_bytes;
   self.runtime.end(id);
   return result;
 }

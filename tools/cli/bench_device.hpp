@@ -46,6 +46,7 @@ class DenseOnDevice {
 struct StepTimes {
   std::vector<double> layer_us;  ///< per step: wall time of all layers, divided by the layers
   std::vector<float> first_out;  ///< [q_heads, head_dim] of the first layer's first step
+  std::uint64_t link_bytes = 0;  ///< of all steps, the prompt's excluded
   Stats stats;
 };
 

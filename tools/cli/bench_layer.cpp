@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "runtime/host_kv.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::tools {
@@ -35,29 +36,17 @@ Partial partial_of(StepOutput& output, const AttentionShape& shape, std::uint32_
 }
 
 /// Reads one KV head through the backend and counts the time that scoring takes.
-class PageReader final : public scheduler::KvReader {
+class PageReader final : public runtime::HostKv {
  public:
-  PageReader(const KvView& view, const AttentionShape& shape, cpu::Backend& backend)
-      : view_(view), shape_(shape), backend_(backend) {}
+  using HostKv::HostKv;
 
   void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override {
     const auto start = Clock::now();
-    const ScoreTokensTask task{.q = q, .kv = view_, .tokens = tokens, .out = out};
-    backend_.score_tokens({&task, 1}, shape_, nullptr);
+    HostKv::score(q, tokens, out);
     score_us += microseconds_since(start);
   }
-  void key(std::uint32_t token, float* out) override { read(view_.k_row(token), out); }
-  void value(std::uint32_t token, float* out) override { read(view_.v_row(token), out); }
 
   double score_us = 0.0;
-
- private:
-  void read(const std::byte* row, float* out) {
-    backend_.to_f32(dense_view(row, view_.layout.dtype, 1, 1, shape_.head_dim), out, nullptr);
-  }
-  KvView view_;
-  AttentionShape shape_;
-  cpu::Backend& backend_;
 };
 
 }  // namespace
@@ -78,7 +67,7 @@ void DenseLayer::attend(std::uint32_t step, StepOutput& output) {
 }
 
 struct PolicyLayer::Head {
-  Head(const KvView& view, const AttentionShape& shape, cpu::Backend& backend) : reader(view, shape, backend) {}
+  Head(const KvView& view, const AttentionShape& shape, cpu::Backend& backend) : reader(backend, shape, view) {}
   PageReader reader;
   Bypass bypass;
   scheduler::SelectCounters counters;

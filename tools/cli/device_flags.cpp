@@ -1,8 +1,10 @@
 #include "tools/cli/device_flags.hpp"
 
 #include <charconv>
+#include <cstdio>
 
 #include "sluice/error.hpp"
+#include "tools/cli/profile_cache.hpp"
 #include "tools/cli/transfer_profile.hpp"
 
 namespace sluice::tools {
@@ -19,6 +21,29 @@ int parse_ordinal(const std::string& text) {
   return ordinal;
 }
 
+bool parse_switch(const std::string& option, const std::string& text) {
+  if (text == "on" || text == "off") return text == "on";
+  throw Error(Errc::invalid_argument, option + ": '" + text + "' is neither on nor off");
+}
+
+/// The GPU's profile from the user's cache, or measured now. Null, with a warning, if it cannot be measured.
+std::shared_ptr<const TransferProfile> kept_profile(int ordinal) {
+  const CudaDeviceFacts facts = cuda_device_facts(ordinal);
+  const auto say = [](const std::string& line) { std::fprintf(stderr, "sluice: %s\n", line.c_str()); };
+  const auto measure = [&] {
+    const std::shared_ptr<Device> bench = make_cuda_device({.ordinal = ordinal});
+    say("measuring the link of " + facts.name + ", once, for about a second");
+    return calibrate_transfers(*bench);
+  };
+  try {
+    return cached_profile(profile_cache_directory(), facts, measure, say);
+  } catch (const Error& error) {
+    if (error.code() == Errc::unsupported) throw;
+    say(std::string("warning: the link cannot be measured, built-in crossovers are used: ") + error.what());
+    return nullptr;
+  }
+}
+
 }  // namespace
 
 void add_device_flags(CLI::App& app, DeviceFlags& flags) {
@@ -29,17 +54,24 @@ void add_device_flags(CLI::App& app, DeviceFlags& flags) {
       ->type_name("auto|copy-engine|batch|gather|staged")
       ->capture_default_str();
   app.add_option("--transfer-profile", flags.transfer_profile,
-                 "Crossovers that `sluice link --save-profile` measured [default: built in]")
-      ->type_name("FILE");
+                 "Crossovers of the transfer paths: auto measures this GPU once and keeps them, none are those built "
+                 "in, FILE is of `sluice link --save-profile`")
+      ->type_name("auto|none|FILE")
+      ->capture_default_str();
+  const auto read = [&flags](const std::string& text) { flags.graphs = parse_switch("--graphs", text); };
+  app.add_option_function<std::string>("--graphs", read,
+                                       "Submit a step's first kernels as one CUDA graph (CUDA device)")
+      ->type_name("on|off")
+      ->default_str(flags.graphs ? "on" : "off");
 }
 
 std::shared_ptr<Device> make_device(const DeviceFlags& flags) {
-  CudaDeviceOptions options{.transfer = parse_transfer_path(flags.transfer)};
-  if (!flags.transfer_profile.empty()) {
-    options.profile = load_transfer_profile(flags.transfer_profile);
-  }
+  CudaDeviceOptions options{.transfer = parse_transfer_path(flags.transfer), .graphs = flags.graphs};
+  const bool keeps = flags.transfer_profile == "auto";
+  if (!keeps && flags.transfer_profile != "none") options.profile = load_transfer_profile(flags.transfer_profile);
   if (flags.device == "host") return nullptr;
   options.ordinal = parse_ordinal(flags.device);
+  if (keeps && options.transfer == TransferPath::automatic) options.profile = kept_profile(options.ordinal);
   return make_cuda_device(options);
 }
 

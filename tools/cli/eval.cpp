@@ -1,18 +1,16 @@
 #include <algorithm>
 #include <memory>
 
-#include "sluice/runtime.hpp"
+#include "sluice/error.hpp"
 #include "tools/cli/command.hpp"
 #include "tools/cli/device_flags.hpp"
+#include "tools/cli/eval_synthetic.hpp"
+#include "tools/cli/eval_tasks.hpp"
 #include "tools/cli/model_source.hpp"
-#include "tools/cli/progress_bar.hpp"
-#include "tools/cli/runtime_flags.hpp"
+#include "tools/cli/plot.hpp"
+#include "tools/cli/prompt.hpp"
 #include "tools/cli/stats_columns.hpp"
 #include "tools/cli/values.hpp"
-#include "tools/llama/model.hpp"
-#include "tools/llama/sampler.hpp"
-#include "tools/llama/session.hpp"
-#include "tools/llama/tasks.hpp"
 #include "tools/llama/tokenizer.hpp"
 
 namespace sluice::tools {
@@ -22,106 +20,36 @@ struct EvalOptions {
   std::string model;
   std::string tasks = "niah,multikey,kv";
   std::string lengths = "2048,8192";
-  std::string policies = "full,topk,streaming,lfps,sluice";
-  std::uint32_t count = 16;
-  std::uint32_t decode_prompt = 24;
-  std::uint32_t max_tokens = 0;
-  std::uint64_t seed = 0;
+  std::string policies = "presets";
+  TaskEvalOptions task;
   std::string haystack;
+  std::string needles;
+  std::string needle_tokens = "128K";
+  std::uint32_t needle_steps = 8;
+  std::string plot;
   RuntimeFlags runtime;
   DeviceFlags device;
   OutputOptions output;
 };
 
-/// A policy's results over the prompts of one (task, length).
-struct Score {
-  std::uint32_t prompts = 0;
-  std::uint32_t solved = 0;
-  Stats stats;
+/// A policy as the user wrote it, for tables.
+struct NamedPolicies {
+  std::vector<std::string> names;
+  std::vector<PolicySpec> specs;
 };
 
-/// A task at a length, for all policies.
-struct Cell {
-  TaskKind kind{};
-  std::uint32_t length = 0;
-};
-
-/// Runs one experiment. Each prompt is prefilled once, densely; each policy then starts from the same keys and
-/// values, reads the last tokens of the question and answers.
-class Evaluation {
- public:
-  Evaluation(const EvalOptions& options, const Model& model, std::vector<PolicySpec> policies,
-             std::shared_ptr<Device> device)
-      : options_(options), model_(model), policies_(std::move(policies)), device_(std::move(device)) {
-    if (!options.haystack.empty()) haystack_ = read_text_file(options.haystack);
-  }
-
-  std::vector<Score> run(const Cell& cell, ProgressBar& bar) {
-    std::vector<Task> tasks;
-    std::size_t tokens = 0;
-    for (std::uint32_t i = 0; i < options_.count; ++i) {
-      tasks.push_back(make_task(cell.kind, cell.length, options_.seed + i, haystack_));
-      tokens = std::max(tokens, kBosTokens + tasks.back().prompt.size() + answer_limit(tasks.back()));
+NamedPolicies policies_of(const std::string& text) {
+  NamedPolicies policies;
+  if (text == "presets") {
+    for (const PolicyPreset& preset : policy_presets()) {
+      policies.names.push_back(preset.spec.name);
+      policies.specs.push_back(preset.spec);
     }
-    const AttentionShape shape = model_.config().shape();
-    runtime_options_ = sized(options_.runtime, shape, policies_, static_cast<std::uint32_t>(tokens));
-    Runtime runtime(runtime_options_, device_);
-    std::vector<Score> scores(policies_.size());
-    for (std::size_t i = 0; i < tasks.size(); ++i) {
-      const std::vector<int> prompt = ByteTokenizer::encode(tasks[i].prompt);
-      const std::size_t tail = std::min<std::size_t>(options_.decode_prompt, prompt.size() - 1);
-      const PromptCache cache = prefill(runtime, std::span(prompt).first(prompt.size() - tail));
-      for (std::size_t p = 0; p < policies_.size(); ++p) {
-        answer(runtime, cache, std::span(prompt).last(tail), tasks[i], policies_[p], scores[p]);
-        bar.update(i * policies_.size() + p + 1, tasks.size() * policies_.size(),
-                   std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[p].name);
-      }
-    }
-    return scores;
+  } else {
+    policies = {.names = split_policies(text), .specs = parse_policies(text)};
   }
-
-  /// How the runtime was built for the last cell.
-  [[nodiscard]] const RuntimeOptions& runtime_options() const noexcept { return runtime_options_; }
-
- private:
-  static constexpr std::size_t kBosTokens = 1;
-
-  [[nodiscard]] std::size_t answer_limit(const Task& task) const {
-    return options_.max_tokens == 0 ? task.answer.size() : options_.max_tokens;
-  }
-
-  PromptCache prefill(Runtime& runtime, std::span<const int> tokens) {
-    PromptCache cache;
-    Session session(model_, runtime, parse_policy("full"));
-    session.prefill(tokens, {}, &cache);
-    return cache;
-  }
-
-  void answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
-              const PolicySpec& policy, Score& score) {
-    Session session(model_, runtime, policy);
-    session.import_prompt(cache);
-    for (const int token : question) session.decode(token);
-    const std::size_t limit = answer_limit(task);
-    std::vector<int> output;
-    while (output.size() < limit) {
-      const int token = argmax(output.empty() && question.empty() ? cache.logits() : session.logits());
-      if (model_.config().is_eos(token)) break;
-      output.push_back(token);
-      if (output.size() < limit) session.decode(token);
-    }
-    ++score.prompts;
-    score.solved += solved(task, ByteTokenizer::decode(output)) ? 1 : 0;
-    score.stats.merge(session.stats());
-  }
-
-  const EvalOptions& options_;
-  const Model& model_;
-  std::vector<PolicySpec> policies_;
-  std::shared_ptr<Device> device_;
-  std::string haystack_;
-  RuntimeOptions runtime_options_;
-};
+  return policies;
+}
 
 std::vector<Cell> cells_of(const EvalOptions& options) {
   std::vector<Cell> cells;
@@ -129,54 +57,178 @@ std::vector<Cell> cells_of(const EvalOptions& options) {
   for (const std::string& task : split_list(options.tasks)) {
     for (const std::uint32_t length : lengths) cells.push_back({parse_task_kind(task), length});
   }
-  if (cells.empty()) throw Error(Errc::invalid_argument, "--tasks: the list is empty; name at least one, e.g. niah,kv");
   return cells;
 }
 
-Json config_of(const EvalOptions& options, const RuntimeOptions& runtime) {
-  return {{"model", options.model},           {"tasks", split_list(options.tasks)},
-          {"lengths", options.lengths},       {"policies", split_policies(options.policies)},
-          {"count", options.count},           {"decode_prompt", options.decode_prompt},
-          {"max_tokens", options.max_tokens}, {"seed", options.seed},
-          {"haystack", options.haystack},     {"runtime_of_last", to_json(runtime)}};
+Json config_of(const EvalOptions& options, const NamedPolicies& policies) {
+  Json compositions = Json::object();
+  for (std::size_t i = 0; i < policies.names.size(); ++i) compositions[policies.names[i]] = to_string(policies.specs[i]);
+  return {{"model", options.model},
+          {"tasks", split_list(options.tasks)},
+          {"lengths", options.lengths},
+          {"policies", compositions},
+          {"count", options.task.count},
+          {"decode_prompt", options.task.decode_prompt},
+          {"max_tokens", options.task.max_tokens},
+          {"seed", options.task.seed},
+          {"haystack", options.haystack},
+          {"needles", options.needles},
+          {"needle_tokens", options.needle_tokens},
+          {"needle_steps", options.needle_steps},
+          {"own_pages", options.task.own_pages},
+          {"placement", to_string(options.runtime.options.placement)},
+          {"audit_every", options.runtime.options.audit_every},
+          {"device", options.device.device}};
 }
 
-void append_scores(Table& table, const Cell& cell, const std::vector<Score>& scores,
-                   const std::vector<std::string>& names, const AttentionShape& shape) {
-  for (std::size_t p = 0; p < scores.size(); ++p) {
-    std::vector<Column> columns = {{"task", "task"},
-                                   {"length_tokens", "length"},
-                                   {"policy", "policy"},
-                                   {"prompts", "prompts"},
-                                   {"accuracy", "accuracy", 2}};
-    std::vector<Json> row = {to_string(cell.kind), cell.length, names[p], scores[p].prompts,
-                             static_cast<double>(scores[p].solved) / scores[p].prompts};
-    append_stats(scores[p].stats, shape, columns, row);
-    table.columns = std::move(columns);
-    table.rows.push_back(std::move(row));
-  }
+Json per_step(std::uint64_t bytes, const Stats& stats) {
+  return stats.steps == 0 ? Json() : Json(static_cast<double>(bytes) / static_cast<double>(stats.steps));
 }
+
+/// Share of heads and steps whose coverage reached the mass that the policy aims at; null if it aims at none.
+Json reached(const PolicySpec& spec, const Stats& stats) {
+  const BudgetKind kind = spec.budget.kind;
+  const bool aims = spec.sources != 0 && !spec.uses(Source::all) && kind != BudgetKind::top_k && kind != BudgetKind::sampled;
+  return aims && stats.coverage.count() != 0 ? Json(stats.coverage.share_above(spec.budget.mass)) : Json();
+}
+
+class EvalReport {
+ public:
+  EvalReport(const NamedPolicies& policies, const AttentionShape& shape) : policies_(policies), shape_(shape) {
+    plot_ = {.title = "Accuracy against bytes of K, V and digests read",
+             .x_title = "bytes, share of dense attention's",
+             .y_title = "accuracy",
+             .series = {}};
+    for (const std::string& name : policies.names) plot_.series.push_back({.name = name, .points = {}});
+    lost_.columns = {{"task", "task"},        {"length_tokens", "length"},        {"policy", "policy"},
+                     {"accuracy", "accuracy", 2}, {"layer", "layer"},             {"head", "head"},
+                     {"wanted_steps", "steps"}, {"wanted_mass", "wanted", 3}, {"kept_share", "kept", 3}};
+  }
+
+  void add(const Cell& cell, const std::vector<TaskScore>& scores) {
+    for (std::size_t p = 0; p < scores.size(); ++p) {
+      const TaskScore& score = scores[p];
+      const double accuracy = static_cast<double>(score.solved) / score.prompts;
+      std::vector<Column> columns = {{"task", "task"},       {"length_tokens", "length"},
+                                     {"policy", "policy"},   {"page_tokens", "page"},
+                                     {"prompts", "prompts"}, {"accuracy", "accuracy", 2}};
+      std::vector<Json> row = {to_string(cell.kind), cell.length,   policies_.names[p],
+                               score.page_tokens,    score.prompts, accuracy};
+      append_stats(score.stats, shape_, columns, row);
+      columns.push_back({"link_bytes_per_step", "link B/step"});
+      row.push_back(per_step(score.link_bytes, score.stats));
+      columns.push_back({"reached_share", "reached", 1, Column::Show::percent});
+      row.push_back(reached(policies_.specs[p], score.stats));
+      tasks_.columns = std::move(columns);
+      tasks_.rows.push_back(std::move(row));
+      add_lost(cell, p, accuracy, score);
+      const Stats& stats = score.stats;
+      if (stats.dense_bytes == 0) continue;
+      plot_.series[p].points.push_back(
+          {static_cast<double>(stats.near_bytes + stats.far_bytes) / static_cast<double>(stats.dense_bytes), accuracy});
+    }
+  }
+
+  void add(const NeedleOptions& options, const std::vector<NeedleScore>& scores, const AttentionShape& shape) {
+    for (std::size_t p = 0; p < scores.size(); ++p) {
+      const NeedleScore& score = scores[p];
+      std::vector<Column> columns = {{"length_tokens", "length"}, {"needles", "needles"}, {"policy", "policy"},
+                                     {"page_tokens", "page"}, {"found", "found", 3}};
+      std::vector<Json> row = {options.tokens, options.needles, policies_.names[p], score.page_tokens,
+                               score.audited.watched.share_above(0.5)};
+      append_stats(score.audited, shape, columns, row);
+      const auto time = std::find_if(columns.begin(), columns.end(), [](const Column& c) { return c.key == "layer_us"; });
+      row[static_cast<std::size_t>(time - columns.begin())] = score.layer_us;
+      columns.push_back({"link_bytes_per_step", "link B/step"});
+      row.push_back(per_step(score.link_bytes, score.audited));
+      columns.push_back({"reached_share", "reached", 1, Column::Show::percent});
+      row.push_back(reached(policies_.specs[p], score.audited));
+      needles_.columns = std::move(columns);
+      needles_.rows.push_back(std::move(row));
+    }
+  }
+
+  [[nodiscard]] std::vector<Table> tables() const {
+    std::vector<Table> tables;
+    for (const Table* table : {&tasks_, &lost_, &needles_}) {
+      if (!table->rows.empty()) tables.push_back(*table);
+    }
+    return tables;
+  }
+  [[nodiscard]] std::string svg() const { return to_svg(plot_); }
+
+ private:
+  /// The heads that wanted the answer most and got least of it, for a policy that fails.
+  void add_lost(const Cell& cell, std::size_t policy, double accuracy, const TaskScore& score) {
+    constexpr double kGood = 0.95;
+    constexpr std::size_t kNamed = 3;
+    if (accuracy >= kGood) return;
+    std::vector<LostHead> heads = score.lost;
+    std::stable_sort(heads.begin(), heads.end(),
+                     [](const LostHead& a, const LostHead& b) { return a.mass - a.kept > b.mass - b.kept; });
+    for (std::size_t i = 0; i < std::min(kNamed, heads.size()); ++i) {
+      const LostHead& head = heads[i];
+      if (head.steps == 0) break;
+      lost_.rows.push_back({to_string(cell.kind), cell.length, policies_.names[policy], accuracy, head.layer, head.head,
+                            head.steps, head.mass / static_cast<double>(head.steps), head.kept / head.mass});
+    }
+  }
+
+  const NamedPolicies& policies_;
+  AttentionShape shape_;
+  Table tasks_{.key = "eval", .title = kStatsNote};
+  Table lost_{.key = "lost",
+              .title = "Who lost the answer, for accuracies below 0.95: the heads that missed most of the mass they "
+                       "wanted on the answer's tokens, over the failed prompts"};
+  Table needles_{.key = "needles",
+                 .title = "Needles in synthetic attention, new ones in every step; found: heads and steps that attended at "
+                          "least half of the mass on them"};
+  Plot plot_;
+};
 
 int run(const EvalOptions& options) {
-  const std::vector<PolicySpec> policies = parse_policies(options.policies);
+  const NamedPolicies policies = policies_of(options.policies);
   const std::vector<Cell> cells = cells_of(options);
+  const std::vector<std::uint32_t> needles =
+      options.needles.empty() ? std::vector<std::uint32_t>{} : parse_counts(options.needles, "--needles");
+  if (cells.empty() && needles.empty()) {
+    throw Error(Errc::invalid_argument, "--tasks: the list is empty; name at least one, e.g. niah,kv, or give --needles 1");
+  }
+  if (!cells.empty() && options.model.empty()) {
+    throw Error(Errc::invalid_argument, "--model: the tasks need one, such as tests/data/testbed; or give --tasks \"\"");
+  }
   const OutputTarget target(options.output.path);
+  const std::unique_ptr<OutputTarget> plot =
+      options.plot.empty() ? nullptr : std::make_unique<OutputTarget>(options.plot);
   const std::shared_ptr<Device> device = make_device(options.device);
-  const Model model = load_model(options.model, "", options.runtime.options.threads, device);
-  if (!ByteTokenizer::fits(model.config())) {
-    throw Error(Errc::invalid_argument,
-                "--model: the tasks are written in bytes and need a byte-level model such as "
-                "tests/data/testbed");
-  }
-  Evaluation evaluation(options, model, policies, device);
-  Table table{.key = "eval", .title = kStatsNote};
+  AttentionShape shape;
   ProgressBar bar("eval");
-  for (const Cell& cell : cells) {
-    append_scores(table, cell, evaluation.run(cell, bar), split_policies(options.policies), model.config().shape());
+  std::unique_ptr<EvalReport> report;
+  if (cells.empty()) {
+    report = std::make_unique<EvalReport>(policies, shape);
+  } else {
+    const Model model = load_model(options.model, "", options.runtime.options.threads, device);
+    if (!ByteTokenizer::fits(model.config())) {
+      throw Error(Errc::invalid_argument,
+                  "--model: the tasks are written in bytes and need a byte-level model such as tests/data/testbed");
+    }
+    report = std::make_unique<EvalReport>(policies, model.config().shape());
+    const std::string haystack = options.haystack.empty() ? "" : read_text_file(options.haystack);
+    TaskEvaluation evaluation(options.task, options.runtime, model, policies.specs, device, haystack);
+    for (const Cell& cell : cells) report->add(cell, evaluation.run(cell, bar));
   }
-  Report report{.command = "eval", .config = config_of(options, evaluation.runtime_options())};
-  report.tables.push_back(std::move(table));
-  target.commit(render(report, options.output.format));
+  for (const std::uint32_t count : needles) {
+    const NeedleOptions planted{.tokens = parse_counts(options.needle_tokens, "--needle-tokens").front(),
+                                .needles = count,
+                                .steps = options.needle_steps,
+                                .seed = options.task.seed,
+                                .own_pages = options.task.own_pages};
+    report->add(planted, evaluate_needles(planted, options.runtime, policies.specs, device, bar), needle_shape());
+  }
+  Report result{.command = "eval", .config = config_of(options, policies)};
+  result.tables = report->tables();
+  if (plot) plot->commit(report->svg());
+  target.commit(render(result, options.output.format));
   return kOk;
 }
 
@@ -186,28 +238,37 @@ void add_eval(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<EvalOptions>();
   options->runtime.options.audit_every = 1;
   auto* command = app.add_subcommand("eval", "Compare policies on retrieval tasks: accuracy, coverage and cost");
-  command->add_option("--model", options->model, "Hugging Face directory of a byte-level Llama")
-      ->type_name("DIR")
-      ->required();
+  command->add_option("--model", options->model, "Hugging Face directory of a byte-level Llama")->type_name("DIR");
   command->add_option("--tasks", options->tasks, "Comma list of niah, niah_long, multikey, kv, track, copy")
       ->capture_default_str();
   command->add_option("--lengths", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
   command
       ->add_option("--policies", options->policies,
-                   "Comma list; a comma followed by key=value goes on with the policy before it, ; always ends it")
+                   "`presets`, or a comma list; a comma followed by key=value goes on with the policy before it, ; always "
+                   "ends it")
       ->capture_default_str();
-  command->add_option("--count", options->count, "Prompts per task and length")
+  command->add_option("--count", options->task.count, "Prompts per task and length")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  command->add_option("--decode-prompt", options->decode_prompt, "Last prompt tokens that are read under the policy")
+  command->add_option("--decode-prompt", options->task.decode_prompt, "Last prompt tokens that are read under the policy")
       ->capture_default_str();
   command
-      ->add_option("--max-tokens", options->max_tokens, "Tokens to generate per prompt; 0: as many as the answer has")
+      ->add_option("--max-tokens", options->task.max_tokens, "Tokens to generate per prompt; 0: as many as the answer has")
       ->capture_default_str();
-  command->add_option("--seed", options->seed, "Seed of the first prompt; the others follow")->capture_default_str();
+  command->add_option("--seed", options->task.seed, "Seed of the first prompt; the others follow")->capture_default_str();
   command->add_option("--haystack", options->haystack, "Filler text [default: the testbed's five sentences]")
       ->type_name("FILE");
+  command
+      ->add_option("--needles", options->needles,
+                   "Also synthetic attention of Llama-3.1-8B's shape: comma list of needles per step, e.g. 1,16; needs no model")
+      ->type_name("LIST");
+  command->add_option("--needle-tokens", options->needle_tokens, "Length of the synthetic context, K allowed")
+      ->capture_default_str();
+  command->add_option("--needle-steps", options->needle_steps, "Decode steps, after two that are not timed")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
+  command->add_option("--plot", options->plot, "Write accuracy against bytes read as an SVG")->type_name("FILE");
   command
       ->add_option("--audit", options->runtime.options.audit_every,
                    "Every N-th step also attends densely and reports coverage; 0: never")
@@ -215,7 +276,13 @@ void add_eval(CLI::App& app, int& exit_code) {
   add_device_flags(*command, options->device);
   add_runtime_flags(*command, options->runtime);
   add_output(*command, options->output);
-  command->callback([options, &exit_code] { exit_code = run(*options); });
+  command->footer(
+      "Each policy runs in a runtime with the page size that it was published with (see `sluice policies`), unless\n"
+      "--page-tokens is given.");
+  command->callback([options, command, &exit_code] {
+    options->task.own_pages = command->count("--page-tokens") == 0;
+    exit_code = run(*options);
+  });
 }
 
 }  // namespace sluice::tools

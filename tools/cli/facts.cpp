@@ -10,6 +10,7 @@
 #include "cpu/limits.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
+#include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
 
@@ -77,7 +78,7 @@ Json host_facts() {
   facts["memory_available_bytes"] = memory.available;
   facts["os"] = operating_system();
   facts["compiler"] = __VERSION__;
-  facts["gpu"] = nullptr;
+  facts["gpu"] = cuda_devices() == 0 ? Json() : Json(cuda_device_name(0));
   return facts;
 }
 

@@ -38,20 +38,18 @@ std::shared_ptr<const TransferProfile> profile_of(const LinkOptions& options) {
   gpu::CudaDevice device(CudaDeviceOptions{.ordinal = options.device});
   const auto profile = options.profile.empty() ? std::make_shared<const TransferProfile>(gpu::calibrate(device))
                                                : load_transfer_profile(options.profile);
-  if (!options.save_profile.empty()) save_transfer_profile(*profile, device.info().name, options.save_profile);
+  if (!options.save_profile.empty())
+    save_transfer_profile(*profile, cuda_device_facts(options.device), options.save_profile);
   return profile;
 }
 
 Json facts_of(const LinkMachine& machine) {
-  int driver = 0;
+  const CudaDeviceFacts facts = cuda_device_facts(machine.options.device);
   int runtime = 0;
-  char bus[32] = {};
-  gpu::check(cudaDriverGetVersion(&driver), "read the driver's version");
   gpu::check(cudaRuntimeGetVersion(&runtime), "read the runtime's version");
-  gpu::check(cudaDeviceGetPCIBusId(bus, sizeof bus, machine.options.device), "read the GPU's place on the bus");
-  return {{"gpu", machine.device.info().name},
-          {"pci_bus_id", bus},
-          {"cuda_driver", driver},
+  return {{"gpu", facts.name},
+          {"pci_bus_id", facts.pci_bus_id},
+          {"cuda_driver", facts.driver},
           {"cuda_runtime", runtime},
           {"gpu_numa_node", machine.gpu_node < 0 ? Json() : Json(machine.gpu_node)},
           {"host_numa_node", machine.node},

@@ -25,7 +25,13 @@ void add_policies(CLI::App& app, int& exit_code) {
   auto output = std::make_shared<OutputOptions>();
   auto* command = app.add_subcommand("policies", "List the policy presets and what they are composed of");
   add_output(*command, *output);
-  command->footer("A policy is written NAME or NAME:key=value,key=value, e.g. lfps:alpha=0.3,budget=2%.");
+  command->footer(
+      "A policy is a preset, with options: lfps:alpha=0.3,budget=2%\n"
+      "or sources joined by +, then stages behind bars, as the compositions above are written:\n"
+      "  history+pages | top_p=0.95\n"
+      "  pages:quest,budget=8192 | int4 | top_p=0.9\n"
+      "  clusters | fitted=0.9 | near=10%\n"
+      "A preset may have stages too: twilight | near=10%. What does not go together says why.");
   command->callback([output, &exit_code] { exit_code = run(*output); });
 }
 

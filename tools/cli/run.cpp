@@ -194,7 +194,7 @@ void add_run(CLI::App& app, int& exit_code) {
                    "Instead of --model: a known shape with random weights, for speed: llama-3.1-8b, tiny")
       ->type_name("NAME");
   add_prompt_flags(*command, options->prompt);
-  command->add_option("--policy", options->policy, "Policy as NAME or NAME:key=value,...; see `sluice policies`")
+  command->add_option("--policy", options->policy, "Policy: a preset or a composition of stages; see `sluice policies`")
       ->capture_default_str();
   command->add_option("--near", options->near, "Share of the pages kept near, e.g. 10% [default: the policy's]")
       ->type_name("SHARE");

@@ -31,6 +31,13 @@ void append_stats(const Stats& stats, const AttentionShape& shape, std::vector<C
   add({"near_hit_share", "near hits", 1, Show::percent}, over(stats.near_hits, stats.candidate_tokens));
   add({"coverage_mean", "coverage", 4}, audited ? Json(stats.coverage.mean()) : Json());
   add({"coverage_p5", "cov. p5", 3}, audited ? Json(stats.coverage.percentile(0.05)) : Json());
+  add({"overlap_mean", "overlap", 3}, audited ? Json(stats.overlap.mean()) : Json());
+  add({"answer_coverage", "answer", 3}, stats.watched.count() != 0 ? Json(stats.watched.mean()) : Json());
+  const std::uint64_t layer_steps = stats.steps * shape.layers;
+  add({"layer_us", "us/layer", 1},
+      layer_steps == 0 ? Json()
+                       : Json(static_cast<double>(stats.cpu_busy_ns + stats.device_wait_ns) * 1e-3 /
+                              static_cast<double>(layer_steps)));
 }
 
 }  // namespace sluice::tools

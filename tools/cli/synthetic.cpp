@@ -28,6 +28,11 @@ constexpr HeadKind kNoise{.heavy = 0.0, .distance = 0.0, .slashes = 0.0, .noise 
 
 constexpr double kDrift = 0.95;          ///< correlation of the noise directions from one step to the next
 constexpr double kLongestPeriod = 8192;  ///< tokens; of the slashes
+/// Length of a needle's mark in its key, and what it adds to the score of its step: as much as the largest of the other
+/// scores, or more.
+constexpr float kNeedleKey = 6.f;
+constexpr double kNeedleScore = 28.0;
+constexpr std::uint32_t kNeedleDims = 16;  ///< that the mark is spread over, on average
 constexpr std::uint32_t kHeavySharedDims = 1;
 constexpr std::uint32_t kDistanceDims = 1;
 
@@ -57,7 +62,7 @@ std::uint64_t stream_of(std::uint64_t seed, std::uint64_t kv_head, std::uint64_t
   return mix(mix(mix(seed) + kv_head) + purpose);
 }
 
-enum Purpose : std::uint64_t { kKeyNoise = 1, kValues = 2, kQueries = 3, kHeavy = 16 };
+enum Purpose : std::uint64_t { kKeyNoise = 1, kValues = 2, kQueries = 3, kNeedles = 4, kDirections = 5, kHeavy = 16 };
 
 }  // namespace
 
@@ -80,8 +85,44 @@ SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topol
   for (std::size_t i = 0; i < refs.size(); ++i) {
     frames_[(i % options_.shape.kv_heads) * pages_ + i / options_.shape.kv_heads] = refs[i].frame;
   }
+  plant_needles();
   write_pages(*builders);
   write_queries();
+}
+
+std::uint32_t SyntheticLayer::noise_dims() const noexcept {
+  return options_.shape.head_dim - kHeavySharedDims - own_dims_ - kDistanceDims - 2 * pairs_;
+}
+
+void SyntheticLayer::plant_needles() {
+  const std::uint64_t stream = stream_of(options_.seed, 0, kNeedles);
+  std::uint64_t draws = 0;
+  // The first and last tokens are near whatever the policy; needles lie between.
+  const std::uint32_t margin = options_.tokens / 16;
+  for (std::uint32_t step = 0; step < options_.steps && options_.needles != 0; ++step) {
+    std::vector<std::uint32_t> tokens;
+    while (tokens.size() < options_.needles) {
+      const auto token =
+          static_cast<std::uint32_t>(margin + mix(stream + draws++) % std::max(options_.tokens - 2 * margin, 1u));
+      const auto taken = [token](const auto& planted) { return planted.first == token; };
+      if (std::any_of(planted_.begin(), planted_.end(), taken)) continue;
+      tokens.push_back(token);
+      planted_.emplace_back(token, step);
+    }
+    std::sort(tokens.begin(), tokens.end());
+    needles_.insert(needles_.end(), tokens.begin(), tokens.end());
+  }
+  std::sort(planted_.begin(), planted_.end());
+}
+
+std::span<const std::uint32_t> SyntheticLayer::needles(std::uint32_t step) const noexcept {
+  return std::span(needles_).subspan(std::size_t{step} * options_.needles, options_.needles);
+}
+
+float SyntheticLayer::needle_direction(std::uint32_t step, std::uint32_t i) const noexcept {
+  const std::uint64_t bits = mix(stream_of(options_.seed, step, kDirections) + i);
+  if (bits % noise_dims() >= kNeedleDims) return 0.f;
+  return (bits >> 63) != 0 ? 1.f : -1.f;
 }
 
 KvView SyntheticLayer::view(std::uint32_t kv_head) const noexcept {
@@ -146,9 +187,14 @@ void SyntheticLayer::key(std::uint32_t kv_head, std::uint32_t token, const float
   *at++ = -std::log(static_cast<float>(end - token));
   at = std::copy_n(rotation, pairs_ * 2, at);
   const std::uint64_t stream = stream_of(options_.seed, kv_head, kKeyNoise);
+  float* const noises = at;
   for (std::uint64_t i = 0; at != out + options_.shape.head_dim; ++i) {
     *at++ = noise(stream, std::uint64_t{token} * options_.shape.head_dim + i);
   }
+  const auto planted = std::lower_bound(planted_.begin(), planted_.end(), std::pair{token, 0u});
+  if (planted == planted_.end() || planted->first != token) return;
+  const float share = kNeedleKey / std::sqrt(static_cast<float>(kNeedleDims));
+  for (std::uint32_t i = 0; i < noise_dims(); ++i) noises[i] += share * needle_direction(planted->second, i);
 }
 
 void SyntheticLayer::write_queries() {
@@ -173,7 +219,7 @@ void SyntheticLayer::write_head_queries(std::uint32_t head) {
   const double slash = scale * kind.slashes * std::sqrt(2.0 / pairs_);
   std::vector<double> phase(pairs_);
   for (double& p : phase) p = std::numbers::pi * normal();
-  std::vector<double> drift(dim - kHeavySharedDims - own_dims_ - kDistanceDims - 2 * pairs_);
+  std::vector<double> drift(noise_dims());
   for (double& d : drift) d = normal();
   const double drift_scale = scale * kind.noise / std::sqrt(static_cast<double>(drift.size()));
   for (std::uint32_t row = 0; row < rows; ++row) {
@@ -188,9 +234,15 @@ void SyntheticLayer::write_head_queries(std::uint32_t head) {
       *at++ = static_cast<float>(slash * std::cos(frequency_[m] * position + phase[m]));
       *at++ = static_cast<float>(slash * std::sin(frequency_[m] * position + phase[m]));
     }
+    float* const noises = at;
     for (double& d : drift) {
       *at++ = static_cast<float>(drift_scale * d);
       d = kept * d + std::sqrt(1.0 - kept * kept) * normal();
+    }
+    if (options_.needles == 0 || row < options_.prompt_queries) continue;
+    const double share = scale * kNeedleScore / kNeedleKey / std::sqrt(static_cast<double>(kNeedleDims));
+    for (std::uint32_t i = 0; i < drift.size(); ++i) {
+      noises[i] += static_cast<float>(share) * needle_direction(row - options_.prompt_queries, i);
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "cpu/backend.hpp"
@@ -31,6 +32,9 @@ struct SyntheticOptions {
   double group_correlation = 0.5;
   std::uint64_t seed = 0;
   SyntheticPattern pattern = SyntheticPattern::structured;
+  /// Prompt tokens that every decode step looks for, new ones in each step, so that no history tells of them. They hold
+  /// most of the softmax of most heads.
+  std::uint32_t needles = 0;
 };
 
 /// One attention layer whose scores have the structure of long-context heads, as vectors in host memory:
@@ -38,7 +42,8 @@ struct SyntheticOptions {
 /// heavy: unit variance, neighbours correlate by 0.5, s from 2 to 4.5 by KV head. The distance is counted from the
 /// last step, so that it is a property of the key. slashes: a sum of rotary pairs with log-spaced frequencies and
 /// phases of the query head's own, a function of t - j alone. noise: queries drift slowly (0.95 per step) through
-/// directions that carry nothing else. There is no attention sink, so no head can be bypassed.
+/// directions that carry nothing else. There is no attention sink, so no head can be bypassed. Needles: keys that share
+/// a direction among the noise with the queries of one step.
 ///
 /// Everything follows from `seed`, whatever the number of threads. Pages lie in a HostPool as a sequence leaves
 /// them there: the heads' pages interleaved.
@@ -53,15 +58,23 @@ class SyntheticLayer {
   [[nodiscard]] KvView view(std::uint32_t kv_head) const noexcept;
   /// Query of decode step `step`, whose own token is at position tokens + step: [group, head_dim].
   [[nodiscard]] const float* query(std::uint32_t kv_head, std::uint32_t step) const noexcept;
+  /// What decode step `step` looks for, ascending; empty without needles.
+  [[nodiscard]] std::span<const std::uint32_t> needles(std::uint32_t step) const noexcept;
   /// Queries of the last prompt tokens: [prompt_queries, group, head_dim].
   [[nodiscard]] std::span<const float> prompt_queries(std::uint32_t kv_head) const noexcept;
 
  private:
+  void plant_needles();
+  /// Component `i` of the direction that the needles of a step and its queries share: +1 or -1 in a few of the noise's
+  /// dimensions, 0 in the others.
+  [[nodiscard]] float needle_direction(std::uint32_t step, std::uint32_t i) const noexcept;
   void write_pages(const cpu::Workers& builders);
   void write_page(std::uint32_t page, cpu::Backend& backend);
   void write_queries();
   void write_head_queries(std::uint32_t head);
   void key(std::uint32_t kv_head, std::uint32_t token, const float* rotation, float* out) const;
+
+  [[nodiscard]] std::uint32_t noise_dims() const noexcept;
 
   SyntheticOptions options_;
   std::uint32_t own_dims_;         ///< heavy terms that belong to single query heads
@@ -71,6 +84,8 @@ class SyntheticLayer {
   std::unique_ptr<cpu::HostPool> pool_;
   std::vector<std::uint32_t> frames_;  ///< [kv_heads, pages]
   std::uint32_t pages_;
+  std::vector<std::uint32_t> needles_;                           ///< [steps, options.needles]
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> planted_;  ///< (token, step), ascending
   std::vector<float> queries_;  ///< [kv_heads, prompt_queries + steps, group, head_dim]
 };
 

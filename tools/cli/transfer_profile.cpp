@@ -28,7 +28,12 @@ Json parse(const std::string& path) {
     throw Error(errno == ENOENT ? Errc::not_found : Errc::io, "cannot read transfer profile '" + path +
                                                                   "': " + std::strerror(errno) +
                                                                   "; write one by `sluice link --save-profile`");
-  Json document = Json::parse(file, nullptr, false);
+  Json document;
+  try {
+    document = Json::parse(file, nullptr, false);
+  } catch (const std::ios_base::failure&) {
+    throw Error(Errc::io, "cannot read transfer profile '" + path + "': is it a file?");
+  }
   if (document.is_discarded()) refuse(path, "is no JSON");
   if (!document.is_object() || document.value("kind", Json()) != kKind) refuse(path, "is no transfer profile");
   if (document.value("schema_version", Json()) != kSchemaVersion)
@@ -66,9 +71,26 @@ TransferSample sample_of(const Json& object) {
   return sample;
 }
 
+CudaDeviceFacts facts_of(const Json& document) {
+  CudaDeviceFacts facts;
+  const auto text = [&](const char* key) {
+    const auto at = document.find(key);
+    return at != document.end() && at->is_string() ? at->get<std::string>() : std::string{};
+  };
+  facts.name = text("device");
+  facts.pci_bus_id = text("pci_bus_id");
+  const auto driver = document.find("cuda_driver");
+  if (driver != document.end() && driver->is_number_integer()) facts.driver = driver->get<int>();
+  return facts;
+}
+
 }  // namespace
 
 std::shared_ptr<const TransferProfile> load_transfer_profile(const std::string& path) {
+  return load_measured_profile(path).profile;
+}
+
+MeasuredProfile load_measured_profile(const std::string& path) {
   const Json document = parse(path);
   auto profile = std::make_shared<TransferProfile>();
   std::size_t index = 0;
@@ -85,10 +107,10 @@ std::shared_ptr<const TransferProfile> load_transfer_profile(const std::string& 
     refuse(path, (index == 0 ? "" : "sample " + std::to_string(index) + ": ") + error.what());
   }
   if (profile->samples.empty()) refuse(path, "has no samples");
-  return profile;
+  return {.profile = std::move(profile), .facts = facts_of(document)};
 }
 
-void save_transfer_profile(const TransferProfile& profile, const std::string& device, const std::string& path) {
+void save_transfer_profile(const TransferProfile& profile, const CudaDeviceFacts& facts, const std::string& path) {
   Json samples = Json::array();
   for (const TransferSample& sample : profile.samples) {
     samples.push_back({{"path", to_string(sample.path)},
@@ -100,7 +122,9 @@ void save_transfer_profile(const TransferProfile& profile, const std::string& de
   }
   const Json document = {{"schema_version", kSchemaVersion},
                          {"kind", kKind},
-                         {"device", device},
+                         {"device", facts.name},
+                         {"pci_bus_id", facts.pci_bus_id},
+                         {"cuda_driver", facts.driver},
                          {"gather_blocks", profile.gather_blocks},
                          {"samples", std::move(samples)}};
   OutputTarget(path).commit(document.dump(1) + "\n");

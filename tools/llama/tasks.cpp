@@ -208,6 +208,27 @@ Task copy(Writer& writer, std::size_t bytes, std::string_view haystack) {
   return {TaskKind::copy, bury(writer, {"\n" + cue + rest}, bytes, haystack, "\nREPEAT:\n" + cue), rest};
 }
 
+Task write_task(TaskKind kind, Writer& writer, std::size_t bytes, std::string_view haystack) {
+  switch (kind) {
+    case TaskKind::niah:
+    case TaskKind::niah_long:
+    case TaskKind::multikey: return needles(kind, writer, bytes, haystack);
+    case TaskKind::kv: return pairs(writer, bytes);
+    case TaskKind::track: return track(writer, bytes, haystack);
+    case TaskKind::copy: return copy(writer, bytes, haystack);
+  }
+  throw Error(Errc::invalid_argument, "unknown task kind");
+}
+
+/// Where the prompt says the answer, without the blank before and the newline behind it.
+void locate_evidence(Task& task) {
+  std::string_view said = task.answer;
+  if (said.starts_with(' ') && task.kind != TaskKind::copy) said.remove_prefix(1);
+  if (said.ends_with('\n')) said.remove_suffix(1);
+  task.evidence_begin = task.prompt.find(said);
+  task.evidence_end = task.evidence_begin + said.size();
+}
+
 }  // namespace
 
 const char* to_string(TaskKind kind) noexcept {
@@ -235,15 +256,9 @@ Task make_task(TaskKind kind, std::uint32_t length_tokens, std::uint64_t seed, s
   }
   Writer writer(seed);
   const std::size_t bytes = length_tokens - 1;  // BOS is a token too
-  switch (kind) {
-    case TaskKind::niah:
-    case TaskKind::niah_long:
-    case TaskKind::multikey: return needles(kind, writer, bytes, haystack);
-    case TaskKind::kv: return pairs(writer, bytes);
-    case TaskKind::track: return track(writer, bytes, haystack);
-    case TaskKind::copy: return copy(writer, bytes, haystack);
-  }
-  throw Error(Errc::invalid_argument, "unknown task kind");
+  Task task = write_task(kind, writer, bytes, haystack);
+  locate_evidence(task);
+  return task;
 }
 
 bool solved(const Task& task, std::string_view output) noexcept { return output.starts_with(task.answer); }

@@ -28,6 +28,9 @@ struct Task {
   TaskKind kind{};
   std::string prompt;  ///< bytes, the question at the end; BOS not included
   std::string answer;  ///< what follows, with its leading space and final newline (copy: the passage's rest)
+  /// Bytes [evidence_begin, evidence_end) of the prompt say the answer: what attention has to find.
+  std::size_t evidence_begin = 0;
+  std::size_t evidence_end = 0;
 };
 
 /// Builds a task, the same one for the same arguments on every platform.

@@ -1,0 +1,45 @@
+// Verbs that estimate attention by 4-bit copies of keys, and keep what is heavy (Twilight).
+
+#include "gpu/backend.hpp"
+#include "gpu/kernels/int4.hpp"
+#include "gpu/kernels/top_p.hpp"
+#include "gpu/verbs.hpp"
+
+namespace sluice::gpu {
+
+void Backend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  check_supported("quantize", {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout);
+  CudaStream& cuda = cuda_stream(stream, "quantize");
+  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_quantize(array, layout, cuda.handle()); });
+}
+
+void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                         Stream* stream) {
+  if (tasks.empty()) return;
+  check_supported("score_int4", shape, layout);
+  CudaStream& cuda = cuda_stream(stream, "score_int4");
+  const ScoreInt4Shape score{.layout = Int4Layout(layout), .group = shape.group(), .multiprocessors = multiprocessors_};
+  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_score_int4(array, score, cuda.handle()); });
+}
+
+void Backend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  CudaStream& cuda = cuda_stream(stream, "top_p");
+  TaskArray<TopPRow> rows;  // By value, about as many at a time as thread blocks run at once.
+  const auto launch = [&] {
+    launch_top_p(rows, cuda.handle());
+    rows.count = 0;
+  };
+  for (const TopPTask& task : tasks) {
+    rows.inlined[rows.count++] = {.values = task.values.data(),
+                                  .mask = task.mask,
+                                  .kept = task.count,
+                                  .count = static_cast<std::uint32_t>(task.values.size()),
+                                  .p = task.p};
+    if (rows.count == TaskArray<TopPRow>::kInline) launch();
+  }
+  launch();
+}
+
+}  // namespace sluice::gpu

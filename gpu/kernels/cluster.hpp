@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gpu/kernels/task_array.hpp"
+#include "sluice/tensor.hpp"
+
+namespace sluice::gpu {
+
+/// One ClusterTask as the kernels see it. What follows `seed` lies in its scratch memory.
+struct ClusterItem {
+  const std::byte* base = nullptr;        ///< device or registered host memory, 16-byte aligned
+  const std::uint32_t* frames = nullptr;  ///< of the pages from first / page_tokens on
+  float* centroids_out = nullptr;
+  std::uint32_t* assignment_out = nullptr;
+  std::uint32_t skip = 0;  ///< tokens of the first page before the first key
+  std::uint32_t count = 0;
+  std::uint32_t clusters = 0;
+  std::uint32_t iterations = 0;
+  std::uint32_t page_tokens = 0;
+  std::uint32_t chunk_keys = 0;  ///< keys of one chunk of the counting sort, a multiple of 32
+  std::uint32_t chunks = 0;
+  std::uint32_t unused = 0;
+  std::uint64_t seed = 0;
+  std::byte* keys = nullptr;            ///< [count, head_dim]; NaN throughout if not finite
+  std::byte* terms = nullptr;           ///< [clusters, 2, head_dim]: each centroid as the sum of two rows
+  float* centroids = nullptr;           ///< [clusters, head_dim]
+  float* half_norms = nullptr;          ///< [clusters]
+  std::uint32_t* assignment = nullptr;  ///< [count]
+  std::uint32_t* members = nullptr;     ///< [count] keys by cluster, then by index
+  std::uint32_t* offsets = nullptr;     ///< [clusters, chunks]: keys that a chunk has of a cluster; then where they go
+  std::uint32_t* starts = nullptr;      ///< [clusters + 1]: how many keys a cluster has; then where its members begin
+  std::uint32_t* changed = nullptr;     ///< [iterations]: 0 if no key changed hands
+};
+
+struct ClusterShape {
+  DType dtype = DType::bf16;
+  std::uint32_t head_dim = 128;
+};
+
+/// What one launch of all items has to cover: the largest of each.
+struct ClusterExtent {
+  std::uint32_t count = 0;
+  std::uint32_t clusters = 0;
+  std::uint32_t chunks = 0;
+  std::uint32_t iterations = 0;
+};
+
+/// Enqueues the whole clustering of all items, which have at least one key each.
+void launch_cluster(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
+                    cudaStream_t stream);
+void load_cluster_kernels();
+
+/// The parts of `launch_cluster`, in cluster.cu and cluster_update.cu.
+void launch_cluster_begin(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
+                          cudaStream_t stream);
+void launch_cluster_update(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
+                           std::uint32_t iteration, cudaStream_t stream);
+void launch_cluster_end(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
+                        cudaStream_t stream);
+void load_cluster_update_kernels();
+
+}  // namespace sluice::gpu

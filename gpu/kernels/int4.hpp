@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gpu/kernels/task_array.hpp"
+#include "sluice/backend.hpp"
+
+namespace sluice::gpu {
+
+/// head_dim 64 or 128, pages of a multiple of 8 tokens, up to 32 query heads in the group.
+struct ScoreInt4Shape {
+  Int4Layout layout;
+  std::uint32_t group = 0;
+  std::uint32_t multiprocessors = 0;
+};
+
+/// One launch for all tasks. Copies are 16-byte aligned.
+void launch_quantize(const TaskArray<QuantizeTask>& tasks, const PageLayout& layout, cudaStream_t stream);
+void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Shape& shape, cudaStream_t stream);
+
+void load_quantize_kernels();
+void load_score_int4_kernels();
+
+}  // namespace sluice::gpu

@@ -1,0 +1,74 @@
+#include "runtime/host_kv.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+namespace sluice::runtime {
+
+void HostKv::score(const float* q, std::span<const std::uint32_t> tokens, float* out) {
+  const ScoreTokensTask task{.q = q, .kv = view_, .tokens = tokens, .out = out};
+  host_.score_tokens({&task, 1}, shape_, nullptr);
+}
+
+void HostKv::estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
+  const auto copied = std::lower_bound(tokens.begin(), tokens.end(), copied_tokens_) - tokens.begin();
+  const auto count = static_cast<std::size_t>(copied);
+  if (count != 0) {
+    host_.estimate_tokens(
+        {.q = q, .copies = copies_, .frames = view_.frames, .tokens = tokens.first(count), .out = out}, shape_,
+        view_.layout);
+  }
+  if (count != tokens.size()) score(q, tokens.subspan(count), out + count * shape_.group());
+}
+
+void HostKv::keys(std::uint32_t first, std::uint32_t count, float* out) {
+  const PageLayout& layout = view_.layout;
+  while (count != 0) {
+    const std::uint32_t here = std::min(count, layout.page_tokens - first % layout.page_tokens);
+    rows(view_.k_row(first), here, out);
+    first += here;
+    count -= here;
+    out += std::size_t{here} * layout.head_dim;
+  }
+}
+
+void HostKv::cluster(const scheduler::ClusterRequest& request, float* centroids, std::uint32_t* assignment) {
+  const ClusterTask task{.kv = view_,
+                         .first = request.first,
+                         .count = request.count,
+                         .clusters = request.clusters,
+                         .iterations = request.iterations,
+                         .seed = request.seed,
+                         .centroids = centroids,
+                         .assignment = assignment};
+  host_.cluster({&task, 1}, nullptr);
+}
+
+void HostKv::score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) {
+  if (count == 0) return;
+  if (indices_.size() < count) {
+    indices_.resize(count);
+    std::iota(indices_.begin(), indices_.end(), 0);
+  }
+  // The rows as the keys of one long page; its values are not read.
+  constexpr std::uint32_t kOnlyFrame = 0;
+  const KvView view{.base = reinterpret_cast<std::byte*>(const_cast<float*>(rows)),
+                    .frames = &kOnlyFrame,
+                    .layout = {.page_tokens = count, .head_dim = shape_.head_dim, .dtype = DType::f32}};
+  const ScoreTokensTask task{.q = x, .kv = view, .tokens = std::span(indices_).first(count), .out = out};
+  const AttentionShape shape{.layers = 1, .q_heads = columns, .kv_heads = 1, .head_dim = shape_.head_dim};
+  host_.score_tokens({&task, 1}, shape, nullptr);
+}
+
+void HostKv::rows(const std::byte* first, std::uint32_t count, float* out) {
+  const TensorView view{.data = first,
+                        .dtype = view_.layout.dtype,
+                        .tokens = count,
+                        .heads = 1,
+                        .head_dim = view_.layout.head_dim,
+                        .token_stride = view_.layout.head_dim,
+                        .head_stride = view_.layout.head_dim};
+  host_.to_f32(view, out, nullptr);
+}
+
+}  // namespace sluice::runtime

@@ -1,0 +1,64 @@
+#include "scheduler/clusters/cluster_source.hpp"
+
+#include <algorithm>
+
+namespace sluice::scheduler {
+namespace {
+
+/// The seed is the block's position, so that blocks differ and runs do not.
+ClusterRequest request_for(const ClusterOptions& options, std::uint32_t first, std::uint32_t count) noexcept {
+  return {.first = first,
+          .count = count,
+          .clusters = std::max(count / options.tokens_per_cluster, 1u),
+          .iterations = options.iterations,
+          .seed = first};
+}
+
+}  // namespace
+
+ClusterRequest prompt_clustering(const PolicySpec& spec, std::uint32_t tokens) noexcept {
+  if (!spec.uses(Source::clusters) || tokens == 0 || tokens < spec.clusters.min_tokens) return {};
+  return request_for(spec.clusters, 0, tokens);
+}
+
+ClusterSource::ClusterSource(const ClusterOptions& options, const AttentionShape& shape)
+    : options_(options),
+      group_(shape.group()),
+      head_dim_(shape.head_dim),
+      index_(shape.head_dim),
+      rankings_(shape.group()) {}
+
+void ClusterSource::begin(const PromptContext& prompt) {
+  if (prompt.tokens == 0 || prompt.tokens < options_.min_tokens) return;
+  if (prompt.clustering != nullptr) {
+    index_.append(*prompt.clustering);
+  } else {
+    append(request_for(options_, 0, prompt.tokens), *prompt.kv);
+  }
+}
+
+void ClusterSource::cluster_new(std::uint32_t tokens, KvReader& kv) {
+  while (due(tokens)) append(request_for(options_, clustered(), options_.recluster_every), kv);
+}
+
+void ClusterSource::append(const ClusterRequest& request, KvReader& kv) {
+  std::vector<float> centroids(std::size_t{request.clusters} * head_dim_);
+  std::vector<std::uint32_t> assignment(request.count);
+  kv.cluster(request, centroids.data(), assignment.data());
+  index_.append({.centroids = centroids, .assignment = assignment});
+}
+
+void ClusterSource::rank(const float* q, KvReader& kv) {
+  scores_.resize(std::size_t{index_.size()} * group_);
+  if (!scores_.empty()) kv.score_rows(q, group_, index_.centroids().data(), index_.size(), scores_.data());
+  for (std::uint32_t h = 0; h < group_; ++h) rankings_[h].rank(scores_.data() + h, index_.size(), group_);
+}
+
+void ClusterSource::propose(std::uint32_t h, std::uint32_t sinks, std::uint32_t tokens, TokenSet& set) const {
+  for_each_in_order(index_, order(h), 0, options_.candidates, [&](std::uint32_t token, std::uint32_t) {
+    if (token >= sinks) set.add(token);
+  });
+  set.add_range(std::max(clustered(), sinks), tokens);
+}
+
+}  // namespace sluice::scheduler

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "sluice/policy.hpp"
+
+namespace sluice::scheduler {
+
+/// How far down an approximately sorted list of tokens to go for a share of the mass (Tactic, arXiv 2502.12216, section
+/// 4.4 and algorithm 1). The list's weights w(i), i from 1, are known exactly at its head and sampled in two windows;
+/// in between, and behind, they are taken to follow a / i + b.
+
+/// Positions [begin, end) of the list, counted from 0.
+struct ListRange {
+  std::uint32_t begin = 0;
+  std::uint32_t end = 0;
+  [[nodiscard]] constexpr std::uint32_t size() const noexcept { return end - begin; }
+};
+
+/// Which of n tokens are read.
+struct FitSamples {
+  std::uint32_t tokens = 0;  ///< n
+  ListRange head, near, far;
+  [[nodiscard]] constexpr std::uint32_t size() const noexcept { return head.size() + near.size() + far.size(); }
+};
+
+/// The samples of a list of n tokens; of none (tokens = 0), if the list is too short for the machinery: attend it all.
+[[nodiscard]] FitSamples fit_samples(const ClusterOptions& options, std::uint32_t n) noexcept;
+
+/// w(i) = max(a / i + b, 0) behind the head.
+struct FittedCurve {
+  double a = 0.0;
+  double b = 0.0;
+};
+
+/// The curve through the means of two windows. Where the list is not sorted, so that it would rise, it is flat.
+[[nodiscard]] FittedCurve fit_curve(ListRange near, double near_mean, ListRange far, double far_mean) noexcept;
+
+/// The smallest k, 1 <= k <= n, with at least `share` of the mass of all n in the first k. `head` are the exact weights
+/// of the first tokens. n, if share is 1 or there is no mass.
+[[nodiscard]] std::uint32_t fitted_budget(std::span<const float> head, const FittedCurve& curve, std::uint32_t n,
+                                          double share) noexcept;
+
+/// All of it: the budget for the scaled scores of the samples, head, near and far one after the other. Scores that are
+/// NaN weigh nothing.
+[[nodiscard]] std::uint32_t fitted_budget(std::span<float> scores, const FitSamples& samples, double share) noexcept;
+
+}  // namespace sluice::scheduler

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+
+#include "scheduler/layer_policy.hpp"
+#include "scheduler/policy/scored_set.hpp"
+#include "scheduler/token_set.hpp"
+#include "sluice/policy.hpp"
+
+namespace sluice::scheduler {
+
+/// First token of the page that holds the newest of `tokens` tokens: it has neither digest nor 4-bit copy yet.
+[[nodiscard]] constexpr std::uint32_t newest_page(std::uint32_t tokens, std::uint32_t page_tokens) noexcept {
+  return (tokens - 1) / page_tokens * page_tokens;
+}
+
+/// The stages of a policy between its sources and its selection: how candidates are scored, and how many each query
+/// head keeps.
+///
+/// Top-p weighs a head's candidates against each other, whatever is attended of them anyway: also sinks and near
+/// tokens, if a source proposed them. Of estimated candidates those of the newest page are all kept and not weighed, so
+/// that a device that has only the copies finds the same.
+class Budget {
+ public:
+  Budget(const PolicySpec& spec, std::uint32_t page_tokens) : spec_(spec), page_tokens_(page_tokens) {}
+
+  [[nodiscard]] bool estimates() const noexcept { return spec_.estimate == Estimate::int4; }
+  [[nodiscard]] bool weighs() const noexcept { return spec_.budget.kind == BudgetKind::top_p; }
+  /// What a head keeps, its whole group attends (arXiv 2502.02770, appendix B.2).
+  [[nodiscard]] bool unites() const noexcept { return estimates() || weighs(); }
+  /// The first position that may be a candidate. History has no place for sinks.
+  [[nodiscard]] std::uint32_t first() const noexcept {
+    return weighs() && !spec_.uses(Source::history) ? 0 : spec_.near.sink_tokens;
+  }
+  /// Whether `candidates` tokens are kept without looking at them.
+  [[nodiscard]] bool holds(std::uint32_t candidates) const noexcept {
+    return !weighs() && candidates <= spec_.budget.min_tokens;
+  }
+  /// How many each query head keeps at least, if it has them; 0 if that depends on their scores.
+  [[nodiscard]] std::uint32_t tokens(std::uint32_t visible) const noexcept {
+    return weighs() ? 0 : budget_tokens(spec_.budget, visible);
+  }
+
+  /// Scores or estimates the candidates, and lets every query head keep its share.
+  void cut(const HeadContext& context, std::uint32_t group, ScoredSet& scored, SelectCounters& counters) const;
+
+  /// Adds what a device kept for the heads of `active`, and the newest page; `set` has room for all visible tokens.
+  /// Returns how many tokens were candidates, summed over the heads.
+  std::uint64_t unite_kept(const HeadContext& context, std::uint32_t group, std::uint32_t active, TokenSet& set) const;
+
+ private:
+  PolicySpec spec_;
+  std::uint32_t page_tokens_;
+};
+
+}  // namespace sluice::scheduler

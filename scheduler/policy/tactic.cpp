@@ -1,0 +1,158 @@
+// Tactic (Zhu et al., arXiv 2502.12216), with the paper's parameters. Where its parts are:
+//   section 4.2        the backends' verb `cluster`     k-means over the keys of each KV head
+//   section 4.3        clusters/cluster_source.cpp      clusters by q.centroid, per query head
+//   section 4.4, B     clusters/curve_fit.cpp           how many tokens hold the share P
+//   section 4.5        here                             the union over the group's query heads
+// Tokens that are in no cluster yet are all attended and do not count towards P, which is safe: the share of what is
+// attended only rises by them.
+
+#include <algorithm>
+#include <bit>
+#include <memory>
+#include <vector>
+
+#include "scheduler/clusters/cluster_source.hpp"
+#include "scheduler/clusters/curve_fit.hpp"
+#include "scheduler/policy/policies.hpp"
+#include "scheduler/policy/scored_set.hpp"
+
+namespace sluice::scheduler {
+
+PolicySpec tactic_spec() {
+  PolicySpec spec;
+  spec.name = "tactic";
+  spec.sources = static_cast<std::uint8_t>(Source::clusters);
+  spec.budget.kind = BudgetKind::fitted;
+  spec.budget.mass = 0.9f;
+  spec.near = {.sink_tokens = 0, .recent_tokens = 0, .share = 0.f};
+  return spec;
+}
+
+namespace {
+
+/// Tokens that several heads have sampled, each once, and their scores.
+class SampledTokens {
+ public:
+  void reset(std::uint32_t tokens) { set_.reset(tokens); }
+  void add(std::uint32_t token) noexcept { set_.add(token); }
+  /// Reads every K row once.
+  void score(std::uint32_t tokens, const float* q, std::uint32_t group, KvReader& kv) {
+    before_.resize((std::size_t{tokens} + 63) / 64);
+    list_.clear();
+    for (std::size_t word = 0; word < before_.size(); ++word) {
+      before_[word] = static_cast<std::uint32_t>(list_.size());
+      for (std::uint64_t bits = set_.word(word); bits != 0; bits &= bits - 1) {
+        list_.push_back(static_cast<std::uint32_t>(word * 64) + static_cast<std::uint32_t>(std::countr_zero(bits)));
+      }
+    }
+    scores_.resize(list_.size() * group);
+    if (!list_.empty()) kv.score(q, list_, scores_.data());
+    group_ = group;
+  }
+  /// Of a token that was added.
+  [[nodiscard]] float of(std::uint32_t token, std::uint32_t h) const noexcept {
+    const std::uint64_t below = set_.word(token / 64) & ((std::uint64_t{1} << (token % 64)) - 1);
+    return scores_[(before_[token / 64] + static_cast<std::size_t>(std::popcount(below))) * group_ + h];
+  }
+  [[nodiscard]] std::size_t size() const noexcept { return list_.size(); }
+
+ private:
+  TokenSet set_;
+  std::vector<std::uint32_t> list_;    ///< ascending
+  std::vector<std::uint32_t> before_;  ///< members before each word
+  std::vector<float> scores_;          ///< [list, group]
+  std::uint32_t group_ = 1;
+};
+
+class FittedPolicy final : public LayerPolicy {
+ public:
+  FittedPolicy(const PolicySpec& spec, const AttentionShape& shape)
+      : spec_(spec), group_(shape.group()), heads_(shape.kv_heads, Head(spec.clusters, shape)) {}
+
+  void begin(const PromptContext& prompt) override { heads_[prompt.kv_head].source.begin(prompt); }
+  void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
+
+  void select(const HeadContext& context, SelectionRow& row, Bypass& bypass, SelectCounters& counters) override {
+    Head& head = heads_[context.kv_head];
+    bypass.heads = 0;
+    head.visible = context.tokens;
+    const FitSamples samples = fit_samples(spec_.clusters, head.source.clustered());
+    if (samples.tokens == 0) {
+      add_far_runs(*context.near, context.tokens, row);
+      counters.candidates += row.attended();
+      counters.expanded_per_head += row.attended() * group_;
+      return;
+    }
+    head.source.rank(context.q, *context.kv);
+    sample(context, samples, head);
+    head.chosen.reset(samples.tokens);
+    for (std::uint32_t h = 0; h < group_; ++h) counters.expanded_per_head += choose(h, samples, head);
+    head.united.emit_far(head.chosen, *context.near, row);
+    add_far_runs(*context.near, samples.tokens, context.tokens, row);
+
+    const std::uint32_t recent = context.tokens - samples.tokens;
+    counters.expanded_per_head += std::uint64_t{recent} * group_;
+    counters.candidates += head.united.united() + recent;
+    counters.near_hits += head.united.near_hits();
+    counters.scored += head.sampled.size();
+  }
+
+  /// Clustering takes a step's time, so it is left to the background. Whether it is due depends on the context's length
+  /// alone, and the runtime waits for it before the layer's next step: new clusters serve from the same step in every
+  /// run.
+  [[nodiscard]] bool wants_observation() const noexcept override {
+    return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) { return head.source.due(head.visible); });
+  }
+  void observe(std::uint32_t kv_head, KvReader& kv) override {
+    heads_[kv_head].source.cluster_new(heads_[kv_head].visible, kv);
+  }
+
+ private:
+  struct Head {
+    Head(const ClusterOptions& options, const AttentionShape& shape) : source(options, shape) {}
+    ClusterSource source;
+    std::uint32_t visible = 0;  ///< tokens in the last selection
+    SampledTokens sampled;
+    TokenSet chosen;
+    ScoredSet united;
+    std::vector<float> scores;  ///< one head's samples
+  };
+
+  template <class Visit>
+  static void for_each_sample(const FitSamples& samples, const Head& head, std::uint32_t h, const Visit& visit) {
+    for (const ListRange range : {samples.head, samples.near, samples.far}) {
+      for_each_in_order(head.source.index(), head.source.order(h), range.begin, range.end, visit);
+    }
+  }
+
+  void sample(const HeadContext& context, const FitSamples& samples, Head& head) const {
+    head.sampled.reset(samples.tokens);
+    for (std::uint32_t h = 0; h < group_; ++h) {
+      for_each_sample(samples, head, h, [&](std::uint32_t token, std::uint32_t) { head.sampled.add(token); });
+    }
+    head.sampled.score(samples.tokens, context.q, group_, *context.kv);
+  }
+
+  /// Adds what query head `h` attends; returns how many tokens that are.
+  std::uint32_t choose(std::uint32_t h, const FitSamples& samples, Head& head) const {
+    head.scores.clear();
+    for_each_sample(samples, head, h,
+                    [&](std::uint32_t token, std::uint32_t) { head.scores.push_back(head.sampled.of(token, h)); });
+    const std::uint32_t budget = fitted_budget(head.scores, samples, static_cast<double>(spec_.budget.mass));
+    for_each_in_order(head.source.index(), head.source.order(h), 0, budget,
+                      [&](std::uint32_t token, std::uint32_t) { head.chosen.add(token); });
+    return budget;
+  }
+
+  PolicySpec spec_;
+  std::uint32_t group_;
+  std::vector<Head> heads_;  ///< [kv_heads]
+};
+
+}  // namespace
+
+std::unique_ptr<LayerPolicy> make_fitted_policy(const PolicySpec& spec, const AttentionShape& shape) {
+  return std::make_unique<FittedPolicy>(spec, shape);
+}
+
+}  // namespace sluice::scheduler

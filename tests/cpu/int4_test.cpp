@@ -1,0 +1,111 @@
+// 4-bit copies by every instruction set: the same bits, the same estimates.
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "cpu/kernels.hpp"
+#include "tests/cpu/backend_cases.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/prune_reference.hpp"
+
+namespace sluice::test {
+namespace {
+
+/// Copies of all pages by one variant, page after page.
+std::vector<std::byte> copies_of(const Problem& problem, const cpu::Kernels& kernels) {
+  const Int4Layout layout(problem.layout());
+  std::vector<std::byte> copies(problem.frames().size() * layout.page_bytes());
+  for (std::size_t page = 0; page < problem.frames().size(); ++page) {
+    std::byte* const to = copies.data() + page * layout.page_bytes();
+    kernels.element[static_cast<int>(problem.options().dtype)].quantize({.k = problem.kv().page(page),
+                                                                         .codes = to,
+                                                                         .params = to + layout.params_offset(),
+                                                                         .rows = layout.page_tokens,
+                                                                         .head_dim = layout.head_dim});
+  }
+  return copies;
+}
+
+}  // namespace
+
+TEST_CASE("every variant makes the same 4-bit copies and estimates alike", "[cpu][kernels][int4]") {
+  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
+  const auto head_dim = GENERATE(16u, 64u, 80u, 128u, 256u);
+  const auto group = GENERATE(1u, 3u, 4u, 16u);
+  CAPTURE(to_string(dtype), head_dim, group);
+  const Problem problem({.dtype = dtype, .tokens = 7 * 16, .head_dim = head_dim, .group = group, .outlier = 1e3});
+  const Int4Layout layout(problem.layout());
+  const std::vector<std::byte> expected = copies_of(problem, *cpu::available_kernels().front());
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+    CAPTURE(kernels->name);
+    const std::vector<std::byte> copies = copies_of(problem, *kernels);
+    REQUIRE(copies == expected);
+    std::vector<const std::byte*> codes, params;
+    for (std::uint32_t token = 0; token < problem.options().tokens; token += 1 + token % 3) {
+      const std::byte* const page = copies.data() + token / 16 * layout.page_bytes();
+      codes.push_back(page + token % 16 * layout.row_bytes());
+      params.push_back(page + layout.params_offset() + token % 16 * Int4Layout::kParamBytes);
+    }
+    std::vector<float> out(codes.size() * group + 1, 1234.f);
+    kernels->score_int4({.q = problem.q(),
+                         .codes = codes.data(),
+                         .params = params.data(),
+                         .count = static_cast<std::uint32_t>(codes.size()),
+                         .group = group,
+                         .head_dim = head_dim,
+                         .out = out.data(),
+                         .token_stride = group,
+                         .head_stride = 1});
+    REQUIRE(out.back() == 1234.f);
+    std::size_t i = 0;
+    for (std::uint32_t token = 0; token < problem.options().tokens; token += 1 + token % 3) {
+      const DecodedRow row = decode_row(copies.data() + token / 16 * layout.page_bytes(), layout, token % 16);
+      for (std::uint32_t head = 0; head < group; ++head, ++i) {
+        double logit = 0.0, size = 0.0;
+        for (std::uint32_t c = 0; c < head_dim; ++c) {
+          logit += problem.q(head, c) * row.at(c);
+          size += std::abs(problem.q(head, c)) * (15.0 * row.scale + std::abs(row.zero));
+        }
+        const double root = std::sqrt(static_cast<double>(head_dim));
+        if (std::abs(out[i] - logit / root) > 2e-6 * size / root) FAIL("token " << token << ", head " << head);
+      }
+    }
+  }
+}
+
+TEST_CASE("any tokens are estimated as whole pages are", "[cpu][backend][int4]") {
+  cpu::Backend backend(workers(3), cpu::available_kernels().back());
+  const Problem problem({.tokens = 16 * 200, .head_dim = 128, .group = 4});
+  const Int4Layout layout(problem.layout());
+  std::vector<std::byte> copies((2 * problem.frames().size() + 1) * layout.page_bytes());
+  std::vector<QuantizeTask> tasks;
+  for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
+    tasks.push_back({.page = problem.kv().page(page),
+                     .rows = 16,
+                     .out = copies.data() + problem.frames()[page] * layout.page_bytes()});
+  }
+  backend.quantize(tasks, problem.layout(), nullptr);
+  std::vector<float> all(4 * problem.options().tokens);
+  const ScoreInt4Task whole{.q = problem.q(),
+                            .copies = copies.data(),
+                            .frames = problem.frames().data(),
+                            .tokens = problem.options().tokens,
+                            .out = all.data()};
+  backend.score_int4({&whole, 1}, problem.shape(), problem.layout(), nullptr);
+  for (const double share : {0.0, 0.01, 0.7}) {
+    const std::vector<std::uint32_t> tokens = random_tokens(problem.options().tokens, share, 3);
+    std::vector<float> out(tokens.size() * 4);
+    backend.estimate_tokens({.q = problem.q(),
+                             .copies = copies.data(),
+                             .frames = problem.frames().data(),
+                             .tokens = tokens,
+                             .out = out.data()},
+                            problem.shape(), problem.layout());
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      REQUIRE(out[i] == all[i % 4 * problem.options().tokens + tokens[i / 4]]);
+    }
+  }
+}
+
+}  // namespace sluice::test

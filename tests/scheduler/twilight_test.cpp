@@ -1,0 +1,371 @@
+// Select, then prune: top-p on exact scores and on estimates, over every source.
+
+#include <cmath>
+#include <limits>
+
+#include "scheduler/policy/policies.hpp"
+#include "scheduler/policy/scored_set.hpp"
+#include "scheduler/top_p.hpp"
+#include "tests/scheduler/policy_step.hpp"
+#include "tests/support/prune_reference.hpp"
+
+using namespace sluice;
+using namespace sluice::scheduler;
+using namespace sluice::scheduler::test;
+
+namespace {
+
+/// A FakeKv whose estimates come from keys of 16 levels, but for the newest page.
+class CoarseKv final : public KvReader {
+ public:
+  CoarseKv(FakeKv& kv, std::uint32_t tokens, std::uint32_t page_tokens)
+      : kv_(kv), copies_(kv), open_((tokens - 1) / page_tokens * page_tokens) {
+    for (std::uint32_t token = 0; token < open_; ++token) {
+      float* const row = copies_.k.data() + std::size_t{token} * kv.head_dim();
+      const auto [least, most] = std::minmax_element(row, row + kv.head_dim());
+      const float zero = *least;
+      const float scale = std::max(*most - zero, 1e-9f) / 15.f;
+      for (std::uint32_t c = 0; c < kv.head_dim(); ++c) row[c] = zero + scale * std::round((row[c] - zero) / scale);
+    }
+  }
+  void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override { kv_.score(q, tokens, out); }
+  void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override {
+    copies_.score(q, tokens, out);
+  }
+  void key(std::uint32_t token, float* out) override { kv_.key(token, out); }
+  void value(std::uint32_t token, float* out) override { kv_.value(token, out); }
+
+  [[nodiscard]] float estimated(const float* q, std::uint32_t h, std::uint32_t token) const {
+    return static_cast<float>(copies_.logit(q, h, token));
+  }
+  [[nodiscard]] std::uint64_t rows_estimated() const { return copies_.rows_scored; }
+
+ private:
+  FakeKv& kv_;
+  FakeKv copies_;
+  std::uint32_t open_;
+};
+
+/// One policy, one step. Pages are ranked by hand.
+struct PrunedStep {
+  PrunedStep(const std::string& text, std::uint32_t tokens, std::uint32_t page_tokens = kPageTokens,
+             float q_scale = 2.f)
+      : spec(parse_policy(text)),
+        n(tokens),
+        kv(FakeKv::random(tokens, kDim, kGroup, 3)),
+        copies(kv, tokens, page_tokens),
+        policy(make_layer_policy(spec, kShape, page_tokens, LayerId{0})),
+        q(random_queries(kGroup, kDim, 7, q_scale)) {
+    const std::vector<float> last_q = random_queries(40 * kGroup, kDim, 8);
+    policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 40, .last_q = last_q, .kv = &copies});
+    kv.rows_scored = 0;
+  }
+  void select(const NearSet& near, std::span<const std::uint32_t> ranked = {},
+              std::span<const std::uint32_t> kept = {}) {
+    row.clear();
+    counters = {};
+    std::vector<HotPage> hot;
+    policy->forecast(0, n, 8, hot);
+    policy->select(
+        {.kv_head = 0, .tokens = n, .q = q.data(), .ranked_pages = ranked, .kept = kept, .near = &near, .kv = &copies},
+        row, bypass, counters);
+    for (std::size_t i = 0; i < row.tokens.size(); ++i) {
+      REQUIRE(row.tokens[i] < n);
+      REQUIRE_FALSE(near.contains(row.tokens[i]));
+      if (i > 0) REQUIRE(row.tokens[i - 1] < row.tokens[i]);
+    }
+    REQUIRE(row.members.empty());
+    REQUIRE(row.runs.empty());
+  }
+
+  PolicySpec spec;
+  std::uint32_t n;
+  FakeKv kv;
+  CoarseKv copies;
+  std::unique_ptr<LayerPolicy> policy;
+  std::vector<float> q;
+  SelectionRow row;
+  Bypass bypass;
+  SelectCounters counters;
+};
+
+/// What top-p keeps of `tokens`, as positions.
+template <class Logit>
+std::vector<std::uint32_t> kept_of(const std::vector<std::uint32_t>& tokens, double p, const Logit& logit) {
+  std::vector<float> values;
+  for (const std::uint32_t token : tokens) values.push_back(static_cast<float>(logit(token)));
+  std::vector<std::uint32_t> kept;
+  for (const std::uint32_t i : sluice::test::sorted_top_p(values, p)) kept.push_back(tokens[i]);
+  return kept;
+}
+
+void unite(std::vector<std::uint32_t>& all, const std::vector<std::uint32_t>& more) {
+  all.insert(all.end(), more.begin(), more.end());
+  std::sort(all.begin(), all.end());
+  all.erase(std::unique(all.begin(), all.end()), all.end());
+}
+
+std::vector<std::uint32_t> far_only(const std::vector<std::uint32_t>& tokens, const NearSet& near) {
+  std::vector<std::uint32_t> far;
+  std::copy_if(tokens.begin(), tokens.end(), std::back_inserter(far), [&](auto t) { return !near.contains(t); });
+  return far;
+}
+
+/// `ranked` ascending pages below `pages` for every head, different ones.
+std::vector<std::uint32_t> some_pages(std::uint32_t pages, std::uint32_t ranked) {
+  std::vector<std::uint32_t> all;
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    for (std::uint32_t i = 0; i < ranked; ++i) all.push_back(i * (pages / ranked) + (h + i) % (pages / ranked));
+  }
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("the cut of top-p is that of a sort", "[top_p]") {
+  sluice::test::Random random(4);
+  for (std::uint32_t round = 0; round < 2'000; ++round) {
+    const std::uint32_t count = 1 + random.below(round % 100 == 0 ? 20'000 : 400);
+    const std::vector<float> values = sluice::test::random_logits(count, random);
+    const double p = round % 10 == 9 ? 1.0 : 0.05 + 0.94 * random.uniform();
+    std::vector<Weighed> pool;
+    for (const float value : values) {
+      if (std::isnan(value) || std::isinf(value)) continue;
+      const float top = *std::max_element(values.begin(), values.end(), [](float a, float b) {
+        return (std::isnan(a) ? -INFINITY : a) < (std::isnan(b) ? -INFINITY : b);
+      });
+      pool.push_back({.key = order_key(value), .weight = static_cast<float>(std::exp(double{value} - double{top}))});
+    }
+    if (pool.empty()) continue;
+    const std::uint32_t cut = top_p_cut(pool, p);
+    std::vector<std::uint32_t> mask((count + 31) / 32);
+    std::uint32_t kept = 0;
+    for (std::uint32_t i = 0; i < count; ++i) {
+      if (std::isnan(values[i]) || std::isinf(values[i]) || order_key(values[i]) < cut) continue;
+      mask[i / 32] |= 1u << (i % 32);
+      ++kept;
+    }
+    CAPTURE(round, count, p);
+    REQUIRE(sluice::test::is_top_p(values, p, mask, kept, 1e-6));
+  }
+}
+
+TEST_CASE("top-p over all tokens keeps the fewest that hold p, and hands their scores on", "[top_p][policy]") {
+  const std::uint32_t n = GENERATE(5u, 33u, 700u);
+  const std::string p = GENERATE("0.3", "0.8", "0.95", "1");
+  CAPTURE(n, p);
+  PrunedStep step("exact | top_p=" + p + " | near=0%,sinks=0,recent=0", n);
+  const FakeNear near(n, 0, 0);
+  step.select(near.set);
+  std::vector<std::uint32_t> expected;
+  std::size_t sum = 0;
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    const auto own = kept_of(positions(0, n), std::stod(p), [&](auto t) { return step.kv.logit(step.q.data(), h, t); });
+    const double all = attend(step.kv, step.q.data(), h, positions(0, n)).mass;
+    REQUIRE(attend(step.kv, step.q.data(), h, own).mass >= std::stod(p) * all * (1 - 1e-9));
+    sum += own.size();
+    unite(expected, own);
+  }
+  REQUIRE(step.row.tokens == expected);
+  REQUIRE(step.row.tokens.size() <= sum);
+  REQUIRE(step.row.scores.size() == expected.size() * kGroup);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    for (std::uint32_t h = 0; h < kGroup; ++h) {
+      REQUIRE(step.row.scores[i * kGroup + h] == static_cast<float>(step.kv.logit(step.q.data(), h, expected[i])));
+    }
+  }
+  REQUIRE(step.counters.scored == n);
+  REQUIRE(step.counters.estimated == 0);
+}
+
+TEST_CASE("one heavy key needs one token, flat attention p of them", "[top_p][policy]") {
+  const std::uint32_t n = 1'000;
+  PrunedStep step("exact | top_p=0.95 | near=0%,sinks=0,recent=0", n);
+  std::fill(step.q.begin(), step.q.end(), 0.f);
+  for (std::uint32_t h = 0; h < kGroup; ++h) step.q[h * kDim] = 4.f;
+  std::fill(step.kv.k.begin(), step.kv.k.end(), 0.f);
+  step.kv.k[321 * kDim] = 40.f;
+  const FakeNear near(n, 0, 0);
+  step.select(near.set);
+  REQUIRE(step.row.tokens == std::vector<std::uint32_t>{321});
+  for (std::uint32_t t = 0; t < n; ++t) step.kv.k[t * kDim] = 1e-5f * static_cast<float>(t);  // no ties
+  step.select(near.set);
+  REQUIRE(step.row.tokens == positions(50, n));
+  std::fill(step.kv.k.begin(), step.kv.k.end(), 0.f);  // nothing but ties
+  step.select(near.set);
+  REQUIRE(step.row.tokens == positions(0, n));
+}
+
+TEST_CASE("near candidates have weight and are not selected", "[top_p][policy]") {
+  const std::uint32_t n = 900;
+  PrunedStep step("exact | top_p=0.9 | near=10%,sinks=4,recent=60", n, kPageTokens, 0.5f);
+  const FakeNear near(n, 4, 60, {3, 9, 17});
+  step.select(near.set);
+  std::vector<std::uint32_t> expected;
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    unite(expected, kept_of(positions(0, n), 0.9, [&](auto t) { return step.kv.logit(step.q.data(), h, t); }));
+  }
+  REQUIRE(step.row.tokens == far_only(expected, near.set));
+  REQUIRE(step.row.tokens.size() < expected.size());
+}
+
+TEST_CASE("keys with NaN are never kept, and nothing is if there is nothing else", "[top_p][policy]") {
+  const std::uint32_t n = 100;
+  const std::string p = GENERATE("0.9", "1");
+  PrunedStep step("exact | top_p=" + p + " | near=0%,sinks=0,recent=0", n);
+  const FakeNear near(n, 0, 0);
+  std::fill_n(step.kv.k.begin() + 40 * kDim, 10 * kDim, std::numeric_limits<float>::quiet_NaN());
+  step.select(near.set);
+  REQUIRE_FALSE(step.row.tokens.empty());
+  for (const std::uint32_t token : step.row.tokens) REQUIRE((token < 40 || token >= 50));
+  std::fill(step.kv.k.begin(), step.kv.k.end(), std::numeric_limits<float>::quiet_NaN());
+  step.select(near.set);
+  REQUIRE(step.row.tokens.empty());
+}
+
+TEST_CASE("estimated candidates are cut by their estimates, the newest page is kept, no estimate is passed on",
+          "[top_p][int4]") {
+  const std::uint32_t n = GENERATE(97u, 700u, 1'025u);
+  const bool pages = GENERATE(true, false);
+  CAPTURE(n, pages);
+  PrunedStep step(std::string(pages ? "pages" : "exact") + " | int4 | top_p=0.9 | near=0%,sinks=2,recent=0", n);
+  const FakeNear near(n, 2, 0);
+  const std::uint32_t open = (n - 1) / kPageTokens * kPageTokens;
+  const std::uint32_t ranked = pages ? open / kPageTokens / 2 : 0;
+  const auto lists = pages ? some_pages(open / kPageTokens, ranked) : std::vector<std::uint32_t>{};
+  step.select(near.set, lists);
+  REQUIRE(step.row.scores.empty());
+  REQUIRE(step.kv.rows_scored == 0);
+  REQUIRE(step.counters.estimated == step.copies.rows_estimated());
+
+  std::vector<std::uint32_t> expected = positions(open, n);
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    std::vector<std::uint32_t> candidates = positions(0, pages ? 0 : open);
+    for (std::uint32_t i = 0; i < ranked; ++i) {
+      const std::uint32_t page = lists[h * ranked + i];
+      unite(candidates, positions(page * kPageTokens, (page + 1) * kPageTokens));
+    }
+    unite(expected, kept_of(candidates, 0.9, [&](auto t) { return step.copies.estimated(step.q.data(), h, t); }));
+  }
+  REQUIRE(step.row.tokens == far_only(expected, near.set));
+}
+
+TEST_CASE("what estimates keep covers nearly p, and bounds the error of the output", "[top_p][int4]") {
+  const std::string p = GENERATE("0.6", "0.9", "0.99");
+  const float q_scale = GENERATE(1.f, 4.f);
+  const std::uint32_t n = 800;
+  CAPTURE(p, q_scale);
+  PrunedStep step("pages | int4 | top_p=" + p + " | near=0%,sinks=0,recent=0", n, kPageTokens, q_scale);
+  const FakeNear near(n, 0, 0);
+  const std::uint32_t open = (n - 1) / kPageTokens * kPageTokens, ranked = 8;
+  const auto lists = some_pages(open / kPageTokens, ranked);
+  step.select(near.set, lists);
+  const double share = std::stod(p);
+  double longest = 0.0;
+  for (std::uint32_t t = 0; t < n; ++t) {
+    double square = 0.0;
+    for (std::uint32_t c = 0; c < kDim; ++c) square += std::pow(double{step.kv.v[t * kDim + c]}, 2);
+    longest = std::max(longest, std::sqrt(square));
+  }
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    std::vector<std::uint32_t> candidates = positions(open, n);
+    double delta = 0.0;
+    for (std::uint32_t i = 0; i < ranked; ++i) {
+      const std::uint32_t page = lists[h * ranked + i];
+      unite(candidates, positions(page * kPageTokens, (page + 1) * kPageTokens));
+    }
+    for (const std::uint32_t t : candidates) {
+      delta =
+          std::max(delta, std::abs(step.copies.estimated(step.q.data(), h, t) - step.kv.logit(step.q.data(), h, t)));
+    }
+    const Attended whole = attend(step.kv, step.q.data(), h, positions(0, n));
+    const Attended kept = attend(step.kv, step.q.data(), h, attended_by(step.row, h));
+    const double proposed = attend(step.kv, step.q.data(), h, candidates).mass / whole.mass;
+    const double coverage = kept.mass / whole.mass;
+    CAPTURE(h, delta, proposed, coverage);
+    REQUIRE(coverage >= proposed * share / (share + (1.0 - share) * std::exp(2.0 * delta)) * (1.0 - 1e-6));
+    double error = 0.0;
+    for (std::uint32_t c = 0; c < kDim; ++c) error += std::pow(kept.out[c] - whole.out[c], 2);
+    REQUIRE(std::sqrt(error) <= 2.0 * (1.0 - coverage) * longest * (1.0 + 1e-9));
+  }
+}
+
+TEST_CASE("masks of a device select what the host would have", "[top_p][int4]") {
+  const std::uint32_t page_tokens = GENERATE(8u, 16u, 24u, 32u, 64u);
+  const bool pages = GENERATE(true, false);
+  const std::uint32_t n = GENERATE(300u, 705u);
+  CAPTURE(page_tokens, pages, n);
+  const std::string text = std::string(pages ? "pages" : "exact") + " | int4 | top_p=0.8 | near=0%,sinks=3,recent=20";
+  PrunedStep step(text, n, page_tokens);
+  const FakeNear near(n, 3, 20, {}, page_tokens);
+  const std::uint32_t open = (n - 1) / page_tokens * page_tokens;
+  const std::uint32_t ranked = pages ? open / page_tokens / 2 : 0;
+  const auto lists = pages ? some_pages(open / page_tokens, ranked) : std::vector<std::uint32_t>{};
+  step.select(near.set, lists);
+  const SelectionRow expected = step.row;
+  const std::uint64_t expanded = step.counters.expanded_per_head;
+
+  const std::uint32_t row = pages ? ranked * page_tokens : open;
+  const std::uint32_t words = (row + 31) / 32;
+  std::vector<std::uint32_t> masks(kGroup * words);
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    std::vector<float> values(row);
+    for (std::uint32_t i = 0; i < row; ++i) {
+      const std::uint32_t token = pages ? lists[h * ranked + i / page_tokens] * page_tokens + i % page_tokens : i;
+      values[i] = step.copies.estimated(step.q.data(), h, token);
+    }
+    for (const std::uint32_t i : sluice::test::sorted_top_p(values, 0.8)) masks[h * words + i / 32] |= 1u << (i % 32);
+  }
+  const std::uint64_t estimated = step.copies.rows_estimated();
+  step.select(near.set, lists, masks);
+  REQUIRE(step.row.tokens == expected.tokens);
+  REQUIRE(step.row.scores.empty());
+  REQUIRE(step.copies.rows_estimated() == estimated);
+  REQUIRE(step.counters.expanded_per_head == expanded);
+}
+
+TEST_CASE("a larger p keeps more, and p = 1 keeps what was proposed", "[top_p][int4]") {
+  const std::string source = GENERATE("exact", "pages", "history:alpha=0.05+pages", "history:alpha=0.05");
+  CAPTURE(source);
+  const std::uint32_t n = 600;
+  const FakeNear near(n, 4, 0);
+  std::vector<std::uint32_t> before;
+  std::uint64_t candidates = 0;
+  for (const std::string p : {"0.2", "0.5", "0.9", "1"}) {
+    PrunedStep step(source + " | int4 | top_p=" + p + " | near=0%,sinks=4,recent=0", n);
+    const auto lists = some_pages(18, 6);
+    step.select(near.set, source.find("pages") == std::string::npos ? std::span<const std::uint32_t>{} : lists);
+    REQUIRE(is_subset(before, step.row.tokens));
+    REQUIRE(step.row.scores.empty());
+    before = step.row.tokens;
+    candidates = step.counters.candidates - step.counters.near_hits;
+    std::vector<HotPage> hot;
+    step.policy->observe(0, step.copies);
+    step.policy->forecast(0, n + 1, 8, hot);
+    REQUIRE(hot.empty() == (source.find("history") == std::string::npos));
+  }
+  REQUIRE(before.size() == candidates);
+}
+
+TEST_CASE("top-k of estimates takes the k best estimates", "[int4][policy]") {
+  const std::uint32_t n = 500;
+  PrunedStep step("exact | int4 | top_k=20 | near=0%,sinks=4,recent=0", n);
+  const FakeNear near(n, 4, 0);
+  step.select(near.set);
+  std::vector<std::uint32_t> expected;
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    unite(expected, best(positions(4, n), 20, [&](auto t) { return step.copies.estimated(step.q.data(), h, t); }));
+  }
+  REQUIRE(step.row.tokens == expected);
+  REQUIRE(step.row.scores.empty());
+}
+
+TEST_CASE("the preset is Quest's ranking, pruned", "[policy_text]") {
+  const PolicySpec spec = twilight_spec();
+  REQUIRE_NOTHROW(validate(spec));
+  const std::string words = to_string(spec);
+  REQUIRE(words == "pages:box,budget=8192 | int4 | top_p=0.95 | near=0%,sinks=4,recent=0 | dense=2 | page=16");
+  PolicySpec parsed = parse_policy(words);
+  parsed.name = spec.name;
+  REQUIRE(parsed == spec);
+}

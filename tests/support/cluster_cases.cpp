@@ -1,0 +1,319 @@
+// K-means, on any backend.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "sluice/error.hpp"
+#include "sluice/permutation.hpp"
+#include "tests/support/backend_under_test.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/random.hpp"
+#include "tests/support/reference.hpp"
+
+namespace sluice::test {
+namespace {
+
+constexpr float kUntouched = 1234.f;
+
+struct ClusterOptions {
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;
+  std::uint32_t clusters = 0;
+  std::uint32_t iterations = 10;
+  std::uint64_t seed = 7;
+};
+
+struct Clustering {
+  std::vector<double> centroids;
+  std::vector<std::uint32_t> assignment;
+};
+
+double squared_distance(const Problem& problem, std::uint32_t token, const double* centroid) {
+  double sum = 0.0;
+  for (std::uint32_t c = 0; c < problem.options().head_dim; ++c) {
+    sum += (problem.k(token, c) - centroid[c]) * (problem.k(token, c) - centroid[c]);
+  }
+  return sum;
+}
+
+/// Means of the members; centroids without any stay.
+void move_to_means(const Problem& problem, std::uint32_t first, Clustering& clustering) {
+  const std::uint32_t dim = problem.options().head_dim;
+  for (std::uint32_t j = 0; j < clustering.centroids.size() / dim; ++j) {
+    std::vector<double> sum(dim, 0.0);
+    std::uint32_t members = 0;
+    for (std::uint32_t i = 0; i < clustering.assignment.size(); ++i) {
+      if (clustering.assignment[i] != j) continue;
+      ++members;
+      for (std::uint32_t c = 0; c < dim; ++c) sum[c] += problem.k(first + i, c);
+    }
+    for (std::uint32_t c = 0; c < dim && members != 0; ++c) clustering.centroids[j * dim + c] = sum[c] / members;
+  }
+}
+
+/// Lloyd's algorithm in float64, as plainly as possible, for finite keys.
+Clustering reference_cluster(const Problem& problem, const ClusterOptions& options) {
+  const std::uint32_t dim = problem.options().head_dim;
+  Clustering result{.centroids = {}, .assignment = std::vector<std::uint32_t>(options.count, kNone)};
+  for (std::uint32_t j = 0; j < options.clusters; ++j) {
+    for (std::uint32_t c = 0; c < dim; ++c) {
+      result.centroids.push_back(problem.k(options.first + permuted(j, options.count, options.seed), c));
+    }
+  }
+  for (std::uint32_t round = 0; round < options.iterations; ++round) {
+    const std::vector<std::uint32_t> before = result.assignment;
+    for (std::uint32_t i = 0; i < options.count; ++i) {
+      double best = std::numeric_limits<double>::infinity();
+      for (std::uint32_t j = 0; j < options.clusters; ++j) {
+        const double distance = squared_distance(problem, options.first + i, &result.centroids[j * dim]);
+        if (distance < best) {
+          best = distance;
+          result.assignment[i] = j;
+        }
+      }
+    }
+    if (result.assignment == before) break;
+    move_to_means(problem, options.first, result);
+  }
+  return result;
+}
+
+ClusterTask task_of(BackendUnderTest& under_test, const Placed& placed, const ClusterOptions& options) {
+  const std::size_t floats = std::size_t{options.clusters} * placed.kv.layout.head_dim;
+  ClusterTask task{.kv = placed.kv,
+                   .first = options.first,
+                   .count = options.count,
+                   .clusters = options.clusters,
+                   .iterations = options.iterations,
+                   .seed = options.seed,
+                   .centroids = under_test.array(floats + 1, kUntouched).data(),
+                   .assignment = under_test.array(std::size_t{options.count} + 1, 1234u).data()};
+  const std::uint64_t scratch = under_test.backend().cluster_scratch_bytes(task);
+  task.scratch = under_test.array(scratch + 256, std::byte{0xff}).data();
+  const auto address = reinterpret_cast<std::uintptr_t>(task.scratch);
+  task.scratch += (256 - address % 256) % 256;
+  return task;
+}
+
+Clustering result_of(const ClusterTask& task) {
+  const std::size_t floats = std::size_t{task.clusters} * task.kv.layout.head_dim;
+  REQUIRE(task.centroids[floats] == kUntouched);
+  REQUIRE(task.assignment[task.count] == 1234u);
+  return {.centroids = {task.centroids, task.centroids + floats},
+          .assignment = {task.assignment, task.assignment + task.count}};
+}
+
+Clustering run(BackendUnderTest& under_test, const Problem& problem, const ClusterOptions& options) {
+  const ClusterTask task = task_of(under_test, place(under_test, problem), options);
+  under_test.backend().cluster({&task, 1}, under_test.stream());
+  under_test.finish();
+  return result_of(task);
+}
+
+double objective(const Problem& problem, std::uint32_t first, const Clustering& clustering) {
+  double sum = 0.0;
+  for (std::uint32_t i = 0; i < clustering.assignment.size(); ++i) {
+    const std::size_t at = std::size_t{clustering.assignment[i]} * problem.options().head_dim;
+    sum += squared_distance(problem, first + i, &clustering.centroids[at]);
+  }
+  return sum;
+}
+
+double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
+  REQUIRE(a.size() == b.size());
+  double worst = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) worst = std::max(worst, std::abs(a[i] - b[i]));
+  return worst;
+}
+
+/// Keys in blobs far apart, one of which each centroid begins in. Blob 0 is one point many times over; the last
+/// centroid begins there too, like the first, and so stays empty.
+void make_blobs(Problem& problem, const ClusterOptions& options) {
+  const std::uint32_t dim = problem.options().head_dim;
+  Random random(options.seed);
+  std::vector<std::uint32_t> blob(options.count);
+  for (std::uint32_t& b : blob) b = random.below(options.clusters - 1);
+  for (std::uint32_t j = 0; j < options.clusters; ++j) {
+    blob[permuted(j, options.count, options.seed)] = j % (options.clusters - 1);
+  }
+  std::vector<double> centres(std::size_t{options.clusters} * dim);
+  for (double& x : centres) x = 3.0 * random.normal();
+  for (std::uint32_t i = 0; i < options.count; ++i) {
+    for (std::uint32_t c = 0; c < dim; ++c) {
+      const double noise = blob[i] == 0 ? 0.0 : 0.1 * random.normal();
+      problem.set_k(options.first + i, c, centres[blob[i] * dim + c] + noise);
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("permuted indices are a permutation, and differ by seed", "[backend][cluster]") {
+  const auto count = GENERATE(1u, 2u, 3u, 16u, 17u, 1000u, 4096u, 70'000u);
+  CAPTURE(count);
+  std::vector<bool> seen(count, false);
+  std::uint32_t same = 0;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const std::uint32_t image = permuted(i, count, 5);
+    REQUIRE(image < count);
+    REQUIRE_FALSE(seen[image]);
+    seen[image] = true;
+    same += image == permuted(i, count, 6);
+  }
+  if (count >= 1000) REQUIRE(same < count / 100);
+}
+
+TEST_CASE("clusters of well-separated keys are the reference's", "[backend][cluster]") {
+  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
+  const auto head_dim = GENERATE(64u, 80u, 128u);
+  const auto count = GENERATE(40u, 1'000u);
+  const auto first = GENERATE(0u, 37u);
+  CAPTURE(to_string(dtype), head_dim, count, first);
+  const auto under_test = backend_under_test();
+  const ClusterOptions options{.first = first, .count = count, .clusters = count / 13};
+  Problem problem({.dtype = dtype, .tokens = first + count + 5, .head_dim = head_dim, .group = 1});
+  if (!under_test->supports(problem.shape(), problem.layout())) return;
+  make_blobs(problem, options);
+  const Clustering found = run(*under_test, problem, options);
+  const Clustering expected = reference_cluster(problem, options);
+  REQUIRE(found.assignment == expected.assignment);
+  REQUIRE(largest_difference(found.centroids, expected.centroids) < 1e-5);
+  REQUIRE(std::count(found.assignment.begin(), found.assignment.end(), options.clusters - 1) == 0);
+}
+
+TEST_CASE("every iteration brings keys nearer to their centroids, the means of their keys", "[backend][cluster]") {
+  const auto dtype = GENERATE(DType::f16, DType::bf16);
+  const auto head_dim = GENERATE(64u, 128u);
+  const auto clusters = GENERATE(1u, 5u, 33u, 100u);
+  CAPTURE(to_string(dtype), head_dim, clusters);
+  const auto under_test = backend_under_test();
+  const Problem problem({.dtype = dtype, .tokens = 700, .head_dim = head_dim, .group = 1, .outlier = 20.0});
+  double before = std::numeric_limits<double>::infinity();
+  for (const std::uint32_t iterations : {1u, 2u, 4u, 100u}) {
+    CAPTURE(iterations);
+    const ClusterOptions options{.first = 3, .count = 690, .clusters = clusters, .iterations = iterations};
+    const Clustering found = run(*under_test, problem, options);
+    REQUIRE(std::all_of(found.assignment.begin(), found.assignment.end(), [&](auto j) { return j < clusters; }));
+    Clustering means = found;
+    move_to_means(problem, options.first, means);
+    REQUIRE(largest_difference(found.centroids, means.centroids) < 1e-5);
+    const double now = objective(problem, options.first, found);
+    REQUIRE(now <= before * (1.0 + 1e-6));
+    before = now;
+    if (iterations != 100) continue;
+    // At rest: no key has a nearer centroid than its own, but for rounding.
+    for (std::uint32_t i = 0; i < options.count; ++i) {
+      const auto distance = [&](std::size_t j) {
+        return squared_distance(problem, options.first + i, &found.centroids[j * head_dim]);
+      };
+      const double own = distance(found.assignment[i]);
+      for (std::uint32_t j = 0; j < clusters; ++j) REQUIRE(own <= distance(j) + 0.05);
+    }
+    const Clustering again = run(*under_test, problem, options);
+    REQUIRE(again.assignment == found.assignment);
+    REQUIRE(again.centroids == found.centroids);
+  }
+}
+
+TEST_CASE("as many clusters as distinct keys leave each key alone", "[backend][cluster]") {
+  const auto count = GENERATE(1u, 2u, 31u, 200u);
+  CAPTURE(count);
+  const auto under_test = backend_under_test();
+  const Problem problem({.tokens = count, .head_dim = 128, .group = 1});
+  const ClusterOptions options{.count = count, .clusters = count, .iterations = 3};
+  const Clustering found = run(*under_test, problem, options);
+  for (std::uint32_t j = 0; j < count; ++j) {
+    const std::uint32_t token = permuted(j, count, options.seed);
+    REQUIRE(found.assignment[token] == j);
+    for (std::uint32_t c = 0; c < 128; ++c) REQUIRE(found.centroids[j * 128 + c] == problem.k(token, c));
+  }
+}
+
+TEST_CASE("equal keys all belong to the first cluster", "[backend][cluster]") {
+  const auto under_test = backend_under_test();
+  Problem problem({.tokens = 300, .head_dim = 64, .group = 1});
+  for (std::uint32_t token = 1; token < 300; ++token) {
+    for (std::uint32_t c = 0; c < 64; ++c) problem.set_k(token, c, problem.k(0, c));
+  }
+  const Clustering found = run(*under_test, problem, {.count = 300, .clusters = 40});
+  REQUIRE(found.assignment == std::vector<std::uint32_t>(300, 0));
+  for (std::uint32_t c = 0; c < 64; ++c) {
+    REQUIRE(std::abs(found.centroids[c] - problem.k(0, c)) <= 1e-6 * std::abs(problem.k(0, c)));
+    REQUIRE(found.centroids[39 * 64 + c] == problem.k(0, c));
+  }
+}
+
+TEST_CASE("keys that are not finite go to cluster 0 and into no mean", "[backend][cluster]") {
+  const double bad =
+      GENERATE(std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity());
+  const bool seeds_too = GENERATE(false, true);
+  CAPTURE(bad, seeds_too);
+  const auto under_test = backend_under_test();
+  const ClusterOptions options{.count = 400, .clusters = 30};
+  Problem problem({.tokens = 400, .head_dim = 128, .group = 1});
+  std::vector<std::uint32_t> broken{permuted(100, 400, options.seed), permuted(399, 400, options.seed)};
+  if (seeds_too) broken.push_back(permuted(29, 400, options.seed));
+  for (const std::uint32_t token : broken) problem.set_k(token, 77, bad);
+  const Clustering found = run(*under_test, problem, options);
+  for (const std::uint32_t token : broken) REQUIRE(found.assignment[token] == 0);
+  for (std::uint32_t j = 0; j < 30; ++j) {
+    std::vector<double> sum(128, 0.0);
+    std::uint32_t members = 0;
+    for (std::uint32_t i = 0; i < 400; ++i) {
+      if (found.assignment[i] != j || std::find(broken.begin(), broken.end(), i) != broken.end()) continue;
+      ++members;
+      for (std::uint32_t c = 0; c < 128; ++c) sum[c] += problem.k(i, c);
+    }
+    const bool lost = seeds_too && j == 29;
+    REQUIRE((members == 0) == lost);
+    for (std::uint32_t c = 0; c < 128; ++c) {
+      const double centroid = found.centroids[j * 128 + c];
+      REQUIRE((lost ? std::isnan(centroid) : std::abs(centroid - sum[c] / members) < 1e-5));
+    }
+  }
+}
+
+TEST_CASE("clusterings of several KV heads at once are those of each alone", "[backend][cluster]") {
+  const auto under_test = backend_under_test();
+  const Problem problem({.tokens = 3'000, .head_dim = 128, .group = 1});
+  const Placed placed = place(*under_test, problem);
+  const std::vector<ClusterOptions> all{{.first = 0, .count = 3'000, .clusters = 94},
+                                        {.first = 5, .count = 0, .clusters = 0},
+                                        {.first = 952, .count = 2'048, .clusters = 64, .iterations = 2},
+                                        {.first = 2'999, .count = 1, .clusters = 1, .iterations = 1}};
+  std::vector<ClusterTask> tasks;
+  for (const ClusterOptions& options : all) tasks.push_back(task_of(*under_test, placed, options));
+  under_test->backend().cluster(tasks, under_test->stream());
+  under_test->finish();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    CAPTURE(i);
+    const Clustering found = result_of(tasks[i]);
+    if (all[i].count == 0) continue;
+    const Clustering alone = run(*under_test, problem, all[i]);
+    REQUIRE(found.assignment == alone.assignment);
+    REQUIRE(found.centroids == alone.centroids);
+  }
+}
+
+TEST_CASE("a clustering that cannot be is refused before anything is written", "[backend][cluster]") {
+  const auto under_test = backend_under_test();
+  const Problem problem({.tokens = 20, .head_dim = 64, .group = 1});
+  const Placed placed = place(*under_test, problem);
+  for (const ClusterOptions& options : {ClusterOptions{.count = 4, .clusters = 5}, ClusterOptions{.count = 4},
+                                        ClusterOptions{.count = 4, .clusters = 2, .iterations = 0}}) {
+    const ClusterTask task = task_of(*under_test, placed, options);
+    try {
+      under_test->backend().cluster({&task, 1}, under_test->stream());
+      FAIL("it was accepted");
+    } catch (const Error& error) {
+      REQUIRE(error.code() == Errc::invalid_argument);
+    }
+    under_test->finish();
+    REQUIRE(task.centroids[0] == kUntouched);
+    REQUIRE(task.assignment[0] == 1234u);
+  }
+}
+
+}  // namespace sluice::test

@@ -1,0 +1,379 @@
+// 4-bit copies, estimates and top-p, on any backend.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "tests/support/backend_under_test.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/prune_reference.hpp"
+#include "tests/support/random.hpp"
+#include "tests/support/reference.hpp"
+
+namespace sluice::test {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kUntouched = 1234.f;
+constexpr std::uint32_t kUntouchedWord = 0xa5a5'5a5au;
+
+/// 4-bit copies of all pages of a problem, in its frames; the frames between are poisoned.
+struct Copies {
+  Copies(BackendUnderTest& under_test, const Problem& problem, const Placed& placed)
+      : layout(problem.layout()),
+        data(under_test.array((2 * problem.frames().size() + 1) * layout.page_bytes(), std::byte{0xff})) {
+    std::vector<QuantizeTask> tasks;
+    for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
+      const std::uint32_t left = problem.options().tokens - page * layout.page_tokens;
+      tasks.push_back({.page = placed.kv.page(page),
+                       .rows = std::min(left, layout.page_tokens),
+                       .out = data.data() + problem.frames()[page] * layout.page_bytes()});
+    }
+    under_test.backend().quantize(tasks, problem.layout(), under_test.stream());
+  }
+  [[nodiscard]] DecodedRow row(const Problem& problem, std::uint32_t token) const {
+    const std::uint32_t frame = problem.frames()[token / layout.page_tokens];
+    return decode_row(data.data() + frame * layout.page_bytes(), layout, token % layout.page_tokens);
+  }
+  Int4Layout layout;
+  std::span<std::byte> data;
+};
+
+struct Extremes {
+  double least, most;
+};
+Extremes extremes(const Problem& problem, std::uint32_t token) {
+  Extremes found{problem.k(token, 0), problem.k(token, 0)};
+  for (std::uint32_t c = 1; c < problem.options().head_dim; ++c) {
+    found = {std::min(found.least, problem.k(token, c)), std::max(found.most, problem.k(token, c))};
+  }
+  return found;
+}
+
+/// What rounding scale and zero to f16 costs a row: of the zero, and of the scale 15 times.
+double f16_slack(const Extremes& row) {
+  return 0x1p-11 * (std::abs(row.least) + row.most - row.least) + 16.0 * 0x1p-25;
+}
+
+/// Logits from the stored copies, and how far sums in float32 may be off.
+struct Estimate {
+  double logit = 0.0;
+  double within = 0.0;
+};
+Estimate estimate(const Problem& problem, const DecodedRow& row, std::uint32_t head) {
+  Estimate result;
+  for (std::uint32_t c = 0; c < problem.options().head_dim; ++c) {
+    result.logit += problem.q(head, c) * row.at(c);
+    result.within += std::abs(problem.q(head, c)) * (15.0 * std::abs(row.scale) + std::abs(row.zero));
+  }
+  const double root = std::sqrt(static_cast<double>(problem.options().head_dim));
+  return {.logit = result.logit / root, .within = 2e-6 * result.within / root};
+}
+
+bool close(float got, const Estimate& expected) {
+  return std::isnan(expected.logit) ? std::isnan(got) : std::abs(got - expected.logit) <= expected.within;
+}
+
+}  // namespace
+
+TEST_CASE("4-bit copies are within half a step of the keys, their extremes exact", "[backend][int4]") {
+  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
+  const auto head_dim = GENERATE(64u, 80u, 128u);
+  const auto page_tokens = GENERATE(8u, 16u, 256u);
+  const auto outlier = GENERATE(1.0, 1e3, 1e-6);
+  CAPTURE(to_string(dtype), head_dim, page_tokens, outlier);
+  const auto under_test = backend_under_test();
+  const Problem problem({.dtype = dtype,
+                         .tokens = 5 * page_tokens - 3,
+                         .head_dim = head_dim,
+                         .group = 1,
+                         .page_tokens = page_tokens,
+                         .outlier = outlier});
+  if (!under_test->supports(problem.shape(), problem.layout())) return;
+  const Copies copies(*under_test, problem, place(*under_test, problem));
+  under_test->finish();
+  for (std::uint32_t token = 0; token < problem.options().tokens; ++token) {
+    const DecodedRow row = copies.row(problem, token);
+    const Extremes range = extremes(problem, token);
+    const double slack = f16_slack(range);
+    CAPTURE(token, row.scale, row.zero);
+    REQUIRE(std::abs(row.zero - range.least) <= slack);
+    REQUIRE(std::abs(row.at(0) - problem.k(token, 0)) <= row.scale / 2.0 * 1.001 + slack);
+    double worst = 0.0;
+    double most = -1e30;
+    for (std::uint32_t c = 0; c < head_dim; ++c) {
+      worst = std::max(worst, std::abs(row.at(c) - problem.k(token, c)));
+      most = std::max(most, row.at(c));
+    }
+    REQUIRE(worst <= row.scale / 2.0 * 1.001 + slack);
+    REQUIRE(std::abs(most - range.most) <= 2.0 * slack);
+  }
+  // Rows that no token has were left alone.
+  const std::uint32_t frame = problem.frames().back();
+  const DecodedRow beyond =
+      decode_row(copies.data.data() + frame * copies.layout.page_bytes(), copies.layout, page_tokens - 1);
+  REQUIRE(std::isnan(beyond.scale));
+  REQUIRE(std::count(beyond.codes.begin(), beyond.codes.end(), 15u) == head_dim);
+}
+
+TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[backend][int4]") {
+  const auto dtype = GENERATE(DType::f32, DType::bf16);
+  const auto head_dim = GENERATE(64u, 128u);
+  CAPTURE(to_string(dtype), head_dim);
+  const auto under_test = backend_under_test();
+  Problem problem({.dtype = dtype, .tokens = 8, .head_dim = head_dim, .group = 1, .page_tokens = 8});
+  if (!under_test->supports(problem.shape(), problem.layout())) return;
+  const double rows[] = {0.0, 2.5, -40.0, 1e30, -1e30};
+  for (std::uint32_t token = 0; token < 5; ++token) {
+    for (std::uint32_t c = 0; c < head_dim; ++c) problem.set_k(token, c, rows[token]);
+  }
+  problem.set_k(5, head_dim - 1, std::nan(""));
+  problem.set_k(6, 7, kInf);
+  for (std::uint32_t c = 0; c < head_dim; ++c) problem.set_k(7, c, -kInf);
+  const Copies copies(*under_test, problem, place(*under_test, problem));
+  under_test->finish();
+  for (std::uint32_t token = 0; token < 3; ++token) {
+    const DecodedRow row = copies.row(problem, token);
+    REQUIRE(row.scale == 0x1p-24);
+    for (std::uint32_t c = 0; c < head_dim; ++c) REQUIRE(row.at(c) == rows[token]);
+  }
+  const DecodedRow large = copies.row(problem, 3);
+  REQUIRE(large.at(0) >= 65504.0);
+  REQUIRE(std::isfinite(large.at(0)));
+  REQUIRE(copies.row(problem, 4).at(0) == -65504.0);
+  REQUIRE(std::isnan(copies.row(problem, 5).scale));
+  REQUIRE(std::isnan(copies.row(problem, 5).zero));
+  REQUIRE(copies.row(problem, 6).at(7) > 65504.0);
+  REQUIRE(std::isfinite(copies.row(problem, 7).at(0)));
+}
+
+TEST_CASE("estimates are products with the decoded copies, and near the logits", "[backend][int4]") {
+  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
+  const auto head_dim = GENERATE(16u, 64u, 80u, 128u);
+  const auto group = GENERATE(1u, 3u, 4u, 8u, 13u, 32u);
+  CAPTURE(to_string(dtype), head_dim, group);
+  const auto under_test = backend_under_test();
+  const std::uint32_t page_tokens = group == 3 ? 24 : 16;
+  const Problem problem({.dtype = dtype,
+                         .tokens = 533,
+                         .head_dim = head_dim,
+                         .group = group,
+                         .page_tokens = page_tokens,
+                         .outlier = group == 4 ? 50.0 : 1.0});
+  if (!under_test->supports(problem.shape(), problem.layout())) return;
+  const Placed placed = place(*under_test, problem);
+  const Copies copies(*under_test, problem, placed);
+  std::vector<ScoreInt4Task> tasks;
+  for (const std::uint32_t tokens : {533u, 1u, 0u, 16u, 100u, 127u, 529u}) {
+    const auto out = under_test->array(std::size_t{group} * tokens + 1, kUntouched);
+    tasks.push_back({.q = placed.q,
+                     .copies = copies.data.data(),
+                     .frames = placed.device_frames,
+                     .tokens = tokens,
+                     .out = out.data()});
+  }
+  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->finish();
+  for (std::uint32_t token = 0; token < 533; ++token) {
+    const DecodedRow row = copies.row(problem, token);
+    const double slack = f16_slack(extremes(problem, token));
+    for (std::uint32_t head = 0; head < group; ++head) {
+      const Estimate expected = estimate(problem, row, head);
+      double q1 = 0.0;
+      for (std::uint32_t c = 0; c < head_dim; ++c) q1 += std::abs(problem.q(head, c));
+      const double bound = (row.scale / 2.0 * 1.001 + slack) * q1 / std::sqrt(static_cast<double>(head_dim));
+      for (const ScoreInt4Task& task : tasks) {
+        if (token >= task.tokens) continue;
+        const float got = task.out[std::size_t{head} * task.tokens + token];
+        CAPTURE(token, head, task.tokens, got, expected.logit, expected.within);
+        if (!close(got, expected)) FAIL("not the product with the copy");
+        if (std::abs(got - reference::score(problem, head, token)) > bound + expected.within)
+          FAIL("too far from the logit");
+      }
+    }
+  }
+  for (const ScoreInt4Task& task : tasks) REQUIRE(task.out[std::size_t{group} * task.tokens] == kUntouched);
+}
+
+TEST_CASE("with lists every head has its own pages, and the tail is minus infinity", "[backend][int4]") {
+  const auto head_dim = GENERATE(64u, 128u);
+  const auto group = GENERATE(1u, 4u, 7u, 32u);
+  const auto page_tokens = GENERATE(8u, 16u, 40u);
+  const auto listed = GENERATE(1u, 5u, 29u);
+  CAPTURE(head_dim, group, page_tokens, listed);
+  const auto under_test = backend_under_test();
+  const std::uint32_t pages = 30;
+  const std::uint32_t tokens = pages * page_tokens - 5;  // The last page is open.
+  const Problem problem({.tokens = tokens, .head_dim = head_dim, .group = group, .page_tokens = page_tokens});
+  const Placed placed = place(*under_test, problem);
+  const Copies copies(*under_test, problem, placed);
+  const auto lists = under_test->array<std::uint32_t>(std::size_t{group} * listed);
+  Random random(listed + group);
+  for (std::uint32_t head = 0; head < group; ++head) {  // Ascending; every other head has the open page.
+    const std::uint32_t room = pages - listed;
+    std::uint32_t page = head % 2 == 0 ? room : 0;
+    for (std::uint32_t i = 0; i < listed; ++i) {
+      lists[head * listed + i] = page + i;
+      if (head % 2 == 1 && i + page + 1 < room + i) page += random.below(2);
+    }
+  }
+  const std::size_t row = std::size_t{listed} * page_tokens;
+  const auto out = under_test->array(group * row + 1, kUntouched);
+  std::vector<ScoreInt4Task> tasks(1, {.q = placed.q,
+                                       .copies = copies.data.data(),
+                                       .frames = placed.device_frames,
+                                       .tokens = tokens,
+                                       .lists = lists.data(),
+                                       .listed = listed,
+                                       .out = out.data()});
+  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->finish();
+  REQUIRE(out.back() == kUntouched);
+  for (std::uint32_t head = 0; head < group; ++head) {
+    for (std::uint32_t i = 0; i < row; ++i) {
+      const std::uint32_t token = lists[head * listed + i / page_tokens] * page_tokens + i % page_tokens;
+      const float got = out[head * row + i];
+      CAPTURE(head, i, token, got);
+      if (token >= tokens) {
+        if (got != -kInf) FAIL("the tail counts");
+      } else if (!close(got, estimate(problem, copies.row(problem, token), head))) {
+        FAIL("not the product with the copy");
+      }
+    }
+  }
+}
+
+TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4]") {
+  const auto under_test = backend_under_test();
+  Problem problem({.tokens = 40, .group = 5});
+  problem.set_k(17, 3, std::nan(""));
+  const Placed placed = place(*under_test, problem);
+  const Copies copies(*under_test, problem, placed);
+  const auto out = under_test->array(5 * 40, kUntouched);
+  const ScoreInt4Task task{
+      .q = placed.q, .copies = copies.data.data(), .frames = placed.device_frames, .tokens = 40, .out = out.data()};
+  under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
+  under_test->finish();
+  for (std::uint32_t i = 0; i < 200; ++i) {
+    CAPTURE(i);
+    REQUIRE(std::isnan(out[i]) == (i % 40 == 17));
+  }
+}
+
+TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
+  const auto many = GENERATE(true, false);
+  const auto under_test = backend_under_test();
+  const std::uint32_t tokens = many ? 400 : 20'000;
+  const Problem problem({.tokens = tokens, .head_dim = 128, .group = 4});
+  const Placed placed = place(*under_test, problem);
+  const Copies copies(*under_test, problem, placed);
+  std::vector<ScoreInt4Task> tasks;
+  for (std::uint32_t i = 0; i < (many ? 150u : 1u); ++i) {
+    const std::uint32_t visible = many ? 1 + i * 7 % tokens : tokens;
+    tasks.push_back({.q = placed.q,
+                     .copies = copies.data.data(),
+                     .frames = placed.device_frames,
+                     .tokens = visible,
+                     .out = under_test->array(std::size_t{4} * visible, kUntouched).data()});
+  }
+  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->finish();
+  std::vector<Estimate> expected;
+  for (std::uint32_t token = 0; token < tokens; ++token) {
+    const DecodedRow row = copies.row(problem, token);
+    for (std::uint32_t head = 0; head < 4; ++head) expected.push_back(estimate(problem, row, head));
+  }
+  for (const ScoreInt4Task& task : tasks) {
+    std::size_t right = 0;
+    for (std::size_t i = 0; i < std::size_t{4} * task.tokens; ++i) {
+      right += close(task.out[i], expected[i % task.tokens * 4 + i / task.tokens]) ? 1 : 0;
+    }
+    REQUIRE(right == std::size_t{4} * task.tokens);
+  }
+}
+
+TEST_CASE("top-p keeps the fewest that reach p, and all ties of the smallest", "[backend][top_p]") {
+  const auto count = GENERATE(0u, 1u, 2u, 31u, 32u, 33u, 1'000u, 8'192u, 60'001u, 131'072u);
+  const auto under_test = backend_under_test();
+  Random random(count + 1);
+  for (std::uint32_t round = 0; round < (count > 8'192 ? 6u : 40u); ++round) {
+    const std::vector<float> row = count == 0 ? std::vector<float>{} : random_logits(count, random);
+    const auto values = under_test->copy_of(row);
+    const auto mask = under_test->array((count + 31) / 32 + 1, kUntouchedWord);
+    const auto kept = under_test->array(2, kUntouchedWord);
+    const float p = round % 5 == 4 ? 1.f : static_cast<float>(0.05 + 0.94 * random.uniform());
+    const TopPTask task{.values = values, .p = p, .mask = mask.data(), .count = kept.data()};
+    under_test->backend().top_p({&task, 1}, under_test->stream());
+    under_test->finish();
+    CAPTURE(count, round, p, kept[0]);
+    REQUIRE(mask.back() == kUntouchedWord);
+    REQUIRE(kept[1] == kUntouchedWord);
+    REQUIRE(is_top_p(row, p, mask.first(mask.size() - 1), kept[0], 1e-5));
+  }
+}
+
+TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p = 1 keeps all", "[backend][top_p]") {
+  const auto under_test = backend_under_test();
+  constexpr std::uint32_t kCount = 1'000;
+  std::vector<float> distinct(kCount);  // Equal weights but for the last bits: no ties.
+  for (std::uint32_t i = 0; i < kCount; ++i) distinct[i] = 1.f + static_cast<float>(i * 7 % kCount) * 0x1p-23f;
+  std::vector<float> one_hot(kCount, -60.f);
+  one_hot[777] = 0.f;
+  std::vector<float> infinite(kCount, 5.f);
+  infinite[3] = infinite[4] = kInf;
+  struct Case {
+    std::vector<float> values;
+    float p;
+    std::uint32_t kept;
+  };
+  const Case cases[] = {{distinct, 0.9505f, 951},
+                        {std::vector<float>(kCount, 2.f), 0.5f, kCount},
+                        {one_hot, 0.95f, 1},
+                        {one_hot, 1.f, kCount},
+                        {infinite, 0.95f, 2},
+                        {std::vector<float>(kCount, -kInf), 0.95f, 0},
+                        {std::vector<float>(kCount, kNotANumber), 1.f, 0},
+                        {std::vector<float>(1, -3e38f), 0.95f, 1}};
+  std::vector<TopPTask> tasks;
+  std::vector<std::span<std::uint32_t>> counts;
+  for (const Case& one : cases) {
+    counts.push_back(under_test->array(1, kUntouchedWord));
+    tasks.push_back({.values = under_test->copy_of(one.values),
+                     .p = one.p,
+                     .mask = under_test->array((one.values.size() + 31) / 32, kUntouchedWord).data(),
+                     .count = counts.back().data()});
+  }
+  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->finish();
+  for (std::size_t i = 0; i < std::size(cases); ++i) {
+    CAPTURE(i);
+    REQUIRE(counts[i][0] == cases[i].kept);
+    const std::span<const std::uint32_t> mask(tasks[i].mask, (cases[i].values.size() + 31) / 32);
+    REQUIRE(is_top_p(cases[i].values, cases[i].p, mask, counts[i][0], 1e-5));
+  }
+}
+
+TEST_CASE("what top-p keeps grows with p", "[backend][top_p]") {
+  const auto under_test = backend_under_test();
+  Random random(5);
+  std::vector<float> row(3'000);
+  for (float& x : row) x = static_cast<float>(2.0 * random.normal());
+  const auto values = under_test->copy_of(row);
+  std::vector<TopPTask> tasks;
+  for (std::uint32_t i = 1; i <= 200; ++i) {
+    tasks.push_back({.values = values,
+                     .p = static_cast<float>(i) / 200.f,
+                     .mask = under_test->array<std::uint32_t>(94).data(),
+                     .count = under_test->array<std::uint32_t>(1).data()});
+  }
+  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->finish();
+  REQUIRE(*tasks.front().count >= 1);
+  REQUIRE(*tasks.back().count == 3'000);
+  for (std::size_t i = 1; i < tasks.size(); ++i) {
+    REQUIRE(*tasks[i].count >= *tasks[i - 1].count);
+    for (std::size_t w = 0; w < 94; ++w) REQUIRE((tasks[i - 1].mask[w] & ~tasks[i].mask[w]) == 0u);
+  }
+}
+
+}  // namespace sluice::test

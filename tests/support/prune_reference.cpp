@@ -1,0 +1,111 @@
+#include "tests/support/prune_reference.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "tests/support/reference.hpp"
+
+namespace sluice::test {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+bool counts(float value) { return !std::isnan(value) && value != -kInf; }
+
+/// Softmax weights; 0 for what does not count.
+std::vector<double> weights_of(std::span<const float> values) {
+  float top = -kInf;
+  for (const float value : values) top = counts(value) ? std::max(top, value) : top;
+  std::vector<double> weights;
+  for (const float value : values) {
+    const double weight = value == top ? 1.0 : std::exp(static_cast<double>(value) - static_cast<double>(top));
+    weights.push_back(counts(value) ? weight : 0.0);
+  }
+  const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
+  for (double& weight : weights) weight /= sum > 0.0 ? sum : 1.0;
+  return weights;
+}
+
+}  // namespace
+
+DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint32_t row) {
+  DecodedRow decoded;
+  const std::byte* const params = copy + layout.params_offset();
+  decoded.scale = load_element(params, DType::f16, 2 * row);
+  decoded.zero = load_element(params, DType::f16, 2 * row + 1);
+  for (std::uint32_t c = 0; c < layout.head_dim; ++c) {
+    std::uint32_t word = 0;
+    std::memcpy(&word, copy + row * layout.row_bytes() + layout.word_of(c) * sizeof word, sizeof word);
+    decoded.codes.push_back((word >> layout.shift_of(c)) & 15u);
+  }
+  return decoded;
+}
+
+std::vector<std::uint32_t> sorted_top_p(std::span<const float> values, double p) {
+  const std::vector<double> weights = weights_of(values);
+  std::vector<std::uint32_t> order;
+  for (std::uint32_t i = 0; i < values.size(); ++i) {
+    if (counts(values[i])) order.push_back(i);
+  }
+  std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return values[a] > values[b]; });
+  double sum = 0.0;
+  std::size_t kept = p >= 1.0 ? order.size() : 0;
+  while (kept < order.size() && sum < p) sum += weights[order[kept++]];
+  while (kept != 0 && kept < order.size() && values[order[kept]] == values[order[kept - 1]]) ++kept;
+  order.resize(kept);
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+bool is_top_p(std::span<const float> values, double p, std::span<const std::uint32_t> mask, std::uint32_t count,
+              double within) {
+  const std::vector<double> weights = weights_of(values);
+  float least_kept = kInf;
+  float most_left = -kInf;
+  std::uint32_t kept = 0;
+  for (std::size_t i = 0; i < mask.size() * 32; ++i) {
+    const bool keeps = (mask[i / 32] >> (i % 32) & 1u) != 0;
+    if (keeps && (i >= values.size() || !counts(values[i]))) return false;
+    if (i >= values.size() || !counts(values[i])) continue;
+    kept += keeps ? 1 : 0;
+    if (keeps) least_kept = std::min(least_kept, values[i]);
+    if (!keeps) most_left = std::max(most_left, values[i]);
+  }
+  if (kept != count) return false;
+  if (count == 0) return std::none_of(values.begin(), values.end(), counts);
+  if (most_left >= least_kept) return false;
+  if (p >= 1.0) return most_left == -kInf;
+  double mass = 0.0;
+  double without_least = 0.0;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (!counts(values[i]) || values[i] < least_kept) continue;
+    mass += weights[i];
+    if (values[i] > least_kept) without_least += weights[i];
+  }
+  return mass >= p - within && without_least < p + within;
+}
+
+std::vector<float> random_logits(std::uint32_t count, Random& random) {
+  const double spread = 0.5 + 4.5 * random.uniform();
+  const std::uint32_t kind = random.below(6);
+  const double shift = 20.0 * random.normal();
+  std::vector<float> values(count);
+  for (float& value : values) {
+    switch (kind) {
+      case 0: value = static_cast<float>(random.below(4)) - 2.f; break;
+      case 1: value = -60.f; break;
+      default: value = static_cast<float>(spread * random.normal() + shift);
+    }
+    if (kind == 2 && random.below(5) == 0) {
+      const float odd[] = {std::nanf(""), -std::nanf(""), -kInf, 0.f, -0.f};
+      value = odd[random.below(5)];
+    }
+  }
+  if (kind == 1) values[random.below(count)] = 3.f;
+  return values;
+}
+
+}  // namespace sluice::test

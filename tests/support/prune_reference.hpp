@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "sluice/int4.hpp"
+#include "tests/support/random.hpp"
+
+/// Estimating and cutting once more in float64, as plainly as possible.
+namespace sluice::test {
+
+/// One row of a 4-bit copy, exactly as it is stored.
+struct DecodedRow {
+  double scale = 0.0;
+  double zero = 0.0;
+  std::vector<std::uint32_t> codes;  ///< [head_dim]
+  [[nodiscard]] double at(std::size_t channel) const { return codes[channel] * scale + zero; }
+};
+[[nodiscard]] DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint32_t row);
+
+/// What top-p keeps of `values`, by sorting: ascending indices, ties of the smallest included.
+[[nodiscard]] std::vector<std::uint32_t> sorted_top_p(std::span<const float> values, double p);
+
+/// Whether `mask` and `count` are what top-p keeps: the heaviest, of mass p, and without the smallest of them (and its
+/// ties) less; sums may be off by `within`. The reference's answer is always right.
+[[nodiscard]] bool is_top_p(std::span<const float> values, double p, std::span<const std::uint32_t> mask,
+                            std::uint32_t count, double within);
+
+/// A row of logits: normal, of any spread from 0.5 to 5; or with few distinct values; or all but one far below; or with
+/// NaN and infinities.
+[[nodiscard]] std::vector<float> random_logits(std::uint32_t count, Random& random);
+
+}  // namespace sluice::test

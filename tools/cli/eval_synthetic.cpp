@@ -1,0 +1,82 @@
+#include "tools/cli/eval_synthetic.hpp"
+
+#include <map>
+#include <string>
+
+#include "cpu/host_device.hpp"
+#include "cpu/topology.hpp"
+#include "cpu/workers.hpp"
+#include "tools/cli/bench_device.hpp"
+#include "tools/cli/bench_shapes.hpp"
+#include "tools/cli/report.hpp"
+
+namespace sluice::tools {
+namespace {
+
+constexpr std::uint32_t kWarmUp = 2;
+constexpr std::uint32_t kImportChunk = 4096;
+
+}  // namespace
+
+AttentionShape needle_shape() {
+  AttentionShape shape = named_shape("llama-3.1-8b");
+  shape.layers = 1;
+  return shape;
+}
+
+std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const RuntimeFlags& flags,
+                                          const std::vector<PolicySpec>& policies,
+                                          const std::shared_ptr<Device>& given, ProgressBar& bar) {
+  const cpu::Topology topology;
+  const auto builders = std::make_shared<const cpu::Workers>(topology, cpu::WorkersOptions{});
+  std::shared_ptr<Device> device = given;
+  if (!device) device = std::make_shared<cpu::HostDevice>(builders);
+  const AttentionShape shape = needle_shape();
+
+  std::map<std::uint32_t, std::vector<std::size_t>> by_page;
+  for (std::size_t p = 0; p < policies.size(); ++p) {
+    const std::uint32_t own = options.own_pages ? policies[p].page_tokens : 0;
+    by_page[own != 0 ? own : flags.options.page_tokens].push_back(p);
+  }
+  std::vector<NeedleScore> scores(policies.size());
+  std::size_t done = 0;
+  for (const auto& [page_tokens, group] : by_page) {
+    SyntheticOptions synthetic{
+        .shape = shape,
+        .layout = {.page_tokens = page_tokens, .head_dim = shape.head_dim, .dtype = DType::bf16},
+        .tokens = options.tokens,
+        .steps = kWarmUp + options.steps};
+    synthetic.seed = options.seed;
+    synthetic.needles = options.needles;
+    const SyntheticLayer layer(synthetic, topology, builders);
+    const DeviceSteps steps(layer, *device);
+    std::vector<PolicySpec> specs;
+    for (const std::size_t p : group) specs.push_back(policies[p]);
+    RuntimeFlags own = flags;
+    own.options.page_tokens = page_tokens;
+    own.options.kv_dtype = DType::bf16;
+    own.options.prefill_chunk = kImportChunk;
+    RuntimeOptions runtime = sized(own, shape, specs, options.tokens + synthetic.steps);
+    for (const std::uint32_t every : {0u, 1u}) {
+      runtime.audit_every = every;
+      DeviceDecode decode(runtime, layer, steps, device);
+      for (const std::size_t p : group) {
+        bar.update(done++, 2 * policies.size(), "needles: " + policies[p].name);
+        PolicySpec policy = policies[p];
+        policy.dense_layers = policy.dense_every = 0;  // The only layer is one that the policy works in.
+        const StepTimes run = decode.run(policy, kWarmUp, options.steps);
+        NeedleScore& score = scores[p];
+        score.page_tokens = page_tokens;
+        if (every == 0) {
+          score.layer_us = percentile(run.layer_us, 0.5);
+        } else {
+          score.audited = run.stats;
+          score.link_bytes = run.link_bytes;
+        }
+      }
+    }
+  }
+  return scores;
+}
+
+}  // namespace sluice::tools

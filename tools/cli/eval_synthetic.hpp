@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "sluice/device.hpp"
+#include "sluice/policy.hpp"
+#include "sluice/stats.hpp"
+#include "tools/cli/progress_bar.hpp"
+#include "tools/cli/runtime_flags.hpp"
+
+namespace sluice::tools {
+
+/// Needles in synthetic attention of one layer of Llama-3.1-8B's shape, new ones in every decode step.
+struct NeedleOptions {
+  std::uint32_t tokens = 131072;
+  std::uint32_t needles = 1;  ///< per step
+  std::uint32_t steps = 8;
+  std::uint64_t seed = 0;
+  bool own_pages = true;  ///< as TaskEvalOptions::own_pages
+};
+
+[[nodiscard]] AttentionShape needle_shape();
+
+struct NeedleScore {
+  Stats audited;                 ///< with coverage and watched tokens
+  std::uint64_t link_bytes = 0;  ///< over the link while decoding
+  std::uint32_t page_tokens = 0;
+  double layer_us = 0.0;  ///< median over the steps of a run without audits
+};
+
+/// Every policy over the same needles. Two runs each: with an audit of every step, and without for the time.
+[[nodiscard]] std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const RuntimeFlags& flags,
+                                                        const std::vector<PolicySpec>& policies,
+                                                        const std::shared_ptr<Device>& device, ProgressBar& bar);
+
+}  // namespace sluice::tools

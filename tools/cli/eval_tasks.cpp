@@ -1,0 +1,120 @@
+#include "tools/cli/eval_tasks.hpp"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <utility>
+
+#include "tools/llama/sampler.hpp"
+#include "tools/llama/session.hpp"
+#include "tools/llama/tokenizer.hpp"
+
+namespace sluice::tools {
+namespace {
+
+constexpr std::size_t kBosTokens = 1;
+
+PromptCache prefilled(const Model& model, Runtime& runtime, std::span<const int> tokens) {
+  PromptCache cache;
+  Session session(model, runtime, parse_policy("full"));
+  session.prefill(tokens, {}, &cache);
+  return cache;
+}
+
+/// Positions of the answer's tokens: a byte is a token, behind BOS.
+std::vector<std::uint32_t> evidence_of(const Task& task) {
+  std::vector<std::uint32_t> tokens(task.evidence_end - task.evidence_begin);
+  std::iota(tokens.begin(), tokens.end(), static_cast<std::uint32_t>(kBosTokens + task.evidence_begin));
+  return tokens;
+}
+
+}  // namespace
+
+TaskEvaluation::TaskEvaluation(const TaskEvalOptions& options, const RuntimeFlags& flags, const Model& model,
+                               std::vector<PolicySpec> policies, std::shared_ptr<Device> device, std::string haystack)
+    : options_(options),
+      flags_(flags),
+      model_(model),
+      policies_(std::move(policies)),
+      device_(std::move(device)),
+      haystack_(std::move(haystack)) {}
+
+std::uint32_t TaskEvaluation::page_tokens_of(const PolicySpec& policy) const noexcept {
+  return options_.own_pages && policy.page_tokens != 0 ? policy.page_tokens : flags_.options.page_tokens;
+}
+
+std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, ProgressBar& bar) {
+  std::vector<Task> tasks;
+  std::vector<PromptCache> prompts;
+  std::size_t tokens = 0;
+  for (std::uint32_t i = 0; i < options_.count; ++i) {
+    tasks.push_back(make_task(cell.kind, cell.length, options_.seed + i, haystack_));
+    tokens = std::max(tokens, kBosTokens + tasks.back().prompt.size() + answer_limit(tasks.back()));
+  }
+  // One runtime for each page size, one after the other, so that only one holds memory.
+  std::map<std::uint32_t, std::vector<std::size_t>> by_page;
+  for (std::size_t p = 0; p < policies_.size(); ++p) by_page[page_tokens_of(policies_[p])].push_back(p);
+
+  std::vector<TaskScore> scores(policies_.size());
+  std::size_t done = 0;
+  for (const auto& [page_tokens, group] : by_page) {
+    std::vector<PolicySpec> specs;
+    for (const std::size_t p : group) specs.push_back(policies_[p]);
+    RuntimeFlags flags = flags_;
+    flags.options.page_tokens = page_tokens;
+    runtime_options_ = sized(flags, model_.config().shape(), specs, static_cast<std::uint32_t>(tokens));
+    Runtime runtime(runtime_options_, device_);
+    for (std::size_t i = 0; i < tasks.size(); ++i) {
+      const std::vector<int> prompt = ByteTokenizer::encode(tasks[i].prompt);
+      const std::size_t tail = std::min<std::size_t>(options_.decode_prompt, prompt.size() - 1);
+      if (i == prompts.size()) prompts.push_back(prefilled(model_, runtime, std::span(prompt).first(prompt.size() - tail)));
+      for (const std::size_t p : group) {
+        scores[p].page_tokens = page_tokens;
+        answer(runtime, prompts[i], std::span(prompt).last(tail), tasks[i], policies_[p], scores[p]);
+        bar.update(++done, tasks.size() * policies_.size(),
+                   std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[p].name);
+      }
+    }
+  }
+  return scores;
+}
+
+void TaskEvaluation::answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
+                            const PolicySpec& policy, TaskScore& score) {
+  Session session(model_, runtime, policy);
+  session.import_prompt(cache);
+  runtime.watch(session.sequence(), evidence_of(task));
+  const Stats before = session.stats();
+  for (const int token : question) session.decode(token);
+  const std::size_t limit = answer_limit(task);
+  std::vector<int> output;
+  while (output.size() < limit) {
+    const int token = argmax(output.empty() && question.empty() ? cache.logits() : session.logits());
+    if (model_.config().is_eos(token)) break;
+    output.push_back(token);
+    if (output.size() < limit) session.decode(token);
+  }
+  const Stats after = session.stats();
+  const bool right = solved(task, ByteTokenizer::decode(output));
+  ++score.prompts;
+  score.solved += right ? 1 : 0;
+  score.link_bytes += after.h2d_bytes - before.h2d_bytes + after.d2h_bytes - before.d2h_bytes;
+  score.stats.merge(after);
+  if (!right) add_lost(runtime.audit(session.sequence()), score);
+}
+
+void TaskEvaluation::add_lost(const AuditReport& report, TaskScore& score) const {
+  score.lost.resize(report.heads.size());
+  for (std::size_t i = 0; i < report.heads.size(); ++i) {
+    const HeadAudit& audit = report.heads[i];
+    LostHead& lost = score.lost[i];
+    const auto steps = static_cast<double>(audit.watched_steps);
+    lost.layer = static_cast<std::uint32_t>(i) / report.q_heads;
+    lost.head = static_cast<std::uint32_t>(i) % report.q_heads;
+    lost.steps += audit.watched_steps;
+    lost.mass += audit.watched_mass * steps;
+    lost.kept += audit.watched_mass * audit.watched_kept * steps;
+  }
+}
+
+}  // namespace sluice::tools

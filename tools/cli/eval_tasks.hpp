@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sluice/audit.hpp"
+#include "sluice/device.hpp"
+#include "sluice/policy.hpp"
+#include "sluice/runtime.hpp"
+#include "sluice/stats.hpp"
+#include "tools/cli/progress_bar.hpp"
+#include "tools/cli/runtime_flags.hpp"
+#include "tools/llama/model.hpp"
+#include "tools/llama/prompt_cache.hpp"
+#include "tools/llama/tasks.hpp"
+
+namespace sluice::tools {
+
+/// What the answer's tokens lost in one (layer, query head), over the prompts that a policy failed.
+struct LostHead {
+  std::uint32_t layer = 0;
+  std::uint32_t head = 0;
+  std::uint64_t steps = 0;  ///< audited steps in which the head wanted the answer's tokens
+  double mass = 0.0;        ///< softmax mass on them, summed over those steps
+  double kept = 0.0;        ///< the attended part of it
+};
+
+/// A policy's results over the prompts of one (task, length).
+struct TaskScore {
+  std::uint32_t prompts = 0;
+  std::uint32_t solved = 0;
+  std::uint64_t link_bytes = 0;  ///< over the link while decoding, both ways
+  std::uint32_t page_tokens = 0; ///< of the runtime that it ran in
+  Stats stats;
+  std::vector<LostHead> lost;  ///< [layers, q_heads]; empty if nothing was failed or audited
+};
+
+/// A task at a length, for all policies.
+struct Cell {
+  TaskKind kind{};
+  std::uint32_t length = 0;
+};
+
+struct TaskEvalOptions {
+  std::uint32_t count = 16;
+  std::uint32_t decode_prompt = 24;  ///< last prompt tokens that are read under the policy
+  std::uint32_t max_tokens = 0;      ///< 0: as many as the answer has
+  std::uint64_t seed = 0;
+  bool own_pages = true;  ///< every policy in a runtime of the page size that it was published with
+};
+
+/// Policies on the testbed's tasks. Each prompt is prefilled once, densely; each policy then starts from the same keys
+/// and values, reads the last tokens of the question and answers.
+class TaskEvaluation {
+ public:
+  TaskEvaluation(const TaskEvalOptions& options, const RuntimeFlags& flags, const Model& model,
+                 std::vector<PolicySpec> policies, std::shared_ptr<Device> device, std::string haystack);
+
+  std::vector<TaskScore> run(const Cell& cell, ProgressBar& bar);
+  /// How the last runtime was built.
+  [[nodiscard]] const RuntimeOptions& runtime_options() const noexcept { return runtime_options_; }
+
+ private:
+  void answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
+              const PolicySpec& policy, TaskScore& score);
+  void add_lost(const AuditReport& report, TaskScore& score) const;
+  [[nodiscard]] std::uint32_t page_tokens_of(const PolicySpec& policy) const noexcept;
+  [[nodiscard]] std::size_t answer_limit(const Task& task) const {
+    return options_.max_tokens == 0 ? task.answer.size() : options_.max_tokens;
+  }
+
+  TaskEvalOptions options_;
+  RuntimeFlags flags_;
+  const Model& model_;
+  std::vector<PolicySpec> policies_;
+  std::shared_ptr<Device> device_;
+  std::string haystack_;
+  RuntimeOptions runtime_options_;
+};
+
+}  // namespace sluice::tools
