@@ -174,6 +174,7 @@ void Pipeline::progress() {
   page_scores_.clear();
   for (const HeadWork& work : heads_) page_scores_.push_back(page_scores(work));
   progressive_.run(heads_, page_scores_);
+  executor_.add_wait(progressive_.waited());
 }
 
 void Pipeline::merge() {

@@ -39,7 +39,8 @@ TEST_CASE("the GPU gives the host device's answers for every policy and placemen
 }
 
 TEST_CASE("on the GPU any near share gives dense attention if everything is attended", "[gpu][runtime]") {
-  const std::string policy = GENERATE("full:near=0", "full:near=30%", "full:near=100%");
+  const std::string policy = GENERATE("full:near=0", "full:near=30%", "full:near=100%",
+                                      "pages:quest | progressive=1,microbatch=3 | near=0,sinks=4,recent=20");
   const auto placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
   const auto page_tokens = GENERATE(8u, 16u, 64u);
   const auto head_dim = GENERATE(64u, 128u);
@@ -74,6 +75,21 @@ TEST_CASE("ten thousand steps under delays on both sides are the calm run, bit b
     options.placement = PlacementMode::stream;  // Rates are measured, hence not repeatable.
   const auto calm = generate(device, model, policy, options, kTokens, kSteps);
   const Unruliness slow{.seed = 11, .device_delay_us = 200, .host_delay_us = 100, .delay_chance = 0.05};
+  const auto delayed = generate(std::make_shared<UnrulyDevice>(device, slow), model, policy, options, kTokens, kSteps);
+  REQUIRE(calm == delayed);
+}
+
+TEST_CASE("progressive attention under delays on both sides is the calm run, bit by bit", "[gpu][runtime]") {
+  const std::string rule = GENERATE("least", "median", "certified");
+  CAPTURE(rule);
+  constexpr std::uint32_t kTokens = 900, kSteps = 60;
+  const auto device = make_cuda_device();
+  const PinnedModel model(*device, kShape, kTokens + kSteps, 10);
+  RuntimeOptions options = options_for(kShape, kTokens + kSteps, PlacementMode::stream);
+  options.near_bytes /= 4;  // Slots change hands all the time.
+  const std::string policy = "pages:quest | progressive=0.8,microbatch=2,rule=" + rule + " | near=0,sinks=4,recent=20";
+  const auto calm = generate(device, model, policy, options, kTokens, kSteps);
+  const Unruliness slow{.seed = 12, .device_delay_us = 200, .host_delay_us = 100, .delay_chance = 0.05};
   const auto delayed = generate(std::make_shared<UnrulyDevice>(device, slow), model, policy, options, kTokens, kSteps);
   REQUIRE(calm == delayed);
 }
