@@ -13,8 +13,7 @@ bool verify_group(const ProgressTask& task, std::uint32_t group) noexcept {
   for (std::uint32_t head = 0; head < group; ++head) {
     ProgressState state = task.first ? ProgressState{} : task.states[head];
     if (task.extra != nullptr) add_mass(state, task.extra[head]);
-    add_pages(state, task.rule,
-              {.first = task.masses + head, .pages = task.pages, .full = task.full, .stride = group});
+    add_pages(state, task.rule, {.first = task.masses + head, .pages = task.pages, .full = task.full, .stride = group});
     state.share = progress_share(state, task.left, task.bounds == nullptr ? kEmptyLse : task.bounds[head]);
     least = std::min(least, state.share);
     task.states[head] = state;

@@ -30,8 +30,8 @@ class AttendPlan {
     std::uint64_t mass_bytes = 0;  ///< in device scratch: a mass per octet and query head, if masses are wanted
   };
 
-  /// Plans those of `tasks` whose pages have the variant's dtype, and which want masses if it has them. `blocks`: thread
-  /// blocks that run at once.
+  /// Plans those of `tasks` whose pages have the variant's dtype, and which want masses if it has them. `blocks`:
+  /// thread blocks that run at once.
   /// @throws Error{Errc::invalid_argument} for a page that has no frame, Error{Errc::out_of_capacity} for a task whose
   ///         lists do not fit `limit_bytes`, or whose masses do not fit kMassBytes.
   void build(std::span<const AttendTask> tasks, const AttentionShape& shape, const AttendVariant& variant,

@@ -173,6 +173,8 @@ bool Executor::drain() {
   return dry;
 }
 
+void Executor::add_wait(Clock::duration span) noexcept { wait_ns_ += nanoseconds(span); }
+
 std::uint64_t Executor::take_wait_ns() noexcept { return std::exchange(wait_ns_, 0); }
 
 }  // namespace sluice::runtime

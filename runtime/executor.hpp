@@ -46,6 +46,8 @@ class Executor {
   void trace(const scheduler::Node& node, std::uint32_t layer, Clock::time_point begin, Clock::time_point end) const;
   /// Time that the caller's thread has spent waiting for the device or the link since the last call.
   [[nodiscard]] std::uint64_t take_wait_ns() noexcept;
+  /// Adds what a node of the cpu lane has waited itself.
+  void add_wait(Clock::duration span) noexcept;
 
   /// Blocks until everything queued on both streams has run; failures are dropped. False past the
   /// timeout: then work may still be in flight and the memory it uses must stay.

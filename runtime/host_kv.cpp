@@ -10,6 +10,17 @@ void HostKv::score(const float* q, std::span<const std::uint32_t> tokens, float*
   host_.score_tokens({&task, 1}, shape_, nullptr);
 }
 
+void HostKv::estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
+  const auto copied = std::lower_bound(tokens.begin(), tokens.end(), copied_tokens_) - tokens.begin();
+  const auto count = static_cast<std::size_t>(copied);
+  if (count != 0) {
+    host_.estimate_tokens(
+        {.q = q, .copies = copies_, .frames = view_.frames, .tokens = tokens.first(count), .out = out}, shape_,
+        view_.layout);
+  }
+  if (count != tokens.size()) score(q, tokens.subspan(count), out + count * shape_.group());
+}
+
 void HostKv::keys(std::uint32_t first, std::uint32_t count, float* out) {
   const PageLayout& layout = view_.layout;
   while (count != 0) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "cpu/backend.hpp"
@@ -23,6 +24,12 @@ class HostKv : public scheduler::KvReader {
       : HostKv(host, shape, far_view(pool, head)) {}
 
   void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
+  /// Later estimates come from the 4-bit copies of the pool's frames, which the head's first `pages` pages have.
+  void estimate_from(const std::byte* copies, std::uint32_t pages) noexcept {
+    copies_ = copies;
+    copied_tokens_ = pages * view_.layout.page_tokens;
+  }
+  void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
   void key(std::uint32_t token, float* out) override { rows(view_.k_row(token), 1, out); }
   void value(std::uint32_t token, float* out) override { rows(view_.v_row(token), 1, out); }
   void keys(std::uint32_t first, std::uint32_t count, float* out) override;
@@ -37,6 +44,8 @@ class HostKv : public scheduler::KvReader {
   AttentionShape shape_;
   KvView view_;
   std::vector<std::uint32_t> indices_;  ///< 0, 1, 2, ... as many as were needed so far
+  const std::byte* copies_ = nullptr;
+  std::uint32_t copied_tokens_ = 0;
 };
 
 }  // namespace sluice::runtime

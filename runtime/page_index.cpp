@@ -21,11 +21,9 @@ PageIndex::PageIndex(Device& device, cpu::Backend& host, const cpu::HostPool& po
   for (Half& half : halves_) half.landed = device.create_event();
 }
 
-void PageIndex::reserve() {
-  if (digests_) return;
-  auto pinned = device_.allocate_pinned(2 * kHalfBytes);
-  digests_ = device_.allocate(pool_.frames() * 2 * pool_.layout().row_bytes());
-  pinned_ = std::move(pinned);
+void PageIndex::reserve(bool digests) {
+  if (!pinned_) pinned_ = device_.allocate_pinned(2 * kHalfBytes);
+  if (digests && !digests_) digests_ = device_.allocate(pool_.frames() * 2 * pool_.layout().row_bytes());
 }
 
 const std::uint32_t* PageIndex::frames(const LayerState& layer, std::uint32_t kv_head) noexcept {
@@ -33,14 +31,14 @@ const std::uint32_t* PageIndex::frames(const LayerState& layer, std::uint32_t kv
          std::size_t{kv_head} * layer.frame_table_pages;
 }
 
-void PageIndex::update(LayerState& layer, DigestKind kind, std::uint32_t pages, Stream& reader, Deadline deadline) {
+void PageIndex::update(LayerState& layer, std::optional<DigestKind> kind, std::uint32_t pages, Stream& reader, Deadline deadline) {
   if (layer.indexed_pages >= pages) return;
   if (layer.frame_table_pages < pages) {
     grow_table(layer, pages, deadline);
   } else {
     send_frames(layer, layer.indexed_pages, pages, &reader, deadline);
   }
-  send_digests(layer, kind, layer.indexed_pages, pages, reader, deadline);
+  if (kind) send_digests(layer, *kind, layer.indexed_pages, pages, reader, deadline);
 }
 
 void PageIndex::grow_table(LayerState& layer, std::uint32_t pages, Deadline deadline) {

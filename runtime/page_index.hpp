@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "cpu/backend.hpp"
@@ -21,13 +22,15 @@ class PageIndex {
  public:
   PageIndex(Device& device, cpu::Backend& host, const cpu::HostPool& pool, TransferEngine& link);
 
-  /// Allocates the digests' memory; at most once, however often it is called.
-  void reserve();
+  /// Allocates what tables need, and the digests' memory if they are wanted; each at most once, however often it is
+  /// called.
+  void reserve(bool digests);
 
-  /// Queues digests and frames of the layer's pages [indexed_pages, pages) and makes `reader` wait for them. The caller
-  /// sets indexed_pages once a step has seen them arrive; until then they are sent again.
+  /// Queues frames, and digests of `kind` if there is one, of the layer's pages [indexed_pages, pages) and makes
+  /// `reader` wait for them. The caller sets indexed_pages once a step has seen them arrive; until then they are sent
+  /// again.
   /// @throws Error{Errc::timeout} if the link does not move, Error{Errc::out_of_capacity}
-  void update(LayerState& layer, DigestKind kind, std::uint32_t pages, Stream& reader, Deadline deadline);
+  void update(LayerState& layer, std::optional<DigestKind> kind, std::uint32_t pages, Stream& reader, Deadline deadline);
 
   [[nodiscard]] const std::byte* digests() const noexcept { return digests_->data(); }
   /// Frames of one KV head's pages, in device memory.

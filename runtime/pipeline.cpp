@@ -35,19 +35,24 @@ Pipeline::Pipeline(const PipelineParts& parts)
                     .staging = parts.staging,
                     .staging_pages = parts.staging_pages,
                     .timeout = parts.options.timeout}),
+      copies_(parts.device, parts.host, parts.pool, parts.link),
       auditor_(shape_, layout_, parts.options.audit_every, parts.workers, parts.host, parts.pool) {
   parts.link.follow(executor_.device_stream());
 }
 
 void Pipeline::reserve(std::uint32_t batch, const PolicySpec& spec) {
-  const bool ranks_pages = spec.uses(Source::pages);
   // Every page could be ranked at a share of 1; the ranking's memory is small beside the pages'.
+  const bool ranks_pages = spec.uses(Source::pages);
+  const bool selects = scheduler::step_shape(spec, parts_.options.placement).select;
+  const bool prunes = selects && scheduler::prunes_on_device(spec);
   buffers_.reserve(batch, ranks_pages ? buffers_.max_pages() : 0);
+  if (prunes) buffers_.reserve_pruning(buffers_.max_pages() * layout_.page_tokens);
+  if (selects && spec.estimate == Estimate::int4) copies_.reserve(prunes);
   if (parts_.options.placement == PlacementMode::stream || parts_.options.placement == PlacementMode::automatic) {
     const std::uint64_t pages = std::uint64_t{batch} * shape_.kv_heads * buffers_.max_pages();
     buffers_.reserve_fetch(static_cast<std::uint32_t>(div_up(pages, parts_.staging_pages / 2)));
   }
-  if (ranks_pages) index_.reserve();
+  if (ranks_pages || prunes) index_.reserve(ranks_pages);
   if (ranks_pages && spec.budget.kind == BudgetKind::progressive) scores_for_host_ = true;
   if (scores_for_host_) buffers_.reserve_host_scores();
   if (scheduler::step_shape(spec, parts_.options.placement).progress) {
@@ -92,17 +97,15 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   if (audited_) audit();
   for (Sequence* sequence : sequences) {
     LayerState& layer = sequence->layers[layer_];
-    if (ranks_pages(sequence->spec)) layer.indexed_pages = layer.tokens / layout_.page_tokens;
+    const std::uint32_t pages = layer.tokens / layout_.page_tokens;
+    if (ranks_pages(sequence->spec) || prunes(sequence->spec)) layer.indexed_pages = pages;
+    if (prunes(sequence->spec)) layer.mirrored_pages = pages;
     ++layer.tokens;
   }
   if (shape.observe) {
     note_far();
     post_observe(sequences);
   }
-}
-
-bool Pipeline::ranks_pages(const PolicySpec& spec) const {
-  return scheduler::step_shape(spec, parts_.options.placement).rank_pages && !spec.dense(layer_);
 }
 
 const scheduler::StepGraph& Pipeline::graph(const StepShape& shape) {
@@ -153,10 +156,7 @@ void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
   // A page whose first row is the new token has nothing to copy.
   const auto fresh_page = static_cast<std::uint32_t>(div_up(layer.tokens, layout_.page_tokens));
   parts_.residency.force(sequence, layer, tokens, fresh_page, deadline);
-  if (ranks_pages(sequence.spec)) {
-    index_.update(layer, sequence.spec.pages.digest, layer.tokens / layout_.page_tokens, executor_.device_stream(),
-                  deadline);
-  }
+  update_indices(sequence, layer, deadline);
   if (!layer.policy) {
     begin_policy(sequence, layer, deadline);
     parts_.residency.fill(sequence, layer);
@@ -205,18 +205,9 @@ void Pipeline::plan_head(HeadWork& work) {
   work.selected.clear();
   work.placement.far.clear();
   work.placement.fetch.clear();
-  work.ranked = 0;
-  work.scored_pages = 0;
   work.visited_near = 0;
   work.progressive = ranks_pages(spec) && scheduler::step_shape(spec, parts_.options.placement).progress;
-  if (ranks_pages(spec)) {
-    const std::uint32_t full_pages = work.layer->tokens / page_tokens;
-    if (spec.budget.kind == BudgetKind::progressive) {
-      work.scored_pages = full_pages;
-    } else {
-      work.ranked = scheduler::budget_pages(spec.pages, full_pages, page_tokens);
-    }
-  }
+  plan_ranking(work);
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;
   const std::uint32_t sink_end = std::min(spec.near.sink_tokens, work.tokens);

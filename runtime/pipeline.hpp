@@ -13,6 +13,7 @@
 #include "runtime/audit.hpp"
 #include "runtime/background_lane.hpp"
 #include "runtime/executor.hpp"
+#include "runtime/int4_index.hpp"
 #include "runtime/page_index.hpp"
 #include "runtime/progressive.hpp"
 #include "runtime/prompt_clusters.hpp"
@@ -67,8 +68,15 @@ class Pipeline final : private NodeRunner {
 
   void issue(scheduler::NodeKind kind) override;
 
-  // Before the graph: pipeline.cpp
+  // What the device does to select: rank_nodes.cpp
   [[nodiscard]] bool ranks_pages(const PolicySpec& spec) const;
+  [[nodiscard]] bool prunes(const PolicySpec& spec) const;
+  [[nodiscard]] bool estimates(const PolicySpec& spec) const;
+  void update_indices(Sequence& sequence, LayerState& layer, Deadline deadline);
+  void plan_ranking(HeadWork& work) const;
+  void prune();
+
+  // Before the graph: pipeline.cpp
   [[nodiscard]] const scheduler::StepGraph& graph(const scheduler::StepShape& shape);
   void collect_layer(std::uint32_t layer, Deadline deadline);
   void collect_older(Deadline deadline);
@@ -120,6 +128,7 @@ class Pipeline final : private NodeRunner {
   PageIndex index_;
   PromptClusters clusters_;
   Progressive progressive_;
+  Int4Index copies_;
   Auditor auditor_;
 
   // The step that runs now.

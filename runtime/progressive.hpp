@@ -54,6 +54,9 @@ class Progressive {
   /// @throws Error{Errc::device} if a copy or a verb failed, Error{Errc::timeout}; the step may be repeated.
   void run(std::span<HeadWork> heads, std::span<const std::span<const float>> scores);
 
+  /// Time that the last run has spent waiting for verdicts.
+  [[nodiscard]] Clock::duration waited() const noexcept { return waited_; }
+
   /// Waits for the pages that the last turns of the last run brought, which are pinned until then. Before anything else
   /// claims slots, and before their sequences go.
   void settle(Deadline deadline);
@@ -65,7 +68,7 @@ class Progressive {
 
   /// What one head attends in one turn. Staged pages are a task of their own, for they lie elsewhere.
   struct Pages {
-    std::vector<PageRun> runs;           ///< by index into `frames`; whole pages first
+    std::vector<PageRun> runs;  ///< by index into `frames`; whole pages first
     std::vector<std::uint32_t> frames;
     std::uint32_t whole = 0;
     void clear();
@@ -82,7 +85,7 @@ class Progressive {
     HeadWork* work = nullptr;
     std::uint32_t index = 0;
     scheduler::PageOrder order;
-    std::uint32_t turns = 0;     ///< that it took part in
+    std::uint32_t turns = 0;  ///< that it took part in
     bool enough = false;
     std::uint32_t running = 0;   ///< which of the two running partials was written last
     std::vector<Partial> parts;  ///< of what was attended and not folded
@@ -113,13 +116,14 @@ class Progressive {
   void queue_fold(Head& head, std::uint32_t slot, Turn& turn);
   void queue_pages(Head& head, std::uint32_t slot, Turn& turn);
   void queue(Turn& turn);
-  void await(const Turn& turn, std::uint32_t slot, Deadline deadline) const;
+  void await(const Turn& turn, std::uint32_t slot, Deadline deadline);
   void retire(std::uint64_t number, Deadline deadline);
   void unpin_hits() noexcept;
   void finish();
 
   [[nodiscard]] std::uint64_t* verdict(std::uint32_t slot, const Head& head) const noexcept;
   [[nodiscard]] float* masses(std::uint32_t slot, const Head& head) const noexcept;
+  [[nodiscard]] float* bounds(std::uint32_t slot, const Head& head) const noexcept;
   [[nodiscard]] Partial partial(std::uint32_t set, const Head& head) const noexcept;
 
   AttentionShape shape_;
@@ -128,6 +132,7 @@ class Progressive {
   std::uint32_t room_ = 0;        ///< KV heads
   std::uint32_t microbatch_ = 0;  ///< pages
   std::uint64_t tag_ = 0;
+  Clock::duration waited_{};
   std::vector<Head> all_heads_;  ///< reused
   std::span<Head> heads_;        ///< of this step
   std::array<Turn, kInFlight> turns_;

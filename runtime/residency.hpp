@@ -44,7 +44,8 @@ class Residency {
   /// A pinned slot for a page of the layer that progressive attention is about to read: the one it has, or else the
   /// least recent of the head, if that has its share, or of anybody. Nothing if all are pinned. A seat that was not
   /// empty is to be released; one that was stays pinned until the transfer of its page is settled.
-  [[nodiscard]] std::optional<Seat> seat(Sequence& sequence, LayerState& layer, std::uint32_t kv_head, std::uint32_t page);
+  [[nodiscard]] std::optional<Seat> seat(Sequence& sequence, LayerState& layer, std::uint32_t kv_head,
+                                         std::uint32_t page);
   void release_seat(std::uint32_t slot) noexcept { pool_.unpin(slot); }
   /// Queues the copies of pages whose seats are empty. Unlike promotions they do not wait for the device: the caller
   /// sees to it that nobody reads these slots any more.

@@ -24,6 +24,8 @@ struct LayerState {
 
   std::unique_ptr<Buffer> frame_table;   ///< device, [kv_heads, frame_table_pages]; null unless pages are ranked
   std::uint32_t frame_table_pages = 0;   ///< room per KV head
+  std::uint32_t copied_pages = 0;        ///< pages [0, copied_pages) have 4-bit copies, see Int4Index
+  std::uint32_t mirrored_pages = 0;      ///< and these have them on the device
   std::uint32_t indexed_pages = 0;       ///< pages [0, indexed_pages) have digest and frame on the device
 
   /// Queries of the last prompt tokens, newest last: [last_q_rows, q_heads, head_dim].

@@ -52,6 +52,7 @@ void Stats::merge(const Stats& other) noexcept {
   candidate_tokens += other.candidate_tokens;
   expanded_per_head += other.expanded_per_head;
   scored_keys += other.scored_keys;
+  estimated_keys += other.estimated_keys;
   near_hits += other.near_hits;
   bypassed_heads += other.bypassed_heads;
   progressive_iterations += other.progressive_iterations;

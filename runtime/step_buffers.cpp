@@ -1,5 +1,6 @@
 #include "runtime/step_buffers.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace sluice::runtime {
@@ -13,6 +14,9 @@ StepBuffers::StepBuffers(Device& device, const AttentionShape& shape, std::uint3
     : device_(device), shape_(shape), max_pages_(max_pages), audited_(audited) {}
 
 void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
+  // What earlier sequences need is kept.
+  ranked_pages = std::max(ranked_pages, ranked_pages_);
+  const std::uint32_t pruned_tokens = pruned_tokens_;
   if (batch > batch_) {
     const std::uint64_t new_rows = std::uint64_t{batch} * shape_.q_heads;
     const std::uint64_t q_bytes = new_rows * shape_.head_dim * sizeof(float);
@@ -37,6 +41,7 @@ void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
     fetched_.clear();
     fetch_room_ = 0;
     ranked_pages_ = 0;
+    pruned_tokens_ = 0;
     batch_ = batch;  // Last: a failed allocation changes nothing.
   }
   if (ranked_pages > ranked_pages_) {
@@ -45,6 +50,15 @@ void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
     page_scores_ = std::move(scores);
     ranked_pages_ = ranked_pages;
   }
+  reserve_pruning(pruned_tokens);
+}
+
+void StepBuffers::reserve_pruning(std::uint32_t tokens) {
+  if (tokens <= pruned_tokens_) return;
+  Memory estimates = device_.allocate(rows() * tokens * sizeof(float));
+  kept_ = device_.allocate_pinned(rows() * div_up(tokens, 32) * sizeof(std::uint32_t));
+  estimates_ = std::move(estimates);
+  pruned_tokens_ = tokens;
 }
 
 void StepBuffers::reserve_host_scores() {
@@ -90,6 +104,16 @@ float* StepBuffers::page_scores(std::uint32_t row, std::uint32_t head) const noe
 
 float* StepBuffers::host_page_scores(std::uint32_t row, std::uint32_t head) const noexcept {
   return floats(host_page_scores_) + (std::uint64_t{row} * shape_.q_heads + head) * max_pages_;
+}
+
+float* StepBuffers::estimates(std::uint32_t row, std::uint32_t head) const noexcept {
+  return floats(estimates_) + (std::uint64_t{row} * shape_.q_heads + head) * pruned_tokens_;
+}
+
+std::uint32_t* StepBuffers::kept(std::uint32_t row, std::uint32_t head, std::uint32_t words) const noexcept {
+  const std::uint32_t group = shape_.group();
+  const std::uint64_t first = (std::uint64_t{row} * shape_.q_heads + head / group * group) * div_up(pruned_tokens_, 32);
+  return reinterpret_cast<std::uint32_t*>(kept_->data()) + first + std::uint64_t{head % group} * words;
 }
 
 std::uint32_t* StepBuffers::ranked(std::uint32_t row, std::uint32_t head, std::uint32_t count) const noexcept {

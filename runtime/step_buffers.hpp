@@ -23,6 +23,7 @@ struct HeadWork {
   std::uint32_t tokens = 0;   ///< visible, the new one included
   std::uint32_t ranked = 0;   ///< pages ranked per query head; 0: none
   std::uint32_t scored_pages = 0;  ///< full pages whose scores the host gets; 0 unless the budget is progressive
+  std::uint32_t pruned = 0;   ///< tokens per query head that the device estimates and cuts; 0: none
   bool audited = false;       ///< the step's output is held against exact attention
 
   bool progressive = false;        ///< the device visits its pages, see Progressive
@@ -42,6 +43,7 @@ struct HeadWork {
   std::vector<Partial> parts;            ///< what merge merges
   std::vector<float> seen;               ///< [far tokens, group] scores of a selection that deferred them
 
+  [[nodiscard]] std::uint32_t mask_words() const noexcept { return (pruned + 31) / 32; }
   [[nodiscard]] HeadPages& pages() const noexcept { return layer->heads[kv_head]; }
 };
 
@@ -62,6 +64,8 @@ class StepBuffers {
   void reserve(std::uint32_t batch, std::uint32_t ranked_pages);
   /// Makes room for page scores that the host orders by; after `reserve`.
   void reserve_host_scores();
+  /// Makes room for estimates of `tokens` tokens per query head, and for what is kept of them.
+  void reserve_pruning(std::uint32_t tokens);
   /// Makes room for the partials of `batches` fetch batches.
   void reserve_fetch(std::uint32_t batches);
 
@@ -83,6 +87,11 @@ class StepBuffers {
   /// Ranked pages, pinned [ranked_pages]; heads of a group are `ranked_stride` apart.
   [[nodiscard]] std::uint32_t* ranked(std::uint32_t row, std::uint32_t head, std::uint32_t count) const noexcept;
 
+  /// Estimates, device memory; heads of a group are as far apart as the verb writes them.
+  [[nodiscard]] float* estimates(std::uint32_t row, std::uint32_t head) const noexcept;
+  /// Masks of what is kept, pinned; heads of a group are `words` apart.
+  [[nodiscard]] std::uint32_t* kept(std::uint32_t row, std::uint32_t head, std::uint32_t words) const noexcept;
+
   [[nodiscard]] std::uint32_t max_pages() const noexcept { return max_pages_; }
 
   // Task arrays that streams refer to until the step is done.
@@ -92,6 +101,8 @@ class StepBuffers {
   std::vector<AttendTask> far_tasks;
   std::vector<ScorePagesTask> score_tasks;
   std::vector<TopKTask> top_k_tasks;
+  std::vector<ScoreInt4Task> estimate_tasks;
+  std::vector<TopPTask> top_p_tasks;
   std::vector<MergeTask> merge_tasks;
   std::vector<MergeTask> audit_tasks;
   std::vector<FetchBatch> fetch_batches;
@@ -111,6 +122,7 @@ class StepBuffers {
   bool audited_;
   std::uint32_t batch_ = 0;
   std::uint32_t ranked_pages_ = 0;
+  std::uint32_t pruned_tokens_ = 0;
   std::uint32_t fetch_room_ = 0;
   Memory query_, key_, value_;        // pinned
   Memory device_query_;
@@ -119,6 +131,7 @@ class StepBuffers {
   Memory merged_out_, merged_lse_;    // pinned; null unless audited
   Memory page_scores_, ranked_;
   Memory host_page_scores_;           // pinned; null unless a budget is progressive
+  Memory estimates_, kept_;           // device; pinned
 };
 
 }  // namespace sluice::runtime

@@ -51,37 +51,9 @@ void Pipeline::append() {
   parts_.device.backend().append_and_widen(tasks, layout_, widened, &executor_.device_stream());
 }
 
-void Pipeline::rank_pages() {
-  const std::uint32_t group = shape_.group();
-  auto& scores = buffers_.score_tasks;
-  auto& ranks = buffers_.top_k_tasks;
-  scores.clear();
-  ranks.clear();
-  for (const HeadWork& work : heads_) {
-    if (work.ranked == 0 && work.scored_pages == 0) continue;
-    const std::uint32_t pages = work.layer->tokens / layout_.page_tokens;
-    const std::uint32_t head = work.kv_head * group;
-    // Rows of a group lie `pages` apart here, as score_pages writes them.
-    float* out = work.scored_pages == 0 ? buffers_.page_scores(work.row, head) : buffers_.host_page_scores(work.row, head);
-    scores.push_back({.q = buffers_.device_q(work.row, head),
-                      .digests = index_.digests(),
-                      .frames = PageIndex::frames(*work.layer, work.kv_head),
-                      .pages = pages,
-                      .out = out});
-    for (std::uint32_t h = 0; h < group && work.ranked != 0; ++h) {
-      ranks.push_back({.values = {out + std::uint64_t{h} * pages, pages},
-                       .k = work.ranked,
-                       .out = buffers_.ranked(work.row, head + h, work.ranked)});
-    }
-  }
-  Backend& device = parts_.device.backend();
-  device.score_pages(scores, shape_, layout_.dtype, &executor_.device_stream());
-  device.top_k(ranks, &executor_.device_stream());
-}
-
 void Pipeline::hand_over() {
-  // q, k, v and the ranked pages were written to pinned memory by the nodes before; the flag that follows this node
-  // tells the CPU that they are there.
+  // q, k, v, the ranked pages and what is kept of them were written to pinned memory by the nodes before; the flag that
+  // follows this node tells the CPU that they are there.
 }
 
 void Pipeline::attend_near() {
@@ -143,7 +115,9 @@ void Pipeline::select() {
     if (work.progressive) return;  // Nothing is far but what the device will visit.
     const std::uint32_t head = work.kv_head * group;
     HostKv reader(parts_.host, shape_, parts_.pool, work.pages());
+    if (estimates(work.sequence->spec)) reader.estimate_from(copies_.host(), work.layer->copied_pages);
     const std::size_t ranked = std::size_t{work.ranked} * group;
+    const std::size_t masks = std::size_t{work.mask_words()} * group;
     const scheduler::HeadContext context{
         .kv_head = work.kv_head,
         .tokens = work.tokens,
@@ -151,6 +125,8 @@ void Pipeline::select() {
         .ranked_pages = ranked == 0 ? std::span<const std::uint32_t>{}
                                     : std::span<const std::uint32_t>(buffers_.ranked(work.row, head, work.ranked), ranked),
         .page_scores = page_scores(work),
+        .kept = masks == 0 ? std::span<const std::uint32_t>{}
+                           : std::span<const std::uint32_t>(buffers_.kept(work.row, head, work.mask_words()), masks),
         .near = &work.near,
         .kv = &reader,
         .defer_scores = !parts_.device.info().host_memory};
@@ -198,6 +174,7 @@ void Pipeline::progress() {
   page_scores_.clear();
   for (const HeadWork& work : heads_) page_scores_.push_back(page_scores(work));
   progressive_.run(heads_, page_scores_);
+  executor_.add_wait(progressive_.waited());
 }
 
 void Pipeline::merge() {

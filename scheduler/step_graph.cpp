@@ -26,10 +26,16 @@ const char* to_string(NodeKind kind) noexcept {
   return "unknown";
 }
 
+bool prunes_on_device(const PolicySpec& spec) noexcept {
+  const bool alone = spec.sources == static_cast<std::uint8_t>(Source::pages) ||
+                     spec.sources == static_cast<std::uint8_t>(Source::exact);
+  return alone && spec.estimate == Estimate::int4 && spec.budget.kind == BudgetKind::top_p;
+}
+
 StepShape step_shape(const PolicySpec& spec, PlacementMode mode) noexcept {
   // With everything near, nothing is left to select, whatever the policy.
   const bool select = mode != PlacementMode::near && (spec.sources != 0 || spec.dense_layers != 0 || spec.dense_every != 0);
-  return {.rank_pages = select && spec.uses(Source::pages),
+  return {.rank_pages = select && (spec.uses(Source::pages) || prunes_on_device(spec)),
           .select = select,
           .fetch = select && (mode == PlacementMode::stream || mode == PlacementMode::automatic),
           .observe = select && (spec.uses(Source::history) || spec.uses(Source::clusters)),

@@ -42,7 +42,7 @@ struct StepGraph {
 
 /// Which of the graph's optional branches a batch of sequences needs.
 struct StepShape {
-  bool rank_pages = false;  ///< some policy ranks pages
+  bool rank_pages = false;  ///< some policy ranks pages, or has the device estimate tokens
   bool select = true;       ///< something may be attended beyond the near set
   bool fetch = false;       ///< placement may fetch
   bool observe = false;     ///< some policy keeps history
@@ -50,6 +50,9 @@ struct StepShape {
   friend bool operator==(const StepShape&, const StepShape&) = default;
 };
 
+/// Whether a device can find what the policy selects: it ranks pages, or takes all, estimates their tokens by 4-bit
+/// copies and cuts them by top-p. Other sources are known to the CPU alone.
+[[nodiscard]] bool prunes_on_device(const PolicySpec& spec) noexcept;
 [[nodiscard]] StepShape step_shape(const PolicySpec& spec, PlacementMode mode) noexcept;
 [[nodiscard]] StepShape unite(StepShape a, StepShape b) noexcept;
 [[nodiscard]] StepGraph build_step_graph(const StepShape& shape);

@@ -142,7 +142,8 @@ inline void finish_run(const RunSum& run, std::uint32_t group, float* out) noexc
   });
 }
 
-/// Adds a tile's scores to the runs that it lies in. `at` is the run of its first row, and becomes that of the next tile's.
+/// Adds a tile's scores to the runs that it lies in. `at` is the run of its first row, and becomes that of the next
+/// tile's.
 inline void add_to_runs(const AttendRows& args, const Tile& tile, const AttendState& state, std::uint32_t& at,
                         RunSum& run) noexcept {
   const std::uint32_t end = tile.first + tile.rows;

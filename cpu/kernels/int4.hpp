@@ -93,11 +93,12 @@ struct Int4Queries {
       float* const to = packed + h * stride;
       for (std::uint32_t i = 0; i < stride; ++i) to[i] = 0.f;
       double sum = 0.0;
-      for (std::uint32_t c = 0; c < head_dim; ++c) {
-        const float x = q[h * head_dim + c] * scale;
-        const std::uint32_t word = c % words;
-        to[(word / kWidth * kCodesPerWord + c / words) * kWidth + word % kWidth] = x;
-        sum += static_cast<double>(x);
+      for (std::uint32_t n = 0; n < kCodesPerWord; ++n) {
+        for (std::uint32_t w = 0; w < words; ++w) {
+          const float x = q[h * head_dim + n * words + w] * scale;
+          to[(w / kWidth * kCodesPerWord + n) * kWidth + w % kWidth] = x;
+          sum += static_cast<double>(x);
+        }
       }
       sums[h] = static_cast<float>(sum);
     }

@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_masses(const TaskArray<MassTask>& tasks, std::uint32_t most_runs, std::uint32_t group, cudaStream_t stream) {
+void launch_masses(const TaskArray<MassTask>& tasks, std::uint32_t most_runs, std::uint32_t group,
+                   cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(div_up(std::uint64_t{most_runs} * group, kThreads));
   if (blocks == 0) return;  // A zero-sized grid is a launch error.
   for (std::uint32_t first = 0; first < tasks.count; first += kMaxTasks) {

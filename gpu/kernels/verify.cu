@@ -1,8 +1,8 @@
 #include "gpu/cuda_error.hpp"
 #include "gpu/kernels/verify.hpp"
 
-/// The verdicts of include/sluice/progress.hpp, whose functions are the host's: the same steps in the same order, by one
-/// lane of a warp per query head.
+/// The verdicts of include/sluice/progress.hpp, whose functions are the host's: the same steps in the same order, by
+/// one lane of a warp per query head.
 namespace sluice::gpu {
 namespace {
 

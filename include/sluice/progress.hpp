@@ -18,7 +18,8 @@ enum class ProgressRule : std::uint8_t {
 };
 
 /// One query head of a progressive attention (PSA, arXiv 2503.00392, algorithm 1). Masses are sums of exponentials of
-/// scaled scores, kept as natural logarithms: nothing overflows, and what weighs next to nothing still weighs something.
+/// scaled scores, kept as natural logarithms: nothing overflows, and what weighs next to nothing still weighs
+/// something.
 struct ProgressState {
   float mass = kEmptyLse;                                 ///< log of what was attended
   float unseen = std::numeric_limits<float>::infinity();  ///< log of what a page not seen yet is taken to weigh
@@ -89,7 +90,8 @@ inline void add_pages(ProgressState& state, ProgressRule rule, const PageMasses&
   switch (rule) {
     case ProgressRule::least:
     case ProgressRule::certified:
-      for (std::uint32_t i = 0; i < masses.full; ++i) state.unseen = masses[i] < state.unseen ? masses[i] : state.unseen;
+      for (std::uint32_t i = 0; i < masses.full; ++i)
+        state.unseen = masses[i] < state.unseen ? masses[i] : state.unseen;
       return;
     case ProgressRule::mean: state.unseen = full.log - std::log(static_cast<float>(full.count)); return;
     case ProgressRule::median: state.unseen = detail::upper_median(masses, full.count); return;
@@ -98,7 +100,8 @@ inline void add_pages(ProgressState& state, ProgressRule rule, const PageMasses&
 
 /// P = A / (A + unseen * left): the share of the softmax mass that was attended, if `left` pages weigh `unseen` each,
 /// and at most A / (A + bound) for a log `bound` of what they weigh together. Exactly 1 if no page is left.
-[[nodiscard]] inline float progress_share(const ProgressState& state, std::uint32_t left, float bound = kEmptyLse) noexcept {
+[[nodiscard]] inline float progress_share(const ProgressState& state, std::uint32_t left,
+                                          float bound = kEmptyLse) noexcept {
   if (left == 0) return 1.f;
   if (!(state.mass > kEmptyLse)) return 0.f;
   const float guess = state.unseen + std::log(static_cast<float>(left));

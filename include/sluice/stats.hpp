@@ -40,6 +40,7 @@ struct Stats {
   std::uint64_t candidate_tokens = 0; ///< tokens that sources proposed, after the union over the group
   std::uint64_t expanded_per_head = 0;///< candidates before that union, summed over query heads
   std::uint64_t scored_keys = 0;      ///< K rows read for scoring, digests included (two per page)
+  std::uint64_t estimated_keys = 0;   ///< 4-bit copies of K rows read
   std::uint64_t near_hits = 0;        ///< candidates that were near already
   std::uint64_t bypassed_heads = 0;   ///< query heads served by the sink bypass, summed over layers and steps
 

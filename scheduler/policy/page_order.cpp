@@ -52,9 +52,8 @@ std::uint32_t PageOrder::take(std::uint32_t count, std::vector<PageRun>& runs) {
     heap_.pop_back();
   }
   const auto whole = [&](const PageRun& run) { return run.tokens() == near_.page_tokens; };
-  std::sort(runs.begin() + begin, runs.end(), [&](const PageRun& a, const PageRun& b) {
-    return whole(a) != whole(b) ? whole(a) : a.page < b.page;
-  });
+  std::sort(runs.begin() + begin, runs.end(),
+            [&](const PageRun& a, const PageRun& b) { return whole(a) != whole(b) ? whole(a) : a.page < b.page; });
   return static_cast<std::uint32_t>(std::count_if(runs.begin() + begin, runs.end(), whole));
 }
 

@@ -87,7 +87,8 @@ class ProgressivePolicy final : public LayerPolicy {
     for (std::uint32_t t = 0; t < std::min(near.sink_end, context.tokens); ++t) head.tokens.push_back(t);
     const std::size_t first_open = head.tokens.size();
     for (std::uint32_t t = open_begin; t < open_begin + open.tokens(); ++t) head.tokens.push_back(t);
-    for (std::uint32_t t = std::max(near.recent_begin, near.sink_end); t < context.tokens; ++t) head.tokens.push_back(t);
+    for (std::uint32_t t = std::max(near.recent_begin, near.sink_end); t < context.tokens; ++t)
+      head.tokens.push_back(t);
     if (head.tokens.empty()) return;
 
     head.near_scores.resize(head.tokens.size() * group_);
@@ -173,7 +174,8 @@ class ProgressivePolicy final : public LayerPolicy {
     row.scores.reserve(head.scores.size());
     row.tokens.reserve(head.scores.size() / group_);
     for (const Visited& page : head.visited) {
-      for (std::uint32_t i = page.run.begin; i < page.run.end; ++i) row.tokens.push_back(page.run.page * page_tokens_ + i);
+      for (std::uint32_t i = page.run.begin; i < page.run.end; ++i)
+        row.tokens.push_back(page.run.page * page_tokens_ + i);
       const auto from = head.scores.begin() + static_cast<std::ptrdiff_t>(page.first * group_);
       row.scores.insert(row.scores.end(), from, from + static_cast<std::ptrdiff_t>(page.run.tokens() * group_));
     }

@@ -94,14 +94,20 @@ Outcome insistent_decode(Runtime& runtime, const Toy& toy, const std::string& po
 }
 
 const char* policy_of(std::uint64_t seed) {
-  constexpr const char* kPolicies[] = {"full", "topk:budget=8", "lfps:bypass=0", "sluice:recent=16,near=20%", "full:near=60%",
-                                      "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16"};
-  return kPolicies[seed % 6];
+  constexpr const char* kPolicies[] = {"full",
+                                       "topk:budget=8",
+                                       "lfps:bypass=0",
+                                       "sluice:recent=16,near=20%",
+                                       "full:near=60%",
+                                       "pages:box,pages=4 | int4 | top_p=0.8 | near=0%,sinks=4,recent=8",
+                                       "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
+                                       "exact | int4 | top_p=0.8 | near=0%,sinks=4,recent=8"};
+  return kPolicies[seed % std::size(kPolicies)];
 }
 
 PlacementMode mode_of(std::uint64_t seed) {
   constexpr PlacementMode kModes[] = {PlacementMode::hybrid, PlacementMode::stream, PlacementMode::hybrid};
-  return kModes[seed / 6 % 3];
+  return kModes[seed / 8 % 3];
 }
 
 }  // namespace
@@ -109,7 +115,7 @@ PlacementMode mode_of(std::uint64_t seed) {
 TEST_CASE("delays and reordering change no token", "[faults]") {
   const Toy toy(kShape, kTokens, 31);
   Machine machine;
-  for (std::uint64_t seed = 0; seed < 54; ++seed) {
+  for (std::uint64_t seed = 0; seed < 72; ++seed) {
     CAPTURE(seed, policy_of(seed));
     const RuntimeOptions options = small_options(mode_of(seed));
     Runtime calm(options);

@@ -65,12 +65,14 @@ TEST_CASE("progressive: a certified share is covered in every step of every head
   REQUIRE(runtime.stats(id).coverage.min() >= mass - 1e-5);
 }
 
-TEST_CASE("progressive: on the device, every page visited is a hit or a miss, and a pool that holds all misses once", "[progressive]") {
+TEST_CASE("progressive: on the device, every page visited is a hit or a miss, and a pool that holds all misses once",
+          "[progressive]") {
   const Toy toy(kShape, kTokens, 7);
   const auto near_pages = GENERATE(20u, 60u, 400u);
   CAPTURE(near_pages);
   Runtime runtime(options_of(PlacementMode::stream, near_pages));
-  const SequenceId id = runtime.begin(parse_policy("pages:quest | progressive=0.9,microbatch=2 | near=0,sinks=0,recent=0"));
+  const SequenceId id =
+      runtime.begin(parse_policy("pages:quest | progressive=0.9,microbatch=2 | near=0,sinks=0,recent=0"));
   decode(runtime, id, toy, kPrompt);
   const Stats stats = runtime.stats(id);
   REQUIRE(stats.pool_hits + stats.pool_misses > 0);

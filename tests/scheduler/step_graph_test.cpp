@@ -110,6 +110,9 @@ TEST_CASE("a policy brings only the branches that it needs", "[step_graph]") {
   REQUIRE(shape("full", stream) == StepShape{.rank_pages = false, .select = true, .fetch = true, .observe = false});
   REQUIRE(shape("lfps", hybrid) == StepShape{.rank_pages = false, .select = true, .fetch = false, .observe = true});
   REQUIRE(shape("sluice", automatic) == StepShape{.rank_pages = true, .select = true, .fetch = true, .observe = true});
+  REQUIRE(shape("exact | int4 | top_p=0.9", hybrid).rank_pages);  // The device estimates all tokens.
+  REQUIRE_FALSE(shape("exact | int4 | top_k=9", hybrid).rank_pages);
+  REQUIRE_FALSE(shape("exact+history | int4 | top_p=0.9", hybrid).rank_pages);
   REQUIRE(shape("sluice", near) == StepShape{.rank_pages = false, .select = false, .fetch = false, .observe = false});
   REQUIRE(shape("pages | progressive=0.9", stream).progress);
   REQUIRE_FALSE(shape("pages | progressive=0.9", hybrid).progress);

@@ -93,11 +93,10 @@ TEST_CASE("attending writes the mass of every run beside the output", "[backend]
     std::uint32_t tokens, head_dim, group, page_tokens;
     double outlier;
   };
-  const auto c =
-      GENERATE(Case{DType::bf16, 1, 128, 4, 16, 1.0}, Case{DType::f16, 37, 64, 1, 8, 1.0},
-               Case{DType::f32, 700, 80, 3, 32, 1.0}, Case{DType::bf16, 333, 128, 7, 24, 1.0},
-               Case{DType::bf16, 2'000, 64, 12, 256, 1.0}, Case{DType::f16, 900, 128, 32, 16, 1.0},
-               Case{DType::bf16, 5'000, 128, 4, 32, 1.0}, Case{DType::bf16, 600, 128, 4, 32, 40.0});
+  const auto c = GENERATE(Case{DType::bf16, 1, 128, 4, 16, 1.0}, Case{DType::f16, 37, 64, 1, 8, 1.0},
+                          Case{DType::f32, 700, 80, 3, 32, 1.0}, Case{DType::bf16, 333, 128, 7, 24, 1.0},
+                          Case{DType::bf16, 2'000, 64, 12, 256, 1.0}, Case{DType::f16, 900, 128, 32, 16, 1.0},
+                          Case{DType::bf16, 5'000, 128, 4, 32, 1.0}, Case{DType::bf16, 600, 128, 4, 32, 40.0});
   CAPTURE(to_string(c.dtype), c.tokens, c.head_dim, c.group, c.page_tokens, c.outlier);
   const auto under_test = backend_under_test();
   const Problem problem({.dtype = c.dtype,
@@ -214,8 +213,7 @@ double require_states(Verified& head, std::uint32_t group) {
 }  // namespace
 
 TEST_CASE("the verdict on microbatches is that of the formula", "[backend][progress]") {
-  const auto rule =
-      GENERATE(ProgressRule::least, ProgressRule::mean, ProgressRule::median, ProgressRule::certified);
+  const auto rule = GENERATE(ProgressRule::least, ProgressRule::mean, ProgressRule::median, ProgressRule::certified);
   const auto group = GENERATE(1u, 4u, 32u);
   const auto heads = GENERATE(1u, 90u);
   const auto hard = GENERATE(false, true);

@@ -1,0 +1,111 @@
+// What the device does to select: rank pages by their digests, estimate tokens by 4-bit copies, cut them by top-p. All
+// of it only enqueues; what the CPU is to know lands in pinned memory before the hand-over.
+#include "runtime/pipeline.hpp"
+#include "scheduler/step_graph.hpp"
+
+namespace sluice::runtime {
+
+bool Pipeline::ranks_pages(const PolicySpec& spec) const {
+  return scheduler::step_shape(spec, parts_.options.placement).rank_pages && spec.uses(Source::pages) &&
+         !spec.dense(layer_);
+}
+
+bool Pipeline::prunes(const PolicySpec& spec) const {
+  return scheduler::step_shape(spec, parts_.options.placement).rank_pages && scheduler::prunes_on_device(spec) &&
+         !spec.dense(layer_);
+}
+
+bool Pipeline::estimates(const PolicySpec& spec) const {
+  return scheduler::step_shape(spec, parts_.options.placement).select && spec.estimate == Estimate::int4 &&
+         !spec.dense(layer_);
+}
+
+/// Digests, tables and copies of the pages that have become full since the last step.
+void Pipeline::update_indices(Sequence& sequence, LayerState& layer, Deadline deadline) {
+  const PolicySpec& spec = sequence.spec;
+  const std::uint32_t pages = layer.tokens / layout_.page_tokens;
+  Stream& reader = executor_.device_stream();
+  if (estimates(spec)) copies_.update(layer, pages);
+  if (prunes(spec)) copies_.mirror(layer, pages, reader, deadline);
+  if (ranks_pages(spec)) {
+    index_.update(layer, spec.pages.digest, pages, reader, deadline);
+  } else if (prunes(spec)) {
+    index_.update(layer, std::nullopt, pages, reader, deadline);
+  }
+}
+
+void Pipeline::plan_ranking(HeadWork& work) const {
+  const PolicySpec& spec = work.sequence->spec;
+  const std::uint32_t pages = work.layer->tokens / layout_.page_tokens;
+  work.ranked = 0;
+  work.scored_pages = 0;
+  work.pruned = 0;
+  if (ranks_pages(spec)) {
+    if (spec.budget.kind == BudgetKind::progressive) {
+      work.scored_pages = pages;
+    } else {
+      work.ranked = scheduler::budget_pages(spec.pages, pages, layout_.page_tokens);
+    }
+  }
+  if (prunes(spec)) work.pruned = (spec.uses(Source::pages) ? work.ranked : pages) * layout_.page_tokens;
+}
+
+void Pipeline::rank_pages() {
+  const std::uint32_t group = shape_.group();
+  auto& scores = buffers_.score_tasks;
+  auto& ranks = buffers_.top_k_tasks;
+  scores.clear();
+  ranks.clear();
+  for (const HeadWork& work : heads_) {
+    if (work.ranked == 0 && work.scored_pages == 0) continue;
+    const std::uint32_t pages = work.layer->tokens / layout_.page_tokens;
+    const std::uint32_t head = work.kv_head * group;
+    // Rows of a group lie `pages` apart here, as score_pages writes them.
+    float* out = work.scored_pages == 0 ? buffers_.page_scores(work.row, head) : buffers_.host_page_scores(work.row, head);
+    scores.push_back({.q = buffers_.device_q(work.row, head),
+                      .digests = index_.digests(),
+                      .frames = PageIndex::frames(*work.layer, work.kv_head),
+                      .pages = pages,
+                      .out = out});
+    for (std::uint32_t h = 0; h < group && work.ranked != 0; ++h) {
+      ranks.push_back({.values = {out + std::uint64_t{h} * pages, pages},
+                       .k = work.ranked,
+                       .out = buffers_.ranked(work.row, head + h, work.ranked)});
+    }
+  }
+  Backend& device = parts_.device.backend();
+  device.score_pages(scores, shape_, layout_.dtype, &executor_.device_stream());
+  device.top_k(ranks, &executor_.device_stream());
+  prune();
+}
+
+/// Estimates the tokens of the ranked pages, or of all, and marks what each query head keeps.
+void Pipeline::prune() {
+  const std::uint32_t group = shape_.group();
+  auto& estimates = buffers_.estimate_tasks;
+  auto& cuts = buffers_.top_p_tasks;
+  estimates.clear();
+  cuts.clear();
+  for (const HeadWork& work : heads_) {
+    if (work.pruned == 0) continue;
+    const std::uint32_t head = work.kv_head * group;
+    float* const out = buffers_.estimates(work.row, head);
+    estimates.push_back({.q = buffers_.device_q(work.row, head),
+                         .copies = copies_.device(),
+                         .frames = PageIndex::frames(*work.layer, work.kv_head),
+                         .tokens = work.layer->tokens / layout_.page_tokens * layout_.page_tokens,
+                         .lists = work.ranked == 0 ? nullptr : buffers_.ranked(work.row, head, work.ranked),
+                         .listed = work.ranked,
+                         .out = out});
+    for (std::uint32_t h = 0; h < group; ++h) {
+      cuts.push_back({.values = {out + std::uint64_t{h} * work.pruned, work.pruned},
+                      .p = work.sequence->spec.budget.mass,
+                      .mask = buffers_.kept(work.row, head + h, work.mask_words())});
+    }
+  }
+  Backend& device = parts_.device.backend();
+  device.score_int4(estimates, shape_, layout_, &executor_.device_stream());
+  device.top_p(cuts, &executor_.device_stream());
+}
+
+}  // namespace sluice::runtime
