@@ -20,8 +20,9 @@ constexpr AttentionShape kShape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_
 
 TEST_CASE("the GPU gives the host device's answers for every policy and placement", "[gpu][runtime]") {
   const std::string policy =
-      GENERATE("full", "full:near=0", "streaming", "topk", "lfps", "sluice", "sluice:budget=100%",
-               "pages:box,pages=12 | int4 | top_p=0.9 | near=0%,sinks=4,recent=8", "exact | int4 | top_p=0.9 | near=10%");
+      GENERATE("full", "full:near=0", "streaming", "topk", "lfps", "tactic:mass=100%", "magicpig", "sluice",
+               "sluice:budget=100%", "pages:box,pages=12 | int4 | top_p=0.9 | near=0%,sinks=4,recent=8",
+               "exact | int4 | top_p=0.9 | near=10%");
   const auto placement =
       GENERATE(PlacementMode::hybrid, PlacementMode::stream, PlacementMode::near, PlacementMode::automatic);
   CAPTURE(policy, to_string(placement));
@@ -36,6 +37,20 @@ TEST_CASE("the GPU gives the host device's answers for every policy and placemen
   const bool ranks = (policy.starts_with("sluice") || policy.find("int4") != std::string::npos) &&
                      placement != PlacementMode::near;
   REQUIRE(relative_error(on_gpu, on_host) < (ranks ? 0.05 : 0.01));
+}
+
+TEST_CASE("a prompt clustered by the GPU decodes the same in every run, and about as on the host", "[gpu][runtime]") {
+  const auto head_dim = GENERATE(64u, 128u);
+  CAPTURE(head_dim);
+  constexpr std::uint32_t kTokens = 1'500, kSteps = 8;
+  const AttentionShape shape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_dim = head_dim};
+  const auto device = make_cuda_device();
+  const PinnedModel model(*device, shape, kTokens + kSteps, 7);
+  const RuntimeOptions options = options_for(shape, kTokens + kSteps, PlacementMode::hybrid);
+  const auto first = generate(device, model, "tactic", options, kTokens, kSteps);
+  REQUIRE(first == generate(device, model, "tactic", options, kTokens, kSteps));
+  // A key between two centroids may go to either, so that the two attend to somewhat different tokens.
+  REQUIRE(relative_error(first, generate(nullptr, model, "tactic", options, kTokens, kSteps)) < 0.3);
 }
 
 TEST_CASE("on the GPU any near share gives dense attention if everything is attended", "[gpu][runtime]") {
