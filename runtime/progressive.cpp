@@ -99,7 +99,10 @@ void Progressive::begin(std::span<HeadWork> heads, std::span<const std::span<con
   const auto* const first = heads.data();
   parts_.workers.parallel_for(count, [&](std::uint32_t i) {
     const HeadWork& work = *heads_[i].work;
-    heads_[i].order.rank(scores[static_cast<std::size_t>(&work - first)], shape_.group(), work.near, work.tokens);
+    scheduler::PageOrder& order = heads_[i].order;
+    order.rank(scores[static_cast<std::size_t>(&work - first)], shape_.group(), work.near, work.tokens);
+    // The first bound sorts all pages, which the workers do side by side.
+    if (work.sequence->spec.budget.rule == ProgressRule::certified) (void)order.bounds(shape_.head_dim);
   });
 }
 
