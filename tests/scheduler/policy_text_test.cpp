@@ -40,6 +40,10 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
       {"streaming", "none | near=0%,sinks=4,recent=1020"},
       {"quest", "pages:box,budget=1024 | top_k=all | near=0%,sinks=0,recent=0 | dense=2 | page=16"},
       {"arkvale", "pages:budget=1280 | top_k=all | near=0%,sinks=64,recent=64 | dense=2 | page=32"},
+      {"psa", "pages | progressive=0.95 | near=0%,sinks=0,recent=0 | page=32"},
+      {"twilight", "pages:box,budget=8192 | int4 | top_p=0.95 | near=0%,sinks=4,recent=0 | dense=2 | page=16"},
+      {"tactic", "clusters | fitted=0.9 | near=0%,sinks=0,recent=0"},
+      {"magicpig", "lsh | sampled | near=0%,sinks=4,recent=64 | dense=0,every=16"},
       {"lfps", "history | top_k=max(64, 2%) | near=0%,sinks=4,recent=0 | bypass=sink:0.85"},
       {"sluice", "history:share_group=on+pages | top_k=max(64, 2%) | near=10%"},
       {"sluice-fast",
@@ -58,7 +62,7 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
 
 TEST_CASE("a composition's words parse back to it", "[policy_text]") {
   const std::vector<std::string> texts = {
-      "full", "topk", "streaming", "quest", "arkvale", "lfps", "sluice", "sluice-fast",
+      "full", "topk", "streaming", "quest", "arkvale", "psa", "twilight", "tactic", "magicpig", "lfps", "sluice", "sluice-fast",
       "history+pages | top_p=0.95",
       "pages:quest,budget=8192 | int4 | top_p=0.9",
       "clusters | fitted=0.9",
