@@ -237,13 +237,15 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0 && s.row.kept != nullptr) *s.row.kept = s.kept;
 }
 
-/// Dynamic shared memory of one thread block at most, on the current device.
+/// Dynamic shared memory that a thread block of the kernel for long rows may have at most, on the current device.
 std::uint32_t largest_shared() {
   int device = 0;
   int bytes = 0;
+  cudaFuncAttributes attributes{};
   check(cudaGetDevice(&device), "ask for the current device");
   check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "ask for shared memory");
-  return static_cast<std::uint32_t>(bytes) - static_cast<std::uint32_t>(sizeof(Shared));
+  check(cudaFuncGetAttributes(&attributes, top_p_kernel<LongRow>), "ask for the top_p kernel's own shared memory");
+  return static_cast<std::uint32_t>(bytes) - static_cast<std::uint32_t>(attributes.sharedSizeBytes);
 }
 
 }  // namespace

@@ -117,7 +117,8 @@ class GpuBench {
       const PlacementMode placement = parse_placement(name);
       std::vector<Named> policies;
       for (const std::string& text : split_policies(options_.policies)) {
-        const PolicySpec spec = parse_policy(text);
+        PolicySpec spec = parse_policy(text);
+        spec.dense_layers = spec.dense_every = 0;  // What is timed is a layer that the policy works in.
         // The oracle reads every key on the CPU wherever its choice is attended: once is enough.
         if (!spec.uses(Source::exact) || placement == PlacementMode::hybrid) policies.push_back({text, spec});
       }
