@@ -53,7 +53,7 @@ void Pipeline::book_head(const HeadWork& work) {
   stats.dense_bytes += 2 * row * work.tokens;
   const std::uint64_t copy = Int4Layout(layout_).row_bytes() + Int4Layout::kParamBytes;
   stats.near_bytes += 2 * row * (near + fetched) + row * digests + copy * estimated;
-  stats.far_bytes += row * work.counters.scored + copy * work.counters.estimated;
+  stats.far_bytes += row * work.counters.scored + copy * work.counters.estimated + work.counters.index_bytes;
   if (selects_) {
     // With scores at hand only V is read again.
     const std::uint64_t rows_per_token = far_row.scores.empty() ? 2 : 1;

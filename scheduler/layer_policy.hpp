@@ -99,6 +99,7 @@ struct SelectCounters {
   std::uint64_t expanded_per_head = 0;  ///< before it, summed over query heads
   std::uint64_t scored = 0;             ///< K rows read
   std::uint64_t estimated = 0;          ///< 4-bit copies of K rows read
+  std::uint64_t index_bytes = 0;        ///< side data read to find candidates: centroids, hash tables' lists
   std::uint64_t near_hits = 0;          ///< candidates that were near
   std::uint64_t iterations = 0;         ///< microbatches of pages that a progressive budget took
 };

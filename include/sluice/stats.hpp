@@ -52,7 +52,7 @@ struct Stats {
   std::uint64_t pool_hits = 0;
   std::uint64_t pool_misses = 0;
 
-  std::uint64_t far_bytes = 0;        ///< K and V bytes that the CPU read from the host pool
+  std::uint64_t far_bytes = 0;        ///< bytes that the CPU read in host memory: K, V, 4-bit copies, centroids, hash lists
   std::uint64_t near_bytes = 0;       ///< K, V and digest bytes that the device read from its memory
   std::uint64_t dense_bytes = 0;      ///< what dense attention would have read
   std::uint64_t h2d_bytes = 0;        ///< over the link to the device: promotions and fetches, prefill included

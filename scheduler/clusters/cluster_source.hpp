@@ -32,6 +32,8 @@ class ClusterSource {
   /// Ranks the clusters for the queries [group, head_dim].
   void rank(const float* q, KvReader& kv);
   [[nodiscard]] const ClusterIndex& index() const noexcept { return index_; }
+  /// Bytes that ranking reads: every centroid once for the group.
+  [[nodiscard]] std::uint64_t ranking_bytes() const noexcept { return index_.centroids().size() * sizeof(float); }
   /// Of query head `h`, as ranked last.
   [[nodiscard]] std::span<const std::uint32_t> order(std::uint32_t h) const noexcept { return rankings_[h].order(); }
   /// Adds the first `options.candidates` tokens of head `h` from position `sinks` on, and those in no cluster yet.

@@ -33,6 +33,10 @@ class LshSource {
 
   /// Hashes the queries [group, head_dim].
   void hash(const float* q, KvReader& kv);
+  /// Bytes of the tables' lists that `add_collisions` reads for one query head, on average.
+  [[nodiscard]] std::uint64_t lookup_bytes() const noexcept {
+    return (std::uint64_t{options_.tables} * tables_.count() * sizeof(std::uint32_t)) >> options_.bits;
+  }
   /// Adds the tokens that meet the query of head `h` hashed last.
   void add_collisions(std::uint32_t h, TokenSet& set);
   /// With which probability a hashed token of this score q.k / sqrt(d) met that query.

@@ -50,6 +50,7 @@ class SampledPolicy final : public LayerPolicy {
     for (std::uint32_t h = 0; h < group_; ++h) {
       head.sampled[h].reset(head.source.end());
       head.source.add_collisions(h, head.sampled[h]);
+      counters.index_bytes += head.source.lookup_bytes();
       counters.expanded_per_head += head.sampled[h].size();
     }
     head.scored.collect({.sets = head.sampled, .active = ~0u >> (32 - group_), .shared = false, .keep_near = false},

@@ -13,9 +13,15 @@ void Proposer::propose_all(std::uint32_t tokens, SparseHead& head) const {
   }
 }
 
-void Proposer::propose(const HeadContext& context, SparseHead& head) const {
-  if (head.clusters) head.clusters->rank(context.q, *context.kv);
-  if (head.lsh) head.lsh->hash(context.q, *context.kv);
+void Proposer::propose(const HeadContext& context, SparseHead& head, SelectCounters& counters) const {
+  if (head.clusters) {
+    head.clusters->rank(context.q, *context.kv);
+    counters.index_bytes += head.clusters->ranking_bytes();
+  }
+  if (head.lsh) {
+    head.lsh->hash(context.q, *context.kv);
+    counters.index_bytes += group_ * head.lsh->lookup_bytes();
+  }
   if (together(head)) {
     TokenSet& set = head.candidates.front();
     set.reset(context.tokens);

@@ -43,7 +43,7 @@ class Proposer {
   void propose_all(std::uint32_t tokens, SparseHead& head) const;
   /// What history expanded to, the newest tokens, the pages that rank highest, similar keys; one set per query head, or
   /// the first for all of them.
-  void propose(const HeadContext& context, SparseHead& head) const;
+  void propose(const HeadContext& context, SparseHead& head, SelectCounters& counters) const;
 
   /// Whether one set of candidates serves the group in this step.
   [[nodiscard]] bool together(const SparseHead& head) const noexcept { return shares() || head.followed; }

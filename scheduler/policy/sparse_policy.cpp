@@ -154,7 +154,7 @@ class SparsePolicy final : public LayerPolicy {
     if (spec_.uses(Source::exact)) {
       proposer_.propose_all(context.tokens, head);
     } else {
-      proposer_.propose(context, head);
+      proposer_.propose(context, head, counters);
     }
     const std::uint32_t most = budget_.tokens(context.tokens);
     if (most != 0 && context.defer_scores && head.followed && !head.observes && head.observing == all_heads() && !head.whole) {

@@ -84,6 +84,7 @@ class FittedPolicy final : public LayerPolicy {
       return;
     }
     head.source.rank(context.q, *context.kv);
+    counters.index_bytes += head.source.ranking_bytes();
     sample(context, samples, head);
     head.chosen.reset(samples.tokens);
     for (std::uint32_t h = 0; h < group_; ++h) counters.expanded_per_head += choose(h, samples, head);
