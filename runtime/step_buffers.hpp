@@ -34,6 +34,7 @@ struct HeadWork {
   std::span<const PageRun> near_runs;    ///< what is attended near
   const std::uint32_t* near_frames = nullptr;  ///< slot of each page that near_runs name
   std::uint32_t near_tokens = 0;         ///< in near_runs
+  std::vector<std::uint8_t> attended_near;  ///< near.pages as they were attended, if they may change before an audit
 
   SelectionRow selected;
   Bypass bypass;
