@@ -290,3 +290,8 @@ TEST_CASE("whatever numbers a policy has, its words parse back to it", "[policy_
     REQUIRE(again == spec);
   }
 }
+
+TEST_CASE("windows of the fit that overlap are refused, as no context would be long enough for them", "[policy_text]") {
+  expect(complaint("clusters:near_window=10%,far_window=10.5%,window=1% | fitted=0.9"), {"far_window", "window_share"});
+  REQUIRE_NOTHROW(parse_policy("clusters:near_window=10%,far_window=12%,window=1% | fitted=0.9"));
+}
