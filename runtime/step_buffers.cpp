@@ -14,14 +14,18 @@ StepBuffers::StepBuffers(Device& device, const AttentionShape& shape, std::uint3
     : device_(device), shape_(shape), max_pages_(max_pages), audited_(audited) {}
 
 void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
-  // What earlier sequences need is kept.
+  // Everything is allocated before anything changes, for earlier sequences go on with what they have if this fails.
   ranked_pages = std::max(ranked_pages, ranked_pages_);
-  const std::uint32_t pruned_tokens = pruned_tokens_;
-  if (batch > batch_) {
-    const std::uint64_t new_rows = std::uint64_t{batch} * shape_.q_heads;
+  const std::uint64_t new_rows = std::uint64_t{std::max(batch, batch_)} * shape_.q_heads;
+  const bool grows = batch > batch_;
+  Ranking ranking;
+  if (ranked_pages > (grows ? 0 : ranked_pages_)) ranking = allocate_ranking(new_rows, ranked_pages);
+  if (grows) {
     const std::uint64_t q_bytes = new_rows * shape_.head_dim * sizeof(float);
     const std::uint64_t kv_bytes = std::uint64_t{batch} * shape_.kv_heads * shape_.head_dim * sizeof(float);
     const std::uint64_t partial_bytes = q_bytes + new_rows * sizeof(float);
+    Pruning pruning;
+    if (pruned_tokens_ != 0) pruning = allocate_pruning(new_rows, pruned_tokens_);
     Memory query = device_.allocate_pinned(q_bytes);
     Memory device_query = device_.allocate(q_bytes);
     Memory key = device_.allocate_pinned(kv_bytes);
@@ -30,6 +34,7 @@ void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
     Memory far_memory = device_.allocate_pinned(partial_bytes);
     Memory merged_out = audited_ ? device_.allocate_pinned(q_bytes) : nullptr;
     Memory lse = audited_ ? device_.allocate_pinned(new_rows * sizeof(float)) : nullptr;
+    pruning_ = std::move(pruning);
     query_ = std::move(query);
     device_query_ = std::move(device_query);
     key_ = std::move(key);
@@ -40,25 +45,29 @@ void StepBuffers::reserve(std::uint32_t batch, std::uint32_t ranked_pages) {
     merged_lse_ = std::move(lse);
     fetched_.clear();
     fetch_room_ = 0;
-    ranked_pages_ = 0;
-    pruned_tokens_ = 0;
-    batch_ = batch;  // Last: a failed allocation changes nothing.
+    batch_ = batch;
   }
-  if (ranked_pages > ranked_pages_) {
-    Memory scores = device_.allocate(rows() * max_pages_ * sizeof(float));
-    ranked_ = device_.allocate_pinned(rows() * ranked_pages * sizeof(std::uint32_t));
-    page_scores_ = std::move(scores);
+  if (ranking.scores != nullptr) {
+    ranking_ = std::move(ranking);
     ranked_pages_ = ranked_pages;
   }
-  reserve_pruning(pruned_tokens);
 }
 
 void StepBuffers::reserve_pruning(std::uint32_t tokens) {
   if (tokens <= pruned_tokens_) return;
-  Memory estimates = device_.allocate(rows() * tokens * sizeof(float));
-  kept_ = device_.allocate_pinned(rows() * div_up(tokens, 32) * sizeof(std::uint32_t));
-  estimates_ = std::move(estimates);
+  pruning_ = allocate_pruning(rows(), tokens);
   pruned_tokens_ = tokens;
+}
+
+StepBuffers::Ranking StepBuffers::allocate_ranking(std::uint64_t rows, std::uint32_t ranked_pages) {
+  Memory scores = device_.allocate(rows * max_pages_ * sizeof(float));
+  return {.scores = std::move(scores), .ranked = device_.allocate_pinned(rows * ranked_pages * sizeof(std::uint32_t))};
+}
+
+StepBuffers::Pruning StepBuffers::allocate_pruning(std::uint64_t rows, std::uint32_t tokens) {
+  Memory estimates = device_.allocate(rows * tokens * sizeof(float));
+  return {.estimates = std::move(estimates),
+          .kept = device_.allocate_pinned(rows * div_up(tokens, 32) * sizeof(std::uint32_t))};
 }
 
 void StepBuffers::reserve_host_scores() {
@@ -99,7 +108,7 @@ float* StepBuffers::merged_lse(std::uint32_t row, std::uint32_t head) const noex
 }
 
 float* StepBuffers::page_scores(std::uint32_t row, std::uint32_t head) const noexcept {
-  return floats(page_scores_) + (std::uint64_t{row} * shape_.q_heads + head) * max_pages_;
+  return floats(ranking_.scores) + (std::uint64_t{row} * shape_.q_heads + head) * max_pages_;
 }
 
 float* StepBuffers::host_page_scores(std::uint32_t row, std::uint32_t head) const noexcept {
@@ -107,20 +116,20 @@ float* StepBuffers::host_page_scores(std::uint32_t row, std::uint32_t head) cons
 }
 
 float* StepBuffers::estimates(std::uint32_t row, std::uint32_t head) const noexcept {
-  return floats(estimates_) + (std::uint64_t{row} * shape_.q_heads + head) * pruned_tokens_;
+  return floats(pruning_.estimates) + (std::uint64_t{row} * shape_.q_heads + head) * pruned_tokens_;
 }
 
 std::uint32_t* StepBuffers::kept(std::uint32_t row, std::uint32_t head, std::uint32_t words) const noexcept {
   const std::uint32_t group = shape_.group();
   const std::uint64_t first = (std::uint64_t{row} * shape_.q_heads + head / group * group) * div_up(pruned_tokens_, 32);
-  return reinterpret_cast<std::uint32_t*>(kept_->data()) + first + std::uint64_t{head % group} * words;
+  return reinterpret_cast<std::uint32_t*>(pruning_.kept->data()) + first + std::uint64_t{head % group} * words;
 }
 
 std::uint32_t* StepBuffers::ranked(std::uint32_t row, std::uint32_t head, std::uint32_t count) const noexcept {
   // Heads of one group lie `count` apart, so that a group's ranking is one dense span.
   const std::uint32_t group = shape_.group();
   const std::uint64_t first = (std::uint64_t{row} * shape_.q_heads + head / group * group) * ranked_pages_;
-  return reinterpret_cast<std::uint32_t*>(ranked_->data()) + first + std::uint64_t{head % group} * count;
+  return reinterpret_cast<std::uint32_t*>(ranking_.ranked->data()) + first + std::uint64_t{head % group} * count;
 }
 
 }  // namespace sluice::runtime

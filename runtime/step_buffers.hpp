@@ -34,6 +34,7 @@ struct HeadWork {
   std::span<const PageRun> near_runs;    ///< what is attended near
   const std::uint32_t* near_frames = nullptr;  ///< slot of each page that near_runs name
   std::uint32_t near_tokens = 0;         ///< in near_runs
+  std::vector<std::uint8_t> attended_near;  ///< near.pages as they were attended, if they may change before an audit
 
   SelectionRow selected;
   Bypass bypass;
@@ -111,6 +112,14 @@ class StepBuffers {
 
  private:
   using Memory = std::unique_ptr<Buffer>;
+  struct Ranking {
+    Memory scores, ranked;  // device; pinned
+  };
+  struct Pruning {
+    Memory estimates, kept;  // device; pinned
+  };
+  [[nodiscard]] Ranking allocate_ranking(std::uint64_t rows, std::uint32_t ranked_pages);
+  [[nodiscard]] Pruning allocate_pruning(std::uint64_t rows, std::uint32_t tokens);
   [[nodiscard]] std::uint64_t rows() const noexcept { return std::uint64_t{batch_} * shape_.q_heads; }
   [[nodiscard]] float* at(const Memory& memory, std::uint32_t row, std::uint32_t head) const noexcept;
   [[nodiscard]] float* kv_at(const Memory& memory, std::uint32_t row, std::uint32_t kv_head) const noexcept;
@@ -129,9 +138,9 @@ class StepBuffers {
   Memory near_, far_;                 // out [rows, head_dim], then lse [rows]
   std::vector<Memory> fetched_;       // [fetch batches] likewise, device
   Memory merged_out_, merged_lse_;    // pinned; null unless audited
-  Memory page_scores_, ranked_;
+  Ranking ranking_;
   Memory host_page_scores_;           // pinned; null unless a budget is progressive
-  Memory estimates_, kept_;           // device; pinned
+  Pruning pruning_;
 };
 
 }  // namespace sluice::runtime

@@ -172,7 +172,13 @@ void Pipeline::attend_far() {
 
 void Pipeline::progress() {
   page_scores_.clear();
-  for (const HeadWork& work : heads_) page_scores_.push_back(page_scores(work));
+  for (HeadWork& work : heads_) {
+    page_scores_.push_back(page_scores(work));
+    if (!work.audited || work.near.pages.empty()) continue;
+    // Pages that the device visits take slots of pages that were attended near; the audit wants to know those.
+    work.attended_near.assign(work.near.pages.begin(), work.near.pages.end());
+    work.near.pages = work.attended_near;
+  }
   progressive_.run(heads_, page_scores_);
   executor_.add_wait(progressive_.waited());
 }

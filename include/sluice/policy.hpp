@@ -72,9 +72,9 @@ struct ClusterOptions {
   std::uint32_t recluster_every = 2048;      ///< generated tokens that are attended exactly until they are clustered. [64, 2^20]
   std::uint32_t min_tokens = 512;            ///< a shorter prompt is attended densely. [0, 2^20]
   std::uint32_t candidates = 4096;           ///< tokens per query head that the source proposes to a budget other than `fitted`. [1, 2^31)
-  float head_share = 0.015f;                 ///< of the clustered tokens: best ones scored exactly by `fitted`. (0, 0.1)
+  float head_share = 0.015f;                 ///< of the clustered tokens: best ones scored exactly by `fitted`. (0, 0.1]
   float near_window = 0.1f;                  ///< where in the order the two windows of the fit are centred. (0, 1)
-  float far_window = 0.6f;                   ///< (near_window, 1)
+  float far_window = 0.6f;                   ///< (near_window + window_share, 1)
   float window_share = 0.005f;               ///< width of a window, of the clustered tokens; at least 16. (0, 0.1]
   friend bool operator==(const ClusterOptions&, const ClusterOptions&) = default;
 };

@@ -10,10 +10,10 @@ namespace {
 
 using namespace scheduler;
 
-/// A COUNT, as read_larger_of reads it.
-std::string larger_of(std::uint32_t count, float share) {
+/// A COUNT, as read_larger_of reads it; `all` leaves the usual floor as it is.
+std::string larger_of(std::uint32_t count, float share, std::uint32_t usual) {
   if (share <= 0.f) return std::to_string(count);
-  if (share >= 1.f) return "all";
+  if (share >= 1.f && count == usual) return "all";
   return "max(" + std::to_string(count) + ", " + percent(share) + ")";
 }
 
@@ -65,7 +65,7 @@ std::string pages_words(const PageSourceOptions& pages) {
     options.word("budget=" + std::to_string(pages.min_tokens));
     if (pages.min_pages != 1) options.word("min_pages=" + std::to_string(pages.min_pages));
   } else if (pages.min_pages != usual.min_pages || pages.share != usual.share) {
-    options.word("pages=" + larger_of(pages.min_pages, pages.share));
+    options.word("pages=" + larger_of(pages.min_pages, pages.share, usual.min_pages));
   }
   return options.text();
 }
@@ -121,7 +121,7 @@ const char* to_word(ProgressRule rule) noexcept {
 std::string budget_words(const BudgetOptions& budget) {
   const BudgetOptions usual;
   switch (budget.kind) {
-    case BudgetKind::top_k: return "top_k=" + larger_of(budget.min_tokens, budget.share);
+    case BudgetKind::top_k: return "top_k=" + larger_of(budget.min_tokens, budget.share, usual.min_tokens);
     case BudgetKind::top_p: return "top_p=" + number(budget.mass);
     case BudgetKind::fitted: return "fitted=" + number(budget.mass);
     case BudgetKind::sampled: return "sampled";

@@ -34,6 +34,17 @@ bool read_whole(std::string_view text, Number& out) {
   return error == std::errc{} && end == text.data() + text.size();
 }
 
+/// `value` times `factor` with as few digits as tell its float from others, but at least room for six.
+std::string digits(double value, double factor) {
+  char text[32];
+  for (int precision = 6; precision <= 12; ++precision) {
+    std::snprintf(text, sizeof text, "%.*g", precision, value * factor);
+    double read = 0.0;
+    if (read_whole(text, read) && static_cast<float>(read / factor) == static_cast<float>(value)) break;
+  }
+  return text;
+}
+
 }  // namespace
 
 void Word::fail(const std::string& why) const {
@@ -116,12 +127,8 @@ void read_larger_of(const Word& word, std::uint32_t& count, float& share) {
   }
 }
 
-std::string number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.6g", value);
-  return text;
-}
+std::string number(double value) { return digits(value, 1.0); }
 
-std::string percent(double share) { return number(share * 100.0) + "%"; }
+std::string percent(double share) { return digits(share, 100.0) + "%"; }
 
 }  // namespace sluice::scheduler

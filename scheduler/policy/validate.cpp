@@ -65,6 +65,10 @@ void check_clusters(const ClusterOptions& clusters) {
     reject("clusters.near_window", number(clusters.near_window),
            "(0, far_window), and far_window, which is " + number(clusters.far_window) + ", in (near_window, 1)");
   }
+  if (!(clusters.far_window - clusters.near_window > clusters.window_share)) {
+    reject("clusters.far_window", number(clusters.far_window),
+           "(near_window + window_share, 1): windows that overlap fit no curve, and every context would be attended densely");
+  }
   if (!(clusters.head_share < clusters.near_window - clusters.window_share / 2)) {
     reject("clusters.head_share", number(clusters.head_share),
            "(0, near_window - window_share / 2): the tokens that are scored one by one end before the first window");

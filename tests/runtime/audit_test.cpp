@@ -120,3 +120,23 @@ TEST_CASE("without audits nothing is reported, and unknown sequences are told", 
   REQUIRE_THROWS_AS(runtime.audit(id), Error);
   REQUIRE_THROWS_AS(runtime.watch(id, {}), Error);
 }
+
+TEST_CASE("an audit knows what was near when it was attended, though its slots were given away in the same step", "[audit]") {
+  const Toy toy(kShape, kPrompt + 4, 34);
+  RuntimeOptions options = toy_options(kShape, 700);
+  options.placement = PlacementMode::stream;
+  options.audit_every = 1;
+  Runtime runtime(options);
+  const SequenceId id = runtime.begin(parse_policy("pages:quest | progressive=1,microbatch=2 | near=30%,sinks=4,recent=20"));
+  prefill(runtime, id, toy, kPrompt, 64);
+  const std::vector<std::uint32_t> watched = {37, 74, 111, 148, 185, 222, 259};
+  runtime.watch(id, watched);
+  for (std::uint32_t t = 0; t < 4; ++t) step(runtime, id, toy, kPrompt + t);
+  REQUIRE(runtime.stats(id).evictions > 0);
+  REQUIRE(runtime.stats(id).watched.count() > 0);
+  for (const HeadAudit& audit : runtime.audit(id).heads) {
+    REQUIRE(audit.coverage == Approx(1.0).margin(1e-5));
+    REQUIRE(audit.overlap == 1.0);
+    if (audit.watched_steps != 0) REQUIRE(audit.watched_kept == Approx(1.0));
+  }
+}

@@ -6,6 +6,10 @@
 #include <set>
 
 #include "cpu/backend.hpp"
+#include "cpu/host_device.hpp"
+#include "cpu/topology.hpp"
+#include "cpu/workers.hpp"
+#include "sluice/error.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/step_graph.hpp"
 #include "tests/runtime/toy.hpp"
@@ -271,4 +275,42 @@ TEST_CASE("a second prompt, an imported prefix and other sequences change nothin
   const SequenceId again = runtime.begin(parse_policy(policy));  // In frames that had other copies.
   import(runtime, again, 0, 240);
   REQUIRE(last_steps(runtime, again) == want);
+}
+
+TEST_CASE("a sequence that finds no memory to begin leaves those that run as they were", "[runtime][pruned]") {
+  const std::string text = GENERATE("pages:box,pages=3 | int4 | top_p=0.8", "exact | int4 | top_p=0.8", "pages:box,pages=3 | top_k=8",
+                                    "pages:box | progressive=0.8");
+  CAPTURE(text);
+  const Toy toy(kShape, 215, 43);
+  const PolicySpec spec = parse_policy(text + kNear);
+  const auto options = [&] {
+    RuntimeOptions one = options_with(250, 16);
+    one.placement = PlacementMode::stream;
+    return one;
+  }();
+  std::vector<float> want;
+  {
+    Runtime runtime(options);
+    want = decode(runtime, runtime.begin(spec), toy, 200);
+  }
+  int failures = 0;
+  for (std::uint64_t seed = 0; seed < 40; ++seed) {
+    CAPTURE(seed);
+    const cpu::Topology topology;
+    const auto workers = std::make_shared<const cpu::Workers>(topology, cpu::WorkersOptions{.threads = 2, .pin = false});
+    const auto device = std::make_shared<cpu::HostDevice>(workers);
+    Runtime runtime(options, device);
+    const SequenceId id = runtime.begin(spec);
+    device->misbehave({.seed = seed, .fail_allocation = 0.1});
+    bool begun = true;
+    try {
+      (void)runtime.begin(spec);
+    } catch (const Error&) {
+      begun = false;
+    }
+    device->misbehave({});
+    failures += begun ? 0 : 1;
+    REQUIRE(worst_difference(decode(runtime, id, toy, 200), want) == 0.0);
+  }
+  REQUIRE(failures > 4);
 }

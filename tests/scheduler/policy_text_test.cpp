@@ -1,6 +1,7 @@
 // Policies as text: presets, parsing, ranges, words.
 
 #include <initializer_list>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -263,4 +264,34 @@ TEST_CASE("budgets are clamped to what there is and rounded to nearest", "[polic
   REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 4096, 16) == 123);
   REQUIRE(budget_pages({.min_pages = 1, .min_tokens = 1000, .share = 0.f}, 4096, 16) == 63);
   REQUIRE(budget_pages({.min_pages = 1, .min_tokens = 1000, .share = 0.f}, 4096, 32) == 32);
+}
+
+TEST_CASE("whatever numbers a policy has, its words parse back to it", "[policy_text]") {
+  std::mt19937 rng(7);
+  const auto share = [&rng](float low, float high) { return std::uniform_real_distribution<float>(low, high)(rng); };
+  for (int i = 0; i < 1000; ++i) {
+    PolicySpec spec = parse_policy("history+pages+clusters+lsh | top_k=64");
+    spec.history.alpha = share(0.01f, 10.f);
+    spec.history.decay = share(0.01f, 0.99f);
+    spec.history.limit = share(0.f, 1.f);
+    spec.pages.min_pages = 1 + static_cast<std::uint32_t>(rng() % 100);
+    spec.pages.share = i % 3 == 0 ? 1.f : share(0.f, 1.f);
+    spec.clusters.head_share = share(0.001f, 0.01f);
+    spec.clusters.near_window = share(0.1f, 0.3f);
+    spec.clusters.far_window = share(0.5f, 0.9f);
+    spec.clusters.window_share = share(0.001f, 0.1f);
+    spec.budget.min_tokens = 1 + static_cast<std::uint32_t>(rng() % 100);
+    spec.budget.share = i % 4 == 0 ? 1.f : share(0.f, 1.f);
+    spec.near.share = share(0.f, 1.f);
+    spec.bypass_threshold = share(0.01f, 1.f);
+    CAPTURE(to_string(spec));
+    PolicySpec again = parse_policy(to_string(spec));
+    again.name = spec.name;
+    REQUIRE(again == spec);
+  }
+}
+
+TEST_CASE("windows of the fit that overlap are refused, as no context would be long enough for them", "[policy_text]") {
+  expect(complaint("clusters:near_window=10%,far_window=10.5%,window=1% | fitted=0.9"), {"far_window", "window_share"});
+  REQUIRE_NOTHROW(parse_policy("clusters:near_window=10%,far_window=12%,window=1% | fitted=0.9"));
 }

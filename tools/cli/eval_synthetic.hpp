@@ -21,6 +21,9 @@ struct NeedleOptions {
   bool own_pages = true;  ///< as TaskEvalOptions::own_pages
 };
 
+/// @throws Error{Errc::invalid_argument} if the context has too few places for the needles of all steps.
+void validate(const NeedleOptions& options);
+
 [[nodiscard]] AttentionShape needle_shape();
 
 struct NeedleScore {
