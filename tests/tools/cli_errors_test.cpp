@@ -53,6 +53,8 @@ TEST_CASE("wrong usage is exit code 2 and one line that names the cause", "[cli]
       {"eval " + kModel + " --tasks ''", "--needles"},
       {"eval " + kModel + " --policies 'history | fitted=0.9'", "clusters | fitted=0.9"},
       {"eval --tasks '' --needles x", "--needles"},
+      {"eval --tasks '' --needles 8 --needle-tokens 16", "--needles"},
+      {"eval --tasks '' --needles 1 --needle-tokens 2K,4K", "--needle-tokens"},
       {"bench", "subcommand"},
       {"bench tpu", "tpu"},
       {"run --modle x --prompt a", "--modle"},

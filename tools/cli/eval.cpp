@@ -60,6 +60,24 @@ std::vector<Cell> cells_of(const EvalOptions& options) {
   return cells;
 }
 
+std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
+  std::vector<NeedleOptions> needles;
+  if (options.needles.empty()) return needles;
+  const std::vector<std::uint32_t> tokens = parse_counts(options.needle_tokens, "--needle-tokens");
+  if (tokens.size() != 1) {
+    throw Error(Errc::invalid_argument, "--needle-tokens: '" + options.needle_tokens + "' is not one length such as 128K");
+  }
+  for (const std::uint32_t count : parse_counts(options.needles, "--needles")) {
+    needles.push_back({.tokens = tokens.front(),
+                       .needles = count,
+                       .steps = options.needle_steps,
+                       .seed = options.task.seed,
+                       .own_pages = options.task.own_pages});
+    check(needles.back());
+  }
+  return needles;
+}
+
 Json config_of(const EvalOptions& options, const NamedPolicies& policies) {
   Json compositions = Json::object();
   for (std::size_t i = 0; i < policies.names.size(); ++i) compositions[policies.names[i]] = to_string(policies.specs[i]);
@@ -189,8 +207,7 @@ class EvalReport {
 int run(const EvalOptions& options) {
   const NamedPolicies policies = policies_of(options.policies);
   const std::vector<Cell> cells = cells_of(options);
-  const std::vector<std::uint32_t> needles =
-      options.needles.empty() ? std::vector<std::uint32_t>{} : parse_counts(options.needles, "--needles");
+  const std::vector<NeedleOptions> needles = needles_of(options);
   if (cells.empty() && needles.empty()) {
     throw Error(Errc::invalid_argument, "--tasks: the list is empty; name at least one, e.g. niah,kv, or give --needles 1");
   }
@@ -217,12 +234,7 @@ int run(const EvalOptions& options) {
     TaskEvaluation evaluation(options.task, options.runtime, model, policies.specs, device, haystack);
     for (const Cell& cell : cells) report->add(cell, evaluation.run(cell, bar));
   }
-  for (const std::uint32_t count : needles) {
-    const NeedleOptions planted{.tokens = parse_counts(options.needle_tokens, "--needle-tokens").front(),
-                                .needles = count,
-                                .steps = options.needle_steps,
-                                .seed = options.task.seed,
-                                .own_pages = options.task.own_pages};
+  for (const NeedleOptions& planted : needles) {
     report->add(planted, evaluate_needles(planted, options.runtime, policies.specs, device, bar), needle_shape());
   }
   Report result{.command = "eval", .config = config_of(options, policies)};

@@ -18,6 +18,14 @@ constexpr std::uint32_t kImportChunk = 4096;
 
 }  // namespace
 
+void check(const NeedleOptions& options) {
+  SyntheticOptions synthetic;
+  synthetic.tokens = options.tokens;
+  synthetic.steps = kWarmUp + options.steps;
+  synthetic.needles = options.needles;
+  check_needles(synthetic);
+}
+
 AttentionShape needle_shape() {
   AttentionShape shape = named_shape("llama-3.1-8b");
   shape.layers = 1;

@@ -21,6 +21,9 @@ struct NeedleOptions {
   bool own_pages = true;  ///< as TaskEvalOptions::own_pages
 };
 
+/// @throws Error{Errc::invalid_argument} for more needles than the context has room for.
+void check(const NeedleOptions& options);
+
 [[nodiscard]] AttentionShape needle_shape();
 
 struct NeedleScore {
