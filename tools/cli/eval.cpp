@@ -65,7 +65,8 @@ std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
   if (options.needles.empty()) return needles;
   const std::vector<std::uint32_t> tokens = parse_counts(options.needle_tokens, "--needle-tokens");
   if (tokens.size() != 1) {
-    throw Error(Errc::invalid_argument, "--needle-tokens: '" + options.needle_tokens + "' is not one length such as 128K");
+    throw Error(Errc::invalid_argument,
+                "--needle-tokens: '" + options.needle_tokens + "' is not one length such as 128K");
   }
   for (const std::uint32_t count : parse_counts(options.needles, "--needles")) {
     needles.push_back({.tokens = tokens.front(),

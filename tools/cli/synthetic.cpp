@@ -117,8 +117,7 @@ void SyntheticLayer::plant_needles() {
   for (std::uint32_t step = 0; step < options_.steps && options_.needles != 0; ++step) {
     std::vector<std::uint32_t> tokens;
     while (tokens.size() < options_.needles) {
-      const auto token =
-          static_cast<std::uint32_t>(margin + mix(stream + draws++) % (options_.tokens - 2 * margin));
+      const auto token = static_cast<std::uint32_t>(margin + mix(stream + draws++) % (options_.tokens - 2 * margin));
       const auto taken = [token](const auto& planted) { return planted.first == token; };
       if (std::any_of(planted_.begin(), planted_.end(), taken)) continue;
       tokens.push_back(token);
