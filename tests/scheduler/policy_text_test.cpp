@@ -46,9 +46,9 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
       {"tactic", "clusters | fitted=0.9 | near=0%,sinks=0,recent=0"},
       {"magicpig", "lsh | sampled | near=0%,sinks=4,recent=64 | dense=0,every=16"},
       {"lfps", "history | top_k=max(64, 2%) | near=0%,sinks=4,recent=0 | bypass=sink:0.85"},
-      {"sluice", "history:share_group=on+pages | top_k=max(64, 2%) | near=10%"},
+      {"sluice", "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=3% | page=32"},
       {"sluice-fast",
-       "history:alpha=1,share_group=on,observe_every=64,limit=10%+pages:pages=8 | top_k=all | near=10%"},
+       "history:alpha=1,share_group=on,observe_every=64,limit=10%+pages:pages=8 | top_k=all | near=10% | page=16"},
   };
   REQUIRE(policy_presets().size() == expected.size());
   for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -123,7 +123,8 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
 }
 
 TEST_CASE("sluice-fast is a composition of sluice's stages", "[policy_text]") {
-  PolicySpec composed = parse_policy("sluice:budget=100%,observe_every=64,pages=8,limit=10%,alpha=1");
+  PolicySpec composed = parse_policy(
+      "history:share_group=on,observe_every=64,limit=10%,alpha=1+pages:pages=8 | top_k=all | near=10% | page=16");
   composed.name = "sluice-fast";
   REQUIRE(composed == parse_policy("sluice-fast"));
 }
@@ -148,7 +149,7 @@ TEST_CASE("every key reaches its field", "[policy_text]") {
   REQUIRE(spec.dense_every == 5);
   REQUIRE(to_string(spec) ==
           "history:alpha=0.3,decay=0.9,init=16,local=7,observe_near=off,observe_every=4,limit=10%+pages:box,pages=max(5, 4%) | "
-          "top_k=max(100, 3%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | dense=2,every=5");
+          "int4 | top_k=max(100, 3%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | dense=2,every=5 | page=32");
 }
 
 TEST_CASE("a budget is a fixed count, a share above the preset's floor, or the larger of both", "[policy_text]") {

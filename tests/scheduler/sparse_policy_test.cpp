@@ -40,7 +40,7 @@ TEST_CASE("a budget that holds the context is dense attention and still fills th
 }
 
 TEST_CASE("nothing beyond the sinks: nothing selected, nothing read", "[policy]") {
-  const std::string text = GENERATE("topk", "lfps", "sluice", "full", "streaming");
+  const std::string text = GENERATE("topk", "lfps", "history:share_group=on+pages", "full", "streaming");
   const std::uint32_t n = GENERATE(1u, 4u);
   CAPTURE(text, n);
   Step step(text, n);
@@ -123,13 +123,13 @@ TEST_CASE("LFPS attends the best of what it scored", "[lfps]") {
 }
 
 TEST_CASE("the output error is bounded by the mass that was left out", "[policy]") {
-  const std::string text = GENERATE("topk:budget=20", "lfps:budget=20,bypass=0", "sluice:budget=20,near=0");
+  const std::string text = GENERATE("topk:budget=20", "lfps:budget=20,bypass=0", "history:share_group=on+pages | top_k=20 | near=0");
   const float q_scale = GENERATE(1.f, 5.f);
   const std::uint32_t n = 900;
   CAPTURE(text, q_scale);
   Step step(text, n, 3, q_scale);
-  const FakeNear near(n, 4, text.front() == 's' ? 128 : 0);
-  step.select(near.set, text.front() == 's' ? std::vector<std::uint32_t>{1, 2, 3, 4} : std::vector<std::uint32_t>{});
+  const FakeNear near(n, 4, text.front() == 'h' ? 128 : 0);
+  step.select(near.set, text.front() == 'h' ? std::vector<std::uint32_t>{1, 2, 3, 4} : std::vector<std::uint32_t>{});
   double longest = 0.0;
   for (std::uint32_t t = 0; t < n; ++t) {
     double square = 0.0;
@@ -152,11 +152,11 @@ TEST_CASE("a shared group attends the union of what its heads chose from the uni
   const std::uint32_t n = 2000;
   const std::vector<std::uint32_t> ranked = {1, 5, 9, 20, 33, 40, 2, 60};
   const FakeNear near(n, 4, 128);
-  Step shared("sluice:budget=40", n);
+  Step shared("history:share_group=on+pages | top_k=40", n);
   shared.select(near.set, ranked);
   REQUIRE(shared.row.members.empty());
 
-  Step whole("sluice:budget=100%,min_tokens=1,share_group=off", n);
+  Step whole("history+pages | top_k=max(1, 100%)", n);
   whole.select(near.set, ranked);
   std::vector<std::uint32_t> united = whole.row.tokens, expected;
   for (std::uint32_t h = 0; h < kGroup; ++h) {
@@ -244,13 +244,14 @@ TEST_CASE("near pages of any size are recognised", "[policy]") {
 }
 
 TEST_CASE("a step repeated from select gives the same selection", "[policy]") {
-  const std::string text = GENERATE("topk", "lfps", "sluice", "sluice:share_group=off,observe_near=off");
+  const std::string text = GENERATE("topk", "lfps", "history:share_group=on+pages",
+                                    "history:observe_near=off+pages");
   CAPTURE(text);
   const std::uint32_t n = 1200;
   Step step(text, n);
   const FakeNear near(n, 4, 128, {6, 7});
   const std::vector<std::uint32_t> ranked =
-      text.front() == 's' ? std::vector<std::uint32_t>{4, 5, 6, 7} : std::vector<std::uint32_t>{};
+      text.front() == 'h' ? std::vector<std::uint32_t>{4, 5, 6, 7} : std::vector<std::uint32_t>{};
   step.select(near.set, ranked);
   const SelectionRow first = step.row;
   step.select(near.set, ranked);
@@ -260,14 +261,14 @@ TEST_CASE("a step repeated from select gives the same selection", "[policy]") {
 }
 
 TEST_CASE("deferring scores changes neither what is attended nor what is learnt", "[policy]") {
-  const std::string text = GENERATE("sluice:budget=100%,min_tokens=1", "lfps:budget=100%,min_tokens=1,bypass=0",
-                                    "sluice:budget=100%,min_tokens=1,observe_near=off", "sluice:budget=8");
+  const std::string text = GENERATE("history:share_group=on+pages | top_k=max(1, 100%)", "lfps:budget=100%,min_tokens=1,bypass=0",
+                                    "history:share_group=on,observe_near=off+pages | top_k=max(1, 100%)", "history:share_group=on+pages | top_k=8");
   CAPTURE(text);
   const std::uint32_t n = 1200;
   Step eager(text, n), deferred(text, n);
   const FakeNear near(n, 4, 128, {6, 7});
   const std::vector<std::uint32_t> ranked =
-      text.front() == 's' ? std::vector<std::uint32_t>{4, 5, 6, 7} : std::vector<std::uint32_t>{};
+      text.front() == 'h' ? std::vector<std::uint32_t>{4, 5, 6, 7} : std::vector<std::uint32_t>{};
   eager.select(near.set, ranked);
   std::vector<HotPage> hot;
   deferred.policy->forecast(0, n, 8, hot);
@@ -279,7 +280,7 @@ TEST_CASE("deferring scores changes neither what is attended nor what is learnt"
                            .kv = &deferred.kv,
                            .defer_scores = true},
                           deferred.row, deferred.bypass, deferred.counters);
-  const bool cuts = text == "sluice:budget=8";
+  const bool cuts = text == "history:share_group=on+pages | top_k=8";
   REQUIRE(deferred.kv.rows_scored == (cuts ? deferred.counters.scored : 0));
   REQUIRE(deferred.row.scores.empty() == !cuts);
   REQUIRE(deferred.row.tokens == eager.row.tokens);
@@ -323,7 +324,7 @@ TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") 
 
 TEST_CASE("a repeated step selects the same when it observes and when it follows", "[policy]") {
   const std::uint32_t prompt = 989;
-  Step step("sluice:budget=100%,observe_every=4", 1000);
+  Step step("history:share_group=on,observe_every=4+pages | top_k=all", 1000);
   auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{0});
   policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
   std::vector<HotPage> hot;

@@ -76,6 +76,36 @@ TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p =
   }
 }
 
+TEST_CASE("top-p of rows at the ends of float32", "[backend][top_p]") {
+  const auto under_test = backend_under_test();
+  const auto count = GENERATE(2u, 300u, 9'000u, 70'000u);
+  const auto p = GENERATE(0x1p-149f, 0.5f, 0.999f, 1.f - 0x1p-24f);
+  Random random(count);
+  const std::vector<std::vector<float>> palettes{
+      {0.f, -0.f, 0x1p-149f, -0x1p-149f, 0x1p-127f},
+      {3.4e38f, -3.4e38f, 0.f, -kInf, kNotANumber},
+      {kInf, 3.4e38f, 1.f},
+      {1e-3f, 0.f, -20.f, -80.f, -90.f, -110.f},
+  };
+  std::vector<TopPTask> tasks;
+  for (const std::vector<float>& palette : palettes) {
+    std::vector<float> row(count);
+    for (float& x : row) x = palette[static_cast<std::size_t>(random.uniform() * static_cast<double>(palette.size()))];
+    row[count / 2] = palette.front();
+    tasks.push_back({.values = under_test->copy_of(row),
+                     .p = p,
+                     .mask = under_test->array((count + 31) / 32, kUntouchedWord).data(),
+                     .count = under_test->array(1, kUntouchedWord).data()});
+  }
+  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->finish();
+  for (const TopPTask& task : tasks) {
+    CAPTURE(count, p, &task - tasks.data(), *task.count);
+    const std::span<const std::uint32_t> mask(task.mask, (count + 31) / 32);
+    REQUIRE(is_top_p({task.values.begin(), task.values.end()}, p, mask, *task.count, 1e-5));
+  }
+}
+
 TEST_CASE("what top-p keeps grows with p", "[backend][top_p]") {
   const auto under_test = backend_under_test();
   Random random(5);

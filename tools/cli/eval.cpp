@@ -63,13 +63,18 @@ std::vector<Cell> cells_of(const EvalOptions& options) {
 std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
   std::vector<NeedleOptions> needles;
   if (options.needles.empty()) return needles;
+  const std::vector<std::uint32_t> tokens = parse_counts(options.needle_tokens, "--needle-tokens");
+  if (tokens.size() != 1) {
+    throw Error(Errc::invalid_argument,
+                "--needle-tokens: '" + options.needle_tokens + "' is not one length such as 128K");
+  }
   for (const std::uint32_t count : parse_counts(options.needles, "--needles")) {
-    needles.push_back({.tokens = parse_counts(options.needle_tokens, "--needle-tokens").front(),
+    needles.push_back({.tokens = tokens.front(),
                        .needles = count,
                        .steps = options.needle_steps,
                        .seed = options.task.seed,
                        .own_pages = options.task.own_pages});
-    validate(needles.back());
+    check(needles.back());
   }
   return needles;
 }

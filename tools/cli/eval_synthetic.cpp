@@ -6,7 +6,6 @@
 #include "cpu/host_device.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
-#include "sluice/error.hpp"
 #include "tools/cli/bench_device.hpp"
 #include "tools/cli/bench_shapes.hpp"
 #include "tools/cli/report.hpp"
@@ -19,14 +18,12 @@ constexpr std::uint32_t kImportChunk = 4096;
 
 }  // namespace
 
-void validate(const NeedleOptions& options) {
-  // No two share a place, and half of the places stay free, so that drawing them comes to an end.
-  const std::uint64_t needles = std::uint64_t{options.needles} * (kWarmUp + options.steps);
-  if (2 * needles <= options.tokens - options.tokens / 8) return;
-  throw Error(Errc::invalid_argument, "--needle-tokens: " + std::to_string(options.tokens) + " tokens are too few for " +
-                                          std::to_string(options.needles) + " needles in each of " +
-                                          std::to_string(kWarmUp + options.steps) +
-                                          " steps; take more, or fewer --needles or --needle-steps");
+void check(const NeedleOptions& options) {
+  SyntheticOptions synthetic;
+  synthetic.tokens = options.tokens;
+  synthetic.steps = kWarmUp + options.steps;
+  synthetic.needles = options.needles;
+  check_needles(synthetic);
 }
 
 AttentionShape needle_shape() {

@@ -21,8 +21,8 @@ struct NeedleOptions {
   bool own_pages = true;  ///< as TaskEvalOptions::own_pages
 };
 
-/// @throws Error{Errc::invalid_argument} if the context has too few places for the needles of all steps.
-void validate(const NeedleOptions& options);
+/// @throws Error{Errc::invalid_argument} for more needles than the context has room for.
+void check(const NeedleOptions& options);
 
 [[nodiscard]] AttentionShape needle_shape();
 

@@ -62,8 +62,7 @@ std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, ProgressBar& bar) {
     for (const std::size_t p : group) specs.push_back(policies_[p]);
     RuntimeFlags flags = flags_;
     flags.options.page_tokens = page_tokens;
-    runtime_options_ = sized(flags, model_.config().shape(), specs, static_cast<std::uint32_t>(tokens));
-    Runtime runtime(runtime_options_, device_);
+    Runtime runtime(sized(flags, model_.config().shape(), specs, static_cast<std::uint32_t>(tokens)), device_);
     for (std::size_t i = 0; i < tasks.size(); ++i) {
       const std::vector<int> prompt = ByteTokenizer::encode(tasks[i].prompt);
       const std::size_t tail = std::min<std::size_t>(options_.decode_prompt, prompt.size() - 1);

@@ -60,8 +60,6 @@ class TaskEvaluation {
                  std::vector<PolicySpec> policies, std::shared_ptr<Device> device, std::string haystack);
 
   std::vector<TaskScore> run(const Cell& cell, ProgressBar& bar);
-  /// How the last runtime was built.
-  [[nodiscard]] const RuntimeOptions& runtime_options() const noexcept { return runtime_options_; }
 
  private:
   void answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
@@ -78,7 +76,6 @@ class TaskEvaluation {
   std::vector<PolicySpec> policies_;
   std::shared_ptr<Device> device_;
   std::string haystack_;
-  RuntimeOptions runtime_options_;
 };
 
 }  // namespace sluice::tools

@@ -222,7 +222,10 @@ void add_run(CLI::App& app, int& exit_code) {
   command->footer(
       "Text goes to standard output as it comes, the table to standard error. With -o json standard output\n"
       "holds one object with the text in it.");
-  command->callback([options, &exit_code] { exit_code = run(*options); });
+  command->callback([options, command, &exit_code] {
+    take_page_size(*command, policy_of(*options), options->runtime);
+    exit_code = run(*options);
+  });
 }
 
 }  // namespace sluice::tools

@@ -30,7 +30,7 @@ void add_runtime_flags(CLI::App& app, RuntimeFlags& flags) {
            "Host memory for the KV cache, K/M/G allowed [default: sized to the prompt]");
   add_size(app, "--near-size", o.near_bytes,
            "Near memory for KV pages, K/M/G allowed [default: what the policy wants]");
-  app.add_option("--page-tokens", o.page_tokens, "Tokens per page; a power of two in [8, 256]")->capture_default_str();
+  app.add_option("--page-tokens", o.page_tokens, "Tokens per page; a power of two in [8, 256] [default: the policy's, else 16]");
   add_dtype(app, "--kv-dtype", o.kv_dtype, "Element type of keys and values in the cache");
   app.add_option("--threads", o.threads, "Threads of host work; 0: one per core that this process may use")
       ->check(CLI::Range(0, 4096))
@@ -45,6 +45,10 @@ void add_runtime_flags(CLI::App& app, RuntimeFlags& flags) {
       ->check(CLI::Range(0.001, 3600.0))
       ->type_name("SECONDS")
       ->default_str(std::to_string(o.timeout.count() / 1000));
+}
+
+void take_page_size(const CLI::App& app, const PolicySpec& policy, RuntimeFlags& flags) {
+  if (app.count("--page-tokens") == 0 && policy.page_tokens != 0) flags.options.page_tokens = policy.page_tokens;
 }
 
 RuntimeOptions sized(const RuntimeFlags& flags, const AttentionShape& shape, std::span<const PolicySpec> policies,

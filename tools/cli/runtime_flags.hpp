@@ -22,6 +22,9 @@ struct RuntimeFlags {
 
 void add_runtime_flags(CLI::App& app, RuntimeFlags& flags);
 
+/// Pages of the size that the policy was made for, unless the user asked for another by --page-tokens.
+void take_page_size(const CLI::App& app, const PolicySpec& policy, RuntimeFlags& flags);
+
 /// Options for sequences of `tokens` tokens under the given policies, one sequence at a time.
 /// @throws Error{Errc::out_of_capacity} naming the size that would do, if the user's host size is too small.
 [[nodiscard]] RuntimeOptions sized(const RuntimeFlags& flags, const AttentionShape& shape,

@@ -4,7 +4,9 @@
 #include <array>
 #include <cmath>
 #include <numbers>
+#include <string>
 
+#include "sluice/error.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::tools {
@@ -64,7 +66,20 @@ std::uint64_t stream_of(std::uint64_t seed, std::uint64_t kv_head, std::uint64_t
 
 enum Purpose : std::uint64_t { kKeyNoise = 1, kValues = 2, kQueries = 3, kNeedles = 4, kDirections = 5, kHeavy = 16 };
 
+/// The first and last tokens are near whatever the policy; needles lie between.
+std::uint32_t margin_of(const SyntheticOptions& options) noexcept { return options.tokens / 16; }
+
 }  // namespace
+
+void check_needles(const SyntheticOptions& options) {
+  const std::uint64_t most = (options.tokens - 2 * margin_of(options)) / 2;
+  const std::uint64_t wanted = std::uint64_t{options.needles} * options.steps;
+  if (wanted <= most) return;
+  throw Error(Errc::invalid_argument, "--needles: " + std::to_string(options.needles) + " in each of " +
+                                          std::to_string(options.steps) + " steps are more than the " +
+                                          std::to_string(most) + " that fit " + std::to_string(options.tokens) +
+                                          " tokens; ask for fewer, or for a longer context");
+}
 
 SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topology& topology,
                                const std::shared_ptr<const cpu::Workers>& builders)
@@ -73,6 +88,7 @@ SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topol
       pairs_(options.shape.head_dim / 8),
       device_(builders),
       pages_(static_cast<std::uint32_t>(div_up(options.tokens + options.steps, options.layout.page_tokens))) {
+  check_needles(options);
   for (std::uint32_t m = 0; m < pairs_; ++m) {
     frequency_.push_back(std::numbers::pi * std::pow(kLongestPeriod / 2.0, -(m + 0.5) / pairs_));  // Log-spaced.
   }
@@ -97,13 +113,11 @@ std::uint32_t SyntheticLayer::noise_dims() const noexcept {
 void SyntheticLayer::plant_needles() {
   const std::uint64_t stream = stream_of(options_.seed, 0, kNeedles);
   std::uint64_t draws = 0;
-  // The first and last tokens are near whatever the policy; needles lie between.
-  const std::uint32_t margin = options_.tokens / 16;
+  const std::uint32_t margin = margin_of(options_);
   for (std::uint32_t step = 0; step < options_.steps && options_.needles != 0; ++step) {
     std::vector<std::uint32_t> tokens;
     while (tokens.size() < options_.needles) {
-      const auto token =
-          static_cast<std::uint32_t>(margin + mix(stream + draws++) % std::max(options_.tokens - 2 * margin, 1u));
+      const auto token = static_cast<std::uint32_t>(margin + mix(stream + draws++) % (options_.tokens - 2 * margin));
       const auto taken = [token](const auto& planted) { return planted.first == token; };
       if (std::any_of(planted_.begin(), planted_.end(), taken)) continue;
       tokens.push_back(token);

@@ -33,9 +33,12 @@ struct SyntheticOptions {
   std::uint64_t seed = 0;
   SyntheticPattern pattern = SyntheticPattern::structured;
   /// Prompt tokens that every decode step looks for, new ones in each step, so that no history tells of them. They hold
-  /// most of the softmax of most heads.
+  /// most of the softmax of most heads. See check_needles.
   std::uint32_t needles = 0;
 };
+
+/// @throws Error{Errc::invalid_argument} if the needles of all steps take more than half of the tokens that may be one.
+void check_needles(const SyntheticOptions& options);
 
 /// One attention layer whose scores have the structure of long-context heads, as vectors in host memory:
 ///   score(t, j) = s * heavy[j] - c * log(end - j) + slashes(t - j) + noise(t, j)

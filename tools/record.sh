@@ -1,0 +1,28 @@
+#!/bin/sh
+# Regenerates the tables and the plot of README's comparison of policies: tools/record.sh DIR [host|cuda]
+# Takes about a quarter of an hour with a GPU, hours without. Needs a build (tools/test.sh makes one).
+set -eu
+
+out=${1:?usage: tools/record.sh DIR [host|cuda]}
+device=${2:-host}
+root=$(cd "$(dirname "$0")/.." && pwd)
+sluice="$root/build/release/tools/cli/sluice"
+[ -x "$sluice" ] || { echo "record.sh: $sluice is missing; run tools/test.sh first" >&2; exit 1; }
+mkdir -p "$out"
+
+# The presets, and compositions that nobody published.
+policies='full;topk;streaming;quest;arkvale;psa;twilight;tactic;magicpig;lfps;sluice;sluice-fast'
+policies="$policies;clusters:candidates=1024 | int4 | top_k=max(64, 1%) | near=3%"
+policies="$policies;lsh | int4 | top_k=max(64, 1%) | near=3%"
+policies="$policies;pages:quest,budget=3072 | int4 | top_p=0.8 | near=5%"
+
+"$sluice" eval --model "$root/tests/data/testbed" --device "$device" --tasks niah,multikey,kv --lengths 2K,8K,32K \
+  --count 8 --audit 8 --policies "$policies" --plot "$out/accuracy.svg" -o json --output "$out/tasks.json"
+"$sluice" eval --tasks "" --needles 1,16 --device "$device" --policies "$policies" -o json --output "$out/needles.json"
+if [ "$device" != host ]; then
+  for page in 16 32; do
+    "$sluice" bench gpu --device "$device" --sections attention --length 32K,128K --placements hybrid,stream --layers 2 \
+      --page-tokens "$page" --steps 12 --policies "$policies" -o json --output "$out/layers-$page.json"
+  done
+fi
+python3 "$root/tools/record_tables.py" "$out" | tee "$out/tables.md"
