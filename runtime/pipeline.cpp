@@ -74,7 +74,8 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   StepShape shape{.rank_pages = false, .select = false, .fetch = false, .observe = false};
   heads_.resize(sequences.size() * shape_.kv_heads);
   audited_ = false;
-  for (Sequence* sequence : sequences) prepare(*sequence, deadline);
+  // A deadline each: what a sequence's policy begins with, clusters for one, may take long, and is no wait.
+  for (Sequence* sequence : sequences) prepare(*sequence, deadline_after(parts_.options.timeout));
   for (std::uint32_t row = 0; row < sequences.size(); ++row) {
     Sequence& sequence = *sequences[row];
     shape = scheduler::unite(shape, scheduler::step_shape(sequence.spec, parts_.options.placement));
@@ -160,7 +161,7 @@ void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
   if (!layer.policy) {
     begin_policy(sequence, layer, deadline);
     parts_.residency.fill(sequence, layer);
-    parts_.residency.settle(sequence, layer, deadline);
+    parts_.residency.settle(sequence, layer, deadline_after(parts_.options.timeout));
   }
 }
 

@@ -29,6 +29,8 @@ class GroupHistory {
   /// Whether `follow` may carry the last forecast on to this step: nothing was observed since, and it was for an earlier
   /// one.
   [[nodiscard]] bool can_follow(std::uint32_t tokens) const noexcept { return fresh_ && !blank_ && forecast_ < tokens; }
+  /// That the last forecast or `follow` was for.
+  [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
   /// Carries the last forecast on to a later step without looking at the tables, which nothing was added to since:
   /// vertical candidates stay where they are, slash candidates move with the query. Costs O(1); `unite_followed` costs
   /// O(tokens / 64).

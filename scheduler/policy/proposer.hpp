@@ -28,6 +28,7 @@ struct SparseHead {
   bool observes = false;        ///< the last selection feeds the tables
   bool followed = false;        ///< the last selection's candidates were not forecast but carried on
   std::vector<float> lse;       ///< [group] scratch
+  std::vector<std::uint32_t> heavy;  ///< tokens that the last selection found heavy, not remembered yet
   std::uint32_t observing = 0;  ///< bit h: query head h was not bypassed
   bool whole = false;           ///< every token was scored: scratch is n-sized, not worth keeping
 };

@@ -56,6 +56,8 @@ class SparsePolicy final : public LayerPolicy {
     bypass.heads = 0;
     head.scored.clear();
     head.observing = 0;
+    if (head.history && context.tokens != head.visible) keep_notes(head);
+    head.heavy.clear();
     head.visible = context.tokens;
     const std::uint32_t sinks = spec_.near.sink_tokens;
     if (context.tokens <= sinks) return;
@@ -88,7 +90,9 @@ class SparsePolicy final : public LayerPolicy {
   void note(std::uint32_t kv_head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
             std::span<const float> lse) override {
     SparseHead& head = heads_[kv_head];
-    if (notes(head)) note_heavy(head, tokens, scores, lse);
+    if (!notes(head)) return;
+    find_heavy(head, tokens, scores, lse);
+    keep_notes(head);
   }
 
   void observe(std::uint32_t kv_head, KvReader& kv) override {
@@ -127,14 +131,23 @@ class SparsePolicy final : public LayerPolicy {
     return head.history && spec_.history.observe_every != 1 && !head.observes;
   }
 
-  void note_heavy(SparseHead& head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
+  void find_heavy(SparseHead& head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
                   std::span<const float> lse) const {
+    head.heavy.clear();
     const float log_share = std::log(kHeavy);
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       bool heavy = false;
       for (std::uint32_t h = 0; h < group_; ++h) heavy |= scores[i * group_ + h] > lse[h] + log_share;
-      if (heavy) head.history->note(tokens[i]);
+      if (heavy) head.heavy.push_back(tokens[i]);
     }
+  }
+
+  /// Remembers what was heavy, once its step is over: one that is repeated must find what it found before. A forecast
+  /// since then knows better.
+  static void keep_notes(SparseHead& head) {
+    if (head.history->tokens() != head.visible) return;
+    for (const std::uint32_t token : head.heavy) head.history->note(token);
+    head.heavy.clear();
   }
 
   void select_dense(const HeadContext& context, SparseHead& head, SelectionRow& row, SelectCounters& counters) {
@@ -177,7 +190,7 @@ class SparsePolicy final : public LayerPolicy {
     } else {
       budget_.cut(context, group_, head.scored, counters);
       if (notes(head) && !budget_.estimates()) {
-        note_heavy(head, head.scored.tokens(), head.scored.scores(), head.scored.log_sums(group_, head.lse));
+        find_heavy(head, head.scored.tokens(), head.scored.scores(), head.scored.log_sums(group_, head.lse));
       }
     }
     const bool united = proposer_.shares() || budget_.unites();

@@ -101,13 +101,18 @@ const char* policy_of(std::uint64_t seed) {
                                        "full:near=60%",
                                        "pages:box,pages=4 | int4 | top_p=0.8 | near=0%,sinks=4,recent=8",
                                        "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
-                                       "exact | int4 | top_p=0.8 | near=0%,sinks=4,recent=8"};
+                                       "exact | int4 | top_p=0.8 | near=0%,sinks=4,recent=8",
+                                       "pages:box | progressive=0.9,microbatch=1,rule=certified | near=0,sinks=0,recent=0",
+                                       "clusters:recluster=64,least=40,size=4 | fitted=0.8 | near=0,sinks=0,recent=0",
+                                       "clusters:recluster=64,least=40,size=8,candidates=32 | int4 | top_p=0.8 | near=0",
+                                       "lsh:bits=4,tables=20 | sampled | near=0,sinks=4,recent=16",
+                                       "history:observe_every=4 | top_k=24 | near=0,sinks=4,recent=16"};
   return kPolicies[seed % std::size(kPolicies)];
 }
 
 PlacementMode mode_of(std::uint64_t seed) {
   constexpr PlacementMode kModes[] = {PlacementMode::hybrid, PlacementMode::stream, PlacementMode::hybrid};
-  return kModes[seed / 8 % 3];
+  return kModes[seed / 13 % 3];
 }
 
 }  // namespace
@@ -115,7 +120,7 @@ PlacementMode mode_of(std::uint64_t seed) {
 TEST_CASE("delays and reordering change no token", "[faults]") {
   const Toy toy(kShape, kTokens, 31);
   Machine machine;
-  for (std::uint64_t seed = 0; seed < 72; ++seed) {
+  for (std::uint64_t seed = 0; seed < 78; ++seed) {
     CAPTURE(seed, policy_of(seed));
     const RuntimeOptions options = small_options(mode_of(seed));
     Runtime calm(options);

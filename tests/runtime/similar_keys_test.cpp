@@ -70,3 +70,18 @@ TEST_CASE("clusters and samples are the same in every run, and are less than eve
   REQUIRE(error > 1e-3);
   REQUIRE(std::isfinite(error));
 }
+
+TEST_CASE("clusters that take longer than any wait may are no wait", "[runtime][similar_keys]") {
+  constexpr AttentionShape kOne{.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 128};
+  const Toy toy(kOne, 6001, 51);
+  RuntimeOptions options = toy_options(kOne, 2 * toy.tokens());
+  options.threads = 1;
+  options.timeout = std::chrono::milliseconds(300);
+  Runtime runtime(options);
+  const SequenceId id = runtime.begin(parse_policy("clusters:size=4,iterations=100 | fitted=1 | near=30%"));
+  prefill(runtime, id, toy, 6000, 64);
+  const auto begin = std::chrono::steady_clock::now();
+  const std::vector<float> out = step(runtime, id, toy, 6000);
+  CHECK(std::chrono::steady_clock::now() - begin > options.timeout);  // Else this test says nothing.
+  REQUIRE(worst_error(out, toy, 6000) < 2e-5);
+}
