@@ -16,7 +16,7 @@ policies="$policies;clusters:candidates=1024 | int4 | top_k=max(64, 1%) | near=3
 policies="$policies;lsh | int4 | top_k=max(64, 1%) | near=3%"
 policies="$policies;pages:quest,budget=3072 | int4 | top_p=0.8 | near=5%"
 
-"$sluice" eval --model "$root/tests/data/testbed" --device "$device" --tasks niah,multikey,kv --lengths 2K,8K,32K \
+"$sluice" eval --model "$root/tests/data/testbed" --device "$device" --tasks niah,multikey,kv --lengths 2K,8K,32000 \
   --count 8 --audit 8 --policies "$policies" --plot "$out/accuracy.svg" -o json --output "$out/tasks.json"
 "$sluice" eval --tasks "" --needles 1,16 --device "$device" --policies "$policies" -o json --output "$out/needles.json"
 if [ "$device" != host ]; then

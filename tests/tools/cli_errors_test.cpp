@@ -50,6 +50,7 @@ TEST_CASE("wrong usage is exit code 2 and one line that names the cause", "[cli]
       {"eval " + kModel + " --lengths 0", "--lengths"},
       {"eval " + kModel + " --policies ','", "--policies"},
       {"eval --tasks kv", "--model"},
+      {"eval " + kModel + " --tasks kv,niah --lengths 1K,32K", "take at most 327"},
       {"eval " + kModel + " --tasks ''", "--needles"},
       {"eval " + kModel + " --policies 'history | fitted=0.9'", "clusters | fitted=0.9"},
       {"eval --tasks '' --needles x", "--needles"},

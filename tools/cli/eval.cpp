@@ -233,6 +233,7 @@ int run(const EvalOptions& options) {
     report = std::make_unique<EvalReport>(policies, model.config().shape());
     const std::string haystack = options.haystack.empty() ? "" : read_text_file(options.haystack);
     TaskEvaluation evaluation(options.task, options.runtime, model, policies.specs, device, haystack);
+    for (const Cell& cell : cells) evaluation.check(cell);  // Not after hours of others.
     for (const Cell& cell : cells) report->add(cell, evaluation.run(cell, bar));
   }
   for (const NeedleOptions& planted : needles) {

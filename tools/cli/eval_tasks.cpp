@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "sluice/error.hpp"
 #include "tools/llama/sampler.hpp"
 #include "tools/llama/session.hpp"
 #include "tools/llama/tokenizer.hpp"
@@ -43,14 +44,34 @@ std::uint32_t TaskEvaluation::page_tokens_of(const PolicySpec& policy) const noe
   return options_.own_pages && policy.page_tokens != 0 ? policy.page_tokens : flags_.options.page_tokens;
 }
 
-std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, ProgressBar& bar) {
+std::vector<Task> TaskEvaluation::tasks_of(const Cell& cell) const {
   std::vector<Task> tasks;
-  std::vector<PromptCache> prompts;
-  std::size_t tokens = 0;
   for (std::uint32_t i = 0; i < options_.count; ++i) {
     tasks.push_back(make_task(cell.kind, cell.length, options_.seed + i, haystack_));
-    tokens = std::max(tokens, kBosTokens + tasks.back().prompt.size() + answer_limit(tasks.back()));
   }
+  return tasks;
+}
+
+std::size_t TaskEvaluation::tokens_of(std::span<const Task> tasks) const {
+  std::size_t most = 0;
+  for (const Task& task : tasks) most = std::max(most, kBosTokens + task.prompt.size() + answer_limit(task));
+  return most;
+}
+
+void TaskEvaluation::check(const Cell& cell) const {
+  const std::size_t tokens = tokens_of(tasks_of(cell));
+  const std::uint32_t most = model_.config().max_position_embeddings;
+  if (tokens <= most) return;
+  throw Error(Errc::invalid_argument, "--lengths: " + std::string(to_string(cell.kind)) + " of " +
+                                          std::to_string(cell.length) + " tokens takes " + std::to_string(tokens) +
+                                          " with its answer, and the model's context has " + std::to_string(most) +
+                                          "; take at most " + std::to_string(cell.length - (tokens - most)));
+}
+
+std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, ProgressBar& bar) {
+  const std::vector<Task> tasks = tasks_of(cell);
+  const std::size_t tokens = tokens_of(tasks);
+  std::vector<PromptCache> prompts;
   // One runtime for each page size, one after the other, so that only one holds memory.
   std::map<std::uint32_t, std::vector<std::size_t>> by_page;
   for (std::size_t p = 0; p < policies_.size(); ++p) by_page[page_tokens_of(policies_[p])].push_back(p);

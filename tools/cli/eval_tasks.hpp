@@ -59,9 +59,14 @@ class TaskEvaluation {
   TaskEvaluation(const TaskEvalOptions& options, const RuntimeFlags& flags, const Model& model,
                  std::vector<PolicySpec> policies, std::shared_ptr<Device> device, std::string haystack);
 
+  /// @throws Error{Errc::invalid_argument} if a prompt and its answer exceed the model's context, before anything runs.
+  void check(const Cell& cell) const;
   std::vector<TaskScore> run(const Cell& cell, ProgressBar& bar);
 
  private:
+  [[nodiscard]] std::vector<Task> tasks_of(const Cell& cell) const;
+  /// Of the longest prompt with its answer.
+  [[nodiscard]] std::size_t tokens_of(std::span<const Task> tasks) const;
   void answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
               const PolicySpec& policy, TaskScore& score);
   void add_lost(const AuditReport& report, TaskScore& score) const;
