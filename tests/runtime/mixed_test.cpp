@@ -146,7 +146,7 @@ std::vector<float> talk_alone(const Talk& talk, PlacementMode mode) {
 TEST_CASE("sequences of all policies in one batch attend what they attend alone, and audits agree", "[mixed]") {
   const auto mode =
       GENERATE(PlacementMode::hybrid, PlacementMode::stream, PlacementMode::automatic, PlacementMode::near);
-  const std::uint32_t seed = GENERATE(range(0u, 12u));
+  const std::uint32_t seed = GENERATE(range(0u, 6u));
   CAPTURE(to_string(mode), seed);
   std::mt19937 rng(seed);
   const auto pick = [&rng](std::uint32_t low, std::uint32_t high) {
@@ -157,7 +157,7 @@ TEST_CASE("sequences of all policies in one batch attend what they attend alone,
   std::vector<Talk> talks;
   std::vector<Toy> toys;
   for (std::uint32_t i = 0; i < 3; ++i) {
-    talks.push_back({.policy = kPolicies[(seed * 3 + i * 7) % kPolicies.size()],
+    talks.push_back({.policy = kPolicies[(seed * 3 + i) % kPolicies.size()],
                      .seed = 100 + seed * 3 + i,
                      .lengths = {pick(1, 400), 90, pick(1, 100), 20}});
     toys.emplace_back(kShape, kTokens, talks.back().seed);
