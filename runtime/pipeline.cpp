@@ -9,6 +9,7 @@
 #include "runtime/host_kv.hpp"
 #include "runtime/marked_range.hpp"
 #include "runtime/wait.hpp"
+#include "scheduler/policy/policies.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::runtime {
@@ -166,14 +167,17 @@ void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
 }
 
 void Pipeline::begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline) {
-  auto policy = scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{layer_});
+  // Where nothing is selected, nobody asks a policy: it need not look at the prompt.
+  const bool selects = scheduler::step_shape(sequence.spec, parts_.options.placement).select;
+  auto policy = selects ? scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{layer_})
+                        : scheduler::make_streaming_policy();
   const std::uint32_t group = shape_.group();
   const std::uint64_t row = std::uint64_t{group} * shape_.head_dim;
   layer.hot.assign(shape_.kv_heads, {});
   // The host clusters as fast as the embedded device, which is the host, and all heads at a time.
   std::span<const scheduler::Clustering> clusterings;
   const auto request = scheduler::prompt_clustering(sequence.spec, layer.tokens);
-  if (request.count != 0 && !sequence.spec.dense(layer_) && !parts_.device.info().host_memory) {
+  if (selects && request.count != 0 && !sequence.spec.dense(layer_) && !parts_.device.info().host_memory) {
     clusterings = clusters_.make(request, layer.heads, executor_.device_stream(), deadline);
   }
   parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {

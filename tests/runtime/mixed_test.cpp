@@ -28,7 +28,8 @@ const std::vector<std::string> kPolicies = {
     "clusters:recluster=64,least=64,size=4 | fitted=0.8 | near=0,sinks=0,recent=0",
     "clusters:recluster=64,least=64,size=4 | fitted=0.8 | near=20%,sinks=3,recent=18",
     "clusters:recluster=64,least=200,size=8,candidates=64 | int4 | top_p=0.8 | near=0,sinks=2,recent=5",
-    "clusters:recluster=64,least=64,size=8,candidates=64+history:observe_every=4 | top_k=48 | near=10%,sinks=4,recent=16",
+    "clusters:recluster=64,least=64,size=8,candidates=64+history:observe_every=4 | top_k=48 | "
+    "near=10%,sinks=4,recent=16",
     "clusters:recluster=64,least=64,size=8,candidates=64+lsh:bits=4,tables=20 | top_k=48 | near=0,sinks=4,recent=16",
     "lsh:bits=5,tables=30 | sampled | near=0,sinks=4,recent=64 | dense=0,every=2",
     "lsh:bits=5,tables=30,recent_prompt=0,collisions=1 | sampled | near=20%,sinks=4,recent=16",
@@ -59,7 +60,10 @@ void prompt(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t at, s
     const std::uint32_t now = std::min(64u, end - at);
     std::vector<float> out(std::size_t{now} * kShape.q_heads * kShape.head_dim);
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-      runtime.prefill({.sequence = id, .layer = LayerId{layer}, .q = toy.q(layer, at, now), .k = toy.k(layer, at, now),
+      runtime.prefill({.sequence = id,
+                       .layer = LayerId{layer},
+                       .q = toy.q(layer, at, now),
+                       .k = toy.k(layer, at, now),
                        .v = toy.v(layer, at, now),
                        .out = dense_view(out.data(), DType::f32, now, kShape.q_heads, kShape.head_dim)});
     }
@@ -140,17 +144,21 @@ std::vector<float> talk_alone(const Talk& talk, PlacementMode mode) {
 }  // namespace
 
 TEST_CASE("sequences of all policies in one batch attend what they attend alone, and audits agree", "[mixed]") {
-  const auto mode = GENERATE(PlacementMode::hybrid, PlacementMode::stream, PlacementMode::automatic, PlacementMode::near);
-  const std::uint32_t seed = GENERATE(range(0u, 12u));
+  const auto mode =
+      GENERATE(PlacementMode::hybrid, PlacementMode::stream, PlacementMode::automatic, PlacementMode::near);
+  const std::uint32_t seed = GENERATE(range(0u, 6u));
   CAPTURE(to_string(mode), seed);
   std::mt19937 rng(seed);
-  const auto pick = [&rng](std::uint32_t low, std::uint32_t high) { return low + static_cast<std::uint32_t>(rng() % (high - low + 1)); };
+  const auto pick = [&rng](std::uint32_t low, std::uint32_t high) {
+    return low + static_cast<std::uint32_t>(rng() % (high - low + 1));
+  };
   const std::uint32_t near_pages = mode == PlacementMode::near ? 1000 : pick(80, 200);
   Runtime runtime(options_of(mode, 4, near_pages));
   std::vector<Talk> talks;
   std::vector<Toy> toys;
   for (std::uint32_t i = 0; i < 3; ++i) {
-    talks.push_back({.policy = kPolicies[(seed * 3 + i * 7) % kPolicies.size()], .seed = 100 + seed * 3 + i,
+    talks.push_back({.policy = kPolicies[(seed * 3 + i) % kPolicies.size()],
+                     .seed = 100 + seed * 3 + i,
                      .lengths = {pick(1, 400), 90, pick(1, 100), 20}});
     toys.emplace_back(kShape, kTokens, talks.back().seed);
   }
