@@ -1,6 +1,5 @@
 // Policies that look for keys like the query, clusters and hash tables, through the whole runtime.
 
-#include <chrono>
 #include <cmath>
 
 #include "scheduler/policy/policies.hpp"
@@ -69,38 +68,4 @@ TEST_CASE("clusters and samples are the same in every run, and are less than eve
   const double error = worst_error(first, toy, kPrompt);
   REQUIRE(error > 1e-3);
   REQUIRE(std::isfinite(error));
-}
-
-TEST_CASE("clusters that take longer than any wait may are no wait", "[runtime][similar_keys]") {
-  constexpr AttentionShape kOne{.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 128};
-  const Toy toy(kOne, 6001, 51);
-  RuntimeOptions options = toy_options(kOne, 2 * toy.tokens());
-  options.threads = 1;
-  options.timeout = std::chrono::milliseconds(300);
-  Runtime runtime(options);
-  const SequenceId id = runtime.begin(parse_policy("clusters:size=4,iterations=100 | fitted=1 | near=30%"));
-  prefill(runtime, id, toy, 6000, 64);
-  const auto begin = std::chrono::steady_clock::now();
-  const std::vector<float> out = step(runtime, id, toy, 6000);
-  CHECK(std::chrono::steady_clock::now() - begin > options.timeout);  // Else this test says nothing.
-  REQUIRE(worst_error(out, toy, 6000) < 2e-5);
-}
-
-TEST_CASE("where everything is near nothing is clustered, as nothing is selected", "[runtime][similar_keys]") {
-  constexpr AttentionShape kOne{.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 128};
-  const Toy toy(kOne, 6001, 52);
-  const auto first_step = [&](PlacementMode mode) {
-    RuntimeOptions options = toy_options(kOne, 2 * toy.tokens());
-    options.threads = 1;
-    options.placement = mode;
-    Runtime runtime(options);
-    const SequenceId id = runtime.begin(parse_policy("clusters:size=4,iterations=100 | fitted=1"));
-    prefill(runtime, id, toy, 6000, 64);
-    const auto begin = std::chrono::steady_clock::now();
-    const std::vector<float> out = step(runtime, id, toy, 6000);
-    const auto spent = std::chrono::steady_clock::now() - begin;
-    CHECK(worst_error(out, toy, 6000) < 2e-5);
-    return spent;
-  };
-  REQUIRE(4 * first_step(PlacementMode::near) < first_step(PlacementMode::hybrid));
 }
