@@ -6,7 +6,7 @@
 
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/token_set.hpp"
-#include "scheduler/top_p.hpp"
+#include "sluice/top_p.hpp"
 
 namespace sluice::scheduler {
 

@@ -5,7 +5,7 @@
 
 #include "scheduler/policy/policies.hpp"
 #include "scheduler/policy/scored_set.hpp"
-#include "scheduler/top_p.hpp"
+#include "sluice/top_p.hpp"
 #include "tests/scheduler/policy_step.hpp"
 #include "tests/support/prune_reference.hpp"
 

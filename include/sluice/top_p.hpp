@@ -1,24 +1,33 @@
-#include "scheduler/top_p.hpp"
+#pragma once
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
+#include <vector>
 
-namespace sluice::scheduler {
-namespace {
+namespace sluice {
+
+/// A candidate as top-p sees it: an order-preserving image of its score, and its softmax weight on any scale.
+struct Weighed {
+  std::uint32_t key = 0;
+  float weight = 0.f;
+};
+
+namespace detail {
 
 /// Up to here a sort beats adding up by digits.
-constexpr std::size_t kFew = 256;
+inline constexpr std::size_t kFewWeighed = 256;
 
 /// Digits of a key, from the top.
-struct Digit {
+struct KeyDigit {
   std::uint32_t shift;
   std::uint32_t bits;
 };
-constexpr Digit kDigits[] = {{21, 11}, {10, 11}, {0, 10}};
+inline constexpr KeyDigit kKeyDigits[] = {{21, 11}, {10, 11}, {0, 10}};
 
 /// Leaves those candidates whose digit is that of the cut; `above` becomes the weight of those with larger ones. One
 /// pass without comparisons, where sorting algorithms mispredict.
-void narrow(std::vector<Weighed>& pool, const Digit& digit, double need, double& above) {
+inline void narrow(std::vector<Weighed>& pool, const KeyDigit& digit, double need, double& above) {
   const std::uint32_t mask = (1u << digit.bits) - 1;
   std::array<double, 1u << 11> masses{};
   for (const Weighed& one : pool) masses[(one.key >> digit.shift) & mask] += static_cast<double>(one.weight);
@@ -33,9 +42,13 @@ void narrow(std::vector<Weighed>& pool, const Digit& digit, double need, double&
   std::erase_if(pool, [&](const Weighed& one) { return ((one.key >> digit.shift) & mask) != found; });
 }
 
-}  // namespace
+}  // namespace detail
 
-std::uint32_t top_p_cut(std::vector<Weighed>& pool, double share) {
+/// The largest key such that the candidates from it on hold `share` of the weight: keeping these keeps the fewest, and
+/// all ties of the least (arXiv 2502.02770, section 4.2). With share >= 1 the least key. The order of `pool` does not
+/// matter, up to the rounding of sums in float64; it is reordered and shortened.
+/// @param pool  not empty
+[[nodiscard]] inline std::uint32_t top_p_cut(std::vector<Weighed>& pool, double share) {
   if (share >= 1.0) {
     return std::min_element(pool.begin(), pool.end(), [](const Weighed& a, const Weighed& b) { return a.key < b.key; })
         ->key;
@@ -44,8 +57,8 @@ std::uint32_t top_p_cut(std::vector<Weighed>& pool, double share) {
   for (const Weighed& one : pool) total += static_cast<double>(one.weight);
   const double need = share * total;
   double above = 0.0;
-  for (const Digit& digit : kDigits) {
-    if (pool.size() > kFew) narrow(pool, digit, need, above);
+  for (const detail::KeyDigit& digit : detail::kKeyDigits) {
+    if (pool.size() > detail::kFewWeighed) detail::narrow(pool, digit, need, above);
   }
   std::sort(pool.begin(), pool.end(), [](const Weighed& a, const Weighed& b) { return a.key > b.key; });
   std::uint32_t key = pool.front().key;
@@ -58,4 +71,4 @@ std::uint32_t top_p_cut(std::vector<Weighed>& pool, double share) {
   return key;
 }
 
-}  // namespace sluice::scheduler
+}  // namespace sluice
