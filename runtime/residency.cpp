@@ -161,8 +161,20 @@ std::optional<std::uint32_t> Residency::own_victim(const HeadPages& head) {
 
 void Residency::send(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves) {
   if (moves.empty()) return;
-  link_.wait_for_device();
+  try {
+    link_.wait_for_device();
+  } catch (...) {
+    give_back(moves);
+    throw;
+  }
   bring(sequence, layer, std::move(moves));
+}
+
+void Residency::give_back(std::span<const PageMove> moves) noexcept {
+  for (const PageMove& move : moves) {
+    const SlotOwner owner = pool_.owner(move.slot);
+    pool_.drop(owner.head->leave(owner.page));
+  }
 }
 
 std::optional<Residency::Seat> Residency::seat(Sequence& sequence, LayerState& layer, std::uint32_t kv_head,
@@ -181,9 +193,14 @@ std::optional<Residency::Seat> Residency::seat(Sequence& sequence, LayerState& l
 
 void Residency::bring(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves) {
   if (moves.empty()) return;
+  try {
+    layer.arriving.push_back(link_.promote(moves, memory_));
+  } catch (...) {
+    give_back(moves);  // Or they would stay on their way for ever.
+    throw;
+  }
   sequence.stats.promotions += moves.size();
   sequence.stats.h2d_bytes += moves.size() * link_.page_bytes();
-  layer.arriving.push_back(link_.promote(std::move(moves), memory_));
 }
 
 void Residency::fill(Sequence& sequence, LayerState& layer) {

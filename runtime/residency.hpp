@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "runtime/near_pool.hpp"
@@ -64,6 +65,8 @@ class Residency {
   [[nodiscard]] std::optional<std::uint32_t> own_victim(const HeadPages& head);
   /// Queues copies of pages that were just claimed.
   void send(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves);
+  /// Far again: pages whose copies could not be queued.
+  void give_back(std::span<const PageMove> moves) noexcept;
 
   struct Victim {
     std::uint64_t last_use = 0;
