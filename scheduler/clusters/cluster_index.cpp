@@ -14,6 +14,10 @@ void ClusterIndex::append(const Clustering& clustering) {
   const auto clusters = static_cast<std::uint32_t>(clustering.centroids.size() / head_dim_);
   std::vector<std::uint32_t> ends(std::size_t{clusters} + 1, 0);
   for (const std::uint32_t cluster : clustering.assignment) ++ends[cluster + 1];
+  // All memory first: an index that lacks some of it would be wrong.
+  starts_.reserve(starts_.size() + clusters);
+  centroids_.reserve(centroids_.size() + clustering.centroids.size());
+  members_.reserve(std::size_t{first} + count);
   for (std::uint32_t cluster = 0; cluster < clusters; ++cluster) {
     const std::uint32_t size = ends[cluster + 1];
     ends[cluster + 1] += ends[cluster];

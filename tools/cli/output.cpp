@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <random>
 #include <utility>
 
 #include "sluice/error.hpp"
@@ -47,7 +48,10 @@ class TemporaryFile {
   bool kept_ = false;
 };
 
-std::string temporary_name(const std::string& path) { return path + ".tmp" + std::to_string(::getpid()); }
+/// Of its own even where every process has the same number, as in containers, and an earlier one was killed.
+std::string temporary_name(const std::string& path) {
+  return path + ".tmp" + std::to_string(::getpid()) + "-" + std::to_string(std::random_device()());
+}
 
 void write_all(int fd, std::string_view text, const std::string& path) {
   while (!text.empty()) {
