@@ -30,7 +30,6 @@ void average(double& mean, double sample, std::uint64_t count) {
 void Auditor::run(std::uint32_t layer, std::span<const HeadWork* const> heads, const StepBuffers& buffers) {
   if (heads.empty()) return;
   exact_.resize(std::max(exact_.size(), heads.size()));
-  attend_exactly(heads, buffers);
   for (const HeadWork* work : heads) {
     AuditBook& book = work->sequence->audit;
     book.report.layers = shape_.layers;
@@ -38,10 +37,11 @@ void Auditor::run(std::uint32_t layer, std::span<const HeadWork* const> heads, c
     book.report.heads.resize(std::size_t{shape_.layers} * shape_.q_heads);
     book.values.resize(std::size_t{shape_.layers} * shape_.kv_heads);
   }
+  attend_exactly(layer, heads, buffers);
   for (std::size_t i = 0; i < heads.size(); ++i) compare(layer, *heads[i], exact_[i], buffers);
 }
 
-void Auditor::attend_exactly(std::span<const HeadWork* const> heads, const StepBuffers& buffers) {
+void Auditor::attend_exactly(std::uint32_t layer, std::span<const HeadWork* const> heads, const StepBuffers& buffers) {
   const std::uint32_t group = shape_.group();
   std::vector<AttendTask> tasks;
   for (std::size_t i = 0; i < heads.size(); ++i) {
@@ -62,8 +62,13 @@ void Auditor::attend_exactly(std::span<const HeadWork* const> heads, const StepB
                      .out = {.out = exact.out.data(), .lse = exact.lse.data()}});
   }
   host_.attend(tasks, shape_, nullptr);
-  workers_.parallel_for(static_cast<std::uint32_t>(heads.size()),
-                        [&](std::uint32_t i) { mark_attended(*heads[i], exact_[i]); });
+  workers_.parallel_for(static_cast<std::uint32_t>(heads.size()), [&](std::uint32_t i) {
+    Exact& exact = exact_[i];
+    mark_attended(*heads[i], exact);
+    exact.overlap.resize(group);
+    for (std::uint32_t h = 0; h < group; ++h) exact.overlap[h] = overlap(exact, h);
+    exact.largest = largest_value(layer, *heads[i]);
+  });
 }
 
 void Auditor::mark_attended(const HeadWork& work, Exact& exact) const {
@@ -84,23 +89,24 @@ void Auditor::mark_attended(const HeadWork& work, Exact& exact) const {
 
 void Auditor::compare(std::uint32_t layer, const HeadWork& work, const Exact& exact, const StepBuffers& buffers) {
   const std::uint32_t group = shape_.group();
-  const double largest = largest_value(layer, work);
+  const double largest = exact.largest;
   Sequence& sequence = *work.sequence;
   for (std::uint32_t h = 0; h < group; ++h) {
     const std::uint32_t head = work.kv_head * group + h;
     const auto weight = [&](std::uint32_t t) {
       return std::exp(static_cast<double>(exact.scores[std::size_t{t} * group + h]) - exact.lse[h]);
     };
-    double attended = 0.0;
-    for (std::uint32_t t = 0; t < work.tokens; ++t) {
-      if ((exact.heads[t] >> h & 1u) != 0) attended += weight(t);
-    }
+    const auto attended = [&] {
+      double sum = 0.0;
+      for (std::uint32_t t = 0; t < work.tokens; ++t) sum += (exact.heads[t] >> h & 1u) != 0 ? weight(t) : 0.0;
+      return sum;
+    };
     // What the merged output says of itself is the stronger witness, where it is a plain softmax over a subset.
     const bool estimated =
         (work.bypass.heads >> h & 1u) != 0 ||
         (sequence.spec.uses(Source::lsh) && sequence.spec.budget.kind == BudgetKind::sampled);
     const double coverage =
-        estimated ? attended : std::exp(static_cast<double>(*buffers.merged_lse(work.row, head)) - exact.lse[h]);
+        estimated ? attended() : std::exp(static_cast<double>(*buffers.merged_lse(work.row, head)) - exact.lse[h]);
 
     std::vector<float> difference(shape_.head_dim);
     const float* out = buffers.merged_out(work.row, head);
@@ -109,7 +115,7 @@ void Auditor::compare(std::uint32_t layer, const HeadWork& work, const Exact& ex
     const double error = norm(difference.data(), shape_.head_dim);
     const double size = norm(want, shape_.head_dim);
     const double bound = 2.0 * std::max(0.0, 1.0 - coverage) * largest;
-    const double hits = overlap(exact, h);
+    const double hits = exact.overlap[h];
 
     HeadAudit& audit = sequence.audit.report.heads[std::size_t{layer} * shape_.q_heads + head];
     ++audit.steps;
@@ -154,10 +160,15 @@ double Auditor::overlap(const Exact& exact, std::uint32_t h) {
 double Auditor::largest_value(std::uint32_t layer, const HeadWork& work) {
   AuditBook::Values& values = work.sequence->audit.values[std::size_t{layer} * shape_.kv_heads + work.kv_head];
   HostKv reader(host_, shape_, pool_, work.pages());
-  std::vector<float> row(shape_.head_dim);
-  for (; values.seen < work.tokens; ++values.seen) {
-    reader.value(values.seen, row.data());
-    values.largest = std::max(values.largest, norm(row.data(), shape_.head_dim));
+  constexpr std::uint32_t kBlock = 64;
+  std::vector<float> rows(std::size_t{kBlock} * shape_.head_dim);
+  while (values.seen < work.tokens) {
+    const std::uint32_t count = std::min(kBlock, work.tokens - values.seen);
+    reader.values(values.seen, count, rows.data());
+    for (std::uint32_t i = 0; i < count; ++i) {
+      values.largest = std::max(values.largest, norm(&rows[std::size_t{i} * shape_.head_dim], shape_.head_dim));
+    }
+    values.seen += count;
   }
   return values.largest;
 }

@@ -35,9 +35,11 @@ class Auditor {
     std::vector<float> out;             ///< [group, head_dim]
     std::vector<float> lse;             ///< [group]
     std::vector<std::uint32_t> heads;   ///< [tokens] bit h: query head h attended the token
+    std::vector<double> overlap;        ///< [group]
+    double largest = 0.0;               ///< norm of a value
   };
 
-  void attend_exactly(std::span<const HeadWork* const> heads, const StepBuffers& buffers);
+  void attend_exactly(std::uint32_t layer, std::span<const HeadWork* const> heads, const StepBuffers& buffers);
   void mark_attended(const HeadWork& work, Exact& exact) const;
   void compare(std::uint32_t layer, const HeadWork& work, const Exact& exact, const StepBuffers& buffers);
   [[nodiscard]] double overlap(const Exact& exact, std::uint32_t h);

@@ -21,15 +21,30 @@ void HostKv::estimate(const float* q, std::span<const std::uint32_t> tokens, flo
   if (count != tokens.size()) score(q, tokens.subspan(count), out + count * shape_.group());
 }
 
-void HostKv::keys(std::uint32_t first, std::uint32_t count, float* out) {
-  const PageLayout& layout = view_.layout;
+namespace {
+
+/// Calls rows(first token, tokens, out) for every page that [first, first + count) touches.
+template <class Rows>
+void for_each_page(const PageLayout& layout, std::uint32_t first, std::uint32_t count, float* out, const Rows& rows) {
   while (count != 0) {
     const std::uint32_t here = std::min(count, layout.page_tokens - first % layout.page_tokens);
-    rows(view_.k_row(first), here, out);
+    rows(first, here, out);
     first += here;
     count -= here;
     out += std::size_t{here} * layout.head_dim;
   }
+}
+
+}  // namespace
+
+void HostKv::keys(std::uint32_t first, std::uint32_t count, float* out) {
+  for_each_page(view_.layout, first, count, out,
+                [this](std::uint32_t token, std::uint32_t here, float* to) { rows(view_.k_row(token), here, to); });
+}
+
+void HostKv::values(std::uint32_t first, std::uint32_t count, float* out) {
+  for_each_page(view_.layout, first, count, out,
+                [this](std::uint32_t token, std::uint32_t here, float* to) { rows(view_.v_row(token), here, to); });
 }
 
 void HostKv::cluster(const scheduler::ClusterRequest& request, float* centroids, std::uint32_t* assignment) {
