@@ -3,6 +3,7 @@
 #include <string>
 
 #include "sluice/error.hpp"
+#include "sluice/permutation.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -27,10 +28,7 @@ void check_chance(const char* name, double chance) {
 }  // namespace
 
 std::uint64_t Generator::next() noexcept {
-  std::uint64_t z = state_ += 0x9e3779b97f4a7c15u;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
+  return mixed_bits(state_ += 0x9e3779b97f4a7c15u);
 }
 
 void Mischief::validate(const Misbehaviour& misbehaviour) {

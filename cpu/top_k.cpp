@@ -1,19 +1,17 @@
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <functional>
 #include <vector>
 
 #include "cpu/verbs.hpp"
+#include "sluice/order_key.hpp"
 
 namespace sluice::cpu {
 namespace {
 
 /// Unsigned keys in the order of the values: NaN is 0, below -infinity; the two zeros are equal.
 std::uint32_t order_key(float value) noexcept {
-  const auto bits = std::bit_cast<std::uint32_t>(value + 0.f);
-  if ((bits & 0x7fff'ffffu) > 0x7f80'0000u) return 0;
-  return (bits >> 31) != 0 ? ~bits : bits | 0x8000'0000u;
+  return value == value ? order_key_of_number(value) : 0u;
 }
 
 constexpr std::uint32_t kBucketBits = 11;

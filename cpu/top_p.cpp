@@ -1,8 +1,9 @@
 #include <algorithm>
-#include <bit>
+#include <limits>
 #include <vector>
 
 #include "cpu/verbs.hpp"
+#include "sluice/order_key.hpp"
 #include "sluice/top_p.hpp"
 
 namespace sluice::cpu {
@@ -10,9 +11,8 @@ namespace {
 
 /// Unsigned keys in the order of the values; 0 for what is never kept. The two zeros are equal.
 std::uint32_t order_key(float value) noexcept {
-  const auto bits = std::bit_cast<std::uint32_t>(value + 0.f);
-  const std::uint32_t key = (bits >> 31) != 0 ? ~bits : bits | 0x8000'0000u;
-  return (bits & 0x7fff'ffffu) > 0x7f80'0000u || bits == 0xff80'0000u ? 0 : key;
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  return value > kNothing ? order_key_of_number(value) : 0u;  // False for NaN.
 }
 
 }  // namespace

@@ -27,13 +27,6 @@ std::uint32_t cuda_devices() noexcept {
   return found;
 }
 
-std::string cuda_device_name(int ordinal) {
-  cudaDeviceProp properties{};
-  const bool known = cudaGetDeviceProperties(&properties, ordinal) == cudaSuccess;
-  (void)cudaGetLastError();
-  return known ? properties.name : "";
-}
-
 std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
   const bool calibrate =
       options.calibrate_at_start && options.profile == nullptr && options.transfer == TransferPath::automatic;

@@ -12,8 +12,6 @@ constexpr const char* kAbsent =
 
 std::uint32_t cuda_devices() noexcept { return 0; }
 
-std::string cuda_device_name(int) { return ""; }
-
 std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions&) { throw Error(Errc::unsupported, kAbsent); }
 
 CudaDeviceFacts cuda_device_facts(int) { throw Error(Errc::unsupported, kAbsent); }

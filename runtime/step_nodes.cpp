@@ -148,7 +148,9 @@ void Pipeline::attend_far() {
   for (HeadWork& work : heads_) {
     const std::uint32_t head = work.kv_head * group;
     const SelectionRow& row = work.placement.far;
-    const bool deferred = row.scores.empty() && work.sequence->spec.uses(Source::history);
+    // A history that is fed in every step learns there; only between feedings does it want what was attended.
+    const PolicySpec& spec = work.sequence->spec;
+    const bool deferred = row.scores.empty() && spec.uses(Source::history) && spec.history.observe_every != 1;
     work.seen.resize(deferred ? row.tokens.size() * group : 0);
     tasks.push_back({.q = buffers_.q(work.row, head),
                      .kv = far_view(parts_.pool, work.pages()),

@@ -18,6 +18,14 @@ policies="$policies;pages:quest,budget=3072 | int4 | top_p=0.8 | near=5%"
 
 "$sluice" eval --model "$root/tests/data/testbed" --device "$device" --tasks niah,multikey,kv --lengths 2K,8K,32000 \
   --count 8 --audit 8 --policies "$policies" --plot "$out/accuracy.svg" -o json --output "$out/tasks.json"
+
+# How far stop rules and fits keep what they promise, and what equal coverage costs.
+sweep='arkvale:budget=512;arkvale:budget=1024;arkvale:budget=2048;arkvale:budget=3072'
+sweep="$sweep;psa:mass=0.9;psa;psa:mass=0.98;psa:rule=mean;psa:rule=median"
+sweep="$sweep;tactic:mass=0.5;tactic:mass=0.6;tactic:mass=0.7;tactic:mass=0.8;tactic"
+sweep="$sweep;pages:quest,budget=8192 | top_k=all | near=0%,sinks=4,recent=0 | dense=2 | page=16;twilight;twilight:mass=0.85"
+"$sluice" eval --model "$root/tests/data/testbed" --device "$device" --tasks niah,kv --lengths 8192 --count 4 --audit 4 \
+  --policies "$sweep" -o json --output "$out/sweep.json"
 "$sluice" eval --tasks "" --needles 1,16 --device "$device" --policies "$policies" -o json --output "$out/needles.json"
 if [ "$device" != host ]; then
   for page in 16 32; do

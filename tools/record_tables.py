@@ -62,6 +62,14 @@ def print_tasks(found):
                "link B/step"], body)
 
 
+def print_sweep(found):
+    print("Promises and costs at 8K\n")
+    table(["policy", "task", "accuracy", "attended", "far bytes", "coverage", "promise kept"],
+          [[code(r["policy"]), r["task"], cell(r["accuracy"]), percent(r["attended_share"]),
+            percent(r["far_bytes_share"]), cell(r["coverage_mean"], "{:.3f}"), percent(r["reached_share"])]
+           for r in found])
+
+
 def print_lost(found):
     print("Who lost the answer\n")
     table(["policy", "task", "accuracy", "layer", "head", "wanted", "kept"],
@@ -106,6 +114,7 @@ def main():
         sys.exit("usage: record_tables.py DIR")
     directory = pathlib.Path(sys.argv[1])
     for pattern, name, show in (("tasks*.json", "eval", print_tasks), ("tasks*.json", "lost", print_lost),
+                                ("sweep*.json", "eval", print_sweep),
                                 ("needles*.json", "needles", print_needles), ("layers*.json", "attention", print_layers)):
         found = rows(directory, pattern, name)
         if found:

@@ -77,9 +77,6 @@ struct CudaDeviceFacts {
 /// GPUs that this build can use; 0 without one, without a driver, or in a build without CUDA. Never throws.
 [[nodiscard]] std::uint32_t cuda_devices() noexcept;
 
-/// Name of a GPU, without making a device of it; empty if there is none.
-[[nodiscard]] std::string cuda_device_name(int ordinal);
-
 /// @throws Error{Errc::unsupported} in a build without CUDA, on a machine without driver or GPU, and for a GPU that
 ///         cannot serve; Error{Errc::device} naming the cause if there is no such GPU beside others, or if this build
 ///         has no kernels for it; if it is to calibrate, as calibrate_transfers.

@@ -2,20 +2,18 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <functional>
 #include <limits>
 
 #include "scheduler/fast_exp.hpp"
 #include "scheduler/policy/scored_set.hpp"
+#include "sluice/order_key.hpp"
 
 namespace sluice::scheduler {
 
 std::uint32_t order_key(float score) noexcept {
-  const auto bits = std::bit_cast<std::uint32_t>(score + 0.f);  // -0 becomes +0: they are equal.
-  const std::uint32_t key = (bits >> 31) != 0 ? ~bits : bits | 0x8000'0000u;
-  return score == score ? key : 1u;
+  return score == score ? order_key_of_number(score) : 1u;
 }
 
 TopKCut top_k_cut(std::span<const std::uint32_t> keys, std::uint32_t k, std::vector<std::uint32_t>& pool) {

@@ -72,8 +72,7 @@ std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
     needles.push_back({.tokens = tokens.front(),
                        .needles = count,
                        .steps = options.needle_steps,
-                       .seed = options.task.seed,
-                       .own_pages = options.task.own_pages});
+                       .seed = options.task.seed});
     check(needles.back());
   }
   return needles;
@@ -94,7 +93,7 @@ Json config_of(const EvalOptions& options, const NamedPolicies& policies) {
           {"needles", options.needles},
           {"needle_tokens", options.needle_tokens},
           {"needle_steps", options.needle_steps},
-          {"own_pages", options.task.own_pages},
+          {"own_pages", options.runtime.own_pages},
           {"placement", to_string(options.runtime.options.placement)},
           {"audit_every", options.runtime.options.audit_every},
           {"device", options.device.device}};
@@ -293,10 +292,7 @@ void add_eval(CLI::App& app, int& exit_code) {
   command->footer(
       "Each policy runs in a runtime with the page size that it was published with (see `sluice policies`), unless\n"
       "--page-tokens is given.");
-  command->callback([options, command, &exit_code] {
-    options->task.own_pages = command->count("--page-tokens") == 0;
-    exit_code = run(*options);
-  });
+  command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 
 }  // namespace sluice::tools

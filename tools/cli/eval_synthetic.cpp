@@ -1,6 +1,5 @@
 #include "tools/cli/eval_synthetic.hpp"
 
-#include <map>
 #include <string>
 
 #include "cpu/host_device.hpp"
@@ -41,14 +40,9 @@ std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const Ru
   if (!device) device = std::make_shared<cpu::HostDevice>(builders);
   const AttentionShape shape = needle_shape();
 
-  std::map<std::uint32_t, std::vector<std::size_t>> by_page;
-  for (std::size_t p = 0; p < policies.size(); ++p) {
-    const std::uint32_t own = options.own_pages ? policies[p].page_tokens : 0;
-    by_page[own != 0 ? own : flags.options.page_tokens].push_back(p);
-  }
   std::vector<NeedleScore> scores(policies.size());
   std::size_t done = 0;
-  for (const auto& [page_tokens, group] : by_page) {
+  for (const auto& [page_tokens, group] : by_page_size(policies, flags)) {
     SyntheticOptions synthetic{
         .shape = shape,
         .layout = {.page_tokens = page_tokens, .head_dim = shape.head_dim, .dtype = DType::bf16},

@@ -18,7 +18,6 @@ struct NeedleOptions {
   std::uint32_t needles = 1;  ///< per step
   std::uint32_t steps = 8;
   std::uint64_t seed = 0;
-  bool own_pages = true;  ///< as TaskEvalOptions::own_pages
 };
 
 /// @throws Error{Errc::invalid_argument} for more needles than the context has room for.

@@ -1,7 +1,6 @@
 #include "tools/cli/eval_tasks.hpp"
 
 #include <algorithm>
-#include <map>
 #include <numeric>
 #include <utility>
 
@@ -40,10 +39,6 @@ TaskEvaluation::TaskEvaluation(const TaskEvalOptions& options, const RuntimeFlag
       device_(std::move(device)),
       haystack_(std::move(haystack)) {}
 
-std::uint32_t TaskEvaluation::page_tokens_of(const PolicySpec& policy) const noexcept {
-  return options_.own_pages && policy.page_tokens != 0 ? policy.page_tokens : flags_.options.page_tokens;
-}
-
 std::vector<Task> TaskEvaluation::tasks_of(const Cell& cell) const {
   std::vector<Task> tasks;
   for (std::uint32_t i = 0; i < options_.count; ++i) {
@@ -72,13 +67,10 @@ std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, ProgressBar& bar) {
   const std::vector<Task> tasks = tasks_of(cell);
   const std::size_t tokens = tokens_of(tasks);
   std::vector<PromptCache> prompts;
-  // One runtime for each page size, one after the other, so that only one holds memory.
-  std::map<std::uint32_t, std::vector<std::size_t>> by_page;
-  for (std::size_t p = 0; p < policies_.size(); ++p) by_page[page_tokens_of(policies_[p])].push_back(p);
-
   std::vector<TaskScore> scores(policies_.size());
   std::size_t done = 0;
-  for (const auto& [page_tokens, group] : by_page) {
+  // One runtime for each page size, one after the other, so that only one holds memory.
+  for (const auto& [page_tokens, group] : by_page_size(policies_, flags_)) {
     std::vector<PolicySpec> specs;
     for (const std::size_t p : group) specs.push_back(policies_[p]);
     RuntimeFlags flags = flags_;

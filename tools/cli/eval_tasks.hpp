@@ -49,7 +49,6 @@ struct TaskEvalOptions {
   std::uint32_t decode_prompt = 24;  ///< last prompt tokens that are read under the policy
   std::uint32_t max_tokens = 0;      ///< 0: as many as the answer has
   std::uint64_t seed = 0;
-  bool own_pages = true;  ///< every policy in a runtime of the page size that it was published with
 };
 
 /// Policies on the testbed's tasks. Each prompt is prefilled once, densely; each policy then starts from the same keys
@@ -70,7 +69,6 @@ class TaskEvaluation {
   void answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
               const PolicySpec& policy, TaskScore& score);
   void add_lost(const AuditReport& report, TaskScore& score) const;
-  [[nodiscard]] std::uint32_t page_tokens_of(const PolicySpec& policy) const noexcept;
   [[nodiscard]] std::size_t answer_limit(const Task& task) const {
     return options_.max_tokens == 0 ? task.answer.size() : options_.max_tokens;
   }

@@ -78,7 +78,7 @@ Json host_facts() {
   facts["memory_available_bytes"] = memory.available;
   facts["os"] = operating_system();
   facts["compiler"] = __VERSION__;
-  facts["gpu"] = cuda_devices() == 0 ? Json() : Json(cuda_device_name(0));
+  facts["gpu"] = cuda_devices() == 0 ? Json() : Json(cuda_device_facts(0).name);
   return facts;
 }
 

@@ -159,7 +159,9 @@ int run(const RunOptions& options) {
   TraceFile trace;
   const AttentionShape shape = model.config().shape();
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + options.max_tokens;
-  RuntimeOptions runtime_options = sized(options.runtime, shape, std::span(&policy, 1), tokens);
+  RuntimeFlags flags = options.runtime;
+  flags.options.page_tokens = page_tokens_for(policy, flags);
+  RuntimeOptions runtime_options = sized(flags, shape, std::span(&policy, 1), tokens);
   if (trace_target) runtime_options.trace = &trace;
   Runtime runtime(runtime_options, device);
   Session session(model, runtime, policy);
@@ -222,10 +224,7 @@ void add_run(CLI::App& app, int& exit_code) {
   command->footer(
       "Text goes to standard output as it comes, the table to standard error. With -o json standard output\n"
       "holds one object with the text in it.");
-  command->callback([options, command, &exit_code] {
-    take_page_size(*command, policy_of(*options), options->runtime);
-    exit_code = run(*options);
-  });
+  command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 
 }  // namespace sluice::tools

@@ -30,7 +30,13 @@ void add_runtime_flags(CLI::App& app, RuntimeFlags& flags) {
            "Host memory for the KV cache, K/M/G allowed [default: sized to the prompt]");
   add_size(app, "--near-size", o.near_bytes,
            "Near memory for KV pages, K/M/G allowed [default: what the policy wants]");
-  app.add_option("--page-tokens", o.page_tokens, "Tokens per page; a power of two in [8, 256] [default: the policy's, else 16]");
+  const auto read_page_tokens = [&flags](const std::uint32_t& tokens) {
+    flags.options.page_tokens = tokens;
+    flags.own_pages = false;
+  };
+  app.add_option_function<std::uint32_t>(
+      "--page-tokens", read_page_tokens,
+      "Tokens per page; a power of two in [8, 256] [default: what the policy was made for, else 16]");
   add_dtype(app, "--kv-dtype", o.kv_dtype, "Element type of keys and values in the cache");
   app.add_option("--threads", o.threads, "Threads of host work; 0: one per core that this process may use")
       ->check(CLI::Range(0, 4096))
@@ -47,8 +53,15 @@ void add_runtime_flags(CLI::App& app, RuntimeFlags& flags) {
       ->default_str(std::to_string(o.timeout.count() / 1000));
 }
 
-void take_page_size(const CLI::App& app, const PolicySpec& policy, RuntimeFlags& flags) {
-  if (app.count("--page-tokens") == 0 && policy.page_tokens != 0) flags.options.page_tokens = policy.page_tokens;
+std::uint32_t page_tokens_for(const PolicySpec& policy, const RuntimeFlags& flags) noexcept {
+  return flags.own_pages && policy.page_tokens != 0 ? policy.page_tokens : flags.options.page_tokens;
+}
+
+std::map<std::uint32_t, std::vector<std::size_t>> by_page_size(std::span<const PolicySpec> policies,
+                                                               const RuntimeFlags& flags) {
+  std::map<std::uint32_t, std::vector<std::size_t>> groups;
+  for (std::size_t p = 0; p < policies.size(); ++p) groups[page_tokens_for(policies[p], flags)].push_back(p);
+  return groups;
 }
 
 RuntimeOptions sized(const RuntimeFlags& flags, const AttentionShape& shape, std::span<const PolicySpec> policies,

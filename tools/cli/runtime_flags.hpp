@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
+#include <vector>
 #include <string>
 
 #include "sluice/options.hpp"
@@ -18,12 +20,16 @@ struct RuntimeFlags {
     options.near_bytes = 0;
   }
   RuntimeOptions options;  ///< `shape` is filled in once the model is known
+  bool own_pages = true;   ///< no page size was asked for: a policy gets pages of the size that it was made for
 };
 
 void add_runtime_flags(CLI::App& app, RuntimeFlags& flags);
 
-/// Pages of the size that the policy was made for, unless the user asked for another by --page-tokens.
-void take_page_size(const CLI::App& app, const PolicySpec& policy, RuntimeFlags& flags);
+/// Page size of a runtime for one policy: what the user asked for, else the policy's own, else the default.
+[[nodiscard]] std::uint32_t page_tokens_for(const PolicySpec& policy, const RuntimeFlags& flags) noexcept;
+/// Indices of policies by the page size of the runtime that they need.
+[[nodiscard]] std::map<std::uint32_t, std::vector<std::size_t>> by_page_size(std::span<const PolicySpec> policies,
+                                                                             const RuntimeFlags& flags);
 
 /// Options for sequences of `tokens` tokens under the given policies, one sequence at a time.
 /// @throws Error{Errc::out_of_capacity} naming the size that would do, if the user's host size is too small.

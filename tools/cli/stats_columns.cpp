@@ -23,6 +23,7 @@ void append_stats(const Stats& stats, const AttentionShape& shape, std::vector<C
   const bool proposed = stats.expanded_per_head != 0;
   add({"attended_per_head_step", "attended", 1}, over(stats.attended_tokens, head_steps));
   add({"scored_per_head_step", "scored", 1}, over(stats.scored_keys, head_steps));
+  add({"estimated_per_head_step", "estimated", 1}, over(stats.estimated_keys, head_steps));
   add({"expanded_share", "candidates", 2, Show::percent},
       proposed ? over(stats.expanded_per_head, stats.dense_tokens * shape.group()) : Json());
   add({"attended_share", "of dense", 1, Show::percent}, over(stats.attended_tokens, stats.dense_tokens));

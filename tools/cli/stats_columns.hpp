@@ -9,7 +9,7 @@
 namespace sluice::tools {
 
 /// Appends what a policy cost and kept in its decode steps, as columns and one row's cells: tokens attended and
-/// keys scored per KV head and step, positions that its sources proposed as a share of n per query head, share of
+/// keys scored and estimated per KV head and step, positions that its sources proposed as a share of n per query head, share of
 /// dense attention's tokens and bytes (near and far apart), near hits, and coverage.
 /// Quantities that were not counted (no step, no audit, no candidates) are null.
 void append_stats(const Stats& stats, const AttentionShape& shape, std::vector<Column>& columns,
@@ -17,7 +17,7 @@ void append_stats(const Stats& stats, const AttentionShape& shape, std::vector<C
 
 /// What the Markdown titles of these columns leave out.
 inline constexpr const char* kStatsNote =
-    "attended and scored: tokens per KV head and step. candidates: of n, per query head. dense, near and far bytes: of "
+    "attended, scored and (by 4-bit keys) estimated: tokens per KV head and step. candidates: of n, per query head. dense, near and far bytes: of "
     "dense attention's.";
 
 }  // namespace sluice::tools

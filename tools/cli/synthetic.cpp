@@ -7,6 +7,7 @@
 #include <string>
 
 #include "sluice/error.hpp"
+#include "sluice/permutation.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::tools {
@@ -39,10 +40,7 @@ constexpr std::uint32_t kHeavySharedDims = 1;
 constexpr std::uint32_t kDistanceDims = 1;
 
 std::uint64_t mix(std::uint64_t x) noexcept {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
+  return mixed_bits(x + 0x9e3779b97f4a7c15u);
 }
 
 /// Unit-variance noise without state: the sum of four uniform 16-bit numbers, normal enough and cheap.
