@@ -99,6 +99,18 @@ void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape
   dispatch(stream, "prefill", [=, this] { cpu_.prefill(tasks, strides, shape, nullptr); });
 }
 
+void HostBackend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
+                                const PrefillShape& strides, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, tasks.front().kv.layout);
+  dispatch(stream, "select_blocks", [=, this] { cpu_.select_blocks(tasks, spec, strides, shape, nullptr); });
+}
+
+std::uint64_t HostBackend::select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
+                                                       const AttentionShape& shape) const {
+  return cpu_.select_blocks_scratch_bytes(first, count, shape);
+}
+
 void HostBackend::cluster(std::span<const ClusterTask> tasks, Stream* stream) {
   if (tasks.empty()) return;
   dispatch(stream, "cluster", [=, this] { cpu_.cluster(tasks, nullptr); });

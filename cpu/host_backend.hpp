@@ -28,6 +28,10 @@ class HostBackend final : public sluice::Backend {
   void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;
+  void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
+                     const AttentionShape& shape, Stream* stream) override;
+  [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
+                                                          const AttentionShape& shape) const override;
   void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
   [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
   using sluice::Backend::to_f32;

@@ -211,10 +211,11 @@ Runtime::Runtime(const RuntimeOptions& options, std::shared_ptr<Device> device)
 
 Runtime::~Runtime() = default;
 
-SequenceId Runtime::begin(const PolicySpec& policy) {
+SequenceId Runtime::begin(const PolicySpec& policy, const PrefillSpec& prefill) {
   Impl& self = *impl_;
   self.require_whole();
   validate(policy);
+  validate(prefill);
   const std::vector<std::string> reasons =
       self.device->backend().unsupported_reasons(self.options.shape, self.options.layout());
   if (!reasons.empty()) {
@@ -242,6 +243,7 @@ SequenceId Runtime::begin(const PolicySpec& policy) {
   auto sequence = std::make_unique<runtime::Sequence>();
   sequence->id = SequenceId{++self.last_id};
   sequence->spec = policy;
+  sequence->prefill = prefill;
   sequence->layers.resize(self.options.shape.layers);
   for (runtime::LayerState& layer : sequence->layers) layer.heads.resize(self.options.shape.kv_heads);
   const SequenceId id = sequence->id;
@@ -254,6 +256,10 @@ void Runtime::prefill(const PrefillArgs& args) {
   require_tensor(args.q, "q", args.k.tokens, shape.q_heads, shape.head_dim);
   require_tensor(args.out, "out", args.k.tokens, shape.q_heads, shape.head_dim);
   impl_->add_prompt(args.sequence, args.layer, args.k, args.v, args.q, &args);
+}
+
+void Runtime::prefill(std::span<const PrefillArgs> batch) {
+  for (const PrefillArgs& args : batch) prefill(args);
 }
 
 void Runtime::import_prefix(const ImportArgs& args) {

@@ -9,6 +9,7 @@
 #include "scheduler/layer_policy.hpp"
 #include "sluice/audit.hpp"
 #include "sluice/policy.hpp"
+#include "sluice/prefill.hpp"
 #include "sluice/stats.hpp"
 #include "sluice/units.hpp"
 
@@ -52,6 +53,7 @@ struct AuditBook {
 struct Sequence {
   SequenceId id;
   PolicySpec spec;
+  PrefillSpec prefill;
   std::vector<LayerState> layers;
   Stats stats;
   AuditBook audit;

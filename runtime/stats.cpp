@@ -41,6 +41,23 @@ double ShareHistogram::percentile(double fraction) const noexcept {
   return 1.0;
 }
 
+void PromptStats::merge(const PromptStats& other) noexcept {
+  attend_ns += other.attend_ns;
+  select_ns += other.select_ns;
+  load_wait_ns += other.load_wait_ns;
+  flush_ns += other.flush_ns;
+  flush_wait_ns += other.flush_wait_ns;
+  tables_ns += other.tables_ns;
+  digests_ns += other.digests_ns;
+  int4_ns += other.int4_ns;
+  clusters_ns += other.clusters_ns;
+  index_wait_ns += other.index_wait_ns;
+  kept_blocks += other.kept_blocks;
+  causal_blocks += other.causal_blocks;
+  sparse_chunks += other.sparse_chunks;
+  dense_chunks += other.dense_chunks;
+}
+
 void Stats::merge(const Stats& other) noexcept {
   prefill_tokens += other.prefill_tokens;
   steps += other.steps;
@@ -69,6 +86,7 @@ void Stats::merge(const Stats& other) noexcept {
   failed_promotions += other.failed_promotions;
   cpu_busy_ns += other.cpu_busy_ns;
   device_wait_ns += other.device_wait_ns;
+  prompt.merge(other.prompt);
   coverage.merge(other.coverage);
   overlap.merge(other.overlap);
   watched.merge(other.watched);

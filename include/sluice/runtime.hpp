@@ -9,6 +9,7 @@
 #include "sluice/device.hpp"
 #include "sluice/options.hpp"
 #include "sluice/policy.hpp"
+#include "sluice/prefill.hpp"
 #include "sluice/stats.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
@@ -23,6 +24,12 @@ struct PrefillArgs {
   TensorView k;           ///< [tokens, kv_heads, head_dim], after RoPE
   TensorView v;           ///< [tokens, kv_heads, head_dim]
   MutableTensorView out;  ///< [tokens, q_heads, head_dim]; must not alias q
+  /// Return once everything is queued, as in StepArgs; q, k, v and out must stay until then. Ignored with the embedded
+  /// host device.
+  bool ordered = false;
+  /// The prompt ends with this chunk: what the policy builds from it may begin, beside the layers that follow. Without
+  /// it the first step builds it.
+  bool last = false;
 };
 
 /// One layer of a prefix whose attention was computed elsewhere (a prefix cache). Device memory.
@@ -86,11 +93,17 @@ class Runtime {
 
   /// Starts an empty sequence under a policy.
   /// @throws Error{Errc::unsupported} with reasons, Error{Errc::out_of_capacity} if what must be near does not fit.
-  [[nodiscard]] SequenceId begin(const PolicySpec& policy);
+  /// `prefill` says how the attention of its prompts is computed; decoding does not depend on it.
+  [[nodiscard]] SequenceId begin(const PolicySpec& policy, const PrefillSpec& prefill = {});
 
-  /// Appends a chunk to one layer and computes dense causal attention. Returns when `out` is ready.
+  /// Appends a chunk to one layer and computes causal attention, dense or as the sequence's PrefillSpec says. Returns
+  /// when `out` is ready and the chunk is in the host pool.
   /// @throws Error{Errc::out_of_capacity} if the host pool cannot hold the chunk; nothing was changed.
   void prefill(const PrefillArgs& args);
+  /// The same for chunks of several sequences, each of its own length, behind prefixes of any length: one launch where
+  /// the device can. All of one layer, sequences all different, `ordered` the same. Nothing was changed if it throws
+  /// before the device was given work.
+  void prefill(std::span<const PrefillArgs> batch);
 
   /// Appends a chunk to one layer without attending. Returns when the pages are in the host pool.
   void import_prefix(const ImportArgs& args);

@@ -25,6 +25,27 @@ class ShareHistogram {
   double min_ = 1.0;
 };
 
+/// Where the time of prompts went, and what their attention computed. Summed over layers and chunks. Times of the device
+/// are between events of its stream and exclude what the caller enqueued in between.
+struct PromptStats {
+  std::uint64_t attend_ns = 0;      ///< device: attention, waits for keys excluded
+  std::uint64_t select_ns = 0;      ///< device: FlexPrefill's choice of blocks
+  std::uint64_t load_wait_ns = 0;   ///< device: attention waited for keys from host memory
+  std::uint64_t flush_ns = 0;       ///< link: chunks on their way to host memory
+  std::uint64_t flush_wait_ns = 0;  ///< somebody waited for that; the rest of flush_ns was hidden
+  std::uint64_t tables_ns = 0;      ///< workers: what policies build from the prompt, hash tables and score tables
+  std::uint64_t digests_ns = 0;     ///< page digests, wherever they were built
+  std::uint64_t int4_ns = 0;        ///< 4-bit copies of K, wherever they were built
+  std::uint64_t clusters_ns = 0;    ///< k-means on the device
+  std::uint64_t index_wait_ns = 0;  ///< a first step waited for any of these four
+  std::uint64_t kept_blocks = 0;    ///< (query block, key block) pairs computed where blocks were chosen
+  std::uint64_t causal_blocks = 0;  ///< and what dense attention would have computed there
+  std::uint64_t sparse_chunks = 0;  ///< (layer, chunk) pairs where blocks were chosen
+  std::uint64_t dense_chunks = 0;   ///< and the others
+
+  void merge(const PromptStats& other) noexcept;
+};
+
 /// Counters of a runtime or of one sequence, since construction. Decode only unless said otherwise.
 /// Token counts are summed over (layer, KV head, step). Identities, which the tests check:
 ///   attended_tokens == near_tokens + far_tokens + fetched_tokens
@@ -64,6 +85,7 @@ struct Stats {
 
   std::uint64_t cpu_busy_ns = 0;      ///< host thread in selection, far attention and observation
   std::uint64_t device_wait_ns = 0;   ///< host thread waiting for the device
+  PromptStats prompt;
   ShareHistogram coverage;            ///< per (layer, query head, audited step): exp(lse_attended - lse_all)
   ShareHistogram overlap;             ///< likewise: share of the exact 64 best tokens that was attended
   ShareHistogram watched;             ///< likewise, where watched tokens held 1% or more: the share of that attended
