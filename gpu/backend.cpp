@@ -1,5 +1,6 @@
 #include "gpu/backend.hpp"
 
+#include "gpu/driver.hpp"
 #include "gpu/kernels/append.hpp"
 #include "gpu/kernels/attend.hpp"
 #include "gpu/kernels/cluster.hpp"
@@ -99,6 +100,7 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_mass_kernels();
   load_merge_kernels();
   load_prefill_kernels();
+  warpgroups_ = Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels();
   load_quantize_kernels();
   load_score_int4_kernels();
   load_score_kernels();

@@ -44,6 +44,7 @@ class Backend final : public sluice::Backend {
 
  private:
   std::uint32_t multiprocessors_;
+  bool warpgroups_ = false;  ///< the device has the prefill kernels for Hopper
 };
 
 }  // namespace sluice::gpu
