@@ -6,10 +6,6 @@ namespace sluice::gpu {
 namespace detail {
 namespace {
 
-__device__ inline void release(SharedBarrier& empty) {
-  if (threadIdx.x % 32 == 0) empty.arrive();
-}
-
 /// One warpgroup of two: attends 64 rows to the tiles of the ring.
 template <class T, int kDim>
 __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, const QueryBlock& block,
@@ -50,12 +46,11 @@ __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, co
     weigh_scores(scores, rows, factor, scale);
     pack_weights<T>(weights, scores);
     if (group == 1) named_arrive(kTurn + other, 2 * kWarpgroup);  // The first turn is the other's.
-    for (;;) {
-      Stage next = stage;
-      next.next();
-      ring.full_k[next.index].wait(next.parity);
-      const std::uint32_t next_tile = ring.tile[next.index];
-      if (next_tile == kNoTile) break;
+    Stage next = stage;
+    next.next();
+    ring.full_k[next.index].wait(next.parity);
+    std::uint32_t next_tile = ring.tile[next.index];
+    while (next_tile != kNoTile) {
       named_sync(kTurn + group, 2 * kWarpgroup);
       pin_registers(scores);
       pin_registers(rows.out);
@@ -72,14 +67,19 @@ __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, co
       release(ring.empty_k[next.index]);
       if (masked(next_tile)) mask_scores(scores, block, position, next_tile);
       weigh_scores(scores, rows, factor, scale);
+      // Looking at the ring here also keeps the assembler from waiting for O += P V before the weights are made.
+      SharedBarrier& done = ring.empty_v[stage.index];
+      tile = next_tile;
+      stage = next;
+      next.next();
+      ring.full_k[next.index].wait(next.parity);
+      next_tile = ring.tile[next.index];
       wait_products<0>();
       pin_registers(rows.out);
-      release(ring.empty_v[stage.index]);
+      release(done);
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) rows.out[i] *= factor[i % 4 / 2];
       pack_weights<T>(weights, scores);
-      stage = next;
-      tile = next_tile;
     }
     if (group == 0) named_sync(kTurn + group, 2 * kWarpgroup);  // The turn that nobody took.
     ring.full_v[stage.index].wait(stage.parity);

@@ -56,6 +56,11 @@ struct Ring {
   std::uint32_t tile[kStages];  ///< what is in the stage; kNoTile: nothing is to come
 };
 
+/// By every warp of the consumers when it is done with a stage.
+__device__ inline void release(SharedBarrier& empty) {
+  if (threadIdx.x % 32 == 0) empty.arrive();
+}
+
 struct Stage {
   int index = 0;
   std::uint32_t parity = 0;
