@@ -121,9 +121,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   // The last blocks have the most keys and go first; the heads of a group share what they read in the L2 cache.
   const QueryBlock block = query_block(item, item.query_blocks - 1 - blockIdx.y, blockIdx.x);
   if (threadIdx.x == 0) {
+    prefetch_map(pages);
     for (int i = 0; i < kStages; ++i) {
-      ring.full_k[i].init(1);
-      ring.full_v[i].init(1);
+      ring.full_k[i].init(kSlabs<kDim>);
+      ring.full_v[i].init(kSlabs<kDim>);
       ring.empty_k[i].init(kConsumers * kWarpgroup / 32);
       ring.empty_v[i].init(kConsumers * kWarpgroup / 32);
     }
@@ -131,10 +132,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
-    if (threadIdx.x < 32) copy_tiles<kDim>(pages, item, block, memory, ring);
+    give_registers<40>();
+    if (threadIdx.x < 64 * kSlabs<kDim>) copy_tiles<kDim>(pages, item, block, memory, ring);
   } else {
-    take_registers<240>();
+    take_registers<232>();
     attend_rows<T, kDim>(item, args, block, memory, ring);
   }
 #endif

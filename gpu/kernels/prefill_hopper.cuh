@@ -9,8 +9,8 @@
 /// Causal attention of one query head and one block of 128 positions by products of whole warpgroups.
 ///
 /// Blocks of queries and tiles of keys both lie on the grid of positions, so that only the last tile of a block is
-/// masked by causality. Two warpgroups have 64 rows each; a warp of a third one copies tiles of keys and of values into
-/// a ring, page by page, straight from where the pages lie, and says with each which it is. A warpgroup starts the
+/// masked by causality. Two warpgroups have 64 rows each; the warps of a third copy tiles of keys and of values into a
+/// ring, page by page, straight from where the pages lie, and say with each which it is. A warpgroup starts the
 /// products of the next tile's keys before it makes weights of the scores that it has; named barriers let the two take
 /// turns, so that the weights of the one are made while the tensor cores work for the other.
 ///
@@ -33,8 +33,10 @@ inline constexpr int kAlone = kTurn + kConsumers;
 
 /// 128 rows as slabs of 64 columns, see wgmma.cuh.
 template <int kDim>
+inline constexpr int kSlabs = kDim / kSlabColumns;
+template <int kDim>
 struct Slabs {
-  std::byte bytes[kDim / 64 * kSlabBytes];
+  std::byte bytes[kSlabs<kDim> * kSlabBytes];
 };
 
 template <int kDim>
@@ -47,7 +49,7 @@ struct HopperMemory {
 template <int kDim>
 inline constexpr int kHopperBytes = sizeof(HopperMemory<kDim>) + 1024;
 
-/// A stage is full when its tile is there, empty when both warpgroups are done with it.
+/// A stage is full when all slabs of its tile are there, empty when both warpgroups are done with it.
 struct Ring {
   SharedBarrier full_k[kStages];
   SharedBarrier full_v[kStages];
@@ -106,46 +108,51 @@ __device__ inline std::uint32_t next_tile(const QueryBlock& block, std::uint32_t
   return kNoTile;
 }
 
-/// One warp: fills the ring. A lane copies one page's part of a slab, 8 to 128 rows.
+/// One warp: copies its slab of the tiles of keys, or of values, into the ring. A lane copies one page's part, 8 to 128
+/// rows.
 template <int kDim>
 __device__ void copy_tiles(const CUtensorMap& pages, const PrefillItem& item, const QueryBlock& block,
                            HopperMemory<kDim>& memory, Ring& ring) {
-  constexpr std::uint32_t kSlabCount = kDim / kSlabColumns;
-  const std::uint32_t lane = threadIdx.x % 32;
-  const std::uint32_t rows = min(item.page_tokens, kTile);
-  const std::uint32_t slab = lane % kSlabCount;
-  const std::uint32_t first_row = lane / kSlabCount * rows;
-  const bool busy = first_row < kTile;
+  const std::uint32_t warp = threadIdx.x / 32;
+  const std::uint32_t slab = warp % kSlabs<kDim>;
+  const bool values = warp >= kSlabs<kDim>;
+  const std::uint32_t first_row = threadIdx.x % 32 * min(item.page_tokens, kTile);
   const std::uint32_t page_shift = __ffs(static_cast<int>(item.page_tokens)) - 1;
-  const std::uint32_t at = slab * kSlabBytes + first_row * kSlabRowBytes;
-  if (lane == 0) prefetch_map(pages);
-  Stage stage{.index = 0, .parity = 1};  // All stages are empty before the first phase.
-  std::uint32_t tile = block.key_begin < block.key_end ? next_tile(block, block.key_begin / kTile) : kNoTile;
-  for (; tile != kNoTile; tile = next_tile(block, tile + 1), stage.next()) {
-    // Rows past a page's end are zeros: where there is nothing to see, a box begins there.
+  // Rows past a page's end are zeros: where there is nothing to see, a box begins there.
+  const auto box_of = [&](std::uint32_t tile) {
     const std::uint32_t key = tile * kTile + first_row;
-    BoxStart start{.x = static_cast<int>(slab * kSlabColumns), .y = static_cast<int>(item.page_tokens)};
-    if (busy && key >= block.key_begin && key < block.key_end) {
+    BoxStart start{.x = static_cast<int>(slab * kSlabColumns), .y = static_cast<int>(item.page_tokens), .z = values};
+    if (first_row < kTile && tile != kNoTile && key >= block.key_begin && key < block.key_end) {
       start.y = static_cast<int>(key & (item.page_tokens - 1));
       start.w = static_cast<int>(item.frames[(key - block.key_begin) >> page_shift]);
     }
-    ring.empty_k[stage.index].wait(stage.parity);
-    if (lane == 0) {
-      ring.tile[stage.index] = tile;
-      ring.full_k[stage.index].arrive_and_expect(sizeof(Slabs<kDim>));
+    return start;
+  };
+  SharedBarrier* const empty = values ? ring.empty_v : ring.empty_k;
+  SharedBarrier* const full = values ? ring.full_v : ring.full_k;
+  std::byte* const to = (values ? memory.v : memory.k)[0].bytes + slab * kSlabBytes + first_row * kSlabRowBytes;
+  Stage stage{.index = 0, .parity = 1};  // All stages are empty before the first phase.
+  std::uint32_t tile = block.key_begin < block.key_end ? next_tile(block, block.key_begin / kTile) : kNoTile;
+  BoxStart start = box_of(tile);
+  while (tile != kNoTile) {
+    const std::uint32_t next = next_tile(block, tile + 1);
+    const BoxStart next_start = box_of(next);  // Looked up while the stage is waited for.
+    empty[stage.index].wait(stage.parity);
+    if (threadIdx.x % 32 == 0) {
+      if (warp == 0) ring.tile[stage.index] = tile;
+      full[stage.index].arrive_and_expect(kSlabBytes);
     }
     __syncwarp();
-    if (busy) copy_box(memory.k[stage.index].bytes + at, pages, start, ring.full_k[stage.index]);
-    ring.empty_v[stage.index].wait(stage.parity);
-    if (lane == 0) ring.full_v[stage.index].arrive_and_expect(sizeof(Slabs<kDim>));
-    __syncwarp();
-    start.z = 1;
-    if (busy) copy_box(memory.v[stage.index].bytes + at, pages, start, ring.full_v[stage.index]);
+    if (first_row < kTile) copy_box(to + stage.index * sizeof(Slabs<kDim>), pages, start, full[stage.index]);
+    stage.next();
+    tile = next;
+    start = next_start;
   }
-  ring.empty_k[stage.index].wait(stage.parity);
-  if (lane == 0) {
-    ring.tile[stage.index] = kNoTile;
-    ring.full_k[stage.index].arrive();
+  if (values) return;
+  empty[stage.index].wait(stage.parity);
+  if (threadIdx.x % 32 == 0) {
+    if (warp == 0) ring.tile[stage.index] = kNoTile;
+    full[stage.index].arrive();
   }
 }
 
