@@ -3,6 +3,7 @@
 #include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/prefill_output.cuh"
+#include "gpu/kernels/prefill_rows.cuh"
 
 /// Causal attention of a chunk. A block owns 64 rows, (token, head) pairs of an item with the head as the inner index,
 /// 16 per warp, and walks over tiles of 64 keys that the next tile's copies overlap. S = Q K^T and O += P V with the
@@ -14,10 +15,6 @@
 /// attends reaches earlier rows of the block too.
 namespace sluice::gpu::detail {
 
-inline constexpr int kRows = kPrefill.rows;
-inline constexpr int kKeys = kPrefill.keys;
-inline constexpr int kPrefillThreads = 2 * kRows;  ///< a warp per 16 rows
-inline constexpr std::uint32_t kNoTile = ~0u;
 inline constexpr float kLog2OfE = 1.44269504088896340736f;
 
 /// A tile of K and of V in shared memory. Piece c (16 bytes) of row r lies at c ^ (r % 8), which keeps the eight rows
@@ -35,13 +32,6 @@ struct PrefillMemory {
   KeyTile<kDim> tiles[kPrefill.stages];
 };
 
-/// What a thread knows of its two rows, g and g + 8 of its warp's 16.
-struct RowPair {
-  std::uint32_t token[2];  ///< of the chunk
-  std::uint32_t head[2];
-  bool there[2];  ///< false: not of the chunk; computed like its last row, not written
-};
-
 /// One warp's state: queries as A fragments, products as C fragments.
 template <int kDim, int kTerms>
 struct PrefillRows {
@@ -50,57 +40,6 @@ struct PrefillRows {
   float top[2];
   float mass[2];  ///< of this lane's keys
 };
-
-/// What one thread block attends. Rows are counted from `lead` rows before the item's first.
-struct RowTile {
-  std::uint32_t first_row = 0;
-  std::uint32_t lead = 0;
-  std::uint32_t key_begin = 0;
-  std::uint32_t key_end = 0;  ///< what its last row may see
-  const std::uint32_t* mask = nullptr;
-};
-
-/// `index` is below the number of the item's tiles of rows.
-__device__ inline RowTile row_tile(const PrefillItem& item, std::uint32_t index) {
-  RowTile tile{.first_row = index * kRows, .key_begin = item.key_begin};
-  if (item.blocks != nullptr) {
-    tile.lead = item.first % kRows;
-    const std::uint32_t block = (item.first - tile.lead + tile.first_row) / kPrefillBlock - item.first / kPrefillBlock;
-    tile.mask = item.blocks + std::uint64_t{block} * item.mask_words;
-  }
-  const std::uint32_t last_row = min(tile.first_row + kRows, tile.lead + item.count * item.heads) - 1;
-  tile.key_end = min(item.key_end, item.first + (last_row - tile.lead) / item.heads + 1);
-  return tile;
-}
-
-/// The first tile of keys from `tile` on that is to be attended, kNoTile if there is none.
-__device__ inline std::uint32_t next_tile(const RowTile& rows, std::uint32_t tile) {
-  constexpr std::uint32_t kPerBlock = kPrefillBlock / kKeys;
-  constexpr std::uint32_t kPerWord = 32 * kPerBlock;
-  const std::uint32_t end = rows.key_begin < rows.key_end ? (rows.key_end + kKeys - 1) / kKeys : 0;
-  while (tile < end) {
-    const std::uint32_t word = rows.mask == nullptr ? ~0u : rows.mask[tile / kPerWord];
-    const std::uint32_t block = tile / kPerBlock;
-    const std::uint32_t left = word >> block % 32;
-    if ((left & 1) != 0) return tile;
-    tile = left == 0 ? (tile / kPerWord + 1) * kPerWord : (block + __ffs(static_cast<int>(left)) - 1) * kPerBlock;
-  }
-  return kNoTile;
-}
-
-__device__ inline RowPair rows_of_thread(const RowTile& tile, const PrefillItem& item) {
-  const std::uint32_t all = item.count * item.heads;
-  RowPair rows;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const std::uint32_t row = tile.first_row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half - tile.lead;
-    rows.there[half] = row < all;  // A row of the lead wraps.
-    const std::uint32_t known = min(row, all - 1);
-    rows.token[half] = known / item.heads;
-    rows.head[half] = known % item.heads;
-  }
-  return rows;
-}
 
 template <class T, int kDim, int kTerms>
 __device__ void load_queries(PrefillRows<kDim, kTerms>& state, const PrefillItem& item, const PrefillShape& shape,
@@ -167,24 +106,36 @@ __device__ void score_tile(float (&scores)[kKeys / 8][4], const PrefillRows<kDim
   }
 }
 
-/// Makes scores weights: masks keys outside the window and beyond a row's own, raises the tops and scales what there is
-/// down to them.
-template <int kDim, int kTerms>
-__device__ void weigh_tile(float (&scores)[kKeys / 8][4], PrefillRows<kDim, kTerms>& state, const RowPair& rows,
-                           const RowTile& tile, std::uint32_t first_key, std::uint32_t first_token, float scale) {
+/// Masks keys outside the window and beyond a row's own.
+__device__ inline void mask_tile(float (&scores)[kKeys / 8][4], const RowPair& rows, const RowTile& tile,
+                                 std::uint32_t first_key, std::uint32_t first_token) {
   const std::uint32_t t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const std::uint32_t end = min(tile.key_end, first_token + rows.token[half] + 1);
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const std::uint32_t key = first_key + 8 * n + 2 * t + e;
+        if (key < tile.key_begin || key >= end) scores[n][2 * half + e] = -INFINITY;
+      }
+    }
+  }
+}
+
+/// Makes scores weights: raises the tops and scales what there is down to them.
+template <int kDim, int kTerms>
+__device__ void weigh_tile(float (&scores)[kKeys / 8][4], PrefillRows<kDim, kTerms>& state, float scale) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
     float top = state.top[half];
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float& score = scores[n][2 * half + e];
-        const std::uint32_t key = first_key + 8 * n + 2 * t + e;
-        score = key >= tile.key_begin && key < end ? score * scale : -INFINITY;
-        top = fmaxf(top, score);
+        scores[n][2 * half + e] *= scale;
+        top = fmaxf(top, scores[n][2 * half + e]);
       }
     }
     top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
@@ -266,9 +217,8 @@ __global__ void __launch_bounds__(kPrefillThreads, 2) prefill_kernel(const __gri
   std::uint32_t now = next_tile(tile, tile.key_begin / kKeys);
   if (now != kNoTile) copy_tile(memory.tiles[0], item, now * kKeys, tile);
   commit_copies();
-  const RowPair rows = rows_of_thread(tile, item);
   PrefillRows<kDim, kTerms> state;
-  load_queries<T>(state, item, args.shape, rows);
+  load_queries<T>(state, item, args.shape, rows_of_thread(tile, item));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     state.top[half] = -INFINITY;
@@ -285,12 +235,14 @@ __global__ void __launch_bounds__(kPrefillThreads, 2) prefill_kernel(const __gri
     const KeyTile<kDim>& keys = memory.tiles[stage];
     float scores[kKeys / 8][4];
     score_tile<T>(scores, state, keys);
-    weigh_tile(scores, state, rows, tile, now * kKeys, item.first, args.score_scale * kLog2OfE);
+    if (now * kKeys < tile.key_begin || (now + 1) * kKeys > tile.full_end)
+      mask_tile(scores, rows_of_thread(tile, item), tile, now * kKeys, item.first);
+    weigh_tile(scores, state, args.score_scale * kLog2OfE);
     add_tile<T>(state, scores, keys);
     __syncthreads();  // All warps are done with the tile that the next copies overwrite.
     now = next;
   }
-  write_rows(state, item, args, rows);
+  write_rows(state, item, args, rows_of_thread(tile, item));
 }
 
 }  // namespace sluice::gpu::detail
