@@ -89,16 +89,21 @@ struct ScoreInt4Rows {
 /// Keys of one block of a prefill product; queries are rows of (token, head), all heads of a token together.
 inline constexpr std::uint32_t kPrefillKeys = 64;
 
-/// Causal attention of `rows` queries: row r, at position first + r / group, attends keys 0 .. position.
+/// Causal attention of `rows` queries: row r, at position first + r / group, attends the keys key_begin <= j <= position
+/// below key_end, those whose bit of 128 positions is set in `blocks`.
 struct PrefillRows {
   const float* q = nullptr;                 ///< [rows, head_dim], scaled by 1/sqrt(head_dim)
-  const std::byte* const* pages = nullptr;  ///< addresses of all pages up to the last position
+  const std::byte* const* pages = nullptr;  ///< addresses of the pages from key_begin on, up to the last key
+  const std::uint32_t* blocks = nullptr;    ///< bit J % 32 of word J / 32 for positions from 128 J on; null: all set
   std::uint32_t page_tokens = 0;
+  std::uint32_t key_begin = 0;  ///< where a page begins
+  std::uint32_t key_end = 0;
   std::uint32_t first = 0;
   std::uint32_t rows = 0;
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;
-  float* out = nullptr;      ///< [rows, head_dim]
+  float* out = nullptr;      ///< [rows, head_dim], 0 where no key is attended
+  float* lse = nullptr;      ///< [rows] natural log of the sum of exponentials
   float* scratch = nullptr;  ///< prefill_scratch_floats(rows, head_dim), 64-byte aligned
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cpu/kernels/rows.hpp"
+#include "sluice/prefill.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -91,8 +92,8 @@ inline void pack_keys(const PrefillRows& args, std::uint32_t key0, std::uint32_t
       for (std::uint32_t c = 0; c < args.head_dim; ++c) to.keys[std::size_t{c} * kPrefillKeys + j] = 0.f;
       continue;
     }
-    const std::uint32_t position = key0 + j;
-    const std::byte* const k = args.pages[position / args.page_tokens] + position % args.page_tokens * row_bytes;
+    const std::uint32_t at = key0 + j - args.key_begin;
+    const std::byte* const k = args.pages[at / args.page_tokens] + at % args.page_tokens * row_bytes;
     for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) {
       alignas(64) float lanes[kWidth];
       Simd::store(lanes, Simd::load_as<kType>(k + std::size_t{c} * kElementBytes<kType>));
@@ -160,24 +161,35 @@ inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint3
                rows, args.head_dim);
 }
 
+inline bool attends_block(const PrefillRows& args, std::uint32_t key) noexcept {
+  const std::uint32_t block = key / kPrefillBlock;
+  return args.blocks == nullptr || (args.blocks[block / 32] >> block % 32 & 1u) != 0;
+}
+
 template <DType kType>
 void prefill(const PrefillRows& args) noexcept {
+  static_assert(kPrefillBlock % kPrefillKeys == 0);
   const PrefillScratch scratch(args);
   for (std::uint32_t r = 0; r < args.rows; ++r) {
     scratch.top[r] = -3.402823466e38f;  // Lowest finite: (-inf) - (-inf) would be NaN.
     scratch.mass[r] = 0.f;
   }
   for (std::size_t i = 0; i < std::size_t{args.rows} * args.head_dim; ++i) args.out[i] = 0.f;
-  const std::uint32_t end = args.first + (args.rows - 1) / args.group + 1;
-  for (std::uint32_t key0 = 0; key0 < end; key0 += kPrefillKeys) {
-    const std::uint32_t count = end - key0 < kPrefillKeys ? end - key0 : kPrefillKeys;
+  const std::uint32_t seen = args.first + (args.rows - 1) / args.group + 1;
+  const std::uint32_t end = args.key_end < seen ? args.key_end : seen;
+  std::uint32_t next = 0;
+  for (std::uint32_t key0 = args.key_begin; key0 < end; key0 = next) {
+    next = (key0 / kPrefillKeys + 1) * kPrefillKeys;  // Blocks of keys lie on the grid of positions.
+    if (!attends_block(args, key0)) continue;
     const std::uint32_t row0 = key0 > args.first ? (key0 - args.first) * args.group : 0;
-    prefill_keys<kType>(args, key0, count, row0, scratch);
+    prefill_keys<kType>(args, key0, (next < end ? next : end) - key0, row0, scratch);
   }
   for (std::uint32_t r = 0; r < args.rows; ++r) {
     float* const out = args.out + std::size_t{r} * args.head_dim;
-    const Vec scale = Simd::set(scratch.mass[r] == 0.f ? 0.f : 1.f / scratch.mass[r]);
+    const bool empty = scratch.mass[r] == 0.f;
+    const Vec scale = Simd::set(empty ? 0.f : 1.f / scratch.mass[r]);
     for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) Simd::store(out + c, Simd::mul(Simd::load(out + c), scale));
+    args.lse[r] = empty ? -__builtin_inff() : scratch.top[r] + __builtin_logf(scratch.mass[r]);
   }
 }
 
