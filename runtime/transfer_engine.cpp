@@ -13,6 +13,7 @@ TransferEngine::TransferEngine(Device& device, const cpu::HostPool& pool)
 void TransferEngine::fetch(std::span<const PageMove> moves, std::byte* destination) {
   const std::uint64_t page_bytes = pool_.layout().page_bytes();
   scratch_.clear();
+  std::uint32_t last = 0;
   for (const PageMove& move : moves) {
     if (!pool_.live(move.page)) {
       throw Error(Errc::device, "stale page: frame " + std::to_string(move.page.frame) + " generation " +
@@ -20,11 +21,12 @@ void TransferEngine::fetch(std::span<const PageMove> moves, std::byte* destinati
     }
     const Copy copy{.to = destination + move.slot * page_bytes, .from = pool_.frame(move.page.frame), .bytes = page_bytes};
     if (!scratch_.empty() && scratch_.back().to + scratch_.back().bytes == copy.to &&
-        scratch_.back().from + scratch_.back().bytes == copy.from) {
+        scratch_.back().from + scratch_.back().bytes == copy.from && pool_.pinned_together(last, move.page.frame)) {
       scratch_.back().bytes += page_bytes;
     } else {
       scratch_.push_back(copy);
     }
+    last = move.page.frame;
   }
   stream_->copy(scratch_);
 }
