@@ -26,7 +26,6 @@ struct BenchPrefillOptions {
   std::string gammas = "0.9,0.95";
   FlexPrefillSpec flex;
   std::uint32_t chunk = 8192;
-  std::uint32_t crossover = 8192;
   std::uint32_t page_tokens = RuntimeOptions{}.page_tokens;
   DType dtype = RuntimeOptions{}.kv_dtype;
   std::uint32_t threads = 0;
@@ -38,10 +37,9 @@ struct BenchPrefillOptions {
 
 /// Rows whose outputs are held against dense attention's.
 constexpr std::uint32_t kComparedRows = 1024;
-/// Share of the blocks from which `auto` attends all of them.
-constexpr double kNearlyAll = 0.8;
-/// Place of blocks_share among a row's measured cells.
-constexpr std::size_t kBlocksShare = 5;
+/// The rule of the runtime's `auto`: after a choice that keeps more than this, so many chunks are dense.
+constexpr double kNearlyAll = 0.85;
+constexpr std::uint32_t kDenseChunks = 8;
 
 /// One length and structure, in device memory.
 struct Prompt {
@@ -53,9 +51,10 @@ struct Prompt {
 /// Dense attention of a pass: what choices are held against.
 struct Dense {
   double ms = 0.0;
-  std::vector<float> lse;
-  std::vector<float> rows;
-  std::vector<Json> cells{};
+  std::vector<std::uint32_t> compared;
+  std::vector<float> lse;   ///< [tokens, q_heads]
+  std::vector<float> rows;  ///< outputs of the tokens `compared`
+  std::vector<Json> cells;
 };
 
 class PrefillBench {
@@ -90,6 +89,7 @@ class PrefillBench {
 
   [[nodiscard]] Table take() { return std::move(table_); }
   [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
+  [[nodiscard]] std::uint32_t crossover() const noexcept { return device_->backend().sparse_prefill_from(); }
   [[nodiscard]] std::uint32_t samples() const noexcept { return samples_; }
   [[nodiscard]] const std::vector<std::uint32_t>& lengths() const noexcept { return lengths_; }
 
@@ -134,71 +134,90 @@ class PrefillBench {
 
   void run(const Prompt& prompt, std::uint32_t chunk) {
     PrefillPass pass(prompt.layer, chunk, *device_, *stream_);
-    const std::vector<std::uint32_t> compared = compared_rows(prompt.layer.options().tokens);
-    pass.attend_densely();
-    prompt.check.require(pass, false, "dense attention, " + prompt.name);
-    Dense dense{.ms = 0.0, .lse = pass.lse(), .rows = pass.outputs(compared)};
-    dense.ms = pass.time(samples_, [&] { pass.attend_densely(); });
-    const std::uint64_t tokens = prompt.layer.options().tokens;
-    dense.cells = {dense.ms, nullptr, dense.ms, teraflops(tokens * (tokens + 1) / 2, dense.ms),
-                   1.0,      1.0,     1.0,      1.0,
-                   0.0,      nullptr};
+    pass.attend();
+    prompt.check.require(pass, "dense attention, " + prompt.name);
+    const std::uint32_t tokens = prompt.layer.options().tokens;
+    Dense dense{.ms = 0.0, .compared = compared_rows(tokens), .lse = pass.lse(), .rows = {}, .cells = {}};
+    dense.rows = pass.outputs(dense.compared);
+    dense.ms = pass.time(samples_, [&] { pass.attend(); });
+    const double rate = teraflops(std::uint64_t{tokens} * (tokens + 1) / 2, dense.ms);
+    dense.cells = {dense.ms, nullptr, dense.ms, rate, 1.0, 1.0, 1.0, 1.0, 0.0, nullptr};
     add_row(prompt, chunk, "dense", dense.cells);
-    for (const FlexPrefillSpec& spec : specs_) measure(prompt, chunk, pass, spec, dense, compared);
+    for (const FlexPrefillSpec& spec : specs_) {
+      const std::string name = to_text({.mode = PrefillMode::flexprefill, .flex = spec});
+      pass.plan(std::vector<bool>(pass.chunks(), true));
+      const std::vector<Json> cells = measure(prompt, pass, name, spec, dense);
+      add_row(prompt, chunk, name, cells);
+      const std::string automatic = to_text({.mode = PrefillMode::automatic, .flex = spec});
+      const std::vector<bool> plan = automatic_plan(pass);
+      const auto chosen = std::count(plan.begin(), plan.end(), true);
+      const bool mixed = chosen != 0 && chosen != std::ssize(plan);
+      if (mixed) pass.plan(plan);
+      add_row(prompt, chunk, automatic,
+              mixed ? measure(prompt, pass, automatic, spec, dense) : chosen == 0 ? dense.cells : cells);
+    }
   }
 
-  void measure(const Prompt& prompt, std::uint32_t chunk, PrefillPass& pass, const FlexPrefillSpec& spec,
-               const Dense& dense, std::span<const std::uint32_t> compared) {
-    const std::string name = to_text({.mode = PrefillMode::flexprefill, .flex = spec});
+  /// A row's cells for what the pass plans.
+  std::vector<Json> measure(const Prompt& prompt, PrefillPass& pass, const std::string& name,
+                            const FlexPrefillSpec& spec, const Dense& dense) {
     pass.choose(spec);
-    pass.attend_chosen();
-    prompt.check.require(pass, true, name + ", " + prompt.name);
+    pass.attend();
+    prompt.check.require(pass, name + ", " + prompt.name);
     const ShareHistogram coverage = coverage_of(pass.lse(), dense.lse);
-    const double error = relative_error(pass.outputs(compared), dense.rows);
-    std::uint64_t kept = 0, causal = 0, query_aware = 0;
+    const double error = relative_error(pass.outputs(dense.compared), dense.rows);
+    std::uint64_t kept = 0, causal = 0, query_aware = 0, heads = 0;
     const std::vector<PrefillChoice> choices = pass.choices();
-    for (const PrefillChoice& choice : choices) {
-      kept += choice.kept;
-      causal += choice.causal;
-      query_aware += choice.query_aware;
+    for (std::size_t i = 0; i < choices.size(); ++i) {
+      const bool chosen = pass.chooses(i / options_.shape.q_heads);
+      kept += chosen ? choices[i].kept : choices[i].causal;
+      causal += choices[i].causal;
+      query_aware += chosen ? choices[i].query_aware : 0;
+      heads += chosen ? 1 : 0;
     }
     const double choice_ms = pass.time(samples_, [&] { pass.choose(spec); });
-    const double attend_ms = pass.time(samples_, [&] { pass.attend_chosen(); });
-    // Of the block on the diagonal every row computes half, all others are whole but for a short last one.
+    const double attend_ms = pass.time(samples_, [&] { pass.attend(); });
+    // Every row computes about half of the block on the diagonal, and all of the others that it keeps.
     const std::uint64_t diagonal = prompt.layer.options().tokens * std::uint64_t{kPrefillBlock - 1} / 2;
     const std::uint64_t pairs = kept * kPrefillBlock * kPrefillBlock / options_.shape.q_heads - diagonal;
-    const std::vector<Json> cells = {choice_ms + attend_ms,
-                                     choice_ms,
-                                     attend_ms,
-                                     teraflops(pairs, attend_ms),
-                                     dense.ms / (choice_ms + attend_ms),
-                                     static_cast<double>(kept) / static_cast<double>(causal),
-                                     coverage.mean(),
-                                     coverage.percentile(0.05),
-                                     error,
-                                     static_cast<double>(query_aware) / static_cast<double>(choices.size())};
-    add_row(prompt, chunk, name, cells);
-    add_automatic(prompt, chunk, spec, dense, choice_ms, cells);
+    return {choice_ms + attend_ms,
+            choice_ms,
+            attend_ms,
+            teraflops(pairs, attend_ms),
+            dense.ms / (choice_ms + attend_ms),
+            static_cast<double>(kept) / static_cast<double>(causal),
+            coverage.mean(),
+            coverage.percentile(0.05),
+            error,
+            static_cast<double>(query_aware) / static_cast<double>(heads)};
+  }
+
+  /// The chunks in which the runtime's `auto` would choose, going by what was chosen in all of them: none below the
+  /// device's crossover, and none for a while after a choice that kept nearly everything.
+  [[nodiscard]] std::vector<bool> automatic_plan(const PrefillPass& pass) const {
+    const std::vector<PrefillChoice> choices = pass.choices();
+    std::vector<bool> plan;
+    std::uint32_t dense_chunks = 0;
+    for (std::size_t c = 0; c < pass.chunks(); ++c) {
+      plan.push_back(pass.keys(c) >= device_->backend().sparse_prefill_from() && dense_chunks == 0);
+      if (!plan.back()) {
+        dense_chunks -= std::min(dense_chunks, 1u);
+        continue;
+      }
+      double kept = 0.0, causal = 0.0;
+      for (std::uint32_t head = 0; head < options_.shape.q_heads; ++head) {
+        const PrefillChoice& choice = choices[c * options_.shape.q_heads + head];
+        kept += static_cast<double>(choice.kept);
+        causal += static_cast<double>(choice.causal);
+      }
+      if (kept > kNearlyAll * causal) dense_chunks = kDenseChunks;
+    }
+    return plan;
   }
 
   /// Rate for so many (query, key) pairs in every query head.
   [[nodiscard]] double teraflops(std::uint64_t pairs, double ms) const {
     return 4.0 * options_.shape.head_dim * options_.shape.q_heads * static_cast<double>(pairs) / ms * 1e-9;
-  }
-
-  /// What the mode `auto` comes to by its two rules: dense attention of short prompts, and of those where the choice,
-  /// once made, keeps nearly everything.
-  void add_automatic(const Prompt& prompt, std::uint32_t chunk, const FlexPrefillSpec& spec, const Dense& dense,
-                     double choice_ms, std::vector<Json> chosen) {
-    const bool is_short = prompt.layer.options().tokens < options_.crossover;
-    if (is_short || chosen[kBlocksShare].get<double>() > kNearlyAll) {
-      const double ms = dense.ms + (is_short ? 0.0 : choice_ms);
-      chosen = dense.cells;
-      chosen[0] = ms;
-      chosen[1] = ms - dense.ms;
-      chosen[4] = dense.ms / ms;
-    }
-    add_row(prompt, chunk, to_text({.mode = PrefillMode::automatic, .flex = spec}), chosen);
   }
 
   [[nodiscard]] static std::vector<std::uint32_t> compared_rows(std::uint32_t tokens) {
@@ -254,7 +273,7 @@ int run(BenchPrefillOptions options) {
                            {"tau", options.flex.tau},
                            {"min_budget", options.flex.min_budget},
                            {"chunk", options.chunk},
-                           {"crossover", options.crossover},
+                           {"crossover", bench.crossover()},
                            {"page_tokens", options.page_tokens},
                            {"dtype", to_string(options.dtype)},
                            {"threads", options.threads},
@@ -286,8 +305,6 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   add_flexprefill_flags(*command, options->flex);
   command->add_option("--chunk", options->chunk, "Longer prompts are also attended in chunks of so many tokens")
       ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  command->add_option("--crossover", options->crossover, "Tokens below which auto attends densely")
       ->capture_default_str();
   command->add_option("--page-tokens", options->page_tokens, "Tokens per page")
       ->check(CLI::Range(8, 256))

@@ -78,14 +78,14 @@ PrefillCheck::Row PrefillCheck::attend(const Sample& sample, const std::vector<s
   return result;
 }
 
-void PrefillCheck::require(const PrefillPass& pass, bool chosen, const std::string& what) const {
+void PrefillCheck::require(const PrefillPass& pass, const std::string& what) const {
   const AttentionShape& shape = layer_.options().shape;
   const std::vector<float> lse = pass.lse();
   std::vector<std::uint32_t> tokens;
   for (const Sample& sample : samples_) tokens.push_back(sample.token);
   const std::vector<float> outs = pass.outputs(tokens);
   std::vector<std::vector<std::uint32_t>> masks(samples_.size());
-  for (std::size_t i = 0; i < samples_.size() && chosen; ++i) masks[i] = pass.mask(tokens[i], samples_[i].q_head);
+  for (std::size_t i = 0; i < samples_.size(); ++i) masks[i] = pass.mask(tokens[i], samples_[i].q_head);
   std::vector<Row> want(samples_.size());
   builders_.parallel_for(static_cast<std::uint32_t>(samples_.size()),
                          [&](std::uint32_t i) { want[i] = attend(samples_[i], masks[i]); });

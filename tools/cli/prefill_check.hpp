@@ -14,9 +14,9 @@ class PrefillCheck {
  public:
   PrefillCheck(const PrefillLayer& layer, Device& device, Stream& stream, const cpu::Workers& builders);
 
-  /// Whether the pass's last attention is what it should be, over all keys or over those that its masks name.
+  /// Makes sure that the pass's last attention is what it should be, over all keys or over those that its masks name.
   /// @throws Error{Errc::device} saying which row of `what` is wrong and by how much.
-  void require(const PrefillPass& pass, bool chosen, const std::string& what) const;
+  void require(const PrefillPass& pass, const std::string& what) const;
 
  private:
   struct Sample {

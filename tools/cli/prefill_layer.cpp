@@ -134,6 +134,7 @@ PrefillPass::PrefillPass(const PrefillLayer& layer, std::uint32_t chunk_tokens, 
   choices_ = device.allocate(chunks_.size() * shape_.q_heads * sizeof(PrefillChoice));
   scratch_ = device.allocate(scratch * shape_.kv_heads);
   for (std::size_t c = 0; c < chunks_.size(); ++c) add_tasks(chunks_[c], c, scratch);
+  chosen_.assign(chunks_.size(), false);
 }
 
 void PrefillPass::add_tasks(Chunk& chunk, std::size_t index, std::uint64_t scratch_bytes) {
@@ -169,18 +170,17 @@ std::uint64_t PrefillPass::mask_words(const Chunk& chunk) const noexcept {
          prefill_mask_words(chunk.first + chunk.count);
 }
 
-void PrefillPass::attend_densely() {
-  for (const Chunk& chunk : chunks_) device_.backend().prefill(chunk.dense, layer_.strides(), shape_, &stream_);
-}
-
 void PrefillPass::choose(const FlexPrefillSpec& spec) {
-  for (const Chunk& chunk : chunks_) {
-    device_.backend().select_blocks(chunk.choice, spec, layer_.strides(), shape_, &stream_);
+  for (std::size_t c = 0; c < chunks_.size(); ++c) {
+    if (chosen_[c]) device_.backend().select_blocks(chunks_[c].choice, spec, layer_.strides(), shape_, &stream_);
   }
 }
 
-void PrefillPass::attend_chosen() {
-  for (const Chunk& chunk : chunks_) device_.backend().prefill(chunk.chosen, layer_.strides(), shape_, &stream_);
+void PrefillPass::attend() {
+  for (std::size_t c = 0; c < chunks_.size(); ++c) {
+    const std::vector<PrefillTask>& tasks = chosen_[c] ? chunks_[c].chosen : chunks_[c].dense;
+    device_.backend().prefill(tasks, layer_.strides(), shape_, &stream_);
+  }
 }
 
 std::vector<float> PrefillPass::lse() const {
@@ -217,7 +217,9 @@ std::vector<PrefillChoice> PrefillPass::choices() const {
 
 std::vector<std::uint32_t> PrefillPass::mask(std::uint32_t token, std::uint32_t q_head) const {
   const auto holds = [&](const Chunk& c) { return token - c.first < c.count; };
-  const Chunk& chunk = *std::find_if(chunks_.begin(), chunks_.end(), holds);
+  const auto at_chunk = std::find_if(chunks_.begin(), chunks_.end(), holds);
+  if (!chosen_[static_cast<std::size_t>(at_chunk - chunks_.begin())]) return {};
+  const Chunk& chunk = *at_chunk;
   const std::uint32_t words = prefill_mask_words(chunk.first + chunk.count);
   const std::uint64_t blocks = prefill_blocks(chunk.first, chunk.count);
   const std::uint32_t block = token / kPrefillBlock - chunk.first / kPrefillBlock;

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "cpu/workers.hpp"
@@ -52,18 +53,24 @@ class PrefillPass {
  public:
   PrefillPass(const PrefillLayer& layer, std::uint32_t chunk_tokens, Device& device, Stream& stream);
 
-  void attend_densely();
+  /// Which chunks choose their blocks; the others are dense. [chunks]; all are dense at first.
+  void plan(std::vector<bool> chosen) { chosen_ = std::move(chosen); }
+  [[nodiscard]] std::size_t chunks() const noexcept { return chunks_.size(); }
+  [[nodiscard]] bool chooses(std::size_t chunk) const noexcept { return chosen_[chunk]; }
+  /// Keys that a chunk sees.
+  [[nodiscard]] std::uint32_t keys(std::size_t chunk) const noexcept { return chunks_[chunk].first + chunks_[chunk].count; }
+
   void choose(const FlexPrefillSpec& spec);
-  /// What the last choice says.
-  void attend_chosen();
+  /// What the plan and the last choice say.
+  void attend();
 
   /// Waits. [tokens, q_heads]
   [[nodiscard]] std::vector<float> lse() const;
   /// Waits. [tokens.size(), q_heads, head_dim]
   [[nodiscard]] std::vector<float> outputs(std::span<const std::uint32_t> tokens) const;
-  /// Waits. Of every chunk and query head.
+  /// Waits. Of every chunk and query head, [chunks, q_heads], as far as chunks were ever chosen.
   [[nodiscard]] std::vector<PrefillChoice> choices() const;
-  /// Waits. The words of the query block that a token is in.
+  /// Waits. The words of the query block that a token is in; empty for a chunk that is dense.
   [[nodiscard]] std::vector<std::uint32_t> mask(std::uint32_t token, std::uint32_t q_head) const;
   /// Queues `verbs` again and again without a pause; the median time of one, in ms.
   [[nodiscard]] double time(std::uint32_t samples, const std::function<void()>& verbs) const;
@@ -85,6 +92,7 @@ class PrefillPass {
   Device& device_;
   Stream& stream_;
   std::vector<Chunk> chunks_;
+  std::vector<bool> chosen_;         ///< [chunks]
   std::unique_ptr<Buffer> out_;      ///< [tokens, q_heads, head_dim]
   std::unique_ptr<Buffer> lse_;      ///< [kv_heads, tokens, group]
   std::unique_ptr<Buffer> masks_;    ///< per chunk [q_heads, query blocks, words]
