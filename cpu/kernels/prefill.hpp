@@ -1,7 +1,6 @@
 #pragma once
 
 #include "cpu/kernels/rows.hpp"
-#include "sluice/prefill.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -82,24 +81,33 @@ struct PrefillScratch {
   float* mass;     ///< [rows]
 };
 
-/// Widens `count` keys and values from position `key0` on, once for all queries. Missing keys are 0.
+/// Rows of a list of pages; row 0 is the first of the first page.
+struct PageRows {
+  const std::byte* const* pages = nullptr;
+  std::uint32_t page_tokens = 0;
+  std::uint32_t head_dim = 0;
+};
+
+/// Widens `count` keys from row `first` on, once for all queries: `keys` becomes [head_dim, kPrefillKeys], 0 where keys
+/// are missing; `values` [kPrefillKeys, head_dim], if that is not null.
 template <DType kType>
-inline void pack_keys(const PrefillRows& args, std::uint32_t key0, std::uint32_t count, const PrefillScratch& to) noexcept {
-  const std::size_t row_bytes = std::size_t{args.head_dim} * kElementBytes<kType>;
-  const std::size_t v_offset = row_bytes * args.page_tokens;
+inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t count, float* keys, float* values) noexcept {
+  const std::size_t row_bytes = std::size_t{from.head_dim} * kElementBytes<kType>;
+  const std::size_t v_offset = row_bytes * from.page_tokens;
   for (std::uint32_t j = 0; j < kPrefillKeys; ++j) {
     if (j >= count) {
-      for (std::uint32_t c = 0; c < args.head_dim; ++c) to.keys[std::size_t{c} * kPrefillKeys + j] = 0.f;
+      for (std::uint32_t c = 0; c < from.head_dim; ++c) keys[std::size_t{c} * kPrefillKeys + j] = 0.f;
       continue;
     }
-    const std::uint32_t at = key0 + j - args.key_begin;
-    const std::byte* const k = args.pages[at / args.page_tokens] + at % args.page_tokens * row_bytes;
-    for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) {
+    const std::uint32_t at = first + j;
+    const std::byte* const k = from.pages[at / from.page_tokens] + at % from.page_tokens * row_bytes;
+    for (std::uint32_t c = 0; c < from.head_dim; c += kWidth) {
       alignas(64) float lanes[kWidth];
       Simd::store(lanes, Simd::load_as<kType>(k + std::size_t{c} * kElementBytes<kType>));
-      for (std::uint32_t i = 0; i < kWidth; ++i) to.keys[std::size_t{c + i} * kPrefillKeys + j] = lanes[i];
+      for (std::uint32_t i = 0; i < kWidth; ++i) keys[std::size_t{c + i} * kPrefillKeys + j] = lanes[i];
+      if (values == nullptr) continue;
       const std::byte* const v = k + v_offset + std::size_t{c} * kElementBytes<kType>;
-      Simd::store(to.values + std::size_t{j} * args.head_dim + c, Simd::load_as<kType>(v));
+      Simd::store(values + std::size_t{j} * from.head_dim + c, Simd::load_as<kType>(v));
     }
   }
 }
@@ -136,7 +144,8 @@ inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint3
                          const PrefillScratch& scratch) noexcept {
   const std::uint32_t rows = args.rows - row0;
   float* const out = args.out + std::size_t{row0} * args.head_dim;
-  pack_keys<kType>(args, key0, count, scratch);
+  pack_keys<kType>({.pages = args.pages, .page_tokens = args.page_tokens, .head_dim = args.head_dim}, key0 - args.key_begin,
+                   count, scratch.keys, scratch.values);
   for (std::size_t i = 0; i < std::size_t{rows} * kPrefillKeys; ++i) scratch.weights[i] = 0.f;
   multiply_add({.a = args.q + std::size_t{row0} * args.head_dim,
                 .b = scratch.keys,
