@@ -81,8 +81,14 @@ void Prompt::run_pieces(std::span<const PromptChunk> chunks) {
 }
 
 void Prompt::settle() {
-  collect(passes_[newest_ ^ 1]);
-  collect(passes_[newest_]);
+  try {
+    collect(passes_[newest_ ^ 1]);
+    collect(passes_[newest_]);
+  } catch (...) {
+    abandon_all();
+    memory_.give_back();
+    throw;
+  }
   memory_.give_back();
 }
 

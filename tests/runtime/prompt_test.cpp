@@ -273,9 +273,10 @@ TEST_CASE("a prompt chunk that failed may be repeated; an ordered one shows in a
   Runtime runtime(options_with(kTokens, 400), device);
   const SequenceId id = runtime.begin(parse_policy("full"));
   auto out = outputs(toy);
+  prefill_chunk(runtime, id, toy, 0, 40, out, true);
   device->misbehave({.seed = 1, .fail_verb = 1.0});
   const std::string text = complaint([&] {
-    prefill_chunk(runtime, id, toy, 0, 40, out, true);
+    prefill_chunk(runtime, id, toy, 40, 40, out, true);  // Its prefix lies in near slots that are lent.
     runtime.synchronize();
   });
   REQUIRE(contains(text, "failed"));
