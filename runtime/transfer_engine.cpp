@@ -11,6 +11,11 @@ TransferEngine::TransferEngine(Device& device, const cpu::HostPool& pool)
     : device_(device), pool_(pool), stream_(device.create_stream("link")), passed_(device.create_event()) {}
 
 void TransferEngine::fetch(std::span<const PageMove> moves, std::byte* destination) {
+  collect(moves, destination);
+  stream_->copy(scratch_);
+}
+
+void TransferEngine::collect(std::span<const PageMove> moves, std::byte* destination) {
   const std::uint64_t page_bytes = pool_.layout().page_bytes();
   scratch_.clear();
   for (const PageMove& move : moves) {
@@ -26,17 +31,17 @@ void TransferEngine::fetch(std::span<const PageMove> moves, std::byte* destinati
       scratch_.push_back(copy);
     }
   }
-  stream_->copy(scratch_);
 }
 
 Transfer TransferEngine::promote(std::vector<PageMove> moves, std::byte* destination) {
   Transfer transfer{.moves = std::move(moves), .landed = device_.create_event()};
-  fetch(transfer.moves, destination);
+  collect(transfer.moves, destination);
+  stream_->copy_in_background(scratch_);
   stream_->record(*transfer.landed);
   return transfer;
 }
 
-void TransferEngine::copy(std::span<const Copy> copies) { stream_->copy(copies); }
+void TransferEngine::copy(std::span<const Copy> copies) { stream_->copy_in_background(copies); }
 
 void TransferEngine::wait_for_device() {
   if (followed_ == nullptr) return;
