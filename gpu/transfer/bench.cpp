@@ -188,7 +188,8 @@ std::vector<TransferTiming> TransferBench::landed(std::span<const TransferCase> 
     for (std::size_t i = 0; i < rivals.size(); ++i) {
       Lot& lot = lots[i];
       if (lot.spent_us > effort.enough_us) continue;
-      const TransferTiming one = sample(rivals[i], static_cast<std::uint32_t>(turn));
+      // Each sample reads other places, or a rival would find in caches what the one before has read.
+      const TransferTiming one = sample(rivals[i], static_cast<std::uint32_t>(turn * rivals.size() + i));
       if (turn == 0) continue;  // the one that warms up
       lot.host_us.push_back(one.host_us);
       lot.device_us.push_back(one.device_us);

@@ -14,8 +14,9 @@ constexpr std::array<TransferPath, 4> kPaths{TransferPath::copy_engine, Transfer
 constexpr std::array<std::uint32_t, 9> kGatherBlocks{1, 2, 4, 8, 12, 16, 32, 64, 132};
 constexpr TransferEffort kEffort{.samples = 5, .enough_us = 2000.0};
 constexpr int kGatherSamples = 3;
-/// Beside other work more thread blocks always gain a little, at its expense.
+/// Beside other work more thread blocks gain more, but at its expense.
 constexpr double kBusyShare = 0.95;
+constexpr std::uint32_t kMostBusyGatherBlocks = 16;
 
 /// The staged path copies to the device only.
 bool goes(TransferPath path, bool to_device) { return to_device || path != TransferPath::staged; }
@@ -120,8 +121,9 @@ TransferProfile calibrate(CudaDevice& device) {
   MemoryTraffic traffic(device);
   bench.run_beside(&traffic);
   if (!kernels_overlap(bench)) return profile;
-  profile.busy_gather_blocks =
-      fewest_gather_blocks(sweep_gather_blocks(bench, true, kPage, kGatherSamples), kBusyShare);
+  std::vector<GatherRate> rates = sweep_gather_blocks(bench, true, kPage, kGatherSamples);
+  std::erase_if(rates, [](const GatherRate& rate) { return rate.gather_blocks > kMostBusyGatherBlocks; });
+  profile.busy_gather_blocks = fewest_gather_blocks(rates, kBusyShare);
   measure(bench, TransferLoad::busy, profile);
   return profile;
 }

@@ -62,7 +62,7 @@ struct TransferProfile {
   std::vector<TransferSample> samples;
   /// Thread blocks of the gather kernel: the fewest near the best rate.
   std::uint32_t gather_blocks = 16;
-  std::uint32_t busy_gather_blocks = 16;  ///< the same beside work that keeps the device's memory busy
+  std::uint32_t busy_gather_blocks = 16;  ///< the same beside work that keeps the device's memory busy, at most 16
 };
 
 struct CudaDeviceOptions {
