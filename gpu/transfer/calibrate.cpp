@@ -44,12 +44,12 @@ void measure(TransferBench& bench, TransferLoad load, bool to_device, std::uint6
   std::vector<TransferCase> rivals;
   for (const TransferPath path : kPaths) {
     if (goes(path, to_device))
-      rivals.push_back({.choice = {.path = path,
-                                   .load = load,
-                                   .gather_blocks = load == TransferLoad::busy ? profile.busy_gather_blocks
-                                                                               : profile.gather_blocks},
-                        .to_device = to_device,
-                        .block_bytes = block_bytes});
+      rivals.push_back(
+          {.choice = {.path = path,
+                      .load = load,
+                      .gather_blocks = load == TransferLoad::busy ? profile.busy_gather_blocks : profile.gather_blocks},
+           .to_device = to_device,
+           .block_bytes = block_bytes});
   }
   const std::uint32_t most = most_blocks(bench, block_bytes, kCalibratedBytes);
   std::uint32_t last = 0;

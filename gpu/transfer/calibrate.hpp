@@ -13,8 +13,8 @@ namespace sluice::gpu {
 /// What a calibration measures: these block sizes, and for each of them these counts as far as kCalibratedBytes allow.
 /// Times run along straight lines where nothing but the count changes, so a path needs few large counts; but at small
 /// ones its start, its calls and its bytes take turns as what limits it.
-inline constexpr std::array<std::uint64_t, 9> kCalibratedBlockBytes{
-    512, 4 * KiB, 8 * KiB, 16 * KiB, 32 * KiB, 64 * KiB, 128 * KiB, 512 * KiB, 2 * MiB};
+inline constexpr std::array<std::uint64_t, 9> kCalibratedBlockBytes{512,      4 * KiB,   8 * KiB,   16 * KiB, 32 * KiB,
+                                                                    64 * KiB, 128 * KiB, 512 * KiB, 2 * MiB};
 inline constexpr std::array<std::uint32_t, 6> kCalibratedBlocks{2, 4, 16, 64, 512, 4096};
 inline constexpr std::uint64_t kCalibratedBytes = 32 * MiB;
 /// Once a path takes this long for a count, larger ones follow from the line.

@@ -94,7 +94,8 @@ double worst_share(const PathChooser& chooser) {
           best = std::min(best, link_us(path, load, bytes, blocks));
         const double share = best / link_us(taken, load, bytes, blocks);
         if (share < 0.95)
-          UNSCOPED_INFO(to_string(load) << ": " << blocks << " x " << bytes << " by " << to_string(taken) << ", " << share);
+          UNSCOPED_INFO(to_string(load) << ": " << blocks << " x " << bytes << " by " << to_string(taken) << ", "
+                                        << share);
         worst = std::min(worst, share);
       }
     }
@@ -173,11 +174,8 @@ TEST_CASE("a busy device has times of its own, per direction", "[profile]") {
 TEST_CASE("a path that only the idle device was measured with is not taken on a busy one", "[profile]") {
   auto profile = std::make_shared<TransferProfile>();
   profile->samples.push_back({.path = TransferPath::gather, .block_bytes = 4096, .blocks = 8, .device_us = 1.0});
-  profile->samples.push_back({.path = TransferPath::batch,
-                              .load = TransferLoad::busy,
-                              .block_bytes = 4096,
-                              .blocks = 8,
-                              .device_us = 50.0});
+  profile->samples.push_back(
+      {.path = TransferPath::batch, .load = TransferLoad::busy, .block_bytes = 4096, .blocks = 8, .device_us = 50.0});
   const PathChooser chooser(profile);
   REQUIRE(chooser.choose({.load = TransferLoad::busy, .block_bytes = 4096, .blocks = 8}) == TransferPath::batch);
   REQUIRE(chooser.choose({.load = TransferLoad::idle, .block_bytes = 4096, .blocks = 8}) == TransferPath::gather);

@@ -39,8 +39,8 @@ TransferProfile some_profile(double us) {
 
 bool same(const TransferProfile& a, const TransferProfile& b) {
   const auto equal = [](const TransferSample& x, const TransferSample& y) {
-    return x.path == y.path && x.load == y.load && x.to_device == y.to_device && x.block_bytes == y.block_bytes && x.blocks == y.blocks &&
-           x.host_us == y.host_us && x.device_us == y.device_us;
+    return x.path == y.path && x.load == y.load && x.to_device == y.to_device && x.block_bytes == y.block_bytes &&
+           x.blocks == y.blocks && x.host_us == y.host_us && x.device_us == y.device_us;
   };
   return a.gather_blocks == b.gather_blocks && a.busy_gather_blocks == b.busy_gather_blocks &&
          std::equal(a.samples.begin(), a.samples.end(), b.samples.begin(), b.samples.end(), equal);

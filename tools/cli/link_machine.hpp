@@ -22,9 +22,9 @@ struct LinkMachine {
 
   const LinkOptions& options;
   cpu::Topology topology;
-  int gpu_node;          ///< as the operating system counts nodes; -1 if unknown
-  std::uint32_t node;    ///< of the host's buffers
-  cpu::Workers workers;  ///< on that node first
+  int gpu_node;                ///< as the operating system counts nodes; -1 if unknown
+  std::uint32_t node;          ///< of the host's buffers
+  cpu::Workers workers;        ///< on that node first
   double calibration_s = 0.0;  ///< what the profile took; 0 for one from a file
   std::shared_ptr<const TransferProfile> profile;
   gpu::CudaDevice device;  ///< chooses by `profile`

@@ -131,20 +131,22 @@ Table rates_table(const std::vector<Point>& points) {
                           {"auto_share", "auto of best", 0, Column::Show::percent}}};
   for (const Point& point : points) {
     const bool one_way = point.way != Way::both;
-    table.rows.push_back(
-        {name_of(point.way), to_string(point.load), point.block_bytes, point.blocks,
-         rate(point, TransferPath::copy_engine), rate(point, TransferPath::batch), rate(point, TransferPath::gather),
-         rate(point, TransferPath::staged),
-         one_way ? Json(link_gbps(point.bytes(), point.automatic.device_us)) : Json(),
-         one_way ? Json(to_string(point.automatic.path)) : Json(), one_way ? Json(point.automatic_share()) : Json()});
+    table.rows.push_back({name_of(point.way), to_string(point.load), point.block_bytes, point.blocks,
+                          rate(point, TransferPath::copy_engine), rate(point, TransferPath::batch),
+                          rate(point, TransferPath::gather), rate(point, TransferPath::staged),
+                          one_way ? Json(link_gbps(point.bytes(), point.automatic.device_us)) : Json(),
+                          one_way ? Json(to_string(point.automatic.path)) : Json(),
+                          one_way ? Json(point.automatic_share()) : Json()});
   }
   return table;
 }
 
 Table times_table(const std::vector<Point>& points) {
-  Table table{.key = "times",
-              .title = "One way on an idle device: microseconds of the enqueuing thread, and of the device once all is enqueued",
-              .columns = {{"direction", "way"}, {"block_bytes", "block"}, {"blocks", "blocks"}}};
+  Table table{
+      .key = "times",
+      .title =
+          "One way on an idle device: microseconds of the enqueuing thread, and of the device once all is enqueued",
+      .columns = {{"direction", "way"}, {"block_bytes", "block"}, {"blocks", "blocks"}}};
   for (const TransferPath path : link_paths(true)) {
     const std::string name = to_string(path);
     table.columns.push_back({name + "_host_us", name + ", host", 1});
@@ -202,9 +204,11 @@ void judge_automatic(const std::vector<Point>& points, TransferLoad load, LinkFi
       (below == 0 ? "within the 5% that it may"
                   : std::to_string(below) + " of the sizes and counts miss the 5% that it may; calibrate again on an "
                                             "idle machine"));
-  findings.verdict.push_back(
-      where + "'auto' moves scattered blocks of 16K to the device at up to " + format("%.1f GB/s", best_page) +
-      (busy ? "" : best_page >= kPageTarget_gbps ? ", as PCIe 5 x16 allows" : "; 51 are what PCIe 5 x16 allows"));
+  findings.verdict.push_back(where + "'auto' moves scattered blocks of 16K to the device at up to " +
+                             format("%.1f GB/s", best_page) +
+                             (busy                            ? ""
+                              : best_page >= kPageTarget_gbps ? ", as PCIe 5 x16 allows"
+                                                              : "; 51 are what PCIe 5 x16 allows"));
   const std::string prefix = busy ? "auto_busy_" : "auto_";
   findings.facts[prefix + "worst_share"] = worst->automatic_share();
   findings.facts[prefix + "below_target"] = below;

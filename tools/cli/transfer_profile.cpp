@@ -39,8 +39,8 @@ Json parse(const std::string& path) {
   if (!document.is_object() || document.value("kind", Json()) != kKind) refuse(path, "is no transfer profile");
   const Json version = document.value("schema_version", Json());
   if (version != kProfileVersion)
-    refuse(path, "has schema_version " + version.dump() + " where " + std::to_string(kProfileVersion) +
-                     " is read" + (version == 1 ? ", which tells a busy device from an idle one" : ""));
+    refuse(path, "has schema_version " + version.dump() + " where " + std::to_string(kProfileVersion) + " is read" +
+                     (version == 1 ? ", which tells a busy device from an idle one" : ""));
   return document;
 }
 
