@@ -264,7 +264,7 @@ void Prompt::load(const Piece& piece, std::uint32_t kv, std::uint32_t begin, std
   for (std::uint32_t page = begin; page < end; ++page) {
     moves_.push_back({.page = head.refs[page], .slot = to + page - begin});
   }
-  parts_.link.fetch(moves_, parts_.memory);
+  parts_.link.fetch_ahead(moves_, parts_.memory);
 }
 
 /// Rows of the chunk's first page that an earlier chunk wrote. Returns their bytes.
