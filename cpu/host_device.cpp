@@ -141,7 +141,7 @@ struct HostDevice::Impl {
   Impl(std::shared_ptr<const Workers> shared_workers, const HostDeviceOptions& options)
       : workers(std::move(shared_workers)),
         flag_timeout(options.flag_timeout),
-        info{.name = "host", .memory_bytes = options.memory_bytes, .host_memory = true},
+        info{.name = "host", .memory_bytes = options.memory_bytes, .host_memory = !options.separate_memory},
         backend(*workers),
         ledger(std::make_shared<Ledger>(options.memory_bytes)),
         mischief(std::make_shared<Mischief>(options.misbehaviour)),

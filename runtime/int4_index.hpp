@@ -32,8 +32,8 @@ class Int4Index {
   /// @throws Error{Errc::timeout} if the link does not move.
   void mirror(const LayerState& layer, std::uint32_t pages, Stream& reader, Deadline deadline);
 
-  [[nodiscard]] const std::byte* host() const noexcept { return copies_->data(); }
-  [[nodiscard]] const std::byte* device() const noexcept { return mirror_->data(); }
+  [[nodiscard]] std::byte* host() const noexcept { return copies_->data(); }
+  [[nodiscard]] std::byte* device() const noexcept { return mirror_->data(); }
 
  private:
   /// An event that nobody waits for any more.

@@ -1,5 +1,8 @@
 #include "runtime/near_pool.hpp"
 
+#include <algorithm>
+#include <functional>
+
 namespace sluice::runtime {
 
 NearPool::NearPool(std::uint32_t slots) : entries_(slots) {
@@ -21,6 +24,25 @@ void NearPool::drop(std::uint32_t slot) noexcept {
   if (!pinned(slot)) unlink(slot);
   entries_[slot].pins = 0;
   free_.push_back(slot);
+}
+
+SlotRun NearPool::borrow() {
+  std::sort(free_.begin(), free_.end(), std::greater<>());  // Lowest slot last, as it is taken first.
+  SlotRun best;
+  for (std::size_t at = free_.size(); at != 0;) {
+    SlotRun run{.first = free_[at - 1], .slots = 0};
+    while (at != 0 && free_[at - 1] == run.first + run.slots) {
+      ++run.slots;
+      --at;
+    }
+    if (run.slots > best.slots) best = run;
+  }
+  std::erase_if(free_, [&](std::uint32_t slot) { return slot - best.first < best.slots; });
+  return best;
+}
+
+void NearPool::give_back(SlotRun run) noexcept {
+  for (std::uint32_t slot = run.first + run.slots; slot-- > run.first;) free_.push_back(slot);  // The room is reserved.
 }
 
 void NearPool::touch(std::uint32_t slot) noexcept {

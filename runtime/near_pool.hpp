@@ -17,12 +17,19 @@ struct SlotOwner {
   friend bool operator==(const SlotOwner&, const SlotOwner&) = default;
 };
 
+/// Consecutive slots.
+struct SlotRun {
+  std::uint32_t first = 0;
+  std::uint32_t slots = 0;
+};
+
 /// Book-keeping of the near tier: one pool of equal slots shared by all sequences, layers and heads,
 /// in LRU order. It moves no bytes: because every token has a host copy, eviction is free.
 ///
 ///   free --take--> listed --drop--> free          listed: in the LRU list, may be chosen as a victim
 ///                  listed <--pin/unpin--> pinned  pinned: referenced by queued work, or must be near
 ///                  pinned --drop--> free
+///   free --borrow--> lent --give_back--> free      lent: memory for something else than pages
 ///
 /// Pins are counted.  Thread safety: none; the pipeline mutates it on the caller's thread only.
 class NearPool {
@@ -40,6 +47,10 @@ class NearPool {
   }
   /// Returns a slot to the free list, whatever its pins.
   void drop(std::uint32_t slot) noexcept;
+
+  /// The longest run of free slots, which are not free until it is given back. Empty if none is free.
+  [[nodiscard]] SlotRun borrow();
+  void give_back(SlotRun run) noexcept;
 
   /// Makes a slot the most recently used.
   void touch(std::uint32_t slot) noexcept;

@@ -32,13 +32,12 @@ const std::uint32_t* PageIndex::frames(const LayerState& layer, std::uint32_t kv
 }
 
 void PageIndex::update(LayerState& layer, std::optional<DigestKind> kind, std::uint32_t pages, Stream& reader, Deadline deadline) {
-  if (layer.indexed_pages >= pages) return;
   if (layer.frame_table_pages < pages) {
     grow_table(layer, pages, deadline);
-  } else {
+  } else if (layer.indexed_pages < pages) {
     send_frames(layer, layer.indexed_pages, pages, &reader, deadline);
   }
-  if (kind) send_digests(layer, *kind, layer.indexed_pages, pages, reader, deadline);
+  if (kind && layer.digested_pages < pages) send_digests(layer, *kind, layer.digested_pages, pages, reader, deadline);
 }
 
 void PageIndex::grow_table(LayerState& layer, std::uint32_t pages, Deadline deadline) {

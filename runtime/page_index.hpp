@@ -26,13 +26,14 @@ class PageIndex {
   /// called.
   void reserve(bool digests);
 
-  /// Queues frames, and digests of `kind` if there is one, of the layer's pages [indexed_pages, pages) and makes
-  /// `reader` wait for them. The caller sets indexed_pages once a step has seen them arrive; until then they are sent
-  /// again.
+  /// Queues frames of the layer's pages [indexed_pages, pages), and digests of `kind`, if there is one, of
+  /// [digested_pages, pages), and makes `reader` wait for them. The caller sets both once a step has seen them arrive;
+  /// until then they are sent again.
   /// @throws Error{Errc::timeout} if the link does not move, Error{Errc::out_of_capacity}
   void update(LayerState& layer, std::optional<DigestKind> kind, std::uint32_t pages, Stream& reader, Deadline deadline);
 
-  [[nodiscard]] const std::byte* digests() const noexcept { return digests_->data(); }
+  /// Device memory, [frames, 2, head_dim].
+  [[nodiscard]] std::byte* digests() const noexcept { return digests_->data(); }
   /// Frames of one KV head's pages, in device memory.
   [[nodiscard]] static const std::uint32_t* frames(const LayerState& layer, std::uint32_t kv_head) noexcept;
 

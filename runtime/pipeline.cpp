@@ -53,6 +53,8 @@ void Pipeline::reserve(std::uint32_t batch, const PolicySpec& spec) {
     const std::uint64_t pages = std::uint64_t{batch} * shape_.kv_heads * buffers_.max_pages();
     buffers_.reserve_fetch(static_cast<std::uint32_t>(div_up(pages, parts_.staging_pages / 2)));
   }
+  const bool clusters = selects && scheduler::prompt_clustering(spec, buffers_.max_pages() * layout_.page_tokens).count != 0;
+  if (clusters && !index_stream_ && !parts_.device.info().host_memory) index_stream_ = parts_.device.create_stream("index");
   if (ranks_pages || prunes) index_.reserve(ranks_pages);
   if (ranks_pages && spec.budget.kind == BudgetKind::progressive) scores_for_host_ = true;
   if (scores_for_host_) buffers_.reserve_host_scores();
@@ -100,8 +102,9 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   for (Sequence* sequence : sequences) {
     LayerState& layer = sequence->layers[layer_];
     const std::uint32_t pages = layer.tokens / layout_.page_tokens;
-    if (ranks_pages(sequence->spec) || prunes(sequence->spec)) layer.indexed_pages = pages;
-    if (prunes(sequence->spec)) layer.mirrored_pages = pages;
+    if (ranks_pages(sequence->spec, layer_)) layer.digested_pages = pages;
+    if (ranks_pages(sequence->spec, layer_) || prunes(sequence->spec, layer_)) layer.indexed_pages = pages;
+    if (prunes(sequence->spec, layer_)) layer.mirrored_pages = pages;
     ++layer.tokens;
   }
   if (shape.observe) {
@@ -142,12 +145,20 @@ void Pipeline::collect_front(Deadline deadline) {
 void Pipeline::settle(Sequence& sequence) {
   const Deadline deadline = deadline_after(parts_.options.timeout);
   while (!pending_.empty()) collect_front(deadline);
+  for (LayerState& layer : sequence.layers) {
+    try {
+      collect_begun(layer, deadline);
+    } catch (const Error& error) {
+      if (error.code() == Errc::timeout) throw;  // Else nobody asks any more what the policy would have begun with.
+    }
+  }
   progressive_.settle(deadline);
   for (LayerState& layer : sequence.layers) parts_.residency.settle(sequence, layer, deadline);
 }
 
 void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
   LayerState& layer = sequence.layers[layer_];
+  collect_begun(layer, deadline);
   parts_.residency.settle(sequence, layer, deadline);
   const std::uint32_t tokens = layer.tokens + 1;
   const auto pages = static_cast<std::uint32_t>(div_up(tokens, layout_.page_tokens));
@@ -158,45 +169,11 @@ void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
   // A page whose first row is the new token has nothing to copy.
   const auto fresh_page = static_cast<std::uint32_t>(div_up(layer.tokens, layout_.page_tokens));
   parts_.residency.force(sequence, layer, tokens, fresh_page, deadline);
-  update_indices(sequence, layer, deadline);
-  if (!layer.policy) {
-    begin_policy(sequence, layer, deadline);
-    parts_.residency.fill(sequence, layer);
-    parts_.residency.settle(sequence, layer, deadline_after(parts_.options.timeout));
+  if (layer.decoding) {
+    update_indices(sequence, layer, deadline);
+  } else {
+    begin_decoding(sequence, layer, deadline);
   }
-}
-
-void Pipeline::begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline) {
-  // Where nothing is selected, nobody asks a policy: it need not look at the prompt.
-  const bool selects = scheduler::step_shape(sequence.spec, parts_.options.placement).select;
-  auto policy = selects ? scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{layer_})
-                        : scheduler::make_streaming_policy();
-  const std::uint32_t group = shape_.group();
-  const std::uint64_t row = std::uint64_t{group} * shape_.head_dim;
-  layer.hot.assign(shape_.kv_heads, {});
-  // The host clusters as fast as the embedded device, which is the host, and all heads at a time.
-  std::span<const scheduler::Clustering> clusterings;
-  const auto request = scheduler::prompt_clustering(sequence.spec, layer.tokens);
-  if (selects && request.count != 0 && !sequence.spec.dense(layer_) && !parts_.device.info().host_memory) {
-    clusterings = clusters_.make(request, layer.heads, executor_.device_stream(), deadline);
-  }
-  parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {
-    std::vector<float> last_q(layer.last_q_rows * row);
-    for (std::uint32_t i = 0; i < layer.last_q_rows; ++i) {
-      const float* from = layer.last_q.data() + std::uint64_t{i} * shape_.q_heads * shape_.head_dim + kv * row;
-      std::copy(from, from + row, last_q.data() + i * row);
-    }
-    HostKv reader(parts_.host, shape_, parts_.pool, layer.heads[kv]);
-    policy->begin({.kv_head = kv,
-                   .tokens = layer.tokens,
-                   .queries = layer.last_q_rows,
-                   .last_q = last_q,
-                   .kv = &reader,
-                   .clustering = clusterings.empty() ? nullptr : &clusterings[kv]});
-    const std::uint32_t limit = parts_.residency.quota(sequence.spec, layer.pages());
-    policy->forecast(kv, layer.tokens + 1, limit, layer.hot[kv]);
-  });
-  layer.policy = std::move(policy);
 }
 
 void Pipeline::plan_head(HeadWork& work) {
@@ -211,7 +188,7 @@ void Pipeline::plan_head(HeadWork& work) {
   work.placement.far.clear();
   work.placement.fetch.clear();
   work.visited_near = 0;
-  work.progressive = ranks_pages(spec) && scheduler::step_shape(spec, parts_.options.placement).progress;
+  work.progressive = ranks_pages(spec, layer_) && scheduler::step_shape(spec, parts_.options.placement).progress;
   plan_ranking(work);
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -16,6 +17,7 @@
 #include "runtime/int4_index.hpp"
 #include "runtime/page_index.hpp"
 #include "runtime/progressive.hpp"
+#include "runtime/prompt.hpp"
 #include "runtime/prompt_clusters.hpp"
 #include "runtime/residency.hpp"
 #include "runtime/sequence.hpp"
@@ -42,7 +44,7 @@ struct PipelineParts {
 
 /// Decode: one layer of one step for a batch of sequences, as a task graph over the three lanes.
 /// The nodes' work is in step_nodes.cpp; this class prepares a step, runs it and books it.
-class Pipeline final : private NodeRunner {
+class Pipeline final : public PromptHeir, private NodeRunner {
  public:
   explicit Pipeline(const PipelineParts& parts);
 
@@ -51,6 +53,16 @@ class Pipeline final : private NodeRunner {
 
   /// See Runtime::step. `sequences` are checked by the caller.
   void step(const StepArgs& args, std::span<Sequence* const> sequences);
+
+  // What prompts prepare: prompt_heir.cpp
+  [[nodiscard]] PromptIndices indices(const Sequence& sequence, const LayerState& layer) override;
+  void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t pages) override;
+  void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens) override;
+  [[nodiscard]] bool has_begun(const LayerState& layer) const noexcept {
+    return std::any_of(begun_.begin(), begun_.end(), [&](const Begun& begun) { return begun.layer == &layer; });
+  }
+  /// Waits for what `complete` began, so that the prompt may go on. Throws away what it came to.
+  void forget_prompt(Sequence& sequence, LayerState& layer);
 
   /// Waits for background work and promotions of all sequences, so that one may be freed.
   void settle(Sequence& sequence);
@@ -66,12 +78,25 @@ class Pipeline final : private NodeRunner {
     std::vector<Sequence*> sequences;
   };
 
+  /// Times of what a policy begins with.
+  struct BeginTimes {
+    std::uint64_t tables_ns = 0;
+    std::uint64_t clusters_ns = 0;
+  };
+  /// A policy that begins in the background.
+  struct Begun {
+    BackgroundLane::Ticket ticket = 0;
+    Sequence* sequence = nullptr;
+    LayerState* layer = nullptr;
+    std::shared_ptr<BeginTimes> times;
+  };
+
   void issue(scheduler::NodeKind kind) override;
 
   // What the device does to select: rank_nodes.cpp
-  [[nodiscard]] bool ranks_pages(const PolicySpec& spec) const;
-  [[nodiscard]] bool prunes(const PolicySpec& spec) const;
-  [[nodiscard]] bool estimates(const PolicySpec& spec) const;
+  [[nodiscard]] bool ranks_pages(const PolicySpec& spec, std::uint32_t layer) const;
+  [[nodiscard]] bool prunes(const PolicySpec& spec, std::uint32_t layer) const;
+  [[nodiscard]] bool estimates(const PolicySpec& spec, std::uint32_t layer) const;
   void update_indices(Sequence& sequence, LayerState& layer, Deadline deadline);
   void plan_ranking(HeadWork& work) const;
   void prune();
@@ -82,7 +107,9 @@ class Pipeline final : private NodeRunner {
   void collect_older(Deadline deadline);
   void collect_front(Deadline deadline);
   void prepare(Sequence& sequence, Deadline deadline);
-  void begin_policy(Sequence& sequence, LayerState& layer, Deadline deadline);
+  BeginTimes begin_policy(Sequence& sequence, LayerState& layer, std::uint32_t tokens, Deadline deadline);
+  void collect_begun(LayerState& layer, Deadline deadline);
+  void begin_decoding(Sequence& sequence, LayerState& layer, Deadline deadline);
   void plan_head(HeadWork& work);
   void list_near_runs(HeadWork& work);
   void list_near_pages(HeadWork& work);
@@ -120,6 +147,8 @@ class Pipeline final : private NodeRunner {
   BackgroundLane background_;
   StepBuffers buffers_;
   std::deque<Pending> pending_;
+  std::vector<Begun> begun_;
+  std::unique_ptr<Stream> index_stream_;  ///< null until a policy clusters on the device
   std::uint64_t calls_ = 0;  ///< of step
   std::uint32_t microbatch_ = 0;  ///< largest of any sequence whose pages the device visits
   std::vector<std::span<const float>> page_scores_;  // scratch

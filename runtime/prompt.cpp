@@ -1,145 +1,263 @@
 #include "runtime/prompt.hpp"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
-#include "runtime/host_kv.hpp"
 #include "runtime/marked_range.hpp"
 #include "runtime/wait.hpp"
 #include "sluice/error.hpp"
+#include "sluice/int4.hpp"
 
 namespace sluice::runtime {
+namespace {
 
-Prompt::Prompt(const RuntimeOptions& options, Device& device, cpu::HostPool& pool, TransferEngine& link,
-               Stream& device_stream, std::byte* staging, std::uint32_t staging_pages)
-    : options_(options),
-      shape_(options.shape),
-      layout_(options.layout()),
-      device_(device),
-      pool_(pool),
-      link_(link),
-      device_stream_(device_stream),
-      staging_(staging),
-      staging_pages_(staging_pages),
-      appended_(device.create_event()),
-      flushed_(device.create_event()),
-      attended_(device.create_event()) {}
-
-void Prompt::append(Sequence& sequence, LayerState& layer, const TensorView& k, const TensorView& v) {
-  const MarkedRange range(device_, "append prompt");
-  const auto pages = static_cast<std::uint32_t>(div_up(layer.tokens + k.tokens, layout_.page_tokens));
-  if (pages > layer.pages()) {
-    const std::uint32_t missing = pages - layer.pages();
-    const std::vector<PageRef> refs = pool_.allocate(missing * shape_.kv_heads);
-    for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
-      for (std::uint32_t i = 0; i < missing; ++i) layer.heads[kv].push(refs[kv * missing + i]);
-    }
+/// Appends a copy, to the one before it if the two are neighbours on both sides.
+void add_copy(std::vector<Copy>& copies, const Copy& copy, bool together) {
+  if (together && !copies.empty() && copies.back().to + copies.back().bytes == copy.to &&
+      copies.back().from + copies.back().bytes == copy.from) {
+    copies.back().bytes += copy.bytes;
+  } else {
+    copies.push_back(copy);
   }
-  // Rows that fit the staging memory wherever in a page they start.
-  const std::uint32_t room = (staging_pages_ / shape_.kv_heads - 1) * layout_.page_tokens;
-  for (std::uint32_t done = 0; done < k.tokens;) {
-    const std::uint32_t count = std::min(room, k.tokens - done);
-    flush(layer, k, v, done, count);
-    done += count;
-  }
-  sequence.stats.d2h_bytes += 2 * layout_.row_bytes() * shape_.kv_heads * k.tokens;
 }
 
-void Prompt::flush(LayerState& layer, const TensorView& k, const TensorView& v, std::uint32_t done, std::uint32_t count) {
-  append_tasks_.clear();
-  copies_.clear();
-  const std::uint32_t first = layer.tokens + done;
-  std::uint32_t staged = 0;
-  for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
-    for (std::uint32_t token = first; token < first + count;) {
-      const std::uint32_t row = token % layout_.page_tokens;
-      const std::uint32_t rows = std::min(layout_.page_tokens - row, first + count - token);
-      std::byte* page = staging_ + layout_.page_bytes() * staged++;
-      append_tasks_.push_back({.k = k.row(token - layer.tokens, kv),
-                               .v = v.row(token - layer.tokens, kv),
-                               .dtype = k.dtype,
-                               .token_stride = k.token_stride,
-                               .page = page,
-                               .first_row = row,
-                               .count = rows});
-      std::byte* frame = pool_.frame(layer.heads[kv].frames[token / layout_.page_tokens]);
-      const std::uint64_t offset = row * layout_.row_bytes();
-      const std::uint64_t bytes = rows * layout_.row_bytes();
-      if (rows == layout_.page_tokens) {
-        copies_.push_back({.to = frame, .from = page, .bytes = layout_.page_bytes()});
-      } else {
-        copies_.push_back({.to = frame + offset, .from = page + offset, .bytes = bytes});
-        const std::uint64_t half = layout_.half_bytes();
-        copies_.push_back({.to = frame + half + offset, .from = page + half + offset, .bytes = bytes});
+}  // namespace
+
+Prompt::Prompt(const PromptParts& parts)
+    : parts_(parts),
+      shape_(parts.options.shape),
+      layout_(parts.options.layout()),
+      memory_(parts.near, parts.near.slots(), parts.chunk_pages, parts.window_pages),
+      flush_(parts.device.create_stream("write-through")),
+      passes_{Pass(parts.device), Pass(parts.device)},
+      freed_{parts.device.create_event(), parts.device.create_event()},
+      filled_{parts.device.create_event(), parts.device.create_event()} {}
+
+Prompt::~Prompt() = default;
+
+void Prompt::run(std::span<const PromptChunk> chunks, bool ordered) {
+  for (const PromptChunk& chunk : chunks) allocate(chunk);
+  const bool now = !ordered || parts_.device.info().host_memory;
+  try {
+    run_pieces(chunks);
+    if (now) collect(passes_[newest_ ^ 1]);
+    if (now) collect(passes_[newest_]);
+  } catch (...) {
+    // The call may be repeated, and then nothing of this attempt may be booked.
+    if (now) abandon_all();
+    throw;
+  }
+}
+
+void Prompt::run_pieces(std::span<const PromptChunk> chunks) {
+  // Pieces that fit an area for chunks wherever in a page they begin, as many at a time as fit together.
+  const std::uint32_t page_tokens = layout_.page_tokens;
+  const std::uint32_t room = (parts_.chunk_pages / shape_.kv_heads - 1) * page_tokens;
+  std::vector<Piece> group;
+  std::uint32_t used = 0;
+  const bool separate = !parts_.device.info().host_memory;
+  const auto has_prefix = [&](const PromptChunk& chunk) { return chunk.layer->tokens + chunk.k.tokens > page_tokens; };
+  if (separate && std::any_of(chunks.begin(), chunks.end(), has_prefix) && memory_.borrow()) parts_.link.wait_for_device();
+  for (const PromptChunk& chunk : chunks) {
+    for (std::uint32_t done = 0; done < chunk.k.tokens;) {
+      Piece piece{.chunk = &chunk, .done = done, .count = std::min(room, chunk.k.tokens - done)};
+      piece.first = chunk.layer->tokens + done;
+      piece.prefix = piece.first / page_tokens;
+      piece.pages = static_cast<std::uint32_t>(div_up(piece.keys(), page_tokens)) - piece.prefix;
+      const std::uint32_t needed = piece.pages * shape_.kv_heads;
+      const std::uint64_t prefixes = prefix_pages(group) + std::uint64_t{piece.prefix} * shape_.kv_heads;
+      const bool fits = used + needed <= parts_.chunk_pages && (!separate || prefixes <= memory_.half(0).pages);
+      if (!group.empty() && (group.back().chunk == &chunk || !fits)) {
+        run_group(group);
+        used = 0;
       }
-      token += rows;
+      piece.at = used;
+      used += needed;
+      done += piece.count;
+      group.push_back(piece);
     }
   }
-  device_.backend().append(append_tasks_, layout_, &device_stream_);
-  device_stream_.record(*appended_);
-  link_.stream().wait(*appended_);
-  link_.copy(copies_);
-  link_.stream().record(*flushed_);
-  await(*flushed_, "write-through of a prompt chunk");
+  if (!group.empty()) run_group(group);
 }
 
-void Prompt::remember(Sequence& sequence, LayerState& layer, const TensorView& last_q) {
-  const std::uint32_t wanted = wanted_queries(sequence.spec);
-  if (wanted == 0 || last_q.tokens == 0) return;
-  const std::uint64_t row = std::uint64_t{shape_.q_heads} * shape_.head_dim;
-  const std::uint32_t fresh = std::min(wanted, last_q.tokens);
-  const std::uint32_t kept = std::min(layer.last_q_rows, wanted - fresh);
-  std::vector<float> rows(std::uint64_t{kept + fresh} * row);
-  const auto old = layer.last_q.begin() + static_cast<std::ptrdiff_t>((layer.last_q_rows - kept) * row);
-  std::copy_n(old, kept * row, rows.begin());
-  TensorView tail = last_q;
-  tail.data = last_q.row(last_q.tokens - fresh, 0);
-  tail.tokens = fresh;
-  const std::uint64_t bytes = fresh * row * sizeof(float);
-  if (!last_q_ || last_q_->bytes() < bytes) last_q_ = device_.allocate_pinned(bytes);
-  auto* const landed = reinterpret_cast<float*>(last_q_->data());
-  device_.backend().to_f32(tail, landed, &device_stream_);
-  device_stream_.record(*attended_);
-  await(*attended_, "hand-over of the prompt's last queries");
-  std::copy_n(landed, fresh * row, rows.begin() + static_cast<std::ptrdiff_t>(kept * row));
-  layer.last_q = std::move(rows);
-  layer.last_q_rows = kept + fresh;
+void Prompt::settle() {
+  try {
+    collect(passes_[newest_ ^ 1]);
+    collect(passes_[newest_]);
+  } catch (...) {
+    abandon_all();
+    memory_.give_back();
+    throw;
+  }
+  memory_.give_back();
 }
 
-void Prompt::attend(LayerState& layer, const TensorView& q, const MutableTensorView& out) {
-  const MarkedRange range(device_, "attend prompt");
-  prefill_tasks_.clear();
+void Prompt::allocate(const PromptChunk& chunk) {
+  LayerState& layer = *chunk.layer;
+  const auto pages = static_cast<std::uint32_t>(div_up(layer.tokens + chunk.k.tokens, layout_.page_tokens));
+  if (pages <= layer.pages()) return;
+  const std::uint32_t missing = pages - layer.pages();
+  const std::vector<PageRef> refs = parts_.pool.allocate(missing * shape_.kv_heads);
   for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
-    const std::uint32_t head = kv * shape_.group();
-    prefill_tasks_.push_back({.q = q.row(0, head),
-                              .kv = far_view(pool_, layer.heads[kv]),
-                              .first = layer.tokens,
-                              .count = q.tokens,
-                              .out = out.row(0, head)});
+    for (std::uint32_t i = 0; i < missing; ++i) layer.heads[kv].push(refs[kv * missing + i]);
   }
-  const PrefillShape strides{.q_dtype = q.dtype,
-                             .out_dtype = out.dtype,
-                             .q_token_stride = q.token_stride,
-                             .q_head_stride = q.head_stride,
-                             .out_token_stride = out.token_stride,
-                             .out_head_stride = out.head_stride};
-  device_.backend().prefill(prefill_tasks_, strides, shape_, &device_stream_);
-  device_stream_.record(*attended_);
-  await(*attended_, "prompt attention");
 }
 
-void Prompt::await(Event& event, const char* what) {
-  const Deadline deadline = deadline_after(options_.timeout);
-  if (!wait_until([&] { return event.state() != Event::State::pending; }, deadline)) {
-    // Whatever is queued still refers to the caller's tensors; give it one more time-out to finish.
-    device_stream_.synchronize(deadline_after(options_.timeout));
-    throw Error(Errc::timeout, std::string(what) + " did not finish within " + std::to_string(options_.timeout.count()) +
-                                   " ms; raise the timeout or prefill in smaller chunks");
+void Prompt::run_group(std::vector<Piece>& group) {
+  const MarkedRange range(parts_.device, "prompt chunk");
+  Pass& pass = next();
+  try {
+    queue(pass, newest_, group);
+    pass.queued = true;
+  } catch (...) {
+    abandon(pass);
+    throw;
   }
-  if (event.state() == Event::State::failed) {
-    throw Error(Errc::device, std::string(what) + " failed: " + event.reason() + "; the call may be repeated");
+  group.clear();
+}
+
+void Prompt::queue(Pass& pass, std::size_t half, std::span<Piece> group) {
+  for (const Piece& piece : group) {
+    const PromptChunk& chunk = *piece.chunk;
+    pass.legacies.push_back({.sequence = chunk.sequence,
+                             .layer = chunk.layer,
+                             .tokens = piece.count,
+                             .end = piece.keys(),
+                             .attended = chunk.q.tokens != 0,
+                             .complete = chunk.last && piece.done + piece.count == chunk.k.tokens});
   }
+  // The prefix is in the host pool when the chunks before have been flushed; this one's flush is another.
+  for (const Piece& piece : group) parts_.link.stream().wait(*piece.chunk->layer->flushed);
+  append(pass, half, group);
+  flush(pass, half, group);
+  attend(pass, half, group);
+  remember(pass, group);
+  pass.device_marks.mark(parts_.device_stream);
+}
+
+void Prompt::append(Pass& pass, std::size_t half, std::span<const Piece> group) {
+  for (const Piece& piece : group) {
+    const PromptChunk& chunk = *piece.chunk;
+    for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
+      for (std::uint32_t token = piece.first; token < piece.keys();) {
+        const std::uint32_t row = token % layout_.page_tokens;
+        const std::uint32_t rows = std::min(layout_.page_tokens - row, piece.keys() - token);
+        const std::uint32_t index = chunk_page(piece, half, kv) + token / layout_.page_tokens - piece.prefix;
+        const std::uint32_t from = piece.done + token - piece.first;
+        pass.appends.push_back({.k = chunk.k.row(from, kv),
+                                .v = chunk.v.row(from, kv),
+                                .dtype = chunk.k.dtype,
+                                .token_stride = chunk.k.token_stride,
+                                .page = page(index),
+                                .first_row = row,
+                                .count = rows});
+        token += rows;
+      }
+    }
+  }
+  parts_.device.backend().append(pass.appends, layout_, &parts_.device_stream);
+  parts_.device_stream.record(*pass.appended);
+}
+
+void Prompt::flush(Pass& pass, std::size_t half, std::span<const Piece> group) {
+  copies_.clear();
+  for (const Piece& piece : group) {
+    for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
+      const std::vector<std::uint32_t>& frames = piece.chunk->layer->heads[kv].frames;
+      const std::uint32_t first_index = chunk_page(piece, half, kv);
+      for (std::uint32_t i = 0; i < piece.pages; ++i) {
+        const std::uint32_t begin = (piece.prefix + i) * layout_.page_tokens;
+        const std::uint32_t row = std::max(piece.first, begin) - begin;
+        const std::uint32_t end_row = std::min(piece.keys() - begin, layout_.page_tokens);
+        const std::uint32_t frame = frames[piece.prefix + i];
+        const Copy whole{.to = parts_.pool.frame(frame), .from = page(first_index + i), .bytes = layout_.page_bytes()};
+        if (row == 0 && end_row == layout_.page_tokens) {
+          add_copy(copies_, whole, i != 0 && parts_.pool.pinned_together(frames[piece.prefix + i - 1], frame));
+          continue;
+        }
+        for (const std::uint64_t part : {std::uint64_t{0}, layout_.half_bytes()}) {  // Rows of K, then of V.
+          const std::uint64_t offset = part + row * layout_.row_bytes();
+          copies_.push_back(
+              {.to = whole.to + offset, .from = whole.from + offset, .bytes = (end_row - row) * layout_.row_bytes()});
+        }
+      }
+    }
+  }
+  flush_->wait(*pass.appended);
+  pass.flush_marks.mark(*flush_);
+  flush_->copy_in_background(copies_);
+  pass.flush_marks.mark(*flush_, &PromptStats::flush_ns);
+  for (const Piece& piece : group) flush_->record(*piece.chunk->layer->flushed);
+}
+
+/// Digests and 4-bit copies of the pages that these pieces filled.
+void Prompt::build_indices(Pass& pass, std::size_t half, std::span<const Piece> group) {
+  Backend& device = parts_.device.backend();
+  const Int4Layout int4(layout_);
+  copies_.clear();
+  std::size_t pages = 0;
+  for (const Piece& piece : group) pages += std::size_t{shape_.kv_heads} * piece.pages;
+  pass.digests.reserve(pages);  // Queued work refers to the tasks.
+  pass.quantized.reserve(pages);
+  for (const Piece& piece : group) {
+    LayerState& layer = *piece.chunk->layer;
+    const PromptIndices wanted = parts_.heir.indices(*piece.chunk->sequence, layer);
+    if (!wanted.digest && wanted.int4 == nullptr) continue;
+    pass.legacies[static_cast<std::size_t>(&piece - group.data())].indexed = true;
+    const std::uint32_t end = piece.keys() / layout_.page_tokens;
+    const std::size_t first_digest = pass.digests.size();
+    for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
+      for (std::uint32_t at = piece.prefix; at < end; ++at) {
+        const std::byte* const from = page(chunk_page(piece, half, kv) + at - piece.prefix);
+        const std::uint64_t frame = layer.heads[kv].frames[at];
+        if (wanted.digest) pass.digests.push_back({.page = from, .out = wanted.digests + frame * 2 * layout_.row_bytes()});
+        if (wanted.int4 == nullptr) continue;
+        std::byte* const copy = wanted.int4 + frame * int4.page_bytes();
+        pass.quantized.push_back({.page = from, .rows = layout_.page_tokens, .out = copy});
+        if (wanted.int4_host == nullptr) continue;
+        const bool together = at != piece.prefix;
+        add_copy(copies_, {.to = wanted.int4_host + frame * int4.page_bytes(), .from = copy, .bytes = int4.page_bytes()},
+                 together);
+      }
+    }
+    if (pass.digests.size() == first_digest) continue;
+    device.digest(std::span(pass.digests).subspan(first_digest), *wanted.digest, layout_, &parts_.device_stream);
+    pass.device_marks.mark(parts_.device_stream, &PromptStats::digests_ns);
+  }
+  if (pass.quantized.empty()) return;
+  device.quantize(pass.quantized, layout_, &parts_.device_stream);
+  flush_->wait(pass.device_marks.mark(parts_.device_stream, &PromptStats::int4_ns));
+  if (!copies_.empty()) flush_->copy_in_background(copies_);
+  pass.flush_marks.mark(*flush_);
+  for (const Piece& piece : group) flush_->record(*piece.chunk->layer->flushed);
+}
+
+void Prompt::remember(Pass& pass, std::span<const Piece> group) {
+  const std::uint64_t row = std::uint64_t{shape_.q_heads} * shape_.head_dim;
+  std::uint64_t floats = 0;
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    const PromptChunk& chunk = *group[i].chunk;
+    if (group[i].done + group[i].count != chunk.k.tokens) continue;  // A later piece has the last queries.
+    Legacy& legacy = pass.legacies[i];
+    legacy.last_q_rows = std::min(wanted_queries(chunk.sequence->spec), chunk.last_q.tokens);
+    legacy.last_q_at = floats;
+    floats += legacy.last_q_rows * row;
+  }
+  if (floats == 0) return;
+  if (!pass.last_q || pass.last_q->bytes() < floats * sizeof(float)) {
+    pass.last_q = parts_.device.allocate_pinned(floats * sizeof(float));
+  }
+  std::vector<ToF32Task> tasks;
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    const Legacy& legacy = pass.legacies[i];
+    if (legacy.last_q_rows == 0) continue;
+    const TensorView& last_q = group[i].chunk->last_q;
+    TensorView tail = last_q;
+    tail.data = last_q.row(last_q.tokens - legacy.last_q_rows, 0);
+    tail.tokens = legacy.last_q_rows;
+    tasks.push_back({.in = tail, .out = reinterpret_cast<float*>(pass.last_q->data()) + legacy.last_q_at});
+  }
+  parts_.device.backend().to_f32(tasks, &parts_.device_stream);
 }
 
 }  // namespace sluice::runtime

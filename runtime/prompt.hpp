@@ -1,11 +1,16 @@
 #pragma once
 
-#include <chrono>
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "cpu/host_pool.hpp"
+#include "runtime/marks.hpp"
+#include "runtime/prompt_memory.hpp"
 #include "runtime/sequence.hpp"
 #include "runtime/transfer_engine.hpp"
 #include "sluice/options.hpp"
@@ -13,41 +18,175 @@
 
 namespace sluice::runtime {
 
-/// The prompt phase: K and V of a chunk are laid out as pages in the device's staging memory, flushed to the
-/// host pool over the link, and attended densely from there.
+/// What is to be built of the pages of a prompt while they are on the device, by frame of the host pool.
+struct PromptIndices {
+  std::optional<DigestKind> digest;
+  std::byte* digests = nullptr;    ///< device, [frames, 2, head_dim]
+  std::byte* int4 = nullptr;       ///< [frames, Int4Layout::page_bytes()] or null
+  std::byte* int4_host = nullptr;  ///< likewise; receives a copy. Null: there is no other, or `int4` is pinned memory
+};
+
+/// Decoding, as far as a prompt prepares it. Called on the caller's thread.
+class PromptHeir {
+ public:
+  virtual ~PromptHeir() = default;
+  [[nodiscard]] virtual PromptIndices indices(const Sequence& sequence, const LayerState& layer) = 0;
+  /// They now have the layer's pages up to `pages`.
+  virtual void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t pages) = 0;
+  /// The layer's prompt of `tokens` tokens is in the host pool, its last queries are known, and no more will come.
+  virtual void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens) = 0;
+};
+
+/// One layer of one chunk.
+struct PromptChunk {
+  Sequence* sequence = nullptr;
+  LayerState* layer = nullptr;
+  TensorView q;  ///< no tokens: nothing is attended
+  TensorView k;
+  TensorView v;
+  TensorView last_q;  ///< of the chunk's last tokens
+  MutableTensorView out;
+  bool last = false;
+};
+
+/// The parts that the prompt phase works with. All outlive it.
+struct PromptParts {
+  const RuntimeOptions& options;
+  Device& device;
+  cpu::HostPool& pool;
+  TransferEngine& link;
+  NearPool& near;
+  std::byte* memory = nullptr;       ///< device memory [near slots, then staging pages]
+  std::uint32_t chunk_pages = 0;     ///< of an area of staging, see PromptMemory
+  std::uint32_t window_pages = 0;
+  Stream& device_stream;
+  PromptHeir& heir;
+};
+
+/// The prompt phase. A chunk's K and V are laid out as pages in device memory, attended there, and flushed to the host
+/// pool beside that on a stream of their own. The prefix comes over the link: all of it, where device memory has room,
+/// loaded while the layer before is attended; else in windows, whose partial results are merged. The embedded device
+/// attends everything in the host pool, which is as near as anything.
+///
+/// Two passes, one layer of one group of chunks each, are under way at most; the caller's thread waits for the one
+/// before last. With `ordered` nothing else waits, and a failure shows when its pass is collected.
 class Prompt {
  public:
-  /// `staging` [staging_pages, page] is device memory that no step uses at the same time.
-  Prompt(const RuntimeOptions& options, Device& device, cpu::HostPool& pool, TransferEngine& link, Stream& device_stream,
-         std::byte* staging, std::uint32_t staging_pages);
+  explicit Prompt(const PromptParts& parts);
+  ~Prompt();
 
-  /// Puts rows of k and v after the layer's tokens and waits until they are in the host pool.
-  /// Does not raise `tokens`: a call that fails later may be repeated.
-  void append(Sequence& sequence, LayerState& layer, const TensorView& k, const TensorView& v);
-  /// Dense causal attention of the chunk that `append` just put there. Waits for `out`.
-  void attend(LayerState& layer, const TensorView& q, const MutableTensorView& out);
-  /// Keeps what the policy will want of the chunk's last queries, newest last.
-  void remember(Sequence& sequence, LayerState& layer, const TensorView& last_q);
+  /// All of one layer. Raises no `tokens`: without `ordered` a call that failed may be repeated.
+  void run(std::span<const PromptChunk> chunks, bool ordered);
+  /// Waits for everything under way and returns borrowed memory.
+  /// @throws Error{Errc::device} if any of it failed, Error{Errc::timeout}
+  void settle();
+  /// Destroys the stream, see TransferEngine::stop.
+  void stop() noexcept { flush_.reset(); }
 
  private:
-  void flush(LayerState& layer, const TensorView& k, const TensorView& v, std::uint32_t done, std::uint32_t count);
-  void await(Event& event, const char* what);
+  /// Part of a chunk that passes through the device at once.
+  struct Piece {
+    const PromptChunk* chunk = nullptr;
+    std::uint32_t done = 0;   ///< of the chunk's tokens, before this piece
+    std::uint32_t count = 0;
+    std::uint32_t first = 0;  ///< position of its first token
+    std::uint32_t prefix = 0; ///< whole pages before the one that `first` is in
+    std::uint32_t pages = 0;  ///< that it touches, per KV head
+    std::uint32_t at = 0;     ///< where its pages lie in the pass's chunk area
+    bool sparse = false;
+    [[nodiscard]] std::uint32_t keys() const noexcept { return first + count; }
+  };
+  /// What is left to do when a piece's work is done.
+  struct Legacy {
+    Sequence* sequence = nullptr;
+    LayerState* layer = nullptr;
+    std::uint32_t tokens = 0;
+    std::uint64_t loaded_bytes = 0; ///< over the link to the device
+    std::uint32_t end = 0;          ///< of the piece, as a position
+    std::uint32_t last_q_rows = 0;
+    std::uint64_t last_q_at = 0;    ///< floats
+    std::uint64_t choices = 0;      ///< first of its heads' choices, if `sparse`
+    bool sparse = false;
+    bool attended = false;
+    bool indexed = false;
+    bool complete = false;
+  };
+  /// One layer of one group of pieces, from the first copy to the last. The arrays are what queued work refers to.
+  struct Pass {
+    explicit Pass(Device& device) : device_marks(device), flush_marks(device), loaded(device.create_event()), appended(device.create_event()) {}
+    bool queued = false;
+    bool spread = false;  ///< it uses all of the memory for prefixes, not its half
+    std::vector<Legacy> legacies;
+    std::vector<AppendTask> appends;
+    std::vector<std::uint32_t> frames;
+    std::vector<PrefillTask> prefills;
+    std::vector<SelectBlocksTask> selects;
+    std::vector<DigestTask> digests;
+    std::vector<QuantizeTask> quantized;
+    Marks device_marks;
+    Marks flush_marks;
+    std::unique_ptr<Event> loaded;
+    std::unique_ptr<Event> appended;
+    std::unique_ptr<Buffer> last_q;   ///< pinned
+    std::unique_ptr<Buffer> blocks;   ///< device
+    std::unique_ptr<Buffer> choices;  ///< pinned
+  };
 
-  const RuntimeOptions& options_;
+  // prompt.cpp
+  void allocate(const PromptChunk& chunk);
+  void run_pieces(std::span<const PromptChunk> chunks);
+  void run_group(std::vector<Piece>& group);
+  void queue(Pass& pass, std::size_t half, std::span<Piece> group);
+  void append(Pass& pass, std::size_t half, std::span<const Piece> group);
+  void flush(Pass& pass, std::size_t half, std::span<const Piece> group);
+  void remember(Pass& pass, std::span<const Piece> group);
+  void build_indices(Pass& pass, std::size_t half, std::span<const Piece> group);
+
+  // prompt_collect.cpp
+  Pass& next();
+  void collect(Pass& pass);
+  void finish(Pass& pass, Clock::time_point asked);
+  void keep_last_q(const Pass& pass, const Legacy& legacy);
+  void keep_choices(const Pass& pass, const Legacy& legacy);
+  void abandon(Pass& pass) noexcept;
+  void abandon_all() noexcept;
+  void await(Marks& marks, const char* what);
+
+  // prompt_attend.cpp
+  void attend(Pass& pass, std::size_t half, std::span<Piece> group);
+  void attend_in_place(Pass& pass, std::span<const Piece> group);
+  void attend_resident(Pass& pass, std::size_t half, PromptMemory::Area prefixes, std::span<const Piece> group);
+  void attend_windows(Pass& pass, std::size_t half, const Piece& piece);
+  void attend_tasks(Pass& pass, std::span<const Piece> group);
+  void select(Pass& pass, std::span<const Piece> group);
+  [[nodiscard]] bool wants_sparse(const Piece& piece) const;
+  [[nodiscard]] PrefillTask task(const Piece& piece, std::uint32_t kv) const;
+  [[nodiscard]] PrefillShape strides(const Piece& piece) const;
+  [[nodiscard]] std::uint64_t prefix_pages(std::span<const Piece> group) const noexcept;
+  [[nodiscard]] std::uint64_t mask_words(const Piece& piece) const noexcept;  ///< per KV head
+  [[nodiscard]] std::uint64_t scratch_bytes(const Piece& piece) const;        ///< per KV head
+  /// The first page of a piece's KV head in its pass's chunk area.
+  [[nodiscard]] std::uint32_t chunk_page(const Piece& piece, std::size_t half, std::uint32_t kv) const noexcept {
+    return memory_.chunk(half).first + piece.at + kv * piece.pages;
+  }
+  std::uint64_t load_tail(const Piece& piece, std::size_t half);
+  /// Pages [begin, end) of one KV head to pages of device memory from `to` on.
+  void load(const Piece& piece, std::uint32_t kv, std::uint32_t begin, std::uint32_t end, std::uint32_t to);
+
+  [[nodiscard]] std::byte* page(std::uint32_t index) const noexcept { return parts_.memory + layout_.page_bytes() * index; }
+
+  PromptParts parts_;
   AttentionShape shape_;
   PageLayout layout_;
-  Device& device_;
-  cpu::HostPool& pool_;
-  TransferEngine& link_;
-  Stream& device_stream_;
-  std::byte* staging_;
-  std::uint32_t staging_pages_;
-  std::unique_ptr<Buffer> last_q_;  ///< pinned; grows to the most queries that a policy wanted
-  std::unique_ptr<Event> appended_;
-  std::unique_ptr<Event> flushed_;
-  std::unique_ptr<Event> attended_;
-  std::vector<AppendTask> append_tasks_;
-  std::vector<PrefillTask> prefill_tasks_;
+  PromptMemory memory_;
+  std::unique_ptr<Stream> flush_;
+  std::array<Pass, 2> passes_;
+  std::array<std::unique_ptr<Event>, 2> freed_;  ///< windows that may be loaded anew
+  std::array<std::unique_ptr<Event>, 2> filled_;
+  std::size_t newest_ = 0;                       ///< pass
+  std::unique_ptr<Buffer> so_far_;               ///< device, partial results of windows
+  std::unique_ptr<Buffer> select_scratch_;       ///< device
+  std::vector<PageMove> moves_;
   std::vector<Copy> copies_;
 };
 

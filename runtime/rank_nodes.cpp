@@ -1,23 +1,25 @@
 // What the device does to select: rank pages by their digests, estimate tokens by 4-bit copies, cut them by top-p. All
 // of it only enqueues; what the CPU is to know lands in pinned memory before the hand-over.
+#include <chrono>
+
 #include "runtime/pipeline.hpp"
 #include "scheduler/step_graph.hpp"
 
 namespace sluice::runtime {
 
-bool Pipeline::ranks_pages(const PolicySpec& spec) const {
+bool Pipeline::ranks_pages(const PolicySpec& spec, std::uint32_t layer) const {
   return scheduler::step_shape(spec, parts_.options.placement).rank_pages && spec.uses(Source::pages) &&
-         !spec.dense(layer_);
+         !spec.dense(layer);
 }
 
-bool Pipeline::prunes(const PolicySpec& spec) const {
+bool Pipeline::prunes(const PolicySpec& spec, std::uint32_t layer) const {
   return scheduler::step_shape(spec, parts_.options.placement).rank_pages && scheduler::prunes_on_device(spec) &&
-         !spec.dense(layer_);
+         !spec.dense(layer);
 }
 
-bool Pipeline::estimates(const PolicySpec& spec) const {
+bool Pipeline::estimates(const PolicySpec& spec, std::uint32_t layer) const {
   return scheduler::step_shape(spec, parts_.options.placement).select && spec.estimate == Estimate::int4 &&
-         !spec.dense(layer_);
+         !spec.dense(layer);
 }
 
 /// Digests, tables and copies of the pages that have become full since the last step.
@@ -25,11 +27,19 @@ void Pipeline::update_indices(Sequence& sequence, LayerState& layer, Deadline de
   const PolicySpec& spec = sequence.spec;
   const std::uint32_t pages = layer.tokens / layout_.page_tokens;
   Stream& reader = executor_.device_stream();
-  if (estimates(spec)) copies_.update(layer, pages);
-  if (prunes(spec)) copies_.mirror(layer, pages, reader, deadline);
-  if (ranks_pages(spec)) {
+  Clock::time_point begin = Clock::now();
+  const auto count = [&](std::uint64_t& ns) {
+    const Clock::time_point end = Clock::now();
+    if (!layer.decoding) ns += static_cast<std::uint64_t>(std::chrono::nanoseconds(end - begin).count());
+    begin = end;
+  };
+  if (estimates(spec, layer_)) copies_.update(layer, pages);
+  if (prunes(spec, layer_)) copies_.mirror(layer, pages, reader, deadline);
+  if (estimates(spec, layer_)) count(sequence.stats.prompt.int4_ns);
+  if (ranks_pages(spec, layer_)) {
     index_.update(layer, spec.pages.digest, pages, reader, deadline);
-  } else if (prunes(spec)) {
+    count(sequence.stats.prompt.digests_ns);
+  } else if (prunes(spec, layer_)) {
     index_.update(layer, std::nullopt, pages, reader, deadline);
   }
 }
@@ -40,14 +50,14 @@ void Pipeline::plan_ranking(HeadWork& work) const {
   work.ranked = 0;
   work.scored_pages = 0;
   work.pruned = 0;
-  if (ranks_pages(spec)) {
+  if (ranks_pages(spec, layer_)) {
     if (spec.budget.kind == BudgetKind::progressive) {
       work.scored_pages = pages;
     } else {
       work.ranked = scheduler::budget_pages(spec.pages, pages, layout_.page_tokens);
     }
   }
-  if (prunes(spec)) work.pruned = (spec.uses(Source::pages) ? work.ranked : pages) * layout_.page_tokens;
+  if (prunes(spec, layer_)) work.pruned = (spec.uses(Source::pages) ? work.ranked : pages) * layout_.page_tokens;
 }
 
 void Pipeline::rank_pages() {

@@ -20,6 +20,7 @@ class Residency {
   Residency(std::uint32_t slots, std::byte* memory, std::uint32_t page_tokens, PlacementMode mode, TransferEngine& link);
 
   [[nodiscard]] const NearPool& pool() const noexcept { return pool_; }
+  [[nodiscard]] NearPool& pool() noexcept { return pool_; }
   [[nodiscard]] std::byte* memory() const noexcept { return memory_; }
 
   /// Slots that one KV head of a sequence must have whatever its length: sinks, recent window, open page.

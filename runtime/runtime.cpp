@@ -10,8 +10,7 @@
 #include "cpu/host_pool.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
-#include "runtime/pipeline.hpp"
-#include "runtime/prompt.hpp"
+#include "runtime/impl.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice {
@@ -23,59 +22,6 @@ RuntimeOptions checked(RuntimeOptions options) {
   options.near_bytes = std::max(options.near_bytes, options.layout().page_bytes());
   return options;
 }
-
-void require(bool condition, const std::string& message) {
-  if (!condition) throw Error(Errc::invalid_argument, message);
-}
-
-template <class View>
-void require_tensor(const View& view, const char* name, std::uint32_t tokens, std::uint32_t heads, std::uint32_t head_dim) {
-  const auto text = [](std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-    return "[" + std::to_string(a) + ", " + std::to_string(b) + ", " + std::to_string(c) + "]";
-  };
-  require(view.tokens == tokens && view.heads == heads && view.head_dim == head_dim,
-          std::string(name) + " is " + text(view.tokens, view.heads, view.head_dim) + "; this call needs " +
-              text(tokens, heads, head_dim));
-  require(view.data != nullptr, std::string(name) + ".data is null");
-}
-
-}  // namespace
-
-struct Runtime::Impl {
-  Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given);
-  ~Impl();
-
-  [[nodiscard]] runtime::Sequence& find(SequenceId id) const;
-  void require_order(const runtime::Sequence& sequence, std::uint32_t layer, std::uint32_t fresh) const;
-  void require_whole() const;
-  void add_prompt(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, const TensorView& last_q,
-                  const PrefillArgs* attend);
-  /// Runs a call; a timeout leaves work in flight, after which only the destructor is safe.
-  template <class Call>
-  void guarded(Call&& call);
-
-  RuntimeOptions options;
-  cpu::Topology topology;
-  std::shared_ptr<const cpu::Workers> workers;
-  cpu::Backend host;
-  std::shared_ptr<Device> device;
-  cpu::HostPool pool;
-  std::unique_ptr<Buffer> near_memory;
-  std::unique_ptr<Buffer> staging;
-  // Before everything with a thread or a stream: background work and queued verbs refer to sequences.
-  std::map<SequenceId, std::unique_ptr<runtime::Sequence>> sequences;
-  runtime::TransferEngine link;
-  runtime::Residency residency;
-  CostRates rates;
-  runtime::Pipeline pipeline;
-  runtime::Prompt prompt;
-
-  std::uint64_t last_id = 0;
-  Stats ended;
-  bool broken = false;
-};
-
-namespace {
 
 std::uint32_t pool_node(const RuntimeOptions& options, const cpu::Topology& topology) {
   const std::uint32_t node = options.numa_node.value_or(0);
@@ -93,9 +39,16 @@ std::shared_ptr<const cpu::Workers> make_workers(const RuntimeOptions& options, 
                           .timeout = options.timeout});
 }
 
-std::uint32_t staging_pages(const RuntimeOptions& options) {
+std::uint32_t chunk_pages_of(const RuntimeOptions& options) {
   // A chunk may start anywhere in a page, hence one page more per KV head than it fills.
   return static_cast<std::uint32_t>(options.shape.kv_heads * (div_up(options.prefill_chunk, options.page_tokens) + 1));
+}
+
+std::uint32_t window_pages_of(const RuntimeOptions& options, const Device& device) {
+  // What is read in place needs no window. Where it is not, prompts get by with this much even if no near slot is free.
+  constexpr std::uint32_t kLeastWindow = 2 * kPrefillBlock;
+  if (device.info().host_memory) return 0;
+  return static_cast<std::uint32_t>(options.shape.kv_heads * div_up(kLeastWindow, options.page_tokens));
 }
 
 }  // namespace
@@ -110,11 +63,13 @@ Runtime::Impl::Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given)
                                                                                       .misbehaviour = {}})),
       pool({.layout = options.layout(), .bytes = options.host_bytes, .numa_node = pool_node(options, topology)}, topology,
            *workers, *device),
-      near_memory(device->allocate(options.near_bytes / options.layout().page_bytes() * options.layout().page_bytes())),
-      staging(device->allocate(staging_pages(options) * options.layout().page_bytes())),
+      near_slots(static_cast<std::uint32_t>(options.near_bytes / options.layout().page_bytes())),
+      chunk_pages(chunk_pages_of(options)),
+      window_pages(window_pages_of(options, *device)),
+      memory(device->allocate((std::uint64_t{near_slots} + runtime::PromptMemory::total(chunk_pages, window_pages)) *
+                              options.layout().page_bytes())),
       link(*device, pool),
-      residency(static_cast<std::uint32_t>(options.near_bytes / options.layout().page_bytes()), near_memory->data(),
-                options.page_tokens, options.placement, link),
+      residency(near_slots, memory->data(), options.page_tokens, options.placement, link),
       rates(options.placement == PlacementMode::automatic
                 ? cpu::measure_rates(*workers, host, options.shape, options.layout())
                 : CostRates{}),
@@ -125,13 +80,23 @@ Runtime::Impl::Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given)
                 .pool = pool,
                 .link = link,
                 .residency = residency,
-                .staging = staging->data(),
-                .staging_pages = staging_pages(options),
+                .staging = memory->data() + near_slots * options.layout().page_bytes(),
+                .staging_pages = runtime::PromptMemory::total(chunk_pages, window_pages),
                 .rates = rates}),
-      prompt(options, *device, pool, link, pipeline.executor().device_stream(), staging->data(), staging_pages(options)) {}
+      prompt({.options = options,
+              .device = *device,
+              .pool = pool,
+              .link = link,
+              .near = residency.pool(),
+              .memory = memory->data(),
+              .chunk_pages = chunk_pages,
+              .window_pages = window_pages,
+              .device_stream = pipeline.executor().device_stream(),
+              .heir = pipeline}) {}
 
 Runtime::Impl::~Impl() {
   // Streams first: what a call that timed out left queued refers to flags, buffers and pages.
+  prompt.stop();
   link.stop();
   pipeline.executor().stop();
 }
@@ -162,48 +127,6 @@ void Runtime::Impl::require_whole() const {
   if (broken || workers->lost()) {
     throw Error(Errc::device, "an earlier call timed out with work in flight; destroy this runtime and build another");
   }
-}
-
-template <class Call>
-void Runtime::Impl::guarded(Call&& call) {
-  require_whole();
-  try {
-    call();
-  } catch (const Error& error) {
-    // A worker lost on a stream's thread shows as a failure of the device, but its body is in flight as well.
-    broken = error.code() == Errc::timeout || workers->lost();
-    if (broken && error.code() != Errc::timeout) throw Error(Errc::timeout, error.what());
-    throw;
-  }
-}
-
-void Runtime::Impl::add_prompt(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v,
-                               const TensorView& last_q, const PrefillArgs* attend) {
-  runtime::Sequence& sequence = find(id);
-  require_order(sequence, layer.value, k.tokens);
-  require(k.tokens > 0, "k has no tokens");
-  require_tensor(k, "k", k.tokens, options.shape.kv_heads, options.shape.head_dim);
-  require_tensor(v, "v", k.tokens, options.shape.kv_heads, options.shape.head_dim);
-  require(k.dtype == v.dtype && k.token_stride == v.token_stride, "k and v differ in dtype or token stride");
-  if (last_q.tokens != 0) require_tensor(last_q, "last_q", last_q.tokens, options.shape.q_heads, options.shape.head_dim);
-  require(last_q.tokens <= k.tokens, "last_q has more tokens than the chunk");
-
-  guarded([&] {
-    runtime::LayerState& state = sequence.layers[layer.value];
-    const auto holds = [](const runtime::HeadPages& head) { return !head.held.empty(); };
-    if (state.policy || std::any_of(state.heads.begin(), state.heads.end(), holds)) {
-      // A prompt after decoding, or after a first step that failed: what was built from the old prompt is built again,
-      // and near copies of the open page would miss the new rows.
-      pipeline.settle(sequence);
-      state.policy.reset();
-      residency.release(state);
-    }
-    prompt.append(sequence, state, k, v);
-    if (attend != nullptr) prompt.attend(state, attend->q, attend->out);
-    prompt.remember(sequence, state, last_q);
-    state.tokens += k.tokens;
-    if (layer.value + 1 == options.shape.layers) sequence.stats.prefill_tokens += k.tokens;
-  });
 }
 
 Runtime::Runtime(const RuntimeOptions& options, std::shared_ptr<Device> device)
@@ -245,25 +168,13 @@ SequenceId Runtime::begin(const PolicySpec& policy, const PrefillSpec& prefill) 
   sequence->spec = policy;
   sequence->prefill = prefill;
   sequence->layers.resize(self.options.shape.layers);
-  for (runtime::LayerState& layer : sequence->layers) layer.heads.resize(self.options.shape.kv_heads);
+  for (runtime::LayerState& layer : sequence->layers) {
+    layer.heads.resize(self.options.shape.kv_heads);
+    layer.flushed = self.device->create_event();
+  }
   const SequenceId id = sequence->id;
   self.sequences.emplace(id, std::move(sequence));
   return id;
-}
-
-void Runtime::prefill(const PrefillArgs& args) {
-  const AttentionShape& shape = impl_->options.shape;
-  require_tensor(args.q, "q", args.k.tokens, shape.q_heads, shape.head_dim);
-  require_tensor(args.out, "out", args.k.tokens, shape.q_heads, shape.head_dim);
-  impl_->add_prompt(args.sequence, args.layer, args.k, args.v, args.q, &args);
-}
-
-void Runtime::prefill(std::span<const PrefillArgs> batch) {
-  for (const PrefillArgs& args : batch) prefill(args);
-}
-
-void Runtime::import_prefix(const ImportArgs& args) {
-  impl_->add_prompt(args.sequence, args.layer, args.k, args.v, args.last_q, nullptr);
 }
 
 void Runtime::step(const StepArgs& args) {
@@ -285,7 +196,10 @@ void Runtime::step(const StepArgs& args) {
             "sequence " + std::to_string(id.value) + " appears twice in the batch");
     sequences.push_back(&sequence);
   }
-  self.guarded([&] { self.pipeline.step(args, sequences); });
+  self.guarded([&] {
+    self.prompt.settle();
+    self.pipeline.step(args, sequences);
+  });
 }
 
 Stream& Runtime::device_stream() noexcept { return impl_->pipeline.executor().device_stream(); }
@@ -293,7 +207,14 @@ Stream& Runtime::device_stream() noexcept { return impl_->pipeline.executor().de
 void Runtime::end(SequenceId id) {
   Impl& self = *impl_;
   runtime::Sequence& sequence = self.find(id);
-  self.guarded([&] { self.pipeline.settle(sequence); });
+  self.guarded([&] {
+    try {
+      self.prompt.settle();
+    } catch (const Error& error) {
+      if (error.code() == Errc::timeout) throw;  // Anything else is news of prompts that nobody will go on with.
+    }
+    self.pipeline.settle(sequence);
+  });
   for (runtime::LayerState& layer : sequence.layers) {
     self.residency.release(layer);
     for (runtime::HeadPages& head : layer.heads) {
@@ -302,6 +223,14 @@ void Runtime::end(SequenceId id) {
   }
   self.ended.merge(sequence.stats);
   self.sequences.erase(id);
+}
+
+void Runtime::synchronize() {
+  Impl& self = *impl_;
+  self.guarded([&] {
+    self.prompt.settle();
+    self.pipeline.executor().device_stream().synchronize(deadline_after(self.options.timeout));
+  });
 }
 
 std::uint32_t Runtime::tokens(SequenceId sequence) const { return impl_->find(sequence).layers.back().tokens; }

@@ -20,18 +20,23 @@ struct LayerState {
   std::uint32_t tokens = 0;      ///< of finished calls
   std::vector<HeadPages> heads;  ///< [kv_heads]
 
-  std::unique_ptr<scheduler::LayerPolicy> policy;  ///< null until the first step after a prompt
+  std::unique_ptr<scheduler::LayerPolicy> policy;  ///< null until a complete prompt or the first step after it
+  bool decoding = false;                           ///< a step has begun since the last prompt
   std::vector<std::vector<scheduler::HotPage>> hot;  ///< [kv_heads] the forecast's pages, hottest first
 
   std::unique_ptr<Buffer> frame_table;   ///< device, [kv_heads, frame_table_pages]; null unless pages are ranked
   std::uint32_t frame_table_pages = 0;   ///< room per KV head
   std::uint32_t copied_pages = 0;        ///< pages [0, copied_pages) have 4-bit copies, see Int4Index
   std::uint32_t mirrored_pages = 0;      ///< and these have them on the device
-  std::uint32_t indexed_pages = 0;       ///< pages [0, indexed_pages) have digest and frame on the device
+  std::uint32_t indexed_pages = 0;       ///< pages [0, indexed_pages) have their frame on the device
+  std::uint32_t digested_pages = 0;      ///< and these their digests
 
   /// Queries of the last prompt tokens, newest last: [last_q_rows, q_heads, head_dim].
   std::vector<float> last_q;
   std::uint32_t last_q_rows = 0;
+
+  std::unique_ptr<Event> flushed;     ///< the prompt's newest chunk is in the host pool
+  std::uint32_t dense_chunks = 0;     ///< chunks of the prompt to attend densely, because the last choice kept nearly all
 
   std::vector<Transfer> arriving;  ///< promotions in flight, oldest first
 

@@ -115,7 +115,7 @@ void Pipeline::select() {
     if (work.progressive) return;  // Nothing is far but what the device will visit.
     const std::uint32_t head = work.kv_head * group;
     HostKv reader(parts_.host, shape_, parts_.pool, work.pages());
-    if (estimates(work.sequence->spec)) reader.estimate_from(copies_.host(), work.layer->copied_pages);
+    if (estimates(work.sequence->spec, layer_)) reader.estimate_from(copies_.host(), work.layer->copied_pages);
     const std::size_t ranked = std::size_t{work.ranked} * group;
     const std::size_t masks = std::size_t{work.mask_words()} * group;
     const scheduler::HeadContext context{

@@ -243,6 +243,9 @@ class Backend {
   /// run at once share it, those of one call included.
   [[nodiscard]] virtual std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                                   const AttentionShape& shape) const = 0;
+  /// Keys from which on a choice of blocks and the attention of what it keeps take less time than dense attention, on
+  /// attention that has structure. Measured; what PrefillMode::automatic goes by.
+  [[nodiscard]] virtual std::uint32_t sparse_prefill_from() const noexcept { return 8 * 1024; }
   /// @throws Error{Errc::invalid_argument} for more clusters than keys, none, or no iteration; nothing was written.
   virtual void cluster(std::span<const ClusterTask> tasks, Stream* stream) = 0;
   /// What `cluster` needs for such a task in memory of the device; 0 if it brings its own. No two tasks that may run at

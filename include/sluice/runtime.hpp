@@ -116,6 +116,10 @@ class Runtime {
   /// call is seen by it, without waiting. With the CUDA device its native_handle() is a cudaStream_t.
   [[nodiscard]] Stream& device_stream() noexcept;
 
+  /// Waits until all that ordered calls queued is done, prompts are in the host pool, and counters are complete.
+  /// @throws what an ordered call would have thrown in the next one.
+  void synchronize();
+
   /// Frees the sequence's pages, waiting for copies in flight (bounded by the timeout). Unknown ids throw not_found.
   void end(SequenceId sequence);
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -61,8 +62,13 @@ class CacheEvictor {
 
 /// `sluice bench gpu`.
 void add_bench_gpu(CLI::App& bench, int& exit_code);
+/// `sluice bench prefill`.
+void add_bench_prefill(CLI::App& bench, int& exit_code);
 /// `sluice bench decode`.
 void add_bench_decode(CLI::App& bench, int& exit_code);
+
+/// L2 norm of the difference over that of `want`.
+[[nodiscard]] double relative_error(std::span<const float> got, std::span<const float> want);
 
 /// Dense attention, and each policy against it: times by phase, ratios, and what the policy kept.
 /// @throws Error{Errc::device} if a result is wrong; nothing is timed then.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <memory>
 
 #include "sluice/error.hpp"
@@ -122,11 +123,21 @@ void CacheEvictor::evict() {
   for (std::size_t i = 0; i < data_.size(); i += kWordsPerLine) ++data_[i];
 }
 
+double relative_error(std::span<const float> got, std::span<const float> want) {
+  double difference = 0.0, size = 0.0;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    difference += std::pow(static_cast<double>(got[i]) - want[i], 2);
+    size += std::pow(static_cast<double>(want[i]), 2);
+  }
+  return std::sqrt(difference / size);
+}
+
 void add_bench(CLI::App& app, int& exit_code) {
   auto* bench = app.add_subcommand("bench", "Measure this machine");
   bench->require_subcommand(1);
   add_cpu(*bench, exit_code);
   add_bench_gpu(*bench, exit_code);
+  add_bench_prefill(*bench, exit_code);
   add_bench_decode(*bench, exit_code);
 }
 

@@ -7,6 +7,7 @@
 #include "sluice/backend.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
+#include "tools/cli/device_copies.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -14,35 +15,6 @@ namespace {
 constexpr std::chrono::minutes kPatience{2};
 /// Larger than any device's cache.
 constexpr std::uint64_t kCold = 256 * MiB;
-
-/// Copies ordinary memory to the device through pinned pieces.
-void upload(Device& device, Stream& stream, std::span<const std::byte> from, std::byte* to) {
-  const std::uint64_t piece = std::min<std::uint64_t>(from.size(), 64 * MiB);
-  const auto pinned = device.allocate_pinned(piece);
-  for (std::uint64_t at = 0; at < from.size(); at += piece) {
-    const std::uint64_t bytes = std::min(piece, from.size() - at);
-    std::memcpy(pinned->data(), from.data() + at, bytes);
-    const Copy copy{.to = to + at, .from = pinned->data(), .bytes = bytes};
-    stream.copy({&copy, 1});
-    stream.synchronize(Clock::now() + kPatience);
-  }
-}
-
-std::unique_ptr<Buffer> uploaded(Device& device, Stream& stream, std::span<const std::byte> from) {
-  auto buffer = device.allocate(from.size());
-  upload(device, stream, from, buffer->data());
-  return buffer;
-}
-
-std::vector<float> download(Device& device, Stream& stream, const std::byte* from, std::size_t count) {
-  const auto pinned = device.allocate_pinned(count * sizeof(float));
-  const Copy copy{.to = pinned->data(), .from = from, .bytes = count * sizeof(float)};
-  stream.copy({&copy, 1});
-  stream.synchronize(Clock::now() + kPatience);
-  std::vector<float> out(count);
-  std::memcpy(out.data(), pinned->data(), count * sizeof(float));
-  return out;
-}
 
 /// Rows [begin, begin + count) of all KV heads as [count, kv_heads, head_dim] in the layout's dtype.
 void gather_rows(const SyntheticLayer& layer, std::uint32_t begin, std::uint32_t count, bool values, std::byte* out) {
@@ -172,7 +144,8 @@ DenseOnDevice::~DenseOnDevice() = default;
 std::vector<float> DenseOnDevice::attend(std::uint32_t step) {
   impl_->queue(step, *impl_->copies.front());
   const AttentionShape& shape = impl_->options.shape;
-  return download(impl_->device, *impl_->stream, impl_->out->data(), std::size_t{shape.q_heads} * shape.head_dim);
+  const std::size_t elements = std::size_t{shape.q_heads} * shape.head_dim;
+  return downloaded<float>(impl_->device, *impl_->stream, impl_->out->data(), elements);
 }
 
 std::vector<double> DenseOnDevice::time(std::uint32_t samples) {
@@ -288,7 +261,7 @@ StepTimes DeviceDecode::run(const PolicySpec& policy, std::uint32_t warm_up, std
     self.runtime.device_stream().synchronize(begin + kPatience);
     const double us = std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
     if (i == 0) {
-      result.first_out = download(*self.device, self.runtime.device_stream(), self.outs->data(),
+      result.first_out = downloaded<float>(*self.device, self.runtime.device_stream(), self.outs->data(),
                                   std::size_t{shape.q_heads} * shape.head_dim);
     }
     if (i >= warm_up) result.layer_us.push_back(us / shape.layers);

@@ -45,15 +45,6 @@ constexpr std::uint32_t kImportChunk = 4096;
 /// Relative error (L2 over all heads) that a correct result stays below: weights are rounded to bf16 on the device.
 constexpr double kTolerance = 1e-2;
 
-double relative_error(const std::vector<float>& got, const std::vector<float>& want) {
-  double difference = 0.0, size = 0.0;
-  for (std::size_t i = 0; i < want.size(); ++i) {
-    difference += std::pow(static_cast<double>(got[i]) - want[i], 2);
-    size += std::pow(static_cast<double>(want[i]), 2);
-  }
-  return std::sqrt(difference / size);
-}
-
 void require_close(const std::vector<float>& got, const std::vector<float>& want, const std::string& what) {
   const double error = relative_error(got, want);
   if (error <= kTolerance) return;  // NaN fails too.

@@ -8,6 +8,8 @@
 #include "tools/cli/eval_tasks.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/plot.hpp"
+#include "tools/cli/prefill_flags.hpp"
+#include "tools/cli/prompt_columns.hpp"
 #include "tools/cli/prompt.hpp"
 #include "tools/cli/stats_columns.hpp"
 #include "tools/cli/values.hpp"
@@ -22,6 +24,7 @@ struct EvalOptions {
   std::string lengths = "2048,8192";
   std::string policies = "presets";
   TaskEvalOptions task;
+  PrefillFlags prefill;
   std::string haystack;
   std::string needles;
   std::string needle_tokens = "128K";
@@ -78,13 +81,16 @@ std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
   return needles;
 }
 
-Json config_of(const EvalOptions& options, const NamedPolicies& policies) {
+Json config_of(const EvalOptions& options, const NamedPolicies& policies, std::span<const PrefillSpec> prefills) {
+  Json modes = Json::array();
+  for (const PrefillSpec& prefill : prefills) modes.push_back(to_json(prefill));
   Json compositions = Json::object();
   for (std::size_t i = 0; i < policies.names.size(); ++i) compositions[policies.names[i]] = to_string(policies.specs[i]);
   return {{"model", options.model},
           {"tasks", split_list(options.tasks)},
           {"lengths", options.lengths},
           {"policies", compositions},
+          {"prefill", modes},
           {"count", options.task.count},
           {"decode_prompt", options.task.decode_prompt},
           {"max_tokens", options.task.max_tokens},
@@ -117,21 +123,24 @@ class EvalReport {
              .x_title = "bytes, share of dense attention's",
              .y_title = "accuracy",
              .series = {}};
-    for (const std::string& name : policies.names) plot_.series.push_back({.name = name, .points = {}});
-    lost_.columns = {{"task", "task"},        {"length_tokens", "length"},        {"policy", "policy"},
+    lost_.columns = {{"task", "task"},        {"length_tokens", "length"},        {"policy", "policy"}, {"prefill", "prefill"},
                      {"accuracy", "accuracy", 2}, {"layer", "layer"},             {"head", "head"},
                      {"wanted_steps", "steps"}, {"wanted_mass", "wanted", 3}, {"kept_share", "kept", 3}};
   }
 
-  void add(const Cell& cell, const std::vector<TaskScore>& scores) {
+  /// `prefill`: the mode's text, shown in the plot if there are several.
+  void add(const Cell& cell, const std::string& prefill, bool several, const std::vector<TaskScore>& scores) {
     for (std::size_t p = 0; p < scores.size(); ++p) {
       const TaskScore& score = scores[p];
       const double accuracy = static_cast<double>(score.solved) / score.prompts;
       std::vector<Column> columns = {{"task", "task"},       {"length_tokens", "length"},
-                                     {"policy", "policy"},   {"page_tokens", "page"},
+                                     {"policy", "policy"},   {"prefill", "prefill"}, {"page_tokens", "page"},
                                      {"prompts", "prompts"}, {"accuracy", "accuracy", 2}};
-      std::vector<Json> row = {to_string(cell.kind), cell.length,   policies_.names[p],
+      std::vector<Json> row = {to_string(cell.kind), cell.length,   policies_.names[p], prefill,
                                score.page_tokens,    score.prompts, accuracy};
+      append_blocks(score.prompt, columns, row);
+      columns.push_back({"prefill_ms", "prefill ms", 1});
+      row.push_back(1e3 * score.prefill_s / score.prompts);
       append_stats(score.stats, shape_, columns, row);
       columns.push_back({"link_bytes_per_step", "link B/step"});
       row.push_back(per_step(score.link_bytes, score.stats));
@@ -139,10 +148,10 @@ class EvalReport {
       row.push_back(reached(policies_.specs[p], score.stats));
       tasks_.columns = std::move(columns);
       tasks_.rows.push_back(std::move(row));
-      add_lost(cell, p, accuracy, score);
+      add_lost(cell, p, prefill, accuracy, score);
       const Stats& stats = score.stats;
       if (stats.dense_bytes == 0) continue;
-      plot_.series[p].points.push_back(
+      series(several ? policies_.names[p] + ", " + prefill : policies_.names[p]).points.push_back(
           {static_cast<double>(stats.near_bytes + stats.far_bytes) / static_cast<double>(stats.dense_bytes), accuracy});
     }
   }
@@ -176,8 +185,16 @@ class EvalReport {
   [[nodiscard]] std::string svg() const { return to_svg(plot_); }
 
  private:
+  /// Of this name, a new one if need be.
+  PlotSeries& series(const std::string& name) {
+    const auto known = std::find_if(plot_.series.begin(), plot_.series.end(), [&](const auto& s) { return s.name == name; });
+    if (known != plot_.series.end()) return *known;
+    return plot_.series.emplace_back(PlotSeries{.name = name, .points = {}});
+  }
+
   /// The heads that wanted the answer most and got least of it, for a policy that fails.
-  void add_lost(const Cell& cell, std::size_t policy, double accuracy, const TaskScore& score) {
+  void add_lost(const Cell& cell, std::size_t policy, const std::string& prefill, double accuracy,
+                const TaskScore& score) {
     constexpr double kGood = 0.95;
     constexpr std::size_t kNamed = 3;
     if (accuracy >= kGood) return;
@@ -187,8 +204,8 @@ class EvalReport {
     for (std::size_t i = 0; i < std::min(kNamed, heads.size()); ++i) {
       const LostHead& head = heads[i];
       if (head.steps == 0) break;
-      lost_.rows.push_back({to_string(cell.kind), cell.length, policies_.names[policy], accuracy, head.layer, head.head,
-                            head.steps, head.mass / static_cast<double>(head.steps), head.kept / head.mass});
+      lost_.rows.push_back({to_string(cell.kind), cell.length, policies_.names[policy], prefill, accuracy, head.layer,
+                            head.head, head.steps, head.mass / static_cast<double>(head.steps), head.kept / head.mass});
     }
   }
 
@@ -208,6 +225,7 @@ int run(const EvalOptions& options) {
   const NamedPolicies policies = policies_of(options.policies);
   const std::vector<Cell> cells = cells_of(options);
   const std::vector<NeedleOptions> needles = needles_of(options);
+  const std::vector<PrefillSpec> prefills = parse_prefills(options.prefill);
   if (cells.empty() && needles.empty()) {
     throw Error(Errc::invalid_argument, "--tasks: the list is empty; name at least one, e.g. niah,kv, or give --needles 1");
   }
@@ -231,14 +249,20 @@ int run(const EvalOptions& options) {
     }
     report = std::make_unique<EvalReport>(policies, model.config().shape());
     const std::string haystack = options.haystack.empty() ? "" : read_text_file(options.haystack);
-    TaskEvaluation evaluation(options.task, options.runtime, model, policies.specs, device, haystack);
+    RuntimeFlags flags = options.runtime;
+    choose_chunk(flags, device.get(), prefills);
+    TaskEvaluation evaluation(options.task, flags, model, policies.specs, device, haystack);
     for (const Cell& cell : cells) evaluation.check(cell);  // Not after hours of others.
-    for (const Cell& cell : cells) report->add(cell, evaluation.run(cell, bar));
+    for (const Cell& cell : cells) {
+      for (const PrefillSpec& prefill : prefills) {
+        report->add(cell, to_text(prefill), prefills.size() > 1, evaluation.run(cell, prefill, bar));
+      }
+    }
   }
   for (const NeedleOptions& planted : needles) {
     report->add(planted, evaluate_needles(planted, options.runtime, policies.specs, device, bar), needle_shape());
   }
-  Report result{.command = "eval", .config = config_of(options, policies)};
+  Report result{.command = "eval", .config = config_of(options, policies, prefills)};
   result.tables = report->tables();
   if (plot) plot->commit(report->svg());
   target.commit(render(result, options.output.format));
@@ -261,6 +285,7 @@ void add_eval(CLI::App& app, int& exit_code) {
                    "`presets`, or a comma list; a comma followed by key=value goes on with the policy before it, ; always "
                    "ends it")
       ->capture_default_str();
+  add_prefill_flags(*command, options->prefill, true);
   command->add_option("--count", options->task.count, "Prompts per task and length")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();

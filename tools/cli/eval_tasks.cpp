@@ -1,6 +1,7 @@
 #include "tools/cli/eval_tasks.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <utility>
 
@@ -14,11 +15,21 @@ namespace {
 
 constexpr std::size_t kBosTokens = 1;
 
-PromptCache prefilled(const Model& model, Runtime& runtime, std::span<const int> tokens) {
+/// A prompt and what it cost.
+struct Prefilled {
   PromptCache cache;
-  Session session(model, runtime, parse_policy("full"));
-  session.prefill(tokens, {}, &cache);
-  return cache;
+  PromptStats stats;
+  double seconds = 0.0;
+};
+
+Prefilled prefilled(const Model& model, Runtime& runtime, const PrefillSpec& prefill, std::span<const int> tokens) {
+  Prefilled result;
+  Session session(model, runtime, parse_policy("full"), prefill);
+  const auto start = Clock::now();
+  session.prefill(tokens, {}, &result.cache);
+  result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  result.stats = session.stats().prompt;
+  return result;
 }
 
 /// Positions of the answer's tokens: a byte is a token, behind BOS.
@@ -63,10 +74,10 @@ void TaskEvaluation::check(const Cell& cell) const {
                                           "; take at most " + std::to_string(cell.length - (tokens - most)));
 }
 
-std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, ProgressBar& bar) {
+std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& prefill, ProgressBar& bar) {
   const std::vector<Task> tasks = tasks_of(cell);
   const std::size_t tokens = tokens_of(tasks);
-  std::vector<PromptCache> prompts;
+  std::vector<Prefilled> prompts;
   std::vector<TaskScore> scores(policies_.size());
   std::size_t done = 0;
   // One runtime for each page size, one after the other, so that only one holds memory.
@@ -79,10 +90,14 @@ std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, ProgressBar& bar) {
     for (std::size_t i = 0; i < tasks.size(); ++i) {
       const std::vector<int> prompt = ByteTokenizer::encode(tasks[i].prompt);
       const std::size_t tail = std::min<std::size_t>(options_.decode_prompt, prompt.size() - 1);
-      if (i == prompts.size()) prompts.push_back(prefilled(model_, runtime, std::span(prompt).first(prompt.size() - tail)));
+      if (i == prompts.size()) {
+        prompts.push_back(prefilled(model_, runtime, prefill, std::span(prompt).first(prompt.size() - tail)));
+      }
       for (const std::size_t p : group) {
         scores[p].page_tokens = page_tokens;
-        answer(runtime, prompts[i], std::span(prompt).last(tail), tasks[i], policies_[p], scores[p]);
+        scores[p].prompt.merge(prompts[i].stats);
+        scores[p].prefill_s += prompts[i].seconds;
+        answer(runtime, prompts[i].cache, std::span(prompt).last(tail), tasks[i], policies_[p], scores[p]);
         bar.update(++done, tasks.size() * policies_.size(),
                    std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[p].name);
       }

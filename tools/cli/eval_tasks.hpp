@@ -9,6 +9,7 @@
 #include "sluice/audit.hpp"
 #include "sluice/device.hpp"
 #include "sluice/policy.hpp"
+#include "sluice/prefill.hpp"
 #include "sluice/runtime.hpp"
 #include "sluice/stats.hpp"
 #include "tools/cli/progress_bar.hpp"
@@ -35,6 +36,8 @@ struct TaskScore {
   std::uint64_t link_bytes = 0;  ///< over the link while decoding, both ways
   std::uint32_t page_tokens = 0; ///< of the runtime that it ran in
   Stats stats;
+  PromptStats prompt;       ///< of the prompts' prefill
+  double prefill_s = 0.0;   ///< likewise, wall time
   std::vector<LostHead> lost;  ///< [layers, q_heads]; empty if nothing was failed or audited
 };
 
@@ -51,8 +54,8 @@ struct TaskEvalOptions {
   std::uint64_t seed = 0;
 };
 
-/// Policies on the testbed's tasks. Each prompt is prefilled once, densely; each policy then starts from the same keys
-/// and values, reads the last tokens of the question and answers.
+/// Policies on the testbed's tasks. Each prompt is prefilled once; each policy then starts from the same keys and
+/// values, reads the last tokens of the question and answers.
 class TaskEvaluation {
  public:
   TaskEvaluation(const TaskEvalOptions& options, const RuntimeFlags& flags, const Model& model,
@@ -60,7 +63,8 @@ class TaskEvaluation {
 
   /// @throws Error{Errc::invalid_argument} if a prompt and its answer exceed the model's context, before anything runs.
   void check(const Cell& cell) const;
-  std::vector<TaskScore> run(const Cell& cell, ProgressBar& bar);
+  /// Every policy's, after prompts that were prefilled as `prefill` says.
+  std::vector<TaskScore> run(const Cell& cell, const PrefillSpec& prefill, ProgressBar& bar);
 
  private:
   [[nodiscard]] std::vector<Task> tasks_of(const Cell& cell) const;

@@ -9,6 +9,8 @@
 #include "tools/cli/command.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/model_source.hpp"
+#include "tools/cli/prefill_flags.hpp"
+#include "tools/cli/prompt_columns.hpp"
 #include "tools/cli/progress_bar.hpp"
 #include "tools/cli/prompt.hpp"
 #include "tools/cli/runtime_flags.hpp"
@@ -31,6 +33,7 @@ struct RunOptions {
   std::string near;
   std::uint32_t max_tokens = 128;
   std::uint32_t decode_prompt = 0;
+  PrefillFlags prefill;
   std::string trace;
   SamplerOptions sampler;
   RuntimeFlags runtime;
@@ -41,6 +44,7 @@ struct RunOptions {
 /// What was generated and how long it took.
 struct Generation {
   std::vector<int> tokens;
+  double prefill_s = 0.0;           ///< of the prompt but for the tokens that are decoded
   double first_token_s = 0.0;       ///< prefill, prompt tokens decoded, and the choice of the first token
   std::vector<double> per_token_s;  ///< of each later token
 };
@@ -68,7 +72,7 @@ class Generator {
     Generation result;
     Sampler sampler(options_.sampler);
     auto start = Clock::now();
-    read(prompt);
+    read(prompt, result);
     while (result.tokens.size() < options_.max_tokens) {
       const int token = sampler.next(session_.logits());
       const double took = seconds_since(start);
@@ -92,11 +96,13 @@ class Generator {
   }
 
  private:
-  void read(std::span<const int> prompt) {
+  void read(std::span<const int> prompt, Generation& result) {
     const std::size_t tail = std::min<std::size_t>(options_.decode_prompt, prompt.size() - 1);
     ProgressBar bar("prefill");
+    const auto start = Clock::now();
     session_.prefill(prompt.first(prompt.size() - tail),
                      [&](std::uint32_t done, std::uint32_t total) { bar.update(done, total); });
+    result.prefill_s = seconds_since(start);
     for (const int token : prompt.last(tail)) session_.decode(token);
   }
 
@@ -135,12 +141,14 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
   return table;
 }
 
-Json config_of(const RunOptions& options, const PolicySpec& policy, const RuntimeOptions& runtime) {
+Json config_of(const RunOptions& options, const PolicySpec& policy, const PrefillSpec& prefill,
+               const RuntimeOptions& runtime) {
   return {{"model", options.model},
           {"policy", options.policy},
           {"composition", to_string(policy)},
           {"max_tokens", options.max_tokens},
           {"decode_prompt", options.decode_prompt},
+          {"prefill", to_json(prefill)},
           {"temperature", options.sampler.temperature},
           {"top_p", options.sampler.top_p},
           {"seed", options.sampler.seed},
@@ -149,6 +157,7 @@ Json config_of(const RunOptions& options, const PolicySpec& policy, const Runtim
 
 int run(const RunOptions& options) {
   const PolicySpec policy = policy_of(options);
+  const PrefillSpec prefill = parse_one_prefill(options.prefill);
   const OutputTarget target(options.output.path);
   const std::optional<OutputTarget> trace_target =
       options.trace.empty() ? std::nullopt : std::optional<OutputTarget>(options.trace);
@@ -161,19 +170,22 @@ int run(const RunOptions& options) {
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + options.max_tokens;
   RuntimeFlags flags = options.runtime;
   flags.options.page_tokens = page_tokens_for(policy, flags);
+  choose_chunk(flags, device.get(), std::span(&prefill, 1));
   RuntimeOptions runtime_options = sized(flags, shape, std::span(&policy, 1), tokens);
   if (trace_target) runtime_options.trace = &trace;
   Runtime runtime(runtime_options, device);
-  Session session(model, runtime, policy);
+  Session session(model, runtime, policy, prefill);
   Generator generator(options, model, session);
 
   // One JSON object and streamed text cannot share standard output.
   const bool json_on_stdout = options.output.format == Format::json && target.is_stdout();
   const Generation generation = generator.run(prompt, !json_on_stdout);
 
-  Report report{.command = "run", .config = config_of(options, policy, runtime_options)};
+  Report report{.command = "run", .config = config_of(options, policy, prefill, runtime_options)};
   report.extra = {{"text", generator.text(generation)}, {"tokens", generation.tokens}};
   report.tables.push_back(summary(generation, prompt.size(), policy, session.stats(), shape));
+  report.tables.push_back(first_token_table(
+      session.stats().prompt, {.prefill_ms = 1e3 * generation.prefill_s, .ttft_ms = 1e3 * generation.first_token_s}));
   const std::string rendered = render(report, options.output.format);
   if (target.is_stdout() && !json_on_stdout) {
     std::fputs(rendered.c_str(), stderr);
@@ -207,6 +219,7 @@ void add_run(CLI::App& app, int& exit_code) {
       ->add_option("--decode-prompt", options->decode_prompt,
                    "Last prompt tokens to read under the policy, one by one, instead of densely")
       ->capture_default_str();
+  add_prefill_flags(*command, options->prefill, false);
   command->add_option("--temperature", options->sampler.temperature, "0: the likeliest token; larger is more random")
       ->capture_default_str();
   command

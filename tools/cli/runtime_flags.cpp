@@ -41,7 +41,13 @@ void add_runtime_flags(CLI::App& app, RuntimeFlags& flags) {
   app.add_option("--threads", o.threads, "Threads of host work; 0: one per core that this process may use")
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
-  app.add_option("--prefill-chunk", o.prefill_chunk, "Prompt tokens per prefill call")->capture_default_str();
+  const auto read_chunk = [&flags](const std::uint32_t& tokens) {
+    flags.options.prefill_chunk = tokens;
+    flags.own_chunk = false;
+  };
+  app.add_option_function<std::uint32_t>("--prefill-chunk", read_chunk,
+                                         "Prompt tokens per prefill call [default: 8192 on a GPU, else 512, or 4096 "
+                                         "where blocks of the prompt are chosen]");
   app.add_option("--promote-pages", o.promote_pages, "Pages that a forecast may promote per layer and step")
       ->capture_default_str();
   const auto read_timeout = [&o](const double& seconds) {

@@ -20,6 +20,7 @@ struct RuntimeFlags {
     options.near_bytes = 0;
   }
   RuntimeOptions options;  ///< `shape` is filled in once the model is known
+  bool own_chunk = true;   ///< no --prefill-chunk was given: see choose_chunk
   bool own_pages = true;   ///< no page size was asked for: a policy gets pages of the size that it was made for
 };
 

@@ -13,7 +13,8 @@ namespace {
 
 }  // namespace
 
-Session::Session(const Model& model, Runtime& runtime, const PolicySpec& policy) : model_(&model), runtime_(&runtime) {
+Session::Session(const Model& model, Runtime& runtime, const PolicySpec& policy, const PrefillSpec& prefill)
+    : model_(&model), runtime_(&runtime) {
   if (runtime.options().shape != model.config().shape()) {
     refuse("the runtime was built for another attention shape; set RuntimeOptions::shape to model.config().shape()");
   }
@@ -23,7 +24,7 @@ Session::Session(const Model& model, Runtime& runtime, const PolicySpec& policy)
   }
   work_.stream = &runtime.device_stream();
   work_.timeout = runtime.options().timeout;
-  sequence_ = runtime.begin(policy);
+  sequence_ = runtime.begin(policy, prefill);
 }
 
 Session::Session(Session&& other) noexcept
@@ -66,32 +67,38 @@ void Session::prefill(std::span<const int> tokens, const Progress& progress, Pro
 
   if (record != nullptr) record->start(model_->config().shape(), tokens);
   const std::size_t chunk_tokens = runtime_->options().prefill_chunk;
+  broken_ = true;  // until the logits are there: a GPU tells of its failures late
   for (std::size_t done = 0; done < tokens.size();) {
     const auto chunk = tokens.subspan(done, std::min(chunk_tokens, tokens.size() - done));
-    prefill_chunk(chunk, record);
     done += chunk.size();
+    prefill_chunk(chunk, done == tokens.size(), record);
     if (progress) progress(static_cast<std::uint32_t>(done), static_cast<std::uint32_t>(tokens.size()));
   }
   logits_.resize(model_->config().vocab_size);
   model_->logits(work_, 1, logits_);
+  broken_ = false;
   if (record != nullptr) record->finish(logits_);
 }
 
-void Session::prefill_chunk(std::span<const int> chunk, PromptCache* record) {
+void Session::prefill_chunk(std::span<const int> chunk, bool last, PromptCache* record) {
   placed_.clear();
   for (const int token : chunk) {
     placed_.push_back({token, tokens_ + static_cast<std::uint32_t>(placed_.size())});
   }
-  broken_ = true;  // until all layers are through
   model_->forward(
       placed_,
       [&](const AttentionCall& call) {
         if (record != nullptr) record_layer(call, *record);
-        runtime_->prefill(
-            {.sequence = sequence_, .layer = call.layer, .q = call.q, .k = call.k, .v = call.v, .out = call.out});
+        runtime_->prefill({.sequence = sequence_,
+                           .layer = call.layer,
+                           .q = call.q,
+                           .k = call.k,
+                           .v = call.v,
+                           .out = call.out,
+                           .ordered = model_->device() != nullptr,
+                           .last = last});
       },
       work_);
-  broken_ = false;
   tokens_ += static_cast<std::uint32_t>(chunk.size());
 }
 

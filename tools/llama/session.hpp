@@ -22,8 +22,8 @@ using Progress = std::function<void(std::uint32_t done, std::uint32_t total)>;
 ///   session.prefill(prompt);
 ///   while (!done) session.decode(sampler.next(session.logits()));
 ///
-/// Model and runtime must be on the same device. On a GPU a step is queued in the runtime's device_stream() without
-/// waiting between layers; decode waits once, for the logits.
+/// Model and runtime must be on the same device. On a GPU a step, or a chunk of a prompt, is queued in the runtime's
+/// device_stream() without waiting between layers; prefill and decode wait once, for the logits.
 /// Model and runtime must outlive the session. A call that throws after it reached the runtime leaves the sequence
 /// between two layers; the session then refuses further work, and only its destruction is left.
 /// Thread safety: none, and sessions of one Runtime must not be used at the same time.
@@ -31,7 +31,7 @@ class Session {
  public:
   /// @throws Error{Errc::invalid_argument} if the runtime was built for another shape or is not where the model is;
   ///         else as Runtime::begin.
-  Session(const Model& model, Runtime& runtime, const PolicySpec& policy);
+  Session(const Model& model, Runtime& runtime, const PolicySpec& policy, const PrefillSpec& prefill = {});
   ~Session();
   Session(Session&& other) noexcept;
   Session& operator=(Session&&) = delete;
@@ -64,7 +64,7 @@ class Session {
 
  private:
   void require_usable(std::uint64_t more_tokens) const;
-  void prefill_chunk(std::span<const int> chunk, PromptCache* record);
+  void prefill_chunk(std::span<const int> chunk, bool last, PromptCache* record);
   void import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count);
   void record_layer(const AttentionCall& call, PromptCache& record);
   /// Between prompt caches and the model's device, which must have one.

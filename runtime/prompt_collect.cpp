@@ -1,0 +1,132 @@
+// The end of a pass of the prompt phase: waiting for it, booking it, and what it leaves behind.
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <utility>
+
+#include "runtime/prompt.hpp"
+#include "runtime/wait.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+namespace {
+
+/// A choice that keeps more than this of all blocks saves less than it costs.
+constexpr double kNearlyAll = 0.85;
+/// So many chunks are dense then, before another choice is made.
+constexpr std::uint32_t kDenseChunks = 8;
+
+}  // namespace
+
+Prompt::Pass& Prompt::next() {
+  newest_ ^= 1;
+  collect(passes_[newest_]);
+  if (passes_[newest_ ^ 1].spread) collect(passes_[newest_ ^ 1]);
+  Pass& pass = passes_[newest_];
+  pass.spread = false;
+  pass.legacies.clear();
+  pass.appends.clear();
+  pass.frames.clear();
+  pass.prefills.clear();
+  pass.selects.clear();
+  pass.digests.clear();
+  pass.quantized.clear();
+  pass.device_marks.clear();
+  pass.flush_marks.clear();
+  return pass;
+}
+
+void Prompt::collect(Pass& pass) {
+  if (!pass.queued) return;
+  const Clock::time_point asked = Clock::now();
+  await(pass.device_marks, "prompt attention");
+  await(pass.flush_marks, "write-through of a prompt chunk");
+  pass.queued = false;
+  for (const auto& [marks, what] : {std::pair{&pass.flush_marks, "write-through of a prompt chunk"},
+                                    std::pair{&pass.device_marks, "prompt attention"}}) {
+    if (const std::string failure = marks->failure(); !failure.empty()) {
+      abandon_all();  // The other pass continues what is missing now.
+      throw Error(Errc::device, std::string(what) + " failed: " + failure +
+                                    "; the call may be repeated, or its sequences ended if it was ordered");
+    }
+  }
+  finish(pass, asked);
+}
+
+void Prompt::await(Marks& marks, const char* what) {
+  if (wait_until([&] { return marks.passed(); }, deadline_after(parts_.options.timeout))) return;
+  // Whatever is queued still refers to the caller's tensors; give it one more time-out to finish.
+  parts_.device_stream.synchronize(deadline_after(parts_.options.timeout));
+  throw Error(Errc::timeout, std::string(what) + " did not finish within " +
+                                 std::to_string(parts_.options.timeout.count()) +
+                                 " ms; raise the timeout or prefill in smaller chunks");
+}
+
+void Prompt::finish(Pass& pass, Clock::time_point asked) {
+  PromptStats times;
+  pass.device_marks.add_to(times);
+  pass.flush_marks.add_to(times);
+  const Clock::time_point needed = std::max(asked, pass.device_marks.last().time());
+  const auto waited = std::chrono::nanoseconds(pass.flush_marks.last().time() - needed).count();
+  times.flush_wait_ns += static_cast<std::uint64_t>(std::max<std::int64_t>(waited, 0));
+  pass.legacies.front().sequence->stats.prompt.merge(times);
+  for (const Legacy& legacy : pass.legacies) {
+    Stats& stats = legacy.sequence->stats;
+    stats.d2h_bytes += 2 * layout_.row_bytes() * shape_.kv_heads * legacy.tokens;
+    stats.h2d_bytes += legacy.loaded_bytes;
+    if (legacy.sparse) keep_choices(pass, legacy);
+    if (legacy.attended) ++(legacy.sparse ? stats.prompt.sparse_chunks : stats.prompt.dense_chunks);
+    if (legacy.attended && !legacy.sparse && legacy.layer->dense_chunks != 0) --legacy.layer->dense_chunks;
+    if (legacy.indexed) parts_.heir.indexed(*legacy.sequence, *legacy.layer, legacy.end / layout_.page_tokens);
+    if (legacy.last_q_rows != 0) keep_last_q(pass, legacy);
+    if (legacy.complete) parts_.heir.complete(*legacy.sequence, *legacy.layer, legacy.end);
+  }
+}
+
+/// The newest queries that the policy wants, some of them of earlier chunks if this one was short.
+void Prompt::keep_last_q(const Pass& pass, const Legacy& legacy) {
+  LayerState& layer = *legacy.layer;
+  const std::uint64_t row = std::uint64_t{shape_.q_heads} * shape_.head_dim;
+  const std::uint32_t kept = std::min(layer.last_q_rows, wanted_queries(legacy.sequence->spec) - legacy.last_q_rows);
+  std::vector<float> rows(std::uint64_t{kept + legacy.last_q_rows} * row);
+  const auto old = layer.last_q.begin() + static_cast<std::ptrdiff_t>((layer.last_q_rows - kept) * row);
+  std::copy_n(old, kept * row, rows.begin());
+  const auto* const landed = reinterpret_cast<const float*>(pass.last_q->data()) + legacy.last_q_at;
+  std::copy_n(landed, legacy.last_q_rows * row, rows.begin() + static_cast<std::ptrdiff_t>(kept * row));
+  layer.last_q = std::move(rows);
+  layer.last_q_rows = kept + legacy.last_q_rows;
+}
+
+void Prompt::keep_choices(const Pass& pass, const Legacy& legacy) {
+  const auto* const choices = reinterpret_cast<const PrefillChoice*>(pass.choices->data()) + legacy.choices;
+  PromptStats& stats = legacy.sequence->stats.prompt;
+  std::uint64_t kept = 0;
+  std::uint64_t causal = 0;
+  for (std::uint32_t head = 0; head < shape_.q_heads; ++head) {
+    kept += choices[head].kept;
+    causal += choices[head].causal;
+  }
+  stats.kept_blocks += kept;
+  stats.causal_blocks += causal;
+  if (static_cast<double>(kept) > kNearlyAll * static_cast<double>(causal)) legacy.layer->dense_chunks = kDenseChunks;
+}
+
+/// After an exception: what was queued refers to the pass, so it has to finish, however it ends.
+void Prompt::abandon(Pass& pass) noexcept {
+  try {
+    pass.device_marks.mark(parts_.device_stream);
+    pass.flush_marks.mark(*flush_);
+    const Deadline deadline = deadline_after(parts_.options.timeout);
+    static_cast<void>(wait_until([&] { return pass.device_marks.passed() && pass.flush_marks.passed(); }, deadline));
+  } catch (...) {  // The device refuses even that; the error that brought us here says more.
+  }
+  pass.queued = false;
+}
+
+void Prompt::abandon_all() noexcept {
+  for (Pass& pass : passes_) {
+    if (pass.queued) abandon(pass);
+  }
+}
+
+}  // namespace sluice::runtime

@@ -1,0 +1,133 @@
+// What the pipeline has of a prompt before the first step: indices that were built while its pages passed through the
+// device, and policies that begin in the background while later layers are still computed.
+#include <algorithm>
+#include <chrono>
+
+#include "runtime/host_kv.hpp"
+#include "runtime/marked_range.hpp"
+#include "runtime/pipeline.hpp"
+#include "scheduler/policy/policies.hpp"
+
+namespace sluice::runtime {
+namespace {
+
+std::uint64_t ns_since(Clock::time_point begin) {
+  return static_cast<std::uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count());
+}
+
+std::uint32_t index_of(const Sequence& sequence, const LayerState& layer) {
+  return static_cast<std::uint32_t>(&layer - sequence.layers.data());
+}
+
+}  // namespace
+
+PromptIndices Pipeline::indices(const Sequence& sequence, const LayerState& layer) {
+  const std::uint32_t index = index_of(sequence, layer);
+  const PolicySpec& spec = sequence.spec;
+  PromptIndices wanted;
+  if (ranks_pages(spec, index)) {
+    wanted.digest = spec.pages.digest;
+    wanted.digests = index_.digests();
+  }
+  if (prunes(spec, index)) {
+    wanted.int4 = copies_.device();
+    wanted.int4_host = copies_.host();
+  } else if (estimates(spec, index)) {
+    wanted.int4 = copies_.host();
+  }
+  return wanted;
+}
+
+void Pipeline::indexed(const Sequence& sequence, LayerState& layer, std::uint32_t pages) {
+  const std::uint32_t index = index_of(sequence, layer);
+  if (ranks_pages(sequence.spec, index)) layer.digested_pages = pages;
+  if (estimates(sequence.spec, index)) layer.copied_pages = pages;
+  if (prunes(sequence.spec, index)) layer.mirrored_pages = pages;
+}
+
+void Pipeline::complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens) {
+  auto times = std::make_shared<BeginTimes>();
+  const auto ticket = background_.post([this, &sequence, &layer, tokens, times] {
+    const MarkedRange range(parts_.device, "begin policy");
+    *times = begin_policy(sequence, layer, tokens, deadline_after(parts_.options.timeout));
+  });
+  begun_.push_back({.ticket = ticket, .sequence = &sequence, .layer = &layer, .times = std::move(times)});
+}
+
+void Pipeline::collect_begun(LayerState& layer, Deadline deadline) {
+  const auto at = std::find_if(begun_.begin(), begun_.end(), [&](const Begun& begun) { return begun.layer == &layer; });
+  if (at == begun_.end()) return;
+  const Clock::time_point begin = Clock::now();
+  const Begun begun = *at;
+  begun_.erase(at);
+  background_.await(begun.ticket, deadline);
+  PromptStats& stats = begun.sequence->stats.prompt;
+  stats.tables_ns += begun.times->tables_ns;
+  stats.clusters_ns += begun.times->clusters_ns;
+  stats.index_wait_ns += ns_since(begin);
+}
+
+void Pipeline::forget_prompt(Sequence& sequence, LayerState& layer) {
+  settle(sequence);
+  layer.policy.reset();
+  layer.decoding = false;
+}
+
+/// The first step after a prompt: whatever was not prepared is built now.
+void Pipeline::begin_decoding(Sequence& sequence, LayerState& layer, Deadline deadline) {
+  const Clock::time_point begin = Clock::now();
+  update_indices(sequence, layer, deadline);
+  if (!layer.policy) {
+    while (!begun_.empty()) collect_begun(*begun_.front().layer, deadline);  // One at a time begins.
+    const BeginTimes times = begin_policy(sequence, layer, layer.tokens, deadline);
+    sequence.stats.prompt.tables_ns += times.tables_ns;
+    sequence.stats.prompt.clusters_ns += times.clusters_ns;
+  }
+  sequence.stats.prompt.index_wait_ns += ns_since(begin);
+  parts_.residency.fill(sequence, layer);
+  parts_.residency.settle(sequence, layer, deadline_after(parts_.options.timeout));
+  layer.decoding = true;
+}
+
+Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& layer, std::uint32_t tokens,
+                                            Deadline deadline) {
+  BeginTimes times;
+  const std::uint32_t index = index_of(sequence, layer);
+  // Where nothing is selected, nobody asks a policy: it need not look at the prompt.
+  const bool selects = scheduler::step_shape(sequence.spec, parts_.options.placement).select;
+  auto policy = selects ? scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{index})
+                        : scheduler::make_streaming_policy();
+  const std::uint32_t group = shape_.group();
+  const std::uint64_t row = std::uint64_t{group} * shape_.head_dim;
+  layer.hot.assign(shape_.kv_heads, {});
+  Clock::time_point begin = Clock::now();
+  // The host clusters as fast as the embedded device, which is the host, and all heads at a time.
+  std::span<const scheduler::Clustering> clusterings;
+  const auto request = scheduler::prompt_clustering(sequence.spec, tokens);
+  if (selects && request.count != 0 && !sequence.spec.dense(index) && index_stream_) {
+    clusterings = clusters_.make(request, layer.heads, *index_stream_, deadline);
+    times.clusters_ns = ns_since(begin);
+    begin = Clock::now();
+  }
+  const std::uint32_t pages = static_cast<std::uint32_t>(div_up(tokens + 1, layout_.page_tokens));
+  parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {
+    std::vector<float> last_q(layer.last_q_rows * row);
+    for (std::uint32_t i = 0; i < layer.last_q_rows; ++i) {
+      const float* from = layer.last_q.data() + std::uint64_t{i} * shape_.q_heads * shape_.head_dim + kv * row;
+      std::copy(from, from + row, last_q.data() + i * row);
+    }
+    HostKv reader(parts_.host, shape_, parts_.pool, layer.heads[kv]);
+    policy->begin({.kv_head = kv,
+                   .tokens = tokens,
+                   .queries = layer.last_q_rows,
+                   .last_q = last_q,
+                   .kv = &reader,
+                   .clustering = clusterings.empty() ? nullptr : &clusterings[kv]});
+    policy->forecast(kv, tokens + 1, parts_.residency.quota(sequence.spec, pages), layer.hot[kv]);
+  });
+  times.tables_ns = ns_since(begin);
+  layer.policy = std::move(policy);
+  return times;
+}
+
+}  // namespace sluice::runtime

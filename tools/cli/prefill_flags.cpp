@@ -1,0 +1,103 @@
+#include "tools/cli/prefill_flags.hpp"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+
+#include "tools/cli/values.hpp"
+
+namespace sluice::tools {
+namespace {
+
+constexpr std::uint32_t kDeviceChunk = 8192;
+constexpr std::uint32_t kChoosingChunk = 4096;  ///< on the CPU
+
+float parse_gamma(std::string_view text, std::string_view whole) {
+  float gamma = 0.f;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), gamma);
+  if (text.empty() || problem != std::errc() || end != text.data() + text.size()) {
+    throw Error(Errc::invalid_argument, "--prefill: '" + std::string(whole) +
+                                            "' has no number behind the @; write MODE or MODE@GAMMA, e.g. "
+                                            "flexprefill@0.9");
+  }
+  return gamma;
+}
+
+std::string shortest(float value) {
+  std::array<char, 32> text{};
+  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
+}
+
+}  // namespace
+
+void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex) {
+  app.add_option("--tau", flex.tau, "FlexPrefill: a head chooses per query block below this divergence; [0, 1]")
+      ->capture_default_str();
+  app.add_option("--min-budget", flex.min_budget, "FlexPrefill: tokens of columns, and of diagonals, at least")
+      ->capture_default_str();
+}
+
+void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list) {
+  app.add_option("--prefill", flags.modes,
+                 list ? "How prompts are attended: comma list of full, flexprefill, auto, each with an optional @GAMMA"
+                      : "How the prompt is attended: full, flexprefill or auto")
+      ->type_name("MODE[@GAMMA]")
+      ->capture_default_str();
+  app.add_option("--gamma", flags.flex.gamma, "FlexPrefill: share of the representative attention to keep, (0, 1]")
+      ->capture_default_str();
+  add_flexprefill_flags(app, flags.flex);
+}
+
+PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex) {
+  const std::size_t at = std::min(text.find('@'), text.size());
+  PrefillSpec spec{.mode = parse_prefill_mode(text.substr(0, at)), .flex = flex};
+  if (at < text.size()) {
+    if (spec.mode == PrefillMode::full) {
+      throw Error(Errc::invalid_argument, "--prefill: '" + std::string(text) + "': full attends everything; drop the @");
+    }
+    spec.flex.gamma = parse_gamma(text.substr(at + 1), text);
+  }
+  validate(spec);
+  return spec;
+}
+
+std::vector<PrefillSpec> parse_prefills(const PrefillFlags& flags) {
+  std::vector<PrefillSpec> specs;
+  for (const std::string& text : split_list(flags.modes)) specs.push_back(parse_prefill(text, flags.flex));
+  if (specs.empty()) throw Error(Errc::invalid_argument, "--prefill: the list is empty; name at least one, e.g. full");
+  return specs;
+}
+
+PrefillSpec parse_one_prefill(const PrefillFlags& flags) {
+  const std::vector<PrefillSpec> specs = parse_prefills(flags);
+  if (specs.size() != 1) {
+    throw Error(Errc::invalid_argument, "--prefill: '" + flags.modes + "' names more than one mode; `sluice eval` "
+                                        "compares several");
+  }
+  return specs.front();
+}
+
+std::string to_text(const PrefillSpec& spec) {
+  const std::string mode = to_string(spec.mode);
+  return spec.mode == PrefillMode::full ? mode : mode + '@' + shortest(spec.flex.gamma);
+}
+
+Json to_json(const PrefillSpec& spec) {
+  if (spec.mode == PrefillMode::full) return {{"mode", to_string(spec.mode)}};
+  return {{"mode", to_string(spec.mode)},
+          {"gamma", spec.flex.gamma},
+          {"tau", spec.flex.tau},
+          {"min_budget", spec.flex.min_budget}};
+}
+
+void choose_chunk(RuntimeFlags& flags, const Device* device, std::span<const PrefillSpec> prefills) {
+  if (!flags.own_chunk) return;
+  const auto chooses = [](const PrefillSpec& spec) { return spec.mode != PrefillMode::full; };
+  if (device != nullptr && !device->info().host_memory) {
+    flags.options.prefill_chunk = kDeviceChunk;
+  } else if (std::any_of(prefills.begin(), prefills.end(), chooses)) {
+    flags.options.prefill_chunk = kChoosingChunk;
+  }
+}
+
+}  // namespace sluice::tools

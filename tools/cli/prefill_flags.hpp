@@ -1,0 +1,43 @@
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sluice/device.hpp"
+#include "sluice/prefill.hpp"
+#include "tools/cli/command.hpp"
+#include "tools/cli/report.hpp"
+#include "tools/cli/runtime_flags.hpp"
+
+namespace sluice::tools {
+
+/// How prompts are prefilled.
+struct PrefillFlags {
+  std::string modes = "full";  ///< MODE[@GAMMA], or a comma list of them
+  FlexPrefillSpec flex;
+};
+
+/// The parameters of FlexPrefill alone; `--gamma` too.
+void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex);
+/// `--prefill`, of one mode or of a list, and the parameters.
+void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list);
+
+/// Reads `full`, `flexprefill@0.9` or `auto`; what the text leaves open is as in `flex`.
+/// @throws Error{Errc::invalid_argument}, also as validate(PrefillSpec).
+[[nodiscard]] PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex);
+/// At least one. @throws as parse_prefill
+[[nodiscard]] std::vector<PrefillSpec> parse_prefills(const PrefillFlags& flags);
+/// The only one. @throws Error{Errc::invalid_argument} for a list; else as parse_prefill
+[[nodiscard]] PrefillSpec parse_one_prefill(const PrefillFlags& flags);
+/// As parse_prefill reads it: `full`, `flexprefill@0.95`.
+[[nodiscard]] std::string to_text(const PrefillSpec& spec);
+/// The `config` part of a report.
+[[nodiscard]] Json to_json(const PrefillSpec& spec);
+
+/// Sets the prompt tokens per call unless the user did: many on a GPU, whose kernels want work, and many where blocks are
+/// chosen, which every chunk does anew from its last 128 queries.
+void choose_chunk(RuntimeFlags& flags, const Device* device, std::span<const PrefillSpec> prefills);
+
+}  // namespace sluice::tools
