@@ -1,9 +1,11 @@
 #include <algorithm>
-#include <cmath>
+#include <bit>
 #include <vector>
 
 #include "cpu/backend.hpp"
+#include "cpu/prompt_rows.hpp"
 #include "cpu/verbs.hpp"
+#include "sluice/error.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -13,11 +15,21 @@ constexpr std::uint32_t kBlockRows = 240;
 /// A chunk too short to give every thread a few such blocks is cut finer, down to this.
 constexpr std::uint32_t kLeastRows = 48;
 
-/// Some consecutive tokens of one task, all heads of its group.
+/// Some consecutive tokens of one task: all heads of its group, or with a choice of blocks one head, whose choice is its
+/// own, in one block of queries.
 struct Block {
   const PrefillTask* task = nullptr;
   std::uint32_t begin = 0;  ///< token of the chunk
   std::uint32_t count = 0;
+  std::uint32_t head = 0;
+  std::uint32_t heads = 0;
+  const std::uint32_t* bits = nullptr;
+  std::uint64_t work = 0;  ///< (row, key) pairs, roughly
+
+  [[nodiscard]] std::uint32_t first() const noexcept { return task->first + begin; }
+  [[nodiscard]] std::uint32_t rows() const noexcept { return count * heads; }
+  /// One behind the last key that any row may attend.
+  [[nodiscard]] std::uint32_t key_end() const noexcept { return std::min(task->key_end, first() + count); }
 };
 
 std::uint32_t block_tokens(std::span<const PrefillTask> tasks, std::uint32_t group, std::uint32_t threads) {
@@ -25,6 +37,28 @@ std::uint32_t block_tokens(std::span<const PrefillTask> tasks, std::uint32_t gro
   for (const PrefillTask& task : tasks) rows += std::uint64_t{task.count} * group;
   const auto wanted = std::clamp<std::uint64_t>(rows / (std::uint64_t{4} * threads), kLeastRows, kBlockRows);
   return std::max(1u, static_cast<std::uint32_t>(wanted) / group);
+}
+
+void add_dense_blocks(const PrefillTask& task, std::uint32_t group, std::uint32_t tokens, std::vector<Block>& blocks) {
+  for (std::uint32_t begin = 0; begin < task.count; begin += tokens) {
+    Block block{.task = &task, .begin = begin, .count = std::min(tokens, task.count - begin), .heads = group};
+    block.work = std::uint64_t{block.rows()} * (std::max(block.key_end(), task.key_begin) - task.key_begin);
+    blocks.push_back(block);
+  }
+}
+
+void add_chosen_blocks(const PrefillTask& task, std::uint32_t group, std::vector<Block>& blocks) {
+  const std::uint32_t words = prefill_mask_words(task.first + task.count);
+  const std::uint32_t* bits = task.blocks;
+  for (std::uint32_t head = 0; head < group; ++head) {
+    for (std::uint32_t begin = 0; begin < task.count; bits += words) {
+      const std::uint32_t end = std::min(task.count, (((task.first + begin) / kPrefillBlock + 1) * kPrefillBlock) - task.first);
+      Block block{.task = &task, .begin = begin, .count = end - begin, .head = head, .heads = 1, .bits = bits};
+      for (std::uint32_t i = 0; i < words; ++i) block.work += std::popcount(bits[i]) * kPrefillBlock * block.count;
+      blocks.push_back(block);
+      begin = end;
+    }
+  }
 }
 
 class BlockRun {
@@ -35,47 +69,62 @@ class BlockRun {
   void operator()(const Block& block) const {
     thread_local Scratch own_scratch;
     thread_local std::vector<const std::byte*> pages;
-    const std::uint32_t rows = block.count * shape_.group();
+    const PrefillTask& task = *block.task;
+    const std::uint32_t rows = block.rows();
     const std::uint64_t matrix = std::uint64_t{rows} * shape_.head_dim;
-    float* const q = own_scratch.floats(2 * matrix + prefill_scratch_floats(rows, shape_.head_dim));
-    const PageLayout& layout = block.task->kv.layout;
-    const std::uint32_t first = block.task->first + block.begin;
-    pages.resize(div_up(first + block.count, layout.page_tokens));
-    for (std::size_t i = 0; i < pages.size(); ++i) pages[i] = block.task->kv.page(i);
-    load_queries(block, q);
+    float* const q = own_scratch.floats(2 * matrix + prefill_scratch_floats(rows, shape_.head_dim) + rows);
+    float* const scratch = q + 2 * matrix;
+    const Partial result{.out = q + matrix, .lse = scratch + prefill_scratch_floats(rows, shape_.head_dim)};
+    const PageLayout& layout = task.kv.layout;
+    const std::uint32_t key_end = std::max(block.key_end(), task.key_begin);
+    pages.resize(div_up(key_end - task.key_begin, layout.page_tokens));
+    for (std::size_t i = 0; i < pages.size(); ++i) pages[i] = task.kv.page(i);
+    load_queries({.q = task.q, .begin = block.begin, .count = block.count, .head = block.head, .heads = block.heads},
+                 strides_, kernels_, shape_.head_dim, q);
     kernels_for(kernels_, layout.dtype)
         .prefill({.q = q,
                   .pages = pages.data(),
+                  .blocks = block.bits,
                   .page_tokens = layout.page_tokens,
-                  .first = first,
+                  .key_begin = task.key_begin,
+                  .key_end = key_end,
+                  .first = block.first(),
                   .rows = rows,
-                  .group = shape_.group(),
+                  .group = block.heads,
                   .head_dim = shape_.head_dim,
-                  .out = q + matrix,
-                  .scratch = q + 2 * matrix});
-    store_outputs(block, q + matrix);
+                  .out = result.out,
+                  .lse = result.lse,
+                  .scratch = scratch});
+    store(block, result);
   }
 
  private:
-  void load_queries(const Block& block, float* q) const {
-    const float scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim));
-    for (std::uint32_t t = 0; t < block.count; ++t) {
-      for (std::uint32_t h = 0; h < shape_.group(); ++h, q += shape_.head_dim) {
-        const std::uint64_t at = (block.begin + std::uint64_t{t}) * strides_.q_token_stride + h * strides_.q_head_stride;
-        kernels_for(kernels_, strides_.q_dtype).widen(block.task->q + at * bytes_of(strides_.q_dtype), q, shape_.head_dim);
-        for (std::uint32_t c = 0; c < shape_.head_dim; ++c) q[c] *= scale;
-      }
+  void store(const Block& block, const Partial& result) const {
+    const PrefillTask& task = *block.task;
+    for (std::uint32_t row = 0; row < block.rows(); ++row) {
+      const std::uint32_t token = block.begin + row / block.heads;
+      const std::uint32_t head = block.head + row % block.heads;
+      const std::uint64_t at = std::uint64_t{token} * shape_.group() + head;
+      Partial part{.out = result.out + std::uint64_t{row} * shape_.head_dim, .lse = result.lse + row};
+      if (task.so_far != nullptr) part = add_window(task, at, part);
+      if (task.so_far == nullptr && task.lse != nullptr) task.lse[at] = *part.lse;
+      if (task.so_far != nullptr && !task.last_window) continue;
+      const std::uint64_t to = token * strides_.out_token_stride + head * strides_.out_head_stride;
+      kernels_for(kernels_, strides_.out_dtype)
+          .narrow(part.out, task.out + to * bytes_of(strides_.out_dtype), shape_.head_dim);
     }
   }
 
-  void store_outputs(const Block& block, const float* out) const {
-    for (std::uint32_t t = 0; t < block.count; ++t) {
-      for (std::uint32_t h = 0; h < shape_.group(); ++h, out += shape_.head_dim) {
-        const std::uint64_t at = (block.begin + std::uint64_t{t}) * strides_.out_token_stride + h * strides_.out_head_stride;
-        kernels_for(kernels_, strides_.out_dtype)
-            .narrow(out, block.task->out + at * bytes_of(strides_.out_dtype), shape_.head_dim);
-      }
+  /// Row `at` of all windows up to this one.
+  [[nodiscard]] Partial add_window(const PrefillTask& task, std::uint64_t at, const Partial& part) const {
+    const Partial whole{.out = task.so_far + at * shape_.head_dim, .lse = task.lse + at};
+    if (task.first_window) {
+      std::copy_n(part.out, shape_.head_dim, whole.out);
+      *whole.lse = *part.lse;
+    } else {
+      merge_into(whole, part, 1, shape_.head_dim);
     }
+    return whole;
   }
 
   const Kernels& kernels_;
@@ -83,22 +132,30 @@ class BlockRun {
   const PrefillShape& strides_;
 };
 
+void check_windows(const PrefillTask& task) {
+  if (task.so_far != nullptr && task.lse == nullptr)
+    throw Error(Errc::invalid_argument, "prefill: a task with so_far has no lse; windows need both to be merged");
+}
+
 }  // namespace
 
 void Backend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape, Stream*) {
   if (tasks.empty()) return;
-  for (const PrefillTask& task : tasks) check("prefill", shape, task.kv.layout);
+  for (const PrefillTask& task : tasks) {
+    check("prefill", shape, task.kv.layout);
+    check_windows(task);
+  }
   const std::uint32_t tokens = block_tokens(tasks, shape.group(), workers_.threads());
   std::vector<Block> blocks;
   for (const PrefillTask& task : tasks) {
-    for (std::uint32_t begin = 0; begin < task.count; begin += tokens) {
-      blocks.push_back({.task = &task, .begin = begin, .count = std::min(tokens, task.count - begin)});
+    if (task.blocks != nullptr) {
+      add_chosen_blocks(task, shape.group(), blocks);
+    } else {
+      add_dense_blocks(task, shape.group(), tokens, blocks);
     }
   }
-  // Later tokens see more keys; the longest blocks go first, so that no thread ends with one of them.
-  std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) {
-    return a.task->first + a.begin > b.task->first + b.begin;
-  });
+  // The longest blocks go first, so that no thread ends with one of them.
+  std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.work > b.work; });
   const BlockRun run(kernels_, shape, strides);
   workers_.parallel_for(static_cast<std::uint32_t>(blocks.size()), [&](std::uint32_t i) { run(blocks[i]); });
 }

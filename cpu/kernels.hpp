@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "sluice/prefill.hpp"
 #include "sluice/tensor.hpp"
 
 namespace sluice::cpu {
@@ -89,22 +90,61 @@ struct ScoreInt4Rows {
 /// Keys of one block of a prefill product; queries are rows of (token, head), all heads of a token together.
 inline constexpr std::uint32_t kPrefillKeys = 64;
 
-/// Causal attention of `rows` queries: row r, at position first + r / group, attends keys 0 .. position.
+/// Causal attention of `rows` queries: row r, at position first + r / group, attends the keys key_begin <= j <= position
+/// below key_end, those whose bit of 128 positions is set in `blocks`.
 struct PrefillRows {
   const float* q = nullptr;                 ///< [rows, head_dim], scaled by 1/sqrt(head_dim)
-  const std::byte* const* pages = nullptr;  ///< addresses of all pages up to the last position
+  const std::byte* const* pages = nullptr;  ///< addresses of the pages from key_begin on, up to the last key
+  const std::uint32_t* blocks = nullptr;    ///< bit J % 32 of word J / 32 for positions from 128 J on; null: all set
   std::uint32_t page_tokens = 0;
+  std::uint32_t key_begin = 0;  ///< where a page begins
+  std::uint32_t key_end = 0;
   std::uint32_t first = 0;
   std::uint32_t rows = 0;
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;
-  float* out = nullptr;      ///< [rows, head_dim]
+  float* out = nullptr;      ///< [rows, head_dim], 0 where no key is attended
+  float* lse = nullptr;      ///< [rows] natural log of the sum of exponentials
   float* scratch = nullptr;  ///< prefill_scratch_floats(rows, head_dim), 64-byte aligned
 };
 
 /// The block's weights, its keys transposed, its values, and maximum and sum of every row.
 [[nodiscard]] constexpr std::uint64_t prefill_scratch_floats(std::uint32_t rows, std::uint32_t head_dim) noexcept {
   return std::uint64_t{rows} * (kPrefillKeys + 2) + 2 * std::uint64_t{kPrefillKeys} * head_dim;
+}
+
+/// What a chunk's last queries, up to 128 per head, attend of the keys [key_begin, key_end): FlexPrefill's representative
+/// attention, in two passes over the keys. A score that is not a number weighs nothing; an infinite one counts as the
+/// largest finite.
+struct RepresentativeRows {
+  const float* q = nullptr;                 ///< [heads, kPrefillBlock, head_dim], scaled; `rows` of each head count
+  const std::byte* const* pages = nullptr;  ///< addresses of all pages from position 0 on
+  std::uint32_t page_tokens = 0;
+  std::uint32_t key_begin = 0;  ///< a multiple of kPrefillBlock
+  std::uint32_t key_end = 0;
+  std::uint32_t first = 0;  ///< position of row 0, which attends the keys 0 .. first
+  std::uint32_t rows = 0;
+  std::uint32_t heads = 0;
+  std::uint32_t head_dim = 0;
+  /// [heads, kPrefillBlock] the first pass writes every row's maximum and its sum of exponentials relative to that; the
+  /// second reads the maximum and 1 / sum over all keys, 0 for a row that is to be left out.
+  float* top = nullptr;
+  float* mass = nullptr;
+  float* key_means = nullptr;  ///< [key blocks, head_dim] first pass: means of the keys of each block of 128
+  float* columns = nullptr;    ///< [heads, column_stride] second pass: attention of every key, summed over the rows
+  std::uint64_t column_stride = 0;  ///< at least the keys, rounded up to kPrefillKeys
+  /// [heads, representative_diagonals(keys)] second pass: element c is the attention at distance
+  /// first + 127 - key_begin - c, summed over the rows.
+  float* diagonals = nullptr;
+  float* scratch = nullptr;  ///< representative_scratch_floats(head_dim), 64-byte aligned
+};
+
+[[nodiscard]] constexpr std::uint64_t representative_diagonals(std::uint32_t keys) noexcept {
+  return div_up(keys, kPrefillKeys) * kPrefillKeys + kPrefillBlock;
+}
+/// One head's scores of one block of keys, with room for a vector beside every row, and the keys transposed.
+[[nodiscard]] constexpr std::uint64_t representative_scratch_floats(std::uint32_t head_dim) noexcept {
+  return std::uint64_t{kPrefillBlock} * (kPrefillKeys + 16) + 16 + std::uint64_t{kPrefillKeys} * head_dim;
 }
 
 /// Centroids of one block of a nearest-centroid search.
@@ -132,6 +172,8 @@ struct ElementKernels {
   void (*digest_box)(const DigestRows& args) noexcept;
   void (*digest_cuboid_mean)(const DigestRows& args) noexcept;
   void (*prefill)(const PrefillRows& args) noexcept;
+  void (*representative_masses)(const RepresentativeRows& args) noexcept;
+  void (*representative_sums)(const RepresentativeRows& args) noexcept;
   /// `count` elements, a multiple of kHeadDimUnit.
   void (*widen)(const std::byte* in, float* out, std::size_t count) noexcept;
   /// Rounds to nearest even.

@@ -81,24 +81,33 @@ struct PrefillScratch {
   float* mass;     ///< [rows]
 };
 
-/// Widens `count` keys and values from position `key0` on, once for all queries. Missing keys are 0.
+/// Rows of a list of pages; row 0 is the first of the first page.
+struct PageRows {
+  const std::byte* const* pages = nullptr;
+  std::uint32_t page_tokens = 0;
+  std::uint32_t head_dim = 0;
+};
+
+/// Widens `count` keys from row `first` on, once for all queries: `keys` becomes [head_dim, kPrefillKeys], 0 where keys
+/// are missing; `values` [kPrefillKeys, head_dim], if that is not null.
 template <DType kType>
-inline void pack_keys(const PrefillRows& args, std::uint32_t key0, std::uint32_t count, const PrefillScratch& to) noexcept {
-  const std::size_t row_bytes = std::size_t{args.head_dim} * kElementBytes<kType>;
-  const std::size_t v_offset = row_bytes * args.page_tokens;
+inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t count, float* keys, float* values) noexcept {
+  const std::size_t row_bytes = std::size_t{from.head_dim} * kElementBytes<kType>;
+  const std::size_t v_offset = row_bytes * from.page_tokens;
   for (std::uint32_t j = 0; j < kPrefillKeys; ++j) {
     if (j >= count) {
-      for (std::uint32_t c = 0; c < args.head_dim; ++c) to.keys[std::size_t{c} * kPrefillKeys + j] = 0.f;
+      for (std::uint32_t c = 0; c < from.head_dim; ++c) keys[std::size_t{c} * kPrefillKeys + j] = 0.f;
       continue;
     }
-    const std::uint32_t position = key0 + j;
-    const std::byte* const k = args.pages[position / args.page_tokens] + position % args.page_tokens * row_bytes;
-    for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) {
+    const std::uint32_t at = first + j;
+    const std::byte* const k = from.pages[at / from.page_tokens] + at % from.page_tokens * row_bytes;
+    for (std::uint32_t c = 0; c < from.head_dim; c += kWidth) {
       alignas(64) float lanes[kWidth];
       Simd::store(lanes, Simd::load_as<kType>(k + std::size_t{c} * kElementBytes<kType>));
-      for (std::uint32_t i = 0; i < kWidth; ++i) to.keys[std::size_t{c + i} * kPrefillKeys + j] = lanes[i];
+      for (std::uint32_t i = 0; i < kWidth; ++i) keys[std::size_t{c + i} * kPrefillKeys + j] = lanes[i];
+      if (values == nullptr) continue;
       const std::byte* const v = k + v_offset + std::size_t{c} * kElementBytes<kType>;
-      Simd::store(to.values + std::size_t{j} * args.head_dim + c, Simd::load_as<kType>(v));
+      Simd::store(values + std::size_t{j} * from.head_dim + c, Simd::load_as<kType>(v));
     }
   }
 }
@@ -135,7 +144,8 @@ inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint3
                          const PrefillScratch& scratch) noexcept {
   const std::uint32_t rows = args.rows - row0;
   float* const out = args.out + std::size_t{row0} * args.head_dim;
-  pack_keys<kType>(args, key0, count, scratch);
+  pack_keys<kType>({.pages = args.pages, .page_tokens = args.page_tokens, .head_dim = args.head_dim}, key0 - args.key_begin,
+                   count, scratch.keys, scratch.values);
   for (std::size_t i = 0; i < std::size_t{rows} * kPrefillKeys; ++i) scratch.weights[i] = 0.f;
   multiply_add({.a = args.q + std::size_t{row0} * args.head_dim,
                 .b = scratch.keys,
@@ -160,24 +170,35 @@ inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint3
                rows, args.head_dim);
 }
 
+inline bool attends_block(const PrefillRows& args, std::uint32_t key) noexcept {
+  const std::uint32_t block = key / kPrefillBlock;
+  return args.blocks == nullptr || (args.blocks[block / 32] >> block % 32 & 1u) != 0;
+}
+
 template <DType kType>
 void prefill(const PrefillRows& args) noexcept {
+  static_assert(kPrefillBlock % kPrefillKeys == 0);
   const PrefillScratch scratch(args);
   for (std::uint32_t r = 0; r < args.rows; ++r) {
     scratch.top[r] = -3.402823466e38f;  // Lowest finite: (-inf) - (-inf) would be NaN.
     scratch.mass[r] = 0.f;
   }
   for (std::size_t i = 0; i < std::size_t{args.rows} * args.head_dim; ++i) args.out[i] = 0.f;
-  const std::uint32_t end = args.first + (args.rows - 1) / args.group + 1;
-  for (std::uint32_t key0 = 0; key0 < end; key0 += kPrefillKeys) {
-    const std::uint32_t count = end - key0 < kPrefillKeys ? end - key0 : kPrefillKeys;
+  const std::uint32_t seen = args.first + (args.rows - 1) / args.group + 1;
+  const std::uint32_t end = args.key_end < seen ? args.key_end : seen;
+  std::uint32_t next = 0;
+  for (std::uint32_t key0 = args.key_begin; key0 < end; key0 = next) {
+    next = (key0 / kPrefillKeys + 1) * kPrefillKeys;  // Blocks of keys lie on the grid of positions.
+    if (!attends_block(args, key0)) continue;
     const std::uint32_t row0 = key0 > args.first ? (key0 - args.first) * args.group : 0;
-    prefill_keys<kType>(args, key0, count, row0, scratch);
+    prefill_keys<kType>(args, key0, (next < end ? next : end) - key0, row0, scratch);
   }
   for (std::uint32_t r = 0; r < args.rows; ++r) {
     float* const out = args.out + std::size_t{r} * args.head_dim;
-    const Vec scale = Simd::set(scratch.mass[r] == 0.f ? 0.f : 1.f / scratch.mass[r]);
+    const bool empty = scratch.mass[r] == 0.f;
+    const Vec scale = Simd::set(empty ? 0.f : 1.f / scratch.mass[r]);
     for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) Simd::store(out + c, Simd::mul(Simd::load(out + c), scale));
+    args.lse[r] = empty ? -__builtin_inff() : scratch.top[r] + __builtin_logf(scratch.mass[r]);
   }
 }
 

@@ -7,6 +7,7 @@
 #include "cpu/kernels/int4.hpp"
 #include "cpu/kernels/nearest.hpp"
 #include "cpu/kernels/prefill.hpp"
+#include "cpu/kernels/representative.hpp"
 #include "cpu/kernels/score.hpp"
 
 namespace sluice::cpu {
@@ -29,6 +30,8 @@ constexpr ElementKernels kElement{.attend = attend<kType>,
                                   .digest_box = digest_box<kType>,
                                   .digest_cuboid_mean = digest_cuboid_mean<kType>,
                                   .prefill = prefill<kType>,
+                                  .representative_masses = representative_masses<kType>,
+                                  .representative_sums = representative_sums<kType>,
                                   .widen = widen<kType>,
                                   .narrow = narrow<kType>,
                                   .quantize = quantize<kType>};

@@ -237,6 +237,7 @@ ReferenceChoice select_blocks(const Prompt& prompt, std::uint32_t head, std::uin
   ReferenceChoice choice{.from = representative(prompt, head, first, count), .sure = grid.empty(), .possible = grid.empty()};
   const Representative& from = choice.from;
   for (std::uint32_t row = 0; row < grid.rows; ++row) choice.causal += grid.top + row + 1;
+  choice.everything = grid.blocks <= limits.least;
   const double tau = spec.tau;
   const double gamma = spec.gamma;
   choice.may_be_query_aware = tau > 0.0 && from.divergence < tau + kSlack;

@@ -35,6 +35,7 @@ using BlockMask = std::vector<std::vector<char>>;
 
 struct ReferenceChoice {
   Representative from;
+  bool everything = false;  ///< the budget holds the whole prompt: only the masks and `causal` are defined
   bool may_be_query_aware = false;
   bool may_be_vertical_slash = false;
   CountRange columns{};    ///< PrefillChoice::columns
