@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::size_t kMaxItems = 65535;  ///< the largest second dimension of a grid
 
-/// A head's keys are shared by so many thread blocks at most, which is enough for one head to fill a GPU; with fewer keys
-/// per block, reading the queries would cost too much.
+/// A head's keys are shared by so many thread blocks at most, which is enough for one head to fill a GPU; with fewer
+/// keys per block, reading the queries would cost too much.
 constexpr std::uint64_t kMaxSplits = 64;
 constexpr std::uint64_t kLeastSplit = 512;
 static_assert(kLeastSplit >= kFlexRows && kLeastSplit % kFlexTile == 0);
@@ -37,7 +37,7 @@ FlexItem describe(std::uint32_t first, std::uint32_t count, const AttentionShape
   item.splits = static_cast<std::uint32_t>(div_up(keys, split));
   const std::uint64_t heads = shape.group();
   const std::uint64_t blocks = heads * item.key_blocks;
-  item.queries = scratch.take<std::byte>(heads * 2 * kFlexRows * shape.head_dim * 2);
+  item.queries = scratch.take<std::byte>(heads * kFlexRows * shape.head_dim * 2);
   item.mean_query = scratch.take<float>(heads * shape.head_dim);
   item.mean_keys = scratch.take<float>(std::uint64_t{item.key_blocks} * shape.head_dim);
   item.stats = scratch.take<float2>(heads * item.splits * kFlexRows);
@@ -143,7 +143,6 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
                         .dtype = dtype,
                         .head_dim = shape.head_dim,
                         .group = shape.group(),
-                        .terms = strides.q_dtype == dtype ? 1u : 2u,
                         .score_scale = 1.f / std::sqrt(static_cast<float>(shape.head_dim))};
     if (extent.items != 0) launch_select_blocks(args, extent, queue.handle());
     tasks = tasks.subspan(now.size());

@@ -44,26 +44,26 @@ struct alignas(16) FlexItem {
   std::uint32_t first = 0;
   std::uint32_t count = 0;
   std::uint32_t page_tokens = 0;
-  std::uint32_t keys = 0;          ///< first + count
-  std::uint32_t rows = 0;          ///< representative ones, at most kFlexRows
+  std::uint32_t keys = 0;  ///< first + count
+  std::uint32_t rows = 0;  ///< representative ones, at most kFlexRows
   std::uint32_t key_blocks = 0;
   std::uint32_t query_blocks = 0;
   std::uint32_t words = 0;
-  std::uint32_t split_keys = 0;    ///< keys of one thread block; a multiple of kFlexTile, at least 128
+  std::uint32_t split_keys = 0;  ///< keys of one thread block; a multiple of kFlexTile, at least 128
   std::uint32_t splits = 0;
-  std::byte* queries = nullptr;    ///< [heads, 2 terms, kFlexRows, head_dim] in the KV dtype
-  float* mean_query = nullptr;     ///< [heads, head_dim] of the representative rows
-  float* mean_keys = nullptr;      ///< [key_blocks, head_dim]
-  float2* stats = nullptr;         ///< [heads, splits, kFlexRows] largest score, and sum of exponentials, base 2
-  float* shifts = nullptr;         ///< [heads, kFlexRows] a score less this is the log2 of its weight in the mean
-  float* columns = nullptr;        ///< [heads, lines()] weight of every key
-  float* pieces = nullptr;         ///< [heads, splits, split_keys + kFlexRows], see diagonal_weight
-  float* diagonals = nullptr;      ///< [heads, lines()] weight of every distance
-  float* column_blocks = nullptr;  ///< [heads, key_blocks]
-  float* offset_blocks = nullptr;  ///< [heads, key_blocks]
-  LineCut* cuts = nullptr;         ///< [heads, 2] columns, diagonals
-  std::uint32_t* marks = nullptr;  ///< [heads, key_blocks], see LineMark; only if whole lines are asked for
-  std::uint8_t* chosen = nullptr;  ///< [heads, 2, key_blocks] 1: this column of blocks, this block offset
+  std::byte* queries = nullptr;       ///< [heads, kFlexRows, head_dim] rounded to the KV dtype
+  float* mean_query = nullptr;        ///< [heads, head_dim] of the representative rows
+  float* mean_keys = nullptr;         ///< [key_blocks, head_dim]
+  float2* stats = nullptr;            ///< [heads, splits, kFlexRows] largest score, and sum of exponentials, base 2
+  float* shifts = nullptr;            ///< [heads, kFlexRows] a score less this is the log2 of its weight in the mean
+  float* columns = nullptr;           ///< [heads, lines()] weight of every key
+  float* pieces = nullptr;            ///< [heads, splits, split_keys + kFlexRows], see diagonal_weight
+  float* diagonals = nullptr;         ///< [heads, lines()] weight of every distance
+  float* column_blocks = nullptr;     ///< [heads, key_blocks]
+  float* offset_blocks = nullptr;     ///< [heads, key_blocks]
+  LineCut* cuts = nullptr;            ///< [heads, 2] columns, diagonals
+  std::uint32_t* marks = nullptr;     ///< [heads, key_blocks], see LineMark; only if whole lines are asked for
+  std::uint8_t* chosen = nullptr;     ///< [heads, 2, key_blocks] 1: this column of blocks, this block offset
   FlexVerdict* verdicts = nullptr;    ///< [heads]
   std::uint32_t* row_kept = nullptr;  ///< [heads, query_blocks]
 
@@ -85,7 +85,6 @@ struct FlexArgs {
   DType dtype = DType::bf16;  ///< of the keys
   std::uint32_t head_dim = 0;
   std::uint32_t group = 0;
-  std::uint32_t terms = 1;  ///< of the KV dtype that a query is the sum of
   float score_scale = 0.f;  ///< 1 / sqrt(head_dim)
 };
 

@@ -26,7 +26,9 @@ struct Limits {
   std::uint32_t most;
 };
 __device__ Limits limits_of(const FlexPrefillSpec& spec, std::uint32_t blocks) {
-  const auto in_blocks = [](std::uint32_t tokens) { return tokens / kPrefillBlock + (tokens % kPrefillBlock != 0 ? 1u : 0u); };
+  const auto in_blocks = [](std::uint32_t tokens) {
+    return tokens / kPrefillBlock + (tokens % kPrefillBlock != 0 ? 1u : 0u);
+  };
   Limits limits;
   limits.least = max(1u, min(in_blocks(spec.min_budget), blocks));
   limits.most = spec.max_budget == 0 ? blocks : max(limits.least, min(in_blocks(spec.max_budget), blocks));
@@ -47,11 +49,11 @@ __device__ float distance(const float* pooled, float total, const float* actual,
   return static_cast<float>(sqrt(fmax(0.5 * reduce.sum(sum), 0.0)));
 }
 
-/// Writes 1 for the `wanted` blocks with the largest sums, those that are forced before all, and 0 for the others. Equal
-/// sums: the lower index first. `forced` may be more than `wanted`. Returns how many.
+/// Writes 1 for the `wanted` blocks with the largest sums, those that are forced before all, and 0 for the others.
+/// Equal sums: the lower index first. `forced` may be more than `wanted`. Returns how many.
 template <class Forced>
-__device__ std::uint32_t choose_largest(std::uint8_t* chosen, const float* sums, std::uint32_t blocks, std::uint32_t wanted,
-                                        const Forced& forced, VerdictReduce& reduce) {
+__device__ std::uint32_t choose_largest(std::uint8_t* chosen, const float* sums, std::uint32_t blocks,
+                                        std::uint32_t wanted, const Forced& forced, VerdictReduce& reduce) {
   std::uint32_t keys[kHeld];  // Sums have no sign, so that their bits are in their order. 0 behind the last block.
   std::uint32_t forced_here = 0;
 #pragma unroll
@@ -120,8 +122,8 @@ __global__ void __launch_bounds__(kVerdictThreads) flex_verdict_kernel(const __g
     const auto first = [](std::uint32_t i) { return i == 0; };
     const LineCut* const cuts = item.cuts + 2 * head;
     const bool fewest = verdict.query_aware != 0;  // Its query blocks choose the others.
-    verdict.columns = choose_largest(chosen, columns, blocks, fewest ? limits.least : filled_blocks(cuts[0], limits),
-                                     first, reduce);
+    verdict.columns =
+        choose_largest(chosen, columns, blocks, fewest ? limits.least : filled_blocks(cuts[0], limits), first, reduce);
     verdict.diagonals = choose_largest(chosen + blocks, offsets, blocks,
                                        fewest ? limits.least : filled_blocks(cuts[1], limits), first, reduce);
   }

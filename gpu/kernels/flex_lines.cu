@@ -1,6 +1,6 @@
-// How many columns, and how many diagonals, make a share of gamma of the representative attention: a descent through the
-// bits of the weights. Each step counts the weights of a bin and adds up their mantissas as whole numbers, which needs no
-// order: the weights of a bin have one exponent.
+// How many columns, and how many diagonals, make a share of gamma of the representative attention: a descent through
+// the bits of the weights. Each step counts the weights of a bin and adds up their mantissas as whole numbers, which
+// needs no order: the weights of a bin have one exponent.
 
 #include <cmath>
 
@@ -31,11 +31,11 @@ static_assert(1u << step_at(0).width == kBins);
 
 struct Memory {
   std::uint32_t count[kBins];
-  std::uint32_t low[kBins];   ///< sums of the lower and of the upper 12 bits of the mantissas
+  std::uint32_t low[kBins];  ///< sums of the lower and of the upper 12 bits of the mantissas
   std::uint32_t high[kBins];
-  std::uint32_t prefix;       ///< fixed bits
-  std::uint32_t above;        ///< lines with larger ones
-  double mass_above;          ///< and their weight
+  std::uint32_t prefix;  ///< fixed bits
+  std::uint32_t above;   ///< lines with larger ones
+  double mass_above;     ///< and their weight
   double need;
 };
 
@@ -124,7 +124,8 @@ __device__ std::uint32_t end_of_ties(Memory& memory, const float* weights, std::
   constexpr std::uint32_t kLowBits = 10;
   static_assert(kFlexMaxKeys >> kLowBits <= kBins);
   std::uint32_t found = 0;
-  for (const bool low : {false, true}) {
+  for (int step = 0; step < 2; ++step) {
+    const bool low = step == 1;
     clear_bins(memory);
     for_each_weight(weights, count, [&](std::uint32_t index, std::uint32_t other) {
       if (other != bits || (low && index >> kLowBits != found)) return;
@@ -211,7 +212,8 @@ __global__ void __launch_bounds__(kMarkThreads) flex_marks_kernel(const __grid_c
   for (std::uint32_t i = 0; i < kPrefillBlock / 32; ++i) {
     const std::uint32_t index = block * kPrefillBlock + i * 32 + threadIdx.x % 32;
     if (chosen(item.columns, columns, index)) marks |= kMarkColumn;
-    if (chosen(item.diagonals, diagonals, index)) marks |= kMarkDiagonal | (index % kPrefillBlock != 0 ? kMarkSpill : 0u);
+    if (chosen(item.diagonals, diagonals, index))
+      marks |= kMarkDiagonal | (index % kPrefillBlock != 0 ? kMarkSpill : 0u);
   }
   marks = __reduce_or_sync(kAllLanes, marks);
   if (threadIdx.x % 32 == 0) item.marks[std::uint64_t{head} * item.key_blocks + block] = marks;

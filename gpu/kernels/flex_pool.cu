@@ -16,15 +16,16 @@ constexpr std::uint32_t kQueryThreads = 1024;
 constexpr std::uint32_t kKeyThreads = 128;
 constexpr std::uint32_t kSumThreads = 256;
 
-/// As `split`, but what is not finite stays so: the row shall count as absent.
+/// Two elements of a query in the KV dtype. What float16 cannot hold is its largest number, but what is not finite
+/// stays so: such a row shall count as absent.
 template <class T>
-__device__ Terms split_any(float a, float b) {
-  if (fabsf(a) < INFINITY && fabsf(b) < INFINITY) return split<T>(a, b);
-  return {pack<T>(a, b), 0};
+__device__ std::uint32_t round_query(float a, float b) {
+  if (fabsf(a) < INFINITY && fabsf(b) < INFINITY) return split<T>(a, b).high;
+  return pack<T>(a, b);
 }
 
-/// Copies a head's representative rows as terms of the KV dtype, zeros where there are fewer, and adds them up: a
-/// thread has two elements of every kRows-th row. blockIdx.x is the head.
+/// Copies a head's representative rows, zeros where there are fewer, and adds them up: a thread has two elements of
+/// every kRows-th row. blockIdx.x is the head.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kQueryThreads) flex_queries_kernel(const __grid_constant__ FlexArgs args) {
   constexpr std::uint32_t kPairs = kDim / 2;
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kQueryThreads) flex_queries_kernel(const __gri
   const std::uint32_t head = blockIdx.x;
   const std::uint32_t pair = threadIdx.x % kPairs;
   const std::uint32_t turn = threadIdx.x / kPairs;
-  auto* const words = reinterpret_cast<std::uint32_t*>(item.queries) + head * std::uint64_t{kFlexRows} * kDim;
+  auto* const words = reinterpret_cast<std::uint32_t*>(item.queries) + head * kFlexRows * kPairs;
   const std::uint32_t first = item.count - item.rows;
   float2 sum = make_float2(0.f, 0.f);
 #pragma unroll 4
@@ -42,9 +43,7 @@ __global__ void __launch_bounds__(kQueryThreads) flex_queries_kernel(const __gri
     const bool there = row < item.rows;
     const float a = there ? load_query(item, args.shape, first + row, head, 2 * pair) : 0.f;
     const float b = there ? load_query(item, args.shape, first + row, head, 2 * pair + 1) : 0.f;
-    const Terms terms = split_any<T>(a, b);
-    words[row * kPairs + pair] = terms.high;
-    words[(kFlexRows + row) * kPairs + pair] = terms.low;
+    words[row * kPairs + pair] = round_query<T>(a, b);
     sum.x += a;
     sum.y += b;
   }

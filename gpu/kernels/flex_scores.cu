@@ -15,7 +15,7 @@ constexpr float kLog2OfE = 1.44269504088896340736f;
 /// are 32 w further on, adds its part of a block w chunks after the first.
 constexpr std::uint32_t kRing = 8;
 
-constexpr int blocks_at_once(int terms) { return terms == 1 ? 3 : 2; }
+constexpr int kBlocksAtOnce = 3;  ///< thread blocks on a multiprocessor
 
 /// One thread block: a split of one head's keys.
 struct Split {
@@ -24,6 +24,7 @@ struct Split {
   std::uint32_t begin = 0;
   std::uint32_t tiles = 0;
   std::uint32_t position = 0;  ///< of the warp's first row
+  std::uint32_t least = 0;     ///< of the first row of all
 };
 
 __device__ Split split_of(const FlexItem& item, std::uint32_t group) {
@@ -31,14 +32,13 @@ __device__ Split split_of(const FlexItem& item, std::uint32_t group) {
   if (split.index >= item.splits) return split;
   split.begin = split.index * item.split_keys;
   split.tiles = (min(item.split_keys, item.keys - split.begin) + kFlexTile - 1) / kFlexTile;
-  split.position = item.keys - item.rows + threadIdx.x / 32 * 32;
+  split.least = item.keys - item.rows;
+  split.position = split.least + threadIdx.x / 32 * 32;
   return split;
 }
 
 /// Whether a tile may have keys behind one of the block's rows. The same for all warps.
-__device__ bool has_later_keys(const FlexItem& item, std::uint32_t first) {
-  return first + kFlexTile > item.keys - item.rows + 1;
-}
+__device__ bool has_later_keys(const Split& split, std::uint32_t first) { return first + kFlexTile > split.least + 1; }
 
 /// One row's softmax as far as a lane has seen it, base 2.
 struct RowState {
@@ -82,19 +82,20 @@ __device__ void add_scores(RowState (&rows)[2][2], const FlexScores& scores, flo
   }
 }
 
-template <class T, int kDim, int kTerms>
-__global__ void __launch_bounds__(kFlexThreads, blocks_at_once(kTerms)) flex_stats_kernel(const __grid_constant__ FlexArgs args) {
+template <class T, int kDim>
+__global__ void __launch_bounds__(kFlexThreads, kBlocksAtOnce)
+    flex_stats_kernel(const __grid_constant__ FlexArgs args) {
   __shared__ FlexKeys<kDim> tiles[2];
   const FlexItem& item = args.items[blockIdx.y];
   const Split split = split_of(item, args.group);
   if (split.tiles == 0) return;
-  FlexQueries<kDim, kTerms> queries;
+  FlexQueries<kDim> queries;
   load_queries(queries, item, split.head);
   RowState rows[2][2];
   const float scale = args.score_scale * kLog2OfE;
   const auto use = [&](const FlexKeys<kDim>& tile, std::uint32_t i) {
     const std::uint32_t first = split.begin + i * kFlexTile;
-    const bool hide = has_later_keys(item, first);
+    const bool hide = has_later_keys(split, first);
 #pragma unroll 1
     for (int chunk = 0; chunk < kFlexKeys / kFlexChunk; ++chunk) {
       FlexScores scores;
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kFlexThreads, blocks_at_once(kTerms)) flex_sta
       add_scores(rows, scores, scale);
     }
   };
-  for_each_tile(tiles, item, split.begin, split.tiles, use, [](std::uint32_t) {});
+  for_each_tile(tiles, KeySource(item), split.begin, split.tiles, use, [](std::uint32_t) {});
   float2* const out = item.stats + (std::uint64_t{split.head} * item.splits + split.index) * kFlexRows;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -132,8 +133,7 @@ __global__ void __launch_bounds__(kFlexRows) flex_shift_kernel(const __grid_cons
   }
   const bool present = row < item.rows && mass > 0.f;
   const int rows = __syncthreads_count(present);
-  item.shifts[blockIdx.x * kFlexRows + row] =
-      present ? top + log2f(mass) + log2f(static_cast<float>(rows)) : INFINITY;
+  item.shifts[blockIdx.x * kFlexRows + row] = present ? top + log2f(mass) + log2f(static_cast<float>(rows)) : INFINITY;
 }
 
 template <int kDim>
@@ -181,15 +181,16 @@ __device__ void finish_diagonals(WeighMemory<kDim>& memory, Diagonals& diagonals
   __syncthreads();
 }
 
-template <class T, int kDim, int kTerms>
-__global__ void __launch_bounds__(kFlexThreads, blocks_at_once(kTerms)) flex_weigh_kernel(const __grid_constant__ FlexArgs args) {
+template <class T, int kDim>
+__global__ void __launch_bounds__(kFlexThreads, kBlocksAtOnce)
+    flex_weigh_kernel(const __grid_constant__ FlexArgs args) {
   __shared__ WeighMemory<kDim> memory;
   const FlexItem& item = args.items[blockIdx.y];
   const Split split = split_of(item, args.group);
   if (split.tiles == 0) return;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t warp = threadIdx.x / 32;
-  FlexQueries<kDim, kTerms> queries;
+  FlexQueries<kDim> queries;
   load_queries(queries, item, split.head);
   float shifts[2][2];
 #pragma unroll
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kFlexThreads, blocks_at_once(kTerms)) flex_wei
 
   const auto use = [&](const FlexKeys<kDim>& tile, std::uint32_t i) {
     const std::uint32_t first = split.begin + i * kFlexTile;
-    const bool hide = has_later_keys(item, first);
+    const bool hide = has_later_keys(split, first);
 #pragma unroll 1
     for (int chunk = 0; chunk < kFlexKeys / kFlexChunk; ++chunk) {
       FlexScores scores;
@@ -224,31 +225,27 @@ __global__ void __launch_bounds__(kFlexThreads, blocks_at_once(kTerms)) flex_wei
       pieces[i * kFlexTile + at] = settled(memory, 2 * i - 3, at);
     }
   };
-  for_each_tile(memory.tiles, item, split.begin, split.tiles, use, after);
+  for_each_tile(memory.tiles, KeySource(item), split.begin, split.tiles, use, after);
   finish_diagonals(memory, diagonals, 2 * split.tiles);
   pieces[split.tiles * kFlexTile + threadIdx.x] = settled(memory, 2 * split.tiles - 3, threadIdx.x);
 }
 
-/// Calls `use` with the two kernels of the arguments' type, head_dim and terms.
-template <class T, int kDim, class Use>
-void with_terms(const FlexArgs& args, const Use& use) {
-  args.terms == 1 ? use(flex_stats_kernel<T, kDim, 1>, flex_weigh_kernel<T, kDim, 1>)
-                  : use(flex_stats_kernel<T, kDim, 2>, flex_weigh_kernel<T, kDim, 2>);
+/// Calls `use` with the two kernels of a type and head_dim.
+template <class T, class Use>
+void with_dim(std::uint32_t head_dim, const Use& use) {
+  head_dim == 64 ? use(flex_stats_kernel<T, 64>, flex_weigh_kernel<T, 64>)
+                 : use(flex_stats_kernel<T, 128>, flex_weigh_kernel<T, 128>);
 }
 template <class Use>
-void with_kernels(const FlexArgs& args, const Use& use) {
-  if (args.dtype == DType::f16) {
-    args.head_dim == 64 ? with_terms<__half, 64>(args, use) : with_terms<__half, 128>(args, use);
-  } else {
-    args.head_dim == 64 ? with_terms<__nv_bfloat16, 64>(args, use) : with_terms<__nv_bfloat16, 128>(args, use);
-  }
+void with_kernels(DType dtype, std::uint32_t head_dim, const Use& use) {
+  dtype == DType::f16 ? with_dim<__half>(head_dim, use) : with_dim<__nv_bfloat16>(head_dim, use);
 }
 
 }  // namespace
 
 void launch_flex_scores(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
   const dim3 splits(args.group * extent.splits, extent.items);
-  with_kernels(args, [&](auto* stats, auto* weigh) {
+  with_kernels(args.dtype, args.head_dim, [&](auto* stats, auto* weigh) {
     stats<<<splits, kFlexThreads, 0, stream>>>(args);
     check(cudaGetLastError(), "launch the first pass of select_blocks");
     flex_shift_kernel<<<dim3(args.group, extent.items), kFlexRows, 0, stream>>>(args);
@@ -265,11 +262,7 @@ void load_flex_score_kernels() {
   };
   load(flex_shift_kernel);
   for (const DType dtype : {DType::f16, DType::bf16}) {
-    for (const std::uint32_t head_dim : {64u, 128u}) {
-      for (const std::uint32_t terms : {1u, 2u}) {
-        with_kernels({.dtype = dtype, .head_dim = head_dim, .terms = terms}, load);
-      }
-    }
+    for (const std::uint32_t head_dim : {64u, 128u}) with_kernels(dtype, head_dim, load);
   }
 }
 

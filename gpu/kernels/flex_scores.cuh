@@ -26,72 +26,79 @@ struct FlexKeys {
   [[nodiscard]] static __device__ int at(int row, int piece) { return row * kPieces + (piece ^ (row % 8)); }
 };
 
-/// A warp's queries as A fragments.
-template <int kDim, int kTerms>
+/// A warp's queries as A fragments [row tile][step of 16 elements].
+template <int kDim>
 struct FlexQueries {
-  std::uint32_t q[kTerms][2][kDim / 16][4];
+  std::uint32_t q[2][kDim / 16][4];
 };
 
 /// [row tile][column block][C fragment]: element 2 * half + e is (row 16 m + 8 half + g, key 8 n + 2t + e).
 using FlexScores = float[2][4][4];
 
-template <int kDim, int kTerms>
-__device__ void load_queries(FlexQueries<kDim, kTerms>& queries, const FlexItem& item, std::uint32_t head) {
+template <int kDim>
+__device__ void load_queries(FlexQueries<kDim>& queries, const FlexItem& item, std::uint32_t head) {
   const std::uint32_t lane = threadIdx.x % 32;
-  const auto* const words = reinterpret_cast<const std::uint32_t*>(item.queries) + head * std::uint64_t{kFlexRows} * kDim;
+  const auto* const words = reinterpret_cast<const std::uint32_t*>(item.queries) + head * kFlexRows * (kDim / 2);
 #pragma unroll
-  for (int term = 0; term < kTerms; ++term) {
+  for (int m = 0; m < 2; ++m) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
-      for (int step = 0; step < kDim / 16; ++step) {
-#pragma unroll
-        for (int part = 0; part < 4; ++part) {
-          const std::uint32_t row = threadIdx.x / 32 * 32 + 16 * m + part % 2 * 8 + lane / 4;
-          const std::uint32_t word = 8 * step + part / 2 * 4 + lane % 4;
-          queries.q[term][m][step][part] = words[(term * kFlexRows + row) * (kDim / 2) + word];
-        }
+      for (int part = 0; part < 4; ++part) {
+        const std::uint32_t row = threadIdx.x / 32 * 32 + 16 * m + part % 2 * 8 + lane / 4;
+        const std::uint32_t word = 8 * step + part / 2 * 4 + lane % 4;
+        queries.q[m][step][part] = words[row * (kDim / 2) + word];
       }
     }
   }
 }
 
+/// Where keys lie, in registers: copies clobber memory, and what is read from there would be read again for each.
+struct KeySource {
+  __device__ explicit KeySource(const FlexItem& item)
+      : base(item.base), frames(item.frames), keys(item.keys), page_tokens(item.page_tokens) {}
+  const std::byte* base;
+  const std::uint32_t* frames;
+  std::uint32_t keys;
+  std::uint32_t page_tokens;
+};
+
 /// Eight keys that begin at a multiple of 8 lie in one page. Lane i knows the row, counted from the base in rows of K
 /// and V, of the tile's group i % 8.
-__device__ inline std::uint32_t find_rows(const FlexItem& item, std::uint32_t first) {
+__device__ inline std::uint32_t find_rows(const KeySource& from, std::uint32_t first) {
   const std::uint32_t key = first + threadIdx.x % 8 * 8;
-  if (key >= item.keys) return 0;
-  const std::uint32_t page = key / item.page_tokens;
-  return item.frames[page] * 2 * item.page_tokens + key - page * item.page_tokens;
+  if (key >= from.keys) return 0;
+  const std::uint32_t page = key / from.page_tokens;
+  return from.frames[page] * 2 * from.page_tokens + key - page * from.page_tokens;
 }
 
 /// Starts copying the tile of keys from `first` on; zeros behind the last key.
 template <int kDim>
-__device__ void copy_keys(FlexKeys<kDim>& tile, const FlexItem& item, std::uint32_t first, std::uint32_t rows) {
+__device__ void copy_keys(FlexKeys<kDim>& tile, const KeySource& from, std::uint32_t first, std::uint32_t rows) {
   constexpr int kPieces = FlexKeys<kDim>::kPieces;
   constexpr int kAtOnce = kFlexThreads / kPieces;  // A warp's rows of one turn are in one group of 8.
   const int piece = static_cast<int>(threadIdx.x) % kPieces;
 #pragma unroll
   for (int i = 0; i < kFlexKeys / kAtOnce; ++i) {
     const int row = i * kAtOnce + static_cast<int>(threadIdx.x) / kPieces;
-    const std::uint64_t from = __shfl_sync(kAllLanes, rows, row / 8) + row % 8;
-    copy_async(&tile.k[FlexKeys<kDim>::at(row, piece)], item.base + from * (2 * kDim) + piece * 16,
-               first + row < item.keys);
+    const std::uint64_t at = __shfl_sync(kAllLanes, rows, row / 8) + row % 8;
+    copy_async(&tile.k[FlexKeys<kDim>::at(row, piece)], from.base + at * (2 * kDim) + piece * 16,
+               first + row < from.keys);
   }
 }
 
 /// Calls use(tile, i) for each tile of the keys from `begin` on, all threads together, and after(i) when all warps are
 /// done with it.
 template <int kDim, class Use, class After>
-__device__ void for_each_tile(FlexKeys<kDim> (&tiles)[2], const FlexItem& item, std::uint32_t begin, std::uint32_t count,
-                              const Use& use, const After& after) {
-  copy_keys(tiles[0], item, begin, find_rows(item, begin));
+__device__ void for_each_tile(FlexKeys<kDim> (&tiles)[2], const KeySource& from, std::uint32_t begin,
+                              std::uint32_t count, const Use& use, const After& after) {
+  copy_keys(tiles[0], from, begin, find_rows(from, begin));
   commit_copies();
-  std::uint32_t rows = find_rows(item, begin + kFlexTile);
+  std::uint32_t rows = find_rows(from, begin + kFlexTile);
   for (std::uint32_t i = 0; i < count; ++i) {
     if (i + 1 < count) {
-      copy_keys(tiles[(i + 1) % 2], item, begin + (i + 1) * kFlexTile, rows);
-      rows = find_rows(item, begin + (i + 2) * kFlexTile);
+      copy_keys(tiles[(i + 1) % 2], from, begin + (i + 1) * kFlexTile, rows);
+      rows = find_rows(from, begin + (i + 2) * kFlexTile);
     }
     commit_copies();  // An empty group behind the last tile, so that the wait below always means tile i.
     wait_copies<1>();
@@ -102,8 +109,8 @@ __device__ void for_each_tile(FlexKeys<kDim> (&tiles)[2], const FlexItem& item, 
   }
 }
 
-template <class T, int kDim, int kTerms>
-__device__ void score_chunk(FlexScores& scores, const FlexQueries<kDim, kTerms>& queries, const FlexKeys<kDim>& tile,
+template <class T, int kDim>
+__device__ void score_chunk(FlexScores& scores, const FlexQueries<kDim>& queries, const FlexKeys<kDim>& tile,
                             int chunk) {
   const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
@@ -122,12 +129,9 @@ __device__ void score_chunk(FlexScores& scores, const FlexQueries<kDim, kTerms>&
       const int row = chunk * kFlexChunk + (n + lane / 16) * 8 + lane % 8;
       load_matrices(b, &tile.k[FlexKeys<kDim>::at(row, 2 * step + lane / 8 % 2)]);
 #pragma unroll
-      for (int term = kTerms - 1; term >= 0; --term) {
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          mma<T>(scores[m][n], queries.q[term][m][step], b[0], b[1]);
-          mma<T>(scores[m][n + 1], queries.q[term][m][step], b[2], b[3]);
-        }
+      for (int m = 0; m < 2; ++m) {
+        mma<T>(scores[m][n], queries.q[m][step], b[0], b[1]);
+        mma<T>(scores[m][n + 1], queries.q[m][step], b[2], b[3]);
       }
     }
   }
@@ -246,7 +250,7 @@ struct Diagonals {
       const float other = __shfl_sync(kAllLanes, middle ? half[0][e] : half[1][e], static_cast<int>(two_on));
       quarter[e] = (middle ? half[1][e] : half[0][e]) + other;
     }
-    // From an even row to the one below: from the first of two columns to the second, from that to the next lane's first.
+    // From an even row to the one below: from a lane's first column to its second, from that to the next lane's first.
     const std::uint32_t below = (g ^ 1) * 4;
     const float second = __shfl_sync(kAllLanes, quarter[1], static_cast<int>(below + t));
     const float first = __shfl_sync(kAllLanes, quarter[0], static_cast<int>(below + (t + 1) % 4));
