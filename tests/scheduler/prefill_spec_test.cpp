@@ -1,0 +1,95 @@
+// Specs of prefill, the geometry of its blocks, and their text.
+
+#include <limits>
+#include <string>
+
+#include "sluice/error.hpp"
+#include "sluice/prefill.hpp"
+#include "tests/support/catch.hpp"
+
+namespace sluice::test {
+namespace {
+
+template <class F>
+std::string message_of(const F& f) {
+  try {
+    f();
+  } catch (const Error& error) {
+    REQUIRE(error.code() == Errc::invalid_argument);
+    return error.what();
+  }
+  return {};
+}
+
+std::string refusal(const FlexPrefillSpec& flex) {
+  return message_of([&] { validate(PrefillSpec{.mode = PrefillMode::flexprefill, .flex = flex}); });
+}
+
+bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+}  // namespace
+
+TEST_CASE("prefill modes are parsed and named", "[scheduler][prefill]") {
+  for (const PrefillMode mode : {PrefillMode::full, PrefillMode::flexprefill, PrefillMode::automatic}) {
+    REQUIRE(parse_prefill_mode(to_string(mode)) == mode);
+  }
+  REQUIRE(parse_prefill_mode("auto") == PrefillMode::automatic);
+  for (const char* wrong : {"", "Full", "automatic", "flexprefill ", "dense"}) {
+    CAPTURE(wrong);
+    const std::string message = message_of([&] { (void)parse_prefill_mode(wrong); });
+    REQUIRE(contains(message, ("\"" + std::string(wrong) + "\"").c_str()));
+    REQUIRE(contains(message, "full, flexprefill, auto"));
+  }
+}
+
+TEST_CASE("a prefill spec in range is valid", "[scheduler][prefill]") {
+  REQUIRE(refusal({}).empty());
+  REQUIRE(refusal({.gamma = 1.f, .tau = 1.f, .min_budget = 0}).empty());
+  REQUIRE(refusal({.gamma = std::numeric_limits<float>::min(), .tau = 0.f}).empty());
+  REQUIRE(refusal({.min_budget = 512, .max_budget = 512}).empty());
+  REQUIRE(refusal({.min_budget = 4'000'000'000u}).empty());
+  validate(PrefillSpec{});
+}
+
+TEST_CASE("a prefill spec out of range is refused by the name of its field", "[scheduler][prefill]") {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (const float gamma : {0.f, -0.5f, 1.001f, kNan}) {
+    CAPTURE(gamma);
+    REQUIRE(contains(refusal({.gamma = gamma}), "gamma is "));
+    REQUIRE(contains(refusal({.gamma = gamma}), "(0, 1]"));
+  }
+  for (const float tau : {-0.01f, 1.5f, kNan}) {
+    CAPTURE(tau);
+    REQUIRE(contains(refusal({.tau = tau}), "tau is "));
+    REQUIRE(contains(refusal({.tau = tau}), "[0, 1]"));
+  }
+  const std::string budget = refusal({.min_budget = 1'024, .max_budget = 512});
+  REQUIRE(contains(budget, "max_budget of 512 tokens is less than min_budget of 1024"));
+  REQUIRE(contains(budget, "raise it"));
+  // The first field that breaks its range is the one that is named.
+  REQUIRE(contains(refusal({.gamma = 0.f, .tau = 9.f}), "gamma"));
+}
+
+TEST_CASE("blocks of a chunk lie on the grid of positions", "[scheduler][prefill]") {
+  STATIC_REQUIRE(prefill_blocks(0, 0) == 0);
+  STATIC_REQUIRE(prefill_blocks(500, 0) == 0);
+  STATIC_REQUIRE(prefill_blocks(0, 1) == 1);
+  STATIC_REQUIRE(prefill_blocks(0, 128) == 1);
+  STATIC_REQUIRE(prefill_blocks(0, 129) == 2);
+  STATIC_REQUIRE(prefill_blocks(127, 2) == 2);
+  STATIC_REQUIRE(prefill_blocks(127, 1) == 1);
+  STATIC_REQUIRE(prefill_blocks(100, 300) == 4);
+  STATIC_REQUIRE(prefill_mask_words(0) == 0);
+  STATIC_REQUIRE(prefill_mask_words(1) == 1);
+  STATIC_REQUIRE(prefill_mask_words(32 * 128) == 1);
+  STATIC_REQUIRE(prefill_mask_words(32 * 128 + 1) == 2);
+  for (std::uint32_t first = 0; first < 400; first += 7) {
+    for (std::uint32_t count = 1; count < 400; count += 11) {
+      std::uint32_t touched = 1;
+      for (std::uint32_t i = first + 1; i < first + count; ++i) touched += i % kPrefillBlock == 0 ? 1u : 0u;
+      REQUIRE(prefill_blocks(first, count) == touched);
+    }
+  }
+}
+
+}  // namespace sluice::test
