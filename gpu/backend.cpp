@@ -6,6 +6,7 @@
 #include "gpu/kernels/cluster.hpp"
 #include "gpu/kernels/convert.hpp"
 #include "gpu/kernels/digest.hpp"
+#include "gpu/kernels/flex.hpp"
 #include "gpu/kernels/gather.hpp"
 #include "gpu/kernels/masses.hpp"
 #include "gpu/kernels/int4.hpp"
@@ -104,6 +105,7 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_quantize_kernels();
   load_score_int4_kernels();
   load_score_kernels();
+  load_select_blocks_kernels();
   load_signal_kernels();
   load_top_k_kernels();
   load_verify_kernels();
