@@ -112,8 +112,9 @@ inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t c
   }
 }
 
-/// One row of scores becomes weights relative to its new maximum; its sums so far are scaled to it.
-inline void soften_row(float* weights, std::uint32_t valid, float* out, std::uint32_t head_dim, float& top,
+/// One row of scores becomes weights relative to its new maximum; its sums so far are scaled to it. Called for every 64
+/// scores, which is too often for a call.
+[[gnu::always_inline]] inline void soften_row(float* weights, std::uint32_t valid, float* out, std::uint32_t head_dim, float& top,
                        float& mass) noexcept {
   for (std::uint32_t j = valid; j < kPrefillKeys; ++j) weights[j] = -__builtin_inff();
   const Vec old_top = Simd::set(top);
