@@ -24,12 +24,15 @@ constexpr float kKeyNoise = 0.25f;
 constexpr float kQueryNoise = 0.5f;
 
 constexpr std::uint32_t kSinks = 4;
-/// A passage of 128 keys lies somewhere in every 2,048.
-constexpr std::uint32_t kCell = 2048;
-constexpr std::uint32_t kPassageTokens = 128;
-/// Bands: the highest frequency, which gives a width of some 6 tokens; the far one's height beside the local one's.
-constexpr double kBandwidth = std::numbers::pi / 16;
-constexpr double kBandTokens = 6.0;
+/// A passage of 512 keys lies somewhere in every 8,192, the first one near the beginning.
+constexpr std::uint32_t kCell = 8192;
+constexpr std::uint32_t kPassageTokens = 512;
+constexpr std::uint32_t kFirstPassage = 1024;
+/// Bands: the highest frequency and how far they go down, log-spaced as RoPE's are; the plateau and the power-law tails
+/// that follow from it, as tokens of full height; the far band's height beside the local one's.
+constexpr double kHighest = std::numbers::pi / 16;
+constexpr double kOctaves = 8.0;
+constexpr double kBandTokens = 12.0;
 constexpr float kFarHeight = 0.93f;
 
 constexpr std::uint32_t kTopics = 16;
@@ -86,7 +89,7 @@ PromptPattern::PromptPattern(PromptStructure structure, const AttentionShape& sh
   constexpr std::uint64_t kUnit = 1u << 20;
   for (std::uint32_t p = 0; p < pairs_; ++p) {
     const double jitter = static_cast<double>(draw(places_, p, kUnit)) / kUnit;
-    frequency_.push_back(kBandwidth * (p + jitter) / pairs_);
+    frequency_.push_back(kHighest * std::exp2(-kOctaves * (p + jitter) / pairs_));
   }
   if (structure == PromptStructure::query_aware) {
     topics_.resize(std::uint64_t{shape.kv_heads} * kTopics * shape.head_dim);
@@ -94,7 +97,7 @@ PromptPattern::PromptPattern(PromptStructure structure, const AttentionShape& sh
   }
   for (std::uint32_t head = 0; head < shape.q_heads && pairs_ != 0; ++head) {
     // One band nearby, one at a distance of any order of magnitude.
-    const double local = 16.0 + draw(places_, kUnit + 2 * head, 32);
+    const double local = draw(places_, kUnit + 2 * head, 16);
     const double far = std::floor(256.0 * std::exp2(draw(places_, kUnit + 2 * head + 1, 1024) / 128.0));
     for (const double frequency : frequency_) {
       const double re = std::cos(frequency * local) + kFarHeight * std::cos(frequency * far);
@@ -125,7 +128,8 @@ void PromptPattern::key(std::uint32_t kv_head, std::uint32_t position, const flo
   out[kOutlier] += kOutlierSize;
   if (structure_ == PromptStructure::vertical_slash) {
     const std::uint64_t cell = position / kCell;
-    const std::uint32_t begin = draw(places_, (cell * shape_.kv_heads + kv_head + 1) << 24, kCell - kPassageTokens);
+    const std::uint32_t places = cell == 0 ? kFirstPassage : kCell - kPassageTokens;
+    const std::uint32_t begin = draw(places_, (cell * shape_.kv_heads + kv_head + 1) << 24, places);
     const bool wanted = position % kCell - begin < kPassageTokens;  // Wraps before the passage.
     if (wanted) out[kPassage] += kDirection * (1.f + 0.1f * random_normal(places_, row));
     if (position < kSinks) out[kSink] += kDirection;
