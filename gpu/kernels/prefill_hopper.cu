@@ -103,8 +103,11 @@ __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, co
     const std::uint32_t token = position + 8 * half - item.first;
     if (token >= item.count) continue;
     const float base = rows.top[half] == -INFINITY ? 0.f : rows.top[half] * scale;
-    write_row<kDim>(item, args, token, block.head, mass, base,
-                    [&](int n) { return make_float2(rows.out[4 * n + 2 * half], rows.out[4 * n + 2 * half + 1]); });
+    RowPart<kDim> part;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n)
+      part[n] = make_float2(rows.out[4 * n + 2 * half], rows.out[4 * n + 2 * half + 1]);
+    write_row<kDim>(item, args, token, block.head, mass, base, part);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "gpu/kernels/prefill.hpp"
 
@@ -27,14 +28,14 @@ __device__ inline void store_number(std::byte* data, DType dtype, std::uint64_t 
   }
 }
 
-/// Two numbers at an even index of an array that is aligned to two of them.
-__device__ inline void store_pair(std::byte* data, DType dtype, std::uint64_t index, float2 pair) {
-  if (dtype == DType::f32) {
-    *reinterpret_cast<float2*>(data + index * 4) = pair;
-  } else if (dtype == DType::f16) {
-    *reinterpret_cast<__half2*>(data + index * 2) = __float22half2_rn(pair);
+template <class Pair>
+__device__ Pair make_pair(float x, float y) {
+  if constexpr (std::is_same_v<Pair, float2>) {
+    return make_float2(x, y);
+  } else if constexpr (std::is_same_v<Pair, __half2>) {
+    return __floats2half2_rn(x, y);
   } else {
-    *reinterpret_cast<__nv_bfloat162*>(data + index * 2) = __float22bfloat162_rn(pair);
+    return __floats2bfloat162_rn(x, y);
   }
 }
 
@@ -65,36 +66,58 @@ __device__ inline RowShares share_row(float mass, float base, float earlier) {
   return {.now = a / (a + b) * inverse, .earlier = b / (a + b), .lse = top + logf(a + b)};
 }
 
-/// What one thread has of a row: columns 8 n + 2 t and + 1, as pair(n). The lanes t = 0..3 have the whole row.
-template <int kDim, class Pair>
+/// What one thread has of a row: columns 8 n + 2 t and + 1. The lanes t = 0..3 have the whole row.
+template <int kDim>
+using RowPart = float2[kDim / 8];
+
+template <class Pair, int kDim>
+__device__ void store_pairs(std::byte* row, const RowPart<kDim>& part) {
+  auto* const to = reinterpret_cast<Pair*>(row) + threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kDim / 8; ++n) to[4 * n] = make_pair<Pair>(part[n].x, part[n].y);
+}
+
+template <int kDim>
+__device__ void store_row(const PrefillItem& item, const PrefillShape& shape, std::uint64_t row,
+                          const RowPart<kDim>& part) {
+  if (!pairs_aligned(item, shape)) {
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+      store_number(item.out, shape.out_dtype, row + 8 * n + 2 * (threadIdx.x % 4), part[n].x);
+      store_number(item.out, shape.out_dtype, row + 8 * n + 2 * (threadIdx.x % 4) + 1, part[n].y);
+    }
+  } else if (shape.out_dtype == DType::f32) {
+    store_pairs<float2, kDim>(item.out + row * 4, part);
+  } else if (shape.out_dtype == DType::f16) {
+    store_pairs<__half2, kDim>(item.out + row * 2, part);
+  } else {
+    store_pairs<__nv_bfloat162, kDim>(item.out + row * 2, part);
+  }
+}
+
+/// Finishes a row of which `part` is the weighted sum of values, in what becomes the result.
+template <int kDim>
 __device__ void write_row(const PrefillItem& item, const PrefillArgs& args, std::uint32_t token, std::uint32_t head,
-                          float mass, float base, const Pair& pair) {
+                          float mass, float base, RowPart<kDim>& part) {
   const std::uint32_t t = threadIdx.x % 4;
   const std::uint64_t row = std::uint64_t{token} * args.group + head;
   const RowShares shares = share_row(mass, base, item.first_window ? -INFINITY : item.lse[row]);
-  float2* const so_far = reinterpret_cast<float2*>(item.so_far + row * kDim);  // Looked at between windows only.
-  const std::uint64_t at = token * args.shape.out_token_stride + head * args.shape.out_head_stride + 2 * t;
-  const bool pairs = pairs_aligned(item, args.shape);
+#pragma unroll
+  for (int n = 0; n < kDim / 8; ++n) part[n] = make_float2(part[n].x * shares.now, part[n].y * shares.now);
+  if (!item.first_window) {
+    const float2* const before = reinterpret_cast<const float2*>(item.so_far + row * kDim) + t;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+      part[n].x += shares.earlier * before[4 * n].x;
+      part[n].y += shares.earlier * before[4 * n].y;
+    }
+  }
   __syncwarp(0xfu << (threadIdx.x % 32 - t));  // The row's four lanes have read its lse.
   if (item.lse != nullptr && t == 0) item.lse[row] = shares.lse;
-#pragma unroll
-  for (int n = 0; n < kDim / 8; ++n) {
-    float2 value = pair(n);
-    value.x *= shares.now;
-    value.y *= shares.now;
-    if (!item.first_window) {
-      const float2 before = so_far[4 * n + t];
-      value.x += shares.earlier * before.x;
-      value.y += shares.earlier * before.y;
-    }
-    if (!item.last_window) {
-      so_far[4 * n + t] = value;
-    } else if (pairs) {
-      store_pair(item.out, args.shape.out_dtype, at + 8 * n, value);
-    } else {
-      store_number(item.out, args.shape.out_dtype, at + 8 * n, value.x);
-      store_number(item.out, args.shape.out_dtype, at + 8 * n + 1, value.y);
-    }
+  if (item.last_window) {
+    store_row<kDim>(item, args.shape, token * args.shape.out_token_stride + head * args.shape.out_head_stride, part);
+  } else {
+    store_pairs<float2, kDim>(reinterpret_cast<std::byte*>(item.so_far + row * kDim), part);
   }
 }
 

@@ -1,3 +1,4 @@
+#include "gpu/tuning.hpp"
 #include "sluice/error.hpp"
 #include "tests/gpu/prefill_support.hpp"
 
@@ -176,6 +177,22 @@ TEST_CASE("device prefill attends the blocks that a mask names and no others", "
   ChunkRun run(chunk);
   run.prefill();
   run.require_reference(rounding(chunk));
+}
+
+TEST_CASE("warpgroups prefill where queries have the KV dtype and tiles are made of whole parts of pages",
+          "[prefill]") {
+  const AttentionShape shape{.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 128};
+  const auto warpgroups = [&](std::uint32_t page_tokens, DType q_dtype, bool hopper) {
+    const PageLayout layout{.page_tokens = page_tokens, .head_dim = 128, .dtype = DType::bf16};
+    return gpu::prefill_variant(shape, layout, q_dtype, hopper).warpgroups;
+  };
+  for (const std::uint32_t page_tokens : {8u, 16u, 32u, 64u, 128u, 256u}) {
+    REQUIRE(warpgroups(page_tokens, DType::bf16, true));
+    REQUIRE_FALSE(warpgroups(page_tokens, DType::bf16, false));
+    REQUIRE_FALSE(warpgroups(page_tokens, DType::f32, true));
+    REQUIRE_FALSE(warpgroups(page_tokens, DType::f16, true));
+  }
+  for (const std::uint32_t page_tokens : {24u, 40u, 136u}) REQUIRE_FALSE(warpgroups(page_tokens, DType::bf16, true));
 }
 
 TEST_CASE("device prefill refuses windows that it could not carry on from", "[gpu][prefill]") {
