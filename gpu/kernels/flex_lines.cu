@@ -75,6 +75,7 @@ __device__ void enter_bin(Memory& memory, const Step& step, bool first) {
   double mass = 0.0;
   std::uint32_t count = 0;
   for (std::uint32_t i = 1; i <= per_lane; ++i) {
+    if (memory.count[top - i] == 0) continue;
     mass += mass_of(memory, step, top - i);
     count += memory.count[top - i];
   }

@@ -254,10 +254,11 @@ struct Diagonals {
     const std::uint32_t below = (g ^ 1) * 4;
     const float second = __shfl_sync(kAllLanes, quarter[1], static_cast<int>(below + t));
     const float first = __shfl_sync(kAllLanes, quarter[0], static_cast<int>(below + (t + 1) % 4));
-    if (g % 2 != 0) return;
-    const std::uint32_t block = 8 * (3 - g / 2);
-    to[31 - (block + ((g - 2 * t) & 7))] = quarter[0] + second;
-    to[31 - (block + ((g - 2 * t - 1) & 7))] = quarter[1] + first;
+    if (g % 2 == 0) {
+      const std::uint32_t block = 8 * (3 - g / 2);
+      to[31 - (block + ((g - 2 * t) & 7))] = quarter[0] + second;
+      to[31 - (block + ((g - 2 * t - 1) & 7))] = quarter[1] + first;
+    }
   }
 };
 
