@@ -33,4 +33,12 @@ if [ "$device" != host ]; then
       --page-tokens "$page" --steps 12 --policies "$policies" -o json --output "$out/layers-$page.json"
   done
 fi
+
+# Ways to prefill: what answers cost and whether they stay right, under dense and under sparse decoding.
+lengths=2K,8K
+[ "$device" = host ] || lengths=2K,8K,16K,32000
+"$sluice" eval --model "$root/tests/data/testbed" --device "$device" --tasks niah,multikey,kv --lengths "$lengths" \
+  --count 8 --audit 0 --policies full,sluice --prefill full,flexprefill@0.9,flexprefill@0.95,auto \
+  -o json --output "$out/prefill-tasks.json"
+"$sluice" bench prefill --device "$device" -o json --output "$out/prefill-layer.json"
 python3 "$root/tools/record_tables.py" "$out" | tee "$out/tables.md"

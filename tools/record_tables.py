@@ -109,13 +109,43 @@ def print_layers(found):
     table(head, body)
 
 
+def print_prefill_tasks(found):
+    print("Ways to prefill: accuracy\n")
+    cells = unique((r["task"], r["length_tokens"]) for r in found)
+    by_key = {(r["policy"], r["prefill"], r["task"], r["length_tokens"]): r for r in found}
+    ways = unique((r["policy"], r["prefill"]) for r in found)
+    head = ["policy", "prefill"] + [f"{task} {n // 1024}K" for task, n in cells]
+    table(head, [[code(p), w] + [cell(by_key[p, w, t, n]["accuracy"]) for t, n in cells] for p, w in ways])
+    print("Ways to prefill: cost\n")
+    body = []
+    for task, n in cells:
+        for way in unique(w for _, w in ways):
+            r = by_key[ways[0][0], way, task, n]
+            body.append([f"{task} {n // 1024}K", way, percent(r["blocks_share"]), percent(r["sparse_chunks_share"]),
+                         cell(r["prefill_ms"], "{:.0f}")])
+    table(["task", "prefill", "blocks computed", "chunks with a choice", "ms"], body)
+
+
+def print_prefill_layer(found):
+    print("Attention of one layer of a prompt\n")
+    table(["structure", "length", "chunk", "method", "ms", "choice ms", "TFLOP/s", "x dense", "blocks", "coverage", "p5",
+           "error", "query-aware"],
+          [[r["structure"], f"{r['length_tokens'] / 1024:g}K", f"{r['chunk_tokens'] / 1024:g}K", r["method"],
+            cell(r["total_ms"], "{:.3g}"), cell(r["select_ms"], "{:.3g}"), cell(r["tflops"], "{:.3g}"),
+            cell(r["speedup_over_dense"]), percent(r["blocks_share"]), cell(r["coverage_mean"], "{:.3f}"),
+            cell(r["coverage_p5"], "{:.3f}"), cell(r["output_error"], "{:.3f}"), percent(r["query_aware_share"])]
+           for r in found])
+
+
 def main():
     if len(sys.argv) != 2:
         sys.exit("usage: record_tables.py DIR")
     directory = pathlib.Path(sys.argv[1])
     for pattern, name, show in (("tasks*.json", "eval", print_tasks), ("tasks*.json", "lost", print_lost),
                                 ("sweep*.json", "eval", print_sweep),
-                                ("needles*.json", "needles", print_needles), ("layers*.json", "attention", print_layers)):
+                                ("needles*.json", "needles", print_needles), ("layers*.json", "attention", print_layers),
+                                ("prefill-tasks*.json", "eval", print_prefill_tasks),
+                                ("prefill-layer*.json", "prefill", print_prefill_layer)):
         found = rows(directory, pattern, name)
         if found:
             show(found)

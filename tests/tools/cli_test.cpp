@@ -37,7 +37,7 @@ std::size_t count_lines(const std::string& text) {
 
 TEST_CASE("help and version go to standard output and succeed", "[cli]") {
   for (const char* arguments :
-       {"--help", "run --help", "eval --help", "bench cpu --help", "doctor --help", "--version"}) {
+       {"--help", "run --help", "eval --help", "bench cpu --help", "bench prefill --help", "doctor --help", "--version"}) {
     const Outcome outcome = sluice::test::sluice(arguments);
     CAPTURE(arguments, outcome.err);
     CHECK(outcome.code == 0);
@@ -149,7 +149,10 @@ TEST_CASE("eval reports every policy at every task and length, and dense solves 
   }
   // The same seed, the same rows: nothing measured here depends on time, but for the time itself.
   const auto timeless = [](json results) {
-    for (json& row : results.at("eval")) row.erase("layer_us");
+    for (json& row : results.at("eval")) {
+      row.erase("layer_us");
+      row.erase("prefill_ms");
+    }
     return results;
   };
   CHECK(timeless(json::parse(sluice::test::sluice(arguments + "-o json").out).at("results")) ==

@@ -28,6 +28,7 @@ Prefilled prefilled(const Model& model, Runtime& runtime, const PrefillSpec& pre
   const auto start = Clock::now();
   session.prefill(tokens, {}, &result.cache);
   result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  runtime.synchronize();
   result.stats = session.stats().prompt;
   return result;
 }

@@ -131,9 +131,13 @@ void PromptPattern::key(std::uint32_t kv_head, std::uint32_t position, const flo
     const std::uint32_t places = cell == 0 ? kFirstPassage : kCell - kPassageTokens;
     const std::uint32_t begin = draw(places_, (cell * shape_.kv_heads + kv_head + 1) << 24, places);
     const bool wanted = position % kCell - begin < kPassageTokens;  // Wraps before the passage.
-    if (wanted) out[kPassage] += kDirection * (1.f + 0.1f * random_normal(places_, row));
-    if (position < kSinks) out[kSink] += kDirection;
-    for (std::uint32_t i = 0; i < 2 * pairs_; ++i) out[kFirstShared + i] += rotation[i];
+    if (position < kSinks) {
+      out[kSink] += kDirection;
+    } else if (wanted) {
+      out[kPassage] += kDirection * (1.f + 0.07f * random_normal(places_, row));
+    } else {  // Bands pass the others by: logits of both would multiply where they meet.
+      for (std::uint32_t i = 0; i < 2 * pairs_; ++i) out[kFirstShared + i] += rotation[i];
+    }
   } else if (structure_ == PromptStructure::query_aware) {
     const std::uint64_t block = position / kPrefillBlock;
     const std::uint32_t own = draw(keys_, block << 32 | kv_head, kTopics);

@@ -181,11 +181,13 @@ int run(const RunOptions& options) {
   const bool json_on_stdout = options.output.format == Format::json && target.is_stdout();
   const Generation generation = generator.run(prompt, !json_on_stdout);
 
+  runtime.synchronize();  // Counters of the prompt are complete then.
+  const Stats stats = session.stats();
   Report report{.command = "run", .config = config_of(options, policy, prefill, runtime_options)};
   report.extra = {{"text", generator.text(generation)}, {"tokens", generation.tokens}};
-  report.tables.push_back(summary(generation, prompt.size(), policy, session.stats(), shape));
+  report.tables.push_back(summary(generation, prompt.size(), policy, stats, shape));
   report.tables.push_back(first_token_table(
-      session.stats().prompt, {.prefill_ms = 1e3 * generation.prefill_s, .ttft_ms = 1e3 * generation.first_token_s}));
+      stats.prompt, {.prefill_ms = 1e3 * generation.prefill_s, .ttft_ms = 1e3 * generation.first_token_s}));
   const std::string rendered = render(report, options.output.format);
   if (target.is_stdout() && !json_on_stdout) {
     std::fputs(rendered.c_str(), stderr);

@@ -1,0 +1,140 @@
+// How prompts are prefilled: the flags, what run and eval say of it, and the benchmark.
+#include <map>
+#include <set>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/support/catch.hpp"
+#include "tests/tools/cli_process.hpp"
+
+using nlohmann::json;
+using sluice::test::contains;
+using sluice::test::is_one_error;
+using sluice::test::Outcome;
+
+namespace {
+
+const std::string kModel = std::string("--model '") + SLUICE_TEST_DATA + "/testbed' --threads 2 ";
+const std::string kFlex = "--prefill flexprefill@0.9 --min-budget 128 ";
+
+json results_of(const std::string& arguments) {
+  const Outcome outcome = sluice::test::sluice(arguments + " -o json");
+  CAPTURE(arguments, outcome.err);
+  REQUIRE(outcome.code == 0);
+  return json::parse(outcome.out).at("results");
+}
+
+/// Some 2,000 tokens of text.
+std::string long_prompt() {
+  std::string text;
+  for (int i = 0; i < 80; ++i) text += "The grass is green. The ";
+  return "--prompt '" + text + "' ";
+}
+
+}  // namespace
+
+TEST_CASE("a wrong way to prefill is refused by name, before anything runs", "[cli]") {
+  struct Case {
+    std::string arguments;
+    std::string named;
+  };
+  const std::string run = "run " + kModel + "--prompt a ";
+  const std::string eval = "eval " + kModel;
+  const auto wrong = GENERATE_COPY(values<Case>({
+      {run + "--prefill sparse", "full, flexprefill, auto"},
+      {run + "--prefill full,auto", "more than one mode"},
+      {run + "--prefill ''", "--prefill"},
+      {run + "--prefill flexprefill@x", "'flexprefill@x'"},
+      {run + "--prefill flexprefill@", "'flexprefill@'"},
+      {run + "--prefill full@0.9", "'full@0.9'"},
+      {run + "--prefill flexprefill@nan", "gamma"},
+      {run + "--gamma 0", "gamma"},
+      {run + "--gamma 1.01", "gamma"},
+      {run + "--tau 2", "tau"},
+      {run + "--min-budget -1", "--min-budget"},
+      {eval + "--prefill full,flexprefill@1.5", "gamma"},
+      {eval + "--prefill ,", "--prefill"},
+      {"bench prefill --structures odd", "vertical_slash, query_aware, uniform"},
+      {"bench prefill --gammas 0.9,2", "gamma"},
+      {"bench prefill --lengths 0", "--lengths"},
+      {"bench prefill --q-heads 7", "q_heads"},
+      {"bench prefill --chunk 0", "--chunk"},
+  }));
+  const Outcome outcome = sluice::test::sluice(wrong.arguments);
+  CAPTURE(wrong.arguments, outcome.out, outcome.err);
+  CHECK(outcome.code == 2);
+  CHECK(is_one_error(outcome));
+  CHECK(contains(outcome.err, wrong.named));
+}
+
+TEST_CASE("run says where the time to the first token went", "[cli]") {
+  const std::string prefill = GENERATE(std::string("--prefill full "), kFlex);
+  const json results = results_of("run " + kModel + prefill + long_prompt() + "--max-tokens 2");
+  CAPTURE(prefill);
+  const json& row = results.at("ttft").at(0);
+  CAPTURE(row.dump());
+  const double parts = row.at("attend_ms").get<double>() + row.at("select_ms").get<double>() +
+                       row.at("load_wait_ms").get<double>() + row.at("flush_wait_ms").get<double>() +
+                       row.at("rest_ms").get<double>();
+  CHECK(parts == Approx(row.at("prefill_ms").get<double>()));
+  CHECK(row.at("ttft_ms") >= row.at("prefill_ms"));
+  CHECK(row.at("ttft_ms") == results.at("run").at(0).at("ttft_ms"));
+  CHECK(row.at("attend_ms") > 0.0);
+  if (prefill == kFlex) {
+    CHECK(row.at("select_ms") > 0.0);
+    CHECK(row.at("blocks_share") < 1.0);
+    CHECK(row.at("sparse_chunks_share") == 1.0);
+  } else {
+    CHECK(row.at("select_ms") == 0.0);
+    CHECK(row.at("blocks_share") == 1.0);
+    CHECK(row.at("sparse_chunks_share") == 0.0);
+  }
+}
+
+TEST_CASE("eval holds ways to prefill against each other under every policy", "[cli]") {
+  const json rows = results_of("eval " + kModel + "--tasks niah --lengths 2K --count 2 --audit 0 --min-budget 256 "
+                               "--policies full,streaming --prefill full,flexprefill@0.95,auto").at("eval");
+  REQUIRE(rows.size() == 2 * 3);
+  std::map<std::string, double> blocks;
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    CHECK(row.at("prefill_ms") > 0.0);
+    blocks[row.at("prefill")] = row.at("blocks_share");
+    if (row.at("policy") == "full") CHECK(row.at("accuracy") == 1.0);
+  }
+  CHECK(blocks.size() == 3);
+  CHECK(blocks.at("full") == 1.0);
+  CHECK(blocks.at("flexprefill@0.95") < 0.9);
+  CHECK(blocks.at("auto@0.95") == 1.0);  // The prompt is short.
+}
+
+TEST_CASE("bench prefill checks and reports every method at every structure and chunk", "[cli]") {
+  const json rows = results_of("bench prefill --shape testbed --lengths 1K --chunk 512 --gammas 0.9 --min-budget 128 "
+                               "--threads 2 --repeat 1").at("prefill");
+  REQUIRE(rows.size() == 3 * 2 * 3);  // Structures, chunks, methods.
+  std::set<std::string> methods;
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    methods.insert(row.at("method"));
+    const double coverage = row.at("coverage_mean");
+    const double blocks = row.at("blocks_share");
+    CHECK(row.at("total_ms") > 0.0);
+    CHECK(coverage <= 1.0);
+    CHECK(coverage > 0.0);
+    if (row.at("method") == "flexprefill@0.9") {
+      CHECK(row.at("select_ms") > 0.0);
+      if (row.at("structure") != "uniform") {
+        CHECK(blocks < 1.0);
+        CHECK(coverage > blocks);
+      }
+      if (row.at("structure") == "query_aware") CHECK(row.at("query_aware_share") > 0.5);
+      if (row.at("structure") == "vertical_slash") CHECK(row.at("query_aware_share") < 0.5);
+    } else {
+      CHECK(blocks == 1.0);
+      CHECK(coverage == 1.0);
+      CHECK(row.at("output_error") == 0.0);
+    }
+  }
+  CHECK(methods == std::set<std::string>{"dense", "flexprefill@0.9", "auto@0.9"});
+}
