@@ -73,8 +73,8 @@ struct PrefillVariant {
       .dtype = layout.dtype, .head_dim = shape.head_dim, .head_tiles = shape.group() > 8 ? 2u : 1u, .scored = scored};
 }
 
-/// Which prefill kernel serves this shape. `warpgroups`: the device has the kernels for Hopper, whose copies bring whole
-/// pages or whole parts of pages into a tile of 128 keys.
+/// Which prefill kernel serves this shape. `warpgroups`: the device has the kernels for Hopper, whose copies bring
+/// whole pages or whole parts of pages into a tile of 128 keys.
 [[nodiscard]] constexpr PrefillVariant prefill_variant(const AttentionShape& shape, const PageLayout& layout,
                                                        DType q_dtype, bool warpgroups) noexcept {
   const bool pages_fit = kPrefillBlock % layout.page_tokens == 0 || layout.page_tokens == 2 * kPrefillBlock;

@@ -6,6 +6,25 @@ namespace sluice::gpu {
 namespace detail {
 namespace {
 
+template <int kDim>
+__device__ void write_rows(const HopperRows<kDim>& rows, const PrefillItem& item, const PrefillArgs& args,
+                           const QueryBlock& block, std::uint32_t position) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float mass = rows.mass[half];
+    mass += __shfl_xor_sync(kAllLanes, mass, 1);
+    mass += __shfl_xor_sync(kAllLanes, mass, 2);
+    const std::uint32_t token = position + 8 * half - item.first;
+    if (token >= item.count) continue;
+    const float base = rows.top[half] == -INFINITY ? 0.f : rows.top[half] * (args.score_scale * kLog2E);
+    RowPart<kDim> part;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n)
+      part[n] = make_float2(rows.out[4 * n + 2 * half], rows.out[4 * n + 2 * half + 1]);
+    write_row<kDim>(item, args, token, block.head, mass, base, part);
+  }
+}
+
 /// One warpgroup of two: attends 64 rows to the tiles of the ring.
 template <class T, int kDim>
 __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, const QueryBlock& block,
@@ -95,20 +114,7 @@ __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, co
     wait_products<0>();
     pin_registers(rows.out);
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float mass = rows.mass[half];
-    mass += __shfl_xor_sync(kAllLanes, mass, 1);
-    mass += __shfl_xor_sync(kAllLanes, mass, 2);
-    const std::uint32_t token = position + 8 * half - item.first;
-    if (token >= item.count) continue;
-    const float base = rows.top[half] == -INFINITY ? 0.f : rows.top[half] * scale;
-    RowPart<kDim> part;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n)
-      part[n] = make_float2(rows.out[4 * n + 2 * half], rows.out[4 * n + 2 * half + 1]);
-    write_row<kDim>(item, args, token, block.head, mass, base, part);
-  }
+  write_rows(rows, item, args, block, position);
 }
 
 template <class T, int kDim>
