@@ -39,13 +39,13 @@ RuntimeOptions golden_options() {
 }
 
 /// Prefills and decodes every golden prompt; the same tokens and logits must come out however KV is kept.
-void check_golden(const RuntimeOptions& options, const std::string& policy) {
+void check_golden(const RuntimeOptions& options, const std::string& policy, const PrefillSpec& prefill = {}) {
   Runtime runtime(options);
   const auto cases = test::golden_cases();
   REQUIRE(cases.size() == 3);
   for (const GoldenCase& golden : cases) {
     CAPTURE(golden.prompt.size(), policy, options.page_tokens, options.prefill_chunk, to_string(options.placement));
-    Session session(testbed_model(), runtime, parse_policy(policy));
+    Session session(testbed_model(), runtime, parse_policy(policy), prefill);
     session.prefill(golden.prompt);
     CHECK(session.tokens() == golden.prompt.size());
     CHECK(max_abs_diff(session.logits(), golden.logits) < 2e-3f);
@@ -76,6 +76,13 @@ TEST_CASE("the golden tokens come out at every page size and placement", "[llama
   options.placement =
       GENERATE(PlacementMode::hybrid, PlacementMode::stream, PlacementMode::near, PlacementMode::automatic);
   check_golden(options, "full");
+}
+
+TEST_CASE("the golden tokens come out of a prompt whose blocks were chosen to hold all attention",
+          "[llama][golden][session]") {
+  RuntimeOptions options = golden_options();
+  options.prefill_chunk = GENERATE(300u, 512u, 4096u);
+  check_golden(options, "full", {.mode = PrefillMode::flexprefill, .flex = {.gamma = 1.f, .min_budget = 128}});
 }
 
 TEST_CASE("the golden tokens come out at every near share and near pool", "[llama][golden][session]") {

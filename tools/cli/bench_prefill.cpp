@@ -9,6 +9,7 @@
 #include "tools/cli/bench.hpp"
 #include "tools/cli/bench_shapes.hpp"
 #include "tools/cli/device_flags.hpp"
+#include "tools/cli/prefill_automatic.hpp"
 #include "tools/cli/prefill_check.hpp"
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/prefill_layer.hpp"
@@ -37,9 +38,6 @@ struct BenchPrefillOptions {
 
 /// Rows whose outputs are held against dense attention's.
 constexpr std::uint32_t kComparedRows = 1024;
-/// The rule of the runtime's `auto`: after a choice that keeps more than this, so many chunks are dense.
-constexpr double kNearlyAll = 0.85;
-constexpr std::uint32_t kDenseChunks = 8;
 
 /// One length and structure, in device memory.
 struct Prompt {
@@ -97,9 +95,9 @@ class PrefillBench {
   void make_table() {
     using Show = Column::Show;
     table_ = {.key = "prefill",
-              .title = "Attention of one layer of a prompt (median; ratios to dense in the same run; TFLOP/s of what is "
-                       "computed; coverage: softmax mass that was attended, over rows and heads; error: L2, relative "
-                       "to dense)",
+              .title = "Attention of one layer of a prompt (median; ratios to dense in the same run; TFLOP/s of what "
+                       "is computed; coverage: softmax mass that was attended, over rows and heads; error: L2, "
+                       "relative to dense)",
               .columns = {{"structure", "structure"},
                           {"length_tokens", "length"},
                           {"chunk_tokens", "chunk"},
@@ -149,7 +147,7 @@ class PrefillBench {
       const std::vector<Json> cells = measure(prompt, pass, name, spec, dense);
       add_row(prompt, chunk, name, cells);
       const std::string automatic = to_text({.mode = PrefillMode::automatic, .flex = spec});
-      const std::vector<bool> plan = automatic_plan(pass);
+      const std::vector<bool> plan = automatic_plan(pass, options_.shape.q_heads, crossover());
       const auto chosen = std::count(plan.begin(), plan.end(), true);
       const bool mixed = chosen != 0 && chosen != std::ssize(plan);
       if (mixed) pass.plan(plan);
@@ -190,29 +188,6 @@ class PrefillBench {
             coverage.percentile(0.05),
             error,
             static_cast<double>(query_aware) / static_cast<double>(heads)};
-  }
-
-  /// The chunks in which the runtime's `auto` would choose, going by what was chosen in all of them: none below the
-  /// device's crossover, and none for a while after a choice that kept nearly everything.
-  [[nodiscard]] std::vector<bool> automatic_plan(const PrefillPass& pass) const {
-    const std::vector<PrefillChoice> choices = pass.choices();
-    std::vector<bool> plan;
-    std::uint32_t dense_chunks = 0;
-    for (std::size_t c = 0; c < pass.chunks(); ++c) {
-      plan.push_back(pass.keys(c) >= device_->backend().sparse_prefill_from() && dense_chunks == 0);
-      if (!plan.back()) {
-        dense_chunks -= std::min(dense_chunks, 1u);
-        continue;
-      }
-      double kept = 0.0, causal = 0.0;
-      for (std::uint32_t head = 0; head < options_.shape.q_heads; ++head) {
-        const PrefillChoice& choice = choices[c * options_.shape.q_heads + head];
-        kept += static_cast<double>(choice.kept);
-        causal += static_cast<double>(choice.causal);
-      }
-      if (kept > kNearlyAll * causal) dense_chunks = kDenseChunks;
-    }
-    return plan;
   }
 
   /// Rate for so many (query, key) pairs in every query head.
@@ -298,7 +273,8 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
                       "Comma list of prompt lengths in tokens, K allowed [default: 2K,8K on the host, "
                       "4K,16K,64K,128K,256K on a GPU]");
   command
-      ->add_option("--structures", options->structures, "Comma list of vertical_slash, query_aware, uniform (the worst)")
+      ->add_option("--structures", options->structures,
+                   "Comma list of vertical_slash, query_aware, uniform (the worst)")
       ->capture_default_str();
   command->add_option("--gammas", options->gammas, "Comma list of FlexPrefill's gamma; \"\": dense attention alone")
       ->capture_default_str();

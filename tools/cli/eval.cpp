@@ -4,14 +4,10 @@
 #include "sluice/error.hpp"
 #include "tools/cli/command.hpp"
 #include "tools/cli/device_flags.hpp"
-#include "tools/cli/eval_synthetic.hpp"
-#include "tools/cli/eval_tasks.hpp"
+#include "tools/cli/eval_report.hpp"
 #include "tools/cli/model_source.hpp"
-#include "tools/cli/plot.hpp"
 #include "tools/cli/prefill_flags.hpp"
-#include "tools/cli/prompt_columns.hpp"
 #include "tools/cli/prompt.hpp"
-#include "tools/cli/stats_columns.hpp"
 #include "tools/cli/values.hpp"
 #include "tools/llama/tokenizer.hpp"
 
@@ -33,12 +29,6 @@ struct EvalOptions {
   RuntimeFlags runtime;
   DeviceFlags device;
   OutputOptions output;
-};
-
-/// A policy as the user wrote it, for tables.
-struct NamedPolicies {
-  std::vector<std::string> names;
-  std::vector<PolicySpec> specs;
 };
 
 NamedPolicies policies_of(const std::string& text) {
@@ -104,122 +94,6 @@ Json config_of(const EvalOptions& options, const NamedPolicies& policies, std::s
           {"audit_every", options.runtime.options.audit_every},
           {"device", options.device.device}};
 }
-
-Json per_step(std::uint64_t bytes, const Stats& stats) {
-  return stats.steps == 0 ? Json() : Json(static_cast<double>(bytes) / static_cast<double>(stats.steps));
-}
-
-/// Share of heads and steps whose coverage reached the mass that the policy aims at; null if it aims at none.
-Json reached(const PolicySpec& spec, const Stats& stats) {
-  const BudgetKind kind = spec.budget.kind;
-  const bool aims = spec.sources != 0 && !spec.uses(Source::all) && kind != BudgetKind::top_k && kind != BudgetKind::sampled;
-  return aims && stats.coverage.count() != 0 ? Json(stats.coverage.share_above(spec.budget.mass)) : Json();
-}
-
-class EvalReport {
- public:
-  EvalReport(const NamedPolicies& policies, const AttentionShape& shape) : policies_(policies), shape_(shape) {
-    plot_ = {.title = "Accuracy against bytes of K, V and digests read",
-             .x_title = "bytes, share of dense attention's",
-             .y_title = "accuracy",
-             .series = {}};
-    lost_.columns = {{"task", "task"},        {"length_tokens", "length"},        {"policy", "policy"}, {"prefill", "prefill"},
-                     {"accuracy", "accuracy", 2}, {"layer", "layer"},             {"head", "head"},
-                     {"wanted_steps", "steps"}, {"wanted_mass", "wanted", 3}, {"kept_share", "kept", 3}};
-  }
-
-  /// `prefill`: the mode's text, shown in the plot if there are several.
-  void add(const Cell& cell, const std::string& prefill, bool several, const std::vector<TaskScore>& scores) {
-    for (std::size_t p = 0; p < scores.size(); ++p) {
-      const TaskScore& score = scores[p];
-      const double accuracy = static_cast<double>(score.solved) / score.prompts;
-      std::vector<Column> columns = {{"task", "task"},       {"length_tokens", "length"},
-                                     {"policy", "policy"},   {"prefill", "prefill"}, {"page_tokens", "page"},
-                                     {"prompts", "prompts"}, {"accuracy", "accuracy", 2}};
-      std::vector<Json> row = {to_string(cell.kind), cell.length,   policies_.names[p], prefill,
-                               score.page_tokens,    score.prompts, accuracy};
-      append_blocks(score.prompt, columns, row);
-      columns.push_back({"prefill_ms", "prefill ms", 1});
-      row.push_back(1e3 * score.prefill_s / score.prompts);
-      append_stats(score.stats, shape_, columns, row);
-      columns.push_back({"link_bytes_per_step", "link B/step"});
-      row.push_back(per_step(score.link_bytes, score.stats));
-      columns.push_back({"reached_share", "reached", 1, Column::Show::percent});
-      row.push_back(reached(policies_.specs[p], score.stats));
-      tasks_.columns = std::move(columns);
-      tasks_.rows.push_back(std::move(row));
-      add_lost(cell, p, prefill, accuracy, score);
-      const Stats& stats = score.stats;
-      if (stats.dense_bytes == 0) continue;
-      series(several ? policies_.names[p] + ", " + prefill : policies_.names[p]).points.push_back(
-          {static_cast<double>(stats.near_bytes + stats.far_bytes) / static_cast<double>(stats.dense_bytes), accuracy});
-    }
-  }
-
-  void add(const NeedleOptions& options, const std::vector<NeedleScore>& scores, const AttentionShape& shape) {
-    for (std::size_t p = 0; p < scores.size(); ++p) {
-      const NeedleScore& score = scores[p];
-      std::vector<Column> columns = {{"length_tokens", "length"}, {"needles", "needles"}, {"policy", "policy"},
-                                     {"page_tokens", "page"}, {"found", "found", 3}};
-      std::vector<Json> row = {options.tokens, options.needles, policies_.names[p], score.page_tokens,
-                               score.audited.watched.share_above(0.5)};
-      append_stats(score.audited, shape, columns, row);
-      const auto time = std::find_if(columns.begin(), columns.end(), [](const Column& c) { return c.key == "layer_us"; });
-      row[static_cast<std::size_t>(time - columns.begin())] = score.layer_us;
-      columns.push_back({"link_bytes_per_step", "link B/step"});
-      row.push_back(per_step(score.link_bytes, score.audited));
-      columns.push_back({"reached_share", "reached", 1, Column::Show::percent});
-      row.push_back(reached(policies_.specs[p], score.audited));
-      needles_.columns = std::move(columns);
-      needles_.rows.push_back(std::move(row));
-    }
-  }
-
-  [[nodiscard]] std::vector<Table> tables() const {
-    std::vector<Table> tables;
-    for (const Table* table : {&tasks_, &lost_, &needles_}) {
-      if (!table->rows.empty()) tables.push_back(*table);
-    }
-    return tables;
-  }
-  [[nodiscard]] std::string svg() const { return to_svg(plot_); }
-
- private:
-  /// Of this name, a new one if need be.
-  PlotSeries& series(const std::string& name) {
-    const auto known = std::find_if(plot_.series.begin(), plot_.series.end(), [&](const auto& s) { return s.name == name; });
-    if (known != plot_.series.end()) return *known;
-    return plot_.series.emplace_back(PlotSeries{.name = name, .points = {}});
-  }
-
-  /// The heads that wanted the answer most and got least of it, for a policy that fails.
-  void add_lost(const Cell& cell, std::size_t policy, const std::string& prefill, double accuracy,
-                const TaskScore& score) {
-    constexpr double kGood = 0.95;
-    constexpr std::size_t kNamed = 3;
-    if (accuracy >= kGood) return;
-    std::vector<LostHead> heads = score.lost;
-    std::stable_sort(heads.begin(), heads.end(),
-                     [](const LostHead& a, const LostHead& b) { return a.mass - a.kept > b.mass - b.kept; });
-    for (std::size_t i = 0; i < std::min(kNamed, heads.size()); ++i) {
-      const LostHead& head = heads[i];
-      if (head.steps == 0) break;
-      lost_.rows.push_back({to_string(cell.kind), cell.length, policies_.names[policy], prefill, accuracy, head.layer,
-                            head.head, head.steps, head.mass / static_cast<double>(head.steps), head.kept / head.mass});
-    }
-  }
-
-  const NamedPolicies& policies_;
-  AttentionShape shape_;
-  Table tasks_{.key = "eval", .title = kStatsNote};
-  Table lost_{.key = "lost",
-              .title = "Who lost the answer, for accuracies below 0.95: the heads that missed most of the mass they "
-                       "wanted on the answer's tokens, over the failed prompts"};
-  Table needles_{.key = "needles",
-                 .title = "Needles in synthetic attention, new ones in every step; found: heads and steps that attended at "
-                          "least half of the mass on them"};
-  Plot plot_;
-};
 
 int run(const EvalOptions& options) {
   const NamedPolicies policies = policies_of(options.policies);

@@ -53,7 +53,8 @@ PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex) {
   PrefillSpec spec{.mode = parse_prefill_mode(text.substr(0, at)), .flex = flex};
   if (at < text.size()) {
     if (spec.mode == PrefillMode::full) {
-      throw Error(Errc::invalid_argument, "--prefill: '" + std::string(text) + "': full attends everything; drop the @");
+      throw Error(Errc::invalid_argument,
+                "--prefill: '" + std::string(text) + "': full attends everything; drop the @");
     }
     spec.flex.gamma = parse_gamma(text.substr(at + 1), text);
   }

@@ -36,8 +36,8 @@ void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list);
 /// The `config` part of a report.
 [[nodiscard]] Json to_json(const PrefillSpec& spec);
 
-/// Sets the prompt tokens per call unless the user did: many on a GPU, whose kernels want work, and many where blocks are
-/// chosen, which every chunk does anew from its last 128 queries.
+/// Sets the prompt tokens per call unless the user did: many on a GPU, whose kernels want work, and many where blocks
+/// are chosen, which every chunk does anew from its last 128 queries.
 void choose_chunk(RuntimeFlags& flags, const Device* device, std::span<const PrefillSpec> prefills);
 
 }  // namespace sluice::tools

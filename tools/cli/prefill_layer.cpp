@@ -62,7 +62,8 @@ PrefillLayer::PrefillLayer(const PrefillLayerOptions& options, Device& device, S
         {.to = queries_->data() + begin * token_bytes, .from = queries->data(), .bytes = count * token_bytes}};
     const std::uint64_t bytes = div_up(count, layout.page_tokens) * layout.page_bytes();
     for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
-      copies.push_back({.to = view(head).page(begin / layout.page_tokens), .from = pages->data() + head * bytes, .bytes = bytes});
+      std::byte* const to = view(head).page(begin / layout.page_tokens);
+      copies.push_back({.to = to, .from = pages->data() + head * bytes, .bytes = bytes});
     }
     stream.copy(copies);
     stream.synchronize(Clock::now() + kPatience);

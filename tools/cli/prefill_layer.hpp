@@ -58,7 +58,9 @@ class PrefillPass {
   [[nodiscard]] std::size_t chunks() const noexcept { return chunks_.size(); }
   [[nodiscard]] bool chooses(std::size_t chunk) const noexcept { return chosen_[chunk]; }
   /// Keys that a chunk sees.
-  [[nodiscard]] std::uint32_t keys(std::size_t chunk) const noexcept { return chunks_[chunk].first + chunks_[chunk].count; }
+  [[nodiscard]] std::uint32_t keys(std::size_t chunk) const noexcept {
+    return chunks_[chunk].first + chunks_[chunk].count;
+  }
 
   void choose(const FlexPrefillSpec& spec);
   /// What the plan and the last choice say.

@@ -170,7 +170,8 @@ void PromptPattern::query(std::uint32_t q_head, std::uint32_t position, const fl
 }
 
 /// The logits that give the head's shares over a background of `position` keys, whose scores have the bands' variance.
-void PromptPattern::add_patterns(std::uint32_t q_head, std::uint32_t position, const float* rotation, float* out) const {
+void PromptPattern::add_patterns(std::uint32_t q_head, std::uint32_t position, const float* rotation,
+                                 float* out) const {
   const Shares& shares = kShares[q_head % kShares.size()];
   const double keys = position + 1.0;
   // Bands of height s bring a background variance of 2 c s^2; s - c s^2 is their logit over the background's.

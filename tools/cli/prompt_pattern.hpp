@@ -51,7 +51,7 @@ class PromptPattern {
   std::uint32_t pairs_;
   std::vector<double> frequency_;  ///< [pairs] radians per token
   std::vector<float> topics_;      ///< [kv_heads, topics, head_dim]
-  std::vector<float> bands_;       ///< [q_heads, pairs, 2] sum over the bands of weight * exp(-i * frequency * distance)
+  std::vector<float> bands_;       ///< [q_heads, pairs, 2] sum of height * exp(-i * frequency * distance)
 };
 
 }  // namespace sluice::tools
