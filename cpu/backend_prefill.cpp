@@ -15,8 +15,8 @@ constexpr std::uint32_t kBlockRows = 240;
 /// A chunk too short to give every thread a few such blocks is cut finer, down to this.
 constexpr std::uint32_t kLeastRows = 48;
 
-/// Some consecutive tokens of one task: all heads of its group, or with a choice of blocks one head, whose choice is its
-/// own, in one block of queries.
+/// Some consecutive tokens of one task: all heads of its group, or with a choice of blocks one head, whose choice is
+/// its own, in one block of queries.
 struct Block {
   const PrefillTask* task = nullptr;
   std::uint32_t begin = 0;  ///< token of the chunk
@@ -52,7 +52,8 @@ void add_chosen_blocks(const PrefillTask& task, std::uint32_t group, std::vector
   const std::uint32_t* bits = task.blocks;
   for (std::uint32_t head = 0; head < group; ++head) {
     for (std::uint32_t begin = 0; begin < task.count; bits += words) {
-      const std::uint32_t end = std::min(task.count, (((task.first + begin) / kPrefillBlock + 1) * kPrefillBlock) - task.first);
+      const std::uint32_t end =
+          std::min(task.count, (((task.first + begin) / kPrefillBlock + 1) * kPrefillBlock) - task.first);
       Block block{.task = &task, .begin = begin, .count = end - begin, .head = head, .heads = 1, .bits = bits};
       for (std::uint32_t i = 0; i < words; ++i) block.work += std::popcount(bits[i]) * kPrefillBlock * block.count;
       blocks.push_back(block);
@@ -139,7 +140,8 @@ void check_windows(const PrefillTask& task) {
 
 }  // namespace
 
-void Backend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape, Stream*) {
+void Backend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
+                      Stream*) {
   if (tasks.empty()) return;
   for (const PrefillTask& task : tasks) {
     check("prefill", shape, task.kv.layout);

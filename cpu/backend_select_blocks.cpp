@@ -1,5 +1,5 @@
-// FlexPrefill's choice of blocks. What costs are the products of the representative queries with all keys, twice: once for
-// every row's maximum and sum, once for the attention itself, of which only a block exists at a time.
+// FlexPrefill's choice of blocks. What costs are the products of the representative queries with all keys, twice: once
+// for every row's maximum and sum, once for the attention itself, of which only a block exists at a time.
 
 #include <algorithm>
 #include <bit>
@@ -43,11 +43,11 @@ struct Chunk {
   std::uint32_t ranges;
   std::uint64_t column_stride;
   std::vector<const std::byte*> pages;
-  std::vector<float> q;          ///< [heads, kPrefillBlock, head_dim] the representative rows
-  std::vector<float> top;        ///< [ranges, heads, kPrefillBlock]; of all keys in the first
-  std::vector<float> mass;       ///< likewise, then 1 / mass
-  std::vector<float> key_means;  ///< [key blocks, head_dim]
-  std::vector<float> columns;    ///< [heads, column_stride]
+  std::vector<float> q;                   ///< [heads, kPrefillBlock, head_dim] the representative rows
+  std::vector<float> top;                 ///< [ranges, heads, kPrefillBlock]; of all keys in the first
+  std::vector<float> mass;                ///< likewise, then 1 / mass
+  std::vector<float> key_means;           ///< [key blocks, head_dim]
+  std::vector<float> columns;             ///< [heads, column_stride]
   std::vector<float> diagonals_by_range;  ///< [ranges, heads, diagonals()]
 };
 
@@ -59,8 +59,8 @@ struct Piece {
 
 class BlockSelection {
  public:
-  BlockSelection(const Workers& workers, const Kernels& kernels, const FlexPrefillSpec& spec, const PrefillShape& strides,
-                 const AttentionShape& shape)
+  BlockSelection(const Workers& workers, const Kernels& kernels, const FlexPrefillSpec& spec,
+                 const PrefillShape& strides, const AttentionShape& shape)
       : workers_(workers), kernels_(kernels), spec_(spec), strides_(strides), shape_(shape) {}
 
   void run(std::span<const SelectBlocksTask> tasks) {
@@ -111,12 +111,9 @@ class BlockSelection {
     chunk.columns.resize(chunk.heads * chunk.column_stride);
     chunk.diagonals_by_range.resize(chunk.ranges * chunk.heads * Chunk::diagonals());
     for (std::uint32_t head = 0; head < chunk.heads; ++head) {
-      load_queries({.q = chunk.task->q,
-                    .begin = chunk.task->count - chunk.rows,
-                    .count = chunk.rows,
-                    .head = head,
-                    .heads = 1},
-                   strides_, kernels_, dim, chunk.q.data() + std::size_t{head} * kPrefillBlock * dim);
+      load_queries(
+          {.q = chunk.task->q, .begin = chunk.task->count - chunk.rows, .count = chunk.rows, .head = head, .heads = 1},
+          strides_, kernels_, dim, chunk.q.data() + std::size_t{head} * kPrefillBlock * dim);
     }
   }
 
@@ -148,7 +145,8 @@ class BlockSelection {
     kernels_for(kernels_, chunk.task->kv.layout.dtype).representative_masses(rows);
   }
 
-  /// The maximum of every row over all ranges, and its share of the mean over the rows: rows without a number count not.
+  /// The maximum of every row over all ranges, and its share of the mean over the rows: rows without a number count
+  /// not.
   static void join_masses(Chunk& chunk) {
     for (std::uint32_t head = 0; head < chunk.heads; ++head) {
       std::uint32_t present = 0;
@@ -157,7 +155,8 @@ class BlockSelection {
         double mass = 0.0;
         for (std::size_t i = row; i < chunk.top.size(); i += chunk.states()) top = std::max(top, chunk.top[i]);
         for (std::size_t i = row; i < chunk.top.size(); i += chunk.states()) {
-          mass += static_cast<double>(chunk.mass[i]) * std::exp(static_cast<double>(chunk.top[i]) - static_cast<double>(top));
+          mass += static_cast<double>(chunk.mass[i]) *
+                  std::exp(static_cast<double>(chunk.top[i]) - static_cast<double>(top));
         }
         chunk.top[row] = top;
         chunk.mass[row] = mass > 0.0 ? static_cast<float>(1.0 / mass) : 0.f;
@@ -180,7 +179,8 @@ class BlockSelection {
     for (std::uint32_t range = 0; range < chunk.ranges; ++range) {
       const std::uint32_t begin = range * kRangeKeys;
       const std::uint64_t count = representative_diagonals(std::min(kRangeKeys, chunk.keys - begin));
-      const float* const from = chunk.diagonals_by_range.data() + range * chunk.heads * Chunk::diagonals() + head * count;
+      const float* const from =
+          chunk.diagonals_by_range.data() + range * chunk.heads * Chunk::diagonals() + head * count;
       for (std::uint64_t c = 0; c < count; ++c) {
         const std::int64_t distance = origin - begin - static_cast<std::int64_t>(c);
         if (distance >= 0 && distance < std::int64_t{chunk.keys}) lines[static_cast<std::size_t>(distance)] += from[c];
@@ -190,7 +190,8 @@ class BlockSelection {
   }
 
   /// Scores of a mean query, scaled, with the mean keys of blocks 0 .. blocks - 1, softened.
-  [[nodiscard]] std::vector<double> pooled(const Chunk& chunk, const std::vector<double>& query, std::uint32_t blocks) const {
+  [[nodiscard]] std::vector<double> pooled(const Chunk& chunk, const std::vector<double>& query,
+                                           std::uint32_t blocks) const {
     std::vector<double> scores(blocks);
     const float* key = chunk.key_means.data();
     for (double& score : scores) {
@@ -206,7 +207,8 @@ class BlockSelection {
     thread_local Scratch scratch;
     const std::uint32_t dim = shape_.head_dim;
     float* const q = scratch.floats(std::uint64_t{count} * dim);
-    load_queries({.q = chunk.task->q, .begin = begin, .count = count, .head = head, .heads = 1}, strides_, kernels_, dim, q);
+    load_queries({.q = chunk.task->q, .begin = begin, .count = count, .head = head, .heads = 1}, strides_, kernels_,
+                 dim, q);
     std::vector<double> mean(dim);
     for (std::uint32_t t = 0; t < count; ++t) {
       for (std::uint32_t c = 0; c < dim; ++c) mean[c] += static_cast<double>(q[std::size_t{t} * dim + c]);
@@ -276,12 +278,14 @@ class BlockSelection {
 
 }  // namespace
 
-void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
-                            const AttentionShape& shape, Stream*) {
+void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
+                            const PrefillShape& strides, const AttentionShape& shape, Stream*) {
   for (const SelectBlocksTask& task : tasks) check("select_blocks", shape, task.kv.layout);
   BlockSelection(workers_, kernels_, spec, strides, shape).run(tasks);
 }
 
-std::uint64_t Backend::select_blocks_scratch_bytes(std::uint32_t, std::uint32_t, const AttentionShape&) const { return 0; }
+std::uint64_t Backend::select_blocks_scratch_bytes(std::uint32_t, std::uint32_t, const AttentionShape&) const {
+  return 0;
+}
 
 }  // namespace sluice::cpu

@@ -11,7 +11,9 @@
 namespace sluice::cpu {
 namespace {
 
-std::uint32_t blocks_of(std::uint32_t tokens) noexcept { return static_cast<std::uint32_t>(div_up(tokens, kPrefillBlock)); }
+std::uint32_t blocks_of(std::uint32_t tokens) noexcept {
+  return static_cast<std::uint32_t>(div_up(tokens, kPrefillBlock));
+}
 
 /// The fewest lines, largest first, that hold a share of all weight: those above `least`, and so many that equal it.
 struct Fewest {
@@ -135,14 +137,15 @@ BlockSet largest_blocks(std::span<const double> sums, std::uint32_t count) {
   return set;
 }
 
-BlockSet choose_lines(std::span<const float> lines, std::span<const double> sums, LineKind kind, const FlexPrefillSpec& spec,
-                      const ChunkGrid& grid) {
+BlockSet choose_lines(std::span<const float> lines, std::span<const double> sums, LineKind kind,
+                      const FlexPrefillSpec& spec, const ChunkGrid& grid) {
   const Fewest chosen = fewest(lines, static_cast<double>(spec.gamma));
   if (spec.lines) return touched_blocks(lines, sums, kind, chosen, grid);
   return largest_blocks(sums, std::clamp(blocks_of(chosen.count()), grid.least, grid.most));
 }
 
-void write_lines(const BlockSet& columns, const BlockSet& offsets, const ChunkGrid& grid, std::uint32_t* bits) noexcept {
+void write_lines(const BlockSet& columns, const BlockSet& offsets, const ChunkGrid& grid,
+                 std::uint32_t* bits) noexcept {
   std::fill_n(bits, std::size_t{grid.rows} * grid.words, 0u);
   for (std::uint32_t row = 0; row < grid.rows; ++row, bits += grid.words) {
     const std::uint32_t own = grid.top + row;

@@ -38,8 +38,8 @@ struct BlockSet {
 };
 /// The `count` blocks with the largest sums, block 0 before all others; equal ones by lowest index.
 [[nodiscard]] BlockSet largest_blocks(std::span<const double> sums, std::uint32_t count);
-/// What the fewest of `lines` that hold spec.gamma come to, as spec.lines has it. A diagonal, unlike a column, touches two
-/// blocks unless its distance is a multiple of 128.
+/// What the fewest of `lines` that hold spec.gamma come to, as spec.lines has it. A diagonal, unlike a column, touches
+/// two blocks unless its distance is a multiple of 128.
 enum class LineKind : std::uint8_t { column, diagonal };
 [[nodiscard]] BlockSet choose_lines(std::span<const float> lines, std::span<const double> sums, LineKind kind,
                                     const FlexPrefillSpec& spec, const ChunkGrid& grid);

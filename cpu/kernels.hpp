@@ -90,8 +90,8 @@ struct ScoreInt4Rows {
 /// Keys of one block of a prefill product; queries are rows of (token, head), all heads of a token together.
 inline constexpr std::uint32_t kPrefillKeys = 64;
 
-/// Causal attention of `rows` queries: row r, at position first + r / group, attends the keys key_begin <= j <= position
-/// below key_end, those whose bit of 128 positions is set in `blocks`.
+/// Causal attention of `rows` queries: row r, at position first + r / group, attends the keys key_begin <= j <=
+/// position below key_end, those whose bit of 128 positions is set in `blocks`.
 struct PrefillRows {
   const float* q = nullptr;                 ///< [rows, head_dim], scaled by 1/sqrt(head_dim)
   const std::byte* const* pages = nullptr;  ///< addresses of the pages from key_begin on, up to the last key
@@ -113,9 +113,9 @@ struct PrefillRows {
   return std::uint64_t{rows} * (kPrefillKeys + 2) + 2 * std::uint64_t{kPrefillKeys} * head_dim;
 }
 
-/// What a chunk's last queries, up to 128 per head, attend of the keys [key_begin, key_end): FlexPrefill's representative
-/// attention, in two passes over the keys. A score that is not a number weighs nothing; an infinite one counts as the
-/// largest finite.
+/// What a chunk's last queries, up to 128 per head, attend of the keys [key_begin, key_end): FlexPrefill's
+/// representative attention, in two passes over the keys. A score that is not a number weighs nothing; an infinite one
+/// counts as the largest finite.
 struct RepresentativeRows {
   const float* q = nullptr;                 ///< [heads, kPrefillBlock, head_dim], scaled; `rows` of each head count
   const std::byte* const* pages = nullptr;  ///< addresses of all pages from position 0 on

@@ -18,8 +18,8 @@ struct QueryRows {
 };
 
 /// Widened and scaled by 1/sqrt(head_dim), to out [count, heads, head_dim].
-inline void load_queries(const QueryRows& rows, const PrefillShape& strides, const Kernels& kernels, std::uint32_t head_dim,
-                         float* out) {
+inline void load_queries(const QueryRows& rows, const PrefillShape& strides, const Kernels& kernels,
+                         std::uint32_t head_dim, float* out) {
   const float scale = 1.f / std::sqrt(static_cast<float>(head_dim));
   for (std::uint32_t t = 0; t < rows.count; ++t) {
     for (std::uint32_t h = 0; h < rows.heads; ++h, out += head_dim) {

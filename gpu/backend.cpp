@@ -1,10 +1,12 @@
 #include "gpu/backend.hpp"
 
+#include "gpu/driver.hpp"
 #include "gpu/kernels/append.hpp"
 #include "gpu/kernels/attend.hpp"
 #include "gpu/kernels/cluster.hpp"
 #include "gpu/kernels/convert.hpp"
 #include "gpu/kernels/digest.hpp"
+#include "gpu/kernels/flex.hpp"
 #include "gpu/kernels/gather.hpp"
 #include "gpu/kernels/masses.hpp"
 #include "gpu/kernels/int4.hpp"
@@ -99,9 +101,11 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_mass_kernels();
   load_merge_kernels();
   load_prefill_kernels();
+  warpgroups_ = Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels();
   load_quantize_kernels();
   load_score_int4_kernels();
   load_score_kernels();
+  load_select_blocks_kernels();
   load_signal_kernels();
   load_top_k_kernels();
   load_verify_kernels();

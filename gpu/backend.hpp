@@ -10,6 +10,7 @@ namespace sluice::gpu {
 /// it points to on the host (runs, tokens, frames of `attend`) are read before the call returns; q, K, V, digests and
 /// outputs may be in device or pinned memory and are touched when the stream gets there.
 /// head_dim 64 or 128, bf16 or f16 keys and values, page_tokens a multiple of 8, up to 32 query heads per KV head.
+/// `select_blocks` has up to 2^20 keys, and rounds the queries that it scores to the dtype of the keys.
 class Backend final : public sluice::Backend {
  public:
   /// Loads every kernel, so that none is loaded while another spins. `multiprocessors` sizes the grids.
@@ -44,6 +45,7 @@ class Backend final : public sluice::Backend {
 
  private:
   std::uint32_t multiprocessors_;
+  bool warpgroups_ = false;  ///< the device has the prefill kernels for Hopper
 };
 
 }  // namespace sluice::gpu

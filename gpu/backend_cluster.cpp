@@ -2,6 +2,7 @@
 #include <string>
 
 #include "gpu/backend.hpp"
+#include "gpu/carver.hpp"
 #include "gpu/cuda_stream.hpp"
 #include "gpu/kernels/cluster.hpp"
 #include "gpu/param_ring.hpp"
@@ -14,24 +15,6 @@ namespace {
 /// Keys of a chunk of the counting sort. More chunks are done at once; each costs a counter per cluster.
 constexpr std::uint32_t kLeastChunk = 512;
 constexpr std::uint32_t kMostChunks = 128;
-
-/// Hands out the parts of a task's scratch memory; from null, it counts.
-class Carver {
- public:
-  explicit Carver(std::byte* memory) : memory_(memory) {}
-  template <class T>
-  [[nodiscard]] T* take(std::uint64_t count) {
-    std::byte* const part = memory_ == nullptr ? nullptr : memory_ + used_;
-    used_ += div_up(count * sizeof(T), kAlignment) * kAlignment;
-    return reinterpret_cast<T*>(part);
-  }
-  [[nodiscard]] std::uint64_t used() const noexcept { return used_; }
-
- private:
-  static constexpr std::uint64_t kAlignment = 256;
-  std::byte* memory_;
-  std::uint64_t used_ = 0;
-};
 
 ClusterItem describe(const ClusterTask& task, Carver& scratch) {
   const PageLayout& layout = task.kv.layout;

@@ -1,16 +1,160 @@
+#include <algorithm>
+#include <cmath>
+#include <string>
+
 #include "gpu/backend.hpp"
+#include "gpu/carver.hpp"
+#include "gpu/cuda_error.hpp"
+#include "gpu/cuda_stream.hpp"
+#include "gpu/kernels/flex.hpp"
+#include "gpu/param_ring.hpp"
+#include "gpu/verbs.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {
+namespace {
 
-void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec&, const PrefillShape&,
-                            const AttentionShape&, Stream*) {
-  if (tasks.empty()) return;
-  throw Error(Errc::unsupported, "select_blocks: this backend cannot choose blocks of a prompt yet; prefill densely");
+constexpr std::size_t kMaxItems = 65535;  ///< the largest second dimension of a grid
+
+/// A head's keys are shared by so many thread blocks at most, which is enough for one head to fill a GPU; with fewer
+/// keys per block, reading the queries would cost too much.
+constexpr std::uint64_t kMaxSplits = 64;
+constexpr std::uint64_t kLeastSplit = 512;
+static_assert(kLeastSplit >= kFlexRows && kLeastSplit % kFlexTile == 0);
+
+/// The item without what its task points to.
+FlexItem describe(std::uint32_t first, std::uint32_t count, const AttentionShape& shape, Carver& scratch) {
+  const std::uint32_t keys = first + count;
+  FlexItem item{.first = first,
+                .count = count,
+                .keys = keys,
+                .rows = std::min(count, kFlexRows),
+                .key_blocks = static_cast<std::uint32_t>(div_up(keys, kPrefillBlock)),
+                .query_blocks = prefill_blocks(first, count),
+                .words = prefill_mask_words(keys)};
+  const std::uint64_t split = std::max(kLeastSplit, div_up(div_up(keys, kMaxSplits), kFlexTile) * kFlexTile);
+  item.split_keys = static_cast<std::uint32_t>(split);
+  item.splits = static_cast<std::uint32_t>(div_up(keys, split));
+  const std::uint64_t heads = shape.group();
+  const std::uint64_t blocks = heads * item.key_blocks;
+  item.queries = scratch.take<std::byte>(heads * kFlexRows * shape.head_dim * 2);
+  item.mean_query = scratch.take<float>(heads * shape.head_dim);
+  item.mean_keys = scratch.take<float>(std::uint64_t{item.key_blocks} * shape.head_dim);
+  item.stats = scratch.take<float2>(heads * item.splits * kFlexRows);
+  item.shifts = scratch.take<float>(heads * kFlexRows);
+  item.columns = scratch.take<float>(heads * item.lines());
+  item.pieces = scratch.take<float>(heads * item.splits * item.piece_length());
+  item.diagonals = scratch.take<float>(heads * item.lines());
+  item.column_blocks = scratch.take<float>(blocks);
+  item.offset_blocks = scratch.take<float>(blocks);
+  item.cuts = scratch.take<LineCut>(heads * 2);
+  item.marks = scratch.take<std::uint32_t>(blocks);
+  item.chosen = scratch.take<std::uint8_t>(blocks * 2);
+  item.verdicts = scratch.take<FlexVerdict>(heads);
+  item.row_kept = scratch.take<std::uint32_t>(heads * item.query_blocks);
+  return item;
 }
 
-std::uint64_t Backend::select_blocks_scratch_bytes(std::uint32_t, std::uint32_t, const AttentionShape&) const {
-  return 0;
+std::uint64_t pages_of(const SelectBlocksTask& task) noexcept {
+  return div_up(std::uint64_t{task.first} + task.count, task.kv.layout.page_tokens);
+}
+/// What of the stream's scratch memory the task's description takes: its item, and its page table.
+std::uint64_t item_bytes(const SelectBlocksTask& task) noexcept {
+  return task.count == 0 ? 0 : sizeof(FlexItem) + div_up(pages_of(task), 4) * 16;
+}
+
+/// Tasks from the first on that go into one launch: of one layout, as many as their descriptions have room for.
+std::size_t launchable(std::span<const SelectBlocksTask> tasks, std::uint64_t limit) noexcept {
+  std::uint64_t bytes = 0;
+  std::size_t count = 0;
+  while (count < std::min(tasks.size(), kMaxItems) && tasks[count].kv.layout.dtype == tasks[0].kv.layout.dtype) {
+    bytes += item_bytes(tasks[count]);
+    if (bytes > limit) break;
+    ++count;
+  }
+  return count;
+}
+
+/// Describes the tasks in pinned memory and has that copied to device memory, where every thread block reads it again.
+/// Returns the items there.
+const FlexItem* pack(std::span<const SelectBlocksTask> tasks, const AttentionShape& shape, FlexExtent& extent,
+                     CudaStream& stream) {
+  std::uint64_t bytes = 0;
+  for (const SelectBlocksTask& task : tasks) {
+    bytes += item_bytes(task);
+    if (task.count != 0) ++extent.items;
+  }
+  if (extent.items == 0) return nullptr;
+  std::byte* const from = stream.params().take(bytes);
+  std::byte* const to = stream.scratch().data() + CudaStream::kCounterBytes;
+  auto* item = reinterpret_cast<FlexItem*>(from);
+  std::uint64_t used = extent.items * sizeof(FlexItem);
+  for (const SelectBlocksTask& task : tasks) {
+    if (task.count == 0) continue;
+    Carver scratch(task.scratch);
+    *item = describe(task.first, task.count, shape, scratch);
+    item->q = task.q;
+    item->base = task.kv.base;
+    item->frames = reinterpret_cast<const std::uint32_t*>(to + used);
+    item->blocks = task.blocks;
+    item->choices = task.choices;
+    item->page_tokens = task.kv.layout.page_tokens;
+    std::copy_n(task.kv.frames, pages_of(task), reinterpret_cast<std::uint32_t*>(from + used));
+    used += item_bytes(task) - sizeof(FlexItem);
+    extent.splits = std::max(extent.splits, item->splits);
+    extent.key_blocks = std::max(extent.key_blocks, item->key_blocks);
+    extent.query_blocks = std::max(extent.query_blocks, item->query_blocks);
+    ++item;
+  }
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream.handle()),
+        "send the page tables of select_blocks");
+  return reinterpret_cast<const FlexItem*>(to);
+}
+
+void check_task(const SelectBlocksTask& task, const AttentionShape& shape, std::uint64_t limit) {
+  check_supported("select_blocks", shape, task.kv.layout);
+  const std::uint64_t keys = std::uint64_t{task.first} + task.count;
+  if (keys > kFlexMaxKeys) {
+    throw Error(Errc::unsupported, "select_blocks: " + std::to_string(keys) + " keys (GPU kernels have up to " +
+                                       std::to_string(kFlexMaxKeys) + "); prefill densely");
+  }
+  if (item_bytes(task) > limit) {
+    throw Error(Errc::out_of_capacity, "select_blocks: the page table of " + std::to_string(keys) +
+                                           " tokens takes more than " + std::to_string(limit) +
+                                           " bytes; use larger pages");
+  }
+}
+
+}  // namespace
+
+void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
+                            const PrefillShape& strides, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  CudaStream& queue = cuda_stream(stream, "select_blocks");
+  const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
+  for (const SelectBlocksTask& task : tasks) check_task(task, shape, limit);
+  while (!tasks.empty()) {
+    const std::span<const SelectBlocksTask> now = tasks.first(launchable(tasks, limit));
+    const DType dtype = now.front().kv.layout.dtype;
+    FlexExtent extent;
+    const FlexArgs args{.items = pack(now, shape, extent, queue),
+                        .shape = strides,
+                        .spec = spec,
+                        .dtype = dtype,
+                        .head_dim = shape.head_dim,
+                        .group = shape.group(),
+                        .score_scale = 1.f / std::sqrt(static_cast<float>(shape.head_dim))};
+    if (extent.items != 0) launch_select_blocks(args, extent, queue.handle());
+    tasks = tasks.subspan(now.size());
+  }
+}
+
+std::uint64_t Backend::select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
+                                                   const AttentionShape& shape) const {
+  if (count == 0) return 0;
+  Carver scratch(nullptr);
+  (void)describe(first, count, shape, scratch);
+  return scratch.used();
 }
 
 }  // namespace sluice::gpu

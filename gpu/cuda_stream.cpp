@@ -100,6 +100,10 @@ void QueueStream::attempt(const char* what, Enqueue&& enqueue) {
 
 void QueueStream::copy(std::span<const Copy> batch) { copy(batch, {.path = core_->path}); }
 
+void QueueStream::copy_in_background(std::span<const Copy> batch) {
+  copy(batch, {.path = core_->path, .load = TransferLoad::busy});
+}
+
 void QueueStream::copy(std::span<const Copy> batch, const PathChoice& choice) {
   check_addresses(batch);
   if (batch.empty()) return;

@@ -26,7 +26,8 @@ CUdeviceptr address(const std::uint64_t* word) noexcept { return reinterpret_cas
 Driver::Driver() noexcept
     : write_value_(entry_point<WriteValue>("cuStreamWriteValue64", 11070)),
       batch_operations_(entry_point<BatchOperations>("cuStreamBatchMemOp", 11070)),
-      get_attribute_(entry_point<GetAttribute>("cuDeviceGetAttribute", 2000)) {}
+      get_attribute_(entry_point<GetAttribute>("cuDeviceGetAttribute", 2000)),
+      encode_tiled_(entry_point<EncodeTiled>("cuTensorMapEncodeTiled", 12000)) {}
 
 const Driver& Driver::instance() {
   static const Driver driver;
@@ -57,6 +58,15 @@ cudaError_t Driver::arrive_and_wait(cudaStream_t stream, std::uint64_t* arrived,
   operations[1].waitValue.value64 = value;
   operations[1].waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
   return runtime_error(batch_operations_(stream, 2, operations.data(), 0));
+}
+
+cudaError_t Driver::map_tensor(CUtensorMap& map, const TensorBoxes& tensor) const noexcept {
+  constexpr std::array<cuuint32_t, 4> kEvery{1, 1, 1, 1};
+  // Copied as bits, so the type has only to have the size.
+  return runtime_error(encode_tiled_(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, tensor.base, tensor.sizes.data(),
+                                     tensor.strides.data(), tensor.box.data(), kEvery.data(),
+                                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 }  // namespace sluice::gpu

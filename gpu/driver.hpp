@@ -3,9 +3,19 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 namespace sluice::gpu {
+
+/// A tensor of 16-bit elements, the fastest dimension first, and the box of it that one copy brings to shared memory.
+struct TensorBoxes {
+  std::byte* base = nullptr;
+  std::array<std::uint64_t, 4> sizes{};
+  std::array<std::uint64_t, 3> strides{};  ///< bytes between two of the second to fourth dimension, multiples of 16
+  std::array<std::uint32_t, 4> box{};      ///< at most 256 each; its rows are of 128 bytes and written swizzled
+};
 
 /// The entry points of the driver that the runtime API lacks, found at run time, so that nothing links libcuda and
 /// a program starts where there is none.
@@ -23,16 +33,25 @@ class Driver {
   [[nodiscard]] cudaError_t arrive_and_wait(cudaStream_t stream, std::uint64_t* arrived, std::uint64_t ticket,
                                             const std::uint64_t* word, std::uint64_t value) const noexcept;
 
+  /// Whether there are tensor maps.
+  [[nodiscard]] bool has_tensor_maps() const noexcept { return encode_tiled_ != nullptr; }
+  /// Costs microseconds. The memory is not looked at.
+  [[nodiscard]] cudaError_t map_tensor(CUtensorMap& map, const TensorBoxes& tensor) const noexcept;
+
  private:
   using WriteValue = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
   using BatchOperations = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
   using GetAttribute = CUresult (*)(int*, CUdevice_attribute, CUdevice);
+  using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
   Driver() noexcept;
 
   WriteValue write_value_ = nullptr;
   BatchOperations batch_operations_ = nullptr;
   GetAttribute get_attribute_ = nullptr;
+  EncodeTiled encode_tiled_ = nullptr;
 };
 
 }  // namespace sluice::gpu

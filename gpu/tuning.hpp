@@ -4,6 +4,7 @@
 #include <string>
 
 #include "sluice/page.hpp"
+#include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
 
 /// Sizes that the attention kernels are compiled with, and the one answer to "which kernel?".
@@ -31,6 +32,13 @@ struct PrefillTuning {
 };
 inline constexpr PrefillTuning kPrefill{};
 
+/// Prefill by warpgroups, on Hopper. A thread block owns the 128 rows of one query head and one block of positions.
+struct PrefillHopperTuning {
+  std::uint32_t stages = 2;  ///< tiles of 128 keys, and as many of values, in shared memory
+  friend constexpr bool operator==(const PrefillHopperTuning&, const PrefillHopperTuning&) = default;
+};
+inline constexpr PrefillHopperTuning kPrefillHopper{};
+
 /// What an instance of the decode kernel is compiled for.
 struct AttendVariant {
   DType dtype = DType::bf16;
@@ -49,6 +57,7 @@ struct PrefillVariant {
   /// Terms of the KV dtype that queries and weights are split into: 1 if the queries have that dtype, else 2, which
   /// keeps some 16 bits (bf16) or 22 bits (f16) of them.
   std::uint32_t terms = 2;
+  bool warpgroups = false;  ///< the kernel for Hopper, with one term
   friend constexpr bool operator==(const PrefillVariant&, const PrefillVariant&) = default;
 };
 
@@ -64,10 +73,15 @@ struct PrefillVariant {
       .dtype = layout.dtype, .head_dim = shape.head_dim, .head_tiles = shape.group() > 8 ? 2u : 1u, .scored = scored};
 }
 
-/// Which prefill kernel serves this shape.
+/// Which prefill kernel serves this shape. `warpgroups`: the device has the kernels for Hopper, whose copies bring
+/// whole pages or whole parts of pages into a tile of 128 keys.
 [[nodiscard]] constexpr PrefillVariant prefill_variant(const AttentionShape& shape, const PageLayout& layout,
-                                                       DType q_dtype) noexcept {
-  return {.dtype = layout.dtype, .head_dim = shape.head_dim, .terms = q_dtype == layout.dtype ? 1u : 2u};
+                                                       DType q_dtype, bool warpgroups) noexcept {
+  const bool pages_fit = kPrefillBlock % layout.page_tokens == 0 || layout.page_tokens == 2 * kPrefillBlock;
+  return {.dtype = layout.dtype,
+          .head_dim = shape.head_dim,
+          .terms = q_dtype == layout.dtype ? 1u : 2u,
+          .warpgroups = warpgroups && q_dtype == layout.dtype && pages_fit};
 }
 
 /// "attend bf16 d128 heads8 scored"
@@ -76,10 +90,10 @@ struct PrefillVariant {
          std::to_string(variant.heads()) + (variant.scored ? " scored" : "") + (variant.massed ? " massed" : "");
 }
 
-/// "prefill bf16 d128 terms2"
+/// "prefill bf16 d128 terms2", "prefill bf16 d128 terms1 warpgroups"
 [[nodiscard]] inline std::string to_string(const PrefillVariant& variant) {
   return std::string("prefill ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " terms" +
-         std::to_string(variant.terms);
+         std::to_string(variant.terms) + (variant.warpgroups ? " warpgroups" : "");
 }
 
 }  // namespace sluice::gpu

@@ -145,7 +145,13 @@ void Pipeline::collect_front(Deadline deadline) {
 void Pipeline::settle(Sequence& sequence) {
   const Deadline deadline = deadline_after(parts_.options.timeout);
   while (!pending_.empty()) collect_front(deadline);
-  for (LayerState& layer : sequence.layers) collect_begun(layer, deadline);
+  for (LayerState& layer : sequence.layers) {
+    try {
+      collect_begun(layer, deadline);
+    } catch (const Error& error) {
+      if (error.code() == Errc::timeout) throw;  // Else nobody asks any more what the policy would have begun with.
+    }
+  }
   progressive_.settle(deadline);
   for (LayerState& layer : sequence.layers) parts_.residency.settle(sequence, layer, deadline);
 }

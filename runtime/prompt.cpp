@@ -81,8 +81,14 @@ void Prompt::run_pieces(std::span<const PromptChunk> chunks) {
 }
 
 void Prompt::settle() {
-  collect(passes_[newest_ ^ 1]);
-  collect(passes_[newest_]);
+  try {
+    collect(passes_[newest_ ^ 1]);
+    collect(passes_[newest_]);
+  } catch (...) {
+    abandon_all();
+    memory_.give_back();
+    throw;
+  }
   memory_.give_back();
 }
 
@@ -179,7 +185,7 @@ void Prompt::flush(Pass& pass, std::size_t half, std::span<const Piece> group) {
   }
   flush_->wait(*pass.appended);
   pass.flush_marks.mark(*flush_);
-  flush_->copy(copies_);
+  flush_->copy_in_background(copies_);
   pass.flush_marks.mark(*flush_, &PromptStats::flush_ns);
   for (const Piece& piece : group) flush_->record(*piece.chunk->layer->flushed);
 }
@@ -221,7 +227,7 @@ void Prompt::build_indices(Pass& pass, std::size_t half, std::span<const Piece> 
   if (pass.quantized.empty()) return;
   device.quantize(pass.quantized, layout_, &parts_.device_stream);
   flush_->wait(pass.device_marks.mark(parts_.device_stream, &PromptStats::int4_ns));
-  if (!copies_.empty()) flush_->copy(copies_);
+  if (!copies_.empty()) flush_->copy_in_background(copies_);
   pass.flush_marks.mark(*flush_);
   for (const Piece& piece : group) flush_->record(*piece.chunk->layer->flushed);
 }

@@ -169,7 +169,7 @@ class Prompt {
   [[nodiscard]] std::uint32_t chunk_page(const Piece& piece, std::size_t half, std::uint32_t kv) const noexcept {
     return memory_.chunk(half).first + piece.at + kv * piece.pages;
   }
-  void load_tail(const Piece& piece, std::size_t half);
+  std::uint64_t load_tail(const Piece& piece, std::size_t half);
   /// Pages [begin, end) of one KV head to pages of device memory from `to` on.
   void load(const Piece& piece, std::uint32_t kv, std::uint32_t begin, std::uint32_t end, std::uint32_t to);
 

@@ -28,7 +28,7 @@ void Prompt::attend(Pass& pass, std::size_t half, std::span<Piece> group) {
   const bool attends = group.front().chunk->q.tokens != 0;  // All of a call attend, or none.
   for (Piece& piece : group) piece.sparse = attends && wants_sparse(piece);
   if (parts_.device.info().host_memory) return attend_in_place(pass, group);
-  for (const Piece& piece : group) load_tail(piece, half);
+  for (std::size_t i = 0; i < group.size(); ++i) pass.legacies[i].loaded_bytes += load_tail(group[i], half);
   parts_.link.stream().record(*pass.loaded);
   pass.device_marks.mark(parts_.device_stream);
   parts_.device_stream.wait(*pass.loaded);
@@ -264,13 +264,13 @@ void Prompt::load(const Piece& piece, std::uint32_t kv, std::uint32_t begin, std
   for (std::uint32_t page = begin; page < end; ++page) {
     moves_.push_back({.page = head.refs[page], .slot = to + page - begin});
   }
-  parts_.link.fetch(moves_, parts_.memory);
+  parts_.link.fetch_ahead(moves_, parts_.memory);
 }
 
-/// Rows of the chunk's first page that an earlier chunk wrote.
-void Prompt::load_tail(const Piece& piece, std::size_t half) {
+/// Rows of the chunk's first page that an earlier chunk wrote. Returns their bytes.
+std::uint64_t Prompt::load_tail(const Piece& piece, std::size_t half) {
   const std::uint32_t rows = piece.first % layout_.page_tokens;
-  if (rows == 0) return;
+  if (rows == 0) return 0;
   copies_.clear();
   for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
     const std::byte* const from = parts_.pool.frame(piece.chunk->layer->heads[kv].frames[piece.prefix]);
@@ -280,6 +280,7 @@ void Prompt::load_tail(const Piece& piece, std::size_t half) {
     }
   }
   parts_.link.copy(copies_);
+  return 2 * rows * layout_.row_bytes() * shape_.kv_heads;
 }
 
 }  // namespace sluice::runtime

@@ -11,6 +11,16 @@ TransferEngine::TransferEngine(Device& device, const cpu::HostPool& pool)
     : device_(device), pool_(pool), stream_(device.create_stream("link")), passed_(device.create_event()) {}
 
 void TransferEngine::fetch(std::span<const PageMove> moves, std::byte* destination) {
+  collect(moves, destination);
+  stream_->copy(scratch_);
+}
+
+void TransferEngine::fetch_ahead(std::span<const PageMove> moves, std::byte* destination) {
+  collect(moves, destination);
+  stream_->copy_in_background(scratch_);
+}
+
+void TransferEngine::collect(std::span<const PageMove> moves, std::byte* destination) {
   const std::uint64_t page_bytes = pool_.layout().page_bytes();
   scratch_.clear();
   std::uint32_t last = 0;
@@ -28,17 +38,16 @@ void TransferEngine::fetch(std::span<const PageMove> moves, std::byte* destinati
     }
     last = move.page.frame;
   }
-  stream_->copy(scratch_);
 }
 
 Transfer TransferEngine::promote(std::vector<PageMove> moves, std::byte* destination) {
   Transfer transfer{.moves = std::move(moves), .landed = device_.create_event()};
-  fetch(transfer.moves, destination);
+  fetch_ahead(transfer.moves, destination);
   stream_->record(*transfer.landed);
   return transfer;
 }
 
-void TransferEngine::copy(std::span<const Copy> copies) { stream_->copy(copies); }
+void TransferEngine::copy(std::span<const Copy> copies) { stream_->copy_in_background(copies); }
 
 void TransferEngine::wait_for_device() {
   if (followed_ == nullptr) return;

@@ -35,12 +35,14 @@ class TransferEngine {
  public:
   TransferEngine(Device& device, const cpu::HostPool& pool);
 
-  /// Host frames -> slots of `destination` (page-sized). Returns at once.
+  /// Host frames -> slots of `destination` (page-sized), for attention that waits for them. Returns at once.
   /// @throws Error{Errc::device} for a stale page; nothing is queued then.
   void fetch(std::span<const PageMove> moves, std::byte* destination);
-  /// Like fetch; the returned transfer tells when and whether the pages landed.
+  /// Like fetch, beside the device's other work.
+  void fetch_ahead(std::span<const PageMove> moves, std::byte* destination);
+  /// Like fetch_ahead; the returned transfer tells when and whether the pages landed.
   [[nodiscard]] Transfer promote(std::vector<PageMove> moves, std::byte* destination);
-  /// Any copies, either direction, in order after what was queued before.
+  /// Any copies, either direction, in order after what was queued before and beside the device's other work.
   void copy(std::span<const Copy> copies);
   /// Names the stream whose verbs read what the link writes.
   void follow(Stream& device) noexcept { followed_ = &device; }
@@ -54,6 +56,9 @@ class TransferEngine {
   [[nodiscard]] std::uint64_t page_bytes() const noexcept;
 
  private:
+  /// Into `scratch_`.
+  void collect(std::span<const PageMove> moves, std::byte* destination);
+
   Device& device_;
   const cpu::HostPool& pool_;
   std::unique_ptr<Stream> stream_;

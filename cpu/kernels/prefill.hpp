@@ -91,7 +91,8 @@ struct PageRows {
 /// Widens `count` keys from row `first` on, once for all queries: `keys` becomes [head_dim, kPrefillKeys], 0 where keys
 /// are missing; `values` [kPrefillKeys, head_dim], if that is not null.
 template <DType kType>
-inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t count, float* keys, float* values) noexcept {
+inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t count, float* keys,
+                      float* values) noexcept {
   const std::size_t row_bytes = std::size_t{from.head_dim} * kElementBytes<kType>;
   const std::size_t v_offset = row_bytes * from.page_tokens;
   for (std::uint32_t j = 0; j < kPrefillKeys; ++j) {
@@ -112,9 +113,10 @@ inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t c
   }
 }
 
-/// One row of scores becomes weights relative to its new maximum; its sums so far are scaled to it.
-inline void soften_row(float* weights, std::uint32_t valid, float* out, std::uint32_t head_dim, float& top,
-                       float& mass) noexcept {
+/// One row of scores becomes weights relative to its new maximum; its sums so far are scaled to it. Called for every 64
+/// scores, which is too often for a call.
+[[gnu::always_inline]] inline void soften_row(float* weights, std::uint32_t valid, float* out, std::uint32_t head_dim,
+                                              float& top, float& mass) noexcept {
   for (std::uint32_t j = valid; j < kPrefillKeys; ++j) weights[j] = -__builtin_inff();
   const Vec old_top = Simd::set(top);
   Vec new_top = old_top;
@@ -144,8 +146,8 @@ inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint3
                          const PrefillScratch& scratch) noexcept {
   const std::uint32_t rows = args.rows - row0;
   float* const out = args.out + std::size_t{row0} * args.head_dim;
-  pack_keys<kType>({.pages = args.pages, .page_tokens = args.page_tokens, .head_dim = args.head_dim}, key0 - args.key_begin,
-                   count, scratch.keys, scratch.values);
+  pack_keys<kType>({.pages = args.pages, .page_tokens = args.page_tokens, .head_dim = args.head_dim},
+                   key0 - args.key_begin, count, scratch.keys, scratch.values);
   for (std::size_t i = 0; i < std::size_t{rows} * kPrefillKeys; ++i) scratch.weights[i] = 0.f;
   multiply_add({.a = args.q + std::size_t{row0} * args.head_dim,
                 .b = scratch.keys,

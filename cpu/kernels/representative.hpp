@@ -5,8 +5,8 @@
 namespace sluice::cpu {
 namespace {
 
-/// Rows of weights have a vector of zeros on either side, so that a vector along the diagonals may begin before a row and
-/// end behind it. Neighbouring rows share theirs.
+/// Rows of weights have a vector of zeros on either side, so that a vector along the diagonals may begin before a row
+/// and end behind it. Neighbouring rows share theirs.
 constexpr std::uint32_t kWeightPad = 16;
 constexpr std::uint32_t kWeightStride = kPrefillKeys + kWeightPad;
 
@@ -67,7 +67,8 @@ inline void add_key_means(const RepresentativeRows& args, std::uint32_t key0, co
 /// f(key0, head) for every block of 64 keys, packed before, and every head, whose scores are in scratch.weights;
 /// before(key0) once per block.
 template <DType kType, class Before, class F>
-inline void for_each_scored(const RepresentativeRows& args, const RepresentativeScratch& scratch, Before&& before, F&& f) {
+inline void for_each_scored(const RepresentativeRows& args, const RepresentativeScratch& scratch, Before&& before,
+                            F&& f) {
   const PageRows pages{.pages = args.pages, .page_tokens = args.page_tokens, .head_dim = args.head_dim};
   for (std::uint32_t key0 = args.key_begin; key0 < args.key_end; key0 += kPrefillKeys) {
     const std::uint32_t left = args.key_end - key0;

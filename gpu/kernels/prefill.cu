@@ -26,11 +26,11 @@ void with_kernel(const PrefillVariant& variant, const Use& use) {
 
 }  // namespace
 
-void launch_prefill(const PrefillVariant& variant, const PrefillArgs& args, std::uint32_t count, std::uint32_t tokens,
+void launch_prefill(const PrefillVariant& variant, const PrefillArgs& args, const PrefillExtent& extent,
                     cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(div_up(std::uint64_t{tokens} * args.group, kPrefill.rows));
+  const auto tiles = static_cast<unsigned>(div_up(extent.rows, kPrefill.rows));
   with_kernel(variant, [&](auto* kernel, int shared_bytes) {
-    kernel<<<dim3(blocks, count), detail::kPrefillThreads, shared_bytes, stream>>>(args);
+    kernel<<<dim3(tiles, extent.items), detail::kPrefillThreads, shared_bytes, stream>>>(args);
   });
   check(cudaGetLastError(), "launch prefill");
 }

@@ -2,19 +2,19 @@
 
 #include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/prefill.hpp"
+#include "gpu/kernels/prefill_output.cuh"
+#include "gpu/kernels/prefill_rows.cuh"
 
-/// Dense causal attention of a chunk. A block owns 64 rows, (token, head) pairs of one group with the head as the inner
-/// index, 16 per warp, and walks over tiles of 64 keys that the next tile's copies overlap. S = Q K^T and O += P V with
-/// the rows as the rows of the products.
+/// Causal attention of a chunk. A block owns 64 rows, (token, head) pairs of an item with the head as the inner index,
+/// 16 per warp, and walks over tiles of 64 keys that the next tile's copies overlap. S = Q K^T and O += P V with the
+/// rows as the rows of the products. With a mask an item has one head, and its tiles of rows lie on the grid of
+/// positions, so that all rows of one have the same mask.
 ///
 /// Keys behind the last one that any row of the block may see are neither read nor counted: their rows in shared memory
 /// are zero. A row's own limit is kept by weights of 0, so a NaN in V at a key that a later row of the same block
 /// attends reaches earlier rows of the block too.
 namespace sluice::gpu::detail {
 
-inline constexpr int kRows = kPrefill.rows;
-inline constexpr int kKeys = kPrefill.keys;
-inline constexpr int kPrefillThreads = 2 * kRows;  ///< a warp per 16 rows
 inline constexpr float kLog2OfE = 1.44269504088896340736f;
 
 /// A tile of K and of V in shared memory. Piece c (16 bytes) of row r lies at c ^ (r % 8), which keeps the eight rows
@@ -32,13 +32,6 @@ struct PrefillMemory {
   KeyTile<kDim> tiles[kPrefill.stages];
 };
 
-/// What a thread knows of its two rows, g and g + 8 of its warp's 16.
-struct RowPair {
-  std::uint32_t token[2];  ///< of the chunk
-  std::uint32_t head[2];
-  bool there[2];  ///< false: behind the chunk's last row; computed like the last, not written
-};
-
 /// One warp's state: queries as A fragments, products as C fragments.
 template <int kDim, int kTerms>
 struct PrefillRows {
@@ -47,35 +40,6 @@ struct PrefillRows {
   float top[2];
   float mass[2];  ///< of this lane's keys
 };
-
-__device__ inline float load_number(const std::byte* data, DType dtype, std::uint64_t index) {
-  if (dtype == DType::f32) return reinterpret_cast<const float*>(data)[index];
-  if (dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(data)[index]);
-  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(data)[index]);
-}
-
-__device__ inline void store_number(std::byte* data, DType dtype, std::uint64_t index, float value) {
-  if (dtype == DType::f32) {
-    reinterpret_cast<float*>(data)[index] = value;
-  } else if (dtype == DType::f16) {
-    reinterpret_cast<__half*>(data)[index] = __float2half_rn(value);
-  } else {
-    reinterpret_cast<__nv_bfloat16*>(data)[index] = __float2bfloat16_rn(value);
-  }
-}
-
-__device__ inline RowPair rows_of_thread(std::uint32_t first_row, std::uint32_t count, std::uint32_t group) {
-  RowPair rows;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const std::uint32_t row = first_row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
-    rows.there[half] = row < count * group;
-    const std::uint32_t known = rows.there[half] ? row : count * group - 1;
-    rows.token[half] = known / group;
-    rows.head[half] = known % group;
-  }
-  return rows;
-}
 
 template <class T, int kDim, int kTerms>
 __device__ void load_queries(PrefillRows<kDim, kTerms>& state, const PrefillItem& item, const PrefillShape& shape,
@@ -97,17 +61,17 @@ __device__ void load_queries(PrefillRows<kDim, kTerms>& state, const PrefillItem
   }
 }
 
-/// Starts copying keys [first, first + kKeys) and their values; zeros from `end` on.
+/// Starts copying keys [first, first + kKeys) and their values; zeros where the rows see none.
 template <int kDim>
-__device__ void copy_tile(KeyTile<kDim>& tile, const PrefillItem& item, std::uint32_t first, std::uint32_t end) {
+__device__ void copy_tile(KeyTile<kDim>& tile, const PrefillItem& item, std::uint32_t first, const RowTile& rows) {
   constexpr int kPieces = KeyTile<kDim>::kPieces;
   constexpr std::uint64_t kRowBytes = 2 * kDim;
 #pragma unroll 4
   for (int i = static_cast<int>(threadIdx.x); i < kKeys * kPieces; i += kPrefillThreads) {
     const int row = i / kPieces;
     const int piece = i % kPieces;
-    const std::uint32_t key = first + row;
-    const bool valid = key < end;
+    const std::uint32_t key = first + row - rows.key_begin;  // Of the window; wraps before it.
+    const bool valid = key < rows.key_end - rows.key_begin;
     const std::uint32_t page = key / item.page_tokens;
     const std::uint64_t frame = valid ? item.frames[page] : 0;
     const std::uint64_t k_row = frame * 2 * item.page_tokens + (valid ? key - page * item.page_tokens : 0);
@@ -142,22 +106,36 @@ __device__ void score_tile(float (&scores)[kKeys / 8][4], const PrefillRows<kDim
   }
 }
 
-/// Makes scores weights: masks keys beyond a row's own, raises the tops and scales what there is down to them.
-template <int kDim, int kTerms>
-__device__ void weigh_tile(float (&scores)[kKeys / 8][4], PrefillRows<kDim, kTerms>& state, const RowPair& rows,
-                           std::uint32_t first_key, std::uint32_t first_token, float scale) {
+/// Masks keys outside the window and beyond a row's own.
+__device__ inline void mask_tile(float (&scores)[kKeys / 8][4], const RowPair& rows, const RowTile& tile,
+                                 std::uint32_t first_key, std::uint32_t first_token) {
   const std::uint32_t t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const std::uint32_t last = first_token + rows.token[half];
+    const std::uint32_t end = min(tile.key_end, first_token + rows.token[half] + 1);
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const std::uint32_t key = first_key + 8 * n + 2 * t + e;
+        if (key < tile.key_begin || key >= end) scores[n][2 * half + e] = -INFINITY;
+      }
+    }
+  }
+}
+
+/// Makes scores weights: raises the tops and scales what there is down to them.
+template <int kDim, int kTerms>
+__device__ void weigh_tile(float (&scores)[kKeys / 8][4], PrefillRows<kDim, kTerms>& state, float scale) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
     float top = state.top[half];
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float& score = scores[n][2 * half + e];
-        score = first_key + 8 * n + 2 * t + e <= last ? score * scale : -INFINITY;
-        top = fmaxf(top, score);
+        scores[n][2 * half + e] *= scale;
+        top = fmaxf(top, scores[n][2 * half + e]);
       }
     }
     top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
@@ -211,22 +189,19 @@ __device__ void add_tile(PrefillRows<kDim, kTerms>& state, const float (&weights
 }
 
 template <int kDim, int kTerms>
-__device__ void write_rows(const PrefillRows<kDim, kTerms>& state, const PrefillItem& item, const PrefillShape& shape,
+__device__ void write_rows(const PrefillRows<kDim, kTerms>& state, const PrefillItem& item, const PrefillArgs& args,
                            const RowPair& rows) {
-  const std::uint32_t t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float mass = state.mass[half];
     mass += __shfl_xor_sync(kAllLanes, mass, 1);
     mass += __shfl_xor_sync(kAllLanes, mass, 2);
     if (!rows.there[half]) continue;
-    const std::uint64_t at =
-        rows.token[half] * shape.out_token_stride + rows.head[half] * shape.out_head_stride + 2 * t;
+    const float base = state.top[half] == -INFINITY ? 0.f : state.top[half];
+    RowPart<kDim> part;
 #pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      store_number(item.out, shape.out_dtype, at + 8 * n, state.out[n][2 * half] / mass);
-      store_number(item.out, shape.out_dtype, at + 8 * n + 1, state.out[n][2 * half + 1] / mass);
-    }
+    for (int n = 0; n < kDim / 8; ++n) part[n] = make_float2(state.out[n][2 * half], state.out[n][2 * half + 1]);
+    write_row<kDim>(item, args, rows.token[half], rows.head[half], mass, base, part);
   }
 }
 
@@ -234,20 +209,18 @@ template <class T, int kDim, int kTerms>
 __global__ void __launch_bounds__(kPrefillThreads, 2) prefill_kernel(const __grid_constant__ PrefillArgs args) {
   extern __shared__ uint4 shared[];
   auto& memory = *reinterpret_cast<PrefillMemory<kDim>*>(shared);
-  const PrefillItem item = args.items[blockIdx.y];
+  const PrefillItem& item = args.items[blockIdx.y];
   // The last rows have the most keys and go first.
-  const std::uint32_t first_row = (gridDim.x - 1 - blockIdx.x) * kRows;
-  const std::uint32_t all_rows = item.count * args.group;
-  if (first_row >= all_rows) return;
-  const std::uint32_t last_row = min(first_row + kRows, all_rows) - 1;
-  const std::uint32_t keys = item.first + last_row / args.group + 1;
-  const std::uint32_t tiles = (keys + kKeys - 1) / kKeys;
+  const std::uint32_t index = gridDim.x - 1 - blockIdx.x;
+  const std::uint32_t lead = item.blocks == nullptr ? 0 : item.first % kRows;
+  if (item.count == 0 || index * kRows >= lead + item.count * item.heads) return;
+  const RowTile tile = row_tile(item, index);
 
-  copy_tile(memory.tiles[0], item, 0, keys);
+  std::uint32_t now = next_tile(tile, tile.key_begin / kKeys);
+  if (now != kNoTile) copy_tile(memory.tiles[0], item, now * kKeys, tile);
   commit_copies();
-  const RowPair rows = rows_of_thread(first_row, item.count, args.group);
   PrefillRows<kDim, kTerms> state;
-  load_queries<T>(state, item, args.shape, rows);
+  load_queries<T>(state, item, args.shape, rows_of_thread(tile, item));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     state.top[half] = -INFINITY;
@@ -255,19 +228,23 @@ __global__ void __launch_bounds__(kPrefillThreads, 2) prefill_kernel(const __gri
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) state.out[n][2 * half] = state.out[n][2 * half + 1] = 0.f;
   }
-  for (std::uint32_t i = 0; i < tiles; ++i) {
-    if (i + 1 < tiles) copy_tile(memory.tiles[(i + 1) % kPrefill.stages], item, (i + 1) * kKeys, keys);
-    commit_copies();  // An empty group behind the last tile, so that the wait below always means tile i.
+  for (std::uint32_t stage = 0; now != kNoTile; stage = (stage + 1) % kPrefill.stages) {
+    const std::uint32_t next = next_tile(tile, now + 1);
+    if (next != kNoTile) copy_tile(memory.tiles[(stage + 1) % kPrefill.stages], item, next * kKeys, tile);
+    commit_copies();  // An empty group behind the last tile, so that the wait below always means this one.
     wait_copies<1>();
     __syncthreads();
-    const KeyTile<kDim>& tile = memory.tiles[i % kPrefill.stages];
+    const KeyTile<kDim>& keys = memory.tiles[stage];
     float scores[kKeys / 8][4];
-    score_tile<T>(scores, state, tile);
-    weigh_tile(scores, state, rows, i * kKeys, item.first, args.score_scale * kLog2OfE);
-    add_tile<T>(state, scores, tile);
+    score_tile<T>(scores, state, keys);
+    if (now * kKeys < tile.key_begin || (now + 1) * kKeys > tile.full_end)
+      mask_tile(scores, rows_of_thread(tile, item), tile, now * kKeys, item.first);
+    weigh_tile(scores, state, args.score_scale * kLog2OfE);
+    add_tile<T>(state, scores, keys);
     __syncthreads();  // All warps are done with the tile that the next copies overwrite.
+    now = next;
   }
-  write_rows(state, item, args.shape, rows);
+  write_rows(state, item, args, rows_of_thread(tile, item));
 }
 
 }  // namespace sluice::gpu::detail

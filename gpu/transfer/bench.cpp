@@ -17,6 +17,8 @@ namespace {
 /// open the gate would wait for it.
 constexpr std::uint32_t kQueue = 400;
 constexpr std::chrono::seconds kPatience{30};
+/// At a sample beside a load.
+constexpr int kAttempts = 3;
 
 /// SplitMix64's output function.
 std::uint64_t random_word(std::uint64_t i) noexcept {
@@ -149,23 +151,58 @@ double TransferBench::between_us(cudaEvent_t from, cudaEvent_t to) const {
   return static_cast<double>(milliseconds) * 1e3;
 }
 
-TransferTiming TransferBench::landed(const TransferCase& what, int samples) {
-  std::vector<double> host_us;
-  std::vector<double> device_us;
-  for (int sample = 0; sample <= samples; ++sample) {
-    place(what, static_cast<std::uint32_t>(sample), batch_);
+/// Once; again if the load ended meanwhile, unless it ends every time.
+TransferTiming TransferBench::sample(const TransferCase& what, std::uint32_t variant) {
+  place(what, variant, batch_);
+  for (int attempt = 1;; ++attempt) {
     finish();
+    if (load_ != nullptr) load_->renew();
     check(cudaEventRecord(lap_.begin.get(), raw_), "time a batch");
     const Clock::time_point begin = Clock::now();
     stream_->copy(batch_, what.choice);
     const Clock::time_point enqueued = Clock::now();
     check(cudaEventRecord(lap_.end.get(), raw_), "time a batch");
     finish();
-    if (sample == 0) continue;  // the one that warms up
-    host_us.push_back(microseconds(enqueued - begin));
-    device_us.push_back(between_us(lap_.begin.get(), lap_.end.get()));
+    const bool beside_load = load_ != nullptr && load_->running();
+    if (load_ != nullptr && !beside_load && attempt < kAttempts) continue;
+    return {.host_us = microseconds(enqueued - begin),
+            .device_us = between_us(lap_.begin.get(), lap_.end.get()),
+            .path = stream_->last_path(),
+            .beside_load = beside_load};
   }
-  return {.host_us = median(host_us), .device_us = median(device_us), .path = stream_->last_path()};
+}
+
+TransferTiming TransferBench::landed(const TransferCase& what, int samples) {
+  return landed(std::span(&what, 1), {.samples = samples}).front();
+}
+
+std::vector<TransferTiming> TransferBench::landed(std::span<const TransferCase> rivals, const TransferEffort& effort) {
+  struct Lot {
+    std::vector<double> host_us;
+    std::vector<double> device_us;
+    double spent_us = 0.0;
+  };
+  std::vector<Lot> lots(rivals.size());
+  std::vector<TransferTiming> timings(rivals.size(), TransferTiming{.beside_load = true});
+  for (int turn = 0; turn <= effort.samples; ++turn) {
+    for (std::size_t i = 0; i < rivals.size(); ++i) {
+      Lot& lot = lots[i];
+      if (lot.spent_us > effort.enough_us) continue;
+      // Each sample reads other places, or a rival would find in caches what the one before has read.
+      const TransferTiming one = sample(rivals[i], static_cast<std::uint32_t>(turn * rivals.size() + i));
+      if (turn == 0) continue;  // the one that warms up
+      lot.host_us.push_back(one.host_us);
+      lot.device_us.push_back(one.device_us);
+      lot.spent_us += one.device_us;
+      timings[i].path = one.path;
+      timings[i].beside_load = timings[i].beside_load && one.beside_load;
+    }
+  }
+  for (std::size_t i = 0; i < rivals.size(); ++i) {
+    timings[i].host_us = median(std::move(lots[i].host_us));
+    timings[i].device_us = median(std::move(lots[i].device_us));
+  }
+  return timings;
 }
 
 std::optional<double> TransferBench::gated_us(const TransferCase& what, int samples) {

@@ -8,6 +8,7 @@
 
 #include "gpu/cuda_device.hpp"
 #include "gpu/handles.hpp"
+#include "gpu/transfer/memory_traffic.hpp"
 #include "gpu/transfer/paths.hpp"
 
 namespace sluice::gpu {
@@ -22,14 +23,21 @@ struct TransferCase {
 };
 
 struct TransferTiming {
-  double host_us = 0.0;    ///< the enqueuing thread's time
-  double device_us = 0.0;  ///< from before the enqueuing until the last byte landed
-  TransferPath path{};     ///< taken
+  double host_us = 0.0;      ///< the enqueuing thread's time
+  double device_us = 0.0;    ///< from before the enqueuing until the last byte landed
+  TransferPath path{};       ///< taken
+  bool beside_load = false;  ///< all the time, in every sample; false without a load
+};
+
+/// How many samples a figure is worth.
+struct TransferEffort {
+  int samples = 5;          ///< at most
+  double enough_us = 1e12;  ///< of transfers sampled: what takes long varies little
 };
 
 /// Measures batches between two buffers of random data, one on each side, with every block's place drawn so that no
 /// two of a batch are neighbours. Times are CUDA's own, medians over samples.
-/// Thread safety: one thread; the device should be idle.
+/// Thread safety: one thread; but for a load that it is told of, the device should be idle.
 class TransferBench {
  public:
   /// `host`: pinned by the device, of any content; empty: allocated here, `bytes` on either side.
@@ -41,6 +49,10 @@ class TransferBench {
   void verify(const TransferCase& what);
   /// Ungated: the stream starts while the batch is still being enqueued, as in real use.
   [[nodiscard]] TransferTiming landed(const TransferCase& what, int samples);
+  /// The same of several cases, by turns, so that what drifts meanwhile drifts for all of them.
+  [[nodiscard]] std::vector<TransferTiming> landed(std::span<const TransferCase> rivals, const TransferEffort& effort);
+  /// From now on `landed` is measured beside this load, which outlives its use here; null: beside nothing.
+  void run_beside(MemoryTraffic* load) noexcept { load_ = load; }
   /// Device time alone: the stream waits at a flag until everything is enqueued. None where the path cannot be
   /// enqueued ahead, because the queue is too short or the calling thread copies.
   [[nodiscard]] std::optional<double> gated_us(const TransferCase& what, int samples);
@@ -58,6 +70,7 @@ class TransferBench {
   void fill();
   void check_bytes(const TransferCase& what);
   void finish();
+  [[nodiscard]] TransferTiming sample(const TransferCase& what, std::uint32_t variant);
   [[nodiscard]] double between_us(cudaEvent_t from, cudaEvent_t to) const;
 
   CudaDevice& device_;
@@ -76,6 +89,7 @@ class TransferBench {
   Lap reverse_lap_;
   std::vector<Copy> batch_;
   std::vector<Copy> reverse_batch_;
+  MemoryTraffic* load_ = nullptr;
 };
 
 /// Median; 0 for none.

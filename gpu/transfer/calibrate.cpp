@@ -1,50 +1,89 @@
 #include "gpu/transfer/calibrate.hpp"
 
 #include <algorithm>
-#include <array>
 
 namespace sluice::gpu {
 namespace {
 
-/// Twice the largest batch, so that blocks can be scattered.
+/// More than the host's caches hold, and twice the largest batch, so that blocks can be scattered.
 constexpr std::uint64_t kBufferBytes = 128 * MiB;
-constexpr std::uint64_t kMostBytes = 64 * MiB;
 constexpr std::uint64_t kMostVerified = 4 * MiB;
-constexpr std::array<std::uint64_t, 7> kBlockBytes{4 * KiB,  8 * KiB,   16 * KiB, 32 * KiB,
-                                                   64 * KiB, 128 * KiB, 512 * KiB};
-constexpr std::array<std::uint32_t, 4> kBlocks{8, 64, 512, 4096};
+constexpr std::uint64_t kPage = 16 * KiB;  // what the cache moves by default
 constexpr std::array<TransferPath, 4> kPaths{TransferPath::copy_engine, TransferPath::batch, TransferPath::gather,
                                              TransferPath::staged};
 constexpr std::array<std::uint32_t, 9> kGatherBlocks{1, 2, 4, 8, 12, 16, 32, 64, 132};
-constexpr int kSamples = 3;
-/// A batch this long varies little; one sample is enough.
-constexpr double kLong_us = 2000.0;
-constexpr double kNearBest = 0.98;
+constexpr TransferEffort kEffort{.samples = 5, .enough_us = 2000.0};
+constexpr int kGatherSamples = 3;
+/// Beside other work more thread blocks gain more, but at its expense.
+constexpr double kBusyShare = 0.95;
+constexpr std::uint32_t kMostBusyGatherBlocks = 16;
 
-TransferSample measure(TransferBench& bench, const TransferCase& what) {
-  TransferTiming timing = bench.landed(what, 1);
-  if (timing.device_us < kLong_us) timing = bench.landed(what, kSamples);
-  return {.path = what.choice.path,
-          .to_device = what.to_device,
-          .block_bytes = what.block_bytes,
-          .blocks = what.blocks,
-          .host_us = timing.host_us,
-          .device_us = timing.device_us};
+/// The staged path copies to the device only.
+bool goes(TransferPath path, bool to_device) { return to_device || path != TransferPath::staged; }
+
+std::uint32_t most_blocks(const TransferBench& bench, std::uint64_t block_bytes, std::uint64_t bytes) {
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(bytes / block_bytes, bench.most_blocks(block_bytes)));
 }
 
-/// One block size on one path in one direction: checked first, then timed for every count.
-void measure_counts(TransferBench& bench, TransferCase what, TransferProfile& profile) {
-  const auto most = static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(kMostBytes / what.block_bytes, bench.most_blocks(what.block_bytes)));
-  what.blocks = std::clamp<std::uint32_t>(static_cast<std::uint32_t>(kMostVerified / what.block_bytes), 2, 64);
-  bench.verify(what);
-  std::uint32_t last = 0;
-  for (const std::uint32_t blocks : kBlocks) {
-    what.blocks = std::min(blocks, most);
-    if (what.blocks <= last) continue;
-    last = what.blocks;
-    profile.samples.push_back(measure(bench, what));
+void verify(TransferBench& bench) {
+  for (const bool to_device : {true, false}) {
+    for (const TransferPath path : kPaths) {
+      if (!goes(path, to_device)) continue;
+      for (const std::uint64_t block_bytes : kCalibratedBlockBytes)
+        bench.verify({.choice = {.path = path},
+                      .to_device = to_device,
+                      .block_bytes = block_bytes,
+                      .blocks = std::clamp(most_blocks(bench, block_bytes, kMostVerified), 2u, 64u)});
+    }
   }
+}
+
+/// All paths, count by count, each as long as it is not yet on its straight line.
+void measure(TransferBench& bench, TransferLoad load, bool to_device, std::uint64_t block_bytes,
+             TransferProfile& profile) {
+  std::vector<TransferCase> rivals;
+  for (const TransferPath path : kPaths) {
+    if (goes(path, to_device))
+      rivals.push_back(
+          {.choice = {.path = path,
+                      .load = load,
+                      .gather_blocks = load == TransferLoad::busy ? profile.busy_gather_blocks : profile.gather_blocks},
+           .to_device = to_device,
+           .block_bytes = block_bytes});
+  }
+  const std::uint32_t most = most_blocks(bench, block_bytes, kCalibratedBytes);
+  std::uint32_t last = 0;
+  for (const std::uint32_t count : kCalibratedBlocks) {
+    const std::uint32_t blocks = std::min(count, most);
+    if (blocks <= last || rivals.empty()) break;
+    last = blocks;
+    for (TransferCase& rival : rivals) rival.blocks = blocks;
+    const std::vector<TransferTiming> timings = bench.landed(rivals, kEffort);
+    std::vector<TransferCase> left;
+    for (std::size_t i = 0; i < rivals.size(); ++i) {
+      profile.samples.push_back({.path = rivals[i].choice.path,
+                                 .load = load,
+                                 .to_device = to_device,
+                                 .block_bytes = block_bytes,
+                                 .blocks = blocks,
+                                 .host_us = timings[i].host_us,
+                                 .device_us = timings[i].device_us});
+      if (timings[i].device_us < kStraight_us) left.push_back(rivals[i]);
+    }
+    rivals = std::move(left);
+  }
+}
+
+void measure(TransferBench& bench, TransferLoad load, TransferProfile& profile) {
+  for (const bool to_device : {true, false}) {
+    for (const std::uint64_t block_bytes : kCalibratedBlockBytes) measure(bench, load, to_device, block_bytes, profile);
+  }
+}
+
+/// Whether a kernel of one stream runs beside that of another.
+bool kernels_overlap(TransferBench& bench) {
+  const TransferCase small{.choice = {.path = TransferPath::gather}, .block_bytes = kPage, .blocks = 16};
+  return bench.landed(small, 1).beside_load;
 }
 
 }  // namespace
@@ -52,8 +91,7 @@ void measure_counts(TransferBench& bench, TransferCase what, TransferProfile& pr
 std::vector<GatherRate> sweep_gather_blocks(TransferBench& bench, bool to_device, std::uint64_t block_bytes,
                                             int samples) {
   std::vector<GatherRate> rates;
-  const auto blocks =
-      static_cast<std::uint32_t>(std::min<std::uint64_t>(kMostBytes / 2 / block_bytes, bench.most_blocks(block_bytes)));
+  const std::uint32_t blocks = most_blocks(bench, block_bytes, kCalibratedBytes);
   for (const std::uint32_t gather_blocks : kGatherBlocks) {
     const TransferCase what{.choice = {.path = TransferPath::gather, .gather_blocks = gather_blocks},
                             .to_device = to_device,
@@ -65,36 +103,29 @@ std::vector<GatherRate> sweep_gather_blocks(TransferBench& bench, bool to_device
   return rates;
 }
 
-std::uint32_t fewest_gather_blocks(const std::vector<GatherRate>& rates) {
+std::uint32_t fewest_gather_blocks(const std::vector<GatherRate>& rates, double share) {
   double best = 0.0;
   for (const GatherRate& rate : rates) best = std::max(best, rate.gbps);
   const auto first =
-      std::find_if(rates.begin(), rates.end(), [&](const GatherRate& rate) { return rate.gbps >= kNearBest * best; });
+      std::find_if(rates.begin(), rates.end(), [&](const GatherRate& rate) { return rate.gbps >= share * best; });
   return first == rates.end() ? TransferProfile{}.gather_blocks : first->gather_blocks;
-}
-
-TransferProfile calibrate(TransferBench& bench) {
-  TransferProfile profile;
-  constexpr std::uint64_t kPage = 16 * KiB;  // what the cache moves by default
-  profile.gather_blocks = fewest_gather_blocks(sweep_gather_blocks(bench, true, kPage, kSamples));
-  for (const bool to_device : {true, false}) {
-    for (const TransferPath path : kPaths) {
-      if (path == TransferPath::staged && !to_device) continue;
-      for (const std::uint64_t block_bytes : kBlockBytes) {
-        measure_counts(bench,
-                       {.choice = {.path = path, .gather_blocks = profile.gather_blocks},
-                        .to_device = to_device,
-                        .block_bytes = block_bytes},
-                       profile);
-      }
-    }
-  }
-  return profile;
 }
 
 TransferProfile calibrate(CudaDevice& device) {
   TransferBench bench(device, kBufferBytes);
-  return calibrate(bench);
+  TransferProfile profile;
+  verify(bench);
+  profile.gather_blocks = fewest_gather_blocks(sweep_gather_blocks(bench, true, kPage, kGatherSamples));
+  profile.busy_gather_blocks = profile.gather_blocks;
+  measure(bench, TransferLoad::idle, profile);
+  MemoryTraffic traffic(device);
+  bench.run_beside(&traffic);
+  if (!kernels_overlap(bench)) return profile;
+  std::vector<GatherRate> rates = sweep_gather_blocks(bench, true, kPage, kGatherSamples);
+  std::erase_if(rates, [](const GatherRate& rate) { return rate.gather_blocks > kMostBusyGatherBlocks; });
+  profile.busy_gather_blocks = fewest_gather_blocks(rates, kBusyShare);
+  measure(bench, TransferLoad::busy, profile);
+  return profile;
 }
 
 }  // namespace sluice::gpu

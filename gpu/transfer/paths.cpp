@@ -66,7 +66,8 @@ void Transfer::send(std::span<const Copy> batch, const PathChoice& choice, Order
                     const PathChooser& chooser) {
   plan(batch, memory);
   if (blocks_.empty()) return;
-  const std::uint32_t gather_blocks = choice.gather_blocks != 0 ? choice.gather_blocks : chooser.gather_blocks();
+  const std::uint32_t gather_blocks =
+      choice.gather_blocks != 0 ? choice.gather_blocks : chooser.gather_blocks(choice.load);
   last_path_ = decide(choice, order, chooser);
   switch (last_path_) {
     case TransferPath::automatic:
@@ -104,7 +105,8 @@ TransferPath Transfer::decide(const PathChoice& choice, Order order, const PathC
   if (!reachable_ || blocks_.size() == 1) return TransferPath::copy_engine;
   TransferPath path = choice.path;
   if (path == TransferPath::automatic)
-    path = chooser.choose({.to_device = !wrote_host_,
+    path = chooser.choose({.load = choice.load,
+                           .to_device = !wrote_host_,
                            .may_stage = to_device_ && order == Order::free,
                            .block_bytes = bytes_ / blocks_.size(),
                            .blocks = static_cast<std::uint32_t>(std::min<std::size_t>(blocks_.size(), kNone))});

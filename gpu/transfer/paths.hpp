@@ -18,6 +18,7 @@ namespace sluice::gpu {
 /// How one batch is to travel.
 struct PathChoice {
   TransferPath path = TransferPath::automatic;
+  TransferLoad load{};              ///< by which `automatic` chooses, and gather_blocks of 0
   std::uint32_t gather_blocks = 0;  ///< thread blocks of the gather kernel; 0: the profile's
 };
 

@@ -25,7 +25,10 @@ constexpr std::array<Rate, 7> kRates{{{4 * KiB, 1.4, 3.0, 27.1},
                                       {64 * KiB, 15.8, 43.9, 51.2},
                                       {128 * KiB, 24.0, 48.8, 51.2},
                                       {512 * KiB, 39.0, 53.0, 51.2}}};
-constexpr std::array<std::uint32_t, 4> kCounts{8, 64, 512, 4096};
+/// Two, as times grow along a line in between and beyond.
+constexpr std::array<std::uint32_t, 2> kCounts{8, 4096};
+/// Of the gather kernel's rate beside a kernel that saturates the device's memory. The other paths keep theirs.
+constexpr double kBusyGather = 0.52;
 /// What a batch costs before its first byte: one copy, one batch call, one kernel that reads descriptors first.
 constexpr double kCopyFloor_us = 4.1;
 constexpr double kBatchFloor_us = 8.0;
@@ -40,31 +43,37 @@ std::shared_ptr<const TransferProfile> make_default() {
   for (const Rate& rate : kRates) {
     for (const std::uint32_t blocks : kCounts) {
       const std::uint64_t bytes = rate.block_bytes * blocks;
-      const auto add = [&](TransferPath path, double us) {
+      const auto add = [&](TransferPath path, TransferLoad load, double us) {
         for (const bool to_device : {true, false})
           profile->samples.push_back({.path = path,
+                                      .load = load,
                                       .to_device = to_device,
                                       .block_bytes = rate.block_bytes,
                                       .blocks = blocks,
                                       .host_us = path == TransferPath::copy_engine ? us : kCopyFloor_us,
                                       .device_us = us});
       };
-      add(TransferPath::copy_engine, time_us(kCopyFloor_us, bytes, rate.copy_engine));
-      add(TransferPath::batch, time_us(kBatchFloor_us, bytes, rate.batch));
-      add(TransferPath::gather, time_us(kGatherFloor_us, bytes, rate.gather));
+      for (const TransferLoad load : {TransferLoad::idle, TransferLoad::busy}) {
+        const double share = load == TransferLoad::busy ? kBusyGather : 1.0;
+        add(TransferPath::copy_engine, load, time_us(kCopyFloor_us, bytes, rate.copy_engine));
+        add(TransferPath::batch, load, time_us(kBatchFloor_us, bytes, rate.batch));
+        add(TransferPath::gather, load, time_us(kGatherFloor_us, bytes, share * rate.gather));
+      }
     }
   }
   return profile;
 }
 
-/// Between two points, or beyond the ends with the slope there, which is never steeper than in proportion: more
-/// bytes take no less time and at most as much more.
+/// On the line between two points, or beyond the ends with the slope there, which is never steeper than in
+/// proportion: more bytes take no less time and at most as much more.
 double along(double x, std::pair<double, double> a, std::pair<double, double> b) {
+  const std::pair<double, double>& near = x > b.first ? b : a;
   const bool inside = x >= a.first && x <= b.first;
   const double width = b.first - a.first;
-  double slope = width > 0.0 ? (b.second - a.second) / width : 1.0;
-  if (!inside) slope = std::clamp(slope, 0.0, 1.0);
-  return x > b.first ? b.second + slope * (x - b.first) : a.second + slope * (x - a.first);
+  const double proportion = near.second / near.first;
+  double slope = width > 0.0 ? (b.second - a.second) / width : proportion;
+  if (!inside) slope = std::clamp(slope, 0.0, proportion);
+  return near.second + slope * (x - near.first);
 }
 
 /// Position of the segment of `axis` that holds x, or the one nearest to it. At least one entry.
@@ -77,26 +86,31 @@ std::pair<std::size_t, std::size_t> segment(const Items& items, double x, Key&& 
   return {above - 1, above};
 }
 
-double on_curve(const std::vector<std::pair<double, double>>& points, double log_blocks) {
-  const auto [a, b] = segment(points, log_blocks, [](const auto& point) { return point.first; });
-  return along(log_blocks, points[a], points[b]);
+double on_curve(const std::vector<std::pair<double, double>>& points, double blocks) {
+  const auto [a, b] = segment(points, blocks, [](const auto& point) { return point.first; });
+  return along(blocks, points[a], points[b]);
+}
+
+void validate_thread_blocks(const char* name, std::uint32_t blocks) {
+  if (blocks == 0 || blocks > 65'535)
+    throw Error(Errc::invalid_argument,
+                std::string("transfer profile: ") + name + " is " + std::to_string(blocks) + ", not in [1, 65535]");
 }
 
 void validate(const TransferProfile& profile) {
   for (std::size_t i = 0; i < profile.samples.size(); ++i) {
     const TransferSample& sample = profile.samples[i];
     const bool sane = sample.path != TransferPath::automatic && sample.path <= TransferPath::staged &&
-                      sample.block_bytes > 0 && sample.blocks > 0 && std::isfinite(sample.device_us) &&
-                      sample.device_us > 0.0;
+                      sample.load <= TransferLoad::busy && sample.block_bytes > 0 && sample.blocks > 0 &&
+                      std::isfinite(sample.device_us) && sample.device_us > 0.0;
     if (!sane)
       throw Error(Errc::invalid_argument,
                   "transfer profile: sample " + std::to_string(i) + " (" + to_string(sample.path) + ", " +
                       std::to_string(sample.blocks) + " blocks of " + std::to_string(sample.block_bytes) +
                       " bytes) needs a path of its own, a size and a positive time; measure the profile again");
   }
-  if (profile.gather_blocks == 0 || profile.gather_blocks > 65'535)
-    throw Error(Errc::invalid_argument,
-                "transfer profile: gather_blocks is " + std::to_string(profile.gather_blocks) + ", not in [1, 65535]");
+  validate_thread_blocks("gather_blocks", profile.gather_blocks);
+  validate_thread_blocks("busy_gather_blocks", profile.busy_gather_blocks);
 }
 
 }  // namespace
@@ -110,29 +124,35 @@ PathChooser::PathChooser(std::shared_ptr<const TransferProfile> profile)
     : profile_(profile ? std::move(profile) : default_profile()) {
   validate(*profile_);
   for (const TransferSample& sample : profile_->samples) {
-    Surface& surface = surfaces_[static_cast<std::size_t>(sample.path)][sample.to_device ? 1 : 0];
-    const double log_bytes = std::log2(static_cast<double>(sample.block_bytes));
-    auto curve = std::find_if(surface.begin(), surface.end(), [&](const Curve& c) { return c.log_bytes == log_bytes; });
-    if (curve == surface.end()) curve = surface.insert(surface.end(), Curve{.log_bytes = log_bytes, .points = {}});
-    curve->points.emplace_back(std::log2(static_cast<double>(sample.blocks)), std::log2(sample.device_us));
+    Surface& surface = directions_[index(sample.load, sample.to_device)][static_cast<std::size_t>(sample.path)];
+    const auto bytes = static_cast<double>(sample.block_bytes);
+    auto curve = std::find_if(surface.begin(), surface.end(), [&](const Curve& c) { return c.block_bytes == bytes; });
+    if (curve == surface.end()) curve = surface.insert(surface.end(), Curve{.block_bytes = bytes, .points = {}});
+    curve->points.emplace_back(static_cast<double>(sample.blocks), sample.device_us);
   }
-  for (auto& directions : surfaces_) {
-    for (Surface& surface : directions) {
+  for (Direction& direction : directions_) {
+    for (Surface& surface : direction) {
       std::sort(surface.begin(), surface.end(),
-                [](const Curve& a, const Curve& b) { return a.log_bytes < b.log_bytes; });
+                [](const Curve& a, const Curve& b) { return a.block_bytes < b.block_bytes; });
       for (Curve& curve : surface) std::sort(curve.points.begin(), curve.points.end());
     }
+  }
+  for (const bool to_device : {false, true}) {
+    Direction& busy = directions_[index(TransferLoad::busy, to_device)];
+    // All paths or none: a path's time on an idle device says nothing beside another's on a busy one.
+    if (std::all_of(busy.begin(), busy.end(), [](const Surface& surface) { return surface.empty(); }))
+      busy = directions_[index(TransferLoad::idle, to_device)];
   }
 }
 
 double PathChooser::device_us(TransferPath path, const Batch& batch) const noexcept {
-  const Surface& known = surface(path, batch.to_device);
+  const Surface& known = directions_[index(batch.load, batch.to_device)][static_cast<std::size_t>(path)];
   if (known.empty() || batch.blocks == 0 || batch.block_bytes == 0) return std::numeric_limits<double>::infinity();
-  const double log_bytes = std::log2(static_cast<double>(batch.block_bytes));
-  const double log_blocks = std::log2(static_cast<double>(batch.blocks));
-  const auto [a, b] = segment(known, log_bytes, [](const Curve& curve) { return curve.log_bytes; });
-  return std::exp2(along(log_bytes, {known[a].log_bytes, on_curve(known[a].points, log_blocks)},
-                         {known[b].log_bytes, on_curve(known[b].points, log_blocks)}));
+  const auto bytes = static_cast<double>(batch.block_bytes);
+  const auto blocks = static_cast<double>(batch.blocks);
+  const auto [a, b] = segment(known, bytes, [](const Curve& curve) { return curve.block_bytes; });
+  return along(bytes, {known[a].block_bytes, on_curve(known[a].points, blocks)},
+               {known[b].block_bytes, on_curve(known[b].points, blocks)});
 }
 
 TransferPath PathChooser::choose(const Batch& batch) const noexcept {

@@ -13,7 +13,8 @@ namespace sluice::gpu {
 /// Crossovers of one H200 over PCIe 5, for devices that nobody has calibrated.
 [[nodiscard]] std::shared_ptr<const TransferProfile> default_profile();
 
-/// Reads a TransferProfile as a function of block size and count: log-log interpolation between its samples.
+/// Reads a TransferProfile as a function of block size and count. Between samples times run along straight lines, in
+/// the count as in the size: a batch costs something to begin, each block something, and each byte.
 /// Immutable, so safe to share.
 class PathChooser {
  public:
@@ -21,6 +22,7 @@ class PathChooser {
   explicit PathChooser(std::shared_ptr<const TransferProfile> profile);
 
   struct Batch {
+    TransferLoad load{};
     bool to_device = true;
     bool may_stage = false;  ///< the sources may be read at once
     std::uint64_t block_bytes = 0;
@@ -30,23 +32,26 @@ class PathChooser {
   [[nodiscard]] TransferPath choose(const Batch& batch) const noexcept;
   /// Infinite if the profile has no samples of the path in this direction.
   [[nodiscard]] double device_us(TransferPath path, const Batch& batch) const noexcept;
-  [[nodiscard]] std::uint32_t gather_blocks() const noexcept { return profile_->gather_blocks; }
+  [[nodiscard]] std::uint32_t gather_blocks(TransferLoad load) const noexcept {
+    return load == TransferLoad::busy ? profile_->busy_gather_blocks : profile_->gather_blocks;
+  }
 
  private:
-  /// Time over one axis, both in log2.
+  /// Times of one block size.
   struct Curve {
-    double log_bytes = 0.0;
-    std::vector<std::pair<double, double>> points;  ///< (log2 blocks, log2 us), rising in the first
+    double block_bytes = 0.0;
+    std::vector<std::pair<double, double>> points;  ///< (blocks, us), rising in the first
   };
-  using Surface = std::vector<Curve>;  ///< rising in log_bytes
+  using Surface = std::vector<Curve>;  ///< rising in block_bytes
   static constexpr std::size_t kPaths = 5;
+  using Direction = std::array<Surface, kPaths>;
 
-  [[nodiscard]] const Surface& surface(TransferPath path, bool to_device) const noexcept {
-    return surfaces_[static_cast<std::size_t>(path)][to_device ? 1 : 0];
+  [[nodiscard]] static std::size_t index(TransferLoad load, bool to_device) noexcept {
+    return 2 * static_cast<std::size_t>(load) + (to_device ? 1 : 0);
   }
 
   std::shared_ptr<const TransferProfile> profile_;
-  std::array<std::array<Surface, 2>, kPaths> surfaces_;
+  std::array<Direction, 4> directions_;  ///< to host and to device, idle and busy
 };
 
 }  // namespace sluice::gpu

@@ -34,9 +34,20 @@ enum class TransferPath : std::uint8_t {
 /// @throws Error{Errc::invalid_argument} that lists the paths.
 [[nodiscard]] TransferPath parse_transfer_path(std::string_view text);
 
+/// What else the device does while blocks cross the link.
+enum class TransferLoad : std::uint8_t {
+  idle,  ///< nothing that its memory would notice
+  busy,  ///< work that its memory limits, as decoding is at small batches: attention, and a model's products
+};
+
+[[nodiscard]] constexpr const char* to_string(TransferLoad load) noexcept {
+  return load == TransferLoad::idle ? "idle" : "busy";
+}
+
 /// Measured cost of one batch of equal scattered blocks.
 struct TransferSample {
   TransferPath path{};
+  TransferLoad load{};
   bool to_device = true;
   std::uint64_t block_bytes = 0;
   std::uint32_t blocks = 0;
@@ -44,10 +55,14 @@ struct TransferSample {
   double device_us = 0.0;  ///< enqueue to landed
 };
 
-/// What a calibration found. `automatic` picks the path whose interpolated device_us is lowest.
+/// What a calibration found. `automatic` picks the path whose interpolated device_us is lowest: by the busy samples for
+/// Stream::copy_in_background, by the idle ones for Stream::copy. A direction without busy samples has the idle ones
+/// for both.
 struct TransferProfile {
   std::vector<TransferSample> samples;
-  std::uint32_t gather_blocks = 16;  ///< thread blocks of the gather kernel: the fewest within 2% of the best rate
+  /// Thread blocks of the gather kernel: the fewest near the best rate.
+  std::uint32_t gather_blocks = 16;
+  std::uint32_t busy_gather_blocks = 16;  ///< the same beside work that keeps the device's memory busy, at most 16
 };
 
 struct CudaDeviceOptions {
@@ -82,7 +97,9 @@ struct CudaDeviceFacts {
 ///         has no kernels for it; if it is to calibrate, as calibrate_transfers.
 [[nodiscard]] std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions& options = {});
 
-/// Measures every path on an idle link for some 0.5 s. Allocates about 256 MiB on either side meanwhile.
+/// Measures every path, first on an idle device and then beside a kernel that keeps its memory busy, for 1 to 2 s
+/// together. Allocates meanwhile about 0.5 GiB of the device's memory and 0.2 GiB of the host's, pinned. Where kernels
+/// run one at a time, as under some tools, there are no busy samples.
 /// @throws Error{Errc::out_of_capacity}; Error{Errc::device}; Error{Errc::invalid_argument} if `device` is no CUDA device.
 [[nodiscard]] TransferProfile calibrate_transfers(Device& device);
 

@@ -44,7 +44,8 @@ TEST_CASE("equal lines are counted, and touched, by lowest index", "[cpu][flexpr
   const std::vector<float> lines(640, 1.f / 640.f);
   REQUIRE(choose(lines, LineKind::column, {.gamma = 0.5f, .min_budget = 0}).count == 3);
   REQUIRE(members(choose(lines, LineKind::column, {.gamma = 0.5f, .min_budget = 0, .lines = true})) == List{0, 1, 2});
-  REQUIRE(members(choose(lines, LineKind::diagonal, {.gamma = 0.5f, .min_budget = 0, .lines = true})) == List{0, 1, 2, 3});
+  REQUIRE(members(choose(lines, LineKind::diagonal, {.gamma = 0.5f, .min_budget = 0, .lines = true})) ==
+          List{0, 1, 2, 3});
   REQUIRE(choose(lines, LineKind::column, {.gamma = 1.f, .min_budget = 0}).count == 5);
   REQUIRE(choose(lines, LineKind::column, {.gamma = 1.f, .min_budget = 0, .max_budget = 200}).count == 2);
   REQUIRE(choose(lines, LineKind::column, {.gamma = 0.1f, .min_budget = 513}).count == 5);

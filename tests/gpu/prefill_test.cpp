@@ -1,36 +1,8 @@
-#include "tests/gpu/attend_support.hpp"
-#include "tests/support/random.hpp"
+#include "gpu/tuning.hpp"
+#include "sluice/error.hpp"
+#include "tests/gpu/prefill_support.hpp"
 
 namespace sluice::test {
-namespace {
-
-constexpr float kUnwritten = std::numeric_limits<float>::quiet_NaN();
-
-/// Queries of all tokens [tokens, group, head_dim] in a dtype, with gaps between the rows.
-struct Queries {
-  Queries(AttendFixture& fixture, const Problem& problem, DType type)
-      : dtype(type),
-        head_stride(problem.options().head_dim + 3),
-        token_stride(problem.options().group * head_stride + 5),
-        data(fixture.memory<std::byte>(problem.options().tokens * token_stride * bytes_of(type))) {
-    Random random(5);
-    for (std::uint64_t i = 0; i < problem.options().tokens * token_stride; ++i) {
-      store_element(data.data(), dtype, i, random.normal());
-    }
-  }
-  [[nodiscard]] std::byte* row(std::uint32_t token) const {
-    return data.data() + token * token_stride * bytes_of(dtype);
-  }
-  [[nodiscard]] double at(std::uint32_t token, std::uint32_t head, std::uint32_t i) const {
-    return load_element(data.data(), dtype, token * token_stride + head * head_stride + i);
-  }
-  DType dtype;
-  std::uint64_t head_stride;
-  std::uint64_t token_stride;
-  std::span<std::byte> data;
-};
-
-}  // namespace
 
 TEST_CASE("device prefill equals attending every query to all that came before", "[gpu]") {
   struct Case {
@@ -89,23 +61,29 @@ TEST_CASE("device prefill equals attending every query to all that came before",
   }
 }
 
-TEST_CASE("device prefill: several tasks and 16-bit outputs in one call", "[gpu]") {
+TEST_CASE("device prefill: tasks of unequal length, of two memories, with 16-bit outputs, in one call", "[gpu]") {
   AttendFixture fixture;
   const auto dtype = GENERATE(DType::bf16, DType::f16);
-  CAPTURE(to_string(dtype));
-  constexpr std::uint32_t kFirst = 21;  // Inside a page; the tasks differ in length.
-  const Problem problem({.dtype = dtype, .tokens = 90, .head_dim = 64, .group = 4});
-  const Queries queries(fixture, problem, DType::f32);
-  const KvView kv = fixture.kv(problem);
-  const std::uint32_t lengths[] = {69, 0, 30};
+  const auto widened = GENERATE(false, true);
+  CAPTURE(to_string(dtype), widened);
+  constexpr std::uint32_t kFirst = 21;  // Inside a page.
+  const Problem problem({.dtype = dtype, .tokens = 290, .head_dim = 64, .group = 4});
+  const DType q_dtype = widened ? DType::f32 : dtype;
+  const Queries queries(fixture, problem, q_dtype);
+  const KvView kv[] = {fixture.kv(problem), fixture.kv(problem)};
+  const std::uint32_t lengths[] = {269, 0, 30, 140};
   std::vector<std::span<std::byte>> outs;
   std::vector<PrefillTask> tasks;
   for (const std::uint32_t length : lengths) {
     outs.push_back(fixture.memory<std::byte>(std::size_t{length} * 4 * 64 * 2));
-    tasks.push_back({.q = queries.row(kFirst), .kv = kv, .first = kFirst, .count = length, .out = outs.back().data()});
+    tasks.push_back({.q = queries.row(kFirst),
+                     .kv = kv[tasks.size() / 3],
+                     .first = kFirst,
+                     .count = length,
+                     .out = outs.back().data()});
   }
   fixture.backend().prefill(tasks,
-                            {.q_dtype = DType::f32,
+                            {.q_dtype = q_dtype,
                              .out_dtype = dtype,
                              .q_token_stride = queries.token_stride,
                              .q_head_stride = queries.head_stride,
@@ -131,6 +109,105 @@ TEST_CASE("device prefill: several tasks and 16-bit outputs in one call", "[gpu]
       REQUIRE(relative_l2(row, expected.out) <= 5e-3);
     }
   }
+}
+
+namespace {
+
+/// Weights are rounded to the KV dtype where the queries have it; see above.
+double rounding(const Chunk& chunk) {
+  return chunk.q_dtype != chunk.dtype ? 2e-4 : chunk.dtype == DType::f16 ? 1e-3 : 5e-3;
+}
+
+}  // namespace
+
+TEST_CASE("device prefill of a chunk equals the reference, for all sizes of pages", "[gpu][prefill]") {
+  using enum DType;
+  const auto chunk = GENERATE(
+      Chunk{.first = 0, .count = 1, .group = 1, .head_dim = 128, .page_tokens = 16},
+      Chunk{.first = 0, .count = 128, .group = 1, .head_dim = 128, .page_tokens = 128},
+      Chunk{.first = 127, .count = 2, .group = 4, .head_dim = 128, .page_tokens = 8},
+      Chunk{.first = 100, .count = 290, .group = 4, .head_dim = 128, .page_tokens = 16, .gaps = false},
+      Chunk{.first = 300, .count = 77, .group = 8, .head_dim = 64, .page_tokens = 32, .dtype = f16, .q_dtype = f16},
+      Chunk{.first = 0, .count = 385, .group = 1, .head_dim = 64, .page_tokens = 64, .out_dtype = bf16, .gaps = false},
+      Chunk{.first = 511, .count = 257, .group = 1, .head_dim = 128, .page_tokens = 256, .dtype = f16, .q_dtype = f16},
+      Chunk{.first = 130, .count = 200, .group = 2, .head_dim = 128, .page_tokens = 24},
+      Chunk{.first = 130, .count = 200, .group = 2, .head_dim = 128, .page_tokens = 16, .q_dtype = f32},
+      Chunk{.first = 128, .count = 200, .group = 2, .head_dim = 128, .page_tokens = 16, .outlier = 100.0},
+      Chunk{.first = 640, .count = 256, .group = 1, .head_dim = 64, .page_tokens = 8, .outlier = 100.0});
+  CAPTURE(chunk.first, chunk.count, chunk.group, chunk.head_dim, chunk.page_tokens, to_string(chunk.q_dtype));
+  ChunkRun run(chunk);
+  run.prefill();
+  run.require_reference(chunk.out_dtype == f32 ? rounding(chunk) : 2 * rounding(chunk));
+}
+
+TEST_CASE("device prefill in windows of keys equals one window", "[gpu][prefill]") {
+  using enum DType;
+  const auto windows = GENERATE(std::vector<std::uint32_t>{0, 128}, std::vector<std::uint32_t>{0, 48, 96, 336, 480},
+                                std::vector<std::uint32_t>{0, 0, 384, 720, 2048});
+  const auto mask = GENERATE(Chunk::Mask::none, Chunk::Mask::random);
+  const auto q_dtype = GENERATE(bf16, f32);
+  CAPTURE(windows, static_cast<int>(mask), to_string(q_dtype));
+  const Chunk chunk{.first = 333,
+                    .count = 222,
+                    .group = 2,
+                    .head_dim = 128,
+                    .page_tokens = 16,
+                    .q_dtype = q_dtype,
+                    .mask = mask,
+                    .windows = windows};
+  ChunkRun run(chunk);
+  run.prefill();
+  run.require_reference(rounding(chunk));
+}
+
+TEST_CASE("device prefill attends the blocks that a mask names and no others", "[gpu][prefill]") {
+  using enum DType;
+  const auto mask = GENERATE(Chunk::Mask::random, Chunk::Mask::diagonal, Chunk::Mask::empty);
+  const auto q_dtype = GENERATE(f16, f32);
+  const auto first = GENERATE(0u, 75u, 4200u);  // The last: more than one word of bits.
+  CAPTURE(static_cast<int>(mask), to_string(q_dtype), first);
+  const Chunk chunk{.first = first,
+                    .count = 340,
+                    .group = 4,
+                    .head_dim = 64,
+                    .page_tokens = 32,
+                    .dtype = f16,
+                    .q_dtype = q_dtype,
+                    .mask = mask};
+  ChunkRun run(chunk);
+  run.prefill();
+  run.require_reference(rounding(chunk));
+}
+
+TEST_CASE("warpgroups prefill where queries have the KV dtype and tiles are made of whole parts of pages",
+          "[prefill]") {
+  const AttentionShape shape{.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 128};
+  const auto warpgroups = [&](std::uint32_t page_tokens, DType q_dtype, bool hopper) {
+    const PageLayout layout{.page_tokens = page_tokens, .head_dim = 128, .dtype = DType::bf16};
+    return gpu::prefill_variant(shape, layout, q_dtype, hopper).warpgroups;
+  };
+  for (const std::uint32_t page_tokens : {8u, 16u, 32u, 64u, 128u, 256u}) {
+    REQUIRE(warpgroups(page_tokens, DType::bf16, true));
+    REQUIRE_FALSE(warpgroups(page_tokens, DType::bf16, false));
+    REQUIRE_FALSE(warpgroups(page_tokens, DType::f32, true));
+    REQUIRE_FALSE(warpgroups(page_tokens, DType::f16, true));
+  }
+  for (const std::uint32_t page_tokens : {24u, 40u, 136u}) REQUIRE_FALSE(warpgroups(page_tokens, DType::bf16, true));
+}
+
+TEST_CASE("device prefill refuses windows that it could not carry on from", "[gpu][prefill]") {
+  AttendFixture fixture;
+  const Problem problem({.head_dim = 64});
+  const auto row = fixture.memory<float>(64 * 4);
+  PrefillTask task{.q = reinterpret_cast<std::byte*>(row.data()), .kv = fixture.kv(problem), .count = 1};
+  const auto refuses = [&] {
+    REQUIRE_THROWS_AS(fixture.backend().prefill({&task, 1}, {}, problem.shape(), fixture.stream.get()), Error);
+  };
+  task.last_window = false;
+  refuses();
+  task.last_window = true;
+  task.key_begin = 3;
+  refuses();
 }
 
 }  // namespace sluice::test

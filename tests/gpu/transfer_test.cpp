@@ -1,7 +1,6 @@
 // Every path moves exactly the bytes it was given, in either direction.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -9,14 +8,13 @@
 #include <numeric>
 #include <span>
 #include <string>
-#include <tuple>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "gpu/cuda_device.hpp"
 #include "gpu/transfer/bench.hpp"
 #include "gpu/transfer/calibrate.hpp"
-#include "gpu/transfer/profile.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
@@ -193,70 +191,80 @@ TEST_CASE("blocks are not merged across two registrations", "[transfer]") {
   REQUIRE(std::memcmp(seen->data(), memory.get(), 64 * KiB) == 0);
 }
 
-TEST_CASE("a profile is a function of size and count", "[transfer][profile]") {
-  auto profile = std::make_shared<TransferProfile>();
-  const auto add = [&](TransferPath path, std::uint64_t block_bytes, std::uint32_t blocks, double us) {
-    profile->samples.push_back(
-        {.path = path, .block_bytes = block_bytes, .blocks = blocks, .host_us = 1.0, .device_us = us});
-  };
-  for (const std::uint32_t blocks : {8u, 64u, 512u}) {
-    add(TransferPath::copy_engine, 4 * KiB, blocks, 2.0 * blocks);
-    add(TransferPath::copy_engine, 64 * KiB, blocks, 4.0 * blocks);
-    add(TransferPath::gather, 4 * KiB, blocks, 20.0 + 0.1 * blocks);
-    add(TransferPath::gather, 64 * KiB, blocks, 20.0 + 5.0 * blocks);
-  }
-  const PathChooser chooser(profile);
-  const auto us = [&](TransferPath path, std::uint64_t block_bytes, std::uint32_t blocks) {
-    return chooser.device_us(path, {.to_device = true, .block_bytes = block_bytes, .blocks = blocks});
-  };
-  REQUIRE(us(TransferPath::copy_engine, 4 * KiB, 64) == Approx(128.0));
-  REQUIRE(us(TransferPath::copy_engine, 4 * KiB, 128) == Approx(256.0));
-  REQUIRE(us(TransferPath::copy_engine, 16 * KiB, 64) == Approx(128.0 * std::sqrt(2.0)));
-  REQUIRE(us(TransferPath::copy_engine, 4 * KiB, 4096) == Approx(8192.0));  // beyond the samples in proportion
-  REQUIRE(us(TransferPath::copy_engine, 512 * KiB, 64) == Approx(256.0 * std::pow(2.0, 3.0 / 4.0)));
-  REQUIRE(std::isinf(us(TransferPath::batch, 4 * KiB, 64)));
-  REQUIRE(std::isinf(chooser.device_us(TransferPath::gather, {.to_device = false, .block_bytes = 4096, .blocks = 8})));
-  const auto choice = [&](std::uint64_t block_bytes, std::uint32_t blocks) {
-    return chooser.choose({.to_device = true, .block_bytes = block_bytes, .blocks = blocks});
-  };
-  REQUIRE(choice(4 * KiB, 1) == TransferPath::copy_engine);
-  REQUIRE(choice(4 * KiB, 8) == TransferPath::copy_engine);
-  REQUIRE(choice(4 * KiB, 64) == TransferPath::gather);
-  REQUIRE(choice(64 * KiB, 512) == TransferPath::copy_engine);
-}
-
-TEST_CASE("senseless profiles are refused", "[transfer][profile]") {
-  const auto refused = [](const TransferSample& sample) {
-    auto profile = std::make_shared<TransferProfile>();
-    profile->samples.push_back(sample);
-    try {
-      const PathChooser chooser(profile);
-    } catch (const Error& error) {
-      return error.code() == Errc::invalid_argument;
-    }
-    return false;
-  };
-  const TransferSample good{.path = TransferPath::batch, .block_bytes = 4096, .blocks = 8, .device_us = 1.0};
-  REQUIRE_FALSE(refused(good));
-  for (auto [path, bytes, blocks, us] :
-       {std::tuple{TransferPath::automatic, 4096u, 8u, 1.0}, std::tuple{TransferPath::batch, 0u, 8u, 1.0},
-        std::tuple{TransferPath::batch, 4096u, 0u, 1.0}, std::tuple{TransferPath::batch, 4096u, 8u, -1.0}})
-    REQUIRE(refused({.path = path, .block_bytes = bytes, .blocks = blocks, .device_us = us}));
-}
-
-TEST_CASE("a calibration covers both directions and every path", "[transfer][profile]") {
+TEST_CASE("a calibration covers both directions and every path, on an idle device and on a busy one",
+          "[transfer][profile]") {
   const auto device = make_cuda_device();
   const TransferProfile profile = calibrate_transfers(*device);
   REQUIRE(profile.gather_blocks >= 1);
+  REQUIRE(profile.busy_gather_blocks >= 1);
+  // Where kernels are made to run one at a time, none is busy beside them.
+  const bool overlap = cuda_device(*device, "test").memory_operations();
   for (const TransferPath path :
        {TransferPath::copy_engine, TransferPath::batch, TransferPath::gather, TransferPath::staged}) {
-    for (const bool to_device : {true, false}) {
-      const auto count = std::count_if(profile.samples.begin(), profile.samples.end(), [&](const auto& sample) {
-        return sample.path == path && sample.to_device == to_device && sample.device_us > 0.0;
-      });
-      CAPTURE(to_string(path), to_device);
-      REQUIRE((count > 0) == (to_device || path != TransferPath::staged));
+    for (const TransferLoad load : {TransferLoad::idle, TransferLoad::busy}) {
+      for (const bool to_device : {true, false}) {
+        if (load == TransferLoad::busy && !overlap) continue;
+        const auto count = std::count_if(profile.samples.begin(), profile.samples.end(), [&](const auto& sample) {
+          return sample.path == path && sample.load == load && sample.to_device == to_device && sample.device_us > 0.0;
+        });
+        CAPTURE(to_string(path), to_string(load), to_device);
+        REQUIRE((count > 0) == (to_device || path != TransferPath::staged));
+      }
     }
   }
   REQUIRE_NOTHROW(PathChooser(std::make_shared<const TransferProfile>(profile)));
+}
+
+TEST_CASE("the memory load goes on while it is renewed and ends by itself", "[transfer][profile]") {
+  CudaDevice device(CudaDeviceOptions{});
+  if (!device.memory_operations()) return;  // Launches may then wait for their kernels.
+  MemoryTraffic traffic(device);
+  REQUIRE_FALSE(traffic.running());
+  const Deadline end = deadline_after(std::chrono::milliseconds(4 * MemoryTraffic::kSlice_us / 1000));
+  int renewals = 0;
+  for (; Clock::now() < end; ++renewals) {
+    traffic.renew();
+    REQUIRE(traffic.running());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  REQUIRE(renewals > 0);
+  const Deadline patience = deadline_after(std::chrono::seconds(10));
+  while (traffic.running() && Clock::now() < patience) std::this_thread::yield();
+  REQUIRE_FALSE(traffic.running());
+}
+
+TEST_CASE("copies in the background choose by the busy side of the profile", "[transfer][profile]") {
+  auto profile = std::make_shared<TransferProfile>();
+  for (const bool to_device : {true, false}) {
+    for (const TransferLoad load : {TransferLoad::idle, TransferLoad::busy}) {
+      const auto add = [&](TransferPath path, double us) {
+        profile->samples.push_back({.path = path,
+                                    .load = load,
+                                    .to_device = to_device,
+                                    .block_bytes = 4 * KiB,
+                                    .blocks = 16,
+                                    .device_us = us});
+      };
+      add(TransferPath::gather, load == TransferLoad::idle ? 10.0 : 30.0);
+      add(TransferPath::batch, 20.0);
+    }
+  }
+  CudaDevice device(CudaDeviceOptions{.profile = profile});
+  const auto stream = device.create_queue("test");
+  const auto near = device.allocate(1 * MiB);
+  const auto host = device.allocate_pinned(1 * MiB);
+  for (const bool to_device : {true, false}) {
+    std::vector<Copy> batch;
+    for (std::uint64_t i = 0; i < 16; ++i) {
+      std::byte* const there = near->data() + i * 8 * KiB;
+      std::byte* const here = host->data() + i * 8 * KiB;
+      batch.push_back({.to = to_device ? there : here, .from = to_device ? here : there, .bytes = 4 * KiB});
+    }
+    CAPTURE(to_device);
+    stream->copy(batch);
+    REQUIRE(stream->last_path() == TransferPath::gather);
+    stream->copy_in_background(batch);
+    REQUIRE(stream->last_path() == TransferPath::batch);
+  }
+  stream->synchronize(deadline_after(std::chrono::seconds(60)));
 }

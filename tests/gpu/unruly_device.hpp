@@ -35,12 +35,10 @@ class UnrulyStream final : public gpu::CudaStream {
         rng_(unruliness.seed * 1'000'003 + actor) {}
 
   void copy(std::span<const Copy> batch) override {
-    dawdle();
-    if (chance(unruliness_.fail_copy)) {
-      fail("injected failure of a copy");
-    } else {
-      inner_.copy(batch);
-    }
+    if (copies()) inner_.copy(batch);
+  }
+  void copy_in_background(std::span<const Copy> batch) override {
+    if (copies()) inner_.copy_in_background(batch);
   }
   void record(Event& event) override {
     dawdle();
@@ -68,6 +66,13 @@ class UnrulyStream final : public gpu::CudaStream {
   void fail(const std::string& reason) noexcept override { inner_.fail(reason); }
 
  private:
+  /// Before a copy; false if it is to fail instead.
+  bool copies() {
+    dawdle();
+    if (!chance(unruliness_.fail_copy)) return true;
+    fail("injected failure of a copy");
+    return false;
+  }
   bool chance(double of) { return of > 0.0 && std::uniform_real_distribution<double>()(rng_) < of; }
   std::uint32_t below(std::uint32_t most) { return std::uniform_int_distribution<std::uint32_t>(0, most)(rng_); }
   void dawdle() {

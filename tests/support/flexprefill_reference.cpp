@@ -78,7 +78,9 @@ CountRange fewest_range(const Vector& weights, double share) {
 struct Set {
   explicit Set(std::size_t size) : sure(size), possible(size) {}
   void force(std::size_t i) { sure[i] = possible[i] = 1; }
-  [[nodiscard]] std::uint32_t sure_count() const { return static_cast<std::uint32_t>(std::count(sure.begin(), sure.end(), 1)); }
+  [[nodiscard]] std::uint32_t sure_count() const {
+    return static_cast<std::uint32_t>(std::count(sure.begin(), sure.end(), 1));
+  }
   [[nodiscard]] std::uint32_t possible_count() const {
     return static_cast<std::uint32_t>(std::count(possible.begin(), possible.end(), 1));
   }
@@ -146,7 +148,8 @@ Set touched_blocks(const Vector& lines, const Vector& sums, double gamma, bool d
     Vector others = sums;
     for (std::size_t i = 0; i < sums.size(); ++i) others[i] = set.possible[i] != 0 ? -1.0 : others[i];
     const Set best = largest(others, {.least = limits.least - set.possible_count(), .most = 0});
-    for (std::size_t i = 0; i < sums.size(); ++i) filled.sure[i] |= static_cast<char>(best.sure[i] & (others[i] >= 0.0));
+    for (std::size_t i = 0; i < sums.size(); ++i)
+      filled.sure[i] |= static_cast<char>(best.sure[i] & (others[i] >= 0.0));
   }
   count = {.least = std::max(limits.least, set.sure_count()), .most = std::max(limits.least, set.possible_count())};
   return filled;
@@ -234,7 +237,8 @@ ReferenceChoice select_blocks(const Prompt& prompt, std::uint32_t head, std::uin
                               const FlexPrefillSpec& spec) {
   const Grid grid{.top = first / kBlock, .rows = prefill_blocks(first, count), .blocks = blocks_of(first + count)};
   const Limits limits = limits_of(spec, grid.blocks);
-  ReferenceChoice choice{.from = representative(prompt, head, first, count), .sure = grid.empty(), .possible = grid.empty()};
+  ReferenceChoice choice{
+      .from = representative(prompt, head, first, count), .sure = grid.empty(), .possible = grid.empty()};
   const Representative& from = choice.from;
   for (std::uint32_t row = 0; row < grid.rows; ++row) choice.causal += grid.top + row + 1;
   choice.everything = grid.blocks <= limits.least;

@@ -40,8 +40,8 @@ struct ReferenceChoice {
   bool may_be_vertical_slash = false;
   CountRange columns{};    ///< PrefillChoice::columns
   CountRange diagonals{};  ///< PrefillChoice::diagonals
-  BlockMask sure;        ///< every backend keeps these
-  BlockMask possible;    ///< and none keeps others
+  BlockMask sure;          ///< every backend keeps these
+  BlockMask possible;      ///< and none keeps others
   std::uint64_t causal = 0;
 };
 

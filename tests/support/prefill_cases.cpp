@@ -20,16 +20,17 @@ struct Case {
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {
-  return out << c.tokens << " tokens from " << c.first << ", group " << c.group << ", head_dim " << c.head_dim << ", pages of "
-             << c.page_tokens << ", " << to_string(c.dtype) << ", queries " << to_string(c.q_dtype);
+  return out << c.tokens << " tokens from " << c.first << ", group " << c.group << ", head_dim " << c.head_dim
+             << ", pages of " << c.page_tokens << ", " << to_string(c.dtype) << ", queries " << to_string(c.q_dtype);
 }
 
 /// One token; inside a page; across blocks; the first block, a later one, and a chunk behind a prefix.
-const std::vector<Case> kCases{{1, 0, 1, 64, 16, DType::bf16, DType::f32},      {37, 36, 3, 128, 8, DType::f16, DType::f32},
-                               {130, 0, 8, 128, 16, DType::bf16, DType::f32},   {300, 127, 2, 64, 32, DType::bf16, DType::bf16},
-                               {330, 29, 4, 128, 256, DType::f16, DType::f16},  {420, 256, 1, 128, 24, DType::bf16, DType::f16},
-                               {290, 129, 32, 64, 16, DType::f16, DType::f32},  {700, 383, 4, 64, 64, DType::bf16, DType::f32},
-                               {270, 3, 5, 128, 40, DType::bf16, DType::bf16}};
+const std::vector<Case> kCases{
+    {1, 0, 1, 64, 16, DType::bf16, DType::f32},     {37, 36, 3, 128, 8, DType::f16, DType::f32},
+    {130, 0, 8, 128, 16, DType::bf16, DType::f32},  {300, 127, 2, 64, 32, DType::bf16, DType::bf16},
+    {330, 29, 4, 128, 256, DType::f16, DType::f16}, {420, 256, 1, 128, 24, DType::bf16, DType::f16},
+    {290, 129, 32, 64, 16, DType::f16, DType::f32}, {700, 383, 4, 64, 64, DType::bf16, DType::f32},
+    {270, 3, 5, 128, 40, DType::bf16, DType::bf16}};
 
 struct Outputs {
   Outputs(BackendUnderTest& under_test, const Prompt& prompt, std::uint32_t count)
@@ -179,12 +180,14 @@ TEST_CASE("prefill over windows equals prefill in one piece", "[backend][prefill
   const auto under_test = backend_under_test();
   const Prompt prompt = prompt_of(c);
   const PlacedPrompt placed(*under_test, prompt);
-  const std::vector<std::uint32_t> bits = masked ? block_bits(prompt, c.first, Bits::random) : std::vector<std::uint32_t>{};
+  const std::vector<std::uint32_t> bits =
+      masked ? block_bits(prompt, c.first, Bits::random) : std::vector<std::uint32_t>{};
   const PrefillRange range{.first = c.first, .count = c.tokens - c.first, .blocks = bits};
   const Attention expected = reference::prefill(prompt, range);
   const std::uint32_t pages = c.tokens / c.page_tokens;
   for (const std::vector<std::uint32_t>& cuts :
-       {std::vector<std::uint32_t>{}, {pages / 2 * c.page_tokens},
+       {std::vector<std::uint32_t>{},
+        {pages / 2 * c.page_tokens},
         {pages / 5 * c.page_tokens, pages / 3 * c.page_tokens, pages * 3 / 4 * c.page_tokens, pages * c.page_tokens}}) {
     CAPTURE(cuts);
     Outputs found(*under_test, prompt, range.count);
@@ -251,20 +254,23 @@ TEST_CASE("prefill with a key that outweighs all others", "[backend][prefill]") 
   const PlacedPrompt placed(*under_test, prompt);
   const PrefillRange range{.first = 150, .count = 170};
   Outputs found(*under_test, prompt, range.count);
-  run_windows(*under_test, placed, range, windows ? std::vector<std::uint32_t>{112, 208} : std::vector<std::uint32_t>{}, found);
+  run_windows(*under_test, placed, range, windows ? std::vector<std::uint32_t>{112, 208} : std::vector<std::uint32_t>{},
+              found);
   // A weight is off by as much as its score: hundreds, where the outlier rules.
   require_close(found, reference::prefill(prompt, range), outlier * 2e-4);
 }
 
-TEST_CASE("prefill of several tasks, of unequal length and with masks of their own, in one call", "[backend][prefill]") {
+TEST_CASE("prefill of several tasks, of unequal length and with masks of their own, in one call",
+          "[backend][prefill]") {
   const auto under_test = backend_under_test();
   const DType dtype = GENERATE(DType::bf16, DType::f16);
   CAPTURE(to_string(dtype));
   const Prompt prompt({.dtype = dtype, .tokens = 410, .head_dim = 64, .group = 4});
   const PlacedPrompt placed(*under_test, prompt);
-  std::vector<PrefillRange> ranges{{.first = 21, .count = 389}, {.first = 21}, {.first = 300, .count = 1},
-                                   {.first = 130, .count = 280}, {.first = 0, .count = 140},
-                                   {.first = 200, .count = 90, .key_begin = 64, .key_end = 160}};
+  std::vector<PrefillRange> ranges{
+      {.first = 21, .count = 389}, {.first = 21},
+      {.first = 300, .count = 1},  {.first = 130, .count = 280},
+      {.first = 0, .count = 140},  {.first = 200, .count = 90, .key_begin = 64, .key_end = 160}};
   const std::vector<std::uint32_t> random = block_bits(prompt, 130, Bits::random);
   ranges[3].blocks = random;
   std::vector<Outputs> outputs;

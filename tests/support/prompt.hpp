@@ -11,8 +11,9 @@
 
 namespace sluice::test {
 
-/// One KV head's prompt: keys and values of a Problem, and a query for every (token, head of the group), in rows with gaps
-/// between them. Queries are rounded to the dtype of the keys, so that choosing blocks in that dtype loses nothing.
+/// One KV head's prompt: keys and values of a Problem, and a query for every (token, head of the group), in rows with
+/// gaps between them. Queries are rounded to the dtype of the keys, so that choosing blocks in that dtype loses
+/// nothing.
 class Prompt {
  public:
   explicit Prompt(const ProblemOptions& options, DType q_dtype = DType::f32);
@@ -77,7 +78,8 @@ struct BlockBits {
                          std::uint32_t key_block) const noexcept {
     return (bits[word(head, row, key_block)] >> key_block % 32 & 1u) != 0;
   }
-  void set(std::span<std::uint32_t> bits, std::uint32_t head, std::uint32_t row, std::uint32_t key_block) const noexcept {
+  void set(std::span<std::uint32_t> bits, std::uint32_t head, std::uint32_t row,
+           std::uint32_t key_block) const noexcept {
     bits[word(head, row, key_block)] |= 1u << key_block % 32;
   }
   std::uint32_t top;    ///< position block of the first row

@@ -89,14 +89,18 @@ TEST_CASE("a damaged transfer profile is refused with what is wrong with it", "[
     std::string text;
     std::string named;
   };
-  const std::string head = R"({"schema_version": 1, "kind": "transfer_profile", "gather_blocks": 16, )";
+  const std::string head = R"({"schema_version": 2, "kind": "transfer_profile", "gather_blocks": 16, )";
+  const std::string busy = R"("busy_gather_blocks": 16, )";
   const auto damaged = GENERATE_COPY(values<Case>({
       {"", "JSON"},
       {"{}", "transfer profile"},
       {R"({"schema_version": 9, "kind": "transfer_profile"})", "schema_version"},
-      {head + R"("samples": []})", "samples"},
-      {head + R"("samples": [{"path": "teleport", "direction": "h2d"}]})", "teleport"},
-      {head + R"("samples": [{"path": "batch", "direction": "up"}]})", "direction"},
+      {R"({"schema_version": 1, "kind": "transfer_profile"})", "busy"},
+      {head + R"("samples": []})", "busy_gather_blocks"},
+      {head + busy + R"("samples": []})", "samples"},
+      {head + busy + R"("samples": [{"path": "teleport", "load": "idle", "direction": "h2d"}]})", "teleport"},
+      {head + busy + R"("samples": [{"path": "batch", "load": "idle", "direction": "up"}]})", "direction"},
+      {head + busy + R"("samples": [{"path": "batch", "load": "lazy", "direction": "h2d"}]})", "load"},
   }));
   const ScratchDirectory scratch;
   const Outcome outcome =

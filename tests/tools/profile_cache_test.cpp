@@ -30,18 +30,19 @@ TransferProfile some_profile(double us) {
                             .device_us = us};
   TransferSample up = down;
   up.path = TransferPath::batch;
+  up.load = TransferLoad::busy;
   up.to_device = false;
   up.host_us = 0.0;
   up.device_us = 1.0 / 3.0;
-  return {.samples = {down, up}, .gather_blocks = 12};
+  return {.samples = {down, up}, .gather_blocks = 12, .busy_gather_blocks = 32};
 }
 
 bool same(const TransferProfile& a, const TransferProfile& b) {
   const auto equal = [](const TransferSample& x, const TransferSample& y) {
-    return x.path == y.path && x.to_device == y.to_device && x.block_bytes == y.block_bytes && x.blocks == y.blocks &&
-           x.host_us == y.host_us && x.device_us == y.device_us;
+    return x.path == y.path && x.load == y.load && x.to_device == y.to_device && x.block_bytes == y.block_bytes &&
+           x.blocks == y.blocks && x.host_us == y.host_us && x.device_us == y.device_us;
   };
-  return a.gather_blocks == b.gather_blocks &&
+  return a.gather_blocks == b.gather_blocks && a.busy_gather_blocks == b.busy_gather_blocks &&
          std::equal(a.samples.begin(), a.samples.end(), b.samples.begin(), b.samples.end(), equal);
 }
 
@@ -132,10 +133,37 @@ TEST_CASE("a damaged profile is measured again and replaced", "[profile]") {
   std::ofstream(file, std::ios::binary) << damage;
   REQUIRE(same(*cache.get(directory), some_profile(20.0)));
   REQUIRE(cache.measured == 2);
-  REQUIRE(cache.said.empty());
+  REQUIRE(cache.said.size() == 1);
+  REQUIRE(contains(cache.said.front(), file));
   Cache later;
   REQUIRE(same(*later.get(directory), some_profile(20.0)));
   REQUIRE(later.measured == 0);
+  REQUIRE(later.said.empty());
+}
+
+TEST_CASE("a profile of the version that knew no busy device is refused for that, and measured again", "[profile]") {
+  const ScratchDirectory scratch;
+  const std::filesystem::path directory = scratch.file("cache");
+  std::filesystem::create_directories(directory);
+  const std::string file = (directory / profile_file_name(kFacts)).string();
+  std::ofstream(file) << R"({"schema_version": 1, "kind": "transfer_profile", "device": "GPU of Nobody / 80GB",
+    "pci_bus_id": "0000:0F:00.0", "cuda_driver": 13000, "gather_blocks": 12, "samples": [{"path": "gather",
+    "direction": "h2d", "block_bytes": 16384, "blocks": 64, "host_us": 1.5, "device_us": 7.0}]})";
+  std::string refusal;
+  try {
+    (void)load_transfer_profile(file);
+  } catch (const Error& error) {
+    REQUIRE(error.code() == Errc::corrupt);
+    refusal = error.what();
+  }
+  REQUIRE(contains(refusal, "schema_version 1 where 2 is read"));
+  REQUIRE(contains(refusal, "busy device"));
+  Cache cache;
+  REQUIRE(same(*cache.get(directory), some_profile(10.0)));
+  REQUIRE(cache.measured == 1);
+  REQUIRE(cache.said.size() == 1);
+  REQUIRE(contains(cache.said.front(), refusal));
+  REQUIRE(same(*load_transfer_profile(file), some_profile(10.0)));
 }
 
 TEST_CASE("a profile written by hand without its GPU does not count as kept", "[profile]") {

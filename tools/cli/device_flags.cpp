@@ -32,7 +32,7 @@ std::shared_ptr<const TransferProfile> kept_profile(int ordinal) {
   const auto say = [](const std::string& line) { std::fprintf(stderr, "sluice: %s\n", line.c_str()); };
   const auto measure = [&] {
     const std::shared_ptr<Device> bench = make_cuda_device({.ordinal = ordinal});
-    say("measuring the link of " + facts.name + ", once, for about a second");
+    say("measuring the link of " + facts.name + ", once, for one or two seconds");
     return calibrate_transfers(*bench);
   };
   try {

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "gpu/cuda_error.hpp"
 #include "gpu/transfer/calibrate.hpp"
@@ -34,10 +35,12 @@ std::uint32_t node_of(const LinkOptions& options, const cpu::Topology& topology,
 }
 
 /// On a device of its own, as a device's profile is fixed when it is made.
-std::shared_ptr<const TransferProfile> profile_of(const LinkOptions& options) {
+std::shared_ptr<const TransferProfile> profile_of(const LinkOptions& options, double& calibration_s) {
   gpu::CudaDevice device(CudaDeviceOptions{.ordinal = options.device});
+  const Clock::time_point begin = Clock::now();
   const auto profile = options.profile.empty() ? std::make_shared<const TransferProfile>(gpu::calibrate(device))
                                                : load_transfer_profile(options.profile);
+  if (options.profile.empty()) calibration_s = std::chrono::duration<double>(Clock::now() - begin).count();
   if (!options.save_profile.empty())
     save_transfer_profile(*profile, cuda_device_facts(options.device), options.save_profile);
   return profile;
@@ -54,7 +57,9 @@ Json facts_of(const LinkMachine& machine) {
           {"gpu_numa_node", machine.gpu_node < 0 ? Json() : Json(machine.gpu_node)},
           {"host_numa_node", machine.node},
           {"stream_memory_operations", machine.device.memory_operations()},
-          {"gather_blocks", machine.profile->gather_blocks}};
+          {"calibration_s", machine.calibration_s > 0.0 ? Json(machine.calibration_s) : Json()},
+          {"gather_blocks", machine.profile->gather_blocks},
+          {"busy_gather_blocks", machine.profile->busy_gather_blocks}};
 }
 
 }  // namespace
@@ -64,7 +69,7 @@ LinkMachine::LinkMachine(const LinkOptions& link_options)
       gpu_node(nearest_node(link_options.device)),
       node(node_of(link_options, topology, gpu_node)),
       workers(topology, {.threads = 0, .numa_node = node}),
-      profile(profile_of(link_options)),
+      profile(profile_of(link_options, calibration_s)),
       device(CudaDeviceOptions{.ordinal = link_options.device, .profile = profile}),
       slab({.bytes = link_options.quick ? kQuickBufferBytes : kBufferBytes, .numa_node = node}, topology, workers),
       registration(device.register_host(slab.memory())),
@@ -86,6 +91,7 @@ LinkFindings measure_link(const LinkOptions& options) {
   LinkMachine machine(options);
   LinkFindings findings{.facts = facts_of(machine)};
   link_peaks(machine, findings);
+  link_profile(machine, findings);
   if (wanted("transfers")) link_transfers(machine, findings);
   if (wanted("gather")) link_gather(machine, findings);
   if (wanted("load")) link_load(machine, findings);

@@ -22,9 +22,10 @@ struct LinkMachine {
 
   const LinkOptions& options;
   cpu::Topology topology;
-  int gpu_node;          ///< as the operating system counts nodes; -1 if unknown
-  std::uint32_t node;    ///< of the host's buffers
-  cpu::Workers workers;  ///< on that node first
+  int gpu_node;                ///< as the operating system counts nodes; -1 if unknown
+  std::uint32_t node;          ///< of the host's buffers
+  cpu::Workers workers;        ///< on that node first
+  double calibration_s = 0.0;  ///< what the profile took; 0 for one from a file
   std::shared_ptr<const TransferProfile> profile;
   gpu::CudaDevice device;  ///< chooses by `profile`
   cpu::Slab slab;
@@ -41,6 +42,7 @@ struct LinkMachine {
 /// Each section adds its tables, facts and sentences.
 void link_peaks(LinkMachine& machine, LinkFindings& findings);
 void link_transfers(LinkMachine& machine, LinkFindings& findings);
+void link_profile(LinkMachine& machine, LinkFindings& findings);
 void link_gather(LinkMachine& machine, LinkFindings& findings);
 void link_load(LinkMachine& machine, LinkFindings& findings);
 void link_latency(LinkMachine& machine, LinkFindings& findings);

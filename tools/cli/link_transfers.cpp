@@ -4,7 +4,6 @@
 #include <limits>
 #include <map>
 
-#include "gpu/transfer/calibrate.hpp"
 #include "tools/cli/link_machine.hpp"
 #include "tools/cli/values.hpp"
 
@@ -16,8 +15,8 @@ using gpu::TransferCase;
 /// Share of the best path's rate that `auto` has to reach.
 constexpr double kAutoTarget = 0.95;
 constexpr double kPageTarget_gbps = 51.0;
-/// Longer ones vary little and would only cost patience.
-constexpr double kLong_us = 3000.0;
+/// Of a sample: longer ones vary little, and fewer are taken.
+constexpr double kLong_us = 1000.0;
 
 enum class Way { to_device, to_host, both };
 const char* name_of(Way way) { return way == Way::to_device ? "h2d" : way == Way::to_host ? "d2h" : "both"; }
@@ -43,10 +42,11 @@ std::vector<std::uint32_t> counts(bool quick) {
 /// One line of the sweep.
 struct Point {
   Way way{};
+  TransferLoad load{};
   std::uint64_t block_bytes = 0;
   std::uint32_t blocks = 0;
   std::map<TransferPath, gpu::TransferTiming> landed{};
-  std::map<TransferPath, std::optional<double>> gated_us{};
+  std::map<TransferPath, std::optional<double>> gated_us{};  ///< of idle devices, one way
   gpu::TransferTiming automatic{};
 
   [[nodiscard]] std::uint64_t bytes() const { return block_bytes * blocks * (way == Way::both ? 2 : 1); }
@@ -69,20 +69,34 @@ class Sweep {
  public:
   explicit Sweep(LinkMachine& machine) : machine_(machine) {}
 
-  [[nodiscard]] Point measure(Way way, std::uint64_t block_bytes, std::uint32_t blocks) {
-    Point point{.way = way, .block_bytes = block_bytes, .blocks = blocks};
-    TransferCase what{.to_device = way != Way::to_host, .block_bytes = block_bytes, .blocks = blocks};
-    for (const TransferPath path : link_paths(way == Way::to_device)) {
-      what.choice = {.path = path};
-      if (way == Way::both) {
-        point.landed[path] = {.device_us = machine_.bench.both_us(what, machine_.options.samples), .path = path};
-        continue;
-      }
-      point.landed[path] = landed(what);
-      point.gated_us[path] = machine_.bench.gated_us(what, machine_.options.samples);
+  /// One way: the paths by turns, and `auto` among them, as close calls are decided by less than the link drifts.
+  [[nodiscard]] Point measure(Way way, TransferLoad load, std::uint64_t block_bytes, std::uint32_t blocks) {
+    Point point{.way = way, .load = load, .block_bytes = block_bytes, .blocks = blocks};
+    std::vector<TransferCase> rivals;
+    const auto add = [&](TransferPath path) {
+      rivals.push_back({.choice = {.path = path, .load = load},
+                        .to_device = way == Way::to_device,
+                        .block_bytes = block_bytes,
+                        .blocks = blocks});
+    };
+    for (const TransferPath path : link_paths(way == Way::to_device)) add(path);
+    add(TransferPath::automatic);
+    const int samples = machine_.options.samples;
+    const auto timings = machine_.bench.landed(rivals, {.samples = samples, .enough_us = samples * kLong_us});
+    for (std::size_t i = 0; i + 1 < rivals.size(); ++i) {
+      point.landed[rivals[i].choice.path] = timings[i];
+      if (load == TransferLoad::idle)
+        point.gated_us[rivals[i].choice.path] = machine_.bench.gated_us(rivals[i], samples);
     }
-    what.choice = {};
-    if (way != Way::both) point.automatic = landed(what);
+    point.automatic = timings.back();
+    return point;
+  }
+  [[nodiscard]] Point measure_both(std::uint64_t block_bytes, std::uint32_t blocks) {
+    Point point{.way = Way::both, .block_bytes = block_bytes, .blocks = blocks};
+    for (const TransferPath path : link_paths(false)) {
+      const TransferCase what{.choice = {.path = path}, .block_bytes = block_bytes, .blocks = blocks};
+      point.landed[path] = {.device_us = machine_.bench.both_us(what, machine_.options.samples), .path = path};
+    }
     return point;
   }
   void verify(bool to_device, std::uint64_t block_bytes) {
@@ -93,10 +107,6 @@ class Sweep {
   }
 
  private:
-  gpu::TransferTiming landed(const TransferCase& what) {
-    const auto first = machine_.bench.landed(what, 1);
-    return first.device_us > kLong_us ? first : machine_.bench.landed(what, machine_.options.samples);
-  }
   LinkMachine& machine_;
 };
 
@@ -109,6 +119,7 @@ Table rates_table(const std::vector<Point>& points) {
   Table table{.key = "transfers",
               .title = "Scattered blocks, GB/s from enqueuing to landing (both: device time)",
               .columns = {{"direction", "way"},
+                          {"load", "device"},
                           {"block_bytes", "block"},
                           {"blocks", "blocks"},
                           {"copy_engine_gbps", "copy engine", 1},
@@ -120,26 +131,29 @@ Table rates_table(const std::vector<Point>& points) {
                           {"auto_share", "auto of best", 0, Column::Show::percent}}};
   for (const Point& point : points) {
     const bool one_way = point.way != Way::both;
-    table.rows.push_back(
-        {name_of(point.way), point.block_bytes, point.blocks, rate(point, TransferPath::copy_engine),
-         rate(point, TransferPath::batch), rate(point, TransferPath::gather), rate(point, TransferPath::staged),
-         one_way ? Json(link_gbps(point.bytes(), point.automatic.device_us)) : Json(),
-         one_way ? Json(to_string(point.automatic.path)) : Json(), one_way ? Json(point.automatic_share()) : Json()});
+    table.rows.push_back({name_of(point.way), to_string(point.load), point.block_bytes, point.blocks,
+                          rate(point, TransferPath::copy_engine), rate(point, TransferPath::batch),
+                          rate(point, TransferPath::gather), rate(point, TransferPath::staged),
+                          one_way ? Json(link_gbps(point.bytes(), point.automatic.device_us)) : Json(),
+                          one_way ? Json(to_string(point.automatic.path)) : Json(),
+                          one_way ? Json(point.automatic_share()) : Json()});
   }
   return table;
 }
 
 Table times_table(const std::vector<Point>& points) {
-  Table table{.key = "times",
-              .title = "The same one way: microseconds of the enqueuing thread, and of the device once all is enqueued",
-              .columns = {{"direction", "way"}, {"block_bytes", "block"}, {"blocks", "blocks"}}};
+  Table table{
+      .key = "times",
+      .title =
+          "One way on an idle device: microseconds of the enqueuing thread, and of the device once all is enqueued",
+      .columns = {{"direction", "way"}, {"block_bytes", "block"}, {"blocks", "blocks"}}};
   for (const TransferPath path : link_paths(true)) {
     const std::string name = to_string(path);
     table.columns.push_back({name + "_host_us", name + ", host", 1});
     table.columns.push_back({name + "_device_us", name + ", device", 1});
   }
   for (const Point& point : points) {
-    if (point.way == Way::both) continue;
+    if (point.way == Way::both || point.load == TransferLoad::busy) continue;
     std::vector<Json> row{name_of(point.way), point.block_bytes, point.blocks};
     for (const TransferPath path : link_paths(true)) {
       const auto landed = point.landed.find(path);
@@ -157,7 +171,7 @@ void judge_paths(const std::vector<Point>& points, LinkFindings& findings) {
   std::map<std::uint64_t, std::string> by_size;
   std::map<std::uint64_t, TransferPath> last;
   for (const Point& point : points) {
-    if (point.way != Way::to_device) continue;
+    if (point.way != Way::to_device || point.load == TransferLoad::busy) continue;
     const TransferPath best = point.best();
     std::string& text = by_size[point.block_bytes];
     const auto before = last.find(point.block_bytes);
@@ -169,30 +183,35 @@ void judge_paths(const std::vector<Point>& points, LinkFindings& findings) {
     findings.verdict.push_back("host to device, blocks of " + format_size(bytes) + ": use " + text);
 }
 
-void judge_automatic(const std::vector<Point>& points, LinkFindings& findings) {
+void judge_automatic(const std::vector<Point>& points, TransferLoad load, LinkFindings& findings) {
   const Point* worst = nullptr;
   double best_page = 0.0;
   std::uint32_t below = 0;
   for (const Point& point : points) {
-    if (point.way == Way::both) continue;
+    if (point.way == Way::both || point.load != load) continue;
     if (worst == nullptr || point.automatic_share() < worst->automatic_share()) worst = &point;
     below += point.automatic_share() < kAutoTarget ? 1 : 0;
     if (point.way == Way::to_device && point.block_bytes == 16 * KiB)
       best_page = std::max(best_page, link_gbps(point.bytes(), point.automatic.device_us));
   }
   if (worst == nullptr) return;
-  const double lost = 1.0 - worst->automatic_share();
+  const bool busy = load == TransferLoad::busy;
+  const std::string where = busy ? "beside device memory traffic " : "";
   findings.verdict.push_back(
-      "'auto' lost at most " + format("%.0f%%", 100.0 * lost) + " to the best path (" + name_of(worst->way) + ", " +
-      std::to_string(worst->blocks) + " blocks of " + format_size(worst->block_bytes) + "); " +
+      where + "'auto' lost at most " + format("%.0f%%", 100.0 * (1.0 - worst->automatic_share())) +
+      " to the best path (" + name_of(worst->way) + ", " + std::to_string(worst->blocks) + " blocks of " +
+      format_size(worst->block_bytes) + "); " +
       (below == 0 ? "within the 5% that it may"
                   : std::to_string(below) + " of the sizes and counts miss the 5% that it may; calibrate again on an "
                                             "idle machine"));
-  findings.verdict.push_back(
-      "'auto' moves scattered blocks of 16K to the device at up to " + format("%.1f GB/s", best_page) +
-      (best_page >= kPageTarget_gbps ? ", as PCIe 5 x16 allows" : "; 51 are what PCIe 5 x16 allows"));
-  findings.facts["auto_worst_share"] = worst->automatic_share();
-  findings.facts["auto_below_target"] = below;
+  findings.verdict.push_back(where + "'auto' moves scattered blocks of 16K to the device at up to " +
+                             format("%.1f GB/s", best_page) +
+                             (busy                            ? ""
+                              : best_page >= kPageTarget_gbps ? ", as PCIe 5 x16 allows"
+                                                              : "; 51 are what PCIe 5 x16 allows"));
+  const std::string prefix = busy ? "auto_busy_" : "auto_";
+  findings.facts[prefix + "worst_share"] = worst->automatic_share();
+  findings.facts[prefix + "below_target"] = below;
 }
 
 }  // namespace
@@ -224,43 +243,37 @@ void link_transfers(LinkMachine& machine, LinkFindings& findings) {
   std::vector<Point> points;
   const auto sizes = block_sizes(machine.options.quick);
   std::uint64_t done = 0;
-  for (const Way way : {Way::to_device, Way::to_host, Way::both}) {
+  const auto each = [&](auto&& measure) {
     for (const std::uint64_t block_bytes : sizes) {
-      machine.bar.update(done++, 3 * sizes.size(), "transfers");
-      if (way != Way::both) sweep.verify(way == Way::to_device, block_bytes);
+      machine.bar.update(done++, 5 * sizes.size(), "transfers");
       const auto most = static_cast<std::uint32_t>(
           std::min<std::uint64_t>(machine.bench.most_blocks(block_bytes), 64 * MiB / block_bytes));
       for (const std::uint32_t blocks : counts(machine.options.quick)) {
-        if (blocks <= most) points.push_back(sweep.measure(way, block_bytes, blocks));
+        if (blocks <= most) points.push_back(measure(block_bytes, blocks));
       }
     }
+  };
+  const auto one_way = [&](TransferLoad load) {
+    for (const Way way : {Way::to_device, Way::to_host})
+      each([&](std::uint64_t bytes, std::uint32_t blocks) { return sweep.measure(way, load, bytes, blocks); });
+  };
+  for (const std::uint64_t block_bytes : sizes) {
+    sweep.verify(true, block_bytes);
+    sweep.verify(false, block_bytes);
+  }
+  one_way(TransferLoad::idle);
+  each([&](std::uint64_t bytes, std::uint32_t blocks) { return sweep.measure_both(bytes, blocks); });
+  {
+    gpu::MemoryTraffic traffic(machine.device);
+    machine.bench.run_beside(&traffic);
+    one_way(TransferLoad::busy);
+    machine.bench.run_beside(nullptr);
   }
   findings.tables.push_back(rates_table(points));
   findings.tables.push_back(times_table(points));
   judge_paths(points, findings);
-  judge_automatic(points, findings);
-}
-
-void link_gather(LinkMachine& machine, LinkFindings& findings) {
-  Table table{.key = "gather",
-              .title = "Gather kernel by its thread blocks, GB/s",
-              .columns = {{"gather_blocks", "thread blocks"}}};
-  std::vector<std::vector<gpu::GatherRate>> columns;
-  for (const bool to_device : {true, false}) {
-    for (const std::uint64_t block_bytes : {4 * KiB, 16 * KiB, 64 * KiB}) {
-      table.columns.push_back({std::string(to_device ? "h2d_" : "d2h_") + std::to_string(block_bytes) + "_gbps",
-                               (to_device ? "to device, " : "to host, ") + format_size(block_bytes), 1});
-      columns.push_back(gpu::sweep_gather_blocks(machine.bench, to_device, block_bytes, machine.options.samples));
-    }
-  }
-  for (std::size_t i = 0; i < columns.front().size(); ++i) {
-    std::vector<Json> row{columns.front()[i].gather_blocks};
-    for (const auto& column : columns) row.push_back(column[i].gbps);
-    table.rows.push_back(std::move(row));
-  }
-  findings.tables.push_back(std::move(table));
-  findings.verdict.push_back("the gather kernel needs " + std::to_string(gpu::fewest_gather_blocks(columns[1])) +
-                             " thread blocks for pages of 16K; more only take multiprocessors from attention");
+  judge_automatic(points, TransferLoad::idle, findings);
+  judge_automatic(points, TransferLoad::busy, findings);
 }
 
 }  // namespace sluice::tools

@@ -19,12 +19,14 @@ bool is_plain(char c) {
   return (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || c == '.' || c == '-';
 }
 
-/// Null if there is no file that holds for these facts, for whatever reason: it can be measured again.
-std::shared_ptr<const TransferProfile> kept(const std::filesystem::path& file, const CudaDeviceFacts& facts) {
+/// Null if there is no file that holds for these facts: it can be measured again. Why a file cannot be used is told.
+std::shared_ptr<const TransferProfile> kept(const std::filesystem::path& file, const CudaDeviceFacts& facts,
+                                            const std::function<void(const std::string&)>& say) {
   try {
     const MeasuredProfile found = load_measured_profile(file.string());
     return found.facts == facts ? found.profile : nullptr;
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    if (error.code() == Errc::corrupt) say(std::string("the kept profile is replaced: ") + error.what());
     return nullptr;
   }
 }
@@ -58,7 +60,7 @@ std::shared_ptr<const TransferProfile> cached_profile(const std::filesystem::pat
                                                       const std::function<void(const std::string&)>& say) {
   const std::filesystem::path file = directory / profile_file_name(facts);
   if (!directory.empty()) {
-    if (auto profile = kept(file, facts)) return profile;
+    if (auto profile = kept(file, facts, say)) return profile;
   }
   auto profile = std::make_shared<const TransferProfile>(measure());
   try {

@@ -18,8 +18,9 @@ namespace sluice::tools {
 [[nodiscard]] std::string profile_file_name(const CudaDeviceFacts& facts);
 
 /// The profile kept for this GPU under this driver; measured and kept if there is none, or none that can be read or
-/// that was measured under the same facts. A profile that cannot be kept is used all the same, after one line to
-/// `say`.  @throws what `measure` throws.
+/// that was measured under the same facts. One line to `say` for a file that is there and cannot be read, as those of
+/// an older version, and one for a profile that cannot be kept, which is used all the same.
+/// @throws what `measure` throws.
 [[nodiscard]] std::shared_ptr<const TransferProfile> cached_profile(
     const std::filesystem::path& directory, const CudaDeviceFacts& facts,
     const std::function<TransferProfile()>& measure, const std::function<void(const std::string&)>& say);

@@ -9,12 +9,13 @@
 
 #include "sluice/error.hpp"
 #include "tools/cli/output.hpp"
-#include "tools/cli/report.hpp"
 
 namespace sluice::tools {
 namespace {
 
 constexpr const char* kKind = "transfer_profile";
+/// Of these files; since 2 every sample says whether the device was busy.
+constexpr int kProfileVersion = 2;
 constexpr std::uint32_t kMostGatherBlocks = 65'535;
 
 [[noreturn]] void refuse(const std::string& path, const std::string& cause) {
@@ -36,8 +37,10 @@ Json parse(const std::string& path) {
   }
   if (document.is_discarded()) refuse(path, "is no JSON");
   if (!document.is_object() || document.value("kind", Json()) != kKind) refuse(path, "is no transfer profile");
-  if (document.value("schema_version", Json()) != kSchemaVersion)
-    refuse(path, "has another schema_version than " + std::to_string(kSchemaVersion));
+  const Json version = document.value("schema_version", Json());
+  if (version != kProfileVersion)
+    refuse(path, "has schema_version " + version.dump() + " where " + std::to_string(kProfileVersion) + " is read" +
+                     (version == 1 ? ", which tells a busy device from an idle one" : ""));
   return document;
 }
 
@@ -57,10 +60,25 @@ double microseconds(const Json& object, const char* key) {
   return value.get<double>();
 }
 
+std::uint32_t thread_blocks(const Json& object, const char* key) {
+  const auto blocks = whole_number<std::uint32_t>(object, key);
+  if (blocks > kMostGatherBlocks) throw Error(Errc::corrupt, std::string(key) + " is too large");
+  return blocks;
+}
+
+TransferLoad load_of(const Json& object) {
+  const auto text = object.at("load").get<std::string>();
+  for (const TransferLoad load : {TransferLoad::idle, TransferLoad::busy}) {
+    if (text == to_string(load)) return load;
+  }
+  throw Error(Errc::corrupt, "load is neither idle nor busy");
+}
+
 TransferSample sample_of(const Json& object) {
   const auto direction = object.at("direction").get<std::string>();
   if (direction != "h2d" && direction != "d2h") throw Error(Errc::corrupt, "direction is neither h2d nor d2h");
   TransferSample sample{.path = parse_transfer_path(object.at("path").get<std::string>()),
+                        .load = load_of(object),
                         .to_device = direction == "h2d",
                         .block_bytes = whole_number<std::uint64_t>(object, "block_bytes"),
                         .blocks = whole_number<std::uint32_t>(object, "blocks"),
@@ -95,8 +113,8 @@ MeasuredProfile load_measured_profile(const std::string& path) {
   auto profile = std::make_shared<TransferProfile>();
   std::size_t index = 0;
   try {
-    profile->gather_blocks = whole_number<std::uint32_t>(document, "gather_blocks");
-    if (profile->gather_blocks > kMostGatherBlocks) throw Error(Errc::corrupt, "gather_blocks is too large");
+    profile->gather_blocks = thread_blocks(document, "gather_blocks");
+    profile->busy_gather_blocks = thread_blocks(document, "busy_gather_blocks");
     for (const Json& object : document.at("samples")) {
       ++index;
       profile->samples.push_back(sample_of(object));
@@ -114,18 +132,20 @@ void save_transfer_profile(const TransferProfile& profile, const CudaDeviceFacts
   Json samples = Json::array();
   for (const TransferSample& sample : profile.samples) {
     samples.push_back({{"path", to_string(sample.path)},
+                       {"load", to_string(sample.load)},
                        {"direction", sample.to_device ? "h2d" : "d2h"},
                        {"block_bytes", sample.block_bytes},
                        {"blocks", sample.blocks},
                        {"host_us", sample.host_us},
                        {"device_us", sample.device_us}});
   }
-  const Json document = {{"schema_version", kSchemaVersion},
+  const Json document = {{"schema_version", kProfileVersion},
                          {"kind", kKind},
                          {"device", facts.name},
                          {"pci_bus_id", facts.pci_bus_id},
                          {"cuda_driver", facts.driver},
                          {"gather_blocks", profile.gather_blocks},
+                         {"busy_gather_blocks", profile.busy_gather_blocks},
                          {"samples", std::move(samples)}};
   OutputTarget(path).commit(document.dump(1) + "\n");
 }

@@ -8,8 +8,10 @@
 namespace sluice::tools {
 
 /// Transfer profiles as files, for `--transfer-profile`: written by `sluice link --save-profile`.
-/// JSON: {schema_version, kind: "transfer_profile", device, pci_bus_id, cuda_driver, gather_blocks,
-///        samples: [{path, direction: "h2d"|"d2h", block_bytes, blocks, host_us, device_us}]}.
+/// JSON: {schema_version: 2, kind: "transfer_profile", device, pci_bus_id, cuda_driver, gather_blocks,
+///        busy_gather_blocks,
+///        samples: [{path, load: "idle"|"busy", direction: "h2d"|"d2h", block_bytes, blocks, host_us, device_us}]}.
+/// Files of version 1 know no busy device and are refused.
 
 /// @throws Error{Errc::not_found} or Error{Errc::io} if the file cannot be read, Error{Errc::corrupt} naming what is
 /// wrong with it.

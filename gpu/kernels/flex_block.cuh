@@ -1,0 +1,107 @@
+#pragma once
+
+#include <cmath>
+
+#include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/flex.hpp"
+#include "gpu/kernels/mma.cuh"
+
+/// What the kernels of FlexPrefill that are no products have in common.
+namespace sluice::gpu::detail {
+
+/// Element c of a query: `token` is of the chunk.
+__device__ inline float load_query(const FlexItem& item, const PrefillShape& shape, std::uint32_t token,
+                                   std::uint32_t head, std::uint32_t c) {
+  const std::uint64_t at = token * shape.q_token_stride + head * shape.q_head_stride + c;
+  switch (shape.q_dtype) {
+    case DType::f32: return load_element<DType::f32>(item.q + at * 4);
+    case DType::f16: return load_element<DType::f16>(item.q + at * 2);
+    case DType::bf16: return load_element<DType::bf16>(item.q + at * 2);
+  }
+  return 0.f;
+}
+
+/// Sums and maxima over all threads of a block of kThreads, the same bits in all of them every time.
+template <int kThreads>
+class BlockReduce {
+ public:
+  static constexpr int kWarps = kThreads / 32;
+  static_assert(kThreads % 32 == 0 && kWarps <= 32);
+  /// Reductions take turns, so that one barrier each is enough: the next but one writes after the next one's.
+  struct Memory {
+    double warps[2][kWarps];
+  };
+  __device__ explicit BlockReduce(Memory& memory) : memory_(memory) {}
+
+  template <class V>
+  __device__ V sum(V value) {
+    return reduce(value, V{0}, [](V a, V b) { return a + b; });
+  }
+  __device__ float max(float value) {
+    return reduce(value, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
+  }
+
+ private:
+  template <class V, class Combine>
+  __device__ V reduce(V value, V nothing, const Combine& combine) {
+    V* const warps = reinterpret_cast<V*>(memory_.warps[turn_++ % 2]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value = combine(value, __shfl_xor_sync(kAllLanes, value, step));
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = threadIdx.x % 32 < kWarps ? warps[threadIdx.x % 32] : nothing;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value = combine(value, __shfl_xor_sync(kAllLanes, value, step));
+    return value;
+  }
+
+  Memory& memory_;
+  std::uint32_t turn_ = 0;
+};
+
+/// The largest number of kBits bits for which `holds`, which is true for 0 and false from some number on.
+template <int kBits, class Holds>
+__device__ std::uint32_t largest_that(const Holds& holds) {
+  std::uint32_t found = 0;
+  for (int bit = kBits - 1; bit >= 0; --bit) {
+    const std::uint32_t next = found | 1u << bit;
+    if (holds(next)) found = next;
+  }
+  return found;
+}
+
+/// Weights of the softmax of query . mean key over the first `blocks` key blocks, relative to the largest, into
+/// weights[blocks]; their sum is returned. Scores that are not finite weigh nothing. Ends with a barrier.
+template <int kThreads>
+__device__ float pooled_attention(const FlexItem& item, const FlexArgs& args, const float* query, std::uint32_t blocks,
+                                  float* weights, BlockReduce<kThreads>& reduce) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t warp = threadIdx.x / 32;
+  float mine[4];
+#pragma unroll
+  for (std::uint32_t i = 0; i < 4; ++i) mine[i] = lane + 32 * i < args.head_dim ? query[lane + 32 * i] : 0.f;
+#pragma unroll 2
+  for (std::uint32_t block = warp; block < blocks; block += kThreads / 32) {
+    const float* const key = item.mean_keys + std::uint64_t{block} * args.head_dim;
+    float dot = 0.f;
+#pragma unroll
+    for (std::uint32_t i = 0; i < 4; ++i) dot += lane + 32 * i < args.head_dim ? mine[i] * key[lane + 32 * i] : 0.f;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(kAllLanes, dot, step);
+    if (lane == 0) weights[block] = fabsf(dot) < INFINITY ? dot * args.score_scale : -INFINITY;
+  }
+  __syncthreads();
+  float top = -INFINITY;
+  for (std::uint32_t i = threadIdx.x; i < blocks; i += kThreads) top = fmaxf(top, weights[i]);
+  top = reduce.max(top);
+  float sum = 0.f;
+  for (std::uint32_t i = threadIdx.x; i < blocks; i += kThreads) {
+    weights[i] = weights[i] == -INFINITY ? 0.f : expf(weights[i] - top);
+    sum += weights[i];
+  }
+  sum = reduce.sum(sum);
+  __syncthreads();
+  return sum;
+}
+
+}  // namespace sluice::gpu::detail

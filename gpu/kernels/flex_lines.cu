@@ -1,0 +1,241 @@
+// How many columns, and how many diagonals, make a share of gamma of the representative attention: a descent through
+// the bits of the weights. Each step counts the weights of a bin and adds up their mantissas as whole numbers, which
+// needs no order: the weights of a bin have one exponent.
+
+#include <cmath>
+
+#include "gpu/cuda_error.hpp"
+#include "gpu/kernels/flex.hpp"
+#include "gpu/kernels/mma.cuh"
+
+namespace sluice::gpu {
+namespace {
+
+using namespace detail;
+
+constexpr std::uint32_t kThreads = 1024;
+constexpr std::uint32_t kMarkThreads = 256;
+constexpr std::uint32_t kBins = 2048;
+
+/// Bits of one step of the descent; those above are fixed.
+struct Step {
+  std::uint32_t shift = 0;
+  std::uint32_t width = 0;
+};
+/// Eight bits of exponent and three of mantissa first; a weight has no sign.
+constexpr int kSteps = 3;
+__host__ __device__ constexpr Step step_at(int i) {
+  return i == 0 ? Step{.shift = 20, .width = 11} : Step{.shift = i == 1 ? 10u : 0u, .width = 10};
+}
+static_assert(1u << step_at(0).width == kBins);
+
+struct Memory {
+  std::uint32_t count[kBins];
+  std::uint32_t low[kBins];  ///< sums of the lower and of the upper 12 bits of the mantissas
+  std::uint32_t high[kBins];
+  std::uint32_t prefix;  ///< fixed bits
+  std::uint32_t above;   ///< lines with larger ones
+  double mass_above;     ///< and their weight
+  double need;
+};
+
+/// Weights of a row, four at a time: use(index, bits) for all that weigh anything.
+template <class Use>
+__device__ void for_each_weight(const float* weights, std::uint64_t count, const Use& use) {
+#pragma unroll 4
+  for (std::uint32_t i = threadIdx.x; i < count / 4; i += kThreads) {
+    const float4 four = reinterpret_cast<const float4*>(weights)[i];
+    const std::uint32_t bits[4] = {__float_as_uint(four.x), __float_as_uint(four.y), __float_as_uint(four.z),
+                                   __float_as_uint(four.w)};
+#pragma unroll
+    for (std::uint32_t e = 0; e < 4; ++e) {
+      if (bits[e] != 0) use(4 * i + e, bits[e]);
+    }
+  }
+}
+
+__device__ void clear_bins(Memory& memory) {
+  for (std::uint32_t i = threadIdx.x; i < kBins; i += kThreads) memory.count[i] = memory.low[i] = memory.high[i] = 0;
+  __syncthreads();
+}
+
+/// What the weights of a bin add up to.
+__device__ double mass_of(const Memory& memory, const Step& step, std::uint32_t bin) {
+  const std::uint32_t exponent = ((memory.prefix << step.width | bin) << step.shift) >> 23;
+  const double mantissas = memory.high[bin] * 4096.0 + memory.low[bin];
+  return ldexp(mantissas, static_cast<int>(max(exponent, 1u)) - 150);
+}
+
+/// A warp looks for the bin, from the heaviest weights down, with which the mass reaches what is needed; should
+/// rounding keep it from that, it is the lightest. A lane has consecutive bins. Of the first step, `need` is a share.
+__device__ void enter_bin(Memory& memory, const Step& step, bool first) {
+  const std::uint32_t lane = threadIdx.x;
+  const std::uint32_t per_lane = (1u << step.width) / 32;
+  const std::uint32_t top = (1u << step.width) - lane * per_lane;  // The first lane has the heaviest weights.
+  double mass = 0.0;
+  std::uint32_t count = 0;
+  for (std::uint32_t i = 1; i <= per_lane; ++i) {
+    if (memory.count[top - i] == 0) continue;
+    mass += mass_of(memory, step, top - i);
+    count += memory.count[top - i];
+  }
+  double mass_to = mass;
+  std::uint32_t count_to = count;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const double lighter = __shfl_up_sync(kAllLanes, mass_to, by);
+    const std::uint32_t fewer = __shfl_up_sync(kAllLanes, count_to, by);
+    if (lane >= static_cast<std::uint32_t>(by)) {
+      mass_to += lighter;
+      count_to += fewer;
+    }
+  }
+  const double all = __shfl_sync(kAllLanes, mass_to, 31);
+  const double need = first ? memory.need * all : memory.need;
+  const double before = memory.mass_above;
+  double run = before + __shfl_up_sync(kAllLanes, mass_to, 1);
+  if (lane == 0) run = before;
+  const std::uint32_t reached = __ballot_sync(kAllLanes, count != 0 && before + mass_to >= need);
+  const std::uint32_t filled = __ballot_sync(kAllLanes, count != 0);
+  if (filled == 0) return;  // Nothing weighs anything.
+  const int chosen = reached != 0 ? __ffs(static_cast<int>(reached)) - 1 : 31 - __clz(static_cast<int>(filled));
+  if (static_cast<int>(lane) != chosen) return;
+  std::uint32_t lines = memory.above + count_to - count;
+  std::uint32_t bin = 0;
+  std::uint32_t left = count;
+  for (std::uint32_t i = 1; i <= per_lane; ++i) {
+    const std::uint32_t here = memory.count[top - i];
+    if (here == 0) continue;
+    bin = top - i;
+    const double mass_here = mass_of(memory, step, bin);
+    if (run + mass_here >= need || left == here) break;
+    run += mass_here;
+    lines += here;
+    left -= here;
+  }
+  memory.above = lines;
+  memory.mass_above = run;
+  memory.need = need;
+  memory.prefix = memory.prefix << step.width | bin;
+}
+
+/// The index behind the `wanted`-th of the weights that equal `bits`.
+__device__ std::uint32_t end_of_ties(Memory& memory, const float* weights, std::uint64_t count, std::uint32_t bits,
+                                     std::uint32_t wanted) {
+  constexpr std::uint32_t kLowBits = 10;
+  static_assert(kFlexMaxKeys >> kLowBits <= kBins);
+  std::uint32_t found = 0;
+  for (int step = 0; step < 2; ++step) {
+    const bool low = step == 1;
+    clear_bins(memory);
+    for_each_weight(weights, count, [&](std::uint32_t index, std::uint32_t other) {
+      if (other != bits || (low && index >> kLowBits != found)) return;
+      atomicAdd(&memory.count[low ? index & ((1u << kLowBits) - 1) : index >> kLowBits], 1u);
+    });
+    __syncthreads();
+    std::uint32_t bin = 0;  // Every thread walks: the bins before the one that is looked for are few.
+    while (memory.count[bin] < wanted) wanted -= memory.count[bin++];
+    found = low ? found << kLowBits | bin : bin;
+    __syncthreads();
+  }
+  return found + 1;
+}
+
+/// All that weigh anything: gamma is 1.
+__device__ void count_all(Memory& memory, const float* weights, std::uint64_t count, LineCut* out) {
+  std::uint32_t mine = 0;
+  for_each_weight(weights, count, [&](std::uint32_t, std::uint32_t) { ++mine; });
+  atomicAdd(&memory.above, mine);
+  __syncthreads();
+  if (threadIdx.x == 0) *out = {.count = memory.above, .bits = 0, .ties_end = 0};
+}
+
+/// blockIdx.x is 2 * head, + 1 for its diagonals.
+__global__ void __launch_bounds__(kThreads) flex_lines_kernel(const __grid_constant__ FlexArgs args) {
+  __shared__ Memory memory;
+  const FlexItem& item = args.items[blockIdx.y];
+  const std::uint64_t count = item.lines();
+  const float* const weights = (blockIdx.x % 2 == 0 ? item.columns : item.diagonals) + blockIdx.x / 2 * count;
+  LineCut* const out = item.cuts + blockIdx.x;
+  if (threadIdx.x == 0) {
+    memory.prefix = memory.above = 0;
+    memory.mass_above = 0.0;
+    memory.need = static_cast<double>(args.spec.gamma);
+  }
+  __syncthreads();
+  if (args.spec.gamma >= 1.f) return count_all(memory, weights, count, out);
+  for (int i = 0; i < kSteps; ++i) {
+    const Step step = step_at(i);
+    clear_bins(memory);
+    const std::uint32_t prefix = memory.prefix;
+    for_each_weight(weights, count, [&](std::uint32_t, std::uint32_t bits) {
+      if (bits >> step.shift >> step.width != prefix) return;
+      const std::uint32_t bin = bits >> step.shift & ((1u << step.width) - 1);
+      const std::uint32_t mantissa = (bits & 0x7f'ffffu) | (bits >> 23 != 0 ? 0x80'0000u : 0u);
+      atomicAdd(&memory.count[bin], 1u);
+      atomicAdd(&memory.low[bin], mantissa & 0xfffu);
+      atomicAdd(&memory.high[bin], mantissa >> 12);
+    });
+    __syncthreads();
+    if (threadIdx.x < 32) enter_bin(memory, step, i == 0);
+    __syncthreads();
+  }
+  const std::uint32_t bits = memory.prefix;
+  if (bits == 0) {
+    if (threadIdx.x == 0) *out = {};
+    return;
+  }
+  // All that are left in the last bin are equal: as many as it takes.
+  const std::uint32_t equal = memory.count[bits & ((1u << step_at(kSteps - 1).width) - 1)];
+  const double lacking = (memory.need - memory.mass_above) / static_cast<double>(__uint_as_float(bits));
+  const std::uint32_t above = memory.above;
+  const std::uint32_t ties = min(max(static_cast<std::uint32_t>(ceil(fmin(lacking, 2e9))), 1u), equal);
+  std::uint32_t end = kFlexMaxKeys;
+  __syncthreads();
+  if (args.spec.lines && ties != equal) end = end_of_ties(memory, weights, count, bits, ties);
+  if (threadIdx.x == 0) *out = {.count = above + ties, .bits = bits, .ties_end = end};
+}
+
+/// A warp looks at the chosen lines of one block of columns and of one block offset. blockIdx.y is the head.
+__global__ void __launch_bounds__(kMarkThreads) flex_marks_kernel(const __grid_constant__ FlexArgs args) {
+  const FlexItem& item = args.items[blockIdx.z];
+  const std::uint32_t head = blockIdx.y;
+  const std::uint32_t block = (blockIdx.x * kMarkThreads + threadIdx.x) / 32;
+  if (block >= item.key_blocks) return;
+  const auto chosen = [&](const float* weights, const LineCut& cut, std::uint32_t index) {
+    const std::uint32_t bits = __float_as_uint(weights[head * item.lines() + index]);
+    return bits > cut.bits || (bits == cut.bits && index < cut.ties_end);
+  };
+  const LineCut columns = item.cuts[2 * head];
+  const LineCut diagonals = item.cuts[2 * head + 1];
+  std::uint32_t marks = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kPrefillBlock / 32; ++i) {
+    const std::uint32_t index = block * kPrefillBlock + i * 32 + threadIdx.x % 32;
+    if (chosen(item.columns, columns, index)) marks |= kMarkColumn;
+    if (chosen(item.diagonals, diagonals, index))
+      marks |= kMarkDiagonal | (index % kPrefillBlock != 0 ? kMarkSpill : 0u);
+  }
+  marks = __reduce_or_sync(kAllLanes, marks);
+  if (threadIdx.x % 32 == 0) item.marks[std::uint64_t{head} * item.key_blocks + block] = marks;
+}
+
+}  // namespace
+
+void launch_flex_lines(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
+  flex_lines_kernel<<<dim3(2 * args.group, extent.items), kThreads, 0, stream>>>(args);
+  check(cudaGetLastError(), "launch the line counts of select_blocks");
+  if (!args.spec.lines) return;
+  constexpr std::uint32_t kBlocks = kMarkThreads / 32;
+  const dim3 grid((extent.key_blocks + kBlocks - 1) / kBlocks, args.group, extent.items);
+  flex_marks_kernel<<<grid, kMarkThreads, 0, stream>>>(args);
+  check(cudaGetLastError(), "launch the line marks of select_blocks");
+}
+
+void load_flex_line_kernels() {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, flex_lines_kernel), "load the line counts of select_blocks");
+  check(cudaFuncGetAttributes(&attributes, flex_marks_kernel), "load the line marks of select_blocks");
+}
+
+}  // namespace sluice::gpu
