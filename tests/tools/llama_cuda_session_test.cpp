@@ -170,3 +170,36 @@ TEST_CASE("random weights of the large shape decode on the GPU with finite logit
     CHECK(deviation < 2.0);
   }
 }
+
+TEST_CASE("a chunk of 16,384 tokens gives the logits that short ones give, dense or by blocks",
+          "[llama][session][gpu]") {
+  ModelConfig config = preset_config("llama-3.1-8b");
+  config.num_hidden_layers = 2;
+  const Model model = Model::random(config, 11, {.threads = 1, .device = test::gpu()});
+  std::vector<int> prompt;
+  for (int i = 0; i < 16'500; ++i) prompt.push_back((i * 7919) % 128'000);
+  const auto logits = [&](std::uint32_t chunk, const PrefillSpec& prefill) {
+    RuntimeOptions options = gpu_options();
+    options.shape = config.shape();
+    options.host_bytes = 256 * MiB;
+    options.near_bytes = 128 * MiB;
+    options.prefill_chunk = chunk;
+    Runtime runtime(options, test::gpu());
+    Session session(model, runtime, parse_policy("full"), prefill);
+    session.prefill(prompt);
+    return std::vector<float>(session.logits().begin(), session.logits().end());
+  };
+  const std::vector<float> want = logits(2048, {});
+  // With gamma 1 every block with any weight is kept.
+  const PrefillSpec everything{.mode = PrefillMode::flexprefill, .flex = {.gamma = 1.f}};
+  for (const PrefillSpec& prefill : {PrefillSpec{}, everything}) {
+    const std::vector<float> got = logits(16'384, prefill);
+    double difference = 0, size = 0;
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      difference += std::pow(double{got[i]} - want[i], 2);
+      size += std::pow(double{want[i]}, 2);
+    }
+    CAPTURE(to_string(prefill.mode));
+    CHECK(std::sqrt(difference / size) < 0.03);  // Products are rounded to bf16 in another order.
+  }
+}
