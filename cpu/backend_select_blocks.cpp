@@ -29,6 +29,12 @@ struct Chunk {
         keys(from.first + from.count),
         ranges(static_cast<std::uint32_t>(div_up(keys, kRangeKeys))),
         column_stride(div_up(keys, kPrefillKeys) * kPrefillKeys) {}
+  /// For the sums alone: there is no choice.
+  Chunk(const SelectBlocksTask& from, const SumAttentionTask& sums, std::uint32_t query_heads)
+      : Chunk(from, FlexPrefillSpec{}, query_heads) {
+    rows = std::min(sums.rows, sums.count);
+    sinks = sums.sinks;
+  }
 
   [[nodiscard]] std::uint32_t representative() const noexcept { return keys - rows; }  ///< position of their first
   [[nodiscard]] std::uint32_t states() const noexcept { return heads * kPrefillBlock; }
@@ -39,6 +45,7 @@ struct Chunk {
   ChunkGrid grid;
   std::uint32_t heads;
   std::uint32_t rows;  ///< representative
+  std::uint32_t sinks = 0;
   std::uint32_t keys;
   std::uint32_t ranges;
   std::uint64_t column_stride;
@@ -73,11 +80,21 @@ class BlockSelection {
         chunks_.push_back(std::move(chunk));
       }
     }
-    for (Chunk& chunk : chunks_) prepare(chunk);
-    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { weigh(chunk, range); });
-    for (Chunk& chunk : chunks_) join_masses(chunk);
-    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { attend(chunk, range); });
+    sum();
     for_all(&Chunk::heads, [this](Chunk& chunk, std::uint32_t head) { choose(chunk, head); });
+  }
+
+  /// The sums alone. `chunked[i]` is tasks[i] as a chunk.
+  void run(std::span<const SumAttentionTask> tasks, std::span<const SelectBlocksTask> chunked) {
+    for (std::size_t i = 0; i < tasks.size(); ++i) chunks_.emplace_back(chunked[i], tasks[i], shape_.group());
+    sum();
+    for_all(&Chunk::heads, [&](Chunk& chunk, std::uint32_t head) {
+      const SumAttentionTask& task = tasks[static_cast<std::size_t>(&chunk - chunks_.data())];
+      const std::uint32_t length = chunk.keys - chunk.sinks;
+      std::copy_n(chunk.columns.data() + head * chunk.column_stride + chunk.sinks, length,
+                  task.by_position + std::size_t{head} * length);
+      std::copy_n(diagonals_of(chunk, head).data(), length, task.by_distance + std::size_t{head} * length);
+    });
   }
 
  private:
@@ -89,6 +106,13 @@ class BlockSelection {
     }
     workers_.parallel_for(static_cast<std::uint32_t>(pieces.size()),
                           [&](std::uint32_t i) { body(*pieces[i].chunk, pieces[i].index); });
+  }
+
+  void sum() {
+    for (Chunk& chunk : chunks_) prepare(chunk);
+    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { weigh(chunk, range); });
+    for (Chunk& chunk : chunks_) join_masses(chunk);
+    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { attend(chunk, range); });
   }
 
   void keep_everything(const Chunk& chunk) const {
@@ -126,6 +150,7 @@ class BlockSelection {
             .key_begin = begin,
             .key_end = std::min(begin + kRangeKeys, chunk.keys),
             .first = chunk.representative(),
+            .sinks = chunk.sinks,
             .rows = chunk.rows,
             .heads = chunk.heads,
             .head_dim = shape_.head_dim,
@@ -277,6 +302,16 @@ class BlockSelection {
 };
 
 }  // namespace
+
+void Backend::sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
+                            const AttentionShape& shape, Stream*) {
+  std::vector<SelectBlocksTask> chunked;
+  for (const SumAttentionTask& task : tasks) {
+    check("sum_attention", shape, task.kv.layout);
+    chunked.push_back({.q = task.q, .kv = task.kv, .first = task.first, .count = task.count});
+  }
+  BlockSelection(workers_, kernels_, {}, strides, shape).run(tasks, chunked);
+}
 
 void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
                             const PrefillShape& strides, const AttentionShape& shape, Stream*) {

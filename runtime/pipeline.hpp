@@ -57,7 +57,9 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   // What prompts prepare: prompt_heir.cpp
   [[nodiscard]] PromptIndices indices(const Sequence& sequence, const LayerState& layer) override;
   void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t pages) override;
-  void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens) override;
+  [[nodiscard]] scheduler::SumRequest sums(const Sequence& sequence, const LayerState& layer,
+                                           std::uint32_t tokens) override;
+  void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::span<const float> sums) override;
   [[nodiscard]] bool has_begun(const LayerState& layer) const noexcept {
     return std::any_of(begun_.begin(), begun_.end(), [&](const Begun& begun) { return begun.layer == &layer; });
   }
@@ -107,7 +109,11 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   void collect_older(Deadline deadline);
   void collect_front(Deadline deadline);
   void prepare(Sequence& sequence, Deadline deadline);
-  BeginTimes begin_policy(Sequence& sequence, LayerState& layer, std::uint32_t tokens, Deadline deadline);
+  /// `sums` as in `complete`.
+  BeginTimes begin_policy(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::vector<float> sums,
+                          Deadline deadline);
+  [[nodiscard]] std::vector<float> sum_attention(const LayerState& layer, std::uint32_t tokens,
+                                                 const scheduler::SumRequest& wanted);
   void collect_begun(LayerState& layer, Deadline deadline);
   void begin_decoding(Sequence& sequence, LayerState& layer, Deadline deadline);
   void plan_head(HeadWork& work);

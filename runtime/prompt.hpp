@@ -13,6 +13,7 @@
 #include "runtime/prompt_memory.hpp"
 #include "runtime/sequence.hpp"
 #include "runtime/transfer_engine.hpp"
+#include "scheduler/layer_policy.hpp"
 #include "sluice/options.hpp"
 #include "sluice/runtime.hpp"
 
@@ -31,10 +32,15 @@ class PromptHeir {
  public:
   virtual ~PromptHeir() = default;
   [[nodiscard]] virtual PromptIndices indices(const Sequence& sequence, const LayerState& layer) = 0;
+  /// Which sums over the attention of a prompt's last queries it begins with.
+  [[nodiscard]] virtual scheduler::SumRequest sums(const Sequence& sequence, const LayerState& layer,
+                                                   std::uint32_t tokens) = 0;
   /// They now have the layer's pages up to `pages`.
   virtual void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t pages) = 0;
   /// The layer's prompt of `tokens` tokens is in the host pool, its last queries are known, and no more will come.
-  virtual void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens) = 0;
+  /// `sums` are what was asked for, [kv_heads, (by_position, by_distance)] as in PromptSums, or empty if the device did
+  /// not have all keys; read before the call returns.
+  virtual void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::span<const float> sums) = 0;
 };
 
 /// One layer of one chunk.
@@ -106,6 +112,8 @@ class Prompt {
     std::uint32_t last_q_rows = 0;
     std::uint64_t last_q_at = 0;    ///< floats
     std::uint64_t choices = 0;      ///< first of its heads' choices, if `sparse`
+    std::uint64_t sums_at = 0;      ///< floats
+    std::uint64_t sums = 0;
     bool sparse = false;
     bool attended = false;
     bool indexed = false;
@@ -121,6 +129,7 @@ class Prompt {
     std::vector<std::uint32_t> frames;
     std::vector<PrefillTask> prefills;
     std::vector<SelectBlocksTask> selects;
+    std::vector<SumAttentionTask> sum_tasks;
     std::vector<DigestTask> digests;
     std::vector<QuantizeTask> quantized;
     Marks device_marks;
@@ -130,6 +139,7 @@ class Prompt {
     std::unique_ptr<Buffer> last_q;   ///< pinned
     std::unique_ptr<Buffer> blocks;   ///< device
     std::unique_ptr<Buffer> choices;  ///< pinned
+    std::unique_ptr<Buffer> sums;     ///< pinned
   };
 
   // prompt.cpp
@@ -158,10 +168,16 @@ class Prompt {
   void attend_resident(Pass& pass, std::size_t half, PromptMemory::Area prefixes, std::span<const Piece> group);
   void attend_windows(Pass& pass, std::size_t half, const Piece& piece);
   void attend_tasks(Pass& pass, std::span<const Piece> group);
-  void select(Pass& pass, std::span<const Piece> group);
   [[nodiscard]] bool wants_sparse(const Piece& piece) const;
   [[nodiscard]] PrefillTask task(const Piece& piece, std::uint32_t kv) const;
   [[nodiscard]] PrefillShape strides(const Piece& piece) const;
+
+  // prompt_select.cpp
+  void select(Pass& pass, std::span<const Piece> group);
+  void sum_attention(Pass& pass, std::span<const Piece> group);
+  /// Device memory for one verb. The next verb may have the same.
+  [[nodiscard]] std::byte* scratch_memory(std::uint64_t bytes);
+
   [[nodiscard]] std::uint64_t prefix_pages(std::span<const Piece> group) const noexcept;
   [[nodiscard]] std::uint64_t mask_words(const Piece& piece) const noexcept;  ///< per KV head
   [[nodiscard]] std::uint64_t scratch_bytes(const Piece& piece) const;        ///< per KV head
@@ -185,7 +201,7 @@ class Prompt {
   std::array<std::unique_ptr<Event>, 2> filled_;
   std::size_t newest_ = 0;                       ///< pass
   std::unique_ptr<Buffer> so_far_;               ///< device, partial results of windows
-  std::unique_ptr<Buffer> select_scratch_;       ///< device
+  std::unique_ptr<Buffer> scratch_;              ///< device
   std::vector<PageMove> moves_;
   std::vector<Copy> copies_;
 };

@@ -4,17 +4,12 @@
 #include <string>
 
 #include "runtime/host_kv.hpp"
+#include "runtime/grow.hpp"
 #include "runtime/prompt.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::runtime {
 namespace {
-
-void grow(std::unique_ptr<Buffer>& buffer, std::uint64_t bytes, auto&& allocate) {
-  if (buffer && buffer->bytes() >= bytes) return;
-  buffer.reset();  // First: there may be room for only one of them.
-  buffer = allocate(bytes);
-}
 
 bool same(const PrefillShape& a, const PrefillShape& b) {
   return a.q_dtype == b.q_dtype && a.out_dtype == b.out_dtype && a.q_token_stride == b.q_token_stride &&
@@ -122,6 +117,7 @@ void Prompt::attend_resident(Pass& pass, std::size_t half, PromptMemory::Area pr
   parts_.device_stream.wait(*pass.loaded);
   pass.device_marks.mark(parts_.device_stream, &PromptStats::load_wait_ns);
   attend_tasks(pass, group);
+  sum_attention(pass, group);
 }
 
 /// One verb for consecutive pieces of one kind. The pass's tasks are those of the pieces, kv_heads each.
@@ -139,64 +135,6 @@ void Prompt::attend_tasks(Pass& pass, std::span<const Piece> group) {
     begin = end;
   }
   pass.device_marks.mark(parts_.device_stream, &PromptStats::attend_ns);
-}
-
-/// FlexPrefill's choice of blocks for the pieces that are to be sparse.
-void Prompt::select(Pass& pass, std::span<const Piece> group) {
-  Backend& device = parts_.device.backend();
-  std::uint64_t words = 0;
-  std::uint64_t choices = 0;
-  std::uint64_t scratch = 0;
-  for (const Piece& piece : group) {
-    if (!piece.sparse) continue;
-    words += mask_words(piece) * shape_.kv_heads;
-    choices += shape_.q_heads;
-    scratch = std::max(scratch, scratch_bytes(piece) * shape_.kv_heads);
-  }
-  if (choices == 0) return;
-  const auto on_device = [this](std::uint64_t bytes) { return parts_.device.allocate(bytes); };
-  grow(pass.blocks, words * sizeof(std::uint32_t), on_device);
-  grow(pass.choices, choices * sizeof(PrefillChoice), [this](std::uint64_t b) { return parts_.device.allocate_pinned(b); });
-  if (scratch != 0 && (!select_scratch_ || select_scratch_->bytes() < scratch)) {
-    collect(passes_[newest_ ^ 1]);  // It may be using the old memory.
-    grow(select_scratch_, scratch + scratch / 2, on_device);
-  }
-  pass.selects.reserve(choices / shape_.group());
-  auto* blocks = reinterpret_cast<std::uint32_t*>(pass.blocks->data());
-  auto* choice = reinterpret_cast<PrefillChoice*>(pass.choices->data());
-  for (std::size_t i = 0; i < group.size(); ++i) {
-    const Piece& piece = group[i];
-    if (!piece.sparse) continue;
-    pass.legacies[i].sparse = true;
-    pass.legacies[i].choices = static_cast<std::uint64_t>(choice - reinterpret_cast<PrefillChoice*>(pass.choices->data()));
-    const std::size_t first = pass.selects.size();
-    for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
-      PrefillTask& attended = pass.prefills[i * shape_.kv_heads + kv];
-      attended.blocks = blocks;
-      pass.selects.push_back({.q = attended.q,
-                              .kv = attended.kv,
-                              .first = piece.first,
-                              .count = piece.count,
-                              .blocks = blocks,
-                              .choices = choice,
-                              .scratch = scratch == 0 ? nullptr : select_scratch_->data() + kv * scratch_bytes(piece)});
-      blocks += mask_words(piece);
-      choice += shape_.group();
-    }
-    device.select_blocks(std::span(pass.selects).subspan(first), piece.chunk->sequence->prefill.flex, strides(piece),
-                         shape_, &parts_.device_stream);
-  }
-  pass.device_marks.mark(parts_.device_stream, &PromptStats::select_ns);
-}
-
-std::uint64_t Prompt::mask_words(const Piece& piece) const noexcept {
-  return std::uint64_t{shape_.group()} * prefill_blocks(piece.first, piece.count) * prefill_mask_words(piece.keys());
-}
-
-std::uint64_t Prompt::scratch_bytes(const Piece& piece) const {
-  constexpr std::uint64_t kAlignment = 256;
-  return div_up(parts_.device.backend().select_blocks_scratch_bytes(piece.first, piece.count, shape_), kAlignment) *
-         kAlignment;
 }
 
 /// The chunk's own keys first, while the first windows of the prefix are on their way.

@@ -29,6 +29,7 @@ Prompt::Pass& Prompt::next() {
   pass.frames.clear();
   pass.prefills.clear();
   pass.selects.clear();
+  pass.sum_tasks.clear();
   pass.digests.clear();
   pass.quantized.clear();
   pass.device_marks.clear();
@@ -79,7 +80,11 @@ void Prompt::finish(Pass& pass, Clock::time_point asked) {
     if (legacy.attended && !legacy.sparse && legacy.layer->dense_chunks != 0) --legacy.layer->dense_chunks;
     if (legacy.indexed) parts_.heir.indexed(*legacy.sequence, *legacy.layer, legacy.end / layout_.page_tokens);
     if (legacy.last_q_rows != 0) keep_last_q(pass, legacy);
-    if (legacy.complete) parts_.heir.complete(*legacy.sequence, *legacy.layer, legacy.end);
+    if (!legacy.complete) continue;
+    const std::span<const float> sums =
+        legacy.sums == 0 ? std::span<const float>{}
+                         : std::span(reinterpret_cast<const float*>(pass.sums->data()) + legacy.sums_at, legacy.sums);
+    parts_.heir.complete(*legacy.sequence, *legacy.layer, legacy.end, sums);
   }
 }
 

@@ -45,11 +45,18 @@ void Pipeline::indexed(const Sequence& sequence, LayerState& layer, std::uint32_
   if (prunes(sequence.spec, index)) layer.mirrored_pages = pages;
 }
 
-void Pipeline::complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens) {
+scheduler::SumRequest Pipeline::sums(const Sequence& sequence, const LayerState& layer, std::uint32_t tokens) {
+  const bool selects = scheduler::step_shape(sequence.spec, parts_.options.placement).select;
+  if (!selects || sequence.spec.dense(index_of(sequence, layer))) return {};
+  return scheduler::prompt_sums(sequence.spec, tokens);
+}
+
+void Pipeline::complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::span<const float> sums) {
   auto times = std::make_shared<BeginTimes>();
-  const auto ticket = background_.post([this, &sequence, &layer, tokens, times] {
+  auto kept = std::make_shared<std::vector<float>>(sums.begin(), sums.end());
+  const auto ticket = background_.post([this, &sequence, &layer, tokens, times, kept] {
     const MarkedRange range(parts_.device, "begin policy");
-    *times = begin_policy(sequence, layer, tokens, deadline_after(parts_.options.timeout));
+    *times = begin_policy(sequence, layer, tokens, std::move(*kept), deadline_after(parts_.options.timeout));
   });
   begun_.push_back({.ticket = ticket, .sequence = &sequence, .layer = &layer, .times = std::move(times)});
 }
@@ -79,7 +86,7 @@ void Pipeline::begin_decoding(Sequence& sequence, LayerState& layer, Deadline de
   update_indices(sequence, layer, deadline);
   if (!layer.policy) {
     while (!begun_.empty()) collect_begun(*begun_.front().layer, deadline);  // One at a time begins.
-    const BeginTimes times = begin_policy(sequence, layer, layer.tokens, deadline);
+    const BeginTimes times = begin_policy(sequence, layer, layer.tokens, {}, deadline);
     sequence.stats.prompt.tables_ns += times.tables_ns;
     sequence.stats.prompt.clusters_ns += times.clusters_ns;
   }
@@ -89,8 +96,32 @@ void Pipeline::begin_decoding(Sequence& sequence, LayerState& layer, Deadline de
   layer.decoding = true;
 }
 
+/// By the host, which has the last queries and all keys.
+std::vector<float> Pipeline::sum_attention(const LayerState& layer, std::uint32_t tokens,
+                                           const scheduler::SumRequest& wanted) {
+  const std::uint64_t table = std::uint64_t{shape_.group()} * (tokens - wanted.sinks);
+  std::vector<float> sums(2 * table * shape_.kv_heads);
+  std::vector<SumAttentionTask> tasks;
+  for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
+    const float* const q = layer.last_q.data() + std::uint64_t{kv} * shape_.group() * shape_.head_dim;
+    tasks.push_back({.q = reinterpret_cast<const std::byte*>(q),
+                     .kv = far_view(parts_.pool, layer.heads[kv]),
+                     .first = tokens - layer.last_q_rows,
+                     .count = layer.last_q_rows,
+                     .rows = wanted.queries,
+                     .sinks = wanted.sinks,
+                     .by_position = sums.data() + 2 * kv * table,
+                     .by_distance = sums.data() + (2 * kv + 1) * table});
+  }
+  const PrefillShape strides{.q_dtype = DType::f32,
+                             .q_token_stride = std::uint64_t{shape_.q_heads} * shape_.head_dim,
+                             .q_head_stride = shape_.head_dim};
+  parts_.host.sum_attention(tasks, strides, shape_, nullptr);
+  return sums;
+}
+
 Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& layer, std::uint32_t tokens,
-                                            Deadline deadline) {
+                                            std::vector<float> sums, Deadline deadline) {
   BeginTimes times;
   const std::uint32_t index = index_of(sequence, layer);
   // Where nothing is selected, nobody asks a policy: it need not look at the prompt.
@@ -109,6 +140,11 @@ Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& laye
     times.clusters_ns = ns_since(begin);
     begin = Clock::now();
   }
+  const scheduler::SumRequest wanted = this->sums(sequence, layer, tokens);
+  if (sums.empty() && wanted.queries != 0 && wanted.queries <= layer.last_q_rows) {
+    sums = sum_attention(layer, tokens, wanted);
+  }
+  const std::size_t table = sums.size() / (2 * shape_.kv_heads);
   const std::uint32_t pages = static_cast<std::uint32_t>(div_up(tokens + 1, layout_.page_tokens));
   parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {
     std::vector<float> last_q(layer.last_q_rows * row);
@@ -117,12 +153,15 @@ Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& laye
       std::copy(from, from + row, last_q.data() + i * row);
     }
     HostKv reader(parts_.host, shape_, parts_.pool, layer.heads[kv]);
+    const auto all = std::span<const float>(sums).subspan(2 * kv * table, 2 * table);
+    const scheduler::PromptSums own{.by_position = all.first(table), .by_distance = all.last(table)};
     policy->begin({.kv_head = kv,
                    .tokens = tokens,
                    .queries = layer.last_q_rows,
                    .last_q = last_q,
                    .kv = &reader,
-                   .clustering = clusterings.empty() ? nullptr : &clusterings[kv]});
+                   .clustering = clusterings.empty() ? nullptr : &clusterings[kv],
+                   .sums = sums.empty() ? nullptr : &own});
     policy->forecast(kv, tokens + 1, parts_.residency.quota(sequence.spec, pages), layer.hot[kv]);
   });
   times.tables_ns = ns_since(begin);

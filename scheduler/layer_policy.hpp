@@ -62,6 +62,12 @@ class KvReader {
   virtual void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) = 0;
 };
 
+/// What the last queries of a prompt attend, per query head: means over the queries, tokens before `sinks` left out.
+struct PromptSums {
+  std::span<const float> by_position;  ///< [group, tokens - sinks] entry j - sinks
+  std::span<const float> by_distance;  ///< [group, tokens - sinks] entry p - j for a query at position p
+};
+
 /// The prompt of one KV head, when the first decode step begins.
 struct PromptContext {
   std::uint32_t kv_head = 0;
@@ -71,6 +77,8 @@ struct PromptContext {
   KvReader* kv = nullptr;
   /// The answer to `prompt_clustering`, if the runtime had it made elsewhere; null: the policy has it made by `kv`.
   const Clustering* clustering = nullptr;
+  /// The answer to `prompt_sums`, likewise.
+  const PromptSums* sums = nullptr;
 };
 
 /// One KV head in one decode step, its query known.
@@ -139,6 +147,13 @@ class LayerPolicy {
 /// @throws Error{Errc::invalid_argument} if the spec breaks its ranges.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                              std::uint32_t page_tokens, LayerId layer);
+
+/// Which PromptSums a policy of this spec begins a prompt with. With none it reads the keys itself, which takes longer.
+struct SumRequest {
+  std::uint32_t queries = 0;  ///< last ones of the prompt, at most 128; 0: it needs none, or more
+  std::uint32_t sinks = 0;
+};
+[[nodiscard]] SumRequest prompt_sums(const PolicySpec& spec, std::uint32_t tokens) noexcept;
 
 /// The clustering that a policy of this spec begins a prompt with, the same for all KV heads; of no keys, if it wants none.
 [[nodiscard]] ClusterRequest prompt_clustering(const PolicySpec& spec, std::uint32_t tokens) noexcept;

@@ -33,7 +33,7 @@ struct PromptStats {
   std::uint64_t load_wait_ns = 0;   ///< device: attention waited for keys from host memory
   std::uint64_t flush_ns = 0;       ///< link: chunks on their way to host memory
   std::uint64_t flush_wait_ns = 0;  ///< somebody waited for that; the rest of flush_ns was hidden
-  std::uint64_t tables_ns = 0;      ///< workers: what policies build from the prompt, hash tables and score tables
+  std::uint64_t tables_ns = 0;      ///< what policies build from the prompt, hash tables and score tables, by device and workers
   std::uint64_t digests_ns = 0;     ///< page digests, wherever they were built
   std::uint64_t int4_ns = 0;        ///< 4-bit copies of K, wherever they were built
   std::uint64_t clusters_ns = 0;    ///< k-means on the device

@@ -27,18 +27,25 @@ GroupHistory::GroupHistory(const HistoryOptions& options, std::uint32_t group, s
 
 void GroupHistory::begin(const PromptContext& prompt) {
   const auto group = static_cast<std::uint32_t>(heads_.size());
-  PromptAttention sums = attend_prompt(prompt, group, sinks_, options_.init_queries);
   fresh_ = false;
-  if (sums.rows == 0) return;
   // A decode step adds half a unit of weight per table, so a table's stationary sum is 0.5 / (1 - decay).
   // C makes the prompt's rows add up to exactly that.
-  const auto c = static_cast<float>(1.0 / (2.0 * sums.rows * (1.0 - static_cast<double>(options_.decay))));
-  for (float& score : sums.by_position) score *= c;
-  for (float& score : sums.by_distance) score *= c;
-  const std::size_t off = sums.by_position.size() / group;
-  for (std::uint32_t h = 0; h < group; ++h) {
-    heads_[h].vertical.assign(std::span(sums.by_position).subspan(h * off, off));
-    heads_[h].slash.assign(std::span(sums.by_distance).subspan(h * off, off));
+  const double stationary = 1.0 / (2.0 * (1.0 - static_cast<double>(options_.decay)));
+  if (prompt.sums != nullptr) return fill(*prompt.sums, stationary);
+  const PromptAttention sums = attend_prompt(prompt, group, sinks_, options_.init_queries);
+  if (sums.rows != 0) fill({.by_position = sums.by_position, .by_distance = sums.by_distance}, stationary / sums.rows);
+}
+
+void GroupHistory::fill(const PromptSums& sums, double factor) {
+  const std::size_t off = sums.by_position.size() / heads_.size();
+  std::vector<float> scores(off);
+  const auto scale = [&](std::span<const float> from) -> std::span<const float> {
+    for (std::size_t i = 0; i < off; ++i) scores[i] = from[i] * static_cast<float>(factor);
+    return scores;
+  };
+  for (std::size_t h = 0; h < heads_.size(); ++h) {
+    heads_[h].vertical.assign(scale(sums.by_position.subspan(h * off, off)));
+    heads_[h].slash.assign(scale(sums.by_distance.subspan(h * off, off)));
   }
 }
 

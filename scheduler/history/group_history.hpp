@@ -66,6 +66,8 @@ class GroupHistory {
   [[nodiscard]] std::uint64_t looked_at() const noexcept { return looked_at_; }
 
  private:
+  /// The tables begin as these sums, times a factor.
+  void fill(const PromptSums& sums, double factor);
   struct Head {
     ScoreTable vertical, slash;
     std::vector<std::uint32_t> candidates;

@@ -23,7 +23,7 @@ ModelConfig llama_3_1_8b() {
           .num_key_value_heads = 8,
           .head_dim = 128,
           .vocab_size = 128256,
-          .max_position_embeddings = 131072,
+          .max_position_embeddings = 1 << 20,  // The model's own is 131,072; random weights were not trained for any.
           .rms_norm_eps = 1e-5,
           .rope_theta = 500'000.0,
           .rope_scaling = RopeScaling{},
