@@ -75,14 +75,20 @@ TEST_CASE("a prompt goes on while its first end is still queued", "[runtime][con
 TEST_CASE("pages that filled while decoding are indexed when a prompt goes on behind them", "[runtime][concurrent]") {
   constexpr std::uint32_t kTokens = 300;
   const Toy toy(kShape, kTokens, 23);
+  const Toy stranger(kShape, kTokens, 123);
   const std::string policy =
       GENERATE(as<std::string>{}, "pages:quest,budget=128 | near=0%", "twilight", "pages:quest,budget=64 | int4 | top_k=32 | near=0%");
   const auto run = [&](bool separate) {
     RuntimeOptions options = options_with(kTokens, 2000);
     options.promote_pages = 0;
     Runtime runtime(options, separate ? separate_device() : nullptr);
-    const SequenceId id = runtime.begin(parse_policy(policy));
     auto out = outputs(toy);
+    // Leaves its indices behind in frames that the next sequence gets.
+    const SequenceId before = runtime.begin(parse_policy(policy));
+    prefill_chunk(runtime, before, stranger, 0, 290, out, true, true);
+    static_cast<void>(steps(runtime, before, stranger, 290, kTokens));
+    runtime.end(before);
+    const SequenceId id = runtime.begin(parse_policy(policy));
     prefill_chunk(runtime, id, toy, 0, 100, out, true, true);
     std::vector<float> all = steps(runtime, id, toy, 100, 128);  // The last step fills a page.
     prefill_chunk(runtime, id, toy, 128, 150, out, true, true);
