@@ -24,6 +24,13 @@ std::vector<float> steps(Runtime& runtime, SequenceId id, const Toy& toy, std::u
   return out;
 }
 
+/// A policy that clusters short prompts, too.
+PolicySpec eager(const std::string& policy) {
+  PolicySpec spec = parse_policy(policy);
+  spec.clusters.min_tokens = 64;
+  return spec;
+}
+
 Errc code_of(auto&& call) {
   try {
     call();
@@ -44,7 +51,7 @@ TEST_CASE("a runtime may go while policies begin", "[runtime][concurrent]") {
   RuntimeOptions options = options_with(kTokens, 2000);
   options.prefill_chunk = kTokens;
   Runtime runtime(options, device);
-  const SequenceId id = runtime.begin(parse_policy(policy));
+  const SequenceId id = runtime.begin(eager(policy));
   auto out = outputs(toy);
   prefill_chunk(runtime, id, toy, 0, kTokens, out, true, true);
   runtime.synchronize();
@@ -61,7 +68,7 @@ TEST_CASE("a prompt goes on while its first end is still queued", "[runtime][con
   options.promote_pages = 0;
   const auto run = [&](bool first_last, bool second_last) {
     Runtime runtime(options, separate_device());
-    const SequenceId id = runtime.begin(parse_policy(policy));
+    const SequenceId id = runtime.begin(eager(policy));
     auto out = outputs(toy);
     prefill_chunk(runtime, id, toy, 0, 200, out, true, first_last);
     prefill_chunk(runtime, id, toy, 200, 210, out, true, second_last);
@@ -249,7 +256,7 @@ TEST_CASE("a policy that could not begin may begin again", "[runtime][concurrent
     RuntimeOptions options = options_with(kTokens, 2000);
     options.promote_pages = 0;
     Runtime runtime(options, device);
-    const SequenceId id = runtime.begin(parse_policy("tactic"));
+    const SequenceId id = runtime.begin(eager("tactic"));
     auto out = outputs(toy);
     prefill_chunk(runtime, id, toy, 0, 300, out, false);
     if (disturb) {
@@ -257,7 +264,9 @@ TEST_CASE("a policy that could not begin may begin again", "[runtime][concurrent
       REQUIRE(code_of([&] { static_cast<void>(step(runtime, id, toy, 300)); }) == Errc::device);
       device->misbehave({});
     }
-    return steps(runtime, id, toy, 300, kTokens);
+    const std::vector<float> out_of_steps = steps(runtime, id, toy, 300, kTokens);
+    REQUIRE(runtime.stats(id).prompt.clusters_ns > 0);
+    return out_of_steps;
   };
   REQUIRE(run(true) == run(false));
 }
