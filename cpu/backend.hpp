@@ -53,6 +53,11 @@ class Backend final : public sluice::Backend {
                      const AttentionShape& shape, Stream* stream) override;
   void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                      Stream* stream) override;
+  /// Of a Zen 4 core at head_dim 64 and 128: a choice takes 8% of dense attention at 4,096 tokens, 4% at 8,192, and
+  /// attention by a mask 7% more than dense attention for what it computes.
+  [[nodiscard]] PrefillCosts prefill_costs() const noexcept override {
+    return {.per_chunk = 20.0, .per_key_block = 1.0, .per_pair = 0.035};
+  }
   [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                           const AttentionShape& shape) const override;
   /// Like score_int4, but of any tokens, as host policies ask for them.

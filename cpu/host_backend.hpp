@@ -32,6 +32,7 @@ class HostBackend final : public sluice::Backend {
                      const AttentionShape& shape, Stream* stream) override;
   void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                      Stream* stream) override;
+  [[nodiscard]] PrefillCosts prefill_costs() const noexcept override { return cpu_.prefill_costs(); }
   [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                           const AttentionShape& shape) const override;
   void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;

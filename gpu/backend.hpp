@@ -36,6 +36,10 @@ class Backend final : public sluice::Backend {
                      const AttentionShape& shape, Stream* stream) override;
   void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                      Stream* stream) override;
+  /// Of an H200 at Llama-3.1-8B's shape, from `sluice bench prefill`.
+  [[nodiscard]] PrefillCosts prefill_costs() const noexcept override {
+    return {.per_chunk = 750.0, .per_key_block = 3.1, .per_pair = 0.0057};
+  }
   [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                           const AttentionShape& shape) const override;
   void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;

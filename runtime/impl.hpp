@@ -39,6 +39,8 @@ struct Runtime::Impl {
   ~Impl();
 
   [[nodiscard]] runtime::Sequence& find(SequenceId id) const;
+  /// One that may go on.  @throws Error{Errc::device} if an ordered prompt of it failed.
+  [[nodiscard]] runtime::Sequence& find_whole(SequenceId id) const;
   void require_order(const runtime::Sequence& sequence, std::uint32_t layer, std::uint32_t fresh) const;
   void require_whole() const;
   /// Checks one chunk's arguments. `q` is null for a prefix that is imported.

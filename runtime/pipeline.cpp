@@ -21,7 +21,6 @@ Pipeline::Pipeline(const PipelineParts& parts)
       shape_(parts.options.shape),
       layout_(parts.options.layout()),
       executor_(parts.device, parts.link.stream(), parts.options.timeout, parts.options.trace),
-      background_(parts.options.timeout),
       buffers_(parts.device, shape_, parts.pool.frames() / (shape_.layers * shape_.kv_heads),
                parts.options.audit_every != 0),
       index_(parts.device, parts.host, parts.pool, parts.link),
@@ -37,7 +36,8 @@ Pipeline::Pipeline(const PipelineParts& parts)
                     .staging_pages = parts.staging_pages,
                     .timeout = parts.options.timeout}),
       copies_(parts.device, parts.host, parts.pool, parts.link),
-      auditor_(shape_, layout_, parts.options.audit_every, parts.workers, parts.host, parts.pool) {
+      auditor_(shape_, layout_, parts.options.audit_every, parts.workers, parts.host, parts.pool),
+      background_(parts.options.timeout) {
   parts.link.follow(executor_.device_stream());
 }
 
@@ -145,13 +145,8 @@ void Pipeline::collect_front(Deadline deadline) {
 void Pipeline::settle(Sequence& sequence) {
   const Deadline deadline = deadline_after(parts_.options.timeout);
   while (!pending_.empty()) collect_front(deadline);
-  for (LayerState& layer : sequence.layers) {
-    try {
-      collect_begun(layer, deadline);
-    } catch (const Error& error) {
-      if (error.code() == Errc::timeout) throw;  // Else nobody asks any more what the policy would have begun with.
-    }
-  }
+  // A deadline each: one begins after the other.
+  for (LayerState& layer : sequence.layers) collect_begun(layer, deadline_after(parts_.options.timeout));
   progressive_.settle(deadline);
   for (LayerState& layer : sequence.layers) parts_.residency.settle(sequence, layer, deadline);
 }

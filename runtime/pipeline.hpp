@@ -56,7 +56,7 @@ class Pipeline final : public PromptHeir, private NodeRunner {
 
   // What prompts prepare: prompt_heir.cpp
   [[nodiscard]] PromptIndices indices(const Sequence& sequence, const LayerState& layer) override;
-  void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t pages) override;
+  void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t begin, std::uint32_t end) override;
   [[nodiscard]] scheduler::SumRequest sums(const Sequence& sequence, const LayerState& layer,
                                            std::uint32_t tokens) override;
   void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::span<const float> sums) override;
@@ -150,11 +150,9 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   AttentionShape shape_;
   PageLayout layout_;
   Executor executor_;
-  BackgroundLane background_;
   StepBuffers buffers_;
   std::deque<Pending> pending_;
   std::vector<Begun> begun_;
-  std::unique_ptr<Stream> index_stream_;  ///< null until a policy clusters on the device
   std::uint64_t calls_ = 0;  ///< of step
   std::uint32_t microbatch_ = 0;  ///< largest of any sequence whose pages the device visits
   std::vector<std::span<const float>> page_scores_;  // scratch
@@ -162,6 +160,7 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   std::deque<std::pair<scheduler::StepShape, scheduler::StepGraph>> graphs_;
   PageIndex index_;
   PromptClusters clusters_;
+  std::unique_ptr<Stream> index_stream_;  ///< null until a policy clusters on the device; works in clusters_
   Progressive progressive_;
   Int4Index copies_;
   Auditor auditor_;
@@ -174,6 +173,8 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   bool selects_ = false;               ///< the graph has select and attend_far
   bool audited_ = false;               ///< some head is
   std::uint32_t fetch_batches_ = 0;
+
+  BackgroundLane background_;  ///< last: it stops before anything that its work uses goes
 };
 
 }  // namespace sluice::runtime

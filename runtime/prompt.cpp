@@ -1,6 +1,8 @@
 #include "runtime/prompt.hpp"
 
 #include <algorithm>
+#include <exception>
+#include <string>
 #include <utility>
 
 #include "runtime/marked_range.hpp"
@@ -36,17 +38,24 @@ Prompt::Prompt(const PromptParts& parts)
 Prompt::~Prompt() = default;
 
 void Prompt::run(std::span<const PromptChunk> chunks, bool ordered) {
-  for (const PromptChunk& chunk : chunks) allocate(chunk);
   const bool now = !ordered || parts_.device.info().host_memory;
+  ++call_;
+  running_ = true;
+  receipts_.clear();
   try {
+    for (const PromptChunk& chunk : chunks) allocate(chunk);
     run_pieces(chunks);
     if (now) collect(passes_[newest_ ^ 1]);
     if (now) collect(passes_[newest_]);
-  } catch (...) {
-    // The call may be repeated, and then nothing of this attempt may be booked.
-    if (now) abandon_all();
+  } catch (const std::exception& error) {
+    const bool quiet = abandon_call();
+    running_ = false;
+    if (!quiet) throw Error(Errc::timeout, std::string(error.what()) + "; nor did the queued work finish in time");
+    for (const PromptChunk& chunk : chunks) release_unused(chunk);
     throw;
   }
+  running_ = false;
+  for (const Receipt& receipt : receipts_) book(receipt);
 }
 
 void Prompt::run_pieces(std::span<const PromptChunk> chunks) {
@@ -56,8 +65,9 @@ void Prompt::run_pieces(std::span<const PromptChunk> chunks) {
   std::vector<Piece> group;
   std::uint32_t used = 0;
   const bool separate = !parts_.device.info().host_memory;
-  const auto has_prefix = [&](const PromptChunk& chunk) { return chunk.layer->tokens + chunk.k.tokens > page_tokens; };
-  if (separate && std::any_of(chunks.begin(), chunks.end(), has_prefix) && memory_.borrow()) parts_.link.wait_for_device();
+  // What comes over the link lands where a step that returned queued may still read.
+  const auto loads = [&](const PromptChunk& chunk) { return chunk.layer->tokens != 0 || chunk.k.tokens > page_tokens; };
+  if (separate && std::any_of(chunks.begin(), chunks.end(), loads) && memory_.borrow()) parts_.link.wait_for_device();
   for (const PromptChunk& chunk : chunks) {
     for (std::uint32_t done = 0; done < chunk.k.tokens;) {
       Piece piece{.chunk = &chunk, .done = done, .count = std::min(room, chunk.k.tokens - done)};
@@ -81,15 +91,24 @@ void Prompt::run_pieces(std::span<const PromptChunk> chunks) {
 }
 
 void Prompt::settle() {
-  try {
-    collect(passes_[newest_ ^ 1]);
-    collect(passes_[newest_]);
-  } catch (...) {
-    abandon_all();
-    memory_.give_back();
-    throw;
+  std::exception_ptr failure;
+  for (Pass* pass : {&passes_[newest_ ^ 1], &passes_[newest_]}) {
+    try {
+      collect(*pass);
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
   }
   memory_.give_back();
+  if (failure) std::rethrow_exception(failure);
+}
+
+bool Prompt::completes(const LayerState& layer) const noexcept {
+  return std::any_of(passes_.begin(), passes_.end(), [&](const Pass& pass) {
+    return pass.queued && std::any_of(pass.legacies.begin(), pass.legacies.end(), [&](const Legacy& legacy) {
+             return legacy.layer == &layer && legacy.complete;
+           });
+  });
 }
 
 void Prompt::allocate(const PromptChunk& chunk) {
@@ -103,16 +122,20 @@ void Prompt::allocate(const PromptChunk& chunk) {
   }
 }
 
+/// Pages of a call that failed, on which nothing works any more.
+void Prompt::release_unused(const PromptChunk& chunk) {
+  const std::uint64_t used = div_up(chunk.layer->tokens, layout_.page_tokens);
+  for (HeadPages& head : chunk.layer->heads) {
+    while (head.pages() > used) parts_.pool.release(head.pop());
+  }
+}
+
 void Prompt::run_group(std::vector<Piece>& group) {
   const MarkedRange range(parts_.device, "prompt chunk");
   Pass& pass = next();
-  try {
-    queue(pass, newest_, group);
-    pass.queued = true;
-  } catch (...) {
-    abandon(pass);
-    throw;
-  }
+  pass.call = call_;
+  pass.queued = true;  // If it ends half-way, `run` waits for that half.
+  queue(pass, newest_, group);
   group.clear();
 }
 
@@ -122,6 +145,7 @@ void Prompt::queue(Pass& pass, std::size_t half, std::span<Piece> group) {
     pass.legacies.push_back({.sequence = chunk.sequence,
                              .layer = chunk.layer,
                              .tokens = piece.count,
+                             .prefix = piece.prefix,
                              .end = piece.keys(),
                              .attended = chunk.q.tokens != 0,
                              .complete = chunk.last && piece.done + piece.count == chunk.k.tokens});

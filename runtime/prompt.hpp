@@ -35,8 +35,8 @@ class PromptHeir {
   /// Which sums over the attention of a prompt's last queries it begins with.
   [[nodiscard]] virtual scheduler::SumRequest sums(const Sequence& sequence, const LayerState& layer,
                                                    std::uint32_t tokens) = 0;
-  /// They now have the layer's pages up to `pages`.
-  virtual void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t pages) = 0;
+  /// They now have the layer's pages [begin, end).
+  virtual void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t begin, std::uint32_t end) = 0;
   /// The layer's prompt of `tokens` tokens is in the host pool, its last queries are known, and no more will come.
   /// `sums` are what was asked for, [kv_heads, (by_position, by_distance)] as in PromptSums, or empty if the device did
   /// not have all keys; read before the call returns.
@@ -75,17 +75,20 @@ struct PromptParts {
 /// attends everything in the host pool, which is as near as anything.
 ///
 /// Two passes, one layer of one group of chunks each, are under way at most; the caller's thread waits for the one
-/// before last. With `ordered` nothing else waits, and a failure shows when its pass is collected.
+/// before last. With `ordered` nothing else waits, and a failure shows when its pass is collected: then the sequences of
+/// that pass are lost, and no others.
 class Prompt {
  public:
   explicit Prompt(const PromptParts& parts);
   ~Prompt();
 
-  /// All of one layer. Raises no `tokens`: without `ordered` a call that failed may be repeated.
+  /// All of one layer. Raises no `tokens`: a call that failed left nothing behind and may be repeated.
   void run(std::span<const PromptChunk> chunks, bool ordered);
   /// Waits for everything under way and returns borrowed memory.
   /// @throws Error{Errc::device} if any of it failed, Error{Errc::timeout}
   void settle();
+  /// The end of the layer's prompt is still under way.
+  [[nodiscard]] bool completes(const LayerState& layer) const noexcept;
   /// Destroys the stream, see TransferEngine::stop.
   void stop() noexcept { flush_.reset(); }
 
@@ -108,6 +111,7 @@ class Prompt {
     LayerState* layer = nullptr;
     std::uint32_t tokens = 0;
     std::uint64_t loaded_bytes = 0; ///< over the link to the device
+    std::uint32_t prefix = 0;       ///< whole pages before the piece
     std::uint32_t end = 0;          ///< of the piece, as a position
     std::uint32_t last_q_rows = 0;
     std::uint64_t last_q_at = 0;    ///< floats
@@ -119,10 +123,19 @@ class Prompt {
     bool indexed = false;
     bool complete = false;
   };
+  /// What a sequence's counters get for a piece.
+  struct Receipt {
+    Sequence* sequence = nullptr;
+    std::uint64_t d2h_bytes = 0;
+    std::uint64_t h2d_bytes = 0;
+    PromptStats prompt;
+  };
   /// One layer of one group of pieces, from the first copy to the last. The arrays are what queued work refers to.
   struct Pass {
-    explicit Pass(Device& device) : device_marks(device), flush_marks(device), loaded(device.create_event()), appended(device.create_event()) {}
-    bool queued = false;
+    explicit Pass(Device& device)
+        : device_marks(device), flush_marks(device), loaded(device.create_event()), appended(device.create_event()) {}
+    bool queued = false;  ///< or being queued
+    std::uint64_t call = 0;
     bool spread = false;  ///< it uses all of the memory for prefixes, not its half
     std::vector<Legacy> legacies;
     std::vector<AppendTask> appends;
@@ -144,6 +157,7 @@ class Prompt {
 
   // prompt.cpp
   void allocate(const PromptChunk& chunk);
+  void release_unused(const PromptChunk& chunk);
   void run_pieces(std::span<const PromptChunk> chunks);
   void run_group(std::vector<Piece>& group);
   void queue(Pass& pass, std::size_t half, std::span<Piece> group);
@@ -157,9 +171,13 @@ class Prompt {
   void collect(Pass& pass);
   void finish(Pass& pass, Clock::time_point asked);
   void keep_last_q(const Pass& pass, const Legacy& legacy);
-  void keep_choices(const Pass& pass, const Legacy& legacy);
-  void abandon(Pass& pass) noexcept;
-  void abandon_all() noexcept;
+  void count_choices(const Pass& pass, const Legacy& legacy, PromptStats& stats);
+  void book(const Receipt& receipt);
+  /// Ends in an exception.
+  [[noreturn]] void fail(const Pass& pass, const std::string& reason);
+  /// False if the device did not finish with the pass: then what it refers to must stay.
+  [[nodiscard]] bool abandon(Pass& pass) noexcept;
+  [[nodiscard]] bool abandon_call() noexcept;
   void await(Marks& marks, const char* what);
 
   // prompt_attend.cpp
@@ -168,7 +186,7 @@ class Prompt {
   void attend_resident(Pass& pass, std::size_t half, PromptMemory::Area prefixes, std::span<const Piece> group);
   void attend_windows(Pass& pass, std::size_t half, const Piece& piece);
   void attend_tasks(Pass& pass, std::span<const Piece> group);
-  [[nodiscard]] bool wants_sparse(const Piece& piece) const;
+  [[nodiscard]] bool wants_sparse(const Piece& piece);
   [[nodiscard]] PrefillTask task(const Piece& piece, std::uint32_t kv) const;
   [[nodiscard]] PrefillShape strides(const Piece& piece) const;
 
@@ -200,6 +218,9 @@ class Prompt {
   std::array<std::unique_ptr<Event>, 2> freed_;  ///< windows that may be loaded anew
   std::array<std::unique_ptr<Event>, 2> filled_;
   std::size_t newest_ = 0;                       ///< pass
+  std::uint64_t call_ = 0;                       ///< of `run`, the newest
+  bool running_ = false;                         ///< it has not returned yet
+  std::vector<Receipt> receipts_;                ///< of its pieces: a call is booked as a whole or not at all
   std::unique_ptr<Buffer> so_far_;               ///< device, partial results of windows
   std::unique_ptr<Buffer> scratch_;              ///< device
   std::vector<PageMove> moves_;

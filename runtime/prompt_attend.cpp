@@ -35,16 +35,12 @@ void Prompt::attend(Pass& pass, std::size_t half, std::span<Piece> group) {
   pass.spread = true;
   collect(passes_[half ^ 1]);  // It may still read its half.
   Piece& piece = group.front();  // `run` sees to it that there is no other.
-  const bool fits = prefixes <= memory_.whole().pages;
-  if (piece.sparse && !fits) {
-    if (piece.chunk->sequence->prefill.mode == PrefillMode::flexprefill) {
-      throw Error(Errc::out_of_capacity, "flexprefill chooses among all keys of a layer at once, and those of " +
-                                             std::to_string(piece.keys()) +
-                                             " tokens do not fit the free near memory; raise near_bytes to " +
-                                             std::to_string(prefixes * layout_.page_bytes()) +
-                                             " or more, or prefill with auto or full");
-    }
-    piece.sparse = false;
+  if (piece.sparse && prefixes > memory_.whole().pages) {
+    throw Error(Errc::out_of_capacity, "flexprefill chooses among all keys of a layer at once, and those of " +
+                                           std::to_string(piece.keys()) +
+                                           " tokens do not fit the free near memory; raise near_bytes to " +
+                                           std::to_string(prefixes * layout_.page_bytes()) +
+                                           " or more, or prefill with auto or full");
   }
   piece.sparse ? attend_resident(pass, half, memory_.whole(), group) : attend_windows(pass, half, piece);
 }
@@ -55,12 +51,17 @@ std::uint64_t Prompt::prefix_pages(std::span<const Piece> group) const noexcept 
   return pages;
 }
 
-bool Prompt::wants_sparse(const Piece& piece) const {
-  const PrefillSpec& spec = piece.chunk->sequence->prefill;
+bool Prompt::wants_sparse(const Piece& piece) {
+  Sequence& sequence = *piece.chunk->sequence;
+  const PrefillSpec& spec = sequence.prefill;
   if (piece.chunk->q.tokens == 0 || spec.mode == PrefillMode::full) return false;
   if (piece.keys() <= std::max(2 * kPrefillBlock, spec.flex.min_budget)) return false;
   if (spec.mode == PrefillMode::flexprefill) return true;
-  return piece.keys() >= parts_.device.backend().sparse_prefill_from() && piece.chunk->layer->dense_chunks == 0;
+  const bool here = parts_.device.info().host_memory || prefix_pages({&piece, 1}) <= memory_.whole().pages;
+  LayerState& layer = *piece.chunk->layer;
+  return here && sequence.bets.bet({.first = piece.first, .count = piece.count},
+                                   static_cast<std::uint32_t>(&layer - sequence.layers.data()), shape_.layers,
+                                   parts_.device.backend().prefill_costs(), layer.prefill_rest);
 }
 
 PrefillShape Prompt::strides(const Piece& piece) const {

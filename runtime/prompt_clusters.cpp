@@ -2,6 +2,7 @@
 
 #include "runtime/host_kv.hpp"
 #include "sluice/backend.hpp"
+#include "sluice/error.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -40,11 +41,24 @@ std::span<const scheduler::Clustering> PromptClusters::make(const scheduler::Clu
     task.assignment = assignments + head * request.count;
     task.scratch = scratch_ == nullptr ? nullptr : scratch_->data();
     clusterings_.push_back({.centroids = {task.centroids, floats}, .assignment = {task.assignment, request.count}});
-    // One after the other: a long prompt's head fills the device, and they share the scratch memory.
-    device_.backend().cluster({&task, 1}, &stream);
   }
-  stream.synchronize(deadline);
+  try {
+    // One after the other: a long prompt's head fills the device, and they share the scratch memory.
+    for (const ClusterTask& task : tasks_) device_.backend().cluster({&task, 1}, &stream);
+  } catch (...) {
+    finish(stream, deadline);  // The heads before refer to what the next call changes.
+    throw;
+  }
+  if (const std::string failure = finish(stream, deadline); !failure.empty()) {
+    throw Error(Errc::device, "clustering of a prompt failed: " + failure + "; the step may be repeated");
+  }
   return clusterings_;
+}
+
+std::string PromptClusters::finish(Stream& stream, Deadline deadline) {
+  stream.record(*done_);  // Takes what failed, so that another attempt starts clean.
+  stream.synchronize(deadline);
+  return done_->reason();
 }
 
 void PromptClusters::reserve(const ClusterTask& task, std::size_t heads) {

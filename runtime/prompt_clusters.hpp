@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "cpu/host_pool.hpp"
@@ -17,7 +18,8 @@ namespace sluice::runtime {
 /// device, is made when first needed and kept for the next layers and sequences.
 class PromptClusters {
  public:
-  PromptClusters(Device& device, const cpu::HostPool& pool) : device_(device), pool_(pool) {}
+  PromptClusters(Device& device, const cpu::HostPool& pool)
+      : device_(device), pool_(pool), done_(device.create_event()) {}
 
   /// One clustering per KV head, when they are done. Valid until the next call.
   /// @throws Error{Errc::out_of_capacity} without room on the device, and whatever the stream fails with.
@@ -27,10 +29,13 @@ class PromptClusters {
 
  private:
   void reserve(const ClusterTask& task, std::size_t heads);
+  /// Waits for everything queued; says why it failed if it did.
+  std::string finish(Stream& stream, Deadline deadline);
 
   Device& device_;
   const cpu::HostPool& pool_;
-  std::vector<ClusterTask> tasks_;  ///< the stream may still read them after a failure
+  std::unique_ptr<Event> done_;
+  std::vector<ClusterTask> tasks_;
   std::vector<scheduler::Clustering> clusterings_;
   std::unique_ptr<Buffer> scratch_;  ///< device, of one task at a time
   std::unique_ptr<Buffer> results_;  ///< pinned: centroids of all heads, then assignments of all heads

@@ -9,15 +9,6 @@
 #include "sluice/error.hpp"
 
 namespace sluice::runtime {
-namespace {
-
-/// A choice that keeps more than this of all blocks saves less than it costs.
-constexpr double kNearlyAll = 0.85;
-/// So many chunks are dense then, before another choice is made.
-constexpr std::uint32_t kDenseChunks = 8;
-
-}  // namespace
-
 Prompt::Pass& Prompt::next() {
   newest_ ^= 1;
   collect(passes_[newest_]);
@@ -45,19 +36,30 @@ void Prompt::collect(Pass& pass) {
   pass.queued = false;
   for (const auto& [marks, what] : {std::pair{&pass.flush_marks, "write-through of a prompt chunk"},
                                     std::pair{&pass.device_marks, "prompt attention"}}) {
-    if (const std::string failure = marks->failure(); !failure.empty()) {
-      abandon_all();  // The other pass continues what is missing now.
-      throw Error(Errc::device, std::string(what) + " failed: " + failure +
-                                    "; the call may be repeated, or its sequences ended if it was ordered");
-    }
+    if (const std::string failure = marks->failure(); !failure.empty()) fail(pass, std::string(what) + " failed: " + failure);
   }
   finish(pass, asked);
 }
 
+void Prompt::fail(const Pass& pass, const std::string& reason) {
+  if (running_ && pass.call == call_) throw Error(Errc::device, reason + "; the call may be repeated");
+  // Its call has returned. What came after it may have read what never arrived, so that it cannot be made good.
+  std::string lost;
+  for (const Legacy& legacy : pass.legacies) {
+    if (legacy.sequence->lost.empty()) legacy.sequence->lost = reason;
+    lost += " " + std::to_string(legacy.sequence->id.value);
+  }
+  throw Error(Errc::device, reason + "; it belonged to an ordered prefill of" + lost +
+                                ", which must be ended; a call about other sequences may be repeated");
+}
+
 void Prompt::await(Marks& marks, const char* what) {
   if (wait_until([&] { return marks.passed(); }, deadline_after(parts_.options.timeout))) return;
-  // Whatever is queued still refers to the caller's tensors; give it one more time-out to finish.
-  parts_.device_stream.synchronize(deadline_after(parts_.options.timeout));
+  try {
+    // Whatever is queued still refers to the caller's tensors; give it one more time-out to finish.
+    parts_.device_stream.synchronize(deadline_after(parts_.options.timeout));
+  } catch (const Error&) {  // That it came too late is the news.
+  }
   throw Error(Errc::timeout, std::string(what) + " did not finish within " +
                                  std::to_string(parts_.options.timeout.count()) +
                                  " ms; raise the timeout or prefill in smaller chunks");
@@ -70,41 +72,58 @@ void Prompt::finish(Pass& pass, Clock::time_point asked) {
   const Clock::time_point needed = std::max(asked, pass.device_marks.last().time());
   const auto waited = std::chrono::nanoseconds(pass.flush_marks.last().time() - needed).count();
   times.flush_wait_ns += static_cast<std::uint64_t>(std::max<std::int64_t>(waited, 0));
-  pass.legacies.front().sequence->stats.prompt.merge(times);
   for (const Legacy& legacy : pass.legacies) {
-    Stats& stats = legacy.sequence->stats;
-    stats.d2h_bytes += 2 * layout_.row_bytes() * shape_.kv_heads * legacy.tokens;
-    stats.h2d_bytes += legacy.loaded_bytes;
-    if (legacy.sparse) keep_choices(pass, legacy);
-    if (legacy.attended) ++(legacy.sparse ? stats.prompt.sparse_chunks : stats.prompt.dense_chunks);
-    if (legacy.attended && !legacy.sparse && legacy.layer->dense_chunks != 0) --legacy.layer->dense_chunks;
-    if (legacy.indexed) parts_.heir.indexed(*legacy.sequence, *legacy.layer, legacy.end / layout_.page_tokens);
+    if (!legacy.sequence->lost.empty()) continue;  // It may have attended, and built on, what never arrived.
+    Receipt receipt{.sequence = legacy.sequence,
+                    .d2h_bytes = 2 * layout_.row_bytes() * shape_.kv_heads * legacy.tokens,
+                    .h2d_bytes = legacy.loaded_bytes,
+                    .prompt = std::exchange(times, {})};
+    if (legacy.sparse) count_choices(pass, legacy, receipt.prompt);
+    if (legacy.attended) ++(legacy.sparse ? receipt.prompt.sparse_chunks : receipt.prompt.dense_chunks);
+    if (legacy.indexed) {
+      parts_.heir.indexed(*legacy.sequence, *legacy.layer, legacy.prefix, legacy.end / layout_.page_tokens);
+    }
     if (legacy.last_q_rows != 0) keep_last_q(pass, legacy);
-    if (!legacy.complete) continue;
-    const std::span<const float> sums =
-        legacy.sums == 0 ? std::span<const float>{}
-                         : std::span(reinterpret_cast<const float*>(pass.sums->data()) + legacy.sums_at, legacy.sums);
-    parts_.heir.complete(*legacy.sequence, *legacy.layer, legacy.end, sums);
+    if (legacy.complete) {
+      const float* const sums = legacy.sums == 0 ? nullptr : reinterpret_cast<const float*>(pass.sums->data());
+      parts_.heir.complete(*legacy.sequence, *legacy.layer, legacy.end, {sums + legacy.sums_at, legacy.sums});
+    }
+    if (running_ && pass.call == call_) {
+      receipts_.push_back(receipt);
+    } else {
+      book(receipt);
+    }
   }
 }
 
-/// The newest queries that the policy wants, some of them of earlier chunks if this one was short.
+void Prompt::book(const Receipt& receipt) {
+  Stats& stats = receipt.sequence->stats;
+  stats.d2h_bytes += receipt.d2h_bytes;
+  stats.h2d_bytes += receipt.h2d_bytes;
+  stats.prompt.merge(receipt.prompt);
+}
+
+/// The newest queries that the policy wants, some of them of earlier chunks if this one was short. What was kept before
+/// may lie apart from these, or reach into them if this is a second attempt.
 void Prompt::keep_last_q(const Pass& pass, const Legacy& legacy) {
   LayerState& layer = *legacy.layer;
   const std::uint64_t row = std::uint64_t{shape_.q_heads} * shape_.head_dim;
-  const std::uint32_t kept = std::min(layer.last_q_rows, wanted_queries(legacy.sequence->spec) - legacy.last_q_rows);
+  const std::uint32_t begin = legacy.end - legacy.last_q_rows;
+  const std::uint32_t old_begin = layer.last_q_end - layer.last_q_rows;
+  const std::uint32_t before = layer.last_q_end < begin || old_begin > begin ? 0 : begin - old_begin;
+  const std::uint32_t kept = std::min(before, wanted_queries(legacy.sequence->spec) - legacy.last_q_rows);
   std::vector<float> rows(std::uint64_t{kept + legacy.last_q_rows} * row);
-  const auto old = layer.last_q.begin() + static_cast<std::ptrdiff_t>((layer.last_q_rows - kept) * row);
+  const auto old = layer.last_q.begin() + static_cast<std::ptrdiff_t>((before - kept) * row);
   std::copy_n(old, kept * row, rows.begin());
   const auto* const landed = reinterpret_cast<const float*>(pass.last_q->data()) + legacy.last_q_at;
   std::copy_n(landed, legacy.last_q_rows * row, rows.begin() + static_cast<std::ptrdiff_t>(kept * row));
   layer.last_q = std::move(rows);
   layer.last_q_rows = kept + legacy.last_q_rows;
+  layer.last_q_end = legacy.end;
 }
 
-void Prompt::keep_choices(const Pass& pass, const Legacy& legacy) {
+void Prompt::count_choices(const Pass& pass, const Legacy& legacy, PromptStats& stats) {
   const auto* const choices = reinterpret_cast<const PrefillChoice*>(pass.choices->data()) + legacy.choices;
-  PromptStats& stats = legacy.sequence->stats.prompt;
   std::uint64_t kept = 0;
   std::uint64_t causal = 0;
   for (std::uint32_t head = 0; head < shape_.q_heads; ++head) {
@@ -113,25 +132,31 @@ void Prompt::keep_choices(const Pass& pass, const Legacy& legacy) {
   }
   stats.kept_blocks += kept;
   stats.causal_blocks += causal;
-  if (static_cast<double>(kept) > kNearlyAll * static_cast<double>(causal)) legacy.layer->dense_chunks = kDenseChunks;
+  legacy.sequence->bets.settle(kept, causal, shape_.q_heads, legacy.layer->prefill_rest);
 }
 
 /// After an exception: what was queued refers to the pass, so it has to finish, however it ends.
-void Prompt::abandon(Pass& pass) noexcept {
+bool Prompt::abandon(Pass& pass) noexcept {
+  pass.queued = false;
   try {
+    parts_.link.stream().record(*pass.loaded);  // It may have been queued that far.
+    parts_.device_stream.wait(*pass.loaded);
     pass.device_marks.mark(parts_.device_stream);
     pass.flush_marks.mark(*flush_);
     const Deadline deadline = deadline_after(parts_.options.timeout);
-    static_cast<void>(wait_until([&] { return pass.device_marks.passed() && pass.flush_marks.passed(); }, deadline));
+    return wait_until([&] { return pass.device_marks.passed() && pass.flush_marks.passed(); }, deadline);
   } catch (...) {  // The device refuses even that; the error that brought us here says more.
+    return false;
   }
-  pass.queued = false;
 }
 
-void Prompt::abandon_all() noexcept {
+/// The passes of the call under way.
+bool Prompt::abandon_call() noexcept {
+  bool quiet = true;
   for (Pass& pass : passes_) {
-    if (pass.queued) abandon(pass);
+    if (pass.queued && pass.call == call_) quiet = abandon(pass) && quiet;
   }
+  return quiet;
 }
 
 }  // namespace sluice::runtime

@@ -7,6 +7,7 @@
 #include "runtime/marked_range.hpp"
 #include "runtime/pipeline.hpp"
 #include "scheduler/policy/policies.hpp"
+#include "sluice/error.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -38,11 +39,15 @@ PromptIndices Pipeline::indices(const Sequence& sequence, const LayerState& laye
   return wanted;
 }
 
-void Pipeline::indexed(const Sequence& sequence, LayerState& layer, std::uint32_t pages) {
+void Pipeline::indexed(const Sequence& sequence, LayerState& layer, std::uint32_t begin, std::uint32_t end) {
   const std::uint32_t index = index_of(sequence, layer);
-  if (ranks_pages(sequence.spec, index)) layer.digested_pages = pages;
-  if (estimates(sequence.spec, index)) layer.copied_pages = pages;
-  if (prunes(sequence.spec, index)) layer.mirrored_pages = pages;
+  // A page that decoding filled last is missing until the next step, which then builds what is behind it again.
+  const auto extend = [&](std::uint32_t& pages) {
+    if (begin <= pages) pages = std::max(pages, end);
+  };
+  if (ranks_pages(sequence.spec, index)) extend(layer.digested_pages);
+  if (estimates(sequence.spec, index)) extend(layer.copied_pages);
+  if (prunes(sequence.spec, index)) extend(layer.mirrored_pages);
 }
 
 scheduler::SumRequest Pipeline::sums(const Sequence& sequence, const LayerState& layer, std::uint32_t tokens) {
@@ -67,7 +72,12 @@ void Pipeline::collect_begun(LayerState& layer, Deadline deadline) {
   const Clock::time_point begin = Clock::now();
   const Begun begun = *at;
   begun_.erase(at);
-  background_.await(begun.ticket, deadline);
+  try {
+    background_.await(begun.ticket, deadline);
+  } catch (const Error& error) {
+    if (error.code() == Errc::timeout) throw;
+    return;  // The first step begins the policy once more, and tells whoever asks for that step.
+  }
   PromptStats& stats = begun.sequence->stats.prompt;
   stats.tables_ns += begun.times->tables_ns;
   stats.clusters_ns += begun.times->clusters_ns;
@@ -85,7 +95,9 @@ void Pipeline::begin_decoding(Sequence& sequence, LayerState& layer, Deadline de
   const Clock::time_point begin = Clock::now();
   update_indices(sequence, layer, deadline);
   if (!layer.policy) {
-    while (!begun_.empty()) collect_begun(*begun_.front().layer, deadline);  // One at a time begins.
+    while (!begun_.empty()) {  // One at a time begins.
+      collect_begun(*begun_.front().layer, deadline_after(parts_.options.timeout));
+    }
     const BeginTimes times = begin_policy(sequence, layer, layer.tokens, {}, deadline);
     sequence.stats.prompt.tables_ns += times.tables_ns;
     sequence.stats.prompt.clusters_ns += times.clusters_ns;
@@ -128,6 +140,7 @@ Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& laye
   const bool selects = scheduler::step_shape(sequence.spec, parts_.options.placement).select;
   auto policy = selects ? scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{index})
                         : scheduler::make_streaming_policy();
+  const std::uint32_t queries = layer.last_q_end == tokens ? layer.last_q_rows : 0;
   const std::uint32_t group = shape_.group();
   const std::uint64_t row = std::uint64_t{group} * shape_.head_dim;
   layer.hot.assign(shape_.kv_heads, {});
@@ -141,14 +154,14 @@ Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& laye
     begin = Clock::now();
   }
   const scheduler::SumRequest wanted = this->sums(sequence, layer, tokens);
-  if (sums.empty() && wanted.queries != 0 && wanted.queries <= layer.last_q_rows) {
+  if (sums.empty() && wanted.queries != 0 && wanted.queries <= queries) {
     sums = sum_attention(layer, tokens, wanted);
   }
   const std::size_t table = sums.size() / (2 * shape_.kv_heads);
   const std::uint32_t pages = static_cast<std::uint32_t>(div_up(tokens + 1, layout_.page_tokens));
   parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {
-    std::vector<float> last_q(layer.last_q_rows * row);
-    for (std::uint32_t i = 0; i < layer.last_q_rows; ++i) {
+    std::vector<float> last_q(queries * row);
+    for (std::uint32_t i = 0; i < queries; ++i) {
       const float* from = layer.last_q.data() + std::uint64_t{i} * shape_.q_heads * shape_.head_dim + kv * row;
       std::copy(from, from + row, last_q.data() + i * row);
     }
@@ -157,7 +170,7 @@ Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& laye
     const scheduler::PromptSums own{.by_position = all.first(table), .by_distance = all.last(table)};
     policy->begin({.kv_head = kv,
                    .tokens = tokens,
-                   .queries = layer.last_q_rows,
+                   .queries = queries,
                    .last_q = last_q,
                    .kv = &reader,
                    .clustering = clusterings.empty() ? nullptr : &clusterings[kv],

@@ -109,6 +109,13 @@ runtime::Sequence& Runtime::Impl::find(SequenceId id) const {
   return *at->second;
 }
 
+runtime::Sequence& Runtime::Impl::find_whole(SequenceId id) const {
+  runtime::Sequence& sequence = find(id);
+  if (sequence.lost.empty()) return sequence;
+  throw Error(Errc::device, "sequence " + std::to_string(id.value) + " lost part of its prompt: " + sequence.lost +
+                                "; end it and begin another");
+}
+
 void Runtime::Impl::require_order(const runtime::Sequence& sequence, std::uint32_t layer, std::uint32_t fresh) const {
   require(layer < options.shape.layers, "layer " + std::to_string(layer) + " of a model with " +
                                             std::to_string(options.shape.layers) + " layers");
@@ -190,7 +197,7 @@ void Runtime::step(const StepArgs& args) {
   require(args.out.head_stride == shape.head_dim, "out.head_stride must be head_dim: heads of a token are dense");
   std::vector<runtime::Sequence*> sequences;
   for (const SequenceId id : args.sequences) {
-    runtime::Sequence& sequence = self.find(id);
+    runtime::Sequence& sequence = self.find_whole(id);
     self.require_order(sequence, args.layer.value, 1);
     require(std::find(sequences.begin(), sequences.end(), &sequence) == sequences.end(),
             "sequence " + std::to_string(id.value) + " appears twice in the batch");
@@ -211,7 +218,7 @@ void Runtime::end(SequenceId id) {
     try {
       self.prompt.settle();
     } catch (const Error& error) {
-      if (error.code() == Errc::timeout) throw;  // Anything else is news of prompts that nobody will go on with.
+      if (error.code() == Errc::timeout) throw;  // Sequences that anything else is about say so when they are to go on.
     }
     self.pipeline.settle(sequence);
   });

@@ -9,7 +9,7 @@ namespace sluice {
 
 runtime::PromptChunk Runtime::Impl::checked_chunk(SequenceId id, LayerId layer, const TensorView* q, const TensorView& k,
                                                   const TensorView& v) const {
-  runtime::Sequence& sequence = find(id);
+  runtime::Sequence& sequence = find_whole(id);
   const AttentionShape& shape = options.shape;
   require_order(sequence, layer.value, k.tokens);
   require(k.tokens > 0, "k has no tokens");
@@ -25,7 +25,8 @@ void Runtime::Impl::add_prompts(LayerId layer, std::span<const runtime::PromptCh
     for (const runtime::PromptChunk& chunk : chunks) {
       runtime::LayerState& state = *chunk.layer;
       const auto holds = [](const runtime::HeadPages& head) { return !head.held.empty(); };
-      if (pipeline.has_begun(state) || state.policy || std::any_of(state.heads.begin(), state.heads.end(), holds)) {
+      if (prompt.completes(state) || pipeline.has_begun(state) || state.policy ||
+          std::any_of(state.heads.begin(), state.heads.end(), holds)) {
         // A prompt after decoding, or after a first step that failed, or after one that was said to be the last: what
         // was built from the old prompt is built again, and near copies of the open page would miss the new rows.
         prompt.settle();

@@ -2,11 +2,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "runtime/page_table.hpp"
 #include "runtime/transfer_engine.hpp"
 #include "scheduler/layer_policy.hpp"
+#include "scheduler/prefill_auto.hpp"
 #include "sluice/audit.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/prefill.hpp"
@@ -34,9 +36,10 @@ struct LayerState {
   /// Queries of the last prompt tokens, newest last: [last_q_rows, q_heads, head_dim].
   std::vector<float> last_q;
   std::uint32_t last_q_rows = 0;
+  std::uint32_t last_q_end = 0;  ///< position behind the newest of them
 
   std::unique_ptr<Event> flushed;     ///< the prompt's newest chunk is in the host pool
-  std::uint32_t dense_chunks = 0;     ///< chunks of the prompt to attend densely, because the last choice kept nearly all
+  std::uint32_t prefill_rest = 0;     ///< see PrefillBets
 
   std::vector<Transfer> arriving;  ///< promotions in flight, oldest first
 
@@ -59,9 +62,11 @@ struct Sequence {
   SequenceId id;
   PolicySpec spec;
   PrefillSpec prefill;
+  scheduler::PrefillBets bets;
   std::vector<LayerState> layers;
   Stats stats;
   AuditBook audit;
+  std::string lost;  ///< why a prompt that had returned is incomplete, so that the sequence can only be ended; or empty
 };
 
 /// Prompt queries that the policy wants to see.

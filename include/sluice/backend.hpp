@@ -260,9 +260,7 @@ class Backend {
                                                                   const AttentionShape& shape) const = 0;
   virtual void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
                              const AttentionShape& shape, Stream* stream) = 0;
-  /// Keys from which on a choice of blocks and the attention of what it keeps take less time than dense attention, on
-  /// attention that has structure. Measured; what PrefillMode::automatic goes by.
-  [[nodiscard]] virtual std::uint32_t sparse_prefill_from() const noexcept { return 8 * 1024; }
+  [[nodiscard]] virtual PrefillCosts prefill_costs() const noexcept = 0;
   /// @throws Error{Errc::invalid_argument} for more clusters than keys, none, or no iteration; nothing was written.
   virtual void cluster(std::span<const ClusterTask> tasks, Stream* stream) = 0;
   /// What `cluster` needs for such a task in memory of the device; 0 if it brings its own. No two tasks that may run at

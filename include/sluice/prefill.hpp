@@ -47,6 +47,14 @@ void validate(const PrefillSpec& spec);
 /// "full", "flexprefill", "auto"
 [[nodiscard]] const char* to_string(PrefillMode mode) noexcept;
 
+/// What FlexPrefill costs on a device besides the pairs that it keeps, in units of the time in which dense attention
+/// computes one (query block, key block) pair of a query head. Measured; what PrefillMode::automatic goes by.
+struct PrefillCosts {
+  double per_chunk = 0.0;
+  double per_key_block = 0.0;  ///< that the chunk sees
+  double per_pair = 0.0;       ///< of a query block and any of these
+};
+
 /// What FlexPrefill found out about one query head of one chunk.
 struct PrefillChoice {
   float divergence = 0.f;         ///< Jensen-Shannon distance, [0, sqrt(ln 2)]

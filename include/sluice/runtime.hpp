@@ -24,8 +24,9 @@ struct PrefillArgs {
   TensorView k;           ///< [tokens, kv_heads, head_dim], after RoPE
   TensorView v;           ///< [tokens, kv_heads, head_dim]
   MutableTensorView out;  ///< [tokens, q_heads, head_dim]; must not alias q
-  /// Return once everything is queued, as in StepArgs; q, k, v and out must stay until then. Ignored with the embedded
-  /// host device.
+  /// Return once everything is queued, as in StepArgs; q, k, v and out must stay until then. A failure of the device
+  /// after that shows in a later call, whichever sequence that is about; the sequence that it concerns then refuses
+  /// everything but to be ended. Ignored with the embedded host device.
   bool ordered = false;
   /// The prompt ends with this chunk: what the policy builds from it may begin, beside the layers that follow. Without
   /// it the first step builds it.

@@ -9,6 +9,7 @@
 #include "tools/cli/bench.hpp"
 #include "tools/cli/bench_shapes.hpp"
 #include "tools/cli/device_flags.hpp"
+#include "scheduler/prefill_auto.hpp"
 #include "tools/cli/prefill_automatic.hpp"
 #include "tools/cli/prefill_check.hpp"
 #include "tools/cli/prefill_flags.hpp"
@@ -87,7 +88,7 @@ class PrefillBench {
 
   [[nodiscard]] Table take() { return std::move(table_); }
   [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
-  [[nodiscard]] std::uint32_t crossover() const noexcept { return device_->backend().sparse_prefill_from(); }
+  [[nodiscard]] PrefillCosts costs() const noexcept { return device_->backend().prefill_costs(); }
   [[nodiscard]] std::uint32_t samples() const noexcept { return samples_; }
   [[nodiscard]] const std::vector<std::uint32_t>& lengths() const noexcept { return lengths_; }
 
@@ -146,14 +147,32 @@ class PrefillBench {
       pass.plan(std::vector<bool>(pass.chunks(), true));
       const std::vector<Json> cells = measure(prompt, pass, name, spec, dense);
       add_row(prompt, chunk, name, cells);
-      const std::string automatic = to_text({.mode = PrefillMode::automatic, .flex = spec});
-      const std::vector<bool> plan = automatic_plan(pass, options_.shape.q_heads, crossover());
-      const auto chosen = std::count(plan.begin(), plan.end(), true);
-      const bool mixed = chosen != 0 && chosen != std::ssize(plan);
-      if (mixed) pass.plan(plan);
-      add_row(prompt, chunk, automatic,
-              mixed ? measure(prompt, pass, automatic, spec, dense) : chosen == 0 ? dense.cells : cells);
+      add_row(prompt, chunk, to_text({.mode = PrefillMode::automatic, .flex = spec}),
+              automatic(pass, dense.cells, cells));
     }
+  }
+
+  /// The row of `auto`, put together from those of dense attention and of a choice in every chunk: averages over the
+  /// layers of a model, where every chunk has its share of the measured times by its work.
+  std::vector<Json> automatic(const PrefillPass& pass, const std::vector<Json>& dense, const std::vector<Json>& chosen) {
+    const std::vector<double> shares = automatic_shares(pass, options_.shape.q_heads, options_.shape.layers, costs());
+    double all = 0.0, by_choice = 0.0, blocks = 0.0, attended = 0.0;
+    for (std::size_t c = 0; c < shares.size(); ++c) {
+      const scheduler::ChunkWork work{.first = pass.first(c), .count = pass.keys(c) - pass.first(c)};
+      all += work.pairs();
+      attended += shares[c] * work.pairs();
+      blocks += work.key_blocks();
+      by_choice += shares[c] * work.key_blocks();
+    }
+    attended /= all;
+    by_choice /= blocks;
+    const auto mixed = [&](std::size_t cell) {
+      return attended * chosen[cell].get<double>() + (1.0 - attended) * dense[cell].get<double>();
+    };
+    const double choice_ms = by_choice * chosen[1].get<double>();
+    const double total_ms = choice_ms + mixed(2);
+    return {total_ms, choice_ms, mixed(2), nullptr, dense[0].get<double>() / total_ms, mixed(5), mixed(6), nullptr, nullptr,
+            chosen[9]};
   }
 
   /// A row's cells for what the pass plans.
@@ -248,7 +267,7 @@ int run(BenchPrefillOptions options) {
                            {"tau", options.flex.tau},
                            {"min_budget", options.flex.min_budget},
                            {"chunk", options.chunk},
-                           {"crossover", bench.crossover()},
+                           {"layers", shape.layers},
                            {"page_tokens", options.page_tokens},
                            {"dtype", to_string(options.dtype)},
                            {"threads", options.threads},
@@ -296,7 +315,8 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   add_output(*command, options->output);
   command->footer(
       "Rows of every attention are checked against float64 before it is timed; a wrong one ends the run with exit\n"
-      "code 1. Values are noise, so that the error is that of the hardest case.");
+      "code 1. The rows of auto are no measurements of their own: they are put together from those above them by what\n"
+      "the rule would do in a model of the shape's layers, all like this one. Values are noise, so that the error is that of the hardest case.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

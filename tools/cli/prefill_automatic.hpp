@@ -7,8 +7,9 @@
 
 namespace sluice::tools {
 
-/// The chunks in which the runtime's `auto` would choose blocks, going by a pass that chose them in all: none below the
-/// device's crossover `from`, and none for a while after a choice that kept nearly everything.
-[[nodiscard]] std::vector<bool> automatic_plan(const PrefillPass& pass, std::uint32_t q_heads, std::uint32_t from);
+/// Of a model whose layers are all like this one: the share of them that chooses blocks under PrefillMode::automatic,
+/// chunk by chunk. `pass` has chosen in every chunk.
+[[nodiscard]] std::vector<double> automatic_shares(const PrefillPass& pass, std::uint32_t q_heads, std::uint32_t layers,
+                                                   const PrefillCosts& costs);
 
 }  // namespace sluice::tools

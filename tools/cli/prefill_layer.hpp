@@ -62,6 +62,9 @@ class PrefillPass {
     return chunks_[chunk].first + chunks_[chunk].count;
   }
 
+  /// Position of a chunk's first token.
+  [[nodiscard]] std::uint32_t first(std::size_t chunk) const noexcept { return chunks_[chunk].first; }
+
   void choose(const FlexPrefillSpec& spec);
   /// What the plan and the last choice say.
   void attend();
