@@ -123,12 +123,11 @@ class Prompt {
     bool indexed = false;
     bool complete = false;
   };
-  /// What a sequence's counters get for a piece.
+  /// A piece that is done, and what it adds to its sequence's counters.
   struct Receipt {
-    Sequence* sequence = nullptr;
-    std::uint64_t d2h_bytes = 0;
-    std::uint64_t h2d_bytes = 0;
-    PromptStats prompt;
+    Legacy legacy;
+    PromptStats stats;
+    std::span<const float> sums;  ///< see PromptHeir::complete
   };
   /// One layer of one group of pieces, from the first copy to the last. The arrays are what queued work refers to.
   struct Pass {

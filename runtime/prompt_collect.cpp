@@ -47,9 +47,9 @@ void Prompt::fail(const Pass& pass, const std::string& reason) {
   std::string lost;
   for (const Legacy& legacy : pass.legacies) {
     if (legacy.sequence->lost.empty()) legacy.sequence->lost = reason;
-    lost += " " + std::to_string(legacy.sequence->id.value);
+    lost += (lost.empty() ? "" : ", ") + std::to_string(legacy.sequence->id.value);
   }
-  throw Error(Errc::device, reason + "; it belonged to an ordered prefill of" + lost +
+  throw Error(Errc::device, reason + "; it belonged to an ordered prefill of sequence " + lost +
                                 ", which must be ended; a call about other sequences may be repeated");
 }
 
@@ -74,20 +74,14 @@ void Prompt::finish(Pass& pass, Clock::time_point asked) {
   times.flush_wait_ns += static_cast<std::uint64_t>(std::max<std::int64_t>(waited, 0));
   for (const Legacy& legacy : pass.legacies) {
     if (!legacy.sequence->lost.empty()) continue;  // It may have attended, and built on, what never arrived.
-    Receipt receipt{.sequence = legacy.sequence,
-                    .d2h_bytes = 2 * layout_.row_bytes() * shape_.kv_heads * legacy.tokens,
-                    .h2d_bytes = legacy.loaded_bytes,
-                    .prompt = std::exchange(times, {})};
-    if (legacy.sparse) count_choices(pass, legacy, receipt.prompt);
-    if (legacy.attended) ++(legacy.sparse ? receipt.prompt.sparse_chunks : receipt.prompt.dense_chunks);
-    if (legacy.indexed) {
-      parts_.heir.indexed(*legacy.sequence, *legacy.layer, legacy.prefix, legacy.end / layout_.page_tokens);
+    Receipt receipt{.legacy = legacy, .stats = std::exchange(times, {})};
+    if (legacy.sparse) count_choices(pass, legacy, receipt.stats);
+    if (legacy.attended) ++(legacy.sparse ? receipt.stats.sparse_chunks : receipt.stats.dense_chunks);
+    if (legacy.sums != 0) {
+      // Nothing else of the call has the pass after its last piece.
+      receipt.sums = {reinterpret_cast<const float*>(pass.sums->data()) + legacy.sums_at, legacy.sums};
     }
     if (legacy.last_q_rows != 0) keep_last_q(pass, legacy);
-    if (legacy.complete) {
-      const float* const sums = legacy.sums == 0 ? nullptr : reinterpret_cast<const float*>(pass.sums->data());
-      parts_.heir.complete(*legacy.sequence, *legacy.layer, legacy.end, {sums + legacy.sums_at, legacy.sums});
-    }
     if (running_ && pass.call == call_) {
       receipts_.push_back(receipt);
     } else {
@@ -97,10 +91,15 @@ void Prompt::finish(Pass& pass, Clock::time_point asked) {
 }
 
 void Prompt::book(const Receipt& receipt) {
-  Stats& stats = receipt.sequence->stats;
-  stats.d2h_bytes += receipt.d2h_bytes;
-  stats.h2d_bytes += receipt.h2d_bytes;
-  stats.prompt.merge(receipt.prompt);
+  const Legacy& legacy = receipt.legacy;
+  Stats& stats = legacy.sequence->stats;
+  stats.d2h_bytes += 2 * layout_.row_bytes() * shape_.kv_heads * legacy.tokens;
+  stats.h2d_bytes += legacy.loaded_bytes;
+  stats.prompt.merge(receipt.stats);
+  if (legacy.indexed) {
+    parts_.heir.indexed(*legacy.sequence, *legacy.layer, legacy.prefix, legacy.end / layout_.page_tokens);
+  }
+  if (legacy.complete) parts_.heir.complete(*legacy.sequence, *legacy.layer, legacy.end, receipt.sums);
 }
 
 /// The newest queries that the policy wants, some of them of earlier chunks if this one was short. What was kept before
