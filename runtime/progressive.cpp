@@ -101,9 +101,11 @@ void Progressive::begin(std::span<HeadWork> heads, std::span<const std::span<con
   parts_.workers.parallel_for(count, [&](std::uint32_t i) {
     const HeadWork& work = *heads_[i].work;
     scheduler::PageOrder& order = heads_[i].order;
-    order.rank(scores[static_cast<std::size_t>(&work - first)], shape_.group(), work.near, work.tokens);
-    // The first bound sorts all pages, which the workers do side by side.
-    if (work.sequence->spec.budget.rule == ProgressRule::certified) (void)order.bounds(shape_.head_dim);
+    const bool certified = work.sequence->spec.budget.rule == ProgressRule::certified;
+    // Sorted here, where the workers do it side by side, rather than when the link waits for pages.
+    const std::uint32_t likely = certified ? 0 : work.pages().needed_visits / 4 * 5;
+    order.rank(scores[static_cast<std::size_t>(&work - first)], shape_.group(), work.near, work.tokens, likely);
+    if (certified) (void)order.bounds(shape_.head_dim);  // The first bound sorts all pages.
   });
 }
 
@@ -172,7 +174,7 @@ void Progressive::unpin_hits() noexcept {
 void Progressive::finish() {
   for (Head& head : heads_) {
     HeadWork& work = *head.work;
-    work.pages().needed_visits = head.enough ? head.needed : head.visits;
+    work.needed_visits = head.enough ? head.needed : head.visits;
     work.parts.insert(work.parts.end(), head.parts.begin(), head.parts.end());
     std::sort(head.visited.begin(), head.visited.end(),
               [](const PageRun& a, const PageRun& b) { return a.page < b.page; });
