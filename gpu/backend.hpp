@@ -46,7 +46,7 @@ class Backend final : public sluice::Backend {
  private:
   std::uint32_t multiprocessors_;
   bool warpgroups_ = false;  ///< the device has the prefill kernels for Hopper
-  bool clusters_ = false;    ///< and those of top_p for thread block clusters
+  std::uint32_t longest_clustered_ = 0;  ///< row of top_p that thread block clusters hold
 };
 
 }  // namespace sluice::gpu

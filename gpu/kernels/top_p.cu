@@ -180,13 +180,13 @@ std::uint32_t largest_shared() {
 
 }  // namespace
 
-void launch_top_p(const TaskArray<TopPRow>& rows, bool clusters, cudaStream_t stream) {
+void launch_top_p(const TaskArray<TopPRow>& rows, std::uint32_t most_of_clusters, cudaStream_t stream) {
   if (rows.count == 0) return;
   std::uint32_t longest = 0;
   for (std::uint32_t i = 0; i < rows.count; ++i) longest = std::max(longest, rows[i].count);
   if (longest <= kShort) {
     top_p_kernel<HeldRow><<<rows.count, kThreads, 0, stream>>>(rows, 0);
-  } else if (clusters && longest <= longest_top_p_of_clusters()) {
+  } else if (longest <= most_of_clusters) {
     return launch_top_p_clusters(rows, longest, stream);
   } else {
     const std::uint32_t room = std::min(longest, largest_shared() / static_cast<std::uint32_t>(sizeof(std::uint32_t)));

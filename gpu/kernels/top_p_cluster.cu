@@ -1,5 +1,6 @@
 // Top-p of rows too long for one thread block: a cluster of thread blocks holds a row on chip, keys in registers and
 // weights in shared memory, and adds up what its blocks find through distributed shared memory (compute capability 9.0).
+#include <algorithm>
 #include <cstddef>
 
 #include "gpu/cuda_error.hpp"
@@ -11,7 +12,8 @@ namespace {
 
 using namespace top_p;
 
-constexpr std::uint32_t kMostBlocks = 8;  ///< of a cluster on any device that has clusters
+constexpr std::uint32_t kPortableBlocks = 8;  ///< of a cluster on any device that has clusters
+constexpr std::uint32_t kMostBlocks = 16;     ///< where the device allows it
 /// Blocks that share a row which fewer could hold: 32 rows, a layer of a model, fill most of a device then.
 constexpr std::uint32_t kUsualBlocks = 4;
 constexpr std::uint32_t kMostHeld = 32;  ///< keys per thread
@@ -137,6 +139,8 @@ void with_kernel(std::uint32_t held, Use&& use) {
   }
 }
 
+/// Values of a row.
+constexpr std::uint32_t held_by(std::uint32_t blocks) { return blocks * kMostHeld * kThreads; }
 constexpr std::uint32_t shared_bytes(std::uint32_t held) { return held * kThreads * sizeof(float); }
 
 /// How rows are launched, as long as `config` and `cluster` stay where they are.
@@ -151,12 +155,23 @@ void shape_launch(std::uint32_t rows, std::uint32_t blocks, std::uint32_t held, 
   config.numAttrs = 1;
 }
 
+/// None on a part of a device that is too small.
+template <class Kernel>
+int clusters_at_once(Kernel* kernel, std::uint32_t blocks, std::uint32_t held) {
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config{};
+  shape_launch(1, blocks, held, cluster, config);
+  int clusters = 0;
+  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess) return clusters;
+  (void)cudaGetLastError();  // A size that the device does not know.
+  return 0;
+}
+
 }  // namespace
 
-std::uint32_t longest_top_p_of_clusters() noexcept { return kMostBlocks * kMostHeld * kThreads; }
-
 void launch_top_p_clusters(const TaskArray<TopPRow>& rows, std::uint32_t longest, cudaStream_t stream) {
-  const std::uint32_t blocks = longest <= kUsualBlocks * kMostHeld * kThreads ? kUsualBlocks : kMostBlocks;
+  std::uint32_t blocks = kUsualBlocks;
+  while (longest > held_by(blocks)) blocks *= 2;
   with_kernel(static_cast<std::uint32_t>(div_up(longest, blocks * kThreads)), [&](auto* kernel, std::uint32_t held) {
     cudaLaunchAttribute cluster{};
     cudaLaunchConfig_t config{};
@@ -166,26 +181,25 @@ void launch_top_p_clusters(const TaskArray<TopPRow>& rows, std::uint32_t longest
   });
 }
 
-bool load_top_p_cluster_kernels() {
-  bool there = true;
-  for (const std::uint32_t wanted : {8u, 16u, 32u}) {
-    with_kernel(wanted, [&](auto* kernel, std::uint32_t held) {
+std::uint32_t load_top_p_cluster_kernels() {
+  std::uint32_t longest = held_by(kMostBlocks);
+  for (const std::uint32_t held : {8u, 16u, kMostHeld}) {
+    with_kernel(held, [&](auto* kernel, std::uint32_t) {
       cudaFuncAttributes attributes{};
       check(cudaFuncGetAttributes(&attributes, kernel), "load the top_p kernels for clusters");
-      there = there && attributes.sharedSizeBytes != 0;  // Compiled for a device without clusters it is empty.
-      if (!there) return;
+      if (attributes.sharedSizeBytes == 0) longest = 0;  // Compiled for a device without clusters it is empty.
+      if (longest == 0) return;
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_bytes(held))),
             "give the top_p kernels for clusters shared memory");
-      cudaLaunchAttribute cluster{};
-      cudaLaunchConfig_t config{};
-      shape_launch(1, kMostBlocks, held, cluster, config);
-      int clusters = 0;  // That run at once; none on a part of a device that is too small.
-      check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "ask for thread block clusters");
-      there = clusters != 0;
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+            "allow the top_p kernels larger clusters");
+      std::uint32_t blocks = kMostBlocks;
+      while (blocks >= kPortableBlocks && clusters_at_once(kernel, blocks, held) == 0) blocks /= 2;
+      longest = blocks < kPortableBlocks ? 0 : std::min(longest, held_by(blocks));
     });
   }
-  return there;
+  return longest;
 }
 
 }  // namespace sluice::gpu
