@@ -1,5 +1,6 @@
 // Top-p of rows too long for one thread block: a cluster of thread blocks holds a row on chip, keys in registers and
-// weights in shared memory, and adds up what its blocks find through distributed shared memory (compute capability 9.0).
+// weights in shared memory, and adds up what its blocks find through distributed shared memory (compute capability
+// 9.0).
 #include <algorithm>
 #include <cstddef>
 

@@ -1,8 +1,8 @@
 #include "gpu/cuda_error.hpp"
 #include "gpu/kernels/verify.hpp"
 
-/// The verdicts of include/sluice/progress.hpp, whose functions are the host's, by a warp per query head: its lanes look
-/// at pages side by side.
+/// The verdicts of include/sluice/progress.hpp, whose functions are the host's, by a warp per query head: its lanes
+/// look at pages side by side.
 namespace sluice::gpu {
 namespace {
 
