@@ -110,6 +110,7 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_top_k_kernels();
   load_verify_kernels();
   load_top_p_kernels();
+  longest_clustered_ = load_top_p_cluster_kernels();
 }
 
 std::vector<std::string> Backend::unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) const {

@@ -52,6 +52,7 @@ class Backend final : public sluice::Backend {
  private:
   std::uint32_t multiprocessors_;
   bool warpgroups_ = false;  ///< the device has the prefill kernels for Hopper
+  std::uint32_t longest_clustered_ = 0;  ///< row of top_p that thread block clusters hold
 };
 
 }  // namespace sluice::gpu

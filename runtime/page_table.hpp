@@ -34,6 +34,7 @@ struct HeadPages {
   std::vector<std::uint32_t> place;   ///< [pages] index in `held`; meaningless while far
   std::vector<std::uint8_t> is_forced;  ///< [pages] 1: pinned near (sinks, recent window, open page)
   std::vector<std::uint32_t> forced;    ///< those pages, in no order
+  std::uint32_t needed_visits = 0;      ///< pages that progressive attention needed in the last step
 
   /// Near pages in no order, as attention takes them: run i is over page i of a view whose frames are near_slots. Valid
   /// if `listed`: no page came or went since they were listed.

@@ -98,6 +98,9 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   const bool queued = args.ordered && !audited_ && !parts_.device.info().host_memory;
   executor_.run(graph(shape), layer_, *this, queued ? Executor::Finish::queued : Executor::Finish::done);
   book(sequences, Clock::now() - begin);
+  for (HeadWork& work : heads_) {
+    if (work.progressive) work.pages().needed_visits = work.needed_visits;
+  }
   if (audited_) audit();
   for (Sequence* sequence : sequences) {
     LayerState& layer = sequence->layers[layer_];

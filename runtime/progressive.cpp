@@ -32,11 +32,11 @@ void Progressive::Pages::add_part(const PageRun& run, std::uint32_t frame) {
 
 void Progressive::reserve(std::uint32_t batch, std::uint32_t microbatch) {
   const std::uint32_t room = std::max(room_, batch * shape_.kv_heads);
-  microbatch = std::max(microbatch_, microbatch);
-  if (room == room_ && microbatch == microbatch_) return;
+  const std::uint32_t most_pages = std::max({most_pages_, microbatch, kMostPages});
+  if (room == room_ && most_pages == most_pages_) return;
   const std::uint64_t rows = std::uint64_t{room} * shape_.group();
   auto states = parts_.device.allocate(rows * sizeof(ProgressState));
-  auto masses = parts_.device.allocate(kInFlight * rows * (microbatch + 1) * sizeof(float));
+  auto masses = parts_.device.allocate(kInFlight * rows * (most_pages + 1) * sizeof(float));
   auto partials = parts_.device.allocate((2 * kFold + 2) * rows * (shape_.head_dim + 1) * sizeof(float));
   auto verdicts = parts_.device.allocate_pinned(kInFlight * std::uint64_t{room} * sizeof(std::uint64_t));
   auto bounds = parts_.device.allocate_pinned(kInFlight * rows * sizeof(float));
@@ -51,7 +51,7 @@ void Progressive::reserve(std::uint32_t batch, std::uint32_t microbatch) {
   verdicts_ = std::move(verdicts);
   bounds_ = std::move(bounds);
   room_ = room;
-  microbatch_ = microbatch;
+  most_pages_ = most_pages;
 }
 
 void Progressive::run(std::span<HeadWork> heads, std::span<const std::span<const float>> scores) {
@@ -89,6 +89,7 @@ void Progressive::begin(std::span<HeadWork> heads, std::span<const std::span<con
     head.work = &heads[i];
     head.index = count++;
     head.turns = 0;
+    head.visits = 0;
     head.enough = false;
     head.parts.clear();
     head.visited.clear();
@@ -100,9 +101,11 @@ void Progressive::begin(std::span<HeadWork> heads, std::span<const std::span<con
   parts_.workers.parallel_for(count, [&](std::uint32_t i) {
     const HeadWork& work = *heads_[i].work;
     scheduler::PageOrder& order = heads_[i].order;
-    order.rank(scores[static_cast<std::size_t>(&work - first)], shape_.group(), work.near, work.tokens);
-    // The first bound sorts all pages, which the workers do side by side.
-    if (work.sequence->spec.budget.rule == ProgressRule::certified) (void)order.bounds(shape_.head_dim);
+    const bool certified = work.sequence->spec.budget.rule == ProgressRule::certified;
+    // Sorted here, where the workers do it side by side, rather than when the link waits for pages.
+    const std::uint32_t likely = certified ? 0 : work.pages().needed_visits / 4 * 5;
+    order.rank(scores[static_cast<std::size_t>(&work - first)], shape_.group(), work.near, work.tokens, likely);
+    if (certified) (void)order.bounds(shape_.head_dim);  // The first bound sorts all pages.
   });
 }
 
@@ -145,6 +148,7 @@ void Progressive::retire(std::uint64_t number, Deadline deadline) {
     const bool enough = (std::atomic_ref(*verdict(slot, *head)).load(std::memory_order_acquire) & 1) != 0;
     if (enough && !head->enough) {
       head->enough = true;
+      head->needed = head->batches[slot].visits;
       for (std::uint32_t later = 0; later < kInFlight; ++later) {
         if (later != slot) head->work->sequence->stats.overshoot_pages += head->batches[later].pages;
       }
@@ -170,6 +174,7 @@ void Progressive::unpin_hits() noexcept {
 void Progressive::finish() {
   for (Head& head : heads_) {
     HeadWork& work = *head.work;
+    work.needed_visits = head.enough ? head.needed : head.visits;
     work.parts.insert(work.parts.end(), head.parts.begin(), head.parts.end());
     std::sort(head.visited.begin(), head.visited.end(),
               [](const PageRun& a, const PageRun& b) { return a.page < b.page; });
@@ -188,7 +193,7 @@ std::uint64_t* Progressive::verdict(std::uint32_t slot, const Head& head) const 
 }
 
 float* Progressive::masses(std::uint32_t slot, const Head& head) const noexcept {
-  return floats(masses_) + (std::size_t{slot} * room_ + head.index) * (microbatch_ + 1) * shape_.group();
+  return floats(masses_) + (std::size_t{slot} * room_ + head.index) * (most_pages_ + 1) * shape_.group();
 }
 
 float* Progressive::bounds(std::uint32_t slot, const Head& head) const noexcept {

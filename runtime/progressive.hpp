@@ -29,6 +29,11 @@ namespace sluice::runtime {
 /// The host issues a turn when it knows the verdicts of the one kInFlight before it, not when it happens to see them:
 /// which pages are attended does not depend on timing. A head that has enough has therefore up to kInFlight - 1 turns
 /// more queued than it needs; they only add coverage, and are counted as overshoot.
+///
+/// A turn costs tens of microseconds whatever it brings, so turns grow: beyond their first pages they take a share of
+/// what the head has visited, and the first two take half and a quarter of what it needed in the last step, which is
+/// about what it needs again. The verdict on a turn is that on one large microbatch, which quantises where a head stops
+/// and changes nothing else, unless the rule looks at the last microbatch alone: there a turn is a microbatch.
 class Progressive {
  public:
   struct Parts {
@@ -65,6 +70,10 @@ class Progressive {
   static constexpr std::uint32_t kInFlight = 2;
   /// Turns whose partials are kept apart until they are folded into one.
   static constexpr std::uint32_t kFold = 8;
+  /// Visited pages per page that the next turn takes: what a head visits beyond its need is about twice that share.
+  static constexpr std::uint32_t kGrowth = 8;
+  /// Pages of a turn at most, unless a microbatch has more.
+  static constexpr std::uint32_t kMostPages = 256;
 
   /// What one head attends in one turn. Staged pages are a task of their own, for they lie elsewhere.
   struct Pages {
@@ -80,13 +89,16 @@ class Progressive {
     Pages near;
     std::vector<std::uint32_t> hits;  ///< slots that were near already, pinned meanwhile
     std::uint32_t pages = 0;          ///< of the order
+    std::uint32_t visits = 0;         ///< pages of the order up to the end of this turn
   };
   struct Head {
     HeadWork* work = nullptr;
     std::uint32_t index = 0;
     scheduler::PageOrder order;
     std::uint32_t turns = 0;  ///< that it took part in
+    std::uint32_t visits = 0;  ///< pages of the order
     bool enough = false;
+    std::uint32_t needed = 0;  ///< visits at the end of the turn that was enough
     std::uint32_t running = 0;   ///< which of the two running partials was written last
     std::vector<Partial> parts;  ///< of what was attended and not folded
     std::array<std::vector<Partial>, kInFlight> folding;
@@ -110,6 +122,7 @@ class Progressive {
   void begin(std::span<HeadWork> heads, std::span<const std::span<const float>> scores);
   void loop(Deadline deadline);
   [[nodiscard]] bool issue(std::uint64_t number);
+  [[nodiscard]] std::uint32_t turn_pages(const Head& head) const noexcept;
   void gather(Head& head, std::uint32_t slot, Turn& turn, std::vector<PageMove>& moves);
   [[nodiscard]] bool place_next(Head& head, Batch& batch, std::uint32_t slot, Turn& turn, std::vector<PageMove>& moves);
   void bring(Head& last, Turn& turn, std::vector<PageMove>& moves);
@@ -130,7 +143,7 @@ class Progressive {
   PageLayout layout_;
   Parts parts_;
   std::uint32_t room_ = 0;        ///< KV heads
-  std::uint32_t microbatch_ = 0;  ///< pages
+  std::uint32_t most_pages_ = 0;  ///< of a turn of one head
   std::uint64_t tag_ = 0;
   Clock::duration waited_{};
   std::vector<Head> all_heads_;  ///< reused
@@ -138,7 +151,7 @@ class Progressive {
   std::array<Turn, kInFlight> turns_;
   std::vector<std::pair<Sequence*, LayerState*>> unsettled_;
   std::unique_ptr<Buffer> states_;    // device [KV heads, group]
-  std::unique_ptr<Buffer> masses_;    // device [kInFlight, KV heads, microbatch + 1, group]
+  std::unique_ptr<Buffer> masses_;    // device [kInFlight, KV heads, most_pages_ + 1, group]
   std::unique_ptr<Buffer> partials_;  // device [2 * kFold + 2] sets of out [query heads, head_dim], lse [query heads]
   std::unique_ptr<Buffer> verdicts_;  // pinned [kInFlight, KV heads]
   std::unique_ptr<Buffer> bounds_;    // pinned [kInFlight, KV heads, group]

@@ -33,6 +33,14 @@ bool Progressive::issue(std::uint64_t number) {
   return true;
 }
 
+std::uint32_t Progressive::turn_pages(const Head& head) const noexcept {
+  const BudgetOptions& budget = head.work->sequence->spec.budget;
+  if (budget.rule == ProgressRule::mean || budget.rule == ProgressRule::median) return budget.microbatch;
+  std::uint32_t pages = head.visits / kGrowth;
+  if (head.turns < 2) pages = std::max(pages, head.work->pages().needed_visits >> (head.turns + 1));
+  return std::max(budget.microbatch, std::min(pages, kMostPages));
+}
+
 /// Chooses what a head attends in this turn, and where.
 void Progressive::gather(Head& head, std::uint32_t slot, Turn& turn, std::vector<PageMove>& moves) {
   Batch& batch = head.batches[slot];
@@ -51,11 +59,12 @@ void Progressive::gather(Head& head, std::uint32_t slot, Turn& turn, std::vector
       head.hit_tokens += open.tokens();
     }
   }
-  const std::uint32_t microbatch = work.sequence->spec.budget.microbatch;
-  while (batch.pages < microbatch && head.order.left() != 0 && place_next(head, batch, slot, turn, moves))
-    ++batch.pages;
+  const std::uint32_t pages = turn_pages(head);
+  while (batch.pages < pages && head.order.left() != 0 && place_next(head, batch, slot, turn, moves)) ++batch.pages;
+  head.visits += batch.pages;
+  batch.visits = head.visits;
   if (!batch.near.runs.empty() || !batch.staged.runs.empty()) turn.heads.push_back(&head);
-  if (batch.pages != 0) ++work.counters.iterations;
+  work.counters.iterations += div_up(batch.pages, work.sequence->spec.budget.microbatch);
 }
 
 /// Finds a place for the next page of the order; false if there is none before an earlier turn is through.

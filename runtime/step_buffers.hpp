@@ -28,6 +28,7 @@ struct HeadWork {
 
   bool progressive = false;        ///< the device visits its pages, see Progressive
   std::uint32_t visited_near = 0;  ///< tokens visited there that were near already
+  std::uint32_t needed_visits = 0;  ///< see HeadPages; kept there when the step is done, as one that fails is repeated
 
   scheduler::NearSet near;
   std::vector<PageRun> window;           ///< sinks and recent tokens, if no whole pages are attended near

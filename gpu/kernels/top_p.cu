@@ -1,50 +1,16 @@
 #include <algorithm>
 
 #include "gpu/cuda_error.hpp"
-#include "gpu/kernels/mma.cuh"
-#include "gpu/kernels/top_p.hpp"
+#include "gpu/kernels/top_p.cuh"
 
 namespace sluice::gpu {
 namespace {
 
-constexpr std::uint32_t kWarp = 32;
-constexpr std::uint32_t kThreads = 1024;
-constexpr std::uint32_t kWarps = kThreads / kWarp;
-static_assert(kWarps == kWarp, "the last step of a reduction has one lane per warp");
-constexpr std::uint32_t kAll = 0xffff'ffffu;
-constexpr float kLog2E = 1.44269504f;
+using namespace top_p;
 
 /// Values of a row that a thread holds in registers; a longer row lies in shared memory or is read again and again.
 constexpr std::uint32_t kHeld = 8;
 constexpr std::uint32_t kShort = kHeld * kThreads;
-
-/// Unsigned keys in the order of the values; 0 for what is never kept. The two zeros are equal.
-__device__ __forceinline__ std::uint32_t order_key(float value) {
-  const std::uint32_t bits = __float_as_uint(__fadd_rn(value, 0.f));
-  if ((bits & 0x7fff'ffffu) > 0x7f80'0000u || bits == 0xff80'0000u) return 0;
-  return (bits >> 31) != 0 ? ~bits : bits | 0x8000'0000u;
-}
-__device__ __forceinline__ float value_of(std::uint32_t key) {
-  return __uint_as_float((key >> 31) != 0 ? key ^ 0x8000'0000u : ~key);
-}
-/// Relative to the largest key's. Infinities are equal, though their difference is not 0.
-__device__ __forceinline__ float weight_of(std::uint32_t key, std::uint32_t top) {
-  return key == top ? 1.f : detail::exp2_fast((value_of(key) - value_of(top)) * kLog2E);
-}
-
-/// What a pass over the row finds out, of one thread or of all.
-struct Found {
-  float mass = 0.f;            ///< of the keys above the middle
-  std::uint32_t above = kAll;  ///< the least of these
-  std::uint32_t below = 0;     ///< the largest of the others
-
-  __device__ __forceinline__ void add(std::uint32_t key, float weight, std::uint32_t middle) {
-    const bool counts = key > middle;
-    mass += counts ? weight : 0.f;
-    above = min(above, counts ? key : kAll);
-    below = max(below, counts ? 0 : key);
-  }
-};
 
 struct Shared {
   TopPRow row;
@@ -55,14 +21,6 @@ struct Shared {
   std::uint32_t kept;
 };
 
-__device__ __forceinline__ Found over_lanes(Found found) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) found.mass += __shfl_xor_sync(kAll, found.mass, step);
-  found.above = __reduce_min_sync(kAll, found.above);
-  found.below = __reduce_max_sync(kAll, found.below);
-  return found;
-}
-
 /// The same for all threads, in an order that does not depend on timing; ends with all of them knowing the result.
 __device__ __forceinline__ Found over_block(Shared& s, Found found, std::uint32_t turn) {
   found = over_lanes(found);
@@ -71,16 +29,10 @@ __device__ __forceinline__ Found over_block(Shared& s, Found found, std::uint32_
   return over_lanes(s.warps[turn % 2][threadIdx.x % kWarp]);
 }
 
-/// `above`: the least key of those that count, less 1; `below`: the largest.
-__device__ __forceinline__ void add_to_range(std::uint32_t key, Found& found) {
-  found.above = min(found.above, key - 1);  // 0 becomes the largest.
-  found.below = max(found.below, key);
-}
-
 /// A row of up to kShort values: thread t holds values t, t + kThreads ...
 class HeldRow {
  public:
-  __device__ HeldRow(const Shared& s, std::uint32_t*, std::uint32_t) {
+  __device__ HeldRow(Shared& s, std::uint32_t*, std::uint32_t) : s_(s) {
     const float* const values = s.row.values;
     float value[kHeld];
 #pragma unroll
@@ -101,6 +53,7 @@ class HeldRow {
 #pragma unroll
     for (std::uint32_t i = 0; i < kHeld; ++i) weights_[i] = weight_of(keys_[i], top);
   }
+  __device__ Found reduce(const Found& found, std::uint32_t turn) { return over_block(s_, found, turn); }
   __device__ Found pass(std::uint32_t middle) const {
     Found found;
 #pragma unroll
@@ -108,20 +61,21 @@ class HeldRow {
     return found;
   }
   /// Through shared memory, so that the mask leaves in whole lines.
-  __device__ void write_mask(Shared& s, std::uint32_t low) const {
+  __device__ void write_mask(std::uint32_t low) {
 #pragma unroll
     for (std::uint32_t i = 0; i < kHeld; ++i) {
       const std::uint32_t bits = __ballot_sync(kAll, keys_[i] > low);
-      if (threadIdx.x % kWarp == 0) s.mask[i * kWarps + threadIdx.x / kWarp] = bits;
+      if (threadIdx.x % kWarp == 0) s_.mask[i * kWarps + threadIdx.x / kWarp] = bits;
     }
     __syncthreads();
     const std::uint32_t word = threadIdx.x;
-    if (word >= (s.row.count + 31) / 32) return;
-    s.row.mask[word] = s.mask[word];
-    atomicAdd(&s.kept, static_cast<std::uint32_t>(__popc(static_cast<int>(s.mask[word]))));
+    if (word >= (s_.row.count + 31) / 32) return;
+    s_.row.mask[word] = s_.mask[word];
+    atomicAdd(&s_.kept, static_cast<std::uint32_t>(__popc(static_cast<int>(s_.mask[word]))));
   }
 
  private:
+  Shared& s_;
   std::uint32_t keys_[kHeld];
   float weights_[kHeld];
 };
@@ -130,8 +84,8 @@ static_assert(kShort / 32 <= kThreads, "one thread per word of the mask");
 /// A row of any length: its keys lie in shared memory if there is room, else they are made again from the values.
 class LongRow {
  public:
-  __device__ LongRow(const Shared& s, std::uint32_t* cache, std::uint32_t room)
-      : values_(s.row.values), count_(s.row.count), cache_(s.row.count <= room ? cache : nullptr) {}
+  __device__ LongRow(Shared& s, std::uint32_t* cache, std::uint32_t room)
+      : s_(s), values_(s.row.values), count_(s.row.count), cache_(s.row.count <= room ? cache : nullptr) {}
 
   /// Fills the cache on the way; the barrier of the reduction that follows lets all threads see it.
   __device__ Found range() const {
@@ -154,6 +108,7 @@ class LongRow {
     return found;
   }
   __device__ void weigh(std::uint32_t top) { top_ = top; }
+  __device__ Found reduce(const Found& found, std::uint32_t turn) { return over_block(s_, found, turn); }
   __device__ Found pass(std::uint32_t middle) const {
     Found found;
     for (std::uint32_t i = threadIdx.x; i < count_; i += kThreads) {
@@ -163,7 +118,7 @@ class LongRow {
     return found;
   }
   /// Each warp looks at 32 words at a time and writes them as one line.
-  __device__ void write_mask(Shared& s, std::uint32_t low) const {
+  __device__ void write_mask(std::uint32_t low) {
     const std::uint32_t lane = threadIdx.x % kWarp;
     const std::uint32_t words = (count_ + 31) / 32;
     std::uint32_t kept = 0;
@@ -174,10 +129,10 @@ class LongRow {
         const std::uint32_t bits = __ballot_sync(kAll, i < count_ && key_at(i) > low);
         if (lane == w) mine = bits;
       }
-      if (base + lane < words) s.row.mask[base + lane] = mine;
+      if (base + lane < words) s_.row.mask[base + lane] = mine;
       kept += static_cast<std::uint32_t>(__popc(static_cast<int>(mine)));
     }
-    atomicAdd(&s.kept, kept);
+    atomicAdd(&s_.kept, kept);
   }
 
  private:
@@ -185,37 +140,12 @@ class LongRow {
     return cache_ != nullptr ? cache_[i] : order_key(__ldg(values_ + i));
   }
 
+  Shared& s_;
   const float* values_;
   std::uint32_t count_;
   std::uint32_t* cache_;
   std::uint32_t top_ = 0;
 };
-
-/// The largest key such that all above it hold `p` of the mass; `low` and `high` are the least key, less 1, and the
-/// largest. All keys above `low` hold enough, those above `high` do not; both move to where keys are, so that the end
-/// is exact: nothing lies between them.
-template <class Row>
-__device__ std::uint32_t search(Shared& s, Row& row, std::uint32_t low, std::uint32_t high) {
-  row.weigh(high);
-  const float p = s.row.p;
-  std::uint32_t turn = 1;
-  const float total = over_block(s, row.pass(low), turn++).mass;
-  const float need = p * total;
-  // What is lighter than this can be left out altogether: a start that saves the first halvings.
-  const float light = (1.f - p) * total / static_cast<float>(s.row.count);
-  std::uint32_t middle = order_key(value_of(high) + logf(light));
-  while (high - low > 1) {
-    if (middle <= low || middle >= high) middle = low + (high - low) / 2;
-    const Found found = over_block(s, row.pass(middle), turn++);
-    if (found.mass >= need) {
-      low = found.above - 1;
-    } else {
-      high = found.below;
-    }
-    middle = low + (high - low) / 2;
-  }
-  return low;
-}
 
 /// One thread block per row. `room`: keys that fit into dynamic shared memory.
 template <class Row>
@@ -229,10 +159,10 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   Row row(s, cache, room);
-  const Found range = over_block(s, row.range(), 0);
+  const Found range = row.reduce(row.range(), 0);
   std::uint32_t low = range.above;  // If nothing counts, no key is above it.
-  if (range.below != 0 && s.row.p < 1.f) low = search(s, row, range.above, range.below);
-  row.write_mask(s, low);
+  if (range.below != 0 && s.row.p < 1.f) low = search(row, s.row, range.above, range.below);
+  row.write_mask(low);
   __syncthreads();
   if (threadIdx.x == 0 && s.row.kept != nullptr) *s.row.kept = s.kept;
 }
@@ -250,12 +180,14 @@ std::uint32_t largest_shared() {
 
 }  // namespace
 
-void launch_top_p(const TaskArray<TopPRow>& rows, cudaStream_t stream) {
+void launch_top_p(const TaskArray<TopPRow>& rows, std::uint32_t most_of_clusters, cudaStream_t stream) {
   if (rows.count == 0) return;
   std::uint32_t longest = 0;
   for (std::uint32_t i = 0; i < rows.count; ++i) longest = std::max(longest, rows[i].count);
   if (longest <= kShort) {
     top_p_kernel<HeldRow><<<rows.count, kThreads, 0, stream>>>(rows, 0);
+  } else if (longest <= most_of_clusters) {
+    return launch_top_p_clusters(rows, longest, stream);
   } else {
     const std::uint32_t room = std::min(longest, largest_shared() / static_cast<std::uint32_t>(sizeof(std::uint32_t)));
     top_p_kernel<LongRow><<<rows.count, kThreads, room * sizeof(std::uint32_t), stream>>>(rows, room);

@@ -18,10 +18,18 @@ struct TopPRow {
   float p = 1.f;
 };
 
-/// One launch for all rows, one thread block each.
-void launch_top_p(const TaskArray<TopPRow>& rows, cudaStream_t stream);
+/// One launch for all rows, one thread block each, or one cluster each if they are long, but not longer than
+/// `most_of_clusters`.
+void launch_top_p(const TaskArray<TopPRow>& rows, std::uint32_t most_of_clusters, cudaStream_t stream);
 
 /// Asks for as much shared memory as the current device has.
 void load_top_p_kernels();
+
+/// The same by thread block clusters that hold their rows on chip.
+/// @param longest  count of the longest row, at most what `load_top_p_cluster_kernels` said
+void launch_top_p_clusters(const TaskArray<TopPRow>& rows, std::uint32_t longest, cudaStream_t stream);
+
+/// The longest row that clusters of the current device hold; 0 if it has none.
+[[nodiscard]] std::uint32_t load_top_p_cluster_kernels();
 
 }  // namespace sluice::gpu

@@ -27,30 +27,43 @@ PageRun far_part(const NearSet& near, std::uint32_t page, std::uint32_t tokens) 
   return run;
 }
 
-void PageOrder::rank(std::span<const float> scores, std::uint32_t group, const NearSet& near, std::uint32_t tokens) {
+void PageOrder::rank(std::span<const float> scores, std::uint32_t group, const NearSet& near, std::uint32_t tokens,
+                     std::uint32_t likely) {
   scores_ = scores;
   pages_ = scores.size() / group;
   group_ = group;
   sorted_ = false;
   near_ = near;
   tokens_ = tokens;
+  sums_.assign(pages_, 0.f);  // They order like the means.
+  for (std::uint32_t h = 0; h < group; ++h) {
+    const float* const row = scores.data() + h * pages_;
+    for (std::size_t page = 0; page < pages_; ++page) sums_[page] += row[page];
+  }
   heap_.clear();
   for (std::uint32_t page = 0; page < pages_; ++page) {
     if (far_part(near, page, tokens).tokens() == 0) continue;
-    float sum = 0.f;  // Orders like the mean.
-    for (std::uint32_t h = 0; h < group; ++h) sum += scores[h * pages_ + page];
-    heap_.push_back(std::uint64_t{order_key(sum)} << kPageBits | page);
+    heap_.push_back(std::uint64_t{order_key(sums_[page])} << kPageBits | page);
   }
+  const auto first = heap_.end() - static_cast<std::ptrdiff_t>(std::min<std::size_t>(likely, heap_.size()));
+  std::nth_element(heap_.begin(), first, heap_.end());
+  first_.assign(first, heap_.end());
+  std::sort(first_.begin(), first_.end());
+  heap_.erase(first, heap_.end());
   std::make_heap(heap_.begin(), heap_.end());
+}
+
+std::uint64_t PageOrder::pop() {
+  std::vector<std::uint64_t>& from = first_.empty() ? heap_ : first_;
+  if (first_.empty() && !sorted_) std::pop_heap(heap_.begin(), heap_.end());
+  const std::uint64_t key = from.back();
+  from.pop_back();
+  return key;
 }
 
 std::uint32_t PageOrder::take(std::uint32_t count, std::vector<PageRun>& runs) {
   const auto begin = static_cast<std::ptrdiff_t>(runs.size());
-  for (; count != 0 && !heap_.empty(); --count) {
-    if (!sorted_) std::pop_heap(heap_.begin(), heap_.end());
-    runs.push_back(far_part(near_, page_of(heap_.back()), tokens_));
-    heap_.pop_back();
-  }
+  for (; count != 0 && left() != 0; --count) runs.push_back(far_part(near_, page_of(pop()), tokens_));
   const auto whole = [&](const PageRun& run) { return run.tokens() == near_.page_tokens; };
   std::sort(runs.begin() + begin, runs.end(),
             [&](const PageRun& a, const PageRun& b) { return whole(a) != whole(b) ? whole(a) : a.page < b.page; });
@@ -60,6 +73,8 @@ std::uint32_t PageOrder::take(std::uint32_t count, std::vector<PageRun>& runs) {
 std::span<const float> PageOrder::bounds(std::uint32_t head_dim) {
   if (!sorted_) {
     std::sort(heap_.begin(), heap_.end());
+    heap_.insert(heap_.end(), first_.begin(), first_.end());
+    first_.clear();
     sorted_ = true;
     bounds_.resize((heap_.size() + 1) * group_);
     for (std::uint32_t h = 0; h < group_; ++h) bound_head(h, 1.0 / std::sqrt(static_cast<double>(head_dim)));

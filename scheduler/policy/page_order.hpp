@@ -17,12 +17,14 @@ namespace sluice::scheduler {
 /// are. Pages that are all near are left out. Reused from step to step.
 class PageOrder {
  public:
-  /// `scores` [group, pages].
-  void rank(std::span<const float> scores, std::uint32_t group, const NearSet& near, std::uint32_t tokens);
+  /// `scores` [group, pages]. `likely`: pages that will probably be taken, which are sorted at once.
+  void rank(std::span<const float> scores, std::uint32_t group, const NearSet& near, std::uint32_t tokens,
+            std::uint32_t likely = 0);
   /// Pages that were not taken yet.
-  [[nodiscard]] std::uint32_t left() const noexcept { return static_cast<std::uint32_t>(heap_.size()); }
+  [[nodiscard]] std::uint32_t left() const noexcept { return static_cast<std::uint32_t>(first_.size() + heap_.size()); }
   /// The page that comes next; `left` must not be 0.
   [[nodiscard]] std::uint32_t next() const noexcept {
+    if (!first_.empty()) return static_cast<std::uint32_t>(first_.back());
     return static_cast<std::uint32_t>(sorted_ ? heap_.back() : heap_.front());
   }
   /// Appends what is far of the next `count` pages: first the whole ones, then the others, ascending each. Returns how
@@ -33,6 +35,7 @@ class PageOrder {
   [[nodiscard]] std::span<const float> bounds(std::uint32_t head_dim);
 
  private:
+  [[nodiscard]] std::uint64_t pop();
   void bound_head(std::uint32_t head, double scale);
 
   std::span<const float> scores_;
@@ -40,7 +43,9 @@ class PageOrder {
   std::uint32_t group_ = 0;
   NearSet near_;
   std::uint32_t tokens_ = 0;
-  std::vector<std::uint64_t> heap_;  ///< order of the mean score, then the page
+  std::vector<float> sums_;           ///< [pages] of the group's scores
+  std::vector<std::uint64_t> first_;  ///< ascending, the pages before those of `heap_`
+  std::vector<std::uint64_t> heap_;   ///< order of the mean score, then the page
   bool sorted_ = false;              ///< `heap_` is ascending rather than a heap, and `bounds_` is there
   std::vector<float> bounds_;        ///< [left + 1, group] by how many pages are left
 };

@@ -262,3 +262,28 @@ TEST_CASE("progressive: bounds of what is left hold for every prefix of the orde
   REQUIRE(taken.size() == head.pages);
   REQUIRE(order.bounds(kDim)[0] == -std::numeric_limits<float>::infinity());
 }
+
+TEST_CASE("progressive: how many pages are sorted beforehand does not change their order", "[psa]") {
+  const auto likely = GENERATE(1u, 5u, 56u, 57u, 1'000u);
+  const auto bounds_after = GENERATE(0u, 3u, 100u);  // Pages that are taken before the first bound is asked for.
+  CAPTURE(likely, bounds_after);
+  Head head(901, 22, true);
+  const FakeNear near(901, 20, 40);
+  auto scores = head.box_scores();
+  for (std::size_t i = 0; i < scores.size(); i += 3) scores[i] = 2.f;  // Ties.
+  scores[7] = std::numeric_limits<float>::quiet_NaN();
+  PageOrder expected;
+  PageOrder order;
+  expected.rank(scores, kGroup, near.set, 901);
+  order.rank(scores, kGroup, near.set, 901, likely);
+  REQUIRE(order.left() == expected.left());
+  for (std::uint32_t taken = 0; expected.left() != 0; ++taken) {
+    REQUIRE(order.next() == expected.next());
+    if (taken == bounds_after) REQUIRE(std::ranges::equal(order.bounds(kDim), expected.bounds(kDim)));
+    std::vector<PageRun> wanted;
+    std::vector<PageRun> found;
+    REQUIRE(order.take(1, found) == expected.take(1, wanted));
+    REQUIRE(found == wanted);
+    REQUIRE(order.left() == expected.left());
+  }
+}

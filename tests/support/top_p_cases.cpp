@@ -16,7 +16,7 @@ constexpr std::uint32_t kUntouchedWord = 0xa5a5'5a5au;
 }  // namespace
 
 TEST_CASE("top-p keeps the fewest that reach p, and all ties of the smallest", "[backend][top_p]") {
-  const auto count = GENERATE(0u, 1u, 2u, 31u, 32u, 33u, 1'000u, 8'192u, 60'001u, 131'072u);
+  const auto count = GENERATE(0u, 1u, 2u, 31u, 32u, 33u, 1'000u, 8'192u, 60'001u, 131'072u, 131'073u, 300'001u, 524'289u);
   const auto under_test = backend_under_test();
   Random random(count + 1);
   for (std::uint32_t round = 0; round < (count > 8'192 ? 6u : 40u); ++round) {

@@ -73,7 +73,7 @@ class NodeTimes final : public TraceSink {
 };
 
 constexpr const char* kNodes[] = {"append", "rank_pages", "hand_over",      "attend_near", "write_through", "select",
-                                  "place",  "fetch",      "attend_fetched", "attend_far",  "merge",         "observe"};
+                                  "place",  "fetch",      "attend_fetched", "progress",    "attend_far",    "merge",   "observe"};
 
 class GpuBench {
  public:
