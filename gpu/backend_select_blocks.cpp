@@ -143,7 +143,8 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
                         .dtype = dtype,
                         .head_dim = shape.head_dim,
                         .group = shape.group(),
-                        .score_scale = 1.f / std::sqrt(static_cast<float>(shape.head_dim))};
+                        .score_scale = 1.f / std::sqrt(static_cast<float>(shape.head_dim)),
+                        .warpgroups = warpgroups_};
     if (extent.items != 0) launch_select_blocks(args, extent, queue.handle());
     tasks = tasks.subspan(now.size());
   }

@@ -86,6 +86,7 @@ struct FlexArgs {
   std::uint32_t head_dim = 0;
   std::uint32_t group = 0;
   float score_scale = 0.f;  ///< 1 / sqrt(head_dim)
+  bool warpgroups = false;  ///< scores by the kernels for Hopper
 };
 
 /// What one launch of all items has to cover: the largest of each.
@@ -108,11 +109,18 @@ void load_flex_pool_kernels();
 /// flex_scores.cu: columns and diagonals of the representative attention.
 void launch_flex_scores(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
 void load_flex_score_kernels();
+/// flex_scores_hopper.cu: its two passes over the keys where the device has products of warpgroups.
+void launch_flex_hopper_stats(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
+void launch_flex_hopper_weigh(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
+void load_flex_hopper_kernels();
 /// flex_lines.cu: how many lines make gamma, and what these touch.
 void launch_flex_lines(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
 void load_flex_line_kernels();
-/// flex_choose.cu: verdicts and masks.
+/// flex_choose.cu: verdicts.
 void launch_flex_choose(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
 void load_flex_choose_kernels();
+/// flex_masks.cu: what follows from them.
+void launch_flex_masks(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
+void load_flex_mask_kernels();
 
 }  // namespace sluice::gpu

@@ -37,6 +37,15 @@ class BlockReduce {
   __device__ V sum(V value) {
     return reduce(value, V{0}, [](V a, V b) { return a + b; });
   }
+  __device__ std::uint32_t sum(std::uint32_t value) { return sum(make_uint2(value, 0)).x; }
+  __device__ uint2 sum(uint2 value) {
+    uint2* const warps = reinterpret_cast<uint2*>(memory_.warps[turn_++ % 2]);
+    value = make_uint2(__reduce_add_sync(kAllLanes, value.x), __reduce_add_sync(kAllLanes, value.y));
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = threadIdx.x % 32 < kWarps ? warps[threadIdx.x % 32] : make_uint2(0, 0);
+    return make_uint2(__reduce_add_sync(kAllLanes, value.x), __reduce_add_sync(kAllLanes, value.y));
+  }
   __device__ float max(float value) {
     return reduce(value, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
   }
@@ -80,7 +89,7 @@ __device__ float pooled_attention(const FlexItem& item, const FlexArgs& args, co
   float mine[4];
 #pragma unroll
   for (std::uint32_t i = 0; i < 4; ++i) mine[i] = lane + 32 * i < args.head_dim ? query[lane + 32 * i] : 0.f;
-#pragma unroll 2
+#pragma unroll 8
   for (std::uint32_t block = warp; block < blocks; block += kThreads / 32) {
     const float* const key = item.mean_keys + std::uint64_t{block} * args.head_dim;
     float dot = 0.f;

@@ -74,10 +74,11 @@ __device__ void enter_bin(Memory& memory, const Step& step, bool first) {
   const std::uint32_t top = (1u << step.width) - lane * per_lane;  // The first lane has the heaviest weights.
   double mass = 0.0;
   std::uint32_t count = 0;
-  for (std::uint32_t i = 1; i <= per_lane; ++i) {
-    if (memory.count[top - i] == 0) continue;
-    mass += mass_of(memory, step, top - i);
-    count += memory.count[top - i];
+  for (std::uint32_t i = 0; i < per_lane; ++i) {
+    const std::uint32_t bin = top - 1 - (i + lane) % per_lane;  // From another bank than the other lanes'.
+    if (memory.count[bin] == 0) continue;
+    mass += mass_of(memory, step, bin);
+    count += memory.count[bin];
   }
   double mass_to = mass;
   std::uint32_t count_to = count;
