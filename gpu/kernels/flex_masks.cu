@@ -37,13 +37,15 @@ __device__ void mean_query(float* mean, const FlexItem& item, const FlexArgs& ar
   const std::uint32_t end = min(item.keys, (block + 1) * kPrefillBlock) - item.first;
   const std::uint32_t lane = threadIdx.x % 32;
   float sums[kMaxDim / 32] = {};
+  with_queries(item, args.shape, head, [&](const auto& load) {
 #pragma unroll 8
-  for (std::uint32_t token = begin; token < end; ++token) {
+    for (std::uint32_t token = begin; token < end; ++token) {
 #pragma unroll
-    for (std::uint32_t i = 0; i < kMaxDim / 32; ++i) {
-      if (32 * i < args.head_dim) sums[i] += load_query(item, args.shape, token, head, lane + 32 * i);
+      for (std::uint32_t i = 0; i < kMaxDim / 32; ++i) {
+        if (32 * i < args.head_dim) sums[i] += load(token, lane + 32 * i);
+      }
     }
-  }
+  });
 #pragma unroll
   for (std::uint32_t i = 0; i < kMaxDim / 32; ++i) {
     if (32 * i < args.head_dim) mean[lane + 32 * i] = sums[i] / static_cast<float>(end - begin);

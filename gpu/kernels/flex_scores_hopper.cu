@@ -9,110 +9,32 @@ namespace {
 
 using namespace detail;
 
-constexpr float kLog2OfE = 1.44269504088896340736f;
 constexpr int kBlocksAtOnce = 2;  ///< thread blocks on a multiprocessor
 
-/// One thread block: a split of one head's keys.
-struct Split {
-  std::uint32_t head = 0;
-  std::uint32_t index = 0;
-  std::uint32_t begin = 0;
-  std::uint32_t tiles = 0;
-  std::uint32_t position = 0;  ///< of the warp's first row
-  std::uint32_t least = 0;     ///< of the first row of all
-  float scale = 0.f;
-
-  __device__ Split(const FlexItem& item, const FlexArgs& args)
-      : head(blockIdx.x % args.group), index(blockIdx.x / args.group), scale(args.score_scale * kLog2OfE) {
-    if (index >= item.splits) return;
-    begin = index * item.split_keys;
-    tiles = (min(item.split_keys, item.keys - begin) + kFlexTile - 1) / kFlexTile;
-    least = item.keys - item.rows;
-    position = least + threadIdx.x / 32 * kFlexWarpRows;
-  }
-  [[nodiscard]] __device__ std::uint32_t first(std::uint32_t tile) const { return begin + tile * kFlexTile; }
-  /// The tile's scores, behind a row's own key -infinity.
-  template <class T, int kDim>
-  __device__ void score(HopperScores& scores, const HopperQueries<kDim>& queries, const HopperKeys<kDim>& keys,
-                        std::uint32_t tile) const {
-    score_tile<T>(scores, queries, keys);
-    if (first(tile) + kFlexTile > least + 1) hide_later_keys(scores, first(tile), position);
-  }
-};
-
-/// One row's softmax as far as a lane has seen it, base 2.
-struct RowState {
-  float top = -INFINITY;
-  float mass = 0.f;
-
-  /// Adds the scores of one half of the lane's rows. Those that are no numbers, or infinite, count as if the key were
-  /// not there; they show in the sum.
-  __device__ void add(HopperScores& scores, int half, float scale) {
-    Sum sum = sum_of(scores, half, scale);
-    if (!(sum.mass < INFINITY)) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        float& score = scores[i / 2 * 4 + 2 * half + i % 2];
-        score = score < INFINITY ? score : -INFINITY;
-      }
-      sum = sum_of(scores, half, scale);
-    }
-    mass = mass * sum.factor + sum.mass;
-    top = sum.top;
-  }
-  __device__ void merge_lanes() {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      const float other_top = __shfl_xor_sync(kAllLanes, top, step);
-      const float other_mass = __shfl_xor_sync(kAllLanes, mass, step);
-      const float both = fmaxf(top, other_top);
-      if (both == -INFINITY) continue;
-      mass = mass * exp2_fast(top - both) + other_mass * exp2_fast(other_top - both);
-      top = both;
-    }
-  }
-
- private:
-  struct Sum {
-    float top;
-    float factor;  ///< of what was summed up before
-    float mass;
-  };
-  [[nodiscard]] __device__ Sum sum_of(const HopperScores& scores, int half, float scale) const {
-    float most[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < 16; ++i) most[i % 2] = fmaxf(most[i % 2], scores[i / 2 * 4 + 2 * half + i % 2]);
-    Sum sum{.top = fmaxf(top, fmaxf(most[0], most[1]) * scale), .factor = 1.f, .mass = 0.f};
-    const float base = sum.top == -INFINITY ? 0.f : sum.top;
-    sum.factor = exp2_fast(top - base);
-    float parts[2] = {0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      parts[i % 2] += exp2_fast(fmaf(scores[i / 2 * 4 + 2 * half + i % 2], scale, -base));
-    }
-    sum.mass = parts[0] + parts[1];
-    return sum;
-  }
+template <int kDim>
+struct StatsMemory {
+  HopperKeys<kDim> tiles[kHopperTiles];
 };
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
     flex_hopper_stats_kernel(const __grid_constant__ FlexArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  __shared__ HopperKeys<kDim> tiles[2];
+  extern __shared__ uint4 shared[];
+  auto& memory = aligned_memory<StatsMemory<kDim>>(shared);
   const FlexItem& item = args.items[blockIdx.y];
-  const Split split(item, args);
+  const HopperSplit split(item, args);
   if (split.tiles == 0) return;
   HopperQueries<kDim> queries;
   load_queries<kDim>(queries, item, split.head);
-  RowState rows[2];
+  HopperRow rows[2];
   const auto use = [&](const HopperKeys<kDim>& tile, std::uint32_t i) {
     HopperScores scores;
     split.score<T, kDim>(scores, queries, tile, i);
     rows[0].add(scores, 0, split.scale);
     rows[1].add(scores, 1, split.scale);
   };
-  for_each_tile(tiles, KeySource(item), split.begin, split.tiles, use, [](std::uint32_t) {});
+  for_each_tile(memory.tiles, KeySource(item), split.begin, split.tiles, use, [](std::uint32_t) {});
   float2* const out = item.stats + (std::uint64_t{split.head} * item.splits + split.index) * kFlexRows;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -125,15 +47,10 @@ __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
 
 template <int kDim>
 struct WeighMemory {
-  HopperKeys<kDim> tiles[2];
+  HopperKeys<kDim> tiles[kHopperTiles];
   alignas(16) float columns[2][kFlexHopperWarps][kFlexTile];  ///< of even and of odd tiles
   float ring[kFlexHopperWarps][kHopperRing];                  ///< diagonal i, counted as in `pieces`, at i % kHopperRing
 };
-
-/// Where a warp's diagonals of a tile begin.
-__device__ inline std::uint32_t ring_begin(std::uint32_t tile) {
-  return tile * kFlexTile + (kFlexRows - kFlexWarpRows) - threadIdx.x / 32 * kFlexWarpRows;
-}
 
 /// What the warps found for column or diagonal i of a buffer, always in the same order.
 template <std::size_t kLength>
@@ -172,9 +89,10 @@ template <class T, int kDim>
 __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
     flex_hopper_weigh_kernel(const __grid_constant__ FlexArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  __shared__ WeighMemory<kDim> memory;
+  extern __shared__ uint4 shared[];
+  auto& memory = aligned_memory<WeighMemory<kDim>>(shared);
   const FlexItem& item = args.items[blockIdx.y];
-  const Split split(item, args);
+  const HopperSplit split(item, args);
   if (split.tiles == 0) return;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t warp = threadIdx.x / 32;
@@ -214,40 +132,50 @@ __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
 #endif
 }
 
-/// Calls `use` with the two kernels of a type and head_dim.
-template <class T, class Use>
-void with_dim(std::uint32_t head_dim, const Use& use) {
-  head_dim == 64 ? use(flex_hopper_stats_kernel<T, 64>, flex_hopper_weigh_kernel<T, 64>)
-                 : use(flex_hopper_stats_kernel<T, 128>, flex_hopper_weigh_kernel<T, 128>);
+struct Pass {
+  void (*kernel)(FlexArgs);
+  int shared_bytes;
+};
+struct Passes {
+  Pass stats;
+  Pass weigh;
+};
+template <class T, int kDim>
+Passes passes_of() {
+  return {.stats = {flex_hopper_stats_kernel<T, kDim>, kHopperBytesOf<StatsMemory<kDim>>},
+          .weigh = {flex_hopper_weigh_kernel<T, kDim>, kHopperBytesOf<WeighMemory<kDim>>}};
 }
-template <class Use>
-void with_kernels(DType dtype, std::uint32_t head_dim, const Use& use) {
-  dtype == DType::f16 ? with_dim<__half>(head_dim, use) : with_dim<__nv_bfloat16>(head_dim, use);
+Passes passes_of(DType dtype, std::uint32_t head_dim) {
+  if (dtype == DType::f16) return head_dim == 64 ? passes_of<__half, 64>() : passes_of<__half, 128>();
+  return head_dim == 64 ? passes_of<__nv_bfloat16, 64>() : passes_of<__nv_bfloat16, 128>();
+}
+
+void launch(const Pass& pass, const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
+  const dim3 splits(args.group * extent.splits, extent.items);
+  pass.kernel<<<splits, kFlexHopperThreads, pass.shared_bytes, stream>>>(args);
 }
 
 }  // namespace
 
 void launch_flex_hopper_stats(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
-  with_kernels(args.dtype, args.head_dim, [&](auto* stats, auto*) {
-    stats<<<dim3(args.group * extent.splits, extent.items), kFlexHopperThreads, 0, stream>>>(args);
-  });
+  launch(passes_of(args.dtype, args.head_dim).stats, args, extent, stream);
   check(cudaGetLastError(), "launch the first pass of select_blocks");
 }
 
 void launch_flex_hopper_weigh(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
-  with_kernels(args.dtype, args.head_dim, [&](auto*, auto* weigh) {
-    weigh<<<dim3(args.group * extent.splits, extent.items), kFlexHopperThreads, 0, stream>>>(args);
-  });
+  launch(passes_of(args.dtype, args.head_dim).weigh, args, extent, stream);
   check(cudaGetLastError(), "launch the second pass of select_blocks");
 }
 
 void load_flex_hopper_kernels() {
-  const auto load = [](auto*... kernels) {
-    cudaFuncAttributes attributes{};
-    (check(cudaFuncGetAttributes(&attributes, kernels), "load the score kernels of select_blocks"), ...);
-  };
   for (const DType dtype : {DType::f16, DType::bf16}) {
-    for (const std::uint32_t head_dim : {64u, 128u}) with_kernels(dtype, head_dim, load);
+    for (const std::uint32_t head_dim : {64u, 128u}) {
+      const Passes passes = passes_of(dtype, head_dim);
+      for (const Pass& pass : {passes.stats, passes.weigh}) {
+        check(cudaFuncSetAttribute(pass.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, pass.shared_bytes),
+              "give the score kernels of select_blocks their shared memory");
+      }
+    }
   }
 }
 

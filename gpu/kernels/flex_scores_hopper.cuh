@@ -8,13 +8,14 @@
 
 /// Scores of a head's 128 representative rows by products of whole warpgroups (compute capability 9.0). Two warpgroups
 /// have 64 rows each as registers, a warp of them 16, and score a tile of 64 keys at once. All walk over the same tiles
-/// in shared memory, which the next tile's copies overlap; several thread blocks on a multiprocessor keep the tensor
-/// cores busy while the others make weights.
+/// in shared memory, while the next ones' copies are under way; of several thread blocks on a multiprocessor, some keep
+/// the tensor cores busy while others make weights.
 namespace sluice::gpu::detail {
 
 inline constexpr int kFlexHopperWarps = 8;
 inline constexpr int kFlexHopperThreads = 32 * kFlexHopperWarps;
 inline constexpr int kFlexWarpRows = 16;
+inline constexpr int kHopperTiles = 4;  ///< in shared memory: one in use, the others on their way
 /// Diagonals that a warp's ring holds. Warp w, whose rows are 16 w further on, adds to those that begin 112 - 16 w behind
 /// a tile's first; a tile settles 64.
 inline constexpr std::uint32_t kHopperRing = 256;
@@ -29,6 +30,15 @@ struct alignas(1024) HopperKeys {
   static constexpr std::uint32_t kSlabBytes = kFlexTile * kSlabRowBytes;
   std::byte bytes[kDim / kSlabColumns * kSlabBytes];
 };
+
+/// Dynamic shared memory begins at a multiple of 16, tiles at one of 1 KiB.
+template <class Memory>
+inline constexpr int kHopperBytesOf = sizeof(Memory) + 1024;
+template <class Memory>
+__device__ Memory& aligned_memory(void* shared) {
+  const std::uint32_t padding = (1024 - shared_address(shared) % 1024) % 1024;
+  return *reinterpret_cast<Memory*>(static_cast<std::byte*>(shared) + padding);
+}
 
 /// A warp's queries as A fragments.
 template <int kDim>
@@ -64,26 +74,32 @@ __device__ void copy_keys(HopperKeys<kDim>& tile, const KeySource& from, std::ui
 }
 
 /// Calls use(tile, i) for each tile of the keys from `begin` on, all threads together, and after(i) when all warps are
-/// done with it.
+/// done with it, while others may use the next. Ends with a barrier.
 template <int kDim, class Use, class After>
-__device__ void for_each_tile(HopperKeys<kDim> (&tiles)[2], const KeySource& from, std::uint32_t begin,
+__device__ void for_each_tile(HopperKeys<kDim> (&tiles)[kHopperTiles], const KeySource& from, std::uint32_t begin,
                               std::uint32_t count, const Use& use, const After& after) {
-  copy_keys(tiles[0], from, begin, find_rows(from, begin));
-  commit_copies();
-  std::uint32_t rows = find_rows(from, begin + kFlexTile);
+  constexpr std::uint32_t kAhead = kHopperTiles - 1;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kAhead; ++i) {
+    if (i < count) copy_keys(tiles[i], from, begin + i * kFlexTile, find_rows(from, begin + i * kFlexTile));
+    commit_copies();  // Empty groups where there is no tile, so that the wait below always means tile i.
+  }
+  std::uint32_t rows = find_rows(from, begin + kAhead * kFlexTile);
   for (std::uint32_t i = 0; i < count; ++i) {
-    if (i + 1 < count) {
-      copy_keys(tiles[(i + 1) % 2], from, begin + (i + 1) * kFlexTile, rows);
-      rows = find_rows(from, begin + (i + 2) * kFlexTile);
-    }
-    commit_copies();  // An empty group behind the last tile, so that the wait below always means tile i.
-    wait_copies<1>();
+    wait_copies<kAhead - 1>();
     publish_stores();
     __syncthreads();
-    use(tiles[i % 2], i);
-    __syncthreads();  // The next copies overwrite the tile.
-    after(i);
+    const std::uint32_t next = i + kAhead;  // Takes the place of tile i - 1, which nobody uses any more.
+    if (next < count) {
+      copy_keys(tiles[next % kHopperTiles], from, begin + next * kFlexTile, rows);
+      rows = find_rows(from, begin + (next + 1) * kFlexTile);
+    }
+    commit_copies();
+    if (i != 0) after(i - 1);
+    use(tiles[i % kHopperTiles], i);
   }
+  __syncthreads();
+  after(count - 1);
 }
 
 template <class T, int kDim>
@@ -110,6 +126,89 @@ __device__ inline void hide_later_keys(HopperScores& scores, std::uint32_t first
     if (key > position + i % 4 / 2 * 8 + lane / 4) scores[i] = -INFINITY;
   }
 }
+
+/// One thread block: a split of one head's keys.
+struct HopperSplit {
+  std::uint32_t head = 0;
+  std::uint32_t index = 0;
+  std::uint32_t begin = 0;
+  std::uint32_t tiles = 0;
+  std::uint32_t position = 0;  ///< of the warp's first row
+  std::uint32_t least = 0;     ///< of the first row of all
+  float scale = 0.f;
+
+  __device__ HopperSplit(const FlexItem& item, const FlexArgs& args)
+      : head(blockIdx.x % args.group), index(blockIdx.x / args.group), scale(args.score_scale * 1.44269504088896340736f) {
+    if (index >= item.splits) return;
+    begin = index * item.split_keys;
+    tiles = (min(item.split_keys, item.keys - begin) + kFlexTile - 1) / kFlexTile;
+    least = item.keys - item.rows;
+    position = least + threadIdx.x / 32 * kFlexWarpRows;
+  }
+  [[nodiscard]] __device__ std::uint32_t first(std::uint32_t tile) const { return begin + tile * kFlexTile; }
+  /// The tile's scores, behind a row's own key -infinity.
+  template <class T, int kDim>
+  __device__ void score(HopperScores& scores, const HopperQueries<kDim>& queries, const HopperKeys<kDim>& keys,
+                        std::uint32_t tile) const {
+    score_tile<T>(scores, queries, keys);
+    if (first(tile) + kFlexTile > least + 1) hide_later_keys(scores, first(tile), position);
+  }
+};
+
+/// One row's softmax as far as a lane has seen it, base 2.
+struct HopperRow {
+  float top = -INFINITY;
+  float mass = 0.f;
+
+  /// Adds the scores of one half of the lane's rows. Those that are no numbers, or infinite, count as if the key were
+  /// not there; they show in the sum.
+  __device__ void add(HopperScores& scores, int half, float scale) {
+    Sum sum = sum_of(scores, half, scale);
+    if (!(sum.mass < INFINITY)) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float& score = scores[i / 2 * 4 + 2 * half + i % 2];
+        score = score < INFINITY ? score : -INFINITY;
+      }
+      sum = sum_of(scores, half, scale);
+    }
+    mass = mass * sum.factor + sum.mass;
+    top = sum.top;
+  }
+  __device__ void merge_lanes() {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const float other_top = __shfl_xor_sync(kAllLanes, top, step);
+      const float other_mass = __shfl_xor_sync(kAllLanes, mass, step);
+      const float both = fmaxf(top, other_top);
+      if (both == -INFINITY) continue;
+      mass = mass * exp2_fast(top - both) + other_mass * exp2_fast(other_top - both);
+      top = both;
+    }
+  }
+
+ private:
+  struct Sum {
+    float top;
+    float factor;  ///< of what was summed up before
+    float mass;
+  };
+  [[nodiscard]] __device__ Sum sum_of(const HopperScores& scores, int half, float scale) const {
+    float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) most[i % 2] = fmaxf(most[i % 2], scores[i / 2 * 4 + 2 * half + i % 2]);
+    Sum sum{.top = fmaxf(top, fmaxf(most[0], most[1]) * scale), .factor = 1.f, .mass = 0.f};
+    const float base = sum.top == -INFINITY ? 0.f : sum.top;
+    sum.factor = exp2_fast(top - base);
+    float parts[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      parts[i % 2] += exp2_fast(fmaf(scores[i / 2 * 4 + 2 * half + i % 2], scale, -base));
+    }
+    sum.mass = parts[0] + parts[1];
+    return sum;
+  }
+};
 
 /// One step of a sum over lanes that differ in a bit: a lane goes on with one half of its values, the lane where
 /// `bit` is set with the second, and gives the other half away.
@@ -202,5 +301,10 @@ struct HopperDiagonals {
     ring[(end - ((g - 2 * t - 1) & 7)) % kHopperRing] = odd ? quarter[3] + same : quarter[1] + next;
   }
 };
+
+/// Where a warp's diagonals of a tile begin.
+__device__ inline std::uint32_t ring_begin(std::uint32_t tile) {
+  return tile * kFlexTile + (kFlexRows - kFlexWarpRows) - threadIdx.x / 32 * kFlexWarpRows;
+}
 
 }  // namespace sluice::gpu::detail
