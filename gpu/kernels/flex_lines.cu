@@ -137,6 +137,7 @@ __device__ void enter_bin(Memory& memory, const Step& step, bool first) {
   if (part < 0) return;  // Nothing weighs anything.
   need *= all;
   const std::uint32_t last = (static_cast<std::uint32_t>(part) * 32 + reach(part_of(part), need, before)) * per_lane;
+  __syncwarp();  // All lanes have read what the first one overwrites.
   if (lane != 0) return;
   std::uint32_t found = last;
   for (std::uint32_t i = last; i < last + per_lane; ++i) {
