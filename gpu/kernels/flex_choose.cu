@@ -158,9 +158,10 @@ void load_flex_choose_kernels() {
   check(cudaFuncGetAttributes(&attributes, flex_verdict_kernel), "load the verdicts of select_blocks");
 }
 
-void launch_select_blocks(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
+void launch_select_blocks(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap* pages,
+                          cudaStream_t stream) {
   launch_flex_pool(args, extent, stream);
-  launch_flex_scores(args, extent, stream);
+  launch_flex_scores(args, extent, pages, stream);
   launch_flex_sums(args, extent, stream);
   launch_flex_lines(args, extent, stream);
   launch_flex_choose(args, extent, stream);

@@ -18,8 +18,9 @@ struct StatsMemory {
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
-    flex_hopper_stats_kernel(const __grid_constant__ FlexArgs args) {
+    flex_hopper_stats_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ FlexArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  __shared__ SharedBarrier full[kHopperTiles];
   extern __shared__ uint4 shared[];
   auto& memory = aligned_memory<StatsMemory<kDim>>(shared);
   const FlexItem& item = args.items[blockIdx.y];
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
     rows[0].add(scores, 0, split.scale);
     rows[1].add(scores, 1, split.scale);
   };
-  for_each_tile(memory.tiles, KeySource(item), split.begin, split.tiles, use, [](std::uint32_t) {});
+  for_each_tile(memory.tiles, full, pages, item, split.begin, split.tiles, use, [](std::uint32_t) {});
   float2* const out = item.stats + (std::uint64_t{split.head} * item.splits + split.index) * kFlexRows;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -87,8 +88,9 @@ __device__ void finish_diagonals(WeighMemory<kDim>& memory, HopperDiagonals& dia
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
-    flex_hopper_weigh_kernel(const __grid_constant__ FlexArgs args) {
+    flex_hopper_weigh_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ FlexArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  __shared__ SharedBarrier full[kHopperTiles];
   extern __shared__ uint4 shared[];
   auto& memory = aligned_memory<WeighMemory<kDim>>(shared);
   const FlexItem& item = args.items[blockIdx.y];
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
       pieces[i * kFlexTile + at] = over_warps(memory.ring, (i * kFlexTile + at) % kHopperRing);
     }
   };
-  for_each_tile(memory.tiles, KeySource(item), split.begin, split.tiles, use, after);
+  for_each_tile(memory.tiles, full, pages, item, split.begin, split.tiles, use, after);
   finish_diagonals(memory, diagonals, split.tiles);
   const std::uint32_t at = split.tiles * kFlexTile + threadIdx.x;
   if (threadIdx.x < kFlexRows) pieces[at] = over_warps(memory.ring, at % kHopperRing);
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
 }
 
 struct Pass {
-  void (*kernel)(FlexArgs);
+  void (*kernel)(CUtensorMap, FlexArgs);
   int shared_bytes;
 };
 struct Passes {
@@ -150,20 +152,23 @@ Passes passes_of(DType dtype, std::uint32_t head_dim) {
   return head_dim == 64 ? passes_of<__nv_bfloat16, 64>() : passes_of<__nv_bfloat16, 128>();
 }
 
-void launch(const Pass& pass, const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
+void launch(const Pass& pass, const FlexArgs& args, const FlexExtent& extent, const CUtensorMap& pages,
+            cudaStream_t stream) {
   const dim3 splits(args.group * extent.splits, extent.items);
-  pass.kernel<<<splits, kFlexHopperThreads, pass.shared_bytes, stream>>>(args);
+  pass.kernel<<<splits, kFlexHopperThreads, pass.shared_bytes, stream>>>(pages, args);
 }
 
 }  // namespace
 
-void launch_flex_hopper_stats(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
-  launch(passes_of(args.dtype, args.head_dim).stats, args, extent, stream);
+void launch_flex_hopper_stats(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap& pages,
+                              cudaStream_t stream) {
+  launch(passes_of(args.dtype, args.head_dim).stats, args, extent, pages, stream);
   check(cudaGetLastError(), "launch the first pass of select_blocks");
 }
 
-void launch_flex_hopper_weigh(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
-  launch(passes_of(args.dtype, args.head_dim).weigh, args, extent, stream);
+void launch_flex_hopper_weigh(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap& pages,
+                              cudaStream_t stream) {
+  launch(passes_of(args.dtype, args.head_dim).weigh, args, extent, pages, stream);
   check(cudaGetLastError(), "launch the second pass of select_blocks");
 }
 
