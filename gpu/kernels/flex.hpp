@@ -97,8 +97,8 @@ struct FlexExtent {
   std::uint32_t query_blocks = 0;
 };
 
-/// Enqueues the whole choice. With `pages`, which then describes the pages of all items in boxes of up to kFlexTile rows
-/// and 64 columns, by the kernels for Hopper.
+/// Enqueues the whole choice. With `pages`, which then describes the pages of all items in boxes of up to kFlexTile
+/// rows and 64 columns, by the kernels for Hopper.
 /// @throws Error{Errc::device} if a launch is refused.
 void launch_select_blocks(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap* pages,
                           cudaStream_t stream);

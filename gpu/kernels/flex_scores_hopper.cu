@@ -50,7 +50,7 @@ template <int kDim>
 struct WeighMemory {
   HopperKeys<kDim> tiles[kHopperTiles];
   alignas(16) float columns[2][kFlexHopperWarps][kFlexTile];  ///< of even and of odd tiles
-  float ring[kFlexHopperWarps][kHopperRing];                  ///< diagonal i, counted as in `pieces`, at i % kHopperRing
+  float ring[kFlexHopperWarps][kHopperRing];  ///< diagonal i, counted as in `pieces`, at i % kHopperRing
 };
 
 /// What the warps found for column or diagonal i of a buffer, always in the same order.
@@ -82,7 +82,8 @@ __device__ void finish_diagonals(WeighMemory<kDim>& memory, HopperDiagonals& dia
   const HopperScores nothing = {};
   diagonals.add(ring, ring_begin(tiles), nothing);
   const std::uint32_t end = tiles * kFlexTile + kFlexRows;
-  for (std::uint32_t i = ring_begin(tiles) + kFlexTile + threadIdx.x % 32; i < end; i += 32) ring[i % kHopperRing] = 0.f;
+  for (std::uint32_t i = ring_begin(tiles) + kFlexTile + threadIdx.x % 32; i < end; i += 32)
+    ring[i % kHopperRing] = 0.f;
   __syncthreads();
 }
 

@@ -83,12 +83,12 @@ __device__ inline void pin_registers(float (&c)[kCount]) {
       : SLUICE_32(c, 0)                                                                 \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-#define SLUICE_REGISTERS_ROWS_64(type)                                                       \
-  asm volatile(                                                                              \
-      "{\n .reg .pred add;\n setp.ne.b32 add, %37, 0;\n"                                     \
-      " wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" SLUICE_NAMES_32      \
-      "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"                                       \
-      : SLUICE_32(c, 0)                                                                      \
+#define SLUICE_REGISTERS_ROWS_64(type)                                                  \
+  asm volatile(                                                                         \
+      "{\n .reg .pred add;\n setp.ne.b32 add, %37, 0;\n"                                \
+      " wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" SLUICE_NAMES_32 \
+      "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"                                  \
+      : SLUICE_32(c, 0)                                                                 \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add ? 1 : 0))
 
 /// C [64, 128] (+)= A B, with A and the transpose of B by rows.
