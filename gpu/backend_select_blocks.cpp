@@ -7,6 +7,7 @@
 #include "gpu/carver.hpp"
 #include "gpu/cuda_error.hpp"
 #include "gpu/cuda_stream.hpp"
+#include "gpu/driver.hpp"
 #include "gpu/kernels/flex.hpp"
 #include "gpu/param_ring.hpp"
 #include "gpu/verbs.hpp"
@@ -64,11 +65,25 @@ std::uint64_t item_bytes(const SelectBlocksTask& task) noexcept {
   return task.count == 0 ? 0 : sizeof(FlexItem) + div_up(pages_of(task), 4) * 16;
 }
 
-/// Tasks from the first on that go into one launch: of one layout, as many as their descriptions have room for.
+/// Pages as [frame, K or V, row, column], see map_pages in backend_prefill.cpp, in boxes for a tile of keys.
+CUtensorMap map_pages(const KvView& kv) {
+  constexpr std::uint64_t kMostFrames = std::uint64_t{1} << 31;
+  const PageLayout& layout = kv.layout;
+  CUtensorMap map{};
+  check(Driver::instance().map_tensor(map, {.base = kv.base,
+                                            .sizes = {layout.head_dim, layout.page_tokens, 2, kMostFrames},
+                                            .strides = {layout.row_bytes(), layout.half_bytes(), layout.page_bytes()},
+                                            .box = {64, std::min(layout.page_tokens, kFlexTile), 1, 1}}),
+        "describe the pages of select_blocks");
+  return map;
+}
+
+/// Tasks from the first on that go into one launch: of the same memory, as many as their descriptions have room for.
 std::size_t launchable(std::span<const SelectBlocksTask> tasks, std::uint64_t limit) noexcept {
   std::uint64_t bytes = 0;
   std::size_t count = 0;
-  while (count < std::min(tasks.size(), kMaxItems) && tasks[count].kv.layout.dtype == tasks[0].kv.layout.dtype) {
+  while (count < std::min(tasks.size(), kMaxItems) && tasks[count].kv.layout == tasks[0].kv.layout &&
+         tasks[count].kv.base == tasks[0].kv.base) {
     bytes += item_bytes(tasks[count]);
     if (bytes > limit) break;
     ++count;
@@ -175,7 +190,9 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
     FlexExtent extent;
     FlexArgs args = args_of(now.front(), spec, strides, shape);
     args.items = pack(now, {}, shape, extent, queue);
-    if (extent.items != 0) launch_select_blocks(args, extent, queue.handle());
+    if (extent.items == 0) return;
+    const CUtensorMap pages = warpgroups_ ? map_pages(now.front().kv) : CUtensorMap{};
+    launch_select_blocks(args, extent, warpgroups_ ? &pages : nullptr, queue.handle());
   });
 }
 
@@ -195,7 +212,7 @@ void Backend::sum_attention(std::span<const SumAttentionTask> tasks, const Prefi
     const auto sums = tasks.subspan(static_cast<std::size_t>(now.data() - chunks.data()), now.size());
     args.items = pack(now, sums, shape, extent, queue);
     launch_flex_pool(args, extent, queue.handle());
-    launch_flex_scores(args, extent, queue.handle());
+    launch_flex_scores(args, extent, nullptr, queue.handle());  // Once a prompt: the portable kernels do.
     launch_flex_sums(args, extent, queue.handle());
     for (const SumAttentionTask& task : sums) hand_out(task, shape, queue.handle());
   });

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
@@ -98,9 +99,11 @@ struct FlexExtent {
   std::uint32_t query_blocks = 0;
 };
 
-/// Enqueues the whole choice.
+/// Enqueues the whole choice. With `pages`, which then describes the pages of all items in boxes of up to kFlexTile
+/// rows and 64 columns, by the kernels for Hopper.
 /// @throws Error{Errc::device} if a launch is refused.
-void launch_select_blocks(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
+void launch_select_blocks(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap* pages,
+                          cudaStream_t stream);
 void load_select_blocks_kernels();
 
 /// The parts of `launch_select_blocks` in their order. flex_pool.cu: mean queries and keys, sums over blocks.
@@ -108,13 +111,22 @@ void launch_flex_pool(const FlexArgs& args, const FlexExtent& extent, cudaStream
 void launch_flex_sums(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
 void load_flex_pool_kernels();
 /// flex_scores.cu: columns and diagonals of the representative attention.
-void launch_flex_scores(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
+void launch_flex_scores(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap* pages, cudaStream_t stream);
 void load_flex_score_kernels();
+/// flex_scores_hopper.cu: its two passes over the keys where the device has products of warpgroups.
+void launch_flex_hopper_stats(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap& pages,
+                              cudaStream_t stream);
+void launch_flex_hopper_weigh(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap& pages,
+                              cudaStream_t stream);
+void load_flex_hopper_kernels();
 /// flex_lines.cu: how many lines make gamma, and what these touch.
 void launch_flex_lines(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
 void load_flex_line_kernels();
-/// flex_choose.cu: verdicts and masks.
+/// flex_choose.cu: verdicts.
 void launch_flex_choose(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
 void load_flex_choose_kernels();
+/// flex_masks.cu: what follows from them.
+void launch_flex_masks(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
+void load_flex_mask_kernels();
 
 }  // namespace sluice::gpu

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/flex.hpp"
@@ -9,16 +10,22 @@
 /// What the kernels of FlexPrefill that are no products have in common.
 namespace sluice::gpu::detail {
 
-/// Element c of a query: `token` is of the chunk.
-__device__ inline float load_query(const FlexItem& item, const PrefillShape& shape, std::uint32_t token,
-                                   std::uint32_t head, std::uint32_t c) {
-  const std::uint64_t at = token * shape.q_token_stride + head * shape.q_head_stride + c;
+/// Calls `use` with a function that loads element c of a query: its `token` is of the chunk. The element type is looked
+/// at once, before the loads, so that many of these can be under way.
+template <class Use>
+__device__ void with_queries(const FlexItem& item, const PrefillShape& shape, std::uint32_t head, const Use& use) {
+  const auto with_type = [&](auto dtype) {
+    constexpr DType kType = decltype(dtype)::value;
+    constexpr std::uint32_t kBytes = kType == DType::f32 ? 4 : 2;
+    const std::byte* const from = item.q + head * shape.q_head_stride * kBytes;
+    const std::uint64_t stride = shape.q_token_stride * kBytes;
+    use([=](std::uint32_t token, std::uint32_t c) { return load_element<kType>(from + token * stride + c * kBytes); });
+  };
   switch (shape.q_dtype) {
-    case DType::f32: return load_element<DType::f32>(item.q + at * 4);
-    case DType::f16: return load_element<DType::f16>(item.q + at * 2);
-    case DType::bf16: return load_element<DType::bf16>(item.q + at * 2);
+    case DType::f32: return with_type(std::integral_constant<DType, DType::f32>{});
+    case DType::f16: return with_type(std::integral_constant<DType, DType::f16>{});
+    case DType::bf16: return with_type(std::integral_constant<DType, DType::bf16>{});
   }
-  return 0.f;
 }
 
 /// Sums and maxima over all threads of a block of kThreads, the same bits in all of them every time.
@@ -36,6 +43,15 @@ class BlockReduce {
   template <class V>
   __device__ V sum(V value) {
     return reduce(value, V{0}, [](V a, V b) { return a + b; });
+  }
+  __device__ std::uint32_t sum(std::uint32_t value) { return sum(make_uint2(value, 0)).x; }
+  __device__ uint2 sum(uint2 value) {
+    uint2* const warps = reinterpret_cast<uint2*>(memory_.warps[turn_++ % 2]);
+    value = make_uint2(__reduce_add_sync(kAllLanes, value.x), __reduce_add_sync(kAllLanes, value.y));
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = threadIdx.x % 32 < kWarps ? warps[threadIdx.x % 32] : make_uint2(0, 0);
+    return make_uint2(__reduce_add_sync(kAllLanes, value.x), __reduce_add_sync(kAllLanes, value.y));
   }
   __device__ float max(float value) {
     return reduce(value, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
@@ -80,7 +96,7 @@ __device__ float pooled_attention(const FlexItem& item, const FlexArgs& args, co
   float mine[4];
 #pragma unroll
   for (std::uint32_t i = 0; i < 4; ++i) mine[i] = lane + 32 * i < args.head_dim ? query[lane + 32 * i] : 0.f;
-#pragma unroll 2
+#pragma unroll 8
   for (std::uint32_t block = warp; block < blocks; block += kThreads / 32) {
     const float* const key = item.mean_keys + std::uint64_t{block} * args.head_dim;
     float dot = 0.f;

@@ -29,7 +29,14 @@ __host__ __device__ constexpr Step step_at(int i) {
 }
 static_assert(1u << step_at(0).width == kBins);
 
+/// Lines and what they weigh together.
+struct Load {
+  double mass;
+  std::uint32_t count;
+};
+
 struct Memory {
+  Load parts[kThreads / 32];  ///< of the bins
   std::uint32_t count[kBins];
   std::uint32_t low[kBins];  ///< sums of the lower and of the upper 12 bits of the mantissas
   std::uint32_t high[kBins];
@@ -66,57 +73,88 @@ __device__ double mass_of(const Memory& memory, const Step& step, std::uint32_t 
   return ldexp(mantissas, static_cast<int>(max(exponent, 1u)) - 150);
 }
 
-/// A warp looks for the bin, from the heaviest weights down, with which the mass reaches what is needed; should
-/// rounding keep it from that, it is the lightest. A lane has consecutive bins. Of the first step, `need` is a share.
-__device__ void enter_bin(Memory& memory, const Step& step, bool first) {
-  const std::uint32_t lane = threadIdx.x;
-  const std::uint32_t per_lane = (1u << step.width) / 32;
-  const std::uint32_t top = (1u << step.width) - lane * per_lane;  // The first lane has the heaviest weights.
-  double mass = 0.0;
-  std::uint32_t count = 0;
-  for (std::uint32_t i = 1; i <= per_lane; ++i) {
-    if (memory.count[top - i] == 0) continue;
-    mass += mass_of(memory, step, top - i);
-    count += memory.count[top - i];
-  }
-  double mass_to = mass;
-  std::uint32_t count_to = count;
+/// By one warp: the first lane, in their order, with which the mass reaches `need`, or the last one that has a line;
+/// which is negative if none has. `before` becomes what comes before that lane.
+__device__ int reach(const Load& mine, double need, Load& before, double* all = nullptr) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  Load to = mine;
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
-    const double lighter = __shfl_up_sync(kAllLanes, mass_to, by);
-    const std::uint32_t fewer = __shfl_up_sync(kAllLanes, count_to, by);
+    const double mass = __shfl_up_sync(kAllLanes, to.mass, by);
+    const std::uint32_t count = __shfl_up_sync(kAllLanes, to.count, by);
     if (lane >= static_cast<std::uint32_t>(by)) {
-      mass_to += lighter;
-      count_to += fewer;
+      to.mass += mass;
+      to.count += count;
     }
   }
-  const double all = __shfl_sync(kAllLanes, mass_to, 31);
-  const double need = first ? memory.need * all : memory.need;
-  const double before = memory.mass_above;
-  double run = before + __shfl_up_sync(kAllLanes, mass_to, 1);
-  if (lane == 0) run = before;
-  const std::uint32_t reached = __ballot_sync(kAllLanes, count != 0 && before + mass_to >= need);
-  const std::uint32_t filled = __ballot_sync(kAllLanes, count != 0);
-  if (filled == 0) return;  // Nothing weighs anything.
-  const int chosen = reached != 0 ? __ffs(static_cast<int>(reached)) - 1 : 31 - __clz(static_cast<int>(filled));
-  if (static_cast<int>(lane) != chosen) return;
-  std::uint32_t lines = memory.above + count_to - count;
-  std::uint32_t bin = 0;
-  std::uint32_t left = count;
-  for (std::uint32_t i = 1; i <= per_lane; ++i) {
-    const std::uint32_t here = memory.count[top - i];
-    if (here == 0) continue;
-    bin = top - i;
-    const double mass_here = mass_of(memory, step, bin);
-    if (run + mass_here >= need || left == here) break;
-    run += mass_here;
-    lines += here;
-    left -= here;
+  if (all != nullptr) need *= * all = __shfl_sync(kAllLanes, to.mass, 31);
+  const std::uint32_t reached = __ballot_sync(kAllLanes, mine.count != 0 && before.mass + to.mass >= need);
+  const std::uint32_t filled = __ballot_sync(kAllLanes, mine.count != 0);
+  if (filled == 0) return -1;
+  const int found = reached != 0 ? __ffs(static_cast<int>(reached)) - 1 : 31 - __clz(static_cast<int>(filled));
+  const double mass = __shfl_up_sync(kAllLanes, to.mass, 1);
+  before.mass += __shfl_sync(kAllLanes, lane == 0 ? 0.0 : mass, found);
+  before.count += __shfl_sync(kAllLanes, to.count - mine.count, found);
+  return found;
+}
+
+/// Bin i of a step, the heaviest weights first.
+__device__ Load load_of(const Memory& memory, const Step& step, std::uint32_t i) {
+  const std::uint32_t bin = (1u << step.width) - 1 - i;
+  const std::uint32_t count = memory.count[bin];
+  return {.mass = count == 0 ? 0.0 : mass_of(memory, step, bin), .count = count};
+}
+
+/// Looks for the bin, from the heaviest weights down, with which the mass reaches what is needed; should rounding keep
+/// it from that, it is the lightest. Every warp adds up a 32nd of the bins; the first one chooses among these, and
+/// within. Of the first step, `need` is a share.
+__device__ void enter_bin(Memory& memory, const Step& step, bool first) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t warp = threadIdx.x / 32;
+  const std::uint32_t per_lane = (1u << step.width) / kThreads;
+  const auto part_of = [&](std::uint32_t part) {
+    Load sum{};
+    for (std::uint32_t i = 0; i < per_lane; ++i) {
+      const Load bin = load_of(memory, step, (part * 32 + lane) * per_lane + i);
+      sum.mass += bin.mass;
+      sum.count += bin.count;
+    }
+    return sum;
+  };
+  Load sum = part_of(warp);
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) {
+    sum.mass += __shfl_xor_sync(kAllLanes, sum.mass, by);
+    sum.count += __shfl_xor_sync(kAllLanes, sum.count, by);
   }
-  memory.above = lines;
-  memory.mass_above = run;
+  if (lane == 0) memory.parts[warp] = sum;
+  __syncthreads();
+  if (warp != 0) return;
+  double need = memory.need;
+  double all = 1.0;
+  Load before{.mass = memory.mass_above, .count = memory.above};
+  const int part = reach(memory.parts[lane], need, before, first ? &all : nullptr);
+  if (part < 0) return;  // Nothing weighs anything.
+  need *= all;
+  const std::uint32_t last = (static_cast<std::uint32_t>(part) * 32 + reach(part_of(part), need, before)) * per_lane;
+  __syncwarp();  // All lanes have read what the first one overwrites.
+  if (lane != 0) return;
+  std::uint32_t found = last;
+  for (std::uint32_t i = last; i < last + per_lane; ++i) {
+    const Load bin = load_of(memory, step, i);
+    if (bin.count == 0) continue;
+    if (i != found && memory.count[(1u << step.width) - 1 - found] != 0) {
+      const Load skipped = load_of(memory, step, found);
+      before.mass += skipped.mass;
+      before.count += skipped.count;
+    }
+    found = i;
+    if (before.mass + bin.mass >= need) break;
+  }
+  memory.above = before.count;
+  memory.mass_above = before.mass;
   memory.need = need;
-  memory.prefix = memory.prefix << step.width | bin;
+  memory.prefix = memory.prefix << step.width | ((1u << step.width) - 1 - found);
 }
 
 /// The index behind the `wanted`-th of the weights that equal `bits`.
@@ -177,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) flex_lines_kernel(const __grid_const
       atomicAdd(&memory.high[bin], mantissa >> 12);
     });
     __syncthreads();
-    if (threadIdx.x < 32) enter_bin(memory, step, i == 0);
+    enter_bin(memory, step, i == 0);
     __syncthreads();
   }
   const std::uint32_t bits = memory.prefix;

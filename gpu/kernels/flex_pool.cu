@@ -38,15 +38,17 @@ __global__ void __launch_bounds__(kQueryThreads) flex_queries_kernel(const __gri
   auto* const words = reinterpret_cast<std::uint32_t*>(item.queries) + head * kFlexRows * kPairs;
   const std::uint32_t first = item.count - item.rows;
   float2 sum = make_float2(0.f, 0.f);
-#pragma unroll 4
-  for (std::uint32_t row = turn; row < kFlexRows; row += kRows) {
-    const bool there = row < item.rows;
-    const float a = there ? load_query(item, args.shape, first + row, head, 2 * pair) : 0.f;
-    const float b = there ? load_query(item, args.shape, first + row, head, 2 * pair + 1) : 0.f;
-    words[row * kPairs + pair] = round_query<T>(a, b);
-    sum.x += a;
-    sum.y += b;
-  }
+  with_queries(item, args.shape, head, [&](const auto& load) {
+#pragma unroll
+    for (std::uint32_t row = turn; row < kFlexRows; row += kRows) {
+      const bool there = row < item.rows;
+      const float a = there ? load(first + row, 2 * pair) : 0.f;
+      const float b = there ? load(first + row, 2 * pair + 1) : 0.f;
+      words[row * kPairs + pair] = round_query<T>(a, b);
+      sum.x += a;
+      sum.y += b;
+    }
+  });
   sums[turn][pair] = sum;
   __syncthreads();
   if (turn != 0) return;

@@ -245,13 +245,22 @@ void with_kernels(DType dtype, std::uint32_t head_dim, const Use& use) {
 
 }  // namespace
 
-void launch_flex_scores(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
+void launch_flex_scores(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap* pages, cudaStream_t stream) {
   const dim3 splits(args.group * extent.splits, extent.items);
+  const auto launch_shift = [&] {
+    flex_shift_kernel<<<dim3(args.group, extent.items), kFlexRows, 0, stream>>>(args);
+    check(cudaGetLastError(), "launch the softmax of select_blocks");
+  };
+  if (pages != nullptr) {
+    launch_flex_hopper_stats(args, extent, *pages, stream);
+    launch_shift();
+    launch_flex_hopper_weigh(args, extent, *pages, stream);
+    return;
+  }
   with_kernels(args.dtype, args.head_dim, [&](auto* stats, auto* weigh) {
     stats<<<splits, kFlexThreads, 0, stream>>>(args);
     check(cudaGetLastError(), "launch the first pass of select_blocks");
-    flex_shift_kernel<<<dim3(args.group, extent.items), kFlexRows, 0, stream>>>(args);
-    check(cudaGetLastError(), "launch the softmax of select_blocks");
+    launch_shift();
     weigh<<<splits, kFlexThreads, 0, stream>>>(args);
     check(cudaGetLastError(), "launch the second pass of select_blocks");
   });

@@ -83,6 +83,14 @@ __device__ inline void pin_registers(float (&c)[kCount]) {
       : SLUICE_32(c, 0)                                                                 \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
+#define SLUICE_REGISTERS_ROWS_64(type)                                                  \
+  asm volatile(                                                                         \
+      "{\n .reg .pred add;\n setp.ne.b32 add, %37, 0;\n"                                \
+      " wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" SLUICE_NAMES_32 \
+      "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"                                  \
+      : SLUICE_32(c, 0)                                                                 \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add ? 1 : 0))
+
 /// C [64, 128] (+)= A B, with A and the transpose of B by rows.
 template <class T>
 __device__ inline void multiply_rows(float (&c)[64], std::uint64_t a, std::uint64_t b, bool add) {
@@ -90,6 +98,16 @@ __device__ inline void multiply_rows(float (&c)[64], std::uint64_t a, std::uint6
     SLUICE_SHARED_128("f16");
   } else {
     SLUICE_SHARED_128("bf16");
+  }
+}
+
+/// C [64, 64] (+)= A B, with A in registers and the transpose of B by rows.
+template <class T>
+__device__ inline void multiply_rows(float (&c)[32], const std::uint32_t (&a)[4], std::uint64_t b, bool add) {
+  if constexpr (std::is_same_v<T, __half>) {
+    SLUICE_REGISTERS_ROWS_64("f16");
+  } else {
+    SLUICE_REGISTERS_ROWS_64("bf16");
   }
 }
 
@@ -115,5 +133,6 @@ __device__ inline void multiply_columns(float (&c)[kCount], const std::uint32_t 
 #undef SLUICE_SHARED_128
 #undef SLUICE_REGISTERS_128
 #undef SLUICE_REGISTERS_64
+#undef SLUICE_REGISTERS_ROWS_64
 
 }  // namespace sluice::gpu::detail
