@@ -1,7 +1,7 @@
 # Decides whether gpu/ is built, and how nvcc is called. Sets SLUICE_WITH_CUDA.
 #
-# CMAKE_CUDA_ARCHITECTURES defaults to Hopper alone, which keeps a build short; the preset cuda-all builds for
-# all that are supported. 90a rather than 90: the kernels use instructions that only the former has.
+# CMAKE_CUDA_ARCHITECTURES defaults to CMake's environment variable CUDAARCHS, else to Hopper alone, which keeps a build
+# short; the preset cuda-all builds for all that are supported. 90a rather than 90: the kernels use instructions that only the former has.
 set(SLUICE_WITH_CUDA OFF)
 if(NOT SLUICE_CUDA STREQUAL "OFF")
   include(CheckLanguage)
@@ -15,7 +15,7 @@ if(NOT SLUICE_CUDA STREQUAL "OFF")
 endif()
 
 if(SLUICE_WITH_CUDA)
-  if(NOT CMAKE_CUDA_ARCHITECTURES)
+  if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
     set(CMAKE_CUDA_ARCHITECTURES 90a CACHE STRING "GPU architectures")
   endif()
   enable_language(CUDA)

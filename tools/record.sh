@@ -1,5 +1,6 @@
 #!/bin/sh
-# Regenerates the tables and the plot of README's comparison of policies: tools/record.sh DIR [host|cuda]
+# Regenerates the plot and the tables of README's comparisons, of policies and of ways to prefill:
+# tools/record.sh DIR [host|cuda]
 # Takes about a quarter of an hour with a GPU, hours without. Needs a build (tools/test.sh makes one).
 set -eu
 

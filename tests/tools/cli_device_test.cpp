@@ -30,7 +30,7 @@ TEST_CASE("what needs a GPU says so in one line and exits with 3 where there is 
   const std::string arguments = GENERATE(values<std::string>({
       "bench gpu --length 1K",
       "bench gpu --sections kernels",
-      "bench prefill --device cuda --lengths 1K",
+      "bench prefill --device cuda --length 1K",
       "bench decode",
       "link",
       "run --device cuda --random-weights tiny --prompt a",

@@ -18,12 +18,15 @@ namespace {
 const std::string kModel = std::string("--model '") + SLUICE_TEST_DATA + "/testbed' --threads 2 ";
 const std::string kFlex = "--prefill flexprefill@0.9 --min-budget 128 ";
 
-json results_of(const std::string& arguments) {
+json report_of(const std::string& arguments) {
   const Outcome outcome = sluice::test::sluice(arguments + " -o json");
   CAPTURE(arguments, outcome.err);
   REQUIRE(outcome.code == 0);
-  return json::parse(outcome.out).at("results");
+  return json::parse(outcome.out);
 }
+
+json results_of(const std::string& arguments) { return report_of(arguments).at("results"); }
+json config_of(const std::string& arguments) { return report_of(arguments).at("config"); }
 
 /// Some 2,000 tokens of text.
 std::string long_prompt() {
@@ -55,9 +58,11 @@ TEST_CASE("a wrong way to prefill is refused by name, before anything runs", "[c
       {run + "--min-budget -1", "--min-budget"},
       {eval + "--prefill full,flexprefill@1.5", "gamma"},
       {eval + "--prefill ,", "--prefill"},
+      {"bench prefill --gammas 0.9,x", "--gammas: 'x'"},
+      {"bench prefill --structures ''", "--structures"},
       {"bench prefill --structures odd", "vertical_slash, query_aware, uniform"},
       {"bench prefill --gammas 0.9,2", "gamma"},
-      {"bench prefill --lengths 0", "--lengths"},
+      {"bench prefill --length 0", "--length"},
       {"bench prefill --q-heads 7", "q_heads"},
       {"bench prefill --chunk 0", "--chunk"},
   }));
@@ -66,6 +71,32 @@ TEST_CASE("a wrong way to prefill is refused by name, before anything runs", "[c
   CHECK(outcome.code == 2);
   CHECK(is_one_error(outcome));
   CHECK(contains(outcome.err, wrong.named));
+}
+
+TEST_CASE("reports name the way to prefill and the chunk that it takes", "[cli]") {
+  struct Case {
+    std::string arguments;
+    json prefill;
+    int chunk;
+  };
+  const auto wanted = GENERATE(values<Case>({
+      {"--prefill full", {{"mode", "full"}}, 512},
+      {"--prefill auto", {{"mode", "auto"}, {"gamma", 0.95f}, {"tau", 0.1f}, {"min_budget", 1024}}, 4096},
+      {"--prefill flexprefill@0.5 --gamma 0.25 --tau 1 --min-budget 0",
+       {{"mode", "flexprefill"}, {"gamma", 0.5f}, {"tau", 1.f}, {"min_budget", 0}},
+       4096},
+      {"--prefill flexprefill --gamma 0.25 --prefill-chunk 256",
+       {{"mode", "flexprefill"}, {"gamma", 0.25f}, {"tau", 0.1f}, {"min_budget", 1024}},
+       256},
+  }));
+  CAPTURE(wanted.arguments);
+  const json run = config_of("run " + kModel + wanted.arguments + " --prompt a --max-tokens 1");
+  CHECK(run.at("prefill") == wanted.prefill);
+  CHECK(run.at("runtime").at("prefill_chunk") == wanted.chunk);
+  const json eval = config_of("eval " + kModel + wanted.arguments +
+                              " --tasks niah --lengths 512 --count 1 --audit 0 --policies full --max-tokens 1");
+  CHECK(eval.at("prefill") == json::array({wanted.prefill}));
+  CHECK(eval.at("prefill_chunk") == wanted.chunk);
 }
 
 TEST_CASE("run says where the time to the first token went", "[cli]") {
@@ -110,7 +141,7 @@ TEST_CASE("eval holds ways to prefill against each other under every policy", "[
 }
 
 TEST_CASE("bench prefill checks and reports every method at every structure and chunk", "[cli]") {
-  const json rows = results_of("bench prefill --shape testbed --lengths 1K --chunk 512 --gammas 0.9 --min-budget 128 "
+  const json rows = results_of("bench prefill --shape testbed --length 1K --chunk 512 --gammas 0.9 --min-budget 128 "
                                "--threads 2 --repeat 1").at("prefill");
   REQUIRE(rows.size() == 3 * 2 * 3);  // Structures, chunks, methods.
   std::set<std::string> methods;

@@ -66,12 +66,18 @@ class PrefillBench {
     stream_ = device_->create_stream("device");
     const bool host = device_->info().host_memory;
     lengths_ = parse_counts(!options.lengths.empty() ? options.lengths : host ? "2K,8K" : "4K,16K,64K,128K,256K",
-                            "--lengths");
+                            "--length");
     samples_ = options.repeat != 0 ? options.repeat : host ? 3 : 5;
     for (const std::string& gamma : split_list(options.gammas)) {
-      specs_.push_back(parse_prefill("flexprefill@" + gamma, options.flex).flex);
+      PrefillSpec spec{.mode = PrefillMode::flexprefill, .flex = options.flex};
+      spec.flex.gamma = parse_gamma(gamma, "--gammas");
+      validate(spec);
+      specs_.push_back(spec.flex);
     }
     for (const std::string& name : split_list(options.structures)) structures_.push_back(parse_prompt_structure(name));
+    if (structures_.empty()) {
+      throw Error(Errc::invalid_argument, "--structures: the list is empty; name at least one, e.g. vertical_slash");
+    }
     make_table();
   }
 
@@ -288,7 +294,7 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   command->add_option("--q-heads", options->shape.q_heads, "Query heads [default: the shape's]");
   command->add_option("--kv-heads", options->shape.kv_heads, "KV heads [default: the shape's]");
   command->add_option("--head-dim", options->shape.head_dim, "Elements per head [default: the shape's]");
-  command->add_option("--lengths", options->lengths,
+  command->add_option("--length", options->lengths,
                       "Comma list of prompt lengths in tokens, K allowed [default: 2K,8K on the host, "
                       "4K,16K,64K,128K,256K on a GPU]");
   command

@@ -71,7 +71,8 @@ std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
   return needles;
 }
 
-Json config_of(const EvalOptions& options, const NamedPolicies& policies, std::span<const PrefillSpec> prefills) {
+Json config_of(const EvalOptions& options, const RuntimeFlags& runtime, const NamedPolicies& policies,
+               std::span<const PrefillSpec> prefills) {
   Json modes = Json::array();
   for (const PrefillSpec& prefill : prefills) modes.push_back(to_json(prefill));
   Json compositions = Json::object();
@@ -81,6 +82,7 @@ Json config_of(const EvalOptions& options, const NamedPolicies& policies, std::s
           {"lengths", options.lengths},
           {"policies", compositions},
           {"prefill", modes},
+          {"prefill_chunk", runtime.options.prefill_chunk},
           {"count", options.task.count},
           {"decode_prompt", options.task.decode_prompt},
           {"max_tokens", options.task.max_tokens},
@@ -89,9 +91,9 @@ Json config_of(const EvalOptions& options, const NamedPolicies& policies, std::s
           {"needles", options.needles},
           {"needle_tokens", options.needle_tokens},
           {"needle_steps", options.needle_steps},
-          {"own_pages", options.runtime.own_pages},
-          {"placement", to_string(options.runtime.options.placement)},
-          {"audit_every", options.runtime.options.audit_every},
+          {"own_pages", runtime.own_pages},
+          {"placement", to_string(runtime.options.placement)},
+          {"audit_every", runtime.options.audit_every},
           {"device", options.device.device}};
 }
 
@@ -110,6 +112,8 @@ int run(const EvalOptions& options) {
   const std::unique_ptr<OutputTarget> plot =
       options.plot.empty() ? nullptr : std::make_unique<OutputTarget>(options.plot);
   const std::shared_ptr<Device> device = make_device(options.device);
+  RuntimeFlags flags = options.runtime;
+  choose_chunk(flags, device.get(), prefills);
   AttentionShape shape;
   ProgressBar bar("eval");
   std::unique_ptr<EvalReport> report;
@@ -123,8 +127,6 @@ int run(const EvalOptions& options) {
     }
     report = std::make_unique<EvalReport>(policies, model.config().shape());
     const std::string haystack = options.haystack.empty() ? "" : read_text_file(options.haystack);
-    RuntimeFlags flags = options.runtime;
-    choose_chunk(flags, device.get(), prefills);
     TaskEvaluation evaluation(options.task, flags, model, policies.specs, device, haystack);
     for (const Cell& cell : cells) evaluation.check(cell);  // Not after hours of others.
     for (const Cell& cell : cells) {
@@ -136,7 +138,7 @@ int run(const EvalOptions& options) {
   for (const NeedleOptions& planted : needles) {
     report->add(planted, evaluate_needles(planted, options.runtime, policies.specs, device, bar), needle_shape());
   }
-  Report result{.command = "eval", .config = config_of(options, policies, prefills)};
+  Report result{.command = "eval", .config = config_of(options, flags, policies, prefills)};
   result.tables = report->tables();
   if (plot) plot->commit(report->svg());
   target.commit(render(result, options.output.format));

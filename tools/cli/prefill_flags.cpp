@@ -12,17 +12,6 @@ namespace {
 constexpr std::uint32_t kDeviceChunk = 8192;
 constexpr std::uint32_t kChoosingChunk = 4096;  ///< on the CPU
 
-float parse_gamma(std::string_view text, std::string_view whole) {
-  float gamma = 0.f;
-  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), gamma);
-  if (text.empty() || problem != std::errc() || end != text.data() + text.size()) {
-    throw Error(Errc::invalid_argument, "--prefill: '" + std::string(whole) +
-                                            "' has no number behind the @; write MODE or MODE@GAMMA, e.g. "
-                                            "flexprefill@0.9");
-  }
-  return gamma;
-}
-
 std::string shortest(float value) {
   std::array<char, 32> text{};
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
@@ -48,15 +37,25 @@ void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list) {
   add_flexprefill_flags(app, flags.flex);
 }
 
+float parse_gamma(std::string_view text, const std::string& what) {
+  float gamma = 0.f;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), gamma);
+  if (text.empty() || problem != std::errc() || end != text.data() + text.size()) {
+    throw Error(Errc::invalid_argument,
+                what + ": '" + std::string(text) + "' is no number; gamma is a share in (0, 1], e.g. 0.95");
+  }
+  return gamma;
+}
+
 PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex) {
   const std::size_t at = std::min(text.find('@'), text.size());
   PrefillSpec spec{.mode = parse_prefill_mode(text.substr(0, at)), .flex = flex};
   if (at < text.size()) {
+    const std::string what = "--prefill: '" + std::string(text) + "'";
     if (spec.mode == PrefillMode::full) {
-      throw Error(Errc::invalid_argument,
-                "--prefill: '" + std::string(text) + "': full attends everything; drop the @");
+      throw Error(Errc::invalid_argument, what + ": full attends everything; drop the @");
     }
-    spec.flex.gamma = parse_gamma(text.substr(at + 1), text);
+    spec.flex.gamma = parse_gamma(text.substr(at + 1), what);
   }
   validate(spec);
   return spec;

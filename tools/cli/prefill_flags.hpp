@@ -24,6 +24,8 @@ void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex);
 /// `--prefill`, of one mode or of a list, and the parameters.
 void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list);
 
+/// @throws Error{Errc::invalid_argument} that begins with `what`; the range is validate(PrefillSpec)'s.
+[[nodiscard]] float parse_gamma(std::string_view text, const std::string& what);
 /// Reads `full`, `flexprefill@0.9` or `auto`; what the text leaves open is as in `flex`.
 /// @throws Error{Errc::invalid_argument}, also as validate(PrefillSpec).
 [[nodiscard]] PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex);
