@@ -74,7 +74,7 @@ void Prompt::finish(Pass& pass, Clock::time_point asked) {
   times.flush_wait_ns += static_cast<std::uint64_t>(std::max<std::int64_t>(waited, 0));
   for (const Legacy& legacy : pass.legacies) {
     if (!legacy.sequence->lost.empty()) continue;  // It may have attended, and built on, what never arrived.
-    Receipt receipt{.legacy = legacy, .stats = std::exchange(times, {})};
+    Receipt receipt{.legacy = legacy, .stats = std::exchange(times, {}), .sums = {}};
     if (legacy.sparse) count_choices(pass, legacy, receipt.stats);
     if (legacy.attended) ++(legacy.sparse ? receipt.stats.sparse_chunks : receipt.stats.dense_chunks);
     if (legacy.sums != 0) {
