@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -191,8 +192,10 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
     FlexArgs args = args_of(now.front(), spec, strides, shape);
     args.items = pack(now, {}, shape, extent, queue);
     if (extent.items == 0) return;
-    const CUtensorMap pages = warpgroups_ ? map_pages(now.front().kv) : CUtensorMap{};
-    launch_select_blocks(args, extent, warpgroups_ ? &pages : nullptr, queue.handle());
+    // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
+    const bool mapped = warpgroups_ && std::has_single_bit(now.front().kv.layout.page_tokens);
+    const CUtensorMap pages = mapped ? map_pages(now.front().kv) : CUtensorMap{};
+    launch_select_blocks(args, extent, mapped ? &pages : nullptr, queue.handle());
   });
 }
 
