@@ -124,6 +124,8 @@ TransferProfile calibrate(CudaDevice& device) {
   std::vector<GatherRate> rates = sweep_gather_blocks(bench, true, kPage, kGatherSamples);
   std::erase_if(rates, [](const GatherRate& rate) { return rate.gather_blocks > kMostBusyGatherBlocks; });
   profile.busy_gather_blocks = fewest_gather_blocks(rates, kBusyShare);
+  // What a step waits for often runs beside attention, too, where few blocks are slow; idle multiprocessors cost nothing.
+  profile.gather_blocks = std::max(profile.gather_blocks, profile.busy_gather_blocks);
   measure(bench, TransferLoad::busy, profile);
   return profile;
 }
