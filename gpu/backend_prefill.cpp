@@ -120,20 +120,6 @@ const PrefillItem* PrefillPlan::pack(std::span<const PrefillTask> tasks, Prefill
   return reinterpret_cast<const PrefillItem*>(to);
 }
 
-/// Pages as [frame, K or V, row, column], of which a copy brings 64 columns of up to 128 rows. How many frames there
-/// are is not known here, and page tables name those that exist.
-CUtensorMap map_pages(const KvView& kv) {
-  constexpr std::uint64_t kMostFrames = std::uint64_t{1} << 31;
-  const PageLayout& layout = kv.layout;
-  CUtensorMap map{};
-  check(Driver::instance().map_tensor(map, {.base = kv.base,
-                                            .sizes = {layout.head_dim, layout.page_tokens, 2, kMostFrames},
-                                            .strides = {layout.row_bytes(), layout.half_bytes(), layout.page_bytes()},
-                                            .box = {64, std::min(layout.page_tokens, kPrefillBlock), 1, 1}}),
-        "describe the pages of a prefill");
-  return map;
-}
-
 void PrefillPlan::launch(std::span<const PrefillTask> tasks, CudaStream& stream) const {
   if (std::ranges::all_of(tasks, [](const PrefillTask& task) { return task.count == 0; })) return;
   const PrefillVariant kernel = variant(tasks.front());
@@ -143,7 +129,7 @@ void PrefillPlan::launch(std::span<const PrefillTask> tasks, CudaStream& stream)
                          .group = shape_.group(),
                          .score_scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim))};
   if (kernel.warpgroups) {
-    launch_prefill_hopper(kernel, args, extent, map_pages(tasks.front().kv), stream.handle());
+    launch_prefill_hopper(kernel, args, extent, map_pages(tasks.front().kv, kPrefillBlock), stream.handle());
   } else {
     launch_prefill(kernel, args, extent, stream.handle());
   }

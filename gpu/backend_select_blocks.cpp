@@ -66,19 +66,6 @@ std::uint64_t item_bytes(const SelectBlocksTask& task) noexcept {
   return task.count == 0 ? 0 : sizeof(FlexItem) + div_up(pages_of(task), 4) * 16;
 }
 
-/// Pages as [frame, K or V, row, column], see map_pages in backend_prefill.cpp, in boxes for a tile of keys.
-CUtensorMap map_pages(const KvView& kv) {
-  constexpr std::uint64_t kMostFrames = std::uint64_t{1} << 31;
-  const PageLayout& layout = kv.layout;
-  CUtensorMap map{};
-  check(Driver::instance().map_tensor(map, {.base = kv.base,
-                                            .sizes = {layout.head_dim, layout.page_tokens, 2, kMostFrames},
-                                            .strides = {layout.row_bytes(), layout.half_bytes(), layout.page_bytes()},
-                                            .box = {64, std::min(layout.page_tokens, kFlexTile), 1, 1}}),
-        "describe the pages of select_blocks");
-  return map;
-}
-
 /// Tasks from the first on that go into one launch: of the same memory, as many as their descriptions have room for.
 std::size_t launchable(std::span<const SelectBlocksTask> tasks, std::uint64_t limit) noexcept {
   std::uint64_t bytes = 0;
@@ -194,7 +181,7 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
     if (extent.items == 0) return;
     // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
     const bool mapped = warpgroups_ && std::has_single_bit(now.front().kv.layout.page_tokens);
-    const CUtensorMap pages = mapped ? map_pages(now.front().kv) : CUtensorMap{};
+    const CUtensorMap pages = mapped ? map_pages(now.front().kv, kFlexTile) : CUtensorMap{};
     launch_select_blocks(args, extent, mapped ? &pages : nullptr, queue.handle());
   });
 }

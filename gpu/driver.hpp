@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "sluice/page.hpp"
+
 namespace sluice::gpu {
 
 /// A tensor of 16-bit elements, the fastest dimension first, and the box of it that one copy brings to shared memory.
@@ -53,5 +55,10 @@ class Driver {
   GetAttribute get_attribute_ = nullptr;
   EncodeTiled encode_tiled_ = nullptr;
 };
+
+/// Pages as [frame, K or V, row, column], of which a copy brings 64 columns of up to `rows` rows of a page. How many
+/// frames there are is not known here, and page tables name those that exist.
+/// @throws Error{Errc::device} if the driver refuses the layout.
+[[nodiscard]] CUtensorMap map_pages(const KvView& kv, std::uint32_t rows);
 
 }  // namespace sluice::gpu
