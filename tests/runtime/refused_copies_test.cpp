@@ -10,6 +10,7 @@
 #include "sluice/error.hpp"
 #include "tests/runtime/toy.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/forwarding.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -19,47 +20,37 @@ namespace {
 constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
 
 /// The link's stream of a HostDevice, which refuses one copy to come.
-class RefusingStream final : public Stream {
+class RefusingStream final : public ForwardingStream {
  public:
-  RefusingStream(std::unique_ptr<Stream> inner, std::atomic<int>& until) : inner_(std::move(inner)), until_(until) {}
+  RefusingStream(std::unique_ptr<Stream> inner, std::atomic<int>& until)
+      : ForwardingStream(std::move(inner)), until_(until) {}
   void copy(std::span<const Copy> batch) override {
-    if (until_-- == 0) throw Error(Errc::device, "injected refusal of a copy");
+    refuse();
     inner_->copy(batch);
   }
-  void record(Event& event) override { inner_->record(event); }
-  void wait(const Event& event) override { inner_->wait(event); }
-  void signal(Flag& flag, std::uint64_t value) override { inner_->signal(flag, value); }
-  void wait(const Flag& flag, std::uint64_t value) override { inner_->wait(flag, value); }
-  void synchronize(Deadline deadline) override { inner_->synchronize(deadline); }
+  void copy_in_background(std::span<const Copy> batch) override {
+    refuse();
+    inner_->copy_in_background(batch);
+  }
 
  private:
-  std::unique_ptr<Stream> inner_;
+  void refuse() {
+    if (until_-- == 0) throw Error(Errc::device, "injected refusal of a copy");
+  }
+
   std::atomic<int>& until_;
 };
 
-class RefusingDevice final : public Device {
+class RefusingDevice final : public ForwardingDevice {
  public:
-  explicit RefusingDevice(std::shared_ptr<Device> inner) : inner_(std::move(inner)) {}
-  [[nodiscard]] const DeviceInfo& info() const noexcept override { return inner_->info(); }
-  [[nodiscard]] Backend& backend() noexcept override { return inner_->backend(); }
-  [[nodiscard]] std::unique_ptr<Buffer> allocate(std::uint64_t bytes) override { return inner_->allocate(bytes); }
-  [[nodiscard]] std::unique_ptr<Buffer> allocate_pinned(std::uint64_t bytes) override {
-    return inner_->allocate_pinned(bytes);
-  }
-  [[nodiscard]] std::unique_ptr<Registration> register_host(std::span<std::byte> memory) override {
-    return inner_->register_host(memory);
-  }
+  using ForwardingDevice::ForwardingDevice;
   [[nodiscard]] std::unique_ptr<Stream> create_stream(const std::string& name) override {
     auto stream = inner_->create_stream(name);
     if (name != "link") return stream;
     return std::make_unique<RefusingStream>(std::move(stream), until);
   }
-  [[nodiscard]] std::unique_ptr<Event> create_event() override { return inner_->create_event(); }
 
   std::atomic<int> until = -1;  ///< copies before the one that is refused; negative: none is
-
- private:
-  std::shared_ptr<Device> inner_;
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/forwarding.hpp"
 
 using namespace sluice;
 using namespace sluice::runtime;
@@ -20,10 +21,10 @@ using namespace sluice::runtime;
 namespace {
 
 /// A stream that notes how it is asked to copy.
-class NotingStream final : public Stream {
+class NotingStream final : public test::ForwardingStream {
  public:
   NotingStream(std::unique_ptr<Stream> inner, std::vector<std::string>& notes)
-      : inner_(std::move(inner)), notes_(notes) {}
+      : ForwardingStream(std::move(inner)), notes_(notes) {}
   void copy(std::span<const Copy> batch) override {
     notes_.push_back("waited for: " + std::to_string(batch.size()));
     inner_->copy(batch);
@@ -32,38 +33,19 @@ class NotingStream final : public Stream {
     notes_.push_back("background: " + std::to_string(batch.size()));
     inner_->copy_in_background(batch);
   }
-  void record(Event& event) override { inner_->record(event); }
-  void wait(const Event& event) override { inner_->wait(event); }
-  void signal(Flag& flag, std::uint64_t value) override { inner_->signal(flag, value); }
-  void wait(const Flag& flag, std::uint64_t value) override { inner_->wait(flag, value); }
-  void synchronize(Deadline deadline) override { inner_->synchronize(deadline); }
 
  private:
-  std::unique_ptr<Stream> inner_;
   std::vector<std::string>& notes_;
 };
 
-class NotingDevice final : public Device {
+class NotingDevice final : public test::ForwardingDevice {
  public:
-  explicit NotingDevice(std::shared_ptr<Device> inner) : inner_(std::move(inner)) {}
-  [[nodiscard]] const DeviceInfo& info() const noexcept override { return inner_->info(); }
-  [[nodiscard]] Backend& backend() noexcept override { return inner_->backend(); }
-  [[nodiscard]] std::unique_ptr<Buffer> allocate(std::uint64_t bytes) override { return inner_->allocate(bytes); }
-  [[nodiscard]] std::unique_ptr<Buffer> allocate_pinned(std::uint64_t bytes) override {
-    return inner_->allocate_pinned(bytes);
-  }
-  [[nodiscard]] std::unique_ptr<Registration> register_host(std::span<std::byte> memory) override {
-    return inner_->register_host(memory);
-  }
+  using ForwardingDevice::ForwardingDevice;
   [[nodiscard]] std::unique_ptr<Stream> create_stream(const std::string& name) override {
     return std::make_unique<NotingStream>(inner_->create_stream(name), notes);
   }
-  [[nodiscard]] std::unique_ptr<Event> create_event() override { return inner_->create_event(); }
 
   std::vector<std::string> notes;
-
- private:
-  std::shared_ptr<Device> inner_;
 };
 
 }  // namespace
