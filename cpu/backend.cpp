@@ -20,22 +20,30 @@ struct Slice {
 
 constexpr std::uint32_t kSliceRows = 1024;
 
-/// Cuts each of `tasks` tasks of size(i) items into slices.
-template <class Size>
-void cut(std::size_t tasks, const Size& size, std::vector<Slice>& slices) {
-  slices.clear();
-  for (std::uint32_t task = 0; task < tasks; ++task) {
-    const auto items = static_cast<std::uint32_t>(size(task));
-    for (std::uint32_t begin = 0; begin < items; begin += kSliceRows) {
-      slices.push_back({.task = task, .begin = begin, .end = std::min(begin + kSliceRows, items)});
+/// A verb's tasks, cut into slices of some of their items.
+template <class Task>
+struct SlicedTasks {
+  std::vector<Task> tasks;
+  std::vector<Slice> slices;
+
+  /// Each task has size(task) items.
+  template <class Size>
+  void cut(std::span<const Task> from, const Size& size) {
+    tasks.assign(from.begin(), from.end());
+    slices.clear();
+    for (std::uint32_t task = 0; task < tasks.size(); ++task) {
+      const auto items = static_cast<std::uint32_t>(size(tasks[task]));
+      for (std::uint32_t begin = 0; begin < items; begin += kSliceRows) {
+        slices.push_back({.task = task, .begin = begin, .end = std::min(begin + kSliceRows, items)});
+      }
     }
   }
-}
+};
 
-template <class Size>
-std::uint64_t total(std::size_t tasks, const Size& size) {
+template <class Task, class Size>
+std::uint64_t total(std::span<const Task> tasks, const Size& size) {
   std::uint64_t sum = 0;
-  for (std::size_t i = 0; i < tasks; ++i) sum += size(i);
+  for (const Task& task : tasks) sum += size(task);
   return sum;
 }
 
@@ -90,13 +98,12 @@ std::vector<std::string> Backend::unsupported_reasons(const AttentionShape& shap
 void Backend::append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream*) {
   if (tasks.empty()) return;
   check("append", layout);
-  const auto rows = [&](std::size_t i) { return tasks[i].count; };
-  for_each_unit(workers_, tasks.size(), total(tasks.size(), rows) * 2 * layout.row_bytes(), [&](std::uint32_t i) {
-    const AppendTask& task = tasks[i];
+  const std::uint64_t rows = total(tasks, [](const AppendTask& task) { return task.count; });
+  for_each_task(workers_, tasks, rows * 2 * layout.row_bytes(), [&kernels = kernels_, layout](const AppendTask& task) {
     const std::uint64_t stride = task.token_stride * bytes_of(task.dtype);
     std::byte* const k = task.page + task.first_row * layout.row_bytes();
-    append_half(kernels_, task.dtype, layout, {.from = task.k, .stride_bytes = stride, .to = k, .rows = task.count});
-    append_half(kernels_, task.dtype, layout,
+    append_half(kernels, task.dtype, layout, {.from = task.k, .stride_bytes = stride, .to = k, .rows = task.count});
+    append_half(kernels, task.dtype, layout,
                 {.from = task.v, .stride_bytes = stride, .to = k + layout.half_bytes(), .rows = task.count});
   });
 }
@@ -106,62 +113,60 @@ void Backend::digest(std::span<const DigestTask> tasks, DigestKind kind, const P
   check("digest", layout);
   const ElementKernels& kernels = kernels_for(kernels_, layout.dtype);
   const auto run = kind == DigestKind::box ? kernels.digest_box : kernels.digest_cuboid_mean;
-  for_each_unit(workers_, tasks.size(), tasks.size() * layout.half_bytes(), [&](std::uint32_t i) {
-    run({.k = tasks[i].page, .out = tasks[i].out, .rows = layout.page_tokens, .head_dim = layout.head_dim});
+  for_each_task(workers_, tasks, tasks.size() * layout.half_bytes(), [run, layout](const DigestTask& task) {
+    run({.k = task.page, .out = task.out, .rows = layout.page_tokens, .head_dim = layout.head_dim});
   });
 }
 
 void Backend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype, Stream*) {
   if (tasks.empty()) return;
   check("score_pages", shape);
-  const auto pages = [&](std::size_t i) { return tasks[i].pages; };
-  thread_local std::vector<Slice> own_slices;
-  std::vector<Slice>& slices = own_slices;
-  cut(tasks.size(), pages, slices);
+  const auto pages = [](const ScorePagesTask& task) { return task.pages; };
+  const auto lent = Lent<SlicedTasks<ScorePagesTask>>::reused(workers_);
+  lent->cut(tasks, pages);
   const std::uint64_t digest_bytes = std::uint64_t{2} * shape.head_dim * bytes_of(digest_dtype);
-  for_each_unit(workers_, slices.size(), total(tasks.size(), pages) * digest_bytes, [&](std::uint32_t i) {
-    const Slice& slice = slices[i];
-    const ScorePagesTask& task = tasks[slice.task];
-    kernels_for(kernels_, digest_dtype)
-        .score_digests({.q = task.q,
-                        .digests = task.digests,
-                        .frames = task.frames + slice.begin,
-                        .count = slice.end - slice.begin,
-                        .group = shape.group(),
-                        .head_dim = shape.head_dim,
-                        .out = task.out + slice.begin,
-                        .out_stride = task.pages});
-  });
+  const ElementKernels& kernels = kernels_for(kernels_, digest_dtype);
+  for_each_unit(workers_, lent->slices.size(), total(tasks, pages) * digest_bytes,
+                [all = lent.get(), &kernels, shape](std::uint32_t i) {
+                  const Slice& slice = all->slices[i];
+                  const ScorePagesTask& task = all->tasks[slice.task];
+                  kernels.score_digests({.q = task.q,
+                                         .digests = task.digests,
+                                         .frames = task.frames + slice.begin,
+                                         .count = slice.end - slice.begin,
+                                         .group = shape.group(),
+                                         .head_dim = shape.head_dim,
+                                         .out = task.out + slice.begin,
+                                         .out_stride = task.pages});
+                });
 }
 
 void Backend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream*) {
   if (tasks.empty()) return;
   for (const ScoreTokensTask& task : tasks) check("score_tokens", shape, task.kv.layout);
-  const auto tokens = [&](std::size_t i) { return tasks[i].tokens.size(); };
-  thread_local std::vector<Slice> own_slices;
-  std::vector<Slice>& slices = own_slices;
-  cut(tasks.size(), tokens, slices);
+  const auto tokens = [](const ScoreTokensTask& task) { return task.tokens.size(); };
+  const auto lent = Lent<SlicedTasks<ScoreTokensTask>>::reused(workers_);
+  lent->cut(tasks, tokens);
   const std::uint64_t row_bytes = tasks.front().kv.layout.row_bytes();
-  for_each_unit(workers_, slices.size(), total(tasks.size(), tokens) * row_bytes, [&](std::uint32_t i) {
-    const Slice& slice = slices[i];
-    const ScoreTokensTask& task = tasks[slice.task];
-    const std::byte* rows[kSliceRows];
-    list_rows(task.kv, task.tokens.subspan(slice.begin, slice.end - slice.begin), rows);
-    kernels_for(kernels_, task.kv.layout.dtype)
-        .score({.q = task.q,
-                .k = rows,
-                .count = slice.end - slice.begin,
-                .group = shape.group(),
-                .head_dim = shape.head_dim,
-                .out = task.out + std::size_t{slice.begin} * shape.group()});
-  });
+  for_each_unit(workers_, lent->slices.size(), total(tasks, tokens) * row_bytes,
+                [all = lent.get(), &kernels = kernels_, shape](std::uint32_t i) {
+                  const Slice& slice = all->slices[i];
+                  const ScoreTokensTask& task = all->tasks[slice.task];
+                  const std::byte* rows[kSliceRows];
+                  list_rows(task.kv, task.tokens.subspan(slice.begin, slice.end - slice.begin), rows);
+                  kernels_for(kernels, task.kv.layout.dtype)
+                      .score({.q = task.q,
+                              .k = rows,
+                              .count = slice.end - slice.begin,
+                              .group = shape.group(),
+                              .head_dim = shape.head_dim,
+                              .out = task.out + std::size_t{slice.begin} * shape.group()});
+                });
 }
 
 void Backend::top_k(std::span<const TopKTask> tasks, Stream*) {
-  if (tasks.empty()) return;
-  const auto values = [&](std::size_t i) { return tasks[i].values.size(); };
-  for_each_unit(workers_, tasks.size(), total(tasks.size(), values) * sizeof(float), [&](std::uint32_t i) {
-    const TopKTask& task = tasks[i];
+  const std::uint64_t values = total(tasks, [](const TopKTask& task) { return task.values.size(); });
+  for_each_task(workers_, tasks, values * sizeof(float), [](const TopKTask& task) {
     select_top_k(task.values.data(), static_cast<std::uint32_t>(task.values.size()), task.k, task.out);
   });
 }
@@ -169,12 +174,13 @@ void Backend::top_k(std::span<const TopKTask> tasks, Stream*) {
 void Backend::to_f32(std::span<const ToF32Task> tasks, Stream*) {
   for (const auto& [in, out] : tasks) {
     const std::uint64_t row = std::uint64_t{in.heads} * in.head_dim;
-    for_each_unit(workers_, in.tokens, in.tokens * row * sizeof(float), [&](std::uint32_t token) {
-      for (std::uint32_t head = 0; head < in.heads; ++head) {
-        float* const to = out + token * row + std::uint64_t{head} * in.head_dim;
-        widen_row(kernels_, in.dtype, in.row(token, head), in.head_dim, to);
-      }
-    });
+    for_each_unit(workers_, in.tokens, in.tokens * row * sizeof(float),
+                  [&kernels = kernels_, in = in, out = out, row](std::uint32_t token) {
+                    for (std::uint32_t head = 0; head < in.heads; ++head) {
+                      float* const to = out + token * row + std::uint64_t{head} * in.head_dim;
+                      widen_row(kernels, in.dtype, in.row(token, head), in.head_dim, to);
+                    }
+                  });
   }
 }
 

@@ -25,6 +25,8 @@ struct EstimateTask {
 /// The Backend contract on host threads. Verbs compute before they return and ignore the stream.
 /// Tasks run in parallel on the workers; one long task is split by tokens and merged. K and V are read
 /// once per GQA group. Safe to call from several threads and from inside a worker.
+/// A verb that throws Error{Errc::timeout} has left a worker behind. The task array may go all the same; the memory
+/// that the tasks point to must stay for as long as the workers' threads, see Workers::keep.
 class Backend final : public sluice::Backend {
  public:
   /// Uses the kernels of `kernels` (see kernels.hpp), by default the fastest for this machine.

@@ -51,7 +51,7 @@ void cut_tokens(std::uint32_t tokens, std::uint32_t task, std::uint32_t limit, s
 }
 
 /// The units of all tasks in order; returns the bytes that they read.
-std::uint64_t cut(std::span<const AttendTask> tasks, std::vector<Unit>& units) {
+std::uint64_t cut(const std::vector<AttendTask>& tasks, std::vector<Unit>& units) {
   units.clear();
   std::uint64_t bytes = 0;
   for (std::uint32_t i = 0; i < tasks.size(); ++i) {
@@ -123,6 +123,29 @@ Partial partial_at(float* scratch, std::size_t i, const AttentionShape& shape) n
   return {.out = begin, .lse = begin + out};
 }
 
+/// One call of the verb. A task's first unit goes straight to its output. Who finishes its last unit merges the others
+/// in their order.
+struct AttendCall {
+  std::vector<AttendTask> tasks;
+  AttentionShape shape;
+  std::vector<Unit> units;
+  std::vector<Share> shares;                     ///< [tasks]
+  std::vector<std::atomic<std::uint32_t>> left;  ///< [tasks] units that are not finished
+  Scratch memory;
+  float* scratch = nullptr;
+
+  void run(const Kernels& kernels, std::uint32_t i) {
+    const std::uint32_t index = units[i].task;
+    const AttendTask& task = tasks[index];
+    const Share& share = shares[index];
+    attend_unit(kernels, task, shape, units[i], i == share.begin ? task.out : partial_at(scratch, i, shape));
+    if (left[index].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    for (std::uint32_t unit = share.begin + 1; unit < share.end; ++unit) {
+      merge_into(task.out, partial_at(scratch, unit, shape), shape.group(), shape.head_dim);
+    }
+  }
+};
+
 void clear(const Partial& partial, const AttentionShape& shape) noexcept {
   std::fill_n(partial.out, std::size_t{shape.group()} * shape.head_dim, 0.f);
   std::fill_n(partial.lse, shape.group(), kEmptyLse);
@@ -133,31 +156,22 @@ void clear(const Partial& partial, const AttentionShape& shape) noexcept {
 void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream*) {
   if (tasks.empty()) return;
   for (const AttendTask& task : tasks) check("attend", shape, task.kv.layout);
-  thread_local std::vector<Unit> own_units;
-  thread_local Scratch own_scratch;
-  std::vector<Unit>& units = own_units;
-  const std::uint64_t bytes = cut(tasks, units);
-  float* const scratch = own_scratch.floats(units.size() * shape.group() * (shape.head_dim + std::uint64_t{1}));
-
-  // A task's first unit goes straight to its output. Who finishes its last unit merges the others in their order.
-  const std::vector<Share> shares = shares_of(units, tasks.size());
-  std::vector<std::atomic<std::uint32_t>> left(tasks.size());
+  const auto call = Lent<AttendCall>::reused(workers_);
+  call->tasks.assign(tasks.begin(), tasks.end());
+  call->shape = shape;
+  const std::uint64_t bytes = cut(call->tasks, call->units);
+  call->scratch = call->memory.floats(call->units.size() * shape.group() * (shape.head_dim + std::uint64_t{1}));
+  call->shares = shares_of(call->units, tasks.size());
+  call->left = std::vector<std::atomic<std::uint32_t>>(tasks.size());
   for (std::size_t i = 0; i < tasks.size(); ++i) {
-    left[i].store(shares[i].end - shares[i].begin, std::memory_order_relaxed);
-    if (shares[i].begin == shares[i].end) clear(tasks[i].out, shape);
+    const Share& share = call->shares[i];
+    call->left[i].store(share.end - share.begin, std::memory_order_relaxed);
+    if (share.begin == share.end) clear(tasks[i].out, shape);
     // Runs are never cut, so every one that has tokens gets its mass from one unit.
     if (tasks[i].masses != nullptr) std::fill_n(tasks[i].masses, tasks[i].runs.size() * shape.group(), kEmptyLse);
   }
-  for_each_unit(workers_, units.size(), bytes, [&](std::uint32_t i) {
-    const std::uint32_t index = units[i].task;
-    const AttendTask& task = tasks[index];
-    const Share& share = shares[index];
-    attend_unit(kernels_, task, shape, units[i], i == share.begin ? task.out : partial_at(scratch, i, shape));
-    if (left[index].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    for (std::uint32_t unit = share.begin + 1; unit < share.end; ++unit) {
-      merge_into(task.out, partial_at(scratch, unit, shape), shape.group(), shape.head_dim);
-    }
-  });
+  for_each_unit(workers_, call->units.size(), bytes,
+                [all = call.get(), &kernels = kernels_](std::uint32_t i) { all->run(kernels, i); });
 }
 
 void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream*) {
@@ -165,16 +179,16 @@ void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shap
   check("merge", shape);
   const std::uint32_t rows = shape.group();
   const std::size_t floats = std::size_t{rows} * shape.head_dim;
-  for_each_unit(workers_, tasks.size(), tasks.size() * tasks.front().parts.size() * floats * sizeof(float),
-                [&](std::uint32_t i) {
-                  const MergeTask& task = tasks[i];
+  for_each_task(workers_, tasks, tasks.size() * tasks.front().parts.size() * floats * sizeof(float),
+                [&kernels = kernels_for(kernels_, out_dtype), rows, floats,
+                 head_dim = shape.head_dim](const MergeTask& task) {
                   thread_local Scratch own_scratch;
                   float* const out = own_scratch.floats(floats + rows);
                   const Partial whole{.out = out, .lse = out + floats};
                   std::copy_n(task.parts.front().out, floats, whole.out);
                   std::copy_n(task.parts.front().lse, rows, whole.lse);
-                  for (const Partial& part : task.parts.subspan(1)) merge_into(whole, part, rows, shape.head_dim);
-                  kernels_for(kernels_, out_dtype).narrow(whole.out, task.out, floats);
+                  for (const Partial& part : task.parts.subspan(1)) merge_into(whole, part, rows, head_dim);
+                  kernels.narrow(whole.out, task.out, floats);
                   if (task.lse != nullptr) std::copy_n(whole.lse, rows, task.lse);
                 });
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/backend.hpp"
+#include "cpu/lent.hpp"
 #include "cpu/verbs.hpp"
 #include "sluice/error.hpp"
 #include "sluice/permutation.hpp"
@@ -29,6 +30,7 @@ bool is_finite(const float* row, std::uint32_t count) noexcept {
   return bad == 0;
 }
 
+/// One task. Lent, for its bodies refer to it.
 class KMeans {
  public:
   KMeans(const Workers& workers, const Kernels& kernels, const ClusterTask& task)
@@ -52,7 +54,7 @@ class KMeans {
       if (!assign()) return;
       list_members();
       workers_.parallel_for(static_cast<std::uint32_t>(div_up(task_.clusters, kBlockClusters)),
-                            [&](std::uint32_t block) { move_centroids(block * kBlockClusters); });
+                            [this](std::uint32_t block) { move_centroids(block * kBlockClusters); });
     }
   }
 
@@ -64,7 +66,7 @@ class KMeans {
   }
 
   void tile_centroids() {
-    workers_.parallel_for(tiles_, [&](std::uint32_t tile) {
+    workers_.parallel_for(tiles_, [this](std::uint32_t tile) {
       const std::uint32_t first = tile * kCentroidTile;
       for (std::uint32_t i = first; i < std::min(first + kCentroidTile, task_.clusters); ++i) {
         const float* const centroid = task_.centroids + std::size_t{i} * dim_;
@@ -81,8 +83,8 @@ class KMeans {
 
   /// Whether any key changed hands.
   bool assign() {
-    std::atomic<bool> changed = false;
-    workers_.parallel_for(static_cast<std::uint32_t>(div_up(task_.count, kBlockKeys)), [&](std::uint32_t block) {
+    changed_.store(false, std::memory_order_relaxed);
+    workers_.parallel_for(static_cast<std::uint32_t>(div_up(task_.count, kBlockKeys)), [this](std::uint32_t block) {
       thread_local Scratch scratch;
       const std::uint32_t first = block * kBlockKeys;
       const std::uint32_t rows = std::min(kBlockKeys, task_.count - first);
@@ -99,9 +101,9 @@ class KMeans {
                         .nearest = found});
       if (std::equal(found, found + rows, task_.assignment + first)) return;
       std::copy_n(found, rows, task_.assignment + first);
-      changed.store(true, std::memory_order_relaxed);
+      changed_.store(true, std::memory_order_relaxed);
     });
-    return changed.load(std::memory_order_relaxed);
+    return changed_.load(std::memory_order_relaxed);
   }
 
   /// members_[starts_[i], starts_[i + 1]) become the keys of cluster i, ascending.
@@ -135,13 +137,14 @@ class KMeans {
 
   const Workers& workers_;
   const Kernels& kernels_;
-  const ClusterTask& task_;
+  ClusterTask task_;
   std::uint32_t dim_;
   std::uint32_t tiles_;
   std::vector<float> tiled_;       ///< [tiles, head_dim, kCentroidTile]
   std::vector<float> half_norms_;  ///< [tiles, kCentroidTile]
   std::vector<std::uint32_t> starts_;
   std::vector<std::uint32_t> members_;
+  std::atomic<bool> changed_{false};
 };
 
 void check_counts(const ClusterTask& task) {
@@ -160,7 +163,7 @@ void Backend::cluster(std::span<const ClusterTask> tasks, Stream*) {
     check_counts(task);
   }
   for (const ClusterTask& task : tasks) {
-    if (task.count != 0) KMeans(workers_, kernels_, task).run();
+    if (task.count != 0) Lent<KMeans>(workers_, workers_, kernels_, task)->run();
   }
 }
 

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cpu/backend.hpp"
+#include "cpu/lent.hpp"
 #include "cpu/prompt_rows.hpp"
 #include "cpu/verbs.hpp"
 #include "sluice/error.hpp"
@@ -129,8 +130,16 @@ class BlockRun {
   }
 
   const Kernels& kernels_;
-  const AttentionShape& shape_;
-  const PrefillShape& strides_;
+  AttentionShape shape_;
+  PrefillShape strides_;
+};
+
+struct PrefillCall {
+  PrefillCall(std::span<const PrefillTask> of, const BlockRun& how) : tasks(of.begin(), of.end()), run(how) {}
+
+  std::vector<PrefillTask> tasks;
+  std::vector<Block> blocks;  ///< point to `tasks`
+  BlockRun run;
 };
 
 void check_windows(const PrefillTask& task) {
@@ -148,8 +157,9 @@ void Backend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& st
     check_windows(task);
   }
   const std::uint32_t tokens = block_tokens(tasks, shape.group(), workers_.threads());
-  std::vector<Block> blocks;
-  for (const PrefillTask& task : tasks) {
+  const Lent<PrefillCall> call(workers_, tasks, BlockRun(kernels_, shape, strides));
+  std::vector<Block>& blocks = call->blocks;
+  for (const PrefillTask& task : call->tasks) {
     if (task.blocks != nullptr) {
       add_chosen_blocks(task, shape.group(), blocks);
     } else {
@@ -158,8 +168,8 @@ void Backend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& st
   }
   // The longest blocks go first, so that no thread ends with one of them.
   std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.work > b.work; });
-  const BlockRun run(kernels_, shape, strides);
-  workers_.parallel_for(static_cast<std::uint32_t>(blocks.size()), [&](std::uint32_t i) { run(blocks[i]); });
+  workers_.parallel_for(static_cast<std::uint32_t>(blocks.size()),
+                        [all = call.get()](std::uint32_t i) { all->run(all->blocks[i]); });
 }
 
 }  // namespace sluice::cpu

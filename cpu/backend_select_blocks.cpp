@@ -9,6 +9,7 @@
 
 #include "cpu/backend.hpp"
 #include "cpu/flex_choice.hpp"
+#include "cpu/lent.hpp"
 #include "cpu/prompt_rows.hpp"
 #include "cpu/verbs.hpp"
 #include "sluice/error.hpp"
@@ -64,6 +65,7 @@ struct Piece {
   std::uint32_t index = 0;  ///< range or head
 };
 
+/// One call. Lent, for its bodies refer to it.
 class BlockSelection {
  public:
   BlockSelection(const Workers& workers, const Kernels& kernels, const FlexPrefillSpec& spec,
@@ -71,7 +73,8 @@ class BlockSelection {
       : workers_(workers), kernels_(kernels), spec_(spec), strides_(strides), shape_(shape) {}
 
   void run(std::span<const SelectBlocksTask> tasks) {
-    for (const SelectBlocksTask& task : tasks) {
+    tasks_.assign(tasks.begin(), tasks.end());
+    for (const SelectBlocksTask& task : tasks_) {
       if (task.count == 0) continue;
       Chunk chunk(task, spec_, shape_.group());
       if (chunk.grid.everything()) {
@@ -84,12 +87,15 @@ class BlockSelection {
     for_all(&Chunk::heads, [this](Chunk& chunk, std::uint32_t head) { choose(chunk, head); });
   }
 
-  /// The sums alone. `chunked[i]` is tasks[i] as a chunk.
-  void run(std::span<const SumAttentionTask> tasks, std::span<const SelectBlocksTask> chunked) {
-    for (std::size_t i = 0; i < tasks.size(); ++i) chunks_.emplace_back(chunked[i], tasks[i], shape_.group());
+  /// The sums alone.
+  void run(std::span<const SumAttentionTask> tasks) {
+    sums_.assign(tasks.begin(), tasks.end());
+    for (const SumAttentionTask& task : sums_)
+      tasks_.push_back({.q = task.q, .kv = task.kv, .first = task.first, .count = task.count});
+    for (std::size_t i = 0; i < sums_.size(); ++i) chunks_.emplace_back(tasks_[i], sums_[i], shape_.group());
     sum();
-    for_all(&Chunk::heads, [&](Chunk& chunk, std::uint32_t head) {
-      const SumAttentionTask& task = tasks[static_cast<std::size_t>(&chunk - chunks_.data())];
+    for_all(&Chunk::heads, [this](Chunk& chunk, std::uint32_t head) {
+      const SumAttentionTask& task = sums_[static_cast<std::size_t>(&chunk - chunks_.data())];
       const std::uint32_t length = chunk.keys - chunk.sinks;
       std::copy_n(chunk.columns.data() + head * chunk.column_stride + chunk.sinks, length,
                   task.by_position + std::size_t{head} * length);
@@ -100,12 +106,12 @@ class BlockSelection {
  private:
   template <class Body>
   void for_all(std::uint32_t Chunk::*count, const Body& body) {
-    std::vector<Piece> pieces;
+    pieces_.clear();
     for (Chunk& chunk : chunks_) {
-      for (std::uint32_t i = 0; i < chunk.*count; ++i) pieces.push_back({.chunk = &chunk, .index = i});
+      for (std::uint32_t i = 0; i < chunk.*count; ++i) pieces_.push_back({.chunk = &chunk, .index = i});
     }
-    workers_.parallel_for(static_cast<std::uint32_t>(pieces.size()),
-                          [&](std::uint32_t i) { body(*pieces[i].chunk, pieces[i].index); });
+    workers_.parallel_for(static_cast<std::uint32_t>(pieces_.size()),
+                          [this, body](std::uint32_t i) { body(*pieces_[i].chunk, pieces_[i].index); });
   }
 
   void sum() {
@@ -295,28 +301,27 @@ class BlockSelection {
 
   const Workers& workers_;
   const Kernels& kernels_;
-  const FlexPrefillSpec& spec_;
-  const PrefillShape& strides_;
-  const AttentionShape& shape_;
-  std::vector<Chunk> chunks_;
+  FlexPrefillSpec spec_;
+  PrefillShape strides_;
+  AttentionShape shape_;
+  std::vector<SelectBlocksTask> tasks_;  ///< for sums, these as chunks
+  std::vector<SumAttentionTask> sums_;
+  std::vector<Chunk> chunks_;  ///< point to `tasks_`
+  std::vector<Piece> pieces_;  ///< point to `chunks_`
 };
 
 }  // namespace
 
 void Backend::sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
                             const AttentionShape& shape, Stream*) {
-  std::vector<SelectBlocksTask> chunked;
-  for (const SumAttentionTask& task : tasks) {
-    check("sum_attention", shape, task.kv.layout);
-    chunked.push_back({.q = task.q, .kv = task.kv, .first = task.first, .count = task.count});
-  }
-  BlockSelection(workers_, kernels_, {}, strides, shape).run(tasks, chunked);
+  for (const SumAttentionTask& task : tasks) check("sum_attention", shape, task.kv.layout);
+  Lent<BlockSelection>(workers_, workers_, kernels_, FlexPrefillSpec{}, strides, shape)->run(tasks);
 }
 
 void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
                             const PrefillShape& strides, const AttentionShape& shape, Stream*) {
   for (const SelectBlocksTask& task : tasks) check("select_blocks", shape, task.kv.layout);
-  BlockSelection(workers_, kernels_, spec, strides, shape).run(tasks);
+  Lent<BlockSelection>(workers_, workers_, kernels_, spec, strides, shape)->run(tasks);
 }
 
 std::uint64_t Backend::select_blocks_scratch_bytes(std::uint32_t, std::uint32_t, const AttentionShape&) const {

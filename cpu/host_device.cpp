@@ -197,6 +197,8 @@ std::unique_ptr<Stream> HostDevice::create_stream(const std::string& name) {
 
 std::unique_ptr<Event> HostDevice::create_event() { return std::make_unique<HostEvent>(); }
 
+bool HostDevice::lost() const noexcept { return impl_->workers->lost(); }
+
 void HostDevice::misbehave(const Misbehaviour& misbehaviour) {
   Mischief::validate(misbehaviour);
   impl_->mischief->change(misbehaviour);

@@ -50,6 +50,7 @@ class HostDevice final : public Device {
   [[nodiscard]] std::unique_ptr<Registration> register_host(std::span<std::byte> memory) override;
   [[nodiscard]] std::unique_ptr<Stream> create_stream(const std::string& name) override;
   [[nodiscard]] std::unique_ptr<Event> create_event() override;
+  [[nodiscard]] bool lost() const noexcept override;
 
   /// Changes how the device misbehaves from the next enqueued operation on; for tests that build in peace.
   /// Every stream then draws anew from the given seed.  @throws Error{Errc::invalid_argument}

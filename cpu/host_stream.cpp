@@ -31,7 +31,7 @@ Flag::State await(const Flag& flag, std::uint64_t value, Deadline deadline, cons
   const auto arrived = [&] { return flag.state(value) != Flag::State::pending; };
   std::chrono::microseconds nap{20};
   if (!spin_until(arrived)) {
-    while (!arrived() && Clock::now() < deadline && sleep(nap, stop)) nap = std::min(2 * nap, kLongestNap);
+    while (!arrived() && RunClock::now() < deadline && sleep(nap, stop)) nap = std::min(2 * nap, kLongestNap);
   }
   return flag.state(value);
 }
@@ -87,7 +87,7 @@ void HostStream::synchronize(Deadline deadline) {
   const auto drained = [this] { return pending_.load(std::memory_order_acquire) == 0; };
   if (!spin_until(drained)) {
     std::unique_lock lock(mutex_);
-    if (!drained_.wait_until(lock, deadline, drained))
+    if (!wait_on(drained_, lock, deadline, drained))
       throw Error(Errc::timeout,
                   "stream '" + options_.name + "': " + std::to_string(pending_.load()) +
                       " operation(s) unfinished at the deadline; wait longer or look for a flag that nobody raises");
@@ -179,7 +179,7 @@ void HostStream::perform(Signal& signal, const Fate&, const std::stop_token&) {
 }
 
 void HostStream::perform(WaitFlag& wait, const Fate&, const std::stop_token& stop) {
-  const Flag::State state = await(*wait.flag, wait.value, Clock::now() + options_.flag_timeout, stop);
+  const Flag::State state = await(*wait.flag, wait.value, deadline_after(options_.flag_timeout), stop);
   if (state == Flag::State::reached || stop.stop_requested()) return;
   if (state == Flag::State::failed)
     fail("waited for a flag that failed", ("value " + std::to_string(wait.value)).c_str());

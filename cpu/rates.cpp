@@ -8,9 +8,11 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/backend.hpp"
+#include "cpu/lent.hpp"
 #include "cpu/verbs.hpp"
 #include "sluice/error.hpp"
 
@@ -31,7 +33,7 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 double gbps(std::uint64_t bytes, double seconds) { return static_cast<double>(bytes) / std::max(seconds, 1e-9) / 1e9; }
 
 /// Memory that is not touched before it is filled; in huge pages if the system has some, as the host pool is,
-/// and because small ones would take longer to fault in than everything else here.
+/// and because small ones would take longer to fault in than everything else here. Lent, for bodies refer to it.
 class Block {
  public:
   explicit Block(std::uint64_t bytes) : bytes_(div_up(bytes, kHugePage) * kHugePage) {
@@ -45,20 +47,22 @@ class Block {
   [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
 
   /// Copies `pattern` over the block again and again. Never zeros: zeros are faster than data.
-  void fill(const Workers& workers, const std::vector<std::byte>& pattern) const {
-    for_each_piece(workers, [&](std::uint64_t begin, std::uint64_t end) {
-      for (; begin < end; begin += pattern.size()) {
-        std::memcpy(data() + begin, pattern.data(), std::min<std::uint64_t>(pattern.size(), end - begin));
+  void fill(const Workers& workers, std::vector<std::byte> pattern) {
+    pattern_ = std::move(pattern);
+    for_each_piece(workers, [this](std::uint64_t begin, std::uint64_t end) {
+      for (; begin < end; begin += pattern_.size()) {
+        std::memcpy(data() + begin, pattern_.data(), std::min<std::uint64_t>(pattern_.size(), end - begin));
       }
     });
   }
 
   template <class Body>
   void for_each_piece(const Workers& workers, const Body& body) const {
-    workers.parallel_for(static_cast<std::uint32_t>(div_up(bytes_, kPieceBytes)), [&](std::uint32_t i) {
-      const std::uint64_t begin = i * kPieceBytes;
-      body(begin, std::min(begin + kPieceBytes, bytes_));
-    });
+    workers.parallel_for(static_cast<std::uint32_t>(div_up(bytes_, kPieceBytes)),
+                         [body, bytes = bytes_](std::uint32_t i) {
+                           const std::uint64_t begin = i * kPieceBytes;
+                           body(begin, std::min(begin + kPieceBytes, bytes));
+                         });
   }
 
  private:
@@ -68,6 +72,7 @@ class Block {
   };
   std::unique_ptr<std::byte, Free> data_;
   std::uint64_t bytes_;
+  std::vector<std::byte> pattern_;
 };
 
 /// Moderate random numbers as elements of `type`; any of them is a sane key, value or query.
@@ -96,7 +101,8 @@ std::uint64_t read_sum(const std::byte* data, std::uint64_t bytes) noexcept {
   return sum;
 }
 
-/// One KV head's pages over all of a block, attended by as many tasks as there are threads.
+/// One KV head's pages over all of a block, attended by as many tasks as there are threads. Lent: tasks point to what
+/// is here.
 class RateProbe {
  public:
   RateProbe(const Workers& workers, sluice::Backend& backend, const AttentionShape& shape, const PageLayout& layout,
@@ -114,24 +120,24 @@ class RateProbe {
 
   /// All pages, as runs.
   [[nodiscard]] double runs_gbps() {
-    std::vector<PageRun> runs;
+    runs_.clear();
     for (std::uint32_t page = 0; page < pages_; ++page) {
-      runs.push_back({.page = page, .begin = 0, .end = static_cast<std::uint16_t>(layout_.page_tokens)});
+      runs_.push_back({.page = page, .begin = 0, .end = static_cast<std::uint16_t>(layout_.page_tokens)});
     }
-    return attend_gbps(runs, {});
+    return attend_gbps(runs_, {});
   }
 
   /// About one row in eight, at uneven distances, of the first half: reading all pages has just put the second
   /// half into the cache in its place.
   [[nodiscard]] double tokens_gbps() {
-    std::vector<std::uint32_t> tokens;
+    tokens_.clear();
     std::uint32_t random = 1;
     for (std::uint64_t token = 0; token < std::uint64_t{pages_} / 2 * layout_.page_tokens;) {
-      tokens.push_back(static_cast<std::uint32_t>(token));
+      tokens_.push_back(static_cast<std::uint32_t>(token));
       random = random * 1664525u + 1013904223u;
       token += 1 + (random >> 28);
     }
-    return attend_gbps({}, tokens);
+    return attend_gbps({}, tokens_);
   }
 
  private:
@@ -156,11 +162,13 @@ class RateProbe {
   }
 
   sluice::Backend& backend_;
-  const AttentionShape& shape_;
-  const PageLayout& layout_;
-  const Block& memory_;
+  AttentionShape shape_;
+  PageLayout layout_;
+  const Block& memory_;  ///< lent as well
   std::uint32_t pages_ = 0;
   std::vector<std::uint32_t> frames_;
+  std::vector<PageRun> runs_;
+  std::vector<std::uint32_t> tokens_;
   std::vector<float> q_;
   std::vector<AttendTask> tasks_;
   std::vector<float> out_;
@@ -181,19 +189,19 @@ double copy_gbps(const Block& memory, std::uint64_t page_bytes) {
 }  // namespace
 
 double measure_read_gbps(const Workers& workers, std::uint64_t bytes) {
-  const Block memory(bytes);
-  if (memory.bytes() == 0) {
+  const Lent<Block> memory(workers, bytes);
+  if (memory->bytes() == 0) {
     throw Error(Errc::out_of_capacity, "cannot allocate " + std::to_string(bytes) + " bytes to measure the read rate over");
   }
-  memory.fill(workers, random_pattern(DType::f32, 16384));
+  memory->fill(workers, random_pattern(DType::f32, 16384));
   double best = 0.0;
-  std::atomic<std::uint64_t> sum{0};
+  const Lent<std::atomic<std::uint64_t>> sum(workers, 0u);
   for (int pass = 0; pass < kReadPasses; ++pass) {
     const auto start = Clock::now();
-    memory.for_each_piece(workers, [&](std::uint64_t begin, std::uint64_t end) {
-      sum.fetch_add(read_sum(memory.data() + begin, end - begin), std::memory_order_relaxed);
+    memory->for_each_piece(workers, [data = memory->data(), to = sum.get()](std::uint64_t begin, std::uint64_t end) {
+      to->fetch_add(read_sum(data + begin, end - begin), std::memory_order_relaxed);
     });
-    best = std::max(best, gbps(memory.bytes(), seconds_since(start)));
+    best = std::max(best, gbps(memory->bytes(), seconds_since(start)));
   }
   return best;
 }
@@ -201,15 +209,16 @@ double measure_read_gbps(const Workers& workers, std::uint64_t bytes) {
 CostRates measure_rates(const Workers& workers, Backend& backend, const AttentionShape& shape, const PageLayout& layout) {
   CostRates rates;
   std::uint64_t bytes = kRatesBytes;
-  Block memory(bytes);
+  const Lent<Block> lent(workers, bytes);
+  Block& memory = *lent;
   while (memory.bytes() == 0 && bytes > kLeastBytes) memory = Block(bytes /= 2);
   if (memory.bytes() < 2 * layout.page_bytes()) return rates;
   memory.fill(workers, random_pattern(layout.dtype, 16384));
-  RateProbe probe(workers, backend, shape, layout, memory);
+  const Lent<RateProbe> probe(workers, workers, backend, shape, layout, memory);
   rates.far_runs_gbps = rates.far_tokens_gbps = 0.0;
   for (int pass = 0; pass < kRatePasses; ++pass) {
-    rates.far_runs_gbps = std::max(rates.far_runs_gbps, probe.runs_gbps());
-    rates.far_tokens_gbps = std::max(rates.far_tokens_gbps, probe.tokens_gbps());
+    rates.far_runs_gbps = std::max(rates.far_runs_gbps, probe->runs_gbps());
+    rates.far_tokens_gbps = std::max(rates.far_tokens_gbps, probe->tokens_gbps());
   }
   rates.near_gbps = rates.far_runs_gbps;  // The host device's memory is the same memory.
   rates.link_gbps = copy_gbps(memory, layout.page_bytes());

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
+#include <utility>
 
 #include "cpu/limits.hpp"
 #include "sluice/error.hpp"
@@ -24,6 +25,17 @@ std::string gib(std::uint64_t bytes) {
 
 }  // namespace
 
+/// Memory of its own, for a worker that does not return may still be touching it.
+struct Slab::Mapping final : Kept {
+  explicit Mapping(std::uint64_t wanted)
+      : bytes(wanted), data(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {}
+  ~Mapping() override {
+    if (data != MAP_FAILED) (void)::munmap(data, bytes);
+  }
+  std::uint64_t bytes;
+  void* data;
+};
+
 Slab::Slab(const SlabOptions& options, const Topology& topology, const Workers& workers) : bytes_(options.bytes) {
   const std::uint64_t available = available_memory_bytes();
   if (bytes_ > available)
@@ -37,12 +49,10 @@ Slab::Slab(const SlabOptions& options, const Topology& topology, const Workers& 
   try {
     touch(workers);
   } catch (...) {
-    (void)::munmap(mapped_, mapped_bytes_);
+    if (workers.lost()) workers.keep(std::move(mapping_));
     throw;
   }
 }
-
-Slab::~Slab() { (void)::munmap(mapped_, mapped_bytes_); }
 
 std::uint64_t Slab::os_page_bytes() noexcept {
   static const auto bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
@@ -51,26 +61,25 @@ std::uint64_t Slab::os_page_bytes() noexcept {
 
 void Slab::map(std::uint64_t alignment) {
   // mmap aligns to OS pages only; what is mapped in excess is never touched and so costs nothing.
-  mapped_bytes_ = bytes_ + (alignment - os_page_bytes());
-  void* const raw = ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (raw == MAP_FAILED) {
+  auto mapping = std::make_unique<Mapping>(bytes_ + (alignment - os_page_bytes()));
+  if (mapping->data == MAP_FAILED) {
     const std::string cause = std::generic_category().message(errno);
     throw Error(Errc::out_of_capacity, "host memory: mmap of " + gib(bytes_) + " failed (" + cause +
                                            "), the machine has " + gib(available_memory_bytes()) +
                                            " left; ask for less or raise `ulimit -v`");
   }
-  mapped_ = static_cast<std::byte*>(raw);
-  const auto address = reinterpret_cast<std::uintptr_t>(raw);
-  data_ = mapped_ + (div_up(address, alignment) * alignment - address);
+  const auto address = reinterpret_cast<std::uintptr_t>(mapping->data);
+  data_ = static_cast<std::byte*>(mapping->data) + (div_up(address, alignment) * alignment - address);
+  mapping_ = std::move(mapping);
 }
 
 void Slab::touch(const Workers& workers) const {
   const auto pieces = static_cast<std::uint32_t>(div_up(bytes_, kTouchBytes));
-  workers.parallel_for(pieces, [this](std::uint32_t piece) {
+  workers.parallel_for(pieces, [data = data_, bytes = bytes_](std::uint32_t piece) {
     const std::uint64_t begin = piece * kTouchBytes;
-    const std::uint64_t end = std::min(begin + kTouchBytes, bytes_);
+    const std::uint64_t end = std::min(begin + kTouchBytes, bytes);
     for (std::uint64_t at = begin; at < end; at += os_page_bytes())
-      *const_cast<volatile std::byte*>(data_ + at) = std::byte{0};
+      *const_cast<volatile std::byte*>(data + at) = std::byte{0};
   });
 }
 

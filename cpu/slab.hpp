@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
+#include "cpu/kept.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
 
@@ -22,13 +24,13 @@ struct SlabOptions {
 };
 
 /// Anonymous memory of the host, bound to a NUMA node as far as the system allows and touched in parallel,
-/// so that neither a kernel nor a registration meets a page fault. Zero-filled. Unmapped by the destructor.
+/// so that neither a kernel nor a registration meets a page fault. Zero-filled. Unmapped by the destructor, or
+/// by the last worker that touches it, should the constructor have given that worker up.
 class Slab {
  public:
   /// @throws Error{Errc::out_of_capacity} naming what was asked and what the machine has left, before a
   /// single page was touched: the out-of-memory killer would not say why.
   Slab(const SlabOptions& options, const Topology& topology, const Workers& workers);
-  ~Slab();
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
 
@@ -37,12 +39,13 @@ class Slab {
   [[nodiscard]] static std::uint64_t os_page_bytes() noexcept;
 
  private:
+  struct Mapping;
+
   void map(std::uint64_t alignment);
   void touch(const Workers& workers) const;
 
-  std::byte* mapped_ = nullptr;  ///< start of the mapping; `data_` is its first aligned address
-  std::uint64_t mapped_bytes_ = 0;
-  std::byte* data_ = nullptr;
+  std::unique_ptr<Kept> mapping_;
+  std::byte* data_ = nullptr;  ///< its first aligned address
   std::uint64_t bytes_ = 0;
 };
 

@@ -23,7 +23,7 @@ inline void relax() noexcept {
 /// True as soon as `ready()` is; false if it is not within kSpin.
 template <class Ready>
 [[nodiscard]] bool spin_until(Ready&& ready) {
-  const Deadline end = Clock::now() + kSpin;
+  const Clock::time_point end = Clock::now() + kSpin;
   do {
     if (ready()) return true;
     relax();

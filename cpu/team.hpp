@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/kept.hpp"
+
 namespace sluice::cpu {
 
 /// Threads that wait for work by spinning, then by sleeping. A layer of a decode step gives its workers some
@@ -14,8 +16,7 @@ namespace sluice::cpu {
 ///
 /// A body that does not return costs the team, not the process. Once the caller has waited `timeout` for it, `run`
 /// throws and the team is lost for good: every later `run` throws at once, and the destructor leaves the stuck thread
-/// behind with what it needs of the team. Should its body go on after all, it still refers to what it captured, most
-/// of which has gone with its caller by then; nothing here can help that.
+/// behind with what it needs of the team: the body, which the team owns, and what it was given to `keep`.
 /// Thread safety: `run` may be called from several threads at once, and from inside a body.
 class Team {
  public:
@@ -25,6 +26,9 @@ class Team {
     std::chrono::milliseconds timeout{30'000};           ///< how long a caller that is through waits for helpers
     std::vector<std::uint32_t> cores;                    ///< [helpers] where they are bound, for messages; may be empty
     std::function<void(std::uint32_t helper)> on_start;  ///< on each helper, first; must not throw; may be empty
+    /// Before each body, on the thread that runs it: 0 the caller, 1 + i helper i. For tests that stall threads; may be
+    /// empty.
+    std::function<void(std::uint32_t thread)> before_body;
   };
   explicit Team(Options options);
   /// Nothing may run any more, unless the team is lost.
@@ -36,10 +40,15 @@ class Team {
   /// have returned. The first exception of a body is rethrown; indices not begun by then are left out.
   /// @throws Error{Errc::timeout} naming the helper that did not come back in time, or if the team is lost already.
   /// A body that blocks the caller itself blocks this call: the caller's own share is not watched.
-  void run(std::uint32_t count, const std::function<void(std::uint32_t)>& body);
+  /// What the body refers to must stay until `run` returns or, once it has thrown that error, be given to `keep`.
+  void run(std::uint32_t count, std::function<void(std::uint32_t)> body);
 
   /// A body has not returned in time.
   [[nodiscard]] bool lost() const noexcept;
+
+  /// Destroys `memory` once no helper is in a call that has been given up: at once, or by the last helper that leaves
+  /// one, or never. It may own the team.
+  void keep(std::unique_ptr<Kept> memory) noexcept;
 
  private:
   struct State;

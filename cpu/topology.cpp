@@ -1,8 +1,10 @@
 #include "cpu/topology.hpp"
 
 #include <hwloc.h>
+#include <hwloc/linux.h>
 
 #include <algorithm>
+#include <cctype>
 #include <new>
 #include <sstream>
 #include <utility>
@@ -116,6 +118,14 @@ Topology::Topology(const std::string& synthetic) {
   impl_ = std::make_shared<const Impl>(std::move(handle));
 }
 
+Topology Topology::from_xml(const std::string& path) {
+  Handle handle = create();
+  if (hwloc_topology_set_io_types_filter(handle.get(), HWLOC_TYPE_FILTER_KEEP_IMPORTANT) != 0 ||
+      hwloc_topology_set_xml(handle.get(), path.c_str()) != 0 || hwloc_topology_load(handle.get()) != 0)
+    throw Error(Errc::invalid_argument, "'" + path + "' is no topology that hwloc can read; write it with lstopo");
+  return Topology(std::make_shared<const Impl>(std::move(handle)));
+}
+
 std::uint32_t Topology::numa_nodes() const noexcept {
   return std::max(1u, count_of(impl_->handle.get(), HWLOC_OBJ_NUMANODE));
 }
@@ -132,6 +142,32 @@ std::vector<std::uint32_t> Topology::core_order(std::uint32_t numa_node) const {
   order.reserve(cores.size());
   for (const Impl::Core& core : cores) order.push_back(core.pu);
   return order;
+}
+
+std::optional<std::uint32_t> Topology::nearest_node(const std::string& pci_bus_id, const std::string& root) const {
+  const hwloc_topology_t topology = impl_->handle.get();
+  const Bitmap near(hwloc_bitmap_alloc());
+  if (!near) throw std::bad_alloc();
+  if (const hwloc_obj_t device = hwloc_get_pcidev_by_busidstring(topology, pci_bus_id.c_str()); device != nullptr) {
+    hwloc_bitmap_copy(near.get(), hwloc_get_non_io_ancestor_obj(topology, device)->cpuset);
+  } else {
+    // Of this machine hwloc was not asked for devices, which takes long; the kernel knows the one that matters.
+    std::string name = pci_bus_id;
+    std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+    const std::string file = root + "/sys/bus/pci/devices/" + name + "/local_cpus";
+    const bool elsewhere = synthetic() && root == "/";
+    if (name.empty() || elsewhere || hwloc_linux_read_path_as_cpumask(file.c_str(), near.get()) != 0) return {};
+  }
+  std::optional<std::uint32_t> nearest;
+  bool all = true;
+  for (std::uint32_t i = 0; i < count_of(topology, HWLOC_OBJ_NUMANODE); ++i) {
+    const hwloc_const_cpuset_t cores = impl_->node(i)->cpuset;
+    if (hwloc_bitmap_iszero(cores) != 0) continue;  // Memory without cores.
+    const bool touches = hwloc_bitmap_intersects(cores, near.get()) != 0;
+    all = all && touches;
+    if (touches && !nearest) nearest = i;
+  }
+  return all ? std::nullopt : nearest;
 }
 
 bool Topology::synthetic() const noexcept { return !impl_->real(); }

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace sluice::cpu {
@@ -16,6 +18,9 @@ class Topology {
   /// A machine that nobody owns, in hwloc's synthetic language, e.g. "numa:2 core:4 pu:2".
   /// Binding calls do nothing on it.  @throws Error{Errc::invalid_argument} naming the description.
   explicit Topology(const std::string& synthetic);
+  /// A machine that hwloc has described as XML (`lstopo machine.xml`), its PCI devices included. Binding calls do
+  /// nothing on it.  @throws Error{Errc::invalid_argument} naming the file.
+  [[nodiscard]] static Topology from_xml(const std::string& path);
 
   [[nodiscard]] std::uint32_t numa_nodes() const noexcept;
   /// Physical cores that the process may use, over all nodes; at least 1. Fewer than core_order() lists
@@ -24,7 +29,13 @@ class Topology {
   /// OS index of the first PU of each usable core, cores of `numa_node` (logical
   /// index, below numa_nodes()) first, then the rest.
   [[nodiscard]] std::vector<std::uint32_t> core_order(std::uint32_t numa_node) const;
+  /// Whether it is another machine than this one.
   [[nodiscard]] bool synthetic() const noexcept;
+  /// The node (logical index) whose cores are nearest to a PCI device, given as "0000:1b:00.0". Empty if the machine
+  /// does not say: no such device, or one that is as near to all nodes, as in many virtual machines. `root` is "/", or
+  /// a directory with a `sys` of its own for tests.
+  [[nodiscard]] std::optional<std::uint32_t> nearest_node(const std::string& pci_bus_id,
+                                                          const std::string& root = "/") const;
   /// Total memory of a node in bytes; 0 if unknown.
   [[nodiscard]] std::uint64_t node_memory_bytes(std::uint32_t numa_node) const noexcept;
   /// Binds the calling thread to one PU. False if the system refuses; never throws.
@@ -36,6 +47,7 @@ class Topology {
 
  private:
   struct Impl;
+  explicit Topology(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
   std::shared_ptr<const Impl> impl_;
 };
 

@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "cpu/kernels.hpp"
+#include "cpu/lent.hpp"
 #include "cpu/workers.hpp"
+#include "sluice/backend.hpp"
 #include "sluice/page.hpp"
 #include "sluice/partial.hpp"
 #include "sluice/shape.hpp"
@@ -50,14 +52,27 @@ inline void check(const char* verb, const AttentionShape& shape, const PageLayou
 /// verbs are also called from inside workers, where every thread has work already.
 inline constexpr std::uint64_t kWorthSharing = 512 * KiB;
 
-/// body(i) for 0 <= i < count; on all workers if the memory that it touches makes that worthwhile.
+/// body(i) for 0 <= i < count; on all workers if the memory that it touches makes that worthwhile. They copy the body:
+/// what it refers to is Lent, or memory that the verb's tasks point to.
 template <class Body>
 void for_each_unit(const Workers& workers, std::size_t count, std::uint64_t bytes, const Body& body) {
   if (bytes >= kWorthSharing) {
-    workers.parallel_for(static_cast<std::uint32_t>(count), [&body](std::uint32_t i) { body(i); });
+    workers.parallel_for(static_cast<std::uint32_t>(count), body);
   } else {
     for (std::size_t i = 0; i < count; ++i) body(static_cast<std::uint32_t>(i));
   }
+}
+
+/// body(task) for each of a verb's tasks, likewise. Shared tasks are copied: the array is the caller's.
+template <class Task, class Body>
+void for_each_task(const Workers& workers, std::span<const Task> tasks, std::uint64_t bytes, const Body& body) {
+  if (tasks.size() <= 1 || bytes < kWorthSharing) {
+    for (const Task& task : tasks) body(task);
+    return;
+  }
+  const Lent<std::vector<Task>> lent(workers, tasks.begin(), tasks.end());
+  workers.parallel_for(static_cast<std::uint32_t>(tasks.size()),
+                       [first = lent->data(), body](std::uint32_t i) { body(first[i]); });
 }
 
 /// Memory that a thread keeps between calls; kernels like whole cache lines.
@@ -83,7 +98,7 @@ void merge_into(const Partial& whole, const Partial& part, std::uint32_t rows, s
 /// The largest min(k, count) of `values`, as TopKTask orders them, to `out`; returns how many.
 std::uint32_t select_top_k(const float* values, std::uint32_t count, std::uint32_t k, std::uint32_t* out);
 
-/// Marks what a TopPTask keeps in `mask`; returns how many.
-std::uint32_t select_top_p(const Kernels& kernels, std::span<const float> values, float p, std::uint32_t* mask);
+/// Marks what `task` keeps in its mask; returns how many.
+std::uint32_t select_top_p(const Kernels& kernels, const TopPTask& task);
 
 }  // namespace sluice::cpu

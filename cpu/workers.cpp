@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/team.hpp"
@@ -51,7 +52,8 @@ Workers::Workers(const Topology& topology, const WorkersOptions& options) : impl
                      .spin = spin_time(options, impl_->threads, topology.cores()),
                      .timeout = options.timeout,
                      .cores = {},
-                     .on_start = {}};
+                     .on_start = {},
+                     .before_body = options.before_body};
   if (options.pin && !topology.synthetic()) {
     team.cores = helper_cores(topology, options, team.helpers);
     team.on_start = [topology, cores = team.cores](std::uint32_t helper) { topology.bind_this_thread(cores[helper]); };
@@ -63,14 +65,18 @@ Workers::~Workers() = default;
 
 std::uint32_t Workers::threads() const noexcept { return impl_->threads; }
 
-void Workers::parallel_for(std::uint32_t count, const std::function<void(std::uint32_t)>& body) const {
+void Workers::parallel_for(std::uint32_t count, std::function<void(std::uint32_t)> body) const {
   if (!impl_->team || (count <= 1 && !lost())) {
     for (std::uint32_t i = 0; i < count; ++i) body(i);
     return;
   }
-  impl_->team->run(count, body);
+  impl_->team->run(count, std::move(body));
 }
 
 bool Workers::lost() const noexcept { return impl_->team && impl_->team->lost(); }
+
+void Workers::keep(std::unique_ptr<Kept> memory) const noexcept {
+  if (impl_->team) impl_->team->keep(std::move(memory));
+}
 
 }  // namespace sluice::cpu

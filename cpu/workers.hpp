@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 
+#include "cpu/kept.hpp"
 #include "cpu/topology.hpp"
 
 namespace sluice::cpu {
@@ -18,6 +19,9 @@ struct WorkersOptions {
   std::chrono::microseconds spin{-1};
   /// How long a caller of parallel_for whose own share is done waits for the others. At least 1 ms.
   std::chrono::milliseconds timeout{30'000};
+  /// Called before each body of a parallel_for that is shared, on the thread that runs it: 0 the caller, 1 and up the
+  /// workers. For tests that stall threads; may be empty.
+  std::function<void(std::uint32_t thread)> before_body{};
 };
 
 /// Threads for host work, bound through hwloc. The caller of parallel_for works too. Nested and concurrent calls are
@@ -34,11 +38,14 @@ class Workers {
   /// one item, inline. The first exception of a body is rethrown after all running bodies have returned.
   /// @throws Error{Errc::timeout} naming the worker whose body did not return in time. The workers are lost then: later
   /// calls throw at once, and destroying them leaves the stuck thread behind. If its body goes on after all, it still
-  /// refers to what it captured: memory that must outlive it, or it is undefined what happens. What the caller's own
-  /// share does is not watched.
-  void parallel_for(std::uint32_t count, const std::function<void(std::uint32_t)>& body) const;
+  /// uses what it refers to. The body itself is the workers' own; what it points to must be Lent (cpu/lent.hpp), or
+  /// stay as long as the process. What the caller's own share does is not watched.
+  void parallel_for(std::uint32_t count, std::function<void(std::uint32_t)> body) const;
   /// A call timed out; see parallel_for.
   [[nodiscard]] bool lost() const noexcept;
+  /// Destroys `memory` once no worker is in a call that timed out: at once, or on the last such worker's thread, or
+  /// never. It may own these workers.
+  void keep(std::unique_ptr<Kept> memory) const noexcept;
 
  private:
   struct Impl;

@@ -1,5 +1,7 @@
 // Verbs that estimate attention by 4-bit copies of keys, and keep what is heavy (Twilight).
 
+#include <algorithm>
+
 #include "gpu/backend.hpp"
 #include "gpu/kernels/int4.hpp"
 #include "gpu/kernels/top_p.hpp"
@@ -19,7 +21,10 @@ void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionSh
   if (tasks.empty()) return;
   check_supported("score_int4", shape, layout);
   CudaStream& cuda = cuda_stream(stream, "score_int4");
-  const ScoreInt4Shape score{.layout = Int4Layout(layout), .group = shape.group(), .multiprocessors = multiprocessors_};
+  const ScoreInt4Shape score{.layout = Int4Layout(layout),
+                             .dtype = layout.dtype,
+                             .group = shape.group(),
+                             .multiprocessors = multiprocessors_};
   for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_score_int4(array, score, cuda.handle()); });
 }
 
@@ -32,10 +37,14 @@ void Backend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
     rows.count = 0;
   };
   for (const TopPTask& task : tasks) {
+    const auto count = static_cast<std::uint32_t>(task.values.size());
+    const std::uint32_t end = std::min(task.end, count);
     rows.inlined[rows.count++] = {.values = task.values.data(),
                                   .mask = task.mask,
                                   .kept = task.count,
-                                  .count = static_cast<std::uint32_t>(task.values.size()),
+                                  .count = count,
+                                  .begin = std::min(task.begin, end),
+                                  .end = end,
                                   .p = task.p};
     if (rows.count == TaskArray<TopPRow>::kInline) launch();
   }

@@ -4,6 +4,7 @@
 #include <nvtx3/nvToolsExt.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -189,6 +190,24 @@ void require_usable(const cudaDeviceProp& properties, int ordinal) {
   check(cudaSetDevice(ordinal), "make the GPU current");
 }
 
+std::string pci_bus_id_of(int ordinal) {
+  char bus[32] = {};
+  check(cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal), "read the GPU's place on the bus");
+  return bus;
+}
+
+/// Of the device's memory, by its clock and width; 0 if CUDA does not say.
+double peak_memory_gbps(int ordinal) noexcept {
+  int kilohertz = 0;
+  int bits = 0;
+  if (cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, ordinal) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, ordinal) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return 0.0;
+  }
+  return 2.0 * kilohertz * bits / 8 * 1e-6;  // Two transfers per cycle.
+}
+
 std::unique_ptr<Backend> make_backend(const cudaDeviceProp& properties) {
   try {
     return std::make_unique<Backend>(static_cast<std::uint32_t>(properties.multiProcessorCount));
@@ -208,7 +227,11 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
   const std::uint64_t limit = options.memory_bytes != 0
                                   ? std::min<std::uint64_t>(options.memory_bytes, properties.totalGlobalMem)
                                   : properties.totalGlobalMem;
-  info_ = {.name = properties.name, .memory_bytes = limit, .host_memory = false};
+  info_ = {.name = properties.name,
+           .memory_bytes = limit,
+           .host_memory = false,
+           .pci_bus_id = pci_bus_id_of(options.ordinal)};
+  peak_memory_gbps_ = peak_memory_gbps(options.ordinal);
   multiprocessors_ = static_cast<std::uint32_t>(properties.multiProcessorCount);
   backend_ = make_backend(properties);
   core_ = std::make_shared<DeviceCore>(options, limit);
@@ -243,16 +266,33 @@ std::unique_ptr<Event> CudaDevice::create_event() {
   return std::make_unique<CudaEvent>(core_);
 }
 
+DeviceRates CudaDevice::rates(std::uint64_t page_bytes) const {
+  // A straight line through two counts of pages: what a batch costs, and what each further page does.
+  constexpr std::uint32_t kFew = 8;
+  constexpr std::uint32_t kMany = 512;
+  constexpr double kAttention = 0.8;  // Of the peak: what dense attention reaches on one H200 from 128K tokens on.
+  const PathChooser& chooser = core_->chooser;
+  PathChooser::Batch batch{.load = TransferLoad::idle, .block_bytes = page_bytes, .blocks = kMany};
+  const TransferPath path = core_->path == TransferPath::automatic ? chooser.choose(batch) : core_->path;
+  const double many_us = chooser.device_us(path, batch);
+  batch.blocks = kFew;
+  const double few_us = chooser.device_us(path, batch);
+  const double page_us = (many_us - few_us) / (kMany - kFew);
+  DeviceRates rates{.near_gbps = kAttention * peak_memory_gbps_};
+  if (!std::isfinite(page_us) || page_us <= 0.0) return rates;  // A profile without this path.
+  rates.link_gbps = static_cast<double>(page_bytes) / page_us * 1e-3;
+  rates.link_latency_us = std::max(0.0, few_us - kFew * page_us);
+  return rates;
+}
+
 void CudaDevice::mark_begin(const char* name) noexcept { (void)nvtxRangePushA(name); }
 
 void CudaDevice::mark_end() noexcept { (void)nvtxRangePop(); }
 
 CudaDeviceFacts facts_of(int ordinal) {
   CudaDeviceFacts facts{.name = properties_of(ordinal).name};
-  char bus[32] = {};
-  check(cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal), "read the GPU's place on the bus");
   check(cudaDriverGetVersion(&facts.driver), "read the driver's version");
-  facts.pci_bus_id = bus;
+  facts.pci_bus_id = pci_bus_id_of(ordinal);
   return facts;
 }
 

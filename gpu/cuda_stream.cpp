@@ -26,14 +26,16 @@ constexpr std::chrono::milliseconds kDrain{1000};
 /// True once `ready()` is, false at the deadline. Looks at least once.
 template <class Ready>
 bool poll(Deadline deadline, Ready&& ready) {
-  const Deadline spin_end = Clock::now() + kSpin;
+  const Clock::time_point spin_end = Clock::now() + kSpin;
+  do {
+    if (ready()) return true;
+  } while (Clock::now() < spin_end);
   std::chrono::microseconds nap = kShortestNap;
   for (;;) {
     if (ready()) return true;
-    const Deadline now = Clock::now();
+    const Deadline now = RunClock::now();
     if (now >= deadline) return false;
-    if (now < spin_end) continue;
-    std::this_thread::sleep_for(std::min<Clock::duration>(nap, deadline - now));
+    std::this_thread::sleep_for(std::min<RunClock::duration>(nap, deadline - now));
     nap = std::min(2 * nap, kLongestNap);
   }
 }
@@ -186,7 +188,7 @@ void QueueStream::wait(const Flag& flag, std::uint64_t value) {
 void QueueStream::wait_on_host(const Flag& flag, std::uint64_t value) {
   const auto raised = [&] { return flag.state(value) != Flag::State::pending; };
   const std::string what = "waited for a flag (value " + std::to_string(value) + ") ";
-  if (!poll(Clock::now() + core_->flag_timeout, raised))
+  if (!poll(deadline_after(core_->flag_timeout), raised))
     fail(what + "that did not come within " + std::to_string(core_->flag_timeout.count()) + " ms");
   else if (flag.state(value) == Flag::State::failed)
     fail(what + "that failed");

@@ -55,7 +55,7 @@ void ParamRing::open_next() {
     if (status == cudaSuccess) break;
     if (status != cudaErrorNotReady) check(status, "reuse memory for kernel arguments");
     (void)cudaGetLastError();
-    if (Clock::now() > deadline) {
+    if (RunClock::now() > deadline) {
       throw Error(Errc::timeout, "the stream took no kernel arguments for " + std::to_string(options_.timeout.count()) +
                                      " ms; look for a flag or an event that never comes");
     }

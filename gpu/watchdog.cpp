@@ -15,7 +15,7 @@ using Verdict = FlagWait::Verdict;
 
 /// How often flags are looked at: often enough to be punctual, seldom enough to cost nothing.
 constexpr std::chrono::microseconds kShortestPeriod{500};
-constexpr std::chrono::microseconds kLongestPeriod{10'000};
+constexpr std::chrono::microseconds kLongestPeriod{4'000};  // See RunClock::kLongestGap.
 /// Rounds without work before the thread sleeps for good. Waking it costs a system call on the enqueuing thread, so
 /// it stays awake between the waits of a decode.
 constexpr int kIdleRounds = 100;
@@ -135,7 +135,7 @@ void Watchdog::run() {
 /// The clock of a wait starts when its stream gets there, not when it is enqueued: what is queued before it may take
 /// as long as it takes.
 void Watchdog::patrol() {
-  const Deadline now = Clock::now();
+  const Deadline now = RunClock::now();
   for (const auto& wait : waits_) {
     settle(*wait);
     if (wait->verdict != Verdict::pending) continue;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "cpu/lent.hpp"
 #include "runtime/host_kv.hpp"
 
 namespace sluice::runtime {
@@ -62,12 +63,14 @@ void Auditor::attend_exactly(std::uint32_t layer, std::span<const HeadWork* cons
                      .out = {.out = exact.out.data(), .lse = exact.lse.data()}});
   }
   host_.attend(tasks, shape_, nullptr);
-  workers_.parallel_for(static_cast<std::uint32_t>(heads.size()), [&](std::uint32_t i) {
+  const cpu::Lent<std::vector<const HeadWork*>> lent(workers_, heads.begin(), heads.end());
+  const auto count = static_cast<std::uint32_t>(heads.size());
+  workers_.parallel_for(count, [this, layer, group, works = lent->data()](std::uint32_t i) {
     Exact& exact = exact_[i];
-    mark_attended(*heads[i], exact);
+    mark_attended(*works[i], exact);
     exact.overlap.resize(group);
     for (std::uint32_t h = 0; h < group; ++h) exact.overlap[h] = overlap(exact, h);
-    exact.largest = largest_value(layer, *heads[i]);
+    exact.largest = largest_value(layer, *works[i]);
   });
 }
 

@@ -1,7 +1,7 @@
 #include "runtime/background_lane.hpp"
 
+#include <algorithm>
 #include <condition_variable>
-#include <deque>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -12,16 +12,21 @@
 namespace sluice::runtime {
 
 struct BackgroundLane::State {
-  void work(const std::stop_token& stop);
+  /// Kept until it is awaited. A failure needs no memory then to be remembered.
+  struct Job {
+    std::function<void()> run;
+    std::exception_ptr failure;
+    bool done = false;
+  };
+  void work(const std::stop_token& stop) noexcept;
 
   std::mutex mutex;
   std::condition_variable_any posted;
   std::condition_variable finished;
-  std::deque<std::function<void()>> jobs;         // guarded by mutex
-  std::map<Ticket, std::exception_ptr> failures;  // guarded by mutex
-  Ticket last_posted = 0;                         // guarded by mutex
-  Ticket last_finished = 0;                       // guarded by mutex
-  bool running = false;                           // guarded by mutex
+  std::map<Ticket, Job> jobs;  // guarded by mutex
+  Ticket last_posted = 0;      // guarded by mutex
+  Ticket next = 1;             // to run; guarded by mutex
+  bool running = false;        // guarded by mutex
 };
 
 BackgroundLane::BackgroundLane(std::chrono::milliseconds timeout)
@@ -30,46 +35,52 @@ BackgroundLane::BackgroundLane(std::chrono::milliseconds timeout)
       thread_([state = state_](const std::stop_token& stop) { state->work(stop); }) {}
 
 BackgroundLane::~BackgroundLane() {
+  if (!stop()) thread_.detach();
+}
+
+bool BackgroundLane::stop() noexcept {
+  constexpr std::chrono::milliseconds kLeast{2'000};  // What is left behind costs more than that.
   thread_.request_stop();
   std::unique_lock lock(state_->mutex);
-  const bool idle = state_->finished.wait_until(lock, deadline_after(timeout_), [&] { return !state_->running; });
-  if (!idle) thread_.detach();
+  const Deadline deadline = deadline_after(std::max(timeout_, kLeast));
+  return wait_on(state_->finished, lock, deadline, [&] { return !state_->running; });
 }
 
 BackgroundLane::Ticket BackgroundLane::post(std::function<void()> job) {
   const std::scoped_lock lock(state_->mutex);
-  state_->jobs.push_back(std::move(job));
+  state_->jobs.emplace(state_->last_posted + 1, State::Job{.run = std::move(job), .failure = nullptr});
   state_->posted.notify_one();
   return ++state_->last_posted;
 }
 
 void BackgroundLane::await(Ticket ticket, Deadline deadline) {
   std::unique_lock lock(state_->mutex);
-  if (!state_->finished.wait_until(lock, deadline, [&] { return state_->last_finished >= ticket; })) {
+  const auto job = state_->jobs.find(ticket);
+  if (job == state_->jobs.end()) return;  // Awaited before.
+  if (!wait_on(state_->finished, lock, deadline, [&] { return job->second.done; })) {
     throw Error(Errc::timeout, "the background lane did not finish in time; raise the timeout or use fewer threads");
   }
-  if (const auto failure = state_->failures.extract(ticket)) std::rethrow_exception(failure.mapped());
+  const std::exception_ptr failure = job->second.failure;
+  state_->jobs.erase(job);
+  if (failure) std::rethrow_exception(failure);
 }
 
-void BackgroundLane::State::work(const std::stop_token& stop) {
+void BackgroundLane::State::work(const std::stop_token& stop) noexcept {
   std::unique_lock lock(mutex);
-  while (posted.wait(lock, stop, [&] { return !jobs.empty(); })) {
+  while (posted.wait(lock, stop, [&] { return next <= last_posted; })) {
     if (stop.stop_requested()) return;
-    std::function<void()> job = std::move(jobs.front());
-    jobs.pop_front();
+    Job& job = jobs.find(next++)->second;
     running = true;
     lock.unlock();
-    std::exception_ptr failure;
     try {
-      job();
+      job.run();
     } catch (...) {
-      failure = std::current_exception();
+      job.failure = std::current_exception();
     }
-    job = nullptr;  // What it captured goes before anyone may know that it has finished.
+    job.run = nullptr;  // What it captured goes before anyone may know that it has finished.
     lock.lock();
     running = false;
-    ++last_finished;
-    if (failure) failures.emplace(last_finished, failure);
+    job.done = true;
     finished.notify_all();
   }
 }

@@ -20,6 +20,16 @@ std::uint64_t nanoseconds(Clock::duration span) {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(span).count());
 }
 
+/// A stream that was too short of memory even to record an event may still have to be waited for.
+bool is_dry(Stream& stream, Deadline deadline) noexcept {
+  try {
+    stream.synchronize(deadline);
+  } catch (const std::exception& error) {
+    return !is_timeout(error);
+  }
+  return true;
+}
+
 std::uint64_t nanoseconds(Clock::time_point point) { return nanoseconds(point.time_since_epoch()); }
 
 }  // namespace
@@ -36,6 +46,7 @@ Executor::Executor(Device& device, Stream& link, std::chrono::milliseconds timeo
   flags_ = new (flag_memory_->data()) Flag[kMaxNodes];
   for (auto& event : events_) event = device.create_event();
   dry_ = device.create_event();
+  tail_ = device.create_event();
 }
 
 void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runner, Finish finish) {
@@ -63,6 +74,8 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
     }
     device_stream_->end_batch();
     if (finish == Finish::queued) {
+      await_tail(deadline);  // Seen to end by now, unless no node handed over to the cpu.
+      device_stream_->record(*tail_);
       unseen_ = true;
       return;
     }
@@ -71,11 +84,7 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
     }
     if (trace_ != nullptr) trace_streams(graph, layer);
   } catch (const std::exception& error) {
-    if (drain()) {
-      if (!unseen_ || drained_.empty()) throw;
-      throw Error(Errc::device, std::string(error.what()) + "; besides, a step that had returned queued failed: " + drained_ +
-                                    "; end its sequences");
-    }
+    if (drain()) throw;
     throw Error(Errc::timeout, std::string(error.what()) + "; nor did the queued work finish within another timeout of " +
                                    std::to_string(timeout_.count()) + " ms");
   }
@@ -146,30 +155,52 @@ void Executor::await(const StepGraph& graph, std::uint32_t index, std::uint32_t 
     return wait_until([&] { return flags_[index].state(run_) != Flag::State::pending; }, deadline, spin_);
   }();
   wait_ns_ += nanoseconds(Clock::now() - begin);
-  const std::string what = std::string(to_string(node.kind)) + " of layer " + std::to_string(layer);
-  if (!came) {
-    throw Error(Errc::timeout, what + " did not finish within " + std::to_string(timeout_.count()) +
-                                   " ms; raise the timeout if the machine is merely busy");
+  const auto what = [&] { return std::string(to_string(node.kind)) + " of layer " + std::to_string(layer); };
+  if (!came) throw_timeout(what());
+  if (node.lane == Lane::device) {
+    await_tail(deadline);  // The stream has passed it.
+    if (!late_.empty()) throw Error(Errc::device, late_);
   }
-  if (node.lane == Lane::device) unseen_ = false;  // Its event took whatever had failed on the stream before.
+  // The flag says that the stream got there; only a final event says how.
+  if (!is_final(*events_[index], deadline)) throw_timeout(what());
   if (flags_[index].state(run_) == Flag::State::failed || events_[index]->state() == Event::State::failed) {
-    throw Error(Errc::device, what + " failed: " + events_[index]->reason());
+    throw Error(Errc::device, what() + " failed: " + events_[index]->reason());
   }
 }
 
-bool Executor::drain() {
+bool Executor::is_final(const Event& event, Deadline deadline) const {
+  return wait_until([&] { return event.state() != Event::State::pending; }, deadline, spin_);
+}
+
+void Executor::throw_timeout(const std::string& what) const {
+  throw Error(Errc::timeout, what + " did not finish within " + std::to_string(timeout_.count()) +
+                                 " ms; raise the timeout if the machine is merely busy");
+}
+
+void Executor::look_at_tail() {
+  if (!unseen_ || tail_->state() == Event::State::pending) return;
+  unseen_ = false;
+  if (tail_->state() == Event::State::failed) late_ = tail_->reason();
+}
+
+void Executor::await_tail(Deadline deadline) {
+  if (!unseen_) return;
+  if (!is_final(*tail_, deadline)) throw_timeout("what a step had left queued");
+  look_at_tail();
+}
+
+bool Executor::drain() noexcept {
   const Deadline deadline = deadline_after(timeout_);
   bool dry = true;
-  drained_.clear();
   for (Stream* lane : {device_stream_.get(), &link_}) {
     try {
       lane->record(*dry_);  // Takes what failed since the last event, so that the next run starts clean.
       lane->synchronize(deadline);
-    } catch (const Error& error) {
-      dry = dry && error.code() != Errc::timeout;
+    } catch (const std::exception& error) {
+      dry = dry && !is_timeout(error) && is_dry(*lane, deadline);
     }
-    if (lane == device_stream_.get() && dry_->state() == Event::State::failed) drained_ = dry_->reason();
   }
+  look_at_tail();
   return dry;
 }
 

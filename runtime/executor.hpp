@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "scheduler/step_graph.hpp"
 #include "sluice/device.hpp"
@@ -36,8 +37,9 @@ class Executor {
   /// Issues all nodes that are not in the background and returns when all of them are done.
   /// @throws Error{Errc::device} naming node and layer, or what a node threw, after both streams have run dry, so
   /// that nothing still refers to the caller's memory; Error{Errc::timeout} if they have not.
-  /// With `Finish::queued` it returns as soon as everything is issued and the cpu's nodes are done; a failure of what
-  /// is still queued then shows in the next run.
+  /// With `Finish::queued` it returns as soon as everything is issued and the cpu's nodes are done. What is still queued
+  /// then is the run's tail. One tail at most is under way: a graph hands over to the cpu, which the device's stream
+  /// reaches behind the tail before. If that tail failed, the run throws, and `take_late_failure` says why.
   enum class Finish : std::uint8_t { done, queued };
   void run(const scheduler::StepGraph& graph, std::uint32_t layer, NodeRunner& runner, Finish finish = Finish::done);
 
@@ -49,9 +51,18 @@ class Executor {
   /// Adds what a node of the cpu lane has waited itself.
   void add_wait(Clock::duration span) noexcept;
 
-  /// Blocks until everything queued on both streams has run; failures are dropped. False past the
+  /// The newest run's tail has not been seen to end.
+  [[nodiscard]] bool has_tail() const noexcept { return unseen_; }
+  /// Sees whether the tail has ended, without waiting.
+  void look_at_tail();
+  /// Waits for the end of the tail.  @throws Error{Errc::timeout}
+  void await_tail(Deadline deadline);
+  /// Why a tail that has ended failed; empty if it did not, or was asked for before.
+  [[nodiscard]] std::string take_late_failure() noexcept { return std::exchange(late_, {}); }
+
+  /// Blocks until everything queued on both streams has run; failures are dropped, but a tail's. False past the
   /// timeout: then work may still be in flight and the memory it uses must stay.
-  [[nodiscard]] bool drain();
+  [[nodiscard]] bool drain() noexcept;
 
  private:
   static constexpr std::size_t kMaxNodes = 16;
@@ -62,6 +73,8 @@ class Executor {
              Finish finish);
   void trace_streams(const scheduler::StepGraph& graph, std::uint32_t layer);
   void await(const scheduler::StepGraph& graph, std::uint32_t index, std::uint32_t layer, Deadline deadline);
+  [[nodiscard]] bool is_final(const Event& event, Deadline deadline) const;
+  [[noreturn]] void throw_timeout(const std::string& what) const;
   [[nodiscard]] Stream& stream(Lane lane) noexcept { return lane == Lane::device ? *device_stream_ : link_; }
 
   Device& device_;
@@ -75,8 +88,9 @@ class Executor {
   std::array<std::unique_ptr<Event>, kMaxNodes> events_;
   std::unique_ptr<Event> dry_;
   std::array<Clock::time_point, kMaxNodes> issued_{};
-  bool unseen_ = false;    // a run returned queued, and the device's stream was not looked at since
-  std::string drained_;    // why the last drain found the device's stream failed
+  std::unique_ptr<Event> tail_;  // behind all that a queued run left, whose failure it takes
+  bool unseen_ = false;          // it has not been seen to end
+  std::string late_;             // why it failed
   std::uint64_t run_ = 0;  // the value that this run's flags rise to
   std::uint64_t wait_ns_ = 0;
 };

@@ -57,10 +57,10 @@ void Pipeline::fetch() {
       if (used == half) {
         used = 0;
         buffers_.reserve_fetch(++batches);
-        buffers_.fetch_batches[batches - 1].moves.clear();
-        buffers_.fetch_batches[batches - 1].tasks.clear();
+        buffers_.late.fetches[batches - 1].moves.clear();
+        buffers_.late.fetches[batches - 1].tasks.clear();
       }
-      FetchBatch& batch = buffers_.fetch_batches[batches - 1];
+      FetchBatch& batch = buffers_.late.fetches[batches - 1];
       const std::uint32_t base = (batches - 1) % 2 * half;
       const std::size_t stop = std::min(touched.size(), i + (half - used));
       AttendTask task = slice(work.placement.fetch, group, layout_.page_tokens, touched[i], touched[stop - 1]);
@@ -81,7 +81,7 @@ void Pipeline::fetch() {
 }
 
 void Pipeline::copy_batch(std::uint32_t index) {
-  parts_.link.fetch(buffers_.fetch_batches[index].moves, parts_.staging);
+  parts_.link.fetch(buffers_.late.fetches[index].moves, parts_.staging);
   parts_.link.stream().record(*buffers_.copied[index]);
 }
 
@@ -89,7 +89,7 @@ void Pipeline::attend_fetched() {
   Stream& device = executor_.device_stream();
   for (std::uint32_t i = 0; i < fetch_batches_; ++i) {
     device.wait(*buffers_.copied[i]);
-    parts_.device.backend().attend(buffers_.fetch_batches[i].tasks, shape_, &device);
+    parts_.device.backend().attend(buffers_.late.fetches[i].tasks, shape_, &device);
     if (i + 2 >= fetch_batches_) continue;
     device.record(*buffers_.attended[i]);
     parts_.link.stream().wait(*buffers_.attended[i]);

@@ -66,7 +66,7 @@ void HostKv::score_rows(const float* x, std::uint32_t columns, const float* rows
     std::iota(indices_.begin(), indices_.end(), 0);
   }
   // The rows as the keys of one long page; its values are not read.
-  constexpr std::uint32_t kOnlyFrame = 0;
+  static constexpr std::uint32_t kOnlyFrame = 0;
   const KvView view{.base = reinterpret_cast<std::byte*>(const_cast<float*>(rows)),
                     .frames = &kOnlyFrame,
                     .layout = {.page_tokens = count, .head_dim = shape_.head_dim, .dtype = DType::f32}};

@@ -1,9 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <new>
+#include <span>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "cpu/backend.hpp"
@@ -19,6 +23,11 @@ namespace sluice {
 
 /// What runtime.cpp and runtime_prompt.cpp share.
 
+/// Made before it is needed: there is no memory for it then.
+inline const Error kNoMemory(Errc::out_of_capacity,
+                             "this process gets no more host memory; shorten the sequences, use fewer, or raise its "
+                             "limit (ulimit -v, memory.max)");
+
 inline void require(bool condition, const std::string& message) {
   if (!condition) throw Error(Errc::invalid_argument, message);
 }
@@ -32,30 +41,68 @@ void require_tensor(const View& view, const char* name, std::uint32_t tokens, st
           std::string(name) + " is " + text(view.tokens, view.heads, view.head_dim) + "; this call needs " +
               text(tokens, heads, head_dim));
   require(view.data != nullptr, std::string(name) + ".data is null");
+  require(is_valid(view.dtype), std::string(name) + ".dtype is " + std::to_string(static_cast<unsigned>(view.dtype)) +
+                                    ", which is no value of sluice::DType");
 }
 
-struct Runtime::Impl {
-  Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given);
-  ~Impl();
+/// Runs a call of the public interface, from which only Error may come. What the standard library throws is short of
+/// memory or of a thread, or a defect of ours, which is said.
+template <class Call>
+decltype(auto) translated(Call&& call) {
+  try {
+    return call();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw kNoMemory;
+  } catch (const std::system_error& error) {
+    throw Error(Errc::out_of_capacity, std::string("the operating system refused a thread or another resource: ") +
+                                           error.what() + "; raise its limit (ulimit -u, pids.max) or use fewer threads");
+  } catch (const std::exception& error) {
+    throw Error(Errc::device, std::string("unexpected: ") + error.what() + "; please report this");
+  }
+}
+
+/// Kept by workers of which one is lost.
+struct Runtime::Impl final : cpu::Kept {
+  /// `before_body` as in cpu::WorkersOptions.
+  Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given,
+       const std::function<void(std::uint32_t thread)>& before_body = {});
+  ~Impl() override;
+
+  [[nodiscard]] SequenceId begin(const PolicySpec& policy, const PrefillSpec& prefill_spec);
+  void step(const StepArgs& args);
+  void prefill(std::span<const PrefillArgs> batch);
+  void import_prefix(const ImportArgs& args);
+  void end(SequenceId id);
 
   [[nodiscard]] runtime::Sequence& find(SequenceId id) const;
-  /// One that may go on.  @throws Error{Errc::device} if an ordered prompt of it failed.
+  /// One that may go on.  @throws Error{Errc::device} if something queued for it failed.
   [[nodiscard]] runtime::Sequence& find_whole(SequenceId id) const;
   void require_order(const runtime::Sequence& sequence, std::uint32_t layer, std::uint32_t fresh) const;
   void require_whole() const;
+  [[noreturn]] void lose(std::span<runtime::Sequence* const> concerned);
+  /// Threads that did not return in time may use what is here.
+  [[nodiscard]] bool lost() const noexcept { return workers->lost() || device->lost(); }
+  /// Destroys the streams, and with them what a call that timed out left queued, and ends background work. Only the
+  /// destructor may follow. False if background work goes on.
+  bool stop() noexcept;
   /// Checks one chunk's arguments. `q` is null for a prefix that is imported.
   [[nodiscard]] runtime::PromptChunk checked_chunk(SequenceId id, LayerId layer, const TensorView* q, const TensorView& k,
                                                    const TensorView& v) const;
   /// Runs chunks of one layer, of different sequences.
   void add_prompts(LayerId layer, std::span<const runtime::PromptChunk> chunks, bool ordered);
-  /// Runs a call; a timeout leaves work in flight, after which only the destructor is safe.
+  /// Runs a call about `concerned`; a timeout leaves work in flight, after which only the destructor is safe. A call that
+  /// finds no memory half-way may have left anything: its sequences are lost, and named.
   template <class Call>
-  void guarded(Call&& call);
+  void guarded(std::span<runtime::Sequence* const> concerned, Call&& call);
 
   RuntimeOptions options;
   cpu::Topology topology;
+  std::uint32_t numa_node;  ///< of the pool and the workers
   std::shared_ptr<const cpu::Workers> workers;
   cpu::Backend host;
+  bool own_device;  ///< the embedded one, on `workers`
   std::shared_ptr<Device> device;
   cpu::HostPool pool;
   std::uint32_t near_slots;
@@ -73,18 +120,21 @@ struct Runtime::Impl {
   std::uint64_t last_id = 0;
   Stats ended;
   bool broken = false;
+  Impl* older = nullptr;  ///< of those that are never freed
 };
 
 template <class Call>
-void Runtime::Impl::guarded(Call&& call) {
+void Runtime::Impl::guarded(std::span<runtime::Sequence* const> concerned, Call&& call) {
   require_whole();
   try {
     call();
   } catch (const Error& error) {
     // A worker lost on a stream's thread shows as a failure of the device, but its body is in flight as well.
-    broken = error.code() == Errc::timeout || workers->lost();
+    broken = error.code() == Errc::timeout || lost();
     if (broken && error.code() != Errc::timeout) throw Error(Errc::timeout, error.what());
     throw;
+  } catch (const std::bad_alloc&) {
+    lose(concerned);
   }
 }
 

@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "sluice/device.hpp"
+#include "sluice/plan.hpp"
 #include "sluice/stats.hpp"
+#include "sluice/trace.hpp"
 
 namespace sluice::runtime {
 
@@ -30,6 +32,8 @@ class Marks {
   /// Why something between the points failed; empty if nothing did. Once they are passed.
   [[nodiscard]] std::string failure() const;
   void add_to(PromptStats& stats) const noexcept;
+  /// Every stretch that counts, and the first one by the name `first`, if it has one.
+  void trace(TraceSink* sink, Lane lane, std::uint32_t layer, const char* first = nullptr) const noexcept;
 
  private:
   struct Entry {

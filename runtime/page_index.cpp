@@ -23,7 +23,7 @@ PageIndex::PageIndex(Device& device, cpu::Backend& host, const cpu::HostPool& po
 
 void PageIndex::reserve(bool digests) {
   if (!pinned_) pinned_ = device_.allocate_pinned(2 * kHalfBytes);
-  if (digests && !digests_) digests_ = device_.allocate(pool_.frames() * 2 * pool_.layout().row_bytes());
+  if (digests && !digests_) digests_ = device_.allocate(2 * pool_.layout().row_bytes() * pool_.frames());
 }
 
 const std::uint32_t* PageIndex::frames(const LayerState& layer, std::uint32_t kv_head) noexcept {

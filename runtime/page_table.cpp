@@ -4,7 +4,23 @@
 
 namespace sluice::runtime {
 
-void HeadPages::push(PageRef ref) {
+void HeadPages::make_room(std::size_t more) {
+  const std::size_t room = refs.size() + more;
+  if (room <= place.capacity() && room <= held.capacity() && room <= forced.capacity()) return;
+  // `place` and what comes behind it last: they say that all of them have grown.
+  const std::size_t capacity = std::max(room, refs.capacity() * 2);
+  refs.reserve(capacity);
+  frames.reserve(capacity);
+  slots.reserve(capacity);
+  residence.reserve(capacity);
+  near.reserve(capacity);
+  is_forced.reserve(capacity);
+  place.reserve(capacity);
+  held.reserve(capacity);  // A page may be brought near, or pinned there, at any time.
+  forced.reserve(capacity);
+}
+
+void HeadPages::push(PageRef ref) noexcept {
   refs.push_back(ref);
   frames.push_back(ref.frame);
   slots.push_back(kNone);
@@ -26,7 +42,7 @@ PageRef HeadPages::pop() {
   return ref;
 }
 
-void HeadPages::promote(std::uint32_t page, std::uint32_t slot) {
+void HeadPages::promote(std::uint32_t page, std::uint32_t slot) noexcept {
   place[page] = static_cast<std::uint32_t>(held.size());
   held.push_back(page);
   slots[page] = slot;

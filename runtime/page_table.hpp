@@ -44,11 +44,14 @@ struct HeadPages {
   bool listed = false;
 
   [[nodiscard]] std::uint32_t pages() const noexcept { return static_cast<std::uint32_t>(refs.size()); }
-  void push(PageRef ref);
+  /// Room for so many pages more, here and wherever they may be listed; whatever else is done with them cannot fail.
+  void make_room(std::size_t more);
+  /// After make_room.
+  void push(PageRef ref) noexcept;
   /// Forgets the last page, which must be far; returns its reference for release.
   PageRef pop();
   /// far -> promoting.
-  void promote(std::uint32_t page, std::uint32_t slot);
+  void promote(std::uint32_t page, std::uint32_t slot) noexcept;
   /// promoting -> near.
   void arrive(std::uint32_t page) noexcept;
   /// promoting | near -> far; returns the slot that it gave up.

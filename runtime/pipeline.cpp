@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "cpu/lent.hpp"
 #include "runtime/host_kv.hpp"
 #include "runtime/marked_range.hpp"
 #include "runtime/wait.hpp"
@@ -47,7 +48,7 @@ void Pipeline::reserve(std::uint32_t batch, const PolicySpec& spec) {
   const bool selects = scheduler::step_shape(spec, parts_.options.placement).select;
   const bool prunes = selects && scheduler::prunes_on_device(spec);
   buffers_.reserve(batch, ranks_pages ? buffers_.max_pages() : 0);
-  if (prunes) buffers_.reserve_pruning(buffers_.max_pages() * layout_.page_tokens);
+  if (prunes) buffers_.reserve_pruning(most_pruned(spec));
   if (selects && spec.estimate == Estimate::int4) copies_.reserve(prunes);
   if (parts_.options.placement == PlacementMode::stream || parts_.options.placement == PlacementMode::automatic) {
     const std::uint64_t pages = std::uint64_t{batch} * shape_.kv_heads * buffers_.max_pages();
@@ -64,6 +65,7 @@ void Pipeline::reserve(std::uint32_t batch, const PolicySpec& spec) {
   if (microbatch_ != 0) progressive_.reserve(batch, microbatch_);
   page_scores_.reserve(std::size_t{batch} * shape_.kv_heads);
   heads_.reserve(std::size_t{batch} * shape_.kv_heads);
+  tail_.sequences.reserve(batch);
 }
 
 void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) {
@@ -73,12 +75,18 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   const Deadline deadline = deadline_after(parts_.options.timeout);
   progressive_.settle(deadline);
   collect_layer(layer_, deadline);  // Its policy and pages are about to change.
+  if (tail_.layer == layer_) executor_.await_tail(deadline);  // It reads them.
 
   StepShape shape{.rank_pages = false, .select = false, .fetch = false, .observe = false};
   heads_.resize(sequences.size() * shape_.kv_heads);
   audited_ = false;
   // A deadline each: what a sequence's policy begins with, clusters for one, may take long, and is no wait.
-  for (Sequence* sequence : sequences) prepare(*sequence, deadline_after(parts_.options.timeout));
+  try {
+    for (Sequence* sequence : sequences) prepare(*sequence, deadline_after(parts_.options.timeout));
+  } catch (const std::exception& error) {
+    recover(error);
+    throw;
+  }
   for (std::uint32_t row = 0; row < sequences.size(); ++row) {
     Sequence& sequence = *sequences[row];
     shape = scheduler::unite(shape, scheduler::step_shape(sequence.spec, parts_.options.placement));
@@ -96,7 +104,14 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   selects_ = shape.select;
   const Clock::time_point begin = Clock::now();
   const bool queued = args.ordered && !audited_ && !parts_.device.info().host_memory;
-  executor_.run(graph(shape), layer_, *this, queued ? Executor::Finish::queued : Executor::Finish::done);
+  run(shape, queued ? Executor::Finish::queued : Executor::Finish::done);
+  struct Keeper {
+    Pipeline& pipeline;
+    std::span<Sequence* const> sequences;
+    ~Keeper() {
+      if (pipeline.executor_.has_tail()) pipeline.keep_tail(sequences);
+    }
+  } const keeper{*this, sequences};
   book(sequences, Clock::now() - begin);
   for (HeadWork& work : heads_) {
     if (work.progressive) work.pages().needed_visits = work.needed_visits;
@@ -114,6 +129,66 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
     note_far();
     post_observe(sequences);
   }
+}
+
+void Pipeline::run(const StepShape& shape, Executor::Finish finish) {
+  try {
+    executor_.run(graph(shape), layer_, *this, finish);
+  } catch (const std::exception& error) {
+    lose_tail();
+    if (!is_timeout(error)) throw_news();  // It may be the very cause, and tells more.
+    throw;
+  }
+}
+
+/// What a stream has failed with shows in its next event. Whoever gives up before one is recorded takes it, or the step
+/// would fail with it for ever.
+void Pipeline::recover(const std::exception& error) {
+  if (is_timeout(error)) return;
+  if (!executor_.drain()) throw Error(Errc::timeout, std::string(error.what()) + "; nor did the queued work finish in time");
+  lose_tail();
+  throw_news();
+}
+
+/// The vectors swap what they own: queued work finds its tasks where they were. What comes back is free, for the step
+/// that has just been queued was handed over behind it.
+void Pipeline::keep_tail(std::span<Sequence* const> sequences) noexcept {
+  tail_.layer = layer_;
+  tail_.sequences.assign(sequences.begin(), sequences.end());
+  std::swap(tail_.heads, heads_);
+  std::swap(tail_.tasks, buffers_.late);
+}
+
+void Pipeline::lose(Sequence& sequence, const std::string& reason) {
+  if (!sequence.lost.empty()) return;
+  sequence.lost = reason;
+  news_.push_back(&sequence);
+}
+
+void Pipeline::lose_tail() {
+  const std::string reason = executor_.take_late_failure();
+  if (reason.empty()) return;
+  for (Sequence* sequence : tail_.sequences) lose(*sequence, "a queued step of it failed: " + reason);
+}
+
+void Pipeline::look_back() {
+  executor_.look_at_tail();
+  lose_tail();
+}
+
+void Pipeline::settle_tail() {
+  executor_.await_tail(deadline_after(parts_.options.timeout));
+  lose_tail();
+}
+
+void Pipeline::throw_news() {
+  if (news_.empty()) return;
+  std::string text;
+  for (const Sequence* sequence : news_) {
+    text += "sequence " + std::to_string(sequence->id.value) + " is lost: " + sequence->lost + "; ";
+  }
+  news_.clear();
+  throw Error(Errc::device, text + "end what is lost; a call about other sequences may be repeated");
 }
 
 const scheduler::StepGraph& Pipeline::graph(const StepShape& shape) {
@@ -137,21 +212,38 @@ void Pipeline::collect_older(Deadline deadline) {
 }
 
 void Pipeline::collect_front(Deadline deadline) {
-  background_.await(pending_.front().ticket, deadline);
+  // Off the list only when it has ended: until then it may be awaited again.
+  std::string failure;
+  try {
+    background_.await(pending_.front().ticket, deadline);
+  } catch (const std::exception& error) {
+    if (is_timeout(error)) throw;
+    failure = std::string("its policy could not learn from a step: ") + error.what();
+  }
   const Pending job = std::move(pending_.front());
   pending_.pop_front();
   for (Sequence* sequence : job.sequences) {
+    if (!failure.empty()) {
+      lose(*sequence, failure);
+      continue;
+    }
     parts_.residency.promote(*sequence, sequence->layers[job.layer], parts_.options.promote_pages);
   }
 }
 
 void Pipeline::settle(Sequence& sequence) {
   const Deadline deadline = deadline_after(parts_.options.timeout);
+  settle_tail();
   while (!pending_.empty()) collect_front(deadline);
   // A deadline each: one begins after the other.
   for (LayerState& layer : sequence.layers) collect_begun(layer, deadline_after(parts_.options.timeout));
   progressive_.settle(deadline);
   for (LayerState& layer : sequence.layers) parts_.residency.settle(sequence, layer, deadline);
+}
+
+void Pipeline::forget(const Sequence& sequence) noexcept {
+  std::erase(news_, &sequence);
+  std::erase(tail_.sequences, &sequence);
 }
 
 void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
@@ -161,6 +253,7 @@ void Pipeline::prepare(Sequence& sequence, Deadline deadline) {
   const std::uint32_t tokens = layer.tokens + 1;
   const auto pages = static_cast<std::uint32_t>(div_up(tokens, layout_.page_tokens));
   if (layer.pages() < pages) {
+    for (HeadPages& head : layer.heads) head.make_room(1);
     const std::vector<PageRef> refs = parts_.pool.allocate(shape_.kv_heads);
     for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) layer.heads[kv].push(refs[kv]);
   }
@@ -187,7 +280,6 @@ void Pipeline::plan_head(HeadWork& work) {
   work.placement.fetch.clear();
   work.visited_near = 0;
   work.progressive = ranks_pages(spec, layer_) && scheduler::step_shape(spec, parts_.options.placement).progress;
-  plan_ranking(work);
 
   const bool whole_pages = spec.near.share > 0.f || parts_.options.placement == PlacementMode::near;
   const std::uint32_t sink_end = std::min(spec.near.sink_tokens, work.tokens);
@@ -195,6 +287,7 @@ void Pipeline::plan_head(HeadWork& work) {
                .recent_begin = std::max(sink_end, work.tokens - std::min(work.tokens, spec.near.recent_tokens)),
                .page_tokens = page_tokens,
                .pages = whole_pages ? std::span<const std::uint8_t>(pages.near) : std::span<const std::uint8_t>{}};
+  plan_ranking(work);
 }
 
 void Pipeline::list_near_runs(HeadWork& work) {
@@ -247,7 +340,7 @@ void Pipeline::note_far() {
   std::size_t scores = 0;
   for (const HeadWork& work : heads_) scores += work.seen.size();
   if (scores == 0) return;
-  const auto note = [&](std::uint32_t i) {
+  const auto note = [this](std::uint32_t i) {
     const HeadWork& work = heads_[i];
     if (work.seen.empty()) return;
     const Partial far = buffers_.far(work.row, work.kv_head * shape_.group());
@@ -271,12 +364,13 @@ void Pipeline::post_observe(std::span<Sequence* const> sequences) {
     const MarkedRange range(parts_.device, to_string(scheduler::NodeKind::observe));
     const std::uint32_t kv_heads = shape_.kv_heads;
     const Clock::time_point begin = Clock::now();
-    parts_.workers.parallel_for(static_cast<std::uint32_t>(batch.size()) * kv_heads, [&](std::uint32_t i) {
+    const auto count = static_cast<std::uint32_t>(batch.size()) * kv_heads;
+    parts_.workers.parallel_for(count, [this, layer, batch, kv_heads](std::uint32_t i) {
       Sequence& sequence = *batch[i / kv_heads];
       LayerState& state = sequence.layers[layer];
       const std::uint32_t kv = i % kv_heads;
-      HostKv reader(parts_.host, shape_, parts_.pool, state.heads[kv]);
-      state.policy->observe(kv, reader);
+      const cpu::Lent<HostKv> reader(parts_.workers, parts_.host, shape_, parts_.pool, state.heads[kv]);
+      state.policy->observe(kv, *reader);
       state.hot[kv].clear();
       const std::uint32_t limit = parts_.residency.quota(sequence.spec, state.pages());
       state.policy->forecast(kv, state.tokens + 1, limit, state.hot[kv]);

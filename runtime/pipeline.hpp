@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -59,19 +60,38 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t begin, std::uint32_t end) override;
   [[nodiscard]] scheduler::SumRequest sums(const Sequence& sequence, const LayerState& layer,
                                            std::uint32_t tokens) override;
-  void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::span<const float> sums) override;
+  void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::vector<float> sums) override;
   [[nodiscard]] bool has_begun(const LayerState& layer) const noexcept {
     return std::any_of(begun_.begin(), begun_.end(), [&](const Begun& begun) { return begun.layer == &layer; });
   }
   /// Waits for what `complete` began, so that the prompt may go on. Throws away what it came to.
   void forget_prompt(Sequence& sequence, LayerState& layer);
 
-  /// Waits for background work and promotions of all sequences, so that one may be freed.
+  /// Waits for background work and promotions of all sequences, and for queued steps, so that one may be freed.
   void settle(Sequence& sequence);
+  /// Nothing refers to the sequence any more, which is settled and ends now.
+  void forget(const Sequence& sequence) noexcept;
+  /// Loses the sequences of a queued step that has been seen to fail.
+  void look_back();
+  /// Likewise when all that steps have queued is done: before anything that it refers to moves.
+  void settle_tail();
+  /// Tells of sequences that were lost since the last time, unless they have ended.
+  /// @throws Error{Errc::device} naming them
+  void throw_news();
 
   [[nodiscard]] Executor& executor() noexcept { return executor_; }
+  /// Ends background work, before the destructor; see BackgroundLane::stop.
+  [[nodiscard]] bool stop() noexcept { return background_.stop(); }
 
  private:
+  /// What the device may still read of the last queued step, and whom it concerns if that fails.
+  struct Tail {
+    std::uint32_t layer = 0;
+    std::vector<Sequence*> sequences;
+    std::vector<HeadWork> heads;
+    LateTasks tasks;
+  };
+
   /// Background work of one step call: observe and forecast of its layer.
   struct Pending {
     BackgroundLane::Ticket ticket = 0;
@@ -101,6 +121,9 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   [[nodiscard]] bool estimates(const PolicySpec& spec, std::uint32_t layer) const;
   void update_indices(Sequence& sequence, LayerState& layer, Deadline deadline);
   void plan_ranking(HeadWork& work) const;
+  [[nodiscard]] ScoreInt4Task estimate_task(const HeadWork& work) const;
+  /// Values of a row that a policy of this spec may want to be scored, at most.
+  [[nodiscard]] std::uint32_t most_pruned(const PolicySpec& spec) const;
   void prune();
 
   // Before the graph: pipeline.cpp
@@ -112,8 +135,8 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   /// `sums` as in `complete`.
   BeginTimes begin_policy(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::vector<float> sums,
                           Deadline deadline);
-  [[nodiscard]] std::vector<float> sum_attention(const LayerState& layer, std::uint32_t tokens,
-                                                 const scheduler::SumRequest& wanted);
+  void sum_attention(const LayerState& layer, std::uint32_t tokens, const scheduler::SumRequest& wanted,
+                     std::vector<float>& sums);
   void collect_begun(LayerState& layer, Deadline deadline);
   void begin_decoding(Sequence& sequence, LayerState& layer, Deadline deadline);
   void plan_head(HeadWork& work);
@@ -121,6 +144,12 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   void list_near_pages(HeadWork& work);
   /// The host's page scores of a head with a progressive budget; else empty.
   [[nodiscard]] std::span<const float> page_scores(const HeadWork& work) const;
+
+  void run(const scheduler::StepShape& shape, Executor::Finish finish);
+  void recover(const std::exception& error);
+  void keep_tail(std::span<Sequence* const> sequences) noexcept;
+  void lose_tail();
+  void lose(Sequence& sequence, const std::string& reason);
 
   // The graph's nodes: step_nodes.cpp and fetch_nodes.cpp
   void append();
@@ -169,6 +198,8 @@ class Pipeline final : public PromptHeir, private NodeRunner {
   const StepArgs* args_ = nullptr;
   std::uint32_t layer_ = 0;
   std::vector<HeadWork> heads_;  ///< [batch, kv_heads]
+  Tail tail_;
+  std::vector<const Sequence*> news_;  ///< lost, and nobody was told
   bool near_waits_ = false;            ///< attend_near is queued while the workers select
   bool selects_ = false;               ///< the graph has select and attend_far
   bool audited_ = false;               ///< some head is

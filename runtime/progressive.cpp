@@ -98,7 +98,7 @@ void Progressive::begin(std::span<HeadWork> heads, std::span<const std::span<con
   }
   heads_ = std::span(all_heads_).first(count);
   const auto* const first = heads.data();
-  parts_.workers.parallel_for(count, [&](std::uint32_t i) {
+  parts_.workers.parallel_for(count, [this, scores, first](std::uint32_t i) {
     const HeadWork& work = *heads_[i].work;
     scheduler::PageOrder& order = heads_[i].order;
     const bool certified = work.sequence->spec.budget.rule == ProgressRule::certified;

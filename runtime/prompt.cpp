@@ -55,7 +55,7 @@ void Prompt::run(std::span<const PromptChunk> chunks, bool ordered) {
     throw;
   }
   running_ = false;
-  for (const Receipt& receipt : receipts_) book(receipt);
+  for (Receipt& receipt : receipts_) book(receipt);
 }
 
 void Prompt::run_pieces(std::span<const PromptChunk> chunks) {
@@ -116,6 +116,7 @@ void Prompt::allocate(const PromptChunk& chunk) {
   const auto pages = static_cast<std::uint32_t>(div_up(layer.tokens + chunk.k.tokens, layout_.page_tokens));
   if (pages <= layer.pages()) return;
   const std::uint32_t missing = pages - layer.pages();
+  for (HeadPages& head : layer.heads) head.make_room(missing);
   const std::vector<PageRef> refs = parts_.pool.allocate(missing * shape_.kv_heads);
   for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
     for (std::uint32_t i = 0; i < missing; ++i) layer.heads[kv].push(refs[kv * missing + i]);
@@ -179,8 +180,11 @@ void Prompt::append(Pass& pass, std::size_t half, std::span<const Piece> group) 
       }
     }
   }
+  const bool traced = parts_.options.trace != nullptr;
+  if (traced) pass.device_marks.mark(parts_.device_stream);
   parts_.device.backend().append(pass.appends, layout_, &parts_.device_stream);
   parts_.device_stream.record(*pass.appended);
+  if (traced) pass.device_marks.mark(parts_.device_stream);
 }
 
 void Prompt::flush(Pass& pass, std::size_t half, std::span<const Piece> group) {

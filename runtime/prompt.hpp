@@ -39,8 +39,8 @@ class PromptHeir {
   virtual void indexed(const Sequence& sequence, LayerState& layer, std::uint32_t begin, std::uint32_t end) = 0;
   /// The layer's prompt of `tokens` tokens is in the host pool, its last queries are known, and no more will come.
   /// `sums` are what was asked for, [kv_heads, (by_position, by_distance)] as in PromptSums, or empty if the device did
-  /// not have all keys; read before the call returns.
-  virtual void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::span<const float> sums) = 0;
+  /// not have all keys.
+  virtual void complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::vector<float> sums) = 0;
 };
 
 /// One layer of one chunk.
@@ -127,7 +127,7 @@ class Prompt {
   struct Receipt {
     Legacy legacy;
     PromptStats stats;
-    std::span<const float> sums;  ///< see PromptHeir::complete
+    std::vector<float> sums;  ///< see PromptHeir::complete; its own, for the pass serves others before the call is booked
   };
   /// One layer of one group of pieces, from the first copy to the last. The arrays are what queued work refers to.
   struct Pass {
@@ -171,7 +171,7 @@ class Prompt {
   void finish(Pass& pass, Clock::time_point asked);
   void keep_last_q(const Pass& pass, const Legacy& legacy);
   void count_choices(const Pass& pass, const Legacy& legacy, PromptStats& stats);
-  void book(const Receipt& receipt);
+  void book(Receipt& receipt);
   /// Ends in an exception.
   [[noreturn]] void fail(const Pass& pass, const std::string& reason);
   /// False if the device did not finish with the pass: then what it refers to must stay.
@@ -191,9 +191,10 @@ class Prompt {
 
   // prompt_select.cpp
   void select(Pass& pass, std::span<const Piece> group);
+  void plan_sums(Pass& pass, std::span<const Piece> group);
   void sum_attention(Pass& pass, std::span<const Piece> group);
-  /// Device memory for one verb. The next verb may have the same.
-  [[nodiscard]] std::byte* scratch_memory(std::uint64_t bytes);
+  /// Device memory for the pass's choice of blocks and sums, one after the other. Before either is queued.
+  void reserve_scratch(const Pass& pass, std::span<const Piece> group);
 
   [[nodiscard]] std::uint64_t prefix_pages(std::span<const Piece> group) const noexcept;
   [[nodiscard]] std::uint64_t mask_words(const Piece& piece) const noexcept;  ///< per KV head

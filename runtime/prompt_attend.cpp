@@ -101,6 +101,7 @@ void Prompt::attend_resident(Pass& pass, std::size_t half, PromptMemory::Area pr
   std::size_t entries = 0;
   for (const Piece& piece : group) entries += std::size_t{shape_.kv_heads} * (piece.prefix + piece.pages);
   pass.frames.reserve(entries);  // Queued work refers to the entries.
+  plan_sums(pass, group);
   std::uint32_t at = prefixes.first;
   for (std::size_t i = 0; i < group.size(); ++i) {
     const Piece& piece = group[i];
@@ -123,6 +124,7 @@ void Prompt::attend_resident(Pass& pass, std::size_t half, PromptMemory::Area pr
 
 /// One verb for consecutive pieces of one kind. The pass's tasks are those of the pieces, kv_heads each.
 void Prompt::attend_tasks(Pass& pass, std::span<const Piece> group) {
+  reserve_scratch(pass, group);
   select(pass, group);
   Backend& device = parts_.device.backend();
   for (std::size_t begin = 0; begin < group.size();) {

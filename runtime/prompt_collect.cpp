@@ -69,6 +69,10 @@ void Prompt::finish(Pass& pass, Clock::time_point asked) {
   PromptStats times;
   pass.device_marks.add_to(times);
   pass.flush_marks.add_to(times);
+  const Legacy& any = pass.legacies.front();  // A pass is of one layer.
+  const auto layer = static_cast<std::uint32_t>(any.layer - any.sequence->layers.data());
+  pass.device_marks.trace(parts_.options.trace, Lane::device, layer, "prompt append");
+  pass.flush_marks.trace(parts_.options.trace, Lane::link, layer);
   const Clock::time_point needed = std::max(asked, pass.device_marks.last().time());
   const auto waited = std::chrono::nanoseconds(pass.flush_marks.last().time() - needed).count();
   times.flush_wait_ns += static_cast<std::uint64_t>(std::max<std::int64_t>(waited, 0));
@@ -78,19 +82,19 @@ void Prompt::finish(Pass& pass, Clock::time_point asked) {
     if (legacy.sparse) count_choices(pass, legacy, receipt.stats);
     if (legacy.attended) ++(legacy.sparse ? receipt.stats.sparse_chunks : receipt.stats.dense_chunks);
     if (legacy.sums != 0) {
-      // Nothing else of the call has the pass after its last piece.
-      receipt.sums = {reinterpret_cast<const float*>(pass.sums->data()) + legacy.sums_at, legacy.sums};
+      const auto* const first = reinterpret_cast<const float*>(pass.sums->data()) + legacy.sums_at;
+      receipt.sums.assign(first, first + legacy.sums);
     }
     if (legacy.last_q_rows != 0) keep_last_q(pass, legacy);
     if (running_ && pass.call == call_) {
-      receipts_.push_back(receipt);
+      receipts_.push_back(std::move(receipt));
     } else {
       book(receipt);
     }
   }
 }
 
-void Prompt::book(const Receipt& receipt) {
+void Prompt::book(Receipt& receipt) {
   const Legacy& legacy = receipt.legacy;
   Stats& stats = legacy.sequence->stats;
   stats.d2h_bytes += 2 * layout_.row_bytes() * shape_.kv_heads * legacy.tokens;
@@ -99,7 +103,7 @@ void Prompt::book(const Receipt& receipt) {
   if (legacy.indexed) {
     parts_.heir.indexed(*legacy.sequence, *legacy.layer, legacy.prefix, legacy.end / layout_.page_tokens);
   }
-  if (legacy.complete) parts_.heir.complete(*legacy.sequence, *legacy.layer, legacy.end, receipt.sums);
+  if (legacy.complete) parts_.heir.complete(*legacy.sequence, *legacy.layer, legacy.end, std::move(receipt.sums));
 }
 
 /// The newest queries that the policy wants, some of them of earlier chunks if this one was short. What was kept before

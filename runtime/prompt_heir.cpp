@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <chrono>
 
+#include "cpu/lent.hpp"
 #include "runtime/host_kv.hpp"
 #include "runtime/marked_range.hpp"
 #include "runtime/pipeline.hpp"
+#include "runtime/trace.hpp"
+#include "runtime/wait.hpp"
 #include "scheduler/policy/policies.hpp"
 #include "sluice/error.hpp"
 
@@ -19,6 +22,12 @@ std::uint64_t ns_since(Clock::time_point begin) {
 std::uint32_t index_of(const Sequence& sequence, const LayerState& layer) {
   return static_cast<std::uint32_t>(&layer - sequence.layers.data());
 }
+
+/// What the bodies of begin_policy use.
+struct Beginning {
+  std::unique_ptr<scheduler::LayerPolicy> policy;
+  std::vector<float> sums;
+};
 
 }  // namespace
 
@@ -56,9 +65,9 @@ scheduler::SumRequest Pipeline::sums(const Sequence& sequence, const LayerState&
   return scheduler::prompt_sums(sequence.spec, tokens);
 }
 
-void Pipeline::complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::span<const float> sums) {
+void Pipeline::complete(Sequence& sequence, LayerState& layer, std::uint32_t tokens, std::vector<float> sums) {
   auto times = std::make_shared<BeginTimes>();
-  auto kept = std::make_shared<std::vector<float>>(sums.begin(), sums.end());
+  auto kept = std::make_shared<std::vector<float>>(std::move(sums));
   const auto ticket = background_.post([this, &sequence, &layer, tokens, times, kept] {
     const MarkedRange range(parts_.device, "begin policy");
     *times = begin_policy(sequence, layer, tokens, std::move(*kept), deadline_after(parts_.options.timeout));
@@ -74,8 +83,8 @@ void Pipeline::collect_begun(LayerState& layer, Deadline deadline) {
   begun_.erase(at);
   try {
     background_.await(begun.ticket, deadline);
-  } catch (const Error& error) {
-    if (error.code() == Errc::timeout) throw;
+  } catch (const std::exception& error) {
+    if (is_timeout(error)) throw;
     return;  // The first step begins the policy once more, and tells whoever asks for that step.
   }
   PromptStats& stats = begun.sequence->stats.prompt;
@@ -109,10 +118,10 @@ void Pipeline::begin_decoding(Sequence& sequence, LayerState& layer, Deadline de
 }
 
 /// By the host, which has the last queries and all keys.
-std::vector<float> Pipeline::sum_attention(const LayerState& layer, std::uint32_t tokens,
-                                           const scheduler::SumRequest& wanted) {
+void Pipeline::sum_attention(const LayerState& layer, std::uint32_t tokens, const scheduler::SumRequest& wanted,
+                             std::vector<float>& sums) {
   const std::uint64_t table = std::uint64_t{shape_.group()} * (tokens - wanted.sinks);
-  std::vector<float> sums(2 * table * shape_.kv_heads);
+  sums.assign(2 * table * shape_.kv_heads, 0.f);
   std::vector<SumAttentionTask> tasks;
   for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
     const float* const q = layer.last_q.data() + std::uint64_t{kv} * shape_.group() * shape_.head_dim;
@@ -129,17 +138,20 @@ std::vector<float> Pipeline::sum_attention(const LayerState& layer, std::uint32_
                              .q_token_stride = std::uint64_t{shape_.q_heads} * shape_.head_dim,
                              .q_head_stride = shape_.head_dim};
   parts_.host.sum_attention(tasks, strides, shape_, nullptr);
-  return sums;
 }
 
 Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& layer, std::uint32_t tokens,
                                             std::vector<float> sums, Deadline deadline) {
   BeginTimes times;
+  const Clock::time_point began = Clock::now();
   const std::uint32_t index = index_of(sequence, layer);
   // Where nothing is selected, nobody asks a policy: it need not look at the prompt.
   const bool selects = scheduler::step_shape(sequence.spec, parts_.options.placement).select;
-  auto policy = selects ? scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{index})
-                        : scheduler::make_streaming_policy();
+  const cpu::Lent<Beginning> lent(parts_.workers);
+  Beginning& begun = *lent;
+  begun.policy = selects ? scheduler::make_layer_policy(sequence.spec, shape_, layout_.page_tokens, LayerId{index})
+                         : scheduler::make_streaming_policy();
+  begun.sums = std::move(sums);
   const std::uint32_t queries = layer.last_q_end == tokens ? layer.last_q_rows : 0;
   const std::uint32_t group = shape_.group();
   const std::uint64_t row = std::uint64_t{group} * shape_.head_dim;
@@ -154,31 +166,33 @@ Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& laye
     begin = Clock::now();
   }
   const scheduler::SumRequest wanted = this->sums(sequence, layer, tokens);
-  if (sums.empty() && wanted.queries != 0 && wanted.queries <= queries) {
-    sums = sum_attention(layer, tokens, wanted);
+  if (begun.sums.empty() && wanted.queries != 0 && wanted.queries <= queries) {
+    sum_attention(layer, tokens, wanted, begun.sums);
   }
-  const std::size_t table = sums.size() / (2 * shape_.kv_heads);
+  const std::size_t table = begun.sums.size() / (2 * shape_.kv_heads);
   const std::uint32_t pages = static_cast<std::uint32_t>(div_up(tokens + 1, layout_.page_tokens));
-  parts_.workers.parallel_for(shape_.kv_heads, [&](std::uint32_t kv) {
-    std::vector<float> last_q(queries * row);
+  const std::uint32_t quota = parts_.residency.quota(sequence.spec, pages);
+  parts_.workers.parallel_for(shape_.kv_heads, [=, this, &layer, all = lent.get()](std::uint32_t kv) {
+    const cpu::Lent<std::vector<float>> last_q(parts_.workers, queries * row);
     for (std::uint32_t i = 0; i < queries; ++i) {
       const float* from = layer.last_q.data() + std::uint64_t{i} * shape_.q_heads * shape_.head_dim + kv * row;
-      std::copy(from, from + row, last_q.data() + i * row);
+      std::copy(from, from + row, last_q->data() + i * row);
     }
-    HostKv reader(parts_.host, shape_, parts_.pool, layer.heads[kv]);
-    const auto all = std::span<const float>(sums).subspan(2 * kv * table, 2 * table);
-    const scheduler::PromptSums own{.by_position = all.first(table), .by_distance = all.last(table)};
-    policy->begin({.kv_head = kv,
+    const cpu::Lent<HostKv> reader(parts_.workers, parts_.host, shape_, parts_.pool, layer.heads[kv]);
+    const auto both = std::span<const float>(all->sums).subspan(2 * kv * table, 2 * table);
+    const scheduler::PromptSums own{.by_position = both.first(table), .by_distance = both.last(table)};
+    all->policy->begin({.kv_head = kv,
                    .tokens = tokens,
                    .queries = queries,
-                   .last_q = last_q,
-                   .kv = &reader,
+                   .last_q = *last_q,
+                   .kv = reader.get(),
                    .clustering = clusterings.empty() ? nullptr : &clusterings[kv],
-                   .sums = sums.empty() ? nullptr : &own});
-    policy->forecast(kv, tokens + 1, parts_.residency.quota(sequence.spec, pages), layer.hot[kv]);
+                   .sums = all->sums.empty() ? nullptr : &own});
+    all->policy->forecast(kv, tokens + 1, quota, layer.hot[kv]);
   });
   times.tables_ns = ns_since(begin);
-  layer.policy = std::move(policy);
+  trace(parts_.options.trace, "begin policy", Lane::cpu, index, began, Clock::now());
+  layer.policy = std::move(begun.policy);
   return times;
 }
 

@@ -7,14 +7,15 @@
 
 namespace sluice::runtime {
 
-std::byte* Prompt::scratch_memory(std::uint64_t bytes) {
-  if (bytes == 0) return nullptr;
-  if (!scratch_ || scratch_->bytes() < bytes) {
-    collect(passes_[newest_ ^ 1]);  // It may be using the old memory.
-    // Half as much again: the next chunks see more keys.
-    grow(scratch_, bytes + bytes / 2, [this](std::uint64_t size) { return parts_.device.allocate(size); });
+void Prompt::reserve_scratch(const Pass& pass, std::span<const Piece> group) {
+  std::uint64_t bytes = 0;
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    if (group[i].sparse || pass.legacies[i].sums != 0) bytes = std::max(bytes, scratch_bytes(group[i]) * shape_.kv_heads);
   }
-  return scratch_->data();
+  if (bytes == 0 || (scratch_ && scratch_->bytes() >= bytes)) return;
+  collect(passes_[newest_ ^ 1]);  // It may be using the old memory.
+  // Half as much again: the next chunks see more keys.
+  grow(scratch_, bytes + bytes / 2, [this](std::uint64_t size) { return parts_.device.allocate(size); });
 }
 
 /// FlexPrefill's choice of blocks for the pieces that are to be sparse.
@@ -22,18 +23,16 @@ void Prompt::select(Pass& pass, std::span<const Piece> group) {
   Backend& device = parts_.device.backend();
   std::uint64_t words = 0;
   std::uint64_t choices = 0;
-  std::uint64_t scratch = 0;
   for (const Piece& piece : group) {
     if (!piece.sparse) continue;
     words += mask_words(piece) * shape_.kv_heads;
     choices += shape_.q_heads;
-    scratch = std::max(scratch, scratch_bytes(piece) * shape_.kv_heads);
   }
   if (choices == 0) return;
   const auto on_device = [this](std::uint64_t bytes) { return parts_.device.allocate(bytes); };
   grow(pass.blocks, words * sizeof(std::uint32_t), on_device);
   grow(pass.choices, choices * sizeof(PrefillChoice), [this](std::uint64_t b) { return parts_.device.allocate_pinned(b); });
-  std::byte* const memory = scratch_memory(scratch);
+  std::byte* const memory = scratch_ ? scratch_->data() : nullptr;
   pass.selects.reserve(choices / shape_.group());
   auto* blocks = reinterpret_cast<std::uint32_t*>(pass.blocks->data());
   auto* choice = reinterpret_cast<PrefillChoice*>(pass.choices->data());
@@ -72,9 +71,8 @@ std::uint64_t Prompt::scratch_bytes(const Piece& piece) const {
          kAlignment;
 }
 
-void Prompt::sum_attention(Pass& pass, std::span<const Piece> group) {
+void Prompt::plan_sums(Pass& pass, std::span<const Piece> group) {
   std::uint64_t floats = 0;
-  std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < group.size(); ++i) {
     Legacy& legacy = pass.legacies[i];
     const scheduler::SumRequest wanted = parts_.heir.sums(*legacy.sequence, *legacy.layer, legacy.end);
@@ -82,11 +80,15 @@ void Prompt::sum_attention(Pass& pass, std::span<const Piece> group) {
     legacy.sums_at = floats;
     legacy.sums = std::uint64_t{2} * shape_.q_heads * (legacy.end - wanted.sinks);
     floats += legacy.sums;
-    bytes = std::max(bytes, scratch_bytes(group[i]) * shape_.kv_heads);
   }
   if (floats == 0) return;
   grow(pass.sums, floats * sizeof(float), [this](std::uint64_t size) { return parts_.device.allocate_pinned(size); });
-  std::byte* const memory = scratch_memory(bytes);
+}
+
+void Prompt::sum_attention(Pass& pass, std::span<const Piece> group) {
+  const auto wants = [](const Legacy& legacy) { return legacy.sums != 0; };
+  if (std::none_of(pass.legacies.begin(), pass.legacies.end(), wants)) return;
+  std::byte* const memory = scratch_ ? scratch_->data() : nullptr;
   pass.sum_tasks.reserve(group.size() * shape_.kv_heads);
   for (std::size_t i = 0; i < group.size(); ++i) {
     const Legacy& legacy = pass.legacies[i];

@@ -10,6 +10,15 @@
 
 namespace sluice::runtime {
 
+namespace {
+
+/// Before a page is claimed: one that is on no list would stay on its way for ever.
+void make_room(std::vector<PageMove>& moves) {
+  if (moves.size() == moves.capacity()) moves.reserve(2 * moves.size() + 16);
+}
+
+}  // namespace
+
 Residency::Residency(std::uint32_t slots, std::byte* memory, std::uint32_t page_tokens, PlacementMode mode,
                      TransferEngine& link)
     : pool_(slots), memory_(memory), page_tokens_(page_tokens), mode_(mode), link_(link) {}
@@ -77,6 +86,7 @@ void Residency::force(Sequence& sequence, LayerState& layer, std::uint32_t token
     });
     const auto require = [&](std::uint32_t page) {
       if (full || head.is_forced[page] != 0) return;
+      make_room(moves);
       if (head.residence[page] == Residence::far) {
         full = !claim(sequence, head, page, pages);
         if (full) return;
@@ -194,6 +204,7 @@ std::optional<Residency::Seat> Residency::seat(Sequence& sequence, LayerState& l
 void Residency::bring(Sequence& sequence, LayerState& layer, std::vector<PageMove> moves) {
   if (moves.empty()) return;
   try {
+    layer.arriving.reserve(layer.arriving.size() + 1);  // What is on its way must be on the list.
     layer.arriving.push_back(link_.promote(moves, memory_));
   } catch (...) {
     give_back(moves);  // Or they would stay on their way for ever.
@@ -213,6 +224,7 @@ void Residency::fill(Sequence& sequence, LayerState& layer) {
     victims_.clear();
     const auto add = [&](std::uint32_t page) {
       if (head.residence[page] != Residence::far || head.held.size() >= limit || pool_.free_slots() == 0) return;
+      make_room(moves);
       if (claim(sequence, head, page, limit)) moves.push_back({.page = head.refs[page], .slot = head.slots[page]});
     };
     for (const scheduler::HotPage& hot : layer.hot[h]) {
@@ -239,6 +251,7 @@ void Residency::promote(Sequence& sequence, LayerState& layer, std::uint32_t lim
     for (const scheduler::HotPage& page : hot) {
       if (sent == limit) break;
       if (page.page >= pages || head.residence[page.page] != Residence::far) continue;
+      make_room(moves);
       if (!claim(sequence, head, page.page, quota_pages)) break;
       moves.push_back({.page = head.refs[page.page], .slot = head.slots[page.page]});
       ++sent;

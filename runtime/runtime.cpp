@@ -1,6 +1,8 @@
 #include "sluice/runtime.hpp"
 
 #include <algorithm>
+#include <atomic>
+#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -23,20 +25,39 @@ RuntimeOptions checked(RuntimeOptions options) {
   return options;
 }
 
-std::uint32_t pool_node(const RuntimeOptions& options, const cpu::Topology& topology) {
-  const std::uint32_t node = options.numa_node.value_or(0);
+/// `device` may be null.
+std::uint32_t pool_node(const RuntimeOptions& options, const cpu::Topology& topology, const Device* device) {
+  if (!options.numa_node) return device == nullptr ? 0 : topology.nearest_node(device->info().pci_bus_id).value_or(0);
+  const std::uint32_t node = *options.numa_node;
   require(node < topology.numa_nodes(), "numa_node is " + std::to_string(node) + "; this machine has " +
                                             std::to_string(topology.numa_nodes()) + " (0-based)");
   return node;
 }
 
-std::shared_ptr<const cpu::Workers> make_workers(const RuntimeOptions& options, const cpu::Topology& topology) {
+/// The host's rates are measured, the device's are what it says of itself.
+CostRates make_rates(const RuntimeOptions& options, const cpu::Workers& workers, cpu::Backend& host,
+                     const Device& device) {
+  if (options.placement != PlacementMode::automatic) return {};
+  CostRates rates = cpu::measure_rates(workers, host, options.shape, options.layout());
+  const DeviceRates own = device.rates(options.layout().page_bytes());
+  if (own.near_gbps > 0.0) rates.near_gbps = own.near_gbps;
+  if (own.link_gbps > 0.0) {
+    rates.link_gbps = own.link_gbps;
+    rates.link_latency_us = own.link_latency_us;
+  }
+  return rates;
+}
+
+std::shared_ptr<const cpu::Workers> make_workers(const RuntimeOptions& options, const cpu::Topology& topology,
+                                                 std::uint32_t numa_node,
+                                                 const std::function<void(std::uint32_t)>& before_body) {
   return std::make_shared<cpu::Workers>(
       topology,
       cpu::WorkersOptions{.threads = options.threads,
                           .pin = options.pin_threads,
-                          .numa_node = pool_node(options, topology),
-                          .timeout = options.timeout});
+                          .numa_node = numa_node,
+                          .timeout = options.timeout,
+                          .before_body = before_body});
 }
 
 std::uint32_t chunk_pages_of(const RuntimeOptions& options) {
@@ -53,15 +74,18 @@ std::uint32_t window_pages_of(const RuntimeOptions& options, const Device& devic
 
 }  // namespace
 
-Runtime::Impl::Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given)
+Runtime::Impl::Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given,
+                    const std::function<void(std::uint32_t thread)>& before_body)
     : options(checked(wanted)),
-      workers(make_workers(options, topology)),
+      numa_node(pool_node(options, topology, given.get())),
+      workers(make_workers(options, topology, numa_node, before_body)),
       host(*workers),
+      own_device(given == nullptr),
       device(given ? std::move(given)
                    : std::make_shared<cpu::HostDevice>(workers, cpu::HostDeviceOptions{.memory_bytes = 0,
                                                                                       .flag_timeout = options.timeout,
                                                                                       .misbehaviour = {}})),
-      pool({.layout = options.layout(), .bytes = options.host_bytes, .numa_node = pool_node(options, topology)}, topology,
+      pool({.layout = options.layout(), .bytes = options.host_bytes, .numa_node = numa_node}, topology,
            *workers, *device),
       near_slots(static_cast<std::uint32_t>(options.near_bytes / options.layout().page_bytes())),
       chunk_pages(chunk_pages_of(options)),
@@ -70,9 +94,7 @@ Runtime::Impl::Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given)
                               options.layout().page_bytes())),
       link(*device, pool),
       residency(near_slots, memory->data(), options.page_tokens, options.placement, link),
-      rates(options.placement == PlacementMode::automatic
-                ? cpu::measure_rates(*workers, host, options.shape, options.layout())
-                : CostRates{}),
+      rates(make_rates(options, *workers, host, *device)),
       pipeline({.options = options,
                 .device = *device,
                 .workers = *workers,
@@ -94,11 +116,14 @@ Runtime::Impl::Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given)
               .device_stream = pipeline.executor().device_stream(),
               .heir = pipeline}) {}
 
-Runtime::Impl::~Impl() {
+Runtime::Impl::~Impl() { (void)stop(); }
+
+bool Runtime::Impl::stop() noexcept {
   // Streams first: what a call that timed out left queued refers to flags, buffers and pages.
   prompt.stop();
   link.stop();
   pipeline.executor().stop();
+  return pipeline.stop();
 }
 
 runtime::Sequence& Runtime::Impl::find(SequenceId id) const {
@@ -112,7 +137,7 @@ runtime::Sequence& Runtime::Impl::find(SequenceId id) const {
 runtime::Sequence& Runtime::Impl::find_whole(SequenceId id) const {
   runtime::Sequence& sequence = find(id);
   if (sequence.lost.empty()) return sequence;
-  throw Error(Errc::device, "sequence " + std::to_string(id.value) + " lost part of its prompt: " + sequence.lost +
+  throw Error(Errc::device, "sequence " + std::to_string(id.value) + " is lost: " + sequence.lost +
                                 "; end it and begin another");
 }
 
@@ -131,62 +156,94 @@ void Runtime::Impl::require_order(const runtime::Sequence& sequence, std::uint32
 }
 
 void Runtime::Impl::require_whole() const {
-  if (broken || workers->lost()) {
+  if (broken || lost()) {
     throw Error(Errc::device, "an earlier call timed out with work in flight; destroy this runtime and build another");
   }
 }
 
-Runtime::Runtime(const RuntimeOptions& options, std::shared_ptr<Device> device)
-    : impl_(std::make_unique<Impl>(options, std::move(device))) {}
+void Runtime::Impl::lose(std::span<runtime::Sequence* const> concerned) {
+  for (runtime::Sequence* sequence : concerned) {
+    if (sequence->lost.empty()) sequence->lost = "no host memory";  // Short enough to need none.
+  }
+  std::string text = kNoMemory.what();
+  for (const runtime::Sequence* sequence : concerned) {
+    text += "; sequence " + std::to_string(sequence->id.value) + " is lost, end it";
+  }
+  throw Error(Errc::out_of_capacity, text);
+}
 
-Runtime::~Runtime() = default;
+Runtime::Runtime(const RuntimeOptions& options, std::shared_ptr<Device> device)
+    : impl_(translated([&] { return std::make_unique<Impl>(options, std::move(device)); })) {}
+
+Runtime::Runtime(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Runtime::~Runtime() {
+  if (!impl_->stop() || (!impl_->own_device && impl_->device->lost())) {
+    // Never freed: there is no telling when the last thread has gone that uses it. Listed, so that it is no leak.
+    static std::atomic<Impl*> newest{nullptr};
+    Impl* const left = impl_.release();
+    left->older = newest.load();
+    while (!newest.compare_exchange_weak(left->older, left)) {
+    }
+  } else if (impl_->workers->lost()) {
+    const cpu::Workers& workers = *impl_->workers;
+    workers.keep(std::move(impl_));
+  }
+}
 
 SequenceId Runtime::begin(const PolicySpec& policy, const PrefillSpec& prefill) {
-  Impl& self = *impl_;
-  self.require_whole();
+  return translated([&] { return impl_->begin(policy, prefill); });
+}
+
+SequenceId Runtime::Impl::begin(const PolicySpec& policy, const PrefillSpec& prefill_spec) {
+  require_whole();
   validate(policy);
-  validate(prefill);
+  validate(prefill_spec);
   const std::vector<std::string> reasons =
-      self.device->backend().unsupported_reasons(self.options.shape, self.options.layout());
+      device->backend().unsupported_reasons(options.shape, options.layout());
   if (!reasons.empty()) {
     std::string text = "this device cannot serve the shape:";
     for (const std::string& reason : reasons) text += " " + reason + ";";
     text.pop_back();
     throw Error(Errc::unsupported, text);
   }
-  const std::uint64_t heads = std::uint64_t{self.options.shape.layers} * self.options.shape.kv_heads;
-  const std::uint64_t longest = self.pool.frames() / heads;  // A sequence has no more pages than the host pool.
+  const std::uint64_t heads = std::uint64_t{options.shape.layers} * options.shape.kv_heads;
+  const std::uint64_t longest = pool.frames() / heads;  // A sequence has no more pages than the host pool.
   const auto must = [&](const PolicySpec& spec) {
-    return std::min<std::uint64_t>(self.residency.forced_pages(spec), longest) * heads;
+    return std::min<std::uint64_t>(residency.forced_pages(spec), longest) * heads;
   };
   std::uint64_t forced = must(policy);
-  for (const auto& [id, sequence] : self.sequences) forced += must(sequence->spec);
-  if (forced > self.residency.pool().slots()) {
+  for (const auto& [id, sequence] : sequences) forced += must(sequence->spec);
+  if (forced > residency.pool().slots()) {
     throw Error(Errc::out_of_capacity,
                 "sinks, recent window and open pages of all sequences need " + std::to_string(forced) +
-                    " near pages; the near pool has " + std::to_string(self.residency.pool().slots()) +
-                    "; raise near_bytes to " + std::to_string(forced * self.options.layout().page_bytes()) +
+                    " near pages; the near pool has " + std::to_string(residency.pool().slots()) +
+                    "; raise near_bytes to " + std::to_string(forced * options.layout().page_bytes()) +
                     " or shrink the window");
   }
-  self.pipeline.reserve(static_cast<std::uint32_t>(self.sequences.size() + 1), policy);
+  pipeline.settle_tail();  // What it refers to may move.
+  pipeline.reserve(static_cast<std::uint32_t>(sequences.size() + 1), policy);
 
   auto sequence = std::make_unique<runtime::Sequence>();
-  sequence->id = SequenceId{++self.last_id};
+  sequence->id = SequenceId{++last_id};
   sequence->spec = policy;
-  sequence->prefill = prefill;
-  sequence->layers.resize(self.options.shape.layers);
+  sequence->prefill = prefill_spec;
+  sequence->layers.resize(options.shape.layers);
   for (runtime::LayerState& layer : sequence->layers) {
-    layer.heads.resize(self.options.shape.kv_heads);
-    layer.flushed = self.device->create_event();
+    layer.heads.resize(options.shape.kv_heads);
+    layer.flushed = device->create_event();
   }
   const SequenceId id = sequence->id;
-  self.sequences.emplace(id, std::move(sequence));
+  sequences.emplace(id, std::move(sequence));
   return id;
 }
 
 void Runtime::step(const StepArgs& args) {
-  Impl& self = *impl_;
-  const AttentionShape& shape = self.options.shape;
+  translated([&] { impl_->step(args); });
+}
+
+void Runtime::Impl::step(const StepArgs& args) {
+  const AttentionShape& shape = options.shape;
   const auto batch = static_cast<std::uint32_t>(args.sequences.size());
   if (batch == 0) return;
   require_tensor(args.q, "q", batch, shape.q_heads, shape.head_dim);
@@ -195,62 +252,77 @@ void Runtime::step(const StepArgs& args) {
   require_tensor(args.out, "out", batch, shape.q_heads, shape.head_dim);
   require(args.k.dtype == args.v.dtype, "k and v differ in dtype");
   require(args.out.head_stride == shape.head_dim, "out.head_stride must be head_dim: heads of a token are dense");
-  std::vector<runtime::Sequence*> sequences;
+  pipeline.look_back();
+  pipeline.throw_news();
+  std::vector<runtime::Sequence*> members;
   for (const SequenceId id : args.sequences) {
-    runtime::Sequence& sequence = self.find_whole(id);
-    self.require_order(sequence, args.layer.value, 1);
-    require(std::find(sequences.begin(), sequences.end(), &sequence) == sequences.end(),
+    runtime::Sequence& sequence = find_whole(id);
+    require_order(sequence, args.layer.value, 1);
+    require(std::find(members.begin(), members.end(), &sequence) == members.end(),
             "sequence " + std::to_string(id.value) + " appears twice in the batch");
-    sequences.push_back(&sequence);
+    members.push_back(&sequence);
   }
-  self.guarded([&] {
-    self.prompt.settle();
-    self.pipeline.step(args, sequences);
+  guarded(members, [&] {
+    prompt.settle();
+    pipeline.step(args, members);
   });
 }
 
 Stream& Runtime::device_stream() noexcept { return impl_->pipeline.executor().device_stream(); }
 
 void Runtime::end(SequenceId id) {
-  Impl& self = *impl_;
-  runtime::Sequence& sequence = self.find(id);
-  self.guarded([&] {
+  translated([&] { impl_->end(id); });
+}
+
+void Runtime::Impl::end(SequenceId id) {
+  runtime::Sequence& sequence = find(id);
+  guarded({}, [&] {
     try {
-      self.prompt.settle();
+      prompt.settle();
     } catch (const Error& error) {
       if (error.code() == Errc::timeout) throw;  // Sequences that anything else is about say so when they are to go on.
     }
-    self.pipeline.settle(sequence);
+    pipeline.settle(sequence);
   });
   for (runtime::LayerState& layer : sequence.layers) {
-    self.residency.release(layer);
+    residency.release(layer);
     for (runtime::HeadPages& head : layer.heads) {
-      while (head.pages() != 0) self.pool.release(head.pop());
+      while (head.pages() != 0) pool.release(head.pop());
     }
   }
-  self.ended.merge(sequence.stats);
-  self.sequences.erase(id);
+  pipeline.forget(sequence);
+  ended.merge(sequence.stats);
+  sequences.erase(id);
 }
 
 void Runtime::synchronize() {
-  Impl& self = *impl_;
-  self.guarded([&] {
-    self.prompt.settle();
-    self.pipeline.executor().device_stream().synchronize(deadline_after(self.options.timeout));
+  translated([&] {
+    impl_->guarded({}, [&] {
+      impl_->prompt.settle();
+      impl_->pipeline.settle_tail();
+      impl_->pipeline.executor().device_stream().synchronize(deadline_after(impl_->options.timeout));
+      impl_->pipeline.throw_news();
+    });
   });
 }
 
 std::uint32_t Runtime::tokens(SequenceId sequence) const { return impl_->find(sequence).layers.back().tokens; }
 
-Stats Runtime::stats(SequenceId sequence) const { return impl_->find(sequence).stats; }
+Stats Runtime::stats(SequenceId sequence) const {
+  return translated([&] { return impl_->find(sequence).stats; });
+}
 
-AuditReport Runtime::audit(SequenceId sequence) const { return impl_->find(sequence).audit.report; }
+AuditReport Runtime::audit(SequenceId sequence) const {
+  return translated([&] { return impl_->find(sequence).audit.report; });
+}
 
 void Runtime::watch(SequenceId sequence, std::span<const std::uint32_t> tokens) {
-  std::vector<std::uint32_t> watched(tokens.begin(), tokens.end());
-  std::sort(watched.begin(), watched.end());
-  watched.erase(std::unique(watched.begin(), watched.end()), watched.end());
-  impl_->find(sequence).audit.watched = std::move(watched);
+  translated([&] {
+    std::vector<std::uint32_t> watched(tokens.begin(), tokens.end());
+    std::sort(watched.begin(), watched.end());
+    watched.erase(std::unique(watched.begin(), watched.end()), watched.end());
+    impl_->find(sequence).audit.watched = std::move(watched);
+  });
 }
 
 Stats Runtime::stats() const {
@@ -264,6 +336,7 @@ RuntimeInfo Runtime::info() const {
   return {.device = self.device->info().name,
           .isa = self.host.isa(),
           .threads = self.workers->threads(),
+          .numa_node = self.numa_node,
           .host_pages = self.pool.frames(),
           .host_pages_free = self.pool.free_frames(),
           .near_slots = self.residency.pool().slots(),

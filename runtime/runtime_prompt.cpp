@@ -17,11 +17,22 @@ runtime::PromptChunk Runtime::Impl::checked_chunk(SequenceId id, LayerId layer, 
   require_tensor(k, "k", k.tokens, shape.kv_heads, shape.head_dim);
   require_tensor(v, "v", k.tokens, shape.kv_heads, shape.head_dim);
   require(k.dtype == v.dtype && k.token_stride == v.token_stride, "k and v differ in dtype or token stride");
+  const std::uint64_t tokens = std::uint64_t{sequence.layers[layer.value].tokens} + k.tokens;
+  const std::uint64_t room = pool.frames() / (shape.layers * shape.kv_heads) * std::uint64_t{options.page_tokens};
+  if (tokens > room) {
+    throw Error(Errc::out_of_capacity, "sequence " + std::to_string(id.value) + " would have " + std::to_string(tokens) +
+                                           " tokens; the host pool holds " + std::to_string(room) +
+                                           "; raise host_bytes or shorten the prompt");
+  }
   return {.sequence = &sequence, .layer = &sequence.layers[layer.value], .q = {}, .k = k, .v = v, .last_q = {}, .out = {}};
 }
 
 void Runtime::Impl::add_prompts(LayerId layer, std::span<const runtime::PromptChunk> chunks, bool ordered) {
-  guarded([&] {
+  std::vector<runtime::Sequence*> concerned;
+  for (const runtime::PromptChunk& chunk : chunks) concerned.push_back(chunk.sequence);
+  guarded(concerned, [&] {
+    pipeline.settle_tail();  // It refers to tables of pages that grow now.
+    pipeline.throw_news();
     for (const runtime::PromptChunk& chunk : chunks) {
       runtime::LayerState& state = *chunk.layer;
       const auto holds = [](const runtime::HeadPages& head) { return !head.held.empty(); };
@@ -45,6 +56,14 @@ void Runtime::Impl::add_prompts(LayerId layer, std::span<const runtime::PromptCh
 void Runtime::prefill(const PrefillArgs& args) { prefill(std::span(&args, 1)); }
 
 void Runtime::prefill(std::span<const PrefillArgs> batch) {
+  translated([&] { impl_->prefill(batch); });
+}
+
+void Runtime::import_prefix(const ImportArgs& args) {
+  translated([&] { impl_->import_prefix(args); });
+}
+
+void Runtime::Impl::prefill(std::span<const PrefillArgs> batch) {
   if (batch.empty()) return;
   const PrefillArgs& front = batch.front();
   std::vector<runtime::PromptChunk> chunks;
@@ -54,8 +73,8 @@ void Runtime::prefill(std::span<const PrefillArgs> batch) {
     require(args.layer == front.layer && args.ordered == front.ordered,
             who + " of the batch has another layer, or is ordered otherwise, than the first; prefill them in calls of "
                   "their own");
-    runtime::PromptChunk chunk = impl_->checked_chunk(args.sequence, args.layer, &args.q, args.k, args.v);
-    require_tensor(args.out, "out", args.k.tokens, impl_->options.shape.q_heads, impl_->options.shape.head_dim);
+    runtime::PromptChunk chunk = checked_chunk(args.sequence, args.layer, &args.q, args.k, args.v);
+    require_tensor(args.out, "out", args.k.tokens, options.shape.q_heads, options.shape.head_dim);
     const auto same = [&](const runtime::PromptChunk& other) { return other.sequence == chunk.sequence; };
     require(std::none_of(chunks.begin(), chunks.end(), same), who + " appears twice in the batch");
     chunk.q = chunk.last_q = args.q;
@@ -63,17 +82,17 @@ void Runtime::prefill(std::span<const PrefillArgs> batch) {
     chunk.last = args.last;
     chunks.push_back(chunk);
   }
-  impl_->add_prompts(front.layer, chunks, front.ordered);
+  add_prompts(front.layer, chunks, front.ordered);
 }
 
-void Runtime::import_prefix(const ImportArgs& args) {
-  runtime::PromptChunk chunk = impl_->checked_chunk(args.sequence, args.layer, nullptr, args.k, args.v);
+void Runtime::Impl::import_prefix(const ImportArgs& args) {
+  runtime::PromptChunk chunk = checked_chunk(args.sequence, args.layer, nullptr, args.k, args.v);
   if (args.last_q.tokens != 0) {
-    require_tensor(args.last_q, "last_q", args.last_q.tokens, impl_->options.shape.q_heads, impl_->options.shape.head_dim);
+    require_tensor(args.last_q, "last_q", args.last_q.tokens, options.shape.q_heads, options.shape.head_dim);
   }
   require(args.last_q.tokens <= args.k.tokens, "last_q has more tokens than the chunk");
   chunk.last_q = args.last_q;
-  impl_->add_prompts(args.layer, {&chunk, 1}, false);
+  add_prompts(args.layer, {&chunk, 1}, false);
 }
 
 }  // namespace sluice

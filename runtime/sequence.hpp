@@ -66,7 +66,7 @@ struct Sequence {
   std::vector<LayerState> layers;
   Stats stats;
   AuditBook audit;
-  std::string lost;  ///< why a prompt that had returned is incomplete, so that the sequence can only be ended; or empty
+  std::string lost;  ///< why a call that had returned came to nothing, so that the sequence can only be ended; or empty
 };
 
 /// Prompt queries that the policy wants to see.

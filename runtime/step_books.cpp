@@ -43,16 +43,17 @@ void Pipeline::book_head(const HeadWork& work) {
   stats.candidate_tokens += work.counters.candidates;
   stats.expanded_per_head += work.counters.expanded_per_head;
   // Every query head of a group has its own pages; without a ranking all share one reading.
-  const std::uint64_t estimated = std::uint64_t{work.pruned} * (work.ranked == 0 ? 1 : shape_.group());
+  const std::uint64_t open = work.pruned == 0 ? 0 : work.open_rows;
+  const std::uint64_t estimated = (work.pruned - open) * (work.ranked == 0 ? 1 : shape_.group());
   stats.estimated_keys += work.counters.estimated + estimated;
-  stats.scored_keys += work.counters.scored + digests;
+  stats.scored_keys += work.counters.scored + digests + open;
   stats.near_hits += work.counters.near_hits;
   stats.progressive_iterations += work.counters.iterations;
   stats.bypassed_heads += static_cast<std::uint64_t>(__builtin_popcount(work.bypass.heads));
 
   stats.dense_bytes += 2 * row * work.tokens;
   const std::uint64_t copy = Int4Layout(layout_).row_bytes() + Int4Layout::kParamBytes;
-  stats.near_bytes += 2 * row * (near + fetched) + row * digests + copy * estimated;
+  stats.near_bytes += 2 * row * (near + fetched) + row * (digests + open) + copy * estimated;
   stats.far_bytes += row * work.counters.scored + copy * work.counters.estimated + work.counters.index_bytes;
   if (selects_) {
     // With scores at hand only V is read again.

@@ -83,7 +83,7 @@ void StepBuffers::reserve_fetch(std::uint32_t batches) {
     copied.push_back(device_.create_event());
     attended.push_back(device_.create_event());
   }
-  if (fetch_batches.size() < batches) fetch_batches.resize(batches);
+  if (late.fetches.size() < batches) late.fetches.resize(batches);
 }
 
 float* StepBuffers::at(const Memory& memory, std::uint32_t row, std::uint32_t head) const noexcept {

@@ -23,7 +23,8 @@ struct HeadWork {
   std::uint32_t tokens = 0;   ///< visible, the new one included
   std::uint32_t ranked = 0;   ///< pages ranked per query head; 0: none
   std::uint32_t scored_pages = 0;  ///< full pages whose scores the host gets; 0 unless the budget is progressive
-  std::uint32_t pruned = 0;   ///< tokens per query head that the device estimates and cuts; 0: none
+  std::uint32_t pruned = 0;   ///< values per query head that the device scores to cut them; 0: none
+  std::uint32_t open_rows = 0;  ///< tokens of the newest page: the last of these values, scored by their keys
   bool audited = false;       ///< the step's output is held against exact attention
 
   bool progressive = false;        ///< the device visits its pages, see Progressive
@@ -53,6 +54,14 @@ struct HeadWork {
 struct FetchBatch {
   std::vector<PageMove> moves;
   std::vector<AttendTask> tasks;
+};
+
+/// Tasks that come behind the hand-over, so that the device may still read them when a queued step has returned.
+struct LateTasks {
+  std::vector<AttendTask> near;
+  std::vector<MergeTask> merges;
+  std::vector<MergeTask> audits;
+  std::vector<FetchBatch> fetches;
 };
 
 /// Memory of a decode step, reserved when sequences begin. Arrays indexed by (batch row, query head) are
@@ -96,18 +105,15 @@ class StepBuffers {
 
   [[nodiscard]] std::uint32_t max_pages() const noexcept { return max_pages_; }
 
-  // Task arrays that streams refer to until the step is done.
+  // Task arrays that streams refer to: up to the hand-over, and behind it.
   std::vector<AppendTask> append_tasks;
   std::vector<AppendTask> write_tasks;
-  std::vector<AttendTask> near_tasks;
   std::vector<AttendTask> far_tasks;
   std::vector<ScorePagesTask> score_tasks;
   std::vector<TopKTask> top_k_tasks;
   std::vector<ScoreInt4Task> estimate_tasks;
   std::vector<TopPTask> top_p_tasks;
-  std::vector<MergeTask> merge_tasks;
-  std::vector<MergeTask> audit_tasks;
-  std::vector<FetchBatch> fetch_batches;
+  LateTasks late;
   std::vector<std::unique_ptr<Event>> copied;    ///< [fetch batches]
   std::vector<std::unique_ptr<Event>> attended;  ///< [fetch batches]
 

@@ -1,6 +1,8 @@
 // What each node of the step graph does. Device and link nodes only enqueue; see pipeline.hpp.
 #include <algorithm>
+#include <thread>
 
+#include "cpu/lent.hpp"
 #include "runtime/host_kv.hpp"
 #include "runtime/pipeline.hpp"
 #include "sluice/error.hpp"
@@ -68,7 +70,7 @@ void Pipeline::attend_near() {
 void Pipeline::queue_near() {
   near_waits_ = false;
   const std::uint32_t group = shape_.group();
-  auto& tasks = buffers_.near_tasks;
+  auto& tasks = buffers_.late.near;
   tasks.clear();
   for (HeadWork& work : heads_) {
     list_near_runs(work);
@@ -108,14 +110,15 @@ std::span<const float> Pipeline::page_scores(const HeadWork& work) const {
 
 void Pipeline::select() {
   const std::uint32_t group = shape_.group();
-  const std::uint32_t first = near_waits_ ? 1 : 0;
-  parts_.workers.parallel_for(first + static_cast<std::uint32_t>(heads_.size()), [&](std::uint32_t i) {
-    if (i < first) return queue_near();
-    HeadWork& work = heads_[i - first];
+  const auto caller = std::this_thread::get_id();
+  parts_.workers.parallel_for(static_cast<std::uint32_t>(heads_.size()), [this, caller, group](std::uint32_t i) {
+    // By the caller, beside whom the workers have begun: a worker that is lost must not come back to a stream.
+    if (std::this_thread::get_id() == caller && near_waits_) queue_near();
+    HeadWork& work = heads_[i];
     if (work.progressive) return;  // Nothing is far but what the device will visit.
     const std::uint32_t head = work.kv_head * group;
-    HostKv reader(parts_.host, shape_, parts_.pool, work.pages());
-    if (estimates(work.sequence->spec, layer_)) reader.estimate_from(copies_.host(), work.layer->copied_pages);
+    const cpu::Lent<HostKv> reader(parts_.workers, parts_.host, shape_, parts_.pool, work.pages());
+    if (estimates(work.sequence->spec, layer_)) reader->estimate_from(copies_.host(), work.layer->copied_pages);
     const std::size_t ranked = std::size_t{work.ranked} * group;
     const std::size_t masks = std::size_t{work.mask_words()} * group;
     const scheduler::HeadContext context{
@@ -128,10 +131,11 @@ void Pipeline::select() {
         .kept = masks == 0 ? std::span<const std::uint32_t>{}
                            : std::span<const std::uint32_t>(buffers_.kept(work.row, head, work.mask_words()), masks),
         .near = &work.near,
-        .kv = &reader,
+        .kv = reader.get(),
         .defer_scores = !parts_.device.info().host_memory};
     work.layer->policy->select(context, work.selected, work.bypass, work.counters);
   });
+  if (near_waits_) queue_near();  // The workers were through before the caller began.
 }
 
 void Pipeline::place() {
@@ -187,7 +191,7 @@ void Pipeline::progress() {
 
 void Pipeline::merge() {
   const std::uint32_t group = shape_.group();
-  auto& tasks = buffers_.merge_tasks;
+  auto& tasks = buffers_.late.merges;
   tasks.clear();
   for (HeadWork& work : heads_) {
     const std::uint32_t head = work.kv_head * group;
@@ -203,7 +207,7 @@ void Pipeline::merge() {
 
 /// Once more, to where the CPU can read it.
 void Pipeline::merge_for_audit() {
-  auto& tasks = buffers_.audit_tasks;
+  auto& tasks = buffers_.late.audits;
   tasks.clear();
   for (HeadWork& work : heads_) {
     const std::uint32_t head = work.kv_head * shape_.group();

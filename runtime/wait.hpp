@@ -1,7 +1,9 @@
 #pragma once
 
+#include <exception>
 #include <thread>
 
+#include "sluice/error.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::runtime {
@@ -14,17 +16,23 @@ inline constexpr std::chrono::microseconds kSpin{50};
 template <class Ready>
 [[nodiscard]] bool wait_until(Ready&& ready, Deadline deadline, std::chrono::microseconds spin = kSpin) {
   constexpr std::chrono::microseconds kNap{20};
-  for (const Deadline spin_end = Clock::now() + spin; Clock::now() < spin_end;) {
+  for (const Clock::time_point spin_end = Clock::now() + spin; Clock::now() < spin_end;) {
     if (ready()) return true;
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
   while (!ready()) {
-    if (Clock::now() >= deadline) return ready();
+    if (RunClock::now() >= deadline) return ready();
     std::this_thread::sleep_for(kNap);
   }
   return true;
+}
+
+/// Work is still in flight: whatever else went wrong, this comes first.
+[[nodiscard]] inline bool is_timeout(const std::exception& error) noexcept {
+  const auto* const known = dynamic_cast<const Error*>(&error);
+  return known != nullptr && known->code() == Errc::timeout;
 }
 
 }  // namespace sluice::runtime

@@ -42,7 +42,9 @@ struct Clustering {
 };
 
 /// Reads keys and values of one (sequence, layer, KV head) in the host pool, where every token has a copy.
-/// Valid during the call that it was passed to.
+/// Valid during the call that it was passed to. Large calls share their work with other threads, and one that throws
+/// Error{Errc::timeout} has left such a thread behind: what it was given to read or write must be a member of the
+/// policy, not on the frame that is unwound.
 class KvReader {
  public:
   virtual ~KvReader() = default;
@@ -92,7 +94,7 @@ struct HeadContext {
   /// Digest scores of all full pages, raw; [group, pages]. Empty unless the budget is `progressive`.
   std::span<const float> page_scores = {};
   /// What a device kept by estimate and top-p, or empty; [group, words]. Bit i % 32 of word i / 32: the i-th token
-  /// of the head's ranked pages laid end to end, or token i if the source is `exact`. Nothing of the newest page.
+  /// of the head's ranked pages laid end to end, or token i if the source is `exact`. Nothing attended anyway.
   std::span<const std::uint32_t> kept = {};
   const NearSet* near = nullptr;
   KvReader* kv = nullptr;

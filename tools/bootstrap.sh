@@ -110,6 +110,33 @@ bootstrap: this system's packages are not known here. Install with its own packa
 TEXT
 }
 
+# A clang that links libFuzzer and knows the library's C++20: from 16 on.
+find_fuzz_compiler() {
+  local name
+  for name in clang++ clang++-{22..16}; do
+    have "$name" && at_least "$("$name" -dumpversion)" 16 || continue
+    if echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' |
+      "$name" -x c++ -fsanitize=fuzzer,address -o /dev/null - 2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  return 1
+}
+
+# For the preset `fuzz` alone.
+ensure_fuzz_compiler() {
+  find_fuzz_compiler >/dev/null && return
+  local version
+  for version in {22..16}; do
+    known_system && apt-cache show "clang-$version" "libclang-rt-$version-dev" >/dev/null 2>&1 || continue
+    install_packages "clang-$version" "libclang-rt-$version-dev"
+    find_fuzz_compiler >/dev/null && return
+  done
+  fail "the preset fuzz needs clang 16 or later with its sanitizer runtimes (compiler-rt); install them, or run the" \
+    "fuzz targets without libFuzzer: ctest --preset release -L fuzz"
+}
+
 ensure_tools() {
   local missing
   if known_system; then
@@ -140,7 +167,9 @@ describe_cuda() {
 
 configure() {
   say "configuring build/$1"
-  if cmake --preset "$1"; then return; fi
+  local compiler=()
+  if [[ "$1" == fuzz ]]; then compiler=("-DCMAKE_CXX_COMPILER=$(find_fuzz_compiler)"); fi
+  if cmake --preset "$1" ${compiler[@]+"${compiler[@]}"}; then return; fi
   known_system || { describe_needs; fail "see CMake's message above for what it did not find"; }
   say "error: CMake failed, see above;" \
     "if build/$1 comes from another place or compiler, delete it and run this again" >&2
@@ -187,6 +216,7 @@ main() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   grep -q "\"name\": \"$preset\"" CMakePresets.json || fail "no preset '$preset' in CMakePresets.json"
   ensure_tools
+  if [[ "$preset" == fuzz ]]; then ensure_fuzz_compiler; fi
   describe_cuda
   configure "$preset"
   [[ "$no_build" -eq 1 ]] || build "$preset" ${targets[@]+"${targets[@]}"}

@@ -1,45 +1,178 @@
 #!/bin/sh
-# Regenerates the plot and the tables of README's comparisons, of policies and of ways to prefill:
-# tools/record.sh DIR [host|cuda]
-# Takes about a quarter of an hour with a GPU, hours without. Needs a build (tools/test.sh makes one).
+# The comparison of record: measures, and makes the tables and the plot of README's comparisons.
 set -eu
 
-out=${1:?usage: tools/record.sh DIR [host|cuda]}
-device=${2:-host}
+usage() {
+  cat <<'END'
+usage: tools/record.sh DIR [host|cuda[:N]] [option...]     all parts, then tables.md and accuracy.svg from them
+       tools/record.sh DIR --merge [option...]             tables.md and accuracy.svg from the parts that DIR holds
+       tools/record.sh --list [host|cuda[:N]]              the parts
+  --part N       only part N, a number or a name of the list, which leaves NAME.json in DIR; no tables
+  --sluice PATH  the command, else $SLUICE, else build/release/tools/cli/sluice
+  --model DIR    the model, else $MODEL, else tests/data/testbed
+A part takes at most 7 minutes on an H200 with 16 cores; without a GPU it may take an hour.
+Smaller runs, to try it out: RECORD_SHORT=2K,8K RECORD_LONG=32000 RECORD_COUNT=8 RECORD_POLICIES=...
+RECORD_SWEEP_LENGTH=8192 RECORD_SWEEP_COUNT=4 RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8
+RECORD_LAYER_LENGTHS="32K 128K" RECORD_LAYER_STEPS=12 RECORD_PREFILL_LENGTHS="2K,8K 16K 32000" RECORD_PREFILL_LAYER=4K,...
+(here with their defaults; lists of words are parts of their own).
+END
+}
+
+fail() {
+  echo "record.sh: error: $1" >&2
+  exit "${2:-2}"
+}
+
 root=$(cd "$(dirname "$0")/.." && pwd)
-sluice="$root/build/release/tools/cli/sluice"
-[ -x "$sluice" ] || { echo "record.sh: $sluice is missing; run tools/test.sh first" >&2; exit 1; }
-mkdir -p "$out"
+out= device= part= action=all
+sluice=${SLUICE:-$root/build/release/tools/cli/sluice}
+model=${MODEL:-$root/tests/data/testbed}
+while [ $# -gt 0 ]; do
+  case $1 in
+    --part | --sluice | --model)
+      [ $# -ge 2 ] || fail "$1 needs a value; see --help"
+      case $1 in
+        --part) part=$2 action=part ;;
+        --sluice) sluice=$2 ;;
+        --model) model=$2 ;;
+      esac
+      shift
+      ;;
+    --merge) action=merge ;;
+    --list) action=list ;;
+    -h | --help) usage && exit 0 ;;
+    -*) fail "unknown option '$1'; see --help" ;;
+    host | cuda | cuda:*) device=$1 ;;
+    *)
+      [ -z "$out" ] || fail "'$1' is no device; have host, cuda, cuda:N"
+      out=$1
+      ;;
+  esac
+  shift
+done
+# Names of parts depend on the device; a record of a host alone says `host` when it is merged, too.
+case $action in
+  merge | list) device=${device:-cuda} ;;
+  *) device=${device:-host} ;;
+esac
 
 # The presets, and compositions that nobody published.
-policies='full;topk;streaming;quest;arkvale;psa;twilight;tactic;magicpig;lfps;sluice;sluice-fast'
-policies="$policies;clusters:candidates=1024 | int4 | top_k=max(64, 1%) | near=3%"
-policies="$policies;lsh | int4 | top_k=max(64, 1%) | near=3%"
-policies="$policies;pages:quest,budget=3072 | int4 | top_p=0.8 | near=5%"
-
-"$sluice" eval --model "$root/tests/data/testbed" --device "$device" --tasks niah,multikey,kv --lengths 2K,8K,32000 \
-  --count 8 --audit 8 --policies "$policies" --plot "$out/accuracy.svg" -o json --output "$out/tasks.json"
+presets='full;topk;streaming;quest;arkvale;psa;twilight;tactic;magicpig;lfps;sluice;sluice-fast'
+presets="$presets;clusters:candidates=1024 | int4 | top_k=max(64, 1%) | near=3%"
+presets="$presets;lsh | int4 | top_k=max(64, 1%) | near=3%"
+presets="$presets;pages:quest,budget=3072 | int4 | top_p=0.8 | near=5%"
+policies=${RECORD_POLICIES:-$presets}
 
 # How far stop rules and fits keep what they promise, and what equal coverage costs.
 sweep='arkvale:budget=512;arkvale:budget=1024;arkvale:budget=2048;arkvale:budget=3072'
 sweep="$sweep;psa:mass=0.9;psa;psa:mass=0.98;psa:rule=mean;psa:rule=median"
 sweep="$sweep;tactic:mass=0.5;tactic:mass=0.6;tactic:mass=0.7;tactic:mass=0.8;tactic"
 sweep="$sweep;pages:quest,budget=8192 | top_k=all | near=0%,sinks=4,recent=0 | dense=2 | page=16;twilight;twilight:mass=0.85"
-"$sluice" eval --model "$root/tests/data/testbed" --device "$device" --tasks niah,kv --lengths 8192 --count 4 --audit 4 \
-  --policies "$sweep" -o json --output "$out/sweep.json"
-"$sluice" eval --tasks "" --needles 1,16 --device "$device" --policies "$policies" -o json --output "$out/needles.json"
-if [ "$device" != host ]; then
-  for page in 16 32; do
-    "$sluice" bench gpu --device "$device" --sections attention --length 32K,128K --placements hybrid,stream --layers 2 \
-      --page-tokens "$page" --steps 12 --policies "$policies" -o json --output "$out/layers-$page.json"
-  done
+
+layer_lengths=${RECORD_LAYER_LENGTHS:-32K 128K}
+if [ "$device" = host ]; then
+  prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K}
+else
+  prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K 16K 32000}
 fi
 
-# Ways to prefill: what answers cost and whether they stay right, under dense and under sparse decoding.
-lengths=2K,8K
-[ "$device" = host ] || lengths=2K,8K,16K,32000
-"$sluice" eval --model "$root/tests/data/testbed" --device "$device" --tasks niah,multikey,kv --lengths "$lengths" \
-  --count 8 --audit 0 --policies full,sluice --prefill full,flexprefill@0.9,flexprefill@0.95,auto \
-  -o json --output "$out/prefill-tasks.json"
-"$sluice" bench prefill --device "$device" -o json --output "$out/prefill-layer.json"
-python3 "$root/tools/record_tables.py" "$out" | tee "$out/tables.md"
+# One name a line, in the order in which tables show them. A name is also that of the part's file.
+parts() {
+  for task in niah multikey kv; do
+    echo "tasks-$task-short"
+    echo "tasks-$task-long"
+  done
+  echo sweep
+  echo needles-1
+  echo needles-16
+  if [ "$device" != host ]; then
+    for page in 16 32; do
+      for length in $layer_lengths; do echo "layers-$page-$length"; done
+    done
+  fi
+  for lengths in $prefill_lengths; do echo "prefill-tasks-$lengths"; done
+  for structure in vertical_slash query_aware uniform; do echo "prefill-layer-$structure"; done
+}
+
+# eval_tasks NAME TASKS LENGTHS COUNT AUDIT POLICIES [option...]
+eval_tasks() {
+  name=$1 tasks=$2 lengths=$3 count=$4 audit=$5 named=$6
+  shift 6
+  "$sluice" eval --model "$model" --device "$device" --tasks "$tasks" --lengths "$lengths" --count "$count" \
+    --audit "$audit" --policies "$named" "$@" -o json --output "$out/$name.json"
+}
+
+measure() {
+  short=${RECORD_SHORT:-2K,8K}
+  count=${RECORD_COUNT:-8}
+  rest=${1#*-}
+  case $1 in
+    tasks-*-short) eval_tasks "$1" "${rest%-short}" "$short" "$count" 8 "$policies" ;;
+    tasks-*-long) eval_tasks "$1" "${rest%-long}" "${RECORD_LONG:-32000}" "$count" 8 "$policies" ;;
+    sweep) eval_tasks "$1" niah,kv "${RECORD_SWEEP_LENGTH:-8192}" "${RECORD_SWEEP_COUNT:-4}" 4 "${RECORD_POLICIES:-$sweep}" ;;
+    needles-*)
+      "$sluice" eval --tasks "" --needles "$rest" --needle-tokens "${RECORD_NEEDLE_TOKENS:-128K}" \
+        --needle-steps "${RECORD_NEEDLE_STEPS:-8}" --device "$device" --policies "$policies" \
+        -o json --output "$out/$1.json"
+      ;;
+    layers-*)
+      "$sluice" bench gpu --device "$device" --sections attention --length "${rest#*-}" --placements hybrid,stream \
+        --layers 2 --page-tokens "${rest%%-*}" --steps "${RECORD_LAYER_STEPS:-12}" --policies "$policies" \
+        -o json --output "$out/$1.json"
+      ;;
+    # Ways to prefill: what answers cost and whether they stay right, under dense and under sparse decoding.
+    prefill-tasks-*)
+      eval_tasks "$1" niah,multikey,kv "${rest#tasks-}" "$count" 0 full,sluice \
+        --prefill full,flexprefill@0.9,flexprefill@0.95,auto
+      ;;
+    prefill-layer-*)
+      "$sluice" bench prefill --device "$device" --structures "${rest#layer-}" \
+        ${RECORD_PREFILL_LAYER:+--length "$RECORD_PREFILL_LAYER"} -o json --output "$out/$1.json"
+      ;;
+  esac
+}
+
+# Number or name to name.
+part_name() {
+  parts | awk -v wanted="$1" '$0 == wanted || NR == wanted { print; exit }'
+}
+
+merge() {
+  # shellcheck disable=SC2046 # Names have no blanks.
+  python3 "$root/tools/record_tables.py" "$out" $(parts) >"$out/tables.md.new" || return
+  mv "$out/tables.md.new" "$out/tables.md"
+  cat "$out/tables.md"
+  set --
+  for name in $(parts); do
+    case $name in tasks-*) [ ! -f "$out/$name.json" ] || set -- "$@" "$out/$name.json" ;; esac
+  done
+  [ $# -gt 0 ] || return 0
+  if [ -x "$sluice" ]; then
+    "$sluice" plot --output "$out/accuracy.svg" "$@"
+  else
+    echo "record.sh: accuracy.svg is not drawn: '$sluice' is missing; give --sluice PATH" >&2
+  fi
+}
+
+if [ "$action" = list ]; then
+  parts | awk '{ print NR, $0 }'
+  exit 0
+fi
+[ -n "$out" ] || { usage >&2 && exit 2; }
+[ "$action" = merge ] || [ -x "$sluice" ] || fail "'$sluice' is missing; run tools/test.sh first, or give --sluice PATH" 1
+mkdir -p "$out"
+case $action in
+  part)
+    name=$(part_name "$part")
+    [ -n "$name" ] || fail "there is no part '$part'; see --list"
+    measure "$name"
+    ;;
+  all)
+    for name in $(parts); do
+      echo "record.sh: $name" >&2
+      measure "$name"
+    done
+    merge
+    ;;
+  merge) merge ;;
+esac

@@ -1,16 +1,30 @@
 #!/usr/bin/env python3
-"""Markdown tables from the JSON files that tools/record.sh wrote: record_tables.py DIR"""
+"""Markdown tables from the JSON files that tools/record.sh wrote: record_tables.py DIR PART...
+
+A part is the name of a file without .json. Parts that are missing, or were interrupted, are named first.
+"""
 
 import json
 import pathlib
 import sys
 
 
-def rows(directory, pattern, table):
-    found = []
-    for file in sorted(directory.glob(pattern)):
-        found += json.loads(file.read_text())["results"].get(table, [])
-    return found
+def load(directory, names):
+    """Reports by the name of their part, and what lacks."""
+    reports, lacking = {}, []
+    for name in names:
+        file = directory / (name + ".json")
+        if not file.exists():
+            lacking.append(name)
+            continue
+        reports[name] = json.loads(file.read_text())
+        if reports[name].get("interrupted"):
+            lacking.append(name + " (interrupted: some rows)")
+    return reports, lacking
+
+
+def rows(reports, prefix, table):
+    return [row for name, report in reports.items() if name.startswith(prefix) for row in report["results"].get(table, [])]
 
 
 def cell(value, form="{:.2f}"):
@@ -33,6 +47,10 @@ def table(head, body):
     print()
 
 
+def thousands(tokens):
+    return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
+
+
 def unique(values):
     return list(dict.fromkeys(values))
 
@@ -43,11 +61,11 @@ def print_tasks(found):
     print("Accuracy\n")
     by_key = {(r["policy"], r["task"], r["length_tokens"]): r for r in found}
     policies = unique(r["policy"] for r in found)
-    table(["policy"] + [f"{task} {length // 1024}K" for task, length in cells],
+    table(["policy"] + [f"{task} {thousands(length)}" for task, length in cells],
           [[code(p)] + [cell(by_key[p, t, n]["accuracy"]) if (p, t, n) in by_key else "" for t, n in cells]
            for p in policies])
     for task, length in [c for c in cells if c[0] == "kv"]:
-        print(f"Cost on {task} {length // 1024}K\n")
+        print(f"Cost on {task} {thousands(length)}\n")
         body = []
         for p in policies:
             r = by_key.get((p, task, length))
@@ -63,7 +81,7 @@ def print_tasks(found):
 
 
 def print_sweep(found):
-    print("Promises and costs at 8K\n")
+    print("Promises and costs at " + thousands(found[0]["length_tokens"]) + "\n")
     table(["policy", "task", "accuracy", "attended", "far bytes", "coverage", "promise kept"],
           [[code(r["policy"]), r["task"], cell(r["accuracy"]), percent(r["attended_share"]),
             percent(r["far_bytes_share"]), cell(r["coverage_mean"], "{:.3f}"), percent(r["reached_share"])]
@@ -73,31 +91,32 @@ def print_sweep(found):
 def print_lost(found):
     print("Who lost the answer\n")
     table(["policy", "task", "accuracy", "layer", "head", "wanted", "kept"],
-          [[code(r["policy"]), f"{r['task']} {r['length_tokens'] // 1024}K", cell(r["accuracy"]), str(r["layer"]),
+          [[code(r["policy"]), f"{r['task']} {thousands(r['length_tokens'])}", cell(r["accuracy"]), str(r["layer"]),
             str(r["head"]), cell(r["wanted_mass"]), cell(r["kept_share"])] for r in found])
 
 
 def print_needles(found):
     counts = sorted(unique(r["needles"] for r in found))
     by_key = {(r["policy"], r["needles"]): r for r in found}
+    nothing = {}
     print("Needles\n")
     head = ["policy"] + [f"{n} needles found" for n in counts] + ["attended", "near bytes", "far bytes", "us/layer"]
     body = []
     for p in unique(r["policy"] for r in found):
-        last = by_key[p, counts[-1]]
-        body.append([code(p)] + [cell(by_key[p, n]["found"]) for n in counts] +
-                    [percent(last["attended_share"]), percent(last["near_bytes_share"]),
-                     percent(last["far_bytes_share"]), cell(last["layer_us"], "{:.0f}")])
+        last = by_key.get((p, counts[-1]), nothing)
+        body.append([code(p)] + [cell(by_key.get((p, n), nothing).get("found")) for n in counts] +
+                    [percent(last.get("attended_share")), percent(last.get("near_bytes_share")),
+                     percent(last.get("far_bytes_share")), cell(last.get("layer_us"), "{:.0f}")])
     table(head, body)
 
 
-def print_layers(found):
-    print("Time per layer, us\n")
+def print_layers(page, found):
+    print(f"Time per layer, us, pages of {page}\n")
     lengths = sorted(unique(r["length_tokens"] for r in found))
     by_key = {(r["method"], r["placement"], r["length_tokens"]): r for r in found}
     head, body = ["policy"], []
     for n in lengths:
-        head += [f"{n // 1024}K hybrid", "x dense", f"{n // 1024}K stream", "coverage"]
+        head += [f"{thousands(n)} hybrid", "x dense", f"{thousands(n)} stream", "coverage"]
     for method in unique(r["method"] for r in found):
         line = [code(method) if by_key.get((method, "hybrid", lengths[0])) else method]
         for n in lengths:
@@ -112,16 +131,19 @@ def print_layers(found):
 def print_prefill_tasks(found):
     print("Ways to prefill: accuracy\n")
     cells = unique((r["task"], r["length_tokens"]) for r in found)
+    cells.sort(key=lambda c: (["niah", "multikey", "kv"].index(c[0]), c[1]))
     by_key = {(r["policy"], r["prefill"], r["task"], r["length_tokens"]): r for r in found}
     ways = unique((r["policy"], r["prefill"]) for r in found)
-    head = ["policy", "prefill"] + [f"{task} {n // 1024}K" for task, n in cells]
-    table(head, [[code(p), w] + [cell(by_key[p, w, t, n]["accuracy"]) for t, n in cells] for p, w in ways])
+    head = ["policy", "prefill"] + [f"{task} {thousands(n)}" for task, n in cells]
+    table(head, [[code(p), w] + [cell(by_key.get((p, w, t, n), {}).get("accuracy")) for t, n in cells] for p, w in ways])
     print("Ways to prefill: cost\n")
     body = []
     for task, n in cells:
         for way in unique(w for _, w in ways):
-            r = by_key[ways[0][0], way, task, n]
-            body.append([f"{task} {n // 1024}K", way, percent(r["blocks_share"]), percent(r["sparse_chunks_share"]),
+            r = by_key.get((ways[0][0], way, task, n))
+            if r is None:
+                continue
+            body.append([f"{task} {thousands(n)}", way, percent(r["blocks_share"]), percent(r["sparse_chunks_share"]),
                          cell(r["prefill_ms"], "{:.0f}")])
     table(["task", "prefill", "blocks computed", "chunks with a choice", "ms"], body)
 
@@ -137,16 +159,29 @@ def print_prefill_layer(found):
            for r in found])
 
 
+def print_machines(reports):
+    """Parts may come from several machines, and figures of different machines do not compare."""
+    machines = unique((r["host"].get("gpu") or "no GPU", r["host"]["cpu"], r["version"]) for r in reports.values())
+    print("Measured on " + "; and on ".join(f"{gpu}, {cpu}, Sluice {version}" for gpu, cpu, version in machines) + ".\n")
+
+
 def main():
-    if len(sys.argv) != 2:
-        sys.exit("usage: record_tables.py DIR")
-    directory = pathlib.Path(sys.argv[1])
-    for pattern, name, show in (("tasks*.json", "eval", print_tasks), ("tasks*.json", "lost", print_lost),
-                                ("sweep*.json", "eval", print_sweep),
-                                ("needles*.json", "needles", print_needles), ("layers*.json", "attention", print_layers),
-                                ("prefill-tasks*.json", "eval", print_prefill_tasks),
-                                ("prefill-layer*.json", "prefill", print_prefill_layer)):
-        found = rows(directory, pattern, name)
+    if len(sys.argv) < 3:
+        sys.exit("usage: record_tables.py DIR PART...")
+    directory, names = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    reports, lacking = load(directory, names)
+    if lacking:
+        print("Missing: " + ", ".join(f"`{name}`" for name in lacking) + "; `tools/record.sh DIR cuda --part NAME` "
+              "measures one.\n")
+    if reports:
+        print_machines(reports)
+    pages = sorted({int(name.split("-")[1]) for name in reports if name.startswith("layers-")})
+    layers = [(f"layers-{page}-", "attention", lambda found, page=page: print_layers(page, found)) for page in pages]
+    for prefix, name, show in [("tasks-", "eval", print_tasks), ("tasks-", "lost", print_lost),
+                               ("sweep", "eval", print_sweep), ("needles-", "needles", print_needles), *layers,
+                               ("prefill-tasks-", "eval", print_prefill_tasks),
+                               ("prefill-layer-", "prefill", print_prefill_layer)]:
+        found = rows(reports, prefix, name)
         if found:
             show(found)
 

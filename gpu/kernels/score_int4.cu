@@ -1,10 +1,11 @@
 // Estimated logits from 4-bit copies, on tensor cores: codes are exact in f16, queries are sums of two f16. What a lane
 // reads of a row, 16 bytes at head_dim 128, is its share of a matrix fragment once it is masked (see Int4Layout), so
-// that the kernel is as fast as memory gives it the copies.
+// that the kernel is as fast as memory gives it the copies. The few keys of a tail are a thread block's of their own.
 
 #include <algorithm>
 
 #include "gpu/cuda_error.hpp"
+#include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/int4.hpp"
 #include "gpu/kernels/mma.cuh"
 
@@ -33,27 +34,27 @@ struct Shared {
   float unit[kHeads];         ///< what a product has to be multiplied by
   float sum[kHeads];          ///< over the channels, scaled
   std::uint32_t frames[kMaxSlice / kRows + 1];
-  std::uint32_t visible[kMaxSlice / kRows + 1];  ///< tokens of that page
+  std::uint32_t runs[kMaxSlice / kRows + 1];  ///< rows of that page that are there: the first, and the end << 16
 };
 
-/// What one thread block scores: tokens [begin, end) of a row, or of the pages of a head's list laid end to end.
+/// What one thread block scores: tokens [begin, end) of a row of pages laid end to end; or the tail of these heads.
 struct Part {
-  const std::uint32_t* list;  ///< null: all pages
   std::uint32_t first_head, heads;
-  std::uint32_t count;  ///< tokens of the output's row
+  std::uint32_t count;   ///< tokens of the row's pages
+  std::uint32_t stride;  ///< values of the row
   std::uint32_t begin, end;
 };
 
 __device__ __forceinline__ Part part_of(const ScoreInt4Task& task, std::uint32_t group, std::uint32_t page_tokens,
                                         std::uint32_t slice) {
   const bool lists = task.lists != nullptr;
-  Part part{.list = lists ? task.lists + std::uint64_t{blockIdx.z} * task.listed : nullptr,
-            .first_head = lists ? blockIdx.z : 0,
+  Part part{.first_head = lists ? blockIdx.z : 0,
             .heads = lists ? 1 : group,
-            .count = lists ? task.listed * page_tokens : task.tokens,
+            .count = task.estimates(page_tokens),
+            .stride = task.row(page_tokens),
             .begin = blockIdx.x * slice,
             .end = 0};
-  if (!lists && blockIdx.z != 0) part.count = 0;
+  if (!lists && blockIdx.z != 0) part.heads = part.count = 0;
   part.end = min(part.begin + slice, part.count);
   return part;
 }
@@ -63,11 +64,9 @@ __device__ void stage_pages(Shared<kHeadDim>& s, const Part& part, std::uint32_t
   const std::uint32_t first = part.begin / page_tokens;
   const std::uint32_t pages = (part.end - 1) / page_tokens - first + 1;
   for (std::uint32_t i = threadIdx.x; i < pages; i += kThreads) {
-    const std::uint32_t page = part.list != nullptr ? part.list[first + i] : first + i;
-    const std::uint64_t begin = std::uint64_t{page} * page_tokens;
-    const bool any = begin < s.task.tokens;
-    s.visible[i] = any ? min(page_tokens, static_cast<std::uint32_t>(s.task.tokens - begin)) : 0;
-    s.frames[i] = any ? s.task.frames[page] : 0;
+    const PageRun run = s.task.run(part.first_head, first + i, page_tokens);
+    s.runs[i] = run.begin | std::uint32_t{run.end} << 16;
+    s.frames[i] = run.begin < run.end ? s.task.frames[run.page] : 0;
   }
 }
 
@@ -139,7 +138,8 @@ struct RowShare {
     const std::uint32_t page = token / layout.page_tokens;
     const std::uint32_t row = token - page * layout.page_tokens + g;
     const std::uint32_t staged = page - part.begin / layout.page_tokens;
-    visible = token + g < part.end && row < s.visible[staged];
+    const std::uint32_t run = s.runs[staged];
+    visible = token + g < part.end && row >= (run & 0xffffu) && row < run >> 16;
     params = __half2half2(__ushort_as_half(0));
 #pragma unroll
     for (std::uint32_t w = 0; w < kWords; ++w) words[w] = 0;
@@ -176,15 +176,67 @@ __device__ __forceinline__ void multiply(const RowShare<kHeadDim> (&rows)[2], co
   }
 }
 
-/// Slices (blockIdx.x) of tasks (blockIdx.y), and of their heads (blockIdx.z) where each has a list.
+__device__ __forceinline__ float load_key(const std::byte* row, std::uint32_t channel, DType dtype) {
+  switch (dtype) {
+    case DType::f32: return detail::load_element<DType::f32>(row + 4 * channel);
+    case DType::f16: return detail::load_element<DType::f16>(row + 2 * channel);
+    case DType::bf16: return detail::load_element<DType::bf16>(row + 2 * channel);
+  }
+  return 0.f;
+}
+
+/// A warp takes every kWarps-th row, a lane neighbouring channels of it.
+template <std::uint32_t kHeadDim>
+__device__ void score_tail(const ScoreInt4Task& task, const Part& part, DType dtype) {
+  constexpr std::uint32_t kChannels = kHeadDim / kWarp;
+  constexpr std::uint32_t kHeadsAtOnce = 4;  // Their reductions overlap.
+  const std::uint32_t lane = threadIdx.x % kWarp;
+  const float scale = 1.f / sqrtf(static_cast<float>(kHeadDim));
+  for (std::uint32_t row = threadIdx.x / kWarp; row < task.tail_rows; row += kWarps) {
+    const std::byte* const key = task.tail + std::uint64_t{row} * kHeadDim * bytes_of(dtype);
+    float k[kChannels];
+#pragma unroll
+    for (std::uint32_t c = 0; c < kChannels; ++c) k[c] = load_key(key, lane * kChannels + c, dtype);
+    for (std::uint32_t first = 0; first < part.heads; first += kHeadsAtOnce) {
+      float sums[kHeadsAtOnce] = {};
+#pragma unroll
+      for (std::uint32_t h = 0; h < kHeadsAtOnce; ++h) {
+        const std::uint32_t head = part.first_head + min(first + h, part.heads - 1);
+        const float* const q = task.q + std::uint64_t{head} * kHeadDim + lane * kChannels;
+#pragma unroll
+        for (std::uint32_t c = 0; c < kChannels; ++c) sums[h] += q[c] * k[c];
+      }
+#pragma unroll
+      for (int step = kWarp / 2; step > 0; step /= 2) {
+#pragma unroll
+        for (std::uint32_t h = 0; h < kHeadsAtOnce; ++h) sums[h] += __shfl_xor_sync(detail::kAllLanes, sums[h], step);
+      }
+#pragma unroll
+      for (std::uint32_t h = 0; h < kHeadsAtOnce; ++h) {
+        if (lane != h || first + h >= part.heads) continue;
+        task.out[std::uint64_t{part.first_head + first + h} * part.stride + part.count + row] = sums[h] * scale;
+      }
+    }
+  }
+}
+
+/// How the grid is cut: slices (blockIdx.x), and behind them a tail, of tasks (blockIdx.y), and of their heads
+/// (blockIdx.z) where each has a list.
+struct Cut {
+  std::uint32_t slices;
+  std::uint32_t tokens;  ///< of a slice
+};
+
 template <std::uint32_t kHeadDim>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks, std::uint32_t group, Int4Layout layout,
-                      std::uint32_t slice) {
+    score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks, const ScoreInt4Shape shape, Cut cut) {
   __shared__ Shared<kHeadDim> s;
+  const std::uint32_t group = shape.group;
+  const Int4Layout layout = shape.layout;
   if (threadIdx.x == 0) s.task = tasks[blockIdx.y];
   __syncthreads();
-  const Part part = part_of(s.task, group, layout.page_tokens, slice);
+  const Part part = part_of(s.task, group, layout.page_tokens, cut.tokens);
+  if (blockIdx.x == cut.slices) return score_tail<kHeadDim>(s.task, part, shape.dtype);
   if (part.begin >= part.count) return;
   stage_pages(s, part, layout.page_tokens);
   const std::uint32_t g = threadIdx.x % kWarp / 4;
@@ -196,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();
     QueryFragments<kHeadDim> q;
     q.load(s);
-    float* const out = s.task.out + std::uint64_t{part.first_head + first} * part.count;
+    float* const out = s.task.out + std::uint64_t{part.first_head + first} * part.stride;
     for (std::uint32_t at = part.begin + threadIdx.x / kWarp * kWarpTokens; at < part.end; at += kBlockTokens) {
       RowShare<kHeadDim> rows[kTiles][2];
 #pragma unroll
@@ -216,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           const float score =
               __low2float(row.params) * (sums[c] * s.unit[head]) + __high2float(row.params) * s.sum[head];
           if (head < heads && token < part.end) {
-            out[std::uint64_t{head} * part.count + token] = row.visible ? score : __int_as_float(0xff80'0000);
+            out[std::uint64_t{head} * part.stride + token] = row.visible ? score : __int_as_float(0xff80'0000);
           }
         }
       }
@@ -230,21 +282,25 @@ void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Sha
   std::uint64_t total = 0;
   std::uint32_t longest = 0;
   std::uint32_t heads = 1;
+  bool tails = false;
   for (std::uint32_t i = 0; i < tasks.count; ++i) {
     const bool lists = tasks[i].lists != nullptr;
-    const std::uint32_t row = lists ? tasks[i].listed * shape.layout.page_tokens : tasks[i].tokens;
+    const std::uint32_t row = tasks[i].estimates(shape.layout.page_tokens);
+    tails |= tasks[i].tail_rows != 0;
     if (lists) heads = shape.group;
     total += std::uint64_t{row} * (lists ? shape.group : 1);
     longest = std::max(longest, row);
   }
-  if (total == 0) return;
+  if (total == 0 && !tails) return;
   const std::uint64_t even = div_up(div_up(total, std::uint64_t{shape.multiprocessors} * kBlocksPerSm), kBlockTokens);
-  const auto slice = static_cast<std::uint32_t>(std::min<std::uint64_t>(even * kBlockTokens, kMaxSlice));
-  const dim3 grid(static_cast<std::uint32_t>(div_up(longest, slice)), tasks.count, heads);
+  const auto slice =
+      static_cast<std::uint32_t>(std::clamp<std::uint64_t>(even * kBlockTokens, kBlockTokens, kMaxSlice));
+  const Cut cut{.slices = static_cast<std::uint32_t>(div_up(longest, slice)), .tokens = slice};
+  const dim3 grid(cut.slices + (tails ? 1 : 0), tasks.count, heads);
   if (shape.layout.head_dim == 64) {
-    score_int4_kernel<64><<<grid, kThreads, 0, stream>>>(tasks, shape.group, shape.layout, slice);
+    score_int4_kernel<64><<<grid, kThreads, 0, stream>>>(tasks, shape, cut);
   } else {
-    score_int4_kernel<128><<<grid, kThreads, 0, stream>>>(tasks, shape.group, shape.layout, slice);
+    score_int4_kernel<128><<<grid, kThreads, 0, stream>>>(tasks, shape, cut);
   }
   check(cudaGetLastError(), "launch the score_int4 kernel");
 }

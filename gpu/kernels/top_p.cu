@@ -29,8 +29,14 @@ __device__ __forceinline__ Found over_block(Shared& s, Found found, std::uint32_
   return over_lanes(s.warps[turn % 2][threadIdx.x % kWarp]);
 }
 
+/// A row that one thread block has.
+struct BlockRow {
+  [[nodiscard]] __device__ std::uint32_t thread() const { return threadIdx.x; }
+  [[nodiscard]] __device__ std::uint32_t threads() const { return kThreads; }
+};
+
 /// A row of up to kShort values: thread t holds values t, t + kThreads ...
-class HeldRow {
+class HeldRow : public BlockRow {
  public:
   __device__ HeldRow(Shared& s, std::uint32_t*, std::uint32_t) : s_(s) {
     const float* const values = s.row.values;
@@ -38,7 +44,7 @@ class HeldRow {
 #pragma unroll
     for (std::uint32_t i = 0; i < kHeld; ++i) {
       const std::uint32_t at = threadIdx.x + i * kThreads;
-      value[i] = at < s.row.count ? __ldg(values + at) : __int_as_float(0xff80'0000);
+      value[i] = is_choice(s.row, at) ? __ldg(values + at) : __int_as_float(0xff80'0000);
     }
 #pragma unroll
     for (std::uint32_t i = 0; i < kHeld; ++i) keys_[i] = order_key(value[i]);
@@ -82,7 +88,7 @@ class HeldRow {
 static_assert(kShort / 32 <= kThreads, "one thread per word of the mask");
 
 /// A row of any length: its keys lie in shared memory if there is room, else they are made again from the values.
-class LongRow {
+class LongRow : public BlockRow {
  public:
   __device__ LongRow(Shared& s, std::uint32_t* cache, std::uint32_t room)
       : s_(s), values_(s.row.values), count_(s.row.count), cache_(s.row.count <= room ? cache : nullptr) {}
@@ -95,7 +101,7 @@ class LongRow {
 #pragma unroll
       for (std::uint32_t i = 0; i < kHeld; ++i) {
         const std::uint32_t at = base + i * kThreads;
-        value[i] = at < count_ ? __ldg(values_ + at) : __int_as_float(0xff80'0000);
+        value[i] = is_choice(s_.row, at) ? __ldg(values_ + at) : __int_as_float(0xff80'0000);
       }
 #pragma unroll
       for (std::uint32_t i = 0; i < kHeld; ++i) {
@@ -137,7 +143,8 @@ class LongRow {
 
  private:
   __device__ __forceinline__ std::uint32_t key_at(std::uint32_t i) const {
-    return cache_ != nullptr ? cache_[i] : order_key(__ldg(values_ + i));
+    if (cache_ != nullptr) return cache_[i];
+    return is_choice(s_.row, i) ? order_key(__ldg(values_ + i)) : 0;
   }
 
   Shared& s_;
@@ -159,10 +166,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   Row row(s, cache, room);
-  const Found range = row.reduce(row.range(), 0);
-  std::uint32_t low = range.above;  // If nothing counts, no key is above it.
-  if (range.below != 0 && s.row.p < 1.f) low = search(row, s.row, range.above, range.below);
-  row.write_mask(low);
+  row.write_mask(cut(row, s.row));
   __syncthreads();
   if (threadIdx.x == 0 && s.row.kept != nullptr) *s.row.kept = s.kept;
 }

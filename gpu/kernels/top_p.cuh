@@ -3,7 +3,8 @@
 #include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/top_p.hpp"
 
-/// What the kernels of top-p share: the order of values, what a pass over a row finds out, and the search.
+/// What the kernels of top-p share: the order of values, what a pass over a row finds out, and the search. Keys of a
+/// row are those of the values to be chosen from; what is attended anyway, few values as a rule, is read apart.
 namespace sluice::gpu::top_p {
 
 inline constexpr std::uint32_t kWarp = 32;
@@ -55,16 +56,39 @@ __device__ __forceinline__ void add_to_range(std::uint32_t key, Found& found) {
   found.below = max(found.below, key);
 }
 
-/// The largest key such that all above it hold `p` of the mass; `low` and `high` are the least key, less 1, and the
-/// largest. All keys above `low` hold enough, those above `high` do not; both move to where keys are, so that the end
-/// is exact: nothing lies between them. A row sums what its threads find by `reduce`, the same for all of them.
+/// Whether value i is to be chosen from. Nothing from `count` on is.
+__device__ __forceinline__ bool is_choice(const TopPRow& task, std::uint32_t i) {
+  return i - task.begin < task.end - task.begin;  // Before `begin` it wraps around.
+}
+
+/// Calls visit(key) for the values that are attended anyway, shared out among the row's threads.
+template <class Row, class Visit>
+__device__ __forceinline__ void for_each_anyway(const Row& row, const TopPRow& task, const Visit& visit) {
+  const std::uint32_t anyway = task.count - (task.end - task.begin);
+  for (std::uint32_t i = row.thread(); i < anyway; i += row.threads()) {
+    visit(order_key(__ldg(task.values + (i < task.begin ? i : task.end + (i - task.begin)))));
+  }
+}
+
+/// The largest key such that all above it, with what is attended anyway, hold `p` of the mass; kAll if the latter alone
+/// does. `low` is the least key, less 1, `high` the largest, or a larger one of what is attended anyway. All keys above
+/// `low` hold enough, those above `high` do not; both move to where keys are, so that the end is exact: nothing lies
+/// between them. A row sums what its threads find by `reduce`, the same for all of them.
 template <class Row>
 __device__ std::uint32_t search(Row& row, const TopPRow& task, std::uint32_t low, std::uint32_t high) {
   row.weigh(high);
   const float p = task.p;
   std::uint32_t turn = 1;
-  const float total = row.reduce(row.pass(low), turn++).mass;
-  const float need = p * total;
+  float total = row.reduce(row.pass(low), turn++).mass;
+  float anyway = 0.f;
+  if (task.end - task.begin != task.count) {
+    Found found;
+    for_each_anyway(row, task, [&](std::uint32_t key) { found.mass += key != 0 ? weight_of(key, high) : 0.f; });
+    anyway = row.reduce(found, turn++).mass;
+    total += anyway;
+  }
+  const float need = p * total - anyway;
+  if (anyway > 0.f && need <= 0.f) return kAll;
   // What is lighter than this can be left out altogether: a start that saves the first halvings.
   const float light = (1.f - p) * total / static_cast<float>(task.count);
   std::uint32_t middle = order_key(value_of(high) + logf(light));
@@ -79,6 +103,16 @@ __device__ std::uint32_t search(Row& row, const TopPRow& task, std::uint32_t low
     middle = low + (high - low) / 2;
   }
   return low;
+}
+
+/// The largest key that is not kept; kAll if none is kept.
+template <class Row>
+__device__ std::uint32_t cut(Row& row, const TopPRow& task) {
+  Found range = row.range();
+  for_each_anyway(row, task, [&](std::uint32_t key) { range.below = max(range.below, key); });
+  range = row.reduce(range, 0);
+  if (range.above == kAll || task.p >= 1.f) return range.above;  // Nothing to choose from, or all of it.
+  return search(row, task, range.above, range.below);
 }
 
 }  // namespace sluice::gpu::top_p

@@ -15,6 +15,8 @@ struct TopPRow {
   std::uint32_t* mask = nullptr;
   std::uint32_t* kept = nullptr;  ///< may be null
   std::uint32_t count = 0;
+  std::uint32_t begin = 0;  ///< values [begin, end) are to be chosen from, the others are attended anyway
+  std::uint32_t end = 0;    ///< from `begin` to `count`
   float p = 1.f;
 };
 

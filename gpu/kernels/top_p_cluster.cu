@@ -37,9 +37,11 @@ class ClusterRow {
 #pragma unroll
     for (std::uint32_t i = 0; i < kHeld; ++i) {
       const std::uint32_t at = first + i * kThreads;
-      keys_[i] = order_key(at < s.row.count ? __ldg(s.row.values + at) : __int_as_float(0xff80'0000));
+      keys_[i] = order_key(is_choice(s.row, at) ? __ldg(s.row.values + at) : __int_as_float(0xff80'0000));
     }
   }
+  [[nodiscard]] __device__ std::uint32_t thread() const { return detail::cluster_rank() * kThreads + threadIdx.x; }
+  [[nodiscard]] __device__ std::uint32_t threads() const { return detail::cluster_blocks() * kThreads; }
   __device__ Found range() const {
     Found found;
 #pragma unroll
@@ -118,10 +120,7 @@ __global__ void __launch_bounds__(kThreads) top_p_cluster_kernel(const __grid_co
   }
   detail::cluster_sync();  // All blocks have begun: their memory is there to be written to.
   ClusterRow<kHeld> row(s, weights);
-  const Found range = row.reduce(row.range(), 0);
-  std::uint32_t low = range.above;  // If nothing counts, no key is above it.
-  if (range.below != 0 && s.row.p < 1.f) low = search(row, s.row, range.above, range.below);
-  row.write_mask(low);
+  row.write_mask(cut(row, s.row));
   __syncthreads();
   if (threadIdx.x == 0) detail::add_in_cluster(detail::address_in(&s.total, 0), s.kept);
   detail::cluster_sync();

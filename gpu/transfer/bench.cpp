@@ -84,8 +84,8 @@ void TransferBench::fill() {
 }
 
 void TransferBench::finish() {
-  stream_->synchronize(Clock::now() + kPatience);
-  reverse_->synchronize(Clock::now() + kPatience);
+  stream_->synchronize(deadline_after(kPatience));
+  reverse_->synchronize(deadline_after(kPatience));
 }
 
 std::uint32_t TransferBench::most_blocks(std::uint64_t block_bytes) const noexcept {

@@ -40,7 +40,7 @@ void await(cudaEvent_t event) {
     if (status == cudaSuccess) return;
     if (status != cudaErrorNotReady) check(status, "reuse a staging buffer");
     (void)cudaGetLastError();
-    if (Clock::now() > deadline)
+    if (RunClock::now() > deadline)
       throw Error(Errc::timeout, "staged copy: the stream did not move for " + std::to_string(kStagingTimeout.count()) +
                                      " ms; look for a flag that never comes");
     std::this_thread::yield();

@@ -1,7 +1,6 @@
 #include "gpu/transfer/profile.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <string>
 
@@ -72,8 +71,10 @@ double along(double x, std::pair<double, double> a, std::pair<double, double> b)
   const double width = b.first - a.first;
   const double proportion = near.second / near.first;
   double slope = width > 0.0 ? (b.second - a.second) / width : proportion;
-  if (!inside) slope = std::clamp(slope, 0.0, proportion);
-  return near.second + slope * (x - near.first);
+  if (inside) return near.second + slope * (x - near.first);
+  slope = std::clamp(slope, 0.0, proportion);
+  // What rounding leaves of a proportion may be less than nothing.
+  return std::max(near.second + slope * (x - near.first), 0.0);
 }
 
 /// Position of the segment of `axis` that holds x, or the one nearest to it. At least one entry.
@@ -102,7 +103,7 @@ void validate(const TransferProfile& profile) {
     const TransferSample& sample = profile.samples[i];
     const bool sane = sample.path != TransferPath::automatic && sample.path <= TransferPath::staged &&
                       sample.load <= TransferLoad::busy && sample.block_bytes > 0 && sample.blocks > 0 &&
-                      std::isfinite(sample.device_us) && sample.device_us > 0.0;
+                      sample.device_us > 0.0 && sample.device_us <= kMostTransfer_us;  // NaN is neither
     if (!sane)
       throw Error(Errc::invalid_argument,
                   "transfer profile: sample " + std::to_string(i) + " (" + to_string(sample.path) + ", " +

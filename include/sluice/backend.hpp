@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -79,25 +80,74 @@ struct QuantizeTask {
   std::byte* out = nullptr;
 };
 
-/// One (sequence, KV head) of a `score_int4`: q.k / sqrt(head_dim) as estimated from the 4-bit copies. Without `lists`
-/// out[h, i] is token i's. With them head h has pages of its own: out[h, p * page_tokens + r] is that of row r of
-/// logical page lists[h, p], -infinity if that token is not below `tokens`.
+/// One (sequence, KV head) of a `score_int4`: q.k / sqrt(head_dim), as estimated from the 4-bit copies of tokens
+/// [0, tokens), and exact for the `tail` behind them.
+///
+/// Without `lists` out[h, i] is token i's. With them a row is made of pages laid end to end: first the head's own,
+/// lists[h]; then, the same for all heads, the pages of the tokens before `sinks` and those of the tokens from `recent`
+/// on. Such a token has its value there and nowhere else, whether a list names its page or not; where a row of a page
+/// is left out, the value is -infinity. The tail's rows come last.
 struct ScoreInt4Task {
   const float* q = nullptr;               ///< [group, head_dim]
   const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
   const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
-  std::uint32_t tokens = 0;               ///< visible
+  std::uint32_t tokens = 0;               ///< visible, of those that have copies
   const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run
   std::uint32_t listed = 0;               ///< pages per query head
-  float* out = nullptr;                   ///< [group, tokens] or [group, listed * page_tokens]
+  std::uint32_t sinks = 0;                ///< at most `recent`; not without lists
+  std::uint32_t recent = kNone;           ///< likewise
+  const std::byte* tail = nullptr;        ///< page whose first K rows are the tail; 16-byte aligned
+  std::uint32_t tail_rows = 0;            ///< at most page_tokens
+  float* out = nullptr;                   ///< [group, row(page_tokens)]
+
+  [[nodiscard]] constexpr std::uint32_t sink_pages(std::uint32_t page_tokens) const noexcept {
+    return lists == nullptr ? 0 : (std::min(sinks, tokens) + page_tokens - 1) / page_tokens;
+  }
+  [[nodiscard]] constexpr std::uint32_t recent_pages(std::uint32_t page_tokens) const noexcept {
+    if (lists == nullptr || recent >= tokens) return 0;
+    return (tokens + page_tokens - 1) / page_tokens - recent / page_tokens;
+  }
+  /// Values of a row before the tail.
+  [[nodiscard]] constexpr std::uint32_t estimates(std::uint32_t page_tokens) const noexcept {
+    if (lists == nullptr) return tokens;
+    return (listed + sink_pages(page_tokens) + recent_pages(page_tokens)) * page_tokens;
+  }
+  /// Values of a row.
+  [[nodiscard]] constexpr std::uint32_t row(std::uint32_t page_tokens) const noexcept {
+    return estimates(page_tokens) + tail_rows;
+  }
+  /// The i-th page in the row of head `h`, and which of its rows are there.
+  [[nodiscard]] constexpr PageRun run(std::uint32_t h, std::uint32_t i, std::uint32_t page_tokens) const noexcept {
+    if (lists == nullptr) return clipped(i, 0, tokens, page_tokens);
+    if (i < listed) return clipped(lists[std::uint64_t{h} * listed + i], sinks, recent, page_tokens);
+    const std::uint32_t behind = i - listed;
+    if (behind < sink_pages(page_tokens)) return clipped(behind, 0, sinks, page_tokens);
+    return clipped(recent / page_tokens + behind - sink_pages(page_tokens), recent, tokens, page_tokens);
+  }
+
+ private:
+  /// Rows of the visible tokens [begin, end) in `page`.
+  [[nodiscard]] constexpr PageRun clipped(std::uint32_t page, std::uint32_t begin, std::uint32_t end,
+                                          std::uint32_t page_tokens) const noexcept {
+    const std::uint64_t first = std::uint64_t{page} * page_tokens;
+    const std::uint64_t from = std::max<std::uint64_t>(begin, first);
+    const std::uint64_t to = std::min<std::uint64_t>(std::min(end, tokens), first + page_tokens);
+    if (from >= to) return {.page = page};
+    return {.page = page,
+            .begin = static_cast<std::uint16_t>(from - first),
+            .end = static_cast<std::uint16_t>(to - first)};
+  }
 };
 
-/// The fewest of one row of logits whose softmax weights sum to `p`, and all that equal the smallest of them.
-/// NaN and -infinity have no weight and are never kept; with p >= 1 all others are.
+/// Top-p of one row of logits, as top_p.hpp describes it: values [begin, end) are to be chosen from, the others are
+/// attended anyway. With p >= 1 all of the former are kept that have weight.
 struct TopPTask {
   std::span<const float> values;
   float p = 1.f;                   ///< > 0
-  std::uint32_t* mask = nullptr;   ///< [ceil(values / 32)] bit i % 32 of word i / 32: value i is kept
+  std::uint32_t begin = 0;         ///< at most `end`
+  std::uint32_t end = kNone;       ///< kNone: all from `begin` on
+  /// [ceil(values / 32)] bit i % 32 of word i / 32: value i is kept, and not attended anyway
+  std::uint32_t* mask = nullptr;
   std::uint32_t* count = nullptr;  ///< how many are kept; may be null
 };
 

@@ -44,6 +44,9 @@ enum class TransferLoad : std::uint8_t {
   return load == TransferLoad::idle ? "idle" : "busy";
 }
 
+/// Longest time of a sample, eleven days: what is drawn through samples and beyond them stays finite.
+inline constexpr double kMostTransfer_us = 1e12;
+
 /// Measured cost of one batch of equal scattered blocks.
 struct TransferSample {
   TransferPath path{};
@@ -52,7 +55,7 @@ struct TransferSample {
   std::uint64_t block_bytes = 0;
   std::uint32_t blocks = 0;
   double host_us = 0.0;    ///< the enqueuing thread's time
-  double device_us = 0.0;  ///< enqueue to landed
+  double device_us = 0.0;  ///< enqueue to landed. (0, kMostTransfer_us]
 };
 
 /// What a calibration found. `automatic` picks the path whose interpolated device_us is lowest: by the busy samples for

@@ -113,6 +113,14 @@ struct DeviceInfo {
   std::string name;
   std::uint64_t memory_bytes = 0;  ///< 0 if unknown
   bool host_memory = false;        ///< device memory is ordinary memory: the embedded host device
+  std::string pci_bus_id{};        ///< domain:bus:device.function, "0000:1b:00.0"; empty: on no bus, or unknown
+};
+
+/// What a device knows of its own speed, for the cost model; 0 where it does not know. 1 GB = 1e9 bytes.
+struct DeviceRates {
+  double link_gbps = 0.0;        ///< whole pages, host to device
+  double link_latency_us = 0.0;  ///< of one fetch, enqueue to usable; known if link_gbps is
+  double near_gbps = 0.0;        ///< attention over pages in device memory
 };
 
 /// Where near pages live and near attention runs. Work is enqueued on streams; see Stream.
@@ -132,6 +140,16 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<Registration> register_host(std::span<std::byte> memory) = 0;
   [[nodiscard]] virtual std::unique_ptr<Stream> create_stream(const std::string& name) = 0;
   [[nodiscard]] virtual std::unique_ptr<Event> create_event() = 0;
+
+  /// For pages of this size. What is not known is taken to be as the host's own memory, see cpu::measure_rates.
+  [[nodiscard]] virtual DeviceRates rates(std::uint64_t page_bytes) const {
+    (void)page_bytes;
+    return {};
+  }
+
+  /// A thread of the host that computes for this device has not returned in time and may still use any memory that a
+  /// verb was given. Nothing more can be computed; whoever owns such memory must not free it.
+  [[nodiscard]] virtual bool lost() const noexcept { return false; }
 
   /// Begins a named range of the calling thread that profilers show; ranges nest. Cheap when no profiler listens.
   /// `name` is read before the call returns.

@@ -20,8 +20,8 @@ struct RuntimeOptions {
   AttentionShape shape;
 
   /// Tokens per page: the unit of promotion, eviction and page selection. Larger pages use the link
-  /// better, smaller ones select more sharply: with 32 instead of 16, `sluice` misses one answer in ten of
-  /// the testbed's kv task at 8,192 tokens, with 16 none. Power of two in [8, 256].
+  /// better, smaller ones select more sharply. PolicySpec::page_tokens says what a policy was made for.
+  /// Power of two in [8, 256].
   std::uint32_t page_tokens = 16;
 
   /// Element type of keys and values in both pools. f32 is for golden tests; it doubles every byte count.
@@ -51,7 +51,8 @@ struct RuntimeOptions {
   /// Bind workers to cores and the host pool to a NUMA node. Off on machines that others pin.
   bool pin_threads = true;
 
-  /// NUMA node of the host pool. Empty: the node nearest to the device, else the first.
+  /// NUMA node of the host pool and of the cores that workers take first. Empty: the node nearest to the device, or the
+  /// first where the machine does not say, as in many virtual machines.
   std::optional<std::uint32_t> numa_node;
 
   /// Every wait of one call gives up after this long and throws Error{Errc::timeout}. [1 ms, 1 h]
@@ -70,5 +71,9 @@ struct RuntimeOptions {
 
 /// @throws Error{Errc::invalid_argument} naming the first field that breaks its range.
 void validate(const RuntimeOptions& options);
+
+/// Host memory that this process can still take before the kernel reclaims or kills, its control groups' limits
+/// included. Read anew at every call; the largest number if nothing limits it.
+[[nodiscard]] std::uint64_t available_host_bytes();
 
 }  // namespace sluice

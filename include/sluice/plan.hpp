@@ -13,6 +13,8 @@ enum class PlacementMode : std::uint8_t {
   automatic ///< per KV head, whichever of far and fetch the cost model calls cheaper
 };
 
+[[nodiscard]] constexpr bool is_valid(PlacementMode mode) noexcept { return mode <= PlacementMode::automatic; }
+
 [[nodiscard]] constexpr const char* to_string(PlacementMode mode) noexcept {
   switch (mode) {
     case PlacementMode::hybrid: return "hybrid";

@@ -29,8 +29,8 @@ enum class Estimate : std::uint8_t {
 /// How many candidates are enough? Per query head; what a head keeps, its group attends.
 enum class BudgetKind : std::uint8_t {
   top_k,        ///< max(min_tokens, share * n) of them
-  top_p,        ///< the fewest that hold `mass` of the candidates' softmax (Twilight)
-  fitted,       ///< `mass` of all softmax, by a curve fitted to sampled scores; needs `clusters` alone (Tactic)
+  top_p,        ///< the fewest that, with what is attended anyway, hold `mass`: see top_p.hpp (Twilight)
+  fitted,       ///< likewise of all tokens, by a curve fitted to sampled scores; needs `clusters` alone (Tactic)
   progressive,  ///< whole pages by rank until the share attended passes `mass`; needs `pages` alone (PSA, arXiv 2503.00392)
   sampled,      ///< every candidate, corrected for the chance that it became one; needs `lsh` alone (MagicPIG)
 };
@@ -127,8 +127,8 @@ struct PolicySpec {
   std::uint32_t dense_layers = 0;
   /// Every N-th layer, the first included, attends densely; 0: none. [0, 1024]
   std::uint32_t dense_every = 0;
-  /// Page size that the method was published with; a Runtime has one for all its policies and takes it from nobody, but
-  /// whoever sizes a Runtime for one policy may. 0: any.
+  /// Page size that the policy was made for; 0: any. A Runtime has one page size for all its policies,
+  /// RuntimeOptions::page_tokens, and does not read this.
   std::uint32_t page_tokens = 0;
 
   [[nodiscard]] bool dense(std::uint32_t layer) const noexcept {
@@ -150,7 +150,7 @@ struct PolicySpec {
 ///
 /// as in `sluice`, `lfps:alpha=0.3,budget=2%`, `history+pages | top_p=0.95`, `pages:quest,budget=8192 | int4 | top_p=0.9`
 /// and `twilight | near=10%`. A SHARE is 2% or 0.02; a COUNT is a number, a share, `all` or `max(64, 2%)`. Blanks between
-/// words mean nothing. What is not said has the defaults above.
+/// words mean nothing. What is not said, or not read by what was said, has the defaults above.
 /// @throws Error{Errc::invalid_argument} that points at the offending word and lists what exists, or that says why the
 ///     stages do not go together.
 [[nodiscard]] PolicySpec parse_policy(std::string_view text);

@@ -51,8 +51,9 @@ struct StepArgs {
   TensorView v;                           ///< [batch, kv_heads, head_dim]
   MutableTensorView out;                  ///< [batch, q_heads, head_dim]; must not alias q
   /// Return once everything is queued: `out` is ready for what is enqueued on Runtime::device_stream() afterwards, and
-  /// must stay until then. A failure of the device after that shows in the next call of any layer; the sequences must
-  /// then be ended. Ignored with the embedded host device, with a trace and with an audit.
+  /// must stay until then. A failure of the device after that is thrown by a later step or prefill, or by synchronize, and
+  /// names the sequences that it cost: these refuse everything but to be ended, and a call about others may be repeated.
+  /// Ignored with the embedded host device, with a trace and with an audit.
   bool ordered = false;
 };
 
@@ -61,6 +62,7 @@ struct RuntimeInfo {
   std::string device;
   std::string isa;                 ///< CPU kernels in use
   std::uint32_t threads = 0;
+  std::uint32_t numa_node = 0;     ///< of the host pool, and of the cores that workers take first
   std::uint32_t host_pages = 0;    ///< frames of the host pool
   std::uint32_t host_pages_free = 0;
   std::uint32_t near_slots = 0;
@@ -81,13 +83,18 @@ struct RuntimeInfo {
 /// Exception: Error{Errc::timeout} means that work is still in flight. Then the runtime only refuses calls, and
 /// the tensors of the call must stay until it is destroyed.
 /// The same error says that a worker thread did not return from its work in time and names it. Destroying the runtime
-/// then leaves the thread behind; should it ever go on, it uses memory of the runtime that is gone by then, so that a
-/// process with such a thread is best ended soon.
+/// then leaves the thread behind, with the memory of the runtime that it may use: that goes when the thread has come
+/// back, or never. With the embedded host device such a thread may also use the tensors of the call that failed: they
+/// must stay as long as the process.
 class Runtime {
  public:
+  struct Impl;
+
   /// With `device` null, the embedded host device: no GPU, near memory is ordinary memory.
   /// @throws Error{Errc::invalid_argument}, Error{Errc::out_of_capacity} if a pool cannot be reserved.
   explicit Runtime(const RuntimeOptions& options, std::shared_ptr<Device> device = nullptr);
+  /// For the library's own tests, which build the inside themselves.
+  explicit Runtime(std::unique_ptr<Impl> impl);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -139,7 +146,6 @@ class Runtime {
   [[nodiscard]] const RuntimeOptions& options() const noexcept;
 
  private:
-  struct Impl;
   std::unique_ptr<Impl> impl_;
 };
 

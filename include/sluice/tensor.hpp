@@ -9,6 +9,9 @@ namespace sluice {
 /// Element type of keys, values, queries and outputs.
 enum class DType : std::uint8_t { f32, f16, bf16 };
 
+/// False for a value that names no element type, as a caller of another language may pass.
+[[nodiscard]] constexpr bool is_valid(DType type) noexcept { return type <= DType::bf16; }
+
 [[nodiscard]] constexpr std::uint32_t bytes_of(DType type) noexcept { return type == DType::f32 ? 4 : 2; }
 
 [[nodiscard]] constexpr const char* to_string(DType type) noexcept {

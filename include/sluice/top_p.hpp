@@ -5,6 +5,21 @@
 #include <cstdint>
 #include <vector>
 
+/// Top-p (Twilight, arXiv 2502.02770, sections 4.1 and 4.2) of one query head in one step, on the host and on devices.
+///
+/// What is weighed: the head's candidates and what is attended anyway, which is the sinks, the recent window and, where
+/// scores are estimated, the candidates of the newest page, which has no 4-bit copy yet. Scores are estimates where
+/// there is a copy, exact elsewhere; weights are the softmax over all of them. As in the paper, the share is one of
+/// all that the head may attend, the newest token included.
+///
+/// What is attended anyway counts first. Of the other candidates the fewest are kept, heaviest first, with which the
+/// sum of weights is at least p of the whole; and all that equal the lightest of them. If what is attended anyway
+/// suffices, none are kept. NaN and -infinity have no weight.
+///
+/// Candidates in pages that happen to be near are weighed like all others, and not attended again if kept; they do not
+/// count first. Which pages are near depends on the near pool and on other sequences; what is selected depends on
+/// policy, sequence and step alone. Only the newest page counts as a whole where a policy attends near by whole pages:
+/// it always is near.
 namespace sluice {
 
 /// A candidate as top-p sees it: an order-preserving image of its score, and its softmax weight on any scale.
@@ -44,19 +59,24 @@ inline void narrow(std::vector<Weighed>& pool, const KeyDigit& digit, double nee
 
 }  // namespace detail
 
-/// The largest key such that the candidates from it on hold `share` of the weight: keeping these keeps the fewest, and
-/// all ties of the least (arXiv 2502.02770, section 4.2). With share >= 1 the least key. The order of `pool` does not
-/// matter, up to the rounding of sums in float64; it is reordered and shortened.
-/// @param pool  not empty
-[[nodiscard]] inline std::uint32_t top_p_cut(std::vector<Weighed>& pool, double share) {
+/// Above the key of any score.
+inline constexpr std::uint32_t kKeepNone = ~0u;
+
+/// The largest key such that the candidates from it on, with what is attended anyway, hold `share` of the weight; with
+/// share >= 1 the least key, and kKeepNone if what is attended anyway suffices. The order of `pool` does not matter, up
+/// to the rounding of sums in float64; it is reordered and shortened.
+/// @param pool    candidates that are not attended anyway; not empty
+/// @param anyway  weight of what is, on the same scale
+[[nodiscard]] inline std::uint32_t top_p_cut(std::vector<Weighed>& pool, double share, double anyway = 0.0) {
   if (share >= 1.0) {
     return std::min_element(pool.begin(), pool.end(), [](const Weighed& a, const Weighed& b) { return a.key < b.key; })
         ->key;
   }
-  double total = 0.0;
+  double total = anyway;
   for (const Weighed& one : pool) total += static_cast<double>(one.weight);
   const double need = share * total;
-  double above = 0.0;
+  if (anyway > 0.0 && anyway >= need) return kKeepNone;
+  double above = anyway;
   for (const detail::KeyDigit& digit : detail::kKeyDigits) {
     if (pool.size() > detail::kFewWeighed) detail::narrow(pool, digit, need, above);
   }

@@ -7,7 +7,8 @@
 
 namespace sluice {
 
-/// One node of the step graph as it ran.
+/// One node of the step graph as it ran, or one phase of a prompt: "prompt append", "prompt attention",
+/// "prompt write-through", what else it took, and the work on indices and policies that follows.
 struct TraceEvent {
   const char* name = "";       ///< static storage
   Lane lane = Lane::cpu;
@@ -16,7 +17,7 @@ struct TraceEvent {
   std::uint64_t end_ns = 0;
 };
 
-/// Receives every node that runs. `record` is called from several threads at once and must not throw.
+/// Receives every node and phase that runs. `record` is called from several threads at once and must not throw.
 class TraceSink {
  public:
   virtual ~TraceSink() = default;

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <functional>
 
+#include "sluice/run_clock.hpp"
+
 namespace sluice {
 
 inline constexpr std::uint64_t KiB = 1024;
@@ -34,11 +36,8 @@ struct PageRef {
 /// "No frame", "no slot": a page that is not there.
 inline constexpr std::uint32_t kNone = 0xffff'ffffu;
 
+/// Of traces, statistics and measurements. Deadlines are RunClock's.
 using Clock = std::chrono::steady_clock;
-/// Every wait of the library takes one. There is no infinite wait.
-using Deadline = Clock::time_point;
-
-[[nodiscard]] inline Deadline deadline_after(std::chrono::milliseconds span) { return Clock::now() + span; }
 
 [[nodiscard]] constexpr std::uint64_t div_up(std::uint64_t a, std::uint64_t b) noexcept { return (a + b - 1) / b; }
 

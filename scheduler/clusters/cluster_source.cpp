@@ -42,10 +42,12 @@ void ClusterSource::cluster_new(std::uint32_t tokens, KvReader& kv) {
 }
 
 void ClusterSource::append(const ClusterRequest& request, KvReader& kv) {
-  std::vector<float> centroids(std::size_t{request.clusters} * head_dim_);
-  std::vector<std::uint32_t> assignment(request.count);
-  kv.cluster(request, centroids.data(), assignment.data());
-  index_.append({.centroids = centroids, .assignment = assignment});
+  centroids_.resize(std::size_t{request.clusters} * head_dim_);
+  assignment_.resize(request.count);
+  kv.cluster(request, centroids_.data(), assignment_.data());
+  index_.append({.centroids = centroids_, .assignment = assignment_});
+  centroids_ = std::vector<float>();
+  assignment_ = std::vector<std::uint32_t>();
 }
 
 void ClusterSource::rank(const float* q, KvReader& kv) {

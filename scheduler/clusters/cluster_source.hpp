@@ -48,6 +48,8 @@ class ClusterSource {
   ClusterIndex index_;
   std::vector<ClusterRanking> rankings_;  ///< [group]
   std::vector<float> scores_;             ///< [clusters, group] scratch
+  std::vector<float> centroids_;          ///< of the clustering in the making, else empty
+  std::vector<std::uint32_t> assignment_;  ///< likewise
 };
 
 }  // namespace sluice::scheduler

@@ -72,13 +72,14 @@ FittedCurve fit_curve(ListRange near, double near_mean, ListRange far, double fa
 }
 
 std::uint32_t fitted_budget(std::span<const float> head, const FittedCurve& curve, std::uint32_t n,
-                            double share) noexcept {
+                            double share, double anyway) noexcept {
   const auto exact = static_cast<std::uint32_t>(head.size());
   const Tail tail(curve, exact, n);
   const double head_mass = std::accumulate(head.begin(), head.end(), 0.0);
-  const double all = head_mass + tail.mass(n);
+  const double all = head_mass + tail.mass(n) + anyway;
   if (share >= 1.0 || !(all > 0.0) || !std::isfinite(all)) return n;
-  const double wanted = share * all;
+  if (anyway > 0.0 && anyway >= share * all) return 0;
+  const double wanted = share * all - anyway;  // Of the list.
   if (head_mass >= wanted) {
     double sum = 0.0;
     for (std::uint32_t i = 0; i < exact; ++i) {
@@ -99,16 +100,22 @@ std::uint32_t fitted_budget(std::span<const float> head, const FittedCurve& curv
   return high;
 }
 
-std::uint32_t fitted_budget(std::span<float> scores, const FitSamples& samples, double share) noexcept {
+std::uint32_t fitted_budget(std::span<float> scores, const FitSamples& samples, double share,
+                            std::span<float> anyway) noexcept {
   float top = -std::numeric_limits<float>::infinity();
   for (const float score : scores) top = score > top ? score : top;
+  for (const float score : anyway) top = score > top ? score : top;
   if (!std::isfinite(top)) return samples.tokens;
+  for (const std::span<float> some : {scores, anyway}) {
 #pragma omp simd
-  for (std::size_t i = 0; i < scores.size(); ++i) scores[i] = fast_exp(scores[i] - top);
+    for (std::size_t i = 0; i < some.size(); ++i) some[i] = fast_exp(some[i] - top);
+  }
   const auto head = scores.first(samples.head.size());
   const auto near = scores.subspan(samples.head.size(), samples.near.size());
   const auto far = scores.subspan(samples.head.size() + samples.near.size(), samples.far.size());
-  return fitted_budget(head, fit_curve(samples.near, mean(near), samples.far, mean(far)), samples.tokens, share);
+  const double attended = std::accumulate(anyway.begin(), anyway.end(), 0.0);
+  return fitted_budget(head, fit_curve(samples.near, mean(near), samples.far, mean(far)), samples.tokens, share,
+                       attended);
 }
 
 }  // namespace sluice::scheduler

@@ -37,13 +37,15 @@ struct FittedCurve {
 /// The curve through the means of two windows. Where the list is not sorted, so that it would rise, it is flat.
 [[nodiscard]] FittedCurve fit_curve(ListRange near, double near_mean, ListRange far, double far_mean) noexcept;
 
-/// The smallest k, 1 <= k <= n, with at least `share` of the mass of all n in the first k. `head` are the exact weights
-/// of the first tokens. n, if share is 1 or there is no mass.
+/// The smallest k <= n such that the first k, with what is attended anyway, have at least `share` of the mass of all n
+/// and that; 0 if it suffices alone. `head` are the exact weights of the first tokens, `anyway` is the weight of what
+/// is attended anyway and not counted in the list. n, if share is 1 or there is no mass.
 [[nodiscard]] std::uint32_t fitted_budget(std::span<const float> head, const FittedCurve& curve, std::uint32_t n,
-                                          double share) noexcept;
+                                          double share, double anyway = 0.0) noexcept;
 
-/// All of it: the budget for the scaled scores of the samples, head, near and far one after the other. Scores that are
-/// NaN weigh nothing.
-[[nodiscard]] std::uint32_t fitted_budget(std::span<float> scores, const FitSamples& samples, double share) noexcept;
+/// All of it: the budget for the scaled scores of the samples, head, near and far one after the other, and for those
+/// of what is attended anyway, a sample of which has -infinity. Scores that are NaN or -infinity weigh nothing.
+[[nodiscard]] std::uint32_t fitted_budget(std::span<float> scores, const FitSamples& samples, double share,
+                                          std::span<float> anyway = {}) noexcept;
 
 }  // namespace sluice::scheduler

@@ -46,13 +46,13 @@ void LshSource::begin(const PromptContext& prompt) {
 /// Keys that are not finite have no part in the mean.
 void LshSource::find_mean(std::uint32_t count, KvReader& kv) {
   std::vector<double> sums(head_dim_, 0.0);
-  std::vector<float> keys(std::size_t{kBlock} * head_dim_);
+  keys_.resize(std::size_t{kBlock} * head_dim_);
   std::uint32_t counted = 0;
   for (std::uint32_t at = 0; at < count; at += kBlock) {
     const std::uint32_t rows = std::min(kBlock, count - at);
-    kv.keys(first_ + at, rows, keys.data());
+    kv.keys(first_ + at, rows, keys_.data());
     for (std::uint32_t r = 0; r < rows; ++r) {
-      const float* const key = keys.data() + std::size_t{r} * head_dim_;
+      const float* const key = keys_.data() + std::size_t{r} * head_dim_;
       if (!std::all_of(key, key + head_dim_, [](float x) { return std::isfinite(x); })) continue;
       ++counted;
 #pragma omp simd
@@ -63,23 +63,23 @@ void LshSource::find_mean(std::uint32_t count, KvReader& kv) {
 }
 
 void LshSource::hash_keys(std::uint32_t count, KvReader& kv) {
-  std::vector<float> keys(std::size_t{kBlock} * head_dim_);
   std::vector<std::uint16_t> codes(std::size_t{projections_->tables()} * count);
   norms_.resize(count);
   for (std::uint32_t at = 0; at < count; at += kBlock) {
     const std::uint32_t rows = std::min(kBlock, count - at);
-    kv.keys(first_ + at, rows, keys.data());
+    kv.keys(first_ + at, rows, keys_.data());
     for (std::uint32_t r = 0; r < rows; ++r) {
-      float* const key = keys.data() + std::size_t{r} * head_dim_;
+      float* const key = keys_.data() + std::size_t{r} * head_dim_;
 #pragma omp simd
       for (std::uint32_t c = 0; c < head_dim_; ++c) key[c] -= mean_[c];
       norms_[at + r] = std::sqrt(dot(key, key, head_dim_));
     }
     products_.resize(std::size_t{projections_->count()} * rows);
-    kv.score_rows(keys.data(), rows, projections_->rows(), projections_->count(), products_.data());
+    kv.score_rows(keys_.data(), rows, projections_->rows(), projections_->count(), products_.data());
     projections_->encode(products_.data(), rows, codes.data() + at, count);
   }
   tables_.build(codes, count, projections_->bits());
+  keys_ = std::vector<float>();
 }
 
 void LshSource::hash(const float* q, KvReader& kv) {

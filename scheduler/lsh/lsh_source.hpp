@@ -67,6 +67,7 @@ class LshSource {
   std::vector<Query> queries_;        ///< [group]
   std::vector<std::uint16_t> codes_;  ///< [tables, group]
   std::vector<float> products_;       // scratch
+  std::vector<float> keys_;           // [kBlock, head_dim] scratch of `begin`
 };
 
 }  // namespace sluice::scheduler

@@ -33,11 +33,20 @@ void Budget::cut(const HeadContext& context, std::uint32_t group, ScoredSet& sco
     counters.scored += scored.size();
   }
   if (weighs()) {
-    const std::uint32_t open = estimates() ? newest_page(context.tokens, page_tokens_) : context.tokens;
-    scored.choose_mass(spec_.budget.mass, open, group);
+    scored.choose_mass(spec_.budget.mass, attended_anyway(context), group);
   } else {
     scored.choose(tokens(context.tokens), group);
   }
+}
+
+AttendedAnyway Budget::attended_anyway(const HeadContext& context) const noexcept {
+  const NearSet& near = *context.near;
+  const std::uint32_t newest = newest_page(context.tokens, page_tokens_);
+  // Where whole pages are attended near, the newest always is.
+  const bool near_newest = near.holds(newest / page_tokens_);
+  return {.sink_end = near.sink_end,
+          .recent_begin = near_newest ? std::min(near.recent_begin, newest) : near.recent_begin,
+          .open = estimates() ? newest : context.tokens};
 }
 
 std::uint64_t Budget::unite_kept(const HeadContext& context, std::uint32_t group, std::uint32_t active,

@@ -17,9 +17,7 @@ namespace sluice::scheduler {
 /// The stages of a policy between its sources and its selection: how candidates are scored, and how many each query
 /// head keeps.
 ///
-/// Top-p weighs a head's candidates against each other, whatever is attended of them anyway: also sinks and near
-/// tokens, if a source proposed them. Of estimated candidates those of the newest page are all kept and not weighed, so
-/// that a device that has only the copies finds the same.
+/// Top-p is that of sluice/top_p.hpp.
 class Budget {
  public:
   Budget(const PolicySpec& spec, std::uint32_t page_tokens) : spec_(spec), page_tokens_(page_tokens) {}
@@ -28,7 +26,7 @@ class Budget {
   [[nodiscard]] bool weighs() const noexcept { return spec_.budget.kind == BudgetKind::top_p; }
   /// What a head keeps, its whole group attends (arXiv 2502.02770, appendix B.2).
   [[nodiscard]] bool unites() const noexcept { return estimates() || weighs(); }
-  /// The first position that may be a candidate. History has no place for sinks.
+  /// The first position that sources may propose. History has no place for sinks; top-p weighs them all the same.
   [[nodiscard]] std::uint32_t first() const noexcept {
     return weighs() && !spec_.uses(Source::history) ? 0 : spec_.near.sink_tokens;
   }
@@ -40,6 +38,9 @@ class Budget {
   [[nodiscard]] std::uint32_t tokens(std::uint32_t visible) const noexcept {
     return weighs() ? 0 : budget_tokens(spec_.budget, visible);
   }
+
+  /// What top-p counts first.
+  [[nodiscard]] AttendedAnyway attended_anyway(const HeadContext& context) const noexcept;
 
   /// Scores or estimates the candidates, and lets every query head keep its share.
   void cut(const HeadContext& context, std::uint32_t group, ScoredSet& scored, SelectCounters& counters) const;

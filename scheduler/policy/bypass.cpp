@@ -9,8 +9,10 @@
 namespace sluice::scheduler {
 namespace {
 
-/// Beyond this variance of the logits the log-normal mean is off by factors (spec section 9); A_loc decides alone.
+/// Beyond this variance of the logits a few keys hold most of the mass, and the log-normal mean is off by factors.
 constexpr double kTrustedVariance = 6.0;
+/// Tokens beyond the sinks for each of the prompt's: what was generated is not in the mean and the variance.
+constexpr std::uint64_t kTrustedGrowth = 2;
 constexpr std::uint32_t kTokensAtOnce = 1024;
 
 double squared_norm(const float* q, std::uint32_t head_dim) {
@@ -101,6 +103,7 @@ std::uint32_t SinkBypass::test(const HeadContext& head, Bypass& bypass, SelectCo
   bypass.heads = 0;
   if (prompt_tokens_ == 0 || sinks_ == 0 || head.tokens <= sinks_) return 0;
   const std::uint32_t off = head.tokens - sinks_;
+  if (off > kTrustedGrowth * prompt_tokens_) return 0;
   const std::uint32_t local = std::min(local_tokens_, off);
   probe_.resize(sinks_ + local);
   std::iota(probe_.begin(), probe_.begin() + sinks_, 0u);
@@ -113,11 +116,11 @@ std::uint32_t SinkBypass::test(const HeadContext& head, Bypass& bypass, SelectCo
   for (std::uint32_t h = 0; h < group_; ++h) {
     if (spread_[h] < 0.0) continue;
     const float* q = head.q + std::size_t{h} * head_dim_;
-    const double sink = log_mass(scores_, group_, h, 0, sinks_);
-    double rest = log_mass(scores_, group_, h, sinks_, probe_.size());
     const Logits estimate = logits(h, q);
-    if (estimate.variance <= kTrustedVariance)
-      rest = std::max(rest, std::log(off) + estimate.mean + estimate.variance / 2);
+    if (!(estimate.variance <= kTrustedVariance)) continue;  // NaN too.
+    const double sink = log_mass(scores_, group_, h, 0, sinks_);
+    const double local_mass = log_mass(scores_, group_, h, sinks_, probe_.size());
+    const double rest = std::max(local_mass, std::log(off) + estimate.mean + estimate.variance / 2);
     // r = A_sink / (A_sink + rest), eq. (6). Written so that NaN does not bypass.
     if (!(1.0 / (1.0 + std::exp(rest - sink)) > threshold_)) continue;
     if (far_share < 0.0) far_share = static_cast<double>(far_tokens(*head.near, sinks_, head.tokens)) / off;

@@ -9,6 +9,17 @@ namespace sluice::scheduler {
 
 /// Which query heads of one KV head need no attending (LFPS section 4.3): their mass sits on the sinks, so the
 /// rest is served by its mean value. Mean key, mean value and spread are those of the prompt, frozen.
+///
+/// r = A_sink / (A_sink + max(A_glob, A_loc)) estimates the sinks' share r_true of the softmax; A_glob is the
+/// log-normal mean of all keys beyond the sinks, A_loc the mass of the last few. A head is bypassed if r exceeds the
+/// threshold, the estimated variance is at most 6 and no more tokens were generated than the prompt had.
+///
+/// Guaranteed, with D the largest distance between two values: |out - dense| <= (1 - min(r, r_true)) * D, because both
+/// outputs are averages of values that hold what is near, the sinks among it, in the same proportions and give it at
+/// least that weight. Where r <= r_true the error is less than (1 - threshold) * D.
+/// Only estimated: that r_true is near r. A_sink, A_loc and the mean logit are exact, so that the rest is never taken
+/// for less than the mass of the last few; but a single key that answers the query is not seen, nor keys that
+/// spread more along this query than along the prompt's last one. Then the error may reach (1 - r_true) * D.
 class SinkBypass {
  public:
   SinkBypass(float threshold, const AttentionShape& shape, std::uint32_t sinks, std::uint32_t local_tokens);

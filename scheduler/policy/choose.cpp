@@ -80,35 +80,46 @@ void ScoredSet::choose_head(std::uint32_t h, std::uint32_t group, std::uint32_t 
   }
 }
 
-void ScoredSet::choose_mass(float share, std::uint32_t open, std::uint32_t group) {
+void ScoredSet::choose_mass(float share, const AttendedAnyway& anyway, std::uint32_t group) {
   attended_.assign(tokens_.size(), 0);
   observed_.assign(tokens_.size(), 0);
-  for (std::uint32_t h = 0; h < group; ++h) choose_head_mass(h, group, share, open);
+  for (std::uint32_t h = 0; h < group; ++h) choose_head_mass(h, group, share, anyway);
 }
 
-void ScoredSet::choose_head_mass(std::uint32_t h, std::uint32_t group, float share, std::uint32_t open) {
+void ScoredSet::choose_head_mass(std::uint32_t h, std::uint32_t group, float share, const AttendedAnyway& anyway) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
   const std::size_t count = tokens_.size();
-  const std::size_t before =
-      static_cast<std::size_t>(std::lower_bound(tokens_.begin(), tokens_.end(), open) - tokens_.begin());
+  const auto before = [this](std::uint32_t position) {
+    return static_cast<std::size_t>(std::lower_bound(tokens_.begin(), tokens_.end(), position) - tokens_.begin());
+  };
+  // Tokens [begin, end) are to be chosen from, the others are attended anyway: those of [end, recent) if they are
+  // candidates.
+  const std::size_t begin = before(anyway.sink_end);
+  const std::size_t recent = before(anyway.recent_begin);
+  const std::size_t end = std::min(before(anyway.open), recent);
   const float* scores = scores_.data() + h;
+  const auto weighs = [&](std::size_t i) {
+    return (((heads_[i] >> h) & 1) != 0 || i < begin || i >= recent) && scores[i * group] > kNothing;
+  };
   float top = kNothing;
-  for (std::size_t i = 0; i < before; ++i) {
-    const float score = scores[i * group];
-    top = ((heads_[i] >> h) & 1) != 0 && score > top ? score : top;
-  }
-  keys_.resize(count);
+  for (std::size_t i = 0; i < count; ++i) top = weighs(i) && scores[i * group] > top ? scores[i * group] : top;
+  keys_.assign(count, 0);
   weighed_.clear();
-  for (std::size_t i = 0; i < before && top > kNothing; ++i) {
-    const float score = scores[i * group];
-    keys_[i] = ((heads_[i] >> h) & 1) != 0 && score > kNothing ? order_key(score) : 0;
-    if (keys_[i] == 0) continue;
-    weighed_.push_back({.key = keys_[i], .weight = score == top ? 1.f : fast_exp(score - top)});
-  }
-  const std::uint32_t cut = weighed_.empty() ? 0 : top_p_cut(weighed_, static_cast<double>(share));
+  double first = 0.0;
   for (std::size_t i = 0; i < count; ++i) {
-    const bool takes = i >= before || (cut != 0 && keys_[i] >= cut);
-    const std::uint32_t bit = takes ? 1u << h : 0;
+    if (!weighs(i)) continue;
+    const float score = scores[i * group];
+    const float weight = score == top ? 1.f : fast_exp(score - top);
+    if (i < begin || i >= end) {
+      first += static_cast<double>(weight);
+      continue;
+    }
+    keys_[i] = order_key(score);
+    weighed_.push_back({.key = keys_[i], .weight = weight});
+  }
+  const std::uint32_t cut = weighed_.empty() ? kKeepNone : top_p_cut(weighed_, static_cast<double>(share), first);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t bit = i < begin || i >= end || keys_[i] >= cut ? 1u << h : 0;
     observed_[i] |= heads_[i] & bit;
     attended_[i] |= far_[i] & bit;
   }

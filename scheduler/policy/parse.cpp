@@ -94,6 +94,9 @@ PolicySpec read_head(const Word& head) {
   return spec;
 }
 
+/// Whether tokens are scored and cut to a budget.
+bool chooses(const PolicySpec& spec) noexcept { return spec.sources != 0 && !spec.uses(Source::all); }
+
 void set_mass(const Word& value, BudgetKind kind, PolicySpec& spec) {
   spec.budget.kind = kind;
   spec.budget.mass = read_share(value);
@@ -123,6 +126,7 @@ constexpr Stage kStages[] = {
     {"int4", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::int4; }},
     {"top_k", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
+       if (!chooses(s)) w.fail("means nothing here: this policy does not choose among tokens; name a source, such as pages");
        s.budget.kind = BudgetKind::top_k;
        read_larger_of(w, s.budget.min_tokens, s.budget.share);
      }},
@@ -154,6 +158,27 @@ void apply_stage(const Word& word, PolicySpec& spec) {
   if (first.both) apply_options(first.second, stage->options, spec);
 }
 
+/// Of the budget, only what its kind reads. A stage may have taken the place of another, or of a preset's, and what that
+/// one read would make policies differ that do the same.
+BudgetOptions what_is_read(const BudgetOptions& budget) {
+  BudgetOptions read;
+  read.kind = budget.kind;
+  switch (budget.kind) {
+    case BudgetKind::top_k:
+      read.min_tokens = budget.min_tokens;
+      read.share = budget.share;
+      break;
+    case BudgetKind::progressive:
+      read.microbatch = budget.microbatch;
+      read.rule = budget.rule;
+      [[fallthrough]];
+    case BudgetKind::top_p:
+    case BudgetKind::fitted: read.mass = budget.mass; break;
+    case BudgetKind::sampled: break;
+  }
+  return read;
+}
+
 }  // namespace
 
 PolicySpec parse_policy(std::string_view text) {
@@ -167,6 +192,7 @@ PolicySpec parse_policy(std::string_view text) {
   } catch (const Error& error) {
     throw Error(error.code(), "policy \"" + std::string(text) + "\": " + error.what());
   }
+  spec.budget = what_is_read(spec.budget);
   return spec;
 }
 

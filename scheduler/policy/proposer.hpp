@@ -22,6 +22,7 @@ struct SparseHead {
   std::optional<LshSource> lsh;
   std::optional<SinkBypass> bypass;
   std::vector<TokenSet> candidates;  ///< [group]
+  TokenSet anyway;                   ///< what top-p weighs beside them
   ScoredSet scored;
   std::uint32_t visible = 0;    ///< tokens in the last selection
   std::vector<float> q;         ///< [group, head_dim] of the selection whose scores were deferred

@@ -36,7 +36,7 @@ std::uint64_t near_bits(const NearSet& near, std::size_t word) noexcept {
 void ScoredSet::collect(const CandidateSets& candidates, const NearSet& near) {
   clear();
   active_ = candidates.active;
-  TokenSet const* sets[32] = {};
+  TokenSet const* sets[33] = {};
   std::uint32_t head_of[32] = {};
   std::size_t count = 0;
   for (std::uint32_t h = 0; h < candidates.sets.size(); ++h) {
@@ -46,9 +46,11 @@ void ScoredSet::collect(const CandidateSets& candidates, const NearSet& near) {
     if (candidates.shared) break;
   }
   if (count == 0) return;
+  sets[count] = candidates.weighed;
+  const std::size_t all = count + (candidates.weighed != nullptr ? 1 : 0);
 
   std::size_t kept = 0;
-  TokenSet::for_each_word_of_any(std::span<TokenSet const* const>(sets, count), [&](std::size_t word) {
+  TokenSet::for_each_word_of_any(std::span<TokenSet const* const>(sets, all), [&](std::size_t word) {
     std::array<std::uint64_t, 32> bits;
     std::uint64_t any = 0;
     for (std::size_t i = 0; i < count; ++i) any |= bits[i] = sets[i]->word(word);
@@ -56,10 +58,12 @@ void ScoredSet::collect(const CandidateSets& candidates, const NearSet& near) {
     united_ += static_cast<std::uint64_t>(std::popcount(any));
     near_hits_ += static_cast<std::uint64_t>(std::popcount(is_near));
     if (!candidates.keep_near) any &= ~is_near;
+    const std::uint64_t proposed = any;
+    if (candidates.weighed != nullptr) any |= candidates.weighed->word(word);
     if (tokens_.size() < kept + 64) grow(kept);
     for (; any != 0; any &= any - 1) {
       const int bit = std::countr_zero(any);
-      std::uint32_t heads = candidates.active;
+      std::uint32_t heads = candidates.active & (0u - static_cast<std::uint32_t>((proposed >> bit) & 1));
       if (!candidates.shared) {
         heads = 0;
         for (std::size_t i = 0; i < count; ++i) heads |= static_cast<std::uint32_t>((bits[i] >> bit) & 1) << head_of[i];

@@ -30,6 +30,15 @@ struct CandidateSets {
   std::uint32_t active = 0;        ///< bit h: query head h takes part
   bool shared = false;             ///< the first set holds the candidates of all active heads, the others are not read
   bool keep_near = false;          ///< near candidates are scored, to be observed; else they are dropped
+  const TokenSet* weighed = nullptr;  ///< scored beside the candidates, for top-p to weigh; may be null
+};
+
+/// What top-p counts first (see sluice/top_p.hpp): tokens before `sink_end` and from `recent_begin` on and, of a head's
+/// candidates, those from `open` on.
+struct AttendedAnyway {
+  std::uint32_t sink_end = 0;
+  std::uint32_t recent_begin = 0;
+  std::uint32_t open = 0;
 };
 
 /// Who attends a token that some head chose.
@@ -53,10 +62,9 @@ class ScoredSet {
   /// Each query head takes its k best: among the far candidates to attend, among all to observe. Ties go to
   /// the lowest position.
   void choose(std::uint32_t k, std::uint32_t group);
-  /// Each query head takes the fewest of its candidates, near ones among them, that hold `share` of the weight of those
-  /// before position `open`, and all from there on; of what it takes it attends the far ones. NaN and -infinity have no
-  /// weight and are not taken.
-  void choose_mass(float share, std::uint32_t open, std::uint32_t group);
+  /// Each query head takes what it attends anyway, and the fewest others of its candidates, near ones among them, with
+  /// which that holds `share` of the weight (see sluice/top_p.hpp); of what it takes it attends the far ones.
+  void choose_mass(float share, const AttendedAnyway& anyway, std::uint32_t group);
   /// Takes everything for its heads; nothing is cut.
   void choose_all();
   [[nodiscard]] bool scored() const noexcept { return scores_.size() != 0 || tokens_.empty(); }
@@ -81,7 +89,7 @@ class ScoredSet {
 
  private:
   void grow(std::size_t kept);
-  void choose_head_mass(std::uint32_t h, std::uint32_t group, float share, std::uint32_t open);
+  void choose_head_mass(std::uint32_t h, std::uint32_t group, float share, const AttendedAnyway& anyway);
   void choose_head(std::uint32_t h, std::uint32_t group, std::uint32_t k, const std::vector<std::uint32_t>& allowed,
                    std::vector<std::uint32_t>& chosen);
 

@@ -136,6 +136,7 @@ class SparsePolicy final : public LayerPolicy {
     head.heavy.clear();
     const float log_share = std::log(kHeavy);
     for (std::size_t i = 0; i < tokens.size(); ++i) {
+      if (tokens[i] < spec_.near.sink_tokens) continue;  // Weighed by top-p; in no table.
       bool heavy = false;
       for (std::uint32_t h = 0; h < group_; ++h) heavy |= scores[i * group_ + h] > lse[h] + log_share;
       if (heavy) head.heavy.push_back(tokens[i]);
@@ -157,7 +158,7 @@ class SparsePolicy final : public LayerPolicy {
       return;
     }
     proposer_.propose_all(context.tokens, head);
-    collect(context, head, counters);
+    collect(context, head, nullptr, counters);
     head.scored.score(*context.kv, context.q, group_);
     counters.scored += head.scored.size();
     head.scored.choose_all();
@@ -180,7 +181,13 @@ class SparsePolicy final : public LayerPolicy {
       }
       row.clear();
     }
-    collect(context, head, counters);
+    if (budget_.weighs()) {
+      const AttendedAnyway anyway = budget_.attended_anyway(context);
+      head.anyway.reset(context.tokens);
+      head.anyway.add_range(0, anyway.sink_end);
+      head.anyway.add_range(anyway.recent_begin, context.tokens);
+    }
+    collect(context, head, budget_.weighs() ? &head.anyway : nullptr, counters);
     if (context.defer_scores && head.history && head.scored.size() <= most) {
       if (head.observes) {
         head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
@@ -207,11 +214,12 @@ class SparsePolicy final : public LayerPolicy {
     count(head, counters);
   }
 
-  void collect(const HeadContext& context, SparseHead& head, SelectCounters& counters) const {
+  void collect(const HeadContext& context, SparseHead& head, const TokenSet* weighed, SelectCounters& counters) const {
     head.scored.collect({.sets = head.candidates,
                          .active = head.observing,
                          .shared = proposer_.together(head) && !head.whole,
-                         .keep_near = budget_.weighs() || (head.observes && spec_.history.observe_near)},
+                         .keep_near = budget_.weighs() || (head.observes && spec_.history.observe_near),
+                         .weighed = weighed},
                         *context.near);
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
@@ -232,6 +240,7 @@ class SparsePolicy final : public LayerPolicy {
   static void forget(SparseHead& head) {
     head.scored = ScoredSet();
     for (TokenSet& set : head.candidates) set = TokenSet();
+    head.anyway = TokenSet();
   }
 
   PolicySpec spec_;

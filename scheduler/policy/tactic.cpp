@@ -3,11 +3,13 @@
 //   section 4.3        clusters/cluster_source.cpp      clusters by q.centroid, per query head
 //   section 4.4, B     clusters/curve_fit.cpp           how many tokens hold the share P
 //   section 4.5        here                             the union over the group's query heads
-// Tokens that are in no cluster yet are all attended and do not count towards P, which is safe: the share of what is
-// attended only rises by them.
+// Tokens that are in no cluster yet are all attended. They count towards P, and so do sinks and the recent window: P is
+// the share of all that is attended, and where those hold it no cluster is read. The paper does not say; not to count
+// them would be safe, but keeps more than P asks for.
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -85,9 +87,13 @@ class FittedPolicy final : public LayerPolicy {
     }
     head.source.rank(context.q, *context.kv);
     counters.index_bytes += head.source.ranking_bytes();
-    sample(context, samples, head);
+    const std::uint32_t recent_begin = std::min(context.near->recent_begin, samples.tokens);
+    const Anyway anyway{.sink_end = std::min(context.near->sink_end, recent_begin),
+                        .recent_begin = recent_begin,
+                        .tokens = context.tokens};
+    sample(context, samples, anyway, head);
     head.chosen.reset(samples.tokens);
-    for (std::uint32_t h = 0; h < group_; ++h) counters.expanded_per_head += choose(h, samples, head);
+    for (std::uint32_t h = 0; h < group_; ++h) counters.expanded_per_head += choose(h, samples, anyway, head);
     head.united.emit_far(head.chosen, *context.near, row);
     add_far_runs(*context.near, samples.tokens, context.tokens, row);
 
@@ -117,6 +123,18 @@ class FittedPolicy final : public LayerPolicy {
     TokenSet chosen;
     ScoredSet united;
     std::vector<float> scores;  ///< one head's samples
+    std::vector<float> anyway;  ///< one head's scores of what it attends anyway
+  };
+
+  /// What is attended whatever the curve says: tokens before `sink_end` and from `recent_begin` on, clustered or not.
+  struct Anyway {
+    std::uint32_t sink_end, recent_begin, tokens;
+    [[nodiscard]] bool holds(std::uint32_t token) const noexcept { return token < sink_end || token >= recent_begin; }
+    template <class Visit>
+    void for_each(const Visit& visit) const {
+      for (std::uint32_t token = 0; token < sink_end; ++token) visit(token);
+      for (std::uint32_t token = recent_begin; token < tokens; ++token) visit(token);
+    }
   };
 
   template <class Visit>
@@ -126,20 +144,26 @@ class FittedPolicy final : public LayerPolicy {
     }
   }
 
-  void sample(const HeadContext& context, const FitSamples& samples, Head& head) const {
-    head.sampled.reset(samples.tokens);
+  void sample(const HeadContext& context, const FitSamples& samples, const Anyway& anyway, Head& head) const {
+    head.sampled.reset(context.tokens);
+    anyway.for_each([&](std::uint32_t token) { head.sampled.add(token); });
     for (std::uint32_t h = 0; h < group_; ++h) {
       for_each_sample(samples, head, h, [&](std::uint32_t token, std::uint32_t) { head.sampled.add(token); });
     }
-    head.sampled.score(samples.tokens, context.q, group_, *context.kv);
+    head.sampled.score(context.tokens, context.q, group_, *context.kv);
   }
 
   /// Adds what query head `h` attends; returns how many tokens that are.
-  std::uint32_t choose(std::uint32_t h, const FitSamples& samples, Head& head) const {
+  std::uint32_t choose(std::uint32_t h, const FitSamples& samples, const Anyway& anyway, Head& head) const {
+    head.anyway.clear();
+    anyway.for_each([&](std::uint32_t token) { head.anyway.push_back(head.sampled.of(token, h)); });
     head.scores.clear();
-    for_each_sample(samples, head, h,
-                    [&](std::uint32_t token, std::uint32_t) { head.scores.push_back(head.sampled.of(token, h)); });
-    const std::uint32_t budget = fitted_budget(head.scores, samples, static_cast<double>(spec_.budget.mass));
+    for_each_sample(samples, head, h, [&](std::uint32_t token, std::uint32_t) {
+      // In the list, too, what is attended anyway would count twice.
+      head.scores.push_back(anyway.holds(token) ? -std::numeric_limits<float>::infinity() : head.sampled.of(token, h));
+    });
+    const std::uint32_t budget =
+        fitted_budget(head.scores, samples, static_cast<double>(spec_.budget.mass), head.anyway);
     for_each_in_order(head.source.index(), head.source.order(h), 0, budget,
                       [&](std::uint32_t token, std::uint32_t) { head.chosen.add(token); });
     return budget;

@@ -2,10 +2,11 @@
 
 #include "scheduler/policy/text.hpp"
 
-#include <algorithm>
-#include <charconv>
 #include <cstdio>
+#include <limits>
+#include <optional>
 
+#include "scheduler/numbers.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::scheduler {
@@ -28,19 +29,13 @@ std::size_t find_outside(std::string_view text, char separator) noexcept {
   return text.size();
 }
 
-template <class Number>
-bool read_whole(std::string_view text, Number& out) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), out);
-  return error == std::errc{} && end == text.data() + text.size();
-}
-
 /// `value` times `factor` with as few digits as tell its float from others, but at least room for six.
 std::string digits(double value, double factor) {
   char text[32];
   for (int precision = 6; precision <= 12; ++precision) {
     std::snprintf(text, sizeof text, "%.*g", precision, value * factor);
-    double read = 0.0;
-    if (read_whole(text, read) && static_cast<float>(read / factor) == static_cast<float>(value)) break;
+    const std::optional<double> read = read_decimal(text);
+    if (read && static_cast<float>(*read / factor) == static_cast<float>(value)) break;
   }
   return text;
 }
@@ -75,30 +70,27 @@ Halves halve(const Word& word, char separator) {
 }
 
 std::uint32_t read_count(const Word& word) {
-  std::uint32_t count = 0;
-  if (!read_whole(word.value, count)) word.fail("is not a whole number");
-  return count;
+  const std::optional<std::uint64_t> count = read_count(word.value);
+  if (!count || *count > std::numeric_limits<std::uint32_t>::max()) word.fail("is not a whole number below 2^32");
+  return static_cast<std::uint32_t>(*count);
 }
 
 std::uint64_t read_seed(const Word& word) {
-  std::uint64_t seed = 0;
-  if (!read_whole(word.value, seed)) word.fail("is not a whole number");
-  return seed;
+  const std::optional<std::uint64_t> seed = read_whole(word.value);
+  if (!seed) word.fail("is not a whole number below 2^64");
+  return *seed;
 }
 
 float read_number(const Word& word) {
-  float value = 0.f;
-  if (!read_whole(word.value, value)) word.fail("is not a number");
-  return value;
+  const std::optional<double> value = read_decimal(word.value);
+  if (!value) word.fail("is not a number");
+  return static_cast<float>(*value);
 }
 
 float read_share(const Word& word) {
-  std::string_view text = word.value;
-  const bool in_percent = !text.empty() && text.back() == '%';
-  if (in_percent) text.remove_suffix(1);
-  double share = 0.0;
-  if (!read_whole(text, share)) word.fail("is not a share; write 2% or 0.02");
-  return static_cast<float>(in_percent ? share / 100.0 : share);
+  const std::optional<double> share = read_share(word.value);
+  if (!share) word.fail("is not a share; write 2% or 0.02");
+  return static_cast<float>(*share);
 }
 
 bool read_switch(const Word& word) {

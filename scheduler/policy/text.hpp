@@ -28,6 +28,7 @@ struct Halves {
 };
 [[nodiscard]] Halves halve(const Word& word, char separator);
 
+/// Numbers as scheduler/numbers.hpp reads them: 64, 8K.
 [[nodiscard]] std::uint32_t read_count(const Word& word);
 [[nodiscard]] std::uint64_t read_seed(const Word& word);
 [[nodiscard]] float read_number(const Word& word);

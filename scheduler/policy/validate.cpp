@@ -92,6 +92,19 @@ void check_budget(const BudgetOptions& budget) {
   check_count("budget.microbatch", budget.microbatch, 1, 1024);
 }
 
+template <class Enum>
+void check_enum(const char* field, Enum value, Enum last) {
+  if (value <= last) return;
+  reject(field, std::to_string(static_cast<unsigned>(value)), "[0, " + std::to_string(static_cast<unsigned>(last)) + "]");
+}
+
+void check_enums(const PolicySpec& spec) {
+  check_enum("estimate", spec.estimate, Estimate::int4);
+  check_enum("budget.kind", spec.budget.kind, BudgetKind::sampled);
+  check_enum("budget.rule", spec.budget.rule, ProgressRule::certified);
+  check_enum("pages.digest", spec.pages.digest, DigestKind::cuboid_mean);
+}
+
 constexpr bool power_of_two(std::uint32_t value) { return (value & (value - 1)) == 0; }
 
 }  // namespace
@@ -136,6 +149,7 @@ void validate(const PolicySpec& spec) {
   if ((spec.sources & ~kAllSources) != 0) {
     throw Error(Errc::invalid_argument, "policy: sources has bits that name no source; see sluice::Source");
   }
+  check_enums(spec);
   check_history(spec.history);
   check_pages(spec.pages);
   check_clusters(spec.clusters);

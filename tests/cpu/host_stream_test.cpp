@@ -178,7 +178,7 @@ TEST_CASE("flags hand data over in both directions", "[host_device][flag]") {
     mail = round;
     to_device.signal(round);
     const Deadline deadline = soon();
-    while (to_host.state(round) == Flag::State::pending && Clock::now() < deadline) std::this_thread::yield();
+    while (to_host.state(round) == Flag::State::pending && RunClock::now() < deadline) std::this_thread::yield();
     REQUIRE(to_host.state(round) == Flag::State::reached);
     REQUIRE(mail == 2 * round);
   }

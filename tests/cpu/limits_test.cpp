@@ -1,42 +1,15 @@
 #include "cpu/limits.hpp"
 
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <string>
 
 #include "sluice/units.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/temporary_directory.hpp"
 
 using namespace sluice;
 using namespace sluice::cpu;
 
-namespace {
-
-/// A directory that looks like a file system's root to the reader under test.
-class FakeRoot {
- public:
-  FakeRoot() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "sluice-limits-XXXXXX").string();
-    REQUIRE(::mkdtemp(pattern.data()) != nullptr);
-    path_ = pattern;
-  }
-  ~FakeRoot() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  void write(const std::string& file, const std::string& text) const {
-    const auto full = path_ / file;
-    std::filesystem::create_directories(full.parent_path());
-    std::ofstream(full) << text;
-  }
-  [[nodiscard]] std::string path() const { return path_.string(); }
-
- private:
-  std::filesystem::path path_;
-};
-
-}  // namespace
+using FakeRoot = sluice::test::TemporaryDirectory;
 
 TEST_CASE("without any file there is no limit", "[limits]") {
   const FakeRoot root;

@@ -21,7 +21,8 @@ TEST_CASE("top-p equals a sort in float64 on ten thousand rows", "[cpu][top_p]")
     const double p = 0.05 + 0.949 * random.uniform();
     std::vector<std::uint32_t> mask((count + 31) / 32);
     const std::uint32_t kept =
-        cpu::select_top_p(*cpu::available_kernels().back(), row, static_cast<float>(p), mask.data());
+        cpu::select_top_p(*cpu::available_kernels().back(),
+                          {.values = row, .p = static_cast<float>(p), .mask = mask.data()});
     if (!is_top_p(row, p, mask, kept, 1e-6)) FAIL("row " << i << " of " << count << ", p " << p << ": kept " << kept);
     equal += kept == sorted_top_p(row, p).size() ? 1 : 0;
   }

@@ -10,9 +10,11 @@
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/temporary_directory.hpp"
 
 using namespace sluice;
 using namespace sluice::cpu;
+using sluice::test::TemporaryDirectory;
 
 TEST_CASE("a synthetic machine is read as described", "[topology]") {
   const Topology machine("numa:2 core:4 pu:2");
@@ -54,6 +56,47 @@ TEST_CASE("a wrong description is named", "[topology]") {
   } catch (const Error& error) {
     REQUIRE(error.code() == Errc::invalid_argument);
     REQUIRE(std::string(error.what()).find("numa:two") != std::string::npos);
+  }
+}
+
+TEST_CASE("the node nearest to a PCI device is that of the cores beside it", "[topology]") {
+  const Topology machine = Topology::from_xml(std::string(SLUICE_TEST_DATA) + "/topology/two_nodes.xml");
+  REQUIRE(machine.synthetic());
+  REQUIRE(machine.numa_nodes() == 2);
+  REQUIRE(machine.nearest_node("0000:1b:00.0") == 0u);
+  REQUIRE(machine.nearest_node("0000:9A:00.0") == 1u);
+  REQUIRE(machine.core_order(1) == std::vector<std::uint32_t>{2, 3, 0, 1});
+  // As near to both, no such device, no device.
+  for (const std::string bus : {"0000:c1:00.0", "0000:07:00.0", "a GPU", ""}) {
+    CAPTURE(bus);
+    REQUIRE_FALSE(machine.nearest_node(bus).has_value());
+  }
+}
+
+TEST_CASE("where hwloc has no devices, the kernel says which cores are near", "[topology]") {
+  const TemporaryDirectory root;
+  const Topology machine("numa:2 core:2 pu:1");
+  const auto near = [&](const std::string& local_cpus) {
+    root.write("sys/bus/pci/devices/0000:1b:00.0/local_cpus", local_cpus);
+    return machine.nearest_node("0000:1B:00.0", root.path());
+  };
+  REQUIRE(near("00000003\n") == 0u);
+  REQUIRE(near("0000000c\n") == 1u);
+  REQUIRE_FALSE(near("0000000f\n").has_value());  // a virtual machine
+  REQUIRE_FALSE(near("00000000\n").has_value());
+  REQUIRE_FALSE(machine.nearest_node("0000:1b:00.1", root.path()).has_value());
+  REQUIRE_FALSE(machine.nearest_node("0000:1b:00.0").has_value());  // of a machine that is not this one
+}
+
+TEST_CASE("a file that is no topology is named", "[topology]") {
+  for (const std::string file : {"/topology/none.xml", "/topology"}) {
+    try {
+      (void)Topology::from_xml(SLUICE_TEST_DATA + file);
+      FAIL("accepted");
+    } catch (const Error& error) {
+      REQUIRE(error.code() == Errc::invalid_argument);
+      REQUIRE(std::string(error.what()).find(file) != std::string::npos);
+    }
   }
 }
 

@@ -88,7 +88,7 @@ inline void fail(Stream& stream, const std::string& reason) { gpu::cuda_stream(&
 
 inline bool await(const Flag& flag, std::uint64_t value) {
   const Deadline deadline = soon();
-  while (flag.state(value) == Flag::State::pending && Clock::now() < deadline) std::this_thread::yield();
+  while (flag.state(value) == Flag::State::pending && RunClock::now() < deadline) std::this_thread::yield();
   return flag.state(value) == Flag::State::reached;
 }
 

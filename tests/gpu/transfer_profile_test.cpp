@@ -221,7 +221,7 @@ TEST_CASE("senseless profiles are refused", "[profile]") {
   for (auto [path, bytes, blocks, us] :
        {std::tuple{TransferPath::automatic, 4096u, 8u, 1.0}, std::tuple{TransferPath::batch, 0u, 8u, 1.0},
         std::tuple{TransferPath::batch, 4096u, 0u, 1.0}, std::tuple{TransferPath::batch, 4096u, 8u, -1.0},
-        std::tuple{TransferPath::batch, 4096u, 8u, std::nan("")}})
+        std::tuple{TransferPath::batch, 4096u, 8u, std::nan("")}, std::tuple{TransferPath::batch, 4096u, 8u, 1e308}})
     REQUIRE(refused(of({.path = path, .block_bytes = bytes, .blocks = blocks, .device_us = us})));
   TransferSample odd = good;
   odd.load = static_cast<TransferLoad>(2);
@@ -229,4 +229,25 @@ TEST_CASE("senseless profiles are refused", "[profile]") {
   TransferProfile none = of(good);
   none.busy_gather_blocks = 0;
   REQUIRE(refused(none));
+}
+
+TEST_CASE("beyond the samples a time stays a time, however far off and however short", "[profile]") {
+  const std::uint64_t block_bytes = GENERATE(std::uint64_t{16384}, (std::uint64_t{1} << 63) + 1);
+  const double us = GENERATE(10.21e-320, 1.1, kMostTransfer_us);
+  CAPTURE(block_bytes, us);
+  TransferProfile profile;
+  for (const std::uint32_t blocks : {3u, 0xffff'fff1u})
+    profile.samples.push_back(
+        {.path = TransferPath::gather, .block_bytes = block_bytes, .blocks = blocks, .device_us = us * blocks});
+  profile.samples.back().device_us = std::min(profile.samples.back().device_us, kMostTransfer_us);
+  profile.samples.front().device_us = std::min(profile.samples.front().device_us, kMostTransfer_us);
+  const PathChooser chooser(std::make_shared<const TransferProfile>(profile));
+  for (const std::uint64_t bytes : {std::uint64_t{1}, std::uint64_t{4096}, std::uint64_t{1} << 40, ~std::uint64_t{0}}) {
+    for (const std::uint32_t blocks : {1u, 2u, 100u, 0xffff'ffffu}) {
+      CAPTURE(bytes, blocks);
+      const double time = chooser.device_us(TransferPath::gather, {.block_bytes = bytes, .blocks = blocks});
+      REQUIRE(time >= 0.0);
+      REQUIRE(std::isfinite(time));
+    }
+  }
 }

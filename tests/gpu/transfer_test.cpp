@@ -222,14 +222,14 @@ TEST_CASE("the memory load goes on while it is renewed and ends by itself", "[tr
   REQUIRE_FALSE(traffic.running());
   const Deadline end = deadline_after(std::chrono::milliseconds(4 * MemoryTraffic::kSlice_us / 1000));
   int renewals = 0;
-  for (; Clock::now() < end; ++renewals) {
+  for (; RunClock::now() < end; ++renewals) {
     traffic.renew();
     REQUIRE(traffic.running());
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   REQUIRE(renewals > 0);
   const Deadline patience = deadline_after(std::chrono::seconds(10));
-  while (traffic.running() && Clock::now() < patience) std::this_thread::yield();
+  while (traffic.running() && RunClock::now() < patience) std::this_thread::yield();
   REQUIRE_FALSE(traffic.running());
 }
 

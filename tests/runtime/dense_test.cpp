@@ -14,6 +14,8 @@ constexpr double kTolerance = 2e-5;
 }  // namespace
 
 TEST_CASE("full attention is dense for every page size, near share and placement", "[runtime]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::uint32_t page_tokens = GENERATE(8u, 16u, 32u, 64u);
   const std::string near = GENERATE("1%", "10%", "50%", "100%");
   const PlacementMode placement =
@@ -23,9 +25,9 @@ TEST_CASE("full attention is dense for every page size, near share and placement
   RuntimeOptions options = toy_options(kShape, 400);
   options.page_tokens = page_tokens;
   options.placement = placement;
-  Runtime runtime(options);
+  Runtime runtime(options, device_of(drive));
   const SequenceId id = runtime.begin(parse_policy("full:near=" + near));
-  REQUIRE(worst_error(decode(runtime, id, toy, 270), toy, 270) < kTolerance);
+  REQUIRE(worst_error(decode(runtime, id, toy, 270, drive), toy, 270) < kTolerance);
 
   const Stats stats = runtime.stats(id);
   REQUIRE(stats.attended_tokens == stats.dense_tokens);
@@ -38,13 +40,15 @@ TEST_CASE("full attention is dense for every page size, near share and placement
 }
 
 TEST_CASE("a policy whose budget is everything is dense", "[runtime]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::string policy = GENERATE("topk:budget=100%", "lfps:budget=100%,bypass=0,alpha=0.000001,min_tokens=100000",
                                       "sluice:budget=100%,min_tokens=100000", "streaming:recent=100000");
   CAPTURE(policy);
   const Toy toy(kShape, 200, 12);
-  Runtime runtime(toy_options(kShape, 250));
+  Runtime runtime(toy_options(kShape, 250), device_of(drive));
   const SequenceId id = runtime.begin(parse_policy(policy));
-  REQUIRE(worst_error(decode(runtime, id, toy, 170), toy, 170) < kTolerance);
+  REQUIRE(worst_error(decode(runtime, id, toy, 170, drive), toy, 170) < kTolerance);
 }
 
 TEST_CASE("the audit reports every head of every audited step, and dense attention covers all", "[runtime]") {
@@ -69,17 +73,21 @@ TEST_CASE("the audit reports every head of every audited step, and dense attenti
 }
 
 TEST_CASE("a sequence may start from nothing and from one token", "[runtime]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::string policy = GENERATE("full", "topk", "streaming", "lfps:bypass=0", "sluice");
   const std::uint32_t prompt = GENERATE(0u, 1u, 2u);
   CAPTURE(policy, prompt);
   const Toy toy(kShape, 20, 13);
-  Runtime runtime(toy_options(kShape, 600));
+  Runtime runtime(toy_options(kShape, 600), device_of(drive));
   const SequenceId id = runtime.begin(parse_policy(policy));
-  REQUIRE(worst_error(decode(runtime, id, toy, prompt), toy, prompt) < kTolerance);
+  REQUIRE(worst_error(decode(runtime, id, toy, prompt, drive), toy, prompt) < kTolerance);
   REQUIRE(runtime.tokens(id) == 20);
 }
 
 TEST_CASE("the same policy gives the same attention under every placement", "[runtime]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::string policy = GENERATE("topk:budget=5%", "lfps:bypass=0", "sluice");
   CAPTURE(policy);
   const Toy toy(kShape, 460, 14);
@@ -87,34 +95,38 @@ TEST_CASE("the same policy gives the same attention under every placement", "[ru
   for (const PlacementMode mode : {PlacementMode::hybrid, PlacementMode::stream, PlacementMode::automatic}) {
     RuntimeOptions options = toy_options(kShape, 500);
     options.placement = mode;
-    Runtime runtime(options);
-    outputs.push_back(decode(runtime, runtime.begin(parse_policy(policy)), toy, 400));
+    Runtime runtime(options, device_of(drive));
+    outputs.push_back(decode(runtime, runtime.begin(parse_policy(policy)), toy, 400, drive));
   }
   REQUIRE(worst_difference(outputs[0], outputs[1]) < kTolerance);
   REQUIRE(worst_difference(outputs[0], outputs[2]) < kTolerance);
 }
 
 TEST_CASE("the same run gives the same bits", "[runtime]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const Toy toy(kShape, 420, 15);
   RuntimeOptions options = toy_options(kShape, 450);
   options.near_bytes = options.host_bytes / 5;  // Sequences compete for slots.
   std::vector<float> first;
   for (int run = 0; run < 3; ++run) {
-    Runtime runtime(options);
-    const std::vector<float> out = decode(runtime, runtime.begin(parse_policy("sluice:recent=16,near=15%")), toy, 380);
+    Runtime runtime(options, device_of(drive));
+    const std::vector<float> out = decode(runtime, runtime.begin(parse_policy("sluice:recent=16,near=15%")), toy, 380, drive);
     if (run == 0) first = out;
     REQUIRE(out == first);
   }
 }
 
 TEST_CASE("an imported prefix decodes like a computed one", "[runtime]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::string policy = GENERATE("full", "lfps", "sluice");
   CAPTURE(policy);
   const std::uint32_t prompt = 150;
   const Toy toy(kShape, 170, 16);
-  Runtime runtime(toy_options(kShape, 400));
+  Runtime runtime(toy_options(kShape, 400), device_of(drive));
   const SequenceId computed = runtime.begin(parse_policy(policy));
-  const std::vector<float> want = decode(runtime, computed, toy, prompt);
+  const std::vector<float> want = decode(runtime, computed, toy, prompt, drive);
   runtime.end(computed);
 
   const SequenceId imported = runtime.begin(parse_policy(policy));
@@ -125,21 +137,18 @@ TEST_CASE("an imported prefix decodes like a computed one", "[runtime]") {
                            .v = toy.v(layer, 0, prompt),
                            .last_q = toy.q(layer, prompt - 32, 32)});
   }
-  std::vector<float> got;
-  for (std::uint32_t token = prompt; token < toy.tokens(); ++token) {
-    const std::vector<float> out = step(runtime, imported, toy, token);
-    got.insert(got.end(), out.begin(), out.end());
-  }
-  REQUIRE(got == want);
+  REQUIRE(decode_rest(runtime, imported, toy, prompt, drive) == want);
 }
 
 TEST_CASE("prompt attention is dense whatever the chunk", "[runtime]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::uint32_t chunk = GENERATE(1u, 7u, 16u, 33u, 150u);
   CAPTURE(chunk);
   const Toy toy(kShape, 150, 17);
-  Runtime runtime(toy_options(kShape, 200));
+  Runtime runtime(toy_options(kShape, 200), device_of(drive));
   const SequenceId id = runtime.begin(parse_policy("full"));
-  const std::vector<float> out = prefill(runtime, id, toy, 150, chunk);
+  const std::vector<float> out = prefill(runtime, id, toy, 150, chunk, drive);
   double worst = 0.0;
   for (const std::uint32_t token : {0u, 1u, 15u, 16u, 63u, 64u, 149u}) {
     const std::vector<double> want = toy.dense(kShape.layers - 1, token);
@@ -149,28 +158,20 @@ TEST_CASE("prompt attention is dense whatever the chunk", "[runtime]") {
 }
 
 TEST_CASE("a second prompt may follow decoded tokens", "[runtime]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::string policy = GENERATE("full:near=30%", "sluice:budget=100%,min_tokens=100000");
   CAPTURE(policy);
   const Toy toy(kShape, 200, 18);
-  Runtime runtime(toy_options(kShape, 250));
+  Runtime runtime(toy_options(kShape, 250), device_of(drive));
   const SequenceId id = runtime.begin(parse_policy(policy));
-  prefill(runtime, id, toy, 90, 64);
-  for (std::uint32_t token = 90; token < 101; ++token) step(runtime, id, toy, token);
-  std::vector<float> out(std::size_t{50} * kShape.q_heads * kShape.head_dim);
-  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-    runtime.prefill({.sequence = id,
-                     .layer = LayerId{layer},
-                     .q = toy.q(layer, 101, 50),
-                     .k = toy.k(layer, 101, 50),
-                     .v = toy.v(layer, 101, 50),
-                     .out = dense_view(out.data(), DType::f32, 50, kShape.q_heads, kShape.head_dim)});
+  prefill(runtime, id, toy, 90, 64, drive);
+  std::vector<float> between(std::size_t{11} * kShape.layers * kShape.q_heads * kShape.head_dim);
+  for (std::uint32_t i = 0; i < 11; ++i) {
+    step_into(runtime, id, toy, 90 + i, between.data() + between.size() / 11 * i, drive);
   }
-  std::vector<float> all;
-  for (std::uint32_t token = 151; token < toy.tokens(); ++token) {
-    const std::vector<float> decoded = step(runtime, id, toy, token);
-    all.insert(all.end(), decoded.begin(), decoded.end());
-  }
-  REQUIRE(worst_error(all, toy, 151) < kTolerance);
+  prefill_range(runtime, id, toy, 101, 151, 50, drive);
+  REQUIRE(worst_error(decode_rest(runtime, id, toy, 151, drive), toy, 151) < kTolerance);
 }
 
 TEST_CASE("a batch of different lengths decodes like its sequences alone", "[runtime]") {

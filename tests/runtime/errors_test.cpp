@@ -49,7 +49,7 @@ TEST_CASE("options out of range are refused by name", "[errors]") {
 
 TEST_CASE("a host pool larger than the machine is refused, not attempted", "[errors]") {
   RuntimeOptions options = toy_options(kShape, 100);
-  options.host_bytes = std::uint64_t{1} << 42;
+  options.host_bytes = std::uint64_t{1} << 39;
   options.near_bytes = 1 * MiB;
   REQUIRE(contains(error_of(Errc::out_of_capacity, [&] { Runtime runtime(options); }), std::to_string(options.host_bytes)));
 }
@@ -164,4 +164,57 @@ TEST_CASE("a sequence that was ended is not found", "[errors]") {
 
 TEST_CASE("a budget of nothing is refused", "[errors]") {
   REQUIRE(contains(error_of(Errc::invalid_argument, [] { (void)parse_policy("topk:budget=0"); }), "budget"));
+}
+
+TEST_CASE("sizes beyond 32 bits and values that no enumerator has are refused, not cut", "[errors]") {
+  const auto refused = [](auto&& change) {
+    RuntimeOptions options = toy_options(kShape, 100);
+    change(options);
+    return error_of(Errc::invalid_argument, [&] { validate(options); });
+  };
+  REQUIRE(contains(refused([](RuntimeOptions& o) { o.near_bytes = o.layout().page_bytes() << 32; }), "near_bytes"));
+  REQUIRE(contains(refused([](RuntimeOptions& o) { o.near_bytes = ~std::uint64_t{0}; }), "near_bytes"));
+  REQUIRE(contains(refused([](RuntimeOptions& o) { o.host_bytes = ~std::uint64_t{0}; }), "host_bytes"));
+  REQUIRE(contains(refused([](RuntimeOptions& o) { o.host_bytes = o.layout().page_bytes() << 31; }), "host_bytes"));
+  REQUIRE(contains(refused([](RuntimeOptions& o) { o.kv_dtype = DType{7}; }), "kv_dtype"));
+  REQUIRE(contains(refused([](RuntimeOptions& o) { o.placement = PlacementMode{4}; }), "placement"));
+
+  const auto refused_policy = [](auto&& change) {
+    PolicySpec spec = parse_policy("quest");
+    change(spec);
+    return error_of(Errc::invalid_argument, [&] { validate(spec); });
+  };
+  REQUIRE(contains(refused_policy([](PolicySpec& s) { s.estimate = Estimate{2}; }), "estimate"));
+  REQUIRE(contains(refused_policy([](PolicySpec& s) { s.budget.kind = BudgetKind{5}; }), "budget.kind"));
+  REQUIRE(contains(refused_policy([](PolicySpec& s) { s.budget.rule = ProgressRule{4}; }), "budget.rule"));
+  REQUIRE(contains(refused_policy([](PolicySpec& s) { s.pages.digest = DigestKind{2}; }), "pages.digest"));
+
+  Runtime runtime(toy_options(kShape, 100));
+  REQUIRE(contains(error_of(Errc::invalid_argument,
+                            [&] { (void)runtime.begin(parse_policy("full"), {.mode = PrefillMode{3}, .flex = {}}); }),
+                   "mode"));
+  const SequenceId id = runtime.begin(parse_policy("full"));
+  const Toy toy(kShape, 8, 4);
+  std::vector<float> out(std::size_t{kShape.q_heads} * kShape.head_dim);
+  StepArgs args{.layer = LayerId{0},
+                .sequences = {&id, 1},
+                .q = toy.q(0, 0, 1),
+                .k = toy.k(0, 0, 1),
+                .v = toy.v(0, 0, 1),
+                .out = dense_view(out.data(), DType::f32, 1, kShape.q_heads, kShape.head_dim)};
+  args.out.dtype = DType{3};
+  REQUIRE(contains(error_of(Errc::invalid_argument, [&] { runtime.step(args); }), "out.dtype"));
+
+  // As many tokens as 32 bits hold, and one more than that behind what is there.
+  ImportArgs import{.sequence = id, .layer = LayerId{0}, .k = toy.k(0, 0, 4), .v = toy.v(0, 0, 4), .last_q = {}};
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+    import.layer = LayerId{layer};
+    runtime.import_prefix(import);
+  }
+  import.layer = LayerId{0};
+  for (const std::uint32_t tokens : {0xffff'ffffu, 0xffff'fffdu, 0x8000'0000u}) {
+    import.k.tokens = import.v.tokens = tokens;
+    REQUIRE(contains(error_of(Errc::out_of_capacity, [&] { runtime.import_prefix(import); }), std::to_string(tokens + 4ull)));
+  }
+  REQUIRE(runtime.tokens(id) == 4);
 }

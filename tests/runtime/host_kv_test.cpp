@@ -89,6 +89,7 @@ TEST_CASE("a device clusters a prompt like the host, head by head, and again wit
   std::vector<HeadPages> heads(kHeads);
   for (HeadPages& head : heads) {
     for (const PageRef ref : pool.allocate((kTokens + 15) / 16)) {
+      head.make_room(1);
       head.push(ref);
       for (std::size_t i = 0; i < layout.page_bytes() / 2; ++i) {
         store_element(pool.frame(ref.frame), layout.dtype, i, random.normal());

@@ -1,7 +1,9 @@
 // Sequences of all policies in one batch, which get prompts after they decoded, end and begin: what each attends is
 // what it attends alone, and what an audit marks as attended is what the output says of itself.
 #include <algorithm>
+#include <deque>
 #include <random>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -47,28 +49,13 @@ struct Talk {
   std::vector<std::uint32_t> lengths;  // prompt, decode, prompt, decode
 };
 
-RuntimeOptions options_of(PlacementMode mode, std::uint32_t sequences, std::uint32_t near_pages) {
+/// An audit looks at every step's output, so that steps are queued without one only.
+RuntimeOptions options_of(PlacementMode mode, std::uint32_t sequences, std::uint32_t near_pages, Drive drive) {
   RuntimeOptions options = toy_options(kShape, sequences * kTokens);
   options.placement = mode;
   options.near_bytes = near_pages * options.layout().page_bytes();
-  options.audit_every = 1;
+  options.audit_every = drive == Drive::waiting ? 1 : 0;
   return options;
-}
-
-void prompt(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t at, std::uint32_t count) {
-  for (const std::uint32_t end = at + count; at < end;) {
-    const std::uint32_t now = std::min(64u, end - at);
-    std::vector<float> out(std::size_t{now} * kShape.q_heads * kShape.head_dim);
-    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-      runtime.prefill({.sequence = id,
-                       .layer = LayerId{layer},
-                       .q = toy.q(layer, at, now),
-                       .k = toy.k(layer, at, now),
-                       .v = toy.v(layer, at, now),
-                       .out = dense_view(out.data(), DType::f32, now, kShape.q_heads, kShape.head_dim)});
-    }
-    at += now;
-  }
 }
 
 struct Member {
@@ -78,35 +65,63 @@ struct Member {
   std::vector<float> out;
 };
 
-void step_all(Runtime& runtime, std::vector<Member*>& members) {
-  const auto batch = static_cast<std::uint32_t>(members.size());
-  const std::size_t q_size = std::size_t{kShape.q_heads} * kShape.head_dim;
-  const std::size_t kv_size = std::size_t{kShape.kv_heads} * kShape.head_dim;
-  std::vector<SequenceId> ids;
-  for (const Member* m : members) ids.push_back(m->id);
-  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-    std::vector<float> q, k, v, out(batch * q_size);
-    for (const Member* m : members) {
-      const auto add = [](std::vector<float>& to, const TensorView& from, std::size_t size) {
-        const auto* row = reinterpret_cast<const float*>(from.row(0, 0));
-        to.insert(to.end(), row, row + size);
-      };
-      add(q, m->toy->q(layer, m->at, 1), q_size);
-      add(k, m->toy->k(layer, m->at, 1), kv_size);
-      add(v, m->toy->v(layer, m->at, 1), kv_size);
+/// Tensors of calls, which stay until the calls have been waited for.
+class Tape {
+ public:
+  Tape(Runtime& runtime, Drive drive) : runtime_(runtime), drive_(drive) {}
+
+  void step(std::span<Member* const> members) {
+    std::vector<SequenceId> ids;
+    for (const Member* m : members) ids.push_back(m->id);
+    const auto batch = static_cast<std::uint32_t>(members.size());
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+      Call& call = calls_.emplace_back();
+      for (const Member* m : members) {
+        add(call.q, m->toy->q(layer, m->at, 1));
+        add(call.k, m->toy->k(layer, m->at, 1));
+        add(call.v, m->toy->v(layer, m->at, 1));
+      }
+      call.out.resize(call.q.size());
+      call.members.assign(members.begin(), members.end());
+      runtime_.step({.layer = LayerId{layer},
+                     .sequences = ids,
+                     .q = dense_view(std::as_const(call.q).data(), DType::f32, batch, kShape.q_heads, kShape.head_dim),
+                     .k = dense_view(std::as_const(call.k).data(), DType::f32, batch, kShape.kv_heads, kShape.head_dim),
+                     .v = dense_view(std::as_const(call.v).data(), DType::f32, batch, kShape.kv_heads, kShape.head_dim),
+                     .out = dense_view(call.out.data(), DType::f32, batch, kShape.q_heads, kShape.head_dim),
+                     .ordered = drive_ == Drive::queued});
     }
-    runtime.step({.layer = LayerId{layer},
-                  .sequences = ids,
-                  .q = dense_view(std::as_const(q).data(), DType::f32, batch, kShape.q_heads, kShape.head_dim),
-                  .k = dense_view(std::as_const(k).data(), DType::f32, batch, kShape.kv_heads, kShape.head_dim),
-                  .v = dense_view(std::as_const(v).data(), DType::f32, batch, kShape.kv_heads, kShape.head_dim),
-                  .out = dense_view(out.data(), DType::f32, batch, kShape.q_heads, kShape.head_dim)});
-    for (std::uint32_t i = 0; i < batch; ++i)
-      members[i]->out.insert(members[i]->out.end(), out.begin() + static_cast<std::ptrdiff_t>(i * q_size),
-                             out.begin() + static_cast<std::ptrdiff_t>((i + 1) * q_size));
+    for (Member* m : members) ++m->at;
+    if (drive_ == Drive::waiting) collect();
   }
-  for (Member* m : members) ++m->at;
-}
+
+  /// Waits, and gives every member what it attended.
+  void collect() {
+    runtime_.synchronize();
+    const std::size_t size = std::size_t{kShape.q_heads} * kShape.head_dim;
+    for (const Call& call : calls_) {
+      for (std::size_t i = 0; i < call.members.size(); ++i) {
+        const auto first = call.out.begin() + static_cast<std::ptrdiff_t>(i * size);
+        call.members[i]->out.insert(call.members[i]->out.end(), first, first + static_cast<std::ptrdiff_t>(size));
+      }
+    }
+    calls_.clear();
+  }
+
+ private:
+  struct Call {
+    std::vector<float> q, k, v, out;
+    std::vector<Member*> members;
+  };
+  static void add(std::vector<float>& to, const TensorView& from) {
+    const auto* row = reinterpret_cast<const float*>(from.row(0, 0));
+    to.insert(to.end(), row, row + std::size_t{from.heads} * from.head_dim);
+  }
+
+  Runtime& runtime_;
+  Drive drive_;
+  std::deque<Call> calls_;
+};
 
 void watch_all(Runtime& runtime, SequenceId id) {
   std::vector<std::uint32_t> all(kTokens);
@@ -130,13 +145,14 @@ void check(const Runtime& runtime, SequenceId id, const std::string& policy) {
 
 std::vector<float> talk_alone(const Talk& talk, PlacementMode mode) {
   const Toy toy(kShape, kTokens, talk.seed);
-  Runtime runtime(options_of(mode, 1, 400));
+  Runtime runtime(options_of(mode, 1, 400, Drive::waiting));
+  Tape tape(runtime, Drive::waiting);
   Member member{.id = runtime.begin(parse_policy(talk.policy)), .toy = &toy, .at = 0, .out = {}};
-  std::vector<Member*> one{&member};
+  Member* const one[] = {&member};
   for (std::size_t i = 0; i < talk.lengths.size(); i += 2) {
-    prompt(runtime, member.id, toy, member.at, talk.lengths[i]);
+    prefill_range(runtime, member.id, toy, member.at, member.at + talk.lengths[i], 64);
     member.at += talk.lengths[i];
-    for (std::uint32_t s = 0; s < talk.lengths[i + 1]; ++s) step_all(runtime, one);
+    for (std::uint32_t s = 0; s < talk.lengths[i + 1]; ++s) tape.step(one);
   }
   return member.out;
 }
@@ -146,14 +162,16 @@ std::vector<float> talk_alone(const Talk& talk, PlacementMode mode) {
 TEST_CASE("sequences of all policies in one batch attend what they attend alone, and audits agree", "[mixed]") {
   const auto mode =
       GENERATE(PlacementMode::hybrid, PlacementMode::stream, PlacementMode::automatic, PlacementMode::near);
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
   const std::uint32_t seed = GENERATE(range(0u, 6u));
-  CAPTURE(to_string(mode), seed);
+  CAPTURE(to_string(mode), to_string(drive), seed);
   std::mt19937 rng(seed);
   const auto pick = [&rng](std::uint32_t low, std::uint32_t high) {
     return low + static_cast<std::uint32_t>(rng() % (high - low + 1));
   };
   const std::uint32_t near_pages = mode == PlacementMode::near ? 1000 : pick(80, 200);
-  Runtime runtime(options_of(mode, 4, near_pages));
+  Runtime runtime(options_of(mode, 4, near_pages, drive), device_of(drive));
+  Tape tape(runtime, drive);
   std::vector<Talk> talks;
   std::vector<Toy> toys;
   for (std::uint32_t i = 0; i < 3; ++i) {
@@ -170,16 +188,18 @@ TEST_CASE("sequences of all policies in one batch attend what they attend alone,
   }
   for (std::size_t part = 0; part < 4; part += 2) {
     for (std::uint32_t i = 0; i < 3; ++i) {
-      prompt(runtime, members[i].id, toys[i], members[i].at, talks[i].lengths[part]);
-      members[i].at += talks[i].lengths[part];
+      const std::uint32_t end = members[i].at + talks[i].lengths[part];
+      prefill_range(runtime, members[i].id, toys[i], members[i].at, end, 64, drive);
+      members[i].at = end;
     }
     for (std::uint32_t s = 0; s < talks[0].lengths[part + 1]; ++s) {
       std::vector<Member*> batch;
       for (Member& m : members) batch.push_back(&m);
       std::rotate(batch.begin(), batch.begin() + s % 3, batch.end());
-      step_all(runtime, batch);
+      tape.step(batch);
     }
   }
+  tape.collect();
   for (std::uint32_t i = 0; i < 3; ++i) check(runtime, members[i].id, talks[i].policy);
   for (std::uint32_t i = 0; i < 3; ++i) {
     if (mode == PlacementMode::near || !alone_is_the_same(talks[i].policy)) continue;

@@ -32,15 +32,17 @@ RuntimeOptions options_of(PlacementMode mode, std::uint32_t near_pages) {
 }  // namespace
 
 TEST_CASE("progressive: all of the mass is dense attention, wherever it runs", "[progressive]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const auto mode = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
   const auto near_pages = GENERATE(16u, 40u, 400u);  // Forced pages alone, a few more, all.
   const auto microbatch = std::to_string(GENERATE(1, 4, 50));
   const std::string window = kWindows[GENERATE(0, 1, 2)];
   CAPTURE(to_string(mode), near_pages, microbatch, window);
   const Toy toy(kShape, kTokens, 5);
-  Runtime runtime(options_of(mode, near_pages));
+  Runtime runtime(options_of(mode, near_pages), device_of(drive));
   const SequenceId id = runtime.begin(parse_policy("pages:quest | progressive=1,microbatch=" + microbatch + window));
-  REQUIRE(worst_error(decode(runtime, id, toy, kPrompt), toy, kPrompt) < 2e-5);
+  REQUIRE(worst_error(decode(runtime, id, toy, kPrompt, drive), toy, kPrompt) < 2e-5);
   const Stats stats = runtime.stats(id);
   REQUIRE(stats.attended_tokens == stats.dense_tokens);
   REQUIRE(stats.attended_tokens == stats.near_tokens + stats.far_tokens + stats.fetched_tokens);

@@ -6,22 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "cpu/host_device.hpp"
-#include "cpu/topology.hpp"
-#include "cpu/workers.hpp"
 #include "sluice/error.hpp"
 #include "tests/runtime/toy.hpp"
 
 namespace sluice::test {
 
 inline constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
-
-inline std::shared_ptr<cpu::HostDevice> separate_device(const cpu::Misbehaviour& misbehaviour = {}) {
-  const cpu::Topology topology;
-  auto workers = std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 2, .pin = false});
-  return std::make_shared<cpu::HostDevice>(
-      std::move(workers), cpu::HostDeviceOptions{.separate_memory = true, .misbehaviour = misbehaviour});
-}
 
 /// All layers of tokens [at, at + count); the last layer's outputs go to `out`.
 inline void prefill_chunk(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t at, std::uint32_t count,

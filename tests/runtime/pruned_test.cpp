@@ -103,11 +103,12 @@ class Definition {
     const std::uint32_t n = token + 1;
     const std::uint32_t open = token / layout_.page_tokens * layout_.page_tokens;
     const bool int4 = spec_.estimate == Estimate::int4;
-    std::set<std::uint32_t> all;
+    std::set<std::uint32_t> anyway;
     for (std::uint32_t t = 0; t < n; ++t) {
       const bool near = t < spec_.near.sink_tokens || t + spec_.near.recent_tokens >= n;
-      if (near || (int4 && t >= open)) all.insert(t);
+      if (near || (int4 && t >= open)) anyway.insert(t);
     }
+    std::set<std::uint32_t> all = anyway;
     for (std::uint32_t h = 0; h < kShape.group(); ++h) {
       const float* const q = query(layer, kv, token, h);
       std::vector<std::uint32_t> candidates;
@@ -120,11 +121,15 @@ class Definition {
         }
       }
       for (std::uint32_t t = open; t < n && !int4; ++t) candidates.push_back(t);
+      std::erase_if(candidates, [&](std::uint32_t t) { return anyway.contains(t); });
+      const std::size_t choice = candidates.size();
+      candidates.insert(candidates.end(), anyway.begin(), anyway.end());
       std::vector<float> logits;
       for (const std::uint32_t t : candidates) {
-        logits.push_back(static_cast<float>(int4 ? estimate(layer, kv, t, q) : product(q, key(layer, kv, t))));
+        const bool estimated = int4 && t < open;
+        logits.push_back(static_cast<float>(estimated ? estimate(layer, kv, t, q) : product(q, key(layer, kv, t))));
       }
-      for (const std::uint32_t i : sorted_top_p(logits, spec_.budget.mass)) all.insert(candidates[i]);
+      for (const std::uint32_t i : sorted_top_p(logits, spec_.budget.mass, {.end = choice})) all.insert(candidates[i]);
     }
     return all;
   }
@@ -160,6 +165,8 @@ constexpr const char* kNear = " | near=0%,sinks=4,recent=10";
 }  // namespace
 
 TEST_CASE("what is pruned, by the device or by the CPU, is what the definition says", "[runtime][pruned]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::string source = GENERATE("pages:box,pages=3", "pages:box,budget=80", "exact");
   const std::string stages = GENERATE(" | int4 | top_p=0.8", " | int4 | top_p=0.99", " | top_p=0.8");
   const std::uint32_t page_tokens = GENERATE(8u, 32u);
@@ -169,11 +176,11 @@ TEST_CASE("what is pruned, by the device or by the CPU, is what the definition s
   const Toy toy(kShape, 215, 41);
   RuntimeOptions options = options_with(250, page_tokens);
   options.placement = placement;
-  Runtime runtime(options);
+  Runtime runtime(options, device_of(drive));
   const PolicySpec spec = parse_policy(text);
   REQUIRE(scheduler::prunes_on_device(spec) == (spec.estimate == Estimate::int4));
   const SequenceId id = runtime.begin(spec);
-  const std::vector<float> got = decode(runtime, id, toy, 190);
+  const std::vector<float> got = decode(runtime, id, toy, 190, drive);
   Definition definition(toy, spec, page_tokens);
   std::size_t at = 0;
   double worst = 0.0;
@@ -191,17 +198,23 @@ TEST_CASE("what is pruned, by the device or by the CPU, is what the definition s
 }
 
 TEST_CASE("device program and host lane select the same tokens", "[runtime][pruned]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   // Beside pages, `exact` is no business of a device, but still proposes every token.
-  const std::string stages = std::string(" | int4 | top_p=0.5") + kNear;
+  const std::string near = GENERATE("near=0%,sinks=4,recent=10", "near=0%,sinks=20,recent=50",
+                                    "near=0%,sinks=0,recent=0", "near=20%,sinks=4,recent=20",
+                                    "near=0%,sinks=0,recent=320");
+  const std::string stages = " | int4 | top_p=0.5 | " + near;
+  CAPTURE(stages);
   const Toy toy(kShape, 330, 42);
   std::vector<std::vector<float>> outputs;
   std::vector<Stats> stats;
   for (const std::string source : {"exact", "exact+pages", "pages:box,pages=all"}) {
-    Runtime runtime(options_with(350, 16));
+    Runtime runtime(options_with(350, 16), device_of(drive));
     const PolicySpec spec = parse_policy(source + stages);
     REQUIRE(scheduler::prunes_on_device(spec) == (source != "exact+pages"));
     const SequenceId id = runtime.begin(spec);
-    outputs.push_back(decode(runtime, id, toy, 300));
+    outputs.push_back(decode(runtime, id, toy, 300, drive));
     stats.push_back(runtime.stats(id));
   }
   for (std::size_t i = 1; i < outputs.size(); ++i) {
@@ -213,15 +226,17 @@ TEST_CASE("device program and host lane select the same tokens", "[runtime][prun
 }
 
 TEST_CASE("estimates feed history and every budget", "[runtime][pruned]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::string policy =
       GENERATE("history+pages | int4 | top_p=0.9", "history:share_group=on+pages | int4 | top_k=32",
                "history | top_p=0.9", "exact | int4 | top_k=32", "clusters:least=64 | int4 | top_p=0.9",
                "lsh:recent_prompt=8 | int4 | top_p=0.9", "lsh:recent_prompt=8+pages:pages=4 | top_p=0.9");
   CAPTURE(policy);
   const Toy toy(kShape, 360, 43);
-  Runtime runtime(options_with(380, 16));
+  Runtime runtime(options_with(380, 16), device_of(drive));
   const SequenceId id = runtime.begin(parse_policy(policy + kNear));
-  const std::vector<float> out = decode(runtime, id, toy, 300);
+  const std::vector<float> out = decode(runtime, id, toy, 300, drive);
   REQUIRE(std::none_of(out.begin(), out.end(), [](float x) { return std::isnan(x); }));
   const Stats stats = runtime.stats(id);
   REQUIRE(stats.attended_tokens < stats.dense_tokens);
@@ -229,27 +244,24 @@ TEST_CASE("estimates feed history and every budget", "[runtime][pruned]") {
 }
 
 TEST_CASE("p = 1 over all tokens is dense attention, from any prompt", "[runtime][pruned]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::string source = GENERATE("exact | int4", "pages:box,pages=all | int4", "exact");
   const std::uint32_t prompt = GENERATE(0u, 1u, 16u, 40u);
   CAPTURE(source, prompt);
   const Toy toy(kShape, prompt + 40, 44);
-  Runtime runtime(options_with(100, 16));
+  Runtime runtime(options_with(100, 16), device_of(drive));
   const SequenceId id = runtime.begin(parse_policy(source + " | top_p=1 | near=0%,sinks=0,recent=0"));
-  REQUIRE(worst_error(decode(runtime, id, toy, prompt), toy, prompt) < kTolerance);
+  REQUIRE(worst_error(decode(runtime, id, toy, prompt, drive), toy, prompt) < kTolerance);
 }
 
 TEST_CASE("a second prompt, an imported prefix and other sequences change nothing", "[runtime][pruned]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  CAPTURE(to_string(drive));
   const std::string policy = std::string(GENERATE("pages:box,pages=4", "exact")) + " | int4 | top_p=0.85" + kNear;
   CAPTURE(policy);
   const Toy toy(kShape, 260, 45);
-  const auto last_steps = [&](Runtime& runtime, SequenceId id) {
-    std::vector<float> all;
-    for (std::uint32_t token = 240; token < toy.tokens(); ++token) {
-      const std::vector<float> out = step(runtime, id, toy, token);
-      all.insert(all.end(), out.begin(), out.end());
-    }
-    return all;
-  };
+  const auto last_steps = [&](Runtime& runtime, SequenceId id) { return decode_rest(runtime, id, toy, 240, drive); };
   const auto import = [&](Runtime& runtime, SequenceId id, std::uint32_t begin, std::uint32_t end) {
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
       runtime.import_prefix({.sequence = id,
@@ -260,14 +272,17 @@ TEST_CASE("a second prompt, an imported prefix and other sequences change nothin
     }
   };
   RuntimeOptions options = options_with(1'000, 16);
-  Runtime runtime(options);
+  Runtime runtime(options, device_of(drive));
   const SequenceId whole = runtime.begin(parse_policy(policy));
-  prefill(runtime, whole, toy, 240, 64);
+  prefill(runtime, whole, toy, 240, 64, drive);
   const std::vector<float> want = last_steps(runtime, whole);
 
   const SequenceId pieces = runtime.begin(parse_policy(policy));
   import(runtime, pieces, 0, 100);
-  for (std::uint32_t token = 100; token < 121; ++token) step(runtime, pieces, toy, token);
+  std::vector<float> between(std::size_t{21} * kShape.layers * kShape.q_heads * kShape.head_dim);
+  for (std::uint32_t i = 0; i < 21; ++i) {
+    step_into(runtime, pieces, toy, 100 + i, between.data() + between.size() / 21 * i, drive);
+  }
   import(runtime, pieces, 121, 240);
   (void)runtime.begin(parse_policy("streaming:recent=20"));  // Makes room for one more, without a ranking.
   REQUIRE(last_steps(runtime, pieces) == want);

@@ -7,9 +7,33 @@
 #include <span>
 #include <vector>
 
+#include "cpu/host_device.hpp"
+#include "cpu/topology.hpp"
+#include "cpu/workers.hpp"
 #include "sluice/runtime.hpp"
 
 namespace sluice::test {
+
+/// How a test drives a runtime.
+enum class Drive {
+  waiting,  ///< host and device share memory, every call waits for its result
+  queued,   ///< the device has memory of its own and calls return once they are queued, as with a GPU
+};
+
+inline const char* to_string(Drive drive) { return drive == Drive::waiting ? "waiting" : "queued"; }
+
+/// An embedded device whose memory the host's verbs may not touch.
+inline std::shared_ptr<cpu::HostDevice> separate_device(const cpu::Misbehaviour& misbehaviour = {}) {
+  const cpu::Topology topology;
+  auto workers = std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 2, .pin = false});
+  return std::make_shared<cpu::HostDevice>(
+      std::move(workers), cpu::HostDeviceOptions{.separate_memory = true, .misbehaviour = misbehaviour});
+}
+
+/// The device of a drive; null: the runtime's own.
+inline std::shared_ptr<cpu::HostDevice> device_of(Drive drive, const cpu::Misbehaviour& misbehaviour = {}) {
+  return drive == Drive::waiting ? nullptr : separate_device(misbehaviour);
+}
 
 /// Queries, keys and values of a model that exists only as numbers: every layer, position and head is drawn
 /// from a seed, with a few keys that stand out, so that attention is neither flat nor trivial.
@@ -102,51 +126,73 @@ inline RuntimeOptions toy_options(const AttentionShape& shape, std::uint32_t tok
   return options;
 }
 
-/// Prefills `prompt` tokens in chunks, layer by layer; returns the last layer's outputs of all of them.
-inline std::vector<float> prefill(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t prompt,
-                                  std::uint32_t chunk) {
+/// Prefills tokens [at, end) in chunks, layer by layer; returns the last layer's outputs of all of them.
+inline std::vector<float> prefill_range(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t at,
+                                        std::uint32_t end, std::uint32_t chunk, Drive drive = Drive::waiting) {
   const AttentionShape& shape = toy.shape();
-  std::vector<float> out(std::size_t{prompt} * shape.q_heads * shape.head_dim);
-  for (std::uint32_t at = 0; at < prompt; at += chunk) {
-    const std::uint32_t count = std::min(chunk, prompt - at);
+  const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
+  std::vector<std::vector<float>> out(shape.layers, std::vector<float>((end - at) * row));
+  for (std::uint32_t first = at; first < end; first += chunk) {
+    const std::uint32_t count = std::min(chunk, end - first);
     for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
       runtime.prefill({.sequence = id,
                        .layer = LayerId{layer},
-                       .q = toy.q(layer, at, count),
-                       .k = toy.k(layer, at, count),
-                       .v = toy.v(layer, at, count),
-                       .out = dense_view(out.data() + std::size_t{at} * shape.q_heads * shape.head_dim, DType::f32, count,
-                                         shape.q_heads, shape.head_dim)});
+                       .q = toy.q(layer, first, count),
+                       .k = toy.k(layer, first, count),
+                       .v = toy.v(layer, first, count),
+                       .out = dense_view(out[layer].data() + (first - at) * row, DType::f32, count, shape.q_heads,
+                                         shape.head_dim),
+                       .ordered = drive == Drive::queued});
     }
   }
-  return out;
+  if (drive == Drive::queued) runtime.synchronize();
+  return std::move(out.back());
 }
 
-/// One decode step of one sequence through all layers; [layers, q_heads, head_dim].
-inline std::vector<float> step(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t token) {
+inline std::vector<float> prefill(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t prompt,
+                                  std::uint32_t chunk, Drive drive = Drive::waiting) {
+  return prefill_range(runtime, id, toy, 0, prompt, chunk, drive);
+}
+
+/// One decode step of one sequence through all layers, into `out` [layers, q_heads, head_dim]. A queued step's output
+/// is there after Runtime::synchronize.
+inline void step_into(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t token, float* out, Drive drive) {
   const AttentionShape& shape = toy.shape();
   const std::size_t size = std::size_t{shape.q_heads} * shape.head_dim;
-  std::vector<float> out(shape.layers * size);
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
     runtime.step({.layer = LayerId{layer},
                   .sequences = {&id, 1},
                   .q = toy.q(layer, token, 1),
                   .k = toy.k(layer, token, 1),
                   .v = toy.v(layer, token, 1),
-                  .out = dense_view(out.data() + layer * size, DType::f32, 1, shape.q_heads, shape.head_dim)});
+                  .out = dense_view(out + layer * size, DType::f32, 1, shape.q_heads, shape.head_dim),
+                  .ordered = drive == Drive::queued});
   }
+}
+
+inline std::vector<float> step(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t token) {
+  std::vector<float> out(std::size_t{toy.shape().layers} * toy.shape().q_heads * toy.shape().head_dim);
+  step_into(runtime, id, toy, token, out.data(), Drive::waiting);
   return out;
 }
 
-/// Prefill of `prompt` tokens, then decode of the rest; outputs of all steps.
-inline std::vector<float> decode(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t prompt) {
-  prefill(runtime, id, toy, prompt, 64);
-  std::vector<float> all;
+/// Decode of all tokens from `prompt` on; outputs of all steps. Queued steps are waited for at the very end.
+inline std::vector<float> decode_rest(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t prompt,
+                                      Drive drive = Drive::waiting) {
+  const std::size_t size = std::size_t{toy.shape().layers} * toy.shape().q_heads * toy.shape().head_dim;
+  std::vector<float> all((toy.tokens() - prompt) * size);
   for (std::uint32_t token = prompt; token < toy.tokens(); ++token) {
-    const std::vector<float> out = step(runtime, id, toy, token);
-    all.insert(all.end(), out.begin(), out.end());
+    step_into(runtime, id, toy, token, all.data() + (token - prompt) * size, drive);
   }
+  if (drive == Drive::queued) runtime.synchronize();
   return all;
+}
+
+/// Prefill of `prompt` tokens, then decode of the rest; outputs of all steps.
+inline std::vector<float> decode(Runtime& runtime, SequenceId id, const Toy& toy, std::uint32_t prompt,
+                                 Drive drive = Drive::waiting) {
+  prefill(runtime, id, toy, prompt, 64, drive);
+  return decode_rest(runtime, id, toy, prompt, drive);
 }
 
 /// Largest difference between decoded outputs and dense attention in float64.

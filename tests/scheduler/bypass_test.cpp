@@ -1,5 +1,7 @@
 #include "scheduler/policy/bypass.hpp"
 
+#include <numeric>
+
 #include "tests/scheduler/fakes.hpp"
 #include "tests/support/catch.hpp"
 
@@ -27,15 +29,84 @@ struct Prompt {
   PromptContext context;
 };
 
-/// Makes every sink key answer q[h] with this logit.
-void aim_sinks(FakeKv& kv, const float* q, double logit) {
+/// Makes keys [begin, end) answer q with this logit.
+void aim(FakeKv& kv, const float* q, std::uint32_t begin, std::uint32_t end, double logit) {
   double square = 0.0;
   for (std::uint32_t c = 0; c < kDim; ++c) square += static_cast<double>(q[c]) * q[c];
-  for (std::uint32_t t = 0; t < kSinks; ++t) {
+  for (std::uint32_t t = begin; t < end; ++t) {
     for (std::uint32_t c = 0; c < kDim; ++c) {
       kv.k[t * kDim + c] = static_cast<float>(q[c] * logit * std::sqrt(static_cast<double>(kDim)) / square);
     }
   }
+}
+
+/// Makes every sink key answer q with this logit.
+void aim_sinks(FakeKv& kv, const float* q, double logit) { aim(kv, q, 0, kSinks, logit); }
+
+Bypass tested(SinkBypass& bypass, FakeKv& kv, const std::vector<float>& q, std::uint32_t n, const FakeNear& near) {
+  Bypass out;
+  SelectCounters counters;
+  const std::uint32_t heads =
+      bypass.test({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, out, counters);
+  REQUIRE(heads == out.heads);
+  return out;
+}
+
+/// One query head over independent normal keys: logits beyond the sinks have this variance, and the sinks hold exactly
+/// this share of the softmax. The last prompt query points elsewhere. With a needle one key of the others outweighs
+/// them a hundred times, which no estimate sees.
+struct Independent {
+  Independent(double variance, double share, std::uint32_t seed, bool needle = false)
+      : kv(n, kDim, 1), q(random_queries(1, kDim, seed + 1000)), bypass(0.85f, kOne, kSinks, kLocal) {
+    std::mt19937 rng(seed);
+    std::normal_distribution<float> normal;
+    for (float& x : kv.k) x = normal(rng);
+    for (float& x : kv.v) x = normal(rng);
+    const double size = std::sqrt(std::inner_product(q.begin(), q.end(), q.begin(), 0.0));
+    for (float& x : q) x *= static_cast<float>(std::sqrt(variance * kDim) / size);
+    if (needle) {
+      const double others = attend(kv, q.data(), 0, positions(kSinks, n)).mass;
+      aim(kv, q.data(), n / 2, n / 2 + 1, std::log(100.0 * others));
+    }
+    const double rest = attend(kv, q.data(), 0, positions(kSinks, n)).mass;
+    aim_sinks(kv, q.data(), share > 0.0 ? std::log(share / (1.0 - share) * rest / kSinks) : -20.0);
+    const std::vector<float> last = random_queries(1, kDim, seed + 2000, 2.f);
+    bypass.begin({.kv_head = 0, .tokens = n - 1, .queries = 1, .last_q = last, .kv = &kv});
+  }
+  /// max(A_glob, A_loc)
+  [[nodiscard]] double estimated_rest() const {
+    const SinkBypass::Logits estimate = bypass.logits(0, q.data());
+    return std::max((n - kSinks) * std::exp(estimate.mean + estimate.variance / 2),
+                    attend(kv, q.data(), 0, positions(n - kLocal, n)).mass);
+  }
+  /// No two averages of the values are further apart than twice the largest distance from one point.
+  [[nodiscard]] double diameter() const {
+    double largest = 0.0;
+    for (std::uint32_t t = 0; t < n; ++t) {
+      double square = 0.0;
+      for (std::uint32_t c = 0; c < kDim; ++c) square += std::pow(double{kv.v[t * kDim + c]}, 2);
+      largest = std::max(largest, std::sqrt(square));
+    }
+    return 2.0 * largest;
+  }
+
+  static constexpr std::uint32_t n = 2001;
+  static constexpr AttentionShape kOne{.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = kDim};
+  FakeKv kv;
+  std::vector<float> q;
+  SinkBypass bypass;
+};
+
+constexpr std::uint32_t kTrials = 20;
+
+std::uint32_t bypassed_heads(double variance, double share) {
+  std::uint32_t bypassed = 0;
+  for (std::uint32_t trial = 0; trial < kTrials; ++trial) {
+    Independent head(variance, share, trial);
+    const FakeNear near(head.n, kSinks, 0);
+    bypassed += tested(head.bypass, head.kv, head.q, head.n, near).heads;
+  }
+  return bypassed;
 }
 
 }  // namespace
@@ -126,24 +197,99 @@ TEST_CASE("a near set beyond the sinks scales the estimate to what is far", "[by
   REQUIRE(lse(FakeNear(n, kSinks, n)) == kEmptyLse);
 }
 
-TEST_CASE("peaked heads are judged by their local tokens, never by the log-normal mean", "[bypass]") {
+TEST_CASE("the rest is what the larger of both estimates says", "[bypass]") {
+  const std::uint32_t n = 801;
+  const bool near_wins = GENERATE(false, true);
+  Prompt prompt(n - 1);
+  std::vector<float> q(prompt.last_q.end() - kGroup * kDim, prompt.last_q.end());
+  for (float& x : q) x *= 0.3f;
+  if (near_wins) aim(prompt.kv, q.data(), n - 1, n, 9.0);  // 8,100, where all others have some 850.
+  aim(prompt.kv, q.data(), 0, kSinks, 12.0);
+  SinkBypass bypass(0.85f, kShape, kSinks, kLocal);
+  bypass.begin(prompt.context);
+  const auto estimate = bypass.logits(0, q.data());
+  const double global = (n - kSinks) * std::exp(estimate.mean + estimate.variance / 2);
+  const double local = attend(prompt.kv, q.data(), 0, positions(n - kLocal, n)).mass;
+  REQUIRE((local > global) == near_wins);
+  const FakeNear near(n, kSinks, 0);
+  const Bypass out = tested(bypass, prompt.kv, q, n, near);
+  REQUIRE(out.heads == 1u);
+  REQUIRE(out.lse[0] == Approx(std::log(std::max(global, local))).epsilon(1e-4));
+}
+
+TEST_CASE("logits too peaked for the log-normal mean are not bypassed, whatever the sinks hold", "[bypass]") {
   const std::uint32_t n = 801;
   Prompt prompt(n - 1);
   std::vector<float> q(prompt.last_q.end() - kGroup * kDim, prompt.last_q.end());
   for (float& x : q) x *= 4.f;
-  for (std::uint32_t t = n - kLocal; t < n; ++t) std::fill_n(prompt.kv.k.begin() + t * kDim, kDim, 0.f);  // A_loc = 5
-  aim_sinks(prompt.kv, q.data(), 5.0);  // A_sink = 4 e^5 = 594
+  for (std::uint32_t t = n - kLocal; t < n; ++t) std::fill_n(prompt.kv.k.begin() + t * kDim, kDim, 0.f);
+  aim(prompt.kv, q.data(), 0, kSinks, GENERATE(5.0, 40.0));  // 119 times the last five tokens, and all there is.
   SinkBypass bypass(0.85f, kShape, kSinks, kLocal);
   bypass.begin(prompt.context);
-  const auto estimate = bypass.logits(0, q.data());
-  REQUIRE(estimate.variance > 6.0);
-  REQUIRE((n - kSinks) * std::exp(estimate.mean + estimate.variance / 2) > 4 * std::exp(5.0));  // would not bypass
+  REQUIRE(bypass.logits(0, q.data()).variance > 6.0);
   const FakeNear near(n, kSinks, 0);
-  Bypass out;
-  SelectCounters counters;
-  REQUIRE((bypass.test({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &prompt.kv}, out, counters) &
-           1u) == 1u);
-  REQUIRE(out.lse[0] == Approx(std::log(5.0)).epsilon(1e-4));
+  REQUIRE((tested(bypass, prompt.kv, q, n, near).heads & 1u) == 0u);
+}
+
+TEST_CASE("independent logits are not bypassed when the sinks hold next to nothing", "[bypass]") {
+  const double variance = GENERATE(0.1, 0.5, 1.0, 2.0, 4.0, 5.9, 6.1, 8.0, 12.0, 20.0, 30.0);
+  const double share = GENERATE(0.0, 0.001, 0.003, 0.006);
+  CAPTURE(variance, share);
+  REQUIRE(bypassed_heads(variance, share) == 0);
+}
+
+TEST_CASE("flat heads are bypassed when the sinks hold nearly all", "[bypass]") {
+  const double variance = GENERATE(0.1, 0.5, 1.0, 2.0);
+  const double share = GENERATE(0.95, 0.99);
+  CAPTURE(variance, share);
+  REQUIRE(bypassed_heads(variance, share) == kTrials);
+}
+
+TEST_CASE("the error of a bypassed head is below the bound that bypass.hpp states", "[bypass]") {
+  const double variance = GENERATE(0.1, 1.0, 4.0, 5.9);
+  const double share =
+      GENERATE(0.5, 0.8, 0.9, 0.99);  // Below the threshold only an estimate that is too high bypasses.
+  const std::uint32_t recent = GENERATE(0u, 64u);
+  const bool needle = GENERATE(false, true);
+  std::uint32_t bypassed = 0;
+  for (std::uint32_t trial = 0; trial < kTrials; ++trial) {
+    Independent head(variance, share, trial, needle);
+    const FakeNear near(head.n, kSinks, recent, {3, 17});
+    const Bypass out = tested(head.bypass, head.kv, head.q, head.n, near);
+    if (out.heads == 0) continue;
+    ++bypassed;
+    const Attended dense = attend(head.kv, head.q.data(), 0, positions(0, head.n));
+    const Attended seen = attend(head.kv, head.q.data(), 0, near_tokens(near.set, head.n));
+    const double rest = head.estimated_rest();
+    const double sinks = attend(head.kv, head.q.data(), 0, positions(0, kSinks)).mass;
+    const MergeWeights weights = merge_weights(static_cast<float>(std::log(seen.mass)), out.lse[0]);
+    double square = 0.0;
+    for (std::uint32_t c = 0; c < kDim; ++c) {
+      square += std::pow(weights.a * seen.out[c] + weights.b * out.out[c] - dense.out[c], 2);
+    }
+    const double certain = std::min(sinks / (sinks + rest), sinks / dense.mass);
+    CAPTURE(variance, share, recent, needle, trial, certain);
+    REQUIRE(std::sqrt(square) <= (1.0 - certain) * head.diameter() + 1e-5);
+  }
+  if (needle || share > 0.95) REQUIRE(bypassed > 0);
+}
+
+TEST_CASE("once most of the context is generated, the prompt's mean and variance bypass nothing", "[bypass]") {
+  Prompt prompt(100);
+  FakeKv longer = FakeKv::random(400, kDim, kGroup, 1);  // The same keys, and more.
+  std::vector<float> q(prompt.last_q.end() - kGroup * kDim, prompt.last_q.end());
+  for (float& x : q) x *= 0.3f;
+  aim(longer, q.data(), 0, kSinks, 14.0);
+  prompt.context.kv = &longer;
+  SinkBypass bypass(0.85f, kShape, kSinks, kLocal);
+  bypass.begin(prompt.context);
+  const auto heads = [&](std::uint32_t n) {
+    const FakeNear near(n, kSinks, 0);
+    return tested(bypass, longer, q, n, near).heads;
+  };
+  REQUIRE(heads(101) == 1u);
+  REQUIRE(heads(196) == 1u);  // 96 of the prompt beyond the sinks, 96 generated.
+  REQUIRE(heads(197) == 0u);
 }
 
 TEST_CASE("without a prompt there is no bypass", "[bypass]") {

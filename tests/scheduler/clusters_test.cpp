@@ -170,6 +170,32 @@ TEST_CASE("a list on the curve gives the curve and the exact budget", "[clusters
   std::vector<float> scores = scores_on_curve(a, b, samples);
   const std::uint32_t budget = fitted_budget(scores, samples, share);
   REQUIRE(std::abs(static_cast<double>(budget) - exact) <= std::max(0.01 * exact, 1.0));
+
+  // Beside the list something is attended anyway that has as much mass as all of it, in four tokens.
+  std::vector<float> again = scores_on_curve(a, b, samples);
+  std::vector<float> anyway(4, static_cast<float>(std::log(curve_mass(a, b, 0, n) / 4)));
+  const double left = 2.0 * share * curve_mass(a, b, 0, n) - curve_mass(a, b, 0, n);
+  std::uint32_t less = 0;
+  for (double sum = 0.0; sum < left;) sum += a / ++less + b;
+  const std::uint32_t beside = fitted_budget(again, samples, share, anyway);
+  if (share > 0.5) REQUIRE(std::abs(static_cast<double>(beside) - less) <= std::max(0.01 * less, 1.0));
+  if (share == 0.5) REQUIRE(beside <= 1);
+}
+
+TEST_CASE("if what is attended anyway holds the share, the list's budget is 0", "[clusters][fit]") {
+  const std::vector<float> head{100.f, 50.f, 25.f};
+  REQUIRE(fitted_budget(head, {.a = 0.0, .b = 0.0}, 1'000, 0.5, 175.0) == 0);
+  REQUIRE(fitted_budget(head, {.a = 0.0, .b = 0.0}, 1'000, 0.51, 175.0) == 1);
+  REQUIRE(fitted_budget(head, {.a = 0.0, .b = 0.0}, 1'000, 0.8, 175.0) == 2);
+  REQUIRE(fitted_budget(head, {.a = 0.0, .b = 0.0}, 1'000, 1.0, 175.0) == 1'000);
+  const std::vector<float> nothing(3, 0.f);
+  REQUIRE(fitted_budget(nothing, {.a = 0.0, .b = 0.0}, 1'000, 0.99, 1.0) == 0);
+  REQUIRE(fitted_budget(nothing, {.a = 0.0, .b = 0.0}, 1'000, 0.5, 0.0) == 1'000);
+  const FitSamples samples = fit_samples({}, 1'000);
+  std::vector<float> scores(samples.size(), 0.f);
+  std::vector<float> odd(5, std::nanf(""));  // Weighs nothing.
+  std::vector<float> plain = scores, beside = scores;
+  REQUIRE(fitted_budget(plain, samples, 0.7) == fitted_budget(beside, samples, 0.7, odd));
 }
 
 TEST_CASE("budgets grow with the share, from 1 to everything, and do not see a common shift", "[clusters][fit]") {

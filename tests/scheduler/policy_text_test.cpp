@@ -46,7 +46,7 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
       {"tactic", "clusters | fitted=0.9 | near=0%,sinks=0,recent=0"},
       {"magicpig", "lsh | sampled | near=0%,sinks=4,recent=64 | dense=0,every=16"},
       {"lfps", "history | top_k=max(64, 2%) | near=0%,sinks=4,recent=0 | bypass=sink:0.85"},
-      {"sluice", "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=3% | page=32"},
+      {"sluice", "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=3% | page=16"},
       {"sluice-fast",
        "history:alpha=1,share_group=on,observe_every=64,limit=10%+pages:pages=8 | top_k=all | near=10% | page=16"},
   };
@@ -149,7 +149,7 @@ TEST_CASE("every key reaches its field", "[policy_text]") {
   REQUIRE(spec.dense_every == 5);
   REQUIRE(to_string(spec) ==
           "history:alpha=0.3,decay=0.9,init=16,local=7,observe_near=off,observe_every=4,limit=10%+pages:box,pages=max(5, 4%) | "
-          "int4 | top_k=max(100, 3%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | dense=2,every=5 | page=32");
+          "int4 | top_k=max(100, 3%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | dense=2,every=5 | page=16");
 }
 
 TEST_CASE("a budget is a fixed count, a share above the preset's floor, or the larger of both", "[policy_text]") {
@@ -214,7 +214,7 @@ TEST_CASE("options that the policy never reads are refused", "[policy_text]") {
 
 TEST_CASE("values out of range are refused with field and range", "[policy_text]") {
   expect(complaint("lfps:alpha=0"), {"history.alpha is 0", "(0, 10]"});
-  expect(complaint("lfps:alpha=nan"), {"history.alpha is nan"});
+  expect(complaint("lfps:alpha=nan"), {"\"nan\" at character 12 is not a number"});
   expect(complaint("lfps:alpha=10.1"), {"history.alpha"});
   expect(complaint("lfps:decay=1"), {"history.decay is 1", "(0, 1)"});
   expect(complaint("lfps:init=257"), {"history.init_queries is 257", "[1, 256]"});
@@ -223,7 +223,7 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("lfps:budget=101%"), {"budget.share is 1.01"});
   expect(complaint("lfps:bypass=1.5"), {"bypass_threshold"});
   expect(complaint("sluice:pages=0"), {"pages.min_pages is 0"});
-  expect(complaint("sluice:pages=-2%"), {"pages.share is -0.02"});
+  expect(complaint("sluice:pages=-2%"), {"\"-2%\" at character 14 is not a share"});
   expect(complaint("full:sinks=4097"), {"near.sink_tokens"});
   expect(complaint("full:recent=1048577"), {"near.recent_tokens"});
   expect(complaint("full:near=1.1"), {"near.share"});
@@ -295,4 +295,24 @@ TEST_CASE("whatever numbers a policy has, its words parse back to it", "[policy_
 TEST_CASE("windows of the fit that overlap are refused, as no context would be long enough for them", "[policy_text]") {
   expect(complaint("clusters:near_window=10%,far_window=10.5%,window=1% | fitted=0.9"), {"far_window", "window_share"});
   REQUIRE_NOTHROW(parse_policy("clusters:near_window=10%,far_window=12%,window=1% | fitted=0.9"));
+}
+
+TEST_CASE("what a policy does not read has its default, so that its words parse back to it", "[policy_text]") {
+  const std::string text = GENERATE("quest:budget=256 | top_k=64 | top_p=0.9", "pages | top_p=0.9 | top_k=8",
+                                    "psa:microbatch=9,rule=mean | top_k=8", "tactic:mass=0.5 | top_k=8",
+                                    "pages:box | top_k=9 | progressive=0.5,microbatch=2,rule=mean | top_p=0.8",
+                                    "lsh | top_k=max(9, 9%) | top_p=0.5 | sampled");
+  CAPTURE(text);
+  const PolicySpec spec = parse_policy(text);
+  CAPTURE(to_string(spec));
+  PolicySpec again = parse_policy(to_string(spec));
+  again.name = spec.name;
+  REQUIRE(again == spec);
+}
+
+TEST_CASE("a count of tokens is refused where none are chosen", "[policy_text]") {
+  expect(complaint("full | top_k=99"), {"\"99\" at character 14 means nothing here"});
+  expect(complaint("all | top_k=99"), {"means nothing here"});
+  expect(complaint("none | top_k=2%"), {"means nothing here"});
+  expect(complaint("streaming | near=3% | top_k=all"), {"means nothing here"});
 }

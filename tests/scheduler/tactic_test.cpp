@@ -80,7 +80,7 @@ TEST_CASE("tactic attends about its share of the mass, and the newest tokens all
   REQUIRE(tokens.size() < n);
   REQUIRE(decode.counters.candidates == tokens.size());
   REQUIRE(decode.counters.scored == decode.kv.rows_scored);
-  REQUIRE(decode.kv.rows_scored <= kGroup * fit_samples(decode.spec.clusters, 3'000).size());
+  REQUIRE(decode.kv.rows_scored <= kGroup * fit_samples(decode.spec.clusters, 3'000).size() + 40);
   for (std::uint32_t h = 0; h < kGroup; ++h) {
     const double share = decode.share(h, tokens, n);
     REQUIRE(share > mass - 0.1);
@@ -95,6 +95,59 @@ TEST_CASE("tactic attends about its share of the mass, and the newest tokens all
       longest = std::max(longest, norm);
     }
     REQUIRE(std::sqrt(error) <= 2.0 * (1.0 - share) * std::sqrt(longest) + 1e-9);
+  }
+}
+
+TEST_CASE("what tactic attends anyway counts: with enough of the mass there, no cluster is attended", "[tactic]") {
+  struct Window {
+    std::uint32_t sinks, recent;  ///< near
+    std::uint32_t begin, end;     ///< where the mass is
+  };
+  const std::uint32_t n = 3'040;
+  const auto window = GENERATE(Window{0, 0, 3'000, 3'040},     // tokens in no cluster yet
+                               Window{4, 0, 1, 2},             // a sink
+                               Window{0, 200, 2'900, 3'000},   // the recent window, its older part clustered
+                               Window{0, 3'040, 100, 2'000});  // everything
+  CAPTURE(window.sinks, window.recent, window.begin);
+  Decode decode(tactic(), 3'000, 50);
+  std::vector<float> mean(kDim);  // A direction that all queries like: keys along it weigh most for each of them.
+  for (std::uint32_t i = 0; i < kGroup * kDim; ++i) mean[i % kDim] += decode.q[i];
+  for (std::uint32_t h = 0; h < kGroup; ++h) std::copy(mean.begin(), mean.end(), decode.q.begin() + h * kDim);
+  double square = 0.0, others = 0.0;
+  for (const float x : mean) square += double{x} * x;
+  for (std::uint32_t t = 0; t < n; ++t) {
+    if (t < window.begin || t >= window.end) others += std::exp(decode.kv.logit(decode.q.data(), 0, t));
+  }
+  const double logit = std::log(19.0 * others / (window.end - window.begin));  // 95% of the mass
+  for (std::uint32_t t = window.begin; t < window.end; ++t) {
+    for (std::uint32_t c = 0; c < kDim; ++c) {
+      decode.kv.k[t * kDim + c] = static_cast<float>(mean[c] * logit * std::sqrt(double{kDim}) / square);
+    }
+  }
+  const FakeNear near(n, window.sinks, window.recent);
+  decode.select(n, near.set);
+  const auto tokens = decode.attended(near.set, n);
+  auto expected = near_tokens(near.set, n);
+  const auto unclustered = positions(3'000, n);
+  expected.insert(expected.end(), unclustered.begin(), unclustered.end());
+  std::sort(expected.begin(), expected.end());
+  expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
+  REQUIRE(decode.share(0, expected, n) > 0.949);
+  REQUIRE(tokens.size() == expected.size());
+  REQUIRE(tokens == expected);
+}
+
+TEST_CASE("the more is attended anyway, the less of the clusters, down to what the share leaves", "[tactic]") {
+  Decode decode(tactic(0.8f), 3'000, 400);
+  std::size_t before = ~std::size_t{0};
+  for (const std::uint32_t recent : {0u, 500u, 1'500u, 2'900u}) {
+    const std::uint32_t n = 3'001;
+    const FakeNear near(n, 0, recent);
+    decode.select(n, near.set);
+    const auto tokens = decode.attended(near.set, n);
+    for (std::uint32_t h = 0; h < kGroup; ++h) REQUIRE(decode.share(h, tokens, n) > 0.7);
+    REQUIRE(decode.row.attended() < before);
+    before = decode.row.attended();
   }
 }
 

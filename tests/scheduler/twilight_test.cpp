@@ -46,6 +46,14 @@ class CoarseKv final : public KvReader {
     return static_cast<float>(copies_.logit(q, h, token));
   }
   [[nodiscard]] std::uint64_t rows_estimated() const { return copies_.rows_scored; }
+  /// Makes `value` the first channel of a token's key and of its copy, and the others 0: a copy that is exact.
+  void set_key(std::uint32_t token, float value) {
+    for (FakeKv* kv : {&kv_, &copies_}) {
+      float* const row = kv->k.data() + std::size_t{token} * kv->head_dim();
+      std::fill_n(row, kv->head_dim(), 0.f);
+      row[0] = value;
+    }
+  }
 
  private:
   FakeKv& kv_;
@@ -84,6 +92,13 @@ struct PrunedStep {
     REQUIRE(row.members.empty());
     REQUIRE(row.runs.empty());
   }
+  /// Logits as wanted, the same for all query heads.
+  template <class Logit>
+  void set_logits(const Logit& logit) {
+    std::fill(q.begin(), q.end(), 0.f);
+    for (std::uint32_t h = 0; h < kGroup; ++h) q[h * kDim] = std::sqrt(static_cast<float>(kDim));
+    for (std::uint32_t token = 0; token < n; ++token) copies.set_key(token, static_cast<float>(logit(token)));
+  }
 
   PolicySpec spec;
   std::uint32_t n;
@@ -96,13 +111,20 @@ struct PrunedStep {
   SelectCounters counters;
 };
 
-/// What top-p keeps of `tokens`, as positions.
+/// What top-p keeps of `tokens`, ascending positions, besides those before `begin` and from `end` on, which are
+/// attended anyway.
 template <class Logit>
-std::vector<std::uint32_t> kept_of(const std::vector<std::uint32_t>& tokens, double p, const Logit& logit) {
+std::vector<std::uint32_t> kept_of(const std::vector<std::uint32_t>& tokens, double p, const Logit& logit,
+                                   std::uint32_t begin = 0, std::uint32_t end = ~0u) {
   std::vector<float> values;
   for (const std::uint32_t token : tokens) values.push_back(static_cast<float>(logit(token)));
+  const auto below = [&](std::uint32_t position) {
+    return static_cast<std::size_t>(std::lower_bound(tokens.begin(), tokens.end(), position) - tokens.begin());
+  };
   std::vector<std::uint32_t> kept;
-  for (const std::uint32_t i : sluice::test::sorted_top_p(values, p)) kept.push_back(tokens[i]);
+  for (const std::uint32_t i : sluice::test::sorted_top_p(values, p, {.begin = below(begin), .end = below(end)})) {
+    kept.push_back(tokens[i]);
+  }
   return kept;
 }
 
@@ -203,17 +225,116 @@ TEST_CASE("one heavy key needs one token, flat attention p of them", "[top_p][po
   REQUIRE(step.row.tokens == positions(0, n));
 }
 
-TEST_CASE("near candidates have weight and are not selected", "[top_p][policy]") {
+TEST_CASE("sinks and the recent window count first, near pages by weight; none is selected", "[top_p][policy]") {
   const std::uint32_t n = 900;
   PrunedStep step("exact | top_p=0.9 | near=10%,sinks=4,recent=60", n, kPageTokens, 0.5f);
   const FakeNear near(n, 4, 60, {3, 9, 17});
   step.select(near.set);
   std::vector<std::uint32_t> expected;
   for (std::uint32_t h = 0; h < kGroup; ++h) {
-    unite(expected, kept_of(positions(0, n), 0.9, [&](auto t) { return step.kv.logit(step.q.data(), h, t); }));
+    unite(expected,
+          kept_of(positions(0, n), 0.9, [&](auto t) { return step.kv.logit(step.q.data(), h, t); }, 4, n - 60));
   }
   REQUIRE(step.row.tokens == far_only(expected, near.set));
   REQUIRE(step.row.tokens.size() < expected.size());
+}
+
+TEST_CASE("the newest page counts: with most of the mass there, little else is kept", "[top_p][int4]") {
+  const std::string source = GENERATE("exact", "pages", "history+pages", "history:share_group=on+pages", "clusters");
+  const std::uint32_t n = 3'000, open = (n - 1) / kPageTokens * kPageTokens;
+  const std::uint32_t from = GENERATE(2'976u, 2'999u);  // Its first token or its last.
+  if (from == open && source.find("history") == 0) return;  // Beside history only the newest tokens are candidates.
+  CAPTURE(source, from);
+  PrunedStep step(source + " | int4 | top_p=0.95 | near=0%,sinks=0,recent=0", n);
+  const std::vector<float> noise = random_queries(n, 1, 5, 2.f);
+  double far = 0.0;
+  for (std::uint32_t t = 0; t < from; ++t) far += std::exp(double{noise[t]});
+  const double heavy = std::log(9.0 * far / (n - from));  // 90% of the mass
+  const auto logit = [&](std::uint32_t t) { return t < from ? noise[t] : heavy + 1e-4 * t; };
+  step.set_logits(logit);
+  const FakeNear near(n, 0, 0);
+  const auto lists = some_pages(open / kPageTokens, open / kPageTokens);
+  step.select(near.set, source.find("pages") == std::string::npos ? std::span<const std::uint32_t>{} : lists);
+  const std::size_t whole = kept_of(positions(0, n), 0.95, logit).size();
+  CAPTURE(step.row.tokens.size(), whole, step.counters.candidates);
+  REQUIRE(step.row.tokens.size() <= whole + (n - open));
+  if (source != "exact" && source != "pages") return;  // Others need not propose every token.
+  auto expected = positions(open, n);
+  unite(expected, kept_of(positions(0, n), 0.95, logit, 0, open));
+  REQUIRE(step.row.tokens == expected);
+}
+
+TEST_CASE("a sink or a window that holds p suffices, whether a source proposed it or not", "[top_p][policy]") {
+  const std::string source = GENERATE("exact", "pages", "history:alpha=0.05", "history:alpha=0.05+pages", "clusters");
+  const std::string estimate = GENERATE("", " | int4");
+  const bool sink = GENERATE(true, false);
+  const std::uint32_t n = 1'000;
+  CAPTURE(source, estimate, sink);
+  PrunedStep step(source + estimate + " | top_p=0.95 | near=0%,sinks=4,recent=100", n);
+  const std::uint32_t heavy = sink ? 1 : n - 90;
+  step.set_logits([&](std::uint32_t t) { return t == heavy ? 12.f : 1e-4f * static_cast<float>(t); });
+  const FakeNear near(n, 4, 100);
+  std::vector<std::uint32_t> lists;  // Neither the sink's page nor the window's.
+  for (std::uint32_t h = 0; h < kGroup; ++h) lists.insert(lists.end(), {5, 6, 7, 8});
+  step.select(near.set, source.find("pages") == std::string::npos ? std::span<const std::uint32_t>{} : lists);
+  const std::uint32_t open = (n - 1) / kPageTokens * kPageTokens;
+  REQUIRE(n - 100 < open);  // The newest page is in the window.
+  REQUIRE(step.row.tokens.empty());
+  step.set_logits([&](std::uint32_t t) { return t == 200 ? 12.f : 1e-4f * static_cast<float>(t); });
+  step.select(near.set, source.find("pages") == std::string::npos ? std::span<const std::uint32_t>{} : lists);
+  if (source.find("history") == std::string::npos && source != "clusters") {
+    REQUIRE(step.row.tokens == std::vector<std::uint32_t>{200});
+  }
+  if (source.find("history") == std::string::npos) return;
+  std::vector<HotPage> hot;
+  step.policy->observe(0, step.copies);  // Sinks, though weighed, are in no table.
+  step.policy->forecast(0, n + 1, 8, hot);
+}
+
+TEST_CASE("when everything is near, nothing is selected", "[top_p][policy]") {
+  const std::string text = GENERATE("exact | top_p=0.9", "exact | int4 | top_p=0.99", "exact | int4 | top_p=1");
+  const bool window = GENERATE(true, false);
+  const std::uint32_t n = GENERATE(3u, 200u);
+  CAPTURE(text, window, n);
+  PrunedStep step(text + " | near=0%,sinks=2,recent=" + (window ? "1000" : "0"), n);
+  const FakeNear near(n, 2, window ? 1'000 : 0, window ? std::vector<std::uint32_t>{} : positions(0, (n + 31) / 32));
+  step.select(near.set);
+  REQUIRE(step.row.tokens.empty());
+}
+
+TEST_CASE("of equal tokens the near ones count first and the far ones stay together", "[top_p][policy]") {
+  const std::string estimate = GENERATE("", " | int4");
+  CAPTURE(estimate);
+  const std::uint32_t n = 1'000;
+  const auto select = [&](const std::string& p, double slope) {
+    PrunedStep step("exact" + estimate + " | top_p=" + p + " | near=0%,sinks=0,recent=600", n);
+    step.set_logits([&](std::uint32_t t) { return slope * t; });
+    const FakeNear near(n, 0, 600);
+    step.select(near.set);
+    return step.row.tokens;
+  };
+  REQUIRE(select("0.5", 0.0).empty());
+  REQUIRE(select("0.599", 0.0).empty());
+  REQUIRE(select("0.61", 0.0) == positions(0, 400));
+  REQUIRE(select("1", 0.0) == positions(0, 400));
+  REQUIRE(select("0.5", 1e-6).empty());
+  REQUIRE(select("0.7005", 1e-6) == positions(299, 400));
+}
+
+TEST_CASE("what is attended anyway has no weight where its score is no number", "[top_p][int4]") {
+  const float odd = GENERATE(std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity());
+  const std::string p = GENERATE("0.5", "1");
+  const std::uint32_t n = 500, open = (n - 1) / kPageTokens * kPageTokens;
+  CAPTURE(odd, p);
+  PrunedStep step("exact | int4 | top_p=" + p + " | near=0%,sinks=4,recent=0", n);
+  const auto logit = [&](std::uint32_t t) { return t < 4 || t >= open ? odd : 1e-3f * static_cast<float>(t); };
+  step.set_logits(logit);
+  const FakeNear near(n, 4, 0);
+  step.select(near.set);
+  auto expected = kept_of(positions(4, open), std::stod(p), logit);
+  REQUIRE_FALSE(expected.empty());
+  unite(expected, positions(open, n));
+  REQUIRE(step.row.tokens == expected);
 }
 
 TEST_CASE("keys with NaN are never kept, and nothing is if there is nothing else", "[top_p][policy]") {
@@ -232,7 +353,7 @@ TEST_CASE("keys with NaN are never kept, and nothing is if there is nothing else
 
 TEST_CASE("estimated candidates are cut by their estimates, the newest page is kept, no estimate is passed on",
           "[top_p][int4]") {
-  const std::uint32_t n = GENERATE(97u, 700u, 1'025u);
+  const std::uint32_t n = GENERATE(1u, 2u, 33u, 97u, 700u, 1'025u);
   const bool pages = GENERATE(true, false);
   CAPTURE(n, pages);
   PrunedStep step(std::string(pages ? "pages" : "exact") + " | int4 | top_p=0.9 | near=0%,sinks=2,recent=0", n);
@@ -247,12 +368,14 @@ TEST_CASE("estimated candidates are cut by their estimates, the newest page is k
 
   std::vector<std::uint32_t> expected = positions(open, n);
   for (std::uint32_t h = 0; h < kGroup; ++h) {
-    std::vector<std::uint32_t> candidates = positions(0, pages ? 0 : open);
+    std::vector<std::uint32_t> candidates = positions(0, pages ? std::min(2u, n) : open);
     for (std::uint32_t i = 0; i < ranked; ++i) {
       const std::uint32_t page = lists[h * ranked + i];
       unite(candidates, positions(page * kPageTokens, (page + 1) * kPageTokens));
     }
-    unite(expected, kept_of(candidates, 0.9, [&](auto t) { return step.copies.estimated(step.q.data(), h, t); }));
+    unite(candidates, positions(open, n));
+    unite(expected,
+          kept_of(candidates, 0.9, [&](auto t) { return step.copies.estimated(step.q.data(), h, t); }, 2, open));
   }
   REQUIRE(step.row.tokens == far_only(expected, near.set));
 }
@@ -312,16 +435,22 @@ TEST_CASE("masks of a device select what the host would have", "[top_p][int4]") 
   const SelectionRow expected = step.row;
   const std::uint64_t expanded = step.counters.expanded_per_head;
 
+  // Behind the ranked pages a device has what is attended anyway, and marks none of it.
   const std::uint32_t row = pages ? ranked * page_tokens : open;
-  const std::uint32_t words = (row + 31) / 32;
+  const std::uint32_t words = (row + 2 * page_tokens + 31) / 32;
   std::vector<std::uint32_t> masks(kGroup * words);
   for (std::uint32_t h = 0; h < kGroup; ++h) {
-    std::vector<float> values(row);
+    const auto token_of = [&](std::uint32_t i) {
+      return pages ? lists[h * ranked + i / page_tokens] * page_tokens + i % page_tokens : i;
+    };
+    std::vector<std::uint32_t> weighed = positions(0, 3);
+    for (std::uint32_t i = 0; i < row; ++i) weighed.push_back(token_of(i));
+    unite(weighed, positions(std::min(open, n - 20), n));
+    const auto kept = kept_of(
+        weighed, 0.8, [&](auto t) { return step.copies.estimated(step.q.data(), h, t); }, 3, std::min(open, n - 20));
     for (std::uint32_t i = 0; i < row; ++i) {
-      const std::uint32_t token = pages ? lists[h * ranked + i / page_tokens] * page_tokens + i % page_tokens : i;
-      values[i] = step.copies.estimated(step.q.data(), h, token);
+      if (std::binary_search(kept.begin(), kept.end(), token_of(i))) masks[h * words + i / 32] |= 1u << (i % 32);
     }
-    for (const std::uint32_t i : sluice::test::sorted_top_p(values, 0.8)) masks[h * words + i / 32] |= 1u << (i % 32);
   }
   const std::uint64_t estimated = step.copies.rows_estimated();
   step.select(near.set, lists, masks);

@@ -41,6 +41,8 @@ class ForwardingDevice : public Device {
     return inner_->create_stream(name);
   }
   [[nodiscard]] std::unique_ptr<Event> create_event() override { return inner_->create_event(); }
+  [[nodiscard]] DeviceRates rates(std::uint64_t page_bytes) const override { return inner_->rates(page_bytes); }
+  [[nodiscard]] bool lost() const noexcept override { return inner_->lost(); }
 
  protected:
   std::shared_ptr<Device> inner_;

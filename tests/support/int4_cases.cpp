@@ -69,6 +69,16 @@ Estimate estimate(const Problem& problem, const DecodedRow& row, std::uint32_t h
   return {.logit = result.logit / root, .within = 2e-6 * result.within / root};
 }
 
+/// The same from the key itself.
+Estimate exact(const Problem& problem, std::uint32_t token, std::uint32_t head) {
+  Estimate result{.logit = reference::score(problem, head, token)};
+  for (std::uint32_t c = 0; c < problem.options().head_dim; ++c) {
+    result.within += std::abs(static_cast<double>(problem.q(head, c)) * problem.k(token, c));
+  }
+  result.within *= 2e-6 / std::sqrt(static_cast<double>(problem.options().head_dim));
+  return result;
+}
+
 bool close(float got, const Estimate& expected) {
   return std::isnan(expected.logit) ? std::isnan(got) : std::abs(got - expected.logit) <= expected.within;
 }
@@ -243,6 +253,120 @@ TEST_CASE("with lists every head has its own pages, and the tail is minus infini
   }
 }
 
+TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]") {
+  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
+  const auto head_dim = GENERATE(16u, 64u, 80u, 128u, 256u);
+  const auto group = GENERATE(1u, 4u, 7u, 13u, 32u);
+  CAPTURE(to_string(dtype), head_dim, group);
+  const auto under_test = backend_under_test();
+  const std::uint32_t page_tokens = group == 7 ? 40 : 16, tail_page = 9;
+  Problem problem(
+      {.dtype = dtype, .tokens = 10 * page_tokens, .head_dim = head_dim, .group = group, .page_tokens = page_tokens});
+  if (!under_test->supports(problem.shape(), problem.layout())) return;
+  problem.set_k(tail_page * page_tokens, 3, std::nan(""));
+  const Placed placed = place(*under_test, problem);
+  const Copies copies(*under_test, problem, placed);
+  std::vector<ScoreInt4Task> tasks;
+  const std::uint32_t tokens[] = {9 * page_tokens, 0, 1, page_tokens, 9 * page_tokens - 5, 0};
+  const std::uint32_t rows[] = {page_tokens, 1, page_tokens - 1, 0, 3, 0};
+  for (std::uint32_t i = 0; i < std::size(tokens); ++i) {
+    const auto out = under_test->array(std::size_t{group} * (tokens[i] + rows[i]) + 1, kUntouched);
+    tasks.push_back({.q = placed.q,
+                     .copies = copies.data.data(),
+                     .frames = placed.device_frames,
+                     .tokens = tokens[i],
+                     .tail = placed.kv.page(tail_page),
+                     .tail_rows = rows[i],
+                     .out = out.data()});
+  }
+  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->finish();
+  for (const ScoreInt4Task& task : tasks) {
+    const std::uint32_t row = task.tokens + task.tail_rows;
+    REQUIRE(task.out[std::size_t{group} * row] == kUntouched);
+    for (std::uint32_t i = 0; i < group * row; ++i) {
+      const std::uint32_t head = i / row, at = i % row;
+      const float got = task.out[i];
+      CAPTURE(head, at, task.tokens, got);
+      if (at < task.tokens) {
+        if (!close(got, estimate(problem, copies.row(problem, at), head))) FAIL("not the product with the copy");
+        continue;
+      }
+      if (!close(got, exact(problem, tail_page * page_tokens + at - task.tokens, head))) {
+        FAIL("not the product with the key");
+      }
+    }
+  }
+}
+
+TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[backend][int4]") {
+  const auto head_dim = GENERATE(64u, 128u);
+  const auto group = GENERATE(1u, 4u, 32u);
+  const auto page_tokens = GENERATE(8u, 16u, 40u);
+  const auto listed = GENERATE(1u, 7u, 29u);
+  struct Window {
+    std::uint32_t sinks, recent;  ///< `recent` of the tokens are recent
+  };
+  const auto window = GENERATE(Window{0, 0}, Window{4, 0}, Window{0, 5}, Window{9, 130}, Window{40, 80}, Window{300, 0},
+                               Window{150, 83}, Window{3, 230}, Window{0, 10'000});
+  const std::uint32_t pages = 29, tokens = pages * page_tokens;
+  CAPTURE(head_dim, group, page_tokens, listed, window.sinks, window.recent);
+  const auto under_test = backend_under_test();
+  const Problem problem({.tokens = tokens + 3, .head_dim = head_dim, .group = group, .page_tokens = page_tokens});
+  const Placed placed = place(*under_test, problem);
+  const Copies copies(*under_test, problem, placed);
+  const std::uint32_t recent = tokens - std::min(window.recent, tokens);
+  const std::uint32_t sinks = std::min(window.sinks, recent);
+  const auto lists = under_test->array<std::uint32_t>(std::size_t{group} * listed);
+  for (std::uint32_t head = 0; head < group; ++head) {  // Ascending, from the first page on or up to the last.
+    for (std::uint32_t i = 0; i < listed; ++i) {
+      lists[head * listed + i] = head % 2 == 0 ? i : pages - listed + i;
+    }
+  }
+  ScoreInt4Task task{.q = placed.q,
+                     .copies = copies.data.data(),
+                     .frames = placed.device_frames,
+                     .tokens = tokens,
+                     .lists = lists.data(),
+                     .listed = listed,
+                     .sinks = sinks,
+                     .recent = recent,
+                     .tail = placed.kv.page(pages),
+                     .tail_rows = 3};
+  const std::size_t row = task.row(page_tokens);
+  const auto out = under_test->array(group * row + 1, kUntouched);
+  task.out = out.data();
+  under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
+  under_test->finish();
+  REQUIRE(out.back() == kUntouched);
+  for (std::uint32_t head = 0; head < group; ++head) {
+    std::vector<std::uint32_t> row_pages(lists.begin() + head * listed, lists.begin() + (head + 1) * listed);
+    for (std::uint32_t page = 0; page * page_tokens < sinks; ++page) row_pages.push_back(page);
+    const std::size_t before_recent = row_pages.size();
+    for (std::uint32_t page = recent / page_tokens; recent < tokens && page < pages; ++page) row_pages.push_back(page);
+    REQUIRE(row == row_pages.size() * page_tokens + 3);
+    std::vector<std::uint32_t> places(tokens);
+    for (std::uint32_t i = 0; i < row; ++i) {
+      const float got = out[head * row + i];
+      CAPTURE(head, i, got);
+      const std::size_t at = i / page_tokens;
+      if (at >= row_pages.size()) {
+        if (!close(got, exact(problem, tokens + i % page_tokens, head))) FAIL("not the product with the key");
+        continue;
+      }
+      const std::uint32_t token = row_pages[at] * page_tokens + i % page_tokens;
+      const bool is_sink = token < sinks, is_recent = token >= recent;
+      const bool there = at < listed ? !is_sink && !is_recent : at < before_recent ? is_sink : is_recent;
+      places[token] += there ? 1 : 0;
+      if (there ? close(got, estimate(problem, copies.row(problem, token), head)) : got == -kInf) continue;
+      FAIL((there ? "not the product with the copy" : "a token counts twice"));
+    }
+    for (std::uint32_t token = 0; token < tokens; ++token) {
+      if (token < sinks || token >= recent) REQUIRE(places[token] == 1);
+    }
+  }
+}
+
 TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4]") {
   const auto under_test = backend_under_test();
   Problem problem({.tokens = 40, .group = 5});
@@ -274,7 +398,9 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
                      .copies = copies.data.data(),
                      .frames = placed.device_frames,
                      .tokens = visible,
-                     .out = under_test->array(std::size_t{4} * visible, kUntouched).data()});
+                     .tail = placed.kv.page(7),
+                     .tail_rows = i % 3 == 2 ? 0u : 5u,
+                     .out = under_test->array(std::size_t{4} * (visible + 5), kUntouched).data()});
   }
   under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
@@ -284,11 +410,14 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
     for (std::uint32_t head = 0; head < 4; ++head) expected.push_back(estimate(problem, row, head));
   }
   for (const ScoreInt4Task& task : tasks) {
+    const std::uint32_t row = task.tokens + task.tail_rows;
     std::size_t right = 0;
-    for (std::size_t i = 0; i < std::size_t{4} * task.tokens; ++i) {
-      right += close(task.out[i], expected[i % task.tokens * 4 + i / task.tokens]) ? 1 : 0;
+    for (std::uint32_t i = 0; i < 4 * row; ++i) {
+      const std::uint32_t at = i % row;
+      right += close(task.out[i], at < task.tokens ? expected[at * 4 + i / row]
+                                                   : exact(problem, 7 * 16 + at - task.tokens, i / row));
     }
-    REQUIRE(right == std::size_t{4} * task.tokens);
+    REQUIRE(right == std::size_t{4} * row);
   }
 }
 

@@ -44,14 +44,15 @@ DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint
   return decoded;
 }
 
-std::vector<std::uint32_t> sorted_top_p(std::span<const float> values, double p) {
+std::vector<std::uint32_t> sorted_top_p(std::span<const float> values, double p, Choice choice) {
   const std::vector<double> weights = weights_of(values);
   std::vector<std::uint32_t> order;
+  double sum = 0.0;
   for (std::uint32_t i = 0; i < values.size(); ++i) {
-    if (counts(values[i])) order.push_back(i);
+    if (!choice.has(i)) sum += weights[i];
+    if (choice.has(i) && counts(values[i])) order.push_back(i);
   }
   std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return values[a] > values[b]; });
-  double sum = 0.0;
   std::size_t kept = p >= 1.0 ? order.size() : 0;
   while (kept < order.size() && sum < p) sum += weights[order[kept++]];
   while (kept != 0 && kept < order.size() && values[order[kept]] == values[order[kept - 1]]) ++kept;
@@ -61,27 +62,32 @@ std::vector<std::uint32_t> sorted_top_p(std::span<const float> values, double p)
 }
 
 bool is_top_p(std::span<const float> values, double p, std::span<const std::uint32_t> mask, std::uint32_t count,
-              double within) {
+              double within, Choice choice) {
   const std::vector<double> weights = weights_of(values);
   float least_kept = kInf;
   float most_left = -kInf;
   std::uint32_t kept = 0;
+  bool any = false;
+  double anyway = 0.0;
   for (std::size_t i = 0; i < mask.size() * 32; ++i) {
     const bool keeps = (mask[i / 32] >> (i % 32) & 1u) != 0;
-    if (keeps && (i >= values.size() || !counts(values[i]))) return false;
+    if (keeps && (i >= values.size() || !choice.has(i) || !counts(values[i]))) return false;
     if (i >= values.size() || !counts(values[i])) continue;
+    if (!choice.has(i)) anyway += weights[i];
+    if (!choice.has(i)) continue;
+    any = true;
     kept += keeps ? 1 : 0;
     if (keeps) least_kept = std::min(least_kept, values[i]);
     if (!keeps) most_left = std::max(most_left, values[i]);
   }
   if (kept != count) return false;
-  if (count == 0) return std::none_of(values.begin(), values.end(), counts);
+  if (count == 0) return !any || (p < 1.0 && anyway > 0.0 && anyway >= p - within);
   if (most_left >= least_kept) return false;
   if (p >= 1.0) return most_left == -kInf;
-  double mass = 0.0;
-  double without_least = 0.0;
+  double mass = anyway;
+  double without_least = anyway;
   for (std::size_t i = 0; i < values.size(); ++i) {
-    if (!counts(values[i]) || values[i] < least_kept) continue;
+    if (!choice.has(i) || !counts(values[i]) || values[i] < least_kept) continue;
     mass += weights[i];
     if (values[i] > least_kept) without_least += weights[i];
   }

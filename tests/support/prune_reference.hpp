@@ -20,13 +20,21 @@ struct DecodedRow {
 };
 [[nodiscard]] DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint32_t row);
 
-/// What top-p keeps of `values`, by sorting: ascending indices, ties of the smallest included.
-[[nodiscard]] std::vector<std::uint32_t> sorted_top_p(std::span<const float> values, double p);
+/// Which values of a row may be kept: [begin, end). The others are attended anyway.
+struct Choice {
+  std::size_t begin = 0;
+  std::size_t end = ~std::size_t{0};
+  [[nodiscard]] bool has(std::size_t i) const { return i >= begin && i < end; }
+};
 
-/// Whether `mask` and `count` are what top-p keeps: the heaviest, of mass p, and without the smallest of them (and its
-/// ties) less; sums may be off by `within`. The reference's answer is always right.
+/// What top-p keeps of `values`, by sorting: ascending indices, ties of the smallest included.
+[[nodiscard]] std::vector<std::uint32_t> sorted_top_p(std::span<const float> values, double p, Choice choice = {});
+
+/// Whether `mask` and `count` are what top-p keeps: the heaviest that may be kept, of mass p with those attended
+/// anyway, and without the smallest of them (and its ties) less; sums may be off by `within`. The reference's answer is
+/// always right.
 [[nodiscard]] bool is_top_p(std::span<const float> values, double p, std::span<const std::uint32_t> mask,
-                            std::uint32_t count, double within);
+                            std::uint32_t count, double within, Choice choice = {});
 
 /// A row of logits: normal, of any spread from 0.5 to 5; or with few distinct values; or all but one far below; or with
 /// NaN and infinities.

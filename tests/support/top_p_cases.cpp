@@ -1,5 +1,7 @@
 // top-p, on any backend.
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "tests/support/backend_under_test.hpp"
@@ -76,11 +78,122 @@ TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p =
   }
 }
 
+TEST_CASE("what is attended anyway counts first and is not marked", "[backend][top_p]") {
+  const auto count = GENERATE(1u, 2u, 33u, 1'000u, 8'192u, 8'193u, 60'001u, 131'073u, 524'289u);
+  const auto under_test = backend_under_test();
+  Random random(count + 7);
+  for (std::uint32_t round = 0; round < (count > 8'192 ? 8u : 60u); ++round) {
+    std::vector<float> row = random_logits(count, random);
+    std::uint32_t begin = random.below(count + 1);
+    std::uint32_t end = begin + random.below(count + 1 - begin);
+    if (round % 4 == 0) begin = std::min(count, 4u), end = std::max(begin, count - std::min(count, 17u));
+    if (round % 4 == 1) begin = 0, end = count - std::min(count, 1u + random.below(64));
+    if (round % 8 == 2) begin = end;
+    const bool heavy = random.below(3) == 0;  // Sometimes most of the mass is there.
+    for (std::uint32_t i = end; heavy && i < count; ++i) row[i] += 6.f;
+    const auto values = under_test->copy_of(row);
+    const auto mask = under_test->array((count + 31) / 32 + 1, kUntouchedWord);
+    const auto kept = under_test->array(2, kUntouchedWord);
+    const float p = round % 5 == 4 ? 1.f : static_cast<float>(0.05 + 0.94 * random.uniform());
+    const TopPTask task{
+        .values = values, .p = p, .begin = begin, .end = end, .mask = mask.data(), .count = kept.data()};
+    under_test->backend().top_p({&task, 1}, under_test->stream());
+    under_test->finish();
+    CAPTURE(count, round, p, begin, end, heavy, kept[0]);
+    REQUIRE(mask.back() == kUntouchedWord);
+    REQUIRE(kept[1] == kUntouchedWord);
+    REQUIRE(is_top_p(row, p, mask.first(mask.size() - 1), kept[0], 1e-5, {.begin = begin, .end = end}));
+  }
+}
+
+TEST_CASE("top-p beside what is attended anyway, case by case", "[backend][top_p]") {
+  const auto count = GENERATE(1'000u, 9'000u, 600'000u);  // One thread block, a cluster, a row that neither holds.
+  const auto under_test = backend_under_test();
+  const std::uint32_t half = count / 2;
+  const auto row_of = [&](float near, float far) {
+    std::vector<float> row(count, far);
+    std::fill(row.begin() + half, row.end(), near);
+    return row;
+  };
+  std::vector<float> newest = row_of(0.f, 0.f);  // The last value has 90% of the mass.
+  for (std::uint32_t i = 0; i < count; ++i) newest[i] = static_cast<float>(i * 7ull % count) * 0x1p-30f;
+  newest.back() = static_cast<float>(std::log(9.0 * (count - 1)));
+  std::vector<float> one_far = row_of(0.f, -kInf);
+  one_far[3] = -200.f;
+  struct Case {
+    std::vector<float> values;
+    float p;
+    std::uint32_t begin, end;
+    std::uint32_t least, most;  ///< kept
+  };
+  const auto share = [&](double s) { return static_cast<std::uint32_t>(s * (count - 1)); };
+  const std::uint32_t slack = 2 + count / 1'000;
+  const Case cases[] = {{row_of(1.f, 1.f), 0.499f, 0, half, 0, 0},         // Ties, near and far: near ones count first,
+                        {row_of(1.f, 1.f), 0.502f, 0, half, half, half},   // far ones stay together.
+                        {row_of(1.f, 1.f), 1.f, 0, half, half, half},
+                        {row_of(1.f, 1.f), 0.99f, 0, 0, 0, 0},             // Everything is attended anyway.
+                        {row_of(1.f, 1.f), 1.f, half, half, 0, 0},
+                        {row_of(-kInf, 1.f), 0.5f, 0, half, half, half},   // What is attended anyway weighs nothing.
+                        {row_of(kNotANumber, 1.f), 1.f, 0, half, half, half},
+                        {row_of(1.f, -kInf), 0.999f, 0, half, 0, 0},       // Nothing else does.
+                        {row_of(1.f, kNotANumber), 1.f, 0, half, 0, 0},
+                        {row_of(kInf, 1.f), 0.999f, 0, half, 0, 0},
+                        {row_of(1.f, kInf), 0.5f, 0, half, half, half},
+                        {row_of(-150.f, 0.f), 0.5f, 0, half, half, half},
+                        {row_of(0.f, -150.f), 1.f - 0x1p-24f, 0, half, 0, 0},
+                        {one_far, 0.9f, 0, half, 0, 0},
+                        {one_far, 1.f, 0, half, 1, 1},
+                        {newest, 0.89f, 0, count - 1, 0, 0},
+                        {newest, 0.95f, 0, count - 1, share(0.5) - slack, share(0.5) + slack},
+                        {newest, 0.95f, 0, kNone, share(0.5) + 1 - slack, share(0.5) + 1 + slack}};
+  std::vector<TopPTask> tasks;
+  for (const Case& one : cases) {
+    tasks.push_back({.values = under_test->copy_of(one.values),
+                     .p = one.p,
+                     .begin = one.begin,
+                     .end = one.end,
+                     .mask = under_test->array((count + 31) / 32, kUntouchedWord).data(),
+                     .count = under_test->array(1, kUntouchedWord).data()});
+  }
+  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->finish();
+  for (std::size_t i = 0; i < std::size(cases); ++i) {
+    CAPTURE(count, i, *tasks[i].count);
+    REQUIRE(*tasks[i].count >= cases[i].least);
+    REQUIRE(*tasks[i].count <= cases[i].most);
+    const std::span<const std::uint32_t> mask(tasks[i].mask, (count + 31) / 32);
+    REQUIRE(is_top_p(cases[i].values, cases[i].p, mask, *tasks[i].count, 1e-5,
+                     {.begin = cases[i].begin, .end = cases[i].end}));
+  }
+}
+
+TEST_CASE("top-p of one value, attended anyway or not", "[backend][top_p]") {
+  const auto under_test = backend_under_test();
+  const auto p = GENERATE(0.5f, 1.f);
+  std::vector<TopPTask> tasks;
+  for (const std::uint32_t end : {0u, 1u}) {
+    tasks.push_back({.values = under_test->copy_of(std::vector<float>{-7.f}),
+                     .p = p,
+                     .end = end,
+                     .mask = under_test->array(1, kUntouchedWord).data(),
+                     .count = under_test->array(1, kUntouchedWord).data()});
+  }
+  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->finish();
+  for (const std::uint32_t end : {0u, 1u}) {
+    REQUIRE(*tasks[end].count == end);
+    REQUIRE(*tasks[end].mask == end);
+  }
+}
+
 TEST_CASE("top-p of rows at the ends of float32", "[backend][top_p]") {
   const auto under_test = backend_under_test();
   const auto count = GENERATE(2u, 300u, 9'000u, 70'000u);
   const auto p = GENERATE(0x1p-149f, 0.5f, 0.999f, 1.f - 0x1p-24f);
+  const auto anyway = GENERATE(0u, 1u, 40u);
   Random random(count);
+  const Choice choice{.begin = std::min(anyway / 10, count),
+                      .end = std::max(anyway / 10, count - std::min(anyway, count))};
   const std::vector<std::vector<float>> palettes{
       {0.f, -0.f, 0x1p-149f, -0x1p-149f, 0x1p-127f},
       {3.4e38f, -3.4e38f, 0.f, -kInf, kNotANumber},
@@ -94,19 +207,22 @@ TEST_CASE("top-p of rows at the ends of float32", "[backend][top_p]") {
     row[count / 2] = palette.front();
     tasks.push_back({.values = under_test->copy_of(row),
                      .p = p,
+                     .begin = static_cast<std::uint32_t>(choice.begin),
+                     .end = static_cast<std::uint32_t>(choice.end),
                      .mask = under_test->array((count + 31) / 32, kUntouchedWord).data(),
                      .count = under_test->array(1, kUntouchedWord).data()});
   }
   under_test->backend().top_p(tasks, under_test->stream());
   under_test->finish();
   for (const TopPTask& task : tasks) {
-    CAPTURE(count, p, &task - tasks.data(), *task.count);
+    CAPTURE(count, p, anyway, &task - tasks.data(), *task.count);
     const std::span<const std::uint32_t> mask(task.mask, (count + 31) / 32);
-    REQUIRE(is_top_p({task.values.begin(), task.values.end()}, p, mask, *task.count, 1e-5));
+    REQUIRE(is_top_p({task.values.begin(), task.values.end()}, p, mask, *task.count, 1e-5, choice));
   }
 }
 
 TEST_CASE("what top-p keeps grows with p", "[backend][top_p]") {
+  const std::uint32_t anyway = GENERATE(0u, 1'500u);
   const auto under_test = backend_under_test();
   Random random(5);
   std::vector<float> row(3'000);
@@ -116,13 +232,14 @@ TEST_CASE("what top-p keeps grows with p", "[backend][top_p]") {
   for (std::uint32_t i = 1; i <= 200; ++i) {
     tasks.push_back({.values = values,
                      .p = static_cast<float>(i) / 200.f,
+                     .begin = anyway,
                      .mask = under_test->array<std::uint32_t>(94).data(),
                      .count = under_test->array<std::uint32_t>(1).data()});
   }
   under_test->backend().top_p(tasks, under_test->stream());
   under_test->finish();
-  REQUIRE(*tasks.front().count >= 1);
-  REQUIRE(*tasks.back().count == 3'000);
+  REQUIRE((*tasks.front().count >= 1) == (anyway == 0));
+  REQUIRE(*tasks.back().count == 3'000 - anyway);
   for (std::size_t i = 1; i < tasks.size(); ++i) {
     REQUIRE(*tasks[i].count >= *tasks[i - 1].count);
     for (std::size_t w = 0; w < 94; ++w) REQUIRE((tasks[i - 1].mask[w] & ~tasks[i].mask[w]) == 0u);

@@ -9,7 +9,9 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/tools/cli_process.hpp"
+#include "tools/cli/message.hpp"
 #include "tools/cli/output.hpp"
+#include "tools/cli/progress_bar.hpp"
 #include "tools/cli/trace_file.hpp"
 #include "tools/cli/values.hpp"
 
@@ -44,6 +46,8 @@ TEST_CASE("sizes are binary and read back as written", "[cli]") {
     CAPTURE(bytes);
     CHECK(parse_size(format_size(bytes), "-") == bytes);
   }
+  CHECK(format_size(1'023'590) == "1000K");  // 999.6K to three digits
+  CHECK(format_size(1023 * sluice::MiB + sluice::MiB / 3) == "1023M");
 }
 
 TEST_CASE("what is no size, share or count is refused by the option's name", "[cli]") {
@@ -63,6 +67,72 @@ TEST_CASE("what is no size, share or count is refused by the option's name", "[c
   CHECK(parse_share("10%", "-") == Approx(0.1));
   CHECK(parse_share("0.1", "-") == Approx(0.1));
   CHECK(parse_counts("2048,8K,", "-") == std::vector<std::uint32_t>{2048, 8192});
+}
+
+TEST_CASE("numbers are decimal, exact and in range, or none", "[cli]") {
+  CHECK(parse_count("010", "-") == 10);
+  CHECK(parse_count("32K", "-") == 32768);
+  CHECK(parse_count("1.5K", "-") == 1536);
+  CHECK(parse_count("4294967295", "-") == 4294967295u);
+  CHECK(parse_size("9007199254740993", "-") == 9007199254740993u);  // No double holds it.
+  CHECK(parse_size("1.1G", "-") == 1181116006u);
+  CHECK(parse_size("8388607T", "-") == 8388607ull << 40);
+  CHECK(parse_seed("18446744073709551615", "-") == 18446744073709551615ull);
+  CHECK(parse_number("1e-3", "-") == Approx(0.001));
+  CHECK(parse_number(".5", "-") == 0.5);
+  for (const char* text : {"", "-", "+1", "-1", " 1", "1 ", "0x1", "1e2", "1.", "1..5K", "0.0001K", "4294967296",
+                           "4194304K", "18446744073709551617", "1KB", "K", "1\n", "1,2"}) {
+    CAPTURE(text);
+    CHECK(contains(message_of([&] { return parse_count(text, "--n"); }), "--n: cannot read '"));
+  }
+  for (const char* text :
+       {"", "nan", "inf", "-inf", "0x1p0", "+0.5", "0.5 ", "1e400", "1e-60", "1.5", "-0.5", "0.5K"}) {
+    CAPTURE(text);
+    CHECK_THROWS_AS(parse_number(text, "--x"), sluice::Error);
+  }
+  for (const char* text : {"0.3", "8388608T", "18446744073709551616", "0.00000000001K", "1iB", "0x10", "1.5"}) {
+    CAPTURE(text);
+    CHECK_THROWS_AS(parse_size(text, "--size"), sluice::Error);
+  }
+  for (const char* text : {"-1", "0x7", "1K", "18446744073709551616"})
+    CHECK_THROWS_AS(parse_seed(text, "--seed"), sluice::Error);
+}
+
+TEST_CASE("what is shown to people is one line that keeps both of its ends", "[cli]") {
+  CHECK(printable("plain \xc3\xa9 text") == "plain \xc3\xa9 text");
+  CHECK(printable("a\nb\x1b[2J\x7f") == "a\\nb\\x1b[2J\\x7f");
+  CHECK(printable("\xc2\x9b|\xff|\xc3") == "\\xc2\\x9b|\\xff|\\xc3");
+  const std::string nul("a\0b", 3);
+  CHECK(printable(nul) == "a\\x00b");
+  for (const std::size_t length : {100u, 101u, 1000u, 100'000u}) {
+    std::string text = "begin";
+    while (text.size() < length) text += "\xe2\x82\xac";
+    text += "end";
+    const std::string shown = printable(text, 100);
+    CAPTURE(length, shown);
+    CHECK(shown.size() <= 100);
+    CHECK(shown.starts_with("begin"));
+    CHECK(shown.ends_with("end"));
+    CHECK_FALSE(contains(printable(shown), "\\x"));  // No character was cut.
+  }
+}
+
+TEST_CASE("a log gets a line of progress rarely", "[cli]") {
+  using namespace std::chrono_literals;
+  const sluice::Clock::time_point begin{};
+  LogPace pace(begin);
+  CHECK_FALSE(pace.due(begin + 9s, 50, 100));   // Not before ten seconds,
+  CHECK(pace.due(begin + 10s, 51, 100));        // then at once if there is something new,
+  CHECK_FALSE(pace.due(begin + 19s, 99, 100));  // and not again within ten more,
+  CHECK_FALSE(pace.due(begin + 30s, 59, 100));  // nor for less than a tenth,
+  CHECK(pace.due(begin + 31s, 60, 100));
+  CHECK_FALSE(pace.due(begin + 90s, 61, 100));
+  CHECK(pace.due(begin + 91s, 61, 100));  // but once a minute whatever is done.
+  LogPace busy(begin);
+  std::size_t lines = 0;
+  for (int i = 0; i < 3600 * 100; ++i)
+    lines += busy.due(begin + i * 10ms, static_cast<std::uint64_t>(i), 3600 * 100) ? 1 : 0;
+  CHECK(lines <= 60 + 10);
 }
 
 TEST_CASE("a list of policies splits at policies, not inside their options", "[cli]") {

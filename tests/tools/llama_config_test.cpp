@@ -19,11 +19,8 @@ using sluice::test::failure_of;
 using sluice::test::mentions;
 
 json minimal() {
-  return {{"hidden_size", 64},
-          {"intermediate_size", 128},
-          {"num_hidden_layers", 2},
-          {"num_attention_heads", 4},
-          {"vocab_size", 100}};
+  return {{"model_type", "llama"},  {"hidden_size", 64},        {"intermediate_size", 128},
+          {"num_hidden_layers", 2}, {"num_attention_heads", 4}, {"vocab_size", 100}};
 }
 
 json llama3_scaling() {
@@ -95,6 +92,7 @@ TEST_CASE("end-of-text ids may be a list, RoPE may be in rope_parameters", "[lla
 TEST_CASE("a field that is missing, of the wrong type or contradicting is named", "[llama][config]") {
   const json complete = minimal();
   for (const auto& [name, value] : complete.items()) {
+    if (name == "model_type") continue;
     json document = complete;
     document.erase(name);
     const Failure missing = parse_failure(document.dump());
@@ -131,6 +129,123 @@ TEST_CASE("what this host cannot compute is unsupported, not computed wrongly", 
     CHECK(mentions(failure.message, {field}));
   }
   CHECK(mentions(failure_with("rope_scaling", 8).message, {"rope_scaling"}));
+}
+
+TEST_CASE("a model of another or of no named type is refused", "[llama][config]") {
+  json document = minimal();
+  document.erase("model_type");
+  CHECK(parse_failure(document.dump()).code == Errc::unsupported);
+  CHECK(mentions(parse_failure(document.dump()).message, {"'model_type'", "missing"}));
+  for (const char* type : {"gemma2", "qwen2", "Llama", ""}) {
+    CAPTURE(type);
+    CHECK(failure_with("model_type", type).code == Errc::unsupported);
+  }
+  CHECK(failure_with("architectures", {"LlamaForSequenceClassification"}).code == Errc::unsupported);
+  CHECK(failure_with("architectures", {"GPT2LMHeadModel"}).code == Errc::unsupported);
+  CHECK(failure_with("architectures", {"LlamaForCausalLM"}).code == std::nullopt);
+  CHECK(failure_with("architectures", json::array()).code == std::nullopt);
+  CHECK(failure_with("architectures", nullptr).code == std::nullopt);
+  CHECK(failure_with("model_type", "mistral").code == std::nullopt);
+}
+
+TEST_CASE("a key that changes what a layer computes is refused by name and value", "[llama][config]") {
+  struct Case {
+    const char* key;
+    json value;
+    json neutral;
+  };
+  for (const auto& [key, value, neutral] : {
+           Case{"quantization_config", {{"quant_method", "gptq"}, {"bits", 4}}, nullptr},
+           Case{"compression_config", {{"format", "pack-quantized"}}, nullptr},
+           Case{"sliding_window", 1024, nullptr},
+           Case{"sliding_window", 1, 2048},  // as long as the context: it hides nothing
+           Case{"partial_rotary_factor", 0.5, 1.0},
+           Case{"attn_logit_softcapping", 50.0, nullptr},
+           Case{"final_logit_softcapping", 30.0, nullptr},
+           Case{"use_qk_norm", true, false},
+           Case{"residual_multiplier", 0.22, 1.0},
+           Case{"logits_scaling", 8, 1},
+           Case{"num_local_experts", 8, nullptr},
+           Case{"layer_types", {"full_attention", "sliding_attention"}, {"full_attention", "full_attention"}},
+       }) {
+    CAPTURE(key, value.dump());
+    const Failure failure = failure_with(key, value);
+    CHECK(failure.code == Errc::unsupported);
+    CHECK(mentions(failure.message, {"'" + std::string(key) + "'", value.is_object()  ? "{"
+                                                                   : value.is_array() ? "sliding_attention"
+                                                                                      : value.dump()}));
+    CHECK(failure_with(key, neutral).code == std::nullopt);
+  }
+}
+
+TEST_CASE("two descriptions of RoPE must agree, and an empty one hides nothing", "[llama][config]") {
+  json document = minimal();
+  document["rope_scaling"] = json::object();
+  document["rope_parameters"] = llama3_scaling();
+  CHECK(parse(document).rope_scaling == RopeScaling{});
+  document["rope_scaling"] = llama3_scaling();
+  CHECK(parse(document).rope_scaling == RopeScaling{});
+  document["rope_scaling"]["factor"] = 4.0;
+  CHECK(mentions(parse_failure(document.dump()).message, {"rope_scaling", "rope_parameters"}));
+  document["rope_scaling"] = {{"rope_type", "default"}};
+  CHECK(mentions(parse_failure(document.dump()).message, {"rope_scaling", "rope_parameters"}));
+
+  document = minimal();
+  document["rope_theta"] = 1e4;
+  document["rope_parameters"] = {{"rope_type", "default"}, {"rope_theta", 5e5}};
+  CHECK(mentions(parse_failure(document.dump()).message, {"rope_theta"}));
+  document["rope_theta"] = 5e5;
+  CHECK(parse(document).rope_theta == 5e5);
+
+  // What would be passed over in silence.
+  CHECK(mentions(failure_with("rope_scaling", {{"factor", 8.0}}).message, {"'rope_scaling'", "'factor'"}));
+  json scaling = llama3_scaling();
+  scaling["attention_factor"] = 1.5;
+  CHECK(failure_with("rope_scaling", scaling).code == Errc::unsupported);
+  CHECK(mentions(failure_with("rope_scaling", scaling).message, {"'attention_factor'", "1.5"}));
+  scaling = llama3_scaling();
+  scaling["type"] = "linear";
+  CHECK(mentions(failure_with("rope_scaling", scaling).message, {"'type'"}));
+  CHECK(failure_with("rope_parameters", {{"full_attention", llama3_scaling()}}).code == Errc::unsupported);
+}
+
+TEST_CASE("numbers beyond any model are refused before anything is sized by them", "[llama][config]") {
+  for (const char* field : {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+                            "vocab_size", "max_position_embeddings"}) {
+    CAPTURE(field);
+    const Failure failure = failure_with(field, 2147483647);
+    CHECK(failure.code == Errc::corrupt);
+    CHECK(mentions(failure.message, {field, "2147483647"}));
+  }
+}
+
+TEST_CASE("JSON nested without end is an error wherever it stands, and no message repeats it", "[llama][config]") {
+  const std::string deep = std::string(100'000, '[') + std::string(100'000, ']');
+  const std::string objects = [] {
+    std::string text;
+    for (int i = 0; i < 100'000; ++i) text += "{\"a\":";
+    return text + "1" + std::string(100'000, '}');
+  }();
+  for (const std::string& nested : {deep, objects, std::string(100'000, '[')}) {
+    for (const char* field : {"hidden_size", "rope_theta", "tie_word_embeddings", "model_type", "eos_token_id",
+                              "rope_scaling", "quantization_config", "nobody_reads_this"}) {
+      std::string text = minimal().dump();
+      text.back() = ',';
+      const Failure failure = parse_failure(text + "\"" + field + "\":" + nested + "}");
+      CAPTURE(field);
+      CHECK(failure.code == Errc::corrupt);
+      CHECK(failure.message.size() < 400);
+    }
+    CHECK(parse_failure(nested).code == Errc::corrupt);
+  }
+  CHECK(failure_with("hidden_size", std::string(1'000'000, 'x')).message.size() < 400);
+  CHECK(failure_with("hidden_size", json(std::vector<int>(100'000, 7))).message.size() < 400);
+}
+
+TEST_CASE("a key given twice is refused: readers disagree about which one counts", "[llama][config]") {
+  std::string text = minimal().dump();
+  text.back() = ',';
+  CHECK(mentions(parse_failure(text + R"("hidden_size":128})").message, {"'hidden_size'", "twice"}));
 }
 
 TEST_CASE("text that is no JSON object is corrupt", "[llama][config]") {

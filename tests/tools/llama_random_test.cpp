@@ -67,10 +67,14 @@ TEST_CASE("a model of random weights is its seed's, with logits of deviation 1",
 
 TEST_CASE("random weights beyond the machine's memory are refused before any is drawn", "[llama]") {
   ModelConfig config = preset_config("llama-3.1-8b");
-  config.num_hidden_layers = 100'000;
+  config.num_hidden_layers = 4'096;
   const auto failure = failure_of([&] { (void)Model::random(config, 1, {.threads = 1}); });
   CHECK(failure.code == Errc::out_of_capacity);
   CHECK(test::mentions(failure.message, {"GiB", "GPU"}));
+  config.num_hidden_layers = 2'147'483'647;  // the list of its tensors alone would not fit
+  const auto endless = failure_of([&] { (void)Model::random(config, 1, {.threads = 1}); });
+  CHECK(endless.code == Errc::invalid_argument);
+  CHECK(test::mentions(endless.message, {"num_hidden_layers", "2147483647"}));
 }
 
 TEST_CASE("bf16 rounds to nearest, ties to even", "[llama]") {

@@ -1,5 +1,4 @@
-#include <unistd.h>
-
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <fstream>
@@ -10,6 +9,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/tools/llama_failure.hpp"
 #include "tests/tools/llama_golden.hpp"
+#include "tests/tools/llama_model_files.hpp"
 #include "tools/llama/model.hpp"
 #include "tools/llama/safetensors.hpp"
 
@@ -19,31 +19,13 @@ using namespace sluice;
 using namespace sluice::tools;
 using sluice::test::failure_of;
 using sluice::test::mentions;
+using sluice::test::safetensors_file;
+using sluice::test::Scratch;
 namespace fs = std::filesystem;
 
-/// A directory of its own, gone at the end.
-struct Scratch {
-  Scratch() {
-    std::string pattern = (fs::temp_directory_path() / "sluice-XXXXXX").string();
-    path = ::mkdtemp(pattern.data());
-  }
-  ~Scratch() { fs::remove_all(path); }
-  void write(const std::string& name, const std::string& bytes) const {
-    std::ofstream(path / name, std::ios::binary) << bytes;
-  }
-  fs::path path;
-};
-
-std::string file_of(const std::string& header, std::size_t data_bytes) {
-  const std::uint64_t length = header.size();
-  std::string file(sizeof length, '\0');
-  std::memcpy(file.data(), &length, sizeof length);
-  file += header;
-  for (std::size_t i = 0; i < data_bytes; ++i) file.push_back(static_cast<char>(i * 37));
-  return file;
+TensorMap parse(const std::string& file) {
+  return parse_safetensors(std::as_bytes(std::span(file)), file.size(), "m.safetensors");
 }
-
-TensorMap parse(const std::string& file) { return parse_safetensors(std::as_bytes(std::span(file)), "m.safetensors"); }
 
 std::string entry(const std::string& dtype, const std::string& shape, const std::string& offsets) {
   return R"({"dtype":")" + dtype + R"(","shape":)" + shape + R"(,"data_offsets":)" + offsets + "}";
@@ -54,7 +36,7 @@ const std::string kHeader = R"({"__metadata__":{"format":"pt"},"a":)" + entry("F
 constexpr std::size_t kDataBytes = 34;
 
 std::string message_of(const std::string& header, std::size_t data_bytes, Errc code = Errc::corrupt) {
-  const auto failure = failure_of([&] { (void)parse(file_of(header, data_bytes)); });
+  const auto failure = failure_of([&] { (void)parse(safetensors_file(header, data_bytes)); });
   CHECK(failure.code == code);
   return failure.message;
 }
@@ -66,23 +48,23 @@ std::optional<Errc> code_of(const fs::path& path) {
 }  // namespace
 
 TEST_CASE("a well-formed file gives every tensor its bytes", "[llama][safetensors]") {
-  const std::string file = file_of(kHeader, kDataBytes);
+  const std::string file = safetensors_file(kHeader, kDataBytes);
   const TensorMap tensors = parse(file);
   REQUIRE(tensors.size() == 3);
   const StoredTensor& b = tensors.find("b")->second;
   CHECK(b.dtype == DType::bf16);
   CHECK(b.shape == std::vector<std::uint64_t>{4});
-  CHECK(b.bytes.data() == reinterpret_cast<const std::byte*>(file.data()) + file.size() - kDataBytes + 24);
-  CHECK(b.bytes.size() == 8);
+  CHECK(b.offset == file.size() - kDataBytes + 24);
+  CHECK(b.bytes == 8);
   CHECK(tensors.find("c")->second.shape.empty());
-  CHECK(parse(file_of("{}", 0)).empty());
-  CHECK(parse(file_of(R"({"e":)" + entry("F32", "[0,7]", "[0,0]") + "}", 0)).size() == 1);
+  CHECK(parse(safetensors_file("{}", 0)).empty());
+  CHECK(parse(safetensors_file(R"({"e":)" + entry("F32", "[0,7]", "[0,0]") + "}", 0)).size() == 1);
 }
 
 TEST_CASE("values become the float32 that they denote", "[llama][safetensors]") {
   const auto convert = [](DType dtype, std::vector<std::uint16_t> bits) {
     std::vector<float> out(bits.size());
-    to_float({.dtype = dtype, .shape = {bits.size()}, .bytes = std::as_bytes(std::span(bits))}, out);
+    to_float(dtype, std::as_bytes(std::span(bits)), out);
     return out;
   };
   CHECK(convert(DType::bf16, {0x3F80, 0xC000, 0x0000, 0x7F80, 0x0001}) ==
@@ -93,8 +75,7 @@ TEST_CASE("values become the float32 that they denote", "[llama][safetensors]") 
   CHECK(std::isnan(convert(DType::bf16, {0x7FC0}).front()));
   std::vector<float> short_of_one(1);
   const std::vector<float> two = {1.f, 2.f};
-  CHECK_THROWS_AS(to_float({.dtype = DType::f32, .shape = {2}, .bytes = std::as_bytes(std::span(two))}, short_of_one),
-                  Error);
+  CHECK_THROWS_AS(to_float(DType::f32, std::as_bytes(std::span(two)), short_of_one), Error);
 }
 
 TEST_CASE("a lying header is named with file, tensor and cause", "[llama][safetensors]") {
@@ -128,7 +109,7 @@ TEST_CASE("bytes that are no header are corrupt, however deep or short", "[llama
   CHECK(mentions(message_of("{\"a\":", 0), {"JSON"}));
   CHECK(mentions(message_of("{\"\xff\":1}", 0), {"JSON"}));
   CHECK(mentions(message_of(std::string(100'000, '['), 0), {"deep"}));
-  std::string file = file_of(kHeader, kDataBytes);
+  std::string file = safetensors_file(kHeader, kDataBytes);
   for (std::size_t length = 0; length < file.size(); ++length) {
     CAPTURE(length);
     REQUIRE_THROWS_AS(parse(file.substr(0, length)), Error);
@@ -140,7 +121,7 @@ TEST_CASE("bytes that are no header are corrupt, however deep or short", "[llama
 }
 
 TEST_CASE("1,000 mutated headers load the same tensors or throw Error", "[llama][safetensors]") {
-  const std::string file = file_of(kHeader, kDataBytes);
+  const std::string file = safetensors_file(kHeader, kDataBytes);
   const TensorMap original = parse(file);
   std::mt19937_64 random(20);
   int loaded = 0;
@@ -158,8 +139,8 @@ TEST_CASE("1,000 mutated headers load the same tensors or throw Error", "[llama]
         CAPTURE(i, name, mutant.substr(8, mutant.size() - kDataBytes - 8));
         REQUIRE(it->second.dtype == expected.dtype);
         REQUIRE(it->second.shape == expected.shape);
-        REQUIRE(
-            std::equal(it->second.bytes.begin(), it->second.bytes.end(), expected.bytes.begin(), expected.bytes.end()));
+        REQUIRE(it->second.bytes == expected.bytes);
+        REQUIRE(file.substr(expected.offset, expected.bytes) == mutant.substr(it->second.offset, expected.bytes));
       }
       ++loaded;
     } catch (const Error&) {
@@ -179,17 +160,23 @@ TEST_CASE("shards and index must agree", "[llama][safetensors]") {
   CHECK(code_of(dir.path) == Errc::not_found);
   CHECK(code_of(dir.path / "absent.safetensors") == Errc::not_found);
 
-  dir.write("1.safetensors", file_of(one, 4));
+  dir.write("1.safetensors", safetensors_file(one, 4));
   dir.write(kIndex, index(R"({"a":"1.safetensors","b":"2.safetensors"})"));
   CHECK(code_of(dir.path) == Errc::not_found);  // a shard is missing
-  dir.write("2.safetensors", file_of(one, 4));
+  dir.write("2.safetensors", safetensors_file(one, 4));
   CHECK(code_of(dir.path) == Errc::corrupt);  // a twice
-  dir.write("2.safetensors", file_of(R"({"c":)" + entry("F32", "[1]", "[0,4]") + "}", 4));
+  dir.write("2.safetensors", safetensors_file(R"({"c":)" + entry("F32", "[1]", "[0,4]") + "}", 4));
   CHECK(code_of(dir.path) == Errc::not_found);  // b nowhere
-  dir.write("2.safetensors", file_of(two, 4));
+  dir.write("2.safetensors", safetensors_file(two, 4));
   const Checkpoint checkpoint(dir.path);
   CHECK(checkpoint.tensors().size() == 2);
-  CHECK(checkpoint.find("a", std::vector<std::uint64_t>{1}).bytes.size() == 4);
+  const StoredTensor& a = checkpoint.find("a", std::vector<std::uint64_t>{1});
+  REQUIRE(a.bytes == 4);
+  std::array<std::byte, 4> stored{};
+  checkpoint.read(a, 0, stored);
+  CHECK(stored == std::array<std::byte, 4>{std::byte{0}, std::byte{37}, std::byte{74}, std::byte{111}});
+  CHECK_THROWS_AS(checkpoint.read(a, 1, stored), Error);
+  CHECK(checkpoint.equal(a, checkpoint.find("b", std::vector<std::uint64_t>{1})));
   CHECK(mentions(failure_of([&] {
                    (void)checkpoint.find("a", std::vector<std::uint64_t>{1, 1});
                  }).message,
@@ -198,14 +185,14 @@ TEST_CASE("shards and index must agree", "[llama][safetensors]") {
                  {"'z'", "missing"}));
 
   for (const char* bad : {"7", R"({"a":7})", R"({"a":"../1.safetensors"})", R"({"a":"/etc/passwd"})", R"({"a":""})",
-                          R"({"a":"1.safetensors","a":"1.safetensors"})"}) {
+                          R"({"a":"1.safetensors\u0000"})", R"({"a":"1.safetensors","a":"1.safetensors"})"}) {
     CAPTURE(bad);
     dir.write(kIndex, index(bad));
     CHECK(code_of(dir.path) == Errc::corrupt);
   }
   dir.write(kIndex, "{");
   CHECK(code_of(dir.path) == Errc::corrupt);
-  dir.write("model.safetensors", file_of(one, 4));
+  dir.write("model.safetensors", safetensors_file(one, 4));
   CHECK(Checkpoint(dir.path).tensors().size() == 1);  // the single file wins over the index
   dir.write("model.safetensors", "");
   CHECK(code_of(dir.path) == Errc::corrupt);
@@ -231,5 +218,6 @@ TEST_CASE("a model whose config.json lies about the tensors is refused without a
   CHECK(code_with("hidden_size", 385) == Errc::corrupt);
   CHECK(code_with("num_key_value_heads", 4) == Errc::corrupt);
   CHECK(code_with("num_hidden_layers", 9) == Errc::not_found);
+  CHECK(code_with("num_hidden_layers", 7) == Errc::unsupported);  // what is left over
   CHECK(code_with("tie_word_embeddings", false) == Errc::not_found);
 }

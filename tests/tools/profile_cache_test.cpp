@@ -1,6 +1,8 @@
 // Transfer profiles as files: what is read back, what is measured again, and what happens where nothing can be kept.
 #include "tools/cli/profile_cache.hpp"
 
+#include <sys/stat.h>
+
 #include <cstdlib>
 #include <optional>
 #include <string>
@@ -139,6 +141,66 @@ TEST_CASE("a damaged profile is measured again and replaced", "[profile]") {
   REQUIRE(same(*later.get(directory), some_profile(20.0)));
   REQUIRE(later.measured == 0);
   REQUIRE(later.said.empty());
+}
+
+TEST_CASE("nothing that lies in the place of the profile ends the program", "[profile]") {
+  const ScratchDirectory scratch;
+  const std::filesystem::path directory = scratch.file("cache");
+  std::filesystem::create_directories(directory);
+  const std::string file = (directory / profile_file_name(kFacts)).string();
+  const std::string deep = std::string(100'000, '[') + std::string(100'000, ']');
+  const int kind = GENERATE(0, 1, 2, 3, 4, 5);
+  CAPTURE(kind);
+  const std::string head = R"({"kind": "transfer_profile", "schema_version": )";
+  if (kind == 0) (void)scratch.write("cache/" + profile_file_name(kFacts), head + deep + "}");
+  if (kind == 1) (void)scratch.write("cache/" + profile_file_name(kFacts), head + R"(2, "samples": )" + deep + "}");
+  if (kind == 2) (void)scratch.write("cache/" + profile_file_name(kFacts), deep);
+  if (kind == 3) REQUIRE(::mkfifo(file.c_str(), 0600) == 0);
+  if (kind == 4) {
+    std::ofstream(file) << "{";
+    std::filesystem::resize_file(file, 1ull << 40);  // sparse
+  }
+  if (kind == 5) std::filesystem::create_symlink("/proc/self/mem", file);
+  Cache cache;
+  REQUIRE(same(*cache.get(directory), some_profile(10.0)));
+  REQUIRE(cache.measured == 1);
+  for (const std::string& line : cache.said) CHECK(line.size() < 600);
+}
+
+TEST_CASE("a profile of more samples than can be chosen from in time is refused", "[profile]") {
+  const ScratchDirectory scratch;
+  const std::string file = scratch.file("profile");
+  TransferProfile profile = some_profile(10.0);
+  for (std::uint64_t i = 0; i < 20'000; ++i) {
+    profile.samples.push_back(profile.samples.front());
+    profile.samples.back().block_bytes = 4096 + i;
+  }
+  save_transfer_profile(profile, kFacts, file);
+  std::string refusal;
+  try {
+    (void)load_transfer_profile(file);
+  } catch (const Error& error) {
+    REQUIRE(error.code() == Errc::corrupt);
+    refusal = error.what();
+  }
+  REQUIRE(contains(refusal, "samples"));
+}
+
+TEST_CASE("a time that no transfer takes is refused, as no path can be chosen by it", "[profile]") {
+  const ScratchDirectory scratch;
+  const std::filesystem::path directory = scratch.file("cache");
+  const std::string file = (directory / profile_file_name(kFacts)).string();
+  Cache cache;
+  (void)cache.get(directory);
+  std::string text = read_file(file);
+  const std::string key = "\"device_us\": ";
+  const std::size_t at = text.find(key) + key.size();
+  text.replace(at, text.find_first_of(",\n", at) - at, "1e308");
+  std::ofstream(file, std::ios::binary) << text;
+  REQUIRE_THROWS_AS(load_transfer_profile(file), Error);
+  REQUIRE(same(*cache.get(directory), some_profile(20.0)));
+  REQUIRE(cache.said.size() == 1);
+  REQUIRE(contains(cache.said.front(), "device_us is too long"));
 }
 
 TEST_CASE("a profile of the version that knew no busy device is refused for that, and measured again", "[profile]") {

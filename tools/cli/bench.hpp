@@ -15,6 +15,7 @@
 #include "sluice/units.hpp"
 #include "tools/cli/command.hpp"
 #include "tools/cli/device_flags.hpp"
+#include "tools/cli/interrupt.hpp"
 #include "tools/cli/progress_bar.hpp"
 #include "tools/cli/synthetic.hpp"
 
@@ -28,6 +29,8 @@ struct BenchCpuOptions {
   double alpha = 0.0;  ///< 0: the policy's
   std::string budget;  ///< empty: the policy's
   double group_correlation = 0.5;
+  std::string pattern = "structured";
+  std::vector<double> sinks;  ///< see SyntheticOptions::sinks
   std::uint32_t page_tokens = RuntimeOptions{}.page_tokens;
   DType dtype = RuntimeOptions{}.kv_dtype;
   std::uint32_t threads = 1;
@@ -67,10 +70,14 @@ void add_bench_prefill(CLI::App& bench, int& exit_code);
 /// `sluice bench decode`.
 void add_bench_decode(CLI::App& bench, int& exit_code);
 
+/// @throws Error{Errc::invalid_argument} that lists the patterns.
+[[nodiscard]] SyntheticPattern parse_pattern(const std::string& text);
+
 /// L2 norm of the difference over that of `want`.
 [[nodiscard]] double relative_error(std::span<const float> got, std::span<const float> want);
 
-/// Dense attention, and each policy against it: times by phase, ratios, and what the policy kept.
+/// Dense attention, and each policy against it: times by phase, ratios, and what the policy kept. Interrupted, it
+/// returns the lengths that are finished.
 /// @throws Error{Errc::device} if a result is wrong; nothing is timed then.
 [[nodiscard]] Table bench_attention(const BenchCpuOptions& options, BenchMachine& machine, ProgressBar& bar);
 

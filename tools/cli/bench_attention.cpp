@@ -98,6 +98,7 @@ struct Samples {
   double overlap = 0.0;   ///< with exact top-k, per query head
   double coverage = 0.0;  ///< per query head
   double error = 0.0;     ///< per query head
+  double bypassed = 0.0;  ///< share of the query heads
   std::uint32_t steps = 0;
 };
 
@@ -134,6 +135,8 @@ class AttentionBench {
         .page_tokens = options_.page_tokens, .head_dim = options_.shape.head_dim, .dtype = options_.dtype};
     SyntheticOptions synthetic{.shape = options_.shape, .layout = layout, .tokens = length, .steps = options_.steps};
     synthetic.group_correlation = options_.group_correlation;
+    synthetic.pattern = parse_pattern(options_.pattern);
+    synthetic.sinks = options_.sinks;
     synthetic.seed = options_.seed;
     for (const PolicySpec& spec : specs_) {
       if (spec.uses(Source::history)) {
@@ -168,6 +171,7 @@ class AttentionBench {
     StepOutput want;
     StepOutput got;
     for (std::uint32_t step = 0; step < options_.steps; ++step) {
+      stop_if_interrupted();
       evictor_.evict();
       const auto start = Clock::now();
       dense.attend(step, want);
@@ -212,6 +216,7 @@ class AttentionBench {
       samples.coverage += std::exp(static_cast<double>(got.lse[head]) - want.lse[head]) / shape.q_heads;
       samples.error += relative_error(&got.out[at], &want.out[at], shape.head_dim) / shape.q_heads;
     }
+    samples.bypassed += static_cast<double>(run.bypassed_heads()) / shape.q_heads;
     ++samples.steps;
   }
 
@@ -230,7 +235,7 @@ std::vector<PolicySpec> specs_of(const BenchCpuOptions& options) {
       item += (item.find(':') == std::string::npos ? ':' : ',') + option;
     };
     const PolicySpec plain = parse_policy(item);
-    if (options.alpha > 0.0 && plain.uses(Source::history)) set("alpha=" + std::to_string(options.alpha));
+    if (options.alpha > 0.0 && plain.uses(Source::history)) set("alpha=" + shortest(options.alpha));
     if (!options.budget.empty() && (plain.uses(Source::history) || plain.uses(Source::exact)))
       set("budget=" + options.budget);
     specs.push_back(parse_policy(item));
@@ -259,7 +264,8 @@ Table empty_table() {
                       {"attended_share", "attended/n", 2, Show::percent},
                       {"topk_overlap", "overlap", 3},
                       {"coverage_mean", "coverage", 4},
-                      {"output_error", "error", 4}}};
+                      {"output_error", "error", 4},
+                      {"bypassed_share", "bypassed", 1, Show::percent}}};
 }
 
 void add_rows(std::uint32_t length, const AttentionBench& bench, const std::vector<std::string>& names,
@@ -271,7 +277,7 @@ void add_rows(std::uint32_t length, const AttentionBench& bench, const std::vect
   }
   const auto over_topk = [&](double time) { return topk ? Json(*topk / time) : Json(); };
   table.rows.push_back({length, "dense", dense, 1.0, over_topk(dense), nullptr, nullptr, nullptr, dense, nullptr,
-                        nullptr, nullptr, 1.0, nullptr, 1.0, 0.0});
+                        nullptr, nullptr, 1.0, nullptr, 1.0, 0.0, 0.0});
   for (std::size_t p = 0; p < specs.size(); ++p) {
     const Samples& s = bench.policies()[p];
     const double time = percentile(s.total, 0.5);
@@ -279,7 +285,7 @@ void add_rows(std::uint32_t length, const AttentionBench& bench, const std::vect
     const auto mean = [&](double sum) { return Json(sum / s.steps); };
     table.rows.push_back({length, names[p], time, dense / time, over_topk(time), median(s.forecast), median(s.select),
                           median(s.score), median(s.attend), median(s.observe), mean(s.expanded), mean(s.scored),
-                          mean(s.attended), mean(s.overlap), mean(s.coverage), mean(s.error)});
+                          mean(s.attended), mean(s.overlap), mean(s.coverage), mean(s.error), mean(s.bypassed)});
   }
 }
 
@@ -290,9 +296,12 @@ Table bench_attention(const BenchCpuOptions& options, BenchMachine& machine, Pro
   const std::vector<std::string> names = split_policies(options.policies);
   Table table = empty_table();
   AttentionBench bench(options, machine, specs);
-  for (const std::uint32_t length : parse_counts(options.lengths, "--length")) {
-    bench.run(length, bar);
-    add_rows(length, bench, names, specs, table);
+  try {
+    for (const std::uint32_t length : parse_counts(options.lengths, "--length")) {
+      bench.run(length, bar);
+      add_rows(length, bench, names, specs, table);
+    }
+  } catch (const Interrupted&) {  // The lengths that are finished are a result.
   }
   return table;
 }

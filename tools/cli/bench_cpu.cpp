@@ -30,6 +30,8 @@ Json config_of(const BenchCpuOptions& options) {
           {"alpha", options.alpha == 0.0 ? Json() : Json(options.alpha)},
           {"budget", options.budget.empty() ? Json() : Json(options.budget)},
           {"group_correlation", options.group_correlation},
+          {"pattern", options.pattern},
+          {"sinks", options.sinks},
           {"page_tokens", options.page_tokens},
           {"dtype", to_string(options.dtype)},
           {"threads", options.threads},
@@ -40,6 +42,7 @@ Json config_of(const BenchCpuOptions& options) {
 
 int run(BenchCpuOptions options) {
   options.shape = shape_of(options);
+  (void)parse_pattern(options.pattern);
   const std::vector<std::string> sections = split_list(options.sections);
   for (const std::string& section : sections) {
     if (section != "attention" && section != "kernels") {
@@ -56,52 +59,44 @@ int run(BenchCpuOptions options) {
   Report report{.command = "bench cpu", .config = config_of(options)};
   report.config["isa"] = machine.backend.isa();
   ProgressBar bar("bench");
+  const InterruptScope interrupts;
   for (const std::string& section : sections) {
+    if (interrupted()) break;
     report.tables.push_back(section == "attention" ? bench_attention(options, machine, bar)
                                                    : bench_kernels(options, machine));
   }
-  target.commit(render(report, options.output.format));
-  return kOk;
+  return deliver(report, options.output.format, target);
 }
 
 void add_cpu(CLI::App& bench, int& exit_code) {
   auto options = std::make_shared<BenchCpuOptions>();
   auto* command = bench.add_subcommand("cpu", "Attention and selection on the host: dense, exact top-k, LFPS");
   command->add_option("--shape", options->shape_name, "One of " + shape_names())->capture_default_str();
-  command->add_option("--q-heads", options->shape.q_heads, "Query heads [default: the shape's]");
-  command->add_option("--kv-heads", options->shape.kv_heads, "KV heads [default: the shape's]");
-  command->add_option("--head-dim", options->shape.head_dim, "Elements per head [default: the shape's]");
+  add_shape_flags(*command, options->shape);
   command->add_option("--length", options->lengths, "Comma list of context lengths in tokens, K allowed")
       ->capture_default_str();
   command
       ->add_option("--policies", options->policies,
                    "Policies to hold against dense attention; see `sluice eval --help`")
       ->capture_default_str();
-  command
-      ->add_option("--alpha", options->alpha,
-                   "Threshold of history policies; larger selects less [default: the policy's]")
-      ->check(CLI::Range(0.0, 10.0));
+  add_number(*command, "--alpha", options->alpha,
+             "Threshold of history policies; larger selects less [default: the policy's]", {.most = 10.0})
+      ->default_str("");
   command->add_option("--budget", options->budget,
                       "Tokens per query head as a share (2%) or a count [default: the policy's]");
-  command
-      ->add_option("--group-correlation", options->group_correlation,
-                   "How far the query heads of a group want the same tokens, [0, 1]")
-      ->check(CLI::Range(0.0, 1.0))
+  add_number(*command, "--group-correlation", options->group_correlation,
+             "How far the query heads of a group want the same tokens, [0, 1]");
+  command->add_option("--pattern", options->pattern, "Attention: structured (heavy tokens, slashes) or uniform (noise)")
       ->capture_default_str();
-  command->add_option("--page-tokens", options->page_tokens, "Tokens per page")
-      ->check(CLI::Range(8, 256))
-      ->capture_default_str();
+  add_sinks(*command, options->sinks);
+  add_count(*command, "--page-tokens", options->page_tokens, "Tokens per page", {.least = 8, .most = 256});
   add_dtype(*command, "--dtype", options->dtype, "Element type of keys and values");
-  command->add_option("--threads", options->threads, "Threads of everything measured; 0: all cores")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
-  command->add_option("--steps", options->steps, "Decode steps; times are medians over them")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  command->add_option("--repeat", options->repeat, "Passes over the steps, each with fresh history")
-      ->check(CLI::Range(1, 1000))
-      ->capture_default_str();
-  command->add_option("--seed", options->seed, "Seed of the synthetic layer")->capture_default_str();
+  add_count(*command, "--threads", options->threads, "Threads of everything measured; 0: all cores", {.most = 4096});
+  add_count(*command, "--steps", options->steps, "Decode steps; times are medians over them",
+            {.least = 1, .most = 4096});
+  add_count(*command, "--repeat", options->repeat, "Passes over the steps, each with fresh history",
+            {.least = 1, .most = 1000});
+  add_seed(*command, options->seed, "Seed of the synthetic layer");
   command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
   add_output(*command, options->output);
   command->footer(
@@ -121,6 +116,12 @@ void CacheEvictor::evict() {
   // Written, so that no line stays shared or clean; the values do not matter.
   constexpr std::size_t kWordsPerLine = 8;
   for (std::size_t i = 0; i < data_.size(); i += kWordsPerLine) ++data_[i];
+}
+
+SyntheticPattern parse_pattern(const std::string& text) {
+  if (text == "structured") return SyntheticPattern::structured;
+  if (text == "uniform") return SyntheticPattern::uniform;
+  throw Error(Errc::invalid_argument, "--pattern: '" + text + "' is no pattern; have structured, uniform");
 }
 
 double relative_error(std::span<const float> got, std::span<const float> want) {

@@ -40,6 +40,14 @@ struct Method {
   PolicySpec policy;
 };
 
+/// Behind the @ of `near@256`; 0 without one.
+std::uint32_t page_tokens_of(const std::string& placement) {
+  const std::size_t at = placement.find('@');
+  if (at == std::string::npos) return 0;
+  const std::string what = "--methods: '" + placement + "'";
+  return static_cast<std::uint32_t>(parse_count(placement.substr(at + 1), what, {.least = 8, .most = 256}));
+}
+
 std::vector<Method> parse_methods(const std::string& text) {
   std::vector<Method> methods;
   for (std::size_t at = 0; at < text.size();) {
@@ -51,9 +59,8 @@ std::vector<Method> parse_methods(const std::string& text) {
                   "--methods: '" + name + "' lacks its placement; write PLACEMENT/POLICY, e.g. hybrid/sluice");
     }
     const std::size_t at_sign = std::min(name.find('@'), slash);
-    const std::string page_tokens = at_sign == slash ? "" : name.substr(at_sign + 1, slash - at_sign - 1);
     methods.push_back({.name = name,
-                       .page_tokens = page_tokens.empty() ? 0 : parse_counts(page_tokens, "--methods").front(),
+                       .page_tokens = page_tokens_of(name.substr(0, slash)),
                        .placement = parse_placement(name.substr(0, at_sign)),
                        .policy = parse_policy(name.substr(slash + 1))});
     at = end + 1;
@@ -125,6 +132,7 @@ Decoded decode(const Model& model, Runtime& runtime, const PolicySpec& policy, c
   Decoded result;
   int token = 1;
   for (std::uint32_t i = 0; i < kWarmUp + steps; ++i) {
+    stop_if_interrupted();  // Nothing is queued here: the logits were waited for.
     const Clock::time_point begin = Clock::now();
     const PlacedToken placed{token, tokens + i};
     model.forward(
@@ -171,7 +179,8 @@ int run(const BenchDecodeOptions& options) {
   const RandomPrompt prompt(*device, shape);
   Table table{.key = "decode", .title = "Time per output token, random prompt; " + std::string(kStatsNote)};
   ProgressBar bar("bench");
-  for (const std::uint32_t length : lengths) {
+  const InterruptScope interrupts;
+  const auto measure = [&](std::uint32_t length) {
     std::optional<double> first;
     for (std::size_t m = 0; m < methods.size(); ++m) {
       bar.update(m, methods.size(), std::to_string(length) + " tokens: " + methods[m].name);
@@ -188,6 +197,10 @@ int run(const BenchDecodeOptions& options) {
       table.columns = std::move(columns);
       table.rows.push_back(std::move(row));
     }
+  };
+  try {
+    for (const std::uint32_t length : lengths) measure(length);
+  } catch (const Interrupted&) {  // The rows that are finished are a result.
   }
   Report report{.command = "bench decode",
                 .config = {{"model", options.model},
@@ -200,8 +213,7 @@ int run(const BenchDecodeOptions& options) {
                            {"device", device->info().name},
                            {"transfer", options.device.transfer}}};
   report.tables.push_back(std::move(table));
-  target.commit(render(report, options.output.format));
-  return kOk;
+  return deliver(report, options.output.format, target);
 }
 
 }  // namespace
@@ -219,13 +231,9 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   command->add_option("--methods", options->methods, "Semicolon list of PLACEMENT[@PAGE_TOKENS]/POLICY; ratios are to the first")
       ->capture_default_str();
-  command->add_option("--steps", options->steps, "Timed tokens")->check(CLI::Range(1, 4096))->capture_default_str();
-  command->add_option("--page-tokens", options->page_tokens, "Tokens per page")
-      ->check(CLI::Range(8, 256))
-      ->capture_default_str();
-  command->add_option("--threads", options->threads, "Threads of host work; 0: all cores")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
+  add_count(*command, "--steps", options->steps, "Timed tokens", {.least = 1, .most = 4096});
+  add_count(*command, "--page-tokens", options->page_tokens, "Tokens per page", {.least = 8, .most = 256});
+  add_count(*command, "--threads", options->threads, "Threads of host work; 0: all cores", {.most = 4096});
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(

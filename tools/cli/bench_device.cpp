@@ -8,6 +8,7 @@
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
 #include "tools/cli/device_copies.hpp"
+#include "tools/cli/interrupt.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -167,7 +168,7 @@ std::vector<double> DenseOnDevice::time(std::uint32_t samples) {
     for (std::uint32_t k = 1; k < burst; ++k) impl_->queue(0, *impl_->copies[copy++ % impl_->copies.size()]);
     impl_->stream->record(*end);
     gate.signal(i + 1);
-    impl_->stream->synchronize(Clock::now() + kPatience);
+    impl_->stream->synchronize(deadline_after(kPatience));
     if (i == 0) continue;  // Warm-up.
     times.push_back(std::chrono::duration<double, std::micro>(end->time() - begin->time()).count() / (burst - 1));
   }
@@ -254,11 +255,12 @@ StepTimes DeviceDecode::run(const PolicySpec& policy, std::uint32_t warm_up, std
   self.import(id);
   const Stats imported = self.runtime.stats(id);
   for (std::uint32_t i = 0; i < warm_up + timed; ++i) {
+    stop_if_interrupted();  // Nothing is queued here.
     const std::span<const std::uint32_t> needles = self.layer.needles(i);
     if (!needles.empty()) self.runtime.watch(id, needles);
     const Clock::time_point begin = Clock::now();
     self.step(id, i);
-    self.runtime.device_stream().synchronize(begin + kPatience);
+    self.runtime.device_stream().synchronize(deadline_after(kPatience));
     const double us = std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
     if (i == 0) {
       result.first_out = downloaded<float>(*self.device, self.runtime.device_stream(), self.outs->data(),

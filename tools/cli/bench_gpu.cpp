@@ -24,6 +24,7 @@ struct BenchGpuOptions {
   std::string policies = "topk,lfps,sluice";
   std::string placements = "hybrid,stream,auto";
   std::string pattern = "structured";
+  std::vector<double> sinks;
   std::uint32_t layers = 4;
   std::uint32_t page_tokens = RuntimeOptions{}.page_tokens;
   std::uint32_t dense_page_tokens = 256;
@@ -96,7 +97,8 @@ class GpuBench {
         .tokens = length,
         .steps = kWarmUp + options_.steps,
         .prompt_queries = std::min(32u, length)};
-    synthetic.pattern = options_.pattern == "uniform" ? SyntheticPattern::uniform : SyntheticPattern::structured;
+    synthetic.pattern = parse_pattern(options_.pattern);
+    synthetic.sinks = options_.sinks;
     synthetic.seed = options_.seed;
     const SyntheticLayer layer(synthetic, topology_, builders_);
     const DeviceSteps steps(layer, *device_);
@@ -250,9 +252,7 @@ class GpuBench {
 };
 
 int run(const BenchGpuOptions& options) {
-  if (options.pattern != "structured" && options.pattern != "uniform") {
-    throw Error(Errc::invalid_argument, "--pattern: '" + options.pattern + "' is no pattern; have structured, uniform");
-  }
+  (void)parse_pattern(options.pattern);
   const std::vector<std::string> sections = split_list(options.sections);
   for (const std::string& section : sections) {
     if (section != "attention" && section != "kernels") {
@@ -267,6 +267,7 @@ int run(const BenchGpuOptions& options) {
                            {"policies", split_policies(options.policies)},
                            {"placements", split_list(options.placements)},
                            {"pattern", options.pattern},
+                           {"sinks", options.sinks},
                            {"layers", options.layers},
                            {"page_tokens", options.page_tokens},
                            {"dense_page_tokens", options.dense_page_tokens},
@@ -276,19 +277,23 @@ int run(const BenchGpuOptions& options) {
                            {"device", options.device.device},
                            {"transfer", options.device.transfer}}};
   ProgressBar bar("bench");
+  const InterruptScope interrupts;
   for (const std::string& section : sections) {
+    if (interrupted()) break;
     if (section == "attention") {
       GpuBench bench(options, shape);
       report.config["device"] = bench.device().name;
-      for (const std::uint32_t length : parse_counts(options.lengths, "--length")) bench.run(length, bar);
+      try {
+        for (const std::uint32_t length : parse_counts(options.lengths, "--length")) bench.run(length, bar);
+      } catch (const Interrupted&) {  // The rows that are finished are a result.
+      }
       report.tables.push_back(bench.take());
     } else {
       bar.update(0, 1, "kernels");
       report.tables.push_back(bench_gpu_kernels(options.device, shape, options.page_tokens));
     }
   }
-  target.commit(render(report, options.output.format));
-  return kOk;
+  return deliver(report, options.output.format, target);
 }
 
 }  // namespace
@@ -306,22 +311,16 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   command->add_option("--pattern", options->pattern, "Attention: structured (heavy tokens, slashes) or uniform (noise)")
       ->capture_default_str();
-  command->add_option("--layers", options->layers, "Layers per step; background work of one overlaps the next")
-      ->check(CLI::Range(1, 256))
-      ->capture_default_str();
-  command->add_option("--page-tokens", options->page_tokens, "Tokens per page")
-      ->check(CLI::Range(8, 256))
-      ->capture_default_str();
-  command->add_option("--dense-page-tokens", options->dense_page_tokens, "Tokens per page of the dense yardstick alone")
-      ->check(CLI::Range(8, 256))
-      ->capture_default_str();
-  command->add_option("--threads", options->threads, "Threads of host work; 0: all cores")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
-  command->add_option("--steps", options->steps, "Timed decode steps; times are medians over them")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  command->add_option("--seed", options->seed, "Seed of the synthetic layer")->capture_default_str();
+  add_sinks(*command, options->sinks);
+  add_count(*command, "--layers", options->layers, "Layers per step; background work of one overlaps the next",
+            {.least = 1, .most = 256});
+  add_count(*command, "--page-tokens", options->page_tokens, "Tokens per page", {.least = 8, .most = 256});
+  add_count(*command, "--dense-page-tokens", options->dense_page_tokens, "Tokens per page of the dense yardstick alone",
+            {.least = 8, .most = 256});
+  add_count(*command, "--threads", options->threads, "Threads of host work; 0: all cores", {.most = 4096});
+  add_count(*command, "--steps", options->steps, "Timed decode steps; times are medians over them",
+            {.least = 1, .most = 4096});
+  add_seed(*command, options->seed, "Seed of the synthetic layer");
   command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
   command->add_flag("--dense-only", options->dense_only, "Only dense attention in device memory");
   add_device_flags(*command, options->device);

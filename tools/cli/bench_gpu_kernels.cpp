@@ -111,7 +111,7 @@ std::span<std::byte> KernelBench::upload(std::span<const std::byte> from) {
   const std::span<std::byte> to = on_device(from.size());
   const Copy copy{.to = to.data(), .from = staged->data(), .bytes = from.size()};
   stream_->copy({&copy, 1});
-  stream_->synchronize(Clock::now() + kPatience);
+  stream_->synchronize(deadline_after(kPatience));
   return to;
 }
 
@@ -142,7 +142,7 @@ CallTime KernelBench::time(std::uint32_t calls, const Enqueue& enqueue) {
     const auto queued = Clock::now();
     stream_->record(*end_);
     gate_->signal(gate_value_);
-    stream_->synchronize(Clock::now() + kPatience);
+    stream_->synchronize(deadline_after(kPatience));
     if (i == 0) continue;  // Warm-up.
     device_us.push_back(Micros(end_->time() - begin_->time()).count() / calls);
     host_us.push_back(Micros(queued - start).count() / calls);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 
 #include "runtime/host_kv.hpp"
 #include "sluice/error.hpp"
@@ -11,18 +12,6 @@ namespace {
 
 double microseconds_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
-}
-
-/// Appends the runs that cover tokens [begin, end).
-void append_runs(std::uint32_t begin, std::uint32_t end, std::uint32_t page_tokens, std::vector<PageRun>& runs) {
-  while (begin < end) {
-    const std::uint32_t page = begin / page_tokens;
-    const std::uint32_t stop = std::min(end, (page + 1) * page_tokens);
-    runs.push_back({.page = page,
-                    .begin = static_cast<std::uint16_t>(begin - page * page_tokens),
-                    .end = static_cast<std::uint16_t>(stop - page * page_tokens)});
-    begin = stop;
-  }
 }
 
 void resize(StepOutput& output, const AttentionShape& shape) {
@@ -171,6 +160,10 @@ void PolicyLayer::attend(std::uint32_t step, StepOutput& output) {
     merges[head] = {.parts = parts[head], .out = reinterpret_cast<std::byte*>(merged.out), .lse = merged.lse};
   }
   backend_.merge(merges, shape, DType::f32, nullptr);
+  for (std::uint32_t q_head = 0; q_head < shape.q_heads; ++q_head) {
+    const std::uint32_t bypassed = heads_[q_head / shape.group()]->bypass.heads;
+    if ((bypassed >> q_head % shape.group() & 1u) != 0) output.lse[q_head] = near_.lse[q_head];
+  }
 }
 
 /// A bypassed head's stand-in takes the place of its empty far partial.
@@ -184,6 +177,12 @@ void PolicyLayer::apply_bypass(std::uint32_t kv_head) {
                 far.out + std::size_t{h} * shape.head_dim);
     far.lse[h] = bypass.lse[h];
   }
+}
+
+std::uint32_t PolicyLayer::bypassed_heads() const noexcept {
+  std::uint32_t sum = 0;
+  for (const auto& head : heads_) sum += static_cast<std::uint32_t>(std::popcount(head->bypass.heads));
+  return sum;
 }
 
 scheduler::SelectCounters PolicyLayer::counters() const noexcept {

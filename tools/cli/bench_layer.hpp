@@ -16,7 +16,7 @@ namespace sluice::tools {
 /// Attention of one decode step over one layer.
 struct StepOutput {
   std::vector<float> out;  ///< [q_heads, head_dim]
-  std::vector<float> lse;  ///< [q_heads]
+  std::vector<float> lse;  ///< [q_heads] of what was attended; a bypassed head's estimate of the rest is not in it
 };
 
 /// Dense attention on the CPU, as Backend::attend does it over whole pages.
@@ -59,6 +59,7 @@ class PolicyLayer {
   /// Of the last step: [kv_heads].
   [[nodiscard]] const std::vector<SelectionRow>& rows() const noexcept { return rows_; }
   [[nodiscard]] scheduler::SelectCounters counters() const noexcept;
+  [[nodiscard]] std::uint32_t bypassed_heads() const noexcept;
 
  private:
   struct Head;

@@ -86,6 +86,7 @@ class PrefillBench {
     for (const PromptStructure structure : structures_) {
       for (const std::uint32_t length : lengths_) {
         const std::string name = std::string(to_string(structure)) + ", " + std::to_string(length) + " tokens";
+        stop_if_interrupted();
         bar.update(done++, structures_.size() * lengths_.size(), name);
         run(structure, length, name);
       }
@@ -261,7 +262,11 @@ int run(BenchPrefillOptions options) {
   const OutputTarget target(options.output.path);
   PrefillBench bench(options);
   ProgressBar bar("bench");
-  bench.run(bar);
+  const InterruptScope interrupts;
+  try {
+    bench.run(bar);
+  } catch (const Interrupted&) {  // The rows that are finished are a result.
+  }
   Report report{.command = "bench prefill",
                 .config = {{"shape", options.shape_name},
                            {"q_heads", shape.q_heads},
@@ -281,8 +286,7 @@ int run(BenchPrefillOptions options) {
                            {"seed", options.seed},
                            {"device", bench.device().name}}};
   report.tables.push_back(bench.take());
-  target.commit(render(report, options.output.format));
-  return kOk;
+  return deliver(report, options.output.format, target);
 }
 
 }  // namespace
@@ -291,9 +295,7 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   auto options = std::make_shared<BenchPrefillOptions>();
   auto* command = bench.add_subcommand("prefill", "Attention of one layer of a prompt: dense, and by FlexPrefill");
   command->add_option("--shape", options->shape_name, "One of " + shape_names())->capture_default_str();
-  command->add_option("--q-heads", options->shape.q_heads, "Query heads [default: the shape's]");
-  command->add_option("--kv-heads", options->shape.kv_heads, "KV heads [default: the shape's]");
-  command->add_option("--head-dim", options->shape.head_dim, "Elements per head [default: the shape's]");
+  add_shape_flags(*command, options->shape);
   command->add_option("--length", options->lengths,
                       "Comma list of prompt lengths in tokens, K allowed [default: 2K,8K on the host, "
                       "4K,16K,64K,128K,256K on a GPU]");
@@ -304,19 +306,15 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   command->add_option("--gammas", options->gammas, "Comma list of FlexPrefill's gamma; \"\": dense attention alone")
       ->capture_default_str();
   add_flexprefill_flags(*command, options->flex);
-  command->add_option("--chunk", options->chunk, "Longer prompts are also attended in chunks of so many tokens")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  command->add_option("--page-tokens", options->page_tokens, "Tokens per page")
-      ->check(CLI::Range(8, 256))
-      ->capture_default_str();
+  add_count(*command, "--chunk", options->chunk, "Longer prompts are also attended in chunks of so many tokens",
+            {.least = 1, .most = 1 << 20});
+  add_count(*command, "--page-tokens", options->page_tokens, "Tokens per page", {.least = 8, .most = 256});
   add_dtype(*command, "--dtype", options->dtype, "Element type of queries, keys, values and outputs");
-  command->add_option("--threads", options->threads, "Threads of host work; 0: all cores")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
-  command->add_option("--repeat", options->repeat, "Samples of every time [default: 3 on the host, 5 on a GPU]")
-      ->check(CLI::Range(1, 1000));
-  command->add_option("--seed", options->seed, "Seed of the synthetic prompts")->capture_default_str();
+  add_count(*command, "--threads", options->threads, "Threads of host work; 0: all cores", {.most = 4096});
+  add_count(*command, "--repeat", options->repeat, "Samples of every time [default: 3 on the host, 5 on a GPU]",
+            {.least = 1, .most = 1000})
+      ->default_str("");
+  add_seed(*command, options->seed, "Seed of the synthetic prompts");
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(

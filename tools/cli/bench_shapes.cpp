@@ -26,6 +26,13 @@ std::string shape_names() {
   return names;
 }
 
+void add_shape_flags(CLI::App& app, AttentionShape& shape) {
+  constexpr CountRange kAny{.least = 1, .most = 65'536};
+  add_count(app, "--q-heads", shape.q_heads, "Query heads [default: the shape's]", kAny)->default_str("");
+  add_count(app, "--kv-heads", shape.kv_heads, "KV heads [default: the shape's]", kAny)->default_str("");
+  add_count(app, "--head-dim", shape.head_dim, "Elements per head [default: the shape's]", kAny)->default_str("");
+}
+
 AttentionShape named_shape(const std::string& name) {
   for (const NamedShape& named : kShapes) {
     if (name == named.name) return named.shape;

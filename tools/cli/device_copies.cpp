@@ -21,7 +21,7 @@ void upload(Device& device, Stream& stream, std::span<const std::byte> from, std
     std::memcpy(pinned->data(), from.data() + at, bytes);
     const Copy copy{.to = to + at, .from = pinned->data(), .bytes = bytes};
     stream.copy({&copy, 1});
-    stream.synchronize(Clock::now() + kPatience);
+    stream.synchronize(deadline_after(kPatience));
   }
 }
 
@@ -31,7 +31,7 @@ void download(Device& device, Stream& stream, const std::byte* from, std::span<s
     const std::uint64_t bytes = std::min<std::uint64_t>(kPiece, to.size() - at);
     const Copy copy{.to = pinned->data(), .from = from + at, .bytes = bytes};
     stream.copy({&copy, 1});
-    stream.synchronize(Clock::now() + kPatience);
+    stream.synchronize(deadline_after(kPatience));
     std::memcpy(to.data() + at, pinned->data(), bytes);
   }
 }

@@ -1,9 +1,12 @@
 #include "tools/cli/device_flags.hpp"
 
-#include <charconv>
-#include <cstdio>
+#include <limits>
+#include <optional>
+#include <string_view>
 
+#include "scheduler/numbers.hpp"
 #include "sluice/error.hpp"
+#include "tools/cli/message.hpp"
 #include "tools/cli/profile_cache.hpp"
 #include "tools/cli/transfer_profile.hpp"
 
@@ -12,13 +15,12 @@ namespace {
 
 int parse_ordinal(const std::string& text) {
   if (text == "cuda") return 0;
-  int ordinal = -1;
-  const std::string digits = text.starts_with("cuda:") ? text.substr(5) : "";
-  const auto [end, problem] = std::from_chars(digits.data(), digits.data() + digits.size(), ordinal);
-  if (digits.empty() || problem != std::errc() || end != digits.data() + digits.size() || ordinal < 0) {
+  const std::optional<std::uint64_t> ordinal =
+      text.starts_with("cuda:") ? scheduler::read_whole(std::string_view(text).substr(5)) : std::nullopt;
+  if (!ordinal || *ordinal > std::uint64_t{std::numeric_limits<int>::max()}) {
     throw Error(Errc::invalid_argument, "--device: '" + text + "' is no device; have host, cuda, cuda:N");
   }
-  return ordinal;
+  return static_cast<int>(*ordinal);
 }
 
 bool parse_switch(const std::string& option, const std::string& text) {
@@ -29,7 +31,6 @@ bool parse_switch(const std::string& option, const std::string& text) {
 /// The GPU's profile from the user's cache, or measured now. Null, with a warning, if it cannot be measured.
 std::shared_ptr<const TransferProfile> kept_profile(int ordinal) {
   const CudaDeviceFacts facts = cuda_device_facts(ordinal);
-  const auto say = [](const std::string& line) { std::fprintf(stderr, "sluice: %s\n", line.c_str()); };
   const auto measure = [&] {
     const std::shared_ptr<Device> bench = make_cuda_device({.ordinal = ordinal});
     say("measuring the link of " + facts.name + ", once, for one or two seconds");

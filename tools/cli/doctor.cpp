@@ -103,7 +103,7 @@ int run(const OutputOptions& output) {
   Report report{.command = "doctor", .config = Json::object()};
   report.extra = {{"usable", findings.usable()}};
   report.tables.push_back(findings.table());
-  target.commit(render(report, output.format));
+  (void)deliver(report, output.format, target);
   return findings.usable() ? kOk : kUnsupported;
 }
 

@@ -1,14 +1,16 @@
-#include <algorithm>
 #include <memory>
+#include <utility>
 
 #include "sluice/error.hpp"
 #include "tools/cli/command.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/eval_report.hpp"
+#include "tools/cli/interrupt.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/prompt.hpp"
 #include "tools/cli/values.hpp"
+#include "tools/llama/files.hpp"
 #include "tools/llama/tokenizer.hpp"
 
 namespace sluice::tools {
@@ -25,6 +27,7 @@ struct EvalOptions {
   std::string needles;
   std::string needle_tokens = "128K";
   std::uint32_t needle_steps = 8;
+  std::vector<double> sinks;
   std::string plot;
   RuntimeFlags runtime;
   DeviceFlags device;
@@ -55,7 +58,10 @@ std::vector<Cell> cells_of(const EvalOptions& options) {
 
 std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
   std::vector<NeedleOptions> needles;
-  if (options.needles.empty()) return needles;
+  if (options.needles.empty()) {
+    if (options.sinks.empty()) return needles;
+    throw Error(Errc::invalid_argument, "--sinks: only synthetic attention has sinks to choose; give --needles 1 too");
+  }
   const std::vector<std::uint32_t> tokens = parse_counts(options.needle_tokens, "--needle-tokens");
   if (tokens.size() != 1) {
     throw Error(Errc::invalid_argument,
@@ -65,7 +71,8 @@ std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
     needles.push_back({.tokens = tokens.front(),
                        .needles = count,
                        .steps = options.needle_steps,
-                       .seed = options.task.seed});
+                       .seed = options.task.seed,
+                       .sinks = options.sinks});
     check(needles.back());
   }
   return needles;
@@ -91,6 +98,7 @@ Json config_of(const EvalOptions& options, const RuntimeFlags& runtime, const Na
           {"needles", options.needles},
           {"needle_tokens", options.needle_tokens},
           {"needle_steps", options.needle_steps},
+          {"sinks", options.sinks},
           {"own_pages", runtime.own_pages},
           {"placement", to_string(runtime.options.placement)},
           {"audit_every", runtime.options.audit_every},
@@ -108,6 +116,7 @@ int run(const EvalOptions& options) {
   if (!cells.empty() && options.model.empty()) {
     throw Error(Errc::invalid_argument, "--model: the tasks need one, such as tests/data/testbed; or give --tasks \"\"");
   }
+  require_distinct({{"--output", options.output.path}, {"--plot", options.plot, !options.plot.empty()}});
   const OutputTarget target(options.output.path);
   const std::unique_ptr<OutputTarget> plot =
       options.plot.empty() ? nullptr : std::make_unique<OutputTarget>(options.plot);
@@ -116,6 +125,7 @@ int run(const EvalOptions& options) {
   choose_chunk(flags, device.get(), prefills);
   AttentionShape shape;
   ProgressBar bar("eval");
+  const InterruptScope interrupts;
   std::unique_ptr<EvalReport> report;
   if (cells.empty()) {
     report = std::make_unique<EvalReport>(policies, shape);
@@ -125,24 +135,25 @@ int run(const EvalOptions& options) {
       throw Error(Errc::invalid_argument,
                   "--model: the tasks are written in bytes and need a byte-level model such as tests/data/testbed");
     }
+    choose_kv_dtype(flags, model);
     report = std::make_unique<EvalReport>(policies, model.config().shape());
-    const std::string haystack = options.haystack.empty() ? "" : read_text_file(options.haystack);
+    const std::string haystack = options.haystack.empty() ? "" : read_input(options.haystack);
     TaskEvaluation evaluation(options.task, flags, model, policies.specs, device, haystack);
     for (const Cell& cell : cells) evaluation.check(cell);  // Not after hours of others.
     for (const Cell& cell : cells) {
       for (const PrefillSpec& prefill : prefills) {
-        report->add(cell, to_text(prefill), prefills.size() > 1, evaluation.run(cell, prefill, bar));
+        if (!interrupted()) report->add(cell, to_text(prefill), evaluation.run(cell, prefill, bar));
       }
     }
   }
   for (const NeedleOptions& planted : needles) {
+    if (interrupted()) break;
     report->add(planted, evaluate_needles(planted, options.runtime, policies.specs, device, bar), needle_shape());
   }
   Report result{.command = "eval", .config = config_of(options, flags, policies, prefills)};
   result.tables = report->tables();
   if (plot) plot->commit(report->svg());
-  target.commit(render(result, options.output.format));
-  return kOk;
+  return deliver(std::move(result), options.output.format, target);
 }
 
 }  // namespace
@@ -162,15 +173,12 @@ void add_eval(CLI::App& app, int& exit_code) {
                    "ends it")
       ->capture_default_str();
   add_prefill_flags(*command, options->prefill, true);
-  command->add_option("--count", options->task.count, "Prompts per task and length")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  command->add_option("--decode-prompt", options->task.decode_prompt, "Last prompt tokens that are read under the policy")
-      ->capture_default_str();
-  command
-      ->add_option("--max-tokens", options->task.max_tokens, "Tokens to generate per prompt; 0: as many as the answer has")
-      ->capture_default_str();
-  command->add_option("--seed", options->task.seed, "Seed of the first prompt; the others follow")->capture_default_str();
+  add_count(*command, "--count", options->task.count, "Prompts per task and length", {.least = 1, .most = 1 << 20});
+  add_count(*command, "--decode-prompt", options->task.decode_prompt,
+            "Last prompt tokens that are read under the policy");
+  add_count(*command, "--max-tokens", options->task.max_tokens,
+            "Tokens to generate per prompt; 0: as many as the answer has");
+  add_seed(*command, options->task.seed, "Seed of the first prompt; the others follow");
   command->add_option("--haystack", options->haystack, "Filler text [default: the testbed's five sentences]")
       ->type_name("FILE");
   command
@@ -179,19 +187,17 @@ void add_eval(CLI::App& app, int& exit_code) {
       ->type_name("LIST");
   command->add_option("--needle-tokens", options->needle_tokens, "Length of the synthetic context, K allowed")
       ->capture_default_str();
-  command->add_option("--needle-steps", options->needle_steps, "Decode steps, after two that are not timed")
-      ->check(CLI::Range(1, 1024))
-      ->capture_default_str();
+  add_count(*command, "--needle-steps", options->needle_steps, "Decode steps, after two that are not timed",
+            {.least = 1, .most = 1024});
+  add_sinks(*command, options->sinks);
   command->add_option("--plot", options->plot, "Write accuracy against bytes read as an SVG")->type_name("FILE");
-  command
-      ->add_option("--audit", options->runtime.options.audit_every,
-                   "Every N-th step also attends densely and reports coverage; 0: never")
-      ->capture_default_str();
+  add_count(*command, "--audit", options->runtime.options.audit_every,
+            "Every N-th step also attends densely and reports coverage; 0: never");
   add_device_flags(*command, options->device);
   add_runtime_flags(*command, options->runtime);
   add_output(*command, options->output);
   command->footer(
-      "Each policy runs in a runtime with the page size that it was published with (see `sluice policies`), unless\n"
+      "Each policy runs in a runtime with the page size that it was made for (see `sluice policies`), unless\n"
       "--page-tokens is given.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }

@@ -31,10 +31,6 @@ void append_link(std::uint64_t bytes, const PolicySpec& spec, const Stats& stats
 
 EvalReport::EvalReport(const NamedPolicies& policies, const AttentionShape& shape)
     : policies_(policies), shape_(shape) {
-  plot_ = {.title = "Accuracy against bytes of K, V and digests read",
-           .x_title = "bytes, share of dense attention's",
-           .y_title = "accuracy",
-           .series = {}};
   lost_.columns = {{"task", "task"},
                    {"length_tokens", "length"},
                    {"policy", "policy"},
@@ -47,9 +43,10 @@ EvalReport::EvalReport(const NamedPolicies& policies, const AttentionShape& shap
                    {"kept_share", "kept", 3}};
 }
 
-void EvalReport::add(const Cell& cell, const std::string& prefill, bool several, const std::vector<TaskScore>& scores) {
+void EvalReport::add(const Cell& cell, const std::string& prefill, const std::vector<TaskScore>& scores) {
   for (std::size_t p = 0; p < scores.size(); ++p) {
     const TaskScore& score = scores[p];
+    if (score.prompts == 0) continue;
     const std::string& name = policies_.names[p];
     const double accuracy = static_cast<double>(score.solved) / score.prompts;
     std::vector<Column> columns = {{"task", "task"},       {"length_tokens", "length"}, {"policy", "policy"},
@@ -65,11 +62,6 @@ void EvalReport::add(const Cell& cell, const std::string& prefill, bool several,
     tasks_.columns = std::move(columns);
     tasks_.rows.push_back(std::move(row));
     add_lost(cell, p, prefill, accuracy, score);
-    const Stats& stats = score.stats;
-    if (stats.dense_bytes == 0) continue;
-    const auto read = static_cast<double>(stats.near_bytes + stats.far_bytes);
-    series(several ? name + ", " + prefill : name)
-        .points.push_back({read / static_cast<double>(stats.dense_bytes), accuracy});
   }
 }
 
@@ -77,6 +69,7 @@ void EvalReport::add(const NeedleOptions& options, const std::vector<NeedleScore
                      const AttentionShape& shape) {
   for (std::size_t p = 0; p < scores.size(); ++p) {
     const NeedleScore& score = scores[p];
+    if (score.page_tokens == 0) continue;
     std::vector<Column> columns = {{"length_tokens", "length"},
                                    {"needles", "needles"},
                                    {"policy", "policy"},
@@ -95,17 +88,12 @@ void EvalReport::add(const NeedleOptions& options, const std::vector<NeedleScore
 
 std::vector<Table> EvalReport::tables() const {
   std::vector<Table> tables;
-  for (const Table* table : {&tasks_, &lost_, &needles_}) {
-    if (!table->rows.empty()) tables.push_back(*table);
+  if (!tasks_.rows.empty()) {
+    tables.push_back(tasks_);
+    tables.push_back(lost_);  // Without rows, too: which files there are depends on the options alone.
   }
+  if (!needles_.rows.empty()) tables.push_back(needles_);
   return tables;
-}
-
-PlotSeries& EvalReport::series(const std::string& name) {
-  const auto named = [&](const PlotSeries& known) { return known.name == name; };
-  const auto known = std::find_if(plot_.series.begin(), plot_.series.end(), named);
-  if (known != plot_.series.end()) return *known;
-  return plot_.series.emplace_back(PlotSeries{.name = name, .points = {}});
 }
 
 /// The heads that wanted the answer most and got least of it, for a policy that fails.

@@ -6,7 +6,7 @@
 #include "sluice/policy.hpp"
 #include "tools/cli/eval_synthetic.hpp"
 #include "tools/cli/eval_tasks.hpp"
-#include "tools/cli/plot.hpp"
+#include "tools/cli/plot_files.hpp"
 #include "tools/cli/report.hpp"
 #include "tools/cli/stats_columns.hpp"
 
@@ -24,19 +24,17 @@ class EvalReport {
   /// `policies` must outlive it.
   EvalReport(const NamedPolicies& policies, const AttentionShape& shape);
 
-  /// Every policy's scores after prompts prefilled as `prefill` says; the plot names that only if there are `several`.
-  void add(const Cell& cell, const std::string& prefill, bool several, const std::vector<TaskScore>& scores);
+  /// Every policy's scores after prompts prefilled as `prefill` says. Those without prompts are left out.
+  void add(const Cell& cell, const std::string& prefill, const std::vector<TaskScore>& scores);
   void add(const NeedleOptions& options, const std::vector<NeedleScore>& scores, const AttentionShape& shape);
 
-  /// Those that have rows.
+  /// Those that have rows, and who lost answers wherever tasks were tried.
   [[nodiscard]] std::vector<Table> tables() const;
-  [[nodiscard]] std::string svg() const { return to_svg(plot_); }
+  [[nodiscard]] std::string svg() const { return to_svg(accuracy_plot(to_objects(tasks_))); }
 
  private:
   void add_lost(const Cell& cell, std::size_t policy, const std::string& prefill, double accuracy,
                 const TaskScore& score);
-  /// Of this name, a new one if need be.
-  [[nodiscard]] PlotSeries& series(const std::string& name);
 
   const NamedPolicies& policies_;
   AttentionShape shape_;
@@ -45,9 +43,9 @@ class EvalReport {
               .title = "Who lost the answer, for accuracies below 0.95: the heads that missed most of the mass they "
                        "wanted on the answer's tokens, over the failed prompts"};
   Table needles_{.key = "needles",
-                 .title = "Needles in synthetic attention, new ones in every step; found: heads and steps that "
-                          "attended at least half of the mass on them"};
-  Plot plot_;
+                 .title =
+                     "Needles in synthetic attention, new ones in every step; found: heads and steps that "
+                     "attended at least half of the mass on them"};
 };
 
 }  // namespace sluice::tools

@@ -1,5 +1,6 @@
 #include "tools/cli/eval_synthetic.hpp"
 
+#include <span>
 #include <string>
 
 #include "cpu/host_device.hpp"
@@ -7,6 +8,7 @@
 #include "cpu/workers.hpp"
 #include "tools/cli/bench_device.hpp"
 #include "tools/cli/bench_shapes.hpp"
+#include "tools/cli/interrupt.hpp"
 #include "tools/cli/report.hpp"
 
 namespace sluice::tools {
@@ -22,7 +24,9 @@ void check(const NeedleOptions& options) {
   synthetic.tokens = options.tokens;
   synthetic.steps = kWarmUp + options.steps;
   synthetic.needles = options.needles;
+  synthetic.sinks = options.sinks;
   check_needles(synthetic);
+  check_sinks(synthetic);
 }
 
 AttentionShape needle_shape() {
@@ -31,16 +35,16 @@ AttentionShape needle_shape() {
   return shape;
 }
 
-std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const RuntimeFlags& flags,
-                                          const std::vector<PolicySpec>& policies,
-                                          const std::shared_ptr<Device>& given, ProgressBar& bar) {
+namespace {
+
+void score_needles(const NeedleOptions& options, const RuntimeFlags& flags, const std::vector<PolicySpec>& policies,
+                   const std::shared_ptr<Device>& given, std::span<NeedleScore> scores, ProgressBar& bar) {
   const cpu::Topology topology;
   const auto builders = std::make_shared<const cpu::Workers>(topology, cpu::WorkersOptions{});
   std::shared_ptr<Device> device = given;
   if (!device) device = std::make_shared<cpu::HostDevice>(builders);
   const AttentionShape shape = needle_shape();
 
-  std::vector<NeedleScore> scores(policies.size());
   std::size_t done = 0;
   for (const auto& [page_tokens, group] : by_page_size(policies, flags)) {
     SyntheticOptions synthetic{
@@ -50,6 +54,7 @@ std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const Ru
         .steps = kWarmUp + options.steps};
     synthetic.seed = options.seed;
     synthetic.needles = options.needles;
+    synthetic.sinks = options.sinks;
     const SyntheticLayer layer(synthetic, topology, builders);
     const DeviceSteps steps(layer, *device);
     std::vector<PolicySpec> specs;
@@ -68,15 +73,27 @@ std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const Ru
         policy.dense_layers = policy.dense_every = 0;  // The only layer is one that the policy works in.
         const StepTimes run = decode.run(policy, kWarmUp, options.steps);
         NeedleScore& score = scores[p];
-        score.page_tokens = page_tokens;
         if (every == 0) {
           score.layer_us = percentile(run.layer_us, 0.5);
         } else {
+          score.page_tokens = page_tokens;
           score.audited = run.stats;
           score.link_bytes = run.link_bytes;
         }
       }
     }
+  }
+}
+
+}  // namespace
+
+std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const RuntimeFlags& flags,
+                                          const std::vector<PolicySpec>& policies,
+                                          const std::shared_ptr<Device>& device, ProgressBar& bar) {
+  std::vector<NeedleScore> scores(policies.size());
+  try {
+    score_needles(options, flags, policies, device, scores, bar);
+  } catch (const Interrupted&) {  // Whoever has no page size is not finished.
   }
   return scores;
 }

@@ -18,9 +18,11 @@ struct NeedleOptions {
   std::uint32_t needles = 1;  ///< per step
   std::uint32_t steps = 8;
   std::uint64_t seed = 0;
+  std::vector<double> sinks = {};  ///< see SyntheticOptions::sinks
 };
 
-/// @throws Error{Errc::invalid_argument} for more needles than the context has room for.
+/// @throws Error{Errc::invalid_argument} for more needles than the context has room for, or shares that sinks cannot
+/// have.
 void check(const NeedleOptions& options);
 
 [[nodiscard]] AttentionShape needle_shape();
@@ -28,11 +30,12 @@ void check(const NeedleOptions& options);
 struct NeedleScore {
   Stats audited;                 ///< with coverage and watched tokens
   std::uint64_t link_bytes = 0;  ///< over the link while decoding
-  std::uint32_t page_tokens = 0;
+  std::uint32_t page_tokens = 0;  ///< 0: not finished
   double layer_us = 0.0;  ///< median over the steps of a run without audits
 };
 
 /// Every policy over the same needles. Two runs each: with an audit of every step, and without for the time.
+/// Interrupted, it returns what is finished.
 [[nodiscard]] std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const RuntimeFlags& flags,
                                                         const std::vector<PolicySpec>& policies,
                                                         const std::shared_ptr<Device>& device, ProgressBar& bar);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "sluice/error.hpp"
+#include "tools/cli/interrupt.hpp"
 #include "tools/llama/sampler.hpp"
 #include "tools/llama/session.hpp"
 #include "tools/llama/tokenizer.hpp"
@@ -26,7 +27,12 @@ Prefilled prefilled(const Model& model, Runtime& runtime, const PrefillSpec& pre
   Prefilled result;
   Session session(model, runtime, parse_policy("full"), prefill);
   const auto start = Clock::now();
-  session.prefill(tokens, {}, &result.cache);
+  const auto stop = [&](std::uint32_t, std::uint32_t) {
+    if (!interrupted()) return;
+    runtime.synchronize();  // A GPU may still work on the session's tensors.
+    throw Interrupted();
+  };
+  session.prefill(tokens, stop, &result.cache);
   result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   runtime.synchronize();
   result.stats = session.stats().prompt;
@@ -77,9 +83,21 @@ void TaskEvaluation::check(const Cell& cell) const {
 
 std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& prefill, ProgressBar& bar) {
   const std::vector<Task> tasks = tasks_of(cell);
+  std::vector<TaskScore> scores(policies_.size());
+  try {
+    run(cell, tasks, prefill, scores, bar);
+  } catch (const Interrupted&) {
+    for (TaskScore& score : scores) {
+      if (score.prompts != tasks.size()) score = {};
+    }
+  }
+  return scores;
+}
+
+void TaskEvaluation::run(const Cell& cell, std::span<const Task> tasks, const PrefillSpec& prefill,
+                         std::span<TaskScore> scores, ProgressBar& bar) {
   const std::size_t tokens = tokens_of(tasks);
   std::vector<Prefilled> prompts;
-  std::vector<TaskScore> scores(policies_.size());
   std::size_t done = 0;
   // One runtime for each page size, one after the other, so that only one holds memory.
   for (const auto& [page_tokens, group] : by_page_size(policies_, flags_)) {
@@ -95,6 +113,7 @@ std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& 
         prompts.push_back(prefilled(model_, runtime, prefill, std::span(prompt).first(prompt.size() - tail)));
       }
       for (const std::size_t p : group) {
+        stop_if_interrupted();
         scores[p].page_tokens = page_tokens;
         scores[p].prompt.merge(prompts[i].stats);
         scores[p].prefill_s += prompts[i].seconds;
@@ -104,7 +123,6 @@ std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& 
       }
     }
   }
-  return scores;
 }
 
 void TaskEvaluation::answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
@@ -117,6 +135,7 @@ void TaskEvaluation::answer(Runtime& runtime, const PromptCache& cache, std::spa
   const std::size_t limit = answer_limit(task);
   std::vector<int> output;
   while (output.size() < limit) {
+    stop_if_interrupted();
     const int token = argmax(output.empty() && question.empty() ? cache.logits() : session.logits());
     if (model_.config().is_eos(token)) break;
     output.push_back(token);

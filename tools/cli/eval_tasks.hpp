@@ -63,13 +63,16 @@ class TaskEvaluation {
 
   /// @throws Error{Errc::invalid_argument} if a prompt and its answer exceed the model's context, before anything runs.
   void check(const Cell& cell) const;
-  /// Every policy's, after prompts that were prefilled as `prefill` says.
+  /// Every policy's, after prompts that were prefilled as `prefill` says. Interrupted, the scores of policies that have
+  /// not answered all prompts have none.
   std::vector<TaskScore> run(const Cell& cell, const PrefillSpec& prefill, ProgressBar& bar);
 
  private:
   [[nodiscard]] std::vector<Task> tasks_of(const Cell& cell) const;
   /// Of the longest prompt with its answer.
   [[nodiscard]] std::size_t tokens_of(std::span<const Task> tasks) const;
+  void run(const Cell& cell, std::span<const Task> tasks, const PrefillSpec& prefill, std::span<TaskScore> scores,
+           ProgressBar& bar);
   void answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
               const PolicySpec& policy, TaskScore& score);
   void add_lost(const AuditReport& report, TaskScore& score) const;

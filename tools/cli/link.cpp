@@ -32,19 +32,21 @@ void check_sections(const LinkOptions& options) {
 int run(LinkOptions options) {
   check_sections(options);
   if (options.json) options.output.format = Format::json;
+  require_distinct(
+      {{"--output", options.output.path}, {"--save-profile", options.save_profile, !options.save_profile.empty()}});
   const OutputTarget target(options.output.path);
   if (!options.save_profile.empty()) (void)OutputTarget(options.save_profile);
   LinkFindings findings = measure_link(options);
   Report report{.command = "link", .config = config_of(options)};
   report.extra = {{"link", std::move(findings.facts)}, {"verdict", findings.verdict}};
   report.tables = std::move(findings.tables);
-  std::string text = render(report, options.output.format);
   if (options.output.format == Format::md) {
-    text += "\nVerdict\n\n";
+    std::string text = render(report, options.output.format) + "\nVerdict\n\n";
     for (const std::string& sentence : findings.verdict) text += "- " + sentence + "\n";
+    target.commit(text);
+    return kOk;
   }
-  target.commit(text);
-  return kOk;
+  return deliver(report, options.output.format, target);
 }
 
 }  // namespace
@@ -52,18 +54,15 @@ int run(LinkOptions options) {
 void add_link(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<LinkOptions>();
   auto* command = app.add_subcommand("link", "Measure the link between host and GPU, path by path");
-  command->add_option("--device", options->device, "GPU, as CUDA counts them")
-      ->check(CLI::Range(0, 63))
-      ->capture_default_str();
+  add_count(*command, "--device", options->device, "GPU, as CUDA counts them", {.most = 63});
   command->add_flag("--quick", options->quick, "Fewer sizes and smaller buffers; some ten seconds");
-  command->add_option("--samples", options->samples, "Samples per figure, of which the median counts")
-      ->check(CLI::Range(1, 1000))
-      ->capture_default_str();
-  command->add_option("--numa-node", options->numa_node, "Node of the host's buffers [default: the GPU's nearest]")
-      ->check(CLI::Range(0, 1023));
-  command->add_option("--pin-gib", options->pin_gib, "Host memory to pin as the runtime does, in GiB; 0: none")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
+  add_count(*command, "--samples", options->samples, "Samples per figure, of which the median counts",
+            {.least = 1, .most = 1000});
+  add_count(*command, "--numa-node", options->numa_node, "Node of the host's buffers [default: the GPU's nearest]",
+            {.most = 1023})
+      ->default_str("");
+  add_count(*command, "--pin-gib", options->pin_gib, "Host memory to pin as the runtime does, in GiB; 0: none",
+            {.most = 4096});
   command->add_option("--sections", options->sections, std::string("Comma list of ") + kSections)
       ->capture_default_str();
   command->add_option("--profile", options->profile, "Judge `auto` by this transfer profile instead of a calibration")

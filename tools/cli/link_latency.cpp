@@ -54,7 +54,7 @@ double stream_round_trip_us(LinkMachine& machine) {
   }
   const Clock::time_point begin = Clock::now();
   flags.to_device->signal(1);
-  const Deadline deadline = begin + std::chrono::microseconds(kPatience_us);
+  const Clock::time_point deadline = begin + std::chrono::microseconds(kPatience_us);
   for (std::uint64_t round = 2; round <= start; ++round) {
     while (flags.to_host->state(round) == Flag::State::pending) {
       if (Clock::now() > deadline) throw Error(Errc::timeout, "link: a stream raised no flag for five seconds");
@@ -75,7 +75,7 @@ double kernel_round_trip_us(LinkMachine& machine) {
                    stream->handle());
   const std::atomic_ref<std::uint64_t> ping(*flags.to_host->word());
   const std::atomic_ref<std::uint64_t> pong(*flags.to_device->word());
-  const Deadline deadline = Clock::now() + std::chrono::microseconds(kPatience_us);
+  const Clock::time_point deadline = Clock::now() + std::chrono::microseconds(kPatience_us);
   Clock::time_point begin;
   for (std::uint64_t round = 1; round <= kPingRounds && Clock::now() < deadline; ++round) {
     while (ping.load(std::memory_order_acquire) < round && Clock::now() < deadline) cpu::relax();

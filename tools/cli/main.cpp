@@ -1,20 +1,19 @@
-#include <algorithm>
-#include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <new>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "tools/cli/command.hpp"
 #include "tools/cli/facts.hpp"
+#include "tools/cli/message.hpp"
 
 namespace sluice::tools {
 namespace {
 
-/// One line whatever the message holds, so that logs stay one line per error.
-int fail(std::string message, ExitCode code) {
-  std::replace(message.begin(), message.end(), '\n', ' ');
-  std::fprintf(stderr, "sluice: error: %s\n", message.c_str());
+int fail(const std::string& message, ExitCode code) {
+  say("error: " + message);
   return code;
 }
 
@@ -38,7 +37,7 @@ int run(int argc, char** argv) {
   CLI::App app(
       "Long-context LLM decoding with the KV cache in host memory.\n"
       "Results go to standard output, progress and messages to standard error.\n"
-      "Exit codes: 0 ok, 1 failed check or run, 2 wrong usage or input, 3 unsupported here.",
+      "Exit codes: 0 ok, 1 failed check or run, 2 wrong usage or input, 3 unsupported here, 130 interrupted by Ctrl-C.",
       "sluice");
   app.require_subcommand(1);
   app.failure_message(CLI::FailureMessage::simple);
@@ -56,11 +55,13 @@ int run(int argc, char** argv) {
   add_link(app, exit_code);
   add_doctor(app, exit_code);
   add_policies(app, exit_code);
+  add_plot(app, exit_code);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    // Help and version are no errors: CLI11 prints the help to standard output.
-    if (error.get_exit_code() == 0) return app.exit(error);
+    // Help and version are no errors. CLI11 itself would print the help without a look at what became of it.
+    if (dynamic_cast<const CLI::CallForHelp*>(&error) != nullptr) write_stdout(app.help());
+    if (error.get_exit_code() == 0) return kOk;
     return fail(cause(app, error) + "; run `" + parsed_command(app) + " --help` for the options", kUsage);
   }
   return exit_code;
@@ -79,6 +80,12 @@ int main(int argc, char** argv) {
     return fail(error.what(), exit_code_of(error.code()));
   } catch (const std::bad_alloc&) {
     return fail("out of memory; use a shorter prompt or length, or a smaller pool", kFailed);
+  } catch (const std::filesystem::filesystem_error& error) {
+    return fail(std::string(error.what()) + "; use a path that you may read and write", kFailed);
+  } catch (const std::system_error& error) {
+    return fail(std::string(error.what()) +
+                    "; out of threads or memory? Use fewer --threads, or raise the limits (ulimit -u, ulimit -v)",
+                kFailed);
   } catch (const std::exception& error) {
     return fail(std::string("unexpected: ") + error.what() + "; please report this", kFailed);
   }

@@ -15,8 +15,7 @@ int run(const OutputOptions& output) {
     table.rows.push_back({preset.spec.name, to_string(preset.spec), preset.summary});
   }
   report.tables.push_back(std::move(table));
-  target.commit(render(report, output.format));
-  return kOk;
+  return deliver(report, output.format, target);
 }
 
 }  // namespace

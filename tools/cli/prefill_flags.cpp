@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <optional>
 
+#include "scheduler/numbers.hpp"
 #include "tools/cli/values.hpp"
 
 namespace sluice::tools {
@@ -12,7 +14,8 @@ namespace {
 constexpr std::uint32_t kDeviceChunk = 8192;
 constexpr std::uint32_t kChoosingChunk = 4096;  ///< on the CPU
 
-std::string shortest(float value) {
+/// So many that a float is told from all others.
+std::string digits_of(float value) {
   std::array<char, 32> text{};
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
 }
@@ -20,10 +23,8 @@ std::string shortest(float value) {
 }  // namespace
 
 void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex) {
-  app.add_option("--tau", flex.tau, "FlexPrefill: a head chooses per query block below this divergence; [0, 1]")
-      ->capture_default_str();
-  app.add_option("--min-budget", flex.min_budget, "FlexPrefill: tokens of columns, and of diagonals, at least")
-      ->capture_default_str();
+  add_number(app, "--tau", flex.tau, "FlexPrefill: a head chooses per query block below this divergence; [0, 1]");
+  add_count(app, "--min-budget", flex.min_budget, "FlexPrefill: tokens of columns, and of diagonals, at least");
 }
 
 void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list) {
@@ -32,19 +33,17 @@ void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list) {
                       : "How the prompt is attended: full, flexprefill or auto")
       ->type_name("MODE[@GAMMA]")
       ->capture_default_str();
-  app.add_option("--gamma", flags.flex.gamma, "FlexPrefill: share of the representative attention to keep, (0, 1]")
-      ->capture_default_str();
+  add_number(app, "--gamma", flags.flex.gamma, "FlexPrefill: share of the representative attention to keep, (0, 1]");
   add_flexprefill_flags(app, flags.flex);
 }
 
 float parse_gamma(std::string_view text, const std::string& what) {
-  float gamma = 0.f;
-  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), gamma);
-  if (text.empty() || problem != std::errc() || end != text.data() + text.size()) {
+  const std::optional<double> gamma = scheduler::read_decimal(text);
+  if (!gamma) {
     throw Error(Errc::invalid_argument,
                 what + ": '" + std::string(text) + "' is no number; gamma is a share in (0, 1], e.g. 0.95");
   }
-  return gamma;
+  return static_cast<float>(*gamma);
 }
 
 PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex) {
@@ -79,7 +78,7 @@ PrefillSpec parse_one_prefill(const PrefillFlags& flags) {
 
 std::string to_text(const PrefillSpec& spec) {
   const std::string mode = to_string(spec.mode);
-  return spec.mode == PrefillMode::full ? mode : mode + '@' + shortest(spec.flex.gamma);
+  return spec.mode == PrefillMode::full ? mode : mode + '@' + digits_of(spec.flex.gamma);
 }
 
 Json to_json(const PrefillSpec& spec) {

@@ -66,7 +66,7 @@ PrefillLayer::PrefillLayer(const PrefillLayerOptions& options, Device& device, S
       copies.push_back({.to = to, .from = pages->data() + head * bytes, .bytes = bytes});
     }
     stream.copy(copies);
-    stream.synchronize(Clock::now() + kPatience);
+    stream.synchronize(deadline_after(kPatience));
   }
 }
 
@@ -206,7 +206,7 @@ std::vector<float> PrefillPass::outputs(std::span<const std::uint32_t> tokens) c
     copies.push_back({.to = rows->data() + i * bytes, .from = out_->data() + tokens[i] * bytes, .bytes = bytes});
   }
   stream_.copy(copies);
-  stream_.synchronize(Clock::now() + kPatience);
+  stream_.synchronize(deadline_after(kPatience));
   std::vector<float> out(tokens.size() * shape_.q_heads * shape_.head_dim);
   widen(dtype, rows->data(), out);
   return out;
@@ -237,7 +237,7 @@ double PrefillPass::time(std::uint32_t samples, const std::function<void()>& ver
     events.push_back(device_.create_event());
     stream_.record(*events.back());
   }
-  stream_.synchronize(Clock::now() + kPatience);
+  stream_.synchronize(deadline_after(kPatience));
   std::vector<double> times;
   for (std::size_t i = skipped + 1; i < events.size(); ++i) {
     times.push_back(std::chrono::duration<double, std::milli>(events[i]->time() - events[i - 1]->time()).count());

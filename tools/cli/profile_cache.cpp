@@ -1,6 +1,7 @@
 #include "tools/cli/profile_cache.hpp"
 
 #include <cstdlib>
+#include <exception>
 
 #include "sluice/error.hpp"
 #include "tools/cli/transfer_profile.hpp"
@@ -28,6 +29,9 @@ std::shared_ptr<const TransferProfile> kept(const std::filesystem::path& file, c
   } catch (const Error& error) {
     if (error.code() == Errc::corrupt) say(std::string("the kept profile is replaced: ") + error.what());
     return nullptr;
+  } catch (const std::exception& error) {  // such as no memory to read it: no reason to end a program
+    say("the kept profile '" + file.string() + "' is replaced: " + error.what());
+    return nullptr;
   }
 }
 
@@ -37,6 +41,10 @@ void keep(const TransferProfile& profile, const CudaDeviceFacts& facts, const st
   if (failure)
     throw Error(Errc::io, "cannot make '" + file.parent_path().string() + "': " + failure.message() +
                               "; let XDG_CACHE_HOME name a directory that you may write to");
+  // Writing into a pipe would wait for a reader.
+  if (std::filesystem::exists(file, failure) && !std::filesystem::is_regular_file(file, failure))
+    throw Error(Errc::io,
+                "'" + file.string() + "' is no regular file; remove it, or let XDG_CACHE_HOME name another directory");
   save_transfer_profile(profile, facts, file.string());
 }
 

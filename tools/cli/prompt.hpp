@@ -12,7 +12,7 @@ namespace sluice::tools {
 struct PromptFlags {
   std::string text;
   std::string file;    ///< "-": standard input
-  std::string tokens;  ///< file of token ids
+  std::string tokens;  ///< file of token ids; "-": standard input
 };
 
 void add_prompt_flags(CLI::App& app, PromptFlags& flags);

@@ -22,7 +22,8 @@ Table first_token_table(const PromptStats& stats, const FirstTokenTimes& times) 
               .layout = Table::Layout::pairs};
   std::vector<Json> row;
   const auto add = [&](const char* key, const char* title, Json value, Column::Show show = Column::Show::plain) {
-    table.columns.push_back({key, title, 1, show});
+    const bool nothing = value.is_number() && value.get<double>() < 0.05;  // It would read 0.0.
+    table.columns.push_back({key, title, 1, show, nothing});
     row.push_back(std::move(value));
   };
   const std::uint64_t known = stats.attend_ns + stats.select_ns + stats.load_wait_ns + stats.flush_wait_ns;
@@ -49,9 +50,10 @@ void append_blocks(const PromptStats& stats, std::vector<Column>& columns, std::
   const auto share = [](std::uint64_t part, std::uint64_t whole, double none) {
     return whole == 0 ? none : static_cast<double>(part) / static_cast<double>(whole);
   };
-  columns.push_back({"blocks_share", "blocks computed", 1, Column::Show::percent});
+  const bool chosen = stats.sparse_chunks != 0;
+  columns.push_back({"blocks_share", "blocks computed", 1, Column::Show::percent, !chosen});
   row.push_back(share(stats.kept_blocks, stats.causal_blocks, 1.0));
-  columns.push_back({"sparse_chunks_share", "chunks with a choice", 1, Column::Show::percent});
+  columns.push_back({"sparse_chunks_share", "chunks with a choice", 1, Column::Show::percent, !chosen});
   row.push_back(share(stats.sparse_chunks, stats.sparse_chunks + stats.dense_chunks, 0.0));
 }
 

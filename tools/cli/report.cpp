@@ -7,6 +7,7 @@
 
 #include "sluice/error.hpp"
 #include "tools/cli/facts.hpp"
+#include "tools/cli/message.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -17,10 +18,10 @@ std::string fixed(double value, int digits) {
   return text.data();
 }
 
-/// A bar would end the Markdown cell.
+/// A bar would end the Markdown cell, a newline the table.
 std::string escaped(const std::string& text) {
   std::string out;
-  for (const char c : text) out.append(c == '|' ? "\\" : "").push_back(c);
+  for (const char c : printable(text, text.npos)) out.append(c == '|' ? "\\" : "").push_back(c);
   return out;
 }
 
@@ -33,11 +34,16 @@ std::string shown(const Json& cell, const Column& column) {
   return percent ? fixed(100.0 * cell.get<double>(), column.digits) + "%" : fixed(cell.get<double>(), column.digits);
 }
 
+/// JSON and CSV have no infinity and no NaN; both mean "not a result".
+Json finite(const Json& cell) {
+  return cell.is_number_float() && !std::isfinite(cell.get<double>()) ? Json(nullptr) : cell;
+}
+
 std::string csv_field(const Json& cell) {
-  if (cell.is_null()) return "";
+  if (finite(cell).is_null()) return "";
   if (!cell.is_string()) return cell.dump();
   const auto text = cell.get<std::string>();
-  if (text.find_first_of(",\"\n") == std::string::npos) return text;
+  if (text.find_first_of(",\"\r\n") == std::string::npos) return text;
   std::string quoted = "\"";
   for (const char c : text) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
   return quoted + "\"";
@@ -71,7 +77,9 @@ std::string markdown(const Table& table) {
     cells.push_back({"measure", "value"});
     left = {true, false};
     for (std::size_t c = 0; c < table.columns.size(); ++c) {
-      cells.push_back({table.columns[c].title, shown(table.rows.front()[c], table.columns[c])});
+      const Json& cell = table.rows.front()[c];
+      if (!cell.is_null() && !table.columns[c].hidden)
+        cells.push_back({table.columns[c].title, shown(cell, table.columns[c])});
     }
   } else {
     cells.resize(table.rows.size() + 1);
@@ -88,7 +96,19 @@ std::string markdown(const Table& table) {
   return (table.title.empty() ? "" : table.title + "\n\n") + grid(cells, left);
 }
 
-std::string csv(const Table& table) {
+}  // namespace
+
+Json to_objects(const Table& table) {
+  Json rows = Json::array();
+  for (const auto& row : table.rows) {
+    Json object = Json::object();
+    for (std::size_t c = 0; c < row.size(); ++c) object[table.columns[c].key] = finite(row[c]);
+    rows.push_back(std::move(object));
+  }
+  return rows;
+}
+
+std::string to_csv(const Table& table) {
   std::string out;
   for (std::size_t c = 0; c < table.columns.size(); ++c) out.append(c == 0 ? "" : ",").append(table.columns[c].key);
   out += '\n';
@@ -99,10 +119,7 @@ std::string csv(const Table& table) {
   return out;
 }
 
-/// JSON has no infinity and no NaN; both mean "not a result".
-Json finite(const Json& cell) {
-  return cell.is_number_float() && !std::isfinite(cell.get<double>()) ? Json(nullptr) : cell;
-}
+namespace {
 
 std::string json(const Report& report) {
   Json document = {{"schema_version", kSchemaVersion}, {"tool", "sluice"},     {"version", version()},
@@ -110,13 +127,7 @@ std::string json(const Report& report) {
   for (const auto& [key, value] : report.extra.items()) document[key] = value;
   Json results = Json::object();
   for (const Table& table : report.tables) {
-    Json rows = Json::array();
-    for (const auto& row : table.rows) {
-      Json object = Json::object();
-      for (std::size_t c = 0; c < row.size(); ++c) object[table.columns[c].key] = finite(row[c]);
-      rows.push_back(std::move(object));
-    }
-    results[table.key] = std::move(rows);
+    results[table.key] = to_objects(table);
   }
   document["results"] = std::move(results);
   return document.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
@@ -126,10 +137,12 @@ std::string json(const Report& report) {
 
 std::string render(const Report& report, Format format) {
   if (format == Format::json) return json(report);
+  if (format == Format::csv) return report.tables.empty() ? "" : to_csv(report.tables.front());
   std::string out;
   for (const Table& table : report.tables) {
+    if (table.rows.empty()) continue;
     if (!out.empty()) out += '\n';
-    out += format == Format::md ? markdown(table) : csv(table);
+    out += markdown(table);
   }
   return out;
 }

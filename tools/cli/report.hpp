@@ -24,6 +24,7 @@ struct Column {
   std::string title;  ///< in Markdown
   int digits = 0;     ///< decimals in Markdown
   Show show = Show::plain;
+  bool hidden = false;  ///< from pairs, as null is: it says nothing about this row
 };
 
 /// Rows of equal length. A null cell means "not measured".
@@ -45,9 +46,14 @@ struct Report {
 };
 
 /// JSON: one object {schema_version, tool, version, command, host, config, <extra...>, results: {table: [row]}}.
-/// Markdown: one table after the other. CSV: likewise, header line first, tables separated by an empty line.
+/// Markdown: one table after the other, those without rows left out. CSV: the first table alone, header line first,
+/// because no reader of CSV expects a second one behind it.
 /// Bytes that are not UTF-8 become U+FFFD in JSON.
 [[nodiscard]] std::string render(const Report& report, Format format);
+/// A table's rows as JSON writes them: objects by the columns' keys.
+[[nodiscard]] Json to_objects(const Table& table);
+/// Numbers as in JSON; null, NaN and infinity are empty.
+[[nodiscard]] std::string to_csv(const Table& table);
 
 /// @throws Error{Errc::invalid_argument} that lists the formats.
 [[nodiscard]] Format parse_format(std::string_view text);

@@ -1,18 +1,17 @@
-#include <unistd.h>
-
 #include <algorithm>
-#include <cstdio>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "sluice/runtime.hpp"
 #include "tools/cli/command.hpp"
 #include "tools/cli/device_flags.hpp"
+#include "tools/cli/message.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/prefill_flags.hpp"
-#include "tools/cli/prompt_columns.hpp"
 #include "tools/cli/progress_bar.hpp"
 #include "tools/cli/prompt.hpp"
+#include "tools/cli/prompt_columns.hpp"
 #include "tools/cli/runtime_flags.hpp"
 #include "tools/cli/stats_columns.hpp"
 #include "tools/cli/trace_file.hpp"
@@ -35,15 +34,30 @@ struct RunOptions {
   std::uint32_t decode_prompt = 0;
   PrefillFlags prefill;
   std::string trace;
-  SamplerOptions sampler;
+  std::optional<float> temperature;  ///< as top_p and top_k: by default what generation_config.json says
+  std::optional<float> top_p;
+  std::optional<std::uint32_t> top_k;
+  std::uint64_t seed = SamplerOptions{}.seed;
   RuntimeFlags runtime;
   DeviceFlags device;
   OutputOptions output;
 };
 
+/// Why a text ends.
+enum class Finish : std::uint8_t {
+  stop,     ///< the model ended it
+  length,   ///< --max-tokens
+  context,  ///< the model has no position for another token
+};
+
+const char* to_string(Finish finish) {
+  return finish == Finish::stop ? "stop" : finish == Finish::length ? "length" : "context";
+}
+
 /// What was generated and how long it took.
 struct Generation {
   std::vector<int> tokens;
+  Finish finish = Finish::stop;
   double prefill_s = 0.0;           ///< of the prompt but for the tokens that are decoded
   double first_token_s = 0.0;       ///< prefill, prompt tokens decoded, and the choice of the first token
   std::vector<double> per_token_s;  ///< of each later token
@@ -58,6 +72,29 @@ PolicySpec policy_of(const RunOptions& options) {
   return policy;
 }
 
+/// A flag wins over the model's generation_config.json, and that over the sampler's own default.
+SamplerOptions sampler_of(const RunOptions& options, const GenerationConfig& file) {
+  const SamplerOptions own;
+  for (const std::string& key : file.ignored)
+    std::fprintf(stderr, "sluice: warning: generation_config.json sets %s, which is not applied here\n", key.c_str());
+  return {.temperature = options.temperature.value_or(file.temperature.value_or(own.temperature)),
+          .top_p = options.top_p.value_or(file.top_p.value_or(own.top_p)),
+          .top_k = options.top_k.value_or(file.top_k.value_or(own.top_k)),
+          .seed = options.seed};
+}
+
+/// Tokens that a prompt of so many leaves room for. The last one is chosen, but never read, and needs no position.
+/// @throws Error{Errc::invalid_argument} for a prompt beyond the model's context.
+std::uint32_t room_behind(std::size_t prompt_tokens, const ModelConfig& model) {
+  const std::uint32_t most = model.max_position_embeddings;
+  if (prompt_tokens > most) {
+    throw Error(Errc::invalid_argument, "the prompt's " + std::to_string(prompt_tokens) +
+                                            " tokens exceed the model's context of " + std::to_string(most) +
+                                            " (max_position_embeddings); shorten the prompt");
+  }
+  return most - static_cast<std::uint32_t>(prompt_tokens) + 1;
+}
+
 /// Text for a model that reads bytes, ids for any other.
 std::string printable(int token, bool bytes) {
   return bytes ? ByteTokenizer::decode(std::span(&token, 1)) : std::to_string(token) + ' ';
@@ -65,15 +102,22 @@ std::string printable(int token, bool bytes) {
 
 class Generator {
  public:
-  Generator(const RunOptions& options, const Model& model, Session& session)
-      : options_(options), model_(model), session_(session), bytes_(ByteTokenizer::fits(model.config())) {}
+  Generator(const RunOptions& options, const SamplerOptions& sampling, const Model& model, Session& session)
+      : options_(options),
+        sampling_(sampling),
+        model_(model),
+        session_(session),
+        bytes_(ByteTokenizer::fits(model.config())) {}
 
   Generation run(std::span<const int> prompt, bool stream) {
     Generation result;
-    Sampler sampler(options_.sampler);
+    Sampler sampler(sampling_);
+    const std::uint32_t room = room_behind(prompt.size(), model_.config());
+    const std::uint32_t limit = std::min(options_.max_tokens, room);
+    result.finish = options_.max_tokens <= room ? Finish::length : Finish::context;
     auto start = Clock::now();
     read(prompt, result);
-    while (result.tokens.size() < options_.max_tokens) {
+    while (result.tokens.size() < limit) {
       const int token = sampler.next(session_.logits());
       const double took = seconds_since(start);
       if (result.tokens.empty()) {
@@ -81,11 +125,14 @@ class Generator {
       } else {
         result.per_token_s.push_back(took);
       }
-      if (model_.config().is_eos(token)) break;
+      if (model_.config().is_eos(token)) {
+        result.finish = Finish::stop;
+        break;
+      }
       result.tokens.push_back(token);
       if (stream) write_stdout(printable(token, bytes_));
       start = Clock::now();
-      if (result.tokens.size() < options_.max_tokens) session_.decode(token);
+      if (result.tokens.size() < limit) session_.decode(token);
     }
     if (stream) write_stdout("\n");
     return result;
@@ -107,6 +154,7 @@ class Generator {
   }
 
   const RunOptions& options_;
+  SamplerOptions sampling_;
   const Model& model_;
   Session& session_;
   bool bytes_;
@@ -129,53 +177,72 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
   add({"policy", "policy"}, policy.name);
   add({"prompt_tokens", "prompt tokens"}, prompt_tokens);
   add({"generated_tokens", "generated tokens"}, generation.tokens.size());
+  add({"finish_reason", "ended by"}, to_string(generation.finish));
   add({"ttft_ms", "time to first token, ms", 1}, 1e3 * generation.first_token_s);
   add({"tpot_p50_ms", "time per token p50, ms", 2}, ms(0.50));
   add({"tpot_p99_ms", "time per token p99, ms", 2}, ms(0.99));
   add({"decode_tokens_per_s", "decoded tokens per s", 1},
       decoded ? Json(static_cast<double>(generation.per_token_s.size()) / total) : Json());
   append_stats(stats, shape, table.columns, row);
-  add({"h2d_bytes", "bytes to the device, prefill included"}, stats.h2d_bytes);
-  add({"d2h_bytes", "bytes to the host, prefill included"}, stats.d2h_bytes);
+  add({.key = "h2d_bytes", .title = "bytes to the device, prefill included", .hidden = !offloaded(stats)},
+      stats.h2d_bytes);
+  add({.key = "d2h_bytes", .title = "bytes to the host, prefill included", .hidden = !offloaded(stats)},
+      stats.d2h_bytes);
   table.rows.push_back(std::move(row));
   return table;
 }
 
-Json config_of(const RunOptions& options, const PolicySpec& policy, const PrefillSpec& prefill,
-               const RuntimeOptions& runtime) {
+Json config_of(const RunOptions& options, const SamplerOptions& sampling, const PolicySpec& policy,
+               const PrefillSpec& prefill, const RuntimeOptions& runtime) {
   return {{"model", options.model},
           {"policy", options.policy},
           {"composition", to_string(policy)},
           {"max_tokens", options.max_tokens},
           {"decode_prompt", options.decode_prompt},
           {"prefill", to_json(prefill)},
-          {"temperature", options.sampler.temperature},
-          {"top_p", options.sampler.top_p},
-          {"seed", options.sampler.seed},
+          {"temperature", sampling.temperature},
+          {"top_p", sampling.top_p},
+          {"top_k", sampling.top_k},
+          {"seed", sampling.seed},
           {"runtime", to_json(runtime)}};
+}
+
+/// The text streams to standard output, unless that holds the report.
+void check_outputs(const RunOptions& options) {
+  const std::string streamed;
+  require_distinct({{"--output", options.output.path}, {"--trace", options.trace, !options.trace.empty()}});
+  require_distinct({{"the text", streamed}, {"--trace", options.trace, !options.trace.empty()}});
+  if (options.output.format == Format::csv && OutputTarget(options.output.path).is_stdout()) {
+    throw Error(Errc::invalid_argument,
+                "-o csv: standard output holds the generated text; give the tables a file, --output FILE.csv");
+  }
 }
 
 int run(const RunOptions& options) {
   const PolicySpec policy = policy_of(options);
   const PrefillSpec prefill = parse_one_prefill(options.prefill);
+  check_outputs(options);
   const OutputTarget target(options.output.path);
   const std::optional<OutputTarget> trace_target =
       options.trace.empty() ? std::nullopt : std::optional<OutputTarget>(options.trace);
   const std::shared_ptr<Device> device = make_device(options.device);
   const Model model = load_model(options.model, options.random_weights, options.runtime.options.threads, device);
+  const SamplerOptions sampling = sampler_of(options, model.generation());
   const std::vector<int> prompt = read_prompt(options.prompt, model.config());
 
   TraceFile trace;
   const AttentionShape shape = model.config().shape();
-  const auto tokens = static_cast<std::uint32_t>(prompt.size()) + options.max_tokens;
+  const std::uint32_t answer = std::min(options.max_tokens, room_behind(prompt.size(), model.config()));
+  const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
   RuntimeFlags flags = options.runtime;
   flags.options.page_tokens = page_tokens_for(policy, flags);
   choose_chunk(flags, device.get(), std::span(&prefill, 1));
+  choose_kv_dtype(flags, model);
   RuntimeOptions runtime_options = sized(flags, shape, std::span(&policy, 1), tokens);
   if (trace_target) runtime_options.trace = &trace;
   Runtime runtime(runtime_options, device);
   Session session(model, runtime, policy, prefill);
-  Generator generator(options, model, session);
+  Generator generator(options, sampling, model, session);
 
   // One JSON object and streamed text cannot share standard output.
   const bool json_on_stdout = options.output.format == Format::json && target.is_stdout();
@@ -183,18 +250,18 @@ int run(const RunOptions& options) {
 
   runtime.synchronize();  // Counters of the prompt are complete then.
   const Stats stats = session.stats();
-  Report report{.command = "run", .config = config_of(options, policy, prefill, runtime_options)};
+  Report report{.command = "run", .config = config_of(options, sampling, policy, prefill, runtime_options)};
   report.extra = {{"text", generator.text(generation)}, {"tokens", generation.tokens}};
   report.tables.push_back(summary(generation, prompt.size(), policy, stats, shape));
   report.tables.push_back(first_token_table(
       stats.prompt, {.prefill_ms = 1e3 * generation.prefill_s, .ttft_ms = 1e3 * generation.first_token_s}));
-  const std::string rendered = render(report, options.output.format);
-  if (target.is_stdout() && !json_on_stdout) {
-    std::fputs(rendered.c_str(), stderr);
+  if (options.output.path.empty() && !json_on_stdout) {
+    write_stderr(render(report, options.output.format));
   } else {
-    target.commit(rendered);
+    (void)deliver(std::move(report), options.output.format, target);
   }
   if (trace_target) trace_target->commit(trace.json());
+  if (trace.dropped() != 0) say("warning: the trace lacks " + std::to_string(trace.dropped()) + " events: out of memory");
   return kOk;
 }
 
@@ -214,31 +281,31 @@ void add_run(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_option("--near", options->near, "Share of the pages kept near, e.g. 10% [default: the policy's]")
       ->type_name("SHARE");
-  command->add_option("--max-tokens", options->max_tokens, "Tokens to generate at most")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  command
-      ->add_option("--decode-prompt", options->decode_prompt,
-                   "Last prompt tokens to read under the policy, one by one, instead of densely")
-      ->capture_default_str();
+  add_count(*command, "--max-tokens", options->max_tokens, "Tokens to generate at most", {.least = 1, .most = 1 << 20});
+  add_count(*command, "--decode-prompt", options->decode_prompt,
+            "Last prompt tokens to read under the policy, one by one, instead of densely");
   add_prefill_flags(*command, options->prefill, false);
-  command->add_option("--temperature", options->sampler.temperature, "0: the likeliest token; larger is more random")
-      ->capture_default_str();
-  command
-      ->add_option("--top-p", options->sampler.top_p, "Sample among the likeliest tokens that hold this share, (0, 1]")
-      ->capture_default_str();
-  command->add_option("--seed", options->sampler.seed, "Seed of the sampling")->capture_default_str();
-  command
-      ->add_option("--audit", options->runtime.options.audit_every,
-                   "Every N-th step also attends densely and reports coverage; 0: never")
-      ->capture_default_str();
+  const auto optional = [](auto& target) {
+    return [&target](auto value) { target = static_cast<typename std::decay_t<decltype(target)>::value_type>(value); };
+  };
+  add_number(*command, "--temperature", std::function<void(double)>(optional(options->temperature)),
+             "0: the likeliest token; larger is more random [default: the model's generation_config.json, else 0]",
+             {.most = 100.0});
+  add_number(*command, "--top-p", std::function<void(double)>(optional(options->top_p)),
+             "Sample among the likeliest tokens that hold this share, (0, 1] [default: the model's, else 1]");
+  add_count(*command, "--top-k", std::function<void(std::uint64_t)>(optional(options->top_k)),
+            "Sample among so many of the likeliest tokens; 0: all [default: the model's, else 0]");
+  add_seed(*command, options->seed, "Seed of the sampling");
+  add_count(*command, "--audit", options->runtime.options.audit_every,
+            "Every N-th step also attends densely and reports coverage; 0: never");
   command->add_option("--trace", options->trace, "Write what ran when, for ui.perfetto.dev")->type_name("FILE");
   add_device_flags(*command, options->device);
   add_runtime_flags(*command, options->runtime);
   add_output(*command, options->output);
   command->footer(
       "Text goes to standard output as it comes, the table to standard error. With -o json standard output\n"
-      "holds one object with the text in it.");
+      "holds one object with the text in it; -o csv needs --output. What did not happen has no row in the table.\n"
+      "A text ends by the model (stop), --max-tokens (length) or the model's context (context).");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

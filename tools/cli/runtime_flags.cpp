@@ -30,33 +30,41 @@ void add_runtime_flags(CLI::App& app, RuntimeFlags& flags) {
            "Host memory for the KV cache, K/M/G allowed [default: sized to the prompt]");
   add_size(app, "--near-size", o.near_bytes,
            "Near memory for KV pages, K/M/G allowed [default: what the policy wants]");
-  const auto read_page_tokens = [&flags](const std::uint32_t& tokens) {
-    flags.options.page_tokens = tokens;
+  const std::function<void(std::uint64_t)> set_page_tokens = [&flags](std::uint64_t tokens) {
+    flags.options.page_tokens = static_cast<std::uint32_t>(tokens);
     flags.own_pages = false;
   };
-  app.add_option_function<std::uint32_t>(
-      "--page-tokens", read_page_tokens,
-      "Tokens per page; a power of two in [8, 256] [default: what the policy was made for, else 16]");
-  add_dtype(app, "--kv-dtype", o.kv_dtype, "Element type of keys and values in the cache");
-  app.add_option("--threads", o.threads, "Threads of host work; 0: one per core that this process may use")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
-  const auto read_chunk = [&flags](const std::uint32_t& tokens) {
-    flags.options.prefill_chunk = tokens;
+  add_count(app, "--page-tokens", set_page_tokens,
+            "Tokens per page; a power of two in [8, 256] [default: what the policy was made for, else 16]");
+  const auto read_kv_dtype = [&flags](const std::string& text) {
+    flags.own_kv_dtype = text == "auto";
+    if (!flags.own_kv_dtype) flags.options.kv_dtype = parse_dtype(text, "--kv-dtype");
+  };
+  app.add_option_function<std::string>(
+         "--kv-dtype", read_kv_dtype,
+         "Element type of keys and values in the cache; auto: the checkpoint's, bf16 on a GPU")
+      ->type_name("auto|f32|f16|bf16")
+      ->default_str("auto");
+  add_count(app, "--threads", o.threads, "Threads of host work; 0: one per core that this process may use",
+            {.most = 4096});
+  const std::function<void(std::uint64_t)> set_chunk = [&flags](std::uint64_t tokens) {
+    flags.options.prefill_chunk = static_cast<std::uint32_t>(tokens);
     flags.own_chunk = false;
   };
-  app.add_option_function<std::uint32_t>("--prefill-chunk", read_chunk,
-                                         "Prompt tokens per prefill call [default: 8192 on a GPU, else 512, or 4096 "
-                                         "where blocks of the prompt are chosen]");
-  app.add_option("--promote-pages", o.promote_pages, "Pages that a forecast may promote per layer and step")
-      ->capture_default_str();
-  const auto read_timeout = [&o](const double& seconds) {
+  add_count(app, "--prefill-chunk", set_chunk,
+            "Prompt tokens per prefill call [default: 8192 on a GPU, else 512, or 4096 where blocks of the prompt are "
+            "chosen]");
+  add_count(app, "--promote-pages", o.promote_pages, "Pages that a forecast may promote per layer and step");
+  const std::function<void(double)> set_timeout = [&o](double seconds) {
     o.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
   };
-  app.add_option_function<double>("--timeout", read_timeout, "Seconds after which a wait gives up")
-      ->check(CLI::Range(0.001, 3600.0))
+  add_number(app, "--timeout", set_timeout, "Seconds after which a wait gives up", {.least = 0.001, .most = 3600.0})
       ->type_name("SECONDS")
       ->default_str(std::to_string(o.timeout.count() / 1000));
+}
+
+void choose_kv_dtype(RuntimeFlags& flags, const Model& model) noexcept {
+  if (flags.own_kv_dtype) flags.options.kv_dtype = model.kv_dtype();
 }
 
 std::uint32_t page_tokens_for(const PolicySpec& policy, const RuntimeFlags& flags) noexcept {

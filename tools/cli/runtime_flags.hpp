@@ -9,6 +9,7 @@
 #include "sluice/options.hpp"
 #include "sluice/policy.hpp"
 #include "tools/cli/command.hpp"
+#include "tools/llama/model.hpp"
 
 namespace sluice::tools {
 
@@ -22,9 +23,14 @@ struct RuntimeFlags {
   RuntimeOptions options;  ///< `shape` is filled in once the model is known
   bool own_chunk = true;   ///< no --prefill-chunk was given: see choose_chunk
   bool own_pages = true;   ///< no page size was asked for: a policy gets pages of the size that it was made for
+  /// No element type was asked for: see choose_kv_dtype.
+  bool own_kv_dtype = true;
 };
 
 void add_runtime_flags(CLI::App& app, RuntimeFlags& flags);
+
+/// `--kv-dtype auto`: keys and values as the model has them.
+void choose_kv_dtype(RuntimeFlags& flags, const Model& model) noexcept;
 
 /// Page size of a runtime for one policy: what the user asked for, else the policy's own, else the default.
 [[nodiscard]] std::uint32_t page_tokens_for(const PolicySpec& policy, const RuntimeFlags& flags) noexcept;

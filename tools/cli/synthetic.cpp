@@ -38,6 +38,9 @@ constexpr double kNeedleScore = 28.0;
 constexpr std::uint32_t kNeedleDims = 16;  ///< that the mark is spread over, on average
 constexpr std::uint32_t kHeavySharedDims = 1;
 constexpr std::uint32_t kDistanceDims = 1;
+constexpr float kSinkKey = 8.f;  ///< a sink's key in the sinks' dimension, the last one; all else in it is 0
+constexpr float kSinkValue = 0.1f;
+constexpr double kMostOnSinks = 0.999;
 
 std::uint64_t mix(std::uint64_t x) noexcept {
   return mixed_bits(x + 0x9e3779b97f4a7c15u);
@@ -69,6 +72,17 @@ std::uint32_t margin_of(const SyntheticOptions& options) noexcept { return optio
 
 }  // namespace
 
+void append_runs(std::uint32_t begin, std::uint32_t end, std::uint32_t page_tokens, std::vector<PageRun>& runs) {
+  while (begin < end) {
+    const std::uint32_t page = begin / page_tokens;
+    const std::uint32_t stop = std::min(end, (page + 1) * page_tokens);
+    runs.push_back({.page = page,
+                    .begin = static_cast<std::uint16_t>(begin - page * page_tokens),
+                    .end = static_cast<std::uint16_t>(stop - page * page_tokens)});
+    begin = stop;
+  }
+}
+
 void check_needles(const SyntheticOptions& options) {
   const std::uint64_t most = (options.tokens - 2 * margin_of(options)) / 2;
   const std::uint64_t wanted = std::uint64_t{options.needles} * options.steps;
@@ -79,6 +93,17 @@ void check_needles(const SyntheticOptions& options) {
                                           " tokens; ask for fewer, or for a longer context");
 }
 
+void check_sinks(const SyntheticOptions& options) {
+  for (const double share : options.sinks) {
+    if (share >= 0.0 && share <= kMostOnSinks) continue;  // NaN is refused too.
+    throw Error(Errc::invalid_argument, "--sinks: " + std::to_string(share) + " is no share in [0, 0.999]");
+  }
+  constexpr std::uint32_t kLeast = 16 * SyntheticLayer::kSinks;  // Needles keep clear of the first sixteenth.
+  if (options.sinks.empty() || options.tokens >= kLeast) return;
+  throw Error(Errc::invalid_argument, "--sinks: a context of " + std::to_string(options.tokens) +
+                                          " tokens is too short for them; give at least " + std::to_string(kLeast));
+}
+
 SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topology& topology,
                                const std::shared_ptr<const cpu::Workers>& builders)
     : options_(options),
@@ -87,6 +112,7 @@ SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topol
       device_(builders),
       pages_(static_cast<std::uint32_t>(div_up(options.tokens + options.steps, options.layout.page_tokens))) {
   check_needles(options);
+  check_sinks(options);
   for (std::uint32_t m = 0; m < pairs_; ++m) {
     frequency_.push_back(std::numbers::pi * std::pow(kLongestPeriod / 2.0, -(m + 0.5) / pairs_));  // Log-spaced.
   }
@@ -102,10 +128,12 @@ SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topol
   plant_needles();
   write_pages(*builders);
   write_queries();
+  if (!options_.sinks.empty()) aim_queries(*builders);
 }
 
 std::uint32_t SyntheticLayer::noise_dims() const noexcept {
-  return options_.shape.head_dim - kHeavySharedDims - own_dims_ - kDistanceDims - 2 * pairs_;
+  const std::uint32_t sink_dims = options_.sinks.empty() ? 0 : 1;
+  return options_.shape.head_dim - kHeavySharedDims - own_dims_ - kDistanceDims - 2 * pairs_ - sink_dims;
 }
 
 void SyntheticLayer::plant_needles() {
@@ -176,7 +204,8 @@ void SyntheticLayer::write_page(std::uint32_t page, cpu::Backend& backend) {
     for (std::uint32_t r = 0; r < rows; ++r) {
       const std::uint64_t token = std::uint64_t{page} * rows + r;
       key(head, static_cast<std::uint32_t>(token), &rotation[r * pairs_ * 2], &k[r * dim]);
-      for (std::uint32_t c = 0; c < dim; ++c) v[r * dim + c] = noise(values, token * dim + c);
+      const float size = !options_.sinks.empty() && token < kSinks ? kSinkValue : 1.f;
+      for (std::uint32_t c = 0; c < dim; ++c) v[r * dim + c] = size * noise(values, token * dim + c);
     }
     const AppendTask task{.k = reinterpret_cast<const std::byte*>(k.data()),
                           .v = reinterpret_cast<const std::byte*>(v.data()),
@@ -189,9 +218,17 @@ void SyntheticLayer::write_page(std::uint32_t page, cpu::Backend& backend) {
   }
 }
 
-/// Key: [heavy terms: shared, then own | -log(distance to the last step) | rotary pairs | noise].
+/// Key: [heavy terms: shared, then own | -log(distance to the last step) | rotary pairs | noise | sinks, if any].
 void SyntheticLayer::key(std::uint32_t kv_head, std::uint32_t token, const float* rotation, float* out) const {
   float* at = out;
+  if (!options_.sinks.empty()) {
+    const bool sink = token < kSinks;
+    out[options_.shape.head_dim - 1] = sink ? kSinkKey : 0.f;
+    if (sink) {
+      std::fill_n(out, options_.shape.head_dim - 1, 0.f);
+      return;
+    }
+  }
   for (std::uint32_t i = 0; i < kHeavySharedDims + own_dims_; ++i) {
     *at++ = heavy(stream_of(options_.seed, kv_head, kHeavy + i), token);
   }
@@ -200,7 +237,7 @@ void SyntheticLayer::key(std::uint32_t kv_head, std::uint32_t token, const float
   at = std::copy_n(rotation, pairs_ * 2, at);
   const std::uint64_t stream = stream_of(options_.seed, kv_head, kKeyNoise);
   float* const noises = at;
-  for (std::uint64_t i = 0; at != out + options_.shape.head_dim; ++i) {
+  for (std::uint64_t i = 0; i < noise_dims(); ++i) {
     *at++ = noise(stream, std::uint64_t{token} * options_.shape.head_dim + i);
   }
   const auto planted = std::lower_bound(planted_.begin(), planted_.end(), std::pair{token, 0u});
@@ -255,6 +292,38 @@ void SyntheticLayer::write_head_queries(std::uint32_t head) {
     const double share = scale * kNeedleScore / kNeedleKey / std::sqrt(static_cast<double>(kNeedleDims));
     for (std::uint32_t i = 0; i < drift.size(); ++i) {
       noises[i] += static_cast<float>(share) * needle_direction(row - options_.prompt_queries, i);
+    }
+  }
+}
+
+void SyntheticLayer::aim_queries(const cpu::Workers& builders) {
+  const AttentionShape& shape = options_.shape;
+  const std::uint32_t rows = options_.prompt_queries + options_.steps;
+  const std::size_t row_size = std::size_t{shape.group()} * shape.head_dim;
+  cpu::Backend backend(builders);
+  std::vector<float> out(std::size_t{shape.q_heads} * shape.head_dim);
+  std::vector<float> lse(shape.q_heads);
+  std::vector<AttendTask> tasks(shape.kv_heads);
+  std::vector<PageRun> others;
+  for (std::uint32_t row = 0; row < rows; ++row) {
+    const std::uint32_t tokens = options_.tokens - options_.prompt_queries + row + 1;
+    if (tokens <= kSinks) continue;
+    others.clear();
+    append_runs(kSinks, tokens, options_.layout.page_tokens, others);
+    for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
+      const std::size_t q_head = std::size_t{head} * shape.group();
+      tasks[head].q = &queries_[(std::size_t{head} * rows + row) * row_size];
+      tasks[head].kv = view(head);
+      tasks[head].runs = others;
+      tasks[head].out = {.out = &out[q_head * shape.head_dim], .lse = &lse[q_head]};
+    }
+    backend.attend(tasks, shape, nullptr);
+    for (std::uint32_t head = 0; head < shape.q_heads; ++head) {
+      const double share = std::max(options_.sinks[head % options_.sinks.size()], 1e-9);  // log(0) would not add up.
+      const double score = lse[head] + std::log(share / (1.0 - share) / kSinks);
+      float* const q = &queries_[(std::size_t{head / shape.group()} * rows + row) * row_size];
+      q[(head % shape.group() + 1) * shape.head_dim - 1] =
+          static_cast<float>(score * std::sqrt(static_cast<double>(shape.head_dim)) / kSinkKey);
     }
   }
 }

@@ -35,23 +35,34 @@ struct SyntheticOptions {
   /// Prompt tokens that every decode step looks for, new ones in each step, so that no history tells of them. They hold
   /// most of the softmax of most heads. See check_needles.
   std::uint32_t needles = 0;
+  /// Attention sinks: share of each query's softmax that the first SyntheticLayer::kSinks tokens hold; the query heads
+  /// take the list's shares in turn. Empty: the first tokens are like any other.
+  std::vector<double> sinks = {};
 };
+
+/// Appends the runs that cover tokens [begin, end).
+void append_runs(std::uint32_t begin, std::uint32_t end, std::uint32_t page_tokens, std::vector<PageRun>& runs);
 
 /// @throws Error{Errc::invalid_argument} if the needles of all steps take more than half of the tokens that may be one.
 void check_needles(const SyntheticOptions& options);
+/// @throws Error{Errc::invalid_argument} for a share beyond 0.999, or a context too short to have sinks.
+void check_sinks(const SyntheticOptions& options);
 
 /// One attention layer whose scores have the structure of long-context heads, as vectors in host memory:
 ///   score(t, j) = s * heavy[j] - c * log(end - j) + slashes(t - j) + noise(t, j)
 /// heavy: unit variance, neighbours correlate by 0.5, s from 2 to 4.5 by KV head. The distance is counted from the
 /// last step, so that it is a property of the key. slashes: a sum of rotary pairs with log-spaced frequencies and
 /// phases of the query head's own, a function of t - j alone. noise: queries drift slowly (0.95 per step) through
-/// directions that carry nothing else. There is no attention sink, so no head can be bypassed. Needles: keys that share
-/// a direction among the noise with the queries of one step.
+/// directions that carry nothing else. Needles: keys that share a direction among the noise with one step's queries.
+/// Sinks: keys with a dimension of their own, in which every query, of prompt and steps, asks for just as much as makes
+/// its share the one wanted. As in trained models their values are small, a tenth of the others'.
 ///
 /// Everything follows from `seed`, whatever the number of threads. Pages lie in a HostPool as a sequence leaves
 /// them there: the heads' pages interleaved.
 class SyntheticLayer {
  public:
+  static constexpr std::uint32_t kSinks = 4;
+
   /// Built by all `builders`; the page writes go through `backend`.
   /// @throws Error{Errc::out_of_capacity} if the machine lacks the memory.
   SyntheticLayer(const SyntheticOptions& options, const cpu::Topology& topology,
@@ -75,6 +86,8 @@ class SyntheticLayer {
   void write_page(std::uint32_t page, cpu::Backend& backend);
   void write_queries();
   void write_head_queries(std::uint32_t head);
+  /// Lets the sinks have their shares: reads every key once per query.
+  void aim_queries(const cpu::Workers& builders);
   void key(std::uint32_t kv_head, std::uint32_t token, const float* rotation, float* out) const;
 
   [[nodiscard]] std::uint32_t noise_dims() const noexcept;

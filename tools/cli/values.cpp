@@ -1,11 +1,11 @@
 #include "tools/cli/values.hpp"
 
 #include <array>
-#include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <limits>
+#include <optional>
 
+#include "scheduler/numbers.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::tools {
@@ -20,34 +20,6 @@ constexpr std::array<Suffix, 4> kSuffixes{{{'K', KiB}, {'M', MiB}, {'G', GiB}, {
 [[noreturn]] void refuse(std::string_view option, std::string_view text, const std::string& expected) {
   throw Error(Errc::invalid_argument,
               std::string(option) + ": cannot read '" + std::string(text) + "'; expected " + expected);
-}
-
-/// Parses a non-negative decimal number at the front of `text`; returns the characters used, 0 if none.
-std::size_t read_number(std::string_view text, double& value) {
-  std::size_t used = 0;
-  while (used < text.size() && ((text[used] >= '0' && text[used] <= '9') || text[used] == '.')) ++used;
-  const std::string digits(text.substr(0, used));
-  char* end = nullptr;
-  value = std::strtod(digits.c_str(), &end);
-  return !digits.empty() && end == digits.c_str() + digits.size() ? used : 0;
-}
-
-/// Number with an optional K/M/G/T; what is left behind it goes to `rest`. NaN if there is no number.
-double read_scaled(std::string_view text, std::string_view& rest) {
-  double value = 0.0;
-  std::size_t used = read_number(text, value);
-  if (used == 0) return std::numeric_limits<double>::quiet_NaN();
-  if (used < text.size()) {
-    const char letter = static_cast<char>(text[used] & ~0x20);
-    for (const Suffix& suffix : kSuffixes) {
-      if (letter != suffix.letter) continue;
-      value *= static_cast<double>(suffix.factor);
-      ++used;
-      break;
-    }
-  }
-  rest = text.substr(used);
-  return value;
 }
 
 /// key=value, and not the beginning of a policy whose stages have values.
@@ -69,13 +41,20 @@ std::size_t to_comma(std::string_view text) {
 }  // namespace
 
 std::uint64_t parse_size(std::string_view text, std::string_view option) {
-  std::string_view rest;
-  const double value = read_scaled(text, rest);
-  const bool unit = rest.empty() || rest == "B" || rest == "iB" || rest == "b";
-  if (std::isnan(value) || !unit || value >= 0x1p63) {
+  std::string_view number = text;
+  if (number.ends_with("iB")) {
+    number.remove_suffix(2);
+  } else if (number.ends_with("B") || number.ends_with("b")) {
+    number.remove_suffix(1);
+  }
+  const std::optional<scheduler::Scaled> size = scheduler::read_scaled(number);
+  // A part of a byte is a slip of the pen; what is left of 1.1G after rounding is not.
+  const bool whole = size && (size->exact || (size->suffix && size->value != 0));
+  const bool unit = size && (size->suffix || !text.ends_with("iB"));
+  if (!whole || !unit || size->value >= std::uint64_t{1} << 63) {
     refuse(option, text, "a size in bytes such as 512M, 4G or 1.5G (1G = 2^30 bytes)");
   }
-  return static_cast<std::uint64_t>(value);
+  return size->value;
 }
 
 std::string format_size(std::uint64_t bytes) {
@@ -87,30 +66,62 @@ std::string format_size(std::uint64_t bytes) {
     suffix = candidate.letter;
   }
   std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), value < 1000.0 ? "%.3g" : "%.0f", value);
+  // From 999.5 on three digits would be written as 1e+03.
+  std::snprintf(text.data(), text.size(), value < 999.5 ? "%.3g" : "%.0f", value);
   return text.data() + suffix;
 }
 
 double parse_share(std::string_view text, std::string_view option) {
-  double value = 0.0;
-  const std::size_t used = read_number(text, value);
-  const bool percent = used + 1 == text.size() && text.back() == '%';
-  if (percent) value /= 100.0;
-  if (used == 0 || (!percent && used != text.size()) || value > 1.0) {
-    refuse(option, text, "a share such as 10% or 0.1, at most 100%");
+  const std::optional<double> share = scheduler::read_share(text);
+  if (!share || *share > 1.0) refuse(option, text, "a share such as 10% or 0.1, at most 100%");
+  return *share;
+}
+
+std::uint64_t parse_count(std::string_view text, std::string_view option, CountRange range) {
+  const std::optional<std::uint64_t> count = scheduler::read_count(text);
+  if (!count || *count < range.least || *count > range.most) {
+    refuse(option, text,
+           "a whole number in [" + std::to_string(range.least) + ", " + std::to_string(range.most) +
+               "], K allowed (1K = 1024)");
   }
-  return value;
+  return *count;
+}
+
+double parse_number(std::string_view text, std::string_view option, NumberRange range) {
+  const std::optional<double> number = scheduler::read_decimal(text);
+  if (!number || !(*number >= range.least && *number <= range.most)) {
+    refuse(option, text, "a number in [" + shortest(range.least) + ", " + shortest(range.most) + "]");
+  }
+  return *number;
+}
+
+std::string shortest(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g", value);
+  return text.data();
+}
+
+std::uint64_t parse_seed(std::string_view text, std::string_view option) {
+  const std::optional<std::uint64_t> seed = scheduler::read_whole(text);
+  if (!seed) refuse(option, text, "a whole number below 2^64");
+  return *seed;
+}
+
+std::vector<double> parse_shares(std::string_view text, std::string_view option) {
+  std::vector<double> shares;
+  for (const std::string& item : split_list(text)) shares.push_back(parse_share(item, option));
+  return shares;
 }
 
 std::vector<std::uint32_t> parse_counts(std::string_view text, std::string_view option) {
+  constexpr std::uint64_t kMost = std::uint64_t{1} << 31;
   std::vector<std::uint32_t> counts;
   for (const std::string& item : split_list(text)) {
-    std::string_view rest;
-    const double value = read_scaled(item, rest);
-    if (!(value >= 1.0) || value > 0x1p31 || !rest.empty() || value != std::floor(value)) {
+    const std::optional<std::uint64_t> count = scheduler::read_count(item);
+    if (!count || *count == 0 || *count > kMost) {
       refuse(option, item, "a comma list of token counts such as 2048,8K (1K = 1024)");
     }
-    counts.push_back(static_cast<std::uint32_t>(value));
+    counts.push_back(static_cast<std::uint32_t>(*count));
   }
   if (counts.empty()) refuse(option, text, "at least one token count such as 8192");
   return counts;

@@ -1,155 +1,184 @@
 #include "tools/llama/config.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <numbers>
 
 #include "sluice/error.hpp"
-#include "tools/llama/tokenizer.hpp"
+#include "tools/llama/files.hpp"
+#include "tools/llama/json_fields.hpp"
+#include "tools/llama/json_text.hpp"
 
 namespace sluice::tools {
 namespace {
 
 using nlohmann::json;
 
-/// Fields of one JSON object, with messages that name file and field. A null counts as absent, as in
-/// Python's configs.
-class Fields {
- public:
-  Fields(const json& object, std::string origin) : object_(object), origin_(std::move(origin)) {
-    if (!object_.is_object()) throw Error(Errc::corrupt, origin_ + ": must be a JSON object");
-  }
+constexpr std::uint64_t kMostConfigBytes = std::uint64_t{1} << 24;
 
-  [[nodiscard]] const json* find(const char* name) const {
-    const auto it = object_.find(name);
-    return it == object_.end() || it->is_null() ? nullptr : &*it;
-  }
-
-  /// An integer in [1, 2^31).
-  [[nodiscard]] std::optional<std::uint32_t> count(const char* name) const {
-    const json* value = find(name);
-    if (value == nullptr) return std::nullopt;
-    if (!value->is_number_unsigned() || value->get<std::uint64_t>() < 1 ||
-        value->get<std::uint64_t>() >= (1ull << 31)) {
-      fail(name, "must be a positive integer below 2^31, is " + value->dump());
-    }
-    return value->get<std::uint32_t>();
-  }
-  [[nodiscard]] std::uint32_t required_count(const char* name) const {
-    const auto value = count(name);
-    if (!value) fail(name, "is missing; is this the config.json of a Llama?");
-    return *value;
-  }
-
-  /// A finite number above 0.
-  [[nodiscard]] std::optional<double> positive(const char* name) const {
-    const json* value = find(name);
-    if (value == nullptr) return std::nullopt;
-    if (!value->is_number() || !std::isfinite(value->get<double>()) || value->get<double>() <= 0) {
-      fail(name, "must be a positive number, is " + value->dump());
-    }
-    return value->get<double>();
-  }
-  [[nodiscard]] double required_positive(const char* name) const {
-    const auto value = positive(name);
-    if (!value) fail(name, "is missing");
-    return *value;
-  }
-
-  [[nodiscard]] bool flag(const char* name) const {
-    const json* value = find(name);
-    if (value == nullptr) return false;
-    if (!value->is_boolean()) fail(name, "must be true or false, is " + value->dump());
-    return value->get<bool>();
-  }
-
-  [[nodiscard]] std::optional<std::string> text(const char* name) const {
-    const json* value = find(name);
-    if (value == nullptr) return std::nullopt;
-    if (!value->is_string()) fail(name, "must be a string, is " + value->dump());
-    return value->get<std::string>();
-  }
-
-  /// None, one id or a list of ids.
-  [[nodiscard]] std::vector<int> token_ids(const char* name, std::uint32_t vocab_size) const {
-    const json* value = find(name);
-    if (value == nullptr) return {};
-    std::vector<int> ids;
-    for (const json& id : value->is_array() ? *value : json::array({*value})) {
-      if (!id.is_number_unsigned() || id.get<std::uint64_t>() >= vocab_size) {
-        fail(name, "must hold ids below vocab_size " + std::to_string(vocab_size) + ", has " + id.dump());
-      }
-      ids.push_back(id.get<int>());
-    }
-    return ids;
-  }
-
-  [[noreturn]] void fail(const char* name, const std::string& why, Errc code = Errc::corrupt) const {
-    throw Error(code, origin_ + ": '" + name + "' " + why);
-  }
-
- private:
-  const json& object_;
-  std::string origin_;
+/// Well above every published model: beyond it, a number is damage, and nothing may be sized by it.
+struct Limit {
+  const char* name;
+  std::uint32_t ModelConfig::*field;
+  std::uint32_t most;
 };
+constexpr std::array kLimits{Limit{"hidden_size", &ModelConfig::hidden_size, 1u << 20},
+                             Limit{"intermediate_size", &ModelConfig::intermediate_size, 1u << 22},
+                             Limit{"num_hidden_layers", &ModelConfig::num_hidden_layers, 1u << 12},
+                             Limit{"num_attention_heads", &ModelConfig::num_attention_heads, 1u << 14},
+                             Limit{"num_key_value_heads", &ModelConfig::num_key_value_heads, 1u << 14},
+                             Limit{"head_dim", &ModelConfig::head_dim, 1u << 14},
+                             Limit{"vocab_size", &ModelConfig::vocab_size, 1u << 24},
+                             Limit{"max_position_embeddings", &ModelConfig::max_position_embeddings, 1u << 28}};
 
-/// Refuses what would silently compute something else.
-void require_supported(const Fields& fields) {
-  if (const auto type = fields.text("model_type"); type && *type != "llama") {
-    fields.fail("model_type", "is '" + *type + "'; this host runs 'llama' only", Errc::unsupported);
+/// What no model can have; nothing if all is well.
+std::optional<std::string> contradiction(const ModelConfig& config) {
+  for (const Limit& limit : kLimits) {
+    const std::uint32_t value = config.*limit.field;
+    if (value == 0 || value > limit.most) {
+      return std::string("'") + limit.name + "' is " + std::to_string(value) + "; models have from 1 to " +
+             std::to_string(limit.most);
+    }
   }
-  if (const auto act = fields.text("hidden_act"); act && *act != "silu") {
-    fields.fail("hidden_act", "is '" + *act + "'; this host has 'silu' only", Errc::unsupported);
+  if (config.num_attention_heads % config.num_key_value_heads != 0) {
+    return "'num_attention_heads' must be a multiple of num_key_value_heads";
   }
-  for (const char* bias : {"attention_bias", "mlp_bias"}) {
-    if (fields.flag(bias)) fields.fail(bias, "is true; this host has no biases", Errc::unsupported);
+  if (config.head_dim % 2 != 0) return "'head_dim' must be even: RoPE rotates pairs";
+  if (!(config.rope_theta >= 1)) return "'rope_theta' must be at least 1: no pair turns faster than the first";
+  return std::nullopt;
+}
+
+/// Keys of Llama's relatives that change what a layer computes, and the value at which they do not.
+struct Neutral {
+  const char* name;
+  const char* value;
+};
+constexpr std::array kNeutral{Neutral{"hidden_act", "\"silu\""},
+                              Neutral{"attention_bias", "false"},
+                              Neutral{"mlp_bias", "false"},
+                              Neutral{"quantization_config", "null"},
+                              Neutral{"compression_config", "null"},
+                              Neutral{"partial_rotary_factor", "1.0"},
+                              Neutral{"rope_interleave", "false"},
+                              Neutral{"attention_chunk_size", "null"},
+                              Neutral{"attn_logit_softcapping", "null"},
+                              Neutral{"final_logit_softcapping", "null"},
+                              Neutral{"qk_norm", "false"},
+                              Neutral{"use_qk_norm", "false"},
+                              Neutral{"attention_multiplier", "null"},
+                              Neutral{"embedding_multiplier", "1.0"},
+                              Neutral{"residual_multiplier", "1.0"},
+                              Neutral{"logits_scaling", "1.0"},
+                              Neutral{"num_experts", "null"},
+                              Neutral{"num_local_experts", "null"}};
+
+void require_type(const Fields& fields) {
+  const auto type = fields.text("model_type");
+  if (type != "llama" && type != "mistral") {
+    fields.fail("model_type", (type ? "is " + shown(*type) : "is missing") + "; this host runs 'llama' and 'mistral'",
+                Errc::unsupported);
+  }
+  const json* classes = fields.find("architectures");
+  for (const json& name : classes == nullptr ? json::array() : *classes) {
+    if (name != "LlamaForCausalLM" && name != "MistralForCausalLM") {
+      fields.fail("architectures", "has " + shown(name) + "; this host runs LlamaForCausalLM and MistralForCausalLM",
+                  Errc::unsupported);
+    }
   }
 }
 
-/// `object` is rope_scaling, or rope_parameters in newer files.
-std::optional<RopeScaling> read_rope_scaling(const Fields& object) {
-  auto type = object.text("rope_type");
-  if (!type) type = object.text("type");  // the key's older name
-  if (!type || *type == "default") return std::nullopt;
-  if (*type != "llama3") {
-    object.fail("rope_type", "is '" + *type + "'; this host has 'llama3' and 'default'", Errc::unsupported);
+/// Refuses what would silently compute something else.
+void require_supported(const Fields& fields, const ModelConfig& config) {
+  const auto refuse = [&](const char* name, const json& value, const std::string& only) {
+    fields.fail(name, "is " + shown(value) + "; this host computes with " + only + " only, use another model",
+                Errc::unsupported);
+  };
+  for (const auto& [name, neutral] : kNeutral) {
+    const json* value = fields.find(name);
+    if (value != nullptr && *value != json::parse(neutral)) refuse(name, *value, neutral);
   }
+  // A window that is as long as the context hides nothing.
+  const json* window = fields.find("sliding_window");
+  if (window != nullptr && (!window->is_number_unsigned() || *window < config.max_position_embeddings)) {
+    refuse("sliding_window", *window, "null");
+  }
+  const json* types = fields.find("layer_types");
+  for (const json& type : types == nullptr ? json::array() : *types) {
+    if (type != "full_attention") refuse("layer_types", *types, "full_attention");
+  }
+}
+
+/// What rope_scaling says, or rope_parameters in newer files.
+struct Rope {
+  std::optional<double> theta;
+  std::optional<RopeScaling> scaling;
+};
+
+/// "default" if none is given.
+std::string rope_type(const Fields& rope) {
+  const auto type = rope.text("rope_type");
+  const auto older = rope.text("type");  // the key's older name
+  if (type && older && *type != *older) rope.fail("type", "is " + shown(*older) + " and 'rope_type' " + shown(*type));
+  std::string name = type ? *type : older.value_or("default");
+  if (name != "llama3" && name != "default") {
+    rope.fail("rope_type", "is " + shown(name) + "; this host has 'llama3' and 'default'", Errc::unsupported);
+  }
+  return name;
+}
+
+RopeScaling read_scaling(const Fields& rope) {
   const RopeScaling scaling{
-      .factor = object.required_positive("factor"),
-      .low_freq_factor = object.required_positive("low_freq_factor"),
-      .high_freq_factor = object.required_positive("high_freq_factor"),
-      .original_max_position_embeddings = object.required_count("original_max_position_embeddings")};
-  if (scaling.factor < 1) object.fail("factor", "must be at least 1");
+      .factor = rope.required_positive("factor"),
+      .low_freq_factor = rope.required_positive("low_freq_factor"),
+      .high_freq_factor = rope.required_positive("high_freq_factor"),
+      .original_max_position_embeddings = rope.required_count("original_max_position_embeddings")};
+  if (scaling.factor < 1) rope.fail("factor", "must be at least 1");
   if (scaling.high_freq_factor <= scaling.low_freq_factor) {
-    object.fail("high_freq_factor", "must be larger than low_freq_factor");
+    rope.fail("high_freq_factor", "must be larger than low_freq_factor");
   }
   return scaling;
 }
 
-void read_rope(const Fields& fields, const std::string& origin, ModelConfig& config) {
-  if (const auto theta = fields.positive("rope_theta")) config.rope_theta = *theta;
-  for (const char* name : {"rope_scaling", "rope_parameters"}) {
-    const json* object = fields.find(name);
-    if (object == nullptr) continue;
-    const Fields rope(*object, origin + ": '" + name + "'");
-    if (const auto theta = rope.positive("rope_theta")) config.rope_theta = *theta;
-    config.rope_scaling = read_rope_scaling(rope);
-    return;
+Rope read_rope(const Fields& rope) {
+  constexpr std::array kPlain{"rope_type", "type", "rope_theta"};
+  constexpr std::array kScaled{"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"};
+  const std::string type = rope_type(rope);
+  for (const auto& [key, value] : rope.object().items()) {
+    if (value.is_null() || std::find(kPlain.begin(), kPlain.end(), key) != kPlain.end()) continue;
+    if (std::find(kScaled.begin(), kScaled.end(), key) == kScaled.end()) {
+      rope.fail(key, "is " + shown(value) + "; this host does not know it", Errc::unsupported);
+    }
+    if (type == "default") rope.fail(key, "is " + shown(value) + ", and no 'rope_type' says what for");
   }
+  return {.theta = rope.positive("rope_theta"),
+          .scaling = type == "llama3" ? std::optional(read_scaling(rope)) : std::nullopt};
 }
 
-void check_heads(const Fields& fields, const ModelConfig& config) {
-  if (config.num_attention_heads % config.num_key_value_heads != 0) {
-    fields.fail("num_attention_heads", "must be a multiple of num_key_value_heads");
+/// An empty object says nothing.
+std::optional<Rope> find_rope(const Fields& fields, const char* name, const std::string& origin) {
+  const json* object = fields.find(name);
+  if (object == nullptr || (object->is_object() && object->empty())) return std::nullopt;
+  return read_rope(Fields(*object, origin + ": '" + name + "'"));
+}
+
+void read_rope(const Fields& fields, const std::string& origin, ModelConfig& config) {
+  const auto older = find_rope(fields, "rope_scaling", origin);
+  const auto newer = find_rope(fields, "rope_parameters", origin);
+  if (older && newer && older->scaling != newer->scaling) {
+    fields.fail("rope_scaling", "and 'rope_parameters' disagree; remove one of them");
   }
-  if (config.head_dim == 0 || config.head_dim % 2 != 0) {
-    fields.fail("head_dim", "must be even: RoPE rotates pairs");
+  std::optional<double> theta = fields.positive("rope_theta");
+  for (const auto& rope : {older, newer}) {
+    if (!rope || !rope->theta) continue;
+    if (theta && *theta != *rope->theta) {
+      fields.fail("rope_theta", "is given twice and differs; remove one of them");
+    }
+    theta = rope->theta;
   }
-  if (std::uint64_t{config.num_attention_heads} * config.head_dim >= (1ull << 30)) {
-    fields.fail("num_attention_heads", "times head_dim must be below 2^30");
-  }
-  if (config.intermediate_size >= (1u << 30)) fields.fail("intermediate_size", "must be below 2^30");
+  config.rope_theta = theta.value_or(config.rope_theta);
+  if (older || newer) config.rope_scaling = older ? older->scaling : newer->scaling;
 }
 
 }  // namespace
@@ -158,15 +187,14 @@ bool ModelConfig::is_eos(int token) const noexcept {
   return std::find(eos_token_ids.begin(), eos_token_ids.end(), token) != eos_token_ids.end();
 }
 
+void validate(const ModelConfig& config) {
+  if (const auto why = contradiction(config)) throw Error(Errc::invalid_argument, "the model's config: " + *why);
+}
+
 ModelConfig parse_config(std::string_view text, const std::string& origin) {
-  json document;
-  try {
-    document = json::parse(text);
-  } catch (const json::exception& e) {
-    throw Error(Errc::corrupt, origin + ": not JSON: " + e.what());
-  }
+  const json document = parse_json(text, origin);
   const Fields fields(document, origin);
-  require_supported(fields);
+  require_type(fields);
 
   ModelConfig config;
   config.hidden_size = fields.required_count("hidden_size");
@@ -181,12 +209,15 @@ ModelConfig parse_config(std::string_view text, const std::string& origin) {
   config.tie_word_embeddings = fields.flag("tie_word_embeddings");
   config.bos_token_ids = fields.token_ids("bos_token_id", config.vocab_size);
   config.eos_token_ids = fields.token_ids("eos_token_id", config.vocab_size);
+  require_supported(fields, config);
   read_rope(fields, origin, config);
-  check_heads(fields, config);
+  if (const auto why = contradiction(config)) throw Error(Errc::corrupt, origin + ": " + *why);
   return config;
 }
 
-ModelConfig load_config(const std::filesystem::path& file) { return parse_config(read_text_file(file), file.string()); }
+ModelConfig load_config(const std::filesystem::path& file) {
+  return parse_config(read_text_file(file, kMostConfigBytes), file.string());
+}
 
 std::vector<double> rope_frequencies(const ModelConfig& config) {
   std::vector<double> frequencies(config.head_dim / 2);

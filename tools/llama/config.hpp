@@ -46,9 +46,15 @@ struct ModelConfig {
   [[nodiscard]] bool is_eos(int token) const noexcept;
 };
 
+/// Numbers in the ranges of real models, heads that divide, and so on; before anything is sized by them.
+/// @throws Error{Errc::invalid_argument} naming the field.
+void validate(const ModelConfig& config);
+
+/// `model_type` must be `llama`, or `mistral`, which is the same without a sliding window.
 /// @param origin  file name for messages
-/// @throws Error{Errc::corrupt} naming the field for malformed JSON, missing or contradicting fields;
-///         Error{Errc::unsupported} for a Llama feature this host lacks (biases, other activations or RoPE types).
+/// @throws Error{Errc::corrupt} naming the field for malformed JSON, missing, contradicting or impossible fields;
+///         Error{Errc::unsupported} naming key and value for what this host would compute wrongly (another model_type,
+///         biases, quantisation, a sliding window, other activations or RoPE types).
 [[nodiscard]] ModelConfig parse_config(std::string_view json, const std::string& origin);
 
 /// @throws Error{Errc::not_found} or Error{Errc::io} if the file cannot be read; else as parse_config.

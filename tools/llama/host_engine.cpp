@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -94,7 +95,13 @@ class HostEngine final : public Engine {
   template <class Body>
   void parallel(std::uint32_t count, const Body& body) const {
     if (count == 1) return body(0u);
-    arena_.execute([&] { tbb::parallel_for(0u, count, body); });
+    try {
+      arena_.execute([&] { tbb::parallel_for(0u, count, body); });
+    } catch (const std::runtime_error& e) {  // so TBB tells of a thread that it cannot start; the body throws nothing
+      throw Error(Errc::out_of_capacity,
+                  std::string("cannot multiply matrices: ") + e.what() +
+                      "; use fewer threads, or raise the limit of processes (ulimit -u) or memory");
+    }
   }
 
   /// body(row) for every row, in blocks.

@@ -5,6 +5,7 @@
 
 #include "sluice/error.hpp"
 #include "tools/llama/engine.hpp"
+#include "tools/llama/one_error.hpp"
 #include "tools/llama/weights.hpp"
 
 namespace sluice::tools {
@@ -15,8 +16,6 @@ std::shared_ptr<Device> real_device(const ModelOptions& options) {
   return options.device && !options.device->info().host_memory ? options.device : nullptr;
 }
 
-WeightSource from(const Checkpoint& checkpoint) { return {.checkpoint = &checkpoint, .seed = 0}; }
-
 }  // namespace
 
 Model::Model(ModelConfig config, const WeightSource& source, const ModelOptions& options)
@@ -25,10 +24,24 @@ Model::Model(ModelConfig config, const WeightSource& source, const ModelOptions&
       engine_(device_ ? make_cuda_engine(config_, source, options) : make_host_engine(config_, source, options)) {}
 
 Model::Model(const std::filesystem::path& directory, const ModelOptions& options)
-    : Model(load_config(directory / "config.json"), from(Checkpoint(directory)), options) {}
+    : Model(as_one_error("load the model", [&] { return load(directory, options); })) {}
+
+Model Model::load(const std::filesystem::path& directory, const ModelOptions& options) {
+  ModelConfig config = load_config(directory / "config.json");
+  GenerationConfig generation = load_generation_config(directory / "generation_config.json", config.vocab_size);
+  if (!generation.eos_token_ids.empty()) config.eos_token_ids = generation.eos_token_ids;
+  const Checkpoint checkpoint(directory);
+  Model model(std::move(config), {.checkpoint = &checkpoint, .progress = options.progress}, options);
+  model.generation_ = std::move(generation);
+  if (!model.device_) model.kv_dtype_ = checkpoint.tensors().find(kEmbeddingsName)->second.dtype;
+  return model;
+}
 
 Model Model::random(const ModelConfig& config, std::uint64_t seed, const ModelOptions& options) {
-  return {config, {.checkpoint = nullptr, .seed = seed}, options};
+  validate(config);
+  return as_one_error("draw the model", [&] {
+    return Model(config, {.checkpoint = nullptr, .seed = seed, .progress = options.progress}, options);
+  });
 }
 
 Model::~Model() = default;
@@ -36,6 +49,8 @@ Model::Model(Model&&) noexcept = default;
 Model& Model::operator=(Model&&) noexcept = default;
 
 const ModelConfig& Model::config() const noexcept { return config_; }
+const GenerationConfig& Model::generation() const noexcept { return generation_; }
+DType Model::kv_dtype() const noexcept { return kv_dtype_; }
 std::uint64_t Model::parameters() const noexcept { return engine_->parameters(); }
 std::uint32_t Model::threads() const noexcept { return engine_->threads(); }
 const char* Model::isa() const noexcept { return engine_->isa(); }
@@ -52,7 +67,7 @@ void Model::forward(std::span<const PlacedToken> tokens, const Attend& attend, A
   for (const PlacedToken& placed : tokens) require_token(placed.token);
   work.rows = 0;
   if (tokens.empty()) return;
-  engine_->forward(tokens, attend, work);
+  as_one_error("run the model", [&] { engine_->forward(tokens, attend, work); });
   work.rows = static_cast<std::uint32_t>(tokens.size());
 }
 
@@ -62,7 +77,7 @@ void Model::logits(Activations& work, std::uint32_t rows, std::span<float> out) 
                                             std::to_string(out.size()) + " floats; the last forward pass had " +
                                             std::to_string(work.rows) + " rows");
   }
-  engine_->logits(work, rows, out);
+  as_one_error("run the model", [&] { engine_->logits(work, rows, out); });
 }
 
 }  // namespace sluice::tools

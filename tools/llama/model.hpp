@@ -12,17 +12,23 @@
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
 #include "tools/llama/config.hpp"
+#include "tools/llama/generation_config.hpp"
 
 namespace sluice::tools {
 
 class Engine;
 struct WeightSource;
 
+/// Called while weights load, with the bytes that are in place and that all of them take there. What it throws ends
+/// the loading.
+using LoadProgress = std::function<void(std::uint64_t done_bytes, std::uint64_t total_bytes)>;
+
 struct ModelOptions {
   /// Threads of the matrix products on the CPU, the caller's included. 0: as many as the process may use. [0, 4096]
   std::uint32_t threads = 0;
   /// A CUDA device: weights and arithmetic are there, in bf16. Null or the embedded host device: on the CPU, float32.
   std::shared_ptr<Device> device = nullptr;
+  LoadProgress progress = {};
 };
 
 /// One attention layer, as the model asks its host for it. On the CPU float32, valid during the call. On a device
@@ -66,10 +72,12 @@ struct PlacedToken {
 /// the model's threads.
 class Model {
  public:
-  /// Loads config.json and the safetensors of a Hugging Face directory.
-  /// @throws Error as load_config and Checkpoint; Error{Errc::corrupt} if the two disagree.
+  /// Loads config.json, generation_config.json if there is one, and the safetensors of a Hugging Face directory.
+  /// Memory is compared with what the weights take before they are read.
+  /// @throws Error as load_config, load_generation_config and Checkpoint; Error{Errc::corrupt} if files disagree;
+  ///         Error{Errc::unsupported} for a tensor that config.json does not account for.
   /// @throws Error{Errc::unsupported} for a device other than the host's in a build without CUDA, and for shapes that
-  ///         its kernels lack; Error{Errc::out_of_capacity} if the device has too little memory.
+  ///         its kernels lack; Error{Errc::out_of_capacity} if host or device has too little memory.
   explicit Model(const std::filesystem::path& directory, const ModelOptions& options = {});
   /// A model of random weights, the same on every device: activations stay finite, the text is noise. Weights are
   /// drawn where they are kept.
@@ -79,7 +87,13 @@ class Model {
   Model(Model&&) noexcept;
   Model& operator=(Model&&) noexcept;
 
+  /// End-of-text ids are generation_config.json's where it has some.
   [[nodiscard]] const ModelConfig& config() const noexcept;
+  /// Empty for random weights.
+  [[nodiscard]] const GenerationConfig& generation() const noexcept;
+  /// Element type for a KV cache that loses nothing of what the checkpoint's own type holds: that type on the CPU; bf16
+  /// on a device, where keys and values are bf16, and for random weights, which are.
+  [[nodiscard]] DType kv_dtype() const noexcept;
   [[nodiscard]] std::uint64_t parameters() const noexcept;
   [[nodiscard]] std::uint32_t threads() const noexcept;
   /// The device that holds weights and activations; null: ordinary memory and the CPU.
@@ -103,8 +117,11 @@ class Model {
 
  private:
   Model(ModelConfig config, const WeightSource& source, const ModelOptions& options);
+  [[nodiscard]] static Model load(const std::filesystem::path& directory, const ModelOptions& options);
 
   ModelConfig config_;
+  GenerationConfig generation_;
+  DType kv_dtype_ = DType::bf16;
   std::shared_ptr<Device> device_;
   std::unique_ptr<Engine> engine_;
 };

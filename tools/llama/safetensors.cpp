@@ -1,54 +1,29 @@
 #include "tools/llama/safetensors.hpp"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <Eigen/Core>
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <cstring>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 
 #include "sluice/error.hpp"
-#include "tools/llama/tokenizer.hpp"
+#include "tools/llama/json_text.hpp"
 
 namespace sluice::tools {
 namespace {
 
 using nlohmann::json;
-static_assert(std::endian::native == std::endian::little, "safetensors is little-endian and is mapped as it is");
+static_assert(std::endian::native == std::endian::little, "safetensors is little-endian and is read as it is");
 
 /// Header limit of the reference implementation.
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr int kMaxDepth = 3;
+/// Bytes of a file that pass through a buffer at a time: few enough to stay in the cache until they are converted.
+constexpr std::uint64_t kPieceBytes = 256 * 1024;
 
 [[noreturn]] void fail_corrupt(const std::string& origin, const std::string& why) {
   throw Error(Errc::corrupt, origin + ": " + why + "; the file is damaged, fetch it again");
-}
-
-/// Parses JSON and refuses what nlohmann would let pass: a name given twice (the last would win) and nesting
-/// deeper than the format has.
-json parse_strictly(std::string_view text, const std::string& origin) {
-  std::vector<std::set<std::string>> names;
-  const auto inspect = [&](int depth, json::parse_event_t event, json& value) {
-    if (depth > kMaxDepth) fail_corrupt(origin, "JSON is nested too deeply");
-    if (event == json::parse_event_t::object_start) names.emplace_back();
-    if (event == json::parse_event_t::object_end) names.pop_back();
-    if (event == json::parse_event_t::key && !names.back().insert(value.get<std::string>()).second) {
-      fail_corrupt(origin, "'" + value.get<std::string>() + "' appears twice");
-    }
-    return true;
-  };
-  try {
-    return json::parse(text, inspect);
-  } catch (const json::exception& e) {
-    fail_corrupt(origin, std::string("malformed JSON: ") + e.what());
-  }
 }
 
 /// The tensor being read, for messages, and the checks on its entry.
@@ -65,7 +40,7 @@ struct EntryReader {
   }
 
   [[nodiscard]] DType dtype(const json& value) const {
-    if (!value.is_string()) fail("'dtype' must be a string, is " + value.dump());
+    if (!value.is_string()) fail("'dtype' must be a string, is " + shown(value));
     const auto text = value.get<std::string>();
     if (text == "F32") return DType::f32;
     if (text == "F16") return DType::f16;
@@ -75,11 +50,11 @@ struct EntryReader {
   }
 
   [[nodiscard]] std::vector<std::uint64_t> numbers(const json& value, const char* key) const {
-    if (!value.is_array()) fail(std::string("'") + key + "' must be an array, is " + value.dump());
+    if (!value.is_array()) fail(std::string("'") + key + "' must be an array, is " + shown(value));
     std::vector<std::uint64_t> out;
     for (const json& number : value) {
       if (!number.is_number_unsigned())
-        fail(std::string("'") + key + "' must hold integers >= 0, has " + number.dump());
+        fail(std::string("'") + key + "' must hold integers >= 0, has " + shown(number));
       out.push_back(number.get<std::uint64_t>());
     }
     return out;
@@ -94,41 +69,46 @@ struct EntryReader {
     return product;
   }
 
-  [[nodiscard]] StoredTensor read(const json& entry, std::span<const std::byte> data) const {
-    if (!entry.is_object()) fail("entry must be an object, is " + entry.dump());
+  /// @param data_begin, data_bytes  of the file's data
+  [[nodiscard]] StoredTensor read(const json& entry, std::uint64_t data_begin, std::uint64_t data_bytes) const {
+    if (!entry.is_object()) fail("entry must be an object, is " + shown(entry));
     StoredTensor tensor;
     tensor.dtype = dtype(field(entry, "dtype"));
     tensor.shape = numbers(field(entry, "shape"), "shape");
     const auto range = numbers(field(entry, "data_offsets"), "data_offsets");
     if (range.size() != 2 || range[0] > range[1]) fail("'data_offsets' must be [begin, end) with begin <= end");
-    if (range[1] > data.size()) {
-      fail("data ends at byte " + std::to_string(range[1]) + " of " + std::to_string(data.size()) + ": truncated?");
+    if (range[1] > data_bytes) {
+      fail("data ends at byte " + std::to_string(range[1]) + " of " + std::to_string(data_bytes) + ": truncated?");
     }
     if (byte_count(tensor) != range[1] - range[0]) {
       fail("shape and dtype take " + std::to_string(byte_count(tensor)) + " bytes, 'data_offsets' span " +
            std::to_string(range[1] - range[0]));
     }
-    tensor.bytes = data.subspan(range[0], range[1] - range[0]);
+    tensor.offset = data_begin + range[0];
+    tensor.bytes = range[1] - range[0];
     return tensor;
   }
 };
 
 /// Tensors must tile the data: overlap means a lying offset, a gap means lost data.
-void require_tiling(const TensorMap& tensors, std::span<const std::byte> data, const std::string& origin) {
-  std::vector<std::pair<std::span<const std::byte>, const std::string*>> parts;
-  for (const auto& [name, tensor] : tensors) parts.emplace_back(tensor.bytes, &name);
-  std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) {
-    return std::pair(a.first.data(), a.first.size()) < std::pair(b.first.data(), b.first.size());
+void require_tiling(const TensorMap& tensors, std::uint64_t data_begin, std::uint64_t file_bytes,
+                    const std::string& origin) {
+  std::vector<const TensorMap::value_type*> parts;
+  for (const auto& part : tensors) parts.push_back(&part);
+  std::sort(parts.begin(), parts.end(), [](const auto* a, const auto* b) {
+    return std::pair(a->second.offset, a->second.bytes) < std::pair(b->second.offset, b->second.bytes);
   });
-  const std::byte* expected = data.data();
-  for (const auto& [bytes, name] : parts) {
-    if (bytes.data() != expected) {
-      fail_corrupt(origin, "tensor '" + *name + "': data " +
-                               (bytes.data() < expected ? "overlaps" : "leaves a gap after") + " the tensor before it");
+  std::uint64_t expected = data_begin;
+  for (const auto* part : parts) {
+    const auto& [name, tensor] = *part;
+    if (tensor.offset != expected) {
+      fail_corrupt(origin, "tensor '" + name + "': data " +
+                               (tensor.offset < expected ? "overlaps" : "leaves a gap after") +
+                               " the tensor before it");
     }
-    expected = bytes.data() + bytes.size();
+    expected = tensor.offset + tensor.bytes;
   }
-  if (expected != data.data() + data.size()) fail_corrupt(origin, "data goes on after the last tensor");
+  if (expected != file_bytes) fail_corrupt(origin, "data goes on after the last tensor");
 }
 
 float half_to_float(std::uint16_t bits) {
@@ -152,67 +132,49 @@ std::string shape_text(std::span<const std::uint64_t> shape) {
   return text + "]";
 }
 
+void require_fit(DType dtype, std::uint64_t stored_bytes, std::span<const float> out) {
+  if (stored_bytes == out.size() * bytes_of(dtype)) return;
+  throw Error(Errc::invalid_argument, "a tensor of " + std::to_string(stored_bytes) + " bytes does not fill " +
+                                          std::to_string(out.size()) + " floats");
+}
+
+/// Where the header ends and the data begin.
+std::uint64_t header_end(std::span<const std::byte> start, std::uint64_t file_bytes, const std::string& origin) {
+  std::uint64_t header_bytes = 0;
+  if (file_bytes < sizeof header_bytes) fail_corrupt(origin, "shorter than its 8-byte header length");
+  std::memcpy(&header_bytes, start.data(), sizeof header_bytes);
+  if (header_bytes > file_bytes - sizeof header_bytes || header_bytes > kMaxHeaderBytes) {
+    fail_corrupt(origin, "header length " + std::to_string(header_bytes) + " exceeds the file's " +
+                             std::to_string(file_bytes) + " bytes or the format's 100 MB");
+  }
+  return sizeof header_bytes + header_bytes;
+}
+
 }  // namespace
 
-TensorMap parse_safetensors(std::span<const std::byte> file, const std::string& origin) {
-  std::uint64_t header_bytes = 0;
-  if (file.size() < sizeof header_bytes) fail_corrupt(origin, "shorter than its 8-byte header length");
-  std::memcpy(&header_bytes, file.data(), sizeof header_bytes);
-  const auto rest = file.subspan(sizeof header_bytes);
-  if (header_bytes > rest.size() || header_bytes > kMaxHeaderBytes) {
-    fail_corrupt(origin, "header length " + std::to_string(header_bytes) + " exceeds the file's " +
-                             std::to_string(file.size()) + " bytes or the format's 100 MB");
-  }
-  const std::string_view text(reinterpret_cast<const char*>(rest.data()), header_bytes);
-  const auto data = rest.subspan(header_bytes);
-
-  const json header = parse_strictly(text, origin);
+TensorMap parse_safetensors(std::span<const std::byte> start, std::uint64_t file_bytes, const std::string& origin) {
+  const std::uint64_t data_begin = header_end(start, file_bytes, origin);
+  const auto text = start.subspan(sizeof(std::uint64_t), data_begin - sizeof(std::uint64_t));
+  const json header = parse_json({reinterpret_cast<const char*>(text.data()), text.size()}, origin, kMaxDepth);
   if (!header.is_object()) fail_corrupt(origin, "header must be a JSON object");
   TensorMap tensors;
   for (const auto& [name, entry] : header.items()) {
     if (name == "__metadata__") continue;
-    tensors.emplace(name, EntryReader{origin, name}.read(entry, data));
+    tensors.emplace(name, EntryReader{origin, name}.read(entry, data_begin, file_bytes - data_begin));
   }
-  require_tiling(tensors, data, origin);
+  require_tiling(tensors, data_begin, file_bytes, origin);
   return tensors;
 }
 
-void to_float(const StoredTensor& tensor, std::span<float> out) {
-  if (tensor.bytes.size() != out.size() * bytes_of(tensor.dtype)) {
-    throw Error(Errc::invalid_argument, "a tensor of " + std::to_string(tensor.bytes.size()) + " bytes does not fill " +
-                                            std::to_string(out.size()) + " floats");
+void to_float(DType dtype, std::span<const std::byte> stored, std::span<float> out) {
+  require_fit(dtype, stored.size(), out);
+  switch (dtype) {
+    case DType::f32:
+      if (!stored.empty()) std::memcpy(out.data(), stored.data(), stored.size());
+      return;
+    case DType::f16: return convert<half_to_float>(stored, out);
+    case DType::bf16: return convert<bfloat_to_float>(stored, out);
   }
-  switch (tensor.dtype) {
-    case DType::f32: std::memcpy(out.data(), tensor.bytes.data(), tensor.bytes.size()); return;
-    case DType::f16: return convert<half_to_float>(tensor.bytes, out);
-    case DType::bf16: return convert<bfloat_to_float>(tensor.bytes, out);
-  }
-}
-
-MappedFile::MappedFile(const std::filesystem::path& path) {
-  const auto fail = [&](const char* what, int cause) {
-    throw Error(cause == ENOENT ? Errc::not_found : Errc::io,
-                path.string() + ": " + what + ": " + std::strerror(cause));
-  };
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) fail("cannot open", errno);
-  struct Close {
-    int file;
-    ~Close() { ::close(file); }
-  } close{file};
-
-  struct stat info {};
-  if (::fstat(file, &info) != 0) fail("cannot stat", errno);
-  if (!S_ISREG(info.st_mode)) fail("not a regular file", S_ISDIR(info.st_mode) ? EISDIR : EINVAL);
-  size_ = static_cast<std::size_t>(info.st_size);
-  if (size_ == 0) return;  // mmap refuses an empty range
-  void* data = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file, 0);
-  if (data == MAP_FAILED) fail("cannot map", errno);
-  data_ = static_cast<const std::byte*>(data);
-}
-
-MappedFile::~MappedFile() {
-  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), size_);
 }
 
 Checkpoint::Checkpoint(const std::filesystem::path& path) : origin_(path.string()) {
@@ -229,27 +191,34 @@ Checkpoint::Checkpoint(const std::filesystem::path& path) : origin_(path.string(
   }
 }
 
-void Checkpoint::add_shard(const std::filesystem::path& file) {
-  files_.push_back(std::make_unique<MappedFile>(file));
-  for (auto& [name, tensor] : parse_safetensors(files_.back()->bytes(), file.string())) {
+void Checkpoint::add_shard(const std::filesystem::path& path) {
+  const auto index = static_cast<std::uint32_t>(files_.size());
+  const RegularFile& file = files_.emplace_back(path);
+  std::vector<std::byte> start(std::min<std::uint64_t>(file.bytes(), sizeof(std::uint64_t)));
+  file.read(0, start);
+  start.resize(header_end(start, file.bytes(), file.name()));
+  file.read(0, start);
+  for (auto& [name, tensor] : parse_safetensors(start, file.bytes(), file.name())) {
+    tensor.file = index;
     if (!tensors_.emplace(name, std::move(tensor)).second) {
-      throw Error(Errc::corrupt, file.string() + ": tensor '" + name + "' is in another shard too; remove one of them");
+      throw Error(Errc::corrupt, file.name() + ": tensor '" + name + "' is in another shard too; remove one of them");
     }
   }
 }
 
 void Checkpoint::add_indexed(const std::filesystem::path& index) {
   const std::string origin = index.string();
-  const json document = parse_strictly(read_text_file(index), origin);
+  const json document = parse_json(read_text_file(index), origin, kMaxDepth);
   if (!document.is_object() || !document.contains("weight_map") || !document["weight_map"].is_object()) {
     fail_corrupt(origin, "has no object 'weight_map'");
   }
   std::set<std::string> shards;
   for (const auto& [name, shard] : document["weight_map"].items()) {
     if (!shard.is_string())
-      fail_corrupt(origin, "tensor '" + name + "': shard must be a file name, is " + shard.dump());
+      fail_corrupt(origin, "tensor '" + name + "': shard must be a file name, is " + shown(shard));
     const std::filesystem::path file(shard.get<std::string>());
-    if (file.empty() || file != file.filename()) {
+    // The operating system would read a name up to its first zero byte.
+    if (file.empty() || file != file.filename() || file.native().find('\0') != std::string::npos) {
       fail_corrupt(origin, "tensor '" + name + "': shard '" + file.string() + "' must be a file beside the index");
     }
     shards.insert(file.string());
@@ -275,6 +244,40 @@ const StoredTensor& Checkpoint::find(std::string_view name, std::span<const std:
                                    ", config.json asks for " + shape_text(shape) + "; the two are of different models");
   }
   return tensor;
+}
+
+void Checkpoint::read(const StoredTensor& tensor, std::uint64_t first, std::span<std::byte> out) const {
+  if (first > tensor.bytes || out.size() > tensor.bytes - first) {
+    throw Error(Errc::invalid_argument, "bytes " + std::to_string(first) + " to " + std::to_string(first + out.size()) +
+                                            " of a tensor that has " + std::to_string(tensor.bytes));
+  }
+  files_[tensor.file].read(tensor.offset + first, out);
+}
+
+void Checkpoint::read(const StoredTensor& tensor, std::span<float> out) const {
+  require_fit(tensor.dtype, tensor.bytes, out);
+  if (tensor.dtype == DType::f32) return read(tensor, 0, std::as_writable_bytes(out));
+  const std::uint64_t width = bytes_of(tensor.dtype);
+  std::vector<std::byte> piece(std::min(tensor.bytes, kPieceBytes));
+  for (std::uint64_t done = 0; done < tensor.bytes; done += piece.size()) {
+    piece.resize(std::min(tensor.bytes - done, kPieceBytes));
+    read(tensor, done, piece);
+    to_float(tensor.dtype, piece, out.subspan(done / width, piece.size() / width));
+  }
+}
+
+bool Checkpoint::equal(const StoredTensor& a, const StoredTensor& b) const {
+  if (a.dtype != b.dtype || a.shape != b.shape) return false;
+  std::vector<std::byte> left;
+  std::vector<std::byte> right;
+  for (std::uint64_t done = 0; done < a.bytes; done += left.size()) {
+    left.resize(std::min(a.bytes - done, kPieceBytes));
+    right.resize(left.size());
+    read(a, done, left);
+    read(b, done, right);
+    if (left != right) return false;
+  }
+  return true;
 }
 
 }  // namespace sluice::tools

@@ -47,6 +47,12 @@ int Sampler::next(std::span<const float> logits) {
     return a.weight != b.weight ? a.weight > b.weight : a.token < b.token;
   });
 
+  if (options_.top_k != 0 && options_.top_k < choices_.size()) {
+    choices_.resize(options_.top_k);
+    mass = 0;
+    for (const Choice& choice : choices_) mass += choice.weight;
+  }
+
   // The shortest prefix that holds top_p of the mass; the likeliest token is always in it.
   double kept = 0;
   std::size_t count = 0;

@@ -14,6 +14,7 @@ namespace sluice::tools {
 struct SamplerOptions {
   float temperature = 0.f;  ///< 0: greedy. Larger is flatter. [0, 100]
   float top_p = 1.f;        ///< sample among the likeliest tokens that hold this share of the mass. (0, 1]
+  std::uint32_t top_k = 0;  ///< sample among this many of the likeliest tokens at most; 0: all
   std::uint64_t seed = 0;   ///< same seed, same logits, same tokens, on every platform
   friend bool operator==(const SamplerOptions&, const SamplerOptions&) = default;
 };

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "sluice/error.hpp"
+#include "tools/llama/one_error.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -24,7 +25,7 @@ Session::Session(const Model& model, Runtime& runtime, const PolicySpec& policy,
   }
   work_.stream = &runtime.device_stream();
   work_.timeout = runtime.options().timeout;
-  sequence_ = runtime.begin(policy, prefill);
+  sequence_ = as_one_error("begin a sequence", [&] { return runtime.begin(policy, prefill); });
 }
 
 Session::Session(Session&& other) noexcept
@@ -43,8 +44,8 @@ Session::~Session() {
   if (runtime_ == nullptr) return;
   try {
     runtime_->end(sequence_);
-  } catch (const Error&) {
-    // A destructor cannot throw. The runtime still owns the pages and frees them with itself.
+  } catch (...) {
+    // A destructor cannot throw, and lack of memory is no Error. The runtime owns the pages and frees them with itself.
   }
 }
 
@@ -65,6 +66,10 @@ void Session::prefill(std::span<const int> tokens, const Progress& progress, Pro
   if (record != nullptr && tokens_ != 0) refuse("a prompt can be recorded only from the session's first token");
   for (const int token : tokens) model_->require_token(token);
 
+  as_one_error("read the prompt", [&] { prefill_all(tokens, progress, record); });
+}
+
+void Session::prefill_all(std::span<const int> tokens, const Progress& progress, PromptCache* record) {
   if (record != nullptr) record->start(model_->config().shape(), tokens);
   const std::size_t chunk_tokens = runtime_->options().prefill_chunk;
   broken_ = true;  // until the logits are there: a GPU tells of its failures late
@@ -137,6 +142,10 @@ void Session::import_prompt(const PromptCache& prompt) {
   if (prompt.shape() != model_->config().shape() || prompt.logits().size() != model_->config().vocab_size) {
     refuse("the prompt cache was recorded by a model of another shape");
   }
+  as_one_error("import the prompt", [&] { import_all(prompt); });
+}
+
+void Session::import_all(const PromptCache& prompt) {
   broken_ = true;  // until all layers are through
   const std::uint32_t chunk_tokens = runtime_->options().prefill_chunk;
   for (std::uint32_t first = 0; first < prompt.tokens(); first += chunk_tokens) {
@@ -144,9 +153,9 @@ void Session::import_prompt(const PromptCache& prompt) {
     for (LayerId layer{0}; layer.value < prompt.shape().layers; ++layer.value)
       import_chunk(prompt, layer, first, count);
   }
-  broken_ = false;
   tokens_ = prompt.tokens();
   logits_.assign(prompt.logits().begin(), prompt.logits().end());
+  broken_ = false;
 }
 
 void Session::decode(int token) {
@@ -155,6 +164,10 @@ void Session::decode(int token) {
 }
 
 void decode_batch(std::span<Session* const> sessions, std::span<const int> tokens) {
+  as_one_error("decode", [&] { Session::decode_together(sessions, tokens); });
+}
+
+void Session::decode_together(std::span<Session* const> sessions, std::span<const int> tokens) {
   if (sessions.size() != tokens.size()) refuse("decode_batch needs one token per session");
   if (sessions.empty()) return;
   Session& lead = *sessions.front();

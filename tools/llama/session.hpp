@@ -25,7 +25,8 @@ using Progress = std::function<void(std::uint32_t done, std::uint32_t total)>;
 /// Model and runtime must be on the same device. On a GPU a step, or a chunk of a prompt, is queued in the runtime's
 /// device_stream() without waiting between layers; prefill and decode wait once, for the logits.
 /// Model and runtime must outlive the session. A call that throws after it reached the runtime leaves the sequence
-/// between two layers; the session then refuses further work, and only its destruction is left.
+/// between two layers; the session then refuses further work, and only its destruction is left. Lack of memory is an
+/// Error{Errc::out_of_capacity} too.
 /// Thread safety: none, and sessions of one Runtime must not be used at the same time.
 class Session {
  public:
@@ -63,6 +64,9 @@ class Session {
   friend void decode_batch(std::span<Session* const> sessions, std::span<const int> tokens);
 
  private:
+  static void decode_together(std::span<Session* const> sessions, std::span<const int> tokens);
+  void prefill_all(std::span<const int> tokens, const Progress& progress, PromptCache* record);
+  void import_all(const PromptCache& prompt);
   void require_usable(std::uint64_t more_tokens) const;
   void prefill_chunk(std::span<const int> chunk, bool last, PromptCache* record);
   void import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count);

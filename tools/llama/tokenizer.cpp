@@ -1,15 +1,11 @@
 #include "tools/llama/tokenizer.hpp"
 
 #include <algorithm>
-#include <cerrno>
 #include <charconv>
-#include <cstring>
-#include <fstream>
-#include <sstream>
 #include <system_error>
-#include <utility>
 
 #include "sluice/error.hpp"
+#include "tools/llama/files.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -119,25 +115,8 @@ std::vector<int> parse_token_ids(std::string_view text, std::uint32_t vocab_size
   return ids;
 }
 
-std::vector<int> read_token_file(const std::filesystem::path& file, std::uint32_t vocab_size) {
-  return parse_token_ids(read_text_file(file), vocab_size, file.string());
-}
-
-std::string read_text_file(const std::filesystem::path& file) {
-  std::error_code ignored;
-  if (std::filesystem::is_directory(file, ignored)) {  // libstdc++ opens it and throws on the first read
-    throw Error(Errc::io, file.string() + ": cannot read: is a directory");
-  }
-  errno = 0;
-  std::ifstream in(file, std::ios::binary);
-  const int cause = errno;
-  if (!in) {
-    throw Error(cause == ENOENT ? Errc::not_found : Errc::io, file.string() + ": cannot open: " + std::strerror(cause));
-  }
-  std::ostringstream text;
-  text << in.rdbuf();
-  if (in.bad()) throw Error(Errc::io, file.string() + ": cannot read");
-  return std::move(text).str();
+std::vector<int> read_token_file(const std::string& name, std::uint32_t vocab_size) {
+  return parse_token_ids(read_input(name), vocab_size, name == "-" ? "standard input" : name);
 }
 
 }  // namespace sluice::tools

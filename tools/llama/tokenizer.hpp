@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <filesystem>
 #include <optional>
 #include <span>
 #include <string>
@@ -42,10 +41,7 @@ void require_utf8(std::string_view text, const std::string& origin);
 [[nodiscard]] std::vector<int> parse_token_ids(std::string_view text, std::uint32_t vocab_size,
                                                const std::string& origin);
 
-/// As parse_token_ids, from a file.  @throws Error{Errc::not_found}, Error{Errc::io} also.
-[[nodiscard]] std::vector<int> read_token_file(const std::filesystem::path& file, std::uint32_t vocab_size);
-
-/// A whole file as bytes.  @throws Error{Errc::not_found}, Error{Errc::io}
-[[nodiscard]] std::string read_text_file(const std::filesystem::path& file);
+/// As parse_token_ids, from what read_input takes.  @throws also as read_input
+[[nodiscard]] std::vector<int> read_token_file(const std::string& name, std::uint32_t vocab_size);
 
 }  // namespace sluice::tools

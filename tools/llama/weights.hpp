@@ -7,14 +7,19 @@
 #include <vector>
 
 #include "tools/llama/config.hpp"
+#include "tools/llama/model.hpp"
 #include "tools/llama/safetensors.hpp"
 
 namespace sluice::tools {
+
+/// Name of the embeddings in the files.
+inline constexpr const char* kEmbeddingsName = "model.embed_tokens.weight";
 
 /// Where weights come from: a checkpoint or, without one, a seed.
 struct WeightSource {
   const Checkpoint* checkpoint = nullptr;
   std::uint64_t seed = 0;
+  LoadProgress progress = {};
 };
 
 /// One matrix of a stack: its name in the files and how many rows it brings.
@@ -51,6 +56,16 @@ struct WeightPlan {
 };
 [[nodiscard]] WeightPlan plan_weights(const ModelConfig& config);
 
+/// Compares a checkpoint with a plan before anything is read: every tensor is there and has its shape, and none is left
+/// over but for the rotary tables that old converters stored. A head that should be tied must equal the embeddings.
+/// @throws Error as Checkpoint::find; Error{Errc::unsupported} naming a tensor that nothing computes with;
+///         Error{Errc::corrupt} for a head of its own beside `tie_word_embeddings`.
+void require_match(const Checkpoint& checkpoint, const WeightPlan& plan);
+
+/// @param where  what has the memory, with its verb: "this machine has"
+/// @throws Error{Errc::out_of_capacity} that says how much is needed and how much is there.
+void require_memory(std::uint64_t needed_bytes, std::uint64_t free_bytes, const std::string& where);
+
 /// The file's tensor of a part.  @throws Error as Checkpoint::find.
 [[nodiscard]] const StoredTensor& find_part(const Checkpoint& checkpoint, const MatrixPart& part, std::uint32_t inner);
 /// The gain of a norm; all ones from a seed.  @throws Error as Checkpoint::find.
@@ -83,7 +98,7 @@ struct Weights {
 };
 
 /// Random weights are rounded to bf16, so that they are those of every device.
-/// @throws Error as Checkpoint::find; Error{Errc::out_of_capacity} for random weights beyond the machine's memory.
+/// @throws Error as require_match, require_memory and Checkpoint::read.
 [[nodiscard]] Weights load_weights(const WeightSource& source, const ModelConfig& config);
 
 }  // namespace sluice::tools

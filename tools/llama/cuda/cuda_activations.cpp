@@ -61,7 +61,7 @@ void CudaActivations::begin_logits(std::uint32_t rows, std::uint32_t vocab_size,
 void CudaActivations::finish(const Activations& work, cudaStream_t stream) {
   raise(at<std::uint64_t>(finished_), ++finishes_, stream);
   const std::atomic_ref<std::uint64_t> word(*at<std::uint64_t>(finished_));
-  const Deadline patience = deadline_after(std::min(kWatch, work.timeout));
+  const Clock::time_point patience = Clock::now() + std::min(kWatch, work.timeout);
   while (word.load(std::memory_order_acquire) < finishes_ && Clock::now() < patience) std::this_thread::yield();
   work.stream->synchronize(deadline_after(work.timeout));
 }
@@ -93,7 +93,7 @@ void CudaActivations::wait_for_tokens(std::chrono::milliseconds timeout) const {
     const cudaError_t status = cudaEventQuery(tokens_read_.get());
     if (status == cudaSuccess) return;
     if (status != cudaErrorNotReady) check(status, "run the model's kernels");
-    if (Clock::now() > deadline) {
+    if (RunClock::now() > deadline) {
       throw Error(Errc::timeout,
                   "the GPU did not start the previous forward pass within " + std::to_string(timeout.count()) + " ms");
     }

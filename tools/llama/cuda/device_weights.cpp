@@ -1,10 +1,13 @@
 #include "tools/llama/cuda/device_weights.hpp"
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 
 #include "tools/llama/bf16.hpp"
+#include "tools/llama/cuda/check.hpp"
 #include "tools/llama/random_weights.hpp"
 #include "tools/llama/staging.hpp"
 
@@ -15,15 +18,18 @@ constexpr std::chrono::milliseconds kTimeout{60'000};
 
 class Loader {
  public:
-  Loader(const WeightSource& source, Device& device)
+  Loader(const WeightSource& source, const WeightPlan& plan, Device& device)
       : source_(source),
         device_(device),
         stream_(device.create_stream("llama.weights")),
-        staging_(device, *stream_, kTimeout) {}
+        staging_(device, *stream_, kTimeout),
+        total_bytes_(plan.parameters * sizeof(Bf16)) {}
 
   [[nodiscard]] DeviceGain gain(const std::string& name, std::uint32_t count) {
     const std::vector<float> values = load_gain(source_, name, count);
-    return {copy(std::as_bytes(std::span(values)))};
+    DeviceGain gain{copy(std::as_bytes(std::span(values)))};
+    loaded(count * sizeof(Bf16));  // held wider, but by so little that the total leaves it out
+    return gain;
   }
 
   [[nodiscard]] std::unique_ptr<Buffer> copy(std::span<const std::byte> bytes) {
@@ -35,26 +41,22 @@ class Loader {
   }
 
   [[nodiscard]] DeviceMatrix matrix(const MatrixPlan& plan) {
-    // Before memory is asked for: a lying config.json costs an error, no more.
-    std::vector<const StoredTensor*> tensors;
-    if (source_.checkpoint != nullptr) {
-      for (const MatrixPart& part : plan.parts) tensors.push_back(&find_part(*source_.checkpoint, part, plan.inner));
-    }
     DeviceMatrix matrix{.outs = plan.outs(), .inner = plan.inner, .memory = {}};
     matrix.memory = device_.allocate(std::uint64_t{matrix.outs} * matrix.inner * sizeof(Bf16));
     std::byte* to = matrix.memory->data();
-    for (std::size_t i = 0; i < plan.parts.size(); ++i) {
-      const std::uint64_t count = std::uint64_t{plan.parts[i].outs} * plan.inner;
+    for (const MatrixPart& part : plan.parts) {
+      const std::uint64_t count = std::uint64_t{part.outs} * plan.inner;
       if (source_.checkpoint != nullptr) {
-        upload(*tensors[i], to);
+        upload(find_part(*source_.checkpoint, part, plan.inner), to);
       } else {
         draw({.out = reinterpret_cast<Bf16*>(to),
               .count = count,
-              .key = random_key(source_.seed, plan.parts[i].name),
+              .key = random_key(source_.seed, part.name),
               .deviation = plan.deviation},
              static_cast<cudaStream_t>(stream_->native_handle()));
       }
       to += count * sizeof(Bf16);
+      loaded(count * sizeof(Bf16));
     }
     return matrix;
   }
@@ -62,20 +64,22 @@ class Loader {
   void finish() { stream_->synchronize(deadline_after(kTimeout)); }
 
  private:
+  void loaded(std::uint64_t bytes) {
+    done_bytes_ += bytes;
+    if (source_.progress) source_.progress(done_bytes_, total_bytes_);
+  }
+
   void upload(const StoredTensor& tensor, std::byte* to) {
     const std::uint64_t width = bytes_of(tensor.dtype);
-    const std::uint64_t count = tensor.bytes.size() / width;
+    const std::uint64_t count = tensor.bytes / width;
     staging_.to_device(to, count * sizeof(Bf16), [&](std::span<std::byte> piece, std::uint64_t offset) {
+      if (tensor.dtype == DType::bf16) return source_.checkpoint->read(tensor, offset, piece);
       const std::uint64_t elements = piece.size() / sizeof(Bf16);
-      const auto stored = tensor.bytes.subspan(offset / sizeof(Bf16) * width, elements * width);
-      if (tensor.dtype == DType::bf16) {
-        std::memcpy(piece.data(), stored.data(), stored.size());
-        return;
-      }
+      stored_.resize(elements * width);
+      source_.checkpoint->read(tensor, offset / sizeof(Bf16) * width, stored_);
       wide_.resize(elements);
-      to_float({.dtype = tensor.dtype, .shape = {elements}, .bytes = stored}, wide_);
-      auto* out = reinterpret_cast<Bf16*>(piece.data());
-      std::transform(wide_.begin(), wide_.end(), out, to_bf16);
+      to_float(tensor.dtype, stored_, wide_);
+      std::transform(wide_.begin(), wide_.end(), reinterpret_cast<Bf16*>(piece.data()), to_bf16);
     });
   }
 
@@ -83,6 +87,9 @@ class Loader {
   Device& device_;
   std::unique_ptr<Stream> stream_;
   Staging staging_;
+  std::uint64_t total_bytes_;
+  std::uint64_t done_bytes_ = 0;
+  std::vector<std::byte> stored_;
   std::vector<float> wide_;
 };
 
@@ -90,8 +97,13 @@ class Loader {
 
 DeviceWeights load_device_weights(const WeightSource& source, const ModelConfig& config, Device& device) {
   const WeightPlan plan = plan_weights(config);
+  if (source.checkpoint != nullptr) require_match(*source.checkpoint, plan);
+  std::size_t free_bytes = 0;
+  std::size_t all_bytes = 0;
+  check(cudaMemGetInfo(&free_bytes, &all_bytes), "ask for the GPU's free memory");
+  require_memory(plan.parameters * sizeof(Bf16), free_bytes, "the GPU has");
   const std::uint32_t hidden = config.hidden_size;
-  Loader load(source, device);
+  Loader load(source, plan, device);
   DeviceWeights weights;
   weights.embeddings = load.matrix(plan.embeddings);
   for (const LayerPlan& layer : plan.layers) {

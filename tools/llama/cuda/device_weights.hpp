@@ -47,7 +47,8 @@ struct DeviceWeights {
 };
 
 /// Rounds a checkpoint to bf16 and copies it, or draws weights on the device. Returns when they are there.
-/// @throws Error as Checkpoint::find and Device::allocate.
+/// The device must be the current one.
+/// @throws Error as require_match, require_memory, Checkpoint::read and Device::allocate.
 [[nodiscard]] DeviceWeights load_device_weights(const WeightSource& source, const ModelConfig& config, Device& device);
 
 }  // namespace sluice::tools::cuda

@@ -1,0 +1,171 @@
+// A process that runs short of memory: every allocation of a session may be the one that fails. The caller gets an Error,
+// never another exception and never the end of the process; the sequences of the call are whole or named as lost, and
+// others go on.
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <string>
+
+#include "sluice/error.hpp"
+#include "tests/runtime/toy.hpp"
+#include "tests/support/catch.hpp"
+
+namespace {
+
+/// Allocations until the one that fails, of all threads; negative: none does.
+std::atomic<long> until{-1};
+
+bool refuses() noexcept {
+  return until.load(std::memory_order_relaxed) >= 0 && until.fetch_sub(1, std::memory_order_relaxed) == 0;
+}
+
+void* allocate(std::size_t bytes, std::size_t alignment) {
+  void* memory = nullptr;
+  if (!refuses() && posix_memalign(&memory, std::max(alignment, sizeof(void*)), std::max<std::size_t>(bytes, 1)) == 0) {
+    return memory;
+  }
+  throw std::bad_alloc();
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return allocate(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+#if defined(__SANITIZE_ADDRESS__)
+// Forms of new that are not replaced here end in the sanitizer's own, and their memory in the delete above.
+extern "C" const char* __asan_default_options();
+extern "C" const char* __asan_default_options() { return "alloc_dealloc_mismatch=0"; }
+#endif
+
+using namespace sluice;
+using namespace sluice::test;
+
+namespace {
+
+constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 16};
+constexpr std::uint32_t kPrompt = 80;
+constexpr std::uint32_t kTokens = 86;
+
+bool is_lost(const Error& error) { return std::string(error.what()).find("lost") != std::string::npos; }
+
+/// Outputs of a session, made before anything may fail, which stay until nothing that is queued writes to them.
+struct Outputs {
+  std::vector<std::vector<float>> prompt =
+      std::vector(kShape.layers, std::vector<float>(std::size_t{kPrompt} * kShape.q_heads * kShape.head_dim));
+  std::vector<float> steps =
+      std::vector<float>(std::size_t{kTokens - kPrompt} * kShape.layers * kShape.q_heads * kShape.head_dim);
+};
+
+void run_session(Runtime& runtime, const PolicySpec& spec, const Toy& toy, Outputs& outputs, Drive drive) {
+  const SequenceId id = runtime.begin(spec);
+  const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
+  for (std::uint32_t at = 0; at < kPrompt; at += 40) {
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+      runtime.prefill({.sequence = id,
+                       .layer = LayerId{layer},
+                       .q = toy.q(layer, at, 40),
+                       .k = toy.k(layer, at, 40),
+                       .v = toy.v(layer, at, 40),
+                       .out = dense_view(outputs.prompt[layer].data() + at * row, DType::f32, 40, kShape.q_heads,
+                                         kShape.head_dim),
+                       .ordered = drive == Drive::queued,
+                       .last = at + 40 == kPrompt});
+    }
+  }
+  for (std::uint32_t token = kPrompt; token < kTokens; ++token) {
+    step_into(runtime, id, toy, token, outputs.steps.data() + (token - kPrompt) * kShape.layers * row, drive);
+  }
+  runtime.synchronize();
+}
+
+/// A session of one sequence beside another, with one allocation that fails on the way. True if one did.
+bool session_survives(Drive drive, const PolicySpec& spec, const Toy& toy, long which, const std::vector<float>& want) {
+  Outputs outputs;
+  Runtime runtime(toy_options(kShape, 3 * kTokens), device_of(drive));
+  const SequenceId other = runtime.begin(parse_policy("full"));
+  prefill(runtime, other, toy, kPrompt, 64, drive);
+  bool failed = false;
+  until = which;
+  try {
+    run_session(runtime, spec, toy, outputs, drive);
+    until = -1;
+    REQUIRE(worst_difference(outputs.steps, want) < 1e-5);
+  } catch (const Error& error) {
+    until = -1;
+    failed = true;
+    REQUIRE(std::string(error.what()).size() > 20);
+    REQUIRE(error.code() != Errc::timeout);
+  }
+  until = -1;
+  // Whoever had no part in it decodes on; news of what was lost may come once.
+  std::vector<float> got;
+  for (int attempt = 0; attempt < 2 && got.empty(); ++attempt) {
+    try {
+      runtime.synchronize();
+      got = decode_rest(runtime, other, toy, kPrompt);
+    } catch (const Error& error) {
+      INFO(error.what());
+      REQUIRE(attempt == 0);
+      REQUIRE(is_lost(error));
+    }
+  }
+  REQUIRE(worst_error(got, toy, kPrompt) < 2e-5);
+  runtime.end(other);
+  return failed;
+}
+
+}  // namespace
+
+TEST_CASE("every allocation of a session may fail", "[memory_faults]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  const std::string policy = GENERATE("full:near=30%", "sluice:near=30%,recent=16", "tactic", "magicpig",
+                                      "pages:box,pages=3 | int4 | top_p=0.8 | near=0,sinks=4,recent=8");
+  CAPTURE(to_string(drive), policy);
+  const Toy toy(kShape, kTokens, 77);
+  std::vector<float> want;
+  {
+    Runtime runtime(toy_options(kShape, 3 * kTokens), device_of(drive));
+    Outputs outputs;
+    run_session(runtime, parse_policy(policy), toy, outputs, drive);
+    want = outputs.steps;
+  }
+  int failures = 0;
+  bool failed = true;
+  for (long which = 0; failed; which += 1 + which / 12) {
+    CAPTURE(which);
+    failed = session_survives(drive, parse_policy(policy), toy, which, want);
+    failures += failed ? 1 : 0;
+    REQUIRE(which < 1'000'000);
+  }
+  REQUIRE(failures > 20);
+}
+
+TEST_CASE("a runtime that cannot be built for want of memory says so", "[memory_faults]") {
+  const Drive drive = GENERATE(Drive::waiting, Drive::queued);
+  const auto options = toy_options(kShape, kTokens);
+  const auto device = device_of(drive);
+  int failures = 0;
+  bool failed = true;
+  for (long which = 0; failed; which += 1 + which / 30) {
+    CAPTURE(which);
+    failed = false;
+    until = which;
+    try {
+      const Runtime runtime(options, device);
+      until = -1;
+    } catch (const Error& error) {
+      until = -1;
+      failed = true;
+      REQUIRE(error.code() == Errc::out_of_capacity);
+    }
+    failures += failed ? 1 : 0;
+  }
+  REQUIRE(failures > 5);
+}

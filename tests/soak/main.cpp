@@ -1,0 +1,219 @@
+// Sequences that join and leave runtimes of many kinds, for minutes, in a process that is stopped and resumed: outputs
+// stay right, and memory, threads, descriptors and the time of a step stay where they were.
+//
+//   soak [--seconds N] [--rounds N] [--seed S] [--round R] [--stop-ms N] [--every-ms N] [--flat] [--only KIND]
+//        [--without KIND]...
+//
+// Prints its seed; with --seed and --round the round that failed comes first. --flat also checks memory and time, which
+// need minutes to tell growth from warming up and a machine that does nothing else.
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu/topology.hpp"
+#include "sluice/error.hpp"
+#include "tests/soak/machine.hpp"
+#include "tests/soak/resources.hpp"
+#include "tests/soak/supervisor.hpp"
+#include "tests/support/random.hpp"
+
+namespace {
+
+using namespace sluice;
+using namespace sluice::test;
+using Clock = std::chrono::steady_clock;
+
+struct Options {
+  std::uint64_t seconds = 10;
+  std::uint64_t rounds = 1'000'000;  ///< at most
+  std::uint64_t seed = std::random_device()();
+  std::uint64_t round = 0;
+  std::uint64_t stop_ms = 0;  ///< longest stop; 0: none
+  std::uint64_t every_ms = 2000;
+  bool flat = false;
+  std::string only;
+  std::vector<std::string> without;
+};
+
+std::uint64_t whole_number(const std::string& text) {
+  std::uint64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size())
+    throw std::runtime_error("'" + text + "' is not a whole number");
+  return value;
+}
+
+Options read_options(const std::vector<std::string>& arguments) {
+  Options options;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& name = arguments[i];
+    if (name == "--flat") {
+      options.flat = true;
+      continue;
+    }
+    if (++i == arguments.size()) throw std::runtime_error(name + " needs a value, or there is no such option");
+    const std::string& value = arguments[i];
+    if (name == "--seconds") {
+      options.seconds = whole_number(value);
+    } else if (name == "--rounds") {
+      options.rounds = whole_number(value);
+    } else if (name == "--seed") {
+      options.seed = whole_number(value);
+    } else if (name == "--round") {
+      options.round = whole_number(value);
+    } else if (name == "--stop-ms") {
+      options.stop_ms = whole_number(value);
+    } else if (name == "--every-ms") {
+      options.every_ms = whole_number(value);
+    } else if (name == "--only") {
+      options.only = value;
+    } else if (name == "--without") {
+      options.without.push_back(value);
+    } else {
+      throw std::runtime_error("there is no option " + name);
+    }
+  }
+  return options;
+}
+
+/// What is compared between the first and the last third, one value per round.
+struct Series {
+  std::vector<double> resident, threads, descriptors, step_us;
+};
+
+class Soak {
+ public:
+  explicit Soak(const Options& options) : options_(options) {
+    for (std::uint32_t i = 0; i < 12; ++i) toys_.emplace_back(kSoakShape, kSoakTokens, 100 + i);
+    const cpu::Topology topology;
+    workers_ = std::make_shared<cpu::Workers>(topology,
+                                              cpu::WorkersOptions{.threads = 2, .pin = false, .timeout = kSoakTimeout});
+    for (const MachineKind& kind : machine_kinds()) {
+      const auto& no = options_.without;
+      if (std::find(no.begin(), no.end(), kind.name) != no.end()) continue;
+      if (!options_.only.empty() && options_.only != kind.name) continue;
+      machines_.push_back(std::make_unique<Machine>(kind, workers_, toys_));
+    }
+    if (machines_.empty()) throw std::runtime_error("no kind of machine is left");
+  }
+
+  /// @return the exit code
+  int run() {
+    const auto deadline = Clock::now() + std::chrono::seconds(options_.seconds);
+    std::uint64_t round = options_.round;
+    do {
+      if (!run_round(round++)) return 1;
+    } while (Clock::now() < deadline && round - options_.round < options_.rounds);
+    std::printf(
+        "soak: %llu rounds, %llu sequences, %llu steps, %llu rows compared with dense attention, %llu injected "
+        "failures seen, %llu calls without room\n",
+        static_cast<unsigned long long>(round - options_.round), static_cast<unsigned long long>(total_.sequences),
+        static_cast<unsigned long long>(total_.steps), static_cast<unsigned long long>(total_.checked),
+        static_cast<unsigned long long>(total_.errors), static_cast<unsigned long long>(total_.refused));
+    return is_flat() && did_something() ? 0 : 1;
+  }
+
+ private:
+  bool run_round(std::uint64_t round) {
+    RoundStats sum;
+    for (std::size_t i = 0; i < machines_.size(); ++i) {
+      Machine& machine = *machines_[i];
+      // By the kind, so that it does the same whichever others there are.
+      const std::uint64_t seed = Random(options_.seed + round * 1000 + machine.kind().number).next();
+      try {
+        const RoundStats stats = machine.run(seed);
+        sum.steps += stats.steps;
+        sum.seconds += stats.seconds;
+        total_.sequences += stats.sequences;
+        total_.steps += stats.steps;
+        total_.checked += stats.checked;
+        total_.errors += stats.errors;
+        total_.refused += stats.refused;
+        if (round % machines_.size() == i) machine.rebuild();
+      } catch (const std::exception& error) {
+        std::printf("soak: FAILED: %s\nsoak: again: --seed %llu --round %llu --only %s\n", error.what(),
+                    static_cast<unsigned long long>(options_.seed), static_cast<unsigned long long>(round),
+                    machine.kind().name);
+        return false;
+      }
+    }
+    const Resources now = current_resources();
+    series_.resident.push_back(static_cast<double>(now.resident_bytes) / 0x1p20);
+    series_.threads.push_back(static_cast<double>(now.threads));
+    series_.descriptors.push_back(static_cast<double>(now.descriptors));
+    if (sum.steps > 0) series_.step_us.push_back(1e6 * sum.seconds / static_cast<double>(sum.steps));
+    return true;
+  }
+
+  bool is_flat() const {
+    const auto report = [](const char* what, const std::vector<double>& values) {
+      if (values.size() < 3) return;
+      std::printf("soak: %s: %.4g, then %.4g\n", what, median_of_third(values, 0), median_of_third(values, 2));
+    };
+    report("resident MiB", series_.resident);
+    report("threads", series_.threads);
+    report("descriptors", series_.descriptors);
+    report("us per step", series_.step_us);
+    // A runtime starts some of its threads when it first needs them, and one runtime is new in every round.
+    const auto slack = static_cast<double>(2 * machines_.size());
+    std::vector<std::string> grown{growth("threads", series_.threads, {.slack = slack}),
+                                   growth("file descriptors", series_.descriptors, {.slack = slack})};
+    if (options_.flat) {
+      grown.push_back(growth("resident memory (MiB)", series_.resident, {.factor = 1.1, .slack = 16}));
+      grown.push_back(growth("time per step (us)", series_.step_us, {.factor = 2.5}));
+    }
+    std::erase(grown, std::string());
+    for (const std::string& text : grown) std::printf("soak: FAILED: %s\n", text.c_str());
+    return grown.empty();
+  }
+
+  bool did_something() const {
+    const bool some = total_.steps > 0 && total_.checked > 0;
+    if (!some) std::printf("soak: FAILED: nothing was decoded or compared\n");
+    return some;
+  }
+
+  Options options_;
+  std::vector<Toy> toys_;
+  std::shared_ptr<const cpu::Workers> workers_;
+  std::vector<std::unique_ptr<Machine>> machines_;
+  RoundStats total_;
+  Series series_;
+};
+
+int work(const Options& options) {
+  try {
+    return Soak(options).run();
+  } catch (const std::exception& error) {
+    std::printf("soak: FAILED: %s\n", error.what());
+    return 1;
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  try {
+    options = read_options({argv + 1, argv + argc});
+    std::printf("soak: --seed %llu\n", static_cast<unsigned long long>(options.seed));
+    const Stops stops{.every = std::chrono::milliseconds(options.stop_ms == 0 ? 0 : options.every_ms),
+                      .longest = std::chrono::milliseconds(options.stop_ms),
+                      .seed = options.seed};
+    const int code = supervised([&] { return work(options); }, stops);
+    if (code > 128) {
+      std::printf("soak: FAILED: ended by signal %d; again: --seed %llu\n", code - 128,
+                  static_cast<unsigned long long>(options.seed));
+    }
+    return code;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "soak: %s\n", error.what());
+    return 2;
+  }
+}

@@ -1,0 +1,144 @@
+// Ctrl-C: what is finished is reported, and a second one ends the process at once. Standard error is a terminal here,
+// whose progress bar says how far the process is.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/support/catch.hpp"
+#include "tests/tools/cli_process.hpp"
+
+using nlohmann::json;
+using sluice::test::contains;
+using sluice::test::read_file;
+using sluice::test::ScratchDirectory;
+
+namespace {
+
+/// The command with its standard error on a terminal of ours and its standard output in a file.
+class Spawned {
+ public:
+  Spawned(std::vector<std::string> words, const std::string& out) {
+    terminal_ = ::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    if (terminal_ < 0 || ::grantpt(terminal_) != 0 || ::unlockpt(terminal_) != 0) throw std::runtime_error("no terminal");
+    const std::string name = ::ptsname(terminal_);
+    words.insert(words.begin(), SLUICE_CLI);
+    std::vector<char*> argv;
+    for (std::string& word : words) argv.push_back(word.data());
+    argv.push_back(nullptr);
+    process_ = ::fork();
+    if (process_ == 0) {
+      ::signal(SIGINT, SIG_DFL);  // Whoever started the tests may have it ignored.
+      ::dup2(::open(out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), STDOUT_FILENO);
+      ::dup2(::open(name.c_str(), O_WRONLY | O_NOCTTY), STDERR_FILENO);
+      ::execv(argv[0], argv.data());
+      ::_exit(127);
+    }
+  }
+  ~Spawned() {
+    if (process_ > 0 && !ended_) {
+      ::kill(process_, SIGKILL);
+      ::waitpid(process_, nullptr, 0);
+    }
+    ::close(terminal_);
+  }
+  Spawned(const Spawned&) = delete;
+  Spawned& operator=(const Spawned&) = delete;
+
+  /// Reads the terminal until it shows `text`; false if the process ended before.
+  bool shows(const std::string& text) {
+    while (!contains(seen_, text)) {
+      char bytes[512];
+      const ssize_t count = ::read(terminal_, bytes, sizeof bytes);
+      if (count <= 0) return false;
+      seen_.append(bytes, static_cast<std::size_t>(count));
+    }
+    return true;
+  }
+  void interrupt() const { ::kill(process_, SIGINT); }
+  /// The wait status.
+  int wait() {
+    while (shows("\x01 never written")) continue;  // Drains the terminal, so that nobody blocks on it.
+    int status = 0;
+    ::waitpid(process_, &status, 0);
+    ended_ = true;
+    return status;
+  }
+  [[nodiscard]] const std::string& seen() const noexcept { return seen_; }
+
+ private:
+  int terminal_ = -1;
+  pid_t process_ = -1;
+  bool ended_ = false;
+  std::string seen_;
+};
+
+const std::string kModel = std::string(SLUICE_TEST_DATA) + "/testbed";
+
+/// A short cell, then one of many minutes.
+std::vector<std::string> long_eval(const std::vector<std::string>& more = {}) {
+  std::vector<std::string> words = {"eval", "--model", kModel, "--tasks", "niah", "--lengths", "512,30K", "--count", "1",
+                                    "--policies", "full;streaming", "--audit", "0", "--threads", "2", "-o", "json"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+}  // namespace
+
+TEST_CASE("Ctrl-C in eval reports the rows that are finished and exits with 130", "[cli]") {
+  const ScratchDirectory scratch;
+  Spawned eval(long_eval(), scratch.file("out"));
+  REQUIRE(eval.shows("2/2 niah 512"));
+  eval.interrupt();
+  const int status = eval.wait();
+  CAPTURE(eval.seen());
+  REQUIRE(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 130);
+  CHECK(contains(eval.seen(), "interrupted"));
+  const json report = json::parse(read_file(scratch.file("out")));
+  CHECK(report.at("interrupted") == true);
+  const json rows = report.at("results").at("eval");
+  REQUIRE(rows.size() == 2);
+  for (const json& row : rows) CHECK(row.at("length_tokens") == 512);
+}
+
+TEST_CASE("a second Ctrl-C ends the process at once", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string pipe = scratch.file("pipe");
+  REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
+  // Nobody reads the pipe, so that the report of the first Ctrl-C is never written.
+  Spawned eval(long_eval({"--output", pipe}), scratch.file("out"));
+  REQUIRE(eval.shows("2/2 niah 512"));
+  eval.interrupt();
+  REQUIRE(eval.shows("interrupted"));
+  eval.interrupt();
+  const int status = eval.wait();
+  CHECK(WIFSIGNALED(status));
+  CHECK(WTERMSIG(status) == SIGINT);
+}
+
+TEST_CASE("Ctrl-C in a benchmark reports the lengths that are finished", "[cli]") {
+  const ScratchDirectory scratch;
+  Spawned bench({"bench", "cpu", "--shape", "testbed", "--length", "1K,32K", "--steps", "16", "--sections", "attention",
+                 "-o", "json"},
+                scratch.file("out"));
+  REQUIRE(bench.shows("1/1 1024 tokens"));
+  bench.interrupt();
+  const int status = bench.wait();
+  CAPTURE(bench.seen());
+  REQUIRE(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 130);
+  const json report = json::parse(read_file(scratch.file("out")));
+  CHECK(report.at("interrupted") == true);
+  const json rows = report.at("results").at("attention");
+  REQUIRE(rows.size() == 3);
+  for (const json& row : rows) CHECK(row.at("length_tokens") == 1024);
+}

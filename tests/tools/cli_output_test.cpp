@@ -1,0 +1,164 @@
+// Where results go: one CSV table per file, no file twice, no write unchecked.
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <sstream>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/support/catch.hpp"
+#include "tests/tools/cli_process.hpp"
+
+using nlohmann::json;
+using sluice::test::contains;
+using sluice::test::is_one_error;
+using sluice::test::Outcome;
+using sluice::test::read_file;
+using sluice::test::ScratchDirectory;
+
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::string kData = SLUICE_TEST_DATA;
+const std::string kRun = "run --model '" + kData + "/testbed' --threads 2 --max-tokens 2 --prompt 'The sky' ";
+/// Two tables: the task's and who lost its answer.
+const std::string kLosing = "eval --model '" + kData + "/testbed' --threads 2 --tasks kv --lengths 512 --count 1 "
+                            "--policies streaming:recent=8 ";
+
+/// Rows of one table: the header's fields in every line. Quoted fields hold no comma here.
+void check_one_table(const std::string& csv, std::size_t rows) {
+  CAPTURE(csv);
+  std::istringstream lines(csv);
+  std::string line;
+  std::size_t seen = 0;
+  std::ptrdiff_t commas = -1;
+  while (std::getline(lines, line)) {
+    const auto here = std::count(line.begin(), line.end(), ',');
+    if (commas < 0) commas = here;
+    CHECK(here == commas);
+    CHECK_FALSE(line.empty());
+    ++seen;
+  }
+  CHECK(seen == rows + 1);
+}
+
+/// Runs a shell command line; `%` stands for the program.
+int shell(std::string command) {
+  command.replace(command.find('%'), 1, "'" SLUICE_CLI "'");
+  const int status = std::system(command.c_str());
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+}  // namespace
+
+TEST_CASE("a CSV file holds one table, and every further table has a file beside it", "[cli]") {
+  const ScratchDirectory scratch;
+  const Outcome outcome = sluice::test::sluice(kLosing + "-o csv --output '" + scratch.file("result.v1.csv") + "'");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  CHECK(scratch.entries() == 2);
+  check_one_table(read_file(scratch.file("result.v1.csv")), 1);
+  const std::string lost = read_file(scratch.file("result.v1-lost.csv"));
+  CHECK(lost.starts_with("task,length_tokens,policy,"));
+  CHECK(std::count(lost.begin(), lost.end(), '\n') >= 1);
+}
+
+TEST_CASE("a table that this run left empty does not leave an older run's file in its place", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string old = scratch.write("result-lost.csv", "of another run");
+  const Outcome outcome = sluice::test::sluice("eval --model '" + kData + "/testbed' --threads 2 --tasks niah --lengths 512 "
+                                               "--count 1 --policies full -o csv --output '" + scratch.file("result.csv") + "'");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  CHECK(read_file(old).starts_with("task,length_tokens,policy,"));
+  check_one_table(read_file(old), 0);
+}
+
+TEST_CASE("standard output takes one CSV table and says how to have the others", "[cli]") {
+  const Outcome outcome = sluice::test::sluice(kLosing + "-o csv");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  check_one_table(outcome.out, 1);
+  CHECK(contains(outcome.err, "lost"));
+  CHECK(contains(outcome.err, "--output"));
+}
+
+TEST_CASE("CSV quotes what would break a row and leaves out what is no number", "[cli]") {
+  const Outcome outcome = sluice::test::sluice("policies -o csv");
+  REQUIRE(outcome.code == 0);
+  CHECK(contains(outcome.out, "\"history | top_k=max(64, 2%)"));
+}
+
+TEST_CASE("two results may not go to one file, however it is spelt", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string file = scratch.file("out.json");
+  fs::create_directory(scratch.file("sub"));
+  fs::create_symlink(file, scratch.file("link.json"));
+  const std::string spelling = GENERATE("out.json", "./out.json", "sub/../out.json", "link.json");
+  const bool exists = GENERATE(false, true);
+  if (exists) (void)scratch.write("out.json", "old");
+  const std::string other = scratch.file(spelling);
+  for (const std::string& arguments : {kRun + "--output '" + file + "' --trace '" + other + "'",
+                                       kLosing + "--output '" + file + "' --plot '" + other + "'",
+                                       "link --output '" + file + "' --save-profile '" + other + "'"}) {
+    const Outcome outcome = sluice::test::sluice(arguments);
+    CAPTURE(arguments, outcome.err);
+    CHECK(outcome.code == 2);
+    CHECK(is_one_error(outcome));
+    CHECK(contains(outcome.err, "--output"));
+    if (exists) CHECK(read_file(file) == "old");
+  }
+}
+
+TEST_CASE("standard output is one place, by whatever name", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string err = " 2>'" + scratch.file("err") + "'";
+  // The text streams to standard output already.
+  CHECK(shell("% " + kRun + "--trace /dev/stdout >'" + scratch.file("out") + "'" + err) == 2);
+  CHECK(contains(read_file(scratch.file("err")), "--trace"));
+  CHECK(shell("% " + kRun + "--trace '" + scratch.file("out") + "' >'" + scratch.file("out") + "'" + err) == 2);
+  CHECK(shell("(% " + kRun + "--trace /dev/stdout -o json; echo $? >'" + scratch.file("code") + "')" + err + " | cat") == 0);
+  CHECK(read_file(scratch.file("code")) == "2\n");
+  CHECK(shell("% " + kRun + "--output /dev/null --trace /dev/null >/dev/null" + err) == 0);
+}
+
+TEST_CASE("a result sent to /dev/stdout follows what stands there and replaces nothing", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string out = scratch.write("out", "");
+  CHECK(shell("% policies -o json --output /dev/stdout >>'" + out + "'") == 0);
+  CHECK(shell("% policies -o json --output /dev/stdout >>'" + out + "'") == 0);
+  const std::string twice = read_file(out);
+  const std::size_t second = twice.find("\n}\n{\n");
+  REQUIRE(second != std::string::npos);
+  CHECK(json::parse(twice.substr(0, second + 2)).at("results") == json::parse(twice.substr(second + 2)).at("results"));
+  CHECK(fs::is_symlink("/dev/stdout"));
+  CHECK(shell("(echo before; % policies -o json --output /dev/stdout) >'" + out + "'") == 0);
+  CHECK(read_file(out).starts_with("before\n{"));
+}
+
+TEST_CASE("a result reaches the file behind a symbolic link", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string file = scratch.write("real.json", "old");
+  fs::create_symlink("real.json", scratch.file("latest.json"));
+  REQUIRE(sluice::test::sluice("policies -o json --output '" + scratch.file("latest.json") + "'").code == 0);
+  CHECK(fs::is_symlink(scratch.file("latest.json")));
+  CHECK(json::parse(read_file(file)).at("command") == "policies");
+}
+
+TEST_CASE("no write fails in silence", "[cli]") {
+  if (!fs::exists("/dev/full")) return;
+  const ScratchDirectory scratch;
+  const std::string arguments = GENERATE_COPY(std::string("--help"), std::string("run --help"), std::string("bench cpu --help"),
+                                              std::string("--version"), std::string("policies"), kRun, kRun + "-o json");
+  CAPTURE(arguments);
+  CHECK(shell("% " + arguments + " >/dev/full 2>'" + scratch.file("err") + "'") == 1);
+  CHECK(contains(read_file(scratch.file("err")), "standard output"));
+}
+
+TEST_CASE("a table that standard error does not take is a failure", "[cli]") {
+  if (!fs::exists("/dev/full")) return;
+  CHECK(shell("% " + kRun + ">/dev/null 2>/dev/full") == 1);
+  CHECK(shell("% policies --output /dev/full 2>/dev/null") == 1);
+}

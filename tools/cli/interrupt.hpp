@@ -1,0 +1,33 @@
+#pragma once
+
+#include <signal.h>
+
+#include <exception>
+
+namespace sluice::tools {
+
+/// While it lives, the first Ctrl-C is taken down instead of ending the process: long work stops at its next call of
+/// stop_if_interrupted, and what is finished can be reported. The second one ends the process at once. Where Ctrl-C was
+/// ignored, as behind nohup, it stays ignored. One at a time.
+class InterruptScope {
+ public:
+  InterruptScope();
+  ~InterruptScope();
+  InterruptScope(const InterruptScope&) = delete;
+  InterruptScope& operator=(const InterruptScope&) = delete;
+
+ private:
+  struct sigaction before_ {};
+};
+
+/// Ends long work from within. Caught where the finished part is.
+struct Interrupted final : std::exception {
+  [[nodiscard]] const char* what() const noexcept override { return "interrupted"; }
+};
+
+/// Since the newest scope began.
+[[nodiscard]] bool interrupted() noexcept;
+/// @throws Interrupted
+void stop_if_interrupted();
+
+}  // namespace sluice::tools
