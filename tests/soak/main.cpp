@@ -84,7 +84,7 @@ Options read_options(const std::vector<std::string>& arguments) {
 
 /// What is compared between the first and the last third, one value per round.
 struct Series {
-  std::vector<double> resident, threads, descriptors, step_us;
+  std::vector<double> allocated, resident, threads, descriptors, step_us;
 };
 
 class Soak {
@@ -144,6 +144,7 @@ class Soak {
       }
     }
     const Resources now = current_resources();
+    series_.allocated.push_back(static_cast<double>(now.allocated_bytes) / 0x1p20);
     series_.resident.push_back(static_cast<double>(now.resident_bytes) / 0x1p20);
     series_.threads.push_back(static_cast<double>(now.threads));
     series_.descriptors.push_back(static_cast<double>(now.descriptors));
@@ -156,6 +157,7 @@ class Soak {
       if (values.size() < 3) return;
       std::printf("soak: %s: %.4g, then %.4g\n", what, median_of_third(values, 0), median_of_third(values, 2));
     };
+    report("allocated MiB", series_.allocated);
     report("resident MiB", series_.resident);
     report("threads", series_.threads);
     report("descriptors", series_.descriptors);
@@ -165,6 +167,7 @@ class Soak {
     std::vector<std::string> grown{growth("threads", series_.threads, {.slack = slack}),
                                    growth("file descriptors", series_.descriptors, {.slack = slack})};
     if (options_.flat) {
+      grown.push_back(growth("allocated memory (MiB)", series_.allocated, {.factor = 1.05, .slack = 2}));
       grown.push_back(growth("resident memory (MiB)", series_.resident, {.factor = 1.1, .slack = 16}));
       grown.push_back(growth("time per step (us)", series_.step_us, {.factor = 2.5}));
     }

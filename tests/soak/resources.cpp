@@ -1,5 +1,6 @@
 #include "tests/soak/resources.hpp"
 
+#include <malloc.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,8 +13,13 @@
 namespace sluice::test {
 
 Resources current_resources() {
-  std::ifstream status("/proc/self/status");
   Resources now;
+#ifdef __GLIBC__
+  malloc_trim(0);
+  const auto heap = mallinfo2();
+  now.allocated_bytes = heap.uordblks + heap.hblkhd;
+#endif
+  std::ifstream status("/proc/self/status");
   for (std::string key; status >> key;) {
     if (key == "VmRSS:" && status >> now.resident_bytes) now.resident_bytes *= 1024;
     if (key == "Threads:") status >> now.threads;

@@ -8,10 +8,12 @@ namespace sluice::test {
 
 /// What this process holds.
 struct Resources {
-  std::uint64_t resident_bytes = 0;
+  std::uint64_t allocated_bytes = 0;  ///< asked for and not given back; 0 where the allocator does not say
+  std::uint64_t resident_bytes = 0;   ///< after what the allocator kept for later went back to the system
   std::uint64_t threads = 0;
   std::uint64_t descriptors = 0;
 };
+/// Gives unused memory back first: glibc keeps what was freed, and ever larger blocks of it, which is no growth of ours.
 /// @throws std::runtime_error where the system has no /proc
 [[nodiscard]] Resources current_resources();
 

@@ -1,6 +1,7 @@
 #include <filesystem>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using sluice::test::contains;
@@ -11,7 +12,7 @@ using sluice::test::ScratchDirectory;
 
 namespace {
 
-const std::string kModel = std::string("--model '") + SLUICE_TEST_DATA + "/testbed'";
+const std::string kModel = std::string("--model '") + sluice::test::test_data() + "/testbed'";
 
 Outcome run_model(const std::string& arguments) {
   return sluice::test::sluice("run " + kModel + " --max-tokens 2 " + arguments);
@@ -117,7 +118,7 @@ TEST_CASE("a model that is missing or damaged is bad input", "[cli]") {
 
   namespace fs = std::filesystem;
   const std::string damaged = scratch.file("model");
-  fs::copy(fs::path(SLUICE_TEST_DATA) / "testbed", damaged);
+  fs::copy(fs::path(sluice::test::test_data()) / "testbed", damaged);
   const fs::path shard = fs::path(damaged) / "model-00002-of-00002.safetensors";
   fs::permissions(shard, fs::perms::owner_write, fs::perm_options::add);
   fs::resize_file(shard, fs::file_size(shard) / 2);
@@ -166,7 +167,7 @@ TEST_CASE("a prompt beyond the host pool names the size that would do", "[cli]")
 TEST_CASE("a full disk behind standard output is a failure, not a silence", "[cli]") {
   if (!std::filesystem::exists("/dev/full")) return;
   const ScratchDirectory scratch;
-  const std::string command = std::string("'") + SLUICE_CLI + "' policies >/dev/full 2>'" + scratch.file("err") + "'";
+  const std::string command = std::string("'") + sluice::test::cli_path() + "' policies >/dev/full 2>'" + scratch.file("err") + "'";
   const int status = std::system(command.c_str());
   CHECK(WEXITSTATUS(status) == 1);
   CHECK(contains(read_file(scratch.file("err")), "standard output"));

@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using nlohmann::json;
@@ -30,7 +31,7 @@ class Spawned {
     terminal_ = ::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
     if (terminal_ < 0 || ::grantpt(terminal_) != 0 || ::unlockpt(terminal_) != 0) throw std::runtime_error("no terminal");
     const std::string name = ::ptsname(terminal_);
-    words.insert(words.begin(), SLUICE_CLI);
+    words.insert(words.begin(), sluice::test::cli_path());
     std::vector<char*> argv;
     for (std::string& word : words) argv.push_back(word.data());
     argv.push_back(nullptr);
@@ -81,7 +82,7 @@ class Spawned {
   std::string seen_;
 };
 
-const std::string kModel = std::string(SLUICE_TEST_DATA) + "/testbed";
+const std::string kModel = sluice::test::test_data() + "/testbed";
 
 /// A short cell, then one of many minutes.
 std::vector<std::string> long_eval(const std::vector<std::string>& more = {}) {

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using sluice::test::contains;
@@ -16,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kModel = std::string("--model '") + SLUICE_TEST_DATA + "/testbed'";
+const std::string kModel = std::string("--model '") + sluice::test::test_data() + "/testbed'";
 constexpr std::size_t kMostBytes = 1200;
 
 bool obeyed(char c) { return (static_cast<unsigned char>(c) < 0x20 && c != '\n') || c == '\x7f'; }
@@ -32,7 +33,7 @@ void check_tame(const Outcome& outcome) {
 
 /// A testbed with a key of its config.json replaced. Weights are links.
 std::string model_with(const ScratchDirectory& scratch, const std::string& line) {
-  const fs::path from = fs::path(SLUICE_TEST_DATA) / "testbed";
+  const fs::path from = fs::path(sluice::test::test_data()) / "testbed";
   fs::create_directory(scratch.file("model"));
   for (const auto& entry : fs::directory_iterator(from)) {
     if (entry.path().filename() != "config.json") fs::create_symlink(entry.path(), scratch.file("model/" + entry.path().filename().string()));

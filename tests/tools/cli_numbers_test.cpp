@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using nlohmann::json;
@@ -13,8 +14,8 @@ using sluice::test::Outcome;
 
 namespace {
 
-const std::string kRun = std::string("run --model '") + SLUICE_TEST_DATA + "/testbed' --threads 2 --prompt a ";
-const std::string kEval = std::string("eval --model '") + SLUICE_TEST_DATA + "/testbed' --tasks niah ";
+const std::string kRun = std::string("run --model '") + sluice::test::test_data() + "/testbed' --threads 2 --prompt a ";
+const std::string kEval = std::string("eval --model '") + sluice::test::test_data() + "/testbed' --tasks niah ";
 
 }  // namespace
 

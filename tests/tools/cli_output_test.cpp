@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using nlohmann::json;
@@ -21,7 +22,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kData = SLUICE_TEST_DATA;
+const std::string kData = sluice::test::test_data();
 const std::string kRun = "run --model '" + kData + "/testbed' --threads 2 --max-tokens 2 --prompt 'The sky' ";
 /// Two tables: the task's and who lost its answer.
 const std::string kLosing = "eval --model '" + kData + "/testbed' --threads 2 --tasks kv --lengths 512 --count 1 "
@@ -46,7 +47,7 @@ void check_one_table(const std::string& csv, std::size_t rows) {
 
 /// Runs a shell command line; `%` stands for the program.
 int shell(std::string command) {
-  command.replace(command.find('%'), 1, "'" SLUICE_CLI "'");
+  command.replace(command.find('%'), 1, "'" + sluice::test::cli_path() + "'");
   const int status = std::system(command.c_str());
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using nlohmann::json;
@@ -15,7 +16,7 @@ using sluice::test::Outcome;
 
 namespace {
 
-const std::string kModel = std::string("--model '") + SLUICE_TEST_DATA + "/testbed' --threads 2 ";
+const std::string kModel = std::string("--model '") + sluice::test::test_data() + "/testbed' --threads 2 ";
 const std::string kFlex = "--prefill flexprefill@0.9 --min-budget 128 ";
 
 json report_of(const std::string& arguments) {

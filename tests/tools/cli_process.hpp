@@ -51,10 +51,13 @@ struct Outcome {
   std::string err;
 };
 
+/// Where `sluice` is.
+std::string cli_path();
+
 /// Runs `sluice` through the shell; `arguments` are shell words.
 inline Outcome sluice(const std::string& arguments) {
   const ScratchDirectory scratch;
-  const std::string command = std::string("'") + SLUICE_CLI + "' " + arguments + " >'" + scratch.file("out") + "' 2>'" +
+  const std::string command = std::string("'") + cli_path() + "' " + arguments + " >'" + scratch.file("out") + "' 2>'" +
                               scratch.file("err") + "'";
   const int status = std::system(command.c_str());
   return {.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1,

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using nlohmann::json;
@@ -16,12 +17,12 @@ using sluice::test::ScratchDirectory;
 
 namespace {
 
-const std::string kData = SLUICE_TEST_DATA;
+const std::string kData = sluice::test::test_data();
 
 /// tools/record.sh with everything as small as it may be.
 Outcome record(const std::string& arguments) {
   const ScratchDirectory scratch;
-  const std::string command = "SLUICE='" SLUICE_CLI "' MODEL='" + kData +
+  const std::string command = "SLUICE='" + sluice::test::cli_path() + "' MODEL='" + kData +
                               "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
                               "RECORD_POLICIES='full;streaming:recent=8' sh '" +
                               kData + "/../../tools/record.sh' " + arguments + " >'" + scratch.file("out") + "' 2>'" +

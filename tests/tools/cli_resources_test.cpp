@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using sluice::test::contains;
@@ -12,12 +13,12 @@ using sluice::test::ScratchDirectory;
 
 namespace {
 
-const std::string kModel = std::string(SLUICE_TEST_DATA) + "/testbed";
+const std::string kModel = sluice::test::test_data() + "/testbed";
 
 /// `BEFORE sluice ARGUMENTS` in a shell.
 Outcome after(const std::string& before, const std::string& arguments) {
   const ScratchDirectory scratch;
-  const std::string command = "{ " + before + " '" + SLUICE_CLI + "' " + arguments + "; } >'" + scratch.file("out") +
+  const std::string command = "{ " + before + " '" + sluice::test::cli_path() + "' " + arguments + "; } >'" + scratch.file("out") +
                               "' 2>'" + scratch.file("err") + "'";
   const int status = std::system(command.c_str());
   return {.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1,

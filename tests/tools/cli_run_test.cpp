@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using nlohmann::json;
@@ -22,7 +23,7 @@ namespace fs = std::filesystem;
 
 /// The testbed with some keys of its config.json changed. Weights are links.
 std::string model_with(const ScratchDirectory& scratch, const json& changes) {
-  const fs::path from = fs::path(SLUICE_TEST_DATA) / "testbed";
+  const fs::path from = fs::path(sluice::test::test_data()) / "testbed";
   const std::string directory = scratch.file("model");
   fs::create_directory(directory);
   for (const auto& entry : fs::directory_iterator(from)) {
@@ -35,7 +36,7 @@ std::string model_with(const ScratchDirectory& scratch, const json& changes) {
   return "run --model '" + directory + "' --threads 2 ";
 }
 
-const std::string kRun = std::string("run --model '") + SLUICE_TEST_DATA + "/testbed' --threads 2 ";
+const std::string kRun = std::string("run --model '") + sluice::test::test_data() + "/testbed' --threads 2 ";
 const std::string kPrompt = "--prompt 'The grass is green. The sky is' ";  // 31 tokens with BOS
 constexpr int kPromptTokens = 31;
 

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using nlohmann::json;
@@ -14,8 +15,8 @@ using sluice::test::ScratchDirectory;
 
 namespace {
 
-const std::string kRun = std::string("run --model '") + SLUICE_TEST_DATA + "/testbed' --threads 2 ";
-const std::string kEval = std::string("eval --model '") + SLUICE_TEST_DATA + "/testbed' --threads 2 ";
+const std::string kRun = std::string("run --model '") + sluice::test::test_data() + "/testbed' --threads 2 ";
+const std::string kEval = std::string("eval --model '") + sluice::test::test_data() + "/testbed' --threads 2 ";
 
 /// Parses a report and checks what every report holds.
 json report_of(const std::string& text, const std::string& command) {

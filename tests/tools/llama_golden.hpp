@@ -9,9 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/data.hpp"
+
 namespace sluice::test {
 
-inline std::filesystem::path testbed() { return std::filesystem::path(SLUICE_TEST_DATA) / "testbed"; }
+inline std::filesystem::path testbed() { return std::filesystem::path(test_data()) / "testbed"; }
 
 /// One prompt of golden.json with the float32 reference's logits after it and its next greedy tokens.
 struct GoldenCase {
