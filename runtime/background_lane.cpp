@@ -34,16 +34,16 @@ BackgroundLane::BackgroundLane(std::chrono::milliseconds timeout)
       state_(std::make_shared<State>()),
       thread_([state = state_](const std::stop_token& stop) { state->work(stop); }) {}
 
-BackgroundLane::~BackgroundLane() {
-  if (!stop()) thread_.detach();
-}
+BackgroundLane::~BackgroundLane() { (void)stop(); }
 
 bool BackgroundLane::stop() noexcept {
   constexpr std::chrono::milliseconds kLeast{2'000};  // What is left behind costs more than that.
   thread_.request_stop();
   std::unique_lock lock(state_->mutex);
   const Deadline deadline = deadline_after(std::max(timeout_, kLeast));
-  return wait_on(state_->finished, lock, deadline, [&] { return !state_->running; });
+  const bool idle = wait_on(state_->finished, lock, deadline, [&] { return !state_->running; });
+  if (!idle && thread_.joinable()) thread_.detach();  // It owns the state, and nobody waits for it again.
+  return idle;
 }
 
 BackgroundLane::Ticket BackgroundLane::post(std::function<void()> job) {

@@ -13,7 +13,8 @@ namespace sluice::runtime {
 /// One thread that runs jobs in the order in which they were posted: the work of a step that nobody waits
 /// for until the layer's next step.
 /// Thread safety: post and await from one thread. The destructor drops what has not begun and waits up to `timeout`,
-/// or two seconds if that is less, for the running job; a job that takes longer is left behind with its thread, and what it refers to must stay.
+/// or two seconds if that is less, for the running job; a job that takes longer is left behind with its thread, and
+/// what it refers to must stay.
 class BackgroundLane {
  public:
   using Ticket = std::uint64_t;
@@ -28,8 +29,7 @@ class BackgroundLane {
   /// Returns when the job has run. Rethrows what it threw, once.
   /// @throws Error{Errc::timeout} past the deadline; the job is still queued or running then.
   void await(Ticket ticket, Deadline deadline);
-  /// What the destructor does, but for a job that takes longer: that is left to it. False then. Nothing may be posted
-  /// afterwards.
+  /// What the destructor does. False if a job was left behind. Nothing may be posted afterwards.
   [[nodiscard]] bool stop() noexcept;
 
  private:
