@@ -15,6 +15,9 @@ namespace {
 /// Allocations until the one that fails, of all threads; negative: none does.
 std::atomic<long> until{-1};
 
+/// From now on all succeed. True if one failed since `until` was set, whether or not anybody minded.
+bool one_failed() noexcept { return until.exchange(-1) < 0; }
+
 bool refuses() noexcept {
   return until.load(std::memory_order_relaxed) >= 0 && until.fetch_sub(1, std::memory_order_relaxed) == 0;
 }
@@ -85,25 +88,27 @@ void run_session(Runtime& runtime, const PolicySpec& spec, const Toy& toy, Outpu
   runtime.synchronize();
 }
 
-/// A session of one sequence beside another, with one allocation that fails on the way. True if one did.
-bool session_survives(Drive drive, const PolicySpec& spec, const Toy& toy, long which, const std::vector<float>& want) {
+/// A session of one sequence beside another, with one allocation that fails on the way.
+struct Survival {
+  bool reached = false;   ///< there was such an allocation
+  bool reported = false;  ///< the caller got an error
+};
+Survival survive_session(Drive drive, const PolicySpec& spec, const Toy& toy, long which, const std::vector<float>& want) {
   Outputs outputs;
   Runtime runtime(toy_options(kShape, 3 * kTokens), device_of(drive));
   const SequenceId other = runtime.begin(parse_policy("full"));
   prefill(runtime, other, toy, kPrompt, 64, drive);
-  bool failed = false;
+  Survival survival;
   until = which;
   try {
     run_session(runtime, spec, toy, outputs, drive);
-    until = -1;
+    survival.reached = one_failed();
     REQUIRE(worst_difference(outputs.steps, want) < 1e-5);
   } catch (const Error& error) {
-    until = -1;
-    failed = true;
+    survival = {.reached = one_failed(), .reported = true};
     REQUIRE(std::string(error.what()).size() > 20);
     REQUIRE(error.code() != Errc::timeout);
   }
-  until = -1;
   // Whoever had no part in it decodes on; news of what was lost may come once.
   std::vector<float> got;
   for (int attempt = 0; attempt < 2 && got.empty(); ++attempt) {
@@ -118,7 +123,7 @@ bool session_survives(Drive drive, const PolicySpec& spec, const Toy& toy, long 
   }
   REQUIRE(worst_error(got, toy, kPrompt) < 2e-5);
   runtime.end(other);
-  return failed;
+  return survival;
 }
 
 }  // namespace
@@ -137,11 +142,12 @@ TEST_CASE("every allocation of a session may fail", "[memory_faults]") {
     want = outputs.steps;
   }
   int failures = 0;
-  bool failed = true;
-  for (long which = 0; failed; which += 1 + which / 12) {
+  bool reached = true;
+  for (long which = 0; reached; which += 1 + which / 12) {
     CAPTURE(which);
-    failed = session_survives(drive, parse_policy(policy), toy, which, want);
-    failures += failed ? 1 : 0;
+    const Survival survival = survive_session(drive, parse_policy(policy), toy, which, want);
+    reached = survival.reached;
+    failures += survival.reported ? 1 : 0;
     REQUIRE(which < 1'000'000);
   }
   REQUIRE(failures > 20);
@@ -152,20 +158,18 @@ TEST_CASE("a runtime that cannot be built for want of memory says so", "[memory_
   const auto options = toy_options(kShape, kTokens);
   const auto device = device_of(drive);
   int failures = 0;
-  bool failed = true;
-  for (long which = 0; failed; which += 1 + which / 30) {
+  bool reached = true;
+  for (long which = 0; reached; which += 1 + which / 30) {
     CAPTURE(which);
-    failed = false;
     until = which;
     try {
       const Runtime runtime(options, device);
-      until = -1;
+      reached = one_failed();
     } catch (const Error& error) {
-      until = -1;
-      failed = true;
+      reached = one_failed();
+      ++failures;
       REQUIRE(error.code() == Errc::out_of_capacity);
     }
-    failures += failed ? 1 : 0;
   }
   REQUIRE(failures > 5);
 }
