@@ -276,6 +276,24 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
+/// For rows of `total` values together, the longest of `longest`.
+Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& shape) {
+  const std::uint64_t even = div_up(div_up(total, std::uint64_t{shape.multiprocessors} * kBlocksPerSm), kBlockTokens);
+  const auto slice =
+      static_cast<std::uint32_t>(std::clamp<std::uint64_t>(even * kBlockTokens, kBlockTokens, kMaxSlice));
+  return {.slices = static_cast<std::uint32_t>(div_up(longest, slice)), .tokens = slice};
+}
+
+void launch(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Shape& shape, const Cut& cut, const dim3& grid,
+            cudaStream_t stream) {
+  if (shape.layout.head_dim == 64) {
+    score_int4_kernel<64><<<grid, kThreads, 0, stream>>>(tasks, shape, cut);
+  } else {
+    score_int4_kernel<128><<<grid, kThreads, 0, stream>>>(tasks, shape, cut);
+  }
+  check(cudaGetLastError(), "launch the score_int4 kernel");
+}
+
 }  // namespace
 
 void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Shape& shape, cudaStream_t stream) {
@@ -292,17 +310,18 @@ void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Sha
     longest = std::max(longest, row);
   }
   if (total == 0 && !tails) return;
-  const std::uint64_t even = div_up(div_up(total, std::uint64_t{shape.multiprocessors} * kBlocksPerSm), kBlockTokens);
-  const auto slice =
-      static_cast<std::uint32_t>(std::clamp<std::uint64_t>(even * kBlockTokens, kBlockTokens, kMaxSlice));
-  const Cut cut{.slices = static_cast<std::uint32_t>(div_up(longest, slice)), .tokens = slice};
-  const dim3 grid(cut.slices + (tails ? 1 : 0), tasks.count, heads);
-  if (shape.layout.head_dim == 64) {
-    score_int4_kernel<64><<<grid, kThreads, 0, stream>>>(tasks, shape, cut);
-  } else {
-    score_int4_kernel<128><<<grid, kThreads, 0, stream>>>(tasks, shape, cut);
-  }
-  check(cudaGetLastError(), "launch the score_int4 kernel");
+  const Cut cut = cut_of(total, longest, shape);
+  launch(tasks, shape, cut, dim3(cut.slices + (tails ? 1 : 0), tasks.count, heads), stream);
+}
+
+void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest,
+                       const ScoreInt4Shape& shape, cudaStream_t stream) {
+  if (count == 0 || longest == 0) return;
+  TaskArray<ScoreInt4Task> array;
+  array.queued = tasks;
+  array.count = count;
+  const Cut cut = cut_of(std::uint64_t{count} * longest, longest, shape);
+  launch(array, shape, cut, dim3(cut.slices, count), stream);
 }
 
 void load_score_int4_kernels() {

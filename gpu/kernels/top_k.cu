@@ -192,6 +192,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const std::uint32_t count = s.row.count;
   const std::uint32_t k = s.row.k;
+  if (k == 0) return;
   std::uint32_t* const kept = count <= room ? memory : nullptr;
   read_row(s, kept);
   __syncthreads();
@@ -225,15 +226,26 @@ std::uint32_t largest_shared() {
   return static_cast<std::uint32_t>(bytes) - static_cast<std::uint32_t>(sizeof(Shared));
 }
 
-}  // namespace
-
-void launch_top_k(const TaskArray<TopKRow>& rows, cudaStream_t stream) {
+void launch_rows(const TaskArray<TopKRow>& rows, std::uint32_t longest, cudaStream_t stream) {
   if (rows.count == 0) return;
-  std::uint32_t longest = 0;
-  for (std::uint32_t i = 0; i < rows.count; ++i) longest = std::max(longest, rows[i].count);
   const std::uint32_t room = std::min(longest, largest_shared() / static_cast<std::uint32_t>(sizeof(std::uint32_t)));
   top_k_kernel<<<rows.count, kThreads, room * sizeof(std::uint32_t), stream>>>(rows, room);
   check(cudaGetLastError(), "launch the top_k kernel");
+}
+
+}  // namespace
+
+void launch_top_k(const TaskArray<TopKRow>& rows, cudaStream_t stream) {
+  std::uint32_t longest = 0;
+  for (std::uint32_t i = 0; i < rows.count; ++i) longest = std::max(longest, rows[i].count);
+  launch_rows(rows, longest, stream);
+}
+
+void launch_top_k(const TopKRow* rows, std::uint32_t count, std::uint32_t longest, cudaStream_t stream) {
+  TaskArray<TopKRow> array;
+  array.queued = rows;
+  array.count = count;
+  launch_rows(array, longest, stream);
 }
 
 void load_top_k_kernels() {

@@ -14,11 +14,13 @@ struct TopKRow {
   const float* values = nullptr;
   std::uint32_t* out = nullptr;
   std::uint32_t count = 0;
-  std::uint32_t k = 0;  ///< 1 <= k <= count
+  std::uint32_t k = 0;  ///< at most `count`; 0: nothing is written
 };
 
 /// One launch for all rows, one thread block each.
 void launch_top_k(const TaskArray<TopKRow>& rows, cudaStream_t stream);
+/// The same for `count` rows that the device has described, none longer than `longest`.
+void launch_top_k(const TopKRow* rows, std::uint32_t count, std::uint32_t longest, cudaStream_t stream);
 
 /// Asks for as much shared memory as the current device has.
 void load_top_k_kernels();

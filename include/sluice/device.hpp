@@ -12,6 +12,7 @@
 namespace sluice {
 
 class Backend;
+class DecodeVerbs;
 
 /// One word in memory that both sides of the link see; the hand-over between a stream and the host.
 /// One writer; values only rise, so a flag is never reset. A failed producer raises the flag all the same, with
@@ -140,6 +141,9 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<Registration> register_host(std::span<std::byte> memory) = 0;
   [[nodiscard]] virtual std::unique_ptr<Stream> create_stream(const std::string& name) = 0;
   [[nodiscard]] virtual std::unique_ptr<Event> create_event() = 0;
+
+  /// Verbs of captured decode forwards; null where the device has none. They live as long as the device.
+  [[nodiscard]] virtual DecodeVerbs* decode_verbs() noexcept { return nullptr; }
 
   /// For pages of this size. What is not known is taken to be as the host's own memory, see cpu::measure_rates.
   [[nodiscard]] virtual DeviceRates rates(std::uint64_t page_bytes) const {

@@ -36,7 +36,7 @@ struct BasicTensorView {
   std::uint64_t token_stride = 0;  ///< elements from one token to the next
   std::uint64_t head_stride = 0;   ///< elements from one head to the next
 
-  [[nodiscard]] Byte* row(std::uint64_t token, std::uint64_t head) const noexcept {
+  [[nodiscard]] constexpr Byte* row(std::uint64_t token, std::uint64_t head) const noexcept {
     return data + (token * token_stride + head * head_stride) * bytes_of(dtype);
   }
 };

@@ -1,0 +1,214 @@
+// Who attends what of a layer: near rows are listed for the device, far rows for the workers, who are asked for them.
+
+#include <cuda/atomic>
+
+#include "gpu/cuda_error.hpp"
+#include "gpu/kernels/decode.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+constexpr std::uint32_t kWarp = 32;
+constexpr std::uint32_t kThreads = 512;
+constexpr std::uint32_t kWarps = kThreads / kWarp;
+constexpr std::uint32_t kAll = 0xffff'ffffu;
+
+/// One row and KV head, as its thread block works on it.
+struct Work {
+  DecodeRow row;
+  const std::uint32_t* list;
+  std::uint32_t* near_rows;
+  std::uint32_t* far_rows;
+  std::uint32_t index;  ///< row * kv_heads + KV head
+  std::uint32_t plane;
+};
+
+/// Sets the bit of every token that some head of the group attends.
+__device__ void mark(const DecodeMemory& m, const Work& work, std::uint32_t head, std::uint32_t* marks) {
+  const DecodeRow& row = work.row;
+  for (std::uint32_t i = threadIdx.x; i < (row.tokens + 31) / 32; i += kThreads) marks[i] = 0;
+  __syncthreads();
+  const auto set = [marks](std::uint32_t token) { atomicOr(marks + token / 32, 1u << token % 32); };
+  for (std::uint32_t i = threadIdx.x; i < row.sink_end; i += kThreads) set(i);
+  for (std::uint32_t i = row.recent_begin + threadIdx.x; i < row.tokens; i += kThreads) set(i);
+  const std::uint32_t group = m.shape.group();
+  const std::uint64_t first = std::uint64_t{work.index / m.shape.kv_heads} * m.shape.q_heads + head * group;
+  for (std::uint32_t i = threadIdx.x; i < group * row.picks; i += kThreads) {
+    set(row.sink_end + m.picks[(first + i / row.picks) * m.bucket.max_picks + i % row.picks]);
+  }
+  __syncthreads();
+}
+
+/// Which of a word's tokens lie in pages that are near.
+__device__ std::uint32_t near_bits(const DecodeMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits) {
+  const std::uint32_t step = min(m.layout.page_tokens, 32u);
+  std::uint32_t near = 0;
+  for (std::uint32_t at = 0; at < 32; at += step) {
+    const std::uint32_t page_bits = bits & (step == 32 ? kAll : ((1u << step) - 1) << at);
+    if (page_bits == 0) continue;
+    const std::uint32_t block = work.list[(word * 32 + at) / m.layout.page_tokens];
+    if (m.near_of[block] != kNone) near |= page_bits;
+  }
+  return near;
+}
+
+__device__ void write_rows(const DecodeMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits, bool near,
+                           std::uint32_t* to) {
+  const std::uint32_t page_tokens = m.layout.page_tokens;
+  for (; bits != 0; bits &= bits - 1) {
+    const std::uint32_t token = word * 32 + __ffs(static_cast<int>(bits)) - 1;
+    const std::uint32_t block = work.list[token / page_tokens];
+    const std::uint32_t row = token % page_tokens;
+    *to++ = near ? static_cast<std::uint32_t>(m.near_page(work.plane, m.near_of[block])) * 2 * page_tokens + row
+                 : block * page_tokens + row;
+  }
+}
+
+/// Entries before this thread's, and of all threads. Two counts at once, 16 bits each: a turn has fewer.
+struct Places {
+  std::uint32_t before;
+  std::uint32_t all;
+};
+__device__ Places place(std::uint32_t counts, std::uint32_t (&sums)[kWarps]) {
+  const std::uint32_t lane = threadIdx.x % kWarp;
+  const std::uint32_t warp = threadIdx.x / kWarp;
+  std::uint32_t inclusive = counts;
+#pragma unroll
+  for (std::uint32_t step = 1; step < kWarp; step *= 2) {
+    const std::uint32_t below = __shfl_up_sync(kAll, inclusive, step);
+    if (lane >= step) inclusive += below;
+  }
+  __syncthreads();  // The sums of the turn before have been read.
+  if (lane == kWarp - 1) sums[warp] = inclusive;
+  __syncthreads();
+  Places places{.before = inclusive - counts, .all = 0};
+  for (std::uint32_t w = 0; w < kWarps; ++w) {
+    if (w < warp) places.before += sums[w];
+    places.all += sums[w];
+  }
+  return places;
+}
+static_assert(kThreads * 32 < 1u << 16);
+
+/// Lists what is marked, ascending; returns how many are near, and how many far in the upper half.
+__device__ std::uint64_t list_rows(const DecodeMemory& m, const Work& work, const std::uint32_t* marks,
+                                   std::uint32_t (&sums)[kWarps]) {
+  std::uint32_t near_total = 0;
+  std::uint32_t far_total = 0;
+  const std::uint32_t words = (work.row.tokens + 31) / 32;
+  for (std::uint32_t base = 0; base < words; base += kThreads) {
+    const std::uint32_t word = base + threadIdx.x;
+    const std::uint32_t bits = word < words ? marks[word] : 0;
+    const std::uint32_t near = bits == 0 ? 0 : near_bits(m, work, word, bits);
+    const std::uint32_t far = bits & ~near;
+    const Places places = place(__popc(near) | __popc(far) << 16, sums);
+    write_rows(m, work, word, near, true, work.near_rows + near_total + (places.before & 0xffffu));
+    write_rows(m, work, word, far, false, work.far_rows + far_total + (places.before >> 16));
+    near_total += places.all & 0xffffu;
+    far_total += places.all >> 16;
+  }
+  return near_total | std::uint64_t{far_total} << 32;
+}
+
+__device__ void write_jobs(const DecodeMemory& m, const DecodeScratch& scratch, const Work& work, std::uint32_t head,
+                           std::uint32_t near) {
+  const std::uint32_t group = m.shape.group();
+  const std::uint64_t first = std::uint64_t{work.index / m.shape.kv_heads} * m.shape.q_heads + head * group;
+  for (std::uint32_t b = 0; b < scratch.head_blocks; ++b) {
+    const std::uint32_t job = work.index * scratch.head_blocks + b;
+    const std::uint32_t begin = b * scratch.block_heads;
+    scratch.jobs[job] = {.q = m.q + (first + begin) * m.shape.head_dim,
+                         .base = m.near,
+                         .out = m.near_out + (first + begin) * m.shape.head_dim,
+                         .lse = m.near_lse + first + begin,
+                         .lists = work.near_rows,
+                         .heads = min(scratch.block_heads, group - begin),
+                         .group = group,
+                         .first_head = begin,
+                         .page_tokens = m.layout.page_tokens,
+                         .tokens = near,
+                         .slices = scratch.slices,
+                         .first_slice = job * scratch.slices,
+                         .first_partial = job * scratch.slices,
+                         .counter = job};
+  }
+}
+
+/// The last thread block to get here asks the workers, if any has far rows.
+__device__ void ask(const DecodeMemory& m, std::uint32_t layer, std::uint32_t far) {
+  DecodeState& state = *m.state;
+  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.far_tokens);
+  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> arrived(state.arrived);
+  total.fetch_add(far, cuda::memory_order_relaxed);
+  if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x - 1) return;
+  const bool wanted = total.load(cuda::memory_order_relaxed) != 0;
+  state.far_tokens = state.arrived = 0;
+  if (!wanted) return;
+  auto& question = m.mailbox->question;
+  question.layer = layer;
+  __threadfence_system();
+  cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(question.asked)
+      .store(++state.asked, cuda::memory_order_release);
+}
+
+/// Thread block i: row i / kv_heads, KV head i % kv_heads.
+__global__ void __launch_bounds__(kThreads)
+    split_kernel(const __grid_constant__ DecodeMemory m, const __grid_constant__ DecodeScratch scratch,
+                 std::uint32_t layer) {
+  extern __shared__ std::uint32_t marks[];
+  __shared__ std::uint32_t sums[kWarps];
+  if (m.state->status != DecodeStatus::running) return;
+  const std::uint32_t head = blockIdx.x % m.shape.kv_heads;
+  const std::uint64_t room = m.bucket.list_room(m.shape);
+  Work work{.row = m.rows[blockIdx.x / m.shape.kv_heads],
+            .list = nullptr,
+            .near_rows = m.near_rows + blockIdx.x * room,
+            .far_rows = m.far_rows + blockIdx.x * room,
+            .index = blockIdx.x,
+            .plane = m.plane(layer, head)};
+  std::uint64_t counts = 0;
+  if (work.row.list != kNone) {
+    work.list = m.lists + std::uint64_t{work.row.list} * m.max_pages;
+    mark(m, work, head, marks);
+    counts = list_rows(m, work, marks, sums);
+  }
+  const auto near = static_cast<std::uint32_t>(counts);
+  const auto far = static_cast<std::uint32_t>(counts >> 32);
+  if (threadIdx.x == 0) {
+    m.near_counts[blockIdx.x] = near;
+    m.far_counts[blockIdx.x] = far;
+    write_jobs(m, scratch, work, head, near);
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) ask(m, layer, far);
+}
+
+}  // namespace
+
+void launch_decode_split(const DecodeMemory& memory, const DecodeScratch& scratch, const DecodeLayer& layer) {
+  const std::uint32_t bytes = (memory.bucket.max_tokens + 31) / 32 * 4;
+  split_kernel<<<memory.bucket.rows * memory.shape.kv_heads, kThreads, bytes,
+                 static_cast<cudaStream_t>(layer.stream)>>>(memory, scratch, layer.layer);
+  check(cudaGetLastError(), "launch the split kernel of a forward");
+}
+
+std::uint32_t most_decode_tokens() {
+  int device = 0;
+  int bytes = 0;
+  check(cudaGetDevice(&device), "ask for the current device");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "ask for shared memory");
+  return (static_cast<std::uint32_t>(bytes) - 1024) / 4 * 32;
+}
+
+namespace detail {
+void load_decode_split_kernels() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, split_kernel), "load the split kernel of a forward");
+  check(cudaFuncSetAttribute(split_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(most_decode_tokens() / 32 * 4)),
+        "give the split kernel shared memory");
+}
+}  // namespace detail
+
+}  // namespace sluice::gpu

@@ -1,0 +1,70 @@
+#pragma once
+
+#include "gpu/kernels/elements.cuh"
+#include "sluice/int4.hpp"
+
+/// One row of a 4-bit copy, by one warp; see Int4Layout. The same operations in the same order as on the CPU, without
+/// contraction: the copies are equal bit by bit.
+namespace sluice::gpu::detail {
+
+inline constexpr std::uint32_t kCodesPerWord = 8;
+
+__device__ __forceinline__ float warp_min(float x) {
+  for (int step = 16; step > 0; step /= 2) x = fminf(x, __shfl_xor_sync(0xffff'ffffu, x, step));
+  return x;
+}
+
+/// Scale and zero of a row, before they are rounded.
+struct RowParams {
+  float scale, zero;
+};
+__device__ __forceinline__ RowParams params_of(float least, float most) {
+  float scale = __fdiv_rn(__fsub_rn(most, least), static_cast<float>(Int4Layout::kLevels));
+  scale = scale < Int4Layout::kSmallest ? Int4Layout::kSmallest : scale;
+  scale = scale < Int4Layout::kLargest ? scale : Int4Layout::kLargest;
+  float zero = least > -Int4Layout::kLargest ? least : -Int4Layout::kLargest;
+  zero = zero < Int4Layout::kLargest ? zero : Int4Layout::kLargest;
+  return {scale, __fadd_rn(zero, 0.f)};
+}
+
+__device__ __forceinline__ std::uint32_t code_of(float x, float zero, float inverse) {
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  constexpr auto kTop = static_cast<float>(Int4Layout::kLevels);
+  float code = __fmul_rn(__fsub_rn(x, zero), inverse);
+  code = code > 0.f ? code : 0.f;  // NaN too
+  code = code < kTop ? code : kTop;
+  return __float_as_uint(__fadd_rn(code, kRound)) & 15u;
+}
+
+/// One word of codes per lane. `key(channel)` is the row's element; `copy` the page's copy, in which it is row `row`.
+template <class Key>
+__device__ void quantize_row(const Key& key, std::byte* copy, std::uint32_t row, const Int4Layout& layout) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t words = layout.words();
+  float x[kCodesPerWord] = {};
+  float least = __int_as_float(0x7f80'0000);
+  float most = -least;
+  bool nan = false;
+  if (lane < words) {
+#pragma unroll
+    for (std::uint32_t n = 0; n < kCodesPerWord; ++n) {
+      x[n] = key(n * words + lane);
+      least = fminf(least, x[n]);
+      most = fmaxf(most, x[n]);
+      nan |= x[n] != x[n];
+    }
+  }
+  RowParams params = params_of(warp_min(least), -warp_min(-most));
+  if (__any_sync(0xffff'ffffu, nan)) params = {__uint_as_float(0x7fc0'0000u), __uint_as_float(0x7fc0'0000u)};
+  const std::uint32_t stored = narrow_f16(params.scale) | static_cast<std::uint32_t>(narrow_f16(params.zero)) << 16;
+  const float scale = widen_f16(static_cast<std::uint16_t>(stored & 0xffffu));
+  const float zero = widen_f16(static_cast<std::uint16_t>(stored >> 16));
+  const float inverse = scale == scale ? __fdiv_rn(1.f, scale) : 0.f;
+  std::uint32_t word = 0;
+#pragma unroll
+  for (std::uint32_t n = 0; n < kCodesPerWord; ++n) word |= code_of(x[n], zero, inverse) << (4 * n);
+  if (lane < words) reinterpret_cast<std::uint32_t*>(copy)[row * words + lane] = word;
+  if (lane == 0) reinterpret_cast<std::uint32_t*>(copy + layout.params_offset())[row] = stored;
+}
+
+}  // namespace sluice::gpu::detail

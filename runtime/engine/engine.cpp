@@ -1,0 +1,368 @@
+#include "sluice/engine.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "cpu/frame_set.hpp"
+#include "cpu/host_device.hpp"
+#include "cpu/spin.hpp"
+#include "cpu/topology.hpp"
+#include "cpu/workers.hpp"
+#include "runtime/engine/engine_memory.hpp"
+#include "runtime/engine/far_workers.hpp"
+#include "runtime/kv/near_blocks.hpp"
+#include "scheduler/layer_policy.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice {
+namespace {
+
+using runtime::EngineMemory;
+using runtime::FarWorkers;
+using runtime::NearBlocks;
+
+std::uint64_t look(const std::uint64_t& word) noexcept {
+  return std::atomic_ref(const_cast<std::uint64_t&>(word)).load(std::memory_order_acquire);
+}
+
+/// Why this engine cannot serve a policy that parses; empty if it can.
+std::string unserved(const PolicySpec& spec, const DecodeBucket& bucket) {
+  if (spec.sources != static_cast<std::uint8_t>(Source::exact) || spec.estimate != Estimate::int4 ||
+      spec.budget.kind != BudgetKind::top_k)
+    return "it is not of the form `exact | int4 | top_k=COUNT`";
+  if (spec.near.share != 0.f) return "it attends a share of pages near; say near=0";
+  if (spec.bypass_threshold != 0.f) return "it bypasses heads; say bypass=off";
+  if (spec.dense_layers != 0 || spec.dense_every != 0) return "it has dense layers";
+  const std::uint64_t window = std::uint64_t{spec.near.sink_tokens} + std::max(spec.near.recent_tokens, 1u);
+  if (window > bucket.max_window)
+    return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window " +
+           std::to_string(bucket.max_window);
+  return {};
+}
+
+struct Sequence {
+  PolicySpec spec;
+  std::uint32_t list = 0;
+  std::uint32_t tokens = 0;
+  std::vector<std::uint32_t> blocks;
+};
+
+std::shared_ptr<Device> device_or_host(std::shared_ptr<Device> device, std::shared_ptr<cpu::Workers> workers) {
+  if (device) return device;
+  return std::make_shared<cpu::HostDevice>(std::move(workers));
+}
+
+DecodeVerbs& verbs_of(Device& device) {
+  DecodeVerbs* const verbs = device.decode_verbs();
+  if (verbs == nullptr)
+    throw Error(Errc::unsupported, "device '" + device.info().name + "' has no verbs for captured forwards");
+  return *verbs;
+}
+
+runtime::FarWorkersOptions far_options(const EngineOptions& options, const cpu::Topology& topology) {
+  const std::uint32_t cores = topology.cores();
+  constexpr std::uint32_t kMostThatNap = 3;
+  const std::uint32_t threads = options.threads != 0 ? options.threads : std::max(cores, 2u) - 1;
+  return {.threads = threads,
+          .pin = options.pin_threads,
+          .spin = cores > kMostThatNap && threads < cores,
+          .before_answer = options.before_answer};
+}
+
+void validated(const EngineOptions& options) { runtime::validate(options); }
+
+}  // namespace
+
+struct Engine::Impl {
+  Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
+      : options((validated(chosen), chosen)),
+        workers(std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 1, .pin = false})),
+        device(device_or_host(std::move(given), workers)),
+        verbs(verbs_of(*device)),
+        memory(options, *device, verbs, topology, *workers),
+        far(memory.decode(), far_options(options, topology), topology),
+        free_blocks(memory.decode().blocks),
+        near(memory.decode().near_blocks) {
+    for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
+  }
+
+  Sequence& at(SequenceId id) {
+    const auto found = sequences.find(id.value);
+    if (found == sequences.end()) throw Error(Errc::not_found, "there is no sequence " + std::to_string(id.value));
+    return found->second;
+  }
+  [[nodiscard]] DecodeMailbox& mailbox() const noexcept { return *memory.decode().mailbox; }
+
+  void require_none_under_way(const char* what) const {
+    if (under_way == 0) return;
+    throw Error(Errc::invalid_argument, std::string(what) + ": forward " + std::to_string(under_way) +
+                                            " is under way; finish or cancel it first");
+  }
+
+  /// Blocks for tokens [0, tokens) of each; all of them, or none.
+  void make_room(const std::vector<std::pair<Sequence*, std::uint32_t>>& wanted) {
+    const DecodeMemory& m = memory.decode();
+    std::uint64_t needed = 0;
+    for (const auto& [sequence, tokens] : wanted) {
+      if (tokens > m.bucket.max_tokens)
+        throw Error(Errc::out_of_capacity, "a sequence would have " + std::to_string(tokens) + " tokens, and may have " +
+                                               std::to_string(m.bucket.max_tokens) +
+                                               "; raise max_tokens and host_bytes");
+      needed += div_up(tokens, m.layout.page_tokens) - std::min<std::uint64_t>(div_up(tokens, m.layout.page_tokens),
+                                                                               sequence->blocks.size());
+    }
+    if (needed > free_blocks.size())
+      throw Error(Errc::out_of_capacity, "the host pool has " + std::to_string(free_blocks.size()) + " blocks of " +
+                                             std::to_string(m.layout.page_tokens) + " tokens left, and " +
+                                             std::to_string(needed) + " are needed; end sequences or raise host_bytes");
+    for (const auto& [sequence, tokens] : wanted) {
+      while (sequence->blocks.size() * m.layout.page_tokens < tokens) add_block(*sequence);
+    }
+  }
+
+  void add_block(Sequence& sequence) {
+    const auto page = static_cast<std::uint32_t>(sequence.blocks.size());
+    sequence.blocks.reserve(page + 1);
+    list_changes.reserve(list_changes.size() + 1);
+    const std::uint32_t block = free_blocks.take_lowest();
+    sequence.blocks.push_back(block);
+    list_changes.push_back({.list = sequence.list, .page = page, .block = block});
+    const bool stays = page * memory.decode().layout.page_tokens < sequence.spec.near.sink_tokens;
+    const auto seat = near.bring(block, stays);
+    if (!seat) return;
+    if (seat->evicted != kNone) near_changes[seat->evicted] = {.block = seat->evicted};
+    near_changes[block] = {.block = block, .near = seat->near};
+  }
+
+  DecodeRow row_of(const Sequence& sequence, std::uint32_t tokens) const {
+    const PolicySpec& spec = sequence.spec;
+    DecodeRow row{.list = sequence.list, .tokens = tokens};
+    row.sink_end = std::min(spec.near.sink_tokens, tokens);
+    const std::uint32_t recent = std::max(spec.near.recent_tokens, 1u);
+    row.recent_begin = std::max(row.sink_end, tokens - std::min(recent, tokens));
+    row.picks = std::min(scheduler::budget_tokens(spec.budget, tokens), row.recent_begin - row.sink_end);
+    return row;
+  }
+
+  /// Hands the plan to the device. The slip before has been taken: nothing is under way.
+  std::uint64_t send(const DecodeMemory& m, std::span<const DecodeRow> rows, void* stream) {
+    std::fill(std::copy(rows.begin(), rows.end(), m.slip_rows), m.slip_rows + m.bucket.rows, DecodeRow{});
+    std::copy(list_changes.begin(), list_changes.end(), m.slip_lists);
+    std::transform(near_changes.begin(), near_changes.end(), m.slip_near, [](const auto& each) { return each.second; });
+    *m.slip = {.forward = planned + 1,
+               .list_changes = static_cast<std::uint32_t>(list_changes.size()),
+               .near_changes = static_cast<std::uint32_t>(near_changes.size())};
+    verbs.apply(m, stream);
+    list_changes.clear();
+    near_changes.clear();
+    return under_way = ++planned;
+  }
+
+  template <class Ready>
+  void await(const Ready& ready, const char* what) const {
+    const Deadline deadline = deadline_after(options.timeout);
+    while (!cpu::spin_until(ready)) {
+      if (RunClock::now() >= deadline) throw Error(Errc::timeout, what);
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+
+  /// True if it ran to its end.
+  bool await_end(std::uint64_t forward) {
+    await([&] { return look(mailbox().outcome.forward) >= forward; },
+          "the forward has not ended; was every layer enqueued, or the graph replayed?");
+    const bool done = std::atomic_ref(mailbox().outcome.status).load(std::memory_order_relaxed) == DecodeStatus::done;
+    // Late answers write where the next forward's will.
+    await([&] { return far.idle(); }, "the threads that attend the far part have not answered in time");
+    under_way = 0;
+    return done;
+  }
+
+  EngineOptions options;
+  cpu::Topology topology;
+  std::shared_ptr<cpu::Workers> workers;  ///< of the construction, and of an embedded device
+  std::shared_ptr<Device> device;
+  DecodeVerbs& verbs;
+  EngineMemory memory;
+  FarWorkers far;
+
+  cpu::FrameSet free_blocks;
+  NearBlocks near;
+  std::vector<std::uint32_t> free_lists;
+  std::unordered_map<std::uint64_t, Sequence> sequences;
+  std::uint64_t next_id = 1;
+
+  /// What the device does not know yet.
+  std::vector<DecodeListChange> list_changes;
+  std::map<std::uint32_t, DecodeNearChange> near_changes;  ///< by block
+
+  std::uint64_t planned = 0;
+  std::uint64_t under_way = 0;  ///< the forward that was planned and not finished; 0: none
+  std::vector<SequenceId> batch;
+  std::uint32_t next_layer = 0;
+  struct Import {
+    SequenceId sequence;
+    std::uint32_t tokens = 0;
+  } importing;
+};
+
+Engine::Engine(const EngineOptions& options, std::shared_ptr<Device> device)
+    : impl_(std::make_unique<Impl>(options, std::move(device))) {}
+
+Engine::~Engine() = default;
+
+SequenceId Engine::begin(const PolicySpec& policy) {
+  validate(policy);
+  const std::string reason = unserved(policy, impl_->memory.decode().bucket);
+  if (!reason.empty()) throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason);
+  if (impl_->free_lists.empty())
+    throw Error(Errc::out_of_capacity, "as many sequences live as EngineOptions::sequences says; end one first");
+  const SequenceId id{impl_->next_id};
+  impl_->sequences.emplace(id.value, Sequence{.spec = policy, .list = impl_->free_lists.back(), .blocks = {}});
+  impl_->free_lists.pop_back();
+  ++impl_->next_id;
+  return id;
+}
+
+void Engine::import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream) {
+  Impl& all = *impl_;
+  Sequence& sequence = all.at(id);
+  const DecodeMemory& m = all.memory.import();
+  const auto fits = [&](const TensorView& x) {
+    return x.tokens == k.tokens && x.heads == m.shape.kv_heads && x.head_dim == m.shape.head_dim;
+  };
+  if (k.tokens == 0 || k.tokens > m.bucket.rows || !fits(k) || !fits(v))
+    throw Error(Errc::invalid_argument, "import_prefix: k and v must be [1 to " + std::to_string(m.bucket.rows) +
+                                            " tokens, kv_heads, head_dim], and alike");
+  if (layer.value == 0) {
+    all.require_none_under_way("import_prefix");
+    const std::uint32_t tokens = sequence.tokens + k.tokens;
+    all.make_room({{&sequence, tokens}});
+    std::vector<DecodeRow> rows;
+    for (std::uint32_t i = 0; i < k.tokens; ++i) rows.push_back({.list = sequence.list, .tokens = sequence.tokens + i + 1});
+    all.importing = {.sequence = id, .tokens = k.tokens};
+    all.batch.clear();
+    all.next_layer = 0;
+    (void)all.send(m, rows, stream);
+    all.verbs.begin(m, stream);
+  } else if (all.under_way == 0 || all.importing.sequence != id || all.importing.tokens != k.tokens ||
+             all.next_layer != layer.value || layer.value >= m.shape.layers) {
+    throw Error(Errc::invalid_argument, "import_prefix: layers come in order, with as many tokens as layer 0");
+  }
+  const DecodeLayer call{.layer = layer.value, .q = {}, .k = k, .v = v, .out = {}, .stream = stream};
+  all.verbs.append(m, call);
+  if (++all.next_layer < m.shape.layers) return;
+  all.verbs.end(m, stream);
+  all.importing.tokens = 0;
+  (void)all.await_end(all.under_way);
+  sequence.tokens += k.tokens;
+}
+
+Batch Engine::plan(std::span<const SequenceId> ids, void* stream) {
+  Impl& all = *impl_;
+  all.require_none_under_way("plan");
+  const DecodeMemory& m = all.memory.decode();
+  if (ids.size() > m.bucket.rows)
+    throw Error(Errc::invalid_argument, "plan: " + std::to_string(ids.size()) + " sequences, and a forward has " +
+                                            std::to_string(m.bucket.rows) + " rows; raise EngineOptions::rows");
+  std::vector<std::pair<Sequence*, std::uint32_t>> wanted;
+  std::vector<DecodeRow> rows;
+  for (const SequenceId id : ids) {
+    Sequence& sequence = all.at(id);
+    for (const auto& [other, tokens] : wanted) {
+      if (other == &sequence) throw Error(Errc::invalid_argument, "plan: sequence " + std::to_string(id.value) + " is there twice");
+    }
+    wanted.emplace_back(&sequence, sequence.tokens + 1);
+    rows.push_back(all.row_of(sequence, sequence.tokens + 1));
+    if (rows.back().picks > m.bucket.max_picks)
+      throw Error(Errc::out_of_capacity, "plan: a query head of sequence " + std::to_string(id.value) + " may choose " +
+                                             std::to_string(rows.back().picks) + " tokens, and EngineOptions::max_picks is " +
+                                             std::to_string(m.bucket.max_picks));
+  }
+  all.batch.assign(ids.begin(), ids.end());
+  all.make_room(wanted);
+  all.next_layer = 0;
+  const Batch batch{.forward = all.send(m, rows, stream)};
+  all.far.wake(batch.forward);
+  return batch;
+}
+
+void Engine::attend(LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                    const MutableTensorView& out, void* stream, float* lse) {
+  Impl& all = *impl_;
+  const DecodeMemory& m = all.memory.decode();
+  const auto require = [&](const auto& x, std::uint32_t heads, const char* name) {
+    if (x.tokens == m.bucket.rows && x.heads == heads && x.head_dim == m.shape.head_dim) return;
+    throw Error(Errc::invalid_argument, std::string("attend: ") + name + " must be [" + std::to_string(m.bucket.rows) +
+                                            ", " + std::to_string(heads) + ", " + std::to_string(m.shape.head_dim) + "]");
+  };
+  require(q, m.shape.q_heads, "q");
+  require(k, m.shape.kv_heads, "k");
+  require(v, m.shape.kv_heads, "v");
+  require(out, m.shape.q_heads, "out");
+  if (layer.value >= m.shape.layers || (layer.value != 0 && layer.value != all.next_layer))
+    throw Error(Errc::invalid_argument, "attend: layer " + std::to_string(layer.value) + " is not the next; layers come in order");
+  const DecodeLayer call{.layer = layer.value, .q = q, .k = k, .v = v, .out = out, .lse = lse, .stream = stream};
+  if (layer.value == 0) all.verbs.begin(m, stream);
+  all.verbs.append(m, call);
+  all.verbs.score(m, call);
+  all.verbs.choose(m, call);
+  all.verbs.split(m, call);
+  all.verbs.attend(m, call);
+  all.verbs.merge(m, call);
+  all.next_layer = layer.value + 1;
+  if (all.next_layer == m.shape.layers) all.verbs.end(m, stream);
+}
+
+void Engine::finish(const Batch& batch) {
+  Impl& all = *impl_;
+  if (batch.forward != all.under_way || batch.forward == 0)
+    throw Error(Errc::invalid_argument, "finish: forward " + std::to_string(batch.forward) + " is not under way");
+  if (all.await_end(batch.forward)) {
+    for (const SequenceId id : all.batch) ++all.at(id).tokens;
+    return;
+  }
+  std::string text = "forward " + std::to_string(batch.forward) +
+                     " was given up: the far part was not answered in time. Without their new token:";
+  for (const SequenceId id : all.batch) text += " sequence " + std::to_string(id.value);
+  throw Error(Errc::device, text + "; plan and run it again, with more threads or a longer answer_timeout if that recurs");
+}
+
+void Engine::cancel(const Batch& batch) {
+  Impl& all = *impl_;
+  if (batch.forward != all.under_way || batch.forward == 0)
+    throw Error(Errc::invalid_argument, "cancel: forward " + std::to_string(batch.forward) + " is not under way");
+  all.await([&] { return look(all.mailbox().outcome.applied) >= batch.forward; }, "the plan was not taken by its stream");
+  all.await([&] { return all.far.idle(); }, "the threads that attend the far part have not answered in time");
+  all.far.wake(0);
+  all.under_way = 0;
+}
+
+void Engine::end(SequenceId id) {
+  Impl& all = *impl_;
+  Sequence& sequence = all.at(id);
+  const bool imports = all.importing.tokens != 0 && all.importing.sequence == id;
+  if (all.under_way != 0 && (imports || std::find(all.batch.begin(), all.batch.end(), id) != all.batch.end()))
+    throw Error(Errc::invalid_argument, "end: sequence " + std::to_string(id.value) +
+                                            " is part of a forward under way; finish or cancel it first");
+  for (const std::uint32_t block : sequence.blocks) {
+    if (all.near.drop(block)) all.near_changes[block] = {.block = block};
+    all.free_blocks.insert(block);
+  }
+  std::erase_if(all.list_changes, [&](const DecodeListChange& change) { return change.list == sequence.list; });
+  all.free_lists.push_back(sequence.list);
+  all.sequences.erase(id.value);
+}
+
+std::uint32_t Engine::tokens(SequenceId id) const { return impl_->at(id).tokens; }
+std::uint64_t Engine::unplanned() const noexcept { return look(impl_->mailbox().outcome.unplanned); }
+std::uint64_t Engine::asked() const noexcept { return look(impl_->mailbox().question.asked); }
+const EngineOptions& Engine::options() const noexcept { return impl_->options; }
+
+}  // namespace sluice

@@ -1,0 +1,288 @@
+// What an Engine must do on every device.
+#include <atomic>
+#include <cmath>
+#include <thread>
+
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/engine_rig.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr AttentionShape kShape{.layers = 3, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
+/// Queries and weights go through tensor cores in two terms of the pages' type.
+constexpr double kTolerance = 1e-3;
+
+std::uint64_t block_bytes(const EngineOptions& options) {
+  const PageLayout layout{
+      .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
+  return layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
+}
+
+/// Room for `blocks` far and `near` near blocks.
+EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::uint32_t blocks, std::uint32_t near) {
+  EngineOptions options{.shape = kShape, .kv_dtype = rig.kv_dtype, .rows = rows, .threads = 2, .pin_threads = false};
+  options.host_bytes = blocks * block_bytes(options);
+  options.near_bytes = near * block_bytes(options);
+  options.sequences = 8;
+  options.max_picks = 512;
+  options.import_rows = 100;
+  return options;
+}
+
+double worst(const std::vector<float>& got, const std::vector<double>& want, std::size_t offset) {
+  double error = 0.0;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    const double each = std::abs(want[i] - got[offset + i]);
+    error = each <= error ? error : each;  // NaN is worse than anything.
+  }
+  return error;
+}
+
+/// Against the reference, all layers of one token.
+double error_of(const std::vector<float>& got, const Story& story, std::uint32_t token, std::uint32_t sinks,
+                std::uint32_t recent, std::uint32_t picks) {
+  double error = 0.0;
+  const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+    const double each = worst(got, story.attended(layer, token, sinks, recent, picks), layer * row);
+    error = each <= error ? error : each;
+  }
+  return error;
+}
+
+double difference(const std::vector<float>& a, const std::vector<float>& b) {
+  return worst(a, std::vector<double>(b.begin(), b.end()), 0);
+}
+
+Errc code_of(const auto& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    INFO(error.what());
+    CHECK(std::string(error.what()).size() > 20);
+    return error.code();
+  }
+  FAIL("no error");
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("an engine that may choose every token attends densely, whatever is near", "[engine]") {
+  const std::uint32_t near = GENERATE(0u, 3u, 100u);
+  const std::uint32_t rows = GENERATE(1u, 8u);
+  const std::uint32_t prompt = GENERATE(0u, 1u, 250u);
+  CAPTURE(near, rows, prompt);
+  const EngineRig rig = engine_rig();
+  Engine engine(options_for(rig, rows, 40, near), rig.device);
+  const Story story(kShape, prompt + 20, 7);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=8"))};
+  import_story(engine, rig, teller, prompt);
+  ForwardTensors tensors(*rig.device, kShape, rows);
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    REQUIRE(error_of(out[0], story, teller.at - 1, 4, 8, 100'000) < kTolerance);
+    REQUIRE(engine.tokens(teller.id) == teller.at);
+  }
+  if (near == 100) REQUIRE(engine.asked() == 0);
+  if (near == 0) REQUIRE(engine.asked() == std::uint64_t{kShape.layers} * 20);
+  REQUIRE(engine.unplanned() == 0);
+}
+
+TEST_CASE("an engine attends sinks, recent tokens and what each head ranks highest", "[engine]") {
+  struct Choice {
+    std::uint32_t sinks, recent, picks;
+  };
+  const Choice choice = GENERATE(Choice{0, 1, 1}, Choice{4, 16, 24}, Choice{20, 40, 100});
+  const std::uint32_t near = GENERATE(0u, 6u);
+  CAPTURE(choice.sinks, choice.recent, choice.picks, near);
+  const EngineRig rig = engine_rig();
+  Engine engine(options_for(rig, 1, 40, near), rig.device);
+  const Story story(kShape, 320, 21);
+  const std::string policy = "exact | int4 | top_k=" + std::to_string(choice.picks) + " | near=0,sinks=" +
+                             std::to_string(choice.sinks) + ",recent=" + std::to_string(choice.recent);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(policy))};
+  import_story(engine, rig, teller, 300);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    REQUIRE(error_of(out[0], story, teller.at - 1, choice.sinks, choice.recent, choice.picks) < kTolerance);
+  }
+}
+
+TEST_CASE("a batch of any mix attends what its sequences attend alone, near or far", "[engine]") {
+  const EngineRig rig = engine_rig();
+  constexpr std::uint32_t kSteps = 12;
+  const std::uint32_t prompts[] = {1, 40, 333, 129, 16, 17, 250, 90};
+  std::vector<Story> stories;
+  for (std::uint32_t i = 0; i < 8; ++i) stories.emplace_back(kShape, prompts[i] + kSteps, 50 + i);
+  const auto policy = parse_policy("exact | int4 | top_k=30 | near=0,sinks=4,recent=12");
+  std::vector<std::vector<std::vector<float>>> alone(8);
+  for (std::uint32_t i = 0; i < 8; ++i) {
+    Engine engine(options_for(rig, 1, 100, 0), rig.device);
+    Teller teller{.story = &stories[i], .id = engine.begin(policy)};
+    import_story(engine, rig, teller, prompts[i]);
+    ForwardTensors tensors(*rig.device, kShape, 1);
+    for (std::uint32_t s = 0; s < kSteps; ++s) alone[i].push_back(run_forward(engine, rig, tensors, {&teller})[0]);
+  }
+  for (const std::uint32_t near : {0u, 10u, 100u}) {
+    CAPTURE(near);
+    Engine engine(options_for(rig, 8, 100, near), rig.device);
+    std::vector<Teller> tellers;
+    for (std::uint32_t i = 0; i < 8; ++i) {
+      tellers.push_back({.story = &stories[i], .id = engine.begin(policy)});
+      import_story(engine, rig, tellers[i], prompts[i]);
+    }
+    ForwardTensors tensors(*rig.device, kShape, 8);
+    for (std::uint32_t s = 0; s < 3 * kSteps; ++s) {
+      std::vector<Teller*> batch;  // Other mates and other rows every time, and often padding.
+      for (std::uint32_t i = 0; i < 8; ++i) {
+        Teller& teller = tellers[(i + s) % 8];
+        if ((i * 7 + s * 3) % 5 < 3 && teller.at < teller.story->tokens()) batch.push_back(&teller);
+      }
+      if (batch.empty()) continue;
+      const auto out = run_forward(engine, rig, tensors, batch);
+      for (std::size_t row = 0; row < batch.size(); ++row) {
+        const auto i = static_cast<std::size_t>(batch[row] - tellers.data());
+        REQUIRE(difference(out[row], alone[i][batch[row]->at - 1 - prompts[i]]) < 2e-5);
+      }
+      for (auto row = static_cast<std::uint32_t>(batch.size()); row < 8; ++row) {
+        for (const float x : tensors.out(row)) REQUIRE(x == 0.f);
+      }
+    }
+    for (const Teller& teller : tellers) REQUIRE(engine.tokens(teller.id) > prompts[&teller - tellers.data()]);
+  }
+}
+
+TEST_CASE("a forward without a plan of its own gives NaN and changes nothing", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Engine engine(options_for(rig, 2, 40, 4), rig.device);
+  const Story story(kShape, 120, 3);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6"))};
+  import_story(engine, rig, teller, 100);
+  ForwardTensors tensors(*rig.device, kShape, 2);
+  std::uint64_t unplanned = 0;
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    REQUIRE(error_of(out[0], story, teller.at - 1, 2, 6, 10) < kTolerance);
+    if (teller.at % 3 != 0) continue;
+    tensors.set(0, story, 0);  // Would do harm if it came in.
+    tensors.attend(engine, rig.stream);
+    rig.synchronize();
+    for (const float x : tensors.out(0)) REQUIRE(std::isnan(x));
+    for (const float x : tensors.out(1)) REQUIRE(std::isnan(x));
+    REQUIRE(engine.unplanned() == ++unplanned);
+    REQUIRE(engine.tokens(teller.id) == teller.at);
+  }
+  REQUIRE(unplanned > 3);
+}
+
+TEST_CASE("a far part that is not answered in time costs the forward, which can be run again", "[engine]") {
+  const EngineRig rig = engine_rig();
+  EngineOptions options = options_for(rig, 2, 60, 0);
+  std::atomic<bool> stalls{false};
+  options.answer_timeout = 30ms;
+  options.before_answer = [&] {
+    if (stalls.exchange(false)) std::this_thread::sleep_for(400ms);
+  };
+  Engine engine(options, rig.device);
+  const Story story(kShape, 110, 5);
+  const Story other(kShape, 110, 6);
+  const auto policy = parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6");
+  Teller tellers[] = {{.story = &story, .id = engine.begin(policy)}, {.story = &other, .id = engine.begin(policy)}};
+  for (Teller& teller : tellers) import_story(engine, rig, teller, 100);
+  ForwardTensors tensors(*rig.device, kShape, 2);
+  const SequenceId ids[] = {tellers[0].id, tellers[1].id};
+  int failures = 0;
+  for (std::uint32_t step = 0; step < 10; ++step) {
+    if (step % 3 == 1) {
+      stalls = true;
+      for (std::uint32_t row = 0; row < 2; ++row) tensors.set(row, *tellers[row].story, tellers[row].at);
+      const Batch batch = engine.plan(ids, rig.stream);
+      tensors.attend(engine, rig.stream);
+      REQUIRE(code_of([&] { engine.finish(batch); }) == Errc::device);
+      rig.synchronize();
+      for (const std::uint32_t row : {0u, 1u}) REQUIRE(std::isnan(tensors.out(row).back()));
+      REQUIRE(engine.tokens(ids[0]) == tellers[0].at);
+      ++failures;
+    }
+    const auto out = run_forward(engine, rig, tensors, {&tellers[0], &tellers[1]});
+    REQUIRE(error_of(out[0], story, tellers[0].at - 1, 2, 6, 10) < kTolerance);
+    REQUIRE(error_of(out[1], other, tellers[1].at - 1, 2, 6, 10) < kTolerance);
+  }
+  REQUIRE(failures == 3);
+}
+
+TEST_CASE("sequences come and go, and leave no block behind", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Engine engine(options_for(rig, 2, 12, 5), rig.device);
+  const Story story(kShape, 180, 9);
+  ForwardTensors tensors(*rig.device, kShape, 2);
+  const auto policy = parse_policy("exact | int4 | top_k=12 | near=0,sinks=4,recent=8");
+  for (std::uint32_t round = 0; round < 12; ++round) {
+    Teller a{.story = &story, .id = engine.begin(policy)};
+    Teller b{.story = &story, .id = engine.begin(policy)};
+    import_story(engine, rig, a, 60 + round);
+    import_story(engine, rig, b, 100 - 3 * round);
+    for (int step = 0; step < 3; ++step) {
+      const auto out = run_forward(engine, rig, tensors, {&a, &b});
+      REQUIRE(error_of(out[0], story, a.at - 1, 4, 8, 12) < kTolerance);
+      REQUIRE(error_of(out[1], story, b.at - 1, 4, 8, 12) < kTolerance);
+    }
+    Teller c{.story = &story, .id = engine.begin(policy)};
+    REQUIRE(code_of([&] { import_story(engine, rig, c, 99); }) == Errc::out_of_capacity);
+    engine.end(a.id);
+    engine.end(c.id);
+    engine.end(b.id);
+    REQUIRE(code_of([&] { (void)engine.tokens(a.id); }) == Errc::not_found);
+  }
+  // All of the pool for one sequence.
+  Teller whole{.story = &story, .id = engine.begin(policy)};
+  import_story(engine, rig, whole, 12 * 16 - 13);
+  const auto out = run_forward(engine, rig, tensors, {&whole});
+  REQUIRE(error_of(out[0], story, whole.at - 1, 4, 8, 12) < kTolerance);
+}
+
+TEST_CASE("an engine names what it cannot do", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const EngineOptions options = options_for(rig, 2, 10, 0);
+  Engine engine(options, rig.device);
+  for (const char* policy : {"full", "sluice", "exact | top_k=8", "exact | int4 | top_p=0.9", "exact | int4 | top_k=8",
+                             "exact | int4 | top_k=8 | near=0,sinks=600,recent=8"}) {
+    CAPTURE(policy);
+    REQUIRE(code_of([&] { (void)engine.begin(parse_policy(policy)); }) == Errc::unsupported);
+  }
+  const auto policy = parse_policy("exact | int4 | top_k=8 | near=0,sinks=4,recent=8");
+  const SequenceId a = engine.begin(policy);
+  const SequenceId b = engine.begin(policy);
+  const SequenceId twice[] = {a, a};
+  const SequenceId three[] = {a, b, a};
+  const SequenceId stranger[] = {SequenceId{99}};
+  REQUIRE(code_of([&] { (void)engine.plan(twice, rig.stream); }) == Errc::invalid_argument);
+  REQUIRE(code_of([&] { (void)engine.plan(three, rig.stream); }) == Errc::invalid_argument);
+  REQUIRE(code_of([&] { (void)engine.plan(stranger, rig.stream); }) == Errc::not_found);
+  REQUIRE(code_of([&] { engine.finish({.forward = 1}); }) == Errc::invalid_argument);
+
+  const SequenceId one[] = {a};
+  const Batch batch = engine.plan(one, rig.stream);
+  REQUIRE(code_of([&] { (void)engine.plan(one, rig.stream); }) == Errc::invalid_argument);
+  REQUIRE(code_of([&] { engine.end(a); }) == Errc::invalid_argument);
+  engine.end(b);
+  engine.cancel(batch);
+  REQUIRE(engine.tokens(a) == 0);
+  engine.end(a);
+
+  EngineOptions wrong = options;
+  wrong.page_tokens = 12;
+  REQUIRE(code_of([&] { Engine(wrong, rig.device); }) == Errc::invalid_argument);
+  wrong = options;
+  wrong.host_bytes = 1;
+  REQUIRE(code_of([&] { Engine(wrong, rig.device); }) == Errc::invalid_argument);
+  for (int i = 0; i < 8; ++i) (void)engine.begin(policy);
+  REQUIRE(code_of([&] { (void)engine.begin(policy); }) == Errc::out_of_capacity);
+}

@@ -1,0 +1,193 @@
+#include "tests/support/engine_rig.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "tests/support/random.hpp"
+
+namespace sluice::test {
+namespace {
+
+float half(float x) { return static_cast<float>(static_cast<_Float16>(x)); }
+
+/// A key as its 4-bit copy has it; see Int4Layout.
+std::vector<double> decoded(const float* key, std::uint32_t head_dim) {
+  const auto [least, most] = std::minmax_element(key, key + head_dim);
+  const float scale = half(std::max((*most - *least) / 15.f, 0x1p-24f));
+  const float zero = half(*least);
+  std::vector<double> out;
+  for (std::uint32_t c = 0; c < head_dim; ++c) {
+    const float code = std::clamp(std::nearbyint((key[c] - zero) * (1.f / scale)), 0.f, 15.f);
+    out.push_back(double{code} * scale + zero);
+  }
+  return out;
+}
+
+}  // namespace
+
+Story::Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed) : shape_(shape), tokens_(tokens) {
+  Random random(seed);
+  const auto draw = [&](std::vector<float>& to, std::uint32_t heads, bool outliers) {
+    for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
+      for (std::uint32_t token = 0; token < tokens; ++token) {
+        const float step = outliers && token % 37 == 5 ? 0.25f : 0.0625f;  // times up to 31: six bits
+        for (std::uint32_t i = 0; i < heads * shape.head_dim; ++i)
+          to.push_back(step * (static_cast<float>(random.below(63)) - 31.f));
+      }
+    }
+  };
+  draw(q_, shape.q_heads, false);
+  draw(k_, shape.kv_heads, true);
+  draw(v_, shape.kv_heads, false);
+}
+
+const float* Story::q(std::uint32_t layer, std::uint32_t token) const {
+  return q_.data() + (std::size_t{layer} * tokens_ + token) * shape_.q_heads * shape_.head_dim;
+}
+const float* Story::k(std::uint32_t layer, std::uint32_t token) const {
+  return k_.data() + (std::size_t{layer} * tokens_ + token) * shape_.kv_heads * shape_.head_dim;
+}
+const float* Story::v(std::uint32_t layer, std::uint32_t token) const {
+  return v_.data() + (std::size_t{layer} * tokens_ + token) * shape_.kv_heads * shape_.head_dim;
+}
+
+std::vector<std::uint32_t> Story::chosen(std::uint32_t layer, std::uint32_t token, std::uint32_t head,
+                                         std::uint32_t begin, std::uint32_t end, std::uint32_t picks) const {
+  const std::uint32_t d = shape_.head_dim;
+  std::vector<std::pair<double, std::uint32_t>> scored;
+  for (std::uint32_t j = begin; j < end; ++j) {
+    const std::vector<double> key = decoded(k(layer, j) + head / shape_.group() * d, d);
+    double dot = 0.0;
+    for (std::uint32_t c = 0; c < d; ++c) dot += key[c] * q(layer, token)[head * d + c];
+    scored.emplace_back(-dot, j);
+  }
+  std::sort(scored.begin(), scored.end());
+  std::vector<std::uint32_t> tokens;
+  for (std::uint32_t i = 0; i < std::min<std::size_t>(picks, scored.size()); ++i) tokens.push_back(scored[i].second);
+  return tokens;
+}
+
+std::vector<double> Story::attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks, std::uint32_t recent,
+                                    std::uint32_t picks) const {
+  const std::uint32_t d = shape_.head_dim;
+  const std::uint32_t n = token + 1;
+  const std::uint32_t sink_end = std::min(sinks, n);
+  const std::uint32_t recent_begin = std::max(sink_end, n - std::min(recent, n));
+  std::vector<double> out(std::size_t{shape_.q_heads} * d, 0.0);
+  for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
+    std::vector<bool> marked(n, false);
+    std::fill_n(marked.begin(), sink_end, true);
+    std::fill(marked.begin() + recent_begin, marked.end(), true);
+    for (std::uint32_t g = 0; g < shape_.group(); ++g) {
+      for (const std::uint32_t j : chosen(layer, token, kv * shape_.group() + g, sink_end, recent_begin, picks))
+        marked[j] = true;
+    }
+    for (std::uint32_t head = kv * shape_.group(); head < (kv + 1) * shape_.group(); ++head) {
+      std::vector<double> scores(n, -INFINITY);
+      double top = -INFINITY;
+      for (std::uint32_t j = 0; j < n; ++j) {
+        if (!marked[j]) continue;
+        double dot = 0.0;
+        for (std::uint32_t c = 0; c < d; ++c) dot += double{k(layer, j)[kv * d + c]} * q(layer, token)[head * d + c];
+        top = std::max(top, scores[j] = dot / std::sqrt(double(d)));
+      }
+      double mass = 0.0;
+      for (const double s : scores) mass += std::exp(s - top);
+      for (std::uint32_t j = 0; j < n; ++j) {
+        const double weight = std::exp(scores[j] - top) / mass;
+        for (std::uint32_t c = 0; c < d; ++c) out[std::size_t{head} * d + c] += weight * v(layer, j)[kv * d + c];
+      }
+    }
+  }
+  return out;
+}
+
+ForwardTensors::ForwardTensors(Device& device, const AttentionShape& shape, std::uint32_t rows)
+    : shape_(shape),
+      rows_(rows),
+      q_floats_(std::uint64_t{rows} * shape.q_heads * shape.head_dim),
+      kv_floats_(std::uint64_t{rows} * shape.kv_heads * shape.head_dim),
+      buffer_(device.allocate_pinned((2 * q_floats_ + 2 * kv_floats_) * shape.layers * sizeof(float))) {}
+
+void ForwardTensors::set(std::uint32_t row, const Story& story, std::uint32_t token) {
+  const std::uint64_t q = std::uint64_t{shape_.q_heads} * shape_.head_dim;
+  const std::uint64_t kv = std::uint64_t{shape_.kv_heads} * shape_.head_dim;
+  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    float* const layer_at = at(layer * (2 * q_floats_ + 2 * kv_floats_));
+    std::copy_n(story.q(layer, token), q, layer_at + row * q);
+    std::copy_n(story.k(layer, token), kv, layer_at + q_floats_ + row * kv);
+    std::copy_n(story.v(layer, token), kv, layer_at + q_floats_ + kv_floats_ + row * kv);
+  }
+}
+
+void ForwardTensors::attend(Engine& engine, void* stream) {
+  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    float* const q = at(layer * (2 * q_floats_ + 2 * kv_floats_));
+    float* const k = q + q_floats_;
+    float* const v = k + kv_floats_;
+    float* const out = v + kv_floats_;
+    const auto in = [&](const float* data, std::uint32_t heads) {
+      return dense_view(data, DType::f32, rows_, heads, shape_.head_dim);
+    };
+    engine.attend(LayerId{layer}, in(q, shape_.q_heads), in(k, shape_.kv_heads), in(v, shape_.kv_heads),
+                  dense_view(out, DType::f32, rows_, shape_.q_heads, shape_.head_dim), stream);
+  }
+}
+
+std::vector<float> ForwardTensors::out(std::uint32_t row) const {
+  const std::uint64_t q = std::uint64_t{shape_.q_heads} * shape_.head_dim;
+  std::vector<float> all;
+  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    const float* const out = at(layer * (2 * q_floats_ + 2 * kv_floats_) + q_floats_ + 2 * kv_floats_) + row * q;
+    all.insert(all.end(), out, out + q);
+  }
+  return all;
+}
+
+void ForwardTensors::spoil() {
+  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    std::fill_n(at(layer * (2 * q_floats_ + 2 * kv_floats_) + q_floats_ + 2 * kv_floats_), q_floats_, 1e30f);
+  }
+}
+
+void import_story(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t tokens) {
+  const AttentionShape& shape = engine.options().shape;
+  const std::uint64_t row = std::uint64_t{shape.kv_heads} * shape.head_dim;
+  while (teller.at < tokens) {
+    const std::uint32_t count = std::min(tokens - teller.at, engine.options().import_rows);
+    const auto buffer = rig.device->allocate_pinned(2 * shape.layers * count * row * sizeof(float));
+    auto* at = reinterpret_cast<float*>(buffer->data());
+    for (std::uint32_t layer = 0; layer < shape.layers; ++layer, at += 2 * count * row) {
+      std::copy_n(teller.story->k(layer, teller.at), count * row, at);
+      std::copy_n(teller.story->v(layer, teller.at), count * row, at + count * row);
+      const auto view = [&](const float* data) {
+        return dense_view(data, DType::f32, count, shape.kv_heads, shape.head_dim);
+      };
+      engine.import_prefix(teller.id, LayerId{layer}, view(at), view(at + count * row), rig.stream);
+    }
+    teller.at += count;
+  }
+}
+
+std::vector<std::vector<float>> run_forward(Engine& engine, const EngineRig& rig, ForwardTensors& tensors,
+                                            std::vector<Teller*> tellers) {
+  std::vector<SequenceId> ids;
+  for (std::uint32_t row = 0; row < tellers.size(); ++row) {
+    tensors.set(row, *tellers[row]->story, tellers[row]->at);
+    ids.push_back(tellers[row]->id);
+  }
+  tensors.spoil();
+  const Batch batch = engine.plan(ids, rig.stream);
+  tensors.attend(engine, rig.stream);
+  engine.finish(batch);
+  rig.synchronize();
+  std::vector<std::vector<float>> out;
+  for (std::uint32_t row = 0; row < tellers.size(); ++row) {
+    ++tellers[row]->at;
+    out.push_back(tensors.out(row));
+  }
+  return out;
+}
+
+}  // namespace sluice::test

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sluice/engine.hpp"
+
+namespace sluice::test {
+
+/// A device, and a stream of it on which forwards run.
+struct EngineRig {
+  std::shared_ptr<Device> device;
+  std::unique_ptr<Stream> queue;
+  void* stream = nullptr;  ///< as Engine wants it
+  DType kv_dtype = DType::f32;
+
+  void synchronize() const { queue->synchronize(deadline_after(std::chrono::seconds(60))); }
+};
+/// What the cases run on; each test executable has its own.
+[[nodiscard]] EngineRig engine_rig();
+
+/// Queries, keys and values of one sequence, on a grid that every dtype holds exactly, with a few keys that stand out.
+class Story {
+ public:
+  Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed);
+
+  [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
+  [[nodiscard]] const float* q(std::uint32_t layer, std::uint32_t token) const;  ///< [q_heads, head_dim]
+  [[nodiscard]] const float* k(std::uint32_t layer, std::uint32_t token) const;  ///< [kv_heads, head_dim]
+  [[nodiscard]] const float* v(std::uint32_t layer, std::uint32_t token) const;
+
+  /// What a policy of sinks, recent tokens and `picks` per query head attends at `token`, in float64: [q_heads, head_dim].
+  /// Estimates are those of the 4-bit copies; a group attends what any of its heads chose.
+  [[nodiscard]] std::vector<double> attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
+                                             std::uint32_t recent, std::uint32_t picks) const;
+
+ private:
+  [[nodiscard]] std::vector<std::uint32_t> chosen(std::uint32_t layer, std::uint32_t token, std::uint32_t head,
+                                                  std::uint32_t begin, std::uint32_t end, std::uint32_t picks) const;
+
+  AttentionShape shape_;
+  std::uint32_t tokens_;
+  std::vector<float> q_, k_, v_;  ///< [layers, tokens, heads, head_dim]
+};
+
+/// Tensors of a forward, in memory that device and host see.
+class ForwardTensors {
+ public:
+  ForwardTensors(Device& device, const AttentionShape& shape, std::uint32_t rows);
+
+  /// Row `row` of the forward is `story`'s token.
+  void set(std::uint32_t row, const Story& story, std::uint32_t token);
+  /// Enqueues all layers.
+  void attend(Engine& engine, void* stream);
+  /// Outputs of a row, all layers: [layers, q_heads, head_dim].
+  [[nodiscard]] std::vector<float> out(std::uint32_t row) const;
+  /// So that an output that nobody wrote shows.
+  void spoil();
+
+ private:
+  [[nodiscard]] float* at(std::uint64_t offset) const { return reinterpret_cast<float*>(buffer_->data()) + offset; }
+
+  AttentionShape shape_;
+  std::uint32_t rows_;
+  std::uint64_t q_floats_, kv_floats_;  ///< of one layer
+  std::unique_ptr<Buffer> buffer_;
+};
+
+/// One sequence of a test: its story, and where it is.
+struct Teller {
+  const Story* story = nullptr;
+  SequenceId id;
+  std::uint32_t at = 0;
+};
+
+/// Brings the story's first tokens in.
+void import_story(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t tokens);
+
+/// Plans a forward of these, enqueues it, finishes it; the outputs of each.
+std::vector<std::vector<float>> run_forward(Engine& engine, const EngineRig& rig, ForwardTensors& tensors,
+                                            std::vector<Teller*> tellers);
+
+}  // namespace sluice::test
