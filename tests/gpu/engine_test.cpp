@@ -1,0 +1,133 @@
+// The cases of every engine, on a GPU; and forwards captured in CUDA graphs.
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <memory>
+
+#include "sluice/cuda.hpp"
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/engine_rig.hpp"
+
+namespace sluice::test {
+
+EngineRig engine_rig() {
+  static const std::shared_ptr<Device> device = make_cuda_device();
+  EngineRig rig{.device = device, .queue = device->create_stream("caller"), .kv_dtype = DType::bf16};
+  rig.stream = rig.queue->native_handle();
+  return rig;
+}
+
+}  // namespace sluice::test
+
+using namespace sluice;
+using namespace sluice::test;
+
+namespace {
+
+void require_ok(cudaError_t status) {
+  INFO(cudaGetErrorString(status));
+  REQUIRE(status == cudaSuccess);
+}
+
+/// A forward of an engine, captured once.
+class Graph {
+ public:
+  Graph(Engine& engine, ForwardTensors& tensors, cudaStream_t stream) : stream_(stream) {
+    require_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    tensors.attend(engine, stream);
+    cudaGraph_t graph = nullptr;
+    require_ok(cudaStreamEndCapture(stream, &graph));
+    require_ok(cudaGraphGetNodes(graph, nullptr, &nodes_));
+    require_ok(cudaGraphInstantiate(&exec_, graph, 0));
+    require_ok(cudaGraphDestroy(graph));
+  }
+  ~Graph() { (void)cudaGraphExecDestroy(exec_); }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  void replay() const { require_ok(cudaGraphLaunch(exec_, stream_)); }
+  [[nodiscard]] std::size_t nodes() const { return nodes_; }
+
+ private:
+  cudaStream_t stream_;
+  cudaGraphExec_t exec_ = nullptr;
+  std::size_t nodes_ = 0;
+};
+
+EngineOptions graph_options(const AttentionShape& shape, std::uint32_t rows, std::uint32_t near_blocks) {
+  EngineOptions options{.shape = shape, .rows = rows, .threads = 4};
+  const std::uint64_t block =
+      PageLayout{.head_dim = shape.head_dim}.page_bytes() * shape.layers * shape.kv_heads;
+  options.host_bytes = 80 * rows * block;
+  options.near_bytes = near_blocks * block;
+  options.max_picks = 256;
+  return options;
+}
+
+constexpr const char* kPolicy = "exact | int4 | top_k=40 | near=0,sinks=4,recent=24";
+
+/// Decodes `steps` tokens of each story, in a graph or not; outputs in order.
+std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, const std::vector<Story>& stories,
+                          std::uint32_t near_blocks, std::uint32_t steps, bool graphs) {
+  const auto rows = static_cast<std::uint32_t>(stories.size());
+  Engine engine(graph_options(shape, rows, near_blocks), rig.device);
+  ForwardTensors tensors(*rig.device, shape, rows);
+  // Before anything was planned: what is captured depends on the bucket alone.
+  std::unique_ptr<Graph> graph;
+  if (graphs) graph = std::make_unique<Graph>(engine, tensors, static_cast<cudaStream_t>(rig.stream));
+  if (graph) REQUIRE(graph->nodes() == 2 + 6 * shape.layers);
+  std::vector<Teller> tellers;
+  std::vector<SequenceId> ids;
+  for (const Story& story : stories) {
+    tellers.push_back({.story = &story, .id = engine.begin(parse_policy(kPolicy))});
+    import_story(engine, rig, tellers.back(), story.tokens() - steps);
+    ids.push_back(tellers.back().id);
+  }
+  std::vector<float> all;
+  for (std::uint32_t step = 0; step < steps; ++step) {
+    for (std::uint32_t row = 0; row < rows; ++row) tensors.set(row, stories[row], tellers[row].at++);
+    const Batch batch = engine.plan(ids, rig.stream);
+    if (graph) {
+      graph->replay();
+    } else {
+      tensors.attend(engine, rig.stream);
+    }
+    engine.finish(batch);
+    rig.synchronize();
+    for (std::uint32_t row = 0; row < rows; ++row) {
+      const auto out = tensors.out(row);
+      all.insert(all.end(), out.begin(), out.end());
+    }
+    if (!graph || step % 5 != 2) continue;
+    graph->replay();  // Without a plan.
+    rig.synchronize();
+    REQUIRE(std::isnan(tensors.out(0).front()));
+    REQUIRE(engine.tokens(ids[0]) == tellers[0].at);
+  }
+  REQUIRE(engine.asked() > 0);
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("a forward captured in a CUDA graph is the forward, bit by bit", "[engine][gpu]") {
+  const std::uint32_t rows = GENERATE(1u, 8u);
+  const std::uint32_t near_blocks = GENERATE(0u, 9u);
+  const std::uint32_t head_dim = GENERATE(64u, 128u);
+  const AttentionShape shape{.layers = 4, .q_heads = 8, .kv_heads = 2, .head_dim = head_dim};
+  CAPTURE(rows, near_blocks, head_dim);
+  const EngineRig rig = engine_rig();
+  std::vector<Story> stories;
+  for (std::uint32_t i = 0; i < rows; ++i) stories.emplace_back(shape, 100 + 130 * i % 900, 70 + i);
+  const auto want = decode(rig, shape, stories, near_blocks, 20, false);
+  REQUIRE(decode(rig, shape, stories, near_blocks, 20, true) == want);
+}
+
+TEST_CASE("a captured forward grows with its sequence, past pages and past what is near", "[engine][gpu]") {
+  const AttentionShape shape{.layers = 2, .q_heads = 32, .kv_heads = 8, .head_dim = 128};
+  const EngineRig rig = engine_rig();
+  std::vector<Story> stories;
+  stories.emplace_back(shape, 700, 90);
+  const auto want = decode(rig, shape, stories, 6, 300, false);
+  REQUIRE(decode(rig, shape, stories, 6, 300, true) == want);
+}
