@@ -66,7 +66,6 @@ void apply(const DecodeMemory& m) {
     m.near_of[change.block] = change.near;
   }
   m.state->planned = slip.forward;
-  shared(m.mailbox->outcome.applied).store(slip.forward, std::memory_order_release);
 }
 
 void begin(const DecodeMemory& m) {
@@ -76,15 +75,28 @@ void begin(const DecodeMemory& m) {
   state.forward = state.planned;
 }
 
+void cancel(const DecodeMemory& m) {
+  DecodeState& state = *m.state;
+  auto& outcome = m.mailbox->outcome;
+  state.forward = state.planned;
+  state.status = DecodeStatus::cancelled;
+  shared(outcome.status).store(state.status, std::memory_order_relaxed);
+  shared(outcome.forward).store(state.forward, std::memory_order_release);
+  shared(outcome.cancelled).store(state.forward, std::memory_order_release);
+}
+
 void end(const DecodeMemory& m) {
   DecodeState& state = *m.state;
   auto& outcome = m.mailbox->outcome;
+  if (state.status == DecodeStatus::cancelled) return;  // A part of a forward, without its beginning.
   if (state.status == DecodeStatus::unplanned) {
     shared(outcome.unplanned).fetch_add(1, std::memory_order_release);
     return;
   }
   if (state.status == DecodeStatus::running) state.status = DecodeStatus::done;
   shared(outcome.status).store(state.status, std::memory_order_relaxed);
+  shared(outcome.near_tokens).store(state.near_tokens, std::memory_order_relaxed);
+  shared(outcome.far_tokens).store(state.far_tokens, std::memory_order_relaxed);
   shared(outcome.forward).store(state.forward, std::memory_order_release);
 }
 
@@ -209,7 +221,9 @@ void split(const DecodeMemory& m, std::uint32_t layer) {
     m.near_counts[index] = near;
     m.far_counts[index] = far;
     all_far += far;
+    m.state->near_tokens += near;
   });
+  m.state->far_tokens += all_far;
   if (all_far == 0) return;
   shared(m.mailbox->question.layer).store(layer, std::memory_order_relaxed);
   shared(m.mailbox->question.asked).store(++m.state->asked, std::memory_order_release);
@@ -273,12 +287,20 @@ void merge(const Kernels& kernels, const DecodeMemory& m, const DecodeLayer& lay
       put_out(kernels, m, layer, h, sum, valid ? kEmptyLse : kNaN);
       continue;
     }
-    const float near = m.near_counts[index] == 0 ? kEmptyLse : m.near_lse[h];
-    const float far = m.far_counts[index] == 0 ? kEmptyLse : m.far_lse[h];
+    const bool has_near = m.near_counts[index] != 0;
+    const bool has_far = m.far_counts[index] != 0;
+    const float near = has_near ? m.near_lse[h] : kEmptyLse;
+    const float far = has_far ? m.far_lse[h] : kEmptyLse;
+    if ((has_near && !(near > kEmptyLse)) || (has_far && !(far > kEmptyLse))) {
+      // Keys were attended and weigh nothing that is a number.
+      std::fill_n(sum, m.shape.head_dim, kNaN);
+      put_out(kernels, m, layer, h, sum, kNaN);
+      continue;
+    }
     const MergeWeights weights = merge_weights(near, far);
     for (std::uint32_t c = 0; c < m.shape.head_dim; ++c) {
       const std::uint64_t at = h * m.shape.head_dim + c;
-      sum[c] = (near == kEmptyLse ? 0.f : weights.a * m.near_out[at]) + (far == kEmptyLse ? 0.f : weights.b * m.far_out[at]);
+      sum[c] = (has_near ? weights.a * m.near_out[at] : 0.f) + (has_far ? weights.b * m.far_out[at] : 0.f);
     }
     put_out(kernels, m, layer, h, sum, weights.lse);
   }
@@ -311,6 +333,9 @@ void DecodeVerbs::attend(const DecodeMemory& memory, const DecodeLayer& layer) {
 }
 void DecodeVerbs::merge(const DecodeMemory& memory, const DecodeLayer& layer) {
   dispatch(layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
+}
+void DecodeVerbs::cancel(const DecodeMemory& memory, void* stream) {
+  dispatch(stream, "cancel", [memory] { cpu::cancel(memory); });
 }
 void DecodeVerbs::end(const DecodeMemory& memory, void* stream) {
   dispatch(stream, "end", [memory] { cpu::end(memory); });

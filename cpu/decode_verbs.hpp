@@ -21,6 +21,7 @@ class DecodeVerbs final : public sluice::DecodeVerbs {
   void split(const DecodeMemory& memory, const DecodeLayer& layer) override;
   void attend(const DecodeMemory& memory, const DecodeLayer& layer) override;
   void merge(const DecodeMemory& memory, const DecodeLayer& layer) override;
+  void cancel(const DecodeMemory& memory, void* stream) override;
   void end(const DecodeMemory& memory, void* stream) override;
 
  private:

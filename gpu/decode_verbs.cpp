@@ -1,5 +1,7 @@
 #include "gpu/decode_verbs.hpp"
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -12,24 +14,53 @@
 namespace sluice::gpu {
 namespace {
 
+/// Makes the device current while a verb launches: streams belong to one, and callers may have made another current.
+class Current {
+ public:
+  explicit Current(int ordinal) {
+    (void)cudaGetDevice(&before_);
+    if (before_ != ordinal) (void)cudaSetDevice(ordinal);
+    changed_ = before_ != ordinal;
+  }
+  ~Current() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
 cudaStream_t handle(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 AttendVariant variant_of(const DecodeMemory& memory) { return attend_variant(memory.shape, memory.layout, false); }
 
-/// A job's slices are a fixed number, so that its grid is: as many as the machine runs at once, within what a launch
-/// and a slice's list may have.
+/// Near rows of a job at most.
+std::uint64_t near_room(const DecodeMemory& memory) {
+  return std::min<std::uint64_t>(memory.bucket.list_room(memory.shape),
+                                 std::uint64_t{memory.near_blocks} * memory.layout.page_tokens);
+}
+
+/// A job's slices are a fixed number, so that its grid is: as many as the machine runs at once, and enough for each
+/// slice's list to fit shared memory; 0 if a launch may not have as many.
 std::uint32_t slices_of(const DecodeMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
-  const std::uint32_t wanted = multiprocessors * blocks_per_sm(variant_of(memory)) / jobs;
-  const std::uint32_t useful =
-      static_cast<std::uint32_t>(div_up(memory.bucket.list_room(memory.shape), 16 * kAttend.min_slice_units));
-  const std::uint32_t least = static_cast<std::uint32_t>(
-      div_up(memory.bucket.list_room(memory.shape) + 16, kAttend.stage_words - 16));
-  return std::min(std::max({std::min(wanted, useful), least, 1u}), kAttend.max_slices / jobs);
+  constexpr std::uint32_t kUnit = 16;
+  const std::uint64_t wanted = multiprocessors * blocks_per_sm(variant_of(memory)) / jobs;
+  const std::uint64_t useful = div_up(near_room(memory), kUnit * kAttend.min_slice_units);
+  const std::uint64_t least = div_up(near_room(memory), kAttend.stage_words - 2 * kUnit);
+  const std::uint64_t slices = std::max({std::min(wanted, useful), least, std::uint64_t{1}});
+  const std::uint32_t most = kAttend.max_slices / jobs;
+  return slices <= most ? static_cast<std::uint32_t>(slices) : least <= most ? most : 0;
 }
 
 }  // namespace
 
-DecodeVerbs::DecodeVerbs(std::uint32_t multiprocessors) : multiprocessors_(multiprocessors) { load_decode_kernels(); }
+DecodeVerbs::DecodeVerbs(int ordinal, std::uint32_t multiprocessors)
+    : ordinal_(ordinal), multiprocessors_(multiprocessors) {
+  load_decode_kernels();
+}
 
 DecodeScratch DecodeVerbs::carve(const DecodeMemory& memory, std::byte* from, std::uint64_t* used) const {
   const std::uint32_t heads = memory.bucket.rows * memory.shape.kv_heads;
@@ -37,7 +68,7 @@ DecodeScratch DecodeVerbs::carve(const DecodeMemory& memory, std::byte* from, st
   DecodeScratch scratch{.head_blocks = static_cast<std::uint32_t>(div_up(memory.shape.group(), block_heads)),
                         .block_heads = block_heads};
   const std::uint32_t jobs = heads * scratch.head_blocks;
-  scratch.slices = jobs <= kAttend.max_slices ? slices_of(memory, jobs, multiprocessors_) : 0;
+  scratch.slices = slices_of(memory, jobs, multiprocessors_);
   Carver carver(from);
   scratch.score_tasks = carver.take<ScoreInt4Task>(heads);
   scratch.top_k_rows = carver.take<TopKRow>(std::uint64_t{memory.bucket.rows} * memory.shape.q_heads);
@@ -52,6 +83,7 @@ DecodeScratch DecodeVerbs::carve(const DecodeMemory& memory, std::byte* from, st
 DecodeScratch DecodeVerbs::scratch_of(const DecodeMemory& memory) const { return carve(memory, memory.scratch, nullptr); }
 
 std::uint64_t DecodeVerbs::scratch_bytes(const DecodeMemory& memory) const {
+  const Current current(ordinal_);
   check_supported("a decode forward", memory.shape, memory.layout);
   const auto refuse = [](const std::string& what, std::uint64_t have, std::uint64_t most) {
     throw Error(Errc::unsupported, "a decode forward with " + what + " " + std::to_string(have) +
@@ -60,22 +92,34 @@ std::uint64_t DecodeVerbs::scratch_bytes(const DecodeMemory& memory) const {
   if (memory.bucket.max_tokens > most_decode_tokens())
     refuse("max_tokens", memory.bucket.max_tokens, most_decode_tokens());
   const DecodeScratch scratch = carve(memory, nullptr, nullptr);
-  const std::uint32_t jobs_per_row = memory.shape.kv_heads * scratch.head_blocks;
-  if (scratch.slices == 0) refuse("rows", memory.bucket.rows, kAttend.max_slices / jobs_per_row);
+  if (scratch.slices == 0) {
+    const std::uint64_t per_row = memory.shape.kv_heads * scratch.head_blocks *
+                                  std::max<std::uint64_t>(div_up(near_room(memory), kAttend.stage_words - 32), 1);
+    refuse("rows, of " + std::to_string(near_room(memory)) + " near tokens each,", memory.bucket.rows,
+           kAttend.max_slices / per_row);
+  }
   std::uint64_t used = 0;
   (void)carve(memory, nullptr, &used);
   return used;
 }
 
-void DecodeVerbs::apply(const DecodeMemory& memory, void* stream) { launch_decode_apply(memory, handle(stream)); }
+void DecodeVerbs::apply(const DecodeMemory& memory, void* stream) {
+  const Current current(ordinal_);
+  launch_decode_apply(memory, handle(stream));
+}
 
-void DecodeVerbs::begin(const DecodeMemory& memory, void* stream) { launch_decode_begin(memory, handle(stream)); }
+void DecodeVerbs::begin(const DecodeMemory& memory, void* stream) {
+  const Current current(ordinal_);
+  launch_decode_begin(memory, handle(stream));
+}
 
 void DecodeVerbs::append(const DecodeMemory& memory, const DecodeLayer& layer) {
+  const Current current(ordinal_);
   launch_decode_append(memory, layer.q.tokens == 0 ? DecodeScratch{} : scratch_of(memory), layer);
 }
 
 void DecodeVerbs::score(const DecodeMemory& memory, const DecodeLayer& layer) {
+  const Current current(ordinal_);
   launch_score_int4(scratch_of(memory).score_tasks, memory.bucket.rows * memory.shape.kv_heads, memory.bucket.max_tokens,
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,
@@ -85,15 +129,18 @@ void DecodeVerbs::score(const DecodeMemory& memory, const DecodeLayer& layer) {
 }
 
 void DecodeVerbs::choose(const DecodeMemory& memory, const DecodeLayer& layer) {
+  const Current current(ordinal_);
   launch_top_k(scratch_of(memory).top_k_rows, memory.bucket.rows * memory.shape.q_heads, memory.bucket.max_tokens,
                handle(layer.stream));
 }
 
 void DecodeVerbs::split(const DecodeMemory& memory, const DecodeLayer& layer) {
+  const Current current(ordinal_);
   launch_decode_split(memory, scratch_of(memory), layer);
 }
 
 void DecodeVerbs::attend(const DecodeMemory& memory, const DecodeLayer& layer) {
+  const Current current(ordinal_);
   const DecodeScratch scratch = scratch_of(memory);
   const std::uint32_t jobs = memory.bucket.rows * memory.shape.kv_heads * scratch.head_blocks;
   AttendArgs args{.jobs = scratch.jobs,
@@ -106,8 +153,19 @@ void DecodeVerbs::attend(const DecodeMemory& memory, const DecodeLayer& layer) {
   launch_attend(variant_of(memory), args, jobs * scratch.slices, handle(layer.stream));
 }
 
-void DecodeVerbs::merge(const DecodeMemory& memory, const DecodeLayer& layer) { launch_decode_merge(memory, layer); }
+void DecodeVerbs::merge(const DecodeMemory& memory, const DecodeLayer& layer) {
+  const Current current(ordinal_);
+  launch_decode_merge(memory, layer);
+}
 
-void DecodeVerbs::end(const DecodeMemory& memory, void* stream) { launch_decode_end(memory, handle(stream)); }
+void DecodeVerbs::cancel(const DecodeMemory& memory, void* stream) {
+  const Current current(ordinal_);
+  launch_decode_cancel(memory, handle(stream));
+}
+
+void DecodeVerbs::end(const DecodeMemory& memory, void* stream) {
+  const Current current(ordinal_);
+  launch_decode_end(memory, handle(stream));
+}
 
 }  // namespace sluice::gpu

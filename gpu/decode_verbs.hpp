@@ -11,7 +11,7 @@ namespace sluice::gpu {
 class DecodeVerbs final : public sluice::DecodeVerbs {
  public:
   /// Loads every kernel, so that none is loaded while another spins.
-  explicit DecodeVerbs(std::uint32_t multiprocessors);
+  DecodeVerbs(int ordinal, std::uint32_t multiprocessors);
 
   [[nodiscard]] std::uint64_t scratch_bytes(const DecodeMemory& memory) const override;
   void apply(const DecodeMemory& memory, void* stream) override;
@@ -22,12 +22,14 @@ class DecodeVerbs final : public sluice::DecodeVerbs {
   void split(const DecodeMemory& memory, const DecodeLayer& layer) override;
   void attend(const DecodeMemory& memory, const DecodeLayer& layer) override;
   void merge(const DecodeMemory& memory, const DecodeLayer& layer) override;
+  void cancel(const DecodeMemory& memory, void* stream) override;
   void end(const DecodeMemory& memory, void* stream) override;
 
  private:
   [[nodiscard]] DecodeScratch scratch_of(const DecodeMemory& memory) const;
   [[nodiscard]] DecodeScratch carve(const DecodeMemory& memory, std::byte* from, std::uint64_t* used) const;
 
+  int ordinal_;
   std::uint32_t multiprocessors_;
 };
 

@@ -28,6 +28,7 @@ void launch_decode_begin(const DecodeMemory& memory, cudaStream_t stream);
 void launch_decode_append(const DecodeMemory& memory, const DecodeScratch& scratch, const DecodeLayer& layer);
 void launch_decode_split(const DecodeMemory& memory, const DecodeScratch& scratch, const DecodeLayer& layer);
 void launch_decode_merge(const DecodeMemory& memory, const DecodeLayer& layer);
+void launch_decode_cancel(const DecodeMemory& memory, cudaStream_t stream);
 void launch_decode_end(const DecodeMemory& memory, cudaStream_t stream);
 
 /// Loads all of them, and asks for the shared memory that the longest sequences need.

@@ -27,29 +27,39 @@ __global__ void __launch_bounds__(kApplyThreads) apply_kernel(const __grid_const
   for (std::uint32_t i = threadIdx.x; i < slip.near_changes; i += kApplyThreads) {
     m.near_of[m.slip_near[i].block] = m.slip_near[i].near;
   }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  m.state->planned = slip.forward;
-  SystemWord<std::uint64_t>(m.mailbox->outcome.applied).store(slip.forward, cuda::memory_order_release);
+  if (threadIdx.x == 0) m.state->planned = slip.forward;
 }
 
 __global__ void begin_kernel(const __grid_constant__ DecodeMemory m) {
   DecodeState& state = *m.state;
   state.released = state.asked;  // Of a forward that was abandoned.
-  state.far_tokens = state.arrived = 0;
+  state.layer_far_tokens = state.arrived = state.merging = 0;
   state.status = state.planned > state.forward ? DecodeStatus::running : DecodeStatus::unplanned;
   state.forward = state.planned;
+}
+
+__global__ void cancel_kernel(const __grid_constant__ DecodeMemory m) {
+  DecodeState& state = *m.state;
+  auto& outcome = m.mailbox->outcome;
+  state.forward = state.planned;
+  state.status = outcome.status = DecodeStatus::cancelled;
+  __threadfence_system();
+  SystemWord<std::uint64_t>(outcome.forward).store(state.forward, cuda::memory_order_release);
+  SystemWord<std::uint64_t>(outcome.cancelled).store(state.forward, cuda::memory_order_release);
 }
 
 __global__ void end_kernel(const __grid_constant__ DecodeMemory m) {
   DecodeState& state = *m.state;
   auto& outcome = m.mailbox->outcome;
+  if (state.status == DecodeStatus::cancelled) return;  // A part of a forward, without its beginning.
   if (state.status == DecodeStatus::unplanned) {
     SystemWord<std::uint64_t>(outcome.unplanned).fetch_add(1, cuda::memory_order_release);
     return;
   }
   if (state.status == DecodeStatus::running) state.status = DecodeStatus::done;
   outcome.status = state.status;
+  outcome.near_tokens = state.near_tokens;
+  outcome.far_tokens = state.far_tokens;
   __threadfence_system();
   SystemWord<std::uint64_t>(outcome.forward).store(state.forward, cuda::memory_order_release);
 }
@@ -163,6 +173,11 @@ void launch_decode_append(const DecodeMemory& memory, const DecodeScratch& scrat
   check(cudaGetLastError(), "launch the append kernel of a forward");
 }
 
+void launch_decode_cancel(const DecodeMemory& memory, cudaStream_t stream) {
+  cancel_kernel<<<1, 1, 0, stream>>>(memory);
+  check(cudaGetLastError(), "launch the kernel that takes a plan back");
+}
+
 void launch_decode_end(const DecodeMemory& memory, cudaStream_t stream) {
   end_kernel<<<1, 1, 0, stream>>>(memory);
   check(cudaGetLastError(), "launch the kernel that ends a forward");
@@ -173,6 +188,7 @@ void load_decode_append_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, apply_kernel), "load the kernels of a forward");
   check(cudaFuncGetAttributes(&attributes, begin_kernel), "load the kernels of a forward");
+  check(cudaFuncGetAttributes(&attributes, cancel_kernel), "load the kernels of a forward");
   check(cudaFuncGetAttributes(&attributes, end_kernel), "load the kernels of a forward");
   check(cudaFuncGetAttributes(&attributes, append_kernel<DType::bf16>), "load the kernels of a forward");
   check(cudaFuncGetAttributes(&attributes, append_kernel<DType::f16>), "load the kernels of a forward");

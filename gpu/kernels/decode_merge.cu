@@ -22,15 +22,19 @@ __device__ std::uint64_t now_ns() {
   return time;
 }
 
-/// Thread block 0 looks at the answer, over the link; the others look at what it says, in device memory: many that
-/// poll over the link stand in each other's way. Returns whether the forward goes on.
+/// The first thread block to get here looks at the answer, over the link; the others look at what it says, in device
+/// memory: many that poll over the link stand in each other's way, and one that has not begun would keep them waiting.
+/// Returns whether the forward goes on.
 __device__ bool await_answer(const DecodeMemory& m) {
   DecodeState& state = *m.state;
   cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> released(state.released);
   cuda::atomic_ref<DecodeStatus, cuda::thread_scope_device> status(state.status);
   if (status.load(cuda::memory_order_acquire) != DecodeStatus::running) return false;
   const std::uint64_t asked = state.asked;
-  if (blockIdx.x == 0 && released.load(cuda::memory_order_relaxed) != asked) {
+  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> merging(state.merging);
+  const std::uint32_t turn = merging.fetch_add(1, cuda::memory_order_relaxed);
+  if (turn == gridDim.x - 1) merging.store(0, cuda::memory_order_relaxed);
+  if (turn == 0 && released.load(cuda::memory_order_relaxed) != asked) {
     const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> answered(m.mailbox->answer.answered);
     const std::uint64_t begin = now_ns();
     while (answered.load(cuda::memory_order_acquire) < asked) {
@@ -88,7 +92,10 @@ __global__ void __launch_bounds__(kThreads)
   for (std::uint32_t i = threadIdx.x; i < group * head_dim; i += kThreads) {
     const std::uint64_t h = first + i / head_dim;
     const std::uint64_t at = first * head_dim + i;
-    const Weights weights = weigh(has_near ? m.near_lse[h] : kEmptyLse, has_far ? fresh(m.far_lse + h) : kEmptyLse);
+    Weights weights = weigh(has_near ? m.near_lse[h] : kEmptyLse, has_far ? fresh(m.far_lse + h) : kEmptyLse);
+    // Keys were attended and weigh nothing that is a number.
+    if ((has_near && !(m.near_lse[h] > kEmptyLse)) || (has_far && !(fresh(m.far_lse + h) > kEmptyLse)))
+      weights = {.lse = __int_as_float(0x7fc0'0000)};
     float value = 0.f;
     if (weights.near > 0.f) value += weights.near * m.near_out[at];
     if (weights.far > 0.f) value += weights.far * fresh(m.far_out + at);

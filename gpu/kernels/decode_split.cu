@@ -135,14 +135,17 @@ __device__ void write_jobs(const DecodeMemory& m, const DecodeScratch& scratch, 
 }
 
 /// The last thread block to get here asks the workers, if any has far rows.
-__device__ void ask(const DecodeMemory& m, std::uint32_t layer, std::uint32_t far) {
+__device__ void ask(const DecodeMemory& m, std::uint32_t layer, std::uint32_t near, std::uint32_t far) {
+  using Sum = cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>;
   DecodeState& state = *m.state;
-  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.far_tokens);
+  Sum(state.near_tokens).fetch_add(near, cuda::memory_order_relaxed);
+  Sum(state.far_tokens).fetch_add(far, cuda::memory_order_relaxed);
+  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.layer_far_tokens);
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> arrived(state.arrived);
   total.fetch_add(far, cuda::memory_order_relaxed);
   if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x - 1) return;
   const bool wanted = total.load(cuda::memory_order_relaxed) != 0;
-  state.far_tokens = state.arrived = 0;
+  state.layer_far_tokens = state.arrived = 0;
   if (!wanted) return;
   auto& question = m.mailbox->question;
   question.layer = layer;
@@ -181,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __threadfence_system();
   __syncthreads();
-  if (threadIdx.x == 0) ask(m, layer, far);
+  if (threadIdx.x == 0) ask(m, layer, near, far);
 }
 
 }  // namespace

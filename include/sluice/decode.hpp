@@ -56,6 +56,7 @@ enum class DecodeStatus : std::uint32_t {
   done = 1,
   unplanned = 2,  ///< replayed without a plan of its own; nothing was appended, outputs are NaN
   abandoned = 3,  ///< the far part's answer did not come in time; outputs from that layer on are NaN
+  cancelled = 4,
 };
 
 /// What a plan tells the device, in pinned memory: read when the stream gets to `apply`. Arrays follow from the bucket.
@@ -72,8 +73,11 @@ struct DecodeState {
   std::uint64_t asked = 0;     ///< hand-overs so far
   std::uint64_t released = 0;  ///< newest hand-over whose answer is known to be there, or to come no more
   DecodeStatus status = DecodeStatus::done;
-  std::uint32_t far_tokens = 0;  ///< of the layer, while it is split
+  std::uint32_t layer_far_tokens = 0;  ///< while it is split
   std::uint32_t arrived = 0;     ///< parts of it that are split
+  std::uint32_t merging = 0;     ///< parts of it whose merge has begun
+  std::uint64_t near_tokens = 0;  ///< attended so far, by all rows, layers and KV heads
+  std::uint64_t far_tokens = 0;
 };
 
 /// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises.
@@ -89,9 +93,11 @@ struct DecodeMailbox {
   } answer;
   /// The device's: how the newest forward that was planned ended.
   struct alignas(64) Outcome {
-    std::uint64_t applied = 0;    ///< newest plan that was taken; its slip may change
+    std::uint64_t cancelled = 0;  ///< newest plan that was taken back
     std::uint64_t forward = 0;    ///< newest that ended; written after the status
     std::uint64_t unplanned = 0;  ///< replays without a plan so far
+    std::uint64_t near_tokens = 0;  ///< as in DecodeState
+    std::uint64_t far_tokens = 0;
     DecodeStatus status = DecodeStatus::done;
   } outcome;
 };
@@ -187,6 +193,8 @@ class DecodeVerbs {
   virtual void attend(const DecodeMemory& memory, const DecodeLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges.
   virtual void merge(const DecodeMemory& memory, const DecodeLayer& layer) = 0;
+  /// Takes the newest plan back: a forward that comes later has none. Publishes that.
+  virtual void cancel(const DecodeMemory& memory, void* stream) = 0;
   /// Publishes how the forward ended.
   virtual void end(const DecodeMemory& memory, void* stream) = 0;
 };

@@ -35,6 +35,14 @@ struct EngineOptions {
   std::function<void()> before_answer{};
 };
 
+/// What an engine has done so far.
+struct EngineStats {
+  std::uint64_t asked = 0;        ///< layers whose far part the CPU was asked for
+  std::uint64_t unplanned = 0;    ///< replays without a plan of their own
+  std::uint64_t near_tokens = 0;  ///< attended in device memory, by all rows, layers and KV heads of forwards that ended
+  std::uint64_t far_tokens = 0;   ///< and in place, by the CPU
+};
+
 /// One forward that was planned.
 struct Batch {
   std::uint64_t forward = 0;
@@ -65,7 +73,8 @@ class Engine {
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);
   /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream as in
   /// `plan`; the last layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] in device memory, after
-  /// RoPE, at most import_rows tokens.
+  /// RoPE, at most import_rows tokens. One that does not get to its last layer is begun again with layer 0, or ends with
+  /// the sequence; until then no forward can be planned.
   void import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream);
   /// Plans one new token for each of the sequences, which are all different: row i of the forward is sequence i's, rows
   /// beyond them are padding. Enqueues on `stream`, which is not being captured: a cudaStream_t with the CUDA device;
@@ -75,7 +84,8 @@ class Engine {
   /// One layer of the planned forward: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,
   /// head_dim], out as q, all of EngineOptions::rows rows, in device memory; they are touched on `stream` only. `lse`
   /// [rows, q_heads] may be null. Layers in order. Rows of padding get 0. While `stream` is captured nothing runs; a
-  /// replay is the forward that was planned last, and one without a plan of its own gets NaN and changes nothing.
+  /// replay is the forward that was planned last, and one without a plan of its own gets NaN and changes nothing. After
+  /// Error{Errc::device} the forward can only be cancelled.
   void attend(LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v, const MutableTensorView& out,
               void* stream, float* lse = nullptr);
   /// Waits until the forward has run; then its sequences have their new tokens.
@@ -83,17 +93,16 @@ class Engine {
   ///         has its new token, and the forward can be planned again. Error{Errc::timeout} if it does not end: was every
   ///         layer enqueued, or the graph replayed? It can be waited for again, or cancelled.
   void finish(const Batch& batch);
-  /// Takes a plan back whose forward will not be enqueued.
+  /// Takes a plan back, behind what its stream has; no sequence has its new token. A forward of it that comes later, such
+  /// as a replay, has no plan. Errors as in `finish`.
   void cancel(const Batch& batch);
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way.
   void end(SequenceId sequence);
 
   /// That all layers have.
   [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;
-  /// Replays without a plan of their own so far.
-  [[nodiscard]] std::uint64_t unplanned() const noexcept;
-  /// Hand-overs so far: layers whose far part the CPU was asked for.
-  [[nodiscard]] std::uint64_t asked() const noexcept;
+  /// May be called at any time, also while forwards run.
+  [[nodiscard]] EngineStats stats() const noexcept;
   [[nodiscard]] const EngineOptions& options() const noexcept;
 
  private:

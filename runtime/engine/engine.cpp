@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <map>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -16,6 +15,7 @@
 #include "cpu/workers.hpp"
 #include "runtime/engine/engine_memory.hpp"
 #include "runtime/engine/far_workers.hpp"
+#include "runtime/engine/pending_changes.hpp"
 #include "runtime/kv/near_blocks.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/error.hpp"
@@ -26,6 +26,7 @@ namespace {
 using runtime::EngineMemory;
 using runtime::FarWorkers;
 using runtime::NearBlocks;
+using runtime::PendingChanges;
 
 std::uint64_t look(const std::uint64_t& word) noexcept {
   return std::atomic_ref(const_cast<std::uint64_t&>(word)).load(std::memory_order_acquire);
@@ -88,7 +89,9 @@ struct Engine::Impl {
         memory(options, *device, verbs, topology, *workers),
         far(memory.decode(), far_options(options, topology), topology),
         free_blocks(memory.decode().blocks),
-        near(memory.decode().near_blocks) {
+        near(memory.decode().near_blocks, memory.decode().blocks),
+        pending(memory.decode().blocks) {
+    batch.reserve(options.rows);
     for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
   }
 
@@ -105,7 +108,7 @@ struct Engine::Impl {
                                             " is under way; finish or cancel it first");
   }
 
-  /// Blocks for tokens [0, tokens) of each; all of them, or none.
+  /// Blocks for tokens [0, tokens) of each; all of them, or none. Throws before it changes anything.
   void make_room(const std::vector<std::pair<Sequence*, std::uint32_t>>& wanted) {
     const DecodeMemory& m = memory.decode();
     std::uint64_t needed = 0;
@@ -126,18 +129,16 @@ struct Engine::Impl {
     }
   }
 
-  void add_block(Sequence& sequence) {
+  void add_block(Sequence& sequence) noexcept {
     const auto page = static_cast<std::uint32_t>(sequence.blocks.size());
-    sequence.blocks.reserve(page + 1);
-    list_changes.reserve(list_changes.size() + 1);
     const std::uint32_t block = free_blocks.take_lowest();
-    sequence.blocks.push_back(block);
-    list_changes.push_back({.list = sequence.list, .page = page, .block = block});
+    sequence.blocks.push_back(block);  // Has had room since it began.
+    pending.list({.list = sequence.list, .page = page, .block = block});
     const bool stays = page * memory.decode().layout.page_tokens < sequence.spec.near.sink_tokens;
     const auto seat = near.bring(block, stays);
     if (!seat) return;
-    if (seat->evicted != kNone) near_changes[seat->evicted] = {.block = seat->evicted};
-    near_changes[block] = {.block = block, .near = seat->near};
+    if (seat->evicted != kNone) pending.near({.block = seat->evicted});
+    pending.near({.block = block, .near = seat->near});
   }
 
   DecodeRow row_of(const Sequence& sequence, std::uint32_t tokens) const {
@@ -153,14 +154,15 @@ struct Engine::Impl {
   /// Hands the plan to the device. The slip before has been taken: nothing is under way.
   std::uint64_t send(const DecodeMemory& m, std::span<const DecodeRow> rows, void* stream) {
     std::fill(std::copy(rows.begin(), rows.end(), m.slip_rows), m.slip_rows + m.bucket.rows, DecodeRow{});
-    std::copy(list_changes.begin(), list_changes.end(), m.slip_lists);
-    std::transform(near_changes.begin(), near_changes.end(), m.slip_near, [](const auto& each) { return each.second; });
+    std::ranges::copy(pending.lists(), m.slip_lists);
+    std::ranges::copy(pending.near(), m.slip_near);
     *m.slip = {.forward = planned + 1,
-               .list_changes = static_cast<std::uint32_t>(list_changes.size()),
-               .near_changes = static_cast<std::uint32_t>(near_changes.size())};
+               .list_changes = static_cast<std::uint32_t>(pending.lists().size()),
+               .near_changes = static_cast<std::uint32_t>(pending.near().size())};
     verbs.apply(m, stream);
-    list_changes.clear();
-    near_changes.clear();
+    pending.clear();
+    plan_stream = stream;
+    next_layer = 0;
     return under_way = ++planned;
   }
 
@@ -184,6 +186,17 @@ struct Engine::Impl {
     return done;
   }
 
+  /// Takes back what is planned, behind all that its stream has. The device may be asking meanwhile: the workers stay
+  /// awake until it has published that it does not.
+  void take_back() {
+    verbs.cancel(memory.decode(), plan_stream);
+    await([&] { return look(mailbox().outcome.cancelled) >= under_way; },
+          "the plan's stream has not come to its end; what else is enqueued there?");
+    await([&] { return far.idle(); }, "the threads that attend the far part have not answered in time");
+    under_way = 0;
+    importing = {};
+  }
+
   EngineOptions options;
   cpu::Topology topology;
   std::shared_ptr<cpu::Workers> workers;  ///< of the construction, and of an embedded device
@@ -198,17 +211,15 @@ struct Engine::Impl {
   std::unordered_map<std::uint64_t, Sequence> sequences;
   std::uint64_t next_id = 1;
 
-  /// What the device does not know yet.
-  std::vector<DecodeListChange> list_changes;
-  std::map<std::uint32_t, DecodeNearChange> near_changes;  ///< by block
-
+  PendingChanges pending;
   std::uint64_t planned = 0;
   std::uint64_t under_way = 0;  ///< the forward that was planned and not finished; 0: none
+  void* plan_stream = nullptr;
   std::vector<SequenceId> batch;
-  std::uint32_t next_layer = 0;
+  std::uint32_t next_layer = 0;  ///< of the forward that is planned; kNone: one could not be enqueued
   struct Import {
     SequenceId sequence;
-    std::uint32_t tokens = 0;
+    std::uint32_t tokens = 0;  ///< 0: none is under way
   } importing;
 };
 
@@ -224,7 +235,9 @@ SequenceId Engine::begin(const PolicySpec& policy) {
   if (impl_->free_lists.empty())
     throw Error(Errc::out_of_capacity, "as many sequences live as EngineOptions::sequences says; end one first");
   const SequenceId id{impl_->next_id};
-  impl_->sequences.emplace(id.value, Sequence{.spec = policy, .list = impl_->free_lists.back(), .blocks = {}});
+  Sequence sequence{.spec = policy, .list = impl_->free_lists.back(), .blocks = {}};
+  sequence.blocks.reserve(impl_->memory.decode().max_pages);
+  impl_->sequences.emplace(id.value, std::move(sequence));
   impl_->free_lists.pop_back();
   ++impl_->next_id;
   return id;
@@ -241,26 +254,26 @@ void Engine::import_prefix(SequenceId id, LayerId layer, const TensorView& k, co
     throw Error(Errc::invalid_argument, "import_prefix: k and v must be [1 to " + std::to_string(m.bucket.rows) +
                                             " tokens, kv_heads, head_dim], and alike");
   if (layer.value == 0) {
+    if (all.importing.tokens != 0 && all.importing.sequence == id) all.take_back();
     all.require_none_under_way("import_prefix");
-    const std::uint32_t tokens = sequence.tokens + k.tokens;
-    all.make_room({{&sequence, tokens}});
     std::vector<DecodeRow> rows;
     for (std::uint32_t i = 0; i < k.tokens; ++i) rows.push_back({.list = sequence.list, .tokens = sequence.tokens + i + 1});
-    all.importing = {.sequence = id, .tokens = k.tokens};
+    all.make_room({{&sequence, sequence.tokens + k.tokens}});
     all.batch.clear();
-    all.next_layer = 0;
     (void)all.send(m, rows, stream);
+    all.importing = {.sequence = id, .tokens = k.tokens};
     all.verbs.begin(m, stream);
   } else if (all.under_way == 0 || all.importing.sequence != id || all.importing.tokens != k.tokens ||
              all.next_layer != layer.value || layer.value >= m.shape.layers) {
-    throw Error(Errc::invalid_argument, "import_prefix: layers come in order, with as many tokens as layer 0");
+    throw Error(Errc::invalid_argument,
+                "import_prefix: layers come in order, with as many tokens as layer 0; begin again with that");
   }
   const DecodeLayer call{.layer = layer.value, .q = {}, .k = k, .v = v, .out = {}, .stream = stream};
   all.verbs.append(m, call);
   if (++all.next_layer < m.shape.layers) return;
   all.verbs.end(m, stream);
-  all.importing.tokens = 0;
   (void)all.await_end(all.under_way);
+  all.importing = {};
   sequence.tokens += k.tokens;
 }
 
@@ -285,9 +298,8 @@ Batch Engine::plan(std::span<const SequenceId> ids, void* stream) {
                                              std::to_string(rows.back().picks) + " tokens, and EngineOptions::max_picks is " +
                                              std::to_string(m.bucket.max_picks));
   }
-  all.batch.assign(ids.begin(), ids.end());
   all.make_room(wanted);
-  all.next_layer = 0;
+  all.batch.assign(ids.begin(), ids.end());
   const Batch batch{.forward = all.send(m, rows, stream)};
   all.far.wake(batch.forward);
   return batch;
@@ -306,9 +318,15 @@ void Engine::attend(LayerId layer, const TensorView& q, const TensorView& k, con
   require(k, m.shape.kv_heads, "k");
   require(v, m.shape.kv_heads, "v");
   require(out, m.shape.q_heads, "out");
+  if (all.importing.tokens != 0)
+    throw Error(Errc::invalid_argument, "attend: an import is under way; give it its other layers, or begin it again");
+  if (all.next_layer == kNone)
+    throw Error(Errc::invalid_argument, "attend: a layer of this forward could not be enqueued; cancel it");
   if (layer.value >= m.shape.layers || (layer.value != 0 && layer.value != all.next_layer))
     throw Error(Errc::invalid_argument, "attend: layer " + std::to_string(layer.value) + " is not the next; layers come in order");
   const DecodeLayer call{.layer = layer.value, .q = q, .k = k, .v = v, .out = out, .lse = lse, .stream = stream};
+  // Should one of these throw, part of the layer is enqueued: it cannot be repeated.
+  if (all.under_way != 0) all.next_layer = kNone;
   if (layer.value == 0) all.verbs.begin(m, stream);
   all.verbs.append(m, call);
   all.verbs.score(m, call);
@@ -316,8 +334,8 @@ void Engine::attend(LayerId layer, const TensorView& q, const TensorView& k, con
   all.verbs.split(m, call);
   all.verbs.attend(m, call);
   all.verbs.merge(m, call);
+  if (layer.value + 1 == m.shape.layers) all.verbs.end(m, stream);
   all.next_layer = layer.value + 1;
-  if (all.next_layer == m.shape.layers) all.verbs.end(m, stream);
 }
 
 void Engine::finish(const Batch& batch) {
@@ -338,31 +356,33 @@ void Engine::cancel(const Batch& batch) {
   Impl& all = *impl_;
   if (batch.forward != all.under_way || batch.forward == 0)
     throw Error(Errc::invalid_argument, "cancel: forward " + std::to_string(batch.forward) + " is not under way");
-  all.await([&] { return look(all.mailbox().outcome.applied) >= batch.forward; }, "the plan was not taken by its stream");
-  all.await([&] { return all.far.idle(); }, "the threads that attend the far part have not answered in time");
-  all.far.wake(0);
-  all.under_way = 0;
+  all.take_back();
 }
 
 void Engine::end(SequenceId id) {
   Impl& all = *impl_;
   Sequence& sequence = all.at(id);
-  const bool imports = all.importing.tokens != 0 && all.importing.sequence == id;
-  if (all.under_way != 0 && (imports || std::find(all.batch.begin(), all.batch.end(), id) != all.batch.end()))
+  if (all.importing.tokens != 0 && all.importing.sequence == id) all.take_back();
+  if (all.under_way != 0 && std::find(all.batch.begin(), all.batch.end(), id) != all.batch.end())
     throw Error(Errc::invalid_argument, "end: sequence " + std::to_string(id.value) +
                                             " is part of a forward under way; finish or cancel it first");
   for (const std::uint32_t block : sequence.blocks) {
-    if (all.near.drop(block)) all.near_changes[block] = {.block = block};
+    if (all.near.drop(block)) all.pending.near({.block = block});
     all.free_blocks.insert(block);
   }
-  std::erase_if(all.list_changes, [&](const DecodeListChange& change) { return change.list == sequence.list; });
-  all.free_lists.push_back(sequence.list);
+  all.pending.forget_list(sequence.list);
+  all.free_lists.push_back(sequence.list);  // Has had room since the engine was built.
   all.sequences.erase(id.value);
 }
 
 std::uint32_t Engine::tokens(SequenceId id) const { return impl_->at(id).tokens; }
-std::uint64_t Engine::unplanned() const noexcept { return look(impl_->mailbox().outcome.unplanned); }
-std::uint64_t Engine::asked() const noexcept { return look(impl_->mailbox().question.asked); }
+EngineStats Engine::stats() const noexcept {
+  const DecodeMailbox& mailbox = impl_->mailbox();
+  return {.asked = look(mailbox.question.asked),
+          .unplanned = look(mailbox.outcome.unplanned),
+          .near_tokens = look(mailbox.outcome.near_tokens),
+          .far_tokens = look(mailbox.outcome.far_tokens)};
+}
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }
 
 }  // namespace sluice

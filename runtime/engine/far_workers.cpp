@@ -58,33 +58,26 @@ bool FarWorkers::under_way() const noexcept {
   return look(memory_.mailbox->outcome.forward) < expected_.load(std::memory_order_relaxed);
 }
 
-void FarWorkers::await_question(std::uint64_t seen) const {
-  const auto asked = [&] { return look(memory_.mailbox->question.asked) > seen; };
+void FarWorkers::work(Rows& rows, const std::stop_token& stop) {
   // A forward that is not heard of for long is not waited for at full speed.
   constexpr std::chrono::milliseconds kSpin{2};
-  const auto end = Clock::now() + kSpin;
-  while (options_.spin && Clock::now() < end) {
-    for (int i = 0; i < 64; ++i) {
-      if (asked()) return;
-      cpu::relax();
-    }
-    if (!under_way()) return;
-  }
-  if (!asked()) std::this_thread::sleep_for(std::chrono::microseconds(20));
-}
-
-void FarWorkers::work(Rows& rows, const std::stop_token& stop) {
+  constexpr std::chrono::microseconds kNap{20};
   std::uint64_t seen = look(memory_.mailbox->answer.answered);
+  Clock::time_point heard = Clock::now();
   while (!stop.stop_requested()) {
     const std::uint64_t asked = look(memory_.mailbox->question.asked);
     if (asked > seen) {
       answer(asked, rows);
       seen = asked;
-    } else if (under_way()) {
-      await_question(seen);
-    } else {
+      heard = Clock::now();
+    } else if (!under_way()) {
       std::unique_lock lock(mutex_);
       woken_.wait(lock, stop, [&] { return under_way() || look(memory_.mailbox->question.asked) > seen; });
+      heard = Clock::now();
+    } else if (options_.spin && Clock::now() - heard < kSpin) {
+      for (int i = 0; i < 4; ++i) cpu::relax();
+    } else {
+      std::this_thread::sleep_for(kNap);
     }
   }
 }

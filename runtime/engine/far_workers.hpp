@@ -45,7 +45,6 @@ class FarWorkers {
   void answer(std::uint64_t asked, Rows& rows);
   void attend(std::uint32_t layer, std::uint32_t index, Rows& rows) const;
   [[nodiscard]] bool under_way() const noexcept;
-  void await_question(std::uint64_t seen) const;
 
   const DecodeMemory memory_;
   const FarWorkersOptions options_;

@@ -1,20 +1,21 @@
 #pragma once
 
 #include <cstdint>
-#include <list>
 #include <optional>
-#include <unordered_map>
 #include <vector>
 
 #include "sluice/units.hpp"
 
 namespace sluice::runtime {
 
-/// Which blocks of the far pool also lie near: those that came last, and those that are to stay.
+/// Which blocks of the far pool also lie near: those that came last, and those that are to stay. Allocates when it is
+/// built and never again.
 class NearBlocks {
  public:
-  explicit NearBlocks(std::uint32_t count) : block_of_(count, kNone) {
-    for (std::uint32_t i = count; i > 0; --i) free_.push_back(i - 1);
+  NearBlocks(std::uint32_t near_blocks, std::uint32_t blocks) : seats_(near_blocks + 1), seat_of_(blocks, kNone) {
+    free_.reserve(near_blocks);
+    for (std::uint32_t i = near_blocks; i > 0; --i) free_.push_back(i - 1);
+    ends().before = ends().after = near_blocks;
   }
 
   struct Seat {
@@ -22,49 +23,60 @@ class NearBlocks {
     std::uint32_t evicted = kNone;  ///< the block that gave way
   };
   /// A place for a block that has none; empty if every place is taken by one that stays.
-  [[nodiscard]] std::optional<Seat> bring(std::uint32_t block, bool stays) {
+  [[nodiscard]] std::optional<Seat> bring(std::uint32_t block, bool stays) noexcept {
     Seat seat;
     if (!free_.empty()) {
       seat.near = free_.back();
       free_.pop_back();
-    } else if (!oldest_.empty()) {
-      seat.evicted = oldest_.front();
-      seat.near = places_.at(seat.evicted).near;
+    } else if (ends().after != end()) {
+      seat.near = ends().after;
+      seat.evicted = seats_[seat.near].block;
       forget(seat.evicted);
     } else {
       return std::nullopt;
     }
-    block_of_[seat.near] = block;
-    const auto at = stays ? oldest_.end() : oldest_.insert(oldest_.end(), block);
-    places_[block] = {.near = seat.near, .stays = stays, .order = at};
+    seat_of_[block] = seat.near;
+    seats_[seat.near].block = block;
+    if (!stays) join(seat.near);
     return seat;
   }
   /// The block is free again. True if it was near.
-  bool drop(std::uint32_t block) {
-    const auto place = places_.find(block);
-    if (place == places_.end()) return false;
-    free_.push_back(place->second.near);
+  bool drop(std::uint32_t block) noexcept {
+    if (seat_of_[block] == kNone) return false;
+    free_.push_back(seat_of_[block]);  // Has had room since it was built.
     forget(block);
     return true;
   }
 
  private:
-  struct Place {
-    std::uint32_t near = 0;
-    bool stays = false;
-    std::list<std::uint32_t>::iterator order{};
+  /// A place, and its neighbours among those that may give way; alone, if it may not.
+  struct Link {
+    std::uint32_t block = kNone;
+    std::uint32_t before = kNone;
+    std::uint32_t after = kNone;
   };
-  void forget(std::uint32_t block) {
-    const auto place = places_.find(block);
-    block_of_[place->second.near] = kNone;
-    if (!place->second.stays) oldest_.erase(place->second.order);
-    places_.erase(place);
+  [[nodiscard]] std::uint32_t end() const noexcept { return static_cast<std::uint32_t>(seats_.size() - 1); }
+  [[nodiscard]] Link& ends() noexcept { return seats_.back(); }  ///< behind the newest, before the oldest
+
+  void join(std::uint32_t near) noexcept {
+    seats_[near].before = ends().before;
+    seats_[near].after = end();
+    seats_[ends().before].after = near;
+    ends().before = near;
+  }
+  void forget(std::uint32_t block) noexcept {
+    Link& seat = seats_[seat_of_[block]];
+    if (seat.after != kNone) {
+      seats_[seat.before].after = seat.after;
+      seats_[seat.after].before = seat.before;
+    }
+    seat = {};
+    seat_of_[block] = kNone;
   }
 
-  std::vector<std::uint32_t> block_of_;
+  std::vector<Link> seats_;             ///< [near_blocks], then the ends
+  std::vector<std::uint32_t> seat_of_;  ///< [blocks]
   std::vector<std::uint32_t> free_;
-  std::list<std::uint32_t> oldest_;  ///< that may give way, in the order in which they came
-  std::unordered_map<std::uint32_t, Place> places_;
 };
 
 }  // namespace sluice::runtime

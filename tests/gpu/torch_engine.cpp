@@ -90,6 +90,6 @@ int engine_finish(Engine* engine, std::uint64_t forward) {
   return guarded([&] { engine->finish({.forward = forward}); });
 }
 
-std::uint64_t engine_asked(const Engine* engine) { return engine->asked(); }
-std::uint64_t engine_unplanned(const Engine* engine) { return engine->unplanned(); }
+std::uint64_t engine_asked(const Engine* engine) { return engine->stats().asked; }
+std::uint64_t engine_unplanned(const Engine* engine) { return engine->stats().unplanned; }
 }

@@ -1,4 +1,5 @@
 // What an Engine must do on every device.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <thread>
@@ -14,7 +15,7 @@ using namespace std::chrono_literals;
 namespace {
 
 constexpr AttentionShape kShape{.layers = 3, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
-/// Queries and weights go through tensor cores in two terms of the pages' type.
+/// On a GPU queries and weights go through tensor cores, in two terms of the type that the pages have.
 constexpr double kTolerance = 1e-3;
 
 std::uint64_t block_bytes(const EngineOptions& options) {
@@ -38,7 +39,8 @@ double worst(const std::vector<float>& got, const std::vector<double>& want, std
   double error = 0.0;
   for (std::size_t i = 0; i < want.size(); ++i) {
     const double each = std::abs(want[i] - got[offset + i]);
-    error = each <= error ? error : each;  // NaN is worse than anything.
+    if (std::isnan(each)) return INFINITY;
+    error = std::max(error, each);
   }
   return error;
 }
@@ -49,8 +51,7 @@ double error_of(const std::vector<float>& got, const Story& story, std::uint32_t
   double error = 0.0;
   const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
   for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-    const double each = worst(got, story.attended(layer, token, sinks, recent, picks), layer * row);
-    error = each <= error ? error : each;
+    error = std::max(error, worst(got, story.attended(layer, token, sinks, recent, picks), layer * row));
   }
   return error;
 }
@@ -89,9 +90,14 @@ TEST_CASE("an engine that may choose every token attends densely, whatever is ne
     REQUIRE(error_of(out[0], story, teller.at - 1, 4, 8, 100'000) < kTolerance);
     REQUIRE(engine.tokens(teller.id) == teller.at);
   }
-  if (near == 100) REQUIRE(engine.asked() == 0);
-  if (near == 0) REQUIRE(engine.asked() == std::uint64_t{kShape.layers} * 20);
-  REQUIRE(engine.unplanned() == 0);
+  const EngineStats stats = engine.stats();
+  std::uint64_t attended = 0;
+  for (std::uint32_t n = prompt + 1; n <= prompt + 20; ++n) attended += std::uint64_t{n} * kShape.layers * kShape.kv_heads;
+  REQUIRE(stats.near_tokens + stats.far_tokens == attended);
+  if (near == 0) REQUIRE(stats.near_tokens == 0);
+  if (near == 100) REQUIRE(stats.asked == 0);
+  if (near == 0) REQUIRE(engine.stats().asked == std::uint64_t{kShape.layers} * 20);
+  REQUIRE(engine.stats().unplanned == 0);
 }
 
 TEST_CASE("an engine attends sinks, recent tokens and what each head ranks highest", "[engine]") {
@@ -117,6 +123,8 @@ TEST_CASE("an engine attends sinks, recent tokens and what each head ranks highe
 
 TEST_CASE("a batch of any mix attends what its sequences attend alone, near or far", "[engine]") {
   const EngineRig rig = engine_rig();
+  // Near and far may round differently.
+  const double kSame = rig.kv_dtype == DType::f32 ? 2e-5 : 2e-4;
   constexpr std::uint32_t kSteps = 12;
   const std::uint32_t prompts[] = {1, 40, 333, 129, 16, 17, 250, 90};
   std::vector<Story> stories;
@@ -149,7 +157,7 @@ TEST_CASE("a batch of any mix attends what its sequences attend alone, near or f
       const auto out = run_forward(engine, rig, tensors, batch);
       for (std::size_t row = 0; row < batch.size(); ++row) {
         const auto i = static_cast<std::size_t>(batch[row] - tellers.data());
-        REQUIRE(difference(out[row], alone[i][batch[row]->at - 1 - prompts[i]]) < 2e-5);
+        REQUIRE(difference(out[row], alone[i][batch[row]->at - 1 - prompts[i]]) < kSame);
       }
       for (auto row = static_cast<std::uint32_t>(batch.size()); row < 8; ++row) {
         for (const float x : tensors.out(row)) REQUIRE(x == 0.f);
@@ -176,7 +184,7 @@ TEST_CASE("a forward without a plan of its own gives NaN and changes nothing", "
     rig.synchronize();
     for (const float x : tensors.out(0)) REQUIRE(std::isnan(x));
     for (const float x : tensors.out(1)) REQUIRE(std::isnan(x));
-    REQUIRE(engine.unplanned() == ++unplanned);
+    REQUIRE(engine.stats().unplanned == ++unplanned);
     REQUIRE(engine.tokens(teller.id) == teller.at);
   }
   REQUIRE(unplanned > 3);
@@ -186,9 +194,9 @@ TEST_CASE("a far part that is not answered in time costs the forward, which can 
   const EngineRig rig = engine_rig();
   EngineOptions options = options_for(rig, 2, 60, 0);
   std::atomic<bool> stalls{false};
-  options.answer_timeout = 30ms;
+  options.answer_timeout = 400ms;
   options.before_answer = [&] {
-    if (stalls.exchange(false)) std::this_thread::sleep_for(400ms);
+    if (stalls.exchange(false)) std::this_thread::sleep_for(1500ms);
   };
   Engine engine(options, rig.device);
   const Story story(kShape, 110, 5);
@@ -241,11 +249,119 @@ TEST_CASE("sequences come and go, and leave no block behind", "[engine]") {
     engine.end(b.id);
     REQUIRE(code_of([&] { (void)engine.tokens(a.id); }) == Errc::not_found);
   }
+  // Nor a near place: what fits there is attended there.
+  const std::uint64_t asked = engine.stats().asked;
+  Teller small{.story = &story, .id = engine.begin(policy)};
+  import_story(engine, rig, small, 5 * 16 - 2);
+  (void)run_forward(engine, rig, tensors, {&small});
+  REQUIRE(engine.stats().asked == asked);
+  engine.end(small.id);
   // All of the pool for one sequence.
   Teller whole{.story = &story, .id = engine.begin(policy)};
   import_story(engine, rig, whole, 12 * 16 - 13);
   const auto out = run_forward(engine, rig, tensors, {&whole});
   REQUIRE(error_of(out[0], story, whole.at - 1, 4, 8, 12) < kTolerance);
+}
+
+TEST_CASE("an engine serves every page size, group and type, and gives the log-sum-exp", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const DType dtype = rig.kv_dtypes[GENERATE(0u, 1u, 2u) % rig.kv_dtypes.size()];
+  const std::uint32_t page_tokens = GENERATE(8u, 32u, 256u);
+  const std::uint32_t group = GENERATE(1u, 12u, 32u);
+  const std::uint32_t head_dim = GENERATE(64u, 128u);
+  CAPTURE(to_string(dtype), page_tokens, group, head_dim);
+  const AttentionShape shape{.layers = 1, .q_heads = 2 * group, .kv_heads = 2, .head_dim = head_dim};
+  EngineOptions options{.shape = shape, .page_tokens = page_tokens, .kv_dtype = dtype, .threads = 2, .pin_threads = false};
+  options.host_bytes = div_up(400, page_tokens) * block_bytes(options);
+  options.near_bytes = 128 / page_tokens * block_bytes(options);
+  Engine engine(options, rig.device);
+  const Story story(shape, 363, 31);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=20 | near=0,sinks=3,recent=11"))};
+  import_story(engine, rig, teller, 360);
+  ForwardTensors tensors(*rig.device, shape, 1);
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    std::vector<double> lse;
+    REQUIRE(worst(out[0], story.attended(0, teller.at - 1, 3, 11, 20, &lse), 0) < kTolerance);
+    REQUIRE(worst(tensors.lse(0), lse, 0) < 1e-2);
+  }
+}
+
+TEST_CASE("what is not a number shows, near or far", "[engine]") {
+  const std::uint32_t near = GENERATE(0u, 2u, 100u);
+  CAPTURE(near);
+  const EngineRig rig = engine_rig();
+  Engine engine(options_for(rig, 2, 60, near), rig.device);
+  Story story(kShape, 140, 12);
+  const Story sane(kShape, 140, 13);
+  story.poison(1, 131);  // Among the recent tokens of some steps.
+  const auto policy = parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=4");
+  Teller tellers[] = {{.story = &story, .id = engine.begin(policy)}, {.story = &sane, .id = engine.begin(policy)}};
+  for (Teller& teller : tellers) import_story(engine, rig, teller, 125);
+  ForwardTensors tensors(*rig.device, kShape, 2);
+  const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
+  while (tellers[0].at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&tellers[0], &tellers[1]});
+    const std::uint32_t token = tellers[0].at - 1;
+    const bool sees = token >= 131 && token < 135;
+    for (std::size_t i = 0; i < 3 * row; ++i) REQUIRE(std::isnan(out[0][i]) == (sees && i / row == 1));
+    REQUIRE(error_of(out[1], sane, token, 2, 4, 10) < kTolerance);
+  }
+}
+
+TEST_CASE("a forward that is cancelled has no plan any more, whether it was enqueued or not", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Engine engine(options_for(rig, 1, 40, 0), rig.device);
+  const Story story(kShape, 120, 8);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6"))};
+  import_story(engine, rig, teller, 100);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  std::uint64_t unplanned = 0;
+  for (std::uint32_t step = 0; step < 12; ++step) {
+    tensors.set(0, story, teller.at);
+    const Batch batch = engine.plan({&teller.id, 1}, rig.stream);
+    if (step % 3 == 1) tensors.attend(engine, rig.stream);
+    engine.cancel(batch);
+    REQUIRE(engine.tokens(teller.id) == teller.at);
+    if (step % 3 == 2) {
+      tensors.set(0, story, 0);  // Would do harm if it came in.
+      tensors.attend(engine, rig.stream);
+      rig.synchronize();
+      REQUIRE(std::isnan(tensors.out(0).front()));
+      REQUIRE(engine.stats().unplanned == ++unplanned);
+    }
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    REQUIRE(error_of(out[0], story, teller.at - 1, 2, 6, 10) < kTolerance);
+  }
+}
+
+TEST_CASE("an import that does not get to its last layer is begun again or ends with its sequence", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Engine engine(options_for(rig, 1, 40, 3), rig.device);
+  const Story story(kShape, 70, 8);
+  const Story other(kShape, 70, 9);
+  const auto policy = parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6");
+  Teller teller{.story = &story, .id = engine.begin(policy)};
+  Teller given_up{.story = &other, .id = engine.begin(policy)};
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  const auto rows = rig.device->allocate_pinned(50 * kShape.kv_heads * kShape.head_dim * sizeof(float));
+  const auto view = [&](std::uint32_t tokens) {
+    return dense_view<const std::byte>(rows->data(), DType::f32, tokens, kShape.kv_heads, kShape.head_dim);
+  };
+  for (const SequenceId id : {teller.id, given_up.id}) {
+    engine.import_prefix(id, LayerId{0}, view(50), view(50), rig.stream);
+    REQUIRE(code_of([&] { engine.import_prefix(id, LayerId{2}, view(50), view(50), rig.stream); }) == Errc::invalid_argument);
+    REQUIRE(code_of([&] { engine.import_prefix(id, LayerId{1}, view(49), view(49), rig.stream); }) == Errc::invalid_argument);
+    REQUIRE(code_of([&] { (void)engine.plan({&id, 1}, rig.stream); }) == Errc::invalid_argument);
+    REQUIRE(code_of([&] { tensors.attend(engine, rig.stream); }) == Errc::invalid_argument);
+    REQUIRE(engine.tokens(id) == 0);
+    if (id == given_up.id) engine.end(id);
+    if (id == teller.id) import_story(engine, rig, teller, 60);
+  }
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    REQUIRE(error_of(out[0], story, teller.at - 1, 2, 6, 10) < kTolerance);
+  }
 }
 
 TEST_CASE("an engine names what it cannot do", "[engine]") {

@@ -37,7 +37,9 @@ Story::Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t se
       }
     }
   };
-  draw(q_, shape.q_heads, false);
+  // Queries may be any numbers; on the grid, scores would tie.
+  for (std::size_t i = 0; i < std::size_t{shape.layers} * tokens * shape.q_heads * shape.head_dim; ++i)
+    q_.push_back(static_cast<float>(4.0 * random.uniform() - 2.0));
   draw(k_, shape.kv_heads, true);
   draw(v_, shape.kv_heads, false);
 }
@@ -50,6 +52,11 @@ const float* Story::k(std::uint32_t layer, std::uint32_t token) const {
 }
 const float* Story::v(std::uint32_t layer, std::uint32_t token) const {
   return v_.data() + (std::size_t{layer} * tokens_ + token) * shape_.kv_heads * shape_.head_dim;
+}
+
+void Story::poison(std::uint32_t layer, std::uint32_t token) {
+  const std::size_t row = std::size_t{shape_.kv_heads} * shape_.head_dim;
+  std::fill_n(k_.data() + (std::size_t{layer} * tokens_ + token) * row, row, NAN);
 }
 
 std::vector<std::uint32_t> Story::chosen(std::uint32_t layer, std::uint32_t token, std::uint32_t head,
@@ -69,7 +76,7 @@ std::vector<std::uint32_t> Story::chosen(std::uint32_t layer, std::uint32_t toke
 }
 
 std::vector<double> Story::attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks, std::uint32_t recent,
-                                    std::uint32_t picks) const {
+                                    std::uint32_t picks, std::vector<double>* lse) const {
   const std::uint32_t d = shape_.head_dim;
   const std::uint32_t n = token + 1;
   const std::uint32_t sink_end = std::min(sinks, n);
@@ -94,6 +101,7 @@ std::vector<double> Story::attended(std::uint32_t layer, std::uint32_t token, st
       }
       double mass = 0.0;
       for (const double s : scores) mass += std::exp(s - top);
+      if (lse != nullptr) lse->push_back(top + std::log(mass));
       for (std::uint32_t j = 0; j < n; ++j) {
         const double weight = std::exp(scores[j] - top) / mass;
         for (std::uint32_t c = 0; c < d; ++c) out[std::size_t{head} * d + c] += weight * v(layer, j)[kv * d + c];
@@ -108,30 +116,38 @@ ForwardTensors::ForwardTensors(Device& device, const AttentionShape& shape, std:
       rows_(rows),
       q_floats_(std::uint64_t{rows} * shape.q_heads * shape.head_dim),
       kv_floats_(std::uint64_t{rows} * shape.kv_heads * shape.head_dim),
-      buffer_(device.allocate_pinned((2 * q_floats_ + 2 * kv_floats_) * shape.layers * sizeof(float))) {}
+      lse_floats_(std::uint64_t{rows} * shape.q_heads),
+      buffer_(device.allocate_pinned((2 * q_floats_ + 2 * kv_floats_ + lse_floats_) * shape.layers * sizeof(float))) {}
+
+ForwardTensors::Parts ForwardTensors::parts(std::uint32_t layer) const {
+  Parts parts{};
+  parts.q = reinterpret_cast<float*>(buffer_->data()) + layer * (2 * q_floats_ + 2 * kv_floats_ + lse_floats_);
+  parts.k = parts.q + q_floats_;
+  parts.v = parts.k + kv_floats_;
+  parts.out = parts.v + kv_floats_;
+  parts.lse = parts.out + q_floats_;
+  return parts;
+}
 
 void ForwardTensors::set(std::uint32_t row, const Story& story, std::uint32_t token) {
   const std::uint64_t q = std::uint64_t{shape_.q_heads} * shape_.head_dim;
   const std::uint64_t kv = std::uint64_t{shape_.kv_heads} * shape_.head_dim;
   for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
-    float* const layer_at = at(layer * (2 * q_floats_ + 2 * kv_floats_));
-    std::copy_n(story.q(layer, token), q, layer_at + row * q);
-    std::copy_n(story.k(layer, token), kv, layer_at + q_floats_ + row * kv);
-    std::copy_n(story.v(layer, token), kv, layer_at + q_floats_ + kv_floats_ + row * kv);
+    const Parts at = parts(layer);
+    std::copy_n(story.q(layer, token), q, at.q + row * q);
+    std::copy_n(story.k(layer, token), kv, at.k + row * kv);
+    std::copy_n(story.v(layer, token), kv, at.v + row * kv);
   }
 }
 
 void ForwardTensors::attend(Engine& engine, void* stream) {
   for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
-    float* const q = at(layer * (2 * q_floats_ + 2 * kv_floats_));
-    float* const k = q + q_floats_;
-    float* const v = k + kv_floats_;
-    float* const out = v + kv_floats_;
+    const Parts at = parts(layer);
     const auto in = [&](const float* data, std::uint32_t heads) {
       return dense_view(data, DType::f32, rows_, heads, shape_.head_dim);
     };
-    engine.attend(LayerId{layer}, in(q, shape_.q_heads), in(k, shape_.kv_heads), in(v, shape_.kv_heads),
-                  dense_view(out, DType::f32, rows_, shape_.q_heads, shape_.head_dim), stream);
+    engine.attend(LayerId{layer}, in(at.q, shape_.q_heads), in(at.k, shape_.kv_heads), in(at.v, shape_.kv_heads),
+                  dense_view(at.out, DType::f32, rows_, shape_.q_heads, shape_.head_dim), stream, at.lse);
   }
 }
 
@@ -139,15 +155,25 @@ std::vector<float> ForwardTensors::out(std::uint32_t row) const {
   const std::uint64_t q = std::uint64_t{shape_.q_heads} * shape_.head_dim;
   std::vector<float> all;
   for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
-    const float* const out = at(layer * (2 * q_floats_ + 2 * kv_floats_) + q_floats_ + 2 * kv_floats_) + row * q;
+    const float* const out = parts(layer).out + row * q;
     all.insert(all.end(), out, out + q);
+  }
+  return all;
+}
+
+std::vector<float> ForwardTensors::lse(std::uint32_t row) const {
+  std::vector<float> all;
+  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    const float* const lse = parts(layer).lse + row * shape_.q_heads;
+    all.insert(all.end(), lse, lse + shape_.q_heads);
   }
   return all;
 }
 
 void ForwardTensors::spoil() {
   for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
-    std::fill_n(at(layer * (2 * q_floats_ + 2 * kv_floats_) + q_floats_ + 2 * kv_floats_), q_floats_, 1e30f);
+    std::fill_n(parts(layer).out, q_floats_, 1e30f);
+    std::fill_n(parts(layer).lse, lse_floats_, 1e30f);
   }
 }
 

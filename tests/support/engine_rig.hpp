@@ -15,13 +15,15 @@ struct EngineRig {
   std::unique_ptr<Stream> queue;
   void* stream = nullptr;  ///< as Engine wants it
   DType kv_dtype = DType::f32;
+  std::vector<DType> kv_dtypes = {DType::f32, DType::f16, DType::bf16};
 
   void synchronize() const { queue->synchronize(deadline_after(std::chrono::seconds(60))); }
 };
 /// What the cases run on; each test executable has its own.
 [[nodiscard]] EngineRig engine_rig();
 
-/// Queries, keys and values of one sequence, on a grid that every dtype holds exactly, with a few keys that stand out.
+/// Queries, keys and values of one sequence, the latter two on a grid that every dtype holds exactly, with a few keys
+/// that stand out.
 class Story {
  public:
   Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed);
@@ -31,10 +33,15 @@ class Story {
   [[nodiscard]] const float* k(std::uint32_t layer, std::uint32_t token) const;  ///< [kv_heads, head_dim]
   [[nodiscard]] const float* v(std::uint32_t layer, std::uint32_t token) const;
 
+  /// The key of a token is not a number from now on.
+  void poison(std::uint32_t layer, std::uint32_t token);
+
   /// What a policy of sinks, recent tokens and `picks` per query head attends at `token`, in float64: [q_heads, head_dim].
-  /// Estimates are those of the 4-bit copies; a group attends what any of its heads chose.
+  /// Estimates are those of the 4-bit copies; a group attends what any of its heads chose. `lse`, unless null, receives
+  /// the natural logs of the sums of exponentials.
   [[nodiscard]] std::vector<double> attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
-                                             std::uint32_t recent, std::uint32_t picks) const;
+                                             std::uint32_t recent, std::uint32_t picks,
+                                             std::vector<double>* lse = nullptr) const;
 
  private:
   [[nodiscard]] std::vector<std::uint32_t> chosen(std::uint32_t layer, std::uint32_t token, std::uint32_t head,
@@ -56,15 +63,19 @@ class ForwardTensors {
   void attend(Engine& engine, void* stream);
   /// Outputs of a row, all layers: [layers, q_heads, head_dim].
   [[nodiscard]] std::vector<float> out(std::uint32_t row) const;
+  [[nodiscard]] std::vector<float> lse(std::uint32_t row) const;  ///< likewise: [layers, q_heads]
   /// So that an output that nobody wrote shows.
   void spoil();
 
  private:
-  [[nodiscard]] float* at(std::uint64_t offset) const { return reinterpret_cast<float*>(buffer_->data()) + offset; }
+  struct Parts {
+    float *q, *k, *v, *out, *lse;
+  };
+  [[nodiscard]] Parts parts(std::uint32_t layer) const;
 
   AttentionShape shape_;
   std::uint32_t rows_;
-  std::uint64_t q_floats_, kv_floats_;  ///< of one layer
+  std::uint64_t q_floats_, kv_floats_, lse_floats_;  ///< of one layer
   std::unique_ptr<Buffer> buffer_;
 };
 

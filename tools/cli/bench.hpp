@@ -65,6 +65,8 @@ class CacheEvictor {
 
 /// `sluice bench gpu`.
 void add_bench_gpu(CLI::App& bench, int& exit_code);
+/// `sluice bench engine`.
+void add_bench_engine(CLI::App& bench, int& exit_code);
 /// `sluice bench prefill`.
 void add_bench_prefill(CLI::App& bench, int& exit_code);
 /// `sluice bench decode`.

@@ -17,7 +17,8 @@ constexpr std::chrono::minutes kPatience{2};
 /// Larger than any device's cache.
 constexpr std::uint64_t kCold = 256 * MiB;
 
-/// Rows [begin, begin + count) of all KV heads as [count, kv_heads, head_dim] in the layout's dtype.
+}  // namespace
+
 void gather_rows(const SyntheticLayer& layer, std::uint32_t begin, std::uint32_t count, bool values, std::byte* out) {
   const SyntheticOptions& options = layer.options();
   const std::uint64_t row = options.layout.row_bytes();
@@ -29,8 +30,6 @@ void gather_rows(const SyntheticLayer& layer, std::uint32_t begin, std::uint32_t
     }
   }
 }
-
-}  // namespace
 
 DeviceSteps::DeviceSteps(const SyntheticLayer& layer, Device& device) : options_(layer.options()) {
   const auto stream = device.create_stream("bench");

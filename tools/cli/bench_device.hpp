@@ -12,6 +12,9 @@
 
 namespace sluice::tools {
 
+/// Rows [begin, begin + count) of all KV heads as [count, kv_heads, head_dim] in the layout's dtype.
+void gather_rows(const SyntheticLayer& layer, std::uint32_t begin, std::uint32_t count, bool values, std::byte* out);
+
 /// The decode steps of a synthetic layer as tensors in device memory.
 class DeviceSteps {
  public:

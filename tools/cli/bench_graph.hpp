@@ -1,0 +1,24 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "sluice/device.hpp"
+
+namespace sluice::tools {
+
+/// Work that was captured from a stream, to be enqueued there again and again.
+class CapturedWork {
+ public:
+  virtual ~CapturedWork() = default;
+  /// @throws Error{Errc::device}
+  virtual void replay() = 0;
+};
+
+/// Whether the device's streams can be captured.
+[[nodiscard]] bool can_capture(const Device& device) noexcept;
+/// What `enqueue` puts on the stream, a cudaStream_t, which does not run.
+/// @throws Error{Errc::device} if CUDA refuses, Error{Errc::unsupported} in a build without CUDA.
+[[nodiscard]] std::unique_ptr<CapturedWork> capture(void* stream, const std::function<void()>& enqueue);
+
+}  // namespace sluice::tools
