@@ -90,7 +90,7 @@ void end(const DecodeMemory& m) {
   auto& outcome = m.mailbox->outcome;
   if (state.status == DecodeStatus::cancelled) return;  // A part of a forward, without its beginning.
   if (state.status == DecodeStatus::unplanned) {
-    shared(outcome.unplanned).fetch_add(1, std::memory_order_release);
+    shared(outcome.unplanned).store(++state.unplanned, std::memory_order_release);
     return;
   }
   if (state.status == DecodeStatus::running) state.status = DecodeStatus::done;

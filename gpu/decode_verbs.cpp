@@ -76,6 +76,7 @@ DecodeScratch DecodeVerbs::carve(const DecodeMemory& memory, std::byte* from, st
   scratch.counters = carver.take<std::uint32_t>(jobs);
   scratch.partials =
       carver.take<float>(std::uint64_t{jobs} * scratch.slices * block_heads * (memory.shape.head_dim + 1));
+  scratch.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.bucket.list_room(memory.shape));
   if (used != nullptr) *used = carver.used();
   return scratch;
 }

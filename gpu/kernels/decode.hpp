@@ -18,6 +18,7 @@ struct DecodeScratch {
   AttendJob* jobs = nullptr;             ///< [rows, kv_heads, head_blocks]
   std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
   float* partials = nullptr;             ///< of AttendArgs
+  std::uint32_t* far_rows = nullptr;     ///< as in DecodeMemory, before they cross the link
   std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head
   std::uint32_t block_heads = 8;         ///< query heads of a job
   std::uint32_t slices = 1;              ///< thread blocks of a job

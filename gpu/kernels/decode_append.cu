@@ -53,7 +53,7 @@ __global__ void end_kernel(const __grid_constant__ DecodeMemory m) {
   auto& outcome = m.mailbox->outcome;
   if (state.status == DecodeStatus::cancelled) return;  // A part of a forward, without its beginning.
   if (state.status == DecodeStatus::unplanned) {
-    SystemWord<std::uint64_t>(outcome.unplanned).fetch_add(1, cuda::memory_order_release);
+    SystemWord<std::uint64_t>(outcome.unplanned).store(++state.unplanned, cuda::memory_order_release);
     return;
   }
   if (state.status == DecodeStatus::running) state.status = DecodeStatus::done;
@@ -83,7 +83,10 @@ __device__ void put_row(const TensorView& in, std::uint32_t row, std::uint32_t h
     const float value = load_any(from, c, in.dtype);
     detail::store_element<kType>(far + 2 * c, value);
     if (near != nullptr) detail::store_element<kType>(near + 2 * c, value);
-    if (kept != nullptr) kept[c] = detail::load_element<kType>(far + 2 * c);
+    if (kept == nullptr) continue;
+    alignas(4) std::byte rounded[4];  // In registers: the far page lies on the other side of the link.
+    detail::store_element<kType>(rounded, value);
+    kept[c] = detail::load_element<kType>(rounded);
   }
 }
 

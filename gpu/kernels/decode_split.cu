@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
   Work work{.row = m.rows[blockIdx.x / m.shape.kv_heads],
             .list = nullptr,
             .near_rows = m.near_rows + blockIdx.x * room,
-            .far_rows = m.far_rows + blockIdx.x * room,
+            .far_rows = scratch.far_rows + blockIdx.x * room,
             .index = blockIdx.x,
             .plane = m.plane(layer, head)};
   std::uint64_t counts = 0;
@@ -177,6 +177,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   const auto near = static_cast<std::uint32_t>(counts);
   const auto far = static_cast<std::uint32_t>(counts >> 32);
+  __syncthreads();
+  // Whole lines: single words would each take their own way over the link.
+  for (std::uint32_t i = threadIdx.x; i < far; i += kThreads) m.far_rows[blockIdx.x * room + i] = work.far_rows[i];
   if (threadIdx.x == 0) {
     m.near_counts[blockIdx.x] = near;
     m.far_counts[blockIdx.x] = far;

@@ -71,6 +71,7 @@ struct DecodeState {
   std::uint64_t planned = 0;   ///< the newest plan that was applied
   std::uint64_t forward = 0;   ///< the newest forward that began
   std::uint64_t asked = 0;     ///< hand-overs so far
+  std::uint64_t unplanned = 0;  ///< replays without a plan so far
   std::uint64_t released = 0;  ///< newest hand-over whose answer is known to be there, or to come no more
   DecodeStatus status = DecodeStatus::done;
   std::uint32_t layer_far_tokens = 0;  ///< while it is split
@@ -80,7 +81,8 @@ struct DecodeState {
   std::uint64_t far_tokens = 0;
 };
 
-/// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises.
+/// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises; nobody adds to one
+/// across the link, which not every link can.
 struct DecodeMailbox {
   /// The device's: hand-over `asked` is there, of this layer.
   struct alignas(64) Question {
