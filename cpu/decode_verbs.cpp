@@ -202,7 +202,10 @@ void split(const DecodeMemory& m, std::uint32_t layer) {
   std::vector<bool> marks;
   std::uint64_t all_far = 0;
   std::fill_n(m.near_counts, m.bucket.rows * m.shape.kv_heads, 0);
-  std::fill_n(m.far_counts, m.bucket.rows * m.shape.kv_heads, 0);
+  const auto put_far_count = [&](std::uint32_t index, std::uint32_t count) {
+    shared(m.far_counts[index]).store(count, std::memory_order_relaxed);  // A late worker may look.
+  };
+  for (std::uint32_t i = 0; i < m.bucket.rows * m.shape.kv_heads; ++i) put_far_count(i, 0);
   for_each_head(m, [&](const DecodeRow& row, std::uint32_t head, std::uint32_t index) {
     mark(m, row, index, marks);
     std::uint32_t near = 0;
@@ -219,7 +222,7 @@ void split(const DecodeMemory& m, std::uint32_t layer) {
       }
     }
     m.near_counts[index] = near;
-    m.far_counts[index] = far;
+    put_far_count(index, far);
     all_far += far;
     m.state->near_tokens += near;
   });

@@ -1,9 +1,11 @@
 #include "runtime/engine/far_workers.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <system_error>
 
 #include "cpu/spin.hpp"
+#include "cpu/verbs.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::runtime {
@@ -14,13 +16,24 @@ std::uint64_t look(const std::uint64_t& word) noexcept {
   return std::atomic_ref(const_cast<std::uint64_t&>(word)).load(std::memory_order_acquire);
 }
 
+constexpr std::uint64_t kLow = 0xffff'ffffu;
+
+/// Rows of a part: enough to make up for what a part costs, and no more parts than there is room for.
+constexpr std::uint32_t kLeastRows = 128;
+constexpr std::uint32_t kMostParts = 32;
+constexpr std::uint32_t part_rows(std::uint32_t count) noexcept {
+  return std::max(kLeastRows, static_cast<std::uint32_t>(div_up(count, kMostParts)));
+}
+
 }  // namespace
 
 FarWorkers::FarWorkers(const DecodeMemory& memory, const FarWorkersOptions& options, const cpu::Topology& topology)
     : memory_(memory),
       options_(options),
       kernels_(cpu::fastest_kernels()),
-      rows_(options.threads, Rows(memory.bucket.list_room(memory.shape))) {
+      part_ends_(std::uint64_t{memory.bucket.rows} * memory.shape.kv_heads),
+      partials_(part_ends_.size() * kMostParts * memory.shape.group() * (memory.shape.head_dim + 1)),
+      rows_(options.threads, Rows(part_rows(memory.bucket.list_room(memory.shape)))) {
   const std::vector<std::uint32_t> cores = topology.core_order(options.numa_node);
   try {
     for (std::uint32_t i = 0; i < options.threads; ++i) {
@@ -82,23 +95,50 @@ void FarWorkers::work(Rows& rows, const std::stop_token& stop) {
   }
 }
 
+std::uint32_t FarWorkers::parts_of(std::uint32_t index) const noexcept {
+  const std::uint32_t count = std::atomic_ref(memory_.far_counts[index]).load(std::memory_order_relaxed);
+  return static_cast<std::uint32_t>(div_up(count, part_rows(count)));
+}
+
+FarWorkers::Part FarWorkers::part_at(std::uint32_t at) const noexcept {
+  std::uint32_t index = 0;
+  for (; at >= parts_of(index); ++index) at -= parts_of(index);
+  const std::uint32_t count = memory_.far_counts[index];
+  const std::uint32_t begin = at * part_rows(count);
+  return {.index = index,
+          .part = at,
+          .parts = parts_of(index),
+          .begin = begin,
+          .end = std::min(begin + part_rows(count), count)};
+}
+
+std::uint32_t FarWorkers::parts_asked(std::uint64_t asked) noexcept {
+  std::uint64_t known = parts_.load(std::memory_order_acquire);
+  if (known >> 32 != ((asked - 1) & kLow)) return (known >> 32) == (asked & kLow) ? known & kLow : 0;
+  // Should others have answered all of it meanwhile, the lists may be the next question's; but then they have said how
+  // many parts there are, and the exchange fails.
+  std::uint64_t parts = 0;
+  for (std::uint32_t i = 0; i < memory_.bucket.rows * memory_.shape.kv_heads; ++i) parts += parts_of(i);
+  if (parts_.compare_exchange_strong(known, asked << 32 | parts, std::memory_order_acq_rel)) return static_cast<std::uint32_t>(parts);
+  return known >> 32 == (asked & kLow) ? known & kLow : 0;
+}
+
 void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
-  constexpr std::uint64_t kIndex = 0xffff'ffffu;
-  const std::uint32_t items = memory_.bucket.rows * memory_.shape.kv_heads;
   const std::uint32_t layer = std::atomic_ref(memory_.mailbox->question.layer).load(std::memory_order_relaxed);
+  const std::uint32_t parts = parts_asked(asked);
   const std::uint64_t tag = asked << 32;
   std::uint64_t claims = claims_.load(std::memory_order_relaxed);
   while (true) {
     // Who comes late to a question finds all of it taken, or another one's claims.
-    const bool fresh = claims >> 32 == ((asked - 1) & kIndex);
-    if (!fresh && (claims & ~kIndex) != tag) return;
+    const bool fresh = claims >> 32 == ((asked - 1) & kLow);
+    if (!fresh && (claims & ~kLow) != tag) return;
     const std::uint64_t next = fresh ? tag : claims;
-    const auto index = static_cast<std::uint32_t>(next & kIndex);
-    if (index >= items) return;
+    if ((next & kLow) >= parts) return;
     if (!claims_.compare_exchange_weak(claims, next + 1, std::memory_order_acq_rel, std::memory_order_relaxed)) continue;
+    // From here until this part is done the question stands, and its lists with it.
     if (options_.before_answer) options_.before_answer();
-    attend(layer, index, rows);
-    if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == items) {
+    attend(layer, part_at(static_cast<std::uint32_t>(next & kLow)), rows);
+    if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
       finished_.store(0, std::memory_order_relaxed);
       std::atomic_ref(memory_.mailbox->answer.answered).store(asked, std::memory_order_release);
       return;
@@ -107,25 +147,36 @@ void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
   }
 }
 
-void FarWorkers::attend(std::uint32_t layer, std::uint32_t index, Rows& rows) const {
+Partial FarWorkers::place_of(std::uint32_t index, std::uint32_t part) noexcept {
+  const std::uint64_t out = std::uint64_t{memory_.shape.group()} * memory_.shape.head_dim;
+  float* const at = partials_.data() + (std::uint64_t{index} * kMostParts + part) * (out + memory_.shape.group());
+  return {.out = at, .lse = at + out};
+}
+
+void FarWorkers::attend(std::uint32_t layer, const Part& part, Rows& rows) {
   const DecodeMemory& m = memory_;
-  const std::uint32_t count = m.far_counts[index];
-  if (count == 0) return;
-  const std::uint32_t plane = m.plane(layer, index % m.shape.kv_heads);
-  const std::uint32_t* const list = m.far_rows + index * std::uint64_t{m.bucket.list_room(m.shape)};
-  for (std::uint32_t i = 0; i < count; ++i) {
-    rows[i] = m.far + m.far_page(plane, list[i] / m.layout.page_tokens) * m.layout.page_bytes() +
-              list[i] % m.layout.page_tokens * m.layout.row_bytes();
+  const std::uint32_t plane = m.plane(layer, part.index % m.shape.kv_heads);
+  const std::uint32_t* const list = m.far_rows + part.index * std::uint64_t{m.bucket.list_room(m.shape)};
+  for (std::uint32_t i = part.begin; i < part.end; ++i) {
+    rows[i - part.begin] = m.far + m.far_page(plane, list[i] / m.layout.page_tokens) * m.layout.page_bytes() +
+                           list[i] % m.layout.page_tokens * m.layout.row_bytes();
   }
-  const std::uint64_t head = std::uint64_t{index} * m.shape.group();
+  const std::uint64_t head = std::uint64_t{part.index} * m.shape.group();
+  const Partial whole{.out = m.far_out + head * m.shape.head_dim, .lse = m.far_lse + head};
+  // The first part goes to its place at once, the others follow in their order.
+  const Partial place = part.part == 0 ? whole : place_of(part.index, part.part);
   kernels_.element[static_cast<int>(m.layout.dtype)].attend({.q = m.far_q + head * m.shape.head_dim,
                                                              .k = rows.data(),
                                                              .v_offset = m.layout.half_bytes(),
-                                                             .count = count,
+                                                             .count = part.end - part.begin,
                                                              .group = m.shape.group(),
                                                              .head_dim = m.shape.head_dim,
-                                                             .out = m.far_out + head * m.shape.head_dim,
-                                                             .lse = m.far_lse + head});
+                                                             .out = place.out,
+                                                             .lse = place.lse});
+  if (part_ends_[part.index].fetch_add(1, std::memory_order_acq_rel) + 1 != part.parts) return;
+  part_ends_[part.index].store(0, std::memory_order_relaxed);
+  for (std::uint32_t i = 1; i < part.parts; ++i)
+    cpu::merge_into(whole, place_of(part.index, i), m.shape.group(), m.shape.head_dim);
 }
 
 }  // namespace sluice::runtime

@@ -11,6 +11,7 @@
 #include "cpu/kernels.hpp"
 #include "cpu/topology.hpp"
 #include "sluice/decode.hpp"
+#include "sluice/partial.hpp"
 
 namespace sluice::runtime {
 
@@ -41,18 +42,38 @@ class FarWorkers {
  private:
   /// Addresses of K rows: a thread's own, as long as the longest list.
   using Rows = std::vector<const std::byte*>;
+  /// Some far rows of one row and KV head, which one thread attends. How a list is cut depends on its length alone, so
+  /// that answers do not depend on the threads.
+  struct Part {
+    std::uint32_t index = 0;  ///< row * kv_heads + KV head
+    std::uint32_t part = 0;
+    std::uint32_t parts = 0;  ///< of the list
+    std::uint32_t begin = 0;
+    std::uint32_t end = 0;
+  };
   void work(Rows& rows, const std::stop_token& stop);
   void answer(std::uint64_t asked, Rows& rows);
-  void attend(std::uint32_t layer, std::uint32_t index, Rows& rows) const;
+  /// Parts of a question; 0 if it is answered.
+  [[nodiscard]] std::uint32_t parts_asked(std::uint64_t asked) noexcept;
+  [[nodiscard]] std::uint32_t parts_of(std::uint32_t index) const noexcept;
+  /// The `at`-th part of the question that stands.
+  [[nodiscard]] Part part_at(std::uint32_t at) const noexcept;
+  /// Who ends a list's last part merges them.
+  void attend(std::uint32_t layer, const Part& part, Rows& rows);
+  /// Where the result of a part that is not its list's first waits for the others.
+  [[nodiscard]] Partial place_of(std::uint32_t index, std::uint32_t part) noexcept;
   [[nodiscard]] bool under_way() const noexcept;
 
   const DecodeMemory memory_;
   const FarWorkersOptions options_;
   const cpu::Kernels& kernels_;
   std::atomic<std::uint64_t> expected_{0};
-  /// Question in the upper half, modulo 2^32; its next row and KV head in the lower.
+  /// Question in the upper half, modulo 2^32; its next part in the lower.
   std::atomic<std::uint64_t> claims_{0};
-  std::atomic<std::uint32_t> finished_{0};  ///< rows and KV heads of the question
+  std::atomic<std::uint64_t> parts_{0};                 ///< likewise; all of its parts
+  std::atomic<std::uint32_t> finished_{0};              ///< parts of the question that are done
+  std::vector<std::atomic<std::uint32_t>> part_ends_;   ///< [rows, kv_heads] parts of the list that are done
+  std::vector<float> partials_;                         ///< [rows, kv_heads, parts, group, head_dim + 1]
   std::mutex mutex_;
   std::condition_variable_any woken_;
   std::vector<Rows> rows_;  ///< [threads]

@@ -287,6 +287,27 @@ TEST_CASE("an engine serves every page size, group and type, and gives the log-s
   }
 }
 
+TEST_CASE("a far part of thousands of rows is answered whole", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const std::uint32_t prompt = GENERATE(4000u, 5003u);
+  const AttentionShape shape{.layers = 2, .q_heads = 2, .kv_heads = 1, .head_dim = 64};
+  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = 6000, .threads = 3, .pin_threads = false};
+  options.host_bytes = 320 * block_bytes(options);
+  options.near_bytes = 10 * block_bytes(options);
+  options.import_rows = 2000;
+  Engine engine(options, rig.device);
+  const Story story(shape, prompt + 5, 41);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=3,recent=11"))};
+  import_story(engine, rig, teller, prompt);
+  ForwardTensors tensors(*rig.device, shape, 1);
+  const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+      REQUIRE(worst(out[0], story.attended(layer, teller.at - 1, 3, 11, 10'000), layer * row) < kTolerance);
+  }
+}
+
 TEST_CASE("what is not a number shows, near or far", "[engine]") {
   const std::uint32_t near = GENERATE(0u, 2u, 100u);
   CAPTURE(near);
