@@ -61,7 +61,7 @@ TEST_CASE("a wrong description is named", "[topology]") {
 }
 
 TEST_CASE("the node nearest to a PCI device is that of the cores beside it", "[topology]") {
-  const Topology machine = Topology::from_xml(test_data() + "/topology/two_nodes.xml");
+  const Topology machine = Topology::from_xml(sluice::test::test_data() + "/topology/two_nodes.xml");
   REQUIRE(machine.synthetic());
   REQUIRE(machine.numa_nodes() == 2);
   REQUIRE(machine.nearest_node("0000:1b:00.0") == 0u);
@@ -92,7 +92,7 @@ TEST_CASE("where hwloc has no devices, the kernel says which cores are near", "[
 TEST_CASE("a file that is no topology is named", "[topology]") {
   for (const std::string file : {"/topology/none.xml", "/topology"}) {
     try {
-      (void)Topology::from_xml(test_data() + file);
+      (void)Topology::from_xml(sluice::test::test_data() + file);
       FAIL("accepted");
     } catch (const Error& error) {
       REQUIRE(error.code() == Errc::invalid_argument);
