@@ -1,5 +1,6 @@
 // Policies as text: presets, parsing, ranges, words.
 
+#include <limits>
 #include <initializer_list>
 #include <random>
 #include <string>
@@ -229,7 +230,7 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("full:near=1.1"), {"near.share"});
   expect(complaint("all+pages"), {"source all already attends every token"});
   expect(complaint("pages | top_p=0"), {"budget.mass is 0", "(0, 1]"});
-  expect(complaint("pages | top_p=nan"), {"budget.mass is nan"});
+  expect(complaint("pages | top_p=nan"), {"\"nan\" at character 15 is not a share"});
   expect(complaint("pages | top_k=0"), {"budget.min_tokens is 0"});
   expect(complaint("pages | progressive=0.9,microbatch=0"), {"budget.microbatch is 0"});
   expect(complaint("clusters:size=0"), {"clusters.tokens_per_cluster is 0"});
@@ -240,7 +241,10 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("sluice | page=12"), {"page_tokens is 12", "power of two"});
   expect(complaint("sluice | dense=0,every=2000"), {"dense_every is 2000"});
 
-  PolicySpec spec = parse_policy("lfps");
+  PolicySpec spec = parse_policy("pages | top_p=0.9");
+  spec.budget.mass = std::numeric_limits<float>::quiet_NaN();
+  REQUIRE_THROWS_AS(validate(spec), Error);
+  spec = parse_policy("lfps");
   spec.sources = 128;
   REQUIRE_THROWS_AS(validate(spec), Error);
   REQUIRE_THROWS_AS(
