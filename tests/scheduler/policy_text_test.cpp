@@ -1,7 +1,7 @@
 // Policies as text: presets, parsing, ranges, words.
 
-#include <limits>
 #include <initializer_list>
+#include <limits>
 #include <random>
 #include <string>
 #include <utility>
