@@ -81,7 +81,9 @@ DecodeScratch DecodeVerbs::carve(const DecodeMemory& memory, std::byte* from, st
   return scratch;
 }
 
-DecodeScratch DecodeVerbs::scratch_of(const DecodeMemory& memory) const { return carve(memory, memory.scratch, nullptr); }
+DecodeScratch DecodeVerbs::scratch_of(const DecodeMemory& memory) const {
+  return carve(memory, memory.scratch, nullptr);
+}
 
 std::uint64_t DecodeVerbs::scratch_bytes(const DecodeMemory& memory) const {
   const Current current(ordinal_);
@@ -121,7 +123,8 @@ void DecodeVerbs::append(const DecodeMemory& memory, const DecodeLayer& layer) {
 
 void DecodeVerbs::score(const DecodeMemory& memory, const DecodeLayer& layer) {
   const Current current(ordinal_);
-  launch_score_int4(scratch_of(memory).score_tasks, memory.bucket.rows * memory.shape.kv_heads, memory.bucket.max_tokens,
+  launch_score_int4(scratch_of(memory).score_tasks, memory.bucket.rows * memory.shape.kv_heads,
+                    memory.bucket.max_tokens,
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,
                      .group = memory.shape.group(),

@@ -14,10 +14,10 @@ namespace sluice {
 
 /// What a captured forward is made for. Everything that a verb launches follows from it.
 struct DecodeBucket {
-  std::uint32_t rows = 1;          ///< packed rows, padding included
-  std::uint32_t max_tokens = 0;    ///< of the longest sequence, a multiple of page_tokens
-  std::uint32_t max_picks = 0;     ///< tokens that a query head may choose
-  std::uint32_t max_window = 0;    ///< sinks and recent tokens together
+  std::uint32_t rows = 1;        ///< packed rows, padding included
+  std::uint32_t max_tokens = 0;  ///< of the longest sequence, a multiple of page_tokens
+  std::uint32_t max_picks = 0;   ///< tokens that a query head may choose
+  std::uint32_t max_window = 0;  ///< sinks and recent tokens together
 
   /// Tokens that a KV head's rows may attend near or far.
   [[nodiscard]] constexpr std::uint32_t list_room(const AttentionShape& shape) const noexcept {
@@ -29,11 +29,11 @@ struct DecodeBucket {
 
 /// One packed row of a plan: a new token of a sequence, and what its query heads may choose from.
 struct DecodeRow {
-  std::uint32_t list = kNone;      ///< its sequence's block list; kNone: padding, whose output is 0
-  std::uint32_t tokens = 0;        ///< visible, the new one included
-  std::uint32_t sink_end = 0;      ///< tokens [0, sink_end) and [recent_begin, tokens) are attended by all heads
+  std::uint32_t list = kNone;  ///< its sequence's block list; kNone: padding, whose output is 0
+  std::uint32_t tokens = 0;    ///< visible, the new one included
+  std::uint32_t sink_end = 0;  ///< tokens [0, sink_end) and [recent_begin, tokens) are attended by all heads
   std::uint32_t recent_begin = 0;
-  std::uint32_t picks = 0;         ///< of the tokens between, each query head chooses as many, at most max_picks
+  std::uint32_t picks = 0;  ///< of the tokens between, each query head chooses as many, at most max_picks
 };
 
 /// Entry `page` of block list `list` becomes `block`.
@@ -68,21 +68,21 @@ struct DecodeSlip {
 
 /// The device's own memory of where it is.
 struct DecodeState {
-  std::uint64_t planned = 0;   ///< the newest plan that was applied
-  std::uint64_t forward = 0;   ///< the newest forward that began
-  std::uint64_t asked = 0;     ///< hand-overs so far
+  std::uint64_t planned = 0;    ///< the newest plan that was applied
+  std::uint64_t forward = 0;    ///< the newest forward that began
+  std::uint64_t asked = 0;      ///< hand-overs so far
   std::uint64_t unplanned = 0;  ///< replays without a plan so far
-  std::uint64_t released = 0;  ///< newest hand-over whose answer is known to be there, or to come no more
+  std::uint64_t released = 0;   ///< newest hand-over whose answer is known to be there, or to come no more
   DecodeStatus status = DecodeStatus::done;
   std::uint32_t layer_far_tokens = 0;  ///< while it is split
-  std::uint32_t arrived = 0;     ///< parts of it that are split
-  std::uint32_t merging = 0;     ///< parts of it whose merge has begun
-  std::uint64_t near_tokens = 0;  ///< attended so far, by all rows, layers and KV heads
+  std::uint32_t arrived = 0;           ///< parts of it that are split
+  std::uint32_t merging = 0;           ///< parts of it whose merge has begun
+  std::uint64_t near_tokens = 0;       ///< attended so far, by all rows, layers and KV heads
   std::uint64_t far_tokens = 0;
 };
 
-/// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises; nobody adds to one
-/// across the link, which not every link can.
+/// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises; nobody adds to
+/// one across the link, which not every link can.
 struct DecodeMailbox {
   /// The device's: hand-over `asked` is there, of this layer.
   struct alignas(64) Question {
@@ -95,17 +95,17 @@ struct DecodeMailbox {
   } answer;
   /// The device's: how the newest forward that was planned ended.
   struct alignas(64) Outcome {
-    std::uint64_t cancelled = 0;  ///< newest plan that was taken back
-    std::uint64_t forward = 0;    ///< newest that ended; written after the status
-    std::uint64_t unplanned = 0;  ///< replays without a plan so far
+    std::uint64_t cancelled = 0;    ///< newest plan that was taken back
+    std::uint64_t forward = 0;      ///< newest that ended; written after the status
+    std::uint64_t unplanned = 0;    ///< replays without a plan so far
     std::uint64_t near_tokens = 0;  ///< as in DecodeState
     std::uint64_t far_tokens = 0;
     DecodeStatus status = DecodeStatus::done;
   } outcome;
 };
 
-/// Where everything lies that the verbs of one engine read and write. Pages of one layer and KV head form a plane; block
-/// b of a plane is its page `b`, so that one block list serves all planes. Sizes in brackets.
+/// Where everything lies that the verbs of one engine read and write. Pages of one layer and KV head form a plane;
+/// block b of a plane is its page `b`, so that one block list serves all planes. Sizes in brackets.
 struct DecodeMemory {
   AttentionShape shape;
   PageLayout layout;
@@ -116,11 +116,11 @@ struct DecodeMemory {
   std::uint64_t answer_ns = 0;    ///< how long a layer waits for the far part
 
   // Memory of the device.
-  std::byte* near = nullptr;             ///< [near_blocks, planes] pages
-  std::byte* codes = nullptr;            ///< [planes, blocks] 4-bit copies, see Int4Layout
-  std::uint32_t* lists = nullptr;        ///< [lists, max_pages] blocks
-  std::uint32_t* near_of = nullptr;      ///< [blocks] near block or kNone
-  DecodeRow* rows = nullptr;             ///< [rows]
+  std::byte* near = nullptr;         ///< [near_blocks, planes] pages
+  std::byte* codes = nullptr;        ///< [planes, blocks] 4-bit copies, see Int4Layout
+  std::uint32_t* lists = nullptr;    ///< [lists, max_pages] blocks
+  std::uint32_t* near_of = nullptr;  ///< [blocks] near block or kNone
+  DecodeRow* rows = nullptr;         ///< [rows]
   DecodeState* state = nullptr;
   float* q = nullptr;                    ///< [rows, q_heads, head_dim]
   float* scores = nullptr;               ///< [rows, q_heads, max_tokens]
@@ -132,17 +132,17 @@ struct DecodeMemory {
   std::byte* scratch = nullptr;          ///< DecodeVerbs::scratch_bytes
 
   // Pinned memory of the host.
-  std::byte* far = nullptr;              ///< [planes, blocks] pages
+  std::byte* far = nullptr;  ///< [planes, blocks] pages
   DecodeSlip* slip = nullptr;
-  DecodeRow* slip_rows = nullptr;                 ///< [rows]
-  DecodeListChange* slip_lists = nullptr;         ///< [DecodeSlip::list_changes]
-  DecodeNearChange* slip_near = nullptr;          ///< [DecodeSlip::near_changes]
+  DecodeRow* slip_rows = nullptr;          ///< [rows]
+  DecodeListChange* slip_lists = nullptr;  ///< [DecodeSlip::list_changes]
+  DecodeNearChange* slip_near = nullptr;   ///< [DecodeSlip::near_changes]
   DecodeMailbox* mailbox = nullptr;
-  float* far_q = nullptr;                ///< [rows, q_heads, head_dim]
-  std::uint32_t* far_rows = nullptr;     ///< [rows, kv_heads, list_room] block * page_tokens + row of the page
-  std::uint32_t* far_counts = nullptr;   ///< [rows, kv_heads]
-  float* far_out = nullptr;              ///< [rows, q_heads, head_dim]
-  float* far_lse = nullptr;              ///< [rows, q_heads]
+  float* far_q = nullptr;               ///< [rows, q_heads, head_dim]
+  std::uint32_t* far_rows = nullptr;    ///< [rows, kv_heads, list_room] block * page_tokens + row of the page
+  std::uint32_t* far_counts = nullptr;  ///< [rows, kv_heads]
+  float* far_out = nullptr;             ///< [rows, q_heads, head_dim]
+  float* far_lse = nullptr;             ///< [rows, q_heads]
 
   [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return shape.layers * shape.kv_heads; }
   [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
@@ -168,10 +168,10 @@ struct DecodeLayer {
   void* stream = nullptr;  ///< the caller's: a cudaStream_t; a Stream* of a host device, or null: now
 };
 
-/// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order `append`,
-/// `score`, `choose`, `split`, `attend` and `merge`, then `end`; `apply` comes before it and is not part of a graph. One
-/// that only brings keys and values in is `begin`, `append` for every layer, `end`.
-/// Thread safety: one thread at a time per DecodeMemory.
+/// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
+/// `append`, `score`, `choose`, `split`, `attend` and `merge`, then `end`; `apply` comes before it and is not part of a
+/// graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`. Thread safety: one
+/// thread at a time per DecodeMemory.
 class DecodeVerbs {
  public:
   virtual ~DecodeVerbs() = default;

@@ -114,11 +114,11 @@ struct Engine::Impl {
     std::uint64_t needed = 0;
     for (const auto& [sequence, tokens] : wanted) {
       if (tokens > m.bucket.max_tokens)
-        throw Error(Errc::out_of_capacity, "a sequence would have " + std::to_string(tokens) + " tokens, and may have " +
-                                               std::to_string(m.bucket.max_tokens) +
+        throw Error(Errc::out_of_capacity, "a sequence would have " + std::to_string(tokens) +
+                                               " tokens, and may have " + std::to_string(m.bucket.max_tokens) +
                                                "; raise max_tokens and host_bytes");
-      needed += div_up(tokens, m.layout.page_tokens) - std::min<std::uint64_t>(div_up(tokens, m.layout.page_tokens),
-                                                                               sequence->blocks.size());
+      needed += div_up(tokens, m.layout.page_tokens) -
+                std::min<std::uint64_t>(div_up(tokens, m.layout.page_tokens), sequence->blocks.size());
     }
     if (needed > free_blocks.size())
       throw Error(Errc::out_of_capacity, "the host pool has " + std::to_string(free_blocks.size()) + " blocks of " +
@@ -257,7 +257,8 @@ void Engine::import_prefix(SequenceId id, LayerId layer, const TensorView& k, co
     if (all.importing.tokens != 0 && all.importing.sequence == id) all.take_back();
     all.require_none_under_way("import_prefix");
     std::vector<DecodeRow> rows;
-    for (std::uint32_t i = 0; i < k.tokens; ++i) rows.push_back({.list = sequence.list, .tokens = sequence.tokens + i + 1});
+    for (std::uint32_t i = 0; i < k.tokens; ++i)
+      rows.push_back({.list = sequence.list, .tokens = sequence.tokens + i + 1});
     all.make_room({{&sequence, sequence.tokens + k.tokens}});
     all.batch.clear();
     (void)all.send(m, rows, stream);
@@ -289,13 +290,15 @@ Batch Engine::plan(std::span<const SequenceId> ids, void* stream) {
   for (const SequenceId id : ids) {
     Sequence& sequence = all.at(id);
     for (const auto& [other, tokens] : wanted) {
-      if (other == &sequence) throw Error(Errc::invalid_argument, "plan: sequence " + std::to_string(id.value) + " is there twice");
+      if (other == &sequence)
+        throw Error(Errc::invalid_argument, "plan: sequence " + std::to_string(id.value) + " is there twice");
     }
     wanted.emplace_back(&sequence, sequence.tokens + 1);
     rows.push_back(all.row_of(sequence, sequence.tokens + 1));
     if (rows.back().picks > m.bucket.max_picks)
       throw Error(Errc::out_of_capacity, "plan: a query head of sequence " + std::to_string(id.value) + " may choose " +
-                                             std::to_string(rows.back().picks) + " tokens, and EngineOptions::max_picks is " +
+                                             std::to_string(rows.back().picks) +
+                                             " tokens, and EngineOptions::max_picks is " +
                                              std::to_string(m.bucket.max_picks));
   }
   all.make_room(wanted);
@@ -312,7 +315,8 @@ void Engine::attend(LayerId layer, const TensorView& q, const TensorView& k, con
   const auto require = [&](const auto& x, std::uint32_t heads, const char* name) {
     if (x.tokens == m.bucket.rows && x.heads == heads && x.head_dim == m.shape.head_dim) return;
     throw Error(Errc::invalid_argument, std::string("attend: ") + name + " must be [" + std::to_string(m.bucket.rows) +
-                                            ", " + std::to_string(heads) + ", " + std::to_string(m.shape.head_dim) + "]");
+                                            ", " + std::to_string(heads) + ", " + std::to_string(m.shape.head_dim) +
+                                            "]");
   };
   require(q, m.shape.q_heads, "q");
   require(k, m.shape.kv_heads, "k");
@@ -323,7 +327,8 @@ void Engine::attend(LayerId layer, const TensorView& q, const TensorView& k, con
   if (all.next_layer == kNone)
     throw Error(Errc::invalid_argument, "attend: a layer of this forward could not be enqueued; cancel it");
   if (layer.value >= m.shape.layers || (layer.value != 0 && layer.value != all.next_layer))
-    throw Error(Errc::invalid_argument, "attend: layer " + std::to_string(layer.value) + " is not the next; layers come in order");
+    throw Error(Errc::invalid_argument,
+                "attend: layer " + std::to_string(layer.value) + " is not the next; layers come in order");
   const DecodeLayer call{.layer = layer.value, .q = q, .k = k, .v = v, .out = out, .lse = lse, .stream = stream};
   // Should one of these throw, part of the layer is enqueued: it cannot be repeated.
   if (all.under_way != 0) all.next_layer = kNone;
@@ -349,7 +354,8 @@ void Engine::finish(const Batch& batch) {
   std::string text = "forward " + std::to_string(batch.forward) +
                      " was given up: the far part was not answered in time. Without their new token:";
   for (const SequenceId id : all.batch) text += " sequence " + std::to_string(id.value);
-  throw Error(Errc::device, text + "; plan and run it again, with more threads or a longer answer_timeout if that recurs");
+  throw Error(Errc::device,
+              text + "; plan and run it again, with more threads or a longer answer_timeout if that recurs");
 }
 
 void Engine::cancel(const Batch& batch) {

@@ -75,7 +75,8 @@ void require(bool holds, const std::string& field, std::uint64_t have, const std
 void validate(const EngineOptions& options) {
   sluice::validate(options.shape);
   const auto in = [](const char* field, std::uint64_t value, std::uint64_t low, std::uint64_t high) {
-    require(value >= low && value <= high, field, value, "in [" + std::to_string(low) + ", " + std::to_string(high) + "]");
+    require(value >= low && value <= high, field, value,
+            "in [" + std::to_string(low) + ", " + std::to_string(high) + "]");
   };
   require(is_valid(options.kv_dtype), "kv_dtype", static_cast<unsigned>(options.kv_dtype), "a value of sluice::DType");
   const std::uint32_t page = options.page_tokens;
@@ -138,8 +139,7 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, DecodeV
 }
 
 void EngineMemory::take_device(const EngineOptions& options, Device& device, DecodeVerbs& verbs) {
-  const std::uint64_t near_bytes =
-      std::uint64_t{decode_.near_blocks} * decode_.planes() * decode_.layout.page_bytes();
+  const std::uint64_t near_bytes = std::uint64_t{decode_.near_blocks} * decode_.planes() * decode_.layout.page_bytes();
   if (near_bytes != 0) near_ = device.allocate(near_bytes);
   codes_ = device.allocate(std::uint64_t{decode_.blocks} * decode_.planes() * Int4Layout(decode_.layout).page_bytes());
   const std::uint64_t scratch = verbs.scratch_bytes(decode_);

@@ -119,7 +119,8 @@ std::uint32_t FarWorkers::parts_asked(std::uint64_t asked) noexcept {
   // many parts there are, and the exchange fails.
   std::uint64_t parts = 0;
   for (std::uint32_t i = 0; i < memory_.bucket.rows * memory_.shape.kv_heads; ++i) parts += parts_of(i);
-  if (parts_.compare_exchange_strong(known, asked << 32 | parts, std::memory_order_acq_rel)) return static_cast<std::uint32_t>(parts);
+  if (parts_.compare_exchange_strong(known, asked << 32 | parts, std::memory_order_acq_rel))
+    return static_cast<std::uint32_t>(parts);
   return known >> 32 == (asked & kLow) ? known & kLow : 0;
 }
 
@@ -134,7 +135,8 @@ void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
     if (!fresh && (claims & ~kLow) != tag) return;
     const std::uint64_t next = fresh ? tag : claims;
     if ((next & kLow) >= parts) return;
-    if (!claims_.compare_exchange_weak(claims, next + 1, std::memory_order_acq_rel, std::memory_order_relaxed)) continue;
+    if (!claims_.compare_exchange_weak(claims, next + 1, std::memory_order_acq_rel, std::memory_order_relaxed))
+      continue;
     // From here until this part is done the question stands, and its lists with it.
     if (options_.before_answer) options_.before_answer();
     attend(layer, part_at(static_cast<std::uint32_t>(next & kLow)), rows);

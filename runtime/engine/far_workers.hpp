@@ -28,7 +28,8 @@ struct FarWorkersOptions {
 /// Thread safety: `wake` and `idle` from one thread.
 class FarWorkers {
  public:
-  /// `memory` is copied; what it points to must outlive this.  @throws Error{Errc::device} if the system has no thread left.
+  /// `memory` is copied; what it points to must outlive this.  @throws Error{Errc::device} if the system has no thread
+  /// left.
   FarWorkers(const DecodeMemory& memory, const FarWorkersOptions& options, const cpu::Topology& topology);
   ~FarWorkers();
   FarWorkers(const FarWorkers&) = delete;
@@ -70,13 +71,13 @@ class FarWorkers {
   std::atomic<std::uint64_t> expected_{0};
   /// Question in the upper half, modulo 2^32; its next part in the lower.
   std::atomic<std::uint64_t> claims_{0};
-  std::atomic<std::uint64_t> parts_{0};                 ///< likewise; all of its parts
-  std::atomic<std::uint32_t> finished_{0};              ///< parts of the question that are done
-  std::vector<std::atomic<std::uint32_t>> part_ends_;   ///< [rows, kv_heads] parts of the list that are done
-  std::vector<float> partials_;                         ///< [rows, kv_heads, parts, group, head_dim + 1]
+  std::atomic<std::uint64_t> parts_{0};                ///< likewise; all of its parts
+  std::atomic<std::uint32_t> finished_{0};             ///< parts of the question that are done
+  std::vector<std::atomic<std::uint32_t>> part_ends_;  ///< [rows, kv_heads] parts of the list that are done
+  std::vector<float> partials_;                        ///< [rows, kv_heads, parts, group, head_dim + 1]
   std::mutex mutex_;
   std::condition_variable_any woken_;
-  std::vector<Rows> rows_;  ///< [threads]
+  std::vector<Rows> rows_;             ///< [threads]
   std::vector<std::jthread> threads_;  ///< last: they use all of the above
 };
 

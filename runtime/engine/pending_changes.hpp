@@ -9,8 +9,8 @@
 
 namespace sluice::runtime {
 
-/// What the device does not know yet of lists and near blocks. Allocates when it is built and never again: a block joins
-/// one list at most before the device knows, and has one place.
+/// What the device does not know yet of lists and near blocks. Allocates when it is built and never again: a block
+/// joins one list at most before the device knows, and has one place.
 class PendingChanges {
  public:
   explicit PendingChanges(std::uint32_t blocks) : changed_(blocks, 0) {

@@ -13,7 +13,8 @@ namespace sluice::test {
 
 EngineRig engine_rig() {
   static const std::shared_ptr<Device> device = make_cuda_device();
-  EngineRig rig{.device = device, .queue = device->create_stream("caller"),
+  EngineRig rig{.device = device,
+                .queue = device->create_stream("caller"),
                 .kv_dtype = DType::bf16,
                 .kv_dtypes = {DType::bf16, DType::f16}};
   rig.stream = rig.queue->native_handle();
@@ -58,8 +59,7 @@ class Graph {
 
 EngineOptions graph_options(const AttentionShape& shape, std::uint32_t rows, std::uint32_t near_blocks) {
   EngineOptions options{.shape = shape, .rows = rows, .threads = 4};
-  const std::uint64_t block =
-      PageLayout{.head_dim = shape.head_dim}.page_bytes() * shape.layers * shape.kv_heads;
+  const std::uint64_t block = PageLayout{.head_dim = shape.head_dim}.page_bytes() * shape.layers * shape.kv_heads;
   options.host_bytes = 80 * rows * block;
   options.near_bytes = near_blocks * block;
   options.max_picks = 256;

@@ -78,11 +78,10 @@ int engine_attend(Engine* engine, std::uint32_t layer, const void* q, const void
   return guarded([&] {
     const EngineOptions& options = engine->options();
     const AttentionShape& shape = options.shape;
-    engine->attend(LayerId{layer}, view(q, options.rows, shape.q_heads, shape.head_dim),
-                   view(k, options.rows, shape.kv_heads, shape.head_dim),
-                   view(v, options.rows, shape.kv_heads, shape.head_dim),
-                   dense_view(static_cast<std::byte*>(out), DType::bf16, options.rows, shape.q_heads, shape.head_dim),
-                   stream);
+    engine->attend(
+        LayerId{layer}, view(q, options.rows, shape.q_heads, shape.head_dim),
+        view(k, options.rows, shape.kv_heads, shape.head_dim), view(v, options.rows, shape.kv_heads, shape.head_dim),
+        dense_view(static_cast<std::byte*>(out), DType::bf16, options.rows, shape.q_heads, shape.head_dim), stream);
   });
 }
 

@@ -82,7 +82,8 @@ TEST_CASE("an engine that may choose every token attends densely, whatever is ne
   const EngineRig rig = engine_rig();
   Engine engine(options_for(rig, rows, 40, near), rig.device);
   const Story story(kShape, prompt + 20, 7);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=8"))};
+  Teller teller{.story = &story,
+                .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=8"))};
   import_story(engine, rig, teller, prompt);
   ForwardTensors tensors(*rig.device, kShape, rows);
   while (teller.at < story.tokens()) {
@@ -92,7 +93,8 @@ TEST_CASE("an engine that may choose every token attends densely, whatever is ne
   }
   const EngineStats stats = engine.stats();
   std::uint64_t attended = 0;
-  for (std::uint32_t n = prompt + 1; n <= prompt + 20; ++n) attended += std::uint64_t{n} * kShape.layers * kShape.kv_heads;
+  for (std::uint32_t n = prompt + 1; n <= prompt + 20; ++n)
+    attended += std::uint64_t{n} * kShape.layers * kShape.kv_heads;
   REQUIRE(stats.near_tokens + stats.far_tokens == attended);
   if (near == 0) REQUIRE(stats.near_tokens == 0);
   if (near == 100) REQUIRE(stats.asked == 0);
@@ -110,8 +112,9 @@ TEST_CASE("an engine attends sinks, recent tokens and what each head ranks highe
   const EngineRig rig = engine_rig();
   Engine engine(options_for(rig, 1, 40, near), rig.device);
   const Story story(kShape, 320, 21);
-  const std::string policy = "exact | int4 | top_k=" + std::to_string(choice.picks) + " | near=0,sinks=" +
-                             std::to_string(choice.sinks) + ",recent=" + std::to_string(choice.recent);
+  const std::string policy = "exact | int4 | top_k=" + std::to_string(choice.picks) +
+                             " | near=0,sinks=" + std::to_string(choice.sinks) +
+                             ",recent=" + std::to_string(choice.recent);
   Teller teller{.story = &story, .id = engine.begin(parse_policy(policy))};
   import_story(engine, rig, teller, 300);
   ForwardTensors tensors(*rig.device, kShape, 1);
@@ -271,12 +274,14 @@ TEST_CASE("an engine serves every page size, group and type, and gives the log-s
   const std::uint32_t head_dim = GENERATE(64u, 128u);
   CAPTURE(to_string(dtype), page_tokens, group, head_dim);
   const AttentionShape shape{.layers = 1, .q_heads = 2 * group, .kv_heads = 2, .head_dim = head_dim};
-  EngineOptions options{.shape = shape, .page_tokens = page_tokens, .kv_dtype = dtype, .threads = 2, .pin_threads = false};
+  EngineOptions options{
+      .shape = shape, .page_tokens = page_tokens, .kv_dtype = dtype, .threads = 2, .pin_threads = false};
   options.host_bytes = div_up(400, page_tokens) * block_bytes(options);
   options.near_bytes = 128 / page_tokens * block_bytes(options);
   Engine engine(options, rig.device);
   const Story story(shape, 363, 31);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=20 | near=0,sinks=3,recent=11"))};
+  Teller teller{.story = &story,
+                .id = engine.begin(parse_policy("exact | int4 | top_k=20 | near=0,sinks=3,recent=11"))};
   import_story(engine, rig, teller, 360);
   ForwardTensors tensors(*rig.device, shape, 1);
   while (teller.at < story.tokens()) {
@@ -291,13 +296,15 @@ TEST_CASE("a far part of thousands of rows is answered whole", "[engine]") {
   const EngineRig rig = engine_rig();
   const std::uint32_t prompt = GENERATE(4000u, 5003u);
   const AttentionShape shape{.layers = 2, .q_heads = 2, .kv_heads = 1, .head_dim = 64};
-  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = 6000, .threads = 3, .pin_threads = false};
+  EngineOptions options{
+      .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = 6000, .threads = 3, .pin_threads = false};
   options.host_bytes = 320 * block_bytes(options);
   options.near_bytes = 10 * block_bytes(options);
   options.import_rows = 2000;
   Engine engine(options, rig.device);
   const Story story(shape, prompt + 5, 41);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=3,recent=11"))};
+  Teller teller{.story = &story,
+                .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=3,recent=11"))};
   import_story(engine, rig, teller, prompt);
   ForwardTensors tensors(*rig.device, shape, 1);
   const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
@@ -371,8 +378,10 @@ TEST_CASE("an import that does not get to its last layer is begun again or ends 
   };
   for (const SequenceId id : {teller.id, given_up.id}) {
     engine.import_prefix(id, LayerId{0}, view(50), view(50), rig.stream);
-    REQUIRE(code_of([&] { engine.import_prefix(id, LayerId{2}, view(50), view(50), rig.stream); }) == Errc::invalid_argument);
-    REQUIRE(code_of([&] { engine.import_prefix(id, LayerId{1}, view(49), view(49), rig.stream); }) == Errc::invalid_argument);
+    REQUIRE(code_of([&] { engine.import_prefix(id, LayerId{2}, view(50), view(50), rig.stream); }) ==
+            Errc::invalid_argument);
+    REQUIRE(code_of([&] { engine.import_prefix(id, LayerId{1}, view(49), view(49), rig.stream); }) ==
+            Errc::invalid_argument);
     REQUIRE(code_of([&] { (void)engine.plan({&id, 1}, rig.stream); }) == Errc::invalid_argument);
     REQUIRE(code_of([&] { tensors.attend(engine, rig.stream); }) == Errc::invalid_argument);
     REQUIRE(engine.tokens(id) == 0);

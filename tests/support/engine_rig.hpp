@@ -36,9 +36,9 @@ class Story {
   /// The key of a token is not a number from now on.
   void poison(std::uint32_t layer, std::uint32_t token);
 
-  /// What a policy of sinks, recent tokens and `picks` per query head attends at `token`, in float64: [q_heads, head_dim].
-  /// Estimates are those of the 4-bit copies; a group attends what any of its heads chose. `lse`, unless null, receives
-  /// the natural logs of the sums of exponentials.
+  /// What a policy of sinks, recent tokens and `picks` per query head attends at `token`, in float64: [q_heads,
+  /// head_dim]. Estimates are those of the 4-bit copies; a group attends what any of its heads chose. `lse`, unless
+  /// null, receives the natural logs of the sums of exponentials.
   [[nodiscard]] std::vector<double> attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
                                              std::uint32_t recent, std::uint32_t picks,
                                              std::vector<double>* lse = nullptr) const;

@@ -49,7 +49,8 @@ class Forwards {
     const std::uint64_t blocks = div_up(tokens, sizes.page_tokens) + 1;
     const std::uint64_t block = synthetic.layout.page_bytes() * shape_.layers * shape_.kv_heads;
     sizes.host_bytes = blocks * block * options.rows;
-    sizes.near_bytes = static_cast<std::uint64_t>(options.near_share * static_cast<double>(blocks)) * block * options.rows;
+    sizes.near_bytes =
+        static_cast<std::uint64_t>(options.near_share * static_cast<double>(blocks)) * block * options.rows;
     sizes.max_tokens = static_cast<std::uint32_t>(blocks) * sizes.page_tokens;
     sizes.max_picks = sizes.max_tokens;
     sizes.import_rows = std::min(4096u, synthetic.tokens);
@@ -291,7 +292,8 @@ int run(const BenchEngineOptions& options) {
 void add_bench_engine(CLI::App& bench, int& exit_code) {
   auto options = std::make_shared<BenchEngineOptions>();
   options->device.device = "cuda";
-  auto* command = bench.add_subcommand("engine", "Forwards that are planned once, enqueued or replayed as a CUDA graph");
+  auto* command =
+      bench.add_subcommand("engine", "Forwards that are planned once, enqueued or replayed as a CUDA graph");
   command->add_option("--shape", options->shape_name, "One of " + shape_names())->capture_default_str();
   command->add_option("--length", options->lengths, "Comma list of context lengths in tokens, K allowed")
       ->capture_default_str();
@@ -302,7 +304,8 @@ void add_bench_engine(CLI::App& bench, int& exit_code) {
   add_count(*command, "--layers", options->layers, "Layers of a forward", {.least = 1, .most = 256});
   add_count(*command, "--threads", options->threads, "Threads that answer the far part; 0: the cores less one",
             {.most = 4096});
-  add_count(*command, "--steps", options->steps, "Timed forwards; times are medians over them", {.least = 1, .most = 4096});
+  add_count(*command, "--steps", options->steps, "Timed forwards; times are medians over them",
+            {.least = 1, .most = 4096});
   command->add_option("--near", options->near_share, "Share of the pages that device memory has room for")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
