@@ -22,15 +22,6 @@ namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-template <class Run>
-void dispatch(void* stream, const char* verb, Run&& run) {
-  if (stream == nullptr) return run();
-  auto* const queue = dynamic_cast<HostStream*>(static_cast<Stream*>(stream));
-  if (queue == nullptr)
-    throw Error(Errc::invalid_argument, std::string(verb) + ": the stream belongs to another kind of device");
-  queue->enqueue(verb, std::forward<Run>(run));
-}
-
 bool runs(const DecodeMemory& m) noexcept { return m.state->status == DecodeStatus::running; }
 
 template <class T>
@@ -97,6 +88,7 @@ void end(const DecodeMemory& m) {
   shared(outcome.status).store(state.status, std::memory_order_relaxed);
   shared(outcome.near_tokens).store(state.near_tokens, std::memory_order_relaxed);
   shared(outcome.far_tokens).store(state.far_tokens, std::memory_order_relaxed);
+  shared(outcome.waited_ns).store(state.waited_ns, std::memory_order_relaxed);
   shared(outcome.forward).store(state.forward, std::memory_order_release);
 }
 
@@ -258,6 +250,7 @@ void attend(const Kernels& kernels, const DecodeMemory& m) {
 void await_answer(const DecodeMemory& m) {
   DecodeState& state = *m.state;
   if (state.released == state.asked) return;
+  const auto begin = Clock::now();
   const Deadline deadline = deadline_after(std::chrono::nanoseconds(m.answer_ns));
   const auto answered = shared(m.mailbox->answer.answered);
   while (!spin_until([&] { return answered.load(std::memory_order_acquire) >= state.asked; })) {
@@ -268,6 +261,8 @@ void await_answer(const DecodeMemory& m) {
     std::this_thread::yield();
   }
   state.released = state.asked;
+  state.waited_ns +=
+      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
 }
 
 void put_out(const Kernels& kernels, const DecodeMemory& m, const DecodeLayer& layer, std::uint64_t h, const float* out,
@@ -314,34 +309,37 @@ void merge(const Kernels& kernels, const DecodeMemory& m, const DecodeLayer& lay
 DecodeVerbs::DecodeVerbs(const Kernels* kernels) : kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
 
 void DecodeVerbs::apply(const DecodeMemory& memory, void* stream) {
-  dispatch(stream, "apply", [memory] { cpu::apply(memory); });
+  run_or_enqueue(static_cast<Stream*>(stream), "apply", [memory] { cpu::apply(memory); });
 }
 void DecodeVerbs::begin(const DecodeMemory& memory, void* stream) {
-  dispatch(stream, "begin", [memory] { cpu::begin(memory); });
+  run_or_enqueue(static_cast<Stream*>(stream), "begin", [memory] { cpu::begin(memory); });
 }
 void DecodeVerbs::append(const DecodeMemory& memory, const DecodeLayer& layer) {
-  dispatch(layer.stream, "append", [this, memory, layer] { cpu::append(kernels_, memory, layer); });
+  run_or_enqueue(static_cast<Stream*>(layer.stream), "append",
+                 [this, memory, layer] { cpu::append(kernels_, memory, layer); });
 }
 void DecodeVerbs::score(const DecodeMemory& memory, const DecodeLayer& layer) {
-  dispatch(layer.stream, "score", [this, memory, at = layer.layer] { cpu::score(kernels_, memory, at); });
+  run_or_enqueue(static_cast<Stream*>(layer.stream), "score",
+                 [this, memory, at = layer.layer] { cpu::score(kernels_, memory, at); });
 }
 void DecodeVerbs::choose(const DecodeMemory& memory, const DecodeLayer& layer) {
-  dispatch(layer.stream, "choose", [memory] { cpu::choose(memory); });
+  run_or_enqueue(static_cast<Stream*>(layer.stream), "choose", [memory] { cpu::choose(memory); });
 }
 void DecodeVerbs::split(const DecodeMemory& memory, const DecodeLayer& layer) {
-  dispatch(layer.stream, "split", [memory, at = layer.layer] { cpu::split(memory, at); });
+  run_or_enqueue(static_cast<Stream*>(layer.stream), "split", [memory, at = layer.layer] { cpu::split(memory, at); });
 }
 void DecodeVerbs::attend(const DecodeMemory& memory, const DecodeLayer& layer) {
-  dispatch(layer.stream, "attend", [this, memory] { cpu::attend(kernels_, memory); });
+  run_or_enqueue(static_cast<Stream*>(layer.stream), "attend", [this, memory] { cpu::attend(kernels_, memory); });
 }
 void DecodeVerbs::merge(const DecodeMemory& memory, const DecodeLayer& layer) {
-  dispatch(layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
+  run_or_enqueue(static_cast<Stream*>(layer.stream), "merge",
+                 [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
 }
 void DecodeVerbs::cancel(const DecodeMemory& memory, void* stream) {
-  dispatch(stream, "cancel", [memory] { cpu::cancel(memory); });
+  run_or_enqueue(static_cast<Stream*>(stream), "cancel", [memory] { cpu::cancel(memory); });
 }
 void DecodeVerbs::end(const DecodeMemory& memory, void* stream) {
-  dispatch(stream, "end", [memory] { cpu::end(memory); });
+  run_or_enqueue(static_cast<Stream*>(stream), "end", [memory] { cpu::end(memory); });
 }
 
 }  // namespace sluice::cpu

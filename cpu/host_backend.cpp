@@ -8,20 +8,6 @@
 #include "sluice/error.hpp"
 
 namespace sluice::cpu {
-namespace {
-
-/// Now without a stream, later with one. What `run` captures must hold until the stream has passed.
-template <class Run>
-void dispatch(Stream* stream, const char* verb, Run&& run) {
-  if (stream == nullptr) return run();
-  auto* const host_stream = dynamic_cast<HostStream*>(stream);
-  if (host_stream == nullptr)
-    throw Error(Errc::invalid_argument, std::string(verb) + ": the stream belongs to another kind of device");
-  host_stream->enqueue(verb, std::forward<Run>(run));
-}
-
-}  // namespace
-
 std::vector<std::string> HostBackend::unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) const {
   return cpu_.unsupported_reasons(shape, layout);
 }
@@ -33,84 +19,84 @@ void HostBackend::check(const AttentionShape& shape, const PageLayout& layout) c
 
 void HostBackend::append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
-  dispatch(stream, "append", [=, this] { cpu_.append(tasks, layout, nullptr); });
+  run_or_enqueue(stream, "append", [=, this] { cpu_.append(tasks, layout, nullptr); });
 }
 
 void HostBackend::digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
-  dispatch(stream, "digest", [=, this] { cpu_.digest(tasks, kind, layout, nullptr); });
+  run_or_enqueue(stream, "digest", [=, this] { cpu_.digest(tasks, kind, layout, nullptr); });
 }
 
 void HostBackend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
                               Stream* stream) {
   if (tasks.empty()) return;
-  dispatch(stream, "score_pages", [=, this] { cpu_.score_pages(tasks, shape, digest_dtype, nullptr); });
+  run_or_enqueue(stream, "score_pages", [=, this] { cpu_.score_pages(tasks, shape, digest_dtype, nullptr); });
 }
 
 void HostBackend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
   check(shape, tasks.front().kv.layout);
-  dispatch(stream, "score_tokens", [=, this] { cpu_.score_tokens(tasks, shape, nullptr); });
+  run_or_enqueue(stream, "score_tokens", [=, this] { cpu_.score_tokens(tasks, shape, nullptr); });
 }
 
 void HostBackend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
   if (tasks.empty()) return;
-  dispatch(stream, "top_k", [=, this] { cpu_.top_k(tasks, nullptr); });
+  run_or_enqueue(stream, "top_k", [=, this] { cpu_.top_k(tasks, nullptr); });
 }
 
 void HostBackend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
-  dispatch(stream, "quantize", [=, this] { cpu_.quantize(tasks, layout, nullptr); });
+  run_or_enqueue(stream, "quantize", [=, this] { cpu_.quantize(tasks, layout, nullptr); });
 }
 
-void HostBackend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
-                             Stream* stream) {
+void HostBackend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape,
+                             const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
   check(shape, layout);
-  dispatch(stream, "score_int4", [=, this] { cpu_.score_int4(tasks, shape, layout, nullptr); });
+  run_or_enqueue(stream, "score_int4", [=, this] { cpu_.score_int4(tasks, shape, layout, nullptr); });
 }
 
 void HostBackend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
   if (tasks.empty()) return;
-  dispatch(stream, "top_p", [=, this] { cpu_.top_p(tasks, nullptr); });
+  run_or_enqueue(stream, "top_p", [=, this] { cpu_.top_p(tasks, nullptr); });
 }
 
 void HostBackend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
   check(shape, tasks.front().kv.layout);
-  dispatch(stream, "attend", [=, this] { cpu_.attend(tasks, shape, nullptr); });
+  run_or_enqueue(stream, "attend", [=, this] { cpu_.attend(tasks, shape, nullptr); });
 }
 
 void HostBackend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype,
                         Stream* stream) {
   if (tasks.empty()) return;
-  dispatch(stream, "merge", [=, this] { cpu_.merge(tasks, shape, out_dtype, nullptr); });
+  run_or_enqueue(stream, "merge", [=, this] { cpu_.merge(tasks, shape, out_dtype, nullptr); });
 }
 
 void HostBackend::verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
-  dispatch(stream, "verify", [=, this] { cpu_.verify(tasks, shape, nullptr); });
+  run_or_enqueue(stream, "verify", [=, this] { cpu_.verify(tasks, shape, nullptr); });
 }
 
 void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                           Stream* stream) {
   if (tasks.empty()) return;
   check(shape, tasks.front().kv.layout);
-  dispatch(stream, "prefill", [=, this] { cpu_.prefill(tasks, strides, shape, nullptr); });
+  run_or_enqueue(stream, "prefill", [=, this] { cpu_.prefill(tasks, strides, shape, nullptr); });
 }
 
 void HostBackend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
                                 const PrefillShape& strides, const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
   check(shape, tasks.front().kv.layout);
-  dispatch(stream, "select_blocks", [=, this] { cpu_.select_blocks(tasks, spec, strides, shape, nullptr); });
+  run_or_enqueue(stream, "select_blocks", [=, this] { cpu_.select_blocks(tasks, spec, strides, shape, nullptr); });
 }
 
 void HostBackend::sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
                                 const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
   check(shape, tasks.front().kv.layout);
-  dispatch(stream, "sum_attention", [=, this] { cpu_.sum_attention(tasks, strides, shape, nullptr); });
+  run_or_enqueue(stream, "sum_attention", [=, this] { cpu_.sum_attention(tasks, strides, shape, nullptr); });
 }
 
 std::uint64_t HostBackend::select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
@@ -120,7 +106,7 @@ std::uint64_t HostBackend::select_blocks_scratch_bytes(std::uint32_t first, std:
 
 void HostBackend::cluster(std::span<const ClusterTask> tasks, Stream* stream) {
   if (tasks.empty()) return;
-  dispatch(stream, "cluster", [=, this] { cpu_.cluster(tasks, nullptr); });
+  run_or_enqueue(stream, "cluster", [=, this] { cpu_.cluster(tasks, nullptr); });
 }
 
 std::uint64_t HostBackend::cluster_scratch_bytes(const ClusterTask& task) const {
@@ -130,7 +116,8 @@ std::uint64_t HostBackend::cluster_scratch_bytes(const ClusterTask& task) const 
 void HostBackend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {
   const auto is_empty = [](const ToF32Task& task) { return task.in.tokens == 0; };
   if (std::all_of(tasks.begin(), tasks.end(), is_empty)) return;
-  dispatch(stream, "to_f32", [this, copied = std::vector(tasks.begin(), tasks.end())] { cpu_.to_f32(copied, nullptr); });
+  run_or_enqueue(stream, "to_f32",
+                 [this, copied = std::vector(tasks.begin(), tasks.end())] { cpu_.to_f32(copied, nullptr); });
 }
 
 }  // namespace sluice::cpu

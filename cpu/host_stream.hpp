@@ -12,12 +12,14 @@
 #include <stop_token>
 #include <string>
 #include <thread>
+#include <utility>
 #include <variant>
 #include <vector>
 
 #include "cpu/host_event.hpp"
 #include "cpu/mischief.hpp"
 #include "sluice/device.hpp"
+#include "sluice/error.hpp"
 
 namespace sluice::cpu {
 
@@ -101,5 +103,16 @@ class HostStream final : public Stream {
   std::string failure_;  ///< since the last event; the stream thread's while anything is pending
   std::jthread thread_;  ///< last: it stops before anything above goes
 };
+
+/// Runs a verb now without a stream, later with one. What `run` captures must hold until the stream has passed.
+/// @throws Error{Errc::invalid_argument} if the stream is none of a host device.
+template <class Run>
+void run_or_enqueue(Stream* stream, const char* verb, Run&& run) {
+  if (stream == nullptr) return run();
+  auto* const queue = dynamic_cast<HostStream*>(stream);
+  if (queue == nullptr)
+    throw Error(Errc::invalid_argument, std::string(verb) + ": the stream belongs to another kind of device");
+  queue->enqueue(verb, std::forward<Run>(run));
+}
 
 }  // namespace sluice::cpu

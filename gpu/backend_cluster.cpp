@@ -2,11 +2,11 @@
 #include <string>
 
 #include "gpu/backend.hpp"
-#include "gpu/carver.hpp"
 #include "gpu/cuda_stream.hpp"
 #include "gpu/kernels/cluster.hpp"
 #include "gpu/param_ring.hpp"
 #include "gpu/verbs.hpp"
+#include "sluice/carver.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {

@@ -5,13 +5,13 @@
 #include <vector>
 
 #include "gpu/backend.hpp"
-#include "gpu/carver.hpp"
 #include "gpu/cuda_error.hpp"
 #include "gpu/cuda_stream.hpp"
 #include "gpu/driver.hpp"
 #include "gpu/kernels/flex.hpp"
 #include "gpu/param_ring.hpp"
 #include "gpu/verbs.hpp"
+#include "sluice/carver.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {
@@ -159,7 +159,8 @@ void hand_out(const SumAttentionTask& task, const AttentionShape& shape, cudaStr
   const FlexItem item = describe(task.first, task.count, shape, scratch);
   const std::uint64_t bytes = (item.keys - task.sinks) * sizeof(float);
   const auto copy = [&](float* to, const float* from) {
-    check(cudaMemcpy2DAsync(to, bytes, from, item.lines() * sizeof(float), bytes, shape.group(), cudaMemcpyDefault, stream),
+    check(cudaMemcpy2DAsync(to, bytes, from, item.lines() * sizeof(float), bytes, shape.group(), cudaMemcpyDefault,
+                            stream),
           "copy the sums of a prompt's attention");
   };
   copy(task.by_position, item.columns + task.sinks);

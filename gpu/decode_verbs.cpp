@@ -6,9 +6,9 @@
 #include <cmath>
 #include <string>
 
-#include "gpu/carver.hpp"
 #include "gpu/kernels/int4.hpp"
 #include "gpu/verbs.hpp"
+#include "sluice/carver.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {
@@ -77,6 +77,7 @@ DecodeScratch DecodeVerbs::carve(const DecodeMemory& memory, std::byte* from, st
   scratch.partials =
       carver.take<float>(std::uint64_t{jobs} * scratch.slices * block_heads * (memory.shape.head_dim + 1));
   scratch.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.bucket.list_room(memory.shape));
+  scratch.far_counts = carver.take<std::uint32_t>(heads);
   if (used != nullptr) *used = carver.used();
   return scratch;
 }
@@ -159,7 +160,7 @@ void DecodeVerbs::attend(const DecodeMemory& memory, const DecodeLayer& layer) {
 
 void DecodeVerbs::merge(const DecodeMemory& memory, const DecodeLayer& layer) {
   const Current current(ordinal_);
-  launch_decode_merge(memory, layer);
+  launch_decode_merge(memory, scratch_of(memory), layer);
 }
 
 void DecodeVerbs::cancel(const DecodeMemory& memory, void* stream) {

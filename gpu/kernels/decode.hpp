@@ -19,6 +19,7 @@ struct DecodeScratch {
   std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
   float* partials = nullptr;             ///< of AttendArgs
   std::uint32_t* far_rows = nullptr;     ///< as in DecodeMemory, before they cross the link
+  std::uint32_t* far_counts = nullptr;   ///< likewise
   std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head
   std::uint32_t block_heads = 8;         ///< query heads of a job
   std::uint32_t slices = 1;              ///< thread blocks of a job
@@ -28,7 +29,7 @@ void launch_decode_apply(const DecodeMemory& memory, cudaStream_t stream);
 void launch_decode_begin(const DecodeMemory& memory, cudaStream_t stream);
 void launch_decode_append(const DecodeMemory& memory, const DecodeScratch& scratch, const DecodeLayer& layer);
 void launch_decode_split(const DecodeMemory& memory, const DecodeScratch& scratch, const DecodeLayer& layer);
-void launch_decode_merge(const DecodeMemory& memory, const DecodeLayer& layer);
+void launch_decode_merge(const DecodeMemory& memory, const DecodeScratch& scratch, const DecodeLayer& layer);
 void launch_decode_cancel(const DecodeMemory& memory, cudaStream_t stream);
 void launch_decode_end(const DecodeMemory& memory, cudaStream_t stream);
 

@@ -60,6 +60,7 @@ __global__ void end_kernel(const __grid_constant__ DecodeMemory m) {
   outcome.status = state.status;
   outcome.near_tokens = state.near_tokens;
   outcome.far_tokens = state.far_tokens;
+  outcome.waited_ns = state.waited_ns;
   __threadfence_system();
   SystemWord<std::uint64_t>(outcome.forward).store(state.forward, cuda::memory_order_release);
 }
@@ -127,9 +128,9 @@ __global__ void __launch_bounds__(kThreads)
     const std::uint64_t first = std::uint64_t{blockIdx.x} * m.shape.q_heads + head * group;
     for (std::uint32_t i = threadIdx.x; i < group * m.shape.head_dim; i += kThreads) {
       const std::uint32_t h = i / m.shape.head_dim;
-      const float value = row.list == kNone ? 0.f
-                                            : load_any(layer.q.row(blockIdx.x, head * group + h), i % m.shape.head_dim,
-                                                       layer.q.dtype);
+      const float value =
+          row.list == kNone ? 0.f
+                            : load_any(layer.q.row(blockIdx.x, head * group + h), i % m.shape.head_dim, layer.q.dtype);
       m.q[first * m.shape.head_dim + i] = value;
       m.far_q[first * m.shape.head_dim + i] = value;
     }
@@ -145,7 +146,6 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t values = m.layout.half_bytes();
   put_row<kType>(layer.k, blockIdx.x, head, far, near, key);
   put_row<kType>(layer.v, blockIdx.x, head, far + values, near == nullptr ? nullptr : near + values, nullptr);
-  __threadfence_system();
   __syncthreads();
   if (threadIdx.x >= 32) return;
   const Int4Layout copy(m.layout);

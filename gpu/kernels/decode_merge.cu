@@ -44,14 +44,12 @@ __device__ bool await_answer(const DecodeMemory& m) {
       }
       __nanosleep(20);
     }
+    state.waited_ns += now_ns() - begin;
     released.store(asked, cuda::memory_order_release);
   }
   while (released.load(cuda::memory_order_acquire) != asked) __nanosleep(20);
   return status.load(cuda::memory_order_relaxed) == DecodeStatus::running;
 }
-
-/// Pinned memory, which the CPU has just written.
-__device__ float fresh(const float* from) { return __ldcv(from); }
 
 __device__ void store_any(std::byte* row, std::uint32_t channel, DType dtype, float value) {
   switch (dtype) {
@@ -67,17 +65,34 @@ struct Weights {
   float far = 0.f;
   float lse = kEmptyLse;
 };
-__device__ Weights weigh(float near, float far) {
+__device__ Weights weigh(bool has_near, float near, bool has_far, float far) {
+  // Keys were attended and weigh nothing that is a number.
+  if ((has_near && !(near > kEmptyLse)) || (has_far && !(far > kEmptyLse))) return {.lse = __int_as_float(0x7fc0'0000)};
   const float top = fmaxf(near, far);
   if (top == kEmptyLse) return {};
-  const float a = near == kEmptyLse ? 0.f : expf(near - top);
-  const float b = far == kEmptyLse ? 0.f : expf(far - top);
+  const float a = has_near ? expf(near - top) : 0.f;
+  const float b = has_far ? expf(far - top) : 0.f;
   return {.near = a / (a + b), .far = b / (a + b), .lse = top + logf(a + b)};
 }
 
-/// Thread block (x, y): row x, KV head y.
+__device__ float part(float weight, float value) { return weight > 0.f ? weight * value : 0.f; }
+
+/// Four channels of a head. `far` was read already.
+__device__ void put_out(const DecodeLayer& layer, std::byte* row, std::uint32_t channel, const Weights& weights,
+                        const float* near, const float4& far) {
+  const float fars[4] = {far.x, far.y, far.z, far.w};
+  for (std::uint32_t c = 0; c < 4; ++c) {
+    const float value = part(weights.near, near[c]) + part(weights.far, fars[c]);
+    store_any(row, channel + c, layer.out.dtype, weights.lse == weights.lse ? value : weights.lse);
+  }
+}
+
+/// Thread block i: row i / kv_heads, KV head i % kv_heads.
 __global__ void __launch_bounds__(kThreads)
-    merge_kernel(const __grid_constant__ DecodeMemory m, const __grid_constant__ DecodeLayer layer) {
+    merge_kernel(const __grid_constant__ DecodeMemory m, const __grid_constant__ DecodeScratch scratch,
+                 const __grid_constant__ DecodeLayer layer) {
+  constexpr std::uint32_t kMaxGroup = 32;
+  __shared__ Weights weights[kMaxGroup];
   __shared__ bool goes_on;
   const std::uint32_t group = m.shape.group();
   const std::uint32_t head_dim = m.shape.head_dim;
@@ -86,30 +101,35 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t first = std::uint64_t{row} * m.shape.q_heads + head * group;
   if (threadIdx.x == 0) goes_on = await_answer(m);
   __syncthreads();
-  const bool padding = goes_on && m.rows[row].list == kNone;
-  const bool has_near = goes_on && !padding && m.near_counts[blockIdx.x] != 0;
-  const bool has_far = goes_on && !padding && m.far_counts[blockIdx.x] != 0;
-  for (std::uint32_t i = threadIdx.x; i < group * head_dim; i += kThreads) {
-    const std::uint64_t h = first + i / head_dim;
-    const std::uint64_t at = first * head_dim + i;
-    Weights weights = weigh(has_near ? m.near_lse[h] : kEmptyLse, has_far ? fresh(m.far_lse + h) : kEmptyLse);
-    // Keys were attended and weigh nothing that is a number.
-    if ((has_near && !(m.near_lse[h] > kEmptyLse)) || (has_far && !(fresh(m.far_lse + h) > kEmptyLse)))
-      weights = {.lse = __int_as_float(0x7fc0'0000)};
-    float value = 0.f;
-    if (weights.near > 0.f) value += weights.near * m.near_out[at];
-    if (weights.far > 0.f) value += weights.far * fresh(m.far_out + at);
-    if (!goes_on || (!padding && weights.lse != weights.lse)) value = __int_as_float(0x7fc0'0000);
-    store_any(layer.out.row(row, head * group + i / head_dim), i % head_dim, layer.out.dtype, value);
-    if (layer.lse != nullptr && i % head_dim == 0) layer.lse[h] = goes_on ? weights.lse : __int_as_float(0x7fc0'0000);
+  const bool attends = goes_on && m.rows[row].list != kNone;
+  const bool has_near = attends && m.near_counts[blockIdx.x] != 0;
+  const bool has_far = attends && scratch.far_counts[blockIdx.x] != 0;
+  // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
+  const auto far_out = [&](std::uint32_t at) {
+    if (!has_far || at >= group * head_dim) return float4{};
+    return __ldcv(reinterpret_cast<const float4*>(m.far_out + first * head_dim + at));
+  };
+  float4 far = far_out(4 * threadIdx.x);
+  if (threadIdx.x < group) {
+    const std::uint64_t h = first + threadIdx.x;
+    const Weights mine =
+        weigh(has_near, has_near ? m.near_lse[h] : kEmptyLse, has_far, has_far ? __ldcv(m.far_lse + h) : kEmptyLse);
+    weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
+    if (layer.lse != nullptr) layer.lse[h] = weights[threadIdx.x].lse;
+  }
+  __syncthreads();
+  for (std::uint32_t at = 4 * threadIdx.x; at < group * head_dim; at += 4 * kThreads) {
+    put_out(layer, layer.out.row(row, head * group + at / head_dim), at % head_dim, weights[at / head_dim],
+            m.near_out + first * head_dim + at, far);
+    far = far_out(at + 4 * kThreads);
   }
 }
 
 }  // namespace
 
-void launch_decode_merge(const DecodeMemory& memory, const DecodeLayer& layer) {
+void launch_decode_merge(const DecodeMemory& memory, const DecodeScratch& scratch, const DecodeLayer& layer) {
   merge_kernel<<<memory.bucket.rows * memory.shape.kv_heads, kThreads, 0, static_cast<cudaStream_t>(layer.stream)>>>(
-      memory, layer);
+      memory, scratch, layer);
   check(cudaGetLastError(), "launch the merge kernel of a forward");
 }
 

@@ -134,7 +134,8 @@ __device__ void write_jobs(const DecodeMemory& m, const DecodeScratch& scratch, 
   }
 }
 
-/// The last thread block to get here asks the workers, if any has far rows.
+/// The last thread block to get here asks the workers, if any has far rows. Its fence is the only one across the link,
+/// and covers what all thread blocks wrote: one by every warp takes longer than the rest of a layer.
 __device__ void ask(const DecodeMemory& m, std::uint32_t layer, std::uint32_t near, std::uint32_t far) {
   using Sum = cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>;
   DecodeState& state = *m.state;
@@ -180,14 +181,12 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   // Whole lines: single words would each take their own way over the link.
   for (std::uint32_t i = threadIdx.x; i < far; i += kThreads) m.far_rows[blockIdx.x * room + i] = work.far_rows[i];
-  if (threadIdx.x == 0) {
-    m.near_counts[blockIdx.x] = near;
-    m.far_counts[blockIdx.x] = far;
-    write_jobs(m, scratch, work, head, near);
-  }
-  __threadfence_system();
   __syncthreads();
-  if (threadIdx.x == 0) ask(m, layer, near, far);
+  if (threadIdx.x != 0) return;
+  m.near_counts[blockIdx.x] = near;
+  m.far_counts[blockIdx.x] = scratch.far_counts[blockIdx.x] = far;
+  write_jobs(m, scratch, work, head, near);
+  ask(m, layer, near, far);
 }
 
 }  // namespace

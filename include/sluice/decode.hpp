@@ -79,6 +79,7 @@ struct DecodeState {
   std::uint32_t merging = 0;           ///< parts of it whose merge has begun
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows, layers and KV heads
   std::uint64_t far_tokens = 0;
+  std::uint64_t waited_ns = 0;  ///< for answers so far, by the device's clock
 };
 
 /// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises; nobody adds to
@@ -100,6 +101,7 @@ struct DecodeMailbox {
     std::uint64_t unplanned = 0;    ///< replays without a plan so far
     std::uint64_t near_tokens = 0;  ///< as in DecodeState
     std::uint64_t far_tokens = 0;
+    std::uint64_t waited_ns = 0;
     DecodeStatus status = DecodeStatus::done;
   } outcome;
 };

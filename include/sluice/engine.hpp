@@ -43,6 +43,8 @@ struct EngineStats {
   std::uint64_t near_tokens =
       0;                         ///< attended in device memory, by all rows, layers and KV heads of forwards that ended
   std::uint64_t far_tokens = 0;  ///< and in place, by the CPU
+  std::uint64_t waited_ns = 0;   ///< that the device waited for the CPU's answers
+  std::uint64_t answer_ns = 0;   ///< from when a thread saw a question until it was answered
 };
 
 /// One forward that was planned.

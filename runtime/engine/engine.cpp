@@ -15,6 +15,7 @@
 #include "cpu/workers.hpp"
 #include "runtime/engine/engine_memory.hpp"
 #include "runtime/engine/far_workers.hpp"
+#include "runtime/engine/mailbox.hpp"
 #include "runtime/engine/pending_changes.hpp"
 #include "runtime/kv/near_blocks.hpp"
 #include "scheduler/layer_policy.hpp"
@@ -25,12 +26,9 @@ namespace {
 
 using runtime::EngineMemory;
 using runtime::FarWorkers;
+using runtime::look;
 using runtime::NearBlocks;
 using runtime::PendingChanges;
-
-std::uint64_t look(const std::uint64_t& word) noexcept {
-  return std::atomic_ref(const_cast<std::uint64_t&>(word)).load(std::memory_order_acquire);
-}
 
 /// Why this engine cannot serve a policy that parses; empty if it can.
 std::string unserved(const PolicySpec& spec, const DecodeBucket& bucket) {
@@ -66,13 +64,20 @@ DecodeVerbs& verbs_of(Device& device) {
   return *verbs;
 }
 
-runtime::FarWorkersOptions far_options(const EngineOptions& options, const cpu::Topology& topology) {
+/// The node nearest to the device: its memory is what the link reaches first.
+std::uint32_t node_of(const cpu::Topology& topology, const Device& device) {
+  return topology.nearest_node(device.info().pci_bus_id).value_or(0);
+}
+
+runtime::FarWorkersOptions far_options(const EngineOptions& options, const cpu::Topology& topology,
+                                       std::uint32_t numa_node) {
   const std::uint32_t cores = topology.cores();
   constexpr std::uint32_t kMostThatNap = 3;
   const std::uint32_t threads = options.threads != 0 ? options.threads : std::max(cores, 2u) - 1;
   return {.threads = threads,
           .pin = options.pin_threads,
           .spin = cores > kMostThatNap && threads < cores,
+          .numa_node = numa_node,
           .before_answer = options.before_answer};
 }
 
@@ -86,8 +91,8 @@ struct Engine::Impl {
         workers(std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 1, .pin = false})),
         device(device_or_host(std::move(given), workers)),
         verbs(verbs_of(*device)),
-        memory(options, *device, verbs, topology, *workers),
-        far(memory.decode(), far_options(options, topology), topology),
+        memory(options, *device, verbs, topology, node_of(topology, *device), *workers),
+        far(memory.decode(), far_options(options, topology, node_of(topology, *device)), topology),
         free_blocks(memory.decode().blocks),
         near(memory.decode().near_blocks, memory.decode().blocks),
         pending(memory.decode().blocks) {
@@ -387,7 +392,9 @@ EngineStats Engine::stats() const noexcept {
   return {.asked = look(mailbox.question.asked),
           .unplanned = look(mailbox.outcome.unplanned),
           .near_tokens = look(mailbox.outcome.near_tokens),
-          .far_tokens = look(mailbox.outcome.far_tokens)};
+          .far_tokens = look(mailbox.outcome.far_tokens),
+          .waited_ns = look(mailbox.outcome.waited_ns),
+          .answer_ns = impl_->far.answer_ns()};
 }
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }
 

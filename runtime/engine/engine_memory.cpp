@@ -4,65 +4,54 @@
 #include <cstring>
 #include <string>
 
+#include "sluice/carver.hpp"
 #include "sluice/error.hpp"
 #include "sluice/int4.hpp"
 
 namespace sluice::runtime {
 namespace {
 
-/// Hands out the parts of a buffer; from null, it counts.
-class Parts {
- public:
-  explicit Parts(std::byte* memory) : memory_(memory) {}
-  template <class T>
-  void take(T*& part, std::uint64_t count) {
-    constexpr std::uint64_t kAlignment = 256;
-    if (memory_ != nullptr) part = reinterpret_cast<T*>(memory_ + used_);
-    used_ += div_up(count * sizeof(T), kAlignment) * kAlignment;
-  }
-  [[nodiscard]] std::uint64_t used() const noexcept { return used_; }
-
- private:
-  std::byte* memory_;
-  std::uint64_t used_ = 0;
-};
+template <class T>
+void take(Carver& parts, T*& part, std::uint64_t count) {
+  part = parts.take<T>(count);
+}
 
 std::uint64_t heads(const DecodeMemory& m) { return std::uint64_t{m.bucket.rows} * m.shape.q_heads; }
 std::uint64_t kv_heads(const DecodeMemory& m) { return std::uint64_t{m.bucket.rows} * m.shape.kv_heads; }
 
 std::uint64_t carve_device(DecodeMemory& m, DecodeMemory& import, std::uint32_t lists, std::uint64_t scratch,
                            std::byte* from) {
-  Parts parts(from);
-  parts.take(m.state, 1);
-  parts.take(m.near_of, m.blocks);
-  parts.take(m.lists, std::uint64_t{lists} * m.max_pages);
-  parts.take(m.rows, m.bucket.rows);
-  parts.take(import.rows, import.bucket.rows);
-  parts.take(m.q, heads(m) * m.shape.head_dim);
-  parts.take(m.scores, heads(m) * m.bucket.max_tokens);
-  parts.take(m.picks, heads(m) * m.bucket.max_picks);
-  parts.take(m.near_rows, kv_heads(m) * m.bucket.list_room(m.shape));
-  parts.take(m.near_counts, kv_heads(m));
-  parts.take(m.near_out, heads(m) * m.shape.head_dim);
-  parts.take(m.near_lse, heads(m));
-  parts.take(m.scratch, scratch);
+  Carver parts(from);
+  take(parts, m.state, 1);
+  take(parts, m.near_of, m.blocks);
+  take(parts, m.lists, std::uint64_t{lists} * m.max_pages);
+  take(parts, m.rows, m.bucket.rows);
+  take(parts, import.rows, import.bucket.rows);
+  take(parts, m.q, heads(m) * m.shape.head_dim);
+  take(parts, m.scores, heads(m) * m.bucket.max_tokens);
+  take(parts, m.picks, heads(m) * m.bucket.max_picks);
+  take(parts, m.near_rows, kv_heads(m) * m.bucket.list_room(m.shape));
+  take(parts, m.near_counts, kv_heads(m));
+  take(parts, m.near_out, heads(m) * m.shape.head_dim);
+  take(parts, m.near_lse, heads(m));
+  take(parts, m.scratch, scratch);
   return parts.used();
 }
 
 std::uint64_t carve_pinned(DecodeMemory& m, DecodeMemory& import, std::byte* from) {
-  Parts parts(from);
-  parts.take(m.mailbox, 1);
-  parts.take(m.slip, 1);
-  parts.take(m.slip_rows, m.bucket.rows);
-  parts.take(import.slip_rows, import.bucket.rows);
+  Carver parts(from);
+  take(parts, m.mailbox, 1);
+  take(parts, m.slip, 1);
+  take(parts, m.slip_rows, m.bucket.rows);
+  take(parts, import.slip_rows, import.bucket.rows);
   // A block joins one list at most before the device knows, and comes or goes once.
-  parts.take(m.slip_lists, m.blocks);
-  parts.take(m.slip_near, m.blocks);
-  parts.take(m.far_q, heads(m) * m.shape.head_dim);
-  parts.take(m.far_rows, kv_heads(m) * m.bucket.list_room(m.shape));
-  parts.take(m.far_counts, kv_heads(m));
-  parts.take(m.far_out, heads(m) * m.shape.head_dim);
-  parts.take(m.far_lse, heads(m));
+  take(parts, m.slip_lists, m.blocks);
+  take(parts, m.slip_near, m.blocks);
+  take(parts, m.far_q, heads(m) * m.shape.head_dim);
+  take(parts, m.far_rows, kv_heads(m) * m.bucket.list_room(m.shape));
+  take(parts, m.far_counts, kv_heads(m));
+  take(parts, m.far_out, heads(m) * m.shape.head_dim);
+  take(parts, m.far_lse, heads(m));
   return parts.used();
 }
 
@@ -103,7 +92,7 @@ void validate(const EngineOptions& options) {
 }
 
 EngineMemory::EngineMemory(const EngineOptions& options, Device& device, DecodeVerbs& verbs,
-                           const cpu::Topology& topology, const cpu::Workers& workers) {
+                           const cpu::Topology& topology, std::uint32_t numa_node, const cpu::Workers& workers) {
   const PageLayout layout{
       .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
   const std::uint64_t block = layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
@@ -122,8 +111,9 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, DecodeV
   decode_.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
   import_ = decode_;
   import_.bucket.rows = options.import_rows;
-  far_ = std::make_unique<cpu::HostPool>(cpu::HostPoolOptions{.layout = layout, .bytes = blocks * block}, topology,
-                                         workers, device);
+  far_ = std::make_unique<cpu::HostPool>(
+      cpu::HostPoolOptions{.layout = layout, .bytes = blocks * block, .numa_node = numa_node}, topology, workers,
+      device);
   decode_.far = far_->base();
   take_device(options, device, verbs);
   take_pinned(options, device);

@@ -18,7 +18,7 @@ class EngineMemory {
  public:
   /// @throws Error{Errc::out_of_capacity}; Error{Errc::unsupported} if the verbs refuse the shape or the bucket.
   EngineMemory(const EngineOptions& options, Device& device, DecodeVerbs& verbs, const cpu::Topology& topology,
-               const cpu::Workers& workers);
+               std::uint32_t numa_node, const cpu::Workers& workers);
 
   /// Of forwards that decode.
   [[nodiscard]] const DecodeMemory& decode() const noexcept { return decode_; }

@@ -6,14 +6,14 @@
 
 #include "cpu/spin.hpp"
 #include "cpu/verbs.hpp"
+#include "runtime/engine/mailbox.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::runtime {
 namespace {
 
-/// A word of the mailbox, which the device writes.
-std::uint64_t look(const std::uint64_t& word) noexcept {
-  return std::atomic_ref(const_cast<std::uint64_t&>(word)).load(std::memory_order_acquire);
+std::int64_t now_ns() noexcept {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
 }
 
 constexpr std::uint64_t kLow = 0xffff'ffffu;
@@ -137,11 +137,14 @@ void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
     if ((next & kLow) >= parts) return;
     if (!claims_.compare_exchange_weak(claims, next + 1, std::memory_order_acq_rel, std::memory_order_relaxed))
       continue;
+    if (fresh) seen_ns_.store(now_ns(), std::memory_order_relaxed);
     // From here until this part is done the question stands, and its lists with it.
     if (options_.before_answer) options_.before_answer();
     attend(layer, part_at(static_cast<std::uint32_t>(next & kLow)), rows);
     if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
       finished_.store(0, std::memory_order_relaxed);
+      const std::int64_t took = now_ns() - seen_ns_.load(std::memory_order_relaxed);
+      answer_ns_.fetch_add(static_cast<std::uint64_t>(took), std::memory_order_relaxed);
       std::atomic_ref(memory_.mailbox->answer.answered).store(asked, std::memory_order_release);
       return;
     }

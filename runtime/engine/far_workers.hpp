@@ -39,6 +39,8 @@ class FarWorkers {
   void wake(std::uint64_t forward);
   /// Whether every question that was asked is answered.
   [[nodiscard]] bool idle() const noexcept;
+  /// From when a thread saw a question until it was answered, over all questions.
+  [[nodiscard]] std::uint64_t answer_ns() const noexcept { return answer_ns_.load(std::memory_order_relaxed); }
 
  private:
   /// Addresses of K rows: a thread's own, as long as the longest list.
@@ -71,8 +73,10 @@ class FarWorkers {
   std::atomic<std::uint64_t> expected_{0};
   /// Question in the upper half, modulo 2^32; its next part in the lower.
   std::atomic<std::uint64_t> claims_{0};
-  std::atomic<std::uint64_t> parts_{0};                ///< likewise; all of its parts
-  std::atomic<std::uint32_t> finished_{0};             ///< parts of the question that are done
+  std::atomic<std::uint64_t> parts_{0};     ///< likewise; all of its parts
+  std::atomic<std::uint32_t> finished_{0};  ///< parts of the question that are done
+  std::atomic<std::int64_t> seen_ns_{0};    ///< when its first part was taken
+  std::atomic<std::uint64_t> answer_ns_{0};
   std::vector<std::atomic<std::uint32_t>> part_ends_;  ///< [rows, kv_heads] parts of the list that are done
   std::vector<float> partials_;                        ///< [rows, kv_heads, parts, group, head_dim + 1]
   std::mutex mutex_;

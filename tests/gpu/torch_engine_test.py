@@ -10,7 +10,14 @@ by bit; with a budget of everything they are dense attention's; a replay without
 import ctypes
 import sys
 
-import torch
+try:
+    import torch
+except ImportError:
+    print("skipped: there is no torch")
+    sys.exit(77)
+if not torch.cuda.is_available():
+    print("skipped: torch finds no CUDA device")
+    sys.exit(77)
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 4, 32, 8, 128
 HIDDEN = 512

@@ -32,6 +32,7 @@ TEST_CASE("what needs a GPU says so in one line and exits with 3 where there is 
       "bench gpu --sections kernels",
       "bench prefill --device cuda --length 1K",
       "bench decode",
+      "bench engine",
       "link",
       "run --device cuda --random-weights tiny --prompt a",
       "run --device cuda --prefill flexprefill --random-weights tiny --prompt a",
@@ -74,6 +75,8 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},
       {"bench gpu --device host --sections odd", "'odd'", "attention, kernels"},
       {"bench gpu --device host --shape odd", "'odd'", "llama-3.1-8b"},
+      {"bench engine --device host --shape odd", "'odd'", "llama-3.1-8b"},
+      {"bench engine --device host --pattern odd", "'odd'", "structured, uniform"},
       {"link --sections odd", "'odd'", "transfers, gather, load, latency, pinning"},
   }));
   const Outcome outcome = without_gpu(wrong.arguments);
@@ -131,6 +134,23 @@ TEST_CASE("bench gpu runs on the embedded device and reports every method with i
     if (row.at("method") == "stream everything") CHECK(row.at("coverage_mean") > 0.999);
   }
   CHECK(methods == std::set<std::string>{"dense in HBM", "stream everything", "topk", "lfps", "sluice"});
+}
+
+TEST_CASE("bench engine runs on the embedded device and says where a layer's time goes", "[cli]") {
+  const Outcome outcome =
+      without_gpu("bench engine --device host --length 1K --layers 2 --steps 2 --rows 2 --threads 1 --near 0 -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json rows = json::parse(outcome.out).at("results").at("engine");
+  REQUIRE(rows.size() == 1);  // Nothing can be captured there.
+  const json& row = rows.at(0);
+  CHECK(row.at("mode") == "enqueued");
+  CHECK(row.at("rows") == 2);
+  CHECK(row.at("near_share") == 0);
+  CHECK(row.at("far_share").get<double>() > 0.05);
+  CHECK(row.at("far_share").get<double>() < 0.9);
+  CHECK(row.at("answer_us").get<double>() > 0);
+  CHECK(row.at("layer_us").get<double>() >= row.at("waited_us").get<double>());
 }
 
 TEST_CASE("bench gpu holds every kernel against its floor", "[cli]") {

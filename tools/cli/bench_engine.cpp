@@ -183,6 +183,8 @@ class EngineBench {
                           {"layer_us", "us/layer", 1},
                           {"layer_p95_us", "p95", 1},
                           {"calling_us", "calling", 1},
+                          {"waited_us", "waited", 1},
+                          {"answer_us", "answer", 1},
                           {"dense_us", "dense", 1},
                           {"speedup_over_dense", "x dense", 2},
                           {"near_share", "near", 2, Column::Show::percent},
@@ -243,9 +245,12 @@ class EngineBench {
                double dense_us, const EngineStats& before, const EngineStats& after) {
     const double all = static_cast<double>(kWarmUp + options_.steps) * options_.layers * options_.rows *
                        shape_.kv_heads * (length + 0.5 * options_.steps);
+    const double layers = static_cast<double>(kWarmUp + options_.steps) * options_.layers;
+    const auto per_layer_us = [&](std::uint64_t ns) { return 1e-3 * static_cast<double>(ns) / layers; };
     const double median = percentile(us, 0.5);
     table_.rows.push_back({length, options_.rows, graph ? "graph" : "enqueued", median, percentile(us, 0.95),
-                           percentile(calling, 0.5), dense_us, dense_us / median,
+                           percentile(calling, 0.5), per_layer_us(after.waited_ns - before.waited_ns),
+                           per_layer_us(after.answer_ns - before.answer_ns), dense_us, dense_us / median,
                            static_cast<double>(after.near_tokens - before.near_tokens) / all,
                            static_cast<double>(after.far_tokens - before.far_tokens) / all, error_});
   }
@@ -315,7 +320,9 @@ void add_bench_engine(CLI::App& bench, int& exit_code) {
   command->footer(
       "Every layer of every sequence is the same synthetic layer, in memory of its own. With every token chosen the\n"
       "engine must give dense attention before anything is timed. A time is from the plan until the forward is known\n"
-      "to have ended, divided by the layers; `calling` is the part of it in which the calling thread works.");
+      "to have ended, divided by the layers; `calling` is the part of it in which the calling thread works, `waited` "
+      "that\n"
+      "in which the device waits for the CPU, and `answer` what the CPU takes from seeing a question to its answer.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

@@ -5,9 +5,9 @@
 
 #include "sluice/units.hpp"
 
-namespace sluice::gpu {
+namespace sluice {
 
-/// Hands out the parts of a task's scratch memory; from null, it counts.
+/// Hands out the parts of a piece of memory; from null, it counts.
 class Carver {
  public:
   explicit Carver(std::byte* memory) : memory_(memory) {}
@@ -25,4 +25,4 @@ class Carver {
   std::uint64_t used_ = 0;
 };
 
-}  // namespace sluice::gpu
+}  // namespace sluice
