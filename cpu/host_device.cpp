@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "cpu/decode_verbs.hpp"
+#include "cpu/forward_verbs.hpp"
 #include "cpu/host_backend.hpp"
 #include "cpu/host_event.hpp"
 #include "cpu/host_stream.hpp"
@@ -131,7 +131,7 @@ struct HostDevice::Impl {
   std::chrono::milliseconds flag_timeout;
   DeviceInfo info;
   HostBackend backend;
-  DecodeVerbs decode_verbs;
+  ForwardVerbs forward_verbs{backend};
   std::shared_ptr<Ledger> ledger;
   std::shared_ptr<Registry> registry = std::make_shared<Registry>();
   std::shared_ptr<Mischief> mischief;
@@ -169,7 +169,7 @@ HostDevice::~HostDevice() = default;
 
 const DeviceInfo& HostDevice::info() const noexcept { return impl_->info; }
 sluice::Backend& HostDevice::backend() noexcept { return impl_->backend; }
-sluice::DecodeVerbs* HostDevice::decode_verbs() noexcept { return &impl_->decode_verbs; }
+sluice::ForwardVerbs* HostDevice::forward_verbs() noexcept { return &impl_->forward_verbs; }
 
 std::unique_ptr<Buffer> HostDevice::allocate(std::uint64_t bytes) {
   impl_->tempt(Deed::allocation, Errc::out_of_capacity, "allocation");

@@ -45,7 +45,7 @@ class HostDevice final : public Device {
 
   [[nodiscard]] const DeviceInfo& info() const noexcept override;
   [[nodiscard]] sluice::Backend& backend() noexcept override;
-  [[nodiscard]] sluice::DecodeVerbs* decode_verbs() noexcept override;
+  [[nodiscard]] sluice::ForwardVerbs* forward_verbs() noexcept override;
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::uint64_t bytes) override;
   [[nodiscard]] std::unique_ptr<Buffer> allocate_pinned(std::uint64_t bytes) override;
   [[nodiscard]] std::unique_ptr<Registration> register_host(std::span<std::byte> memory) override;

@@ -127,6 +127,7 @@ void PrefillPlan::launch(std::span<const PrefillTask> tasks, CudaStream& stream)
   const PrefillArgs args{.items = pack(tasks, extent, stream),
                          .shape = strides_,
                          .group = shape_.group(),
+                         .row_heads = shape_.group(),
                          .score_scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim))};
   if (kernel.warpgroups) {
     launch_prefill_hopper(kernel, args, extent, map_pages(tasks.front().kv, kPrefillBlock), stream.handle());

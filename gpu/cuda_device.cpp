@@ -234,7 +234,7 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
   peak_memory_gbps_ = peak_memory_gbps(options.ordinal);
   multiprocessors_ = static_cast<std::uint32_t>(properties.multiProcessorCount);
   backend_ = make_backend(properties);
-  decode_verbs_ = std::make_unique<DecodeVerbs>(options.ordinal, multiprocessors_);
+  forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_);
   core_ = std::make_shared<DeviceCore>(options, limit);
 }
 

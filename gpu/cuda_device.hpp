@@ -6,8 +6,8 @@
 
 #include "gpu/backend.hpp"
 #include "gpu/cuda_stream_impl.hpp"
-#include "gpu/decode_verbs.hpp"
 #include "gpu/device_core.hpp"
+#include "gpu/forward_verbs.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/device.hpp"
 
@@ -27,7 +27,7 @@ class CudaDevice final : public Device {
 
   [[nodiscard]] const DeviceInfo& info() const noexcept override { return info_; }
   [[nodiscard]] sluice::Backend& backend() noexcept override { return *backend_; }
-  [[nodiscard]] sluice::DecodeVerbs* decode_verbs() noexcept override { return decode_verbs_.get(); }
+  [[nodiscard]] sluice::ForwardVerbs* forward_verbs() noexcept override { return forward_verbs_.get(); }
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::uint64_t bytes) override;
   [[nodiscard]] std::unique_ptr<Buffer> allocate_pinned(std::uint64_t bytes) override;
   [[nodiscard]] std::unique_ptr<Registration> register_host(std::span<std::byte> memory) override;
@@ -51,7 +51,7 @@ class CudaDevice final : public Device {
   double peak_memory_gbps_ = 0.0;  ///< 0 if unknown
   std::shared_ptr<DeviceCore> core_;
   std::unique_ptr<Backend> backend_;
-  std::unique_ptr<DecodeVerbs> decode_verbs_;
+  std::unique_ptr<ForwardVerbs> forward_verbs_;
 };
 
 /// See cuda_device_facts.

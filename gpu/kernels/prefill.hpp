@@ -18,8 +18,8 @@ struct alignas(16) PrefillItem {
   const std::uint32_t* frames = nullptr;  ///< device [pages], from the page of key_begin on
   std::byte* out = nullptr;               ///< device
   const std::uint32_t* blocks = nullptr;  ///< device [heads, query_blocks, mask_words] or null: all
-  float* lse = nullptr;                   ///< device [count, PrefillArgs::group] or null
-  float* so_far = nullptr;                ///< device [count, PrefillArgs::group, head_dim] or null, 8-byte aligned
+  float* lse = nullptr;                   ///< device [count, PrefillArgs::row_heads] or null
+  float* so_far = nullptr;                ///< device [count, PrefillArgs::row_heads, head_dim] or null, 8-byte aligned
   std::uint32_t first = 0;
   std::uint32_t count = 0;
   std::uint32_t heads = 0;
@@ -35,8 +35,9 @@ struct alignas(16) PrefillItem {
 struct PrefillArgs {
   const PrefillItem* items = nullptr;  ///< device
   PrefillShape shape{};
-  std::uint32_t group = 0;  ///< query heads between two tokens of lse and so_far
-  float score_scale = 0.f;  ///< 1 / sqrt(head_dim)
+  std::uint32_t group = 0;      ///< query heads of a KV head
+  std::uint32_t row_heads = 0;  ///< query heads between two tokens of lse and so_far
+  float score_scale = 0.f;      ///< 1 / sqrt(head_dim)
 };
 
 /// What the grid of a launch must cover.

@@ -100,7 +100,7 @@ template <int kDim>
 __device__ void write_row(const PrefillItem& item, const PrefillArgs& args, std::uint32_t token, std::uint32_t head,
                           float mass, float base, RowPart<kDim>& part) {
   const std::uint32_t t = threadIdx.x % 4;
-  const std::uint64_t row = std::uint64_t{token} * args.group + head;
+  const std::uint64_t row = std::uint64_t{token} * args.row_heads + head;
   const RowShares shares = share_row(mass, base, item.first_window ? -INFINITY : item.lse[row]);
 #pragma unroll
   for (int n = 0; n < kDim / 8; ++n) part[n] = make_float2(part[n].x * shares.now, part[n].y * shares.now);

@@ -12,7 +12,7 @@
 namespace sluice {
 
 class Backend;
-class DecodeVerbs;
+class ForwardVerbs;
 
 /// One word in memory that both sides of the link see; the hand-over between a stream and the host.
 /// One writer; values only rise, so a flag is never reset. A failed producer raises the flag all the same, with
@@ -143,7 +143,7 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<Event> create_event() = 0;
 
   /// Verbs of captured decode forwards; null where the device has none. They live as long as the device.
-  [[nodiscard]] virtual DecodeVerbs* decode_verbs() noexcept { return nullptr; }
+  [[nodiscard]] virtual ForwardVerbs* forward_verbs() noexcept { return nullptr; }
 
   /// For pages of this size. What is not known is taken to be as the host's own memory, see cpu::measure_rates.
   [[nodiscard]] virtual DeviceRates rates(std::uint64_t page_bytes) const {

@@ -6,8 +6,8 @@
 #include <memory>
 #include <span>
 
-#include "sluice/decode.hpp"
 #include "sluice/device.hpp"
+#include "sluice/forward.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
@@ -19,16 +19,17 @@ struct EngineOptions {
   AttentionShape shape;            ///< required
   std::uint32_t page_tokens = 16;  ///< power of two in [8, 256]
   DType kv_dtype = DType::bf16;
-  std::uint64_t host_bytes =
-      1 * GiB;                     ///< for keys and values; a block of a token page of all layers and KV heads at least
-  std::uint64_t near_bytes = 0;    ///< device memory for near pages; what is left of a block is not used
-  std::uint32_t rows = 1;          ///< of a forward, padding included
-  std::uint32_t sequences = 16;    ///< that live at once
-  std::uint32_t max_tokens = 0;    ///< of one sequence; 0: what host_bytes hold
-  std::uint32_t max_picks = 2048;  ///< tokens that a query head may choose
-  std::uint32_t max_window = 512;  ///< sinks and recent tokens of a policy, together
-  std::uint32_t import_rows = 512;  ///< tokens of one import
-  std::uint32_t threads = 0;        ///< that answer the far part; 0: the cores of this process, less one
+  /// For keys and values; a block, one page of tokens of all layers and KV heads, at least.
+  std::uint64_t host_bytes = 1 * GiB;
+  std::uint64_t near_bytes = 0;         ///< device memory for near pages; what is left of a block is not used
+  Bucket largest{};                     ///< of all buckets; forwards of smaller ones take no memory of their own
+  std::uint32_t in_flight = 2;          ///< forwards that are planned and not finished; [1, kMostForwards]
+  std::uint32_t sequences = 16;         ///< that live at once
+  std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose
+  std::uint32_t max_window = 512;       ///< sinks and recent tokens of a policy, together
+  std::uint32_t import_rows = 512;      ///< tokens of one import
+  std::uint32_t prefill_window = 4096;  ///< tokens of keys that a chunk of a prompt attends at a time, in device memory
+  std::uint32_t threads = 0;            ///< that answer the far part; 0: the cores of this process, less one
   bool pin_threads = true;
   std::chrono::milliseconds answer_timeout{1'000};  ///< a layer waits no longer for the far part, by the device's clock
   std::chrono::milliseconds timeout{30'000};        ///< every wait of a call; [1 ms, 1 h]
@@ -41,33 +42,62 @@ struct EngineStats {
   std::uint64_t asked = 0;      ///< layers whose far part the CPU was asked for
   std::uint64_t unplanned = 0;  ///< replays without a plan of their own
   std::uint64_t near_tokens =
-      0;                         ///< attended in device memory, by all rows, layers and KV heads of forwards that ended
+      0;  ///< attended in device memory by rows that choose, layers and KV heads of ended forwards
   std::uint64_t far_tokens = 0;  ///< and in place, by the CPU
   std::uint64_t waited_ns = 0;   ///< that the device waited for the CPU's answers
   std::uint64_t answer_ns = 0;   ///< from when a thread saw a question until it was answered
 };
 
+/// Memory of an engine in bytes: all of it is reserved when the engine is built.
+struct EngineMemoryUse {
+  std::uint64_t far_pages = 0;       ///< host: keys and values
+  std::uint64_t far_pages_used = 0;  ///< of these, in blocks that sequences hold; shared ones count once
+  std::uint64_t pinned = 0;          ///< host: plans, the mailbox, far lists and partial results
+  std::uint64_t partials = 0;        ///< host: the threads' own
+  std::uint64_t near_pages = 0;      ///< device
+  std::uint64_t near_pages_used = 0;
+  std::uint64_t codes = 0;    ///< device: 4-bit copies of keys
+  std::uint64_t buffers = 0;  ///< device: tables, scores, choices and scratch
+
+  [[nodiscard]] std::uint64_t host() const noexcept { return far_pages + pinned + partials; }
+  [[nodiscard]] std::uint64_t device() const noexcept { return near_pages + codes + buffers; }
+};
+
+/// New tokens of one sequence, consecutive rows of a forward.
+struct PlanItem {
+  SequenceId sequence;
+  std::uint32_t tokens = 1;
+  /// A chunk of a prompt: its rows attend all that comes before them. Otherwise each row chooses as its sequence's
+  /// policy says, as if the tokens before it had been decoded one by one: new tokens, and drafts that are to be
+  /// verified.
+  bool prefill = false;
+};
+
 /// One forward that was planned.
 struct Batch {
   std::uint64_t forward = 0;
+  Bucket bucket{};
 };
 
-/// Decode attention for a batch of sequences whose keys and values lie in host memory, driven by the device: `plan`
-/// once per forward, `attend` per layer on the caller's stream. Neither the number nor the length of the sequences
-/// changes what `attend` launches, so that a forward, `attend` for every layer in order, can be captured in a CUDA
-/// graph once and replayed after every `plan`. The far part is answered by threads that watch for the device's
-/// questions while a planned forward is under way, and sleep otherwise.
+/// Attention for a batch of sequences whose keys and values lie in host memory, driven by the device: `plan` once per
+/// forward, `attend` per layer on the caller's stream. A forward mixes tokens that are decoded, drafts that are
+/// verified and chunks of prompts. What `attend` launches depends on the bucket alone, so that a forward, `attend` for
+/// every layer in order, can be captured in a CUDA graph once per bucket and replayed after every `plan`. The far part
+/// is answered by threads that watch for the device's questions while a planned forward is under way, and sleep
+/// otherwise.
 ///
-/// Serves policies of the form `exact | int4 | top_k=COUNT | near=0,sinks=S,recent=R`. What is attended depends on
-/// policy and sequence alone, neither on batch mates nor on what is near.
+/// Serves policies of the form `exact | int4 | top_k=COUNT | near=0,sinks=S,recent=R`. What a row attends depends on
+/// policy and sequence alone, neither on what else is in the batch nor on what is near.
+///
+/// Forwards that are planned and not finished run in the order of their plans, each on top of the one before: their
+/// streams must be the same, or ordered by the caller. One that fails takes those behind it along.
 ///
 /// Thread safety: calls on one Engine must not overlap; none may be made on the caller's stream while it is captured
 /// but `attend`. Errors: Error, and nothing was changed unless the function says otherwise.
 class Engine {
  public:
   /// @throws Error{Errc::invalid_argument}, Error{Errc::out_of_capacity}, Error{Errc::unsupported} with the reason if
-  /// the
-  ///         device cannot serve the shape or has no decode verbs. `device` null: an embedded host device.
+  /// the device cannot serve the shape or has no verbs of a forward. `device` null: an embedded host device.
   explicit Engine(const EngineOptions& options, std::shared_ptr<Device> device = nullptr);
   /// What was enqueued on streams of the caller must have run.
   ~Engine();
@@ -77,37 +107,52 @@ class Engine {
   /// @throws Error{Errc::unsupported} naming what the policy wants; Error{Errc::out_of_capacity} if as many live as
   /// may.
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);
+  /// A new sequence of the first `tokens` tokens of another one, under its policy. Its blocks are shared; the one in
+  /// which either of them goes on is copied then.
+  /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, or it has fewer tokens;
+  /// Error{Errc::out_of_capacity} if as many live as may.
+  [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens);
+  /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted.
+  /// @throws Error{Errc::invalid_argument} as in `fork`.
+  void truncate(SequenceId sequence, std::uint32_t tokens);
   /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream as in
   /// `plan`; the last layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] in device memory, after
   /// RoPE, at most import_rows tokens. One that does not get to its last layer is begun again with layer 0, or ends
   /// with the sequence; until then no forward can be planned.
+  /// @throws Error{Errc::invalid_argument} if a forward is under way
   void import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream);
-  /// Plans one new token for each of the sequences, which are all different: row i of the forward is sequence i's, rows
-  /// beyond them are padding. Enqueues on `stream`, which is not being captured: a cudaStream_t with the CUDA device;
-  /// a Stream* with a host device, or null: at once.
-  /// @throws Error{Errc::invalid_argument} if the forward before was not finished; Error{Errc::out_of_capacity}
-  [[nodiscard]] Batch plan(std::span<const SequenceId> sequences, void* stream);
-  /// One layer of the planned forward: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,
-  /// head_dim], out as q, all of EngineOptions::rows rows, in device memory; they are touched on `stream` only. `lse`
-  /// [rows, q_heads] may be null. Layers in order. Rows of padding get 0. While `stream` is captured nothing runs; a
-  /// replay is the forward that was planned last, and one without a plan of its own gets NaN and changes nothing. After
-  /// Error{Errc::device} the forward can only be cancelled.
-  void attend(LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
+  /// Plans a forward. The items' rows are packed in their order, each item's sequence is another one; rows behind them
+  /// are padding. Enqueues on `stream`, which is not being captured: a cudaStream_t with the CUDA device; a Stream*
+  /// with a host device, or null: at once.
+  /// @throws Error{Errc::invalid_argument} naming what does not fit the bucket, or if `in_flight` forwards are not
+  /// finished; Error{Errc::out_of_capacity}
+  [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& bucket, void* stream);
+  /// One layer of a forward of this bucket: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,
+  /// head_dim], out as q, all of bucket.rows() rows, in device memory; they are touched on `stream` only. `lse` [rows,
+  /// q_heads] may be null. Layers in order. Rows of padding get 0. While `stream` is captured nothing runs; a replay is
+  /// the forward that was planned first of those that did not run, and one without a plan of its own gets NaN and
+  /// changes nothing. After Error{Errc::device} the forward can only be cancelled.
+  void attend(const Bucket& bucket, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const MutableTensorView& out, void* stream, float* lse = nullptr);
   /// Waits until the forward has run; then its sequences have their new tokens.
-  /// @throws Error{Errc::device} if the far part was not answered in time: outputs are NaN from that layer on, no
-  /// sequence
-  ///         has its new token, and the forward can be planned again. Error{Errc::timeout} if it does not end: was
-  ///         every layer enqueued, or the graph replayed? It can be waited for again, or cancelled.
+  /// @throws Error{Errc::device} if it did not get to its end, with the reason: the far part was not answered in time,
+  /// the forward before failed, or what ran was not what was planned. Outputs are NaN, those of the layers before it
+  /// failed excepted, no sequence has its new tokens, and the forward can be planned again. Error{Errc::timeout} if it
+  /// does not end: was every layer enqueued, or the graph replayed? It can be waited for again, or cancelled.
   void finish(const Batch& batch);
-  /// Takes a plan back, behind what its stream has; no sequence has its new token. A forward of it that comes later,
-  /// such as a replay, has no plan. Errors as in `finish`.
+  /// Takes a plan back and all behind it, on the stream of the newest; no sequence has its new tokens. A forward of
+  /// them that comes later, such as a replay, has no plan. Errors as in `finish`.
   void cancel(const Batch& batch);
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way.
   void end(SequenceId sequence);
 
   /// That all layers have.
   [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;
+  /// Whether there is room for a new sequence of as many tokens, beside what lives.
+  [[nodiscard]] bool can_admit(std::uint32_t tokens) const noexcept;
+  [[nodiscard]] EngineMemoryUse memory() const noexcept;
+  /// Bytes of host memory in blocks that the sequence holds, shared ones included.
+  [[nodiscard]] std::uint64_t far_bytes(SequenceId sequence) const;
   /// May be called at any time, also while forwards run.
   [[nodiscard]] EngineStats stats() const noexcept;
   [[nodiscard]] const EngineOptions& options() const noexcept;

@@ -16,21 +16,21 @@ void take(Carver& parts, T*& part, std::uint64_t count) {
   part = parts.take<T>(count);
 }
 
-std::uint64_t heads(const DecodeMemory& m) { return std::uint64_t{m.bucket.rows} * m.shape.q_heads; }
-std::uint64_t kv_heads(const DecodeMemory& m) { return std::uint64_t{m.bucket.rows} * m.shape.kv_heads; }
+std::uint64_t heads(const ForwardMemory& m) { return std::uint64_t{m.largest.decode_rows} * m.shape.q_heads; }
+std::uint64_t kv_heads(const ForwardMemory& m) { return std::uint64_t{m.largest.decode_rows} * m.shape.kv_heads; }
 
-std::uint64_t carve_device(DecodeMemory& m, DecodeMemory& import, std::uint32_t lists, std::uint64_t scratch,
-                           std::byte* from) {
+std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t scratch, std::byte* from) {
   Carver parts(from);
   take(parts, m.state, 1);
   take(parts, m.near_of, m.blocks);
   take(parts, m.lists, std::uint64_t{lists} * m.max_pages);
-  take(parts, m.rows, m.bucket.rows);
-  take(parts, import.rows, import.bucket.rows);
+  take(parts, m.tokens, m.append_rows);
+  take(parts, m.rows, m.largest.decode_rows);
+  take(parts, m.chunks, m.largest.prefills);
   take(parts, m.q, heads(m) * m.shape.head_dim);
-  take(parts, m.scores, heads(m) * m.bucket.max_tokens);
-  take(parts, m.picks, heads(m) * m.bucket.max_picks);
-  take(parts, m.near_rows, kv_heads(m) * m.bucket.list_room(m.shape));
+  take(parts, m.scores, heads(m) * m.largest.max_tokens);
+  take(parts, m.picks, heads(m) * m.max_picks);
+  take(parts, m.near_rows, kv_heads(m) * m.list_room());
   take(parts, m.near_counts, kv_heads(m));
   take(parts, m.near_out, heads(m) * m.shape.head_dim);
   take(parts, m.near_lse, heads(m));
@@ -38,21 +38,36 @@ std::uint64_t carve_device(DecodeMemory& m, DecodeMemory& import, std::uint32_t 
   return parts.used();
 }
 
-std::uint64_t carve_pinned(DecodeMemory& m, DecodeMemory& import, std::byte* from) {
+std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t lists, std::uint64_t listed_blocks,
+                           std::byte* from) {
   Carver parts(from);
-  take(parts, m.mailbox, 1);
-  take(parts, m.slip, 1);
-  take(parts, m.slip_rows, m.bucket.rows);
-  take(parts, import.slip_rows, import.bucket.rows);
-  // A block joins one list at most before the device knows, and comes or goes once.
-  take(parts, m.slip_lists, m.blocks);
-  take(parts, m.slip_near, m.blocks);
-  take(parts, m.far_q, heads(m) * m.shape.head_dim);
-  take(parts, m.far_rows, kv_heads(m) * m.bucket.list_room(m.shape));
-  take(parts, m.far_counts, kv_heads(m));
-  take(parts, m.far_out, heads(m) * m.shape.head_dim);
-  take(parts, m.far_lse, heads(m));
+  ForwardMemory shared = slips.front();
+  take(parts, shared.mailbox, 1);
+  take(parts, shared.far_q, heads(shared) * shared.shape.head_dim);
+  take(parts, shared.far_rows, kv_heads(shared) * shared.list_room());
+  take(parts, shared.far_counts, kv_heads(shared));
+  take(parts, shared.far_out, heads(shared) * shared.shape.head_dim);
+  take(parts, shared.far_lse, heads(shared));
+  for (ForwardMemory& m : slips) {
+    m = shared;
+    take(parts, m.slip, 1);
+    take(parts, m.slip_tokens, m.append_rows);
+    take(parts, m.slip_rows, m.largest.decode_rows);
+    take(parts, m.slip_chunks, m.largest.prefills);
+    take(parts, m.slip_lists, lists);
+    take(parts, m.slip_blocks, listed_blocks);
+    take(parts, m.slip_near, m.blocks);  // A block comes or goes once before the device knows.
+    take(parts, m.slip_copies, lists);
+  }
   return parts.used();
+}
+
+Bucket largest_of(const EngineOptions& options, const PageLayout& layout, std::uint32_t blocks) {
+  Bucket bucket = options.largest;
+  const std::uint32_t longest = blocks * layout.page_tokens;
+  const std::uint32_t tokens = bucket.max_tokens == 0 ? longest : std::min(bucket.max_tokens, longest);
+  bucket.max_tokens = static_cast<std::uint32_t>(div_up(tokens, layout.page_tokens)) * layout.page_tokens;
+  return bucket;
 }
 
 void require(bool holds, const std::string& field, std::uint64_t have, const std::string& want) {
@@ -70,12 +85,19 @@ void validate(const EngineOptions& options) {
   require(is_valid(options.kv_dtype), "kv_dtype", static_cast<unsigned>(options.kv_dtype), "a value of sluice::DType");
   const std::uint32_t page = options.page_tokens;
   require(page >= 8 && page <= 256 && (page & (page - 1)) == 0, "page_tokens", page, "a power of two in [8, 256]");
-  in("rows", options.rows, 1, 1024);
+  in("largest.decode_rows", options.largest.decode_rows, 0, 1024);
+  in("largest.prefill_rows", options.largest.prefill_rows, 0, 65'536);
+  in("largest.prefills", options.largest.prefills, options.largest.prefill_rows == 0 ? 0 : 1,
+     options.largest.prefill_rows);
+  in("rows of the largest bucket", options.largest.rows(), 1, 65'536);
+  in("largest.max_tokens", options.largest.max_tokens, 0, 0x7fff'ffff);
+  in("in_flight", options.in_flight, 1, kMostForwards);
   in("sequences", options.sequences, 1, 65'536);
-  in("max_tokens", options.max_tokens, 0, 0x7fff'ffff);
   in("max_picks", options.max_picks, 1, 1u << 20);
   in("max_window", options.max_window, 1, 1u << 20);
   in("import_rows", options.import_rows, 1, 65'536);
+  in("prefill_window", options.prefill_window, page, 1u << 20);
+  require(options.prefill_window % page == 0, "prefill_window", options.prefill_window, "a multiple of page_tokens");
   in("threads", options.threads, 0, 4096);
   in("timeout (ms)", static_cast<std::uint64_t>(options.timeout.count()), 1, 3'600'000);
   in("answer_timeout (ms)", static_cast<std::uint64_t>(options.answer_timeout.count()), 1, 60'000);
@@ -91,57 +113,68 @@ void validate(const EngineOptions& options) {
           "at most " + std::to_string(kMostRows / (2 * page) * layout.page_bytes()));
 }
 
-EngineMemory::EngineMemory(const EngineOptions& options, Device& device, DecodeVerbs& verbs,
+EngineMemory::EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs,
                            const cpu::Topology& topology, std::uint32_t numa_node, const cpu::Workers& workers) {
-  const PageLayout layout{
-      .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
-  const std::uint64_t block = layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
-  const auto blocks = static_cast<std::uint32_t>(options.host_bytes / block);
-  const std::uint32_t longest = blocks * layout.page_tokens;
-  const std::uint32_t tokens = options.max_tokens == 0 ? longest : std::min(options.max_tokens, longest);
-  decode_.shape = options.shape;
-  decode_.layout = layout;
-  decode_.blocks = blocks;
-  decode_.near_blocks = static_cast<std::uint32_t>(options.near_bytes / block);
-  decode_.max_pages = static_cast<std::uint32_t>(div_up(tokens, layout.page_tokens));
-  decode_.bucket = {.rows = options.rows,
-                    .max_tokens = decode_.max_pages * layout.page_tokens,
-                    .max_picks = std::min(options.max_picks, decode_.max_pages * layout.page_tokens),
-                    .max_window = options.max_window};
-  decode_.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
-  import_ = decode_;
-  import_.bucket.rows = options.import_rows;
+  ForwardMemory memory;
+  memory.shape = options.shape;
+  memory.layout = {.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
+  const std::uint64_t block = memory.layout.page_bytes() * memory.planes();
+  memory.blocks = static_cast<std::uint32_t>(options.host_bytes / block);
+  memory.near_blocks = static_cast<std::uint32_t>(options.near_bytes / block);
+  memory.largest = memory.bucket = largest_of(options, memory.layout, memory.blocks);
+  memory.max_pages = memory.largest.max_tokens / memory.layout.page_tokens;
+  memory.append_rows = std::max(memory.largest.rows(), options.import_rows);
+  memory.max_picks = std::min(options.max_picks, memory.largest.max_tokens);
+  memory.max_window = options.max_window;
+  memory.prefill_window =
+      std::min(options.prefill_window, static_cast<std::uint32_t>(memory.max_pages) * memory.layout.page_tokens);
+  memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
+  listed_blocks_ = std::uint64_t{std::min(options.sequences, memory.append_rows)} * memory.max_pages;
   far_ = std::make_unique<cpu::HostPool>(
-      cpu::HostPoolOptions{.layout = layout, .bytes = blocks * block, .numa_node = numa_node}, topology, workers,
-      device);
-  decode_.far = far_->base();
-  take_device(options, device, verbs);
-  take_pinned(options, device);
-  // An import shares everything but its rows.
-  DecodeRow* const rows = import_.rows;
-  DecodeRow* const slip_rows = import_.slip_rows;
-  const DecodeBucket bucket = import_.bucket;
-  import_ = decode_;
-  import_.rows = rows;
-  import_.slip_rows = slip_rows;
-  import_.bucket = bucket;
+      cpu::HostPoolOptions{.layout = memory.layout, .bytes = memory.blocks * block, .numa_node = numa_node}, topology,
+      workers, device);
+  memory.far = far_->base();
+  take_device(options, memory, device, verbs);
+  take_pinned(options, memory, device);
   clear(options, device);
 }
 
-void EngineMemory::take_device(const EngineOptions& options, Device& device, DecodeVerbs& verbs) {
-  const std::uint64_t near_bytes = std::uint64_t{decode_.near_blocks} * decode_.planes() * decode_.layout.page_bytes();
+void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memory, Device& device,
+                               ForwardVerbs& verbs) {
+  const std::uint64_t near_bytes = std::uint64_t{memory.near_blocks} * memory.planes() * memory.layout.page_bytes();
   if (near_bytes != 0) near_ = device.allocate(near_bytes);
-  codes_ = device.allocate(std::uint64_t{decode_.blocks} * decode_.planes() * Int4Layout(decode_.layout).page_bytes());
-  const std::uint64_t scratch = verbs.scratch_bytes(decode_);
-  device_ = device.allocate(carve_device(decode_, import_, options.sequences, scratch, nullptr));
-  (void)carve_device(decode_, import_, options.sequences, scratch, device_->data());
-  decode_.near = near_ ? near_->data() : device_->data();
-  decode_.codes = codes_->data();
+  codes_ = device.allocate(std::uint64_t{memory.blocks} * memory.planes() * Int4Layout(memory.layout).page_bytes());
+  const std::uint64_t scratch = verbs.scratch_bytes(memory);
+  device_ = device.allocate(carve_device(memory, options.sequences, scratch, nullptr));
+  (void)carve_device(memory, options.sequences, scratch, device_->data());
+  memory.near = near_ ? near_->data() : device_->data();
+  memory.codes = codes_->data();
 }
 
-void EngineMemory::take_pinned(const EngineOptions&, Device& device) {
-  pinned_ = device.allocate_pinned(carve_pinned(decode_, import_, nullptr));
-  (void)carve_pinned(decode_, import_, pinned_->data());
+void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory& memory, Device& device) {
+  slips_.assign(options.in_flight, memory);
+  std::vector<ForwardMemory> counted = slips_;
+  pinned_ = device.allocate_pinned(carve_pinned(counted, options.sequences, listed_blocks_, nullptr));
+  (void)carve_pinned(slips_, options.sequences, listed_blocks_, pinned_->data());
+}
+
+void EngineMemory::copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept {
+  const ForwardMemory& m = largest();
+  const std::uint64_t bytes = tokens * m.layout.row_bytes();
+  for (std::uint32_t plane = 0; plane < m.planes(); ++plane) {
+    const std::byte* const from = m.far + m.far_page(plane, block) * m.layout.page_bytes();
+    std::byte* const to = m.far + m.far_page(plane, copy) * m.layout.page_bytes();
+    std::memcpy(to, from, bytes);
+    std::memcpy(to + m.layout.half_bytes(), from + m.layout.half_bytes(), bytes);
+  }
+}
+
+EngineMemoryUse EngineMemory::use() const noexcept {
+  return {.far_pages = largest().blocks * block_bytes(),
+          .pinned = pinned_->bytes(),
+          .near_pages = near_ ? near_->bytes() : 0,
+          .codes = codes_->bytes(),
+          .buffers = device_->bytes()};
 }
 
 void EngineMemory::clear(const EngineOptions& options, Device& device) {
@@ -161,7 +194,7 @@ void EngineMemory::clear(const EngineOptions& options, Device& device) {
   if (near_) fill(near_->data(), near_->bytes());
   std::memset(source->data(), 0xff, kPiece);
   static_assert(kNone == 0xffff'ffffu);
-  fill(reinterpret_cast<std::byte*>(decode_.near_of), decode_.blocks * sizeof(std::uint32_t));
+  fill(reinterpret_cast<std::byte*>(largest().near_of), largest().blocks * sizeof(std::uint32_t));
 }
 
 }  // namespace sluice::runtime

@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "cpu/host_pool.hpp"
-#include "sluice/decode.hpp"
 #include "sluice/device.hpp"
 #include "sluice/engine.hpp"
+#include "sluice/forward.hpp"
 
 namespace sluice::runtime {
 
@@ -17,27 +17,43 @@ void validate(const EngineOptions& options);
 class EngineMemory {
  public:
   /// @throws Error{Errc::out_of_capacity}; Error{Errc::unsupported} if the verbs refuse the shape or the bucket.
-  EngineMemory(const EngineOptions& options, Device& device, DecodeVerbs& verbs, const cpu::Topology& topology,
+  EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs, const cpu::Topology& topology,
                std::uint32_t numa_node, const cpu::Workers& workers);
 
-  /// Of forwards that decode.
-  [[nodiscard]] const DecodeMemory& decode() const noexcept { return decode_; }
-  /// Of forwards that bring tokens in: rows of their own, and nothing that only attention needs.
-  [[nodiscard]] const DecodeMemory& import() const noexcept { return import_; }
+  /// Of the largest bucket.
+  [[nodiscard]] const ForwardMemory& largest() const noexcept { return slips_.front(); }
+  /// Of a forward of this bucket, which has its max_tokens.
+  [[nodiscard]] ForwardMemory of(const Bucket& bucket) const noexcept { return of(0, bucket); }
+  /// The same, with the slip of this number, below in_flight.
+  [[nodiscard]] ForwardMemory of(std::uint32_t slip, const Bucket& bucket) const noexcept {
+    ForwardMemory memory = slips_[slip];
+    memory.bucket = bucket;
+    return memory;
+  }
+  /// Entries that slips have room for.
+  [[nodiscard]] std::uint64_t listed_blocks() const noexcept { return listed_blocks_; }
+  /// What `block` holds of tokens [0, tokens) becomes what `copy` holds, keys and values of all planes.
+  void copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept;
+
+  [[nodiscard]] std::uint64_t block_bytes() const noexcept {
+    return largest().layout.page_bytes() * largest().planes();
+  }
+  /// But for what is used, and the threads' own.
+  [[nodiscard]] EngineMemoryUse use() const noexcept;
 
  private:
-  void take_device(const EngineOptions& options, Device& device, DecodeVerbs& verbs);
-  void take_pinned(const EngineOptions& options, Device& device);
+  void take_device(const EngineOptions& options, ForwardMemory& memory, Device& device, ForwardVerbs& verbs);
+  void take_pinned(const EngineOptions& options, const ForwardMemory& memory, Device& device);
   /// Device memory as an engine begins: no block is near, everything else is 0.
   void clear(const EngineOptions& options, Device& device);
 
+  std::uint64_t listed_blocks_ = 0;
   std::unique_ptr<cpu::HostPool> far_;
   std::unique_ptr<Buffer> near_;
   std::unique_ptr<Buffer> codes_;
   std::unique_ptr<Buffer> device_;
   std::unique_ptr<Buffer> pinned_;
-  DecodeMemory decode_;
-  DecodeMemory import_;
+  std::vector<ForwardMemory> slips_;  ///< [in_flight] alike but for the slip
 };
 
 }  // namespace sluice::runtime

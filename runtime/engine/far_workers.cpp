@@ -24,16 +24,21 @@ constexpr std::uint32_t kMostParts = 32;
 constexpr std::uint32_t part_rows(std::uint32_t count) noexcept {
   return std::max(kLeastRows, static_cast<std::uint32_t>(div_up(count, kMostParts)));
 }
+/// Of a list, none of which is longer than `room`.
+constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
+  return std::min(kMostParts, static_cast<std::uint32_t>(div_up(room, kLeastRows)));
+}
 
 }  // namespace
 
-FarWorkers::FarWorkers(const DecodeMemory& memory, const FarWorkersOptions& options, const cpu::Topology& topology)
+FarWorkers::FarWorkers(const ForwardMemory& memory, const FarWorkersOptions& options, const cpu::Topology& topology)
     : memory_(memory),
       options_(options),
       kernels_(cpu::fastest_kernels()),
-      part_ends_(std::uint64_t{memory.bucket.rows} * memory.shape.kv_heads),
-      partials_(part_ends_.size() * kMostParts * memory.shape.group() * (memory.shape.head_dim + 1)),
-      rows_(options.threads, Rows(part_rows(memory.bucket.list_room(memory.shape)))) {
+      part_ends_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads),
+      most_parts_(most_parts(memory.list_room())),
+      partials_(part_ends_.size() * most_parts_ * memory.shape.group() * (memory.shape.head_dim + 1)),
+      rows_(options.threads, Rows(part_rows(memory.list_room()))) {
   const std::vector<std::uint32_t> cores = topology.core_order(options.numa_node);
   try {
     for (std::uint32_t i = 0; i < options.threads; ++i) {
@@ -118,7 +123,8 @@ std::uint32_t FarWorkers::parts_asked(std::uint64_t asked) noexcept {
   // Should others have answered all of it meanwhile, the lists may be the next question's; but then they have said how
   // many parts there are, and the exchange fails.
   std::uint64_t parts = 0;
-  for (std::uint32_t i = 0; i < memory_.bucket.rows * memory_.shape.kv_heads; ++i) parts += parts_of(i);
+  const std::uint32_t lists = std::atomic_ref(memory_.mailbox->question.lists).load(std::memory_order_relaxed);
+  for (std::uint32_t i = 0; i < lists; ++i) parts += parts_of(i);
   if (parts_.compare_exchange_strong(known, asked << 32 | parts, std::memory_order_acq_rel))
     return static_cast<std::uint32_t>(parts);
   return known >> 32 == (asked & kLow) ? known & kLow : 0;
@@ -154,14 +160,14 @@ void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
 
 Partial FarWorkers::place_of(std::uint32_t index, std::uint32_t part) noexcept {
   const std::uint64_t out = std::uint64_t{memory_.shape.group()} * memory_.shape.head_dim;
-  float* const at = partials_.data() + (std::uint64_t{index} * kMostParts + part) * (out + memory_.shape.group());
+  float* const at = partials_.data() + (std::uint64_t{index} * most_parts_ + part) * (out + memory_.shape.group());
   return {.out = at, .lse = at + out};
 }
 
 void FarWorkers::attend(std::uint32_t layer, const Part& part, Rows& rows) {
-  const DecodeMemory& m = memory_;
+  const ForwardMemory& m = memory_;
   const std::uint32_t plane = m.plane(layer, part.index % m.shape.kv_heads);
-  const std::uint32_t* const list = m.far_rows + part.index * std::uint64_t{m.bucket.list_room(m.shape)};
+  const std::uint32_t* const list = m.far_rows + part.index * std::uint64_t{m.list_room()};
   for (std::uint32_t i = part.begin; i < part.end; ++i) {
     rows[i - part.begin] = m.far + m.far_page(plane, list[i] / m.layout.page_tokens) * m.layout.page_bytes() +
                            list[i] % m.layout.page_tokens * m.layout.row_bytes();

@@ -10,7 +10,7 @@
 
 #include "cpu/kernels.hpp"
 #include "cpu/topology.hpp"
-#include "sluice/decode.hpp"
+#include "sluice/forward.hpp"
 #include "sluice/partial.hpp"
 
 namespace sluice::runtime {
@@ -30,7 +30,7 @@ class FarWorkers {
  public:
   /// `memory` is copied; what it points to must outlive this.  @throws Error{Errc::device} if the system has no thread
   /// left.
-  FarWorkers(const DecodeMemory& memory, const FarWorkersOptions& options, const cpu::Topology& topology);
+  FarWorkers(const ForwardMemory& memory, const FarWorkersOptions& options, const cpu::Topology& topology);
   ~FarWorkers();
   FarWorkers(const FarWorkers&) = delete;
   FarWorkers& operator=(const FarWorkers&) = delete;
@@ -40,6 +40,7 @@ class FarWorkers {
   /// Whether every question that was asked is answered.
   [[nodiscard]] bool idle() const noexcept;
   /// From when a thread saw a question until it was answered, over all questions.
+  [[nodiscard]] std::uint64_t bytes() const noexcept { return partials_.size() * sizeof(float); }
   [[nodiscard]] std::uint64_t answer_ns() const noexcept { return answer_ns_.load(std::memory_order_relaxed); }
 
  private:
@@ -67,7 +68,7 @@ class FarWorkers {
   [[nodiscard]] Partial place_of(std::uint32_t index, std::uint32_t part) noexcept;
   [[nodiscard]] bool under_way() const noexcept;
 
-  const DecodeMemory memory_;
+  const ForwardMemory memory_;
   const FarWorkersOptions options_;
   const cpu::Kernels& kernels_;
   std::atomic<std::uint64_t> expected_{0};
@@ -77,8 +78,9 @@ class FarWorkers {
   std::atomic<std::uint32_t> finished_{0};  ///< parts of the question that are done
   std::atomic<std::int64_t> seen_ns_{0};    ///< when its first part was taken
   std::atomic<std::uint64_t> answer_ns_{0};
-  std::vector<std::atomic<std::uint32_t>> part_ends_;  ///< [rows, kv_heads] parts of the list that are done
-  std::vector<float> partials_;                        ///< [rows, kv_heads, parts, group, head_dim + 1]
+  std::vector<std::atomic<std::uint32_t>> part_ends_;  ///< [decode_rows, kv_heads] parts of the list that are done
+  const std::uint32_t most_parts_;
+  std::vector<float> partials_;  ///< [decode_rows, kv_heads, most_parts, group, head_dim + 1]
   std::mutex mutex_;
   std::condition_variable_any woken_;
   std::vector<Rows> rows_;             ///< [threads]

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "sluice/decode.hpp"
+#include "sluice/forward.hpp"
 
 namespace sluice::runtime {
 

@@ -18,6 +18,10 @@ class NearBlocks {
     ends().before = ends().after = near_blocks;
   }
 
+  [[nodiscard]] std::uint32_t used() const noexcept {
+    return static_cast<std::uint32_t>(seats_.size() - 1 - free_.size());
+  }
+
   struct Seat {
     std::uint32_t near = 0;
     std::uint32_t evicted = kNone;  ///< the block that gave way

@@ -1,6 +1,7 @@
 // The cases of every engine, on a GPU; and forwards captured in CUDA graphs.
 #include <cuda_runtime_api.h>
 
+#include <bit>
 #include <cmath>
 #include <memory>
 
@@ -16,6 +17,7 @@ EngineRig engine_rig() {
   EngineRig rig{.device = device,
                 .queue = device->create_stream("caller"),
                 .kv_dtype = DType::bf16,
+                .tolerance = 1e-3,
                 .kv_dtypes = {DType::bf16, DType::f16}};
   rig.stream = rig.queue->native_handle();
   return rig;
@@ -58,7 +60,7 @@ class Graph {
 };
 
 EngineOptions graph_options(const AttentionShape& shape, std::uint32_t rows, std::uint32_t near_blocks) {
-  EngineOptions options{.shape = shape, .rows = rows, .threads = 4};
+  EngineOptions options{.shape = shape, .largest = {.decode_rows = rows}, .threads = 4};
   const std::uint64_t block = PageLayout{.head_dim = shape.head_dim}.page_bytes() * shape.layers * shape.kv_heads;
   options.host_bytes = 80 * rows * block;
   options.near_bytes = near_blocks * block;
@@ -88,7 +90,7 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   std::vector<float> all;
   for (std::uint32_t step = 0; step < steps; ++step) {
     for (std::uint32_t row = 0; row < rows; ++row) tensors.set(row, stories[row], tellers[row].at++);
-    const Batch batch = engine.plan(ids, rig.stream);
+    const Batch batch = engine.plan(one_each(ids), engine.options().largest, rig.stream);
     if (graph) {
       graph->replay();
     } else {
@@ -132,4 +134,78 @@ TEST_CASE("a captured forward grows with its sequence, past pages and past what 
   stories.emplace_back(shape, 700, 90);
   const auto want = decode(rig, shape, stories, 6, 300, false);
   REQUIRE(decode(rig, shape, stories, 6, 300, true) == want);
+}
+
+namespace {
+
+/// The upper half of a float that is one of bf16's, or the nearest.
+std::uint16_t bf16_of(float x) { return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(x) + 0x8000u) >> 16); }
+float float_of(std::uint16_t x) { return std::bit_cast<float>(std::uint32_t{x} << 16); }
+
+/// Rows [first, first + count) of `from`, each of `floats`, as bf16 in memory that the device sees.
+std::unique_ptr<Buffer> bf16_rows(Device& device, const auto& from, std::uint32_t first, std::uint32_t count,
+                                  std::size_t floats) {
+  auto buffer = device.allocate_pinned(count * floats * 2);
+  auto* const to = reinterpret_cast<std::uint16_t*>(buffer->data());
+  for (std::uint32_t row = 0; row < count; ++row) {
+    for (std::size_t i = 0; i < floats; ++i) to[row * floats + i] = bf16_of(from(first + row)[i]);
+  }
+  return buffer;
+}
+
+}  // namespace
+
+TEST_CASE("chunks of a prompt in the type of the pages are attended by warpgroups, window by window", "[engine][gpu]") {
+  const std::uint32_t near_blocks = GENERATE(0u, 20u, 80u);
+  const std::uint32_t window = GENERATE(64u, 512u, 4096u);
+  CAPTURE(near_blocks, window);
+  const AttentionShape shape{.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 128};
+  const EngineRig rig = engine_rig();
+  EngineOptions options = graph_options(shape, 1, near_blocks);
+  options.largest = {.decode_rows = 0, .prefill_rows = 300, .prefills = 1};
+  options.prefill_window = window;
+  Engine engine(options, rig.device);
+  Story story(shape, 840, 17);
+  story.round_queries();
+  const SequenceId id = engine.begin(parse_policy(kPolicy));
+  for (std::uint32_t first = 0, count = 0; first < story.tokens(); first += count) {
+    count = std::min({first == 0 ? 1u : first == 1 ? 299u : 300u, story.tokens() - first});
+    const Bucket bucket{.decode_rows = 0, .prefill_rows = 300, .prefills = 1};
+    const std::size_t q_floats = std::size_t{shape.q_heads} * shape.head_dim;
+    const std::size_t kv_floats = std::size_t{shape.kv_heads} * shape.head_dim;
+    const auto rows = [&](const auto& of, std::size_t floats) {
+      // What is behind the chunk's rows is padding, of any content.
+      return bf16_rows(
+          *rig.device, [&](std::uint32_t t) { return of(std::min(t, story.tokens() - 1)); }, first, 300, floats);
+    };
+    const auto q = rows([&](std::uint32_t t) { return story.q(0, t); }, q_floats);
+    const auto k = rows([&](std::uint32_t t) { return story.k(0, t); }, kv_floats);
+    const auto v = rows([&](std::uint32_t t) { return story.v(0, t); }, kv_floats);
+    const auto out = rig.device->allocate_pinned(300 * q_floats * 2 + 300 * shape.q_heads * sizeof(float));
+    auto* const lse = reinterpret_cast<float*>(out->data() + 300 * q_floats * 2);
+    const auto view = [&](const Buffer& buffer, std::uint32_t heads) {
+      return dense_view<const std::byte>(buffer.data(), DType::bf16, 300, heads, shape.head_dim);
+    };
+    const PlanItem item{.sequence = id, .tokens = count, .prefill = true};
+    const Batch batch = engine.plan({&item, 1}, bucket, rig.stream);
+    engine.attend(bucket, LayerId{0}, view(*q, shape.q_heads), view(*k, shape.kv_heads), view(*v, shape.kv_heads),
+                  dense_view(out->data(), DType::bf16, 300, shape.q_heads, shape.head_dim), rig.stream, lse);
+    engine.finish(batch);
+    rig.synchronize();
+    const auto* const got = reinterpret_cast<const std::uint16_t*>(out->data());
+    for (std::uint32_t i = 0; i < count; i += 7) {
+      std::vector<double> want_lse;
+      const auto want = story.attended(0, first + i, story.tokens(), 1, 0, &want_lse);
+      double off = 0.0;
+      for (std::size_t c = 0; c < q_floats; ++c)
+        off = std::max(off, std::abs(want[c] - float_of(got[i * q_floats + c])));
+      for (std::uint32_t h = 0; h < shape.q_heads; ++h)
+        off = std::max(off, std::abs(want_lse[h] - lse[i * shape.q_heads + h]));
+      CAPTURE(first, i);
+      REQUIRE(off < 2e-2);  // Weights and outputs are bf16.
+    }
+    for (std::size_t c = count * q_floats; c < 300 * q_floats; ++c) {
+      if (got[c] != 0) REQUIRE(got[c] == 0);
+    }
+  }
 }

@@ -41,7 +41,7 @@ int engine_new(const engine_sizes* sizes, Engine** engine) {
   return guarded([&] {
     const AttentionShape shape{
         .layers = sizes->layers, .q_heads = sizes->q_heads, .kv_heads = sizes->kv_heads, .head_dim = sizes->head_dim};
-    EngineOptions options{.shape = shape, .rows = sizes->rows};
+    EngineOptions options{.shape = shape, .largest = {.decode_rows = sizes->rows}};
     const std::uint64_t block = PageLayout{.head_dim = shape.head_dim}.page_bytes() * shape.layers * shape.kv_heads;
     options.host_bytes = sizes->blocks * block;
     options.near_bytes = sizes->near_blocks * block;
@@ -67,21 +67,21 @@ int engine_import(Engine* engine, std::uint64_t id, std::uint32_t layer, std::ui
 
 int engine_plan(Engine* engine, const std::uint64_t* ids, std::uint32_t count, void* stream, std::uint64_t* forward) {
   return guarded([&] {
-    std::vector<SequenceId> sequences;
-    for (std::uint32_t i = 0; i < count; ++i) sequences.push_back(SequenceId{ids[i]});
-    *forward = engine->plan(sequences, stream).forward;
+    std::vector<PlanItem> items;
+    for (std::uint32_t i = 0; i < count; ++i) items.push_back({.sequence = SequenceId{ids[i]}});
+    *forward = engine->plan(items, engine->options().largest, stream).forward;
   });
 }
 
 int engine_attend(Engine* engine, std::uint32_t layer, const void* q, const void* k, const void* v, void* out,
                   void* stream) {
   return guarded([&] {
-    const EngineOptions& options = engine->options();
-    const AttentionShape& shape = options.shape;
+    const Bucket& bucket = engine->options().largest;
+    const AttentionShape& shape = engine->options().shape;
     engine->attend(
-        LayerId{layer}, view(q, options.rows, shape.q_heads, shape.head_dim),
-        view(k, options.rows, shape.kv_heads, shape.head_dim), view(v, options.rows, shape.kv_heads, shape.head_dim),
-        dense_view(static_cast<std::byte*>(out), DType::bf16, options.rows, shape.q_heads, shape.head_dim), stream);
+        bucket, LayerId{layer}, view(q, bucket.rows(), shape.q_heads, shape.head_dim),
+        view(k, bucket.rows(), shape.kv_heads, shape.head_dim), view(v, bucket.rows(), shape.kv_heads, shape.head_dim),
+        dense_view(static_cast<std::byte*>(out), DType::bf16, bucket.rows(), shape.q_heads, shape.head_dim), stream);
   });
 }
 

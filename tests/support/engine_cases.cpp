@@ -18,15 +18,10 @@ constexpr AttentionShape kShape{.layers = 3, .q_heads = 8, .kv_heads = 2, .head_
 /// On a GPU queries and weights go through tensor cores, in two terms of the type that the pages have.
 constexpr double kTolerance = 1e-3;
 
-std::uint64_t block_bytes(const EngineOptions& options) {
-  const PageLayout layout{
-      .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
-  return layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
-}
-
 /// Room for `blocks` far and `near` near blocks.
 EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::uint32_t blocks, std::uint32_t near) {
-  EngineOptions options{.shape = kShape, .kv_dtype = rig.kv_dtype, .rows = rows, .threads = 2, .pin_threads = false};
+  EngineOptions options{
+      .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = rows}, .threads = 2, .pin_threads = false};
   options.host_bytes = blocks * block_bytes(options);
   options.near_bytes = near * block_bytes(options);
   options.sequences = 8;
@@ -214,7 +209,7 @@ TEST_CASE("a far part that is not answered in time costs the forward, which can 
     if (step % 3 == 1) {
       stalls = true;
       for (std::uint32_t row = 0; row < 2; ++row) tensors.set(row, *tellers[row].story, tellers[row].at);
-      const Batch batch = engine.plan(ids, rig.stream);
+      const Batch batch = engine.plan(one_each(ids), engine.options().largest, rig.stream);
       tensors.attend(engine, rig.stream);
       REQUIRE(code_of([&] { engine.finish(batch); }) == Errc::device);
       rig.synchronize();
@@ -347,7 +342,7 @@ TEST_CASE("a forward that is cancelled has no plan any more, whether it was enqu
   std::uint64_t unplanned = 0;
   for (std::uint32_t step = 0; step < 12; ++step) {
     tensors.set(0, story, teller.at);
-    const Batch batch = engine.plan({&teller.id, 1}, rig.stream);
+    const Batch batch = engine.plan(one_each({&teller.id, 1}), engine.options().largest, rig.stream);
     if (step % 3 == 1) tensors.attend(engine, rig.stream);
     engine.cancel(batch);
     REQUIRE(engine.tokens(teller.id) == teller.at);
@@ -382,7 +377,9 @@ TEST_CASE("an import that does not get to its last layer is begun again or ends 
             Errc::invalid_argument);
     REQUIRE(code_of([&] { engine.import_prefix(id, LayerId{1}, view(49), view(49), rig.stream); }) ==
             Errc::invalid_argument);
-    REQUIRE(code_of([&] { (void)engine.plan({&id, 1}, rig.stream); }) == Errc::invalid_argument);
+    REQUIRE(code_of([&] {
+              (void)engine.plan(one_each({&id, 1}), engine.options().largest, rig.stream);
+            }) == Errc::invalid_argument);
     REQUIRE(code_of([&] { tensors.attend(engine, rig.stream); }) == Errc::invalid_argument);
     REQUIRE(engine.tokens(id) == 0);
     if (id == given_up.id) engine.end(id);
@@ -396,7 +393,8 @@ TEST_CASE("an import that does not get to its last layer is begun again or ends 
 
 TEST_CASE("an engine names what it cannot do", "[engine]") {
   const EngineRig rig = engine_rig();
-  const EngineOptions options = options_for(rig, 2, 10, 0);
+  EngineOptions options = options_for(rig, 2, 10, 0);
+  options.in_flight = 1;
   Engine engine(options, rig.device);
   for (const char* policy : {"full", "sluice", "exact | top_k=8", "exact | int4 | top_p=0.9", "exact | int4 | top_k=8",
                              "exact | int4 | top_k=8 | near=0,sinks=600,recent=8"}) {
@@ -409,14 +407,18 @@ TEST_CASE("an engine names what it cannot do", "[engine]") {
   const SequenceId twice[] = {a, a};
   const SequenceId three[] = {a, b, a};
   const SequenceId stranger[] = {SequenceId{99}};
-  REQUIRE(code_of([&] { (void)engine.plan(twice, rig.stream); }) == Errc::invalid_argument);
-  REQUIRE(code_of([&] { (void)engine.plan(three, rig.stream); }) == Errc::invalid_argument);
-  REQUIRE(code_of([&] { (void)engine.plan(stranger, rig.stream); }) == Errc::not_found);
-  REQUIRE(code_of([&] { engine.finish({.forward = 1}); }) == Errc::invalid_argument);
+  REQUIRE(code_of([&] { (void)engine.plan(one_each(twice), engine.options().largest, rig.stream); }) ==
+          Errc::invalid_argument);
+  REQUIRE(code_of([&] { (void)engine.plan(one_each(three), engine.options().largest, rig.stream); }) ==
+          Errc::invalid_argument);
+  REQUIRE(code_of([&] { (void)engine.plan(one_each(stranger), engine.options().largest, rig.stream); }) ==
+          Errc::not_found);
+  REQUIRE(code_of([&] { engine.finish({.forward = 1, .bucket = {}}); }) == Errc::invalid_argument);
 
   const SequenceId one[] = {a};
-  const Batch batch = engine.plan(one, rig.stream);
-  REQUIRE(code_of([&] { (void)engine.plan(one, rig.stream); }) == Errc::invalid_argument);
+  const Batch batch = engine.plan(one_each(one), engine.options().largest, rig.stream);
+  REQUIRE(code_of([&] { (void)engine.plan(one_each(one), engine.options().largest, rig.stream); }) ==
+          Errc::invalid_argument);
   REQUIRE(code_of([&] { engine.end(a); }) == Errc::invalid_argument);
   engine.end(b);
   engine.cancel(batch);

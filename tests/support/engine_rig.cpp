@@ -1,6 +1,7 @@
 #include "tests/support/engine_rig.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -57,6 +58,10 @@ const float* Story::v(std::uint32_t layer, std::uint32_t token) const {
 void Story::poison(std::uint32_t layer, std::uint32_t token) {
   const std::size_t row = std::size_t{shape_.kv_heads} * shape_.head_dim;
   std::fill_n(k_.data() + (std::size_t{layer} * tokens_ + token) * row, row, NAN);
+}
+
+void Story::round_queries() {
+  for (float& x : q_) x = std::bit_cast<float>((std::bit_cast<std::uint32_t>(x) + 0x8000u) & 0xffff'0000u);
 }
 
 std::vector<std::uint32_t> Story::chosen(std::uint32_t layer, std::uint32_t token, std::uint32_t head,
@@ -140,14 +145,16 @@ void ForwardTensors::set(std::uint32_t row, const Story& story, std::uint32_t to
   }
 }
 
-void ForwardTensors::attend(Engine& engine, void* stream) {
+void ForwardTensors::attend(Engine& engine, const Bucket& bucket, void* stream) {
+  const std::uint32_t rows = bucket.rows();
   for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
     const Parts at = parts(layer);
     const auto in = [&](const float* data, std::uint32_t heads) {
-      return dense_view(data, DType::f32, rows_, heads, shape_.head_dim);
+      return dense_view(data, DType::f32, rows, heads, shape_.head_dim);
     };
-    engine.attend(LayerId{layer}, in(at.q, shape_.q_heads), in(at.k, shape_.kv_heads), in(at.v, shape_.kv_heads),
-                  dense_view(at.out, DType::f32, rows_, shape_.q_heads, shape_.head_dim), stream, at.lse);
+    engine.attend(bucket, LayerId{layer}, in(at.q, shape_.q_heads), in(at.k, shape_.kv_heads),
+                  in(at.v, shape_.kv_heads), dense_view(at.out, DType::f32, rows, shape_.q_heads, shape_.head_dim),
+                  stream, at.lse);
   }
 }
 
@@ -196,6 +203,12 @@ void import_story(Engine& engine, const EngineRig& rig, Teller& teller, std::uin
   }
 }
 
+std::vector<PlanItem> one_each(std::span<const SequenceId> ids) {
+  std::vector<PlanItem> items;
+  for (const SequenceId id : ids) items.push_back({.sequence = id});
+  return items;
+}
+
 std::vector<std::vector<float>> run_forward(Engine& engine, const EngineRig& rig, ForwardTensors& tensors,
                                             std::vector<Teller*> tellers) {
   std::vector<SequenceId> ids;
@@ -204,7 +217,7 @@ std::vector<std::vector<float>> run_forward(Engine& engine, const EngineRig& rig
     ids.push_back(tellers[row]->id);
   }
   tensors.spoil();
-  const Batch batch = engine.plan(ids, rig.stream);
+  const Batch batch = engine.plan(one_each(ids), engine.options().largest, rig.stream);
   tensors.attend(engine, rig.stream);
   engine.finish(batch);
   rig.synchronize();

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -15,12 +16,21 @@ struct EngineRig {
   std::unique_ptr<Stream> queue;
   void* stream = nullptr;  ///< as Engine wants it
   DType kv_dtype = DType::f32;
+  /// Of outputs whose keys are attended in other parts, or at another time: a GPU's products are not exact.
+  double tolerance = 1e-5;
   std::vector<DType> kv_dtypes = {DType::f32, DType::f16, DType::bf16};
 
   void synchronize() const { queue->synchronize(deadline_after(std::chrono::seconds(60))); }
 };
 /// What the cases run on; each test executable has its own.
 [[nodiscard]] EngineRig engine_rig();
+
+/// Bytes of host memory that a block of such an engine takes.
+[[nodiscard]] inline std::uint64_t block_bytes(const EngineOptions& options) {
+  const PageLayout layout{
+      .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
+  return layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
+}
 
 /// Queries, keys and values of one sequence, the latter two on a grid that every dtype holds exactly, with a few keys
 /// that stand out.
@@ -35,6 +45,9 @@ class Story {
 
   /// The key of a token is not a number from now on.
   void poison(std::uint32_t layer, std::uint32_t token);
+
+  /// Queries are numbers of bf16 from now on.
+  void round_queries();
 
   /// What a policy of sinks, recent tokens and `picks` per query head attends at `token`, in float64: [q_heads,
   /// head_dim]. Estimates are those of the 4-bit copies; a group attends what any of its heads chose. `lse`, unless
@@ -56,11 +69,13 @@ class Story {
 class ForwardTensors {
  public:
   ForwardTensors(Device& device, const AttentionShape& shape, std::uint32_t rows);
+  /// Those of a forward of a smaller bucket: the first rows of each layer's tensors.
+  void attend(Engine& engine, const Bucket& bucket, void* stream);
 
   /// Row `row` of the forward is `story`'s token.
   void set(std::uint32_t row, const Story& story, std::uint32_t token);
-  /// Enqueues all layers.
-  void attend(Engine& engine, void* stream);
+  /// Enqueues all layers of the largest bucket.
+  void attend(Engine& engine, void* stream) { attend(engine, engine.options().largest, stream); }
   /// Outputs of a row, all layers: [layers, q_heads, head_dim].
   [[nodiscard]] std::vector<float> out(std::uint32_t row) const;
   [[nodiscard]] std::vector<float> lse(std::uint32_t row) const;  ///< likewise: [layers, q_heads]
@@ -89,7 +104,10 @@ struct Teller {
 /// Brings the story's first tokens in.
 void import_story(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t tokens);
 
-/// Plans a forward of these, enqueues it, finishes it; the outputs of each.
+/// A plan of one new token for each of these.
+[[nodiscard]] std::vector<PlanItem> one_each(std::span<const SequenceId> ids);
+
+/// Plans a forward of the largest bucket for these, enqueues it, finishes it; the outputs of each.
 std::vector<std::vector<float>> run_forward(Engine& engine, const EngineRig& rig, ForwardTensors& tensors,
                                             std::vector<Teller*> tellers);
 

@@ -44,15 +44,15 @@ class Forwards {
     const SyntheticOptions& synthetic = layer.options();
     shape_ = synthetic.shape;
     shape_.layers = options.layers;
-    EngineOptions sizes{.shape = shape_, .rows = options.rows, .sequences = options.rows};
+    EngineOptions sizes{.shape = shape_, .largest = {.decode_rows = options.rows}, .sequences = options.rows};
     const std::uint32_t tokens = synthetic.tokens + synthetic.steps;
     const std::uint64_t blocks = div_up(tokens, sizes.page_tokens) + 1;
     const std::uint64_t block = synthetic.layout.page_bytes() * shape_.layers * shape_.kv_heads;
     sizes.host_bytes = blocks * block * options.rows;
     sizes.near_bytes =
         static_cast<std::uint64_t>(options.near_share * static_cast<double>(blocks)) * block * options.rows;
-    sizes.max_tokens = static_cast<std::uint32_t>(blocks) * sizes.page_tokens;
-    sizes.max_picks = sizes.max_tokens;
+    sizes.largest.max_tokens = static_cast<std::uint32_t>(blocks) * sizes.page_tokens;
+    sizes.max_picks = sizes.largest.max_tokens;
     sizes.import_rows = std::min(4096u, synthetic.tokens);
     sizes.threads = options.threads;
     // The embedded device has no queue that could be handed to strangers.
@@ -60,8 +60,8 @@ class Forwards {
     engine_ = std::make_unique<Engine>(sizes, device_);
     take_tensors();
     for (std::uint32_t row = 0; row < options.rows; ++row) {
-      ids_.push_back(engine_->begin(parse_policy(policy)));
-      import(ids_.back());
+      items_.push_back({.sequence = engine_->begin(parse_policy(policy))});
+      import(items_.back().sequence);
     }
   }
 
@@ -75,7 +75,7 @@ class Forwards {
       stop_if_interrupted();
       put_step(steps, i % layer_.options().steps);
       const Clock::time_point begin = Clock::now();
-      const Batch batch = engine_->plan(ids_, stream_);
+      const Batch batch = engine_->plan(items_, bucket(), stream_);
       captured ? captured->replay() : attend();
       const Clock::time_point queued = Clock::now();
       engine_->finish(batch);
@@ -92,7 +92,7 @@ class Forwards {
   /// One forward, of the first step.
   void run_first(const DeviceSteps& steps) {
     put_step(steps, 0);
-    const Batch batch = engine_->plan(ids_, stream_);
+    const Batch batch = engine_->plan(items_, bucket(), stream_);
     attend();
     engine_->finish(batch);
     queue_->synchronize(deadline_after(kPatience));
@@ -105,8 +105,10 @@ class Forwards {
   [[nodiscard]] EngineStats stats() const { return engine_->stats(); }
 
  private:
+  [[nodiscard]] const Bucket& bucket() const { return engine_->options().largest; }
+
   void take_tensors() {
-    const std::uint64_t rows = engine_->options().rows;
+    const std::uint64_t rows = bucket().rows();
     q_ = device_->allocate(rows * shape_.q_heads * shape_.head_dim * sizeof(float));
     k_ = device_->allocate(rows * shape_.kv_heads * layer_.options().layout.row_bytes());
     v_ = device_->allocate(rows * shape_.kv_heads * layer_.options().layout.row_bytes());
@@ -135,7 +137,7 @@ class Forwards {
     const std::uint64_t q = std::uint64_t{shape_.q_heads} * shape_.head_dim * sizeof(float);
     const std::uint64_t kv = shape_.kv_heads * layer_.options().layout.row_bytes();
     std::vector<Copy> copies;
-    for (std::uint32_t row = 0; row < engine_->options().rows; ++row) {
+    for (std::uint32_t row = 0; row < bucket().rows(); ++row) {
       copies.push_back({.to = q_->data() + row * q, .from = steps.q(step).data, .bytes = q});
       copies.push_back({.to = k_->data() + row * kv, .from = steps.k(step).data, .bytes = kv});
       copies.push_back({.to = v_->data() + row * kv, .from = steps.v(step).data, .bytes = kv});
@@ -145,13 +147,13 @@ class Forwards {
   }
 
   void attend() {
-    const std::uint32_t rows = engine_->options().rows;
+    const std::uint32_t rows = bucket().rows();
     const DType dtype = layer_.options().layout.dtype;
     const auto in = [&](const Buffer& buffer, DType type, std::uint32_t heads) {
       return dense_view<const std::byte>(buffer.data(), type, rows, heads, shape_.head_dim);
     };
     for (std::uint32_t l = 0; l < shape_.layers; ++l) {
-      engine_->attend(LayerId{l}, in(*q_, DType::f32, shape_.q_heads), in(*k_, dtype, shape_.kv_heads),
+      engine_->attend(bucket(), LayerId{l}, in(*q_, DType::f32, shape_.q_heads), in(*k_, dtype, shape_.kv_heads),
                       in(*v_, dtype, shape_.kv_heads),
                       dense_view(out_->data(), DType::f32, rows, shape_.q_heads, shape_.head_dim), stream_);
     }
@@ -164,7 +166,7 @@ class Forwards {
   void* stream_ = nullptr;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Buffer> q_, k_, v_, out_;
-  std::vector<SequenceId> ids_;
+  std::vector<PlanItem> items_;
 };
 
 class EngineBench {

@@ -3,7 +3,7 @@
 #include <cuda/atomic>
 
 #include "gpu/cuda_error.hpp"
-#include "gpu/kernels/decode.hpp"
+#include "gpu/kernels/forward.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -15,7 +15,7 @@ constexpr std::uint32_t kAll = 0xffff'ffffu;
 
 /// One row and KV head, as its thread block works on it.
 struct Work {
-  DecodeRow row;
+  ForwardRow row;
   const std::uint32_t* list;
   std::uint32_t* near_rows;
   std::uint32_t* far_rows;
@@ -24,8 +24,8 @@ struct Work {
 };
 
 /// Sets the bit of every token that some head of the group attends.
-__device__ void mark(const DecodeMemory& m, const Work& work, std::uint32_t head, std::uint32_t* marks) {
-  const DecodeRow& row = work.row;
+__device__ void mark(const ForwardMemory& m, const Work& work, std::uint32_t head, std::uint32_t* marks) {
+  const ForwardRow& row = work.row;
   for (std::uint32_t i = threadIdx.x; i < (row.tokens + 31) / 32; i += kThreads) marks[i] = 0;
   __syncthreads();
   const auto set = [marks](std::uint32_t token) { atomicOr(marks + token / 32, 1u << token % 32); };
@@ -34,13 +34,13 @@ __device__ void mark(const DecodeMemory& m, const Work& work, std::uint32_t head
   const std::uint32_t group = m.shape.group();
   const std::uint64_t first = std::uint64_t{work.index / m.shape.kv_heads} * m.shape.q_heads + head * group;
   for (std::uint32_t i = threadIdx.x; i < group * row.picks; i += kThreads) {
-    set(row.sink_end + m.picks[(first + i / row.picks) * m.bucket.max_picks + i % row.picks]);
+    set(row.sink_end + m.picks[(first + i / row.picks) * m.max_picks + i % row.picks]);
   }
   __syncthreads();
 }
 
 /// Which of a word's tokens lie in pages that are near.
-__device__ std::uint32_t near_bits(const DecodeMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits) {
+__device__ std::uint32_t near_bits(const ForwardMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits) {
   const std::uint32_t step = min(m.layout.page_tokens, 32u);
   std::uint32_t near = 0;
   for (std::uint32_t at = 0; at < 32; at += step) {
@@ -52,7 +52,7 @@ __device__ std::uint32_t near_bits(const DecodeMemory& m, const Work& work, std:
   return near;
 }
 
-__device__ void write_rows(const DecodeMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits, bool near,
+__device__ void write_rows(const ForwardMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits, bool near,
                            std::uint32_t* to) {
   const std::uint32_t page_tokens = m.layout.page_tokens;
   for (; bits != 0; bits &= bits - 1) {
@@ -91,7 +91,7 @@ __device__ Places place(std::uint32_t counts, std::uint32_t (&sums)[kWarps]) {
 static_assert(kThreads * 32 < 1u << 16);
 
 /// Lists what is marked, ascending; returns how many are near, and how many far in the upper half.
-__device__ std::uint64_t list_rows(const DecodeMemory& m, const Work& work, const std::uint32_t* marks,
+__device__ std::uint64_t list_rows(const ForwardMemory& m, const Work& work, const std::uint32_t* marks,
                                    std::uint32_t (&sums)[kWarps]) {
   std::uint32_t near_total = 0;
   std::uint32_t far_total = 0;
@@ -110,7 +110,7 @@ __device__ std::uint64_t list_rows(const DecodeMemory& m, const Work& work, cons
   return near_total | std::uint64_t{far_total} << 32;
 }
 
-__device__ void write_jobs(const DecodeMemory& m, const DecodeScratch& scratch, const Work& work, std::uint32_t head,
+__device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch, const Work& work, std::uint32_t head,
                            std::uint32_t near) {
   const std::uint32_t group = m.shape.group();
   const std::uint64_t first = std::uint64_t{work.index / m.shape.kv_heads} * m.shape.q_heads + head * group;
@@ -136,9 +136,9 @@ __device__ void write_jobs(const DecodeMemory& m, const DecodeScratch& scratch, 
 
 /// The last thread block to get here asks the workers, if any has far rows. Its fence is the only one across the link,
 /// and covers what all thread blocks wrote: one by every warp takes longer than the rest of a layer.
-__device__ void ask(const DecodeMemory& m, std::uint32_t layer, std::uint32_t near, std::uint32_t far) {
+__device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t near, std::uint32_t far) {
   using Sum = cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>;
-  DecodeState& state = *m.state;
+  ForwardState& state = *m.state;
   Sum(state.near_tokens).fetch_add(near, cuda::memory_order_relaxed);
   Sum(state.far_tokens).fetch_add(far, cuda::memory_order_relaxed);
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.layer_far_tokens);
@@ -150,6 +150,7 @@ __device__ void ask(const DecodeMemory& m, std::uint32_t layer, std::uint32_t ne
   if (!wanted) return;
   auto& question = m.mailbox->question;
   question.layer = layer;
+  question.lists = gridDim.x;
   __threadfence_system();
   cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(question.asked)
       .store(++state.asked, cuda::memory_order_release);
@@ -157,13 +158,13 @@ __device__ void ask(const DecodeMemory& m, std::uint32_t layer, std::uint32_t ne
 
 /// Thread block i: row i / kv_heads, KV head i % kv_heads.
 __global__ void __launch_bounds__(kThreads)
-    split_kernel(const __grid_constant__ DecodeMemory m, const __grid_constant__ DecodeScratch scratch,
+    split_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                  std::uint32_t layer) {
   extern __shared__ std::uint32_t marks[];
   __shared__ std::uint32_t sums[kWarps];
-  if (m.state->status != DecodeStatus::running) return;
+  if (m.state->status != ForwardStatus::running) return;
   const std::uint32_t head = blockIdx.x % m.shape.kv_heads;
-  const std::uint64_t room = m.bucket.list_room(m.shape);
+  const std::uint64_t room = m.list_room();
   Work work{.row = m.rows[blockIdx.x / m.shape.kv_heads],
             .list = nullptr,
             .near_rows = m.near_rows + blockIdx.x * room,
@@ -191,14 +192,14 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_decode_split(const DecodeMemory& memory, const DecodeScratch& scratch, const DecodeLayer& layer) {
+void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const std::uint32_t bytes = (memory.bucket.max_tokens + 31) / 32 * 4;
-  split_kernel<<<memory.bucket.rows * memory.shape.kv_heads, kThreads, bytes,
+  split_kernel<<<memory.bucket.decode_rows * memory.shape.kv_heads, kThreads, bytes,
                  static_cast<cudaStream_t>(layer.stream)>>>(memory, scratch, layer.layer);
   check(cudaGetLastError(), "launch the split kernel of a forward");
 }
 
-std::uint32_t most_decode_tokens() {
+std::uint32_t most_forward_tokens() {
   int device = 0;
   int bytes = 0;
   check(cudaGetDevice(&device), "ask for the current device");
@@ -207,11 +208,11 @@ std::uint32_t most_decode_tokens() {
 }
 
 namespace detail {
-void load_decode_split_kernels() {
+void load_forward_split_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, split_kernel), "load the split kernel of a forward");
   check(cudaFuncSetAttribute(split_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(most_decode_tokens() / 32 * 4)),
+                             static_cast<int>(most_forward_tokens() / 32 * 4)),
         "give the split kernel shared memory");
 }
 }  // namespace detail

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <atomic>
+
+#include "cpu/kernels.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/forward.hpp"
+
+/// What the verbs of a forward do within a layer, now and here; see sluice::ForwardVerbs.
+namespace sluice::cpu {
+
+[[nodiscard]] inline bool runs(const ForwardMemory& memory) noexcept {
+  return memory.state->status == ForwardStatus::running;
+}
+
+/// A word that workers or callers look at.
+template <class T>
+[[nodiscard]] std::atomic_ref<T> shared(T& word) noexcept {
+  return std::atomic_ref<T>(word);
+}
+
+void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
+void prefill(Backend& prompts, const ForwardMemory& memory, const ForwardLayer& layer);
+void score(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+void choose(const ForwardMemory& memory);
+void split(const ForwardMemory& memory, std::uint32_t layer);
+void attend(const Kernels& kernels, const ForwardMemory& memory);
+void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
+
+}  // namespace sluice::cpu

@@ -1,0 +1,132 @@
+#include "cpu/forward_verbs.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include "cpu/forward_layer.hpp"
+#include "cpu/host_stream.hpp"
+#include "sluice/int4.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+void copy_codes(const ForwardMemory& m, const ForwardBlockCopy& copy) {
+  const std::uint64_t bytes = Int4Layout(m.layout).page_bytes();
+  for (std::uint32_t plane = 0; plane < m.planes(); ++plane)
+    std::memcpy(m.codes + m.far_page(plane, copy.to) * bytes, m.codes + m.far_page(plane, copy.from) * bytes, bytes);
+}
+
+void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status) {
+  auto& outcome = m.mailbox->outcome;
+  shared(outcome.status[forward % kMostForwards]).store(status, std::memory_order_relaxed);
+  shared(outcome.forward).store(forward, std::memory_order_release);
+}
+
+void apply(const ForwardMemory& m) {
+  const ForwardSlip& slip = *m.slip;
+  ForwardState& state = *m.state;
+  if (state.planned > state.forward) {
+    state.forward = state.planned;
+    publish(m, state.planned, ForwardStatus::skipped);
+  }
+  std::copy_n(m.slip_tokens, slip.bucket.rows(), m.tokens);
+  std::copy_n(m.slip_rows, slip.bucket.decode_rows, m.rows);
+  std::copy_n(m.slip_chunks, slip.bucket.prefills, m.chunks);
+  for (const ForwardListChange& change : std::span(m.slip_lists, slip.list_changes)) {
+    std::copy_n(m.slip_blocks + change.from, change.count,
+                m.lists + std::uint64_t{change.list} * m.max_pages + change.page);
+  }
+  for (const ForwardNearChange& change : std::span(m.slip_near, slip.near_changes)) {
+    m.near_of[change.block] = change.near;
+  }
+  for (const ForwardBlockCopy& copy : std::span(m.slip_copies, slip.block_copies)) copy_codes(m, copy);
+  state.after = slip.after;
+  state.bucket = slip.bucket;
+  state.planned = slip.forward;
+}
+
+void begin(const ForwardMemory& m) {
+  ForwardState& state = *m.state;
+  state.released = state.asked;
+  const bool planned = state.planned > state.forward;
+  state.forward = state.planned;
+  state.status = !planned                    ? ForwardStatus::unplanned
+                 : state.after != state.good ? ForwardStatus::orphaned
+                 : state.bucket != m.bucket  ? ForwardStatus::mismatched
+                                             : ForwardStatus::running;
+}
+
+void cancel(const ForwardMemory& m, std::uint64_t good) {
+  ForwardState& state = *m.state;
+  state.forward = state.planned;
+  state.good = std::min(state.good, good);  // Not of one that failed.
+  state.status = ForwardStatus::cancelled;
+  publish(m, state.forward, state.status);
+  shared(m.mailbox->outcome.cancelled).store(state.forward, std::memory_order_release);
+}
+
+void end(const ForwardMemory& m) {
+  ForwardState& state = *m.state;
+  auto& outcome = m.mailbox->outcome;
+  if (state.status == ForwardStatus::cancelled) return;  // A part of a forward, without its beginning.
+  if (state.status == ForwardStatus::unplanned) {
+    shared(outcome.unplanned).store(++state.unplanned, std::memory_order_release);
+    return;
+  }
+  if (state.status == ForwardStatus::running) {
+    state.status = ForwardStatus::done;
+    state.good = state.forward;
+  }
+  shared(outcome.near_tokens).store(state.near_tokens, std::memory_order_relaxed);
+  shared(outcome.far_tokens).store(state.far_tokens, std::memory_order_relaxed);
+  shared(outcome.waited_ns).store(state.waited_ns, std::memory_order_relaxed);
+  publish(m, state.forward, state.status);
+}
+
+template <class Run>
+void queue(void* stream, const char* verb, Run&& run) {
+  run_or_enqueue(static_cast<Stream*>(stream), verb, std::forward<Run>(run));
+}
+
+}  // namespace
+
+ForwardVerbs::ForwardVerbs(sluice::Backend& prompts, const Kernels* kernels)
+    : prompts_(prompts), kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
+
+void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
+  queue(stream, "apply", [memory] { cpu::apply(memory); });
+}
+void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
+  queue(stream, "begin", [memory] { cpu::begin(memory); });
+}
+void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "append", [this, memory, layer] { cpu::append(kernels_, memory, layer); });
+}
+void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "prefill", [this, memory, layer] { cpu::prefill(prompts_, memory, layer); });
+}
+void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "score", [this, memory, at = layer.layer] { cpu::score(kernels_, memory, at); });
+}
+void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "choose", [memory] { cpu::choose(memory); });
+}
+void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "split", [memory, at = layer.layer] { cpu::split(memory, at); });
+}
+void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "attend", [this, memory] { cpu::attend(kernels_, memory); });
+}
+void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
+}
+void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t good, void* stream) {
+  queue(stream, "cancel", [memory, good] { cpu::cancel(memory, good); });
+}
+void ForwardVerbs::end(const ForwardMemory& memory, void* stream) {
+  queue(stream, "end", [memory] { cpu::end(memory); });
+}
+
+}  // namespace sluice::cpu

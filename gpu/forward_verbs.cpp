@@ -1,0 +1,234 @@
+#include "gpu/forward_verbs.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "gpu/driver.hpp"
+#include "gpu/kernels/int4.hpp"
+#include "gpu/kernels/prefill.hpp"
+#include "gpu/verbs.hpp"
+#include "sluice/carver.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+/// Makes the device current while a verb launches: streams belong to one, and callers may have made another current.
+class Current {
+ public:
+  explicit Current(int ordinal) {
+    (void)cudaGetDevice(&before_);
+    if (before_ != ordinal) (void)cudaSetDevice(ordinal);
+    changed_ = before_ != ordinal;
+  }
+  ~Current() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+cudaStream_t handle(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+AttendVariant variant_of(const ForwardMemory& memory) { return attend_variant(memory.shape, memory.layout, false); }
+
+/// Near rows of a job at most.
+std::uint64_t near_room(const ForwardMemory& memory) {
+  return std::min<std::uint64_t>(memory.list_room(), std::uint64_t{memory.near_blocks} * memory.layout.page_tokens);
+}
+
+std::uint32_t head_blocks(const ForwardMemory& memory) {
+  return static_cast<std::uint32_t>(div_up(memory.shape.group(), variant_of(memory).heads()));
+}
+
+/// Jobs of `rows` rows that choose.
+std::uint32_t jobs_of(const ForwardMemory& memory, std::uint32_t rows) {
+  return rows * memory.shape.kv_heads * head_blocks(memory);
+}
+
+/// A job's slices are a fixed number, so that its grid is: as many as the machine runs at once, and enough for each
+/// slice's list to fit shared memory; 0 if a launch may not have as many.
+std::uint32_t slices_of(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
+  constexpr std::uint32_t kUnit = 16;
+  if (jobs == 0) return 1;
+  const std::uint64_t wanted = multiprocessors * blocks_per_sm(variant_of(memory)) / jobs;
+  const std::uint64_t useful = div_up(near_room(memory), kUnit * kAttend.min_slice_units);
+  const std::uint64_t least = div_up(near_room(memory), kAttend.stage_words - 2 * kUnit);
+  const std::uint64_t slices = std::max({std::min(wanted, useful), least, std::uint64_t{1}});
+  const std::uint32_t most = kAttend.max_slices / jobs;
+  return slices <= most ? static_cast<std::uint32_t>(slices) : least <= most ? most : 0;
+}
+
+}  // namespace
+
+ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
+    : ordinal_(ordinal),
+      multiprocessors_(multiprocessors),
+      warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()) {
+  load_forward_kernels();
+  load_prefill_kernels();
+}
+
+ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std::byte* from) const {
+  const Bucket& largest = memory.largest;
+  const std::uint32_t heads = largest.decode_rows * memory.shape.kv_heads;
+  const std::uint32_t block_heads = variant_of(memory).heads();
+  Carver carver(from);
+  Scratch scratch;
+  ForwardScratch& choice = scratch.choice;
+  choice.head_blocks = head_blocks(memory);
+  choice.block_heads = block_heads;
+  choice.slices = slices_of(memory, jobs_of(memory, memory.bucket.decode_rows), multiprocessors_);
+  const std::uint32_t jobs = jobs_of(memory, largest.decode_rows);
+  choice.score_tasks = carver.take<ScoreInt4Task>(heads);
+  choice.top_k_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+  choice.jobs = carver.take<AttendJob>(jobs);
+  choice.counters = carver.take<std::uint32_t>(jobs);
+  if (jobs != 0)
+    choice.partials = carver.take<float>(std::uint64_t{kAttend.max_slices} * block_heads * (memory.shape.head_dim + 1));
+  choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.list_room());
+  choice.far_counts = carver.take<std::uint32_t>(heads);
+  if (largest.prefills != 0) {
+    const std::uint32_t items = largest.prefills * memory.shape.kv_heads;
+    const std::uint32_t pages = memory.prefill_window / memory.layout.page_tokens;
+    const std::uint64_t rows = std::uint64_t{largest.rows()} * memory.shape.q_heads;
+    scratch.prompt.items = carver.take<PrefillItem>(items);
+    scratch.prompt.frames = carver.take<std::uint32_t>(std::uint64_t{items} * pages);
+    scratch.prompt.lse = carver.take<float>(rows);
+    scratch.prompt.so_far = carver.take<float>(rows * memory.shape.head_dim);
+    scratch.prompt.pages = carver.take<std::byte>(items * pages * memory.layout.page_bytes());
+  }
+  scratch.bytes = carver.used();
+  return scratch;
+}
+
+ForwardScratch ForwardVerbs::choice_of(const ForwardMemory& memory) const {
+  return scratch_of(memory, memory.scratch).choice;
+}
+
+std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
+  const Current current(ordinal_);
+  check_supported("a forward", memory.shape, memory.layout);
+  const auto refuse = [](const std::string& what, std::uint64_t have, std::uint64_t most) {
+    throw Error(Errc::unsupported, "a forward with " + what + " " + std::to_string(have) +
+                                       " does not fit this device; at most " + std::to_string(most));
+  };
+  if (memory.largest.max_tokens > most_forward_tokens())
+    refuse("max_tokens", memory.largest.max_tokens, most_forward_tokens());
+  const std::uint32_t jobs = jobs_of(memory, memory.largest.decode_rows);
+  if (slices_of(memory, jobs, multiprocessors_) == 0) {
+    const std::uint64_t per_row =
+        jobs_of(memory, 1) * std::max<std::uint64_t>(div_up(near_room(memory), kAttend.stage_words - 32), 1);
+    refuse("decode_rows, of " + std::to_string(near_room(memory)) + " near tokens each,", memory.largest.decode_rows,
+           kAttend.max_slices / per_row);
+  }
+  const std::uint32_t items = memory.largest.prefills * memory.shape.kv_heads;
+  constexpr std::uint32_t kMaxItems = 65'535;  // Of a grid's second and third dimension.
+  if (items > kMaxItems) refuse("prefills", memory.largest.prefills, kMaxItems / memory.shape.kv_heads);
+  return scratch_of(memory, nullptr).bytes;
+}
+
+void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
+  const Current current(ordinal_);
+  launch_forward_apply(memory, handle(stream));
+}
+
+void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
+  const Current current(ordinal_);
+  launch_forward_begin(memory, handle(stream));
+}
+
+void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  launch_forward_append(memory, layer.q.tokens == 0 ? ForwardScratch{} : choice_of(memory), layer);
+}
+
+void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  const PrefillStage stage = scratch_of(memory, memory.scratch).prompt;
+  const Bucket& bucket = memory.bucket;
+  const PrefillVariant variant = prefill_variant(memory.shape, memory.layout, layer.q.dtype, warpgroups_);
+  const PrefillArgs args{.items = stage.items,
+                         .shape = {.q_dtype = layer.q.dtype,
+                                   .out_dtype = layer.out.dtype,
+                                   .q_token_stride = layer.q.token_stride,
+                                   .q_head_stride = layer.q.head_stride,
+                                   .out_token_stride = layer.out.token_stride,
+                                   .out_head_stride = layer.out.head_stride},
+                         .group = memory.shape.group(),
+                         .row_heads = memory.shape.q_heads,
+                         .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
+  const PrefillExtent extent{.items = bucket.prefills * memory.shape.kv_heads,
+                             .rows = bucket.prefill_rows * memory.shape.group(),
+                             .blocks = static_cast<std::uint32_t>(div_up(bucket.prefill_rows, kPrefillBlock)) + 1};
+  CUtensorMap pages{};
+  if (variant.warpgroups) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kPrefillBlock);
+  for (std::uint32_t window = 0; window < div_up(bucket.max_tokens, memory.prefill_window); ++window) {
+    launch_forward_stage(memory, stage, layer, window, multiprocessors_);
+    if (variant.warpgroups) {
+      launch_prefill_hopper(variant, args, extent, pages, handle(layer.stream));
+    } else {
+      launch_prefill(variant, args, extent, handle(layer.stream));
+    }
+  }
+}
+
+void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  launch_score_int4(choice_of(memory).score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
+                    memory.bucket.max_tokens,
+                    {.layout = Int4Layout(memory.layout),
+                     .dtype = memory.layout.dtype,
+                     .group = memory.shape.group(),
+                     .multiprocessors = multiprocessors_},
+                    handle(layer.stream));
+}
+
+void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  launch_top_k(choice_of(memory).top_k_rows, memory.bucket.decode_rows * memory.shape.q_heads, memory.bucket.max_tokens,
+               handle(layer.stream));
+}
+
+void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  launch_forward_split(memory, choice_of(memory), layer);
+}
+
+void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  const ForwardScratch scratch = choice_of(memory);
+  const std::uint32_t jobs = jobs_of(memory, memory.bucket.decode_rows);
+  AttendArgs args{.jobs = scratch.jobs,
+                  .partials = scratch.partials,
+                  .counters = scratch.counters,
+                  .partial_count = jobs * scratch.slices,
+                  .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
+  for (std::uint32_t i = 0; i < jobs * scratch.slices; ++i)
+    args.job_of[i] = static_cast<std::uint16_t>(i / scratch.slices);
+  launch_attend(variant_of(memory), args, jobs * scratch.slices, handle(layer.stream));
+}
+
+void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  launch_forward_merge(memory, choice_of(memory), layer);
+}
+
+void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t good, void* stream) {
+  const Current current(ordinal_);
+  launch_forward_cancel(memory, good, handle(stream));
+}
+
+void ForwardVerbs::end(const ForwardMemory& memory, void* stream) {
+  const Current current(ordinal_);
+  launch_forward_end(memory, handle(stream));
+}
+
+}  // namespace sluice::gpu

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gpu/kernels/attend.hpp"
+#include "gpu/kernels/prefill.hpp"
+#include "gpu/kernels/top_k.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/forward.hpp"
+
+namespace sluice::gpu {
+
+/// What the kernels of a forward tell each other, in device memory; see ForwardVerbs::scratch_bytes.
+struct ForwardScratch {
+  ScoreInt4Task* score_tasks = nullptr;  ///< [decode_rows, kv_heads]
+  TopKRow* top_k_rows = nullptr;         ///< [decode_rows, q_heads]
+  AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]
+  std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
+  float* partials = nullptr;             ///< of AttendArgs
+  std::uint32_t* far_rows = nullptr;     ///< as in ForwardMemory, before they cross the link
+  std::uint32_t* far_counts = nullptr;   ///< likewise
+  std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head
+  std::uint32_t block_heads = 8;         ///< query heads of a job
+  std::uint32_t slices = 1;              ///< thread blocks of a job
+};
+
+/// What chunks of prompts need, in device memory.
+struct PrefillStage {
+  PrefillItem* items = nullptr;     ///< [prefills, kv_heads]
+  std::byte* pages = nullptr;       ///< [prefills, kv_heads, prefill_window] tokens
+  std::uint32_t* frames = nullptr;  ///< [prefills, kv_heads, pages of a window]
+  float* lse = nullptr;             ///< [rows, q_heads]
+  float* so_far = nullptr;          ///< [rows, q_heads, head_dim]
+};
+
+void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
+void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream);
+void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// Window `window` of the keys of all chunks, by as many thread blocks.
+void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage, const ForwardLayer& layer,
+                          std::uint32_t window, std::uint32_t blocks);
+void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t good, cudaStream_t stream);
+void launch_forward_end(const ForwardMemory& memory, cudaStream_t stream);
+
+/// Loads all of them, and asks for the shared memory that the longest sequences need.
+void load_forward_kernels();
+
+/// Tokens of the longest sequence whose choice `split` can mark in shared memory.
+[[nodiscard]] std::uint32_t most_forward_tokens();
+
+}  // namespace sluice::gpu

@@ -1,0 +1,94 @@
+// Chunks of prompts: their keys and values are brought together window by window, near pages from where they are, far
+// ones over the link, and attended there.
+
+#include "gpu/cuda_error.hpp"
+#include "gpu/kernels/forward.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+constexpr std::uint32_t kThreads = 512;
+
+/// The pages of a window that some token of the chunk sees.
+struct Window {
+  std::uint32_t begin = 0;  ///< tokens
+  std::uint32_t end = 0;
+};
+__device__ Window window_of(const ForwardMemory& m, const ForwardChunk& chunk, std::uint32_t index) {
+  const std::uint32_t begin = index * m.prefill_window;
+  return {.begin = begin, .end = min(begin + m.prefill_window, chunk.first + chunk.count)};
+}
+
+/// Item (chunk, KV head) of the prefill kernels.
+__device__ void describe(const ForwardMemory& m, const PrefillStage& stage, const ForwardLayer& layer,
+                         const ForwardChunk& chunk, std::uint32_t item, std::uint32_t index, bool there) {
+  const Window window = window_of(m, chunk, index);
+  const std::uint32_t head = item % m.shape.kv_heads * m.shape.group();
+  const std::uint64_t row = std::uint64_t{chunk.at} * m.shape.q_heads + head;
+  stage.items[item] = {.q = layer.q.row(chunk.at, head),
+                       .base = stage.pages,
+                       .frames = stage.frames + std::uint64_t{item} * (m.prefill_window / m.layout.page_tokens),
+                       .out = layer.out.row(chunk.at, head),
+                       .lse = (layer.lse != nullptr ? layer.lse : stage.lse) + row,
+                       .so_far = stage.so_far + row * m.shape.head_dim,
+                       .first = chunk.first,
+                       .count = there ? chunk.count : 0,
+                       .heads = m.shape.group(),
+                       .key_begin = window.begin,
+                       .key_end = window.end,
+                       .page_tokens = m.layout.page_tokens,
+                       .query_blocks = prefill_blocks(chunk.first, chunk.count),
+                       .first_window = index == 0,
+                       .last_window = window.end == chunk.first + chunk.count};
+}
+
+/// Brings window `index` of all chunks: thread blocks share the pages of all their KV heads.
+__global__ void __launch_bounds__(kThreads)
+    stage_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ PrefillStage stage,
+                 const __grid_constant__ ForwardLayer layer, std::uint32_t index) {
+  const bool runs = m.state->status == ForwardStatus::running;
+  const std::uint32_t room = m.prefill_window / m.layout.page_tokens;
+  const std::uint64_t quads = m.layout.page_bytes() / sizeof(uint4);
+  for (std::uint32_t c = 0; c < m.bucket.prefills; ++c) {
+    const ForwardChunk chunk = runs ? m.chunks[c] : ForwardChunk{};
+    const Window window = window_of(m, chunk, index);
+    const bool there = chunk.list != kNone && window.begin < window.end;
+    if (blockIdx.x == 0 && threadIdx.x < m.shape.kv_heads)
+      describe(m, stage, layer, chunk, c * m.shape.kv_heads + threadIdx.x, index, there);
+    if (!there) continue;
+    const std::uint32_t pages = (window.end - window.begin + m.layout.page_tokens - 1) / m.layout.page_tokens;
+    const std::uint32_t* const list =
+        m.lists + std::uint64_t{chunk.list} * m.max_pages + window.begin / m.layout.page_tokens;
+    for (std::uint32_t i = blockIdx.x; i < pages * m.shape.kv_heads; i += gridDim.x) {
+      const std::uint32_t head = i / pages;
+      const std::uint32_t page = i % pages;
+      const std::uint32_t block = list[page];
+      const std::uint32_t near = m.near_of[block];
+      const std::uint32_t plane = m.plane(layer.layer, head);
+      const std::uint32_t frame = (c * m.shape.kv_heads + head) * room + page;
+      const auto* const from =
+          reinterpret_cast<const uint4*>(near == kNone ? m.far + m.far_page(plane, block) * m.layout.page_bytes()
+                                                       : m.near + m.near_page(plane, near) * m.layout.page_bytes());
+      auto* const to = reinterpret_cast<uint4*>(stage.pages + std::uint64_t{frame} * m.layout.page_bytes());
+      for (std::uint64_t q = threadIdx.x; q < quads; q += kThreads) to[q] = __ldcv(from + q);
+      if (threadIdx.x == 0) stage.frames[frame] = frame;
+    }
+  }
+}
+
+}  // namespace
+
+void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage, const ForwardLayer& layer,
+                          std::uint32_t window, std::uint32_t blocks) {
+  stage_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(layer.stream)>>>(memory, stage, layer, window);
+  check(cudaGetLastError(), "launch the kernel that brings a prompt's pages");
+}
+
+namespace detail {
+void load_forward_prefill_kernels() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, stage_kernel), "load the kernels of a forward");
+}
+}  // namespace detail
+
+}  // namespace sluice::gpu

@@ -1,0 +1,260 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sluice/page.hpp"
+#include "sluice/shape.hpp"
+#include "sluice/tensor.hpp"
+#include "sluice/units.hpp"
+
+/// Verbs of a forward whose descriptors lie in memory of the device. What a launch is given depends on a bucket alone,
+/// never on lengths, so that a forward can be captured in a graph once and replayed for every token.
+namespace sluice {
+
+/// What a forward is made for, padding included. Everything that a verb launches follows from it.
+struct Bucket {
+  std::uint32_t decode_rows = 1;   ///< rows whose heads choose what they attend: new tokens, and drafts to verify
+  std::uint32_t prefill_rows = 0;  ///< rows of chunks of prompts, which attend all that comes before them
+  std::uint32_t prefills = 0;      ///< how many chunks these are
+  std::uint32_t max_tokens =
+      0;  ///< of the longest sequence, a multiple of page_tokens; 0: what the engine has room for
+
+  [[nodiscard]] constexpr std::uint32_t rows() const noexcept { return decode_rows + prefill_rows; }
+  friend constexpr bool operator==(const Bucket&, const Bucket&) = default;
+};
+
+/// Where the token of a packed row goes; see ForwardMemory::tokens.
+struct ForwardToken {
+  std::uint32_t list = kNone;  ///< its sequence's block list; kNone: padding, whose output is 0
+  std::uint32_t position = 0;
+};
+
+/// A row that chooses: what its query heads may choose from.
+struct ForwardRow {
+  std::uint32_t list = kNone;  ///< its sequence's block list; kNone: there is no such row
+  std::uint32_t at = 0;        ///< its packed row
+  std::uint32_t tokens = 0;    ///< visible, the new one included
+  std::uint32_t sink_end = 0;  ///< tokens [0, sink_end) and [recent_begin, tokens) are attended by all heads
+  std::uint32_t recent_begin = 0;
+  std::uint32_t picks = 0;  ///< of the tokens between, each query head chooses as many, at most max_picks
+};
+
+/// Consecutive packed rows that are consecutive tokens of one sequence, each of which attends all tokens up to its own.
+struct ForwardChunk {
+  std::uint32_t list = kNone;  ///< kNone: there is no such chunk
+  std::uint32_t at = 0;        ///< its first packed row
+  std::uint32_t first = 0;     ///< position of its first token
+  std::uint32_t count = 0;
+};
+
+/// Entries [page, page + count) of block list `list` become what lies from entry `from` of the slip's blocks on.
+struct ForwardListChange {
+  std::uint32_t list = 0;
+  std::uint32_t page = 0;
+  std::uint32_t count = 0;
+  std::uint32_t from = 0;
+};
+
+/// Pages of `block`, of every layer and KV head, lie near, too, from now on, in block `near`; kNone: no longer. What a
+/// page held before does not come along. A slip names every block once at most.
+struct ForwardNearChange {
+  std::uint32_t block = 0;
+  std::uint32_t near = kNone;
+};
+
+/// The 4-bit copies of `from` become those of `to`, too.
+struct ForwardBlockCopy {
+  std::uint32_t from = 0;
+  std::uint32_t to = 0;
+};
+
+/// How a forward ended.
+enum class ForwardStatus : std::uint32_t {
+  running = 0,
+  done = 1,
+  unplanned = 2,  ///< replayed without a plan of its own; nothing was appended, outputs are NaN
+  abandoned = 3,  ///< the far part's answer did not come in time; outputs from that layer on are NaN
+  cancelled = 4,
+  orphaned = 5,    ///< the forward that it builds on did not get to its end; as unplanned
+  mismatched = 6,  ///< what ran was made for another bucket than the plan's; as unplanned
+  skipped = 7,     ///< it had not begun when the plan behind it came
+};
+
+/// What a plan tells the device, in pinned memory: read when the stream gets to `apply`. Arrays are in ForwardMemory.
+struct ForwardSlip {
+  std::uint64_t forward = 0;  ///< number of the forward that is planned; rises
+  std::uint64_t after = 0;    ///< the forward it builds on, which must have been the last to get to its end
+  Bucket bucket;
+  std::uint32_t list_changes = 0;
+  std::uint32_t near_changes = 0;
+  std::uint32_t block_copies = 0;
+};
+
+/// The device's own memory of where it is.
+struct ForwardState {
+  std::uint64_t planned = 0;    ///< the newest plan that was applied
+  std::uint64_t after = 0;      ///< of that plan
+  Bucket bucket{};              ///< of that plan
+  std::uint64_t forward = 0;    ///< the newest forward that began
+  std::uint64_t good = 0;       ///< the newest that got to its end
+  std::uint64_t asked = 0;      ///< hand-overs so far
+  std::uint64_t unplanned = 0;  ///< replays without a plan so far
+  std::uint64_t released = 0;   ///< newest hand-over whose answer is known to be there, or to come no more
+  ForwardStatus status = ForwardStatus::done;
+  std::uint32_t layer_far_tokens = 0;  ///< while it is split
+  std::uint32_t arrived = 0;           ///< parts of it that are split
+  std::uint32_t merging = 0;           ///< parts of it whose merge has begun
+  std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads
+  std::uint64_t far_tokens = 0;
+  std::uint64_t waited_ns = 0;  ///< for answers so far, by the device's clock
+};
+
+/// Forwards that may be planned and not finished at once, at most.
+inline constexpr std::uint32_t kMostForwards = 8;
+
+/// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises; nobody adds to
+/// one across the link, which not every link can.
+struct ForwardMailbox {
+  /// The device's: hand-over `asked` is there, of this layer.
+  struct alignas(64) Question {
+    std::uint64_t asked = 0;
+    std::uint32_t layer = 0;
+    std::uint32_t lists = 0;  ///< of far rows
+  } question;
+  /// The workers': hand-over `answered` is answered.
+  struct alignas(64) Answer {
+    std::uint64_t answered = 0;
+  } answer;
+  /// The device's: how the newest forwards that were planned ended.
+  struct alignas(64) Outcome {
+    std::uint64_t cancelled = 0;    ///< newest plan that was taken back
+    std::uint64_t forward = 0;      ///< newest that ended; written after everything else
+    std::uint64_t unplanned = 0;    ///< replays without a plan so far
+    std::uint64_t near_tokens = 0;  ///< as in ForwardState
+    std::uint64_t far_tokens = 0;
+    std::uint64_t waited_ns = 0;
+    ForwardStatus status[kMostForwards] = {};  ///< of forward f at f % kMostForwards
+  } outcome;
+};
+
+/// Where everything lies that the verbs of one engine read and write. Pages of one layer and KV head form a plane;
+/// block b of a plane is its page `b`, so that one block list serves all planes. Sizes in brackets: of `largest`, in
+/// whose first rows a forward of a smaller bucket works.
+struct ForwardMemory {
+  AttentionShape shape;
+  PageLayout layout;
+  Bucket largest{};                  ///< what there is room for; its max_tokens is that of every array
+  Bucket bucket{};                   ///< of the forward
+  std::uint32_t append_rows = 0;     ///< of a forward that only brings tokens in, at least largest.rows()
+  std::uint32_t max_picks = 0;       ///< tokens that a query head may choose
+  std::uint32_t max_window = 0;      ///< sinks and recent tokens together
+  std::uint32_t blocks = 0;          ///< far pages of a plane
+  std::uint32_t near_blocks = 0;     ///< near pages of a plane
+  std::uint32_t max_pages = 0;       ///< of a block list
+  std::uint32_t prefill_window = 0;  ///< tokens of keys that a chunk attends at a time, a multiple of page_tokens
+  std::uint64_t answer_ns = 0;       ///< how long a layer waits for the far part
+
+  // Memory of the device.
+  std::byte* near = nullptr;         ///< [near_blocks, planes] pages
+  std::byte* codes = nullptr;        ///< [planes, blocks] 4-bit copies, see Int4Layout
+  std::uint32_t* lists = nullptr;    ///< [lists, max_pages] blocks
+  std::uint32_t* near_of = nullptr;  ///< [blocks] near block or kNone
+  ForwardToken* tokens = nullptr;    ///< [append_rows]
+  ForwardRow* rows = nullptr;        ///< [decode_rows]
+  ForwardChunk* chunks = nullptr;    ///< [prefills]
+  ForwardState* state = nullptr;
+  float* q = nullptr;                    ///< [decode_rows, q_heads, head_dim]
+  float* scores = nullptr;               ///< [decode_rows, q_heads, max_tokens]
+  std::uint32_t* picks = nullptr;        ///< [decode_rows, q_heads, max_picks] relative to sink_end
+  std::uint32_t* near_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] K rows, counted in rows from `near`
+  std::uint32_t* near_counts = nullptr;  ///< [decode_rows, kv_heads]
+  float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
+  float* near_lse = nullptr;             ///< [decode_rows, q_heads]
+  std::byte* scratch = nullptr;          ///< ForwardVerbs::scratch_bytes
+
+  // Pinned memory of the host.
+  std::byte* far = nullptr;  ///< [planes, blocks] pages
+  ForwardSlip* slip = nullptr;
+  ForwardToken* slip_tokens = nullptr;      ///< [append_rows]
+  ForwardRow* slip_rows = nullptr;          ///< [decode_rows]
+  ForwardChunk* slip_chunks = nullptr;      ///< [prefills]
+  ForwardListChange* slip_lists = nullptr;  ///< [ForwardSlip::list_changes]
+  std::uint32_t* slip_blocks = nullptr;     ///< what they refer to
+  ForwardNearChange* slip_near = nullptr;   ///< [ForwardSlip::near_changes]
+  ForwardBlockCopy* slip_copies = nullptr;  ///< [ForwardSlip::block_copies]
+  ForwardMailbox* mailbox = nullptr;
+  float* far_q = nullptr;               ///< [decode_rows, q_heads, head_dim]
+  std::uint32_t* far_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] block * page_tokens + row of the page
+  std::uint32_t* far_counts = nullptr;  ///< [decode_rows, kv_heads]
+  float* far_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
+  float* far_lse = nullptr;             ///< [decode_rows, q_heads]
+
+  [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return shape.layers * shape.kv_heads; }
+  [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
+    return layer * shape.kv_heads + kv_head;
+  }
+  /// Tokens that a KV head's rows may attend near or far.
+  [[nodiscard]] constexpr std::uint32_t list_room() const noexcept {
+    const std::uint64_t room = std::uint64_t{shape.group()} * max_picks + max_window;
+    return static_cast<std::uint32_t>(room < largest.max_tokens ? room : largest.max_tokens);
+  }
+  /// A far page or its copy, counted in pages.
+  [[nodiscard]] constexpr std::uint64_t far_page(std::uint32_t plane, std::uint32_t block) const noexcept {
+    return std::uint64_t{plane} * blocks + block;
+  }
+  [[nodiscard]] constexpr std::uint64_t near_page(std::uint32_t plane, std::uint32_t near_block) const noexcept {
+    return std::uint64_t{near_block} * planes() + plane;
+  }
+};
+
+/// The tensors of one layer, packed [rows, heads, head_dim], and where to compute.
+struct ForwardLayer {
+  std::uint32_t layer = 0;
+  TensorView q;
+  TensorView k;
+  TensorView v;
+  MutableTensorView out;
+  float* lse = nullptr;    ///< [rows, q_heads] natural log of the sum of exponentials; may be null
+  void* stream = nullptr;  ///< the caller's: a cudaStream_t; a Stream* of a host device, or null: now
+};
+
+/// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
+/// `append`, `prefill` if the bucket has such rows, and if it has rows that choose, `score`, `choose`, `split`,
+/// `attend` and `merge`; then `end`. `apply` comes before it and is not part of a graph. One that only brings keys and
+/// values in is `begin`, `append` for every layer, `end`. Forwards and plans run in the order in which they are
+/// numbered. Thread safety: one thread at a time per ForwardMemory.
+class ForwardVerbs {
+ public:
+  virtual ~ForwardVerbs() = default;
+  /// Device memory that the verbs want for themselves, zero-filled at first, for every bucket up to the largest.
+  [[nodiscard]] virtual std::uint64_t scratch_bytes(const ForwardMemory& memory) const = 0;
+
+  /// Takes the slip: rows, block lists, near blocks, copies. Not captured.
+  virtual void apply(const ForwardMemory& memory, void* stream) = 0;
+  /// Begins the forward that was planned last, unless it has begun before.
+  virtual void begin(const ForwardMemory& memory, void* stream) = 0;
+  /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; queries of rows that
+  /// choose, unless q has no rows, to both sides. Outputs of padding become 0, and all outputs NaN if the forward does
+  /// not run.
+  virtual void append(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Causal attention of the chunks' rows to all tokens up to their own.
+  virtual void prefill(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Scores of all visible tokens by their copies: q.k / sqrt(head_dim).
+  virtual void score(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// The `picks` largest of every query head between sinks and recent tokens, as TopKTask orders them.
+  virtual void choose(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
+  /// one. What one head of a group chose all of them attend.
+  virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Waits for the far part, at most answer_ns by the device's clock, and merges.
+  virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Takes all plans behind forward `before` back: what comes later of them has no plan, and what is planned next
+  /// continues that one, if it got to its end. Publishes that.
+  virtual void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) = 0;
+  /// Publishes how the forward ended.
+  virtual void end(const ForwardMemory& memory, void* stream) = 0;
+};
+
+}  // namespace sluice

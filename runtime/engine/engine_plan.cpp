@@ -1,0 +1,201 @@
+// How a forward is planned: what is asked for is checked, finds its blocks, and is written down for the device.
+#include <algorithm>
+#include <string>
+
+#include "runtime/engine/impl.hpp"
+#include "scheduler/plan/forward_rows.hpp"
+
+namespace sluice {
+namespace {
+
+std::string text(std::uint64_t number) { return std::to_string(number); }
+
+/// Rows of a kind, and how many items they are.
+struct Tally {
+  std::uint64_t decode_rows = 0;
+  std::uint64_t prefill_rows = 0;
+  std::uint32_t prefills = 0;
+};
+
+Tally tally(std::span<const PlanItem> items) {
+  Tally tally;
+  for (const PlanItem& item : items) {
+    (item.prefill ? tally.prefill_rows : tally.decode_rows) += item.tokens;
+    tally.prefills += item.prefill ? 1 : 0;
+  }
+  return tally;
+}
+
+void require_fits(const char* what, std::uint64_t have, std::uint32_t most) {
+  if (have <= most) return;
+  throw Error(Errc::invalid_argument, std::string("plan: there are ") + text(have) + " " + what +
+                                          ", and the bucket has " + text(most) + "; plan fewer or use a larger bucket");
+}
+
+}  // namespace
+
+Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
+  const Bucket& largest = memory.largest().largest;
+  Bucket resolved = bucket;
+  if (resolved.max_tokens == 0) resolved.max_tokens = largest.max_tokens;
+  const auto in = [&](const char* field, std::uint32_t value, std::uint32_t most) {
+    if (value <= most) return;
+    throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's " + field + " is " + text(value) +
+                                            ", and EngineOptions::largest has " + text(most));
+  };
+  in("decode_rows", resolved.decode_rows, largest.decode_rows);
+  in("prefill_rows", resolved.prefill_rows, largest.prefill_rows);
+  in("prefills", resolved.prefills, largest.prefills);
+  in("max_tokens", resolved.max_tokens, largest.max_tokens);
+  if (resolved.max_tokens % memory.largest().layout.page_tokens != 0)
+    throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's max_tokens is " +
+                                            text(resolved.max_tokens) + "; it must be a multiple of page_tokens, " +
+                                            text(memory.largest().layout.page_tokens));
+  if (resolved.rows() == 0) throw Error(Errc::invalid_argument, std::string(what) + ": the bucket has no rows");
+  if ((resolved.prefills == 0) != (resolved.prefill_rows == 0))
+    throw Error(Errc::invalid_argument,
+                std::string(what) + ": a bucket has both prefills and prefill_rows, or neither");
+  return resolved;
+}
+
+std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem> items, const Bucket& bucket) {
+  const Tally rows = tally(items);
+  require_fits("rows that choose", rows.decode_rows, bucket.decode_rows);
+  require_fits("rows of prompts", rows.prefill_rows, bucket.prefill_rows);
+  require_fits("chunks of prompts", rows.prefills, bucket.prefills);
+  std::vector<Wanted> wanted;
+  for (const PlanItem& item : items) {
+    const std::string name = "plan: sequence " + text(item.sequence.value);
+    Sequence& sequence = at(item.sequence);
+    if (item.tokens == 0) throw Error(Errc::invalid_argument, name + " gets no tokens; leave it out");
+    if (std::ranges::find(wanted, &sequence, &Wanted::sequence) != wanted.end())
+      throw Error(Errc::invalid_argument, name + " is there twice");
+    // Lengths first: a row's choice is not asked about where there is none.
+    const std::uint64_t tokens = std::uint64_t{sequence.planned} + item.tokens;
+    if (tokens > bucket.max_tokens)
+      throw Error(Errc::out_of_capacity, name + " would have " + text(tokens) + " tokens, and the bucket is for " +
+                                             text(bucket.max_tokens) +
+                                             "; use a larger one, or raise largest.max_tokens and host_bytes");
+    for (std::uint32_t i = 0; i < item.tokens && !item.prefill; ++i) {
+      const ForwardRow row = scheduler::forward_row(sequence.spec, sequence.planned + i + 1);
+      if (row.picks > memory.largest().max_picks)
+        throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.picks) +
+                                               " tokens, and EngineOptions::max_picks is " +
+                                               text(memory.largest().max_picks));
+    }
+    wanted.push_back({.sequence = &sequence, .item = item});
+  }
+  return wanted;
+}
+
+void Engine::Impl::require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const {
+  std::uint64_t needed = 0;
+  for (const auto& [sequence, item] : wanted) {
+    const std::uint64_t tokens = std::uint64_t{sequence->planned} + item.tokens;
+    if (tokens > max_tokens)
+      throw Error(Errc::out_of_capacity, "a sequence would have " + text(tokens) + " tokens, and may have " +
+                                             text(max_tokens) + "; raise largest.max_tokens and host_bytes");
+    const std::uint32_t open = sequence->planned / memory.largest().layout.page_tokens;
+    const std::uint32_t pages = pages_of(static_cast<std::uint32_t>(tokens));
+    needed += pages - std::min(pages, sequence->pages.pages());  // A forward that failed has left its blocks.
+    needed += open < sequence->pages.pages() && table.shared(sequence->pages.blocks()[open]) ? 1 : 0;
+  }
+  if (needed > table.free())
+    throw Error(Errc::out_of_capacity, "the host pool has " + text(table.free()) + " blocks of " +
+                                           text(memory.largest().layout.page_tokens) + " tokens left, and " +
+                                           text(needed) + " are needed; end sequences or raise host_bytes");
+}
+
+void Engine::Impl::grow(std::span<const Wanted> wanted) noexcept {
+  const std::uint32_t page_tokens = memory.largest().layout.page_tokens;
+  for (const auto& [sequence, item] : wanted) {
+    runtime::PageList& pages = sequence->pages;
+    const std::uint32_t open = sequence->planned / page_tokens;
+    if (open < pages.pages() && table.shared(pages.blocks()[open])) {
+      // Nothing in flight writes to it: who shares blocks rests.
+      const std::uint32_t from = pages.blocks()[open];
+      const std::uint32_t to = table.take();
+      memory.copy_rows(from, to, sequence->planned % page_tokens);
+      copies.push_back({.from = from, .to = to});  // Has room for one of every sequence.
+      pages.replace(open, to);
+      table.release(from);
+    }
+    for (std::uint32_t wanted_pages = pages_of(sequence->planned + item.tokens); pages.pages() < wanted_pages;) {
+      const std::uint32_t block = table.take();
+      table.bring_near(block, pages.pages() * page_tokens < sequence->spec.near.sink_tokens);
+      pages.push(block);
+    }
+  }
+}
+
+void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wanted) const noexcept {
+  std::fill_n(m.slip_tokens, m.bucket.rows(), ForwardToken{});
+  std::fill_n(m.slip_rows, m.bucket.decode_rows, ForwardRow{});
+  std::fill_n(m.slip_chunks, m.bucket.prefills, ForwardChunk{});
+  std::uint32_t at = 0;
+  ForwardRow* row = m.slip_rows;
+  ForwardChunk* chunk = m.slip_chunks;
+  for (const auto& [sequence, item] : wanted) {
+    const std::uint32_t list = sequence->pages.slot();
+    if (item.prefill && m.bucket.prefills != 0)
+      *chunk++ = {.list = list, .at = at, .first = sequence->planned, .count = item.tokens};
+    for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
+      m.slip_tokens[at] = {.list = list, .position = sequence->planned + i};
+      if (item.prefill) continue;
+      *row = scheduler::forward_row(sequence->spec, sequence->planned + i + 1);
+      row->list = list;
+      row->at = at;
+      ++row;
+    }
+  }
+}
+
+void Engine::Impl::write_lists(const ForwardMemory& m, std::span<const Wanted> wanted) const noexcept {
+  std::uint32_t changes = 0;
+  std::uint32_t listed = 0;
+  for (const auto& [sequence, item] : wanted) {
+    const runtime::PageList& pages = sequence->pages;
+    const std::uint32_t count = pages.pages() - pages.synced();
+    if (count == 0) continue;
+    std::copy_n(pages.blocks().data() + pages.synced(), count, m.slip_blocks + listed);
+    m.slip_lists[changes++] = {.list = pages.slot(), .page = pages.synced(), .count = count, .from = listed};
+    listed += count;
+  }
+  std::ranges::copy(table.near_changes(), m.slip_near);
+  std::ranges::copy(copies, m.slip_copies);
+  m.slip->list_changes = changes;
+  m.slip->near_changes = static_cast<std::uint32_t>(table.near_changes().size());
+  m.slip->block_copies = static_cast<std::uint32_t>(copies.size());
+}
+
+std::uint64_t Engine::Impl::builds_on() const noexcept {
+  return programs.empty() ? good : std::max(good, programs.newest().forward);
+}
+
+std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream) {
+  runtime::Program program{
+      .forward = planned + 1, .slip = programs.free_slip(), .bucket = bucket, .stream = stream, .items = {}};
+  for (const Wanted& each : wanted) program.items.push_back(each.item);
+  grow(wanted);
+  const ForwardMemory m = memory.of(program.slip, bucket);
+  *m.slip = {.forward = program.forward, .after = builds_on(), .bucket = bucket};
+  write_rows(m, wanted);
+  write_lists(m, wanted);
+  programs.push(std::move(program));
+  try {
+    verbs.apply(m, stream);
+  } catch (...) {
+    (void)programs.take(planned + 1);
+    throw;
+  }
+  for (const auto& [sequence, item] : wanted) {
+    sequence->planned += item.tokens;
+    sequence->pages.set_synced();
+  }
+  table.forget_changes();
+  copies.clear();
+  next_layer = 0;
+  return ++planned;
+}
+
+}  // namespace sluice

@@ -1,0 +1,77 @@
+// How forwards end: all waits of an engine, and what becomes of what was planned.
+#include <atomic>
+#include <thread>
+
+#include "cpu/spin.hpp"
+#include "runtime/engine/impl.hpp"
+
+namespace sluice {
+namespace {
+
+using runtime::look;
+
+/// By the clock of a process that runs: one that was suspended has not waited.
+template <class Ready>
+void await(const Ready& ready, std::chrono::milliseconds timeout, const char* what) {
+  const Deadline deadline = deadline_after(timeout);
+  while (!cpu::spin_until(ready)) {
+    if (RunClock::now() >= deadline) throw Error(Errc::timeout, what);
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+/// Of a forward that ended, while none of the next kMostForwards has.
+ForwardStatus status_at(ForwardMailbox& mailbox, std::uint64_t forward) noexcept {
+  return std::atomic_ref(mailbox.outcome.status[forward % kMostForwards]).load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+ForwardStatus Engine::Impl::await_end(std::uint64_t forward) const {
+  if (const auto& ended = programs.find(forward)->ended; ended) return *ended;
+  await([&] { return look(mailbox().outcome.forward) >= forward; }, options.timeout,
+        "the forward has not ended; was every layer enqueued, or the graph replayed?");
+  return status_at(mailbox(), forward);
+}
+
+void Engine::Impl::await_idle() const {
+  await([&] { return far.idle(); }, options.timeout, "the threads that attend the far part have not answered in time");
+}
+
+runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
+  runtime::Program program = programs.take(forward);
+  for (const PlanItem& item : program.items) {
+    Sequence& sequence = at(item.sequence);
+    done ? sequence.tokens += item.tokens : sequence.planned -= item.tokens;
+  }
+  if (done) good = std::max(good, forward);
+  if (importing == forward) importing = 0;
+  return program;
+}
+
+void Engine::Impl::take_back(std::uint64_t forward) {
+  const runtime::Program& newest = programs.newest();
+  const std::uint64_t last = newest.forward;
+  // Those before it that are in flight run first, and the newest of them is what comes next builds on.
+  std::uint64_t before = good;
+  for (std::uint64_t f = forward; f-- > good + 1;) {
+    if (programs.find(f) != nullptr) {
+      before = f;
+      break;
+    }
+  }
+  verbs.cancel(memory.of(newest.bucket), before, newest.stream);
+  // The device may be asking meanwhile: the workers stay awake until it has published that it does not.
+  await([&] { return look(mailbox().outcome.cancelled) >= last; }, options.timeout,
+        "the plan's stream has not come to its end; what else is enqueued there?");
+  await_idle();
+  for (std::uint64_t f = last; f >= forward; --f) {
+    if (programs.find(f) != nullptr) (void)retire(f, false);
+  }
+  // Those before it have ended: forwards to come may use their places in the mailbox.
+  for (runtime::Program& program : programs.all()) {
+    if (!program.ended) program.ended = status_at(mailbox(), program.forward);
+  }
+}
+
+}  // namespace sluice

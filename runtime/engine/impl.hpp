@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "cpu/topology.hpp"
+#include "cpu/workers.hpp"
+#include "runtime/engine/engine_memory.hpp"
+#include "runtime/engine/far_workers.hpp"
+#include "runtime/engine/mailbox.hpp"
+#include "runtime/engine/programs.hpp"
+#include "runtime/kv/block_table.hpp"
+#include "runtime/kv/page_list.hpp"
+#include "sluice/engine.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice {
+
+struct Engine::Impl {
+  struct Sequence {
+    PolicySpec spec;
+    runtime::PageList pages;
+    std::uint32_t tokens = 0;   ///< that all layers have
+    std::uint32_t planned = 0;  ///< and those of forwards in flight
+  };
+  /// What a plan asks for, checked.
+  struct Wanted {
+    Sequence* sequence = nullptr;
+    PlanItem item;
+  };
+
+  Impl(const EngineOptions& chosen, std::shared_ptr<Device> given);
+
+  // Sequences.
+  [[nodiscard]] Sequence& at(SequenceId id);
+  /// One that no forward in flight refers to.
+  [[nodiscard]] Sequence& resting(SequenceId id, const char* what);
+  [[nodiscard]] SequenceId add(const PolicySpec& spec);
+  [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
+
+  // Planning.
+  [[nodiscard]] Bucket resolved(const Bucket& bucket, const char* what) const;
+  [[nodiscard]] std::vector<Wanted> checked(std::span<const PlanItem> items, const Bucket& bucket);
+  void require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const;
+  /// Blocks for the new tokens, and one of its own for each that would write into a shared one.
+  void grow(std::span<const Wanted> wanted) noexcept;
+  void write_rows(const ForwardMemory& memory, std::span<const Wanted> wanted) const noexcept;
+  void write_lists(const ForwardMemory& memory, std::span<const Wanted> wanted) const noexcept;
+  /// The forward that the next one continues.
+  [[nodiscard]] std::uint64_t builds_on() const noexcept;
+  /// Hands the plan to the device, and counts its tokens as planned.
+  std::uint64_t send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream);
+
+  // Waiting.
+  /// How it ended; it must be in flight.
+  [[nodiscard]] ForwardStatus await_end(std::uint64_t forward) const;
+  void await_idle() const;
+  /// Its sequences have what it planned for them, if it got to its end, or never will.
+  runtime::Program retire(std::uint64_t forward, bool done);
+  /// Takes back this forward and all behind it.
+  void take_back(std::uint64_t forward);
+
+  [[nodiscard]] ForwardMailbox& mailbox() const noexcept { return *memory.largest().mailbox; }
+
+  EngineOptions options;
+  cpu::Topology topology;
+  std::shared_ptr<cpu::Workers> workers;  ///< of the construction, and of an embedded device
+  std::shared_ptr<Device> device;
+  ForwardVerbs& verbs;
+  runtime::EngineMemory memory;
+  runtime::FarWorkers far;
+
+  runtime::BlockTable table;
+  std::vector<ForwardBlockCopy> copies;  ///< of codes, that the device does not know of yet
+  std::vector<std::uint32_t> free_lists;
+  std::unordered_map<std::uint64_t, Sequence> sequences;
+  std::uint64_t next_id = 1;
+
+  runtime::Programs programs;
+  std::uint64_t planned = 0;     ///< the newest forward
+  std::uint64_t good = 0;        ///< the newest that is known to have got to its end
+  std::uint32_t next_layer = 0;  ///< of what is enqueued; kNone: one could not be
+  std::uint64_t importing = 0;   ///< the forward that an import under way is; 0: there is none
+};
+
+}  // namespace sluice

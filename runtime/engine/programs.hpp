@@ -1,0 +1,63 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "sluice/engine.hpp"
+
+namespace sluice::runtime {
+
+/// A forward that is planned and not finished: what the sequences it refers to get from it.
+struct Program {
+  std::uint64_t forward = 0;
+  std::uint32_t slip = 0;  ///< that it is planned by
+  Bucket bucket{};
+  void* stream = nullptr;
+  std::vector<PlanItem> items;
+  std::optional<ForwardStatus> ended{};  ///< how, if that was seen before it is asked about
+};
+
+/// Programs in flight, in the order of their forwards.
+class Programs {
+ public:
+  explicit Programs(std::uint32_t most) : most_(most) {}
+
+  [[nodiscard]] bool empty() const noexcept { return programs_.empty(); }
+  [[nodiscard]] bool full() const noexcept { return programs_.size() >= most_; }
+  /// A slip that none of them is planned by; there must be one.
+  [[nodiscard]] std::uint32_t free_slip() const noexcept {
+    std::uint32_t slip = 0;
+    while (std::ranges::find(programs_, slip, &Program::slip) != programs_.end()) ++slip;
+    return slip;
+  }
+  [[nodiscard]] std::deque<Program>& all() noexcept { return programs_; }
+  [[nodiscard]] const Program& newest() const noexcept { return programs_.back(); }
+  /// Null if it is not in flight.
+  [[nodiscard]] const Program* find(std::uint64_t forward) const noexcept {
+    const auto found = std::ranges::find(programs_, forward, &Program::forward);
+    return found == programs_.end() ? nullptr : &*found;
+  }
+  [[nodiscard]] bool has(SequenceId sequence) const noexcept {
+    return std::ranges::any_of(programs_, [&](const Program& program) {
+      return std::ranges::find(program.items, sequence, &PlanItem::sequence) != program.items.end();
+    });
+  }
+  void push(Program program) { programs_.push_back(std::move(program)); }
+  /// It must be in flight.
+  [[nodiscard]] Program take(std::uint64_t forward) {
+    const auto found = std::ranges::find(programs_, forward, &Program::forward);
+    Program program = std::move(*found);
+    programs_.erase(found);
+    return program;
+  }
+
+ private:
+  std::uint32_t most_;
+  std::deque<Program> programs_;
+};
+
+}  // namespace sluice::runtime

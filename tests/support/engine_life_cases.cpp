@@ -1,0 +1,209 @@
+// Sequences that fork and shrink, and forwards in flight that fail.
+#include <atomic>
+#include <cmath>
+#include <thread>
+
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/engine_rig.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
+constexpr const char* kPolicy = "exact | int4 | top_k=10 | near=0,sinks=2,recent=6";
+
+EngineOptions life_options(const EngineRig& rig, std::uint32_t rows, std::uint32_t blocks) {
+  EngineOptions options{.shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = rows}};
+  options.host_bytes = blocks * block_bytes(options);
+  options.near_bytes = 3 * block_bytes(options);
+  options.sequences = 4;
+  options.import_rows = 100;
+  options.in_flight = 3;
+  options.threads = 2;
+  options.pin_threads = false;
+  return options;
+}
+
+Errc code_of(const auto& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    CHECK(std::string(error.what()).size() > 20);
+    return error.code();
+  }
+  FAIL("no error");
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("forks share their blocks, and write into none that is shared", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Engine engine(life_options(rig, 2, 9), rig.device);
+  const std::uint64_t block = block_bytes(engine.options());
+  const Story story(kShape, 100, 3);
+  const Story other(kShape, 100, 4);
+  Teller parent{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  import_story(engine, rig, parent, 70);
+  REQUIRE(engine.memory().far_pages_used == 5 * block);
+  Teller child{.story = &story, .id = engine.fork(parent.id, 70), .at = 70};
+  REQUIRE(engine.memory().far_pages_used == 5 * block);
+  REQUIRE(engine.far_bytes(child.id) == 5 * block);
+  ForwardTensors tensors(*rig.device, kShape, 2);
+  // Together, so that the open block is wanted twice; the child goes its own way.
+  const auto both = run_forward(engine, rig, tensors, {&parent, &child});
+  for (std::size_t i = 0; i < both[0].size(); ++i) REQUIRE(std::abs(both[0][i] - both[1][i]) < rig.tolerance);
+  REQUIRE(engine.memory().far_pages_used == 6 * block);
+  child.story = &other;
+  for (int step = 0; step < 20; ++step) (void)run_forward(engine, rig, tensors, {&parent, &child});
+  // A second child of what the first never touched, and the parent with it, still tell the story.
+  Teller second{.story = &story, .id = engine.fork(parent.id, 50), .at = 50};
+  const auto after = run_forward(engine, rig, tensors, {&parent, &second});
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+    const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
+    const auto want_parent = story.attended(layer, parent.at - 1, 2, 6, 10);
+    const auto want_second = story.attended(layer, second.at - 1, 2, 6, 10);
+    for (std::size_t i = 0; i < row; ++i) {
+      REQUIRE(std::abs(after[0][layer * row + i] - want_parent[i]) < 1e-3);
+      REQUIRE(std::abs(after[1][layer * row + i] - want_second[i]) < 1e-3);
+    }
+  }
+  engine.end(parent.id);
+  engine.end(child.id);
+  REQUIRE(engine.memory().far_pages_used == 4 * block);
+  engine.end(second.id);
+  REQUIRE(engine.memory().far_pages_used == 0);
+}
+
+TEST_CASE("an engine admits what its pool has room for, and says what it holds", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Engine engine(life_options(rig, 1, 6), rig.device);
+  const Story story(kShape, 100, 3);
+  REQUIRE(engine.can_admit(96));
+  REQUIRE_FALSE(engine.can_admit(97));
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  import_story(engine, rig, teller, 33);
+  REQUIRE(engine.can_admit(48));
+  REQUIRE_FALSE(engine.can_admit(49));
+  engine.truncate(teller.id, 16);
+  REQUIRE(engine.can_admit(80));
+  REQUIRE(code_of([&] { engine.truncate(teller.id, 17); }) == Errc::invalid_argument);
+  REQUIRE(code_of([&] { (void)engine.fork(teller.id, 17); }) == Errc::invalid_argument);
+  for (int i = 0; i < 3; ++i) (void)engine.fork(teller.id, 16);
+  REQUIRE_FALSE(engine.can_admit(1));
+  REQUIRE(code_of([&] { (void)engine.fork(teller.id, 16); }) == Errc::out_of_capacity);
+  const EngineMemoryUse use = engine.memory();
+  REQUIRE(use.far_pages == 6 * block_bytes(engine.options()));
+  REQUIRE(use.near_pages == 3 * block_bytes(engine.options()));
+  REQUIRE(use.device() > use.near_pages);
+  REQUIRE(use.host() > use.far_pages);
+}
+
+TEST_CASE("a forward that fails takes those behind it along, and no other", "[engine]") {
+  const EngineRig rig = engine_rig();
+  EngineOptions options = life_options(rig, 1, 40);
+  options.near_bytes = 0;
+  std::atomic<bool> stalls{false};
+  options.answer_timeout = 300ms;
+  options.before_answer = [&] {
+    if (stalls.exchange(false)) std::this_thread::sleep_for(1200ms);
+  };
+  Engine engine(options, rig.device);
+  const Story story(kShape, 120, 5);
+  Teller a{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  Teller b{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  import_story(engine, rig, a, 100);
+  import_story(engine, rig, b, 90);
+  std::vector<ForwardTensors> tensors;
+  for (int i = 0; i < 4; ++i) tensors.emplace_back(*rig.device, kShape, 1);
+  const Bucket bucket = engine.options().largest;
+  const auto start = [&](std::size_t at, const Teller& teller, std::uint32_t token, bool enqueue = true) {
+    tensors[at].set(0, story, token);
+    const PlanItem item{.sequence = teller.id};
+    const Batch batch = engine.plan({&item, 1}, bucket, rig.stream);
+    if (enqueue) tensors[at].attend(engine, bucket, rig.stream);
+    return batch;
+  };
+  const auto off = [&](std::size_t at, std::uint32_t token) {
+    rig.synchronize();
+    const auto out = tensors[at].out(0);
+    const auto want = story.attended(1, token, 2, 6, 10);
+    double worst = 0.0;
+    for (std::size_t i = 0; i < want.size(); ++i) worst = std::max(worst, std::abs(out[want.size() + i] - want[i]));
+    return worst;
+  };
+
+  // Of three in flight the second fails. The third continues it, though it is another sequence's.
+  const Batch first = start(0, a, 100);
+  engine.finish(first);
+  stalls = true;
+  const Batch second = start(1, a, 101);
+  const Batch third = start(2, b, 90);
+  REQUIRE(off(0, 100) < 1e-3);
+  REQUIRE(code_of([&] { engine.finish(third); }) == Errc::device);
+  REQUIRE(code_of([&] { engine.finish(second); }) == Errc::device);
+  REQUIRE(engine.tokens(a.id) == 101);
+  REQUIRE(engine.tokens(b.id) == 90);
+  // Both can be run again, together in flight.
+  const Batch again = start(1, a, 101);
+  const Batch next = start(2, b, 90);
+  const Batch last = start(0, a, 102);
+  engine.finish(again);
+  engine.finish(next);
+  REQUIRE(off(1, 101) < 1e-3);
+  REQUIRE(off(2, 90) < 1e-3);
+  engine.finish(last);
+  REQUIRE(off(0, 102) < 1e-3);
+
+  // One that was not enqueued before the next was planned is lost, and what continues it with it.
+  const Batch skipped = start(0, a, 103, false);
+  const Batch orphan = start(1, b, 91);
+  REQUIRE(code_of([&] { engine.finish(skipped); }) == Errc::device);
+  REQUIRE(code_of([&] { engine.finish(orphan); }) == Errc::device);
+  // What is taken back takes those behind it along, not those before.
+  const Batch kept = start(0, a, 103);
+  const Batch taken = start(1, b, 91);
+  const Batch along = start(2, a, 104);
+  REQUIRE(code_of([&] { (void)start(3, b, 92); }) == Errc::invalid_argument);
+  REQUIRE(code_of([&] { engine.end(a.id); }) == Errc::invalid_argument);
+  engine.cancel(taken);
+  REQUIRE(code_of([&] { engine.finish(along); }) == Errc::invalid_argument);
+  const Batch continues = start(1, b, 91);
+  engine.finish(kept);
+  REQUIRE(off(0, 103) < 1e-3);
+  engine.finish(continues);
+  REQUIRE(off(1, 91) < 1e-3);
+  REQUIRE(engine.tokens(a.id) == 104);
+  REQUIRE(engine.tokens(b.id) == 92);
+}
+
+TEST_CASE("what runs in another bucket than the plan's gives NaN and changes nothing", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Engine engine(life_options(rig, 2, 40), rig.device);
+  const Story story(kShape, 120, 5);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  import_story(engine, rig, teller, 100);
+  ForwardTensors tensors(*rig.device, kShape, 2);
+  for (const Bucket& wrong : {Bucket{.decode_rows = 1}, Bucket{.decode_rows = 2, .max_tokens = 128}}) {
+    tensors.set(0, story, 100);
+    tensors.spoil();
+    const PlanItem item{.sequence = teller.id};
+    const Batch batch = engine.plan({&item, 1}, {.decode_rows = 2}, rig.stream);
+    tensors.attend(engine, wrong, rig.stream);
+    REQUIRE(code_of([&] { engine.finish(batch); }) == Errc::device);
+    rig.synchronize();
+    REQUIRE(std::isnan(tensors.out(0).front()));
+    REQUIRE(engine.tokens(teller.id) == 100);
+  }
+  const auto out = run_forward(engine, rig, tensors, {&teller});
+  const auto want = story.attended(0, 100, 2, 6, 10);
+  for (std::size_t i = 0; i < want.size(); ++i) REQUIRE(std::abs(out[0][i] - want[i]) < 1e-3);
+  for (const Bucket& none : {Bucket{.decode_rows = 0}, Bucket{.decode_rows = 3},
+                             Bucket{.decode_rows = 1, .prefill_rows = 1}, Bucket{.decode_rows = 1, .max_tokens = 20}}) {
+    REQUIRE(code_of([&] { (void)engine.plan({}, none, rig.stream); }) == Errc::invalid_argument);
+  }
+}
