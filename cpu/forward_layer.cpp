@@ -17,12 +17,13 @@ namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-/// body(row, KV head, index of both) for every row that chooses.
+/// body(row, KV head, index of both) for every row that chooses, as it is in a layer.
 template <class Body>
-void for_each_head(const ForwardMemory& m, const Body& body) {
+void for_each_head(const ForwardMemory& m, std::uint32_t layer, const Body& body) {
   for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
     if (m.rows[r].list == kNone) continue;
-    for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) body(m.rows[r], h, r * m.shape.kv_heads + h);
+    const ForwardRow row = m.rows[r].in(layer);
+    for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) body(row, h, r * m.shape.kv_heads + h);
   }
 }
 
@@ -100,6 +101,9 @@ void mark(const ForwardMemory& m, const ForwardRow& row, std::uint32_t index, st
   const std::uint64_t first = first_head(m, index);
   for (std::uint64_t h = first; h < first + m.shape.group(); ++h) {
     for (std::uint32_t i = 0; i < row.picks; ++i) marks[row.sink_end + m.picks[h * m.max_picks + i]] = true;
+    for (std::uint32_t token = row.sink_end; token < row.recent_begin && row.mass > 0.f; ++token) {
+      if ((m.masks[h * m.mask_words() + token / 32] >> token % 32 & 1) != 0) marks[token] = true;
+    }
   }
 }
 
@@ -188,8 +192,8 @@ void score(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
   if (!runs(m)) return;
   const Int4Layout copy(m.layout);
   std::vector<const std::byte*> codes, params;
-  for_each_head(m, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
-    if (row.picks == 0) return;
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    if (!row.ranks()) return;
     codes.clear();
     params.clear();
     for (std::uint32_t token = 0; token < row.tokens; ++token) {
@@ -211,13 +215,22 @@ void score(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
   });
 }
 
-void choose(const ForwardMemory& m) {
+void choose(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
-  for_each_head(m, [&](const ForwardRow& row, std::uint32_t, std::uint32_t index) {
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t, std::uint32_t index) {
     const std::uint64_t first = first_head(m, index);
-    for (std::uint64_t h = first; h < first + m.shape.group() && row.picks != 0; ++h) {
-      (void)select_top_k(m.scores + h * m.largest.max_tokens + row.sink_end, row.recent_begin - row.sink_end, row.picks,
-                         m.picks + h * m.max_picks);
+    for (std::uint64_t h = first; h < first + m.shape.group() && row.ranks(); ++h) {
+      const float* const scores = m.scores + h * m.largest.max_tokens;
+      if (row.mass > 0.f) {
+        (void)select_top_p(kernels, {.values = {scores, row.tokens},
+                                     .p = row.mass,
+                                     .begin = row.sink_end,
+                                     .end = row.recent_begin,
+                                     .mask = m.masks + h * m.mask_words()});
+      } else {
+        (void)select_top_k(scores + row.sink_end, row.recent_begin - row.sink_end, row.picks,
+                           m.picks + h * m.max_picks);
+      }
     }
   });
 }
@@ -233,7 +246,7 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
     shared(m.far_counts[index]).store(count, std::memory_order_relaxed);  // A late worker may look.
   };
   for (std::uint32_t i = 0; i < lists; ++i) put_far_count(i, 0);
-  for_each_head(m, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     mark(m, row, index, marks);
     std::uint32_t near = 0;
     std::uint32_t far = 0;
@@ -260,11 +273,11 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
   shared(m.mailbox->question.asked).store(++m.state->asked, std::memory_order_release);
 }
 
-void attend(const Kernels& kernels, const ForwardMemory& m) {
+void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   const std::uint64_t room = m.list_room();
   std::vector<const std::byte*> rows;
-  for_each_head(m, [&](const ForwardRow&, std::uint32_t, std::uint32_t index) {
+  for_each_head(m, layer, [&](const ForwardRow&, std::uint32_t, std::uint32_t index) {
     rows.clear();
     for (std::uint32_t i = 0; i < m.near_counts[index]; ++i) {
       rows.push_back(m.near + std::uint64_t{m.near_rows[index * room + i]} * m.layout.row_bytes());

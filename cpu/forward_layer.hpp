@@ -22,9 +22,9 @@ template <class T>
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 void prefill(Backend& prompts, const ForwardMemory& memory, const ForwardLayer& layer);
 void score(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
-void choose(const ForwardMemory& memory);
+void choose(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void split(const ForwardMemory& memory, std::uint32_t layer);
-void attend(const Kernels& kernels, const ForwardMemory& memory);
+void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 
 }  // namespace sluice::cpu

@@ -111,13 +111,13 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
   queue(layer.stream, "score", [this, memory, at = layer.layer] { cpu::score(kernels_, memory, at); });
 }
 void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "choose", [memory] { cpu::choose(memory); });
+  queue(layer.stream, "choose", [this, memory, at = layer.layer] { cpu::choose(kernels_, memory, at); });
 }
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "split", [memory, at = layer.layer] { cpu::split(memory, at); });
 }
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "attend", [this, memory] { cpu::attend(kernels_, memory); });
+  queue(layer.stream, "attend", [this, memory, at = layer.layer] { cpu::attend(kernels_, memory, at); });
 }
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });

@@ -74,6 +74,8 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
       warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()) {
   load_forward_kernels();
   load_prefill_kernels();
+  load_top_p_kernels();
+  longest_clustered_ = load_top_p_cluster_kernels();
 }
 
 ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std::byte* from) const {
@@ -89,6 +91,8 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   const std::uint32_t jobs = jobs_of(memory, largest.decode_rows);
   choice.score_tasks = carver.take<ScoreInt4Task>(heads);
   choice.top_k_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+  if (largest.unbounded)
+    choice.top_p_rows = carver.take<TopPRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
   choice.jobs = carver.take<AttendJob>(jobs);
   choice.counters = carver.take<std::uint32_t>(jobs);
   if (jobs != 0)
@@ -193,8 +197,11 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
 
 void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
   const Current current(ordinal_);
-  launch_top_k(choice_of(memory).top_k_rows, memory.bucket.decode_rows * memory.shape.q_heads, memory.bucket.max_tokens,
-               handle(layer.stream));
+  const ForwardScratch scratch = choice_of(memory);
+  const std::uint32_t rows = memory.bucket.decode_rows * memory.shape.q_heads;
+  if (memory.bucket.top_k) launch_top_k(scratch.top_k_rows, rows, memory.bucket.max_tokens, handle(layer.stream));
+  if (memory.bucket.unbounded)
+    launch_top_p(scratch.top_p_rows, rows, memory.bucket.max_tokens, longest_clustered_, handle(layer.stream));
 }
 
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {

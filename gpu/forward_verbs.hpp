@@ -40,7 +40,8 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
 
   int ordinal_;
   std::uint32_t multiprocessors_;
-  bool warpgroups_;  ///< the device has the prefill kernels for Hopper
+  std::uint32_t longest_clustered_ = 0;  ///< row of top-p that thread block clusters hold
+  bool warpgroups_;                      ///< the device has the prefill kernels for Hopper
 };
 
 }  // namespace sluice::gpu

@@ -7,6 +7,7 @@
 #include "gpu/kernels/attend.hpp"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/top_k.hpp"
+#include "gpu/kernels/top_p.hpp"
 #include "sluice/backend.hpp"
 #include "sluice/forward.hpp"
 
@@ -16,6 +17,7 @@ namespace sluice::gpu {
 struct ForwardScratch {
   ScoreInt4Task* score_tasks = nullptr;  ///< [decode_rows, kv_heads]
   TopKRow* top_k_rows = nullptr;         ///< [decode_rows, q_heads]
+  TopPRow* top_p_rows = nullptr;         ///< likewise, if the largest bucket is unbounded
   AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]
   std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
   float* partials = nullptr;             ///< of AttendArgs

@@ -42,19 +42,27 @@ __device__ void describe(const ForwardMemory& m, const ForwardScratch& scratch, 
                          std::uint32_t index, std::uint32_t head, std::uint32_t plane) {
   const std::uint32_t group = m.shape.group();
   const std::uint32_t first = index * m.shape.q_heads + head * group;
-  const bool there = row.list != kNone;
+  const bool ranks = row.list != kNone && row.ranks();
   float* const scores = m.scores + std::uint64_t{first} * m.largest.max_tokens;
   scratch.score_tasks[index * m.shape.kv_heads + head] = {
       .q = m.q + std::uint64_t{first} * m.shape.head_dim,
       .copies = m.codes + m.far_page(plane, 0) * Int4Layout(m.layout).page_bytes(),
-      .frames = m.lists + std::uint64_t{there ? row.list : 0} * m.max_pages,
-      .tokens = there && row.picks != 0 ? row.tokens : 0,
+      .frames = m.lists + std::uint64_t{ranks ? row.list : 0} * m.max_pages,
+      .tokens = ranks ? row.tokens : 0,
       .out = scores};
-  for (std::uint32_t h = 0; h < group; ++h) {
+  for (std::uint32_t h = 0; h < group && m.bucket.unbounded; ++h) {
+    scratch.top_p_rows[first + h] = {.values = scores + std::uint64_t{h} * row.tokens,
+                                     .mask = m.masks + std::uint64_t{first + h} * m.mask_words(),
+                                     .count = ranks && row.mass > 0.f ? row.tokens : 0,
+                                     .begin = row.sink_end,
+                                     .end = row.recent_begin,
+                                     .p = row.mass};
+  }
+  for (std::uint32_t h = 0; h < group && m.bucket.top_k; ++h) {
     scratch.top_k_rows[first + h] = {.values = scores + std::uint64_t{h} * row.tokens + row.sink_end,
                                      .out = m.picks + std::uint64_t{first + h} * m.max_picks,
-                                     .count = there ? row.recent_begin - row.sink_end : 0,
-                                     .k = there ? row.picks : 0};
+                                     .count = ranks ? row.recent_begin - row.sink_end : 0,
+                                     .k = ranks ? row.picks : 0};
   }
 }
 
@@ -96,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   if (attends && blockIdx.x < m.bucket.decode_rows) {
-    if (threadIdx.x == 0) describe(m, scratch, m.rows[blockIdx.x], blockIdx.x, head, plane);
+    if (threadIdx.x == 0) describe(m, scratch, m.rows[blockIdx.x].in(layer.layer), blockIdx.x, head, plane);
     if (m.rows[blockIdx.x].list != kNone) put_queries(m, layer, blockIdx.x, head);
   }
   const ForwardToken token = m.tokens[blockIdx.x];

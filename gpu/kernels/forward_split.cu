@@ -36,6 +36,12 @@ __device__ void mark(const ForwardMemory& m, const Work& work, std::uint32_t hea
   for (std::uint32_t i = threadIdx.x; i < group * row.picks; i += kThreads) {
     set(row.sink_end + m.picks[(first + i / row.picks) * m.max_picks + i % row.picks]);
   }
+  // Words of a mask say nothing of what is attended anyway.
+  for (std::uint32_t i = threadIdx.x; i < (row.tokens + 31) / 32 && row.mass > 0.f; i += kThreads) {
+    std::uint32_t kept = 0;
+    for (std::uint32_t h = 0; h < group; ++h) kept |= m.masks[(first + h) * m.mask_words() + i];
+    if (kept != 0) atomicOr(marks + i, kept);
+  }
   __syncthreads();
 }
 
@@ -165,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
   if (m.state->status != ForwardStatus::running) return;
   const std::uint32_t head = blockIdx.x % m.shape.kv_heads;
   const std::uint64_t room = m.list_room();
-  Work work{.row = m.rows[blockIdx.x / m.shape.kv_heads],
+  Work work{.row = m.rows[blockIdx.x / m.shape.kv_heads].in(layer),
             .list = nullptr,
             .near_rows = m.near_rows + blockIdx.x * room,
             .far_rows = scratch.far_rows + blockIdx.x * room,

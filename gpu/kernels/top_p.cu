@@ -165,6 +165,7 @@ __global__ void __launch_bounds__(kThreads)
     s.kept = 0;
   }
   __syncthreads();
+  if (s.row.count == 0) return;
   Row row(s, cache, room);
   row.write_mask(cut(row, s.row));
   __syncthreads();
@@ -182,12 +183,8 @@ std::uint32_t largest_shared() {
   return static_cast<std::uint32_t>(bytes) - static_cast<std::uint32_t>(attributes.sharedSizeBytes);
 }
 
-}  // namespace
-
-void launch_top_p(const TaskArray<TopPRow>& rows, std::uint32_t most_of_clusters, cudaStream_t stream) {
-  if (rows.count == 0) return;
-  std::uint32_t longest = 0;
-  for (std::uint32_t i = 0; i < rows.count; ++i) longest = std::max(longest, rows[i].count);
+void launch_rows(const TaskArray<TopPRow>& rows, std::uint32_t longest, std::uint32_t most_of_clusters,
+                 cudaStream_t stream) {
   if (longest <= kShort) {
     top_p_kernel<HeldRow><<<rows.count, kThreads, 0, stream>>>(rows, 0);
   } else if (longest <= most_of_clusters) {
@@ -197,6 +194,23 @@ void launch_top_p(const TaskArray<TopPRow>& rows, std::uint32_t most_of_clusters
     top_p_kernel<LongRow><<<rows.count, kThreads, room * sizeof(std::uint32_t), stream>>>(rows, room);
   }
   check(cudaGetLastError(), "launch the top_p kernel");
+}
+
+}  // namespace
+
+void launch_top_p(const TaskArray<TopPRow>& rows, std::uint32_t most_of_clusters, cudaStream_t stream) {
+  if (rows.count == 0) return;
+  std::uint32_t longest = 0;
+  for (std::uint32_t i = 0; i < rows.count; ++i) longest = std::max(longest, rows[i].count);
+  launch_rows(rows, longest, most_of_clusters, stream);
+}
+
+void launch_top_p(const TopPRow* rows, std::uint32_t count, std::uint32_t longest, std::uint32_t most_of_clusters,
+                  cudaStream_t stream) {
+  TaskArray<TopPRow> array;
+  array.queued = rows;
+  array.count = count;
+  launch_rows(array, longest, most_of_clusters, stream);
 }
 
 void load_top_p_kernels() {

@@ -24,6 +24,10 @@ struct TopPRow {
 /// `most_of_clusters`.
 void launch_top_p(const TaskArray<TopPRow>& rows, std::uint32_t most_of_clusters, cudaStream_t stream);
 
+/// The same for `count` rows that the device has described, none longer than `longest`.
+void launch_top_p(const TopPRow* rows, std::uint32_t count, std::uint32_t longest, std::uint32_t most_of_clusters,
+                  cudaStream_t stream);
+
 /// Asks for as much shared memory as the current device has.
 void load_top_p_kernels();
 

@@ -118,7 +118,8 @@ __global__ void __launch_bounds__(kThreads) top_p_cluster_kernel(const __grid_co
     s.row = rows[blockIdx.x / detail::cluster_blocks()];
     s.kept = s.total = 0;
   }
-  detail::cluster_sync();  // All blocks have begun: their memory is there to be written to.
+  detail::cluster_sync();        // All blocks have begun: their memory is there to be written to.
+  if (s.row.count == 0) return;  // For all of them.
   ClusterRow<kHeld> row(s, weights);
   row.write_mask(cut(row, s.row));
   __syncthreads();

@@ -17,8 +17,9 @@ struct Bucket {
   std::uint32_t decode_rows = 1;   ///< rows whose heads choose what they attend: new tokens, and drafts to verify
   std::uint32_t prefill_rows = 0;  ///< rows of chunks of prompts, which attend all that comes before them
   std::uint32_t prefills = 0;      ///< how many chunks these are
-  std::uint32_t max_tokens =
-      0;  ///< of the longest sequence, a multiple of page_tokens; 0: what the engine has room for
+  std::uint32_t max_tokens = 0;  ///< of the longest sequence, a multiple of page_tokens; 0: all that there is room for
+  bool top_k = true;             ///< of these rows some choose a number of tokens
+  bool unbounded = false;        ///< of these rows some choose a share of the mass, or attend everything
 
   [[nodiscard]] constexpr std::uint32_t rows() const noexcept { return decode_rows + prefill_rows; }
   friend constexpr bool operator==(const Bucket&, const Bucket&) = default;
@@ -37,7 +38,22 @@ struct ForwardRow {
   std::uint32_t tokens = 0;    ///< visible, the new one included
   std::uint32_t sink_end = 0;  ///< tokens [0, sink_end) and [recent_begin, tokens) are attended by all heads
   std::uint32_t recent_begin = 0;
-  std::uint32_t picks = 0;  ///< of the tokens between, each query head chooses as many, at most max_picks
+  std::uint32_t picks = 0;         ///< of the tokens between, each query head chooses as many, at most max_picks
+  float mass = 0.f;                ///< or, if this is not 0, those that top-p keeps, see top_p.hpp
+  std::uint32_t dense_layers = 0;  ///< layers below it attend everything
+  std::uint32_t dense_every = 0;   ///< and so does every such layer, the first included; 0: none
+
+  /// Whether anything is chosen by score.
+  [[nodiscard]] constexpr bool ranks() const noexcept { return picks != 0 || mass > 0.f; }
+  /// The row as it is in a layer.
+  [[nodiscard]] constexpr ForwardRow in(std::uint32_t layer) const noexcept {
+    ForwardRow row = *this;
+    if (layer >= dense_layers && (dense_every == 0 || layer % dense_every != 0)) return row;
+    row.sink_end = row.recent_begin = tokens;
+    row.picks = 0;
+    row.mass = 0.f;
+    return row;
+  }
 };
 
 /// Consecutive packed rows that are consecutive tokens of one sequence, each of which attends all tokens up to its own.
@@ -167,6 +183,7 @@ struct ForwardMemory {
   float* q = nullptr;                    ///< [decode_rows, q_heads, head_dim]
   float* scores = nullptr;               ///< [decode_rows, q_heads, max_tokens]
   std::uint32_t* picks = nullptr;        ///< [decode_rows, q_heads, max_picks] relative to sink_end
+  std::uint32_t* masks = nullptr;        ///< [decode_rows, q_heads, mask_words] if the largest bucket is unbounded
   std::uint32_t* near_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] K rows, counted in rows from `near`
   std::uint32_t* near_counts = nullptr;  ///< [decode_rows, kv_heads]
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
@@ -194,8 +211,10 @@ struct ForwardMemory {
   [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
     return layer * shape.kv_heads + kv_head;
   }
+  [[nodiscard]] constexpr std::uint32_t mask_words() const noexcept { return (largest.max_tokens + 31) / 32; }
   /// Tokens that a KV head's rows may attend near or far.
   [[nodiscard]] constexpr std::uint32_t list_room() const noexcept {
+    if (largest.unbounded) return largest.max_tokens;
     const std::uint64_t room = std::uint64_t{shape.group()} * max_picks + max_window;
     return static_cast<std::uint32_t>(room < largest.max_tokens ? room : largest.max_tokens);
   }
@@ -242,7 +261,8 @@ class ForwardVerbs {
   virtual void prefill(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Scores of all visible tokens by their copies: q.k / sqrt(head_dim).
   virtual void score(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// The `picks` largest of every query head between sinks and recent tokens, as TopKTask orders them.
+  /// The `picks` largest of every query head between sinks and recent tokens, as TopKTask orders them, or those that
+  /// top-p keeps.
   virtual void choose(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
   /// one. What one head of a group chose all of them attend.

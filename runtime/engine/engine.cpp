@@ -109,7 +109,8 @@ Engine::~Engine() = default;
 
 SequenceId Engine::begin(const PolicySpec& policy) {
   validate(policy);
-  const std::string reason = scheduler::forward_unserved(policy, impl_->memory.largest().max_window);
+  const std::string reason =
+      scheduler::forward_unserved(policy, impl_->options.largest, impl_->memory.largest().max_window);
   if (!reason.empty()) throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason);
   return impl_->add(policy);
 }

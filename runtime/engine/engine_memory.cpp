@@ -30,6 +30,7 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t 
   take(parts, m.q, heads(m) * m.shape.head_dim);
   take(parts, m.scores, heads(m) * m.largest.max_tokens);
   take(parts, m.picks, heads(m) * m.max_picks);
+  if (m.largest.unbounded) take(parts, m.masks, heads(m) * m.mask_words());
   take(parts, m.near_rows, kv_heads(m) * m.list_room());
   take(parts, m.near_counts, kv_heads(m));
   take(parts, m.near_out, heads(m) * m.shape.head_dim);

@@ -47,6 +47,8 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   in("prefill_rows", resolved.prefill_rows, largest.prefill_rows);
   in("prefills", resolved.prefills, largest.prefills);
   in("max_tokens", resolved.max_tokens, largest.max_tokens);
+  in("top_k", resolved.top_k, largest.top_k);
+  in("unbounded", resolved.unbounded, largest.unbounded);
   if (resolved.max_tokens % memory.largest().layout.page_tokens != 0)
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's max_tokens is " +
                                             text(resolved.max_tokens) + "; it must be a multiple of page_tokens, " +
@@ -76,6 +78,9 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
       throw Error(Errc::out_of_capacity, name + " would have " + text(tokens) + " tokens, and the bucket is for " +
                                              text(bucket.max_tokens) +
                                              "; use a larger one, or raise largest.max_tokens and host_bytes");
+    const std::string reason =
+        item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, memory.largest().max_window);
+    if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);
     for (std::uint32_t i = 0; i < item.tokens && !item.prefill; ++i) {
       const ForwardRow row = scheduler::forward_row(sequence.spec, sequence.planned + i + 1);
       if (row.picks > memory.largest().max_picks)

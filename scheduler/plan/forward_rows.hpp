@@ -8,8 +8,9 @@
 
 namespace sluice::scheduler {
 
-/// Why a forward cannot serve a policy that parses; empty if it can. `max_window`: sinks and recent tokens together.
-[[nodiscard]] std::string forward_unserved(const PolicySpec& spec, std::uint32_t max_window);
+/// Why a forward of this bucket cannot serve a policy that parses; empty if it can. `max_window`: sinks and recent
+/// tokens together, if the bucket is not unbounded.
+[[nodiscard]] std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, std::uint32_t max_window);
 
 /// What the row of a sequence's token chooses from, if `tokens` are visible to it: a function of policy and length
 /// alone. List and packed row are the caller's.

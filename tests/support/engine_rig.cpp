@@ -64,24 +64,56 @@ void Story::round_queries() {
   for (float& x : q_) x = std::bit_cast<float>((std::bit_cast<std::uint32_t>(x) + 0x8000u) & 0xffff'0000u);
 }
 
-std::vector<std::uint32_t> Story::chosen(std::uint32_t layer, std::uint32_t token, std::uint32_t head,
-                                         std::uint32_t begin, std::uint32_t end, std::uint32_t picks) const {
+Story::Ranked Story::ranked(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t begin,
+                            std::uint32_t end) const {
   const std::uint32_t d = shape_.head_dim;
-  std::vector<std::pair<double, std::uint32_t>> scored;
+  Ranked ranked;
   for (std::uint32_t j = begin; j < end; ++j) {
     const std::vector<double> key = decoded(k(layer, j) + head / shape_.group() * d, d);
     double dot = 0.0;
     for (std::uint32_t c = 0; c < d; ++c) dot += key[c] * q(layer, token)[head * d + c];
-    scored.emplace_back(-dot, j);
+    ranked.emplace_back(dot / std::sqrt(double(d)), j);
   }
-  std::sort(scored.begin(), scored.end());
-  std::vector<std::uint32_t> tokens;
-  for (std::uint32_t i = 0; i < std::min<std::size_t>(picks, scored.size()); ++i) tokens.push_back(scored[i].second);
-  return tokens;
+  std::ranges::sort(ranked, [](const auto& a, const auto& b) {
+    return a.first != b.first ? a.first > b.first : a.second < b.second;
+  });
+  return ranked;
 }
 
 std::vector<double> Story::attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks, std::uint32_t recent,
                                     std::uint32_t picks, std::vector<double>* lse) const {
+  const auto choose = [&](std::uint32_t head, std::uint32_t begin, std::uint32_t end, std::vector<bool>& marks) {
+    if (picks == 0) return;
+    const Ranked best = ranked(layer, token, head, begin, end);
+    for (std::size_t i = 0; i < std::min<std::size_t>(picks, best.size()); ++i) marks[best[i].second] = true;
+  };
+  return attended_as(layer, token, sinks, recent, choose, lse);
+}
+
+std::vector<double> Story::attended_by_mass(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
+                                            std::uint32_t recent, double mass) const {
+  const auto choose = [&](std::uint32_t head, std::uint32_t begin, std::uint32_t end, std::vector<bool>& marks) {
+    const Ranked all = ranked(layer, token, head, 0, token + 1);
+    double sum = 0.0;
+    double held = 0.0;
+    for (const auto& [score, j] : all) {
+      const double weight = std::exp(score - all.front().first);
+      sum += weight;
+      held += j < begin || j >= end ? weight : 0.0;
+    }
+    for (const auto& [score, j] : all) {
+      if (held >= mass * sum) return;
+      if (j < begin || j >= end) continue;
+      held += std::exp(score - all.front().first);
+      marks[j] = true;
+    }
+  };
+  return attended_as(layer, token, sinks, recent, choose, nullptr);
+}
+
+template <class Choose>
+std::vector<double> Story::attended_as(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
+                                       std::uint32_t recent, const Choose& choose, std::vector<double>* lse) const {
   const std::uint32_t d = shape_.head_dim;
   const std::uint32_t n = token + 1;
   const std::uint32_t sink_end = std::min(sinks, n);
@@ -91,10 +123,7 @@ std::vector<double> Story::attended(std::uint32_t layer, std::uint32_t token, st
     std::vector<bool> marked(n, false);
     std::fill_n(marked.begin(), sink_end, true);
     std::fill(marked.begin() + recent_begin, marked.end(), true);
-    for (std::uint32_t g = 0; g < shape_.group(); ++g) {
-      for (const std::uint32_t j : chosen(layer, token, kv * shape_.group() + g, sink_end, recent_begin, picks))
-        marked[j] = true;
-    }
+    for (std::uint32_t g = 0; g < shape_.group(); ++g) choose(kv * shape_.group() + g, sink_end, recent_begin, marked);
     for (std::uint32_t head = kv * shape_.group(); head < (kv + 1) * shape_.group(); ++head) {
       std::vector<double> scores(n, -INFINITY);
       double top = -INFINITY;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sluice/engine.hpp"
@@ -55,10 +56,21 @@ class Story {
   [[nodiscard]] std::vector<double> attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
                                              std::uint32_t recent, std::uint32_t picks,
                                              std::vector<double>* lse = nullptr) const;
+  /// The same of a policy whose query heads each choose the fewest tokens that hold `mass`, with sinks and recent
+  /// tokens, by the estimates of all visible tokens.
+  [[nodiscard]] std::vector<double> attended_by_mass(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
+                                                     std::uint32_t recent, double mass) const;
 
  private:
-  [[nodiscard]] std::vector<std::uint32_t> chosen(std::uint32_t layer, std::uint32_t token, std::uint32_t head,
-                                                  std::uint32_t begin, std::uint32_t end, std::uint32_t picks) const;
+  /// Estimates of tokens [begin, end), largest first.
+  using Ranked = std::vector<std::pair<double, std::uint32_t>>;
+  [[nodiscard]] Ranked ranked(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t begin,
+                              std::uint32_t end) const;
+  /// `choose(head, sink_end, recent_begin, marks)` sets the marks of what a query head chooses.
+  template <class Choose>
+  [[nodiscard]] std::vector<double> attended_as(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
+                                                std::uint32_t recent, const Choose& choose,
+                                                std::vector<double>* lse) const;
 
   AttentionShape shape_;
   std::uint32_t tokens_;
