@@ -111,7 +111,9 @@ SequenceId Engine::begin(const PolicySpec& policy) {
   validate(policy);
   const std::string reason =
       scheduler::forward_unserved(policy, impl_->options.largest, impl_->memory.largest().max_window);
-  if (!reason.empty()) throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason);
+  if (!reason.empty())
+    throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
+                                       "; `exact | int4 | top_p=0.95 | near=0` is one that it can");
   return impl_->add(policy);
 }
 

@@ -38,6 +38,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   const Bucket& largest = memory.largest().largest;
   Bucket resolved = bucket;
   if (resolved.max_tokens == 0) resolved.max_tokens = largest.max_tokens;
+  if (resolved.decode_rows == 0) resolved.top_k = resolved.unbounded = false;  // Nothing to choose.
   const auto in = [&](const char* field, std::uint32_t value, std::uint32_t most) {
     if (value <= most) return;
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's " + field + " is " + text(value) +

@@ -78,7 +78,8 @@ TEST_CASE("a prompt that fills the context gets one token, a longer one is refus
   CHECK(row.at("generated_tokens") == 1);
   CHECK(row.at("finish_reason") == "context");
   const ScratchDirectory other;
-  const Outcome over = sluice::test::sluice(model_with(other, {{"max_position_embeddings", kPromptTokens - 1}}) + kPrompt);
+  const Outcome over =
+      sluice::test::sluice(model_with(other, {{"max_position_embeddings", kPromptTokens - 1}}) + kPrompt);
   CAPTURE(over.err);
   CHECK(over.code == 2);
   CHECK(is_one_error(over));
@@ -162,9 +163,9 @@ TEST_CASE("the table has no row for what did not happen", "[cli]") {
   const Outcome whole = sluice::test::sluice(kRun + kPrompt + "--max-tokens 4 --policy full --placement near");
   CAPTURE(whole.err);
   REQUIRE(whole.code == 0);
-  for (const char* row : {"far bytes", "near bytes", "near hits", "candidates", "coverage", "estimated", "scored", "bytes to the",
-                          "- choice of blocks", "- waiting for keys", "hash and score", "page digests", "4-bit copies",
-                          "clusters", "blocks computed", "chunks with a choice"}) {
+  for (const char* row : {"far bytes", "near bytes", "near hits", "candidates", "coverage", "estimated", "scored",
+                          "bytes to the", "- choice of blocks", "- waiting for keys", "hash and score", "page digests",
+                          "4-bit copies", "clusters", "blocks computed", "chunks with a choice"}) {
     CAPTURE(row);
     CHECK_FALSE(contains(whole.err, std::string("\n| ") + row));
   }
@@ -180,5 +181,28 @@ TEST_CASE("the table has no row for what did not happen", "[cli]") {
   // What happened is shown.
   const Outcome sparse = sluice::test::sluice(kRun + kPrompt + "--max-tokens 4 --policy topk:budget=8 --audit 1");
   CAPTURE(sparse.err);
-  for (const char* row : {"far bytes", "scored", "coverage", "of dense"}) CHECK(contains(sparse.err, std::string("\n| ") + row));
+  for (const char* row : {"far bytes", "scored", "coverage", "of dense"})
+    CHECK(contains(sparse.err, std::string("\n| ") + row));
+}
+
+TEST_CASE("planned forwards give the text that steps give, wherever keys and values are", "[cli]") {
+  const std::string near = GENERATE("", " --near 30%", " --near 100%");
+  const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy full";
+  const json steps = report_of(arguments);
+  const json planned = report_of(arguments + " --engine" + near);
+  CHECK(planned.at("text") == steps.at("text"));
+  CHECK(planned.at("tokens").size() == 16);
+  const json row = row_of(planned);
+  CHECK(row.at("near_tokens").get<double>() + row.at("far_tokens").get<double>() > kPromptTokens);
+  CHECK((row.at("far_tokens") == 0) == (near == " --near 100%"));
+}
+
+TEST_CASE("what planned forwards do not serve is named", "[cli]") {
+  for (const char* wrong : {"--policy sluice", "--policy full --trace t.json", "--policy full --audit 1",
+                            "--policy full --prefill flexprefill"}) {
+    const Outcome outcome = sluice::test::sluice(kRun + kPrompt + "--engine " + wrong);
+    CAPTURE(wrong, outcome.err);
+    CHECK(outcome.code != 0);
+    CHECK(is_one_error(outcome));
+  }
 }

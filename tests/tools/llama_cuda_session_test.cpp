@@ -6,6 +6,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/tools/llama_cuda_support.hpp"
 #include "tests/tools/llama_decode.hpp"
+#include "tests/tools/llama_engine_cases.hpp"
 #include "tests/tools/llama_failure.hpp"
 #include "tests/tools/llama_golden.hpp"
 #include "tools/llama/presets.hpp"
@@ -79,6 +80,13 @@ TEST_CASE("chunk size and promotion change no golden token on the GPU", "[llama]
   options.prefill_chunk = GENERATE(100u, 4096u);
   options.promote_pages = GENERATE(0u, 64u);
   check_golden(options, "full:near=20%");
+}
+
+TEST_CASE("the golden tokens come out of planned forwards on the GPU", "[llama][golden][engine][gpu]") {
+  EngineOptions options = test::engine_options(testbed_model(), DType::bf16, GENERATE(100u, 2048u));
+  options.near_bytes = GENERATE(0u, 2u, 64u) * MiB;
+  const std::string policy = GENERATE("full", "exact | int4 | top_k=all | near=0", "exact | int4 | top_p=1 | near=0");
+  test::check_golden_on_engine(testbed_model(), test::gpu(), options, policy, kTolerance);
 }
 
 TEST_CASE("a recorded prompt, imported, decodes as it did on the GPU", "[llama][session][gpu]") {

@@ -3,13 +3,13 @@
 #include <cstddef>
 #include <vector>
 
+#include "tools/llama/conversation.hpp"
 #include "tools/llama/sampler.hpp"
-#include "tools/llama/session.hpp"
 
 namespace sluice::test {
 
 /// The next `count` greedy tokens; the last of them is not decoded any more.
-inline std::vector<int> decode_greedily(tools::Session& session, std::size_t count) {
+inline std::vector<int> decode_greedily(tools::Conversation& session, std::size_t count) {
   std::vector<int> tokens;
   while (tokens.size() < count) {
     tokens.push_back(tools::argmax(session.logits()));

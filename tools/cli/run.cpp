@@ -6,6 +6,7 @@
 #include "sluice/runtime.hpp"
 #include "tools/cli/command.hpp"
 #include "tools/cli/device_flags.hpp"
+#include "tools/cli/generator.hpp"
 #include "tools/cli/message.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/prefill_flags.hpp"
@@ -24,47 +25,6 @@
 namespace sluice::tools {
 namespace {
 
-struct RunOptions {
-  std::string model;
-  std::string random_weights;
-  PromptFlags prompt;
-  std::string policy = "sluice";
-  std::string near;
-  std::uint32_t max_tokens = 128;
-  std::uint32_t decode_prompt = 0;
-  PrefillFlags prefill;
-  std::string trace;
-  std::optional<float> temperature;  ///< as top_p and top_k: by default what generation_config.json says
-  std::optional<float> top_p;
-  std::optional<std::uint32_t> top_k;
-  std::uint64_t seed = SamplerOptions{}.seed;
-  RuntimeFlags runtime;
-  DeviceFlags device;
-  OutputOptions output;
-};
-
-/// Why a text ends.
-enum class Finish : std::uint8_t {
-  stop,     ///< the model ended it
-  length,   ///< --max-tokens
-  context,  ///< the model has no position for another token
-};
-
-const char* to_string(Finish finish) {
-  return finish == Finish::stop ? "stop" : finish == Finish::length ? "length" : "context";
-}
-
-/// What was generated and how long it took.
-struct Generation {
-  std::vector<int> tokens;
-  Finish finish = Finish::stop;
-  double prefill_s = 0.0;           ///< of the prompt but for the tokens that are decoded
-  double first_token_s = 0.0;       ///< prefill, prompt tokens decoded, and the choice of the first token
-  std::vector<double> per_token_s;  ///< of each later token
-};
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
 PolicySpec policy_of(const RunOptions& options) {
   PolicySpec policy = parse_policy(options.policy);
   if (!options.near.empty()) policy.near.share = static_cast<float>(parse_share(options.near, "--near"));
@@ -72,118 +32,16 @@ PolicySpec policy_of(const RunOptions& options) {
   return policy;
 }
 
-/// A flag wins over the model's generation_config.json, and that over the sampler's own default.
-SamplerOptions sampler_of(const RunOptions& options, const GenerationConfig& file) {
-  const SamplerOptions own;
-  for (const std::string& key : file.ignored)
-    std::fprintf(stderr, "sluice: warning: generation_config.json sets %s, which is not applied here\n", key.c_str());
-  return {.temperature = options.temperature.value_or(file.temperature.value_or(own.temperature)),
-          .top_p = options.top_p.value_or(file.top_p.value_or(own.top_p)),
-          .top_k = options.top_k.value_or(file.top_k.value_or(own.top_k)),
-          .seed = options.seed};
-}
-
-/// Tokens that a prompt of so many leaves room for. The last one is chosen, but never read, and needs no position.
-/// @throws Error{Errc::invalid_argument} for a prompt beyond the model's context.
-std::uint32_t room_behind(std::size_t prompt_tokens, const ModelConfig& model) {
-  const std::uint32_t most = model.max_position_embeddings;
-  if (prompt_tokens > most) {
-    throw Error(Errc::invalid_argument, "the prompt's " + std::to_string(prompt_tokens) +
-                                            " tokens exceed the model's context of " + std::to_string(most) +
-                                            " (max_position_embeddings); shorten the prompt");
-  }
-  return most - static_cast<std::uint32_t>(prompt_tokens) + 1;
-}
-
-/// Text for a model that reads bytes, ids for any other.
-std::string printable(int token, bool bytes) {
-  return bytes ? ByteTokenizer::decode(std::span(&token, 1)) : std::to_string(token) + ' ';
-}
-
-class Generator {
- public:
-  Generator(const RunOptions& options, const SamplerOptions& sampling, const Model& model, Session& session)
-      : options_(options),
-        sampling_(sampling),
-        model_(model),
-        session_(session),
-        bytes_(ByteTokenizer::fits(model.config())) {}
-
-  Generation run(std::span<const int> prompt, bool stream) {
-    Generation result;
-    Sampler sampler(sampling_);
-    const std::uint32_t room = room_behind(prompt.size(), model_.config());
-    const std::uint32_t limit = std::min(options_.max_tokens, room);
-    result.finish = options_.max_tokens <= room ? Finish::length : Finish::context;
-    auto start = Clock::now();
-    read(prompt, result);
-    while (result.tokens.size() < limit) {
-      const int token = sampler.next(session_.logits());
-      const double took = seconds_since(start);
-      if (result.tokens.empty()) {
-        result.first_token_s = took;
-      } else {
-        result.per_token_s.push_back(took);
-      }
-      if (model_.config().is_eos(token)) {
-        result.finish = Finish::stop;
-        break;
-      }
-      result.tokens.push_back(token);
-      if (stream) write_stdout(printable(token, bytes_));
-      start = Clock::now();
-      if (result.tokens.size() < limit) session_.decode(token);
-    }
-    if (stream) write_stdout("\n");
-    return result;
-  }
-
-  [[nodiscard]] Json text(const Generation& generation) const {
-    return bytes_ ? Json(ByteTokenizer::decode(generation.tokens)) : Json(nullptr);
-  }
-
- private:
-  void read(std::span<const int> prompt, Generation& result) {
-    const std::size_t tail = std::min<std::size_t>(options_.decode_prompt, prompt.size() - 1);
-    ProgressBar bar("prefill");
-    const auto start = Clock::now();
-    session_.prefill(prompt.first(prompt.size() - tail),
-                     [&](std::uint32_t done, std::uint32_t total) { bar.update(done, total); });
-    result.prefill_s = seconds_since(start);
-    for (const int token : prompt.last(tail)) session_.decode(token);
-  }
-
-  const RunOptions& options_;
-  SamplerOptions sampling_;
-  const Model& model_;
-  Session& session_;
-  bool bytes_;
-};
-
 Table summary(const Generation& generation, std::size_t prompt_tokens, const PolicySpec& policy, const Stats& stats,
               const AttentionShape& shape) {
   Table table{.key = "run", .title = kStatsNote, .layout = Table::Layout::pairs};
   std::vector<Json> row;
+  append_run(generation, prompt_tokens, policy, table.columns, row);
+  append_stats(stats, shape, table.columns, row);
   const auto add = [&](Column column, Json value) {
     table.columns.push_back(std::move(column));
     row.push_back(std::move(value));
   };
-  double total = 0.0;
-  for (const double took : generation.per_token_s) total += took;
-  const bool decoded = !generation.per_token_s.empty();
-  const auto ms = [&](double fraction) {
-    return decoded ? Json(1e3 * percentile(generation.per_token_s, fraction)) : Json();
-  };
-  add({"policy", "policy"}, policy.name);
-  add({"prompt_tokens", "prompt tokens"}, prompt_tokens);
-  add({"generated_tokens", "generated tokens"}, generation.tokens.size());
-  add({"finish_reason", "ended by"}, to_string(generation.finish));
-  add({"ttft_ms", "time to first token, ms", 1}, 1e3 * generation.first_token_s);
-  add({"tpot_p50_ms", "time per token p50, ms", 2}, ms(0.50));
-  add({"tpot_p99_ms", "time per token p99, ms", 2}, ms(0.99));
-  add({"decode_tokens_per_s", "decoded tokens per s", 1},
-      decoded ? Json(static_cast<double>(generation.per_token_s.size()) / total) : Json());
-  append_stats(stats, shape, table.columns, row);
   add({.key = "h2d_bytes", .title = "bytes to the device, prefill included", .hidden = !offloaded(stats)},
       stats.h2d_bytes);
   add({.key = "d2h_bytes", .title = "bytes to the host, prefill included", .hidden = !offloaded(stats)},
@@ -219,6 +77,7 @@ void check_outputs(const RunOptions& options) {
 }
 
 int run(const RunOptions& options) {
+  if (options.engine) return run_on_engine(options);
   const PolicySpec policy = policy_of(options);
   const PrefillSpec prefill = parse_one_prefill(options.prefill);
   check_outputs(options);
@@ -242,16 +101,15 @@ int run(const RunOptions& options) {
   if (trace_target) runtime_options.trace = &trace;
   Runtime runtime(runtime_options, device);
   Session session(model, runtime, policy, prefill);
-  Generator generator(options, sampling, model, session);
 
   // One JSON object and streamed text cannot share standard output.
   const bool json_on_stdout = options.output.format == Format::json && target.is_stdout();
-  const Generation generation = generator.run(prompt, !json_on_stdout);
+  const Generation generation = generate(options, sampling, model, session, prompt, !json_on_stdout);
 
   runtime.synchronize();  // Counters of the prompt are complete then.
   const Stats stats = session.stats();
   Report report{.command = "run", .config = config_of(options, sampling, policy, prefill, runtime_options)};
-  report.extra = {{"text", generator.text(generation)}, {"tokens", generation.tokens}};
+  report.extra = {{"text", text_of(generation, model)}, {"tokens", generation.tokens}};
   report.tables.push_back(summary(generation, prompt.size(), policy, stats, shape));
   report.tables.push_back(first_token_table(
       stats.prompt, {.prefill_ms = 1e3 * generation.prefill_s, .ttft_ms = 1e3 * generation.first_token_s}));
@@ -261,7 +119,8 @@ int run(const RunOptions& options) {
     (void)deliver(std::move(report), options.output.format, target);
   }
   if (trace_target) trace_target->commit(trace.json());
-  if (trace.dropped() != 0) say("warning: the trace lacks " + std::to_string(trace.dropped()) + " events: out of memory");
+  if (trace.dropped() != 0)
+    say("warning: the trace lacks " + std::to_string(trace.dropped()) + " events: out of memory");
   return kOk;
 }
 
@@ -298,6 +157,9 @@ void add_run(CLI::App& app, int& exit_code) {
   add_seed(*command, options->seed, "Seed of the sampling");
   add_count(*command, "--audit", options->runtime.options.audit_every,
             "Every N-th step also attends densely and reports coverage; 0: never");
+  command->add_flag(
+      "--engine", options->engine,
+      "Plan each token's forward once and let the device drive it; for `full`, `none` and `exact | int4`");
   command->add_option("--trace", options->trace, "Write what ran when, for ui.perfetto.dev")->type_name("FILE");
   add_device_flags(*command, options->device);
   add_runtime_flags(*command, options->runtime);

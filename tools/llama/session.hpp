@@ -1,20 +1,17 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "sluice/runtime.hpp"
+#include "tools/llama/conversation.hpp"
 #include "tools/llama/model.hpp"
 #include "tools/llama/prompt_cache.hpp"
 #include "tools/llama/staging.hpp"
 
 namespace sluice::tools {
-
-/// Called after every chunk of a prefill with the prompt tokens done so far and in total.
-using Progress = std::function<void(std::uint32_t done, std::uint32_t total)>;
 
 /// One conversation: a Model whose attention is a sequence of a Runtime, which it begins and ends.
 ///
@@ -28,21 +25,24 @@ using Progress = std::function<void(std::uint32_t done, std::uint32_t total)>;
 /// between two layers; the session then refuses further work, and only its destruction is left. Lack of memory is an
 /// Error{Errc::out_of_capacity} too.
 /// Thread safety: none, and sessions of one Runtime must not be used at the same time.
-class Session {
+class Session final : public Conversation {
  public:
   /// @throws Error{Errc::invalid_argument} if the runtime was built for another shape or is not where the model is;
   ///         else as Runtime::begin.
   Session(const Model& model, Runtime& runtime, const PolicySpec& policy, const PrefillSpec& prefill = {});
-  ~Session();
+  ~Session() override;
   Session(Session&& other) noexcept;
   Session& operator=(Session&&) = delete;
 
   /// Appends a prompt, in chunks of the runtime's `prefill_chunk`. May be called again before the first decode.
   /// @param tokens  at least one
-  /// @param record  if not null, receives the prompt for import_prompt; only for the session's first tokens
   /// @throws Error{Errc::invalid_argument} for an empty prompt, a token outside the vocabulary or a prompt beyond
   ///         max_position_embeddings, all before anything changes; else as Runtime::prefill.
-  void prefill(std::span<const int> tokens, const Progress& progress = {}, PromptCache* record = nullptr);
+  void prefill(std::span<const int> tokens, const Progress& progress = {}) override {
+    prefill(tokens, progress, nullptr);
+  }
+  /// @param record  if not null, receives the prompt for import_prompt; only for the session's first tokens
+  void prefill(std::span<const int> tokens, const Progress& progress, PromptCache* record);
 
   /// Takes over a recorded prompt without computing it. Only for an empty session.
   /// @throws Error{Errc::invalid_argument} if the cache is incomplete or of another shape; else as
@@ -52,10 +52,10 @@ class Session {
   /// Appends one token and computes the logits after it.
   /// @throws Error{Errc::invalid_argument} before a prompt, for a token outside the vocabulary and past
   ///         max_position_embeddings; else as Runtime::step.
-  void decode(int token);
+  void decode(int token) override;
 
   /// Logits after the newest token, [vocab_size]; empty before the first. Valid until the next call.
-  [[nodiscard]] std::span<const float> logits() const noexcept { return logits_; }
+  [[nodiscard]] std::span<const float> logits() const noexcept override { return logits_; }
   /// Tokens in the sequence: prompt and decoded.
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
   [[nodiscard]] SequenceId sequence() const noexcept { return sequence_; }

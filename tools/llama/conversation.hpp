@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+
+namespace sluice::tools {
+
+/// Called after every chunk of a prefill with the prompt tokens done so far and in total.
+using Progress = std::function<void(std::uint32_t done, std::uint32_t total)>;
+
+/// A sequence of tokens that a model reads and continues, wherever its attention is computed.
+class Conversation {
+ public:
+  virtual ~Conversation() = default;
+  /// Appends a prompt, in chunks.  @param tokens  at least one
+  virtual void prefill(std::span<const int> tokens, const Progress& progress = {}) = 0;
+  /// Appends one token and computes the logits after it.
+  virtual void decode(int token) = 0;
+  /// Logits after the newest token, [vocab_size]; empty before the first. Valid until the next call.
+  [[nodiscard]] virtual std::span<const float> logits() const noexcept = 0;
+};
+
+}  // namespace sluice::tools

@@ -1,0 +1,100 @@
+#include "tools/llama/engine_session.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "sluice/error.hpp"
+#include "tools/llama/one_error.hpp"
+
+namespace sluice::tools {
+namespace {
+
+[[noreturn]] void refuse(const std::string& why) { throw Error(Errc::invalid_argument, why); }
+
+}  // namespace
+
+EngineSession::EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device,
+                             const PolicySpec& policy)
+    : model_(model), engine_(engine) {
+  if (engine.options().shape != model.config().shape())
+    refuse("the engine was built for another attention shape; set EngineOptions::shape to model.config().shape()");
+  if (engine.options().largest.prefills == 0 || engine.options().largest.decode_rows == 0)
+    refuse("the engine has no room for prompts, or none for decoding; give EngineOptions::largest both");
+  if (device && model.device() != nullptr) {
+    queue_ = device->create_stream("session");
+    stream_ = queue_->native_handle();
+    work_.stream = queue_.get();
+  }
+  work_.timeout = engine.options().timeout;
+  sequence_ = as_one_error("begin a sequence", [&] { return engine.begin(policy); });
+}
+
+EngineSession::~EngineSession() {
+  try {
+    engine_.end(sequence_);
+  } catch (...) {
+    // A destructor cannot throw. The engine owns the blocks and frees them with itself.
+  }
+}
+
+void EngineSession::require_room(std::size_t more) const {
+  const std::uint32_t limit = model_.config().max_position_embeddings;
+  if (tokens_ + more > limit)
+    refuse(std::to_string(tokens_ + more) + " tokens exceed the model's context of " + std::to_string(limit) +
+           " (max_position_embeddings)");
+}
+
+void EngineSession::prefill(std::span<const int> tokens, const Progress& progress) {
+  if (tokens.empty()) refuse("a prompt needs at least one token; begin it with BOS");
+  require_room(tokens.size());
+  for (const int token : tokens) model_.require_token(token);
+  as_one_error("read the prompt", [&] {
+    const std::size_t most = engine_.options().largest.prefill_rows;
+    for (std::size_t done = 0; done < tokens.size();) {
+      const auto chunk = tokens.subspan(done, std::min(most, tokens.size() - done));
+      forward(chunk, {.decode_rows = 0, .prefill_rows = static_cast<std::uint32_t>(chunk.size()), .prefills = 1}, true);
+      done += chunk.size();
+      if (progress) progress(static_cast<std::uint32_t>(done), static_cast<std::uint32_t>(tokens.size()));
+    }
+    take_logits();
+  });
+}
+
+void EngineSession::decode(int token) {
+  require_room(1);
+  if (tokens_ == 0) refuse("decode before prefill; give the session a prompt first");
+  model_.require_token(token);
+  as_one_error("decode", [&] {
+    const Bucket& largest = engine_.options().largest;
+    forward({&token, 1}, {.decode_rows = 1, .top_k = largest.top_k, .unbounded = largest.unbounded}, false);
+    take_logits();
+  });
+}
+
+void EngineSession::forward(std::span<const int> tokens, const Bucket& bucket, bool prefill) {
+  placed_.clear();
+  for (const int token : tokens)
+    placed_.push_back({.token = token, .position = tokens_ + static_cast<std::uint32_t>(placed_.size())});
+  const PlanItem item{.sequence = sequence_, .tokens = static_cast<std::uint32_t>(tokens.size()), .prefill = prefill};
+  const Batch batch = engine_.plan({&item, 1}, bucket, stream_);
+  try {
+    model_.forward(
+        placed_,
+        [&](const AttentionCall& call) {
+          engine_.attend(bucket, call.layer, call.q, call.k, call.v, call.out, stream_);
+        },
+        work_);
+  } catch (...) {
+    engine_.cancel(batch);
+    throw;
+  }
+  engine_.finish(batch);
+  tokens_ += item.tokens;
+}
+
+void EngineSession::take_logits() {
+  logits_.resize(model_.config().vocab_size);
+  model_.logits(work_, 1, logits_);
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "sluice/engine.hpp"
+#include "tools/llama/conversation.hpp"
+#include "tools/llama/model.hpp"
+
+namespace sluice::tools {
+
+/// One conversation whose attention is a sequence of a sluice::Engine, which it begins and ends. Prompts go through the
+/// largest bucket's prefill rows, tokens through one that decodes. On a GPU a whole forward is queued without waiting.
+/// Model and engine must be on the same device and outlive the session.
+/// Thread safety: none, and sessions of one engine must not be used at the same time.
+class EngineSession final : public Conversation {
+ public:
+  /// @throws Error{Errc::invalid_argument} if the engine was built for another shape or has no room for prompts; else
+  /// as
+  ///         Engine::begin.
+  EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, const PolicySpec& policy);
+  ~EngineSession() override;
+  EngineSession(const EngineSession&) = delete;
+  EngineSession& operator=(const EngineSession&) = delete;
+
+  /// @throws Error{Errc::invalid_argument} for an empty prompt, a token outside the vocabulary or a prompt beyond
+  ///         max_position_embeddings, all before anything changes; else as Engine::plan and Engine::finish.
+  void prefill(std::span<const int> tokens, const Progress& progress = {}) override;
+  void decode(int token) override;
+  [[nodiscard]] std::span<const float> logits() const noexcept override { return logits_; }
+  [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
+
+ private:
+  void require_room(std::size_t more) const;
+  /// One forward: consecutive tokens, which attend as a prompt or as the policy says.
+  void forward(std::span<const int> tokens, const Bucket& bucket, bool prefill);
+  void take_logits();
+
+  const Model& model_;
+  sluice::Engine& engine_;
+  std::unique_ptr<Stream> queue_;  ///< of a GPU; else everything is done at once
+  void* stream_ = nullptr;
+  SequenceId sequence_;
+  std::uint32_t tokens_ = 0;
+  std::vector<float> logits_;
+  std::vector<PlacedToken> placed_;
+  Activations work_;
+};
+
+}  // namespace sluice::tools
