@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
 #include <new>
 #include <sstream>
 #include <utility>
@@ -48,13 +51,6 @@ std::string size_text(std::uint64_t bytes) {
 }  // namespace
 
 struct Topology::Impl {
-  /// A core by the one PU that a worker is bound to. Hyper-threads of a core share its load ports,
-  /// so a second worker on them gains nothing on memory-bound kernels.
-  struct Core {
-    std::uint32_t pu = 0;
-    std::uint32_t numa_node = kNone;
-  };
-
   Handle handle;
   Bitmap usable;            ///< PUs of the topology that the process is also bound to
   std::vector<Core> cores;  ///< at least one, in hwloc's logical order
@@ -130,17 +126,83 @@ std::uint32_t Topology::numa_nodes() const noexcept {
   return std::max(1u, count_of(impl_->handle.get(), HWLOC_OBJ_NUMANODE));
 }
 
+const std::vector<Topology::Core>& Topology::chosen() const noexcept { return chosen_ ? *chosen_ : impl_->cores; }
+
 std::uint32_t Topology::cores() const noexcept {
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(impl_->cores.size(), impl_->quota));
+  return static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(chosen().size(), quota_ != 0 ? quota_ : impl_->quota));
+}
+
+Topology Topology::of_pus(std::span<const std::uint32_t> pus) const {
+  std::vector<Core> cores;
+  for (const std::uint32_t pu : pus) {
+    const std::string name = "PU " + std::to_string(pu);
+    const hwloc_obj_t object = hwloc_get_pu_obj_by_os_index(impl_->handle.get(), pu);
+    if (object == nullptr || hwloc_bitmap_isset(impl_->usable.get(), pu) == 0)
+      throw Error(Errc::invalid_argument, name + " is none that this process may use; `taskset -p` and `sluice doctor` "
+                                                 "show those");
+    const hwloc_obj_t core = hwloc_get_ancestor_obj_by_type(impl_->handle.get(), HWLOC_OBJ_CORE, object);
+    for (const Core& other : cores) {
+      const bool same = other.pu == pu || (core != nullptr && hwloc_bitmap_isset(core->cpuset, other.pu) != 0);
+      if (same)
+        throw Error(Errc::invalid_argument, name + " and PU " + std::to_string(other.pu) +
+                                                " are of one core; name each core once");
+    }
+    cores.push_back({.pu = pu, .numa_node = impl_->node_of(pu)});
+  }
+  if (cores.empty()) throw Error(Errc::invalid_argument, "no core was named; name at least one");
+  Topology chosen = *this;
+  chosen.chosen_ = std::make_shared<const std::vector<Core>>(std::move(cores));
+  return chosen;
+}
+
+Topology Topology::slice(std::uint32_t rank, std::uint32_t ranks) const {
+  if (rank >= ranks)
+    throw Error(Errc::invalid_argument,
+                "rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " is none; ranks begin at 0");
+  const std::uint64_t all = chosen().size();
+  const std::uint64_t begin = rank * all / ranks;
+  const std::uint64_t end = std::max((rank + 1) * all / ranks, begin + 1);
+  Topology part = *this;
+  part.chosen_ = std::make_shared<const std::vector<Core>>(chosen().begin() + static_cast<std::ptrdiff_t>(begin),
+                                                           chosen().begin() + static_cast<std::ptrdiff_t>(end));
+  const std::uint64_t quota = quota_ != 0 ? quota_ : impl_->quota;
+  if (quota != kNoLimit) part.quota_ = div_up(quota, ranks);
+  return part;
+}
+
+LocalRank local_rank() {
+  const auto read = [](const char* name) -> std::optional<std::uint32_t> {
+    const char* const text = std::getenv(name);
+    std::uint32_t number = 0;
+    if (text == nullptr || *text == '\0') return {};
+    const char* const end = text + std::strlen(text);
+    const auto [stop, error] = std::from_chars(text, end, number);
+    return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
+  };
+  constexpr std::pair<const char*, const char*> kNames[] = {
+      {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"}};
+  for (const auto& [rank_name, ranks_name] : kNames) {
+    const auto rank = read(rank_name);
+    const auto ranks = read(ranks_name);
+    if (rank && ranks && *rank < *ranks) return {.rank = *rank, .ranks = *ranks};
+  }
+  return {};
+}
+
+Topology chosen_cores(const Topology& machine, std::span<const std::uint32_t> pus) {
+  if (!pus.empty()) return machine.of_pus(pus);
+  const LocalRank local = local_rank();
+  return machine.slice(local.rank, local.ranks);
 }
 
 std::vector<std::uint32_t> Topology::core_order(std::uint32_t numa_node) const {
-  std::vector<Impl::Core> cores = impl_->cores;
+  std::vector<Core> cores = chosen();
   std::stable_partition(cores.begin(), cores.end(),
-                        [numa_node](const Impl::Core& core) { return core.numa_node == numa_node; });
+                        [numa_node](const Core& core) { return core.numa_node == numa_node; });
   std::vector<std::uint32_t> order;
   order.reserve(cores.size());
-  for (const Impl::Core& core : cores) order.push_back(core.pu);
+  for (const Core& core : cores) order.push_back(core.pu);
   return order;
 }
 
@@ -196,7 +258,7 @@ bool Topology::bind_memory(void* data, std::uint64_t bytes, std::uint32_t numa_n
 std::string Topology::summary() const {
   const hwloc_topology_t topology = impl_->handle.get();
   std::ostringstream text;
-  text << numa_nodes() << " NUMA node(s), " << impl_->cores.size() << " core(s), "
+  text << numa_nodes() << " NUMA node(s), " << chosen().size() << " core(s), "
        << hwloc_bitmap_weight(impl_->usable.get()) << " PU(s)";
   for (const auto& [type, name] :
        {std::pair{HWLOC_OBJ_L1CACHE, "L1d"}, std::pair{HWLOC_OBJ_L2CACHE, "L2"}, std::pair{HWLOC_OBJ_L3CACHE, "L3"}}) {

@@ -3,9 +3,12 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "sluice/units.hpp"
 
 namespace sluice::cpu {
 
@@ -13,6 +16,13 @@ namespace sluice::cpu {
 /// Immutable after construction; safe to share between threads. Copies are cheap: they share what was read.
 class Topology {
  public:
+  /// A core by the one PU that a worker is bound to. Hyper-threads of a core share its load ports,
+  /// so a second worker on them gains nothing on memory-bound kernels.
+  struct Core {
+    std::uint32_t pu = 0;
+    std::uint32_t numa_node = kNone;
+  };
+
   /// The machine that this process runs on.  @throws Error{Errc::io} if hwloc cannot read it.
   Topology();
   /// A machine that nobody owns, in hwloc's synthetic language, e.g. "numa:2 core:4 pu:2".
@@ -29,6 +39,13 @@ class Topology {
   /// OS index of the first PU of each usable core, cores of `numa_node` (logical
   /// index, below numa_nodes()) first, then the rest.
   [[nodiscard]] std::vector<std::uint32_t> core_order(std::uint32_t numa_node) const;
+  /// The same machine with these cores alone, given by the OS index of any of their PUs.
+  /// @throws Error{Errc::invalid_argument} naming the PU that the process may not use, or the core that is there twice.
+  [[nodiscard]] Topology of_pus(std::span<const std::uint32_t> pus) const;
+  /// The same machine with one of `ranks` equal parts of its cores, neighbours together; and as much of the control
+  /// group's quota. With more ranks than cores some share one.
+  /// @throws Error{Errc::invalid_argument} if rank is not below ranks.
+  [[nodiscard]] Topology slice(std::uint32_t rank, std::uint32_t ranks) const;
   /// Whether it is another machine than this one.
   [[nodiscard]] bool synthetic() const noexcept;
   /// The node (logical index) whose cores are nearest to a PCI device, given as "0000:1b:00.0". Empty if the machine
@@ -48,7 +65,23 @@ class Topology {
  private:
   struct Impl;
   explicit Topology(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+  [[nodiscard]] const std::vector<Core>& chosen() const noexcept;
+
   std::shared_ptr<const Impl> impl_;
+  std::shared_ptr<const std::vector<Core>> chosen_;  ///< null: all that the process may use
+  std::uint64_t quota_ = 0;                          ///< CPUs worth of time; 0: what the control group grants
 };
+
+/// A process of those that one launcher started on this machine, as LOCAL_RANK and LOCAL_WORLD_SIZE (torchrun) or Open
+/// MPI's variables say; one of one without them, or if they make no sense.
+struct LocalRank {
+  std::uint32_t rank = 0;
+  std::uint32_t ranks = 1;
+};
+[[nodiscard]] LocalRank local_rank();
+
+/// The cores that a Runtime or an Engine takes: those of `pus` or, without any, this process' part of the machine, so that
+/// several processes of one launcher do not stand in each other's way.  @throws as Topology::of_pus
+[[nodiscard]] Topology chosen_cores(const Topology& machine, std::span<const std::uint32_t> pus);
 
 }  // namespace sluice::cpu

@@ -77,6 +77,7 @@ std::uint32_t window_pages_of(const RuntimeOptions& options, const Device& devic
 Runtime::Impl::Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given,
                     const std::function<void(std::uint32_t thread)>& before_body)
     : options(checked(wanted)),
+      topology(cpu::chosen_cores({}, options.cores)),
       numa_node(pool_node(options, topology, given.get())),
       workers(make_workers(options, topology, numa_node, before_body)),
       host(*workers),

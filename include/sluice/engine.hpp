@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "sluice/device.hpp"
 #include "sluice/forward.hpp"
@@ -30,6 +31,9 @@ struct EngineOptions {
   std::uint32_t import_rows = 512;      ///< tokens of one import
   std::uint32_t prefill_window = 4096;  ///< tokens of keys that a chunk of a prompt attends at a time, in device memory
   std::uint32_t threads = 0;            ///< that answer the far part; 0: the cores of this process, less one
+  /// That they run on, by the OS index of a PU of each. Empty: those that this process may use or, where a launcher
+  /// started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE), its equal part of them. The first is left to the caller.
+  std::vector<std::uint32_t> cores{};
   bool pin_threads = true;
   std::chrono::milliseconds answer_timeout{1'000};  ///< a layer waits no longer for the far part, by the device's clock
   std::chrono::milliseconds timeout{30'000};        ///< every wait of a call; [1 ms, 1 h]

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "sluice/page.hpp"
 #include "sluice/plan.hpp"
@@ -47,6 +48,10 @@ struct RuntimeOptions {
 
   /// Worker threads, the caller's included. 0: one per physical core that this process may use.
   std::uint32_t threads = 0;
+
+  /// The cores that workers run on, by the OS index of a PU of each. Empty: those that this process may use or, where
+  /// a launcher started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE), its equal part of them.
+  std::vector<std::uint32_t> cores{};
 
   /// Bind workers to cores and the host pool to a NUMA node. Off on machines that others pin.
   bool pin_threads = true;

@@ -62,6 +62,7 @@ std::string reason_of(ForwardStatus status) {
 
 Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
     : options((validated(chosen), chosen)),
+      topology(cpu::chosen_cores({}, options.cores)),
       workers(std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 1, .pin = false})),
       device(device_or_host(std::move(given), workers)),
       verbs(verbs_of(*device)),

@@ -101,6 +101,57 @@ TEST_CASE("a file that is no topology is named", "[topology]") {
   }
 }
 
+TEST_CASE("a topology of some cores has those, and names what cannot be one", "[topology]") {
+  const Topology machine("numa:2 core:4 pu:2");  // Core c has the PUs 2c and 2c + 1.
+  const std::uint32_t pus[] = {9, 2, 15};
+  const Topology some = machine.of_pus(pus);
+  REQUIRE(some.cores() == 3);
+  REQUIRE(some.core_order(0) == std::vector<std::uint32_t>{2, 9, 15});
+  REQUIRE(some.core_order(1) == std::vector<std::uint32_t>{9, 15, 2});
+  REQUIRE(machine.cores() == 8);
+  for (const std::vector<std::uint32_t>& wrong :
+       {std::vector<std::uint32_t>{}, std::vector<std::uint32_t>{16}, std::vector<std::uint32_t>{3, 3},
+        std::vector<std::uint32_t>{4, 5}}) {
+    CAPTURE(wrong);
+    REQUIRE_THROWS_AS(machine.of_pus(wrong), Error);
+  }
+}
+
+TEST_CASE("ranks share a machine: every core once, neighbours together", "[topology]") {
+  const Topology machine("numa:2 core:5 pu:1");
+  for (const std::uint32_t ranks : {1u, 2u, 3u, 10u}) {
+    std::vector<std::uint32_t> all;
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+      const auto part = machine.slice(rank, ranks).core_order(0);
+      REQUIRE(part.size() >= 10 / ranks);
+      all.insert(all.end(), part.begin(), part.end());
+    }
+    REQUIRE(all == machine.core_order(0));
+  }
+  for (std::uint32_t rank = 0; rank < 30; ++rank) REQUIRE(machine.slice(rank, 30).cores() == 1);
+  REQUIRE_THROWS_AS(machine.slice(2, 2), Error);
+}
+
+TEST_CASE("a launcher's variables say which part of the machine is this process'", "[topology]") {
+  const auto with = [](const char* rank, const char* ranks) {
+    rank == nullptr ? ::unsetenv("LOCAL_RANK") : ::setenv("LOCAL_RANK", rank, 1);
+    ranks == nullptr ? ::unsetenv("LOCAL_WORLD_SIZE") : ::setenv("LOCAL_WORLD_SIZE", ranks, 1);
+    const LocalRank local = local_rank();
+    const auto order = chosen_cores(Topology("core:4 pu:1"), {}).core_order(0);
+    ::unsetenv("LOCAL_RANK");
+    ::unsetenv("LOCAL_WORLD_SIZE");
+    return std::pair(std::pair(local.rank, local.ranks), order);
+  };
+  using Order = std::vector<std::uint32_t>;
+  REQUIRE(with("1", "2") == std::pair(std::pair(1u, 2u), Order{2, 3}));
+  for (const auto& [rank, ranks] : {std::pair<const char*, const char*>{nullptr, nullptr}, {"1", nullptr}, {"2", "2"},
+                                    {"x", "2"}, {"1", "2 "}, {"-1", "2"}, {"", ""}}) {
+    REQUIRE(with(rank, ranks) == std::pair(std::pair(0u, 1u), Order{0, 1, 2, 3}));
+  }
+  const std::uint32_t pus[] = {3};
+  REQUIRE(chosen_cores(Topology("core:4 pu:1"), pus).core_order(0) == Order{3});
+}
+
 TEST_CASE("this machine has cores, distinct PUs, and binding outside of them is refused", "[topology]") {
   const Topology machine;
   const auto order = machine.core_order(0);

@@ -51,6 +51,7 @@ EngineOptions engine_options(const RuntimeFlags& flags, const PolicySpec& policy
   options.max_picks = tokens;
   options.import_rows = 1;
   options.threads = flags.options.threads;
+  options.cores = flags.options.cores;
   options.pin_threads = flags.options.pin_threads;
   options.timeout = flags.options.timeout;
   return options;

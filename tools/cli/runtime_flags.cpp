@@ -47,6 +47,13 @@ void add_runtime_flags(CLI::App& app, RuntimeFlags& flags) {
       ->default_str("auto");
   add_count(app, "--threads", o.threads, "Threads of host work; 0: one per core that this process may use",
             {.most = 4096});
+  const std::function<void(const std::string&)> set_cores = [&o](const std::string& text) {
+    o.cores = parse_ranges(text, "--cores");
+  };
+  app.add_option_function<std::string>(
+         "--cores", set_cores,
+         "Cores of host work, by their PUs, such as 0-7,16 [default: all, or this process' part under torchrun]")
+      ->type_name("LIST");
   const std::function<void(std::uint64_t)> set_chunk = [&flags](std::uint64_t tokens) {
     flags.options.prefill_chunk = static_cast<std::uint32_t>(tokens);
     flags.own_chunk = false;

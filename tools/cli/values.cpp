@@ -127,6 +127,21 @@ std::vector<std::uint32_t> parse_counts(std::string_view text, std::string_view 
   return counts;
 }
 
+std::vector<std::uint32_t> parse_ranges(std::string_view text, std::string_view option) {
+  constexpr std::uint32_t kMost = 65'535;
+  std::vector<std::uint32_t> numbers;
+  for (const std::string& item : split_list(text)) {
+    const std::size_t dash = item.find('-');
+    const auto first = scheduler::read_count(item.substr(0, dash));
+    const auto last = dash == std::string::npos ? first : scheduler::read_count(item.substr(dash + 1));
+    if (!first || !last || *first > *last || *last > kMost)
+      refuse(option, item, "a comma list of numbers and ranges such as 0-7,16");
+    for (auto i = static_cast<std::uint32_t>(*first); i <= *last; ++i) numbers.push_back(i);
+  }
+  if (numbers.empty()) refuse(option, text, "at least one number or range such as 0-7");
+  return numbers;
+}
+
 DType parse_dtype(std::string_view text, std::string_view option) {
   for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
     if (text == to_string(type)) return type;

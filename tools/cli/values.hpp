@@ -58,6 +58,8 @@ struct NumberRange {
 [[nodiscard]] std::vector<std::uint32_t> parse_counts(std::string_view text, std::string_view option);
 
 /// @throws Error{Errc::invalid_argument} that lists the types.
+/// Reads "0-7,16" as 0, 1, ... 7, 16.
+[[nodiscard]] std::vector<std::uint32_t> parse_ranges(std::string_view text, std::string_view option);
 [[nodiscard]] DType parse_dtype(std::string_view text, std::string_view option);
 
 /// Splits on commas; empty items are dropped.
