@@ -27,9 +27,10 @@ void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status
 void apply(const ForwardMemory& m) {
   const ForwardSlip& slip = *m.slip;
   ForwardState& state = *m.state;
-  if (state.planned > state.forward) {
+  if (state.planned > state.forward || state.status == ForwardStatus::running) {
     state.forward = state.planned;
-    publish(m, state.planned, ForwardStatus::skipped);
+    state.status = ForwardStatus::skipped;
+    publish(m, state.planned, state.status);
   }
   std::copy_n(m.slip_tokens, slip.bucket.rows(), m.tokens);
   std::copy_n(m.slip_rows, slip.bucket.decode_rows, m.rows);
@@ -51,6 +52,7 @@ void begin(const ForwardMemory& m) {
   ForwardState& state = *m.state;
   state.released = state.asked;
   const bool planned = state.planned > state.forward;
+  if (!planned && state.status == ForwardStatus::running) publish(m, state.planned, ForwardStatus::skipped);
   state.forward = state.planned;
   state.status = !planned                    ? ForwardStatus::unplanned
                  : state.after != state.good ? ForwardStatus::orphaned
@@ -58,10 +60,10 @@ void begin(const ForwardMemory& m) {
                                              : ForwardStatus::running;
 }
 
-void cancel(const ForwardMemory& m, std::uint64_t good) {
+void cancel(const ForwardMemory& m, std::uint64_t before) {
   ForwardState& state = *m.state;
   state.forward = state.planned;
-  state.good = std::min(state.good, good);  // Not of one that failed.
+  state.good = std::min(state.good, before);  // Not of one that failed.
   state.status = ForwardStatus::cancelled;
   publish(m, state.forward, state.status);
   shared(m.mailbox->outcome.cancelled).store(state.forward, std::memory_order_release);
@@ -122,8 +124,8 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
 }
-void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t good, void* stream) {
-  queue(stream, "cancel", [memory, good] { cpu::cancel(memory, good); });
+void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
+  queue(stream, "cancel", [memory, before] { cpu::cancel(memory, before); });
 }
 void ForwardVerbs::end(const ForwardMemory& memory, void* stream) {
   queue(stream, "end", [memory] { cpu::end(memory); });

@@ -24,7 +24,8 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void split(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void attend(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override;
-  void cancel(const ForwardMemory& memory, std::uint64_t good, void* stream) override;
+  void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override;
+  void require_alive(void*) override {}
   void end(const ForwardMemory& memory, void* stream) override;
 
  private:

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <string>
 
+#include "gpu/cuda_error.hpp"
 #include "gpu/driver.hpp"
 #include "gpu/kernels/int4.hpp"
 #include "gpu/kernels/prefill.hpp"
@@ -107,7 +108,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     scratch.prompt.frames = carver.take<std::uint32_t>(std::uint64_t{items} * pages);
     scratch.prompt.lse = carver.take<float>(rows);
     scratch.prompt.so_far = carver.take<float>(rows * memory.shape.head_dim);
-    scratch.prompt.pages = carver.take<std::byte>(items * pages * memory.layout.page_bytes());
+    scratch.prompt.pages = carver.take<std::byte>(std::uint64_t{items} * pages * memory.layout.page_bytes());
   }
   scratch.bytes = carver.used();
   return scratch;
@@ -136,6 +137,11 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
   const std::uint32_t items = memory.largest.prefills * memory.shape.kv_heads;
   constexpr std::uint32_t kMaxItems = 65'535;  // Of a grid's second and third dimension.
   if (items > kMaxItems) refuse("prefills", memory.largest.prefills, kMaxItems / memory.shape.kv_heads);
+  constexpr std::uint64_t kMostFrames = std::uint64_t{1} << 31;
+  const std::uint64_t frames = std::uint64_t{items} * (memory.prefill_window / memory.layout.page_tokens);
+  if (frames > kMostFrames)
+    refuse("prefills, with this prefill_window,", memory.largest.prefills,
+           kMostFrames * memory.largest.prefills / frames);
   return scratch_of(memory, nullptr).bytes;
 }
 
@@ -228,9 +234,23 @@ void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer)
   launch_forward_merge(memory, choice_of(memory), layer);
 }
 
-void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t good, void* stream) {
+void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
   const Current current(ordinal_);
-  launch_forward_cancel(memory, good, handle(stream));
+  launch_forward_cancel(memory, before, handle(stream));
+}
+
+void ForwardVerbs::require_alive(void* stream) {
+  const Current current(ordinal_);
+  // Elsewhere a caller may be capturing, which a query must not break.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "look after a stream");
+  const cudaError_t status = cudaStreamQuery(handle(stream));
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  if (status == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+  } else {
+    check(status, "run a forward");
+  }
 }
 
 void ForwardVerbs::end(const ForwardMemory& memory, void* stream) {

@@ -14,54 +14,13 @@
 #include "cpu/host_pool.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
+#include "runtime/call.hpp"
 #include "runtime/pipeline.hpp"
 #include "runtime/prompt.hpp"
 #include "sluice/error.hpp"
 #include "sluice/runtime.hpp"
 
 namespace sluice {
-
-/// What runtime.cpp and runtime_prompt.cpp share.
-
-/// Made before it is needed: there is no memory for it then.
-inline const Error kNoMemory(Errc::out_of_capacity,
-                             "this process gets no more host memory; shorten the sequences, use fewer, or raise its "
-                             "limit (ulimit -v, memory.max)");
-
-inline void require(bool condition, const std::string& message) {
-  if (!condition) throw Error(Errc::invalid_argument, message);
-}
-
-template <class View>
-void require_tensor(const View& view, const char* name, std::uint32_t tokens, std::uint32_t heads, std::uint32_t head_dim) {
-  const auto text = [](std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-    return "[" + std::to_string(a) + ", " + std::to_string(b) + ", " + std::to_string(c) + "]";
-  };
-  require(view.tokens == tokens && view.heads == heads && view.head_dim == head_dim,
-          std::string(name) + " is " + text(view.tokens, view.heads, view.head_dim) + "; this call needs " +
-              text(tokens, heads, head_dim));
-  require(view.data != nullptr, std::string(name) + ".data is null");
-  require(is_valid(view.dtype), std::string(name) + ".dtype is " + std::to_string(static_cast<unsigned>(view.dtype)) +
-                                    ", which is no value of sluice::DType");
-}
-
-/// Runs a call of the public interface, from which only Error may come. What the standard library throws is short of
-/// memory or of a thread, or a defect of ours, which is said.
-template <class Call>
-decltype(auto) translated(Call&& call) {
-  try {
-    return call();
-  } catch (const Error&) {
-    throw;
-  } catch (const std::bad_alloc&) {
-    throw kNoMemory;
-  } catch (const std::system_error& error) {
-    throw Error(Errc::out_of_capacity, std::string("the operating system refused a thread or another resource: ") +
-                                           error.what() + "; raise its limit (ulimit -u, pids.max) or use fewer threads");
-  } catch (const std::exception& error) {
-    throw Error(Errc::device, std::string("unexpected: ") + error.what() + "; please report this");
-  }
-}
 
 /// Kept by workers of which one is lost.
 struct Runtime::Impl final : cpu::Kept {
@@ -88,12 +47,12 @@ struct Runtime::Impl final : cpu::Kept {
   /// destructor may follow. False if background work goes on.
   bool stop() noexcept;
   /// Checks one chunk's arguments. `q` is null for a prefix that is imported.
-  [[nodiscard]] runtime::PromptChunk checked_chunk(SequenceId id, LayerId layer, const TensorView* q, const TensorView& k,
-                                                   const TensorView& v) const;
+  [[nodiscard]] runtime::PromptChunk checked_chunk(SequenceId id, LayerId layer, const TensorView* q,
+                                                   const TensorView& k, const TensorView& v) const;
   /// Runs chunks of one layer, of different sequences.
   void add_prompts(LayerId layer, std::span<const runtime::PromptChunk> chunks, bool ordered);
-  /// Runs a call about `concerned`; a timeout leaves work in flight, after which only the destructor is safe. A call that
-  /// finds no memory half-way may have left anything: its sequences are lost, and named.
+  /// Runs a call about `concerned`; a timeout leaves work in flight, after which only the destructor is safe. A call
+  /// that finds no memory half-way may have left anything: its sequences are lost, and named.
   template <class Call>
   void guarded(std::span<runtime::Sequence* const> concerned, Call&& call);
 
@@ -106,7 +65,7 @@ struct Runtime::Impl final : cpu::Kept {
   std::shared_ptr<Device> device;
   cpu::HostPool pool;
   std::uint32_t near_slots;
-  std::uint32_t chunk_pages;   ///< of an area for prompt chunks, see runtime::PromptMemory
+  std::uint32_t chunk_pages;  ///< of an area for prompt chunks, see runtime::PromptMemory
   std::uint32_t window_pages;
   std::unique_ptr<Buffer> memory;  ///< near slots, then staging
   // Before everything with a thread or a stream: background work and queued verbs refer to sequences.

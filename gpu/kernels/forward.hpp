@@ -45,7 +45,7 @@ void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage
                           std::uint32_t window, std::uint32_t blocks);
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
-void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t good, cudaStream_t stream);
+void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t before, cudaStream_t stream);
 void launch_forward_end(const ForwardMemory& memory, cudaStream_t stream);
 
 /// Loads all of them, and asks for the shared memory that the longest sequences need.

@@ -101,6 +101,9 @@ __global__ void __launch_bounds__(kThreads)
   if (m.state->status != ForwardStatus::running) {
     const float nan = __int_as_float(0x7fc0'0000);
     if (attends) fill_out(m, layer, blockIdx.x, head, nan, nan);
+    // The kernels behind this one run all the same: on nothing, not on what another bucket has left.
+    if (attends && blockIdx.x < m.bucket.decode_rows && threadIdx.x == 0)
+      describe(m, scratch, ForwardRow{}, blockIdx.x, head, plane);
     return;
   }
   if (attends && blockIdx.x < m.bucket.decode_rows) {

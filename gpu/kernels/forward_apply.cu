@@ -38,9 +38,10 @@ __global__ void __launch_bounds__(kThreads) apply_kernel(const __grid_constant__
   }
   if (threadIdx.x != 0) return;
   ForwardState& state = *m.state;
-  if (state.planned > state.forward) {
+  if (state.planned > state.forward || state.status == ForwardStatus::running) {
     state.forward = state.planned;
-    publish(m, state.planned, ForwardStatus::skipped);
+    state.status = ForwardStatus::skipped;
+    publish(m, state.planned, state.status);
   }
   state.after = slip.after;
   state.bucket = slip.bucket;
@@ -65,6 +66,7 @@ __global__ void begin_kernel(const __grid_constant__ ForwardMemory m) {
   state.released = state.asked;  // Of a forward that was abandoned.
   state.layer_far_tokens = state.arrived = state.merging = 0;
   const bool planned = state.planned > state.forward;
+  if (!planned && state.status == ForwardStatus::running) publish(m, state.planned, ForwardStatus::skipped);
   state.forward = state.planned;
   state.status = !planned                      ? ForwardStatus::unplanned
                  : state.after != state.good   ? ForwardStatus::orphaned
@@ -72,10 +74,10 @@ __global__ void begin_kernel(const __grid_constant__ ForwardMemory m) {
                                                : ForwardStatus::running;
 }
 
-__global__ void cancel_kernel(const __grid_constant__ ForwardMemory m, std::uint64_t good) {
+__global__ void cancel_kernel(const __grid_constant__ ForwardMemory m, std::uint64_t before) {
   ForwardState& state = *m.state;
   state.forward = state.planned;
-  state.good = min(state.good, good);  // Not of one that failed.
+  state.good = min(state.good, before);  // Not of one that failed.
   state.status = ForwardStatus::cancelled;
   publish(m, state.forward, state.status);
   SystemWord<std::uint64_t>(m.mailbox->outcome.cancelled).store(state.forward, cuda::memory_order_release);
@@ -112,8 +114,8 @@ void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream) {
   check(cudaGetLastError(), "launch the kernel that begins a forward");
 }
 
-void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t good, cudaStream_t stream) {
-  cancel_kernel<<<1, 1, 0, stream>>>(memory, good);
+void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t before, cudaStream_t stream) {
+  cancel_kernel<<<1, 1, 0, stream>>>(memory, before);
   check(cudaGetLastError(), "launch the kernel that takes a plan back");
 }
 

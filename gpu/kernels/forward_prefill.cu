@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kThreads)
     const ForwardChunk chunk = runs ? m.chunks[c] : ForwardChunk{};
     const Window window = window_of(m, chunk, index);
     const bool there = chunk.list != kNone && window.begin < window.end;
-    if (blockIdx.x == 0 && threadIdx.x < m.shape.kv_heads)
-      describe(m, stage, layer, chunk, c * m.shape.kv_heads + threadIdx.x, index, there);
+    for (std::uint32_t h = threadIdx.x; h < m.shape.kv_heads && blockIdx.x == 0; h += kThreads)
+      describe(m, stage, layer, chunk, c * m.shape.kv_heads + h, index, there);
     if (!there) continue;
     const std::uint32_t pages = (window.end - window.begin + m.layout.page_tokens - 1) / m.layout.page_tokens;
     const std::uint32_t* const list =

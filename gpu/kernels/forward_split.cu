@@ -168,15 +168,20 @@ __global__ void __launch_bounds__(kThreads)
                  std::uint32_t layer) {
   extern __shared__ std::uint32_t marks[];
   __shared__ std::uint32_t sums[kWarps];
-  if (m.state->status != ForwardStatus::running) return;
   const std::uint32_t head = blockIdx.x % m.shape.kv_heads;
   const std::uint64_t room = m.list_room();
+  const bool runs = m.state->status == ForwardStatus::running;
   Work work{.row = m.rows[blockIdx.x / m.shape.kv_heads].in(layer),
             .list = nullptr,
             .near_rows = m.near_rows + blockIdx.x * room,
             .far_rows = scratch.far_rows + blockIdx.x * room,
             .index = blockIdx.x,
             .plane = m.plane(layer, head)};
+  if (!runs) {
+    // `attend` runs all the same: on nothing, not on jobs that another bucket has left.
+    if (threadIdx.x == 0) write_jobs(m, scratch, work, head, 0);
+    return;
+  }
   std::uint64_t counts = 0;
   if (work.row.list != kNone) {
     work.list = m.lists + std::uint64_t{work.row.list} * m.max_pages;

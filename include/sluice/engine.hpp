@@ -22,8 +22,10 @@ struct EngineOptions {
   DType kv_dtype = DType::bf16;
   /// For keys and values; a block, one page of tokens of all layers and KV heads, at least.
   std::uint64_t host_bytes = 1 * GiB;
-  std::uint64_t near_bytes = 0;         ///< device memory for near pages; what is left of a block is not used
-  Bucket largest{};                     ///< of all buckets; forwards of smaller ones take no memory of their own
+  std::uint64_t near_bytes = 0;  ///< device memory for near pages; what is left of a block is not used
+  /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
+  /// if they are 0 or more than that, and whole pages.
+  Bucket largest{};
   std::uint32_t in_flight = 2;          ///< forwards that are planned and not finished; [1, kMostForwards]
   std::uint32_t sequences = 16;         ///< that live at once
   std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose
@@ -32,7 +34,8 @@ struct EngineOptions {
   std::uint32_t prefill_window = 4096;  ///< tokens of keys that a chunk of a prompt attends at a time, in device memory
   std::uint32_t threads = 0;            ///< that answer the far part; 0: the cores of this process, less one
   /// That they run on, by the OS index of a PU of each. Empty: those that this process may use or, where a launcher
-  /// started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE), its equal part of them. The first is left to the caller.
+  /// started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE), its equal part of them. The first is left to the
+  /// caller.
   std::vector<std::uint32_t> cores{};
   bool pin_threads = true;
   std::chrono::milliseconds answer_timeout{1'000};  ///< a layer waits no longer for the far part, by the device's clock
@@ -90,11 +93,13 @@ struct Batch {
 /// is answered by threads that watch for the device's questions while a planned forward is under way, and sleep
 /// otherwise.
 ///
-/// Serves policies of the form `exact | int4 | top_k=COUNT | near=0,sinks=S,recent=R`. What a row attends depends on
-/// policy and sequence alone, neither on what else is in the batch nor on what is near.
+/// Serves `full`, `none | near=0,...` (sinks and recent tokens) and `exact | int4` with `top_k` or `top_p` and near=0,
+/// with dense layers or without. What a row attends depends on policy and sequence alone, neither on what else is in
+/// the batch nor on what is near.
 ///
 /// Forwards that are planned and not finished run in the order of their plans, each on top of the one before: their
-/// streams must be the same, or ordered by the caller. One that fails takes those behind it along.
+/// streams must be the same, or ordered by the caller. Enqueue all layers of one, or replay its graph, before the next
+/// is planned; finish them in any order. One that fails takes those behind it along.
 ///
 /// Thread safety: calls on one Engine must not overlap; none may be made on the caller's stream while it is captured
 /// but `attend`. Errors: Error, and nothing was changed unless the function says otherwise.
@@ -112,7 +117,7 @@ class Engine {
   /// may.
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);
   /// A new sequence of the first `tokens` tokens of another one, under its policy. Its blocks are shared; the one in
-  /// which either of them goes on is copied then.
+  /// which either of them goes on is copied then, and not near any more.
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, or it has fewer tokens;
   /// Error{Errc::out_of_capacity} if as many live as may.
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens);
@@ -122,7 +127,7 @@ class Engine {
   /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream as in
   /// `plan`; the last layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] in device memory, after
   /// RoPE, at most import_rows tokens. One that does not get to its last layer is begun again with layer 0, or ends
-  /// with the sequence; until then no forward can be planned.
+  /// with the sequence; until then no forward can be planned, and the sequence neither forked nor truncated.
   /// @throws Error{Errc::invalid_argument} if a forward is under way
   void import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream);
   /// Plans a forward. The items' rows are packed in their order, each item's sequence is another one; rows behind them
@@ -134,18 +139,20 @@ class Engine {
   /// One layer of a forward of this bucket: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,
   /// head_dim], out as q, all of bucket.rows() rows, in device memory; they are touched on `stream` only. `lse` [rows,
   /// q_heads] may be null. Layers in order. Rows of padding get 0. While `stream` is captured nothing runs; a replay is
-  /// the forward that was planned first of those that did not run, and one without a plan of its own gets NaN and
-  /// changes nothing. After Error{Errc::device} the forward can only be cancelled.
+  /// the forward that was planned last, and one without a plan of its own gets NaN and changes nothing. After
+  /// Error{Errc::device} the forward can only be cancelled.
   void attend(const Bucket& bucket, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const MutableTensorView& out, void* stream, float* lse = nullptr);
   /// Waits until the forward has run; then its sequences have their new tokens.
   /// @throws Error{Errc::device} if it did not get to its end, with the reason: the far part was not answered in time,
-  /// the forward before failed, or what ran was not what was planned. Outputs are NaN, those of the layers before it
-  /// failed excepted, no sequence has its new tokens, and the forward can be planned again. Error{Errc::timeout} if it
+  /// the
+  /// forward before failed, what ran was not what was planned, or the device failed. Outputs of layers that ran after
+  /// that are NaN, no sequence has its new tokens, and the forward can be planned again. Error{Errc::timeout} if it
   /// does not end: was every layer enqueued, or the graph replayed? It can be waited for again, or cancelled.
   void finish(const Batch& batch);
   /// Takes a plan back and all behind it, on the stream of the newest; no sequence has its new tokens. A forward of
-  /// them that comes later, such as a replay, has no plan. Errors as in `finish`.
+  /// them that comes later, such as a replay, has no plan. Errors as in `finish`; Error{Errc::invalid_argument} if one
+  /// behind it was finished.
   void cancel(const Batch& batch);
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way.
   void end(SequenceId sequence);

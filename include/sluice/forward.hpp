@@ -94,7 +94,7 @@ enum class ForwardStatus : std::uint32_t {
   cancelled = 4,
   orphaned = 5,    ///< the forward that it builds on did not get to its end; as unplanned
   mismatched = 6,  ///< what ran was made for another bucket than the plan's; as unplanned
-  skipped = 7,     ///< it had not begun when the plan behind it came
+  skipped = 7,     ///< it had not ended when the plan behind it came, or began twice
 };
 
 /// What a plan tells the device, in pinned memory: read when the stream gets to `apply`. Arrays are in ForwardMemory.
@@ -273,6 +273,8 @@ class ForwardVerbs {
   /// Takes all plans behind forward `before` back: what comes later of them has no plan, and what is planned next
   /// continues that one, if it got to its end. Publishes that.
   virtual void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) = 0;
+  /// @throws Error{Errc::device} with the reason if what was enqueued on `stream` has failed. It is not being captured.
+  virtual void require_alive(void* stream) = 0;
   /// Publishes how the forward ended.
   virtual void end(const ForwardMemory& memory, void* stream) = 0;
 };

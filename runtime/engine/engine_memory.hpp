@@ -30,8 +30,6 @@ class EngineMemory {
     memory.bucket = bucket;
     return memory;
   }
-  /// Entries that slips have room for.
-  [[nodiscard]] std::uint64_t listed_blocks() const noexcept { return listed_blocks_; }
   /// What `block` holds of tokens [0, tokens) becomes what `copy` holds, keys and values of all planes.
   void copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept;
 
@@ -47,7 +45,7 @@ class EngineMemory {
   /// Device memory as an engine begins: no block is near, everything else is 0.
   void clear(const EngineOptions& options, Device& device);
 
-  std::uint64_t listed_blocks_ = 0;
+  std::uint64_t listed_blocks_ = 0;  ///< entries of lists that a slip has room for
   std::unique_ptr<cpu::HostPool> far_;
   std::unique_ptr<Buffer> near_;
   std::unique_ptr<Buffer> codes_;

@@ -94,17 +94,28 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
   return wanted;
 }
 
+std::uint32_t Engine::Impl::open_block(const Sequence& sequence) const noexcept {
+  const std::uint32_t page = sequence.planned / memory.largest().layout.page_tokens;
+  return page < sequence.pages.pages() ? sequence.pages.blocks()[page] : kNone;
+}
+
 void Engine::Impl::require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const {
   std::uint64_t needed = 0;
+  std::vector<std::uint32_t> open;
   for (const auto& [sequence, item] : wanted) {
     const std::uint64_t tokens = std::uint64_t{sequence->planned} + item.tokens;
     if (tokens > max_tokens)
       throw Error(Errc::out_of_capacity, "a sequence would have " + text(tokens) + " tokens, and may have " +
                                              text(max_tokens) + "; raise largest.max_tokens and host_bytes");
-    const std::uint32_t open = sequence->planned / memory.largest().layout.page_tokens;
     const std::uint32_t pages = pages_of(static_cast<std::uint32_t>(tokens));
     needed += pages - std::min(pages, sequence->pages.pages());  // A forward that failed has left its blocks.
-    needed += open < sequence->pages.pages() && table.shared(sequence->pages.blocks()[open]) ? 1 : 0;
+    if (const std::uint32_t block = open_block(*sequence); block != kNone) open.push_back(block);
+  }
+  // Of those that go on in a shared block, the last to hold it keeps it.
+  std::ranges::sort(open);
+  for (std::size_t i = 0, same = 0; i < open.size(); ++i) {
+    same = i != 0 && open[i] == open[i - 1] ? same + 1 : 1;
+    needed += same < table.holders(open[i]) ? 1 : 0;
   }
   if (needed > table.free())
     throw Error(Errc::out_of_capacity, "the host pool has " + text(table.free()) + " blocks of " +
@@ -116,14 +127,12 @@ void Engine::Impl::grow(std::span<const Wanted> wanted) noexcept {
   const std::uint32_t page_tokens = memory.largest().layout.page_tokens;
   for (const auto& [sequence, item] : wanted) {
     runtime::PageList& pages = sequence->pages;
-    const std::uint32_t open = sequence->planned / page_tokens;
-    if (open < pages.pages() && table.shared(pages.blocks()[open])) {
+    if (const std::uint32_t from = open_block(*sequence); from != kNone && table.holders(from) > 1) {
       // Nothing in flight writes to it: who shares blocks rests.
-      const std::uint32_t from = pages.blocks()[open];
       const std::uint32_t to = table.take();
       memory.copy_rows(from, to, sequence->planned % page_tokens);
-      copies.push_back({.from = from, .to = to});  // Has room for one of every sequence.
-      pages.replace(open, to);
+      copies.push_back({.from = from, .to = to});  // There is room: see `send`.
+      pages.replace(sequence->planned / page_tokens, to);
       table.release(from);
     }
     for (std::uint32_t wanted_pages = pages_of(sequence->planned + item.tokens); pages.pages() < wanted_pages;) {
@@ -179,19 +188,23 @@ std::uint64_t Engine::Impl::builds_on() const noexcept {
 }
 
 std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream) {
+  if (copies.size() + wanted.size() > options.sequences)
+    throw Error(Errc::device, "plan: too many plans could not be enqueued; is the stream one of the engine's device?");
+  const std::uint64_t forward = planned + 1;
+  const ForwardMemory m = memory.of(programs.free_slip(), bucket);
+  *m.slip = {.forward = forward, .after = builds_on(), .bucket = bucket};
   runtime::Program program{
-      .forward = planned + 1, .slip = programs.free_slip(), .bucket = bucket, .stream = stream, .items = {}};
+      .forward = forward, .slip = programs.free_slip(), .bucket = bucket, .stream = stream, .items = {}};
   for (const Wanted& each : wanted) program.items.push_back(each.item);
-  grow(wanted);
-  const ForwardMemory m = memory.of(program.slip, bucket);
-  *m.slip = {.forward = program.forward, .after = builds_on(), .bucket = bucket};
-  write_rows(m, wanted);
-  write_lists(m, wanted);
   programs.push(std::move(program));
+  ++planned;  // Whether it is enqueued or not: what failed may yet run.
   try {
+    grow(wanted);
+    write_rows(m, wanted);
+    write_lists(m, wanted);
     verbs.apply(m, stream);
   } catch (...) {
-    (void)programs.take(planned + 1);
+    (void)programs.take(forward);
     throw;
   }
   for (const auto& [sequence, item] : wanted) {
@@ -201,7 +214,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   table.forget_changes();
   copies.clear();
   next_layer = 0;
-  return ++planned;
+  return forward;
 }
 
 }  // namespace sluice

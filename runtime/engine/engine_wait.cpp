@@ -10,11 +10,18 @@ namespace {
 
 using runtime::look;
 
-/// By the clock of a process that runs: one that was suspended has not waited.
-template <class Ready>
-void await(const Ready& ready, std::chrono::milliseconds timeout, const char* what) {
+/// By the clock of a process that runs: one that was suspended has not waited. What takes long may have failed:
+/// `look_after` throws then.
+template <class Ready, class LookAfter>
+void await(const Ready& ready, std::chrono::milliseconds timeout, const char* what, const LookAfter& look_after) {
+  constexpr std::chrono::milliseconds kOdd{200};
   const Deadline deadline = deadline_after(timeout);
+  Deadline odd = deadline_after(kOdd);
   while (!cpu::spin_until(ready)) {
+    if (RunClock::now() >= odd) {
+      look_after();
+      odd = deadline_after(kOdd);
+    }
     if (RunClock::now() >= deadline) throw Error(Errc::timeout, what);
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -27,15 +34,26 @@ ForwardStatus status_at(ForwardMailbox& mailbox, std::uint64_t forward) noexcept
 
 }  // namespace
 
-ForwardStatus Engine::Impl::await_end(std::uint64_t forward) const {
-  if (const auto& ended = programs.find(forward)->ended; ended) return *ended;
+ForwardStatus Engine::Impl::await_end(std::uint64_t forward) {
+  const runtime::Program& program = *programs.find(forward);
+  if (program.ended) return *program.ended;
   await([&] { return look(mailbox().outcome.forward) >= forward; }, options.timeout,
-        "the forward has not ended; was every layer enqueued, or the graph replayed?");
-  return status_at(mailbox(), forward);
+        "the forward has not ended; was every layer enqueued, or the graph replayed?",
+        [&] { verbs.require_alive(program.stream); });
+  note_ended();
+  return *program.ended;
+}
+
+void Engine::Impl::note_ended() noexcept {
+  const std::uint64_t newest = look(mailbox().outcome.forward);
+  for (runtime::Program& program : programs.all()) {
+    if (program.forward <= newest && !program.ended) program.ended = status_at(mailbox(), program.forward);
+  }
 }
 
 void Engine::Impl::await_idle() const {
-  await([&] { return far.idle(); }, options.timeout, "the threads that attend the far part have not answered in time");
+  await([&] { return far.idle(); }, options.timeout, "the threads that attend the far part have not answered in time",
+        [] {});
 }
 
 runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
@@ -63,15 +81,14 @@ void Engine::Impl::take_back(std::uint64_t forward) {
   verbs.cancel(memory.of(newest.bucket), before, newest.stream);
   // The device may be asking meanwhile: the workers stay awake until it has published that it does not.
   await([&] { return look(mailbox().outcome.cancelled) >= last; }, options.timeout,
-        "the plan's stream has not come to its end; what else is enqueued there?");
+        "the plan's stream has not come to its end; what else is enqueued there?",
+        [&] { verbs.require_alive(newest.stream); });
   await_idle();
   for (std::uint64_t f = last; f >= forward; --f) {
     if (programs.find(f) != nullptr) (void)retire(f, false);
   }
-  // Those before it have ended: forwards to come may use their places in the mailbox.
-  for (runtime::Program& program : programs.all()) {
-    if (!program.ended) program.ended = status_at(mailbox(), program.forward);
-  }
+  note_ended();  // Those before it: forwards to come may use their places in the mailbox.
+  next_layer = 0;
 }
 
 }  // namespace sluice

@@ -39,8 +39,9 @@ class FarWorkers {
   void wake(std::uint64_t forward);
   /// Whether every question that was asked is answered.
   [[nodiscard]] bool idle() const noexcept;
-  /// From when a thread saw a question until it was answered, over all questions.
+  /// Of host memory that the threads work in.
   [[nodiscard]] std::uint64_t bytes() const noexcept { return partials_.size() * sizeof(float); }
+  /// From when a thread saw a question until it was answered, over all questions.
   [[nodiscard]] std::uint64_t answer_ns() const noexcept { return answer_ns_.load(std::memory_order_relaxed); }
 
  private:

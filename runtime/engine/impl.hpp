@@ -9,6 +9,7 @@
 
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
+#include "runtime/call.hpp"
 #include "runtime/engine/engine_memory.hpp"
 #include "runtime/engine/far_workers.hpp"
 #include "runtime/engine/mailbox.hpp"
@@ -35,10 +36,23 @@ struct Engine::Impl {
 
   Impl(const EngineOptions& chosen, std::shared_ptr<Device> given);
 
+  // As Engine's.
+  [[nodiscard]] SequenceId begin(const PolicySpec& policy);
+  [[nodiscard]] SequenceId fork(SequenceId id, std::uint32_t tokens);
+  void truncate(SequenceId id, std::uint32_t tokens);
+  void import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream);
+  [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& asked, void* stream);
+  void attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
+              const MutableTensorView& out, void* stream, float* lse);
+  void finish(const Batch& batch);
+  void cancel(const Batch& batch);
+  void end(SequenceId id);
+
   // Sequences.
   [[nodiscard]] Sequence& at(SequenceId id);
-  /// One that no forward in flight refers to.
+  /// One that no forward in flight refers to, an import included.
   [[nodiscard]] Sequence& resting(SequenceId id, const char* what);
+  [[nodiscard]] bool imports(SequenceId id) const noexcept;
   [[nodiscard]] SequenceId add(const PolicySpec& spec);
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
 
@@ -46,6 +60,8 @@ struct Engine::Impl {
   [[nodiscard]] Bucket resolved(const Bucket& bucket, const char* what) const;
   [[nodiscard]] std::vector<Wanted> checked(std::span<const PlanItem> items, const Bucket& bucket);
   void require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const;
+  /// The block that its next token goes to, if it has one already; else kNone.
+  [[nodiscard]] std::uint32_t open_block(const Sequence& sequence) const noexcept;
   /// Blocks for the new tokens, and one of its own for each that would write into a shared one.
   void grow(std::span<const Wanted> wanted) noexcept;
   void write_rows(const ForwardMemory& memory, std::span<const Wanted> wanted) const noexcept;
@@ -57,7 +73,9 @@ struct Engine::Impl {
 
   // Waiting.
   /// How it ended; it must be in flight.
-  [[nodiscard]] ForwardStatus await_end(std::uint64_t forward) const;
+  [[nodiscard]] ForwardStatus await_end(std::uint64_t forward);
+  /// How those in flight ended that have: the mailbox keeps it for kMostForwards only.
+  void note_ended() noexcept;
   void await_idle() const;
   /// Its sequences have what it planned for them, if it got to its end, or never will.
   runtime::Program retire(std::uint64_t forward, bool done);

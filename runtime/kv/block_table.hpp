@@ -22,7 +22,8 @@ class BlockTable {
   [[nodiscard]] std::uint32_t blocks() const noexcept { return static_cast<std::uint32_t>(holders_.size()); }
   [[nodiscard]] std::uint32_t free() const noexcept { return free_.size(); }
   [[nodiscard]] std::uint32_t near() const noexcept { return near_.used(); }
-  [[nodiscard]] bool shared(std::uint32_t block) const noexcept { return holders_[block] > 1; }
+  /// Sequences that hold it.
+  [[nodiscard]] std::uint32_t holders(std::uint32_t block) const noexcept { return holders_[block]; }
 
   /// A block that nobody held; there must be one.
   [[nodiscard]] std::uint32_t take() noexcept {

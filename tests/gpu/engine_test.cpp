@@ -38,9 +38,11 @@ void require_ok(cudaError_t status) {
 /// A forward of an engine, captured once.
 class Graph {
  public:
-  Graph(Engine& engine, ForwardTensors& tensors, cudaStream_t stream) : stream_(stream) {
+  Graph(Engine& engine, ForwardTensors& tensors, cudaStream_t stream)
+      : Graph(engine, tensors, engine.options().largest, stream) {}
+  Graph(Engine& engine, ForwardTensors& tensors, const Bucket& bucket, cudaStream_t stream) : stream_(stream) {
     require_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
-    tensors.attend(engine, stream);
+    tensors.attend(engine, bucket, stream);
     cudaGraph_t graph = nullptr;
     require_ok(cudaStreamEndCapture(stream, &graph));
     require_ok(cudaGraphGetNodes(graph, nullptr, &nodes_));
@@ -207,5 +209,80 @@ TEST_CASE("chunks of a prompt in the type of the pages are attended by warpgroup
     for (std::size_t c = count * q_floats; c < 300 * q_floats; ++c) {
       if (got[c] != 0) REQUIRE(got[c] == 0);
     }
+  }
+}
+
+TEST_CASE("graphs of several buckets leave each other alone, replayed with and without a plan", "[engine][gpu]") {
+  const AttentionShape shape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
+  const EngineRig rig = engine_rig();
+  const bool unbounded = GENERATE(false, true);
+  CAPTURE(unbounded);
+  constexpr std::uint32_t kRows = 8;
+  EngineOptions options{.shape = shape};
+  options.largest = {
+      .decode_rows = kRows, .prefill_rows = 40, .prefills = 2, .max_tokens = 10'240, .unbounded = unbounded};
+  options.host_bytes = 1500 * block_bytes(options);
+  options.near_bytes = 900 * block_bytes(options);
+  options.max_picks = 9000;
+  options.import_rows = 2000;
+  options.threads = 4;
+  Engine engine(options, rig.device);
+  // Rows long enough that a job of one row has many slices, and of many rows few; with top-p, that it has other
+  // kernels.
+  const std::string policy = unbounded ? "exact | int4 | top_p=0.9 | near=0,sinks=4,recent=24"
+                                       : "exact | int4 | top_k=1500 | near=0,sinks=4,recent=24";
+  std::vector<Story> stories;
+  std::vector<Teller> tellers;
+  for (std::uint32_t i = 0; i < kRows; ++i) stories.emplace_back(shape, i == 0 ? 9060 : 1560, 800 + i);
+  for (std::uint32_t i = 0; i < kRows; ++i) {
+    tellers.push_back({.story = &stories[i], .id = engine.begin(parse_policy(policy))});
+    import_story(engine, rig, tellers.back(), stories[i].tokens() - 60);
+  }
+  const Bucket buckets[] = {{.decode_rows = 1, .unbounded = unbounded},
+                            {.decode_rows = kRows, .unbounded = unbounded},
+                            {.decode_rows = kRows - 1, .max_tokens = 2048, .unbounded = unbounded},
+                            {.decode_rows = 2, .prefill_rows = 40, .prefills = 2, .unbounded = unbounded}};
+  const auto stream = static_cast<cudaStream_t>(rig.stream);
+  std::vector<std::unique_ptr<ForwardTensors>> tensors;
+  std::vector<std::unique_ptr<Graph>> graphs;
+  for (const Bucket& bucket : buckets) {
+    tensors.push_back(std::make_unique<ForwardTensors>(*rig.device, shape, bucket.rows()));
+    graphs.push_back(std::make_unique<Graph>(engine, *tensors.back(), bucket, stream));
+  }
+  Engine other(options, rig.device);
+  std::vector<Teller> alone;
+  for (std::uint32_t i = 0; i < kRows; ++i) {
+    alone.push_back({.story = &stories[i], .id = other.begin(parse_policy(policy))});
+    import_story(other, rig, alone.back(), stories[i].tokens() - 60);
+  }
+  std::uint64_t unplanned = 0;
+  for (std::uint32_t step = 0; step < 24; ++step) {
+    const std::uint32_t b = step * 7 % 4;
+    std::vector<Teller*> rows;
+    for (std::uint32_t i = 0; i < buckets[b].decode_rows; ++i) rows.push_back(&tellers[b == 2 ? i + 1 : i]);
+    std::vector<PlanItem> items;
+    for (std::uint32_t i = 0; i < rows.size(); ++i) {
+      tensors[b]->set(i, *rows[i]->story, rows[i]->at);
+      items.push_back({.sequence = rows[i]->id});
+    }
+    const Batch batch = engine.plan(items, buckets[b], rig.stream);
+    graphs[b]->replay();
+    engine.finish(batch);
+    rig.synchronize();
+    ForwardTensors one(*rig.device, shape, kRows);
+    for (std::uint32_t i = 0; i < rows.size(); ++i) {
+      ++rows[i]->at;
+      const auto got = tensors[b]->out(i);
+      const auto want =
+          run_forward(other, rig, one, {&alone[static_cast<std::size_t>(rows[i] - tellers.data())]}).front();
+      for (std::size_t c = 0; c < got.size(); ++c) {
+        if (!(std::abs(got[c] - want[c]) < 2e-3)) REQUIRE(std::abs(got[c] - want[c]) < 2e-3);
+      }
+    }
+    // Another bucket's graph without a plan: no harm to what comes next.
+    graphs[(b + step) % 4]->replay();
+    rig.synchronize();
+    REQUIRE(std::isnan(tensors[(b + step) % 4]->out(0).front()));
+    REQUIRE(engine.stats().unplanned == ++unplanned);
   }
 }

@@ -181,6 +181,82 @@ TEST_CASE("a forward that fails takes those behind it along, and no other", "[en
   REQUIRE(engine.tokens(b.id) == 92);
 }
 
+TEST_CASE("a forward that was not enqueued whole never counts as done, however many came before", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Engine engine(life_options(rig, 1, 40), rig.device);
+  const Story story(kShape, 120, 5);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  import_story(engine, rig, teller, 90);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  const PlanItem item{.sequence = teller.id};
+  const Bucket bucket = engine.options().largest;
+  const auto attend_layer = [&](std::uint32_t layer) {
+    const TensorView none = dense_view<const std::byte>(nullptr, DType::f32, 1, kShape.q_heads, kShape.head_dim);
+    REQUIRE(code_of([&] { engine.attend(bucket, LayerId{layer}, none, none, none, {}, rig.stream); }) ==
+            Errc::invalid_argument);
+    tensors.attend_layer(engine, bucket, layer, rig.stream);
+  };
+  for (int round = 0; round < 12; ++round) {
+    // Half of one, and the next on top of it.
+    tensors.set(0, story, 0);
+    const Batch half = engine.plan({&item, 1}, bucket, rig.stream);
+    attend_layer(0);
+    const Batch next = engine.plan({&item, 1}, bucket, rig.stream);
+    tensors.attend(engine, rig.stream);
+    REQUIRE(code_of([&] { engine.finish(half); }) == Errc::device);
+    REQUIRE(code_of([&] { engine.finish(next); }) == Errc::device);
+    // Its first layer twice.
+    const Batch twice = engine.plan({&item, 1}, bucket, rig.stream);
+    attend_layer(0);
+    tensors.attend(engine, rig.stream);
+    REQUIRE(code_of([&] { engine.finish(twice); }) == Errc::device);
+    REQUIRE(engine.tokens(teller.id) == teller.at);
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    const auto want = story.attended(0, teller.at - 1, 2, 6, 10);
+    for (std::size_t i = 0; i < want.size(); ++i) REQUIRE(std::abs(out[0][i] - want[i]) < 1e-3);
+  }
+}
+
+TEST_CASE("forwards are finished in any order, and not taken back once one behind them is", "[engine]") {
+  const EngineRig rig = engine_rig();
+  EngineOptions options = life_options(rig, 1, 40);
+  options.in_flight = kMostForwards;
+  Engine engine(options, rig.device);
+  const Story story(kShape, 150, 5);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  import_story(engine, rig, teller, 90);
+  std::vector<ForwardTensors> tensors;
+  for (std::uint32_t i = 0; i < kMostForwards; ++i) tensors.emplace_back(*rig.device, kShape, 1);
+  const PlanItem item{.sequence = teller.id};
+  const Bucket bucket = engine.options().largest;
+  std::uint32_t at = 90;
+  const auto start = [&](std::uint32_t i) {
+    tensors[i].set(0, story, at++);
+    const Batch batch = engine.plan({&item, 1}, bucket, rig.stream);
+    tensors[i].attend(engine, rig.stream);
+    return batch;
+  };
+  const Batch oldest = start(0);
+  for (int round = 0; round < 20; ++round) {
+    const Batch newest = start(1);
+    engine.finish(newest);
+    REQUIRE(code_of([&] { engine.cancel(oldest); }) == Errc::invalid_argument);
+  }
+  engine.finish(oldest);
+  REQUIRE(engine.tokens(teller.id) == 111);
+  std::vector<Batch> all;
+  for (std::uint32_t i = 0; i < kMostForwards; ++i) all.push_back(start(i));
+  REQUIRE(code_of([&] { (void)engine.plan({&item, 1}, bucket, rig.stream); }) == Errc::invalid_argument);
+  for (const std::uint32_t i : {3u, 0u, 7u, 1u, 2u, 6u, 5u, 4u}) engine.finish(all[i]);
+  rig.synchronize();
+  for (std::uint32_t i = 0; i < kMostForwards; ++i) {
+    const auto want = story.attended(0, 111 + i, 2, 6, 10);
+    const auto out = tensors[i].out(0);
+    for (std::size_t c = 0; c < want.size(); ++c) REQUIRE(std::abs(out[c] - want[c]) < 1e-3);
+  }
+  REQUIRE(engine.tokens(teller.id) == 119);
+}
+
 TEST_CASE("what runs in another bucket than the plan's gives NaN and changes nothing", "[engine]") {
   const EngineRig rig = engine_rig();
   Engine engine(life_options(rig, 2, 40), rig.device);

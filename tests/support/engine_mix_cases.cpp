@@ -1,8 +1,6 @@
 // Forwards of any mix give every row what its sequence gives alone.
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <optional>
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"

@@ -175,16 +175,16 @@ void ForwardTensors::set(std::uint32_t row, const Story& story, std::uint32_t to
 }
 
 void ForwardTensors::attend(Engine& engine, const Bucket& bucket, void* stream) {
-  const std::uint32_t rows = bucket.rows();
-  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
-    const Parts at = parts(layer);
-    const auto in = [&](const float* data, std::uint32_t heads) {
-      return dense_view(data, DType::f32, rows, heads, shape_.head_dim);
-    };
-    engine.attend(bucket, LayerId{layer}, in(at.q, shape_.q_heads), in(at.k, shape_.kv_heads),
-                  in(at.v, shape_.kv_heads), dense_view(at.out, DType::f32, rows, shape_.q_heads, shape_.head_dim),
-                  stream, at.lse);
-  }
+  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) attend_layer(engine, bucket, layer, stream);
+}
+
+void ForwardTensors::attend_layer(Engine& engine, const Bucket& bucket, std::uint32_t layer, void* stream) {
+  const Parts at = parts(layer);
+  const auto in = [&](const float* data, std::uint32_t heads) {
+    return dense_view(data, DType::f32, bucket.rows(), heads, shape_.head_dim);
+  };
+  engine.attend(bucket, LayerId{layer}, in(at.q, shape_.q_heads), in(at.k, shape_.kv_heads), in(at.v, shape_.kv_heads),
+                dense_view(at.out, DType::f32, bucket.rows(), shape_.q_heads, shape_.head_dim), stream, at.lse);
 }
 
 std::vector<float> ForwardTensors::out(std::uint32_t row) const {

@@ -88,6 +88,8 @@ class ForwardTensors {
   void set(std::uint32_t row, const Story& story, std::uint32_t token);
   /// Enqueues all layers of the largest bucket.
   void attend(Engine& engine, void* stream) { attend(engine, engine.options().largest, stream); }
+  /// Enqueues one.
+  void attend_layer(Engine& engine, const Bucket& bucket, std::uint32_t layer, void* stream);
   /// Outputs of a row, all layers: [layers, q_heads, head_dim].
   [[nodiscard]] std::vector<float> out(std::uint32_t row) const;
   [[nodiscard]] std::vector<float> lse(std::uint32_t row) const;  ///< likewise: [layers, q_heads]

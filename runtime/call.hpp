@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <new>
+#include <string>
+#include <system_error>
+
+#include "sluice/error.hpp"
+#include "sluice/tensor.hpp"
+
+/// What calls of the public interface have in common.
+namespace sluice {
+
+/// Made before it is needed: there is no memory for it then.
+inline const Error kNoMemory(Errc::out_of_capacity,
+                             "this process gets no more host memory; shorten the sequences, use fewer, or raise its "
+                             "limit (ulimit -v, memory.max)");
+
+inline void require(bool condition, const std::string& message) {
+  if (!condition) throw Error(Errc::invalid_argument, message);
+}
+
+template <class View>
+void require_tensor(const View& view, const char* name, std::uint32_t tokens, std::uint32_t heads,
+                    std::uint32_t head_dim) {
+  const auto text = [](std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+    return "[" + std::to_string(a) + ", " + std::to_string(b) + ", " + std::to_string(c) + "]";
+  };
+  require(view.tokens == tokens && view.heads == heads && view.head_dim == head_dim,
+          std::string(name) + " is " + text(view.tokens, view.heads, view.head_dim) + "; this call needs " +
+              text(tokens, heads, head_dim));
+  require(view.data != nullptr, std::string(name) + ".data is null; give it the address of its first element");
+  require(is_valid(view.dtype), std::string(name) + ".dtype is " + std::to_string(static_cast<unsigned>(view.dtype)) +
+                                    ", which is no value of sluice::DType");
+}
+
+/// Runs a call of the public interface, from which only Error may come. What the standard library throws is short of
+/// memory or of a thread, or a defect of ours, which is said.
+template <class Call>
+decltype(auto) translated(Call&& call) {
+  try {
+    return call();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw kNoMemory;
+  } catch (const std::system_error& error) {
+    throw Error(Errc::out_of_capacity, std::string("the operating system refused a thread or another resource: ") +
+                                           error.what() +
+                                           "; raise its limit (ulimit -u, pids.max) or use fewer threads");
+  } catch (const std::exception& error) {
+    throw Error(Errc::device, std::string("unexpected: ") + error.what() + "; please report this");
+  }
+}
+
+}  // namespace sluice

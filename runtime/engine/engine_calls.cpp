@@ -1,0 +1,211 @@
+// What the calls of an Engine do.
+#include <algorithm>
+#include <string>
+
+#include "runtime/engine/impl.hpp"
+#include "scheduler/plan/forward_rows.hpp"
+
+namespace sluice {
+namespace {
+
+std::string number(std::uint64_t value) { return std::to_string(value); }
+
+/// Why a forward that ended did not get to its end.
+std::string reason_of(ForwardStatus status) {
+  switch (status) {
+    case ForwardStatus::abandoned:
+      return "the far part was not answered in time; with more threads or a longer answer_timeout that may not recur";
+    case ForwardStatus::orphaned: return "the forward before it failed";
+    case ForwardStatus::mismatched: return "what ran was captured or enqueued for another bucket; use the plan's";
+    case ForwardStatus::skipped:
+      return "it was begun twice, or the next one was planned before all its layers were enqueued or its graph "
+             "replayed";
+    default: return "it was taken back";
+  }
+}
+
+}  // namespace
+
+Engine::Impl::Sequence& Engine::Impl::at(SequenceId id) {
+  const auto found = sequences.find(id.value);
+  if (found == sequences.end()) throw Error(Errc::not_found, "there is no sequence " + number(id.value));
+  return found->second;
+}
+
+bool Engine::Impl::imports(SequenceId id) const noexcept {
+  return importing != 0 && programs.newest().items.front().sequence == id;
+}
+
+Engine::Impl::Sequence& Engine::Impl::resting(SequenceId id, const char* what) {
+  Sequence& sequence = at(id);
+  if (imports(id))
+    throw Error(Errc::invalid_argument, std::string(what) + ": sequence " + number(id.value) +
+                                            " is being imported; give it its other layers first");
+  if (programs.has(id))
+    throw Error(Errc::invalid_argument, std::string(what) + ": sequence " + number(id.value) +
+                                            " is part of a forward under way; finish or cancel it first");
+  return sequence;
+}
+
+SequenceId Engine::Impl::add(const PolicySpec& spec) {
+  if (free_lists.empty())
+    throw Error(Errc::out_of_capacity, "as many sequences live as EngineOptions::sequences says; end one first");
+  const SequenceId id{next_id};
+  sequences.emplace(id.value, Sequence{.spec = spec, .pages = {free_lists.back(), memory.largest().max_pages}});
+  free_lists.pop_back();
+  ++next_id;
+  return id;
+}
+
+std::uint32_t Engine::Impl::pages_of(std::uint32_t tokens) const noexcept {
+  return static_cast<std::uint32_t>(div_up(tokens, memory.largest().layout.page_tokens));
+}
+
+SequenceId Engine::Impl::begin(const PolicySpec& policy) {
+  sluice::validate(policy);
+  const std::string reason = scheduler::forward_unserved(policy, options.largest, memory.largest().max_window);
+  if (!reason.empty())
+    throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
+                                       "; `exact | int4 | top_p=0.95 | near=0` is one that it can");
+  return add(policy);
+}
+
+SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens) {
+  const Sequence& parent = resting(id, "fork");
+  if (tokens > parent.tokens)
+    throw Error(Errc::invalid_argument, "fork: sequence " + number(id.value) + " has " + number(parent.tokens) +
+                                            " tokens, and " + number(tokens) + " are asked for");
+  const SequenceId id_of_child = add(parent.spec);
+  Sequence& child = at(id_of_child);
+  child.pages.share(parent.pages, pages_of(tokens), table);
+  child.tokens = child.planned = tokens;
+  return id_of_child;
+}
+
+void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
+  Sequence& sequence = resting(id, "truncate");
+  if (tokens > sequence.tokens)
+    throw Error(Errc::invalid_argument, "truncate: sequence " + number(id.value) + " has " + number(sequence.tokens) +
+                                            " tokens, and is to keep " + number(tokens));
+  sequence.pages.shrink(pages_of(tokens), table);
+  sequence.tokens = sequence.planned = tokens;
+}
+
+void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream) {
+  const AttentionShape& shape = options.shape;
+  if (k.tokens == 0 || k.tokens > options.import_rows)
+    throw Error(Errc::invalid_argument, "import_prefix: k has " + number(k.tokens) + " tokens; give it 1 to " +
+                                            number(options.import_rows) + ", or raise EngineOptions::import_rows");
+  require_tensor(k, "k", k.tokens, shape.kv_heads, shape.head_dim);
+  require_tensor(v, "v", k.tokens, shape.kv_heads, shape.head_dim);
+  const Bucket bucket{
+      .decode_rows = 0, .prefill_rows = options.import_rows, .max_tokens = memory.largest().largest.max_tokens};
+  if (layer.value == 0) {
+    if (imports(id)) take_back(importing);
+    Sequence& sequence = resting(id, "import_prefix");
+    if (importing != 0)
+      throw Error(Errc::invalid_argument,
+                  "import_prefix: another import is under way; give it its other layers, or end "
+                  "its sequence");
+    if (!programs.empty())
+      throw Error(Errc::invalid_argument, "import_prefix: forward " + number(programs.newest().forward) +
+                                              " is under way; finish or cancel it first");
+    std::vector<Wanted> wanted{{.sequence = &sequence, .item = {.sequence = id, .tokens = k.tokens, .prefill = true}}};
+    require_room(wanted, bucket.max_tokens);
+    importing = send(std::move(wanted), bucket, stream);
+  } else if (importing == 0 || programs.newest().items.front().sequence != id ||
+             programs.newest().items.front().tokens != k.tokens || next_layer != layer.value ||
+             layer.value >= shape.layers) {
+    throw Error(Errc::invalid_argument,
+                "import_prefix: layers come in order, with as many tokens as layer 0; begin again with that");
+  }
+  const ForwardMemory m = memory.of(bucket);
+  if (layer.value == 0) verbs.begin(m, stream);
+  verbs.append(m, {.layer = layer.value, .q = {}, .k = k, .v = v, .out = {}, .stream = stream});
+  if (++next_layer < shape.layers) return;
+  verbs.end(m, stream);
+  const bool done = await_end(importing) == ForwardStatus::done;
+  (void)retire(importing, done);
+  if (!done) throw Error(Errc::device, "import_prefix: its layers did not run one after the other; import it again");
+}
+
+Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, void* stream) {
+  if (importing != 0)
+    throw Error(Errc::invalid_argument, "plan: an import is under way; give it its other layers, or end its sequence");
+  if (programs.full())
+    throw Error(Errc::invalid_argument, "plan: " + number(options.in_flight) +
+                                            " forwards are planned and not finished; finish or cancel one, or raise "
+                                            "EngineOptions::in_flight");
+  const Bucket bucket = resolved(asked, "plan");
+  std::vector<Wanted> wanted = checked(items, bucket);
+  require_room(wanted, bucket.max_tokens);
+  const Batch batch{.forward = send(std::move(wanted), bucket, stream), .bucket = bucket};
+  if (bucket.decode_rows != 0) far.wake(batch.forward);
+  return batch;
+}
+
+void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k,
+                          const TensorView& v, const MutableTensorView& out, void* stream, float* lse) {
+  const Bucket bucket = resolved(asked, "attend");
+  const AttentionShape& shape = options.shape;
+  require_tensor(q, "q", bucket.rows(), shape.q_heads, shape.head_dim);
+  require_tensor(k, "k", bucket.rows(), shape.kv_heads, shape.head_dim);
+  require_tensor(v, "v", bucket.rows(), shape.kv_heads, shape.head_dim);
+  require_tensor(out, "out", bucket.rows(), shape.q_heads, shape.head_dim);
+  if (importing != 0)
+    throw Error(Errc::invalid_argument, "attend: an import is under way; give it its other layers, or begin it again");
+  if (next_layer == kNone)
+    throw Error(Errc::invalid_argument, "attend: a layer of this forward could not be enqueued; cancel it");
+  if (layer.value >= shape.layers || (layer.value != 0 && layer.value != next_layer))
+    throw Error(Errc::invalid_argument,
+                "attend: layer " + number(layer.value) + " is not the next; layers come in order");
+  const ForwardMemory m = memory.of(bucket);
+  const ForwardLayer call{.layer = layer.value, .q = q, .k = k, .v = v, .out = out, .lse = lse, .stream = stream};
+  // Should one of these throw, part of the layer is enqueued: it cannot be repeated.
+  if (!programs.empty()) next_layer = kNone;
+  if (layer.value == 0) verbs.begin(m, stream);
+  verbs.append(m, call);
+  if (bucket.prefills != 0) verbs.prefill(m, call);
+  if (bucket.decode_rows != 0) {
+    verbs.score(m, call);
+    verbs.choose(m, call);
+    verbs.split(m, call);
+    verbs.attend(m, call);
+    verbs.merge(m, call);
+  }
+  if (layer.value + 1 == shape.layers) verbs.end(m, stream);
+  next_layer = layer.value + 1;
+}
+
+void Engine::Impl::finish(const Batch& batch) {
+  if (programs.find(batch.forward) == nullptr || batch.forward == importing)
+    throw Error(Errc::invalid_argument, "finish: forward " + number(batch.forward) + " is not under way");
+  const ForwardStatus status = await_end(batch.forward);
+  // Late answers write where the next forward's will.
+  if (status != ForwardStatus::done) await_idle();
+  const runtime::Program program = retire(batch.forward, status == ForwardStatus::done);
+  if (status == ForwardStatus::done) return;
+  std::string text =
+      "forward " + number(batch.forward) + " did not get to its end: " + reason_of(status) + ". Without new tokens:";
+  for (const PlanItem& item : program.items) text += " sequence " + number(item.sequence.value);
+  throw Error(Errc::device, text + "; plan and run it again");
+}
+
+void Engine::Impl::cancel(const Batch& batch) {
+  if (programs.find(batch.forward) == nullptr || batch.forward == importing)
+    throw Error(Errc::invalid_argument, "cancel: forward " + number(batch.forward) + " is not under way");
+  if (batch.forward < good)
+    throw Error(Errc::invalid_argument, "cancel: forward " + number(good) + " was finished, which continues forward " +
+                                            number(batch.forward) + "; finish this one, too");
+  take_back(batch.forward);
+}
+
+void Engine::Impl::end(SequenceId id) {
+  if (imports(id)) take_back(importing);
+  Sequence& sequence = resting(id, "end");
+  sequence.pages.shrink(0, table);
+  free_lists.push_back(sequence.pages.slot());  // Has had room since the engine was built.
+  sequences.erase(id.value);
+}
+
+}  // namespace sluice
