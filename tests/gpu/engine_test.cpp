@@ -269,7 +269,7 @@ TEST_CASE("graphs of several buckets leave each other alone, replayed with and w
     graphs[b]->replay();
     engine.finish(batch);
     rig.synchronize();
-    ForwardTensors one(*rig.device, shape, kRows);
+    ForwardTensors one(*rig.device, shape, options.largest.rows());
     for (std::uint32_t i = 0; i < rows.size(); ++i) {
       ++rows[i]->at;
       const auto got = tensors[b]->out(i);
