@@ -110,7 +110,8 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_top_k_kernels();
   load_verify_kernels();
   load_top_p_kernels();
-  longest_clustered_ = load_top_p_cluster_kernels();
+  longest_top_p_ = load_top_p_cluster_kernels();
+  longest_top_k_ = load_top_k_cluster_kernels();
 }
 
 std::vector<std::string> Backend::unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) const {
@@ -157,7 +158,7 @@ void Backend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
   CudaStream& cuda = cuda_stream(stream, "top_k");
   TaskArray<TopKRow> rows;  // By value, about as many at a time as thread blocks run at once.
   const auto launch = [&] {
-    launch_top_k(rows, cuda.handle());
+    launch_top_k(rows, longest_top_k_, cuda.handle());
     rows.count = 0;
   };
   for (const TopKTask& task : tasks) {

@@ -76,7 +76,9 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
   load_forward_kernels();
   load_prefill_kernels();
   load_top_p_kernels();
-  longest_clustered_ = load_top_p_cluster_kernels();
+  longest_top_p_ = load_top_p_cluster_kernels();
+  longest_top_k_ = load_top_k_cluster_kernels();
+  load_top_k_kernels();
 }
 
 ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std::byte* from) const {
@@ -205,9 +207,10 @@ void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer
   const Current current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   const std::uint32_t rows = memory.bucket.decode_rows * memory.shape.q_heads;
-  if (memory.bucket.top_k) launch_top_k(scratch.top_k_rows, rows, memory.bucket.max_tokens, handle(layer.stream));
+  if (memory.bucket.top_k)
+    launch_top_k(scratch.top_k_rows, rows, memory.bucket.max_tokens, longest_top_k_, handle(layer.stream));
   if (memory.bucket.unbounded)
-    launch_top_p(scratch.top_p_rows, rows, memory.bucket.max_tokens, longest_clustered_, handle(layer.stream));
+    launch_top_p(scratch.top_p_rows, rows, memory.bucket.max_tokens, longest_top_p_, handle(layer.stream));
 }
 
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {

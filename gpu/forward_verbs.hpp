@@ -41,8 +41,9 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
 
   int ordinal_;
   std::uint32_t multiprocessors_;
-  std::uint32_t longest_clustered_ = 0;  ///< row of top-p that thread block clusters hold
-  bool warpgroups_;                      ///< the device has the prefill kernels for Hopper
+  std::uint32_t longest_top_p_ = 0;  ///< row of top-p that thread block clusters hold
+  std::uint32_t longest_top_k_ = 0;
+  bool warpgroups_;  ///< the device has the prefill kernels for Hopper
 };
 
 }  // namespace sluice::gpu

@@ -1,15 +1,13 @@
 #include <algorithm>
 
 #include "gpu/cuda_error.hpp"
-#include "gpu/kernels/top_k.hpp"
+#include "gpu/kernels/top_k.cuh"
 
 namespace sluice::gpu {
 namespace {
 
-constexpr std::uint32_t kWarp = 32;
-constexpr std::uint32_t kThreads = 1024;
-constexpr std::uint32_t kWarps = kThreads / kWarp;
-constexpr std::uint32_t kAll = 0xffff'ffffu;
+using namespace top_k;
+
 /// Loads that a thread has in flight while the row is read for the first time.
 constexpr std::uint32_t kInFlight = 8;
 
@@ -28,13 +26,6 @@ static_assert(kBuckets == 2 * kThreads, "rank_bucket gives every thread two buck
 /// Results up to here are collected in shared memory, in place of the buckets, and leave as whole lines.
 constexpr std::uint32_t kCollected = kBuckets;
 
-/// Unsigned keys in the order of the values: NaN is 0, below -infinity; the two zeros are equal.
-__device__ __forceinline__ std::uint32_t order_key(float value) {
-  const std::uint32_t bits = __float_as_uint(__fadd_rn(value, 0.f));
-  if ((bits & 0x7fff'ffffu) > 0x7f80'0000u) return 0;
-  return (bits >> 31) != 0 ? ~bits : bits | 0x8000'0000u;
-}
-
 struct Shared {
   TopKRow row;
   std::uint32_t buckets[kBuckets];
@@ -52,24 +43,6 @@ struct Keys {
     return kept != nullptr ? kept[i] : order_key(values[i]);
   }
 };
-
-__device__ __forceinline__ std::uint32_t inclusive_sum(std::uint32_t value) {
-  const std::uint32_t lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (std::uint32_t step = 1; step < kWarp; step *= 2) {
-    const std::uint32_t below = __shfl_up_sync(kAll, value, step);
-    if (lane >= step) value += below;
-  }
-  return value;
-}
-
-/// Sum of totals[w] over the warps before this one.
-__device__ __forceinline__ std::uint32_t sum_before(const std::uint32_t (&totals)[kWarps]) {
-  const std::uint32_t warp = threadIdx.x / kWarp;
-  const std::uint32_t sums = inclusive_sum(totals[threadIdx.x % kWarp]);
-  const std::uint32_t before = __shfl_sync(kAll, sums, static_cast<int>(warp + kWarp - 1) % static_cast<int>(kWarp));
-  return warp == 0 ? 0 : before;
-}
 
 /// Reads the row, counts the keys by their first digit, and keeps them if there is room.
 __device__ void read_row(Shared& s, std::uint32_t* kept) {
@@ -226,26 +199,31 @@ std::uint32_t largest_shared() {
   return static_cast<std::uint32_t>(bytes) - static_cast<std::uint32_t>(sizeof(Shared));
 }
 
-void launch_rows(const TaskArray<TopKRow>& rows, std::uint32_t longest, cudaStream_t stream) {
+void launch_rows(const TaskArray<TopKRow>& rows, std::uint32_t longest, std::uint32_t most_of_clusters,
+                 cudaStream_t stream) {
   if (rows.count == 0) return;
-  const std::uint32_t room = std::min(longest, largest_shared() / static_cast<std::uint32_t>(sizeof(std::uint32_t)));
+  // A row that one block's shared memory holds needs no cluster, whose barriers take longer.
+  const std::uint32_t held = largest_shared() / static_cast<std::uint32_t>(sizeof(std::uint32_t));
+  if (longest > held && longest <= most_of_clusters) return launch_top_k_clusters(rows, longest, stream);
+  const std::uint32_t room = std::min(longest, held);
   top_k_kernel<<<rows.count, kThreads, room * sizeof(std::uint32_t), stream>>>(rows, room);
   check(cudaGetLastError(), "launch the top_k kernel");
 }
 
 }  // namespace
 
-void launch_top_k(const TaskArray<TopKRow>& rows, cudaStream_t stream) {
+void launch_top_k(const TaskArray<TopKRow>& rows, std::uint32_t most_of_clusters, cudaStream_t stream) {
   std::uint32_t longest = 0;
   for (std::uint32_t i = 0; i < rows.count; ++i) longest = std::max(longest, rows[i].count);
-  launch_rows(rows, longest, stream);
+  launch_rows(rows, longest, most_of_clusters, stream);
 }
 
-void launch_top_k(const TopKRow* rows, std::uint32_t count, std::uint32_t longest, cudaStream_t stream) {
+void launch_top_k(const TopKRow* rows, std::uint32_t count, std::uint32_t longest, std::uint32_t most_of_clusters,
+                  cudaStream_t stream) {
   TaskArray<TopKRow> array;
   array.queued = rows;
   array.count = count;
-  launch_rows(array, longest, stream);
+  launch_rows(array, longest, most_of_clusters, stream);
 }
 
 void load_top_k_kernels() {

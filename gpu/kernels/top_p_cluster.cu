@@ -6,6 +6,7 @@
 
 #include "gpu/cuda_error.hpp"
 #include "gpu/kernels/block_cluster.cuh"
+#include "gpu/kernels/cluster_launch.hpp"
 #include "gpu/kernels/top_p.cuh"
 
 namespace sluice::gpu {
@@ -144,41 +145,14 @@ void with_kernel(std::uint32_t held, Use&& use) {
 constexpr std::uint32_t held_by(std::uint32_t blocks) { return blocks * kMostHeld * kThreads; }
 constexpr std::uint32_t shared_bytes(std::uint32_t held) { return held * kThreads * sizeof(float); }
 
-/// How rows are launched, as long as `config` and `cluster` stay where they are.
-void shape_launch(std::uint32_t rows, std::uint32_t blocks, std::uint32_t held, cudaLaunchAttribute& cluster,
-                  cudaLaunchConfig_t& config) {
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {.x = blocks, .y = 1, .z = 1};
-  config.gridDim = rows * blocks;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = shared_bytes(held);
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-}
-
-/// None on a part of a device that is too small.
-template <class Kernel>
-int clusters_at_once(Kernel* kernel, std::uint32_t blocks, std::uint32_t held) {
-  cudaLaunchAttribute cluster{};
-  cudaLaunchConfig_t config{};
-  shape_launch(1, blocks, held, cluster, config);
-  int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess) return clusters;
-  (void)cudaGetLastError();  // A size that the device does not know.
-  return 0;
-}
-
 }  // namespace
 
 void launch_top_p_clusters(const TaskArray<TopPRow>& rows, std::uint32_t longest, cudaStream_t stream) {
   std::uint32_t blocks = kUsualBlocks;
   while (longest > held_by(blocks)) blocks *= 2;
   with_kernel(static_cast<std::uint32_t>(div_up(longest, blocks * kThreads)), [&](auto* kernel, std::uint32_t held) {
-    cudaLaunchAttribute cluster{};
-    cudaLaunchConfig_t config{};
-    shape_launch(rows.count, blocks, held, cluster, config);
-    config.stream = stream;
-    check(cudaLaunchKernelEx(&config, kernel, rows), "launch the top_p kernel for clusters");
+    const ClusterLaunch launch(rows.count, blocks, kThreads, shared_bytes(held), stream);
+    check(cudaLaunchKernelEx(&launch.config(), kernel, rows), "launch the top_p kernel for clusters");
   });
 }
 
@@ -196,7 +170,8 @@ std::uint32_t load_top_p_cluster_kernels() {
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
             "allow the top_p kernels larger clusters");
       std::uint32_t blocks = kMostBlocks;
-      while (blocks >= kPortableBlocks && clusters_at_once(kernel, blocks, held) == 0) blocks /= 2;
+      while (blocks >= kPortableBlocks && ClusterLaunch(1, blocks, kThreads, shared_bytes(held)).at_once(kernel) == 0)
+        blocks /= 2;
       longest = blocks < kPortableBlocks ? 0 : std::min(longest, held_by(blocks));
     });
   }

@@ -48,7 +48,10 @@ TEST_CASE("GPU top-k of 32 rows of page scores", "[gpu][top_k]") {
 TEST_CASE("GPU top-k of rows that shared memory does not hold", "[gpu][top_k]") {
   const auto k = GENERATE(1u, 1'000u, 50'000u);
   GpuUnderTest under_test;
-  check_rows(under_test, {normal_row(57'345, 1), normal_row(70'000, 2), normal_row(300'001, 3), normal_row(5, 4)}, k);
+  check_rows(
+      under_test,
+      {normal_row(57'345, 1), normal_row(70'000, 2), normal_row(300'001, 3), normal_row(600'001, 5), normal_row(5, 4)},
+      k);
 }
 
 TEST_CASE("GPU top-k of values that differ only in their last bits", "[gpu][top_k]") {
@@ -65,8 +68,9 @@ TEST_CASE("GPU top-k of rows without order", "[gpu][top_k]") {
   const auto value = GENERATE(kNotANumber, -kNotANumber, 0.f, 3.5f);
   GpuUnderTest under_test;
   std::vector<std::vector<float>> rows;
-  for (const std::size_t count : {1u, 31u, 32u, 33u, 1'024u, 5'000u}) rows.emplace_back(count, value);
-  for (const std::uint32_t k : {1u, 33u, 5'000u}) check_rows(under_test, rows, k);
+  for (const std::size_t count : {1u, 31u, 32u, 33u, 1'024u, 5'000u, 20'000u, 140'001u})
+    rows.emplace_back(count, value);
+  for (const std::uint32_t k : {1u, 33u, 5'000u, 139'999u}) check_rows(under_test, rows, k);
 }
 
 TEST_CASE("GPU top-k of rows that begin anywhere", "[gpu][top_k]") {
