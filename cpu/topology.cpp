@@ -128,9 +128,12 @@ std::uint32_t Topology::numa_nodes() const noexcept {
 
 const std::vector<Topology::Core>& Topology::chosen() const noexcept { return chosen_ ? *chosen_ : impl_->cores; }
 
+bool Topology::bound() const noexcept {
+  return hwloc_bitmap_isequal(impl_->usable.get(), hwloc_topology_get_topology_cpuset(impl_->handle.get())) == 0;
+}
+
 std::uint32_t Topology::cores() const noexcept {
-  return static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(chosen().size(), quota_ != 0 ? quota_ : impl_->quota));
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(chosen().size(), quota_ != 0 ? quota_ : impl_->quota));
 }
 
 Topology Topology::of_pus(std::span<const std::uint32_t> pus) const {
@@ -139,14 +142,15 @@ Topology Topology::of_pus(std::span<const std::uint32_t> pus) const {
     const std::string name = "PU " + std::to_string(pu);
     const hwloc_obj_t object = hwloc_get_pu_obj_by_os_index(impl_->handle.get(), pu);
     if (object == nullptr || hwloc_bitmap_isset(impl_->usable.get(), pu) == 0)
-      throw Error(Errc::invalid_argument, name + " is none that this process may use; `taskset -p` and `sluice doctor` "
-                                                 "show those");
+      throw Error(Errc::invalid_argument, name +
+                                              " is none that this process may use; `taskset -p` and `sluice doctor` "
+                                              "show those");
     const hwloc_obj_t core = hwloc_get_ancestor_obj_by_type(impl_->handle.get(), HWLOC_OBJ_CORE, object);
     for (const Core& other : cores) {
       const bool same = other.pu == pu || (core != nullptr && hwloc_bitmap_isset(core->cpuset, other.pu) != 0);
       if (same)
-        throw Error(Errc::invalid_argument, name + " and PU " + std::to_string(other.pu) +
-                                                " are of one core; name each core once");
+        throw Error(Errc::invalid_argument,
+                    name + " and PU " + std::to_string(other.pu) + " are of one core; name each core once");
     }
     cores.push_back({.pu = pu, .numa_node = impl_->node_of(pu)});
   }
@@ -192,6 +196,7 @@ LocalRank local_rank() {
 
 Topology chosen_cores(const Topology& machine, std::span<const std::uint32_t> pus) {
   if (!pus.empty()) return machine.of_pus(pus);
+  if (machine.bound()) return machine;  // A launcher that binds has shared the machine out.
   const LocalRank local = local_rank();
   return machine.slice(local.rank, local.ranks);
 }

@@ -46,6 +46,8 @@ class Topology {
   /// group's quota. With more ranks than cores some share one.
   /// @throws Error{Errc::invalid_argument} if rank is not below ranks.
   [[nodiscard]] Topology slice(std::uint32_t rank, std::uint32_t ranks) const;
+  /// Whether the process may run on some of the machine's PUs only, by an affinity mask.
+  [[nodiscard]] bool bound() const noexcept;
   /// Whether it is another machine than this one.
   [[nodiscard]] bool synthetic() const noexcept;
   /// The node (logical index) whose cores are nearest to a PCI device, given as "0000:1b:00.0". Empty if the machine
@@ -80,8 +82,9 @@ struct LocalRank {
 };
 [[nodiscard]] LocalRank local_rank();
 
-/// The cores that a Runtime or an Engine takes: those of `pus` or, without any, this process' part of the machine, so that
-/// several processes of one launcher do not stand in each other's way.  @throws as Topology::of_pus
+/// The cores that a Runtime or an Engine takes: those of `pus`; without any, what the process is bound to or, where it
+/// is not, its part of the machine, so that several processes of one launcher do not stand in each other's way.
+/// @throws as Topology::of_pus
 [[nodiscard]] Topology chosen_cores(const Topology& machine, std::span<const std::uint32_t> pus);
 
 }  // namespace sluice::cpu

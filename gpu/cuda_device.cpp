@@ -227,10 +227,8 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
   const std::uint64_t limit = options.memory_bytes != 0
                                   ? std::min<std::uint64_t>(options.memory_bytes, properties.totalGlobalMem)
                                   : properties.totalGlobalMem;
-  info_ = {.name = properties.name,
-           .memory_bytes = limit,
-           .host_memory = false,
-           .pci_bus_id = pci_bus_id_of(options.ordinal)};
+  info_ = {
+      .name = properties.name, .memory_bytes = limit, .captures = true, .pci_bus_id = pci_bus_id_of(options.ordinal)};
   peak_memory_gbps_ = peak_memory_gbps(options.ordinal);
   multiprocessors_ = static_cast<std::uint32_t>(properties.multiProcessorCount);
   backend_ = make_backend(properties);

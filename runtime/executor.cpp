@@ -38,7 +38,7 @@ Executor::Executor(Device& device, Stream& link, std::chrono::milliseconds timeo
     : device_(device),
       timeout_(timeout),
       // A GPU is not slowed by a spinning waiter; the embedded device's threads may want this very core.
-      spin_(device.info().host_memory ? kSpin : 100 * kSpin),
+      spin_(device.info().own_processor ? 100 * kSpin : kSpin),
       trace_(trace),
       device_stream_(device.create_stream("device")),
       link_(link),
@@ -85,7 +85,8 @@ void Executor::run(const StepGraph& graph, std::uint32_t layer, NodeRunner& runn
     if (trace_ != nullptr) trace_streams(graph, layer);
   } catch (const std::exception& error) {
     if (drain()) throw;
-    throw Error(Errc::timeout, std::string(error.what()) + "; nor did the queued work finish within another timeout of " +
+    throw Error(Errc::timeout, std::string(error.what()) +
+                                   "; nor did the queued work finish within another timeout of " +
                                    std::to_string(timeout_.count()) + " ms");
   }
 }

@@ -54,8 +54,10 @@ void Pipeline::reserve(std::uint32_t batch, const PolicySpec& spec) {
     const std::uint64_t pages = std::uint64_t{batch} * shape_.kv_heads * buffers_.max_pages();
     buffers_.reserve_fetch(static_cast<std::uint32_t>(div_up(pages, parts_.staging_pages / 2)));
   }
-  const bool clusters = selects && scheduler::prompt_clustering(spec, buffers_.max_pages() * layout_.page_tokens).count != 0;
-  if (clusters && !index_stream_ && !parts_.device.info().host_memory) index_stream_ = parts_.device.create_stream("index");
+  const bool clusters =
+      selects && scheduler::prompt_clustering(spec, buffers_.max_pages() * layout_.page_tokens).count != 0;
+  if (clusters && !index_stream_ && parts_.device.info().own_processor)
+    index_stream_ = parts_.device.create_stream("index");
   if (ranks_pages || prunes) index_.reserve(ranks_pages);
   if (ranks_pages && spec.budget.kind == BudgetKind::progressive) scores_for_host_ = true;
   if (scores_for_host_) buffers_.reserve_host_scores();
@@ -74,7 +76,7 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   ++calls_;
   const Deadline deadline = deadline_after(parts_.options.timeout);
   progressive_.settle(deadline);
-  collect_layer(layer_, deadline);  // Its policy and pages are about to change.
+  collect_layer(layer_, deadline);                            // Its policy and pages are about to change.
   if (tail_.layer == layer_) executor_.await_tail(deadline);  // It reads them.
 
   StepShape shape{.rank_pages = false, .select = false, .fetch = false, .observe = false};
@@ -103,7 +105,7 @@ void Pipeline::step(const StepArgs& args, std::span<Sequence* const> sequences) 
   }
   selects_ = shape.select;
   const Clock::time_point begin = Clock::now();
-  const bool queued = args.ordered && !audited_ && !parts_.device.info().host_memory;
+  const bool queued = args.ordered && !audited_ && parts_.device.info().own_processor;
   run(shape, queued ? Executor::Finish::queued : Executor::Finish::done);
   struct Keeper {
     Pipeline& pipeline;
@@ -145,7 +147,8 @@ void Pipeline::run(const StepShape& shape, Executor::Finish finish) {
 /// would fail with it for ever.
 void Pipeline::recover(const std::exception& error) {
   if (is_timeout(error)) return;
-  if (!executor_.drain()) throw Error(Errc::timeout, std::string(error.what()) + "; nor did the queued work finish in time");
+  if (!executor_.drain())
+    throw Error(Errc::timeout, std::string(error.what()) + "; nor did the queued work finish in time");
   lose_tail();
   throw_news();
 }
@@ -192,7 +195,8 @@ void Pipeline::throw_news() {
 }
 
 const scheduler::StepGraph& Pipeline::graph(const StepShape& shape) {
-  const auto known = std::find_if(graphs_.begin(), graphs_.end(), [&](const auto& entry) { return entry.first == shape; });
+  const auto known =
+      std::find_if(graphs_.begin(), graphs_.end(), [&](const auto& entry) { return entry.first == shape; });
   if (known != graphs_.end()) return known->second;
   return graphs_.emplace_back(shape, scheduler::build_step_graph(shape)).second;
 }
@@ -357,7 +361,8 @@ void Pipeline::note_far() {
 void Pipeline::post_observe(std::span<Sequence* const> sequences) {
   Pending job{.ticket = 0, .call = calls_, .layer = layer_, .sequences = {}};
   std::copy_if(sequences.begin(), sequences.end(), std::back_inserter(job.sequences), [&](const Sequence* s) {
-    return scheduler::step_shape(s->spec, parts_.options.placement).observe && s->layers[layer_].policy->wants_observation();
+    return scheduler::step_shape(s->spec, parts_.options.placement).observe &&
+           s->layers[layer_].policy->wants_observation();
   });
   if (job.sequences.empty()) return;
   job.ticket = background_.post([this, layer = layer_, batch = job.sequences] {
@@ -375,7 +380,8 @@ void Pipeline::post_observe(std::span<Sequence* const> sequences) {
       const std::uint32_t limit = parts_.residency.quota(sequence.spec, state.pages());
       state.policy->forecast(kv, state.tokens + 1, limit, state.hot[kv]);
     });
-    executor_.trace({.kind = scheduler::NodeKind::observe, .lane = Lane::cpu, .background = true, .after = {}}, layer, begin, Clock::now());
+    executor_.trace({.kind = scheduler::NodeKind::observe, .lane = Lane::cpu, .background = true, .after = {}}, layer,
+                    begin, Clock::now());
   });
   pending_.push_back(std::move(job));
 }

@@ -125,7 +125,7 @@ void Progressive::await(const Turn& turn, std::uint32_t slot, Deadline deadline)
   const auto ready = [&] {
     return std::all_of(turn.heads.begin(), turn.heads.end(), came) || turn.verified->state() != Event::State::pending;
   };
-  const auto spin = parts_.device.info().host_memory ? kSpin : 100 * kSpin;
+  const auto spin = parts_.device.info().own_processor ? 100 * kSpin : kSpin;
   const Clock::time_point begin = Clock::now();
   const bool in_time = wait_until(ready, deadline, spin);
   waited_ += Clock::now() - begin;

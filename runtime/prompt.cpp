@@ -38,7 +38,7 @@ Prompt::Prompt(const PromptParts& parts)
 Prompt::~Prompt() = default;
 
 void Prompt::run(std::span<const PromptChunk> chunks, bool ordered) {
-  const bool now = !ordered || parts_.device.info().host_memory;
+  const bool now = !ordered || !parts_.device.info().own_processor;
   ++call_;
   running_ = true;
   receipts_.clear();
@@ -64,7 +64,7 @@ void Prompt::run_pieces(std::span<const PromptChunk> chunks) {
   const std::uint32_t room = (parts_.chunk_pages / shape_.kv_heads - 1) * page_tokens;
   std::vector<Piece> group;
   std::uint32_t used = 0;
-  const bool separate = !parts_.device.info().host_memory;
+  const bool separate = parts_.device.info().separate_memory;
   // What comes over the link lands where a step that returned queued may still read.
   const auto loads = [&](const PromptChunk& chunk) { return chunk.layer->tokens != 0 || chunk.k.tokens > page_tokens; };
   if (separate && std::any_of(chunks.begin(), chunks.end(), loads) && memory_.borrow()) parts_.link.wait_for_device();
@@ -105,9 +105,8 @@ void Prompt::settle() {
 
 bool Prompt::completes(const LayerState& layer) const noexcept {
   return std::any_of(passes_.begin(), passes_.end(), [&](const Pass& pass) {
-    return pass.queued && std::any_of(pass.legacies.begin(), pass.legacies.end(), [&](const Legacy& legacy) {
-             return legacy.layer == &layer && legacy.complete;
-           });
+    return pass.queued && std::any_of(pass.legacies.begin(), pass.legacies.end(),
+                                      [&](const Legacy& legacy) { return legacy.layer == &layer && legacy.complete; });
   });
 }
 
@@ -238,13 +237,15 @@ void Prompt::build_indices(Pass& pass, std::size_t half, std::span<const Piece> 
       for (std::uint32_t at = piece.prefix; at < end; ++at) {
         const std::byte* const from = page(chunk_page(piece, half, kv) + at - piece.prefix);
         const std::uint64_t frame = layer.heads[kv].frames[at];
-        if (wanted.digest) pass.digests.push_back({.page = from, .out = wanted.digests + frame * 2 * layout_.row_bytes()});
+        if (wanted.digest)
+          pass.digests.push_back({.page = from, .out = wanted.digests + frame * 2 * layout_.row_bytes()});
         if (wanted.int4 == nullptr) continue;
         std::byte* const copy = wanted.int4 + frame * int4.page_bytes();
         pass.quantized.push_back({.page = from, .rows = layout_.page_tokens, .out = copy});
         if (wanted.int4_host == nullptr) continue;
         const bool together = at != piece.prefix;
-        add_copy(copies_, {.to = wanted.int4_host + frame * int4.page_bytes(), .from = copy, .bytes = int4.page_bytes()},
+        add_copy(copies_,
+                 {.to = wanted.int4_host + frame * int4.page_bytes(), .from = copy, .bytes = int4.page_bytes()},
                  together);
       }
     }

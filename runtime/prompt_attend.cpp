@@ -3,8 +3,8 @@
 #include <array>
 #include <string>
 
-#include "runtime/host_kv.hpp"
 #include "runtime/grow.hpp"
+#include "runtime/host_kv.hpp"
 #include "runtime/prompt.hpp"
 #include "sluice/error.hpp"
 
@@ -22,7 +22,7 @@ bool same(const PrefillShape& a, const PrefillShape& b) {
 void Prompt::attend(Pass& pass, std::size_t half, std::span<Piece> group) {
   const bool attends = group.front().chunk->q.tokens != 0;  // All of a call attend, or none.
   for (Piece& piece : group) piece.sparse = attends && wants_sparse(piece);
-  if (parts_.device.info().host_memory) return attend_in_place(pass, group);
+  if (!parts_.device.info().separate_memory) return attend_in_place(pass, group);
   for (std::size_t i = 0; i < group.size(); ++i) pass.legacies[i].loaded_bytes += load_tail(group[i], half);
   parts_.link.stream().record(*pass.loaded);
   pass.device_marks.mark(parts_.device_stream);
@@ -33,14 +33,13 @@ void Prompt::attend(Pass& pass, std::size_t half, std::span<Piece> group) {
   const std::uint64_t prefixes = prefix_pages(group);
   if (prefixes <= memory_.half(half).pages) return attend_resident(pass, half, memory_.half(half), group);
   pass.spread = true;
-  collect(passes_[half ^ 1]);  // It may still read its half.
+  collect(passes_[half ^ 1]);    // It may still read its half.
   Piece& piece = group.front();  // `run` sees to it that there is no other.
   if (piece.sparse && prefixes > memory_.whole().pages) {
-    throw Error(Errc::out_of_capacity, "flexprefill chooses among all keys of a layer at once, and those of " +
-                                           std::to_string(piece.keys()) +
-                                           " tokens do not fit the free near memory; raise near_bytes to " +
-                                           std::to_string(prefixes * layout_.page_bytes()) +
-                                           " or more, or prefill with auto or full");
+    throw Error(Errc::out_of_capacity,
+                "flexprefill chooses among all keys of a layer at once, and those of " + std::to_string(piece.keys()) +
+                    " tokens do not fit the free near memory; raise near_bytes to " +
+                    std::to_string(prefixes * layout_.page_bytes()) + " or more, or prefill with auto or full");
   }
   piece.sparse ? attend_resident(pass, half, memory_.whole(), group) : attend_windows(pass, half, piece);
 }
@@ -57,7 +56,7 @@ bool Prompt::wants_sparse(const Piece& piece) {
   if (piece.chunk->q.tokens == 0 || spec.mode == PrefillMode::full) return false;
   if (piece.keys() <= std::max(2 * kPrefillBlock, spec.flex.min_budget)) return false;
   if (spec.mode == PrefillMode::flexprefill) return true;
-  const bool here = parts_.device.info().host_memory || prefix_pages({&piece, 1}) <= memory_.whole().pages;
+  const bool here = !parts_.device.info().separate_memory || prefix_pages({&piece, 1}) <= memory_.whole().pages;
   LayerState& layer = *piece.chunk->layer;
   return here && sequence.bets.bet({.first = piece.first, .count = piece.count},
                                    static_cast<std::uint32_t>(&layer - sequence.layers.data()), shape_.layers,
@@ -110,7 +109,8 @@ void Prompt::attend_resident(Pass& pass, std::size_t half, PromptMemory::Area pr
       pass.prefills.back().kv.frames = pass.frames.data() + pass.frames.size();
       load(piece, kv, 0, piece.prefix, at);
       for (std::uint32_t page = 0; page < piece.prefix; ++page) pass.frames.push_back(at++);
-      for (std::uint32_t page = 0; page < piece.pages; ++page) pass.frames.push_back(chunk_page(piece, half, kv) + page);
+      for (std::uint32_t page = 0; page < piece.pages; ++page)
+        pass.frames.push_back(chunk_page(piece, half, kv) + page);
     }
     pass.legacies[i].loaded_bytes += std::uint64_t{piece.prefix} * shape_.kv_heads * layout_.page_bytes();
   }

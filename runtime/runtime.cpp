@@ -51,13 +51,11 @@ CostRates make_rates(const RuntimeOptions& options, const cpu::Workers& workers,
 std::shared_ptr<const cpu::Workers> make_workers(const RuntimeOptions& options, const cpu::Topology& topology,
                                                  std::uint32_t numa_node,
                                                  const std::function<void(std::uint32_t)>& before_body) {
-  return std::make_shared<cpu::Workers>(
-      topology,
-      cpu::WorkersOptions{.threads = options.threads,
-                          .pin = options.pin_threads,
-                          .numa_node = numa_node,
-                          .timeout = options.timeout,
-                          .before_body = before_body});
+  return std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = options.threads,
+                                                                      .pin = options.pin_threads,
+                                                                      .numa_node = numa_node,
+                                                                      .timeout = options.timeout,
+                                                                      .before_body = before_body});
 }
 
 std::uint32_t chunk_pages_of(const RuntimeOptions& options) {
@@ -68,7 +66,7 @@ std::uint32_t chunk_pages_of(const RuntimeOptions& options) {
 std::uint32_t window_pages_of(const RuntimeOptions& options, const Device& device) {
   // What is read in place needs no window. Where it is not, prompts get by with this much even if no near slot is free.
   constexpr std::uint32_t kLeastWindow = 2 * kPrefillBlock;
-  if (device.info().host_memory) return 0;
+  if (!device.info().separate_memory) return 0;
   return static_cast<std::uint32_t>(options.shape.kv_heads * div_up(kLeastWindow, options.page_tokens));
 }
 
@@ -84,10 +82,10 @@ Runtime::Impl::Impl(const RuntimeOptions& wanted, std::shared_ptr<Device> given,
       own_device(given == nullptr),
       device(given ? std::move(given)
                    : std::make_shared<cpu::HostDevice>(workers, cpu::HostDeviceOptions{.memory_bytes = 0,
-                                                                                      .flag_timeout = options.timeout,
-                                                                                      .misbehaviour = {}})),
-      pool({.layout = options.layout(), .bytes = options.host_bytes, .numa_node = numa_node}, topology,
-           *workers, *device),
+                                                                                       .flag_timeout = options.timeout,
+                                                                                       .misbehaviour = {}})),
+      pool({.layout = options.layout(), .bytes = options.host_bytes, .numa_node = numa_node}, topology, *workers,
+           *device),
       near_slots(static_cast<std::uint32_t>(options.near_bytes / options.layout().page_bytes())),
       chunk_pages(chunk_pages_of(options)),
       window_pages(window_pages_of(options, *device)),
@@ -138,16 +136,17 @@ runtime::Sequence& Runtime::Impl::find(SequenceId id) const {
 runtime::Sequence& Runtime::Impl::find_whole(SequenceId id) const {
   runtime::Sequence& sequence = find(id);
   if (sequence.lost.empty()) return sequence;
-  throw Error(Errc::device, "sequence " + std::to_string(id.value) + " is lost: " + sequence.lost +
-                                "; end it and begin another");
+  throw Error(Errc::device,
+              "sequence " + std::to_string(id.value) + " is lost: " + sequence.lost + "; end it and begin another");
 }
 
 void Runtime::Impl::require_order(const runtime::Sequence& sequence, std::uint32_t layer, std::uint32_t fresh) const {
-  require(layer < options.shape.layers, "layer " + std::to_string(layer) + " of a model with " +
-                                            std::to_string(options.shape.layers) + " layers");
+  require(layer < options.shape.layers,
+          "layer " + std::to_string(layer) + " of a model with " + std::to_string(options.shape.layers) + " layers");
   const std::uint32_t have = sequence.layers[layer].tokens;
   if (layer == 0) {
-    require(sequence.layers.back().tokens == have, "layer 0 was given new tokens before the last layer had the old ones");
+    require(sequence.layers.back().tokens == have,
+            "layer 0 was given new tokens before the last layer had the old ones");
   } else {
     require(sequence.layers[layer - 1].tokens == have + fresh,
             "layer " + std::to_string(layer) + " must follow layer " + std::to_string(layer - 1) +
@@ -200,8 +199,7 @@ SequenceId Runtime::Impl::begin(const PolicySpec& policy, const PrefillSpec& pre
   require_whole();
   validate(policy);
   validate(prefill_spec);
-  const std::vector<std::string> reasons =
-      device->backend().unsupported_reasons(options.shape, options.layout());
+  const std::vector<std::string> reasons = device->backend().unsupported_reasons(options.shape, options.layout());
   if (!reasons.empty()) {
     std::string text = "this device cannot serve the shape:";
     for (const std::string& reason : reasons) text += " " + reason + ";";
@@ -216,11 +214,11 @@ SequenceId Runtime::Impl::begin(const PolicySpec& policy, const PrefillSpec& pre
   std::uint64_t forced = must(policy);
   for (const auto& [id, sequence] : sequences) forced += must(sequence->spec);
   if (forced > residency.pool().slots()) {
-    throw Error(Errc::out_of_capacity,
-                "sinks, recent window and open pages of all sequences need " + std::to_string(forced) +
-                    " near pages; the near pool has " + std::to_string(residency.pool().slots()) +
-                    "; raise near_bytes to " + std::to_string(forced * options.layout().page_bytes()) +
-                    " or shrink the window");
+    throw Error(Errc::out_of_capacity, "sinks, recent window and open pages of all sequences need " +
+                                           std::to_string(forced) + " near pages; the near pool has " +
+                                           std::to_string(residency.pool().slots()) + "; raise near_bytes to " +
+                                           std::to_string(forced * options.layout().page_bytes()) +
+                                           " or shrink the window");
   }
   pipeline.settle_tail();  // What it refers to may move.
   pipeline.reserve(static_cast<std::uint32_t>(sequences.size() + 1), policy);

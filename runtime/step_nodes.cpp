@@ -63,7 +63,7 @@ void Pipeline::attend_near() {
   // the step's near set is fixed.
   collect_older(deadline_after(parts_.options.timeout));
   // On a GPU there is time until the far part is done, so that listing and queueing may go on beside the selection.
-  near_waits_ = selects_ && parts_.options.trace == nullptr && !parts_.device.info().host_memory;
+  near_waits_ = selects_ && parts_.options.trace == nullptr && parts_.device.info().own_processor;
   if (!near_waits_) queue_near();
 }
 
@@ -125,14 +125,15 @@ void Pipeline::select() {
         .kv_head = work.kv_head,
         .tokens = work.tokens,
         .q = buffers_.q(work.row, head),
-        .ranked_pages = ranked == 0 ? std::span<const std::uint32_t>{}
-                                    : std::span<const std::uint32_t>(buffers_.ranked(work.row, head, work.ranked), ranked),
+        .ranked_pages = ranked == 0
+                            ? std::span<const std::uint32_t>{}
+                            : std::span<const std::uint32_t>(buffers_.ranked(work.row, head, work.ranked), ranked),
         .page_scores = page_scores(work),
         .kept = masks == 0 ? std::span<const std::uint32_t>{}
                            : std::span<const std::uint32_t>(buffers_.kept(work.row, head, work.mask_words()), masks),
         .near = &work.near,
         .kv = reader.get(),
-        .defer_scores = !parts_.device.info().host_memory};
+        .defer_scores = parts_.device.info().own_processor};
     work.layer->policy->select(context, work.selected, work.bypass, work.counters);
   });
   if (near_waits_) queue_near();  // The workers were through before the caller began.
@@ -197,9 +198,7 @@ void Pipeline::merge() {
     const std::uint32_t head = work.kv_head * group;
     work.parts.push_back(buffers_.near(work.row, head));
     if (selects_) work.parts.push_back(buffers_.far(work.row, head));
-    tasks.push_back({.parts = work.parts,
-                     .out = args_->out.row(work.row, head),
-                     .lse = nullptr});
+    tasks.push_back({.parts = work.parts, .out = args_->out.row(work.row, head), .lse = nullptr});
   }
   parts_.device.backend().merge(tasks, shape_, args_->out.dtype, &executor_.device_stream());
   if (audited_) merge_for_audit();

@@ -34,8 +34,8 @@ struct EngineOptions {
   std::uint32_t prefill_window = 4096;  ///< tokens of keys that a chunk of a prompt attends at a time, in device memory
   std::uint32_t threads = 0;            ///< that answer the far part; 0: the cores of this process, less one
   /// That they run on, by the OS index of a PU of each. Empty: those that this process may use or, where a launcher
-  /// started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE), its equal part of them. The first is left to the
-  /// caller.
+  /// started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE) without binding them, its equal part of them. One of
+  /// those nearest to the device is left to the caller, if there are several.
   std::vector<std::uint32_t> cores{};
   bool pin_threads = true;
   std::chrono::milliseconds answer_timeout{1'000};  ///< a layer waits no longer for the far part, by the device's clock

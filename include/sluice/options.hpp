@@ -50,7 +50,8 @@ struct RuntimeOptions {
   std::uint32_t threads = 0;
 
   /// The cores that workers run on, by the OS index of a PU of each. Empty: those that this process may use or, where
-  /// a launcher started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE), its equal part of them.
+  /// a launcher started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE) without binding them, its equal part of
+  /// them.
   std::vector<std::uint32_t> cores{};
 
   /// Bind workers to cores and the host pool to a NUMA node. Off on machines that others pin.

@@ -56,7 +56,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       table(memory.largest().blocks, memory.largest().near_blocks),
       programs(options.in_flight) {
   options.largest = memory.largest().largest;  // As long as there is room for.
-  copies.reserve(options.sequences);
+  copies.reserve(memory.copies());
   for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
 }
 

@@ -136,6 +136,7 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
     throw Error(Errc::invalid_argument, "plan: " + number(options.in_flight) +
                                             " forwards are planned and not finished; finish or cancel one, or raise "
                                             "EngineOptions::in_flight");
+  require_noted();
   const Bucket bucket = resolved(asked, "plan");
   std::vector<Wanted> wanted = checked(items, bucket);
   require_room(wanted, bucket.max_tokens);
@@ -161,9 +162,9 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
                 "attend: layer " + number(layer.value) + " is not the next; layers come in order");
   const ForwardMemory m = memory.of(bucket);
   const ForwardLayer call{.layer = layer.value, .q = q, .k = k, .v = v, .out = out, .lse = lse, .stream = stream};
+  if (layer.value == 0) verbs.begin(m, stream);
   // Should one of these throw, part of the layer is enqueued: it cannot be repeated.
   if (!programs.empty()) next_layer = kNone;
-  if (layer.value == 0) verbs.begin(m, stream);
   verbs.append(m, call);
   if (bucket.prefills != 0) verbs.prefill(m, call);
   if (bucket.decode_rows != 0) {

@@ -58,7 +58,7 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
     take(parts, m.slip_lists, lists);
     take(parts, m.slip_blocks, listed_blocks);
     take(parts, m.slip_near, m.blocks);  // A block comes or goes once before the device knows.
-    take(parts, m.slip_copies, lists);
+    take(parts, m.slip_copies, 2 * std::uint64_t{lists});
   }
   return parts.used();
 }
@@ -153,6 +153,7 @@ void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memo
 }
 
 void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory& memory, Device& device) {
+  copies_ = 2 * options.sequences;
   slips_.assign(options.in_flight, memory);
   std::vector<ForwardMemory> counted = slips_;
   pinned_ = device.allocate_pinned(carve_pinned(counted, options.sequences, listed_blocks_, nullptr));

@@ -30,6 +30,8 @@ class EngineMemory {
     memory.bucket = bucket;
     return memory;
   }
+  /// Of blocks that a slip has room for: two of every sequence, should a plan not be enqueued.
+  [[nodiscard]] std::uint32_t copies() const noexcept { return copies_; }
   /// What `block` holds of tokens [0, tokens) becomes what `copy` holds, keys and values of all planes.
   void copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept;
 
@@ -46,6 +48,7 @@ class EngineMemory {
   void clear(const EngineOptions& options, Device& device);
 
   std::uint64_t listed_blocks_ = 0;  ///< entries of lists that a slip has room for
+  std::uint32_t copies_ = 0;
   std::unique_ptr<cpu::HostPool> far_;
   std::unique_ptr<Buffer> near_;
   std::unique_ptr<Buffer> codes_;

@@ -188,7 +188,7 @@ std::uint64_t Engine::Impl::builds_on() const noexcept {
 }
 
 std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream) {
-  if (copies.size() + wanted.size() > options.sequences)
+  if (copies.size() + wanted.size() > copies.capacity())
     throw Error(Errc::device, "plan: too many plans could not be enqueued; is the stream one of the engine's device?");
   const std::uint64_t forward = planned + 1;
   const ForwardMemory m = memory.of(programs.free_slip(), bucket);

@@ -51,6 +51,15 @@ void Engine::Impl::note_ended() noexcept {
   }
 }
 
+void Engine::Impl::require_noted() {
+  note_ended();
+  for (const runtime::Program& program : programs.all()) {
+    if (!program.ended && program.forward + kMostForwards <= planned + 1)
+      throw Error(Errc::invalid_argument, "plan: forward " + std::to_string(program.forward) +
+                                              " is under way and far behind; finish or cancel it first");
+  }
+}
+
 void Engine::Impl::await_idle() const {
   await([&] { return far.idle(); }, options.timeout, "the threads that attend the far part have not answered in time",
         [] {});
@@ -64,6 +73,7 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
   }
   if (done) good = std::max(good, forward);
   if (importing == forward) importing = 0;
+  if (programs.empty() && next_layer == kNone) next_layer = 0;  // Nothing is left that would have to be cancelled.
   return program;
 }
 

@@ -44,7 +44,8 @@ FarWorkers::FarWorkers(const ForwardMemory& memory, const FarWorkersOptions& opt
     for (std::uint32_t i = 0; i < options.threads; ++i) {
       threads_.emplace_back([this, topology, cores, i](const std::stop_token& stop) {
         // The first core is the caller's.
-        if (options_.pin && cores.size() > 1) (void)topology.bind_this_thread(cores[1 + i % (cores.size() - 1)]);
+        if (options_.pin)
+          (void)topology.bind_this_thread(cores.size() > 1 ? cores[1 + i % (cores.size() - 1)] : cores.front());
         work(rows_[i], stop);
       });
     }

@@ -76,6 +76,8 @@ struct Engine::Impl {
   [[nodiscard]] ForwardStatus await_end(std::uint64_t forward);
   /// How those in flight ended that have: the mailbox keeps it for kMostForwards only.
   void note_ended() noexcept;
+  /// The mailbox has a place for the next forward.
+  void require_noted();
   void await_idle() const;
   /// Its sequences have what it planned for them, if it got to its end, or never will.
   runtime::Program retire(std::uint64_t forward, bool done);

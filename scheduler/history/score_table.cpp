@@ -46,7 +46,7 @@ void ScoreTable::assign(std::span<const float> scores) {
 void ScoreTable::extend(std::uint32_t size) {
   if (size <= u_.size()) return;
   if (size > u_.capacity()) {  // A table grows by one entry per step; doubling would waste half of all tables.
-    const std::size_t room = size + std::max<std::size_t>(1024, size / 16);
+    const std::size_t room = size + std::max<std::size_t>(64, size / 16);
     u_.reserve(room);
     place_.reserve(room);
   }
@@ -156,6 +156,7 @@ void ScoreTable::rebuild_lists() {
   floor_ = kUnlisted;
   top_ = bucket_of(max_);
   if (mean < std::numeric_limits<float>::min()) return;
+  lists_.resize(kLists);
   const std::uint32_t mean_bucket = bucket_of(floor_to_float(mean));
   floor_ = mean_bucket > kBucketsPerOctave ? mean_bucket - kBucketsPerOctave : 1;
   for (std::uint32_t i = 0; i < u_.size(); ++i) {

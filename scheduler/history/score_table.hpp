@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -18,7 +17,8 @@ namespace sluice::scheduler {
 /// Entries above the mean (and some below) are listed by bucket, two buckets per octave of U, unordered. The
 /// threshold is never below the mean, so its answer is the lists above it and part of one list. An entry
 /// knows its place in its list, hence moves in O(1); one below the floor knows nothing, and the floor
-/// rises with the mean, list by list. About 8 bytes per entry and 4 per listed entry.
+/// rises with the mean, list by list. About 8 bytes per entry and 4 per listed entry; 3 KiB besides, once there are
+/// scores.
 class ScoreTable {
  public:
   /// The threshold of eq. (8), form R1, in stored units U. Compare in float32: u > mean, u > threshold.
@@ -85,9 +85,9 @@ class ScoreTable {
 
   std::vector<float> u_;
   std::vector<std::uint32_t> place_;  ///< [size] position in its list; meaningless while bucket_of(u) < floor_
-  std::array<std::vector<std::uint32_t>, kLists> lists_;  ///< bucket b is in lists_[b % kLists]
-  std::uint32_t floor_ = kUnlisted;                       ///< lowest listed bucket; never above the mean's
-  std::uint32_t top_ = 0;                                 ///< highest bucket that any entry has reached
+  std::vector<std::vector<std::uint32_t>> lists_;  ///< bucket b is in lists_[b % kLists]; none without scores
+  std::uint32_t floor_ = kUnlisted;                ///< lowest listed bucket; never above the mean's
+  std::uint32_t top_ = 0;                          ///< highest bucket that any entry has reached
   double g_ = 1.0;
   double per_weight_ = 1.0;                           ///< 1 / g
   double m1_ = 0.0, m2_ = 0.0, m3_ = 0.0, m4_ = 0.0;  ///< sums of U, U^2, U^3, U^4

@@ -22,7 +22,9 @@ using namespace std::chrono_literals;
 TEST_CASE("the CUDA device says what it is", "[cuda_device]") {
   REQUIRE(cuda_devices() > 0);
   const auto device = make_cuda_device({.memory_bytes = 5 * MiB});
-  REQUIRE_FALSE(device->info().host_memory);
+  REQUIRE(device->info().separate_memory);
+  REQUIRE(device->info().own_processor);
+  REQUIRE(device->info().captures);
   REQUIRE(device->info().memory_bytes == 5 * MiB);
   REQUIRE_FALSE(device->info().name.empty());
   REQUIRE(make_cuda_device()->info().memory_bytes > 1 * GiB);

@@ -46,12 +46,15 @@ TEST_CASE("GPU top-k of 32 rows of page scores", "[gpu][top_k]") {
 }
 
 TEST_CASE("GPU top-k of rows that shared memory does not hold", "[gpu][top_k]") {
-  const auto k = GENERATE(1u, 1'000u, 50'000u);
+  // One launch each, since the longest row decides: clusters of 4, 8 and 16 blocks, their edges, and what none holds.
+  const auto count = GENERATE(57'345u, 70'000u, 131'072u, 147'456u, 147'457u, 294'912u, 294'913u, 589'824u, 600'001u);
   GpuUnderTest under_test;
-  check_rows(
-      under_test,
-      {normal_row(57'345, 1), normal_row(70'000, 2), normal_row(300'001, 3), normal_row(600'001, 5), normal_row(5, 4)},
-      k);
+  std::vector<float> ties = normal_row(count, 2);
+  for (std::size_t i = 0; i < ties.size(); i += 3) ties[i] = 1.5f;
+  std::vector<float> odd = normal_row(count, 3);
+  for (std::size_t i = 7; i < odd.size(); i += 1'000) odd[i] = kNotANumber;
+  for (const std::uint32_t k : {1u, 1'000u, 50'000u, count - 1, count})
+    check_rows(under_test, {normal_row(count, 1), ties, odd, normal_row(5, 4), normal_row(count / 2, 5)}, k);
 }
 
 TEST_CASE("GPU top-k of values that differ only in their last bits", "[gpu][top_k]") {

@@ -41,9 +41,7 @@ class CudaGraphWork final : public CapturedWork {
 
 }  // namespace
 
-bool can_capture(const Device& device) noexcept {
-  return !device.info().host_memory && !device.info().pci_bus_id.empty();
-}
+bool can_capture(const Device& device) noexcept { return device.info().captures; }
 
 std::unique_ptr<CapturedWork> capture(void* stream, const std::function<void()>& enqueue) {
   return std::make_unique<CudaGraphWork>(static_cast<cudaStream_t>(stream), enqueue);

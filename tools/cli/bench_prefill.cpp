@@ -4,12 +4,12 @@
 #include <span>
 
 #include "cpu/host_device.hpp"
+#include "scheduler/prefill_auto.hpp"
 #include "sluice/error.hpp"
 #include "sluice/stats.hpp"
 #include "tools/cli/bench.hpp"
 #include "tools/cli/bench_shapes.hpp"
 #include "tools/cli/device_flags.hpp"
-#include "scheduler/prefill_auto.hpp"
 #include "tools/cli/prefill_automatic.hpp"
 #include "tools/cli/prefill_check.hpp"
 #include "tools/cli/prefill_flags.hpp"
@@ -23,7 +23,7 @@ namespace {
 struct BenchPrefillOptions {
   std::string shape_name = "llama-3.1-8b";
   AttentionShape shape{.layers = 1, .q_heads = 0, .kv_heads = 0, .head_dim = 0};  ///< zeros: from shape_name
-  std::string lengths;                                                           ///< empty: the device's
+  std::string lengths;                                                            ///< empty: the device's
   std::string structures = "vertical_slash,query_aware,uniform";
   std::string gammas = "0.9,0.95";
   FlexPrefillSpec flex;
@@ -64,8 +64,10 @@ class PrefillBench {
         device_(make_device(options.device)) {
     if (!device_) device_ = std::make_shared<cpu::HostDevice>(workers_);
     stream_ = device_->create_stream("device");
-    const bool host = device_->info().host_memory;
-    lengths_ = parse_counts(!options.lengths.empty() ? options.lengths : host ? "2K,8K" : "4K,16K,64K,128K,256K",
+    const bool host = !device_->info().own_processor;
+    lengths_ = parse_counts(!options.lengths.empty() ? options.lengths
+                            : host                   ? "2K,8K"
+                                                     : "4K,16K,64K,128K,256K",
                             "--length");
     samples_ = options.repeat != 0 ? options.repeat : host ? 3 : 5;
     for (const std::string& gamma : split_list(options.gammas)) {
@@ -103,9 +105,10 @@ class PrefillBench {
   void make_table() {
     using Show = Column::Show;
     table_ = {.key = "prefill",
-              .title = "Attention of one layer of a prompt (median; ratios to dense in the same run; TFLOP/s of what "
-                       "is computed; coverage: softmax mass that was attended, over rows and heads; error: L2, "
-                       "relative to dense)",
+              .title =
+                  "Attention of one layer of a prompt (median; ratios to dense in the same run; TFLOP/s of what "
+                  "is computed; coverage: softmax mass that was attended, over rows and heads; error: L2, "
+                  "relative to dense)",
               .columns = {{"structure", "structure"},
                           {"length_tokens", "length"},
                           {"chunk_tokens", "chunk"},
@@ -161,7 +164,8 @@ class PrefillBench {
 
   /// The row of `auto`, put together from those of dense attention and of a choice in every chunk: averages over the
   /// layers of a model, where every chunk has its share of the measured times by its work.
-  std::vector<Json> automatic(const PrefillPass& pass, const std::vector<Json>& dense, const std::vector<Json>& chosen) {
+  std::vector<Json> automatic(const PrefillPass& pass, const std::vector<Json>& dense,
+                              const std::vector<Json>& chosen) {
     const std::vector<double> shares = automatic_shares(pass, options_.shape.q_heads, options_.shape.layers, costs());
     double all = 0.0, by_choice = 0.0, blocks = 0.0, attended = 0.0;
     for (std::size_t c = 0; c < shares.size(); ++c) {
@@ -178,8 +182,8 @@ class PrefillBench {
     };
     const double choice_ms = by_choice * chosen[1].get<double>();
     const double total_ms = choice_ms + mixed(2);
-    return {total_ms, choice_ms, mixed(2), nullptr, dense[0].get<double>() / total_ms, mixed(5), mixed(6), nullptr, nullptr,
-            chosen[9]};
+    return {total_ms, choice_ms, mixed(2), nullptr, dense[0].get<double>() / total_ms,
+            mixed(5), mixed(6),  nullptr,  nullptr, chosen[9]};
   }
 
   /// A row's cells for what the pass plans.
@@ -320,7 +324,8 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   command->footer(
       "Rows of every attention are checked against float64 before it is timed; a wrong one ends the run with exit\n"
       "code 1. The rows of auto are no measurements of their own: they are put together from those above them by what\n"
-      "the rule would do in a model of the shape's layers, all like this one. Values are noise, so that the error is that of the hardest case.");
+      "the rule would do in a model of the shape's layers, all like this one. Values are noise, so that the error is "
+      "that of the hardest case.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

@@ -70,8 +70,9 @@ std::vector<PrefillSpec> parse_prefills(const PrefillFlags& flags) {
 PrefillSpec parse_one_prefill(const PrefillFlags& flags) {
   const std::vector<PrefillSpec> specs = parse_prefills(flags);
   if (specs.size() != 1) {
-    throw Error(Errc::invalid_argument, "--prefill: '" + flags.modes + "' names more than one mode; `sluice eval` "
-                                        "compares several");
+    throw Error(Errc::invalid_argument, "--prefill: '" + flags.modes +
+                                            "' names more than one mode; `sluice eval` "
+                                            "compares several");
   }
   return specs.front();
 }
@@ -92,7 +93,7 @@ Json to_json(const PrefillSpec& spec) {
 void choose_chunk(RuntimeFlags& flags, const Device* device, std::span<const PrefillSpec> prefills) {
   if (!flags.own_chunk) return;
   const auto chooses = [](const PrefillSpec& spec) { return spec.mode != PrefillMode::full; };
-  if (device != nullptr && !device->info().host_memory) {
+  if (device != nullptr && device->info().own_processor) {
     flags.options.prefill_chunk = kDeviceChunk;
   } else if (std::any_of(prefills.begin(), prefills.end(), chooses)) {
     flags.options.prefill_chunk = kChoosingChunk;

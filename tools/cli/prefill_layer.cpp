@@ -230,7 +230,7 @@ std::vector<std::uint32_t> PrefillPass::mask(std::uint32_t token, std::uint32_t 
 
 double PrefillPass::time(std::uint32_t samples, const std::function<void()>& verbs) const {
   // The first wakes a GPU's clocks and hides what it takes to queue the others.
-  const std::uint32_t skipped = device_.info().host_memory ? 0 : 1;
+  const std::uint32_t skipped = device_.info().own_processor ? 1 : 0;
   std::vector<std::unique_ptr<Event>> events;
   for (std::uint32_t i = 0; i <= samples + skipped; ++i) {
     if (i != 0) verbs();

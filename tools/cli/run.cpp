@@ -77,7 +77,10 @@ void check_outputs(const RunOptions& options) {
 }
 
 int run(const RunOptions& options) {
-  if (options.engine) return run_on_engine(options);
+  if (options.engine) {
+    check_outputs(options);
+    return run_on_engine(options);
+  }
   const PolicySpec policy = policy_of(options);
   const PrefillSpec prefill = parse_one_prefill(options.prefill);
   check_outputs(options);

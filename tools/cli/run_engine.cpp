@@ -21,6 +21,11 @@ void require_served(const RunOptions& options, const PrefillSpec& prefill) {
   };
   if (!options.trace.empty()) refuse("there is no trace of planned forwards", "leave --trace out");
   if (options.runtime.options.audit_every != 0) refuse("there is no audit of planned forwards", "leave --audit out");
+  const RuntimeOptions own;
+  if (options.runtime.options.placement != own.placement)
+    refuse("the device decides where a token is attended", "leave --placement out");
+  if (options.runtime.options.promote_pages != own.promote_pages)
+    refuse("there are no promotions", "leave --promote-pages out");
   if (prefill.mode != PrefillMode::full)
     refuse("prompts are attended densely", "leave --prefill out, or say --prefill full");
 }
@@ -37,7 +42,12 @@ EngineOptions engine_options(const RuntimeFlags& flags, const PolicySpec& policy
           .page_bytes() *
       shape.layers * shape.kv_heads;
   const std::uint64_t blocks = div_up(tokens, options.page_tokens);
-  options.host_bytes = blocks * block;
+  options.host_bytes = flags.options.host_bytes != 0 ? flags.options.host_bytes : blocks * block;
+  if (options.host_bytes < blocks * block)
+    throw Error(Errc::out_of_capacity, "--host-size " + format_size(options.host_bytes) + " cannot hold " +
+                                           std::to_string(tokens) + " tokens (prompt and answer); they take " +
+                                           std::to_string(blocks * block) +
+                                           " bytes. Raise --host-size or shorten the prompt");
   options.near_bytes = flags.options.near_bytes != 0
                            ? flags.options.near_bytes
                            : static_cast<std::uint64_t>(near * static_cast<double>(blocks)) * block;
@@ -111,6 +121,11 @@ int run_on_engine(const RunOptions& options) {
                            {"composition", to_string(policy)},
                            {"engine", true},
                            {"max_tokens", options.max_tokens},
+                           {"decode_prompt", options.decode_prompt},
+                           {"kv_dtype", to_string(engine.options().kv_dtype)},
+                           {"page_tokens", engine.options().page_tokens},
+                           {"top_p", sampling.top_p},
+                           {"top_k", sampling.top_k},
                            {"near", near},
                            {"temperature", sampling.temperature},
                            {"seed", sampling.seed}}};

@@ -37,7 +37,8 @@ EngineSession::~EngineSession() {
   }
 }
 
-void EngineSession::require_room(std::size_t more) const {
+void EngineSession::require_usable(std::size_t more) const {
+  if (broken_) refuse("an earlier error left a forward under way; end this session and begin another");
   const std::uint32_t limit = model_.config().max_position_embeddings;
   if (tokens_ + more > limit)
     refuse(std::to_string(tokens_ + more) + " tokens exceed the model's context of " + std::to_string(limit) +
@@ -46,7 +47,7 @@ void EngineSession::require_room(std::size_t more) const {
 
 void EngineSession::prefill(std::span<const int> tokens, const Progress& progress) {
   if (tokens.empty()) refuse("a prompt needs at least one token; begin it with BOS");
-  require_room(tokens.size());
+  require_usable(tokens.size());
   for (const int token : tokens) model_.require_token(token);
   as_one_error("read the prompt", [&] {
     const std::size_t most = engine_.options().largest.prefill_rows;
@@ -61,7 +62,7 @@ void EngineSession::prefill(std::span<const int> tokens, const Progress& progres
 }
 
 void EngineSession::decode(int token) {
-  require_room(1);
+  require_usable(1);
   if (tokens_ == 0) refuse("decode before prefill; give the session a prompt first");
   model_.require_token(token);
   as_one_error("decode", [&] {
@@ -77,6 +78,7 @@ void EngineSession::forward(std::span<const int> tokens, const Bucket& bucket, b
     placed_.push_back({.token = token, .position = tokens_ + static_cast<std::uint32_t>(placed_.size())});
   const PlanItem item{.sequence = sequence_, .tokens = static_cast<std::uint32_t>(tokens.size()), .prefill = prefill};
   const Batch batch = engine_.plan({&item, 1}, bucket, stream_);
+  broken_ = true;  // until it is finished, or taken back
   try {
     model_.forward(
         placed_,
@@ -84,12 +86,23 @@ void EngineSession::forward(std::span<const int> tokens, const Bucket& bucket, b
           engine_.attend(bucket, call.layer, call.q, call.k, call.v, call.out, stream_);
         },
         work_);
+    engine_.finish(batch);
   } catch (...) {
-    engine_.cancel(batch);
+    take_back(batch);
     throw;
   }
-  engine_.finish(batch);
+  broken_ = false;
   tokens_ += item.tokens;
+}
+
+void EngineSession::take_back(const Batch& batch) noexcept {
+  try {
+    engine_.cancel(batch);
+  } catch (const Error& error) {
+    // A forward that ended is in flight no more. One that cannot be taken back leaves the session broken.
+    if (error.code() != Errc::invalid_argument) return;
+  }
+  broken_ = false;
 }
 
 void EngineSession::take_logits() {

@@ -32,9 +32,10 @@ class EngineSession final : public Conversation {
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
 
  private:
-  void require_room(std::size_t more) const;
+  void require_usable(std::size_t more) const;
   /// One forward: consecutive tokens, which attend as a prompt or as the policy says.
   void forward(std::span<const int> tokens, const Bucket& bucket, bool prefill);
+  void take_back(const Batch& batch) noexcept;
   void take_logits();
 
   const Model& model_;
@@ -43,6 +44,7 @@ class EngineSession final : public Conversation {
   void* stream_ = nullptr;
   SequenceId sequence_;
   std::uint32_t tokens_ = 0;
+  bool broken_ = false;  ///< a forward is under way that could not be taken back
   std::vector<float> logits_;
   std::vector<PlacedToken> placed_;
   Activations work_;

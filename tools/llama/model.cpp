@@ -13,7 +13,7 @@ namespace {
 
 /// Null for everything that is ordinary memory.
 std::shared_ptr<Device> real_device(const ModelOptions& options) {
-  return options.device && !options.device->info().host_memory ? options.device : nullptr;
+  return options.device && options.device->info().own_processor ? options.device : nullptr;
 }
 
 }  // namespace
