@@ -106,14 +106,14 @@ std::uint32_t FarWorkers::parts_of(std::uint32_t index) const noexcept {
   return static_cast<std::uint32_t>(div_up(count, part_rows(count)));
 }
 
-FarWorkers::Part FarWorkers::part_at(std::uint32_t at) const noexcept {
-  std::uint32_t index = 0;
-  for (; at >= parts_of(index); ++index) at -= parts_of(index);
-  const std::uint32_t count = memory_.far_counts[index];
-  const std::uint32_t begin = at * part_rows(count);
-  return {.index = index,
-          .part = at,
-          .parts = parts_of(index),
+FarWorkers::Part FarWorkers::part_at(std::uint32_t at, Cursor& cursor) const noexcept {
+  for (; at - cursor.first >= parts_of(cursor.index); ++cursor.index) cursor.first += parts_of(cursor.index);
+  const std::uint32_t count = memory_.far_counts[cursor.index];
+  const std::uint32_t part = at - cursor.first;
+  const std::uint32_t begin = part * part_rows(count);
+  return {.index = cursor.index,
+          .part = part,
+          .parts = parts_of(cursor.index),
           .begin = begin,
           .end = std::min(begin + part_rows(count), count)};
 }
@@ -136,6 +136,7 @@ void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
   const std::uint32_t parts = parts_asked(asked);
   const std::uint64_t tag = asked << 32;
   std::uint64_t claims = claims_.load(std::memory_order_relaxed);
+  Cursor cursor;
   while (true) {
     // Who comes late to a question finds all of it taken, or another one's claims.
     const bool fresh = claims >> 32 == ((asked - 1) & kLow);
@@ -147,7 +148,7 @@ void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
     if (fresh) seen_ns_.store(now_ns(), std::memory_order_relaxed);
     // From here until this part is done the question stands, and its lists with it.
     if (options_.before_answer) options_.before_answer();
-    attend(layer, part_at(static_cast<std::uint32_t>(next & kLow)), rows);
+    attend(layer, part_at(static_cast<std::uint32_t>(next & kLow), cursor), rows);
     if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
       finished_.store(0, std::memory_order_relaxed);
       const std::int64_t took = now_ns() - seen_ns_.load(std::memory_order_relaxed);

@@ -61,8 +61,14 @@ class FarWorkers {
   /// Parts of a question; 0 if it is answered.
   [[nodiscard]] std::uint32_t parts_asked(std::uint64_t asked) noexcept;
   [[nodiscard]] std::uint32_t parts_of(std::uint32_t index) const noexcept;
-  /// The `at`-th part of the question that stands.
-  [[nodiscard]] Part part_at(std::uint32_t at) const noexcept;
+  /// A list, and how many parts the lists before it have.
+  struct Cursor {
+    std::uint32_t index = 0;
+    std::uint32_t first = 0;
+  };
+  /// The `at`-th part of the question that stands. `cursor` moves to its list: who asks for later and later parts of
+  /// one question looks at every list once.
+  [[nodiscard]] Part part_at(std::uint32_t at, Cursor& cursor) const noexcept;
   /// Who ends a list's last part merges them.
   void attend(std::uint32_t layer, const Part& part, Rows& rows);
   /// Where the result of a part that is not its list's first waits for the others.
