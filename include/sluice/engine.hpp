@@ -46,13 +46,12 @@ struct EngineOptions {
 
 /// What an engine has done so far.
 struct EngineStats {
-  std::uint64_t asked = 0;      ///< layers whose far part the CPU was asked for
-  std::uint64_t unplanned = 0;  ///< replays without a plan of their own
-  std::uint64_t near_tokens =
-      0;  ///< attended in device memory by rows that choose, layers and KV heads of ended forwards
-  std::uint64_t far_tokens = 0;  ///< and in place, by the CPU
-  std::uint64_t waited_ns = 0;   ///< that the device waited for the CPU's answers
-  std::uint64_t answer_ns = 0;   ///< from when a thread saw a question until it was answered
+  std::uint64_t asked = 0;        ///< layers whose far part the CPU was asked for
+  std::uint64_t unplanned = 0;    ///< replays without a plan of their own
+  std::uint64_t near_tokens = 0;  ///< attended in device memory, by all rows that choose, layers and KV heads
+  std::uint64_t far_tokens = 0;   ///< and in place, by the CPU
+  std::uint64_t waited_ns = 0;    ///< that the device waited for the CPU's answers
+  std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
 };
 
 /// Memory of an engine in bytes: all of it is reserved when the engine is built.
@@ -145,10 +144,9 @@ class Engine {
               const MutableTensorView& out, void* stream, float* lse = nullptr);
   /// Waits until the forward has run; then its sequences have their new tokens.
   /// @throws Error{Errc::device} if it did not get to its end, with the reason: the far part was not answered in time,
-  /// the
-  /// forward before failed, what ran was not what was planned, or the device failed. Outputs of layers that ran after
-  /// that are NaN, no sequence has its new tokens, and the forward can be planned again. Error{Errc::timeout} if it
-  /// does not end: was every layer enqueued, or the graph replayed? It can be waited for again, or cancelled.
+  /// the forward before failed, what ran was not what was planned, or the device failed. Outputs of layers that ran
+  /// after that are NaN, no sequence has its new tokens, and the forward can be planned again. Error{Errc::timeout} if
+  /// it does not end: was every layer enqueued, or the graph replayed? It can be waited for again, or cancelled.
   void finish(const Batch& batch);
   /// Takes a plan back and all behind it, on the stream of the newest; no sequence has its new tokens. A forward of
   /// them that comes later, such as a replay, has no plan. Errors as in `finish`; Error{Errc::invalid_argument} if one
