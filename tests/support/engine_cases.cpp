@@ -51,22 +51,6 @@ double error_of(const std::vector<float>& got, const Story& story, std::uint32_t
   return error;
 }
 
-double difference(const std::vector<float>& a, const std::vector<float>& b) {
-  return worst(a, std::vector<double>(b.begin(), b.end()), 0);
-}
-
-Errc code_of(const auto& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    INFO(error.what());
-    CHECK(std::string(error.what()).size() > 20);
-    return error.code();
-  }
-  FAIL("no error");
-  return {};
-}
-
 }  // namespace
 
 TEST_CASE("an engine that may choose every token attends densely, whatever is near", "[engine]") {

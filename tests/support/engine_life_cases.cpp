@@ -28,17 +28,6 @@ EngineOptions life_options(const EngineRig& rig, std::uint32_t rows, std::uint32
   return options;
 }
 
-Errc code_of(const auto& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(std::string(error.what()).size() > 20);
-    return error.code();
-  }
-  FAIL("no error");
-  return {};
-}
-
 }  // namespace
 
 TEST_CASE("forks share their blocks, and write into none that is shared", "[engine]") {

@@ -81,15 +81,6 @@ Alone alone(const EngineRig& rig, const std::vector<Story>& stories) {
   return alone;
 }
 
-double difference(const std::vector<float>& a, const std::vector<float>& b) {
-  double worst = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (std::isnan(a[i]) || std::isnan(b[i])) return INFINITY;
-    worst = std::max(worst, double{std::abs(a[i] - b[i])});
-  }
-  return worst;
-}
-
 /// A sequence as the schedule knows it: the first tokens of a story.
 struct Told {
   SequenceId id;

@@ -27,6 +27,15 @@ std::vector<double> decoded(const float* key, std::uint32_t head_dim) {
 
 }  // namespace
 
+double difference(std::span<const float> a, std::span<const float> b) {
+  double worst = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (std::isnan(a[i]) || std::isnan(b[i])) return INFINITY;
+    worst = std::max(worst, double{std::abs(a[i] - b[i])});
+  }
+  return worst;
+}
+
 Story::Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed) : shape_(shape), tokens_(tokens) {
   Random random(seed);
   const auto draw = [&](std::vector<float>& to, std::uint32_t heads, bool outliers) {

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "sluice/engine.hpp"
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
 
 namespace sluice::test {
 
@@ -32,6 +34,23 @@ struct EngineRig {
       .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
   return layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
 }
+
+/// The code of the Error that a call ends with, whose text must say something.
+template <class Call>
+[[nodiscard]] Errc code_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    INFO(error.what());
+    CHECK(std::string(error.what()).size() > 20);
+    return error.code();
+  }
+  FAIL("no error");
+  return {};
+}
+
+/// The largest difference; infinity where one of them is not a number.
+[[nodiscard]] double difference(std::span<const float> a, std::span<const float> b);
 
 /// Queries, keys and values of one sequence, the latter two on a grid that every dtype holds exactly, with a few keys
 /// that stand out.
