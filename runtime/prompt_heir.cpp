@@ -190,7 +190,7 @@ Pipeline::BeginTimes Pipeline::begin_policy(Sequence& sequence, LayerState& laye
                    .sums = all->sums.empty() ? nullptr : &own});
     all->policy->forecast(kv, tokens + 1, quota, layer.hot[kv]);
   });
-  times.tables_ns = ns_since(begin);
+  if (selects) times.tables_ns = ns_since(begin);
   trace(parts_.options.trace, "begin policy", Lane::cpu, index, began, Clock::now());
   layer.policy = std::move(begun.policy);
   return times;
