@@ -69,6 +69,15 @@ void append_queries(const Kernels& kernels, const ForwardMemory& m, const Forwar
   }
 }
 
+/// Queries of a prompt's last tokens, for the policies of the CPU.
+void append_tail(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t r) {
+  const std::uint64_t row = std::uint64_t{layer.layer} * m.tail_rows + m.tokens[r].tail;
+  for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
+    kernels_for(kernels, layer.q.dtype)
+        .widen(layer.q.row(r, h), m.tails + (row * m.shape.q_heads + h) * m.shape.head_dim, m.shape.head_dim);
+  }
+}
+
 void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t r,
                   std::uint32_t head) {
   const Int4Layout copy(m.layout);
@@ -126,11 +135,11 @@ void await_answer(const ForwardMemory& m) {
       static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
 }
 
-/// A head's output from its near and far parts, whose lse is what `sum` is given back with.
-float merge_head(const ForwardMemory& m, std::uint64_t h, float* sum) {
+/// A head's output from its near and far parts, whose lse is what `sum` is given back with. `asks`: of its row.
+float merge_head(const ForwardMemory& m, std::uint64_t h, bool asks, float* sum) {
   const std::uint64_t index = h / m.shape.group();
   const bool has_near = m.near_counts[index] != 0;
-  const bool has_far = m.far_counts[index] != 0;
+  const bool has_far = asks ? m.far_lse[h] != kEmptyLse : m.far_counts[index] != 0;
   const float near = has_near ? m.near_lse[h] : kEmptyLse;
   const float far = has_far ? m.far_lse[h] : kEmptyLse;
   if ((has_near && !(near > kEmptyLse)) || (has_far && !(far > kEmptyLse))) {
@@ -156,6 +165,7 @@ void append(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& 
       fill_out(kernels, m, layer, r, padding ? 0.f : kNaN, padding ? kEmptyLse : kNaN);
     if (padding || !runs(m)) continue;
     for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) append_token(kernels, m, layer, r, h);
+    if (attends && m.tokens[r].tail != kNone) append_tail(kernels, m, layer, r);
   }
   if (attends && runs(m)) append_queries(kernels, m, layer);
 }
@@ -240,6 +250,7 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
   const std::uint64_t room = m.list_room();
   std::vector<bool> marks;
   std::uint64_t all_far = 0;
+  std::uint32_t choices = 0;
   const std::uint32_t lists = m.bucket.decode_rows * m.shape.kv_heads;
   std::fill_n(m.near_counts, lists, 0);
   const auto put_far_count = [&](std::uint32_t index, std::uint32_t count) {
@@ -264,11 +275,14 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
     m.near_counts[index] = near;
     put_far_count(index, far);
     all_far += far;
+    choices += row.asks;
     m.state->near_tokens += near;
   });
   m.state->far_tokens += all_far;
-  if (all_far == 0) return;
+  if (all_far == 0 && choices == 0) return;
+  shared(m.mailbox->question.forward).store(m.state->forward, std::memory_order_relaxed);
   shared(m.mailbox->question.layer).store(layer, std::memory_order_relaxed);
+  shared(m.mailbox->question.choices).store(choices, std::memory_order_relaxed);
   shared(m.mailbox->question.lists).store(lists, std::memory_order_relaxed);
   shared(m.mailbox->question.asked).store(++m.state->asked, std::memory_order_release);
 }
@@ -303,8 +317,9 @@ void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& l
     const ForwardRow& row = m.rows[r];
     if (row.list == kNone) continue;
     if (!runs(m)) fill_out(kernels, m, layer, row.at, kNaN, kNaN);
+    const bool asks = row.in(layer.layer).asks != 0;
     for (std::uint32_t head = 0; head < m.shape.q_heads && runs(m); ++head) {
-      const float lse = merge_head(m, std::uint64_t{r} * m.shape.q_heads + head, sum);
+      const float lse = merge_head(m, std::uint64_t{r} * m.shape.q_heads + head, asks, sum);
       kernels_for(kernels, layer.out.dtype).narrow(sum, layer.out.row(row.at, head), m.shape.head_dim);
       if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at} * m.shape.q_heads + head] = lse;
     }

@@ -21,6 +21,7 @@ void copy_codes(const ForwardMemory& m, const ForwardBlockCopy& copy) {
 void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status) {
   auto& outcome = m.mailbox->outcome;
   shared(outcome.status[forward % kMostForwards]).store(status, std::memory_order_relaxed);
+  shared(outcome.good).store(m.state->good, std::memory_order_relaxed);
   shared(outcome.forward).store(forward, std::memory_order_release);
 }
 

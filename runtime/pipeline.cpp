@@ -361,8 +361,12 @@ void Pipeline::note_far() {
 void Pipeline::post_observe(std::span<Sequence* const> sequences) {
   Pending job{.ticket = 0, .call = calls_, .layer = layer_, .sequences = {}};
   std::copy_if(sequences.begin(), sequences.end(), std::back_inserter(job.sequences), [&](const Sequence* s) {
-    return scheduler::step_shape(s->spec, parts_.options.placement).observe &&
-           s->layers[layer_].policy->wants_observation();
+    if (!scheduler::step_shape(s->spec, parts_.options.placement).observe) return false;
+    const scheduler::LayerPolicy& policy = *s->layers[layer_].policy;
+    for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
+      if (policy.wants_observation(kv)) return true;
+    }
+    return false;
   });
   if (job.sequences.empty()) return;
   job.ticket = background_.post([this, layer = layer_, batch = job.sequences] {

@@ -7,6 +7,7 @@
 
 #include "runtime/marked_range.hpp"
 #include "runtime/wait.hpp"
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/int4.hpp"
 
@@ -268,7 +269,7 @@ void Prompt::remember(Pass& pass, std::span<const Piece> group) {
     const PromptChunk& chunk = *group[i].chunk;
     if (group[i].done + group[i].count != chunk.k.tokens) continue;  // A later piece has the last queries.
     Legacy& legacy = pass.legacies[i];
-    legacy.last_q_rows = std::min(wanted_queries(chunk.sequence->spec), chunk.last_q.tokens);
+    legacy.last_q_rows = std::min(scheduler::prompt_queries(chunk.sequence->spec), chunk.last_q.tokens);
     legacy.last_q_at = floats;
     floats += legacy.last_q_rows * row;
   }

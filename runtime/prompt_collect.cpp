@@ -6,6 +6,7 @@
 
 #include "runtime/prompt.hpp"
 #include "runtime/wait.hpp"
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::runtime {
@@ -114,7 +115,7 @@ void Prompt::keep_last_q(const Pass& pass, const Legacy& legacy) {
   const std::uint32_t begin = legacy.end - legacy.last_q_rows;
   const std::uint32_t old_begin = layer.last_q_end - layer.last_q_rows;
   const std::uint32_t before = layer.last_q_end < begin || old_begin > begin ? 0 : begin - old_begin;
-  const std::uint32_t kept = std::min(before, wanted_queries(legacy.sequence->spec) - legacy.last_q_rows);
+  const std::uint32_t kept = std::min(before, scheduler::prompt_queries(legacy.sequence->spec) - legacy.last_q_rows);
   std::vector<float> rows(std::uint64_t{kept + legacy.last_q_rows} * row);
   const auto old = layer.last_q.begin() + static_cast<std::ptrdiff_t>((before - kept) * row);
   std::copy_n(old, kept * row, rows.begin());

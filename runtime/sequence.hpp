@@ -69,10 +69,4 @@ struct Sequence {
   std::string lost;  ///< why a call that had returned came to nothing, so that the sequence can only be ended; or empty
 };
 
-/// Prompt queries that the policy wants to see.
-[[nodiscard]] inline std::uint32_t wanted_queries(const PolicySpec& spec) noexcept {
-  if (spec.uses(Source::history)) return spec.history.init_queries;
-  return spec.bypass_threshold > 0.f ? 1 : 0;
-}
-
 }  // namespace sluice::runtime

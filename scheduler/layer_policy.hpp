@@ -140,8 +140,8 @@ class LayerPolicy {
   /// log-sum-exp per query head. Cheap; called in every step, unlike `observe`.
   virtual void note(std::uint32_t /*kv_head*/, std::span<const std::uint32_t> /*tokens*/,
                     std::span<const float> /*scores*/, std::span<const float> /*lse*/) {}
-  /// Whether the last selection is to be observed, and the next step forecast, at all.
-  [[nodiscard]] virtual bool wants_observation() const noexcept { return false; }
+  /// Whether the last selection of a KV head is to be observed, and its next step forecast, at all.
+  [[nodiscard]] virtual bool wants_observation(std::uint32_t /*kv_head*/) const noexcept { return false; }
   /// Feeds the weights of the last selection back; `kv` as in that selection.
   virtual void observe(std::uint32_t kv_head, KvReader& kv) = 0;
 };

@@ -78,6 +78,17 @@ __device__ void put_queries(const ForwardMemory& m, const ForwardLayer& layer, s
   }
 }
 
+/// Queries of a group, of one of a prompt's last tokens, for the policies of the CPU.
+__device__ void put_tail(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t tail, std::uint32_t head) {
+  const std::uint32_t group = m.shape.group();
+  const std::uint64_t row = std::uint64_t{layer.layer} * m.tail_rows + tail;
+  float* const to = m.tails + (row * m.shape.q_heads + head * group) * m.shape.head_dim;
+  for (std::uint32_t i = threadIdx.x; i < group * m.shape.head_dim; i += kThreads) {
+    const std::byte* const from = layer.q.row(blockIdx.x, head * group + i / m.shape.head_dim);
+    to[i] = load_any(from, i % m.shape.head_dim, layer.q.dtype);
+  }
+}
+
 /// Outputs of a group, of a row that nothing else writes.
 __device__ void fill_out(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t at, std::uint32_t head,
                          float value, float lse) {
@@ -115,6 +126,7 @@ __global__ void __launch_bounds__(kThreads)
     if (attends) fill_out(m, layer, blockIdx.x, head, 0.f, kEmptyLse);
     return;
   }
+  if (attends && token.tail != kNone) put_tail(m, layer, token.tail, head);
   const std::uint32_t page_row = token.position % m.layout.page_tokens;
   const std::uint32_t block = m.lists[std::uint64_t{token.list} * m.max_pages + token.position / m.layout.page_tokens];
   const std::uint32_t near_block = m.near_of[block];

@@ -18,6 +18,7 @@ using SystemWord = cuda::atomic_ref<T, cuda::thread_scope_system>;
 __device__ void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status) {
   auto& outcome = m.mailbox->outcome;
   outcome.status[forward % kMostForwards] = status;
+  outcome.good = m.state->good;
   __threadfence_system();
   SystemWord<std::uint64_t>(outcome.forward).store(forward, cuda::memory_order_release);
 }
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) copy_codes_kernel(const __grid_const
 __global__ void begin_kernel(const __grid_constant__ ForwardMemory m) {
   ForwardState& state = *m.state;
   state.released = state.asked;  // Of a forward that was abandoned.
-  state.layer_far_tokens = state.arrived = state.merging = 0;
+  state.layer_far_tokens = state.layer_choices = state.arrived = state.merging = 0;
   const bool planned = state.planned > state.forward;
   if (!planned && state.status == ForwardStatus::running) publish(m, state.planned, ForwardStatus::skipped);
   state.forward = state.planned;

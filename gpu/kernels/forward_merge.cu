@@ -101,7 +101,9 @@ __global__ void __launch_bounds__(kThreads)
   // Of a forward that did not begin the rows are not to be believed, and `append` has seen to its outputs.
   if ((!goes_on && status != ForwardStatus::abandoned) || chooses.list == kNone) return;
   const bool has_near = goes_on && m.near_counts[blockIdx.x] != 0;
-  const bool has_far = goes_on && scratch.far_counts[blockIdx.x] != 0;
+  // Whether there is anything in a list that the CPU has added to, the answer says.
+  const bool asks = chooses.in(layer.layer).asks != 0;
+  const bool has_far = goes_on && (asks || scratch.far_counts[blockIdx.x] != 0);
   // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
   const auto far_out = [&](std::uint32_t at) {
     if (!has_far || at >= group * head_dim) return float4{};
@@ -110,8 +112,9 @@ __global__ void __launch_bounds__(kThreads)
   float4 far = far_out(4 * threadIdx.x);
   if (threadIdx.x < group) {
     const std::uint64_t h = first + threadIdx.x;
+    const float far_lse = has_far ? __ldcv(m.far_lse + h) : kEmptyLse;
     const Weights mine =
-        weigh(has_near, has_near ? m.near_lse[h] : kEmptyLse, has_far, has_far ? __ldcv(m.far_lse + h) : kEmptyLse);
+        weigh(has_near, has_near ? m.near_lse[h] : kEmptyLse, has_far && !(asks && far_lse == kEmptyLse), far_lse);
     weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
     if (layer.lse != nullptr)
       layer.lse[std::uint64_t{chooses.at} * m.shape.q_heads + head * group + threadIdx.x] = weights[threadIdx.x].lse;

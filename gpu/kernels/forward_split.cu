@@ -140,22 +140,29 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
   }
 }
 
-/// The last thread block to get here asks the workers, if any has far rows. Its fence is the only one across the link,
-/// and covers what all thread blocks wrote: one by every warp takes longer than the rest of a layer.
-__device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t near, std::uint32_t far) {
+/// The last thread block to get here asks the workers, if any has far rows or a choice for them. Its fence is the only
+/// one across the link, and covers what all thread blocks wrote: one by every warp takes longer than the rest of a
+/// layer.
+__device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t near, std::uint32_t far,
+                    std::uint32_t choices) {
   using Sum = cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>;
   ForwardState& state = *m.state;
   Sum(state.near_tokens).fetch_add(near, cuda::memory_order_relaxed);
   Sum(state.far_tokens).fetch_add(far, cuda::memory_order_relaxed);
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.layer_far_tokens);
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> arrived(state.arrived);
+  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> chosen(state.layer_choices);
   total.fetch_add(far, cuda::memory_order_relaxed);
+  if (choices != 0) chosen.fetch_add(choices, cuda::memory_order_relaxed);
   if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x - 1) return;
-  const bool wanted = total.load(cuda::memory_order_relaxed) != 0;
-  state.layer_far_tokens = state.arrived = 0;
+  const std::uint32_t all_choices = chosen.load(cuda::memory_order_relaxed);
+  const bool wanted = total.load(cuda::memory_order_relaxed) != 0 || all_choices != 0;
+  state.layer_far_tokens = state.layer_choices = state.arrived = 0;
   if (!wanted) return;
   auto& question = m.mailbox->question;
+  question.forward = state.forward;
   question.layer = layer;
+  question.choices = all_choices;
   question.lists = gridDim.x;
   __threadfence_system();
   cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(question.asked)
@@ -198,7 +205,7 @@ __global__ void __launch_bounds__(kThreads)
   m.near_counts[blockIdx.x] = near;
   m.far_counts[blockIdx.x] = scratch.far_counts[blockIdx.x] = far;
   write_jobs(m, scratch, work, head, near);
-  ask(m, layer, near, far);
+  ask(m, layer, near, far, work.row.list == kNone ? 0 : work.row.asks);
 }
 
 }  // namespace

@@ -26,9 +26,12 @@ struct EngineOptions {
   /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
   /// if they are 0 or more than that, and whole pages.
   Bucket largest{};
-  std::uint32_t in_flight = 2;          ///< forwards that are planned and not finished; [1, kMostForwards]
-  std::uint32_t sequences = 16;         ///< that live at once
-  std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose
+  std::uint32_t in_flight = 2;   ///< forwards that are planned and not finished; [1, kMostForwards]
+  std::uint32_t sequences = 16;  ///< that live at once
+  /// Of them, those whose policies choose on the CPU: each has room for the queries of its prompt's newest tokens.
+  std::uint32_t cpu_sequences = 0;
+  std::uint32_t prompt_queries = 32;    ///< as many; history wants 32, see HistoryOptions::init_queries. [1, 256]
+  std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose on the device
   std::uint32_t max_window = 512;       ///< sinks and recent tokens of a policy, together
   std::uint32_t import_rows = 512;      ///< tokens of one import
   std::uint32_t prefill_window = 4096;  ///< tokens of keys that a chunk of a prompt attends at a time, in device memory
@@ -50,6 +53,7 @@ struct EngineStats {
   std::uint64_t unplanned = 0;    ///< replays without a plan of their own
   std::uint64_t near_tokens = 0;  ///< attended in device memory, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;   ///< and in place, by the CPU
+  std::uint64_t scored = 0;       ///< keys that policies read to choose on the CPU
   std::uint64_t waited_ns = 0;    ///< that the device waited for the CPU's answers
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
 };
@@ -75,7 +79,7 @@ struct PlanItem {
   std::uint32_t tokens = 1;
   /// A chunk of a prompt: its rows attend all that comes before them. Otherwise each row chooses as its sequence's
   /// policy says, as if the tokens before it had been decoded one by one: new tokens, and drafts that are to be
-  /// verified.
+  /// verified, those of a policy that chooses on the CPU one at a time.
   bool prefill = false;
 };
 
@@ -92,9 +96,15 @@ struct Batch {
 /// is answered by threads that watch for the device's questions while a planned forward is under way, and sleep
 /// otherwise.
 ///
-/// Serves `full`, `none | near=0,...` (sinks and recent tokens) and `exact | int4` with `top_k` or `top_p` and near=0,
-/// with dense layers or without. What a row attends depends on policy and sequence alone, neither on what else is in
-/// the batch nor on what is near.
+/// Serves, with near=0 and dense layers or without: `full`; `none` (sinks and recent tokens); `exact | int4` with
+/// `top_k` or `top_p`, chosen on the device; and what chooses on the CPU between a layer's question and its answer:
+/// `exact`, `history`, `clusters` and `lsh` and what unites them, with every budget that they have, and bypass. What a
+/// row attends depends on policy and sequence alone, neither on what else is in the batch nor on what is near.
+///
+/// A policy that chooses on the CPU looks at its sequence's prompt when the first token behind it is planned to be
+/// decoded: that `plan` waits for the forwards with the prompt, then takes as long as it takes. It learns from a token
+/// once the forward has got to its end. Tokens that come in without queries, by `import_prefix`, give it nothing to
+/// begin with.
 ///
 /// Forwards that are planned and not finished run in the order of their plans, each on top of the one before: their
 /// streams must be the same, or ordered by the caller. Enqueue all layers of one, or replay its graph, before the next
@@ -118,10 +128,11 @@ class Engine {
   /// A new sequence of the first `tokens` tokens of another one, under its policy. Its blocks are shared; the one in
   /// which either of them goes on is copied then, and not near any more.
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, or it has fewer tokens;
-  /// Error{Errc::out_of_capacity} if as many live as may.
+  /// Error{Errc::out_of_capacity} if as many live as may; Error{Errc::unsupported} if its policy has learnt from tokens
+  /// that were decoded.
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens);
   /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted.
-  /// @throws Error{Errc::invalid_argument} as in `fork`.
+  /// @throws Error{Errc::invalid_argument}, Error{Errc::unsupported} as in `fork`.
   void truncate(SequenceId sequence, std::uint32_t tokens);
   /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream as in
   /// `plan`; the last layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] in device memory, after
@@ -133,7 +144,8 @@ class Engine {
   /// are padding. Enqueues on `stream`, which is not being captured: a cudaStream_t with the CUDA device; a Stream*
   /// with a host device, or null: at once.
   /// @throws Error{Errc::invalid_argument} naming what does not fit the bucket, or if `in_flight` forwards are not
-  /// finished; Error{Errc::out_of_capacity}
+  /// finished; Error{Errc::out_of_capacity}; Error{Errc::timeout} if a prompt's forwards, or a policy's look at it,
+  /// take too long
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& bucket, void* stream);
   /// One layer of a forward of this bucket: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,
   /// head_dim], out as q, all of bucket.rows() rows, in device memory; they are touched on `stream` only. `lse` [rows,

@@ -29,6 +29,7 @@ struct Bucket {
 struct ForwardToken {
   std::uint32_t list = kNone;  ///< its sequence's block list; kNone: padding, whose output is 0
   std::uint32_t position = 0;
+  std::uint32_t tail = kNone;  ///< row of ForwardMemory::tails that its queries go to, too; kNone: none
 };
 
 /// A row that chooses: what its query heads may choose from.
@@ -42,8 +43,9 @@ struct ForwardRow {
   float mass = 0.f;                ///< or, if this is not 0, those that top-p keeps, see top_p.hpp
   std::uint32_t dense_layers = 0;  ///< layers below it attend everything
   std::uint32_t dense_every = 0;   ///< and so does every such layer, the first included; 0: none
+  std::uint32_t asks = 0;  ///< not 0: the CPU is asked in every layer, and chooses; `picks` and `mass` are 0 then
 
-  /// Whether anything is chosen by score.
+  /// Whether the device chooses anything by score.
   [[nodiscard]] constexpr bool ranks() const noexcept { return picks != 0 || mass > 0.f; }
   /// The row as it is in a layer.
   [[nodiscard]] constexpr ForwardRow in(std::uint32_t layer) const noexcept {
@@ -52,6 +54,7 @@ struct ForwardRow {
     row.sink_end = row.recent_begin = tokens;
     row.picks = 0;
     row.mass = 0.f;
+    row.asks = 0;
     return row;
   }
 };
@@ -119,6 +122,7 @@ struct ForwardState {
   std::uint64_t released = 0;   ///< newest hand-over whose answer is known to be there, or to come no more
   ForwardStatus status = ForwardStatus::done;
   std::uint32_t layer_far_tokens = 0;  ///< while it is split
+  std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
   std::uint32_t arrived = 0;           ///< parts of it that are split
   std::uint32_t merging = 0;           ///< parts of it whose merge has begun
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads
@@ -132,11 +136,13 @@ inline constexpr std::uint32_t kMostForwards = 8;
 /// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises; nobody adds to
 /// one across the link, which not every link can.
 struct ForwardMailbox {
-  /// The device's: hand-over `asked` is there, of this layer.
+  /// The device's: hand-over `asked` is there, of this forward and layer.
   struct alignas(64) Question {
     std::uint64_t asked = 0;
+    std::uint64_t forward = 0;
     std::uint32_t layer = 0;
-    std::uint32_t lists = 0;  ///< of far rows
+    std::uint32_t lists = 0;    ///< of far rows
+    std::uint32_t choices = 0;  ///< lists that the CPU is to add to, as its policies choose; see ForwardRow::asks
   } question;
   /// The workers': hand-over `answered` is answered.
   struct alignas(64) Answer {
@@ -146,6 +152,7 @@ struct ForwardMailbox {
   struct alignas(64) Outcome {
     std::uint64_t cancelled = 0;    ///< newest plan that was taken back
     std::uint64_t forward = 0;      ///< newest that ended; written after everything else
+    std::uint64_t good = 0;         ///< newest that got to its end
     std::uint64_t unplanned = 0;    ///< replays without a plan so far
     std::uint64_t near_tokens = 0;  ///< as in ForwardState
     std::uint64_t far_tokens = 0;
@@ -169,6 +176,7 @@ struct ForwardMemory {
   std::uint32_t near_blocks = 0;     ///< near pages of a plane
   std::uint32_t max_pages = 0;       ///< of a block list
   std::uint32_t prefill_window = 0;  ///< tokens of keys that a chunk attends at a time, a multiple of page_tokens
+  std::uint32_t tail_rows = 0;       ///< of `tails`
   std::uint64_t answer_ns = 0;       ///< how long a layer waits for the far part
 
   // Memory of the device.
@@ -205,7 +213,8 @@ struct ForwardMemory {
   std::uint32_t* far_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] block * page_tokens + row of the page
   std::uint32_t* far_counts = nullptr;  ///< [decode_rows, kv_heads]
   float* far_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
-  float* far_lse = nullptr;             ///< [decode_rows, q_heads]
+  float* far_lse = nullptr;  ///< [decode_rows, q_heads] of a list that was chosen for: kEmptyLse if it is empty
+  float* tails = nullptr;    ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
 
   [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return shape.layers * shape.kv_heads; }
   [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
@@ -221,6 +230,11 @@ struct ForwardMemory {
   /// A far page or its copy, counted in pages.
   [[nodiscard]] constexpr std::uint64_t far_page(std::uint32_t plane, std::uint32_t block) const noexcept {
     return std::uint64_t{plane} * blocks + block;
+  }
+  /// A far row of a plane, as far_rows names it: its key. Its value comes PageLayout::half_bytes() behind that.
+  [[nodiscard]] const std::byte* far_key(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return far + far_page(plane, row / layout.page_tokens) * layout.page_bytes() +
+           row % layout.page_tokens * layout.row_bytes();
   }
   [[nodiscard]] constexpr std::uint64_t near_page(std::uint32_t plane, std::uint32_t near_block) const noexcept {
     return std::uint64_t{near_block} * planes() + plane;
@@ -254,8 +268,8 @@ class ForwardVerbs {
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
   /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; queries of rows that
-  /// choose, unless q has no rows, to both sides. Outputs of padding become 0, and all outputs NaN if the forward does
-  /// not run.
+  /// choose, unless q has no rows, to both sides, and those of tokens with a tail there. Outputs of padding become 0,
+  /// and all outputs NaN if the forward does not run.
   virtual void append(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Causal attention of the chunks' rows to all tokens up to their own.
   virtual void prefill(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
@@ -265,7 +279,7 @@ class ForwardVerbs {
   /// top-p keeps.
   virtual void choose(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
-  /// one. What one head of a group chose all of them attend.
+  /// one, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges.

@@ -41,6 +41,14 @@ runtime::FarWorkersOptions far_options(const EngineOptions& options, const cpu::
           .before_answer = options.before_answer};
 }
 
+std::unique_ptr<cpu::Workers> prompt_workers_of(const EngineOptions& options, const cpu::Topology& topology) {
+  if (options.cpu_sequences == 0) return nullptr;
+  return std::make_unique<cpu::Workers>(topology, cpu::WorkersOptions{.threads = options.threads,
+                                                                      .pin = options.pin_threads,
+                                                                      .spin = std::chrono::microseconds(0),
+                                                                      .timeout = options.timeout});
+}
+
 void validated(const EngineOptions& options) { runtime::validate(options); }
 
 }  // namespace
@@ -52,18 +60,26 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       device(device_or_host(std::move(given), workers)),
       verbs(verbs_of(*device)),
       memory(options, *device, verbs, topology, node_of(topology, *device), *workers),
-      far(memory.largest(), far_options(options, topology, node_of(topology, *device)), topology),
+      host(*workers),
+      prompt_workers(prompt_workers_of(options, topology)),
+      choice(memory.largest(), cpu::fastest_kernels()),
       table(memory.largest().blocks, memory.largest().near_blocks),
-      programs(options.in_flight) {
+      programs(options.in_flight),
+      far(memory.largest(), choice, far_options(options, topology, node_of(topology, *device)), topology) {
   options.largest = memory.largest().largest;  // As long as there is room for.
   copies.reserve(memory.copies());
   for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
+  for (std::uint32_t i = options.cpu_sequences; i > 0; --i) free_tails.push_back(i - 1);
 }
 
 Engine::Engine(const EngineOptions& options, std::shared_ptr<Device> device)
     : impl_(translated([&] { return std::make_unique<Impl>(options, std::move(device)); })) {}
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  if (!impl_->prompt_workers || !impl_->prompt_workers->lost()) return;
+  const cpu::Workers& stuck = *impl_->prompt_workers;
+  stuck.keep(std::move(impl_));
+}
 
 SequenceId Engine::begin(const PolicySpec& policy) {
   return translated([&] { return impl_->begin(policy); });
@@ -118,7 +134,8 @@ EngineStats Engine::stats() const noexcept {
   return {.asked = look(mailbox.question.asked),
           .unplanned = look(mailbox.outcome.unplanned),
           .near_tokens = look(mailbox.outcome.near_tokens),
-          .far_tokens = look(mailbox.outcome.far_tokens),
+          .far_tokens = look(mailbox.outcome.far_tokens) + impl_->choice.far_tokens(),
+          .scored = impl_->choice.scored(),
           .waited_ns = look(mailbox.outcome.waited_ns),
           .answer_ns = impl_->far.answer_ns()};
 }

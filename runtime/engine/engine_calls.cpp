@@ -50,9 +50,20 @@ Engine::Impl::Sequence& Engine::Impl::resting(SequenceId id, const char* what) {
 SequenceId Engine::Impl::add(const PolicySpec& spec) {
   if (free_lists.empty())
     throw Error(Errc::out_of_capacity, "as many sequences live as EngineOptions::sequences says; end one first");
+  const bool on_cpu = scheduler::chooser(spec) == scheduler::Chooser::cpu;
+  if (on_cpu && free_tails.empty())
+    throw Error(Errc::out_of_capacity,
+                "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
+                    number(options.cpu_sequences) + "; raise it, or end one first");
   const SequenceId id{next_id};
-  sequences.emplace(id.value, Sequence{.spec = spec, .pages = {free_lists.back(), memory.largest().max_pages}});
+  Sequence& sequence =
+      sequences.emplace(id.value, Sequence{.spec = spec, .pages = {free_lists.back(), memory.largest().max_pages}})
+          .first->second;
   free_lists.pop_back();
+  if (on_cpu) {
+    sequence.tail.slot = free_tails.back();
+    free_tails.pop_back();
+  }
   ++next_id;
   return id;
 }
@@ -67,6 +78,10 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy) {
   if (!reason.empty())
     throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
                                        "; `exact | int4 | top_p=0.95 | near=0` is one that it can");
+  if (scheduler::prompt_queries(policy) > options.prompt_queries)
+    throw Error(Errc::unsupported, "the policy begins with " + number(scheduler::prompt_queries(policy)) +
+                                       " queries of a prompt, and EngineOptions::prompt_queries is " +
+                                       number(options.prompt_queries));
   return add(policy);
 }
 
@@ -75,10 +90,12 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens) {
   if (tokens > parent.tokens)
     throw Error(Errc::invalid_argument, "fork: sequence " + number(id.value) + " has " + number(parent.tokens) +
                                             " tokens, and " + number(tokens) + " are asked for");
+  require_forgetful(parent, id, "fork");
   const SequenceId id_of_child = add(parent.spec);
   Sequence& child = at(id_of_child);
   child.pages.share(parent.pages, pages_of(tokens), table);
   child.tokens = child.planned = tokens;
+  if (child.tail.slot != kNone) copy_tail(parent, child);
   return id_of_child;
 }
 
@@ -87,8 +104,11 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   if (tokens > sequence.tokens)
     throw Error(Errc::invalid_argument, "truncate: sequence " + number(id.value) + " has " + number(sequence.tokens) +
                                             " tokens, and is to keep " + number(tokens));
+  if (tokens != sequence.tokens) require_forgetful(sequence, id, "truncate");
   sequence.pages.shrink(pages_of(tokens), table);
   sequence.tokens = sequence.planned = tokens;
+  sequence.tail.end = std::min(sequence.tail.end, tokens);
+  sequence.prompt_end = std::min(sequence.prompt_end, tokens);
 }
 
 void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream) {
@@ -140,6 +160,7 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   const Bucket bucket = resolved(asked, "plan");
   std::vector<Wanted> wanted = checked(items, bucket);
   require_room(wanted, bucket.max_tokens);
+  begin_policies(wanted);
   const Batch batch{.forward = send(std::move(wanted), bucket, stream), .bucket = bucket};
   if (bucket.decode_rows != 0) far.wake(batch.forward);
   return batch;
@@ -182,6 +203,7 @@ void Engine::Impl::finish(const Batch& batch) {
   if (programs.find(batch.forward) == nullptr || batch.forward == importing)
     throw Error(Errc::invalid_argument, "finish: forward " + number(batch.forward) + " is not under way");
   const ForwardStatus status = await_end(batch.forward);
+  if (status == ForwardStatus::done) require_chosen(batch.forward);
   // Late answers write where the next forward's will.
   if (status != ForwardStatus::done) await_idle();
   const runtime::Program program = retire(batch.forward, status == ForwardStatus::done);
@@ -204,6 +226,8 @@ void Engine::Impl::cancel(const Batch& batch) {
 void Engine::Impl::end(SequenceId id) {
   if (imports(id)) take_back(importing);
   Sequence& sequence = resting(id, "end");
+  drop_policy(sequence);
+  if (sequence.tail.slot != kNone) free_tails.push_back(sequence.tail.slot);
   sequence.pages.shrink(0, table);
   free_lists.push_back(sequence.pages.slot());  // Has had room since the engine was built.
   sequences.erase(id.value);

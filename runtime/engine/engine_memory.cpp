@@ -49,6 +49,8 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
   take(parts, shared.far_counts, kv_heads(shared));
   take(parts, shared.far_out, heads(shared) * shared.shape.head_dim);
   take(parts, shared.far_lse, heads(shared));
+  take(parts, shared.tails,
+       std::uint64_t{shared.shape.layers} * shared.tail_rows * shared.shape.q_heads * shared.shape.head_dim);
   for (ForwardMemory& m : slips) {
     m = shared;
     take(parts, m.slip, 1);
@@ -94,6 +96,8 @@ void validate(const EngineOptions& options) {
   in("largest.max_tokens", options.largest.max_tokens, 0, 0x7fff'ffff);
   in("in_flight", options.in_flight, 1, kMostForwards);
   in("sequences", options.sequences, 1, 65'536);
+  in("cpu_sequences", options.cpu_sequences, 0, options.sequences);
+  in("prompt_queries", options.prompt_queries, 1, 256);
   in("max_picks", options.max_picks, 1, 1u << 20);
   in("max_window", options.max_window, 1, 1u << 20);
   in("import_rows", options.import_rows, 1, 65'536);
@@ -129,6 +133,7 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
   memory.max_window = options.max_window;
   memory.prefill_window =
       std::min(options.prefill_window, static_cast<std::uint32_t>(memory.max_pages) * memory.layout.page_tokens);
+  memory.tail_rows = options.cpu_sequences * options.prompt_queries;
   memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
   listed_blocks_ = std::uint64_t{std::min(options.sequences, memory.append_rows)} * memory.max_pages;
   far_ = std::make_unique<cpu::HostPool>(

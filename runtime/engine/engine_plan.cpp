@@ -79,6 +79,9 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
       throw Error(Errc::out_of_capacity, name + " would have " + text(tokens) + " tokens, and the bucket is for " +
                                              text(bucket.max_tokens) +
                                              "; use a larger one, or raise largest.max_tokens and host_bytes");
+    if (sequence.tail.slot != kNone && !item.prefill && item.tokens > 1)
+      throw Error(Errc::unsupported, name + " is to decode " + text(item.tokens) +
+                                         " tokens at once; its policy chooses on the CPU, one at a time");
     const std::string reason =
         item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, memory.largest().max_window);
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);
@@ -155,7 +158,8 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
     if (item.prefill && m.bucket.prefills != 0)
       *chunk++ = {.list = list, .at = at, .first = sequence->planned, .count = item.tokens};
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
-      m.slip_tokens[at] = {.list = list, .position = sequence->planned + i};
+      m.slip_tokens[at] = {
+          .list = list, .position = sequence->planned + i, .tail = tail_row(*sequence, item, sequence->planned + i)};
       if (item.prefill) continue;
       *row = scheduler::forward_row(sequence->spec, sequence->planned + i + 1);
       row->list = list;
@@ -201,6 +205,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   try {
     grow(wanted);
     write_rows(m, wanted);
+    choice.expect(forward, choosing_rows(m, wanted));
     write_lists(m, wanted);
     verbs.apply(m, stream);
   } catch (...) {
@@ -208,6 +213,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     throw;
   }
   for (const auto& [sequence, item] : wanted) {
+    if (item.prefill && bucket.prefills != 0 && sequence->tail.slot != kNone) extend_tail(*sequence, item.tokens);
     sequence->planned += item.tokens;
     sequence->pages.set_synced();
   }

@@ -70,7 +70,10 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
   for (const PlanItem& item : program.items) {
     Sequence& sequence = at(item.sequence);
     done ? sequence.tokens += item.tokens : sequence.planned -= item.tokens;
+    if (done && item.prefill) sequence.prompt_end = std::max(sequence.prompt_end, sequence.tokens);
+    sequence.tail.end = std::min(sequence.tail.end, sequence.planned);
   }
+  if (!done) choice.forget(forward);
   if (done) good = std::max(good, forward);
   if (importing == forward) importing = 0;
   if (programs.empty() && next_layer == kNone) next_layer = 0;  // Nothing is left that would have to be cancelled.

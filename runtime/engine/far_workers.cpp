@@ -16,13 +16,15 @@ std::int64_t now_ns() noexcept {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
 }
 
-constexpr std::uint64_t kLow = 0xffff'ffffu;
-
 /// Rows of a part: enough to make up for what a part costs, and no more parts than there is room for.
 constexpr std::uint32_t kLeastRows = 128;
 constexpr std::uint32_t kMostParts = 32;
 constexpr std::uint32_t part_rows(std::uint32_t count) noexcept {
   return std::max(kLeastRows, static_cast<std::uint32_t>(div_up(count, kMostParts)));
+}
+/// A policy of the CPU may choose everything.
+std::uint32_t longest_list(const ForwardMemory& memory) noexcept {
+  return memory.tail_rows == 0 ? memory.list_room() : memory.largest.max_tokens;
 }
 /// Of a list, none of which is longer than `room`.
 constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
@@ -31,14 +33,16 @@ constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
 
 }  // namespace
 
-FarWorkers::FarWorkers(const ForwardMemory& memory, const FarWorkersOptions& options, const cpu::Topology& topology)
+FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, const FarWorkersOptions& options,
+                       const cpu::Topology& topology)
     : memory_(memory),
+      choice_(choice),
       options_(options),
       kernels_(cpu::fastest_kernels()),
       part_ends_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads),
-      most_parts_(most_parts(memory.list_room())),
+      most_parts_(most_parts(longest_list(memory))),
       partials_(part_ends_.size() * most_parts_ * memory.shape.group() * (memory.shape.head_dim + 1)),
-      rows_(options.threads, Rows(part_rows(memory.list_room()))) {
+      rows_(options.threads, Rows(part_rows(longest_list(memory)))) {
   const std::vector<std::uint32_t> cores = topology.core_order(options.numa_node);
   try {
     for (std::uint32_t i = 0; i < options.threads; ++i) {
@@ -82,6 +86,7 @@ void FarWorkers::work(Rows& rows, const std::stop_token& stop) {
   constexpr std::chrono::milliseconds kSpin{2};
   constexpr std::chrono::microseconds kNap{20};
   std::uint64_t seen = look(memory_.mailbox->answer.answered);
+  std::uint64_t learnt = 0;  // Nothing is left to be learnt from forwards up to this one.
   Clock::time_point heard = Clock::now();
   while (!stop.stop_requested()) {
     const std::uint64_t asked = look(memory_.mailbox->question.asked);
@@ -89,6 +94,9 @@ void FarWorkers::work(Rows& rows, const std::stop_token& stop) {
       answer(asked, rows);
       seen = asked;
       heard = Clock::now();
+    } else if (const std::uint64_t ended = look(memory_.mailbox->outcome.forward); ended > learnt) {
+      const auto wanted = [&] { return look(memory_.mailbox->question.asked) > seen || stop.stop_requested(); };
+      if (choice_.learn(look(memory_.mailbox->outcome.good), wanted)) learnt = ended;
     } else if (!under_way()) {
       std::unique_lock lock(mutex_);
       woken_.wait(lock, stop, [&] { return under_way() || look(memory_.mailbox->question.asked) > seen; });
@@ -118,46 +126,59 @@ FarWorkers::Part FarWorkers::part_at(std::uint32_t at, Cursor& cursor) const noe
           .end = std::min(begin + part_rows(count), count)};
 }
 
-std::uint32_t FarWorkers::parts_asked(std::uint64_t asked) noexcept {
-  std::uint64_t known = parts_.load(std::memory_order_acquire);
-  if (known >> 32 != ((asked - 1) & kLow)) return (known >> 32) == (asked & kLow) ? known & kLow : 0;
-  // Should others have answered all of it meanwhile, the lists may be the next question's; but then they have said how
-  // many parts there are, and the exchange fails.
-  std::uint64_t parts = 0;
+std::uint32_t FarWorkers::all_parts() const noexcept {
+  std::uint32_t parts = 0;
   const std::uint32_t lists = std::atomic_ref(memory_.mailbox->question.lists).load(std::memory_order_relaxed);
   for (std::uint32_t i = 0; i < lists; ++i) parts += parts_of(i);
-  if (parts_.compare_exchange_strong(known, asked << 32 | parts, std::memory_order_acq_rel))
-    return static_cast<std::uint32_t>(parts);
-  return known >> 32 == (asked & kLow) ? known & kLow : 0;
+  return parts;
+}
+
+void FarWorkers::begin_piece(std::uint64_t asked) {
+  std::uint64_t seen = seen_.load(std::memory_order_relaxed);
+  if (seen != asked && seen_.compare_exchange_strong(seen, asked, std::memory_order_relaxed))
+    seen_ns_.store(now_ns(), std::memory_order_relaxed);
+  if (options_.before_answer) options_.before_answer();
+}
+
+void FarWorkers::say(std::uint64_t asked) {
+  const std::int64_t took = now_ns() - seen_ns_.load(std::memory_order_relaxed);
+  answer_ns_.fetch_add(static_cast<std::uint64_t>(took), std::memory_order_relaxed);
+  std::atomic_ref(memory_.mailbox->answer.answered).store(asked, std::memory_order_release);
+}
+
+bool FarWorkers::choose(const Question& question, std::uint32_t choices) {
+  bool last = false;
+  for (std::uint32_t item = 0; (item = choices_.claim(question.asked, choices)) != kNone;) {
+    begin_piece(question.asked);
+    choice_.choose(question.asked, question.forward, question.layer, item);
+    last = choices_.finish(choices);
+    if (last) chosen_.store(question.asked, std::memory_order_release);
+  }
+  // Others are at it: what they choose is attended by all.
+  while (!cpu::spin_until([&] { return chosen_.load(std::memory_order_acquire) >= question.asked; }))
+    std::this_thread::yield();
+  return last;
 }
 
 void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
-  const std::uint32_t layer = std::atomic_ref(memory_.mailbox->question.layer).load(std::memory_order_relaxed);
-  const std::uint32_t parts = parts_asked(asked);
-  const std::uint64_t tag = asked << 32;
-  std::uint64_t claims = claims_.load(std::memory_order_relaxed);
+  const auto word = [](auto& part) { return std::atomic_ref(part).load(std::memory_order_relaxed); };
+  ForwardMailbox::Question& said = memory_.mailbox->question;
+  const Question question{.asked = asked, .forward = word(said.forward), .layer = word(said.layer)};
+  const std::uint32_t choices = choices_.total(asked, [&] { return word(said.choices); });
+  const bool chose_last = choices != 0 && choose(question, choices);
+  const std::uint32_t parts = parts_.total(asked, [&] { return all_parts(); });
+  if (parts == 0 && chose_last) say(asked);
   Cursor cursor;
-  while (true) {
-    // Who comes late to a question finds all of it taken, or another one's claims.
-    const bool fresh = claims >> 32 == ((asked - 1) & kLow);
-    if (!fresh && (claims & ~kLow) != tag) return;
-    const std::uint64_t next = fresh ? tag : claims;
-    if ((next & kLow) >= parts) return;
-    if (!claims_.compare_exchange_weak(claims, next + 1, std::memory_order_acq_rel, std::memory_order_relaxed))
-      continue;
-    if (fresh) seen_ns_.store(now_ns(), std::memory_order_relaxed);
-    // From here until this part is done the question stands, and its lists with it.
-    if (options_.before_answer) options_.before_answer();
-    attend(layer, part_at(static_cast<std::uint32_t>(next & kLow), cursor), rows);
-    if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
-      finished_.store(0, std::memory_order_relaxed);
-      const std::int64_t took = now_ns() - seen_ns_.load(std::memory_order_relaxed);
-      answer_ns_.fetch_add(static_cast<std::uint64_t>(took), std::memory_order_relaxed);
-      std::atomic_ref(memory_.mailbox->answer.answered).store(asked, std::memory_order_release);
-      return;
-    }
-    claims = claims_.load(std::memory_order_relaxed);
+  for (std::uint32_t at = 0; (at = parts_.claim(asked, parts)) != kNone;) {
+    begin_piece(asked);
+    attend(question, part_at(at, cursor), rows);
+    if (parts_.finish(parts)) say(asked);
   }
+}
+
+Partial FarWorkers::whole_of(std::uint32_t index) const noexcept {
+  const std::uint64_t head = std::uint64_t{index} * memory_.shape.group();
+  return {.out = memory_.far_out + head * memory_.shape.head_dim, .lse = memory_.far_lse + head};
 }
 
 Partial FarWorkers::place_of(std::uint32_t index, std::uint32_t part) noexcept {
@@ -166,30 +187,38 @@ Partial FarWorkers::place_of(std::uint32_t index, std::uint32_t part) noexcept {
   return {.out = at, .lse = at + out};
 }
 
-void FarWorkers::attend(std::uint32_t layer, const Part& part, Rows& rows) {
+void FarWorkers::attend_part(const Question& question, const Part& part, Rows& rows, const ChosenList* chosen) {
   const ForwardMemory& m = memory_;
-  const std::uint32_t plane = m.plane(layer, part.index % m.shape.kv_heads);
-  const std::uint32_t* const list = m.far_rows + part.index * std::uint64_t{m.list_room()};
-  for (std::uint32_t i = part.begin; i < part.end; ++i) {
-    rows[i - part.begin] = m.far + m.far_page(plane, list[i] / m.layout.page_tokens) * m.layout.page_bytes() +
-                           list[i] % m.layout.page_tokens * m.layout.row_bytes();
-  }
-  const std::uint64_t head = std::uint64_t{part.index} * m.shape.group();
-  const Partial whole{.out = m.far_out + head * m.shape.head_dim, .lse = m.far_lse + head};
+  const std::uint32_t group = m.shape.group();
+  const std::uint32_t plane = m.plane(question.layer, part.index % m.shape.kv_heads);
+  const std::uint32_t* const list =
+      chosen != nullptr ? chosen->rows.data() : m.far_rows + part.index * std::uint64_t{m.list_room()};
+  for (std::uint32_t i = part.begin; i < part.end; ++i) rows[i - part.begin] = m.far_key(plane, list[i]);
   // The first part goes to its place at once, the others follow in their order.
-  const Partial place = part.part == 0 ? whole : place_of(part.index, part.part);
-  kernels_.element[static_cast<int>(m.layout.dtype)].attend({.q = m.far_q + head * m.shape.head_dim,
-                                                             .k = rows.data(),
-                                                             .v_offset = m.layout.half_bytes(),
-                                                             .count = part.end - part.begin,
-                                                             .group = m.shape.group(),
-                                                             .head_dim = m.shape.head_dim,
-                                                             .out = place.out,
-                                                             .lse = place.lse});
+  const Partial place = part.part == 0 ? whole_of(part.index) : place_of(part.index, part.part);
+  const bool members = chosen != nullptr && !chosen->members.empty();
+  const bool scores = chosen != nullptr && !chosen->scores.empty();
+  cpu::kernels_for(kernels_, m.layout.dtype)
+      .attend({.q = m.far_q + std::uint64_t{part.index} * group * m.shape.head_dim,
+               .k = rows.data(),
+               .v_offset = m.layout.half_bytes(),
+               .members = members ? chosen->members.data() + part.begin : nullptr,
+               .scores = scores ? chosen->scores.data() + std::uint64_t{part.begin} * group : nullptr,
+               .count = part.end - part.begin,
+               .group = group,
+               .head_dim = m.shape.head_dim,
+               .out = place.out,
+               .lse = place.lse});
+}
+
+void FarWorkers::attend(const Question& question, const Part& part, Rows& rows) {
+  const ChosenList* const chosen = choice_.find(question.asked, part.index);
+  attend_part(question, part, rows, chosen);
   if (part_ends_[part.index].fetch_add(1, std::memory_order_acq_rel) + 1 != part.parts) return;
   part_ends_[part.index].store(0, std::memory_order_relaxed);
   for (std::uint32_t i = 1; i < part.parts; ++i)
-    cpu::merge_into(whole, place_of(part.index, i), m.shape.group(), m.shape.head_dim);
+    cpu::merge_into(whole_of(part.index), place_of(part.index, i), memory_.shape.group(), memory_.shape.head_dim);
+  if (chosen != nullptr) choice_.complete(*chosen, part.index);
 }
 
 }  // namespace sluice::runtime

@@ -10,6 +10,8 @@
 
 #include "cpu/kernels.hpp"
 #include "cpu/topology.hpp"
+#include "runtime/engine/far_choice.hpp"
+#include "runtime/engine/shares.hpp"
 #include "sluice/forward.hpp"
 #include "sluice/partial.hpp"
 
@@ -23,14 +25,16 @@ struct FarWorkersOptions {
   std::function<void()> before_answer{};  ///< see EngineOptions
 };
 
-/// Threads that answer the device's questions: attention of a layer's far rows, in place. They watch the mailbox from
-/// `wake` until the forward has ended, and sleep otherwise.
+/// Threads that answer the device's questions: policies choose, where there are some, then far rows are attended, in
+/// place. They watch the mailbox from `wake` until the forward has ended, let policies learn from what was chosen while
+/// there is nothing to answer, and sleep otherwise.
 /// Thread safety: `wake` and `idle` from one thread.
 class FarWorkers {
  public:
   /// `memory` is copied; what it points to must outlive this.  @throws Error{Errc::device} if the system has no thread
   /// left.
-  FarWorkers(const ForwardMemory& memory, const FarWorkersOptions& options, const cpu::Topology& topology);
+  FarWorkers(const ForwardMemory& memory, FarChoice& choice, const FarWorkersOptions& options,
+             const cpu::Topology& topology);
   ~FarWorkers();
   FarWorkers(const FarWorkers&) = delete;
   FarWorkers& operator=(const FarWorkers&) = delete;
@@ -45,8 +49,14 @@ class FarWorkers {
   [[nodiscard]] std::uint64_t answer_ns() const noexcept { return answer_ns_.load(std::memory_order_relaxed); }
 
  private:
-  /// Addresses of K rows: a thread's own, as long as the longest list.
+  /// Addresses of K rows: a thread's own, as many as the largest part has.
   using Rows = std::vector<const std::byte*>;
+  /// What is asked.
+  struct Question {
+    std::uint64_t asked = 0;
+    std::uint64_t forward = 0;
+    std::uint32_t layer = 0;
+  };
   /// Some far rows of one row and KV head, which one thread attends. How a list is cut depends on its length alone, so
   /// that answers do not depend on the threads.
   struct Part {
@@ -58,8 +68,13 @@ class FarWorkers {
   };
   void work(Rows& rows, const std::stop_token& stop);
   void answer(std::uint64_t asked, Rows& rows);
-  /// Parts of a question; 0 if it is answered.
-  [[nodiscard]] std::uint32_t parts_asked(std::uint64_t asked) noexcept;
+  /// Returns when all policies have chosen. Whether the last of them did so here.
+  [[nodiscard]] bool choose(const Question& question, std::uint32_t choices);
+  /// Who has done the last piece of work says that the question is answered.
+  void say(std::uint64_t asked);
+  /// A piece of work begins, the first perhaps.
+  void begin_piece(std::uint64_t asked);
+  [[nodiscard]] std::uint32_t all_parts() const noexcept;
   [[nodiscard]] std::uint32_t parts_of(std::uint32_t index) const noexcept;
   /// A list, and how many parts the lists before it have.
   struct Cursor {
@@ -70,20 +85,24 @@ class FarWorkers {
   /// one question looks at every list once.
   [[nodiscard]] Part part_at(std::uint32_t at, Cursor& cursor) const noexcept;
   /// Who ends a list's last part merges them.
-  void attend(std::uint32_t layer, const Part& part, Rows& rows);
+  void attend(const Question& question, const Part& part, Rows& rows);
+  void attend_part(const Question& question, const Part& part, Rows& rows, const ChosenList* chosen);
+  /// Where a list's result goes.
+  [[nodiscard]] Partial whole_of(std::uint32_t index) const noexcept;
   /// Where the result of a part that is not its list's first waits for the others.
   [[nodiscard]] Partial place_of(std::uint32_t index, std::uint32_t part) noexcept;
   [[nodiscard]] bool under_way() const noexcept;
 
   const ForwardMemory memory_;
+  FarChoice& choice_;
   const FarWorkersOptions options_;
   const cpu::Kernels& kernels_;
   std::atomic<std::uint64_t> expected_{0};
-  /// Question in the upper half, modulo 2^32; its next part in the lower.
-  std::atomic<std::uint64_t> claims_{0};
-  std::atomic<std::uint64_t> parts_{0};     ///< likewise; all of its parts
-  std::atomic<std::uint32_t> finished_{0};  ///< parts of the question that are done
-  std::atomic<std::int64_t> seen_ns_{0};    ///< when its first part was taken
+  Shares choices_;
+  std::atomic<std::uint64_t> chosen_{0};  ///< newest question all of whose choices were made
+  Shares parts_;
+  std::atomic<std::uint64_t> seen_{0};    ///< newest question that work was begun on
+  std::atomic<std::int64_t> seen_ns_{0};  ///< when that was
   std::atomic<std::uint64_t> answer_ns_{0};
   std::vector<std::atomic<std::uint32_t>> part_ends_;  ///< [decode_rows, kv_heads] parts of the list that are done
   const std::uint32_t most_parts_;

@@ -7,13 +7,17 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cpu/backend.hpp"
+#include "cpu/kept.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
 #include "runtime/call.hpp"
 #include "runtime/engine/engine_memory.hpp"
+#include "runtime/engine/far_choice.hpp"
 #include "runtime/engine/far_workers.hpp"
 #include "runtime/engine/mailbox.hpp"
 #include "runtime/engine/programs.hpp"
+#include "runtime/engine/sequence_policy.hpp"
 #include "runtime/kv/block_table.hpp"
 #include "runtime/kv/page_list.hpp"
 #include "sluice/engine.hpp"
@@ -21,12 +25,23 @@
 
 namespace sluice {
 
-struct Engine::Impl {
+struct Engine::Impl : cpu::Kept {
   struct Sequence {
     PolicySpec spec;
     runtime::PageList pages;
     std::uint32_t tokens = 0;   ///< that all layers have
     std::uint32_t planned = 0;  ///< and those of forwards in flight
+    /// Where the queries of its prompt's newest tokens lie, if its policy chooses on the CPU.
+    struct Tail {
+      std::uint32_t slot = kNone;  ///< kNone: it does not
+      std::uint32_t begin = 0;     ///< positions [begin, end) have theirs there
+      std::uint32_t end = 0;
+    } tail{};
+    std::uint32_t prompt_end = 0;  ///< position behind the newest token that was not decoded
+    /// Null until a token behind the prompt is decoded.
+    std::shared_ptr<runtime::SequencePolicy> policy{};
+    std::uint32_t policy_tokens = 0;   ///< that there were when it looked at the prompt
+    std::uint64_t policy_forward = 0;  ///< and the newest forward then
   };
   /// What a plan asks for, checked.
   struct Wanted {
@@ -55,6 +70,25 @@ struct Engine::Impl {
   [[nodiscard]] bool imports(SequenceId id) const noexcept;
   [[nodiscard]] SequenceId add(const PolicySpec& spec);
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
+
+  // Policies that choose on the CPU.
+  /// @throws Error{Errc::unsupported} if what the sequence's policy knows cannot be taken back or copied
+  void require_forgetful(const Sequence& sequence, SequenceId id, const char* what) const;
+  void drop_policy(Sequence& sequence) noexcept;
+  void copy_tail(const Sequence& from, Sequence& to) noexcept;
+  /// Those of sequences whose first token behind the prompt is planned look at it.
+  void begin_policies(std::span<const Wanted> wanted);
+  /// Whether a sequence has tokens, or is planned to have, that its policy has not seen as a prompt's.
+  [[nodiscard]] bool outdated(SequenceId id, const Sequence& sequence) const noexcept;
+  void begin_policy(SequenceId id, Sequence& sequence);
+  /// Queries of tokens [planned, planned + count) are brought along.
+  void extend_tail(Sequence& sequence, std::uint32_t count) noexcept;
+  [[nodiscard]] std::uint32_t tail_row(const Sequence& sequence, const PlanItem& item,
+                                       std::uint32_t token) const noexcept;
+  [[nodiscard]] std::vector<runtime::ChoosingRow> choosing_rows(const ForwardMemory& memory,
+                                                                std::span<const Wanted> wanted) const;
+  /// A policy could not choose: the forward comes to nothing, and all behind it.
+  void require_chosen(std::uint64_t forward);
 
   // Planning.
   [[nodiscard]] Bucket resolved(const Bucket& bucket, const char* what) const;
@@ -92,11 +126,14 @@ struct Engine::Impl {
   std::shared_ptr<Device> device;
   ForwardVerbs& verbs;
   runtime::EngineMemory memory;
-  runtime::FarWorkers far;
+  cpu::Backend host;                             ///< of policies that choose, one thread each
+  std::unique_ptr<cpu::Workers> prompt_workers;  ///< by which they look at prompts; null if there may be none
+  runtime::FarChoice choice;
 
   runtime::BlockTable table;
   std::vector<ForwardBlockCopy> copies;  ///< of codes, that the device does not know of yet
   std::vector<std::uint32_t> free_lists;
+  std::vector<std::uint32_t> free_tails;
   std::unordered_map<std::uint64_t, Sequence> sequences;
   std::uint64_t next_id = 1;
 
@@ -105,6 +142,8 @@ struct Engine::Impl {
   std::uint64_t good = 0;        ///< the newest that is known to have got to its end
   std::uint32_t next_layer = 0;  ///< of what is enqueued; kNone: one could not be
   std::uint64_t importing = 0;   ///< the forward that an import under way is; 0: there is none
+
+  runtime::FarWorkers far;  ///< last: its threads use all of the above
 };
 
 }  // namespace sluice

@@ -35,6 +35,7 @@ class Programs {
     return slip;
   }
   [[nodiscard]] std::deque<Program>& all() noexcept { return programs_; }
+  [[nodiscard]] const std::deque<Program>& all() const noexcept { return programs_; }
   [[nodiscard]] const Program& newest() const noexcept { return programs_.back(); }
   /// Null if it is not in flight.
   [[nodiscard]] const Program* find(std::uint64_t forward) const noexcept {

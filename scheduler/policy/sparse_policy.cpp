@@ -81,10 +81,9 @@ class SparsePolicy final : public LayerPolicy {
     if (head.whole && !head.history) forget(head);
   }
 
-  [[nodiscard]] bool wants_observation() const noexcept override {
-    return std::any_of(heads_.begin(), heads_.end(), [](const SparseHead& head) {
-      return head.observes || (head.clusters && head.clusters->due(head.visible));
-    });
+  [[nodiscard]] bool wants_observation(std::uint32_t kv_head) const noexcept override {
+    const SparseHead& head = heads_[kv_head];
+    return head.observes || (head.clusters && head.clusters->due(head.visible));
   }
 
   void note(std::uint32_t kv_head, std::span<const std::uint32_t> tokens, std::span<const float> scores,

@@ -107,8 +107,8 @@ class FittedPolicy final : public LayerPolicy {
   /// Clustering takes a step's time, so it is left to the background. Whether it is due depends on the context's length
   /// alone, and the runtime waits for it before the layer's next step: new clusters serve from the same step in every
   /// run.
-  [[nodiscard]] bool wants_observation() const noexcept override {
-    return std::any_of(heads_.begin(), heads_.end(), [](const Head& head) { return head.source.due(head.visible); });
+  [[nodiscard]] bool wants_observation(std::uint32_t kv_head) const noexcept override {
+    return heads_[kv_head].source.due(heads_[kv_head].visible);
   }
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     heads_[kv_head].source.cluster_new(heads_[kv_head].visible, kv);

@@ -220,7 +220,7 @@ TEST_CASE("sinks, the prompt's last tokens and what was generated are attended e
   FakeKv kv = cone(n, kGroup, 27);
   const auto policy = make_sampled_policy(magicpig_spec(), kShape);
   policy->begin({.kv_head = 0, .tokens = kTokens, .kv = &kv});
-  REQUIRE_FALSE(policy->wants_observation());
+  REQUIRE_FALSE(policy->wants_observation(0));
   const FakeNear near(n, 4, 64);
   const std::vector<float> q = random_queries(kGroup, kDim, 28);
   SelectionRow row;

@@ -313,12 +313,12 @@ TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") 
     step.row.clear();
     policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, step.row,
                    step.bypass, step.counters);
-    REQUIRE(policy->wants_observation() == ((n + layer) % 2 == 0));
+    REQUIRE(policy->wants_observation(0) == ((n + layer) % 2 == 0));
     REQUIRE(attended_by(step.row, 0).size() >= 6);
     const std::size_t scored = step.kv.rows_scored;
     policy->observe(0, step.kv);
     REQUIRE(step.kv.rows_scored == scored);  // Read by select already, as nothing allowed to defer it.
-    if (policy->wants_observation()) policy->forecast(0, n + 1, 1000, hot);
+    if (policy->wants_observation(0)) policy->forecast(0, n + 1, 1000, hot);
   }
 }
 
@@ -341,8 +341,8 @@ TEST_CASE("a repeated step selects the same when it observes and when it follows
       if (attempt == 0) first = step.row.tokens;
     }
     REQUIRE(step.row.tokens == first);
-    REQUIRE(policy->wants_observation() == (n % 4 == 0));
-    if (!policy->wants_observation()) continue;
+    REQUIRE(policy->wants_observation(0) == (n % 4 == 0));
+    if (!policy->wants_observation(0)) continue;
     policy->observe(0, step.kv);
     policy->forecast(0, n + 1, 1000, hot);
   }

@@ -201,11 +201,11 @@ TEST_CASE("new tokens are clustered in the background of the step that brings en
     const auto again = tokens;
     decode.select(n, near.set);  // A step that failed is repeated.
     REQUIRE(decode.attended(near.set, n) == again);
-    REQUIRE(decode.policy->wants_observation() == (n - clustered == 64));
-    if (!decode.policy->wants_observation()) continue;
+    REQUIRE(decode.policy->wants_observation(0) == (n - clustered == 64));
+    if (!decode.policy->wants_observation(0)) continue;
     decode.policy->observe(0, decode.kv);
     clustered = n;
-    REQUIRE_FALSE(decode.policy->wants_observation());
+    REQUIRE_FALSE(decode.policy->wants_observation(0));
   }
   REQUIRE(clustered == prompt + 192);
   REQUIRE(step_shape(spec, PlacementMode::hybrid).observe);
@@ -232,6 +232,6 @@ TEST_CASE("clusters propose tokens to other budgets", "[tactic]") {
     for (const std::uint32_t token : wanted) found += std::binary_search(own.begin(), own.end(), token) ? 1 : 0;
     REQUIRE(found >= 25);
   }
-  REQUIRE_FALSE(decode.policy->wants_observation());
+  REQUIRE_FALSE(decode.policy->wants_observation(0));
   REQUIRE(decode.row.scores.size() == decode.row.tokens.size() * kGroup);
 }

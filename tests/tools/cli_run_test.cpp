@@ -197,6 +197,16 @@ TEST_CASE("planned forwards give the text that steps give, wherever keys and val
   CHECK((row.at("far_tokens") == 0) == (near == " --near 100%"));
 }
 
+TEST_CASE("planned forwards choose on the CPU what steps choose", "[cli]") {
+  const std::string policy = GENERATE("lfps", "topk:budget=8", "magicpig", "tactic:least=16,size=4");
+  const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy " + policy;
+  const json steps = report_of(arguments);
+  const json planned = report_of(arguments + " --engine");
+  CAPTURE(policy);
+  CHECK(planned.at("text") == steps.at("text"));
+  CHECK(planned.at("tokens").size() == 16);
+}
+
 TEST_CASE("what planned forwards do not serve is named", "[cli]") {
   for (const char* wrong : {"--policy sluice", "--policy full --trace t.json", "--policy full --audit 1",
                             "--policy full --prefill flexprefill"}) {

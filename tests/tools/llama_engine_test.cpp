@@ -27,7 +27,9 @@ TEST_CASE("the golden tokens come out of planned forwards", "[llama][golden][eng
                              {"full", 100, 64, 64 * MiB},
                              {"exact | int4 | top_k=all | near=0", 100, 16, 2 * MiB},
                              {"exact | int4 | top_k=all | near=0", 2048, 64, 0},
-                             {"exact | int4 | top_p=1 | near=0", 300, 32, 2 * MiB}}));
+                             {"exact | int4 | top_p=1 | near=0", 300, 32, 2 * MiB},
+                             {"exact | top_k=all | near=0", 300, 16, 2 * MiB},
+                             {"history+exact | top_k=all | near=0,sinks=4,recent=8", 100, 32, 0}}));
   EngineOptions options = test::engine_options(testbed_model(), DType::f32, chunk);
   options.page_tokens = page_tokens;
   options.near_bytes = near_bytes;

@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/command.hpp"
@@ -58,6 +59,8 @@ EngineOptions engine_options(const RuntimeFlags& flags, const PolicySpec& policy
                      .top_k = bounded,
                      .unbounded = true};
   options.sequences = 1;
+  options.cpu_sequences = scheduler::chooser(policy) == scheduler::Chooser::cpu ? 1 : 0;
+  options.prompt_queries = std::max(1u, scheduler::prompt_queries(policy));
   options.max_picks = tokens;
   options.import_rows = 1;
   options.threads = flags.options.threads;
@@ -84,6 +87,7 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
   };
   add({"near_tokens", "near", 1}, static_cast<double>(stats.near_tokens) / heads);
   add({"far_tokens", "far", 1}, static_cast<double>(stats.far_tokens) / heads);
+  if (stats.scored != 0) add({"scored", "scored by the CPU", 1}, static_cast<double>(stats.scored) / heads);
   add({"waited_ms", "waited for the CPU, ms per token", 3},
       1e-6 * static_cast<double>(stats.waited_ns) /
           static_cast<double>(std::max<std::size_t>(generation.per_token_s.size(), 1)));

@@ -1,0 +1,118 @@
+// Sequences whose policies choose on the CPU: what they know of their prompts, and when they get to know it.
+#include <algorithm>
+#include <string>
+
+#include "runtime/engine/impl.hpp"
+#include "scheduler/plan/forward_rows.hpp"
+
+namespace sluice {
+namespace {
+
+std::string text(std::uint64_t number) { return std::to_string(number); }
+
+}  // namespace
+
+void Engine::Impl::require_forgetful(const Sequence& sequence, SequenceId id, const char* what) const {
+  if (sequence.policy && scheduler::remembers(sequence.spec))
+    throw Error(Errc::unsupported, std::string(what) + ": the policy of sequence " + text(id.value) +
+                                       " has learnt from tokens that were decoded; do this before the first, or use a "
+                                       "policy without memory, such as `exact | int4 | top_p=0.95 | near=0`");
+}
+
+void Engine::Impl::drop_policy(Sequence& sequence) noexcept {
+  if (sequence.policy) sequence.policy->close();
+  sequence.policy.reset();
+}
+
+void Engine::Impl::copy_tail(const Sequence& from, Sequence& to) noexcept {
+  const ForwardMemory& m = memory.largest();
+  const std::uint64_t row = std::uint64_t{m.shape.q_heads} * m.shape.head_dim;
+  for (std::uint32_t layer = 0; layer < m.shape.layers; ++layer) {
+    float* const tails = m.tails + std::uint64_t{layer} * m.tail_rows * row;
+    std::copy_n(tails + std::uint64_t{from.tail.slot} * options.prompt_queries * row, options.prompt_queries * row,
+                tails + std::uint64_t{to.tail.slot} * options.prompt_queries * row);
+  }
+  to.tail.begin = from.tail.begin;
+  to.tail.end = std::min(from.tail.end, to.tokens);
+}
+
+void Engine::Impl::extend_tail(Sequence& sequence, std::uint32_t count) noexcept {
+  Sequence::Tail& tail = sequence.tail;
+  if (tail.end != sequence.planned) tail.begin = sequence.planned;
+  tail.end = sequence.planned + count;
+  tail.begin = std::max(tail.begin, tail.end - std::min(tail.end, options.prompt_queries));
+}
+
+std::uint32_t Engine::Impl::tail_row(const Sequence& sequence, const PlanItem& item,
+                                     std::uint32_t token) const noexcept {
+  const std::uint32_t end = sequence.planned + item.tokens;
+  if (!item.prefill || sequence.tail.slot == kNone || token + options.prompt_queries < end) return kNone;
+  return sequence.tail.slot * options.prompt_queries + token % options.prompt_queries;
+}
+
+void Engine::Impl::begin_policies(std::span<const Wanted> wanted) {
+  for (const auto& [sequence, item] : wanted) {
+    if (sequence->tail.slot != kNone && !item.prefill && outdated(item.sequence, *sequence))
+      begin_policy(item.sequence, *sequence);
+  }
+}
+
+bool Engine::Impl::outdated(SequenceId id, const Sequence& sequence) const noexcept {
+  if (!sequence.policy || sequence.prompt_end > sequence.policy_tokens) return true;
+  return std::ranges::any_of(programs.all(), [&](const runtime::Program& program) {
+    if (program.forward <= sequence.policy_forward) return false;
+    return std::ranges::any_of(program.items,
+                               [&](const PlanItem& item) { return item.sequence == id && item.prefill; });
+  });
+}
+
+void Engine::Impl::begin_policy(SequenceId id, Sequence& sequence) {
+  for (const runtime::Program& program : programs.all()) {
+    if (std::ranges::find(program.items, id, &PlanItem::sequence) == program.items.end()) continue;
+    if (await_end(program.forward) != ForwardStatus::done)
+      throw Error(Errc::invalid_argument, "plan: forward " + text(program.forward) + " with tokens of sequence " +
+                                              text(id.value) + " failed; finish it first");
+  }
+  drop_policy(sequence);
+  const Sequence::Tail& tail = sequence.tail;
+  const std::uint32_t queries = tail.end == sequence.planned && tail.begin < tail.end ? tail.end - tail.begin : 0;
+  auto policy =
+      std::make_shared<runtime::SequencePolicy>(sequence.spec, memory.largest(), sequence.pages.blocks().data(), host);
+  policy->begin({.tokens = sequence.planned,
+                 .queries = std::min(queries, scheduler::prompt_queries(sequence.spec)),
+                 .tail = tail.slot * options.prompt_queries,
+                 .room = options.prompt_queries},
+                *prompt_workers);
+  sequence.policy = std::move(policy);
+  sequence.policy_tokens = sequence.planned;
+  sequence.policy_forward = planned;
+}
+
+std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemory& m,
+                                                              std::span<const Wanted> wanted) const {
+  std::vector<runtime::ChoosingRow> rows;
+  std::uint32_t index = 0;
+  for (const auto& [sequence, item] : wanted) {
+    if (item.prefill) continue;
+    if (sequence->tail.slot != kNone)
+      rows.push_back({.policy = sequence->policy, .index = index, .window = m.slip_rows[index]});
+    index += item.tokens;
+  }
+  return rows;
+}
+
+void Engine::Impl::require_chosen(std::uint64_t forward) {
+  const runtime::FarChoice::Failure failure = choice.failure(forward);
+  if (failure.forward == 0) return;
+  std::string lost;
+  for (const runtime::Program& program : programs.all()) {
+    for (const PlanItem& item : program.items) {
+      if (program.forward >= failure.forward) lost += " sequence " + text(item.sequence.value);
+    }
+  }
+  take_back(failure.forward);
+  throw Error(Errc::device, "forward " + text(failure.forward) + " and those behind it were taken back: " +
+                                failure.reason + ". Without new tokens:" + lost + "; plan again, or end them");
+}
+
+}  // namespace sluice

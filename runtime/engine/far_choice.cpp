@@ -1,0 +1,162 @@
+#include "runtime/engine/far_choice.hpp"
+
+#include <algorithm>
+#include <limits>
+
+#include "cpu/verbs.hpp"
+#include "sluice/partial.hpp"
+
+namespace sluice::runtime {
+
+FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels)
+    : memory_(memory), kernels_(kernels), lists_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads) {}
+
+void FarChoice::expect(std::uint64_t forward, std::vector<ChoosingRow> rows) {
+  if (!rows.empty()) used_.store(true, std::memory_order_relaxed);
+  const std::lock_guard lock(mutex_);
+  rows_[forward % kMostForwards] = std::move(rows);
+}
+
+void FarChoice::forget(std::uint64_t forward) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const ChoosingRow& row : rows_[forward % kMostForwards]) row.policy->forget(forward);
+  rows_[forward % kMostForwards].clear();
+  std::erase_if(failures_, [&](const Failure& failure) { return failure.forward == forward; });
+}
+
+FarChoice::Failure FarChoice::failure(std::uint64_t forward) {
+  if (!used_.load(std::memory_order_relaxed)) return {};
+  const std::lock_guard lock(mutex_);
+  const auto first = std::ranges::min_element(failures_, {}, &Failure::forward);
+  return first == failures_.end() || first->forward > forward ? Failure{} : *first;
+}
+
+void FarChoice::note_failure(std::uint64_t forward, const char* reason) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    if (std::ranges::find(failures_, forward, &Failure::forward) == failures_.end())
+      failures_.push_back({.forward = forward, .reason = reason});
+  } catch (const std::exception&) {
+    // Without memory even for that: outputs are not numbers.
+  }
+}
+
+std::vector<std::shared_ptr<SequencePolicy>> FarChoice::policies() {
+  std::vector<std::shared_ptr<SequencePolicy>> all;
+  const std::lock_guard lock(mutex_);
+  for (const auto& rows : rows_) {
+    for (const ChoosingRow& row : rows) {
+      if (std::ranges::find(all, row.policy) == all.end()) all.push_back(row.policy);
+    }
+  }
+  return all;
+}
+
+FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer, std::uint32_t item) const noexcept {
+  for (const ChoosingRow& row : rows_[forward % kMostForwards]) {
+    if (row.window.in(layer).asks == 0) continue;
+    if (item < memory_.shape.kv_heads) return {.row = &row, .kv_head = item};
+    item -= memory_.shape.kv_heads;
+  }
+  return {};
+}
+
+void FarChoice::choose(std::uint64_t asked, std::uint64_t forward, std::uint32_t layer, std::uint32_t item) noexcept {
+  const Place place = place_of(forward, layer, item);
+  const std::uint32_t list = list_of(place);
+  ChosenList& chosen = lists_[list];
+  const std::uint64_t first = std::uint64_t{list} * memory_.shape.group();
+  float missing = kEmptyLse;
+  try {
+    choose_for(forward, layer, place, chosen);
+  } catch (const std::exception& error) {
+    note_failure(forward, error.what());
+    chosen.rows.clear();
+    chosen.members.clear();
+    chosen.bypass.heads = 0;
+    missing = std::numeric_limits<float>::quiet_NaN();
+  }
+  chosen.asked = asked;
+  const auto count = static_cast<std::uint32_t>(chosen.rows.size());
+  std::atomic_ref(memory_.far_counts[list]).store(count, std::memory_order_relaxed);
+  if (count != 0) return;  // Whoever attends it completes it.
+  std::fill_n(memory_.far_out + first * memory_.shape.head_dim, memory_.shape.group() * memory_.shape.head_dim, 0.f);
+  std::fill_n(memory_.far_lse + first, memory_.shape.group(), missing);
+  complete(chosen, list);
+}
+
+void FarChoice::choose_for(std::uint64_t forward, std::uint32_t layer, const Place& place, ChosenList& chosen) {
+  const std::uint64_t first = std::uint64_t{list_of(place)} * memory_.shape.group();
+  scheduler::SelectCounters counters;
+  chosen.selected.clear();
+  chosen.bypass.heads = 0;
+  place.row->policy->choose(forward, layer, place.kv_head, place.row->window,
+                            memory_.far_q + first * memory_.shape.head_dim, chosen.selected, chosen.bypass, counters);
+  list(layer, place, chosen);
+  far_tokens_.fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
+  scored_.fetch_add(counters.scored, std::memory_order_relaxed);
+}
+
+void FarChoice::list(std::uint32_t layer, const Place& place, ChosenList& chosen) const {
+  const std::uint32_t at = list_of(place);
+  const std::uint32_t page_tokens = memory_.layout.page_tokens;
+  const std::uint32_t* const blocks = place.row->policy->blocks();
+  const std::uint32_t* const listed = memory_.far_rows + std::uint64_t{at} * memory_.list_room();
+  const SelectionRow& selected = chosen.selected;
+  chosen.rows.assign(listed, listed + memory_.far_counts[at]);
+  for (const PageRun& run : selected.runs) {
+    for (std::uint32_t row = run.begin; row < run.end; ++row)
+      chosen.rows.push_back(blocks[run.page] * page_tokens + row);
+  }
+  const std::size_t whole = chosen.rows.size();
+  for (const std::uint32_t token : selected.tokens)
+    chosen.rows.push_back(blocks[token / page_tokens] * page_tokens + token % page_tokens);
+  chosen.members.clear();
+  if (!selected.members.empty()) {
+    chosen.members.assign(whole, ~0u >> (32 - memory_.shape.group()));
+    chosen.members.insert(chosen.members.end(), selected.members.begin(), selected.members.end());
+  }
+  chosen.scores.clear();
+  if (!selected.scores.empty()) score(layer, at, place.kv_head, chosen);
+}
+
+/// The selection comes with scores: what lies before it in the list needs them, too.
+void FarChoice::score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_head, ChosenList& chosen) const {
+  const std::uint32_t group = memory_.shape.group();
+  const std::size_t whole = chosen.rows.size() - chosen.selected.tokens.size();
+  chosen.scores.resize(whole * group);
+  chosen.keys.resize(whole);
+  for (std::size_t i = 0; i < whole; ++i)
+    chosen.keys[i] = memory_.far_key(memory_.plane(layer, kv_head), chosen.rows[i]);
+  cpu::kernels_for(kernels_, memory_.layout.dtype)
+      .score({.q = memory_.far_q + std::uint64_t{list} * group * memory_.shape.head_dim,
+              .k = chosen.keys.data(),
+              .count = static_cast<std::uint32_t>(whole),
+              .group = group,
+              .head_dim = memory_.shape.head_dim,
+              .out = chosen.scores.data()});
+  chosen.scores.insert(chosen.scores.end(), chosen.selected.scores.begin(), chosen.selected.scores.end());
+}
+
+const ChosenList* FarChoice::find(std::uint64_t asked, std::uint32_t list) const noexcept {
+  return lists_[list].asked == asked ? &lists_[list] : nullptr;
+}
+
+void FarChoice::complete(const ChosenList& chosen, std::uint32_t list) noexcept {
+  const std::uint32_t group = memory_.shape.group();
+  const std::uint32_t head_dim = memory_.shape.head_dim;
+  for (std::uint32_t h = 0; h < group; ++h) {
+    const std::uint64_t at = std::uint64_t{list} * group + h;
+    float& lse = memory_.far_lse[at];
+    const auto attends = [&](std::uint32_t members) { return (members >> h & 1) != 0; };
+    const bool any = chosen.members.empty() ? !chosen.rows.empty() : std::ranges::any_of(chosen.members, attends);
+    // Keys were attended and weigh nothing that is a number; kEmptyLse says that there are none.
+    if (any && !(lse > kEmptyLse)) lse = std::numeric_limits<float>::quiet_NaN();
+    if ((chosen.bypass.heads >> h & 1) == 0) continue;
+    float* const mean = const_cast<float*>(chosen.bypass.out.data()) + std::size_t{h} * head_dim;
+    float mass = chosen.bypass.lse[h];
+    cpu::merge_into({.out = memory_.far_out + at * head_dim, .lse = &lse}, {.out = mean, .lse = &mass}, 1, head_dim);
+  }
+}
+
+}  // namespace sluice::runtime

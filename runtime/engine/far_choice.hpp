@@ -1,0 +1,111 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.hpp"
+#include "runtime/engine/sequence_policy.hpp"
+#include "sluice/forward.hpp"
+
+namespace sluice::runtime {
+
+/// A row of a forward that the policy of its sequence chooses for, in layers that are not dense.
+struct ChoosingRow {
+  std::shared_ptr<SequencePolicy> policy;
+  std::uint32_t index = 0;  ///< among the rows that choose
+  ForwardRow window;        ///< as the device has it
+};
+
+/// What the far part of one list is once its policy has chosen: what the device has listed, then what was chosen.
+struct ChosenList {
+  std::uint64_t asked = 0;             ///< by this question
+  std::vector<std::uint32_t> rows;     ///< as ForwardMemory::far_rows
+  std::vector<std::uint32_t> members;  ///< [rows] bit h: query head h attends it; empty: all do
+  std::vector<float> scores;           ///< [rows, group] or empty
+  Bypass bypass;                       ///< of heads that attend none of it
+
+  // Scratch.
+  SelectionRow selected;
+  std::vector<const std::byte*> keys;
+};
+
+/// The part of an answer that comes before attention: policies choose. The rows of a forward are told before its plan
+/// goes to the device.
+/// Thread safety: `expect`, `forget` and `failure` by the calling thread; the others by any, where they say so.
+class FarChoice {
+ public:
+  FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels);
+
+  void expect(std::uint64_t forward, std::vector<ChoosingRow> rows);
+  /// It did not get to its end, and nothing of it is asked or answered any more.
+  void forget(std::uint64_t forward) noexcept;
+  /// Why a policy could not choose in this forward or one before it that was not forgotten: that forward, and a text.
+  struct Failure {
+    std::uint64_t forward = 0;  ///< 0: none
+    std::string reason;
+  };
+  [[nodiscard]] Failure failure(std::uint64_t forward);
+
+  /// Item `item` of the choices that question `asked` wants. What cannot be chosen is not a number. For every item
+  /// once, while the question stands; its count of far rows is then that of the list.
+  void choose(std::uint64_t asked, std::uint64_t forward, std::uint32_t layer, std::uint32_t item) noexcept;
+  /// The list that was chosen for, or null. While the question stands.
+  [[nodiscard]] const ChosenList* find(std::uint64_t asked, std::uint32_t list) const noexcept;
+  /// A chosen list has been attended: the rest of what its heads get.
+  void complete(const ChosenList& chosen, std::uint32_t list) noexcept;
+
+  /// Learns from forwards up to `good`, until nothing is left to be learnt (true) or `wanted()`. By any thread that has
+  /// nothing to answer.
+  template <class Wanted>
+  [[nodiscard]] bool learn(std::uint64_t good, const Wanted& wanted);
+
+  [[nodiscard]] std::uint64_t far_tokens() const noexcept { return far_tokens_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t scored() const noexcept { return scored_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Place {
+    const ChoosingRow* row = nullptr;
+    std::uint32_t kv_head = 0;
+  };
+  [[nodiscard]] Place place_of(std::uint64_t forward, std::uint32_t layer, std::uint32_t item) const noexcept;
+  void choose_for(std::uint64_t forward, std::uint32_t layer, const Place& place, ChosenList& chosen);
+  /// Far rows of the device, and what was selected, one after the other.
+  void list(std::uint32_t layer, const Place& place, ChosenList& chosen) const;
+  void score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_head, ChosenList& chosen) const;
+  void note_failure(std::uint64_t forward, const char* reason) noexcept;
+  [[nodiscard]] std::uint32_t list_of(const Place& place) const noexcept {
+    return place.row->index * memory_.shape.kv_heads + place.kv_head;
+  }
+  [[nodiscard]] std::vector<std::shared_ptr<SequencePolicy>> policies();
+
+  const ForwardMemory& memory_;
+  const cpu::Kernels& kernels_;
+  std::array<std::vector<ChoosingRow>, kMostForwards> rows_;  ///< by forward % kMostForwards
+  std::vector<ChosenList> lists_;                             ///< [decode_rows, kv_heads]
+  std::atomic<bool> used_{false};                             ///< there has been a row
+  std::atomic<std::uint64_t> far_tokens_{0};
+  std::atomic<std::uint64_t> scored_{0};
+  std::mutex mutex_;  ///< of `rows_` but where a question stands, and of what follows
+  std::vector<Failure> failures_;
+};
+
+template <class Wanted>
+bool FarChoice::learn(std::uint64_t good, const Wanted& wanted) {
+  if (!used_.load(std::memory_order_relaxed)) return true;
+  for (const auto& policy : policies()) {
+    for (std::uint32_t layer = 0; layer < memory_.shape.layers; ++layer) {
+      for (std::uint32_t kv = 0; kv < memory_.shape.kv_heads; ++kv) {
+        if (wanted()) return false;
+        policy->learn(layer, kv, good);
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace sluice::runtime

@@ -1,0 +1,116 @@
+#include "runtime/engine/sequence_policy.hpp"
+
+#include <algorithm>
+
+#include "cpu/spin.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+
+SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory, const std::uint32_t* blocks,
+                               cpu::Backend& host)
+    : memory_(memory), blocks_(blocks), host_(host), seats_(memory.planes()) {
+  for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
+    layers_.push_back(spec.dense(layer) ? nullptr
+                                        : scheduler::make_layer_policy(spec, memory.shape, memory.layout.page_tokens,
+                                                                       LayerId{layer}));
+  }
+}
+
+HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head) const {
+  const std::uint64_t first = memory_.far_page(memory_.plane(layer, kv_head), 0) * memory_.layout.page_bytes();
+  return {host_, memory_.shape, KvView{.base = memory_.far + first, .frames = blocks_, .layout = memory_.layout}};
+}
+
+void SequencePolicy::begin(const Prompt& prompt, const cpu::Workers& workers) {
+  const std::uint32_t kv_heads = memory_.shape.kv_heads;
+  workers.parallel_for(memory_.planes(), [self = shared_from_this(), prompt, kv_heads](std::uint32_t plane) {
+    if (self->layers_[plane / kv_heads]) self->begin_head(prompt, plane / kv_heads, plane % kv_heads);
+  });
+}
+
+void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head) {
+  const std::uint32_t group = memory_.shape.group();
+  const std::uint64_t floats = std::uint64_t{group} * memory_.shape.head_dim;
+  std::vector<float> queries;
+  for (std::uint32_t i = 0; i < prompt.queries; ++i) {
+    const std::uint32_t row = prompt.tail + (prompt.tokens - prompt.queries + i) % prompt.room;
+    const std::uint64_t at = std::uint64_t{layer} * memory_.tail_rows + row;
+    const float* const from = memory_.tails + (at * memory_.shape.q_heads + kv_head * group) * memory_.shape.head_dim;
+    queries.insert(queries.end(), from, from + floats);
+  }
+  HostKv kv = reader(layer, kv_head);
+  layers_[layer]->begin(
+      {.kv_head = kv_head, .tokens = prompt.tokens, .queries = prompt.queries, .last_q = queries, .kv = &kv});
+  std::vector<scheduler::HotPage> hot;
+  layers_[layer]->forecast(kv_head, prompt.tokens + 1, 0, hot);
+}
+
+void SequencePolicy::choose(std::uint64_t forward, std::uint32_t layer, std::uint32_t kv_head, const ForwardRow& window,
+                            const float* q, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters) {
+  Seat& mine = seat(layer, kv_head);
+  // What is to be learnt comes from before this forward, which would not run had that one failed.
+  while (mine.lesson.load(std::memory_order_acquire) != 0) {
+    learn(layer, kv_head, forward - 1);
+    cpu::relax();
+  }
+  require_whole();
+  HostKv kv = reader(layer, kv_head);
+  const scheduler::NearSet near{
+      .sink_end = window.sink_end, .recent_begin = window.recent_begin, .page_tokens = memory_.layout.page_tokens};
+  layers_[layer]->select({.kv_head = kv_head, .tokens = window.tokens, .q = q, .near = &near, .kv = &kv}, row, bypass,
+                         counters);
+  mine.tokens = window.tokens;
+  if (layers_[layer]->wants_observation(kv_head)) mine.lesson.store(forward, std::memory_order_release);
+}
+
+void SequencePolicy::learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept {
+  Seat& other = seat(layer, kv_head);
+  std::uint64_t forward = other.lesson.load(std::memory_order_acquire);
+  if (forward == 0 || (forward & kBusy) != 0 || forward > good) return;
+  if (!other.lesson.compare_exchange_strong(forward, forward | kBusy, std::memory_order_acq_rel)) return;
+  learn_now(other, layer, kv_head);
+  other.lesson.store(0, std::memory_order_release);
+}
+
+void SequencePolicy::learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept {
+  try {
+    HostKv kv = reader(layer, kv_head);
+    layers_[layer]->observe(kv_head, kv);
+    std::vector<scheduler::HotPage> hot;
+    layers_[layer]->forecast(kv_head, seat.tokens + 1, 0, hot);
+  } catch (const std::exception& error) {
+    const std::lock_guard lock(mutex_);
+    reason_ = error.what();
+    broken_.store(true, std::memory_order_relaxed);
+  }
+}
+
+void SequencePolicy::require_whole() {
+  if (!broken_.load(std::memory_order_relaxed)) return;
+  const std::lock_guard lock(mutex_);
+  throw Error(Errc::device, "its policy could not learn: " + reason_);
+}
+
+void SequencePolicy::forget(std::uint64_t forward) noexcept {
+  for (Seat& each : seats_) {
+    std::uint64_t lesson = forward;
+    (void)each.lesson.compare_exchange_strong(lesson, 0, std::memory_order_acq_rel);
+  }
+}
+
+void SequencePolicy::close() noexcept {
+  for (Seat& each : seats_) {
+    std::uint64_t lesson = each.lesson.load(std::memory_order_acquire);
+    while (lesson != 0) {
+      if ((lesson & kBusy) == 0 && each.lesson.compare_exchange_weak(lesson, 0, std::memory_order_acq_rel)) break;
+      if ((lesson & kBusy) != 0) {
+        cpu::relax();
+        lesson = each.lesson.load(std::memory_order_acquire);
+      }
+    }
+  }
+  layers_.clear();
+}
+
+}  // namespace sluice::runtime

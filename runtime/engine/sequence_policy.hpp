@@ -1,0 +1,82 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cpu/backend.hpp"
+#include "cpu/workers.hpp"
+#include "runtime/host_kv.hpp"
+#include "scheduler/layer_policy.hpp"
+#include "sluice/forward.hpp"
+#include "sluice/policy.hpp"
+
+namespace sluice::runtime {
+
+/// The policies of one sequence, one per layer, which choose on the CPU. Every KV head of a layer is a seat of its own:
+/// it chooses in a forward, and learns from that once the forward is known to have got to its end, before it chooses
+/// again: in between if a thread has time, else then.
+/// Thread safety: any for different seats; `choose` of one seat by one thread at a time.
+class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
+ public:
+  /// `blocks`: of the sequence, in order; what is read of them does not change while there is something to choose or to
+  /// learn.
+  SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory, const std::uint32_t* blocks, cpu::Backend& host);
+
+  [[nodiscard]] const std::uint32_t* blocks() const noexcept { return blocks_; }
+
+  /// What is known of a prompt when its first token is decoded: the queries of its newest tokens lie in rows
+  /// [tail, tail + room) of ForwardMemory::tails, position p in row tail + p % room.
+  struct Prompt {
+    std::uint32_t tokens = 0;
+    std::uint32_t queries = 0;  ///< of the newest tokens
+    std::uint32_t tail = 0;
+    std::uint32_t room = 0;
+  };
+  /// Once, before anything is chosen. By many threads.
+  /// @throws Error{Errc::timeout} if one of them is lost, see Workers; it goes on using what this refers to
+  void begin(const Prompt& prompt, const cpu::Workers& workers);
+
+  /// Chooses for a row in `forward`, having learnt all that there is to learn. `window.tokens` are visible.
+  void choose(std::uint64_t forward, std::uint32_t layer, std::uint32_t kv_head, const ForwardRow& window,
+              const float* q, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters);
+  /// Learns what a seat chose in a forward up to `good`, unless another thread does.
+  void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
+  /// What was chosen in `forward` came to nothing.
+  void forget(std::uint64_t forward) noexcept;
+  /// Nothing is learnt any more, by any thread, and all is freed. Only between forwards.
+  void close() noexcept;
+
+ private:
+  /// Number of the forward whose choice is to be learnt from, or 0; with kBusy, somebody does that.
+  using Lesson = std::atomic<std::uint64_t>;
+  static constexpr std::uint64_t kBusy = std::uint64_t{1} << 63;
+  struct Seat {
+    Lesson lesson{0};
+    std::uint32_t tokens = 0;  ///< that were visible when it chose
+  };
+
+  [[nodiscard]] Seat& seat(std::uint32_t layer, std::uint32_t kv_head) noexcept {
+    return seats_[layer * memory_.shape.kv_heads + kv_head];
+  }
+  [[nodiscard]] HostKv reader(std::uint32_t layer, std::uint32_t kv_head) const;
+  void begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head);
+  void learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept;
+  /// A policy that could not learn is not to be asked again.
+  /// @throws Error{Errc::device} if one could not
+  void require_whole();
+
+  const ForwardMemory& memory_;
+  const std::uint32_t* blocks_;
+  cpu::Backend& host_;
+  std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything
+  std::vector<Seat> seats_;                                      ///< [layers, kv_heads]
+  std::atomic<bool> broken_{false};
+  std::mutex mutex_;
+  std::string reason_;  ///< why one could not learn
+};
+
+}  // namespace sluice::runtime

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "sluice/units.hpp"
+
+namespace sluice::runtime {
+
+/// The items of one question after the other, shared out among threads, each to one. Questions are numbered one by one
+/// and known modulo 2^32. Who comes late to a question finds that nothing is left of it.
+class Shares {
+ public:
+  /// How many items question `asked` has: what the first to ask got from `count`, which may be wrong if the question is
+  /// over by then. 0 if it is.
+  template <class Count>
+  [[nodiscard]] std::uint32_t total(std::uint64_t asked, const Count& count) {
+    std::uint64_t known = total_.load(std::memory_order_acquire);
+    if (age(known, asked) <= 0) return age(known, asked) == 0 ? low(known) : 0;
+    // Should others have answered all of it meanwhile, what is counted may be the next question's; but then they have
+    // said how many items there are, and the exchange fails.
+    const std::uint64_t counted = asked << 32 | count();
+    if (total_.compare_exchange_strong(known, counted, std::memory_order_acq_rel)) return low(counted);
+    return age(known, asked) == 0 ? low(known) : 0;
+  }
+
+  /// The next item of question `asked`, which has `total`; kNone if there is none left. From here until it is finished
+  /// the question stands.
+  [[nodiscard]] std::uint32_t claim(std::uint64_t asked, std::uint32_t total) noexcept {
+    std::uint64_t claims = claims_.load(std::memory_order_relaxed);
+    while (true) {
+      const std::int32_t since = age(claims, asked);
+      const std::uint32_t next = since > 0 ? 0 : low(claims);
+      if (since < 0 || next >= total) return kNone;
+      if (claims_.compare_exchange_weak(claims, asked << 32 | (next + 1), std::memory_order_acq_rel,
+                                        std::memory_order_relaxed))
+        return next;
+    }
+  }
+
+  /// One that was claimed is done. Whether it was the last of all.
+  [[nodiscard]] bool finish(std::uint32_t total) noexcept {
+    if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 != total) return false;
+    finished_.store(0, std::memory_order_relaxed);
+    return true;
+  }
+
+ private:
+  static constexpr std::uint32_t low(std::uint64_t word) noexcept { return static_cast<std::uint32_t>(word); }
+  /// How many questions `asked` comes after the one that a word is about.
+  static constexpr std::int32_t age(std::uint64_t word, std::uint64_t asked) noexcept {
+    return static_cast<std::int32_t>(low(asked) - static_cast<std::uint32_t>(word >> 32));
+  }
+
+  std::atomic<std::uint64_t> total_{0};   ///< question in the upper half, its items in the lower
+  std::atomic<std::uint64_t> claims_{0};  ///< likewise, with its next item
+  std::atomic<std::uint32_t> finished_{0};
+};
+
+}  // namespace sluice::runtime
