@@ -86,10 +86,8 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
   const std::uint32_t block = list_of(m, m.tokens[r].list)[position / m.layout.page_tokens];
   const std::uint32_t plane = m.plane(layer.layer, head);
   std::byte* const far = m.far + m.far_page(plane, block) * m.layout.page_bytes() + at * m.layout.row_bytes();
-  std::byte* near = nullptr;
-  if (m.near_of[block] != kNone) {
-    near = m.near + m.near_page(plane, m.near_of[block]) * m.layout.page_bytes() + at * m.layout.row_bytes();
-  }
+  const std::uint32_t place = m.near_row_of(plane, block * m.layout.page_tokens + at);
+  std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
   const std::uint64_t values = m.layout.half_bytes();
   put_row(kernels, m, layer.k, r, head, far, near);
   put_row(kernels, m, layer.v, r, head, far + values, near == nullptr ? nullptr : near + values);
@@ -139,7 +137,7 @@ void await_answer(const ForwardMemory& m) {
 float merge_head(const ForwardMemory& m, std::uint64_t h, bool asks, float* sum) {
   const std::uint64_t index = h / m.shape.group();
   const bool has_near = m.near_counts[index] != 0;
-  const bool has_far = asks ? m.far_lse[h] != kEmptyLse : m.far_counts[index] != 0;
+  const bool has_far = asks ? m.far_lse[h] != kEmptyLse : m.far_listed[index] != 0;
   const float near = has_near ? m.near_lse[h] : kEmptyLse;
   const float far = has_far ? m.far_lse[h] : kEmptyLse;
   if ((has_near && !(near > kEmptyLse)) || (has_far && !(far > kEmptyLse))) {
@@ -254,6 +252,7 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
   const std::uint32_t lists = m.bucket.decode_rows * m.shape.kv_heads;
   std::fill_n(m.near_counts, lists, 0);
   const auto put_far_count = [&](std::uint32_t index, std::uint32_t count) {
+    m.far_listed[index] = count;
     shared(m.far_counts[index]).store(count, std::memory_order_relaxed);  // A late worker may look.
   };
   for (std::uint32_t i = 0; i < lists; ++i) put_far_count(i, 0);
@@ -265,9 +264,11 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
       if (!marks[token]) continue;
       const std::uint32_t block = list_of(m, row.list)[token / m.layout.page_tokens];
       const std::uint32_t at = token % m.layout.page_tokens;
-      if (m.near_of[block] != kNone) {
-        const std::uint64_t page = m.near_page(m.plane(layer, head), m.near_of[block]);
-        m.near_rows[index * room + near++] = static_cast<std::uint32_t>(page * 2 * m.layout.page_tokens + at);
+      const std::uint32_t plane = m.plane(layer, head);
+      if (const std::uint32_t place = m.near_row_of(plane, block * m.layout.page_tokens + at); place != kNone) {
+        // Where everything is attended, that says nothing of what will be.
+        if (!row.whole()) m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
+        m.near_lists[index * room + near++] = m.near_entry(plane, place);
       } else {
         m.far_rows[index * room + far++] = block * m.layout.page_tokens + at;
       }
@@ -294,7 +295,7 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
   for_each_head(m, layer, [&](const ForwardRow&, std::uint32_t, std::uint32_t index) {
     rows.clear();
     for (std::uint32_t i = 0; i < m.near_counts[index]; ++i) {
-      rows.push_back(m.near + std::uint64_t{m.near_rows[index * room + i]} * m.layout.row_bytes());
+      rows.push_back(m.near + std::uint64_t{m.near_lists[index * room + i]} * m.layout.row_bytes());
     }
     const std::uint64_t first = first_head(m, index);
     kernels_for(kernels, m.layout.dtype)

@@ -19,12 +19,15 @@ template <class T>
   return std::atomic_ref<T>(word);
 }
 
+/// Near rows of blocks that a slip calls fresh or free.
+void change_blocks(const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 void prefill(Backend& prompts, const ForwardMemory& memory, const ForwardLayer& layer);
 void score(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void choose(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void split(const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+void promote(const ForwardMemory& memory, std::uint32_t layer);
 void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 
 }  // namespace sluice::cpu

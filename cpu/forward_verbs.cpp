@@ -40,9 +40,7 @@ void apply(const ForwardMemory& m) {
     std::copy_n(m.slip_blocks + change.from, change.count,
                 m.lists + std::uint64_t{change.list} * m.max_pages + change.page);
   }
-  for (const ForwardNearChange& change : std::span(m.slip_near, slip.near_changes)) {
-    m.near_of[change.block] = change.near;
-  }
+  change_blocks(m);
   for (const ForwardBlockCopy& copy : std::span(m.slip_copies, slip.block_copies)) copy_codes(m, copy);
   state.after = slip.after;
   state.bucket = slip.bucket;
@@ -85,6 +83,8 @@ void end(const ForwardMemory& m) {
   shared(outcome.near_tokens).store(state.near_tokens, std::memory_order_relaxed);
   shared(outcome.far_tokens).store(state.far_tokens, std::memory_order_relaxed);
   shared(outcome.waited_ns).store(state.waited_ns, std::memory_order_relaxed);
+  shared(outcome.promoted).store(state.promoted, std::memory_order_relaxed);
+  shared(outcome.near_rows).store(state.near_rows, std::memory_order_relaxed);
   publish(m, state.forward, state.status);
 }
 
@@ -121,6 +121,9 @@ void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer)
 }
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "attend", [this, memory, at = layer.layer] { cpu::attend(kernels_, memory, at); });
+}
+void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "promote", [memory, at = layer.layer] { cpu::promote(memory, at); });
 }
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });

@@ -42,7 +42,7 @@ AttendVariant variant_of(const ForwardMemory& memory) { return attend_variant(me
 
 /// Near rows of a job at most.
 std::uint64_t near_room(const ForwardMemory& memory) {
-  return std::min<std::uint64_t>(memory.list_room(), std::uint64_t{memory.near_blocks} * memory.layout.page_tokens);
+  return std::min<std::uint64_t>(memory.list_room(), std::uint64_t{memory.near_pages} * memory.layout.page_tokens);
 }
 
 std::uint32_t head_blocks(const ForwardMemory& memory) {
@@ -101,7 +101,6 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   if (jobs != 0)
     choice.partials = carver.take<float>(std::uint64_t{kAttend.max_slices} * block_heads * (memory.shape.head_dim + 1));
   choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.list_room());
-  choice.far_counts = carver.take<std::uint32_t>(heads);
   if (largest.prefills != 0) {
     const std::uint32_t items = largest.prefills * memory.shape.kv_heads;
     const std::uint32_t pages = memory.prefill_window / memory.layout.page_tokens;
@@ -230,6 +229,11 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
   for (std::uint32_t i = 0; i < jobs * scratch.slices; ++i)
     args.job_of[i] = static_cast<std::uint16_t>(i / scratch.slices);
   launch_attend(variant_of(memory), args, jobs * scratch.slices, handle(layer.stream));
+}
+
+void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  launch_forward_promote(memory, choice_of(memory), layer);
 }
 
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {

@@ -23,6 +23,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void choose(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void split(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void attend(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void promote(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override;
   void require_alive(void* stream) override;

@@ -22,7 +22,6 @@ struct ForwardScratch {
   std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
   float* partials = nullptr;             ///< of AttendArgs
   std::uint32_t* far_rows = nullptr;     ///< as in ForwardMemory, before they cross the link
-  std::uint32_t* far_counts = nullptr;   ///< likewise
   std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head
   std::uint32_t block_heads = 8;         ///< query heads of a job
   std::uint32_t slices = 1;              ///< thread blocks of a job
@@ -37,6 +36,8 @@ struct PrefillStage {
   float* so_far = nullptr;          ///< [rows, q_heads, head_dim]
 };
 
+/// Near rows of blocks that the slip calls fresh or free.
+void launch_forward_change_blocks(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
@@ -44,6 +45,7 @@ void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& sc
 void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage, const ForwardLayer& layer,
                           std::uint32_t window, std::uint32_t blocks);
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t before, cudaStream_t stream);
 void launch_forward_end(const ForwardMemory& memory, cudaStream_t stream);

@@ -129,11 +129,10 @@ __global__ void __launch_bounds__(kThreads)
   if (attends && token.tail != kNone) put_tail(m, layer, token.tail, head);
   const std::uint32_t page_row = token.position % m.layout.page_tokens;
   const std::uint32_t block = m.lists[std::uint64_t{token.list} * m.max_pages + token.position / m.layout.page_tokens];
-  const std::uint32_t near_block = m.near_of[block];
   const std::uint64_t offset = page_row * m.layout.row_bytes();
   std::byte* const far = m.far + m.far_page(plane, block) * m.layout.page_bytes() + offset;
-  std::byte* const near =
-      near_block == kNone ? nullptr : m.near + m.near_page(plane, near_block) * m.layout.page_bytes() + offset;
+  const std::uint32_t place = m.near_row_of(plane, block * m.layout.page_tokens + page_row);
+  std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
   const std::uint64_t values = m.layout.half_bytes();
   put_row<kType>(layer.k, blockIdx.x, head, far, near, key);
   put_row<kType>(layer.v, blockIdx.x, head, far + values, near == nullptr ? nullptr : near + values, nullptr);

@@ -34,9 +34,6 @@ __global__ void __launch_bounds__(kThreads) apply_kernel(const __grid_constant__
     std::uint32_t* const list = m.lists + std::uint64_t{change.list} * m.max_pages + change.page;
     for (std::uint32_t i = threadIdx.x; i < change.count; i += kThreads) list[i] = m.slip_blocks[change.from + i];
   }
-  for (std::uint32_t i = threadIdx.x; i < slip.near_changes; i += kThreads) {
-    m.near_of[m.slip_near[i].block] = m.slip_near[i].near;
-  }
   if (threadIdx.x != 0) return;
   ForwardState& state = *m.state;
   if (state.planned > state.forward || state.status == ForwardStatus::running) {
@@ -99,6 +96,8 @@ __global__ void end_kernel(const __grid_constant__ ForwardMemory m) {
   outcome.near_tokens = state.near_tokens;
   outcome.far_tokens = state.far_tokens;
   outcome.waited_ns = state.waited_ns;
+  outcome.promoted = state.promoted;
+  outcome.near_rows = state.near_rows;
   publish(m, state.forward, state.status);
 }
 
@@ -106,6 +105,7 @@ __global__ void end_kernel(const __grid_constant__ ForwardMemory m) {
 
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream) {
   if (memory.slip->block_copies != 0) copy_codes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(memory);
+  if (memory.slip->block_changes != 0 && memory.near_pages != 0) launch_forward_change_blocks(memory, stream);
   apply_kernel<<<1, kThreads, 0, stream>>>(memory);
   check(cudaGetLastError(), "launch the kernel that takes a plan");
 }

@@ -10,6 +10,7 @@ namespace sluice::gpu {
 namespace detail {
 void load_forward_append_kernels();
 void load_forward_apply_kernels();
+void load_forward_near_kernels();
 void load_forward_prefill_kernels();
 void load_forward_split_kernels();
 }  // namespace detail
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool has_near = goes_on && m.near_counts[blockIdx.x] != 0;
   // Whether there is anything in a list that the CPU has added to, the answer says.
   const bool asks = chooses.in(layer.layer).asks != 0;
-  const bool has_far = goes_on && (asks || scratch.far_counts[blockIdx.x] != 0);
+  const bool has_far = goes_on && (asks || m.far_listed[blockIdx.x] != 0);
   // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
   const auto far_out = [&](std::uint32_t at) {
     if (!has_far || at >= group * head_dim) return float4{};
@@ -138,6 +139,7 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
 void load_forward_kernels() {
   detail::load_forward_append_kernels();
   detail::load_forward_apply_kernels();
+  detail::load_forward_near_kernels();
   detail::load_forward_prefill_kernels();
   detail::load_forward_split_kernels();
   cudaFuncAttributes attributes;

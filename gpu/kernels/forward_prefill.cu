@@ -42,13 +42,25 @@ __device__ void describe(const ForwardMemory& m, const PrefillStage& stage, cons
                        .last_window = window.end == chunk.first + chunk.count};
 }
 
+/// Sixteen bytes of a page, from where they lie near if they do.
+__device__ uint4 quad_of(const ForwardMemory& m, std::uint32_t plane, std::uint32_t block, std::uint32_t quad) {
+  const auto row_quads = static_cast<std::uint32_t>(m.layout.row_bytes() / sizeof(uint4));
+  const std::uint32_t half_quads = row_quads * m.layout.page_tokens;
+  const std::uint32_t at = quad % half_quads;
+  const std::uint32_t row = block * m.layout.page_tokens + at / row_quads;
+  const std::uint32_t place = m.near_row_of(plane, row);
+  const std::byte* const key = place == kNone ? m.far_key(plane, row) : m.near_key(plane, place);
+  const std::byte* const from = quad < half_quads ? key : key + m.layout.half_bytes();
+  return __ldcv(reinterpret_cast<const uint4*>(from) + at % row_quads);
+}
+
 /// Brings window `index` of all chunks: thread blocks share the pages of all their KV heads.
 __global__ void __launch_bounds__(kThreads)
     stage_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ PrefillStage stage,
                  const __grid_constant__ ForwardLayer layer, std::uint32_t index) {
   const bool runs = m.state->status == ForwardStatus::running;
   const std::uint32_t room = m.prefill_window / m.layout.page_tokens;
-  const std::uint64_t quads = m.layout.page_bytes() / sizeof(uint4);
+  const auto quads = static_cast<std::uint32_t>(m.layout.page_bytes() / sizeof(uint4));
   for (std::uint32_t c = 0; c < m.bucket.prefills; ++c) {
     const ForwardChunk chunk = runs ? m.chunks[c] : ForwardChunk{};
     const Window window = window_of(m, chunk, index);
@@ -63,14 +75,10 @@ __global__ void __launch_bounds__(kThreads)
       const std::uint32_t head = i / pages;
       const std::uint32_t page = i % pages;
       const std::uint32_t block = list[page];
-      const std::uint32_t near = m.near_of[block];
       const std::uint32_t plane = m.plane(layer.layer, head);
       const std::uint32_t frame = (c * m.shape.kv_heads + head) * room + page;
-      const auto* const from =
-          reinterpret_cast<const uint4*>(near == kNone ? m.far + m.far_page(plane, block) * m.layout.page_bytes()
-                                                       : m.near + m.near_page(plane, near) * m.layout.page_bytes());
       auto* const to = reinterpret_cast<uint4*>(stage.pages + std::uint64_t{frame} * m.layout.page_bytes());
-      for (std::uint64_t q = threadIdx.x; q < quads; q += kThreads) to[q] = __ldcv(from + q);
+      for (std::uint32_t q = threadIdx.x; q < quads; q += kThreads) to[q] = quad_of(m, plane, block, q);
       if (threadIdx.x == 0) stage.frames[frame] = frame;
     }
   }

@@ -45,28 +45,31 @@ __device__ void mark(const ForwardMemory& m, const Work& work, std::uint32_t hea
   __syncthreads();
 }
 
-/// Which of a word's tokens lie in pages that are near.
+/// The far row of a token.
+__device__ std::uint32_t row_of(const ForwardMemory& m, const Work& work, std::uint32_t token) {
+  return work.list[token / m.layout.page_tokens] * m.layout.page_tokens + token % m.layout.page_tokens;
+}
+
+/// Which of a word's tokens lie near. They are used, unless everything is, which says nothing of what will be.
 __device__ std::uint32_t near_bits(const ForwardMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits) {
-  const std::uint32_t step = min(m.layout.page_tokens, 32u);
+  if (m.near_pages == 0) return 0;
+  const auto forward = static_cast<std::uint32_t>(m.state->forward);
   std::uint32_t near = 0;
-  for (std::uint32_t at = 0; at < 32; at += step) {
-    const std::uint32_t page_bits = bits & (step == 32 ? kAll : ((1u << step) - 1) << at);
-    if (page_bits == 0) continue;
-    const std::uint32_t block = work.list[(word * 32 + at) / m.layout.page_tokens];
-    if (m.near_of[block] != kNone) near |= page_bits;
+  for (std::uint32_t rest = bits; rest != 0; rest &= rest - 1) {
+    const std::uint32_t bit = __ffs(static_cast<int>(rest)) - 1;
+    const std::uint32_t place = m.near_row_of(work.plane, row_of(m, work, word * 32 + bit));
+    if (place == kNone) continue;
+    near |= 1u << bit;
+    if (!work.row.whole()) m.near_rows[m.near_row(work.plane, place)].used = forward;
   }
   return near;
 }
 
 __device__ void write_rows(const ForwardMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits, bool near,
                            std::uint32_t* to) {
-  const std::uint32_t page_tokens = m.layout.page_tokens;
   for (; bits != 0; bits &= bits - 1) {
-    const std::uint32_t token = word * 32 + __ffs(static_cast<int>(bits)) - 1;
-    const std::uint32_t block = work.list[token / page_tokens];
-    const std::uint32_t row = token % page_tokens;
-    *to++ = near ? static_cast<std::uint32_t>(m.near_page(work.plane, m.near_of[block])) * 2 * page_tokens + row
-                 : block * page_tokens + row;
+    const std::uint32_t row = row_of(m, work, word * 32 + __ffs(static_cast<int>(bits)) - 1);
+    *to++ = near ? m.near_entry(work.plane, m.near_row_of(work.plane, row)) : row;
   }
 }
 
@@ -180,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool runs = m.state->status == ForwardStatus::running;
   Work work{.row = m.rows[blockIdx.x / m.shape.kv_heads].in(layer),
             .list = nullptr,
-            .near_rows = m.near_rows + blockIdx.x * room,
+            .near_rows = m.near_lists + blockIdx.x * room,
             .far_rows = scratch.far_rows + blockIdx.x * room,
             .index = blockIdx.x,
             .plane = m.plane(layer, head)};
@@ -203,7 +206,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (threadIdx.x != 0) return;
   m.near_counts[blockIdx.x] = near;
-  m.far_counts[blockIdx.x] = scratch.far_counts[blockIdx.x] = far;
+  m.far_counts[blockIdx.x] = m.far_listed[blockIdx.x] = far;
   write_jobs(m, scratch, work, head, near);
   ask(m, layer, near, far, work.row.list == kNone ? 0 : work.row.asks);
 }

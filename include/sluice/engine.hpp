@@ -22,7 +22,11 @@ struct EngineOptions {
   DType kv_dtype = DType::bf16;
   /// For keys and values; a block, one page of tokens of all layers and KV heads, at least.
   std::uint64_t host_bytes = 1 * GiB;
-  std::uint64_t near_bytes = 0;  ///< device memory for near pages; what is left of a block is not used
+  /// Device memory for near pages, as many of each layer and KV head; what is left of one of all of them is not used.
+  /// They are a cache of far ones, row by row: tokens come in near, those that are not attended give way, and those
+  /// that are attended far again and again are brought.
+  std::uint64_t near_bytes = 0;
+  std::uint32_t promotions = 64;  ///< tokens of a layer and KV head that one forward brings near, at most. [0, 256]
   /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
   /// if they are 0 or more than that, and whole pages.
   Bucket largest{};
@@ -53,6 +57,7 @@ struct EngineStats {
   std::uint64_t unplanned = 0;    ///< replays without a plan of their own
   std::uint64_t near_tokens = 0;  ///< attended in device memory, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;   ///< and in place, by the CPU
+  std::uint64_t promoted = 0;     ///< tokens brought near, by layers and KV heads
   std::uint64_t scored = 0;       ///< keys that policies read to choose on the CPU
   std::uint64_t waited_ns = 0;    ///< that the device waited for the CPU's answers
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
@@ -60,14 +65,14 @@ struct EngineStats {
 
 /// Memory of an engine in bytes: all of it is reserved when the engine is built.
 struct EngineMemoryUse {
-  std::uint64_t far_pages = 0;       ///< host: keys and values
-  std::uint64_t far_pages_used = 0;  ///< of these, in blocks that sequences hold; shared ones count once
-  std::uint64_t pinned = 0;          ///< host: plans, the mailbox, far lists and partial results
-  std::uint64_t partials = 0;        ///< host: the threads' own
-  std::uint64_t near_pages = 0;      ///< device
-  std::uint64_t near_pages_used = 0;
-  std::uint64_t codes = 0;    ///< device: 4-bit copies of keys
-  std::uint64_t buffers = 0;  ///< device: tables, scores, choices and scratch
+  std::uint64_t far_pages = 0;        ///< host: keys and values
+  std::uint64_t far_pages_used = 0;   ///< of these, in blocks that sequences hold; shared ones count once
+  std::uint64_t pinned = 0;           ///< host: plans, the mailbox, far lists and partial results
+  std::uint64_t partials = 0;         ///< host: the threads' own
+  std::uint64_t near_pages = 0;       ///< device
+  std::uint64_t near_pages_used = 0;  ///< of these, when the newest forward ended
+  std::uint64_t codes = 0;            ///< device: 4-bit copies of keys
+  std::uint64_t buffers = 0;          ///< device: tables, scores, choices and scratch
 
   [[nodiscard]] std::uint64_t host() const noexcept { return far_pages + pinned + partials; }
   [[nodiscard]] std::uint64_t device() const noexcept { return near_pages + codes + buffers; }
@@ -126,7 +131,7 @@ class Engine {
   /// may.
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);
   /// A new sequence of the first `tokens` tokens of another one, under its policy. Its blocks are shared; the one in
-  /// which either of them goes on is copied then, and not near any more.
+  /// which either of them goes on is copied then.
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, or it has fewer tokens;
   /// Error{Errc::out_of_capacity} if as many live as may; Error{Errc::unsupported} if its policy has learnt from tokens
   /// that were decoded.

@@ -47,6 +47,8 @@ struct ForwardRow {
 
   /// Whether the device chooses anything by score.
   [[nodiscard]] constexpr bool ranks() const noexcept { return picks != 0 || mass > 0.f; }
+  /// Whether all tokens are attended.
+  [[nodiscard]] constexpr bool whole() const noexcept { return sink_end == tokens; }
   /// The row as it is in a layer.
   [[nodiscard]] constexpr ForwardRow in(std::uint32_t layer) const noexcept {
     ForwardRow row = *this;
@@ -75,12 +77,28 @@ struct ForwardListChange {
   std::uint32_t from = 0;
 };
 
-/// Pages of `block`, of every layer and KV head, lie near, too, from now on, in block `near`; kNone: no longer. What a
-/// page held before does not come along. A slip names every block once at most.
-struct ForwardNearChange {
+/// `block` holds nothing any more, so that its tokens, of every layer and KV head, give up their near rows; or nothing
+/// yet, and near rows are found for its tokens, so that they are written there, too, as they come. A slip names every
+/// block once at most.
+struct ForwardBlockChange {
   std::uint32_t block = 0;
-  std::uint32_t near = kNone;
+  std::uint32_t age = kNone;  ///< its near rows are as if attended so many forwards ago; kNone: it is given up
 };
+
+/// What a near row holds.
+struct ForwardNearRow {
+  std::uint32_t row = kNone;  ///< of the plane's far rows; kNone: nothing
+  std::uint32_t used = 0;     ///< the newest forward that attended it
+};
+
+/// Forwards are counted modulo this where near rows are concerned; an entry of near_of from here on is near.
+inline constexpr std::uint32_t kNearBit = 0x8000'0000u;
+/// A far row that was attended twice within as many forwards is wanted near.
+inline constexpr std::uint32_t kNearAgain = 8;
+/// Near rows that were not attended in as many forwards give way first; those not attended in kNearAgain, then.
+inline constexpr std::uint32_t kNearPatience = 32;
+/// Rows that a plane may bring near in one forward, at most.
+inline constexpr std::uint32_t kMostPromotions = 256;
 
 /// The 4-bit copies of `from` become those of `to`, too.
 struct ForwardBlockCopy {
@@ -106,7 +124,7 @@ struct ForwardSlip {
   std::uint64_t after = 0;    ///< the forward it builds on, which must have been the last to get to its end
   Bucket bucket;
   std::uint32_t list_changes = 0;
-  std::uint32_t near_changes = 0;
+  std::uint32_t block_changes = 0;
   std::uint32_t block_copies = 0;
 };
 
@@ -125,6 +143,8 @@ struct ForwardState {
   std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
   std::uint32_t arrived = 0;           ///< parts of it that are split
   std::uint32_t merging = 0;           ///< parts of it whose merge has begun
+  std::uint32_t near_rows = 0;         ///< that hold something, of all planes
+  std::uint64_t promoted = 0;          ///< rows brought near so far
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;
   std::uint64_t waited_ns = 0;  ///< for answers so far, by the device's clock
@@ -157,6 +177,8 @@ struct ForwardMailbox {
     std::uint64_t near_tokens = 0;  ///< as in ForwardState
     std::uint64_t far_tokens = 0;
     std::uint64_t waited_ns = 0;
+    std::uint64_t promoted = 0;
+    std::uint64_t near_rows = 0;
     ForwardStatus status[kMostForwards] = {};  ///< of forward f at f % kMostForwards
   } outcome;
 };
@@ -173,27 +195,33 @@ struct ForwardMemory {
   std::uint32_t max_picks = 0;       ///< tokens that a query head may choose
   std::uint32_t max_window = 0;      ///< sinks and recent tokens together
   std::uint32_t blocks = 0;          ///< far pages of a plane
-  std::uint32_t near_blocks = 0;     ///< near pages of a plane
+  std::uint32_t near_pages = 0;      ///< near pages of a plane
+  std::uint32_t promotions = 0;      ///< rows that a plane brings near in one forward, at most
   std::uint32_t max_pages = 0;       ///< of a block list
   std::uint32_t prefill_window = 0;  ///< tokens of keys that a chunk attends at a time, a multiple of page_tokens
   std::uint32_t tail_rows = 0;       ///< of `tails`
   std::uint64_t answer_ns = 0;       ///< how long a layer waits for the far part
 
   // Memory of the device.
-  std::byte* near = nullptr;         ///< [near_blocks, planes] pages
-  std::byte* codes = nullptr;        ///< [planes, blocks] 4-bit copies, see Int4Layout
-  std::uint32_t* lists = nullptr;    ///< [lists, max_pages] blocks
-  std::uint32_t* near_of = nullptr;  ///< [blocks] near block or kNone
-  ForwardToken* tokens = nullptr;    ///< [append_rows]
-  ForwardRow* rows = nullptr;        ///< [decode_rows]
-  ForwardChunk* chunks = nullptr;    ///< [prefills]
+  std::byte* near = nullptr;       ///< [planes, near_pages] pages, whose rows hold any tokens of their plane
+  std::byte* codes = nullptr;      ///< [planes, blocks] 4-bit copies, see Int4Layout
+  std::uint32_t* lists = nullptr;  ///< [lists, max_pages] blocks
+  /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or the newest forward that attended the row far,
+  /// 0 if there was none. Not there if near_pages is 0.
+  std::uint32_t* near_of = nullptr;
+  ForwardNearRow* near_rows = nullptr;  ///< [planes, near_pages * page_tokens]
+  std::uint32_t* near_hands = nullptr;  ///< [planes] near row that is looked at next for one to give way
+  ForwardToken* tokens = nullptr;       ///< [append_rows]
+  ForwardRow* rows = nullptr;           ///< [decode_rows]
+  ForwardChunk* chunks = nullptr;       ///< [prefills]
   ForwardState* state = nullptr;
   float* q = nullptr;                    ///< [decode_rows, q_heads, head_dim]
   float* scores = nullptr;               ///< [decode_rows, q_heads, max_tokens]
   std::uint32_t* picks = nullptr;        ///< [decode_rows, q_heads, max_picks] relative to sink_end
   std::uint32_t* masks = nullptr;        ///< [decode_rows, q_heads, mask_words] if the largest bucket is unbounded
-  std::uint32_t* near_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] K rows, counted in rows from `near`
+  std::uint32_t* near_lists = nullptr;   ///< [decode_rows, kv_heads, list_room] K rows, counted in rows from `near`
   std::uint32_t* near_counts = nullptr;  ///< [decode_rows, kv_heads]
+  std::uint32_t* far_listed = nullptr;   ///< [decode_rows, kv_heads] far rows that `split` listed
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
   std::byte* scratch = nullptr;          ///< ForwardVerbs::scratch_bytes
@@ -201,17 +229,17 @@ struct ForwardMemory {
   // Pinned memory of the host.
   std::byte* far = nullptr;  ///< [planes, blocks] pages
   ForwardSlip* slip = nullptr;
-  ForwardToken* slip_tokens = nullptr;      ///< [append_rows]
-  ForwardRow* slip_rows = nullptr;          ///< [decode_rows]
-  ForwardChunk* slip_chunks = nullptr;      ///< [prefills]
-  ForwardListChange* slip_lists = nullptr;  ///< [ForwardSlip::list_changes]
-  std::uint32_t* slip_blocks = nullptr;     ///< what they refer to
-  ForwardNearChange* slip_near = nullptr;   ///< [ForwardSlip::near_changes]
-  ForwardBlockCopy* slip_copies = nullptr;  ///< [ForwardSlip::block_copies]
+  ForwardToken* slip_tokens = nullptr;         ///< [append_rows]
+  ForwardRow* slip_rows = nullptr;             ///< [decode_rows]
+  ForwardChunk* slip_chunks = nullptr;         ///< [prefills]
+  ForwardListChange* slip_lists = nullptr;     ///< [ForwardSlip::list_changes]
+  std::uint32_t* slip_blocks = nullptr;        ///< what they refer to
+  ForwardBlockChange* slip_changes = nullptr;  ///< [ForwardSlip::block_changes] oldest first
+  ForwardBlockCopy* slip_copies = nullptr;     ///< [ForwardSlip::block_copies]
   ForwardMailbox* mailbox = nullptr;
   float* far_q = nullptr;               ///< [decode_rows, q_heads, head_dim]
   std::uint32_t* far_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] block * page_tokens + row of the page
-  std::uint32_t* far_counts = nullptr;  ///< [decode_rows, kv_heads]
+  std::uint32_t* far_counts = nullptr;  ///< [decode_rows, kv_heads] as far_listed, until the CPU adds what it chose
   float* far_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* far_lse = nullptr;  ///< [decode_rows, q_heads] of a list that was chosen for: kEmptyLse if it is empty
   float* tails = nullptr;    ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
@@ -232,12 +260,31 @@ struct ForwardMemory {
     return std::uint64_t{plane} * blocks + block;
   }
   /// A far row of a plane, as far_rows names it: its key. Its value comes PageLayout::half_bytes() behind that.
-  [[nodiscard]] const std::byte* far_key(std::uint32_t plane, std::uint32_t row) const noexcept {
+  [[nodiscard]] constexpr const std::byte* far_key(std::uint32_t plane, std::uint32_t row) const noexcept {
     return far + far_page(plane, row / layout.page_tokens) * layout.page_bytes() +
            row % layout.page_tokens * layout.row_bytes();
   }
-  [[nodiscard]] constexpr std::uint64_t near_page(std::uint32_t plane, std::uint32_t near_block) const noexcept {
-    return std::uint64_t{near_block} * planes() + plane;
+  /// Rows of a plane.
+  [[nodiscard]] constexpr std::uint64_t far_row(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return far_page(plane, 0) * layout.page_tokens + row;
+  }
+  [[nodiscard]] constexpr std::uint64_t near_row(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return std::uint64_t{plane} * near_pages * layout.page_tokens + row;
+  }
+  /// The near row of a far one, or kNone.
+  [[nodiscard]] constexpr std::uint32_t near_row_of(std::uint32_t plane, std::uint32_t row) const noexcept {
+    if (near_pages == 0) return kNone;
+    const std::uint32_t entry = near_of[far_row(plane, row)];
+    return (entry & kNearBit) != 0 ? entry & ~kNearBit : kNone;
+  }
+  /// As near_lists counts it: K and V rows of pages, one after the other.
+  [[nodiscard]] constexpr std::uint32_t near_entry(std::uint32_t plane, std::uint32_t row) const noexcept {
+    const std::uint64_t page = std::uint64_t{plane} * near_pages + row / layout.page_tokens;
+    return static_cast<std::uint32_t>(page * 2 * layout.page_tokens + row % layout.page_tokens);
+  }
+  /// Its key; the value comes PageLayout::half_bytes() behind.
+  [[nodiscard]] constexpr std::byte* near_key(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return near + std::uint64_t{near_entry(plane, row)} * layout.row_bytes();
   }
 };
 
@@ -254,16 +301,17 @@ struct ForwardLayer {
 
 /// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
 /// `append`, `prefill` if the bucket has such rows, and if it has rows that choose, `score`, `choose`, `split`,
-/// `attend` and `merge`; then `end`. `apply` comes before it and is not part of a graph. One that only brings keys and
-/// values in is `begin`, `append` for every layer, `end`. Forwards and plans run in the order in which they are
-/// numbered. Thread safety: one thread at a time per ForwardMemory.
+/// `attend`, `promote` and `merge`; then `end`. `apply` comes before it and is not part of a graph. One that only
+/// brings keys and values in is `begin`, `append` for every layer, `end`. Forwards and plans run in the order in which
+/// they are numbered. Thread safety: one thread at a time per ForwardMemory.
 class ForwardVerbs {
  public:
   virtual ~ForwardVerbs() = default;
   /// Device memory that the verbs want for themselves, zero-filled at first, for every bucket up to the largest.
   [[nodiscard]] virtual std::uint64_t scratch_bytes(const ForwardMemory& memory) const = 0;
 
-  /// Takes the slip: rows, block lists, near blocks, copies. Not captured.
+  /// Takes the slip: rows, block lists, fresh and free blocks, copies. Not captured. Tokens of fresh blocks get near
+  /// rows that are free, or that have not been attended for long, see kNearPatience; those of the newest block first.
   virtual void apply(const ForwardMemory& memory, void* stream) = 0;
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
@@ -282,6 +330,10 @@ class ForwardVerbs {
   /// one, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Brings rows near that were attended far, while their answer is awaited: those of sinks and recent tokens, then
+  /// those that were attended far before, not longer than kNearAgain forwards ago. They take places as fresh blocks do;
+  /// the former also of any row that this forward has not attended.
+  virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Takes all plans behind forward `before` back: what comes later of them has no plan, and what is planned next

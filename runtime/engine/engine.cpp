@@ -63,7 +63,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       host(*workers),
       prompt_workers(prompt_workers_of(options, topology)),
       choice(memory.largest(), cpu::fastest_kernels()),
-      table(memory.largest().blocks, memory.largest().near_blocks),
+      table(memory.largest().blocks),
       programs(options.in_flight),
       far(memory.largest(), choice, far_options(options, topology, node_of(topology, *device)), topology) {
   options.largest = memory.largest().largest;  // As long as there is room for.
@@ -121,7 +121,7 @@ EngineMemoryUse Engine::memory() const noexcept {
   EngineMemoryUse use = impl_->memory.use();
   use.partials = impl_->far.bytes();
   use.far_pages_used = (impl_->table.blocks() - impl_->table.free()) * impl_->memory.block_bytes();
-  use.near_pages_used = impl_->table.near() * impl_->memory.block_bytes();
+  use.near_pages_used = look(impl_->mailbox().outcome.near_rows) * 2 * impl_->memory.largest().layout.row_bytes();
   return use;
 }
 
@@ -135,6 +135,7 @@ EngineStats Engine::stats() const noexcept {
           .unplanned = look(mailbox.outcome.unplanned),
           .near_tokens = look(mailbox.outcome.near_tokens),
           .far_tokens = look(mailbox.outcome.far_tokens) + impl_->choice.far_tokens(),
+          .promoted = look(mailbox.outcome.promoted),
           .scored = impl_->choice.scored(),
           .waited_ns = look(mailbox.outcome.waited_ns),
           .answer_ns = impl_->far.answer_ns()};

@@ -193,6 +193,7 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
     verbs.choose(m, call);
     verbs.split(m, call);
     verbs.attend(m, call);
+    if (m.promotions != 0) verbs.promote(m, call);
     verbs.merge(m, call);
   }
   if (layer.value + 1 == shape.layers) verbs.end(m, stream);

@@ -22,7 +22,11 @@ std::uint64_t kv_heads(const ForwardMemory& m) { return std::uint64_t{m.largest.
 std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t scratch, std::byte* from) {
   Carver parts(from);
   take(parts, m.state, 1);
-  take(parts, m.near_of, m.blocks);
+  if (m.near_pages != 0) {
+    take(parts, m.near_of, m.far_row(m.planes(), 0));
+    take(parts, m.near_rows, m.near_row(m.planes(), 0));
+    take(parts, m.near_hands, m.planes());
+  }
   take(parts, m.lists, std::uint64_t{lists} * m.max_pages);
   take(parts, m.tokens, m.append_rows);
   take(parts, m.rows, m.largest.decode_rows);
@@ -31,8 +35,9 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t 
   take(parts, m.scores, heads(m) * m.largest.max_tokens);
   take(parts, m.picks, heads(m) * m.max_picks);
   if (m.largest.unbounded) take(parts, m.masks, heads(m) * m.mask_words());
-  take(parts, m.near_rows, kv_heads(m) * m.list_room());
+  take(parts, m.near_lists, kv_heads(m) * m.list_room());
   take(parts, m.near_counts, kv_heads(m));
+  take(parts, m.far_listed, kv_heads(m));
   take(parts, m.near_out, heads(m) * m.shape.head_dim);
   take(parts, m.near_lse, heads(m));
   take(parts, m.scratch, scratch);
@@ -59,7 +64,7 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
     take(parts, m.slip_chunks, m.largest.prefills);
     take(parts, m.slip_lists, lists);
     take(parts, m.slip_blocks, listed_blocks);
-    take(parts, m.slip_near, m.blocks);  // A block comes or goes once before the device knows.
+    take(parts, m.slip_changes, m.blocks);  // A block comes or goes once before the device knows.
     take(parts, m.slip_copies, 2 * std::uint64_t{lists});
   }
   return parts.used();
@@ -96,6 +101,7 @@ void validate(const EngineOptions& options) {
   in("largest.max_tokens", options.largest.max_tokens, 0, 0x7fff'ffff);
   in("in_flight", options.in_flight, 1, kMostForwards);
   in("sequences", options.sequences, 1, 65'536);
+  in("promotions", options.promotions, 0, kMostPromotions);
   in("cpu_sequences", options.cpu_sequences, 0, options.sequences);
   in("prompt_queries", options.prompt_queries, 1, 256);
   in("max_picks", options.max_picks, 1, 1u << 20);
@@ -125,7 +131,8 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
   memory.layout = {.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
   const std::uint64_t block = memory.layout.page_bytes() * memory.planes();
   memory.blocks = static_cast<std::uint32_t>(options.host_bytes / block);
-  memory.near_blocks = static_cast<std::uint32_t>(options.near_bytes / block);
+  memory.near_pages = static_cast<std::uint32_t>(options.near_bytes / block);
+  memory.promotions = memory.near_pages == 0 ? 0 : options.promotions;
   memory.largest = memory.bucket = largest_of(options, memory.layout, memory.blocks);
   memory.max_pages = memory.largest.max_tokens / memory.layout.page_tokens;
   memory.append_rows = std::max(memory.largest.rows(), options.import_rows);
@@ -147,7 +154,7 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
 
 void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memory, Device& device,
                                ForwardVerbs& verbs) {
-  const std::uint64_t near_bytes = std::uint64_t{memory.near_blocks} * memory.planes() * memory.layout.page_bytes();
+  const std::uint64_t near_bytes = std::uint64_t{memory.near_pages} * memory.planes() * memory.layout.page_bytes();
   if (near_bytes != 0) near_ = device.allocate(near_bytes);
   codes_ = device.allocate(std::uint64_t{memory.blocks} * memory.planes() * Int4Layout(memory.layout).page_bytes());
   const std::uint64_t scratch = verbs.scratch_bytes(memory);
@@ -201,7 +208,8 @@ void EngineMemory::clear(const EngineOptions& options, Device& device) {
   if (near_) fill(near_->data(), near_->bytes());
   std::memset(source->data(), 0xff, kPiece);
   static_assert(kNone == 0xffff'ffffu);
-  fill(reinterpret_cast<std::byte*>(largest().near_of), largest().blocks * sizeof(std::uint32_t));
+  const ForwardMemory& m = largest();
+  fill(reinterpret_cast<std::byte*>(m.near_rows), m.near_row(m.planes(), 0) * sizeof(ForwardNearRow));
 }
 
 }  // namespace sluice::runtime

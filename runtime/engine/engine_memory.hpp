@@ -44,7 +44,7 @@ class EngineMemory {
  private:
   void take_device(const EngineOptions& options, ForwardMemory& memory, Device& device, ForwardVerbs& verbs);
   void take_pinned(const EngineOptions& options, const ForwardMemory& memory, Device& device);
-  /// Device memory as an engine begins: no block is near, everything else is 0.
+  /// Device memory as an engine begins: nothing is near, everything else is 0.
   void clear(const EngineOptions& options, Device& device);
 
   std::uint64_t listed_blocks_ = 0;  ///< entries of lists that a slip has room for

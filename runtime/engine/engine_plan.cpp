@@ -139,9 +139,7 @@ void Engine::Impl::grow(std::span<const Wanted> wanted) noexcept {
       table.release(from);
     }
     for (std::uint32_t wanted_pages = pages_of(sequence->planned + item.tokens); pages.pages() < wanted_pages;) {
-      const std::uint32_t block = table.take();
-      table.bring_near(block, pages.pages() * page_tokens < sequence->spec.near.sink_tokens);
-      pages.push(block);
+      pages.push(table.take_fresh(item.prefill ? kNearPatience : 0));
     }
   }
 }
@@ -180,10 +178,10 @@ void Engine::Impl::write_lists(const ForwardMemory& m, std::span<const Wanted> w
     m.slip_lists[changes++] = {.list = pages.slot(), .page = pages.synced(), .count = count, .from = listed};
     listed += count;
   }
-  std::ranges::copy(table.near_changes(), m.slip_near);
+  std::ranges::copy(table.changes(), m.slip_changes);
   std::ranges::copy(copies, m.slip_copies);
   m.slip->list_changes = changes;
-  m.slip->near_changes = static_cast<std::uint32_t>(table.near_changes().size());
+  m.slip->block_changes = static_cast<std::uint32_t>(table.changes().size());
   m.slip->block_copies = static_cast<std::uint32_t>(copies.size());
 }
 

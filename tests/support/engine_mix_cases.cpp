@@ -122,7 +122,6 @@ class Schedule {
       engine_.end(told.id);
     }
     REQUIRE(engine_.memory().far_pages_used == 0);
-    REQUIRE(engine_.memory().near_pages_used == 0);
   }
   [[nodiscard]] std::uint64_t rows() const { return rows_; }
 

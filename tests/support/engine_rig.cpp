@@ -69,6 +69,11 @@ void Story::poison(std::uint32_t layer, std::uint32_t token) {
   std::fill_n(k_.data() + (std::size_t{layer} * tokens_ + token) * row, row, NAN);
 }
 
+void Story::repeat_query() {
+  const std::size_t row = std::size_t{shape_.q_heads} * shape_.head_dim;
+  for (std::size_t i = 0; i < q_.size(); ++i) q_[i] = q_[i / (tokens_ * row) * (tokens_ * row) + i % row];
+}
+
 void Story::round_queries() {
   for (float& x : q_) x = std::bit_cast<float>((std::bit_cast<std::uint32_t>(x) + 0x8000u) & 0xffff'0000u);
 }

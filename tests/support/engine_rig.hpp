@@ -66,6 +66,9 @@ class Story {
   /// The key of a token is not a number from now on.
   void poison(std::uint32_t layer, std::uint32_t token);
 
+  /// All tokens of a layer have the first one's queries from now on.
+  void repeat_query();
+
   /// Queries are numbers of bf16 from now on.
   void round_queries();
 

@@ -24,13 +24,14 @@ struct BenchEngineOptions {
   std::uint32_t layers = 4;
   std::uint32_t threads = 0;
   std::uint32_t steps = 32;
+  std::uint32_t warm_up = 64;
+  std::uint32_t promotions = EngineOptions{}.promotions;
   double near_share = 0.05;
   std::uint64_t seed = 0;
   DeviceFlags device;
   OutputOptions output;
 };
 
-constexpr std::uint32_t kWarmUp = 6;
 constexpr std::uint32_t kDensePageTokens = 256;
 constexpr double kTolerance = 1e-2;
 constexpr std::chrono::minutes kPatience{2};
@@ -55,6 +56,7 @@ class Forwards {
     sizes.max_picks = sizes.largest.max_tokens;
     sizes.import_rows = std::min(4096u, synthetic.tokens);
     sizes.threads = options.threads;
+    sizes.promotions = options.promotions;
     // The embedded device has no queue that could be handed to strangers.
     stream_ = queue_->native_handle() != nullptr ? queue_->native_handle() : queue_.get();
     engine_ = std::make_unique<Engine>(sizes, device_);
@@ -65,22 +67,21 @@ class Forwards {
     }
   }
 
-  /// Microseconds of a layer, forward by forward: from the plan until the outputs are known to be there.
+  /// Microseconds of a layer, of the next `count` steps: from the plan until the outputs are known to be there.
   std::vector<double> time(const DeviceSteps& steps, std::uint32_t count, bool graph, std::vector<double>* calling) {
     // What is captured reads and writes the same tensors every time; a step's are copied there.
     std::unique_ptr<CapturedWork> captured;
     if (graph) captured = capture(stream_, [this] { attend(); });
     std::vector<double> us;
-    for (std::uint32_t i = 0; i < kWarmUp + count; ++i) {
+    for (std::uint32_t i = 0; i < count; ++i) {
       stop_if_interrupted();
-      put_step(steps, i % layer_.options().steps);
+      put_step(steps, next_step_++);
       const Clock::time_point begin = Clock::now();
       const Batch batch = engine_->plan(items_, bucket(), stream_);
       captured ? captured->replay() : attend();
       const Clock::time_point queued = Clock::now();
       engine_->finish(batch);
       const Clock::time_point end = Clock::now();
-      if (i < kWarmUp) continue;
       us.push_back(std::chrono::duration<double, std::micro>(end - begin).count() / shape_.layers);
       if (calling != nullptr)
         calling->push_back(std::chrono::duration<double, std::micro>(queued - begin).count() / shape_.layers);
@@ -89,9 +90,9 @@ class Forwards {
     return us;
   }
 
-  /// One forward, of the first step.
-  void run_first(const DeviceSteps& steps) {
-    put_step(steps, 0);
+  /// One forward, of the next step.
+  void run_one(const DeviceSteps& steps) {
+    put_step(steps, next_step_++);
     const Batch batch = engine_->plan(items_, bucket(), stream_);
     attend();
     engine_->finish(batch);
@@ -165,6 +166,7 @@ class Forwards {
   std::unique_ptr<Stream> queue_;
   void* stream_ = nullptr;
   std::unique_ptr<Engine> engine_;
+  std::uint32_t next_step_ = 0;  ///< no step comes twice: its pages would lie near the second time
   std::unique_ptr<Buffer> q_, k_, v_, out_;
   std::vector<PlanItem> items_;
 };
@@ -191,6 +193,7 @@ class EngineBench {
                           {"speedup_over_dense", "x dense", 2},
                           {"near_share", "near", 2, Column::Show::percent},
                           {"far_share", "far", 2, Column::Show::percent},
+                          {"promoted", "promoted", 1},
                           {"error", "error", 4}}};
   }
 
@@ -199,7 +202,7 @@ class EngineBench {
     SyntheticOptions synthetic{.shape = shape_,
                                .layout = {.head_dim = shape_.head_dim, .dtype = DType::bf16},
                                .tokens = length,
-                               .steps = options_.steps,
+                               .steps = options_.warm_up + options_.steps,
                                .prompt_queries = std::min(32u, length)};
     synthetic.pattern = parse_pattern(options_.pattern);
     synthetic.seed = options_.seed;
@@ -213,7 +216,7 @@ class EngineBench {
       if (graph && !can_capture(*device_)) continue;
       bar.update(graph ? 2 : 1, 3, std::to_string(length) + " tokens: " + (graph ? "graph" : "enqueued"));
       Forwards forwards(options_, layer, options_.policy, device_);
-      (void)forwards.time(steps, 0, graph, nullptr);
+      (void)forwards.time(steps, options_.warm_up, graph, nullptr);
       const EngineStats before = forwards.stats();
       std::vector<double> calling;
       const std::vector<double> us = forwards.time(steps, options_.steps, graph, &calling);
@@ -239,22 +242,22 @@ class EngineBench {
   }
 
   static std::vector<float> first_out(Forwards& forwards, const DeviceSteps& steps) {
-    forwards.run_first(steps);
+    forwards.run_one(steps);
     return forwards.out();
   }
 
   void add_row(std::uint32_t length, bool graph, const std::vector<double>& us, const std::vector<double>& calling,
                double dense_us, const EngineStats& before, const EngineStats& after) {
-    const double all = static_cast<double>(kWarmUp + options_.steps) * options_.layers * options_.rows *
-                       shape_.kv_heads * (length + 0.5 * options_.steps);
-    const double layers = static_cast<double>(kWarmUp + options_.steps) * options_.layers;
+    const double layers = static_cast<double>(options_.steps) * options_.layers;
+    const double all = layers * options_.rows * shape_.kv_heads * (length + options_.warm_up + 0.5 * options_.steps);
     const auto per_layer_us = [&](std::uint64_t ns) { return 1e-3 * static_cast<double>(ns) / layers; };
     const double median = percentile(us, 0.5);
     table_.rows.push_back({length, options_.rows, graph ? "graph" : "enqueued", median, percentile(us, 0.95),
                            percentile(calling, 0.5), per_layer_us(after.waited_ns - before.waited_ns),
                            per_layer_us(after.answer_ns - before.answer_ns), dense_us, dense_us / median,
                            static_cast<double>(after.near_tokens - before.near_tokens) / all,
-                           static_cast<double>(after.far_tokens - before.far_tokens) / all, error_});
+                           static_cast<double>(after.far_tokens - before.far_tokens) / all,
+                           static_cast<double>(after.promoted - before.promoted) / (layers * shape_.kv_heads), error_});
   }
 
   const BenchEngineOptions& options_;
@@ -280,6 +283,8 @@ int run(const BenchEngineOptions& options) {
                            {"layers", options.layers},
                            {"threads", options.threads},
                            {"steps", options.steps},
+                           {"warm_up", options.warm_up},
+                           {"promotions", options.promotions},
                            {"near", options.near_share},
                            {"seed", options.seed}}};
   ProgressBar bar("bench");
@@ -313,6 +318,9 @@ void add_bench_engine(CLI::App& bench, int& exit_code) {
             {.most = 4096});
   add_count(*command, "--steps", options->steps, "Timed forwards; times are medians over them",
             {.least = 1, .most = 4096});
+  add_count(*command, "--warm-up", options->warm_up, "Forwards before those, in which tokens come near", {.most = 4096});
+  add_count(*command, "--promotions", options->promotions, "Tokens of a KV head that a forward brings near, at most",
+            {.most = kMostPromotions});
   command->add_option("--near", options->near_share, "Share of the pages that device memory has room for")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
@@ -324,7 +332,8 @@ void add_bench_engine(CLI::App& bench, int& exit_code) {
       "engine must give dense attention before anything is timed. A time is from the plan until the forward is known\n"
       "to have ended, divided by the layers; `calling` is the part of it in which the calling thread works, `waited` "
       "that\n"
-      "in which the device waits for the CPU, and `answer` what the CPU takes from seeing a question to its answer.");
+      "in which the device waits for the CPU, `answer` what the CPU takes from seeing a question to its answer, and\n"
+      "`promoted` tokens brought near per forward, layer and KV head. No step comes twice.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 
