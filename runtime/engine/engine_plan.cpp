@@ -196,8 +196,11 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   const ForwardMemory m = memory.of(programs.free_slip(), bucket);
   *m.slip = {.forward = forward, .after = builds_on(), .bucket = bucket};
   runtime::Program program{
-      .forward = forward, .slip = programs.free_slip(), .bucket = bucket, .stream = stream, .items = {}};
-  for (const Wanted& each : wanted) program.items.push_back(each.item);
+      .forward = forward, .slip = programs.free_slip(), .bucket = bucket, .stream = stream, .items = {}, .ends = {}};
+  for (const auto& [sequence, item] : wanted) {
+    program.items.push_back(item);
+    program.ends.push_back(sequence->planned + item.tokens);
+  }
   programs.push(std::move(program));
   ++planned;  // Whether it is enqueued or not: what failed may yet run.
   try {
@@ -207,6 +210,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     write_lists(m, wanted);
     verbs.apply(m, stream);
   } catch (...) {
+    choice.forget(forward);
     (void)programs.take(forward);
     throw;
   }

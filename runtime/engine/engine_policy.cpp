@@ -13,7 +13,7 @@ std::string text(std::uint64_t number) { return std::to_string(number); }
 }  // namespace
 
 void Engine::Impl::require_forgetful(const Sequence& sequence, SequenceId id, const char* what) const {
-  if (sequence.policy && scheduler::remembers(sequence.spec))
+  if (sequence.policy && sequence.tokens > sequence.policy_tokens && scheduler::remembers(sequence.spec))
     throw Error(Errc::unsupported, std::string(what) + ": the policy of sequence " + text(id.value) +
                                        " has learnt from tokens that were decoded; do this before the first, or use a "
                                        "policy without memory, such as `exact | int4 | top_p=0.95 | near=0`");
@@ -38,7 +38,7 @@ void Engine::Impl::copy_tail(const Sequence& from, Sequence& to) noexcept {
 
 void Engine::Impl::extend_tail(Sequence& sequence, std::uint32_t count) noexcept {
   Sequence::Tail& tail = sequence.tail;
-  if (tail.end != sequence.planned) tail.begin = sequence.planned;
+  if (tail.end != sequence.planned || tail.begin > tail.end) tail.begin = sequence.planned;
   tail.end = sequence.planned + count;
   tail.begin = std::max(tail.begin, tail.end - std::min(tail.end, options.prompt_queries));
 }
@@ -58,7 +58,7 @@ void Engine::Impl::begin_policies(std::span<const Wanted> wanted) {
 }
 
 bool Engine::Impl::outdated(SequenceId id, const Sequence& sequence) const noexcept {
-  if (!sequence.policy || sequence.prompt_end > sequence.policy_tokens) return true;
+  if (!sequence.policy || sequence.policy->spoilt() || sequence.prompt_end > sequence.policy_tokens) return true;
   return std::ranges::any_of(programs.all(), [&](const runtime::Program& program) {
     if (program.forward <= sequence.policy_forward) return false;
     return std::ranges::any_of(program.items,
@@ -77,7 +77,7 @@ void Engine::Impl::begin_policy(SequenceId id, Sequence& sequence) {
   const Sequence::Tail& tail = sequence.tail;
   const std::uint32_t queries = tail.end == sequence.planned && tail.begin < tail.end ? tail.end - tail.begin : 0;
   auto policy =
-      std::make_shared<runtime::SequencePolicy>(sequence.spec, memory.largest(), sequence.pages.blocks().data(), host);
+      std::make_shared<runtime::SequencePolicy>(sequence.spec, memory.largest(), sequence.pages.blocks(), host);
   policy->begin({.tokens = sequence.planned,
                  .queries = std::min(queries, scheduler::prompt_queries(sequence.spec)),
                  .tail = tail.slot * options.prompt_queries,
@@ -95,7 +95,8 @@ std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemor
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill) continue;
     if (sequence->tail.slot != kNone)
-      rows.push_back({.policy = sequence->policy, .index = index, .window = m.slip_rows[index]});
+      rows.push_back(
+          {.sequence = item.sequence, .policy = sequence->policy, .index = index, .window = m.slip_rows[index]});
     index += item.tokens;
   }
   return rows;
@@ -111,8 +112,10 @@ void Engine::Impl::require_chosen(std::uint64_t forward) {
     }
   }
   take_back(failure.forward);
-  throw Error(Errc::device, "forward " + text(failure.forward) + " and those behind it were taken back: " +
-                                failure.reason + ". Without new tokens:" + lost + "; plan again, or end them");
+  throw Error(Errc::device, "forward " + text(failure.forward) +
+                                " and those behind it were taken back: the policy of sequence " +
+                                text(failure.sequence.value) + " could not choose: " + failure.reason +
+                                ". Without new tokens:" + lost + "; plan them again, and that one when it can");
 }
 
 }  // namespace sluice

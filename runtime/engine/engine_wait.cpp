@@ -54,9 +54,14 @@ void Engine::Impl::note_ended() noexcept {
 void Engine::Impl::require_noted() {
   note_ended();
   for (const runtime::Program& program : programs.all()) {
-    if (!program.ended && program.forward + kMostForwards <= planned + 1)
+    if (program.forward + kMostForwards > planned + 1) continue;
+    if (!program.ended)
       throw Error(Errc::invalid_argument, "plan: forward " + std::to_string(program.forward) +
                                               " is under way and far behind; finish or cancel it first");
+    // The next forward's rows take the place of its own.
+    if (program.ended == ForwardStatus::done) continue;
+    await_idle();
+    choice.forget(program.forward);
   }
 }
 
@@ -67,13 +72,17 @@ void Engine::Impl::await_idle() const {
 
 runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
   runtime::Program program = programs.take(forward);
-  for (const PlanItem& item : program.items) {
+  if (!done) choice.forget(forward);
+  for (std::size_t i = 0; i < program.items.size(); ++i) {
+    const PlanItem& item = program.items[i];
     Sequence& sequence = at(item.sequence);
     done ? sequence.tokens += item.tokens : sequence.planned -= item.tokens;
-    if (done && item.prefill) sequence.prompt_end = std::max(sequence.prompt_end, sequence.tokens);
+    if (done && item.prefill) sequence.prompt_end = std::max(sequence.prompt_end, program.ends[i]);
+    if (done) continue;
     sequence.tail.end = std::min(sequence.tail.end, sequence.planned);
+    // It has seen tokens as a prompt's that are no more, or nothing but them.
+    if (sequence.policy && sequence.planned <= sequence.policy_tokens) drop_policy(sequence);
   }
-  if (!done) choice.forget(forward);
   if (done) good = std::max(good, forward);
   if (importing == forward) importing = 0;
   if (programs.empty() && next_layer == kNone) next_layer = 0;  // Nothing is left that would have to be cancelled.

@@ -14,13 +14,15 @@ FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels)
 void FarChoice::expect(std::uint64_t forward, std::vector<ChoosingRow> rows) {
   if (!rows.empty()) used_.store(true, std::memory_order_relaxed);
   const std::lock_guard lock(mutex_);
-  rows_[forward % kMostForwards] = std::move(rows);
+  rows_[forward % kMostForwards] = {.forward = forward, .rows = std::move(rows)};
 }
 
 void FarChoice::forget(std::uint64_t forward) noexcept {
   const std::lock_guard lock(mutex_);
-  for (const ChoosingRow& row : rows_[forward % kMostForwards]) row.policy->forget(forward);
-  rows_[forward % kMostForwards].clear();
+  Rows& of = rows_[forward % kMostForwards];
+  if (of.forward != forward) return;
+  for (const ChoosingRow& row : of.rows) row.policy->forget(forward);
+  of.rows.clear();
   std::erase_if(failures_, [&](const Failure& failure) { return failure.forward == forward; });
 }
 
@@ -31,29 +33,33 @@ FarChoice::Failure FarChoice::failure(std::uint64_t forward) {
   return first == failures_.end() || first->forward > forward ? Failure{} : *first;
 }
 
-void FarChoice::note_failure(std::uint64_t forward, const char* reason) noexcept {
+void FarChoice::note_failure(std::uint64_t forward, SequenceId sequence, const char* reason) noexcept {
   try {
     const std::lock_guard lock(mutex_);
     if (std::ranges::find(failures_, forward, &Failure::forward) == failures_.end())
-      failures_.push_back({.forward = forward, .reason = reason});
+      failures_.push_back({.forward = forward, .sequence = sequence, .reason = reason});
   } catch (const std::exception&) {
     // Without memory even for that: outputs are not numbers.
   }
 }
 
-std::vector<std::shared_ptr<SequencePolicy>> FarChoice::policies() {
-  std::vector<std::shared_ptr<SequencePolicy>> all;
-  const std::lock_guard lock(mutex_);
-  for (const auto& rows : rows_) {
-    for (const ChoosingRow& row : rows) {
-      if (std::ranges::find(all, row.policy) == all.end()) all.push_back(row.policy);
+std::vector<std::shared_ptr<SequencePolicy>> FarChoice::policies() noexcept {
+  try {
+    std::vector<std::shared_ptr<SequencePolicy>> all;
+    const std::lock_guard lock(mutex_);
+    for (const Rows& of : rows_) {
+      for (const ChoosingRow& row : of.rows) {
+        if (std::ranges::find(all, row.policy) == all.end()) all.push_back(row.policy);
+      }
     }
+    return all;
+  } catch (const std::exception&) {
+    return {};  // They learn when they choose again.
   }
-  return all;
 }
 
 FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer, std::uint32_t item) const noexcept {
-  for (const ChoosingRow& row : rows_[forward % kMostForwards]) {
+  for (const ChoosingRow& row : rows_[forward % kMostForwards].rows) {
     if (row.window.in(layer).asks == 0) continue;
     if (item < memory_.shape.kv_heads) return {.row = &row, .kv_head = item};
     item -= memory_.shape.kv_heads;
@@ -70,7 +76,7 @@ void FarChoice::choose(std::uint64_t asked, std::uint64_t forward, std::uint32_t
   try {
     choose_for(forward, layer, place, chosen);
   } catch (const std::exception& error) {
-    note_failure(forward, error.what());
+    note_failure(forward, place.row->sequence, error.what());
     chosen.rows.clear();
     chosen.members.clear();
     chosen.bypass.heads = 0;

@@ -16,6 +16,7 @@ namespace sluice::runtime {
 
 /// A row of a forward that the policy of its sequence chooses for, in layers that are not dense.
 struct ChoosingRow {
+  SequenceId sequence;
   std::shared_ptr<SequencePolicy> policy;
   std::uint32_t index = 0;  ///< among the rows that choose
   ForwardRow window;        ///< as the device has it
@@ -44,9 +45,10 @@ class FarChoice {
   void expect(std::uint64_t forward, std::vector<ChoosingRow> rows);
   /// It did not get to its end, and nothing of it is asked or answered any more.
   void forget(std::uint64_t forward) noexcept;
-  /// Why a policy could not choose in this forward or one before it that was not forgotten: that forward, and a text.
+  /// Why a policy could not choose in this forward or one before it that was not forgotten.
   struct Failure {
     std::uint64_t forward = 0;  ///< 0: none
+    SequenceId sequence{};
     std::string reason;
   };
   [[nodiscard]] Failure failure(std::uint64_t forward);
@@ -77,17 +79,22 @@ class FarChoice {
   /// Far rows of the device, and what was selected, one after the other.
   void list(std::uint32_t layer, const Place& place, ChosenList& chosen) const;
   void score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_head, ChosenList& chosen) const;
-  void note_failure(std::uint64_t forward, const char* reason) noexcept;
+  void note_failure(std::uint64_t forward, SequenceId sequence, const char* reason) noexcept;
   [[nodiscard]] std::uint32_t list_of(const Place& place) const noexcept {
     return place.row->index * memory_.shape.kv_heads + place.kv_head;
   }
-  [[nodiscard]] std::vector<std::shared_ptr<SequencePolicy>> policies();
+  /// Of all rows that are known; none if there is no memory for that.
+  [[nodiscard]] std::vector<std::shared_ptr<SequencePolicy>> policies() noexcept;
 
   const ForwardMemory& memory_;
   const cpu::Kernels& kernels_;
-  std::array<std::vector<ChoosingRow>, kMostForwards> rows_;  ///< by forward % kMostForwards
-  std::vector<ChosenList> lists_;                             ///< [decode_rows, kv_heads]
-  std::atomic<bool> used_{false};                             ///< there has been a row
+  struct Rows {
+    std::uint64_t forward = 0;
+    std::vector<ChoosingRow> rows;
+  };
+  std::array<Rows, kMostForwards> rows_;  ///< by forward % kMostForwards
+  std::vector<ChosenList> lists_;         ///< [decode_rows, kv_heads]
+  std::atomic<bool> used_{false};         ///< there has been a row
   std::atomic<std::uint64_t> far_tokens_{0};
   std::atomic<std::uint64_t> scored_{0};
   std::mutex mutex_;  ///< of `rows_` but where a question stands, and of what follows

@@ -18,6 +18,7 @@ struct Program {
   Bucket bucket{};
   void* stream = nullptr;
   std::vector<PlanItem> items;
+  std::vector<std::uint32_t> ends;       ///< [items] position behind the item's newest token
   std::optional<ForwardStatus> ended{};  ///< how, if that was seen before it is asked about
 };
 

@@ -1,15 +1,16 @@
 #include "runtime/engine/sequence_policy.hpp"
 
-#include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "cpu/spin.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::runtime {
 
-SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory, const std::uint32_t* blocks,
-                               cpu::Backend& host)
-    : memory_(memory), blocks_(blocks), host_(host), seats_(memory.planes()) {
+SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory,
+                               const std::vector<std::uint32_t>& blocks, cpu::Backend& host)
+    : memory_(memory), blocks_(blocks.data()), prompt_blocks_(blocks), host_(host), seats_(memory.planes()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
     layers_.push_back(spec.dense(layer) ? nullptr
                                         : scheduler::make_layer_policy(spec, memory.shape, memory.layout.page_tokens,
@@ -17,9 +18,9 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
   }
 }
 
-HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head) const {
+HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks) const {
   const std::uint64_t first = memory_.far_page(memory_.plane(layer, kv_head), 0) * memory_.layout.page_bytes();
-  return {host_, memory_.shape, KvView{.base = memory_.far + first, .frames = blocks_, .layout = memory_.layout}};
+  return {host_, memory_.shape, KvView{.base = memory_.far + first, .frames = blocks, .layout = memory_.layout}};
 }
 
 void SequencePolicy::begin(const Prompt& prompt, const cpu::Workers& workers) {
@@ -27,6 +28,7 @@ void SequencePolicy::begin(const Prompt& prompt, const cpu::Workers& workers) {
   workers.parallel_for(memory_.planes(), [self = shared_from_this(), prompt, kv_heads](std::uint32_t plane) {
     if (self->layers_[plane / kv_heads]) self->begin_head(prompt, plane / kv_heads, plane % kv_heads);
   });
+  prompt_blocks_ = {};
 }
 
 void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head) {
@@ -39,7 +41,7 @@ void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::
     const float* const from = memory_.tails + (at * memory_.shape.q_heads + kv_head * group) * memory_.shape.head_dim;
     queries.insert(queries.end(), from, from + floats);
   }
-  HostKv kv = reader(layer, kv_head);
+  HostKv kv = reader(layer, kv_head, prompt_blocks_.data());
   layers_[layer]->begin(
       {.kv_head = kv_head, .tokens = prompt.tokens, .queries = prompt.queries, .last_q = queries, .kv = &kv});
   std::vector<scheduler::HotPage> hot;
@@ -54,8 +56,8 @@ void SequencePolicy::choose(std::uint64_t forward, std::uint32_t layer, std::uin
     learn(layer, kv_head, forward - 1);
     cpu::relax();
   }
-  require_whole();
-  HostKv kv = reader(layer, kv_head);
+  if (spoilt()) throw Error(Errc::device, "what it has learnt is lost");
+  HostKv kv = reader(layer, kv_head, blocks_);
   const scheduler::NearSet near{
       .sink_end = window.sink_end, .recent_begin = window.recent_begin, .page_tokens = memory_.layout.page_tokens};
   layers_[layer]->select({.kv_head = kv_head, .tokens = window.tokens, .q = q, .near = &near, .kv = &kv}, row, bypass,
@@ -70,44 +72,45 @@ void SequencePolicy::learn(std::uint32_t layer, std::uint32_t kv_head, std::uint
   if (forward == 0 || (forward & kBusy) != 0 || forward > good) return;
   if (!other.lesson.compare_exchange_strong(forward, forward | kBusy, std::memory_order_acq_rel)) return;
   learn_now(other, layer, kv_head);
+  for (std::uint64_t before = learnt_.load(std::memory_order_relaxed);
+       before < forward && !learnt_.compare_exchange_weak(before, forward, std::memory_order_relaxed);) {
+  }
   other.lesson.store(0, std::memory_order_release);
 }
 
 void SequencePolicy::learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept {
   try {
-    HostKv kv = reader(layer, kv_head);
+    HostKv kv = reader(layer, kv_head, blocks_);
     layers_[layer]->observe(kv_head, kv);
     std::vector<scheduler::HotPage> hot;
     layers_[layer]->forecast(kv_head, seat.tokens + 1, 0, hot);
-  } catch (const std::exception& error) {
-    const std::lock_guard lock(mutex_);
-    reason_ = error.what();
-    broken_.store(true, std::memory_order_relaxed);
+  } catch (const std::exception&) {
+    spoilt_.store(true, std::memory_order_relaxed);
   }
 }
 
-void SequencePolicy::require_whole() {
-  if (!broken_.load(std::memory_order_relaxed)) return;
-  const std::lock_guard lock(mutex_);
-  throw Error(Errc::device, "its policy could not learn: " + reason_);
+std::uint64_t SequencePolicy::settled(const Seat& seat) noexcept {
+  std::uint64_t lesson = seat.lesson.load(std::memory_order_acquire);
+  for (; (lesson & kBusy) != 0; lesson = seat.lesson.load(std::memory_order_acquire)) {
+    if (!cpu::spin_until([&] { return (seat.lesson.load(std::memory_order_acquire) & kBusy) == 0; }))
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return lesson;
 }
 
 void SequencePolicy::forget(std::uint64_t forward) noexcept {
   for (Seat& each : seats_) {
-    std::uint64_t lesson = forward;
-    (void)each.lesson.compare_exchange_strong(lesson, 0, std::memory_order_acq_rel);
+    for (std::uint64_t lesson = settled(each); lesson == forward; lesson = settled(each)) {
+      if (each.lesson.compare_exchange_strong(lesson, 0, std::memory_order_acq_rel)) break;
+    }
   }
+  if (learnt_.load(std::memory_order_relaxed) >= forward) spoilt_.store(true, std::memory_order_relaxed);
 }
 
 void SequencePolicy::close() noexcept {
   for (Seat& each : seats_) {
-    std::uint64_t lesson = each.lesson.load(std::memory_order_acquire);
-    while (lesson != 0) {
-      if ((lesson & kBusy) == 0 && each.lesson.compare_exchange_weak(lesson, 0, std::memory_order_acq_rel)) break;
-      if ((lesson & kBusy) != 0) {
-        cpu::relax();
-        lesson = each.lesson.load(std::memory_order_acquire);
-      }
+    for (std::uint64_t lesson = settled(each); lesson != 0; lesson = settled(each)) {
+      if (each.lesson.compare_exchange_strong(lesson, 0, std::memory_order_acq_rel)) break;
     }
   }
   layers_.clear();

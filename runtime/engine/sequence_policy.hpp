@@ -3,8 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <string>
 #include <vector>
 
 #include "cpu/backend.hpp"
@@ -22,11 +20,14 @@ namespace sluice::runtime {
 /// Thread safety: any for different seats; `choose` of one seat by one thread at a time.
 class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
  public:
-  /// `blocks`: of the sequence, in order; what is read of them does not change while there is something to choose or to
-  /// learn.
-  SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory, const std::uint32_t* blocks, cpu::Backend& host);
+  /// `blocks`: of the sequence, in order. Those behind the prompt are read where they are: they do not move, and do not
+  /// change while there is something to choose or to learn.
+  SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory, const std::vector<std::uint32_t>& blocks,
+                 cpu::Backend& host);
 
   [[nodiscard]] const std::uint32_t* blocks() const noexcept { return blocks_; }
+  /// Something was learnt of a forward that came to nothing, or could not be learnt: it is to begin again.
+  [[nodiscard]] bool spoilt() const noexcept { return spoilt_.load(std::memory_order_relaxed); }
 
   /// What is known of a prompt when its first token is decoded: the queries of its newest tokens lie in rows
   /// [tail, tail + room) of ForwardMemory::tails, position p in row tail + p % room.
@@ -45,7 +46,7 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
               const float* q, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters);
   /// Learns what a seat chose in a forward up to `good`, unless another thread does.
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
-  /// What was chosen in `forward` came to nothing.
+  /// What was chosen in `forward` came to nothing. Waits for threads that learn.
   void forget(std::uint64_t forward) noexcept;
   /// Nothing is learnt any more, by any thread, and all is freed. Only between forwards.
   void close() noexcept;
@@ -62,21 +63,19 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   [[nodiscard]] Seat& seat(std::uint32_t layer, std::uint32_t kv_head) noexcept {
     return seats_[layer * memory_.shape.kv_heads + kv_head];
   }
-  [[nodiscard]] HostKv reader(std::uint32_t layer, std::uint32_t kv_head) const;
+  [[nodiscard]] HostKv reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks) const;
+  /// Waits until nobody learns at this seat; what it says then.
+  static std::uint64_t settled(const Seat& seat) noexcept;
   void begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head);
   void learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept;
-  /// A policy that could not learn is not to be asked again.
-  /// @throws Error{Errc::device} if one could not
-  void require_whole();
-
   const ForwardMemory& memory_;
   const std::uint32_t* blocks_;
+  std::vector<std::uint32_t> prompt_blocks_;  ///< its own: a thread that is lost may read them for longer than any call
   cpu::Backend& host_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything
   std::vector<Seat> seats_;                                      ///< [layers, kv_heads]
-  std::atomic<bool> broken_{false};
-  std::mutex mutex_;
-  std::string reason_;  ///< why one could not learn
+  std::atomic<std::uint64_t> learnt_{0};                         ///< newest forward that some seat has learnt from
+  std::atomic<bool> spoilt_{false};
 };
 
 }  // namespace sluice::runtime

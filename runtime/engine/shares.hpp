@@ -20,6 +20,10 @@ class Shares {
     // Should others have answered all of it meanwhile, what is counted may be the next question's; but then they have
     // said how many items there are, and the exchange fails.
     const std::uint64_t counted = asked << 32 | count();
+    // Also where nothing is claimed: questions are compared by how far they are apart.
+    std::uint64_t claims = claims_.load(std::memory_order_relaxed);
+    while (age(claims, asked) > 0 && !claims_.compare_exchange_weak(claims, asked << 32, std::memory_order_acq_rel)) {
+    }
     if (total_.compare_exchange_strong(known, counted, std::memory_order_acq_rel)) return low(counted);
     return age(known, asked) == 0 ? low(known) : 0;
   }
@@ -29,12 +33,9 @@ class Shares {
   [[nodiscard]] std::uint32_t claim(std::uint64_t asked, std::uint32_t total) noexcept {
     std::uint64_t claims = claims_.load(std::memory_order_relaxed);
     while (true) {
-      const std::int32_t since = age(claims, asked);
-      const std::uint32_t next = since > 0 ? 0 : low(claims);
-      if (since < 0 || next >= total) return kNone;
-      if (claims_.compare_exchange_weak(claims, asked << 32 | (next + 1), std::memory_order_acq_rel,
-                                        std::memory_order_relaxed))
-        return next;
+      if (age(claims, asked) != 0 || low(claims) >= total) return kNone;
+      if (claims_.compare_exchange_weak(claims, claims + 1, std::memory_order_acq_rel, std::memory_order_relaxed))
+        return low(claims);
     }
   }
 

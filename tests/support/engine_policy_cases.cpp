@@ -86,6 +86,18 @@ class Reference {
     }
   }
 
+  /// Tokens whose queries nobody has.
+  void import(std::uint32_t tokens) {
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+      runtime_.import_prefix({.sequence = id_,
+                              .layer = LayerId{layer},
+                              .k = view(story_.k(layer, at_), tokens - at_, kShape.kv_heads),
+                              .v = view(story_.v(layer, at_), tokens - at_, kShape.kv_heads),
+                              .last_q = {}});
+    }
+    at_ = tokens;
+  }
+
   std::vector<float> decode() {
     std::vector<float> out(kShape.layers * kRow);
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
@@ -99,6 +111,7 @@ class Reference {
     ++at_;
     return out;
   }
+  [[nodiscard]] Stats stats() const { return runtime_.stats(id_); }
 
  private:
   static RuntimeOptions options(const EngineRig& rig) {
@@ -130,14 +143,14 @@ double tolerance(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-
 
 TEST_CASE("policies that choose on the CPU attend what they attend in a runtime, near or far", "[engine]") {
   const char* const text =
-      GENERATE("lfps", "lfps | bypass=off", "topk", "magicpig", "tactic:least=64",
+      GENERATE("lfps", "lfps | bypass=off", "topk", "magicpig", "tactic:least=64,size=4,recluster=64",
                "history:share_group=on,observe_every=3 | top_k=24 | near=0,sinks=4,recent=16 | dense=1",
                "history+exact | top_p=0.8 | near=0,sinks=2,recent=7", "exact | top_k=30 | near=0 | bypass=0.3",
-               "clusters:least=64,size=8+lsh | top_k=40 | near=0 | dense=0,every=2");
+               "clusters:least=64,size=8,candidates=48+lsh | top_k=40 | near=0 | dense=0,every=2");
   const std::uint32_t near = GENERATE(0u, 7u);
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();
-  Story story(kShape, 340, 77);
+  Story story(kShape, 390, 77);
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
   Reference reference(rig, story, policy);
@@ -155,9 +168,47 @@ TEST_CASE("policies that choose on the CPU attend what they attend in a runtime,
     prefill(engine, rig, teller, tokens);
   };
   both_prefill(270);
-  both_decode(300);
-  both_prefill(320);  // The next turn of a conversation.
-  both_decode(340);
+  both_decode(350);
+  both_prefill(370);  // The next turn of a conversation.
+  both_decode(390);
+}
+
+TEST_CASE("heads that look at the sinks alone are bypassed as in a runtime", "[engine]") {
+  const char* const text = GENERATE("lfps", "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8",
+                                    "history | top_k=all | near=0,sinks=4,recent=9 | bypass=0.9");
+  const std::uint32_t near = GENERATE(0u, 7u);
+  CAPTURE(text, near);
+  const EngineRig rig = engine_rig();
+  Story story(kShape, 320, 78);
+  story.lean_on_sinks();
+  if (rig.kv_dtype != DType::f32) story.round_queries();
+  const PolicySpec policy = parse_policy(text);
+  Reference reference(rig, story, policy);
+  Engine engine(options_for(rig, 1, near), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(policy)};
+  reference.prefill(290);
+  prefill(engine, rig, teller, 290);
+  while (teller.at < story.tokens()) {
+    CAPTURE(teller.at);
+    REQUIRE(difference(decode(engine, rig, teller), reference.decode()) < tolerance(rig));
+  }
+  REQUIRE(reference.stats().bypassed_heads >= 15 * kShape.layers);
+  REQUIRE(reference.stats().bypassed_heads < 30 * kShape.layers * kShape.q_heads);
+}
+
+TEST_CASE("policies of the CPU begin behind imported tokens as in a runtime", "[engine]") {
+  const char* const text = GENERATE("lfps", "magicpig", "tactic:least=64,size=4");
+  CAPTURE(text);
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 260, 79);
+  const PolicySpec policy = parse_policy(text);
+  Reference reference(rig, story, policy);
+  Engine engine(options_for(rig, 1, 0), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(policy)};
+  reference.import(230);
+  import_story(engine, rig, teller, 230);
+  while (teller.at < story.tokens())
+    REQUIRE(difference(decode(engine, rig, teller), reference.decode()) < tolerance(rig));
 }
 
 TEST_CASE("a batch of policies of the CPU and of the device attends what each does alone", "[engine]") {
@@ -299,4 +350,131 @@ TEST_CASE("what policies of the CPU cannot have is named", "[engine]") {
   (void)decode(engine, rig, teller);
   engine.end(teller.id);
   (void)engine.begin(parse_policy("lfps"));
+}
+
+namespace {
+
+/// What a sequence says when nothing happens to it but this prompt, in these chunks.
+std::vector<std::vector<float>> undisturbed(const EngineRig& rig, const Story& story, const char* policy,
+                                            std::vector<std::uint32_t> chunks) {
+  Engine engine(options_for(rig, 1, 0), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(policy))};
+  for (const std::uint32_t count : chunks) (void)run(engine, rig, {&teller}, {count}, true);
+  std::vector<std::vector<float>> out;
+  while (teller.at < story.tokens()) out.push_back(decode(engine, rig, teller));
+  return out;
+}
+
+/// Plans and enqueues, and does not finish.
+Batch start(Engine& engine, const EngineRig& rig, ForwardTensors& tensors, Teller& teller, std::uint32_t count,
+            bool prefill) {
+  for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, *teller.story, teller.at + i);
+  const PlanItem item{.sequence = teller.id, .tokens = count, .prefill = prefill};
+  const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
+  tensors.attend(engine, rig.stream);
+  return batch;
+}
+
+void rest_as(Engine& engine, const EngineRig& rig, Teller& teller, const std::vector<std::vector<float>>& want) {
+  for (const std::vector<float>& out : want) {
+    CAPTURE(teller.at);
+    REQUIRE(difference(decode(engine, rig, teller), out) < tolerance(rig));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a prompt that is taken back takes along what its policy knew", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const Story first(kShape, 101, 61);
+  const Story second(kShape, 70, 62);
+  for (const char* const policy : {"lfps", "magicpig:recent_prompt=8"}) {
+    CAPTURE(policy);
+    const auto want = undisturbed(rig, second, policy, {60});
+    Engine engine(options_for(rig, 1, 0), rig.device);
+    Teller teller{.story = &first, .id = engine.begin(parse_policy(policy))};
+    std::vector<ForwardTensors> tensors;
+    for (int i = 0; i < 2; ++i) tensors.emplace_back(*rig.device, kShape, engine.options().largest.rows());
+    const Batch prompt = start(engine, rig, tensors[0], teller, 100, true);
+    teller.at = 100;
+    (void)start(engine, rig, tensors[1], teller, 1, false);
+    rig.synchronize();
+    engine.cancel(prompt);  // And what is behind it, which has run, and may have been learnt from.
+    REQUIRE(engine.tokens(teller.id) == 0);
+    teller = {.story = &second, .id = teller.id};
+    (void)run(engine, rig, {&teller}, {60}, true);
+    rest_as(engine, rig, teller, want);
+  }
+}
+
+TEST_CASE("a decoded token that is taken back when it has run is not learnt from", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 160, 63);
+  const auto want = undisturbed(rig, story, "lfps", {100, 20});
+  Engine engine(options_for(rig, 1, 0), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("lfps"))};
+  prefill(engine, rig, teller, 120);
+  ForwardTensors tensors(*rig.device, kShape, engine.options().largest.rows());
+  const auto take_back = [&] {
+    const Batch batch = start(engine, rig, tensors, teller, 1, false);
+    rig.synchronize();
+    std::this_thread::sleep_for(20ms);  // So that threads learn.
+    engine.cancel(batch);
+  };
+  take_back();
+  rest_as(engine, rig, teller, {want.begin(), want.begin() + 10});
+  // What was learnt before is lost then; all is attended until there is something to go by again.
+  take_back();
+  while (teller.at < story.tokens()) {
+    const std::vector<float> out = decode(engine, rig, teller);
+    REQUIRE(difference(out, out) == 0.0);
+  }
+}
+
+TEST_CASE("a shorter fork, and one that is cut, begin with the queries of their own prompts", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 170, 64);
+  const auto want = undisturbed(rig, story, "lfps", {100, 50});
+  Engine engine(options_for(rig, 1, 0), rig.device);
+  Teller parent{.story = &story, .id = engine.begin(parse_policy("lfps"))};
+  prefill(engine, rig, parent, 170);
+  Teller child{.story = &story, .id = engine.fork(parent.id, 100), .at = 100};
+  (void)run(engine, rig, {&child}, {50}, true);
+  rest_as(engine, rig, child, want);
+  engine.truncate(parent.id, 100);
+  parent.at = 100;
+  (void)run(engine, rig, {&parent}, {50}, true);
+  rest_as(engine, rig, parent, want);
+}
+
+TEST_CASE("a prompt that is finished behind its first decoded token is not read again", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 120, 65);
+  const auto want = undisturbed(rig, story, "lfps", {100});
+  Engine engine(options_for(rig, 1, 0), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("lfps"))};
+  std::vector<ForwardTensors> tensors;
+  for (int i = 0; i < 2; ++i) tensors.emplace_back(*rig.device, kShape, engine.options().largest.rows());
+  const Batch prompt = start(engine, rig, tensors[0], teller, 100, true);
+  teller.at = 100;
+  const Batch token = start(engine, rig, tensors[1], teller, 1, false);
+  ++teller.at;
+  engine.finish(token);
+  engine.finish(prompt);
+  rig.synchronize();
+  REQUIRE(difference(tensors[1].out(0), want[0]) < tolerance(rig));
+  rest_as(engine, rig, teller, {want.begin() + 1, want.end()});
+}
+
+TEST_CASE("sequences end while threads learn from them", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 210, 66);
+  Engine engine(options_for(rig, 1, 0), rig.device);
+  for (int i = 0; i < 40; ++i) {
+    Teller teller{.story = &story, .id = engine.begin(parse_policy("lfps"))};
+    prefill(engine, rig, teller, 200);
+    for (int step = 0; step < 1 + i % 3; ++step) (void)decode(engine, rig, teller);
+    engine.end(teller.id);
+  }
+  REQUIRE(engine.memory().far_pages_used == 0);
 }

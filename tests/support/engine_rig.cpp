@@ -74,6 +74,12 @@ void Story::repeat_query() {
   for (std::size_t i = 0; i < q_.size(); ++i) q_[i] = q_[i / (tokens_ * row) * (tokens_ * row) + i % row];
 }
 
+void Story::lean_on_sinks() {
+  const std::size_t d = shape_.head_dim;
+  for (std::size_t i = 0; i < q_.size(); i += d) q_[i] = i / (d * shape_.q_heads) % tokens_ % 2 == 1 ? 10.f : 0.f;
+  for (std::size_t i = 0; i < k_.size(); i += d) k_[i] = i / (d * shape_.kv_heads) % tokens_ < 4 ? 7.75f : 0.f;
+}
+
 void Story::round_queries() {
   for (float& x : q_) x = std::bit_cast<float>((std::bit_cast<std::uint32_t>(x) + 0x8000u) & 0xffff'0000u);
 }

@@ -69,6 +69,9 @@ class Story {
   /// All tokens of a layer have the first one's queries from now on.
   void repeat_query();
 
+  /// In tokens whose number is odd, every query asks for the first four tokens more than for anything, from now on.
+  void lean_on_sinks();
+
   /// Queries are numbers of bf16 from now on.
   void round_queries();
 
