@@ -63,11 +63,12 @@ struct EngineStats {
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
 };
 
-/// Memory of an engine in bytes: all of it is reserved when the engine is built.
+/// Memory of an engine in bytes: all of it is reserved when the engine is built. Beside it policies that choose on the
+/// CPU hold tables and lists, which grow with their sequences.
 struct EngineMemoryUse {
   std::uint64_t far_pages = 0;        ///< host: keys and values
   std::uint64_t far_pages_used = 0;   ///< of these, in blocks that sequences hold; shared ones count once
-  std::uint64_t pinned = 0;           ///< host: plans, the mailbox, far lists and partial results
+  std::uint64_t pinned = 0;           ///< host: plans, the mailbox, far lists, partial results, prompts' last queries
   std::uint64_t partials = 0;         ///< host: the threads' own
   std::uint64_t near_pages = 0;       ///< device
   std::uint64_t near_pages_used = 0;  ///< of these, when the newest forward ended
@@ -108,8 +109,9 @@ struct Batch {
 ///
 /// A policy that chooses on the CPU looks at its sequence's prompt when the first token behind it is planned to be
 /// decoded: that `plan` waits for the forwards with the prompt, then takes as long as it takes. It learns from a token
-/// once the forward has got to its end. Tokens that come in without queries, by `import_prefix`, give it nothing to
-/// begin with.
+/// once the forward has got to its end. A further prompt, an import, or tokens that are taken back when it has learnt
+/// from them make it look at all there is once more, with the queries of a prompt that ends there; what it had learnt
+/// is forgotten. Imports bring no queries.
 ///
 /// Forwards that are planned and not finished run in the order of their plans, each on top of the one before: their
 /// streams must be the same, or ordered by the caller. Enqueue all layers of one, or replay its graph, before the next
@@ -149,8 +151,9 @@ class Engine {
   /// are padding. Enqueues on `stream`, which is not being captured: a cudaStream_t with the CUDA device; a Stream*
   /// with a host device, or null: at once.
   /// @throws Error{Errc::invalid_argument} naming what does not fit the bucket, or if `in_flight` forwards are not
-  /// finished; Error{Errc::out_of_capacity}; Error{Errc::timeout} if a prompt's forwards, or a policy's look at it,
-  /// take too long
+  /// finished, or one failed with a prompt that a policy is to look at; Error{Errc::out_of_capacity};
+  /// Error{Errc::unsupported} if a policy is to choose on the CPU for more than one token; Error{Errc::timeout} if a
+  /// prompt's forwards take too long, or a thread does that looks at one: no policy can begin then
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& bucket, void* stream);
   /// One layer of a forward of this bucket: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,
   /// head_dim], out as q, all of bucket.rows() rows, in device memory; they are touched on `stream` only. `lse` [rows,
@@ -161,7 +164,8 @@ class Engine {
               const MutableTensorView& out, void* stream, float* lse = nullptr);
   /// Waits until the forward has run; then its sequences have their new tokens.
   /// @throws Error{Errc::device} if it did not get to its end, with the reason: the far part was not answered in time,
-  /// the forward before failed, what ran was not what was planned, or the device failed. Outputs of layers that ran
+  /// the forward before failed, what ran was not what was planned, the device failed, or a policy could not choose; the
+  /// latter takes it back, and all behind it, as `cancel` does. Outputs of layers that ran
   /// after that are NaN, no sequence has its new tokens, and the forward can be planned again. Error{Errc::timeout} if
   /// it does not end: was every layer enqueued, or the graph replayed? It can be waited for again, or cancelled.
   void finish(const Batch& batch);
@@ -174,7 +178,8 @@ class Engine {
 
   /// That all layers have.
   [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;
-  /// Whether there is room for a new sequence of as many tokens, beside what lives.
+  /// Whether there is room for a new sequence of as many tokens, beside what lives. Those whose policies choose on the
+  /// CPU count apart, see EngineOptions::cpu_sequences.
   [[nodiscard]] bool can_admit(std::uint32_t tokens) const noexcept;
   [[nodiscard]] EngineMemoryUse memory() const noexcept;
   /// Bytes of host memory in blocks that the sequence holds, shared ones included.

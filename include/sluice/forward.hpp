@@ -43,7 +43,8 @@ struct ForwardRow {
   float mass = 0.f;                ///< or, if this is not 0, those that top-p keeps, see top_p.hpp
   std::uint32_t dense_layers = 0;  ///< layers below it attend everything
   std::uint32_t dense_every = 0;   ///< and so does every such layer, the first included; 0: none
-  std::uint32_t asks = 0;  ///< not 0: the CPU is asked in every layer, and chooses; `picks` and `mass` are 0 then
+  std::uint32_t asks =
+      0;  ///< not 0: the CPU is asked and chooses, in all layers but dense ones; `picks` and `mass` are 0 then
 
   /// Whether the device chooses anything by score.
   [[nodiscard]] constexpr bool ranks() const noexcept { return picks != 0 || mass > 0.f; }
@@ -153,8 +154,8 @@ struct ForwardState {
 /// Forwards that may be planned and not finished at once, at most.
 inline constexpr std::uint32_t kMostForwards = 8;
 
-/// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises; nobody adds to
-/// one across the link, which not every link can.
+/// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises, but for what is
+/// good, which may be taken back; nobody adds to one across the link, which not every link can.
 struct ForwardMailbox {
   /// The device's: hand-over `asked` is there, of this forward and layer.
   struct alignas(64) Question {

@@ -198,13 +198,19 @@ TEST_CASE("planned forwards give the text that steps give, wherever keys and val
 }
 
 TEST_CASE("planned forwards choose on the CPU what steps choose", "[cli]") {
-  const std::string policy = GENERATE("lfps", "topk:budget=8", "magicpig", "tactic:least=16,size=4");
+  // Each of them leaves tokens out of a prompt as short as this.
+  const std::string policy =
+      GENERATE("lfps:budget=8", "topk:budget=8", "magicpig:recent_prompt=2,recent=2,tables=8,bits=6",
+               "'clusters:least=8,size=4,candidates=12 | "
+               "top_k=6 | near=0,sinks=2,recent=4'");
   const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy " + policy;
   const json steps = report_of(arguments);
   const json planned = report_of(arguments + " --engine");
   CAPTURE(policy);
   CHECK(planned.at("text") == steps.at("text"));
   CHECK(planned.at("tokens").size() == 16);
+  CHECK(row_of(planned).at("near_tokens").get<double>() + row_of(planned).at("far_tokens").get<double>() <
+        kPromptTokens);
 }
 
 TEST_CASE("what planned forwards do not serve is named", "[cli]") {

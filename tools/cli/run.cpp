@@ -162,7 +162,7 @@ void add_run(CLI::App& app, int& exit_code) {
             "Every N-th step also attends densely and reports coverage; 0: never");
   command->add_flag(
       "--engine", options->engine,
-      "Plan each token's forward once and let the device drive it; for `full`, `none` and `exact | int4`");
+      "Plan each token's forward once and let the device drive it; for policies without ranked pages, at near=0");
   command->add_option("--trace", options->trace, "Write what ran when, for ui.perfetto.dev")->type_name("FILE");
   add_device_flags(*command, options->device);
   add_runtime_flags(*command, options->runtime);

@@ -26,7 +26,7 @@ void require_served(const RunOptions& options, const PrefillSpec& prefill) {
   if (options.runtime.options.placement != own.placement)
     refuse("the device decides where a token is attended", "leave --placement out");
   if (options.runtime.options.promote_pages != own.promote_pages)
-    refuse("there are no promotions", "leave --promote-pages out");
+    refuse("tokens come near one by one, not by pages", "leave --promote-pages out");
   if (prefill.mode != PrefillMode::full)
     refuse("prompts are attended densely", "leave --prefill out, or say --prefill full");
 }
@@ -73,7 +73,7 @@ EngineOptions engine_options(const RuntimeFlags& flags, const PolicySpec& policy
 Table summary(const Generation& generation, std::size_t prompt_tokens, const PolicySpec& policy,
               const sluice::Engine& engine) {
   Table table{.key = "run",
-              .title = "near and far: tokens attended per KV head and decoded token",
+              .title = "near, far and brought near: tokens per KV head and decoded token",
               .layout = Table::Layout::pairs};
   std::vector<Json> row;
   append_run(generation, prompt_tokens, policy, table.columns, row);
@@ -87,6 +87,7 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
   };
   add({"near_tokens", "near", 1}, static_cast<double>(stats.near_tokens) / heads);
   add({"far_tokens", "far", 1}, static_cast<double>(stats.far_tokens) / heads);
+  add({"promoted", "brought near", 1}, static_cast<double>(stats.promoted) / heads);
   if (stats.scored != 0) add({"scored", "scored by the CPU", 1}, static_cast<double>(stats.scored) / heads);
   add({"waited_ms", "waited for the CPU, ms per token", 3},
       1e-6 * static_cast<double>(stats.waited_ns) /

@@ -1,0 +1,139 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "sluice/runtime.hpp"
+#include "tests/support/engine_rig.hpp"
+
+/// What cases of policies that choose on the CPU share.
+namespace sluice::test::policies {
+
+inline constexpr AttentionShape kShape{.layers = 3, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
+inline constexpr std::uint32_t kChunk = 100;
+inline const std::size_t kRow = std::size_t{kShape.q_heads} * kShape.head_dim;
+
+inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::uint32_t near) {
+  EngineOptions options{.shape = kShape,
+                        .kv_dtype = rig.kv_dtype,
+                        .largest = {.decode_rows = rows, .prefill_rows = kChunk, .prefills = 2, .unbounded = true},
+                        .threads = 2,
+                        .pin_threads = false};
+  options.host_bytes = 100 * block_bytes(options);
+  options.near_bytes = near * block_bytes(options);
+  options.sequences = 8;
+  options.cpu_sequences = 6;
+  options.prefill_window = 64;
+  return options;
+}
+
+/// Plans one forward of these, enqueues it, finishes it; outputs of the first row of each.
+inline std::vector<std::vector<float>> run(Engine& engine, const EngineRig& rig, const std::vector<Teller*>& tellers,
+                                           const std::vector<std::uint32_t>& counts, bool prefill) {
+  ForwardTensors tensors(*rig.device, kShape, engine.options().largest.rows());
+  std::vector<PlanItem> items;
+  std::uint32_t row = 0;
+  for (std::size_t i = 0; i < tellers.size(); ++i) {
+    items.push_back({.sequence = tellers[i]->id, .tokens = counts[i], .prefill = prefill});
+    for (std::uint32_t t = 0; t < counts[i]; ++t) tensors.set(row++, *tellers[i]->story, tellers[i]->at + t);
+  }
+  tensors.spoil();
+  const Batch batch = engine.plan(items, engine.options().largest, rig.stream);
+  tensors.attend(engine, rig.stream);
+  engine.finish(batch);
+  rig.synchronize();
+  std::vector<std::vector<float>> out;
+  row = 0;
+  for (std::size_t i = 0; i < tellers.size(); ++i) {
+    out.push_back(tensors.out(row));
+    row += counts[i];
+    tellers[i]->at += counts[i];
+  }
+  return out;
+}
+
+inline void prefill(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t tokens) {
+  while (teller.at < tokens) (void)run(engine, rig, {&teller}, {std::min(kChunk, tokens - teller.at)}, true);
+}
+
+inline std::vector<float> decode(Engine& engine, const EngineRig& rig, Teller& teller) {
+  return run(engine, rig, {&teller}, {1}, false)[0];
+}
+
+/// The same by a Runtime of the host.
+class Reference {
+ public:
+  Reference(const EngineRig& rig, const Story& story, const PolicySpec& policy)
+      : story_(story), runtime_(options(rig)), id_(runtime_.begin(policy)) {}
+
+  void prefill(std::uint32_t tokens) {
+    for (; at_ < tokens; at_ += std::min(kChunk, tokens - at_)) {
+      const std::uint32_t count = std::min(kChunk, tokens - at_);
+      std::vector<float> out(count * kRow);
+      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+        runtime_.prefill({.sequence = id_,
+                          .layer = LayerId{layer},
+                          .q = view(story_.q(layer, at_), count, kShape.q_heads),
+                          .k = view(story_.k(layer, at_), count, kShape.kv_heads),
+                          .v = view(story_.v(layer, at_), count, kShape.kv_heads),
+                          .out = dense_view(out.data(), DType::f32, count, kShape.q_heads, kShape.head_dim)});
+      }
+    }
+  }
+
+  /// Tokens whose queries nobody has.
+  void import(std::uint32_t tokens) {
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+      runtime_.import_prefix({.sequence = id_,
+                              .layer = LayerId{layer},
+                              .k = view(story_.k(layer, at_), tokens - at_, kShape.kv_heads),
+                              .v = view(story_.v(layer, at_), tokens - at_, kShape.kv_heads),
+                              .last_q = {}});
+    }
+    at_ = tokens;
+  }
+
+  std::vector<float> decode() {
+    std::vector<float> out(kShape.layers * kRow);
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+      runtime_.step({.layer = LayerId{layer},
+                     .sequences = {&id_, 1},
+                     .q = view(story_.q(layer, at_), 1, kShape.q_heads),
+                     .k = view(story_.k(layer, at_), 1, kShape.kv_heads),
+                     .v = view(story_.v(layer, at_), 1, kShape.kv_heads),
+                     .out = dense_view(out.data() + layer * kRow, DType::f32, 1, kShape.q_heads, kShape.head_dim)});
+    }
+    ++at_;
+    return out;
+  }
+  [[nodiscard]] Stats stats() const { return runtime_.stats(id_); }
+
+ private:
+  static RuntimeOptions options(const EngineRig& rig) {
+    RuntimeOptions options;
+    options.shape = kShape;
+    options.kv_dtype = rig.kv_dtype;
+    options.page_tokens = 16;
+    options.prefill_chunk = kChunk;
+    options.threads = 2;
+    options.pin_threads = false;
+    options.host_bytes = 64 * MiB;
+    options.near_bytes = 16 * MiB;
+    options.placement = PlacementMode::hybrid;
+    return options;
+  }
+  static TensorView view(const float* data, std::uint32_t count, std::uint32_t heads) {
+    return dense_view(data, DType::f32, count, heads, kShape.head_dim);
+  }
+
+  const Story& story_;
+  Runtime runtime_;
+  SequenceId id_;
+  std::uint32_t at_ = 0;
+};
+
+inline double tolerance(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-5 : 2e-3; }
+
+}  // namespace sluice::test::policies
