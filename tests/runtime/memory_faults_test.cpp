@@ -1,51 +1,12 @@
 // A process that runs short of memory: every allocation of a session may be the one that fails. The caller gets an Error,
 // never another exception and never the end of the process; the sequences of the call are whole or named as lost, and
 // others go on.
-#include <atomic>
-#include <cstdlib>
-#include <new>
 #include <string>
 
 #include "sluice/error.hpp"
 #include "tests/runtime/toy.hpp"
 #include "tests/support/catch.hpp"
-
-namespace {
-
-/// Allocations until the one that fails, of all threads; negative: none does.
-std::atomic<long> until{-1};
-
-/// From now on all succeed. True if one failed since `until` was set, whether or not anybody minded.
-bool one_failed() noexcept { return until.exchange(-1) < 0; }
-
-bool refuses() noexcept {
-  return until.load(std::memory_order_relaxed) >= 0 && until.fetch_sub(1, std::memory_order_relaxed) == 0;
-}
-
-void* allocate(std::size_t bytes, std::size_t alignment) {
-  void* memory = nullptr;
-  if (!refuses() && posix_memalign(&memory, std::max(alignment, sizeof(void*)), std::max<std::size_t>(bytes, 1)) == 0) {
-    return memory;
-  }
-  throw std::bad_alloc();
-}
-
-}  // namespace
-
-void* operator new(std::size_t bytes) { return allocate(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__); }
-void* operator new(std::size_t bytes, std::align_val_t alignment) {
-  return allocate(bytes, static_cast<std::size_t>(alignment));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
-
-#if defined(__SANITIZE_ADDRESS__)
-// Forms of new that are not replaced here end in the sanitizer's own, and their memory in the delete above.
-extern "C" const char* __asan_default_options();
-extern "C" const char* __asan_default_options() { return "alloc_dealloc_mismatch=0"; }
-#endif
+#include "tests/support/failing_new.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -99,7 +60,7 @@ Survival survive_session(Drive drive, const PolicySpec& spec, const Toy& toy, lo
   const SequenceId other = runtime.begin(parse_policy("full"));
   prefill(runtime, other, toy, kPrompt, 64, drive);
   Survival survival;
-  until = which;
+  fail_allocation(which);
   try {
     run_session(runtime, spec, toy, outputs, drive);
     survival.reached = one_failed();
@@ -161,7 +122,7 @@ TEST_CASE("a runtime that cannot be built for want of memory says so", "[memory_
   bool reached = true;
   for (long which = 0; reached; which += 1 + which / 30) {
     CAPTURE(which);
-    until = which;
+    fail_allocation(which);
     try {
       const Runtime runtime(options, device);
       reached = one_failed();

@@ -1,0 +1,130 @@
+// An engine in a process that runs short of memory: every allocation of a sequence may be the one that fails, also of
+// the threads that choose and learn. The caller gets an Error, and others go on as if nothing had been.
+#include "sluice/engine.hpp"
+#include "sluice/error.hpp"
+#include "tests/runtime/toy.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/failing_new.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+
+namespace {
+
+constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 16};
+constexpr std::uint32_t kPrompt = 80;
+constexpr std::uint32_t kTokens = 86;
+const Bucket kPromptBucket{.decode_rows = 0, .prefill_rows = kPrompt, .prefills = 1};
+const Bucket kTokenBucket{.decode_rows = 1, .unbounded = true};
+
+EngineOptions options() {
+  EngineOptions options{.shape = kShape,
+                        .kv_dtype = DType::f32,
+                        .host_bytes = 1 * MiB,
+                        .near_bytes = 64 * KiB,
+                        .largest = {.decode_rows = 1, .prefill_rows = kPrompt, .prefills = 1, .unbounded = true},
+                        .sequences = 3,
+                        .cpu_sequences = 1,
+                        .threads = 2,
+                        .pin_threads = false};
+  options.prefill_window = 64;
+  return options;
+}
+
+/// One sequence, whose outputs lie in memory that was there before anything may fail.
+class Session {
+ public:
+  Session(Engine& engine, const Toy& toy) : engine_(engine), toy_(toy) {}
+
+  void begin(const PolicySpec& policy) { id_ = engine_.begin(policy); }
+  void prefill() { forward(kPromptBucket, kPrompt, true); }
+  void decode() { forward(kTokenBucket, 1, false); }
+  void end() { engine_.end(id_); }
+  [[nodiscard]] std::uint32_t tokens() const { return engine_.tokens(id_); }
+  [[nodiscard]] SequenceId id() const { return id_; }
+  /// Of the newest token's last layer.
+  [[nodiscard]] std::span<const float> out() const { return {out_.data(), out_.size() / kPrompt}; }
+
+ private:
+  void forward(const Bucket& bucket, std::uint32_t count, bool prefill) {
+    const std::uint32_t at = engine_.tokens(id_);
+    const PlanItem item{.sequence = id_, .tokens = count, .prefill = prefill};
+    const Batch batch = engine_.plan({&item, 1}, bucket, nullptr);
+    try {
+      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+        engine_.attend(bucket, LayerId{layer}, toy_.q(layer, at, count), toy_.k(layer, at, count),
+                       toy_.v(layer, at, count),
+                       dense_view(out_.data(), DType::f32, count, kShape.q_heads, kShape.head_dim), nullptr);
+      }
+    } catch (const Error&) {
+      fail_allocation(-1);
+      engine_.cancel(batch);
+      throw;
+    }
+    engine_.finish(batch);
+  }
+
+  Engine& engine_;
+  const Toy& toy_;
+  SequenceId id_{};
+  std::vector<float> out_ = std::vector<float>(std::size_t{kPrompt} * kShape.q_heads * kShape.head_dim);
+};
+
+void tell(Session& session, const PolicySpec& policy) {
+  session.begin(policy);
+  session.prefill();
+  while (session.tokens() < kTokens - 1) session.decode();
+}
+
+}  // namespace
+
+TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_faults][engine]") {
+  const char* const policy = GENERATE("lfps", "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64", "topk",
+                                      "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");
+  CAPTURE(policy);
+  const Toy toy(kShape, kTokens, 78);
+  const PolicySpec spec = parse_policy(policy);
+  const PolicySpec beside = parse_policy("exact | int4 | top_p=0.9 | near=0,sinks=4,recent=8");
+  std::vector<float> want;
+  {
+    Engine engine(options());
+    Session other(engine, toy);
+    tell(other, beside);
+    other.decode();
+    want.assign(other.out().begin(), other.out().end());
+  }
+  int reports = 0;
+  int choices = 0;
+  bool reached = true;
+  for (long which = 0; reached; which += 1 + which / 12) {
+    CAPTURE(which);
+    Engine engine(options());
+    Session other(engine, toy);
+    tell(other, beside);
+    Session session(engine, toy);
+    fail_allocation(which);
+    try {
+      tell(session, spec);
+      reached = one_failed();
+    } catch (const Error& error) {
+      (void)one_failed();
+      INFO(error.what());
+      REQUIRE(std::string(error.what()).size() > 20);
+      REQUIRE(error.code() != Errc::timeout);
+      reached = true;
+      ++reports;
+      choices += std::string(error.what()).find("could not choose") != std::string::npos ? 1 : 0;
+    }
+    // What failed can be told again, or ended; the other one goes on.
+    if (session.id().value != 0) {
+      while (session.tokens() >= kPrompt && session.tokens() < kTokens) session.decode();
+      session.end();
+    }
+    other.decode();
+    REQUIRE(worst_difference(std::vector<float>(other.out().begin(), other.out().end()), want) < 1e-5);
+    REQUIRE(which < 1'000'000);
+  }
+  REQUIRE(reports > 5);
+  // Of the threads that choose.
+  if (spec.estimate == Estimate::exact) REQUIRE(choices > 0);
+}

@@ -1,0 +1,11 @@
+#pragma once
+
+namespace sluice::test {
+
+/// The `which`-th allocation from now on fails, of all threads, counted from 0. In executables that link
+/// failing_new.cpp, which brings an operator new of its own.
+void fail_allocation(long which) noexcept;
+/// From now on all succeed. True if one failed since, whether or not anybody minded.
+bool one_failed() noexcept;
+
+}  // namespace sluice::test
