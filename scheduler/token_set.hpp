@@ -6,6 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "scheduler/heap_bytes.hpp"
+
 namespace sluice::scheduler {
 
 /// A set of token positions that is cheap to unite and to walk in order: one bit per position, and above it
@@ -99,6 +101,8 @@ class TokenSet {
       }
     });
   }
+
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept { return scheduler::heap_bytes(words_, summary_); }
 
  private:
   void add_word(std::size_t word, std::uint64_t bits) noexcept {

@@ -63,19 +63,20 @@ struct EngineStats {
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
 };
 
-/// Memory of an engine in bytes: all of it is reserved when the engine is built. Beside it policies that choose on the
-/// CPU hold tables and lists, which grow with their sequences.
+/// Memory of an engine in bytes: all of it is reserved when the engine is built. Only what policies that choose on the CPU
+/// have learnt grows with their sequences; it is as of the last call without a forward under way.
 struct EngineMemoryUse {
   std::uint64_t far_pages = 0;        ///< host: keys and values
   std::uint64_t far_pages_used = 0;   ///< of these, in blocks that sequences hold; shared ones count once
   std::uint64_t pinned = 0;           ///< host: plans, the mailbox, far lists, partial results, prompts' last queries
   std::uint64_t partials = 0;         ///< host: the threads' own
+  std::uint64_t policies = 0;         ///< host, not reserved: what policies that choose on the CPU have learnt
   std::uint64_t near_pages = 0;       ///< device
   std::uint64_t near_pages_used = 0;  ///< of these, when the newest forward ended
   std::uint64_t codes = 0;            ///< device: 4-bit copies of keys
   std::uint64_t buffers = 0;          ///< device: tables, scores, choices and scratch
 
-  [[nodiscard]] std::uint64_t host() const noexcept { return far_pages + pinned + partials; }
+  [[nodiscard]] std::uint64_t host() const noexcept { return far_pages + pinned + partials + policies; }
   [[nodiscard]] std::uint64_t device() const noexcept { return near_pages + codes + buffers; }
 };
 

@@ -120,6 +120,7 @@ bool Engine::can_admit(std::uint32_t tokens) const noexcept {
 EngineMemoryUse Engine::memory() const noexcept {
   EngineMemoryUse use = impl_->memory.use();
   use.partials = impl_->far.bytes();
+  use.policies = impl_->policy_bytes();
   use.far_pages_used = (impl_->table.blocks() - impl_->table.free()) * impl_->memory.block_bytes();
   use.near_pages_used = look(impl_->mailbox().outcome.near_rows) * 2 * impl_->memory.largest().layout.row_bytes();
   return use;

@@ -102,6 +102,13 @@ std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemor
   return rows;
 }
 
+std::uint64_t Engine::Impl::policy_bytes() noexcept {
+  if (!programs.empty()) return known_policy_bytes;
+  known_policy_bytes = choice.heap_bytes();
+  for (auto& [id, sequence] : sequences) known_policy_bytes += sequence.policy ? sequence.policy->heap_bytes() : 0;
+  return known_policy_bytes;
+}
+
 void Engine::Impl::require_chosen(std::uint64_t forward) {
   const runtime::FarChoice::Failure failure = choice.failure(forward);
   if (failure.forward == 0) return;

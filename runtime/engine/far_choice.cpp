@@ -144,6 +144,8 @@ void FarChoice::score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_
   chosen.scores.insert(chosen.scores.end(), chosen.selected.scores.begin(), chosen.selected.scores.end());
 }
 
+std::uint64_t FarChoice::heap_bytes() const noexcept { return scheduler::heap_bytes(lists_); }
+
 const ChosenList* FarChoice::find(std::uint64_t asked, std::uint32_t list) const noexcept {
   return lists_[list].asked == asked ? &lists_[list] : nullptr;
 }

@@ -10,6 +10,7 @@
 
 #include "cpu/kernels.hpp"
 #include "runtime/engine/sequence_policy.hpp"
+#include "scheduler/heap_bytes.hpp"
 #include "sluice/forward.hpp"
 
 namespace sluice::runtime {
@@ -33,6 +34,11 @@ struct ChosenList {
   // Scratch.
   SelectionRow selected;
   std::vector<const std::byte*> keys;
+
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return scheduler::heap_bytes(rows, members, scores, keys, bypass.out, bypass.lse, selected.runs, selected.tokens,
+                                 selected.members, selected.scores);
+  }
 };
 
 /// The part of an answer that comes before attention: policies choose. The rows of a forward are told before its plan
@@ -66,6 +72,8 @@ class FarChoice {
   template <class Wanted>
   [[nodiscard]] bool learn(std::uint64_t good, const Wanted& wanted);
 
+  /// Of the heap, that the lists hold. Only between forwards.
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   [[nodiscard]] std::uint64_t far_tokens() const noexcept { return far_tokens_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t scored() const noexcept { return scored_.load(std::memory_order_relaxed); }
 

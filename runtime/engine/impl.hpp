@@ -87,6 +87,8 @@ struct Engine::Impl : cpu::Kept {
                                        std::uint32_t token) const noexcept;
   [[nodiscard]] std::vector<runtime::ChoosingRow> choosing_rows(const ForwardMemory& memory,
                                                                 std::span<const Wanted> wanted) const;
+  /// Of the heap, that policies of the CPU hold: as it was when no forward was under way.
+  [[nodiscard]] std::uint64_t policy_bytes() noexcept;
   /// A policy could not choose: the forward comes to nothing, and all behind it.
   void require_chosen(std::uint64_t forward);
 
@@ -134,6 +136,7 @@ struct Engine::Impl : cpu::Kept {
   std::vector<ForwardBlockCopy> copies;  ///< of codes, that the device does not know of yet
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;
+  std::uint64_t known_policy_bytes = 0;
   std::unordered_map<std::uint64_t, Sequence> sequences;
   std::uint64_t next_id = 1;
 

@@ -107,6 +107,23 @@ void SequencePolicy::forget(std::uint64_t forward) noexcept {
   if (learnt_.load(std::memory_order_relaxed) >= forward) spoilt_.store(true, std::memory_order_relaxed);
 }
 
+std::uint64_t SequencePolicy::heap_bytes() noexcept {
+  const std::uint32_t kv_heads = memory_.shape.kv_heads;
+  std::uint64_t bytes = 0;
+  for (std::uint32_t plane = 0; plane < seats_.size(); ++plane) {
+    Seat& each = seats_[plane];
+    std::uint64_t lesson = each.lesson.load(std::memory_order_acquire);
+    const bool mine = layers_[plane / kv_heads] && (lesson & kBusy) == 0 &&
+                      each.lesson.compare_exchange_strong(lesson, lesson | kBusy, std::memory_order_acq_rel);
+    if (mine) {
+      each.heap_bytes = layers_[plane / kv_heads]->heap_bytes(plane % kv_heads);
+      each.lesson.store(lesson, std::memory_order_release);
+    }
+    bytes += each.heap_bytes;
+  }
+  return bytes;
+}
+
 void SequencePolicy::close() noexcept {
   for (Seat& each : seats_) {
     for (std::uint64_t lesson = settled(each); lesson != 0; lesson = settled(each)) {

@@ -48,6 +48,8 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
   /// What was chosen in `forward` came to nothing. Waits for threads that learn.
   void forget(std::uint64_t forward) noexcept;
+  /// Of the heap. Only between forwards; what a seat holds that learns meanwhile is as it was when that was asked last.
+  [[nodiscard]] std::uint64_t heap_bytes() noexcept;
   /// Nothing is learnt any more, by any thread, and all is freed. Only between forwards.
   void close() noexcept;
 
@@ -57,7 +59,8 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   static constexpr std::uint64_t kBusy = std::uint64_t{1} << 63;
   struct Seat {
     Lesson lesson{0};
-    std::uint32_t tokens = 0;  ///< that were visible when it chose
+    std::uint32_t tokens = 0;      ///< that were visible when it chose
+    std::uint64_t heap_bytes = 0;  ///< when it was asked last
   };
 
   [[nodiscard]] Seat& seat(std::uint32_t layer, std::uint32_t kv_head) noexcept {

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "scheduler/heap_bytes.hpp"
 #include "scheduler/layer_policy.hpp"
 
 namespace sluice::scheduler {
@@ -24,6 +25,9 @@ class ClusterIndex {
   }
   /// [size(), head_dim]
   [[nodiscard]] std::span<const float> centroids() const noexcept { return centroids_; }
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return scheduler::heap_bytes(starts_, members_, centroids_);
+  }
 
  private:
   std::uint32_t head_dim_;
@@ -37,6 +41,9 @@ class ClusterRanking {
  public:
   void rank(const float* scores, std::uint32_t count, std::uint32_t stride);
   [[nodiscard]] std::span<const std::uint32_t> order() const noexcept { return order_; }
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return scheduler::heap_bytes(order_, keys_, next_order_, next_keys_);
+  }
 
  private:
   std::vector<std::uint32_t> order_, keys_;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "scheduler/clusters/cluster_index.hpp"
+#include "scheduler/heap_bytes.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/token_set.hpp"
 #include "sluice/shape.hpp"
@@ -38,6 +39,9 @@ class ClusterSource {
   [[nodiscard]] std::span<const std::uint32_t> order(std::uint32_t h) const noexcept { return rankings_[h].order(); }
   /// Adds the first `options.candidates` tokens of head `h` from position `sinks` on, and those in no cluster yet.
   void propose(std::uint32_t h, std::uint32_t sinks, std::uint32_t tokens, TokenSet& set) const;
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return index_.heap_bytes() + scheduler::heap_bytes(rankings_, scores_, centroids_, assignment_);
+  }
 
  private:
   void append(const ClusterRequest& request, KvReader& kv);

@@ -229,4 +229,14 @@ void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> token
   head.slash.add(indices_, weights);
 }
 
+std::uint64_t GroupHistory::Head::heap_bytes() const noexcept {
+  return vertical.heap_bytes() + slash.heap_bytes() + expanded.heap_bytes() +
+         scheduler::heap_bytes(candidates, heat);
+}
+
+std::uint64_t GroupHistory::heap_bytes() const noexcept {
+  return united_.heap_bytes() + by_position_.heap_bytes() + by_distance_.heap_bytes() + found_.heap_bytes() +
+         scheduler::heap_bytes(heads_, page_heat_, weights_, indices_);
+}
+
 }  // namespace sluice::scheduler

@@ -64,6 +64,7 @@ class GroupHistory {
   }
   /// Table entries that the last forecast looked at to find its candidates.
   [[nodiscard]] std::uint64_t looked_at() const noexcept { return looked_at_; }
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
 
  private:
   /// The tables begin as these sums, times a factor.
@@ -73,6 +74,7 @@ class GroupHistory {
     std::vector<std::uint32_t> candidates;
     std::vector<float> heat;  ///< [candidates] vertical + slash score
     TokenSet expanded;
+    [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   };
 
   void forget_candidates();

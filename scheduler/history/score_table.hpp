@@ -5,6 +5,8 @@
 #include <span>
 #include <vector>
 
+#include "scheduler/heap_bytes.hpp"
+
 namespace sluice::scheduler {
 
 /// One decayed score per entry (LFPS spec section 5), kept so that "which entries exceed the threshold?" costs
@@ -68,6 +70,7 @@ class ScoreTable {
   [[nodiscard]] double sum() const noexcept { return m1_ * g_; }
   /// Entries that lists hold, for tests of their size.
   [[nodiscard]] std::size_t listed() const noexcept;
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept { return scheduler::heap_bytes(u_, place_, lists_); }
 
  private:
   // A live list lies between mean / 2 and max <= size * mean, at most 33 octaves: a ring of 64 never wraps

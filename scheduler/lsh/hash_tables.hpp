@@ -5,6 +5,8 @@
 #include <span>
 #include <vector>
 
+#include "scheduler/heap_bytes.hpp"
+
 namespace sluice::scheduler {
 
 /// Hash tables over items [0, count): for every table and code, the items that have it. A query looks at one list per
@@ -27,6 +29,9 @@ class HashTables {
   }
 
   [[nodiscard]] std::uint32_t count() const noexcept { return count_; }
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return scheduler::heap_bytes(starts_, items_, once_, twice_);
+  }
 
  private:
   [[nodiscard]] const std::vector<std::uint64_t>& collide(const std::uint16_t* codes, std::uint64_t stride,

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "scheduler/heap_bytes.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/lsh/hash_tables.hpp"
 #include "scheduler/lsh/projections.hpp"
@@ -41,6 +42,10 @@ class LshSource {
   void add_collisions(std::uint32_t h, TokenSet& set);
   /// With which probability a hashed token of this score q.k / sqrt(d) met that query.
   [[nodiscard]] float probability(std::uint32_t h, std::uint32_t token, float score) const noexcept;
+  /// But for the projections, which all share.
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return tables_.heap_bytes() + scheduler::heap_bytes(mean_, norms_, queries_, codes_, products_, keys_);
+  }
 
  private:
   /// Keys that are hashed at once: as many columns as KvReader::score_rows takes.

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "scheduler/heap_bytes.hpp"
 #include "scheduler/layer_policy.hpp"
 
 namespace sluice::scheduler {
@@ -39,6 +40,9 @@ class SinkBypass {
     double variance = 0.0;
   };
   [[nodiscard]] Logits logits(std::uint32_t h, const float* q) const;
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return scheduler::heap_bytes(mean_key_, mean_value_, spread_, probe_, scores_);
+  }
 
  private:
   double threshold_;

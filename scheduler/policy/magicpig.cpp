@@ -65,6 +65,10 @@ class SampledPolicy final : public LayerPolicy {
   }
 
   void observe(std::uint32_t, KvReader&) override {}
+  [[nodiscard]] std::uint64_t heap_bytes(std::uint32_t kv_head) const noexcept override {
+    const Head& head = heads_[kv_head];
+    return head.source.heap_bytes() + head.scored.heap_bytes() + scheduler::heap_bytes(head.sampled);
+  }
 
  private:
   struct Head {

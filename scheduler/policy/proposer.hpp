@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "scheduler/clusters/cluster_source.hpp"
+#include "scheduler/heap_bytes.hpp"
 #include "scheduler/history/group_history.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/lsh/lsh_source.hpp"
@@ -32,6 +33,12 @@ struct SparseHead {
   std::vector<std::uint32_t> heavy;  ///< tokens that the last selection found heavy, not remembered yet
   std::uint32_t observing = 0;  ///< bit h: query head h was not bypassed
   bool whole = false;           ///< every token was scored: scratch is n-sized, not worth keeping
+
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return (history ? history->heap_bytes() : 0) + (clusters ? clusters->heap_bytes() : 0) +
+           (lsh ? lsh->heap_bytes() : 0) + (bypass ? bypass->heap_bytes() : 0) + anyway.heap_bytes() +
+           scored.heap_bytes() + scheduler::heap_bytes(candidates, q, lse, heavy);
+  }
 };
 
 /// What the sources of a policy propose, united freely.

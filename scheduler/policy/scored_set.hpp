@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "scheduler/heap_bytes.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/token_set.hpp"
 #include "sluice/top_p.hpp"
@@ -86,6 +87,10 @@ class ScoredSet {
   [[nodiscard]] std::uint64_t united() const noexcept { return united_; }
   [[nodiscard]] std::uint64_t near_hits() const noexcept { return near_hits_; }
   void clear() noexcept;
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return scheduler::heap_bytes(tokens_, heads_, far_, scores_, attended_, observed_, keys_, pool_, weighed_,
+                                 observed_tokens_, observed_scores_);
+  }
 
  private:
   void grow(std::size_t kept);

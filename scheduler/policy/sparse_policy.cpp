@@ -86,6 +86,10 @@ class SparsePolicy final : public LayerPolicy {
     return head.observes || (head.clusters && head.clusters->due(head.visible));
   }
 
+  [[nodiscard]] std::uint64_t heap_bytes(std::uint32_t kv_head) const noexcept override {
+    return heads_[kv_head].heap_bytes();
+  }
+
   void note(std::uint32_t kv_head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
             std::span<const float> lse) override {
     SparseHead& head = heads_[kv_head];

@@ -57,6 +57,9 @@ class SampledTokens {
     return scores_[(before_[token / 64] + static_cast<std::size_t>(std::popcount(below))) * group_ + h];
   }
   [[nodiscard]] std::size_t size() const noexcept { return list_.size(); }
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+    return set_.heap_bytes() + scheduler::heap_bytes(list_, before_, scores_);
+  }
 
  private:
   TokenSet set_;
@@ -112,6 +115,11 @@ class FittedPolicy final : public LayerPolicy {
   }
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     heads_[kv_head].source.cluster_new(heads_[kv_head].visible, kv);
+  }
+  [[nodiscard]] std::uint64_t heap_bytes(std::uint32_t kv_head) const noexcept override {
+    const Head& head = heads_[kv_head];
+    return head.source.heap_bytes() + head.sampled.heap_bytes() + head.chosen.heap_bytes() + head.united.heap_bytes() +
+           scheduler::heap_bytes(head.scores, head.anyway);
   }
 
  private:
