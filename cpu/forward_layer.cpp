@@ -251,6 +251,7 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
   std::uint32_t choices = 0;
   const std::uint32_t lists = m.bucket.decode_rows * m.shape.kv_heads;
   std::fill_n(m.near_counts, lists, 0);
+  std::fill_n(m.far_windows, lists, 0);
   const auto put_far_count = [&](std::uint32_t index, std::uint32_t count) {
     m.far_listed[index] = count;
     shared(m.far_counts[index]).store(count, std::memory_order_relaxed);  // A late worker may look.
@@ -271,6 +272,7 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
         m.near_lists[index * room + near++] = m.near_entry(plane, place);
       } else {
         m.far_rows[index * room + far++] = block * m.layout.page_tokens + at;
+        m.far_windows[index] |= row.in_window(token) ? 1 : 0;
       }
     }
     m.near_counts[index] = near;

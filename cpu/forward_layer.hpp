@@ -19,8 +19,8 @@ template <class T>
   return std::atomic_ref<T>(word);
 }
 
-/// Near rows of blocks that a slip calls fresh or free.
-void change_blocks(const ForwardMemory& memory);
+/// Near rows of freed blocks, and of the tokens that come, when a slip's lists have been taken.
+void seat_tokens(const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 void prefill(Backend& prompts, const ForwardMemory& memory, const ForwardLayer& layer);
 void score(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);

@@ -30,6 +30,10 @@ class Plane {
 
   [[nodiscard]] std::uint32_t& entry(std::uint32_t row) const noexcept { return near_of_[row]; }
 
+  [[nodiscard]] std::uint32_t rows() const noexcept { return static_cast<std::uint32_t>(rows_.size()); }
+  /// A row that lies near counts as attended.
+  void refresh(std::uint32_t row, Forward forward) const noexcept { rows_[entry(row) & ~kNearBit].used = forward; }
+
   void give_up(std::uint32_t row) const noexcept {
     if ((entry(row) & kNearBit) != 0) {
       rows_[entry(row) & ~kNearBit] = {};
@@ -42,7 +46,8 @@ class Plane {
   std::uint32_t seat(std::span<const std::uint32_t> wanted, Forward forward, Forward used, Patience patience) const {
     std::uint32_t seated = 0;
     for (const std::uint32_t least : patience) {
-      for (std::size_t looked = 0; looked < rows_.size() && seated < wanted.size(); ++looked) {
+      const std::size_t most = std::min<std::size_t>(rows_.size(), kNearLooks);
+      for (std::size_t looked = 0; looked < most && seated < wanted.size(); ++looked) {
         const std::uint32_t place = hand_;
         hand_ = (hand_ + 1) % static_cast<std::uint32_t>(rows_.size());
         if (rows_[place].row == kNone || forward - rows_[place].used > least) put(place, wanted[seated++], used);
@@ -83,13 +88,16 @@ struct Wanted {
   std::vector<std::uint32_t> again;
 };
 
+std::uint32_t row_at(const ForwardMemory& m, std::uint32_t list, std::uint32_t token) {
+  const std::uint32_t block = m.lists[std::uint64_t{list} * m.max_pages + token / m.layout.page_tokens];
+  return block * m.layout.page_tokens + token % m.layout.page_tokens;
+}
+
 void want_windows(const ForwardMemory& m, const ForwardRow& row, const Plane& plane, Forward forward, Wanted& wanted) {
-  const std::uint32_t* const list = m.lists + std::uint64_t{row.list} * m.max_pages;
   const std::uint32_t recent = std::max(row.sink_end, row.recent_begin);
   for (std::uint32_t i = 0; i < row.sink_end + row.tokens - recent; ++i) {
     if (wanted.always.size() == m.promotions) return;
-    const std::uint32_t token = i < row.sink_end ? i : recent + i - row.sink_end;
-    const std::uint32_t at = list[token / m.layout.page_tokens] * m.layout.page_tokens + token % m.layout.page_tokens;
+    const std::uint32_t at = row_at(m, row.list, i < row.sink_end ? i : recent + i - row.sink_end);
     std::uint32_t& entry = plane.entry(at);
     if ((entry & kNearBit) != 0 || entry == stamp_of(forward)) continue;
     entry = stamp_of(forward);
@@ -107,27 +115,57 @@ void want_again(const ForwardMemory& m, std::uint32_t index, const Plane& plane,
   }
 }
 
+/// Rows of the tokens that come: of prompts, or decoded ones.
+std::vector<std::uint32_t> coming(const ForwardMemory& m, bool prompts) {
+  std::vector<bool> decoded(m.slip->bucket.rows(), false);
+  for (std::uint32_t r = 0; r < m.slip->bucket.decode_rows; ++r) {
+    if (m.rows[r].list != kNone) decoded[m.rows[r].at] = true;
+  }
+  std::vector<std::uint32_t> rows;
+  for (std::uint32_t t = 0; t < m.slip->bucket.rows(); ++t) {
+    const ForwardToken& token = m.tokens[t];
+    if (token.list != kNone && decoded[t] != prompts) rows.push_back(row_at(m, token.list, token.position));
+  }
+  return rows;
+}
+
+/// Near rows for those that have none; returns whether all have one then.
+bool seat_all(const Plane& plane, std::span<const std::uint32_t> rows, Forward forward, Forward used,
+              Patience patience) {
+  std::vector<std::uint32_t> wanted;
+  for (const std::uint32_t row : rows) {
+    if ((plane.entry(row) & kNearBit) == 0) {
+      wanted.push_back(row);
+    } else {
+      plane.refresh(row, used);
+    }
+  }
+  return plane.seat(wanted, forward, used, patience) == wanted.size();
+}
+
 }  // namespace
 
-void change_blocks(const ForwardMemory& m) {
+void seat_tokens(const ForwardMemory& m) {
   if (m.near_pages == 0) return;
-  const std::span changes(m.slip_changes, m.slip->block_changes);
+  constexpr std::size_t kAtOnce = 256;  // As many as a device has threads for.
   const auto forward = static_cast<Forward>(m.slip->forward);
   const std::uint32_t page_tokens = m.layout.page_tokens;
-  std::vector<std::uint32_t> rows(page_tokens);
+  const std::vector<std::uint32_t> decoded = coming(m, false);
+  const std::vector<std::uint32_t> prompts = coming(m, true);
   for (std::uint32_t p = 0; p < m.planes(); ++p) {
     const Plane plane(m, p);
-    for (const ForwardBlockChange& change : changes) {
-      for (std::uint32_t i = 0; i < page_tokens; ++i) plane.give_up(change.block * page_tokens + i);
+    for (const std::uint32_t block : std::span(m.slip_freed, m.slip->freed_blocks)) {
+      for (std::uint32_t i = 0; i < page_tokens; ++i) plane.give_up(block * page_tokens + i);
     }
-    for (std::size_t c = changes.size(); c-- > 0;) {
-      const std::uint32_t age = changes[c].age;
-      if (age == kNone) continue;
-      for (std::uint32_t i = 0; i < page_tokens; ++i) rows[i] = changes[c].block * page_tokens + i;
-      // Of a prompt none that came in the same forward gives way.
-      (void)(age == 0 ? plane.seat(rows, forward, forward, {kNearPatience, kNearAgain})
-                      : plane.seat(rows, forward, forward - age, {kNearPatience}));
-    }
+    const auto seat_in_turn = [&](std::span<const std::uint32_t> rows, Forward used, Patience patience) {
+      for (std::size_t at = 0; at < rows.size(); at += kAtOnce) {
+        if (!seat_all(plane, rows.subspan(at, std::min(kAtOnce, rows.size() - at)), forward, used, patience)) return;
+      }
+    };
+    seat_in_turn(decoded, forward, {kNearPatience, kNearAgain, 0});
+    // In their order, so that the oldest give way first later on.
+    const std::size_t most = std::min<std::size_t>(prompts.size(), plane.rows());
+    seat_in_turn(std::span(prompts).last(most), forward - kNearPatience, {kNearPatience});
   }
 }
 
@@ -142,7 +180,7 @@ void promote(const ForwardMemory& m, std::uint32_t layer) {
       const ForwardRow row = m.rows[r].in(layer);
       // Where everything is attended, nothing is wanted more than anything else.
       if (row.list == kNone || row.whole() || m.far_listed[index] == 0) continue;
-      want_windows(m, row, plane, forward, wanted);
+      if (m.far_windows[index] != 0) want_windows(m, row, plane, forward, wanted);
       want_again(m, index, plane, forward, wanted);
     }
     const std::uint32_t seated = plane.seat(wanted.always, forward, forward, {kNearPatience, kNearAgain, 0});

@@ -40,8 +40,8 @@ void apply(const ForwardMemory& m) {
     std::copy_n(m.slip_blocks + change.from, change.count,
                 m.lists + std::uint64_t{change.list} * m.max_pages + change.page);
   }
-  change_blocks(m);
   for (const ForwardBlockCopy& copy : std::span(m.slip_copies, slip.block_copies)) copy_codes(m, copy);
+  seat_tokens(m);
   state.after = slip.after;
   state.bucket = slip.bucket;
   state.planned = slip.forward;

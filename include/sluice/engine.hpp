@@ -25,6 +25,7 @@ struct EngineOptions {
   /// Device memory for near pages, as many of each layer and KV head; what is left of one of all of them is not used.
   /// They are a cache of far ones, row by row: tokens come in near, those that are not attended give way, and those
   /// that are attended far again and again are brought.
+  /// Where a token lies near takes 4 bytes of device memory more for each token, layer and KV head of host_bytes.
   std::uint64_t near_bytes = 0;
   std::uint32_t promotions = 64;  ///< tokens of a layer and KV head that one forward brings near, at most. [0, 256]
   /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
@@ -63,8 +64,8 @@ struct EngineStats {
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
 };
 
-/// Memory of an engine in bytes: all of it is reserved when the engine is built. Only what policies that choose on the CPU
-/// have learnt grows with their sequences; it is as of the last call without a forward under way.
+/// Memory of an engine in bytes: all of it is reserved when the engine is built. Only what policies that choose on the
+/// CPU have learnt grows with their sequences; it is as of the last call without a forward under way.
 struct EngineMemoryUse {
   std::uint64_t far_pages = 0;        ///< host: keys and values
   std::uint64_t far_pages_used = 0;   ///< of these, in blocks that sequences hold; shared ones count once

@@ -48,6 +48,10 @@ struct ForwardRow {
 
   /// Whether the device chooses anything by score.
   [[nodiscard]] constexpr bool ranks() const noexcept { return picks != 0 || mass > 0.f; }
+  /// Whether a token is attended by all heads, whatever is chosen.
+  [[nodiscard]] constexpr bool in_window(std::uint32_t token) const noexcept {
+    return token < sink_end || token >= recent_begin;
+  }
   /// Whether all tokens are attended.
   [[nodiscard]] constexpr bool whole() const noexcept { return sink_end == tokens; }
   /// The row as it is in a layer.
@@ -78,14 +82,6 @@ struct ForwardListChange {
   std::uint32_t from = 0;
 };
 
-/// `block` holds nothing any more, so that its tokens, of every layer and KV head, give up their near rows; or nothing
-/// yet, and near rows are found for its tokens, so that they are written there, too, as they come. A slip names every
-/// block once at most.
-struct ForwardBlockChange {
-  std::uint32_t block = 0;
-  std::uint32_t age = kNone;  ///< its near rows are as if attended so many forwards ago; kNone: it is given up
-};
-
 /// What a near row holds.
 struct ForwardNearRow {
   std::uint32_t row = kNone;  ///< of the plane's far rows; kNone: nothing
@@ -98,6 +94,8 @@ inline constexpr std::uint32_t kNearBit = 0x8000'0000u;
 inline constexpr std::uint32_t kNearAgain = 8;
 /// Near rows that were not attended in as many forwards give way first; those not attended in kNearAgain, then.
 inline constexpr std::uint32_t kNearPatience = 32;
+/// Near rows of a plane that are looked at each time for some that give way.
+inline constexpr std::uint32_t kNearLooks = 4096;
 /// Rows that a plane may bring near in one forward, at most.
 inline constexpr std::uint32_t kMostPromotions = 256;
 
@@ -125,7 +123,7 @@ struct ForwardSlip {
   std::uint64_t after = 0;    ///< the forward it builds on, which must have been the last to get to its end
   Bucket bucket;
   std::uint32_t list_changes = 0;
-  std::uint32_t block_changes = 0;
+  std::uint32_t freed_blocks = 0;
   std::uint32_t block_copies = 0;
 };
 
@@ -223,6 +221,7 @@ struct ForwardMemory {
   std::uint32_t* near_lists = nullptr;   ///< [decode_rows, kv_heads, list_room] K rows, counted in rows from `near`
   std::uint32_t* near_counts = nullptr;  ///< [decode_rows, kv_heads]
   std::uint32_t* far_listed = nullptr;   ///< [decode_rows, kv_heads] far rows that `split` listed
+  std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
   std::byte* scratch = nullptr;          ///< ForwardVerbs::scratch_bytes
@@ -230,13 +229,13 @@ struct ForwardMemory {
   // Pinned memory of the host.
   std::byte* far = nullptr;  ///< [planes, blocks] pages
   ForwardSlip* slip = nullptr;
-  ForwardToken* slip_tokens = nullptr;         ///< [append_rows]
-  ForwardRow* slip_rows = nullptr;             ///< [decode_rows]
-  ForwardChunk* slip_chunks = nullptr;         ///< [prefills]
-  ForwardListChange* slip_lists = nullptr;     ///< [ForwardSlip::list_changes]
-  std::uint32_t* slip_blocks = nullptr;        ///< what they refer to
-  ForwardBlockChange* slip_changes = nullptr;  ///< [ForwardSlip::block_changes] oldest first
-  ForwardBlockCopy* slip_copies = nullptr;     ///< [ForwardSlip::block_copies]
+  ForwardToken* slip_tokens = nullptr;      ///< [append_rows]
+  ForwardRow* slip_rows = nullptr;          ///< [decode_rows]
+  ForwardChunk* slip_chunks = nullptr;      ///< [prefills]
+  ForwardListChange* slip_lists = nullptr;  ///< [ForwardSlip::list_changes]
+  std::uint32_t* slip_blocks = nullptr;     ///< what they refer to
+  std::uint32_t* slip_freed = nullptr;      ///< [ForwardSlip::freed_blocks] that hold nothing any more, each once
+  ForwardBlockCopy* slip_copies = nullptr;  ///< [ForwardSlip::block_copies]
   ForwardMailbox* mailbox = nullptr;
   float* far_q = nullptr;               ///< [decode_rows, q_heads, head_dim]
   std::uint32_t* far_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] block * page_tokens + row of the page
@@ -311,8 +310,9 @@ class ForwardVerbs {
   /// Device memory that the verbs want for themselves, zero-filled at first, for every bucket up to the largest.
   [[nodiscard]] virtual std::uint64_t scratch_bytes(const ForwardMemory& memory) const = 0;
 
-  /// Takes the slip: rows, block lists, fresh and free blocks, copies. Not captured. Tokens of fresh blocks get near
-  /// rows that are free, or that have not been attended for long, see kNearPatience; those of the newest block first.
+  /// Takes the slip: rows, block lists, freed blocks, copies. Not captured. Tokens that come get near rows, so that
+  /// they are written there, too: rows that are free, or have not been attended for long, see kNearPatience. Those that
+  /// are decoded come first, and count as attended; of those of prompts, which do not, the newest, if not all find one.
   virtual void apply(const ForwardMemory& memory, void* stream) = 0;
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
@@ -332,8 +332,8 @@ class ForwardVerbs {
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Brings rows near that were attended far, while their answer is awaited: those of sinks and recent tokens, then
-  /// those that were attended far before, not longer than kNearAgain forwards ago. They take places as fresh blocks do;
-  /// the former also of any row that this forward has not attended.
+  /// those that were attended far before, not longer than kNearAgain forwards ago. They take places as tokens that come
+  /// do; the former also of any row that this forward has not attended.
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;

@@ -38,6 +38,7 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t 
   take(parts, m.near_lists, kv_heads(m) * m.list_room());
   take(parts, m.near_counts, kv_heads(m));
   take(parts, m.far_listed, kv_heads(m));
+  take(parts, m.far_windows, kv_heads(m));
   take(parts, m.near_out, heads(m) * m.shape.head_dim);
   take(parts, m.near_lse, heads(m));
   take(parts, m.scratch, scratch);
@@ -64,7 +65,7 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
     take(parts, m.slip_chunks, m.largest.prefills);
     take(parts, m.slip_lists, lists);
     take(parts, m.slip_blocks, listed_blocks);
-    take(parts, m.slip_changes, m.blocks);  // A block comes or goes once before the device knows.
+    take(parts, m.slip_freed, m.blocks);
     take(parts, m.slip_copies, 2 * std::uint64_t{lists});
   }
   return parts.used();

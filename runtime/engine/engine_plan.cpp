@@ -139,7 +139,7 @@ void Engine::Impl::grow(std::span<const Wanted> wanted) noexcept {
       table.release(from);
     }
     for (std::uint32_t wanted_pages = pages_of(sequence->planned + item.tokens); pages.pages() < wanted_pages;) {
-      pages.push(table.take_fresh(item.prefill ? kNearPatience : 0));
+      pages.push(table.take());
     }
   }
 }
@@ -178,10 +178,10 @@ void Engine::Impl::write_lists(const ForwardMemory& m, std::span<const Wanted> w
     m.slip_lists[changes++] = {.list = pages.slot(), .page = pages.synced(), .count = count, .from = listed};
     listed += count;
   }
-  std::ranges::copy(table.changes(), m.slip_changes);
+  std::ranges::copy(table.freed(), m.slip_freed);
   std::ranges::copy(copies, m.slip_copies);
   m.slip->list_changes = changes;
-  m.slip->block_changes = static_cast<std::uint32_t>(table.changes().size());
+  m.slip->freed_blocks = static_cast<std::uint32_t>(table.freed().size());
   m.slip->block_copies = static_cast<std::uint32_t>(copies.size());
 }
 
@@ -219,7 +219,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     sequence->planned += item.tokens;
     sequence->pages.set_synced();
   }
-  table.forget_changes();
+  table.forget_freed();
   copies.clear();
   next_layer = 0;
   return forward;

@@ -165,8 +165,10 @@ void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
   ForwardMailbox::Question& said = memory_.mailbox->question;
   const Question question{.asked = asked, .forward = word(said.forward), .layer = word(said.layer)};
   const std::uint32_t choices = choices_.total(asked, [&] { return word(said.choices); });
+  if (choices == kNone) return;
   const bool chose_last = choices != 0 && choose(question, choices);
   const std::uint32_t parts = parts_.total(asked, [&] { return all_parts(); });
+  if (parts == kNone) return;
   if (parts == 0 && chose_last) say(asked);
   Cursor cursor;
   for (std::uint32_t at = 0; (at = parts_.claim(asked, parts)) != kNone;) {

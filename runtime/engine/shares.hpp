@@ -12,11 +12,11 @@ namespace sluice::runtime {
 class Shares {
  public:
   /// How many items question `asked` has: what the first to ask got from `count`, which may be wrong if the question is
-  /// over by then. 0 if it is.
+  /// over by then. kNone if it is: others have answered it.
   template <class Count>
   [[nodiscard]] std::uint32_t total(std::uint64_t asked, const Count& count) {
     std::uint64_t known = total_.load(std::memory_order_acquire);
-    if (age(known, asked) <= 0) return age(known, asked) == 0 ? low(known) : 0;
+    if (age(known, asked) <= 0) return age(known, asked) == 0 ? low(known) : kNone;
     // Should others have answered all of it meanwhile, what is counted may be the next question's; but then they have
     // said how many items there are, and the exchange fails.
     const std::uint64_t counted = asked << 32 | count();
@@ -25,7 +25,7 @@ class Shares {
     while (age(claims, asked) > 0 && !claims_.compare_exchange_weak(claims, asked << 32, std::memory_order_acq_rel)) {
     }
     if (total_.compare_exchange_strong(known, counted, std::memory_order_acq_rel)) return low(counted);
-    return age(known, asked) == 0 ? low(known) : 0;
+    return age(known, asked) == 0 ? low(known) : kNone;
   }
 
   /// The next item of question `asked`, which has `total`; kNone if there is none left. From here until it is finished

@@ -86,5 +86,5 @@ TEST_CASE("near tokens are those of sequences that live, and the newest tokens' 
   engine.end(first.id);
   Teller second{.story = &story, .id = engine.begin(recent)};
   import_story(engine, rig, second, 33);
-  REQUIRE(engine.memory().near_pages_used == 3 * block_bytes(engine.options()));
+  REQUIRE(engine.memory().near_pages_used == 33 * block_bytes(engine.options()) / engine.options().page_tokens);
 }
