@@ -115,57 +115,50 @@ void want_again(const ForwardMemory& m, std::uint32_t index, const Plane& plane,
   }
 }
 
-/// Rows of the tokens that come: of prompts, or decoded ones.
-std::vector<std::uint32_t> coming(const ForwardMemory& m, bool prompts) {
-  std::vector<bool> decoded(m.slip->bucket.rows(), false);
-  for (std::uint32_t r = 0; r < m.slip->bucket.decode_rows; ++r) {
-    if (m.rows[r].list != kNone) decoded[m.rows[r].at] = true;
-  }
-  std::vector<std::uint32_t> rows;
-  for (std::uint32_t t = 0; t < m.slip->bucket.rows(); ++t) {
-    const ForwardToken& token = m.tokens[t];
-    if (token.list != kNone && decoded[t] != prompts) rows.push_back(row_at(m, token.list, token.position));
-  }
-  return rows;
-}
-
-/// Near rows for those that have none; returns whether all have one then.
-bool seat_all(const Plane& plane, std::span<const std::uint32_t> rows, Forward forward, Forward used,
-              Patience patience) {
+/// Near rows for tokens that come, of prompts or decoded ones, but for the first `skip` of these. Those that have one
+/// count as used in that forward.
+void seat_coming(const ForwardMemory& m, const Plane& plane, bool decoded, std::size_t skip, Forward used,
+                 Patience patience) {
+  constexpr std::uint32_t kAtOnce = 256;  // As many as a device has threads for.
+  const std::uint32_t tokens = m.slip->bucket.rows();
   std::vector<std::uint32_t> wanted;
-  for (const std::uint32_t row : rows) {
-    if ((plane.entry(row) & kNearBit) == 0) {
-      wanted.push_back(row);
-    } else {
-      plane.refresh(row, used);
+  for (std::uint32_t base = 0; base < tokens; base += kAtOnce) {
+    wanted.clear();
+    for (const ForwardToken& token : std::span(m.tokens + base, std::min(kAtOnce, tokens - base))) {
+      if (token.list == kNone || (token.decoded != 0) != decoded) continue;
+      if (skip != 0) {
+        --skip;
+        continue;
+      }
+      const std::uint32_t row = row_at(m, token.list, token.position);
+      if ((plane.entry(row) & kNearBit) == 0) {
+        wanted.push_back(row);
+      } else {
+        plane.refresh(row, used);
+      }
     }
+    if (plane.seat(wanted, static_cast<Forward>(m.slip->forward), used, patience) < wanted.size()) return;
   }
-  return plane.seat(wanted, forward, used, patience) == wanted.size();
 }
 
 }  // namespace
 
 void seat_tokens(const ForwardMemory& m) {
   if (m.near_pages == 0) return;
-  constexpr std::size_t kAtOnce = 256;  // As many as a device has threads for.
   const auto forward = static_cast<Forward>(m.slip->forward);
   const std::uint32_t page_tokens = m.layout.page_tokens;
-  const std::vector<std::uint32_t> decoded = coming(m, false);
-  const std::vector<std::uint32_t> prompts = coming(m, true);
+  const auto prompts = static_cast<std::size_t>(
+      std::ranges::count_if(std::span(m.tokens, m.slip->bucket.rows()),
+                            [](const ForwardToken& token) { return token.list != kNone && token.decoded == 0; }));
   for (std::uint32_t p = 0; p < m.planes(); ++p) {
     const Plane plane(m, p);
     for (const std::uint32_t block : std::span(m.slip_freed, m.slip->freed_blocks)) {
       for (std::uint32_t i = 0; i < page_tokens; ++i) plane.give_up(block * page_tokens + i);
     }
-    const auto seat_in_turn = [&](std::span<const std::uint32_t> rows, Forward used, Patience patience) {
-      for (std::size_t at = 0; at < rows.size(); at += kAtOnce) {
-        if (!seat_all(plane, rows.subspan(at, std::min(kAtOnce, rows.size() - at)), forward, used, patience)) return;
-      }
-    };
-    seat_in_turn(decoded, forward, {kNearPatience, kNearAgain, 0});
-    // In their order, so that the oldest give way first later on.
-    const std::size_t most = std::min<std::size_t>(prompts.size(), plane.rows());
-    seat_in_turn(std::span(prompts).last(most), forward - kNearPatience, {kNearPatience});
+    seat_coming(m, plane, true, 0, forward, {kNearPatience, kNearAgain, 0});
+    // The newest of prompts, and in their order, so that the oldest give way first later on.
+    const std::size_t most = std::min<std::size_t>(prompts, plane.rows());
+    seat_coming(m, plane, false, prompts - most, forward - kNearPatience, {kNearPatience});
   }
 }
 

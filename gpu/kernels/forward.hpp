@@ -36,8 +36,8 @@ struct PrefillStage {
   float* so_far = nullptr;          ///< [rows, q_heads, head_dim]
 };
 
-/// Near rows of blocks that the slip calls fresh or free.
-void launch_forward_change_blocks(const ForwardMemory& memory, cudaStream_t stream);
+/// Near rows of freed blocks, and of the tokens that come, after `apply`.
+void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);

@@ -105,9 +105,9 @@ __global__ void end_kernel(const __grid_constant__ ForwardMemory m) {
 
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream) {
   if (memory.slip->block_copies != 0) copy_codes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(memory);
-  if (memory.slip->block_changes != 0 && memory.near_pages != 0) launch_forward_change_blocks(memory, stream);
   apply_kernel<<<1, kThreads, 0, stream>>>(memory);
   check(cudaGetLastError(), "launch the kernel that takes a plan");
+  if (memory.near_pages != 0) launch_forward_seat(memory, stream);
 }
 
 void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream) {

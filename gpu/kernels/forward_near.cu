@@ -70,8 +70,9 @@ __device__ std::uint32_t seat(const ForwardMemory& m, const Plane& plane, std::u
   std::uint32_t hand = *plane.hand;
   std::uint32_t last = hand;  // Row behind the last one that was taken, or looked at.
   std::uint32_t freed = 0;
-  for (std::uint32_t looked = 0; looked < plane.count && seated < wanted; looked += kThreads) {
-    const bool there = looked + threadIdx.x < plane.count;
+  const std::uint32_t most = min(plane.count, kNearLooks);
+  for (std::uint32_t looked = 0; looked < most && seated < wanted; looked += kThreads) {
+    const bool there = looked + threadIdx.x < most;
     std::uint32_t place = hand + threadIdx.x;
     while (place >= plane.count) place -= plane.count;
     bool gives_way = false;
@@ -86,7 +87,7 @@ __device__ std::uint32_t seat(const ForwardMemory& m, const Plane& plane, std::u
     const bool enough = seated + places.all >= wanted;
     // The thread that took the last one knows where to go on.
     __shared__ std::uint32_t next;
-    if (enough ? mine && seated + places.before + 1 == wanted : threadIdx.x == min(plane.count - looked, kThreads) - 1)
+    if (enough ? mine && seated + places.before + 1 == wanted : threadIdx.x == min(most - looked, kThreads) - 1)
       next = place + 1 == plane.count ? 0 : place + 1;
     __syncthreads();
     last = hand = next;
@@ -101,44 +102,10 @@ __device__ std::uint32_t seat(const ForwardMemory& m, const Plane& plane, std::u
   return seated;
 }
 
-/// Thread block i: plane i.
-__global__ void __launch_bounds__(kThreads) change_blocks_kernel(const __grid_constant__ ForwardMemory m) {
-  __shared__ std::uint32_t ballots[kWarps];
-  __shared__ std::uint32_t blocks[kThreads];
-  __shared__ std::uint32_t ages[kThreads];
-  const Plane plane = plane_of(m, blockIdx.x);
-  const std::uint32_t page_tokens = m.layout.page_tokens;
-  const std::uint32_t changes = m.slip->block_changes;
-  const auto forward = static_cast<std::uint32_t>(m.slip->forward);
-  std::uint32_t freed = 0;
-  for (std::uint32_t i = threadIdx.x; i < changes * page_tokens; i += kThreads) {
-    const std::uint32_t row = m.slip_changes[i / page_tokens].block * page_tokens + i % page_tokens;
-    const std::uint32_t entry = plane.near_of[row];
-    plane.near_of[row] = 0;
-    if ((entry & kNearBit) == 0) continue;
-    plane.rows[entry & ~kNearBit] = {};
-    ++freed;
-  }
-  if (freed != 0) atomicSub(&m.state->near_rows, freed);
-  for (std::uint32_t i = 0; i < changes; ++i) {
-    // Many at once over the link, from behind.
-    if (i % kThreads == 0) {
-      __syncthreads();
-      if (i + threadIdx.x < changes) {
-        const ForwardBlockChange change = m.slip_changes[changes - 1 - i - threadIdx.x];
-        blocks[threadIdx.x] = change.block;
-        ages[threadIdx.x] = change.age;
-      }
-      __syncthreads();
-    }
-    const std::uint32_t age = ages[i % kThreads];
-    if (age == kNone) continue;
-    const std::uint32_t first = blocks[i % kThreads] * page_tokens;
-    const auto row_at = [first](std::uint32_t token) { return first + token; };
-    std::uint32_t seated = seat(m, plane, 0, page_tokens, forward, forward - age, kNearPatience, row_at, ballots);
-    // Of a prompt none that came in the same forward gives way.
-    if (age == 0) seated = seat(m, plane, seated, page_tokens, forward, forward, kNearAgain, row_at, ballots);
-  }
+/// The far row of a token.
+__device__ std::uint32_t row_at(const ForwardMemory& m, std::uint32_t list, std::uint32_t token) {
+  const std::uint32_t block = m.lists[std::uint64_t{list} * m.max_pages + token / m.layout.page_tokens];
+  return block * m.layout.page_tokens + token % m.layout.page_tokens;
 }
 
 /// Rows that are wanted, in the order in which they were found.
@@ -158,19 +125,83 @@ __device__ void add(Wanted& wanted, bool mine, std::uint32_t row, std::uint32_t 
   __syncthreads();
 }
 
+/// Near rows for tokens that come, of prompts or decoded ones, but for the first `skip` of these. Those that have one
+/// count as used in that forward. All threads.
+template <class... Patience>
+__device__ void seat_coming(const ForwardMemory& m, const Plane& plane, bool decoded, std::uint32_t skip,
+                            std::uint32_t used, Wanted& wanted, std::uint32_t (&ballots)[kWarps],
+                            Patience... patiences) {
+  static_assert(kThreads <= kMostPromotions);
+  const std::uint32_t tokens = m.state->bucket.rows();
+  const auto forward = static_cast<std::uint32_t>(m.state->planned);
+  std::uint32_t passed = 0;
+  for (std::uint32_t base = 0; base < tokens; base += kThreads) {
+    const ForwardToken token = base + threadIdx.x < tokens ? m.tokens[base + threadIdx.x] : ForwardToken{};
+    const bool comes = token.list != kNone && (token.decoded != 0) == decoded;
+    const Places turn = places_of(comes, ballots);
+    const bool mine = comes && passed + turn.before >= skip;
+    passed += turn.all;
+    const std::uint32_t row = mine ? row_at(m, token.list, token.position) : kNone;
+    const std::uint32_t entry = mine ? plane.near_of[row] : 0;
+    if ((entry & kNearBit) != 0) plane.rows[entry & ~kNearBit].used = used;
+    if (threadIdx.x == 0) wanted.count = 0;
+    __syncthreads();
+    add(wanted, mine && (entry & kNearBit) == 0, row, kThreads, ballots);
+    const std::uint32_t count = wanted.count;
+    const auto at = [&](std::uint32_t i) { return wanted.rows[i]; };
+    std::uint32_t seated = 0;
+    ((seated = seat(m, plane, seated, count, forward, used, patiences, at, ballots)), ...);
+    if (seated < count) return;
+  }
+}
+
+/// Thread block i: plane i. When a slip's lists and tokens have been taken.
+__global__ void __launch_bounds__(kThreads) seat_kernel(const __grid_constant__ ForwardMemory m) {
+  __shared__ std::uint32_t ballots[kWarps];
+  __shared__ std::uint32_t blocks[kThreads];
+  __shared__ Wanted wanted;
+  const Plane plane = plane_of(m, blockIdx.x);
+  const std::uint32_t page_tokens = m.layout.page_tokens;
+  const std::uint32_t all = m.slip->freed_blocks;
+  std::uint32_t freed = 0;
+  for (std::uint32_t base = 0; base < all; base += kThreads) {
+    const std::uint32_t some = min(all - base, kThreads);
+    __syncthreads();
+    if (threadIdx.x < some) blocks[threadIdx.x] = m.slip_freed[base + threadIdx.x];  // Many at once over the link.
+    __syncthreads();
+    for (std::uint32_t i = threadIdx.x; i < some * page_tokens; i += kThreads) {
+      const std::uint32_t row = blocks[i / page_tokens] * page_tokens + i % page_tokens;
+      const std::uint32_t entry = plane.near_of[row];
+      plane.near_of[row] = 0;
+      if ((entry & kNearBit) == 0) continue;
+      plane.rows[entry & ~kNearBit] = {};
+      ++freed;
+    }
+  }
+  if (freed != 0) atomicSub(&m.state->near_rows, freed);
+  __syncthreads();
+  const auto forward = static_cast<std::uint32_t>(m.state->planned);
+  seat_coming(m, plane, true, 0, forward, wanted, ballots, kNearPatience, kNearAgain, kNoPatience);
+  std::uint32_t prompts = 0;
+  for (std::uint32_t i = threadIdx.x; i - threadIdx.x < m.state->bucket.rows(); i += kThreads) {
+    const ForwardToken token = i < m.state->bucket.rows() ? m.tokens[i] : ForwardToken{};
+    prompts += static_cast<std::uint32_t>(__syncthreads_count(token.list != kNone && token.decoded == 0));
+  }
+  // The newest of prompts, and in their order, so that the oldest give way first later on.
+  const std::uint32_t most = min(prompts, plane.count);
+  seat_coming(m, plane, false, prompts - most, forward - kNearPatience, wanted, ballots, kNearPatience);
+}
+
 /// Far ones of the row's sinks and recent tokens.
 __device__ void want_windows(const ForwardMemory& m, const Plane& plane, const ForwardRow& row, std::uint32_t forward,
                              Wanted& wanted, std::uint32_t (&ballots)[kWarps]) {
-  const std::uint32_t page_tokens = m.layout.page_tokens;
-  const std::uint32_t* const list = m.lists + std::uint64_t{row.list} * m.max_pages;
   const std::uint32_t recent = max(row.sink_end, row.recent_begin);
   const std::uint32_t tokens = row.sink_end + row.tokens - recent;
   for (std::uint32_t base = 0; base < tokens && wanted.count < m.promotions; base += kThreads) {
     const std::uint32_t i = base + threadIdx.x;
     std::uint32_t far = kNone;
     if (i < tokens) {
-      const std::uint32_t token = i < row.sink_end ? i : recent + i - row.sink_end;
-      far = list[token / page_tokens] * page_tokens + token % page_tokens;
+      far = row_at(m, row.list, i < row.sink_end ? i : recent + i - row.sink_end);
       const std::uint32_t entry = plane.near_of[far];
       if ((entry & kNearBit) != 0 || entry == stamp_of(forward)) far = kNone;
     }
@@ -202,14 +233,26 @@ __device__ void want_again(const ForwardMemory& m, const Plane& plane, const std
 }
 
 __device__ void bring(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t seated) {
+  constexpr std::uint32_t kAtOnce = 8;  // Each way over the link is long.
   const auto quads = static_cast<std::uint32_t>(m.layout.row_bytes() / sizeof(uint4));
-  for (std::uint32_t i = threadIdx.x; i < 2 * quads * seated; i += kThreads) {
-    const std::uint32_t row = wanted.rows[i / (2 * quads)];
-    const std::uint32_t quad = i % quads;
-    const std::uint64_t half = i / quads % 2 * m.layout.half_bytes();
-    const std::byte* const from = m.far_key(plane.index, row) + half;
-    std::byte* const to = m.near_key(plane.index, plane.near_of[row] & ~kNearBit) + half;
-    reinterpret_cast<uint4*>(to)[quad] = __ldcv(reinterpret_cast<const uint4*>(from) + quad);
+  const std::uint32_t all = 2 * quads * seated;
+  const auto half = [&](std::uint32_t i) { return i / quads % 2 * m.layout.half_bytes(); };
+  for (std::uint32_t base = threadIdx.x; base < all; base += kAtOnce * kThreads) {
+    uint4 read[kAtOnce];
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = base + k * kThreads;
+      if (i >= all) continue;
+      const std::byte* const from = m.far_key(plane.index, wanted.rows[i / (2 * quads)]) + half(i);
+      read[k] = __ldcv(reinterpret_cast<const uint4*>(from) + i % quads);
+    }
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = base + k * kThreads;
+      if (i >= all) continue;
+      const std::uint32_t place = plane.near_of[wanted.rows[i / (2 * quads)]] & ~kNearBit;
+      reinterpret_cast<uint4*>(m.near_key(plane.index, place) + half(i))[i % quads] = read[k];
+    }
   }
 }
 
@@ -218,19 +261,31 @@ __global__ void __launch_bounds__(kThreads)
     promote_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                    std::uint32_t layer) {
   __shared__ std::uint32_t ballots[kWarps];
+  __shared__ std::uint32_t with_far[kWarps];
   __shared__ Wanted always, again;
   if (m.state->status != ForwardStatus::running) return;
   if (threadIdx.x == 0) always.count = again.count = 0;
   __syncthreads();
   const Plane plane = plane_of(m, m.plane(layer, blockIdx.x));
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
-  for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
-    const ForwardRow row = m.rows[r].in(layer);
-    const std::uint32_t index = r * m.shape.kv_heads + blockIdx.x;
-    const std::uint32_t far = row.list == kNone || row.whole() ? 0 : m.far_listed[index];
-    if (far == 0) continue;
-    want_windows(m, plane, row, forward, always, ballots);
-    want_again(m, plane, scratch.far_rows + std::uint64_t{index} * m.list_room(), far, forward, again, ballots);
+  // Which rows have far ones, 256 at a time; most of them have none.
+  for (std::uint32_t base = 0; base < m.bucket.decode_rows; base += kThreads) {
+    const std::uint32_t r = base + threadIdx.x;
+    const ForwardRow mine = r < m.bucket.decode_rows ? m.rows[r].in(layer) : ForwardRow{};
+    const bool asks = mine.list != kNone && !mine.whole() && m.far_listed[r * m.shape.kv_heads + blockIdx.x] != 0;
+    const std::uint32_t ballot = __ballot_sync(kAll, asks);
+    __syncthreads();
+    if (threadIdx.x % kWarp == 0) with_far[threadIdx.x / kWarp] = ballot;
+    __syncthreads();
+    for (std::uint32_t w = 0; w < kWarps; ++w) {
+      for (std::uint32_t rest = with_far[w]; rest != 0; rest &= rest - 1) {
+        const std::uint32_t at = base + w * kWarp + __ffs(static_cast<int>(rest)) - 1;
+        const std::uint32_t index = at * m.shape.kv_heads + blockIdx.x;
+        const std::uint32_t* const rows = scratch.far_rows + std::uint64_t{index} * m.list_room();
+        if (m.far_windows[index] != 0) want_windows(m, plane, m.rows[at].in(layer), forward, always, ballots);
+        want_again(m, plane, rows, m.far_listed[index], forward, again, ballots);
+      }
+    }
   }
   const auto seat_all = [&](const Wanted& wanted, std::uint32_t most, std::uint32_t seated, std::uint32_t patience) {
     return seat(
@@ -250,9 +305,9 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_forward_change_blocks(const ForwardMemory& memory, cudaStream_t stream) {
-  change_blocks_kernel<<<memory.planes(), kThreads, 0, stream>>>(memory);
-  check(cudaGetLastError(), "launch the kernel that takes fresh and free blocks");
+void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream) {
+  seat_kernel<<<memory.planes(), kThreads, 0, stream>>>(memory);
+  check(cudaGetLastError(), "launch the kernel that finds near rows for tokens");
 }
 
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
@@ -264,7 +319,7 @@ void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& s
 namespace detail {
 void load_forward_near_kernels() {
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, change_blocks_kernel), "load the kernels of near rows");
+  check(cudaFuncGetAttributes(&attributes, seat_kernel), "load the kernels of near rows");
   check(cudaFuncGetAttributes(&attributes, promote_kernel), "load the kernels of near rows");
 }
 }  // namespace detail

@@ -47,7 +47,17 @@ __device__ void mark(const ForwardMemory& m, const Work& work, std::uint32_t hea
 
 /// The far row of a token.
 __device__ std::uint32_t row_of(const ForwardMemory& m, const Work& work, std::uint32_t token) {
-  return work.list[token / m.layout.page_tokens] * m.layout.page_tokens + token % m.layout.page_tokens;
+  const int shift = __ffs(static_cast<int>(m.layout.page_tokens)) - 1;  // A power of two.
+  return (work.list[token >> shift] << shift) + (token & (m.layout.page_tokens - 1));
+}
+
+/// Which of a word's tokens are sinks or recent ones.
+__device__ std::uint32_t window_bits(const ForwardRow& row, std::uint32_t word) {
+  const auto below = [word](std::uint32_t token) {
+    const std::uint32_t first = word * 32;
+    return token <= first ? 0u : token - first >= 32 ? kAll : (1u << (token - first)) - 1;
+  };
+  return below(row.sink_end) | ~below(row.recent_begin);
 }
 
 /// Which of a word's tokens lie near. They are used, unless everything is, which says nothing of what will be.
@@ -110,6 +120,7 @@ __device__ std::uint64_t list_rows(const ForwardMemory& m, const Work& work, con
     const std::uint32_t bits = word < words ? marks[word] : 0;
     const std::uint32_t near = bits == 0 ? 0 : near_bits(m, work, word, bits);
     const std::uint32_t far = bits & ~near;
+    if ((far & window_bits(work.row, word)) != 0) m.far_windows[work.index] = 1;
     const Places places = place(__popc(near) | __popc(far) << 16, sums);
     write_rows(m, work, word, near, true, work.near_rows + near_total + (places.before & 0xffffu));
     write_rows(m, work, word, far, false, work.far_rows + far_total + (places.before >> 16));
@@ -195,6 +206,7 @@ __global__ void __launch_bounds__(kThreads)
   std::uint64_t counts = 0;
   if (work.row.list != kNone) {
     work.list = m.lists + std::uint64_t{work.row.list} * m.max_pages;
+    if (threadIdx.x == 0) m.far_windows[work.index] = 0;  // Before the barriers of `mark`.
     mark(m, work, head, marks);
     counts = list_rows(m, work, marks, sums);
   }

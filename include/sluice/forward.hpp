@@ -30,6 +30,7 @@ struct ForwardToken {
   std::uint32_t list = kNone;  ///< its sequence's block list; kNone: padding, whose output is 0
   std::uint32_t position = 0;
   std::uint32_t tail = kNone;  ///< row of ForwardMemory::tails that its queries go to, too; kNone: none
+  std::uint32_t decoded = 0;   ///< not 0: it is of no prompt
 };
 
 /// A row that chooses: what its query heads may choose from.

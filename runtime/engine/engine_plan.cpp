@@ -156,8 +156,10 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
     if (item.prefill && m.bucket.prefills != 0)
       *chunk++ = {.list = list, .at = at, .first = sequence->planned, .count = item.tokens};
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
-      m.slip_tokens[at] = {
-          .list = list, .position = sequence->planned + i, .tail = tail_row(*sequence, item, sequence->planned + i)};
+      m.slip_tokens[at] = {.list = list,
+                           .position = sequence->planned + i,
+                           .tail = tail_row(*sequence, item, sequence->planned + i),
+                           .decoded = item.prefill ? 0u : 1u};
       if (item.prefill) continue;
       *row = scheduler::forward_row(sequence->spec, sequence->planned + i + 1);
       row->list = list;

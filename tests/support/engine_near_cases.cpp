@@ -88,3 +88,54 @@ TEST_CASE("near tokens are those of sequences that live, and the newest tokens' 
   import_story(engine, rig, second, 33);
   REQUIRE(engine.memory().near_pages_used == 33 * block_bytes(engine.options()) / engine.options().page_tokens);
 }
+
+TEST_CASE("forks attend the same however little is near, whatever the size of pages", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const std::uint32_t page_tokens = GENERATE(8u, 16u, 64u);
+  const Story story(kShape, 230, 6);
+  const PolicySpec policy = parse_policy("exact | int4 | top_k=10 | near=0,sinks=3,recent=12");
+  std::vector<std::vector<float>> want;
+  for (const std::uint32_t near : {0u, 1u, 3u}) {
+    CAPTURE(page_tokens, near);
+    EngineOptions options = options_for(rig, 0, kMostPromotions);
+    options.page_tokens = page_tokens;
+    options.largest.decode_rows = 2;
+    options.host_bytes = 100 * block_bytes(options);
+    options.near_bytes = near * block_bytes(options);
+    Engine engine(options, rig.device);
+    Teller first{.story = &story, .id = engine.begin(policy)};
+    import_story(engine, rig, first, 200);
+    Teller second{.story = &story, .id = engine.fork(first.id, 197), .at = 197};
+    ForwardTensors tensors(*rig.device, kShape, 2);
+    for (std::size_t step = 0; first.at < story.tokens(); ++step) {
+      const auto out = run_forward(engine, rig, tensors, {&first, &second});
+      for (std::size_t row = 0; row < 2; ++row) {
+        if (near == 0) want.push_back(out[row]);
+        CAPTURE(step, row);
+        REQUIRE(difference(out[row], want[2 * step + row]) < same(rig));
+      }
+    }
+    if (near == 0) REQUIRE(engine.stats().promoted == 0);
+    REQUIRE(engine.memory().near_pages_used <= near * block_bytes(options));
+  }
+}
+
+TEST_CASE("a window that is near stays near while tokens are decoded", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const std::uint32_t page_tokens = GENERATE(16u, 64u);
+  const Story story(kShape, 400, 7);
+  EngineOptions options = options_for(rig, 0, 64);
+  options.page_tokens = page_tokens;
+  options.host_bytes = 60 * block_bytes(options);
+  options.near_bytes = 192 / page_tokens * block_bytes(options);
+  Engine engine(options, rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("none | near=0,sinks=4,recent=60"))};
+  import_story(engine, rig, teller, 300);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  (void)run_forward(engine, rig, tensors, {&teller});
+  (void)run_forward(engine, rig, tensors, {&teller});
+  const std::uint64_t asked = engine.stats().asked;  // For sinks, which had given way to newer tokens.
+  REQUIRE(asked <= 2 * kShape.layers);
+  while (teller.at < story.tokens()) (void)run_forward(engine, rig, tensors, {&teller});
+  REQUIRE(engine.stats().asked == asked);
+}
