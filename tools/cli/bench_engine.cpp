@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench.hpp"
@@ -57,12 +58,15 @@ class Forwards {
     sizes.import_rows = std::min(4096u, synthetic.tokens);
     sizes.threads = options.threads;
     sizes.promotions = options.promotions;
+    const PolicySpec spec = parse_policy(policy);
+    sizes.cpu_sequences = scheduler::chooser(spec) == scheduler::Chooser::cpu ? options.rows : 0;
+    sizes.prompt_queries = std::max(1u, scheduler::prompt_queries(spec));
     // The embedded device has no queue that could be handed to strangers.
     stream_ = queue_->native_handle() != nullptr ? queue_->native_handle() : queue_.get();
     engine_ = std::make_unique<Engine>(sizes, device_);
     take_tensors();
     for (std::uint32_t row = 0; row < options.rows; ++row) {
-      items_.push_back({.sequence = engine_->begin(parse_policy(policy))});
+      items_.push_back({.sequence = engine_->begin(spec)});
       import(items_.back().sequence);
     }
   }
@@ -318,7 +322,8 @@ void add_bench_engine(CLI::App& bench, int& exit_code) {
             {.most = 4096});
   add_count(*command, "--steps", options->steps, "Timed forwards; times are medians over them",
             {.least = 1, .most = 4096});
-  add_count(*command, "--warm-up", options->warm_up, "Forwards before those, in which tokens come near", {.most = 4096});
+  add_count(*command, "--warm-up", options->warm_up, "Forwards before those, in which tokens come near",
+            {.most = 4096});
   add_count(*command, "--promotions", options->promotions, "Tokens of a KV head that a forward brings near, at most",
             {.most = kMostPromotions});
   command->add_option("--near", options->near_share, "Share of the pages that device memory has room for")
