@@ -163,8 +163,8 @@ void seat_tokens(const ForwardMemory& m) {
 }
 
 void promote(const ForwardMemory& m, std::uint32_t layer) {
-  if (!runs(m)) return;
   const auto forward = static_cast<Forward>(m.state->forward);
+  if (!runs(m) || (forward + layer) % kNearTurn != 0) return;
   for (std::uint32_t head = 0; head < m.shape.kv_heads; ++head) {
     const Plane plane(m, m.plane(layer, head));
     Wanted wanted;

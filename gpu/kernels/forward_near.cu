@@ -263,11 +263,11 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ std::uint32_t ballots[kWarps];
   __shared__ std::uint32_t with_far[kWarps];
   __shared__ Wanted always, again;
-  if (m.state->status != ForwardStatus::running) return;
+  const auto forward = static_cast<std::uint32_t>(m.state->forward);
+  if (m.state->status != ForwardStatus::running || (forward + layer) % kNearTurn != 0) return;
   if (threadIdx.x == 0) always.count = again.count = 0;
   __syncthreads();
   const Plane plane = plane_of(m, m.plane(layer, blockIdx.x));
-  const auto forward = static_cast<std::uint32_t>(m.state->forward);
   // Which rows have far ones, 256 at a time; most of them have none.
   for (std::uint32_t base = 0; base < m.bucket.decode_rows; base += kThreads) {
     const std::uint32_t r = base + threadIdx.x;

@@ -60,26 +60,49 @@ __device__ std::uint32_t window_bits(const ForwardRow& row, std::uint32_t word) 
   return below(row.sink_end) | ~below(row.recent_begin);
 }
 
+/// Where the tokens of a word lie, those whose bits are set.
+struct Word {
+  std::uint32_t rows[4];      ///< far row of each eighth token: no page has less than eight
+  std::uint32_t entries[32];  ///< of near_of, 0 without near pages
+};
+
+/// All loads at once: one after the other, those of a word of recent tokens would take longer than all else.
+__device__ Word read_word(const ForwardMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits) {
+  Word read;
+#pragma unroll
+  for (std::uint32_t i = 0; i < 4; ++i)
+    read.rows[i] = (bits >> 8 * i & 0xffu) != 0 ? row_of(m, work, word * 32 + 8 * i) : 0;
+  const std::uint32_t* const near_of = m.near_of + m.far_row(work.plane, 0);
+#pragma unroll
+  for (std::uint32_t i = 0; i < 32; ++i)
+    read.entries[i] = m.near_pages != 0 && (bits >> i & 1) != 0 ? near_of[read.rows[i / 8] + i % 8] : 0;
+  return read;
+}
+
 /// Which of a word's tokens lie near. They are used, unless everything is, which says nothing of what will be.
-__device__ std::uint32_t near_bits(const ForwardMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits) {
-  if (m.near_pages == 0) return 0;
+__device__ std::uint32_t near_bits(const ForwardMemory& m, const Work& work, const Word& read) {
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
+  ForwardNearRow* const rows = m.near_rows + m.near_row(work.plane, 0);
   std::uint32_t near = 0;
-  for (std::uint32_t rest = bits; rest != 0; rest &= rest - 1) {
-    const std::uint32_t bit = __ffs(static_cast<int>(rest)) - 1;
-    const std::uint32_t place = m.near_row_of(work.plane, row_of(m, work, word * 32 + bit));
-    if (place == kNone) continue;
-    near |= 1u << bit;
-    if (!work.row.whole()) m.near_rows[m.near_row(work.plane, place)].used = forward;
+#pragma unroll
+  for (std::uint32_t i = 0; i < 32; ++i) {
+    if ((read.entries[i] & kNearBit) == 0) continue;
+    near |= 1u << i;
+    if (!work.row.whole()) rows[read.entries[i] & ~kNearBit].used = forward;
   }
   return near;
 }
 
-__device__ void write_rows(const ForwardMemory& m, const Work& work, std::uint32_t word, std::uint32_t bits, bool near,
-                           std::uint32_t* to) {
-  for (; bits != 0; bits &= bits - 1) {
-    const std::uint32_t row = row_of(m, work, word * 32 + __ffs(static_cast<int>(bits)) - 1);
-    *to++ = near ? m.near_entry(work.plane, m.near_row_of(work.plane, row)) : row;
+__device__ void write_rows(const ForwardMemory& m, const Work& work, const Word& read, std::uint32_t bits,
+                           std::uint32_t* near, std::uint32_t* far) {
+#pragma unroll
+  for (std::uint32_t i = 0; i < 32; ++i) {
+    if ((bits >> i & 1) == 0) continue;
+    if ((read.entries[i] & kNearBit) != 0) {
+      *near++ = m.near_entry(work.plane, read.entries[i] & ~kNearBit);
+    } else {
+      *far++ = read.rows[i / 8] + i % 8;
+    }
   }
 }
 
@@ -118,12 +141,13 @@ __device__ std::uint64_t list_rows(const ForwardMemory& m, const Work& work, con
   for (std::uint32_t base = 0; base < words; base += kThreads) {
     const std::uint32_t word = base + threadIdx.x;
     const std::uint32_t bits = word < words ? marks[word] : 0;
-    const std::uint32_t near = bits == 0 ? 0 : near_bits(m, work, word, bits);
+    const Word read = read_word(m, work, word, bits);
+    const std::uint32_t near = near_bits(m, work, read);
     const std::uint32_t far = bits & ~near;
     if ((far & window_bits(work.row, word)) != 0) m.far_windows[work.index] = 1;
     const Places places = place(__popc(near) | __popc(far) << 16, sums);
-    write_rows(m, work, word, near, true, work.near_rows + near_total + (places.before & 0xffffu));
-    write_rows(m, work, word, far, false, work.far_rows + far_total + (places.before >> 16));
+    write_rows(m, work, read, bits, work.near_rows + near_total + (places.before & 0xffffu),
+               work.far_rows + far_total + (places.before >> 16));
     near_total += places.all & 0xffffu;
     far_total += places.all >> 16;
   }

@@ -95,6 +95,9 @@ inline constexpr std::uint32_t kNearBit = 0x8000'0000u;
 inline constexpr std::uint32_t kNearAgain = 8;
 /// Near rows that were not attended in as many forwards give way first; those not attended in kNearAgain, then.
 inline constexpr std::uint32_t kNearPatience = 32;
+/// Of as many forwards one brings rows of a layer near, neighbouring layers in turn: what is wanted now and then can
+/// wait.
+inline constexpr std::uint32_t kNearTurn = 4;
 /// Near rows of a plane that are looked at each time for some that give way.
 inline constexpr std::uint32_t kNearLooks = 4096;
 /// Rows that a plane may bring near in one forward, at most.
@@ -332,9 +335,9 @@ class ForwardVerbs {
   /// one, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// Brings rows near that were attended far, while their answer is awaited: those of sinks and recent tokens, then
-  /// those that were attended far before, not longer than kNearAgain forwards ago. They take places as tokens that come
-  /// do; the former also of any row that this forward has not attended.
+  /// Brings rows near that were attended far, while their answer is awaited, in every kNearTurn-th forward: those of
+  /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago. They
+  /// take places as tokens that come do; the former also of any row that this forward has not attended.
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
