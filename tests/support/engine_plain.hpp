@@ -1,0 +1,49 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "tests/support/engine_rig.hpp"
+
+/// What cases of an Engine have in common that compare with the reference.
+namespace sluice::test::plain {
+
+inline constexpr AttentionShape kShape{.layers = 3, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
+/// On a GPU queries and weights go through tensor cores, in two terms of the type that the pages have.
+inline constexpr double kTolerance = 1e-3;
+
+/// Room for `blocks` far and `near` near blocks.
+inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::uint32_t blocks, std::uint32_t near) {
+  EngineOptions options{
+      .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = rows}, .threads = 2, .pin_threads = false};
+  options.host_bytes = blocks * block_bytes(options);
+  options.near_bytes = near * block_bytes(options);
+  options.sequences = 8;
+  options.max_picks = 512;
+  options.import_rows = 100;
+  return options;
+}
+
+inline double worst(const std::vector<float>& got, const std::vector<double>& want, std::size_t offset) {
+  double error = 0.0;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    const double each = std::abs(want[i] - got[offset + i]);
+    if (std::isnan(each)) return INFINITY;
+    error = std::max(error, each);
+  }
+  return error;
+}
+
+/// Against the reference, all layers of one token.
+inline double error_of(const std::vector<float>& got, const Story& story, std::uint32_t token, std::uint32_t sinks,
+                       std::uint32_t recent, std::uint32_t picks) {
+  double error = 0.0;
+  const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+    error = std::max(error, worst(got, story.attended(layer, token, sinks, recent, picks), layer * row));
+  }
+  return error;
+}
+
+}  // namespace sluice::test::plain
