@@ -144,7 +144,7 @@ class LayerPolicy {
   [[nodiscard]] virtual bool wants_observation(std::uint32_t /*kv_head*/) const noexcept { return false; }
   /// Feeds the weights of the last selection back; `kv` as in that selection.
   virtual void observe(std::uint32_t kv_head, KvReader& kv) = 0;
-  /// Of the heap, that it holds for a KV head.
+  /// Of the heap, that it holds for a KV head. Policies that no Engine asks say 0.
   [[nodiscard]] virtual std::uint64_t heap_bytes(std::uint32_t /*kv_head*/) const noexcept { return 0; }
 };
 

@@ -10,7 +10,7 @@ constexpr std::uint32_t kWarp = 32;
 constexpr std::uint32_t kThreads = 256;
 constexpr std::uint32_t kWarps = kThreads / kWarp;
 constexpr std::uint32_t kAll = 0xffff'ffffu;
-/// Of a row that may give way only if none has been attended in this forward.
+/// Rows give way that were not attended in this forward, however lately before.
 constexpr std::uint32_t kNoPatience = 0;
 
 /// A plane, as the one thread block that changes it sees it.

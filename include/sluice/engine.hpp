@@ -24,10 +24,11 @@ struct EngineOptions {
   std::uint64_t host_bytes = 1 * GiB;
   /// Device memory for near pages, as many of each layer and KV head; what is left of one of all of them is not used.
   /// They are a cache of far ones, row by row: tokens come in near, those that are not attended give way, and those
-  /// that are attended far again and again are brought.
-  /// Where a token lies near takes 4 bytes of device memory more for each token, layer and KV head of host_bytes.
+  /// that are attended far again and again are brought. If this is not 0, it takes 4 bytes of device memory more for
+  /// each token, layer and KV head that host_bytes hold.
   std::uint64_t near_bytes = 0;
-  std::uint32_t promotions = 64;  ///< tokens of a layer and KV head that one forward brings near, at most. [0, 256]
+  /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward. [0, 256]
+  std::uint32_t promotions = 64;
   /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
   /// if they are 0 or more than that, and whole pages.
   Bucket largest{};

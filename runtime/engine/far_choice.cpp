@@ -9,7 +9,9 @@
 namespace sluice::runtime {
 
 FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels)
-    : memory_(memory), kernels_(kernels), lists_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads) {}
+    : memory_(memory), kernels_(kernels), lists_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads) {
+  failures_.reserve(kMostForwards);  // What fails for want of memory must be known all the same.
+}
 
 void FarChoice::expect(std::uint64_t forward, std::vector<ChoosingRow> rows) {
   if (!rows.empty()) used_.store(true, std::memory_order_relaxed);
@@ -34,12 +36,13 @@ FarChoice::Failure FarChoice::failure(std::uint64_t forward) {
 }
 
 void FarChoice::note_failure(std::uint64_t forward, SequenceId sequence, const char* reason) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (std::ranges::find(failures_, forward, &Failure::forward) != failures_.end()) return;
+  failures_.push_back({.forward = forward, .sequence = sequence, .reason = {}});  // One of each forward in flight.
   try {
-    const std::lock_guard lock(mutex_);
-    if (std::ranges::find(failures_, forward, &Failure::forward) == failures_.end())
-      failures_.push_back({.forward = forward, .sequence = sequence, .reason = reason});
+    failures_.back().reason = reason;
   } catch (const std::exception&) {
-    // Without memory even for that: outputs are not numbers.
+    failures_.back().reason = "no memory";  // Short enough to need none.
   }
 }
 
