@@ -88,16 +88,11 @@ struct Wanted {
   std::vector<std::uint32_t> again;
 };
 
-std::uint32_t row_at(const ForwardMemory& m, std::uint32_t list, std::uint32_t token) {
-  const std::uint32_t block = m.lists[std::uint64_t{list} * m.max_pages + token / m.layout.page_tokens];
-  return block * m.layout.page_tokens + token % m.layout.page_tokens;
-}
-
 void want_windows(const ForwardMemory& m, const ForwardRow& row, const Plane& plane, Forward forward, Wanted& wanted) {
   const std::uint32_t recent = std::max(row.sink_end, row.recent_begin);
   for (std::uint32_t i = 0; i < row.sink_end + row.tokens - recent; ++i) {
     if (wanted.always.size() == m.promotions) return;
-    const std::uint32_t at = row_at(m, row.list, i < row.sink_end ? i : recent + i - row.sink_end);
+    const std::uint32_t at = m.row_of(row.list, i < row.sink_end ? i : recent + i - row.sink_end);
     std::uint32_t& entry = plane.entry(at);
     if ((entry & kNearBit) != 0 || entry == stamp_of(forward)) continue;
     entry = stamp_of(forward);
@@ -130,7 +125,7 @@ void seat_coming(const ForwardMemory& m, const Plane& plane, bool decoded, std::
         --skip;
         continue;
       }
-      const std::uint32_t row = row_at(m, token.list, token.position);
+      const std::uint32_t row = m.row_of(token.list, token.position);
       if ((plane.entry(row) & kNearBit) == 0) {
         wanted.push_back(row);
       } else {

@@ -2,23 +2,24 @@
 
 #include "cpu/kernels.hpp"
 #include "sluice/backend.hpp"
-#include "sluice/forward.hpp"
+#include "sluice/forward_verbs.hpp"
 
 namespace sluice::cpu {
 
-/// The verbs of a forward on a HostDevice: enqueued on its stream, or done at once without one. Plain, and but for
-/// chunks of prompts in one thread: what they are for is the contract, and every engine's tests without a GPU.
+/// The verbs of a forward on a HostDevice: enqueued on its stream, or done at once without one. Plain, and most of
+/// them in one thread: what they are for is the contract, and every engine's tests without a GPU.
 class ForwardVerbs final : public sluice::ForwardVerbs {
  public:
-  /// @param prompts  computes at once what it is given without a stream
+  /// @param host  computes at once what it is given without a stream
   /// @param kernels  null: the fastest
-  explicit ForwardVerbs(sluice::Backend& prompts, const Kernels* kernels = nullptr);
+  explicit ForwardVerbs(sluice::Backend& host, const Kernels* kernels = nullptr);
 
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory&) const override { return 0; }
   void apply(const ForwardMemory& memory, void* stream) override;
   void begin(const ForwardMemory& memory, void* stream) override;
   void append(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void rank(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void score(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void choose(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void split(const ForwardMemory& memory, const ForwardLayer& layer) override;
@@ -30,7 +31,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void end(const ForwardMemory& memory, void* stream) override;
 
  private:
-  sluice::Backend& prompts_;
+  sluice::Backend& host_;
   const Kernels& kernels_;
 };
 

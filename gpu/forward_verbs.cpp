@@ -10,6 +10,7 @@
 #include "gpu/driver.hpp"
 #include "gpu/kernels/int4.hpp"
 #include "gpu/kernels/prefill.hpp"
+#include "gpu/kernels/score.hpp"
 #include "gpu/verbs.hpp"
 #include "sluice/carver.hpp"
 #include "sluice/error.hpp"
@@ -79,6 +80,7 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
   longest_top_p_ = load_top_p_cluster_kernels();
   longest_top_k_ = load_top_k_cluster_kernels();
   load_top_k_kernels();
+  load_score_kernels();
 }
 
 ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std::byte* from) const {
@@ -93,6 +95,10 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.slices = slices_of(memory, jobs_of(memory, memory.bucket.decode_rows), multiprocessors_);
   const std::uint32_t jobs = jobs_of(memory, largest.decode_rows);
   choice.score_tasks = carver.take<ScoreInt4Task>(heads);
+  if (largest.pages) {
+    choice.page_tasks = carver.take<ScorePagesTask>(heads);
+    choice.page_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+  }
   choice.top_k_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
   if (largest.unbounded)
     choice.top_p_rows = carver.take<TopPRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
@@ -191,10 +197,24 @@ void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& laye
   }
 }
 
+void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  const ForwardScratch scratch = choice_of(memory);
+  const std::uint32_t pages = memory.bucket.max_tokens / memory.layout.page_tokens;
+  launch_score_pages(scratch.page_tasks, memory.bucket.decode_rows * memory.shape.kv_heads, pages,
+                     {.dtype = memory.layout.dtype,
+                      .group = memory.shape.group(),
+                      .head_dim = memory.shape.head_dim,
+                      .multiprocessors = multiprocessors_},
+                     handle(layer.stream));
+  launch_top_k(scratch.page_rows, memory.bucket.decode_rows * memory.shape.q_heads, pages, longest_top_k_,
+               handle(layer.stream));
+}
+
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
   const Current current(ordinal_);
   launch_score_int4(choice_of(memory).score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
-                    memory.bucket.max_tokens,
+                    memory.scores_in(memory.bucket), memory.bucket.pages,
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,
                      .group = memory.shape.group(),
@@ -206,10 +226,9 @@ void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer
   const Current current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   const std::uint32_t rows = memory.bucket.decode_rows * memory.shape.q_heads;
-  if (memory.bucket.top_k)
-    launch_top_k(scratch.top_k_rows, rows, memory.bucket.max_tokens, longest_top_k_, handle(layer.stream));
-  if (memory.bucket.unbounded)
-    launch_top_p(scratch.top_p_rows, rows, memory.bucket.max_tokens, longest_top_p_, handle(layer.stream));
+  const std::uint32_t longest = memory.scores_in(memory.bucket);
+  if (memory.bucket.top_k) launch_top_k(scratch.top_k_rows, rows, longest, longest_top_k_, handle(layer.stream));
+  if (memory.bucket.unbounded) launch_top_p(scratch.top_p_rows, rows, longest, longest_top_p_, handle(layer.stream));
 }
 
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {

@@ -2,12 +2,12 @@
 
 #include "gpu/kernels/forward.hpp"
 #include "gpu/tuning.hpp"
-#include "sluice/forward.hpp"
+#include "sluice/forward_verbs.hpp"
 
 namespace sluice::gpu {
 
-/// The verbs of a forward on CUDA streams: seven launches per layer, and two per window of keys if there are chunks of
-/// prompts; their grids follow from the bucket. head_dim 64 or 128, bf16 or f16 pages of a multiple of 8 tokens, up to
+/// The verbs of a forward on CUDA streams: seven launches per layer, two more if pages are ranked, one if there are
+/// digests, and two per window of keys if there are chunks of prompts; their grids follow from the bucket. head_dim 64 or 128, bf16 or f16 pages of a multiple of 8 tokens, up to
 /// 32 query heads per KV head.
 class ForwardVerbs final : public sluice::ForwardVerbs {
  public:
@@ -19,6 +19,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void begin(const ForwardMemory& memory, void* stream) override;
   void append(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void rank(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void score(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void choose(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void split(const ForwardMemory& memory, const ForwardLayer& layer) override;

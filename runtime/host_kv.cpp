@@ -1,6 +1,8 @@
 #include "runtime/host_kv.hpp"
 
 #include <algorithm>
+#include <cstring>
+#include <iterator>
 #include <numeric>
 
 namespace sluice::runtime {
@@ -13,12 +15,36 @@ void HostKv::score(const float* q, std::span<const std::uint32_t> tokens, float*
 void HostKv::estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
   const auto copied = std::lower_bound(tokens.begin(), tokens.end(), copied_tokens_) - tokens.begin();
   const auto count = static_cast<std::size_t>(copied);
-  if (count != 0) {
+  if (count != 0 && copies_ == nullptr) copy_and_estimate(q, tokens.first(count), out);
+  if (count != 0 && copies_ != nullptr) {
     host_.estimate_tokens(
         {.q = q, .copies = copies_, .frames = view_.frames, .tokens = tokens.first(count), .out = out}, shape_,
         view_.layout);
   }
   if (count != tokens.size()) score(q, tokens.subspan(count), out + count * shape_.group());
+}
+
+void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
+  const PageLayout layout{.page_tokens = 256, .head_dim = view_.layout.head_dim, .dtype = view_.layout.dtype};
+  page_.resize(layout.half_bytes());
+  copy_.resize(Int4Layout(layout).page_bytes());
+  static constexpr std::uint32_t kOnlyFrame = 0;
+  std::uint32_t rows[256];
+  std::iota(std::begin(rows), std::end(rows), 0u);
+  for (std::size_t first = 0; first < tokens.size(); first += layout.page_tokens) {
+    const auto some = tokens.subspan(first, std::min<std::size_t>(layout.page_tokens, tokens.size() - first));
+    for (std::size_t i = 0; i < some.size(); ++i)
+      std::memcpy(page_.data() + i * layout.row_bytes(), view_.k_row(some[i]), layout.row_bytes());
+    const QuantizeTask task{
+        .page = page_.data(), .rows = static_cast<std::uint32_t>(some.size()), .out = copy_.data()};
+    host_.quantize({&task, 1}, layout, nullptr);
+    host_.estimate_tokens({.q = q,
+                           .copies = copy_.data(),
+                           .frames = &kOnlyFrame,
+                           .tokens = std::span(rows).first(some.size()),
+                           .out = out + first * shape_.group()},
+                          shape_, layout);
+  }
 }
 
 namespace {

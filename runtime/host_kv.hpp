@@ -29,6 +29,8 @@ class HostKv : public scheduler::KvReader {
     copies_ = copies;
     copied_tokens_ = pages * view_.layout.page_tokens;
   }
+  /// Later estimates of keys in the head's first `pages` pages come from 4-bit copies that are made for them.
+  void copy_to_estimate(std::uint32_t pages) noexcept { estimate_from(nullptr, pages); }
   void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
   void key(std::uint32_t token, float* out) override { rows(view_.k_row(token), 1, out); }
   void value(std::uint32_t token, float* out) override { rows(view_.v_row(token), 1, out); }
@@ -39,6 +41,8 @@ class HostKv : public scheduler::KvReader {
   void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override;
 
  private:
+  /// The estimates of tokens whose copies are made first.
+  void copy_and_estimate(const float* q, std::span<const std::uint32_t> tokens, float* out);
   /// Consecutive rows of one page.
   void rows(const std::byte* first, std::uint32_t count, float* out);
 
@@ -48,6 +52,7 @@ class HostKv : public scheduler::KvReader {
   std::vector<std::uint32_t> indices_;  ///< 0, 1, 2, ... as many as were needed so far
   const std::byte* copies_ = nullptr;
   std::uint32_t copied_tokens_ = 0;
+  std::vector<std::byte> page_, copy_;  ///< of keys whose copies are made
 };
 
 }  // namespace sluice::runtime

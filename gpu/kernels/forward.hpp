@@ -9,13 +9,15 @@
 #include "gpu/kernels/top_k.hpp"
 #include "gpu/kernels/top_p.hpp"
 #include "sluice/backend.hpp"
-#include "sluice/forward.hpp"
+#include "sluice/forward_verbs.hpp"
 
 namespace sluice::gpu {
 
 /// What the kernels of a forward tell each other, in device memory; see ForwardVerbs::scratch_bytes.
 struct ForwardScratch {
   ScoreInt4Task* score_tasks = nullptr;  ///< [decode_rows, kv_heads]
+  ScorePagesTask* page_tasks = nullptr;  ///< [decode_rows, kv_heads] if the largest bucket has pages
+  TopKRow* page_rows = nullptr;          ///< [decode_rows, q_heads] likewise
   TopKRow* top_k_rows = nullptr;         ///< [decode_rows, q_heads]
   TopPRow* top_p_rows = nullptr;         ///< likewise, if the largest bucket is unbounded
   AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]

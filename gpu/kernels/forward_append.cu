@@ -1,14 +1,17 @@
 // How the new keys and values of a layer come in, and what the kernels behind them need to know.
 
 #include "gpu/cuda_error.hpp"
+#include "gpu/kernels/digest.cuh"
 #include "gpu/kernels/forward.hpp"
 #include "gpu/kernels/prefill_output.cuh"
 #include "gpu/kernels/quantize.cuh"
+#include "sluice/forward_tasks.hpp"
 
 namespace sluice::gpu {
 namespace {
 
 constexpr std::uint32_t kThreads = 128;
+constexpr std::uint32_t kWarp = 32;
 constexpr std::uint32_t kMaxHeadDim = 128;
 
 __device__ float load_any(const std::byte* row, std::uint32_t channel, DType dtype) {
@@ -37,31 +40,44 @@ __device__ void put_row(const TensorView& in, std::uint32_t row, std::uint32_t h
   }
 }
 
+/// What the kernels that rank pages read of a row that chooses and a KV head.
+__device__ void describe_pages(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
+                               std::uint32_t list, std::uint32_t plane) {
+  const ScorePagesTask task = rank_task(m, row, list, plane);
+  scratch.page_tasks[list] = task;
+  std::uint32_t* const ranked = m.ranked_of(list, row.asks != 0);
+  for (std::uint32_t h = 0; h < m.shape.group(); ++h) {
+    scratch.page_rows[list * m.shape.group() + h] = {.values = task.out + std::uint64_t{h} * row.pages,
+                                                     .out = ranked + std::uint64_t{h} * row.page_picks,
+                                                     .count = row.pages,
+                                                     .k = row.page_picks};
+  }
+}
+
 /// What the kernels behind this one read of a row that chooses and a KV head.
 __device__ void describe(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
                          std::uint32_t index, std::uint32_t head, std::uint32_t plane) {
   const std::uint32_t group = m.shape.group();
-  const std::uint32_t first = index * m.shape.q_heads + head * group;
-  const bool ranks = row.list != kNone && row.ranks();
-  float* const scores = m.scores + std::uint64_t{first} * m.largest.max_tokens;
-  scratch.score_tasks[index * m.shape.kv_heads + head] = {
-      .q = m.q + std::uint64_t{first} * m.shape.head_dim,
-      .copies = m.codes + m.far_page(plane, 0) * Int4Layout(m.layout).page_bytes(),
-      .frames = m.lists + std::uint64_t{ranks ? row.list : 0} * m.max_pages,
-      .tokens = ranks ? row.tokens : 0,
-      .out = scores};
+  const std::uint32_t list = index * m.shape.kv_heads + head;
+  const std::uint32_t first = list * group;
+  if (m.bucket.pages) describe_pages(m, scratch, row, list, plane);
+  const ScoreInt4Task task = estimate_task(m, row, list, plane);
+  scratch.score_tasks[list] = task;
+  const bool ranks = task.tokens != 0;
+  const std::uint32_t values = task.row(m.layout.page_tokens);
+  const ForwardCandidates candidates = candidates_of(m, row);
   for (std::uint32_t h = 0; h < group && m.bucket.unbounded; ++h) {
-    scratch.top_p_rows[first + h] = {.values = scores + std::uint64_t{h} * row.tokens,
+    scratch.top_p_rows[first + h] = {.values = task.out + std::uint64_t{h} * values,
                                      .mask = m.masks + std::uint64_t{first + h} * m.mask_words(),
-                                     .count = ranks && row.mass > 0.f ? row.tokens : 0,
-                                     .begin = row.sink_end,
-                                     .end = row.recent_begin,
+                                     .count = ranks && row.mass > 0.f ? values : 0,
+                                     .begin = candidates.begin,
+                                     .end = candidates.end,
                                      .p = row.mass};
   }
   for (std::uint32_t h = 0; h < group && m.bucket.top_k; ++h) {
-    scratch.top_k_rows[first + h] = {.values = scores + std::uint64_t{h} * row.tokens + row.sink_end,
+    scratch.top_k_rows[first + h] = {.values = task.out + std::uint64_t{h} * values + candidates.begin,
                                      .out = m.picks + std::uint64_t{first + h} * m.max_picks,
-                                     .count = ranks ? row.recent_begin - row.sink_end : 0,
+                                     .count = ranks ? candidates.end - candidates.begin : 0,
                                      .k = ranks ? row.picks : 0};
   }
 }
@@ -127,20 +143,35 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   if (attends && token.tail != kNone) put_tail(m, layer, token.tail, head);
-  const std::uint32_t page_row = token.position % m.layout.page_tokens;
-  const std::uint32_t block = m.lists[std::uint64_t{token.list} * m.max_pages + token.position / m.layout.page_tokens];
+  const std::uint32_t row = m.row_of(token.list, token.position);
+  const std::uint32_t block = row >> m.page_shift;
+  const std::uint32_t page_row = row & (m.layout.page_tokens - 1);
   const std::uint64_t offset = page_row * m.layout.row_bytes();
   std::byte* const far = m.far + m.far_page(plane, block) * m.layout.page_bytes() + offset;
-  const std::uint32_t place = m.near_row_of(plane, block * m.layout.page_tokens + page_row);
+  const std::uint32_t place = m.near_row_of(plane, row);
   std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
   const std::uint64_t values = m.layout.half_bytes();
   put_row<kType>(layer.k, blockIdx.x, head, far, near, key);
   put_row<kType>(layer.v, blockIdx.x, head, far + values, near == nullptr ? nullptr : near + values, nullptr);
   __syncthreads();
-  if (threadIdx.x >= 32) return;
+  if (threadIdx.x >= kWarp) return;
   const Int4Layout copy(m.layout);
   detail::quantize_row([](std::uint32_t channel) { return key[channel]; },
                        m.codes + m.far_page(plane, block) * copy.page_bytes(), page_row, copy);
+}
+
+/// Thread block (x, y): packed row x, KV head y. The digest of the page that its token has filled: the others of that
+/// page may have come with the same launch, so that it takes one of its own.
+template <DType kType>
+__global__ void __launch_bounds__(kWarp)
+    digest_rows_kernel(const __grid_constant__ ForwardMemory m, std::uint32_t layer) {
+  if (m.state->status != ForwardStatus::running) return;
+  const ForwardToken token = m.tokens[blockIdx.x];
+  if (token.list == kNone || ((token.position + 1) & (m.layout.page_tokens - 1)) != 0) return;
+  const std::uint32_t block = m.row_of(token.list, token.position) >> m.page_shift;
+  const std::uint32_t plane = m.plane(layer, blockIdx.y);
+  detail::digest_page<kType>(m.far + m.far_page(plane, block) * m.layout.page_bytes(), m.digest_of(plane, block),
+                             m.digest, m.layout, threadIdx.x);
 }
 
 }  // namespace
@@ -150,8 +181,10 @@ void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& sc
   const auto stream = static_cast<cudaStream_t>(layer.stream);
   if (memory.layout.dtype == DType::bf16) {
     append_kernel<DType::bf16><<<grid, kThreads, 0, stream>>>(memory, scratch, layer);
+    if (memory.digests != nullptr) digest_rows_kernel<DType::bf16><<<grid, kWarp, 0, stream>>>(memory, layer.layer);
   } else {
     append_kernel<DType::f16><<<grid, kThreads, 0, stream>>>(memory, scratch, layer);
+    if (memory.digests != nullptr) digest_rows_kernel<DType::f16><<<grid, kWarp, 0, stream>>>(memory, layer.layer);
   }
   check(cudaGetLastError(), "launch the append kernel of a forward");
 }
@@ -161,6 +194,8 @@ void load_forward_append_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, append_kernel<DType::bf16>), "load the kernels of a forward");
   check(cudaFuncGetAttributes(&attributes, append_kernel<DType::f16>), "load the kernels of a forward");
+  check(cudaFuncGetAttributes(&attributes, digest_rows_kernel<DType::bf16>), "load the kernels of a forward");
+  check(cudaFuncGetAttributes(&attributes, digest_rows_kernel<DType::f16>), "load the kernels of a forward");
 }
 }  // namespace detail
 

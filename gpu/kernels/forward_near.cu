@@ -102,12 +102,6 @@ __device__ std::uint32_t seat(const ForwardMemory& m, const Plane& plane, std::u
   return seated;
 }
 
-/// The far row of a token.
-__device__ std::uint32_t row_at(const ForwardMemory& m, std::uint32_t list, std::uint32_t token) {
-  const std::uint32_t block = m.lists[std::uint64_t{list} * m.max_pages + token / m.layout.page_tokens];
-  return block * m.layout.page_tokens + token % m.layout.page_tokens;
-}
-
 /// Rows that are wanted, in the order in which they were found.
 struct Wanted {
   std::uint32_t count;
@@ -141,7 +135,7 @@ __device__ void seat_coming(const ForwardMemory& m, const Plane& plane, bool dec
     const Places turn = places_of(comes, ballots);
     const bool mine = comes && passed + turn.before >= skip;
     passed += turn.all;
-    const std::uint32_t row = mine ? row_at(m, token.list, token.position) : kNone;
+    const std::uint32_t row = mine ? m.row_of(token.list, token.position) : kNone;
     const std::uint32_t entry = mine ? plane.near_of[row] : 0;
     if ((entry & kNearBit) != 0) plane.rows[entry & ~kNearBit].used = used;
     if (threadIdx.x == 0) wanted.count = 0;
@@ -201,7 +195,7 @@ __device__ void want_windows(const ForwardMemory& m, const Plane& plane, const F
     const std::uint32_t i = base + threadIdx.x;
     std::uint32_t far = kNone;
     if (i < tokens) {
-      far = row_at(m, row.list, i < row.sink_end ? i : recent + i - row.sink_end);
+      far = m.row_of(row.list, i < row.sink_end ? i : recent + i - row.sink_end);
       const std::uint32_t entry = plane.near_of[far];
       if ((entry & kNearBit) != 0 || entry == stamp_of(forward)) far = kNone;
     }

@@ -16,15 +16,42 @@ constexpr std::uint32_t kAll = 0xffff'ffffu;
 /// One row and KV head, as its thread block works on it.
 struct Work {
   ForwardRow row;
-  const std::uint32_t* list;
   std::uint32_t* near_rows;
   std::uint32_t* far_rows;
   std::uint32_t index;  ///< row * kv_heads + KV head
   std::uint32_t plane;
 };
 
+/// Sets the bits of what the heads of the group have chosen in their pages. A head's pages are laid end to end, and
+/// eight tokens of them are neighbours.
+__device__ void mark_in_pages(const ForwardMemory& m, const Work& work, std::uint32_t* marks) {
+  const ForwardRow& row = work.row;
+  const std::uint32_t group = m.shape.group();
+  const std::uint64_t first = std::uint64_t{work.index} * group;
+  const std::uint32_t* const ranked = m.ranked_of(work.index, false);
+  const std::uint32_t in_page = m.layout.page_tokens - 1;
+  const auto token_of = [&](std::uint32_t h, std::uint32_t value) {
+    return (ranked[h * row.page_picks + (value >> m.page_shift)] << m.page_shift) | (value & in_page);
+  };
+  for (std::uint32_t i = threadIdx.x; i < group * row.picks; i += kThreads) {
+    const std::uint32_t h = i / row.picks;
+    const std::uint32_t token = token_of(h, m.picks[(first + h) * m.max_picks + i % row.picks]);
+    atomicOr(marks + token / 32, 1u << token % 32);
+  }
+  if (row.picks != 0) return;
+  const std::uint32_t eighths = row.page_picks << m.page_shift >> 3;
+  for (std::uint32_t i = threadIdx.x; i < group * eighths; i += kThreads) {
+    const std::uint32_t h = i / eighths;
+    const std::uint32_t value = i % eighths * 8;
+    const std::uint32_t kept =
+        row.mass > 0.f ? m.masks[(first + h) * m.mask_words() + value / 32] >> value % 32 & 0xffu : 0xffu;
+    const std::uint32_t token = token_of(h, value);
+    if (kept != 0) atomicOr(marks + token / 32, kept << token % 32);
+  }
+}
+
 /// Sets the bit of every token that some head of the group attends.
-__device__ void mark(const ForwardMemory& m, const Work& work, std::uint32_t head, std::uint32_t* marks) {
+__device__ void mark(const ForwardMemory& m, const Work& work, std::uint32_t* marks) {
   const ForwardRow& row = work.row;
   for (std::uint32_t i = threadIdx.x; i < (row.tokens + 31) / 32; i += kThreads) marks[i] = 0;
   __syncthreads();
@@ -32,23 +59,20 @@ __device__ void mark(const ForwardMemory& m, const Work& work, std::uint32_t hea
   for (std::uint32_t i = threadIdx.x; i < row.sink_end; i += kThreads) set(i);
   for (std::uint32_t i = row.recent_begin + threadIdx.x; i < row.tokens; i += kThreads) set(i);
   const std::uint32_t group = m.shape.group();
-  const std::uint64_t first = std::uint64_t{work.index / m.shape.kv_heads} * m.shape.q_heads + head * group;
-  for (std::uint32_t i = threadIdx.x; i < group * row.picks; i += kThreads) {
-    set(row.sink_end + m.picks[(first + i / row.picks) * m.max_picks + i % row.picks]);
-  }
-  // Words of a mask say nothing of what is attended anyway.
-  for (std::uint32_t i = threadIdx.x; i < (row.tokens + 31) / 32 && row.mass > 0.f; i += kThreads) {
-    std::uint32_t kept = 0;
-    for (std::uint32_t h = 0; h < group; ++h) kept |= m.masks[(first + h) * m.mask_words() + i];
-    if (kept != 0) atomicOr(marks + i, kept);
+  const std::uint64_t first = std::uint64_t{work.index} * group;
+  if (row.in_pages()) {
+    mark_in_pages(m, work, marks);
+  } else {
+    for (std::uint32_t i = threadIdx.x; i < group * row.picks; i += kThreads)
+      set(row.sink_end + m.picks[(first + i / row.picks) * m.max_picks + i % row.picks]);
+    // Words of a mask say nothing of what is attended anyway.
+    for (std::uint32_t i = threadIdx.x; i < (row.tokens + 31) / 32 && row.mass > 0.f; i += kThreads) {
+      std::uint32_t kept = 0;
+      for (std::uint32_t h = 0; h < group; ++h) kept |= m.masks[(first + h) * m.mask_words() + i];
+      if (kept != 0) atomicOr(marks + i, kept);
+    }
   }
   __syncthreads();
-}
-
-/// The far row of a token.
-__device__ std::uint32_t row_of(const ForwardMemory& m, const Work& work, std::uint32_t token) {
-  const int shift = __ffs(static_cast<int>(m.layout.page_tokens)) - 1;  // A power of two.
-  return (work.list[token >> shift] << shift) + (token & (m.layout.page_tokens - 1));
 }
 
 /// Which of a word's tokens are sinks or recent ones.
@@ -71,7 +95,7 @@ __device__ Word read_word(const ForwardMemory& m, const Work& work, std::uint32_
   Word read;
 #pragma unroll
   for (std::uint32_t i = 0; i < 4; ++i)
-    read.rows[i] = (bits >> 8 * i & 0xffu) != 0 ? row_of(m, work, word * 32 + 8 * i) : 0;
+    read.rows[i] = (bits >> 8 * i & 0xffu) != 0 ? m.row_of(work.row.list, word * 32 + 8 * i) : 0;
   const std::uint32_t* const near_of = m.near_of + m.far_row(work.plane, 0);
 #pragma unroll
   for (std::uint32_t i = 0; i < 32; ++i)
@@ -217,7 +241,6 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t room = m.list_room();
   const bool runs = m.state->status == ForwardStatus::running;
   Work work{.row = m.rows[blockIdx.x / m.shape.kv_heads].in(layer),
-            .list = nullptr,
             .near_rows = m.near_lists + blockIdx.x * room,
             .far_rows = scratch.far_rows + blockIdx.x * room,
             .index = blockIdx.x,
@@ -229,9 +252,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   std::uint64_t counts = 0;
   if (work.row.list != kNone) {
-    work.list = m.lists + std::uint64_t{work.row.list} * m.max_pages;
     if (threadIdx.x == 0) m.far_windows[work.index] = 0;  // Before the barriers of `mark`.
-    mark(m, work, head, marks);
+    mark(m, work, marks);
     counts = list_rows(m, work, marks, sums);
   }
   const auto near = static_cast<std::uint32_t>(counts);

@@ -20,8 +20,9 @@ struct ScoreInt4Shape {
 /// One launch for all tasks. Copies are 16-byte aligned.
 void launch_quantize(const TaskArray<QuantizeTask>& tasks, const PageLayout& layout, cudaStream_t stream);
 void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Shape& shape, cudaStream_t stream);
-/// The same for `count` tasks that the device has described: without lists and tails, none longer than `longest`.
-void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest,
+/// The same for `count` tasks that the device has described: without tails, none longer than `longest`, with lists if
+/// `lists` says that some may have them.
+void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest, bool lists,
                        const ScoreInt4Shape& shape, cudaStream_t stream);
 
 void load_quantize_kernels();

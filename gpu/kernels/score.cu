@@ -247,6 +247,19 @@ std::uint32_t slice_for(std::uint64_t total, std::uint32_t block_rows, std::uint
   return static_cast<std::uint32_t>(std::min(div_up(even, block_rows) * block_rows, std::uint64_t{kMaxSlice}));
 }
 
+/// Of `total` pages, at most `longest` each.
+void launch_score_pages(const TaskArray<ScorePagesTask>& tasks, std::uint64_t total, std::uint32_t longest,
+                        const ScoreShape& shape, cudaStream_t stream) {
+  if (total == 0) return;
+  for_shape(shape, [&]<DType kType, std::uint32_t kHeadDim>() {
+    const std::uint32_t slice = slice_for(total, Tiling<kHeadDim, kPagesAtOnce>::kBlockRows, shape.multiprocessors);
+    const dim3 grid(static_cast<std::uint32_t>(div_up(longest, slice)), tasks.count);
+    const std::uint32_t shared = Staged::bytes(shape.group, kHeadDim, slice);
+    score_pages_kernel<kType, kHeadDim><<<grid, kThreads, shared, stream>>>(tasks, shape.group, slice);
+  });
+  check(cudaGetLastError(), "launch the score_pages kernel");
+}
+
 }  // namespace
 
 void launch_score_pages(const TaskArray<ScorePagesTask>& tasks, const ScoreShape& shape, cudaStream_t stream) {
@@ -256,14 +269,15 @@ void launch_score_pages(const TaskArray<ScorePagesTask>& tasks, const ScoreShape
     total += tasks[i].pages;
     longest = std::max(longest, tasks[i].pages);
   }
-  if (total == 0) return;
-  for_shape(shape, [&]<DType kType, std::uint32_t kHeadDim>() {
-    const std::uint32_t slice = slice_for(total, Tiling<kHeadDim, kPagesAtOnce>::kBlockRows, shape.multiprocessors);
-    const dim3 grid(static_cast<std::uint32_t>(div_up(longest, slice)), tasks.count);
-    const std::uint32_t shared = Staged::bytes(shape.group, kHeadDim, slice);
-    score_pages_kernel<kType, kHeadDim><<<grid, kThreads, shared, stream>>>(tasks, shape.group, slice);
-  });
-  check(cudaGetLastError(), "launch the score_pages kernel");
+  launch_score_pages(tasks, total, longest, shape, stream);
+}
+
+void launch_score_pages(const ScorePagesTask* tasks, std::uint32_t count, std::uint32_t longest,
+                        const ScoreShape& shape, cudaStream_t stream) {
+  TaskArray<ScorePagesTask> array;
+  array.queued = tasks;
+  array.count = count;
+  launch_score_pages(array, std::uint64_t{count} * longest, longest, shape, stream);
 }
 
 void launch_score_tokens(const TaskArray<TokenRows>& tasks, const ScoreShape& shape, cudaStream_t stream) {

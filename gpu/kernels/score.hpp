@@ -28,6 +28,9 @@ struct TokenRows {
 
 /// One launch for all tasks.
 void launch_score_pages(const TaskArray<ScorePagesTask>& tasks, const ScoreShape& shape, cudaStream_t stream);
+/// The same for `count` tasks that the device has described, none of more than `longest` pages.
+void launch_score_pages(const ScorePagesTask* tasks, std::uint32_t count, std::uint32_t longest,
+                        const ScoreShape& shape, cudaStream_t stream);
 void launch_score_tokens(const TaskArray<TokenRows>& tasks, const ScoreShape& shape, cudaStream_t stream);
 
 void load_score_kernels();

@@ -314,14 +314,14 @@ void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Sha
   launch(tasks, shape, cut, dim3(cut.slices + (tails ? 1 : 0), tasks.count, heads), stream);
 }
 
-void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest,
+void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest, bool lists,
                        const ScoreInt4Shape& shape, cudaStream_t stream) {
   if (count == 0 || longest == 0) return;
   TaskArray<ScoreInt4Task> array;
   array.queued = tasks;
   array.count = count;
   const Cut cut = cut_of(std::uint64_t{count} * longest, longest, shape);
-  launch(array, shape, cut, dim3(cut.slices, count), stream);
+  launch(array, shape, cut, dim3(cut.slices, count, lists ? shape.group : 1), stream);
 }
 
 void load_score_int4_kernels() {

@@ -18,12 +18,6 @@ namespace sluice {
 
 class Stream;
 
-/// Two vectors that stand for a page's keys in page scoring.
-enum class DigestKind : std::uint8_t {
-  box,          ///< elementwise max and min (Quest): its score bounds every q.k of the page from above
-  cuboid_mean,  ///< centre +- mean absolute deviation (ArkVale eq. 4): sharper, not a bound
-};
-
 /// One (sequence, KV head) of an `attend`. The selection is the union of `runs` and `tokens`.
 struct AttendTask {
   const float* q = nullptr;  ///< [group, head_dim], not scaled

@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "sluice/device.hpp"
 #include "sluice/forward.hpp"
+#include "sluice/page.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
@@ -38,6 +40,10 @@ struct EngineOptions {
   std::uint32_t cpu_sequences = 0;
   std::uint32_t prompt_queries = 32;    ///< as many; history wants 32, see HistoryOptions::init_queries. [1, 256]
   std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose on the device
+  /// Of full pages, for policies that rank them: 2 * head_dim numbers of device memory for each page that host_bytes
+  /// hold. What a policy calls them (PageSourceOptions::digest) must be the same.
+  std::optional<DigestKind> digests{};
+  std::uint32_t max_ranked = 512;       ///< pages that a query head may choose
   std::uint32_t max_window = 512;       ///< sinks and recent tokens of a policy, together
   std::uint32_t import_rows = 512;      ///< tokens of one import
   std::uint32_t prefill_window = 4096;  ///< tokens of keys that a chunk of a prompt attends at a time, in device memory
@@ -52,6 +58,13 @@ struct EngineOptions {
   /// Called before each part of an answer, on the thread that gives it. For tests that stall threads; may be empty.
   std::function<void()> before_answer{};
 };
+
+/// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of the
+/// largest bucket, digests, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one at least, if it
+/// chooses on the CPU. Lowers nothing, so that it can be called for several policies.
+/// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if no engine serves the policy, or not beside those
+/// that `options` are for: digests are of one kind.
+void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
 
 /// What an engine has done so far.
 struct EngineStats {
@@ -76,10 +89,11 @@ struct EngineMemoryUse {
   std::uint64_t near_pages = 0;       ///< device
   std::uint64_t near_pages_used = 0;  ///< of these, when the newest forward ended
   std::uint64_t codes = 0;            ///< device: 4-bit copies of keys
+  std::uint64_t digests = 0;          ///< device: of full pages
   std::uint64_t buffers = 0;          ///< device: tables, scores, choices and scratch
 
   [[nodiscard]] std::uint64_t host() const noexcept { return far_pages + pinned + partials + policies; }
-  [[nodiscard]] std::uint64_t device() const noexcept { return near_pages + codes + buffers; }
+  [[nodiscard]] std::uint64_t device() const noexcept { return near_pages + codes + digests + buffers; }
 };
 
 /// New tokens of one sequence, consecutive rows of a forward.
@@ -105,10 +119,11 @@ struct Batch {
 /// is answered by threads that watch for the device's questions while a planned forward is under way, and sleep
 /// otherwise.
 ///
-/// Serves, with near=0 and dense layers or without: `full`; `none` (sinks and recent tokens); `exact | int4` with
-/// `top_k` or `top_p`, chosen on the device; and what chooses on the CPU between a layer's question and its answer:
-/// `exact`, `history`, `clusters` and `lsh` and what unites them, with every budget that they have, and bypass. What a
-/// row attends depends on policy and sequence alone, neither on what else is in the batch nor on what is near.
+/// Serves every policy with near=0, dense layers and bypass. On the device choose `full`, `none` (sinks and recent
+/// tokens), `exact | int4` and `pages | int4` with `top_k` or `top_p`, and `pages | top_k=all` (Quest, ArkVale), these
+/// without bypass. All others choose on the CPU, between a layer's question and its answer; pages are ranked on the
+/// device for them, too. What a row attends depends on policy and sequence alone, neither on what else is in the batch
+/// nor on what is near.
 ///
 /// A policy that chooses on the CPU looks at its sequence's prompt when the first token behind it is planned to be
 /// decoded: that `plan` waits for the forwards with the prompt, then takes as long as it takes. It learns from a token

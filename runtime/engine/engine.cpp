@@ -6,6 +6,7 @@
 
 #include "cpu/host_device.hpp"
 #include "runtime/call.hpp"
+#include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/impl.hpp"
 
 namespace sluice {
@@ -79,6 +80,14 @@ Engine::~Engine() {
   if (!impl_->prompt_workers || !impl_->prompt_workers->lost()) return;
   const cpu::Workers& stuck = *impl_->prompt_workers;
   stuck.keep(std::move(impl_));
+}
+
+void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
+  translated([&] {
+    EngineOptions raised = options;
+    runtime::make_room(policy, tokens, raised);
+    options = std::move(raised);
+  });
 }
 
 SequenceId Engine::begin(const PolicySpec& policy) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/impl.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 
@@ -74,14 +75,7 @@ std::uint32_t Engine::Impl::pages_of(std::uint32_t tokens) const noexcept {
 
 SequenceId Engine::Impl::begin(const PolicySpec& policy) {
   sluice::validate(policy);
-  const std::string reason = scheduler::forward_unserved(policy, options.largest, memory.largest().max_window);
-  if (!reason.empty())
-    throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
-                                       "; `exact | int4 | top_p=0.95 | near=0` is one that it can");
-  if (scheduler::prompt_queries(policy) > options.prompt_queries)
-    throw Error(Errc::unsupported, "the policy begins with " + number(scheduler::prompt_queries(policy)) +
-                                       " queries of a prompt, and EngineOptions::prompt_queries is " +
-                                       number(options.prompt_queries));
+  runtime::require_served(policy, options);
   return add(policy);
 }
 
@@ -189,8 +183,11 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   verbs.append(m, call);
   if (bucket.prefills != 0) verbs.prefill(m, call);
   if (bucket.decode_rows != 0) {
-    verbs.score(m, call);
-    verbs.choose(m, call);
+    if (bucket.pages) verbs.rank(m, call);
+    if (bucket.top_k || bucket.unbounded) {
+      verbs.score(m, call);
+      verbs.choose(m, call);
+    }
     verbs.split(m, call);
     verbs.attend(m, call);
     if (m.promotions != 0) verbs.promote(m, call);

@@ -1,6 +1,7 @@
 #include "runtime/engine/engine_memory.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <string>
 
@@ -32,7 +33,11 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t 
   take(parts, m.rows, m.largest.decode_rows);
   take(parts, m.chunks, m.largest.prefills);
   take(parts, m.q, heads(m) * m.shape.head_dim);
-  take(parts, m.scores, heads(m) * m.largest.max_tokens);
+  if (m.largest.pages) {
+    take(parts, m.page_scores, heads(m) * m.max_pages);
+    take(parts, m.ranked, heads(m) * m.max_ranked);
+  }
+  take(parts, m.scores, heads(m) * m.score_room());
   take(parts, m.picks, heads(m) * m.max_picks);
   if (m.largest.unbounded) take(parts, m.masks, heads(m) * m.mask_words());
   take(parts, m.near_lists, kv_heads(m) * m.list_room());
@@ -51,6 +56,10 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
   ForwardMemory shared = slips.front();
   take(parts, shared.mailbox, 1);
   take(parts, shared.far_q, heads(shared) * shared.shape.head_dim);
+  if (shared.largest.pages && shared.tail_rows != 0) {
+    take(parts, shared.far_page_scores, heads(shared) * shared.max_pages);
+    take(parts, shared.far_ranked, heads(shared) * shared.max_ranked);
+  }
   take(parts, shared.far_rows, kv_heads(shared) * shared.list_room());
   take(parts, shared.far_counts, kv_heads(shared));
   take(parts, shared.far_out, heads(shared) * shared.shape.head_dim);
@@ -79,51 +88,7 @@ Bucket largest_of(const EngineOptions& options, const PageLayout& layout, std::u
   return bucket;
 }
 
-void require(bool holds, const std::string& field, std::uint64_t have, const std::string& want) {
-  if (!holds) throw Error(Errc::invalid_argument, field + " is " + std::to_string(have) + "; it must be " + want);
-}
-
 }  // namespace
-
-void validate(const EngineOptions& options) {
-  sluice::validate(options.shape);
-  const auto in = [](const char* field, std::uint64_t value, std::uint64_t low, std::uint64_t high) {
-    require(value >= low && value <= high, field, value,
-            "in [" + std::to_string(low) + ", " + std::to_string(high) + "]");
-  };
-  require(is_valid(options.kv_dtype), "kv_dtype", static_cast<unsigned>(options.kv_dtype), "a value of sluice::DType");
-  const std::uint32_t page = options.page_tokens;
-  require(page >= 8 && page <= 256 && (page & (page - 1)) == 0, "page_tokens", page, "a power of two in [8, 256]");
-  in("largest.decode_rows", options.largest.decode_rows, 0, 1024);
-  in("largest.prefill_rows", options.largest.prefill_rows, 0, 65'536);
-  in("largest.prefills", options.largest.prefills, options.largest.prefill_rows == 0 ? 0 : 1,
-     options.largest.prefill_rows);
-  in("rows of the largest bucket", options.largest.rows(), 1, 65'536);
-  in("largest.max_tokens", options.largest.max_tokens, 0, 0x7fff'ffff);
-  in("in_flight", options.in_flight, 1, kMostForwards);
-  in("sequences", options.sequences, 1, 65'536);
-  in("promotions", options.promotions, 0, kMostPromotions);
-  in("cpu_sequences", options.cpu_sequences, 0, options.sequences);
-  in("prompt_queries", options.prompt_queries, 1, 256);
-  in("max_picks", options.max_picks, 1, 1u << 20);
-  in("max_window", options.max_window, 1, 1u << 20);
-  in("import_rows", options.import_rows, 1, 65'536);
-  in("prefill_window", options.prefill_window, page, 1u << 20);
-  require(options.prefill_window % page == 0, "prefill_window", options.prefill_window, "a multiple of page_tokens");
-  in("threads", options.threads, 0, 4096);
-  in("timeout (ms)", static_cast<std::uint64_t>(options.timeout.count()), 1, 3'600'000);
-  in("answer_timeout (ms)", static_cast<std::uint64_t>(options.answer_timeout.count()), 1, 60'000);
-  const PageLayout layout{.page_tokens = page, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
-  const std::uint64_t block = layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
-  const std::uint64_t blocks = options.host_bytes / block;
-  // Rows of pages are counted in 32 bits, near ones over all planes.
-  constexpr std::uint64_t kMostRows = 0x7fff'ffff;
-  require(blocks >= 1 && blocks * page <= kMostRows, "host_bytes", options.host_bytes,
-          "in [" + std::to_string(block) + ", " + std::to_string(kMostRows / page * block) + "]");
-  const std::uint64_t near_pages = options.near_bytes / block * options.shape.layers * options.shape.kv_heads;
-  require(near_pages * 2 * page <= kMostRows, "near_bytes", options.near_bytes,
-          "at most " + std::to_string(kMostRows / (2 * page) * layout.page_bytes()));
-}
 
 EngineMemory::EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs,
                            const cpu::Topology& topology, std::uint32_t numa_node, const cpu::Workers& workers) {
@@ -138,6 +103,9 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
   memory.max_pages = memory.largest.max_tokens / memory.layout.page_tokens;
   memory.append_rows = std::max(memory.largest.rows(), options.import_rows);
   memory.max_picks = std::min(options.max_picks, memory.largest.max_tokens);
+  memory.max_ranked = std::min(options.max_ranked, memory.max_pages);
+  memory.page_shift = static_cast<std::uint32_t>(std::countr_zero(options.page_tokens));
+  memory.digest = options.digests.value_or(DigestKind::box);
   memory.max_window = options.max_window;
   memory.prefill_window =
       std::min(options.prefill_window, static_cast<std::uint32_t>(memory.max_pages) * memory.layout.page_tokens);
@@ -158,11 +126,14 @@ void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memo
   const std::uint64_t near_bytes = std::uint64_t{memory.near_pages} * memory.planes() * memory.layout.page_bytes();
   if (near_bytes != 0) near_ = device.allocate(near_bytes);
   codes_ = device.allocate(std::uint64_t{memory.blocks} * memory.planes() * Int4Layout(memory.layout).page_bytes());
+  if (options.digests)
+    digests_ = device.allocate(std::uint64_t{memory.blocks} * memory.planes() * 2 * memory.layout.row_bytes());
   const std::uint64_t scratch = verbs.scratch_bytes(memory);
   device_ = device.allocate(carve_device(memory, options.sequences, scratch, nullptr));
   (void)carve_device(memory, options.sequences, scratch, device_->data());
   memory.near = near_ ? near_->data() : device_->data();
   memory.codes = codes_->data();
+  if (digests_) memory.digests = digests_->data();
 }
 
 void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory& memory, Device& device) {
@@ -189,6 +160,7 @@ EngineMemoryUse EngineMemory::use() const noexcept {
           .pinned = pinned_->bytes(),
           .near_pages = near_ ? near_->bytes() : 0,
           .codes = codes_->bytes(),
+          .digests = digests_ ? digests_->bytes() : 0,
           .buffers = device_->bytes()};
 }
 
@@ -206,6 +178,7 @@ void EngineMemory::clear(const EngineOptions& options, Device& device) {
   fill(device_->data(), device_->bytes());
   // Pages are read up to the last token alone, but vector loads of their neighbours must find numbers.
   fill(codes_->data(), codes_->bytes());
+  if (digests_) fill(digests_->data(), digests_->bytes());
   if (near_) fill(near_->data(), near_->bytes());
   std::memset(source->data(), 0xff, kPiece);
   static_assert(kNone == 0xffff'ffffu);

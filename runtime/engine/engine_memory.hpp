@@ -6,12 +6,9 @@
 #include "cpu/host_pool.hpp"
 #include "sluice/device.hpp"
 #include "sluice/engine.hpp"
-#include "sluice/forward.hpp"
+#include "sluice/forward_verbs.hpp"
 
 namespace sluice::runtime {
-
-/// What is wrong with the options, by name.  @throws Error{Errc::invalid_argument}
-void validate(const EngineOptions& options);
 
 /// All memory of an engine: reserved when it is built, never grown.
 class EngineMemory {
@@ -52,6 +49,7 @@ class EngineMemory {
   std::unique_ptr<cpu::HostPool> far_;
   std::unique_ptr<Buffer> near_;
   std::unique_ptr<Buffer> codes_;
+  std::unique_ptr<Buffer> digests_;  ///< null unless the options want some
   std::unique_ptr<Buffer> device_;
   std::unique_ptr<Buffer> pinned_;
   std::vector<ForwardMemory> slips_;  ///< [in_flight] alike but for the slip

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/impl.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 
@@ -38,7 +39,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   const Bucket& largest = memory.largest().largest;
   Bucket resolved = bucket;
   if (resolved.max_tokens == 0) resolved.max_tokens = largest.max_tokens;
-  if (resolved.decode_rows == 0) resolved.top_k = resolved.unbounded = false;  // Nothing to choose.
+  if (resolved.decode_rows == 0) resolved.top_k = resolved.unbounded = resolved.pages = false;  // Nothing to choose.
   const auto in = [&](const char* field, std::uint32_t value, std::uint32_t most) {
     if (value <= most) return;
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's " + field + " is " + text(value) +
@@ -50,6 +51,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   in("max_tokens", resolved.max_tokens, largest.max_tokens);
   in("top_k", resolved.top_k, largest.top_k);
   in("unbounded", resolved.unbounded, largest.unbounded);
+  in("pages", resolved.pages, largest.pages);
   if (resolved.max_tokens % memory.largest().layout.page_tokens != 0)
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's max_tokens is " +
                                             text(resolved.max_tokens) + "; it must be a multiple of page_tokens, " +
@@ -83,14 +85,18 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
       throw Error(Errc::unsupported, name + " is to decode " + text(item.tokens) +
                                          " tokens at once; its policy chooses on the CPU, one at a time");
     const std::string reason =
-        item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, memory.largest().max_window);
+        item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, runtime::limits_of(options));
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);
     for (std::uint32_t i = 0; i < item.tokens && !item.prefill; ++i) {
-      const ForwardRow row = scheduler::forward_row(sequence.spec, sequence.planned + i + 1);
+      const ForwardRow row = scheduler::forward_row(sequence.spec, sequence.planned + i + 1, options.page_tokens);
       if (row.picks > memory.largest().max_picks)
         throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.picks) +
                                                " tokens, and EngineOptions::max_picks is " +
                                                text(memory.largest().max_picks));
+      if (row.page_picks > memory.largest().max_ranked)
+        throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
+                                               " pages, and EngineOptions::max_ranked is " +
+                                               text(memory.largest().max_ranked));
     }
     wanted.push_back({.sequence = &sequence, .item = item});
   }
@@ -161,7 +167,7 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
                            .tail = tail_row(*sequence, item, sequence->planned + i),
                            .decoded = item.prefill ? 0u : 1u};
       if (item.prefill) continue;
-      *row = scheduler::forward_row(sequence->spec, sequence->planned + i + 1);
+      *row = scheduler::forward_row(sequence->spec, sequence->planned + i + 1, options.page_tokens);
       row->list = list;
       row->at = at;
       ++row;

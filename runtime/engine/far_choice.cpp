@@ -99,8 +99,19 @@ void FarChoice::choose_for(std::uint64_t forward, std::uint32_t layer, const Pla
   scheduler::SelectCounters counters;
   chosen.selected.clear();
   chosen.bypass.heads = 0;
-  place.row->policy->choose(forward, layer, place.kv_head, place.row->window,
-                            memory_.far_q + first * memory_.shape.head_dim, chosen.selected, chosen.bypass, counters);
+  const ForwardRow& row = place.row->window;
+  SequencePolicy::Asked asked{.forward = forward,
+                              .layer = layer,
+                              .kv_head = place.kv_head,
+                              .row = row,
+                              .q = memory_.far_q + first * memory_.shape.head_dim};
+  const std::size_t group = memory_.shape.group();
+  if (row.page_picks != 0) {
+    asked.ranked_pages = {memory_.ranked_of(list_of(place), true), group * row.page_picks};
+  } else if (row.pages != 0) {
+    asked.page_scores = {memory_.page_scores_of(list_of(place), true), group * row.pages};
+  }
+  place.row->policy->choose(asked, chosen.selected, chosen.bypass, counters);
   list(layer, place, chosen);
   far_tokens_.fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
   scored_.fetch_add(counters.scored, std::memory_order_relaxed);

@@ -11,7 +11,7 @@
 #include "cpu/kernels.hpp"
 #include "runtime/engine/sequence_policy.hpp"
 #include "scheduler/heap_bytes.hpp"
-#include "sluice/forward.hpp"
+#include "sluice/forward_memory.hpp"
 
 namespace sluice::runtime {
 

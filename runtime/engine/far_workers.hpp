@@ -12,7 +12,7 @@
 #include "cpu/topology.hpp"
 #include "runtime/engine/far_choice.hpp"
 #include "runtime/engine/shares.hpp"
-#include "sluice/forward.hpp"
+#include "sluice/forward_memory.hpp"
 #include "sluice/partial.hpp"
 
 namespace sluice::runtime {

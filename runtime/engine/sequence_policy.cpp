@@ -18,9 +18,13 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
   }
 }
 
-HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks) const {
+HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks,
+                              std::uint32_t tokens) const {
   const std::uint64_t first = memory_.far_page(memory_.plane(layer, kv_head), 0) * memory_.layout.page_bytes();
-  return {host_, memory_.shape, KvView{.base = memory_.far + first, .frames = blocks, .layout = memory_.layout}};
+  HostKv kv(host_, memory_.shape, KvView{.base = memory_.far + first, .frames = blocks, .layout = memory_.layout});
+  // The newest page is scored as it is; copies of the others lie on the device.
+  kv.copy_to_estimate(tokens == 0 ? 0 : (tokens - 1) / memory_.layout.page_tokens);
+  return kv;
 }
 
 void SequencePolicy::begin(const Prompt& prompt, const cpu::Workers& workers) {
@@ -41,15 +45,16 @@ void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::
     const float* const from = memory_.tails + (at * memory_.shape.q_heads + kv_head * group) * memory_.shape.head_dim;
     queries.insert(queries.end(), from, from + floats);
   }
-  HostKv kv = reader(layer, kv_head, prompt_blocks_.data());
+  HostKv kv = reader(layer, kv_head, prompt_blocks_.data(), prompt.tokens);
   layers_[layer]->begin(
       {.kv_head = kv_head, .tokens = prompt.tokens, .queries = prompt.queries, .last_q = queries, .kv = &kv});
   std::vector<scheduler::HotPage> hot;
   layers_[layer]->forecast(kv_head, prompt.tokens + 1, 0, hot);
 }
 
-void SequencePolicy::choose(std::uint64_t forward, std::uint32_t layer, std::uint32_t kv_head, const ForwardRow& window,
-                            const float* q, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters) {
+void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
+                            scheduler::SelectCounters& counters) {
+  const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores] = asked;
   Seat& mine = seat(layer, kv_head);
   // What is to be learnt comes from before this forward, which would not run had that one failed.
   while (mine.lesson.load(std::memory_order_acquire) != 0) {
@@ -57,11 +62,17 @@ void SequencePolicy::choose(std::uint64_t forward, std::uint32_t layer, std::uin
     cpu::relax();
   }
   if (spoilt()) throw Error(Errc::device, "what it has learnt is lost");
-  HostKv kv = reader(layer, kv_head, blocks_);
+  HostKv kv = reader(layer, kv_head, blocks_, window.tokens);
   const scheduler::NearSet near{
       .sink_end = window.sink_end, .recent_begin = window.recent_begin, .page_tokens = memory_.layout.page_tokens};
-  layers_[layer]->select({.kv_head = kv_head, .tokens = window.tokens, .q = q, .near = &near, .kv = &kv}, row, bypass,
-                         counters);
+  layers_[layer]->select({.kv_head = kv_head,
+                          .tokens = window.tokens,
+                          .q = q,
+                          .ranked_pages = ranked_pages,
+                          .page_scores = page_scores,
+                          .near = &near,
+                          .kv = &kv},
+                         row, bypass, counters);
   mine.tokens = window.tokens;
   if (layers_[layer]->wants_observation(kv_head)) mine.lesson.store(forward, std::memory_order_release);
 }
@@ -80,7 +91,7 @@ void SequencePolicy::learn(std::uint32_t layer, std::uint32_t kv_head, std::uint
 
 void SequencePolicy::learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept {
   try {
-    HostKv kv = reader(layer, kv_head, blocks_);
+    HostKv kv = reader(layer, kv_head, blocks_, seat.tokens);
     layers_[layer]->observe(kv_head, kv);
     std::vector<scheduler::HotPage> hot;
     layers_[layer]->forecast(kv_head, seat.tokens + 1, 0, hot);

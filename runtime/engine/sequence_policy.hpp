@@ -3,13 +3,14 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "cpu/backend.hpp"
 #include "cpu/workers.hpp"
 #include "runtime/host_kv.hpp"
 #include "scheduler/layer_policy.hpp"
-#include "sluice/forward.hpp"
+#include "sluice/forward_memory.hpp"
 #include "sluice/policy.hpp"
 
 namespace sluice::runtime {
@@ -41,9 +42,18 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   /// @throws Error{Errc::timeout} if one of them is lost, see Workers; it goes on using what this refers to
   void begin(const Prompt& prompt, const cpu::Workers& workers);
 
-  /// Chooses for a row in `forward`, having learnt all that there is to learn. `window.tokens` are visible.
-  void choose(std::uint64_t forward, std::uint32_t layer, std::uint32_t kv_head, const ForwardRow& window,
-              const float* q, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters);
+  /// What a row asks for: its queries [group, head_dim] are those of the KV head.
+  struct Asked {
+    std::uint64_t forward = 0;
+    std::uint32_t layer = 0;
+    std::uint32_t kv_head = 0;
+    ForwardRow row;  ///< whose tokens are visible
+    const float* q = nullptr;
+    std::span<const std::uint32_t> ranked_pages{};  ///< [group, page_picks]
+    std::span<const float> page_scores{};           ///< [group, pages] if only these are wanted
+  };
+  /// Chooses, having learnt all that there is to learn.
+  void choose(const Asked& asked, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters);
   /// Learns what a seat chose in a forward up to `good`, unless another thread does.
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
   /// What was chosen in `forward` came to nothing. Waits for threads that learn.
@@ -66,7 +76,9 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   [[nodiscard]] Seat& seat(std::uint32_t layer, std::uint32_t kv_head) noexcept {
     return seats_[layer * memory_.shape.kv_heads + kv_head];
   }
-  [[nodiscard]] HostKv reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks) const;
+  /// The keys and values of a head, `tokens` of which there are.
+  [[nodiscard]] HostKv reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks,
+                              std::uint32_t tokens) const;
   /// Waits until nobody learns at this seat; what it says then.
   static std::uint64_t settled(const Seat& seat) noexcept;
   void begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head);

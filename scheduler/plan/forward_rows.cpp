@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "scheduler/layer_policy.hpp"
+#include "scheduler/policy/budget.hpp"
 
 namespace sluice::scheduler {
 namespace {
@@ -12,9 +13,15 @@ bool only(const PolicySpec& spec, Source source) noexcept { return spec.sources 
 /// Whether what is attended is chosen by score.
 bool ranks(const PolicySpec& spec) noexcept { return spec.sources != 0 && !spec.uses(Source::all); }
 
+/// Whether tokens are chosen by their 4-bit copies: of all, or of those in chosen pages.
 bool by_copies(const PolicySpec& spec) noexcept {
   const bool cut = spec.budget.kind == BudgetKind::top_k || spec.budget.kind == BudgetKind::top_p;
-  return only(spec, Source::exact) && spec.estimate == Estimate::int4 && cut;
+  return (only(spec, Source::exact) || only(spec, Source::pages)) && spec.estimate == Estimate::int4 && cut;
+}
+
+/// Whether pages are chosen, and attended as they are.
+bool whole_pages(const PolicySpec& spec) noexcept {
+  return only(spec, Source::pages) && spec.budget.kind == BudgetKind::top_k && spec.budget.share >= 1.f;
 }
 
 /// The new token itself is always attended, but by policies of the CPU, which see to it.
@@ -22,20 +29,72 @@ std::uint32_t recent_of(const PolicySpec& spec) noexcept {
   return std::max(spec.near.recent_tokens, chooser(spec) == Chooser::cpu ? 0u : 1u);
 }
 
-std::string why_neither(const PolicySpec& spec) {
-  if (spec.uses(Source::pages)) return "it ranks pages";
-  if (by_copies(spec) && spec.bypass_threshold != 0.f) return "it bypasses heads; say bypass=off";
-  if (spec.estimate == Estimate::int4) return "it estimates by 4-bit keys beside other sources than `exact`";
-  return "it attends a share of pages near; say near=0";
+/// First of the recent tokens of a row. Of pages that the device chooses from the newest is among them: no digest
+/// speaks for it.
+std::uint32_t recent_begin(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t page_tokens) noexcept {
+  const std::uint32_t begin = tokens - std::min(recent_of(spec), tokens);
+  const bool opens = spec.uses(Source::pages) && chooser(spec) == Chooser::device;
+  return opens ? std::min(begin, newest_page(tokens, page_tokens)) : begin;
 }
+
+std::string why_neither(const PolicySpec& spec) {
+  if (spec.near.share != 0.f) return "it attends a share of pages near; say near=0";
+  return "it bypasses heads, and chooses by 4-bit keys; say bypass=off";
+}
+
+/// A row of pages that the device chooses from.
+void choose_pages(const PolicySpec& spec, std::uint32_t page_tokens, ForwardRow& row) noexcept {
+  row.pages = newest_page(row.tokens, page_tokens) / page_tokens;
+  row.page_picks = budget_pages(spec.pages, row.pages, page_tokens);
+  const bool few = spec.budget.kind == BudgetKind::top_k && row.tokens - row.sink_end <= spec.budget.min_tokens;
+  if (row.page_picks < row.pages && !few) return;
+  // Every page is a candidate.
+  row.pages = row.page_picks = 0;
+  if (!whole_pages(spec)) return;
+  row.sink_end = row.recent_begin = row.tokens;
+}
+
+/// Whether everything is attended in some layer.
+bool somewhere_whole(const PolicySpec& spec) noexcept {
+  return spec.uses(Source::all) || spec.dense_layers != 0 || spec.dense_every != 0;
+}
+
+/// The features of a bucket that its rows need.
+Bucket features(const PolicySpec& spec) noexcept {
+  const bool by_device = chooser(spec) == Chooser::device && ranks(spec) && !whole_pages(spec);
+  return {.top_k = by_device && spec.budget.kind == BudgetKind::top_k,
+          .unbounded = somewhere_whole(spec) || (by_device && spec.budget.kind == BudgetKind::top_p),
+          .pages = spec.uses(Source::pages)};
+}
+
+std::string lacks(const PolicySpec& spec, const Bucket& bucket) {
+  const Bucket needs = features(spec);
+  if (needs.unbounded && !bucket.unbounded)
+    return somewhere_whole(spec) ? "it attends everything in some layer; say so by Bucket::unbounded"
+                                 : "it chooses by top_p; say so by Bucket::unbounded";
+  if (needs.top_k && !bucket.top_k) return "it chooses by top_k; say so by Bucket::top_k";
+  if (needs.pages && !bucket.pages) return "it ranks pages; say so by Bucket::pages";
+  return {};
+}
+
+std::uint64_t window_of(const PolicySpec& spec, std::uint32_t page_tokens) noexcept {
+  return std::uint64_t{spec.near.sink_tokens} + std::max(recent_of(spec), spec.uses(Source::pages) ? page_tokens : 0);
+}
+
+/// Whether there must be room for a window: pages of it are estimated apart from those that are chosen.
+bool bounds_window(const PolicySpec& spec, const Bucket& bucket) noexcept {
+  return !bucket.unbounded || spec.uses(Source::pages);
+}
+
+const char* name_of(DigestKind kind) noexcept { return kind == DigestKind::box ? "box" : "cuboid_mean"; }
 
 }  // namespace
 
 Chooser chooser(const PolicySpec& spec) noexcept {
   if (!ranks(spec)) return spec.near.share != 0.f && !spec.uses(Source::all) ? Chooser::neither : Chooser::device;
   if (spec.near.share != 0.f) return Chooser::neither;
-  if (by_copies(spec) && spec.bypass_threshold == 0.f) return Chooser::device;
-  return spec.uses(Source::pages) || spec.estimate == Estimate::int4 ? Chooser::neither : Chooser::cpu;
+  if (spec.bypass_threshold == 0.f) return by_copies(spec) || whole_pages(spec) ? Chooser::device : Chooser::cpu;
+  return by_copies(spec) ? Chooser::neither : Chooser::cpu;
 }
 
 std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
@@ -48,37 +107,46 @@ bool remembers(const PolicySpec& spec) noexcept {
          spec.bypass_threshold > 0.f;
 }
 
-std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, std::uint32_t max_window) {
-  const Chooser who = chooser(spec);
-  if (who == Chooser::neither) return why_neither(spec);
-  const bool by_device = who == Chooser::device && ranks(spec);
-  const bool whole = spec.uses(Source::all) || spec.dense_layers != 0 || spec.dense_every != 0;
-  if (!bucket.unbounded && whole) return "it attends everything in some layer; say so by Bucket::unbounded";
-  if (!bucket.unbounded && by_device && spec.budget.kind == BudgetKind::top_p)
-    return "it chooses by top_p; say so by Bucket::unbounded";
-  if (!bucket.top_k && by_device && spec.budget.kind == BudgetKind::top_k)
-    return "it chooses by top_k; say so by Bucket::top_k";
-  const std::uint64_t window = std::uint64_t{spec.near.sink_tokens} + recent_of(spec);
-  if (window > max_window && !bucket.unbounded)
+ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t page_tokens) noexcept {
+  ForwardNeeds needs{.bucket = features(spec)};
+  if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, page_tokens));
+  if (needs.bucket.top_k) needs.picks = budget_tokens(spec.budget, tokens);
+  if (needs.bucket.pages) needs.ranked = budget_pages(spec.pages, tokens / page_tokens, page_tokens);
+  return needs;
+}
+
+std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const ForwardLimits& limits) {
+  if (chooser(spec) == Chooser::neither) return why_neither(spec);
+  if (std::string reason = lacks(spec, bucket); !reason.empty()) return reason;
+  if (spec.uses(Source::pages) && limits.digests != spec.pages.digest)
+    return std::string("it ranks pages by their ") + name_of(spec.pages.digest) +
+           " digests; set EngineOptions::digests";
+  const std::uint64_t window = window_of(spec, limits.page_tokens);
+  if (window > limits.max_window && bounds_window(spec, bucket))
     return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window " +
-           std::to_string(max_window);
+           std::to_string(limits.max_window);
   return {};
 }
 
-ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens) noexcept {
+ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t page_tokens) noexcept {
   ForwardRow row{.tokens = tokens, .dense_layers = spec.dense_layers, .dense_every = spec.dense_every};
   row.sink_end = spec.uses(Source::all) ? tokens : std::min(spec.near.sink_tokens, tokens);
-  row.recent_begin = std::max(row.sink_end, tokens - std::min(recent_of(spec), tokens));
-  const std::uint32_t between = row.recent_begin - row.sink_end;
+  row.recent_begin = std::max(row.sink_end, recent_begin(spec, tokens, page_tokens));
   if (chooser(spec) == Chooser::cpu) {
     row.asks = 1;
+    if (!spec.uses(Source::pages)) return row;
+    row.pages = newest_page(tokens, page_tokens) / page_tokens;
+    if (spec.budget.kind != BudgetKind::progressive) row.page_picks = budget_pages(spec.pages, row.pages, page_tokens);
     return row;
   }
-  if (between == 0 || spec.sources == 0) return row;
+  if (row.recent_begin == row.sink_end || spec.sources == 0) return row;
+  if (spec.uses(Source::pages)) choose_pages(spec, page_tokens, row);
+  if (whole_pages(spec)) return row;
+  const std::uint32_t candidates = row.page_picks != 0 ? row.page_picks * page_tokens : row.recent_begin - row.sink_end;
   if (spec.budget.kind == BudgetKind::top_p) {
     row.mass = spec.budget.mass;
   } else {
-    row.picks = std::min(budget_tokens(spec.budget, tokens), between);
+    row.picks = std::min(budget_tokens(spec.budget, tokens), candidates);
   }
   return row;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "sluice/forward.hpp"
@@ -10,7 +11,7 @@ namespace sluice::scheduler {
 
 /// Who finds what the rows of a sequence attend beyond sinks and recent tokens.
 enum class Chooser : std::uint8_t {
-  device,   ///< by 4-bit copies; or nobody needs to
+  device,   ///< by digests of pages, 4-bit copies or both; or nobody needs to
   cpu,      ///< its LayerPolicy, between a layer's question and its answer
   neither,  ///< such policies are not served
 };
@@ -23,12 +24,30 @@ enum class Chooser : std::uint8_t {
 /// its prompt ended.
 [[nodiscard]] bool remembers(const PolicySpec& spec) noexcept;
 
-/// Why a forward of this bucket cannot serve a policy that parses; empty if it can. `max_window`: sinks and recent
-/// tokens together, if the bucket is not unbounded.
-[[nodiscard]] std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, std::uint32_t max_window);
+/// Of what an engine has been built with, what a policy may need.
+struct ForwardLimits {
+  std::uint32_t page_tokens = 16;
+  std::uint32_t max_window = 0;         ///< sinks and recent tokens together
+  std::optional<DigestKind> digests{};  ///< of pages
+};
 
-/// What the row of a sequence's token chooses from, if `tokens` are visible to it: a function of policy and length
-/// alone. List and packed row are the caller's.
-[[nodiscard]] ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens) noexcept;
+/// What forwards with a policy's rows need to have, if their sequences have up to `tokens` tokens. Of the bucket, the
+/// features alone.
+struct ForwardNeeds {
+  Bucket bucket{.top_k = false};
+  std::uint32_t window =
+      0;  ///< sinks and recent tokens together; 0 if the bucket is unbounded and that does not matter
+  std::uint32_t picks = 0;
+  std::uint32_t ranked = 0;  ///< pages that a query head chooses
+};
+[[nodiscard]] ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens,
+                                         std::uint32_t page_tokens) noexcept;
+
+/// Why a forward of this bucket cannot serve a policy that parses; empty if it can.
+[[nodiscard]] std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const ForwardLimits& limits);
+
+/// What the row of a sequence's token chooses from, if `tokens` are visible to it: a function of policy, length and
+/// size of pages alone. List and packed row are the caller's.
+[[nodiscard]] ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t page_tokens) noexcept;
 
 }  // namespace sluice::scheduler

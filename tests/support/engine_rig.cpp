@@ -131,6 +131,61 @@ std::vector<double> Story::attended_by_mass(std::uint32_t layer, std::uint32_t t
   return attended_as(layer, token, sinks, recent, choose, nullptr);
 }
 
+double Story::page_score(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t page,
+                         const InPages& policy) const {
+  const std::uint32_t d = shape_.head_dim;
+  double score = 0.0;
+  for (std::uint32_t c = 0; c < d; ++c) {
+    const auto key = [&](std::uint32_t i) {
+      return double{k(layer, page * policy.page_tokens + i)[head / shape_.group() * d + c]};
+    };
+    double hi = key(0);
+    double lo = key(0);
+    for (std::uint32_t i = 1; i < policy.page_tokens; ++i) hi = std::max(hi, key(i)), lo = std::min(lo, key(i));
+    if (policy.digest == DigestKind::cuboid_mean) {
+      const double centre = (hi + lo) / 2;
+      double radius = 0.0;
+      for (std::uint32_t i = 0; i < policy.page_tokens; ++i) radius += std::abs(key(i) - centre) / policy.page_tokens;
+      hi = std::min(hi, centre + radius);
+      lo = std::max(lo, centre - radius);
+    }
+    const double query = q(layer, token)[head * d + c];
+    score += std::max(query * hi, query * lo);
+  }
+  return score;
+}
+
+std::vector<double> Story::attended_in_pages(std::uint32_t layer, std::uint32_t token, const InPages& policy) const {
+  const std::uint32_t newest = token / policy.page_tokens * policy.page_tokens;
+  const std::uint32_t recent = std::max(policy.recent, token + 1 - newest);
+  const auto choose = [&](std::uint32_t head, std::uint32_t begin, std::uint32_t end, std::vector<bool>& marks) {
+    std::vector<std::pair<double, std::uint32_t>> pages;
+    for (std::uint32_t p = 0; p < newest / policy.page_tokens; ++p)
+      pages.emplace_back(-page_score(layer, token, head, p, policy), p);
+    std::ranges::sort(pages);
+    pages.resize(std::min<std::size_t>(pages.size(), policy.pages));
+    const auto chosen = [&](std::uint32_t j) {
+      return std::ranges::any_of(pages, [&](const auto& page) { return page.second == j / policy.page_tokens; });
+    };
+    const Ranked all = ranked(layer, token, head, 0, token + 1);
+    const auto weight = [&](double score) { return std::exp(score - all.front().first); };
+    double sum = 0.0;
+    double held = 0.0;
+    for (const auto& [score, j] : all) {
+      const bool anyway = j < begin || j >= end;
+      held += anyway ? weight(score) : 0.0;
+      sum += anyway || chosen(j) ? weight(score) : 0.0;
+    }
+    for (const auto& [score, j] : all) {
+      if (held >= policy.mass * sum) return;
+      if (j < begin || j >= end || !chosen(j)) continue;
+      held += weight(score);
+      marks[j] = true;
+    }
+  };
+  return attended_as(layer, token, policy.sinks, recent, choose, nullptr);
+}
+
 template <class Choose>
 std::vector<double> Story::attended_as(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
                                        std::uint32_t recent, const Choose& choose, std::vector<double>* lse) const {

@@ -86,7 +86,23 @@ class Story {
   [[nodiscard]] std::vector<double> attended_by_mass(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
                                                      std::uint32_t recent, double mass) const;
 
+  /// A policy whose query heads each choose the best pages by digest, and of their tokens the fewest that hold `mass`
+  /// with what is attended anyway, the newest page among it.
+  struct InPages {
+    std::uint32_t page_tokens = 16;
+    DigestKind digest = DigestKind::box;
+    std::uint32_t pages = 0;
+    std::uint32_t sinks = 0;
+    std::uint32_t recent = 1;
+    double mass = 1.0;
+  };
+  [[nodiscard]] std::vector<double> attended_in_pages(std::uint32_t layer, std::uint32_t token,
+                                                      const InPages& policy) const;
+
  private:
+  /// The score of a page's digest, in float64.
+  [[nodiscard]] double page_score(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t page,
+                                  const InPages& policy) const;
   /// Estimates of tokens [begin, end), largest first.
   using Ranked = std::vector<std::pair<double, std::uint32_t>>;
   [[nodiscard]] Ranked ranked(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t begin,

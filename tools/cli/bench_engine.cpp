@@ -3,7 +3,6 @@
 #include <cstring>
 #include <memory>
 
-#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench.hpp"
@@ -54,13 +53,14 @@ class Forwards {
     sizes.near_bytes =
         static_cast<std::uint64_t>(options.near_share * static_cast<double>(blocks)) * block * options.rows;
     sizes.largest.max_tokens = static_cast<std::uint32_t>(blocks) * sizes.page_tokens;
-    sizes.max_picks = sizes.largest.max_tokens;
     sizes.import_rows = std::min(4096u, synthetic.tokens);
     sizes.threads = options.threads;
     sizes.promotions = options.promotions;
     const PolicySpec spec = parse_policy(policy);
-    sizes.cpu_sequences = scheduler::chooser(spec) == scheduler::Chooser::cpu ? options.rows : 0;
-    sizes.prompt_queries = std::max(1u, scheduler::prompt_queries(spec));
+    sizes.largest.top_k = false;
+    sizes.max_picks = sizes.max_ranked = sizes.max_window = sizes.prompt_queries = 1;
+    make_room_for(spec, sizes.largest.max_tokens, sizes);
+    if (sizes.cpu_sequences != 0) sizes.cpu_sequences = options.rows;
     // The embedded device has no queue that could be handed to strangers.
     stream_ = queue_->native_handle() != nullptr ? queue_->native_handle() : queue_.get();
     engine_ = std::make_unique<Engine>(sizes, device_);

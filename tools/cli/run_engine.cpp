@@ -3,7 +3,6 @@
 #include <memory>
 #include <optional>
 
-#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/command.hpp"
@@ -52,16 +51,11 @@ EngineOptions engine_options(const RuntimeFlags& flags, const PolicySpec& policy
   options.near_bytes = flags.options.near_bytes != 0
                            ? flags.options.near_bytes
                            : static_cast<std::uint64_t>(near * static_cast<double>(blocks)) * block;
-  const bool bounded = policy.sources != 0 && policy.budget.kind == BudgetKind::top_k && !policy.uses(Source::all);
-  options.largest = {.decode_rows = 1,
-                     .prefill_rows = std::min(flags.options.prefill_chunk, tokens),
-                     .prefills = 1,
-                     .top_k = bounded,
-                     .unbounded = true};
+  options.largest = {
+      .decode_rows = 1, .prefill_rows = std::min(flags.options.prefill_chunk, tokens), .prefills = 1, .top_k = false};
   options.sequences = 1;
-  options.cpu_sequences = scheduler::chooser(policy) == scheduler::Chooser::cpu ? 1 : 0;
-  options.prompt_queries = std::max(1u, scheduler::prompt_queries(policy));
-  options.max_picks = tokens;
+  options.prompt_queries = options.max_picks = options.max_ranked = options.max_window = 1;
+  make_room_for(policy, tokens, options);
   options.import_rows = 1;
   options.threads = flags.options.threads;
   options.cores = flags.options.cores;

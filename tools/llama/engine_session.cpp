@@ -67,7 +67,8 @@ void EngineSession::decode(int token) {
   model_.require_token(token);
   as_one_error("decode", [&] {
     const Bucket& largest = engine_.options().largest;
-    forward({&token, 1}, {.decode_rows = 1, .top_k = largest.top_k, .unbounded = largest.unbounded}, false);
+    forward({&token, 1},
+            {.decode_rows = 1, .top_k = largest.top_k, .unbounded = largest.unbounded, .pages = largest.pages}, false);
     take_logits();
   });
 }

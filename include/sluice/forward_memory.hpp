@@ -1,0 +1,155 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sluice/forward.hpp"
+#include "sluice/page.hpp"
+#include "sluice/shape.hpp"
+
+namespace sluice {
+
+/// Where everything lies that the verbs of one engine read and write. Pages of one layer and KV head form a plane;
+/// block b of a plane is its page `b`, so that one block list serves all planes. Sizes in brackets: of `largest`, in
+/// whose first rows a forward of a smaller bucket works.
+struct ForwardMemory {
+  AttentionShape shape;
+  PageLayout layout;
+  Bucket largest{};                     ///< what there is room for; its max_tokens is that of every array
+  Bucket bucket{};                      ///< of the forward
+  DigestKind digest = DigestKind::box;  ///< of pages, if there are digests
+  std::uint32_t page_shift = 0;         ///< log2 of page_tokens
+  std::uint32_t append_rows = 0;        ///< of a forward that only brings tokens in, at least largest.rows()
+  std::uint32_t max_picks = 0;          ///< tokens that a query head may choose
+  std::uint32_t max_ranked = 0;         ///< pages that a query head may choose
+  std::uint32_t max_window = 0;         ///< sinks and recent tokens together
+  std::uint32_t blocks = 0;             ///< far pages of a plane
+  std::uint32_t near_pages = 0;         ///< near pages of a plane
+  std::uint32_t promotions = 0;         ///< rows that a plane brings near in one forward, at most
+  std::uint32_t max_pages = 0;          ///< of a block list
+  std::uint32_t prefill_window = 0;     ///< tokens of keys that a chunk attends at a time, a multiple of page_tokens
+  std::uint32_t tail_rows = 0;          ///< of `tails`
+  std::uint64_t answer_ns = 0;          ///< how long a layer waits for the far part
+
+  // Memory of the device.
+  std::byte* near = nullptr;       ///< [planes, near_pages] pages, whose rows hold any tokens of their plane
+  std::byte* codes = nullptr;      ///< [planes, blocks] 4-bit copies, see Int4Layout
+  std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
+  std::uint32_t* lists = nullptr;  ///< [lists, max_pages] blocks
+  /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or the newest forward that attended the row far,
+  /// 0 if there was none. Not there if near_pages is 0.
+  std::uint32_t* near_of = nullptr;
+  ForwardNearRow* near_rows = nullptr;  ///< [planes, near_pages * page_tokens]
+  std::uint32_t* near_hands = nullptr;  ///< [planes] near row that is looked at next for one to give way
+  ForwardToken* tokens = nullptr;       ///< [append_rows]
+  ForwardRow* rows = nullptr;           ///< [decode_rows]
+  ForwardChunk* chunks = nullptr;       ///< [prefills]
+  ForwardState* state = nullptr;
+  float* q = nullptr;                    ///< [decode_rows, q_heads, head_dim]
+  float* page_scores = nullptr;          ///< [decode_rows, q_heads, max_pages] if the largest bucket has pages
+  std::uint32_t* ranked = nullptr;       ///< [decode_rows, q_heads, max_ranked] likewise
+  float* scores = nullptr;               ///< [decode_rows, q_heads, score_room] see ForwardVerbs::score
+  std::uint32_t* picks = nullptr;        ///< [decode_rows, q_heads, max_picks] relative to sink_end, or of the pages
+  std::uint32_t* masks = nullptr;        ///< [decode_rows, q_heads, mask_words] if the largest bucket is unbounded
+  std::uint32_t* near_lists = nullptr;   ///< [decode_rows, kv_heads, list_room] K rows, counted in rows from `near`
+  std::uint32_t* near_counts = nullptr;  ///< [decode_rows, kv_heads]
+  std::uint32_t* far_listed = nullptr;   ///< [decode_rows, kv_heads] far rows that `split` listed
+  std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
+  float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
+  float* near_lse = nullptr;             ///< [decode_rows, q_heads]
+  std::byte* scratch = nullptr;          ///< ForwardVerbs::scratch_bytes
+
+  // Pinned memory of the host.
+  std::byte* far = nullptr;  ///< [planes, blocks] pages
+  ForwardSlip* slip = nullptr;
+  ForwardToken* slip_tokens = nullptr;      ///< [append_rows]
+  ForwardRow* slip_rows = nullptr;          ///< [decode_rows]
+  ForwardChunk* slip_chunks = nullptr;      ///< [prefills]
+  ForwardListChange* slip_lists = nullptr;  ///< [ForwardSlip::list_changes]
+  std::uint32_t* slip_blocks = nullptr;     ///< what they refer to
+  std::uint32_t* slip_freed = nullptr;      ///< [ForwardSlip::freed_blocks] that hold nothing any more, each once
+  ForwardBlockCopy* slip_copies = nullptr;  ///< [ForwardSlip::block_copies]
+  ForwardMailbox* mailbox = nullptr;
+  float* far_q = nullptr;               ///< [decode_rows, q_heads, head_dim]
+  float* far_page_scores = nullptr;     ///< as page_scores, of rows that ask; if there are any sequences of the CPU
+  std::uint32_t* far_ranked = nullptr;  ///< as ranked, likewise
+  std::uint32_t* far_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] block * page_tokens + row of the page
+  std::uint32_t* far_counts = nullptr;  ///< [decode_rows, kv_heads] as far_listed, until the CPU adds what it chose
+  float* far_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
+  float* far_lse = nullptr;  ///< [decode_rows, q_heads] of a list that was chosen for: kEmptyLse if it is empty
+  float* tails = nullptr;    ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
+
+  [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return shape.layers * shape.kv_heads; }
+  [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
+    return layer * shape.kv_heads + kv_head;
+  }
+  /// Scores of a query head in a forward of this bucket: of all tokens, or of those in its pages and of the pages of
+  /// sinks and recent tokens.
+  [[nodiscard]] constexpr std::uint32_t scores_in(const Bucket& of) const noexcept {
+    return of.max_tokens + (of.pages ? max_window + 3 * layout.page_tokens : 0);
+  }
+  [[nodiscard]] constexpr std::uint32_t score_room() const noexcept { return scores_in(largest); }
+  [[nodiscard]] constexpr std::uint32_t mask_words() const noexcept { return (score_room() + 31) / 32; }
+  /// Tokens that a KV head's rows may attend near or far.
+  [[nodiscard]] constexpr std::uint32_t list_room() const noexcept {
+    if (largest.unbounded) return largest.max_tokens;
+    const std::uint64_t in_pages = largest.pages ? std::uint64_t{max_ranked} * layout.page_tokens : 0;
+    const std::uint64_t picked = max_picks > in_pages ? max_picks : in_pages;
+    const std::uint64_t room = shape.group() * picked + max_window;
+    return static_cast<std::uint32_t>(room < largest.max_tokens ? room : largest.max_tokens);
+  }
+  /// The pages that the query heads of list row * kv_heads + KV head have chosen: [group, page_picks], ascending each.
+  [[nodiscard]] constexpr std::uint32_t* ranked_of(std::uint32_t list, bool asks) const noexcept {
+    return (asks ? far_ranked : ranked) + std::uint64_t{list} * shape.group() * max_ranked;
+  }
+  /// Their scores: [group, pages].
+  [[nodiscard]] constexpr float* page_scores_of(std::uint32_t list, bool asks) const noexcept {
+    return (asks ? far_page_scores : page_scores) + std::uint64_t{list} * shape.group() * max_pages;
+  }
+  /// The blocks of a sequence.
+  [[nodiscard]] constexpr std::uint32_t* list_of(std::uint32_t list) const noexcept {
+    return lists + std::uint64_t{list} * max_pages;
+  }
+  /// The far row of a sequence's token, the same in every plane.
+  [[nodiscard]] constexpr std::uint32_t row_of(std::uint32_t list, std::uint32_t token) const noexcept {
+    const std::uint32_t block = list_of(list)[token >> page_shift];
+    return (block << page_shift) | (token & (layout.page_tokens - 1));
+  }
+  /// A far page or its copy, counted in pages.
+  [[nodiscard]] constexpr std::uint64_t far_page(std::uint32_t plane, std::uint32_t block) const noexcept {
+    return std::uint64_t{plane} * blocks + block;
+  }
+  /// A far row of a plane, as far_rows names it: its key. Its value comes PageLayout::half_bytes() behind that.
+  [[nodiscard]] constexpr const std::byte* far_key(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return far + far_page(plane, row / layout.page_tokens) * layout.page_bytes() +
+           row % layout.page_tokens * layout.row_bytes();
+  }
+  /// The digest of a block of a plane: hi, then lo.
+  [[nodiscard]] constexpr std::byte* digest_of(std::uint32_t plane, std::uint32_t block) const noexcept {
+    return digests + far_page(plane, block) * 2 * layout.row_bytes();
+  }
+  /// Rows of a plane.
+  [[nodiscard]] constexpr std::uint64_t far_row(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return far_page(plane, 0) * layout.page_tokens + row;
+  }
+  [[nodiscard]] constexpr std::uint64_t near_row(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return std::uint64_t{plane} * near_pages * layout.page_tokens + row;
+  }
+  /// The near row of a far one, or kNone.
+  [[nodiscard]] constexpr std::uint32_t near_row_of(std::uint32_t plane, std::uint32_t row) const noexcept {
+    if (near_pages == 0) return kNone;
+    const std::uint32_t entry = near_of[far_row(plane, row)];
+    return (entry & kNearBit) != 0 ? entry & ~kNearBit : kNone;
+  }
+  /// As near_lists counts it: K and V rows of pages, one after the other.
+  [[nodiscard]] constexpr std::uint32_t near_entry(std::uint32_t plane, std::uint32_t row) const noexcept {
+    const std::uint64_t page = std::uint64_t{plane} * near_pages + row / layout.page_tokens;
+    return static_cast<std::uint32_t>(page * 2 * layout.page_tokens + row % layout.page_tokens);
+  }
+  /// Its key; the value comes PageLayout::half_bytes() behind.
+  [[nodiscard]] constexpr std::byte* near_key(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return near + std::uint64_t{near_entry(plane, row)} * layout.row_bytes();
+  }
+};
+
+}  // namespace sluice

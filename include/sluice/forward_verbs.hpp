@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+
+#include "sluice/forward_memory.hpp"
+#include "sluice/tensor.hpp"
+
+namespace sluice {
+
+/// The tensors of one layer, packed [rows, heads, head_dim], and where to compute.
+struct ForwardLayer {
+  std::uint32_t layer = 0;
+  TensorView q;
+  TensorView k;
+  TensorView v;
+  MutableTensorView out;
+  float* lse = nullptr;    ///< [rows, q_heads] natural log of the sum of exponentials; may be null
+  void* stream = nullptr;  ///< the caller's: a cudaStream_t; a Stream* of a host device, or null: now
+};
+
+/// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
+/// `append`, `prefill` if the bucket has such rows, and if it has rows that choose, `rank` if some rank pages, `score`
+/// and `choose` if some choose tokens, `split`, `attend`, `promote` and `merge`; then `end`. `apply` comes before it
+/// and is not part of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`.
+/// Forwards and plans run in the order in which they are numbered. Thread safety: one thread at a time per
+/// ForwardMemory.
+class ForwardVerbs {
+ public:
+  virtual ~ForwardVerbs() = default;
+  /// Device memory that the verbs want for themselves, zero-filled at first, for every bucket up to the largest.
+  [[nodiscard]] virtual std::uint64_t scratch_bytes(const ForwardMemory& memory) const = 0;
+
+  /// Takes the slip: rows, block lists, freed blocks, copies. Not captured. Tokens that come get near rows, so that
+  /// they are written there, too: rows that are free, or have not been attended for long, see kNearPatience. Those that
+  /// are decoded come first, and count as attended; of those of prompts, which do not, the newest, if not all find one.
+  virtual void apply(const ForwardMemory& memory, void* stream) = 0;
+  /// Begins the forward that was planned last, unless it has begun before.
+  virtual void begin(const ForwardMemory& memory, void* stream) = 0;
+  /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; queries of rows that
+  /// choose, unless q has no rows, to both sides, and those of tokens with a tail there. Pages that become full get
+  /// their digest. Outputs of padding become 0, and all outputs NaN if the forward does not run.
+  virtual void append(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Causal attention of the chunks' rows to all tokens up to their own.
+  virtual void prefill(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Scores of the rows' pages by their digests, as ScorePagesTask has them, and the page_picks best of every query
+  /// head, as TopKTask orders them: to pinned memory, of rows that ask.
+  virtual void rank(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Scores of all visible tokens by their copies: q.k / sqrt(head_dim). Of rows that have chosen pages, of these: as
+  /// ScoreInt4Task lays them out with `lists`.
+  virtual void score(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// The `picks` largest of every query head between sinks and recent tokens, as TopKTask orders them, or those that
+  /// top-p keeps.
+  virtual void choose(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
+  /// one, or something to choose. What one head of a group chose all of them attend.
+  virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Brings rows near that were attended far, while their answer is awaited, in every kNearTurn-th forward: those of
+  /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago. They
+  /// take places as tokens that come do; the former also of any row that this forward has not attended.
+  virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Waits for the far part, at most answer_ns by the device's clock, and merges.
+  virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Takes all plans behind forward `before` back: what comes later of them has no plan, and what is planned next
+  /// continues that one, if it got to its end. Publishes that.
+  virtual void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) = 0;
+  /// @throws Error{Errc::device} with the reason if what was enqueued on `stream` has failed. It is not being captured.
+  virtual void require_alive(void* stream) = 0;
+  /// Publishes how the forward ended.
+  virtual void end(const ForwardMemory& memory, void* stream) = 0;
+};
+
+}  // namespace sluice

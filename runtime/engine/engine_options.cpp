@@ -1,0 +1,96 @@
+// What an engine is asked to be built with.
+#include <algorithm>
+#include <string>
+
+#include "runtime/engine/engine_options.hpp"
+#include "scheduler/plan/forward_rows.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+namespace {
+
+void require(bool holds, const std::string& field, std::uint64_t have, const std::string& want) {
+  if (!holds) throw Error(Errc::invalid_argument, field + " is " + std::to_string(have) + "; it must be " + want);
+}
+
+}  // namespace
+
+void validate(const EngineOptions& options) {
+  sluice::validate(options.shape);
+  const auto in = [](const char* field, std::uint64_t value, std::uint64_t low, std::uint64_t high) {
+    require(value >= low && value <= high, field, value,
+            "in [" + std::to_string(low) + ", " + std::to_string(high) + "]");
+  };
+  require(is_valid(options.kv_dtype), "kv_dtype", static_cast<unsigned>(options.kv_dtype), "a value of sluice::DType");
+  const std::uint32_t page = options.page_tokens;
+  require(page >= 8 && page <= 256 && (page & (page - 1)) == 0, "page_tokens", page, "a power of two in [8, 256]");
+  in("largest.decode_rows", options.largest.decode_rows, 0, 1024);
+  in("largest.prefill_rows", options.largest.prefill_rows, 0, 65'536);
+  in("largest.prefills", options.largest.prefills, options.largest.prefill_rows == 0 ? 0 : 1,
+     options.largest.prefill_rows);
+  in("rows of the largest bucket", options.largest.rows(), 1, 65'536);
+  in("largest.max_tokens", options.largest.max_tokens, 0, 0x7fff'ffff);
+  in("in_flight", options.in_flight, 1, kMostForwards);
+  in("sequences", options.sequences, 1, 65'536);
+  in("promotions", options.promotions, 0, kMostPromotions);
+  in("cpu_sequences", options.cpu_sequences, 0, options.sequences);
+  in("prompt_queries", options.prompt_queries, 1, 256);
+  in("max_picks", options.max_picks, 1, 1u << 20);
+  in("max_ranked", options.max_ranked, 1, 1u << 20);
+  if (options.digests)
+    require(*options.digests <= DigestKind::cuboid_mean, "digests", static_cast<unsigned>(*options.digests),
+            "a value of sluice::DigestKind");
+  require(!options.largest.pages || options.digests.has_value(), "largest.pages", 1,
+          "false unless EngineOptions::digests says which digests pages have");
+  in("max_window", options.max_window, 1, 1u << 20);
+  in("import_rows", options.import_rows, 1, 65'536);
+  in("prefill_window", options.prefill_window, page, 1u << 20);
+  require(options.prefill_window % page == 0, "prefill_window", options.prefill_window, "a multiple of page_tokens");
+  in("threads", options.threads, 0, 4096);
+  in("timeout (ms)", static_cast<std::uint64_t>(options.timeout.count()), 1, 3'600'000);
+  in("answer_timeout (ms)", static_cast<std::uint64_t>(options.answer_timeout.count()), 1, 60'000);
+  const PageLayout layout{.page_tokens = page, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
+  const std::uint64_t block = layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
+  const std::uint64_t blocks = options.host_bytes / block;
+  // Rows of pages are counted in 32 bits, near ones over all planes.
+  constexpr std::uint64_t kMostRows = 0x7fff'ffff;
+  require(blocks >= 1 && blocks * page <= kMostRows, "host_bytes", options.host_bytes,
+          "in [" + std::to_string(block) + ", " + std::to_string(kMostRows / page * block) + "]");
+  const std::uint64_t near_pages = options.near_bytes / block * options.shape.layers * options.shape.kv_heads;
+  require(near_pages * 2 * page <= kMostRows, "near_bytes", options.near_bytes,
+          "at most " + std::to_string(kMostRows / (2 * page) * layout.page_bytes()));
+}
+
+void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
+  sluice::validate(policy);
+  const scheduler::ForwardNeeds needs = scheduler::forward_needs(policy, tokens, options.page_tokens);
+  if (needs.bucket.pages && options.digests.value_or(policy.pages.digest) != policy.pages.digest)
+    throw Error(Errc::unsupported, "the policy ranks pages by another kind of digest than EngineOptions::digests has");
+  if (needs.bucket.pages) options.digests = policy.pages.digest;
+  Bucket& bucket = options.largest;
+  bucket.top_k |= needs.bucket.top_k;
+  bucket.unbounded |= needs.bucket.unbounded;
+  bucket.pages |= needs.bucket.pages;
+  options.max_window = std::max(options.max_window, needs.window);
+  options.max_picks = std::max(options.max_picks, needs.picks);
+  options.max_ranked = std::max(options.max_ranked, needs.ranked);
+  options.prompt_queries = std::max(options.prompt_queries, scheduler::prompt_queries(policy));
+  if (scheduler::chooser(policy) == scheduler::Chooser::cpu)
+    options.cpu_sequences = std::max(options.cpu_sequences, 1u);
+  require_served(policy, options);
+}
+
+void require_served(const PolicySpec& policy, const EngineOptions& options) {
+  const std::string reason = scheduler::forward_unserved(
+      policy, options.largest,
+      {.page_tokens = options.page_tokens, .max_window = options.max_window, .digests = options.digests});
+  if (!reason.empty())
+    throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
+                                       "; `exact | int4 | top_p=0.95 | near=0` is one that it can");
+  if (scheduler::prompt_queries(policy) > options.prompt_queries)
+    throw Error(Errc::unsupported, "the policy begins with " + std::to_string(scheduler::prompt_queries(policy)) +
+                                       " queries of a prompt, and EngineOptions::prompt_queries is " +
+                                       std::to_string(options.prompt_queries));
+}
+
+}  // namespace sluice::runtime

@@ -1,0 +1,21 @@
+#pragma once
+
+#include "scheduler/plan/forward_rows.hpp"
+#include "sluice/engine.hpp"
+
+namespace sluice::runtime {
+
+/// What is wrong with the options, by name.  @throws Error{Errc::invalid_argument}
+void validate(const EngineOptions& options);
+
+[[nodiscard]] inline scheduler::ForwardLimits limits_of(const EngineOptions& options) noexcept {
+  return {.page_tokens = options.page_tokens, .max_window = options.max_window, .digests = options.digests};
+}
+
+/// @throws Error{Errc::unsupported} naming what an engine of these options lacks to serve the policy.
+void require_served(const PolicySpec& policy, const EngineOptions& options);
+
+/// As sluice::make_room_for.
+void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
+
+}  // namespace sluice::runtime

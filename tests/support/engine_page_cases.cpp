@@ -1,0 +1,220 @@
+// Policies that rank pages by their digests, on every device.
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/engine_policies.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+using namespace sluice::test::policies;
+
+namespace {
+
+EngineOptions options_of(const EngineRig& rig, std::uint32_t rows, std::uint32_t near, DigestKind digests) {
+  EngineOptions options = options_for(rig, rows, near);
+  options.largest.pages = true;
+  options.digests = digests;
+  return options;
+}
+
+const char* const kQuest = "pages:quest,budget=80 | top_k=all | near=0,sinks=0,recent=0";
+
+}  // namespace
+
+TEST_CASE("policies that rank pages attend what they attend in a runtime, near or far", "[engine]") {
+  const char* const text = GENERATE(
+      "pages:pages=3 | int4 | top_k=9 | near=0,sinks=3,recent=21", "pages:pages=3 | top_k=20 | near=0,sinks=3,recent=5",
+      "psa | page=16", "pages:quest | progressive=0.8,rule=certified,microbatch=2 | near=0,sinks=4,recent=9",
+      "history:share_group=on+pages:pages=2 | int4 | top_k=24 | near=0,sinks=4,recent=16",
+      "history+pages:quest,pages=2 | top_k=24 | near=0,sinks=4,recent=9",
+      "pages:pages=2+lsh | top_p=0.7 | near=0,sinks=2,recent=3",
+      "pages:budget=64 | top_k=all | near=0,sinks=4,recent=9 | bypass=0.5");
+  const std::uint32_t near = GENERATE(0u, 7u);
+  CAPTURE(text, near);
+  const EngineRig rig = engine_rig();
+  Story story(kShape, 300, 97);
+  if (rig.kv_dtype != DType::f32) story.round_queries();
+  const PolicySpec policy = parse_policy(text);
+  Reference reference(rig, story, policy);
+  Engine engine(options_of(rig, 1, near, policy.pages.digest), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(policy)};
+  const auto both_decode = [&](std::uint32_t tokens) {
+    while (teller.at < tokens) {
+      const std::vector<float> want = reference.decode();
+      CAPTURE(teller.at);
+      REQUIRE(difference(decode(engine, rig, teller), want) < tolerance(rig));
+    }
+  };
+  both_decode(70);  // From nothing: pages fill while few are there.
+  reference.prefill(243);
+  prefill(engine, rig, teller, 243);
+  both_decode(280);
+}
+
+TEST_CASE("of ranked pages a group attends all tokens, or what its heads keep of them", "[engine]") {
+  const DigestKind digest = GENERATE(DigestKind::box, DigestKind::cuboid_mean);
+  const std::uint32_t near = GENERATE(0u, 7u);
+  const std::uint32_t sinks = GENERATE(0u, 4u, 19u);
+  const std::uint32_t recent = GENERATE(1u, 23u);
+  const std::uint32_t pages = GENERATE(1u, 6u);
+  const double mass = GENERATE(0.9, 1.0);  // All of them: whole pages.
+  CAPTURE(static_cast<int>(digest), near, sinks, recent, pages);
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 265, 98);
+  PolicySpec policy = parse_policy(mass < 1.0 ? "pages | int4 | top_p=0.9 | near=0" : "pages | top_k=all | near=0");
+  policy.pages = {.digest = digest, .min_pages = pages, .share = 0.f};
+  policy.near.sink_tokens = sinks;
+  policy.near.recent_tokens = recent;
+  Engine engine(options_of(rig, 1, near, digest), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(policy)};
+  import_story(engine, rig, teller, 240);
+  while (teller.at < story.tokens()) {
+    const std::uint32_t token = teller.at;
+    const std::vector<float> got = decode(engine, rig, teller);
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+      const std::vector<double> want = story.attended_in_pages(
+          layer, token,
+          {.page_tokens = 16, .digest = digest, .pages = pages, .sinks = sinks, .recent = recent, .mass = mass});
+      double worst = 0.0;
+      for (std::size_t i = 0; i < want.size(); ++i) worst = std::max(worst, std::abs(want[i] - got[layer * kRow + i]));
+      CAPTURE(token, layer);
+      REQUIRE(worst < 1e-3);
+    }
+  }
+}
+
+TEST_CASE("sequences that rank pages attend the same in a batch and alone", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const char* const policies[] = {kQuest,
+                                  "exact | int4 | top_k=30 | near=0,sinks=4,recent=12",
+                                  "pages:quest,pages=3 | int4 | top_p=0.8 | near=0,sinks=4,recent=9",
+                                  "history+pages:quest,pages=2 | top_k=24 | near=0,sinks=4,recent=9",
+                                  "full",
+                                  "pages:quest | progressive=0.8 | near=0,sinks=4,recent=9"};
+  constexpr std::uint32_t kSteps = 18;
+  constexpr std::uint32_t kSequences = 6;
+  const std::uint32_t prompts[] = {200, 90, 170, 143, 64, 5};
+  std::vector<Story> stories;
+  for (std::uint32_t i = 0; i < kSequences; ++i) stories.emplace_back(kShape, prompts[i] + kSteps, 250 + i);
+  std::vector<std::vector<std::vector<float>>> alone(kSequences);
+  for (std::uint32_t i = 0; i < kSequences; ++i) {
+    Engine engine(options_of(rig, 1, 0, DigestKind::box), rig.device);
+    Teller teller{.story = &stories[i], .id = engine.begin(parse_policy(policies[i]))};
+    prefill(engine, rig, teller, prompts[i]);
+    for (std::uint32_t s = 0; s < kSteps; ++s) alone[i].push_back(decode(engine, rig, teller));
+  }
+  const std::uint32_t near = GENERATE(0u, 10u);
+  Engine engine(options_of(rig, kSequences, near, DigestKind::box), rig.device);
+  std::vector<Teller> tellers;
+  for (std::uint32_t i = 0; i < kSequences; ++i) {
+    tellers.push_back({.story = &stories[i], .id = engine.begin(parse_policy(policies[i]))});
+    prefill(engine, rig, tellers[i], prompts[i]);
+  }
+  for (std::uint32_t s = 0; s < 3 * kSteps; ++s) {
+    std::vector<Teller*> batch;
+    for (std::uint32_t i = 0; i < kSequences; ++i) {
+      Teller& teller = tellers[(i + s) % kSequences];
+      if ((i * 7 + s * 3) % 5 < 3 && teller.at < teller.story->tokens()) batch.push_back(&teller);
+    }
+    if (batch.empty()) continue;
+    const auto out = run(engine, rig, batch, std::vector<std::uint32_t>(batch.size(), 1), false);
+    for (std::size_t row = 0; row < batch.size(); ++row) {
+      const auto i = static_cast<std::size_t>(batch[row] - tellers.data());
+      CAPTURE(near, s, policies[i]);
+      REQUIRE(difference(out[row], alone[i][batch[row]->at - prompts[i] - 1]) < tolerance(rig));
+    }
+  }
+}
+
+TEST_CASE("pages that are written again get new digests, and those that are shared keep theirs", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const Story first(kShape, 260, 61);
+  const Story second(kShape, 260, 62);
+  const PolicySpec policy = parse_policy(GENERATE("pages:quest,budget=32 | top_k=all | near=0,sinks=0,recent=0",
+                                                  "pages:quest,pages=2 | top_k=9 | near=0,sinks=0,recent=0"));
+  constexpr std::uint32_t kDrafts = 5;
+  // What a sequence attends that has only ever had these tokens: of `first` up to `until`, then of `second`.
+  const auto fresh = [&](std::uint32_t until, std::uint32_t tokens) {
+    Engine engine(options_of(rig, 1, 0, DigestKind::box), rig.device);
+    Teller teller{.story = &first, .id = engine.begin(policy)};
+    import_story(engine, rig, teller, until);
+    teller.story = &second;
+    std::vector<std::vector<float>> out;
+    while (teller.at < tokens) out.push_back(decode(engine, rig, teller));
+    return out;
+  };
+  Engine engine(options_of(rig, kDrafts, 5, DigestKind::box), rig.device);
+  Teller parent{.story = &first, .id = engine.begin(policy)};
+  import_story(engine, rig, parent, 230);
+  for (const std::uint32_t kept : {208u, 215u, 229u}) {
+    CAPTURE(kept);
+    const auto want = fresh(kept, 250);
+    Teller child{.story = &second, .id = engine.fork(parent.id, kept), .at = kept};
+    Teller again{.story = &first, .id = engine.fork(parent.id, 230), .at = 230};
+    while (again.at < 245) (void)decode(engine, rig, again);
+    engine.truncate(again.id, kept);
+    again.story = &second;
+    again.at = kept;
+    for (std::uint32_t token = kept; token < 250; ++token) {
+      REQUIRE(difference(decode(engine, rig, child), want[token - kept]) < tolerance(rig));
+      REQUIRE(difference(decode(engine, rig, again), want[token - kept]) < tolerance(rig));
+    }
+    engine.end(child.id);
+    engine.end(again.id);
+  }
+  // Nor did any of that change what the parent attends; drafts across the end of a page, where the device chooses.
+  const auto want = [&] {
+    Engine alone(options_of(rig, 1, 0, DigestKind::box), rig.device);
+    Teller teller{.story = &first, .id = alone.begin(policy)};
+    import_story(alone, rig, teller, 230);
+    std::vector<std::vector<float>> out;
+    while (teller.at < 250) out.push_back(decode(alone, rig, teller));
+    return out;
+  }();
+  const std::uint32_t at_once = policy.budget.share >= 1.f ? kDrafts : 1;
+  ForwardTensors tensors(*rig.device, kShape, engine.options().largest.rows());
+  while (parent.at < 250) {
+    const std::uint32_t count = std::min(at_once, 250 - parent.at);
+    for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, first, parent.at + i);
+    const PlanItem item{.sequence = parent.id, .tokens = count};
+    const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
+    tensors.attend(engine, rig.stream);
+    engine.finish(batch);
+    rig.synchronize();
+    for (std::uint32_t i = 0; i < count; ++i)
+      REQUIRE(difference(tensors.out(i), want[parent.at + i - 230]) < tolerance(rig));
+    parent.at += count;
+  }
+}
+
+TEST_CASE("an engine says what it lacks to rank pages", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const auto refuses = [&](const EngineOptions& options, const char* policy) {
+    Engine engine(options, rig.device);
+    return code_of([&] { (void)engine.begin(parse_policy(policy)); });
+  };
+  REQUIRE(refuses(options_for(rig, 1, 0), kQuest) == Errc::unsupported);
+  REQUIRE(refuses(options_of(rig, 1, 0, DigestKind::cuboid_mean), kQuest) == Errc::unsupported);
+  EngineOptions narrow = options_of(rig, 1, 0, DigestKind::box);
+  narrow.max_window = 15;
+  REQUIRE(refuses(narrow, kQuest) == Errc::unsupported);
+  REQUIRE(refuses(options_of(rig, 1, 0, DigestKind::box), "pages:quest | top_k=all | near=5%") == Errc::unsupported);
+  EngineOptions none = options_for(rig, 1, 0);
+  none.largest.pages = true;
+  REQUIRE(code_of([&] { Engine engine(none, rig.device); }) == Errc::invalid_argument);
+  none.digests = static_cast<DigestKind>(7);
+  REQUIRE(code_of([&] { Engine engine(none, rig.device); }) == Errc::invalid_argument);
+
+  EngineOptions few = options_of(rig, 1, 0, DigestKind::box);
+  few.max_ranked = 4;
+  Engine engine(few, rig.device);
+  const Story story(kShape, 200, 3);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(kQuest))};
+  import_story(engine, rig, teller, 150);
+  REQUIRE(code_of([&] { (void)decode(engine, rig, teller); }) == Errc::out_of_capacity);
+  Bucket bucket = engine.options().largest;
+  bucket.pages = false;
+  const PlanItem item{.sequence = teller.id};
+  REQUIRE(code_of([&] { (void)engine.plan({&item, 1}, bucket, rig.stream); }) == Errc::invalid_argument);
+  REQUIRE(engine.memory().digests ==
+          100u * kShape.layers * kShape.kv_heads * 2 * kShape.head_dim * bytes_of(rig.kv_dtype));
+}
