@@ -75,6 +75,7 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
       multiprocessors_(multiprocessors),
       warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()) {
   load_forward_kernels();
+  split_ = load_forward_split_kernels();
   load_prefill_kernels();
   load_top_p_kernels();
   longest_top_p_ = load_top_p_cluster_kernels();
@@ -92,6 +93,8 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   ForwardScratch& choice = scratch.choice;
   choice.head_blocks = head_blocks(memory);
   choice.block_heads = block_heads;
+  choice.multiprocessors = multiprocessors_;
+  choice.split = split_;
   choice.slices = slices_of(memory, jobs_of(memory, memory.bucket.decode_rows), multiprocessors_);
   const std::uint32_t jobs = jobs_of(memory, largest.decode_rows);
   choice.score_tasks = carver.take<ScoreInt4Task>(heads);
@@ -132,8 +135,7 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
     throw Error(Errc::unsupported, "a forward with " + what + " " + std::to_string(have) +
                                        " does not fit this device; at most " + std::to_string(most));
   };
-  if (memory.largest.max_tokens > most_forward_tokens())
-    refuse("max_tokens", memory.largest.max_tokens, most_forward_tokens());
+  if (memory.largest.max_tokens > split_.max_tokens) refuse("max_tokens", memory.largest.max_tokens, split_.max_tokens);
   const std::uint32_t jobs = jobs_of(memory, memory.largest.decode_rows);
   if (slices_of(memory, jobs, multiprocessors_) == 0) {
     const std::uint64_t per_row =
@@ -227,7 +229,9 @@ void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer
   const ForwardScratch scratch = choice_of(memory);
   const std::uint32_t rows = memory.bucket.decode_rows * memory.shape.q_heads;
   const std::uint32_t longest = memory.scores_in(memory.bucket);
-  if (memory.bucket.top_k) launch_top_k(scratch.top_k_rows, rows, longest, longest_top_k_, handle(layer.stream));
+  // Of all tokens the largest are chosen where they are told apart.
+  if (memory.bucket.top_k && memory.bucket.pages)
+    launch_top_k(scratch.top_k_rows, rows, longest, longest_top_k_, handle(layer.stream));
   if (memory.bucket.unbounded) launch_top_p(scratch.top_p_rows, rows, longest, longest_top_p_, handle(layer.stream));
 }
 

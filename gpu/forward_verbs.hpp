@@ -6,9 +6,9 @@
 
 namespace sluice::gpu {
 
-/// The verbs of a forward on CUDA streams: seven launches per layer, two more if pages are ranked, one if there are
-/// digests, and two per window of keys if there are chunks of prompts; their grids follow from the bucket. head_dim 64 or 128, bf16 or f16 pages of a multiple of 8 tokens, up to
-/// 32 query heads per KV head.
+/// The verbs of a forward on CUDA streams: six launches per layer, one more if some rows choose by mass, two if pages
+/// are ranked, one if there are digests, and two per window of keys if there are chunks of prompts; their grids follow
+/// from the bucket. head_dim 64 or 128, bf16 or f16 pages of a multiple of 8 tokens, up to 32 query heads per KV head.
 class ForwardVerbs final : public sluice::ForwardVerbs {
  public:
   /// Loads every kernel, so that none is loaded while another spins.
@@ -43,6 +43,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
 
   int ordinal_;
   std::uint32_t multiprocessors_;
+  ForwardSplitLimits split_{};
   std::uint32_t longest_top_p_ = 0;  ///< row of top-p that thread block clusters hold
   std::uint32_t longest_top_k_ = 0;
   bool warpgroups_;  ///< the device has the prefill kernels for Hopper

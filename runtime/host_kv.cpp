@@ -35,8 +35,7 @@ void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> to
     const auto some = tokens.subspan(first, std::min<std::size_t>(layout.page_tokens, tokens.size() - first));
     for (std::size_t i = 0; i < some.size(); ++i)
       std::memcpy(page_.data() + i * layout.row_bytes(), view_.k_row(some[i]), layout.row_bytes());
-    const QuantizeTask task{
-        .page = page_.data(), .rows = static_cast<std::uint32_t>(some.size()), .out = copy_.data()};
+    const QuantizeTask task{.page = page_.data(), .rows = static_cast<std::uint32_t>(some.size()), .out = copy_.data()};
     host_.quantize({&task, 1}, layout, nullptr);
     host_.estimate_tokens({.q = q,
                            .copies = copy_.data(),

@@ -4,39 +4,72 @@
 
 #include "gpu/kernels/tma.cuh"
 
-/// Thread block clusters and each other's shared memory (compute capability 9.0).
+/// Thread block clusters and each other's shared memory (compute capability 9.0). Where there are none, a block is a
+/// cluster of its own.
 namespace sluice::gpu::detail {
 
 [[nodiscard]] __device__ inline std::uint32_t cluster_rank() {
+#if __CUDA_ARCH__ >= 900
   std::uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+#else
+  return 0;
+#endif
 }
 
 [[nodiscard]] __device__ inline std::uint32_t cluster_blocks() {
+#if __CUDA_ARCH__ >= 900
   std::uint32_t blocks;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
   return blocks;
+#else
+  return 1;
+#endif
 }
 
 /// All threads of all blocks; what they stored before it, they see after it.
 __device__ inline void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
 }
 
 /// Where the variable that `own` is in this block lies in the block of that rank.
 [[nodiscard]] __device__ inline std::uint32_t address_in(const void* own, std::uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
   std::uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
   return address;
+#else
+  return shared_address(own);
+#endif
+}
+
+[[nodiscard]] __device__ inline std::uint32_t load_in_cluster(std::uint32_t address) {
+  std::uint32_t value;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+#else
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+#endif
+  return value;
 }
 
 __device__ inline void store_in_cluster(std::uint32_t address, std::uint32_t value) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+#else
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+#endif
 }
 
+#if __CUDA_ARCH__ >= 900
 __device__ inline void add_in_cluster(std::uint32_t address, std::uint32_t value) {
   asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
+#endif
 
 }  // namespace sluice::gpu::detail

@@ -13,6 +13,13 @@
 
 namespace sluice::gpu {
 
+/// What the split kernel may use.
+struct ForwardSplitLimits {
+  std::uint32_t blocks = 1;       ///< of a cluster
+  std::uint32_t most_shared = 0;  ///< bytes of shared memory of a block
+  std::uint32_t max_tokens = 0;   ///< of a sequence whose choice it can mark there
+};
+
 /// What the kernels of a forward tell each other, in device memory; see ForwardVerbs::scratch_bytes.
 struct ForwardScratch {
   ScoreInt4Task* score_tasks = nullptr;  ///< [decode_rows, kv_heads]
@@ -27,6 +34,8 @@ struct ForwardScratch {
   std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head
   std::uint32_t block_heads = 8;         ///< query heads of a job
   std::uint32_t slices = 1;              ///< thread blocks of a job
+  std::uint32_t multiprocessors = 1;     ///< of the device
+  ForwardSplitLimits split{};            ///< of the device
 };
 
 /// What chunks of prompts need, in device memory.
@@ -55,7 +64,7 @@ void launch_forward_end(const ForwardMemory& memory, cudaStream_t stream);
 /// Loads all of them, and asks for the shared memory that the longest sequences need.
 void load_forward_kernels();
 
-/// Tokens of the longest sequence whose choice `split` can mark in shared memory.
-[[nodiscard]] std::uint32_t most_forward_tokens();
+/// Loads the split kernel on the current device.
+[[nodiscard]] ForwardSplitLimits load_forward_split_kernels();
 
 }  // namespace sluice::gpu

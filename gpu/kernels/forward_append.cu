@@ -74,11 +74,11 @@ __device__ void describe(const ForwardMemory& m, const ForwardScratch& scratch, 
                                      .end = candidates.end,
                                      .p = row.mass};
   }
-  for (std::uint32_t h = 0; h < group && m.bucket.top_k; ++h) {
+  for (std::uint32_t h = 0; h < group && m.bucket.top_k && m.bucket.pages; ++h) {
     scratch.top_k_rows[first + h] = {.values = task.out + std::uint64_t{h} * values + candidates.begin,
                                      .out = m.picks + std::uint64_t{first + h} * m.max_picks,
-                                     .count = ranks ? candidates.end - candidates.begin : 0,
-                                     .k = ranks ? row.picks : 0};
+                                     .count = candidates.end - candidates.begin,
+                                     .k = ranks && row.in_pages() ? row.picks : 0};
   }
 }
 

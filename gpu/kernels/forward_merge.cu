@@ -12,7 +12,6 @@ void load_forward_append_kernels();
 void load_forward_apply_kernels();
 void load_forward_near_kernels();
 void load_forward_prefill_kernels();
-void load_forward_split_kernels();
 }  // namespace detail
 
 namespace {
@@ -141,7 +140,6 @@ void load_forward_kernels() {
   detail::load_forward_apply_kernels();
   detail::load_forward_near_kernels();
   detail::load_forward_prefill_kernels();
-  detail::load_forward_split_kernels();
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, merge_kernel), "load the merge kernel of a forward");
 }

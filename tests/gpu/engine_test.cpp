@@ -81,7 +81,7 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   // Before anything was planned: what is captured depends on the bucket alone.
   std::unique_ptr<Graph> graph;
   if (graphs) graph = std::make_unique<Graph>(engine, tensors, static_cast<cudaStream_t>(rig.stream));
-  if (graph) REQUIRE(graph->nodes() == 2 + (near_blocks == 0 ? 6 : 7) * shape.layers);
+  if (graph) REQUIRE(graph->nodes() == 2 + (near_blocks == 0 ? 5 : 6) * shape.layers);
   std::vector<Teller> tellers;
   std::vector<SequenceId> ids;
   for (const Story& story : stories) {

@@ -191,6 +191,31 @@ TEST_CASE("a far part of thousands of rows is answered whole", "[engine]") {
   }
 }
 
+TEST_CASE("of long sequences the highest are chosen, ties by the lowest token", "[engine]") {
+  const std::uint32_t period = GENERATE(100'000u, 4096u, 7u);
+  const std::uint32_t picks = GENERATE(1u, 200u, 3000u, 9000u);
+  CAPTURE(period, picks);
+  const EngineRig rig = engine_rig();
+  const AttentionShape shape{.layers = 1, .q_heads = 6, .kv_heads = 1, .head_dim = 64};
+  EngineOptions options{
+      .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = picks, .threads = 2, .pin_threads = false};
+  options.host_bytes = 1260 * block_bytes(options);
+  options.near_bytes = 60 * block_bytes(options);
+  options.import_rows = 5000;
+  Engine engine(options, rig.device);
+  Story story(shape, 20'003, 43);
+  story.repeat_keys(period);
+  Teller teller{.story = &story,
+                .id = engine.begin(
+                    parse_policy("exact | int4 | top_k=" + std::to_string(picks) + " | near=0,sinks=3,recent=11"))};
+  import_story(engine, rig, teller, 20'000);
+  ForwardTensors tensors(*rig.device, shape, 1);
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    REQUIRE(worst(out[0], story.attended(0, teller.at - 1, 3, 11, picks), 0) < kTolerance);
+  }
+}
+
 TEST_CASE("what is not a number shows, near or far", "[engine]") {
   const std::uint32_t near = GENERATE(0u, 2u, 100u);
   CAPTURE(near);

@@ -74,6 +74,14 @@ void Story::repeat_query() {
   for (std::size_t i = 0; i < q_.size(); ++i) q_[i] = q_[i / (tokens_ * row) * (tokens_ * row) + i % row];
 }
 
+void Story::repeat_keys(std::uint32_t period) {
+  const std::size_t row = std::size_t{shape_.kv_heads} * shape_.head_dim;
+  for (std::size_t i = 0; i < k_.size(); ++i) {
+    const std::size_t token = i / row % tokens_;
+    if (token >= period) k_[i] = k_[i - period * row];
+  }
+}
+
 void Story::lean_on_sinks() {
   const std::size_t d = shape_.head_dim;
   for (std::size_t i = 0; i < q_.size(); i += d) q_[i] = i / (d * shape_.q_heads) % tokens_ % 2 == 1 ? 10.f : 0.f;

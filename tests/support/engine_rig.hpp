@@ -69,6 +69,9 @@ class Story {
   /// All tokens of a layer have the first one's queries from now on.
   void repeat_query();
 
+  /// Every token has the key of the token `period` before it from now on: scores tie.
+  void repeat_keys(std::uint32_t period);
+
   /// In tokens whose number is odd, every query asks for the first four tokens more than for anything, from now on.
   void lean_on_sinks();
 
