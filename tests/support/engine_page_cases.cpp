@@ -186,6 +186,46 @@ TEST_CASE("pages that are written again get new digests, and those that are shar
   }
 }
 
+TEST_CASE("room is made for every policy, and only for what goes together", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const EngineOptions least{.shape = kShape,
+                            .kv_dtype = rig.kv_dtype,
+                            .host_bytes = 8 * MiB,
+                            .largest = {.top_k = false},
+                            .prompt_queries = 1,
+                            .max_picks = 1,
+                            .max_ranked = 1,
+                            .max_window = 1,
+                            .threads = 1,
+                            .pin_threads = false};
+  for (const PolicyPreset& preset : policy_presets()) {
+    PolicySpec policy = preset.spec;
+    policy.near.share = 0.f;
+    CAPTURE(policy.name);
+    EngineOptions options = least;
+    make_room_for(policy, 600, options);
+    Engine engine(options, rig.device);
+    const Story story(kShape, 600, 5);
+    Teller teller{.story = &story, .id = engine.begin(policy)};
+    import_story(engine, rig, teller, 597);
+    while (teller.at < 600) (void)decode(engine, rig, teller);
+    // What is there stays.
+    EngineOptions both = options;
+    make_room_for(parse_policy("none | near=0"), 10, both);
+    REQUIRE(both.largest == options.largest);
+    REQUIRE(both.max_picks == options.max_picks);
+    REQUIRE(both.digests == options.digests);
+    REQUIRE(both.cpu_sequences == options.cpu_sequences);
+  }
+  EngineOptions options = least;
+  make_room_for(parse_policy(kQuest), 600, options);
+  const std::uint32_t ranked = options.max_ranked;
+  REQUIRE(code_of([&] { make_room_for(parse_policy("psa"), 6000, options); }) == Errc::unsupported);
+  REQUIRE(code_of([&] { make_room_for(parse_policy("sluice"), 6000, options); }) == Errc::unsupported);
+  REQUIRE(options.max_ranked == ranked);
+  REQUIRE(options.digests == DigestKind::box);
+}
+
 TEST_CASE("an engine says what it lacks to rank pages", "[engine]") {
   const EngineRig rig = engine_rig();
   const auto refuses = [&](const EngineOptions& options, const char* policy) {

@@ -202,7 +202,9 @@ TEST_CASE("planned forwards choose on the CPU what steps choose", "[cli]") {
   const std::string policy =
       GENERATE("lfps:budget=8", "topk:budget=8", "magicpig:recent_prompt=2,recent=2,tables=8,bits=6",
                "'clusters:least=8,size=4,candidates=12 | "
-               "top_k=6 | near=0,sinks=2,recent=4'");
+               "top_k=6 | near=0,sinks=2,recent=4'",
+               "'pages:pages=1 | top_k=6 | near=0,sinks=2,recent=4 | page=8'",
+               "'history+pages:pages=1 | int4 | top_k=6 | near=0,sinks=2,recent=4 | page=8'");
   const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy " + policy;
   const json steps = report_of(arguments);
   const json planned = report_of(arguments + " --engine");

@@ -160,9 +160,8 @@ void add_run(CLI::App& app, int& exit_code) {
   add_seed(*command, options->seed, "Seed of the sampling");
   add_count(*command, "--audit", options->runtime.options.audit_every,
             "Every N-th step also attends densely and reports coverage; 0: never");
-  command->add_flag(
-      "--engine", options->engine,
-      "Plan each token's forward once and let the device drive it; for policies without ranked pages, at near=0");
+  command->add_flag("--engine", options->engine,
+                    "Plan each token's forward once and let the device drive it; for policies at near=0");
   command->add_option("--trace", options->trace, "Write what ran when, for ui.perfetto.dev")->type_name("FILE");
   add_device_flags(*command, options->device);
   add_runtime_flags(*command, options->runtime);
