@@ -26,6 +26,9 @@ class Choice {
   /// Candidates that `kHeads` lists of `room` and what is gathered of them take.
   [[nodiscard]] static constexpr std::uint32_t memory(std::uint32_t room) { return 2 * kHeads * room; }
 
+  /// Of these the half that candidates are gathered in must hold samples.
+  static constexpr std::uint32_t kLeastBytes = 2 * kHeads * kSamples * sizeof(std::uint32_t);
+
   /// @param lists  shared memory for memory(room) candidates
   __device__ Choice(ChoiceShared& s, Candidate* lists, std::uint32_t room, const Part& part, const Choices& choices)
       : s_(s), lists_(lists), gathered_(lists + kHeads * room), room_(room), part_(part), c_(choices) {}

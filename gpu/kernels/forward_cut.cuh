@@ -79,12 +79,14 @@ __device__ inline Cut cut_of(CutShared& s, const Candidate* gathered, std::uint3
     if (const std::uint32_t at = atomicAdd(&s.fews, 1u); at < kFew) s.few[at] = gathered[i];
   }
   __syncthreads();
-  if (s.fews > kFew) return {.key = kAll, .tie = kAll};
-  if (threadIdx.x < s.fews) {
+  const std::uint32_t fews = s.fews;
+  __syncthreads();  // The next head's are counted in the same place.
+  if (fews > kFew) return {.key = kAll, .tie = kAll};
+  if (threadIdx.x < fews) {
     const Candidate mine = s.few[threadIdx.x];
     std::uint32_t before = 0;
 #pragma unroll 4
-    for (std::uint32_t i = 0; i < s.fews; ++i) {
+    for (std::uint32_t i = 0; i < fews; ++i) {
       const Candidate other = s.few[i];
       before += other.key > mine.key || (other.key == mine.key && other.token < mine.token) ? 1 : 0;
     }

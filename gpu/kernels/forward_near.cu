@@ -1,4 +1,5 @@
-// Which rows lie near: a cache that the device keeps by itself. The same choices as on the host device.
+// Which rows lie near: a cache that the device keeps by itself. As on the host device, but for the order in which far
+// rows are listed, and so for which of too many come near.
 
 #include "gpu/cuda_error.hpp"
 #include "gpu/kernels/forward.hpp"

@@ -112,15 +112,14 @@ __global__ void __launch_bounds__(kThreads)
   ask(m, layer, listed.near, listed.far, first && work.row.list != kNone ? work.row.asks : 0);
 }
 
-/// Candidates of a head that a block lists, if it may have as much shared memory.
-std::uint32_t room_of(std::uint32_t most_shared) {
-  const auto each = static_cast<std::uint32_t>(Choice::memory(1) * sizeof(Candidate));
-  return std::min(2048u, most_shared / 2 / each);
-}
+/// Candidates of a head that a block lists: as many as there is shared memory for beside the marks.
+constexpr std::uint32_t kMostRoom = 2048;
+constexpr std::uint32_t kLeastRoom = 512;
+static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= Choice::kLeastBytes);
 
-std::uint32_t shared_bytes(std::uint32_t room, std::uint32_t tokens, std::uint32_t blocks) {
-  const std::uint64_t chunks = div_up(div_up(tokens, kChunk), blocks);
-  return static_cast<std::uint32_t>(Choice::memory(room) * sizeof(Candidate) + chunks * (kChunk / 8));
+constexpr std::uint64_t room_bytes(std::uint32_t room) { return Choice::memory(room) * sizeof(Candidate); }
+std::uint64_t marks_bytes(std::uint32_t tokens, std::uint32_t blocks) {
+  return div_up(div_up(tokens, kChunk), blocks) * (kChunk / 8);
 }
 
 /// Blocks of a cluster: enough to fill the device about twice, of at least as many tokens each as one reads at once;
@@ -131,7 +130,7 @@ std::uint32_t blocks_of(const ForwardMemory& memory, const ForwardScratch& scrat
   const std::uint32_t wanted = std::min(2 * scratch.multiprocessors / lists, memory.bucket.max_tokens / 2048);
   std::uint32_t blocks = std::bit_floor(std::clamp(wanted, 1u, limits.blocks));
   while (blocks < limits.blocks &&
-         shared_bytes(room_of(limits.most_shared), memory.bucket.max_tokens, blocks) > limits.most_shared)
+         room_bytes(kLeastRoom) + marks_bytes(memory.bucket.max_tokens, blocks) > limits.most_shared)
     blocks *= 2;
   return blocks;
 }
@@ -140,8 +139,10 @@ std::uint32_t blocks_of(const ForwardMemory& memory, const ForwardScratch& scrat
 
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const std::uint32_t blocks = blocks_of(memory, scratch);
-  const std::uint32_t room = room_of(scratch.split.most_shared);
-  const std::uint32_t bytes = shared_bytes(room, memory.bucket.max_tokens, blocks);
+  const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);
+  const auto room = static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(kMostRoom, (scratch.split.most_shared - marks) / room_bytes(1)));
+  const auto bytes = static_cast<std::uint32_t>(room_bytes(room) + marks);
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
   const auto stream = static_cast<cudaStream_t>(layer.stream);
   if (blocks == 1) {
@@ -170,9 +171,11 @@ ForwardSplitLimits load_forward_split_kernels() {
   const auto fits = [&] {
     return ClusterLaunch(1, limits.blocks, kThreads, limits.most_shared).at_once(split_kernel) != 0;
   };
+  // Compiled for a device without clusters, it knows of none.
+  if (attributes.ptxVersion < 90) limits.blocks = 1;
   while (limits.blocks > 1 && !fits()) limits.blocks /= 2;
-  const std::uint32_t lists = shared_bytes(room_of(limits.most_shared), 0, 1);
-  limits.max_tokens = (limits.most_shared - lists) / (kChunk / 8) * kChunk * limits.blocks;
+  limits.max_tokens =
+      static_cast<std::uint32_t>((limits.most_shared - room_bytes(kLeastRoom)) / (kChunk / 8) * kChunk * limits.blocks);
   return limits;
 }
 

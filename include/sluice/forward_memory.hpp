@@ -49,7 +49,7 @@ struct ForwardMemory {
   float* page_scores = nullptr;          ///< [decode_rows, q_heads, max_pages] if the largest bucket has pages
   std::uint32_t* ranked = nullptr;       ///< [decode_rows, q_heads, max_ranked] likewise
   float* scores = nullptr;               ///< [decode_rows, q_heads, score_room] see ForwardVerbs::score
-  std::uint32_t* picks = nullptr;        ///< [decode_rows, q_heads, max_picks] relative to sink_end, or of the pages
+  std::uint32_t* picks = nullptr;        ///< [decode_rows, q_heads, max_picks] as ForwardVerbs::choose has them
   std::uint32_t* masks = nullptr;        ///< [decode_rows, q_heads, mask_words] if the largest bucket is unbounded
   std::uint32_t* near_lists = nullptr;   ///< [decode_rows, kv_heads, list_room] K rows, counted in rows from `near`
   std::uint32_t* near_counts = nullptr;  ///< [decode_rows, kv_heads]

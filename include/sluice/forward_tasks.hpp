@@ -16,7 +16,7 @@ namespace sluice {
           .digests = row.pages == 0 ? nullptr : m.digest_of(plane, 0),
           .frames = m.list_of(row.pages == 0 ? 0 : row.list),
           .pages = row.pages,
-          .out = m.page_scores_of(list, row.asks != 0)};
+          .out = m.page_scores_of(list, row.asks != 0 && row.page_picks == 0)};
 }
 
 /// Estimates of its tokens, or of those in its pages; of none, unless it ranks tokens.

@@ -48,8 +48,8 @@ class ForwardVerbs {
   /// Scores of all visible tokens by their copies: q.k / sqrt(head_dim). Of rows that have chosen pages, of these: as
   /// ScoreInt4Task lays them out with `lists`.
   virtual void score(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// The `picks` largest of every query head between sinks and recent tokens, as TopKTask orders them, or those that
-  /// top-p keeps.
+  /// The `picks` largest of every query head between sinks and recent tokens, or of its pages, by index from the first
+  /// of them, as TopKTask orders them; or those that top-p keeps. A device may leave the former to `split`.
   virtual void choose(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
   /// one, or something to choose. What one head of a group chose all of them attend.

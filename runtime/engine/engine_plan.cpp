@@ -93,6 +93,10 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
         throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.picks) +
                                                " tokens, and EngineOptions::max_picks is " +
                                                text(memory.largest().max_picks));
+      if (row.whole() && row.tokens > memory.largest().list_room())
+        throw Error(Errc::out_of_capacity, name + ": its policy attends all of " + text(row.tokens) +
+                                               " tokens, and there is room for " + text(memory.largest().list_room()) +
+                                               "; raise EngineOptions::max_ranked, or set largest.unbounded");
       if (row.page_picks > memory.largest().max_ranked)
         throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
                                                " pages, and EngineOptions::max_ranked is " +

@@ -111,7 +111,13 @@ ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, std::ui
   ForwardNeeds needs{.bucket = features(spec)};
   if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, page_tokens));
   if (needs.bucket.top_k) needs.picks = budget_tokens(spec.budget, tokens);
-  if (needs.bucket.pages) needs.ranked = budget_pages(spec.pages, tokens / page_tokens, page_tokens);
+  if (!needs.bucket.pages) return needs;
+  needs.ranked = budget_pages(spec.pages, tokens / page_tokens, page_tokens);
+  // All tokens are attended while they are so few.
+  const std::uint64_t few = std::uint64_t{spec.near.sink_tokens} + spec.budget.min_tokens;
+  if (whole_pages(spec))
+    needs.ranked =
+        std::max(needs.ranked, static_cast<std::uint32_t>(div_up(std::min<std::uint64_t>(tokens, few), page_tokens)));
   return needs;
 }
 

@@ -51,22 +51,28 @@ TEST_CASE("policies that rank pages attend what they attend in a runtime, near o
 }
 
 TEST_CASE("of ranked pages a group attends all tokens, or what its heads keep of them", "[engine]") {
-  const DigestKind digest = GENERATE(DigestKind::box, DigestKind::cuboid_mean);
-  const std::uint32_t near = GENERATE(0u, 7u);
-  const std::uint32_t sinks = GENERATE(0u, 4u, 19u);
-  const std::uint32_t recent = GENERATE(1u, 23u);
-  const std::uint32_t pages = GENERATE(1u, 6u);
-  const double mass = GENERATE(0.9, 1.0);  // All of them: whole pages.
+  struct Case {
+    DigestKind digest;
+    std::uint32_t near, sinks, recent, pages;
+    double mass;  ///< 1: all of them, whole pages
+  };
+  const auto& [digest, near, sinks, recent, pages, mass] =
+      GENERATE(values<Case>({{DigestKind::box, 0, 0, 1, 1, 1.0},
+                             {DigestKind::box, 5, 19, 23, 4, 0.9},
+                             {DigestKind::box, 0, 4, 1, 4, 0.9},
+                             {DigestKind::cuboid_mean, 5, 0, 23, 4, 1.0},
+                             {DigestKind::cuboid_mean, 0, 4, 23, 1, 0.9},
+                             {DigestKind::cuboid_mean, 5, 19, 1, 4, 1.0}}));
   CAPTURE(static_cast<int>(digest), near, sinks, recent, pages);
   const EngineRig rig = engine_rig();
-  const Story story(kShape, 265, 98);
+  const Story story(kShape, 149, 98);
   PolicySpec policy = parse_policy(mass < 1.0 ? "pages | int4 | top_p=0.9 | near=0" : "pages | top_k=all | near=0");
   policy.pages = {.digest = digest, .min_pages = pages, .share = 0.f};
   policy.near.sink_tokens = sinks;
   policy.near.recent_tokens = recent;
   Engine engine(options_of(rig, 1, near, digest), rig.device);
   Teller teller{.story = &story, .id = engine.begin(policy)};
-  import_story(engine, rig, teller, 240);
+  import_story(engine, rig, teller, 141);
   while (teller.at < story.tokens()) {
     const std::uint32_t token = teller.at;
     const std::vector<float> got = decode(engine, rig, teller);
@@ -251,6 +257,19 @@ TEST_CASE("an engine says what it lacks to rank pages", "[engine]") {
   Teller teller{.story = &story, .id = engine.begin(parse_policy(kQuest))};
   import_story(engine, rig, teller, 150);
   REQUIRE(code_of([&] { (void)decode(engine, rig, teller); }) == Errc::out_of_capacity);
+  // Nor is all of it attended where there is no room, because the budget holds everything.
+  EngineOptions bounded = few;
+  bounded.shape = {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 64};
+  bounded.largest.unbounded = false;
+  bounded.max_picks = 1;
+  bounded.max_window = 16;
+  Engine small(bounded, rig.device);
+  const Story other(bounded.shape, 200, 4);
+  Teller whole{.story = &other,
+               .id = small.begin(parse_policy("pages:quest,budget=4000 | top_k=all | near=0,sinks=0,recent=0"))};
+  import_story(small, rig, whole, 150);
+  const PlanItem one{.sequence = whole.id};
+  REQUIRE(code_of([&] { (void)small.plan({&one, 1}, small.options().largest, rig.stream); }) == Errc::out_of_capacity);
   Bucket bucket = engine.options().largest;
   bucket.pages = false;
   const PlanItem item{.sequence = teller.id};
