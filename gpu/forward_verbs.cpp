@@ -101,8 +101,8 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   if (largest.pages) {
     choice.page_tasks = carver.take<ScorePagesTask>(heads);
     choice.page_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+    choice.top_k_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
   }
-  choice.top_k_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
   if (largest.unbounded)
     choice.top_p_rows = carver.take<TopPRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
   choice.jobs = carver.take<AttendJob>(jobs);

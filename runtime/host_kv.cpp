@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <numeric>
 
 namespace sluice::runtime {
@@ -24,13 +23,19 @@ void HostKv::estimate(const float* q, std::span<const std::uint32_t> tokens, flo
   if (count != tokens.size()) score(q, tokens.subspan(count), out + count * shape_.group());
 }
 
+std::span<const std::uint32_t> HostKv::first_indices(std::uint32_t count) {
+  if (indices_.size() < count) {
+    indices_.resize(count);
+    std::iota(indices_.begin(), indices_.end(), 0);
+  }
+  return std::span(indices_).first(count);
+}
+
 void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
   const PageLayout layout{.page_tokens = 256, .head_dim = view_.layout.head_dim, .dtype = view_.layout.dtype};
   page_.resize(layout.half_bytes());
   copy_.resize(Int4Layout(layout).page_bytes());
   static constexpr std::uint32_t kOnlyFrame = 0;
-  std::uint32_t rows[256];
-  std::iota(std::begin(rows), std::end(rows), 0u);
   for (std::size_t first = 0; first < tokens.size(); first += layout.page_tokens) {
     const auto some = tokens.subspan(first, std::min<std::size_t>(layout.page_tokens, tokens.size() - first));
     for (std::size_t i = 0; i < some.size(); ++i)
@@ -40,7 +45,7 @@ void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> to
     host_.estimate_tokens({.q = q,
                            .copies = copy_.data(),
                            .frames = &kOnlyFrame,
-                           .tokens = std::span(rows).first(some.size()),
+                           .tokens = first_indices(static_cast<std::uint32_t>(some.size())),
                            .out = out + first * shape_.group()},
                           shape_, layout);
   }
@@ -86,16 +91,12 @@ void HostKv::cluster(const scheduler::ClusterRequest& request, float* centroids,
 
 void HostKv::score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) {
   if (count == 0) return;
-  if (indices_.size() < count) {
-    indices_.resize(count);
-    std::iota(indices_.begin(), indices_.end(), 0);
-  }
   // The rows as the keys of one long page; its values are not read.
   static constexpr std::uint32_t kOnlyFrame = 0;
   const KvView view{.base = reinterpret_cast<std::byte*>(const_cast<float*>(rows)),
                     .frames = &kOnlyFrame,
                     .layout = {.page_tokens = count, .head_dim = shape_.head_dim, .dtype = DType::f32}};
-  const ScoreTokensTask task{.q = x, .kv = view, .tokens = std::span(indices_).first(count), .out = out};
+  const ScoreTokensTask task{.q = x, .kv = view, .tokens = first_indices(count), .out = out};
   const AttentionShape shape{.layers = 1, .q_heads = columns, .kv_heads = 1, .head_dim = shape_.head_dim};
   host_.score_tokens({&task, 1}, shape, nullptr);
 }

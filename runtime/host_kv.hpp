@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 #include <vector>
 
 #include "cpu/backend.hpp"
@@ -41,6 +42,8 @@ class HostKv : public scheduler::KvReader {
   void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override;
 
  private:
+  /// 0, 1, 2, ...
+  [[nodiscard]] std::span<const std::uint32_t> first_indices(std::uint32_t count);
   /// The estimates of tokens whose copies are made first.
   void copy_and_estimate(const float* q, std::span<const std::uint32_t> tokens, float* out);
   /// Consecutive rows of one page.

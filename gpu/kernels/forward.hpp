@@ -25,7 +25,7 @@ struct ForwardScratch {
   ScoreInt4Task* score_tasks = nullptr;  ///< [decode_rows, kv_heads]
   ScorePagesTask* page_tasks = nullptr;  ///< [decode_rows, kv_heads] if the largest bucket has pages
   TopKRow* page_rows = nullptr;          ///< [decode_rows, q_heads] likewise
-  TopKRow* top_k_rows = nullptr;         ///< [decode_rows, q_heads]
+  TopKRow* top_k_rows = nullptr;         ///< likewise: tokens of their pages
   TopPRow* top_p_rows = nullptr;         ///< likewise, if the largest bucket is unbounded
   AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]
   std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs

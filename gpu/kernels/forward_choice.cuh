@@ -256,7 +256,7 @@ class Choice {
   std::uint32_t room_;
   Part part_;
   Choices c_;
-  std::uint32_t heads_ = 0;    ///< how many
+  std::uint32_t heads_ = 0;    ///< that are chosen for now, from c_.first on
   std::uint32_t found_ = 0;    ///< in lanes [h * kMostBlocks, (h + 1) * kMostBlocks): candidates of head h
   std::uint32_t missing_ = 0;  ///< bits likewise, see listed
 };

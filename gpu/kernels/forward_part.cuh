@@ -27,8 +27,7 @@ class Part {
   }
   [[nodiscard]] __device__ std::uint32_t rank() const { return rank_; }
   [[nodiscard]] __device__ std::uint32_t blocks() const { return 1u << shift_; }
-  [[nodiscard]] __device__ std::uint32_t tokens() const { return tokens_; }
-  /// Numbers, some at the end of no token.
+  /// How many numbers there are; the last ones may be of no token.
   [[nodiscard]] __device__ std::uint32_t count() const {
     const std::uint32_t chunks = (tokens_ + kChunk - 1) / kChunk;
     return chunks <= rank_ ? 0 : ((chunks - rank_ - 1 >> shift_) + 1) * kChunk;

@@ -65,7 +65,9 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
   sluice::validate(policy);
   const scheduler::ForwardNeeds needs = scheduler::forward_needs(policy, tokens, options.page_tokens);
   if (needs.bucket.pages && options.digests.value_or(policy.pages.digest) != policy.pages.digest)
-    throw Error(Errc::unsupported, "the policy ranks pages by another kind of digest than EngineOptions::digests has");
+    throw Error(Errc::unsupported,
+                "the policy ranks pages by another kind of digest than EngineOptions::digests has for the "
+                "policies before it; give it an engine of its own");
   if (needs.bucket.pages) options.digests = policy.pages.digest;
   Bucket& bucket = options.largest;
   bucket.top_k |= needs.bucket.top_k;

@@ -96,45 +96,16 @@ TEST_CASE("of ranked pages a group attends all tokens, or what its heads keep of
 
 TEST_CASE("sequences that rank pages attend the same in a batch and alone", "[engine]") {
   const EngineRig rig = engine_rig();
-  const char* const policies[] = {kQuest,
-                                  "exact | int4 | top_k=30 | near=0,sinks=4,recent=12",
-                                  "pages:quest,pages=3 | int4 | top_p=0.8 | near=0,sinks=4,recent=9",
-                                  "history+pages:quest,pages=2 | top_k=24 | near=0,sinks=4,recent=9",
-                                  "full",
-                                  "pages:quest | progressive=0.8 | near=0,sinks=4,recent=9"};
-  constexpr std::uint32_t kSteps = 18;
-  constexpr std::uint32_t kSequences = 6;
-  const std::uint32_t prompts[] = {200, 90, 170, 143, 64, 5};
-  std::vector<Story> stories;
-  for (std::uint32_t i = 0; i < kSequences; ++i) stories.emplace_back(kShape, prompts[i] + kSteps, 250 + i);
-  std::vector<std::vector<std::vector<float>>> alone(kSequences);
-  for (std::uint32_t i = 0; i < kSequences; ++i) {
-    Engine engine(options_of(rig, 1, 0, DigestKind::box), rig.device);
-    Teller teller{.story = &stories[i], .id = engine.begin(parse_policy(policies[i]))};
-    prefill(engine, rig, teller, prompts[i]);
-    for (std::uint32_t s = 0; s < kSteps; ++s) alone[i].push_back(decode(engine, rig, teller));
-  }
-  const std::uint32_t near = GENERATE(0u, 10u);
-  Engine engine(options_of(rig, kSequences, near, DigestKind::box), rig.device);
-  std::vector<Teller> tellers;
-  for (std::uint32_t i = 0; i < kSequences; ++i) {
-    tellers.push_back({.story = &stories[i], .id = engine.begin(parse_policy(policies[i]))});
-    prefill(engine, rig, tellers[i], prompts[i]);
-  }
-  for (std::uint32_t s = 0; s < 3 * kSteps; ++s) {
-    std::vector<Teller*> batch;
-    for (std::uint32_t i = 0; i < kSequences; ++i) {
-      Teller& teller = tellers[(i + s) % kSequences];
-      if ((i * 7 + s * 3) % 5 < 3 && teller.at < teller.story->tokens()) batch.push_back(&teller);
-    }
-    if (batch.empty()) continue;
-    const auto out = run(engine, rig, batch, std::vector<std::uint32_t>(batch.size(), 1), false);
-    for (std::size_t row = 0; row < batch.size(); ++row) {
-      const auto i = static_cast<std::size_t>(batch[row] - tellers.data());
-      CAPTURE(near, s, policies[i]);
-      REQUIRE(difference(out[row], alone[i][batch[row]->at - prompts[i] - 1]) < tolerance(rig));
-    }
-  }
+  const auto options = [&](std::uint32_t rows, std::uint32_t near) {
+    return options_of(rig, rows, near, DigestKind::box);
+  };
+  require_same_in_batch(rig, options, GENERATE(0u, 10u), 18,
+                        {{kQuest, 200},
+                         {"exact | int4 | top_k=30 | near=0,sinks=4,recent=12", 90},
+                         {"pages:quest,pages=3 | int4 | top_p=0.8 | near=0,sinks=4,recent=9", 170},
+                         {"history+pages:quest,pages=2 | top_k=24 | near=0,sinks=4,recent=9", 143},
+                         {"full", 64},
+                         {"pages:quest | progressive=0.8 | near=0,sinks=4,recent=9", 5}});
 }
 
 TEST_CASE("pages that are written again get new digests, and those that are shared keep theirs", "[engine]") {

@@ -136,4 +136,48 @@ class Reference {
 
 inline double tolerance(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-5 : 2e-3; }
 
+/// A sequence of a batch.
+struct Mate {
+  const char* policy;
+  std::uint32_t prompt;
+};
+
+/// Each of these decodes `steps` tokens alone, near nothing, and then in batches of mates that change; it must attend
+/// the same. options(rows, near blocks).
+template <class Options>
+void require_same_in_batch(const EngineRig& rig, const Options& options, std::uint32_t near, std::uint32_t steps,
+                           const std::vector<Mate>& mates) {
+  const auto count = static_cast<std::uint32_t>(mates.size());
+  std::vector<Story> stories;
+  for (std::uint32_t i = 0; i < count; ++i) stories.emplace_back(kShape, mates[i].prompt + steps, 150 + i);
+  const auto begin = [&](Engine& engine, std::uint32_t i) {
+    Teller teller{.story = &stories[i], .id = engine.begin(parse_policy(mates[i].policy))};
+    prefill(engine, rig, teller, mates[i].prompt);
+    return teller;
+  };
+  std::vector<std::vector<std::vector<float>>> alone(count);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    Engine engine(options(count, 0), rig.device);
+    Teller teller = begin(engine, i);
+    for (std::uint32_t s = 0; s < steps; ++s) alone[i].push_back(decode(engine, rig, teller));
+  }
+  Engine engine(options(count, near), rig.device);
+  std::vector<Teller> tellers;
+  for (std::uint32_t i = 0; i < count; ++i) tellers.push_back(begin(engine, i));
+  for (std::uint32_t s = 0; s < 3 * steps; ++s) {
+    std::vector<Teller*> batch;
+    for (std::uint32_t i = 0; i < count; ++i) {
+      Teller& teller = tellers[(i + s) % count];
+      if ((i * 7 + s * 3) % 5 < 3 && teller.at < teller.story->tokens()) batch.push_back(&teller);
+    }
+    if (batch.empty()) continue;
+    const auto out = run(engine, rig, batch, std::vector<std::uint32_t>(batch.size(), 1), false);
+    for (std::size_t row = 0; row < batch.size(); ++row) {
+      const auto i = static_cast<std::size_t>(batch[row] - tellers.data());
+      CAPTURE(near, s, mates[i].policy);
+      REQUIRE(difference(out[row], alone[i][batch[row]->at - mates[i].prompt - 1]) < tolerance(rig));
+    }
+  }
+}
+
 }  // namespace sluice::test::policies

@@ -81,39 +81,11 @@ TEST_CASE("policies of the CPU begin behind imported tokens as in a runtime", "[
 
 TEST_CASE("a batch of policies of the CPU and of the device attends what each does alone", "[engine]") {
   const EngineRig rig = engine_rig();
-  const char* const policies[] = {"lfps", "exact | int4 | top_k=30 | near=0,sinks=4,recent=12", "magicpig", "topk",
-                                  "none | near=0,sinks=4,recent=30"};
-  constexpr std::uint32_t kSteps = 14;
-  const std::uint32_t prompts[] = {200, 90, 170, 33, 64};
-  std::vector<Story> stories;
-  for (std::uint32_t i = 0; i < 5; ++i) stories.emplace_back(kShape, prompts[i] + kSteps, 150 + i);
-  std::vector<std::vector<std::vector<float>>> alone(5);
-  for (std::uint32_t i = 0; i < 5; ++i) {
-    Engine engine(options_for(rig, 5, 0), rig.device);
-    Teller teller{.story = &stories[i], .id = engine.begin(parse_policy(policies[i]))};
-    prefill(engine, rig, teller, prompts[i]);
-    for (std::uint32_t s = 0; s < kSteps; ++s) alone[i].push_back(decode(engine, rig, teller));
-  }
-  for (const std::uint32_t near : {0u, 10u}) {
-    Engine engine(options_for(rig, 5, near), rig.device);
-    std::vector<Teller> tellers;
-    for (std::uint32_t i = 0; i < 5; ++i) {
-      tellers.push_back({.story = &stories[i], .id = engine.begin(parse_policy(policies[i]))});
-      prefill(engine, rig, tellers[i], prompts[i]);
-    }
-    for (std::uint32_t s = 0; s < 3 * kSteps; ++s) {
-      std::vector<Teller*> batch;
-      for (std::uint32_t i = 0; i < 5; ++i) {
-        Teller& teller = tellers[(i + s) % 5];
-        if ((i * 7 + s * 3) % 5 < 3 && teller.at < teller.story->tokens()) batch.push_back(&teller);
-      }
-      if (batch.empty()) continue;
-      const auto out = run(engine, rig, batch, std::vector<std::uint32_t>(batch.size(), 1), false);
-      for (std::size_t row = 0; row < batch.size(); ++row) {
-        const auto i = static_cast<std::size_t>(batch[row] - tellers.data());
-        CAPTURE(near, s, policies[i]);
-        REQUIRE(difference(out[row], alone[i][batch[row]->at - prompts[i] - 1]) < tolerance(rig));
-      }
-    }
-  }
+  const auto options = [&](std::uint32_t rows, std::uint32_t near) { return options_for(rig, rows, near); };
+  require_same_in_batch(rig, options, GENERATE(0u, 10u), 14,
+                        {{"lfps", 200},
+                         {"exact | int4 | top_k=30 | near=0,sinks=4,recent=12", 90},
+                         {"magicpig", 170},
+                         {"topk", 33},
+                         {"none | near=0,sinks=4,recent=30", 64}});
 }
