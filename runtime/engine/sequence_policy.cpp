@@ -50,6 +50,7 @@ void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::
       {.kv_head = kv_head, .tokens = prompt.tokens, .queries = prompt.queries, .last_q = queries, .kv = &kv});
   std::vector<scheduler::HotPage> hot;
   layers_[layer]->forecast(kv_head, prompt.tokens + 1, 0, hot);
+  weigh(layer, kv_head);
 }
 
 void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
@@ -74,6 +75,7 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
                           .kv = &kv},
                          row, bypass, counters);
   mine.tokens = window.tokens;
+  weigh(layer, kv_head);
   if (layers_[layer]->wants_observation(kv_head)) mine.lesson.store(forward, std::memory_order_release);
 }
 
@@ -95,6 +97,7 @@ void SequencePolicy::learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv
     layers_[layer]->observe(kv_head, kv);
     std::vector<scheduler::HotPage> hot;
     layers_[layer]->forecast(kv_head, seat.tokens + 1, 0, hot);
+    weigh(layer, kv_head);
   } catch (const std::exception&) {
     spoilt_.store(true, std::memory_order_relaxed);
   }
@@ -118,20 +121,13 @@ void SequencePolicy::forget(std::uint64_t forward) noexcept {
   if (learnt_.load(std::memory_order_relaxed) >= forward) spoilt_.store(true, std::memory_order_relaxed);
 }
 
-std::uint64_t SequencePolicy::heap_bytes() noexcept {
-  const std::uint32_t kv_heads = memory_.shape.kv_heads;
+void SequencePolicy::weigh(std::uint32_t layer, std::uint32_t kv_head) noexcept {
+  seat(layer, kv_head).heap_bytes.store(layers_[layer]->heap_bytes(kv_head), std::memory_order_relaxed);
+}
+
+std::uint64_t SequencePolicy::heap_bytes() const noexcept {
   std::uint64_t bytes = 0;
-  for (std::uint32_t plane = 0; plane < seats_.size(); ++plane) {
-    Seat& each = seats_[plane];
-    std::uint64_t lesson = each.lesson.load(std::memory_order_acquire);
-    const bool mine = layers_[plane / kv_heads] && (lesson & kBusy) == 0 &&
-                      each.lesson.compare_exchange_strong(lesson, lesson | kBusy, std::memory_order_acq_rel);
-    if (mine) {
-      each.heap_bytes = layers_[plane / kv_heads]->heap_bytes(plane % kv_heads);
-      each.lesson.store(lesson, std::memory_order_release);
-    }
-    bytes += each.heap_bytes;
-  }
+  for (const Seat& each : seats_) bytes += each.heap_bytes.load(std::memory_order_relaxed);
   return bytes;
 }
 

@@ -58,8 +58,8 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
   /// What was chosen in `forward` came to nothing. Waits for threads that learn.
   void forget(std::uint64_t forward) noexcept;
-  /// Of the heap. Only between forwards; what a seat holds that learns meanwhile is as it was when that was asked last.
-  [[nodiscard]] std::uint64_t heap_bytes() noexcept;
+  /// Of the heap: what each seat held when it last began, chose or learnt.
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   /// Nothing is learnt any more, by any thread, and all is freed. Only between forwards.
   void close() noexcept;
 
@@ -69,8 +69,8 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   static constexpr std::uint64_t kBusy = std::uint64_t{1} << 63;
   struct Seat {
     Lesson lesson{0};
-    std::uint32_t tokens = 0;      ///< that were visible when it chose
-    std::uint64_t heap_bytes = 0;  ///< when it was asked last
+    std::uint32_t tokens = 0;  ///< that were visible when it chose
+    std::atomic<std::uint64_t> heap_bytes{0};
   };
 
   [[nodiscard]] Seat& seat(std::uint32_t layer, std::uint32_t kv_head) noexcept {
@@ -83,6 +83,9 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   static std::uint64_t settled(const Seat& seat) noexcept;
   void begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head);
   void learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept;
+  /// By the thread that has the seat.
+  void weigh(std::uint32_t layer, std::uint32_t kv_head) noexcept;
+
   const ForwardMemory& memory_;
   const std::uint32_t* blocks_;
   std::vector<std::uint32_t> prompt_blocks_;  ///< its own: a thread that is lost may read them for longer than any call
