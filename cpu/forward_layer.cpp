@@ -52,10 +52,12 @@ void append_queries(const Kernels& kernels, const ForwardMemory& m, const Forwar
 
 /// Queries of a prompt's last tokens, for the policies of the CPU.
 void append_tail(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t r) {
+  const std::uint32_t without = layer.k.tokens - layer.q.tokens;
+  if (r < without) return;
   const std::uint64_t row = std::uint64_t{layer.layer} * m.tail_rows + m.tokens[r].tail;
   for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
     kernels_for(kernels, layer.q.dtype)
-        .widen(layer.q.row(r, h), m.tails + (row * m.shape.q_heads + h) * m.shape.head_dim, m.shape.head_dim);
+        .widen(layer.q.row(r - without, h), m.tails + (row * m.shape.q_heads + h) * m.shape.head_dim, m.shape.head_dim);
   }
 }
 
@@ -128,14 +130,14 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, bool asks, float* sum)
 }  // namespace
 
 void append(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
-  const bool attends = layer.q.tokens != 0;
+  const bool attends = layer.out.tokens != 0;
   for (std::uint32_t r = 0; r < m.bucket.rows(); ++r) {
     const bool padding = runs(m) && m.tokens[r].list == kNone;
     if (attends && (padding || !runs(m)))
       fill_out(kernels, m, layer, r, padding ? 0.f : kNaN, padding ? kEmptyLse : kNaN);
     if (padding || !runs(m)) continue;
     for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) append_token(kernels, m, layer, r, h);
-    if (attends && m.tokens[r].tail != kNone) append_tail(kernels, m, layer, r);
+    if (m.tokens[r].tail != kNone) append_tail(kernels, m, layer, r);
   }
   if (attends && runs(m)) append_queries(kernels, m, layer);
 }
@@ -205,6 +207,29 @@ void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& l
       if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at} * m.shape.q_heads + head] = lse;
     }
   }
+}
+
+void audit(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
+  if (!runs(m)) return;
+  const std::uint32_t group = m.shape.group();
+  for_each_head(m, layer.layer, [&](const ForwardRow& row, std::uint32_t kv_head, std::uint32_t index) {
+    const std::uint64_t list = m.audit_list(layer.layer, index);
+    std::uint32_t* const rows = m.audit_rows + list * m.list_room();
+    const std::uint32_t* const near = m.near_lists + std::uint64_t{index} * m.list_room();
+    for (std::uint32_t i = 0; i < m.near_counts[index]; ++i)
+      rows[i] = m.far_row_of_near(m.plane(layer.layer, kv_head), near[i]);
+    std::copy_n(m.far_rows + std::uint64_t{index} * m.list_room(), m.far_listed[index], rows + m.near_counts[index]);
+    m.audit_counts[list] = m.near_counts[index] + m.far_listed[index];
+    for (std::uint32_t h = 0; h < group; ++h) {
+      const std::uint64_t to = list * group + h;
+      const std::uint32_t head = kv_head * group + h;
+      std::copy_n(m.q + (first_head(m, index) + h) * m.shape.head_dim, m.shape.head_dim,
+                  m.audit_q + to * m.shape.head_dim);
+      kernels_for(kernels, layer.out.dtype)
+          .widen(layer.out.row(row.at, head), m.audit_out + to * m.shape.head_dim, m.shape.head_dim);
+      m.audit_lse[to] = layer.lse[std::uint64_t{row.at} * m.shape.q_heads + head];
+    }
+  });
 }
 
 }  // namespace sluice::cpu

@@ -45,5 +45,6 @@ void split(const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void promote(const ForwardMemory& memory, std::uint32_t layer);
 void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
+void audit(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 
 }  // namespace sluice::cpu

@@ -131,6 +131,9 @@ void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& laye
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
 }
+void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "audit", [this, memory, layer] { cpu::audit(kernels_, memory, layer); });
+}
 void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
   queue(stream, "cancel", [memory, before] { cpu::cancel(memory, before); });
 }

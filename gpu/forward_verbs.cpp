@@ -264,6 +264,11 @@ void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer)
   launch_forward_merge(memory, choice_of(memory), layer);
 }
 
+void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const Current current(ordinal_);
+  launch_forward_audit(memory, layer);
+}
+
 void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
   const Current current(ordinal_);
   launch_forward_cancel(memory, before, handle(stream));

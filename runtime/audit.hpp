@@ -7,6 +7,7 @@
 #include "cpu/backend.hpp"
 #include "cpu/host_pool.hpp"
 #include "cpu/workers.hpp"
+#include "runtime/audit_group.hpp"
 #include "runtime/step_buffers.hpp"
 #include "sluice/audit.hpp"
 
@@ -28,21 +29,13 @@ class Auditor {
   void run(std::uint32_t layer, std::span<const HeadWork* const> heads, const StepBuffers& buffers);
 
  private:
-  /// Exact attention of one KV head's group.
-  struct Exact {
-    std::vector<std::uint32_t> tokens;  ///< all of them
-    std::vector<float> scores;          ///< [tokens, group]
-    std::vector<float> out;             ///< [group, head_dim]
-    std::vector<float> lse;             ///< [group]
-    std::vector<std::uint32_t> heads;   ///< [tokens] bit h: query head h attended the token
-    std::vector<double> overlap;        ///< [group]
-    double largest = 0.0;               ///< norm of a value
+  struct Exact : AuditedGroup {
+    std::vector<std::uint32_t> order;  ///< all tokens
   };
 
   void attend_exactly(std::uint32_t layer, std::span<const HeadWork* const> heads, const StepBuffers& buffers);
   void mark_attended(const HeadWork& work, Exact& exact) const;
-  void compare(std::uint32_t layer, const HeadWork& work, const Exact& exact, const StepBuffers& buffers);
-  [[nodiscard]] double overlap(const Exact& exact, std::uint32_t h);
+  void compare(std::uint32_t layer, const HeadWork& work, Exact& exact, const StepBuffers& buffers);
   /// Largest norm of the values so far; each is read once in its life.
   [[nodiscard]] double largest_value(std::uint32_t layer, const HeadWork& work);
 

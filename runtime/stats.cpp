@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "sluice/audit.hpp"
+
 namespace sluice {
 
 void ShareHistogram::add(double share) noexcept {
@@ -90,6 +92,16 @@ void Stats::merge(const Stats& other) noexcept {
   coverage.merge(other.coverage);
   overlap.merge(other.overlap);
   watched.merge(other.watched);
+}
+
+void AuditReport::merge_totals(const AuditReport& other) noexcept {
+  coverage.merge(other.coverage);
+  overlap.merge(other.overlap);
+  watched.merge(other.watched);
+  attended_tokens += other.attended_tokens;
+  dense_tokens += other.dense_tokens;
+  bypassed_heads += other.bypassed_heads;
+  tokens += other.tokens;
 }
 
 }  // namespace sluice

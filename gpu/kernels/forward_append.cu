@@ -96,11 +96,13 @@ __device__ void put_queries(const ForwardMemory& m, const ForwardLayer& layer, s
 
 /// Queries of a group, of one of a prompt's last tokens, for the policies of the CPU.
 __device__ void put_tail(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t tail, std::uint32_t head) {
+  const std::uint32_t without = layer.k.tokens - layer.q.tokens;
+  if (blockIdx.x < without) return;
   const std::uint32_t group = m.shape.group();
   const std::uint64_t row = std::uint64_t{layer.layer} * m.tail_rows + tail;
   float* const to = m.tails + (row * m.shape.q_heads + head * group) * m.shape.head_dim;
   for (std::uint32_t i = threadIdx.x; i < group * m.shape.head_dim; i += kThreads) {
-    const std::byte* const from = layer.q.row(blockIdx.x, head * group + i / m.shape.head_dim);
+    const std::byte* const from = layer.q.row(blockIdx.x - without, head * group + i / m.shape.head_dim);
     to[i] = load_any(from, i % m.shape.head_dim, layer.q.dtype);
   }
 }
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float key[kMaxHeadDim];
   const std::uint32_t head = blockIdx.y;
   const std::uint32_t plane = m.plane(layer.layer, head);
-  const bool attends = layer.q.tokens != 0;
+  const bool attends = layer.out.tokens != 0;
   if (m.state->status != ForwardStatus::running) {
     const float nan = __int_as_float(0x7fc0'0000);
     if (attends) fill_out(m, layer, blockIdx.x, head, nan, nan);
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
     if (attends) fill_out(m, layer, blockIdx.x, head, 0.f, kEmptyLse);
     return;
   }
-  if (attends && token.tail != kNone) put_tail(m, layer, token.tail, head);
+  if (token.tail != kNone) put_tail(m, layer, token.tail, head);
   const std::uint32_t row = m.row_of(token.list, token.position);
   const std::uint32_t block = row >> m.page_shift;
   const std::uint32_t page_row = row & (m.layout.page_tokens - 1);

@@ -10,6 +10,7 @@ namespace sluice::gpu {
 namespace detail {
 void load_forward_append_kernels();
 void load_forward_apply_kernels();
+void load_forward_audit_kernels();
 void load_forward_near_kernels();
 void load_forward_prefill_kernels();
 }  // namespace detail
@@ -138,6 +139,7 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
 void load_forward_kernels() {
   detail::load_forward_append_kernels();
   detail::load_forward_apply_kernels();
+  detail::load_forward_audit_kernels();
   detail::load_forward_near_kernels();
   detail::load_forward_prefill_kernels();
   cudaFuncAttributes attributes;

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "sluice/audit.hpp"
 #include "sluice/device.hpp"
 #include "sluice/forward.hpp"
 #include "sluice/page.hpp"
@@ -32,7 +33,8 @@ struct EngineOptions {
   /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward. [0, 256]
   std::uint32_t promotions = 64;
   /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
-  /// if they are 0 or more than that, and whole pages.
+  /// if they are 0 or more than that, and whole pages. With `audit`, each row that chooses takes pinned memory for what
+  /// it attends in all layers: 4 bytes for each token that it may.
   Bucket largest{};
   std::uint32_t in_flight = 2;   ///< forwards that are planned and not finished; [1, kMostForwards]
   std::uint32_t sequences = 16;  ///< that live at once
@@ -129,7 +131,7 @@ struct Batch {
 /// decoded: that `plan` waits for the forwards with the prompt, then takes as long as it takes. It learns from a token
 /// once the forward has got to its end. A further prompt, an import, or tokens that are taken back when it has learnt
 /// from them make it look at all there is once more, with the queries of a prompt that ends there; what it had learnt
-/// is forgotten. Imports bring no queries.
+/// is forgotten. Imports may bring queries.
 ///
 /// Forwards that are planned and not finished run in the order of their plans, each on top of the one before: their
 /// streams must be the same, or ordered by the caller. Enqueue all layers of one, or replay its graph, before the next
@@ -156,15 +158,21 @@ class Engine {
   /// Error{Errc::out_of_capacity} if as many live as may; Error{Errc::unsupported} if its policy has learnt from tokens
   /// that were decoded.
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens);
+  /// Under a policy of its own, whatever the other's has learnt. One that begins with queries of the prompt finds them
+  /// if the other's policy chooses on the CPU, too.
+  /// @throws as `begin` and `fork` do, but for what was learnt
+  [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens, const PolicySpec& policy);
   /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted.
   /// @throws Error{Errc::invalid_argument}, Error{Errc::unsupported} as in `fork`.
   void truncate(SequenceId sequence, std::uint32_t tokens);
   /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream as in
   /// `plan`; the last layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] in device memory, after
-  /// RoPE, at most import_rows tokens. One that does not get to its last layer is begun again with layer 0, or ends
+  /// RoPE, at most import_rows tokens; q [n, q_heads, head_dim] likewise, n <= tokens: queries of the newest, for a
+  /// policy that begins with some; every layer has as many. One that does not get to its last layer is begun again with layer 0, or ends
   /// with the sequence; until then no forward can be planned, and the sequence neither forked nor truncated.
   /// @throws Error{Errc::invalid_argument} if a forward is under way
-  void import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream);
+  void import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
+                     const TensorView& q = {});
   /// Plans a forward. The items' rows are packed in their order, each item's sequence is another one; rows behind them
   /// are padding. Enqueues on `stream`, which is not being captured: a cudaStream_t with the CUDA device; a Stream*
   /// with a host device, or null: at once.
@@ -180,7 +188,8 @@ class Engine {
   /// Error{Errc::device} the forward can only be cancelled.
   void attend(const Bucket& bucket, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const MutableTensorView& out, void* stream, float* lse = nullptr);
-  /// Waits until the forward has run; then its sequences have their new tokens.
+  /// Waits until the forward has run; then its sequences have their new tokens. One that is audited is held against
+  /// exact attention before it returns, by the threads that look at prompts.
   /// @throws Error{Errc::device} if it did not get to its end, with the reason: the far part was not answered in time,
   /// the forward before failed, what ran was not what was planned, the device failed, or a policy could not choose; the
   /// latter takes it back, and all behind it, as `cancel` does. Outputs of layers that ran
@@ -193,6 +202,13 @@ class Engine {
   void cancel(const Batch& batch);
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way.
   void end(SequenceId sequence);
+
+  /// Tokens whose attendance audits report apart, such as those that hold the answer to a question. Positions, which
+  /// need not exist yet; replaces those of an earlier call. Forks have none.
+  void watch(SequenceId sequence, std::span<const std::uint32_t> tokens);
+  /// What the sequence's rows attended in audited forwards (Bucket::audit), against exact attention of all keys. Such a
+  /// forward runs alone. Drafts that were taken back count, too.
+  [[nodiscard]] AuditReport audit(SequenceId sequence) const;
 
   /// That all layers have.
   [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;

@@ -17,6 +17,7 @@ struct Bucket {
   bool top_k = true;             ///< of these rows some choose a number of tokens
   bool unbounded = false;        ///< of these rows some choose a share of the mass, or attend everything
   bool pages = false;            ///< of these rows some rank pages by their digests
+  bool audit = false;            ///< what these rows attend is written down, see ForwardVerbs::audit
 
   [[nodiscard]] constexpr std::uint32_t rows() const noexcept { return decode_rows + prefill_rows; }
   friend constexpr bool operator==(const Bucket&, const Bucket&) = default;

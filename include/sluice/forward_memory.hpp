@@ -57,6 +57,7 @@ struct ForwardMemory {
   std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
+  float* audit_sums = nullptr;           ///< [rows, q_heads] lse of an audited forward whose caller wants none
   std::byte* scratch = nullptr;          ///< ForwardVerbs::scratch_bytes
 
   // Pinned memory of the host.
@@ -78,6 +79,12 @@ struct ForwardMemory {
   float* far_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* far_lse = nullptr;  ///< [decode_rows, q_heads] of a list that was chosen for: kEmptyLse if it is empty
   float* tails = nullptr;    ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
+  // Likewise, if the largest bucket has audits; see ForwardVerbs::audit.
+  float* audit_q = nullptr;               ///< [layers, decode_rows, q_heads, head_dim]
+  float* audit_out = nullptr;             ///< likewise
+  float* audit_lse = nullptr;             ///< [layers, decode_rows, q_heads]
+  std::uint32_t* audit_rows = nullptr;    ///< [layers, decode_rows, kv_heads, list_room] far rows, wherever they lay
+  std::uint32_t* audit_counts = nullptr;  ///< [layers, decode_rows, kv_heads]
 
   [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return shape.layers * shape.kv_heads; }
   [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
@@ -145,6 +152,16 @@ struct ForwardMemory {
   [[nodiscard]] constexpr std::uint32_t near_entry(std::uint32_t plane, std::uint32_t row) const noexcept {
     const std::uint64_t page = std::uint64_t{plane} * near_pages + row / layout.page_tokens;
     return static_cast<std::uint32_t>(page * 2 * layout.page_tokens + row % layout.page_tokens);
+  }
+  /// The far row of what such an entry of a plane holds.
+  [[nodiscard]] constexpr std::uint32_t far_row_of_near(std::uint32_t plane, std::uint32_t entry) const noexcept {
+    const std::uint32_t local = entry - near_entry(plane, 0);
+    const std::uint32_t row = local / (2 * layout.page_tokens) * layout.page_tokens + local % layout.page_tokens;
+    return near_rows[near_row(plane, row)].row;
+  }
+  /// Where what a row that chooses attended in a layer is written down: list `list` of audit_rows and audit_counts.
+  [[nodiscard]] constexpr std::uint64_t audit_list(std::uint32_t layer, std::uint32_t list) const noexcept {
+    return std::uint64_t{layer} * largest.decode_rows * shape.kv_heads + list;
   }
   /// Its key; the value comes PageLayout::half_bytes() behind.
   [[nodiscard]] constexpr std::byte* near_key(std::uint32_t plane, std::uint32_t row) const noexcept {

@@ -10,18 +10,18 @@ namespace sluice {
 /// The tensors of one layer, packed [rows, heads, head_dim], and where to compute.
 struct ForwardLayer {
   std::uint32_t layer = 0;
-  TensorView q;
+  TensorView q;  ///< of the newest tokens alone, if there are fewer rows than in k
   TensorView k;
   TensorView v;
-  MutableTensorView out;
+  MutableTensorView out;   ///< without rows where tokens are only brought in
   float* lse = nullptr;    ///< [rows, q_heads] natural log of the sum of exponentials; may be null
   void* stream = nullptr;  ///< the caller's: a cudaStream_t; a Stream* of a host device, or null: now
 };
 
 /// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
 /// `append`, `prefill` if the bucket has such rows, and if it has rows that choose, `rank` if some rank pages, `score`
-/// and `choose` if some choose tokens, `split`, `attend`, `promote` and `merge`; then `end`. `apply` comes before it
-/// and is not part of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`.
+/// and `choose` if some choose tokens, `split`, `attend`, `promote` and `merge`; then `end`. One that is audited has
+/// `audit` behind `merge`, and `promote` behind that. `apply` comes before it and is not part of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`.
 /// Forwards and plans run in the order in which they are numbered. Thread safety: one thread at a time per
 /// ForwardMemory.
 class ForwardVerbs {
@@ -37,8 +37,8 @@ class ForwardVerbs {
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
   /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; queries of rows that
-  /// choose, unless q has no rows, to both sides, and those of tokens with a tail there. Pages that become full get
-  /// their digest. Outputs of padding become 0, and all outputs NaN if the forward does not run.
+  /// choose to both sides, and those of tokens with a tail there. Pages that become full get their digest. Outputs, if
+  /// there are any, of padding become 0, and all of them NaN if the forward does not run.
   virtual void append(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Causal attention of the chunks' rows to all tokens up to their own.
   virtual void prefill(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
@@ -61,6 +61,9 @@ class ForwardVerbs {
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Of each row that chooses: what it asked, what it got, and what the device listed for it, near or far, to pinned
+  /// memory. The layer has an lse.
+  virtual void audit(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Takes all plans behind forward `before` back: what comes later of them has no plan, and what is planned next
   /// continues that one, if it got to its end. Publishes that.
   virtual void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) = 0;

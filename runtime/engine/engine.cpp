@@ -43,7 +43,7 @@ runtime::FarWorkersOptions far_options(const EngineOptions& options, const cpu::
 }
 
 std::unique_ptr<cpu::Workers> prompt_workers_of(const EngineOptions& options, const cpu::Topology& topology) {
-  if (options.cpu_sequences == 0) return nullptr;
+  if (options.cpu_sequences == 0 && !options.largest.audit) return nullptr;
   return std::make_unique<cpu::Workers>(topology, cpu::WorkersOptions{.threads = options.threads,
                                                                       .pin = options.pin_threads,
                                                                       .spin = std::chrono::microseconds(0),
@@ -94,13 +94,17 @@ SequenceId Engine::begin(const PolicySpec& policy) {
   return translated([&] { return impl_->begin(policy); });
 }
 SequenceId Engine::fork(SequenceId sequence, std::uint32_t tokens) {
-  return translated([&] { return impl_->fork(sequence, tokens); });
+  return translated([&] { return impl_->fork(sequence, tokens, nullptr); });
+}
+SequenceId Engine::fork(SequenceId sequence, std::uint32_t tokens, const PolicySpec& policy) {
+  return translated([&] { return impl_->fork(sequence, tokens, &policy); });
 }
 void Engine::truncate(SequenceId sequence, std::uint32_t tokens) {
   translated([&] { impl_->truncate(sequence, tokens); });
 }
-void Engine::import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream) {
-  translated([&] { impl_->import_prefix(sequence, layer, k, v, stream); });
+void Engine::import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
+                           const TensorView& q) {
+  translated([&] { impl_->import_prefix(sequence, layer, k, v, stream, q); });
 }
 Batch Engine::plan(std::span<const PlanItem> items, const Bucket& bucket, void* stream) {
   return translated([&] { return impl_->plan(items, bucket, stream); });
@@ -117,6 +121,14 @@ void Engine::cancel(const Batch& batch) {
 }
 void Engine::end(SequenceId sequence) {
   translated([&] { impl_->end(sequence); });
+}
+
+void Engine::watch(SequenceId sequence, std::span<const std::uint32_t> tokens) {
+  translated([&] { impl_->watch(sequence, tokens); });
+}
+
+AuditReport Engine::audit(SequenceId sequence) const {
+  return translated([&] { return impl_->at(sequence).audit; });
 }
 
 std::uint32_t Engine::tokens(SequenceId id) const { return impl_->at(id).tokens; }

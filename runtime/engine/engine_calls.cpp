@@ -79,17 +79,21 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy) {
   return add(policy);
 }
 
-SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens) {
+SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicySpec* policy) {
+  if (policy != nullptr) {
+    sluice::validate(*policy);
+    runtime::require_served(*policy, options);
+  }
   const Sequence& parent = resting(id, "fork");
   if (tokens > parent.tokens)
     throw Error(Errc::invalid_argument, "fork: sequence " + number(id.value) + " has " + number(parent.tokens) +
                                             " tokens, and " + number(tokens) + " are asked for");
-  require_forgetful(parent, id, "fork");
-  const SequenceId id_of_child = add(parent.spec);
+  if (policy == nullptr) require_forgetful(parent, id, "fork");
+  const SequenceId id_of_child = add(policy != nullptr ? *policy : parent.spec);
   Sequence& child = at(id_of_child);
   child.pages.share(parent.pages, pages_of(tokens), table);
   child.tokens = child.planned = tokens;
-  if (child.tail.slot != kNone) copy_tail(parent, child);
+  if (child.tail.slot != kNone && parent.tail.slot != kNone) copy_tail(parent, child);
   return id_of_child;
 }
 
@@ -105,13 +109,18 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   sequence.prompt_end = std::min(sequence.prompt_end, tokens);
 }
 
-void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream) {
+void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
+                                 const TensorView& q) {
   const AttentionShape& shape = options.shape;
   if (k.tokens == 0 || k.tokens > options.import_rows)
     throw Error(Errc::invalid_argument, "import_prefix: k has " + number(k.tokens) + " tokens; give it 1 to " +
                                             number(options.import_rows) + ", or raise EngineOptions::import_rows");
   require_tensor(k, "k", k.tokens, shape.kv_heads, shape.head_dim);
   require_tensor(v, "v", k.tokens, shape.kv_heads, shape.head_dim);
+  if (q.tokens > k.tokens)
+    throw Error(Errc::invalid_argument, "import_prefix: q has " + number(q.tokens) + " tokens, and k " +
+                                            number(k.tokens) + "; give it the newest tokens' queries");
+  if (q.tokens != 0) require_tensor(q, "q", q.tokens, shape.q_heads, shape.head_dim);
   const Bucket bucket{
       .decode_rows = 0, .prefill_rows = options.import_rows, .max_tokens = memory.largest().largest.max_tokens};
   if (layer.value == 0) {
@@ -126,16 +135,19 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
                                               " is under way; finish or cancel it first");
     std::vector<Wanted> wanted{{.sequence = &sequence, .item = {.sequence = id, .tokens = k.tokens, .prefill = true}}};
     require_room(wanted, bucket.max_tokens);
-    importing = send(std::move(wanted), bucket, stream);
+    importing = send(std::move(wanted), bucket, stream, q.tokens);
+    importing_queries = q.tokens;
   } else if (importing == 0 || programs.newest().items.front().sequence != id ||
-             programs.newest().items.front().tokens != k.tokens || next_layer != layer.value ||
+             programs.newest().items.front().tokens != k.tokens || q.tokens != importing_queries ||
+             next_layer != layer.value ||
              layer.value >= shape.layers) {
     throw Error(Errc::invalid_argument,
-                "import_prefix: layers come in order, with as many tokens as layer 0; begin again with that");
+                "import_prefix: layers come in order, with as many tokens and queries as layer 0; begin again with "
+                "that");
   }
   const ForwardMemory m = memory.of(bucket);
   if (layer.value == 0) verbs.begin(m, stream);
-  verbs.append(m, {.layer = layer.value, .q = {}, .k = k, .v = v, .out = {}, .stream = stream});
+  verbs.append(m, {.layer = layer.value, .q = q, .k = k, .v = v, .out = {}, .stream = stream});
   if (++next_layer < shape.layers) return;
   verbs.end(m, stream);
   const bool done = await_end(importing) == ForwardStatus::done;
@@ -152,6 +164,7 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
                                             "EngineOptions::in_flight");
   require_noted();
   const Bucket bucket = resolved(asked, "plan");
+  require_auditable(bucket);
   std::vector<Wanted> wanted = checked(items, bucket);
   require_room(wanted, bucket.max_tokens);
   begin_policies(wanted);
@@ -176,7 +189,13 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
     throw Error(Errc::invalid_argument,
                 "attend: layer " + number(layer.value) + " is not the next; layers come in order");
   const ForwardMemory m = memory.of(bucket);
-  const ForwardLayer call{.layer = layer.value, .q = q, .k = k, .v = v, .out = out, .lse = lse, .stream = stream};
+  const ForwardLayer call{.layer = layer.value,
+                          .q = q,
+                          .k = k,
+                          .v = v,
+                          .out = out,
+                          .lse = lse == nullptr && bucket.audit ? m.audit_sums : lse,
+                          .stream = stream};
   if (layer.value == 0) verbs.begin(m, stream);
   // Should one of these throw, part of the layer is enqueued: it cannot be repeated.
   if (!programs.empty()) next_layer = kNone;
@@ -190,8 +209,11 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
     }
     verbs.split(m, call);
     verbs.attend(m, call);
-    if (m.promotions != 0) verbs.promote(m, call);
+    // Promotions hide behind the wait of `merge`, unless what lies near is to be written down first.
+    if (m.promotions != 0 && !bucket.audit) verbs.promote(m, call);
     verbs.merge(m, call);
+    if (bucket.audit) verbs.audit(m, call);
+    if (m.promotions != 0 && bucket.audit) verbs.promote(m, call);
   }
   if (layer.value + 1 == shape.layers) verbs.end(m, stream);
   next_layer = layer.value + 1;
@@ -205,6 +227,7 @@ void Engine::Impl::finish(const Batch& batch) {
   // Late answers write where the next forward's will.
   if (status != ForwardStatus::done) await_idle();
   const runtime::Program program = retire(batch.forward, status == ForwardStatus::done);
+  if (status == ForwardStatus::done && program.audit) compare(*program.audit);
   if (status == ForwardStatus::done) return;
   std::string text =
       "forward " + number(batch.forward) + " did not get to its end: " + reason_of(status) + ". Without new tokens:";

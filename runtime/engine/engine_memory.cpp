@@ -46,8 +46,17 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t 
   take(parts, m.far_windows, kv_heads(m));
   take(parts, m.near_out, heads(m) * m.shape.head_dim);
   take(parts, m.near_lse, heads(m));
+  if (m.largest.audit) take(parts, m.audit_sums, std::uint64_t{m.largest.rows()} * m.shape.q_heads);
   take(parts, m.scratch, scratch);
   return parts.used();
+}
+
+void carve_audit(Carver& parts, ForwardMemory& m) {
+  take(parts, m.audit_q, m.shape.layers * heads(m) * m.shape.head_dim);
+  take(parts, m.audit_out, m.shape.layers * heads(m) * m.shape.head_dim);
+  take(parts, m.audit_lse, m.shape.layers * heads(m));
+  take(parts, m.audit_rows, m.shape.layers * kv_heads(m) * m.list_room());
+  take(parts, m.audit_counts, m.shape.layers * kv_heads(m));
 }
 
 std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t lists, std::uint64_t listed_blocks,
@@ -66,6 +75,7 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
   take(parts, shared.far_lse, heads(shared));
   take(parts, shared.tails,
        std::uint64_t{shared.shape.layers} * shared.tail_rows * shared.shape.q_heads * shared.shape.head_dim);
+  if (shared.largest.audit) carve_audit(parts, shared);
   for (ForwardMemory& m : slips) {
     m = shared;
     take(parts, m.slip, 1);

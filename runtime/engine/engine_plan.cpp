@@ -39,7 +39,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   const Bucket& largest = memory.largest().largest;
   Bucket resolved = bucket;
   if (resolved.max_tokens == 0) resolved.max_tokens = largest.max_tokens;
-  if (resolved.decode_rows == 0) resolved.top_k = resolved.unbounded = resolved.pages = false;  // Nothing to choose.
+  if (resolved.decode_rows == 0) resolved.top_k = resolved.unbounded = resolved.pages = resolved.audit = false;  // Nothing to choose.
   const auto in = [&](const char* field, std::uint32_t value, std::uint32_t most) {
     if (value <= most) return;
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's " + field + " is " + text(value) +
@@ -52,6 +52,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   in("top_k", resolved.top_k, largest.top_k);
   in("unbounded", resolved.unbounded, largest.unbounded);
   in("pages", resolved.pages, largest.pages);
+  in("audit", resolved.audit, largest.audit);
   if (resolved.max_tokens % memory.largest().layout.page_tokens != 0)
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's max_tokens is " +
                                             text(resolved.max_tokens) + "; it must be a multiple of page_tokens, " +
@@ -201,7 +202,8 @@ std::uint64_t Engine::Impl::builds_on() const noexcept {
   return programs.empty() ? good : std::max(good, programs.newest().forward);
 }
 
-std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream) {
+std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream,
+                                 std::uint32_t queries) {
   if (copies.size() + wanted.size() > copies.capacity())
     throw Error(Errc::device, "plan: too many plans could not be enqueued; is the stream one of the engine's device?");
   const std::uint64_t forward = planned + 1;
@@ -218,7 +220,8 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   try {
     grow(wanted);
     write_rows(m, wanted);
-    choice.expect(forward, choosing_rows(m, wanted));
+    if (bucket.audit) programs.newest().audit = audit_of(wanted);
+    choice.expect(forward, choosing_rows(m, wanted, programs.newest()));
     write_lists(m, wanted);
     verbs.apply(m, stream);
   } catch (...) {
@@ -227,7 +230,8 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     throw;
   }
   for (const auto& [sequence, item] : wanted) {
-    if (item.prefill && bucket.prefills != 0 && sequence->tail.slot != kNone) extend_tail(*sequence, item.tokens);
+    if (item.prefill && sequence->tail.slot != kNone)
+      extend_tail(*sequence, item.tokens, bucket.prefills != 0 ? item.tokens : queries);
     sequence->planned += item.tokens;
     sequence->pages.set_synced();
   }

@@ -36,10 +36,11 @@ void Engine::Impl::copy_tail(const Sequence& from, Sequence& to) noexcept {
   to.tail.end = std::min(from.tail.end, to.tokens);
 }
 
-void Engine::Impl::extend_tail(Sequence& sequence, std::uint32_t count) noexcept {
+void Engine::Impl::extend_tail(Sequence& sequence, std::uint32_t count, std::uint32_t queries) noexcept {
   Sequence::Tail& tail = sequence.tail;
   if (tail.end != sequence.planned || tail.begin > tail.end) tail.begin = sequence.planned;
   tail.end = sequence.planned + count;
+  if (queries < count) tail.begin = tail.end - queries;
   tail.begin = std::max(tail.begin, tail.end - std::min(tail.end, options.prompt_queries));
 }
 
@@ -89,14 +90,19 @@ void Engine::Impl::begin_policy(SequenceId id, Sequence& sequence) {
 }
 
 std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemory& m,
-                                                              std::span<const Wanted> wanted) const {
+                                                              std::span<const Wanted> wanted,
+                                                              const runtime::Program& program) const {
   std::vector<runtime::ChoosingRow> rows;
   std::uint32_t index = 0;
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill) continue;
     if (sequence->tail.slot != kNone)
       rows.push_back(
-          {.sequence = item.sequence, .policy = sequence->policy, .index = index, .window = m.slip_rows[index]});
+          {.sequence = item.sequence,
+           .policy = sequence->policy,
+           .index = index,
+           .window = m.slip_rows[index],
+           .audit = program.audit});
     index += item.tokens;
   }
   return rows;

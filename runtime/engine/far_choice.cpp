@@ -8,6 +8,21 @@
 
 namespace sluice::runtime {
 
+namespace {
+
+/// Of a list that is complete: what was selected comes last.
+void note(const ChosenList& chosen, ChoiceNote& note) {
+  std::size_t selected = chosen.selected.tokens.size();
+  for (const PageRun& run : chosen.selected.runs) selected += run.end - run.begin;
+  note.bypassed = chosen.bypass.heads;
+  note.rows.assign(chosen.rows.end() - static_cast<std::ptrdiff_t>(selected), chosen.rows.end());
+  note.members.clear();
+  if (!chosen.members.empty())
+    note.members.assign(chosen.members.end() - static_cast<std::ptrdiff_t>(selected), chosen.members.end());
+}
+
+}  // namespace
+
 FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels)
     : memory_(memory), kernels_(kernels), lists_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads) {
   failures_.reserve(kMostForwards);  // What fails for want of memory must be known all the same.
@@ -113,6 +128,7 @@ void FarChoice::choose_for(std::uint64_t forward, std::uint32_t layer, const Pla
   }
   place.row->policy->choose(asked, chosen.selected, chosen.bypass, counters);
   list(layer, place, chosen);
+  if (place.row->audit) note(chosen, place.row->audit->note(place.row->index, layer, place.kv_head));
   far_tokens_.fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
   scored_.fetch_add(counters.scored, std::memory_order_relaxed);
 }

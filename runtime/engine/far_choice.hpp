@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/kernels.hpp"
+#include "runtime/engine/forward_audit.hpp"
 #include "runtime/engine/sequence_policy.hpp"
 #include "scheduler/heap_bytes.hpp"
 #include "sluice/forward_memory.hpp"
@@ -21,6 +22,7 @@ struct ChoosingRow {
   std::shared_ptr<SequencePolicy> policy;
   std::uint32_t index = 0;  ///< among the rows that choose
   ForwardRow window;        ///< as the device has it
+  std::shared_ptr<ForwardAudit> audit{};  ///< null: the forward is not audited
 };
 
 /// What the far part of one list is once its policy has chosen: what the device has listed, then what was chosen.

@@ -42,6 +42,8 @@ struct Engine::Impl : cpu::Kept {
     std::shared_ptr<runtime::SequencePolicy> policy{};
     std::uint32_t policy_tokens = 0;   ///< that there were when it looked at the prompt
     std::uint64_t policy_forward = 0;  ///< and the newest forward then
+    AuditReport audit{};
+    std::vector<std::uint32_t> watched{};  ///< tokens, ascending
   };
   /// What a plan asks for, checked.
   struct Wanted {
@@ -53,15 +55,18 @@ struct Engine::Impl : cpu::Kept {
 
   // As Engine's.
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);
-  [[nodiscard]] SequenceId fork(SequenceId id, std::uint32_t tokens);
+  /// `policy` null: the parent's.
+  [[nodiscard]] SequenceId fork(SequenceId id, std::uint32_t tokens, const PolicySpec* policy);
   void truncate(SequenceId id, std::uint32_t tokens);
-  void import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream);
+  void import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
+                     const TensorView& q);
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& asked, void* stream);
   void attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const MutableTensorView& out, void* stream, float* lse);
   void finish(const Batch& batch);
   void cancel(const Batch& batch);
   void end(SequenceId id);
+  void watch(SequenceId id, std::span<const std::uint32_t> tokens);
 
   // Sequences.
   [[nodiscard]] Sequence& at(SequenceId id);
@@ -81,12 +86,13 @@ struct Engine::Impl : cpu::Kept {
   /// Whether a sequence has tokens, or is planned to have, that its policy has not seen as a prompt's.
   [[nodiscard]] bool outdated(SequenceId id, const Sequence& sequence) const noexcept;
   void begin_policy(SequenceId id, Sequence& sequence);
-  /// Queries of tokens [planned, planned + count) are brought along.
-  void extend_tail(Sequence& sequence, std::uint32_t count) noexcept;
+  /// Tokens [planned, planned + count) come, with the queries of the last `queries` of them.
+  void extend_tail(Sequence& sequence, std::uint32_t count, std::uint32_t queries) noexcept;
   [[nodiscard]] std::uint32_t tail_row(const Sequence& sequence, const PlanItem& item,
                                        std::uint32_t token) const noexcept;
   [[nodiscard]] std::vector<runtime::ChoosingRow> choosing_rows(const ForwardMemory& memory,
-                                                                std::span<const Wanted> wanted) const;
+                                                                std::span<const Wanted> wanted,
+                                                                const runtime::Program& program) const;
   /// Of the heap, that policies of the CPU hold: as it was when no forward was under way.
   [[nodiscard]] std::uint64_t policy_bytes() noexcept;
   /// A policy could not choose: the forward comes to nothing, and all behind it.
@@ -105,7 +111,14 @@ struct Engine::Impl : cpu::Kept {
   /// The forward that the next one continues.
   [[nodiscard]] std::uint64_t builds_on() const noexcept;
   /// Hands the plan to the device, and counts its tokens as planned.
-  std::uint64_t send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream);
+  /// `queries`: that come with prompts of a bucket without chunks, of the newest tokens.
+  std::uint64_t send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream, std::uint32_t queries = 0);
+
+  // Audits.
+  /// Whether a forward of this bucket may be planned now, as far as audits are concerned; throws if not.
+  void require_auditable(const Bucket& bucket) const;
+  [[nodiscard]] std::shared_ptr<runtime::ForwardAudit> audit_of(std::span<const Wanted> wanted) const;
+  void compare(runtime::ForwardAudit& audit);
 
   // Waiting.
   /// How it ended; it must be in flight.
@@ -129,7 +142,7 @@ struct Engine::Impl : cpu::Kept {
   ForwardVerbs& verbs;
   runtime::EngineMemory memory;
   cpu::Backend host;                             ///< of policies that choose, one thread each
-  std::unique_ptr<cpu::Workers> prompt_workers;  ///< by which they look at prompts; null if there may be none
+  std::unique_ptr<cpu::Workers> prompt_workers;  ///< by which they look at prompts, and audits compare; or null
   runtime::FarChoice choice;
 
   runtime::BlockTable table;
@@ -145,6 +158,7 @@ struct Engine::Impl : cpu::Kept {
   std::uint64_t good = 0;        ///< the newest that is known to have got to its end
   std::uint32_t next_layer = 0;  ///< of what is enqueued; kNone: one could not be
   std::uint64_t importing = 0;   ///< the forward that an import under way is; 0: there is none
+  std::uint32_t importing_queries = 0;
 
   runtime::FarWorkers far;  ///< last: its threads use all of the above
 };

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "runtime/engine/forward_audit.hpp"
 #include "sluice/engine.hpp"
 
 namespace sluice::runtime {
@@ -20,6 +22,7 @@ struct Program {
   std::vector<PlanItem> items;
   std::vector<std::uint32_t> ends;       ///< [items] position behind the item's newest token
   std::optional<ForwardStatus> ended{};  ///< how, if that was seen before it is asked about
+  std::shared_ptr<ForwardAudit> audit{};  ///< null: it is not audited
 };
 
 /// Programs in flight, in the order of their forwards.
@@ -37,6 +40,7 @@ class Programs {
   }
   [[nodiscard]] std::deque<Program>& all() noexcept { return programs_; }
   [[nodiscard]] const std::deque<Program>& all() const noexcept { return programs_; }
+  [[nodiscard]] Program& newest() noexcept { return programs_.back(); }
   [[nodiscard]] const Program& newest() const noexcept { return programs_.back(); }
   /// Null if it is not in flight.
   [[nodiscard]] const Program* find(std::uint64_t forward) const noexcept {

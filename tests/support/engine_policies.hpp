@@ -65,8 +65,8 @@ inline std::vector<float> decode(Engine& engine, const EngineRig& rig, Teller& t
 /// The same by a Runtime of the host.
 class Reference {
  public:
-  Reference(const EngineRig& rig, const Story& story, const PolicySpec& policy)
-      : story_(story), runtime_(options(rig)), id_(runtime_.begin(policy)) {}
+  Reference(const EngineRig& rig, const Story& story, const PolicySpec& policy, bool audit = false)
+      : story_(story), runtime_(options(rig, audit)), id_(runtime_.begin(policy)) {}
 
   void prefill(std::uint32_t tokens) {
     for (; at_ < tokens; at_ += std::min(kChunk, tokens - at_)) {
@@ -109,9 +109,11 @@ class Reference {
     return out;
   }
   [[nodiscard]] Stats stats() const { return runtime_.stats(id_); }
+  void watch(const std::vector<std::uint32_t>& tokens) { runtime_.watch(id_, tokens); }
+  [[nodiscard]] AuditReport audit() const { return runtime_.audit(id_); }
 
  private:
-  static RuntimeOptions options(const EngineRig& rig) {
+  static RuntimeOptions options(const EngineRig& rig, bool audit) {
     RuntimeOptions options;
     options.shape = kShape;
     options.kv_dtype = rig.kv_dtype;
@@ -122,6 +124,7 @@ class Reference {
     options.host_bytes = 64 * MiB;
     options.near_bytes = 16 * MiB;
     options.placement = PlacementMode::hybrid;
+    options.audit_every = audit ? 1 : 0;
     return options;
   }
   static TensorView view(const float* data, std::uint32_t count, std::uint32_t heads) {

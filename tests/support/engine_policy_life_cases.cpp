@@ -94,6 +94,48 @@ TEST_CASE("a fork goes on as its parent would, as long as its policy has learnt 
   REQUIRE(difference(decode(engine, rig, exact), first) == 0.0);
 }
 
+TEST_CASE("a fork under another policy is as if it had been there from the beginning", "[engine]") {
+  const char* const text =
+      GENERATE("lfps", "magicpig | dense=0", "exact | int4 | top_k=20 | near=0", "full:near=0", "exact | top_k=20 | near=0");
+  CAPTURE(text);
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 150, 43);
+  Engine engine(options_for(rig, 1, 0), rig.device);
+  Teller parent{.story = &story, .id = engine.begin(parse_policy("history | top_k=9 | near=0"))};
+  prefill(engine, rig, parent, 130);
+  Teller child{.story = &story, .id = engine.fork(parent.id, 130, parse_policy(text)), .at = 130};
+  for (int step = 0; step < 5; ++step) (void)decode(engine, rig, parent);
+  // What the parent has learnt from is no matter; its prompt's newest queries are.
+  Teller late{.story = &story, .id = engine.fork(parent.id, 130, parse_policy(text)), .at = 130};
+  engine.end(parent.id);
+  Teller own{.story = &story, .id = engine.begin(parse_policy(text))};
+  prefill(engine, rig, own, 130);
+  for (int step = 0; step < 12; ++step) {
+    const std::vector<float> want = decode(engine, rig, own);
+    REQUIRE(difference(decode(engine, rig, child), want) < tolerance(rig));
+    REQUIRE(difference(decode(engine, rig, late), want) < tolerance(rig));
+  }
+  REQUIRE(code_of([&] { (void)engine.fork(own.id, 20, parse_policy("quest")); }) == Errc::unsupported);
+}
+
+TEST_CASE("imported queries are worth as much as a prompt's own", "[engine]") {
+  struct Case {
+    std::uint32_t rows;     ///< of an import, at most
+    std::uint32_t queries;  ///< of the prompt's newest tokens, which come along
+  };
+  const auto& [rows, queries] = GENERATE(values<Case>({{130, 130}, {50, 130}, {130, 32}, {50, 40}, {7, 33}}));
+  CAPTURE(rows, queries);
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 150, 44);
+  Engine engine(options_for(rig, 1, 9), rig.device);
+  Teller own{.story = &story, .id = engine.begin(parse_policy("lfps"))};
+  prefill(engine, rig, own, 130);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("lfps"))};
+  import_story(engine, rig, teller, 130, rows, 130 - queries);
+  for (int step = 0; step < 12; ++step)
+    REQUIRE(difference(decode(engine, rig, teller), decode(engine, rig, own)) < tolerance(rig));
+}
+
 TEST_CASE("what policies of the CPU cannot have is named", "[engine]") {
   const EngineRig rig = engine_rig();
   EngineOptions options = options_for(rig, 2, 0);

@@ -296,20 +296,28 @@ void ForwardTensors::spoil() {
   }
 }
 
-void import_story(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t tokens) {
+void import_story(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t tokens, std::uint32_t rows,
+                  std::uint32_t first_query) {
   const AttentionShape& shape = engine.options().shape;
   const std::uint64_t row = std::uint64_t{shape.kv_heads} * shape.head_dim;
+  const std::uint64_t q_row = std::uint64_t{shape.q_heads} * shape.head_dim;
   while (teller.at < tokens) {
-    const std::uint32_t count = std::min(tokens - teller.at, engine.options().import_rows);
-    const auto buffer = rig.device->allocate_pinned(2 * shape.layers * count * row * sizeof(float));
+    const std::uint32_t count = std::min({tokens - teller.at, rows, engine.options().import_rows});
+    const std::uint32_t queries = teller.at + count - std::clamp(first_query, teller.at, teller.at + count);
+    const std::uint64_t floats = 2 * count * row + queries * q_row;
+    const auto buffer = rig.device->allocate_pinned(shape.layers * floats * sizeof(float));
     auto* at = reinterpret_cast<float*>(buffer->data());
-    for (std::uint32_t layer = 0; layer < shape.layers; ++layer, at += 2 * count * row) {
+    for (std::uint32_t layer = 0; layer < shape.layers; ++layer, at += floats) {
       std::copy_n(teller.story->k(layer, teller.at), count * row, at);
       std::copy_n(teller.story->v(layer, teller.at), count * row, at + count * row);
-      const auto view = [&](const float* data) {
-        return dense_view(data, DType::f32, count, shape.kv_heads, shape.head_dim);
+      if (queries != 0)
+        std::copy_n(teller.story->q(layer, teller.at + count - queries), queries * q_row, at + 2 * count * row);
+      const auto view = [&](const float* data, std::uint32_t of, std::uint32_t heads) {
+        return dense_view(data, DType::f32, of, heads, shape.head_dim);
       };
-      engine.import_prefix(teller.id, LayerId{layer}, view(at), view(at + count * row), rig.stream);
+      engine.import_prefix(teller.id, LayerId{layer}, view(at, count, shape.kv_heads),
+                           view(at + count * row, count, shape.kv_heads), rig.stream,
+                           view(at + 2 * count * row, queries, shape.q_heads));
     }
     teller.at += count;
   }

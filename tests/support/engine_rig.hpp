@@ -159,8 +159,9 @@ struct Teller {
   std::uint32_t at = 0;
 };
 
-/// Brings the story's first tokens in.
-void import_story(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t tokens);
+/// Brings the story's first tokens in, at most `rows` at a time, with the queries of those from `first_query` on.
+void import_story(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t tokens,
+                  std::uint32_t rows = kNone, std::uint32_t first_query = kNone);
 
 /// A plan of one new token for each of these.
 [[nodiscard]] std::vector<PlanItem> one_each(std::span<const SequenceId> ids);

@@ -1,0 +1,46 @@
+// Audits of an Engine: which forwards are, and what sequences get of it.
+#include <algorithm>
+
+#include "runtime/engine/impl.hpp"
+
+namespace sluice {
+
+void Engine::Impl::require_auditable(const Bucket& bucket) const {
+  const bool under_way = !programs.empty() && programs.newest().bucket.audit;
+  if (!bucket.audit && !under_way) return;
+  if (!programs.empty())
+    throw Error(Errc::invalid_argument, "plan: an audited forward runs alone; finish or cancel forward " +
+                                            std::to_string(programs.newest().forward) + " first");
+  if (prompt_workers->lost())
+    throw Error(Errc::timeout, "plan: threads that compared an earlier forward have not come back; plan without audit");
+}
+
+std::shared_ptr<runtime::ForwardAudit> Engine::Impl::audit_of(std::span<const Wanted> wanted) const {
+  auto audit = std::make_shared<runtime::ForwardAudit>(memory.largest(), cpu::fastest_kernels());
+  for (const auto& [sequence, item] : wanted) {
+    for (std::uint32_t i = 0; i < item.tokens && !item.prefill; ++i) {
+      audit->add({.sequence = item.sequence,
+                  .tokens = sequence->planned + i + 1,
+                  .corrected = sequence->spec.budget.kind == BudgetKind::sampled,
+                  .blocks = sequence->pages.blocks(),
+                  .watched = sequence->watched,
+                  .notes = {}});
+    }
+  }
+  return audit;
+}
+
+void Engine::Impl::compare(runtime::ForwardAudit& audit) {
+  audit.compare(*prompt_workers);
+  for (std::uint32_t row = 0; row < audit.rows().size(); ++row)
+    audit.report(row, at(audit.rows()[row].sequence).audit);
+}
+
+void Engine::Impl::watch(SequenceId id, std::span<const std::uint32_t> tokens) {
+  std::vector<std::uint32_t> watched(tokens.begin(), tokens.end());
+  std::ranges::sort(watched);
+  watched.erase(std::ranges::unique(watched).begin(), watched.end());
+  at(id).watched = std::move(watched);
+}
+
+}  // namespace sluice

@@ -1,0 +1,109 @@
+#include "runtime/engine/forward_audit.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <unordered_map>
+#include <utility>
+
+#include "cpu/verbs.hpp"
+
+namespace sluice::runtime {
+
+void ForwardAudit::add(AuditedRow row) {
+  row.notes.resize(memory_.planes());
+  rows_.push_back(std::move(row));
+}
+
+void ForwardAudit::compare(const cpu::Workers& workers) {
+  const std::uint32_t planes = memory_.planes();
+  results_.resize(rows_.size() * planes);
+  workers.parallel_for(static_cast<std::uint32_t>(results_.size()), [self = shared_from_this(), planes](std::uint32_t i) {
+    const std::uint32_t kv_heads = self->memory_.shape.kv_heads;
+    self->compare(i / planes, i % planes / kv_heads, i % kv_heads, self->results_[i]);
+  });
+}
+
+void ForwardAudit::compare(std::uint32_t index, std::uint32_t layer, std::uint32_t kv_head, Result& result) const {
+  const AuditedRow& row = rows_[index];
+  const std::uint32_t heads = memory_.shape.group();
+  const std::uint32_t plane = memory_.plane(layer, kv_head);
+  const std::uint64_t list = memory_.audit_list(layer, index * memory_.shape.kv_heads + kv_head);
+  AuditedGroup group{.tokens = row.tokens, .group = heads, .head_dim = memory_.shape.head_dim};
+  attend_exactly(row, layer, kv_head, memory_.audit_q + list * heads * group.head_dim, group);
+  mark(row, plane, list, group);
+  group.attended_out = memory_.audit_out + list * heads * group.head_dim;
+  group.attended_lse = memory_.audit_lse + list * heads;
+  group.estimated = row.corrected ? ~0u : row.notes[plane].bypassed;
+  for (std::uint32_t h = 0; h < heads; ++h) result.heads.push_back(find(group, h, row.watched));
+  result.attended =
+      static_cast<std::uint32_t>(std::ranges::count_if(group.heads, [](std::uint32_t members) { return members != 0; }));
+  result.bypassed = static_cast<std::uint32_t>(std::popcount(row.notes[plane].bypassed));
+}
+
+void ForwardAudit::attend_exactly(const AuditedRow& row, std::uint32_t layer, std::uint32_t kv_head, const float* q,
+                                  AuditedGroup& group) const {
+  const PageLayout& layout = memory_.layout;
+  const cpu::ElementKernels& kernels = cpu::kernels_for(kernels_, layout.dtype);
+  std::vector<const std::byte*> keys(row.tokens);
+  std::vector<float> value(group.head_dim);
+  for (std::uint32_t t = 0; t < row.tokens; ++t) {
+    const std::uint32_t at = row.blocks[t / layout.page_tokens] * layout.page_tokens + t % layout.page_tokens;
+    keys[t] = memory_.far_key(memory_.plane(layer, kv_head), at);
+    kernels.widen(keys[t] + layout.half_bytes(), value.data(), value.size());
+    double squares = 0.0;
+    for (const float v : value) squares += double{v} * v;
+    group.largest_value = std::max(group.largest_value, std::sqrt(squares));
+  }
+  group.scores.resize(std::size_t{row.tokens} * group.group);
+  group.out.resize(std::size_t{group.group} * group.head_dim);
+  group.lse.resize(group.group);
+  kernels.attend({.q = q,
+                  .k = keys.data(),
+                  .v_offset = layout.half_bytes(),
+                  .seen = group.scores.data(),
+                  .count = row.tokens,
+                  .group = group.group,
+                  .head_dim = group.head_dim,
+                  .out = group.out.data(),
+                  .lse = group.lse.data()});
+}
+
+void ForwardAudit::mark(const AuditedRow& row, std::uint32_t plane, std::uint64_t list, AuditedGroup& group) const {
+  const std::uint32_t page_tokens = memory_.layout.page_tokens;
+  const std::uint32_t all = ~0u >> (32 - group.group);
+  std::unordered_map<std::uint32_t, std::uint32_t> pages;  // By block.
+  for (std::uint32_t page = 0; page < row.blocks.size(); ++page) pages[row.blocks[page]] = page;
+  group.heads.assign(row.tokens, 0);
+  const auto members = [&](std::uint32_t at) -> std::uint32_t& {
+    return group.heads[pages.at(at / page_tokens) * page_tokens + at % page_tokens];
+  };
+  const std::uint32_t* const listed = memory_.audit_rows + list * memory_.list_room();
+  for (std::uint32_t i = 0; i < memory_.audit_counts[list]; ++i) members(listed[i]) |= all;
+  const ChoiceNote& note = row.notes[plane];
+  for (std::size_t i = 0; i < note.rows.size(); ++i)
+    members(note.rows[i]) |= note.members.empty() ? all & ~note.bypassed : note.members[i];
+}
+
+void ForwardAudit::report(std::uint32_t index, AuditReport& report) const {
+  const AttentionShape& shape = memory_.shape;
+  report.layers = shape.layers;
+  report.q_heads = shape.q_heads;
+  report.heads.resize(std::size_t{shape.layers} * shape.q_heads);
+  ++report.tokens;
+  for (std::uint32_t plane = 0; plane < memory_.planes(); ++plane) {
+    const Result& result = results_[std::size_t{index} * memory_.planes() + plane];
+    report.attended_tokens += result.attended;
+    report.dense_tokens += rows_[index].tokens;
+    report.bypassed_heads += result.bypassed;
+    for (std::uint32_t h = 0; h < shape.group(); ++h) {
+      const HeadFinding& found = result.heads[h];
+      runtime::add(found, report.heads[std::size_t{plane} * shape.group() + h]);
+      report.coverage.add(found.coverage);
+      report.overlap.add(found.overlap);
+      if (found.watched) report.watched.add(found.watched_kept);
+    }
+  }
+}
+
+}  // namespace sluice::runtime
