@@ -24,6 +24,7 @@ struct EvalOptions {
   TaskEvalOptions task;
   PrefillFlags prefill;
   std::string haystack;
+  std::string near = "5%";
   std::string needles;
   std::string needle_tokens = "128K";
   std::uint32_t needle_steps = 8;
@@ -100,6 +101,7 @@ Json config_of(const EvalOptions& options, const RuntimeFlags& runtime, const Na
           {"needle_steps", options.needle_steps},
           {"sinks", options.sinks},
           {"own_pages", runtime.own_pages},
+          {"near", options.near},
           {"placement", to_string(runtime.options.placement)},
           {"audit_every", runtime.options.audit_every},
           {"device", options.device.device}};
@@ -123,6 +125,7 @@ int run(const EvalOptions& options) {
   const std::shared_ptr<Device> device = make_device(options.device);
   RuntimeFlags flags = options.runtime;
   choose_chunk(flags, device.get(), prefills);
+  if (!cells.empty()) require_for_engine(flags);
   AttentionShape shape;
   ProgressBar bar("eval");
   const InterruptScope interrupts;
@@ -137,8 +140,10 @@ int run(const EvalOptions& options) {
     }
     choose_kv_dtype(flags, model);
     report = std::make_unique<EvalReport>(policies, model.config().shape());
+    TaskEvalOptions task = options.task;
+    task.near = parse_share(options.near, "--near");
     const std::string haystack = options.haystack.empty() ? "" : read_input(options.haystack);
-    TaskEvaluation evaluation(options.task, flags, model, policies.specs, device, haystack);
+    TaskEvaluation evaluation(task, flags, model, policies.specs, device, haystack);
     for (const Cell& cell : cells) evaluation.check(cell);  // Not after hours of others.
     for (const Cell& cell : cells) {
       for (const PrefillSpec& prefill : prefills) {
@@ -181,6 +186,9 @@ void add_eval(CLI::App& app, int& exit_code) {
   add_seed(*command, options->task.seed, "Seed of the first prompt; the others follow");
   command->add_option("--haystack", options->haystack, "Filler text [default: the testbed's five sentences]")
       ->type_name("FILE");
+  command->add_option("--near", options->near, "Share of the tokens that device memory has room for, while tasks are answered")
+      ->capture_default_str()
+      ->type_name("SHARE");
   command
       ->add_option("--needles", options->needles,
                    "Also synthetic attention of Llama-3.1-8B's shape: comma list of needles per step, e.g. 1,16; needs no model")
@@ -197,7 +205,7 @@ void add_eval(CLI::App& app, int& exit_code) {
   add_runtime_flags(*command, options->runtime);
   add_output(*command, options->output);
   command->footer(
-      "Each policy runs in a runtime with the page size that it was made for (see `sluice policies`), unless\n"
+      "Each policy runs in an engine with the page size that it was made for (see `sluice policies`), unless\n"
       "--page-tokens is given.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }

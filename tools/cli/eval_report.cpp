@@ -7,24 +7,23 @@
 namespace sluice::tools {
 namespace {
 
-Json per_step(std::uint64_t bytes, const Stats& stats) {
-  return stats.steps == 0 ? Json() : Json(static_cast<double>(bytes) / static_cast<double>(stats.steps));
-}
-
 /// Share of heads and steps whose coverage reached the mass that the policy aims at; null if it aims at none.
-Json reached(const PolicySpec& spec, const Stats& stats) {
+Json reached(const PolicySpec& spec, const ShareHistogram& coverage) {
   const BudgetKind kind = spec.budget.kind;
   const bool counts = kind == BudgetKind::top_k || kind == BudgetKind::sampled;
   const bool aims = spec.sources != 0 && !spec.uses(Source::all) && !counts;
-  return aims && stats.coverage.count() != 0 ? Json(stats.coverage.share_above(spec.budget.mass)) : Json();
+  return aims && coverage.count() != 0 ? Json(coverage.share_above(spec.budget.mass)) : Json();
 }
 
-void append_link(std::uint64_t bytes, const PolicySpec& spec, const Stats& stats, std::vector<Column>& columns,
-                 std::vector<Json>& row) {
-  columns.push_back({"link_bytes_per_step", "link B/step"});
-  row.push_back(per_step(bytes, stats));
+void append_reached(const PolicySpec& spec, const ShareHistogram& coverage, std::vector<Column>& columns,
+                    std::vector<Json>& row) {
   columns.push_back({"reached_share", "reached", 1, Column::Show::percent});
-  row.push_back(reached(spec, stats));
+  row.push_back(reached(spec, coverage));
+}
+
+void append_link(std::uint64_t bytes, const Stats& stats, std::vector<Column>& columns, std::vector<Json>& row) {
+  columns.push_back({"link_bytes_per_step", "link B/step"});
+  row.push_back(stats.steps == 0 ? Json() : Json(static_cast<double>(bytes) / static_cast<double>(stats.steps)));
 }
 
 }  // namespace
@@ -53,12 +52,12 @@ void EvalReport::add(const Cell& cell, const std::string& prefill, const std::ve
                                    {"prefill", "prefill"}, {"page_tokens", "page"},     {"prompts", "prompts"},
                                    {"accuracy", "accuracy", 2}};
     std::vector<Json> row = {to_string(cell.kind), cell.length,   name,    prefill,
-                             score.page_tokens,    score.prompts, accuracy};
+                             score.layout.page_tokens, score.prompts, accuracy};
     append_blocks(score.prompt, columns, row);
     columns.push_back({"prefill_ms", "prefill ms", 1});
     row.push_back(1e3 * score.prefill_s / score.prompts);
-    append_stats(score.stats, shape_, columns, row);
-    append_link(score.link_bytes, policies_.specs[p], score.stats, columns, row);
+    append_decode(score.decoded, shape_, score.layout, columns, row);
+    append_reached(policies_.specs[p], score.decoded.audited.coverage, columns, row);
     tasks_.columns = std::move(columns);
     tasks_.rows.push_back(std::move(row));
     add_lost(cell, p, prefill, accuracy, score);
@@ -80,7 +79,8 @@ void EvalReport::add(const NeedleOptions& options, const std::vector<NeedleScore
     append_stats(score.audited, shape, columns, row);
     const auto time = std::find_if(columns.begin(), columns.end(), [](const Column& c) { return c.key == "layer_us"; });
     row[static_cast<std::size_t>(time - columns.begin())] = score.layer_us;
-    append_link(score.link_bytes, policies_.specs[p], score.audited, columns, row);
+    append_link(score.link_bytes, score.audited, columns, row);
+    append_reached(policies_.specs[p], score.audited.coverage, columns, row);
     needles_.columns = std::move(columns);
     needles_.rows.push_back(std::move(row));
   }

@@ -38,7 +38,7 @@ class EvalReport {
 
   const NamedPolicies& policies_;
   AttentionShape shape_;
-  Table tasks_{.key = "eval", .title = kStatsNote};
+  Table tasks_{.key = "eval", .title = kDecodeNote};
   Table lost_{.key = "lost",
               .title = "Who lost the answer, for accuracies below 0.95: the heads that missed most of the mass they "
                        "wanted on the answer's tokens, over the failed prompts"};

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "sluice/error.hpp"
+#include "sluice/runtime.hpp"
 #include "tools/cli/interrupt.hpp"
 #include "tools/llama/sampler.hpp"
 #include "tools/llama/session.hpp"
@@ -16,29 +17,6 @@ namespace {
 
 constexpr std::size_t kBosTokens = 1;
 
-/// A prompt and what it cost.
-struct Prefilled {
-  PromptCache cache;
-  PromptStats stats;
-  double seconds = 0.0;
-};
-
-Prefilled prefilled(const Model& model, Runtime& runtime, const PrefillSpec& prefill, std::span<const int> tokens) {
-  Prefilled result;
-  Session session(model, runtime, parse_policy("full"), prefill);
-  const auto start = Clock::now();
-  const auto stop = [&](std::uint32_t, std::uint32_t) {
-    if (!interrupted()) return;
-    runtime.synchronize();  // A GPU may still work on the session's tensors.
-    throw Interrupted();
-  };
-  session.prefill(tokens, stop, &result.cache);
-  result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  runtime.synchronize();
-  result.stats = session.stats().prompt;
-  return result;
-}
-
 /// Positions of the answer's tokens: a byte is a token, behind BOS.
 std::vector<std::uint32_t> evidence_of(const Task& task) {
   std::vector<std::uint32_t> tokens(task.evidence_end - task.evidence_begin);
@@ -47,6 +25,13 @@ std::vector<std::uint32_t> evidence_of(const Task& task) {
 }
 
 }  // namespace
+
+/// A prompt and what it cost.
+struct TaskEvaluation::Prefilled {
+  PromptCache cache;
+  PromptStats stats;
+  double seconds = 0.0;
+};
 
 TaskEvaluation::TaskEvaluation(const TaskEvalOptions& options, const RuntimeFlags& flags, const Model& model,
                                std::vector<PolicySpec> policies, std::shared_ptr<Device> device, std::string haystack)
@@ -94,60 +79,108 @@ std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& 
   return scores;
 }
 
+TaskEvaluation::Prefilled TaskEvaluation::prefilled(const PrefillSpec& prefill, std::span<const int> tokens,
+                                                   std::size_t longest) const {
+  const PolicySpec dense = parse_policy("full");
+  RuntimeFlags flags = flags_;
+  flags.options.audit_every = 0;
+  Runtime runtime(sized(flags, model_.config().shape(), {&dense, 1}, static_cast<std::uint32_t>(longest)), device_);
+  Prefilled result;
+  Session session(model_, runtime, dense, prefill);
+  const auto start = Clock::now();
+  const auto stop = [&](std::uint32_t, std::uint32_t) {
+    if (!interrupted()) return;
+    runtime.synchronize();  // A GPU may still work on the session's tensors.
+    throw Interrupted();
+  };
+  session.prefill(tokens, stop, &result.cache);
+  result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  runtime.synchronize();
+  result.stats = session.stats().prompt;
+  return result;
+}
+
 void TaskEvaluation::run(const Cell& cell, std::span<const Task> tasks, const PrefillSpec& prefill,
                          std::span<TaskScore> scores, ProgressBar& bar) {
-  const std::size_t tokens = tokens_of(tasks);
   std::vector<Prefilled> prompts;
   std::size_t done = 0;
-  // One runtime for each page size, one after the other, so that only one holds memory.
-  for (const auto& [page_tokens, group] : by_page_size(policies_, flags_)) {
-    std::vector<PolicySpec> specs;
-    for (const std::size_t p : group) specs.push_back(policies_[p]);
-    RuntimeFlags flags = flags_;
-    flags.options.page_tokens = page_tokens;
-    Runtime runtime(sized(flags, model_.config().shape(), specs, static_cast<std::uint32_t>(tokens)), device_);
-    for (std::size_t i = 0; i < tasks.size(); ++i) {
-      const std::vector<int> prompt = ByteTokenizer::encode(tasks[i].prompt);
-      const std::size_t tail = std::min<std::size_t>(options_.decode_prompt, prompt.size() - 1);
-      if (i == prompts.size()) {
-        prompts.push_back(prefilled(model_, runtime, prefill, std::span(prompt).first(prompt.size() - tail)));
-      }
-      for (const std::size_t p : group) {
-        stop_if_interrupted();
-        scores[p].page_tokens = page_tokens;
-        scores[p].prompt.merge(prompts[i].stats);
-        scores[p].prefill_s += prompts[i].seconds;
-        answer(runtime, prompts[i].cache, std::span(prompt).last(tail), tasks[i], policies_[p], scores[p]);
-        bar.update(++done, tasks.size() * policies_.size(),
-                   std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[p].name);
-      }
+  const auto told = [&](std::size_t policy) {
+    bar.update(++done, tasks.size() * policies_.size(),
+               std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[policy].name);
+  };
+  // One engine after the other, so that only one holds memory.
+  for (const EngineGroup& group : by_engine(policies_, flags_)) run(group, tasks, prefill, prompts, scores, told);
+}
+
+void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, const PrefillSpec& prefill,
+                         std::vector<Prefilled>& prompts, std::span<TaskScore> scores,
+                         const std::function<void(std::size_t)>& told) {
+  const std::size_t longest = tokens_of(tasks);
+  std::vector<PolicySpec> specs;
+  for (const std::size_t p : group.policies) specs.push_back(policies_[p]);
+  std::size_t apart = 0;
+  for (const Task& task : tasks) apart = std::max(apart, options_.decode_prompt + answer_limit(task));
+  sluice::Engine engine(sized(flags_, model_.config().shape(), specs,
+                              {.page_tokens = group.page_tokens,
+                               .tokens = static_cast<std::uint32_t>(longest),
+                               .apart = static_cast<std::uint32_t>(apart),
+                               .near = options_.near}),
+                        device_);
+  // Queries of the prompt are there for its forks if it is under a policy that begins with them.
+  const auto begins = std::ranges::find_if(specs, [](const PolicySpec& spec) { return spec.uses(Source::history); });
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    const std::vector<int> tokens = ByteTokenizer::encode(tasks[i].prompt);
+    const std::size_t tail = std::min<std::size_t>(options_.decode_prompt, tokens.size() - 1);
+    if (i == prompts.size())
+      prompts.push_back(prefilled(prefill, std::span(tokens).first(tokens.size() - tail), longest));
+    EngineSession prompt(model_, engine, device_, begins == specs.end() ? specs.front() : *begins);
+    prompt.import_prompt(prompts[i].cache);
+    for (const std::size_t p : group.policies) {
+      stop_if_interrupted();
+      TaskScore& score = scores[p];
+      score.layout = {.page_tokens = group.page_tokens,
+                      .head_dim = engine.options().shape.head_dim,
+                      .dtype = engine.options().kv_dtype};
+      score.prompt.merge(prompts[i].stats);
+      score.prefill_s += prompts[i].seconds;
+      answer(engine, prompt, std::span(tokens).last(tail), tasks[i], policies_[p], score);
+      told(p);
     }
   }
 }
 
-void TaskEvaluation::answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
-                            const PolicySpec& policy, TaskScore& score) {
-  Session session(model_, runtime, policy);
-  session.import_prompt(cache);
-  runtime.watch(session.sequence(), evidence_of(task));
-  const Stats before = session.stats();
-  for (const int token : question) session.decode(token);
+void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt, std::span<const int> question,
+                            const Task& task, const PolicySpec& policy, TaskScore& score) {
+  EngineSession session(prompt, policy);
+  session.audit_every(flags_.options.audit_every);
+  engine.watch(session.sequence(), evidence_of(task));
+  const EngineStats before = engine.stats();
+  const auto start = Clock::now();
+  const auto decode = [&](int token) {
+    session.decode(token);
+    ++score.decoded.tokens;
+    score.decoded.dense_tokens += session.tokens();
+  };
+  for (const int token : question) decode(token);
   const std::size_t limit = answer_limit(task);
   std::vector<int> output;
   while (output.size() < limit) {
     stop_if_interrupted();
-    const int token = argmax(output.empty() && question.empty() ? cache.logits() : session.logits());
+    const int token = argmax(session.logits());
     if (model_.config().is_eos(token)) break;
     output.push_back(token);
-    if (output.size() < limit) session.decode(token);
+    if (output.size() < limit) decode(token);
   }
-  const Stats after = session.stats();
+  const AuditReport report = engine.audit(session.sequence());
+  DecodeScore run{.stats = since(before, engine.stats()),
+                  .audited = {},
+                  .seconds = std::chrono::duration<double>(Clock::now() - start).count()};
+  run.audited.merge_totals(report);
+  score.decoded.merge(run);
   const bool right = solved(task, ByteTokenizer::decode(output));
   ++score.prompts;
   score.solved += right ? 1 : 0;
-  score.link_bytes += after.h2d_bytes - before.h2d_bytes + after.d2h_bytes - before.d2h_bytes;
-  score.stats.merge(after);
-  if (!right) add_lost(runtime.audit(session.sequence()), score);
+  if (!right) add_lost(report, score);
 }
 
 void TaskEvaluation::add_lost(const AuditReport& report, TaskScore& score) const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -10,10 +11,11 @@
 #include "sluice/device.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/prefill.hpp"
-#include "sluice/runtime.hpp"
 #include "sluice/stats.hpp"
+#include "tools/cli/engine_columns.hpp"
+#include "tools/cli/engine_flags.hpp"
 #include "tools/cli/progress_bar.hpp"
-#include "tools/cli/runtime_flags.hpp"
+#include "tools/llama/engine_session.hpp"
 #include "tools/llama/model.hpp"
 #include "tools/llama/prompt_cache.hpp"
 #include "tools/llama/tasks.hpp"
@@ -33,9 +35,8 @@ struct LostHead {
 struct TaskScore {
   std::uint32_t prompts = 0;
   std::uint32_t solved = 0;
-  std::uint64_t link_bytes = 0;  ///< over the link while decoding, both ways
-  std::uint32_t page_tokens = 0; ///< of the runtime that it ran in
-  Stats stats;
+  PageLayout layout;        ///< of the engine that it ran in
+  DecodeScore decoded;
   PromptStats prompt;       ///< of the prompts' prefill
   double prefill_s = 0.0;   ///< likewise, wall time
   std::vector<LostHead> lost;  ///< [layers, q_heads]; empty if nothing was failed or audited
@@ -52,10 +53,11 @@ struct TaskEvalOptions {
   std::uint32_t decode_prompt = 24;  ///< last prompt tokens that are read under the policy
   std::uint32_t max_tokens = 0;      ///< 0: as many as the answer has
   std::uint64_t seed = 0;
+  double near = 0.0;  ///< share of a sequence that device memory has room for
 };
 
-/// Policies on the testbed's tasks. Each prompt is prefilled once; each policy then starts from the same keys and
-/// values, reads the last tokens of the question and answers.
+/// Policies on the testbed's tasks. Each prompt is prefilled once; each policy then starts from a fork of it, reads the
+/// last tokens of the question and answers.
 class TaskEvaluation {
  public:
   TaskEvaluation(const TaskEvalOptions& options, const RuntimeFlags& flags, const Model& model,
@@ -73,7 +75,12 @@ class TaskEvaluation {
   [[nodiscard]] std::size_t tokens_of(std::span<const Task> tasks) const;
   void run(const Cell& cell, std::span<const Task> tasks, const PrefillSpec& prefill, std::span<TaskScore> scores,
            ProgressBar& bar);
-  void answer(Runtime& runtime, const PromptCache& cache, std::span<const int> question, const Task& task,
+  /// The policies that one engine serves, on all tasks, whose prompts `prompts` has or gets.
+  struct Prefilled;
+  void run(const EngineGroup& group, std::span<const Task> tasks, const PrefillSpec& prefill,
+           std::vector<Prefilled>& prompts, std::span<TaskScore> scores, const std::function<void(std::size_t)>& told);
+  [[nodiscard]] Prefilled prefilled(const PrefillSpec& prefill, std::span<const int> tokens, std::size_t longest) const;
+  void answer(sluice::Engine& engine, const EngineSession& prompt, std::span<const int> question, const Task& task,
               const PolicySpec& policy, TaskScore& score);
   void add_lost(const AuditReport& report, TaskScore& score) const;
   [[nodiscard]] std::size_t answer_limit(const Task& task) const {

@@ -6,6 +6,7 @@
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/command.hpp"
+#include "tools/cli/engine_flags.hpp"
 #include "tools/cli/generator.hpp"
 #include "tools/cli/message.hpp"
 #include "tools/cli/model_source.hpp"
@@ -21,47 +22,9 @@ void require_served(const RunOptions& options, const PrefillSpec& prefill) {
   };
   if (!options.trace.empty()) refuse("there is no trace of planned forwards", "leave --trace out");
   if (options.runtime.options.audit_every != 0) refuse("there is no audit of planned forwards", "leave --audit out");
-  const RuntimeOptions own;
-  if (options.runtime.options.placement != own.placement)
-    refuse("the device decides where a token is attended", "leave --placement out");
-  if (options.runtime.options.promote_pages != own.promote_pages)
-    refuse("tokens come near one by one, not by pages", "leave --promote-pages out");
+  require_for_engine(options.runtime);
   if (prefill.mode != PrefillMode::full)
     refuse("prompts are attended densely", "leave --prefill out, or say --prefill full");
-}
-
-/// Room for one sequence of `tokens` tokens. `near`: share of its blocks that device memory has room for.
-EngineOptions engine_options(const RuntimeFlags& flags, const PolicySpec& policy, const AttentionShape& shape,
-                             std::uint32_t tokens, double near) {
-  EngineOptions options;
-  options.shape = shape;
-  options.page_tokens = page_tokens_for(policy, flags);
-  options.kv_dtype = flags.options.kv_dtype;
-  const std::uint64_t block =
-      PageLayout{.page_tokens = options.page_tokens, .head_dim = shape.head_dim, .dtype = options.kv_dtype}
-          .page_bytes() *
-      shape.layers * shape.kv_heads;
-  const std::uint64_t blocks = div_up(tokens, options.page_tokens);
-  options.host_bytes = flags.options.host_bytes != 0 ? flags.options.host_bytes : blocks * block;
-  if (options.host_bytes < blocks * block)
-    throw Error(Errc::out_of_capacity, "--host-size " + format_size(options.host_bytes) + " cannot hold " +
-                                           std::to_string(tokens) + " tokens (prompt and answer); they take " +
-                                           std::to_string(blocks * block) +
-                                           " bytes. Raise --host-size or shorten the prompt");
-  options.near_bytes = flags.options.near_bytes != 0
-                           ? flags.options.near_bytes
-                           : static_cast<std::uint64_t>(near * static_cast<double>(blocks)) * block;
-  options.largest = {
-      .decode_rows = 1, .prefill_rows = std::min(flags.options.prefill_chunk, tokens), .prefills = 1, .top_k = false};
-  options.sequences = 1;
-  options.prompt_queries = options.max_picks = options.max_ranked = options.max_window = 1;
-  make_room_for(policy, tokens, options);
-  options.import_rows = 1;
-  options.threads = flags.options.threads;
-  options.cores = flags.options.cores;
-  options.pin_threads = flags.options.pin_threads;
-  options.timeout = flags.options.timeout;
-  return options;
 }
 
 Table summary(const Generation& generation, std::size_t prompt_tokens, const PolicySpec& policy,
@@ -95,7 +58,7 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
 }  // namespace
 
 int run_on_engine(const RunOptions& options) {
-  PolicySpec policy = parse_policy(options.policy);
+  const PolicySpec policy = parse_policy(options.policy);
   const double near = options.near.empty() ? 0.0 : parse_share(options.near, "--near");
   const PrefillSpec prefill = parse_one_prefill(options.prefill);
   require_served(options, prefill);
@@ -109,7 +72,8 @@ int run_on_engine(const RunOptions& options) {
   choose_chunk(flags, device.get(), std::span(&prefill, 1));
   choose_kv_dtype(flags, model);
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
-  sluice::Engine engine(engine_options(flags, policy, model.config().shape(), tokens, near), device);
+  const EngineRoom room{.page_tokens = page_tokens_for(policy, flags), .tokens = tokens, .near = near};
+  sluice::Engine engine(sized(flags, model.config().shape(), {&policy, 1}, room), device);
   EngineSession session(model, engine, device, policy);
   const bool json_on_stdout = options.output.format == Format::json && target.is_stdout();
   const Generation generation = generate(options, sampling, model, session, prompt, !json_on_stdout);

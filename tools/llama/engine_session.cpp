@@ -15,18 +15,33 @@ namespace {
 
 EngineSession::EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device,
                              const PolicySpec& policy)
-    : model_(model), engine_(engine) {
+    : model_(model), engine_(engine), device_(std::move(device)) {
   if (engine.options().shape != model.config().shape())
     refuse("the engine was built for another attention shape; set EngineOptions::shape to model.config().shape()");
   if (engine.options().largest.prefills == 0 || engine.options().largest.decode_rows == 0)
     refuse("the engine has no room for prompts, or none for decoding; give EngineOptions::largest both");
-  if (device && model.device() != nullptr) {
-    queue_ = device->create_stream("session");
+  take_stream();
+  sequence_ = as_one_error("begin a sequence", [&] { return engine.begin(policy); });
+}
+
+EngineSession::EngineSession(const EngineSession& parent, const PolicySpec& policy)
+    : model_(parent.model_),
+      engine_(parent.engine_),
+      device_(parent.device_),
+      tokens_(parent.tokens_),
+      logits_(parent.logits_) {
+  take_stream();
+  sequence_ =
+      as_one_error("fork a sequence", [&] { return engine_.fork(parent.sequence_, parent.tokens_, policy); });
+}
+
+void EngineSession::take_stream() {
+  if (device_ && model_.device() != nullptr) {
+    queue_ = device_->create_stream("session");
     stream_ = queue_->native_handle();
     work_.stream = queue_.get();
   }
-  work_.timeout = engine.options().timeout;
-  sequence_ = as_one_error("begin a sequence", [&] { return engine.begin(policy); });
+  work_.timeout = engine_.options().timeout;
 }
 
 EngineSession::~EngineSession() {
@@ -61,14 +76,49 @@ void EngineSession::prefill(std::span<const int> tokens, const Progress& progres
   });
 }
 
+void EngineSession::import_prompt(const PromptCache& prompt) {
+  require_usable(prompt.tokens());
+  if (tokens_ != 0) refuse("import_prompt needs an empty session");
+  if (!prompt.complete()) refuse("the prompt cache is empty; record a prefill into it first");
+  if (prompt.shape() != model_.config().shape() || prompt.logits().size() != model_.config().vocab_size)
+    refuse("the prompt cache was recorded by a model of another shape");
+  as_one_error("import the prompt", [&] {
+    for (std::uint32_t first = 0; first < prompt.tokens(); first += engine_.options().import_rows) {
+      const std::uint32_t count = std::min(engine_.options().import_rows, prompt.tokens() - first);
+      for (LayerId layer{0}; layer.value < prompt.shape().layers; ++layer.value)
+        import_chunk(prompt, layer, first, count);
+      tokens_ += count;
+    }
+    logits_.assign(prompt.logits().begin(), prompt.logits().end());
+  });
+}
+
+void EngineSession::import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count) {
+  using Slot = TensorCourier::Slot;
+  if (queue_ && !courier_) courier_ = std::make_unique<TensorCourier>(*device_, *queue_, work_.timeout);
+  const auto placed = [&](Slot slot, const TensorView& view) {
+    return courier_ && view.tokens != 0 ? courier_->to_device(slot, view) : view;
+  };
+  engine_.import_prefix(sequence_, layer, placed(Slot::k, prompt.keys(layer, first, count)),
+                        placed(Slot::v, prompt.values(layer, first, count)), stream_,
+                        placed(Slot::q, prompt.last_queries(layer, first, count)));
+}
+
 void EngineSession::decode(int token) {
   require_usable(1);
   if (tokens_ == 0) refuse("decode before prefill; give the session a prompt first");
   model_.require_token(token);
   as_one_error("decode", [&] {
     const Bucket& largest = engine_.options().largest;
+    const bool audit = audit_every_ != 0 && decoded_ % audit_every_ == 0;
     forward({&token, 1},
-            {.decode_rows = 1, .top_k = largest.top_k, .unbounded = largest.unbounded, .pages = largest.pages}, false);
+            {.decode_rows = 1,
+             .top_k = largest.top_k,
+             .unbounded = largest.unbounded,
+             .pages = largest.pages,
+             .audit = audit},
+            false);
+    ++decoded_;
     take_logits();
   });
 }

@@ -7,6 +7,8 @@
 #include "sluice/engine.hpp"
 #include "tools/llama/conversation.hpp"
 #include "tools/llama/model.hpp"
+#include "tools/llama/prompt_cache.hpp"
+#include "tools/llama/staging.hpp"
 
 namespace sluice::tools {
 
@@ -20,6 +22,8 @@ class EngineSession final : public Conversation {
   /// as
   ///         Engine::begin.
   EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, const PolicySpec& policy);
+  /// Goes on where another one is, under a policy of its own; see Engine::fork.
+  EngineSession(const EngineSession& parent, const PolicySpec& policy);
   ~EngineSession() override;
   EngineSession(const EngineSession&) = delete;
   EngineSession& operator=(const EngineSession&) = delete;
@@ -27,12 +31,22 @@ class EngineSession final : public Conversation {
   /// @throws Error{Errc::invalid_argument} for an empty prompt, a token outside the vocabulary or a prompt beyond
   ///         max_position_embeddings, all before anything changes; else as Engine::plan and Engine::finish.
   void prefill(std::span<const int> tokens, const Progress& progress = {}) override;
+  /// Takes over a recorded prompt without computing it. Only for an empty session.
+  /// @throws Error{Errc::invalid_argument} if the cache is incomplete or of another shape; else as
+  /// Engine::import_prefix.
+  void import_prompt(const PromptCache& prompt);
   void decode(int token) override;
+  /// Audits every N-th token that is decoded, the next one first; 0: none. See Engine::audit; the engine's largest
+  /// bucket has to have audits.
+  void audit_every(std::uint32_t tokens) noexcept { audit_every_ = tokens; }
   [[nodiscard]] std::span<const float> logits() const noexcept override { return logits_; }
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
+  [[nodiscard]] SequenceId sequence() const noexcept { return sequence_; }
 
  private:
+  void take_stream();
   void require_usable(std::size_t more) const;
+  void import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count);
   /// One forward: consecutive tokens, which attend as a prompt or as the policy says.
   void forward(std::span<const int> tokens, const Bucket& bucket, bool prefill);
   void take_back(const Batch& batch) noexcept;
@@ -40,14 +54,18 @@ class EngineSession final : public Conversation {
 
   const Model& model_;
   sluice::Engine& engine_;
+  std::shared_ptr<Device> device_;
   std::unique_ptr<Stream> queue_;  ///< of a GPU; else everything is done at once
   void* stream_ = nullptr;
   SequenceId sequence_;
   std::uint32_t tokens_ = 0;
+  std::uint32_t decoded_ = 0;
+  std::uint32_t audit_every_ = 0;
   bool broken_ = false;  ///< a forward is under way that could not be taken back
   std::vector<float> logits_;
   std::vector<PlacedToken> placed_;
   Activations work_;
+  std::unique_ptr<TensorCourier> courier_;
 };
 
 }  // namespace sluice::tools

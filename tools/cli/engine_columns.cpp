@@ -1,0 +1,82 @@
+#include "tools/cli/engine_columns.hpp"
+
+#include <utility>
+
+#include "sluice/int4.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// Quotient, null when there is nothing to divide by.
+Json over(double part, double whole) { return whole == 0.0 ? Json() : Json(part / whole); }
+
+}  // namespace
+
+void DecodeScore::merge(const DecodeScore& other) {
+  tokens += other.tokens;
+  dense_tokens += other.dense_tokens;
+  stats.asked += other.stats.asked;
+  stats.near_tokens += other.stats.near_tokens;
+  stats.far_tokens += other.stats.far_tokens;
+  stats.promoted += other.stats.promoted;
+  stats.scored += other.stats.scored;
+  stats.waited_ns += other.stats.waited_ns;
+  stats.answer_ns += other.stats.answer_ns;
+  audited.merge_totals(other.audited);
+  seconds += other.seconds;
+}
+
+EngineStats since(const EngineStats& before, const EngineStats& after) noexcept {
+  return {.asked = after.asked - before.asked,
+          .unplanned = after.unplanned - before.unplanned,
+          .near_tokens = after.near_tokens - before.near_tokens,
+          .far_tokens = after.far_tokens - before.far_tokens,
+          .promoted = after.promoted - before.promoted,
+          .scored = after.scored - before.scored,
+          .waited_ns = after.waited_ns - before.waited_ns,
+          .answer_ns = after.answer_ns - before.answer_ns};
+}
+
+void append_decode(const DecodeScore& score, const AttentionShape& shape, const PageLayout& layout,
+                   std::vector<Column>& columns, std::vector<Json>& row) {
+  const auto add = [&](Column column, Json value) {
+    columns.push_back(std::move(column));
+    row.push_back(std::move(value));
+  };
+  using Show = Column::Show;
+  const double planes = static_cast<double>(shape.layers) * shape.kv_heads;
+  const double head_steps = static_cast<double>(score.tokens) * planes;
+  const auto near = static_cast<double>(score.stats.near_tokens);
+  const auto far = static_cast<double>(score.stats.far_tokens);
+  const double dense = static_cast<double>(score.dense_tokens) * planes;
+  // Keys that the CPU reads to choose, and what the device reads for that, as far as it was audited.
+  const auto row_bytes = static_cast<double>(layout.row_bytes());
+  const double dense_bytes = 2 * row_bytes * dense;
+  const double far_bytes = row_bytes * (2 * far + static_cast<double>(score.stats.scored));
+  const AuditReport& audited = score.audited;
+  const double copies = static_cast<double>(audited.estimated_keys) *
+                            static_cast<double>(Int4Layout(layout).page_bytes()) / layout.page_tokens +
+                        2 * row_bytes * static_cast<double>(audited.ranked_pages);
+  const Json chosen_near = over(copies, 2 * row_bytes * static_cast<double>(audited.dense_tokens));
+  const bool known = audited.tokens != 0 && dense_bytes != 0.0;
+  add({"attended_per_head_step", "attended", 1}, over(near + far, head_steps));
+  add({"attended_share", "of dense", 1, Show::percent}, over(near + far, dense));
+  add({"near_hit_share", "near", 1, Show::percent}, over(near, near + far));
+  add({"near_bytes_share", "near bytes", 1, Show::percent},
+      known ? Json(2 * row_bytes * near / dense_bytes + chosen_near.get<double>()) : Json());
+  add({"far_bytes_share", "far bytes", 1, Show::percent}, over(far_bytes, dense_bytes));
+  add({"scored_per_head_step", "scored", 1, Show::plain, score.stats.scored == 0},
+      over(static_cast<double>(score.stats.scored), head_steps));
+  add({"promoted_per_head_step", "brought", 1}, over(static_cast<double>(score.stats.promoted), head_steps));
+  const bool any = audited.coverage.count() != 0;
+  add({"coverage_mean", "coverage", 4}, any ? Json(audited.coverage.mean()) : Json());
+  add({"coverage_p5", "cov. p5", 3}, any ? Json(audited.coverage.percentile(0.05)) : Json());
+  add({"overlap_mean", "overlap", 3}, any ? Json(audited.overlap.mean()) : Json());
+  add({"answer_coverage", "answer", 3}, audited.watched.count() != 0 ? Json(audited.watched.mean()) : Json());
+  add({"bypassed_share", "bypassed", 1, Show::percent},
+      audited.bypassed_heads != 0 ? over(static_cast<double>(audited.bypassed_heads),
+                                         static_cast<double>(audited.tokens) * shape.layers * shape.q_heads)
+                                  : Json());
+}
+
+}  // namespace sluice::tools
