@@ -151,18 +151,32 @@ void prefill(Backend& host, const ForwardMemory& m, const ForwardLayer& layer) {
                              .out_token_stride = layer.out.token_stride,
                              .out_head_stride = layer.out.head_stride};
   std::vector<float> lse;
-  for (const ForwardChunk& chunk : std::span(m.chunks, m.bucket.prefills)) {
+  std::vector<std::uint32_t> blocks;
+  for (std::uint32_t c = 0; c < m.bucket.prefills; ++c) {
+    const ForwardChunk& chunk = m.chunks[c];
     for (std::uint32_t h = 0; h < m.shape.kv_heads && chunk.list != kNone; ++h) {
       const std::uint32_t head = h * m.shape.group();
       lse.resize(std::size_t{chunk.count} * m.shape.group());
-      const PrefillTask task{.q = layer.q.row(chunk.at, head),
-                             .kv = {.base = m.far + m.far_page(m.plane(layer.layer, h), 0) * m.layout.page_bytes(),
-                                    .frames = m.list_of(chunk.list),
-                                    .layout = m.layout},
-                             .first = chunk.first,
-                             .count = chunk.count,
-                             .out = layer.out.row(chunk.at, head),
-                             .lse = lse.data()};
+      PrefillTask task{.q = layer.q.row(chunk.at, head),
+                       .kv = {.base = m.far + m.far_page(m.plane(layer.layer, h), 0) * m.layout.page_bytes(),
+                              .frames = m.list_of(chunk.list),
+                              .layout = m.layout},
+                       .first = chunk.first,
+                       .count = chunk.count,
+                       .out = layer.out.row(chunk.at, head),
+                       .lse = lse.data()};
+      if (m.sparse_prefill && chunk.sparse_in(layer.layer)) {
+        const std::uint32_t query_blocks = prefill_blocks(chunk.first, chunk.count);
+        blocks.resize(std::size_t{m.shape.group()} * query_blocks * prefill_mask_words(chunk.keys()));
+        const SelectBlocksTask choice{.q = task.q,
+                                      .kv = task.kv,
+                                      .first = chunk.first,
+                                      .count = chunk.count,
+                                      .blocks = blocks.data(),
+                                      .choices = m.choices_of(m.state->forward, layer.layer, c) + head};
+        host.select_blocks({&choice, 1}, m.flex, strides, m.shape, nullptr);
+        task.blocks = blocks.data();
+      }
       host.prefill({&task, 1}, strides, m.shape, nullptr);
       for (std::size_t i = 0; i < lse.size() && layer.lse != nullptr; ++i)
         layer.lse[(chunk.at + i / m.shape.group()) * m.shape.q_heads + head + i % m.shape.group()] = lse[i];

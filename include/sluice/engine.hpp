@@ -13,6 +13,7 @@
 #include "sluice/forward.hpp"
 #include "sluice/page.hpp"
 #include "sluice/policy.hpp"
+#include "sluice/prefill.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
 
@@ -48,8 +49,11 @@ struct EngineOptions {
   std::uint32_t max_ranked = 512;       ///< pages that a query head may choose
   std::uint32_t max_window = 512;       ///< sinks and recent tokens of a policy, together
   std::uint32_t import_rows = 512;      ///< tokens of one import
-  std::uint32_t prefill_window = 4096;  ///< tokens of keys that a chunk of a prompt attends at a time, in device memory
-  std::uint32_t threads = 0;            ///< that answer the far part; 0: the cores of this process, less one
+  /// Tokens of keys that a chunk of a prompt attends at a time, in device memory. If blocks of prompts are chosen, all
+  /// that the largest bucket's longest sequence has.
+  std::uint32_t prefill_window = 4096;
+  PrefillSpec prefill{};                ///< how prompts attend
+  std::uint32_t threads = 0;  ///< that answer the far part; 0: the cores of this process, beside a GPU less one
   /// That they run on, by the OS index of a PU of each. Empty: those that this process may use or, where a launcher
   /// started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE) without binding them, its equal part of them. One of
   /// those nearest to the device is left to the caller, if there are several.
@@ -78,6 +82,11 @@ struct EngineStats {
   std::uint64_t scored = 0;       ///< keys that policies read to choose on the CPU
   std::uint64_t waited_ns = 0;    ///< that the device waited for the CPU's answers
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
+  // Of chunks of prompts, in forwards that got to their end:
+  std::uint64_t sparse_chunks = 0;  ///< (layer, chunk) pairs where blocks were chosen
+  std::uint64_t dense_chunks = 0;   ///< and the others
+  std::uint64_t kept_blocks = 0;    ///< (query head, query block, key block) triples computed where they were chosen
+  std::uint64_t causal_blocks = 0;  ///< and what dense attention would have computed there
 };
 
 /// Memory of an engine in bytes: all of it is reserved when the engine is built. Only what policies that choose on the
@@ -120,6 +129,10 @@ struct Batch {
 /// every layer in order, can be captured in a CUDA graph once per bucket and replayed after every `plan`. The far part
 /// is answered by threads that watch for the device's questions while a planned forward is under way, and sleep
 /// otherwise.
+///
+/// Prompts attend densely, or in blocks that FlexPrefill chooses per chunk, see EngineOptions::prefill. `automatic`
+/// goes by what earlier chunks of the sequence kept, as far as their forwards were finished when one is planned; a chunk
+/// that failed and is planned again may attend otherwise then.
 ///
 /// Serves every policy with near=0, dense layers and bypass. On the device choose `full`, `none` (sinks and recent
 /// tokens), `exact | int4` and `pages | int4` with `top_k` or `top_p`, and `pages | top_k=all` (Quest, ArkVale), these

@@ -75,6 +75,14 @@ struct ForwardChunk {
   std::uint32_t at = 0;        ///< its first packed row
   std::uint32_t first = 0;     ///< position of its first token
   std::uint32_t count = 0;
+  /// Bit l: in layer l blocks of keys are chosen for it, see ForwardMemory::flex.
+  std::uint32_t sparse[4] = {};
+
+  static constexpr std::uint32_t kMostSparseLayers = 128;
+  [[nodiscard]] constexpr bool sparse_in(std::uint32_t layer) const noexcept {
+    return (sparse[layer / 32] >> layer % 32 & 1) != 0;
+  }
+  [[nodiscard]] constexpr std::uint32_t keys() const noexcept { return first + count; }
 };
 
 /// Entries [page, page + count) of block list `list` become what lies from entry `from` of the slip's blocks on.

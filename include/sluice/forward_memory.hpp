@@ -5,6 +5,7 @@
 
 #include "sluice/forward.hpp"
 #include "sluice/page.hpp"
+#include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
 
 namespace sluice {
@@ -28,6 +29,9 @@ struct ForwardMemory {
   std::uint32_t promotions = 0;         ///< rows that a plane brings near in one forward, at most
   std::uint32_t max_pages = 0;          ///< of a block list
   std::uint32_t prefill_window = 0;     ///< tokens of keys that a chunk attends at a time, a multiple of page_tokens
+  /// Chunks may choose blocks of keys, see ForwardChunk::sparse; then a window holds the longest sequence.
+  bool sparse_prefill = false;
+  FlexPrefillSpec flex{};
   std::uint32_t tail_rows = 0;          ///< of `tails`
   std::uint64_t answer_ns = 0;          ///< how long a layer waits for the far part
 
@@ -71,6 +75,8 @@ struct ForwardMemory {
   std::uint32_t* slip_freed = nullptr;      ///< [ForwardSlip::freed_blocks] that hold nothing any more, each once
   ForwardBlockCopy* slip_copies = nullptr;  ///< [ForwardSlip::block_copies]
   ForwardMailbox* mailbox = nullptr;
+  /// [kMostForwards, layers, prefills, q_heads] if chunks may choose; of forward f at f % kMostForwards.
+  PrefillChoice* choices = nullptr;
   float* far_q = nullptr;               ///< [decode_rows, q_heads, head_dim]
   float* far_page_scores = nullptr;     ///< as page_scores, of rows that ask; if there are any sequences of the CPU
   std::uint32_t* far_ranked = nullptr;  ///< as ranked, likewise
@@ -134,6 +140,12 @@ struct ForwardMemory {
   /// The digest of a block of a plane: hi, then lo.
   [[nodiscard]] constexpr std::byte* digest_of(std::uint32_t plane, std::uint32_t block) const noexcept {
     return digests + far_page(plane, block) * 2 * layout.row_bytes();
+  }
+  /// What query head 0 found out about a chunk of a forward in a layer; the other heads follow.
+  [[nodiscard]] constexpr PrefillChoice* choices_of(std::uint64_t forward, std::uint32_t layer,
+                                                    std::uint32_t chunk) const noexcept {
+    const std::uint64_t turn = forward % kMostForwards * shape.layers + layer;
+    return choices + (turn * largest.prefills + chunk) * shape.q_heads;
   }
   /// Rows of a plane.
   [[nodiscard]] constexpr std::uint64_t far_row(std::uint32_t plane, std::uint32_t row) const noexcept {

@@ -40,7 +40,8 @@ class ForwardVerbs {
   /// choose to both sides, and those of tokens with a tail there. Pages that become full get their digest. Outputs, if
   /// there are any, of padding become 0, and all of them NaN if the forward does not run.
   virtual void append(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// Causal attention of the chunks' rows to all tokens up to their own.
+  /// Causal attention of the chunks' rows to all tokens up to their own; or to those in the blocks that FlexPrefill
+  /// chooses for them, as SelectBlocksTask has it, where they are sparse.
   virtual void prefill(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Scores of the rows' pages by their digests, as ScorePagesTask has them, and the page_picks best of every query
   /// head, as TopKTask orders them: to pinned memory, of rows that ask.

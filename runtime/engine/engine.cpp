@@ -14,6 +14,13 @@ namespace {
 
 using runtime::look;
 
+std::shared_ptr<cpu::Workers> workers_of(const EngineOptions& options, const cpu::Topology& topology) {
+  return std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = options.threads,
+                                                                      .pin = options.pin_threads,
+                                                                      .spin = std::chrono::microseconds(0),
+                                                                      .timeout = options.timeout});
+}
+
 std::shared_ptr<Device> device_or_host(std::shared_ptr<Device> device, std::shared_ptr<cpu::Workers> workers) {
   if (device) return device;
   return std::make_shared<cpu::HostDevice>(std::move(workers));
@@ -31,10 +38,11 @@ std::uint32_t node_of(const cpu::Topology& topology, const Device& device) {
 }
 
 runtime::FarWorkersOptions far_options(const EngineOptions& options, const cpu::Topology& topology,
-                                       std::uint32_t numa_node) {
+                                       std::uint32_t numa_node, bool embedded) {
   const std::uint32_t cores = topology.cores();
   constexpr std::uint32_t kMostThatNap = 3;
-  const std::uint32_t threads = options.threads != 0 ? options.threads : std::max(cores, 2u) - 1;
+  // Who drives a GPU wants a core for itself; beside an embedded device the caller only waits.
+  const std::uint32_t threads = options.threads != 0 ? options.threads : embedded ? cores : std::max(cores, 2u) - 1;
   return {.threads = threads,
           .pin = options.pin_threads,
           .spin = cores > kMostThatNap && threads < cores,
@@ -42,12 +50,8 @@ runtime::FarWorkersOptions far_options(const EngineOptions& options, const cpu::
           .before_answer = options.before_answer};
 }
 
-std::unique_ptr<cpu::Workers> prompt_workers_of(const EngineOptions& options, const cpu::Topology& topology) {
-  if (options.cpu_sequences == 0 && !options.largest.audit) return nullptr;
-  return std::make_unique<cpu::Workers>(topology, cpu::WorkersOptions{.threads = options.threads,
-                                                                      .pin = options.pin_threads,
-                                                                      .spin = std::chrono::microseconds(0),
-                                                                      .timeout = options.timeout});
+std::shared_ptr<cpu::Workers> prompt_workers_of(const EngineOptions& options, const cpu::Topology& topology) {
+  return options.cpu_sequences == 0 && !options.largest.audit ? nullptr : workers_of(options, topology);
 }
 
 void validated(const EngineOptions& options) { runtime::validate(options); }
@@ -58,7 +62,8 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
     : options((validated(chosen), chosen)),
       topology(cpu::chosen_cores({}, options.cores)),
       workers(std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 1, .pin = false})),
-      device(device_or_host(std::move(given), workers)),
+      embedded(given ? nullptr : workers_of(options, topology)),
+      device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
       memory(options, *device, verbs, topology, node_of(topology, *device), *workers),
       host(*workers),
@@ -66,7 +71,8 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       choice(memory.largest(), cpu::fastest_kernels()),
       table(memory.largest().blocks),
       programs(options.in_flight),
-      far(memory.largest(), choice, far_options(options, topology, node_of(topology, *device)), topology) {
+      far(memory.largest(), choice, far_options(options, topology, node_of(topology, *device), embedded != nullptr),
+          topology) {
   options.largest = memory.largest().largest;  // As long as there is room for.
   copies.reserve(memory.copies());
   for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
@@ -77,9 +83,12 @@ Engine::Engine(const EngineOptions& options, std::shared_ptr<Device> device)
     : impl_(translated([&] { return std::make_unique<Impl>(options, std::move(device)); })) {}
 
 Engine::~Engine() {
-  if (!impl_->prompt_workers || !impl_->prompt_workers->lost()) return;
-  const cpu::Workers& stuck = *impl_->prompt_workers;
-  stuck.keep(std::move(impl_));
+  for (const auto& each : {impl_->prompt_workers, impl_->embedded}) {
+    if (!each || !each->lost()) continue;
+    const cpu::Workers& stuck = *each;
+    stuck.keep(std::move(impl_));
+    return;
+  }
 }
 
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
@@ -160,7 +169,11 @@ EngineStats Engine::stats() const noexcept {
           .promoted = look(mailbox.outcome.promoted),
           .scored = impl_->choice.scored(),
           .waited_ns = look(mailbox.outcome.waited_ns),
-          .answer_ns = impl_->far.answer_ns()};
+          .answer_ns = impl_->far.answer_ns(),
+          .sparse_chunks = impl_->prompts.sparse_chunks,
+          .dense_chunks = impl_->prompts.dense_chunks,
+          .kept_blocks = impl_->prompts.kept_blocks,
+          .causal_blocks = impl_->prompts.causal_blocks};
 }
 
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }

@@ -75,6 +75,9 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
   take(parts, shared.far_lse, heads(shared));
   take(parts, shared.tails,
        std::uint64_t{shared.shape.layers} * shared.tail_rows * shared.shape.q_heads * shared.shape.head_dim);
+  if (shared.sparse_prefill)
+    take(parts, shared.choices,
+         std::uint64_t{kMostForwards} * shared.shape.layers * shared.largest.prefills * shared.shape.q_heads);
   if (shared.largest.audit) carve_audit(parts, shared);
   for (ForwardMemory& m : slips) {
     m = shared;
@@ -117,8 +120,10 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
   memory.page_shift = static_cast<std::uint32_t>(std::countr_zero(options.page_tokens));
   memory.digest = options.digests.value_or(DigestKind::box);
   memory.max_window = options.max_window;
-  memory.prefill_window =
-      std::min(options.prefill_window, static_cast<std::uint32_t>(memory.max_pages) * memory.layout.page_tokens);
+  memory.sparse_prefill = options.prefill.mode != PrefillMode::full && memory.largest.prefills != 0;
+  memory.flex = options.prefill.flex;
+  const std::uint32_t longest = memory.max_pages * memory.layout.page_tokens;
+  memory.prefill_window = memory.sparse_prefill ? longest : std::min(options.prefill_window, longest);
   memory.tail_rows = options.cpu_sequences * options.prompt_queries;
   memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
   listed_blocks_ = std::uint64_t{std::min(options.sequences, memory.append_rows)} * memory.max_pages;

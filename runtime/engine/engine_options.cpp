@@ -45,6 +45,9 @@ void validate(const EngineOptions& options) {
   in("max_window", options.max_window, 1, 1u << 20);
   in("import_rows", options.import_rows, 1, 65'536);
   in("prefill_window", options.prefill_window, page, 1u << 20);
+  sluice::validate(options.prefill);
+  require(options.prefill.mode == PrefillMode::full || options.shape.layers <= ForwardChunk::kMostSparseLayers,
+          "shape.layers", options.shape.layers, "at most 128 where blocks of prompts are chosen; attend them in full");
   require(options.prefill_window % page == 0, "prefill_window", options.prefill_window, "a multiple of page_tokens");
   in("threads", options.threads, 0, 4096);
   in("timeout (ms)", static_cast<std::uint64_t>(options.timeout.count()), 1, 3'600'000);

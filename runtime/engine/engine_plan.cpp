@@ -18,7 +18,7 @@ struct Tally {
   std::uint32_t prefills = 0;
 };
 
-Tally tally(std::span<const PlanItem> items) {
+Tally rows_of(std::span<const PlanItem> items) {
   Tally tally;
   for (const PlanItem& item : items) {
     (item.prefill ? tally.prefill_rows : tally.decode_rows) += item.tokens;
@@ -65,7 +65,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
 }
 
 std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem> items, const Bucket& bucket) {
-  const Tally rows = tally(items);
+  const Tally rows = rows_of(items);
   require_fits("rows that choose", rows.decode_rows, bucket.decode_rows);
   require_fits("rows of prompts", rows.prefill_rows, bucket.prefill_rows);
   require_fits("chunks of prompts", rows.prefills, bucket.prefills);
@@ -155,7 +155,7 @@ void Engine::Impl::grow(std::span<const Wanted> wanted) noexcept {
   }
 }
 
-void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wanted) const noexcept {
+void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wanted) {
   std::fill_n(m.slip_tokens, m.bucket.rows(), ForwardToken{});
   std::fill_n(m.slip_rows, m.bucket.decode_rows, ForwardRow{});
   std::fill_n(m.slip_chunks, m.bucket.prefills, ForwardChunk{});
@@ -164,8 +164,10 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
   ForwardChunk* chunk = m.slip_chunks;
   for (const auto& [sequence, item] : wanted) {
     const std::uint32_t list = sequence->pages.slot();
-    if (item.prefill && m.bucket.prefills != 0)
-      *chunk++ = {.list = list, .at = at, .first = sequence->planned, .count = item.tokens};
+    if (item.prefill && m.bucket.prefills != 0) {
+      *chunk = {.list = list, .at = at, .first = sequence->planned, .count = item.tokens};
+      bet(*sequence, *chunk++);
+    }
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
       m.slip_tokens[at] = {.list = list,
                            .position = sequence->planned + i,
@@ -220,6 +222,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   try {
     grow(wanted);
     write_rows(m, wanted);
+    programs.newest().chunks.assign(m.slip_chunks, m.slip_chunks + bucket.prefills);
     if (bucket.audit) programs.newest().audit = audit_of(wanted);
     choice.expect(forward, choosing_rows(m, wanted, programs.newest()));
     write_lists(m, wanted);

@@ -44,10 +44,12 @@ ForwardStatus Engine::Impl::await_end(std::uint64_t forward) {
   return *program.ended;
 }
 
-void Engine::Impl::note_ended() noexcept {
+void Engine::Impl::note_ended() {
   const std::uint64_t newest = look(mailbox().outcome.forward);
   for (runtime::Program& program : programs.all()) {
-    if (program.forward <= newest && !program.ended) program.ended = status_at(mailbox(), program.forward);
+    if (program.forward > newest || program.ended) continue;
+    if (status_at(mailbox(), program.forward) == ForwardStatus::done) tally(program);
+    program.ended = status_at(mailbox(), program.forward);
   }
 }
 
@@ -83,6 +85,7 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     // It has seen tokens as a prompt's that are no more, or nothing but them.
     if (sequence.policy && sequence.planned <= sequence.policy_tokens) drop_policy(sequence);
   }
+  if (done) settle(program);
   if (done) good = std::max(good, forward);
   if (importing == forward) importing = 0;
   if (programs.empty() && next_layer == kNone) next_layer = 0;  // Nothing is left that would have to be cancelled.

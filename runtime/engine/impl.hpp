@@ -20,6 +20,7 @@
 #include "runtime/engine/sequence_policy.hpp"
 #include "runtime/kv/block_table.hpp"
 #include "runtime/kv/page_list.hpp"
+#include "scheduler/prefill_auto.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 
@@ -42,6 +43,11 @@ struct Engine::Impl : cpu::Kept {
     std::shared_ptr<runtime::SequencePolicy> policy{};
     std::uint32_t policy_tokens = 0;   ///< that there were when it looked at the prompt
     std::uint64_t policy_forward = 0;  ///< and the newest forward then
+    /// Where its prompts choose blocks of keys, if the engine finds that out.
+    struct Bets {
+      scheduler::PrefillBets balance{};
+      std::vector<std::uint32_t> rests{};  ///< [layers]
+    } bets{};
     AuditReport audit{};
     std::vector<std::uint32_t> watched{};  ///< tokens, ascending
   };
@@ -106,13 +112,20 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] std::uint32_t open_block(const Sequence& sequence) const noexcept;
   /// Blocks for the new tokens, and one of its own for each that would write into a shared one.
   void grow(std::span<const Wanted> wanted) noexcept;
-  void write_rows(const ForwardMemory& memory, std::span<const Wanted> wanted) const noexcept;
+  void write_rows(const ForwardMemory& memory, std::span<const Wanted> wanted);
   void write_lists(const ForwardMemory& memory, std::span<const Wanted> wanted) const noexcept;
   /// The forward that the next one continues.
   [[nodiscard]] std::uint64_t builds_on() const noexcept;
   /// Hands the plan to the device, and counts its tokens as planned.
   /// `queries`: that come with prompts of a bucket without chunks, of the newest tokens.
   std::uint64_t send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream, std::uint32_t queries = 0);
+
+  // Prompts.
+  /// Decides in which layers a chunk is sparse.
+  void bet(Sequence& sequence, ForwardChunk& chunk);
+  /// What was chosen in a forward that got to its end, before forwards to come take its place.
+  void tally(runtime::Program& program) const;
+  void settle(const runtime::Program& program);
 
   // Audits.
   /// Whether a forward of this bucket may be planned now, as far as audits are concerned; throws if not.
@@ -124,7 +137,7 @@ struct Engine::Impl : cpu::Kept {
   /// How it ended; it must be in flight.
   [[nodiscard]] ForwardStatus await_end(std::uint64_t forward);
   /// How those in flight ended that have: the mailbox keeps it for kMostForwards only.
-  void note_ended() noexcept;
+  void note_ended();
   /// The mailbox has a place for the next forward.
   void require_noted();
   void await_idle() const;
@@ -137,12 +150,13 @@ struct Engine::Impl : cpu::Kept {
 
   EngineOptions options;
   cpu::Topology topology;
-  std::shared_ptr<cpu::Workers> workers;  ///< of the construction, and of an embedded device
+  std::shared_ptr<cpu::Workers> workers;  ///< one thread: of the construction, and of what policies compute
+  std::shared_ptr<cpu::Workers> embedded;  ///< of an embedded device; null if there is none
   std::shared_ptr<Device> device;
   ForwardVerbs& verbs;
   runtime::EngineMemory memory;
   cpu::Backend host;                             ///< of policies that choose, one thread each
-  std::unique_ptr<cpu::Workers> prompt_workers;  ///< by which they look at prompts, and audits compare; or null
+  std::shared_ptr<cpu::Workers> prompt_workers;  ///< by which they look at prompts, and audits compare; or null
   runtime::FarChoice choice;
 
   runtime::BlockTable table;
@@ -152,6 +166,8 @@ struct Engine::Impl : cpu::Kept {
   std::uint64_t known_policy_bytes = 0;
   std::unordered_map<std::uint64_t, Sequence> sequences;
   std::uint64_t next_id = 1;
+
+  EngineStats prompts{};  ///< what is counted here of chunks of prompts
 
   runtime::Programs programs;
   std::uint64_t planned = 0;     ///< the newest forward

@@ -13,6 +13,12 @@
 
 namespace sluice::runtime {
 
+/// What choices of blocks for a chunk of a prompt came to in a layer, over all query heads.
+struct ChunkTally {
+  std::uint64_t kept = 0;
+  std::uint64_t causal = 0;
+};
+
 /// A forward that is planned and not finished: what the sequences it refers to get from it.
 struct Program {
   std::uint64_t forward = 0;
@@ -23,6 +29,8 @@ struct Program {
   std::vector<std::uint32_t> ends;       ///< [items] position behind the item's newest token
   std::optional<ForwardStatus> ended{};  ///< how, if that was seen before it is asked about
   std::shared_ptr<ForwardAudit> audit{};  ///< null: it is not audited
+  std::vector<ForwardChunk> chunks{};     ///< as they were planned
+  std::vector<ChunkTally> tallies{};      ///< [chunks, layers] once it is known to have got to its end
 };
 
 /// Programs in flight, in the order of their forwards.

@@ -34,7 +34,11 @@ EngineStats since(const EngineStats& before, const EngineStats& after) noexcept 
           .promoted = after.promoted - before.promoted,
           .scored = after.scored - before.scored,
           .waited_ns = after.waited_ns - before.waited_ns,
-          .answer_ns = after.answer_ns - before.answer_ns};
+          .answer_ns = after.answer_ns - before.answer_ns,
+          .sparse_chunks = after.sparse_chunks - before.sparse_chunks,
+          .dense_chunks = after.dense_chunks - before.dense_chunks,
+          .kept_blocks = after.kept_blocks - before.kept_blocks,
+          .causal_blocks = after.causal_blocks - before.causal_blocks};
 }
 
 void append_decode(const DecodeScore& score, const AttentionShape& shape, const PageLayout& layout,

@@ -1,0 +1,55 @@
+// Where chunks of prompts choose blocks of keys, and what becomes of that.
+#include <algorithm>
+
+#include "runtime/engine/impl.hpp"
+
+namespace sluice {
+
+void Engine::Impl::bet(Sequence& sequence, ForwardChunk& chunk) {
+  const PrefillSpec& spec = options.prefill;
+  if (spec.mode == PrefillMode::full || chunk.keys() <= std::max(2 * kPrefillBlock, spec.flex.min_budget)) return;
+  Sequence::Bets& bets = sequence.bets;
+  bets.rests.resize(options.shape.layers);
+  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+    const bool sparse = spec.mode == PrefillMode::flexprefill ||
+                        bets.balance.bet({.first = chunk.first, .count = chunk.count}, layer, options.shape.layers,
+                                         device->backend().prefill_costs(), bets.rests[layer]);
+    chunk.sparse[layer / 32] |= (sparse ? 1u : 0u) << layer % 32;
+  }
+}
+
+void Engine::Impl::tally(runtime::Program& program) const {
+  if (!memory.largest().sparse_prefill) return;
+  for (std::uint32_t c = 0; c < program.chunks.size(); ++c) {
+    for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+      runtime::ChunkTally& tally = program.tallies.emplace_back();
+      if (!program.chunks[c].sparse_in(layer)) continue;
+      const PrefillChoice* const choices = memory.largest().choices_of(program.forward, layer, c);
+      for (std::uint32_t head = 0; head < options.shape.q_heads; ++head) {
+        tally.kept += choices[head].kept;
+        tally.causal += choices[head].causal;
+      }
+    }
+  }
+}
+
+void Engine::Impl::settle(const runtime::Program& program) {
+  std::size_t chunk = 0;
+  for (const PlanItem& item : program.items) {
+    if (!item.prefill || program.bucket.prefills == 0) continue;
+    for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+      const bool sparse = program.chunks[chunk].sparse_in(layer);
+      ++(sparse ? prompts.sparse_chunks : prompts.dense_chunks);
+      if (!sparse) continue;
+      const runtime::ChunkTally& tally = program.tallies[chunk * options.shape.layers + layer];
+      prompts.kept_blocks += tally.kept;
+      prompts.causal_blocks += tally.causal;
+      Sequence::Bets& bets = at(item.sequence).bets;
+      if (options.prefill.mode == PrefillMode::automatic)
+        bets.balance.settle(tally.kept, tally.causal, options.shape.q_heads, bets.rests[layer]);
+    }
+    ++chunk;
+  }
+}
+
+}  // namespace sluice

@@ -1,0 +1,207 @@
+// Prompts whose chunks choose blocks of keys, on every device: against the device's own verbs, and against dense ones.
+#include <cstring>
+
+#include "cpu/kernels.hpp"
+#include "cpu/verbs.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/engine_policies.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+using namespace sluice::test::policies;
+
+namespace {
+
+constexpr FlexPrefillSpec kFlex{.gamma = 0.7f, .min_budget = 128};
+
+EngineOptions sparse_options(const EngineRig& rig, const PrefillSpec& prefill, std::uint32_t near) {
+  EngineOptions options = options_for(rig, 2, near);
+  options.largest.prefill_rows = 400;
+  options.prefill = prefill;
+  return options;
+}
+
+/// A prompt's attention by the verbs of the device's Backend, over pages of its own in pinned memory.
+class DirectPrompt {
+ public:
+  DirectPrompt(const EngineRig& rig, const Story& story) : rig_(rig), story_(story) {
+    pages_ = (story.tokens() + layout().page_tokens - 1) / layout().page_tokens;
+    memory_ = rig.device->allocate_pinned(pages_ * layout().page_bytes() * kShape.layers * kShape.kv_heads);
+    for (std::uint32_t page = 0; page < pages_; ++page) frames_.push_back(page);
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+      for (std::uint32_t t = 0; t < story.tokens(); ++t) {
+        for (std::uint32_t head = 0; head < kShape.kv_heads; ++head) put(layer, head, t);
+      }
+    }
+  }
+
+  /// Outputs of a chunk in a layer, [count, q_heads, head_dim]; sparse ones add to `kept` and `causal`.
+  std::vector<float> attend(std::uint32_t layer, std::uint32_t first, std::uint32_t count, bool sparse) {
+    const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
+    const auto q = rig_.device->allocate_pinned(count * row * sizeof(float));
+    const auto out = rig_.device->allocate_pinned(count * row * sizeof(float));
+    std::memcpy(q->data(), story_.q(layer, first), count * row * sizeof(float));
+    const PrefillShape strides{.q_token_stride = row,
+                               .q_head_stride = kShape.head_dim,
+                               .out_token_stride = row,
+                               .out_head_stride = kShape.head_dim};
+    Backend& backend = rig_.device->backend();
+    const std::uint32_t group = kShape.group();
+    const std::uint64_t words =
+        std::uint64_t{group} * prefill_blocks(first, count) * prefill_mask_words(first + count);
+    const auto blocks = rig_.device->allocate_pinned(words * sizeof(std::uint32_t));
+    const auto choices = rig_.device->allocate_pinned(group * sizeof(PrefillChoice));
+    const auto scratch = rig_.device->allocate(
+        std::max<std::uint64_t>(backend.select_blocks_scratch_bytes(first, count, kShape), 256));
+    for (std::uint32_t head = 0; head < kShape.kv_heads; ++head) {
+      const std::uint64_t at = head * group * kShape.head_dim * sizeof(float);
+      const KvView kv{.base = plane(layer, head), .frames = frames_.data(), .layout = layout()};
+      auto* const bits = reinterpret_cast<std::uint32_t*>(blocks->data());
+      const SelectBlocksTask choice{.q = q->data() + at,
+                                    .kv = kv,
+                                    .first = first,
+                                    .count = count,
+                                    .blocks = bits,
+                                    .choices = reinterpret_cast<PrefillChoice*>(choices->data()),
+                                    .scratch = scratch->data()};
+      if (sparse) backend.select_blocks({&choice, 1}, kFlex, strides, kShape, rig_.queue.get());
+      const PrefillTask task{.q = q->data() + at,
+                             .kv = kv,
+                             .first = first,
+                             .count = count,
+                             .out = out->data() + at,
+                             .blocks = sparse ? bits : nullptr};
+      backend.prefill({&task, 1}, strides, kShape, rig_.queue.get());
+      rig_.synchronize();
+      for (std::uint32_t h = 0; h < group && sparse; ++h) {
+        kept += choice.choices[h].kept;
+        causal += choice.choices[h].causal;
+      }
+    }
+    const auto* const values = reinterpret_cast<const float*>(out->data());
+    return {values, values + count * row};
+  }
+
+  std::uint64_t kept = 0;
+  std::uint64_t causal = 0;
+
+ private:
+  [[nodiscard]] PageLayout layout() const {
+    return {.page_tokens = 16, .head_dim = kShape.head_dim, .dtype = rig_.kv_dtype};
+  }
+  [[nodiscard]] std::byte* plane(std::uint32_t layer, std::uint32_t head) const {
+    return memory_->data() + (layer * kShape.kv_heads + head) * pages_ * layout().page_bytes();
+  }
+  void put(std::uint32_t layer, std::uint32_t head, std::uint32_t token) const {
+    const PageLayout of = layout();
+    std::byte* const k = plane(layer, head) + token / of.page_tokens * of.page_bytes() +
+                         token % of.page_tokens * of.row_bytes();
+    const cpu::ElementKernels& kernels = cpu::kernels_for(cpu::fastest_kernels(), of.dtype);
+    kernels.narrow(story_.k(layer, token) + head * kShape.head_dim, k, kShape.head_dim);
+    kernels.narrow(story_.v(layer, token) + head * kShape.head_dim, k + of.half_bytes(), kShape.head_dim);
+  }
+
+  const EngineRig& rig_;
+  const Story& story_;
+  std::uint64_t pages_ = 0;
+  std::unique_ptr<Buffer> memory_;
+  std::vector<std::uint32_t> frames_;
+};
+
+/// One chunk by an engine: outputs [layers][count, q_heads, head_dim].
+std::vector<std::vector<float>> chunk_of(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t count) {
+  ForwardTensors tensors(*rig.device, kShape, engine.options().largest.rows());
+  for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, *teller.story, teller.at + i);
+  tensors.spoil();
+  const PlanItem item{.sequence = teller.id, .tokens = count, .prefill = true};
+  const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
+  tensors.attend(engine, rig.stream);
+  engine.finish(batch);
+  rig.synchronize();
+  teller.at += count;
+  std::vector<std::vector<float>> out(kShape.layers);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const std::vector<float> row = tensors.out(i);
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
+      out[layer].insert(out[layer].end(), row.begin() + layer * kRow, row.begin() + (layer + 1) * kRow);
+  }
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("chunks of a prompt choose the blocks that flexprefill chooses, near or far", "[engine]") {
+  const std::uint32_t near = GENERATE(0u, 12u);
+  CAPTURE(near);
+  const EngineRig rig = engine_rig();
+  Story story(kShape, 1100, 71);
+  if (rig.kv_dtype != DType::f32) story.round_queries();
+  DirectPrompt direct(rig, story);
+  Engine engine(sparse_options(rig, {.mode = PrefillMode::flexprefill, .flex = kFlex}, near), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("full:near=0"))};
+  std::uint64_t sparse_chunks = 0;
+  for (const std::uint32_t count : {250u, 400u, 130u, 1u, 300u}) {
+    const std::uint32_t first = teller.at;
+    const bool sparse = first + count > 2 * kPrefillBlock;
+    sparse_chunks += sparse ? kShape.layers : 0;
+    const auto out = chunk_of(engine, rig, teller, count);
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+      CAPTURE(first, count, layer);
+      REQUIRE(difference(out[layer], direct.attend(layer, first, count, sparse)) < tolerance(rig));
+    }
+  }
+  const EngineStats stats = engine.stats();
+  REQUIRE(stats.sparse_chunks == sparse_chunks);
+  REQUIRE(stats.dense_chunks == kShape.layers);
+  REQUIRE(stats.kept_blocks == direct.kept);
+  REQUIRE(stats.causal_blocks == direct.causal);
+  REQUIRE(direct.kept < direct.causal);  // Something was left out.
+}
+
+TEST_CASE("a prompt that keeps all blocks, or for which choosing does not pay, is attended densely", "[engine]") {
+  const PrefillSpec spec =
+      GENERATE(PrefillSpec{.mode = PrefillMode::flexprefill, .flex = {.gamma = 1.f, .min_budget = 128}},
+               PrefillSpec{.mode = PrefillMode::automatic, .flex = {.gamma = 0.9f, .min_budget = 128}});
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 700, 72), other(kShape, 700, 73);
+  Engine dense(sparse_options(rig, {}, 0), rig.device);
+  Engine engine(sparse_options(rig, spec, 0), rig.device);
+  const auto tell = [&](Engine& by) {
+    const PolicySpec policy = parse_policy("exact | int4 | top_k=9 | near=0");
+    Teller a{.story = &story, .id = by.begin(policy)};
+    Teller b{.story = &other, .id = by.begin(policy)};
+    std::vector<std::vector<float>> out = chunk_of(by, rig, a, 390);
+    (void)chunk_of(by, rig, b, 120);
+    const auto append = [&](const std::vector<std::vector<float>>& more) {
+      out.insert(out.end(), more.begin(), more.end());
+    };
+    append(run(by, rig, {&a, &b}, {130, 200}, true));  // Two chunks in one forward.
+    append(run(by, rig, {&b, &a}, {1, 1}, false));
+    return out;
+  };
+  const auto want = tell(dense);
+  const auto out = tell(engine);
+  REQUIRE(out.size() == want.size());
+  for (std::size_t i = 0; i < want.size(); ++i) REQUIRE(difference(out[i], want[i]) < tolerance(rig));
+  const EngineStats stats = engine.stats();
+  REQUIRE(stats.sparse_chunks + stats.dense_chunks == 4 * kShape.layers);
+  if (spec.mode == PrefillMode::flexprefill) {
+    REQUIRE(stats.sparse_chunks == 3 * kShape.layers);
+    REQUIRE(stats.kept_blocks == stats.causal_blocks);
+  } else {
+    REQUIRE(stats.sparse_chunks == 0);
+  }
+  REQUIRE(dense.stats().sparse_chunks == 0);
+}
+
+TEST_CASE("an engine says what it cannot do for sparse prompts", "[engine]") {
+  const EngineRig rig = engine_rig();
+  EngineOptions options = sparse_options(rig, {.mode = PrefillMode::flexprefill, .flex = {.gamma = 2.f}}, 0);
+  REQUIRE(code_of([&] { Engine engine(options, rig.device); }) == Errc::invalid_argument);
+  options.prefill.flex = {};
+  options.shape.layers = 129;
+  options.host_bytes = 10 * block_bytes(options);
+  REQUIRE(code_of([&] { Engine engine(options, rig.device); }) == Errc::invalid_argument);
+}
