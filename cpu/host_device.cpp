@@ -37,7 +37,8 @@ Memory take(std::uint64_t bytes) {
   Memory memory(possible ? static_cast<std::byte*>(std::aligned_alloc(kAlignment, rounded)) : nullptr);
   if (!memory)
     throw Error(Errc::out_of_capacity, "host device: asked for " + std::to_string(bytes) + " bytes, the machine has " +
-                                           std::to_string(available_memory_bytes()) + " left");
+                                           std::to_string(available_memory_bytes()) +
+                                           " left; ask for less, or raise the process' limits");
   return memory;
 }
 

@@ -8,6 +8,7 @@
 #include "gpu/cuda_error.hpp"
 #include "gpu/cuda_stream.hpp"
 #include "gpu/driver.hpp"
+#include "gpu/flex_room.hpp"
 #include "gpu/kernels/flex.hpp"
 #include "gpu/param_ring.hpp"
 #include "gpu/verbs.hpp"
@@ -19,42 +20,11 @@ namespace {
 
 constexpr std::size_t kMaxItems = 65535;  ///< the largest second dimension of a grid
 
-/// A head's keys are shared by so many thread blocks at most, which is enough for one head to fill a GPU; with fewer
-/// keys per block, reading the queries would cost too much.
-constexpr std::uint64_t kMaxSplits = 64;
-constexpr std::uint64_t kLeastSplit = 512;
-static_assert(kLeastSplit >= kFlexRows && kLeastSplit % kFlexTile == 0);
-
 /// The item without what its task points to.
 FlexItem describe(std::uint32_t first, std::uint32_t count, const AttentionShape& shape, Carver& scratch) {
-  const std::uint32_t keys = first + count;
-  FlexItem item{.first = first,
-                .count = count,
-                .keys = keys,
-                .rows = std::min(count, kFlexRows),
-                .key_blocks = static_cast<std::uint32_t>(div_up(keys, kPrefillBlock)),
-                .query_blocks = prefill_blocks(first, count),
-                .words = prefill_mask_words(keys)};
-  const std::uint64_t split = std::max(kLeastSplit, div_up(div_up(keys, kMaxSplits), kFlexTile) * kFlexTile);
-  item.split_keys = static_cast<std::uint32_t>(split);
-  item.splits = static_cast<std::uint32_t>(div_up(keys, split));
-  const std::uint64_t heads = shape.group();
-  const std::uint64_t blocks = heads * item.key_blocks;
-  item.queries = scratch.take<std::byte>(heads * kFlexRows * shape.head_dim * 2);
-  item.mean_query = scratch.take<float>(heads * shape.head_dim);
-  item.mean_keys = scratch.take<float>(std::uint64_t{item.key_blocks} * shape.head_dim);
-  item.stats = scratch.take<float2>(heads * item.splits * kFlexRows);
-  item.shifts = scratch.take<float>(heads * kFlexRows);
-  item.columns = scratch.take<float>(heads * item.lines());
-  item.pieces = scratch.take<float>(heads * item.splits * item.piece_length());
-  item.diagonals = scratch.take<float>(heads * item.lines());
-  item.column_blocks = scratch.take<float>(blocks);
-  item.offset_blocks = scratch.take<float>(blocks);
-  item.cuts = scratch.take<LineCut>(heads * 2);
-  item.marks = scratch.take<std::uint32_t>(blocks);
-  item.chosen = scratch.take<std::uint8_t>(blocks * 2);
-  item.verdicts = scratch.take<FlexVerdict>(heads);
-  item.row_kept = scratch.take<std::uint32_t>(heads * item.query_blocks);
+  FlexItem item;
+  item.set_chunk(first, count);
+  place_scratch(item, flex_room(item), shape, scratch);
   return item;
 }
 

@@ -8,6 +8,7 @@
 
 #include "gpu/cuda_error.hpp"
 #include "gpu/driver.hpp"
+#include "gpu/flex_room.hpp"
 #include "gpu/kernels/int4.hpp"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/score.hpp"
@@ -77,6 +78,7 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
   load_forward_kernels();
   split_ = load_forward_split_kernels();
   load_prefill_kernels();
+  load_select_blocks_kernels();
   load_top_p_kernels();
   longest_top_p_ = load_top_p_cluster_kernels();
   longest_top_k_ = load_top_k_cluster_kernels();
@@ -118,10 +120,27 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     scratch.prompt.frames = carver.take<std::uint32_t>(std::uint64_t{items} * pages);
     scratch.prompt.lse = carver.take<float>(rows);
     scratch.prompt.so_far = carver.take<float>(rows * memory.shape.head_dim);
+    if (memory.sparse_prefill) place_choices(memory, items, carver, scratch.prompt);
     scratch.prompt.pages = carver.take<std::byte>(std::uint64_t{items} * pages * memory.layout.page_bytes());
   }
   scratch.bytes = carver.used();
   return scratch;
+}
+
+void ForwardVerbs::place_choices(const ForwardMemory& memory, std::uint32_t items, Carver& carver,
+                                 PrefillStage& prompt) {
+  const FlexRoom room = flex_room(memory.largest.max_tokens, memory.largest.prefill_rows);
+  Carver counted(nullptr);
+  FlexItem nowhere;
+  place_scratch(nowhere, room, memory.shape, counted);
+  prompt.choices = carver.take<FlexItem>(items);
+  prompt.choice_bytes = counted.used();
+  std::byte* const memory_of = carver.take<std::byte>(items * prompt.choice_bytes);
+  Carver first(memory_of);
+  place_scratch(prompt.choice, room, memory.shape, first);
+  prompt.block_words =
+      memory.shape.group() * room.query_blocks * prefill_mask_words(memory.largest.max_tokens);
+  prompt.blocks = carver.take<std::uint32_t>(items * prompt.block_words);
 }
 
 ForwardScratch ForwardVerbs::choice_of(const ForwardMemory& memory) const {
@@ -135,6 +154,8 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
     throw Error(Errc::unsupported, "a forward with " + what + " " + std::to_string(have) +
                                        " does not fit this device; at most " + std::to_string(most));
   };
+  if (memory.sparse_prefill && memory.largest.max_tokens > kFlexMaxKeys)
+    refuse("max_tokens of sparse prompts", memory.largest.max_tokens, kFlexMaxKeys);
   if (memory.largest.max_tokens > split_.max_tokens) refuse("max_tokens", memory.largest.max_tokens, split_.max_tokens);
   const std::uint32_t jobs = jobs_of(memory, memory.largest.decode_rows);
   if (slices_of(memory, jobs, multiprocessors_) == 0) {
@@ -166,7 +187,7 @@ void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
 
 void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
   const Current current(ordinal_);
-  launch_forward_append(memory, layer.q.tokens == 0 ? ForwardScratch{} : choice_of(memory), layer);
+  launch_forward_append(memory, layer.out.tokens == 0 ? ForwardScratch{} : choice_of(memory), layer);
 }
 
 void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& layer) {
@@ -191,12 +212,34 @@ void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& laye
   if (variant.warpgroups) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kPrefillBlock);
   for (std::uint32_t window = 0; window < div_up(bucket.max_tokens, memory.prefill_window); ++window) {
     launch_forward_stage(memory, stage, layer, window, multiprocessors_);
+    if (memory.sparse_prefill) choose_blocks(memory, stage, args, layer);
     if (variant.warpgroups) {
       launch_prefill_hopper(variant, args, extent, pages, handle(layer.stream));
     } else {
       launch_prefill(variant, args, extent, handle(layer.stream));
     }
   }
+}
+
+/// Of every chunk, whether it chooses or not: what is launched follows from the bucket.
+void ForwardVerbs::choose_blocks(const ForwardMemory& memory, const PrefillStage& stage, const PrefillArgs& prompts,
+                                 const ForwardLayer& layer) {
+  const FlexArgs args{.items = stage.choices,
+                      .shape = prompts.shape,
+                      .spec = memory.flex,
+                      .dtype = memory.layout.dtype,
+                      .head_dim = memory.shape.head_dim,
+                      .group = memory.shape.group(),
+                      .score_scale = prompts.score_scale};
+  const FlexRoom room = flex_room(memory.bucket.max_tokens, memory.bucket.prefill_rows);
+  const FlexExtent extent{.items = memory.bucket.prefills * memory.shape.kv_heads,
+                          .splits = kFlexMaxSplits,
+                          .key_blocks = static_cast<std::uint32_t>(room.key_blocks),
+                          .query_blocks = static_cast<std::uint32_t>(room.query_blocks)};
+  // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
+  CUtensorMap pages{};
+  if (warpgroups_) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kFlexTile);
+  launch_select_blocks(args, extent, warpgroups_ ? &pages : nullptr, handle(layer.stream));
 }
 
 void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) {

@@ -2,6 +2,7 @@
 
 #include "gpu/kernels/forward.hpp"
 #include "gpu/tuning.hpp"
+#include "sluice/carver.hpp"
 #include "sluice/forward_verbs.hpp"
 
 namespace sluice::gpu {
@@ -41,6 +42,10 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   /// Laid out for the largest bucket, described for this one.
   [[nodiscard]] Scratch scratch_of(const ForwardMemory& memory, std::byte* from) const;
   [[nodiscard]] ForwardScratch choice_of(const ForwardMemory& memory) const;
+  /// What chunks need that choose blocks.
+  static void place_choices(const ForwardMemory& memory, std::uint32_t items, Carver& carver, PrefillStage& prompt);
+  void choose_blocks(const ForwardMemory& memory, const PrefillStage& stage, const PrefillArgs& prompts,
+                     const ForwardLayer& layer);
 
   int ordinal_;
   std::uint32_t multiprocessors_;

@@ -101,8 +101,6 @@ void AuditReport::merge_totals(const AuditReport& other) noexcept {
   attended_tokens += other.attended_tokens;
   dense_tokens += other.dense_tokens;
   bypassed_heads += other.bypassed_heads;
-  estimated_keys += other.estimated_keys;
-  ranked_pages += other.ranked_pages;
   tokens += other.tokens;
 }
 

@@ -57,10 +57,10 @@ case $action in
 esac
 
 # The presets, and compositions that nobody published.
-presets='full;topk;streaming;quest;arkvale;psa;twilight;tactic;magicpig;lfps;sluice;sluice-fast'
-presets="$presets;clusters:candidates=1024 | int4 | top_k=max(64, 1%) | near=3%"
-presets="$presets;lsh | int4 | top_k=max(64, 1%) | near=3%"
-presets="$presets;pages:quest,budget=3072 | int4 | top_p=0.8 | near=5%"
+presets='full;topk;streaming;quest;arkvale;psa;twilight;tactic;magicpig;lfps;sluice'
+presets="$presets;clusters:candidates=1024 | int4 | top_k=max(64, 1%)"
+presets="$presets;lsh | int4 | top_k=max(64, 1%)"
+presets="$presets;pages:quest,budget=3072 | int4 | top_p=0.8"
 policies=${RECORD_POLICIES:-$presets}
 
 # How far stop rules and fits keep what they promise, and what equal coverage costs.

@@ -75,9 +75,9 @@ def print_tasks(found):
                          cell(r["scored_per_head_step"], "{:.0f}"), percent(r["near_bytes_share"]),
                          percent(r["far_bytes_share"]), cell(r["coverage_mean"], "{:.3f}"),
                          cell(r["coverage_p5"], "{:.3f}"), cell(r["answer_coverage"], "{:.3f}"),
-                         cell(r["link_bytes_per_step"], "{:.0f}")])
+                         cell(r["promoted_per_head_step"], "{:.1f}")])
         table(["policy", "accuracy", "attended", "keys scored", "near bytes", "far bytes", "coverage", "p5", "answer",
-               "link B/step"], body)
+               "brought"], body)
 
 
 def print_sweep(found):

@@ -35,7 +35,20 @@ struct FlexVerdict {
   std::uint32_t diagonals = 0;
 };
 
+/// A head's keys are shared by so many thread blocks at most, which is enough for one head to fill a GPU; with fewer
+/// keys per block, reading the queries would cost too much.
+inline constexpr std::uint32_t kFlexMaxSplits = 64;
+inline constexpr std::uint32_t kFlexLeastSplit = 512;
+static_assert(kFlexLeastSplit >= kFlexRows && kFlexLeastSplit % kFlexTile == 0);
+
+/// Keys of one thread block, where there are so many.
+[[nodiscard]] constexpr std::uint32_t flex_split_keys(std::uint32_t keys) {
+  const std::uint64_t share = div_up(div_up(keys, kFlexMaxSplits), kFlexTile) * kFlexTile;
+  return share > kFlexLeastSplit ? static_cast<std::uint32_t>(share) : kFlexLeastSplit;
+}
+
 /// One SelectBlocksTask as the kernels see it. What follows `splits` lies in its scratch memory; heads are the group's.
+/// With a count of 0 they do nothing.
 struct alignas(16) FlexItem {
   const std::byte* q = nullptr;           ///< device
   const std::byte* base = nullptr;        ///< device or registered host memory, 16-byte aligned
@@ -69,6 +82,18 @@ struct alignas(16) FlexItem {
   FlexVerdict* verdicts = nullptr;    ///< [heads]
   std::uint32_t* row_kept = nullptr;  ///< [heads, query_blocks]
 
+  /// What follows from the chunk alone.
+  constexpr void set_chunk(std::uint32_t first_token, std::uint32_t tokens) {
+    first = first_token;
+    count = tokens;
+    keys = first + count;
+    rows = count < kFlexRows ? count : kFlexRows;
+    key_blocks = static_cast<std::uint32_t>(div_up(keys, kPrefillBlock));
+    query_blocks = prefill_blocks(first, count);
+    words = prefill_mask_words(keys);
+    split_keys = flex_split_keys(keys);
+    splits = static_cast<std::uint32_t>(div_up(keys, split_keys));
+  }
   [[nodiscard]] constexpr std::uint64_t lines() const { return std::uint64_t{key_blocks} * kPrefillBlock; }
   [[nodiscard]] constexpr std::uint64_t piece_length() const { return std::uint64_t{split_keys} + kFlexRows; }
 };

@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(kVerdictThreads) flex_verdict_kernel(const __g
   __shared__ VerdictReduce::Memory memory;
   VerdictReduce reduce(memory);
   const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
   const std::uint32_t head = blockIdx.x;
   const std::uint32_t blocks = item.key_blocks;
   const float* const columns = item.column_blocks + std::uint64_t{head} * blocks;

@@ -192,6 +192,7 @@ __device__ void count_all(Memory& memory, const float* weights, std::uint64_t co
 __global__ void __launch_bounds__(kThreads) flex_lines_kernel(const __grid_constant__ FlexArgs args) {
   __shared__ Memory memory;
   const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
   const std::uint64_t count = item.lines();
   const float* const weights = (blockIdx.x % 2 == 0 ? item.columns : item.diagonals) + blockIdx.x / 2 * count;
   LineCut* const out = item.cuts + blockIdx.x;

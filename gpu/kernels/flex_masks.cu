@@ -178,6 +178,7 @@ __global__ void __launch_bounds__(kThreads) flex_mask_kernel(const __grid_consta
 /// One warp per head: blockIdx.x.
 __global__ void flex_tally_kernel(const __grid_constant__ FlexArgs args) {
   const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
   const std::uint32_t head = blockIdx.x;
   const std::uint64_t top = item.first / kPrefillBlock;
   std::uint64_t kept = 0;

@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(kQueryThreads) flex_queries_kernel(const __gri
   constexpr std::uint32_t kRows = kQueryThreads / kPairs;
   __shared__ float2 sums[kRows][kPairs];
   const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
   const std::uint32_t head = blockIdx.x;
   const std::uint32_t pair = threadIdx.x % kPairs;
   const std::uint32_t turn = threadIdx.x / kPairs;

@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kFlexThreads, kBlocksAtOnce)
     flex_stats_kernel(const __grid_constant__ FlexArgs args) {
   __shared__ FlexKeys<kDim> tiles[2];
   const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
   const Split split = split_of(item, args.group);
   if (split.tiles == 0) return;
   FlexQueries<kDim> queries;
@@ -121,6 +122,7 @@ __global__ void __launch_bounds__(kFlexThreads, kBlocksAtOnce)
 /// One thread per representative row of a head: blockIdx.x. A row without weight is left out of the mean.
 __global__ void __launch_bounds__(kFlexRows) flex_shift_kernel(const __grid_constant__ FlexArgs args) {
   const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
   const std::uint32_t row = threadIdx.x;
   const float2* const stats = item.stats + std::uint64_t{blockIdx.x} * item.splits * kFlexRows + row;
   float top = -INFINITY;
@@ -187,6 +189,7 @@ __global__ void __launch_bounds__(kFlexThreads, kBlocksAtOnce)
     flex_weigh_kernel(const __grid_constant__ FlexArgs args) {
   __shared__ WeighMemory<kDim> memory;
   const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
   const Split split = split_of(item, args.group);
   if (split.tiles == 0) return;
   const std::uint32_t lane = threadIdx.x % 32;

@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
   extern __shared__ uint4 shared[];
   auto& memory = aligned_memory<StatsMemory<kDim>>(shared);
   const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
   const HopperSplit split(item, args);
   if (split.tiles == 0) return;
   HopperQueries<kDim> queries;
@@ -95,6 +96,7 @@ __global__ void __launch_bounds__(kFlexHopperThreads, kBlocksAtOnce)
   extern __shared__ uint4 shared[];
   auto& memory = aligned_memory<WeighMemory<kDim>>(shared);
   const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
   const HopperSplit split(item, args);
   if (split.tiles == 0) return;
   const std::uint32_t lane = threadIdx.x % 32;

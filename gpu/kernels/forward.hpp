@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/attend.hpp"
+#include "gpu/kernels/flex.hpp"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/top_k.hpp"
 #include "gpu/kernels/top_p.hpp"
@@ -45,6 +46,12 @@ struct PrefillStage {
   std::uint32_t* frames = nullptr;  ///< [prefills, kv_heads, pages of a window]
   float* lse = nullptr;             ///< [rows, q_heads]
   float* so_far = nullptr;          ///< [rows, q_heads, head_dim]
+  // If chunks choose blocks:
+  FlexItem* choices = nullptr;      ///< [prefills, kv_heads]
+  FlexItem choice{};                ///< the first one's scratch memory
+  std::uint64_t choice_bytes = 0;   ///< of each
+  std::uint32_t* blocks = nullptr;  ///< [prefills, kv_heads, block_words] what is chosen
+  std::uint64_t block_words = 0;
 };
 
 /// Near rows of freed blocks, and of the tokens that come, after `apply`.

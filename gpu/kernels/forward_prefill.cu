@@ -19,6 +19,52 @@ __device__ Window window_of(const ForwardMemory& m, const ForwardChunk& chunk, s
   return {.begin = begin, .end = min(begin + m.prefill_window, chunk.first + chunk.count)};
 }
 
+template <class T>
+__device__ void move(T*& part, std::uint64_t bytes) {
+  part = reinterpret_cast<T*>(reinterpret_cast<std::byte*>(part) + bytes);
+}
+
+/// The same item, with scratch memory so many bytes behind.
+__device__ FlexItem moved(FlexItem item, std::uint64_t bytes) {
+  move(item.queries, bytes);
+  move(item.mean_query, bytes);
+  move(item.mean_keys, bytes);
+  move(item.stats, bytes);
+  move(item.shifts, bytes);
+  move(item.columns, bytes);
+  move(item.pieces, bytes);
+  move(item.diagonals, bytes);
+  move(item.column_blocks, bytes);
+  move(item.offset_blocks, bytes);
+  move(item.cuts, bytes);
+  move(item.marks, bytes);
+  move(item.chosen, bytes);
+  move(item.verdicts, bytes);
+  move(item.row_kept, bytes);
+  return item;
+}
+
+/// Item (chunk, KV head) of the kernels that choose blocks. Returns where these go, or null if the chunk is dense.
+__device__ const std::uint32_t* describe_choice(const ForwardMemory& m, const PrefillStage& stage,
+                                                const ForwardLayer& layer, const ForwardChunk& chunk,
+                                                std::uint32_t item, bool there) {
+  if (!m.sparse_prefill) return nullptr;
+  const bool sparse = there && chunk.sparse_in(layer.layer);
+  FlexItem choice = moved(stage.choice, item * stage.choice_bytes);
+  const std::uint32_t head = item % m.shape.kv_heads * m.shape.group();
+  if (sparse) {
+    choice.set_chunk(chunk.first, chunk.count);
+    choice.q = layer.q.row(chunk.at, head);
+    choice.base = stage.pages;
+    choice.frames = stage.frames + std::uint64_t{item} * (m.prefill_window / m.layout.page_tokens);
+    choice.blocks = stage.blocks + item * stage.block_words;
+    choice.choices = m.choices_of(m.state->forward, layer.layer, item / m.shape.kv_heads) + head;
+    choice.page_tokens = m.layout.page_tokens;
+  }
+  stage.choices[item] = choice;
+  return choice.blocks;
+}
+
 /// Item (chunk, KV head) of the prefill kernels.
 __device__ void describe(const ForwardMemory& m, const PrefillStage& stage, const ForwardLayer& layer,
                          const ForwardChunk& chunk, std::uint32_t item, std::uint32_t index, bool there) {
@@ -29,6 +75,7 @@ __device__ void describe(const ForwardMemory& m, const PrefillStage& stage, cons
                        .base = stage.pages,
                        .frames = stage.frames + std::uint64_t{item} * (m.prefill_window / m.layout.page_tokens),
                        .out = layer.out.row(chunk.at, head),
+                       .blocks = describe_choice(m, stage, layer, chunk, item, there),
                        .lse = (layer.lse != nullptr ? layer.lse : stage.lse) + row,
                        .so_far = stage.so_far + row * m.shape.head_dim,
                        .first = chunk.first,
@@ -38,6 +85,7 @@ __device__ void describe(const ForwardMemory& m, const PrefillStage& stage, cons
                        .key_end = window.end,
                        .page_tokens = m.layout.page_tokens,
                        .query_blocks = prefill_blocks(chunk.first, chunk.count),
+                       .mask_words = prefill_mask_words(chunk.keys()),
                        .first_window = index == 0,
                        .last_window = window.end == chunk.first + chunk.count};
 }

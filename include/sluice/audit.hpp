@@ -37,8 +37,6 @@ struct AuditReport {
   std::uint64_t attended_tokens = 0;   ///< by the query heads of a group together, summed over layers and KV heads
   std::uint64_t dense_tokens = 0;      ///< and those that there were
   std::uint64_t bypassed_heads = 0;    ///< query heads that attended nothing, summed over layers
-  std::uint64_t estimated_keys = 0;    ///< whose 4-bit copies the device read to choose, likewise
-  std::uint64_t ranked_pages = 0;      ///< whose digests it read
   std::uint64_t tokens = 0;            ///< audited
 
   [[nodiscard]] const HeadAudit& at(std::uint32_t layer, std::uint32_t head) const { return heads[layer * q_heads + head]; }

@@ -80,6 +80,10 @@ struct EngineStats {
   std::uint64_t far_tokens = 0;   ///< and in place, by the CPU
   std::uint64_t promoted = 0;     ///< tokens brought near, by layers and KV heads
   std::uint64_t scored = 0;       ///< keys that policies read to choose on the CPU
+  /// In forwards that got to their end, by layers and KV heads: keys whose 4-bit copies the device was to read to choose,
+  /// and pages whose digests.
+  std::uint64_t estimated = 0;
+  std::uint64_t ranked_pages = 0;
   std::uint64_t waited_ns = 0;    ///< that the device waited for the CPU's answers
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
   // Of chunks of prompts, in forwards that got to their end:

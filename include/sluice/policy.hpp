@@ -104,9 +104,9 @@ struct BudgetOptions {
 struct NearOptions {
   std::uint32_t sink_tokens = 4;      ///< first tokens, always attended. [0, 4096]
   std::uint32_t recent_tokens = 128;  ///< newest tokens, always attended. [0, 1048576]
-  /// Pages kept near per KV head as a share of the sequence's pages, by LRU, all attended densely.
-  /// 0: only sinks and recent tokens are attended near, token by token, as the papers do. [0, 1]
-  float share = 0.10f;
+  /// Pages kept near per KV head as a share of the sequence's pages, by LRU, all attended densely; by a Runtime alone.
+  /// 0: only sinks and recent tokens are attended whatever was selected, as the papers do. [0, 1]
+  float share = 0.f;
   friend bool operator==(const NearOptions&, const NearOptions&) = default;
 };
 

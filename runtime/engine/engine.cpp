@@ -168,12 +168,14 @@ EngineStats Engine::stats() const noexcept {
           .far_tokens = look(mailbox.outcome.far_tokens) + impl_->choice.far_tokens(),
           .promoted = look(mailbox.outcome.promoted),
           .scored = impl_->choice.scored(),
+          .estimated = impl_->counted.estimated,
+          .ranked_pages = impl_->counted.ranked_pages,
           .waited_ns = look(mailbox.outcome.waited_ns),
           .answer_ns = impl_->far.answer_ns(),
-          .sparse_chunks = impl_->prompts.sparse_chunks,
-          .dense_chunks = impl_->prompts.dense_chunks,
-          .kept_blocks = impl_->prompts.kept_blocks,
-          .causal_blocks = impl_->prompts.causal_blocks};
+          .sparse_chunks = impl_->counted.sparse_chunks,
+          .dense_chunks = impl_->counted.dense_chunks,
+          .kept_blocks = impl_->counted.kept_blocks,
+          .causal_blocks = impl_->counted.causal_blocks};
 }
 
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "runtime/engine/impl.hpp"
-#include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
 
@@ -21,7 +20,7 @@ std::shared_ptr<runtime::ForwardAudit> Engine::Impl::audit_of(std::span<const Wa
   for (const auto& [sequence, item] : wanted) {
     for (std::uint32_t i = 0; i < item.tokens && !item.prefill; ++i) {
       audit->add({.sequence = item.sequence,
-                  .window = scheduler::forward_row(sequence->spec, sequence->planned + i + 1, options.page_tokens),
+                  .tokens = sequence->planned + i + 1,
                   .corrected = sequence->spec.budget.kind == BudgetKind::sampled,
                   .blocks = sequence->pages.blocks(),
                   .watched = sequence->watched,

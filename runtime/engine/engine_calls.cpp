@@ -60,6 +60,8 @@ SequenceId Engine::Impl::add(const PolicySpec& spec) {
   Sequence& sequence =
       sequences.emplace(id.value, Sequence{.spec = spec, .pages = {free_lists.back(), memory.largest().max_pages}})
           .first->second;
+  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer)
+    sequence.sparse_layers += spec.dense(layer) ? 0 : 1;
   free_lists.pop_back();
   if (on_cpu) {
     sequence.tail.slot = free_tails.back();

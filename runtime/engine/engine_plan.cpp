@@ -175,11 +175,21 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
                            .decoded = item.prefill ? 0u : 1u};
       if (item.prefill) continue;
       *row = scheduler::forward_row(sequence->spec, sequence->planned + i + 1, options.page_tokens);
+      count_reads(*sequence, *row);
       row->list = list;
       row->at = at;
       ++row;
     }
   }
+}
+
+void Engine::Impl::count_reads(const Sequence& sequence, const ForwardRow& row) noexcept {
+  const std::uint64_t planes = std::uint64_t{sequence.sparse_layers} * options.shape.kv_heads;
+  const std::uint64_t window = row.sink_end + (row.tokens - row.recent_begin);
+  const std::uint64_t in_pages = std::uint64_t{options.shape.group()} * row.page_picks * options.page_tokens;
+  runtime::Program& program = programs.newest();
+  if (row.ranks()) program.estimated += planes * (row.in_pages() ? in_pages + window : row.tokens);
+  program.ranked_pages += planes * row.pages;
 }
 
 void Engine::Impl::write_lists(const ForwardMemory& m, std::span<const Wanted> wanted) const noexcept {

@@ -39,11 +39,11 @@ void Engine::Impl::settle(const runtime::Program& program) {
     if (!item.prefill || program.bucket.prefills == 0) continue;
     for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
       const bool sparse = program.chunks[chunk].sparse_in(layer);
-      ++(sparse ? prompts.sparse_chunks : prompts.dense_chunks);
+      ++(sparse ? counted.sparse_chunks : counted.dense_chunks);
       if (!sparse) continue;
       const runtime::ChunkTally& tally = program.tallies[chunk * options.shape.layers + layer];
-      prompts.kept_blocks += tally.kept;
-      prompts.causal_blocks += tally.causal;
+      counted.kept_blocks += tally.kept;
+      counted.causal_blocks += tally.causal;
       Sequence::Bets& bets = at(item.sequence).bets;
       if (options.prefill.mode == PrefillMode::automatic)
         bets.balance.settle(tally.kept, tally.causal, options.shape.q_heads, bets.rests[layer]);

@@ -85,7 +85,11 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     // It has seen tokens as a prompt's that are no more, or nothing but them.
     if (sequence.policy && sequence.planned <= sequence.policy_tokens) drop_policy(sequence);
   }
-  if (done) settle(program);
+  if (done) {
+    settle(program);
+    counted.estimated += program.estimated;
+    counted.ranked_pages += program.ranked_pages;
+  }
   if (done) good = std::max(good, forward);
   if (importing == forward) importing = 0;
   if (programs.empty() && next_layer == kNone) next_layer = 0;  // Nothing is left that would have to be cancelled.

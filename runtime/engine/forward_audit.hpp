@@ -22,7 +22,7 @@ struct ChoiceNote {
 /// A row of an audited forward that chooses.
 struct AuditedRow {
   SequenceId sequence;
-  ForwardRow window;                   ///< as the device has it
+  std::uint32_t tokens = 0;            ///< visible
   bool corrected = false;              ///< its weights are no softmax over a subset
   std::vector<std::uint32_t> blocks;   ///< of its sequence
   std::vector<std::uint32_t> watched;  ///< tokens, ascending
@@ -59,8 +59,6 @@ class ForwardAudit : public std::enable_shared_from_this<ForwardAudit> {
   void compare(std::uint32_t row, std::uint32_t layer, std::uint32_t kv_head, Result& result) const;
   void attend_exactly(const AuditedRow& row, std::uint32_t layer, std::uint32_t kv_head, const float* q,
                       AuditedGroup& group) const;
-  /// What the device reads to choose for the row, of all KV heads.
-  void count_reads(const ForwardRow& row, AuditReport& report) const noexcept;
   void mark(const AuditedRow& row, std::uint32_t plane, std::uint64_t list, AuditedGroup& group) const;
 
   const ForwardMemory& memory_;

@@ -30,6 +30,7 @@ struct Engine::Impl : cpu::Kept {
   struct Sequence {
     PolicySpec spec;
     runtime::PageList pages;
+    std::uint32_t sparse_layers = 0;  ///< where its rows choose
     std::uint32_t tokens = 0;   ///< that all layers have
     std::uint32_t planned = 0;  ///< and those of forwards in flight
     /// Where the queries of its prompt's newest tokens lie, if its policy chooses on the CPU.
@@ -113,6 +114,8 @@ struct Engine::Impl : cpu::Kept {
   /// Blocks for the new tokens, and one of its own for each that would write into a shared one.
   void grow(std::span<const Wanted> wanted) noexcept;
   void write_rows(const ForwardMemory& memory, std::span<const Wanted> wanted);
+  /// What the device reads to choose for a row of the newest program.
+  void count_reads(const Sequence& sequence, const ForwardRow& row) noexcept;
   void write_lists(const ForwardMemory& memory, std::span<const Wanted> wanted) const noexcept;
   /// The forward that the next one continues.
   [[nodiscard]] std::uint64_t builds_on() const noexcept;
@@ -167,7 +170,7 @@ struct Engine::Impl : cpu::Kept {
   std::unordered_map<std::uint64_t, Sequence> sequences;
   std::uint64_t next_id = 1;
 
-  EngineStats prompts{};  ///< what is counted here of chunks of prompts
+  EngineStats counted{};  ///< what is counted here, not by the device
 
   runtime::Programs programs;
   std::uint64_t planned = 0;     ///< the newest forward

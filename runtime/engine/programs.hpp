@@ -30,6 +30,8 @@ struct Program {
   std::optional<ForwardStatus> ended{};  ///< how, if that was seen before it is asked about
   std::shared_ptr<ForwardAudit> audit{};  ///< null: it is not audited
   std::vector<ForwardChunk> chunks{};     ///< as they were planned
+  std::uint64_t estimated = 0;            ///< as in EngineStats
+  std::uint64_t ranked_pages = 0;
   std::vector<ChunkTally> tallies{};      ///< [chunks, layers] once it is known to have got to its end
 };
 

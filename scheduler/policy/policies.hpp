@@ -16,7 +16,6 @@ namespace sluice::scheduler {
 [[nodiscard]] PolicySpec arkvale_spec();
 [[nodiscard]] PolicySpec lfps_spec();
 [[nodiscard]] PolicySpec sluice_spec();
-[[nodiscard]] PolicySpec sluice_fast_spec();
 [[nodiscard]] PolicySpec psa_spec();
 [[nodiscard]] PolicySpec twilight_spec();
 [[nodiscard]] PolicySpec tactic_spec();

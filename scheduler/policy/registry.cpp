@@ -18,8 +18,7 @@ const std::vector<PolicyPreset>& policy_presets() {
       {tactic_spec(), "key clusters in ranked order, as many as a fitted curve says (Tactic)"},
       {magicpig_spec(), "tokens sampled by hash collisions, corrected for their chance (MagicPIG)"},
       {lfps_spec(), "candidates from attention history (LFPS)"},
-      {sluice_spec(), "history shared in the GQA group and page digests, told apart by 4-bit keys: the default"},
-      {sluice_fast_spec(), "history that is fed rarely and few pages, nothing scored: for GPUs, where a layer takes 150 us"},
+      {sluice_spec(), "the best tokens by 4-bit copies of all keys: the default"},
   };
   return presets;
 }

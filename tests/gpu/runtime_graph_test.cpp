@@ -18,7 +18,7 @@ constexpr AttentionShape kShape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_
 }  // namespace
 
 TEST_CASE("steps with CUDA graphs give the same bits, also under delays", "[gpu][runtime][graph]") {
-  const std::string policy = GENERATE("full:near=20%", "topk", "lfps", "sluice:near=20%,recent=32",
+  const std::string policy = GENERATE("full:near=20%", "topk", "lfps", "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=20%,recent=32",
                                       "pages:box,pages=12 | int4 | top_p=0.9 | near=0%,sinks=4,recent=8");
   const auto placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
   CAPTURE(policy, to_string(placement));

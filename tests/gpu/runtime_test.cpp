@@ -21,7 +21,7 @@ constexpr AttentionShape kShape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_
 TEST_CASE("the GPU gives the host device's answers for every policy and placement", "[gpu][runtime]") {
   const std::string policy =
       GENERATE("full", "full:near=0", "streaming", "topk", "lfps", "tactic:mass=100%", "magicpig", "sluice",
-               "sluice:budget=100%", "pages:box,pages=12 | int4 | top_p=0.9 | near=0%,sinks=4,recent=8",
+               "history+pages:pages=max(16, 3%) | int4 | top_k=100% | near=3%", "pages:box,pages=12 | int4 | top_p=0.9 | near=0%,sinks=4,recent=8",
                "exact | int4 | top_p=0.9 | near=10%");
   const auto placement =
       GENERATE(PlacementMode::hybrid, PlacementMode::stream, PlacementMode::near, PlacementMode::automatic);
@@ -76,7 +76,7 @@ TEST_CASE("on the GPU any near share gives dense attention if everything is atte
 }
 
 TEST_CASE("ten thousand steps under delays on both sides are the calm run, bit by bit", "[gpu][runtime][soak]") {
-  const std::string policy = GENERATE("sluice:near=20%,recent=32", "lfps");
+  const std::string policy = GENERATE("history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=20%,recent=32", "lfps");
   const auto placement = GENERATE(PlacementMode::hybrid, PlacementMode::automatic);
   if (placement == PlacementMode::automatic && policy == "lfps") return;  // Three of the four: 3 x 3,400 steps.
   CAPTURE(policy, to_string(placement));
@@ -193,7 +193,7 @@ TEST_CASE("steps that return while queued give the same outputs", "[gpu][runtime
   const PinnedModel model(*device, kShape, kTokens + kSteps, 8);
   RuntimeOptions options = options_for(kShape, kTokens + kSteps, PlacementMode::hybrid);
   options.near_bytes /= 4;
-  const std::string policy = "sluice:near=20%,recent=32";
+  const std::string policy = "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=20%,recent=32";
   const auto want = generate(device, model, policy, options, kTokens, kSteps);
   Runtime runtime(options, device);
   const SequenceId id = runtime.begin(parse_policy(policy));

@@ -91,7 +91,7 @@ TEST_CASE("an audit's coverage, overlap and watched tokens are those of float64 
 }
 
 TEST_CASE("dense attention overlaps wholly and errs by rounding only, whatever is near", "[audit]") {
-  const std::string policy = GENERATE("full:near=0%", "full:near=30%", "topk:budget=100%", "sluice:budget=100%,pages=100%");
+  const std::string policy = GENERATE("full:near=0%", "full:near=30%", "topk:budget=100%", "history+pages:pages=100% | int4 | top_k=100% | near=3%");
   CAPTURE(policy);
   const Toy toy(kShape, kPrompt + 4, 32);
   RuntimeOptions options = toy_options(kShape, 350);

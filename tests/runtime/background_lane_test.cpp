@@ -128,7 +128,7 @@ TEST_CASE("background work that does not return ends the runtime with an error i
     options.timeout = 500ms;
     options.trace = &trace;
     Runtime runtime(options, device);
-    const SequenceId id = runtime.begin(parse_policy("sluice"));
+    const SequenceId id = runtime.begin(parse_policy("history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=3%"));
     prefill(runtime, id, toy, 200, 64);
     REQUIRE(code_of([&] {
               for (std::uint32_t token = 200; token < toy.tokens(); ++token) step(runtime, id, toy, token);

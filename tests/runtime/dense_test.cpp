@@ -44,7 +44,7 @@ TEST_CASE("a policy whose budget is everything is dense", "[runtime]") {
   const Drive drive = GENERATE(Drive::waiting, Drive::queued);
   CAPTURE(to_string(drive));
   const std::string policy = GENERATE("topk:budget=100%", "lfps:budget=100%,bypass=0,alpha=0.000001,min_tokens=100000",
-                                      "sluice:budget=100%,min_tokens=100000", "streaming:recent=100000");
+                                      "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(100000, 100%) | near=3%", "streaming:recent=100000");
   CAPTURE(policy);
   const Toy toy(kShape, 200, 12);
   Runtime runtime(toy_options(kShape, 250), device_of(drive));
@@ -112,7 +112,7 @@ TEST_CASE("the same run gives the same bits", "[runtime]") {
   std::vector<float> first;
   for (int run = 0; run < 3; ++run) {
     Runtime runtime(options, device_of(drive));
-    const std::vector<float> out = decode(runtime, runtime.begin(parse_policy("sluice:recent=16,near=15%")), toy, 380, drive);
+    const std::vector<float> out = decode(runtime, runtime.begin(parse_policy("history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=15%,recent=16")), toy, 380, drive);
     if (run == 0) first = out;
     REQUIRE(out == first);
   }
@@ -161,7 +161,7 @@ TEST_CASE("prompt attention is dense whatever the chunk", "[runtime]") {
 TEST_CASE("a second prompt may follow decoded tokens", "[runtime]") {
   const Drive drive = GENERATE(Drive::waiting, Drive::queued);
   CAPTURE(to_string(drive));
-  const std::string policy = GENERATE("full:near=30%", "sluice:budget=100%,min_tokens=100000");
+  const std::string policy = GENERATE("full:near=30%", "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(100000, 100%) | near=3%");
   CAPTURE(policy);
   const Toy toy(kShape, 200, 18);
   Runtime runtime(toy_options(kShape, 250), device_of(drive));

@@ -97,7 +97,7 @@ const char* policy_of(std::uint64_t seed) {
   constexpr const char* kPolicies[] = {"full",
                                        "topk:budget=8",
                                        "lfps:bypass=0",
-                                       "sluice:recent=16,near=20%",
+                                       "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=20%,recent=16",
                                        "full:near=60%",
                                        "pages:box,pages=4 | int4 | top_p=0.8 | near=0%,sinks=4,recent=8",
                                        "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
@@ -188,7 +188,7 @@ TEST_CASE("a thousand seeded faults lose nothing", "[faults]") {
     const std::string policy = policy_of(seed);
     if (policy.find("full") != std::string::npos) {
       REQUIRE(worst_error(got.out, toy, kPrompt) < 2e-5);
-    } else if (policy.find("sluice") != std::string::npos) {
+    } else if (policy.find("near=20%") != std::string::npos) {
       REQUIRE(std::none_of(got.out.begin(), got.out.end(), [](float x) { return std::isnan(x); }));
     } else if (policy.find("progressive") != std::string::npos) {
       REQUIRE(worst_difference(got.out, want) < 1e-5);  // The same pages, but which went through staging may differ.

@@ -91,7 +91,7 @@ Survival survive_session(Drive drive, const PolicySpec& spec, const Toy& toy, lo
 
 TEST_CASE("every allocation of a session may fail", "[memory_faults]") {
   const Drive drive = GENERATE(Drive::waiting, Drive::queued);
-  const std::string policy = GENERATE("full:near=30%", "sluice:near=30%,recent=16", "tactic", "magicpig",
+  const std::string policy = GENERATE("full:near=30%", "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=30%,recent=16", "tactic", "magicpig",
                                       "pages:box,pages=3 | int4 | top_p=0.8 | near=0,sinks=4,recent=8");
   CAPTURE(to_string(drive), policy);
   const Toy toy(kShape, kTokens, 77);

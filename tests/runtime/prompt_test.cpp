@@ -223,7 +223,7 @@ TEST_CASE("a prompt may go on after it was said to end", "[runtime][concurrent]"
   const Toy toy(kShape, kTokens, 10);
   const auto run = [&](bool last) {
     Runtime runtime(options_with(kTokens, 2000), separate_device());
-    const SequenceId id = runtime.begin(parse_policy("sluice"));
+    const SequenceId id = runtime.begin(parse_policy("history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=3%"));
     auto out = outputs(toy);
     prefill_chunk(runtime, id, toy, 0, 90, out, true, last);
     prefill_chunk(runtime, id, toy, 90, 100, out, true, last);

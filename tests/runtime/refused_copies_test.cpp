@@ -57,7 +57,7 @@ class RefusingDevice final : public ForwardingDevice {
 
 TEST_CASE("a step whose copies are refused can be repeated, and reads no page that did not come", "[refused]") {
   const int until = GENERATE(range(0, 12));
-  const std::string policy = GENERATE("sluice:near=30%,recent=16", "full:near=40%", "streaming:recent=100");
+  const std::string policy = GENERATE("history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=30%,recent=16", "full:near=40%", "streaming:recent=100");
   CAPTURE(until, policy);
   constexpr std::uint32_t kPrompt = 300;
   const Toy toy(kShape, kPrompt + 3, 91);

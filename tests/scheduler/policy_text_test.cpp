@@ -47,9 +47,7 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
       {"tactic", "clusters | fitted=0.9 | near=0%,sinks=0,recent=0"},
       {"magicpig", "lsh | sampled | near=0%,sinks=4,recent=64 | dense=0,every=16"},
       {"lfps", "history | top_k=max(64, 2%) | near=0%,sinks=4,recent=0 | bypass=sink:0.85"},
-      {"sluice", "history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=3% | page=16"},
-      {"sluice-fast",
-       "history:alpha=1,share_group=on,observe_every=64,limit=10%+pages:pages=8 | top_k=all | near=10% | page=16"},
+      {"sluice", "exact | int4 | top_k=max(64, 1%) | near=0%,sinks=4,recent=128 | page=16"},
   };
   REQUIRE(policy_presets().size() == expected.size());
   for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -64,7 +62,7 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
 
 TEST_CASE("a composition's words parse back to it", "[policy_text]") {
   const std::vector<std::string> texts = {
-      "full", "topk", "streaming", "quest", "arkvale", "psa", "twilight", "tactic", "magicpig", "lfps", "sluice", "sluice-fast",
+      "full", "topk", "streaming", "quest", "arkvale", "psa", "twilight", "tactic", "magicpig", "lfps", "sluice",
       "history+pages | top_p=0.95",
       "pages:quest,budget=8192 | int4 | top_p=0.9",
       "clusters | fitted=0.9",
@@ -123,17 +121,16 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   REQUIRE(unsupported_reasons(spec).size() == 2);
 }
 
-TEST_CASE("sluice-fast is a composition of sluice's stages", "[policy_text]") {
-  PolicySpec composed = parse_policy(
-      "history:share_group=on,observe_every=64,limit=10%,alpha=1+pages:pages=8 | top_k=all | near=10% | page=16");
-  composed.name = "sluice-fast";
-  REQUIRE(composed == parse_policy("sluice-fast"));
+TEST_CASE("sluice is a composition of papers' stages", "[policy_text]") {
+  PolicySpec composed = parse_policy("exact | int4 | top_k=max(64, 1%) | near=0,sinks=4,recent=128 | page=16");
+  composed.name = "sluice";
+  REQUIRE(composed == parse_policy("sluice"));
 }
 
 TEST_CASE("every key reaches its field", "[policy_text]") {
   const PolicySpec spec = parse_policy(
-      "sluice:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,limit=10%,digest=box,"
-      "pages=max(5,4%),budget=max(100,3%),bypass=0.9,near=25%,sinks=8,recent=64,dense=2,every=5");
+      "history:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,limit=10%+pages:box,"
+      "pages=max(5,4%) | int4 | top_k=max(100,3%) | bypass=0.9 | near=25%,sinks=8,recent=64 | dense=2,every=5 | page=16");
   REQUIRE(spec.history == HistoryOptions{.alpha = 0.3f,
                                          .decay = 0.9f,
                                          .init_queries = 16,
@@ -160,9 +157,9 @@ TEST_CASE("a budget is a fixed count, a share above the preset's floor, or the l
   REQUIRE(parse_policy("topk:budget=0.05").budget == B{.min_tokens = 64, .share = 0.05f});
   REQUIRE(parse_policy("topk:budget=max(16, 0.05)").budget == B{.min_tokens = 16, .share = 0.05f});
   REQUIRE(parse_policy("topk:budget=5%,min_tokens=8").budget == B{.min_tokens = 8, .share = 0.05f});
-  REQUIRE(parse_policy("sluice:pages=6").pages.share == 0.f);
-  REQUIRE(parse_policy("sluice:pages=6").pages.min_pages == 6);
-  REQUIRE(parse_policy("sluice:pages=6%,min_pages=2").pages == PageSourceOptions{.min_pages = 2, .share = 0.06f});
+  REQUIRE(parse_policy("pages:pages=6").pages.share == 0.f);
+  REQUIRE(parse_policy("pages:pages=6").pages.min_pages == 6);
+  REQUIRE(parse_policy("pages:pages=6%,min_pages=2").pages == PageSourceOptions{.min_pages = 2, .share = 0.06f});
 }
 
 TEST_CASE("what a method calls its budget", "[policy_text]") {
@@ -188,8 +185,8 @@ TEST_CASE("complaints name the word, where it is, and what exists", "[policy_tex
   expect(complaint("lfps:alpha"), {"\"alpha\" at character 6 is not key=value"});
   expect(complaint("lfps:"), {"not key=value"});
   expect(complaint("lfps:alpha=0.3,"), {"at character 16 is not key=value"});
-  expect(complaint("sluice:digest=cube"), {"\"cube\"", "box", "cuboid_mean"});
-  expect(complaint("sluice:share_group=maybe"), {"neither on nor off"});
+  expect(complaint("pages:digest=cube"), {"\"cube\"", "box", "cuboid_mean"});
+  expect(complaint("history:share_group=maybe"), {"neither on nor off"});
   expect(complaint("history+lhs"), {"\"lhs\" at character 9", "clusters, lsh"});
   expect(complaint("history+history"), {"\"history\" at character 9 is named twice"});
   expect(complaint("history:digest=box"), {"\"digest\" at character 9 is no key of history", "alpha, decay"});
@@ -223,8 +220,8 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("lfps:budget=0"), {"budget.min_tokens is 0"});
   expect(complaint("lfps:budget=101%"), {"budget.share is 1.01"});
   expect(complaint("lfps:bypass=1.5"), {"bypass_threshold"});
-  expect(complaint("sluice:pages=0"), {"pages.min_pages is 0"});
-  expect(complaint("sluice:pages=-2%"), {"\"-2%\" at character 14 is not a share"});
+  expect(complaint("pages:pages=0"), {"pages.min_pages is 0"});
+  expect(complaint("pages:pages=-2%"), {"\"-2%\" at character 13 is not a share"});
   expect(complaint("full:sinks=4097"), {"near.sink_tokens"});
   expect(complaint("full:recent=1048577"), {"near.recent_tokens"});
   expect(complaint("full:near=1.1"), {"near.share"});

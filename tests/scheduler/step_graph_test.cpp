@@ -84,7 +84,7 @@ TEST_CASE("any graph is topological, has each node once, and merges everything t
 }
 
 TEST_CASE("the graph of the default policy, in issue order", "[step_graph]") {
-  const StepGraph graph = build_step_graph(step_shape(parse_policy("sluice"), PlacementMode::automatic));
+  const StepGraph graph = build_step_graph(step_shape(parse_policy("history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=3%"), PlacementMode::automatic));
   REQUIRE(issue_order(graph) == std::vector<std::string>{"append", "rank_pages", "hand_over", "attend_near",
                                                          "write_through", "select", "place", "fetch", "attend_fetched",
                                                          "attend_far", "merge", "observe", "promote"});
@@ -109,7 +109,7 @@ TEST_CASE("a policy brings only the branches that it needs", "[step_graph]") {
   REQUIRE(shape("streaming:dense=1", hybrid).select);
   REQUIRE(shape("full", stream) == StepShape{.rank_pages = false, .select = true, .fetch = true, .observe = false});
   REQUIRE(shape("lfps", hybrid) == StepShape{.rank_pages = false, .select = true, .fetch = false, .observe = true});
-  REQUIRE(shape("sluice", automatic) == StepShape{.rank_pages = true, .select = true, .fetch = true, .observe = true});
+  REQUIRE(shape("history+pages | int4 | top_k=9 | near=3%", automatic) == StepShape{.rank_pages = true, .select = true, .fetch = true, .observe = true});
   REQUIRE(shape("exact | int4 | top_p=0.9", hybrid).rank_pages);  // The device estimates all tokens.
   REQUIRE_FALSE(shape("exact | int4 | top_k=9", hybrid).rank_pages);
   REQUIRE_FALSE(shape("exact+history | int4 | top_p=0.9", hybrid).rank_pages);

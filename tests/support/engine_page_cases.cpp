@@ -204,7 +204,7 @@ TEST_CASE("room is made for every policy, and only for what goes together", "[en
   make_room_for(parse_policy(kQuest), 600, options);
   const std::uint32_t ranked = options.max_ranked;
   REQUIRE(code_of([&] { make_room_for(parse_policy("psa"), 6000, options); }) == Errc::unsupported);
-  REQUIRE(code_of([&] { make_room_for(parse_policy("sluice"), 6000, options); }) == Errc::unsupported);
+  REQUIRE(code_of([&] { make_room_for(parse_policy("history+pages | top_k=9 | near=3%"), 6000, options); }) == Errc::unsupported);
   REQUIRE(options.max_ranked == ranked);
   REQUIRE(options.digests == DigestKind::box);
 }

@@ -143,7 +143,7 @@ TEST_CASE("what policies of the CPU cannot have is named", "[engine]") {
   Engine engine(options, rig.device);
   const Story story(kShape, 40, 5);
   REQUIRE(code_of([&] { (void)engine.begin(parse_policy("quest")); }) == Errc::unsupported);
-  REQUIRE(code_of([&] { (void)engine.begin(parse_policy("sluice")); }) == Errc::unsupported);
+  REQUIRE(code_of([&] { (void)engine.begin(parse_policy("history | top_k=9 | near=3%")); }) == Errc::unsupported);
   REQUIRE(code_of([&] { (void)engine.begin(parse_policy("lfps:init=200")); }) == Errc::unsupported);
   Teller teller{.story = &story, .id = engine.begin(parse_policy("lfps"))};
   REQUIRE(code_of([&] { (void)engine.begin(parse_policy("lfps")); }) == Errc::out_of_capacity);

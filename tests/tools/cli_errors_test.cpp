@@ -132,7 +132,7 @@ TEST_CASE("a model that is missing or damaged is bad input", "[cli]") {
 TEST_CASE("a result that cannot be written is known before the work starts and leaves nothing", "[cli]") {
   const ScratchDirectory scratch;
   const std::string nowhere = scratch.file("no/such/dir/result.json");
-  for (const std::string& arguments : {"--output '" + nowhere + "'", "--trace '" + nowhere + "'"}) {
+  for (const std::string& arguments : {"--output '" + nowhere + "'", "--stepwise --trace '" + nowhere + "'"}) {
     const Outcome outcome = run_model("--prompt a " + arguments);
     CAPTURE(arguments, outcome.err);
     CHECK(outcome.code == 1);

@@ -73,7 +73,7 @@ TEST_CASE("a message of any length keeps its cause and its remedy", "[cli]") {
   CHECK(outcome.code == 2);
   check_tame(outcome);
   CHECK(contains(outcome.err, "policy \"yyy"));
-  CHECK(contains(outcome.err, "sluice-fast"));  // The presets that there are stand at the end.
+  CHECK(contains(outcome.err, "lfps, sluice)"));  // The presets that there are stand at the end.
 }
 
 TEST_CASE("values of a model's files are echoed like arguments", "[cli]") {

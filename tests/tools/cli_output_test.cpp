@@ -122,7 +122,7 @@ TEST_CASE("standard output is one place, by whatever name", "[cli]") {
   CHECK(shell("% " + kRun + "--trace '" + scratch.file("out") + "' >'" + scratch.file("out") + "'" + err) == 2);
   CHECK(shell("(% " + kRun + "--trace /dev/stdout -o json; echo $? >'" + scratch.file("code") + "')" + err + " | cat") == 0);
   CHECK(read_file(scratch.file("code")) == "2\n");
-  CHECK(shell("% " + kRun + "--output /dev/null --trace /dev/null >/dev/null" + err) == 0);
+  CHECK(shell("% " + kRun + "--stepwise --output /dev/null --trace /dev/null >/dev/null" + err) == 0);
 }
 
 TEST_CASE("a result sent to /dev/stdout follows what stands there and replaces nothing", "[cli]") {

@@ -93,7 +93,10 @@ TEST_CASE("reports name the way to prefill and the chunk that it takes", "[cli]"
   CAPTURE(wanted.arguments);
   const json run = config_of("run " + kModel + wanted.arguments + " --prompt a --max-tokens 1");
   CHECK(run.at("prefill") == wanted.prefill);
-  CHECK(run.at("runtime").at("prefill_chunk") == wanted.chunk);
+  CHECK(config_of("run --stepwise " + kModel + wanted.arguments + " --prompt a --max-tokens 1")
+            .at("runtime")
+            .at("prefill_chunk") == wanted.chunk);
+  CHECK(run.at("prefill_chunk") == wanted.chunk);
   const json eval = config_of("eval " + kModel + wanted.arguments +
                               " --tasks niah --lengths 512 --count 1 --audit 0 --policies full --max-tokens 1");
   CHECK(eval.at("prefill") == json::array({wanted.prefill}));
@@ -102,7 +105,7 @@ TEST_CASE("reports name the way to prefill and the chunk that it takes", "[cli]"
 
 TEST_CASE("run says where the time to the first token went", "[cli]") {
   const std::string prefill = GENERATE(std::string("--prefill full "), kFlex);
-  const json results = results_of("run " + kModel + prefill + long_prompt() + "--max-tokens 2");
+  const json results = results_of("run --stepwise " + kModel + prefill + long_prompt() + "--max-tokens 2");
   CAPTURE(prefill);
   const json& row = results.at("ttft").at(0);
   CAPTURE(row.dump());
@@ -122,6 +125,14 @@ TEST_CASE("run says where the time to the first token went", "[cli]") {
     CHECK(row.at("blocks_share") == 1.0);
     CHECK(row.at("sparse_chunks_share") == 0.0);
   }
+}
+
+TEST_CASE("run says which share of a prompt's blocks was computed", "[cli]") {
+  const std::string prefill = GENERATE(std::string("--prefill full "), kFlex);
+  const json row = results_of("run " + kModel + prefill + long_prompt() + "--max-tokens 2").at("run").at(0);
+  CAPTURE(prefill, row.dump());
+  CHECK((row.at("blocks_share") < 1.0) == (prefill == kFlex));
+  CHECK(row.at("sparse_chunks_share") == (prefill == kFlex ? 1.0 : 0.0));
 }
 
 TEST_CASE("eval holds ways to prefill against each other under every policy", "[cli]") {

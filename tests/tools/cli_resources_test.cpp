@@ -99,7 +99,7 @@ TEST_CASE("a model's generation_config.json gives the defaults of sampling, and 
   };
   const nlohmann::json plain = config_of("");
   CHECK(plain.at("temperature") == 0);
-  CHECK(plain.at("runtime").at("kv_dtype") == "bf16");
+  CHECK(plain.at("engine").at("kv_dtype") == "bf16");
   (void)scratch.write("model/generation_config.json",
                       R"({"do_sample": true, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5})");
   const nlohmann::json sampled = config_of("--seed 1");
@@ -110,5 +110,5 @@ TEST_CASE("a model's generation_config.json gives the defaults of sampling, and 
   CHECK(flagged.at("temperature") == 0);
   CHECK(flagged.at("top_k") == 0);
   CHECK(flagged.at("top_p") == 0.5);
-  CHECK(flagged.at("runtime").at("kv_dtype") == "f32");
+  CHECK(flagged.at("engine").at("kv_dtype") == "f32");
 }

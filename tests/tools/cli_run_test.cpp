@@ -128,9 +128,9 @@ TEST_CASE("standard input that cannot be read is no empty prompt", "[cli]") {
 
 TEST_CASE("the trace holds the prompt, phase by phase and layer by layer", "[cli]") {
   const ScratchDirectory scratch;
-  const std::string policy = GENERATE(values<std::string>({"full", "sluice"}));
-  const Outcome outcome = sluice::test::sluice(kRun + kPrompt + "--max-tokens 3 --prefill-chunk 16 --policy " + policy +
-                                               " --trace '" + scratch.file("trace.json") + "'");
+  const std::string policy = GENERATE(values<std::string>({"full", "history+pages | int4 | top_k=64 | near=3%"}));
+  const Outcome outcome = sluice::test::sluice(kRun + kPrompt + "--stepwise --max-tokens 3 --prefill-chunk 16 --policy '" +
+                                               policy + "' --trace '" + scratch.file("trace.json") + "'");
   CAPTURE(policy, outcome.err);
   REQUIRE(outcome.code == 0);
   const json events = json::parse(read_file(scratch.file("trace.json"))).at("traceEvents");
@@ -154,13 +154,13 @@ TEST_CASE("the trace holds the prompt, phase by phase and layer by layer", "[cli
     CHECK(count[phase] == 8 * 2);  // Chunks of 16 and 15 tokens.
   }
   CHECK(layers["begin policy"].size() == 8);
-  CHECK((count["prompt digests"] > 0) == (policy == "sluice"));
-  CHECK((count["prompt 4-bit copies"] > 0) == (policy == "sluice"));
+  CHECK((count["prompt digests"] > 0) == (policy != "full"));
+  CHECK((count["prompt 4-bit copies"] > 0) == (policy != "full"));
   CHECK(prompt_end <= step_begin);
 }
 
 TEST_CASE("the table has no row for what did not happen", "[cli]") {
-  const Outcome whole = sluice::test::sluice(kRun + kPrompt + "--max-tokens 4 --policy full --placement near");
+  const Outcome whole = sluice::test::sluice(kRun + kPrompt + "--stepwise --max-tokens 4 --policy full --placement near");
   CAPTURE(whole.err);
   REQUIRE(whole.code == 0);
   for (const char* row : {"far bytes", "near bytes", "near hits", "candidates", "coverage", "estimated", "scored",
@@ -175,7 +175,7 @@ TEST_CASE("the table has no row for what did not happen", "[cli]") {
     CHECK(contains(whole.err, row));
   }
   // One token: no time per token.
-  const Outcome one = sluice::test::sluice(kRun + kPrompt + "--max-tokens 1 --policy full");
+  const Outcome one = sluice::test::sluice(kRun + kPrompt + "--stepwise --max-tokens 1 --policy full");
   CHECK_FALSE(contains(one.err, "\n| time per token"));
   CHECK_FALSE(contains(one.err, "\n| us/layer"));
   // What happened is shown.
@@ -188,13 +188,13 @@ TEST_CASE("the table has no row for what did not happen", "[cli]") {
 TEST_CASE("planned forwards give the text that steps give, wherever keys and values are", "[cli]") {
   const std::string near = GENERATE("", " --near 30%", " --near 100%");
   const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy full";
-  const json steps = report_of(arguments);
-  const json planned = report_of(arguments + " --engine" + near);
+  const json steps = report_of(arguments + " --stepwise");
+  const json planned = report_of(arguments + near);
   CHECK(planned.at("text") == steps.at("text"));
   CHECK(planned.at("tokens").size() == 16);
   const json row = row_of(planned);
-  CHECK(row.at("near_tokens").get<double>() + row.at("far_tokens").get<double>() > kPromptTokens);
-  CHECK((row.at("far_tokens") == 0) == (near == " --near 100%"));
+  CHECK(row.at("attended_share") == 1.0);
+  CHECK((row.at("far_bytes_share") == 0.0) == (near == " --near 100%"));
 }
 
 TEST_CASE("planned forwards choose on the CPU what steps choose", "[cli]") {
@@ -206,21 +206,24 @@ TEST_CASE("planned forwards choose on the CPU what steps choose", "[cli]") {
                "'pages:pages=1 | top_k=6 | near=0,sinks=2,recent=4 | page=8'",
                "'history+pages:pages=1 | int4 | top_k=6 | near=0,sinks=2,recent=4 | page=8'");
   const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy " + policy;
-  const json steps = report_of(arguments);
-  const json planned = report_of(arguments + " --engine");
+  const json steps = report_of(arguments + " --stepwise");
+  const json planned = report_of(arguments);
   CAPTURE(policy);
   CHECK(planned.at("text") == steps.at("text"));
   CHECK(planned.at("tokens").size() == 16);
-  CHECK(row_of(planned).at("near_tokens").get<double>() + row_of(planned).at("far_tokens").get<double>() <
-        kPromptTokens);
+  CHECK(row_of(planned).at("attended_share") < 1.0);
 }
 
-TEST_CASE("what planned forwards do not serve is named", "[cli]") {
-  for (const char* wrong : {"--policy sluice", "--policy full --trace t.json", "--policy full --audit 1",
-                            "--policy full --prefill flexprefill"}) {
-    const Outcome outcome = sluice::test::sluice(kRun + kPrompt + "--engine " + wrong);
-    CAPTURE(wrong, outcome.err);
+TEST_CASE("what planned forwards do not serve is named, and steps do", "[cli]") {
+  const ScratchDirectory scratch;
+  for (const std::string& only :
+       {std::string("--policy 'history | top_k=9 | near=10%'"), "--trace '" + scratch.file("t.json") + "'",
+        std::string("--placement stream"), std::string("--promote-pages 3")}) {
+    const Outcome outcome = sluice::test::sluice(kRun + kPrompt + "--max-tokens 2 " + only);
+    CAPTURE(only, outcome.err);
     CHECK(outcome.code != 0);
     CHECK(is_one_error(outcome));
+    CHECK((contains(outcome.err, "stepwise") || contains(outcome.err, "near=0")));
+    CHECK(sluice::test::sluice(kRun + kPrompt + "--stepwise --max-tokens 2 " + only).code == 0);
   }
 }

@@ -105,7 +105,7 @@ TEST_CASE("sampling follows its seed", "[cli]") {
 TEST_CASE("a report and a trace written to files appear whole", "[cli]") {
   const ScratchDirectory scratch;
   const Outcome outcome =
-      sluice::test::sluice(kRun + "--prompt 'The sky is blue. The' --max-tokens 3 -o json --output '" +
+      sluice::test::sluice(kRun + "--stepwise --prompt 'The sky is blue. The' --max-tokens 3 -o json --output '" +
                            scratch.file("result.json") + "' --trace '" + scratch.file("trace.json") + "'");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);

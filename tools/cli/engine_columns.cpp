@@ -20,6 +20,8 @@ void DecodeScore::merge(const DecodeScore& other) {
   stats.far_tokens += other.stats.far_tokens;
   stats.promoted += other.stats.promoted;
   stats.scored += other.stats.scored;
+  stats.estimated += other.stats.estimated;
+  stats.ranked_pages += other.stats.ranked_pages;
   stats.waited_ns += other.stats.waited_ns;
   stats.answer_ns += other.stats.answer_ns;
   audited.merge_totals(other.audited);
@@ -33,6 +35,8 @@ EngineStats since(const EngineStats& before, const EngineStats& after) noexcept 
           .far_tokens = after.far_tokens - before.far_tokens,
           .promoted = after.promoted - before.promoted,
           .scored = after.scored - before.scored,
+          .estimated = after.estimated - before.estimated,
+          .ranked_pages = after.ranked_pages - before.ranked_pages,
           .waited_ns = after.waited_ns - before.waited_ns,
           .answer_ns = after.answer_ns - before.answer_ns,
           .sparse_chunks = after.sparse_chunks - before.sparse_chunks,
@@ -53,24 +57,23 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
   const auto near = static_cast<double>(score.stats.near_tokens);
   const auto far = static_cast<double>(score.stats.far_tokens);
   const double dense = static_cast<double>(score.dense_tokens) * planes;
-  // Keys that the CPU reads to choose, and what the device reads for that, as far as it was audited.
+  // With what the CPU and the device read to choose.
   const auto row_bytes = static_cast<double>(layout.row_bytes());
   const double dense_bytes = 2 * row_bytes * dense;
   const double far_bytes = row_bytes * (2 * far + static_cast<double>(score.stats.scored));
+  const double copy_bytes = static_cast<double>(Int4Layout(layout).page_bytes()) / layout.page_tokens;
+  const double near_bytes = 2 * row_bytes * (near + static_cast<double>(score.stats.ranked_pages)) +
+                            copy_bytes * static_cast<double>(score.stats.estimated);
   const AuditReport& audited = score.audited;
-  const double copies = static_cast<double>(audited.estimated_keys) *
-                            static_cast<double>(Int4Layout(layout).page_bytes()) / layout.page_tokens +
-                        2 * row_bytes * static_cast<double>(audited.ranked_pages);
-  const Json chosen_near = over(copies, 2 * row_bytes * static_cast<double>(audited.dense_tokens));
-  const bool known = audited.tokens != 0 && dense_bytes != 0.0;
   add({"attended_per_head_step", "attended", 1}, over(near + far, head_steps));
   add({"attended_share", "of dense", 1, Show::percent}, over(near + far, dense));
   add({"near_hit_share", "near", 1, Show::percent}, over(near, near + far));
-  add({"near_bytes_share", "near bytes", 1, Show::percent},
-      known ? Json(2 * row_bytes * near / dense_bytes + chosen_near.get<double>()) : Json());
+  add({"near_bytes_share", "near bytes", 1, Show::percent}, over(near_bytes, dense_bytes));
   add({"far_bytes_share", "far bytes", 1, Show::percent}, over(far_bytes, dense_bytes));
   add({"scored_per_head_step", "scored", 1, Show::plain, score.stats.scored == 0},
       over(static_cast<double>(score.stats.scored), head_steps));
+  add({"estimated_per_head_step", "estimated", 1, Show::plain, score.stats.estimated == 0},
+      over(static_cast<double>(score.stats.estimated), head_steps));
   add({"promoted_per_head_step", "brought", 1}, over(static_cast<double>(score.stats.promoted), head_steps));
   const bool any = audited.coverage.count() != 0;
   add({"coverage_mean", "coverage", 4}, any ? Json(audited.coverage.mean()) : Json());

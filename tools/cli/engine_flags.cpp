@@ -60,6 +60,7 @@ EngineOptions sized(const RuntimeFlags& flags, const AttentionShape& shape, std:
   options.prompt_queries = options.max_picks = options.max_ranked = options.max_window = 1;
   for (const PolicySpec& policy : policies) make_room_for(policy, room.tokens, options);
   if (options.cpu_sequences != 0) options.cpu_sequences = options.sequences;
+  options.prefill = room.prefill;
   options.import_rows = std::min(options.import_rows, room.tokens);
   options.threads = flags.options.threads;
   options.cores = flags.options.cores;
@@ -68,10 +69,23 @@ EngineOptions sized(const RuntimeFlags& flags, const AttentionShape& shape, std:
   return options;
 }
 
+Json to_json(const EngineOptions& options) {
+  return {{"layers", options.shape.layers},
+          {"q_heads", options.shape.q_heads},
+          {"kv_heads", options.shape.kv_heads},
+          {"head_dim", options.shape.head_dim},
+          {"page_tokens", options.page_tokens},
+          {"kv_dtype", to_string(options.kv_dtype)},
+          {"host_bytes", options.host_bytes},
+          {"near_bytes", options.near_bytes},
+          {"threads", options.threads},
+          {"timeout_ms", options.timeout.count()}};
+}
+
 void require_for_engine(const RuntimeFlags& flags) {
   const RuntimeOptions own;
   const auto refuse = [](const std::string& flag, const std::string& why) {
-    throw Error(Errc::invalid_argument, flag + ": " + why + "; leave it out");
+    throw Error(Errc::invalid_argument, flag + ": " + why + "; leave it out, or say `run --stepwise`");
   };
   if (flags.options.placement != own.placement)
     refuse("--placement", "the device decides where a token is attended");

@@ -22,6 +22,7 @@ struct EngineRoom {
   std::uint32_t tokens = 0;  ///< of the longest sequence
   std::uint32_t apart = 0;   ///< tokens that a fork has beside those that it shares; 0: there are no forks
   double near = 0.0;         ///< share of the longest sequence that device memory has room for, unless flags say bytes
+  PrefillSpec prefill{};
 };
 
 /// Options for sequences under any of the given policies, which decode one token at a time.
@@ -29,6 +30,9 @@ struct EngineRoom {
 /// Error{Errc::unsupported} if no engine serves a policy
 [[nodiscard]] EngineOptions sized(const RuntimeFlags& flags, const AttentionShape& shape,
                                   std::span<const PolicySpec> policies, const EngineRoom& room);
+
+/// The `config` part of a report.
+[[nodiscard]] Json to_json(const EngineOptions& options);
 
 /// @throws Error{Errc::invalid_argument} naming the first flag that is set and means nothing to an engine
 void require_for_engine(const RuntimeFlags& flags);

@@ -6,10 +6,8 @@
 #include <utility>
 
 #include "sluice/error.hpp"
-#include "sluice/runtime.hpp"
 #include "tools/cli/interrupt.hpp"
 #include "tools/llama/sampler.hpp"
-#include "tools/llama/session.hpp"
 #include "tools/llama/tokenizer.hpp"
 
 namespace sluice::tools {
@@ -84,19 +82,22 @@ TaskEvaluation::Prefilled TaskEvaluation::prefilled(const PrefillSpec& prefill, 
   const PolicySpec dense = parse_policy("full");
   RuntimeFlags flags = flags_;
   flags.options.audit_every = 0;
-  Runtime runtime(sized(flags, model_.config().shape(), {&dense, 1}, static_cast<std::uint32_t>(longest)), device_);
+  sluice::Engine engine(sized(flags, model_.config().shape(), {&dense, 1},
+                              {.page_tokens = page_tokens_for(dense, flags),
+                               .tokens = static_cast<std::uint32_t>(longest),
+                               .prefill = prefill}),
+                        device_);
   Prefilled result;
-  Session session(model_, runtime, dense, prefill);
+  EngineSession session(model_, engine, device_, dense);
   const auto start = Clock::now();
-  const auto stop = [&](std::uint32_t, std::uint32_t) {
-    if (!interrupted()) return;
-    runtime.synchronize();  // A GPU may still work on the session's tensors.
-    throw Interrupted();
-  };
-  session.prefill(tokens, stop, &result.cache);
+  session.prefill(
+      tokens, [](std::uint32_t, std::uint32_t) { stop_if_interrupted(); }, &result.cache);
   result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  runtime.synchronize();
-  result.stats = session.stats().prompt;
+  const EngineStats stats = engine.stats();
+  result.stats = {.kept_blocks = stats.kept_blocks,
+                  .causal_blocks = stats.causal_blocks,
+                  .sparse_chunks = stats.sparse_chunks,
+                  .dense_chunks = stats.dense_chunks};
   return result;
 }
 
@@ -156,12 +157,7 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
   engine.watch(session.sequence(), evidence_of(task));
   const EngineStats before = engine.stats();
   const auto start = Clock::now();
-  const auto decode = [&](int token) {
-    session.decode(token);
-    ++score.decoded.tokens;
-    score.decoded.dense_tokens += session.tokens();
-  };
-  for (const int token : question) decode(token);
+  for (const int token : question) session.decode(token);
   const std::size_t limit = answer_limit(task);
   std::vector<int> output;
   while (output.size() < limit) {
@@ -169,10 +165,12 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
     const int token = argmax(session.logits());
     if (model_.config().is_eos(token)) break;
     output.push_back(token);
-    if (output.size() < limit) decode(token);
+    if (output.size() < limit) session.decode(token);
   }
   const AuditReport report = engine.audit(session.sequence());
-  DecodeScore run{.stats = since(before, engine.stats()),
+  DecodeScore run{.tokens = session.decoded(),
+                  .dense_tokens = session.visible(),
+                  .stats = since(before, engine.stats()),
                   .audited = {},
                   .seconds = std::chrono::duration<double>(Clock::now() - start).count()};
   run.audited.merge_totals(report);

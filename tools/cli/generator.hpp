@@ -28,7 +28,7 @@ struct RunOptions {
   std::uint32_t decode_prompt = 0;
   PrefillFlags prefill;
   std::string trace;
-  bool engine = false;
+  bool stepwise = false;
   std::optional<float> temperature;  ///< as top_p and top_k: by default what generation_config.json says
   std::optional<float> top_p;
   std::optional<std::uint32_t> top_k;
@@ -74,7 +74,9 @@ struct Generation {
 void append_run(const Generation& generation, std::size_t prompt_tokens, const PolicySpec& policy,
                 std::vector<Column>& columns, std::vector<Json>& row);
 
-/// `sluice run --engine`.
+/// As forwards of an Engine.
 int run_on_engine(const RunOptions& options);
+/// `--stepwise`: by a Runtime.
+int run_stepwise(const RunOptions& options);
 
 }  // namespace sluice::tools

@@ -60,20 +60,42 @@ void EngineSession::require_usable(std::size_t more) const {
            " (max_position_embeddings)");
 }
 
-void EngineSession::prefill(std::span<const int> tokens, const Progress& progress) {
+void EngineSession::prefill(std::span<const int> tokens, const Progress& progress, PromptCache* record) {
   if (tokens.empty()) refuse("a prompt needs at least one token; begin it with BOS");
   require_usable(tokens.size());
   for (const int token : tokens) model_.require_token(token);
+  if (record != nullptr && tokens_ != 0) refuse("a prompt can be recorded only from the session's first token");
   as_one_error("read the prompt", [&] {
+    if (record != nullptr) record->start(model_.config().shape(), tokens);
     const std::size_t most = engine_.options().largest.prefill_rows;
     for (std::size_t done = 0; done < tokens.size();) {
       const auto chunk = tokens.subspan(done, std::min(most, tokens.size() - done));
-      forward(chunk, {.decode_rows = 0, .prefill_rows = static_cast<std::uint32_t>(chunk.size()), .prefills = 1}, true);
+      forward(chunk, {.decode_rows = 0, .prefill_rows = static_cast<std::uint32_t>(chunk.size()), .prefills = 1}, true,
+              record);
       done += chunk.size();
       if (progress) progress(static_cast<std::uint32_t>(done), static_cast<std::uint32_t>(tokens.size()));
     }
     take_logits();
+    if (record != nullptr) record->finish(logits_);
   });
+}
+
+TensorCourier* EngineSession::courier() {
+  if (queue_ && !courier_) courier_ = std::make_unique<TensorCourier>(*device_, *queue_, work_.timeout);
+  return courier_.get();
+}
+
+void EngineSession::record_layer(const AttentionCall& call, PromptCache& record) {
+  using Slot = TensorCourier::Slot;
+  const auto placed = [&](Slot slot, const TensorView& view) {
+    return courier() != nullptr ? courier()->to_host(slot, view) : view;
+  };
+  record.record({.layer = call.layer,
+                 .q = placed(Slot::q, call.q),
+                 .k = placed(Slot::k, call.k),
+                 .v = placed(Slot::v, call.v),
+                 .out = {}},
+                tokens_);
 }
 
 void EngineSession::import_prompt(const PromptCache& prompt) {
@@ -95,9 +117,8 @@ void EngineSession::import_prompt(const PromptCache& prompt) {
 
 void EngineSession::import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count) {
   using Slot = TensorCourier::Slot;
-  if (queue_ && !courier_) courier_ = std::make_unique<TensorCourier>(*device_, *queue_, work_.timeout);
   const auto placed = [&](Slot slot, const TensorView& view) {
-    return courier_ && view.tokens != 0 ? courier_->to_device(slot, view) : view;
+    return courier() != nullptr && view.tokens != 0 ? courier()->to_device(slot, view) : view;
   };
   engine_.import_prefix(sequence_, layer, placed(Slot::k, prompt.keys(layer, first, count)),
                         placed(Slot::v, prompt.values(layer, first, count)), stream_,
@@ -119,11 +140,12 @@ void EngineSession::decode(int token) {
              .audit = audit},
             false);
     ++decoded_;
+    visible_ += tokens_;
     take_logits();
   });
 }
 
-void EngineSession::forward(std::span<const int> tokens, const Bucket& bucket, bool prefill) {
+void EngineSession::forward(std::span<const int> tokens, const Bucket& bucket, bool prefill, PromptCache* record) {
   placed_.clear();
   for (const int token : tokens)
     placed_.push_back({.token = token, .position = tokens_ + static_cast<std::uint32_t>(placed_.size())});
@@ -134,6 +156,7 @@ void EngineSession::forward(std::span<const int> tokens, const Bucket& bucket, b
     model_.forward(
         placed_,
         [&](const AttentionCall& call) {
+          if (record != nullptr) record_layer(call, *record);
           engine_.attend(bucket, call.layer, call.q, call.k, call.v, call.out, stream_);
         },
         work_);

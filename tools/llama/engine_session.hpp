@@ -30,7 +30,11 @@ class EngineSession final : public Conversation {
 
   /// @throws Error{Errc::invalid_argument} for an empty prompt, a token outside the vocabulary or a prompt beyond
   ///         max_position_embeddings, all before anything changes; else as Engine::plan and Engine::finish.
-  void prefill(std::span<const int> tokens, const Progress& progress = {}) override;
+  void prefill(std::span<const int> tokens, const Progress& progress = {}) override {
+    prefill(tokens, progress, nullptr);
+  }
+  /// @param record  if not null, receives the prompt for import_prompt; only for the session's first tokens
+  void prefill(std::span<const int> tokens, const Progress& progress, PromptCache* record);
   /// Takes over a recorded prompt without computing it. Only for an empty session.
   /// @throws Error{Errc::invalid_argument} if the cache is incomplete or of another shape; else as
   /// Engine::import_prefix.
@@ -42,13 +46,19 @@ class EngineSession final : public Conversation {
   [[nodiscard]] std::span<const float> logits() const noexcept override { return logits_; }
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
   [[nodiscard]] SequenceId sequence() const noexcept { return sequence_; }
+  /// Tokens decoded here, and how many of the sequence each of them saw, all together.
+  [[nodiscard]] std::uint32_t decoded() const noexcept { return decoded_; }
+  [[nodiscard]] std::uint64_t visible() const noexcept { return visible_; }
 
  private:
   void take_stream();
   void require_usable(std::size_t more) const;
   void import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count);
   /// One forward: consecutive tokens, which attend as a prompt or as the policy says.
-  void forward(std::span<const int> tokens, const Bucket& bucket, bool prefill);
+  void forward(std::span<const int> tokens, const Bucket& bucket, bool prefill, PromptCache* record = nullptr);
+  void record_layer(const AttentionCall& call, PromptCache& record);
+  /// Between prompt caches and the model's device, if it has one.
+  [[nodiscard]] TensorCourier* courier();
   void take_back(const Batch& batch) noexcept;
   void take_logits();
 
@@ -60,6 +70,7 @@ class EngineSession final : public Conversation {
   SequenceId sequence_;
   std::uint32_t tokens_ = 0;
   std::uint32_t decoded_ = 0;
+  std::uint64_t visible_ = 0;
   std::uint32_t audit_every_ = 0;
   bool broken_ = false;  ///< a forward is under way that could not be taken back
   std::vector<float> logits_;
