@@ -134,8 +134,8 @@ TEST_CASE("an engine names what it cannot do", "[engine]") {
   EngineOptions options = options_for(rig, 2, 10, 0);
   options.in_flight = 1;
   Engine engine(options, rig.device);
-  for (const char* policy : {"full", "exact | int4 | top_k=8 | near=3%", "exact | top_k=8", "exact | int4 | top_p=0.9", "exact | int4 | top_k=8 | near=10%,recent=4",
-                             "exact | int4 | top_k=8 | near=0,sinks=600,recent=8"}) {
+  for (const char* policy : {"full", "exact | int4 | top_k=8 | near=3%", "exact | top_k=8 | near=10%",
+                             "exact | int4 | top_p=0.9", "exact | int4 | top_k=8 | near=0,sinks=600,recent=8"}) {
     CAPTURE(policy);
     REQUIRE(code_of([&] { (void)engine.begin(parse_policy(policy)); }) == Errc::unsupported);
   }
