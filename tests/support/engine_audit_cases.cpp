@@ -230,10 +230,13 @@ TEST_CASE("only audited forwards are reported, and they run alone", "[engine]") 
   finish(start(plain));
   REQUIRE(engine.audit(teller.id).heads.empty());
   const Batch first = start(plain);
-  REQUIRE(code_of([&] { (void)start(options.largest); }) == Errc::invalid_argument);
+  const auto refused = [&](const Bucket& bucket) {
+    return code_of([&] { (void)engine.plan({&item, 1}, bucket, rig.stream); }) == Errc::invalid_argument;
+  };
+  REQUIRE(refused(options.largest));
   finish(first);
   const Batch second = start(options.largest);
-  REQUIRE(code_of([&] { (void)start(plain); }) == Errc::invalid_argument);
+  REQUIRE(refused(plain));
   engine.cancel(second);
   REQUIRE(engine.audit(teller.id).heads.empty());
   finish(start(options.largest));
