@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/lent.hpp"
 #include "cpu/spin.hpp"
 #include "cpu/verbs.hpp"
 #include "sluice/int4.hpp"
@@ -142,16 +143,20 @@ void append(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& 
   if (attends && runs(m)) append_queries(kernels, m, layer);
 }
 
-void prefill(Backend& host, const ForwardMemory& m, const ForwardLayer& layer) {
+void prefill(Backend& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
   if (!runs(m)) return;
+  struct Parts {
+    std::vector<float> lse;
+    std::vector<std::uint32_t> blocks;
+  };
+  const Lent<Parts> lent(workers);  // A worker that is late still writes there.
+  auto& [lse, blocks] = *lent;
   const PrefillShape strides{.q_dtype = layer.q.dtype,
                              .out_dtype = layer.out.dtype,
                              .q_token_stride = layer.q.token_stride,
                              .q_head_stride = layer.q.head_stride,
                              .out_token_stride = layer.out.token_stride,
                              .out_head_stride = layer.out.head_stride};
-  std::vector<float> lse;
-  std::vector<std::uint32_t> blocks;
   for (std::uint32_t c = 0; c < m.bucket.prefills; ++c) {
     const ForwardChunk& chunk = m.chunks[c];
     for (std::uint32_t h = 0; h < m.shape.kv_heads && chunk.list != kNone; ++h) {

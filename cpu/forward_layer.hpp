@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "cpu/kernels.hpp"
+#include "cpu/workers.hpp"
 #include "sluice/backend.hpp"
 #include "sluice/forward_verbs.hpp"
 
@@ -37,7 +38,8 @@ void for_each_head(const ForwardMemory& m, std::uint32_t layer, const Body& body
 /// Near rows of freed blocks, and of the tokens that come, when a slip's lists have been taken.
 void seat_tokens(const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
-void prefill(Backend& host, const ForwardMemory& memory, const ForwardLayer& layer);
+/// `workers`: of `host`.
+void prefill(Backend& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
 void rank(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
 void score(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
 void choose(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);

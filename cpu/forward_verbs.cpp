@@ -95,8 +95,8 @@ void queue(void* stream, const char* verb, Run&& run) {
 
 }  // namespace
 
-ForwardVerbs::ForwardVerbs(sluice::Backend& host, const Kernels* kernels)
-    : host_(host), kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
+ForwardVerbs::ForwardVerbs(sluice::Backend& host, const Workers& workers, const Kernels* kernels)
+    : host_(host), workers_(workers), kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
 
 void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
   queue(stream, "apply", [memory] { cpu::apply(memory); });
@@ -108,7 +108,7 @@ void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer
   queue(layer.stream, "append", [this, memory, layer] { cpu::append(kernels_, memory, layer); });
 }
 void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "prefill", [this, memory, layer] { cpu::prefill(host_, memory, layer); });
+  queue(layer.stream, "prefill", [this, memory, layer] { cpu::prefill(host_, workers_, memory, layer); });
 }
 void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "rank", [this, memory, at = layer.layer] { cpu::rank(host_, memory, at); });

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cpu/kernels.hpp"
+#include "cpu/workers.hpp"
 #include "sluice/backend.hpp"
 #include "sluice/forward_verbs.hpp"
 
@@ -10,9 +11,9 @@ namespace sluice::cpu {
 /// them in one thread: what they are for is the contract, and every engine's tests without a GPU.
 class ForwardVerbs final : public sluice::ForwardVerbs {
  public:
-  /// @param host  computes at once what it is given without a stream
+  /// @param host  computes at once what it is given without a stream, by `workers`
   /// @param kernels  null: the fastest
-  explicit ForwardVerbs(sluice::Backend& host, const Kernels* kernels = nullptr);
+  ForwardVerbs(sluice::Backend& host, const Workers& workers, const Kernels* kernels = nullptr);
 
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory&) const override { return 0; }
   void apply(const ForwardMemory& memory, void* stream) override;
@@ -33,6 +34,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
 
  private:
   sluice::Backend& host_;
+  const Workers& workers_;
   const Kernels& kernels_;
 };
 

@@ -132,7 +132,7 @@ struct HostDevice::Impl {
   std::chrono::milliseconds flag_timeout;
   DeviceInfo info;
   HostBackend backend;
-  ForwardVerbs forward_verbs{backend};
+  ForwardVerbs forward_verbs{backend, *workers};
   std::shared_ptr<Ledger> ledger;
   std::shared_ptr<Registry> registry = std::make_shared<Registry>();
   std::shared_ptr<Mischief> mischief;

@@ -116,7 +116,9 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     const std::uint32_t items = largest.prefills * memory.shape.kv_heads;
     const std::uint32_t pages = memory.prefill_window / memory.layout.page_tokens;
     const std::uint64_t rows = std::uint64_t{largest.rows()} * memory.shape.q_heads;
-    scratch.prompt.items = carver.take<PrefillItem>(items);
+    // Whichever kernels a layer's queries will want.
+    scratch.prompt.items =
+        carver.take<PrefillItem>(std::uint64_t{items} * (memory.sparse_prefill ? memory.shape.group() : 1));
     scratch.prompt.frames = carver.take<std::uint32_t>(std::uint64_t{items} * pages);
     scratch.prompt.lse = carver.take<float>(rows);
     scratch.prompt.so_far = carver.take<float>(rows * memory.shape.head_dim);
@@ -166,7 +168,8 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
   }
   const std::uint32_t items = memory.largest.prefills * memory.shape.kv_heads;
   constexpr std::uint32_t kMaxItems = 65'535;  // Of a grid's second and third dimension.
-  if (items > kMaxItems) refuse("prefills", memory.largest.prefills, kMaxItems / memory.shape.kv_heads);
+  const std::uint32_t heads = memory.sparse_prefill ? memory.shape.q_heads : memory.shape.kv_heads;
+  if (memory.largest.prefills > kMaxItems / heads) refuse("prefills", memory.largest.prefills, kMaxItems / heads);
   constexpr std::uint64_t kMostFrames = std::uint64_t{1} << 31;
   const std::uint64_t frames = std::uint64_t{items} * (memory.prefill_window / memory.layout.page_tokens);
   if (frames > kMostFrames)
@@ -192,9 +195,11 @@ void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer
 
 void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& layer) {
   const Current current(ordinal_);
-  const PrefillStage stage = scratch_of(memory, memory.scratch).prompt;
+  PrefillStage stage = scratch_of(memory, memory.scratch).prompt;
   const Bucket& bucket = memory.bucket;
   const PrefillVariant variant = prefill_variant(memory.shape, memory.layout, layer.q.dtype, warpgroups_);
+  // Kernels without warpgroups mix the heads of a group in their rows, and masks differ between heads.
+  if (memory.sparse_prefill && !variant.warpgroups) stage.item_heads = memory.shape.group();
   const PrefillArgs args{.items = stage.items,
                          .shape = {.q_dtype = layer.q.dtype,
                                    .out_dtype = layer.out.dtype,
@@ -205,8 +210,10 @@ void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& laye
                          .group = memory.shape.group(),
                          .row_heads = memory.shape.q_heads,
                          .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
-  const PrefillExtent extent{.items = bucket.prefills * memory.shape.kv_heads,
-                             .rows = bucket.prefill_rows * memory.shape.group(),
+  // Tiles of rows begin at a multiple of their size where blocks are chosen.
+  const std::uint32_t lead = memory.sparse_prefill ? kPrefill.rows - 1 : 0;
+  const PrefillExtent extent{.items = bucket.prefills * memory.shape.kv_heads * stage.item_heads,
+                             .rows = lead + bucket.prefill_rows * memory.shape.group(),
                              .blocks = static_cast<std::uint32_t>(div_up(bucket.prefill_rows, kPrefillBlock)) + 1};
   CUtensorMap pages{};
   if (variant.warpgroups) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kPrefillBlock);
@@ -233,7 +240,7 @@ void ForwardVerbs::choose_blocks(const ForwardMemory& memory, const PrefillStage
                       .score_scale = prompts.score_scale};
   const FlexRoom room = flex_room(memory.bucket.max_tokens, memory.bucket.prefill_rows);
   const FlexExtent extent{.items = memory.bucket.prefills * memory.shape.kv_heads,
-                          .splits = kFlexMaxSplits,
+                          .splits = flex_most_splits(memory.bucket.max_tokens),
                           .key_blocks = static_cast<std::uint32_t>(room.key_blocks),
                           .query_blocks = static_cast<std::uint32_t>(room.query_blocks)};
   // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.

@@ -41,6 +41,11 @@ inline constexpr std::uint32_t kFlexMaxSplits = 64;
 inline constexpr std::uint32_t kFlexLeastSplit = 512;
 static_assert(kFlexLeastSplit >= kFlexRows && kFlexLeastSplit % kFlexTile == 0);
 
+/// Thread blocks that share a head's keys, of up to so many, at most.
+[[nodiscard]] constexpr std::uint32_t flex_most_splits(std::uint32_t keys) {
+  const auto least = static_cast<std::uint32_t>(div_up(keys, kFlexLeastSplit));
+  return least < kFlexMaxSplits ? least : kFlexMaxSplits;
+}
 /// Keys of one thread block, where there are so many.
 [[nodiscard]] constexpr std::uint32_t flex_split_keys(std::uint32_t keys) {
   const std::uint64_t share = div_up(div_up(keys, kFlexMaxSplits), kFlexTile) * kFlexTile;

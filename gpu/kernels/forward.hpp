@@ -41,7 +41,8 @@ struct ForwardScratch {
 
 /// What chunks of prompts need, in device memory.
 struct PrefillStage {
-  PrefillItem* items = nullptr;     ///< [prefills, kv_heads]
+  PrefillItem* items = nullptr;     ///< [prefills, kv_heads, item_heads]
+  std::uint32_t item_heads = 1;     ///< items of a KV head: its query heads, where kernels choose that mix them in a row
   std::byte* pages = nullptr;       ///< [prefills, kv_heads, prefill_window] tokens
   std::uint32_t* frames = nullptr;  ///< [prefills, kv_heads, pages of a window]
   float* lse = nullptr;             ///< [rows, q_heads]

@@ -65,29 +65,38 @@ __device__ const std::uint32_t* describe_choice(const ForwardMemory& m, const Pr
   return choice.blocks;
 }
 
-/// Item (chunk, KV head) of the prefill kernels.
+/// Items of (chunk, KV head) of the prefill kernels: one, or one per query head where blocks are chosen by kernels
+/// whose rows mix the heads. The others have nothing to do.
 __device__ void describe(const ForwardMemory& m, const PrefillStage& stage, const ForwardLayer& layer,
                          const ForwardChunk& chunk, std::uint32_t item, std::uint32_t index, bool there) {
   const Window window = window_of(m, chunk, index);
-  const std::uint32_t head = item % m.shape.kv_heads * m.shape.group();
-  const std::uint64_t row = std::uint64_t{chunk.at} * m.shape.q_heads + head;
-  stage.items[item] = {.q = layer.q.row(chunk.at, head),
-                       .base = stage.pages,
-                       .frames = stage.frames + std::uint64_t{item} * (m.prefill_window / m.layout.page_tokens),
-                       .out = layer.out.row(chunk.at, head),
-                       .blocks = describe_choice(m, stage, layer, chunk, item, there),
-                       .lse = (layer.lse != nullptr ? layer.lse : stage.lse) + row,
-                       .so_far = stage.so_far + row * m.shape.head_dim,
-                       .first = chunk.first,
-                       .count = there ? chunk.count : 0,
-                       .heads = m.shape.group(),
-                       .key_begin = window.begin,
-                       .key_end = window.end,
-                       .page_tokens = m.layout.page_tokens,
-                       .query_blocks = prefill_blocks(chunk.first, chunk.count),
-                       .mask_words = prefill_mask_words(chunk.keys()),
-                       .first_window = index == 0,
-                       .last_window = window.end == chunk.first + chunk.count};
+  const std::uint32_t first_head = item % m.shape.kv_heads * m.shape.group();
+  const std::uint32_t* const blocks = describe_choice(m, stage, layer, chunk, item, there);
+  const bool apart = blocks != nullptr && stage.item_heads != 1;
+  const std::uint32_t query_blocks = prefill_blocks(chunk.first, chunk.count);
+  const std::uint32_t mask_words = prefill_mask_words(chunk.keys());
+  for (std::uint32_t h = 0; h < stage.item_heads; ++h) {
+    const std::uint32_t head = first_head + h;
+    const std::uint64_t row = std::uint64_t{chunk.at} * m.shape.q_heads + head;
+    stage.items[std::uint64_t{item} * stage.item_heads + h] = {
+        .q = layer.q.row(chunk.at, head),
+        .base = stage.pages,
+        .frames = stage.frames + std::uint64_t{item} * (m.prefill_window / m.layout.page_tokens),
+        .out = layer.out.row(chunk.at, head),
+        .blocks = apart ? blocks + std::uint64_t{h} * query_blocks * mask_words : blocks,
+        .lse = (layer.lse != nullptr ? layer.lse : stage.lse) + row,
+        .so_far = stage.so_far + row * m.shape.head_dim,
+        .first = chunk.first,
+        .count = there && (apart || h == 0) ? chunk.count : 0,
+        .heads = apart ? 1 : m.shape.group(),
+        .key_begin = window.begin,
+        .key_end = window.end,
+        .page_tokens = m.layout.page_tokens,
+        .query_blocks = query_blocks,
+        .mask_words = mask_words,
+        .first_window = index == 0,
+        .last_window = window.end == chunk.first + chunk.count};
+  }
 }
 
 /// Sixteen bytes of a page, from where they lie near if they do.

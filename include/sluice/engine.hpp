@@ -98,14 +98,15 @@ struct EngineStats {
 struct EngineMemoryUse {
   std::uint64_t far_pages = 0;        ///< host: keys and values
   std::uint64_t far_pages_used = 0;   ///< of these, in blocks that sequences hold; shared ones count once
-  std::uint64_t pinned = 0;           ///< host: plans, the mailbox, far lists, partial results, prompts' last queries
+  /// host: plans, the mailbox, far lists, partial results, prompts' last queries, what audits and choices of blocks say
+  std::uint64_t pinned = 0;
   std::uint64_t partials = 0;         ///< host: the threads' own
   std::uint64_t policies = 0;         ///< host, not reserved: what policies that choose on the CPU have learnt
   std::uint64_t near_pages = 0;       ///< device
   std::uint64_t near_pages_used = 0;  ///< of these, when the newest forward ended
   std::uint64_t codes = 0;            ///< device: 4-bit copies of keys
   std::uint64_t digests = 0;          ///< device: of full pages
-  std::uint64_t buffers = 0;          ///< device: tables, scores, choices and scratch
+  std::uint64_t buffers = 0;          ///< device: tables, scores, choices, windows of prompts and scratch
 
   [[nodiscard]] std::uint64_t host() const noexcept { return far_pages + pinned + partials + policies; }
   [[nodiscard]] std::uint64_t device() const noexcept { return near_pages + codes + digests + buffers; }
@@ -135,8 +136,7 @@ struct Batch {
 /// otherwise.
 ///
 /// Prompts attend densely, or in blocks that FlexPrefill chooses per chunk, see EngineOptions::prefill. `automatic`
-/// goes by what earlier chunks of the sequence kept, as far as their forwards were finished when one is planned; a chunk
-/// that failed and is planned again may attend otherwise then.
+/// goes by what earlier chunks of the sequence kept, as far as their forwards were finished when one is planned.
 ///
 /// Serves every policy with near=0, dense layers and bypass. On the device choose `full`, `none` (sinks and recent
 /// tokens), `exact | int4` and `pages | int4` with `top_k` or `top_p`, and `pages | top_k=all` (Quest, ArkVale), these
@@ -206,7 +206,8 @@ class Engine {
   void attend(const Bucket& bucket, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const MutableTensorView& out, void* stream, float* lse = nullptr);
   /// Waits until the forward has run; then its sequences have their new tokens. One that is audited is held against
-  /// exact attention before it returns, by the threads that look at prompts.
+  /// exact attention before it returns, by the threads that look at prompts; if that takes longer than `timeout`, that
+  /// is an Error{Errc::timeout}, too.
   /// @throws Error{Errc::device} if it did not get to its end, with the reason: the far part was not answered in time,
   /// the forward before failed, what ran was not what was planned, the device failed, or a policy could not choose; the
   /// latter takes it back, and all behind it, as `cancel` does. Outputs of layers that ran

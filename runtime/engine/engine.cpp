@@ -1,6 +1,7 @@
 #include "sluice/engine.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 
@@ -83,11 +84,18 @@ Engine::Engine(const EngineOptions& options, std::shared_ptr<Device> device)
     : impl_(translated([&] { return std::make_unique<Impl>(options, std::move(device)); })) {}
 
 Engine::~Engine() {
-  for (const auto& each : {impl_->prompt_workers, impl_->embedded}) {
-    if (!each || !each->lost()) continue;
-    const cpu::Workers& stuck = *each;
+  const auto lost = [](const auto& of) { return of != nullptr && of->lost(); };
+  const bool device_lost = impl_->embedded ? lost(impl_->embedded) : impl_->device->lost();
+  if (device_lost) {
+    // Never freed: there is no telling when the last thread has gone that uses it. Listed, so that it is no leak.
+    static std::atomic<Impl*> newest{nullptr};
+    Impl* const left = impl_.release();
+    left->older = newest.load();
+    while (!newest.compare_exchange_weak(left->older, left)) {
+    }
+  } else if (lost(impl_->prompt_workers)) {
+    const cpu::Workers& stuck = *impl_->prompt_workers;
     stuck.keep(std::move(impl_));
-    return;
   }
 }
 

@@ -95,6 +95,7 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
   Sequence& child = at(id_of_child);
   child.pages.share(parent.pages, pages_of(tokens), table);
   child.tokens = child.planned = tokens;
+  child.bets = parent.bets;
   if (child.tail.slot != kNone && parent.tail.slot != kNone) copy_tail(parent, child);
   return id_of_child;
 }
@@ -226,10 +227,11 @@ void Engine::Impl::finish(const Batch& batch) {
     throw Error(Errc::invalid_argument, "finish: forward " + number(batch.forward) + " is not under way");
   const ForwardStatus status = await_end(batch.forward);
   if (status == ForwardStatus::done) require_chosen(batch.forward);
+  // While it can still be finished again, or cancelled.
+  if (const auto audit = programs.find(batch.forward)->audit; audit && status == ForwardStatus::done) compare(*audit);
   // Late answers write where the next forward's will.
   if (status != ForwardStatus::done) await_idle();
   const runtime::Program program = retire(batch.forward, status == ForwardStatus::done);
-  if (status == ForwardStatus::done && program.audit) compare(*program.audit);
   if (status == ForwardStatus::done) return;
   std::string text =
       "forward " + number(batch.forward) + " did not get to its end: " + reason_of(status) + ". Without new tokens:";

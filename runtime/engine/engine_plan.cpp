@@ -226,6 +226,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   for (const auto& [sequence, item] : wanted) {
     program.items.push_back(item);
     program.ends.push_back(sequence->planned + item.tokens);
+    if (options.prefill.mode == PrefillMode::automatic) program.books.push_back(sequence->bets);
   }
   programs.push(std::move(program));
   ++planned;  // Whether it is enqueued or not: what failed may yet run.
@@ -233,6 +234,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     grow(wanted);
     write_rows(m, wanted);
     programs.newest().chunks.assign(m.slip_chunks, m.slip_chunks + bucket.prefills);
+    if (m.sparse_prefill) programs.newest().tallies.resize(std::size_t{bucket.prefills} * options.shape.layers);
     if (bucket.audit) programs.newest().audit = audit_of(wanted);
     choice.expect(forward, choosing_rows(m, wanted, programs.newest()));
     write_lists(m, wanted);

@@ -8,8 +8,9 @@ namespace sluice {
 void Engine::Impl::bet(Sequence& sequence, ForwardChunk& chunk) {
   const PrefillSpec& spec = options.prefill;
   if (spec.mode == PrefillMode::full || chunk.keys() <= std::max(2 * kPrefillBlock, spec.flex.min_budget)) return;
-  Sequence::Bets& bets = sequence.bets;
+  runtime::PrefillBook& bets = sequence.bets;
   bets.rests.resize(options.shape.layers);
+  bets.end = chunk.keys();
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
     const bool sparse = spec.mode == PrefillMode::flexprefill ||
                         bets.balance.bet({.first = chunk.first, .count = chunk.count}, layer, options.shape.layers,
@@ -18,11 +19,11 @@ void Engine::Impl::bet(Sequence& sequence, ForwardChunk& chunk) {
   }
 }
 
-void Engine::Impl::tally(runtime::Program& program) const {
-  if (!memory.largest().sparse_prefill) return;
+void Engine::Impl::tally(runtime::Program& program) const noexcept {
+  if (program.tallies.empty()) return;
   for (std::uint32_t c = 0; c < program.chunks.size(); ++c) {
     for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
-      runtime::ChunkTally& tally = program.tallies.emplace_back();
+      runtime::ChunkTally& tally = program.tallies[c * options.shape.layers + layer];
       if (!program.chunks[c].sparse_in(layer)) continue;
       const PrefillChoice* const choices = memory.largest().choices_of(program.forward, layer, c);
       for (std::uint32_t head = 0; head < options.shape.q_heads; ++head) {
@@ -44,7 +45,7 @@ void Engine::Impl::settle(const runtime::Program& program) {
       const runtime::ChunkTally& tally = program.tallies[chunk * options.shape.layers + layer];
       counted.kept_blocks += tally.kept;
       counted.causal_blocks += tally.causal;
-      Sequence::Bets& bets = at(item.sequence).bets;
+      runtime::PrefillBook& bets = at(item.sequence).bets;
       if (options.prefill.mode == PrefillMode::automatic)
         bets.balance.settle(tally.kept, tally.causal, options.shape.q_heads, bets.rests[layer]);
     }

@@ -17,7 +17,7 @@ void ForwardAudit::add(AuditedRow row) {
 
 void ForwardAudit::compare(const cpu::Workers& workers) {
   const std::uint32_t planes = memory_.planes();
-  results_.resize(rows_.size() * planes);
+  results_.assign(rows_.size() * planes, {});
   workers.parallel_for(static_cast<std::uint32_t>(results_.size()), [self = shared_from_this(), planes](std::uint32_t i) {
     const std::uint32_t kv_heads = self->memory_.shape.kv_heads;
     self->compare(i / planes, i % planes / kv_heads, i % kv_heads, self->results_[i]);
@@ -85,11 +85,10 @@ void ForwardAudit::mark(const AuditedRow& row, std::uint32_t plane, std::uint64_
     members(note.rows[i]) |= note.members.empty() ? all & ~note.bypassed : note.members[i];
 }
 
-void ForwardAudit::report(std::uint32_t index, AuditReport& report) const {
+void ForwardAudit::report(std::uint32_t index, AuditReport& report) const noexcept {
   const AttentionShape& shape = memory_.shape;
   report.layers = shape.layers;
   report.q_heads = shape.q_heads;
-  report.heads.resize(std::size_t{shape.layers} * shape.q_heads);
   ++report.tokens;
   for (std::uint32_t plane = 0; plane < memory_.planes(); ++plane) {
     const Result& result = results_[std::size_t{index} * memory_.planes() + plane];

@@ -46,8 +46,8 @@ class ForwardAudit : public std::enable_shared_from_this<ForwardAudit> {
   /// Once the forward has run, before another audited one does.
   /// @throws Error{Errc::timeout} see Workers
   void compare(const cpu::Workers& workers);
-  /// Then: what was found of a row.
-  void report(std::uint32_t row, AuditReport& report) const;
+  /// Then: what was found of a row, to a report that has its heads.
+  void report(std::uint32_t row, AuditReport& report) const noexcept;
 
  private:
   /// Of one row, layer and KV head.

@@ -44,11 +44,7 @@ struct Engine::Impl : cpu::Kept {
     std::shared_ptr<runtime::SequencePolicy> policy{};
     std::uint32_t policy_tokens = 0;   ///< that there were when it looked at the prompt
     std::uint64_t policy_forward = 0;  ///< and the newest forward then
-    /// Where its prompts choose blocks of keys, if the engine finds that out.
-    struct Bets {
-      scheduler::PrefillBets balance{};
-      std::vector<std::uint32_t> rests{};  ///< [layers]
-    } bets{};
+    runtime::PrefillBook bets{};  ///< where its prompts choose blocks of keys, if the engine finds that out
     AuditReport audit{};
     std::vector<std::uint32_t> watched{};  ///< tokens, ascending
   };
@@ -127,7 +123,7 @@ struct Engine::Impl : cpu::Kept {
   /// Decides in which layers a chunk is sparse.
   void bet(Sequence& sequence, ForwardChunk& chunk);
   /// What was chosen in a forward that got to its end, before forwards to come take its place.
-  void tally(runtime::Program& program) const;
+  void tally(runtime::Program& program) const noexcept;
   void settle(const runtime::Program& program);
 
   // Audits.
@@ -140,7 +136,7 @@ struct Engine::Impl : cpu::Kept {
   /// How it ended; it must be in flight.
   [[nodiscard]] ForwardStatus await_end(std::uint64_t forward);
   /// How those in flight ended that have: the mailbox keeps it for kMostForwards only.
-  void note_ended();
+  void note_ended() noexcept;
   /// The mailbox has a place for the next forward.
   void require_noted();
   void await_idle() const;
@@ -151,6 +147,7 @@ struct Engine::Impl : cpu::Kept {
 
   [[nodiscard]] ForwardMailbox& mailbox() const noexcept { return *memory.largest().mailbox; }
 
+  Impl* older = nullptr;  ///< of those that are never freed
   EngineOptions options;
   cpu::Topology topology;
   std::shared_ptr<cpu::Workers> workers;  ///< one thread: of the construction, and of what policies compute

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/engine/forward_audit.hpp"
+#include "scheduler/prefill_auto.hpp"
 #include "sluice/engine.hpp"
 
 namespace sluice::runtime {
@@ -17,6 +18,13 @@ namespace sluice::runtime {
 struct ChunkTally {
   std::uint64_t kept = 0;
   std::uint64_t causal = 0;
+};
+
+/// What PrefillMode::automatic goes by in a sequence.
+struct PrefillBook {
+  scheduler::PrefillBets balance{};
+  std::vector<std::uint32_t> rests{};  ///< [layers]
+  std::uint32_t end = 0;               ///< position behind the newest chunk that was decided about
 };
 
 /// A forward that is planned and not finished: what the sequences it refers to get from it.
@@ -33,6 +41,7 @@ struct Program {
   std::uint64_t estimated = 0;            ///< as in EngineStats
   std::uint64_t ranked_pages = 0;
   std::vector<ChunkTally> tallies{};      ///< [chunks, layers] once it is known to have got to its end
+  std::vector<PrefillBook> books{};       ///< [items] before it was planned; empty unless that is automatic
 };
 
 /// Programs in flight, in the order of their forwards.

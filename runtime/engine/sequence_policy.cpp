@@ -75,8 +75,8 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
                           .kv = &kv},
                          row, bypass, counters);
   mine.tokens = window.tokens;
-  weigh(layer, kv_head);
-  if (layers_[layer]->wants_observation(kv_head)) mine.lesson.store(forward, std::memory_order_release);
+  if (!layers_[layer]->wants_observation(kv_head)) return weigh(layer, kv_head);
+  mine.lesson.store(forward, std::memory_order_release);
 }
 
 void SequencePolicy::learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept {

@@ -160,6 +160,74 @@ TEST_CASE("chunks of a prompt choose the blocks that flexprefill chooses, near o
   REQUIRE(direct.kept < direct.causal);  // Something was left out.
 }
 
+TEST_CASE("sparse chunks of sequences, planned before those ahead are finished, choose what each does alone", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Story stories[] = {Story(kShape, 800, 74), Story(kShape, 800, 75)};
+  if (rig.kv_dtype != DType::f32) {
+    for (Story& story : stories) story.round_queries();
+  }
+  EngineOptions options = sparse_options(rig, {.mode = PrefillMode::flexprefill, .flex = kFlex}, 9);
+  options.in_flight = 3;
+  Engine engine(options, rig.device);
+  std::vector<Teller> tellers;
+  std::vector<DirectPrompt> direct;
+  for (const Story& story : stories) {
+    tellers.push_back({.story = &story, .id = engine.begin(parse_policy("full:near=0"))});
+    import_story(engine, rig, tellers.back(), 300);
+    direct.emplace_back(rig, story);
+  }
+  struct Forward {
+    std::uint32_t counts[2];
+    std::uint32_t first[2];
+    std::unique_ptr<ForwardTensors> tensors;
+    Batch batch;
+  };
+  std::vector<Forward> forwards;
+  const auto start = [&](std::uint32_t a, std::uint32_t b) {
+    Forward& forward = forwards.emplace_back(Forward{.counts = {a, b}, .first = {}, .tensors = {}, .batch = {}});
+    forward.tensors = std::make_unique<ForwardTensors>(*rig.device, kShape, options.largest.rows());
+    std::vector<PlanItem> items;
+    std::uint32_t row = 0;
+    for (std::size_t s = 0; s < 2; ++s) {
+      forward.first[s] = tellers[s].at;
+      items.push_back({.sequence = tellers[s].id, .tokens = forward.counts[s], .prefill = true});
+      for (std::uint32_t i = 0; i < forward.counts[s]; ++i) forward.tensors->set(row++, stories[s], tellers[s].at + i);
+      tellers[s].at += forward.counts[s];
+    }
+    forward.batch = engine.plan(items, engine.options().largest, rig.stream);
+    forward.tensors->attend(engine, rig.stream);
+  };
+  start(190, 200);
+  start(100, 150);
+  start(9, 7);
+  engine.cancel(forwards.back().batch);
+  for (Teller& teller : tellers) teller.at -= &teller == &tellers[0] ? 9 : 7;
+  forwards.pop_back();
+  start(60, 50);
+  for (std::size_t i = forwards.size(); i-- > 0;) engine.finish(forwards[i].batch);  // The newest first.
+  rig.synchronize();
+  for (const Forward& forward : forwards) {
+    std::uint32_t row = 0;
+    for (std::size_t s = 0; s < 2; ++s) {
+      std::vector<std::vector<float>> want;
+      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
+        want.push_back(direct[s].attend(layer, forward.first[s], forward.counts[s], true));
+      for (std::uint32_t i = 0; i < forward.counts[s]; ++i) {
+        CAPTURE(s, forward.first[s], i);
+        const std::vector<float> out = forward.tensors->out(row++);
+        for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
+          REQUIRE(difference(std::span(out).subspan(layer * kRow, kRow), std::span(want[layer]).subspan(i * kRow, kRow)) <
+                  tolerance(rig));
+      }
+    }
+  }
+  const EngineStats stats = engine.stats();
+  REQUIRE(stats.sparse_chunks == 6 * kShape.layers);
+  REQUIRE(stats.kept_blocks == direct[0].kept + direct[1].kept);
+  REQUIRE(stats.causal_blocks == direct[0].causal + direct[1].causal);
+  REQUIRE(stats.kept_blocks < stats.causal_blocks);
+}
+
 TEST_CASE("a prompt that keeps all blocks, or for which choosing does not pay, is attended densely", "[engine]") {
   const PrefillSpec spec =
       GENERATE(PrefillSpec{.mode = PrefillMode::flexprefill, .flex = {.gamma = 1.f, .min_budget = 128}},

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/interrupt.hpp"
 #include "tools/llama/sampler.hpp"
@@ -27,6 +28,7 @@ std::vector<std::uint32_t> evidence_of(const Task& task) {
 /// A prompt and what it cost.
 struct TaskEvaluation::Prefilled {
   PromptCache cache;
+  std::size_t question = 0;  ///< tokens behind it that are read under the policy
   PromptStats stats;
   double seconds = 0.0;
 };
@@ -77,45 +79,51 @@ std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& 
   return scores;
 }
 
-TaskEvaluation::Prefilled TaskEvaluation::prefilled(const PrefillSpec& prefill, std::span<const int> tokens,
-                                                   std::size_t longest) const {
+std::vector<TaskEvaluation::Prefilled> TaskEvaluation::prefilled(const PrefillSpec& prefill,
+                                                                std::span<const Task> tasks) const {
   const PolicySpec dense = parse_policy("full");
   RuntimeFlags flags = flags_;
   flags.options.audit_every = 0;
   sluice::Engine engine(sized(flags, model_.config().shape(), {&dense, 1},
                               {.page_tokens = page_tokens_for(dense, flags),
-                               .tokens = static_cast<std::uint32_t>(longest),
+                               .tokens = static_cast<std::uint32_t>(tokens_of(tasks)),
                                .prefill = prefill}),
                         device_);
-  Prefilled result;
-  EngineSession session(model_, engine, device_, dense);
-  const auto start = Clock::now();
-  session.prefill(
-      tokens, [](std::uint32_t, std::uint32_t) { stop_if_interrupted(); }, &result.cache);
-  result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  const EngineStats stats = engine.stats();
-  result.stats = {.kept_blocks = stats.kept_blocks,
-                  .causal_blocks = stats.causal_blocks,
-                  .sparse_chunks = stats.sparse_chunks,
-                  .dense_chunks = stats.dense_chunks};
-  return result;
+  std::vector<Prefilled> prompts;
+  for (const Task& task : tasks) {
+    const std::vector<int> tokens = ByteTokenizer::encode(task.prompt);
+    Prefilled& prompt = prompts.emplace_back();
+    prompt.question = std::min<std::size_t>(options_.decode_prompt, tokens.size() - 1);
+    const EngineStats before = engine.stats();
+    EngineSession session(model_, engine, device_, dense);
+    const auto start = Clock::now();
+    session.prefill(
+        std::span(tokens).first(tokens.size() - prompt.question),
+        [](std::uint32_t, std::uint32_t) { stop_if_interrupted(); }, &prompt.cache);
+    prompt.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    const EngineStats stats = since(before, engine.stats());
+    prompt.stats = {.kept_blocks = stats.kept_blocks,
+                    .causal_blocks = stats.causal_blocks,
+                    .sparse_chunks = stats.sparse_chunks,
+                    .dense_chunks = stats.dense_chunks};
+  }
+  return prompts;
 }
 
 void TaskEvaluation::run(const Cell& cell, std::span<const Task> tasks, const PrefillSpec& prefill,
                          std::span<TaskScore> scores, ProgressBar& bar) {
-  std::vector<Prefilled> prompts;
   std::size_t done = 0;
   const auto told = [&](std::size_t policy) {
     bar.update(++done, tasks.size() * policies_.size(),
                std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[policy].name);
   };
   // One engine after the other, so that only one holds memory.
-  for (const EngineGroup& group : by_engine(policies_, flags_)) run(group, tasks, prefill, prompts, scores, told);
+  const std::vector<Prefilled> prompts = prefilled(prefill, tasks);
+  for (const EngineGroup& group : by_engine(policies_, flags_)) run(group, tasks, prompts, scores, told);
 }
 
-void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, const PrefillSpec& prefill,
-                         std::vector<Prefilled>& prompts, std::span<TaskScore> scores,
-                         const std::function<void(std::size_t)>& told) {
+void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, std::span<const Prefilled> prompts,
+                         std::span<TaskScore> scores, const std::function<void(std::size_t)>& told) {
   const std::size_t longest = tokens_of(tasks);
   std::vector<PolicySpec> specs;
   for (const std::size_t p : group.policies) specs.push_back(policies_[p]);
@@ -128,13 +136,10 @@ void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, 
                                .near = options_.near}),
                         device_);
   // Queries of the prompt are there for its forks if it is under a policy that begins with them.
-  const auto begins = std::ranges::find_if(specs, [](const PolicySpec& spec) { return spec.uses(Source::history); });
+  const PolicySpec& begins = *std::ranges::max_element(specs, {}, scheduler::prompt_queries);
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     const std::vector<int> tokens = ByteTokenizer::encode(tasks[i].prompt);
-    const std::size_t tail = std::min<std::size_t>(options_.decode_prompt, tokens.size() - 1);
-    if (i == prompts.size())
-      prompts.push_back(prefilled(prefill, std::span(tokens).first(tokens.size() - tail), longest));
-    EngineSession prompt(model_, engine, device_, begins == specs.end() ? specs.front() : *begins);
+    EngineSession prompt(model_, engine, device_, begins);
     prompt.import_prompt(prompts[i].cache);
     for (const std::size_t p : group.policies) {
       stop_if_interrupted();
@@ -144,7 +149,7 @@ void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, 
                       .dtype = engine.options().kv_dtype};
       score.prompt.merge(prompts[i].stats);
       score.prefill_s += prompts[i].seconds;
-      answer(engine, prompt, std::span(tokens).last(tail), tasks[i], policies_[p], score);
+      answer(engine, prompt, std::span(tokens).last(prompts[i].question), tasks[i], policies_[p], score);
       told(p);
     }
   }

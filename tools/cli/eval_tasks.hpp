@@ -75,11 +75,12 @@ class TaskEvaluation {
   [[nodiscard]] std::size_t tokens_of(std::span<const Task> tasks) const;
   void run(const Cell& cell, std::span<const Task> tasks, const PrefillSpec& prefill, std::span<TaskScore> scores,
            ProgressBar& bar);
-  /// The policies that one engine serves, on all tasks, whose prompts `prompts` has or gets.
   struct Prefilled;
-  void run(const EngineGroup& group, std::span<const Task> tasks, const PrefillSpec& prefill,
-           std::vector<Prefilled>& prompts, std::span<TaskScore> scores, const std::function<void(std::size_t)>& told);
-  [[nodiscard]] Prefilled prefilled(const PrefillSpec& prefill, std::span<const int> tokens, std::size_t longest) const;
+  /// The tasks' prompts, but for what is read under the policy.
+  [[nodiscard]] std::vector<Prefilled> prefilled(const PrefillSpec& prefill, std::span<const Task> tasks) const;
+  /// The policies that one engine serves, on all tasks.
+  void run(const EngineGroup& group, std::span<const Task> tasks, std::span<const Prefilled> prompts,
+           std::span<TaskScore> scores, const std::function<void(std::size_t)>& told);
   void answer(sluice::Engine& engine, const EngineSession& prompt, std::span<const int> question, const Task& task,
               const PolicySpec& policy, TaskScore& score);
   void add_lost(const AuditReport& report, TaskScore& score) const;
