@@ -1,5 +1,5 @@
 // Prompts whose chunks choose blocks of keys, on every device: against the device's own verbs, and against dense ones.
-#include <cstring>
+#include <limits>
 
 #include "cpu/kernels.hpp"
 #include "cpu/verbs.hpp"
@@ -23,10 +23,17 @@ EngineOptions sparse_options(const EngineRig& rig, const PrefillSpec& prefill, s
   return options;
 }
 
+/// Rows of a tensor as `dtype`, in memory that device and host see.
+std::unique_ptr<Buffer> narrowed(const EngineRig& rig, const float* rows, std::size_t floats, DType dtype) {
+  auto buffer = rig.device->allocate_pinned(floats * bytes_of(dtype));
+  cpu::kernels_for(cpu::fastest_kernels(), dtype).narrow(rows, buffer->data(), floats);
+  return buffer;
+}
+
 /// A prompt's attention by the verbs of the device's Backend, over pages of its own in pinned memory.
 class DirectPrompt {
  public:
-  DirectPrompt(const EngineRig& rig, const Story& story) : rig_(rig), story_(story) {
+  DirectPrompt(const EngineRig& rig, const Story& story, DType dtype) : rig_(rig), story_(story), dtype_(dtype) {
     pages_ = (story.tokens() + layout().page_tokens - 1) / layout().page_tokens;
     memory_ = rig.device->allocate_pinned(pages_ * layout().page_bytes() * kShape.layers * kShape.kv_heads);
     for (std::uint32_t page = 0; page < pages_; ++page) frames_.push_back(page);
@@ -40,10 +47,10 @@ class DirectPrompt {
   /// Outputs of a chunk in a layer, [count, q_heads, head_dim]; sparse ones add to `kept` and `causal`.
   std::vector<float> attend(std::uint32_t layer, std::uint32_t first, std::uint32_t count, bool sparse) {
     const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
-    const auto q = rig_.device->allocate_pinned(count * row * sizeof(float));
+    const auto q = narrowed(rig_, story_.q(layer, first), count * row, dtype_);
     const auto out = rig_.device->allocate_pinned(count * row * sizeof(float));
-    std::memcpy(q->data(), story_.q(layer, first), count * row * sizeof(float));
-    const PrefillShape strides{.q_token_stride = row,
+    const PrefillShape strides{.q_dtype = dtype_,
+                               .q_token_stride = row,
                                .q_head_stride = kShape.head_dim,
                                .out_token_stride = row,
                                .out_head_stride = kShape.head_dim};
@@ -56,10 +63,10 @@ class DirectPrompt {
     const auto scratch = rig_.device->allocate(
         std::max<std::uint64_t>(backend.select_blocks_scratch_bytes(first, count, kShape), 256));
     for (std::uint32_t head = 0; head < kShape.kv_heads; ++head) {
-      const std::uint64_t at = head * group * kShape.head_dim * sizeof(float);
+      const std::uint64_t at = head * group * kShape.head_dim;
       const KvView kv{.base = plane(layer, head), .frames = frames_.data(), .layout = layout()};
       auto* const bits = reinterpret_cast<std::uint32_t*>(blocks->data());
-      const SelectBlocksTask choice{.q = q->data() + at,
+      const SelectBlocksTask choice{.q = q->data() + at * bytes_of(dtype_),
                                     .kv = kv,
                                     .first = first,
                                     .count = count,
@@ -67,11 +74,11 @@ class DirectPrompt {
                                     .choices = reinterpret_cast<PrefillChoice*>(choices->data()),
                                     .scratch = scratch->data()};
       if (sparse) backend.select_blocks({&choice, 1}, kFlex, strides, kShape, rig_.queue.get());
-      const PrefillTask task{.q = q->data() + at,
+      const PrefillTask task{.q = choice.q,
                              .kv = kv,
                              .first = first,
                              .count = count,
-                             .out = out->data() + at,
+                             .out = out->data() + at * sizeof(float),
                              .blocks = sparse ? bits : nullptr};
       backend.prefill({&task, 1}, strides, kShape, rig_.queue.get());
       rig_.synchronize();
@@ -105,28 +112,39 @@ class DirectPrompt {
 
   const EngineRig& rig_;
   const Story& story_;
+  DType dtype_;  ///< of queries
   std::uint64_t pages_ = 0;
   std::unique_ptr<Buffer> memory_;
   std::vector<std::uint32_t> frames_;
 };
 
-/// One chunk by an engine: outputs [layers][count, q_heads, head_dim].
-std::vector<std::vector<float>> chunk_of(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t count) {
-  ForwardTensors tensors(*rig.device, kShape, engine.options().largest.rows());
-  for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, *teller.story, teller.at + i);
-  tensors.spoil();
+/// One chunk by an engine, from tensors of `dtype`: outputs [layers][count, q_heads, head_dim].
+std::vector<std::vector<float>> chunk_of(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t count,
+                                         DType dtype) {
+  const Bucket bucket{.decode_rows = 0, .prefill_rows = count, .prefills = 1};
+  std::vector<std::unique_ptr<Buffer>> kept;
+  const auto in = [&](const float* rows, std::uint32_t heads) {
+    kept.push_back(narrowed(rig, rows, std::size_t{count} * heads * kShape.head_dim, dtype));
+    return dense_view<const std::byte>(kept.back()->data(), dtype, count, heads, kShape.head_dim);
+  };
+  const auto outs = rig.device->allocate_pinned(kShape.layers * count * kRow * sizeof(float));
+  auto* const values = reinterpret_cast<float*>(outs->data());
+  std::fill_n(values, kShape.layers * count * kRow, std::numeric_limits<float>::quiet_NaN());
   const PlanItem item{.sequence = teller.id, .tokens = count, .prefill = true};
-  const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
-  tensors.attend(engine, rig.stream);
+  const Batch batch = engine.plan({&item, 1}, bucket, rig.stream);
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+    engine.attend(bucket, LayerId{layer}, in(teller.story->q(layer, teller.at), kShape.q_heads),
+                  in(teller.story->k(layer, teller.at), kShape.kv_heads),
+                  in(teller.story->v(layer, teller.at), kShape.kv_heads),
+                  dense_view(values + layer * count * kRow, DType::f32, count, kShape.q_heads, kShape.head_dim),
+                  rig.stream);
+  }
   engine.finish(batch);
   rig.synchronize();
   teller.at += count;
-  std::vector<std::vector<float>> out(kShape.layers);
-  for (std::uint32_t i = 0; i < count; ++i) {
-    const std::vector<float> row = tensors.out(i);
-    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
-      out[layer].insert(out[layer].end(), row.begin() + layer * kRow, row.begin() + (layer + 1) * kRow);
-  }
+  std::vector<std::vector<float>> out;
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
+    out.emplace_back(values + layer * count * kRow, values + (layer + 1) * count * kRow);
   return out;
 }
 
@@ -134,11 +152,12 @@ std::vector<std::vector<float>> chunk_of(Engine& engine, const EngineRig& rig, T
 
 TEST_CASE("chunks of a prompt choose the blocks that flexprefill chooses, near or far", "[engine]") {
   const std::uint32_t near = GENERATE(0u, 12u);
-  CAPTURE(near);
+  const DType dtype = GENERATE(DType::f32, DType::bf16);  // Of the tensors; a GPU has kernels of its own for either.
+  CAPTURE(near, to_string(dtype));
   const EngineRig rig = engine_rig();
   Story story(kShape, 1100, 71);
-  if (rig.kv_dtype != DType::f32) story.round_queries();
-  DirectPrompt direct(rig, story);
+  story.round_queries();
+  DirectPrompt direct(rig, story, dtype);
   Engine engine(sparse_options(rig, {.mode = PrefillMode::flexprefill, .flex = kFlex}, near), rig.device);
   Teller teller{.story = &story, .id = engine.begin(parse_policy("full:near=0"))};
   std::uint64_t sparse_chunks = 0;
@@ -146,7 +165,7 @@ TEST_CASE("chunks of a prompt choose the blocks that flexprefill chooses, near o
     const std::uint32_t first = teller.at;
     const bool sparse = first + count > 2 * kPrefillBlock;
     sparse_chunks += sparse ? kShape.layers : 0;
-    const auto out = chunk_of(engine, rig, teller, count);
+    const auto out = chunk_of(engine, rig, teller, count, dtype);
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
       CAPTURE(first, count, layer);
       REQUIRE(difference(out[layer], direct.attend(layer, first, count, sparse)) < tolerance(rig));
@@ -174,7 +193,7 @@ TEST_CASE("sparse chunks of sequences, planned before those ahead are finished, 
   for (const Story& story : stories) {
     tellers.push_back({.story = &story, .id = engine.begin(parse_policy("full:near=0"))});
     import_story(engine, rig, tellers.back(), 300);
-    direct.emplace_back(rig, story);
+    direct.emplace_back(rig, story, DType::f32);
   }
   struct Forward {
     std::uint32_t counts[2];
@@ -240,8 +259,8 @@ TEST_CASE("a prompt that keeps all blocks, or for which choosing does not pay, i
     const PolicySpec policy = parse_policy("exact | int4 | top_k=9 | near=0");
     Teller a{.story = &story, .id = by.begin(policy)};
     Teller b{.story = &other, .id = by.begin(policy)};
-    std::vector<std::vector<float>> out = chunk_of(by, rig, a, 390);
-    (void)chunk_of(by, rig, b, 120);
+    std::vector<std::vector<float>> out = chunk_of(by, rig, a, 390, DType::f32);
+    (void)chunk_of(by, rig, b, 120, DType::f32);
     const auto append = [&](const std::vector<std::vector<float>>& more) {
       out.insert(out.end(), more.begin(), more.end());
     };
