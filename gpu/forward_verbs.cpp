@@ -7,8 +7,8 @@
 #include <string>
 
 #include "gpu/cuda_error.hpp"
+#include "gpu/current_device.hpp"
 #include "gpu/driver.hpp"
-#include "gpu/flex_room.hpp"
 #include "gpu/kernels/int4.hpp"
 #include "gpu/kernels/prefill.hpp"
 #include "gpu/kernels/score.hpp"
@@ -18,25 +18,6 @@
 
 namespace sluice::gpu {
 namespace {
-
-/// Makes the device current while a verb launches: streams belong to one, and callers may have made another current.
-class Current {
- public:
-  explicit Current(int ordinal) {
-    (void)cudaGetDevice(&before_);
-    if (before_ != ordinal) (void)cudaSetDevice(ordinal);
-    changed_ = before_ != ordinal;
-  }
-  ~Current() {
-    if (changed_) (void)cudaSetDevice(before_);
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
 
 cudaStream_t handle(void* stream) { return static_cast<cudaStream_t>(stream); }
 
@@ -129,28 +110,12 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   return scratch;
 }
 
-void ForwardVerbs::place_choices(const ForwardMemory& memory, std::uint32_t items, Carver& carver,
-                                 PrefillStage& prompt) {
-  const FlexRoom room = flex_room(memory.largest.max_tokens, memory.largest.prefill_rows);
-  Carver counted(nullptr);
-  FlexItem nowhere;
-  place_scratch(nowhere, room, memory.shape, counted);
-  prompt.choices = carver.take<FlexItem>(items);
-  prompt.choice_bytes = counted.used();
-  std::byte* const memory_of = carver.take<std::byte>(items * prompt.choice_bytes);
-  Carver first(memory_of);
-  place_scratch(prompt.choice, room, memory.shape, first);
-  prompt.block_words =
-      memory.shape.group() * room.query_blocks * prefill_mask_words(memory.largest.max_tokens);
-  prompt.blocks = carver.take<std::uint32_t>(items * prompt.block_words);
-}
-
 ForwardScratch ForwardVerbs::choice_of(const ForwardMemory& memory) const {
   return scratch_of(memory, memory.scratch).choice;
 }
 
 std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   check_supported("a forward", memory.shape, memory.layout);
   const auto refuse = [](const std::string& what, std::uint64_t have, std::uint64_t most) {
     throw Error(Errc::unsupported, "a forward with " + what + " " + std::to_string(have) +
@@ -179,78 +144,22 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
 }
 
 void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_forward_apply(memory, handle(stream));
 }
 
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_forward_begin(memory, handle(stream));
 }
 
 void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_forward_append(memory, layer.out.tokens == 0 ? ForwardScratch{} : choice_of(memory), layer);
 }
 
-void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
-  PrefillStage stage = scratch_of(memory, memory.scratch).prompt;
-  const Bucket& bucket = memory.bucket;
-  const PrefillVariant variant = prefill_variant(memory.shape, memory.layout, layer.q.dtype, warpgroups_);
-  // Kernels without warpgroups mix the heads of a group in their rows, and masks differ between heads.
-  if (memory.sparse_prefill && !variant.warpgroups) stage.item_heads = memory.shape.group();
-  const PrefillArgs args{.items = stage.items,
-                         .shape = {.q_dtype = layer.q.dtype,
-                                   .out_dtype = layer.out.dtype,
-                                   .q_token_stride = layer.q.token_stride,
-                                   .q_head_stride = layer.q.head_stride,
-                                   .out_token_stride = layer.out.token_stride,
-                                   .out_head_stride = layer.out.head_stride},
-                         .group = memory.shape.group(),
-                         .row_heads = memory.shape.q_heads,
-                         .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
-  // Tiles of rows begin at a multiple of their size where blocks are chosen.
-  const std::uint32_t lead = memory.sparse_prefill ? kPrefill.rows - 1 : 0;
-  const PrefillExtent extent{.items = bucket.prefills * memory.shape.kv_heads * stage.item_heads,
-                             .rows = lead + bucket.prefill_rows * memory.shape.group(),
-                             .blocks = static_cast<std::uint32_t>(div_up(bucket.prefill_rows, kPrefillBlock)) + 1};
-  CUtensorMap pages{};
-  if (variant.warpgroups) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kPrefillBlock);
-  for (std::uint32_t window = 0; window < div_up(bucket.max_tokens, memory.prefill_window); ++window) {
-    launch_forward_stage(memory, stage, layer, window, multiprocessors_);
-    if (memory.sparse_prefill) choose_blocks(memory, stage, args, layer);
-    if (variant.warpgroups) {
-      launch_prefill_hopper(variant, args, extent, pages, handle(layer.stream));
-    } else {
-      launch_prefill(variant, args, extent, handle(layer.stream));
-    }
-  }
-}
-
-/// Of every chunk, whether it chooses or not: what is launched follows from the bucket.
-void ForwardVerbs::choose_blocks(const ForwardMemory& memory, const PrefillStage& stage, const PrefillArgs& prompts,
-                                 const ForwardLayer& layer) {
-  const FlexArgs args{.items = stage.choices,
-                      .shape = prompts.shape,
-                      .spec = memory.flex,
-                      .dtype = memory.layout.dtype,
-                      .head_dim = memory.shape.head_dim,
-                      .group = memory.shape.group(),
-                      .score_scale = prompts.score_scale};
-  const FlexRoom room = flex_room(memory.bucket.max_tokens, memory.bucket.prefill_rows);
-  const FlexExtent extent{.items = memory.bucket.prefills * memory.shape.kv_heads,
-                          .splits = flex_most_splits(memory.bucket.max_tokens),
-                          .key_blocks = static_cast<std::uint32_t>(room.key_blocks),
-                          .query_blocks = static_cast<std::uint32_t>(room.query_blocks)};
-  // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
-  CUtensorMap pages{};
-  if (warpgroups_) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kFlexTile);
-  launch_select_blocks(args, extent, warpgroups_ ? &pages : nullptr, handle(layer.stream));
-}
-
 void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   const std::uint32_t pages = memory.bucket.max_tokens / memory.layout.page_tokens;
   launch_score_pages(scratch.page_tasks, memory.bucket.decode_rows * memory.shape.kv_heads, pages,
@@ -264,7 +173,7 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
 }
 
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_score_int4(choice_of(memory).score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
                     memory.scores_in(memory.bucket), memory.bucket.pages,
                     {.layout = Int4Layout(memory.layout),
@@ -275,7 +184,7 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
 }
 
 void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   const std::uint32_t rows = memory.bucket.decode_rows * memory.shape.q_heads;
   const std::uint32_t longest = memory.scores_in(memory.bucket);
@@ -286,12 +195,12 @@ void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer
 }
 
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_forward_split(memory, choice_of(memory), layer);
 }
 
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   const std::uint32_t jobs = jobs_of(memory, memory.bucket.decode_rows);
   AttendArgs args{.jobs = scratch.jobs,
@@ -305,27 +214,27 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
 }
 
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_forward_promote(memory, choice_of(memory), layer);
 }
 
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_forward_merge(memory, choice_of(memory), layer);
 }
 
 void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_forward_audit(memory, layer);
 }
 
 void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_forward_cancel(memory, before, handle(stream));
 }
 
 void ForwardVerbs::require_alive(void* stream) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   // Elsewhere a caller may be capturing, which a query must not break.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check(cudaThreadExchangeStreamCaptureMode(&mode), "look after a stream");
@@ -339,7 +248,7 @@ void ForwardVerbs::require_alive(void* stream) {
 }
 
 void ForwardVerbs::end(const ForwardMemory& memory, void* stream) {
-  const Current current(ordinal_);
+  const CurrentDevice current(ordinal_);
   launch_forward_end(memory, handle(stream));
 }
 
