@@ -21,8 +21,7 @@ void ForwardVerbs::place_choices(const ForwardMemory& memory, std::uint32_t item
   std::byte* const memory_of = carver.take<std::byte>(items * prompt.choice_bytes);
   Carver first(memory_of);
   place_scratch(prompt.choice, room, memory.shape, first);
-  prompt.block_words =
-      memory.shape.group() * room.query_blocks * prefill_mask_words(memory.largest.max_tokens);
+  prompt.block_words = memory.shape.group() * room.query_blocks * prefill_mask_words(memory.largest.max_tokens);
   prompt.blocks = carver.take<std::uint32_t>(items * prompt.block_words);
 }
 

@@ -20,9 +20,7 @@ double norm(const float* values, std::uint32_t count) {
 }
 
 /// Running mean: `count` samples, this one included.
-void average(double& mean, double sample, std::uint64_t count) {
-  mean += (sample - mean) / static_cast<double>(count);
-}
+void average(double& mean, double sample, std::uint64_t count) { mean += (sample - mean) / static_cast<double>(count); }
 
 /// One query head of a group.
 class Head {
@@ -36,7 +34,8 @@ class Head {
 
   /// What the output says of itself is the stronger witness, where it is a plain softmax over a subset.
   [[nodiscard]] double coverage() const {
-    if ((of_.estimated >> head_ & 1u) == 0) return std::exp(static_cast<double>(of_.attended_lse[head_]) - of_.lse[head_]);
+    if ((of_.estimated >> head_ & 1u) == 0)
+      return std::exp(static_cast<double>(of_.attended_lse[head_]) - of_.lse[head_]);
     double sum = 0.0;
     for (std::uint32_t t = 0; t < of_.tokens; ++t) sum += attended(t) ? weight(t) : 0.0;
     return sum;

@@ -14,15 +14,15 @@ struct AuditedGroup {
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;
   // Exact attention.
-  std::vector<float> scores{};   ///< [tokens, group]
-  std::vector<float> out{};      ///< [group, head_dim]
-  std::vector<float> lse{};      ///< [group]
-  double largest_value = 0.0;  ///< norm
+  std::vector<float> scores{};  ///< [tokens, group]
+  std::vector<float> out{};     ///< [group, head_dim]
+  std::vector<float> lse{};     ///< [group]
+  double largest_value = 0.0;   ///< norm
   // What was attended.
   std::vector<std::uint32_t> heads{};   ///< [tokens] bit h: query head h attended the token
   const float* attended_out = nullptr;  ///< [group, head_dim]
   const float* attended_lse = nullptr;  ///< [group]
-  std::uint32_t estimated = 0;          ///< bit h: query head h has values or weights that no softmax over a subset gives
+  std::uint32_t estimated = 0;  ///< bit h: query head h has values or weights that no softmax over a subset gives
 };
 
 /// What that says of one query head.

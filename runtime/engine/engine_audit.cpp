@@ -35,8 +35,7 @@ void Engine::Impl::compare(runtime::ForwardAudit& audit) {
   const std::size_t heads = std::size_t{options.shape.layers} * options.shape.q_heads;
   for (const runtime::AuditedRow& row : audit.rows()) at(row.sequence).audit.heads.resize(heads);
   // Nothing fails any more: all of them, or none.
-  for (std::uint32_t row = 0; row < audit.rows().size(); ++row)
-    audit.report(row, at(audit.rows()[row].sequence).audit);
+  for (std::uint32_t row = 0; row < audit.rows().size(); ++row) audit.report(row, at(audit.rows()[row].sequence).audit);
 }
 
 void Engine::Impl::watch(SequenceId id, std::span<const std::uint32_t> tokens) {

@@ -18,10 +18,11 @@ void ForwardAudit::add(AuditedRow row) {
 void ForwardAudit::compare(const cpu::Workers& workers) {
   const std::uint32_t planes = memory_.planes();
   results_.assign(rows_.size() * planes, {});
-  workers.parallel_for(static_cast<std::uint32_t>(results_.size()), [self = shared_from_this(), planes](std::uint32_t i) {
-    const std::uint32_t kv_heads = self->memory_.shape.kv_heads;
-    self->compare(i / planes, i % planes / kv_heads, i % kv_heads, self->results_[i]);
-  });
+  workers.parallel_for(static_cast<std::uint32_t>(results_.size()),
+                       [self = shared_from_this(), planes](std::uint32_t i) {
+                         const std::uint32_t kv_heads = self->memory_.shape.kv_heads;
+                         self->compare(i / planes, i % planes / kv_heads, i % kv_heads, self->results_[i]);
+                       });
 }
 
 void ForwardAudit::compare(std::uint32_t index, std::uint32_t layer, std::uint32_t kv_head, Result& result) const {
@@ -36,8 +37,8 @@ void ForwardAudit::compare(std::uint32_t index, std::uint32_t layer, std::uint32
   group.attended_lse = memory_.audit_lse + list * heads;
   group.estimated = row.corrected ? ~0u : row.notes[plane].bypassed;
   for (std::uint32_t h = 0; h < heads; ++h) result.heads.push_back(find(group, h, row.watched));
-  result.attended =
-      static_cast<std::uint32_t>(std::ranges::count_if(group.heads, [](std::uint32_t members) { return members != 0; }));
+  result.attended = static_cast<std::uint32_t>(
+      std::ranges::count_if(group.heads, [](std::uint32_t members) { return members != 0; }));
   result.bypassed = static_cast<std::uint32_t>(std::popcount(row.notes[plane].bypassed));
 }
 

@@ -14,9 +14,10 @@ namespace sluice::runtime {
 
 /// What a policy chose on the CPU in a layer, for one KV head's group.
 struct ChoiceNote {
-  std::vector<std::uint32_t> rows;     ///< as ForwardMemory::far_rows, without what the device had listed
-  std::vector<std::uint32_t> members;  ///< [rows] bit h: query head h attends it; empty: all but those that are bypassed
-  std::uint32_t bypassed = 0;          ///< bit h: query head h attends none of them
+  std::vector<std::uint32_t> rows;  ///< as ForwardMemory::far_rows, without what the device had listed
+  std::vector<std::uint32_t>
+      members;                 ///< [rows] bit h: query head h attends it; empty: all but those that are bypassed
+  std::uint32_t bypassed = 0;  ///< bit h: query head h attends none of them
 };
 
 /// A row of an audited forward that chooses.

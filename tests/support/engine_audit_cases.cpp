@@ -116,7 +116,8 @@ TEST_CASE("coverage and error of an audit are those of float64, wherever a token
   REQUIRE(report.coverage.count() == 12 * coverage.size());
   REQUIRE(report.bypassed_heads == 0);
   std::uint64_t visible = 0;
-  for (std::uint32_t t = kPrompt; t < story.tokens(); ++t) visible += std::uint64_t{t + 1} * kShape.layers * kShape.kv_heads;
+  for (std::uint32_t t = kPrompt; t < story.tokens(); ++t)
+    visible += std::uint64_t{t + 1} * kShape.layers * kShape.kv_heads;
   REQUIRE(report.dense_tokens == visible);
   if (sinks == 1000) REQUIRE(report.attended_tokens == visible);
   REQUIRE(engine.stats().estimated == (picks == 0 ? 0 : visible));
@@ -153,11 +154,11 @@ TEST_CASE("watched tokens are found in what was attended, near or far", "[engine
 }
 
 TEST_CASE("audits of policies of the CPU and of pages say what a runtime's say", "[engine]") {
-  const char* const text = GENERATE(
-      "lfps", "history+pages:quest,pages=2 | int4 | top_k=24 | near=0,sinks=4,recent=9", "magicpig | dense=0",
-      "tactic:least=64,size=4", "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=9",
-      "history | top_k=20 | near=0,sinks=4,recent=9 | bypass=0.7 | dense=1",
-      "pages:quest,budget=64 | top_k=all | near=0,sinks=4,recent=0 | bypass=0.5");
+  const char* const text =
+      GENERATE("lfps", "history+pages:quest,pages=2 | int4 | top_k=24 | near=0,sinks=4,recent=9", "magicpig | dense=0",
+               "tactic:least=64,size=4", "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=9",
+               "history | top_k=20 | near=0,sinks=4,recent=9 | bypass=0.7 | dense=1",
+               "pages:quest,budget=64 | top_k=all | near=0,sinks=4,recent=0 | bypass=0.5");
   const std::uint32_t near = GENERATE(0u, 9u);
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();

@@ -56,12 +56,11 @@ class DirectPrompt {
                                .out_head_stride = kShape.head_dim};
     Backend& backend = rig_.device->backend();
     const std::uint32_t group = kShape.group();
-    const std::uint64_t words =
-        std::uint64_t{group} * prefill_blocks(first, count) * prefill_mask_words(first + count);
+    const std::uint64_t words = std::uint64_t{group} * prefill_blocks(first, count) * prefill_mask_words(first + count);
     const auto blocks = rig_.device->allocate_pinned(words * sizeof(std::uint32_t));
     const auto choices = rig_.device->allocate_pinned(group * sizeof(PrefillChoice));
-    const auto scratch = rig_.device->allocate(
-        std::max<std::uint64_t>(backend.select_blocks_scratch_bytes(first, count, kShape), 256));
+    const auto scratch =
+        rig_.device->allocate(std::max<std::uint64_t>(backend.select_blocks_scratch_bytes(first, count, kShape), 256));
     for (std::uint32_t head = 0; head < kShape.kv_heads; ++head) {
       const std::uint64_t at = head * group * kShape.head_dim;
       const KvView kv{.base = plane(layer, head), .frames = frames_.data(), .layout = layout()};
@@ -103,8 +102,8 @@ class DirectPrompt {
   }
   void put(std::uint32_t layer, std::uint32_t head, std::uint32_t token) const {
     const PageLayout of = layout();
-    std::byte* const k = plane(layer, head) + token / of.page_tokens * of.page_bytes() +
-                         token % of.page_tokens * of.row_bytes();
+    std::byte* const k =
+        plane(layer, head) + token / of.page_tokens * of.page_bytes() + token % of.page_tokens * of.row_bytes();
     const cpu::ElementKernels& kernels = cpu::kernels_for(cpu::fastest_kernels(), of.dtype);
     kernels.narrow(story_.k(layer, token) + head * kShape.head_dim, k, kShape.head_dim);
     kernels.narrow(story_.v(layer, token) + head * kShape.head_dim, k + of.half_bytes(), kShape.head_dim);
@@ -133,11 +132,10 @@ std::vector<std::vector<float>> chunk_of(Engine& engine, const EngineRig& rig, T
   const PlanItem item{.sequence = teller.id, .tokens = count, .prefill = true};
   const Batch batch = engine.plan({&item, 1}, bucket, rig.stream);
   for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-    engine.attend(bucket, LayerId{layer}, in(teller.story->q(layer, teller.at), kShape.q_heads),
-                  in(teller.story->k(layer, teller.at), kShape.kv_heads),
-                  in(teller.story->v(layer, teller.at), kShape.kv_heads),
-                  dense_view(values + layer * count * kRow, DType::f32, count, kShape.q_heads, kShape.head_dim),
-                  rig.stream);
+    engine.attend(
+        bucket, LayerId{layer}, in(teller.story->q(layer, teller.at), kShape.q_heads),
+        in(teller.story->k(layer, teller.at), kShape.kv_heads), in(teller.story->v(layer, teller.at), kShape.kv_heads),
+        dense_view(values + layer * count * kRow, DType::f32, count, kShape.q_heads, kShape.head_dim), rig.stream);
   }
   engine.finish(batch);
   rig.synchronize();
@@ -179,7 +177,8 @@ TEST_CASE("chunks of a prompt choose the blocks that flexprefill chooses, near o
   REQUIRE(direct.kept < direct.causal);  // Something was left out.
 }
 
-TEST_CASE("sparse chunks of sequences, planned before those ahead are finished, choose what each does alone", "[engine]") {
+TEST_CASE("sparse chunks of sequences, planned before those ahead are finished, choose what each does alone",
+          "[engine]") {
   const EngineRig rig = engine_rig();
   Story stories[] = {Story(kShape, 800, 74), Story(kShape, 800, 75)};
   if (rig.kv_dtype != DType::f32) {
@@ -235,8 +234,8 @@ TEST_CASE("sparse chunks of sequences, planned before those ahead are finished, 
         CAPTURE(s, forward.first[s], i);
         const std::vector<float> out = forward.tensors->out(row++);
         for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
-          REQUIRE(difference(std::span(out).subspan(layer * kRow, kRow), std::span(want[layer]).subspan(i * kRow, kRow)) <
-                  tolerance(rig));
+          REQUIRE(difference(std::span(out).subspan(layer * kRow, kRow),
+                             std::span(want[layer]).subspan(i * kRow, kRow)) < tolerance(rig));
       }
     }
   }

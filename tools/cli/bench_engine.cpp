@@ -1,6 +1,5 @@
 // `sluice bench engine`: forwards of an Engine against dense attention in device memory.
 #include <algorithm>
-#include <cstring>
 #include <memory>
 
 #include "sluice/engine.hpp"
@@ -9,7 +8,7 @@
 #include "tools/cli/bench_device.hpp"
 #include "tools/cli/bench_graph.hpp"
 #include "tools/cli/bench_shapes.hpp"
-#include "tools/cli/device_copies.hpp"
+#include "tools/cli/synthetic_forwards.hpp"
 #include "tools/cli/values.hpp"
 
 namespace sluice::tools {
@@ -34,146 +33,6 @@ struct BenchEngineOptions {
 
 constexpr std::uint32_t kDensePageTokens = 256;
 constexpr double kTolerance = 1e-2;
-constexpr std::chrono::minutes kPatience{2};
-
-/// One engine with as many equal sequences as it has rows, all layers alike.
-class Forwards {
- public:
-  Forwards(const BenchEngineOptions& options, const SyntheticLayer& layer, const std::string& policy,
-           std::shared_ptr<Device> device)
-      : layer_(layer), device_(std::move(device)), queue_(device_->create_stream("caller")) {
-    const SyntheticOptions& synthetic = layer.options();
-    shape_ = synthetic.shape;
-    shape_.layers = options.layers;
-    EngineOptions sizes{.shape = shape_, .largest = {.decode_rows = options.rows}, .sequences = options.rows};
-    const std::uint32_t tokens = synthetic.tokens + synthetic.steps;
-    const std::uint64_t blocks = div_up(tokens, sizes.page_tokens) + 1;
-    const std::uint64_t block = synthetic.layout.page_bytes() * shape_.layers * shape_.kv_heads;
-    sizes.host_bytes = blocks * block * options.rows;
-    sizes.near_bytes =
-        static_cast<std::uint64_t>(options.near_share * static_cast<double>(blocks)) * block * options.rows;
-    sizes.largest.max_tokens = static_cast<std::uint32_t>(blocks) * sizes.page_tokens;
-    sizes.import_rows = std::min(4096u, synthetic.tokens);
-    sizes.threads = options.threads;
-    sizes.promotions = options.promotions;
-    const PolicySpec spec = parse_policy(policy);
-    sizes.largest.top_k = false;
-    sizes.max_picks = sizes.max_ranked = sizes.max_window = sizes.prompt_queries = 1;
-    make_room_for(spec, sizes.largest.max_tokens, sizes);
-    if (sizes.cpu_sequences != 0) sizes.cpu_sequences = options.rows;
-    // The embedded device has no queue that could be handed to strangers.
-    stream_ = queue_->native_handle() != nullptr ? queue_->native_handle() : queue_.get();
-    engine_ = std::make_unique<Engine>(sizes, device_);
-    take_tensors();
-    for (std::uint32_t row = 0; row < options.rows; ++row) {
-      items_.push_back({.sequence = engine_->begin(spec)});
-      import(items_.back().sequence);
-    }
-  }
-
-  /// Microseconds of a layer, of the next `count` steps: from the plan until the outputs are known to be there.
-  std::vector<double> time(const DeviceSteps& steps, std::uint32_t count, bool graph, std::vector<double>* calling) {
-    // What is captured reads and writes the same tensors every time; a step's are copied there.
-    std::unique_ptr<CapturedWork> captured;
-    if (graph) captured = capture(stream_, [this] { attend(); });
-    std::vector<double> us;
-    for (std::uint32_t i = 0; i < count; ++i) {
-      stop_if_interrupted();
-      put_step(steps, next_step_++);
-      const Clock::time_point begin = Clock::now();
-      const Batch batch = engine_->plan(items_, bucket(), stream_);
-      captured ? captured->replay() : attend();
-      const Clock::time_point queued = Clock::now();
-      engine_->finish(batch);
-      const Clock::time_point end = Clock::now();
-      us.push_back(std::chrono::duration<double, std::micro>(end - begin).count() / shape_.layers);
-      if (calling != nullptr)
-        calling->push_back(std::chrono::duration<double, std::micro>(queued - begin).count() / shape_.layers);
-    }
-    queue_->synchronize(deadline_after(kPatience));
-    return us;
-  }
-
-  /// One forward, of the next step.
-  void run_one(const DeviceSteps& steps) {
-    put_step(steps, next_step_++);
-    const Batch batch = engine_->plan(items_, bucket(), stream_);
-    attend();
-    engine_->finish(batch);
-    queue_->synchronize(deadline_after(kPatience));
-  }
-
-  /// Output of one layer and row, of the forward that was run last.
-  [[nodiscard]] std::vector<float> out() const {
-    return downloaded<float>(*device_, *queue_, out_->data(), std::size_t{shape_.q_heads} * shape_.head_dim);
-  }
-  [[nodiscard]] EngineStats stats() const { return engine_->stats(); }
-
- private:
-  [[nodiscard]] const Bucket& bucket() const { return engine_->options().largest; }
-
-  void take_tensors() {
-    const std::uint64_t rows = bucket().rows();
-    q_ = device_->allocate(rows * shape_.q_heads * shape_.head_dim * sizeof(float));
-    k_ = device_->allocate(rows * shape_.kv_heads * layer_.options().layout.row_bytes());
-    v_ = device_->allocate(rows * shape_.kv_heads * layer_.options().layout.row_bytes());
-    out_ = device_->allocate(rows * shape_.q_heads * shape_.head_dim * sizeof(float));
-  }
-
-  void import(SequenceId id) {
-    const SyntheticOptions& options = layer_.options();
-    const std::uint32_t chunk = engine_->options().import_rows;
-    const std::uint64_t row = options.layout.row_bytes() * shape_.kv_heads;
-    const auto k = device_->allocate_pinned(row * chunk);
-    const auto v = device_->allocate_pinned(row * chunk);
-    for (std::uint32_t at = 0; at < options.tokens; at += chunk) {
-      const std::uint32_t count = std::min(chunk, options.tokens - at);
-      gather_rows(layer_, at, count, false, k->data());
-      gather_rows(layer_, at, count, true, v->data());
-      const auto view = [&](const std::byte* data) {
-        return dense_view(data, options.layout.dtype, count, shape_.kv_heads, shape_.head_dim);
-      };
-      for (std::uint32_t l = 0; l < shape_.layers; ++l)
-        engine_->import_prefix(id, LayerId{l}, view(k->data()), view(v->data()), stream_);
-    }
-  }
-
-  void put_step(const DeviceSteps& steps, std::uint32_t step) {
-    const std::uint64_t q = std::uint64_t{shape_.q_heads} * shape_.head_dim * sizeof(float);
-    const std::uint64_t kv = shape_.kv_heads * layer_.options().layout.row_bytes();
-    std::vector<Copy> copies;
-    for (std::uint32_t row = 0; row < bucket().rows(); ++row) {
-      copies.push_back({.to = q_->data() + row * q, .from = steps.q(step).data, .bytes = q});
-      copies.push_back({.to = k_->data() + row * kv, .from = steps.k(step).data, .bytes = kv});
-      copies.push_back({.to = v_->data() + row * kv, .from = steps.v(step).data, .bytes = kv});
-    }
-    queue_->copy(copies);
-    queue_->synchronize(deadline_after(kPatience));
-  }
-
-  void attend() {
-    const std::uint32_t rows = bucket().rows();
-    const DType dtype = layer_.options().layout.dtype;
-    const auto in = [&](const Buffer& buffer, DType type, std::uint32_t heads) {
-      return dense_view<const std::byte>(buffer.data(), type, rows, heads, shape_.head_dim);
-    };
-    for (std::uint32_t l = 0; l < shape_.layers; ++l) {
-      engine_->attend(bucket(), LayerId{l}, in(*q_, DType::f32, shape_.q_heads), in(*k_, dtype, shape_.kv_heads),
-                      in(*v_, dtype, shape_.kv_heads),
-                      dense_view(out_->data(), DType::f32, rows, shape_.q_heads, shape_.head_dim), stream_);
-    }
-  }
-
-  const SyntheticLayer& layer_;
-  AttentionShape shape_;
-  std::shared_ptr<Device> device_;
-  std::unique_ptr<Stream> queue_;
-  void* stream_ = nullptr;
-  std::unique_ptr<Engine> engine_;
-  std::uint32_t next_step_ = 0;  ///< no step comes twice: its pages would lie near the second time
-  std::unique_ptr<Buffer> q_, k_, v_, out_;
-  std::vector<PlanItem> items_;
-};
 
 class EngineBench {
  public:
@@ -219,12 +78,12 @@ class EngineBench {
     for (const bool graph : {false, true}) {
       if (graph && !can_capture(*device_)) continue;
       bar.update(graph ? 2 : 1, 3, std::to_string(length) + " tokens: " + (graph ? "graph" : "enqueued"));
-      Forwards forwards(options_, layer, options_.policy, device_);
-      (void)forwards.time(steps, options_.warm_up, graph, nullptr);
-      const EngineStats before = forwards.stats();
+      SyntheticForwards forwards(forwards_of(options_.policy), layer, steps, device_);
+      (void)forwards.time(options_.warm_up, graph);
+      const EngineStats before = forwards.engine().stats();
       std::vector<double> calling;
-      const std::vector<double> us = forwards.time(steps, options_.steps, graph, &calling);
-      const EngineStats after = forwards.stats();
+      const std::vector<double> us = forwards.time(options_.steps, graph, &calling);
+      const EngineStats after = forwards.engine().stats();
       add_row(length, graph, us, calling, dense_us, before, after);
     }
   }
@@ -235,19 +94,28 @@ class EngineBench {
   /// Everything chosen must be dense attention; what the policy's choice is off by is a result.
   void check(const SyntheticLayer& layer, const DeviceSteps& steps, const std::vector<float>& want,
              std::uint32_t length) {
-    Forwards whole(options_, layer, "exact | int4 | top_k=all | near=0,sinks=4,recent=128", device_);
-    error_ = relative_error(first_out(whole, steps), want);
+    SyntheticForwards whole(forwards_of("exact | int4 | top_k=all | near=0,sinks=4,recent=128"), layer, steps, device_);
+    error_ = relative_error(first_out(whole), want);
     if (!(error_ <= kTolerance))
       throw Error(Errc::device, "bench engine: dense attention of " + std::to_string(length) +
                                     " tokens is wrong (relative error " + std::to_string(error_) +
                                     "); nothing of it was timed");
-    Forwards chosen(options_, layer, options_.policy, device_);
-    error_ = relative_error(first_out(chosen, steps), want);
+    SyntheticForwards chosen(forwards_of(options_.policy), layer, steps, device_);
+    error_ = relative_error(first_out(chosen), want);
   }
 
-  static std::vector<float> first_out(Forwards& forwards, const DeviceSteps& steps) {
-    forwards.run_one(steps);
+  static std::vector<float> first_out(SyntheticForwards& forwards) {
+    (void)forwards.time(1);
     return forwards.out();
+  }
+
+  [[nodiscard]] SyntheticForwardsOptions forwards_of(const std::string& policy) const {
+    return {.policy = parse_policy(policy),
+            .rows = options_.rows,
+            .layers = options_.layers,
+            .near_share = options_.near_share,
+            .threads = options_.threads,
+            .promotions = options_.promotions};
   }
 
   void add_row(std::uint32_t length, bool graph, const std::vector<double>& us, const std::vector<double>& calling,

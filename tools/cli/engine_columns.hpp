@@ -23,7 +23,8 @@ struct DecodeScore {
 [[nodiscard]] EngineStats since(const EngineStats& before, const EngineStats& after) noexcept;
 
 inline constexpr const char* kDecodeNote =
-    "attended: tokens per KV head and step; of dense, near bytes, far bytes: of what dense attention reads; near: of what "
+    "attended: tokens per KV head and step; of dense, near bytes, far bytes: of what dense attention reads; near: of "
+    "what "
     "is attended, in device memory; brought: near, tokens per KV head and step";
 
 /// Columns of a decode, the same for every policy. `page_tokens` and `kv_dtype` of the engine.

@@ -70,16 +70,11 @@ EngineOptions sized(const RuntimeFlags& flags, const AttentionShape& shape, std:
 }
 
 Json to_json(const EngineOptions& options) {
-  return {{"layers", options.shape.layers},
-          {"q_heads", options.shape.q_heads},
-          {"kv_heads", options.shape.kv_heads},
-          {"head_dim", options.shape.head_dim},
-          {"page_tokens", options.page_tokens},
-          {"kv_dtype", to_string(options.kv_dtype)},
-          {"host_bytes", options.host_bytes},
-          {"near_bytes", options.near_bytes},
-          {"threads", options.threads},
-          {"timeout_ms", options.timeout.count()}};
+  return {{"layers", options.shape.layers},     {"q_heads", options.shape.q_heads},
+          {"kv_heads", options.shape.kv_heads}, {"head_dim", options.shape.head_dim},
+          {"page_tokens", options.page_tokens}, {"kv_dtype", to_string(options.kv_dtype)},
+          {"host_bytes", options.host_bytes},   {"near_bytes", options.near_bytes},
+          {"threads", options.threads},         {"timeout_ms", options.timeout.count()}};
 }
 
 void require_for_engine(const RuntimeFlags& flags) {
@@ -87,8 +82,7 @@ void require_for_engine(const RuntimeFlags& flags) {
   const auto refuse = [](const std::string& flag, const std::string& why) {
     throw Error(Errc::invalid_argument, flag + ": " + why + "; leave it out, or say `run --stepwise`");
   };
-  if (flags.options.placement != own.placement)
-    refuse("--placement", "the device decides where a token is attended");
+  if (flags.options.placement != own.placement) refuse("--placement", "the device decides where a token is attended");
   if (flags.options.promote_pages != own.promote_pages)
     refuse("--promote-pages", "tokens come near one by one, not by pages");
 }

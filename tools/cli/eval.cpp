@@ -73,7 +73,8 @@ std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
                        .needles = count,
                        .steps = options.needle_steps,
                        .seed = options.task.seed,
-                       .sinks = options.sinks});
+                       .sinks = options.sinks,
+                       .near = parse_share(options.near, "--near")});
     check(needles.back());
   }
   return needles;
@@ -125,7 +126,7 @@ int run(const EvalOptions& options) {
   const std::shared_ptr<Device> device = make_device(options.device);
   RuntimeFlags flags = options.runtime;
   choose_chunk(flags, device.get(), prefills);
-  if (!cells.empty()) require_for_engine(flags);
+  require_for_engine(flags);
   AttentionShape shape;
   ProgressBar bar("eval");
   const InterruptScope interrupts;
@@ -186,7 +187,7 @@ void add_eval(CLI::App& app, int& exit_code) {
   add_seed(*command, options->task.seed, "Seed of the first prompt; the others follow");
   command->add_option("--haystack", options->haystack, "Filler text [default: the testbed's five sentences]")
       ->type_name("FILE");
-  command->add_option("--near", options->near, "Share of the tokens that device memory has room for, while tasks are answered")
+  command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
       ->capture_default_str()
       ->type_name("SHARE");
   command

@@ -21,11 +21,6 @@ void append_reached(const PolicySpec& spec, const ShareHistogram& coverage, std:
   row.push_back(reached(spec, coverage));
 }
 
-void append_link(std::uint64_t bytes, const Stats& stats, std::vector<Column>& columns, std::vector<Json>& row) {
-  columns.push_back({"link_bytes_per_step", "link B/step"});
-  row.push_back(stats.steps == 0 ? Json() : Json(static_cast<double>(bytes) / static_cast<double>(stats.steps)));
-}
-
 }  // namespace
 
 EvalReport::EvalReport(const NamedPolicies& policies, const AttentionShape& shape)
@@ -68,19 +63,18 @@ void EvalReport::add(const NeedleOptions& options, const std::vector<NeedleScore
                      const AttentionShape& shape) {
   for (std::size_t p = 0; p < scores.size(); ++p) {
     const NeedleScore& score = scores[p];
-    if (score.page_tokens == 0) continue;
+    if (score.layout.head_dim == 0) continue;
     std::vector<Column> columns = {{"length_tokens", "length"},
                                    {"needles", "needles"},
                                    {"policy", "policy"},
                                    {"page_tokens", "page"},
                                    {"found", "found", 3}};
-    std::vector<Json> row = {options.tokens, options.needles, policies_.names[p], score.page_tokens,
-                             score.audited.watched.share_above(0.5)};
-    append_stats(score.audited, shape, columns, row);
-    const auto time = std::find_if(columns.begin(), columns.end(), [](const Column& c) { return c.key == "layer_us"; });
-    row[static_cast<std::size_t>(time - columns.begin())] = score.layer_us;
-    append_link(score.link_bytes, score.audited, columns, row);
-    append_reached(policies_.specs[p], score.audited.coverage, columns, row);
+    std::vector<Json> row = {options.tokens, options.needles, policies_.names[p], score.layout.page_tokens,
+                             score.decoded.audited.watched.share_above(0.5)};
+    append_decode(score.decoded, shape, score.layout, columns, row);
+    columns.push_back({"layer_us", "us/layer", 1});
+    row.push_back(score.layer_us);
+    append_reached(policies_.specs[p], score.decoded.audited.coverage, columns, row);
     needles_.columns = std::move(columns);
     needles_.rows.push_back(std::move(row));
   }

@@ -8,7 +8,6 @@
 #include "tools/cli/eval_tasks.hpp"
 #include "tools/cli/plot_files.hpp"
 #include "tools/cli/report.hpp"
-#include "tools/cli/stats_columns.hpp"
 
 namespace sluice::tools {
 

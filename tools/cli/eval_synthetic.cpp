@@ -10,12 +10,12 @@
 #include "tools/cli/bench_shapes.hpp"
 #include "tools/cli/interrupt.hpp"
 #include "tools/cli/report.hpp"
+#include "tools/cli/synthetic_forwards.hpp"
 
 namespace sluice::tools {
 namespace {
 
 constexpr std::uint32_t kWarmUp = 2;
-constexpr std::uint32_t kImportChunk = 4096;
 
 }  // namespace
 
@@ -46,10 +46,10 @@ void score_needles(const NeedleOptions& options, const RuntimeFlags& flags, cons
   const AttentionShape shape = needle_shape();
 
   std::size_t done = 0;
-  for (const auto& [page_tokens, group] : by_page_size(policies, flags)) {
+  for (const EngineGroup& group : by_engine(policies, flags)) {
     SyntheticOptions synthetic{
         .shape = shape,
-        .layout = {.page_tokens = page_tokens, .head_dim = shape.head_dim, .dtype = DType::bf16},
+        .layout = {.page_tokens = group.page_tokens, .head_dim = shape.head_dim, .dtype = DType::bf16},
         .tokens = options.tokens,
         .steps = kWarmUp + options.steps};
     synthetic.seed = options.seed;
@@ -57,29 +57,27 @@ void score_needles(const NeedleOptions& options, const RuntimeFlags& flags, cons
     synthetic.sinks = options.sinks;
     const SyntheticLayer layer(synthetic, topology, builders);
     const DeviceSteps steps(layer, *device);
-    std::vector<PolicySpec> specs;
-    for (const std::size_t p : group) specs.push_back(policies[p]);
-    RuntimeFlags own = flags;
-    own.options.page_tokens = page_tokens;
-    own.options.kv_dtype = DType::bf16;
-    own.options.prefill_chunk = kImportChunk;
-    RuntimeOptions runtime = sized(own, shape, specs, options.tokens + synthetic.steps);
-    for (const std::uint32_t every : {0u, 1u}) {
-      runtime.audit_every = every;
-      DeviceDecode decode(runtime, layer, steps, device);
-      for (const std::size_t p : group) {
+    for (const std::size_t p : group.policies) {
+      SyntheticForwardsOptions forwards{
+          .policy = policies[p], .near_share = options.near, .threads = flags.options.threads};
+      forwards.policy.dense_layers = forwards.policy.dense_every = 0;  // The only layer is one that it works in.
+      for (const bool audit : {false, true}) {
         bar.update(done++, 2 * policies.size(), "needles: " + policies[p].name);
-        PolicySpec policy = policies[p];
-        policy.dense_layers = policy.dense_every = 0;  // The only layer is one that the policy works in.
-        const StepTimes run = decode.run(policy, kWarmUp, options.steps);
+        forwards.audit = audit;
+        SyntheticForwards run(forwards, layer, steps, device);
+        std::vector<double> us = run.time(kWarmUp + options.steps);
         NeedleScore& score = scores[p];
-        if (every == 0) {
-          score.layer_us = percentile(run.layer_us, 0.5);
-        } else {
-          score.page_tokens = page_tokens;
-          score.audited = run.stats;
-          score.link_bytes = run.link_bytes;
+        if (!audit) {
+          us.erase(us.begin(), us.begin() + kWarmUp);
+          score.layer_us = percentile(us, 0.5);
+          continue;
         }
+        score.layout = synthetic.layout;
+        const std::uint64_t count = kWarmUp + options.steps;
+        score.decoded = {.tokens = count,
+                         .dense_tokens = count * options.tokens + count * (count + 1) / 2,
+                         .stats = run.engine().stats(),
+                         .audited = run.engine().audit(run.sequence())};
       }
     }
   }

@@ -6,9 +6,9 @@
 
 #include "sluice/device.hpp"
 #include "sluice/policy.hpp"
-#include "sluice/stats.hpp"
+#include "tools/cli/engine_columns.hpp"
+#include "tools/cli/engine_flags.hpp"
 #include "tools/cli/progress_bar.hpp"
-#include "tools/cli/runtime_flags.hpp"
 
 namespace sluice::tools {
 
@@ -19,6 +19,7 @@ struct NeedleOptions {
   std::uint32_t steps = 8;
   std::uint64_t seed = 0;
   std::vector<double> sinks = {};  ///< see SyntheticOptions::sinks
+  double near = 0.0;               ///< share of the context that device memory has room for
 };
 
 /// @throws Error{Errc::invalid_argument} for more needles than the context has room for, or shares that sinks cannot
@@ -28,9 +29,8 @@ void check(const NeedleOptions& options);
 [[nodiscard]] AttentionShape needle_shape();
 
 struct NeedleScore {
-  Stats audited;                 ///< with coverage and watched tokens
-  std::uint64_t link_bytes = 0;  ///< over the link while decoding
-  std::uint32_t page_tokens = 0;  ///< 0: not finished
+  PageLayout layout{};    ///< without head_dim: not finished
+  DecodeScore decoded;    ///< every step audited, the needles watched
   double layer_us = 0.0;  ///< median over the steps of a run without audits
 };
 

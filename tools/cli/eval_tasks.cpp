@@ -80,7 +80,7 @@ std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& 
 }
 
 std::vector<TaskEvaluation::Prefilled> TaskEvaluation::prefilled(const PrefillSpec& prefill,
-                                                                std::span<const Task> tasks) const {
+                                                                 std::span<const Task> tasks) const {
   const PolicySpec dense = parse_policy("full");
   RuntimeFlags flags = flags_;
   flags.options.audit_every = 0;

@@ -45,9 +45,10 @@ void add_run(CLI::App& app, int& exit_code) {
   command->add_option("--policy", options->policy, "Policy: a preset or a composition of stages; see `sluice policies`")
       ->capture_default_str();
   command
-      ->add_option("--near", options->near,
-                   "Share of the tokens that device memory has room for, e.g. 10% [default: 5%; with --stepwise: of the "
-                   "pages kept near, the policy's]")
+      ->add_option(
+          "--near", options->near,
+          "Share of the tokens that device memory has room for, e.g. 10% [default: 5%; with --stepwise: of the "
+          "pages kept near, the policy's]")
       ->type_name("SHARE");
   add_count(*command, "--max-tokens", options->max_tokens, "Tokens to generate at most", {.least = 1, .most = 1 << 20});
   add_count(*command, "--decode-prompt", options->decode_prompt,
@@ -66,9 +67,11 @@ void add_run(CLI::App& app, int& exit_code) {
   add_seed(*command, options->seed, "Seed of the sampling");
   add_count(*command, "--audit", options->runtime.options.audit_every,
             "Every N-th step also attends densely and reports coverage; 0: never");
-  command->add_flag("--stepwise", options->stepwise,
-                    "Drive every layer from the calling thread, for --trace, --placement and policies that keep pages near");
-  command->add_option("--trace", options->trace, "With --stepwise: write what ran when, for ui.perfetto.dev")->type_name("FILE");
+  command->add_flag(
+      "--stepwise", options->stepwise,
+      "Drive every layer from the calling thread, for --trace, --placement and policies that keep pages near");
+  command->add_option("--trace", options->trace, "With --stepwise: write what ran when, for ui.perfetto.dev")
+      ->type_name("FILE");
   add_device_flags(*command, options->device);
   add_runtime_flags(*command, options->runtime);
   add_output(*command, options->output);

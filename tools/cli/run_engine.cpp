@@ -72,7 +72,8 @@ int run_on_engine(const RunOptions& options) {
   choose_chunk(flags, device.get(), std::span(&prefill, 1));
   choose_kv_dtype(flags, model);
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
-  const EngineRoom room{.page_tokens = page_tokens_for(policy, flags), .tokens = tokens, .near = near, .prefill = prefill};
+  const EngineRoom room{
+      .page_tokens = page_tokens_for(policy, flags), .tokens = tokens, .near = near, .prefill = prefill};
   sluice::Engine engine(sized(flags, model.config().shape(), {&policy, 1}, room), device);
   EngineSession session(model, engine, device, policy);
   session.audit_every(options.runtime.options.audit_every);
