@@ -275,11 +275,12 @@ void Runtime::end(SequenceId id) {
 
 void Runtime::Impl::end(SequenceId id) {
   runtime::Sequence& sequence = find(id);
+  const bool known = !sequence.lost.empty();
   guarded({}, [&] {
     try {
       prompt.settle();
     } catch (const Error& error) {
-      if (error.code() == Errc::timeout) throw;  // Sequences that anything else is about say so when they are to go on.
+      if (error.code() == Errc::timeout) throw;  // Other sequences that it is about say so when they are to go on.
     }
     pipeline.settle(sequence);
   });
@@ -291,7 +292,11 @@ void Runtime::Impl::end(SequenceId id) {
   }
   pipeline.forget(sequence);
   ended.merge(sequence.stats);
+  const std::string lost = known ? "" : std::move(sequence.lost);
   sequences.erase(id);
+  if (!lost.empty())
+    throw Error(Errc::device, "sequence " + std::to_string(id.value) + " is ended, but what it had queued failed: " + lost +
+                                  "; do not use what its last calls computed");
 }
 
 void Runtime::synchronize() {

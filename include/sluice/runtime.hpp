@@ -129,6 +129,8 @@ class Runtime {
   void synchronize();
 
   /// Frees the sequence's pages, waiting for copies in flight (bounded by the timeout). Unknown ids throw not_found.
+  /// @throws Error{Errc::device} if what it had queued failed, and no call has said so yet: it is gone all the same, and
+  /// what its last ordered calls computed is not to be used.
   void end(SequenceId sequence);
 
   /// Tokens of a sequence that all layers have.

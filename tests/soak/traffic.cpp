@@ -97,8 +97,12 @@ void Traffic::end(SequenceId id) {
       return runtime_.end(id);
     } catch (const Error& error) {
       ++stats_.errors;
-      if (error.code() == Errc::not_found && attempt > 0) return;  // it left, and something else had failed
+      if (error.code() == Errc::not_found && attempt > 0) return;  // it left, and something had failed
       if (error.code() != Errc::device || attempt == kAttempts) throw;
+      // What ordered calls computed for it may have come to nothing.
+      for (const auto& sequence : sequences_) {
+        if (sequence->id == id) std::erase_if(rows_, [&](const Row& row) { return row.toy == sequence->toy; });
+      }
     }
   }
 }
