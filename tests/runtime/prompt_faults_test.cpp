@@ -134,6 +134,25 @@ TEST_CASE("every sequence whose ordered prompt failed refuses to go on, and no o
   REQUIRE(runtime.info().near_slots_free == runtime.info().near_slots);
 }
 
+TEST_CASE("a sequence that is ended before its ordered prompt is known to have failed says so", "[runtime][concurrent]") {
+  const Toy toy(kOneLayer, 100, 26);
+  const auto device = separate_device();
+  Runtime runtime(toy_options(kOneLayer, 400), device);
+  const SequenceId ids[] = {runtime.begin(modest()), runtime.begin(modest())};
+  auto out = std::vector(2, outputs(toy));
+  for (int i = 0; i < 2; ++i) prefill_chunk(runtime, ids[i], toy, 0, 40, out[i], true);
+  runtime.synchronize();
+  device->misbehave({.seed = 1, .fail_copy = 1.0});
+  for (int i = 0; i < 2; ++i) prefill_chunk(runtime, ids[i], toy, 40, 10, out[i], true);
+  device->misbehave({});
+  REQUIRE(code_of([&] { runtime.end(ids[0]); }) == Errc::device);
+  REQUIRE(code_of([&] { runtime.end(ids[0]); }) == Errc::not_found);  // It is gone all the same.
+  REQUIRE(code_of([&] { static_cast<void>(step(runtime, ids[1], toy, 50)); }) == Errc::device);
+  runtime.end(ids[1]);  // That is known.
+  REQUIRE(runtime.info().host_pages_free == runtime.info().host_pages);
+  REQUIRE(runtime.info().near_slots_free == runtime.info().near_slots);
+}
+
 TEST_CASE("a failed call leaves the healthy work of earlier ordered ones alone", "[runtime][concurrent]") {
   constexpr std::uint32_t kTokens = 700;
   const AttentionShape shape{.layers = 1, .q_heads = 4, .kv_heads = 2, .head_dim = 16};
