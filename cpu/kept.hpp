@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 
 namespace sluice::cpu {
@@ -14,7 +15,18 @@ class Kept {
 
  private:
   friend class Team;
+  friend void keep_for_good(std::unique_ptr<Kept> object) noexcept;
   std::unique_ptr<Kept> next_;  ///< what else a team keeps: a list needs no memory to grow
+  Kept* older_ = nullptr;       ///< what else is never freed
 };
+
+/// Never frees it: for what threads use of which nobody can tell when the last has gone. Listed, so that it is no leak.
+inline void keep_for_good(std::unique_ptr<Kept> object) noexcept {
+  static std::atomic<Kept*> newest{nullptr};
+  Kept* const left = object.release();
+  left->older_ = newest.load();
+  while (!newest.compare_exchange_weak(left->older_, left)) {
+  }
+}
 
 }  // namespace sluice::cpu

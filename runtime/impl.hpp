@@ -79,7 +79,6 @@ struct Runtime::Impl final : cpu::Kept {
   std::uint64_t last_id = 0;
   Stats ended;
   bool broken = false;
-  Impl* older = nullptr;  ///< of those that are never freed
 };
 
 template <class Call>

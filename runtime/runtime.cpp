@@ -179,12 +179,7 @@ Runtime::Runtime(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Runtime::~Runtime() {
   if (!impl_->stop() || (!impl_->own_device && impl_->device->lost())) {
-    // Never freed: there is no telling when the last thread has gone that uses it. Listed, so that it is no leak.
-    static std::atomic<Impl*> newest{nullptr};
-    Impl* const left = impl_.release();
-    left->older = newest.load();
-    while (!newest.compare_exchange_weak(left->older, left)) {
-    }
+    cpu::keep_for_good(std::move(impl_));
   } else if (impl_->workers->lost()) {
     const cpu::Workers& workers = *impl_->workers;
     workers.keep(std::move(impl_));

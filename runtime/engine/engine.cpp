@@ -1,7 +1,6 @@
 #include "sluice/engine.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 #include <utility>
 
@@ -87,12 +86,7 @@ Engine::~Engine() {
   const auto lost = [](const auto& of) { return of != nullptr && of->lost(); };
   const bool device_lost = impl_->embedded ? lost(impl_->embedded) : impl_->device->lost();
   if (device_lost) {
-    // Never freed: there is no telling when the last thread has gone that uses it. Listed, so that it is no leak.
-    static std::atomic<Impl*> newest{nullptr};
-    Impl* const left = impl_.release();
-    left->older = newest.load();
-    while (!newest.compare_exchange_weak(left->older, left)) {
-    }
+    cpu::keep_for_good(std::move(impl_));
   } else if (lost(impl_->prompt_workers)) {
     const cpu::Workers& stuck = *impl_->prompt_workers;
     stuck.keep(std::move(impl_));
@@ -145,7 +139,10 @@ void Engine::watch(SequenceId sequence, std::span<const std::uint32_t> tokens) {
 }
 
 AuditReport Engine::audit(SequenceId sequence) const {
-  return translated([&] { return impl_->at(sequence).audit; });
+  return translated([&] {
+    const auto& report = impl_->at(sequence).audit;
+    return report ? *report : AuditReport{};
+  });
 }
 
 std::uint32_t Engine::tokens(SequenceId id) const { return impl_->at(id).tokens; }

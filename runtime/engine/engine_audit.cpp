@@ -32,10 +32,13 @@ std::shared_ptr<runtime::ForwardAudit> Engine::Impl::audit_of(std::span<const Wa
 
 void Engine::Impl::compare(runtime::ForwardAudit& audit) {
   audit.compare(*prompt_workers);
-  const std::size_t heads = std::size_t{options.shape.layers} * options.shape.q_heads;
-  for (const runtime::AuditedRow& row : audit.rows()) at(row.sequence).audit.heads.resize(heads);
+  for (const runtime::AuditedRow& row : audit.rows()) {
+    auto& report = at(row.sequence).audit;
+    if (!report) report = std::make_unique<AuditReport>();
+    report->heads.resize(std::size_t{options.shape.layers} * options.shape.q_heads);
+  }
   // Nothing fails any more: all of them, or none.
-  for (std::uint32_t row = 0; row < audit.rows().size(); ++row) audit.report(row, at(audit.rows()[row].sequence).audit);
+  for (std::uint32_t row = 0; row < audit.rows().size(); ++row) audit.report(row, *at(audit.rows()[row].sequence).audit);
 }
 
 void Engine::Impl::watch(SequenceId id, std::span<const std::uint32_t> tokens) {

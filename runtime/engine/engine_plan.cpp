@@ -39,7 +39,8 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   const Bucket& largest = memory.largest().largest;
   Bucket resolved = bucket;
   if (resolved.max_tokens == 0) resolved.max_tokens = largest.max_tokens;
-  if (resolved.decode_rows == 0) resolved.top_k = resolved.unbounded = resolved.pages = resolved.audit = false;  // Nothing to choose.
+  if (resolved.decode_rows == 0)  // Nothing to choose.
+    resolved.top_k = resolved.unbounded = resolved.pages = resolved.audit = false;
   const auto in = [&](const char* field, std::uint32_t value, std::uint32_t most) {
     if (value <= most) return;
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's " + field + " is " + text(value) +
@@ -241,7 +242,8 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     verbs.apply(m, stream);
   } catch (...) {
     choice.forget(forward);
-    (void)programs.take(forward);
+    runtime::Program failed = programs.take(forward);
+    for (std::size_t i = 0; i < wanted.size(); ++i) give_back(*wanted[i].sequence, failed, i);
     throw;
   }
   for (const auto& [sequence, item] : wanted) {

@@ -19,6 +19,14 @@ void Engine::Impl::bet(Sequence& sequence, ForwardChunk& chunk) {
   }
 }
 
+void Engine::Impl::give_back(Sequence& sequence, runtime::Program& program, std::size_t item) noexcept {
+  // Of several forwards that come to nothing, as it was before the first.
+  const std::uint32_t begin = program.ends[item] - program.items[item].tokens;
+  if (program.books.empty() || !program.items[item].prefill || begin >= sequence.bets.end) return;
+  sequence.bets = std::move(program.books[item]);
+  sequence.bets.end = begin;
+}
+
 void Engine::Impl::tally(runtime::Program& program) const noexcept {
   if (program.tallies.empty()) return;
   for (std::uint32_t c = 0; c < program.chunks.size(); ++c) {

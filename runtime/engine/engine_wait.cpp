@@ -82,12 +82,7 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     if (done && item.prefill) sequence.prompt_end = std::max(sequence.prompt_end, program.ends[i]);
     if (done) continue;
     sequence.tail.end = std::min(sequence.tail.end, sequence.planned);
-    // Of several that come to nothing, as it was before the first.
-    const std::uint32_t begin = program.ends[i] - item.tokens;
-    if (!program.books.empty() && item.prefill && begin < sequence.bets.end) {
-      sequence.bets = program.books[i];
-      sequence.bets.end = begin;
-    }
+    give_back(sequence, program, i);
     // It has seen tokens as a prompt's that are no more, or nothing but them.
     if (sequence.policy && sequence.planned <= sequence.policy_tokens) drop_policy(sequence);
   }

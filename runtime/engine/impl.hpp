@@ -45,7 +45,7 @@ struct Engine::Impl : cpu::Kept {
     std::uint32_t policy_tokens = 0;   ///< that there were when it looked at the prompt
     std::uint64_t policy_forward = 0;  ///< and the newest forward then
     runtime::PrefillBook bets{};  ///< where its prompts choose blocks of keys, if the engine finds that out
-    AuditReport audit{};
+    std::unique_ptr<AuditReport> audit{};  ///< null until something was audited
     std::vector<std::uint32_t> watched{};  ///< tokens, ascending
   };
   /// What a plan asks for, checked.
@@ -120,6 +120,8 @@ struct Engine::Impl : cpu::Kept {
   std::uint64_t send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream, std::uint32_t queries = 0);
 
   // Prompts.
+  /// What a forward that came to nothing has bet for item `item`, of a sequence, never was.
+  static void give_back(Sequence& sequence, runtime::Program& program, std::size_t item) noexcept;
   /// Decides in which layers a chunk is sparse.
   void bet(Sequence& sequence, ForwardChunk& chunk);
   /// What was chosen in a forward that got to its end, before forwards to come take its place.
@@ -147,7 +149,6 @@ struct Engine::Impl : cpu::Kept {
 
   [[nodiscard]] ForwardMailbox& mailbox() const noexcept { return *memory.largest().mailbox; }
 
-  Impl* older = nullptr;  ///< of those that are never freed
   EngineOptions options;
   cpu::Topology topology;
   std::shared_ptr<cpu::Workers> workers;  ///< one thread: of the construction, and of what policies compute

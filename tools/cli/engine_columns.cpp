@@ -1,5 +1,6 @@
 #include "tools/cli/engine_columns.hpp"
 
+#include <iterator>
 #include <utility>
 
 #include "sluice/int4.hpp"
@@ -10,39 +11,25 @@ namespace {
 /// Quotient, null when there is nothing to divide by.
 Json over(double part, double whole) { return whole == 0.0 ? Json() : Json(part / whole); }
 
+constexpr std::uint64_t EngineStats::* kCounters[] = {
+    &EngineStats::asked,        &EngineStats::unplanned,     &EngineStats::near_tokens,  &EngineStats::far_tokens,
+    &EngineStats::promoted,     &EngineStats::scored,        &EngineStats::estimated,    &EngineStats::ranked_pages,
+    &EngineStats::waited_ns,    &EngineStats::answer_ns,     &EngineStats::sparse_chunks, &EngineStats::dense_chunks,
+    &EngineStats::kept_blocks,  &EngineStats::causal_blocks};
+static_assert(sizeof(EngineStats) == std::size(kCounters) * sizeof(std::uint64_t), "a counter is missing");
+
 }  // namespace
 
 void DecodeScore::merge(const DecodeScore& other) {
   tokens += other.tokens;
   dense_tokens += other.dense_tokens;
-  stats.asked += other.stats.asked;
-  stats.near_tokens += other.stats.near_tokens;
-  stats.far_tokens += other.stats.far_tokens;
-  stats.promoted += other.stats.promoted;
-  stats.scored += other.stats.scored;
-  stats.estimated += other.stats.estimated;
-  stats.ranked_pages += other.stats.ranked_pages;
-  stats.waited_ns += other.stats.waited_ns;
-  stats.answer_ns += other.stats.answer_ns;
+  for (const auto counter : kCounters) stats.*counter += other.stats.*counter;
   audited.merge_totals(other.audited);
-  seconds += other.seconds;
 }
 
-EngineStats since(const EngineStats& before, const EngineStats& after) noexcept {
-  return {.asked = after.asked - before.asked,
-          .unplanned = after.unplanned - before.unplanned,
-          .near_tokens = after.near_tokens - before.near_tokens,
-          .far_tokens = after.far_tokens - before.far_tokens,
-          .promoted = after.promoted - before.promoted,
-          .scored = after.scored - before.scored,
-          .estimated = after.estimated - before.estimated,
-          .ranked_pages = after.ranked_pages - before.ranked_pages,
-          .waited_ns = after.waited_ns - before.waited_ns,
-          .answer_ns = after.answer_ns - before.answer_ns,
-          .sparse_chunks = after.sparse_chunks - before.sparse_chunks,
-          .dense_chunks = after.dense_chunks - before.dense_chunks,
-          .kept_blocks = after.kept_blocks - before.kept_blocks,
-          .causal_blocks = after.causal_blocks - before.causal_blocks};
+EngineStats since(const EngineStats& before, EngineStats after) noexcept {
+  for (const auto counter : kCounters) after.*counter -= before.*counter;
+  return after;
 }
 
 void append_decode(const DecodeScore& score, const AttentionShape& shape, const PageLayout& layout,

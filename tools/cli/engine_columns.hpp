@@ -15,19 +15,17 @@ struct DecodeScore {
   std::uint64_t dense_tokens = 0;  ///< that dense attention would have attended, of one KV head and layer
   EngineStats stats;
   AuditReport audited;  ///< without heads
-  double seconds = 0.0;
 
   void merge(const DecodeScore& other);
 };
 /// The counters of `after` less those of `before`.
-[[nodiscard]] EngineStats since(const EngineStats& before, const EngineStats& after) noexcept;
+[[nodiscard]] EngineStats since(const EngineStats& before, EngineStats after) noexcept;
 
 inline constexpr const char* kDecodeNote =
     "attended: tokens per KV head and step; of dense, near bytes, far bytes: of what dense attention reads; near: of "
-    "what "
-    "is attended, in device memory; brought: near, tokens per KV head and step";
+    "what is attended, in device memory; brought: near, tokens per KV head and step";
 
-/// Columns of a decode, the same for every policy. `page_tokens` and `kv_dtype` of the engine.
+/// Columns of a decode, the same for every policy. `layout`: of the engine's pages.
 void append_decode(const DecodeScore& score, const AttentionShape& shape, const PageLayout& layout,
                    std::vector<Column>& columns, std::vector<Json>& row);
 

@@ -103,7 +103,6 @@ Json config_of(const EvalOptions& options, const RuntimeFlags& runtime, const Na
           {"sinks", options.sinks},
           {"own_pages", runtime.own_pages},
           {"near", options.near},
-          {"placement", to_string(runtime.options.placement)},
           {"audit_every", runtime.options.audit_every},
           {"device", options.device.device}};
 }

@@ -161,7 +161,6 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
   session.audit_every(flags_.options.audit_every);
   engine.watch(session.sequence(), evidence_of(task));
   const EngineStats before = engine.stats();
-  const auto start = Clock::now();
   for (const int token : question) session.decode(token);
   const std::size_t limit = answer_limit(task);
   std::vector<int> output;
@@ -176,8 +175,7 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
   DecodeScore run{.tokens = session.decoded(),
                   .dense_tokens = session.visible(),
                   .stats = since(before, engine.stats()),
-                  .audited = {},
-                  .seconds = std::chrono::duration<double>(Clock::now() - start).count()};
+                  .audited = {}};
   run.audited.merge_totals(report);
   score.decoded.merge(run);
   const bool right = solved(task, ByteTokenizer::decode(output));
