@@ -165,7 +165,10 @@ __global__ void __launch_bounds__(kThreads)
     s.kept = 0;
   }
   __syncthreads();
-  if (s.row.count == 0) return;
+  if (s.row.count == 0) {
+    if (threadIdx.x == 0 && s.row.kept != nullptr) *s.row.kept = 0;
+    return;
+  }
   Row row(s, cache, room);
   row.write_mask(cut(row, s.row));
   __syncthreads();
