@@ -97,11 +97,12 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
   const std::uint32_t lists = m.bucket.decode_rows * m.shape.kv_heads;
   std::fill_n(m.near_counts, lists, 0);
   std::fill_n(m.far_windows, lists, 0);
-  const auto put_far_count = [&](std::uint32_t index, std::uint32_t count) {
+  const auto put_far_count = [&](std::uint32_t index, std::uint32_t count, bool fetched) {
     m.far_listed[index] = count;
-    shared(m.far_counts[index]).store(count, std::memory_order_relaxed);  // A late worker may look.
+    if (m.fetches) m.fetch_heads[index] = fetched && count != 0 ? ~0u : 0;
+    shared(m.far_counts[index]).store(fetched ? 0 : count, std::memory_order_relaxed);  // A late worker may look.
   };
-  for (std::uint32_t i = 0; i < lists; ++i) put_far_count(i, 0);
+  for (std::uint32_t i = 0; i < lists; ++i) put_far_count(i, 0, false);
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     mark(m, row, index, marks);
     std::uint32_t near = 0;
@@ -120,13 +121,14 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
       }
     }
     m.near_counts[index] = near;
-    put_far_count(index, far);
+    // Who chooses for a row adds to what it has.
+    put_far_count(index, far, m.fetches && row.asks == 0);
     all_far += far;
     choices += row.asks;
     m.state->near_tokens += near;
   });
   m.state->far_tokens += all_far;
-  if (all_far == 0 && choices == 0) return;
+  if ((all_far == 0 || m.fetches) && choices == 0) return;
   shared(m.mailbox->question.forward).store(m.state->forward, std::memory_order_relaxed);
   shared(m.mailbox->question.layer).store(layer, std::memory_order_relaxed);
   shared(m.mailbox->question.choices).store(choices, std::memory_order_relaxed);

@@ -108,24 +108,28 @@ void await_answer(const ForwardMemory& m) {
       static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
 }
 
-/// A head's output from its near and far parts, whose lse is what `sum` is given back with. `asks`: of its row.
+/// A head's output from what was attended near, over the link, and far, whose lse is what `sum` is given back with.
+/// `asks`: of its row.
 float merge_head(const ForwardMemory& m, std::uint64_t h, bool asks, float* sum) {
   const std::uint64_t index = h / m.shape.group();
-  const bool has_near = m.near_counts[index] != 0;
-  const bool has_far = asks ? m.far_lse[h] != kEmptyLse : m.far_listed[index] != 0;
-  const float near = has_near ? m.near_lse[h] : kEmptyLse;
-  const float far = has_far ? m.far_lse[h] : kEmptyLse;
-  if ((has_near && !(near > kEmptyLse)) || (has_far && !(far > kEmptyLse))) {
-    // Keys were attended and weigh nothing that is a number.
-    std::fill_n(sum, m.shape.head_dim, kNaN);
-    return kNaN;
-  }
-  const MergeWeights weights = merge_weights(near, far);
-  for (std::uint32_t c = 0; c < m.shape.head_dim; ++c) {
-    const std::uint64_t at = h * m.shape.head_dim + c;
-    sum[c] = (has_near ? weights.a * m.near_out[at] : 0.f) + (has_far ? weights.b * m.far_out[at] : 0.f);
-  }
-  return weights.lse;
+  const std::uint64_t at = h * m.shape.head_dim;
+  float lse = kEmptyLse;
+  bool numbers = true;
+  std::fill_n(sum, m.shape.head_dim, 0.f);
+  const auto add = [&](const float* out, float mass) {
+    numbers &= mass > kEmptyLse;
+    const MergeWeights weights = merge_weights(lse, mass);
+    for (std::uint32_t c = 0; c < m.shape.head_dim; ++c) sum[c] = weights.a * sum[c] + weights.b * out[c];
+    lse = weights.lse;
+  };
+  if (m.near_counts[index] != 0) add(m.near_out + at, m.near_lse[h]);
+  if (m.fetches && (m.fetch_heads[index] >> h % m.shape.group() & 1) != 0) add(m.fetched_out + at, m.fetched_lse[h]);
+  const bool listed = !m.fetches && m.far_listed[index] != 0;
+  if (asks ? m.far_lse[h] != kEmptyLse : listed) add(m.far_out + at, m.far_lse[h]);
+  if (numbers) return lse;
+  // Keys were attended and weigh nothing that is a number.
+  std::fill_n(sum, m.shape.head_dim, kNaN);
+  return kNaN;
 }
 
 }  // namespace
@@ -208,6 +212,36 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
                  .head_dim = m.shape.head_dim,
                  .out = m.near_out + first * m.shape.head_dim,
                  .lse = m.near_lse + first});
+  });
+}
+
+void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
+  if (!runs(m)) return;
+  await_answer(m);  // What is chosen comes with it.
+  if (!runs(m)) return;
+  std::vector<const std::byte*> rows;
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    const std::uint32_t plane = m.plane(layer, head);
+    const ForwardChosen chosen = row.asks != 0 ? m.chosen[index] : ForwardChosen{.count = m.far_listed[index]};
+    const std::uint32_t* const entries = row.asks != 0 ? m.chosen_rows + index * m.chosen_room() : nullptr;
+    const std::uint32_t* const listed = m.far_rows + std::uint64_t{index} * m.list_room();
+    if (row.asks != 0) m.fetch_heads[index] = chosen.heads;
+    rows.resize(chosen.count);
+    for (std::uint32_t i = 0; i < chosen.count; ++i) {
+      rows[i] = row.asks != 0 ? m.far_plane(plane) + std::uint64_t{entries[i]} * m.layout.row_bytes()
+                              : m.far_key(plane, listed[i]);
+    }
+    const std::uint64_t first = first_head(m, index);
+    kernels_for(kernels, m.layout.dtype)
+        .attend({.q = m.q + first * m.shape.head_dim,
+                 .k = rows.data(),
+                 .v_offset = m.layout.half_bytes(),
+                 .members = chosen.members != 0 ? entries + chosen.count : nullptr,
+                 .count = chosen.count,
+                 .group = m.shape.group(),
+                 .head_dim = m.shape.head_dim,
+                 .out = m.fetched_out + first * m.shape.head_dim,
+                 .lse = m.fetched_lse + first});
   });
 }
 

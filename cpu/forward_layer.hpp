@@ -46,6 +46,7 @@ void choose(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t l
 void split(const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void promote(const ForwardMemory& memory, std::uint32_t layer);
+void fetch(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 void audit(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 

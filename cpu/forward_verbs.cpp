@@ -128,6 +128,9 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "promote", [memory, at = layer.layer] { cpu::promote(memory, at); });
 }
+void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(kernels_, memory, at); });
+}
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
 }

@@ -37,17 +37,52 @@ std::uint32_t jobs_of(const ForwardMemory& memory, std::uint32_t rows) {
   return rows * memory.shape.kv_heads * head_blocks(memory);
 }
 
+/// Rows that a job may fetch, and words that list them.
+std::uint64_t fetch_room(const ForwardMemory& memory) {
+  return memory.tail_rows != 0 ? memory.largest.max_tokens : memory.list_room();
+}
+std::uint64_t fetch_words(const ForwardMemory& memory) {
+  return memory.tail_rows != 0 ? memory.chosen_room() : memory.list_room();
+}
+/// Near and fetched rows are attended by one launch, unless the CPU says what to fetch.
+bool attends_together(const ForwardMemory& memory) { return memory.fetches && memory.tail_rows == 0; }
+
 /// A job's slices are a fixed number, so that its grid is: as many as the machine runs at once, and enough for each
 /// slice's list to fit shared memory; 0 if a launch may not have as many.
-std::uint32_t slices_of(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
+std::uint32_t slices_of(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors,
+                        std::uint64_t rows, std::uint64_t words) {
   constexpr std::uint32_t kUnit = 16;
   if (jobs == 0) return 1;
   const std::uint64_t wanted = multiprocessors * blocks_per_sm(variant_of(memory)) / jobs;
-  const std::uint64_t useful = div_up(near_room(memory), kUnit * kAttend.min_slice_units);
-  const std::uint64_t least = div_up(near_room(memory), kAttend.stage_words - 2 * kUnit);
+  const std::uint64_t useful = div_up(rows, kUnit * kAttend.min_slice_units);
+  const std::uint64_t least = div_up(words, kAttend.stage_words - 4 * kUnit);
   const std::uint64_t slices = std::max({std::min(wanted, useful), least, std::uint64_t{1}});
-  const std::uint32_t most = kAttend.max_slices / jobs;
+  const std::uint32_t most = kAttend.max_slices / jobs / (attends_together(memory) ? 2 : 1);
   return slices <= most ? static_cast<std::uint32_t>(slices) : least <= most ? most : 0;
+}
+std::uint32_t near_slices(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
+  return slices_of(memory, jobs, multiprocessors, near_room(memory), near_room(memory));
+}
+std::uint32_t fetch_slices(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
+  return slices_of(memory, jobs, multiprocessors, fetch_room(memory), fetch_words(memory));
+}
+
+/// Some jobs of a forward, thread block i of a launch has job_of(i).
+void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendJob* jobs,
+                 std::uint32_t near_blocks, std::uint32_t fetch_blocks, cudaStream_t stream) {
+  const std::uint32_t blocks = near_blocks + fetch_blocks;
+  if (blocks == 0) return;
+  AttendArgs args{.jobs = jobs,
+                  .partials = scratch.partials,
+                  .counters = scratch.counters,
+                  .partial_count = blocks,
+                  .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
+  const std::uint32_t near_jobs = near_blocks == 0 ? 0 : scratch.job_count;
+  for (std::uint32_t i = 0; i < blocks; ++i) {
+    args.job_of[i] = static_cast<std::uint16_t>(
+        i < near_blocks ? i / scratch.slices : near_jobs + (i - near_blocks) / scratch.fetch_slices);
+  }
+  launch_attend(variant_of(memory), args, blocks, stream);
 }
 
 }  // namespace
@@ -78,8 +113,11 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.block_heads = block_heads;
   choice.multiprocessors = multiprocessors_;
   choice.split = split_;
-  choice.slices = slices_of(memory, jobs_of(memory, memory.bucket.decode_rows), multiprocessors_);
-  const std::uint32_t jobs = jobs_of(memory, largest.decode_rows);
+  choice.job_count = jobs_of(memory, memory.bucket.decode_rows);
+  choice.slices = near_slices(memory, choice.job_count, multiprocessors_);
+  if (memory.fetches) choice.fetch_slices = fetch_slices(memory, choice.job_count, multiprocessors_);
+  if (attends_together(memory)) choice.first_fetch_slice = choice.job_count * choice.slices;
+  const std::uint32_t jobs = jobs_of(memory, largest.decode_rows) * (memory.fetches ? 2 : 1);
   choice.score_tasks = carver.take<ScoreInt4Task>(heads);
   if (largest.pages) {
     choice.page_tasks = carver.take<ScorePagesTask>(heads);
@@ -93,6 +131,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   if (jobs != 0)
     choice.partials = carver.take<float>(std::uint64_t{kAttend.max_slices} * block_heads * (memory.shape.head_dim + 1));
   choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.list_room());
+  if (memory.fetches) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.list_room());
   if (largest.prefills != 0) {
     const std::uint32_t items = largest.prefills * memory.shape.kv_heads;
     const std::uint32_t pages = memory.prefill_window / memory.layout.page_tokens;
@@ -125,12 +164,17 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
     refuse("max_tokens of sparse prompts", memory.largest.max_tokens, kFlexMaxKeys);
   if (memory.largest.max_tokens > split_.max_tokens) refuse("max_tokens", memory.largest.max_tokens, split_.max_tokens);
   const std::uint32_t jobs = jobs_of(memory, memory.largest.decode_rows);
-  if (slices_of(memory, jobs, multiprocessors_) == 0) {
+  // A launch has a limit on what its rows may list.
+  const auto require_slices = [&](std::uint32_t slices, std::uint64_t words, const char* what) {
+    if (slices != 0) return;
     const std::uint64_t per_row =
-        jobs_of(memory, 1) * std::max<std::uint64_t>(div_up(near_room(memory), kAttend.stage_words - 32), 1);
-    refuse("decode_rows, of " + std::to_string(near_room(memory)) + " near tokens each,", memory.largest.decode_rows,
-           kAttend.max_slices / per_row);
-  }
+        jobs_of(memory, 1) * std::max<std::uint64_t>(div_up(words, kAttend.stage_words - 64), 1);
+    refuse("decode_rows, of " + std::to_string(words) + what, memory.largest.decode_rows,
+           kAttend.max_slices / (attends_together(memory) ? 2 : 1) / per_row);
+  };
+  require_slices(near_slices(memory, jobs, multiprocessors_), near_room(memory), " near tokens each,");
+  if (memory.fetches)
+    require_slices(fetch_slices(memory, jobs, multiprocessors_), fetch_words(memory), " tokens and members each,");
   const std::uint32_t items = memory.largest.prefills * memory.shape.kv_heads;
   constexpr std::uint32_t kMaxItems = 65'535;  // Of a grid's second and third dimension.
   const std::uint32_t heads = memory.sparse_prefill ? memory.shape.q_heads : memory.shape.kv_heads;
@@ -202,15 +246,17 @@ void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer)
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
-  const std::uint32_t jobs = jobs_of(memory, memory.bucket.decode_rows);
-  AttendArgs args{.jobs = scratch.jobs,
-                  .partials = scratch.partials,
-                  .counters = scratch.counters,
-                  .partial_count = jobs * scratch.slices,
-                  .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
-  for (std::uint32_t i = 0; i < jobs * scratch.slices; ++i)
-    args.job_of[i] = static_cast<std::uint16_t>(i / scratch.slices);
-  launch_attend(variant_of(memory), args, jobs * scratch.slices, handle(layer.stream));
+  launch_jobs(memory, scratch, scratch.jobs, scratch.job_count * scratch.slices,
+              attends_together(memory) ? scratch.job_count * scratch.fetch_slices : 0, handle(layer.stream));
+}
+
+void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
+  if (attends_together(memory)) return;
+  const CurrentDevice current(ordinal_);
+  const ForwardScratch scratch = choice_of(memory);
+  launch_forward_await(memory, scratch, layer);
+  launch_jobs(memory, scratch, scratch.jobs + scratch.job_count, 0, scratch.job_count * scratch.fetch_slices,
+              handle(layer.stream));
 }
 
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
@@ -225,7 +271,7 @@ void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer)
 
 void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
-  launch_forward_audit(memory, layer);
+  launch_forward_audit(memory, choice_of(memory), layer);
 }
 
 void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {

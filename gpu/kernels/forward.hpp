@@ -28,13 +28,17 @@ struct ForwardScratch {
   TopKRow* page_rows = nullptr;          ///< [decode_rows, q_heads] likewise
   TopKRow* top_k_rows = nullptr;         ///< likewise: tokens of their pages
   TopPRow* top_p_rows = nullptr;         ///< likewise, if the largest bucket is unbounded
-  AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]
+  AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]; then as many of fetched rows
   std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
   float* partials = nullptr;             ///< of AttendArgs
   std::uint32_t* far_rows = nullptr;     ///< as in ForwardMemory, before they cross the link
+  std::uint32_t* fetched = nullptr;      ///< likewise, if the device fetches: as an AttendJob wants them
   std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head
   std::uint32_t block_heads = 8;         ///< query heads of a job
+  std::uint32_t job_count = 0;           ///< of the bucket, without those of fetched rows
   std::uint32_t slices = 1;              ///< thread blocks of a job
+  std::uint32_t fetch_slices = 0;        ///< and of one of fetched rows
+  std::uint32_t first_fetch_slice = 0;   ///< their first thread block: 0 if they have a launch of their own
   std::uint32_t multiprocessors = 1;     ///< of the device
   ForwardSplitLimits split{};            ///< of the device
 };
@@ -65,8 +69,10 @@ void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage
                           std::uint32_t window, std::uint32_t blocks);
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// Waits for what the CPU chooses, and describes it.
+void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
-void launch_forward_audit(const ForwardMemory& memory, const ForwardLayer& layer);
+void launch_forward_audit(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t before, cudaStream_t stream);
 void launch_forward_end(const ForwardMemory& memory, cudaStream_t stream);
 

@@ -11,7 +11,8 @@ constexpr std::uint32_t kThreads = 256;
 
 /// Thread block i: row i / kv_heads of those that choose, KV head i % kv_heads.
 __global__ void __launch_bounds__(kThreads)
-    audit_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardLayer layer) {
+    audit_kernel(const __grid_constant__ ForwardMemory m, const std::uint32_t* __restrict__ far_rows,
+                 const __grid_constant__ ForwardLayer layer) {
   const std::uint32_t index = blockIdx.x;
   const ForwardRow& row = m.rows[index / m.shape.kv_heads];
   if (m.state->status != ForwardStatus::running || row.list == kNone) return;
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
   std::uint32_t* const rows = m.audit_rows + list * m.list_room();
   for (std::uint32_t i = threadIdx.x; i < near; i += kThreads)
     rows[i] = m.far_row_of_near(plane, m.near_lists[from + i]);
-  for (std::uint32_t i = threadIdx.x; i < far; i += kThreads) rows[near + i] = __ldcv(m.far_rows + from + i);
+  for (std::uint32_t i = threadIdx.x; i < far; i += kThreads) rows[near + i] = far_rows[from + i];
   if (threadIdx.x == 0) m.audit_counts[list] = near + far;
   const std::uint32_t group = m.shape.group();
   for (std::uint32_t i = threadIdx.x; i < group * m.shape.head_dim; i += kThreads) {
@@ -39,9 +40,9 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_forward_audit(const ForwardMemory& memory, const ForwardLayer& layer) {
+void launch_forward_audit(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   audit_kernel<<<memory.bucket.decode_rows * memory.shape.kv_heads, kThreads, 0,
-                 static_cast<cudaStream_t>(layer.stream)>>>(memory, layer);
+                 static_cast<cudaStream_t>(layer.stream)>>>(memory, scratch.far_rows, layer);
   check(cudaGetLastError(), "launch the audit kernel of a forward");
 }
 

@@ -147,8 +147,10 @@ __device__ inline Listed list_rows(const ForwardMemory& m, const Work& work, Lis
   }
   __syncthreads();
   // Whole lines: single words would each take their own way over the link.
-  std::uint32_t* const over = m.far_rows + work.index * std::uint64_t{m.list_room()};
-  for (std::uint32_t i = before.far + threadIdx.x; i < at.far; i += kThreads) over[i] = work.far_rows[i];
+  const bool fetched = work.fetched != nullptr;
+  std::uint32_t* const over = fetched ? work.fetched : m.far_rows + work.index * std::uint64_t{m.list_room()};
+  for (std::uint32_t i = before.far + threadIdx.x; i < at.far; i += kThreads)
+    over[i] = fetched ? m.far_entry(work.far_rows[i]) : work.far_rows[i];
   __syncthreads();
   return all;
 }

@@ -20,27 +20,41 @@ struct Shared {
   ListShared list;
 };
 
+/// A list's jobs: of near rows, and of far ones that are fetched.
 __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch, const Work& work,
-                           std::uint32_t near) {
+                           const Listed& listed) {
   const std::uint32_t group = m.shape.group();
   const std::uint64_t first = std::uint64_t{work.index} * group;
+#pragma unroll 1
   for (std::uint32_t b = 0; b < scratch.head_blocks; ++b) {
-    const std::uint32_t job = work.index * scratch.head_blocks + b;
+    const std::uint32_t at = work.index * scratch.head_blocks + b;
     const std::uint32_t begin = b * scratch.block_heads;
-    scratch.jobs[job] = {.q = m.q + (first + begin) * m.shape.head_dim,
-                         .base = m.near,
-                         .out = m.near_out + (first + begin) * m.shape.head_dim,
-                         .lse = m.near_lse + first + begin,
-                         .lists = work.near_rows,
-                         .heads = min(scratch.block_heads, group - begin),
-                         .group = group,
-                         .first_head = begin,
-                         .page_tokens = m.layout.page_tokens,
-                         .tokens = near,
-                         .slices = scratch.slices,
-                         .first_slice = job * scratch.slices,
-                         .first_partial = job * scratch.slices,
-                         .counter = job};
+    const std::uint64_t out = (first + begin) * m.shape.head_dim;
+    AttendJob job{.q = m.q + out,
+                  .base = m.near,
+                  .out = m.near_out + out,
+                  .lse = m.near_lse + first + begin,
+                  .lists = work.near_rows,
+                  .heads = min(scratch.block_heads, group - begin),
+                  .group = group,
+                  .first_head = begin,
+                  .page_tokens = m.layout.page_tokens,
+                  .tokens = listed.near,
+                  .slices = scratch.slices,
+                  .first_slice = at * scratch.slices,
+                  .first_partial = at * scratch.slices,
+                  .counter = at};
+    scratch.jobs[at] = job;
+    if (!m.fetches) continue;
+    job.base = m.far_plane(work.plane);
+    job.out = m.fetched_out + out;
+    job.lse = m.fetched_lse + first + begin;
+    job.lists = work.fetched;
+    job.tokens = work.fetched != nullptr ? listed.far : 0;  // Of others the CPU will say.
+    job.slices = scratch.fetch_slices;
+    job.first_slice = job.first_partial = scratch.first_fetch_slice + at * scratch.fetch_slices;
+    job.counter = scratch.job_count + at;
+    scratch.jobs[scratch.job_count + at] = job;
   }
 }
 
@@ -56,7 +70,7 @@ __device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t n
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.layer_far_tokens);
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> arrived(state.arrived);
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> chosen(state.layer_choices);
-  if (far != 0) total.fetch_add(far, cuda::memory_order_relaxed);
+  if (far != 0 && !m.fetches) total.fetch_add(far, cuda::memory_order_relaxed);
   if (choices != 0) chosen.fetch_add(choices, cuda::memory_order_relaxed);
   if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x - 1) return;
   const std::uint32_t all_choices = chosen.load(cuda::memory_order_relaxed);
@@ -84,12 +98,15 @@ __global__ void __launch_bounds__(kThreads)
   const Work work{.row = m.rows[index / m.shape.kv_heads].in(layer),
                   .near_rows = m.near_lists + index * list_room,
                   .far_rows = scratch.far_rows + index * list_room,
+                  .fetched = m.fetches && m.rows[index / m.shape.kv_heads].in(layer).asks == 0
+                                 ? scratch.fetched + index * list_room
+                                 : nullptr,
                   .index = index,
                   .plane = m.plane(layer, index % m.shape.kv_heads)};
   const bool first = detail::cluster_rank() == 0 && threadIdx.x == 0;
   if (m.state->status != ForwardStatus::running) {
     // `attend` runs all the same: on nothing, not on jobs that another bucket has left.
-    if (first) write_jobs(m, scratch, work, 0);
+    if (first) write_jobs(m, scratch, work, {});
     return;
   }
   Listed listed;
@@ -104,8 +121,10 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x != 0) return;
   if (first) {
     m.near_counts[index] = listed.near;
-    m.far_counts[index] = m.far_listed[index] = listed.far;
-    write_jobs(m, scratch, work, listed.near);
+    m.far_listed[index] = listed.far;
+    m.far_counts[index] = work.fetched != nullptr ? 0 : listed.far;
+    if (m.fetches) m.fetch_heads[index] = work.fetched != nullptr && listed.far != 0 ? kAll : 0;
+    write_jobs(m, scratch, work, listed);
   } else {
     listed = {};
   }

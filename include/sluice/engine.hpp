@@ -12,6 +12,7 @@
 #include "sluice/device.hpp"
 #include "sluice/forward.hpp"
 #include "sluice/page.hpp"
+#include "sluice/plan.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/tensor.hpp"
@@ -33,6 +34,11 @@ struct EngineOptions {
   std::uint64_t near_bytes = 0;
   /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward. [0, 256]
   std::uint32_t promotions = 64;
+  /// Who attends what is chosen and not near: `hybrid`: the CPU, in place, while the device attends the rest; `stream`:
+  /// the device, over the link. Then it asks the CPU for nothing but the choices of policies that choose there, and
+  /// each row that chooses takes 8 bytes of pinned memory for each KV head and token that a sequence may have, if
+  /// there are such policies.
+  PlacementMode placement = PlacementMode::hybrid;
   /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
   /// if they are 0 or more than that, and whole pages. With `audit`, each row that chooses takes pinned memory for what
   /// it attends in all layers: 4 bytes for each token that it may.
@@ -78,6 +84,7 @@ struct EngineStats {
   std::uint64_t unplanned = 0;    ///< replays without a plan of their own
   std::uint64_t near_tokens = 0;  ///< attended in device memory, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;   ///< and in place, by the CPU
+  std::uint64_t fetched_tokens = 0;  ///< and by the device over the link
   std::uint64_t promoted = 0;     ///< tokens brought near, by layers and KV heads
   std::uint64_t scored = 0;       ///< keys that policies read to choose on the CPU
   /// In forwards that got to their end, by layers and KV heads: keys whose 4-bit copies the device was to read to choose,

@@ -113,6 +113,13 @@ inline constexpr std::uint32_t kNearLooks = 4096;
 /// Rows that a plane may bring near in one forward, at most.
 inline constexpr std::uint32_t kMostPromotions = 256;
 
+/// What the CPU has chosen for a list whose far part the device attends over the link.
+struct ForwardChosen {
+  std::uint32_t count = 0;    ///< rows
+  std::uint32_t heads = 0;    ///< bit h: query head h of the group attends some of them
+  std::uint32_t members = 0;  ///< not 0: which heads attend each row stands behind the rows
+};
+
 /// The 4-bit copies of `from` become those of `to`, too. Its digest does not: it is of a page that is full.
 struct ForwardBlockCopy {
   std::uint32_t from = 0;

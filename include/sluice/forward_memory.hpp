@@ -32,6 +32,8 @@ struct ForwardMemory {
   /// Chunks may choose blocks of keys, see ForwardChunk::sparse; then a window holds the longest sequence.
   bool sparse_prefill = false;
   FlexPrefillSpec flex{};
+  /// Far rows are attended by the device, over the link; else by the CPU, in place.
+  bool fetches = false;
   std::uint32_t tail_rows = 0;          ///< of `tails`
   std::uint64_t answer_ns = 0;          ///< how long a layer waits for the far part
 
@@ -61,6 +63,10 @@ struct ForwardMemory {
   std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
+  // Likewise, of far rows that the device attends over the link, if it `fetches`.
+  std::uint32_t* fetch_heads = nullptr;  ///< [decode_rows, kv_heads] bit h: query head h attends some
+  float* fetched_out = nullptr;          ///< [decode_rows, q_heads, head_dim]
+  float* fetched_lse = nullptr;          ///< [decode_rows, q_heads]
   float* audit_sums = nullptr;           ///< [rows, q_heads] lse of an audited forward whose caller wants none
   std::byte* scratch = nullptr;          ///< ForwardVerbs::scratch_bytes
 
@@ -84,6 +90,9 @@ struct ForwardMemory {
   std::uint32_t* far_counts = nullptr;  ///< [decode_rows, kv_heads] as far_listed, until the CPU adds what it chose
   float* far_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* far_lse = nullptr;  ///< [decode_rows, q_heads] of a list that was chosen for: kEmptyLse if it is empty
+  // Likewise, if the device `fetches` and policies may choose on the CPU.
+  ForwardChosen* chosen = nullptr;       ///< [decode_rows, kv_heads]
+  std::uint32_t* chosen_rows = nullptr;  ///< [decode_rows, kv_heads, chosen_room] as far_entry has them, then members
   float* tails = nullptr;    ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
   // Likewise, if the largest bucket has audits; see ForwardVerbs::audit.
   float* audit_q = nullptr;               ///< [layers, decode_rows, q_heads, head_dim]
@@ -111,6 +120,8 @@ struct ForwardMemory {
     const std::uint64_t room = shape.group() * picked + max_window;
     return static_cast<std::uint32_t>(room < largest.max_tokens ? room : largest.max_tokens);
   }
+  /// Of a list: a policy of the CPU may choose every token.
+  [[nodiscard]] constexpr std::uint64_t chosen_room() const noexcept { return std::uint64_t{2} * largest.max_tokens; }
   /// The pages that the query heads of list row * kv_heads + KV head have chosen: [group, page_picks], ascending each.
   [[nodiscard]] constexpr std::uint32_t* ranked_of(std::uint32_t list, bool asks) const noexcept {
     return (asks ? far_ranked : ranked) + std::uint64_t{list} * shape.group() * max_ranked;
@@ -136,6 +147,14 @@ struct ForwardMemory {
   [[nodiscard]] constexpr const std::byte* far_key(std::uint32_t plane, std::uint32_t row) const noexcept {
     return far + far_page(plane, row / layout.page_tokens) * layout.page_bytes() +
            row % layout.page_tokens * layout.row_bytes();
+  }
+  /// Its key, counted in rows from the plane's first far page: K and V rows of pages, one after the other.
+  [[nodiscard]] constexpr std::uint32_t far_entry(std::uint32_t row) const noexcept {
+    return (row >> page_shift << (page_shift + 1)) | (row & (layout.page_tokens - 1));
+  }
+  /// The first far page of a plane.
+  [[nodiscard]] constexpr const std::byte* far_plane(std::uint32_t plane) const noexcept {
+    return far + far_page(plane, 0) * layout.page_bytes();
   }
   /// The digest of a block of a plane: hi, then lo.
   [[nodiscard]] constexpr std::byte* digest_of(std::uint32_t plane, std::uint32_t block) const noexcept {

@@ -20,7 +20,7 @@ struct ForwardLayer {
 
 /// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
 /// `append`, `prefill` if the bucket has such rows, and if it has rows that choose, `rank` if some rank pages, `score`
-/// and `choose` if some choose tokens, `split`, `attend`, `promote` and `merge`; then `end`. One that is audited has
+/// and `choose` if some choose tokens, `split`, `attend`, `promote`, `fetch` if the device fetches, and `merge`; then `end`. One that is audited has
 /// `audit` behind `merge`, and `promote` behind that. `apply` comes before it and is not part of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`.
 /// Forwards and plans run in the order in which they are numbered. Thread safety: one thread at a time per
 /// ForwardMemory.
@@ -53,13 +53,16 @@ class ForwardVerbs {
   /// of them, as TopKTask orders them; or those that top-p keeps. A device may leave the former to `split`.
   virtual void choose(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
-  /// one, or something to choose. What one head of a group chose all of them attend.
+  /// one that the device does not fetch, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Brings rows near that were attended far, while their answer is awaited, in every kNearTurn-th forward: those of
   /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago. They
   /// take places as tokens that come do; the former also of any row that this forward has not attended.
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Attends far rows over the link: those that were listed, and what the CPU chooses, which is waited for as in
+  /// `merge`.
+  virtual void fetch(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of each row that chooses: what it asked, what it got, and what the device listed for it, near or far, to pinned

@@ -167,10 +167,14 @@ std::uint64_t Engine::far_bytes(SequenceId id) const {
 
 EngineStats Engine::stats() const noexcept {
   const ForwardMailbox& mailbox = impl_->mailbox();
+  const std::uint64_t listed = look(mailbox.outcome.far_tokens);
+  const std::uint64_t chosen_and_fetched = impl_->choice.fetched_tokens();
+  const bool fetches = impl_->options.placement == PlacementMode::stream;
   return {.asked = look(mailbox.question.asked),
           .unplanned = look(mailbox.outcome.unplanned),
           .near_tokens = look(mailbox.outcome.near_tokens),
-          .far_tokens = look(mailbox.outcome.far_tokens) + impl_->choice.far_tokens(),
+          .far_tokens = (fetches ? 0 : listed) + impl_->choice.far_tokens() - chosen_and_fetched,
+          .fetched_tokens = (fetches ? listed : 0) + chosen_and_fetched,
           .promoted = look(mailbox.outcome.promoted),
           .scored = impl_->choice.scored(),
           .estimated = impl_->counted.estimated,

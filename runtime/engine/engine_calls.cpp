@@ -172,7 +172,8 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   require_room(wanted, bucket.max_tokens);
   begin_policies(wanted);
   const Batch batch{.forward = send(std::move(wanted), bucket, stream), .bucket = bucket};
-  if (bucket.decode_rows != 0) far.wake(batch.forward);
+  if (bucket.decode_rows != 0 && !(options.placement == PlacementMode::stream && options.cpu_sequences == 0))
+    far.wake(batch.forward);
   return batch;
 }
 
@@ -214,6 +215,7 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
     verbs.attend(m, call);
     // Promotions hide behind the wait of `merge`, unless what lies near is to be written down first.
     if (m.promotions != 0 && !bucket.audit) verbs.promote(m, call);
+    if (m.fetches) verbs.fetch(m, call);
     verbs.merge(m, call);
     if (bucket.audit) verbs.audit(m, call);
     if (m.promotions != 0 && bucket.audit) verbs.promote(m, call);

@@ -46,6 +46,11 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t 
   take(parts, m.far_windows, kv_heads(m));
   take(parts, m.near_out, heads(m) * m.shape.head_dim);
   take(parts, m.near_lse, heads(m));
+  if (m.fetches) {
+    take(parts, m.fetch_heads, kv_heads(m));
+    take(parts, m.fetched_out, heads(m) * m.shape.head_dim);
+    take(parts, m.fetched_lse, heads(m));
+  }
   if (m.largest.audit) take(parts, m.audit_sums, std::uint64_t{m.largest.rows()} * m.shape.q_heads);
   take(parts, m.scratch, scratch);
   return parts.used();
@@ -73,6 +78,10 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
   take(parts, shared.far_counts, kv_heads(shared));
   take(parts, shared.far_out, heads(shared) * shared.shape.head_dim);
   take(parts, shared.far_lse, heads(shared));
+  if (shared.fetches && shared.tail_rows != 0) {
+    take(parts, shared.chosen, kv_heads(shared));
+    take(parts, shared.chosen_rows, kv_heads(shared) * shared.chosen_room());
+  }
   take(parts, shared.tails,
        std::uint64_t{shared.shape.layers} * shared.tail_rows * shared.shape.q_heads * shared.shape.head_dim);
   if (shared.sparse_prefill)
@@ -124,6 +133,7 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
   memory.flex = options.prefill.flex;
   const std::uint32_t longest = memory.max_pages * memory.layout.page_tokens;
   memory.prefill_window = memory.sparse_prefill ? longest : std::min(options.prefill_window, longest);
+  memory.fetches = options.placement == PlacementMode::stream;
   memory.tail_rows = options.cpu_sequences * options.prompt_queries;
   memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
   listed_blocks_ = std::uint64_t{std::min(options.sequences, memory.append_rows)} * memory.max_pages;

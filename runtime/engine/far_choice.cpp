@@ -1,7 +1,9 @@
 #include "runtime/engine/far_choice.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
+#include <numeric>
 
 #include "cpu/verbs.hpp"
 #include "sluice/partial.hpp"
@@ -101,6 +103,7 @@ void FarChoice::choose(std::uint64_t asked, std::uint64_t forward, std::uint32_t
     missing = std::numeric_limits<float>::quiet_NaN();
   }
   chosen.asked = asked;
+  if (memory_.fetches) hand_over(list, chosen);
   const auto count = static_cast<std::uint32_t>(chosen.rows.size());
   std::atomic_ref(memory_.far_counts[list]).store(count, std::memory_order_relaxed);
   if (count != 0) return;  // Whoever attends it completes it.
@@ -127,6 +130,8 @@ void FarChoice::choose_for(std::uint64_t forward, std::uint32_t layer, const Pla
     asked.page_scores = {memory_.page_scores_of(list_of(place), true), group * row.pages};
   }
   place.row->policy->choose(asked, chosen.selected, chosen.bypass, counters);
+  // The device reads keys anyway.
+  if (memory_.fetches && !place.row->policy->corrects_scores()) chosen.selected.scores.clear();
   list(layer, place, chosen);
   if (place.row->audit) note(chosen, place.row->audit->note(place.row->index, layer, place.kv_head));
   far_tokens_.fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
@@ -172,6 +177,26 @@ void FarChoice::score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_
               .head_dim = memory_.shape.head_dim,
               .out = chosen.scores.data()});
   chosen.scores.insert(chosen.scores.end(), chosen.selected.scores.begin(), chosen.selected.scores.end());
+}
+
+/// Tokens that come with scores of their own are attended where these are.
+void FarChoice::hand_over(std::uint32_t list, ChosenList& chosen) noexcept {
+  ForwardChosen& header = memory_.chosen[list];
+  header = {};
+  if (!chosen.scores.empty() || chosen.rows.empty()) return;
+  const std::size_t count = chosen.rows.size();
+  std::uint32_t* const rows = memory_.chosen_rows + list * memory_.chosen_room();
+  for (std::size_t i = 0; i < count; ++i) rows[i] = memory_.far_entry(chosen.rows[i]);
+  header = {.count = static_cast<std::uint32_t>(count),
+            .heads = ~0u,
+            .members = chosen.members.empty() ? 0u : 1u};
+  if (header.members != 0) {
+    std::ranges::copy(chosen.members, rows + count);
+    header.heads = std::reduce(chosen.members.begin(), chosen.members.end(), 0u, std::bit_or<>());
+  }
+  fetched_.fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
+  chosen.rows.clear();
+  chosen.members.clear();
 }
 
 std::uint64_t FarChoice::heap_bytes() const noexcept { return scheduler::heap_bytes(lists_); }

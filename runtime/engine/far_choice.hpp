@@ -77,6 +77,8 @@ class FarChoice {
   /// Of the heap, that the lists hold. Only between forwards.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   [[nodiscard]] std::uint64_t far_tokens() const noexcept { return far_tokens_.load(std::memory_order_relaxed); }
+  /// Of these, that the device fetches.
+  [[nodiscard]] std::uint64_t fetched_tokens() const noexcept { return fetched_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t scored() const noexcept { return scored_.load(std::memory_order_relaxed); }
 
  private:
@@ -89,6 +91,8 @@ class FarChoice {
   /// Far rows of the device, and what was selected, one after the other.
   void list(std::uint32_t layer, const Place& place, ChosenList& chosen) const;
   void score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_head, ChosenList& chosen) const;
+  /// What was chosen is for the device to fetch.
+  void hand_over(std::uint32_t list, ChosenList& chosen) noexcept;
   void note_failure(std::uint64_t forward, SequenceId sequence, const char* reason) noexcept;
   [[nodiscard]] std::uint32_t list_of(const Place& place) const noexcept {
     return place.row->index * memory_.shape.kv_heads + place.kv_head;
@@ -106,6 +110,7 @@ class FarChoice {
   std::vector<ChosenList> lists_;         ///< [decode_rows, kv_heads]
   std::atomic<bool> used_{false};         ///< there has been a row
   std::atomic<std::uint64_t> far_tokens_{0};
+  std::atomic<std::uint64_t> fetched_{0};
   std::atomic<std::uint64_t> scored_{0};
   std::mutex mutex_;  ///< of `rows_` but where a question stands, and of what follows
   std::vector<Failure> failures_;

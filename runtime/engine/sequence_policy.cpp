@@ -10,7 +10,12 @@ namespace sluice::runtime {
 
 SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory,
                                const std::vector<std::uint32_t>& blocks, cpu::Backend& host)
-    : memory_(memory), blocks_(blocks.data()), prompt_blocks_(blocks), host_(host), seats_(memory.planes()) {
+    : memory_(memory),
+      blocks_(blocks.data()),
+      prompt_blocks_(blocks),
+      host_(host),
+      corrects_scores_(spec.budget.kind == BudgetKind::sampled),
+      seats_(memory.planes()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
     layers_.push_back(spec.dense(layer) ? nullptr
                                         : scheduler::make_layer_policy(spec, memory.shape, memory.layout.page_tokens,

@@ -27,6 +27,8 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
                  cpu::Backend& host);
 
   [[nodiscard]] const std::uint32_t* blocks() const noexcept { return blocks_; }
+  /// The scores that come with a choice are not what its keys would give.
+  [[nodiscard]] bool corrects_scores() const noexcept { return corrects_scores_; }
   /// Something was learnt of a forward that came to nothing, or could not be learnt: it is to begin again.
   [[nodiscard]] bool spoilt() const noexcept { return spoilt_.load(std::memory_order_relaxed); }
 
@@ -90,6 +92,7 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   const std::uint32_t* blocks_;
   std::vector<std::uint32_t> prompt_blocks_;  ///< its own: a thread that is lost may read them for longer than any call
   cpu::Backend& host_;
+  bool corrects_scores_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything
   std::vector<Seat> seats_;                                      ///< [layers, kv_heads]
   std::atomic<std::uint64_t> learnt_{0};                         ///< newest forward that some seat has learnt from

@@ -18,6 +18,7 @@ struct BenchEngineOptions {
   std::string shape_name = "llama-3.1-8b";
   std::string lengths = "8K,32K,128K";
   std::string policy = "exact | int4 | top_k=max(64, 1%) | near=0,sinks=4,recent=128";
+  std::string placement = "hybrid";
   std::string pattern = "structured";
   std::uint32_t rows = 1;
   std::uint32_t layers = 4;
@@ -56,6 +57,7 @@ class EngineBench {
                           {"speedup_over_dense", "x dense", 2},
                           {"near_share", "near", 2, Column::Show::percent},
                           {"far_share", "far", 2, Column::Show::percent},
+                          {"fetched_share", "fetched", 2, Column::Show::percent},
                           {"promoted", "promoted", 1},
                           {"error", "error", 4}}};
   }
@@ -114,6 +116,7 @@ class EngineBench {
             .rows = options_.rows,
             .layers = options_.layers,
             .near_share = options_.near_share,
+            .placement = parse_placement(options_.placement),
             .threads = options_.threads,
             .promotions = options_.promotions};
   }
@@ -129,6 +132,7 @@ class EngineBench {
                            per_layer_us(after.answer_ns - before.answer_ns), dense_us, dense_us / median,
                            static_cast<double>(after.near_tokens - before.near_tokens) / all,
                            static_cast<double>(after.far_tokens - before.far_tokens) / all,
+                           static_cast<double>(after.fetched_tokens - before.fetched_tokens) / all,
                            static_cast<double>(after.promoted - before.promoted) / (layers * shape_.kv_heads), error_});
   }
 
@@ -144,12 +148,14 @@ class EngineBench {
 int run(const BenchEngineOptions& options) {
   (void)parse_pattern(options.pattern);
   (void)parse_policy(options.policy);
+  (void)parse_placement(options.placement);
   const AttentionShape shape = named_shape(options.shape_name);
   const OutputTarget target(options.output.path);
   Report report{.command = "bench engine",
                 .config = {{"shape", options.shape_name},
                            {"lengths", parse_counts(options.lengths, "--length")},
                            {"policy", options.policy},
+                           {"placement", options.placement},
                            {"pattern", options.pattern},
                            {"rows", options.rows},
                            {"layers", options.layers},
@@ -182,6 +188,8 @@ void add_bench_engine(CLI::App& bench, int& exit_code) {
   command->add_option("--length", options->lengths, "Comma list of context lengths in tokens, K allowed")
       ->capture_default_str();
   command->add_option("--policy", options->policy, "A policy that the engine serves")->capture_default_str();
+  command->add_option("--placement", options->placement, "Who attends what is chosen and not near: hybrid or stream")
+      ->capture_default_str();
   command->add_option("--pattern", options->pattern, "Attention: structured (heavy tokens, slashes) or uniform (noise)")
       ->capture_default_str();
   add_count(*command, "--rows", options->rows, "Sequences of a forward", {.least = 1, .most = 64});

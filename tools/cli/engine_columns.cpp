@@ -12,10 +12,10 @@ namespace {
 Json over(double part, double whole) { return whole == 0.0 ? Json() : Json(part / whole); }
 
 constexpr std::uint64_t EngineStats::* kCounters[] = {
-    &EngineStats::asked,        &EngineStats::unplanned,     &EngineStats::near_tokens,  &EngineStats::far_tokens,
-    &EngineStats::promoted,     &EngineStats::scored,        &EngineStats::estimated,    &EngineStats::ranked_pages,
-    &EngineStats::waited_ns,    &EngineStats::answer_ns,     &EngineStats::sparse_chunks, &EngineStats::dense_chunks,
-    &EngineStats::kept_blocks,  &EngineStats::causal_blocks};
+    &EngineStats::asked,         &EngineStats::unplanned,      &EngineStats::near_tokens,  &EngineStats::far_tokens,
+    &EngineStats::fetched_tokens, &EngineStats::promoted,      &EngineStats::scored,       &EngineStats::estimated,
+    &EngineStats::ranked_pages,  &EngineStats::waited_ns,      &EngineStats::answer_ns,    &EngineStats::sparse_chunks,
+    &EngineStats::dense_chunks,  &EngineStats::kept_blocks,    &EngineStats::causal_blocks};
 static_assert(sizeof(EngineStats) == std::size(kCounters) * sizeof(std::uint64_t), "a counter is missing");
 
 }  // namespace
@@ -42,12 +42,14 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
   const double planes = static_cast<double>(shape.layers) * shape.kv_heads;
   const double head_steps = static_cast<double>(score.tokens) * planes;
   const auto near = static_cast<double>(score.stats.near_tokens);
-  const auto far = static_cast<double>(score.stats.far_tokens);
+  const auto in_place = static_cast<double>(score.stats.far_tokens);
+  const auto fetched = static_cast<double>(score.stats.fetched_tokens);
+  const double far = in_place + fetched;
   const double dense = static_cast<double>(score.dense_tokens) * planes;
   // With what the CPU and the device read to choose.
   const auto row_bytes = static_cast<double>(layout.row_bytes());
   const double dense_bytes = 2 * row_bytes * dense;
-  const double far_bytes = row_bytes * (2 * far + static_cast<double>(score.stats.scored));
+  const double far_bytes = row_bytes * (2 * in_place + static_cast<double>(score.stats.scored));
   const double copy_bytes = static_cast<double>(Int4Layout(layout).page_bytes()) / layout.page_tokens;
   const double near_bytes = 2 * row_bytes * (near + static_cast<double>(score.stats.ranked_pages)) +
                             copy_bytes * static_cast<double>(score.stats.estimated);
@@ -57,6 +59,7 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
   add({"near_hit_share", "near", 1, Show::percent}, over(near, near + far));
   add({"near_bytes_share", "near bytes", 1, Show::percent}, over(near_bytes, dense_bytes));
   add({"far_bytes_share", "far bytes", 1, Show::percent}, over(far_bytes, dense_bytes));
+  add({"link_bytes_share", "link bytes", 1, Show::percent, fetched == 0.0}, over(2 * row_bytes * fetched, dense_bytes));
   add({"scored_per_head_step", "scored", 1, Show::plain, score.stats.scored == 0},
       over(static_cast<double>(score.stats.scored), head_steps));
   add({"estimated_per_head_step", "estimated", 1, Show::plain, score.stats.estimated == 0},

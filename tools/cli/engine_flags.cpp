@@ -50,6 +50,7 @@ EngineOptions sized(const RuntimeFlags& flags, const AttentionShape& shape, std:
   options.near_bytes = flags.options.near_bytes != 0
                            ? flags.options.near_bytes
                            : static_cast<std::uint64_t>(room.near * static_cast<double>(longest)) * block;
+  options.placement = flags.options.placement;
   options.largest = {.decode_rows = 1,
                      .prefill_rows = std::min(flags.options.prefill_chunk, room.tokens),
                      .prefills = 1,
@@ -74,6 +75,7 @@ Json to_json(const EngineOptions& options) {
           {"kv_heads", options.shape.kv_heads}, {"head_dim", options.shape.head_dim},
           {"page_tokens", options.page_tokens}, {"kv_dtype", to_string(options.kv_dtype)},
           {"host_bytes", options.host_bytes},   {"near_bytes", options.near_bytes},
+          {"placement", to_string(options.placement)},
           {"threads", options.threads},         {"timeout_ms", options.timeout.count()}};
 }
 
@@ -82,7 +84,8 @@ void require_for_engine(const RuntimeFlags& flags) {
   const auto refuse = [](const std::string& flag, const std::string& why) {
     throw Error(Errc::invalid_argument, flag + ": " + why + "; leave it out, or say `run --stepwise`");
   };
-  if (flags.options.placement != own.placement) refuse("--placement", "the device decides where a token is attended");
+  if (flags.options.placement != PlacementMode::hybrid && flags.options.placement != PlacementMode::stream)
+    refuse("--placement", "an engine knows hybrid and stream; with --near 100% everything is near");
   if (flags.options.promote_pages != own.promote_pages)
     refuse("--promote-pages", "tokens come near one by one, not by pages");
 }

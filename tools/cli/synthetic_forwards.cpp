@@ -50,6 +50,7 @@ EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) 
       static_cast<std::uint64_t>(options.near_share * static_cast<double>(blocks)) * block * options.rows;
   sizes.largest.max_tokens = static_cast<std::uint32_t>(blocks) * sizes.page_tokens;
   sizes.import_rows = std::min(4096u, synthetic.tokens);
+  sizes.placement = options.placement;
   sizes.threads = options.threads;
   sizes.promotions = options.promotions;
   sizes.largest.top_k = false;

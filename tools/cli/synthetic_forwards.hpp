@@ -15,6 +15,7 @@ struct SyntheticForwardsOptions {
   std::uint32_t rows = 1;    ///< equal sequences
   std::uint32_t layers = 1;  ///< all alike
   double near_share = 0.0;
+  PlacementMode placement = PlacementMode::hybrid;
   std::uint32_t threads = 0;
   std::uint32_t promotions = EngineOptions{}.promotions;
   bool audit = false;  ///< every token, with the layer's needles watched

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cuda/atomic>
+
+#include "sluice/forward_memory.hpp"
+
+/// How kernels of a forward wait for the CPU.
+namespace sluice::gpu::forward {
+
+__device__ inline std::uint64_t now_ns() {
+  std::uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+/// The first thread block to get here looks at the answer, over the link; the others look at what it says, in device
+/// memory: many that poll over the link stand in each other's way, and one that has not begun would keep them waiting.
+/// Returns how the forward is then.
+__device__ inline ForwardStatus await_answer(const ForwardMemory& m) {
+  ForwardState& state = *m.state;
+  cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> released(state.released);
+  cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(state.status);
+  const ForwardStatus before = status.load(cuda::memory_order_acquire);
+  if (before != ForwardStatus::running) return before;
+  const std::uint64_t asked = state.asked;
+  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> merging(state.merging);
+  const std::uint32_t turn = merging.fetch_add(1, cuda::memory_order_relaxed);
+  if (turn == gridDim.x - 1) merging.store(0, cuda::memory_order_relaxed);
+  if (turn == 0 && released.load(cuda::memory_order_relaxed) != asked) {
+    const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> answered(m.mailbox->answer.answered);
+    const std::uint64_t begin = now_ns();
+    while (answered.load(cuda::memory_order_acquire) < asked) {
+      if (now_ns() - begin > m.answer_ns) {
+        status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
+        break;
+      }
+      __nanosleep(20);
+    }
+    state.waited_ns += now_ns() - begin;
+    released.store(asked, cuda::memory_order_release);
+  }
+  while (released.load(cuda::memory_order_acquire) != asked) __nanosleep(20);
+  return status.load(cuda::memory_order_relaxed);
+}
+
+}  // namespace sluice::gpu::forward

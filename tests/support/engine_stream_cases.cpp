@@ -1,0 +1,195 @@
+// Far rows that the device attends over the link, on every device: the same as where the CPU attends them in place.
+#include <atomic>
+#include <thread>
+
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/engine_plain.hpp"
+#include "tests/support/engine_policies.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+using namespace std::chrono_literals;
+
+namespace {
+
+EngineOptions streaming(EngineOptions options) {
+  options.placement = PlacementMode::stream;
+  return options;
+}
+
+}  // namespace
+
+TEST_CASE("an engine that streams attends what it chose, and asks nobody", "[engine]") {
+  struct Choice {
+    std::uint32_t sinks, recent, picks;
+  };
+  const Choice choice = GENERATE(Choice{0, 1, 1}, Choice{4, 16, 24}, Choice{20, 40, 100}, Choice{4, 8, 400});
+  const std::uint32_t near = GENERATE(0u, 6u, 100u);
+  CAPTURE(choice.sinks, choice.recent, choice.picks, near);
+  const EngineRig rig = engine_rig();
+  Engine engine(streaming(plain::options_for(rig, 1, 40, near)), rig.device);
+  const Story story(plain::kShape, 320, 21);
+  const std::string policy = "exact | int4 | top_k=" + std::to_string(choice.picks) +
+                             " | near=0,sinks=" + std::to_string(choice.sinks) +
+                             ",recent=" + std::to_string(choice.recent);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(policy))};
+  import_story(engine, rig, teller, 300);
+  ForwardTensors tensors(*rig.device, plain::kShape, 1);
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    REQUIRE(plain::error_of(out[0], story, teller.at - 1, choice.sinks, choice.recent, choice.picks) <
+            plain::kTolerance);
+  }
+  const EngineStats stats = engine.stats();
+  REQUIRE(stats.asked == 0);
+  REQUIRE(stats.far_tokens == 0);
+  REQUIRE((stats.fetched_tokens == 0) == (near == 100));
+  REQUIRE((stats.near_tokens == 0) == (near == 0));
+}
+
+TEST_CASE("lists of thousands of rows come over the link whole", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const std::uint32_t prompt = GENERATE(4000u, 5003u);
+  const std::uint32_t group = GENERATE(2u, 12u);
+  const AttentionShape shape{.layers = 2, .q_heads = group, .kv_heads = 1, .head_dim = 64};
+  EngineOptions options{.shape = shape,
+                        .kv_dtype = rig.kv_dtype,
+                        .placement = PlacementMode::stream,
+                        .largest = {.unbounded = true},
+                        .threads = 1,
+                        .pin_threads = false};
+  options.host_bytes = 320 * block_bytes(options);
+  options.near_bytes = 10 * block_bytes(options);
+  options.import_rows = 2000;
+  Engine engine(options, rig.device);
+  const Story story(shape, prompt + 3, 41);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("full | near=0"))};
+  import_story(engine, rig, teller, prompt);
+  ForwardTensors tensors(*rig.device, shape, 1);
+  const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
+      REQUIRE(plain::worst(out[0], story.attended(layer, teller.at - 1, 0, 1, 10'000), layer * row) <
+              plain::kTolerance);
+    }
+  }
+  REQUIRE(engine.stats().fetched_tokens > 3 * std::uint64_t{shape.layers} * (prompt - 200));
+}
+
+TEST_CASE("what the CPU chooses the device fetches, and it is what the CPU attends in place", "[engine]") {
+  using namespace policies;
+  const char* const text =
+      GENERATE("lfps", "lfps | bypass=off", "topk", "magicpig", "tactic:least=64,size=4,recluster=64",
+               "history:share_group=on,observe_every=3 | top_k=24 | near=0,sinks=4,recent=16 | dense=1",
+               "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8", "quest", "full | near=0",
+               "exact | int4 | top_p=0.9 | near=0");
+  const std::uint32_t near = GENERATE(0u, 7u);
+  CAPTURE(text, near);
+  const EngineRig rig = engine_rig();
+  Story story(kShape, 300, 77);
+  story.lean_on_sinks();
+  if (rig.kv_dtype != DType::f32) story.round_queries();
+  const PolicySpec policy = parse_policy(text);
+  EngineOptions options = options_for(rig, 2, near);
+  options.largest.pages = options.largest.audit = true;
+  options.digests = DigestKind::box;
+  Engine in_place(options, rig.device);
+  Engine engine(streaming(options), rig.device);
+  Teller want{.story = &story, .id = in_place.begin(policy)};
+  Teller teller{.story = &story, .id = engine.begin(policy)};
+  prefill(in_place, rig, want, 270);
+  prefill(engine, rig, teller, 270);
+  while (teller.at < story.tokens()) {
+    CAPTURE(teller.at);
+    REQUIRE(difference(decode(engine, rig, teller), decode(in_place, rig, want)) < tolerance(rig));
+  }
+  const EngineStats here = engine.stats();
+  const EngineStats there = in_place.stats();
+  REQUIRE(here.near_tokens == there.near_tokens);
+  REQUIRE(here.far_tokens + here.fetched_tokens == there.far_tokens);
+  REQUIRE(there.fetched_tokens == 0);
+  // Tokens that come with their scores are attended where these are.
+  REQUIRE((here.far_tokens == 0) == (policy.name != "magicpig"));
+  REQUIRE(here.fetched_tokens != 0);
+  const AuditReport got = engine.audit(teller.id);
+  const AuditReport expected = in_place.audit(want.id);
+  REQUIRE(got.heads.size() == expected.heads.size());
+  REQUIRE(!got.heads.empty());
+  for (std::size_t i = 0; i < got.heads.size(); ++i) {
+    REQUIRE(got.heads[i].overlap == expected.heads[i].overlap);
+    REQUIRE(got.heads[i].coverage == Approx(expected.heads[i].coverage).margin(1e-3));
+  }
+}
+
+TEST_CASE("a batch of all kinds of policies attends over the link what each does alone", "[engine]") {
+  using namespace policies;
+  const EngineRig rig = engine_rig();
+  const auto options = [&](std::uint32_t rows, std::uint32_t near) {
+    return streaming(policies::options_for(rig, rows, near));
+  };
+  require_same_in_batch(rig, options, GENERATE(0u, 10u), 14,
+                        {{"lfps", 200},
+                         {"exact | int4 | top_k=30 | near=0,sinks=4,recent=12", 90},
+                         {"magicpig", 170},
+                         {"topk", 33},
+                         {"none | near=0,sinks=4,recent=30", 64}});
+}
+
+TEST_CASE("what is not a number shows over the link, too", "[engine]") {
+  using namespace plain;
+  const EngineRig rig = engine_rig();
+  Engine engine(streaming(options_for(rig, 2, 60, GENERATE(0u, 2u))), rig.device);
+  Story story(kShape, 140, 12);
+  const Story sane(kShape, 140, 13);
+  story.poison(1, 131);  // Among the recent tokens of some steps.
+  const auto policy = parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=4");
+  Teller tellers[] = {{.story = &story, .id = engine.begin(policy)}, {.story = &sane, .id = engine.begin(policy)}};
+  for (Teller& teller : tellers) import_story(engine, rig, teller, 125);
+  ForwardTensors tensors(*rig.device, kShape, 2);
+  const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
+  while (tellers[0].at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&tellers[0], &tellers[1]});
+    const std::uint32_t token = tellers[0].at - 1;
+    const bool sees = token >= 131 && token < 135;
+    for (std::size_t i = 0; i < 3 * row; ++i) REQUIRE(std::isnan(out[0][i]) == (sees && i / row == 1));
+    REQUIRE(error_of(out[1], sane, token, 2, 4, 10) < kTolerance);
+  }
+}
+
+TEST_CASE("a choice that does not come in time costs the forward, which can be run again", "[engine]") {
+  using namespace policies;
+  const EngineRig rig = engine_rig();
+  const PolicySpec policy = parse_policy("topk");
+  const Story story(kShape, 210, 5);
+  EngineOptions options = streaming(options_for(rig, 1, 0));
+  Engine calm(options, rig.device);
+  std::atomic<bool> stalls{false};
+  options.answer_timeout = 400ms;
+  options.before_answer = [&] {
+    if (stalls.exchange(false)) std::this_thread::sleep_for(1500ms);
+  };
+  Engine engine(options, rig.device);
+  Teller want{.story = &story, .id = calm.begin(policy)};
+  Teller teller{.story = &story, .id = engine.begin(policy)};
+  prefill(calm, rig, want, 200);
+  prefill(engine, rig, teller, 200);
+  while (teller.at < story.tokens()) {
+    if (teller.at % 4 == 0) {
+      stalls = true;
+      REQUIRE(code_of([&] { (void)decode(engine, rig, teller); }) == Errc::device);
+      REQUIRE(engine.tokens(teller.id) == teller.at);
+    }
+    REQUIRE(difference(decode(engine, rig, teller), decode(calm, rig, want)) < tolerance(rig));
+  }
+}
+
+TEST_CASE("where tokens are attended is one of two ways", "[engine]") {
+  const EngineRig rig = engine_rig();
+  EngineOptions options = plain::options_for(rig, 1, 20, 0);
+  for (const PlacementMode placement : {PlacementMode::near, PlacementMode::automatic, PlacementMode{17}}) {
+    options.placement = placement;
+    REQUIRE(code_of([&] { Engine engine(options, rig.device); }) == Errc::invalid_argument);
+  }
+}
