@@ -7,7 +7,6 @@
 
 #include "cpu/workers.hpp"
 #include "sluice/backend.hpp"
-#include "sluice/plan.hpp"
 
 namespace sluice::cpu {
 
@@ -73,6 +72,16 @@ class Backend final : public sluice::Backend {
   const Workers& workers_;
   const Kernels& kernels_;
 };
+
+/// Rates that a plan is reckoned with. 1 GB = 1e9 bytes.
+struct CostRates {
+  double far_runs_gbps = 8.0;    ///< CPU attention over whole pages, all workers
+  double far_tokens_gbps = 4.0;  ///< CPU attention over scattered rows, all workers
+  double link_gbps = 8.0;        ///< whole pages, host to device
+  double link_latency_us = 20.0; ///< of one fetch, enqueue to usable
+  double near_gbps = 8.0;        ///< device attention over near pages
+};
+
 
 /// Measures the rates that placement decides by, on this machine, in about 50 ms. Link rates are those of
 /// memcpy between two buffers, as the embedded host device copies.

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "sluice/stats.hpp"
+#include "sluice/share_histogram.hpp"
 
 namespace sluice {
 
@@ -30,7 +30,7 @@ struct AuditReport {
   std::uint32_t q_heads = 0;
   std::vector<HeadAudit> heads;  ///< [layers, q_heads]; empty if nothing was audited
 
-  // By an Engine alone; a Runtime has them in Stats. Over all layers, query heads and audited tokens:
+  // Over all layers, query heads and audited tokens:
   ShareHistogram coverage;
   ShareHistogram overlap;
   ShareHistogram watched;              ///< share of the watched tokens' mass that was attended, where they held 1%

@@ -12,7 +12,7 @@
 #include "sluice/device.hpp"
 #include "sluice/forward.hpp"
 #include "sluice/page.hpp"
-#include "sluice/plan.hpp"
+#include "sluice/placement.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/tensor.hpp"

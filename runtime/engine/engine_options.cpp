@@ -22,8 +22,8 @@ void validate(const EngineOptions& options) {
             "in [" + std::to_string(low) + ", " + std::to_string(high) + "]");
   };
   require(is_valid(options.kv_dtype), "kv_dtype", static_cast<unsigned>(options.kv_dtype), "a value of sluice::DType");
-  require(options.placement == PlacementMode::hybrid || options.placement == PlacementMode::stream, "placement",
-          static_cast<unsigned>(options.placement), "hybrid or stream; for everything near raise near_bytes");
+  require(is_valid(options.placement), "placement", static_cast<unsigned>(options.placement),
+          "a value of sluice::PlacementMode");
   const std::uint32_t page = options.page_tokens;
   require(page >= 8 && page <= 256 && (page & (page - 1)) == 0, "page_tokens", page, "a power of two in [8, 256]");
   in("largest.decode_rows", options.largest.decode_rows, 0, 1024);

@@ -6,7 +6,7 @@
 
 #include "cpu/kernels.hpp"
 #include "cpu/workers.hpp"
-#include "runtime/audit_group.hpp"
+#include "runtime/engine/audit_group.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/units.hpp"
 

@@ -8,7 +8,7 @@
 
 #include "cpu/backend.hpp"
 #include "cpu/workers.hpp"
-#include "runtime/host_kv.hpp"
+#include "runtime/engine/host_kv.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/policy.hpp"

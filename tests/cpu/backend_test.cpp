@@ -35,7 +35,7 @@ TEST_CASE("shapes without kernels are named and refused before anything is writt
 TEST_CASE("measured rates are usable rates", "[cpu][backend]") {
   cpu::Backend backend(workers(1));
   const AttentionShape shape{.layers = 1, .q_heads = 4, .kv_heads = 1, .head_dim = 128};
-  const CostRates rates =
+  const cpu::CostRates rates =
       cpu::measure_rates(workers(1), backend, shape, {.page_tokens = 32, .head_dim = 128, .dtype = DType::bf16});
   for (const double rate : {rates.far_runs_gbps, rates.far_tokens_gbps, rates.link_gbps, rates.near_gbps,
                             cpu::measure_read_gbps(workers(1), 8 * MiB)}) {

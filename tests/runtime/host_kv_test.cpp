@@ -1,19 +1,16 @@
-// What policies ask of a KV head's keys, and the device's clustering of a prompt.
+// What policies ask of a KV head's keys.
 
-#include "runtime/host_kv.hpp"
+#include "runtime/engine/host_kv.hpp"
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <vector>
 
-#include "cpu/host_device.hpp"
-#include "runtime/prompt_clusters.hpp"
-#include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/problem.hpp"
 #include "tests/support/random.hpp"
-#include "tests/support/reference.hpp"
 
 using namespace sluice;
 using namespace sluice::runtime;
@@ -80,50 +77,27 @@ TEST_CASE("a host reader scores rows that are no keys, for any number of columns
   }
 }
 
-TEST_CASE("a device clusters a prompt like the host, head by head, and again with other sizes", "[host_kv]") {
-  constexpr std::uint32_t kTokens = 600, kDim = 64, kHeads = 3;
-  cpu::HostDevice device(workers(), {.misbehaviour = {.max_delay = std::chrono::microseconds(200)}});
-  const PageLayout layout{.page_tokens = 16, .head_dim = kDim, .dtype = DType::bf16};
-  cpu::HostPool pool({.layout = layout, .bytes = 200 * layout.page_bytes()}, topology(), *workers(), device);
-  Random random(3);
-  std::vector<HeadPages> heads(kHeads);
-  for (HeadPages& head : heads) {
-    for (const PageRef ref : pool.allocate((kTokens + 15) / 16)) {
-      head.make_room(1);
-      head.push(ref);
-      for (std::size_t i = 0; i < layout.page_bytes() / 2; ++i) {
-        store_element(pool.frame(ref.frame), layout.dtype, i, random.normal());
-      }
-    }
-  }
-  const auto stream = device.create_stream("test");
+TEST_CASE("a host reader clusters keys the same however they lie in pages", "[host_kv]") {
+  constexpr std::uint32_t kTokens = 300, kDim = 64;
   cpu::Backend backend(*workers());
-  const AttentionShape shape{.layers = 1, .q_heads = kHeads, .kv_heads = kHeads, .head_dim = kDim};
-  PromptClusters clusters(device, pool);
-  for (const std::uint32_t count : {300u, 600u, 40u}) {
-    const scheduler::ClusterRequest request{
-        .first = 0, .count = count, .clusters = count / 20, .iterations = 5, .seed = count};
-    const auto found = clusters.make(request, heads, *stream, deadline_after(std::chrono::seconds(60)));
-    REQUIRE(found.size() == kHeads);
-    for (std::uint32_t head = 0; head < kHeads; ++head) {
-      HostKv kv(backend, shape, pool, heads[head]);
-      const Clusters expected = cluster(kv, request, kDim);
-      REQUIRE(std::equal(found[head].centroids.begin(), found[head].centroids.end(), expected.centroids.begin(),
-                         expected.centroids.end()));
-      REQUIRE(std::equal(found[head].assignment.begin(), found[head].assignment.end(), expected.assignment.begin(),
-                         expected.assignment.end()));
-    }
+  const scheduler::ClusterRequest request{
+      .first = 20, .count = kTokens - 20, .clusters = 14, .iterations = 5, .seed = 3};
+  const Problem problem({.dtype = DType::bf16, .tokens = kTokens, .head_dim = kDim, .page_tokens = 16});
+  const KvView scattered = problem.kv();
+  // The same in one page.
+  const PageLayout layout{.page_tokens = 512, .head_dim = kDim, .dtype = DType::bf16};
+  std::vector<std::byte> page(layout.page_bytes());
+  const std::uint32_t frame = 0;
+  const KvView together{.base = page.data(), .frames = &frame, .layout = layout};
+  for (std::uint32_t t = 0; t < kTokens; ++t) {
+    std::memcpy(page.data() + t * layout.row_bytes(), scattered.k_row(t), layout.row_bytes());
   }
-  device.misbehave({.fail_verb = 1.0});
-  try {
-    (void)clusters.make({.first = 0, .count = 40, .clusters = 2, .iterations = 1}, heads, *stream,
-                        deadline_after(std::chrono::seconds(60)));
-    FAIL("a failed verb went unnoticed");
-  } catch (const Error& error) {
-    REQUIRE(error.code() == Errc::device);
-  }
-  device.misbehave({});
-  for (HeadPages& head : heads) {
-    while (head.pages() != 0) pool.release(head.pop());
-  }
+  HostKv from_pages(backend, problem.shape(), scattered);
+  HostKv from_one(backend, problem.shape(), together);
+  const Clusters want = cluster(from_one, request, kDim);
+  const Clusters got = cluster(from_pages, request, kDim);
+  REQUIRE(got.centroids == want.centroids);
+  REQUIRE(got.assignment == want.assignment);
+  REQUIRE(*std::ranges::max_element(want.assignment) == 13);
+  REQUIRE(std::ranges::any_of(want.centroids, [](float x) { return x != 0.f; }));
 }

@@ -13,8 +13,8 @@
 
 #include "cpu/host_device.hpp"
 #include "sluice/error.hpp"
-#include "tests/runtime/toy.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_plain.hpp"
 
 namespace sluice::test {
 namespace {
@@ -28,21 +28,39 @@ constexpr std::uint32_t kTokens = 216;
 
 /// Decodes the same sequence again and again until the other end of `stop` is closed. Empty, or what went wrong.
 std::string decode_until_closed(int stop, std::uint32_t seed) try {
-  const Toy toy(kShape, kTokens, seed);
-  RuntimeOptions options = toy_options(kShape, kTokens);
-  options.threads = 3;
-  options.timeout = kTimeout;
+  const Story story(kShape, kTokens, seed);
+  EngineOptions options{.shape = kShape,
+                        .kv_dtype = DType::f32,
+                        .largest = {.decode_rows = 1, .prefill_rows = 64, .prefills = 1, .unbounded = true},
+                        .threads = 2,
+                        .pin_threads = false,
+                        .answer_timeout = kTimeout,
+                        .timeout = kTimeout};
+  options.host_bytes = 20 * block_bytes(options);
+  options.cpu_sequences = 1;
   const auto workers = std::make_shared<cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = 2, .pin = false});
   // Slow enough that most of the time somebody waits.
   const auto device = std::make_shared<cpu::HostDevice>(
-      workers, cpu::HostDeviceOptions{.flag_timeout = kTimeout, .misbehaviour = {.seed = seed, .max_delay = 2000us}});
-  Runtime runtime(options, device);
+      workers, cpu::HostDeviceOptions{.flag_timeout = kTimeout, .misbehaviour = {.seed = seed, .max_delay = 1000us}});
+  EngineRig rig;
+  rig.device = device;
+  rig.queue = device->create_stream("caller");
+  rig.stream = rig.queue.get();
+  Engine engine(options, device);
   pollfd closed{.fd = stop, .events = POLLIN, .revents = 0};
   do {
-    const SequenceId id = runtime.begin(parse_policy("lfps:budget=100%,bypass=0,alpha=0.000001,min_tokens=100000"));
-    const double error = worst_error(decode(runtime, id, toy, kPrompt), toy, kPrompt);
-    runtime.end(id);
-    if (!(error < 1e-4)) return "decoded outputs are off by " + std::to_string(error);
+    Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | top_k=all | near=0,sinks=4,recent=8"))};
+    import_story(engine, rig, teller, kPrompt, 100);
+    ForwardTensors tensors(*device, kShape, options.largest.rows());
+    while (teller.at < kTokens) {
+      const std::vector<float> out = run_forward(engine, rig, tensors, {&teller})[0];
+      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+        const double error = plain::worst(out, story.attended(layer, teller.at - 1, teller.at, 1, 0),
+                                          layer * std::size_t{kShape.q_heads} * kShape.head_dim);
+        if (!(error < 1e-4)) return "decoded outputs are off by " + std::to_string(error);
+      }
+    }
+    engine.end(teller.id);
   } while (::poll(&closed, 1, 0) == 0);
   return {};
 } catch (const std::exception& error) {
@@ -96,7 +114,7 @@ class Decoder {
 
 }  // namespace
 
-TEST_CASE("a suspended process loses nothing", "[runtime][suspended]") {
+TEST_CASE("a suspended process loses nothing", "[engine][suspended]") {
   const auto seed = GENERATE(1u, 2u);
   CAPTURE(seed);
   std::mt19937 rng(seed);

@@ -2,7 +2,6 @@
 
 #include "scheduler/clusters/curve_fit.hpp"
 #include "scheduler/policy/policies.hpp"
-#include "scheduler/step_graph.hpp"
 #include "tests/scheduler/policy_step.hpp"
 
 using namespace sluice;
@@ -208,7 +207,6 @@ TEST_CASE("new tokens are clustered in the background of the step that brings en
     REQUIRE_FALSE(decode.policy->wants_observation(0));
   }
   REQUIRE(clustered == prompt + 192);
-  REQUIRE(step_shape(spec, PlacementMode::hybrid).observe);
 }
 
 TEST_CASE("clusters propose tokens to other budgets", "[tactic]") {

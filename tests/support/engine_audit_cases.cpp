@@ -1,4 +1,4 @@
-// What audits of forwards report, on every device: against float64, against a Runtime's, and when there is none.
+// What audits of forwards report, on every device: against float64, against what policies say by themselves, and when there is none.
 #include <cmath>
 
 #include "sluice/error.hpp"
@@ -153,7 +153,7 @@ TEST_CASE("watched tokens are found in what was attended, near or far", "[engine
   REQUIRE(report.watched.count() == wanted);
 }
 
-TEST_CASE("audits of policies of the CPU and of pages say what a runtime's say", "[engine]") {
+TEST_CASE("audits of policies of the CPU and of pages say what they attend by themselves", "[engine]") {
   const char* const text =
       GENERATE("lfps", "history+pages:quest,pages=2 | int4 | top_k=24 | near=0,sinks=4,recent=9", "magicpig | dense=0",
                "tactic:least=64,size=4", "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=9",
@@ -166,7 +166,7 @@ TEST_CASE("audits of policies of the CPU and of pages say what a runtime's say",
   story.lean_on_sinks();
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
-  Reference reference(rig, story, policy, true);
+  Reference reference(rig, story, kShape, policy);
   Engine engine(audited(rig, 1, near), rig.device);
   Teller teller{.story = &story, .id = engine.begin(policy)};
   reference.prefill(kPrompt);
@@ -180,8 +180,8 @@ TEST_CASE("audits of policies of the CPU and of pages say what a runtime's say",
   }
   const AuditReport report = engine.audit(teller.id);
   require_alike(report, reference.audit(), margin(rig));
-  REQUIRE(report.bypassed_heads == reference.stats().bypassed_heads);
-  REQUIRE(report.attended_tokens == reference.stats().attended_tokens);
+  REQUIRE(report.bypassed_heads == reference.audit().bypassed_heads);
+  REQUIRE(report.attended_tokens == reference.audit().attended_tokens);
 }
 
 TEST_CASE("each row of a batch is audited for its own sequence, drafts too", "[engine]") {

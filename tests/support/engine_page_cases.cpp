@@ -20,7 +20,7 @@ const char* const kQuest = "pages:quest,budget=80 | top_k=all | near=0,sinks=0,r
 
 }  // namespace
 
-TEST_CASE("policies that rank pages attend what they attend in a runtime, near or far", "[engine]") {
+TEST_CASE("policies that rank pages attend what they attend by themselves, near or far", "[engine]") {
   struct Case {
     const char* text;
     std::uint32_t near;
@@ -40,7 +40,7 @@ TEST_CASE("policies that rank pages attend what they attend in a runtime, near o
   Story story(kShape, 300, 97);
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
-  Reference reference(rig, story, policy);
+  Reference reference(rig, story, kShape, policy);
   Engine engine(options_of(rig, 1, near, policy.pages.digest), rig.device);
   Teller teller{.story = &story, .id = engine.begin(policy)};
   const auto both_decode = [&](std::uint32_t tokens) {

@@ -5,8 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "sluice/runtime.hpp"
+#include "sluice/engine.hpp"
 #include "tests/support/engine_rig.hpp"
+#include "tests/support/policy_reference.hpp"
 
 /// What cases of policies that choose on the CPU share.
 namespace sluice::test::policies {
@@ -61,81 +62,6 @@ inline void prefill(Engine& engine, const EngineRig& rig, Teller& teller, std::u
 inline std::vector<float> decode(Engine& engine, const EngineRig& rig, Teller& teller) {
   return run(engine, rig, {&teller}, {1}, false)[0];
 }
-
-/// The same by a Runtime of the host.
-class Reference {
- public:
-  Reference(const EngineRig& rig, const Story& story, const PolicySpec& policy, bool audit = false)
-      : story_(story), runtime_(options(rig, audit)), id_(runtime_.begin(policy)) {}
-
-  void prefill(std::uint32_t tokens) {
-    for (; at_ < tokens; at_ += std::min(kChunk, tokens - at_)) {
-      const std::uint32_t count = std::min(kChunk, tokens - at_);
-      std::vector<float> out(count * kRow);
-      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-        runtime_.prefill({.sequence = id_,
-                          .layer = LayerId{layer},
-                          .q = view(story_.q(layer, at_), count, kShape.q_heads),
-                          .k = view(story_.k(layer, at_), count, kShape.kv_heads),
-                          .v = view(story_.v(layer, at_), count, kShape.kv_heads),
-                          .out = dense_view(out.data(), DType::f32, count, kShape.q_heads, kShape.head_dim)});
-      }
-    }
-  }
-
-  /// Tokens whose queries nobody has.
-  void import(std::uint32_t tokens) {
-    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-      runtime_.import_prefix({.sequence = id_,
-                              .layer = LayerId{layer},
-                              .k = view(story_.k(layer, at_), tokens - at_, kShape.kv_heads),
-                              .v = view(story_.v(layer, at_), tokens - at_, kShape.kv_heads),
-                              .last_q = {}});
-    }
-    at_ = tokens;
-  }
-
-  std::vector<float> decode() {
-    std::vector<float> out(kShape.layers * kRow);
-    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-      runtime_.step({.layer = LayerId{layer},
-                     .sequences = {&id_, 1},
-                     .q = view(story_.q(layer, at_), 1, kShape.q_heads),
-                     .k = view(story_.k(layer, at_), 1, kShape.kv_heads),
-                     .v = view(story_.v(layer, at_), 1, kShape.kv_heads),
-                     .out = dense_view(out.data() + layer * kRow, DType::f32, 1, kShape.q_heads, kShape.head_dim)});
-    }
-    ++at_;
-    return out;
-  }
-  [[nodiscard]] Stats stats() const { return runtime_.stats(id_); }
-  void watch(const std::vector<std::uint32_t>& tokens) { runtime_.watch(id_, tokens); }
-  [[nodiscard]] AuditReport audit() const { return runtime_.audit(id_); }
-
- private:
-  static RuntimeOptions options(const EngineRig& rig, bool audit) {
-    RuntimeOptions options;
-    options.shape = kShape;
-    options.kv_dtype = rig.kv_dtype;
-    options.page_tokens = 16;
-    options.prefill_chunk = kChunk;
-    options.threads = 2;
-    options.pin_threads = false;
-    options.host_bytes = 64 * MiB;
-    options.near_bytes = 16 * MiB;
-    options.placement = PlacementMode::hybrid;
-    options.audit_every = audit ? 1 : 0;
-    return options;
-  }
-  static TensorView view(const float* data, std::uint32_t count, std::uint32_t heads) {
-    return dense_view(data, DType::f32, count, heads, kShape.head_dim);
-  }
-
-  const Story& story_;
-  Runtime runtime_;
-  SequenceId id_;
-  std::uint32_t at_ = 0;
-};
 
 inline double tolerance(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-5 : 2e-3; }
 

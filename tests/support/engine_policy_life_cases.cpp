@@ -48,7 +48,7 @@ TEST_CASE("forwards of policies of the CPU follow one another before they are fi
   const EngineRig rig = engine_rig();
   const Story story(kShape, 160, 31);
   const PolicySpec policy = parse_policy("lfps");
-  Reference reference(rig, story, policy);
+  Reference reference(rig, story, kShape, policy);
   reference.prefill(120);
   EngineOptions options = options_for(rig, 1, 0);
   options.in_flight = 4;

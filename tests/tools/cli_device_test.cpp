@@ -32,7 +32,6 @@ TEST_CASE("what needs a GPU says so in one line and exits with 3 where there is 
       "bench gpu --sections kernels",
       "bench prefill --device cuda --length 1K",
       "bench decode",
-      "bench engine",
       "link",
       "run --device cuda --random-weights tiny --prompt a",
       "run --device cuda --prefill flexprefill --random-weights tiny --prompt a",
@@ -68,15 +67,15 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {kRun + "--graphs maybe", "'maybe'", "neither on nor off"},
       {kRun + "--transfer-profile /no/such/profile", "'/no/such/profile'", "sluice link --save-profile"},
       {"bench decode --methods sluice", "'sluice'", "PLACEMENT/POLICY"},
-      {"bench decode --methods far/sluice", "\"far\"", "hybrid, stream, near, auto"},
+      {"bench decode --methods far/sluice", "\"far\"", "hybrid, stream"},
       {"bench decode --methods hybrid/nosuch", "\"nosuch\"", "full, topk, streaming, quest"},
       {"bench decode --methods ''", "--methods", "hybrid/sluice"},
       {"bench decode --device host", "--device", "cuda"},
       {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},
       {"bench gpu --device host --sections odd", "'odd'", "attention, kernels"},
       {"bench gpu --device host --shape odd", "'odd'", "llama-3.1-8b"},
-      {"bench engine --device host --shape odd", "'odd'", "llama-3.1-8b"},
-      {"bench engine --device host --pattern odd", "'odd'", "structured, uniform"},
+      {"bench gpu --device host --placements near", "\"near\"", "hybrid, stream"},
+      {kRun + "--placement auto", "\"auto\"", "hybrid, stream"},
       {"link --sections odd", "'odd'", "transfers, gather, load, latency, pinning"},
   }));
   const Outcome outcome = without_gpu(wrong.arguments);
@@ -117,40 +116,35 @@ TEST_CASE("a damaged transfer profile is refused with what is wrong with it", "[
 
 TEST_CASE("bench gpu runs on the embedded device and reports every method with its coverage", "[cli]") {
   const Outcome outcome = without_gpu(
-      "bench gpu --device host --length 1K --layers 2 --steps 2 --placements hybrid --sections attention -o json");
+      "bench gpu --device host --length 1K --layers 2 --steps 2 --warm-up 2 --rows 1,2 --threads 1 --near 0 "
+      "--policies 'sluice;topk' --placements hybrid,stream --sections attention -o json");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
   const json report = json::parse(outcome.out);
   CHECK(report.at("command") == "bench gpu");
   CHECK(report.at("config").at("device") == "host");
+  const json rows = report.at("results").at("attention");
+  REQUIRE(rows.size() == 1 + 2 * 2 * 2);  // Nothing can be captured there.
+  CHECK(rows.at(0).at("method") == "dense in HBM");
   std::set<std::string> methods;
-  for (const json& row : report.at("results").at("attention")) {
+  for (const json& row : rows) {
     CAPTURE(row.dump());
-    methods.insert(row.at("method"));
     CHECK(row.at("length_tokens") == 1024);
     CHECK(row.at("layer_us") > 0.0);
     CHECK(row.at("coverage_mean") > 0.0);
     CHECK(row.at("coverage_mean") < 1.001);
-    if (row.at("method") == "stream everything") CHECK(row.at("coverage_mean") > 0.999);
+    if (row.at("method") == "dense in HBM") continue;
+    methods.insert(row.at("method"));
+    CHECK(row.at("mode") == "enqueued");
+    CHECK(row.at("output_error") < 1.0);
+    CHECK(row.at("near_share") == 0);
+    const bool streams = row.at("placement") == "stream";
+    CHECK((row.at("far_share") > 0.05) == !streams);
+    CHECK((row.at("fetched_share") > 0.05) == streams);
+    CHECK((row.at("answer_us") > 0.0) == (!streams || row.at("method") == "topk"));
+    CHECK(row.at("layer_us").get<double>() >= row.at("waited_us").get<double>());
   }
-  CHECK(methods == std::set<std::string>{"dense in HBM", "stream everything", "topk", "lfps", "sluice"});
-}
-
-TEST_CASE("bench engine runs on the embedded device and says where a layer's time goes", "[cli]") {
-  const Outcome outcome =
-      without_gpu("bench engine --device host --length 1K --layers 2 --steps 2 --rows 2 --threads 1 --near 0 -o json");
-  CAPTURE(outcome.err);
-  REQUIRE(outcome.code == 0);
-  const json rows = json::parse(outcome.out).at("results").at("engine");
-  REQUIRE(rows.size() == 1);  // Nothing can be captured there.
-  const json& row = rows.at(0);
-  CHECK(row.at("mode") == "enqueued");
-  CHECK(row.at("rows") == 2);
-  CHECK(row.at("near_share") == 0);
-  CHECK(row.at("far_share").get<double>() > 0.05);
-  CHECK(row.at("far_share").get<double>() < 0.9);
-  CHECK(row.at("answer_us").get<double>() > 0);
-  CHECK(row.at("layer_us").get<double>() >= row.at("waited_us").get<double>());
+  CHECK(methods == std::set<std::string>{"topk", "sluice"});
 }
 
 TEST_CASE("bench gpu holds every kernel against its floor", "[cli]") {

@@ -76,8 +76,8 @@ TEST_CASE("what is no number of the option's range is refused by its name", "[cl
       {"bench cpu --steps 0x2", "--steps"},
       {"bench gpu --layers 0x1", "--layers"},
       {"bench prefill --repeat 0x1", "--repeat"},
-      {"bench decode --methods near@16,32/full", "near@16,32"},
-      {"bench decode --methods near@4294967312/full", "near@4294967312"},
+      {"bench decode --warm-up 0x1", "--warm-up"},
+      {"bench gpu --rows 1,0x2", "--rows"},
       {"link --samples 0x3", "--samples"},
       {"link --numa-node -1", "--numa-node"},
   }));

@@ -101,8 +101,7 @@ TEST_CASE("two results may not go to one file, however it is spelt", "[cli]") {
   const bool exists = GENERATE(false, true);
   if (exists) (void)scratch.write("out.json", "old");
   const std::string other = scratch.file(spelling);
-  for (const std::string& arguments : {kRun + "--output '" + file + "' --trace '" + other + "'",
-                                       kLosing + "--output '" + file + "' --plot '" + other + "'",
+  for (const std::string& arguments : {kLosing + "--output '" + file + "' --plot '" + other + "'",
                                        "link --output '" + file + "' --save-profile '" + other + "'"}) {
     const Outcome outcome = sluice::test::sluice(arguments);
     CAPTURE(arguments, outcome.err);
@@ -111,18 +110,6 @@ TEST_CASE("two results may not go to one file, however it is spelt", "[cli]") {
     CHECK(contains(outcome.err, "--output"));
     if (exists) CHECK(read_file(file) == "old");
   }
-}
-
-TEST_CASE("standard output is one place, by whatever name", "[cli]") {
-  const ScratchDirectory scratch;
-  const std::string err = " 2>'" + scratch.file("err") + "'";
-  // The text streams to standard output already.
-  CHECK(shell("% " + kRun + "--trace /dev/stdout >'" + scratch.file("out") + "'" + err) == 2);
-  CHECK(contains(read_file(scratch.file("err")), "--trace"));
-  CHECK(shell("% " + kRun + "--trace '" + scratch.file("out") + "' >'" + scratch.file("out") + "'" + err) == 2);
-  CHECK(shell("(% " + kRun + "--trace /dev/stdout -o json; echo $? >'" + scratch.file("code") + "')" + err + " | cat") == 0);
-  CHECK(read_file(scratch.file("code")) == "2\n");
-  CHECK(shell("% " + kRun + "--stepwise --output /dev/null --trace /dev/null >/dev/null" + err) == 0);
 }
 
 TEST_CASE("a result sent to /dev/stdout follows what stands there and replaces nothing", "[cli]") {

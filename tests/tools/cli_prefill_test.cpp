@@ -93,38 +93,11 @@ TEST_CASE("reports name the way to prefill and the chunk that it takes", "[cli]"
   CAPTURE(wanted.arguments);
   const json run = config_of("run " + kModel + wanted.arguments + " --prompt a --max-tokens 1");
   CHECK(run.at("prefill") == wanted.prefill);
-  CHECK(config_of("run --stepwise " + kModel + wanted.arguments + " --prompt a --max-tokens 1")
-            .at("runtime")
-            .at("prefill_chunk") == wanted.chunk);
   CHECK(run.at("prefill_chunk") == wanted.chunk);
   const json eval = config_of("eval " + kModel + wanted.arguments +
                               " --tasks niah --lengths 512 --count 1 --audit 0 --policies full --max-tokens 1");
   CHECK(eval.at("prefill") == json::array({wanted.prefill}));
   CHECK(eval.at("prefill_chunk") == wanted.chunk);
-}
-
-TEST_CASE("run says where the time to the first token went", "[cli]") {
-  const std::string prefill = GENERATE(std::string("--prefill full "), kFlex);
-  const json results = results_of("run --stepwise " + kModel + prefill + long_prompt() + "--max-tokens 2");
-  CAPTURE(prefill);
-  const json& row = results.at("ttft").at(0);
-  CAPTURE(row.dump());
-  const double parts = row.at("attend_ms").get<double>() + row.at("select_ms").get<double>() +
-                       row.at("load_wait_ms").get<double>() + row.at("flush_wait_ms").get<double>() +
-                       row.at("rest_ms").get<double>();
-  CHECK(parts == Approx(row.at("prefill_ms").get<double>()));
-  CHECK(row.at("ttft_ms") >= row.at("prefill_ms"));
-  CHECK(row.at("ttft_ms") == results.at("run").at(0).at("ttft_ms"));
-  CHECK(row.at("attend_ms") > 0.0);
-  if (prefill == kFlex) {
-    CHECK(row.at("select_ms") > 0.0);
-    CHECK(row.at("blocks_share") < 1.0);
-    CHECK(row.at("sparse_chunks_share") == 1.0);
-  } else {
-    CHECK(row.at("select_ms") == 0.0);
-    CHECK(row.at("blocks_share") == 1.0);
-    CHECK(row.at("sparse_chunks_share") == 0.0);
-  }
 }
 
 TEST_CASE("run says which share of a prompt's blocks was computed", "[cli]") {

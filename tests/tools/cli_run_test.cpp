@@ -126,78 +126,48 @@ TEST_CASE("standard input that cannot be read is no empty prompt", "[cli]") {
   }
 }
 
-TEST_CASE("the trace holds the prompt, phase by phase and layer by layer", "[cli]") {
-  const ScratchDirectory scratch;
-  const std::string policy = GENERATE(values<std::string>({"full", "history+pages | int4 | top_k=64 | near=3%"}));
-  const Outcome outcome = sluice::test::sluice(kRun + kPrompt + "--stepwise --max-tokens 3 --prefill-chunk 16 --policy '" +
-                                               policy + "' --trace '" + scratch.file("trace.json") + "'");
-  CAPTURE(policy, outcome.err);
-  REQUIRE(outcome.code == 0);
-  const json events = json::parse(read_file(scratch.file("trace.json"))).at("traceEvents");
-  std::map<std::string, std::set<int>> layers;
-  std::map<std::string, int> count;
-  double prompt_end = 0.0;
-  double step_begin = 1e300;
-  for (const json& event : events) {
-    if (event.at("ph") != "X") continue;
-    const std::string name = event.at("name");
-    CHECK(event.at("dur") >= 0.0);
-    layers[name].insert(event.at("args").at("layer").get<int>());
-    ++count[name];
-    const double begin = event.at("ts");
-    if (name == "prompt attention") prompt_end = std::max(prompt_end, begin + event.at("dur").get<double>());
-    if (name == "attend_near") step_begin = std::min(step_begin, begin);
-  }
-  for (const char* phase : {"prompt append", "prompt attention", "prompt write-through"}) {
-    CAPTURE(phase);
-    CHECK(layers[phase].size() == 8);
-    CHECK(count[phase] == 8 * 2);  // Chunks of 16 and 15 tokens.
-  }
-  CHECK(layers["begin policy"].size() == 8);
-  CHECK((count["prompt digests"] > 0) == (policy != "full"));
-  CHECK((count["prompt 4-bit copies"] > 0) == (policy != "full"));
-  CHECK(prompt_end <= step_begin);
-}
-
 TEST_CASE("the table has no row for what did not happen", "[cli]") {
-  const Outcome whole = sluice::test::sluice(kRun + kPrompt + "--stepwise --max-tokens 4 --policy full --placement near");
+  const Outcome whole = sluice::test::sluice(kRun + kPrompt + "--max-tokens 4 --policy full --near 100%");
   CAPTURE(whole.err);
   REQUIRE(whole.code == 0);
-  for (const char* row : {"far bytes", "near bytes", "near hits", "candidates", "coverage", "estimated", "scored",
-                          "bytes to the", "- choice of blocks", "- waiting for keys", "hash and score", "page digests",
-                          "4-bit copies", "clusters", "blocks computed", "chunks with a choice"}) {
+  for (const char* row : {"link bytes", "coverage", "scored", "blocks computed", "chunks with a choice"}) {
     CAPTURE(row);
     CHECK_FALSE(contains(whole.err, std::string("\n| ") + row));
   }
   CHECK_FALSE(contains(whole.err, " - |\n"));
-  for (const char* row : {"policy", "prompt tokens", "generated tokens", "time to first token", "attention, ms"}) {
+  for (const char* row : {"policy", "prompt tokens", "generated tokens", "time to first token"}) {
     CAPTURE(row);
     CHECK(contains(whole.err, row));
   }
   // One token: no time per token.
-  const Outcome one = sluice::test::sluice(kRun + kPrompt + "--stepwise --max-tokens 1 --policy full");
+  const Outcome one = sluice::test::sluice(kRun + kPrompt + "--max-tokens 1 --policy full");
   CHECK_FALSE(contains(one.err, "\n| time per token"));
-  CHECK_FALSE(contains(one.err, "\n| us/layer"));
   // What happened is shown.
   const Outcome sparse = sluice::test::sluice(kRun + kPrompt + "--max-tokens 4 --policy topk:budget=8 --audit 1");
   CAPTURE(sparse.err);
   for (const char* row : {"far bytes", "scored", "coverage", "of dense"})
     CHECK(contains(sparse.err, std::string("\n| ") + row));
+  const Outcome streamed = sluice::test::sluice(kRun + kPrompt + "--max-tokens 4 --near 0% --placement stream");
+  CAPTURE(streamed.err);
+  CHECK(contains(streamed.err, "\n| link bytes"));
 }
 
-TEST_CASE("planned forwards give the text that steps give, wherever keys and values are", "[cli]") {
-  const std::string near = GENERATE("", " --near 30%", " --near 100%");
+TEST_CASE("a text is the same wherever keys and values are", "[cli]") {
+  const std::string place = GENERATE(" --near 0%", " --near 30%", " --near 100%", " --near 0% --placement stream");
   const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy full";
-  const json steps = report_of(arguments + " --stepwise");
-  const json planned = report_of(arguments + near);
-  CHECK(planned.at("text") == steps.at("text"));
-  CHECK(planned.at("tokens").size() == 16);
-  const json row = row_of(planned);
+  const json want = report_of(arguments);
+  const json got = report_of(arguments + place);
+  CAPTURE(place);
+  CHECK(got.at("text") == want.at("text"));
+  CHECK(got.at("tokens").size() == 16);
+  const json row = row_of(got);
   CHECK(row.at("attended_share") == 1.0);
-  CHECK((row.at("far_bytes_share") == 0.0) == (near == " --near 100%"));
+  const bool streams = contains(place, "stream");
+  CHECK((row.at("far_bytes_share") == 0.0) == (streams || place == " --near 100%"));
+  CHECK((row.at("link_bytes_share") == 0.0) == !streams);
 }
 
-TEST_CASE("planned forwards choose on the CPU what steps choose", "[cli]") {
+TEST_CASE("policies choose the same wherever what they chose is attended", "[cli]") {
   // Each of them leaves tokens out of a prompt as short as this.
   const std::string policy =
       GENERATE("lfps:budget=8", "topk:budget=8", "magicpig:recent_prompt=2,recent=2,tables=8,bits=6",
@@ -206,24 +176,20 @@ TEST_CASE("planned forwards choose on the CPU what steps choose", "[cli]") {
                "'pages:pages=1 | top_k=6 | near=0,sinks=2,recent=4 | page=8'",
                "'history+pages:pages=1 | int4 | top_k=6 | near=0,sinks=2,recent=4 | page=8'");
   const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy " + policy;
-  const json steps = report_of(arguments + " --stepwise");
-  const json planned = report_of(arguments);
+  const json in_place = report_of(arguments + " --near 0%");
+  const json streamed = report_of(arguments + " --near 50% --placement stream");
   CAPTURE(policy);
-  CHECK(planned.at("text") == steps.at("text"));
-  CHECK(planned.at("tokens").size() == 16);
-  CHECK(row_of(planned).at("attended_share") < 1.0);
+  CHECK(streamed.at("text") == in_place.at("text"));
+  CHECK(streamed.at("tokens").size() == 16);
+  CHECK(row_of(streamed).at("attended_share") == row_of(in_place).at("attended_share"));
+  CHECK(row_of(streamed).at("attended_share") < 1.0);
 }
 
-TEST_CASE("what planned forwards do not serve is named, and steps do", "[cli]") {
-  const ScratchDirectory scratch;
-  for (const std::string& only :
-       {std::string("--policy 'history | top_k=9 | near=10%'"), "--trace '" + scratch.file("t.json") + "'",
-        std::string("--placement stream"), std::string("--promote-pages 3")}) {
-    const Outcome outcome = sluice::test::sluice(kRun + kPrompt + "--max-tokens 2 " + only);
-    CAPTURE(only, outcome.err);
-    CHECK(outcome.code != 0);
-    CHECK(is_one_error(outcome));
-    CHECK((contains(outcome.err, "stepwise") || contains(outcome.err, "near=0")));
-    CHECK(sluice::test::sluice(kRun + kPrompt + "--stepwise --max-tokens 2 " + only).code == 0);
-  }
+TEST_CASE("a policy that keeps pages near is refused with what to say instead", "[cli]") {
+  const Outcome outcome =
+      sluice::test::sluice(kRun + kPrompt + "--max-tokens 2 --policy 'history | top_k=9 | near=10%'");
+  CAPTURE(outcome.err);
+  CHECK(outcome.code != 0);
+  CHECK(is_one_error(outcome));
+  CHECK(contains(outcome.err, "near=0"));
 }

@@ -102,24 +102,14 @@ TEST_CASE("sampling follows its seed", "[cli]") {
   CHECK(text("4") != first);
 }
 
-TEST_CASE("a report and a trace written to files appear whole", "[cli]") {
+TEST_CASE("a report written to a file appears whole", "[cli]") {
   const ScratchDirectory scratch;
-  const Outcome outcome =
-      sluice::test::sluice(kRun + "--stepwise --prompt 'The sky is blue. The' --max-tokens 3 -o json --output '" +
-                           scratch.file("result.json") + "' --trace '" + scratch.file("trace.json") + "'");
+  const Outcome outcome = sluice::test::sluice(
+      kRun + "--prompt 'The sky is blue. The' --max-tokens 3 -o json --output '" + scratch.file("result.json") + "'");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
-  CHECK(scratch.entries() == 2);
+  CHECK(scratch.entries() == 1);
   report_of(read_file(scratch.file("result.json")), "run");
-  const json events = json::parse(read_file(scratch.file("trace.json"))).at("traceEvents");
-  std::size_t slices = 0;
-  for (const json& event : events) {
-    if (event.at("ph") != "X") continue;
-    ++slices;
-    CHECK(event.at("dur") >= 0.0);
-    CHECK(event.at("ts") >= 0.0);
-  }
-  CHECK(slices > 0);
 }
 
 TEST_CASE("token ids from a file give what their bytes give", "[cli]") {

@@ -1,12 +1,15 @@
 #pragma once
 
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "sluice/engine.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/tools/llama_decode.hpp"
 #include "tests/tools/llama_golden.hpp"
 #include "tools/llama/engine_session.hpp"
+#include "tools/llama/sampler.hpp"
 
 namespace sluice::test {
 
@@ -32,7 +35,8 @@ inline void check_golden_on_engine(const tools::Model& model, const std::shared_
   const auto cases = golden_cases();
   REQUIRE(cases.size() == 3);
   for (const GoldenCase& golden : cases) {
-    CAPTURE(golden.prompt.size(), policy, options.page_tokens, options.near_bytes, options.largest.prefill_rows);
+    CAPTURE(golden.prompt.size(), policy, options.page_tokens, options.near_bytes, options.largest.prefill_rows,
+            to_string(options.placement));
     tools::EngineSession session(model, engine, device, parse_policy(policy));
     session.prefill(golden.prompt);
     CHECK(session.tokens() == golden.prompt.size());
@@ -40,6 +44,58 @@ inline void check_golden_on_engine(const tools::Model& model, const std::shared_
     CHECK(decode_greedily(session, golden.greedy.size()) == golden.greedy);
   }
   CHECK(engine.memory().far_pages_used == 0);
+}
+
+/// A prompt that one session has read and recorded goes on in another one as it did there.
+inline void check_imported(const tools::Model& model, const std::shared_ptr<Device>& device,
+                           const EngineOptions& options, const std::string& policy, float tolerance) {
+  const GoldenCase golden = golden_cases().at(1);
+  tools::PromptCache prompt;
+  std::vector<int> expected;
+  std::vector<float> last_logits;
+  {
+    sluice::Engine engine(options, device);
+    tools::EngineSession session(model, engine, device, parse_policy(policy));
+    session.prefill(golden.prompt, {}, &prompt);
+    expected = decode_greedily(session, 8);
+    last_logits.assign(session.logits().begin(), session.logits().end());
+  }
+  CHECK(prompt.tokens() == golden.prompt.size());
+  CHECK(std::vector<int>(prompt.ids().begin(), prompt.ids().end()) == golden.prompt);
+  sluice::Engine engine(options, device);
+  tools::EngineSession session(model, engine, device, parse_policy(policy));
+  session.import_prompt(prompt);
+  CHECK(session.tokens() == golden.prompt.size());
+  CHECK(max_abs_diff(session.logits(), prompt.logits()) == 0.f);
+  CHECK(decode_greedily(session, 8) == expected);
+  CHECK(max_abs_diff(session.logits(), last_logits) < tolerance);
+}
+
+/// `copies` sessions of every golden prompt decode together what they decode alone.
+inline void check_batch(const tools::Model& model, const std::shared_ptr<Device>& device, EngineOptions options,
+                        std::size_t copies) {
+  const auto cases = golden_cases();
+  const std::size_t rows = copies * cases.size();
+  options.largest.decode_rows = static_cast<std::uint32_t>(rows);
+  options.host_bytes = 512 * MiB;
+  sluice::Engine engine(options, device);
+  std::vector<std::unique_ptr<tools::EngineSession>> sessions;
+  std::vector<tools::EngineSession*> batch;
+  for (std::size_t i = 0; i < rows; ++i) {
+    sessions.push_back(std::make_unique<tools::EngineSession>(model, engine, device, parse_policy("full")));
+    sessions.back()->prefill(cases[i % cases.size()].prompt);
+    batch.push_back(sessions.back().get());
+  }
+  std::vector<int> tokens(rows);
+  std::vector<std::vector<int>> outputs(rows);
+  for (std::size_t step = 0; step < cases.front().greedy.size(); ++step) {
+    for (std::size_t i = 0; i < rows; ++i) outputs[i].push_back(tokens[i] = tools::argmax(batch[i]->logits()));
+    tools::decode_batch(batch, tokens);
+  }
+  for (std::size_t i = 0; i < rows; ++i) {
+    CHECK(outputs[i] == cases[i % cases.size()].greedy);
+    CHECK(batch[i]->tokens() == cases[i % cases.size()].prompt.size() + outputs[i].size());
+  }
 }
 
 }  // namespace sluice::test

@@ -1,6 +1,8 @@
 // A model whose attention is planned forwards of an Engine, on the host.
 #include "tests/tools/llama_engine_cases.hpp"
 #include "tests/tools/llama_failure.hpp"
+#include "tools/llama/tasks.hpp"
+#include "tools/llama/tokenizer.hpp"
 
 using namespace sluice;
 using namespace sluice::tools;
@@ -33,7 +35,92 @@ TEST_CASE("the golden tokens come out of planned forwards", "[llama][golden][eng
   EngineOptions options = test::engine_options(testbed_model(), DType::f32, chunk);
   options.page_tokens = page_tokens;
   options.near_bytes = near_bytes;
+  options.placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
   check_golden_on_engine(testbed_model(), nullptr, options, policy, 2e-3f);
+}
+
+TEST_CASE("an imported prompt decodes as the prefilled one did", "[llama][engine]") {
+  // With chunks of 100 tokens the recorded queries span some.
+  EngineOptions options =
+      test::engine_options(testbed_model(), GENERATE(DType::f32, DType::bf16), GENERATE(100u, 512u));
+  const char* policy = GENERATE("full", "streaming", "topk", "lfps", "sluice");
+  CAPTURE(policy, options.largest.prefill_rows, to_string(options.kv_dtype));
+  test::check_imported(testbed_model(), nullptr, options, policy, 1e-3f);
+}
+
+TEST_CASE("a batch decodes as its sessions alone would", "[llama][engine]") {
+  test::check_batch(testbed_model(), nullptr, test::engine_options(testbed_model(), DType::f32, 2048), 1);
+}
+
+TEST_CASE("a batch that cannot be is refused, and changes nothing", "[llama][engine]") {
+  EngineOptions options = test::engine_options(testbed_model(), DType::f32, 64);
+  options.largest.decode_rows = 2;
+  sluice::Engine engine(options, nullptr);
+  EngineSession one(testbed_model(), engine, nullptr, parse_policy("full"));
+  EngineSession two(testbed_model(), engine, nullptr, parse_policy("full"));
+  EngineSession three(testbed_model(), engine, nullptr, parse_policy("full"));
+  const auto refused = [&](std::vector<EngineSession*> batch, std::vector<int> tokens) {
+    return test::failure_of([&] { decode_batch(batch, tokens); }).code == Errc::invalid_argument;
+  };
+  CHECK(refused({&one, &two}, {'a', 'b'}));  // Without prompts.
+  for (EngineSession* session : {&one, &two, &three}) session->prefill(std::vector<int>{256, 'a', 'b'});
+  CHECK(refused({}, {}));
+  CHECK(refused({&one, &one}, {'a', 'b'}));
+  CHECK(refused({&one, &two}, {'a'}));
+  CHECK(refused({&one, &two}, {'a', 999}));
+  CHECK(refused({&one, &two, &three}, {'a', 'b', 'c'}));  // More than the engine has rows.
+  decode_batch(std::vector<EngineSession*>{&one, &two}, std::vector<int>{'a', 'b'});
+  CHECK(one.tokens() == 4);
+  CHECK(two.tokens() == 4);
+  CHECK(three.tokens() == 3);
+}
+
+TEST_CASE("the testbed answers needle and key-value tasks under dense attention", "[llama][engine]") {
+  const EngineOptions options = test::engine_options(testbed_model(), DType::bf16, 2048);
+  sluice::Engine engine(options, nullptr);
+  for (const TaskKind kind : {TaskKind::niah, TaskKind::niah_long, TaskKind::multikey, TaskKind::kv}) {
+    for (const std::uint64_t seed : {1u, 2u}) {
+      const Task task = make_task(kind, 2048, seed);
+      EngineSession session(testbed_model(), engine, nullptr, parse_policy("full"));
+      session.prefill(ByteTokenizer::encode(task.prompt));
+      const std::string output = ByteTokenizer::decode(test::decode_greedily(session, task.answer.size()));
+      CAPTURE(to_string(kind), seed, task.answer, output);
+      CHECK(solved(task, output));
+    }
+  }
+}
+
+TEST_CASE("progress counts every prompt token once", "[llama][engine]") {
+  sluice::Engine engine(test::engine_options(testbed_model(), DType::f32, 100), nullptr);
+  EngineSession session(testbed_model(), engine, nullptr, parse_policy("full"));
+  std::vector<std::uint32_t> done;
+  session.prefill(std::vector<int>(250, 'a'), [&](std::uint32_t tokens, std::uint32_t total) {
+    done.push_back(tokens);
+    CHECK(total == 250);
+  });
+  CHECK(done == std::vector<std::uint32_t>{100, 200, 250});
+}
+
+TEST_CASE("the golden tokens come out of a prompt whose blocks were chosen to hold all attention",
+          "[llama][golden][engine]") {
+  EngineOptions options = test::engine_options(testbed_model(), DType::f32, GENERATE(300u, 512u, 2048u));
+  options.prefill = {.mode = PrefillMode::flexprefill, .flex = {.gamma = 1.f, .min_budget = 128}};
+  check_golden_on_engine(testbed_model(), nullptr, options, "full", 2e-3f);
+}
+
+TEST_CASE("a session that ran out of host memory ends, and its engine goes on", "[llama][engine]") {
+  EngineOptions options = test::engine_options(testbed_model(), DType::f32, 2048);
+  options.host_bytes = 8 * MiB;  // 8 layers, 2 KV heads, 2 * 64 floats: 1,024 tokens
+  sluice::Engine engine(options, nullptr);
+  {
+    EngineSession session(testbed_model(), engine, nullptr, parse_policy("full"));
+    CHECK(test::failure_of([&] { session.prefill(std::vector<int>(2000, 'a')); }).code == Errc::out_of_capacity);
+    CHECK(session.tokens() == 0);
+  }
+  EngineSession next(testbed_model(), engine, nullptr, parse_policy("full"));
+  next.prefill(std::vector<int>(500, 'a'));
+  next.decode('a');
+  CHECK(next.tokens() == 501);
 }
 
 TEST_CASE("a session of an engine refuses calls out of order or range, and changes nothing", "[llama][engine]") {

@@ -5,11 +5,11 @@
 #include <utility>
 
 #include "sluice/error.hpp"
-#include "sluice/runtime.hpp"
+#include "sluice/engine.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/tools/llama_model_files.hpp"
 #include "tools/llama/model.hpp"
-#include "tools/llama/session.hpp"
+#include "tools/llama/engine_session.hpp"
 
 namespace {
 
@@ -54,11 +54,12 @@ int failures_of(const Call& call) {
   }
 }
 
-RuntimeOptions options_of(const Model& model) {
-  RuntimeOptions options;
+EngineOptions options_of(const Model& model) {
+  EngineOptions options;
   options.shape = model.config().shape();
   options.host_bytes = 1 << 20;
   options.near_bytes = 1 << 18;
+  options.largest = {.decode_rows = 1, .prefill_rows = 64, .prefills = 1, .unbounded = true};
   options.threads = 1;
   return options;
 }
@@ -95,8 +96,8 @@ TEST_CASE("a prompt and a step that find no memory are Errors", "[llama][memory]
   const std::vector<int> prompt = {1, 2, 3};
   CHECK(failures_of([&] {
           const long left = std::exchange(allocations_left, -1);
-          Runtime runtime(options_of(model));
-          Session session(model, runtime, parse_policy("full"));
+          sluice::Engine engine(options_of(model));
+          EngineSession session(model, engine, nullptr, parse_policy("full"));
           const Shortage shortage(left);
           session.prefill(prompt);
           session.decode(4);

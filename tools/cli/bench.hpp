@@ -9,7 +9,7 @@
 #include "cpu/backend.hpp"
 #include "cpu/topology.hpp"
 #include "cpu/workers.hpp"
-#include "sluice/options.hpp"
+#include "sluice/engine.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
@@ -31,8 +31,8 @@ struct BenchCpuOptions {
   double group_correlation = 0.5;
   std::string pattern = "structured";
   std::vector<double> sinks;  ///< see SyntheticOptions::sinks
-  std::uint32_t page_tokens = RuntimeOptions{}.page_tokens;
-  DType dtype = RuntimeOptions{}.kv_dtype;
+  std::uint32_t page_tokens = EngineOptions{}.page_tokens;
+  DType dtype = EngineOptions{}.kv_dtype;
   std::uint32_t threads = 1;
   std::uint32_t steps = 12;
   std::uint32_t repeat = 1;
@@ -66,7 +66,6 @@ class CacheEvictor {
 /// `sluice bench gpu`.
 void add_bench_gpu(CLI::App& bench, int& exit_code);
 /// `sluice bench engine`.
-void add_bench_engine(CLI::App& bench, int& exit_code);
 /// `sluice bench prefill`.
 void add_bench_prefill(CLI::App& bench, int& exit_code);
 /// `sluice bench decode`.

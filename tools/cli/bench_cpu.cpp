@@ -137,7 +137,6 @@ void add_bench(CLI::App& app, int& exit_code) {
   auto* bench = app.add_subcommand("bench", "Measure this machine");
   bench->require_subcommand(1);
   add_cpu(*bench, exit_code);
-  add_bench_engine(*bench, exit_code);
   add_bench_gpu(*bench, exit_code);
   add_bench_prefill(*bench, exit_code);
   add_bench_decode(*bench, exit_code);

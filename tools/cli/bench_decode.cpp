@@ -1,16 +1,20 @@
+// `sluice bench decode`: time per token of a whole model, its attention by an Engine, against dense attention in device
+// memory.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <random>
 
+#include "sluice/engine.hpp"
 #include "sluice/error.hpp"
-#include "sluice/runtime.hpp"
 #include "tools/cli/bench.hpp"
+#include "tools/cli/dense_cache.hpp"
 #include "tools/cli/device_flags.hpp"
+#include "tools/cli/engine_columns.hpp"
+#include "tools/cli/engine_flags.hpp"
 #include "tools/cli/model_source.hpp"
-#include "tools/cli/runtime_flags.hpp"
-#include "tools/cli/stats_columns.hpp"
 #include "tools/cli/values.hpp"
 #include "tools/llama/sampler.hpp"
 
@@ -21,48 +25,41 @@ struct BenchDecodeOptions {
   std::string model;
   std::string random_weights = "llama-3.1-8b";
   std::string lengths = "32K,128K";
-  std::string methods = "near@256/full:near=0;stream/full:near=0;hybrid/sluice";
+  std::string methods = "dense;hybrid/sluice;stream/sluice";
+  std::string near = "5%";
   std::uint32_t steps = 16;
-  std::uint32_t page_tokens = RuntimeOptions{}.page_tokens;
+  std::uint32_t warm_up = 16;
   std::uint32_t threads = 0;
   DeviceFlags device;
   OutputOptions output;
 };
 
-constexpr std::uint32_t kWarmUp = 4;
 constexpr std::uint32_t kImportChunk = 4096;
 
-/// A placement, maybe a page size of its own, and the policy that runs under it, e.g. `hybrid/sluice`, `near@256/full`.
+/// A placement and the policy that runs under it, e.g. `hybrid/sluice`; or `dense`: everything in device memory.
 struct Method {
   std::string name;
-  std::uint32_t page_tokens = 0;  ///< 0: the command's
+  bool dense = false;
   PlacementMode placement{};
   PolicySpec policy;
 };
 
-/// Behind the @ of `near@256`; 0 without one.
-std::uint32_t page_tokens_of(const std::string& placement) {
-  const std::size_t at = placement.find('@');
-  if (at == std::string::npos) return 0;
-  const std::string what = "--methods: '" + placement + "'";
-  return static_cast<std::uint32_t>(parse_count(placement.substr(at + 1), what, {.least = 8, .most = 256}));
+Method parse_method(const std::string& name) {
+  if (name == "dense") return {.name = name, .dense = true, .placement = {}, .policy = {}};
+  const std::size_t slash = name.find('/');
+  if (slash == std::string::npos)
+    throw Error(Errc::invalid_argument,
+                "--methods: '" + name + "' lacks its placement; write dense or PLACEMENT/POLICY, e.g. hybrid/sluice");
+  return {.name = name,
+          .placement = parse_placement(name.substr(0, slash)),
+          .policy = parse_policy(name.substr(slash + 1))};
 }
 
 std::vector<Method> parse_methods(const std::string& text) {
   std::vector<Method> methods;
   for (std::size_t at = 0; at < text.size();) {
     const std::size_t end = std::min(text.find(';', at), text.size());
-    const std::string name = text.substr(at, end - at);
-    const std::size_t slash = name.find('/');
-    if (slash == std::string::npos) {
-      throw Error(Errc::invalid_argument,
-                  "--methods: '" + name + "' lacks its placement; write PLACEMENT/POLICY, e.g. hybrid/sluice");
-    }
-    const std::size_t at_sign = std::min(name.find('@'), slash);
-    methods.push_back({.name = name,
-                       .page_tokens = page_tokens_of(name.substr(0, slash)),
-                       .placement = parse_placement(name.substr(0, at_sign)),
-                       .policy = parse_policy(name.substr(slash + 1))});
+    methods.push_back(parse_method(text.substr(at, end - at)));
     at = end + 1;
   }
   if (methods.empty())
@@ -99,107 +96,194 @@ class RandomPrompt {
   std::unique_ptr<Buffer> pool_;
 };
 
-void import_random(Runtime& runtime, SequenceId id, const RandomPrompt& prompt, std::uint32_t tokens) {
-  const AttentionShape& shape = runtime.options().shape;
+/// put(layer, k, v, queries) for every chunk of the prompt, layer by layer; queries of its newest tokens come last.
+void for_each_chunk(
+    const RandomPrompt& prompt, const AttentionShape& shape, std::uint32_t tokens,
+    const std::function<void(LayerId, const TensorView&, const TensorView&, const TensorView&)>& put) {
+  constexpr std::uint32_t kQueries = 32;
   std::uint32_t salt = 0;
   for (std::uint32_t at = 0; at < tokens; at += kImportChunk) {
     const std::uint32_t count = std::min(kImportChunk, tokens - at);
-    const std::uint32_t shown = at + count == tokens ? std::min(32u, count) : 0;
-    for (LayerId layer{0}; layer.value < shape.layers; ++layer.value) {
-      runtime.import_prefix({.sequence = id,
-                             .layer = layer,
-                             .k = prompt.rows(salt + 1, count, shape.kv_heads),
-                             .v = prompt.rows(salt + 2, count, shape.kv_heads),
-                             .last_q = prompt.rows(salt + 3, shown, shape.q_heads)});
-      salt += 3;
+    const std::uint32_t shown = at + count == tokens ? std::min(kQueries, count) : 0;
+    for (LayerId layer{0}; layer.value < shape.layers; ++layer.value, salt += 3) {
+      put(layer, prompt.rows(salt + 1, count, shape.kv_heads), prompt.rows(salt + 2, count, shape.kv_heads),
+          prompt.rows(salt + 3, shown, shape.q_heads));
     }
   }
 }
 
-struct Decoded {
-  std::vector<double> token_ms;
-  Stats stats;
+/// One method at one length: attention for a model's forwards of one token, behind a prompt that it holds.
+class Attention {
+ public:
+  virtual ~Attention() = default;
+  virtual void begin() {}
+  virtual void attend(const AttentionCall& call) = 0;
+  virtual void end() {}
 };
 
-Decoded decode(const Model& model, Runtime& runtime, const PolicySpec& policy, const RandomPrompt& prompt,
-               std::uint32_t tokens, std::uint32_t steps) {
-  const SequenceId id = runtime.begin(policy);
-  import_random(runtime, id, prompt, tokens);
-  Activations work;
-  work.stream = &runtime.device_stream();
-  work.timeout = runtime.options().timeout;
-  std::vector<float> logits(model.config().vocab_size);
-  Decoded result;
-  int token = 1;
-  for (std::uint32_t i = 0; i < kWarmUp + steps; ++i) {
-    stop_if_interrupted();  // Nothing is queued here: the logits were waited for.
-    const Clock::time_point begin = Clock::now();
-    const PlacedToken placed{token, tokens + i};
-    model.forward(
-        std::span(&placed, 1),
-        [&](const AttentionCall& call) {
-          runtime.step({.layer = call.layer,
-                        .sequences = std::span(&id, 1),
-                        .q = call.q,
-                        .k = call.k,
-                        .v = call.v,
-                        .out = call.out,
-                        .ordered = true});
-        },
-        work);
-    model.logits(work, 1, logits);
-    token = argmax(logits);
-    if (i >= kWarmUp)
-      result.token_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
+class DenseAttention final : public Attention {
+ public:
+  DenseAttention(const AttentionShape& shape, const RandomPrompt& prompt, std::uint32_t tokens, std::uint32_t steps,
+                 Device& device, Stream& stream)
+      : stream_(stream), cache_(shape, tokens + steps, device) {
+    for_each_chunk(prompt, shape, tokens, [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView&) {
+      cache_.append(layer, k, v, stream_);
+    });
+    stream_.synchronize(deadline_after(std::chrono::minutes(2)));
   }
-  result.stats = runtime.stats(id);
-  runtime.end(id);
-  return result;
-}
+  void attend(const AttentionCall& call) override { cache_.attend(call, stream_); }
 
-RuntimeOptions runtime_options(const BenchDecodeOptions& options, const AttentionShape& shape, const Method& method,
-                               std::uint32_t tokens) {
-  RuntimeFlags flags;
-  flags.options.page_tokens = method.page_tokens != 0 ? method.page_tokens : options.page_tokens;
-  flags.options.placement = method.placement;
-  flags.options.threads = options.threads;
-  flags.options.prefill_chunk = kImportChunk;
-  return sized(flags, shape, std::span(&method.policy, 1), tokens + kWarmUp + options.steps);
-}
+ private:
+  Stream& stream_;
+  DenseCache cache_;
+};
+
+class EngineAttention final : public Attention {
+ public:
+  EngineAttention(const EngineOptions& options, const PolicySpec& policy, const RandomPrompt& prompt,
+                  std::uint32_t tokens, const std::shared_ptr<Device>& device, Stream& stream)
+      : stream_(stream.native_handle()), engine_(options, device), item_{.sequence = engine_.begin(policy)} {
+    bucket_ = engine_.options().largest;
+    bucket_.prefill_rows = bucket_.prefills = 0;
+    for_each_chunk(prompt, options.shape, tokens,
+                   [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView& q) {
+                     engine_.import_prefix(item_.sequence, layer, k, v, stream_, q);
+                   });
+  }
+  void begin() override { batch_ = engine_.plan({&item_, 1}, bucket_, stream_); }
+  void attend(const AttentionCall& call) override {
+    engine_.attend(bucket_, call.layer, call.q, call.k, call.v, call.out, stream_);
+  }
+  void end() override { engine_.finish(batch_); }
+  [[nodiscard]] const sluice::Engine& engine() const noexcept { return engine_; }
+
+ private:
+  void* stream_;
+  sluice::Engine engine_;
+  PlanItem item_;
+  Bucket bucket_;
+  Batch batch_;
+};
+
+class DecodeBench {
+ public:
+  DecodeBench(const BenchDecodeOptions& options, std::shared_ptr<Device> device)
+      : options_(options),
+        device_(std::move(device)),
+        model_(load_model(options.model, options.model.empty() ? options.random_weights : "", options.threads, device_)),
+        shape_(model_.config().shape()),
+        prompt_(*device_, shape_),
+        stream_(device_->create_stream("bench")),
+        near_(parse_share(options.near, "--near")) {
+    table_ = {.key = "decode",
+              .title = "Time per output token behind a random prompt; " + std::string(kDecodeNote),
+              .columns = {},
+              .rows = {}};
+  }
+
+  void run(std::uint32_t length, const std::vector<Method>& methods, ProgressBar& bar) {
+    std::optional<double> first;
+    for (std::size_t m = 0; m < methods.size(); ++m) {
+      bar.update(m, methods.size(), std::to_string(length) + " tokens: " + methods[m].name);
+      run(length, methods[m], first);
+    }
+  }
+  [[nodiscard]] Table take() { return std::move(table_); }
+
+ private:
+  [[nodiscard]] EngineOptions sizes(const Method& method, std::uint32_t length) const {
+    EngineFlags flags;
+    flags.placement = method.placement;
+    flags.threads = options_.threads;
+    flags.prefill_chunk = 1;
+    EngineOptions sizes = sized(flags, shape_, {&method.policy, 1},
+                                {.page_tokens = page_tokens_for(method.policy, flags),
+                                 .tokens = length + options_.warm_up + options_.steps,
+                                 .near = near_});
+    sizes.import_rows = std::min(kImportChunk, length);
+    return sizes;
+  }
+
+  void run(std::uint32_t length, const Method& method, std::optional<double>& first) {
+    DecodeScore score;
+    std::vector<double> token_ms;
+    std::uint64_t device_bytes = 0;
+    PageLayout layout{.page_tokens = 16, .head_dim = shape_.head_dim, .dtype = DType::bf16};
+    if (method.dense) {
+      DenseAttention attention(shape_, prompt_, length, options_.warm_up + options_.steps, *device_, *stream_);
+      (void)decode(attention, length, options_.warm_up);
+      token_ms = decode(attention, length + options_.warm_up, options_.steps);
+    } else {
+      EngineAttention attention(sizes(method, length), method.policy, prompt_, length, device_, *stream_);
+      layout.page_tokens = attention.engine().options().page_tokens;
+      (void)decode(attention, length, options_.warm_up);
+      const EngineStats before = attention.engine().stats();
+      token_ms = decode(attention, length + options_.warm_up, options_.steps);
+      score.stats = since(before, attention.engine().stats());
+      score.tokens = options_.steps;
+      for (std::uint32_t i = 0; i < options_.steps; ++i) score.dense_tokens += length + options_.warm_up + i + 1;
+      device_bytes = attention.engine().memory().device();
+    }
+    const double p50 = percentile(token_ms, 0.5);
+    if (!first) first = p50;
+    std::vector<Column> columns = {{"length_tokens", "length"},          {"method", "method"},
+                                   {"tpot_p50_ms", "ms/token", 2},       {"tpot_p95_ms", "p95", 2},
+                                   {"speedup_over_first", "x first", 2}, {"device_bytes", "device B"}};
+    std::vector<Json> row = {length,
+                             method.name,
+                             p50,
+                             percentile(token_ms, 0.95),
+                             *first / p50,
+                             method.dense ? Json() : Json(device_bytes)};
+    append_decode(score, shape_, layout, columns, row);
+    table_.columns = std::move(columns);
+    table_.rows.push_back(std::move(row));
+  }
+
+  /// Milliseconds of each token.
+  std::vector<double> decode(Attention& attention, std::uint32_t position, std::uint32_t steps) {
+    Activations work;
+    work.stream = stream_.get();
+    work.timeout = std::chrono::minutes(2);
+    std::vector<float> logits(model_.config().vocab_size);
+    std::vector<double> token_ms;
+    for (std::uint32_t i = 0; i < steps; ++i) {
+      stop_if_interrupted();  // Nothing is queued here: the logits were waited for.
+      const Clock::time_point begin = Clock::now();
+      const PlacedToken placed{token_, position + i};
+      attention.begin();
+      model_.forward(std::span(&placed, 1), [&](const AttentionCall& call) { attention.attend(call); }, work);
+      attention.end();
+      model_.logits(work, 1, logits);
+      token_ = argmax(logits);
+      token_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
+    }
+    return token_ms;
+  }
+
+  const BenchDecodeOptions& options_;
+  std::shared_ptr<Device> device_;
+  Model model_;
+  AttentionShape shape_;
+  RandomPrompt prompt_;
+  std::unique_ptr<Stream> stream_;
+  double near_;
+  int token_ = 1;
+  Table table_;
+};
 
 int run(const BenchDecodeOptions& options) {
   const OutputTarget target(options.output.path);
   const std::vector<Method> methods = parse_methods(options.methods);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
+  (void)parse_share(options.near, "--near");
   const std::shared_ptr<Device> device = make_device(options.device);
   if (!device) throw Error(Errc::invalid_argument, "bench decode: --device must be cuda or cuda:N");
-  const Model model =
-      load_model(options.model, options.model.empty() ? options.random_weights : "", options.threads, device);
-  const AttentionShape shape = model.config().shape();
-  const RandomPrompt prompt(*device, shape);
-  Table table{.key = "decode", .title = "Time per output token, random prompt; " + std::string(kStatsNote)};
+  DecodeBench bench(options, device);
   ProgressBar bar("bench");
   const InterruptScope interrupts;
-  const auto measure = [&](std::uint32_t length) {
-    std::optional<double> first;
-    for (std::size_t m = 0; m < methods.size(); ++m) {
-      bar.update(m, methods.size(), std::to_string(length) + " tokens: " + methods[m].name);
-      Runtime runtime(runtime_options(options, shape, methods[m], length), device);
-      const Decoded decoded = decode(model, runtime, methods[m].policy, prompt, length, options.steps);
-      const double p50 = percentile(decoded.token_ms, 0.5);
-      if (!first) first = p50;
-      std::vector<Column> columns = {{"length_tokens", "length"},          {"method", "method"},
-                                     {"tpot_p50_ms", "ms/token", 2},       {"tpot_p95_ms", "p95", 2},
-                                     {"speedup_over_first", "x first", 2}, {"near_pool_bytes", "near pool B"}};
-      std::vector<Json> row = {
-          length, methods[m].name, p50, percentile(decoded.token_ms, 0.95), *first / p50, runtime.options().near_bytes};
-      append_stats(decoded.stats, shape, columns, row);
-      table.columns = std::move(columns);
-      table.rows.push_back(std::move(row));
-    }
-  };
   try {
-    for (const std::uint32_t length : lengths) measure(length);
+    for (const std::uint32_t length : lengths) bench.run(length, methods, bar);
   } catch (const Interrupted&) {  // The rows that are finished are a result.
   }
   Report report{.command = "bench decode",
@@ -207,12 +291,13 @@ int run(const BenchDecodeOptions& options) {
                            {"random_weights", options.random_weights},
                            {"lengths", lengths},
                            {"methods", options.methods},
+                           {"near", options.near},
                            {"steps", options.steps},
-                           {"page_tokens", options.page_tokens},
+                           {"warm_up", options.warm_up},
                            {"threads", options.threads},
                            {"device", device->info().name},
                            {"transfer", options.device.transfer}}};
-  report.tables.push_back(std::move(table));
+  report.tables.push_back(bench.take());
   return deliver(report, options.output.format, target);
 }
 
@@ -229,15 +314,21 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   command->add_option("--length", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
-  command->add_option("--methods", options->methods, "Semicolon list of PLACEMENT[@PAGE_TOKENS]/POLICY; ratios are to the first")
+  command
+      ->add_option("--methods", options->methods,
+                   "Semicolon list of dense (everything in device memory) and PLACEMENT/POLICY; ratios are to the first")
+      ->capture_default_str();
+  command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
+      ->type_name("SHARE")
       ->capture_default_str();
   add_count(*command, "--steps", options->steps, "Timed tokens", {.least = 1, .most = 4096});
-  add_count(*command, "--page-tokens", options->page_tokens, "Tokens per page", {.least = 8, .most = 256});
+  add_count(*command, "--warm-up", options->warm_up, "Tokens before those", {.most = 4096});
   add_count(*command, "--threads", options->threads, "Threads of host work; 0: all cores", {.most = 4096});
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(
-      "The prompt's keys and values are random numbers, imported without computing them; decoding is the model's own.");
+      "The prompt's keys and values are random numbers, imported without computing them; decoding is the model's own,\n"
+      "enqueued layer by layer.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "sluice/device.hpp"
-#include "sluice/runtime.hpp"
 #include "tools/cli/synthetic.hpp"
 
 namespace sluice::tools {
@@ -39,29 +38,6 @@ class DenseOnDevice {
   [[nodiscard]] std::vector<float> attend(std::uint32_t step);
   /// Microseconds per layer, each sample the mean over a burst of kernels.
   [[nodiscard]] std::vector<double> time(std::uint32_t samples);
-
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
-};
-
-/// What a policy did over all steps.
-struct StepTimes {
-  std::vector<double> layer_us;  ///< per step: wall time of all layers, divided by the layers
-  std::vector<float> first_out;  ///< [q_heads, head_dim] of the first layer's first step
-  std::uint64_t link_bytes = 0;  ///< of all steps, the prompt's excluded
-  Stats stats;
-};
-
-/// `layers` equal layers of a model in one Runtime, decoded under one policy after the other.
-class DeviceDecode {
- public:
-  DeviceDecode(const RuntimeOptions& options, const SyntheticLayer& layer, const DeviceSteps& steps,
-               std::shared_ptr<Device> device);
-  ~DeviceDecode();
-  /// Prompt, `warm_up` steps, then the others, timed. Steps are queued without waiting for their outputs, as a model
-  /// would; unless the runtime has a trace or an audit.
-  [[nodiscard]] StepTimes run(const PolicySpec& policy, std::uint32_t warm_up, std::uint32_t timed);
 
  private:
   struct Impl;

@@ -1,18 +1,16 @@
+// `sluice bench gpu`: forwards of an Engine against dense attention in device memory, and the kernels alone.
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <optional>
 
+#include "sluice/engine.hpp"
 #include "sluice/error.hpp"
-#include "sluice/trace.hpp"
 #include "tools/cli/bench.hpp"
 #include "tools/cli/bench_device.hpp"
+#include "tools/cli/bench_graph.hpp"
 #include "tools/cli/bench_shapes.hpp"
-#include "tools/cli/device_flags.hpp"
-#include "tools/cli/progress_bar.hpp"
-#include "tools/cli/runtime_flags.hpp"
+#include "tools/cli/engine_columns.hpp"
+#include "tools/cli/synthetic_forwards.hpp"
 #include "tools/cli/values.hpp"
 
 namespace sluice::tools {
@@ -20,234 +18,227 @@ namespace {
 
 struct BenchGpuOptions {
   std::string shape_name = "llama-3.1-8b";
-  std::string lengths = "4K,16K,32K,64K,128K,256K,512K";
-  std::string policies = "topk,lfps,sluice";
-  std::string placements = "hybrid,stream,auto";
+  std::string lengths = "8K,32K,128K";
+  std::string policies = "sluice";
+  std::string placements = "hybrid";
+  std::string rows = "1";
   std::string pattern = "structured";
   std::vector<double> sinks;
+  std::string sections = "attention,kernels";
   std::uint32_t layers = 4;
-  std::uint32_t page_tokens = RuntimeOptions{}.page_tokens;
-  std::uint32_t dense_page_tokens = 256;
   std::uint32_t threads = 0;
-  std::uint32_t steps = 24;
+  std::uint32_t steps = 32;
+  std::uint32_t warm_up = 64;
+  std::uint32_t promotions = EngineOptions{}.promotions;
+  double near_share = 0.05;
   std::uint32_t audited_steps = 4;
   std::uint64_t seed = 0;
   bool dense_only = false;
-  std::string sections = "attention,kernels";
   DeviceFlags device;
   OutputOptions output;
 };
 
-/// Dense attention, nothing near beyond what must be.
-constexpr const char* kEverything = "full:near=0";
-constexpr std::uint32_t kWarmUp = 6;
-constexpr std::uint32_t kTracedSteps = 16;
-constexpr std::uint32_t kImportChunk = 4096;
+constexpr std::uint32_t kDensePageTokens = 256;
+constexpr std::uint32_t kPageTokens = 16;
 /// Relative error (L2 over all heads) that a correct result stays below: weights are rounded to bf16 on the device.
 constexpr double kTolerance = 1e-2;
 
-void require_close(const std::vector<float>& got, const std::vector<float>& want, const std::string& what) {
-  const double error = relative_error(got, want);
-  if (error <= kTolerance) return;  // NaN fails too.
-  throw Error(Errc::device, "bench gpu: " + what + " is wrong (relative error " + std::to_string(error) +
-                                "); nothing of it was timed");
-}
-
-/// Median length of every node, from a trace.
-class NodeTimes final : public TraceSink {
- public:
-  void record(const TraceEvent& event) noexcept override {
-    try {
-      const std::scoped_lock lock(mutex_);
-      times_[event.name].push_back(static_cast<double>(event.end_ns - event.begin_ns) * 1e-3);
-    } catch (const std::bad_alloc&) {
-    }  // One sample fewer.
-  }
-  [[nodiscard]] Json median(const std::string& node) const {
-    const auto at = times_.find(node);
-    return at == times_.end() ? Json() : Json(percentile(at->second, 0.5));
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::string, std::vector<double>> times_;
+/// What a row of the table is of.
+struct Case {
+  std::string policy;
+  PolicySpec spec;
+  PlacementMode placement{};
+  std::uint32_t rows = 1;
 };
 
-constexpr const char* kNodes[] = {"append", "rank_pages", "hand_over",      "attend_near", "write_through", "select",
-                                  "place",  "fetch",      "attend_fetched", "progress",    "attend_far",    "merge",   "observe"};
+std::vector<Case> cases_of(const BenchGpuOptions& options) {
+  std::vector<Case> cases;
+  for (const std::string& policy : split_policies(options.policies)) {
+    PolicySpec spec = parse_policy(policy);
+    spec.dense_layers = spec.dense_every = 0;  // What is timed is a layer that the policy works in.
+    for (const std::string& placement : split_list(options.placements)) {
+      for (const std::uint32_t rows : parse_counts(options.rows, "--rows"))
+        cases.push_back({.policy = policy, .spec = spec, .placement = parse_placement(placement), .rows = rows});
+    }
+  }
+  return cases;
+}
 
 class GpuBench {
  public:
-  GpuBench(const BenchGpuOptions& options, AttentionShape shape)
+  GpuBench(const BenchGpuOptions& options, const AttentionShape& shape, std::vector<Case> cases)
       : options_(options),
         shape_(shape),
+        cases_(std::move(cases)),
         device_(make_device(options.device)),
         builders_(std::make_shared<const cpu::Workers>(topology_, cpu::WorkersOptions{})) {
-    // Without a GPU the same steps run on the embedded device: for trying the command out, not for its times.
+    // Without a GPU the same forwards run on the embedded device: for trying the command out, not for its times.
     if (!device_) device_ = std::make_shared<cpu::HostDevice>(builders_);
-    shape_.layers = options.layers;
     make_table();
   }
 
   void run(std::uint32_t length, ProgressBar& bar) {
-    bar.update(0, 1, std::to_string(length) + " tokens: building");
-    SyntheticOptions synthetic{
-        .shape = shape_,
-        .layout = {.page_tokens = options_.page_tokens, .head_dim = shape_.head_dim, .dtype = DType::bf16},
-        .tokens = length,
-        .steps = kWarmUp + options_.steps,
-        .prompt_queries = std::min(32u, length)};
-    synthetic.pattern = parse_pattern(options_.pattern);
-    synthetic.sinks = options_.sinks;
-    synthetic.seed = options_.seed;
-    const SyntheticLayer layer(synthetic, topology_, builders_);
-    const DeviceSteps steps(layer, *device_);
-    time_dense(layer, steps, length);
-    if (options_.dense_only) return;
-    const PolicySpec everything = parse_policy(kEverything);
-    time_policies(layer, steps, PlacementMode::stream, {{"full", everything}}, true, bar);
-    for (const std::string& name : split_list(options_.placements)) {
-      const PlacementMode placement = parse_placement(name);
-      std::vector<Named> policies;
-      for (const std::string& text : split_policies(options_.policies)) {
-        PolicySpec spec = parse_policy(text);
-        spec.dense_layers = spec.dense_every = 0;  // What is timed is a layer that the policy works in.
-        // The oracle reads every key on the CPU wherever its choice is attended: once is enough.
-        if (!spec.uses(Source::exact) || placement == PlacementMode::hybrid) policies.push_back({text, spec});
+    bar.update(0, cases_.size(), std::to_string(length) + " tokens: building");
+    std::map<std::uint32_t, std::vector<Case>> by_page;
+    for (const Case& each : cases_) by_page[each.spec.page_tokens == 0 ? kPageTokens : each.spec.page_tokens].push_back(each);
+    std::size_t done = 0;
+    for (const auto& [page_tokens, cases] : by_page) {
+      SyntheticOptions synthetic{
+          .shape = shape_,
+          .layout = {.page_tokens = page_tokens, .head_dim = shape_.head_dim, .dtype = DType::bf16},
+          .tokens = length,
+          .steps = options_.warm_up + options_.steps,
+          .prompt_queries = std::min(32u, length)};
+      synthetic.pattern = parse_pattern(options_.pattern);
+      synthetic.sinks = options_.sinks;
+      synthetic.seed = options_.seed;
+      const SyntheticLayer layer(synthetic, topology_, builders_);
+      const DeviceSteps steps(layer, *device_);
+      DenseOnDevice dense(layer, steps, *device_, kDensePageTokens);
+      want_ = dense.attend(0);
+      dense_us_ = percentile(dense.time(9), 0.5);
+      if (done == 0) add_dense(length);
+      if (options_.dense_only) return;
+      for (const Case& each : cases) {
+        bar.update(done++, cases_.size(), std::to_string(length) + " tokens: " + each.policy);
+        run(length, each, layer, steps);
       }
-      time_policies(layer, steps, placement, policies, false, bar);
     }
   }
-
   [[nodiscard]] Table take() { return std::move(table_); }
   [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
 
  private:
-  struct Named {
-    std::string name;
-    PolicySpec spec;
+  /// What is timed once.
+  struct Times {
+    std::vector<double> us, calling;
+    EngineStats stats;
   };
 
   void make_table() {
     using Show = Column::Show;
     table_ = {.key = "attention",
-              .title =
-                  "Decode attention per layer, KV in host memory (median; ratios to dense in HBM and to streaming "
-                  "everything, same run)",
+              .title = "Forwards of an engine per layer (median; dense: as many launches as rows, in HBM, same run)",
               .columns = {{"length_tokens", "length"},
                           {"method", "method"},
                           {"placement", "placement"},
+                          {"rows", "rows"},
+                          {"mode", "mode"},
                           {"layer_us", "us/layer", 1},
                           {"layer_p95_us", "p95", 1},
+                          {"calling_us", "calling", 1},
+                          {"waited_us", "waited", 1},
+                          {"answer_us", "answer", 1},
+                          {"dense_us", "dense", 1},
                           {"speedup_over_dense", "x dense", 2},
-                          {"speedup_over_stream", "x stream", 2},
                           {"coverage_mean", "coverage", 4},
                           {"coverage_p5", "p5", 4},
-                          {"near_share", "near", 1, Show::percent},
-                          {"far_share", "far", 1, Show::percent},
-                          {"link_bytes_per_layer", "link B/layer"},
-                          {"device_wait_us", "waiting", 1}}};
-    for (const char* node : kNodes) table_.columns.push_back({std::string(node) + "_us", node, 1});
+                          {"output_error", "error", 4},
+                          {"near_share", "near", 2, Show::percent},
+                          {"far_share", "far", 2, Show::percent},
+                          {"fetched_share", "fetched", 2, Show::percent},
+                          {"promoted", "promoted", 1},
+                          {"device_bytes_share", "device B", 1, Show::percent}}};
   }
 
-  void time_dense(const SyntheticLayer& layer, const DeviceSteps& steps, std::uint32_t length) {
-    DenseOnDevice dense(layer, steps, *device_, options_.dense_page_tokens);
-    want_ = dense.attend(0);
-    dense_us_ = percentile(dense.time(9), 0.5);
-    stream_us_.reset();
-    const double bytes = 2.0 * static_cast<double>(layer.options().layout.row_bytes()) * shape_.kv_heads * length;
-    std::vector<Json> row = {length, "dense in HBM", nullptr, dense_us_, nullptr, 1.0, nullptr, 1.0, 1.0, 1.0,
-                             0.0,    nullptr};
+  void add_dense(std::uint32_t length) {
+    std::vector<Json> row = {length, "dense in HBM", nullptr, 1, nullptr, dense_us_};
     row.resize(table_.columns.size());
+    row[10] = dense_us_;
+    row[11] = row[12] = row[13] = 1.0;
     table_.rows.push_back(std::move(row));
-    table_.title +=
-        "; dense at " + std::to_string(length) + ": " + std::to_string(std::lround(bytes / dense_us_ * 1e-3)) + " GB/s";
   }
 
-  RuntimeOptions runtime_options(const SyntheticLayer& layer, PlacementMode placement,
-                                 const std::vector<Named>& policies) {
-    RuntimeFlags flags;
-    flags.options.page_tokens = options_.page_tokens;
-    flags.options.placement = placement;
-    flags.options.threads = options_.threads;
-    flags.options.prefill_chunk = kImportChunk;
-    std::vector<PolicySpec> specs = {parse_policy(kEverything)};
-    for (const Named& policy : policies) specs.push_back(policy.spec);
-    return sized(flags, shape_, specs, layer.options().tokens + layer.options().steps);
-  }
-
-  void time_policies(const SyntheticLayer& layer, const DeviceSteps& steps, PlacementMode placement,
-                     const std::vector<Named>& policies, bool baseline, ProgressBar& bar) {
-    if (policies.empty()) return;
-    RuntimeOptions options = runtime_options(layer, placement, policies);
-    std::vector<StepTimes> times;
-    {
-      DeviceDecode decode(options, layer, steps, device_);
-      check_dense(decode, placement);
-      for (const Named& policy : policies) {
-        bar.update(times.size(), policies.size(),
-                   std::to_string(layer.options().tokens) + " tokens: " + policy.name + ' ' + to_string(placement));
-        times.push_back(
-            decode.run(policy.spec, kWarmUp,
-                       policy.spec.uses(Source::exact) || baseline ? std::min(6u, options_.steps) : options_.steps));
-      }
-    }
-    // Apart: an audit reads everything and leaves cold caches to the nodes' times.
-    std::vector<NodeTimes> nodes(policies.size());
-    for (std::size_t i = 0; i < policies.size(); ++i) {
-      options.trace = &nodes[i];
-      DeviceDecode traced(options, layer, steps, device_);
-      (void)traced.run(policies[i].spec, 1, std::min(kTracedSteps, options_.steps));
-    }
-    options.trace = nullptr;
-    options.audit_every = 1;
-    DeviceDecode audited(options, layer, steps, device_);
-    for (std::size_t i = 0; i < policies.size(); ++i) {
-      const StepTimes seen = audited.run(policies[i].spec, 1, std::min(options_.audited_steps, options_.steps));
-      if (baseline) stream_us_ = percentile(times[i].layer_us, 0.5);
-      add_row(layer.options().tokens, baseline ? "stream everything" : policies[i].name, placement, times[i],
-              seen.stats, nodes[i]);
+  void run(std::uint32_t length, const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
+    check(length, each, layer, steps);
+    const AuditReport audited = audit(each, layer, steps);
+    for (const bool graph : {false, true}) {
+      if (graph && !can_capture(*device_)) continue;
+      SyntheticForwards forwards(forwards_of(each, each.spec), layer, steps, device_);
+      (void)forwards.time(options_.warm_up, graph);
+      const EngineStats before = forwards.engine().stats();
+      Times times;
+      times.us = forwards.time(options_.steps, graph, &times.calling);
+      times.stats = since(before, forwards.engine().stats());
+      add_row(length, each, graph, times, audited, forwards.engine().memory());
     }
   }
 
-  /// With everything attended, every placement must give dense attention.
-  void check_dense(DeviceDecode& decode, PlacementMode placement) const {
-    const StepTimes whole = decode.run(parse_policy(kEverything), 1, 0);
-    require_close(whole.first_out, want_, std::string("dense attention, placement ") + to_string(placement));
+  /// Everything chosen must be dense attention; what the policy's choice is off by is a result.
+  void check(std::uint32_t length, const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
+    SyntheticForwards whole(forwards_of(each, parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=128")),
+                            layer, steps, device_);
+    const double off = relative_error(first_out(whole), want_);
+    if (!(off <= kTolerance))
+      throw Error(Errc::device, "bench gpu: dense attention of " + std::to_string(length) +
+                                    " tokens is wrong (relative error " + std::to_string(off) +
+                                    "); nothing of it was timed");
+    SyntheticForwards chosen(forwards_of(each, each.spec), layer, steps, device_);
+    error_ = relative_error(first_out(chosen), want_);
   }
 
-  void add_row(std::uint32_t length, const std::string& name, PlacementMode placement, const StepTimes& times,
-               const Stats& seen, const NodeTimes& nodes) {
-    const double us = percentile(times.layer_us, 0.5);
-    const auto share = [&](std::uint64_t bytes) {
-      return static_cast<double>(bytes) / static_cast<double>(seen.dense_bytes);
-    };
-    const double steps = static_cast<double>(times.stats.steps) * shape_.layers;
-    std::vector<Json> row = {length,
-                             name,
-                             to_string(placement),
-                             us,
-                             percentile(times.layer_us, 0.95),
-                             dense_us_ / us,
-                             stream_us_ ? Json(*stream_us_ / us) : Json(),
-                             seen.coverage.mean(),
-                             seen.coverage.percentile(0.05),
-                             share(seen.near_bytes),
-                             share(seen.far_bytes),
-                             static_cast<double>(times.stats.h2d_bytes) / steps,
-                             static_cast<double>(times.stats.device_wait_ns) * 1e-3 / steps};
-    for (const char* node : kNodes) row.push_back(nodes.median(node));
-    table_.rows.push_back(std::move(row));
+  AuditReport audit(const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) const {
+    SyntheticForwardsOptions options = forwards_of(each, each.spec);
+    options.audit = true;
+    SyntheticForwards forwards(options, layer, steps, device_);
+    (void)forwards.time(std::min(options_.audited_steps, options_.warm_up + options_.steps));
+    return forwards.engine().audit(forwards.sequence());
+  }
+
+  static std::vector<float> first_out(SyntheticForwards& forwards) {
+    (void)forwards.time(1);
+    return forwards.out();
+  }
+
+  [[nodiscard]] SyntheticForwardsOptions forwards_of(const Case& each, const PolicySpec& policy) const {
+    return {.policy = policy,
+            .rows = each.rows,
+            .layers = options_.layers,
+            .near_share = options_.near_share,
+            .placement = each.placement,
+            .threads = options_.threads,
+            .promotions = options_.promotions};
+  }
+
+  void add_row(std::uint32_t length, const Case& each, bool graph, const Times& times, const AuditReport& audited,
+               const EngineMemoryUse& memory) {
+    const double layers = static_cast<double>(options_.steps) * options_.layers;
+    const double all = layers * each.rows * shape_.kv_heads * (length + options_.warm_up + 0.5 * options_.steps);
+    const auto per_layer_us = [&](std::uint64_t ns) { return 1e-3 * static_cast<double>(ns) / layers; };
+    const auto share = [&](std::uint64_t tokens) { return static_cast<double>(tokens) / all; };
+    const double median = percentile(times.us, 0.5);
+    const double dense = dense_us_ * each.rows;
+    table_.rows.push_back({length,
+                           each.policy,
+                           to_string(each.placement),
+                           each.rows,
+                           graph ? "graph" : "enqueued",
+                           median,
+                           percentile(times.us, 0.95),
+                           percentile(times.calling, 0.5),
+                           per_layer_us(times.stats.waited_ns),
+                           per_layer_us(times.stats.answer_ns),
+                           dense,
+                           dense / median,
+                           audited.coverage.mean(),
+                           audited.coverage.percentile(0.05),
+                           error_,
+                           share(times.stats.near_tokens),
+                           share(times.stats.far_tokens),
+                           share(times.stats.fetched_tokens),
+                           static_cast<double>(times.stats.promoted) / (layers * shape_.kv_heads),
+                           static_cast<double>(memory.device()) / static_cast<double>(memory.far_pages)});
   }
 
   const BenchGpuOptions& options_;
   AttentionShape shape_;
+  std::vector<Case> cases_;
   cpu::Topology topology_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<const cpu::Workers> builders_;
   std::vector<float> want_;  ///< dense attention of the first step
   double dense_us_ = 0.0;
-  std::optional<double> stream_us_;
+  double error_ = 0.0;
   Table table_;
 };
 
@@ -255,42 +246,44 @@ int run(const BenchGpuOptions& options) {
   (void)parse_pattern(options.pattern);
   const std::vector<std::string> sections = split_list(options.sections);
   for (const std::string& section : sections) {
-    if (section != "attention" && section != "kernels") {
+    if (section != "attention" && section != "kernels")
       throw Error(Errc::invalid_argument, "--sections: unknown section '" + section + "'; have attention, kernels");
-    }
   }
   const AttentionShape shape = named_shape(options.shape_name);
+  const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
+  const std::vector<Case> cases = cases_of(options);
   const OutputTarget target(options.output.path);
   Report report{.command = "bench gpu",
                 .config = {{"shape", options.shape_name},
-                           {"lengths", parse_counts(options.lengths, "--length")},
+                           {"lengths", lengths},
                            {"policies", split_policies(options.policies)},
                            {"placements", split_list(options.placements)},
+                           {"rows", options.rows},
                            {"pattern", options.pattern},
                            {"sinks", options.sinks},
                            {"layers", options.layers},
-                           {"page_tokens", options.page_tokens},
-                           {"dense_page_tokens", options.dense_page_tokens},
                            {"threads", options.threads},
                            {"steps", options.steps},
+                           {"warm_up", options.warm_up},
+                           {"promotions", options.promotions},
+                           {"near", options.near_share},
                            {"seed", options.seed},
-                           {"device", options.device.device},
-                           {"transfer", options.device.transfer}}};
+                           {"device", options.device.device}}};
   ProgressBar bar("bench");
   const InterruptScope interrupts;
   for (const std::string& section : sections) {
     if (interrupted()) break;
     if (section == "attention") {
-      GpuBench bench(options, shape);
+      GpuBench bench(options, shape, cases);
       report.config["device"] = bench.device().name;
       try {
-        for (const std::uint32_t length : parse_counts(options.lengths, "--length")) bench.run(length, bar);
+        for (const std::uint32_t length : lengths) bench.run(length, bar);
       } catch (const Interrupted&) {  // The rows that are finished are a result.
       }
       report.tables.push_back(bench.take());
     } else {
       bar.update(0, 1, "kernels");
-      report.tables.push_back(bench_gpu_kernels(options.device, shape, options.page_tokens));
+      report.tables.push_back(bench_gpu_kernels(options.device, shape, kPageTokens));
     }
   }
   return deliver(report, options.output.format, target);
@@ -307,29 +300,36 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   command->add_option("--policies", options->policies, "Policies to measure; see `sluice eval --help`")
       ->capture_default_str();
-  command->add_option("--placements", options->placements, "Comma list of hybrid, stream, auto, near")
+  command->add_option("--placements", options->placements, "Comma list of hybrid and stream")->capture_default_str();
+  command->add_option("--rows", options->rows, "Comma list of numbers of sequences in a forward")
       ->capture_default_str();
   command->add_option("--pattern", options->pattern, "Attention: structured (heavy tokens, slashes) or uniform (noise)")
       ->capture_default_str();
   add_sinks(*command, options->sinks);
-  add_count(*command, "--layers", options->layers, "Layers per step; background work of one overlaps the next",
-            {.least = 1, .most = 256});
-  add_count(*command, "--page-tokens", options->page_tokens, "Tokens per page", {.least = 8, .most = 256});
-  add_count(*command, "--dense-page-tokens", options->dense_page_tokens, "Tokens per page of the dense yardstick alone",
-            {.least = 8, .most = 256});
-  add_count(*command, "--threads", options->threads, "Threads of host work; 0: all cores", {.most = 4096});
-  add_count(*command, "--steps", options->steps, "Timed decode steps; times are medians over them",
+  add_count(*command, "--layers", options->layers, "Layers of a forward", {.least = 1, .most = 256});
+  add_count(*command, "--threads", options->threads, "Threads that answer the far part; 0: the cores less one",
+            {.most = 4096});
+  add_count(*command, "--steps", options->steps, "Timed forwards; times are medians over them",
             {.least = 1, .most = 4096});
+  add_count(*command, "--warm-up", options->warm_up, "Forwards before those, in which tokens come near",
+            {.most = 4096});
+  add_count(*command, "--promotions", options->promotions, "Tokens of a KV head that a forward brings near, at most",
+            {.most = kMostPromotions});
+  command->add_option("--near", options->near_share, "Share of the pages that device memory has room for")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
   add_seed(*command, options->seed, "Seed of the synthetic layer");
   command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
   command->add_flag("--dense-only", options->dense_only, "Only dense attention in device memory");
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(
-      "Every layer of the model is the same synthetic layer, in host memory of its own. Dense attention through every\n"
-      "placement is checked against the device's own before anything is timed. Coverage and the nodes' times come "
-      "from\n"
-      "a second run, in which every step is audited and traced.");
+      "Every layer of every sequence is the same synthetic layer, in memory of its own. With every token chosen the\n"
+      "engine must give dense attention before anything is timed. A time is from the plan until the forward is known\n"
+      "to have ended, divided by the layers; `calling` is the part of it in which the calling thread works, `waited` "
+      "that\n"
+      "in which the device waits for the CPU, `answer` what the CPU takes from seeing a question to its answer, and\n"
+      "`promoted` tokens brought near per forward, layer and KV head. No step comes twice.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

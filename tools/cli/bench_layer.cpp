@@ -4,7 +4,7 @@
 #include <array>
 #include <bit>
 
-#include "runtime/host_kv.hpp"
+#include "runtime/engine/host_kv.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::tools {

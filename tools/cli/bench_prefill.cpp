@@ -5,8 +5,9 @@
 
 #include "cpu/host_device.hpp"
 #include "scheduler/prefill_auto.hpp"
+#include "sluice/engine.hpp"
 #include "sluice/error.hpp"
-#include "sluice/stats.hpp"
+#include "sluice/share_histogram.hpp"
 #include "tools/cli/bench.hpp"
 #include "tools/cli/bench_shapes.hpp"
 #include "tools/cli/device_flags.hpp"
@@ -28,8 +29,8 @@ struct BenchPrefillOptions {
   std::string gammas = "0.9,0.95";
   FlexPrefillSpec flex;
   std::uint32_t chunk = 8192;
-  std::uint32_t page_tokens = RuntimeOptions{}.page_tokens;
-  DType dtype = RuntimeOptions{}.kv_dtype;
+  std::uint32_t page_tokens = EngineOptions{}.page_tokens;
+  DType dtype = EngineOptions{}.kv_dtype;
   std::uint32_t threads = 0;
   std::uint32_t repeat = 0;  ///< 0: the device's
   std::uint64_t seed = 0;

@@ -23,8 +23,12 @@ static_assert(sizeof(EngineStats) == std::size(kCounters) * sizeof(std::uint64_t
 void DecodeScore::merge(const DecodeScore& other) {
   tokens += other.tokens;
   dense_tokens += other.dense_tokens;
-  for (const auto counter : kCounters) stats.*counter += other.stats.*counter;
+  add(other.stats, stats);
   audited.merge_totals(other.audited);
+}
+
+void add(const EngineStats& more, EngineStats& to) noexcept {
+  for (const auto counter : kCounters) to.*counter += more.*counter;
 }
 
 EngineStats since(const EngineStats& before, EngineStats after) noexcept {
@@ -74,6 +78,17 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
       audited.bypassed_heads != 0 ? over(static_cast<double>(audited.bypassed_heads),
                                          static_cast<double>(audited.tokens) * shape.layers * shape.q_heads)
                                   : Json());
+}
+
+void append_blocks(const EngineStats& stats, std::vector<Column>& columns, std::vector<Json>& row) {
+  const auto share = [](std::uint64_t part, std::uint64_t whole, double none) {
+    return whole == 0 ? none : static_cast<double>(part) / static_cast<double>(whole);
+  };
+  const bool chosen = stats.sparse_chunks != 0;
+  columns.push_back({"blocks_share", "blocks computed", 1, Column::Show::percent, !chosen});
+  row.push_back(share(stats.kept_blocks, stats.causal_blocks, 1.0));
+  columns.push_back({"sparse_chunks_share", "chunks with a choice", 1, Column::Show::percent, !chosen});
+  row.push_back(share(stats.sparse_chunks, stats.sparse_chunks + stats.dense_chunks, 0.0));
 }
 
 }  // namespace sluice::tools

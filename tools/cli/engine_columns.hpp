@@ -19,6 +19,7 @@ struct DecodeScore {
   void merge(const DecodeScore& other);
 };
 /// The counters of `after` less those of `before`.
+void add(const EngineStats& more, EngineStats& to) noexcept;
 [[nodiscard]] EngineStats since(const EngineStats& before, EngineStats after) noexcept;
 
 inline constexpr const char* kDecodeNote =
@@ -28,5 +29,9 @@ inline constexpr const char* kDecodeNote =
 /// Columns of a decode, the same for every policy. `layout`: of the engine's pages.
 void append_decode(const DecodeScore& score, const AttentionShape& shape, const PageLayout& layout,
                    std::vector<Column>& columns, std::vector<Json>& row);
+
+/// Appends what prefill computed: blocks as a share of dense attention's where they were chosen (all, if they never
+/// were), and the share of chunks and layers where they were.
+void append_blocks(const EngineStats& stats, std::vector<Column>& columns, std::vector<Json>& row);
 
 }  // namespace sluice::tools

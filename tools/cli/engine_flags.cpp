@@ -10,7 +10,63 @@
 
 namespace sluice::tools {
 
-std::vector<EngineGroup> by_engine(std::span<const PolicySpec> policies, const RuntimeFlags& flags) {
+void add_engine_flags(CLI::App& app, EngineFlags& flags) {
+  const auto read_placement = [&flags](const std::string& text) { flags.placement = parse_placement(text); };
+  app.add_option_function<std::string>("--placement", read_placement, "Who attends what is chosen and not near: the CPU in place, or the device over the link")
+      ->type_name("hybrid|stream")
+      ->default_str(to_string(flags.placement));
+  add_size(app, "--host-size", flags.host_bytes,
+           "Host memory for the KV cache, K/M/G allowed [default: sized to the prompt]");
+  add_size(app, "--near-size", flags.near_bytes,
+           "Device memory for near tokens, K/M/G allowed [default: what --near says]");
+  const std::function<void(std::uint64_t)> set_page_tokens = [&flags](std::uint64_t tokens) {
+    flags.page_tokens = static_cast<std::uint32_t>(tokens);
+    flags.own_pages = false;
+  };
+  add_count(app, "--page-tokens", set_page_tokens,
+            "Tokens per page; a power of two in [8, 256] [default: what the policy was made for, else 16]");
+  const auto read_kv_dtype = [&flags](const std::string& text) {
+    flags.own_kv_dtype = text == "auto";
+    if (!flags.own_kv_dtype) flags.kv_dtype = parse_dtype(text, "--kv-dtype");
+  };
+  app.add_option_function<std::string>(
+         "--kv-dtype", read_kv_dtype,
+         "Element type of keys and values in the cache; auto: the checkpoint's, bf16 on a GPU")
+      ->type_name("auto|f32|f16|bf16")
+      ->default_str("auto");
+  add_count(app, "--threads", flags.threads, "Threads of host work; 0: one per core that this process may use",
+            {.most = 4096});
+  const std::function<void(const std::string&)> set_cores = [&flags](const std::string& text) {
+    flags.cores = parse_ranges(text, "--cores");
+  };
+  app.add_option_function<std::string>(
+         "--cores", set_cores,
+         "Cores of host work, by their PUs, such as 0-7,16 [default: all, or this process' part under torchrun]")
+      ->type_name("LIST");
+  const std::function<void(std::uint64_t)> set_chunk = [&flags](std::uint64_t tokens) {
+    flags.prefill_chunk = static_cast<std::uint32_t>(tokens);
+    flags.own_chunk = false;
+  };
+  add_count(app, "--prefill-chunk", set_chunk,
+            "Prompt tokens per prefill call [default: 8192 on a GPU, else 512, or 4096 where blocks of the prompt are "
+            "chosen]");
+  const std::function<void(double)> set_timeout = [&flags](double seconds) {
+    flags.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
+  };
+  add_number(app, "--timeout", set_timeout, "Seconds after which a wait gives up", {.least = 0.001, .most = 3600.0})
+      ->type_name("SECONDS")
+      ->default_str(std::to_string(flags.timeout.count() / 1000));
+}
+
+void choose_kv_dtype(EngineFlags& flags, const Model& model) noexcept {
+  if (flags.own_kv_dtype) flags.kv_dtype = model.kv_dtype();
+}
+
+std::uint32_t page_tokens_for(const PolicySpec& policy, const EngineFlags& flags) noexcept {
+  return flags.own_pages && policy.page_tokens != 0 ? policy.page_tokens : flags.page_tokens;
+}
+
+std::vector<EngineGroup> by_engine(std::span<const PolicySpec> policies, const EngineFlags& flags) {
   std::map<std::pair<std::uint32_t, std::optional<DigestKind>>, std::vector<std::size_t>> groups;
   for (std::size_t p = 0; p < policies.size(); ++p) {
     std::optional<DigestKind> digests;
@@ -30,43 +86,42 @@ std::vector<EngineGroup> by_engine(std::span<const PolicySpec> policies, const R
   return found;
 }
 
-EngineOptions sized(const RuntimeFlags& flags, const AttentionShape& shape, std::span<const PolicySpec> policies,
+EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::span<const PolicySpec> policies,
                     const EngineRoom& room) {
   EngineOptions options;
   options.shape = shape;
   options.page_tokens = room.page_tokens;
-  options.kv_dtype = flags.options.kv_dtype;
+  options.kv_dtype = flags.kv_dtype;
   const PageLayout layout{.page_tokens = room.page_tokens, .head_dim = shape.head_dim, .dtype = options.kv_dtype};
   const std::uint64_t block = layout.page_bytes() * shape.layers * shape.kv_heads;
   const std::uint64_t longest = div_up(room.tokens, room.page_tokens);
   constexpr std::uint64_t kOpenPages = 2;  // The one that a fork copies, and where its own begin.
   const std::uint64_t blocks = longest + (room.apart == 0 ? 0 : div_up(room.apart, room.page_tokens) + kOpenPages);
-  options.host_bytes = flags.options.host_bytes != 0 ? flags.options.host_bytes : blocks * block;
+  options.host_bytes = flags.host_bytes != 0 ? flags.host_bytes : blocks * block;
   if (options.host_bytes < blocks * block)
     throw Error(Errc::out_of_capacity, "--host-size " + format_size(options.host_bytes) + " cannot hold " +
                                            std::to_string(room.tokens) + " tokens (prompt and answer); they take " +
                                            std::to_string(blocks * block) +
                                            " bytes. Raise --host-size or shorten the prompt");
-  options.near_bytes = flags.options.near_bytes != 0
-                           ? flags.options.near_bytes
+  options.near_bytes = flags.near_bytes != 0
+                           ? flags.near_bytes
                            : static_cast<std::uint64_t>(room.near * static_cast<double>(longest)) * block;
-  options.placement = flags.options.placement;
+  options.placement = flags.placement;
   options.largest = {.decode_rows = 1,
-                     .prefill_rows = std::min(flags.options.prefill_chunk, room.tokens),
+                     .prefill_rows = std::min(flags.prefill_chunk, room.tokens),
                      .prefills = 1,
                      .max_tokens = static_cast<std::uint32_t>(longest) * room.page_tokens,
                      .top_k = false,
-                     .audit = flags.options.audit_every != 0};
+                     .audit = flags.audit_every != 0};
   options.sequences = room.apart == 0 ? 1 : 2;
   options.prompt_queries = options.max_picks = options.max_ranked = options.max_window = 1;
   for (const PolicySpec& policy : policies) make_room_for(policy, room.tokens, options);
   if (options.cpu_sequences != 0) options.cpu_sequences = options.sequences;
   options.prefill = room.prefill;
   options.import_rows = std::min(options.import_rows, room.tokens);
-  options.threads = flags.options.threads;
-  options.cores = flags.options.cores;
-  options.pin_threads = flags.options.pin_threads;
-  options.timeout = flags.options.timeout;
+  options.threads = flags.threads;
+  options.cores = flags.cores;
+  options.timeout = flags.timeout;
   return options;
 }
 
@@ -77,17 +132,6 @@ Json to_json(const EngineOptions& options) {
           {"host_bytes", options.host_bytes},   {"near_bytes", options.near_bytes},
           {"placement", to_string(options.placement)},
           {"threads", options.threads},         {"timeout_ms", options.timeout.count()}};
-}
-
-void require_for_engine(const RuntimeFlags& flags) {
-  const RuntimeOptions own;
-  const auto refuse = [](const std::string& flag, const std::string& why) {
-    throw Error(Errc::invalid_argument, flag + ": " + why + "; leave it out, or say `run --stepwise`");
-  };
-  if (flags.options.placement != PlacementMode::hybrid && flags.options.placement != PlacementMode::stream)
-    refuse("--placement", "an engine knows hybrid and stream; with --near 100% everything is near");
-  if (flags.options.promote_pages != own.promote_pages)
-    refuse("--promote-pages", "tokens come near one by one, not by pages");
 }
 
 }  // namespace sluice::tools

@@ -1,20 +1,48 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "sluice/engine.hpp"
-#include "tools/cli/runtime_flags.hpp"
+#include "tools/cli/command.hpp"
+#include "tools/cli/report.hpp"
+#include "tools/llama/model.hpp"
 
 namespace sluice::tools {
+
+/// Options of every subcommand that builds an Engine. 0 bytes mean "sized to the prompt".
+struct EngineFlags {
+  std::uint64_t host_bytes = 0;
+  std::uint64_t near_bytes = 0;
+  PlacementMode placement = EngineOptions{}.placement;
+  std::uint32_t page_tokens = EngineOptions{}.page_tokens;
+  DType kv_dtype = EngineOptions{}.kv_dtype;
+  std::uint32_t prefill_chunk = 512;  ///< tokens of a prompt that are attended at a time
+  std::uint32_t threads = EngineOptions{}.threads;
+  std::vector<std::uint32_t> cores;
+  std::chrono::milliseconds timeout = EngineOptions{}.timeout;
+  std::uint32_t audit_every = 0;
+  bool own_chunk = true;  ///< no --prefill-chunk was given: see choose_chunk
+  bool own_pages = true;  ///< no page size was asked for: a policy gets pages of the size that it was made for
+  bool own_kv_dtype = true;  ///< no element type was asked for: see choose_kv_dtype
+};
+
+void add_engine_flags(CLI::App& app, EngineFlags& flags);
+
+/// `--kv-dtype auto`: keys and values as the model has them.
+void choose_kv_dtype(EngineFlags& flags, const Model& model) noexcept;
+
+/// Page size of an engine for one policy: what the user asked for, else the policy's own, else the default.
+[[nodiscard]] std::uint32_t page_tokens_for(const PolicySpec& policy, const EngineFlags& flags) noexcept;
 
 /// Policies that one engine can serve: it has one page size, and one kind of digests.
 struct EngineGroup {
   std::uint32_t page_tokens = 0;
   std::vector<std::size_t> policies;  ///< indices
 };
-[[nodiscard]] std::vector<EngineGroup> by_engine(std::span<const PolicySpec> policies, const RuntimeFlags& flags);
+[[nodiscard]] std::vector<EngineGroup> by_engine(std::span<const PolicySpec> policies, const EngineFlags& flags);
 
 /// What an engine of one conversation at a time is sized to.
 struct EngineRoom {
@@ -28,13 +56,10 @@ struct EngineRoom {
 /// Options for sequences under any of the given policies, which decode one token at a time.
 /// @throws Error{Errc::out_of_capacity} naming the size that would do, if the user's host size is too small;
 /// Error{Errc::unsupported} if no engine serves a policy
-[[nodiscard]] EngineOptions sized(const RuntimeFlags& flags, const AttentionShape& shape,
+[[nodiscard]] EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape,
                                   std::span<const PolicySpec> policies, const EngineRoom& room);
 
 /// The `config` part of a report.
 [[nodiscard]] Json to_json(const EngineOptions& options);
-
-/// @throws Error{Errc::invalid_argument} naming the first flag that is set and means nothing to an engine
-void require_for_engine(const RuntimeFlags& flags);
 
 }  // namespace sluice::tools

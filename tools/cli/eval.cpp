@@ -30,7 +30,7 @@ struct EvalOptions {
   std::uint32_t needle_steps = 8;
   std::vector<double> sinks;
   std::string plot;
-  RuntimeFlags runtime;
+  EngineFlags engine;
   DeviceFlags device;
   OutputOptions output;
 };
@@ -80,7 +80,7 @@ std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
   return needles;
 }
 
-Json config_of(const EvalOptions& options, const RuntimeFlags& runtime, const NamedPolicies& policies,
+Json config_of(const EvalOptions& options, const EngineFlags& runtime, const NamedPolicies& policies,
                std::span<const PrefillSpec> prefills) {
   Json modes = Json::array();
   for (const PrefillSpec& prefill : prefills) modes.push_back(to_json(prefill));
@@ -91,7 +91,7 @@ Json config_of(const EvalOptions& options, const RuntimeFlags& runtime, const Na
           {"lengths", options.lengths},
           {"policies", compositions},
           {"prefill", modes},
-          {"prefill_chunk", runtime.options.prefill_chunk},
+          {"prefill_chunk", runtime.prefill_chunk},
           {"count", options.task.count},
           {"decode_prompt", options.task.decode_prompt},
           {"max_tokens", options.task.max_tokens},
@@ -103,7 +103,7 @@ Json config_of(const EvalOptions& options, const RuntimeFlags& runtime, const Na
           {"sinks", options.sinks},
           {"own_pages", runtime.own_pages},
           {"near", options.near},
-          {"audit_every", runtime.options.audit_every},
+          {"audit_every", runtime.audit_every},
           {"device", options.device.device}};
 }
 
@@ -123,9 +123,8 @@ int run(const EvalOptions& options) {
   const std::unique_ptr<OutputTarget> plot =
       options.plot.empty() ? nullptr : std::make_unique<OutputTarget>(options.plot);
   const std::shared_ptr<Device> device = make_device(options.device);
-  RuntimeFlags flags = options.runtime;
+  EngineFlags flags = options.engine;
   choose_chunk(flags, device.get(), prefills);
-  require_for_engine(flags);
   AttentionShape shape;
   ProgressBar bar("eval");
   const InterruptScope interrupts;
@@ -133,7 +132,7 @@ int run(const EvalOptions& options) {
   if (cells.empty()) {
     report = std::make_unique<EvalReport>(policies, shape);
   } else {
-    const Model model = load_model(options.model, "", options.runtime.options.threads, device);
+    const Model model = load_model(options.model, "", options.engine.threads, device);
     if (!ByteTokenizer::fits(model.config())) {
       throw Error(Errc::invalid_argument,
                   "--model: the tasks are written in bytes and need a byte-level model such as tests/data/testbed");
@@ -153,7 +152,7 @@ int run(const EvalOptions& options) {
   }
   for (const NeedleOptions& planted : needles) {
     if (interrupted()) break;
-    report->add(planted, evaluate_needles(planted, options.runtime, policies.specs, device, bar), needle_shape());
+    report->add(planted, evaluate_needles(planted, options.engine, policies.specs, device, bar), needle_shape());
   }
   Report result{.command = "eval", .config = config_of(options, flags, policies, prefills)};
   result.tables = report->tables();
@@ -165,7 +164,7 @@ int run(const EvalOptions& options) {
 
 void add_eval(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<EvalOptions>();
-  options->runtime.options.audit_every = 1;
+  options->engine.audit_every = 1;
   auto* command = app.add_subcommand("eval", "Compare policies on retrieval tasks: accuracy, coverage and cost");
   command->add_option("--model", options->model, "Hugging Face directory of a byte-level Llama")->type_name("DIR");
   command->add_option("--tasks", options->tasks, "Comma list of niah, niah_long, multikey, kv, track, copy")
@@ -199,10 +198,10 @@ void add_eval(CLI::App& app, int& exit_code) {
             {.least = 1, .most = 1024});
   add_sinks(*command, options->sinks);
   command->add_option("--plot", options->plot, "Write accuracy against bytes read as an SVG")->type_name("FILE");
-  add_count(*command, "--audit", options->runtime.options.audit_every,
+  add_count(*command, "--audit", options->engine.audit_every,
             "Every N-th step also attends densely and reports coverage; 0: never");
   add_device_flags(*command, options->device);
-  add_runtime_flags(*command, options->runtime);
+  add_engine_flags(*command, options->engine);
   add_output(*command, options->output);
   command->footer(
       "Each policy runs in an engine with the page size that it was made for (see `sluice policies`), unless\n"

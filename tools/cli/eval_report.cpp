@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "tools/cli/prompt_columns.hpp"
+#include "tools/cli/engine_columns.hpp"
 
 namespace sluice::tools {
 namespace {

@@ -37,7 +37,7 @@ AttentionShape needle_shape() {
 
 namespace {
 
-void score_needles(const NeedleOptions& options, const RuntimeFlags& flags, const std::vector<PolicySpec>& policies,
+void score_needles(const NeedleOptions& options, const EngineFlags& flags, const std::vector<PolicySpec>& policies,
                    const std::shared_ptr<Device>& given, std::span<NeedleScore> scores, ProgressBar& bar) {
   const cpu::Topology topology;
   const auto builders = std::make_shared<const cpu::Workers>(topology, cpu::WorkersOptions{});
@@ -59,7 +59,7 @@ void score_needles(const NeedleOptions& options, const RuntimeFlags& flags, cons
     const DeviceSteps steps(layer, *device);
     for (const std::size_t p : group.policies) {
       SyntheticForwardsOptions forwards{
-          .policy = policies[p], .near_share = options.near, .threads = flags.options.threads};
+          .policy = policies[p], .near_share = options.near, .threads = flags.threads};
       forwards.policy.dense_layers = forwards.policy.dense_every = 0;  // The only layer is one that it works in.
       for (const bool audit : {false, true}) {
         bar.update(done++, 2 * policies.size(), "needles: " + policies[p].name);
@@ -85,7 +85,7 @@ void score_needles(const NeedleOptions& options, const RuntimeFlags& flags, cons
 
 }  // namespace
 
-std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const RuntimeFlags& flags,
+std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const EngineFlags& flags,
                                           const std::vector<PolicySpec>& policies,
                                           const std::shared_ptr<Device>& device, ProgressBar& bar) {
   std::vector<NeedleScore> scores(policies.size());

@@ -36,7 +36,7 @@ struct NeedleScore {
 
 /// Every policy over the same needles. Two runs each: with an audit of every step, and without for the time.
 /// Interrupted, it returns what is finished.
-[[nodiscard]] std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const RuntimeFlags& flags,
+[[nodiscard]] std::vector<NeedleScore> evaluate_needles(const NeedleOptions& options, const EngineFlags& flags,
                                                         const std::vector<PolicySpec>& policies,
                                                         const std::shared_ptr<Device>& device, ProgressBar& bar);
 

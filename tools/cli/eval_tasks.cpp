@@ -29,11 +29,11 @@ std::vector<std::uint32_t> evidence_of(const Task& task) {
 struct TaskEvaluation::Prefilled {
   PromptCache cache;
   std::size_t question = 0;  ///< tokens behind it that are read under the policy
-  PromptStats stats;
+  EngineStats stats;
   double seconds = 0.0;
 };
 
-TaskEvaluation::TaskEvaluation(const TaskEvalOptions& options, const RuntimeFlags& flags, const Model& model,
+TaskEvaluation::TaskEvaluation(const TaskEvalOptions& options, const EngineFlags& flags, const Model& model,
                                std::vector<PolicySpec> policies, std::shared_ptr<Device> device, std::string haystack)
     : options_(options),
       flags_(flags),
@@ -82,8 +82,8 @@ std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& 
 std::vector<TaskEvaluation::Prefilled> TaskEvaluation::prefilled(const PrefillSpec& prefill,
                                                                  std::span<const Task> tasks) const {
   const PolicySpec dense = parse_policy("full");
-  RuntimeFlags flags = flags_;
-  flags.options.audit_every = 0;
+  EngineFlags flags = flags_;
+  flags.audit_every = 0;
   sluice::Engine engine(sized(flags, model_.config().shape(), {&dense, 1},
                               {.page_tokens = page_tokens_for(dense, flags),
                                .tokens = static_cast<std::uint32_t>(tokens_of(tasks)),
@@ -101,11 +101,7 @@ std::vector<TaskEvaluation::Prefilled> TaskEvaluation::prefilled(const PrefillSp
         std::span(tokens).first(tokens.size() - prompt.question),
         [](std::uint32_t, std::uint32_t) { stop_if_interrupted(); }, &prompt.cache);
     prompt.seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    const EngineStats stats = since(before, engine.stats());
-    prompt.stats = {.kept_blocks = stats.kept_blocks,
-                    .causal_blocks = stats.causal_blocks,
-                    .sparse_chunks = stats.sparse_chunks,
-                    .dense_chunks = stats.dense_chunks};
+    prompt.stats = since(before, engine.stats());
   }
   return prompts;
 }
@@ -147,7 +143,7 @@ void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, 
       score.layout = {.page_tokens = group.page_tokens,
                       .head_dim = engine.options().shape.head_dim,
                       .dtype = engine.options().kv_dtype};
-      score.prompt.merge(prompts[i].stats);
+      add(prompts[i].stats, score.prompt);
       score.prefill_s += prompts[i].seconds;
       answer(engine, prompt, std::span(tokens).last(prompts[i].question), tasks[i], policies_[p], score);
       told(p);
@@ -158,7 +154,7 @@ void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, 
 void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt, std::span<const int> question,
                             const Task& task, const PolicySpec& policy, TaskScore& score) {
   EngineSession session(prompt, policy);
-  session.audit_every(flags_.options.audit_every);
+  session.audit_every(flags_.audit_every);
   engine.watch(session.sequence(), evidence_of(task));
   const EngineStats before = engine.stats();
   for (const int token : question) session.decode(token);

@@ -11,7 +11,6 @@
 #include "sluice/device.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/prefill.hpp"
-#include "sluice/stats.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/progress_bar.hpp"
@@ -37,7 +36,7 @@ struct TaskScore {
   std::uint32_t solved = 0;
   PageLayout layout;        ///< of the engine that it ran in
   DecodeScore decoded;
-  PromptStats prompt;       ///< of the prompts' prefill
+  EngineStats prompt;       ///< of the prompts' prefill
   double prefill_s = 0.0;   ///< likewise, wall time
   std::vector<LostHead> lost;  ///< [layers, q_heads]; empty if nothing was failed or audited
 };
@@ -60,7 +59,7 @@ struct TaskEvalOptions {
 /// last tokens of the question and answers.
 class TaskEvaluation {
  public:
-  TaskEvaluation(const TaskEvalOptions& options, const RuntimeFlags& flags, const Model& model,
+  TaskEvaluation(const TaskEvalOptions& options, const EngineFlags& flags, const Model& model,
                  std::vector<PolicySpec> policies, std::shared_ptr<Device> device, std::string haystack);
 
   /// @throws Error{Errc::invalid_argument} if a prompt and its answer exceed the model's context, before anything runs.
@@ -89,7 +88,7 @@ class TaskEvaluation {
   }
 
   TaskEvalOptions options_;
-  RuntimeFlags flags_;
+  EngineFlags flags_;
   const Model& model_;
   std::vector<PolicySpec> policies_;
   std::shared_ptr<Device> device_;

@@ -11,7 +11,7 @@
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/prompt.hpp"
 #include "tools/cli/report.hpp"
-#include "tools/cli/runtime_flags.hpp"
+#include "tools/cli/engine_flags.hpp"
 #include "tools/llama/conversation.hpp"
 #include "tools/llama/model.hpp"
 #include "tools/llama/sampler.hpp"
@@ -27,13 +27,11 @@ struct RunOptions {
   std::uint32_t max_tokens = 128;
   std::uint32_t decode_prompt = 0;
   PrefillFlags prefill;
-  std::string trace;
-  bool stepwise = false;
   std::optional<float> temperature;  ///< as top_p and top_k: by default what generation_config.json says
   std::optional<float> top_p;
   std::optional<std::uint32_t> top_k;
   std::uint64_t seed = SamplerOptions{}.seed;
-  RuntimeFlags runtime;
+  EngineFlags engine;
   DeviceFlags device;
   OutputOptions output;
 };
@@ -74,9 +72,7 @@ struct Generation {
 void append_run(const Generation& generation, std::size_t prompt_tokens, const PolicySpec& policy,
                 std::vector<Column>& columns, std::vector<Json>& row);
 
-/// As forwards of an Engine.
-int run_on_engine(const RunOptions& options);
-/// `--stepwise`: by a Runtime.
-int run_stepwise(const RunOptions& options);
+/// Generates, and reports.
+int run(const RunOptions& options);
 
 }  // namespace sluice::tools

@@ -90,13 +90,13 @@ Json to_json(const PrefillSpec& spec) {
           {"min_budget", spec.flex.min_budget}};
 }
 
-void choose_chunk(RuntimeFlags& flags, const Device* device, std::span<const PrefillSpec> prefills) {
+void choose_chunk(EngineFlags& flags, const Device* device, std::span<const PrefillSpec> prefills) {
   if (!flags.own_chunk) return;
   const auto chooses = [](const PrefillSpec& spec) { return spec.mode != PrefillMode::full; };
   if (device != nullptr && device->info().own_processor) {
-    flags.options.prefill_chunk = kDeviceChunk;
+    flags.prefill_chunk = kDeviceChunk;
   } else if (std::any_of(prefills.begin(), prefills.end(), chooses)) {
-    flags.options.prefill_chunk = kChoosingChunk;
+    flags.prefill_chunk = kChoosingChunk;
   }
 }
 

@@ -9,7 +9,7 @@
 #include "sluice/prefill.hpp"
 #include "tools/cli/command.hpp"
 #include "tools/cli/report.hpp"
-#include "tools/cli/runtime_flags.hpp"
+#include "tools/cli/engine_flags.hpp"
 
 namespace sluice::tools {
 
@@ -40,6 +40,6 @@ void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list);
 
 /// Sets the prompt tokens per call unless the user did: many on a GPU, whose kernels want work, and many where blocks
 /// are chosen, which every chunk does anew from its last 128 queries.
-void choose_chunk(RuntimeFlags& flags, const Device* device, std::span<const PrefillSpec> prefills);
+void choose_chunk(EngineFlags& flags, const Device* device, std::span<const PrefillSpec> prefills);
 
 }  // namespace sluice::tools

@@ -8,7 +8,7 @@
 #include "tools/cli/generator.hpp"
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/prompt.hpp"
-#include "tools/cli/runtime_flags.hpp"
+#include "tools/cli/engine_flags.hpp"
 #include "tools/cli/values.hpp"
 
 namespace sluice::tools {
@@ -16,18 +16,10 @@ namespace {
 
 /// The text streams to standard output, unless that holds the report.
 void check_outputs(const RunOptions& options) {
-  const std::string streamed;
-  require_distinct({{"--output", options.output.path}, {"--trace", options.trace, !options.trace.empty()}});
-  require_distinct({{"the text", streamed}, {"--trace", options.trace, !options.trace.empty()}});
   if (options.output.format == Format::csv && OutputTarget(options.output.path).is_stdout()) {
     throw Error(Errc::invalid_argument,
                 "-o csv: standard output holds the generated text; give the tables a file, --output FILE.csv");
   }
-}
-
-int run(const RunOptions& options) {
-  check_outputs(options);
-  return options.stepwise ? run_stepwise(options) : run_on_engine(options);
 }
 
 }  // namespace
@@ -47,8 +39,7 @@ void add_run(CLI::App& app, int& exit_code) {
   command
       ->add_option(
           "--near", options->near,
-          "Share of the tokens that device memory has room for, e.g. 10% [default: 5%; with --stepwise: of the "
-          "pages kept near, the policy's]")
+          "Share of the tokens that device memory has room for, e.g. 10% [default: 5%]")
       ->type_name("SHARE");
   add_count(*command, "--max-tokens", options->max_tokens, "Tokens to generate at most", {.least = 1, .most = 1 << 20});
   add_count(*command, "--decode-prompt", options->decode_prompt,
@@ -65,21 +56,19 @@ void add_run(CLI::App& app, int& exit_code) {
   add_count(*command, "--top-k", std::function<void(std::uint64_t)>(optional(options->top_k)),
             "Sample among so many of the likeliest tokens; 0: all [default: the model's, else 0]");
   add_seed(*command, options->seed, "Seed of the sampling");
-  add_count(*command, "--audit", options->runtime.options.audit_every,
+  add_count(*command, "--audit", options->engine.audit_every,
             "Every N-th step also attends densely and reports coverage; 0: never");
-  command->add_flag(
-      "--stepwise", options->stepwise,
-      "Drive every layer from the calling thread, for --trace, --placement and policies that keep pages near");
-  command->add_option("--trace", options->trace, "With --stepwise: write what ran when, for ui.perfetto.dev")
-      ->type_name("FILE");
   add_device_flags(*command, options->device);
-  add_runtime_flags(*command, options->runtime);
+  add_engine_flags(*command, options->engine);
   add_output(*command, options->output);
   command->footer(
       "Text goes to standard output as it comes, the table to standard error. With -o json standard output\n"
       "holds one object with the text in it; -o csv needs --output. What did not happen has no row in the table.\n"
       "A text ends by the model (stop), --max-tokens (length) or the model's context (context).");
-  command->callback([options, &exit_code] { exit_code = run(*options); });
+  command->callback([options, &exit_code] {
+    check_outputs(*options);
+    exit_code = run(*options);
+  });
 }
 
 }  // namespace sluice::tools

@@ -11,18 +11,11 @@
 #include "tools/cli/generator.hpp"
 #include "tools/cli/message.hpp"
 #include "tools/cli/model_source.hpp"
-#include "tools/cli/prompt_columns.hpp"
 #include "tools/cli/values.hpp"
 #include "tools/llama/engine_session.hpp"
 
 namespace sluice::tools {
 namespace {
-
-void require_served(const RunOptions& options) {
-  if (!options.trace.empty())
-    throw Error(Errc::invalid_argument, "--trace: planned forwards have no trace; say --stepwise, or leave it out");
-  require_for_engine(options.runtime);
-}
 
 Table summary(const Generation& generation, std::size_t prompt_tokens, const PolicySpec& policy,
               const sluice::Engine& engine, const EngineSession& session) {
@@ -41,11 +34,7 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
     table.columns.push_back(std::move(column));
     row.push_back(std::move(value));
   };
-  append_blocks({.kept_blocks = score.stats.kept_blocks,
-                 .causal_blocks = score.stats.causal_blocks,
-                 .sparse_chunks = score.stats.sparse_chunks,
-                 .dense_chunks = score.stats.dense_chunks},
-                table.columns, row);
+  append_blocks(score.stats, table.columns, row);
   add({"waited_ms", "waited for the CPU, ms per token", 3},
       session.decoded() == 0 ? Json() : Json(1e-6 * static_cast<double>(score.stats.waited_ns) / session.decoded()));
   add({"device_bytes", "device memory for attention, bytes"}, engine.memory().device());
@@ -56,19 +45,18 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
 
 }  // namespace
 
-int run_on_engine(const RunOptions& options) {
+int run(const RunOptions& options) {
   const PolicySpec policy = parse_policy(options.policy);
   constexpr double kNear = 0.05;
   const double near = options.near.empty() ? kNear : parse_share(options.near, "--near");
   const PrefillSpec prefill = parse_one_prefill(options.prefill);
-  require_served(options);
   const OutputTarget target(options.output.path);
   const std::shared_ptr<Device> device = make_device(options.device);
-  const Model model = load_model(options.model, options.random_weights, options.runtime.options.threads, device);
+  const Model model = load_model(options.model, options.random_weights, options.engine.threads, device);
   const SamplerOptions sampling = sampler_of(options, model.generation());
   const std::vector<int> prompt = read_prompt(options.prompt, model.config());
   const std::uint32_t answer = std::min(options.max_tokens, room_behind(prompt.size(), model.config()));
-  RuntimeFlags flags = options.runtime;
+  EngineFlags flags = options.engine;
   choose_chunk(flags, device.get(), std::span(&prefill, 1));
   choose_kv_dtype(flags, model);
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
@@ -76,7 +64,7 @@ int run_on_engine(const RunOptions& options) {
       .page_tokens = page_tokens_for(policy, flags), .tokens = tokens, .near = near, .prefill = prefill};
   sluice::Engine engine(sized(flags, model.config().shape(), {&policy, 1}, room), device);
   EngineSession session(model, engine, device, policy);
-  session.audit_every(options.runtime.options.audit_every);
+  session.audit_every(options.engine.audit_every);
   const bool json_on_stdout = options.output.format == Format::json && target.is_stdout();
   const Generation generation = generate(options, sampling, model, session, prompt, !json_on_stdout);
 
@@ -87,7 +75,7 @@ int run_on_engine(const RunOptions& options) {
                            {"max_tokens", options.max_tokens},
                            {"decode_prompt", options.decode_prompt},
                            {"prefill", to_json(prefill)},
-                           {"prefill_chunk", flags.options.prefill_chunk},
+                           {"prefill_chunk", flags.prefill_chunk},
                            {"engine", to_json(engine.options())},
                            {"top_p", sampling.top_p},
                            {"top_k", sampling.top_k},

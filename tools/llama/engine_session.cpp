@@ -130,19 +130,77 @@ void EngineSession::decode(int token) {
   if (tokens_ == 0) refuse("decode before prefill; give the session a prompt first");
   model_.require_token(token);
   as_one_error("decode", [&] {
-    const Bucket& largest = engine_.options().largest;
-    const bool audit = audit_every_ != 0 && decoded_ % audit_every_ == 0;
-    forward({&token, 1},
-            {.decode_rows = 1,
-             .top_k = largest.top_k,
-             .unbounded = largest.unbounded,
-             .pages = largest.pages,
-             .audit = audit},
-            false);
+    Bucket bucket = decoding(1);
+    bucket.audit = audit_every_ != 0 && decoded_ % audit_every_ == 0;
+    forward({&token, 1}, bucket, false);
     ++decoded_;
     visible_ += tokens_;
     take_logits();
   });
+}
+
+Bucket EngineSession::decoding(std::uint32_t rows) const noexcept {
+  const Bucket& largest = engine_.options().largest;
+  return {.decode_rows = rows, .top_k = largest.top_k, .unbounded = largest.unbounded, .pages = largest.pages};
+}
+
+void decode_batch(std::span<EngineSession* const> sessions, std::span<const int> tokens) {
+  if (sessions.empty() || sessions.size() != tokens.size())
+    refuse("decode_batch needs a token for each of at least one session");
+  const EngineSession& lead = *sessions.front();
+  for (std::size_t i = 0; i < sessions.size(); ++i) {
+    const EngineSession& session = *sessions[i];
+    if (&session.model_ != &lead.model_ || &session.engine_ != &lead.engine_)
+      refuse("decode_batch needs sessions of one model and one engine");
+    if (std::ranges::find(sessions.first(i), sessions[i]) != sessions.begin() + static_cast<std::ptrdiff_t>(i))
+      refuse("decode_batch has a session twice");
+    session.require_usable(1);
+    if (session.tokens_ == 0) refuse("decode before prefill; give every session a prompt first");
+    session.model_.require_token(tokens[i]);
+  }
+  as_one_error("decode a batch", [&] { EngineSession::decode_together(sessions, tokens); });
+}
+
+void EngineSession::decode_together(std::span<EngineSession* const> sessions, std::span<const int> tokens) {
+  EngineSession& lead = *sessions.front();
+  const auto rows = static_cast<std::uint32_t>(sessions.size());
+  std::vector<PlanItem> items;
+  lead.placed_.clear();
+  for (std::uint32_t i = 0; i < rows; ++i) {
+    items.push_back({.sequence = sessions[i]->sequence_});
+    lead.placed_.push_back({.token = tokens[i], .position = sessions[i]->tokens_});
+  }
+  const Bucket bucket = lead.decoding(rows);
+  const Batch batch = lead.engine_.plan(items, bucket, lead.stream_);
+  for (EngineSession* session : sessions) session->broken_ = true;
+  const auto whole_again = [&] {
+    for (EngineSession* session : sessions) session->broken_ = lead.broken_;
+  };
+  try {
+    lead.model_.forward(
+        lead.placed_,
+        [&](const AttentionCall& call) {
+          lead.engine_.attend(bucket, call.layer, call.q, call.k, call.v, call.out, lead.stream_);
+        },
+        lead.work_);
+    lead.engine_.finish(batch);
+  } catch (...) {
+    lead.take_back(batch);
+    whole_again();
+    throw;
+  }
+  lead.broken_ = false;
+  whole_again();
+  const std::size_t vocabulary = lead.model_.config().vocab_size;
+  std::vector<float> logits(rows * vocabulary);
+  lead.model_.logits(lead.work_, rows, logits);
+  for (std::uint32_t i = 0; i < rows; ++i) {
+    EngineSession& session = *sessions[i];
+    session.logits_.assign(logits.begin() + static_cast<std::ptrdiff_t>(i * vocabulary),
+                           logits.begin() + static_cast<std::ptrdiff_t>((i + 1) * vocabulary));
+    ++session.decoded_;
+    session.visible_ += ++session.tokens_;
+  }
 }
 
 void EngineSession::forward(std::span<const int> tokens, const Bucket& bucket, bool prefill, PromptCache* record) {

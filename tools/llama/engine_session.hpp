@@ -40,6 +40,7 @@ class EngineSession final : public Conversation {
   /// Engine::import_prefix.
   void import_prompt(const PromptCache& prompt);
   void decode(int token) override;
+  friend void decode_batch(std::span<EngineSession* const> sessions, std::span<const int> tokens);
   /// Audits every N-th token that is decoded, the next one first; 0: none. See Engine::audit; the engine's largest
   /// bucket has to have audits.
   void audit_every(std::uint32_t tokens) noexcept { audit_every_ = tokens; }
@@ -51,6 +52,7 @@ class EngineSession final : public Conversation {
   [[nodiscard]] std::uint64_t visible() const noexcept { return visible_; }
 
  private:
+  static void decode_together(std::span<EngineSession* const> sessions, std::span<const int> tokens);
   void take_stream();
   void require_usable(std::size_t more) const;
   void import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count);
@@ -61,6 +63,7 @@ class EngineSession final : public Conversation {
   [[nodiscard]] TensorCourier* courier();
   void take_back(const Batch& batch) noexcept;
   void take_logits();
+  [[nodiscard]] Bucket decoding(std::uint32_t rows) const noexcept;
 
   const Model& model_;
   sluice::Engine& engine_;
@@ -78,5 +81,11 @@ class EngineSession final : public Conversation {
   Activations work_;
   std::unique_ptr<TensorCourier> courier_;
 };
+
+/// One forward of a token of each session: tokens[i] goes to sessions[i]. Weights are read once for all.
+/// @throws Error{Errc::invalid_argument} unless the sessions are different, of one model and one engine with as many
+///         decode rows, and as many as the tokens, before anything changes; else as EngineSession::decode. After an
+///         error no session has its token.
+void decode_batch(std::span<EngineSession* const> sessions, std::span<const int> tokens);
 
 }  // namespace sluice::tools

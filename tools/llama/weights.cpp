@@ -7,7 +7,7 @@
 #include <string>
 
 #include "sluice/error.hpp"
-#include "sluice/options.hpp"
+#include "sluice/host_memory.hpp"
 #include "sluice/units.hpp"
 #include "tools/llama/bf16.hpp"
 #include "tools/llama/random_weights.hpp"

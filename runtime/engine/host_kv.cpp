@@ -1,0 +1,115 @@
+#include "runtime/engine/host_kv.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace sluice::runtime {
+
+void HostKv::score(const float* q, std::span<const std::uint32_t> tokens, float* out) {
+  const ScoreTokensTask task{.q = q, .kv = view_, .tokens = tokens, .out = out};
+  host_.score_tokens({&task, 1}, shape_, nullptr);
+}
+
+void HostKv::estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
+  const auto copied = std::lower_bound(tokens.begin(), tokens.end(), copied_tokens_) - tokens.begin();
+  const auto count = static_cast<std::size_t>(copied);
+  if (count != 0 && copies_ == nullptr) copy_and_estimate(q, tokens.first(count), out);
+  if (count != 0 && copies_ != nullptr) {
+    host_.estimate_tokens(
+        {.q = q, .copies = copies_, .frames = view_.frames, .tokens = tokens.first(count), .out = out}, shape_,
+        view_.layout);
+  }
+  if (count != tokens.size()) score(q, tokens.subspan(count), out + count * shape_.group());
+}
+
+std::span<const std::uint32_t> HostKv::first_indices(std::uint32_t count) {
+  if (indices_.size() < count) {
+    indices_.resize(count);
+    std::iota(indices_.begin(), indices_.end(), 0);
+  }
+  return std::span(indices_).first(count);
+}
+
+void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
+  const PageLayout layout{.page_tokens = 256, .head_dim = view_.layout.head_dim, .dtype = view_.layout.dtype};
+  page_.resize(layout.half_bytes());
+  copy_.resize(Int4Layout(layout).page_bytes());
+  static constexpr std::uint32_t kOnlyFrame = 0;
+  for (std::size_t first = 0; first < tokens.size(); first += layout.page_tokens) {
+    const auto some = tokens.subspan(first, std::min<std::size_t>(layout.page_tokens, tokens.size() - first));
+    for (std::size_t i = 0; i < some.size(); ++i)
+      std::memcpy(page_.data() + i * layout.row_bytes(), view_.k_row(some[i]), layout.row_bytes());
+    const QuantizeTask task{.page = page_.data(), .rows = static_cast<std::uint32_t>(some.size()), .out = copy_.data()};
+    host_.quantize({&task, 1}, layout, nullptr);
+    host_.estimate_tokens({.q = q,
+                           .copies = copy_.data(),
+                           .frames = &kOnlyFrame,
+                           .tokens = first_indices(static_cast<std::uint32_t>(some.size())),
+                           .out = out + first * shape_.group()},
+                          shape_, layout);
+  }
+}
+
+namespace {
+
+/// Calls rows(first token, tokens, out) for every page that [first, first + count) touches.
+template <class Rows>
+void for_each_page(const PageLayout& layout, std::uint32_t first, std::uint32_t count, float* out, const Rows& rows) {
+  while (count != 0) {
+    const std::uint32_t here = std::min(count, layout.page_tokens - first % layout.page_tokens);
+    rows(first, here, out);
+    first += here;
+    count -= here;
+    out += std::size_t{here} * layout.head_dim;
+  }
+}
+
+}  // namespace
+
+void HostKv::keys(std::uint32_t first, std::uint32_t count, float* out) {
+  for_each_page(view_.layout, first, count, out,
+                [this](std::uint32_t token, std::uint32_t here, float* to) { rows(view_.k_row(token), here, to); });
+}
+
+void HostKv::values(std::uint32_t first, std::uint32_t count, float* out) {
+  for_each_page(view_.layout, first, count, out,
+                [this](std::uint32_t token, std::uint32_t here, float* to) { rows(view_.v_row(token), here, to); });
+}
+
+void HostKv::cluster(const scheduler::ClusterRequest& request, float* centroids, std::uint32_t* assignment) {
+  const ClusterTask task{.kv = view_,
+                         .first = request.first,
+                         .count = request.count,
+                         .clusters = request.clusters,
+                         .iterations = request.iterations,
+                         .seed = request.seed,
+                         .centroids = centroids,
+                         .assignment = assignment};
+  host_.cluster({&task, 1}, nullptr);
+}
+
+void HostKv::score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) {
+  if (count == 0) return;
+  // The rows as the keys of one long page; its values are not read.
+  static constexpr std::uint32_t kOnlyFrame = 0;
+  const KvView view{.base = reinterpret_cast<std::byte*>(const_cast<float*>(rows)),
+                    .frames = &kOnlyFrame,
+                    .layout = {.page_tokens = count, .head_dim = shape_.head_dim, .dtype = DType::f32}};
+  const ScoreTokensTask task{.q = x, .kv = view, .tokens = first_indices(count), .out = out};
+  const AttentionShape shape{.layers = 1, .q_heads = columns, .kv_heads = 1, .head_dim = shape_.head_dim};
+  host_.score_tokens({&task, 1}, shape, nullptr);
+}
+
+void HostKv::rows(const std::byte* first, std::uint32_t count, float* out) {
+  const TensorView view{.data = first,
+                        .dtype = view_.layout.dtype,
+                        .tokens = count,
+                        .heads = 1,
+                        .head_dim = view_.layout.head_dim,
+                        .token_stride = view_.layout.head_dim,
+                        .head_stride = view_.layout.head_dim};
+  host_.to_f32(view, out, nullptr);
+}
+
+}  // namespace sluice::runtime

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "cpu/backend.hpp"
+#include "scheduler/layer_policy.hpp"
+
+namespace sluice::runtime {
+
+/// A policy's window on one KV head's keys and values in host memory.
+class HostKv : public scheduler::KvReader {
+ public:
+  HostKv(cpu::Backend& host, const AttentionShape& shape, const KvView& view)
+      : host_(host), shape_(shape), view_(view) {}
+
+  void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
+  /// Later estimates come from the 4-bit copies of the pool's frames, which the head's first `pages` pages have.
+  void estimate_from(const std::byte* copies, std::uint32_t pages) noexcept {
+    copies_ = copies;
+    copied_tokens_ = pages * view_.layout.page_tokens;
+  }
+  /// Later estimates of keys in the head's first `pages` pages come from 4-bit copies that are made for them.
+  void copy_to_estimate(std::uint32_t pages) noexcept { estimate_from(nullptr, pages); }
+  void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
+  void key(std::uint32_t token, float* out) override { rows(view_.k_row(token), 1, out); }
+  void value(std::uint32_t token, float* out) override { rows(view_.v_row(token), 1, out); }
+  void keys(std::uint32_t first, std::uint32_t count, float* out) override;
+  /// Rows of V of consecutive tokens: [count, head_dim].
+  void values(std::uint32_t first, std::uint32_t count, float* out);
+  void cluster(const scheduler::ClusterRequest& request, float* centroids, std::uint32_t* assignment) override;
+  void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override;
+
+ private:
+  /// 0, 1, 2, ...
+  [[nodiscard]] std::span<const std::uint32_t> first_indices(std::uint32_t count);
+  /// The estimates of tokens whose copies are made first.
+  void copy_and_estimate(const float* q, std::span<const std::uint32_t> tokens, float* out);
+  /// Consecutive rows of one page.
+  void rows(const std::byte* first, std::uint32_t count, float* out);
+
+  cpu::Backend& host_;
+  AttentionShape shape_;
+  KvView view_;
+  std::vector<std::uint32_t> indices_;  ///< 0, 1, 2, ... as many as were needed so far
+  const std::byte* copies_ = nullptr;
+  std::uint32_t copied_tokens_ = 0;
+  std::vector<std::byte> page_, copy_;  ///< of keys whose copies are made
+};
+
+}  // namespace sluice::runtime

@@ -1,0 +1,228 @@
+#include "tests/support/policy_reference.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numeric>
+
+#include "scheduler/plan/forward_rows.hpp"
+#include "sluice/partial.hpp"
+#include "tests/support/reference.hpp"
+
+namespace sluice::test::policies {
+
+Reference::Reference(const EngineRig& rig, const Story& story, const AttentionShape& shape, const PolicySpec& policy)
+    : story_(story),
+      shape_(shape),
+      policy_(policy),
+      layout_{.page_tokens = kPageTokens, .head_dim = shape.head_dim, .dtype = rig.kv_dtype},
+      workers_(topology_, cpu::WorkersOptions{.threads = 1, .pin = false}),
+      host_(workers_),
+      frames_(div_up(story.tokens(), kPageTokens)),
+      pages_(std::size_t{shape.layers} * shape.kv_heads, std::vector<std::byte>(frames_.size() * layout_.page_bytes())) {
+  std::iota(frames_.rbegin(), frames_.rend(), 0u);
+  report_.layers = shape.layers;
+  report_.q_heads = shape.q_heads;
+}
+
+void Reference::append(std::uint32_t token) {
+  for (std::uint32_t plane = 0; plane < pages_.size(); ++plane) {
+    const std::uint32_t layer = plane / shape_.kv_heads;
+    const std::size_t head = std::size_t{plane % shape_.kv_heads} * shape_.head_dim;
+    std::byte* const row = pages_[plane].data() + frames_[token / kPageTokens] * layout_.page_bytes() +
+                           token % kPageTokens * layout_.row_bytes();
+    for (std::uint32_t c = 0; c < shape_.head_dim; ++c) {
+      store_element(row, layout_.dtype, c, story_.k(layer, token)[head + c]);
+      store_element(row + layout_.half_bytes(), layout_.dtype, c, story_.v(layer, token)[head + c]);
+    }
+  }
+}
+
+void Reference::take(std::uint32_t tokens, bool queries) {
+  if (begun_ || !queries) prompt_begin_ = at_;
+  begun_ = false;
+  for (; at_ < tokens; ++at_) append(at_);
+  if (!queries) prompt_begin_ = at_;
+}
+
+runtime::HostKv Reference::reader(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t tokens) {
+  runtime::HostKv kv(host_, shape_,
+                     {.base = pages_[layer * shape_.kv_heads + kv_head].data(), .frames = frames_.data(), .layout = layout_});
+  kv.copy_to_estimate(tokens == 0 ? 0 : (tokens - 1) / kPageTokens);
+  return kv;
+}
+
+void Reference::begin() {
+  layers_.clear();
+  const std::uint32_t queries = std::min(at_ - prompt_begin_, scheduler::prompt_queries(policy_));
+  const std::size_t group = std::size_t{shape_.group()} * shape_.head_dim;
+  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    layers_.push_back(policy_.dense(layer)
+                          ? nullptr
+                          : scheduler::make_layer_policy(policy_, shape_, kPageTokens, LayerId{layer}));
+    for (std::uint32_t kv_head = 0; kv_head < shape_.kv_heads && layers_.back(); ++kv_head) {
+      std::vector<float> last_q;
+      for (std::uint32_t token = at_ - queries; token < at_; ++token) {
+        const float* const q = story_.q(layer, token) + kv_head * group;
+        last_q.insert(last_q.end(), q, q + group);
+      }
+      runtime::HostKv kv = reader(layer, kv_head, at_);
+      layers_.back()->begin({.kv_head = kv_head, .tokens = at_, .queries = queries, .last_q = last_q, .kv = &kv});
+      std::vector<scheduler::HotPage> hot;
+      layers_.back()->forecast(kv_head, at_ + 1, 0, hot);
+    }
+  }
+  begun_ = true;
+}
+
+void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t pages, std::uint32_t picks,
+                     std::vector<float>& scores, std::vector<std::uint32_t>& ranked) const {
+  const Story::InPages digests{.page_tokens = kPageTokens, .digest = policy_.pages.digest};
+  for (std::uint32_t h = 0; h < shape_.group(); ++h) {
+    std::vector<std::pair<double, std::uint32_t>> order;
+    for (std::uint32_t page = 0; page < pages; ++page) {
+      const double score = story_.page_score(layer, at_, kv_head * shape_.group() + h, page, digests);
+      order.emplace_back(-score, page);
+      scores.push_back(static_cast<float>(score));
+    }
+    std::ranges::sort(order);
+    std::vector<std::uint32_t> best;
+    for (std::uint32_t i = 0; i < picks; ++i) best.push_back(order[i].second);
+    std::ranges::sort(best);
+    ranked.insert(ranked.end(), best.begin(), best.end());
+  }
+}
+
+Reference::Attended Reference::choose(std::uint32_t layer, std::uint32_t kv_head) {
+  const std::uint32_t tokens = at_ + 1;
+  const ForwardRow row = scheduler::forward_row(policy_, tokens, kPageTokens).in(layer);
+  Attended attended;
+  attended.heads.resize(tokens);
+  for (std::uint32_t t = 0; t < tokens; ++t) attended.heads[t] = row.in_window(t) ? ~0u : 0;
+  if (!layers_[layer]) return attended;
+  std::vector<float> scores;
+  std::vector<std::uint32_t> ranked;
+  const bool progressive = policy_.budget.kind == BudgetKind::progressive;
+  if (policy_.uses(Source::pages)) {
+    const std::uint32_t pages = at_ / kPageTokens;  // All but the newest.
+    rank(layer, kv_head, pages, progressive ? 0 : scheduler::budget_pages(policy_.pages, pages, kPageTokens), scores,
+         ranked);
+  }
+  runtime::HostKv kv = reader(layer, kv_head, tokens);
+  const scheduler::NearSet near{
+      .sink_end = row.sink_end, .recent_begin = row.recent_begin, .page_tokens = kPageTokens};
+  scheduler::SelectCounters counters;
+  layers_[layer]->select({.kv_head = kv_head,
+                          .tokens = tokens,
+                          .q = story_.q(layer, at_) + std::size_t{kv_head} * shape_.group() * shape_.head_dim,
+                          .ranked_pages = ranked,
+                          .page_scores = progressive ? scores : std::vector<float>{},
+                          .near = &near,
+                          .kv = &kv},
+                         attended.selected, attended.bypass, counters);
+  const std::uint32_t all = ~attended.bypass.heads;
+  for (const PageRun& run : attended.selected.runs)
+    for (std::uint32_t r = run.begin; r < run.end; ++r) attended.heads[run.page * kPageTokens + r] = all;
+  for (std::size_t i = 0; i < attended.selected.tokens.size(); ++i) {
+    attended.heads[attended.selected.tokens[i]] =
+        attended.selected.members.empty() ? all : attended.selected.members[i];
+  }
+  return attended;
+}
+
+double Reference::score(std::uint32_t layer, std::uint32_t head, std::uint32_t token) const {
+  const float* const q = story_.q(layer, at_) + std::size_t{head} * shape_.head_dim;
+  const float* const k = story_.k(layer, token) + std::size_t{head / shape_.group()} * shape_.head_dim;
+  double dot = 0.0;
+  for (std::uint32_t c = 0; c < shape_.head_dim; ++c) dot += double{q[c]} * k[c];
+  return dot / std::sqrt(static_cast<double>(shape_.head_dim));
+}
+
+void Reference::attend(std::uint32_t layer, std::uint32_t kv_head, const Attended& attended, float* out) {
+  const std::uint32_t tokens = at_ + 1;
+  const std::uint32_t group = shape_.group();
+  const std::uint32_t d = shape_.head_dim;
+  const auto value = [&](std::uint32_t t, std::uint32_t c) { return story_.v(layer, t)[kv_head * d + c]; };
+  const auto& given = attended.selected;
+  runtime::AuditedGroup audited{.tokens = tokens, .group = group, .head_dim = d};
+  std::vector<float> sums(group);
+  for (std::uint32_t h = 0; h < group; ++h) {
+    // Weights of what is attended, some of them given; then of everything.
+    std::vector<double> own(tokens, -INFINITY), exact(tokens);
+    for (std::uint32_t t = 0; t < tokens; ++t) {
+      exact[t] = score(layer, kv_head * group + h, t);
+      if ((attended.heads[t] >> h & 1) != 0) own[t] = exact[t];
+    }
+    for (std::size_t i = 0; i < given.tokens.size() && !given.scores.empty(); ++i)
+      if ((attended.heads[given.tokens[i]] >> h & 1) != 0) own[given.tokens[i]] = given.scores[i * group + h];
+    const bool bypassed = (attended.bypass.heads >> h & 1) != 0;
+    const double mean_mass = bypassed ? double{attended.bypass.lse[h]} : -INFINITY;
+    const auto mixed = [&](const std::vector<double>& scores, double mass, std::vector<double>& sum) {
+      const double top = std::max(mass, *std::ranges::max_element(scores));
+      double all = std::exp(mass - top);
+      sum.assign(d, 0.0);
+      for (std::uint32_t c = 0; c < d && mass != -INFINITY; ++c) sum[c] = all * attended.bypass.out[h * d + c];
+      for (std::uint32_t t = 0; t < tokens; ++t) {
+        const double weight = std::exp(scores[t] - top);
+        all += weight;
+        for (std::uint32_t c = 0; c < d && weight != 0.0; ++c) sum[c] += weight * value(t, c);
+      }
+      for (double& x : sum) x /= all;
+      return top + std::log(all);
+    };
+    std::vector<double> sum, whole;
+    sums[h] = static_cast<float>(mixed(own, mean_mass, sum));
+    audited.lse.push_back(static_cast<float>(mixed(exact, -INFINITY, whole)));
+    for (std::uint32_t c = 0; c < d; ++c) out[h * d + c] = static_cast<float>(sum[c]);
+    audited.out.insert(audited.out.end(), whole.begin(), whole.end());
+    if (bypassed || policy_.budget.kind == BudgetKind::sampled) audited.estimated |= 1u << h;
+  }
+  audited.scores.resize(std::size_t{tokens} * group);
+  for (std::size_t i = 0; i < audited.scores.size(); ++i)
+    audited.scores[i] = static_cast<float>(
+        score(layer, kv_head * group + static_cast<std::uint32_t>(i % group), static_cast<std::uint32_t>(i / group)));
+  for (std::uint32_t t = 0; t < tokens; ++t) {
+    double square = 0.0;
+    for (std::uint32_t c = 0; c < d; ++c) square += double{value(t, c)} * value(t, c);
+    audited.largest_value = std::max(audited.largest_value, std::sqrt(square));
+  }
+  audited.heads = attended.heads;
+  audited.attended_out = out;
+  audited.attended_lse = sums.data();
+  report_.heads.resize(std::size_t{shape_.layers} * shape_.q_heads);
+  for (std::uint32_t h = 0; h < group; ++h)
+    runtime::add(runtime::find(audited, h, watched_),
+                 report_.heads[layer * shape_.q_heads + kv_head * group + h]);
+  report_.bypassed_heads += static_cast<std::uint64_t>(std::popcount(attended.bypass.heads));
+  report_.attended_tokens += static_cast<std::uint64_t>(
+      std::ranges::count_if(attended.heads, [](std::uint32_t heads) { return heads != 0; }));
+}
+
+void Reference::learn() {
+  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    for (std::uint32_t kv_head = 0; kv_head < shape_.kv_heads && layers_[layer]; ++kv_head) {
+      if (!layers_[layer]->wants_observation(kv_head)) continue;
+      runtime::HostKv kv = reader(layer, kv_head, at_);
+      layers_[layer]->observe(kv_head, kv);
+      std::vector<scheduler::HotPage> hot;
+      layers_[layer]->forecast(kv_head, at_ + 1, 0, hot);
+    }
+  }
+}
+
+std::vector<float> Reference::decode() {
+  if (!begun_) begin();
+  append(at_);
+  std::vector<float> out(std::size_t{shape_.layers} * shape_.q_heads * shape_.head_dim);
+  const std::size_t group = std::size_t{shape_.group()} * shape_.head_dim;
+  for (std::uint32_t plane = 0; plane < pages_.size(); ++plane) {
+    const std::uint32_t layer = plane / shape_.kv_heads;
+    const std::uint32_t kv_head = plane % shape_.kv_heads;
+    attend(layer, kv_head, choose(layer, kv_head), out.data() + plane * group);
+  }
+  ++at_;
+  learn();
+  return out;
+}
+
+}  // namespace sluice::test::policies
