@@ -20,6 +20,7 @@ void copy_codes(const ForwardMemory& m, const ForwardBlockCopy& copy) {
 
 void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status) {
   auto& outcome = m.mailbox->outcome;
+  m.state->told = forward;
   shared(outcome.status[forward % kMostForwards]).store(status, std::memory_order_relaxed);
   shared(outcome.good).store(m.state->good, std::memory_order_relaxed);
   shared(outcome.forward).store(forward, std::memory_order_release);
@@ -28,7 +29,7 @@ void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status
 void apply(const ForwardMemory& m) {
   const ForwardSlip& slip = *m.slip;
   ForwardState& state = *m.state;
-  if (state.planned > state.forward || state.status == ForwardStatus::running) {
+  if (state.planned > state.told) {  // It has not begun, or not come to its end: nor does one that failed before.
     state.forward = state.planned;
     state.status = ForwardStatus::skipped;
     publish(m, state.planned, state.status);
@@ -51,7 +52,7 @@ void begin(const ForwardMemory& m) {
   ForwardState& state = *m.state;
   state.released = state.asked;
   const bool planned = state.planned > state.forward;
-  if (!planned && state.status == ForwardStatus::running) publish(m, state.planned, ForwardStatus::skipped);
+  if (!planned && state.planned > state.told) publish(m, state.planned, ForwardStatus::skipped);
   state.forward = state.planned;
   state.status = !planned                    ? ForwardStatus::unplanned
                  : state.after != state.good ? ForwardStatus::orphaned

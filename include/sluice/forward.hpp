@@ -147,6 +147,7 @@ struct ForwardState {
   std::uint64_t after = 0;      ///< of that plan
   Bucket bucket{};              ///< of that plan
   std::uint64_t forward = 0;    ///< the newest forward that began
+  std::uint64_t told = 0;       ///< the newest whose end was published
   std::uint64_t good = 0;       ///< the newest that got to its end
   std::uint64_t asked = 0;      ///< hand-overs so far
   std::uint64_t unplanned = 0;  ///< replays without a plan so far
