@@ -129,6 +129,7 @@ enum class ForwardStatus : std::uint32_t {
   orphaned = 5,    ///< the forward that it builds on did not get to its end; as unplanned
   mismatched = 6,  ///< what ran was made for another bucket than the plan's; as unplanned
   skipped = 7,     ///< it had not ended when the plan behind it came, or began twice
+  broken = 8,      ///< a verb of it could not be done; outputs from the next layer on are NaN
 };
 
 /// What a plan tells the device, in pinned memory: read when the stream gets to `apply`. Arrays are in ForwardMemory.
