@@ -23,6 +23,7 @@ constexpr MachineKind kKinds[] = {
     {.name = "stalled", .number = 7, .separate_memory = true, .stalls = true},
     {.name = "stalled-at-once", .number = 8, .at_once = true, .crowded = true, .stalls = true},
     {.name = "deep", .number = 9, .separate_memory = true, .stalls = true, .deep = true},
+    {.name = "broken", .number = 11, .separate_memory = true, .breaks = true},
     {.name = "kept", .number = 10, .separate_memory = true, .kept = true},
 };
 
@@ -116,8 +117,9 @@ void require(bool holds, const std::string& what) {
 
 std::span<const MachineKind> machine_kinds() { return kKinds; }
 
-Machine::Machine(const MachineKind& kind, std::shared_ptr<const cpu::Workers> workers, const Pool& pool)
-    : kind_(kind), workers_(std::move(workers)), pool_(pool), memory_(workers_), late_(std::make_shared<Late>()) {}
+Machine::Machine(const MachineKind& kind, std::shared_ptr<const cpu::Workers> workers, std::shared_ptr<Faults> faults,
+                 const Pool& pool)
+    : kind_(kind), workers_(std::move(workers)), pool_(pool), memory_(workers_), faults_(std::move(faults)) {}
 
 Machine::~Machine() { destroy(); }
 
@@ -130,7 +132,7 @@ void Machine::destroy() {
 
 void Machine::build(std::uint64_t seed) {
   EngineOptions options = options_of(kind_, seed, policies_);
-  options.before_answer = [late = late_] { late->come(); };
+  options.before_answer = [faults = faults_] { faults->answer(); };
   if (!kind_.at_once)
     device_ = std::make_shared<cpu::HostDevice>(
         workers_, cpu::HostDeviceOptions{
@@ -157,24 +159,27 @@ RoundStats Machine::run(std::uint64_t seed, std::uint64_t kept_seed) {
   if (!engine_) build(kind_.kept ? kept_seed : seed);
   const cpu::Misbehaviour misbehaviour = misbehaviour_of(seed);
   if (device_) device_->misbehave(misbehaviour);
-  late_->begin(seed, misbehaviour.max_delay * 2);
+  faults_->begin(seed, misbehaviour.max_delay * 2);
   RoundStats alone;
-  Random stalls(seed + 1);
-  const auto stall = [&] { late_->stall(stalls.below(40), engine_->options().answer_timeout * 3 / 2); };
+  Random dice(seed + 1);
+  const auto trouble = [&] {
+    if (kind_.stalls) faults_->stall(dice.below(40), engine_->options().answer_timeout * 3 / 2);
+    if (kind_.breaks) faults_->break_one(dice.below(20));
+  };
   Traffic traffic({.engine = *engine_,
                    .pool = pool_,
                    .memory = memory_,
                    .stream = stream_.get(),
                    .policies = policies_,
                    .seed = seed,
-                   .stalls = kind_.stalls,
-                   .stall = kind_.stalls ? std::function<void()>(stall) : nullptr,
+                   .trouble = kind_.stalls || kind_.breaks ? std::function<void()>(trouble) : nullptr,
                    .compare_alone = [&](const Sequence& sequence) {
                      if (!alone_) alone_ = std::make_unique<Alone>(engine_->options(), pool_, memory_);
                      alone_->compare(sequence, alone);
                    }});
   traffic.run();
   if (device_) device_->misbehave({});
+  faults_->stop();
   traffic.leave();
   require(engine_->memory().far_pages_used == 0, "without sequences blocks are held");
   RoundStats stats = traffic.stats();

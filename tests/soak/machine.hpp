@@ -11,7 +11,7 @@
 #include "cpu/workers.hpp"
 #include "sluice/engine.hpp"
 #include "tests/soak/alone.hpp"
-#include "tests/soak/late.hpp"
+#include "tests/soak/faults.hpp"
 #include "tests/soak/model.hpp"
 
 namespace sluice::test {
@@ -26,6 +26,7 @@ struct MachineKind {
   bool prompts = false;          ///< prompts choose blocks
   bool audits = false;
   bool stalls = false;  ///< threads that answer are too late at times
+  bool breaks = false;  ///< its device finds no memory at times
   bool deep = false;    ///< as many forwards in flight as there may be
   bool kept = false;    ///< one engine for all rounds; otherwise each round has its own
 };
@@ -34,7 +35,9 @@ struct MachineKind {
 /// Rounds of traffic on one kind of engine.
 class Machine {
  public:
-  Machine(const MachineKind& kind, std::shared_ptr<const cpu::Workers> workers, const Pool& pool);
+  /// `workers` compute for `faults`.
+  Machine(const MachineKind& kind, std::shared_ptr<const cpu::Workers> workers, std::shared_ptr<Faults> faults,
+          const Pool& pool);
   ~Machine();
 
   /// A round is a function of the seed, up to what threads do; a kept engine is one of `kept_seed`. All sequences have
@@ -51,7 +54,7 @@ class Machine {
   std::shared_ptr<const cpu::Workers> workers_;
   const Pool& pool_;
   cpu::HostDevice memory_;  ///< of tensors; never misbehaves
-  std::shared_ptr<Late> late_;
+  std::shared_ptr<Faults> faults_;
   std::vector<std::string> policies_;
   std::shared_ptr<cpu::HostDevice> device_;  ///< null: the engine's own
   std::unique_ptr<Engine> engine_;

@@ -91,13 +91,16 @@ class Soak {
  public:
   explicit Soak(const Options& options) : options_(options) {
     const cpu::Topology topology;
-    workers_ = std::make_shared<cpu::Workers>(topology,
-                                              cpu::WorkersOptions{.threads = 2, .pin = false, .timeout = kSoakTimeout});
+    workers_ = std::make_shared<cpu::Workers>(
+        topology, cpu::WorkersOptions{.threads = 2,
+                                      .pin = false,
+                                      .timeout = kSoakTimeout,
+                                      .before_body = [faults = faults_](std::uint32_t) { faults->compute(); }});
     for (const MachineKind& kind : machine_kinds()) {
       const auto& no = options_.without;
       if (std::find(no.begin(), no.end(), kind.name) != no.end()) continue;
       if (!options_.only.empty() && options_.only != kind.name) continue;
-      machines_.push_back(std::make_unique<Machine>(kind, workers_, pool_));
+      machines_.push_back(std::make_unique<Machine>(kind, workers_, faults_, pool_));
     }
     if (machines_.empty()) throw std::runtime_error("no kind of machine is left");
   }
@@ -112,10 +115,13 @@ class Soak {
     std::printf(
         "soak: %llu rounds, %llu sequences, %llu forwards, %llu rows of a layer compared with float64, %llu rows with "
         "the "
-        "sequence alone, %llu forwards failed, %llu were taken back, %llu calls without room\n",
+        "sequence alone, %llu forwards failed (%llu late, %llu of the device), %llu were taken back, %llu calls "
+        "without "
+        "room\n",
         static_cast<unsigned long long>(round - options_.round), static_cast<unsigned long long>(total_.sequences),
         static_cast<unsigned long long>(total_.forwards), static_cast<unsigned long long>(total_.checked),
         static_cast<unsigned long long>(total_.alone), static_cast<unsigned long long>(total_.failed),
+        static_cast<unsigned long long>(total_.late), static_cast<unsigned long long>(total_.broken),
         static_cast<unsigned long long>(total_.cancelled), static_cast<unsigned long long>(total_.refused));
     return is_flat() && did_something() ? 0 : 1;
   }
@@ -178,6 +184,7 @@ class Soak {
 
   Options options_;
   const Pool pool_{kSoakShape, kPoolTokens, 100};
+  std::shared_ptr<Faults> faults_ = std::make_shared<Faults>();
   std::shared_ptr<const cpu::Workers> workers_;
   std::vector<std::unique_ptr<Machine>> machines_;
   RoundStats total_;

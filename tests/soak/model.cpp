@@ -27,6 +27,8 @@ void RoundStats::add(const RoundStats& other) noexcept {
   forwards += other.forwards;
   checked += other.checked;
   alone += other.alone;
+  late += other.late;
+  broken += other.broken;
   failed += other.failed;
   cancelled += other.cancelled;
   refused += other.refused;

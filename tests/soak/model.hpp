@@ -33,6 +33,8 @@ struct RoundStats {
   std::uint64_t forwards = 0;   ///< that got to their end
   std::uint64_t checked = 0;    ///< rows of a layer that were compared with float64
   std::uint64_t alone = 0;      ///< rows of all layers that were compared with those of the sequence alone
+  std::uint64_t late = 0;       ///< forwards that failed because a thread was too late
+  std::uint64_t broken = 0;     ///< or the device could not do a part of them
   std::uint64_t failed = 0;     ///< forwards that failed, stalls of threads and slips of the caller alike
   std::uint64_t cancelled = 0;  ///< and that were taken back
   std::uint64_t refused = 0;    ///< calls for which there was no room

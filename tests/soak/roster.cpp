@@ -39,6 +39,14 @@ void require_error(Errc want, const std::string& what, const Call& call) {
 
 }  // namespace
 
+void drain(const Driven& driven) {
+  if (driven.stream == nullptr) return;
+  const auto event = driven.memory.create_event();
+  driven.stream->record(*event);  // Takes what has failed from the stream.
+  driven.stream->synchronize(deadline_after(driven.engine.options().timeout));
+  require(driven.trouble || event->state() == Event::State::done, "the stream fails: " + event->reason());
+}
+
 Roster::Roster(const Driven& driven, Random& random, RoundStats& stats)
     : driven_(driven),
       random_(random),
@@ -162,8 +170,7 @@ void Roster::import_layers(const Sequence& sequence, std::span<const std::uint32
     const TensorView q = rows(&Pool::q, layer, count - queries, kSoakShape.q_heads);
     driven_.engine.import_prefix(sequence.id, LayerId{layer}, k, v, driven_.stream, q);
   }
-  // One that was broken off is still to run.
-  if (driven_.stream != nullptr) driven_.stream->synchronize(deadline_after(driven_.engine.options().timeout));
+  drain(driven_);  // One that was broken off is still to run.
 }
 
 void Roster::import(Sequence& sequence) {

@@ -20,10 +20,13 @@ struct Driven {
   Stream* stream = nullptr;               ///< null: at once
   std::span<const std::string> policies;  ///< that it serves
   std::uint64_t seed = 0;
-  bool stalls = false;          ///< its threads may be too late
-  std::function<void()> stall;  ///< makes one of them late; empty: never
+  std::function<void()> trouble;  ///< makes a forward fail, perhaps; empty: none does but by the caller's slips
   std::function<void(const Sequence&)> compare_alone;
 };
+
+/// Waits until the stream has done everything, whether or not it could.
+/// @throws Failure if something failed that may not
+void drain(const Driven& driven);
 
 /// The sequences that live, in the engine and in the model of it, and all that is done to them between forwards.
 class Roster {

@@ -25,10 +25,6 @@ Traffic::Traffic(const Driven& driven)
     tensors_.emplace_back(driven.memory, kSoakShape, options.largest.rows());
 }
 
-void Traffic::synchronize() const {
-  if (driven_.stream != nullptr) driven_.stream->synchronize(deadline_after(driven_.engine.options().timeout));
-}
-
 void Traffic::run() {
   for (int i = 0; i < kSteps; ++i) {
     arrive();
@@ -42,7 +38,7 @@ void Traffic::run() {
 
 void Traffic::leave() {
   land_all();
-  synchronize();
+  drain(driven_);
   cut_drafts();
   if (driven_.engine.stats().unplanned != unplanned_)
     throw Failure("there were " + std::to_string(driven_.engine.stats().unplanned) +
@@ -121,7 +117,7 @@ void Traffic::step() {
   const std::uint32_t in_flight = driven_.engine.options().in_flight;
   while (flights_.size() == in_flight || (!flights_.empty() && random_.below(2) == 0))
     land(random_.below(static_cast<std::uint32_t>(flights_.size())));
-  if (driven_.stall && random_.below(12) == 0) driven_.stall();
+  if (driven_.trouble && random_.below(12) == 0) driven_.trouble();
   switch (random_.below(24)) {
     case 0:
     case 1: return slip();
@@ -149,7 +145,7 @@ void Traffic::replay_without_plan() {
   Flight flight{.batch = {}, .bucket = draw_bucket(false), .tensors = free_tensors(), .parts = {}};
   tensors_[flight.tensors].spoil();
   tensors_[flight.tensors].attend(driven_.engine, flight.bucket, driven_.stream);
-  synchronize();
+  drain(driven_);
   if (driven_.engine.stats().unplanned != ++unplanned_) throw Failure("a replay without a plan is not counted");
   for (std::uint32_t row = 0; row < flight.bucket.rows(); ++row) {
     const std::vector<float> out = tensors_[flight.tensors].out(row);

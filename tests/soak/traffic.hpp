@@ -48,9 +48,11 @@ class Traffic {
 
   void succeed(const Flight& flight);
   void fail(const Flight& flight, const std::string& why);
+  /// The row of a forward that failed is right up to some layer, and has no output from there on. `broken`: see
+  /// ForwardStatus.
+  void require_no_more(const Flight& flight, const Part& part, std::uint32_t row, bool broken) const;
   /// Its tokens never were. `ran`: threads may have learnt from them.
   void retract(const Flight& flight, bool ran);
-  void synchronize() const;
   [[nodiscard]] Flight take(std::size_t index);
   [[nodiscard]] std::uint32_t free_tensors() const;
   [[nodiscard]] bool any_doomed() const noexcept;

@@ -57,7 +57,7 @@ void Traffic::land(std::size_t index) {
     stats_.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   } catch (const Error& error) {
     why = error.what();
-    if (error.code() != Errc::device || !(flight.doomed || driven_.stalls)) throw;
+    if (error.code() != Errc::device || !(flight.doomed || driven_.trouble)) throw;
   }
   if (why.empty() && flight.doomed) throw Failure("a forward got to its end that must fail");
   why.empty() ? succeed(flight) : fail(flight, why);
@@ -98,32 +98,39 @@ void Traffic::succeed(const Flight& flight) {
 }
 
 void Traffic::fail(const Flight& flight, const std::string& why) {
+  const bool broken = why.find("could not do a part") != std::string::npos;
   ++stats_.failed;
+  stats_.broken += broken ? 1 : 0;
+  stats_.late += why.find("not answered in time") != std::string::npos ? 1 : 0;
   require_named(flight, why);
-  synchronize();  // What it enqueued in vain may still run.
-  const EngineOptions& options = driven_.engine.options();
-  RoundStats ignored;
+  drain(driven_);  // What it enqueued in vain may still run.
   for (const Part& part : flight.parts) {
-    for (std::uint32_t i = 0; i < part.count; ++i) {
-      const std::vector<float> out = tensors_[flight.tensors].out(part.row + i);
-      bool failed = false;
-      for (std::uint32_t layer = 0; layer < kSoakShape.layers; ++layer) {
-        const auto values = std::span(out).subspan(layer * kSoakRow, kSoakRow);
-        if (all_nan(values) || (flight.slip != Slip::none && untouched(values))) {
-          failed = true;
-          continue;
-        }
-        if (failed) throw Failure("a forward that failed goes on in layer " + std::to_string(layer) + ": " + why);
-        require_right(driven_.pool, *part.sequence, part.first + i, layer, window_of_row(options, part, layer), values,
-                      ignored);
-      }
-      // A chunk may have been attended before the far part of other rows was too late.
-      if (!failed && !part.prefill) throw Failure("a row of a forward that failed has all of its outputs: " + why);
-    }
+    for (std::uint32_t i = 0; i < part.count; ++i) require_no_more(flight, part, i, broken);
   }
   for (Flight& behind : flights_) behind.doomed |= behind.batch.forward > flight.batch.forward;
   retract(flight, false);
   if (!flights_.empty()) land_all();  // Nothing that is planned behind them could succeed.
+}
+
+void Traffic::require_no_more(const Flight& flight, const Part& part, std::uint32_t row, bool broken) const {
+  const std::vector<float> out = tensors_[flight.tensors].out(part.row + row);
+  const auto values = [&](std::uint32_t layer) { return std::span(out).subspan(layer * kSoakRow, kSoakRow); };
+  const auto none = [&](std::uint32_t layer) {
+    return all_nan(values(layer)) || (flight.slip != Slip::none && untouched(values(layer)));
+  };
+  std::uint32_t end = 0;  // Of layers that have outputs.
+  while (end < kSoakShape.layers && !none(end)) ++end;
+  for (std::uint32_t layer = end; layer < kSoakShape.layers; ++layer) {
+    if (!none(layer)) throw Failure("a forward that failed goes on: " + part.sequence->story());
+  }
+  // A chunk may have been attended before the far part of other rows was too late.
+  if (end == kSoakShape.layers && !part.prefill && !broken)
+    throw Failure("a forward that failed has all of a row's outputs: " + part.sequence->story());
+  RoundStats ignored;
+  // Of a layer that could not be done there may be a part.
+  for (std::uint32_t layer = 0; layer + (broken ? 1 : 0) < end; ++layer)
+    require_right(driven_.pool, *part.sequence, part.first + row, layer,
+                  window_of_row(driven_.engine.options(), part, layer), values(layer), ignored);
 }
 
 void Traffic::retract(const Flight& flight, bool ran) {

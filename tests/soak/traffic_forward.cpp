@@ -117,7 +117,7 @@ bool Traffic::plan(Flight& flight, const std::vector<PlanItem>& items) {
       return false;
     }
     // A prompt did not come in, and a policy is to look at it.
-    if (!driven_.stalls || text.find("finish it first") == std::string::npos) throw;
+    if (!driven_.trouble || text.find("finish it first") == std::string::npos) throw;
     const std::uint64_t failed = stats_.failed;
     land_all();
     if (stats_.failed == failed) throw Failure("no forward failed, and yet " + text);
