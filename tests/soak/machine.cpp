@@ -2,6 +2,7 @@
 
 #include <iterator>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "tests/soak/traffic.hpp"
 
@@ -24,6 +25,7 @@ constexpr MachineKind kKinds[] = {
     {.name = "stalled-at-once", .number = 8, .at_once = true, .crowded = true, .stalls = true},
     {.name = "deep", .number = 9, .separate_memory = true, .stalls = true, .deep = true},
     {.name = "broken", .number = 11, .separate_memory = true, .breaks = true},
+    {.name = "learning", .number = 12, .stalls = true, .learns = true},
     {.name = "kept", .number = 10, .separate_memory = true, .kept = true},
 };
 
@@ -45,6 +47,7 @@ constexpr const char* kCompositions[] = {
     "history+pages | top_k=32 | near=0,sinks=4,recent=16",
     "history:share_group=on+pages | top_p=0.9 | near=0,sinks=4,recent=16",
     "history | top_k=24 | near=0,sinks=4,recent=16 | bypass=sink:0.85",
+    "history:local=2 | top_k=8 | near=0,sinks=1,recent=4",
     "none | near=0,sinks=4,recent=40"};
 
 /// Every fourth round nothing goes wrong, every fourth things are late, else a little.
@@ -60,9 +63,10 @@ T one_of(Random& random, const T (&all)[kCount]) {
 }
 
 /// Options that serve as many of the policies as go together, and which those are.
-EngineOptions options_for(EngineOptions options, std::vector<std::string>& policies) {
+EngineOptions options_for(const MachineKind& kind, EngineOptions options, std::vector<std::string>& policies) {
   policies.clear();
   const auto serve = [&](const std::string& policy) {
+    if (kind.learns && !scheduler::remembers(parse_policy(policy))) return;
     try {
       make_room_for(parse_policy(policy), kSoakTokens, options);
       policies.push_back(policy);
@@ -88,7 +92,7 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
   options.largest.audit = kind.audits;
   options.in_flight = kind.deep ? kMostForwards : 1 + random.below(4);
   options.sequences = 2 + random.below(6);
-  options.cpu_sequences = 1 + random.below(options.sequences);
+  options.cpu_sequences = kind.learns ? options.sequences : 1 + random.below(options.sequences);
   options.import_rows = 16 + random.below(200);
   options.prefill_window = options.page_tokens * one_of(random, {1u, 4u, 64u});
   options.digests = one_of(random, {DigestKind::box, DigestKind::cuboid_mean});
@@ -106,7 +110,7 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
     options.prefill = {.mode = one_of(random, {PrefillMode::flexprefill, PrefillMode::automatic}),
                        .flex = {.gamma = one_of(random, {0.5f, 0.7f, 0.95f}), .min_budget = 128}};
   }
-  return options_for(options, policies);
+  return options_for(kind, options, policies);
 }
 
 void require(bool holds, const std::string& what) {

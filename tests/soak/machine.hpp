@@ -26,6 +26,7 @@ struct MachineKind {
   bool prompts = false;          ///< prompts choose blocks
   bool audits = false;
   bool stalls = false;  ///< threads that answer are too late at times
+  bool learns = false;  ///< only policies that remember what they have attended
   bool breaks = false;  ///< its device finds no memory at times
   bool deep = false;    ///< as many forwards in flight as there may be
   bool kept = false;    ///< one engine for all rounds; otherwise each round has its own

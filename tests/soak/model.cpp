@@ -50,6 +50,10 @@ std::string Sequence::story() const {
   return text;
 }
 
+bool has_decoded(const Sequence& sequence) {
+  return std::ranges::find(sequence.calls, Call::Kind::decode, &Call::kind) != sequence.calls.end();
+}
+
 void PageModel::fork(SequenceId parent, SequenceId child, std::uint32_t tokens) {
   lists_[child.value] = lists_.at(parent.value);
   truncate(child, tokens);

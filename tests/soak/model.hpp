@@ -74,7 +74,8 @@ struct Sequence {
   /// What its policy chooses depends on when threads did what, as something was taken back from which it may have
   /// learnt.
   bool uncertain = false;
-  bool disturbed = false;  ///< something that it had planned came to nothing
+  bool queries_lost = false;  ///< of older tokens of its prompt: queries of a chunk that failed took their place
+  bool disturbed = false;     ///< something that it had planned came to nothing
   // For the same alone; `said` is empty unless it is one of a sample.
   bool sampled = false;
   std::string first_policy{};  ///< of the ancestor with which `calls` begin
@@ -87,6 +88,9 @@ struct Sequence {
   [[nodiscard]] std::string name() const;
   [[nodiscard]] std::string story() const;
 };
+
+/// Whether something was decoded, be it what is still in flight.
+[[nodiscard]] bool has_decoded(const Sequence& sequence);
 
 /// Which blocks sequences hold, as lists of numbers.
 class PageModel {

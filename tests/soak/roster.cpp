@@ -16,10 +16,6 @@ void require(bool holds, const std::string& what) {
 
 bool on_cpu(const PolicySpec& spec) { return scheduler::chooser(spec) == scheduler::Chooser::cpu; }
 
-bool has_decoded(const Sequence& sequence) {
-  return std::ranges::find(sequence.calls, Call::Kind::decode, &Call::kind) != sequence.calls.end();
-}
-
 /// What a call ends with; nothing if it does not fail.
 template <class Call>
 std::optional<Errc> error_of(const Call& call) {
@@ -80,9 +76,9 @@ std::vector<std::uint32_t> Roster::draw(std::uint32_t count) {
 
 Sequence& Roster::add(SequenceId id, Sequence sequence) {
   sequence.id = id;
-  sequence.sampled = random_.below(2) == 0;
+  sequence.sampled = random_.below(2) == 0 || scheduler::remembers(sequence.spec);
   // Some prompts are long, most are not.
-  sequence.prompt_left = random_.below(10) == 0 ? 0 : 1 + random_.below(random_.below(4) == 0 ? 400 : 120);
+  sequence.prompt_left = random_.below(10) == 0 ? 0 : 1 + random_.below(random_.below(4) == 0 ? 400 : 160);
   sequence.decode_left = 1 + random_.below(40);
   ++stats_.sequences;
   return *sequences_.emplace_back(std::make_unique<Sequence>(std::move(sequence)));
@@ -108,7 +104,7 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
   const std::string policy =
       under_its_own_policy ? driven_.policies[random_.below(static_cast<std::uint32_t>(driven_.policies.size()))] : "";
   const PolicySpec spec = policy.empty() ? parent.spec : parse_policy(policy);
-  const std::uint32_t tokens = random_.below(3) == 0 ? parent.settled : random_.below(parent.settled + 1);
+  const std::uint32_t tokens = random_.below(2) == 0 ? parent.settled : random_.below(parent.settled + 1);
   SequenceId id{};
   const auto call = [&] {
     id = policy.empty() ? driven_.engine.fork(parent.id, tokens) : driven_.engine.fork(parent.id, tokens, spec);
@@ -132,6 +128,7 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
   child.tokens.assign(parent.tokens.begin(), parent.tokens.begin() + tokens);
   child.settled = tokens;
   child.uncertain = parent.uncertain;
+  child.queries_lost = parent.queries_lost;
   child.first_policy = parent.first_policy;
   child.calls = parent.calls;
   child.calls.push_back({.kind = Call::Kind::fork, .count = tokens, .policy = policy});
@@ -191,7 +188,7 @@ void Roster::import(Sequence& sequence) {
     import_layers(sequence, tokens, queries, 1 + random_.below(kSoakShape.layers - 1));
     pages_.grow(sequence.id, sequence.planned(), count);
     sequence.disturbed = true;
-    sequence.uncertain = sequence.uncertain || scheduler::prompt_queries(sequence.spec) != 0;
+    sequence.queries_lost = true;
     require_error(Errc::invalid_argument, "truncate within an import",
                   [&] { driven_.engine.truncate(sequence.id, sequence.settled); });
   }
@@ -203,7 +200,7 @@ void Roster::import(Sequence& sequence) {
 }
 
 void Roster::end(Sequence& sequence) {
-  if (driven_.compare_alone && sequence.sampled && !sequence.uncertain) driven_.compare_alone(sequence);
+  if (sequence.sampled && !sequence.uncertain) driven_.compare_alone(sequence);
   driven_.engine.end(sequence.id);
   pages_.end(sequence.id);
   require_error(Errc::not_found, "end of a sequence that has ended", [&] { driven_.engine.end(sequence.id); });
@@ -244,6 +241,8 @@ bool Roster::has_room(std::span<const PlanItem> items) const {
 void Roster::plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill) {
   pages_.grow(sequence.id, sequence.planned(), static_cast<std::uint32_t>(tokens.size()));
   sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
+  // Its policy looks at what is left of them.
+  if (!prefill && sequence.queries_lost && scheduler::prompt_queries(sequence.spec) != 0) sequence.uncertain = true;
   sequence.calls.push_back({.kind = prefill ? Call::Kind::prompt : Call::Kind::decode, .tokens = std::move(tokens)});
   ++sequence.in_flight;
 }

@@ -73,7 +73,7 @@ void Traffic::change() {
   if (roster_.size() == 0) return;
   Sequence& any = *roster_.all()[random_.below(static_cast<std::uint32_t>(roster_.size()))];
   Sequence* const resting = roster_.resting();
-  switch (random_.below(20)) {
+  switch (random_.below(16)) {
     case 0:
       if (resting != nullptr) roster_.fork(*resting, false);
       return;

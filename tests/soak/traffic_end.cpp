@@ -87,6 +87,7 @@ void Traffic::succeed(const Flight& flight) {
       if (sequence.sampled && repeatable) sequence.said.push_back({.call = part.call, .row = i, .out = std::move(out)});
     }
     sequence.settled += part.count;
+    if (part.prefill && part.count >= scheduler::prompt_queries(sequence.spec)) sequence.queries_lost = false;
     sequence.audited += flight.bucket.audit && !part.prefill ? part.count : 0;
     if (part.right != part.count) sequence.keep = std::min(sequence.keep, part.first + part.right);
     rows += part.count;
@@ -138,9 +139,9 @@ void Traffic::retract(const Flight& flight, bool ran) {
     Sequence& sequence = *part.sequence;
     const bool remembers = scheduler::remembers(sequence.spec);
     sequence.disturbed = true;
-    // A prompt's queries take the place of older ones; what was chosen may have been learnt from.
-    if (part.prefill ? remembers || scheduler::prompt_queries(sequence.spec) != 0 : remembers && ran)
-      sequence.uncertain = true;
+    sequence.queries_lost |= part.prefill && part.first != 0;
+    // Threads may have learnt from what was chosen; a policy that has looked at a prompt in vain has forgotten.
+    if (remembers && (part.prefill ? has_decoded(sequence) : ran)) sequence.uncertain = true;
     (part.prefill ? sequence.prompt_left : sequence.decode_left) += part.count;
     sequence.tokens.resize(std::min<std::size_t>(sequence.tokens.size(), part.first));
     sequence.calls.resize(std::min(sequence.calls.size(), part.call));
