@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::test {
@@ -24,6 +25,24 @@ EngineOptions quiet(EngineOptions options) {
   options.timeout = std::chrono::milliseconds(30'000);
   options.before_answer = {};
   return options;
+}
+
+/// A fork of a whole prompt is as if its policy had been there from the beginning, if the queries of the prompt's
+/// newest tokens were kept for its parent, too.
+/// @return the policy of the last such fork; those forks are no calls any more
+std::string from_the_beginning(std::string policy, std::vector<Call>& calls) {
+  std::size_t tokens = 0;
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const Call& call = calls[i];
+    if (call.kind == Call::Kind::decode || call.kind == Call::Kind::truncate) break;
+    tokens += call.tokens.size();
+    if (call.kind != Call::Kind::fork) continue;
+    if (call.count != tokens || scheduler::chooser(parse_policy(policy)) != scheduler::Chooser::cpu) break;
+    if (!call.policy.empty()) policy = call.policy;
+    // In its place remains what changes nothing.
+    calls[i] = {.kind = Call::Kind::truncate, .count = call.count};
+  }
+  return policy;
 }
 
 }  // namespace
@@ -92,10 +111,12 @@ void Alone::require_same(const Sequence& sequence, std::size_t call, RoundStats&
 
 void Alone::compare(const Sequence& sequence, RoundStats& stats) {
   SequenceId id{};
+  std::vector<Call> calls = sequence.calls;
+  const std::string policy = from_the_beginning(sequence.first_policy, calls);
   try {
-    id = engine_.begin(parse_policy(sequence.first_policy));
-    for (std::size_t i = 0; i < sequence.calls.size(); ++i) {
-      call(id, sequence.calls[i]);
+    id = engine_.begin(parse_policy(policy));
+    for (std::size_t i = 0; i < calls.size(); ++i) {
+      call(id, calls[i]);
       require_same(sequence, i, stats);
     }
   } catch (const Error& error) {

@@ -131,6 +131,8 @@ class Soak {
     RoundStats sum;
     for (const auto& each : machines_) {
       Machine& machine = *each;
+      shared_doing().round = round;
+      shared_doing().kind = machine.kind().name;
       // By the kind, so that it does the same whichever others there are.
       const std::uint64_t seed = Random(options_.seed + round * 1000 + machine.kind().number).next();
       try {
@@ -210,10 +212,12 @@ int main(int argc, char** argv) {
     const Stops stops{.every = std::chrono::milliseconds(options.stop_ms == 0 ? 0 : options.every_ms),
                       .longest = std::chrono::milliseconds(options.stop_ms),
                       .seed = options.seed};
+    const Doing& doing = shared_doing();  // Before there is a second process.
     const int code = supervised([&] { return work(options); }, stops);
     if (code > 128) {
-      std::printf("soak: FAILED: ended by signal %d; again: --seed %llu\n", code - 128,
-                  static_cast<unsigned long long>(options.seed));
+      std::printf("soak: FAILED: ended by signal %d; again: --seed %llu --round %llu --only %s\n", code - 128,
+                  static_cast<unsigned long long>(options.seed), static_cast<unsigned long long>(doing.round.load()),
+                  doing.kind.load());
     }
     return code;
   } catch (const std::exception& error) {
