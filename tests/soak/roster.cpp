@@ -132,7 +132,8 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
   child.first_policy = parent.first_policy;
   child.calls = parent.calls;
   child.calls.push_back({.kind = Call::Kind::fork, .count = tokens, .policy = policy});
-  (void)add(id, std::move(child));
+  Sequence& added = add(id, std::move(child));
+  if (random_.below(2) == 0) added.prompt_left = 0;  // It goes on with what it has been given.
 }
 
 void Roster::truncate(Sequence& sequence, std::uint32_t tokens) {

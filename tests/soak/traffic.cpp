@@ -72,7 +72,9 @@ void Traffic::cut_drafts() {
 void Traffic::change() {
   if (roster_.size() == 0) return;
   Sequence& any = *roster_.all()[random_.below(static_cast<std::uint32_t>(roster_.size()))];
-  Sequence* const resting = roster_.resting();
+  Sequence* resting = roster_.resting();
+  // Policies that learn can be forked until they have.
+  for (int i = 0; i < 3 && resting != nullptr && has_decoded(*resting); ++i) resting = roster_.resting();
   switch (random_.below(16)) {
     case 0:
       if (resting != nullptr) roster_.fork(*resting, false);
