@@ -72,9 +72,11 @@ void Traffic::cut_drafts() {
 void Traffic::change() {
   if (roster_.size() == 0) return;
   Sequence& any = *roster_.all()[random_.below(static_cast<std::uint32_t>(roster_.size()))];
-  Sequence* resting = roster_.resting();
-  // Policies that learn can be forked until they have.
-  for (int i = 0; i < 3 && resting != nullptr && has_decoded(*resting); ++i) resting = roster_.resting();
+  Sequence* const resting = roster_.resting();
+  // Between a prompt and its first answer; policies that learn can be forked as long as they have not.
+  if (resting != nullptr && resting->settled != 0 && resting->prompt_left == 0 && !has_decoded(*resting) &&
+      random_.below(2) == 0)
+    return roster_.fork(*resting, random_.below(2) == 0);
   switch (random_.below(16)) {
     case 0:
       if (resting != nullptr) roster_.fork(*resting, false);

@@ -79,8 +79,9 @@ void Traffic::fill(Flight& flight, std::vector<PlanItem>& items, std::vector<std
   for (const auto& sequence : roster_.all())
     order.insert(order.begin() + random_.below(static_cast<std::uint32_t>(order.size()) + 1), sequence.get());
   for (Sequence* const sequence : order) {
-    if (sequence->keep != kNone || random_.below(6) == 0) continue;
     const bool prefill = sequence->prompt_left != 0;
+    const bool answers = !prefill && !has_decoded(*sequence);  // It may well take a while until it does.
+    if (sequence->keep != kNone || random_.below(6) == 0 || (answers && random_.below(3) != 0)) continue;
     const std::uint32_t most = rows_for(*sequence, left, max_tokens, prefill);
     if (most == 0) continue;
     const std::uint32_t count = 1 + random_.below(most);
