@@ -78,7 +78,9 @@ EngineOptions options_for(const MachineKind& kind, EngineOptions options, std::v
   for (int twice = 0; twice < 2; ++twice) {
     for (const char* const policy : kDense) serve(policy);
   }
-  for (const PolicyPreset& preset : policy_presets()) serve(preset.spec.name);
+  for (const PolicyPreset& preset : policy_presets()) {
+    if (!kind.learns) serve(preset.spec.name);  // Those that learn attend nearly all of so few tokens.
+  }
   for (const char* const policy : kCompositions) serve(policy);
   return options;
 }

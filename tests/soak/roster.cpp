@@ -104,7 +104,8 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
   const std::string policy =
       under_its_own_policy ? driven_.policies[random_.below(static_cast<std::uint32_t>(driven_.policies.size()))] : "";
   const PolicySpec spec = policy.empty() ? parent.spec : parse_policy(policy);
-  const std::uint32_t tokens = random_.below(2) == 0 ? parent.settled : random_.below(parent.settled + 1);
+  const std::uint32_t tokens =
+      !has_decoded(parent) || random_.below(2) == 0 ? parent.settled : random_.below(parent.settled + 1);
   SequenceId id{};
   const auto call = [&] {
     id = policy.empty() ? driven_.engine.fork(parent.id, tokens) : driven_.engine.fork(parent.id, tokens, spec);
