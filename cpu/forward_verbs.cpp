@@ -20,6 +20,7 @@ void copy_codes(const ForwardMemory& m, const ForwardBlockCopy& copy) {
 
 void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status) {
   auto& outcome = m.mailbox->outcome;
+  m.state->told = forward;
   shared(outcome.status[forward % kMostForwards]).store(status, std::memory_order_relaxed);
   shared(outcome.good).store(m.state->good, std::memory_order_relaxed);
   shared(outcome.forward).store(forward, std::memory_order_release);
@@ -28,7 +29,7 @@ void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status
 void apply(const ForwardMemory& m) {
   const ForwardSlip& slip = *m.slip;
   ForwardState& state = *m.state;
-  if (state.planned > state.forward || state.status == ForwardStatus::running) {
+  if (state.planned > state.told) {  // It has not begun, or not come to its end: nor does one that failed before.
     state.forward = state.planned;
     state.status = ForwardStatus::skipped;
     publish(m, state.planned, state.status);
@@ -51,7 +52,7 @@ void begin(const ForwardMemory& m) {
   ForwardState& state = *m.state;
   state.released = state.asked;
   const bool planned = state.planned > state.forward;
-  if (!planned && state.status == ForwardStatus::running) publish(m, state.planned, ForwardStatus::skipped);
+  if (!planned && state.planned > state.told) publish(m, state.planned, ForwardStatus::skipped);
   state.forward = state.planned;
   state.status = !planned                    ? ForwardStatus::unplanned
                  : state.after != state.good ? ForwardStatus::orphaned
@@ -88,9 +89,17 @@ void end(const ForwardMemory& m) {
   publish(m, state.forward, state.status);
 }
 
+/// A stream goes on behind a verb that it could not do, such as one that found no memory; the forward does not.
 template <class Run>
-void queue(void* stream, const char* verb, Run&& run) {
-  run_or_enqueue(static_cast<Stream*>(stream), verb, std::forward<Run>(run));
+void queue(const ForwardMemory& m, void* stream, const char* verb, Run run) {
+  run_or_enqueue(static_cast<Stream*>(stream), verb, [state = m.state, run = std::move(run)] {
+    try {
+      run();
+    } catch (...) {
+      if (state->status == ForwardStatus::running) state->status = ForwardStatus::broken;
+      throw;
+    }
+  });
 }
 
 }  // namespace
@@ -99,49 +108,49 @@ ForwardVerbs::ForwardVerbs(sluice::Backend& host, const Workers& workers, const 
     : host_(host), workers_(workers), kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
 
 void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
-  queue(stream, "apply", [memory] { cpu::apply(memory); });
+  queue(memory, stream, "apply", [memory] { cpu::apply(memory); });
 }
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
-  queue(stream, "begin", [memory] { cpu::begin(memory); });
+  queue(memory, stream, "begin", [memory] { cpu::begin(memory); });
 }
 void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "append", [this, memory, layer] { cpu::append(kernels_, memory, layer); });
+  queue(memory, layer.stream, "append", [this, memory, layer] { cpu::append(kernels_, memory, layer); });
 }
 void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "prefill", [this, memory, layer] { cpu::prefill(host_, workers_, memory, layer); });
+  queue(memory, layer.stream, "prefill", [this, memory, layer] { cpu::prefill(host_, workers_, memory, layer); });
 }
 void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "rank", [this, memory, at = layer.layer] { cpu::rank(host_, memory, at); });
+  queue(memory, layer.stream, "rank", [this, memory, at = layer.layer] { cpu::rank(host_, memory, at); });
 }
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "score", [this, memory, at = layer.layer] { cpu::score(host_, memory, at); });
+  queue(memory, layer.stream, "score", [this, memory, at = layer.layer] { cpu::score(host_, memory, at); });
 }
 void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "choose", [this, memory, at = layer.layer] { cpu::choose(kernels_, memory, at); });
+  queue(memory, layer.stream, "choose", [this, memory, at = layer.layer] { cpu::choose(kernels_, memory, at); });
 }
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "split", [memory, at = layer.layer] { cpu::split(memory, at); });
+  queue(memory, layer.stream, "split", [memory, at = layer.layer] { cpu::split(memory, at); });
 }
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "attend", [this, memory, at = layer.layer] { cpu::attend(kernels_, memory, at); });
+  queue(memory, layer.stream, "attend", [this, memory, at = layer.layer] { cpu::attend(kernels_, memory, at); });
 }
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "promote", [memory, at = layer.layer] { cpu::promote(memory, at); });
+  queue(memory, layer.stream, "promote", [memory, at = layer.layer] { cpu::promote(memory, at); });
 }
 void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(kernels_, memory, at); });
 }
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
+  queue(memory, layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
 }
 void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "audit", [this, memory, layer] { cpu::audit(kernels_, memory, layer); });
+  queue(memory, layer.stream, "audit", [this, memory, layer] { cpu::audit(kernels_, memory, layer); });
 }
 void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
-  queue(stream, "cancel", [memory, before] { cpu::cancel(memory, before); });
+  queue(memory, stream, "cancel", [memory, before] { cpu::cancel(memory, before); });
 }
 void ForwardVerbs::end(const ForwardMemory& memory, void* stream) {
-  queue(stream, "end", [memory] { cpu::end(memory); });
+  queue(memory, stream, "end", [memory] { cpu::end(memory); });
 }
 
 }  // namespace sluice::cpu

@@ -17,6 +17,7 @@ using SystemWord = cuda::atomic_ref<T, cuda::thread_scope_system>;
 /// One thread.
 __device__ void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status) {
   auto& outcome = m.mailbox->outcome;
+  m.state->told = forward;
   outcome.status[forward % kMostForwards] = status;
   outcome.good = m.state->good;
   __threadfence_system();
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) apply_kernel(const __grid_constant__
   }
   if (threadIdx.x != 0) return;
   ForwardState& state = *m.state;
-  if (state.planned > state.forward || state.status == ForwardStatus::running) {
+  if (state.planned > state.told) {  // It has not begun, or not come to its end: nor does one that failed before.
     state.forward = state.planned;
     state.status = ForwardStatus::skipped;
     publish(m, state.planned, state.status);
@@ -64,7 +65,7 @@ __global__ void begin_kernel(const __grid_constant__ ForwardMemory m) {
   state.released = state.asked;  // Of a forward that was abandoned.
   state.layer_far_tokens = state.layer_choices = state.arrived = state.merging = 0;
   const bool planned = state.planned > state.forward;
-  if (!planned && state.status == ForwardStatus::running) publish(m, state.planned, ForwardStatus::skipped);
+  if (!planned && state.planned > state.told) publish(m, state.planned, ForwardStatus::skipped);
   state.forward = state.planned;
   state.status = !planned                      ? ForwardStatus::unplanned
                  : state.after != state.good   ? ForwardStatus::orphaned

@@ -136,6 +136,7 @@ enum class ForwardStatus : std::uint32_t {
   orphaned = 5,    ///< the forward that it builds on did not get to its end; as unplanned
   mismatched = 6,  ///< what ran was made for another bucket than the plan's; as unplanned
   skipped = 7,     ///< it had not ended when the plan behind it came, or began twice
+  broken = 8,      ///< a verb of it could not be done; outputs from the next layer on are NaN
 };
 
 /// What a plan tells the device, in pinned memory: read when the stream gets to `apply`. Arrays are in ForwardMemory.
@@ -154,6 +155,7 @@ struct ForwardState {
   std::uint64_t after = 0;      ///< of that plan
   Bucket bucket{};              ///< of that plan
   std::uint64_t forward = 0;    ///< the newest forward that began
+  std::uint64_t told = 0;       ///< the newest whose end was published
   std::uint64_t good = 0;       ///< the newest that got to its end
   std::uint64_t asked = 0;      ///< hand-overs so far
   std::uint64_t unplanned = 0;  ///< replays without a plan so far

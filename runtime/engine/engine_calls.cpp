@@ -21,6 +21,7 @@ std::string reason_of(ForwardStatus status) {
     case ForwardStatus::skipped:
       return "it was begun twice, or the next one was planned before all its layers were enqueued or its graph "
              "replayed";
+    case ForwardStatus::broken: return "the device could not do a part of it; its stream says why";
     default: return "it was taken back";
   }
 }

@@ -1,5 +1,9 @@
 // The cases of every engine, on a host device with memory of its own whose stream is a queue; and what only such a
 // device can show.
+#include <atomic>
+#include <cmath>
+#include <new>
+
 #include "cpu/host_device.hpp"
 #include "tests/runtime/toy.hpp"
 #include "tests/support/catch.hpp"
@@ -43,6 +47,17 @@ std::vector<float> tell(Engine& engine, const EngineRig& rig, const Story& story
   }
   return all;
 }
+
+/// Of all layers, against attention to every token in float64.
+double plain_difference(const std::vector<float>& out, const Story& story, std::uint32_t token) {
+  double worst = 0.0;
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+    const std::vector<double> want = story.attended(layer, token, story.tokens(), 1, 0);
+    for (std::size_t i = 0; i < want.size(); ++i)
+      worst = std::max(worst, std::abs(want[i] - out[layer * want.size() + i]));
+  }
+  return worst;
+}
 }  // namespace
 
 TEST_CASE("an engine gives the same bits at once, queued, and however late its device is", "[engine]") {
@@ -60,5 +75,46 @@ TEST_CASE("an engine gives the same bits at once, queued, and however late its d
         .misbehave({.seed = seed, .max_delay = std::chrono::microseconds(200), .reorder_copies = true});
     Engine engine(small_options(4), rig.device);
     REQUIRE(tell(engine, rig, story) == want);
+  }
+}
+
+TEST_CASE("a forward during which the device runs short of memory fails, and can be run again", "[engine]") {
+  std::atomic<int> left{-1};
+  const auto fail_one = [&](std::uint32_t) {
+    if (left >= 0 && left.fetch_sub(1) == 0) throw std::bad_alloc();
+  };
+  auto workers = std::make_shared<cpu::Workers>(
+      cpu::Topology(), cpu::WorkersOptions{.threads = 2, .pin = false, .before_body = fail_one});
+  EngineRig rig{.device = std::make_shared<cpu::HostDevice>(workers), .queue = nullptr};
+  rig.queue = rig.device->create_stream("caller");
+  rig.stream = rig.queue.get();
+  EngineOptions options = small_options(0);
+  options.largest = {.decode_rows = 1, .prefill_rows = 64, .prefills = 1};
+  Engine engine(options, rig.device);
+  const Story story(kShape, 192, 4);
+  const SequenceId id = engine.begin(parse_policy("exact | int4 | top_k=9 | near=0,sinks=2,recent=5"));
+  const PlanItem item{.sequence = id, .tokens = 64, .prefill = true};
+  const auto drain = [&] {
+    const auto event = rig.device->create_event();
+    rig.queue->record(*event);  // Takes the failure.
+    rig.synchronize();
+    return event->state();
+  };
+  ForwardTensors tensors(*rig.device, kShape, engine.options().largest.rows());
+  for (std::uint32_t at = 0; at < story.tokens(); at += item.tokens) {
+    for (const int which : {0, 1, -1}) {
+      CAPTURE(at, which);
+      for (std::uint32_t i = 0; i < item.tokens; ++i) tensors.set(i, story, at + i);
+      tensors.spoil();
+      left = which;
+      const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
+      tensors.attend(engine, rig.stream);
+      if (which < 0) engine.finish(batch);
+      if (which >= 0) REQUIRE(code_of([&] { engine.finish(batch); }) == Errc::device);
+      REQUIRE(drain() == (which < 0 ? Event::State::done : Event::State::failed));
+      REQUIRE(std::isnan(tensors.out(0).back()) == (which >= 0));
+      REQUIRE(engine.tokens(id) == (which < 0 ? at + item.tokens : at));
+    }
+    REQUIRE(plain_difference(tensors.out(63), story, at + 63) < 1e-3);
   }
 }

@@ -1,104 +1,196 @@
 #include "tests/soak/machine.hpp"
 
+#include <iterator>
+
+#include "scheduler/plan/forward_rows.hpp"
+#include "sluice/error.hpp"
 #include "tests/soak/traffic.hpp"
 
 namespace sluice::test {
 namespace {
 
-constexpr std::uint32_t kMostSequences = 4;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr int kAttempts = 100;
 
 constexpr MachineKind kKinds[] = {
-    {.name = "embedded", .number = 1, .embedded = true},
+    {.name = "at-once", .number = 1, .at_once = true},
     {.name = "shared", .number = 2},
-    {.name = "shared-ordered", .number = 3, .ordered = true},
-    {.name = "separate", .number = 4, .separate_memory = true},
-    {.name = "separate-ordered", .number = 5, .separate_memory = true, .ordered = true},
-    {.name = "stream", .number = 6, .separate_memory = true, .placement = PlacementMode::stream},
-    {.name = "stream-ordered",
-     .number = 7,
-     .separate_memory = true,
-     .ordered = true,
-     .placement = PlacementMode::stream},
-    {.name = "near", .number = 8, .separate_memory = true, .placement = PlacementMode::near, .near_pages = 2000},
-    {.name = "near-ordered",
-     .number = 9,
-     .separate_memory = true,
-     .ordered = true,
-     .placement = PlacementMode::near,
-     .near_pages = 2000},
-    {.name = "automatic", .number = 10, .separate_memory = true, .placement = PlacementMode::automatic},
-    {.name = "audited", .number = 11, .separate_memory = true, .audit_every = 3},
+    {.name = "separate", .number = 3, .separate_memory = true},
+    {.name = "crowded", .number = 4, .separate_memory = true, .crowded = true},
+    {.name = "prompts", .number = 5, .separate_memory = true, .prompts = true},
+    {.name = "audited", .number = 6, .separate_memory = true, .audits = true},
+    {.name = "stalled", .number = 7, .separate_memory = true, .stalls = true},
+    {.name = "stalled-at-once", .number = 8, .at_once = true, .crowded = true, .stalls = true},
+    {.name = "deep", .number = 9, .separate_memory = true, .stalls = true, .deep = true},
+    {.name = "broken", .number = 11, .separate_memory = true, .breaks = true},
+    {.name = "learning", .number = 12, .stalls = true, .learns = true},
+    {.name = "kept", .number = 10, .separate_memory = true, .kept = true},
 };
 
-RuntimeOptions options_of(const MachineKind& kind) {
-  RuntimeOptions options = toy_options(kSoakShape, (kMostSequences + 1) * kSoakTokens);
-  options.placement = kind.placement;
-  options.near_bytes = kind.near_pages * options.layout().page_bytes();
-  options.audit_every = kind.audit_every;
-  options.timeout = kSoakTimeout;
-  return options;
-}
+/// Policies that attend every token.
+constexpr const char* kDense[] = {"full", "full | near=0,sinks=4,recent=20", "topk:budget=100%", "exact | top_k=all"};
 
-/// Every fourth round nothing goes wrong, every fourth things are late and out of order, else calls fail, too.
+/// Beside the presets.
+constexpr const char* kCompositions[] = {
+    "pages:box | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=20",
+    "pages:box | progressive=0.9,microbatch=1,rule=certified | near=0,sinks=0,recent=0 | dense=0,every=2",
+    "pages | progressive=0.7,microbatch=3,rule=median | near=0,sinks=4,recent=20",
+    "pages:box,pages=4 | int4 | top_p=0.9 | near=0,sinks=4,recent=0",
+    "exact | int4 | top_p=0.7 | near=0,sinks=3,recent=9",
+    "exact | int4 | top_k=24 | near=0,sinks=3,recent=9 | dense=1",
+    "clusters:recluster=64,least=64,size=4 | fitted=0.8 | near=0,sinks=3,recent=18",
+    "clusters:recluster=64,least=64,size=8,candidates=64+history:observe_every=4 | top_k=48 | near=0,sinks=4,recent=16",
+    "clusters:recluster=64,least=64,size=8,candidates=64+lsh:bits=4,tables=20 | top_k=48 | near=0,sinks=4,recent=16",
+    "lsh:bits=5,tables=30 | sampled | near=0,sinks=4,recent=64 | dense=0,every=2",
+    "history+pages | top_k=32 | near=0,sinks=4,recent=16",
+    "history:share_group=on+pages | top_p=0.9 | near=0,sinks=4,recent=16",
+    "history | top_k=24 | near=0,sinks=4,recent=16 | bypass=sink:0.85",
+    "history:local=2 | top_k=8 | near=0,sinks=1,recent=4",
+    "none | near=0,sinks=4,recent=40"};
+
+/// Every fourth round nothing goes wrong, every fourth things are late, else a little.
 cpu::Misbehaviour misbehaviour_of(std::uint64_t seed) {
   const std::uint64_t kind = seed % 4;
   if (kind == 0) return {};
-  return {.seed = seed,
-          .max_delay = std::chrono::microseconds(kind == 1 ? 200 : 20),
-          .reorder_copies = true,
-          .fail_copy = kind == 1 ? 0.0 : 0.02,
-          .fail_verb = kind == 1 ? 0.0 : 0.005};
+  return {.seed = seed, .max_delay = microseconds(kind == 1 ? 200 : 20), .reorder_copies = true};
+}
+
+template <class T, std::size_t kCount>
+T one_of(Random& random, const T (&all)[kCount]) {
+  return all[random.below(kCount)];
+}
+
+/// Options that serve as many of the policies as go together, and which those are.
+EngineOptions options_for(const MachineKind& kind, EngineOptions options, std::vector<std::string>& policies) {
+  policies.clear();
+  const auto serve = [&](const std::string& policy) {
+    if (kind.learns && !scheduler::remembers(parse_policy(policy))) return;
+    try {
+      make_room_for(parse_policy(policy), kSoakTokens, options);
+      policies.push_back(policy);
+    } catch (const Error& error) {
+      if (error.code() != Errc::unsupported) throw;
+    }
+  };
+  // Dense ones more often: their outputs are known.
+  for (int twice = 0; twice < 2; ++twice) {
+    for (const char* const policy : kDense) serve(policy);
+  }
+  for (const PolicyPreset& preset : policy_presets()) {
+    if (!kind.learns) serve(preset.spec.name);  // Those that learn attend nearly all of so few tokens.
+  }
+  for (const char* const policy : kCompositions) serve(policy);
+  return options;
+}
+
+EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vector<std::string>& policies) {
+  Random random(seed);
+  EngineOptions options{.shape = kSoakShape, .page_tokens = one_of(random, {8u, 16u, 16u, 32u, 64u})};
+  options.kv_dtype = one_of(random, {DType::f32, DType::f32, DType::bf16, DType::f16});
+  options.largest = {.decode_rows = 1 + random.below(10), .prefill_rows = 8 + random.below(150)};
+  options.largest.prefills = 1 + random.below(std::min(options.largest.prefill_rows, 4u));
+  options.largest.audit = kind.audits;
+  options.in_flight = kind.deep ? kMostForwards : 1 + random.below(4);
+  options.sequences = 2 + random.below(6);
+  options.cpu_sequences = kind.learns ? options.sequences : 1 + random.below(options.sequences);
+  options.import_rows = 16 + random.below(200);
+  options.prefill_window = options.page_tokens * one_of(random, {1u, 4u, 64u});
+  options.digests = one_of(random, {DigestKind::box, DigestKind::cuboid_mean});
+  options.promotions = one_of(random, {0u, 8u, 64u, 256u});
+  const std::uint64_t block = block_bytes(options);
+  const std::uint64_t most = div_up(kSoakTokens, options.page_tokens);
+  const std::uint64_t wanted = options.sequences * most + 1;
+  options.host_bytes = block * (kind.crowded ? most + most / 2 : wanted);
+  options.near_bytes = block * one_of(random, {std::uint64_t{0}, std::uint64_t{3}, most / 2 + 1, wanted});
+  options.threads = 1 + random.below(3);
+  options.pin_threads = false;
+  options.answer_timeout = kind.stalls ? milliseconds(100) : kSoakTimeout;
+  options.timeout = kSoakTimeout;
+  if (kind.prompts) {
+    options.prefill = {.mode = one_of(random, {PrefillMode::flexprefill, PrefillMode::automatic}),
+                       .flex = {.gamma = one_of(random, {0.5f, 0.7f, 0.95f}), .min_budget = 128}};
+  }
+  return options_for(kind, options, policies);
 }
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw Failure(what);
 }
 
-void require_empty(const Runtime& runtime) {
-  const RuntimeInfo info = runtime.info();
-  require(info.host_pages_free == info.host_pages, "without sequences " + std::to_string(info.host_pages_free) +
-                                                       " of " + std::to_string(info.host_pages) +
-                                                       " host pages are free");
-  require(info.near_slots_free == info.near_slots, "without sequences " + std::to_string(info.near_slots_free) +
-                                                       " of " + std::to_string(info.near_slots) +
-                                                       " near slots are free");
-  const Stats stats = runtime.stats();
-  require(stats.attended_tokens == stats.near_tokens + stats.far_tokens + stats.fetched_tokens,
-          "tokens attended are not those near, far and fetched");
-}
-
 }  // namespace
 
 std::span<const MachineKind> machine_kinds() { return kKinds; }
 
-Machine::Machine(const MachineKind& kind, std::shared_ptr<const cpu::Workers> workers, std::span<const Toy> toys)
-    : kind_(kind), workers_(std::move(workers)), toys_(toys) {
-  rebuild();
+Machine::Machine(const MachineKind& kind, std::shared_ptr<const cpu::Workers> workers, std::shared_ptr<Faults> faults,
+                 const Pool& pool)
+    : kind_(kind), workers_(std::move(workers)), pool_(pool), memory_(workers_), faults_(std::move(faults)) {}
+
+Machine::~Machine() { destroy(); }
+
+void Machine::destroy() {
+  alone_.reset();
+  stream_.reset();
+  engine_.reset();
+  device_.reset();
 }
 
-void Machine::rebuild() {
-  runtime_.reset();
-  device_.reset();
-  if (!kind_.embedded) {
+void Machine::build(std::uint64_t seed) {
+  EngineOptions options = options_of(kind_, seed, policies_);
+  options.before_answer = [faults = faults_] { faults->answer(); };
+  if (!kind_.at_once)
     device_ = std::make_shared<cpu::HostDevice>(
         workers_, cpu::HostDeviceOptions{
                       .flag_timeout = kSoakTimeout, .separate_memory = kind_.separate_memory, .misbehaviour = {}});
+  for (int attempt = 0; !engine_; ++attempt) {
+    // What an engine is built from may fail; without faults it must not.
+    const double chance = attempt < kAttempts && seed % 4 > 1 ? 0.1 : 0.0;
+    if (device_)
+      device_->misbehave({.seed = seed + static_cast<std::uint64_t>(attempt),
+                          .fail_copy = chance,
+                          .fail_allocation = chance,
+                          .fail_registration = chance});
+    try {
+      engine_ = std::make_unique<Engine>(options, device_);
+    } catch (const Error& error) {
+      if (chance == 0.0 || (error.code() != Errc::device && error.code() != Errc::out_of_capacity)) throw;
+    }
   }
-  runtime_ = std::make_unique<Runtime>(options_of(kind_), device_);
+  if (device_) device_->misbehave({});
+  if (device_) stream_ = device_->create_stream("caller");
 }
 
-RoundStats Machine::run(std::uint64_t seed) {
-  const auto stop_faults = [this] {
-    if (device_) device_->misbehave({});
+RoundStats Machine::run(std::uint64_t seed, std::uint64_t kept_seed) {
+  if (!engine_) build(kind_.kept ? kept_seed : seed);
+  const cpu::Misbehaviour misbehaviour = misbehaviour_of(seed);
+  if (device_) device_->misbehave(misbehaviour);
+  faults_->begin(seed, misbehaviour.max_delay * 2);
+  RoundStats alone;
+  Random dice(seed + 1);
+  const auto trouble = [&] {
+    if (kind_.stalls) faults_->stall(dice.below(40), engine_->options().answer_timeout * 3 / 2);
+    if (kind_.breaks) faults_->break_one(dice.below(20));
   };
-  if (device_) device_->misbehave(misbehaviour_of(seed));
-  Traffic traffic(
-      *runtime_, toys_,
-      {.ordered = kind_.ordered, .most_sequences = kMostSequences, .seed = seed, .stop_faults = stop_faults});
-  RoundStats stats = traffic.run();
-  stop_faults();
+  Traffic traffic({.engine = *engine_,
+                   .pool = pool_,
+                   .memory = memory_,
+                   .stream = stream_.get(),
+                   .policies = policies_,
+                   .seed = seed,
+                   .trouble = kind_.stalls || kind_.breaks ? std::function<void()>(trouble) : nullptr,
+                   .compare_alone = [&](const Sequence& sequence) {
+                     if (!alone_) alone_ = std::make_unique<Alone>(engine_->options(), pool_, memory_);
+                     alone_->compare(sequence, alone);
+                   }});
+  traffic.run();
+  if (device_) device_->misbehave({});
+  faults_->stop();
   traffic.leave();
-  require_empty(*runtime_);
+  require(engine_->memory().far_pages_used == 0, "without sequences blocks are held");
+  RoundStats stats = traffic.stats();
+  stats.add(alone);
+  if (!kind_.kept) destroy();
   return stats;
 }
 

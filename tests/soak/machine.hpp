@@ -2,68 +2,68 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cpu/host_device.hpp"
-#include "sluice/runtime.hpp"
-#include "tests/runtime/toy.hpp"
+#include "cpu/workers.hpp"
+#include "sluice/engine.hpp"
+#include "tests/soak/alone.hpp"
+#include "tests/soak/faults.hpp"
+#include "tests/soak/model.hpp"
 
 namespace sluice::test {
 
-/// A device and a runtime on it, by what they do differently.
+/// An engine and a device, by what they do differently. All else follows from the seed of a round.
 struct MachineKind {
   const char* name = "";
   std::uint32_t number = 0;      ///< of its own, the same for ever: a part of the seed of its rounds
-  bool embedded = false;         ///< the runtime brings its own device
+  bool at_once = false;          ///< no stream: calls return when they are done; the engine brings its own device
   bool separate_memory = false;  ///< as a GPU has it
-  bool ordered = false;          ///< calls return once they are queued
-  PlacementMode placement = PlacementMode::hybrid;
-  std::uint32_t near_pages = 400;
-  std::uint32_t audit_every = 0;
+  bool crowded = false;          ///< fewer blocks than its sequences want
+  bool prompts = false;          ///< prompts choose blocks
+  bool audits = false;
+  bool stalls = false;  ///< threads that answer are too late at times
+  bool learns = false;  ///< only policies that remember what they have attended
+  bool breaks = false;  ///< its device finds no memory at times
+  bool deep = false;    ///< as many forwards in flight as there may be
+  bool kept = false;    ///< one engine for all rounds; otherwise each round has its own
 };
 [[nodiscard]] std::span<const MachineKind> machine_kinds();
 
-/// Something went wrong that may not; the message says what.
-class Failure : public std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-/// What one round did.
-struct RoundStats {
-  std::uint64_t steps = 0;      ///< decode steps, each of one sequence through all layers
-  std::uint64_t checked = 0;    ///< rows that were compared with dense attention in float64
-  std::uint64_t sequences = 0;  ///< that joined, and left
-  std::uint64_t errors = 0;     ///< calls that failed by an injected fault, and were repeated or gave sequences up
-  std::uint64_t refused = 0;    ///< calls for which there was no room
-  double seconds = 0.0;         ///< in calls of decode steps
-};
-
-/// Sequences that join, get prompts, decode and leave, round after round on one runtime.
+/// Rounds of traffic on one kind of engine.
 class Machine {
  public:
-  Machine(const MachineKind& kind, std::shared_ptr<const cpu::Workers> workers, std::span<const Toy> toys);
+  /// `workers` compute for `faults`.
+  Machine(const MachineKind& kind, std::shared_ptr<const cpu::Workers> workers, std::shared_ptr<Faults> faults,
+          const Pool& pool);
+  ~Machine();
 
-  /// A round is a function of the seed, up to what threads do. All sequences have left at its end.
+  /// A round is a function of the seed, up to what threads do; a kept engine is one of `kept_seed`. All sequences have
+  /// left at its end.
   /// @throws Failure; sluice::Error that no call may throw
-  RoundStats run(std::uint64_t seed);
+  RoundStats run(std::uint64_t seed, std::uint64_t kept_seed);
   [[nodiscard]] const MachineKind& kind() const noexcept { return kind_; }
-  /// Destroys the runtime and builds it again.
-  void rebuild();
 
  private:
+  void build(std::uint64_t seed);
+  void destroy();
+
   MachineKind kind_;
   std::shared_ptr<const cpu::Workers> workers_;
-  std::span<const Toy> toys_;
-  std::shared_ptr<cpu::HostDevice> device_;  ///< null: embedded
-  std::unique_ptr<Runtime> runtime_;
+  const Pool& pool_;
+  cpu::HostDevice memory_;  ///< of tensors; never misbehaves
+  std::shared_ptr<Faults> faults_;
+  std::vector<std::string> policies_;
+  std::shared_ptr<cpu::HostDevice> device_;  ///< null: the engine's own
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<Alone> alone_;  ///< null until it is wanted
 };
 
-inline constexpr AttentionShape kSoakShape{.layers = 3, .q_heads = 4, .kv_heads = 2, .head_dim = 16};
-inline constexpr std::uint32_t kSoakTokens = 512;
 /// A process that is stopped for longer has not timed out: deadlines measure time in which it ran.
-inline constexpr std::chrono::milliseconds kSoakTimeout{5000};
+inline constexpr std::chrono::milliseconds kSoakTimeout{10'000};
 
 }  // namespace sluice::test

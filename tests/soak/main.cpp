@@ -1,5 +1,5 @@
-// Sequences that join and leave runtimes of many kinds, for minutes, in a process that is stopped and resumed: outputs
-// stay right, and memory, threads, descriptors and the time of a step stay where they were.
+// Sequences that join and leave engines of many kinds, for minutes, in a process that is stopped and resumed: outputs
+// stay right, and memory, threads, descriptors and the time of a forward stay where they were.
 //
 //   soak [--seconds N] [--rounds N] [--seed S] [--round R] [--stop-ms N] [--every-ms N] [--flat] [--only KIND]
 //        [--without KIND]...
@@ -84,21 +84,23 @@ Options read_options(const std::vector<std::string>& arguments) {
 
 /// What is compared between the first and the last third, one value per round.
 struct Series {
-  std::vector<double> allocated, resident, threads, descriptors, step_us;
+  std::vector<double> allocated, resident, threads, descriptors, forward_us;
 };
 
 class Soak {
  public:
   explicit Soak(const Options& options) : options_(options) {
-    for (std::uint32_t i = 0; i < 12; ++i) toys_.emplace_back(kSoakShape, kSoakTokens, 100 + i);
     const cpu::Topology topology;
-    workers_ = std::make_shared<cpu::Workers>(topology,
-                                              cpu::WorkersOptions{.threads = 2, .pin = false, .timeout = kSoakTimeout});
+    workers_ = std::make_shared<cpu::Workers>(
+        topology, cpu::WorkersOptions{.threads = 2,
+                                      .pin = false,
+                                      .timeout = kSoakTimeout,
+                                      .before_body = [faults = faults_](std::uint32_t) { faults->compute(); }});
     for (const MachineKind& kind : machine_kinds()) {
       const auto& no = options_.without;
       if (std::find(no.begin(), no.end(), kind.name) != no.end()) continue;
       if (!options_.only.empty() && options_.only != kind.name) continue;
-      machines_.push_back(std::make_unique<Machine>(kind, workers_, toys_));
+      machines_.push_back(std::make_unique<Machine>(kind, workers_, faults_, pool_));
     }
     if (machines_.empty()) throw std::runtime_error("no kind of machine is left");
   }
@@ -111,31 +113,30 @@ class Soak {
       if (!run_round(round++)) return 1;
     } while (Clock::now() < deadline && round - options_.round < options_.rounds);
     std::printf(
-        "soak: %llu rounds, %llu sequences, %llu steps, %llu rows compared with dense attention, %llu injected "
-        "failures seen, %llu calls without room\n",
+        "soak: %llu rounds, %llu sequences, %llu forwards, %llu rows of a layer compared with float64, %llu rows with "
+        "the "
+        "sequence alone, %llu forwards failed (%llu late, %llu of the device), %llu were taken back, %llu calls "
+        "without "
+        "room\n",
         static_cast<unsigned long long>(round - options_.round), static_cast<unsigned long long>(total_.sequences),
-        static_cast<unsigned long long>(total_.steps), static_cast<unsigned long long>(total_.checked),
-        static_cast<unsigned long long>(total_.errors), static_cast<unsigned long long>(total_.refused));
+        static_cast<unsigned long long>(total_.forwards), static_cast<unsigned long long>(total_.checked),
+        static_cast<unsigned long long>(total_.alone), static_cast<unsigned long long>(total_.failed),
+        static_cast<unsigned long long>(total_.late), static_cast<unsigned long long>(total_.broken),
+        static_cast<unsigned long long>(total_.cancelled), static_cast<unsigned long long>(total_.refused));
     return is_flat() && did_something() ? 0 : 1;
   }
 
  private:
   bool run_round(std::uint64_t round) {
     RoundStats sum;
-    for (std::size_t i = 0; i < machines_.size(); ++i) {
-      Machine& machine = *machines_[i];
+    for (const auto& each : machines_) {
+      Machine& machine = *each;
+      shared_doing().round = round;
+      shared_doing().kind = machine.kind().name;
       // By the kind, so that it does the same whichever others there are.
       const std::uint64_t seed = Random(options_.seed + round * 1000 + machine.kind().number).next();
       try {
-        const RoundStats stats = machine.run(seed);
-        sum.steps += stats.steps;
-        sum.seconds += stats.seconds;
-        total_.sequences += stats.sequences;
-        total_.steps += stats.steps;
-        total_.checked += stats.checked;
-        total_.errors += stats.errors;
-        total_.refused += stats.refused;
-        if (round % machines_.size() == i) machine.rebuild();
+        sum.add(machine.run(seed, Random(options_.seed + machine.kind().number).next()));
       } catch (const std::exception& error) {
         std::printf("soak: FAILED: %s\nsoak: again: --seed %llu --round %llu --only %s\n", error.what(),
                     static_cast<unsigned long long>(options_.seed), static_cast<unsigned long long>(round),
@@ -148,7 +149,8 @@ class Soak {
     series_.resident.push_back(static_cast<double>(now.resident_bytes) / 0x1p20);
     series_.threads.push_back(static_cast<double>(now.threads));
     series_.descriptors.push_back(static_cast<double>(now.descriptors));
-    if (sum.steps > 0) series_.step_us.push_back(1e6 * sum.seconds / static_cast<double>(sum.steps));
+    if (sum.forwards > 0) series_.forward_us.push_back(1e6 * sum.seconds / static_cast<double>(sum.forwards));
+    total_.add(sum);
     return true;
   }
 
@@ -161,15 +163,15 @@ class Soak {
     report("resident MiB", series_.resident);
     report("threads", series_.threads);
     report("descriptors", series_.descriptors);
-    report("us per step", series_.step_us);
-    // A runtime starts some of its threads when it first needs them, and one runtime is new in every round.
-    const auto slack = static_cast<double>(2 * machines_.size());
+    report("us per forward", series_.forward_us);
+    // Kept engines start some of their threads when they first need them.
+    const double slack = 4;
     std::vector<std::string> grown{growth("threads", series_.threads, {.slack = slack}),
                                    growth("file descriptors", series_.descriptors, {.slack = slack})};
     if (options_.flat) {
       grown.push_back(growth("allocated memory (MiB)", series_.allocated, {.factor = 1.05, .slack = 2}));
       grown.push_back(growth("resident memory (MiB)", series_.resident, {.factor = 1.1, .slack = 16}));
-      grown.push_back(growth("time per step (us)", series_.step_us, {.factor = 2.5}));
+      grown.push_back(growth("time per forward (us)", series_.forward_us, {.factor = 2.5}));
     }
     std::erase(grown, std::string());
     for (const std::string& text : grown) std::printf("soak: FAILED: %s\n", text.c_str());
@@ -177,13 +179,14 @@ class Soak {
   }
 
   bool did_something() const {
-    const bool some = total_.steps > 0 && total_.checked > 0;
-    if (!some) std::printf("soak: FAILED: nothing was decoded or compared\n");
+    const bool some = total_.forwards > 0 && total_.checked > 0;
+    if (!some) std::printf("soak: FAILED: nothing ran or was compared\n");
     return some;
   }
 
   Options options_;
-  std::vector<Toy> toys_;
+  const Pool pool_{kSoakShape, kPoolTokens, 100};
+  std::shared_ptr<Faults> faults_ = std::make_shared<Faults>();
   std::shared_ptr<const cpu::Workers> workers_;
   std::vector<std::unique_ptr<Machine>> machines_;
   RoundStats total_;
@@ -209,10 +212,12 @@ int main(int argc, char** argv) {
     const Stops stops{.every = std::chrono::milliseconds(options.stop_ms == 0 ? 0 : options.every_ms),
                       .longest = std::chrono::milliseconds(options.stop_ms),
                       .seed = options.seed};
+    const Doing& doing = shared_doing();  // Before there is a second process.
     const int code = supervised([&] { return work(options); }, stops);
     if (code > 128) {
-      std::printf("soak: FAILED: ended by signal %d; again: --seed %llu\n", code - 128,
-                  static_cast<unsigned long long>(options.seed));
+      std::printf("soak: FAILED: ended by signal %d; again: --seed %llu --round %llu --only %s\n", code - 128,
+                  static_cast<unsigned long long>(options.seed), static_cast<unsigned long long>(doing.round.load()),
+                  doing.kind.load());
     }
     return code;
   } catch (const std::exception& error) {

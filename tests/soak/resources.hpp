@@ -13,7 +13,8 @@ struct Resources {
   std::uint64_t threads = 0;
   std::uint64_t descriptors = 0;
 };
-/// Gives unused memory back first: glibc keeps what was freed, and ever larger blocks of it, which is no growth of ours.
+/// Gives unused memory back first: glibc keeps what was freed, and ever larger blocks of it, which is no growth of
+/// ours.
 /// @throws std::runtime_error where the system has no /proc
 [[nodiscard]] Resources current_resources();
 

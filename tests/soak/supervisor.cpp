@@ -1,11 +1,13 @@
 #include "tests/soak/supervisor.hpp"
 
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <thread>
@@ -36,6 +38,15 @@ milliseconds up_to(milliseconds most, Random& random) {
 }
 
 }  // namespace
+
+Doing& shared_doing() {
+  static Doing* const doing = [] {
+    void* const memory = ::mmap(nullptr, sizeof(Doing), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::runtime_error("cannot share memory with a process");
+    return new (memory) Doing;
+  }();
+  return *doing;
+}
 
 int supervised(const std::function<int()>& work, const Stops& stops) {
   std::fflush(nullptr);  // what is buffered would be written twice

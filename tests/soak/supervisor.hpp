@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -12,6 +13,13 @@ struct Stops {
   std::chrono::milliseconds longest{0};  ///< each lasts a random time up to this
   std::uint64_t seed = 0;
 };
+
+/// What a process does, for who sees it die: in memory that both see.
+struct Doing {
+  std::atomic<std::uint64_t> round{0};
+  std::atomic<const char*> kind{""};  ///< of the program itself
+};
+[[nodiscard]] Doing& shared_doing();
 
 /// Runs `work` in a process of its own and stops and resumes it meanwhile, as a terminal or a container engine does.
 /// The process is killed if this one dies.

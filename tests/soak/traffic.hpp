@@ -1,90 +1,72 @@
 #pragma once
 
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <span>
-#include <string>
 #include <vector>
 
-#include "sluice/error.hpp"
-#include "sluice/runtime.hpp"
-#include "tests/runtime/toy.hpp"
-#include "tests/soak/machine.hpp"
-#include "tests/support/random.hpp"
+#include "tests/soak/flight.hpp"
+#include "tests/soak/roster.hpp"
 
 namespace sluice::test {
 
-struct TrafficOptions {
-  bool ordered = false;
-  std::uint32_t most_sequences = 4;
-  std::uint64_t seed = 0;
-  std::function<void()> stop_faults;  ///< of the device; not null
-};
-
-/// Random calls of one runtime: sequences of all policies join, get prompts and prefixes, decode in batches and leave.
-/// Outputs are compared with dense attention in float64 where the policy attends everything; elsewhere they are finite.
+/// Continuous batching on one engine: sequences of all policies arrive at random times, get prompts and prefixes,
+/// decode tokens and drafts in mixed forwards, several of which are in flight, fork, are cut, given up and end;
+/// forwards fail, are taken back and come again. What the engine says is held against the model of it after each step.
 class Traffic {
  public:
-  Traffic(Runtime& runtime, std::span<const Toy> toys, const TrafficOptions& options);
+  explicit Traffic(const Driven& driven);
 
   /// @throws Failure; sluice::Error that no call may throw
-  RoundStats run();
+  void run();
   /// Ends what is left.
   void leave();
+  [[nodiscard]] const RoundStats& stats() const noexcept { return stats_; }
 
  private:
-  struct Sequence {
-    SequenceId id;
-    std::string policy;
-    bool dense = false;
-    const Toy* toy = nullptr;
-    std::uint32_t at = 0;  ///< tokens that all layers have
-  };
-  /// One row of an output, and what it should be.
-  struct Row {
-    std::string policy;
-    bool dense = false;
-    const Toy* toy = nullptr;
-    std::uint32_t layer = 0;
-    std::uint32_t token = 0;
-    std::size_t call = 0;  ///< index into outputs_
-    std::size_t offset = 0;
-  };
-  using Members = std::vector<Sequence*>;
-
-  void join();
+  // Between forwards.
+  void arrive();
+  void depart();
+  void change();
   void import(Sequence& sequence);
-  void prompt();
-  void decode();
-  void leave_one();
-  bool step(const Members& members);
-  /// All layers of one chunk of each member, `counts` tokens long.
-  bool chunk(const Members& members, const std::vector<std::uint32_t>& counts);
+  void give_up(Sequence& sequence);
+  void cut_drafts();
 
-  /// Members that may take `tokens` more, a random few of them, at least one; empty if there is none.
-  [[nodiscard]] Members some(std::uint32_t tokens);
-  /// A buffer that stays until everything queued is done.
-  float* keep(std::size_t floats);
-  void expect(const Sequence& sequence, std::uint32_t layer, std::uint32_t token, const float* at);
+  // Forwards.
+  void step();
+  /// False if there was nothing to plan, or no room.
+  bool start(Slip slip, bool audit);
+  [[nodiscard]] Bucket draw_bucket(bool audit);
+  void fill(Flight& flight, std::vector<PlanItem>& items, std::vector<std::vector<std::uint32_t>>& tokens);
+  [[nodiscard]] std::uint32_t rows_for(Sequence& sequence, const Bucket& left, std::uint32_t max_tokens, bool prefill);
+  bool plan(Flight& flight, const std::vector<PlanItem>& items);
+  void enqueue(const Flight& flight);
+  /// A forward that its caller does not enqueue as it was planned, and what comes of it.
+  void slip();
+  void replay_without_plan();
+  void audit();
+  void land(std::size_t index);
+  void land_all();
+  void cancel(std::size_t index);
 
-  /// Repeats a call that an injected fault failed. False if there was no room for it, or if it was ordered, which
-  /// leaves open whose work failed: then everybody has left.
-  template <class Call>
-  bool insist(Call&& call, const Members& members);
-  void synchronize();
-  void give_up(const Members& members);
-  void end(SequenceId id);
-  void check_outputs();
+  void succeed(const Flight& flight);
+  void fail(const Flight& flight, const std::string& why);
+  /// The row of a forward that failed is right up to some layer, and has no output from there on. `broken`: see
+  /// ForwardStatus.
+  void require_no_more(const Flight& flight, const Part& part, std::uint32_t row, bool broken) const;
+  /// Its tokens never were. `ran`: threads may have learnt from them.
+  void retract(const Flight& flight, bool ran);
+  [[nodiscard]] Flight take(std::size_t index);
+  [[nodiscard]] std::uint32_t free_tensors() const;
+  [[nodiscard]] bool any_doomed() const noexcept;
 
-  Runtime& runtime_;
-  std::span<const Toy> toys_;
-  TrafficOptions options_;
+  Driven driven_;
   Random random_;
   RoundStats stats_;
-  std::vector<std::unique_ptr<Sequence>> sequences_;
-  std::vector<std::vector<float>> outputs_;  ///< inputs, too
-  std::vector<Row> rows_;
+  Roster roster_;
+  std::vector<ForwardTensors> tensors_;  ///< as many as may be in flight, and one
+  std::vector<Flight> flights_;          ///< in the order of their plans
+  std::uint64_t finished_ = 0;           ///< the newest forward that was finished, and got to its end
+  std::uint64_t unplanned_ = 0;          ///< replays without a plan
+  std::uint32_t waiting_ = 0;            ///< sequences that have arrived and found no room
+  double next_arrival_ = 0.0;            ///< in steps from now
 };
 
 }  // namespace sluice::test

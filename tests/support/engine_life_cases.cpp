@@ -208,6 +208,41 @@ TEST_CASE("a forward that was not enqueued whole never counts as done, however m
   }
 }
 
+TEST_CASE("a forward behind one that fails is not done either, however little of it was enqueued", "[engine]") {
+  const EngineRig rig = engine_rig();
+  Engine engine(life_options(rig, 2, 40), rig.device);
+  const Story story(kShape, 120, 5);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  import_story(engine, rig, teller, 90);
+  ForwardTensors tensors(*rig.device, kShape, 2);
+  const PlanItem item{.sequence = teller.id};
+  const Bucket bucket = engine.options().largest;
+  for (std::uint32_t round = 0; round < 12; ++round) {
+    CAPTURE(round);
+    tensors.set(0, story, 0);
+    const Batch wrong = engine.plan({&item, 1}, bucket, rig.stream);
+    tensors.attend(engine, {.decode_rows = 1}, rig.stream);
+    const Batch part = engine.plan({&item, 1}, bucket, rig.stream);
+    tensors.attend_layer(engine, bucket, 0, rig.stream);
+    // Half of it and another one, or once more from its beginning.
+    const bool half = round % 2 == 0;
+    if (half) {
+      const Batch last = engine.plan({&item, 1}, bucket, rig.stream);
+      tensors.attend(engine, bucket, rig.stream);
+      REQUIRE(code_of([&] { engine.finish(last); }) == Errc::device);
+    } else {
+      tensors.attend(engine, bucket, rig.stream);
+    }
+    REQUIRE(code_of([&] { engine.finish(part); }) == Errc::device);
+    REQUIRE(code_of([&] { engine.finish(wrong); }) == Errc::device);
+    rig.synchronize();
+    REQUIRE(engine.tokens(teller.id) == teller.at);
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    const auto want = story.attended(0, teller.at - 1, 2, 6, 10);
+    for (std::size_t i = 0; i < want.size(); ++i) REQUIRE(std::abs(out[0][i] - want[i]) < 1e-3);
+  }
+}
+
 TEST_CASE("forwards are finished in any order, and not taken back once one behind them is", "[engine]") {
   const EngineRig rig = engine_rig();
   EngineOptions options = life_options(rig, 1, 40);

@@ -1,0 +1,128 @@
+#include "tests/soak/model.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+namespace sluice::test {
+namespace {
+
+constexpr double kTolerance = 1e-4;
+
+const char* name_of(Call::Kind kind) {
+  switch (kind) {
+    case Call::Kind::prompt: return "prompt";
+    case Call::Kind::decode: return "decode";
+    case Call::Kind::import: return "import";
+    case Call::Kind::truncate: return "truncate to";
+    case Call::Kind::fork: return "fork at";
+  }
+  return "";
+}
+
+}  // namespace
+
+void RoundStats::add(const RoundStats& other) noexcept {
+  sequences += other.sequences;
+  forwards += other.forwards;
+  checked += other.checked;
+  alone += other.alone;
+  late += other.late;
+  broken += other.broken;
+  failed += other.failed;
+  cancelled += other.cancelled;
+  refused += other.refused;
+  seconds += other.seconds;
+}
+
+std::string Sequence::name() const { return "sequence " + std::to_string(id.value) + " (" + policy + ")"; }
+
+std::string Sequence::story() const {
+  std::string text = name() + ", begun as " + first_policy + ":";
+  for (const Call& call : calls) {
+    const bool grows = !call.tokens.empty();
+    text += std::string(" ") + name_of(call.kind) + " " + std::to_string(grows ? call.tokens.size() : call.count);
+    if (call.kind == Call::Kind::import) text += " with " + std::to_string(call.count) + " queries";
+    if (!call.policy.empty()) text += " as " + call.policy;
+    text += ",";
+  }
+  text.back() = '.';
+  return text;
+}
+
+bool has_decoded(const Sequence& sequence) {
+  return std::ranges::find(sequence.calls, Call::Kind::decode, &Call::kind) != sequence.calls.end();
+}
+
+void PageModel::fork(SequenceId parent, SequenceId child, std::uint32_t tokens) {
+  lists_[child.value] = lists_.at(parent.value);
+  truncate(child, tokens);
+}
+
+std::size_t PageModel::holders(std::uint64_t page) const {
+  std::size_t holders = 0;
+  for (const auto& [id, list] : lists_) holders += static_cast<std::size_t>(std::ranges::count(list, page));
+  return holders;
+}
+
+void PageModel::grow(SequenceId id, std::uint32_t planned, std::uint32_t count) {
+  std::vector<std::uint64_t>& list = lists_.at(id.value);
+  const std::uint32_t open = planned / page_tokens_;
+  if (open < list.size() && holders(list[open]) > 1) list[open] = next_++;
+  while (list.size() < pages_of(planned + count)) list.push_back(next_++);
+}
+
+std::uint64_t PageModel::used() const {
+  std::set<std::uint64_t> all;
+  for (const auto& [id, list] : lists_) all.insert(list.begin(), list.end());
+  return all.size();
+}
+
+std::vector<double> attended(const Pool& pool, std::span<const std::uint32_t> tokens, std::uint32_t layer,
+                             std::uint32_t sinks, std::uint32_t recent) {
+  const std::uint32_t d = kSoakShape.head_dim;
+  const std::size_t n = tokens.size();
+  std::vector<double> out(kSoakRow, 0.0);
+  std::vector<double> weights(n);
+  for (std::uint32_t head = 0; head < kSoakShape.q_heads; ++head) {
+    const std::uint32_t kv = head / kSoakShape.group();
+    const float* const q = pool.q(layer, tokens.back()) + head * d;
+    double sum = 0.0;
+    for (std::size_t j = 0; j < n; ++j) {
+      weights[j] = 0.0;
+      if (j >= sinks && j + recent < n) continue;
+      double dot = 0.0;
+      for (std::uint32_t c = 0; c < d; ++c) dot += double{q[c]} * pool.k(layer, tokens[j])[kv * d + c];
+      sum += weights[j] = std::exp(dot / std::sqrt(double{kSoakShape.head_dim}));
+    }
+    for (std::size_t j = 0; j < n; ++j) {
+      for (std::uint32_t c = 0; c < d && weights[j] != 0.0; ++c)
+        out[head * d + c] += weights[j] / sum * pool.v(layer, tokens[j])[kv * d + c];
+    }
+  }
+  return out;
+}
+
+Window window_of(const PolicySpec& spec, std::uint32_t layer) {
+  if (spec.uses(Source::all) || spec.dense(layer)) return {.known = true};
+  if (spec.sources != 0) return {};
+  return {.known = true, .sinks = spec.near.sink_tokens, .recent = std::max(spec.near.recent_tokens, 1u)};
+}
+
+void require_right(const Pool& pool, const Sequence& sequence, std::uint32_t position, std::uint32_t layer,
+                   const Window& window, std::span<const float> got, RoundStats& stats) {
+  const auto fail = [&](const std::string& what) {
+    throw Failure(what + ": layer " + std::to_string(layer) + ", token " + std::to_string(position) + " of " +
+                  sequence.story());
+  };
+  if (!std::ranges::all_of(got, [](float x) { return std::isfinite(x) && std::abs(x) < 1e10f; })) fail("no output");
+  if (!window.known) return;
+  ++stats.checked;
+  const std::span<const std::uint32_t> seen(sequence.tokens.data(), position + 1);
+  const std::vector<double> want = attended(pool, seen, layer, window.sinks, window.recent);
+  double worst = 0.0;
+  for (std::size_t i = 0; i < kSoakRow; ++i) worst = std::max(worst, std::abs(want[i] - got[i]));
+  if (worst > kTolerance) fail("off attention in float64 by " + std::to_string(worst));
+}
+
+}  // namespace sluice::test

@@ -1,0 +1,139 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "sluice/engine.hpp"
+#include "tests/support/engine_rig.hpp"
+
+/// What an engine is held against: as plain as possible, and without a look at how an engine does it.
+namespace sluice::test {
+
+inline constexpr AttentionShape kSoakShape{.layers = 3, .q_heads = 4, .kv_heads = 2, .head_dim = 16};
+inline constexpr std::size_t kSoakRow = std::size_t{kSoakShape.q_heads} * kSoakShape.head_dim;
+inline constexpr std::uint32_t kSoakTokens = 512;  ///< of a sequence, at most
+
+/// All tokens that there are. Which of them a sequence has is drawn, so that every wrong key shows.
+using Pool = Story;
+inline constexpr std::uint32_t kPoolTokens = 2048;
+
+/// Something went wrong that may not; the message says what.
+class Failure : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// What one round did.
+struct RoundStats {
+  std::uint64_t sequences = 0;  ///< that joined
+  std::uint64_t forwards = 0;   ///< that got to their end
+  std::uint64_t checked = 0;    ///< rows of a layer that were compared with float64
+  std::uint64_t alone = 0;      ///< rows of all layers that were compared with those of the sequence alone
+  std::uint64_t late = 0;       ///< forwards that failed because a thread was too late
+  std::uint64_t broken = 0;     ///< or the device could not do a part of them
+  std::uint64_t failed = 0;     ///< forwards that failed, stalls of threads and slips of the caller alike
+  std::uint64_t cancelled = 0;  ///< and that were taken back
+  std::uint64_t refused = 0;    ///< calls for which there was no room
+  double seconds = 0.0;         ///< in calls of forwards
+
+  void add(const RoundStats& other) noexcept;
+};
+
+/// What was asked of a sequence.
+struct Call {
+  enum class Kind { prompt, decode, import, truncate, fork };
+  Kind kind;
+  std::vector<std::uint32_t> tokens{};  ///< of the pool, that came
+  std::uint32_t count = 0;              ///< queries that came with an import; tokens that are left
+  std::string policy{};                 ///< of a fork; empty: its parent's
+};
+
+/// Outputs of one row, all layers.
+struct Said {
+  std::size_t call = 0;
+  std::uint32_t row = 0;  ///< of that call
+  std::vector<float> out;
+};
+
+/// A sequence as it should be.
+struct Sequence {
+  SequenceId id;
+  std::string policy;
+  PolicySpec spec;
+  std::vector<std::uint32_t> tokens{};  ///< of the pool, those of forwards in flight included
+  std::uint32_t settled = 0;            ///< how many of them the engine says that it has
+  std::uint32_t in_flight = 0;          ///< forwards
+  std::uint32_t keep = kNone;           ///< what is left of it once it rests; kNone: everything
+  std::uint32_t prompt_left = 0;
+  std::uint32_t decode_left = 0;
+  std::uint64_t audited = 0;  ///< tokens
+  /// What its policy chooses depends on when threads did what, as something was taken back from which it may have
+  /// learnt.
+  bool uncertain = false;
+  bool queries_lost = false;  ///< of older tokens of its prompt: queries of a chunk that failed took their place
+  bool disturbed = false;     ///< something that it had planned came to nothing
+  // For the same alone; `said` is empty unless it is one of a sample.
+  bool sampled = false;
+  std::string first_policy{};  ///< of the ancestor with which `calls` begin
+  std::vector<Call> calls{};
+  std::vector<Said> said{};
+
+  [[nodiscard]] std::uint32_t planned() const noexcept { return static_cast<std::uint32_t>(tokens.size()); }
+  [[nodiscard]] bool rests() const noexcept { return in_flight == 0; }
+  /// For messages.
+  [[nodiscard]] std::string name() const;
+  [[nodiscard]] std::string story() const;
+};
+
+/// Whether something was decoded, be it what is still in flight.
+[[nodiscard]] bool has_decoded(const Sequence& sequence);
+
+/// Which blocks sequences hold, as lists of numbers.
+class PageModel {
+ public:
+  explicit PageModel(std::uint32_t page_tokens) : page_tokens_(page_tokens) {}
+
+  void begin(SequenceId id) { lists_[id.value] = {}; }
+  void fork(SequenceId parent, SequenceId child, std::uint32_t tokens);
+  void truncate(SequenceId id, std::uint32_t tokens) { lists_.at(id.value).resize(pages_of(tokens)); }
+  void end(SequenceId id) { lists_.erase(id.value); }
+  /// `count` tokens come behind the first `planned`: a block of its own for the one that another one holds, too.
+  void grow(SequenceId id, std::uint32_t planned, std::uint32_t count);
+
+  [[nodiscard]] std::uint64_t used() const;
+  [[nodiscard]] std::uint64_t held(SequenceId id) const { return lists_.at(id.value).size(); }
+  [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept {
+    return (tokens + page_tokens_ - 1) / page_tokens_;
+  }
+
+ private:
+  [[nodiscard]] std::size_t holders(std::uint64_t page) const;
+
+  std::uint32_t page_tokens_;
+  std::map<std::uint64_t, std::vector<std::uint64_t>> lists_;  ///< of each sequence, none of which shrinks by failing
+  std::uint64_t next_ = 0;
+};
+
+/// Attention of the last of these tokens in float64, over the first `sinks` of them and the newest `recent`: [q_heads,
+/// head_dim].
+[[nodiscard]] std::vector<double> attended(const Pool& pool, std::span<const std::uint32_t> tokens, std::uint32_t layer,
+                                           std::uint32_t sinks, std::uint32_t recent);
+
+/// What a row attends in a layer, where that is no matter of choice.
+struct Window {
+  bool known = false;
+  std::uint32_t sinks = std::numeric_limits<std::uint32_t>::max();
+  std::uint32_t recent = 1;
+};
+[[nodiscard]] Window window_of(const PolicySpec& spec, std::uint32_t layer);
+
+/// The output of a sequence's token in one layer is right, as far as that is known; finite otherwise.
+/// @throws Failure
+void require_right(const Pool& pool, const Sequence& sequence, std::uint32_t position, std::uint32_t layer,
+                   const Window& window, std::span<const float> got, RoundStats& stats);
+
+}  // namespace sluice::test

@@ -1,0 +1,251 @@
+#include "tests/soak/roster.hpp"
+
+#include <algorithm>
+#include <optional>
+
+#include "scheduler/plan/forward_rows.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::test {
+namespace {
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw Failure(what);
+}
+
+bool on_cpu(const PolicySpec& spec) { return scheduler::chooser(spec) == scheduler::Chooser::cpu; }
+
+/// What a call ends with; nothing if it does not fail.
+template <class Call>
+std::optional<Errc> error_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  return std::nullopt;
+}
+
+template <class Call>
+void require_error(Errc want, const std::string& what, const Call& call) {
+  const std::optional<Errc> got = error_of(call);
+  require(got == want, what + " ends with " + (got ? to_string(*got) : "no error") + " instead of " + to_string(want));
+}
+
+}  // namespace
+
+void drain(const Driven& driven) {
+  if (driven.stream == nullptr) return;
+  const auto event = driven.memory.create_event();
+  driven.stream->record(*event);  // Takes what has failed from the stream.
+  driven.stream->synchronize(deadline_after(driven.engine.options().timeout));
+  require(driven.trouble || event->state() == Event::State::done, "the stream fails: " + event->reason());
+}
+
+Roster::Roster(const Driven& driven, Random& random, RoundStats& stats)
+    : driven_(driven),
+      random_(random),
+      stats_(stats),
+      pages_(driven.engine.options().page_tokens),
+      last_(driven.engine.stats()) {}
+
+std::uint64_t Roster::blocks() const noexcept {
+  return driven_.engine.options().host_bytes / block_bytes(driven_.engine.options());
+}
+
+bool Roster::has_seat(const PolicySpec& spec) const {
+  const EngineOptions& options = driven_.engine.options();
+  const auto cpu = std::ranges::count_if(sequences_, [](const auto& s) { return on_cpu(s->spec); });
+  return sequences_.size() < options.sequences && (!on_cpu(spec) || cpu < options.cpu_sequences);
+}
+
+Sequence* Roster::resting() {
+  std::vector<Sequence*> all;
+  for (const auto& sequence : sequences_) {
+    if (sequence->rests()) all.push_back(sequence.get());
+  }
+  return all.empty() ? nullptr : all[random_.below(static_cast<std::uint32_t>(all.size()))];
+}
+
+std::vector<std::uint32_t> Roster::draw(std::uint32_t count) {
+  std::vector<std::uint32_t> tokens(count);
+  for (std::uint32_t& token : tokens) token = random_.below(kPoolTokens);
+  return tokens;
+}
+
+Sequence& Roster::add(SequenceId id, Sequence sequence) {
+  sequence.id = id;
+  sequence.sampled = random_.below(2) == 0 || scheduler::remembers(sequence.spec);
+  // Some prompts are long, most are not.
+  sequence.prompt_left = random_.below(10) == 0 ? 0 : 1 + random_.below(random_.below(4) == 0 ? 400 : 160);
+  sequence.decode_left = 1 + random_.below(40);
+  ++stats_.sequences;
+  return *sequences_.emplace_back(std::make_unique<Sequence>(std::move(sequence)));
+}
+
+bool Roster::begin() {
+  const std::string& policy = driven_.policies[random_.below(static_cast<std::uint32_t>(driven_.policies.size()))];
+  const PolicySpec spec = parse_policy(policy);
+  if (!has_seat(spec)) {
+    require_error(Errc::out_of_capacity, "begin without a seat", [&] { (void)driven_.engine.begin(spec); });
+    ++stats_.refused;
+    return false;
+  }
+  Sequence sequence{.id = {}, .policy = policy, .spec = spec};
+  sequence.first_policy = policy;
+  const SequenceId id = driven_.engine.begin(spec);
+  pages_.begin(id);
+  (void)add(id, std::move(sequence));
+  return true;
+}
+
+void Roster::fork(Sequence& parent, bool under_its_own_policy) {
+  const std::string policy =
+      under_its_own_policy ? driven_.policies[random_.below(static_cast<std::uint32_t>(driven_.policies.size()))] : "";
+  const PolicySpec spec = policy.empty() ? parent.spec : parse_policy(policy);
+  const std::uint32_t tokens =
+      !has_decoded(parent) || random_.below(2) == 0 ? parent.settled : random_.below(parent.settled + 1);
+  SequenceId id{};
+  const auto call = [&] {
+    id = policy.empty() ? driven_.engine.fork(parent.id, tokens) : driven_.engine.fork(parent.id, tokens, spec);
+  };
+  const std::optional<Errc> error = error_of(call);
+  const bool decoded = !parent.calls.empty() && parent.calls.back().kind == Call::Kind::decode;
+  const bool remembers = policy.empty() && scheduler::remembers(spec);
+  if (error == Errc::unsupported) {
+    require(remembers && has_decoded(parent), "fork of " + parent.name() + " is refused");
+    return;
+  }
+  if (!has_seat(spec)) {
+    require(error == Errc::out_of_capacity, "fork of " + parent.name() + " without a seat is not refused");
+    ++stats_.refused;
+    return;
+  }
+  require(!error, "fork of " + parent.name() + " fails");
+  require(!remembers || !decoded || parent.disturbed, "fork of " + parent.name() + " forgets what was learnt");
+  pages_.fork(parent.id, id, tokens);
+  Sequence child{.id = id, .policy = policy.empty() ? parent.policy : policy, .spec = spec};
+  child.tokens.assign(parent.tokens.begin(), parent.tokens.begin() + tokens);
+  child.settled = tokens;
+  child.uncertain = parent.uncertain;
+  child.queries_lost = parent.queries_lost;
+  child.first_policy = parent.first_policy;
+  child.calls = parent.calls;
+  child.calls.push_back({.kind = Call::Kind::fork, .count = tokens, .policy = policy});
+  Sequence& added = add(id, std::move(child));
+  if (random_.below(2) == 0) added.prompt_left = 0;  // It goes on with what it has been given.
+}
+
+void Roster::truncate(Sequence& sequence, std::uint32_t tokens) {
+  const bool remembers = scheduler::remembers(sequence.spec) && tokens != sequence.settled;
+  const bool decoded = !sequence.calls.empty() && sequence.calls.back().kind == Call::Kind::decode;
+  const std::optional<Errc> error = error_of([&] { driven_.engine.truncate(sequence.id, tokens); });
+  if (remembers && has_decoded(sequence) && error == Errc::unsupported) return;
+  require(!error, "truncate of " + sequence.name() + " fails");
+  require(!remembers || !decoded || sequence.disturbed, "truncate of " + sequence.name() + " forgets what was learnt");
+  pages_.truncate(sequence.id, tokens);
+  sequence.tokens.resize(tokens);
+  sequence.settled = tokens;
+  sequence.calls.push_back({.kind = Call::Kind::truncate, .count = tokens});
+}
+
+void Roster::import_layers(const Sequence& sequence, std::span<const std::uint32_t> tokens, std::uint32_t queries,
+                           std::uint32_t layers) {
+  const auto count = static_cast<std::uint32_t>(tokens.size());
+  const std::size_t kv = std::size_t{kSoakShape.kv_heads} * kSoakShape.head_dim;
+  const auto buffer = driven_.memory.allocate_pinned(layers * count * (2 * kv + kSoakRow) * sizeof(float));
+  auto* at = reinterpret_cast<float*>(buffer->data());
+  const auto rows = [&](const float* (Pool::*of)(std::uint32_t, std::uint32_t) const, std::uint32_t layer,
+                        std::uint32_t from, std::uint32_t heads) {
+    const float* const begin = at;
+    for (std::uint32_t i = from; i < count; ++i)
+      at = std::copy_n((driven_.pool.*of)(layer, tokens[i]), heads * kSoakShape.head_dim, at);
+    return dense_view(begin, DType::f32, count - from, heads, kSoakShape.head_dim);
+  };
+  for (std::uint32_t layer = 0; layer < layers; ++layer) {
+    const TensorView k = rows(&Pool::k, layer, 0, kSoakShape.kv_heads);
+    const TensorView v = rows(&Pool::v, layer, 0, kSoakShape.kv_heads);
+    const TensorView q = rows(&Pool::q, layer, count - queries, kSoakShape.q_heads);
+    driven_.engine.import_prefix(sequence.id, LayerId{layer}, k, v, driven_.stream, q);
+  }
+  drain(driven_);  // One that was broken off is still to run.
+}
+
+void Roster::import(Sequence& sequence) {
+  const std::uint32_t most = std::min(driven_.engine.options().import_rows, kSoakTokens - sequence.planned());
+  if (most == 0) return;
+  const std::vector<std::uint32_t> tokens = draw(1 + random_.below(std::min(most, 150u)));
+  const auto count = static_cast<std::uint32_t>(tokens.size());
+  const std::uint32_t queries = random_.below(2) == 0 ? 0 : random_.below(count + 1);
+  const PlanItem item{.sequence = sequence.id, .tokens = count, .prefill = true};
+  if (!has_room({&item, 1})) {
+    require_error(Errc::out_of_capacity, "import without room",
+                  [&] { import_layers(sequence, tokens, queries, kSoakShape.layers); });
+    ++stats_.refused;
+    return;
+  }
+  const bool broken_off = random_.below(6) == 0;
+  if (broken_off) {
+    import_layers(sequence, tokens, queries, 1 + random_.below(kSoakShape.layers - 1));
+    pages_.grow(sequence.id, sequence.planned(), count);
+    sequence.disturbed = true;
+    sequence.queries_lost = true;
+    require_error(Errc::invalid_argument, "truncate within an import",
+                  [&] { driven_.engine.truncate(sequence.id, sequence.settled); });
+  }
+  import_layers(sequence, tokens, queries, kSoakShape.layers);
+  if (!broken_off) pages_.grow(sequence.id, sequence.planned(), count);
+  sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
+  sequence.settled += count;
+  sequence.calls.push_back({.kind = Call::Kind::import, .tokens = tokens, .count = queries});
+}
+
+void Roster::end(Sequence& sequence) {
+  if (sequence.sampled && !sequence.uncertain) driven_.compare_alone(sequence);
+  driven_.engine.end(sequence.id);
+  pages_.end(sequence.id);
+  require_error(Errc::not_found, "end of a sequence that has ended", [&] { driven_.engine.end(sequence.id); });
+  std::erase_if(sequences_, [&](const auto& s) { return s.get() == &sequence; });
+}
+
+void Roster::watch(Sequence& sequence) {
+  const std::vector<std::uint32_t> tokens{random_.below(kSoakTokens), random_.below(sequence.planned() + 1)};
+  driven_.engine.watch(sequence.id, tokens);
+}
+
+void Roster::misuse(Sequence& sequence) {
+  Engine& engine = driven_.engine;
+  const SequenceId id = sequence.id;
+  const std::uint32_t more = sequence.settled + 1;
+  require_error(Errc::invalid_argument, "fork of more tokens than there are", [&] { (void)engine.fork(id, more); });
+  require_error(Errc::invalid_argument, "truncate to more tokens than there are", [&] { engine.truncate(id, more); });
+  const PlanItem twice[] = {{.sequence = id}, {.sequence = id}};
+  require_error(Errc::invalid_argument, "plan of a sequence twice",
+                [&] { (void)engine.plan(twice, engine.options().largest, driven_.stream); });
+  require_error(Errc::invalid_argument, "cancel of no forward", [&] { engine.cancel({.forward = 0, .bucket = {}}); });
+  require_error(Errc::invalid_argument, "finish of no forward", [&] { engine.finish({.forward = 0, .bucket = {}}); });
+  if (sequence.rests()) return;
+  require_error(Errc::invalid_argument, "end of a sequence in flight", [&] { engine.end(id); });
+  require_error(Errc::invalid_argument, "fork of a sequence in flight", [&] { (void)engine.fork(id, 0); });
+  require_error(Errc::invalid_argument, "truncate of a sequence in flight", [&] { engine.truncate(id, 0); });
+}
+
+bool Roster::has_room(std::span<const PlanItem> items) const {
+  PageModel after = pages_;
+  for (const PlanItem& item : items) {
+    const auto sequence = std::ranges::find(sequences_, item.sequence, [](const auto& s) { return s->id; });
+    after.grow(item.sequence, (*sequence)->planned(), item.tokens);
+  }
+  return after.used() <= blocks();
+}
+
+void Roster::plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill) {
+  pages_.grow(sequence.id, sequence.planned(), static_cast<std::uint32_t>(tokens.size()));
+  sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
+  // Its policy looks at what is left of them.
+  if (!prefill && sequence.queries_lost && scheduler::prompt_queries(sequence.spec) != 0) sequence.uncertain = true;
+  sequence.calls.push_back({.kind = prefill ? Call::Kind::prompt : Call::Kind::decode, .tokens = std::move(tokens)});
+  ++sequence.in_flight;
+}
+
+}  // namespace sluice::test

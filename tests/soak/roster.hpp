@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tests/soak/model.hpp"
+#include "tests/support/random.hpp"
+
+namespace sluice::test {
+
+/// An engine, and how it is driven.
+struct Driven {
+  Engine& engine;
+  const Pool& pool;
+  Device& memory;                         ///< of the tensors
+  Stream* stream = nullptr;               ///< null: at once
+  std::span<const std::string> policies;  ///< that it serves
+  std::uint64_t seed = 0;
+  std::function<void()> trouble;  ///< makes a forward fail, perhaps; empty: none does but by the caller's slips
+  std::function<void(const Sequence&)> compare_alone;
+};
+
+/// Waits until the stream has done everything, whether or not it could.
+/// @throws Failure if something failed that may not
+void drain(const Driven& driven);
+
+/// The sequences that live, in the engine and in the model of it, and all that is done to them between forwards.
+class Roster {
+ public:
+  Roster(const Driven& driven, Random& random, RoundStats& stats);
+
+  [[nodiscard]] std::vector<std::unique_ptr<Sequence>>& all() noexcept { return sequences_; }
+  [[nodiscard]] std::size_t size() const noexcept { return sequences_.size(); }
+  /// One that rests; null if there is none.
+  [[nodiscard]] Sequence* resting();
+
+  /// False if the engine says that there is no room.
+  bool begin();
+  void fork(Sequence& parent, bool under_its_own_policy);
+  void truncate(Sequence& sequence, std::uint32_t tokens);
+  /// Nothing may be in flight.
+  void import(Sequence& sequence);
+  void end(Sequence& sequence);
+  void watch(Sequence& sequence);
+  /// Calls that are refused, and change nothing.
+  void misuse(Sequence& sequence);
+
+  /// Whether there are blocks for these.
+  [[nodiscard]] bool has_room(std::span<const PlanItem> items) const;
+  /// Their tokens are planned from now on.
+  void plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill);
+  [[nodiscard]] std::vector<std::uint32_t> draw(std::uint32_t count);
+
+  /// The engine says what the model says.
+  void check();
+
+ private:
+  [[nodiscard]] std::uint64_t blocks() const noexcept;
+  [[nodiscard]] bool has_seat(const PolicySpec& spec) const;
+  Sequence& add(SequenceId id, Sequence sequence);
+  void import_layers(const Sequence& sequence, std::span<const std::uint32_t> tokens, std::uint32_t queries,
+                     std::uint32_t layers);
+  void check_stats();
+  void check_audit(const Sequence& sequence) const;
+
+  const Driven& driven_;
+  Random& random_;
+  RoundStats& stats_;
+  PageModel pages_;
+  std::vector<std::unique_ptr<Sequence>> sequences_;
+  EngineStats last_{};
+};
+
+}  // namespace sluice::test

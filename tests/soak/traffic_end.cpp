@@ -1,0 +1,160 @@
+// How forwards of the traffic end: their outputs, and what becomes of the tokens.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <utility>
+
+#include "scheduler/plan/forward_rows.hpp"
+#include "sluice/error.hpp"
+#include "tests/soak/traffic.hpp"
+
+namespace sluice::test {
+namespace {
+
+/// Chunks that end before this attend densely, whatever the engine does with longer ones.
+constexpr std::uint32_t kDensePrompt = 2 * kPrefillBlock;
+
+/// What a row attends in a layer, as far as that is known.
+Window window_of_row(const EngineOptions& options, const Part& part, std::uint32_t layer) {
+  if (!part.prefill) return window_of(part.sequence->spec, layer);
+  return {.known = options.prefill.mode == PrefillMode::full || part.first + part.count <= kDensePrompt};
+}
+
+bool all_nan(std::span<const float> values) {
+  return std::ranges::all_of(values, [](float x) { return std::isnan(x); });
+}
+/// As ForwardTensors::spoil left it.
+bool untouched(std::span<const float> values) {
+  return std::ranges::all_of(values, [](float x) { return x == 1e30f; });
+}
+
+/// An error names what has no new tokens.
+void require_named(const Flight& flight, const std::string& text) {
+  for (const Part& part : flight.parts) {
+    const std::string name = " sequence " + std::to_string(part.sequence->id.value);
+    const auto ends = [&](std::size_t at) { return at == text.size() || text[at] == ' ' || text[at] == ';'; };
+    std::size_t at = text.find(name);
+    while (at != std::string::npos && !ends(at + name.size())) at = text.find(name, at + 1);
+    if (at == std::string::npos) throw Failure("an error does not name" + name + ": " + text);
+  }
+}
+
+}  // namespace
+
+Flight Traffic::take(std::size_t index) {
+  Flight flight = std::move(flights_[index]);
+  flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(index));
+  for (const Part& part : flight.parts) --part.sequence->in_flight;
+  return flight;
+}
+
+void Traffic::land(std::size_t index) {
+  const Flight flight = take(index);
+  std::string why;
+  try {
+    const auto begin = std::chrono::steady_clock::now();
+    driven_.engine.finish(flight.batch);
+    stats_.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  } catch (const Error& error) {
+    why = error.what();
+    if (error.code() != Errc::device || !(flight.doomed || driven_.trouble)) throw;
+  }
+  if (why.empty() && flight.doomed) throw Failure("a forward got to its end that must fail");
+  why.empty() ? succeed(flight) : fail(flight, why);
+}
+
+void Traffic::land_all() {
+  while (!flights_.empty()) land(random_.below(static_cast<std::uint32_t>(flights_.size())));
+}
+
+void Traffic::succeed(const Flight& flight) {
+  ++stats_.forwards;
+  finished_ = std::max(finished_, flight.batch.forward);
+  const ForwardTensors& tensors = tensors_[flight.tensors];
+  const EngineOptions& options = driven_.engine.options();
+  std::uint32_t rows = 0;
+  for (const Part& part : flight.parts) {
+    Sequence& sequence = *part.sequence;
+    const std::uint32_t some = random_.below(part.count);
+    for (std::uint32_t i = 0; i < part.count; ++i) {
+      if (part.prefill && i != 0 && i != some && i + 1 != part.count) continue;  // All would take too long.
+      std::vector<float> out = tensors.out(part.row + i);
+      for (std::uint32_t layer = 0; layer < kSoakShape.layers; ++layer)
+        require_right(driven_.pool, sequence, part.first + i, layer, window_of_row(options, part, layer),
+                      std::span(out).subspan(layer * kSoakRow, kSoakRow), stats_);
+      // What `automatic` does depends on which chunks were finished in time.
+      const bool repeatable = !part.prefill || options.prefill.mode != PrefillMode::automatic;
+      if (sequence.sampled && repeatable) sequence.said.push_back({.call = part.call, .row = i, .out = std::move(out)});
+    }
+    sequence.settled += part.count;
+    if (part.prefill && part.count >= scheduler::prompt_queries(sequence.spec)) sequence.queries_lost = false;
+    sequence.audited += flight.bucket.audit && !part.prefill ? part.count : 0;
+    if (part.right != part.count) sequence.keep = std::min(sequence.keep, part.first + part.right);
+    rows += part.count;
+  }
+  for (std::uint32_t row = rows; row < flight.bucket.rows(); ++row) {
+    const std::vector<float> out = tensors.out(row);
+    if (!std::ranges::all_of(out, [](float x) { return x == 0.f; })) throw Failure("padding has an output");
+  }
+}
+
+void Traffic::fail(const Flight& flight, const std::string& why) {
+  const bool broken = why.find("could not do a part") != std::string::npos;
+  ++stats_.failed;
+  stats_.broken += broken ? 1 : 0;
+  stats_.late += why.find("not answered in time") != std::string::npos ? 1 : 0;
+  require_named(flight, why);
+  drain(driven_);  // What it enqueued in vain may still run.
+  for (const Part& part : flight.parts) {
+    for (std::uint32_t i = 0; i < part.count; ++i) require_no_more(flight, part, i, broken);
+  }
+  for (Flight& behind : flights_) behind.doomed |= behind.batch.forward > flight.batch.forward;
+  retract(flight, false);
+  if (!flights_.empty()) land_all();  // Nothing that is planned behind them could succeed.
+}
+
+void Traffic::require_no_more(const Flight& flight, const Part& part, std::uint32_t row, bool broken) const {
+  const std::vector<float> out = tensors_[flight.tensors].out(part.row + row);
+  const auto values = [&](std::uint32_t layer) { return std::span(out).subspan(layer * kSoakRow, kSoakRow); };
+  const auto none = [&](std::uint32_t layer) {
+    return all_nan(values(layer)) || (flight.slip != Slip::none && untouched(values(layer)));
+  };
+  std::uint32_t end = 0;  // Of layers that have outputs.
+  while (end < kSoakShape.layers && !none(end)) ++end;
+  for (std::uint32_t layer = end; layer < kSoakShape.layers; ++layer) {
+    if (!none(layer)) throw Failure("a forward that failed goes on: " + part.sequence->story());
+  }
+  // A chunk may have been attended before the far part of other rows was too late.
+  if (end == kSoakShape.layers && !part.prefill && !broken)
+    throw Failure("a forward that failed has all of a row's outputs: " + part.sequence->story());
+  RoundStats ignored;
+  // Of a layer that could not be done there may be a part.
+  for (std::uint32_t layer = 0; layer + (broken ? 1 : 0) < end; ++layer)
+    require_right(driven_.pool, *part.sequence, part.first + row, layer,
+                  window_of_row(driven_.engine.options(), part, layer), values(layer), ignored);
+}
+
+void Traffic::retract(const Flight& flight, bool ran) {
+  for (const Part& part : flight.parts) {
+    Sequence& sequence = *part.sequence;
+    const bool remembers = scheduler::remembers(sequence.spec);
+    sequence.disturbed = true;
+    sequence.queries_lost |= part.prefill && part.first != 0;
+    // Threads may have learnt from what was chosen; a policy that has looked at a prompt in vain has forgotten.
+    if (remembers && (part.prefill ? has_decoded(sequence) : ran)) sequence.uncertain = true;
+    (part.prefill ? sequence.prompt_left : sequence.decode_left) += part.count;
+    sequence.tokens.resize(std::min<std::size_t>(sequence.tokens.size(), part.first));
+    sequence.calls.resize(std::min(sequence.calls.size(), part.call));
+    std::erase_if(sequence.said, [&](const Said& said) { return said.call >= part.call; });
+  }
+}
+
+void Traffic::cancel(std::size_t index) {
+  driven_.engine.cancel(flights_[index].batch);
+  while (flights_.size() > index) {
+    ++stats_.cancelled;
+    retract(take(flights_.size() - 1), true);
+  }
+}
+
+}  // namespace sluice::test

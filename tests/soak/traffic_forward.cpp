@@ -1,0 +1,175 @@
+// Forwards of the traffic: what is planned, and how it is enqueued.
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "scheduler/plan/forward_rows.hpp"
+#include "sluice/error.hpp"
+#include "tests/soak/traffic.hpp"
+
+namespace sluice::test {
+namespace {
+
+constexpr std::uint32_t kLongestChunk = 100;
+constexpr std::uint32_t kMostDrafts = 4;
+
+using Steady = std::chrono::steady_clock;
+
+/// Adds the time until it goes.
+class Watch {
+ public:
+  explicit Watch(double& seconds) : seconds_(seconds) {}
+  ~Watch() { seconds_ += std::chrono::duration<double>(Steady::now() - begin_).count(); }
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+ private:
+  double& seconds_;
+  Steady::time_point begin_ = Steady::now();
+};
+
+}  // namespace
+
+std::uint32_t Traffic::free_tensors() const {
+  std::uint32_t free = 0;
+  while (std::ranges::find(flights_, free, &Flight::tensors) != flights_.end()) ++free;
+  return free;
+}
+
+bool Traffic::any_doomed() const noexcept {
+  return std::ranges::any_of(flights_, [](const Flight& flight) { return flight.doomed; });
+}
+
+Bucket Traffic::draw_bucket(bool audit) {
+  const EngineOptions& options = driven_.engine.options();
+  Bucket bucket = options.largest;
+  bucket.audit = audit;
+  bucket.max_tokens = 0;
+  if (random_.below(4) == 0) bucket.decode_rows = 1 + random_.below(bucket.decode_rows);
+  if (random_.below(4) == 0) bucket.prefill_rows = bucket.prefills = 0;
+  if (random_.below(8) == 0 && bucket.prefill_rows != 0) bucket.decode_rows = 0;
+  if (random_.below(4) == 0)
+    bucket.max_tokens = std::min(options.page_tokens * (1 + random_.below(kSoakTokens / options.page_tokens)),
+                                 options.largest.max_tokens);
+  if (random_.below(4) == 0) bucket.unbounded = false;
+  if (random_.below(6) == 0) bucket.pages = false;
+  return bucket;
+}
+
+std::uint32_t Traffic::rows_for(Sequence& sequence, const Bucket& left, std::uint32_t max_tokens, bool prefill) {
+  const std::uint32_t end = std::min(kSoakTokens, max_tokens);
+  const std::uint32_t room = end - std::min(end, sequence.planned());
+  if (prefill) return left.prefills == 0 ? 0 : std::min({room, left.prefill_rows, sequence.prompt_left, kLongestChunk});
+  const EngineOptions& options = driven_.engine.options();
+  const scheduler::ForwardLimits limits{
+      .page_tokens = options.page_tokens, .max_window = options.max_window, .digests = options.digests};
+  if (!scheduler::forward_unserved(sequence.spec, left, limits).empty()) return 0;
+  const std::uint32_t most = std::min({room, left.decode_rows, sequence.decode_left});
+  if (scheduler::chooser(sequence.spec) == scheduler::Chooser::device)
+    return std::min(most, random_.below(3) == 0 ? kMostDrafts : 1);
+  // A policy of the CPU looks at a prompt that must have come in by then.
+  return sequence.in_flight != 0 && any_doomed() ? 0 : std::min(most, 1u);
+}
+
+void Traffic::fill(Flight& flight, std::vector<PlanItem>& items, std::vector<std::vector<std::uint32_t>>& tokens) {
+  Bucket left = flight.bucket;
+  const std::uint32_t max_tokens = left.max_tokens == 0 ? driven_.engine.options().largest.max_tokens : left.max_tokens;
+  std::uint32_t row = 0;
+  std::vector<Sequence*> order;
+  for (const auto& sequence : roster_.all())
+    order.insert(order.begin() + random_.below(static_cast<std::uint32_t>(order.size()) + 1), sequence.get());
+  for (Sequence* const sequence : order) {
+    const bool prefill = sequence->prompt_left != 0;
+    const bool answers = !prefill && !has_decoded(*sequence);  // It may well take a while until it does.
+    if (sequence->keep != kNone || random_.below(6) == 0 || (answers && random_.below(3) != 0)) continue;
+    const std::uint32_t most = rows_for(*sequence, left, max_tokens, prefill);
+    if (most == 0) continue;
+    const std::uint32_t count = 1 + random_.below(most);
+    const std::uint32_t right = prefill || random_.below(2) == 0 ? count : 1 + random_.below(count);
+    (prefill ? left.prefill_rows : left.decode_rows) -= count;
+    left.prefills -= prefill ? 1 : 0;
+    items.push_back({.sequence = sequence->id, .tokens = count, .prefill = prefill});
+    flight.parts.push_back({.sequence = sequence,
+                            .row = row,
+                            .first = sequence->planned(),
+                            .count = count,
+                            .right = right,
+                            .prefill = prefill});
+    tokens.push_back(roster_.draw(count));
+    for (const std::uint32_t token : tokens.back()) tensors_[flight.tensors].set(row++, driven_.pool, token);
+  }
+}
+
+bool Traffic::plan(Flight& flight, const std::vector<PlanItem>& items) {
+  const bool room = roster_.has_room(items);
+  try {
+    flight.batch = driven_.engine.plan(items, flight.bucket, driven_.stream);
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    if (error.code() == Errc::out_of_capacity && !room) {
+      ++stats_.refused;
+      const Slip last = flights_.empty() ? Slip::none : flights_.back().slip;
+      if (last == Slip::not_enqueued || last == Slip::half) return false;  // It never ends by itself.
+      if (!flights_.empty()) {
+        land_all();
+      } else if (Sequence* const one = roster_.resting()) {
+        roster_.end(*one);
+      }
+      return false;
+    }
+    // A prompt did not come in, and a policy is to look at it.
+    if (!driven_.trouble || text.find("finish it first") == std::string::npos) throw;
+    const std::uint64_t failed = stats_.failed;
+    land_all();
+    if (stats_.failed == failed) throw Failure("no forward failed, and yet " + text);
+    return false;
+  }
+  if (!room) throw Failure("a forward is planned for which there are no blocks");
+  return true;
+}
+
+bool Traffic::start(Slip slip, bool audit) {
+  Flight flight{.batch = {}, .bucket = draw_bucket(audit), .tensors = free_tensors(), .parts = {}, .slip = slip};
+  flight.doomed = slip != Slip::none || any_doomed();
+  std::vector<PlanItem> items;
+  std::vector<std::vector<std::uint32_t>> tokens;
+  tensors_[flight.tensors].spoil();
+  fill(flight, items, tokens);
+  if (items.empty() && random_.below(4) != 0) return false;
+  const Watch watch(stats_.seconds);
+  if (!plan(flight, items)) return false;
+  for (std::size_t i = 0; i < flight.parts.size(); ++i) {
+    Part& part = flight.parts[i];
+    (part.prefill ? part.sequence->prompt_left : part.sequence->decode_left) -= part.count;
+    part.call = part.sequence->calls.size();
+    roster_.plan(*part.sequence, std::move(tokens[i]), part.prefill);
+  }
+  flights_.push_back(std::move(flight));
+  enqueue(flights_.back());
+  return true;
+}
+
+void Traffic::enqueue(const Flight& flight) {
+  ForwardTensors& tensors = tensors_[flight.tensors];
+  const auto layers = [&](std::uint32_t count) {
+    for (std::uint32_t layer = 0; layer < count; ++layer)
+      tensors.attend_layer(driven_.engine, flight.bucket, layer, driven_.stream);
+  };
+  switch (flight.slip) {
+    case Slip::none: return tensors.attend(driven_.engine, flight.bucket, driven_.stream);
+    case Slip::not_enqueued: return;
+    case Slip::half: return layers(1 + random_.below(kSoakShape.layers - 1));
+    case Slip::twice:
+      layers(1);
+      ++unplanned_;  // Its second beginning.
+      return layers(kSoakShape.layers);
+    case Slip::other_bucket: {
+      Bucket other = driven_.engine.options().largest;
+      other.audit = false;
+      if (other == flight.batch.bucket) other.max_tokens -= driven_.engine.options().page_tokens;
+      return tensors.attend(driven_.engine, other, driven_.stream);
+    }
+  }
+}
+
+}  // namespace sluice::test
