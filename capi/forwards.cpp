@@ -44,8 +44,8 @@ sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_plan_item* 
   return capi::guarded([&] {
     Engine& of = capi::engine_of(engine);
     capi::require_pointer(forward, "forward");
-    *forward = of.plan(capi::items_of(items, item_count), capi::bucket_of(bucket), capi::stream_of(*engine, stream))
-                   .forward;
+    *forward =
+        of.plan(capi::items_of(items, item_count), capi::bucket_of(bucket), capi::stream_of(*engine, stream)).forward;
   });
 }
 

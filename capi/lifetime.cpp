@@ -29,8 +29,8 @@ std::unique_ptr<sluice_engine> create(const sluice_engine_options& options, cons
   return std::make_unique<sluice_engine>(chosen, std::move(device), place, options.device_bytes);
 }
 
-/// Runs `call` on a thread of its own and passes on what it throws. The CUDA device that is current belongs to a thread,
-/// and so to the caller: what is built and freed here makes its own current.
+/// Runs `call` on a thread of its own and passes on what it throws. The CUDA device that is current belongs to a
+/// thread, and so to the caller: what is built and freed here makes its own current.
 template <class Call>
 void elsewhere(const Call& call) {
   std::exception_ptr failure;

@@ -11,7 +11,7 @@ static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == stati
 
 struct Feature {
   std::uint32_t bit;
-  bool Bucket::* field;
+  bool Bucket::*field;
 };
 constexpr Feature kFeatures[] = {{SLUICE_BUCKET_TOP_K, &Bucket::top_k},
                                  {SLUICE_BUCKET_UNBOUNDED, &Bucket::unbounded},
@@ -197,8 +197,8 @@ using namespace sluice;
 sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size) {
   return capi::guarded([&] {
     capi::require_pointer(options, "options");
-    capi::require(struct_size <= capi::kMostStructBytes, "struct_size is " + std::to_string(struct_size) +
-                                                             "; give it sizeof(sluice_engine_options)");
+    capi::require(struct_size <= capi::kMostStructBytes,
+                  "struct_size is " + std::to_string(struct_size) + "; give it sizeof(sluice_engine_options)");
     const auto size = static_cast<std::uint32_t>(struct_size);
     capi::require_size(size, sizeof(sluice_engine_options), capi::kName);
     options->struct_size = size;

@@ -19,8 +19,9 @@ inline constexpr std::uint32_t kMostStructBytes = 4096;
 /// Checks the size that a struct of `name` in sluice.h says it has, of which this library knows `known` bytes.
 inline void require_size(std::uint32_t size, std::size_t known, const char* name) {
   if (size >= sizeof size && size % sizeof size == 0 && size <= kMostStructBytes) return;
-  throw Error(Errc::invalid_argument, std::string(name) + ".struct_size is " + std::to_string(size) + "; set it to sizeof(" +
-                                          name + "), which is " + std::to_string(known) + " here");
+  throw Error(Errc::invalid_argument, std::string(name) + ".struct_size is " + std::to_string(size) +
+                                          "; set it to sizeof(" + name + "), which is " + std::to_string(known) +
+                                          " here");
 }
 
 /// What lies at `from`, which says to have `size` bytes: fields that it has not are those of `defaults`.
@@ -62,9 +63,10 @@ void require_array(const T* first, std::size_t count, const char* name) {
   require_size(first->struct_size, sizeof(T), name);
   for (std::size_t i = 1; i < count; ++i) {
     const std::uint32_t size = element(first, i)->struct_size;
-    require(size == first->struct_size,
-            std::string(name) + " " + std::to_string(i) + " has struct_size " + std::to_string(size) +
-                ", and the first one " + std::to_string(first->struct_size) + "; set it to the same in all of an array");
+    require(size == first->struct_size, std::string(name) + " " + std::to_string(i) + " has struct_size " +
+                                            std::to_string(size) + ", and the first one " +
+                                            std::to_string(first->struct_size) +
+                                            "; set it to the same in all of an array");
   }
 }
 

@@ -27,8 +27,8 @@ class Checked {
   void require(bool holds, const std::string& message) const { capi::require(holds, name_ + message); }
 
   void require_rank(std::int32_t rank, const char* shape) const {
-    require(tensor_->ndim == rank, ".ndim is " + std::to_string(tensor_->ndim) + "; it must be " +
-                                       std::to_string(rank) + ", for " + shape);
+    require(tensor_->ndim == rank,
+            ".ndim is " + std::to_string(tensor_->ndim) + "; it must be " + std::to_string(rank) + ", for " + shape);
     require(tensor_->shape != nullptr, ".shape is null; give it the address of ndim sizes");
     for (std::int32_t i = 0; i < rank; ++i) {
       require(tensor_->shape[i] >= 0 && tensor_->shape[i] <= std::numeric_limits<std::uint32_t>::max(),
@@ -159,9 +159,9 @@ float* log_sums(const sluice_tensor* tensor, std::uint32_t rows, std::uint32_t q
   checked.require(checked.size(0) == rows && checked.size(1) == q_heads,
                   " is " + text(checked.size(0), checked.size(1)) + "; this call needs " + text(rows, q_heads));
   checked.require_dense_rows();
-  checked.require(rows <= 1 || checked.stride(0) == q_heads,
-                  ".strides[0] is " + std::to_string(checked.stride(0)) + "; log-sums are compact, with stride " +
-                      std::to_string(q_heads));
+  checked.require(rows <= 1 || checked.stride(0) == q_heads, ".strides[0] is " + std::to_string(checked.stride(0)) +
+                                                                 "; log-sums are compact, with stride " +
+                                                                 std::to_string(q_heads));
   return reinterpret_cast<float*>(checked.data(DType::f32));
 }
 

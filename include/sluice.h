@@ -74,8 +74,8 @@ typedef enum sluice_device_type {
   SLUICE_DEVICE_CUDA_MANAGED = 13  ///< cudaMallocManaged's
 } sluice_device_type;
 
-/// A DLTensor as DLPack lays it out, by its name if dlpack.h was included before; otherwise a pointer to one may be cast.
-/// Engines take [tokens, heads, head_dim] (ndim 3) of f32, f16 or bf16, 1 lane:
+/// A DLTensor as DLPack lays it out, by its name if dlpack.h was included before; otherwise a pointer to one may be
+/// cast. Engines take [tokens, heads, head_dim] (ndim 3) of f32, f16 or bf16, 1 lane:
 ///   data         in memory that the engine's device reads: CPU or CUDA_HOST with the host device; with a GPU CUDA,
 ///                CUDA_MANAGED or CUDA_HOST, the first two with device_id of the engine's
 ///   strides      in elements, null: compact. The last one is 1; the others are free, and not negative. In what is
@@ -120,16 +120,17 @@ enum {
   SLUICE_BUCKET_AUDIT = 8       ///< what they attend is held against exact attention, see sluice_engine_audit
 };
 
-/// Everything that is fixed when an engine is created; sluice/engine.hpp says more of each field of sluice::EngineOptions.
+/// Everything that is fixed when an engine is created; sluice/engine.hpp says more of each field of
+/// sluice::EngineOptions.
 typedef struct sluice_engine_options {
   uint32_t struct_size;
-  int32_t device_type;   ///< SLUICE_DEVICE_CPU (default), the embedded host device, or SLUICE_DEVICE_CUDA
-  int32_t device_id;     ///< of the GPU, as CUDA counts them, CUDA_VISIBLE_DEVICES applied; 0 with the host device
-  int32_t kv_dtype;      ///< of keys and values in memory: SLUICE_BF16 (default), SLUICE_F16, SLUICE_F32
-  uint64_t device_bytes; ///< most that is taken of the GPU's memory; 0 (default): what it has. 0 with the host device
+  int32_t device_type;    ///< SLUICE_DEVICE_CPU (default), the embedded host device, or SLUICE_DEVICE_CUDA
+  int32_t device_id;      ///< of the GPU, as CUDA counts them, CUDA_VISIBLE_DEVICES applied; 0 with the host device
+  int32_t kv_dtype;       ///< of keys and values in memory: SLUICE_BF16 (default), SLUICE_F16, SLUICE_F32
+  uint64_t device_bytes;  ///< most that is taken of the GPU's memory; 0 (default): what it has. 0 with the host device
 
-  uint32_t layers;       ///< required, as the next three
-  uint32_t q_heads;      ///< a multiple of kv_heads, at most 32 for each of them
+  uint32_t layers;   ///< required, as the next three
+  uint32_t q_heads;  ///< a multiple of kv_heads, at most 32 for each of them
   uint32_t kv_heads;
   uint32_t head_dim;     ///< 64 or 128 have tuned kernels; on the CPU any multiple of 16 up to 256
   uint64_t host_bytes;   ///< host memory for keys and values, reserved at once (1 GiB)
@@ -163,19 +164,19 @@ typedef struct sluice_engine_options {
   float prefill_gamma;          ///< share of the attention that is enough, (0, 1] (0.95)
   float prefill_tau;            ///< [0, 1] (0.1)
 
-  uint32_t threads;            ///< that answer the far part; 0 (default): the cores of this process, beside a GPU less one
-  uint32_t pin_threads;        ///< a switch (1)
+  uint32_t threads;      ///< that answer the far part; 0 (default): the cores of this process, beside a GPU less one
+  uint32_t pin_threads;  ///< a switch (1)
   uint32_t answer_timeout_ms;  ///< a layer waits no longer for the far part, [1, 60000] (1000)
   uint32_t timeout_ms;         ///< every wait of a call, [1, 3600000] (30000)
   uint32_t core_count;         ///< of `cores`; 0 (default): those that this process may use
-  const uint32_t* cores;       ///< [core_count] that threads run on, by the OS index of a PU of each; null if there are none
+  const uint32_t* cores;  ///< [core_count] that threads run on, by the OS index of a PU of each; null if there are none
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
 SLUICE_API sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size);
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features,
-/// digests, max_picks, max_ranked, max_window, prompt_queries and cpu_sequences. Lowers nothing, so that it can be called
-/// for several policies; call it when page_tokens is set. `policy` as in sluice_engine_begin.
+/// digests, max_picks, max_ranked, max_window, prompt_queries and cpu_sequences. Lowers nothing, so that it can be
+/// called for several policies; call it when page_tokens is set. `policy` as in sluice_engine_begin.
 SLUICE_API sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy,
                                                              uint32_t tokens);
 
@@ -198,9 +199,10 @@ SLUICE_API sluice_status sluice_engine_get_options(const sluice_engine* engine, 
 /// Number of a sequence; never used again within an engine.
 typedef uint64_t sluice_sequence;
 
-/// A sequence of no tokens. `policy` is a preset such as "sluice", or a composition such as "exact | int4 | top_p=0.95 |
-/// near=0"; `sluice policies` lists them. SLUICE_INVALID_ARGUMENT points at the word that is wrong, SLUICE_UNSUPPORTED
-/// names what the policy wants and the options do not have, SLUICE_OUT_OF_CAPACITY: as many live as may.
+/// A sequence of no tokens. `policy` is a preset such as "sluice", or a composition such as
+///   exact | int4 | top_p=0.95 | near=0
+/// `sluice policies` lists them. SLUICE_INVALID_ARGUMENT points at the word that is wrong, SLUICE_UNSUPPORTED names what
+/// the policy wants and the options do not have, SLUICE_OUT_OF_CAPACITY: as many live as may.
 SLUICE_API sluice_status sluice_engine_begin(sluice_engine* engine, const char* policy, sluice_sequence* sequence);
 /// A new sequence of the first `tokens` tokens of another one; they share memory. `policy` null: the other one's, which
 /// is SLUICE_UNSUPPORTED if it has learnt from tokens that were decoded. No forward with the sequence may be under way.
@@ -210,9 +212,9 @@ SLUICE_API sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequen
 SLUICE_API sluice_status sluice_engine_truncate(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens);
 /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream; the last
 /// layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] after RoPE, at most import_rows tokens;
-/// q [n, q_heads, head_dim], n <= tokens: queries of the newest, for a policy that begins with some; null: none, as is n
-/// of 0. One that does not get to its last layer is begun again with layer 0, or ends with the sequence; until then no
-/// forward can be planned. No forward may be under way.
+/// q [n, q_heads, head_dim], n <= tokens: queries of the newest, for a policy that begins with some; null: none, as is
+/// n of 0. One that does not get to its last layer is begun again with layer 0, or ends with the sequence; until then
+/// no forward can be planned. No forward may be under way.
 SLUICE_API sluice_status sluice_engine_import_prefix(sluice_engine* engine, sluice_sequence sequence, uint32_t layer,
                                                      const sluice_tensor* k, const sluice_tensor* v,
                                                      const sluice_tensor* q, void* stream);
@@ -221,7 +223,8 @@ SLUICE_API sluice_status sluice_engine_end(sluice_engine* engine, sluice_sequenc
 /// Tokens that all layers have.
 SLUICE_API sluice_status sluice_engine_tokens(const sluice_engine* engine, sluice_sequence sequence, uint32_t* tokens);
 /// Bytes of host memory in blocks that the sequence holds, shared ones included.
-SLUICE_API sluice_status sluice_engine_far_bytes(const sluice_engine* engine, sluice_sequence sequence, uint64_t* bytes);
+SLUICE_API sluice_status sluice_engine_far_bytes(const sluice_engine* engine, sluice_sequence sequence,
+                                                 uint64_t* bytes);
 /// Whether there is room for a new sequence of as many tokens beside what lives: *admitted is 1 or 0. cpu_sequences
 /// count apart.
 SLUICE_API sluice_status sluice_engine_can_admit(const sluice_engine* engine, uint32_t tokens, int* admitted);
@@ -254,15 +257,15 @@ typedef struct sluice_plan_item {
 SLUICE_API sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_plan_item* items, size_t item_count,
                                             const sluice_bucket* bucket, void* stream, uint64_t* forward);
 /// One layer of a forward of this bucket; layers come in order. Enqueues and returns. With rows = decode_rows +
-/// prefill_rows: q, out [rows, q_heads, head_dim], k, v [rows, kv_heads, head_dim], touched on `stream` only; lse [rows,
-/// q_heads], f32, compact, natural log of the sum of exponentials, may be null. Rows of padding get 0. While `stream` is
-/// captured nothing runs. After SLUICE_DEVICE the forward can only be cancelled.
+/// prefill_rows: q, out [rows, q_heads, head_dim], k, v [rows, kv_heads, head_dim], touched on `stream` only; lse
+/// [rows, q_heads], f32, compact, natural log of the sum of exponentials, may be null. Rows of padding get 0. While
+/// `stream` is captured nothing runs. After SLUICE_DEVICE the forward can only be cancelled.
 SLUICE_API sluice_status sluice_engine_attend(sluice_engine* engine, const sluice_bucket* bucket, uint32_t layer,
                                               const sluice_tensor* q, const sluice_tensor* k, const sluice_tensor* v,
                                               const sluice_tensor* out, const sluice_tensor* lse, void* stream);
-/// Waits until the forward has run; then its sequences have their new tokens. SLUICE_DEVICE if it did not get to its end:
-/// none of them has, outputs may be NaN, and it can be planned again. SLUICE_TIMEOUT: it can be waited for again, or
-/// cancelled.
+/// Waits until the forward has run; then its sequences have their new tokens. SLUICE_DEVICE if it did not get to its
+/// end: none of them has, outputs may be NaN, and it can be planned again. SLUICE_TIMEOUT: it can be waited for again,
+/// or cancelled.
 SLUICE_API sluice_status sluice_engine_finish(sluice_engine* engine, uint64_t forward);
 /// Takes a plan back and all behind it; no sequence has its new tokens.
 SLUICE_API sluice_status sluice_engine_cancel(sluice_engine* engine, uint64_t forward);
@@ -319,7 +322,7 @@ typedef struct sluice_audit {
   uint64_t coverage_count;
   double coverage_mean;  ///< share of the exact softmax that was attended
   double coverage_min;
-  double coverage_p5;    ///< 5% of the samples lie below
+  double coverage_p5;  ///< 5% of the samples lie below
   double coverage_p50;
   uint64_t overlap_count;
   double overlap_mean;  ///< share of the top_k tokens that was attended
@@ -332,11 +335,11 @@ typedef struct sluice_audit {
 /// The same for one (layer, query head): means over the audited steps; sluice::HeadAudit.
 typedef struct sluice_head_audit {
   uint32_t struct_size;
-  uint32_t reserved;      ///< 0
+  uint32_t reserved;  ///< 0
   uint64_t steps;
-  uint64_t bound_broken;  ///< steps whose error was above error_bound
-  uint64_t watched_steps; ///< steps in which watched tokens held 1%
-  double coverage;        ///< share of the exact softmax that was attended
+  uint64_t bound_broken;   ///< steps whose error was above error_bound
+  uint64_t watched_steps;  ///< steps in which watched tokens held 1%
+  double coverage;         ///< share of the exact softmax that was attended
   double coverage_min;
   double overlap;         ///< share of the tokens with the largest scores that was attended
   double error;           ///< L2 norm of output minus exact output
@@ -355,7 +358,8 @@ SLUICE_API sluice_status sluice_engine_watch(sluice_engine* engine, sluice_seque
                                              size_t count);
 /// What the sequence's rows attended in forwards of buckets with SLUICE_BUCKET_AUDIT, against exact attention. Such a
 /// forward runs alone.
-SLUICE_API sluice_status sluice_engine_audit(const sluice_engine* engine, sluice_sequence sequence, sluice_audit* audit);
+SLUICE_API sluice_status sluice_engine_audit(const sluice_engine* engine, sluice_sequence sequence,
+                                             sluice_audit* audit);
 /// The same head by head: `heads` [layers, q_heads], head_count of them; all 0 if nothing was audited.
 SLUICE_API sluice_status sluice_engine_audit_heads(const sluice_engine* engine, sluice_sequence sequence,
                                                    sluice_head_audit* heads, size_t head_count);

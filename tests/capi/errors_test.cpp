@@ -124,7 +124,9 @@ TEST_CASE("a sequence that is not there is not found", "[capi][errors]") {
 TEST_CASE("a policy is refused where it is wrong, or not served", "[capi][errors]") {
   const SmallEngine small;
   sluice_sequence s = 0;
-  const auto begin = [&](const char* policy) { return [=, &s, &small] { return sluice_engine_begin(small.engine, policy, &s); }; };
+  const auto begin = [&](const char* policy) {
+    return [=, &s, &small] { return sluice_engine_begin(small.engine, policy, &s); };
+  };
   check_fails(begin("sluce"), SLUICE_INVALID_ARGUMENT, {"sluce", "sluice"});
   check_fails(begin(""), SLUICE_INVALID_ARGUMENT, {});
   check_fails(begin("exact | int4 | top_p=0.9 | near=10%"), SLUICE_UNSUPPORTED, {"engine cannot serve"});
@@ -134,8 +136,8 @@ TEST_CASE("a policy is refused where it is wrong, or not served", "[capi][errors
   auto options = small_options();
   check_fails([&] { return sluice_engine_options_make_room_for(&options, "exakt", 10); }, SLUICE_INVALID_ARGUMENT,
               {"exakt"});
-  check_fails([&] { return sluice_engine_options_make_room_for(&options, "exact | int4 | top_p=0.9 | near=10%", 10); }, SLUICE_UNSUPPORTED,
-              {"engine cannot serve"});
+  check_fails([&] { return sluice_engine_options_make_room_for(&options, "exact | int4 | top_p=0.9 | near=10%", 10); },
+              SLUICE_UNSUPPORTED, {"engine cannot serve"});
 }
 
 TEST_CASE("what there is no room for is out of capacity", "[capi][errors]") {

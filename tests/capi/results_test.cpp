@@ -122,15 +122,15 @@ void serve(Play& play, const std::string& policy, std::uint32_t drafts) {
 }  // namespace
 
 TEST_CASE("C gives what C++ gives: prompts, decoding and batches", "[capi]") {
-  const auto [policy, drafts] = GENERATE(
-      table<std::string, std::uint32_t>({{kSluice, 3},
-                                         {"full | near=0", 2},
-                                         {"none", 2},
-                                         {"exact | int4 | top_k=16 | near=0", 2},
-                                         {"pages:min_pages=2 | int4 | top_p=0.9 | near=0", 2},
-                                         {"pages:digest=box,min_pages=2 | top_k=all | near=0", 2},
-                                         {"lfps | near=0", 1},
-                                         {"exact | top_k=16 | near=0", 1}}));
+  const auto [policy, drafts] =
+      GENERATE(table<std::string, std::uint32_t>({{kSluice, 3},
+                                                  {"full | near=0", 2},
+                                                  {"none", 2},
+                                                  {"exact | int4 | top_k=16 | near=0", 2},
+                                                  {"pages:min_pages=2 | int4 | top_p=0.9 | near=0", 2},
+                                                  {"pages:digest=box,min_pages=2 | top_k=all | near=0", 2},
+                                                  {"lfps | near=0", 1},
+                                                  {"exact | top_k=16 | near=0", 1}}));
   CAPTURE(policy);
   require_same({policy}, [&](Play& play) { serve(play, policy, drafts); });
 }
@@ -140,7 +140,8 @@ TEST_CASE("C gives what C++ gives, in every type and however tensors lie", "[cap
   const Layout layout =
       GENERATE(Layout::compact, Layout::strides_said, Layout::padded, Layout::heads_first, Layout::offset);
   CAPTURE(to_string(dtype), static_cast<int>(layout));
-  require_same({kSluice}, [](Play& play) { serve(play, kSluice, 3); }, dtype, layout);
+  require_same(
+      {kSluice}, [](Play& play) { serve(play, kSluice, 3); }, dtype, layout);
 }
 
 TEST_CASE("C gives what C++ gives: fork, truncate, import, cancel and end", "[capi]") {
@@ -197,6 +198,6 @@ TEST_CASE("what an audit tells in C is not nothing", "[capi]") {
   play.forward({{a}}, audited);
   const std::vector<double> figures = player->figures(a);
   REQUIRE(figures.size() == without + std::size_t{kShape.layers} * kShape.q_heads * 11);
-  REQUIRE(figures[without] == 1.0);  // Of the first head one step,
+  REQUIRE(figures[without] == 1.0);     // Of the first head one step,
   REQUIRE(figures[without + 3] > 0.5);  // whose coverage top_p sees to.
 }

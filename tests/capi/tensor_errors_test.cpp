@@ -35,9 +35,21 @@ std::vector<Spoiler> spoilers() {
       {"no data", [](CTensor& t) { t.tensor.data = nullptr; }, {".data is null"}},
       {"no data, offset", [](CTensor& t) { t.tensor.data = nullptr, t.tensor.byte_offset = 64; }, {".data is null"}},
       {"odd offset", [](CTensor& t) { t.tensor.byte_offset = 2; }, {"byte_offset 2", "4 bytes"}},
-      {"columns", [](CTensor& t) { t.set_strides({t.shape[1] * 64, 1, t.shape[1]}); }, {".strides[2]", "contiguous"}},
-      {"backwards", [](CTensor& t) { t.set_strides({-64, 64, 1}); }, {".strides[0] is -64", "negative"}},
-      {"mirrored", [](CTensor& t) { t.set_strides({t.shape[1] * 64, 64, -1}); }, {".strides[2] is -1"}},
+      {"columns",
+       [](CTensor& t) {
+         t.set_strides({t.shape[1] * 64, 1, t.shape[1]});
+       },
+       {".strides[2]", "contiguous"}},
+      {"backwards",
+       [](CTensor& t) {
+         t.set_strides({-64, 64, 1});
+       },
+       {".strides[0] is -64", "negative"}},
+      {"mirrored",
+       [](CTensor& t) {
+         t.set_strides({t.shape[1] * 64, 64, -1});
+       },
+       {".strides[2] is -1"}},
   };
 }
 
@@ -54,7 +66,9 @@ TEST_CASE("attend refuses tensors that break the rules, by name", "[capi][errors
       CTensor& tensor = name == "q" ? t.q : name == "k" ? t.k : name == "v" ? t.v : t.out;
       spoiler.spoil(tensor);
       std::vector<std::string> words = spoiler.words;
-      words[0] = words[0].starts_with("is") ? name + " " + words[0] : words[0].starts_with(".") ? name + words[0] : words[0];
+      words[0] = words[0].starts_with("is")  ? name + " " + words[0]
+                 : words[0].starts_with(".") ? name + words[0]
+                                             : words[0];
       check_fails([&] { return small.attend(0, t); }, SLUICE_INVALID_ARGUMENT, words);
     }
   }
@@ -67,7 +81,8 @@ TEST_CASE("what is written must not overlap", "[capi][errors]") {
   const SmallEngine small;
   std::uint64_t forward = 0;
   require_ok(small.plan(&forward));
-  for (const std::vector<std::int64_t>& strides : {std::vector<std::int64_t>{0, 64, 1}, {256, 0, 1}, {64, 64, 1}, {32, 128, 1}, {128, 127, 1}, {255, 64, 1}}) {
+  for (const std::vector<std::int64_t>& strides :
+       {std::vector<std::int64_t>{0, 64, 1}, {256, 0, 1}, {64, 64, 1}, {32, 128, 1}, {128, 127, 1}, {255, 64, 1}}) {
     CAPTURE(strides[0], strides[1]);
     Tensors t;
     t.out.set_strides(strides);
@@ -107,8 +122,16 @@ TEST_CASE("log-sums are f32, compact, and as many as rows and heads", "[capi][er
       {"heads", [](CTensor& t) { t.shape[1] = 2; }, {"lse is [2, 2]"}},
       {"f16", [](CTensor& t) { t.tensor.dtype.bits = 16; }, {"lse.dtype", "f32"}},
       {"device", [](CTensor& t) { t.tensor.device.device_type = SLUICE_DEVICE_CUDA; }, {"lse.device"}},
-      {"padded", [](CTensor& t) { t.set_strides({kQHeads + 4, 1}); }, {"lse.strides[0] is 8", "compact"}},
-      {"columns", [](CTensor& t) { t.set_strides({1, kRows}); }, {"lse.strides[1]"}},
+      {"padded",
+       [](CTensor& t) {
+         t.set_strides({kQHeads + 4, 1});
+       },
+       {"lse.strides[0] is 8", "compact"}},
+      {"columns",
+       [](CTensor& t) {
+         t.set_strides({1, kRows});
+       },
+       {"lse.strides[1]"}},
       {"no data", [](CTensor& t) { t.tensor.data = nullptr; }, {"lse.data is null"}},
   };
   for (const Spoiler& spoiler : all) {

@@ -34,7 +34,8 @@ TEST_CASE("a size that nobody has set is refused", "[capi][versions]") {
     refused("sluice_engine_options", [&] { return sluice_engine_create(&options, &engine); });
     refused("sluice_engine_options", [&] { return sluice_engine_options_make_room_for(&options, kPolicy, 8); });
     refused("sluice_engine_options", [&] { return sluice_engine_get_options(small.engine, &options); });
-    check_fails([&] { return sluice_engine_options_init(&options, size); }, SLUICE_INVALID_ARGUMENT, {"struct_size is"});
+    check_fails([&] { return sluice_engine_options_init(&options, size); }, SLUICE_INVALID_ARGUMENT,
+                {"struct_size is"});
     auto bucket = small.bucket;
     bucket.struct_size = size;
     auto item = small.item();
@@ -53,9 +54,8 @@ TEST_CASE("a size that nobody has set is refused", "[capi][versions]") {
     refused("sluice_audit", [&] { return sluice_engine_audit(small.engine, small.sequence, &audit); });
     std::vector<sluice_head_audit> heads(kLayers * kQHeads, sized<sluice_head_audit>());
     heads[0].struct_size = size;
-    refused("sluice_head_audit", [&] {
-      return sluice_engine_audit_heads(small.engine, small.sequence, heads.data(), heads.size());
-    });
+    refused("sluice_head_audit",
+            [&] { return sluice_engine_audit_heads(small.engine, small.sequence, heads.data(), heads.size()); });
   }
   check_fails(
       [&] {
@@ -121,8 +121,9 @@ TEST_CASE("results that the library does not know are 0", "[capi][versions]") {
   for (auto& head : heads) head.extra[0] = 7, head.known.steps = 7;
   require_ok(sluice_engine_audit_heads(small.engine, small.sequence, &heads[0].known, heads.size()));
   for (const auto& head : heads) CHECK((head.extra[0] == 0 && head.known.steps == 0));
-  check_fails([&] { return sluice_engine_audit_heads(small.engine, small.sequence, &heads[0].known, heads.size() - 1); },
-              SLUICE_INVALID_ARGUMENT, {"head_count is 7", "8"});
+  check_fails(
+      [&] { return sluice_engine_audit_heads(small.engine, small.sequence, &heads[0].known, heads.size() - 1); },
+      SLUICE_INVALID_ARGUMENT, {"head_count is 7", "8"});
 }
 
 TEST_CASE("an older caller gets what it knows, and no byte more", "[capi][versions]") {

@@ -1,4 +1,5 @@
-/* Embeds the engine from C as a serving stack would: a prompt in chunks beside a sequence that decodes, drafts verified. */
+/* Embeds the engine from C as a serving stack would: a prompt in chunks beside a sequence that decodes, drafts
+ * verified. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,8 +1,10 @@
-# cmake -DPROJECT=<folder> -DWORK=<scratch folder> -DARGUMENTS=<list for cmake> -DPROGRAMS=<list> -P build.cmake
+# cmake -DPROJECT=<folder> -DWORK=<scratch folder> -DARGUMENTS=<for cmake, a|b> -DPROGRAMS=<a|b> -P build.cmake
 #
 # Configures and builds a project as a stranger would, and runs its programs.
 cmake_minimum_required(VERSION 3.22)
 include(${CMAKE_CURRENT_LIST_DIR}/run.cmake)
+unpack(ARGUMENTS)
+unpack(PROGRAMS)
 
 file(REMOVE_RECURSE ${WORK})
 run(configured ${CMAKE_COMMAND} -G Ninja -S ${PROJECT} -B ${WORK} ${ARGUMENTS})

@@ -1,5 +1,11 @@
 # Runs commands that must succeed.
 
+# Lists come with bars between their elements: ctest's arguments cannot have semicolons.
+function(unpack name)
+  string(REPLACE "|" ";" list "${${name}}")
+  set(${name} "${list}" PARENT_SCOPE)
+endfunction()
+
 function(run out)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(NOT result EQUAL 0)
