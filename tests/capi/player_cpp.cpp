@@ -1,9 +1,22 @@
 // An engine by its C++ interface.
+#include <cstdlib>
+
 #include "sluice/policy.hpp"
 #include "tests/capi/player.hpp"
 
 namespace sluice::test::capi {
 namespace {
+
+/// The library's copy of the kernels and this program's each choose the fastest by a race, which they may see end
+/// differently on a busy machine; instruction sets round differently. So both are told, before any engine is there.
+[[maybe_unused]] const int kSameKernels = [] {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return ::setenv("SLUICE_CPU_ISA", avx2 ? "avx2" : "generic", 1);
+#else
+  return ::setenv("SLUICE_CPU_ISA", "generic", 1);
+#endif
+}();
 
 std::byte* put(float value, DType dtype, std::byte* to) {
   if (dtype == DType::f32) {

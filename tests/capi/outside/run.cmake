@@ -18,7 +18,7 @@ endfunction()
 # The example, which says what the engine did.
 function(require_forwards program)
   run(said ${program})
-  if(NOT said MATCHES "a has 261 tokens, b 1025, c 1001; 1.3 of 64.0 MiB in use")
+  if(NOT said MATCHES "a has 261 tokens, b 1025, c 1001. 1.3 of 64.0 MiB in use")
     message(FATAL_ERROR "${program} says: ${said}")
   endif()
 endfunction()
