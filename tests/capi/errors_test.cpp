@@ -182,7 +182,7 @@ TEST_CASE("calls out of order are refused", "[capi][errors]") {
 
 TEST_CASE("a forward that did not run ends with its reason", "[capi][errors]") {
   auto options = small_options();
-  options.timeout_ms = 1000;
+  options.timeout_ms = 2000;
   SmallEngine small;
   small.owner = create(options);
   small.engine = small.owner.get();

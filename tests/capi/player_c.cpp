@@ -79,6 +79,7 @@ sluice_engine_options c_options_for(std::span<const std::string> policies) {
   options.kv_dtype = SLUICE_F16;
   options.threads = 2;
   options.pin_threads = 0;
+  options.answer_timeout_ms = 30000;  // However busy the machine is.
   options.host_bytes = 8u << 20;
   options.near_bytes = 256u << 10;
   options.largest_decode_rows = 4;

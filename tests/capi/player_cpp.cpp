@@ -119,6 +119,7 @@ Rows Rows::random(DType dtype, std::uint32_t rows, std::uint32_t heads, Random& 
 
 EngineOptions options_for(std::span<const std::string> policies) {
   EngineOptions options{.shape = kShape, .kv_dtype = DType::f16, .threads = 2, .pin_threads = false};
+  options.answer_timeout = std::chrono::seconds(30);  // However busy the machine is.
   options.host_bytes = 8 * MiB;
   options.near_bytes = 256 * KiB;
   options.largest = {.decode_rows = 4, .prefill_rows = 100, .prefills = 2, .max_tokens = 512, .audit = true};

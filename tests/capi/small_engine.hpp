@@ -25,6 +25,7 @@ inline constexpr const char* kPolicy = "exact | int4 | top_p=0.9 | near=0";
   options.sequences = 2;
   options.threads = 1;
   options.pin_threads = 0;
+  options.answer_timeout_ms = 30000;  // However busy the machine is.
   options.import_rows = 32;
   return options;
 }
