@@ -3,7 +3,6 @@
 #   cpack --config build/release/CPackConfig.cmake      sluice-VERSION-Linux.tar.gz
 # The command finds its libraries beside itself ($ORIGIN). cuBLASLt, which only models on a GPU need and which is
 # larger than everything else, comes from the GPU machine: it is opened by name when such a model is loaded.
-include(GNUInstallDirs)
 # The older kind of run path, which the libraries' own dependencies are looked up in, too (hwloc's libudev).
 target_link_options(sluice PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sluice PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
@@ -20,5 +19,10 @@ set(CPACK_GENERATOR TGZ)
 set(CPACK_PACKAGE_NAME sluice)
 set(CPACK_PACKAGE_VERSION ${PROJECT_VERSION})
 set(CPACK_STRIP_FILES ON)
+# Static libraries are for those who build, on the machine where they build.
+set(CPACK_INSTALL_CMAKE_PROJECTS "${CMAKE_BINARY_DIR};sluice;Unspecified;/")
+if(SLUICE_INSTALL AND SLUICE_BUILD_SHARED)
+  list(APPEND CPACK_INSTALL_CMAKE_PROJECTS ${CMAKE_BINARY_DIR} sluice library /)
+endif()
 set(CPACK_PACKAGE_CHECKSUM SHA256)
 include(CPack)

@@ -1,7 +1,7 @@
 # cmake -DROOT=<repository> -P layering.cmake
 #
 # Holds the dependencies to the star of the design:
-#   include/ <- {scheduler/, cpu/, gpu/} <- runtime/ <- {tools/, tests/}
+#   include/ <- {scheduler/, cpu/, gpu/} <- runtime/ <- {capi/, tools/, tests/}
 # and the library rooms to silence: only tools/ may print or end the process.
 # Prints each violation as file:line, and fails if there is one.
 cmake_minimum_required(VERSION 3.22)
@@ -10,7 +10,7 @@ if(NOT IS_DIRECTORY "${ROOT}/include")
 endif()
 
 set(vocabulary "sluice/|sluice\\.h$")
-set(rooms include scheduler cpu gpu runtime tools tests sluice)
+set(rooms include scheduler cpu gpu runtime capi tools tests sluice)
 list(JOIN rooms "|" any_room)
 set(loud_functions "v?f?printf|f?puts|f?putchar|perror|abort|exit|_exit|_Exit|quick_exit|terminate")
 set(violations 0)
@@ -33,7 +33,7 @@ endfunction()
 
 function(files_of room out)
   file(GLOB_RECURSE files LIST_DIRECTORIES false
-    ${ROOT}/${room}/*.h ${ROOT}/${room}/*.hpp ${ROOT}/${room}/*.cpp ${ROOT}/${room}/*.cuh ${ROOT}/${room}/*.cu)
+    ${ROOT}/${room}/*.c ${ROOT}/${room}/*.h ${ROOT}/${room}/*.hpp ${ROOT}/${room}/*.cpp ${ROOT}/${room}/*.cuh ${ROOT}/${room}/*.cu)
   set(${out} "${files}" PARENT_SCOPE)
 endfunction()
 
@@ -88,13 +88,15 @@ check_room(cpu OWN "${vocabulary}|cpu/" BANNED_SYSTEM "${cuda_headers}" SILENT)
 check_room(gpu OWN "${vocabulary}|gpu/" SILENT)
 check_room(runtime OWN "${vocabulary}|(scheduler|cpu|gpu|runtime)/" BANNED_SYSTEM "${cuda_headers}" SILENT)
 
+check_room(capi OWN "${vocabulary}|(runtime|capi)/" BANNED_SYSTEM "${cuda_headers}" SILENT)
+
 # The Llama host embeds the library as a stranger would: through the vocabulary alone.
 files_of(tools tool_files)
 foreach(tool_file IN LISTS tool_files)
   if(tool_file MATCHES "/tools/llama/")
     check_file(${tool_file} OWN "${vocabulary}|tools/llama/")
   else()
-    check_file(${tool_file} OWN "${vocabulary}|(scheduler|cpu|gpu|runtime|tools)/")
+    check_file(${tool_file} OWN "${vocabulary}|(scheduler|cpu|gpu|runtime|capi|tools)/")
   endif()
 endforeach()
 

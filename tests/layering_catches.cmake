@@ -41,7 +41,13 @@ source(gpu/a.cu
 source(runtime/a.cpp
   "#include \"scheduler/a.hpp\"" "#include \"cpu/a.hpp\"" "#include \"gpu/a.hpp\"" "#include \"runtime/a.hpp\""
   "#include \"tools/cli/a.hpp\"  // BAD" "#include \"tests/support/a.hpp\"  // BAD" "#include <cuda_bf16.h>  // BAD"
-  "fputs(text, stderr)  // BAD")
+  "#include \"capi/a.hpp\"  // BAD" "fputs(text, stderr)  // BAD")
+source(capi/a.cpp
+  "#include \"sluice.h\"" "#include \"sluice/engine.hpp\"" "#include \"runtime/a.hpp\"" "#include \"capi/a.hpp\""
+  "#include \"cpu/a.hpp\"  // BAD" "#include \"gpu/a.hpp\"  // BAD" "#include \"tools/cli/a.hpp\"  // BAD"
+  "#include <cuda_runtime.h>  // BAD" "std::abort()  // BAD")
+source(tools/examples/a.c
+  "#include \"sluice.h\"" "#include \"capi/a.hpp\"" "#include \"tests/support/a.hpp\"  // BAD")
 source(tools/cli/a.cpp
   "#include \"runtime/a.hpp\"" "#include \"tools/llama/a.hpp\"" "#include <cuda_runtime.h>" "std::exit(1)"
   "#include \"tests/support/a.hpp\"  // BAD")

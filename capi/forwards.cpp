@@ -1,0 +1,71 @@
+// Forwards of an engine.
+#include "capi/engine.hpp"
+#include "capi/options.hpp"
+#include "capi/sized.hpp"
+
+namespace sluice::capi {
+namespace {
+
+static_assert(offsetof(sluice_bucket, features) + sizeof(std::uint32_t) == sizeof(sluice_bucket));
+static_assert(offsetof(sluice_plan_item, reserved) + sizeof(std::uint32_t) == sizeof(sluice_plan_item));
+
+Bucket bucket_of(const sluice_bucket* bucket) {
+  const sluice_bucket given = read_sized(bucket, "sluice_bucket");
+  Bucket out{.decode_rows = given.decode_rows,
+             .prefill_rows = given.prefill_rows,
+             .prefills = given.prefills,
+             .max_tokens = given.max_tokens};
+  set_features(given.features, "sluice_bucket.features", out);
+  return out;
+}
+
+std::vector<PlanItem> items_of(const sluice_plan_item* items, std::size_t count) {
+  constexpr const char* kName = "sluice_plan_item";
+  require_array(items, count, kName);
+  std::vector<PlanItem> out;
+  for (std::size_t i = 0; i < count; ++i) {
+    const sluice_plan_item item = read_sized(element(items, i), kName);
+    require(item.reserved == 0,
+            "sluice_plan_item.reserved is " + std::to_string(item.reserved) + "; it must be 0: clear items first");
+    out.push_back({.sequence = SequenceId{item.sequence},
+                   .tokens = item.tokens,
+                   .prefill = switch_of(item.prefill, "sluice_plan_item.prefill")});
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace sluice::capi
+
+using namespace sluice;
+
+sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_plan_item* items, size_t item_count,
+                                 const sluice_bucket* bucket, void* stream, uint64_t* forward) {
+  return capi::guarded([&] {
+    Engine& of = capi::engine_of(engine);
+    capi::require_pointer(forward, "forward");
+    *forward =
+        of.plan(capi::items_of(items, item_count), capi::bucket_of(bucket), capi::stream_of(*engine, stream)).forward;
+  });
+}
+
+sluice_status sluice_engine_attend(sluice_engine* engine, const sluice_bucket* bucket, uint32_t layer,
+                                   const sluice_tensor* q, const sluice_tensor* k, const sluice_tensor* v,
+                                   const sluice_tensor* out, const sluice_tensor* lse, void* stream) {
+  return capi::guarded([&] {
+    Engine& of = capi::engine_of(engine);
+    const Bucket asked = capi::bucket_of(bucket);
+    const capi::Place& place = engine->place;
+    of.attend(asked, LayerId{layer}, capi::readable(q, "q", place), capi::readable(k, "k", place),
+              capi::readable(v, "v", place), capi::writable(out, "out", place), capi::stream_of(*engine, stream),
+              capi::log_sums(lse, asked.rows(), of.options().shape.q_heads, place));
+  });
+}
+
+sluice_status sluice_engine_finish(sluice_engine* engine, uint64_t forward) {
+  return capi::guarded([&] { capi::engine_of(engine).finish({.forward = forward}); });
+}
+
+sluice_status sluice_engine_cancel(sluice_engine* engine, uint64_t forward) {
+  return capi::guarded([&] { capi::engine_of(engine).cancel({.forward = forward}); });
+}

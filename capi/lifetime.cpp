@@ -1,0 +1,88 @@
+// Engines come and go.
+#include <exception>
+#include <thread>
+
+#include "capi/engine.hpp"
+#include "capi/options.hpp"
+#include "sluice/cuda.hpp"
+
+namespace sluice::capi {
+namespace {
+
+Place place_of(const sluice_engine_options& options) {
+  const bool cuda = options.device_type == SLUICE_DEVICE_CUDA;
+  require(cuda || options.device_type == SLUICE_DEVICE_CPU,
+          "sluice_engine_options.device_type is " + std::to_string(options.device_type) +
+              "; it must be SLUICE_DEVICE_CPU (1) or SLUICE_DEVICE_CUDA (2)");
+  require(cuda || (options.device_id == 0 && options.device_bytes == 0),
+          "sluice_engine_options.device_id is " + std::to_string(options.device_id) + " and device_bytes " +
+              std::to_string(options.device_bytes) +
+              ", and the host device has neither; leave them 0, or set device_type to SLUICE_DEVICE_CUDA");
+  return {.device_type = options.device_type, .device_id = options.device_id};
+}
+
+std::unique_ptr<sluice_engine> create(const sluice_engine_options& options, const Place& place) {
+  const EngineOptions chosen = to_engine(options);
+  std::shared_ptr<Device> device;
+  if (place.device_type == SLUICE_DEVICE_CUDA)
+    device = make_cuda_device({.ordinal = place.device_id, .memory_bytes = options.device_bytes});
+  return std::make_unique<sluice_engine>(chosen, std::move(device), place, options.device_bytes);
+}
+
+/// Runs `call` on a thread of its own and passes on what it throws. The CUDA device that is current belongs to a
+/// thread, and so to the caller: what is built and freed here makes its own current.
+template <class Call>
+void elsewhere(const Call& call) {
+  std::exception_ptr failure;
+  std::thread([&] {
+    try {
+      call();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }).join();
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace
+}  // namespace sluice::capi
+
+using namespace sluice;
+
+uint32_t sluice_cuda_devices(void) { return cuda_devices(); }
+
+sluice_status sluice_engine_create(const sluice_engine_options* options, sluice_engine** engine) {
+  return capi::guarded([&] {
+    capi::require_pointer(engine, "engine");
+    *engine = nullptr;
+    const sluice_engine_options given = capi::read_options(options);
+    const capi::Place place = capi::place_of(given);
+    std::unique_ptr<sluice_engine> made;
+    const auto make = [&] { made = capi::create(given, place); };
+    if (place.device_type == SLUICE_DEVICE_CUDA) {
+      capi::elsewhere(make);
+    } else {
+      make();
+    }
+    *engine = made.release();
+  });
+}
+
+void sluice_engine_destroy(sluice_engine* engine) {
+  if (engine == nullptr) return;
+  if (engine->place.device_type == SLUICE_DEVICE_CUDA) {
+    // Without a thread to be had the engine goes here; the device that is current may change then.
+    if (capi::guarded([&] { capi::elsewhere([&] { delete engine; }); }) == SLUICE_OK) return;
+  }
+  delete engine;
+}
+
+sluice_status sluice_engine_get_options(const sluice_engine* engine, sluice_engine_options* options) {
+  return capi::guarded([&] {
+    sluice_engine_options out = capi::from_engine(capi::engine_of(engine).options());
+    out.device_type = engine->place.device_type;
+    out.device_id = engine->place.device_id;
+    out.device_bytes = engine->device_bytes;
+    capi::write_sized(out, options, "sluice_engine_options");
+  });
+}

@@ -1,0 +1,222 @@
+#include "capi/options.hpp"
+
+#include <chrono>
+
+namespace sluice::capi {
+namespace {
+
+constexpr const char* kName = "sluice_engine_options";
+static_assert(offsetof(sluice_engine_options, cores) + sizeof(const std::uint32_t*) == sizeof(sluice_engine_options));
+static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16));
+
+struct Feature {
+  std::uint32_t bit;
+  bool Bucket::*field;
+};
+constexpr Feature kFeatures[] = {{SLUICE_BUCKET_TOP_K, &Bucket::top_k},
+                                 {SLUICE_BUCKET_UNBOUNDED, &Bucket::unbounded},
+                                 {SLUICE_BUCKET_PAGES, &Bucket::pages},
+                                 {SLUICE_BUCKET_AUDIT, &Bucket::audit}};
+
+[[noreturn]] void refuse(const char* field, std::int64_t value, const char* remedy) {
+  throw Error(Errc::invalid_argument,
+              std::string(kName) + "." + field + " is " + std::to_string(value) + "; it must be " + remedy);
+}
+
+DType dtype_of(std::int32_t value) {
+  if (value < SLUICE_F32 || value > SLUICE_BF16) refuse("kv_dtype", value, "SLUICE_F32, SLUICE_F16 or SLUICE_BF16");
+  return static_cast<DType>(value);
+}
+
+std::optional<DigestKind> digests_of(std::uint32_t value) {
+  switch (value) {
+    case SLUICE_DIGESTS_NONE: return std::nullopt;
+    case SLUICE_DIGESTS_BOX: return DigestKind::box;
+    case SLUICE_DIGESTS_CUBOID_MEAN: return DigestKind::cuboid_mean;
+    default: refuse("digests", value, "SLUICE_DIGESTS_NONE, SLUICE_DIGESTS_BOX or SLUICE_DIGESTS_CUBOID_MEAN");
+  }
+}
+
+std::uint32_t digests_of(const std::optional<DigestKind>& kind) noexcept {
+  if (!kind) return SLUICE_DIGESTS_NONE;
+  return *kind == DigestKind::box ? SLUICE_DIGESTS_BOX : SLUICE_DIGESTS_CUBOID_MEAN;
+}
+
+PrefillMode mode_of(std::uint32_t value) {
+  switch (value) {
+    case SLUICE_PREFILL_FULL: return PrefillMode::full;
+    case SLUICE_PREFILL_FLEX: return PrefillMode::flexprefill;
+    case SLUICE_PREFILL_AUTOMATIC: return PrefillMode::automatic;
+    default: refuse("prefill_mode", value, "SLUICE_PREFILL_FULL, SLUICE_PREFILL_FLEX or SLUICE_PREFILL_AUTOMATIC");
+  }
+}
+
+std::uint32_t mode_of(PrefillMode mode) noexcept {
+  switch (mode) {
+    case PrefillMode::full: return SLUICE_PREFILL_FULL;
+    case PrefillMode::flexprefill: return SLUICE_PREFILL_FLEX;
+    case PrefillMode::automatic: return SLUICE_PREFILL_AUTOMATIC;
+  }
+  return SLUICE_PREFILL_FULL;
+}
+
+Bucket largest_of(const sluice_engine_options& options) {
+  Bucket largest{.decode_rows = options.largest_decode_rows,
+                 .prefill_rows = options.largest_prefill_rows,
+                 .prefills = options.largest_prefills,
+                 .max_tokens = options.largest_max_tokens};
+  set_features(options.largest_features, "sluice_engine_options.largest_features", largest);
+  return largest;
+}
+
+PrefillSpec prefill_of(const sluice_engine_options& options) {
+  return {.mode = mode_of(options.prefill_mode),
+          .flex = {.gamma = options.prefill_gamma,
+                   .tau = options.prefill_tau,
+                   .min_budget = options.prefill_min_budget,
+                   .max_budget = options.prefill_max_budget,
+                   .lines = switch_of(options.prefill_lines, "sluice_engine_options.prefill_lines")}};
+}
+
+std::vector<std::uint32_t> cores_of(const sluice_engine_options& options) {
+  if (options.core_count == 0) return {};
+  require_pointer(options.cores, "sluice_engine_options.cores, of which core_count says there are some,");
+  return {options.cores, options.cores + options.core_count};
+}
+
+}  // namespace
+
+sluice_engine_options default_options() {
+  sluice_engine_options options = from_engine(EngineOptions{});
+  options.device_type = SLUICE_DEVICE_CPU;
+  return options;
+}
+
+sluice_engine_options read_options(const sluice_engine_options* options) {
+  return read_sized(options, kName, default_options());
+}
+
+EngineOptions to_engine(const sluice_engine_options& options) {
+  const std::uint32_t page = options.page_tokens;
+  if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
+  return {.shape = {.layers = options.layers,
+                    .q_heads = options.q_heads,
+                    .kv_heads = options.kv_heads,
+                    .head_dim = options.head_dim},
+          .page_tokens = page,
+          .kv_dtype = dtype_of(options.kv_dtype),
+          .host_bytes = options.host_bytes,
+          .near_bytes = options.near_bytes,
+          .promotions = options.promotions,
+          .largest = largest_of(options),
+          .in_flight = options.in_flight,
+          .sequences = options.sequences,
+          .cpu_sequences = options.cpu_sequences,
+          .prompt_queries = options.prompt_queries,
+          .max_picks = options.max_picks,
+          .digests = digests_of(options.digests),
+          .max_ranked = options.max_ranked,
+          .max_window = options.max_window,
+          .import_rows = options.import_rows,
+          .prefill_window = options.prefill_window,
+          .prefill = prefill_of(options),
+          .threads = options.threads,
+          .cores = cores_of(options),
+          .pin_threads = switch_of(options.pin_threads, "sluice_engine_options.pin_threads"),
+          .answer_timeout = std::chrono::milliseconds(options.answer_timeout_ms),
+          .timeout = std::chrono::milliseconds(options.timeout_ms)};
+}
+
+sluice_engine_options from_engine(const EngineOptions& options) {
+  sluice_engine_options out{};
+  out.struct_size = sizeof out;
+  out.kv_dtype = static_cast<std::int32_t>(options.kv_dtype);
+  out.layers = options.shape.layers;
+  out.q_heads = options.shape.q_heads;
+  out.kv_heads = options.shape.kv_heads;
+  out.head_dim = options.shape.head_dim;
+  out.host_bytes = options.host_bytes;
+  out.near_bytes = options.near_bytes;
+  out.page_tokens = options.page_tokens;
+  out.promotions = options.promotions;
+  out.largest_decode_rows = options.largest.decode_rows;
+  out.largest_prefill_rows = options.largest.prefill_rows;
+  out.largest_prefills = options.largest.prefills;
+  out.largest_max_tokens = options.largest.max_tokens;
+  out.largest_features = features_of(options.largest);
+  out.in_flight = options.in_flight;
+  out.sequences = options.sequences;
+  out.cpu_sequences = options.cpu_sequences;
+  out.prompt_queries = options.prompt_queries;
+  out.max_picks = options.max_picks;
+  out.digests = digests_of(options.digests);
+  out.max_ranked = options.max_ranked;
+  out.max_window = options.max_window;
+  out.import_rows = options.import_rows;
+  out.prefill_window = options.prefill_window;
+  out.prefill_mode = mode_of(options.prefill.mode);
+  out.prefill_min_budget = options.prefill.flex.min_budget;
+  out.prefill_max_budget = options.prefill.flex.max_budget;
+  out.prefill_lines = options.prefill.flex.lines ? 1 : 0;
+  out.prefill_gamma = options.prefill.flex.gamma;
+  out.prefill_tau = options.prefill.flex.tau;
+  out.threads = options.threads;
+  out.pin_threads = options.pin_threads ? 1 : 0;
+  out.answer_timeout_ms = static_cast<std::uint32_t>(options.answer_timeout.count());
+  out.timeout_ms = static_cast<std::uint32_t>(options.timeout.count());
+  out.core_count = static_cast<std::uint32_t>(options.cores.size());
+  out.cores = options.cores.empty() ? nullptr : options.cores.data();
+  return out;
+}
+
+std::uint32_t features_of(const Bucket& bucket) noexcept {
+  std::uint32_t features = 0;
+  for (const Feature& feature : kFeatures) features |= bucket.*feature.field ? feature.bit : 0;
+  return features;
+}
+
+void set_features(std::uint32_t features, const char* name, Bucket& bucket) {
+  std::uint32_t unknown = features;
+  for (const Feature& feature : kFeatures) {
+    bucket.*feature.field = (features & feature.bit) != 0;
+    unknown &= ~feature.bit;
+  }
+  require(unknown == 0, std::string(name) + " is " + std::to_string(features) +
+                            ", which has a bit that this library does not know; or SLUICE_BUCKET_* together");
+}
+
+bool switch_of(std::uint32_t value, const char* name) {
+  require(value <= 1, std::string(name) + " is " + std::to_string(value) + "; it must be 0 or 1");
+  return value == 1;
+}
+
+}  // namespace sluice::capi
+
+using namespace sluice;
+
+sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size) {
+  return capi::guarded([&] {
+    capi::require_pointer(options, "options");
+    capi::require(struct_size <= capi::kMostStructBytes,
+                  "struct_size is " + std::to_string(struct_size) + "; give it sizeof(sluice_engine_options)");
+    const auto size = static_cast<std::uint32_t>(struct_size);
+    capi::require_size(size, sizeof(sluice_engine_options), capi::kName);
+    options->struct_size = size;
+    capi::write_sized(capi::default_options(), options, capi::kName);
+  });
+}
+
+sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy, uint32_t tokens) {
+  return capi::guarded([&] {
+    const sluice_engine_options given = capi::read_options(options);
+    capi::require_pointer(policy, "policy");
+    EngineOptions raised = capi::to_engine(given);
+    make_room_for(parse_policy(policy), tokens, raised);
+    sluice_engine_options out = capi::from_engine(raised);
+    out.device_type = given.device_type;
+    out.device_id = given.device_id;
+    out.device_bytes = given.device_bytes;
+    out.cores = given.cores;
+    capi::write_sized(out, options, capi::kName);
+  });
+}

@@ -1,0 +1,371 @@
+#ifndef SLUICE_H
+#define SLUICE_H
+
+/// Sluice for C, and for whatever calls C: attention for a batch of sequences whose keys and values lie in host memory.
+/// The engine is the class sluice::Engine; sluice/engine.hpp says more of what it does. C99, no other headers needed.
+///
+/// Rules of all functions:
+///
+/// Status     Whoever can fail returns a sluice_status, SLUICE_OK or why not; sluice_last_error() has the text, which
+///            names cause and remedy. What failed changed nothing, and its results are not written, unless a function
+///            says otherwise. Nothing prints, and nothing ends the process.
+/// Versions   Every struct begins with struct_size, which the caller sets to its own sizeof. A library that knows
+///            fewer fields than the caller takes the others if they are 0, and sets them to 0 where it writes; one that
+///            knows more takes their defaults. The elements of an array all have the struct_size of the first one,
+///            which is the distance between them. Fields and functions are only ever added.
+/// Pointers   Must not be null unless it says so. What they point to is read or written before the call returns, but
+///            for the data of tensors. Texts are UTF-8 and end with 0.
+/// Streams    A cudaStream_t where the engine's device is a GPU. With the host device null, and everything has happened
+///            when the call returns.
+/// Threads    Calls with one engine must not overlap, but for sluice_engine_stats, which may be called at any time.
+///            Different engines are independent. No call changes the CUDA device that is current.
+/// Units      Tokens, bytes, milliseconds (_ms) and nanoseconds (_ns). A switch is 0 or 1.
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define SLUICE_API __attribute__((visibility("default")))
+#else
+#define SLUICE_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/// Of this header. Rises with every addition; what an older one has stays as it is, or the library's soname changes.
+#define SLUICE_ABI_VERSION 1u
+
+/// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
+SLUICE_API uint32_t sluice_abi_version(void);
+/// "0.1.0"; never null, never freed.
+SLUICE_API const char* sluice_version(void);
+
+/* ---------------------------------------------------------------------------------------------- errors */
+
+typedef int sluice_status;
+enum {
+  SLUICE_OK = 0,
+  SLUICE_INVALID_ARGUMENT = 1,  ///< an argument, option, tensor or call order breaks its documented range
+  SLUICE_OUT_OF_CAPACITY = 2,   ///< a pool sized at creation is full, or this process gets no more memory or threads
+  SLUICE_UNSUPPORTED = 3,       ///< valid, but this build or device has no kernel for it
+  SLUICE_NOT_FOUND = 4,         ///< no such sequence
+  SLUICE_CORRUPT = 5,           ///< a file contradicts itself
+  SLUICE_IO = 6,                ///< the operating system refused to read or write
+  SLUICE_DEVICE = 7,            ///< work of the device failed; the message carries the cause
+  SLUICE_TIMEOUT = 8,           ///< a wait passed its deadline; it may be repeated
+  SLUICE_INTERNAL = 9           ///< a defect of the library; please report it with its message
+};
+
+/// "ok", "invalid_argument", ...; "unknown" for what is no status. Never null, never freed.
+SLUICE_API const char* sluice_status_name(sluice_status status);
+/// Why the calling thread's newest call that failed did; "" if none has. Calls that succeed leave it alone. Valid until
+/// the thread's next call that fails, or its end; never null.
+SLUICE_API const char* sluice_last_error(void);
+
+/* --------------------------------------------------------------------------------------------- tensors */
+
+/// Where memory is, by DLPack's numbers.
+typedef enum sluice_device_type {
+  SLUICE_DEVICE_CPU = 1,           ///< ordinary host memory
+  SLUICE_DEVICE_CUDA = 2,          ///< of a GPU
+  SLUICE_DEVICE_CUDA_HOST = 3,     ///< pinned host memory
+  SLUICE_DEVICE_CUDA_MANAGED = 13  ///< cudaMallocManaged's
+} sluice_device_type;
+
+/// A DLTensor as DLPack lays it out, by its name if dlpack.h was included before; otherwise a pointer to one may be
+/// cast. Engines take [tokens, heads, head_dim] (ndim 3) of f32, f16 or bf16, 1 lane:
+///   data         in memory that the engine's device reads: CPU or CUDA_HOST with the host device; with a GPU CUDA,
+///                CUDA_MANAGED or CUDA_HOST, the first two with device_id of the engine's
+///   strides      in elements, null: compact. The last one is 1; the others are free, and not negative. In what is
+///                written, rows must not overlap.
+///   byte_offset  of the first element from `data`; together a multiple of the element
+#ifdef DLPACK_DLPACK_H_
+typedef DLTensor sluice_tensor;
+#else
+typedef struct sluice_tensor {
+  void* data;
+  struct {
+    int32_t device_type;  ///< sluice_device_type
+    int32_t device_id;
+  } device;
+  int32_t ndim;
+  struct {
+    uint8_t code;  ///< SLUICE_TYPE_FLOAT or SLUICE_TYPE_BFLOAT
+    uint8_t bits;  ///< 32 or 16; 16
+    uint16_t lanes;
+  } dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+} sluice_tensor;
+#endif
+
+enum { SLUICE_TYPE_FLOAT = 2, SLUICE_TYPE_BFLOAT = 4 };
+
+/* --------------------------------------------------------------------------------------------- options */
+
+/// Element type of what an engine keeps.
+enum { SLUICE_F32 = 0, SLUICE_F16 = 1, SLUICE_BF16 = 2 };
+/// What stands for a full page's keys where policies rank pages.
+enum { SLUICE_DIGESTS_NONE = 0, SLUICE_DIGESTS_BOX = 1, SLUICE_DIGESTS_CUBOID_MEAN = 2 };
+/// How prompts attend: densely, in blocks that FlexPrefill chooses, or so where that pays.
+enum { SLUICE_PREFILL_FULL = 0, SLUICE_PREFILL_FLEX = 1, SLUICE_PREFILL_AUTOMATIC = 2 };
+/// What rows of a bucket that choose may do; bits of its features.
+enum {
+  SLUICE_BUCKET_TOP_K = 1,      ///< some choose a number of tokens
+  SLUICE_BUCKET_UNBOUNDED = 2,  ///< some choose a share of the mass, or attend everything
+  SLUICE_BUCKET_PAGES = 4,      ///< some rank pages by their digests
+  SLUICE_BUCKET_AUDIT = 8       ///< what they attend is held against exact attention, see sluice_engine_audit
+};
+
+/// Everything that is fixed when an engine is created; sluice/engine.hpp says more of each field of
+/// sluice::EngineOptions.
+typedef struct sluice_engine_options {
+  uint32_t struct_size;
+  int32_t device_type;    ///< SLUICE_DEVICE_CPU (default), the embedded host device, or SLUICE_DEVICE_CUDA
+  int32_t device_id;      ///< of the GPU, as CUDA counts them, CUDA_VISIBLE_DEVICES applied; 0 with the host device
+  int32_t kv_dtype;       ///< of keys and values in memory: SLUICE_BF16 (default), SLUICE_F16, SLUICE_F32
+  uint64_t device_bytes;  ///< most that is taken of the GPU's memory; 0 (default): what it has. 0 with the host device
+
+  uint32_t layers;   ///< required, as the next three
+  uint32_t q_heads;  ///< a multiple of kv_heads, at most 32 for each of them
+  uint32_t kv_heads;
+  uint32_t head_dim;     ///< 64 or 128 have tuned kernels; on the CPU any multiple of 16 up to 256
+  uint64_t host_bytes;   ///< host memory for keys and values, reserved at once (1 GiB)
+  uint64_t near_bytes;   ///< device memory for a cache of them (0)
+  uint32_t page_tokens;  ///< a power of two in [8, 256] (16)
+  uint32_t promotions;   ///< tokens of a layer and KV head that are brought near at a time, [0, 256] (64)
+
+  /// Of all buckets, see sluice_bucket: decode_rows (1), prefill_rows (0), prefills (0), max_tokens (0: all that
+  /// host_bytes hold) and features (SLUICE_BUCKET_TOP_K).
+  uint32_t largest_decode_rows;
+  uint32_t largest_prefill_rows;
+  uint32_t largest_prefills;
+  uint32_t largest_max_tokens;
+  uint32_t largest_features;
+
+  uint32_t in_flight;       ///< forwards that are planned and not finished, [1, 8] (2)
+  uint32_t sequences;       ///< that live at once (16)
+  uint32_t cpu_sequences;   ///< of them, those whose policies choose on the CPU (0)
+  uint32_t prompt_queries;  ///< of a prompt's newest tokens, for these policies, [1, 256] (32)
+  uint32_t max_picks;       ///< tokens that a query head may choose on the device (2048)
+  uint32_t digests;         ///< of full pages (SLUICE_DIGESTS_NONE)
+  uint32_t max_ranked;      ///< pages that a query head may choose (512)
+  uint32_t max_window;      ///< sinks and recent tokens of a policy, together (512)
+  uint32_t import_rows;     ///< tokens of one import (512)
+  uint32_t prefill_window;  ///< tokens of keys that a chunk of a prompt attends at a time (4096)
+
+  uint32_t prefill_mode;        ///< SLUICE_PREFILL_FULL
+  uint32_t prefill_min_budget;  ///< FlexPrefill: tokens, at least (1024) and
+  uint32_t prefill_max_budget;  ///< at most, 0 (default): any
+  uint32_t prefill_lines;       ///< a switch: blocks by lines, the paper's Algorithm 3 (0)
+  float prefill_gamma;          ///< share of the attention that is enough, (0, 1] (0.95)
+  float prefill_tau;            ///< [0, 1] (0.1)
+
+  uint32_t threads;      ///< that answer the far part; 0 (default): the cores of this process, beside a GPU less one
+  uint32_t pin_threads;  ///< a switch (1)
+  uint32_t answer_timeout_ms;  ///< a layer waits no longer for the far part, [1, 60000] (1000)
+  uint32_t timeout_ms;         ///< every wait of a call, [1, 3600000] (30000)
+  uint32_t core_count;         ///< of `cores`; 0 (default): those that this process may use
+  const uint32_t* cores;  ///< [core_count] that threads run on, by the OS index of a PU of each; null if there are none
+} sluice_engine_options;
+
+/// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
+SLUICE_API sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size);
+/// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features,
+/// digests, max_picks, max_ranked, max_window, prompt_queries and cpu_sequences. Lowers nothing, so that it can be
+/// called for several policies; call it when page_tokens is set. `policy` as in sluice_engine_begin.
+SLUICE_API sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy,
+                                                             uint32_t tokens);
+
+/* ---------------------------------------------------------------------------------------------- engine */
+
+typedef struct sluice_engine sluice_engine;
+
+/// GPUs that this library can use; 0 without one, without a driver, or in a build without CUDA.
+SLUICE_API uint32_t sluice_cuda_devices(void);
+/// Reserves all memory. SLUICE_UNSUPPORTED if the device cannot serve the shape, or this build has no CUDA device.
+/// *engine is to be destroyed, and null after an error.
+SLUICE_API sluice_status sluice_engine_create(const sluice_engine_options* options, sluice_engine** engine);
+/// What was enqueued on streams of the caller must have run. `engine` may be null.
+SLUICE_API void sluice_engine_destroy(sluice_engine* engine);
+/// As it was created with, max_tokens being what there is room for. `cores` is valid until the engine is destroyed.
+SLUICE_API sluice_status sluice_engine_get_options(const sluice_engine* engine, sluice_engine_options* options);
+
+/* ------------------------------------------------------------------------------------------- sequences */
+
+/// Number of a sequence; never used again within an engine.
+typedef uint64_t sluice_sequence;
+
+/// A sequence of no tokens. `policy` is a preset such as "sluice", or a composition such as
+///   exact | int4 | top_p=0.95 | near=0
+/// `sluice policies` lists them. SLUICE_INVALID_ARGUMENT points at the word that is wrong, SLUICE_UNSUPPORTED names what
+/// the policy wants and the options do not have, SLUICE_OUT_OF_CAPACITY: as many live as may.
+SLUICE_API sluice_status sluice_engine_begin(sluice_engine* engine, const char* policy, sluice_sequence* sequence);
+/// A new sequence of the first `tokens` tokens of another one; they share memory. `policy` null: the other one's, which
+/// is SLUICE_UNSUPPORTED if it has learnt from tokens that were decoded. No forward with the sequence may be under way.
+SLUICE_API sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens,
+                                            const char* policy, sluice_sequence* child);
+/// Takes the newest tokens back, until there are `tokens`. Errors as of fork.
+SLUICE_API sluice_status sluice_engine_truncate(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens);
+/// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream; the last
+/// layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] after RoPE, at most import_rows tokens;
+/// q [n, q_heads, head_dim], n <= tokens: queries of the newest, for a policy that begins with some; null: none, as is
+/// n of 0. One that does not get to its last layer is begun again with layer 0, or ends with the sequence; until then
+/// no forward can be planned. No forward may be under way.
+SLUICE_API sluice_status sluice_engine_import_prefix(sluice_engine* engine, sluice_sequence sequence, uint32_t layer,
+                                                     const sluice_tensor* k, const sluice_tensor* v,
+                                                     const sluice_tensor* q, void* stream);
+/// No forward with the sequence may be under way.
+SLUICE_API sluice_status sluice_engine_end(sluice_engine* engine, sluice_sequence sequence);
+/// Tokens that all layers have.
+SLUICE_API sluice_status sluice_engine_tokens(const sluice_engine* engine, sluice_sequence sequence, uint32_t* tokens);
+/// Bytes of host memory in blocks that the sequence holds, shared ones included.
+SLUICE_API sluice_status sluice_engine_far_bytes(const sluice_engine* engine, sluice_sequence sequence,
+                                                 uint64_t* bytes);
+/// Whether there is room for a new sequence of as many tokens beside what lives: *admitted is 1 or 0. cpu_sequences
+/// count apart.
+SLUICE_API sluice_status sluice_engine_can_admit(const sluice_engine* engine, uint32_t tokens, int* admitted);
+
+/* -------------------------------------------------------------------------------------------- forwards */
+
+/// What a forward is made for, padding included. What `attend` enqueues follows from it alone, so that a forward can be
+/// captured in a CUDA graph once for a bucket and replayed for every token. At most what the options' largest_* say.
+typedef struct sluice_bucket {
+  uint32_t struct_size;
+  uint32_t decode_rows;   ///< rows that choose what they attend: new tokens, and drafts to verify
+  uint32_t prefill_rows;  ///< rows of chunks of prompts, which attend all that comes before them
+  uint32_t prefills;      ///< how many chunks these are
+  uint32_t max_tokens;    ///< of the longest sequence, a multiple of page_tokens; 0: all that there is room for
+  uint32_t features;      ///< SLUICE_BUCKET_*, ored; of no use without decode_rows
+} sluice_bucket;
+
+/// New tokens of one sequence, consecutive rows of a forward.
+typedef struct sluice_plan_item {
+  uint32_t struct_size;
+  uint32_t tokens;
+  sluice_sequence sequence;
+  uint32_t prefill;   ///< a switch: a chunk of a prompt. 0: each row chooses as the sequence's policy says
+  uint32_t reserved;  ///< 0
+} sluice_plan_item;
+
+/// Plans a forward and enqueues that on `stream`, which is not being captured. `items` [item_count] of different
+/// sequences, whose rows are packed in their order; rows behind them are padding. Forwards run in the order of their
+/// plans; enqueue all layers of one, or replay its graph, before the next is planned. Finish or cancel *forward.
+SLUICE_API sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_plan_item* items, size_t item_count,
+                                            const sluice_bucket* bucket, void* stream, uint64_t* forward);
+/// One layer of a forward of this bucket; layers come in order. Enqueues and returns. With rows = decode_rows +
+/// prefill_rows: q, out [rows, q_heads, head_dim], k, v [rows, kv_heads, head_dim], touched on `stream` only; lse
+/// [rows, q_heads], f32, compact, natural log of the sum of exponentials, may be null. Rows of padding get 0. While
+/// `stream` is captured nothing runs. After SLUICE_DEVICE the forward can only be cancelled.
+SLUICE_API sluice_status sluice_engine_attend(sluice_engine* engine, const sluice_bucket* bucket, uint32_t layer,
+                                              const sluice_tensor* q, const sluice_tensor* k, const sluice_tensor* v,
+                                              const sluice_tensor* out, const sluice_tensor* lse, void* stream);
+/// Waits until the forward has run; then its sequences have their new tokens. SLUICE_DEVICE if it did not get to its
+/// end: none of them has, outputs may be NaN, and it can be planned again. SLUICE_TIMEOUT: it can be waited for again,
+/// or cancelled.
+SLUICE_API sluice_status sluice_engine_finish(sluice_engine* engine, uint64_t forward);
+/// Takes a plan back and all behind it; no sequence has its new tokens.
+SLUICE_API sluice_status sluice_engine_cancel(sluice_engine* engine, uint64_t forward);
+
+/* --------------------------------------------------------------------------------------------- figures */
+
+/// What an engine has done so far; sluice::EngineStats.
+typedef struct sluice_stats {
+  uint32_t struct_size;
+  uint32_t reserved;       ///< 0
+  uint64_t asked;          ///< layers whose far part the CPU was asked for
+  uint64_t unplanned;      ///< replays without a plan of their own
+  uint64_t near_tokens;    ///< attended in device memory, by all rows that choose, layers and KV heads
+  uint64_t far_tokens;     ///< and in place, by the CPU
+  uint64_t promoted;       ///< tokens brought near, by layers and KV heads
+  uint64_t scored;         ///< keys that policies read to choose on the CPU
+  uint64_t estimated;      ///< keys whose 4-bit copies the device was to read to choose
+  uint64_t ranked_pages;   ///< pages whose digests it was to read
+  uint64_t waited_ns;      ///< that the device waited for the CPU's answers
+  uint64_t answer_ns;      ///< from when a thread saw a question until it was answered
+  uint64_t sparse_chunks;  ///< of prompts: (layer, chunk) pairs where blocks were chosen
+  uint64_t dense_chunks;   ///< and the others
+  uint64_t kept_blocks;    ///< (query head, query block, key block) triples computed where they were chosen
+  uint64_t causal_blocks;  ///< and what dense attention would have computed there
+} sluice_stats;
+
+/// Memory of an engine in bytes, all but `policies` reserved when it is created; sluice::EngineMemoryUse.
+typedef struct sluice_memory {
+  uint32_t struct_size;
+  uint32_t reserved;         ///< 0
+  uint64_t far_pages;        ///< host: keys and values
+  uint64_t far_pages_used;   ///< of these, in blocks that sequences hold; shared ones count once
+  uint64_t pinned;           ///< host: what device and threads share
+  uint64_t partials;         ///< host: the threads' own
+  uint64_t policies;         ///< host: what policies that choose on the CPU have learnt
+  uint64_t near_pages;       ///< device
+  uint64_t near_pages_used;  ///< of these, when the newest forward ended
+  uint64_t codes;            ///< device: 4-bit copies of keys
+  uint64_t digests;          ///< device: of full pages
+  uint64_t buffers;          ///< device: everything else
+} sluice_memory;
+
+/// What audits of a sequence found, over all layers, query heads and audited tokens. Shares are in [0, 1], their
+/// percentiles exact to 0.001; all 0 if nothing was audited.
+typedef struct sluice_audit {
+  uint32_t struct_size;
+  uint32_t top_k;            ///< tokens with the largest scores that `overlap` is about
+  uint32_t layers;           ///< 0 if nothing was audited
+  uint32_t q_heads;          ///< as many heads per layer as sluice_engine_audit_heads tells of; likewise
+  uint64_t tokens;           ///< audited
+  uint64_t attended_tokens;  ///< by the query heads of a group together, summed over layers and KV heads
+  uint64_t dense_tokens;     ///< and those that there were
+  uint64_t bypassed_heads;   ///< query heads that attended nothing, summed over layers
+  uint64_t coverage_count;
+  double coverage_mean;  ///< share of the exact softmax that was attended
+  double coverage_min;
+  double coverage_p5;  ///< 5% of the samples lie below
+  double coverage_p50;
+  uint64_t overlap_count;
+  double overlap_mean;  ///< share of the top_k tokens that was attended
+  double overlap_min;
+  uint64_t watched_count;
+  double watched_mean;  ///< share of the watched tokens' mass that was attended, where they held 1%
+  double watched_min;
+} sluice_audit;
+
+/// The same for one (layer, query head): means over the audited steps; sluice::HeadAudit.
+typedef struct sluice_head_audit {
+  uint32_t struct_size;
+  uint32_t reserved;  ///< 0
+  uint64_t steps;
+  uint64_t bound_broken;   ///< steps whose error was above error_bound
+  uint64_t watched_steps;  ///< steps in which watched tokens held 1%
+  double coverage;         ///< share of the exact softmax that was attended
+  double coverage_min;
+  double overlap;         ///< share of the tokens with the largest scores that was attended
+  double error;           ///< L2 norm of output minus exact output
+  double relative_error;  ///< the same over the norm of the exact output
+  double error_bound;     ///< 2 (1 - coverage) max |v|
+  double watched_mass;    ///< the watched tokens' exact share
+  double watched_kept;    ///< the attended part of that share, relative to it
+} sluice_head_audit;
+
+/// May be called at any time, also while forwards run and other calls do.
+SLUICE_API sluice_status sluice_engine_stats(const sluice_engine* engine, sluice_stats* stats);
+SLUICE_API sluice_status sluice_engine_memory(const sluice_engine* engine, sluice_memory* memory);
+/// Tokens whose attendance audits report apart, such as those that hold the answer to a question: positions [count],
+/// which need not exist yet. Replaces those of an earlier call; `tokens` may be null if `count` is 0.
+SLUICE_API sluice_status sluice_engine_watch(sluice_engine* engine, sluice_sequence sequence, const uint32_t* tokens,
+                                             size_t count);
+/// What the sequence's rows attended in forwards of buckets with SLUICE_BUCKET_AUDIT, against exact attention. Such a
+/// forward runs alone.
+SLUICE_API sluice_status sluice_engine_audit(const sluice_engine* engine, sluice_sequence sequence,
+                                             sluice_audit* audit);
+/// The same head by head: `heads` [layers, q_heads], head_count of them; all 0 if nothing was audited.
+SLUICE_API sluice_status sluice_engine_audit_heads(const sluice_engine* engine, sluice_sequence sequence,
+                                                   sluice_head_audit* heads, size_t head_count);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,148 @@
+// Options by C: every field arrives, and what is no value is refused.
+#include <cstring>
+
+#include "sluice/engine.hpp"
+#include "tests/capi/small_engine.hpp"
+
+using namespace sluice::test::capi;
+
+TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
+  const sluice::EngineOptions want;
+  sluice_engine_options got;
+  require_ok(sluice_engine_options_init(&got, sizeof got));
+  CHECK(got.struct_size == sizeof got);
+  CHECK(got.device_type == SLUICE_DEVICE_CPU);
+  CHECK(got.device_id == 0);
+  CHECK(got.device_bytes == 0);
+  CHECK(got.kv_dtype == SLUICE_BF16);
+  CHECK(got.layers == 0);
+  CHECK(got.host_bytes == want.host_bytes);
+  CHECK(got.page_tokens == want.page_tokens);
+  CHECK(got.largest_decode_rows == want.largest.decode_rows);
+  CHECK(got.largest_features == SLUICE_BUCKET_TOP_K);
+  CHECK(got.digests == SLUICE_DIGESTS_NONE);
+  CHECK(got.prefill_mode == SLUICE_PREFILL_FULL);
+  CHECK(got.prefill_gamma == want.prefill.flex.gamma);
+  CHECK(got.pin_threads == 1);
+  CHECK(got.timeout_ms == want.timeout.count());
+  CHECK(got.answer_timeout_ms == want.answer_timeout.count());
+  CHECK(got.core_count == 0);
+  CHECK(got.cores == nullptr);
+}
+
+TEST_CASE("every option arrives at the engine", "[capi][options]") {
+  auto options = small_options();  // Each differs from its default, and from its neighbours.
+  const std::uint32_t cores[] = {0};
+  options.kv_dtype = SLUICE_F32;
+  options.host_bytes = 4u << 20;
+  options.near_bytes = 128u << 10;
+  options.page_tokens = 32;
+  options.promotions = 17;
+  options.largest_decode_rows = 3;
+  options.largest_prefill_rows = 40;
+  options.largest_prefills = 2;
+  options.largest_max_tokens = 96;
+  options.largest_features = SLUICE_BUCKET_UNBOUNDED | SLUICE_BUCKET_PAGES | SLUICE_BUCKET_AUDIT;
+  options.in_flight = 4;
+  options.sequences = 9;
+  options.cpu_sequences = 5;
+  options.prompt_queries = 31;
+  options.max_picks = 100;
+  options.digests = SLUICE_DIGESTS_BOX;
+  options.max_ranked = 77;
+  options.max_window = 55;
+  options.import_rows = 22;
+  options.prefill_window = 64;
+  options.prefill_mode = SLUICE_PREFILL_AUTOMATIC;
+  options.prefill_min_budget = 256;
+  options.prefill_max_budget = 512;
+  options.prefill_lines = 1;
+  options.prefill_gamma = 0.5f;
+  options.prefill_tau = 0.25f;
+  options.threads = 2;
+  options.pin_threads = 0;
+  options.answer_timeout_ms = 1234;
+  options.timeout_ms = 4321;
+  options.core_count = 1;
+  options.cores = cores;
+  EnginePointer engine = create(options);
+  auto got = sized<sluice_engine_options>();
+  require_ok(sluice_engine_get_options(engine.get(), &got));
+  REQUIRE(got.cores != nullptr);
+  CHECK(got.cores != cores);
+  CHECK(got.cores[0] == 0);
+  got.cores = options.cores;
+  CHECK(std::memcmp(&got, &options, sizeof got) == 0);
+  auto memory = sized<sluice_memory>();  // And not only back from it.
+  require_ok(sluice_engine_memory(engine.get(), &memory));
+  CHECK(memory.far_pages == 4u << 20);
+  CHECK(memory.near_pages == 128u << 10);
+  CHECK(memory.digests > 0);
+}
+
+TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][options]") {
+  auto options = small_options();
+  options.largest_features = 0;
+  const std::uint32_t cores[] = {0};
+  options.cores = cores, options.core_count = 1;
+  options.device_type = SLUICE_DEVICE_CUDA, options.device_id = 3, options.device_bytes = 5;
+  auto want = options;
+  want.largest_features = SLUICE_BUCKET_UNBOUNDED;
+  require_ok(sluice_engine_options_make_room_for(&options, kPolicy, 200));
+  CHECK(std::memcmp(&options, &want, sizeof want) == 0);
+  require_ok(sluice_engine_options_make_room_for(&options, "quest | near=0", 200));
+  CHECK((options.largest_features & SLUICE_BUCKET_PAGES) != 0);
+  CHECK(options.digests == SLUICE_DIGESTS_BOX);
+  require_ok(sluice_engine_options_make_room_for(&options, "lfps | near=0", 200));
+  CHECK(options.cpu_sequences == 1);
+  check_fails([&] { return sluice_engine_options_make_room_for(&options, "arkvale | near=0", 200); },
+              SLUICE_UNSUPPORTED, {"digest"});
+}
+
+TEST_CASE("options that have no such value are refused by name", "[capi][options]") {
+  const auto refused = [](const std::vector<std::string>& words, const auto& spoil) {
+    auto options = small_options();
+    spoil(options);
+    sluice_engine* engine = nullptr;
+    CAPTURE(words[0]);
+    check_fails([&] { return sluice_engine_create(&options, &engine); }, SLUICE_INVALID_ARGUMENT, words);
+    CHECK(engine == nullptr);
+  };
+  refused({"kv_dtype is 3", "SLUICE_BF16"}, [](auto& o) { o.kv_dtype = 3; });
+  refused({"kv_dtype is -1"}, [](auto& o) { o.kv_dtype = -1; });
+  refused({"digests is 3"}, [](auto& o) { o.digests = 3; });
+  refused({"prefill_mode is 3"}, [](auto& o) { o.prefill_mode = 3; });
+  refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
+  refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });
+  refused({"largest_features is 16"}, [](auto& o) { o.largest_features = 16; });
+  refused({"page_tokens is 0", "[8, 256]"}, [](auto& o) { o.page_tokens = 0; });
+  refused({"page_tokens is 24"}, [](auto& o) { o.page_tokens = 24; });
+  refused({"device_type is 3"}, [](auto& o) { o.device_type = SLUICE_DEVICE_CUDA_HOST; });
+  refused({"device_id is 1"}, [](auto& o) { o.device_id = 1; });
+  refused({"device_bytes 1"}, [](auto& o) { o.device_bytes = 1; });
+  refused({"cores", "core_count"}, [](auto& o) { o.core_count = 1; });
+  refused({"layers"}, [](auto& o) { o.layers = 0; });
+  refused({"q_heads"}, [](auto& o) { o.q_heads = 3; });
+  refused({"sequences is 0"}, [](auto& o) { o.sequences = 0; });
+  refused({"host_bytes is 0"}, [](auto& o) { o.host_bytes = 0; });
+  refused({"timeout (ms) is 0"}, [](auto& o) { o.timeout_ms = 0; });
+  refused({"gamma"}, [](auto& o) { o.prefill_gamma = 2.f; });
+
+  auto options = small_options();
+  options.page_tokens = 0;  // What is computed with it would not go well.
+  check_fails([&] { return sluice_engine_options_make_room_for(&options, "quest | near=0", 8); },
+              SLUICE_INVALID_ARGUMENT, {"page_tokens is 0"});
+  const SmallEngine small;
+  std::uint64_t forward = 0;
+  auto bucket = small.bucket;
+  bucket.features = 32;
+  auto item = small.item();
+  const auto plan = [&] { return sluice_engine_plan(small.engine, &item, 1, &bucket, nullptr, &forward); };
+  check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_bucket.features is 32"});
+  bucket = small.bucket;
+  item.prefill = 2;
+  check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_plan_item.prefill is 2"});
+  item = small.item();
+  item.reserved = 1;
+  check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_plan_item.reserved is 1"});
+}

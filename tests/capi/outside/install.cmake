@@ -1,0 +1,20 @@
+# cmake -DBUILD=<folder> -DPREFIX=<folder> -DLIBDIR=lib -DMOVED=<folder> -DTOOLS=ON -P install.cmake
+#
+# Installs, moves what was installed, and sees that the command runs there, with its libraries beside it.
+cmake_minimum_required(VERSION 3.22)
+include(${CMAKE_CURRENT_LIST_DIR}/run.cmake)
+
+file(REMOVE_RECURSE ${PREFIX} ${MOVED})
+run(installed ${CMAKE_COMMAND} --install ${BUILD} --prefix ${MOVED})
+file(RENAME ${MOVED} ${PREFIX})
+foreach(file include/sluice.h include/sluice/engine.hpp ${LIBDIR}/libsluice.so ${LIBDIR}/libsluice.so.0)
+  if(NOT EXISTS ${PREFIX}/${file})
+    message(FATAL_ERROR "${file} was not installed")
+  endif()
+endforeach()
+if(TOOLS)
+  run(said ${PREFIX}/bin/sluice policies)
+  if(NOT said MATCHES "twilight")
+    message(FATAL_ERROR "the installed command says: ${said}")
+  endif()
+endif()
