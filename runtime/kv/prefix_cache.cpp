@@ -6,8 +6,8 @@
 namespace sluice::runtime {
 
 std::uint64_t hash_page(std::uint64_t before, std::span<const std::int32_t> ids) noexcept {
-  // Every bit of an id reaches every bit of the hash, and bits that are lost from the low half come back from the high.
-  std::uint64_t hash = before;
+  // What is added to the low half gets to the high one by the product, and back by the shift.
+  std::uint64_t hash = (before ^ before >> 32) * 0x94d0'49bb'1331'11ebu;
   for (const std::int32_t id : ids) {
     hash = (hash ^ static_cast<std::uint32_t>(id)) * 0x9e37'79b9'7f4a'7c15u;
     hash ^= hash >> 32;
