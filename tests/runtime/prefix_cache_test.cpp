@@ -151,7 +151,9 @@ class World {
   void evict() {
     const std::uint32_t oldest = idle_.front();
     REQUIRE(table_.oldest_idle() == oldest);
-    const auto of = [&](std::uint32_t block) { return std::ranges::find(known_, block, [](auto& e) { return e.second; }); };
+    const auto of = [&](std::uint32_t block) {
+      return std::ranges::find(known_, block, [](auto& e) { return e.second; });
+    };
     const Ids ids = of(oldest)->first;
     const std::uint32_t free = table_.free();
     const auto known_before = known_;

@@ -105,7 +105,8 @@ class History {
     const std::uint32_t text = random_.below(kTexts);
     const std::uint32_t tokens = random_.below(kLength + 1);
     const std::uint64_t salt = random_.below(2);
-    const std::uint32_t found = engine_.match_prefix(parse_policy(kFull), std::span(library_.ids[text]).first(tokens), salt);
+    const std::uint32_t found =
+        engine_.match_prefix(parse_policy(kFull), std::span(library_.ids[text]).first(tokens), salt);
     const std::uint32_t most = expected(text, tokens, salt);
     REQUIRE(found <= most);
     REQUIRE(found % kPage == 0);
@@ -125,7 +126,8 @@ class History {
  private:
   [[nodiscard]] std::uint32_t expected(std::uint32_t text, std::uint32_t tokens, std::uint64_t salt) const {
     std::uint32_t pages = 0;
-    while ((pages + 1) * kPage < tokens && known_.contains({salt, library_.ids[text][(pages + 1) * kPage - 1]})) ++pages;
+    while ((pages + 1) * kPage < tokens && known_.contains({salt, library_.ids[text][(pages + 1) * kPage - 1]}))
+      ++pages;
     return pages * kPage;
   }
   void learn(const Actor& actor) {

@@ -104,7 +104,8 @@ TEST_CASE("pages of ended sequences take no more than they may", "[engine][prefi
   REQUIRE(engine.memory().far_pages_cached == options.prefix_bytes);
 }
 
-TEST_CASE("nobody writes into a page that is known, and what is told anew is known by its own name", "[engine][prefix]") {
+TEST_CASE("nobody writes into a page that is known, and what is told anew is known by its own name",
+          "[engine][prefix]") {
   const EngineRig rig = engine_rig();
   const Story story(kShape, 120, 213);
   Story other(kShape, 120, 214);
@@ -140,7 +141,8 @@ TEST_CASE("nobody writes into a page that is known, and what is told anew is kno
   require_dense(engine, rig, teller);
 }
 
-TEST_CASE("where there is no block for a copy, what was known of tokens that were taken back is not", "[engine][prefix]") {
+TEST_CASE("where there is no block for a copy, what was known of tokens that were taken back is not",
+          "[engine][prefix]") {
   const EngineRig rig = engine_rig();
   const Story story(kShape, 120, 215);
   Story other(kShape, 120, 216);
@@ -237,8 +239,8 @@ TEST_CASE("an import whose layers do not come leaves no names", "[engine][prefix
   const Ids ids = ids_of(80);
   Teller teller = begin_named(engine, story, kFull, ids);
   const auto rows = rig.device->allocate_pinned(std::uint64_t{64} * kShape.kv_heads * kShape.head_dim * sizeof(float));
-  const TensorView half = dense_view(reinterpret_cast<const float*>(rows->data()), DType::f32, 64, kShape.kv_heads,
-                                     kShape.head_dim);
+  const TensorView half =
+      dense_view(reinterpret_cast<const float*>(rows->data()), DType::f32, 64, kShape.kv_heads, kShape.head_dim);
   engine.import_prefix(teller.id, LayerId{0}, half, half, rig.stream);
   REQUIRE(engine.match_prefix(kDense, ids) == 0);
   import_story(engine, rig, teller, 70);  // Begins again.
