@@ -191,18 +191,21 @@ class Engine {
   /// How many tokens a sequence would have that began like that now.
   [[nodiscard]] std::uint32_t match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
                                            std::uint64_t salt = 0) const noexcept;
-  /// Says what tokens [first, first + ids) of a sequence are, which it has or which come next: sequences that begin with
-  /// the same ids then find the sequence's full pages, from when their forwards are finished, and after it has ended as
-  /// long as nothing else needs the memory. Blocks of ended sequences are given up in the order in which they were let
-  /// go of, the end of a sequence first. Whether a page is found changes no token of any sequence:
-  /// - Named tokens are those of the whole sequence up to there, and of a fork what its parent's were.
-  /// - Names of tokens that are taken back, or whose forward failed or was cancelled, are forgotten, with all behind
-  ///   them; so are names of what would have come next. Name them again.
-  /// - Pages from the first on that has a token which was decoded, and did not attend everything, are not found, unless
-  ///   EngineOptions::prefix_decoded says so: a prompt would have given it other keys and values.
-  /// - If prompts choose blocks (EngineOptions::prefill), what a chunk chooses depends on where it begins: a prompt of
-  ///   which a part is found is attended as if it had been cut into chunks there, not as if it had been cut elsewhere.
-  /// May be called while forwards are under way.
+  /// Says what tokens [first, first + ids) of a sequence are, which it has or which come next. Sequences that begin with
+  /// the same ids find its full pages then, with their digests and copies: from when their forwards are finished, and
+  /// after it has ended until something else needs the memory. What was let go of first gives way first, but no page
+  /// before what continues it. May be called while forwards are under way.
+  ///
+  /// A sequence attends the same whether pages were found for it or not, with the keys and values that they were given
+  /// first. Therefore
+  /// - names are forgotten, for all tokens behind those that remain, when tokens are taken back, or a forward or an
+  ///   import of the sequence fails or is cancelled: name what comes instead;
+  /// - pages are not found from the first on with a token that was decoded and did not attend everything, unless
+  ///   EngineOptions::prefix_decoded says so: as part of a prompt it would have other keys and values;
+  /// - where prompts choose blocks (EngineOptions::prefill), a prompt of which a part was found attends as one that was
+  ///   cut into chunks there. What a chunk chooses depends on where it begins, and PrefillMode::automatic on those
+  ///   before it; to get the same for all, cut all where pages may end.
+  /// A fork has its parent's names, and those of a page have to be right: they are what others believe.
   /// @throws Error{Errc::invalid_argument} if tokens before `first` have no names, or one that it has, or that is
   /// planned, has another; Error{Errc::out_of_capacity} if they are more than a sequence may have
   void name_tokens(SequenceId sequence, std::uint32_t first, std::span<const std::int32_t> ids);
