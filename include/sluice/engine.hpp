@@ -182,19 +182,20 @@ class Engine {
   /// may.
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);
   /// A new sequence that begins with what is known of a prompt: it has the first tokens(sequence) tokens of it, whole
-  /// pages, in blocks that it shares; the others are to come as they would without. All of `prompt` counts as named, see
-  /// name_tokens. At least the last token is not among them, whose output is wanted, nor are those whose queries the
-  /// policy begins with. `salt`: whatever keys and values depend on besides the ids, such as an adapter or an image;
-  /// what has another one is not found.
+  /// pages, in blocks that it shares; the others are to come as they would without. All of `prompt` is named, see
+  /// name_tokens. The last token is not among those that are found, as its output is wanted, nor are those whose
+  /// queries the policy begins with. `salt`: whatever keys and values depend on besides the ids, such as an adapter or
+  /// an image; what has another one is not found.
   /// @throws as the other; Error{Errc::out_of_capacity} if the prompt is longer than a sequence may be
-  [[nodiscard]] SequenceId begin(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt = 0);
+  [[nodiscard]] SequenceId begin(const PolicySpec& policy, std::span<const std::int32_t> prompt,
+                                 std::uint64_t salt = 0);
   /// How many tokens a sequence would have that began like that now.
   [[nodiscard]] std::uint32_t match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
                                            std::uint64_t salt = 0) const noexcept;
-  /// Says what tokens [first, first + ids) of a sequence are, which it has or which come next. Sequences that begin with
-  /// the same ids find its full pages then, with their digests and copies: from when their forwards are finished, and
-  /// after it has ended until something else needs the memory. What was let go of first gives way first, but no page
-  /// before what continues it. May be called while forwards are under way.
+  /// Says what tokens [first, first + ids) of a sequence are, which it has or which come next. Sequences that begin
+  /// with the same ids find its full pages then, with their digests and copies: from when their forwards are finished,
+  /// and after it has ended until something else needs the memory. What was let go of first gives way first, but no
+  /// page before what continues it. May be called while forwards are under way.
   ///
   /// A sequence attends the same whether pages were found for it or not, with the keys and values that they were given
   /// first. Therefore
@@ -209,9 +210,9 @@ class Engine {
   /// @throws Error{Errc::invalid_argument} if tokens before `first` have no names, or one that it has, or that is
   /// planned, has another; Error{Errc::out_of_capacity} if they are more than a sequence may have
   void name_tokens(SequenceId sequence, std::uint32_t first, std::span<const std::int32_t> ids);
-  /// Gives up what near memory the sequence has, blocks that others share apart, when the next forward is planned; for
-  /// one that rests. Changes no token: those that are attended again and again come near again. May be called at any
-  /// time.
+  /// Of a sequence that is to rest: gives up its near memory when the next forward is planned, but for blocks that
+  /// others share. Its keys and values stay, and what is attended again comes near again; changes no token. May be
+  /// called at any time.
   void preempt(SequenceId sequence);
   /// A new sequence of the first `tokens` tokens of another one, under its policy. Its blocks are shared; the one in
   /// which either of them goes on is copied then.
@@ -274,8 +275,8 @@ class Engine {
 
   /// That all layers have.
   [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;
-  /// Whether there is room for a new sequence of as many tokens, beside what lives; what is only cached gives way. Those whose policies choose on the
-  /// CPU count apart, see EngineOptions::cpu_sequences.
+  /// Whether there is room for a new sequence of as many tokens, beside what lives; what is cached gives way.
+  /// Those whose policies choose on the CPU count apart, see EngineOptions::cpu_sequences.
   [[nodiscard]] bool can_admit(std::uint32_t tokens) const noexcept;
   [[nodiscard]] EngineMemoryUse memory() const noexcept;
   /// Bytes of host memory in blocks that the sequence holds, shared ones included.
