@@ -247,4 +247,12 @@ TEST_CASE("a block is idle from when its last sequence lets go of it until one t
   REQUIRE(table.idle() == 1);
   cache.forget(blocks[0]);
   REQUIRE(table.free() == 4);
+  // What was known of a block does not speak for the page that it has now.
+  const PrefixPlace old = cache.add({}, std::vector<std::int32_t>{1}, table.take());
+  cache.forget(old.block);
+  table.release(old.block);
+  const PrefixPlace now = cache.add({}, std::vector<std::int32_t>{4}, table.take());
+  REQUIRE(now.block == old.block);
+  REQUIRE(cache.knows(now));
+  REQUIRE_FALSE(cache.knows(old));
 }

@@ -176,6 +176,23 @@ TEST_CASE("pages are found by ids, salt and length alone, when their forwards ar
   REQUIRE(matched(ids) == 96);
 }
 
+TEST_CASE("an import whose layers do not come leaves no names", "[engine][prefix]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 80, 219);
+  Engine engine(options_for(rig, 1, 0), rig.device);
+  const Ids ids = ids_of(80);
+  Teller teller = begin_named(engine, story, kFull, ids);
+  const auto rows = rig.device->allocate_pinned(std::uint64_t{64} * kShape.kv_heads * kShape.head_dim * sizeof(float));
+  const TensorView half =
+      dense_view(reinterpret_cast<const float*>(rows->data()), DType::f32, 64, kShape.kv_heads, kShape.head_dim);
+  engine.import_prefix(teller.id, LayerId{0}, half, half, rig.stream);
+  REQUIRE(engine.match_prefix(parse_policy(kFull), ids) == 0);
+  import_story(engine, rig, teller, 70);  // Begins again.
+  REQUIRE(engine.match_prefix(parse_policy(kFull), ids) == 0);
+  engine.name_tokens(teller.id, 0, ids);
+  REQUIRE(engine.match_prefix(parse_policy(kFull), ids) == 64);
+}
+
 TEST_CASE("tokens that were decoded by what leaves some out are found if that is wanted", "[engine][prefix]") {
   const EngineRig rig = engine_rig();
   const Story story(kShape, 200, 205);
@@ -190,7 +207,12 @@ TEST_CASE("tokens that were decoded by what leaves some out are found if that is
     prefill(engine, rig, sparse, 40);
     for (int i = 0; i < 10; ++i) (void)decode(engine, rig, sparse);
     REQUIRE(engine.match_prefix(full, ids) == (wanted ? 48 : 32));
-    prefill(engine, rig, sparse, 100);  // What comes behind attends them.
+    // What comes behind attends them, of a fork, too.
+    Teller heir{.story = &story, .id = engine.fork(sparse.id, 50, full), .at = 50};
+    engine.name_tokens(heir.id, 50, std::span(ids).subspan(50));
+    prefill(engine, rig, heir, 70);
+    REQUIRE(engine.match_prefix(full, ids) == (wanted ? 64 : 32));
+    prefill(engine, rig, sparse, 100);
     REQUIRE(engine.match_prefix(full, ids) == (wanted ? 96 : 32));
     // A fork is told from its parent's tokens, and without them like any other.
     Teller child{.story = &story, .id = engine.fork(sparse.id, 40, full), .at = 40};

@@ -102,6 +102,14 @@ TEST_CASE("pages of ended sequences take no more than they may", "[engine][prefi
   REQUIRE(engine.memory().far_pages_cached == options.prefix_bytes);
   leave(engine, rig, story, ids_of(100, 2));
   REQUIRE(engine.memory().far_pages_cached == options.prefix_bytes);
+  // Also when tokens are taken back, and when what remains of a page is copied.
+  Teller third = begin_named(engine, story, kFull, ids_of(65, 3));
+  prefill(engine, rig, third, 65);
+  engine.truncate(third.id, 20);
+  third.at = 20;
+  REQUIRE(engine.memory().far_pages_cached == options.prefix_bytes);
+  require_dense(engine, rig, third);
+  REQUIRE(engine.memory().far_pages_cached == options.prefix_bytes);
 }
 
 TEST_CASE("nobody writes into a page that is known, and what is told anew is known by its own name",
@@ -230,23 +238,6 @@ TEST_CASE("forwards that fail or are cancelled leave no names", "[engine][prefix
   REQUIRE(engine.match_prefix(kDense, others) == 80);
   teller.at = 82;
   require_dense(engine, rig, teller);
-}
-
-TEST_CASE("an import whose layers do not come leaves no names", "[engine][prefix]") {
-  const EngineRig rig = engine_rig();
-  const Story story(kShape, 80, 219);
-  Engine engine(room_for(rig, 30), rig.device);
-  const Ids ids = ids_of(80);
-  Teller teller = begin_named(engine, story, kFull, ids);
-  const auto rows = rig.device->allocate_pinned(std::uint64_t{64} * kShape.kv_heads * kShape.head_dim * sizeof(float));
-  const TensorView half =
-      dense_view(reinterpret_cast<const float*>(rows->data()), DType::f32, 64, kShape.kv_heads, kShape.head_dim);
-  engine.import_prefix(teller.id, LayerId{0}, half, half, rig.stream);
-  REQUIRE(engine.match_prefix(kDense, ids) == 0);
-  import_story(engine, rig, teller, 70);  // Begins again.
-  REQUIRE(engine.match_prefix(kDense, ids) == 0);
-  engine.name_tokens(teller.id, 0, ids);
-  REQUIRE(engine.match_prefix(kDense, ids) == 64);
 }
 
 TEST_CASE("a sequence that is preempted gives up what is near of it alone, and attends the same", "[engine][prefix]") {
