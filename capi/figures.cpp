@@ -5,7 +5,7 @@
 namespace sluice::capi {
 namespace {
 
-static_assert(offsetof(sluice_stats, causal_blocks) + sizeof(std::uint64_t) == sizeof(sluice_stats));
+static_assert(offsetof(sluice_stats, evicted_blocks) + sizeof(std::uint64_t) == sizeof(sluice_stats));
 static_assert(offsetof(sluice_memory, buffers) + sizeof(std::uint64_t) == sizeof(sluice_memory));
 static_assert(offsetof(sluice_audit, watched_min) + sizeof(double) == sizeof(sluice_audit));
 static_assert(offsetof(sluice_head_audit, watched_kept) + sizeof(double) == sizeof(sluice_head_audit));
@@ -17,6 +17,7 @@ sluice_stats from(const EngineStats& stats) noexcept {
           .unplanned = stats.unplanned,
           .near_tokens = stats.near_tokens,
           .far_tokens = stats.far_tokens,
+          .fetched_tokens = stats.fetched_tokens,
           .promoted = stats.promoted,
           .scored = stats.scored,
           .estimated = stats.estimated,
@@ -26,7 +27,9 @@ sluice_stats from(const EngineStats& stats) noexcept {
           .sparse_chunks = stats.sparse_chunks,
           .dense_chunks = stats.dense_chunks,
           .kept_blocks = stats.kept_blocks,
-          .causal_blocks = stats.causal_blocks};
+          .causal_blocks = stats.causal_blocks,
+          .matched_tokens = stats.matched_tokens,
+          .evicted_blocks = stats.evicted_blocks};
 }
 
 sluice_memory from(const EngineMemoryUse& use) noexcept {
@@ -34,6 +37,8 @@ sluice_memory from(const EngineMemoryUse& use) noexcept {
           .reserved = 0,
           .far_pages = use.far_pages,
           .far_pages_used = use.far_pages_used,
+          .far_pages_cached = use.far_pages_cached,
+          .prefixes = use.prefixes,
           .pinned = use.pinned,
           .partials = use.partials,
           .policies = use.policies,

@@ -42,6 +42,14 @@ std::uint32_t digests_of(const std::optional<DigestKind>& kind) noexcept {
   return *kind == DigestKind::box ? SLUICE_DIGESTS_BOX : SLUICE_DIGESTS_CUBOID_MEAN;
 }
 
+PlacementMode placement_of(std::uint32_t value) {
+  switch (value) {
+    case SLUICE_PLACE_HYBRID: return PlacementMode::hybrid;
+    case SLUICE_PLACE_STREAM: return PlacementMode::stream;
+    default: refuse("placement", value, "SLUICE_PLACE_HYBRID or SLUICE_PLACE_STREAM");
+  }
+}
+
 PrefillMode mode_of(std::uint32_t value) {
   switch (value) {
     case SLUICE_PREFILL_FULL: return PrefillMode::full;
@@ -108,6 +116,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .host_bytes = options.host_bytes,
           .near_bytes = options.near_bytes,
           .promotions = options.promotions,
+          .placement = placement_of(options.placement),
           .largest = largest_of(options),
           .in_flight = options.in_flight,
           .sequences = options.sequences,
@@ -120,6 +129,8 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .import_rows = options.import_rows,
           .prefill_window = options.prefill_window,
           .prefill = prefill_of(options),
+          .prefix_bytes = options.prefix_bytes,
+          .prefix_decoded = switch_of(options.prefix_decoded, "sluice_engine_options.prefix_decoded"),
           .threads = options.threads,
           .cores = cores_of(options),
           .pin_threads = switch_of(options.pin_threads, "sluice_engine_options.pin_threads"),
@@ -139,6 +150,9 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.near_bytes = options.near_bytes;
   out.page_tokens = options.page_tokens;
   out.promotions = options.promotions;
+  out.placement = options.placement == PlacementMode::stream ? SLUICE_PLACE_STREAM : SLUICE_PLACE_HYBRID;
+  out.prefix_decoded = options.prefix_decoded ? 1 : 0;
+  out.prefix_bytes = options.prefix_bytes;
   out.largest_decode_rows = options.largest.decode_rows;
   out.largest_prefill_rows = options.largest.prefill_rows;
   out.largest_prefills = options.largest.prefills;

@@ -13,6 +13,41 @@ sluice_status sluice_engine_begin(sluice_engine* engine, const char* policy, slu
   });
 }
 
+sluice_status sluice_engine_begin_prompt(sluice_engine* engine, const char* policy, const int32_t* ids,
+                                         size_t id_count, uint64_t salt, sluice_sequence* sequence) {
+  return capi::guarded([&] {
+    Engine& of = capi::engine_of(engine);
+    capi::require_pointer(policy, "policy");
+    if (id_count != 0) capi::require_pointer(ids, "ids");
+    capi::require_pointer(sequence, "sequence");
+    *sequence = of.begin(parse_policy(policy), {ids, id_count}, salt).value;
+  });
+}
+
+sluice_status sluice_engine_match_prefix(const sluice_engine* engine, const char* policy, const int32_t* ids,
+                                         size_t id_count, uint64_t salt, uint32_t* tokens) {
+  return capi::guarded([&] {
+    const Engine& of = capi::engine_of(engine);
+    capi::require_pointer(policy, "policy");
+    if (id_count != 0) capi::require_pointer(ids, "ids");
+    capi::require_pointer(tokens, "tokens");
+    *tokens = of.match_prefix(parse_policy(policy), {ids, id_count}, salt);
+  });
+}
+
+sluice_status sluice_engine_name_tokens(sluice_engine* engine, sluice_sequence sequence, uint32_t first,
+                                        const int32_t* ids, size_t id_count) {
+  return capi::guarded([&] {
+    Engine& of = capi::engine_of(engine);
+    if (id_count != 0) capi::require_pointer(ids, "ids");
+    of.name_tokens(SequenceId{sequence}, first, {ids, id_count});
+  });
+}
+
+sluice_status sluice_engine_preempt(sluice_engine* engine, sluice_sequence sequence) {
+  return capi::guarded([&] { capi::engine_of(engine).preempt(SequenceId{sequence}); });
+}
+
 sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens, const char* policy,
                                  sluice_sequence* child) {
   return capi::guarded([&] {

@@ -138,7 +138,7 @@ void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& laye
   queue(memory, layer.stream, "promote", [memory, at = layer.layer] { cpu::promote(memory, at); });
 }
 void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(kernels_, memory, at); });
+  queue(memory, layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(kernels_, memory, at); });
 }
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });

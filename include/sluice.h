@@ -112,6 +112,8 @@ enum { SLUICE_F32 = 0, SLUICE_F16 = 1, SLUICE_BF16 = 2 };
 enum { SLUICE_DIGESTS_NONE = 0, SLUICE_DIGESTS_BOX = 1, SLUICE_DIGESTS_CUBOID_MEAN = 2 };
 /// How prompts attend: densely, in blocks that FlexPrefill chooses, or so where that pays.
 enum { SLUICE_PREFILL_FULL = 0, SLUICE_PREFILL_FLEX = 1, SLUICE_PREFILL_AUTOMATIC = 2 };
+/// Who attends what is chosen and not near: the CPU, in place; or the device, over the link.
+enum { SLUICE_PLACE_HYBRID = 0, SLUICE_PLACE_STREAM = 1 };
 /// What rows of a bucket that choose may do; bits of its features.
 enum {
   SLUICE_BUCKET_TOP_K = 1,      ///< some choose a number of tokens
@@ -137,6 +139,9 @@ typedef struct sluice_engine_options {
   uint64_t near_bytes;   ///< device memory for a cache of them (0)
   uint32_t page_tokens;  ///< a power of two in [8, 256] (16)
   uint32_t promotions;   ///< tokens of a layer and KV head that are brought near at a time, [0, 256] (64)
+  uint32_t placement;    ///< SLUICE_PLACE_HYBRID
+  uint32_t prefix_decoded;  ///< a switch: tokens that were decoded are found as parts of prompts, too (0)
+  uint64_t prefix_bytes;    ///< of host_bytes, that pages of named tokens may keep which no sequence has (all of it)
 
   /// Of all buckets, see sluice_bucket: decode_rows (1), prefill_rows (0), prefills (0), max_tokens (0: all that
   /// host_bytes hold) and features (SLUICE_BUCKET_TOP_K).
@@ -204,6 +209,23 @@ typedef uint64_t sluice_sequence;
 /// `sluice policies` lists them. SLUICE_INVALID_ARGUMENT points at the word that is wrong, SLUICE_UNSUPPORTED names what
 /// the policy wants and the options do not have, SLUICE_OUT_OF_CAPACITY: as many live as may.
 SLUICE_API sluice_status sluice_engine_begin(sluice_engine* engine, const char* policy, sluice_sequence* sequence);
+/// A sequence that begins with what is known of a prompt: sluice_engine_tokens says how many of its first tokens it
+/// has, whole pages, which it shares; the others are to come as they would without, the last one always. All of
+/// ids [id_count] is named, see sluice_engine_name_tokens. `salt`: whatever keys and values depend on besides the ids,
+/// such as an adapter; what has another one is not found.
+SLUICE_API sluice_status sluice_engine_begin_prompt(sluice_engine* engine, const char* policy, const int32_t* ids,
+                                                    size_t id_count, uint64_t salt, sluice_sequence* sequence);
+/// How many tokens a sequence would have that began like that now.
+SLUICE_API sluice_status sluice_engine_match_prefix(const sluice_engine* engine, const char* policy,
+                                                    const int32_t* ids, size_t id_count, uint64_t salt,
+                                                    uint32_t* tokens);
+/// Says which tokens those from position `first` on are, that the sequence has or is about to have: prompts to come are
+/// held against them once they are there. Names end where tokens are taken back or do not come. Prompts that are found
+/// attend as they would have; of tokens that were decoded see sluice/engine.hpp.
+SLUICE_API sluice_status sluice_engine_name_tokens(sluice_engine* engine, sluice_sequence sequence, uint32_t first,
+                                                   const int32_t* ids, size_t id_count);
+/// Of a sequence that is to rest: gives up its near memory when the next forward is planned. Changes no token.
+SLUICE_API sluice_status sluice_engine_preempt(sluice_engine* engine, sluice_sequence sequence);
 /// A new sequence of the first `tokens` tokens of another one; they share memory. `policy` null: the other one's, which
 /// is SLUICE_UNSUPPORTED if it has learnt from tokens that were decoded. No forward with the sequence may be under way.
 SLUICE_API sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens,
@@ -280,6 +302,7 @@ typedef struct sluice_stats {
   uint64_t unplanned;      ///< replays without a plan of their own
   uint64_t near_tokens;    ///< attended in device memory, by all rows that choose, layers and KV heads
   uint64_t far_tokens;     ///< and in place, by the CPU
+  uint64_t fetched_tokens; ///< and by the device over the link
   uint64_t promoted;       ///< tokens brought near, by layers and KV heads
   uint64_t scored;         ///< keys that policies read to choose on the CPU
   uint64_t estimated;      ///< keys whose 4-bit copies the device was to read to choose
@@ -290,14 +313,18 @@ typedef struct sluice_stats {
   uint64_t dense_chunks;   ///< and the others
   uint64_t kept_blocks;    ///< (query head, query block, key block) triples computed where they were chosen
   uint64_t causal_blocks;  ///< and what dense attention would have computed there
+  uint64_t matched_tokens;  ///< of prompts, that sequences began with
+  uint64_t evicted_blocks;  ///< kept for prompts to come, until something else needed them
 } sluice_stats;
 
-/// Memory of an engine in bytes, all but `policies` reserved when it is created; sluice::EngineMemoryUse.
+/// Memory of an engine in bytes, all but `policies` and `prefixes` reserved when it is created; sluice::EngineMemoryUse.
 typedef struct sluice_memory {
   uint32_t struct_size;
   uint32_t reserved;         ///< 0
   uint64_t far_pages;        ///< host: keys and values
   uint64_t far_pages_used;   ///< of these, in blocks that sequences hold; shared ones count once
+  uint64_t far_pages_cached;  ///< and in blocks that no sequence has, kept for prompts to come
+  uint64_t prefixes;         ///< host, not reserved: names of tokens, and what finds pages by them
   uint64_t pinned;           ///< host: what device and threads share
   uint64_t partials;         ///< host: the threads' own
   uint64_t policies;         ///< host: what policies that choose on the CPU have learnt

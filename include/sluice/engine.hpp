@@ -59,6 +59,12 @@ struct EngineOptions {
   /// that the largest bucket's longest sequence has.
   std::uint32_t prefill_window = 4096;
   PrefillSpec prefill{};                ///< how prompts attend
+  /// Of host_bytes: what pages of named tokens may keep that no sequence has any more, until something else needs it;
+  /// see Engine::name_tokens. Costs nothing if no tokens are named. 0: only pages of sequences that live are found.
+  std::uint64_t prefix_bytes = ~std::uint64_t{0};
+  /// Pages are found, too, with tokens that were decoded by a policy that leaves some out: their keys and values are
+  /// what came of that, and no prompt would have made them.
+  bool prefix_decoded = false;
   std::uint32_t threads = 0;  ///< that answer the far part; 0: the cores of this process, beside a GPU less one
   /// That they run on, by the OS index of a PU of each. Empty: those that this process may use or, where a launcher
   /// started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE) without binding them, its equal part of them. One of
@@ -98,24 +104,30 @@ struct EngineStats {
   std::uint64_t dense_chunks = 0;   ///< and the others
   std::uint64_t kept_blocks = 0;    ///< (query head, query block, key block) triples computed where they were chosen
   std::uint64_t causal_blocks = 0;  ///< and what dense attention would have computed there
+  // Of prefixes:
+  std::uint64_t matched_tokens = 0;  ///< that sequences began with
+  std::uint64_t evicted_blocks = 0;  ///< that no sequence had, and something else needed
 };
 
 /// Memory of an engine in bytes: all of it is reserved when the engine is built. Only what policies that choose on the
-/// CPU have learnt grows with their sequences; it is as of the last call without a forward under way.
+/// CPU have learnt grows with their sequences; it is as of the last call without a forward under way. And so do names
+/// of tokens; what is known of pages by them is reserved with the first.
 struct EngineMemoryUse {
   std::uint64_t far_pages = 0;        ///< host: keys and values
   std::uint64_t far_pages_used = 0;   ///< of these, in blocks that sequences hold; shared ones count once
+  std::uint64_t far_pages_cached = 0;  ///< and in blocks that none holds, which are kept until they are needed
   /// host: plans, the mailbox, far lists, partial results, prompts' last queries, what audits and choices of blocks say
   std::uint64_t pinned = 0;
   std::uint64_t partials = 0;         ///< host: the threads' own
   std::uint64_t policies = 0;         ///< host, not reserved: what policies that choose on the CPU have learnt
+  std::uint64_t prefixes = 0;         ///< host, not reserved: names of tokens, and what finds pages by them
   std::uint64_t near_pages = 0;       ///< device
   std::uint64_t near_pages_used = 0;  ///< of these, when the newest forward ended
   std::uint64_t codes = 0;            ///< device: 4-bit copies of keys
   std::uint64_t digests = 0;          ///< device: of full pages
   std::uint64_t buffers = 0;          ///< device: tables, scores, choices, windows of prompts and scratch
 
-  [[nodiscard]] std::uint64_t host() const noexcept { return far_pages + pinned + partials + policies; }
+  [[nodiscard]] std::uint64_t host() const noexcept { return far_pages + pinned + partials + policies + prefixes; }
   [[nodiscard]] std::uint64_t device() const noexcept { return near_pages + codes + digests + buffers; }
 };
 
@@ -176,6 +188,39 @@ class Engine {
   /// @throws Error{Errc::unsupported} naming what the policy wants; Error{Errc::out_of_capacity} if as many live as
   /// may.
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);
+  /// A new sequence that begins with what is known of a prompt: it has the first tokens(sequence) tokens of it, whole
+  /// pages, in blocks that it shares; the others are to come as they would without. All of `prompt` is named, see
+  /// name_tokens. The last token is not among those that are found, as its output is wanted, nor are those whose
+  /// queries the policy begins with. `salt`: whatever keys and values depend on besides the ids, such as an adapter or
+  /// an image; what has another one is not found.
+  /// @throws as the other; Error{Errc::out_of_capacity} if the prompt is longer than a sequence may be
+  [[nodiscard]] SequenceId begin(const PolicySpec& policy, std::span<const std::int32_t> prompt,
+                                 std::uint64_t salt = 0);
+  /// How many tokens a sequence would have that began like that now.
+  [[nodiscard]] std::uint32_t match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
+                                           std::uint64_t salt = 0) const noexcept;
+  /// Says what tokens [first, first + ids) of a sequence are, which it has or which come next. Sequences that begin
+  /// with the same ids find its full pages then, with their digests and copies: from when their forwards are finished,
+  /// and after it has ended until something else needs the memory. What was let go of first gives way first, but no
+  /// page before what continues it. May be called while forwards are under way.
+  ///
+  /// A sequence attends the same whether pages were found for it or not, with the keys and values that they were given
+  /// first. Therefore
+  /// - names are forgotten, for all tokens behind those that remain, when tokens are taken back, or a forward or an
+  ///   import of the sequence fails or is cancelled: name what comes instead;
+  /// - pages are not found from the first on with a token that was decoded and did not attend everything, unless
+  ///   EngineOptions::prefix_decoded says so: as part of a prompt it would have other keys and values;
+  /// - where prompts choose blocks (EngineOptions::prefill), a prompt of which a part was found attends as one that was
+  ///   cut into chunks there. What a chunk chooses depends on where it begins, and PrefillMode::automatic on those
+  ///   before it; to get the same for all, cut all where pages may end.
+  /// A fork has its parent's names, and those of a page have to be right: they are what others believe.
+  /// @throws Error{Errc::invalid_argument} if tokens before `first` have no names, or one that it has, or that is
+  /// planned, has another; Error{Errc::out_of_capacity} if they are more than a sequence may have
+  void name_tokens(SequenceId sequence, std::uint32_t first, std::span<const std::int32_t> ids);
+  /// Of a sequence that is to rest: gives up its near memory when the next forward is planned, but for blocks that
+  /// others share. Its keys and values stay, and what is attended again comes near again; changes no token. May be
+  /// called at any time.
+  void preempt(SequenceId sequence);
   /// A new sequence of the first `tokens` tokens of another one, under its policy. Its blocks are shared; the one in
   /// which either of them goes on is copied then.
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, or it has fewer tokens;
@@ -237,8 +282,8 @@ class Engine {
 
   /// That all layers have.
   [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;
-  /// Whether there is room for a new sequence of as many tokens, beside what lives. Those whose policies choose on the
-  /// CPU count apart, see EngineOptions::cpu_sequences.
+  /// Whether there is room for a new sequence of as many tokens, beside what lives; what is cached gives way.
+  /// Those whose policies choose on the CPU count apart, see EngineOptions::cpu_sequences.
   [[nodiscard]] bool can_admit(std::uint32_t tokens) const noexcept;
   [[nodiscard]] EngineMemoryUse memory() const noexcept;
   /// Bytes of host memory in blocks that the sequence holds, shared ones included.

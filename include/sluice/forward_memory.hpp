@@ -78,7 +78,7 @@ struct ForwardMemory {
   ForwardChunk* slip_chunks = nullptr;      ///< [prefills]
   ForwardListChange* slip_lists = nullptr;  ///< [ForwardSlip::list_changes]
   std::uint32_t* slip_blocks = nullptr;     ///< what they refer to
-  std::uint32_t* slip_freed = nullptr;      ///< [ForwardSlip::freed_blocks] that hold nothing any more, each once
+  std::uint32_t* slip_freed = nullptr;      ///< [ForwardSlip::freed_blocks] that nothing of is to be near, each once
   ForwardBlockCopy* slip_copies = nullptr;  ///< [ForwardSlip::block_copies]
   ForwardMailbox* mailbox = nullptr;
   /// [kMostForwards, layers, prefills, q_heads] if chunks may choose; of forward f at f % kMostForwards.

@@ -104,6 +104,19 @@ void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions
 SequenceId Engine::begin(const PolicySpec& policy) {
   return translated([&] { return impl_->begin(policy); });
 }
+SequenceId Engine::begin(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) {
+  return translated([&] { return impl_->begin(policy, prompt, salt); });
+}
+std::uint32_t Engine::match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
+                                   std::uint64_t salt) const noexcept {
+  return impl_->match_prefix(policy, prompt, salt);
+}
+void Engine::name_tokens(SequenceId sequence, std::uint32_t first, std::span<const std::int32_t> ids) {
+  translated([&] { impl_->name_tokens(sequence, first, ids); });
+}
+void Engine::preempt(SequenceId sequence) {
+  translated([&] { impl_->preempt(sequence); });
+}
 SequenceId Engine::fork(SequenceId sequence, std::uint32_t tokens) {
   return translated([&] { return impl_->fork(sequence, tokens, nullptr); });
 }
@@ -149,14 +162,17 @@ std::uint32_t Engine::tokens(SequenceId id) const { return impl_->at(id).tokens;
 
 bool Engine::can_admit(std::uint32_t tokens) const noexcept {
   return !impl_->free_lists.empty() && tokens <= impl_->memory.largest().largest.max_tokens &&
-         impl_->pages_of(tokens) <= impl_->table.free();
+         impl_->pages_of(tokens) <= impl_->table.free() + impl_->table.idle();
 }
 
 EngineMemoryUse Engine::memory() const noexcept {
   EngineMemoryUse use = impl_->memory.use();
   use.partials = impl_->far.bytes();
   use.policies = impl_->policy_bytes();
-  use.far_pages_used = (impl_->table.blocks() - impl_->table.free()) * impl_->memory.block_bytes();
+  const runtime::BlockTable& table = impl_->table;
+  use.far_pages_used = (table.blocks() - table.free() - table.idle()) * impl_->memory.block_bytes();
+  use.far_pages_cached = table.idle() * impl_->memory.block_bytes();
+  use.prefixes = impl_->names_bytes();
   use.near_pages_used = look(impl_->mailbox().outcome.near_rows) * 2 * impl_->memory.largest().layout.row_bytes();
   return use;
 }
@@ -184,7 +200,9 @@ EngineStats Engine::stats() const noexcept {
           .sparse_chunks = impl_->counted.sparse_chunks,
           .dense_chunks = impl_->counted.dense_chunks,
           .kept_blocks = impl_->counted.kept_blocks,
-          .causal_blocks = impl_->counted.causal_blocks};
+          .causal_blocks = impl_->counted.causal_blocks,
+          .matched_tokens = impl_->counted.matched_tokens,
+          .evicted_blocks = impl_->prefixes ? impl_->prefixes->evicted() : 0};
 }
 
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }

@@ -92,11 +92,13 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
     throw Error(Errc::invalid_argument, "fork: sequence " + number(id.value) + " has " + number(parent.tokens) +
                                             " tokens, and " + number(tokens) + " are asked for");
   if (policy == nullptr) require_forgetful(parent, id, "fork");
+  Sequence::Names names = names_of(parent, tokens);
   const SequenceId id_of_child = add(policy != nullptr ? *policy : parent.spec);
   Sequence& child = at(id_of_child);
   child.pages.share(parent.pages, pages_of(tokens), table);
   child.tokens = child.planned = tokens;
   child.bets = parent.bets;
+  child.names = std::move(names);
   if (child.tail.slot != kNone && parent.tail.slot != kNone) copy_tail(parent, child);
   return id_of_child;
 }
@@ -111,6 +113,8 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   sequence.tokens = sequence.planned = tokens;
   sequence.tail.end = std::min(sequence.tail.end, tokens);
   sequence.prompt_end = std::min(sequence.prompt_end, tokens);
+  forget_names(sequence, tokens);
+  trim_prefixes();
 }
 
 void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
@@ -257,6 +261,7 @@ void Engine::Impl::end(SequenceId id) {
   drop_policy(sequence);
   if (sequence.tail.slot != kNone) free_tails.push_back(sequence.tail.slot);
   sequence.pages.shrink(0, table);
+  trim_prefixes();
   free_lists.push_back(sequence.pages.slot());  // Has had room since the engine was built.
   sequences.erase(id.value);
 }

@@ -132,8 +132,8 @@ void Engine::Impl::require_room(std::span<const Wanted> wanted, std::uint32_t ma
     same = i != 0 && open[i] == open[i - 1] ? same + 1 : 1;
     needed += same < table.holders(open[i]) ? 1 : 0;
   }
-  if (needed > table.free())
-    throw Error(Errc::out_of_capacity, "the host pool has " + text(table.free()) + " blocks of " +
+  if (const std::uint32_t left = table.free() + table.idle(); needed > left)
+    throw Error(Errc::out_of_capacity, "the host pool has " + text(left) + " blocks of " +
                                            text(memory.largest().layout.page_tokens) + " tokens left, and " +
                                            text(needed) + " are needed; end sequences or raise host_bytes");
 }
@@ -142,18 +142,23 @@ void Engine::Impl::grow(std::span<const Wanted> wanted) noexcept {
   const std::uint32_t page_tokens = memory.largest().layout.page_tokens;
   for (const auto& [sequence, item] : wanted) {
     runtime::PageList& pages = sequence->pages;
-    if (const std::uint32_t from = open_block(*sequence); from != kNone && table.holders(from) > 1) {
+    const std::uint32_t from = open_block(*sequence);
+    // What is cached of the tokens that it took back is cheaper to forget than to do without a block.
+    if (from != kNone && table.kept(from) && table.holders(from) == 1 && table.free() + table.idle() == 0)
+      prefixes->forget(from);
+    if (from != kNone && table.shared(from)) {
       // Nothing in flight writes to it: who shares blocks rests.
-      const std::uint32_t to = table.take();
+      const std::uint32_t to = take_block();
       memory.copy_rows(from, to, sequence->planned % page_tokens);
       copies.push_back({.from = from, .to = to});  // There is room: see `send`.
       pages.replace(sequence->planned / page_tokens, to);
       table.release(from);
     }
     for (std::uint32_t wanted_pages = pages_of(sequence->planned + item.tokens); pages.pages() < wanted_pages;) {
-      pages.push(table.take());
+      pages.push(take_block());
     }
   }
+  trim_prefixes();
 }
 
 void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wanted) {
@@ -249,6 +254,8 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill && sequence->tail.slot != kNone)
       extend_tail(*sequence, item.tokens, bucket.prefills != 0 ? item.tokens : queries);
+    if (!item.prefill && leaves_out(*sequence))
+      sequence->names.sparse = std::min(sequence->names.sparse, sequence->planned);
     sequence->planned += item.tokens;
     sequence->pages.set_synced();
   }

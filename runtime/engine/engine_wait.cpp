@@ -80,7 +80,11 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     Sequence& sequence = at(item.sequence);
     done ? sequence.tokens += item.tokens : sequence.planned -= item.tokens;
     if (done && item.prefill) sequence.prompt_end = std::max(sequence.prompt_end, program.ends[i]);
-    if (done) continue;
+    if (done) {
+      publish(sequence);
+      continue;
+    }
+    forget_names(sequence, sequence.planned);
     sequence.tail.end = std::min(sequence.tail.end, sequence.planned);
     give_back(sequence, program, i);
     // It has seen tokens as a prompt's that are no more, or nothing but them.

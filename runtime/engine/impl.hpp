@@ -20,6 +20,7 @@
 #include "runtime/engine/sequence_policy.hpp"
 #include "runtime/kv/block_table.hpp"
 #include "runtime/kv/page_list.hpp"
+#include "runtime/kv/prefix_cache.hpp"
 #include "scheduler/prefill_auto.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
@@ -47,6 +48,12 @@ struct Engine::Impl : cpu::Kept {
     runtime::PrefillBook bets{};  ///< where its prompts choose blocks of keys, if the engine finds that out
     std::unique_ptr<AuditReport> audit{};  ///< null until something was audited
     std::vector<std::uint32_t> watched{};  ///< tokens, ascending
+    /// What its tokens are, if the caller says so.
+    struct Names {
+      std::vector<std::int32_t> ids{};  ///< of its first tokens, also of some that are still to come
+      runtime::PrefixPlace known{};     ///< how far its pages are in the prefix cache
+      std::uint32_t sparse = kNone;     ///< first token that was decoded without attending everything
+    } names{};
   };
   /// What a plan asks for, checked.
   struct Wanted {
@@ -69,6 +76,11 @@ struct Engine::Impl : cpu::Kept {
   void finish(const Batch& batch);
   void cancel(const Batch& batch);
   void end(SequenceId id);
+  [[nodiscard]] SequenceId begin(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt);
+  [[nodiscard]] std::uint32_t match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
+                                           std::uint64_t salt) const noexcept;
+  void name_tokens(SequenceId id, std::uint32_t first, std::span<const std::int32_t> ids);
+  void preempt(SequenceId id);
   void watch(SequenceId id, std::span<const std::uint32_t> tokens);
 
   // Sequences.
@@ -78,6 +90,29 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] bool imports(SequenceId id) const noexcept;
   [[nodiscard]] SequenceId add(const PolicySpec& spec);
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
+
+  // Prefixes.
+  /// The cache, which is there from the first name on.
+  runtime::PrefixCache& prefix_cache();
+  /// Pages of a prompt that a sequence may begin with.
+  [[nodiscard]] std::uint32_t shareable(const PolicySpec& policy, std::span<const std::int32_t> prompt) const noexcept;
+  [[nodiscard]] std::span<const std::int32_t> page_ids(std::span<const std::int32_t> ids,
+                                                       std::uint32_t page) const noexcept;
+  /// Whether a token that it decodes does not attend everything.
+  [[nodiscard]] static bool leaves_out(const Sequence& sequence) noexcept {
+    return sequence.sparse_layers != 0 && !sequence.spec.uses(Source::all);
+  }
+  /// Pages of which all tokens are there and have names become known.
+  void publish(Sequence& sequence) noexcept;
+  /// Names are forgotten but for those of the first `tokens` tokens, which the sequence has, or is planned to have.
+  void forget_names(Sequence& sequence, std::uint32_t tokens) noexcept;
+  /// What a fork knows of its tokens.
+  [[nodiscard]] Sequence::Names names_of(const Sequence& parent, std::uint32_t tokens) const;
+  /// A block that nobody holds; one must be free or idle.
+  [[nodiscard]] std::uint32_t take_block() noexcept;
+  /// What is kept of sequences that let go of it, no more than may be.
+  void trim_prefixes() noexcept;
+  [[nodiscard]] std::uint64_t names_bytes() const noexcept;
 
   // Policies that choose on the CPU.
   /// @throws Error{Errc::unsupported} if what the sequence's policy knows cannot be taken back or copied
@@ -161,6 +196,7 @@ struct Engine::Impl : cpu::Kept {
   runtime::FarChoice choice;
 
   runtime::BlockTable table;
+  std::unique_ptr<runtime::PrefixCache> prefixes;  ///< null as long as nobody has named a token
   std::vector<ForwardBlockCopy> copies;  ///< of codes, that the device does not know of yet
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;

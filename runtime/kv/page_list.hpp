@@ -30,6 +30,11 @@ class PageList {
       blocks_.push_back(other.blocks_[i]);
     }
   }
+  /// Holds a block that others hold or that is kept, as its next page.
+  void share(std::uint32_t block, BlockTable& table) noexcept {
+    table.hold(block);
+    blocks_.push_back(block);
+  }
   /// Lets go of all behind the first `pages`.
   void shrink(std::uint32_t pages, BlockTable& table) noexcept {
     for (; blocks_.size() > pages; blocks_.pop_back()) table.release(blocks_.back());

@@ -69,6 +69,15 @@ TEST_CASE("a null pointer is refused by its name", "[capi][errors]") {
   refused("sluice_engine_options", [&] { return sluice_engine_get_options(engine, nullptr); });
   refused("policy", [&] { return sluice_engine_begin(engine, nullptr, &number); });
   refused("sequence", [&] { return sluice_engine_begin(engine, kPolicy, nullptr); });
+  const std::int32_t ids[] = {1, 2};
+  refused("policy", [&] { return sluice_engine_begin_prompt(engine, nullptr, ids, 2, 0, &number); });
+  refused("ids", [&] { return sluice_engine_begin_prompt(engine, kPolicy, nullptr, 2, 0, &number); });
+  refused("sequence", [&] { return sluice_engine_begin_prompt(engine, kPolicy, ids, 2, 0, nullptr); });
+  std::uint32_t matched = 0;
+  refused("policy", [&] { return sluice_engine_match_prefix(engine, nullptr, ids, 2, 0, &matched); });
+  refused("ids", [&] { return sluice_engine_match_prefix(engine, kPolicy, nullptr, 2, 0, &matched); });
+  refused("tokens", [&] { return sluice_engine_match_prefix(engine, kPolicy, ids, 2, 0, nullptr); });
+  refused("ids", [&] { return sluice_engine_name_tokens(engine, s, 0, nullptr, 2); });
   refused("child", [&] { return sluice_engine_fork(engine, s, 0, nullptr, nullptr); });
   refused("tokens", [&] { return sluice_engine_tokens(engine, s, nullptr); });
   refused("bytes", [&] { return sluice_engine_far_bytes(engine, s, nullptr); });
@@ -113,6 +122,9 @@ TEST_CASE("a sequence that is not there is not found", "[capi][errors]") {
   refused([&] { return sluice_engine_truncate(engine, gone, 0); });
   refused([&] { return sluice_engine_import_prefix(engine, gone, 0, t.k.get(), t.v.get(), nullptr, nullptr); });
   refused([&] { return sluice_engine_end(engine, gone); });
+  const std::int32_t ids[] = {1};
+  refused([&] { return sluice_engine_name_tokens(engine, gone, 0, ids, 1); });
+  refused([&] { return sluice_engine_preempt(engine, gone); });
   refused([&] { return sluice_engine_tokens(engine, gone, &tokens); });
   refused([&] { return sluice_engine_far_bytes(engine, gone, &number); });
   refused([&] { return sluice_engine_plan(engine, &item, 1, &small.bucket, nullptr, &number); });

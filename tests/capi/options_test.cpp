@@ -23,6 +23,9 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.digests == SLUICE_DIGESTS_NONE);
   CHECK(got.prefill_mode == SLUICE_PREFILL_FULL);
   CHECK(got.prefill_gamma == want.prefill.flex.gamma);
+  CHECK(got.placement == SLUICE_PLACE_HYBRID);
+  CHECK(got.prefix_bytes == want.prefix_bytes);
+  CHECK(got.prefix_decoded == 0);
   CHECK(got.pin_threads == 1);
   CHECK(got.timeout_ms == want.timeout.count());
   CHECK(got.answer_timeout_ms == want.answer_timeout.count());
@@ -38,6 +41,9 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   options.near_bytes = 128u << 10;
   options.page_tokens = 32;
   options.promotions = 17;
+  options.placement = SLUICE_PLACE_STREAM;
+  options.prefix_decoded = 1;
+  options.prefix_bytes = 12345;
   options.largest_decode_rows = 3;
   options.largest_prefill_rows = 40;
   options.largest_prefills = 2;
@@ -112,6 +118,8 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"kv_dtype is -1"}, [](auto& o) { o.kv_dtype = -1; });
   refused({"digests is 3"}, [](auto& o) { o.digests = 3; });
   refused({"prefill_mode is 3"}, [](auto& o) { o.prefill_mode = 3; });
+  refused({"placement is 2", "SLUICE_PLACE_STREAM"}, [](auto& o) { o.placement = 2; });
+  refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
   refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });
   refused({"largest_features is 16"}, [](auto& o) { o.largest_features = 16; });

@@ -46,6 +46,10 @@ class Player {
  public:
   virtual ~Player() = default;
   virtual std::uint64_t begin(const std::string& policy) = 0;
+  virtual std::uint64_t begin(const std::string& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) = 0;
+  virtual std::uint32_t match(const std::string& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) = 0;
+  virtual void name(std::uint64_t sequence, std::uint32_t first, std::span<const std::int32_t> ids) = 0;
+  virtual void preempt(std::uint64_t sequence) = 0;
   /// `policy` empty: that of the sequence.
   virtual std::uint64_t fork(std::uint64_t sequence, std::uint32_t tokens, const std::string& policy) = 0;
   virtual void truncate(std::uint64_t sequence, std::uint32_t tokens) = 0;

@@ -103,6 +103,21 @@ class CPlayer final : public Player {
     require_ok(sluice_engine_begin(engine_.get(), policy.c_str(), &sequence));
     return sequence;
   }
+  std::uint64_t begin(const std::string& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) override {
+    sluice_sequence sequence = 0;
+    require_ok(sluice_engine_begin_prompt(engine_.get(), policy.c_str(), prompt.data(), prompt.size(), salt, &sequence));
+    return sequence;
+  }
+  std::uint32_t match(const std::string& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) override {
+    std::uint32_t tokens = 4711;
+    require_ok(
+        sluice_engine_match_prefix(engine_.get(), policy.c_str(), prompt.data(), prompt.size(), salt, &tokens));
+    return tokens;
+  }
+  void name(std::uint64_t sequence, std::uint32_t first, std::span<const std::int32_t> ids) override {
+    require_ok(sluice_engine_name_tokens(engine_.get(), sequence, first, ids.data(), ids.size()));
+  }
+  void preempt(std::uint64_t sequence) override { require_ok(sluice_engine_preempt(engine_.get(), sequence)); }
   std::uint64_t fork(std::uint64_t sequence, std::uint32_t tokens, const std::string& policy) override {
     sluice_sequence child = 0;
     require_ok(sluice_engine_fork(engine_.get(), sequence, tokens, policy.empty() ? nullptr : policy.c_str(), &child));
@@ -162,11 +177,11 @@ class CPlayer final : public Player {
     const auto add = [&](auto... values) { (all.push_back(static_cast<double>(values)), ...); };
     auto s = sized<sluice_stats>();
     require_ok(sluice_engine_stats(engine_.get(), &s));
-    add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.promoted, s.scored, s.estimated, s.ranked_pages,
-        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks);
+    add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.fetched_tokens, s.promoted, s.scored, s.estimated, s.ranked_pages,
+        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens, s.evicted_blocks);
     auto m = sized<sluice_memory>();
     require_ok(sluice_engine_memory(engine_.get(), &m));
-    add(m.far_pages, m.far_pages_used, m.pinned, m.partials, m.policies != 0, m.near_pages, m.near_pages_used, m.codes,
+    add(m.far_pages, m.far_pages_used, m.far_pages_cached, m.prefixes, m.pinned, m.partials, m.policies != 0, m.near_pages, m.near_pages_used, m.codes,
         m.digests, m.buffers);
     auto a = sized<sluice_audit>();
     require_ok(sluice_engine_audit(engine_.get(), sequence, &a));

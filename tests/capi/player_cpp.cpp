@@ -50,6 +50,16 @@ class CppPlayer final : public Player {
   explicit CppPlayer(const EngineOptions& options) : engine_(options) {}
 
   std::uint64_t begin(const std::string& policy) override { return engine_.begin(parse_policy(policy)).value; }
+  std::uint64_t begin(const std::string& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) override {
+    return engine_.begin(parse_policy(policy), prompt, salt).value;
+  }
+  std::uint32_t match(const std::string& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) override {
+    return engine_.match_prefix(parse_policy(policy), prompt, salt);
+  }
+  void name(std::uint64_t sequence, std::uint32_t first, std::span<const std::int32_t> ids) override {
+    engine_.name_tokens(SequenceId{sequence}, first, ids);
+  }
+  void preempt(std::uint64_t sequence) override { engine_.preempt(SequenceId{sequence}); }
   std::uint64_t fork(std::uint64_t sequence, std::uint32_t tokens, const std::string& policy) override {
     const SequenceId id{sequence};
     return (policy.empty() ? engine_.fork(id, tokens) : engine_.fork(id, tokens, parse_policy(policy))).value;
@@ -87,10 +97,10 @@ class CppPlayer final : public Player {
     std::vector<double> all;
     const auto add = [&](auto... values) { (all.push_back(static_cast<double>(values)), ...); };
     const EngineStats s = engine_.stats();
-    add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.promoted, s.scored, s.estimated, s.ranked_pages,
-        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks);
+    add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.fetched_tokens, s.promoted, s.scored, s.estimated, s.ranked_pages,
+        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens, s.evicted_blocks);
     const EngineMemoryUse m = engine_.memory();
-    add(m.far_pages, m.far_pages_used, m.pinned, m.partials, m.policies != 0, m.near_pages, m.near_pages_used, m.codes,
+    add(m.far_pages, m.far_pages_used, m.far_pages_cached, m.prefixes, m.pinned, m.partials, m.policies != 0, m.near_pages, m.near_pages_used, m.codes,
         m.digests, m.buffers);
     const AuditReport a = engine_.audit(SequenceId{sequence});
     add(AuditReport::top_k, a.layers, a.q_heads, a.tokens, a.attended_tokens, a.dense_tokens, a.bypassed_heads);

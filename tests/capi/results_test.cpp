@@ -180,6 +180,36 @@ TEST_CASE("C gives what C++ gives: fork, truncate, import, cancel and end", "[ca
   require_same({kSluice, history, "full | near=0"}, script, DType::f32, layout);
 }
 
+TEST_CASE("C gives what C++ gives: prompts that are known in part, and sequences that rest", "[capi]") {
+  const Bucket whole = with_features(kSluice, {.decode_rows = 1, .prefill_rows = 90, .prefills = 1});
+  const Bucket rest = with_features(kSluice, {.decode_rows = 1, .prefill_rows = 10, .prefills = 1});
+  const Bucket decode = with_features(kSluice, {.decode_rows = 2});
+  std::vector<std::int32_t> ids(90);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i * i % 31);
+  const auto script = [&](Play& play) {
+    const auto matched = [&](std::uint64_t salt, std::uint32_t want) {
+      REQUIRE(play->match(kSluice, ids, salt) == want);
+    };
+    matched(5, 0);
+    const std::uint64_t a = play->begin(kSluice, ids, 5);
+    play.forward({{a, 90, true}}, whole);
+    const std::int32_t decoded[] = {7, 8};
+    play->name(a, 90, decoded);
+    matched(5, 80);  // Whole pages of 16.
+    matched(6, 0);
+    play->preempt(a);
+    const std::uint64_t b = play->begin(kSluice, ids, 5);
+    REQUIRE(play->tokens(b) == 80);
+    play.note(b);
+    play.forward({{b, 10, true}}, rest);
+    play.forward({{a}, {b}}, decode);
+    play->end(a);
+    play->end(b);
+    matched(5, 80);
+  };
+  require_same({kSluice}, script);
+}
+
 TEST_CASE("C tells of an audit what C++ tells", "[capi]") {
   const std::string policy = GENERATE("exact | int4 | top_k=8 | near=0", "lfps | near=0");
   const auto script = [&](Play& play) {

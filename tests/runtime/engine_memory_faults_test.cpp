@@ -1,5 +1,8 @@
 // An engine in a process that runs short of memory: every allocation of a sequence may be the one that fails, also of
 // the threads that choose and learn. The caller gets an Error, and others go on as if nothing had been.
+#include <numeric>
+#include <utility>
+
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tests/runtime/toy.hpp"
@@ -37,9 +40,10 @@ class Session {
   Session(Engine& engine, const Toy& toy) : engine_(engine), toy_(toy) {}
 
   void begin(const PolicySpec& policy) { id_ = engine_.begin(policy); }
-  void prefill() { forward(kPromptBucket, kPrompt, true); }
+  void begin(const PolicySpec& policy, std::span<const std::int32_t> prompt) { id_ = engine_.begin(policy, prompt); }
+  void prefill() { forward(kPromptBucket, kPrompt - tokens(), true); }
   void decode() { forward(kTokenBucket, 1, false); }
-  void end() { engine_.end(id_); }
+  void end() { engine_.end(std::exchange(id_, {})); }
   [[nodiscard]] std::uint32_t tokens() const { return engine_.tokens(id_); }
   [[nodiscard]] SequenceId id() const { return id_; }
   /// Of the newest token's last layer.
@@ -52,9 +56,10 @@ class Session {
     const Batch batch = engine_.plan({&item, 1}, bucket, nullptr);
     try {
       for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-        engine_.attend(bucket, LayerId{layer}, toy_.q(layer, at, count), toy_.k(layer, at, count),
-                       toy_.v(layer, at, count),
-                       dense_view(out_.data(), DType::f32, count, kShape.q_heads, kShape.head_dim), nullptr);
+        const std::uint32_t rows = bucket.rows();
+        engine_.attend(bucket, LayerId{layer}, toy_.q(layer, at, rows), toy_.k(layer, at, rows),
+                       toy_.v(layer, at, rows),
+                       dense_view(out_.data(), DType::f32, rows, kShape.q_heads, kShape.head_dim), nullptr);
       }
     } catch (const Error&) {
       fail_allocation(-1);
@@ -76,7 +81,85 @@ void tell(Session& session, const PolicySpec& policy) {
   while (session.tokens() < kTokens - 1) session.decode();
 }
 
+std::vector<std::int32_t> names(std::uint32_t tokens) {
+  std::vector<std::int32_t> ids(tokens);
+  std::iota(ids.begin(), ids.end(), 1);
+  return ids;
+}
+
+/// A sequence whose tokens have names, a fork of it, and one that begins with what is known of it then.
+void tell_twice(Engine& engine, Session (&sessions)[2], std::span<const std::int32_t> ids, const PolicySpec& policy,
+                const PolicySpec& beside) {
+  for (Session& session : sessions) {
+    session.begin(policy, ids.first(kPrompt));
+    session.prefill();
+    while (session.tokens() < kTokens - 1) {
+      engine.name_tokens(session.id(), session.tokens(), ids.subspan(session.tokens(), 1));
+      session.decode();
+    }
+    if (&session != &sessions[0]) continue;
+    const SequenceId child = engine.fork(session.id(), 40, beside);
+    try {
+      engine.name_tokens(child, 40, ids.first(9));
+      engine.preempt(child);
+    } catch (const Error&) {
+      engine.end(child);
+      throw;
+    }
+    engine.end(child);
+    session.end();
+  }
+}
+
 }  // namespace
+
+TEST_CASE("every allocation of sequences that share a prefix may fail", "[memory_faults][engine][prefix]") {
+  const char* const policy = GENERATE("lfps", "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");
+  CAPTURE(policy);
+  const Toy toy(kShape, kTokens + kPrompt, 79);
+  const PolicySpec spec = parse_policy(policy);
+  const PolicySpec beside = parse_policy("exact | int4 | top_p=0.9 | near=0,sinks=4,recent=8");
+  const auto all = names(kTokens);
+  const auto ids = std::span(all).first(kPrompt);
+  std::vector<float> want;
+  int reports = 0;
+  bool reached = true;
+  for (long which = -1; reached || which == 0; which += 1 + which / 12) {
+    CAPTURE(which);
+    Engine engine(options());
+    Session sessions[2] = {{engine, toy}, {engine, toy}};
+    fail_allocation(which);
+    try {
+      tell_twice(engine, sessions, all, spec, beside);
+      reached = one_failed() && which >= 0;
+    } catch (const Error& error) {
+      (void)one_failed();
+      INFO(error.what());
+      REQUIRE(error.code() != Errc::timeout);
+      reached = true;
+      ++reports;
+    }
+    for (Session& session : sessions) {
+      if (session.id().value != 0) session.end();
+    }
+    // Nothing is held, what is known is what was told, and all places are free.
+    REQUIRE(engine.memory().far_pages_used == 0);
+    const std::uint32_t known = engine.match_prefix(spec, ids);
+    REQUIRE(known <= kPrompt - 1);
+    Session last(engine, toy);
+    last.begin(spec, ids);
+    REQUIRE(last.tokens() == known);
+    last.prefill();
+    REQUIRE(engine.match_prefix(beside, ids) == kPrompt - 16);
+    while (last.tokens() < kTokens) last.decode();
+    if (which < 0) want.assign(last.out().begin(), last.out().end());
+    REQUIRE(worst_difference(std::vector<float>(last.out().begin(), last.out().end()), want) < 1e-5);
+    const SequenceId forks[] = {engine.fork(last.id(), 20, beside), engine.fork(last.id(), 80, beside)};
+    for (const SequenceId each : forks) engine.end(each);
+    REQUIRE(which < 1'000'000);
+  }
+  REQUIRE(reports > 5);
+}
 
 TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_faults][engine]") {
   const char* const policy = GENERATE("lfps", "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64", "topk",

@@ -88,6 +88,17 @@ void Story::lean_on_sinks() {
   for (std::size_t i = 0; i < k_.size(); i += d) k_[i] = i / (d * shape_.kv_heads) % tokens_ < 4 ? 7.75f : 0.f;
 }
 
+void Story::begin_as(const Story& other, std::uint32_t first) {
+  const auto take = [&](std::vector<float>& to, const std::vector<float>& from, std::uint32_t heads) {
+    const std::size_t row = std::size_t{heads} * shape_.head_dim;
+    for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
+      std::copy_n(from.data() + layer * other.tokens_ * row, first * row, to.data() + layer * tokens_ * row);
+  };
+  take(q_, other.q_, shape_.q_heads);
+  take(k_, other.k_, shape_.kv_heads);
+  take(v_, other.v_, shape_.kv_heads);
+}
+
 void Story::round_queries() {
   for (float& x : q_) x = std::bit_cast<float>((std::bit_cast<std::uint32_t>(x) + 0x8000u) & 0xffff'0000u);
 }

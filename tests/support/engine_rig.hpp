@@ -75,6 +75,9 @@ class Story {
   /// In tokens whose number is odd, every query asks for the first four tokens more than for anything, from now on.
   void lean_on_sinks();
 
+  /// Tokens before `first` are those of another story of this shape from now on.
+  void begin_as(const Story& other, std::uint32_t first);
+
   /// Queries are numbers of bf16 from now on.
   void round_queries();
 

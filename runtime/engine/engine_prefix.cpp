@@ -1,0 +1,159 @@
+// Sequences that begin with pages of others: what their tokens are called, and who finds them by that.
+#include <algorithm>
+#include <random>
+#include <string>
+
+#include "runtime/engine/engine_options.hpp"
+#include "runtime/engine/impl.hpp"
+#include "scheduler/plan/forward_rows.hpp"
+
+namespace sluice {
+namespace {
+
+std::string text(std::uint64_t number) { return std::to_string(number); }
+
+}  // namespace
+
+runtime::PrefixCache& Engine::Impl::prefix_cache() {
+  if (prefixes) return *prefixes;
+  std::random_device random;  // So that nobody can prepare prompts whose hashes collide, which would take long to find.
+  const std::uint64_t seed = std::uint64_t{random()} << 32 | random();
+  const std::uint64_t most = std::min<std::uint64_t>(options.prefix_bytes / memory.block_bytes(), table.blocks());
+  prefixes = std::make_unique<runtime::PrefixCache>(table, options.page_tokens, static_cast<std::uint32_t>(most), seed);
+  return *prefixes;
+}
+
+std::span<const std::int32_t> Engine::Impl::page_ids(std::span<const std::int32_t> ids,
+                                                     std::uint32_t page) const noexcept {
+  return ids.subspan(std::size_t{page} * options.page_tokens, options.page_tokens);
+}
+
+std::uint32_t Engine::Impl::shareable(const PolicySpec& policy, std::span<const std::int32_t> prompt) const noexcept {
+  const std::size_t kept = std::max(scheduler::prompt_queries(policy), 1u);
+  return prompt.size() <= kept ? 0 : static_cast<std::uint32_t>((prompt.size() - kept) / options.page_tokens);
+}
+
+std::uint32_t Engine::Impl::match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
+                                         std::uint64_t salt) const noexcept {
+  if (!prefixes) return 0;
+  runtime::PrefixPlace place{.salt = salt};
+  for (const std::uint32_t most = shareable(policy, prompt); place.pages < most;) {
+    const runtime::PrefixPlace next = prefixes->next(place, page_ids(prompt, place.pages));
+    if (next.pages == place.pages) break;
+    place = next;
+  }
+  return place.pages * options.page_tokens;
+}
+
+SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) {
+  const std::uint32_t most_tokens = memory.largest().largest.max_tokens;
+  if (prompt.size() > most_tokens)
+    throw Error(Errc::out_of_capacity, "begin: the prompt has " + text(prompt.size()) +
+                                           " tokens, and a sequence may have " + text(most_tokens) +
+                                           "; raise largest.max_tokens and host_bytes");
+  if (!prompt.empty()) (void)prefix_cache();
+  std::vector<std::int32_t> ids(prompt.begin(), prompt.end());
+  const SequenceId id = begin(policy);
+  Sequence& sequence = at(id);
+  sequence.names = {.ids = std::move(ids), .known = {.salt = salt}};
+  for (const std::uint32_t most = shareable(policy, prompt); sequence.names.known.pages < most;) {
+    const runtime::PrefixPlace next =
+        prefixes->next(sequence.names.known, page_ids(prompt, sequence.names.known.pages));
+    if (next.pages == sequence.names.known.pages) break;
+    sequence.pages.share(next.block, table);
+    sequence.names.known = next;
+  }
+  sequence.tokens = sequence.planned = sequence.prompt_end = sequence.names.known.pages * options.page_tokens;
+  counted.matched_tokens += sequence.tokens;
+  return id;
+}
+
+void Engine::Impl::name_tokens(SequenceId id, std::uint32_t first, std::span<const std::int32_t> ids) {
+  Sequence& sequence = at(id);
+  std::vector<std::int32_t>& known = sequence.names.ids;
+  const std::uint32_t most_tokens = memory.largest().largest.max_tokens;
+  if (first > known.size())
+    throw Error(Errc::invalid_argument, "name_tokens: sequence " + text(id.value) + " has names of its first " +
+                                            text(known.size()) + " tokens, and these begin with token " + text(first) +
+                                            "; name those between, too");
+  if (ids.size() > most_tokens - first)
+    throw Error(Errc::out_of_capacity, "name_tokens: sequence " + text(id.value) + " may have " + text(most_tokens) +
+                                           " tokens, and these would be names of more");
+  const auto again = std::min<std::size_t>(ids.size(), std::min<std::size_t>(known.size(), sequence.planned) -
+                                                           std::min<std::size_t>(first, sequence.planned));
+  for (std::size_t i = 0; i < again; ++i) {
+    if (known[first + i] != ids[i])
+      throw Error(Errc::invalid_argument, "name_tokens: token " + text(first + i) + " of sequence " + text(id.value) +
+                                              " is named " + std::to_string(known[first + i]) + " already, not " +
+                                              std::to_string(ids[i]) + "; take it back first");
+  }
+  if (ids.empty()) return;
+  (void)prefix_cache();
+  // Nothing can fail from here on once there is room.
+  if (known.capacity() < first + ids.size()) known.reserve(std::max(2 * known.capacity(), first + ids.size()));
+  known.resize(std::max(known.size(), first + ids.size()));
+  std::ranges::copy(ids, known.begin() + first);
+  publish(sequence);
+}
+
+void Engine::Impl::publish(Sequence& sequence) noexcept {
+  auto& [ids, known, sparse] = sequence.names;
+  if (ids.empty()) return;
+  std::size_t tokens = std::min<std::size_t>(sequence.tokens, ids.size());
+  if (!options.prefix_decoded) tokens = std::min<std::size_t>(tokens, sparse);
+  const auto pages = static_cast<std::uint32_t>(tokens / options.page_tokens);
+  if (known.pages >= pages) return;
+  if (!prefixes->knows(known)) known = {.salt = known.salt};  // It was given up with another sequence's page before it.
+  while (known.pages < pages) {
+    runtime::PrefixPlace next = prefixes->next(known, page_ids(ids, known.pages));
+    if (next.pages == known.pages) {
+      const std::uint32_t block = sequence.pages.blocks()[known.pages];
+      if (table.kept(block)) return;  // A fork's, to which the caller gave other names.
+      next = prefixes->add(known, page_ids(ids, known.pages), block);
+    }
+    known = next;
+  }
+}
+
+void Engine::Impl::forget_names(Sequence& sequence, std::uint32_t tokens) noexcept {
+  auto& [ids, known, sparse] = sequence.names;
+  if (sparse >= tokens) sparse = kNone;
+  if (ids.size() > tokens) ids.resize(tokens);
+  const std::uint32_t pages = tokens / options.page_tokens;
+  if (known.pages <= pages) return;
+  known = prefixes->knows(known) ? prefixes->up(known, pages) : runtime::PrefixPlace{.salt = known.salt};
+}
+
+Engine::Impl::Sequence::Names Engine::Impl::names_of(const Sequence& parent, std::uint32_t tokens) const {
+  const Sequence::Names& names = parent.names;
+  const auto count = static_cast<std::ptrdiff_t>(std::min<std::size_t>(names.ids.size(), tokens));
+  Sequence::Names own{.ids = {names.ids.begin(), names.ids.begin() + count}, .known = {.salt = names.known.salt}};
+  if (names.sparse < tokens) own.sparse = names.sparse;
+  const std::uint32_t pages = std::min(names.known.pages, tokens / options.page_tokens);
+  if (pages != 0 && prefixes->knows(names.known)) own.known = prefixes->up(names.known, pages);
+  return own;
+}
+
+std::uint32_t Engine::Impl::take_block() noexcept {
+  if (table.free() == 0) prefixes->evict();
+  return table.take();
+}
+
+void Engine::Impl::trim_prefixes() noexcept {
+  if (prefixes) prefixes->trim();
+}
+
+std::uint64_t Engine::Impl::names_bytes() const noexcept {
+  if (!prefixes) return 0;
+  std::uint64_t bytes = prefixes->heap_bytes();
+  for (const auto& [id, sequence] : sequences) bytes += sequence.names.ids.capacity() * sizeof(std::int32_t);
+  return bytes;
+}
+
+void Engine::Impl::preempt(SequenceId id) {
+  for (const std::uint32_t block : at(id).pages.blocks()) {
+    if (table.holders(block) == 1) table.give_up_near(block);
+  }
+}
+
+}  // namespace sluice
