@@ -128,31 +128,41 @@ class Choice {
 
   /// Reads this block's tokens once, for all heads.
   __device__ void list() {
-    float least[kHeads];
+    // In registers: what its loads wait for must not come from the stack.
+    const Part part = part_;
+    const std::uint32_t begin = c_.begin;
+    const std::uint32_t end = c_.end;
+    const std::uint32_t count = part.count();
+    const float* rows[kHeads];
+    float least[kHeads];  // Not a number where there is no such head.
     std::uint32_t all_heads = 0;  // For which every token is a candidate, numbers or not.
 #pragma unroll
     for (std::uint32_t h = 0; h < kHeads; ++h) {
+      const bool there = h < heads_;
       const std::uint32_t key = s_.least[h];
-      least[h] = __uint_as_float((key >> 31) != 0 ? key & 0x7fff'ffffu : ~key);
-      all_heads |= key == 0 && h < heads_ ? 1u << h : 0;
+      rows[h] = c_.scores + std::uint64_t{c_.first + (there ? h : 0)} * c_.stride;
+      least[h] = __uint_as_float(!there ? 0x7fc0'0000u : (key >> 31) != 0 ? key & 0x7fff'ffffu : ~key);
+      all_heads |= key == 0 && there ? 1u << h : 0;
     }
-    const std::uint32_t count = part_.count();
 #pragma unroll 1
     for (std::uint32_t base = threadIdx.x; base < count; base += kInFlight * kThreads) {
       float scores[kInFlight][kHeads];
+      std::uint32_t inside = 0;
 #pragma unroll
       for (std::uint32_t i = 0; i < kInFlight; ++i) {
-        const std::uint32_t token = part_.token_of(base + i * kThreads);
+        const std::uint32_t token = part.token_of(base + i * kThreads);
+        const bool in = token >= begin && token < end;
+        inside |= in ? 1u << i : 0;
 #pragma unroll
         for (std::uint32_t h = 0; h < kHeads; ++h)
-          scores[i][h] = c_.between(token) && h < heads_ ? c_.score(h, token) : __int_as_float(0x7fc0'0000);
+          scores[i][h] = in ? __ldg(rows[h] + token) : __int_as_float(0x7fc0'0000);
       }
       std::uint32_t hits = 0;
 #pragma unroll
       for (std::uint32_t i = 0; i < kInFlight; ++i) {
 #pragma unroll
         for (std::uint32_t h = 0; h < kHeads; ++h) hits |= scores[i][h] >= least[h] ? 1u << (i * kHeads + h) : 0;
-        if (c_.between(part_.token_of(base + i * kThreads))) hits |= all_heads << i * kHeads;
+        if ((inside >> i & 1) != 0) hits |= all_heads << i * kHeads;
       }
 #pragma unroll 1
       for (; hits != 0; hits &= hits - 1) {

@@ -82,15 +82,21 @@ __device__ inline Cut cut_of(CutShared& s, const Candidate* gathered, std::uint3
   const std::uint32_t fews = s.fews;
   __syncthreads();  // The next head's are counted in the same place.
   if (fews > kFew) return {.key = kAll, .tie = kAll};
-  if (threadIdx.x < fews) {
-    const Candidate mine = s.few[threadIdx.x];
+  // Eight threads each, which look at every eighth of the others.
+  constexpr std::uint32_t kSharers = 8;
+  const std::uint32_t share = threadIdx.x % kSharers;
+#pragma unroll 1
+  for (std::uint32_t at = threadIdx.x / kSharers; at - threadIdx.x / kSharers < fews; at += kThreads / kSharers) {
+    const Candidate mine = s.few[min(at, fews - 1)];
     std::uint32_t before = 0;
 #pragma unroll 4
-    for (std::uint32_t i = 0; i < fews; ++i) {
+    for (std::uint32_t i = share; i < fews; i += kSharers) {
       const Candidate other = s.few[i];
       before += other.key > mine.key || (other.key == mine.key && other.token < mine.token) ? 1 : 0;
     }
-    if (before == s.rank) s.kth = mine;
+#pragma unroll
+    for (std::uint32_t step = 1; step < kSharers; step *= 2) before += __shfl_xor_sync(kAll, before, step);
+    if (share == 0 && at < fews && before == s.rank) s.kth = mine;
   }
   __syncthreads();
   return {.key = s.kth.key, .tie = ~s.kth.token - 1};

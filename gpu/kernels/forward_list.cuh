@@ -65,20 +65,28 @@ class Found {
  public:
   /// @param room  entries that there is room for, of as many tokens a turn
   __device__ Found(ListShared& s, std::uint32_t* entries, std::uint32_t room, const Marks& marks)
-      : s_(s), entries_(entries), marks_(marks), words_(min(kThreads, room / kWord)) {}
+      : s_(s), entries_(entries), marks_(marks), words_(min(kMostWords * kThreads, room / kWord)) {}
   /// Tokens of a turn.
   [[nodiscard]] __device__ std::uint32_t turn() const { return words_ * kWord; }
 
   /// Looks up what is marked from a number on: a near row | kNearBit each, or a far row. All threads.
   __device__ __noinline__ void find(const ForwardMemory& m, const Work& work, std::uint32_t number) {
-    number += kWord * threadIdx.x;
-    std::uint32_t bits = threadIdx.x < words_ ? marks_.word(number) : 0;
-    const Sums sums = sum(__popc(bits), s_.sums);
+    const std::uint32_t words = min(words_, (marks_.part().count() - number) / kWord);
+    const std::uint32_t own = words > kThreads ? kMostWords : 1;  // Neighbours: entries are ascending.
+    const auto number_of = [&](std::uint32_t w) { return number + kWord * (own * threadIdx.x + w); };
+    const auto bits_of = [&](std::uint32_t w) {
+      return w < own && own * threadIdx.x + w < words ? marks_.word(number_of(w)) : 0;
+    };
+    const Sums sums = sum(__popc(bits_of(0)) + __popc(bits_of(1)), s_.sums);
     count_ = sums.all;
-    const std::uint32_t first = marks_.part().token_of(number);
     std::uint32_t at = sums.before;
 #pragma unroll 1
-    for (; bits != 0; bits &= bits - 1) entries_[at++] = first + __ffs(static_cast<int>(bits)) - 1;
+    for (std::uint32_t w = 0; w < own; ++w) {
+      const std::uint32_t first = marks_.part().token_of(number_of(w));
+#pragma unroll 1
+      for (std::uint32_t bits = bits_of(w); bits != 0; bits &= bits - 1)
+        entries_[at++] = first + __ffs(static_cast<int>(bits)) - 1;
+    }
     __syncthreads();
     const std::uint32_t* const near_of = m.near_of + m.far_row(work.plane, 0);
     for (std::uint32_t i = threadIdx.x; i < count_; i += kThreads) {
@@ -105,13 +113,15 @@ class Found {
   }
 
  private:
+  static constexpr std::uint32_t kMostWords = 2;  ///< of a thread
+
   ListShared& s_;
   std::uint32_t* entries_;
   Marks marks_;
   std::uint32_t words_;
   std::uint32_t count_ = 0;
 };
-static_assert(kThreads * kWord < 1u << 16);
+static_assert(2 * kThreads * kWord < 1u << 16);
 
 /// Writes what was found behind what has been listed. Near ones are used, unless everything is, which says nothing of
 /// what will be.

@@ -144,8 +144,8 @@ class RowSearch {
   }
 
   SearchShared& s_;
-  const Part& part_;
-  const Choices& c_;
+  const Part part_;  // Copies: what a function that is called points to would lie on its caller's stack.
+  const Choices c_;
   std::uint32_t turn_ = 0;
 };
 

@@ -88,7 +88,7 @@ __device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t n
 }
 
 /// Cluster i: row i / kv_heads, KV head i % kv_heads.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     split_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                  std::uint32_t layer, std::uint32_t room) {
   extern __shared__ Candidate memory[];  // Of a choice, then of what is found; and marks.

@@ -76,12 +76,24 @@ void Reference::begin() {
 }
 
 void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t pages, std::uint32_t picks,
-                     std::vector<float>& scores, std::vector<std::uint32_t>& ranked) const {
-  const Story::InPages digests{.page_tokens = kPageTokens, .digest = policy_.pages.digest};
+                     std::vector<float>& scores, std::vector<std::uint32_t>& ranked) {
+  const std::uint32_t d = shape_.head_dim;
+  // Rounded as pages keep them.
+  std::vector<std::vector<std::byte>> digests(pages, std::vector<std::byte>(2 * layout_.row_bytes()));
+  for (std::uint32_t page = 0; page < pages; ++page) {
+    const DigestTask task{.page = pages_[layer * shape_.kv_heads + kv_head].data() + frames_[page] * layout_.page_bytes(),
+                          .out = digests[page].data()};
+    host_.digest({&task, 1}, policy_.pages.digest, layout_, nullptr);
+  }
   for (std::uint32_t h = 0; h < shape_.group(); ++h) {
+    const float* const q = story_.q(layer, at_) + (std::size_t{kv_head} * shape_.group() + h) * d;
     std::vector<std::pair<double, std::uint32_t>> order;
     for (std::uint32_t page = 0; page < pages; ++page) {
-      const double score = story_.page_score(layer, at_, kv_head * shape_.group() + h, page, digests);
+      double score = 0.0;
+      for (std::uint32_t c = 0; c < d; ++c) {
+        score += std::max(q[c] * load_element(digests[page].data(), layout_.dtype, c),
+                          q[c] * load_element(digests[page].data(), layout_.dtype, d + c));
+      }
       order.emplace_back(-score, page);
       scores.push_back(static_cast<float>(score));
     }

@@ -16,7 +16,8 @@
 namespace sluice::test::policies {
 
 /// What a policy makes of a story, one token, layer and head after the other: what it chooses is asked of its
-/// scheduler::LayerPolicy, and attended in float64. No pages are ranked by kernels, nothing is near, nothing overlaps.
+/// scheduler::LayerPolicy, and attended in float64; digests are the host's, scored in float64. Nothing is near, nothing
+/// overlaps.
 class Reference {
  public:
   Reference(const EngineRig& rig, const Story& story, const AttentionShape& shape, const PolicySpec& policy);
@@ -49,7 +50,7 @@ class Reference {
   [[nodiscard]] runtime::HostKv reader(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t tokens);
   [[nodiscard]] Attended choose(std::uint32_t layer, std::uint32_t kv_head);
   void rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t pages, std::uint32_t picks,
-            std::vector<float>& scores, std::vector<std::uint32_t>& ranked) const;
+            std::vector<float>& scores, std::vector<std::uint32_t>& ranked);
   void attend(std::uint32_t layer, std::uint32_t kv_head, const Attended& attended, float* out);
   void learn();
   /// q.k / sqrt(head_dim) of the token that is decoded.
