@@ -74,9 +74,16 @@ __device__ inline Cut cut_of(CutShared& s, const Candidate* gathered, std::uint3
     low += s.bucket << shift;
     span = (1u << shift) - 1;
   }
-  for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
-    if (!inside(gathered[i])) continue;
-    if (const std::uint32_t at = atomicAdd(&s.fews, 1u); at < kFew) s.few[at] = gathered[i];
+  // A warp's all at once: single additions would queue for the same word.
+  const std::uint32_t lane = threadIdx.x % kWarp;
+#pragma unroll 1
+  for (std::uint32_t i = threadIdx.x; i - lane < count; i += kThreads) {
+    const Candidate candidate = i < count ? gathered[i] : Candidate{};
+    const std::uint32_t few = __ballot_sync(kAll, i < count && inside(candidate));
+    std::uint32_t at = 0;
+    if (lane == 0 && few != 0) at = atomicAdd(&s.fews, static_cast<std::uint32_t>(__popc(static_cast<int>(few))));
+    at = __shfl_sync(kAll, at, 0) + static_cast<std::uint32_t>(__popc(static_cast<int>(few & ((1u << lane) - 1))));
+    if ((few >> lane & 1) != 0 && at < kFew) s.few[at] = candidate;
   }
   __syncthreads();
   const std::uint32_t fews = s.fews;
