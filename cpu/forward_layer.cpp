@@ -246,8 +246,9 @@ void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
 }
 
 void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
-  if (!runs(m)) return;
-  await_answer(m);
+  // Its rows are as they were planned; what is late may have been found out before.
+  if (!runs(m) && m.state->status != ForwardStatus::abandoned) return;
+  if (runs(m)) await_answer(m);
   float sum[kMaxHeadDim];
   for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
     const ForwardRow& row = m.rows[r];

@@ -145,11 +145,15 @@ void seat_tokens(const ForwardMemory& m) {
   const auto prompts = static_cast<std::size_t>(
       std::ranges::count_if(std::span(m.tokens, m.slip->bucket.rows()),
                             [](const ForwardToken& token) { return token.list != kNone && token.decoded == 0; }));
+  // All of them first: nobody will tell of them again, and what follows may find no memory.
   for (std::uint32_t p = 0; p < m.planes(); ++p) {
     const Plane plane(m, p);
     for (const std::uint32_t block : std::span(m.slip_freed, m.slip->freed_blocks)) {
       for (std::uint32_t i = 0; i < page_tokens; ++i) plane.give_up(block * page_tokens + i);
     }
+  }
+  for (std::uint32_t p = 0; p < m.planes(); ++p) {
+    const Plane plane(m, p);
     seat_coming(m, plane, true, 0, forward, {kNearPatience, kNearAgain, 0});
     // The newest of prompts, and in their order, so that the oldest give way first later on.
     const std::size_t most = std::min<std::size_t>(prompts, plane.rows());

@@ -34,6 +34,10 @@ void apply(const ForwardMemory& m) {
     state.status = ForwardStatus::skipped;
     publish(m, state.planned, state.status);
   }
+  // Should something here fail, what begins then ends as if the forward before it had failed, which none was.
+  state.after = ~std::uint64_t{0};
+  state.bucket = slip.bucket;
+  state.planned = slip.forward;
   std::copy_n(m.slip_tokens, slip.bucket.rows(), m.tokens);
   std::copy_n(m.slip_rows, slip.bucket.decode_rows, m.rows);
   std::copy_n(m.slip_chunks, slip.bucket.prefills, m.chunks);
@@ -44,8 +48,6 @@ void apply(const ForwardMemory& m) {
   for (const ForwardBlockCopy& copy : std::span(m.slip_copies, slip.block_copies)) copy_codes(m, copy);
   seat_tokens(m);
   state.after = slip.after;
-  state.bucket = slip.bucket;
-  state.planned = slip.forward;
 }
 
 void begin(const ForwardMemory& m) {

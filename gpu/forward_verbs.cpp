@@ -44,8 +44,8 @@ std::uint64_t fetch_room(const ForwardMemory& memory) {
 std::uint64_t fetch_words(const ForwardMemory& memory) {
   return memory.tail_rows != 0 ? memory.chosen_room() : memory.list_room();
 }
-/// Near and fetched rows are attended by one launch, unless the CPU says what to fetch.
-bool attends_together(const ForwardMemory& memory) { return memory.fetches && memory.tail_rows == 0; }
+/// Slices that a launch has at most: all of one job's are merged in shared memory.
+std::uint32_t most_slices(const ForwardMemory& memory) { return kAttend.max_slices / variant_of(memory).head_tiles; }
 
 /// A job's slices are a fixed number, so that its grid is: as many as the machine runs at once, and enough for each
 /// slice's list to fit shared memory; 0 if a launch may not have as many.
@@ -57,8 +57,7 @@ std::uint32_t slices_of(const ForwardMemory& memory, std::uint32_t jobs, std::ui
   const std::uint64_t useful = div_up(rows, kUnit * kAttend.min_slice_units);
   const std::uint64_t least = div_up(words, kAttend.stage_words - 4 * kUnit);
   const std::uint64_t slices = std::max({std::min(wanted, useful), least, std::uint64_t{1}});
-  const std::uint32_t most = kAttend.max_slices / jobs / (attends_together(memory) ? 2 : 1);
-  return slices <= most ? static_cast<std::uint32_t>(slices) : least <= most ? most : 0;
+  return slices <= most_slices(memory) ? static_cast<std::uint32_t>(slices) : 0;
 }
 std::uint32_t near_slices(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
   return slices_of(memory, jobs, multiprocessors, near_room(memory), near_room(memory));
@@ -67,22 +66,32 @@ std::uint32_t fetch_slices(const ForwardMemory& memory, std::uint32_t jobs, std:
   return slices_of(memory, jobs, multiprocessors, fetch_room(memory), fetch_words(memory));
 }
 
-/// Some jobs of a forward, thread block i of a launch has job_of(i).
+/// Near and fetched rows are attended by one launch if it has room for all jobs, unless the CPU says what to fetch.
+bool attends_together(const ForwardMemory& memory, const ForwardScratch& scratch) {
+  return memory.fetches && memory.tail_rows == 0 &&
+         scratch.job_count * (scratch.slices + scratch.fetch_slices) <= most_slices(memory);
+}
+
+/// Thread block i of a launch is of job job_of(i), counted from `jobs`.
+template <class JobOf>
 void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendJob* jobs,
-                 std::uint32_t near_blocks, std::uint32_t fetch_blocks, cudaStream_t stream) {
-  const std::uint32_t blocks = near_blocks + fetch_blocks;
-  if (blocks == 0) return;
+                 std::uint32_t blocks, const JobOf& job_of, cudaStream_t stream) {
   AttendArgs args{.jobs = jobs,
                   .partials = scratch.partials,
                   .counters = scratch.counters,
                   .partial_count = blocks,
                   .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
-  const std::uint32_t near_jobs = near_blocks == 0 ? 0 : scratch.job_count;
-  for (std::uint32_t i = 0; i < blocks; ++i) {
-    args.job_of[i] = static_cast<std::uint16_t>(
-        i < near_blocks ? i / scratch.slices : near_jobs + (i - near_blocks) / scratch.fetch_slices);
-  }
+  for (std::uint32_t i = 0; i < blocks; ++i) args.job_of[i] = static_cast<std::uint16_t>(job_of(i));
   launch_attend(variant_of(memory), args, blocks, stream);
+}
+
+/// Jobs of one kind, as many launches as it takes.
+void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendJob* jobs,
+                     std::uint32_t slices, std::uint32_t at_once, cudaStream_t stream) {
+  for (std::uint32_t done = 0; done < scratch.job_count; done += at_once) {
+    launch_jobs(memory, scratch, jobs + done, std::min(at_once, scratch.job_count - done) * slices,
+                [&](std::uint32_t i) { return i / slices; }, stream);
+  }
 }
 
 }  // namespace
@@ -116,7 +125,10 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.job_count = jobs_of(memory, memory.bucket.decode_rows);
   choice.slices = near_slices(memory, choice.job_count, multiprocessors_);
   if (memory.fetches) choice.fetch_slices = fetch_slices(memory, choice.job_count, multiprocessors_);
-  if (attends_together(memory)) choice.first_fetch_slice = choice.job_count * choice.slices;
+  const auto at_once = [&](std::uint32_t slices) { return std::max(1u, most_slices(memory) / std::max(1u, slices)); };
+  choice.jobs_at_once = at_once(choice.slices);
+  choice.fetches_at_once = at_once(choice.fetch_slices);
+  if (attends_together(memory, choice)) choice.first_fetch_slice = choice.job_count * choice.slices;
   const std::uint32_t jobs = jobs_of(memory, largest.decode_rows) * (memory.fetches ? 2 : 1);
   choice.score_tasks = carver.take<ScoreInt4Task>(heads);
   if (largest.pages) {
@@ -164,17 +176,10 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
     refuse("max_tokens of sparse prompts", memory.largest.max_tokens, kFlexMaxKeys);
   if (memory.largest.max_tokens > split_.max_tokens) refuse("max_tokens", memory.largest.max_tokens, split_.max_tokens);
   const std::uint32_t jobs = jobs_of(memory, memory.largest.decode_rows);
-  // A launch has a limit on what its rows may list.
-  const auto require_slices = [&](std::uint32_t slices, std::uint64_t words, const char* what) {
-    if (slices != 0) return;
-    const std::uint64_t per_row =
-        jobs_of(memory, 1) * std::max<std::uint64_t>(div_up(words, kAttend.stage_words - 64), 1);
-    refuse("decode_rows, of " + std::to_string(words) + what, memory.largest.decode_rows,
-           kAttend.max_slices / (attends_together(memory) ? 2 : 1) / per_row);
-  };
-  require_slices(near_slices(memory, jobs, multiprocessors_), near_room(memory), " near tokens each,");
-  if (memory.fetches)
-    require_slices(fetch_slices(memory, jobs, multiprocessors_), fetch_words(memory), " tokens and members each,");
+  if (near_slices(memory, jobs, multiprocessors_) == 0)
+    refuse("near tokens of a row", near_room(memory), most_slices(memory) * (kAttend.stage_words - 64));
+  if (memory.fetches && fetch_slices(memory, jobs, multiprocessors_) == 0)
+    refuse("tokens and members of a row", fetch_words(memory), most_slices(memory) * (kAttend.stage_words - 64));
   const std::uint32_t items = memory.largest.prefills * memory.shape.kv_heads;
   constexpr std::uint32_t kMaxItems = 65'535;  // Of a grid's second and third dimension.
   const std::uint32_t heads = memory.sparse_prefill ? memory.shape.q_heads : memory.shape.kv_heads;
@@ -246,17 +251,24 @@ void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer)
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
-  launch_jobs(memory, scratch, scratch.jobs, scratch.job_count * scratch.slices,
-              attends_together(memory) ? scratch.job_count * scratch.fetch_slices : 0, handle(layer.stream));
+  if (!attends_together(memory, scratch))
+    return launch_in_turns(memory, scratch, scratch.jobs, scratch.slices, scratch.jobs_at_once, handle(layer.stream));
+  const std::uint32_t near = scratch.job_count * scratch.slices;
+  launch_jobs(
+      memory, scratch, scratch.jobs, near + scratch.job_count * scratch.fetch_slices,
+      [&](std::uint32_t i) {
+        return i < near ? i / scratch.slices : scratch.job_count + (i - near) / scratch.fetch_slices;
+      },
+      handle(layer.stream));
 }
 
 void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
-  if (attends_together(memory)) return;
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
-  launch_forward_await(memory, scratch, layer);
-  launch_jobs(memory, scratch, scratch.jobs + scratch.job_count, 0, scratch.job_count * scratch.fetch_slices,
-              handle(layer.stream));
+  if (attends_together(memory, scratch)) return;
+  if (memory.tail_rows != 0) launch_forward_await(memory, scratch, layer);
+  launch_in_turns(memory, scratch, scratch.jobs + scratch.job_count, scratch.fetch_slices, scratch.fetches_at_once,
+                  handle(layer.stream));
 }
 
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {

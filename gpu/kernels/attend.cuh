@@ -157,7 +157,8 @@ __device__ Weights weigh(const float (&scores)[4], const float (&top)[2], float 
   float p[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    p[e] = top[e % 2] == -INFINITY ? 0.f : exp2_fast(scores[e] - top[e % 2]);
+    // A maximum leaves out what is not a number; the weight must not.
+    p[e] = scores[e] == -INFINITY ? 0.f : exp2_fast(scores[e] - top[e % 2]);
     mass[e % 2] += p[e];
   }
   Weights weights;

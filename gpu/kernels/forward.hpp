@@ -38,7 +38,9 @@ struct ForwardScratch {
   std::uint32_t job_count = 0;           ///< of the bucket, without those of fetched rows
   std::uint32_t slices = 1;              ///< thread blocks of a job
   std::uint32_t fetch_slices = 0;        ///< and of one of fetched rows
-  std::uint32_t first_fetch_slice = 0;   ///< their first thread block: 0 if they have a launch of their own
+  std::uint32_t jobs_at_once = 1;        ///< jobs of a launch
+  std::uint32_t fetches_at_once = 1;     ///< and of one of fetched rows
+  std::uint32_t first_fetch_slice = 0;   ///< their first thread block: 0 if they have launches of their own
   std::uint32_t multiprocessors = 1;     ///< of the device
   ForwardSplitLimits split{};            ///< of the device
 };

@@ -41,8 +41,8 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
                   .page_tokens = m.layout.page_tokens,
                   .tokens = listed.near,
                   .slices = scratch.slices,
-                  .first_slice = at * scratch.slices,
-                  .first_partial = at * scratch.slices,
+                  .first_slice = at % scratch.jobs_at_once * scratch.slices,
+                  .first_partial = at % scratch.jobs_at_once * scratch.slices,
                   .counter = at};
     scratch.jobs[at] = job;
     if (!m.fetches) continue;
@@ -52,7 +52,8 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
     job.lists = work.fetched;
     job.tokens = work.fetched != nullptr ? listed.far : 0;  // Of others the CPU will say.
     job.slices = scratch.fetch_slices;
-    job.first_slice = job.first_partial = scratch.first_fetch_slice + at * scratch.fetch_slices;
+    job.first_slice = job.first_partial =
+        scratch.first_fetch_slice + at % scratch.fetches_at_once * scratch.fetch_slices;
     job.counter = scratch.job_count + at;
     scratch.jobs[scratch.job_count + at] = job;
   }

@@ -183,26 +183,29 @@ std::uint64_t Engine::far_bytes(SequenceId id) const {
 
 EngineStats Engine::stats() const noexcept {
   const ForwardMailbox& mailbox = impl_->mailbox();
+  const runtime::FarChoice& choice = impl_->choice;
+  const EngineStats& counted = impl_->counted;
+  const runtime::PrefixCache* const prefixes = impl_->seen_prefixes.load(std::memory_order_acquire);
   const std::uint64_t listed = look(mailbox.outcome.far_tokens);
-  const std::uint64_t chosen_and_fetched = impl_->choice.fetched_tokens();
   const bool fetches = impl_->options.placement == PlacementMode::stream;
+  const std::uint64_t in_place = fetches ? choice.kept_tokens() : listed;
   return {.asked = look(mailbox.question.asked),
           .unplanned = look(mailbox.outcome.unplanned),
           .near_tokens = look(mailbox.outcome.near_tokens),
-          .far_tokens = (fetches ? 0 : listed) + impl_->choice.far_tokens() - chosen_and_fetched,
-          .fetched_tokens = (fetches ? listed : 0) + chosen_and_fetched,
+          .far_tokens = in_place + choice.far_tokens() - choice.fetched_tokens(),
+          .fetched_tokens = listed - in_place + choice.fetched_tokens(),
           .promoted = look(mailbox.outcome.promoted),
-          .scored = impl_->choice.scored(),
-          .estimated = impl_->counted.estimated,
-          .ranked_pages = impl_->counted.ranked_pages,
+          .scored = choice.scored(),
+          .estimated = look(counted.estimated),
+          .ranked_pages = look(counted.ranked_pages),
           .waited_ns = look(mailbox.outcome.waited_ns),
           .answer_ns = impl_->far.answer_ns(),
-          .sparse_chunks = impl_->counted.sparse_chunks,
-          .dense_chunks = impl_->counted.dense_chunks,
-          .kept_blocks = impl_->counted.kept_blocks,
-          .causal_blocks = impl_->counted.causal_blocks,
-          .matched_tokens = impl_->counted.matched_tokens,
-          .evicted_blocks = impl_->prefixes ? impl_->prefixes->evicted() : 0};
+          .sparse_chunks = look(counted.sparse_chunks),
+          .dense_chunks = look(counted.dense_chunks),
+          .kept_blocks = look(counted.kept_blocks),
+          .causal_blocks = look(counted.causal_blocks),
+          .matched_tokens = look(counted.matched_tokens),
+          .evicted_blocks = prefixes != nullptr ? prefixes->evicted() : 0};
 }
 
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }

@@ -176,9 +176,12 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   std::vector<Wanted> wanted = checked(items, bucket);
   require_room(wanted, bucket.max_tokens);
   begin_policies(wanted);
+  // Where the device fetches what is far, it asks for choices alone.
+  const bool asks = options.placement == PlacementMode::hybrid || std::ranges::any_of(wanted, [](const Wanted& each) {
+    return !each.item.prefill && each.sequence->tail.slot != kNone;
+  });
   const Batch batch{.forward = send(std::move(wanted), bucket, stream), .bucket = bucket};
-  if (bucket.decode_rows != 0 && !(options.placement == PlacementMode::stream && options.cpu_sequences == 0))
-    far.wake(batch.forward);
+  if (bucket.decode_rows != 0 && asks) far.wake(batch.forward);
   return batch;
 }
 

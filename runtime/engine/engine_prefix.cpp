@@ -20,6 +20,7 @@ runtime::PrefixCache& Engine::Impl::prefix_cache() {
   const std::uint64_t seed = std::uint64_t{random()} << 32 | random();
   const std::uint64_t most = std::min<std::uint64_t>(options.prefix_bytes / memory.block_bytes(), table.blocks());
   prefixes = std::make_unique<runtime::PrefixCache>(table, options.page_tokens, static_cast<std::uint32_t>(most), seed);
+  seen_prefixes.store(prefixes.get(), std::memory_order_release);
   return *prefixes;
 }
 
@@ -64,7 +65,7 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::in
     sequence.names.known = next;
   }
   sequence.tokens = sequence.planned = sequence.prompt_end = sequence.names.known.pages * options.page_tokens;
-  counted.matched_tokens += sequence.tokens;
+  runtime::count(counted.matched_tokens, sequence.tokens);
   return id;
 }
 

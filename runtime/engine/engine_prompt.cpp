@@ -48,11 +48,11 @@ void Engine::Impl::settle(const runtime::Program& program) {
     if (!item.prefill || program.bucket.prefills == 0) continue;
     for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
       const bool sparse = program.chunks[chunk].sparse_in(layer);
-      ++(sparse ? counted.sparse_chunks : counted.dense_chunks);
+      runtime::count(sparse ? counted.sparse_chunks : counted.dense_chunks);
       if (!sparse) continue;
       const runtime::ChunkTally& tally = program.tallies[chunk * options.shape.layers + layer];
-      counted.kept_blocks += tally.kept;
-      counted.causal_blocks += tally.causal;
+      runtime::count(counted.kept_blocks, tally.kept);
+      runtime::count(counted.causal_blocks, tally.causal);
       runtime::PrefillBook& bets = at(item.sequence).bets;
       if (options.prefill.mode == PrefillMode::automatic)
         bets.balance.settle(tally.kept, tally.causal, options.shape.q_heads, bets.rests[layer]);

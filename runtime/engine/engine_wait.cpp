@@ -92,8 +92,8 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
   }
   if (done) {
     settle(program);
-    counted.estimated += program.estimated;
-    counted.ranked_pages += program.ranked_pages;
+    runtime::count(counted.estimated, program.estimated);
+    runtime::count(counted.ranked_pages, program.ranked_pages);
   }
   if (done) good = std::max(good, forward);
   if (importing == forward) importing = 0;

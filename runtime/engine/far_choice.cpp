@@ -183,6 +183,8 @@ void FarChoice::score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_
 void FarChoice::hand_over(std::uint32_t list, ChosenList& chosen) noexcept {
   ForwardChosen& header = memory_.chosen[list];
   header = {};
+  if (!chosen.scores.empty())
+    kept_.fetch_add(chosen.rows.size() - chosen.selected.attended(), std::memory_order_relaxed);
   if (!chosen.scores.empty() || chosen.rows.empty()) return;
   const std::size_t count = chosen.rows.size();
   std::uint32_t* const rows = memory_.chosen_rows + list * memory_.chosen_room();

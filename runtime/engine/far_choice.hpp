@@ -79,6 +79,8 @@ class FarChoice {
   [[nodiscard]] std::uint64_t far_tokens() const noexcept { return far_tokens_.load(std::memory_order_relaxed); }
   /// Of these, that the device fetches.
   [[nodiscard]] std::uint64_t fetched_tokens() const noexcept { return fetched_.load(std::memory_order_relaxed); }
+  /// Tokens that the device has listed as far, would fetch, and leaves to the CPU.
+  [[nodiscard]] std::uint64_t kept_tokens() const noexcept { return kept_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t scored() const noexcept { return scored_.load(std::memory_order_relaxed); }
 
  private:
@@ -111,6 +113,7 @@ class FarChoice {
   std::atomic<bool> used_{false};         ///< there has been a row
   std::atomic<std::uint64_t> far_tokens_{0};
   std::atomic<std::uint64_t> fetched_{0};
+  std::atomic<std::uint64_t> kept_{0};
   std::atomic<std::uint64_t> scored_{0};
   std::mutex mutex_;  ///< of `rows_` but where a question stands, and of what follows
   std::vector<Failure> failures_;

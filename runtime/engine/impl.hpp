@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -197,6 +198,7 @@ struct Engine::Impl : cpu::Kept {
 
   runtime::BlockTable table;
   std::unique_ptr<runtime::PrefixCache> prefixes;  ///< null as long as nobody has named a token
+  std::atomic<const runtime::PrefixCache*> seen_prefixes{nullptr};  ///< the same, for whoever asks for figures
   std::vector<ForwardBlockCopy> copies;  ///< of codes, that the device does not know of yet
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;

@@ -12,4 +12,9 @@ namespace sluice::runtime {
   return std::atomic_ref(const_cast<std::uint64_t&>(word)).load(std::memory_order_acquire);
 }
 
+/// Adds to a count that others may look at meanwhile.
+inline void count(std::uint64_t& word, std::uint64_t more = 1) noexcept {
+  std::atomic_ref(word).fetch_add(more, std::memory_order_relaxed);
+}
+
 }  // namespace sluice::runtime

@@ -97,7 +97,7 @@ void PrefixCache::evict() noexcept {
   std::uint32_t page = leaf_under(table_.oldest_idle());
   while (table_.holders(page) != 0) page = leaf_under(remove(page));
   (void)remove(page);
-  ++evicted_;
+  evicted_.fetch_add(1, std::memory_order_relaxed);
 }
 
 }  // namespace sluice::runtime

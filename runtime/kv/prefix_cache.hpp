@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -57,7 +58,9 @@ class PrefixCache {
     while (table_.idle() > most_idle_) evict();
   }
 
-  [[nodiscard]] std::uint64_t evicted() const noexcept { return evicted_; }
+  [[nodiscard]] std::uint64_t evicted() const noexcept {
+    return evicted_.load(std::memory_order_relaxed);
+  }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
     return entries_.capacity() * sizeof(Entry) + (ids_.capacity() + buckets_.capacity()) * sizeof(std::uint32_t);
   }
@@ -94,7 +97,7 @@ class PrefixCache {
   std::vector<std::int32_t> ids_;       ///< [blocks, page_tokens]
   std::vector<std::uint32_t> buckets_;  ///< newest page of each, kNone: none; a power of two of them
   std::uint64_t serials_ = 0;
-  std::uint64_t evicted_ = 0;
+  std::atomic<std::uint64_t> evicted_{0};
 };
 
 }  // namespace sluice::runtime

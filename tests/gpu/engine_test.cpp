@@ -74,19 +74,26 @@ constexpr const char* kPolicy = "exact | int4 | top_k=40 | near=0,sinks=4,recent
 
 /// Decodes `steps` tokens of each story, in a graph or not; outputs in order.
 std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, const std::vector<Story>& stories,
-                          std::uint32_t near_blocks, std::uint32_t steps, bool graphs) {
+                          std::uint32_t near_blocks, std::uint32_t steps, bool graphs,
+                          PlacementMode placement = PlacementMode::hybrid, const char* policy = kPolicy) {
   const auto rows = static_cast<std::uint32_t>(stories.size());
-  Engine engine(graph_options(shape, rows, near_blocks), rig.device);
+  const PolicySpec spec = parse_policy(policy);
+  EngineOptions options = graph_options(shape, rows, near_blocks);
+  options.placement = placement;
+  make_room_for(spec, 1500, options);
+  const bool chooses_here = options.cpu_sequences != 0;
+  if (chooses_here) options.cpu_sequences = rows;
+  Engine engine(options, rig.device);
   ForwardTensors tensors(*rig.device, shape, rows);
   // Before anything was planned: what is captured depends on the bucket alone.
   std::unique_ptr<Graph> graph;
   if (graphs) graph = std::make_unique<Graph>(engine, tensors, static_cast<cudaStream_t>(rig.stream));
-  if (graph) REQUIRE(graph->nodes() == 2 + (near_blocks == 0 ? 5 : 6) * shape.layers);
+  if (graph && !chooses_here) REQUIRE(graph->nodes() == 2 + (near_blocks == 0 ? 5 : 6) * shape.layers);
   std::vector<Teller> tellers;
   std::vector<SequenceId> ids;
   for (const Story& story : stories) {
-    tellers.push_back({.story = &story, .id = engine.begin(parse_policy(kPolicy))});
-    import_story(engine, rig, tellers.back(), story.tokens() - steps);
+    tellers.push_back({.story = &story, .id = engine.begin(spec)});
+    import_story(engine, rig, tellers.back(), story.tokens() - steps, kNone, story.tokens() - steps - 40);
     ids.push_back(tellers.back().id);
   }
   std::vector<float> all;
@@ -110,7 +117,8 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
     REQUIRE(std::isnan(tensors.out(0).front()));
     REQUIRE(engine.tokens(ids[0]) == tellers[0].at);
   }
-  REQUIRE(engine.stats().asked > 0);
+  REQUIRE((engine.stats().asked > 0) == (placement == PlacementMode::hybrid || chooses_here));
+  REQUIRE((engine.stats().fetched_tokens > 0) == (placement == PlacementMode::stream));
   return all;
 }
 
@@ -127,6 +135,21 @@ TEST_CASE("a forward captured in a CUDA graph is the forward, bit by bit", "[eng
   for (std::uint32_t i = 0; i < rows; ++i) stories.emplace_back(shape, 300 + 130 * i % 900, 70 + i);
   const auto want = decode(rig, shape, stories, near_blocks, 20, false);
   REQUIRE(decode(rig, shape, stories, near_blocks, 20, true) == want);
+}
+
+TEST_CASE("a captured forward that streams is the forward, whoever chooses", "[engine][gpu]") {
+  const std::uint32_t rows = GENERATE(1u, 4u);
+  const std::uint32_t near_blocks = GENERATE(0u, 9u);
+  const char* const policy = GENERATE(kPolicy, "lfps", "exact | top_k=30 | near=0,sinks=4,recent=12 | bypass=0.8");
+  const AttentionShape shape{.layers = 3, .q_heads = 24, .kv_heads = 2, .head_dim = 64};  // Groups of 12.
+  CAPTURE(rows, near_blocks, policy);
+  const EngineRig rig = engine_rig();
+  std::vector<Story> stories;
+  for (std::uint32_t i = 0; i < rows; ++i) stories.emplace_back(shape, 300 + 130 * i, 70 + i);
+  const auto want = decode(rig, shape, stories, near_blocks, 20, false, PlacementMode::stream, policy);
+  REQUIRE(decode(rig, shape, stories, near_blocks, 20, true, PlacementMode::stream, policy) == want);
+  const auto in_place = decode(rig, shape, stories, near_blocks, 20, false, PlacementMode::hybrid, policy);
+  REQUIRE(difference(want, in_place) < 2e-3);
 }
 
 TEST_CASE("a captured forward grows with its sequence, past pages and past what is near", "[engine][gpu]") {

@@ -137,6 +137,69 @@ TEST_CASE("a batch of all kinds of policies attends over the link what each does
                          {"none | near=0,sinks=4,recent=30", 64}});
 }
 
+TEST_CASE("more rows than a launch has room for attend what each does alone", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const AttentionShape shape{.layers = 1, .q_heads = 8, .kv_heads = 8, .head_dim = 64};
+  constexpr std::uint32_t kRows = 140;
+  const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
+  CAPTURE(to_string(placement));
+  EngineOptions options{.shape = shape,
+                        .kv_dtype = rig.kv_dtype,
+                        .placement = placement,
+                        .largest = {.decode_rows = kRows},
+                        .sequences = kRows,
+                        .threads = 2,
+                        .pin_threads = false};
+  options.host_bytes = (kRows + 10) * block_bytes(options);
+  options.near_bytes = 12 * block_bytes(options);
+  Engine engine(options, rig.device);
+  const Story story(shape, 45, 61);
+  const PolicySpec policy = parse_policy("exact | int4 | top_k=9 | near=0,sinks=3,recent=5");
+  std::vector<Teller> tellers{{.story = &story, .id = engine.begin(policy)}};
+  import_story(engine, rig, tellers[0], 40);
+  std::vector<Teller*> rows;
+  for (std::uint32_t row = 1; row < kRows; ++row)  // At other lengths, so that rows differ.
+    tellers.push_back({.story = &story, .id = engine.fork(tellers[0].id, 36 + row % 5), .at = 36 + row % 5});
+  for (Teller& teller : tellers) rows.push_back(&teller);
+  ForwardTensors tensors(*rig.device, shape, kRows);
+  for (int step = 0; step < 3; ++step) {
+    const auto out = run_forward(engine, rig, tensors, rows);
+    for (std::uint32_t row = 0; row < kRows; ++row) {
+      CAPTURE(step, row);
+      REQUIRE(plain::worst(out[row], story.attended(0, tellers[row].at - 1, 3, 5, 9), 0) < plain::kTolerance);
+    }
+  }
+}
+
+TEST_CASE("a key that is not a number shows, wherever in a list it comes", "[engine]") {
+  using namespace plain;
+  const EngineRig rig = engine_rig();
+  const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
+  const std::uint32_t near = GENERATE(0u, 40u);
+  CAPTURE(to_string(placement), near);
+  EngineOptions options = options_for(rig, 1, 40, near);
+  options.placement = placement;
+  Engine engine(options, rig.device);
+  Story story(kShape, 120, 12);
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) story.poison(layer, 85);
+  // The newest token is the last of the list, which gets longer and longer.
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=0,recent=1"))};
+  import_story(engine, rig, teller, 85);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  const auto first = run_forward(engine, rig, tensors, {&teller});
+  for (const float x : first[0]) REQUIRE(std::isnan(x));
+  for (std::uint32_t length = 69; length < 86; ++length) {
+    Teller fork{.story = &story, .id = engine.fork(teller.id, length), .at = length};
+    Story other(kShape, 120, 12);
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) other.poison(layer, length);
+    fork.story = &other;
+    CAPTURE(length);
+    const auto out = run_forward(engine, rig, tensors, {&fork});
+    for (const float x : out[0]) REQUIRE(std::isnan(x));
+    engine.end(fork.id);
+  }
+}
+
 TEST_CASE("what is not a number shows over the link, too", "[engine]") {
   using namespace plain;
   const EngineRig rig = engine_rig();
@@ -178,7 +241,15 @@ TEST_CASE("a choice that does not come in time costs the forward, which can be r
   while (teller.at < story.tokens()) {
     if (teller.at % 4 == 0) {
       stalls = true;
-      REQUIRE(code_of([&] { (void)decode(engine, rig, teller); }) == Errc::device);
+      ForwardTensors tensors(*rig.device, kShape, engine.options().largest.rows());
+      tensors.set(0, story, teller.at);
+      tensors.spoil();
+      const PlanItem item{.sequence = teller.id};
+      const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
+      tensors.attend(engine, rig.stream);
+      REQUIRE(code_of([&] { engine.finish(batch); }) == Errc::device);
+      rig.synchronize();
+      for (const float x : tensors.out(0)) REQUIRE(std::isnan(x));  // The first layer's answer was late.
       REQUIRE(engine.tokens(teller.id) == teller.at);
     }
     REQUIRE(difference(decode(engine, rig, teller), decode(calm, rig, want)) < tolerance(rig));

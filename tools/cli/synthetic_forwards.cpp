@@ -28,6 +28,7 @@ SyntheticForwards::SyntheticForwards(const SyntheticForwardsOptions& options, co
   // The embedded device has no queue that could be handed to strangers.
   stream_ = queue_->native_handle() != nullptr ? queue_->native_handle() : queue_.get();
   engine_ = std::make_unique<sluice::Engine>(sizes(options), device_);
+  bucket_ = engine_->options().largest;
   take_tensors();
   for (std::uint32_t row = 0; row < options.rows; ++row) {
     items_.push_back({.sequence = engine_->begin(options.policy)});

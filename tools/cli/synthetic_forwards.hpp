@@ -32,6 +32,8 @@ class SyntheticForwards {
   /// Microseconds of a layer, of the next `count` steps: from the plan until the outputs are known to be there.
   /// `calling`, unless null, receives the part of it in which the calling thread works.
   std::vector<double> time(std::uint32_t count, bool graph = false, std::vector<double>* calling = nullptr);
+  /// Whether the next steps are audited, if it was made for audits; they are at first.
+  void audit(bool on) noexcept { bucket_.audit = on; }
   /// Output of the first layer and row, of the forward that was run last: [q_heads, head_dim].
   [[nodiscard]] std::vector<float> out() const;
   [[nodiscard]] const sluice::Engine& engine() const noexcept { return *engine_; }
@@ -40,7 +42,7 @@ class SyntheticForwards {
 
  private:
   [[nodiscard]] EngineOptions sizes(const SyntheticForwardsOptions& options) const;
-  [[nodiscard]] const Bucket& bucket() const { return engine_->options().largest; }
+  [[nodiscard]] const Bucket& bucket() const noexcept { return bucket_; }
   void take_tensors();
   void import(SequenceId id);
   [[nodiscard]] std::unique_ptr<Buffer> prompt_queries(std::uint32_t count) const;
@@ -54,6 +56,7 @@ class SyntheticForwards {
   std::unique_ptr<Stream> queue_;
   void* stream_ = nullptr;
   std::unique_ptr<sluice::Engine> engine_;
+  Bucket bucket_;
   std::uint32_t next_step_ = 0;
   std::unique_ptr<Buffer> q_, k_, v_, out_;
   std::vector<PlanItem> items_;
