@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <memory>
+#include <string>
 
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
@@ -75,7 +76,7 @@ constexpr const char* kPolicy = "exact | int4 | top_k=40 | near=0,sinks=4,recent
 /// Decodes `steps` tokens of each story, in a graph or not; outputs in order.
 std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, const std::vector<Story>& stories,
                           std::uint32_t near_blocks, std::uint32_t steps, bool graphs,
-                          PlacementMode placement = PlacementMode::hybrid, const char* policy = kPolicy) {
+                          PlacementMode placement = PlacementMode::hybrid, const std::string& policy = kPolicy) {
   const auto rows = static_cast<std::uint32_t>(stories.size());
   const PolicySpec spec = parse_policy(policy);
   EngineOptions options = graph_options(shape, rows, near_blocks);
@@ -140,7 +141,8 @@ TEST_CASE("a forward captured in a CUDA graph is the forward, bit by bit", "[eng
 TEST_CASE("a captured forward that streams is the forward, whoever chooses", "[engine][gpu]") {
   const std::uint32_t rows = GENERATE(1u, 4u);
   const std::uint32_t near_blocks = GENERATE(0u, 9u);
-  const char* const policy = GENERATE(kPolicy, "lfps", "exact | top_k=30 | near=0,sinks=4,recent=12 | bypass=0.8");
+  const std::string policy = GENERATE(values<std::string>(
+      {kPolicy, "lfps", "exact | top_k=30 | near=0,sinks=4,recent=12 | bypass=0.8"}));
   const AttentionShape shape{.layers = 3, .q_heads = 24, .kv_heads = 2, .head_dim = 64};  // Groups of 12.
   CAPTURE(rows, near_blocks, policy);
   const EngineRig rig = engine_rig();
