@@ -86,9 +86,7 @@ parts() {
   echo needles-1
   echo needles-16
   if [ "$device" != host ]; then
-    for page in 16 32; do
-      for length in $layer_lengths; do echo "layers-$page-$length"; done
-    done
+    for length in $layer_lengths; do echo "layers-16-$length"; done
   fi
   for lengths in $prefill_lengths; do echo "prefill-tasks-$lengths"; done
   for structure in vertical_slash query_aware uniform; do echo "prefill-layer-$structure"; done
@@ -117,7 +115,7 @@ measure() {
       ;;
     layers-*)
       "$sluice" bench gpu --device "$device" --sections attention --length "${rest#*-}" --placements hybrid,stream \
-        --layers 2 --page-tokens "${rest%%-*}" --steps "${RECORD_LAYER_STEPS:-12}" --policies "$policies" \
+        --layers 2 --steps "${RECORD_LAYER_STEPS:-12}" --policies "$policies" \
         -o json --output "$out/$1.json"
       ;;
     # Ways to prefill: what answers cost and whether they stay right, under dense and under sparse decoding.
