@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SluiceLayer(CacheLayerMixin):
-    """Counts the tokens of a layer, and says of new keys whose they are. Keys and values themselves are the engine's."""
+    """Counts the tokens of a layer, and says whose new keys are. Keys and values themselves are the engine's."""
 
     is_sliding, is_croppable, supports_early_init = False, True, False
 
@@ -101,7 +101,7 @@ class SluiceCache(Cache):
         if seen is not None and mask is None:
             whole[:, :old] = seen
         if seen is not None and not torch.equal(whole[:, :old], seen):
-            raise Unsupported("the attention mask hides other tokens of the cache than before; begin with an empty cache")
+            raise Unsupported("the attention mask hides other tokens of the cache than before; begin with a new cache")
         while len(self._sequences) < batch:
             self._sequences.append(engine.begin(enabled.policy))
         new = whole[:, old:]
@@ -111,8 +111,8 @@ class SluiceCache(Cache):
         rows = sum(item.tokens for item in items)
         largest = engine.options.largest
         if prefill and rows > largest.prefill_rows:
-            raise Unsupported(f"{rows} tokens of prompts at once, and the engine was made for {largest.prefill_rows}; give "
-                              "generate() a prefill_chunk_size, or enable() more prefill_rows")
+            raise Unsupported(f"{rows} tokens of prompts at once, and the engine was made for {largest.prefill_rows}; "
+                              "give generate() a prefill_chunk_size, or enable() more prefill_rows")
         if prefill:
             self._bucket = Bucket(prefill_rows=rows, prefills=len(items))
         else:

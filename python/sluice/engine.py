@@ -22,8 +22,8 @@ from sluice.options import Bucket, EngineOptions, PlanItem, _unsigned
 class Engine:
     """Attention for a batch of sequences whose keys and values lie in host memory; sluice.h says more of each call.
 
-    Tensors are numpy arrays, torch tensors, or what has `__dlpack__`: [tokens, heads, head_dim] of f32, f16 or bf16. They
-    are read and written in place. With the host device everything has happened when a call returns; on a GPU the
+    Tensors are numpy arrays, torch tensors, or what has `__dlpack__`: [tokens, heads, head_dim] of f32, f16 or bf16.
+    They are read and written in place. With the host device everything has happened when a call returns; on a GPU the
     engine keeps tensors alive until the forward that uses them is finished or cancelled. (Those of a CUDA graph belong
     to the graph: keep them as long as it is replayed.)
 

@@ -57,14 +57,14 @@ def _refuse(model: transformers.PreTrainedModel, config: Any) -> None:
         raise Unsupported(f"{name} is no decoder: Sluice serves causal self-attention alone")
     others = sorted(set(get_layer_types_and_kwargs(config)[0]) - {"full_attention"})
     if others or getattr(config, "num_kv_shared_layers", None):
-        raise Unsupported(f"{name} has layers of {', '.join(others) or 'shared keys'}; Sluice serves models all of whose "
-                          "layers are full_attention")
+        raise Unsupported(f"{name} has layers of {', '.join(others) or 'shared keys'}; Sluice serves models all of "
+                          "whose layers are full_attention")
     for option in ("attn_logit_softcapping", "kv_lora_rank"):
         if getattr(config, option, None) is not None:
             raise Unsupported(f"{name} has {option} {getattr(config, option)}, which no kernel of Sluice has")
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).partition(":")[0] not in ("cpu", "cuda"):
-        raise Unsupported(f"{name} is on {', '.join(sorted(devices))}; Sluice serves models on the CPU or one CUDA device")
+        raise Unsupported(f"{name} is on {', '.join(sorted(devices))}; Sluice serves the CPU or one CUDA device")
     if model.dtype not in _DTYPES:
         raise Unsupported(f"{name} is of {model.dtype}; convert it to float32, float16 or bfloat16")
 
@@ -108,7 +108,7 @@ class Enabled:
             return options.get(name, getattr(config, name, None))
 
         if said("use_cache") is False:
-            raise Unsupported("use_cache is False, and Sluice is a cache; leave it True, or close() what enable() returned")
+            raise Unsupported("use_cache is False, and Sluice is a cache; leave it True, or close() Sluice")
         if said("cache_implementation") is not None:
             raise Unsupported(f"cache_implementation is {said('cache_implementation')}; with Sluice it has to be None")
         if said("output_attentions"):
@@ -123,8 +123,8 @@ class Enabled:
                 if first.shape[1] > chunk:
                     options["prefill_chunk_size"] = chunk
         elif not isinstance(given, SluiceCache):
-            raise InvalidArgument(f"past_key_values is a {type(given).__name__}; with Sluice it is what cache() of enable()'s "
-                                  "result returns")
+            raise InvalidArgument(f"past_key_values is a {type(given).__name__}; with Sluice it is what cache() of "
+                                  "enable()'s result returns")
         return self._generate(*inputs, **options)
 
 
@@ -134,8 +134,8 @@ def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_o
     """transformers' mask interface: of causal attention the two-dimensional mask of padding, else what sdpa gets."""
     if mask_function is causal_mask_function and not options.get("use_vmap"):
         return None if attention_mask is None else attention_mask[:, :kv_length]
-    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-                     mask_function=mask_function, attention_mask=attention_mask, **options)
+    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+                     kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **options)
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -146,7 +146,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     if cache is None:
         if attention_mask is None or attention_mask.ndim == 2:
             attention_mask = _causal(query, key, attention_mask)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+                                      **options)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise Unsupported("this model's attention mask is more than causal with padding, which Sluice does not serve")
     for name in ("softcap", "s_aux", "position_bias", "sliding_window", "output_attentions"):

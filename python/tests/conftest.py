@@ -66,7 +66,8 @@ Part = tuple[int, Story, int, int, bool]
 
 def forward(engine: sluice.Engine, bucket: sluice.Bucket, *parts: Part) -> None:
     """One forward, whose outputs must be those of dense attention."""
-    number = engine.plan([sluice.PlanItem(sequence, count, prefill) for sequence, _, _, count, prefill in parts], bucket)
+    items = [sluice.PlanItem(sequence, count, prefill) for sequence, _, _, count, prefill in parts]
+    number = engine.plan(items, bucket)
     for layer in range(LAYERS):
         q, k, v = (np.zeros((bucket.rows, heads, HEAD_DIM), np.float32) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
         out, lse = np.full_like(q, 1e4), np.full(q.shape[:2], 1e4, np.float32)

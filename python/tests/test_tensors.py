@@ -162,7 +162,8 @@ def test_the_same_rows_for_all_may_be_read(make: Make) -> None:
     bucket, rows = buckets(engine)[1], rows_of(story, 0)
     number = engine.plan([sluice.PlanItem(engine.begin("full"), 4)], bucket)
     for layer in range(LAYERS):
-        engine.attend(bucket, layer, overlapping(rows["q"]), overlapping(rows["k"]), overlapping(rows["v"]), rows["out"])
+        engine.attend(bucket, layer, overlapping(rows["q"]), overlapping(rows["k"]), overlapping(rows["v"]),
+                      rows["out"])
     engine.finish(number)
     # Whatever they ask, all attended values are the same one.
     want = np.repeat(rows["v"][0], Q_HEADS // KV_HEADS, axis=0)

@@ -182,7 +182,7 @@ def test_another_scale() -> None:
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda: qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=1), "sliding_attention.*full_attention"),
+    (lambda: qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=1), "sliding_attention.*full_atten"),
     (lambda: llama().to(torch.float64), "float64"),
     (lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(
         vocab_size=97, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)), "T5ForConditionalGeneration"),
