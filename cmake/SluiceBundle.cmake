@@ -7,9 +7,7 @@
 target_link_options(sluice PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sluice PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
 install(TARGETS sluice RUNTIME_DEPENDENCY_SET sluice_libraries RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-# Part of every system, and tied to its kernel or compiler.
-set(system_libraries "ld-linux.*" "libc\\.so.*" "libm\\.so.*" "libdl\\.so.*" "librt\\.so.*" "libpthread\\.so.*"
-  "libgcc_s\\.so.*" "libstdc\\+\\+\\.so.*" "libcuda\\.so.*")
+include(SluiceSystemLibraries)
 install(RUNTIME_DEPENDENCY_SET sluice_libraries
   PRE_EXCLUDE_REGEXES ${system_libraries}
   DESTINATION ${CMAKE_INSTALL_LIBDIR})

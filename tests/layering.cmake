@@ -2,6 +2,7 @@
 #
 # Holds the dependencies to the star of the design:
 #   include/ <- {scheduler/, cpu/, gpu/} <- runtime/ <- {capi/, tools/, tests/}
+# and python/ to sluice.h.
 # and the library rooms to silence: only tools/ may print or end the process.
 # Prints each violation as file:line, and fails if there is one.
 cmake_minimum_required(VERSION 3.22)
@@ -10,7 +11,7 @@ if(NOT IS_DIRECTORY "${ROOT}/include")
 endif()
 
 set(vocabulary "sluice/|sluice\\.h$")
-set(rooms include scheduler cpu gpu runtime capi tools tests sluice)
+set(rooms include scheduler cpu gpu runtime capi tools tests python sluice)
 list(JOIN rooms "|" any_room)
 set(loud_functions "v?f?printf|f?puts|f?putchar|perror|abort|exit|_exit|_Exit|quick_exit|terminate")
 set(violations 0)
@@ -99,6 +100,9 @@ foreach(tool_file IN LISTS tool_files)
     check_file(${tool_file} OWN "${vocabulary}|(scheduler|cpu|gpu|runtime|capi|tools)/")
   endif()
 endforeach()
+
+# Python stands on the C interface alone, whatever of it is compiled one day.
+check_room(python OWN "sluice\\.h$" BANNED_SYSTEM "${cuda_headers}")
 
 if(violations GREATER 0)
   message(FATAL_ERROR "${violations} layering violations in ${ROOT}")

@@ -46,6 +46,8 @@ source(capi/a.cpp
   "#include \"sluice.h\"" "#include \"sluice/engine.hpp\"" "#include \"runtime/a.hpp\"" "#include \"capi/a.hpp\""
   "#include \"cpu/a.hpp\"  // BAD" "#include \"gpu/a.hpp\"  // BAD" "#include \"tools/cli/a.hpp\"  // BAD"
   "#include <cuda_runtime.h>  // BAD" "std::abort()  // BAD")
+source(python/a.c
+  "#include \"sluice.h\"" "#include <Python.h>" "#include \"capi/a.hpp\"  // BAD" "#include \"sluice/engine.hpp\"  // BAD")
 source(tools/examples/a.c
   "#include \"sluice.h\"" "#include \"capi/a.hpp\"" "#include \"tests/support/a.hpp\"  // BAD")
 source(tools/cli/a.cpp

@@ -64,7 +64,6 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {kRun + "--device cuda:x", "'cuda:x'", "host, cuda, cuda:N"},
       {kRun + "--device cuda:-1", "'cuda:-1'", "host, cuda, cuda:N"},
       {kRun + "--transfer slow", "'slow'", "auto, copy-engine, batch, gather, staged"},
-      {kRun + "--graphs maybe", "'maybe'", "neither on nor off"},
       {kRun + "--transfer-profile /no/such/profile", "'/no/such/profile'", "sluice link --save-profile"},
       {"bench decode --methods sluice", "'sluice'", "PLACEMENT/POLICY"},
       {"bench decode --methods far/sluice", "\"far\"", "hybrid, stream"},

@@ -23,11 +23,6 @@ int parse_ordinal(const std::string& text) {
   return static_cast<int>(*ordinal);
 }
 
-bool parse_switch(const std::string& option, const std::string& text) {
-  if (text == "on" || text == "off") return text == "on";
-  throw Error(Errc::invalid_argument, option + ": '" + text + "' is neither on nor off");
-}
-
 /// The GPU's profile from the user's cache, or measured now. Null, with a warning, if it cannot be measured.
 std::shared_ptr<const TransferProfile> kept_profile(int ordinal) {
   const CudaDeviceFacts facts = cuda_device_facts(ordinal);
@@ -59,15 +54,10 @@ void add_device_flags(CLI::App& app, DeviceFlags& flags) {
                  "in, FILE is of `sluice link --save-profile`")
       ->type_name("auto|none|FILE")
       ->capture_default_str();
-  const auto read = [&flags](const std::string& text) { flags.graphs = parse_switch("--graphs", text); };
-  app.add_option_function<std::string>("--graphs", read,
-                                       "Submit a step's first kernels as one CUDA graph (CUDA device)")
-      ->type_name("on|off")
-      ->default_str(flags.graphs ? "on" : "off");
 }
 
 std::shared_ptr<Device> make_device(const DeviceFlags& flags) {
-  CudaDeviceOptions options{.transfer = parse_transfer_path(flags.transfer), .graphs = flags.graphs};
+  CudaDeviceOptions options{.transfer = parse_transfer_path(flags.transfer)};
   const bool keeps = flags.transfer_profile == "auto";
   if (!keeps && flags.transfer_profile != "none") options.profile = load_transfer_profile(flags.transfer_profile);
   if (flags.device == "host") return nullptr;

@@ -14,7 +14,6 @@ struct DeviceFlags {
   std::string device = "host";
   std::string transfer = "auto";
   std::string transfer_profile = "auto";  ///< auto, none, or a file that `sluice link --save-profile` wrote
-  bool graphs = false;
 };
 
 void add_device_flags(CLI::App& app, DeviceFlags& flags);

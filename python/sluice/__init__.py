@@ -1,0 +1,39 @@
+"""Attention for long contexts, with keys and values in host memory.
+
+    options = sluice.EngineOptions(layers=2, q_heads=8, kv_heads=2, head_dim=64,
+                                   largest=sluice.Bucket(decode_rows=1, prefill_rows=256, prefills=1))
+    options.make_room_for("sluice", tokens=4096)
+    with sluice.Engine(options) as engine:
+        sequence = engine.begin("sluice")
+        forward = engine.plan([sluice.PlanItem(sequence, tokens=256, prefill=True)], options.largest)
+        for layer in range(options.layers):
+            engine.attend(options.largest, layer, q, k, v, out)  # numpy arrays or torch tensors
+        engine.finish(forward)
+
+Errors are subclasses of `sluice.Error`; their text names cause and remedy. The library is loaded when it is needed
+first: what the environment variable SLUICE_LIBRARY names, what the package has brought, or the system's.
+"""
+
+from sluice import _library
+from sluice._tensors import BFloat16, bf16
+from sluice.engine import Engine
+from sluice.errors import (Corrupt, DeviceError, Error, InternalError, InvalidArgument, NotFound, OutOfCapacity,
+                           ReadWriteError, Timeout, Unsupported)
+from sluice.figures import Audit, HeadAudit, Memory, Stats
+from sluice.options import Bucket, EngineOptions, Features, PlanItem
+
+__all__ = [
+    "Audit", "BFloat16", "Bucket", "Corrupt", "DeviceError", "Engine", "EngineOptions", "Error", "Features",
+    "HeadAudit", "InternalError", "InvalidArgument", "Memory", "NotFound", "OutOfCapacity", "PlanItem",
+    "ReadWriteError", "Stats", "Timeout", "Unsupported", "bf16", "cuda_devices", "version",
+]
+
+
+def version() -> str:
+    """Of the library that is loaded."""
+    return _library.library().version
+
+
+def cuda_devices() -> int:
+    """GPUs that the library can use; 0 without one, without a driver, or in a build without CUDA."""
+    return _library.library().cuda_devices()

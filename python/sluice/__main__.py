@@ -1,0 +1,46 @@
+"""python -m sluice doctor"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+
+from sluice import _structs as structs
+from sluice._library import library
+
+
+def _package(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def doctor() -> int:
+    """Prints what there is; 1 if the library cannot be loaded."""
+    print(f"python        {platform.python_version()}")
+    for name in ("numpy", "torch", "transformers"):
+        print(f"{name:13} {_package(name)}")
+    try:
+        found = library()
+    except ImportError as reason:
+        print(f"sluice        {reason}")
+        return 1
+    print(f"sluice        {found.version}")
+    print(f"ABI           {found.abi_version}, this package needs {structs.ABI_VERSION}")
+    print(f"library       {found.path}")
+    print(f"GPUs          {found.cuda_devices()}")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m sluice", description="Sluice for Python.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="what this machine has: versions, the library's path, GPUs")
+    parser.parse_args()
+    return doctor()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

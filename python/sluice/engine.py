@@ -1,0 +1,268 @@
+"""The engine."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import byref
+from types import TracebackType
+from typing import Any
+
+from sluice import _structs as structs
+from sluice import figures
+from sluice._library import library
+from sluice._tensors import Argument
+from sluice.errors import DeviceError, InvalidArgument
+from sluice.figures import Audit, HeadAudit, Memory, Stats
+from sluice.options import Bucket, EngineOptions, PlanItem, _unsigned
+
+
+class Engine:
+    """Attention for a batch of sequences whose keys and values lie in host memory; sluice.h says more of each call.
+
+    Tensors are numpy arrays, torch tensors, or what has `__dlpack__`: [tokens, heads, head_dim] of f32, f16 or bf16.
+    They are read and written in place. With the host device everything has happened when a call returns; on a GPU the
+    engine keeps tensors alive until the forward that uses them is finished or cancelled. (Those of a CUDA graph belong
+    to the graph: keep them as long as it is replayed.)
+
+    `stream` is a torch.cuda.Stream or a cudaStream_t as a number; with the host device None. Calls from several threads
+    take turns. Other threads of Python run meanwhile, but during `attend` on a GPU, which only enqueues.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._handle: ctypes.c_void_p | None = None
+        # A signal's handler may interrupt a call of the same thread, hence RLock.
+        self._lock, self._figures_lock = threading.RLock(), threading.RLock()
+        self._library = lib = library()
+        handle = ctypes.c_void_p()
+        lib.check(lib.engine_create(byref(options._to_struct()), byref(handle)))
+        self._handle = handle
+        made = structs.EngineOptions()
+        lib.check(lib.engine_get_options(handle, byref(made)))
+        self.options: EngineOptions = EngineOptions._from_struct(made)
+        """As the engine was created with, defaults filled in, max_tokens being what there is room for."""
+
+        cuda = made.device_type == structs.DEVICE_CUDA
+        # On the host attend is the computation itself, long enough for others to run.
+        self._attend = lib.attend_held if cuda else lib.engine_attend
+        self._asynchronous = cuda
+        self._exports: list[object] = []
+        self._q, self._k, self._v = (Argument(name, self._exports, cuda) for name in "qkv")
+        self._out, self._lse = (Argument(name, self._exports, cuda, written=True) for name in ("out", "lse"))
+        # Tensors that a stream may still use, by forward in the order of plans, and by sequence that is imported.
+        self._forwards: dict[int, list[object]] = {}
+        self._imports: dict[int, list[object]] = {}
+
+    def close(self) -> None:
+        """Gives all memory back. What was enqueued on streams must have run."""
+        with self._lock, self._figures_lock:
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                self._library.engine_destroy(handle)
+                self._forwards.clear()
+                self._imports.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+    def begin(self, policy: str, prompt: Iterable[int] | None = None, salt: int = 0) -> int:
+        """A new sequence's number. With the ids of a prompt it begins with what is known of that: `tokens` says how
+        many it has, and the others are to come as they would without. `salt` is whatever keys and values depend on
+        besides ids."""
+        sequence = ctypes.c_uint64()
+        if prompt is None:
+            self._call(self._library.engine_begin, policy.encode(), byref(sequence))
+        else:
+            self._call(self._library.engine_begin_prompt, policy.encode(), *_ids(prompt), _unsigned("salt", salt, 64),
+                       byref(sequence))
+        return sequence.value
+
+    def match_prefix(self, policy: str, prompt: Iterable[int], salt: int = 0) -> int:
+        """How many tokens a sequence would have that began like that now."""
+        tokens = ctypes.c_uint32()
+        self._call(self._library.engine_match_prefix, policy.encode(), *_ids(prompt), _unsigned("salt", salt, 64),
+                   byref(tokens))
+        return tokens.value
+
+    def name_tokens(self, sequence: int, first: int, ids: Iterable[int]) -> None:
+        """Says which tokens those from position `first` on are, so that prompts to come can begin with them."""
+        self._call(self._library.engine_name_tokens, sequence, _unsigned("first", first), *_ids(ids))
+
+    def preempt(self, sequence: int) -> None:
+        """Gives up the near memory of a sequence that is to rest. Changes no token."""
+        self._call(self._library.engine_preempt, sequence)
+
+    def fork(self, sequence: int, tokens: int, policy: str | None = None) -> int:
+        """A new sequence of another's first tokens, which share memory; under the same policy if None."""
+        child = ctypes.c_uint64()
+        self._call(self._library.engine_fork, sequence, _unsigned("tokens", tokens),
+                   None if policy is None else policy.encode(), byref(child))
+        return child.value
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Takes the newest tokens back, until there are `tokens`."""
+        self._call(self._library.engine_truncate, sequence, _unsigned("tokens", tokens))
+
+    def import_prefix(self, sequence: int, layer: int, k: Any, v: Any, q: Any = None, stream: Any = None) -> None:
+        """Appends tokens whose attention was computed elsewhere, one layer after the other; the last layer's call
+        returns when they are in."""
+        with self._lock:
+            handle = self._open()
+            try:
+                status = self._library.engine_import_prefix(
+                    handle, sequence, _unsigned("layer", layer), self._k(k), self._v(v),
+                    None if q is None else self._q(q), _stream(stream))
+            finally:
+                self._exports.clear()
+            self._library.check(status)
+            if layer + 1 == self.options.layers:
+                self._imports.pop(sequence, None)
+            elif self._asynchronous:
+                self._imports.setdefault(sequence, []).append((k, v, q))
+
+    def end(self, sequence: int) -> None:
+        """Ends a sequence. No forward with it may be under way."""
+        self._call(self._library.engine_end, sequence)
+        self._imports.pop(sequence, None)
+
+    def tokens(self, sequence: int) -> int:
+        """Tokens that all layers have."""
+        tokens = ctypes.c_uint32()
+        self._call(self._library.engine_tokens, sequence, byref(tokens))
+        return tokens.value
+
+    def far_bytes(self, sequence: int) -> int:
+        """Bytes of host memory in blocks that the sequence holds, shared ones included."""
+        count = ctypes.c_uint64()
+        self._call(self._library.engine_far_bytes, sequence, byref(count))
+        return count.value
+
+    def can_admit(self, tokens: int) -> bool:
+        """Whether there is room for a new sequence of as many tokens beside what lives."""
+        admitted = ctypes.c_int()
+        self._call(self._library.engine_can_admit, _unsigned("tokens", tokens), byref(admitted))
+        return admitted.value != 0
+
+    def plan(self, items: Sequence[PlanItem], bucket: Bucket, stream: Any = None) -> int:
+        """Plans a forward and enqueues that; gives its number, which is to be finished or cancelled. Rows are packed
+        in the order of items, rows behind them are padding."""
+        structs_of = (structs.PlanItem * len(items))()
+        for struct, item in zip(structs_of, items):
+            struct.struct_size = ctypes.sizeof(structs.PlanItem)
+            struct.sequence = item.sequence
+            struct.tokens = _unsigned("tokens", item.tokens)
+            struct.prefill = item.prefill
+        forward = ctypes.c_uint64()
+        with self._lock:
+            self._call(self._library.engine_plan, structs_of, len(items), bucket._address, _stream(stream),
+                       byref(forward))
+            self._forwards[forward.value] = []
+        return forward.value
+
+    def attend(self, bucket: Bucket, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any = None,
+               stream: Any = None) -> None:
+        """One layer of a forward of this bucket; layers come in order. q, out [rows, q_heads, head_dim], k, v [rows,
+        kv_heads, head_dim], lse [rows, q_heads] in f32, with as many rows as the bucket has."""
+        if layer >> 32:
+            raise InvalidArgument(f"layer is {layer}; it must be one of the engine's")
+        with self._lock:
+            handle = self._handle
+            if handle is None:
+                raise _closed()
+            try:
+                status = self._attend(handle, bucket._address, layer, self._q(q), self._k(k), self._v(v),
+                                      self._out(out), None if lse is None else self._lse(lse),
+                                      None if stream is None else _stream(stream))
+            finally:
+                self._exports.clear()
+            if status:
+                raise self._library.error(status)
+            if self._asynchronous and self._forwards:
+                # All layers of a forward are enqueued before the next is planned.
+                self._forwards[next(reversed(self._forwards))].append((q, k, v, out, lse))
+
+    def finish(self, forward: int) -> None:
+        """Waits until the forward has run; then its sequences have their new tokens. After DeviceError none has, and
+        it can be planned again; after Timeout it can be waited for again, or cancelled."""
+        with self._lock:
+            status = self._library.engine_finish(self._open(), forward)
+            if status in (0, DeviceError.status):
+                self._forwards.pop(forward, None)
+            self._library.check(status)
+
+    def cancel(self, forward: int) -> None:
+        """Takes a plan back and all behind it; no sequence has its new tokens."""
+        with self._lock:
+            self._call(self._library.engine_cancel, forward)
+            while forward in self._forwards:
+                self._forwards.popitem()
+
+    def watch(self, sequence: int, tokens: Iterable[int]) -> None:
+        """Positions of tokens whose attendance audits report apart; replaces those of an earlier call."""
+        numbers = [_unsigned("tokens", token) for token in tokens]
+        self._call(self._library.engine_watch, sequence, (ctypes.c_uint32 * len(numbers))(*numbers), len(numbers))
+
+    def audit(self, sequence: int) -> Audit:
+        """What the sequence's rows attended in forwards of buckets with Features.AUDIT, against exact attention."""
+        struct = structs.Audit()
+        self._call(self._library.engine_audit, sequence, byref(struct))
+        return figures.read(Audit, struct)
+
+    def audit_heads(self, sequence: int) -> list[list[HeadAudit]]:
+        """The same by layer and query head."""
+        layers, heads = self.options.layers, self.options.q_heads
+        all_of = (structs.HeadAudit * (layers * heads))()
+        for struct in all_of:
+            struct.struct_size = ctypes.sizeof(structs.HeadAudit)
+        self._call(self._library.engine_audit_heads, sequence, all_of, len(all_of))
+        return [[figures.read(HeadAudit, struct) for struct in all_of[layer * heads : (layer + 1) * heads]]
+                for layer in range(layers)]
+
+    def stats(self) -> Stats:
+        """What the engine has done so far. May be called at any time, also while another thread waits in a call."""
+        struct = structs.Stats()
+        with self._figures_lock:
+            self._library.check(self._library.engine_stats(self._open(), byref(struct)))
+        return figures.read(Stats, struct)
+
+    def memory(self) -> Memory:
+        """Its memory in bytes."""
+        struct = structs.Memory()
+        self._call(self._library.engine_memory, byref(struct))
+        return figures.read(Memory, struct)
+
+    def _open(self) -> ctypes.c_void_p:
+        if self._handle is None:
+            raise _closed()
+        return self._handle
+
+    def _call(self, function: Callable[..., int], *arguments: object) -> None:
+        with self._lock:
+            self._library.check(function(self._open(), *arguments))
+
+
+def _closed() -> InvalidArgument:
+    return InvalidArgument("the engine is closed; create another one")
+
+
+def _stream(stream: Any) -> int | None:
+    return stream if stream is None or isinstance(stream, int) else stream.cuda_stream
+
+
+def _ids(ids: Iterable[int]) -> tuple[Any, int]:
+    """Ids as an array of int32, and how many they are."""
+    try:
+        numbers = array.array("i", ids.tolist() if hasattr(ids, "tolist") else ids)
+    except (TypeError, OverflowError) as reason:
+        raise InvalidArgument(f"ids are to be one row of numbers of 32 bits: {reason}") from reason
+    return (ctypes.c_int32 * len(numbers)).from_buffer(numbers), len(numbers)

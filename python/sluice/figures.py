@@ -1,0 +1,99 @@
+"""What engines tell of themselves. The names are those of sluice.h."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from dataclasses import dataclass
+from typing import TypeVar
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an engine has done so far."""
+
+    asked: int  #: layers whose far part the CPU was asked for
+    unplanned: int  #: replays without a plan of their own
+    near_tokens: int  #: attended in device memory, by all rows that choose, layers and KV heads
+    far_tokens: int  #: and in place, by the CPU
+    fetched_tokens: int  #: and by the device over the link
+    promoted: int  #: tokens brought near, by layers and KV heads
+    scored: int  #: keys that policies read to choose on the CPU
+    estimated: int  #: keys whose 4-bit copies the device was to read to choose
+    ranked_pages: int  #: pages whose digests it was to read
+    waited_ns: int  #: that the device waited for the CPU's answers
+    answer_ns: int  #: from when a thread saw a question until it was answered
+    sparse_chunks: int  #: of prompts: (layer, chunk) pairs where blocks were chosen
+    dense_chunks: int  #: and the others
+    kept_blocks: int  #: (query head, query block, key block) triples computed where they were chosen
+    causal_blocks: int  #: and what dense attention would have computed there
+    matched_tokens: int  #: of prompts, that sequences began with
+    evicted_blocks: int  #: kept for prompts to come, until something else needed them
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of an engine in bytes, all but `policies` and `prefixes` reserved when it is created."""
+
+    far_pages: int  #: host: keys and values
+    far_pages_used: int  #: of these, in blocks that sequences hold; shared ones count once
+    far_pages_cached: int  #: and in blocks that no sequence has, kept for prompts to come
+    prefixes: int  #: host, not reserved: names of tokens, and what finds pages by them
+    pinned: int  #: host: what device and threads share
+    partials: int  #: host: the threads' own
+    policies: int  #: host: what policies that choose on the CPU have learnt
+    near_pages: int  #: device
+    near_pages_used: int  #: of these, when the newest forward ended
+    codes: int  #: device: 4-bit copies of keys
+    digests: int  #: device: of full pages
+    buffers: int  #: device: everything else
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What audits of a sequence found, over all layers, query heads and audited tokens. Shares are in [0, 1]; all is 0
+    if nothing was audited."""
+
+    top_k: int  #: tokens with the largest scores that `overlap` is about
+    layers: int
+    q_heads: int
+    tokens: int  #: audited
+    attended_tokens: int  #: by the query heads of a group together, summed over layers and KV heads
+    dense_tokens: int  #: and those that there were
+    bypassed_heads: int  #: query heads that attended nothing, summed over layers
+    coverage_count: int
+    coverage_mean: float  #: share of the exact softmax that was attended
+    coverage_min: float
+    coverage_p5: float  #: 5% of the samples lie below
+    coverage_p50: float
+    overlap_count: int
+    overlap_mean: float  #: share of the top_k tokens that was attended
+    overlap_min: float
+    watched_count: int
+    watched_mean: float  #: share of the watched tokens' mass that was attended, where they held 1%
+    watched_min: float
+
+
+@dataclass(frozen=True)
+class HeadAudit:
+    """The same for one layer and query head: means over the audited steps."""
+
+    steps: int
+    bound_broken: int  #: steps whose error was above error_bound
+    watched_steps: int  #: steps in which watched tokens held 1%
+    coverage: float  #: share of the exact softmax that was attended
+    coverage_min: float
+    overlap: float  #: share of the tokens with the largest scores that was attended
+    error: float  #: L2 norm of output minus exact output
+    relative_error: float  #: the same over the norm of the exact output
+    error_bound: float  #: 2 (1 - coverage) max |v|
+    watched_mass: float  #: the watched tokens' exact share
+    watched_kept: float  #: the attended part of that share, relative to it
+
+
+Figures = TypeVar("Figures", Stats, Memory, Audit, HeadAudit)
+
+
+def read(kind: type[Figures], struct: ctypes.Structure) -> Figures:
+    """The struct's fields of the same names."""
+    return kind(**{field.name: getattr(struct, field.name) for field in dataclasses.fields(kind)})

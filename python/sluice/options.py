@@ -1,0 +1,177 @@
+"""What an engine, a forward and its parts are made of, as plain values."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sluice import _structs as structs
+from sluice._library import library
+from sluice.errors import InvalidArgument
+
+
+class Features(enum.IntFlag):
+    """What rows of a bucket that choose what they attend may do."""
+
+    NONE = 0
+    TOP_K = 1  #: some choose a number of tokens
+    UNBOUNDED = 2  #: some choose a share of the mass, or attend everything
+    PAGES = 4  #: some rank pages by their digests
+    AUDIT = 8  #: what they attend is held against exact attention, see `Engine.audit`
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a forward is made for, padding included. What `Engine.attend` enqueues follows from it alone."""
+
+    decode_rows: int = 0  #: rows that choose what they attend: new tokens, and drafts to verify
+    prefill_rows: int = 0  #: rows of chunks of prompts, which attend all that comes before them
+    prefills: int = 0  #: how many chunks these are
+    max_tokens: int = 0  #: of the longest sequence, a multiple of page_tokens; 0: all that there is room for
+    features: Features = Features.NONE  #: of no use without decode_rows
+
+    def __post_init__(self) -> None:
+        # Made once: `attend` hands its address on for every layer.
+        struct = structs.Bucket(**{field.name: _unsigned(field.name, getattr(self, field.name))
+                                   for field in dataclasses.fields(self)})
+        object.__setattr__(self, "_struct", struct)
+        object.__setattr__(self, "_address", ctypes.addressof(struct))
+
+    @property
+    def rows(self) -> int:
+        return self.decode_rows + self.prefill_rows
+
+    # The struct holds nothing that the fields do not, and has no copy of its own.
+    def __reduce__(self) -> tuple:
+        return Bucket, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+@dataclass(frozen=True)
+class PlanItem:
+    """New tokens of one sequence, consecutive rows of a forward."""
+
+    sequence: int
+    tokens: int = 1
+    prefill: bool = False  #: a chunk of a prompt; else each row chooses as the sequence's policy says
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kv_dtype": ("f32", "f16", "bf16"),
+    "digests": ("none", "box", "cuboid_mean"),
+    "prefill_mode": ("full", "flex", "automatic"),
+    "placement": ("hybrid", "stream"),
+}
+_SWITCHES = ("prefix_decoded", "prefill_lines", "pin_threads")
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """Everything that is fixed when an engine is created. None is the library's default, which sluice.h names;
+    `Engine.options` has what it came to."""
+
+    layers: int
+    q_heads: int  #: a multiple of kv_heads, at most 32 for each of them
+    kv_heads: int
+    head_dim: int  #: 64 or 128 have tuned kernels; on the CPU any multiple of 16 up to 256
+    device: str = "cpu"  #: or "cuda", or "cuda:1"
+    device_bytes: int | None = None  #: most that is taken of the GPU's memory
+    kv_dtype: Literal["f32", "f16", "bf16"] | None = None  #: of keys and values in memory
+    host_bytes: int | None = None  #: host memory for keys and values, reserved at once
+    near_bytes: int | None = None  #: device memory for a cache of them
+    page_tokens: int | None = None  #: a power of two in [8, 256]
+    promotions: int | None = None  #: tokens of a layer and KV head that are brought near at a time
+    placement: Literal["hybrid", "stream"] | None = None  #: who attends what is chosen and not near
+    prefix_decoded: bool | None = None  #: tokens that were decoded are found as parts of prompts, too
+    prefix_bytes: int | None = None  #: of host_bytes, for pages of named tokens that no sequence has
+    largest: Bucket | None = None  #: of all buckets; where it has no features, `make_room_for` adds what is needed
+    in_flight: int | None = None  #: forwards that are planned and not finished
+    sequences: int | None = None  #: that live at once
+    cpu_sequences: int | None = None  #: of them, those whose policies choose on the CPU
+    prompt_queries: int | None = None  #: of a prompt's newest tokens, for these policies
+    max_picks: int | None = None  #: tokens that a query head may choose on the device
+    digests: Literal["none", "box", "cuboid_mean"] | None = None  #: of full pages
+    max_ranked: int | None = None  #: pages that a query head may choose
+    max_window: int | None = None  #: sinks and recent tokens of a policy, together
+    import_rows: int | None = None  #: tokens of one import
+    prefill_window: int | None = None  #: tokens of keys that a chunk of a prompt attends at a time
+    prefill_mode: Literal["full", "flex", "automatic"] | None = None  #: how prompts attend
+    prefill_min_budget: int | None = None  #: FlexPrefill: tokens, at least
+    prefill_max_budget: int | None = None  #: and at most, 0: any
+    prefill_lines: bool | None = None  #: blocks by lines
+    prefill_gamma: float | None = None  #: share of the attention that is enough
+    prefill_tau: float | None = None
+    threads: int | None = None  #: that answer the far part
+    pin_threads: bool | None = None
+    answer_timeout_ms: int | None = None  #: a layer waits no longer for the far part
+    timeout_ms: int | None = None  #: every wait of a call
+    cores: Sequence[int] | None = None  #: that threads run on, by the OS index of a PU of each
+
+    def make_room_for(self, policy: str, tokens: int) -> None:
+        """Raises what a sequence of this policy needs that grows to `tokens` tokens, memory apart; lowers nothing.
+        Fills in the defaults, so set `page_tokens` before."""
+        struct = self._to_struct()
+        lib = library()
+        lib.check(lib.engine_options_make_room_for(ctypes.byref(struct), policy.encode(),
+                                                   _unsigned("tokens", tokens)))
+        self.__dict__.update(EngineOptions._from_struct(struct).__dict__)
+
+    def _to_struct(self) -> structs.EngineOptions:
+        struct = structs.EngineOptions()
+        lib = library()
+        lib.check(lib.engine_options_init(ctypes.byref(struct), ctypes.sizeof(struct)))
+        struct.device_type, struct.device_id = _device(self.device)
+        if self.largest is not None:
+            for field in dataclasses.fields(Bucket):
+                setattr(struct, f"largest_{field.name}", getattr(self.largest, field.name))
+        if self.cores is not None:
+            struct.core_count = len(self.cores)
+            struct.cores = (ctypes.c_uint32 * len(self.cores))(*(_unsigned("cores", core) for core in self.cores))
+        kinds = dict(structs.EngineOptions._fields_)
+        for name, value in self.__dict__.items():
+            if name in _CHOICES and value is not None:
+                setattr(struct, name, _choice(name, value))
+            elif name not in ("device", "largest", "cores") and value is not None:
+                if kinds[name] is not ctypes.c_float:
+                    value = _unsigned(name, value, 8 * ctypes.sizeof(kinds[name]))
+                setattr(struct, name, value)
+        return struct
+
+    @staticmethod
+    def _from_struct(struct: structs.EngineOptions) -> EngineOptions:
+        values = {field.name: getattr(struct, field.name) for field in dataclasses.fields(EngineOptions)
+                  if field.name not in ("device", "largest", "cores")}
+        for name, words in _CHOICES.items():
+            values[name] = words[values[name]]
+        for name in _SWITCHES:
+            values[name] = bool(values[name])
+        largest = {field.name: getattr(struct, f"largest_{field.name}") for field in dataclasses.fields(Bucket)}
+        largest["features"] = Features(largest["features"])
+        values["device"] = "cpu" if struct.device_type == structs.DEVICE_CPU else f"cuda:{struct.device_id}"
+        return EngineOptions(largest=Bucket(**largest), cores=struct.cores[: struct.core_count] or None, **values)
+
+
+def _device(name: str) -> tuple[int, int]:
+    kind, colon, number = name.partition(":")
+    if kind == "cpu" and not colon:
+        return structs.DEVICE_CPU, 0
+    if kind == "cuda" and (number.isdecimal() if colon else True):
+        return structs.DEVICE_CUDA, int(number or 0)
+    raise InvalidArgument(f'device is "{name}"; it must be "cpu", "cuda" or "cuda:N"')
+
+
+def _choice(name: str, word: str) -> int:
+    if word not in _CHOICES[name]:
+        raise InvalidArgument(f'{name} is "{word}"; it must be one of ' + ", ".join(_CHOICES[name]))
+    return _CHOICES[name].index(word)
+
+
+def _unsigned(name: str, value: int, bits: int = 32) -> int:
+    # ctypes cuts off what does not fit.
+    number = value.__index__()
+    if not 0 <= number < 1 << bits:
+        raise InvalidArgument(f"{name} is {number}; it must be in [0, {(1 << bits) - 1}]")
+    return number

@@ -1,0 +1,128 @@
+"""Forwards give what dense attention gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import sluice
+from conftest import HEAD_DIM, KV_HEADS, LAYERS, POLICIES, Q_HEADS, Story, buckets, forward
+
+Make = Callable[..., sluice.Engine]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_in_chunks_decoding_and_batches(make: Make, policy: str) -> None:
+    engine = make(policy)
+    mixed, decode = buckets(engine)
+    (a, story_a), (b, story_b) = ((engine.begin(policy), Story(seed)) for seed in (1, 2))
+    forward(engine, mixed, (a, story_a, 0, 60, True))
+    forward(engine, mixed, (a, story_a, 60, 30, True), (b, story_b, 0, 34, True))
+    forward(engine, mixed, (a, story_a, 90, 1, False), (b, story_b, 34, 64, True))
+    for step in range(3):
+        forward(engine, decode, (b, story_b, 98 + step, 1, False), (a, story_a, 91 + step, 1, False))
+    assert (engine.tokens(a), engine.tokens(b)) == (94, 101)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_drafts_truncate_and_fork(make: Make, policy: str) -> None:
+    engine = make(*POLICIES)
+    mixed, decode = buckets(engine)
+    a, story = engine.begin(policy), Story(3)
+    forward(engine, mixed, (a, story, 0, 50, True))
+    forward(engine, decode, (a, story, 50, 3, False))  # Two of them drafts,
+    engine.truncate(a, 51)  # which are not accepted.
+    other = Story(4)
+    for mine, old in ((other.k, story.k), (other.v, story.v)):
+        mine[:, :51] = old[:, :51]
+    b = engine.fork(a, 51)
+    c = engine.fork(a, 40, POLICIES[0])
+    forward(engine, decode, (a, story, 51, 2, False), (b, other, 51, 1, False), (c, story, 40, 1, False))
+    assert [engine.tokens(each) for each in (a, b, c)] == [53, 52, 41]
+    engine.end(a)
+    forward(engine, decode, (b, other, 52, 1, False))
+
+
+def test_prompts_that_are_known_in_part(make: Make) -> None:
+    engine = make()
+    mixed, decode = buckets(engine)
+    prompt, story = np.arange(60, dtype=np.int64) % 31, Story(5)
+    assert engine.match_prefix("full", prompt) == 0
+    a = engine.begin("full", prompt.tolist(), salt=7)
+    forward(engine, mixed, (a, story, 0, 60, True))
+    assert engine.match_prefix("full", prompt, salt=7) == 48  # Whole pages of 16.
+    assert engine.match_prefix("full", prompt) == 0
+    b = engine.begin("full", prompt, salt=7)
+    assert engine.tokens(b) == 48
+    forward(engine, mixed, (b, story, 48, 12, True))
+    engine.name_tokens(b, 60, range(4))
+    forward(engine, decode, (b, story, 60, 4, False), )
+    engine.preempt(a)
+    assert engine.stats().matched_tokens == 48
+    assert engine.match_prefix("full", [*prompt.tolist(), 0, 1, 2, 3, 9], salt=7) == 64
+    engine.end(a), engine.end(b)
+    assert engine.memory().far_pages_cached > 0
+
+
+@pytest.mark.parametrize("with_queries", [False, True])
+def test_import(make: Make, with_queries: bool) -> None:
+    engine = make(POLICIES[1])
+    _, decode = buckets(engine)
+    a, story = engine.begin(POLICIES[1]), Story(6)
+    for first, count in ((0, 64), (64, 20)):
+        for layer in range(LAYERS):
+            rows = slice(first, first + count)
+            engine.import_prefix(a, layer, story.k[layer, rows], story.v[layer, rows],
+                                 story.q[layer, rows][-8:] if with_queries else None)
+        assert engine.tokens(a) == first + count
+    forward(engine, decode, (a, story, 84, 2, False))
+
+
+def test_cancel(make: Make) -> None:
+    engine = make()
+    _, decode = buckets(engine)
+    a, story = engine.begin("full"), Story(7)
+    forward(engine, decode, (a, story, 0, 2, False))
+    first, second = (engine.plan([sluice.PlanItem(a)], decode) for _ in range(2))
+    engine.cancel(first)
+    with pytest.raises(sluice.InvalidArgument, match=f"forward {second}"):
+        engine.finish(second)
+    forward(engine, decode, (a, story, 2, 1, False))
+
+
+def test_audit_watch_and_figures(make: Make) -> None:
+    policy = "exact | int4 | top_k=8 | near=0"
+    engine = make(policy, largest=sluice.Bucket(decode_rows=1, features=sluice.Features.AUDIT), host_bytes=4 << 20)
+    a, story = engine.begin(policy), Story(8)
+    for first in range(0, 192, 64):
+        for layer in range(LAYERS):
+            engine.import_prefix(a, layer, *(each[layer, first : first + 64] for each in (story.k, story.v)))
+    assert engine.audit(a).tokens == 0
+    engine.watch(a, [3, 4])
+    bucket = engine.options.largest
+    assert bucket is not None and bucket.features == sluice.Features.AUDIT | sluice.Features.TOP_K
+    number = engine.plan([sluice.PlanItem(a)], bucket)
+    out = np.empty((1, Q_HEADS, HEAD_DIM), np.float32)
+    for layer in range(LAYERS):
+        engine.attend(bucket, layer, story.q[layer, 192:193], story.k[layer, 192:193], story.v[layer, 192:193], out)
+    engine.finish(number)
+    audit, heads = engine.audit(a), engine.audit_heads(a)
+    assert audit.tokens == 1 and audit.layers == LAYERS and 0 < audit.coverage_mean < 1
+    assert [len(each) for each in heads] == [Q_HEADS] * LAYERS and heads[1][3].steps == 1
+    mean = np.mean([head.coverage for layer in heads for head in layer])
+    assert mean == pytest.approx(audit.coverage_mean, abs=1e-6)
+    assert audit.dense_tokens == 193 * LAYERS * KV_HEADS
+    memory = engine.memory()
+    assert memory.far_pages == 4 << 20 and 0 < memory.far_pages_used == engine.far_bytes(a)
+    assert engine.can_admit(16) and not engine.can_admit(1 << 20)
+
+
+def test_options_are_what_was_made() -> None:
+    options = sluice.EngineOptions(layers=1, q_heads=4, kv_heads=1, head_dim=64, host_bytes=1 << 20, cores=[0],
+                                   prefill_gamma=0.5, kv_dtype="f16", pin_threads=False)
+    with sluice.Engine(options) as engine:
+        made = engine.options
+    assert (made.kv_dtype, made.cores, made.prefill_gamma, made.device) == ("f16", [0], 0.5, "cpu")
+    assert made.pin_threads is False and made.timeout_ms == 30_000
+    assert made.largest is not None and made.largest.features == sluice.Features.TOP_K
