@@ -13,6 +13,7 @@ constexpr double kTolerance = 1e-4;
 
 EngineOptions quiet(EngineOptions options) {
   options.near_bytes = 0;
+  options.placement = PlacementMode::hybrid;  // Where tokens are attended changes none.
   options.in_flight = 1;
   options.sequences = 2;  // One that forks, and its child.
   options.cpu_sequences = 2;

@@ -112,6 +112,7 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
     options.prefill = {.mode = one_of(random, {PrefillMode::flexprefill, PrefillMode::automatic}),
                        .flex = {.gamma = one_of(random, {0.5f, 0.7f, 0.95f}), .min_budget = 128}};
   }
+  options.placement = one_of(random, {PlacementMode::hybrid, PlacementMode::hybrid, PlacementMode::stream});
   return options_for(kind, options, policies);
 }
 
