@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "cpu/limits.hpp"
+#include "cpu/machine/limits.hpp"
 #include "sluice/error.hpp"
 #include "sluice/host_memory.hpp"
 

@@ -55,7 +55,7 @@ source(tools/cli/a.cpp
   "#include \"tests/support/a.hpp\"  // BAD")
 source(tools/llama/a.cpp
   "#include \"sluice/runtime.hpp\"" "#include \"tools/llama/a.hpp\"" "std::printf(\"1\")"
-  "#include \"cpu/workers.hpp\"  // BAD" "#include \"tools/cli/a.hpp\"  // BAD")
+  "#include \"cpu/threads/workers.hpp\"  // BAD" "#include \"tools/cli/a.hpp\"  // BAD")
 
 set(expected "")
 foreach(path IN LISTS sources)

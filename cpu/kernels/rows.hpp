@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/kernels.hpp"
+#include "cpu/kernels/kernels.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cpu/kernels.hpp"
+#include "cpu/kernels/kernels.hpp"
 
 namespace sluice::cpu {
 

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <string>
 
-#include "gpu/cuda_error.hpp"
+#include "gpu/device/cuda_error.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {

@@ -6,8 +6,8 @@
 #include <span>
 #include <vector>
 
-#include "gpu/cuda_device.hpp"
-#include "gpu/handles.hpp"
+#include "gpu/device/cuda_device.hpp"
+#include "gpu/device/handles.hpp"
 #include "gpu/transfer/memory_traffic.hpp"
 #include "gpu/transfer/paths.hpp"
 

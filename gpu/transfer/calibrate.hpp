@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "gpu/cuda_device.hpp"
+#include "gpu/device/cuda_device.hpp"
 #include "gpu/transfer/bench.hpp"
 #include "sluice/cuda.hpp"
 

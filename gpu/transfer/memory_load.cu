@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "gpu/cuda_error.hpp"
+#include "gpu/device/cuda_error.hpp"
 #include "gpu/transfer/memory_load.hpp"
 
 namespace sluice::gpu {

@@ -5,8 +5,8 @@
 #include <array>
 #include <memory>
 
-#include "gpu/cuda_device.hpp"
-#include "gpu/handles.hpp"
+#include "gpu/device/cuda_device.hpp"
+#include "gpu/device/handles.hpp"
 
 namespace sluice::gpu {
 

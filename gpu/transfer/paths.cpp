@@ -6,8 +6,8 @@
 #include <string>
 #include <thread>
 
-#include "gpu/cuda_error.hpp"
-#include "gpu/kernels/gather.hpp"
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/transfer/gather.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {

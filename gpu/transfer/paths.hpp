@@ -7,9 +7,9 @@
 #include <span>
 #include <vector>
 
-#include "gpu/handles.hpp"
-#include "gpu/memory_map.hpp"
-#include "gpu/param_ring.hpp"
+#include "gpu/device/handles.hpp"
+#include "gpu/device/memory_map.hpp"
+#include "gpu/device/param_ring.hpp"
 #include "gpu/transfer/profile.hpp"
 #include "sluice/cuda.hpp"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "gpu/cuda_error.hpp"
+#include "gpu/device/cuda_error.hpp"
 #include "gpu/transfer/ping.hpp"
 
 namespace sluice::gpu {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/verbs.hpp"
+#include "cpu/backend/verbs.hpp"
 
 namespace sluice::runtime {
 namespace {

@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "cpu/host_device.hpp"
+#include "cpu/device/host_device.hpp"
 #include "runtime/call.hpp"
 #include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/impl.hpp"

@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/host_pool.hpp"
+#include "cpu/machine/host_pool.hpp"
 #include "sluice/device.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/forward_verbs.hpp"

@@ -2,7 +2,7 @@
 #include <atomic>
 #include <thread>
 
-#include "cpu/spin.hpp"
+#include "cpu/threads/spin.hpp"
 #include "runtime/engine/impl.hpp"
 
 namespace sluice {

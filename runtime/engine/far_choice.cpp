@@ -5,7 +5,7 @@
 #include <limits>
 #include <numeric>
 
-#include "cpu/verbs.hpp"
+#include "cpu/backend/verbs.hpp"
 #include "sluice/partial.hpp"
 
 namespace sluice::runtime {

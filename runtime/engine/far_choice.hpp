@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/kernels.hpp"
+#include "cpu/kernels/kernels.hpp"
 #include "runtime/engine/forward_audit.hpp"
 #include "runtime/engine/sequence_policy.hpp"
 #include "scheduler/heap_bytes.hpp"

@@ -4,8 +4,8 @@
 #include <chrono>
 #include <system_error>
 
-#include "cpu/spin.hpp"
-#include "cpu/verbs.hpp"
+#include "cpu/backend/verbs.hpp"
+#include "cpu/threads/spin.hpp"
 #include "runtime/engine/mailbox.hpp"
 #include "sluice/error.hpp"
 

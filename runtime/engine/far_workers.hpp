@@ -8,8 +8,8 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/kernels.hpp"
-#include "cpu/topology.hpp"
+#include "cpu/kernels/kernels.hpp"
+#include "cpu/machine/topology.hpp"
 #include "runtime/engine/far_choice.hpp"
 #include "runtime/engine/shares.hpp"
 #include "sluice/forward_memory.hpp"

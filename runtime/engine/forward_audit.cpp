@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "cpu/verbs.hpp"
+#include "cpu/backend/verbs.hpp"
 
 namespace sluice::runtime {
 

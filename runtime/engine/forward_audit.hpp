@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/kernels.hpp"
-#include "cpu/workers.hpp"
+#include "cpu/kernels/kernels.hpp"
+#include "cpu/threads/workers.hpp"
 #include "runtime/engine/audit_group.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/units.hpp"

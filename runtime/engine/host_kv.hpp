@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "cpu/backend.hpp"
+#include "cpu/backend/backend.hpp"
 #include "scheduler/layer_policy.hpp"
 
 namespace sluice::runtime {

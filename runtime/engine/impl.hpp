@@ -8,10 +8,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "cpu/backend.hpp"
-#include "cpu/kept.hpp"
-#include "cpu/topology.hpp"
-#include "cpu/workers.hpp"
+#include "cpu/backend/backend.hpp"
+#include "cpu/machine/topology.hpp"
+#include "cpu/threads/kept.hpp"
+#include "cpu/threads/workers.hpp"
 #include "runtime/call.hpp"
 #include "runtime/engine/engine_memory.hpp"
 #include "runtime/engine/far_choice.hpp"

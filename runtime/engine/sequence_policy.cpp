@@ -3,7 +3,7 @@
 #include <chrono>
 #include <thread>
 
-#include "cpu/spin.hpp"
+#include "cpu/threads/spin.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::runtime {

@@ -6,8 +6,8 @@
 #include <span>
 #include <vector>
 
-#include "cpu/backend.hpp"
-#include "cpu/workers.hpp"
+#include "cpu/backend/backend.hpp"
+#include "cpu/threads/workers.hpp"
 #include "runtime/engine/host_kv.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/forward_memory.hpp"

@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "cpu/frame_set.hpp"
+#include "cpu/machine/frame_set.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::runtime {

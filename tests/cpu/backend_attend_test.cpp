@@ -2,7 +2,7 @@
 #include <cmath>
 #include <thread>
 
-#include "cpu/kernels.hpp"
+#include "cpu/kernels/kernels.hpp"
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"

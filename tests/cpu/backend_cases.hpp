@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "cpu/backend.hpp"
+#include "cpu/backend/backend.hpp"
 #include "tests/support/reference.hpp"
 
 /// What the tests of cpu::Backend share.

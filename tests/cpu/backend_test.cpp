@@ -1,9 +1,9 @@
-#include "cpu/backend.hpp"
+#include "cpu/backend/backend.hpp"
 
 #include <cmath>
 #include <vector>
 
-#include "cpu/rates.hpp"
+#include "cpu/backend/rates.hpp"
 #include "sluice/error.hpp"
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"

@@ -1,7 +1,7 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/backend.hpp"
+#include "cpu/backend/backend.hpp"
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/backend_under_test.hpp"
 

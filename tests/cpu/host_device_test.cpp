@@ -1,4 +1,4 @@
-#include "cpu/host_device.hpp"
+#include "cpu/device/host_device.hpp"
 
 #include <algorithm>
 #include <array>
@@ -28,8 +28,8 @@ TensorView view(std::span<const float> values) {
 
 /// What became of a fixed program of copies and verbs, one letter per operation. Letters differ between
 /// seeds; for one seed they must not.
-std::string outcome(const Misbehaviour& misbehaviour) {
-  HostDevice device(workers(), {.misbehaviour = misbehaviour});
+std::string outcome(const FaultOptions& faults) {
+  HostDevice device(workers(), {.faults = faults});
   const std::array streams{device.create_stream("a"), device.create_stream("b")};
   const auto event = device.create_event();
   std::string letters;
@@ -171,13 +171,13 @@ TEST_CASE("a stream of another device is refused", "[host_device][backend]") {
 }
 
 TEST_CASE("injected failures repeat with their seed and fail exactly what did not happen",
-          "[host_device][misbehaviour]") {
-  Misbehaviour misbehaviour{.max_delay = 50us, .reorder_copies = true, .fail_copy = 0.5, .fail_verb = 0.5};
+          "[host_device][faults]") {
+  FaultOptions faults{.max_delay = 50us, .reorder_copies = true, .fail_copy = 0.5, .fail_verb = 0.5};
   std::vector<std::string> all;
   for (std::uint64_t seed = 0; seed < 8; ++seed) {
-    misbehaviour.seed = seed;
-    all.push_back(outcome(misbehaviour));
-    REQUIRE(outcome(misbehaviour) == all.back());
+    faults.seed = seed;
+    all.push_back(outcome(faults));
+    REQUIRE(outcome(faults) == all.back());
   }
   std::sort(all.begin(), all.end());
   REQUIRE(std::unique(all.begin(), all.end()) == all.end());
@@ -186,7 +186,7 @@ TEST_CASE("injected failures repeat with their seed and fail exactly what did no
   for (const char letter : {'0', '1', '2', '3', '4'}) REQUIRE(together.find(letter) != std::string::npos);
 }
 
-TEST_CASE("a device that always fails executes nothing, a reformed one everything", "[host_device][misbehaviour]") {
+TEST_CASE("a device that always fails executes nothing, a reformed one everything", "[host_device][faults]") {
   HostDevice device(workers());
   const auto stream = device.create_stream("s");
   const auto event = device.create_event();
@@ -194,7 +194,7 @@ TEST_CASE("a device that always fails executes nothing, a reformed one everythin
   std::vector<float> out(2, 0);
   std::vector<std::byte> memory(16);
 
-  device.misbehave({.fail_verb = 1.0, .fail_allocation = 1.0, .fail_registration = 1.0});
+  device.inject({.fail_verb = 1.0, .fail_allocation = 1.0, .fail_registration = 1.0});
   device.backend().to_f32(view(in), out.data(), stream.get());
   stream->record(*event);
   stream->synchronize(soon());
@@ -206,7 +206,7 @@ TEST_CASE("a device that always fails executes nothing, a reformed one everythin
   REQUIRE(code_of([&] { return device.register_host(memory); }) == Errc::device);
   REQUIRE(device.injected_failures() == 4);
 
-  device.misbehave({});
+  device.inject({});
   device.backend().to_f32(view(in), out.data(), stream.get());
   stream->record(*event);
   stream->synchronize(soon());
@@ -217,13 +217,13 @@ TEST_CASE("a device that always fails executes nothing, a reformed one everythin
   REQUIRE(device.injected_failures() == 4);
 }
 
-TEST_CASE("delays and reordering never change what the contract orders", "[host_device][misbehaviour]") {
+TEST_CASE("delays and reordering never change what the contract orders", "[host_device][faults]") {
   // Two streams and the host pass a block round: link copies in, compute doubles, link copies out and
   // tells the host. Every hand-over is ordered by an event or a flag, so no seed may alter the sums.
   constexpr std::size_t kWords = 16;
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
     CAPTURE(seed);
-    HostDevice device(workers(), {.misbehaviour = {.seed = seed, .max_delay = 30us, .reorder_copies = true}});
+    HostDevice device(workers(), {.faults = {.seed = seed, .max_delay = 30us, .reorder_copies = true}});
     const auto link = device.create_stream("link");
     const auto compute = device.create_stream("compute");
     const auto copied = device.create_event();
@@ -261,9 +261,9 @@ TEST_CASE("delays and reordering never change what the contract orders", "[host_
   }
 }
 
-TEST_CASE("reordering does reorder", "[host_device][misbehaviour]") {
+TEST_CASE("reordering does reorder", "[host_device][faults]") {
   // All copies of the batch write the same word, which the contract leaves open: the last one wins.
-  HostDevice device(workers(), {.misbehaviour = {.seed = 1, .reorder_copies = true}});
+  HostDevice device(workers(), {.faults = {.seed = 1, .reorder_copies = true}});
   const auto stream = device.create_stream("s");
   const std::array<int, 8> from{1, 2, 3, 4, 5, 6, 7, 8};
   bool different = false;
@@ -282,8 +282,8 @@ TEST_CASE("options outside their range are refused", "[host_device]") {
   REQUIRE(code_of([] { return HostDevice(nullptr).info(); }) == Errc::invalid_argument);
   REQUIRE(code_of([] { return HostDevice(workers(), {.flag_timeout = -1ms}).info(); }) == Errc::invalid_argument);
   HostDevice device(workers());
-  const auto refuses = [&](const Misbehaviour& wrong) {
-    return code_of([&] { device.misbehave(wrong); }) == Errc::invalid_argument;
+  const auto refuses = [&](const FaultOptions& wrong) {
+    return code_of([&] { device.inject(wrong); }) == Errc::invalid_argument;
   };
   REQUIRE(refuses({.fail_copy = 1.5}));
   REQUIRE(refuses({.fail_verb = -0.1}));

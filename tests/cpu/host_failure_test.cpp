@@ -169,7 +169,7 @@ TEST_CASE("a stream destroyed with work in its queue leaves nobody waiting", "[h
       other->record(*event_other);
       stream->wait(*event_other);
     }
-    SECTION("asleep") { device.misbehave({.seed = 3, .max_delay = 1h}); }
+    SECTION("asleep") { device.inject({.seed = 3, .max_delay = 1h}); }
     call(*stream, [kept = std::move(token)] { ++*kept; });
     stream->record(*event);
     stream->signal(promised, 5);

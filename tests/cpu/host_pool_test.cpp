@@ -1,4 +1,4 @@
-#include "cpu/host_pool.hpp"
+#include "cpu/machine/host_pool.hpp"
 
 #include <algorithm>
 #include <numeric>
@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu/frame_set.hpp"
-#include "cpu/limits.hpp"
+#include "cpu/machine/frame_set.hpp"
+#include "cpu/machine/limits.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 

@@ -1,4 +1,4 @@
-#include "cpu/host_stream.hpp"
+#include "cpu/device/host_stream.hpp"
 
 #include <array>
 #include <numeric>

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "cpu/host_device.hpp"
-#include "cpu/host_stream.hpp"
+#include "cpu/device/host_device.hpp"
+#include "cpu/device/host_stream.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::cpu {

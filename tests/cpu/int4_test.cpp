@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/kernels.hpp"
+#include "cpu/kernels/kernels.hpp"
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prune_reference.hpp"

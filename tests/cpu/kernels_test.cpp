@@ -1,11 +1,11 @@
-#include "cpu/kernels.hpp"
+#include "cpu/kernels/kernels.hpp"
 
 #include <cmath>
 #include <cstdlib>
 #include <limits>
 
+#include "cpu/backend/row_list.hpp"
 #include "cpu/float16.hpp"
-#include "cpu/row_list.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"

@@ -1,4 +1,4 @@
-#include "cpu/limits.hpp"
+#include "cpu/machine/limits.hpp"
 
 #include <string>
 

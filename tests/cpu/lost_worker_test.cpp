@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/backend.hpp"
-#include "cpu/host_device.hpp"
-#include "cpu/host_pool.hpp"
-#include "cpu/rates.hpp"
+#include "cpu/backend/backend.hpp"
+#include "cpu/backend/rates.hpp"
+#include "cpu/device/host_device.hpp"
+#include "cpu/machine/host_pool.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/stall.hpp"

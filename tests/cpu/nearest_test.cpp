@@ -4,7 +4,7 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/kernels.hpp"
+#include "cpu/kernels/kernels.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
 

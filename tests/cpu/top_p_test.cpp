@@ -3,8 +3,8 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/kernels.hpp"
-#include "cpu/verbs.hpp"
+#include "cpu/backend/verbs.hpp"
+#include "cpu/kernels/kernels.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prune_reference.hpp"
 

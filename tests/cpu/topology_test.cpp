@@ -1,4 +1,4 @@
-#include "cpu/topology.hpp"
+#include "cpu/machine/topology.hpp"
 
 #include <sched.h>
 

@@ -1,4 +1,4 @@
-#include "cpu/workers.hpp"
+#include "cpu/threads/workers.hpp"
 
 #include <algorithm>
 #include <atomic>

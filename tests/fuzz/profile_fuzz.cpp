@@ -9,8 +9,8 @@
 #include "gpu/transfer/profile.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "tests/fuzz/scratch.hpp"
-#include "tools/cli/profile_cache.hpp"
-#include "tools/cli/transfer_profile.hpp"
+#include "tools/cli/link/profile_cache.hpp"
+#include "tools/cli/link/transfer_profile.hpp"
 
 using namespace sluice;
 using namespace sluice::test;

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "tests/fuzz/fuzz.hpp"
-#include "tools/cli/values.hpp"
+#include "tools/cli/text/values.hpp"
 
 using namespace sluice;
 using namespace sluice::test;

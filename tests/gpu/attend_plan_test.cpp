@@ -3,8 +3,8 @@
 #include <numeric>
 #include <vector>
 
-#include "gpu/attend_plan.hpp"
-#include "gpu/kernels/masses.hpp"
+#include "gpu/backend/attend_plan.hpp"
+#include "gpu/kernels/select/masses.hpp"
 #include "sluice/units.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/reference.hpp"

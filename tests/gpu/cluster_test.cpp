@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/backend.hpp"
+#include "cpu/backend/backend.hpp"
 #include "sluice/permutation.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"

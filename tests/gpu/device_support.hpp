@@ -11,9 +11,9 @@
 #include <string>
 #include <thread>
 
-#include "gpu/cuda_device.hpp"
-#include "gpu/cuda_stream.hpp"
-#include "gpu/kernels/signal.hpp"
+#include "gpu/device/cuda_device.hpp"
+#include "gpu/device/cuda_stream.hpp"
+#include "gpu/kernels/transfer/signal.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpu/param_ring.hpp"
+#include "gpu/device/param_ring.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
 #include "tests/gpu/device_support.hpp"

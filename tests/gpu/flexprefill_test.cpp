@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/backend.hpp"
+#include "cpu/backend/backend.hpp"
 #include "sluice/error.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"

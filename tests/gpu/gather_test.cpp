@@ -1,10 +1,10 @@
-#include "gpu/kernels/gather.hpp"
+#include "gpu/kernels/transfer/gather.hpp"
 
 #include <algorithm>
 #include <new>
 #include <vector>
 
-#include "gpu/kernels/signal.hpp"
+#include "gpu/kernels/transfer/signal.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"

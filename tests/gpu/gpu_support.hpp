@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "gpu/cuda_error.hpp"
+#include "gpu/device/cuda_error.hpp"
 #include "sluice/cuda.hpp"
 #include "tests/support/backend_under_test.hpp"
 

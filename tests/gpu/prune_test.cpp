@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/backend.hpp"
+#include "cpu/backend/backend.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prune_reference.hpp"

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpu/cuda_device.hpp"
+#include "gpu/device/cuda_device.hpp"
 #include "gpu/transfer/bench.hpp"
 #include "gpu/transfer/calibrate.hpp"
 #include "sluice/cuda.hpp"

@@ -8,14 +8,14 @@
 #include <string>
 #include <thread>
 
-#include "gpu/cuda_stream.hpp"
-#include "gpu/kernels/signal.hpp"
+#include "gpu/device/cuda_stream.hpp"
+#include "gpu/kernels/transfer/signal.hpp"
 #include "sluice/device.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::test {
 
-/// How a device misbehaves; every choice follows from the seed.
+/// How a device fails; every choice follows from the seed.
 struct Unruliness {
   std::uint64_t seed = 0;
   std::uint32_t device_delay_us = 0;  ///< longest pause of a stream before an operation

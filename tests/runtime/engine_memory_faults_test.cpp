@@ -81,6 +81,17 @@ void tell(Session& session, const PolicySpec& policy) {
   while (session.tokens() < kTokens - 1) session.decode();
 }
 
+/// Up to the last token. What could not be learnt from the one told last shows with the next.
+void tell_again(Session& session) {
+  for (int failures = 0; session.tokens() < kTokens;) {
+    try {
+      session.decode();
+    } catch (const Error& error) {
+      if (++failures > 1 || std::string(error.what()).find("could not choose") == std::string::npos) throw;
+    }
+  }
+}
+
 std::vector<std::int32_t> names(std::uint32_t tokens) {
   std::vector<std::int32_t> ids(tokens);
   std::iota(ids.begin(), ids.end(), 1);
@@ -200,7 +211,7 @@ TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_fault
     }
     // What failed can be told again, or ended; the other one goes on.
     if (session.id().value != 0) {
-      while (session.tokens() >= kPrompt && session.tokens() < kTokens) session.decode();
+      if (session.tokens() >= kPrompt) tell_again(session);
       session.end();
     }
     other.decode();

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <new>
 
-#include "cpu/host_device.hpp"
+#include "cpu/device/host_device.hpp"
 #include "tests/runtime/toy.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
@@ -72,7 +72,7 @@ TEST_CASE("an engine gives the same bits at once, queued, and however late its d
     CAPTURE(seed);
     EngineRig rig = engine_rig();
     static_cast<cpu::HostDevice&>(*rig.device)
-        .misbehave({.seed = seed, .max_delay = std::chrono::microseconds(200), .reorder_copies = true});
+        .inject({.seed = seed, .max_delay = std::chrono::microseconds(200), .reorder_copies = true});
     Engine engine(small_options(4), rig.device);
     REQUIRE(tell(engine, rig, story) == want);
   }

@@ -11,7 +11,7 @@
 #include <string>
 #include <thread>
 
-#include "cpu/host_device.hpp"
+#include "cpu/device/host_device.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_plain.hpp"
@@ -41,7 +41,7 @@ std::string decode_until_closed(int stop, std::uint32_t seed) try {
   const auto workers = std::make_shared<cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = 2, .pin = false});
   // Slow enough that most of the time somebody waits.
   const auto device = std::make_shared<cpu::HostDevice>(
-      workers, cpu::HostDeviceOptions{.flag_timeout = kTimeout, .misbehaviour = {.seed = seed, .max_delay = 1000us}});
+      workers, cpu::HostDeviceOptions{.flag_timeout = kTimeout, .faults = {.seed = seed, .max_delay = 1000us}});
   EngineRig rig;
   rig.device = device;
   rig.queue = device->create_stream("caller");

@@ -7,20 +7,20 @@
 #include <span>
 #include <vector>
 
-#include "cpu/host_device.hpp"
-#include "cpu/topology.hpp"
-#include "cpu/workers.hpp"
+#include "cpu/device/host_device.hpp"
+#include "cpu/machine/topology.hpp"
+#include "cpu/threads/workers.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/tensor.hpp"
 
 namespace sluice::test {
 
 /// An embedded device whose memory the host's verbs may not touch.
-inline std::shared_ptr<cpu::HostDevice> separate_device(const cpu::Misbehaviour& misbehaviour = {}) {
+inline std::shared_ptr<cpu::HostDevice> separate_device(const cpu::FaultOptions& faults = {}) {
   const cpu::Topology topology;
   auto workers = std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 2, .pin = false});
   return std::make_shared<cpu::HostDevice>(
-      std::move(workers), cpu::HostDeviceOptions{.separate_memory = true, .misbehaviour = misbehaviour});
+      std::move(workers), cpu::HostDeviceOptions{.separate_memory = true, .faults = faults});
 }
 
 /// Queries, keys and values of a model that exists only as numbers: every layer, position and head is drawn

@@ -51,7 +51,7 @@ constexpr const char* kCompositions[] = {
     "none | near=0,sinks=4,recent=40"};
 
 /// Every fourth round nothing goes wrong, every fourth things are late, else a little.
-cpu::Misbehaviour misbehaviour_of(std::uint64_t seed) {
+cpu::FaultOptions faults_of(std::uint64_t seed) {
   const std::uint64_t kind = seed % 4;
   if (kind == 0) return {};
   return {.seed = seed, .max_delay = microseconds(kind == 1 ? 200 : 20), .reorder_copies = true};
@@ -143,12 +143,12 @@ void Machine::build(std::uint64_t seed) {
   if (!kind_.at_once)
     device_ = std::make_shared<cpu::HostDevice>(
         workers_, cpu::HostDeviceOptions{
-                      .flag_timeout = kSoakTimeout, .separate_memory = kind_.separate_memory, .misbehaviour = {}});
+                      .flag_timeout = kSoakTimeout, .separate_memory = kind_.separate_memory, .faults = {}});
   for (int attempt = 0; !engine_; ++attempt) {
     // What an engine is built from may fail; without faults it must not.
     const double chance = attempt < kAttempts && seed % 4 > 1 ? 0.1 : 0.0;
     if (device_)
-      device_->misbehave({.seed = seed + static_cast<std::uint64_t>(attempt),
+      device_->inject({.seed = seed + static_cast<std::uint64_t>(attempt),
                           .fail_copy = chance,
                           .fail_allocation = chance,
                           .fail_registration = chance});
@@ -158,20 +158,20 @@ void Machine::build(std::uint64_t seed) {
       if (chance == 0.0 || (error.code() != Errc::device && error.code() != Errc::out_of_capacity)) throw;
     }
   }
-  if (device_) device_->misbehave({});
+  if (device_) device_->inject({});
   if (device_) stream_ = device_->create_stream("caller");
 }
 
 RoundStats Machine::run(std::uint64_t seed, std::uint64_t kept_seed) {
   if (!engine_) build(kind_.kept ? kept_seed : seed);
-  const cpu::Misbehaviour misbehaviour = misbehaviour_of(seed);
-  if (device_) device_->misbehave(misbehaviour);
-  faults_->begin(seed, misbehaviour.max_delay * 2);
+  const cpu::FaultOptions faults = faults_of(seed);
+  if (device_) device_->inject(faults);
+  faults_->begin(seed, faults.max_delay * 2);
   RoundStats alone;
-  Random dice(seed + 1);
+  Random random(seed + 1);
   const auto trouble = [&] {
-    if (kind_.stalls) faults_->stall(dice.below(40), engine_->options().answer_timeout * 3 / 2);
-    if (kind_.breaks) faults_->break_one(dice.below(20));
+    if (kind_.stalls) faults_->stall(random.below(40), engine_->options().answer_timeout * 3 / 2);
+    if (kind_.breaks) faults_->break_one(random.below(20));
   };
   Traffic traffic({.engine = *engine_,
                    .pool = pool_,
@@ -185,7 +185,7 @@ RoundStats Machine::run(std::uint64_t seed, std::uint64_t kept_seed) {
                      alone_->compare(sequence, alone);
                    }});
   traffic.run();
-  if (device_) device_->misbehave({});
+  if (device_) device_->inject({});
   faults_->stop();
   traffic.leave();
   require(engine_->memory().far_pages_used == 0, "without sequences blocks are held");

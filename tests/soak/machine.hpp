@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu/host_device.hpp"
-#include "cpu/workers.hpp"
+#include "cpu/device/host_device.hpp"
+#include "cpu/threads/workers.hpp"
 #include "sluice/engine.hpp"
 #include "tests/soak/alone.hpp"
 #include "tests/soak/faults.hpp"
@@ -54,7 +54,7 @@ class Machine {
   MachineKind kind_;
   std::shared_ptr<const cpu::Workers> workers_;
   const Pool& pool_;
-  cpu::HostDevice memory_;  ///< of tensors; never misbehaves
+  cpu::HostDevice memory_;  ///< of tensors; never fails
   std::shared_ptr<Faults> faults_;
   std::vector<std::string> policies_;
   std::shared_ptr<cpu::HostDevice> device_;  ///< null: the engine's own

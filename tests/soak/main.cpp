@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/topology.hpp"
+#include "cpu/machine/topology.hpp"
 #include "sluice/error.hpp"
 #include "tests/soak/machine.hpp"
 #include "tests/soak/resources.hpp"

@@ -1,8 +1,8 @@
 // Prompts whose chunks choose blocks of keys, on every device: against the device's own verbs, and against dense ones.
 #include <limits>
 
-#include "cpu/kernels.hpp"
-#include "cpu/verbs.hpp"
+#include "cpu/backend/verbs.hpp"
+#include "cpu/kernels/kernels.hpp"
 #include "sluice/backend.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "cpu/backend.hpp"
+#include "cpu/backend/backend.hpp"
 #include "runtime/engine/audit_group.hpp"
 #include "runtime/engine/host_kv.hpp"
 #include "scheduler/layer_policy.hpp"

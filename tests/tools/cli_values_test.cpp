@@ -8,10 +8,10 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/tools/cli_process.hpp"
-#include "tools/cli/message.hpp"
-#include "tools/cli/output.hpp"
-#include "tools/cli/progress_bar.hpp"
-#include "tools/cli/values.hpp"
+#include "tools/cli/text/message.hpp"
+#include "tools/cli/text/output.hpp"
+#include "tools/cli/text/progress_bar.hpp"
+#include "tools/cli/text/values.hpp"
 
 using namespace sluice::tools;
 using sluice::test::contains;

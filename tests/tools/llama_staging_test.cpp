@@ -2,9 +2,9 @@
 #include <numeric>
 #include <vector>
 
-#include "cpu/host_device.hpp"
-#include "cpu/topology.hpp"
-#include "cpu/workers.hpp"
+#include "cpu/device/host_device.hpp"
+#include "cpu/machine/topology.hpp"
+#include "cpu/threads/workers.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/tools/llama_failure.hpp"

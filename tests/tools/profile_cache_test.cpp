@@ -1,5 +1,5 @@
 // Transfer profiles as files: what is read back, what is measured again, and what happens where nothing can be kept.
-#include "tools/cli/profile_cache.hpp"
+#include "tools/cli/link/profile_cache.hpp"
 
 #include <sys/stat.h>
 
@@ -11,7 +11,7 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/tools/cli_process.hpp"
-#include "tools/cli/transfer_profile.hpp"
+#include "tools/cli/link/transfer_profile.hpp"
 
 using namespace sluice;
 using namespace sluice::tools;

@@ -1,4 +1,4 @@
-#include "tools/cli/prompt_pattern.hpp"
+#include "tools/cli/synthetic/prompt_pattern.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "tools/cli/synthetic.hpp"
+#include "tools/cli/synthetic/synthetic.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -6,9 +6,9 @@
 
 #include "scheduler/numbers.hpp"
 #include "sluice/error.hpp"
-#include "tools/cli/message.hpp"
-#include "tools/cli/profile_cache.hpp"
-#include "tools/cli/transfer_profile.hpp"
+#include "tools/cli/link/profile_cache.hpp"
+#include "tools/cli/link/transfer_profile.hpp"
+#include "tools/cli/text/message.hpp"
 
 namespace sluice::tools {
 namespace {

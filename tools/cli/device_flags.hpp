@@ -5,7 +5,7 @@
 
 #include "sluice/cuda.hpp"
 #include "sluice/device.hpp"
-#include "tools/cli/command.hpp"
+#include "tools/cli/text/command.hpp"
 
 namespace sluice::tools {
 

@@ -2,17 +2,17 @@
 #include <cstdio>
 #include <memory>
 
-#include "cpu/backend.hpp"
-#include "cpu/kernels.hpp"
-#include "cpu/rates.hpp"
-#include "cpu/topology.hpp"
-#include "cpu/workers.hpp"
+#include "cpu/backend/backend.hpp"
+#include "cpu/backend/rates.hpp"
+#include "cpu/kernels/kernels.hpp"
+#include "cpu/machine/topology.hpp"
+#include "cpu/threads/workers.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
-#include "tools/cli/command.hpp"
-#include "tools/cli/facts.hpp"
-#include "tools/cli/values.hpp"
+#include "tools/cli/text/command.hpp"
+#include "tools/cli/text/facts.hpp"
+#include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {
 namespace {

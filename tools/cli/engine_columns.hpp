@@ -5,7 +5,7 @@
 
 #include "sluice/audit.hpp"
 #include "sluice/engine.hpp"
-#include "tools/cli/report.hpp"
+#include "tools/cli/text/report.hpp"
 
 namespace sluice::tools {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "tools/cli/values.hpp"
+#include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {
 

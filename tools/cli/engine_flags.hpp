@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "sluice/engine.hpp"
-#include "tools/cli/command.hpp"
-#include "tools/cli/report.hpp"
+#include "tools/cli/text/command.hpp"
+#include "tools/cli/text/report.hpp"
 #include "tools/llama/model.hpp"
 
 namespace sluice::tools {

@@ -5,9 +5,9 @@
 #include <system_error>
 #include <vector>
 
-#include "tools/cli/command.hpp"
-#include "tools/cli/facts.hpp"
-#include "tools/cli/message.hpp"
+#include "tools/cli/text/command.hpp"
+#include "tools/cli/text/facts.hpp"
+#include "tools/cli/text/message.hpp"
 
 namespace sluice::tools {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
-#include "tools/cli/progress_bar.hpp"
+#include "tools/cli/text/progress_bar.hpp"
 #include "tools/llama/presets.hpp"
 
 namespace sluice::tools {

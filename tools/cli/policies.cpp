@@ -1,7 +1,7 @@
 #include <memory>
 
 #include "sluice/policy.hpp"
-#include "tools/cli/command.hpp"
+#include "tools/cli/text/command.hpp"
 
 namespace sluice::tools {
 namespace {

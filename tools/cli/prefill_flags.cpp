@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "scheduler/numbers.hpp"
-#include "tools/cli/values.hpp"
+#include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {
 namespace {

@@ -7,9 +7,9 @@
 
 #include "sluice/device.hpp"
 #include "sluice/prefill.hpp"
-#include "tools/cli/command.hpp"
-#include "tools/cli/report.hpp"
 #include "tools/cli/engine_flags.hpp"
+#include "tools/cli/text/command.hpp"
+#include "tools/cli/text/report.hpp"
 
 namespace sluice::tools {
 

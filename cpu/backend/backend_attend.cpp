@@ -1,0 +1,196 @@
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "cpu/backend/backend.hpp"
+#include "cpu/backend/row_list.hpp"
+#include "cpu/backend/verbs.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// A task's runs or tokens, or part of them, that one thread attends.
+struct Unit {
+  enum class Kind : std::uint8_t { runs, tokens };
+  std::uint32_t task = 0;
+  Kind kind = Kind::runs;
+  std::uint32_t begin = 0;  ///< first run or token
+  std::uint32_t end = 0;
+  std::uint32_t rows = 0;
+};
+
+/// Tokens per unit of a task: how a task is cut depends on the task alone, so results do not depend on the
+/// number of threads. At least 96 rows, which amortise start and merge and still leave every core of a large machine
+/// a part of a decode step's far tokens; up to 64 units for long tasks.
+std::uint32_t unit_rows(std::uint64_t tokens) noexcept {
+  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(div_up(tokens, 64), 96, 4096));
+}
+
+std::uint64_t tokens_of(const AttendTask& task) noexcept {
+  std::uint64_t sum = task.tokens.size();
+  for (const PageRun& run : task.runs) sum += run.tokens();
+  return sum;
+}
+
+void cut_runs(std::span<const PageRun> runs, std::uint32_t task, std::uint32_t limit, std::vector<Unit>& units) {
+  Unit unit{.task = task, .kind = Unit::Kind::runs};
+  for (std::uint32_t i = 0; i < runs.size(); ++i) {
+    unit.rows += runs[i].tokens();
+    unit.end = i + 1;
+    if (unit.rows < limit && unit.end < runs.size()) continue;
+    if (unit.rows != 0) units.push_back(unit);
+    unit = {.task = task, .kind = Unit::Kind::runs, .begin = unit.end};
+  }
+}
+
+void cut_tokens(std::uint32_t tokens, std::uint32_t task, std::uint32_t limit, std::vector<Unit>& units) {
+  for (std::uint32_t begin = 0; begin < tokens; begin += limit) {
+    const std::uint32_t end = std::min(begin + limit, tokens);
+    units.push_back({.task = task, .kind = Unit::Kind::tokens, .begin = begin, .end = end, .rows = end - begin});
+  }
+}
+
+/// The units of all tasks in order; returns the bytes that they read.
+std::uint64_t cut(const std::vector<AttendTask>& tasks, std::vector<Unit>& units) {
+  units.clear();
+  std::uint64_t bytes = 0;
+  for (std::uint32_t i = 0; i < tasks.size(); ++i) {
+    const std::uint64_t tokens = tokens_of(tasks[i]);
+    cut_runs(tasks[i].runs, i, unit_rows(tokens), units);
+    cut_tokens(static_cast<std::uint32_t>(tasks[i].tokens.size()), i, unit_rows(tokens), units);
+    bytes += tokens * 2 * tasks[i].kv.layout.row_bytes();
+  }
+  return bytes;
+}
+
+/// Where each run ends, counted in rows; valid until the thread's next call.
+const std::uint32_t* list_ends(std::span<const PageRun> runs) {
+  thread_local std::vector<std::uint32_t> ends;
+  ends.clear();
+  std::uint32_t rows = 0;
+  for (const PageRun& run : runs) ends.push_back(rows += run.tokens());
+  return ends.data();
+}
+
+void attend_unit(const Kernels& kernels, const AttendTask& task, const AttentionShape& shape, const Unit& unit,
+                 const Partial& out) {
+  thread_local std::vector<const std::byte*> rows;
+  if (rows.size() < unit.rows) rows.resize(unit.rows);
+  AttendRows args{.q = task.q,
+                  .k = rows.data(),
+                  .v_offset = task.kv.layout.half_bytes(),
+                  .count = unit.rows,
+                  .group = shape.group(),
+                  .head_dim = shape.head_dim,
+                  .out = out.out,
+                  .lse = out.lse};
+  if (unit.kind == Unit::Kind::runs) {
+    const std::span<const PageRun> runs = task.runs.subspan(unit.begin, unit.end - unit.begin);
+    list_rows(task.kv, runs, rows.data());
+    if (task.masses != nullptr) {
+      args.run_ends = list_ends(runs);
+      args.masses = task.masses + std::size_t{unit.begin} * shape.group();
+    }
+  } else {
+    list_rows(task.kv, task.tokens.subspan(unit.begin, unit.end - unit.begin), rows.data());
+    if (!task.members.empty()) args.members = task.members.data() + unit.begin;
+    if (task.seen != nullptr) args.seen = task.seen + std::size_t{unit.begin} * shape.group();
+    if (!task.scores.empty()) args.scores = task.scores.data() + std::size_t{unit.begin} * shape.group();
+  }
+  kernels_for(kernels, task.kv.layout.dtype).attend(args);
+}
+
+/// Units [begin, end) of one task.
+struct Share {
+  std::uint32_t begin = 0;
+  std::uint32_t end = 0;
+};
+
+std::vector<Share> shares_of(const std::vector<Unit>& units, std::size_t tasks) {
+  std::vector<Share> shares(tasks);
+  for (std::uint32_t i = 0; i < units.size(); ++i) {
+    Share& share = shares[units[i].task];
+    if (share.end == 0) share.begin = i;
+    share.end = i + 1;
+  }
+  return shares;
+}
+
+/// Where unit i's partial lies in scratch memory.
+Partial partial_at(float* scratch, std::size_t i, const AttentionShape& shape) noexcept {
+  const std::size_t out = std::size_t{shape.group()} * shape.head_dim;
+  float* const begin = scratch + i * (out + shape.group());
+  return {.out = begin, .lse = begin + out};
+}
+
+/// One call of the verb. A task's first unit goes straight to its output. Who finishes its last unit merges the others
+/// in their order.
+struct AttendCall {
+  std::vector<AttendTask> tasks;
+  AttentionShape shape;
+  std::vector<Unit> units;
+  std::vector<Share> shares;                     ///< [tasks]
+  std::vector<std::atomic<std::uint32_t>> left;  ///< [tasks] units that are not finished
+  Scratch memory;
+  float* scratch = nullptr;
+
+  void run(const Kernels& kernels, std::uint32_t i) {
+    const std::uint32_t index = units[i].task;
+    const AttendTask& task = tasks[index];
+    const Share& share = shares[index];
+    attend_unit(kernels, task, shape, units[i], i == share.begin ? task.out : partial_at(scratch, i, shape));
+    if (left[index].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    for (std::uint32_t unit = share.begin + 1; unit < share.end; ++unit) {
+      merge_into(task.out, partial_at(scratch, unit, shape), shape.group(), shape.head_dim);
+    }
+  }
+};
+
+void clear(const Partial& partial, const AttentionShape& shape) noexcept {
+  std::fill_n(partial.out, std::size_t{shape.group()} * shape.head_dim, 0.f);
+  std::fill_n(partial.lse, shape.group(), kEmptyLse);
+}
+
+}  // namespace
+
+void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream*) {
+  if (tasks.empty()) return;
+  for (const AttendTask& task : tasks) check("attend", shape, task.kv.layout);
+  const auto call = Lent<AttendCall>::reused(workers_);
+  call->tasks.assign(tasks.begin(), tasks.end());
+  call->shape = shape;
+  const std::uint64_t bytes = cut(call->tasks, call->units);
+  call->scratch = call->memory.floats(call->units.size() * shape.group() * (shape.head_dim + std::uint64_t{1}));
+  call->shares = shares_of(call->units, tasks.size());
+  call->left = std::vector<std::atomic<std::uint32_t>>(tasks.size());
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    const Share& share = call->shares[i];
+    call->left[i].store(share.end - share.begin, std::memory_order_relaxed);
+    if (share.begin == share.end) clear(tasks[i].out, shape);
+    // Runs are never cut, so every one that has tokens gets its mass from one unit.
+    if (tasks[i].masses != nullptr) std::fill_n(tasks[i].masses, tasks[i].runs.size() * shape.group(), kEmptyLse);
+  }
+  for_each_unit(workers_, call->units.size(), bytes,
+                [all = call.get(), &kernels = kernels_](std::uint32_t i) { all->run(kernels, i); });
+}
+
+void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream*) {
+  if (tasks.empty()) return;
+  check("merge", shape);
+  const std::uint32_t rows = shape.group();
+  const std::size_t floats = std::size_t{rows} * shape.head_dim;
+  for_each_task(workers_, tasks, tasks.size() * tasks.front().parts.size() * floats * sizeof(float),
+                [&kernels = kernels_for(kernels_, out_dtype), rows, floats,
+                 head_dim = shape.head_dim](const MergeTask& task) {
+                  thread_local Scratch own_scratch;
+                  float* const out = own_scratch.floats(floats + rows);
+                  const Partial whole{.out = out, .lse = out + floats};
+                  std::copy_n(task.parts.front().out, floats, whole.out);
+                  std::copy_n(task.parts.front().lse, rows, whole.lse);
+                  for (const Partial& part : task.parts.subspan(1)) merge_into(whole, part, rows, head_dim);
+                  kernels.narrow(whole.out, task.out, floats);
+                  if (task.lse != nullptr) std::copy_n(whole.lse, rows, task.lse);
+                });
+}
+
+}  // namespace sluice::cpu

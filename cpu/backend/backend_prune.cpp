@@ -1,0 +1,192 @@
+// Verbs that estimate attention by 4-bit copies of keys, and keep what is heavy (Twilight).
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "cpu/backend/backend.hpp"
+#include "cpu/backend/verbs.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// Pages that one thread scores at a time for one query head, or for all of them; or a tail.
+struct PageSlice {
+  const ScoreInt4Task* task = nullptr;
+  std::uint32_t head = 0;
+  std::uint32_t begin = 0;  ///< of the row's pages
+  std::uint32_t end = 0;
+  bool tail = false;
+};
+
+struct ScoreInt4Call {
+  std::vector<ScoreInt4Task> tasks;
+  std::vector<PageSlice> slices;
+};
+
+constexpr std::uint32_t kSliceRows = 1024;
+
+/// Addresses of a few rows on their way to the kernel.
+class RowBatch {
+ public:
+  explicit RowBatch(const Int4Layout& layout) : layout_(layout) {}
+  [[nodiscard]] bool full() const noexcept { return count_ == kSliceRows; }
+  void add(const std::byte* copy, std::uint32_t row) noexcept {
+    codes_[count_] = copy + row * layout_.row_bytes();
+    params_[count_++] = copy + layout_.params_offset() + row * Int4Layout::kParamBytes;
+  }
+  /// Scores the rows for heads [0, group) of `q` and starts again.
+  void flush(const Kernels& kernels, const float* q, std::uint32_t group, float* out, std::uint64_t token_stride,
+             std::uint64_t head_stride) noexcept {
+    kernels.score_int4({.q = q,
+                        .codes = codes_,
+                        .params = params_,
+                        .count = count_,
+                        .group = group,
+                        .head_dim = layout_.head_dim,
+                        .out = out,
+                        .token_stride = token_stride,
+                        .head_stride = head_stride});
+    count_ = 0;
+  }
+
+ private:
+  Int4Layout layout_;
+  std::uint32_t count_ = 0;
+  const std::byte* codes_[kSliceRows];
+  const std::byte* params_[kSliceRows];
+};
+
+/// Rows of one slice, scored in batches; in a row of listed pages -infinity where one has no row for it.
+void score_slice(const Kernels& kernels, const PageSlice& slice, const AttentionShape& shape,
+                 const Int4Layout& layout) {
+  const ScoreInt4Task& task = *slice.task;
+  const bool lists = task.lists != nullptr;
+  const std::uint32_t page_tokens = layout.page_tokens;
+  const std::uint64_t stride = task.row(page_tokens);
+  const float* const q = task.q + std::size_t{slice.head} * shape.head_dim;
+  float* const out = task.out + slice.head * stride;
+  RowBatch batch(layout);
+  std::uint64_t done = std::uint64_t{slice.begin} * page_tokens;
+  std::uint64_t next = done;
+  const auto flush = [&] {
+    batch.flush(kernels, q, lists ? 1 : shape.group(), out + done, 1, stride);
+    done = next;
+  };
+  const auto skip = [&](std::uint32_t count) {
+    if (count == 0) return;
+    flush();
+    std::fill_n(out + next, count, -std::numeric_limits<float>::infinity());
+    done = next += count;
+  };
+  for (std::uint32_t i = slice.begin; i < slice.end; ++i) {
+    const PageRun run = task.run(slice.head, i, page_tokens);
+    const std::byte* const copy =
+        run.tokens() == 0 ? nullptr : task.copies + task.frames[run.page] * layout.page_bytes();
+    skip(run.begin);
+    for (std::uint32_t row = run.begin; row < run.end; ++row) {
+      batch.add(copy, row);
+      ++next;
+      if (batch.full()) flush();
+    }
+    if (lists) skip(page_tokens - run.end);
+  }
+  flush();
+}
+
+/// Exact scores of the newest page for all heads.
+void score_tail(const Kernels& kernels, const ScoreInt4Task& task, const AttentionShape& shape,
+                const PageLayout& layout) {
+  constexpr std::uint32_t kRows = 32;
+  const std::byte* rows[kRows];
+  float scores[kRows * kMaxGroup];
+  const std::uint64_t stride = task.row(layout.page_tokens);
+  float* const out = task.out + task.estimates(layout.page_tokens);
+  for (std::uint32_t first = 0; first < task.tail_rows; first += kRows) {
+    const std::uint32_t count = std::min(kRows, task.tail_rows - first);
+    for (std::uint32_t i = 0; i < count; ++i) rows[i] = task.tail + (first + i) * layout.row_bytes();
+    kernels_for(kernels, layout.dtype)
+        .score({.q = task.q,
+                .k = rows,
+                .count = count,
+                .group = shape.group(),
+                .head_dim = shape.head_dim,
+                .out = scores});
+    for (std::uint32_t i = 0; i < count; ++i) {
+      for (std::uint32_t h = 0; h < shape.group(); ++h) out[h * stride + first + i] = scores[i * shape.group() + h];
+    }
+  }
+}
+
+}  // namespace
+
+void Backend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream*) {
+  if (tasks.empty()) return;
+  check("quantize", layout);
+  const Int4Layout copy(layout);
+  for_each_task(workers_, tasks, tasks.size() * layout.half_bytes(),
+                [&kernels = kernels_for(kernels_, layout.dtype), copy](const QuantizeTask& task) {
+                  kernels.quantize({.k = task.page,
+                                    .codes = task.out,
+                                    .params = task.out + copy.params_offset(),
+                                    .rows = task.rows,
+                                    .head_dim = copy.head_dim});
+                });
+}
+
+void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                         Stream*) {
+  if (tasks.empty()) return;
+  check("score_int4", shape, layout);
+  const auto call = Lent<ScoreInt4Call>::reused(workers_);
+  call->tasks.assign(tasks.begin(), tasks.end());
+  call->slices.clear();
+  const std::uint32_t step = std::max(1u, kSliceRows / layout.page_tokens);
+  std::uint64_t pages = 0;
+  for (const ScoreInt4Task& task : call->tasks) {
+    const bool lists = task.lists != nullptr;
+    const auto all = static_cast<std::uint32_t>(div_up(task.estimates(layout.page_tokens), layout.page_tokens));
+    if (task.tail_rows != 0) call->slices.push_back({.task = &task, .tail = true});
+    for (std::uint32_t head = 0; head < (lists ? shape.group() : 1); ++head) {
+      pages += all;
+      for (std::uint32_t begin = 0; begin < all; begin += step) {
+        call->slices.push_back({.task = &task, .head = head, .begin = begin, .end = std::min(begin + step, all)});
+      }
+    }
+  }
+  const Int4Layout copy(layout);
+  for_each_unit(workers_, call->slices.size(), pages * copy.page_bytes(),
+                [all = call.get(), &kernels = kernels_, shape, layout, copy](std::uint32_t i) {
+                  const PageSlice& slice = all->slices[i];
+                  if (slice.tail) return score_tail(kernels, *slice.task, shape, layout);
+                  score_slice(kernels, slice, shape, copy);
+                });
+}
+
+void Backend::estimate_tokens(const EstimateTask& task, const AttentionShape& shape, const PageLayout& layout) {
+  check("estimate_tokens", shape, layout);
+  const Int4Layout copy(layout);
+  const std::uint32_t group = shape.group();
+  const std::uint64_t slices = div_up(task.tokens.size(), kSliceRows);
+  const auto run = [&kernels = kernels_, task, copy, group](std::uint32_t i) {
+    const std::size_t begin = std::size_t{i} * kSliceRows;
+    RowBatch batch(copy);
+    for (const std::uint32_t token :
+         task.tokens.subspan(begin, std::min<std::size_t>(kSliceRows, task.tokens.size() - begin))) {
+      batch.add(task.copies + task.frames[token / copy.page_tokens] * copy.page_bytes(), token % copy.page_tokens);
+    }
+    batch.flush(kernels, task.q, group, task.out + begin * group, group, 1);
+  };
+  for_each_unit(workers_, slices, task.tokens.size() * copy.row_bytes(), run);
+}
+
+void Backend::top_p(std::span<const TopPTask> tasks, Stream*) {
+  std::uint64_t bytes = 0;
+  for (const TopPTask& task : tasks) bytes += task.values.size_bytes();
+  for_each_task(workers_, tasks, bytes, [&kernels = kernels_](const TopPTask& task) {
+    const std::uint32_t kept = select_top_p(kernels, task);
+    if (task.count != nullptr) *task.count = kept;
+  });
+}
+
+}  // namespace sluice::cpu

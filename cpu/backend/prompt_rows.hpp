@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "cpu/backend/verbs.hpp"
+#include "sluice/backend.hpp"
+
+namespace sluice::cpu {
+
+/// Some queries of one KV head's chunk: consecutive tokens, and consecutive heads of the group.
+struct QueryRows {
+  const std::byte* q = nullptr;  ///< as in PrefillTask
+  std::uint32_t begin = 0;       ///< token of the chunk
+  std::uint32_t count = 0;
+  std::uint32_t head = 0;
+  std::uint32_t heads = 0;
+};
+
+/// Widened and scaled by 1/sqrt(head_dim), to out [count, heads, head_dim].
+inline void load_queries(const QueryRows& rows, const PrefillShape& strides, const Kernels& kernels,
+                         std::uint32_t head_dim, float* out) {
+  const float scale = 1.f / std::sqrt(static_cast<float>(head_dim));
+  for (std::uint32_t t = 0; t < rows.count; ++t) {
+    for (std::uint32_t h = 0; h < rows.heads; ++h, out += head_dim) {
+      const std::uint64_t at =
+          (rows.begin + std::uint64_t{t}) * strides.q_token_stride + (rows.head + h) * strides.q_head_stride;
+      kernels_for(kernels, strides.q_dtype).widen(rows.q + at * bytes_of(strides.q_dtype), out, head_dim);
+      for (std::uint32_t c = 0; c < head_dim; ++c) out[c] *= scale;
+    }
+  }
+}
+
+}  // namespace sluice::cpu

@@ -1,0 +1,58 @@
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "cpu/backend/verbs.hpp"
+#include "sluice/order_key.hpp"
+#include "sluice/top_p.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// Unsigned keys in the order of the values; 0 for what is never kept. The two zeros are equal.
+std::uint32_t order_key(float value) noexcept {
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  return value > kNothing ? order_key_of_number(value) : 0u;  // False for NaN.
+}
+
+}  // namespace
+
+std::uint32_t select_top_p(const Kernels& kernels, const TopPTask& task) {
+  thread_local std::vector<std::uint32_t> keys;
+  thread_local std::vector<float> weights;
+  thread_local std::vector<Weighed> pool;
+  const std::span<const float> values = task.values;
+  const std::size_t end = std::min<std::size_t>(task.end, values.size());
+  const std::size_t begin = std::min<std::size_t>(task.begin, end);
+  keys.resize(values.size());
+  std::transform(values.begin(), values.end(), keys.begin(), order_key);
+  std::fill_n(task.mask, div_up(values.size(), 32), 0u);
+  const auto best = std::max_element(keys.begin(), keys.end());
+  if (best == keys.end() || *best == 0) return 0;
+
+  std::uint32_t threshold = 1;
+  if (task.p < 1.f) {
+    weights.resize(values.size());
+    kernels.weigh(values.data(), values.size(), values[static_cast<std::size_t>(best - keys.begin())], weights.data());
+    pool.clear();
+    double anyway = 0.0;
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      if (keys[i] == 0) continue;
+      if (i < begin || i >= end) {
+        anyway += static_cast<double>(weights[i]);
+      } else {
+        pool.push_back({.key = keys[i], .weight = weights[i]});
+      }
+    }
+    threshold = pool.empty() ? kKeepNone : top_p_cut(pool, static_cast<double>(task.p), anyway);
+  }
+  std::uint32_t kept = 0;
+  for (std::size_t i = begin; i < end; ++i) {
+    const std::uint32_t keep = keys[i] >= threshold ? 1u : 0u;
+    task.mask[i / 32] |= keep << (i % 32);
+    kept += keep;
+  }
+  return kept;
+}
+
+}  // namespace sluice::cpu

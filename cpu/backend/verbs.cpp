@@ -1,0 +1,68 @@
+#include "cpu/backend/verbs.hpp"
+
+#include "sluice/error.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+std::string head_dim_reason(std::uint32_t head_dim) {
+  if (head_dim != 0 && head_dim <= kMaxHeadDim && head_dim % kHeadDimUnit == 0) return {};
+  return "head_dim " + std::to_string(head_dim) + " (CPU kernels have multiples of " + std::to_string(kHeadDimUnit) +
+         " up to " + std::to_string(kMaxHeadDim) + ")";
+}
+
+std::string group_reason(const AttentionShape& shape) {
+  if (shape.kv_heads == 0 || shape.q_heads % shape.kv_heads != 0 || shape.group() == 0) {
+    return std::to_string(shape.q_heads) + " query heads over " + std::to_string(shape.kv_heads) +
+           " KV heads (need a positive multiple)";
+  }
+  if (shape.group() <= kMaxGroup) return {};
+  return std::to_string(shape.group()) + " query heads per KV head (CPU kernels have up to " + std::to_string(kMaxGroup) + ")";
+}
+
+std::string layout_reason(const AttentionShape& shape, const PageLayout& layout) {
+  if (layout.page_tokens == 0) return "pages of 0 tokens";
+  if (layout.head_dim == shape.head_dim) return {};
+  return "pages of head_dim " + std::to_string(layout.head_dim) + " for a shape of head_dim " + std::to_string(shape.head_dim);
+}
+
+[[noreturn]] void refuse(const char* verb, const std::vector<std::string>& reasons) {
+  std::string message = std::string(verb) + ": unsupported:";
+  for (const std::string& reason : reasons) message += (&reason == &reasons.front() ? " " : "; ") + reason;
+  throw Error(Errc::unsupported, message);
+}
+
+}  // namespace
+
+std::vector<std::string> unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) {
+  std::vector<std::string> reasons;
+  for (std::string reason : {head_dim_reason(shape.head_dim), group_reason(shape), layout_reason(shape, layout)}) {
+    if (!reason.empty()) reasons.push_back(std::move(reason));
+  }
+  return reasons;
+}
+
+void refuse(const char* verb, const AttentionShape& shape) {
+  refuse(verb, unsupported_reasons(shape, {.head_dim = shape.head_dim}));
+}
+
+void refuse(const char* verb, const PageLayout& layout) {
+  refuse(verb, unsupported_reasons({.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout));
+}
+
+void refuse(const char* verb, const AttentionShape& shape, const PageLayout& layout) {
+  refuse(verb, unsupported_reasons(shape, layout));
+}
+
+void merge_into(const Partial& whole, const Partial& part, std::uint32_t rows, std::uint32_t head_dim) noexcept {
+  for (std::uint32_t r = 0; r < rows; ++r) {
+    const MergeWeights weights = merge_weights(whole.lse[r], part.lse[r]);
+    float* const to = whole.out + std::size_t{r} * head_dim;
+    const float* const from = part.out + std::size_t{r} * head_dim;
+#pragma omp simd
+    for (std::uint32_t c = 0; c < head_dim; ++c) to[c] = weights.a * to[c] + weights.b * from[c];
+    whole.lse[r] = weights.lse;
+  }
+}
+
+}  // namespace sluice::cpu

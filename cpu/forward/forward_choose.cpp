@@ -1,0 +1,139 @@
+// What a row that chooses attends: pages are ranked, tokens estimated and chosen, and what is chosen is told apart,
+// near rows here and far rows there.
+#include <algorithm>
+#include <vector>
+
+#include "cpu/backend/verbs.hpp"
+#include "cpu/forward/forward_layer.hpp"
+#include "sluice/forward_tasks.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// The token that value `i` of a query head's row stands for.
+std::uint32_t token_of(const ForwardMemory& m, const ForwardRow& row, const std::uint32_t* ranked, std::uint32_t i) {
+  if (!row.in_pages()) return i;
+  return ranked[i / m.layout.page_tokens] * m.layout.page_tokens + i % m.layout.page_tokens;
+}
+
+/// What query head `h` of all rows' has chosen, whose pages are `ranked`.
+void mark_head(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, const std::uint32_t* ranked,
+               std::vector<bool>& marks) {
+  const ForwardCandidates candidates = candidates_of(m, row);
+  const auto set = [&](std::uint32_t value) { marks[token_of(m, row, ranked, value)] = true; };
+  for (std::uint32_t i = 0; i < row.picks; ++i) set(candidates.begin + m.picks[h * m.max_picks + i]);
+  const bool whole_pages = row.in_pages() && !row.ranks();
+  for (std::uint32_t i = candidates.begin; i < candidates.end && (row.mass > 0.f || whole_pages); ++i) {
+    if (whole_pages || (m.masks[h * m.mask_words() + i / 32] >> i % 32 & 1) != 0) set(i);
+  }
+}
+
+/// Tokens that some head of the group attends.
+void mark(const ForwardMemory& m, const ForwardRow& row, std::uint32_t index, std::vector<bool>& marks) {
+  marks.assign(row.tokens, false);
+  std::fill_n(marks.begin(), row.sink_end, true);
+  std::fill(marks.begin() + row.recent_begin, marks.end(), true);
+  if (row.asks != 0) return;
+  const std::uint32_t* const ranked = m.ranked_of(index, false);
+  for (std::uint32_t h = 0; h < m.shape.group(); ++h)
+    mark_head(m, row, first_head(m, index) + h, row.in_pages() ? ranked + std::uint64_t{h} * row.page_picks : nullptr,
+              marks);
+}
+
+}  // namespace
+
+void rank(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
+  if (!runs(m)) return;
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    if (row.pages == 0) return;
+    const ScorePagesTask task = rank_task(m, row, index, m.plane(layer, head));
+    host.score_pages({&task, 1}, m.shape, m.layout.dtype, nullptr);
+    std::uint32_t* const ranked = m.ranked_of(index, row.asks != 0);
+    for (std::uint32_t h = 0; h < m.shape.group() && row.page_picks != 0; ++h)
+      (void)select_top_k(task.out + std::uint64_t{h} * row.pages, row.pages, row.page_picks,
+                         ranked + std::uint64_t{h} * row.page_picks);
+  });
+}
+
+void score(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
+  if (!runs(m)) return;
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    if (!row.ranks()) return;
+    const ScoreInt4Task task = estimate_task(m, row, index, m.plane(layer, head));
+    host.score_int4({&task, 1}, m.shape, m.layout, nullptr);
+  });
+}
+
+void choose(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
+  if (!runs(m)) return;
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    if (!row.ranks()) return;
+    const ScoreInt4Task task = estimate_task(m, row, index, m.plane(layer, head));
+    const std::uint32_t values = task.row(m.layout.page_tokens);
+    const ForwardCandidates candidates = candidates_of(m, row);
+    for (std::uint32_t g = 0; g < m.shape.group(); ++g) {
+      const std::uint64_t h = first_head(m, index) + g;
+      const float* const scores = task.out + std::uint64_t{g} * values;
+      if (row.mass > 0.f) {
+        (void)select_top_p(kernels, {.values = {scores, values},
+                                     .p = row.mass,
+                                     .begin = candidates.begin,
+                                     .end = candidates.end,
+                                     .mask = m.masks + h * m.mask_words()});
+      } else {
+        (void)select_top_k(scores + candidates.begin, candidates.end - candidates.begin, row.picks,
+                           m.picks + h * m.max_picks);
+      }
+    }
+  });
+}
+
+void split(const ForwardMemory& m, std::uint32_t layer) {
+  if (!runs(m)) return;
+  const std::uint64_t room = m.list_room();
+  std::vector<bool> marks;
+  std::uint64_t all_far = 0;
+  std::uint32_t choices = 0;
+  const std::uint32_t lists = m.bucket.decode_rows * m.shape.kv_heads;
+  std::fill_n(m.near_counts, lists, 0);
+  std::fill_n(m.far_windows, lists, 0);
+  const auto put_far_count = [&](std::uint32_t index, std::uint32_t count, bool fetched) {
+    m.far_listed[index] = count;
+    if (m.fetches) m.fetch_heads[index] = fetched && count != 0 ? ~0u : 0;
+    shared(m.far_counts[index]).store(fetched ? 0 : count, std::memory_order_relaxed);  // A late worker may look.
+  };
+  for (std::uint32_t i = 0; i < lists; ++i) put_far_count(i, 0, false);
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    mark(m, row, index, marks);
+    std::uint32_t near = 0;
+    std::uint32_t far = 0;
+    for (std::uint32_t token = 0; token < row.tokens; ++token) {
+      if (!marks[token]) continue;
+      const std::uint32_t plane = m.plane(layer, head);
+      const std::uint32_t at = m.row_of(row.list, token);
+      if (const std::uint32_t place = m.near_row_of(plane, at); place != kNone) {
+        // Where everything is attended, that says nothing of what will be.
+        if (!row.whole()) m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
+        m.near_lists[index * room + near++] = m.near_entry(plane, place);
+      } else {
+        m.far_rows[index * room + far++] = at;
+        m.far_windows[index] |= row.in_window(token) ? 1 : 0;
+      }
+    }
+    m.near_counts[index] = near;
+    // Who chooses for a row adds to what it has.
+    put_far_count(index, far, m.fetches && row.asks == 0);
+    all_far += far;
+    choices += row.asks;
+    m.state->near_tokens += near;
+  });
+  m.state->far_tokens += all_far;
+  if ((all_far == 0 || m.fetches) && choices == 0) return;
+  shared(m.mailbox->question.forward).store(m.state->forward, std::memory_order_relaxed);
+  shared(m.mailbox->question.layer).store(layer, std::memory_order_relaxed);
+  shared(m.mailbox->question.choices).store(choices, std::memory_order_relaxed);
+  shared(m.mailbox->question.lists).store(lists, std::memory_order_relaxed);
+  shared(m.mailbox->question.asked).store(++m.state->asked, std::memory_order_release);
+}
+
+}  // namespace sluice::cpu

@@ -1,0 +1,289 @@
+#include "cpu/forward/forward_layer.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "cpu/backend/verbs.hpp"
+#include "cpu/threads/lent.hpp"
+#include "cpu/threads/spin.hpp"
+#include "sluice/int4.hpp"
+#include "sluice/partial.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+/// A row of K or V to its far page and, if there is one, its near page.
+void put_row(const Kernels& kernels, const ForwardMemory& m, const TensorView& in, std::uint32_t row,
+             std::uint32_t head, std::byte* far, std::byte* near) {
+  float wide[kMaxHeadDim];
+  kernels_for(kernels, in.dtype).widen(in.row(row, head), wide, m.shape.head_dim);
+  kernels_for(kernels, m.layout.dtype).narrow(wide, far, m.shape.head_dim);
+  if (near != nullptr) std::memcpy(near, far, m.layout.row_bytes());
+}
+
+/// All heads of a packed row.
+void fill_out(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t at, float value,
+              float lse) {
+  float filled[kMaxHeadDim];
+  std::fill_n(filled, m.shape.head_dim, value);
+  for (std::uint32_t head = 0; head < m.shape.q_heads; ++head) {
+    kernels_for(kernels, layer.out.dtype).narrow(filled, layer.out.row(at, head), m.shape.head_dim);
+    if (layer.lse != nullptr) layer.lse[std::uint64_t{at} * m.shape.q_heads + head] = lse;
+  }
+}
+
+void append_queries(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
+  const std::uint64_t floats = std::uint64_t{m.shape.q_heads} * m.shape.head_dim;
+  for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
+    if (m.rows[r].list == kNone) continue;
+    float* const q = m.q + r * floats;
+    for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
+      kernels_for(kernels, layer.q.dtype)
+          .widen(layer.q.row(m.rows[r].at, h), q + h * m.shape.head_dim, m.shape.head_dim);
+    }
+    std::copy_n(q, floats, m.far_q + r * floats);
+  }
+}
+
+/// Queries of a prompt's last tokens, for the policies of the CPU.
+void append_tail(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t r) {
+  const std::uint32_t without = layer.k.tokens - layer.q.tokens;
+  if (r < without) return;
+  const std::uint64_t row = std::uint64_t{layer.layer} * m.tail_rows + m.tokens[r].tail;
+  for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
+    kernels_for(kernels, layer.q.dtype)
+        .widen(layer.q.row(r - without, h), m.tails + (row * m.shape.q_heads + h) * m.shape.head_dim, m.shape.head_dim);
+  }
+}
+
+void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t r,
+                  std::uint32_t head) {
+  const Int4Layout copy(m.layout);
+  const std::uint32_t row = m.row_of(m.tokens[r].list, m.tokens[r].position);
+  const std::uint32_t block = row / m.layout.page_tokens;
+  const std::uint32_t at = row % m.layout.page_tokens;
+  const std::uint32_t plane = m.plane(layer.layer, head);
+  std::byte* const page = m.far + m.far_page(plane, block) * m.layout.page_bytes();
+  std::byte* const far = page + at * m.layout.row_bytes();
+  const std::uint32_t place = m.near_row_of(plane, row);
+  std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
+  const std::uint64_t values = m.layout.half_bytes();
+  put_row(kernels, m, layer.k, r, head, far, near);
+  put_row(kernels, m, layer.v, r, head, far + values, near == nullptr ? nullptr : near + values);
+  std::byte* const codes = m.codes + m.far_page(plane, block) * copy.page_bytes();
+  kernels_for(kernels, m.layout.dtype)
+      .quantize({.k = far,
+                 .codes = codes + at * copy.row_bytes(),
+                 .params = codes + copy.params_offset() + at * Int4Layout::kParamBytes,
+                 .rows = 1,
+                 .head_dim = m.shape.head_dim});
+  if (m.digests == nullptr || at + 1 != m.layout.page_tokens) return;
+  const ElementKernels& of = kernels_for(kernels, m.layout.dtype);
+  (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)(
+      {.k = page, .out = m.digest_of(plane, block), .rows = m.layout.page_tokens, .head_dim = m.shape.head_dim});
+}
+
+/// By the clock of a process that runs: one that was suspended has not waited.
+void await_answer(const ForwardMemory& m) {
+  ForwardState& state = *m.state;
+  if (state.released == state.asked) return;
+  const auto begin = Clock::now();
+  const Deadline deadline = deadline_after(std::chrono::nanoseconds(m.answer_ns));
+  const auto answered = shared(m.mailbox->answer.answered);
+  while (!spin_until([&] { return answered.load(std::memory_order_acquire) >= state.asked; })) {
+    if (RunClock::now() >= deadline) {
+      state.status = ForwardStatus::abandoned;
+      break;
+    }
+    std::this_thread::yield();
+  }
+  state.released = state.asked;
+  state.waited_ns +=
+      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
+}
+
+/// A head's output from what was attended near, over the link, and far, whose lse is what `sum` is given back with.
+/// `asks`: of its row.
+float merge_head(const ForwardMemory& m, std::uint64_t h, bool asks, float* sum) {
+  const std::uint64_t index = h / m.shape.group();
+  const std::uint64_t at = h * m.shape.head_dim;
+  float lse = kEmptyLse;
+  bool numbers = true;
+  std::fill_n(sum, m.shape.head_dim, 0.f);
+  const auto add = [&](const float* out, float mass) {
+    numbers &= mass > kEmptyLse;
+    const MergeWeights weights = merge_weights(lse, mass);
+    for (std::uint32_t c = 0; c < m.shape.head_dim; ++c) sum[c] = weights.a * sum[c] + weights.b * out[c];
+    lse = weights.lse;
+  };
+  if (m.near_counts[index] != 0) add(m.near_out + at, m.near_lse[h]);
+  if (m.fetches && (m.fetch_heads[index] >> h % m.shape.group() & 1) != 0) add(m.fetched_out + at, m.fetched_lse[h]);
+  const bool listed = !m.fetches && m.far_listed[index] != 0;
+  if (asks ? m.far_lse[h] != kEmptyLse : listed) add(m.far_out + at, m.far_lse[h]);
+  if (numbers) return lse;
+  // Keys were attended and weigh nothing that is a number.
+  std::fill_n(sum, m.shape.head_dim, kNaN);
+  return kNaN;
+}
+
+}  // namespace
+
+void append(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
+  const bool attends = layer.out.tokens != 0;
+  for (std::uint32_t r = 0; r < m.bucket.rows(); ++r) {
+    const bool padding = runs(m) && m.tokens[r].list == kNone;
+    if (attends && (padding || !runs(m)))
+      fill_out(kernels, m, layer, r, padding ? 0.f : kNaN, padding ? kEmptyLse : kNaN);
+    if (padding || !runs(m)) continue;
+    for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) append_token(kernels, m, layer, r, h);
+    if (m.tokens[r].tail != kNone) append_tail(kernels, m, layer, r);
+  }
+  if (attends && runs(m)) append_queries(kernels, m, layer);
+}
+
+void prefill(Backend& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
+  if (!runs(m)) return;
+  struct Parts {
+    std::vector<float> lse;
+    std::vector<std::uint32_t> blocks;
+  };
+  const Lent<Parts> lent(workers);  // A worker that is late still writes there.
+  auto& [lse, blocks] = *lent;
+  const PrefillShape strides{.q_dtype = layer.q.dtype,
+                             .out_dtype = layer.out.dtype,
+                             .q_token_stride = layer.q.token_stride,
+                             .q_head_stride = layer.q.head_stride,
+                             .out_token_stride = layer.out.token_stride,
+                             .out_head_stride = layer.out.head_stride};
+  for (std::uint32_t c = 0; c < m.bucket.prefills; ++c) {
+    const ForwardChunk& chunk = m.chunks[c];
+    for (std::uint32_t h = 0; h < m.shape.kv_heads && chunk.list != kNone; ++h) {
+      const std::uint32_t head = h * m.shape.group();
+      lse.resize(std::size_t{chunk.count} * m.shape.group());
+      PrefillTask task{.q = layer.q.row(chunk.at, head),
+                       .kv = {.base = m.far + m.far_page(m.plane(layer.layer, h), 0) * m.layout.page_bytes(),
+                              .frames = m.list_of(chunk.list),
+                              .layout = m.layout},
+                       .first = chunk.first,
+                       .count = chunk.count,
+                       .out = layer.out.row(chunk.at, head),
+                       .lse = lse.data()};
+      if (m.sparse_prefill && chunk.sparse_in(layer.layer)) {
+        const std::uint32_t query_blocks = prefill_blocks(chunk.first, chunk.count);
+        blocks.resize(std::size_t{m.shape.group()} * query_blocks * prefill_mask_words(chunk.keys()));
+        const SelectBlocksTask choice{.q = task.q,
+                                      .kv = task.kv,
+                                      .first = chunk.first,
+                                      .count = chunk.count,
+                                      .blocks = blocks.data(),
+                                      .choices = m.choices_of(m.state->forward, layer.layer, c) + head};
+        host.select_blocks({&choice, 1}, m.flex, strides, m.shape, nullptr);
+        task.blocks = blocks.data();
+      }
+      host.prefill({&task, 1}, strides, m.shape, nullptr);
+      for (std::size_t i = 0; i < lse.size() && layer.lse != nullptr; ++i)
+        layer.lse[(chunk.at + i / m.shape.group()) * m.shape.q_heads + head + i % m.shape.group()] = lse[i];
+    }
+  }
+}
+
+void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
+  if (!runs(m)) return;
+  const std::uint64_t room = m.list_room();
+  std::vector<const std::byte*> rows;
+  for_each_head(m, layer, [&](const ForwardRow&, std::uint32_t, std::uint32_t index) {
+    rows.clear();
+    for (std::uint32_t i = 0; i < m.near_counts[index]; ++i) {
+      rows.push_back(m.near + std::uint64_t{m.near_lists[index * room + i]} * m.layout.row_bytes());
+    }
+    const std::uint64_t first = first_head(m, index);
+    kernels_for(kernels, m.layout.dtype)
+        .attend({.q = m.q + first * m.shape.head_dim,
+                 .k = rows.data(),
+                 .v_offset = m.layout.half_bytes(),
+                 .count = m.near_counts[index],
+                 .group = m.shape.group(),
+                 .head_dim = m.shape.head_dim,
+                 .out = m.near_out + first * m.shape.head_dim,
+                 .lse = m.near_lse + first});
+  });
+}
+
+void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
+  if (!runs(m)) return;
+  await_answer(m);  // What is chosen comes with it.
+  if (!runs(m)) return;
+  std::vector<const std::byte*> rows;
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    const std::uint32_t plane = m.plane(layer, head);
+    const ForwardChosen chosen = row.asks != 0 ? m.chosen[index] : ForwardChosen{.count = m.far_listed[index]};
+    const std::uint32_t* const entries = row.asks != 0 ? m.chosen_rows + index * m.chosen_room() : nullptr;
+    const std::uint32_t* const listed = m.far_rows + std::uint64_t{index} * m.list_room();
+    if (row.asks != 0) m.fetch_heads[index] = chosen.heads;
+    rows.resize(chosen.count);
+    for (std::uint32_t i = 0; i < chosen.count; ++i) {
+      rows[i] = row.asks != 0 ? m.far_plane(plane) + std::uint64_t{entries[i]} * m.layout.row_bytes()
+                              : m.far_key(plane, listed[i]);
+    }
+    const std::uint64_t first = first_head(m, index);
+    kernels_for(kernels, m.layout.dtype)
+        .attend({.q = m.q + first * m.shape.head_dim,
+                 .k = rows.data(),
+                 .v_offset = m.layout.half_bytes(),
+                 .members = chosen.members != 0 ? entries + chosen.count : nullptr,
+                 .count = chosen.count,
+                 .group = m.shape.group(),
+                 .head_dim = m.shape.head_dim,
+                 .out = m.fetched_out + first * m.shape.head_dim,
+                 .lse = m.fetched_lse + first});
+  });
+}
+
+void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
+  // Its rows are as they were planned; what is late may have been found out before.
+  if (!runs(m) && m.state->status != ForwardStatus::abandoned) return;
+  if (runs(m)) await_answer(m);
+  float sum[kMaxHeadDim];
+  for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
+    const ForwardRow& row = m.rows[r];
+    if (row.list == kNone) continue;
+    if (!runs(m)) fill_out(kernels, m, layer, row.at, kNaN, kNaN);
+    const bool asks = row.in(layer.layer).asks != 0;
+    for (std::uint32_t head = 0; head < m.shape.q_heads && runs(m); ++head) {
+      const float lse = merge_head(m, std::uint64_t{r} * m.shape.q_heads + head, asks, sum);
+      kernels_for(kernels, layer.out.dtype).narrow(sum, layer.out.row(row.at, head), m.shape.head_dim);
+      if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at} * m.shape.q_heads + head] = lse;
+    }
+  }
+}
+
+void audit(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
+  if (!runs(m)) return;
+  const std::uint32_t group = m.shape.group();
+  for_each_head(m, layer.layer, [&](const ForwardRow& row, std::uint32_t kv_head, std::uint32_t index) {
+    const std::uint64_t list = m.audit_list(layer.layer, index);
+    std::uint32_t* const rows = m.audit_rows + list * m.list_room();
+    const std::uint32_t* const near = m.near_lists + std::uint64_t{index} * m.list_room();
+    for (std::uint32_t i = 0; i < m.near_counts[index]; ++i)
+      rows[i] = m.far_row_of_near(m.plane(layer.layer, kv_head), near[i]);
+    std::copy_n(m.far_rows + std::uint64_t{index} * m.list_room(), m.far_listed[index], rows + m.near_counts[index]);
+    m.audit_counts[list] = m.near_counts[index] + m.far_listed[index];
+    for (std::uint32_t h = 0; h < group; ++h) {
+      const std::uint64_t to = list * group + h;
+      const std::uint32_t head = kv_head * group + h;
+      std::copy_n(m.q + (first_head(m, index) + h) * m.shape.head_dim, m.shape.head_dim,
+                  m.audit_q + to * m.shape.head_dim);
+      kernels_for(kernels, layer.out.dtype)
+          .widen(layer.out.row(row.at, head), m.audit_out + to * m.shape.head_dim, m.shape.head_dim);
+      m.audit_lse[to] = layer.lse[std::uint64_t{row.at} * m.shape.q_heads + head];
+    }
+  });
+}
+
+}  // namespace sluice::cpu

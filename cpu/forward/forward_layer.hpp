@@ -1,0 +1,53 @@
+#pragma once
+
+#include <atomic>
+
+#include "cpu/kernels/kernels.hpp"
+#include "cpu/threads/workers.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/forward_verbs.hpp"
+
+/// What the verbs of a forward do within a layer, now and here; see sluice::ForwardVerbs.
+namespace sluice::cpu {
+
+[[nodiscard]] inline bool runs(const ForwardMemory& memory) noexcept {
+  return memory.state->status == ForwardStatus::running;
+}
+
+/// A word that workers or callers look at.
+template <class T>
+[[nodiscard]] std::atomic_ref<T> shared(T& word) noexcept {
+  return std::atomic_ref<T>(word);
+}
+
+/// body(row, KV head, index of both) for every row that chooses, as it is in a layer.
+template <class Body>
+void for_each_head(const ForwardMemory& m, std::uint32_t layer, const Body& body) {
+  for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
+    if (m.rows[r].list == kNone) continue;
+    const ForwardRow row = m.rows[r].in(layer);
+    for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) body(row, h, r * m.shape.kv_heads + h);
+  }
+}
+
+/// First of the group's query heads, over all rows that choose.
+[[nodiscard]] inline std::uint64_t first_head(const ForwardMemory& m, std::uint32_t index) noexcept {
+  return std::uint64_t{index} * m.shape.group();
+}
+
+/// Near rows of freed blocks, and of the tokens that come, when a slip's lists have been taken.
+void seat_tokens(const ForwardMemory& memory);
+void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
+/// `workers`: of `host`.
+void prefill(Backend& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
+void rank(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
+void score(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
+void choose(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+void split(const ForwardMemory& memory, std::uint32_t layer);
+void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+void promote(const ForwardMemory& memory, std::uint32_t layer);
+void fetch(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
+void audit(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
+
+}  // namespace sluice::cpu

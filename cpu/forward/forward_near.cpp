@@ -1,0 +1,188 @@
+// Which rows lie near: a cache that the device keeps by itself.
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "cpu/forward/forward_layer.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+using Forward = std::uint32_t;  ///< a forward's number, modulo 2^32
+
+/// How a plane's entry of a far row says that it was attended far in this forward.
+std::uint32_t stamp_of(Forward forward) noexcept { return forward & ~kNearBit; }
+std::uint32_t since(Forward forward, std::uint32_t stamp) noexcept { return (forward - stamp) & ~kNearBit; }
+
+/// Who has to give way: free rows, and those that were not attended in so many forwards; if they are not enough, the
+/// next.
+using Patience = std::initializer_list<std::uint32_t>;
+
+class Plane {
+ public:
+  Plane(const ForwardMemory& memory, std::uint32_t plane)
+      : m_(memory),
+        plane_(plane),
+        near_of_(memory.near_of + memory.far_row(plane, 0)),
+        rows_(memory.near_rows + memory.near_row(plane, 0), std::size_t{memory.near_pages} * memory.layout.page_tokens),
+        hand_(memory.near_hands[plane]) {}
+
+  [[nodiscard]] std::uint32_t& entry(std::uint32_t row) const noexcept { return near_of_[row]; }
+
+  [[nodiscard]] std::uint32_t rows() const noexcept { return static_cast<std::uint32_t>(rows_.size()); }
+  /// A row that lies near counts as attended.
+  void refresh(std::uint32_t row, Forward forward) const noexcept { rows_[entry(row) & ~kNearBit].used = forward; }
+
+  void give_up(std::uint32_t row) const noexcept {
+    if ((entry(row) & kNearBit) != 0) {
+      rows_[entry(row) & ~kNearBit] = {};
+      --m_.state->near_rows;
+    }
+    entry(row) = 0;
+  }
+
+  /// Near rows for the first of `wanted`, as many as there are; returns how many that were.
+  std::uint32_t seat(std::span<const std::uint32_t> wanted, Forward forward, Forward used, Patience patience) const {
+    std::uint32_t seated = 0;
+    for (const std::uint32_t least : patience) {
+      const std::size_t most = std::min<std::size_t>(rows_.size(), kNearLooks);
+      for (std::size_t looked = 0; looked < most && seated < wanted.size(); ++looked) {
+        const std::uint32_t place = hand_;
+        hand_ = (hand_ + 1) % static_cast<std::uint32_t>(rows_.size());
+        if (rows_[place].row == kNone || forward - rows_[place].used > least) put(place, wanted[seated++], used);
+      }
+    }
+    return seated;
+  }
+
+  void bring(std::uint32_t row) const {
+    const std::byte* const from = m_.far_key(plane_, row);
+    std::byte* const to = m_.near_key(plane_, entry(row) & ~kNearBit);
+    std::memcpy(to, from, m_.layout.row_bytes());
+    std::memcpy(to + m_.layout.half_bytes(), from + m_.layout.half_bytes(), m_.layout.row_bytes());
+  }
+
+ private:
+  void put(std::uint32_t place, std::uint32_t row, Forward used) const noexcept {
+    ForwardNearRow& mine = rows_[place];
+    if (mine.row != kNone) {
+      entry(mine.row) = stamp_of(mine.used);
+    } else {
+      ++m_.state->near_rows;
+    }
+    mine = {.row = row, .used = used};
+    entry(row) = place | kNearBit;
+  }
+
+  const ForwardMemory& m_;
+  std::uint32_t plane_;
+  std::uint32_t* near_of_;
+  std::span<ForwardNearRow> rows_;
+  std::uint32_t& hand_;
+};
+
+/// Far rows of one plane that are wanted near: of sinks and recent tokens, and others.
+struct Wanted {
+  std::vector<std::uint32_t> always;
+  std::vector<std::uint32_t> again;
+};
+
+void want_windows(const ForwardMemory& m, const ForwardRow& row, const Plane& plane, Forward forward, Wanted& wanted) {
+  const std::uint32_t recent = std::max(row.sink_end, row.recent_begin);
+  for (std::uint32_t i = 0; i < row.sink_end + row.tokens - recent; ++i) {
+    if (wanted.always.size() == m.promotions) return;
+    const std::uint32_t at = m.row_of(row.list, i < row.sink_end ? i : recent + i - row.sink_end);
+    std::uint32_t& entry = plane.entry(at);
+    if ((entry & kNearBit) != 0 || entry == stamp_of(forward)) continue;
+    entry = stamp_of(forward);
+    wanted.always.push_back(at);
+  }
+}
+
+void want_again(const ForwardMemory& m, std::uint32_t index, const Plane& plane, Forward forward, Wanted& wanted) {
+  const std::uint32_t* const rows = m.far_rows + std::uint64_t{index} * m.list_room();
+  for (std::uint32_t i = 0; i < m.far_listed[index]; ++i) {
+    std::uint32_t& entry = plane.entry(rows[i]);
+    const bool again = entry != 0 && entry != stamp_of(forward) && since(forward, entry) <= kNearAgain;
+    entry = stamp_of(forward);
+    if (again && wanted.again.size() < m.promotions) wanted.again.push_back(rows[i]);
+  }
+}
+
+/// Near rows for tokens that come, of prompts or decoded ones, but for the first `skip` of these. Those that have one
+/// count as used in that forward.
+void seat_coming(const ForwardMemory& m, const Plane& plane, bool decoded, std::size_t skip, Forward used,
+                 Patience patience) {
+  constexpr std::uint32_t kAtOnce = 256;  // As many as a device has threads for.
+  const std::uint32_t tokens = m.slip->bucket.rows();
+  std::vector<std::uint32_t> wanted;
+  for (std::uint32_t base = 0; base < tokens; base += kAtOnce) {
+    wanted.clear();
+    for (const ForwardToken& token : std::span(m.tokens + base, std::min(kAtOnce, tokens - base))) {
+      if (token.list == kNone || (token.decoded != 0) != decoded) continue;
+      if (skip != 0) {
+        --skip;
+        continue;
+      }
+      const std::uint32_t row = m.row_of(token.list, token.position);
+      if ((plane.entry(row) & kNearBit) == 0) {
+        wanted.push_back(row);
+      } else {
+        plane.refresh(row, used);
+      }
+    }
+    if (plane.seat(wanted, static_cast<Forward>(m.slip->forward), used, patience) < wanted.size()) return;
+  }
+}
+
+}  // namespace
+
+void seat_tokens(const ForwardMemory& m) {
+  if (m.near_pages == 0) return;
+  const auto forward = static_cast<Forward>(m.slip->forward);
+  const std::uint32_t page_tokens = m.layout.page_tokens;
+  const auto prompts = static_cast<std::size_t>(
+      std::ranges::count_if(std::span(m.tokens, m.slip->bucket.rows()),
+                            [](const ForwardToken& token) { return token.list != kNone && token.decoded == 0; }));
+  // All of them first: nobody will tell of them again, and what follows may find no memory.
+  for (std::uint32_t p = 0; p < m.planes(); ++p) {
+    const Plane plane(m, p);
+    for (const std::uint32_t block : std::span(m.slip_freed, m.slip->freed_blocks)) {
+      for (std::uint32_t i = 0; i < page_tokens; ++i) plane.give_up(block * page_tokens + i);
+    }
+  }
+  for (std::uint32_t p = 0; p < m.planes(); ++p) {
+    const Plane plane(m, p);
+    seat_coming(m, plane, true, 0, forward, {kNearPatience, kNearAgain, 0});
+    // The newest of prompts, and in their order, so that the oldest give way first later on.
+    const std::size_t most = std::min<std::size_t>(prompts, plane.rows());
+    seat_coming(m, plane, false, prompts - most, forward - kNearPatience, {kNearPatience});
+  }
+}
+
+void promote(const ForwardMemory& m, std::uint32_t layer) {
+  const auto forward = static_cast<Forward>(m.state->forward);
+  if (!runs(m) || (forward + layer) % kNearTurn != 0) return;
+  for (std::uint32_t head = 0; head < m.shape.kv_heads; ++head) {
+    const Plane plane(m, m.plane(layer, head));
+    Wanted wanted;
+    for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
+      const std::uint32_t index = r * m.shape.kv_heads + head;
+      const ForwardRow row = m.rows[r].in(layer);
+      // Where everything is attended, nothing is wanted more than anything else.
+      if (row.list == kNone || row.whole() || m.far_listed[index] == 0) continue;
+      if (m.far_windows[index] != 0) want_windows(m, row, plane, forward, wanted);
+      want_again(m, index, plane, forward, wanted);
+    }
+    const std::uint32_t seated = plane.seat(wanted.always, forward, forward, {kNearPatience, kNearAgain, 0});
+    const std::size_t left = std::min<std::size_t>(wanted.again.size(), m.promotions - seated);
+    const std::uint32_t others =
+        plane.seat(std::span(wanted.again).first(left), forward, forward, {kNearPatience, kNearAgain});
+    for (std::uint32_t i = 0; i < seated; ++i) plane.bring(wanted.always[i]);
+    for (std::uint32_t i = 0; i < others; ++i) plane.bring(wanted.again[i]);
+    m.state->promoted += seated + others;
+  }
+}
+
+}  // namespace sluice::cpu

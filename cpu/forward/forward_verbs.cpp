@@ -1,0 +1,158 @@
+#include "cpu/forward/forward_verbs.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include "cpu/device/host_stream.hpp"
+#include "cpu/forward/forward_layer.hpp"
+#include "sluice/int4.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+void copy_codes(const ForwardMemory& m, const ForwardBlockCopy& copy) {
+  const std::uint64_t bytes = Int4Layout(m.layout).page_bytes();
+  for (std::uint32_t plane = 0; plane < m.planes(); ++plane)
+    std::memcpy(m.codes + m.far_page(plane, copy.to) * bytes, m.codes + m.far_page(plane, copy.from) * bytes, bytes);
+}
+
+void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status) {
+  auto& outcome = m.mailbox->outcome;
+  m.state->told = forward;
+  shared(outcome.status[forward % kMostForwards]).store(status, std::memory_order_relaxed);
+  shared(outcome.good).store(m.state->good, std::memory_order_relaxed);
+  shared(outcome.forward).store(forward, std::memory_order_release);
+}
+
+void apply(const ForwardMemory& m) {
+  const ForwardSlip& slip = *m.slip;
+  ForwardState& state = *m.state;
+  if (state.planned > state.told) {  // It has not begun, or not come to its end: nor does one that failed before.
+    state.forward = state.planned;
+    state.status = ForwardStatus::skipped;
+    publish(m, state.planned, state.status);
+  }
+  // Should something here fail, what begins then ends as if the forward before it had failed, which none was.
+  state.after = ~std::uint64_t{0};
+  state.bucket = slip.bucket;
+  state.planned = slip.forward;
+  std::copy_n(m.slip_tokens, slip.bucket.rows(), m.tokens);
+  std::copy_n(m.slip_rows, slip.bucket.decode_rows, m.rows);
+  std::copy_n(m.slip_chunks, slip.bucket.prefills, m.chunks);
+  for (const ForwardListChange& change : std::span(m.slip_lists, slip.list_changes)) {
+    std::copy_n(m.slip_blocks + change.from, change.count,
+                m.lists + std::uint64_t{change.list} * m.max_pages + change.page);
+  }
+  for (const ForwardBlockCopy& copy : std::span(m.slip_copies, slip.block_copies)) copy_codes(m, copy);
+  seat_tokens(m);
+  state.after = slip.after;
+}
+
+void begin(const ForwardMemory& m) {
+  ForwardState& state = *m.state;
+  state.released = state.asked;
+  const bool planned = state.planned > state.forward;
+  if (!planned && state.planned > state.told) publish(m, state.planned, ForwardStatus::skipped);
+  state.forward = state.planned;
+  state.status = !planned                    ? ForwardStatus::unplanned
+                 : state.after != state.good ? ForwardStatus::orphaned
+                 : state.bucket != m.bucket  ? ForwardStatus::mismatched
+                                             : ForwardStatus::running;
+}
+
+void cancel(const ForwardMemory& m, std::uint64_t before) {
+  ForwardState& state = *m.state;
+  state.forward = state.planned;
+  state.good = std::min(state.good, before);  // Not of one that failed.
+  state.status = ForwardStatus::cancelled;
+  publish(m, state.forward, state.status);
+  shared(m.mailbox->outcome.cancelled).store(state.forward, std::memory_order_release);
+}
+
+void end(const ForwardMemory& m) {
+  ForwardState& state = *m.state;
+  auto& outcome = m.mailbox->outcome;
+  if (state.status == ForwardStatus::cancelled) return;  // A part of a forward, without its beginning.
+  if (state.status == ForwardStatus::unplanned) {
+    shared(outcome.unplanned).store(++state.unplanned, std::memory_order_release);
+    return;
+  }
+  if (state.status == ForwardStatus::running) {
+    state.status = ForwardStatus::done;
+    state.good = state.forward;
+  }
+  shared(outcome.near_tokens).store(state.near_tokens, std::memory_order_relaxed);
+  shared(outcome.far_tokens).store(state.far_tokens, std::memory_order_relaxed);
+  shared(outcome.waited_ns).store(state.waited_ns, std::memory_order_relaxed);
+  shared(outcome.promoted).store(state.promoted, std::memory_order_relaxed);
+  shared(outcome.near_rows).store(state.near_rows, std::memory_order_relaxed);
+  publish(m, state.forward, state.status);
+}
+
+/// A stream goes on behind a verb that it could not do, such as one that found no memory; the forward does not.
+template <class Run>
+void queue(const ForwardMemory& m, void* stream, const char* verb, Run run) {
+  run_or_enqueue(static_cast<Stream*>(stream), verb, [state = m.state, run = std::move(run)] {
+    try {
+      run();
+    } catch (...) {
+      if (state->status == ForwardStatus::running) state->status = ForwardStatus::broken;
+      throw;
+    }
+  });
+}
+
+}  // namespace
+
+ForwardVerbs::ForwardVerbs(sluice::Backend& host, const Workers& workers, const Kernels* kernels)
+    : host_(host), workers_(workers), kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
+
+void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
+  queue(memory, stream, "apply", [memory] { cpu::apply(memory); });
+}
+void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
+  queue(memory, stream, "begin", [memory] { cpu::begin(memory); });
+}
+void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "append", [this, memory, layer] { cpu::append(kernels_, memory, layer); });
+}
+void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "prefill", [this, memory, layer] { cpu::prefill(host_, workers_, memory, layer); });
+}
+void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "rank", [this, memory, at = layer.layer] { cpu::rank(host_, memory, at); });
+}
+void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "score", [this, memory, at = layer.layer] { cpu::score(host_, memory, at); });
+}
+void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "choose", [this, memory, at = layer.layer] { cpu::choose(kernels_, memory, at); });
+}
+void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "split", [memory, at = layer.layer] { cpu::split(memory, at); });
+}
+void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "attend", [this, memory, at = layer.layer] { cpu::attend(kernels_, memory, at); });
+}
+void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "promote", [memory, at = layer.layer] { cpu::promote(memory, at); });
+}
+void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(kernels_, memory, at); });
+}
+void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
+}
+void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "audit", [this, memory, layer] { cpu::audit(kernels_, memory, layer); });
+}
+void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
+  queue(memory, stream, "cancel", [memory, before] { cpu::cancel(memory, before); });
+}
+void ForwardVerbs::end(const ForwardMemory& memory, void* stream) {
+  queue(memory, stream, "end", [memory] { cpu::end(memory); });
+}
+
+}  // namespace sluice::cpu

@@ -1,0 +1,42 @@
+#pragma once
+
+#include "cpu/kernels/kernels.hpp"
+#include "cpu/threads/workers.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/forward_verbs.hpp"
+
+namespace sluice::cpu {
+
+/// The verbs of a forward on a HostDevice: enqueued on its stream, or done at once without one. Plain, and most of
+/// them in one thread: what they are for is the contract, and every engine's tests without a GPU.
+class ForwardVerbs final : public sluice::ForwardVerbs {
+ public:
+  /// @param host  computes at once what it is given without a stream, by `workers`
+  /// @param kernels  null: the fastest
+  ForwardVerbs(sluice::Backend& host, const Workers& workers, const Kernels* kernels = nullptr);
+
+  [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory&) const override { return 0; }
+  void apply(const ForwardMemory& memory, void* stream) override;
+  void begin(const ForwardMemory& memory, void* stream) override;
+  void append(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void rank(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void score(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void choose(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void split(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void attend(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void promote(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void merge(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void audit(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override;
+  void require_alive(void*) override {}
+  void end(const ForwardMemory& memory, void* stream) override;
+
+ private:
+  sluice::Backend& host_;
+  const Workers& workers_;
+  const Kernels& kernels_;
+};
+
+}  // namespace sluice::cpu

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "gpu/kernels/attend/attend.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice::gpu {
+
+/// How the tasks of one `attend` become slices: a pure function of the tasks and of how many blocks the device runs
+/// at once, so the same call is cut, and rounded, the same way every time. Reused, it does not allocate.
+class AttendPlan {
+ public:
+  /// One task's row lists, as ranges of the plan's arrays; see AttendJob.
+  struct Task {
+    const AttendTask* task = nullptr;
+    std::size_t pages = 0;  ///< first index
+    std::size_t pieces = 0;
+    std::size_t tokens = 0;
+    std::uint32_t page_count = 0;
+    std::uint32_t piece_count = 0;
+    std::uint32_t token_count = 0;
+    std::uint32_t octet_shift = 0;
+    std::uint32_t slices = 1;  ///< per block of heads
+    std::uint64_t bytes = 0;   ///< in pinned memory, at most: lists, scores, a MassTask, and a job per block of heads
+    std::uint64_t mass_bytes = 0;  ///< in device scratch: a mass per octet and query head, if masses are wanted
+  };
+
+  /// Plans those of `tasks` whose pages have the variant's dtype, and which want masses if it has them. `blocks`:
+  /// thread blocks that run at once.
+  /// @throws Error{Errc::invalid_argument} for a page that has no frame, Error{Errc::out_of_capacity} for a task whose
+  ///         lists do not fit `limit_bytes`, or whose masses do not fit kMassBytes.
+  void build(std::span<const AttendTask> tasks, const AttentionShape& shape, const AttendVariant& variant,
+             std::uint32_t blocks, std::uint64_t limit_bytes);
+
+  [[nodiscard]] std::span<const Task> tasks() const noexcept { return tasks_; }
+  /// Tasks fall into groups of about equal size, each of which fills the device, if their lists do not fit
+  /// `limit_bytes` together: where each group ends.
+  [[nodiscard]] std::span<const std::size_t> group_ends() const noexcept { return group_ends_; }
+  /// Blocks of heads that each task is attended in.
+  [[nodiscard]] std::uint32_t head_blocks() const noexcept { return head_blocks_; }
+  /// The job of a task, for all heads; what depends on the heads and on memory is left out.
+  [[nodiscard]] AttendJob job(const Task& task) const noexcept;
+  /// Writes the row lists of a task.
+  void write_words(const Task& task, std::uint32_t* words) const noexcept;
+  /// Writes where the octets of each run are, see MassTask.
+  void write_octets(const Task& task, std::uint32_t* words) const noexcept;
+
+  /// Device scratch for masses of one launch: behind what the slices' results take at most.
+  static constexpr std::uint64_t kMassBytes = 16 * MiB;
+  static constexpr bool wants_masses(const AttendTask& task) noexcept {
+    return task.masses != nullptr && !task.runs.empty();
+  }
+
+ private:
+  [[nodiscard]] Task list(const AttendTask& task);
+  [[nodiscard]] std::uint64_t task_bytes(const Task& task) const noexcept;
+  void choose_groups(std::uint64_t limit_bytes);
+  /// Whether the lists of every slice fit shared memory.
+  [[nodiscard]] bool fit(const Task& task) const noexcept;
+  void choose_slices(std::span<Task> tasks, std::uint32_t blocks) const;
+
+  std::uint32_t head_blocks_ = 1;
+  std::uint32_t group_ = 1;
+  std::vector<std::size_t> group_ends_;
+  std::vector<Task> tasks_;
+  std::vector<std::uint32_t> pages_;
+  std::vector<std::uint32_t> pieces_;  ///< pairs
+  std::vector<std::uint32_t> tokens_;
+};
+
+}  // namespace sluice::gpu

@@ -1,0 +1,253 @@
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "gpu/backend/attend_plan.hpp"
+#include "gpu/backend/backend.hpp"
+#include "gpu/backend/verbs.hpp"
+#include "gpu/device/cuda_stream.hpp"
+#include "gpu/device/param_ring.hpp"
+#include "gpu/kernels/attend/attend.hpp"
+#include "gpu/kernels/attend/merge.hpp"
+#include "gpu/kernels/select/masses.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+/// Where the masses of octets lie in a stream's scratch memory: behind the largest results of a launch's slices.
+constexpr std::uint64_t kMassOffset = CudaStream::kScratchBytes - AttendPlan::kMassBytes;
+static_assert(CudaStream::kCounterBytes + kAttend.max_slices * 16 * (128 + 1) * sizeof(float) <= kMassOffset);
+
+/// Writes the jobs of consecutive tasks of a plan, and what the launch says of them.
+class JobWriter {
+ public:
+  JobWriter(const AttendPlan& plan, const AttentionShape& shape, const AttendVariant& variant, CudaStream& stream)
+      : plan_(plan), shape_(shape), variant_(variant), stream_(stream) {}
+
+  void launch(std::span<const AttendPlan::Task> tasks) {
+    std::uint64_t bytes = 0;
+    for (const AttendPlan::Task& task : tasks) bytes += task.bytes;
+    next_ = stream_.params().take(bytes);
+    const std::uint64_t jobs = tasks.size() * plan_.head_blocks();
+    job_ = args_.inline_jobs;
+    args_.jobs = nullptr;
+    if (jobs > AttendArgs::kInlineJobs)
+      args_.jobs = job_ = reinterpret_cast<AttendJob*>(take(jobs * sizeof(AttendJob)));
+    slices_ = jobs_ = counters_ = partials_ = 0;
+    const std::span<std::byte> scratch = stream_.scratch();
+    next_mass_ = reinterpret_cast<float*>(scratch.data() + kMassOffset);
+    most_runs_ = 0;
+    sums_.count = 0;
+    sums_.queued = nullptr;
+    mass_ = sums_.inlined;
+    // Not from the ring again after the launch: the lists must stay until the last kernel that reads them has run.
+    if (variant_.massed && tasks.size() > TaskArray<MassTask>::kInline)
+      sums_.queued = mass_ = reinterpret_cast<MassTask*>(take(tasks.size() * sizeof(MassTask)));
+    for (const AttendPlan::Task& task : tasks) put_task(task);
+    args_.counters = reinterpret_cast<std::uint32_t*>(scratch.data());
+    args_.partials = reinterpret_cast<float*>(scratch.data() + CudaStream::kCounterBytes);
+    args_.partial_count = partials_;
+    args_.score_scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim));
+    launch_attend(variant_, args_, slices_, stream_.handle());
+    launch_masses(sums_, most_runs_, shape_.group(), stream_.handle());
+  }
+
+ private:
+  std::byte* take(std::uint64_t bytes) { return std::exchange(next_, next_ + div_up(bytes, 16) * 16); }
+
+  void put_task(const AttendPlan::Task& task) {
+    AttendJob job = plan_.job(task);
+    auto* const words = reinterpret_cast<std::uint32_t*>(take(job.words() * sizeof(std::uint32_t)));
+    plan_.write_words(task, words);
+    job.lists = words;
+    if (variant_.massed) job.masses = put_octets(task);
+    const float* const scores = put_scores(*task.task);
+    for (std::uint32_t block = 0; block < plan_.head_blocks(); ++block) {
+      put_job(job, *task.task, block * variant_.heads(), scores);
+    }
+  }
+
+  /// Asks for the masses of the task's runs; returns where those of its octets go.
+  float* put_octets(const AttendPlan::Task& task) {
+    const std::size_t runs = task.task->runs.size();
+    auto* const words = reinterpret_cast<std::uint32_t*>(take(runs * sizeof(std::uint32_t)));
+    plan_.write_octets(task, words);
+    float* const octets = next_mass_;
+    next_mass_ += task.mass_bytes / sizeof(float);
+    const auto count = static_cast<std::uint32_t>(runs);
+    mass_[sums_.count++] = {.octets = octets, .lists = words, .out = task.task->masses, .runs = count};
+    most_runs_ = std::max(most_runs_, count);
+    return octets;
+  }
+
+  const float* put_scores(const AttendTask& task) {
+    if (task.scores.empty()) return nullptr;
+    auto* const scores = reinterpret_cast<float*>(take(task.scores.size_bytes()));
+    std::copy(task.scores.begin(), task.scores.end(), scores);
+    return scores;
+  }
+
+  void put_job(AttendJob job, const AttendTask& task, std::uint32_t first_head, const float* scores) {
+    const std::uint64_t first_dim = std::uint64_t{first_head} * shape_.head_dim;
+    if (task.q != nullptr) job.q = task.q + first_dim;
+    if (scores != nullptr) job.scores = scores + first_head;
+    if (job.masses != nullptr) job.masses += first_head;
+    job.out = task.out.out + first_dim;
+    job.lse = task.out.lse + first_head;
+    job.heads = std::min(variant_.heads(), shape_.group() - first_head);
+    job.group = shape_.group();
+    job.first_head = first_head;
+    job.first_slice = slices_;
+    job.first_partial = partials_;
+    job.counter = counters_;
+    job_[jobs_] = job;
+    for (std::uint32_t i = 0; i < job.slices; ++i) args_.job_of[slices_++] = static_cast<std::uint16_t>(jobs_);
+    ++jobs_;
+    if (job.slices > 1) {
+      partials_ += job.slices;
+      ++counters_;
+    }
+  }
+
+  const AttendPlan& plan_;
+  const AttentionShape& shape_;
+  const AttendVariant& variant_;
+  CudaStream& stream_;
+  AttendArgs args_{};
+  std::byte* next_ = nullptr;
+  float* next_mass_ = nullptr;
+  TaskArray<MassTask> sums_;
+  MassTask* mass_ = nullptr;
+  std::uint32_t most_runs_ = 0;
+  AttendJob* job_ = nullptr;
+  std::uint32_t jobs_ = 0;
+  std::uint32_t slices_ = 0;
+  std::uint32_t counters_ = 0;
+  std::uint32_t partials_ = 0;
+};
+
+/// Merges of one launch: the largest second dimension of a grid.
+constexpr std::size_t kMaxMerges = 65535;
+
+/// Pinned memory that a merge takes unless it travels with the launch.
+std::uint64_t merge_bytes(const MergeTask& task) noexcept {
+  return sizeof(MergeItem) + task.parts.size() * sizeof(Partial);
+}
+
+/// Describes the tasks to the kernel, in pinned memory if they are many.
+void pack_merges(std::span<const MergeTask> tasks, ParamRing& ring, MergeArgs& args) {
+  std::size_t parts = 0;
+  for (const MergeTask& task : tasks) parts += task.parts.size();
+  MergeItem* items = args.inline_items;
+  Partial* partials = args.inline_parts;
+  args.items = nullptr;
+  args.parts = nullptr;
+  if (tasks.size() > MergeArgs::kInlineItems || parts > MergeArgs::kInlineParts) {
+    static_assert(alignof(MergeItem) == alignof(Partial));
+    std::byte* const memory = ring.take(tasks.size() * sizeof(MergeItem) + parts * sizeof(Partial));
+    items = reinterpret_cast<MergeItem*>(memory);
+    partials = reinterpret_cast<Partial*>(memory + tasks.size() * sizeof(MergeItem));
+    args.items = items;
+    args.parts = partials;
+  }
+  std::uint32_t first = 0;
+  for (const MergeTask& task : tasks) {
+    *items++ = {
+        .out = task.out, .lse = task.lse, .first_part = first, .parts = static_cast<std::uint32_t>(task.parts.size())};
+    partials = std::copy(task.parts.begin(), task.parts.end(), partials);
+    first += static_cast<std::uint32_t>(task.parts.size());
+  }
+}
+
+/// How many of the tasks, from the first on, fit one launch: all of a group, unless a guess at sizes was too low.
+std::size_t launchable(std::span<const AttendPlan::Task> tasks, std::uint32_t head_blocks, std::uint64_t limit) {
+  std::size_t count = 0;
+  std::uint64_t slices = 0;
+  std::uint64_t mass_bytes = 0;
+  for (std::uint64_t bytes = 0; count < tasks.size(); ++count) {
+    bytes += tasks[count].bytes;
+    mass_bytes += tasks[count].mass_bytes;
+    slices += std::uint64_t{tasks[count].slices} * head_blocks;
+    if (bytes > limit || slices > kAttend.max_slices || mass_bytes > AttendPlan::kMassBytes) break;
+  }
+  return count;
+}
+
+/// Attends the tasks of one dtype in as few launches as their lists allow: one, as a rule.
+void attend_tasks(std::span<const AttendTask> tasks, const AttentionShape& shape, const AttendVariant& variant,
+                  std::uint32_t multiprocessors, CudaStream& stream) {
+  const std::uint64_t limit = stream.params().largest();
+  thread_local AttendPlan plan;
+  plan.build(tasks, shape, variant, multiprocessors * blocks_per_sm(variant), limit);
+  JobWriter writer(plan, shape, variant, stream);
+  std::size_t begin = 0;
+  for (const std::size_t group_end : plan.group_ends()) {
+    while (begin < group_end) {
+      const std::span<const AttendPlan::Task> rest = plan.tasks().subspan(begin, group_end - begin);
+      const std::size_t count = launchable(rest, plan.head_blocks(), limit);
+      writer.launch(rest.first(count));
+      begin += count;
+    }
+  }
+}
+
+}  // namespace
+
+void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  CudaStream& queue = cuda_stream(stream, "attend");
+  const PageLayout* checked = nullptr;
+  for (const AttendTask& task : tasks) {
+    if (checked != nullptr && *checked == task.kv.layout) continue;
+    checked = &task.kv.layout;
+    check_supported("attend", shape, *checked);
+  }
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    const AttendTask* first[2] = {};  // without masses, with
+    bool scored = false;
+    for (const AttendTask& task : tasks) {
+      if (task.kv.layout.dtype != dtype) continue;
+      const bool massed = AttendPlan::wants_masses(task);
+      if (massed && !task.scores.empty()) {
+        throw Error(Errc::unsupported, "attend: no masses for a task with given scores; leave the scores out");
+      }
+      if (first[massed] == nullptr) first[massed] = &task;
+      scored = scored || !task.scores.empty();
+    }
+    if (first[0] != nullptr) {
+      attend_tasks(tasks, shape, attend_variant(shape, first[0]->kv.layout, scored), multiprocessors_, queue);
+    }
+    if (first[1] != nullptr) {
+      AttendVariant variant = attend_variant(shape, first[1]->kv.layout, false);
+      variant.massed = true;
+      attend_tasks(tasks, shape, variant, multiprocessors_, queue);
+    }
+  }
+}
+
+void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) {
+  if (tasks.empty()) return;
+  CudaStream& queue = cuda_stream(stream, "merge");
+  check_supported("merge", shape, PageLayout{.head_dim = shape.head_dim});
+  const std::uint64_t limit = queue.params().largest();
+  for (const MergeTask& task : tasks) {
+    if (merge_bytes(task) <= limit) continue;
+    throw Error(Errc::out_of_capacity,
+                "merge: one task has " + std::to_string(task.parts.size()) + " partials; merge some of them first");
+  }
+  MergeArgs args{.heads = shape.group(), .head_dim = shape.head_dim, .out_dtype = out_dtype};
+  while (!tasks.empty()) {
+    std::size_t count = 0;
+    for (std::uint64_t bytes = 0; count < tasks.size() && count < kMaxMerges; ++count) {
+      bytes += merge_bytes(tasks[count]);
+      if (bytes > limit) break;
+    }
+    pack_merges(tasks.first(count), queue.params(), args);
+    launch_merge(args, static_cast<std::uint32_t>(count), queue.handle());
+    tasks = tasks.subspan(count);
+  }
+}
+
+}  // namespace sluice::gpu

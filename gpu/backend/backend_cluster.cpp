@@ -1,0 +1,127 @@
+#include <algorithm>
+#include <string>
+
+#include "gpu/backend/backend.hpp"
+#include "gpu/backend/verbs.hpp"
+#include "gpu/device/cuda_stream.hpp"
+#include "gpu/device/param_ring.hpp"
+#include "gpu/kernels/cluster/cluster.hpp"
+#include "sluice/carver.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+/// Keys of a chunk of the counting sort. More chunks are done at once; each costs a counter per cluster.
+constexpr std::uint32_t kLeastChunk = 512;
+constexpr std::uint32_t kMostChunks = 128;
+
+ClusterItem describe(const ClusterTask& task, Carver& scratch) {
+  const PageLayout& layout = task.kv.layout;
+  const std::uint64_t chunk = std::max<std::uint64_t>(kLeastChunk, div_up(div_up(task.count, kMostChunks), 32) * 32);
+  const auto chunks = static_cast<std::uint32_t>(div_up(task.count, chunk));
+  return {.base = task.kv.base,
+          .frames = nullptr,
+          .centroids_out = task.centroids,
+          .assignment_out = task.assignment,
+          .skip = layout.page_tokens == 0 ? 0 : task.first % layout.page_tokens,
+          .count = task.count,
+          .clusters = task.clusters,
+          .iterations = task.iterations,
+          .page_tokens = layout.page_tokens,
+          .chunk_keys = static_cast<std::uint32_t>(chunk),
+          .chunks = chunks,
+          .seed = task.seed,
+          .keys = scratch.take<std::byte>(task.count * layout.row_bytes()),
+          .terms = scratch.take<std::byte>(task.clusters * 2 * layout.row_bytes()),
+          .centroids = scratch.take<float>(std::uint64_t{task.clusters} * layout.head_dim),
+          .half_norms = scratch.take<float>(task.clusters),
+          .assignment = scratch.take<std::uint32_t>(task.count),
+          .members = scratch.take<std::uint32_t>(task.count),
+          .offsets = scratch.take<std::uint32_t>(std::uint64_t{task.clusters} * chunks),
+          .starts = scratch.take<std::uint32_t>(std::uint64_t{task.clusters} + 1),
+          .changed = scratch.take<std::uint32_t>(task.iterations)};
+}
+
+std::uint64_t pages_of(const ClusterTask& task) {
+  if (task.count == 0) return 0;
+  const std::uint32_t page_tokens = task.kv.layout.page_tokens;
+  return (std::uint64_t{task.first} + task.count - 1) / page_tokens - task.first / page_tokens + 1;
+}
+
+bool same_kernels(const ClusterTask& a, const ClusterTask& b) {
+  return a.kv.layout.dtype == b.kv.layout.dtype && a.kv.layout.head_dim == b.kv.layout.head_dim;
+}
+
+/// Tasks from the first on that go into one launch: of one type, as many as travel by value and as their page tables
+/// have room for.
+std::size_t launchable(std::span<const ClusterTask> tasks, std::uint64_t most_pages) {
+  std::uint64_t pages = 0;
+  std::size_t count = 0;
+  while (count < std::min(tasks.size(), TaskArray<ClusterItem>::kInline) && same_kernels(tasks[count], tasks[0])) {
+    pages += pages_of(tasks[count]);
+    if (pages > most_pages) break;
+    ++count;
+  }
+  return count;
+}
+
+void check_task(const ClusterTask& task, std::uint64_t most_pages) {
+  const PageLayout& layout = task.kv.layout;
+  check_supported("cluster", {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout);
+  if (task.count != 0 && (task.clusters == 0 || task.clusters > task.count || task.iterations == 0)) {
+    throw Error(Errc::invalid_argument, "cluster: " + std::to_string(task.clusters) + " clusters of " +
+                                            std::to_string(task.count) + " keys in " + std::to_string(task.iterations) +
+                                            " iterations; ask for 1 to as many as there are keys, and 1 iteration or "
+                                            "more");
+  }
+  if (pages_of(task) > most_pages) {
+    throw Error(Errc::out_of_capacity, "cluster: " + std::to_string(pages_of(task)) + " pages are more than the " +
+                                           std::to_string(most_pages) + " that a launch can name; use larger pages");
+  }
+}
+
+void launch(std::span<const ClusterTask> tasks, CudaStream& stream) {
+  std::uint64_t pages = 0;
+  for (const ClusterTask& task : tasks) pages += pages_of(task);
+  if (pages == 0) return;
+  std::uint32_t* frames = stream.params().take_array<std::uint32_t>(pages).data();
+  TaskArray<ClusterItem> items;
+  ClusterExtent extent;
+  for (const ClusterTask& task : tasks) {
+    if (task.count == 0) continue;
+    Carver scratch(task.scratch);
+    ClusterItem& item = items.inlined[items.count++];
+    item = describe(task, scratch);
+    item.frames = frames;
+    frames = std::copy_n(task.kv.frames + task.first / task.kv.layout.page_tokens, pages_of(task), frames);
+    extent = {.count = std::max(extent.count, item.count),
+              .clusters = std::max(extent.clusters, item.clusters),
+              .chunks = std::max(extent.chunks, item.chunks),
+              .iterations = std::max(extent.iterations, item.iterations)};
+  }
+  const PageLayout& layout = tasks.front().kv.layout;
+  launch_cluster(items, extent, {.dtype = layout.dtype, .head_dim = layout.head_dim}, stream.handle());
+}
+
+}  // namespace
+
+void Backend::cluster(std::span<const ClusterTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  CudaStream& queue = cuda_stream(stream, "cluster");
+  const std::uint64_t most_pages = queue.params().largest() / sizeof(std::uint32_t);
+  for (const ClusterTask& task : tasks) check_task(task, most_pages);
+  while (!tasks.empty()) {
+    const std::size_t count = launchable(tasks, most_pages);
+    launch(tasks.first(count), queue);
+    tasks = tasks.subspan(count);
+  }
+}
+
+std::uint64_t Backend::cluster_scratch_bytes(const ClusterTask& task) const {
+  Carver scratch(nullptr);
+  (void)describe(task, scratch);
+  return scratch.used();
+}
+
+}  // namespace sluice::gpu

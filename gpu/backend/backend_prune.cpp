@@ -1,0 +1,54 @@
+// Verbs that estimate attention by 4-bit copies of keys, and keep what is heavy (Twilight).
+
+#include <algorithm>
+
+#include "gpu/backend/backend.hpp"
+#include "gpu/backend/verbs.hpp"
+#include "gpu/kernels/index/int4.hpp"
+#include "gpu/kernels/select/top_p.hpp"
+
+namespace sluice::gpu {
+
+void Backend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  check_supported("quantize", {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout);
+  CudaStream& cuda = cuda_stream(stream, "quantize");
+  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_quantize(array, layout, cuda.handle()); });
+}
+
+void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                         Stream* stream) {
+  if (tasks.empty()) return;
+  check_supported("score_int4", shape, layout);
+  CudaStream& cuda = cuda_stream(stream, "score_int4");
+  const ScoreInt4Shape score{.layout = Int4Layout(layout),
+                             .dtype = layout.dtype,
+                             .group = shape.group(),
+                             .multiprocessors = multiprocessors_};
+  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_score_int4(array, score, cuda.handle()); });
+}
+
+void Backend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  CudaStream& cuda = cuda_stream(stream, "top_p");
+  TaskArray<TopPRow> rows;  // By value, about as many at a time as thread blocks run at once.
+  const auto launch = [&] {
+    launch_top_p(rows, longest_top_p_, cuda.handle());
+    rows.count = 0;
+  };
+  for (const TopPTask& task : tasks) {
+    const auto count = static_cast<std::uint32_t>(task.values.size());
+    const std::uint32_t end = std::min(task.end, count);
+    rows.inlined[rows.count++] = {.values = task.values.data(),
+                                  .mask = task.mask,
+                                  .kept = task.count,
+                                  .count = count,
+                                  .begin = std::min(task.begin, end),
+                                  .end = end,
+                                  .p = task.p};
+    if (rows.count == TaskArray<TopPRow>::kInline) launch();
+  }
+  launch();
+}
+
+}  // namespace sluice::gpu

@@ -1,0 +1,190 @@
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "gpu/backend/backend.hpp"
+#include "gpu/backend/flex_room.hpp"
+#include "gpu/backend/verbs.hpp"
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/device/cuda_stream.hpp"
+#include "gpu/device/driver.hpp"
+#include "gpu/device/param_ring.hpp"
+#include "gpu/kernels/prefill/flex.hpp"
+#include "sluice/carver.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+constexpr std::size_t kMaxItems = 65535;  ///< the largest second dimension of a grid
+
+/// The item without what its task points to.
+FlexItem describe(std::uint32_t first, std::uint32_t count, const AttentionShape& shape, Carver& scratch) {
+  FlexItem item;
+  item.set_chunk(first, count);
+  place_scratch(item, flex_room(item), shape, scratch);
+  return item;
+}
+
+std::uint64_t pages_of(const SelectBlocksTask& task) noexcept {
+  return div_up(std::uint64_t{task.first} + task.count, task.kv.layout.page_tokens);
+}
+/// What of the stream's scratch memory the task's description takes: its item, and its page table.
+std::uint64_t item_bytes(const SelectBlocksTask& task) noexcept {
+  return task.count == 0 ? 0 : sizeof(FlexItem) + div_up(pages_of(task), 4) * 16;
+}
+
+/// Tasks from the first on that go into one launch: of the same memory, as many as their descriptions have room for.
+std::size_t launchable(std::span<const SelectBlocksTask> tasks, std::uint64_t limit) noexcept {
+  std::uint64_t bytes = 0;
+  std::size_t count = 0;
+  while (count < std::min(tasks.size(), kMaxItems) && tasks[count].kv.layout == tasks[0].kv.layout &&
+         tasks[count].kv.base == tasks[0].kv.base) {
+    bytes += item_bytes(tasks[count]);
+    if (bytes > limit) break;
+    ++count;
+  }
+  return count;
+}
+
+/// Describes the tasks in pinned memory and has that copied to device memory, where every thread block reads it again.
+/// Returns the items there. `sums` is empty, or says of each task what its sums are to be of.
+const FlexItem* pack(std::span<const SelectBlocksTask> tasks, std::span<const SumAttentionTask> sums,
+                     const AttentionShape& shape, FlexExtent& extent, CudaStream& stream) {
+  std::uint64_t bytes = 0;
+  for (const SelectBlocksTask& task : tasks) {
+    bytes += item_bytes(task);
+    if (task.count != 0) ++extent.items;
+  }
+  if (extent.items == 0) return nullptr;
+  std::byte* const from = stream.params().take(bytes);
+  std::byte* const to = stream.scratch().data() + CudaStream::kCounterBytes;
+  auto* item = reinterpret_cast<FlexItem*>(from);
+  std::uint64_t used = extent.items * sizeof(FlexItem);
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    const SelectBlocksTask& task = tasks[i];
+    if (task.count == 0) continue;
+    Carver scratch(task.scratch);
+    *item = describe(task.first, task.count, shape, scratch);
+    if (!sums.empty()) {
+      item->rows = std::min(item->rows, sums[i].rows);
+      item->sinks = sums[i].sinks;
+    }
+    item->q = task.q;
+    item->base = task.kv.base;
+    item->frames = reinterpret_cast<const std::uint32_t*>(to + used);
+    item->blocks = task.blocks;
+    item->choices = task.choices;
+    item->page_tokens = task.kv.layout.page_tokens;
+    std::copy_n(task.kv.frames, pages_of(task), reinterpret_cast<std::uint32_t*>(from + used));
+    used += item_bytes(task) - sizeof(FlexItem);
+    extent.splits = std::max(extent.splits, item->splits);
+    extent.key_blocks = std::max(extent.key_blocks, item->key_blocks);
+    extent.query_blocks = std::max(extent.query_blocks, item->query_blocks);
+    ++item;
+  }
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream.handle()),
+        "send the page tables of select_blocks");
+  return reinterpret_cast<const FlexItem*>(to);
+}
+
+/// The verbs' common part: chunks of one layout at a time.
+template <class Launch>
+void for_each_pack(std::span<const SelectBlocksTask> tasks, std::uint64_t limit, const Launch& launch) {
+  while (!tasks.empty()) {
+    const std::span<const SelectBlocksTask> now = tasks.first(launchable(tasks, limit));
+    launch(now);
+    tasks = tasks.subspan(now.size());
+  }
+}
+
+void check_task(const SelectBlocksTask& task, const AttentionShape& shape, std::uint64_t limit) {
+  check_supported("select_blocks", shape, task.kv.layout);
+  const std::uint64_t keys = std::uint64_t{task.first} + task.count;
+  if (keys > kFlexMaxKeys) {
+    throw Error(Errc::unsupported, "select_blocks: " + std::to_string(keys) + " keys (GPU kernels have up to " +
+                                       std::to_string(kFlexMaxKeys) + "); prefill densely");
+  }
+  if (item_bytes(task) > limit) {
+    throw Error(Errc::out_of_capacity, "select_blocks: the page table of " + std::to_string(keys) +
+                                           " tokens takes more than " + std::to_string(limit) +
+                                           " bytes; use larger pages");
+  }
+}
+
+FlexArgs args_of(const SelectBlocksTask& task, const FlexPrefillSpec& spec, const PrefillShape& strides,
+                 const AttentionShape& shape) {
+  return {.shape = strides,
+          .spec = spec,
+          .dtype = task.kv.layout.dtype,
+          .head_dim = shape.head_dim,
+          .group = shape.group(),
+          .score_scale = 1.f / std::sqrt(static_cast<float>(shape.head_dim))};
+}
+
+void hand_out(const SumAttentionTask& task, const AttentionShape& shape, cudaStream_t stream) {
+  Carver scratch(task.scratch);
+  const FlexItem item = describe(task.first, task.count, shape, scratch);
+  const std::uint64_t bytes = (item.keys - task.sinks) * sizeof(float);
+  const auto copy = [&](float* to, const float* from) {
+    check(cudaMemcpy2DAsync(to, bytes, from, item.lines() * sizeof(float), bytes, shape.group(), cudaMemcpyDefault,
+                            stream),
+          "copy the sums of a prompt's attention");
+  };
+  copy(task.by_position, item.columns + task.sinks);
+  copy(task.by_distance, item.diagonals);
+}
+
+}  // namespace
+
+void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
+                            const PrefillShape& strides, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  CudaStream& queue = cuda_stream(stream, "select_blocks");
+  const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
+  for (const SelectBlocksTask& task : tasks) check_task(task, shape, limit);
+  for_each_pack(tasks, limit, [&](std::span<const SelectBlocksTask> now) {
+    FlexExtent extent;
+    FlexArgs args = args_of(now.front(), spec, strides, shape);
+    args.items = pack(now, {}, shape, extent, queue);
+    if (extent.items == 0) return;
+    // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
+    const bool mapped = warpgroups_ && std::has_single_bit(now.front().kv.layout.page_tokens);
+    const CUtensorMap pages = mapped ? map_pages(now.front().kv, kFlexTile) : CUtensorMap{};
+    launch_select_blocks(args, extent, mapped ? &pages : nullptr, queue.handle());
+  });
+}
+
+void Backend::sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
+                            const AttentionShape& shape, Stream* stream) {
+  CudaStream& queue = cuda_stream(stream, "sum_attention");
+  const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
+  std::vector<SelectBlocksTask> chunks;
+  for (const SumAttentionTask& task : tasks) {
+    chunks.push_back({.q = task.q, .kv = task.kv, .first = task.first, .count = task.count, .scratch = task.scratch});
+    check_task(chunks.back(), shape, limit);
+  }
+  for_each_pack(chunks, limit, [&](std::span<const SelectBlocksTask> now) {
+    FlexExtent extent;
+    FlexArgs args = args_of(now.front(), {}, strides, shape);
+    args.sums_only = true;
+    const auto sums = tasks.subspan(static_cast<std::size_t>(now.data() - chunks.data()), now.size());
+    args.items = pack(now, sums, shape, extent, queue);
+    launch_flex_pool(args, extent, queue.handle());
+    launch_flex_scores(args, extent, nullptr, queue.handle());  // Once a prompt: the portable kernels do.
+    launch_flex_sums(args, extent, queue.handle());
+    for (const SumAttentionTask& task : sums) hand_out(task, shape, queue.handle());
+  });
+}
+
+std::uint64_t Backend::select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
+                                                   const AttentionShape& shape) const {
+  if (count == 0) return 0;
+  Carver scratch(nullptr);
+  (void)describe(first, count, shape, scratch);
+  return scratch.used();
+}
+
+}  // namespace sluice::gpu

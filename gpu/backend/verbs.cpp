@@ -1,0 +1,60 @@
+#include "gpu/backend/verbs.hpp"
+
+#include "sluice/error.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+constexpr std::uint32_t kPageTokensUnit = 8;
+constexpr std::uint32_t kMaxPageTokens = 256;
+
+std::string head_dim_reason(std::uint32_t head_dim) {
+  if (head_dim == 64 || head_dim == 128) return {};
+  return "head_dim " + std::to_string(head_dim) + " (GPU kernels have 64 and 128)";
+}
+
+std::string group_reason(const AttentionShape& shape) {
+  if (shape.kv_heads == 0 || shape.q_heads % shape.kv_heads != 0 || shape.group() == 0) {
+    return std::to_string(shape.q_heads) + " query heads over " + std::to_string(shape.kv_heads) +
+           " KV heads (need a positive multiple)";
+  }
+  if (shape.group() <= kMaxGroup) return {};
+  return std::to_string(shape.group()) + " query heads per KV head (GPU kernels have up to " +
+         std::to_string(kMaxGroup) + ")";
+}
+
+std::string pages_reason(const AttentionShape& shape, const PageLayout& layout) {
+  if (layout.page_tokens == 0 || layout.page_tokens > kMaxPageTokens || layout.page_tokens % kPageTokensUnit != 0) {
+    return "pages of " + std::to_string(layout.page_tokens) + " tokens (GPU kernels have multiples of " +
+           std::to_string(kPageTokensUnit) + " up to " + std::to_string(kMaxPageTokens) + ")";
+  }
+  if (layout.head_dim == shape.head_dim) return {};
+  return "pages of head_dim " + std::to_string(layout.head_dim) + " for a shape of head_dim " +
+         std::to_string(shape.head_dim);
+}
+
+std::string dtype_reason(DType dtype) {
+  if (dtype == DType::bf16 || dtype == DType::f16) return {};
+  return std::string(to_string(dtype)) + " keys and values (GPU kernels have bf16 and f16)";
+}
+
+}  // namespace
+
+std::vector<std::string> unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) {
+  std::vector<std::string> reasons;
+  for (std::string reason : {head_dim_reason(shape.head_dim), group_reason(shape), pages_reason(shape, layout),
+                             dtype_reason(layout.dtype)}) {
+    if (!reason.empty()) reasons.push_back(std::move(reason));
+  }
+  return reasons;
+}
+
+void check_supported(const char* verb, const AttentionShape& shape, const PageLayout& layout) {
+  const std::vector<std::string> reasons = unsupported_reasons(shape, layout);
+  if (reasons.empty()) return;
+  std::string message = std::string(verb) + ": unsupported:";
+  for (const std::string& reason : reasons) message += (&reason == &reasons.front() ? " " : "; ") + reason;
+  throw Error(Errc::unsupported, message);
+}
+
+}  // namespace sluice::gpu

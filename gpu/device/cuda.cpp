@@ -1,0 +1,47 @@
+#include "sluice/cuda.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include "gpu/device/cuda_device.hpp"
+#include "gpu/transfer/calibrate.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr int kLeastMajor = 8;
+
+bool usable(int ordinal) noexcept {
+  int major = 0;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal) == cudaSuccess &&
+         major >= kLeastMajor;
+}
+
+}  // namespace
+
+std::uint32_t cuda_devices() noexcept {
+  int count = 0;
+  std::uint32_t found = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  for (int ordinal = 0; ordinal < count; ++ordinal) found += usable(ordinal) ? 1 : 0;
+  (void)cudaGetLastError();
+  return found;
+}
+
+std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
+  const bool calibrate =
+      options.calibrate_at_start && options.profile == nullptr && options.transfer == TransferPath::automatic;
+  if (!calibrate) return std::make_shared<gpu::CudaDevice>(options);
+  // On a device of its own, as a device's profile is fixed when it is made.
+  CudaDeviceOptions calibrated = options;
+  gpu::CudaDevice bench(CudaDeviceOptions{.ordinal = options.ordinal});
+  calibrated.profile = std::make_shared<const TransferProfile>(gpu::calibrate(bench));
+  return std::make_shared<gpu::CudaDevice>(calibrated);
+}
+
+CudaDeviceFacts cuda_device_facts(int ordinal) { return gpu::facts_of(ordinal); }
+
+TransferProfile calibrate_transfers(Device& device) {
+  return gpu::calibrate(gpu::cuda_device(device, "calibrate_transfers"));
+}
+
+}  // namespace sluice

@@ -1,0 +1,305 @@
+#include "gpu/device/cuda_device.hpp"
+
+#include <cuda_runtime_api.h>
+#include <nvtx3/nvToolsExt.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/device/handles.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+constexpr std::uint64_t kAlignment = 4 * KiB;
+/// The kernels use asynchronous copies and bf16 products.
+constexpr int kLeastMajor = 8;
+
+std::uint64_t free_bytes() noexcept {
+  std::size_t free = 0;
+  std::size_t total = 0;
+  if (cudaMemGetInfo(&free, &total) != cudaSuccess) (void)cudaGetLastError();
+  return free;
+}
+
+/// Of size `bytes`, rounded up so that every buffer has an address of its own; 0 if no machine has that much.
+std::uint64_t rounded(std::uint64_t bytes) noexcept {
+  if (bytes > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()) - 2 * kAlignment) return 0;
+  return div_up(std::max<std::uint64_t>(bytes, 1), kAlignment) * kAlignment;
+}
+
+std::byte* aligned(std::byte* memory) noexcept {
+  return reinterpret_cast<std::byte*>(div_up(reinterpret_cast<std::uintptr_t>(memory), kAlignment) * kAlignment);
+}
+
+/// CUDA aligns to 256 bytes only, and large pieces to more.
+DeviceMemory take_device(std::uint64_t bytes) {
+  const auto allocate = [](std::uint64_t size) {
+    void* memory = nullptr;
+    if (cudaMalloc(&memory, size) != cudaSuccess) (void)cudaGetLastError();
+    return DeviceMemory(static_cast<std::byte*>(memory));
+  };
+  const std::uint64_t size = rounded(bytes);
+  DeviceMemory memory = size == 0 ? DeviceMemory() : allocate(size);
+  if (memory && aligned(memory.get()) != memory.get()) memory = allocate(size + kAlignment);
+  if (!memory)
+    throw Error(Errc::out_of_capacity, "CUDA device: asked for " + std::to_string(bytes) + " bytes, the GPU has " +
+                                           std::to_string(free_bytes()) +
+                                           " free; cache less near, or free memory of other programs on the GPU");
+  return memory;
+}
+
+PinnedMemory take_pinned(std::uint64_t bytes) {
+  void* memory = nullptr;
+  const std::uint64_t size = rounded(bytes);
+  const cudaError_t status =
+      size == 0 ? cudaErrorMemoryAllocation : cudaHostAlloc(&memory, size, cudaHostAllocPortable | cudaHostAllocMapped);
+  if (status != cudaSuccess) {
+    (void)cudaGetLastError();
+    throw Error(Errc::out_of_capacity, "CUDA device: cannot pin " + std::to_string(bytes) + " bytes of host memory: " +
+                                           describe(status) + "; free host memory or raise `ulimit -l`");
+  }
+  std::memset(memory, 0, size);
+  return PinnedMemory(static_cast<std::byte*>(memory));
+}
+
+/// Removes a range from what the device knows, before it goes.
+void forget(DeviceCore& core, std::span<const std::byte> memory) noexcept {
+  core.activate();
+  core.watchdog.forget(memory);
+  core.memory.erase(memory.data());
+}
+
+/// Memory that CUDA has just given out overlaps nothing that is still in use.
+void remember(DeviceCore& core, std::span<const std::byte> memory, MemoryKind kind) {
+  if (!core.memory.insert(memory, kind))
+    throw Error(Errc::device, "CUDA device: the driver gave out memory twice; was some freed behind Sluice's back?");
+}
+
+class DeviceBuffer final : public Buffer {
+ public:
+  DeviceBuffer(std::shared_ptr<DeviceCore> core, std::uint64_t bytes) : core_(std::move(core)), bytes_(bytes) {
+    core_->ledger.charge(bytes);
+    try {
+      memory_ = take_device(bytes);
+      remember(*core_, known(), MemoryKind::device);
+    } catch (...) {
+      core_->ledger.refund(bytes);
+      throw;
+    }
+  }
+  ~DeviceBuffer() override {
+    forget(*core_, known());
+    memory_.reset();
+    core_->ledger.refund(bytes_);
+  }
+  [[nodiscard]] std::byte* data() const noexcept override { return aligned(memory_.get()); }
+  [[nodiscard]] std::uint64_t bytes() const noexcept override { return bytes_; }
+
+ private:
+  [[nodiscard]] std::span<const std::byte> known() const noexcept { return {data(), rounded(bytes_)}; }
+
+  std::shared_ptr<DeviceCore> core_;
+  std::uint64_t bytes_;
+  DeviceMemory memory_;
+};
+
+class PinnedBuffer final : public Buffer {
+ public:
+  PinnedBuffer(std::shared_ptr<DeviceCore> core, std::uint64_t bytes)
+      : core_(std::move(core)), bytes_(bytes), memory_(take_pinned(bytes)) {
+    remember(*core_, known(), MemoryKind::pinned);
+  }
+  ~PinnedBuffer() override { forget(*core_, known()); }
+  [[nodiscard]] std::byte* data() const noexcept override { return memory_.get(); }
+  [[nodiscard]] std::uint64_t bytes() const noexcept override { return bytes_; }
+
+ private:
+  [[nodiscard]] std::span<const std::byte> known() const noexcept { return {memory_.get(), rounded(bytes_)}; }
+
+  std::shared_ptr<DeviceCore> core_;  ///< outlives the memory
+  std::uint64_t bytes_;
+  PinnedMemory memory_;
+};
+
+class HostRegistration final : public Registration {
+ public:
+  HostRegistration(std::shared_ptr<DeviceCore> core, std::span<std::byte> memory)
+      : core_(std::move(core)), memory_(memory) {
+    if (memory.empty()) throw Error(Errc::device, "CUDA device: there is no memory to register");
+    if (!core_->memory.insert(memory, MemoryKind::pinned))
+      throw Error(Errc::device, "CUDA device: part of the memory is already registered; unregister it first");
+    const cudaError_t status =
+        cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable | cudaHostRegisterMapped);
+    if (status == cudaSuccess) return;
+    (void)cudaGetLastError();
+    core_->memory.erase(memory.data());
+    throw Error(Errc::device, "CUDA device: cannot pin " + std::to_string(memory.size()) +
+                                  " bytes of host memory: " + describe(status) + refusal_remedy(status));
+  }
+  ~HostRegistration() override {
+    forget(*core_, memory_);
+    (void)cudaHostUnregister(memory_.data());
+    (void)cudaGetLastError();
+  }
+
+ private:
+  [[nodiscard]] static const char* refusal_remedy(cudaError_t status) noexcept {
+    return status == cudaErrorHostMemoryAlreadyRegistered
+               ? "; another registration holds one of its pages"
+               : "; raise the limit by `ulimit -l unlimited`, pin less, or pin it in smaller pieces";
+  }
+
+  std::shared_ptr<DeviceCore> core_;
+  std::span<std::byte> memory_;
+};
+
+cudaDeviceProp properties_of(int ordinal) {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) {
+    (void)cudaGetLastError();
+    throw Error(Errc::unsupported, "CUDA device: no GPU can be used: " + describe(status) +
+                                       "; install a driver for CUDA 13, or use the host device");
+  }
+  if (ordinal < 0 || ordinal >= count)
+    throw Error(Errc::device, "CUDA device: there is no GPU " + std::to_string(ordinal) + "; CUDA shows " +
+                                  std::to_string(count) + ", counted from 0 (see CUDA_VISIBLE_DEVICES)");
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, ordinal), "read the properties of the GPU");
+  return properties;
+}
+
+void require_usable(const cudaDeviceProp& properties, int ordinal) {
+  if (properties.major < kLeastMajor)
+    throw Error(Errc::unsupported, std::string("CUDA device: ") + properties.name + " has compute capability " +
+                                       std::to_string(properties.major) + "." + std::to_string(properties.minor) +
+                                       "; 8.0 or newer is needed");
+  int same_address = 0;
+  check(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, ordinal),
+        "ask how the GPU addresses host memory");
+  if (same_address == 0)
+    throw Error(Errc::unsupported, std::string("CUDA device: ") + properties.name +
+                                       " cannot use host addresses here, as under WSL 2 or some virtual GPUs; use the "
+                                       "host device");
+  check(cudaSetDevice(ordinal), "make the GPU current");
+}
+
+std::string pci_bus_id_of(int ordinal) {
+  char bus[32] = {};
+  check(cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal), "read the GPU's place on the bus");
+  return bus;
+}
+
+/// Of the device's memory, by its clock and width; 0 if CUDA does not say.
+double peak_memory_gbps(int ordinal) noexcept {
+  int kilohertz = 0;
+  int bits = 0;
+  if (cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, ordinal) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, ordinal) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return 0.0;
+  }
+  return 2.0 * kilohertz * bits / 8 * 1e-6;  // Two transfers per cycle.
+}
+
+std::unique_ptr<Backend> make_backend(const cudaDeviceProp& properties) {
+  try {
+    return std::make_unique<Backend>(static_cast<std::uint32_t>(properties.multiProcessorCount));
+  } catch (const Error& error) {
+    throw Error(error.code(), std::string("CUDA device: cannot load the kernels for ") + properties.name + " (" +
+                                  error.what() + "); build with -DCMAKE_CUDA_ARCHITECTURES=" +
+                                  std::to_string(properties.major) + std::to_string(properties.minor));
+  }
+}
+
+}  // namespace
+
+CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
+  if (options.flag_timeout.count() < 0) throw Error(Errc::invalid_argument, "CUDA device: flag_timeout is negative");
+  const cudaDeviceProp properties = properties_of(options.ordinal);
+  require_usable(properties, options.ordinal);
+  const std::uint64_t limit = options.memory_bytes != 0
+                                  ? std::min<std::uint64_t>(options.memory_bytes, properties.totalGlobalMem)
+                                  : properties.totalGlobalMem;
+  info_ = {
+      .name = properties.name, .memory_bytes = limit, .captures = true, .pci_bus_id = pci_bus_id_of(options.ordinal)};
+  peak_memory_gbps_ = peak_memory_gbps(options.ordinal);
+  multiprocessors_ = static_cast<std::uint32_t>(properties.multiProcessorCount);
+  backend_ = make_backend(properties);
+  forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_);
+  core_ = std::make_shared<DeviceCore>(options, limit);
+}
+
+CudaDevice::~CudaDevice() = default;
+
+std::unique_ptr<Buffer> CudaDevice::allocate(std::uint64_t bytes) {
+  core_->activate();
+  return std::make_unique<DeviceBuffer>(core_, bytes);
+}
+
+std::unique_ptr<Buffer> CudaDevice::allocate_pinned(std::uint64_t bytes) {
+  core_->activate();
+  return std::make_unique<PinnedBuffer>(core_, bytes);
+}
+
+std::unique_ptr<Registration> CudaDevice::register_host(std::span<std::byte> memory) {
+  core_->activate();
+  return std::make_unique<HostRegistration>(core_, memory);
+}
+
+std::unique_ptr<Stream> CudaDevice::create_stream(const std::string& name) { return create_queue(name); }
+
+std::unique_ptr<QueueStream> CudaDevice::create_queue(const std::string& name) {
+  core_->activate();
+  return std::make_unique<QueueStream>(core_, name);
+}
+
+std::unique_ptr<Event> CudaDevice::create_event() {
+  core_->activate();
+  return std::make_unique<CudaEvent>(core_);
+}
+
+DeviceRates CudaDevice::rates(std::uint64_t page_bytes) const {
+  // A straight line through two counts of pages: what a batch costs, and what each further page does.
+  constexpr std::uint32_t kFew = 8;
+  constexpr std::uint32_t kMany = 512;
+  constexpr double kAttention = 0.8;  // Of the peak: what dense attention reaches on one H200 from 128K tokens on.
+  const PathChooser& chooser = core_->chooser;
+  PathChooser::Batch batch{.load = TransferLoad::idle, .block_bytes = page_bytes, .blocks = kMany};
+  const TransferPath path = core_->path == TransferPath::automatic ? chooser.choose(batch) : core_->path;
+  const double many_us = chooser.device_us(path, batch);
+  batch.blocks = kFew;
+  const double few_us = chooser.device_us(path, batch);
+  const double page_us = (many_us - few_us) / (kMany - kFew);
+  DeviceRates rates{.near_gbps = kAttention * peak_memory_gbps_};
+  if (!std::isfinite(page_us) || page_us <= 0.0) return rates;  // A profile without this path.
+  rates.link_gbps = static_cast<double>(page_bytes) / page_us * 1e-3;
+  rates.link_latency_us = std::max(0.0, few_us - kFew * page_us);
+  return rates;
+}
+
+void CudaDevice::mark_begin(const char* name) noexcept { (void)nvtxRangePushA(name); }
+
+void CudaDevice::mark_end() noexcept { (void)nvtxRangePop(); }
+
+CudaDeviceFacts facts_of(int ordinal) {
+  CudaDeviceFacts facts{.name = properties_of(ordinal).name};
+  check(cudaDriverGetVersion(&facts.driver), "read the driver's version");
+  facts.pci_bus_id = pci_bus_id_of(ordinal);
+  return facts;
+}
+
+CudaDevice& cuda_device(Device& device, const char* operation) {
+  auto* const found = dynamic_cast<CudaDevice*>(&device);
+  if (found == nullptr)
+    throw Error(Errc::invalid_argument, std::string(operation) + ": '" + device.info().name + "' is no CUDA device");
+  return *found;
+}
+
+}  // namespace sluice::gpu

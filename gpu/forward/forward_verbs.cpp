@@ -1,0 +1,313 @@
+#include "gpu/forward/forward_verbs.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "gpu/backend/verbs.hpp"
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/device/current_device.hpp"
+#include "gpu/device/driver.hpp"
+#include "gpu/kernels/index/int4.hpp"
+#include "gpu/kernels/prefill/prefill.hpp"
+#include "gpu/kernels/select/score.hpp"
+#include "sluice/carver.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+cudaStream_t handle(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+AttendVariant variant_of(const ForwardMemory& memory) { return attend_variant(memory.shape, memory.layout, false); }
+
+/// Near rows of a job at most.
+std::uint64_t near_room(const ForwardMemory& memory) {
+  return std::min<std::uint64_t>(memory.list_room(), std::uint64_t{memory.near_pages} * memory.layout.page_tokens);
+}
+
+std::uint32_t head_blocks(const ForwardMemory& memory) {
+  return static_cast<std::uint32_t>(div_up(memory.shape.group(), variant_of(memory).heads()));
+}
+
+/// Jobs of `rows` rows that choose.
+std::uint32_t jobs_of(const ForwardMemory& memory, std::uint32_t rows) {
+  return rows * memory.shape.kv_heads * head_blocks(memory);
+}
+
+/// Rows that a job may fetch, and words that list them.
+std::uint64_t fetch_room(const ForwardMemory& memory) {
+  return memory.tail_rows != 0 ? memory.largest.max_tokens : memory.list_room();
+}
+std::uint64_t fetch_words(const ForwardMemory& memory) {
+  return memory.tail_rows != 0 ? memory.chosen_room() : memory.list_room();
+}
+/// Slices that a launch has at most: all of one job's are merged in shared memory.
+std::uint32_t most_slices(const ForwardMemory& memory) { return kAttend.max_slices / variant_of(memory).head_tiles; }
+
+/// A job's slices are a fixed number, so that its grid is: as many as the machine runs at once, and enough for each
+/// slice's list to fit shared memory; 0 if a launch may not have as many.
+std::uint32_t slices_of(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors,
+                        std::uint64_t rows, std::uint64_t words) {
+  constexpr std::uint32_t kUnit = 16;
+  if (jobs == 0) return 1;
+  const std::uint64_t wanted = multiprocessors * blocks_per_sm(variant_of(memory)) / jobs;
+  const std::uint64_t useful = div_up(rows, kUnit * kAttend.min_slice_units);
+  const std::uint64_t least = div_up(words, kAttend.stage_words - 4 * kUnit);
+  const std::uint64_t slices = std::max({std::min(wanted, useful), least, std::uint64_t{1}});
+  return slices <= most_slices(memory) ? static_cast<std::uint32_t>(slices) : 0;
+}
+std::uint32_t near_slices(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
+  return slices_of(memory, jobs, multiprocessors, near_room(memory), near_room(memory));
+}
+std::uint32_t fetch_slices(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
+  return slices_of(memory, jobs, multiprocessors, fetch_room(memory), fetch_words(memory));
+}
+
+/// Near and fetched rows are attended by one launch if it has room for all jobs, unless the CPU says what to fetch.
+bool attends_together(const ForwardMemory& memory, const ForwardScratch& scratch) {
+  return memory.fetches && memory.tail_rows == 0 &&
+         scratch.job_count * (scratch.slices + scratch.fetch_slices) <= most_slices(memory);
+}
+
+/// Thread block i of a launch is of job job_of(i), counted from `jobs`.
+template <class JobOf>
+void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendJob* jobs,
+                 std::uint32_t blocks, const JobOf& job_of, cudaStream_t stream) {
+  AttendArgs args{.jobs = jobs,
+                  .partials = scratch.partials,
+                  .counters = scratch.counters,
+                  .partial_count = blocks,
+                  .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
+  for (std::uint32_t i = 0; i < blocks; ++i) args.job_of[i] = static_cast<std::uint16_t>(job_of(i));
+  launch_attend(variant_of(memory), args, blocks, stream);
+}
+
+/// Jobs of one kind, as many launches as it takes.
+void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendJob* jobs,
+                     std::uint32_t slices, std::uint32_t at_once, cudaStream_t stream) {
+  for (std::uint32_t done = 0; done < scratch.job_count; done += at_once) {
+    launch_jobs(memory, scratch, jobs + done, std::min(at_once, scratch.job_count - done) * slices,
+                [&](std::uint32_t i) { return i / slices; }, stream);
+  }
+}
+
+}  // namespace
+
+ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
+    : ordinal_(ordinal),
+      multiprocessors_(multiprocessors),
+      warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()) {
+  load_forward_kernels();
+  split_ = load_forward_split_kernels();
+  load_prefill_kernels();
+  load_select_blocks_kernels();
+  load_top_p_kernels();
+  longest_top_p_ = load_top_p_cluster_kernels();
+  longest_top_k_ = load_top_k_cluster_kernels();
+  load_top_k_kernels();
+  load_score_kernels();
+}
+
+ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std::byte* from) const {
+  const Bucket& largest = memory.largest;
+  const std::uint32_t heads = largest.decode_rows * memory.shape.kv_heads;
+  const std::uint32_t block_heads = variant_of(memory).heads();
+  Carver carver(from);
+  Scratch scratch;
+  ForwardScratch& choice = scratch.choice;
+  choice.head_blocks = head_blocks(memory);
+  choice.block_heads = block_heads;
+  choice.multiprocessors = multiprocessors_;
+  choice.split = split_;
+  choice.job_count = jobs_of(memory, memory.bucket.decode_rows);
+  choice.slices = near_slices(memory, choice.job_count, multiprocessors_);
+  if (memory.fetches) choice.fetch_slices = fetch_slices(memory, choice.job_count, multiprocessors_);
+  const auto at_once = [&](std::uint32_t slices) { return std::max(1u, most_slices(memory) / std::max(1u, slices)); };
+  choice.jobs_at_once = at_once(choice.slices);
+  choice.fetches_at_once = at_once(choice.fetch_slices);
+  if (attends_together(memory, choice)) choice.first_fetch_slice = choice.job_count * choice.slices;
+  const std::uint32_t jobs = jobs_of(memory, largest.decode_rows) * (memory.fetches ? 2 : 1);
+  choice.score_tasks = carver.take<ScoreInt4Task>(heads);
+  if (largest.pages) {
+    choice.page_tasks = carver.take<ScorePagesTask>(heads);
+    choice.page_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+    choice.top_k_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+  }
+  if (largest.unbounded)
+    choice.top_p_rows = carver.take<TopPRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+  choice.jobs = carver.take<AttendJob>(jobs);
+  choice.counters = carver.take<std::uint32_t>(jobs);
+  if (jobs != 0)
+    choice.partials = carver.take<float>(std::uint64_t{kAttend.max_slices} * block_heads * (memory.shape.head_dim + 1));
+  choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.list_room());
+  if (memory.fetches) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.list_room());
+  if (largest.prefills != 0) {
+    const std::uint32_t items = largest.prefills * memory.shape.kv_heads;
+    const std::uint32_t pages = memory.prefill_window / memory.layout.page_tokens;
+    const std::uint64_t rows = std::uint64_t{largest.rows()} * memory.shape.q_heads;
+    // Whichever kernels a layer's queries will want.
+    scratch.prompt.items =
+        carver.take<PrefillItem>(std::uint64_t{items} * (memory.sparse_prefill ? memory.shape.group() : 1));
+    scratch.prompt.frames = carver.take<std::uint32_t>(std::uint64_t{items} * pages);
+    scratch.prompt.lse = carver.take<float>(rows);
+    scratch.prompt.so_far = carver.take<float>(rows * memory.shape.head_dim);
+    if (memory.sparse_prefill) place_choices(memory, items, carver, scratch.prompt);
+    scratch.prompt.pages = carver.take<std::byte>(std::uint64_t{items} * pages * memory.layout.page_bytes());
+  }
+  scratch.bytes = carver.used();
+  return scratch;
+}
+
+ForwardScratch ForwardVerbs::choice_of(const ForwardMemory& memory) const {
+  return scratch_of(memory, memory.scratch).choice;
+}
+
+std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
+  const CurrentDevice current(ordinal_);
+  check_supported("a forward", memory.shape, memory.layout);
+  const auto refuse = [](const std::string& what, std::uint64_t have, std::uint64_t most) {
+    throw Error(Errc::unsupported, "a forward with " + what + " " + std::to_string(have) +
+                                       " does not fit this device; at most " + std::to_string(most));
+  };
+  if (memory.sparse_prefill && memory.largest.max_tokens > kFlexMaxKeys)
+    refuse("max_tokens of sparse prompts", memory.largest.max_tokens, kFlexMaxKeys);
+  if (memory.largest.max_tokens > split_.max_tokens) refuse("max_tokens", memory.largest.max_tokens, split_.max_tokens);
+  const std::uint32_t jobs = jobs_of(memory, memory.largest.decode_rows);
+  if (near_slices(memory, jobs, multiprocessors_) == 0)
+    refuse("near tokens of a row", near_room(memory), most_slices(memory) * (kAttend.stage_words - 64));
+  if (memory.fetches && fetch_slices(memory, jobs, multiprocessors_) == 0)
+    refuse("tokens and members of a row", fetch_words(memory), most_slices(memory) * (kAttend.stage_words - 64));
+  const std::uint32_t items = memory.largest.prefills * memory.shape.kv_heads;
+  constexpr std::uint32_t kMaxItems = 65'535;  // Of a grid's second and third dimension.
+  const std::uint32_t heads = memory.sparse_prefill ? memory.shape.q_heads : memory.shape.kv_heads;
+  if (memory.largest.prefills > kMaxItems / heads) refuse("prefills", memory.largest.prefills, kMaxItems / heads);
+  constexpr std::uint64_t kMostFrames = std::uint64_t{1} << 31;
+  const std::uint64_t frames = std::uint64_t{items} * (memory.prefill_window / memory.layout.page_tokens);
+  if (frames > kMostFrames)
+    refuse("prefills, with this prefill_window,", memory.largest.prefills,
+           kMostFrames * memory.largest.prefills / frames);
+  return scratch_of(memory, nullptr).bytes;
+}
+
+void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_apply(memory, handle(stream));
+}
+
+void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_begin(memory, handle(stream));
+}
+
+void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_append(memory, layer.out.tokens == 0 ? ForwardScratch{} : choice_of(memory), layer);
+}
+
+void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  const ForwardScratch scratch = choice_of(memory);
+  const std::uint32_t pages = memory.bucket.max_tokens / memory.layout.page_tokens;
+  launch_score_pages(scratch.page_tasks, memory.bucket.decode_rows * memory.shape.kv_heads, pages,
+                     {.dtype = memory.layout.dtype,
+                      .group = memory.shape.group(),
+                      .head_dim = memory.shape.head_dim,
+                      .multiprocessors = multiprocessors_},
+                     handle(layer.stream));
+  launch_top_k(scratch.page_rows, memory.bucket.decode_rows * memory.shape.q_heads, pages, longest_top_k_,
+               handle(layer.stream));
+}
+
+void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  launch_score_int4(choice_of(memory).score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
+                    memory.scores_in(memory.bucket), memory.bucket.pages,
+                    {.layout = Int4Layout(memory.layout),
+                     .dtype = memory.layout.dtype,
+                     .group = memory.shape.group(),
+                     .multiprocessors = multiprocessors_},
+                    handle(layer.stream));
+}
+
+void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  const ForwardScratch scratch = choice_of(memory);
+  const std::uint32_t rows = memory.bucket.decode_rows * memory.shape.q_heads;
+  const std::uint32_t longest = memory.scores_in(memory.bucket);
+  // Of all tokens the largest are chosen where they are told apart.
+  if (memory.bucket.top_k && memory.bucket.pages)
+    launch_top_k(scratch.top_k_rows, rows, longest, longest_top_k_, handle(layer.stream));
+  if (memory.bucket.unbounded) launch_top_p(scratch.top_p_rows, rows, longest, longest_top_p_, handle(layer.stream));
+}
+
+void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_split(memory, choice_of(memory), layer);
+}
+
+void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  const ForwardScratch scratch = choice_of(memory);
+  if (!attends_together(memory, scratch))
+    return launch_in_turns(memory, scratch, scratch.jobs, scratch.slices, scratch.jobs_at_once, handle(layer.stream));
+  const std::uint32_t near = scratch.job_count * scratch.slices;
+  launch_jobs(
+      memory, scratch, scratch.jobs, near + scratch.job_count * scratch.fetch_slices,
+      [&](std::uint32_t i) {
+        return i < near ? i / scratch.slices : scratch.job_count + (i - near) / scratch.fetch_slices;
+      },
+      handle(layer.stream));
+}
+
+void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  const ForwardScratch scratch = choice_of(memory);
+  if (attends_together(memory, scratch)) return;
+  if (memory.tail_rows != 0) launch_forward_await(memory, scratch, layer);
+  launch_in_turns(memory, scratch, scratch.jobs + scratch.job_count, scratch.fetch_slices, scratch.fetches_at_once,
+                  handle(layer.stream));
+}
+
+void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_promote(memory, choice_of(memory), layer);
+}
+
+void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_merge(memory, choice_of(memory), layer);
+}
+
+void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_audit(memory, choice_of(memory), layer);
+}
+
+void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_cancel(memory, before, handle(stream));
+}
+
+void ForwardVerbs::require_alive(void* stream) {
+  const CurrentDevice current(ordinal_);
+  // Elsewhere a caller may be capturing, which a query must not break.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "look after a stream");
+  const cudaError_t status = cudaStreamQuery(handle(stream));
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  if (status == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+  } else {
+    check(status, "run a forward");
+  }
+}
+
+void ForwardVerbs::end(const ForwardMemory& memory, void* stream) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_end(memory, handle(stream));
+}
+
+}  // namespace sluice::gpu

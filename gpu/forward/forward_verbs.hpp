@@ -1,0 +1,59 @@
+#pragma once
+
+#include "gpu/kernels/forward/forward.hpp"
+#include "gpu/tuning.hpp"
+#include "sluice/carver.hpp"
+#include "sluice/forward_verbs.hpp"
+
+namespace sluice::gpu {
+
+/// The verbs of a forward on CUDA streams: six launches per layer, one more if some rows choose by mass, two if pages
+/// are ranked, one if there are digests, and two per window of keys if there are chunks of prompts; their grids follow
+/// from the bucket. head_dim 64 or 128, bf16 or f16 pages of a multiple of 8 tokens, up to 32 query heads per KV head.
+class ForwardVerbs final : public sluice::ForwardVerbs {
+ public:
+  /// Loads every kernel, so that none is loaded while another spins.
+  ForwardVerbs(int ordinal, std::uint32_t multiprocessors);
+
+  [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory& memory) const override;
+  void apply(const ForwardMemory& memory, void* stream) override;
+  void begin(const ForwardMemory& memory, void* stream) override;
+  void append(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void rank(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void score(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void choose(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void split(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void attend(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void promote(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void merge(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void audit(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override;
+  void require_alive(void* stream) override;
+  void end(const ForwardMemory& memory, void* stream) override;
+
+ private:
+  /// What the kernels of a forward tell each other, and where a prompt's pages are brought.
+  struct Scratch {
+    ForwardScratch choice;
+    PrefillStage prompt;
+    std::uint64_t bytes = 0;
+  };
+  /// Laid out for the largest bucket, described for this one.
+  [[nodiscard]] Scratch scratch_of(const ForwardMemory& memory, std::byte* from) const;
+  [[nodiscard]] ForwardScratch choice_of(const ForwardMemory& memory) const;
+  /// What chunks need that choose blocks.
+  static void place_choices(const ForwardMemory& memory, std::uint32_t items, Carver& carver, PrefillStage& prompt);
+  void choose_blocks(const ForwardMemory& memory, const PrefillStage& stage, const PrefillArgs& prompts,
+                     const ForwardLayer& layer);
+
+  int ordinal_;
+  std::uint32_t multiprocessors_;
+  ForwardSplitLimits split_{};
+  std::uint32_t longest_top_p_ = 0;  ///< row of top-p that thread block clusters hold
+  std::uint32_t longest_top_k_ = 0;
+  bool warpgroups_;  ///< the device has the prefill kernels for Hopper
+};
+
+}  // namespace sluice::gpu

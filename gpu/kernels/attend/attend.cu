@@ -1,0 +1,41 @@
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/attend/attend_kernel.cuh"
+
+namespace sluice::gpu {
+namespace {
+
+template <class Use>
+void with_kernel(const AttendVariant& variant, const Use& use) {
+  if (variant.dtype == DType::f16) {
+    variant.head_dim == 64 ? detail::with_attend_kernel<__half, 64>(variant, use)
+                           : detail::with_attend_kernel<__half, 128>(variant, use);
+  } else {
+    variant.head_dim == 64 ? detail::with_attend_kernel<__nv_bfloat16, 64>(variant, use)
+                           : detail::with_attend_kernel<__nv_bfloat16, 128>(variant, use);
+  }
+}
+
+}  // namespace
+
+void launch_attend(const AttendVariant& variant, const AttendArgs& args, std::uint32_t slices, cudaStream_t stream) {
+  with_kernel(variant, [&](auto* kernel) { kernel<<<slices, detail::kThreads, 0, stream>>>(args); });
+  check(cudaGetLastError(), "launch attend");
+}
+
+void load_attend_kernels() {
+  const auto load = [](auto* kernel) {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), "load the attend kernels");
+  };
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const std::uint32_t head_dim : {64u, 128u}) {
+      for (const std::uint32_t tiles : {1u, 2u}) {
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scored = true}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .massed = true}, load);
+      }
+    }
+  }
+}
+
+}  // namespace sluice::gpu

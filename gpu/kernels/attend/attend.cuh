@@ -1,0 +1,274 @@
+#pragma once
+
+#include "gpu/kernels/attend/attend_input.cuh"
+
+/// Decode attention. The warps of a block take the slice's units in turns, so that together they read what lies
+/// together. A warp takes 16 rows at a time: S^T = K Q^T and O^T += V^T P^T with tokens, then dims, as the rows
+/// of the products and 8 query heads as their columns. K and V go from global memory straight to registers, as the
+/// order of dims in a product is free: a lane loads 16-byte pieces, and whatever dims these are, Q's fragments and O's
+/// rows follow. The next unit's K is loaded while this one's V is used, and the other way round.
+///
+/// Queries and weights are split into two terms of the KV dtype, so only K and V themselves are rounded to it.
+namespace sluice::gpu::detail {
+
+/// Bytes of one lane's row pieces and sizes that follow from head_dim.
+template <int kDim>
+struct RowShape {
+  static constexpr int kRowBytes = 2 * kDim;
+  static constexpr int kKeyPieces = kDim / 32;    ///< of a K row per lane: dims (4 j + t) * 8 .. + 7
+  static constexpr int kValuePieces = kDim / 64;  ///< of a V row per lane: dims (8 c + g) * 8 .. + 7
+  static constexpr int kOutTiles = kDim / 16;     ///< tile 4 c + i holds a lane's dims (8 c + g) * 8 + 2 i, + 1
+};
+
+/// Shared memory: first row lists and queries, then, when these are done with, the warps' results.
+template <int kDim, int kTiles>
+struct alignas(16) AttendMemory {
+  static constexpr int kOutPitch = kDim + 4;
+  struct Input {
+    std::uint32_t words[kAttend.stage_words];
+    typename QueryPiece<kDim, kTiles>::Fragments q;
+  };
+  union {
+    Input input;
+    float out[kAttend.warps][8][kOutPitch];  ///< one head tile at a time
+    float weight[8 * kTiles][kAttend.max_slices / kTiles];
+    float4 share[kThreads];
+  };
+};
+static_assert(kAttend.stage_words % 4 == 0);
+
+/// What a warp has attended so far; columns are heads 8 * tile + 2t and + 1.
+template <int kDim, int kTiles>
+struct Accumulator {
+  float top[kTiles][2];   ///< largest score, to base 2; the same in all lanes with the same t
+  float mass[kTiles][2];  ///< of this lane's tokens
+  float out[kTiles][RowShape<kDim>::kOutTiles][4];
+};
+
+template <int kDim>
+__device__ void load_keys(std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4], const std::byte* base,
+                          std::uint32_t row) {
+  const std::uint32_t g = threadIdx.x % 32 / 4;
+  const std::uint32_t t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const std::uint32_t mine = __shfl_sync(kAllLanes, row, static_cast<int>(g + 8 * half));
+    const std::byte* from = base + std::uint64_t{mine} * RowShape<kDim>::kRowBytes + t * 16;
+#pragma unroll
+    for (int j = 0; j < RowShape<kDim>::kKeyPieces; ++j) load_once(keys[half][j], from + j * 64, mine != kNoRow);
+  }
+}
+
+/// The rows of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
+template <int kDim>
+__device__ void load_values(std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4], const AttendSlice& slice,
+                            std::uint32_t row) {
+  const std::uint32_t g = threadIdx.x % 32 / 4;
+  const std::uint32_t t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const std::uint32_t mine = __shfl_sync(kAllLanes, row, static_cast<int>(2 * t + n % 2 + n / 2 * 8));
+    const std::uint64_t at = std::uint64_t{mine} + slice.page_tokens;
+    const std::byte* from = slice.base + at * RowShape<kDim>::kRowBytes + g * 16;
+#pragma unroll
+    for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) load_once(values[n][c], from + c * 128, mine != kNoRow);
+  }
+}
+
+/// Given scores instead of keys; they travel in the registers of the first keys, four per head tile.
+template <int kDim, int kTiles>
+__device__ void load_scores(std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4], const AttendSlice& slice,
+                            std::uint32_t unit) {
+  const std::uint32_t g = threadIdx.x % 32 / 4;
+  const std::uint32_t t = threadIdx.x % 4;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const std::uint32_t token = (unit - slice.octet_units()) * 16 + g + e / 2 * 8;
+      const std::uint32_t head = 8 * tile + 2 * t + e % 2;
+      const bool valid = token < slice.tokens && head < slice.heads;
+      const float score = valid ? __ldg(slice.scores + std::uint64_t{token} * slice.group + head) : 0.f;
+      keys[tile][0][e] = __float_as_uint(score * kLog2e);
+    }
+  }
+}
+
+/// c = K Q^T for the tokens g and g + 8 and the heads 2t and 2t + 1 of a tile.
+template <class T, int kDim>
+__device__ void score(float (&c)[4], const std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
+                      const uint4 (&q)[kDim / 32][2][32]) {
+  const std::uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) c[e] = 0.f;
+#pragma unroll
+  for (int j = 0; j < RowShape<kDim>::kKeyPieces; ++j) {
+    const std::uint32_t first[4] = {keys[0][j][0], keys[1][j][0], keys[0][j][1], keys[1][j][1]};
+    const std::uint32_t second[4] = {keys[0][j][2], keys[1][j][2], keys[0][j][3], keys[1][j][3]};
+#pragma unroll
+    for (int term = 1; term >= 0; --term) {
+      const uint4 b = q[j][term][lane];
+      mma<T>(c, first, b.x, b.y);
+      mma<T>(c, second, b.z, b.w);
+    }
+  }
+}
+
+/// Raises the tops to include this unit's scores and scales what there is down to them.
+template <int kDim, int kTiles>
+__device__ void raise_tops(Accumulator<kDim, kTiles>& sum, const float (&scores)[kTiles][4]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    float top[2];
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      top[column] = fmaxf(scores[tile][column], scores[tile][2 + column]);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        top[column] = fmaxf(top[column], __shfl_xor_sync(kAllLanes, top[column], step));
+      }
+      top[column] = fmaxf(top[column], sum.top[tile][column]);
+    }
+    const bool raised = top[0] > sum.top[tile][0] || top[1] > sum.top[tile][1];
+    if (!__any_sync(kAllLanes, raised)) continue;
+    // Nothing attended yet: the top is -inf and so is what it is compared with, and inf - inf is not a number.
+    const float scale[2] = {top[0] == -INFINITY ? 1.f : exp2_fast(sum.top[tile][0] - top[0]),
+                            top[1] == -INFINITY ? 1.f : exp2_fast(sum.top[tile][1] - top[1])};
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      sum.top[tile][column] = top[column];
+      sum.mass[tile][column] *= scale[column];
+    }
+#pragma unroll
+    for (int m = 0; m < RowShape<kDim>::kOutTiles; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum.out[tile][m][e] *= scale[e % 2];
+    }
+  }
+}
+
+/// Weights of one unit as B fragments, in two terms; adds their sum to the mass.
+struct Weights {
+  std::uint32_t high[2];
+  std::uint32_t low[2];
+};
+template <class T>
+__device__ Weights weigh(const float (&scores)[4], const float (&top)[2], float (&mass)[2]) {
+  float p[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    // A maximum leaves out what is not a number; the weight must not.
+    p[e] = scores[e] == -INFINITY ? 0.f : exp2_fast(scores[e] - top[e % 2]);
+    mass[e % 2] += p[e];
+  }
+  Weights weights;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Terms terms = split<T>(p[2 * half], p[2 * half + 1]);
+    weights.high[half] = transpose(terms.high);
+    weights.low[half] = transpose(terms.low);
+  }
+  return weights;
+}
+
+/// O^T += V^T P^T
+template <class T, int kDim, int kTiles>
+__device__ void add_values(Accumulator<kDim, kTiles>& sum, const Weights (&weights)[kTiles],
+                           const std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4]) {
+#pragma unroll
+  for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t a[4] = {
+          lower_halves(values[0][c][i], values[1][c][i]), upper_halves(values[0][c][i], values[1][c][i]),
+          lower_halves(values[2][c][i], values[3][c][i]), upper_halves(values[2][c][i], values[3][c][i])};
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        mma<T>(sum.out[tile][4 * c + i], a, weights[tile].low[0], weights[tile].low[1]);
+        mma<T>(sum.out[tile][4 * c + i], a, weights[tile].high[0], weights[tile].high[1]);
+      }
+    }
+  }
+}
+
+/// Whether the unit's tokens come with their scores.
+template <bool kScored>
+__device__ bool scored(const AttendSlice& slice, std::uint32_t unit) {
+  return kScored && slice.scores != nullptr && unit >= slice.octet_units();
+}
+
+/// Writes the masses of a unit's two octets: the first lies in the lower halves of the scores, the second in the upper.
+/// Each is relative to its own maximum, so that an octet far below the others keeps its mass.
+template <int kTiles>
+__device__ void put_masses(const AttendSlice& slice, const float (&scores)[kTiles][4], std::uint32_t unit) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  if (unit >= slice.octet_units()) return;  // The same for all lanes.
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float top = scores[tile][e];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, step));
+      float mass = top == -INFINITY ? 0.f : exp2_fast(scores[tile][e] - top);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) mass += __shfl_xor_sync(kAllLanes, mass, step);
+      const std::uint32_t octet = 2 * unit + static_cast<std::uint32_t>(e / 2);
+      const std::uint32_t head = 8 * static_cast<std::uint32_t>(tile) + 2 * lane + static_cast<std::uint32_t>(e % 2);
+      if (lane < 4 && head < slice.heads && octet < slice.octets()) {
+        slice.masses[std::uint64_t{octet} * slice.group + head] = mass > 0.f ? top + log2f(mass) : -INFINITY;
+      }
+    }
+  }
+}
+
+/// Attends the warp's units of the slice, from `unit` on, which is already being loaded.
+template <class T, int kDim, int kTiles, bool kScored, bool kMassed>
+__device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& slice,
+                             const typename AttendMemory<kDim, kTiles>::Input& input, std::uint32_t unit, UnitRows rows,
+                             std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
+                             std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4]) {
+  const std::uint32_t g = threadIdx.x % 32 / 4;
+  const std::uint32_t t = threadIdx.x % 4;
+  const std::uint32_t units = slice.units();
+  for (; unit < units; unit += kAttend.warps) {
+    float scores[kTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (scored<kScored>(slice, unit)) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[tile][e] = __uint_as_float(keys[tile][0][e]);
+      } else {
+        score<T, kDim>(scores[tile], keys, input.q[tile]);
+      }
+    }
+    const std::uint32_t next_unit = unit + kAttend.warps;
+    const UnitRows next = next_unit < units ? rows_of(slice, staged_lists(slice, input.words), next_unit) : UnitRows{};
+    if (scored<kScored>(slice, next_unit)) {
+      load_scores<kDim, kTiles>(keys, slice, next_unit);
+    } else {
+      load_keys<kDim>(keys, slice.base, next.row);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::uint32_t members = __shfl_sync(kAllLanes, rows.members, static_cast<int>(g + 8 * half));
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int column = 0; column < 2; ++column) {
+          if ((members >> (8 * tile + 2 * t + column) & 1u) == 0) scores[tile][2 * half + column] = -INFINITY;
+        }
+      }
+    }
+    if constexpr (kMassed) put_masses<kTiles>(slice, scores, unit);
+    raise_tops(sum, scores);
+    Weights weights[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) weights[tile] = weigh<T>(scores[tile], sum.top[tile], sum.mass[tile]);
+    add_values<T>(sum, weights, values);
+    load_values<kDim>(values, slice, next.row);
+    rows = next;
+  }
+}
+
+}  // namespace sluice::gpu::detail

@@ -1,0 +1,70 @@
+#pragma once
+
+#include "gpu/kernels/attend/attend_merge.cuh"
+
+namespace sluice::gpu::detail {
+
+/// The decode kernel: a thread block attends one slice, and the last of a job's merges them.
+template <class T, int kDim, int kTiles, bool kScored, bool kMassed>
+__global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored ? kAttend.blocks_per_sm : 1)
+    attend_kernel(const __grid_constant__ AttendArgs args) {
+  __shared__ AttendSlice slice;
+  __shared__ AttendMemory<kDim, kTiles> memory;
+  __shared__ WarpSums<kTiles> sums;
+  if (threadIdx.x == 0) slice = slice_of_block(args);
+  __syncthreads();
+
+  QueryPiece<kDim, kTiles> query;
+  query.load(slice);
+  const std::uint32_t warp = threadIdx.x / 32;
+  const UnitRows rows = warp < slice.units() ? rows_of(slice, pinned_lists(slice), warp) : UnitRows{};
+  std::uint32_t keys[2][RowShape<kDim>::kKeyPieces][4];
+  std::uint32_t values[4][RowShape<kDim>::kValuePieces][4];
+  if (scored<kScored>(slice, warp)) {
+    load_scores<kDim, kTiles>(keys, slice, warp);
+  } else {
+    load_keys<kDim>(keys, slice.base, rows.row);
+  }
+  load_values<kDim>(values, slice, rows.row);
+  if (slice.units() > kAttend.warps) stage_lists(slice, memory.input.words);
+  query.template store<T>(memory.input.q, args.score_scale * kLog2e);
+  wait_copies<0>();
+  __syncthreads();
+
+  Accumulator<kDim, kTiles> sum;
+  clear(sum);
+  attend_units<T, kDim, kTiles, kScored, kMassed>(sum, slice, memory.input, warp, rows, keys, values);
+
+  put_sums(sums, sum);
+  const Place<kDim, 8 * kTiles> place(args, slice);
+#pragma unroll 1
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int heads = min(8, static_cast<int>(slice.heads) - 8 * tile);
+    __syncthreads();  // All warps are done with what `out` lies over.
+    put_out<kDim, kTiles>(memory.out[warp], sum, tile);
+    __syncthreads();
+    if (heads > 0) merge_warps<kDim, kTiles>(place, sums, memory.out, tile, heads);
+  }
+  if (slice.slices > 1 && is_last(args, slice)) {
+    merge_slices<kDim, kTiles>(args.partials, args.partial_count, slice, memory);
+  }
+}
+
+/// Calls `use` with the kernel of one dtype, head_dim and number of head tiles.
+template <class T, int kDim, int kTiles, class Use>
+void with_tiled_kernel(const AttendVariant& variant, const Use& use) {
+  if (variant.massed) {
+    use(attend_kernel<T, kDim, kTiles, false, true>);
+  } else {
+    variant.scored ? use(attend_kernel<T, kDim, kTiles, true, false>)
+                   : use(attend_kernel<T, kDim, kTiles, false, false>);
+  }
+}
+
+/// Calls `use` with the kernel of one dtype and head_dim.
+template <class T, int kDim, class Use>
+void with_attend_kernel(const AttendVariant& variant, const Use& use) {
+  variant.head_tiles == 1 ? with_tiled_kernel<T, kDim, 1>(variant, use) : with_tiled_kernel<T, kDim, 2>(variant, use);
+}
+
+}  // namespace sluice::gpu::detail

@@ -1,0 +1,307 @@
+// K-means: where the centroids begin and where they move. Keys are sorted by cluster, stably, and one warp per cluster
+// adds up its keys in their order: the same bits in every run.
+
+#include <algorithm>
+
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/cluster/cluster.hpp"
+#include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/mma.cuh"
+#include "sluice/permutation.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+using detail::kAllLanes;
+
+constexpr std::uint32_t kWarp = 32;
+constexpr std::uint32_t kThreads = 256;
+constexpr std::uint32_t kWarps = kThreads / kWarp;
+constexpr std::uint32_t kScanThreads = 1024;
+/// Thread blocks per item of kernels that loop.
+constexpr std::uint32_t kMaxBlocks = 1024;
+
+/// Whether an item's clusters have to be moved after this iteration.
+__device__ __forceinline__ bool moves(const ClusterItem& item, std::uint32_t iteration) {
+  return iteration < item.iterations && item.changed[iteration] != 0;
+}
+
+/// Copies the keys out of their pages, where they may be far away; kPieces lanes per key.
+template <DType kType, std::uint32_t kDim>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ TaskArray<ClusterItem> items) {
+  constexpr std::uint32_t kPieces = kDim / detail::kUnit;
+  constexpr std::uint32_t kRows = kThreads / kPieces;
+  constexpr std::uint32_t kExponents = kType == DType::f16 ? 0x7c00'7c00u : 0x7f80'7f80u;
+  constexpr std::uint32_t kNaNs = 0x7fff'7fffu;
+  const ClusterItem& item = items[blockIdx.y];
+  const std::uint32_t piece = threadIdx.x % kPieces;
+  // All lanes take part in every turn, because they vote.
+  for (std::uint32_t first = blockIdx.x * kRows; first < item.count; first += gridDim.x * kRows) {
+    const std::uint32_t key = min(first + threadIdx.x / kPieces, item.count - 1);
+    const std::uint32_t token = item.skip + key;
+    const std::uint64_t row = std::uint64_t{item.frames[token / item.page_tokens]} * 2 * item.page_tokens;
+    const std::byte* const from = item.base + (row + token % item.page_tokens) * (2 * kDim) + piece * 16;
+    uint4 words = *reinterpret_cast<const uint4*>(from);
+    std::uint32_t bad = 0;
+    for (const std::uint32_t word : {words.x, words.y, words.z, words.w}) {
+      const std::uint32_t exponents = word & kExponents;
+      bad |= (exponents & 0xffffu) == (kExponents & 0xffffu) || exponents >> 16 == kExponents >> 16;
+    }
+#pragma unroll
+    for (std::uint32_t step = kPieces / 2; step > 0; step /= 2) bad |= __shfl_xor_sync(kAllLanes, bad, step);
+    if (bad != 0) words = make_uint4(kNaNs, kNaNs, kNaNs, kNaNs);
+    *reinterpret_cast<uint4*>(item.keys + std::uint64_t{key} * (2 * kDim) + piece * 16) = words;
+    if (piece == 0) item.assignment[key] = ~0u;
+  }
+}
+
+/// What a lane holds of a row: kDim / 32 elements next to each other.
+template <std::uint32_t kDim>
+inline constexpr std::uint32_t kWords = kDim / 64;
+
+template <DType kType, std::uint32_t kDim>
+__device__ __forceinline__ void load_part(const std::byte* row, float (&part)[2 * kWords<kDim>]) {
+  const auto* const words = reinterpret_cast<const std::uint32_t*>(row) + threadIdx.x % kWarp * kWords<kDim>;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kWords<kDim>; ++i) {
+    const float2 pair = detail::widen_word<kType>(words[i]);
+    part[2 * i] = pair.x;
+    part[2 * i + 1] = pair.y;
+  }
+}
+
+/// A warp writes a centroid in all its forms.
+template <DType kType, std::uint32_t kDim>
+__device__ void write_centroid(const ClusterItem& item, std::uint32_t cluster, const float (&part)[2 * kWords<kDim>]) {
+  using T = detail::Element<kType>;
+  const std::uint32_t lane = threadIdx.x % kWarp;
+  const std::uint32_t word = lane * kWords<kDim>;
+  auto* const high = reinterpret_cast<std::uint32_t*>(item.terms) + std::uint64_t{cluster} * kDim + word;
+  auto* const low = high + kDim / 2;
+  float* const centroid = item.centroids + std::uint64_t{cluster} * kDim + 2 * word;
+  float norm = 0.f;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kWords<kDim>; ++i) {
+    const detail::Terms terms = detail::split<T>(part[2 * i], part[2 * i + 1]);
+    high[i] = terms.high;
+    low[i] = terms.low;
+    centroid[2 * i] = part[2 * i];
+    centroid[2 * i + 1] = part[2 * i + 1];
+    // The norm of what the products see. NaN is added apart, because `split` may lose it.
+    const float a = detail::low_of<T>(terms.high) + detail::low_of<T>(terms.low);
+    const float b = detail::high_of<T>(terms.high) + detail::high_of<T>(terms.low);
+    norm += a * a + b * b;
+    if (part[2 * i] != part[2 * i] || part[2 * i + 1] != part[2 * i + 1]) norm = NAN;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) norm += __shfl_xor_sync(kAllLanes, norm, step);
+  if (lane == 0) item.half_norms[cluster] = 0.5f * norm;
+}
+
+__device__ __forceinline__ void clear_offsets(const ClusterItem& item, std::uint32_t cluster) {
+  for (std::uint32_t i = threadIdx.x % kWarp; i < item.chunks; i += kWarp) {
+    item.offsets[std::uint64_t{cluster} * item.chunks + i] = 0;
+  }
+}
+
+/// A warp per cluster.
+template <DType kType, std::uint32_t kDim>
+__global__ void __launch_bounds__(kThreads) begin_kernel(const __grid_constant__ TaskArray<ClusterItem> items) {
+  const ClusterItem& item = items[blockIdx.y];
+  const std::uint32_t cluster = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
+  if (blockIdx.x == 0) {
+    for (std::uint32_t i = threadIdx.x; i < item.iterations; i += kThreads) item.changed[i] = 0;
+  }
+  if (cluster >= item.clusters) return;
+  float part[2 * kWords<kDim>];
+  load_part<kType, kDim>(item.keys + std::uint64_t{permuted(cluster, item.count, item.seed)} * (2 * kDim), part);
+  write_centroid<kType, kDim>(item, cluster, part);
+  clear_offsets(item, cluster);
+}
+
+__device__ __forceinline__ std::uint32_t inclusive_sum(std::uint32_t value) {
+#pragma unroll
+  for (std::uint32_t step = 1; step < kWarp; step *= 2) {
+    const std::uint32_t below = __shfl_up_sync(kAllLanes, value, step);
+    if (threadIdx.x % kWarp >= step) value += below;
+  }
+  return value;
+}
+
+/// A warp per cluster turns what its chunks have into where theirs begin, counted from the cluster's first.
+__global__ void __launch_bounds__(kThreads)
+    sum_chunks_kernel(const __grid_constant__ TaskArray<ClusterItem> items, std::uint32_t iteration) {
+  const ClusterItem& item = items[blockIdx.y];
+  const std::uint32_t cluster = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
+  if (cluster >= item.clusters || !moves(item, iteration)) return;
+  std::uint32_t* const counts = item.offsets + std::uint64_t{cluster} * item.chunks;
+  std::uint32_t before = 0;
+  for (std::uint32_t first = 0; first < item.chunks; first += kWarp) {
+    const std::uint32_t chunk = first + threadIdx.x % kWarp;
+    const std::uint32_t keys = chunk < item.chunks ? counts[chunk] : 0;
+    const std::uint32_t end = before + inclusive_sum(keys);
+    if (chunk < item.chunks) counts[chunk] = end - keys;
+    before = __shfl_sync(kAllLanes, end, kWarp - 1);
+  }
+  if (threadIdx.x % kWarp == 0) item.starts[cluster] = before;
+}
+
+/// A thread block per item turns the clusters' sizes into their beginnings.
+__global__ void __launch_bounds__(kScanThreads)
+    sum_clusters_kernel(const __grid_constant__ TaskArray<ClusterItem> items, std::uint32_t iteration) {
+  __shared__ std::uint32_t ends[kScanThreads / kWarp];
+  const ClusterItem& item = items[blockIdx.x];
+  if (!moves(item, iteration)) return;
+  std::uint32_t before = 0;
+  for (std::uint32_t first = 0; first < item.clusters; first += kScanThreads) {
+    const std::uint32_t cluster = first + threadIdx.x;
+    const std::uint32_t size = cluster < item.clusters ? item.starts[cluster] : 0;
+    const std::uint32_t in_warp = inclusive_sum(size);
+    if (threadIdx.x % kWarp == kWarp - 1) ends[threadIdx.x / kWarp] = in_warp;
+    __syncthreads();
+    const std::uint32_t sums = inclusive_sum(ends[threadIdx.x % kWarp]);
+    const std::uint32_t warp = threadIdx.x / kWarp;
+    const std::uint32_t up_to_warp = __shfl_sync(kAllLanes, sums, static_cast<int>(warp == 0 ? 0 : warp - 1));
+    if (cluster < item.clusters) item.starts[cluster] = before + (warp == 0 ? 0 : up_to_warp) + in_warp - size;
+    before += __shfl_sync(kAllLanes, sums, kWarp - 1);
+    __syncthreads();  // `ends` is written again.
+  }
+  if (threadIdx.x == 0) item.starts[item.clusters] = before;
+}
+
+/// A warp per chunk lists its keys behind those of the chunks before it, 32 at a time.
+__global__ void __launch_bounds__(kThreads)
+    list_members_kernel(const __grid_constant__ TaskArray<ClusterItem> items, std::uint32_t iteration) {
+  const ClusterItem& item = items[blockIdx.y];
+  const std::uint32_t chunk = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
+  if (chunk >= item.chunks || !moves(item, iteration)) return;
+  const std::uint32_t lane = threadIdx.x % kWarp;
+  const std::uint32_t end = min((chunk + 1) * item.chunk_keys, item.count);
+  for (std::uint32_t first = chunk * item.chunk_keys; first < end; first += kWarp) {
+    const std::uint32_t key = first + lane;
+    const std::uint32_t cluster = key < end ? item.assignment[key] : ~0u;
+    const std::uint32_t peers = __match_any_sync(kAllLanes, cluster);
+    const auto leader = static_cast<std::uint32_t>(__ffs(static_cast<int>(peers)) - 1);
+    std::uint32_t at = 0;
+    if (key < end && lane == leader) {
+      std::uint32_t& offset = item.offsets[std::uint64_t{cluster} * item.chunks + chunk];
+      at = item.starts[cluster] + offset;
+      offset += static_cast<std::uint32_t>(__popc(peers));
+    }
+    at = __shfl_sync(kAllLanes, at, static_cast<int>(leader));
+    if (key < end) item.members[at + static_cast<std::uint32_t>(__popc(peers & ((1u << lane) - 1)))] = key;
+    __syncwarp();  // Another lane may lead the cluster's keys in the next turn.
+  }
+}
+
+/// A warp per cluster moves its centroid to the mean of its keys, and clears its offsets for the next iteration.
+template <DType kType, std::uint32_t kDim>
+__global__ void __launch_bounds__(kThreads)
+    move_kernel(const __grid_constant__ TaskArray<ClusterItem> items, std::uint32_t iteration) {
+  constexpr std::uint32_t kPart = 2 * kWords<kDim>;
+  const ClusterItem& item = items[blockIdx.y];
+  const std::uint32_t cluster = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
+  if (cluster >= item.clusters || !moves(item, iteration)) return;
+  clear_offsets(item, cluster);
+  const std::uint32_t end = item.starts[cluster + 1];
+  double sum[kPart] = {};
+  std::uint32_t counted = 0;
+#pragma unroll 8
+  for (std::uint32_t i = item.starts[cluster]; i < end; ++i) {
+    float part[kPart];
+    load_part<kType, kDim>(item.keys + std::uint64_t{item.members[i]} * (2 * kDim), part);
+    const bool finite = part[0] == part[0];  // The same in all lanes: a row is NaN throughout or nowhere.
+    counted += finite ? 1 : 0;
+#pragma unroll
+    for (std::uint32_t c = 0; c < kPart; ++c) sum[c] += finite ? static_cast<double>(part[c]) : 0.0;
+  }
+  if (counted == 0) return;
+  float mean[kPart];
+#pragma unroll
+  for (std::uint32_t c = 0; c < kPart; ++c) mean[c] = static_cast<float>(sum[c] / counted);
+  write_centroid<kType, kDim>(item, cluster, mean);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    end_kernel(const __grid_constant__ TaskArray<ClusterItem> items, std::uint32_t head_dim) {
+  const ClusterItem& item = items[blockIdx.y];
+  const std::uint64_t step = std::uint64_t{gridDim.x} * kThreads;
+  const std::uint64_t first = std::uint64_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (std::uint64_t i = first; i < item.count; i += step) item.assignment_out[i] = item.assignment[i];
+  const std::uint64_t floats = std::uint64_t{item.clusters} * head_dim;
+  for (std::uint64_t i = first; i < floats; i += step) item.centroids_out[i] = item.centroids[i];
+}
+
+/// use.template operator()<kType, kDim>() for the shape; the caller has refused all others.
+template <class Use>
+void for_shape(const ClusterShape& shape, const Use& use) {
+  if (shape.dtype == DType::bf16) {
+    return shape.head_dim == 64 ? use.template operator()<DType::bf16, 64>()
+                                : use.template operator()<DType::bf16, 128>();
+  }
+  return shape.head_dim == 64 ? use.template operator()<DType::f16, 64>() : use.template operator()<DType::f16, 128>();
+}
+
+dim3 blocks(std::uint64_t things, std::uint32_t per_block, const TaskArray<ClusterItem>& items) {
+  return {static_cast<unsigned>((things + per_block - 1) / per_block), items.count, 1};
+}
+
+}  // namespace
+
+void launch_cluster_begin(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
+                          cudaStream_t stream) {
+  for_shape(shape, [&]<DType kType, std::uint32_t kDim>() {
+    dim3 grid = blocks(extent.count, kThreads / (kDim / detail::kUnit), items);
+    grid.x = std::min(grid.x, kMaxBlocks);
+    gather_kernel<kType, kDim><<<grid, kThreads, 0, stream>>>(items);
+    check(cudaGetLastError(), "launch the kernel that gathers keys");
+    begin_kernel<kType, kDim><<<blocks(extent.clusters, kWarps, items), kThreads, 0, stream>>>(items);
+    check(cudaGetLastError(), "launch the kernel that chooses centroids");
+  });
+}
+
+void launch_cluster_update(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
+                           std::uint32_t iteration, cudaStream_t stream) {
+  const dim3 by_cluster = blocks(extent.clusters, kWarps, items);
+  sum_chunks_kernel<<<by_cluster, kThreads, 0, stream>>>(items, iteration);
+  check(cudaGetLastError(), "launch the kernel that sums the keys of chunks");
+  sum_clusters_kernel<<<items.count, kScanThreads, 0, stream>>>(items, iteration);
+  check(cudaGetLastError(), "launch the kernel that sums the keys of clusters");
+  list_members_kernel<<<blocks(extent.chunks, kWarps, items), kThreads, 0, stream>>>(items, iteration);
+  check(cudaGetLastError(), "launch the kernel that lists the keys of clusters");
+  for_shape(shape, [&]<DType kType, std::uint32_t kDim>() {
+    move_kernel<kType, kDim><<<by_cluster, kThreads, 0, stream>>>(items, iteration);
+  });
+  check(cudaGetLastError(), "launch the kernel that moves centroids");
+}
+
+void launch_cluster_end(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
+                        cudaStream_t stream) {
+  const std::uint64_t most = std::max<std::uint64_t>(extent.count, std::uint64_t{extent.clusters} * shape.head_dim);
+  dim3 grid = blocks(most, kThreads, items);
+  grid.x = std::min(grid.x, kMaxBlocks);
+  end_kernel<<<grid, kThreads, 0, stream>>>(items, shape.head_dim);
+  check(cudaGetLastError(), "launch the kernel that copies clusters");
+}
+
+void load_cluster_update_kernels() {
+  const auto load = [](auto* kernel) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel), "load the kernels of k-means");
+  };
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const std::uint32_t head_dim : {64u, 128u}) {
+      for_shape({.dtype = dtype, .head_dim = head_dim}, [&]<DType kType, std::uint32_t kDim>() {
+        load(gather_kernel<kType, kDim>);
+        load(begin_kernel<kType, kDim>);
+        load(move_kernel<kType, kDim>);
+      });
+    }
+  }
+  load(sum_chunks_kernel);
+  load(sum_clusters_kernel);
+  load(list_members_kernel);
+  load(end_kernel);
+}
+
+}  // namespace sluice::gpu

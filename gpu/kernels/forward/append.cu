@@ -1,0 +1,204 @@
+// How the new keys and values of a layer come in, and what the kernels behind them need to know.
+
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/index/digest.cuh"
+#include "gpu/kernels/index/quantize.cuh"
+#include "gpu/kernels/prefill/prefill_output.cuh"
+#include "sluice/forward_tasks.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+constexpr std::uint32_t kThreads = 128;
+constexpr std::uint32_t kWarp = 32;
+constexpr std::uint32_t kMaxHeadDim = 128;
+
+__device__ float load_any(const std::byte* row, std::uint32_t channel, DType dtype) {
+  switch (dtype) {
+    case DType::f32: return detail::load_element<DType::f32>(row + 4 * channel);
+    case DType::f16: return detail::load_element<DType::f16>(row + 2 * channel);
+    case DType::bf16: return detail::load_element<DType::bf16>(row + 2 * channel);
+  }
+  return 0.f;
+}
+
+/// One row of K or V to its far page and, if there is one, its near page. `kept`, unless null, receives what a
+/// reader of the page will see.
+template <DType kType>
+__device__ void put_row(const TensorView& in, std::uint32_t row, std::uint32_t head, std::byte* far, std::byte* near,
+                        float* kept) {
+  const std::byte* const from = in.row(row, head);
+  for (std::uint32_t c = threadIdx.x; c < in.head_dim; c += kThreads) {
+    const float value = load_any(from, c, in.dtype);
+    detail::store_element<kType>(far + 2 * c, value);
+    if (near != nullptr) detail::store_element<kType>(near + 2 * c, value);
+    if (kept == nullptr) continue;
+    alignas(4) std::byte rounded[4];  // In registers: the far page lies on the other side of the link.
+    detail::store_element<kType>(rounded, value);
+    kept[c] = detail::load_element<kType>(rounded);
+  }
+}
+
+/// What the kernels that rank pages read of a row that chooses and a KV head.
+__device__ void describe_pages(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
+                               std::uint32_t list, std::uint32_t plane) {
+  const ScorePagesTask task = rank_task(m, row, list, plane);
+  scratch.page_tasks[list] = task;
+  std::uint32_t* const ranked = m.ranked_of(list, row.asks != 0);
+  for (std::uint32_t h = 0; h < m.shape.group(); ++h) {
+    scratch.page_rows[list * m.shape.group() + h] = {.values = task.out + std::uint64_t{h} * row.pages,
+                                                     .out = ranked + std::uint64_t{h} * row.page_picks,
+                                                     .count = row.pages,
+                                                     .k = row.page_picks};
+  }
+}
+
+/// What the kernels behind this one read of a row that chooses and a KV head.
+__device__ void describe(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
+                         std::uint32_t index, std::uint32_t head, std::uint32_t plane) {
+  const std::uint32_t group = m.shape.group();
+  const std::uint32_t list = index * m.shape.kv_heads + head;
+  const std::uint32_t first = list * group;
+  if (m.bucket.pages) describe_pages(m, scratch, row, list, plane);
+  const ScoreInt4Task task = estimate_task(m, row, list, plane);
+  scratch.score_tasks[list] = task;
+  const bool ranks = task.tokens != 0;
+  const std::uint32_t values = task.row(m.layout.page_tokens);
+  const ForwardCandidates candidates = candidates_of(m, row);
+  for (std::uint32_t h = 0; h < group && m.bucket.unbounded; ++h) {
+    scratch.top_p_rows[first + h] = {.values = task.out + std::uint64_t{h} * values,
+                                     .mask = m.masks + std::uint64_t{first + h} * m.mask_words(),
+                                     .count = ranks && row.mass > 0.f ? values : 0,
+                                     .begin = candidates.begin,
+                                     .end = candidates.end,
+                                     .p = row.mass};
+  }
+  for (std::uint32_t h = 0; h < group && m.bucket.top_k && m.bucket.pages; ++h) {
+    scratch.top_k_rows[first + h] = {.values = task.out + std::uint64_t{h} * values + candidates.begin,
+                                     .out = m.picks + std::uint64_t{first + h} * m.max_picks,
+                                     .count = candidates.end - candidates.begin,
+                                     .k = ranks && row.in_pages() ? row.picks : 0};
+  }
+}
+
+/// Queries of a group, of a row that chooses, to both sides.
+__device__ void put_queries(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t index,
+                            std::uint32_t head) {
+  const std::uint32_t group = m.shape.group();
+  const std::uint32_t at = m.rows[index].at;
+  const std::uint64_t first = (std::uint64_t{index} * m.shape.q_heads + head * group) * m.shape.head_dim;
+  for (std::uint32_t i = threadIdx.x; i < group * m.shape.head_dim; i += kThreads) {
+    const std::byte* const row = layer.q.row(at, head * group + i / m.shape.head_dim);
+    m.q[first + i] = m.far_q[first + i] = load_any(row, i % m.shape.head_dim, layer.q.dtype);
+  }
+}
+
+/// Queries of a group, of one of a prompt's last tokens, for the policies of the CPU.
+__device__ void put_tail(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t tail, std::uint32_t head) {
+  const std::uint32_t without = layer.k.tokens - layer.q.tokens;
+  if (blockIdx.x < without) return;
+  const std::uint32_t group = m.shape.group();
+  const std::uint64_t row = std::uint64_t{layer.layer} * m.tail_rows + tail;
+  float* const to = m.tails + (row * m.shape.q_heads + head * group) * m.shape.head_dim;
+  for (std::uint32_t i = threadIdx.x; i < group * m.shape.head_dim; i += kThreads) {
+    const std::byte* const from = layer.q.row(blockIdx.x - without, head * group + i / m.shape.head_dim);
+    to[i] = load_any(from, i % m.shape.head_dim, layer.q.dtype);
+  }
+}
+
+/// Outputs of a group, of a row that nothing else writes.
+__device__ void fill_out(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t at, std::uint32_t head,
+                         float value, float lse) {
+  const std::uint32_t group = m.shape.group();
+  for (std::uint32_t i = threadIdx.x; i < group * m.shape.head_dim; i += kThreads) {
+    const std::uint32_t h = head * group + i / m.shape.head_dim;
+    detail::store_number(layer.out.row(at, h), layer.out.dtype, i % m.shape.head_dim, value);
+    if (layer.lse != nullptr && i % m.shape.head_dim == 0) layer.lse[std::uint64_t{at} * m.shape.q_heads + h] = lse;
+  }
+}
+
+/// Thread block (x, y): packed row x, KV head y; and row x of those that choose.
+template <DType kType>
+__global__ void __launch_bounds__(kThreads)
+    append_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
+                  const __grid_constant__ ForwardLayer layer) {
+  __shared__ float key[kMaxHeadDim];
+  const std::uint32_t head = blockIdx.y;
+  const std::uint32_t plane = m.plane(layer.layer, head);
+  const bool attends = layer.out.tokens != 0;
+  if (m.state->status != ForwardStatus::running) {
+    const float nan = __int_as_float(0x7fc0'0000);
+    if (attends) fill_out(m, layer, blockIdx.x, head, nan, nan);
+    // The kernels behind this one run all the same: on nothing, not on what another bucket has left.
+    if (attends && blockIdx.x < m.bucket.decode_rows && threadIdx.x == 0)
+      describe(m, scratch, ForwardRow{}, blockIdx.x, head, plane);
+    return;
+  }
+  if (attends && blockIdx.x < m.bucket.decode_rows) {
+    if (threadIdx.x == 0) describe(m, scratch, m.rows[blockIdx.x].in(layer.layer), blockIdx.x, head, plane);
+    if (m.rows[blockIdx.x].list != kNone) put_queries(m, layer, blockIdx.x, head);
+  }
+  const ForwardToken token = m.tokens[blockIdx.x];
+  if (token.list == kNone) {
+    if (attends) fill_out(m, layer, blockIdx.x, head, 0.f, kEmptyLse);
+    return;
+  }
+  if (token.tail != kNone) put_tail(m, layer, token.tail, head);
+  const std::uint32_t row = m.row_of(token.list, token.position);
+  const std::uint32_t block = row >> m.page_shift;
+  const std::uint32_t page_row = row & (m.layout.page_tokens - 1);
+  const std::uint64_t offset = page_row * m.layout.row_bytes();
+  std::byte* const far = m.far + m.far_page(plane, block) * m.layout.page_bytes() + offset;
+  const std::uint32_t place = m.near_row_of(plane, row);
+  std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
+  const std::uint64_t values = m.layout.half_bytes();
+  put_row<kType>(layer.k, blockIdx.x, head, far, near, key);
+  put_row<kType>(layer.v, blockIdx.x, head, far + values, near == nullptr ? nullptr : near + values, nullptr);
+  __syncthreads();
+  if (threadIdx.x >= kWarp) return;
+  const Int4Layout copy(m.layout);
+  detail::quantize_row([](std::uint32_t channel) { return key[channel]; },
+                       m.codes + m.far_page(plane, block) * copy.page_bytes(), page_row, copy);
+}
+
+/// Thread block (x, y): packed row x, KV head y. The digest of the page that its token has filled: the others of that
+/// page may have come with the same launch, so that it takes one of its own.
+template <DType kType>
+__global__ void __launch_bounds__(kWarp)
+    digest_rows_kernel(const __grid_constant__ ForwardMemory m, std::uint32_t layer) {
+  if (m.state->status != ForwardStatus::running) return;
+  const ForwardToken token = m.tokens[blockIdx.x];
+  if (token.list == kNone || ((token.position + 1) & (m.layout.page_tokens - 1)) != 0) return;
+  const std::uint32_t block = m.row_of(token.list, token.position) >> m.page_shift;
+  const std::uint32_t plane = m.plane(layer, blockIdx.y);
+  detail::digest_page<kType>(m.far + m.far_page(plane, block) * m.layout.page_bytes(), m.digest_of(plane, block),
+                             m.digest, m.layout, threadIdx.x);
+}
+
+}  // namespace
+
+void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
+  const dim3 grid(memory.bucket.rows(), memory.shape.kv_heads);
+  const auto stream = static_cast<cudaStream_t>(layer.stream);
+  if (memory.layout.dtype == DType::bf16) {
+    append_kernel<DType::bf16><<<grid, kThreads, 0, stream>>>(memory, scratch, layer);
+    if (memory.digests != nullptr) digest_rows_kernel<DType::bf16><<<grid, kWarp, 0, stream>>>(memory, layer.layer);
+  } else {
+    append_kernel<DType::f16><<<grid, kThreads, 0, stream>>>(memory, scratch, layer);
+    if (memory.digests != nullptr) digest_rows_kernel<DType::f16><<<grid, kWarp, 0, stream>>>(memory, layer.layer);
+  }
+  check(cudaGetLastError(), "launch the append kernel of a forward");
+}
+
+namespace detail {
+void load_forward_append_kernels() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, append_kernel<DType::bf16>), "load the kernels of a forward");
+  check(cudaFuncGetAttributes(&attributes, append_kernel<DType::f16>), "load the kernels of a forward");
+  check(cudaFuncGetAttributes(&attributes, digest_rows_kernel<DType::bf16>), "load the kernels of a forward");
+  check(cudaFuncGetAttributes(&attributes, digest_rows_kernel<DType::f16>), "load the kernels of a forward");
+}
+}  // namespace detail
+
+}  // namespace sluice::gpu

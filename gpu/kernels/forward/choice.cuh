@@ -1,0 +1,274 @@
+#pragma once
+
+#include "gpu/kernels/forward/cut.cuh"
+#include "gpu/kernels/forward/search.cuh"
+
+/// The k largest scores of each query head of a group, found by a cluster of thread blocks that share their rows: a
+/// sample says where the k-th lies at least, what reaches that is listed while the row is read once, and one block
+/// finds the k-th among these. Should too few or too many reach it, all blocks count over the whole row instead.
+namespace sluice::gpu::forward {
+
+inline constexpr std::uint32_t kSamples = 1024;  ///< of a head
+
+struct ChoiceShared {
+  std::uint32_t counts[kHeads];  ///< candidates that this block has found; it lists as many as there is room for
+  std::uint32_t found[kHeads][kMostBlocks];  ///< and all blocks, in each
+  Cut cuts[kHeads];                          ///< in each
+  std::uint32_t least[kHeads];               ///< keys from here on are candidates
+  SearchShared search;
+  CutShared cut;
+};
+
+/// Little code, most of it in loops: a launch runs it once, and instructions that are not in a multiprocessor's cache
+/// come at a few hundred cycles for every eight of them.
+class Choice {
+ public:
+  /// Candidates that `kHeads` lists of `room` and what is gathered of them take.
+  [[nodiscard]] static constexpr std::uint32_t memory(std::uint32_t room) { return 2 * kHeads * room; }
+
+  /// Of these the half that candidates are gathered in must hold samples.
+  static constexpr std::uint32_t kLeastBytes = 2 * kHeads * kSamples * sizeof(std::uint32_t);
+
+  /// @param lists  shared memory for memory(room) candidates
+  __device__ Choice(ChoiceShared& s, Candidate* lists, std::uint32_t room, const Part& part, const Choices& choices)
+      : s_(s), lists_(lists), gathered_(lists + kHeads * room), room_(room), part_(part), c_(choices) {}
+
+  /// set(token) for every token of this block that a head chooses. All threads of all blocks, after a cluster_sync.
+  template <class Set>
+  __device__ void run(const Set& set) {
+    if (c_.end - c_.begin <= c_.picks) {
+      for (std::uint32_t i = threadIdx.x; i < part_.count(); i += kThreads) {
+        if (const std::uint32_t token = part_.token_of(i); c_.between(token)) set(token);
+      }
+      return;
+    }
+    for (; c_.first < c_.heads; c_.first += kHeads) {
+      heads_ = min(kHeads, c_.heads - c_.first);
+      find_least();
+      list();
+      publish();
+      cut();
+      for (std::uint32_t h = 0; h < heads_; ++h) take(h, set);
+      // The next heads' candidates are told to blocks that have read these.
+      if (c_.first + kHeads < c_.heads) detail::cluster_sync();
+    }
+  }
+
+ private:
+  /// A key that with all likelihood `picks` reach, and not many more: some standard deviations below where the k-th
+  /// would be in a sample. A quarter of the threads for each head.
+  __device__ void find_least() {
+    constexpr std::uint32_t kOwn = kSamples / kQuarter;
+    constexpr std::uint32_t kLastBit = 16;  // Of a key; the others say little.
+    const std::uint32_t count = c_.end - c_.begin;
+    const std::uint32_t h = threadIdx.x / kQuarter;
+    const bool samples = count > room_;  // For all blocks.
+    if (samples) sample(h);
+    std::uint32_t least = 0;
+    if (samples && h < heads_) {
+      std::uint32_t keys[kOwn];
+#pragma unroll
+      for (std::uint32_t i = 0; i < kOwn; ++i) keys[i] = sampled(h, i * kQuarter + threadIdx.x % kQuarter);
+      const float rank = static_cast<float>(c_.picks) / static_cast<float>(count) * kSamples;
+      const float wanted = rank + 3.f * sqrtf(rank * (1.f - rank / kSamples)) + 2.f;
+#pragma unroll 1
+      for (std::uint32_t shift = 30; shift >= kLastBit && wanted < kSamples; shift -= 2) {
+        Reach own;
+        const std::uint32_t pivots[kPivots] = {least | 1u << shift, least | 2u << shift, least | 3u << shift};
+#pragma unroll
+        for (std::uint32_t i = 0; i < kOwn; ++i) own.add(keys[i], pivots);
+        const Reach reach = sum_of_quarter(h, shift / 2 % 2, own);
+        std::uint32_t reached = 0;
+#pragma unroll
+        for (std::uint32_t p = 0; p < kPivots; ++p) reached += static_cast<float>(reach.of[p]) >= wanted ? 1 : 0;
+        least |= reached << shift;
+      }
+      if (least < top_k::order_key(-INFINITY)) least = 0;  // Of no number.
+    }
+    if (threadIdx.x % kQuarter == 0) {
+      s_.least[h] = least;
+      s_.counts[h] = 0;
+    }
+    __syncthreads();
+  }
+  /// Where candidates will be gathered.
+  [[nodiscard]] __device__ std::uint32_t& sampled(std::uint32_t h, std::uint32_t i) const {
+    return reinterpret_cast<std::uint32_t*>(gathered_)[h * kSamples + i];
+  }
+  /// Every block reads its share, for all: single words far apart take long.
+  __device__ void sample(std::uint32_t h) {
+    const std::uint32_t share = kSamples / part_.blocks();
+    const std::uint64_t count = c_.end - c_.begin;
+#pragma unroll 1
+    for (std::uint32_t i = threadIdx.x % kQuarter; h < heads_ && i < share; i += kQuarter) {
+      const std::uint64_t place = std::uint64_t{i} * part_.blocks() + part_.rank();
+      const std::uint32_t key = c_.key_of(h, c_.begin + static_cast<std::uint32_t>(place * count / kSamples));
+      const std::uint32_t at = part_.rank() * share + i;  // Neighbours of one block: stored as whole lines.
+      for (std::uint32_t b = 0; b < part_.blocks(); ++b)
+        detail::store_in_cluster(detail::address_in(&sampled(h, at), b), key);
+    }
+    detail::cluster_sync();
+  }
+  __device__ Reach sum_of_quarter(std::uint32_t h, std::uint32_t turn, const Reach& own) {
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPivots; ++p) {
+      const std::uint32_t sum = __reduce_add_sync(kAll, own.of[p]);
+      if (threadIdx.x % kWarp == 0) s_.search.warps[turn][p][threadIdx.x / kWarp] = sum;
+    }
+    asm volatile("bar.sync %0, %1;" ::"r"(h + 1), "n"(kQuarter) : "memory");
+    Reach all;
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPivots; ++p) {
+      const uint4 sums = reinterpret_cast<const uint4*>(s_.search.warps[turn][p])[h];
+      all.of[p] = sums.x + sums.y + sums.z + sums.w;
+    }
+    return all;
+  }
+  static_assert(kWarps == 4 * kHeads);
+
+  /// Reads this block's tokens once, for all heads.
+  __device__ void list() {
+    // In registers: what its loads wait for must not come from the stack.
+    const Part part = part_;
+    const std::uint32_t begin = c_.begin;
+    const std::uint32_t end = c_.end;
+    const std::uint32_t count = part.count();
+    const float* rows[kHeads];
+    float least[kHeads];  // Not a number where there is no such head.
+    std::uint32_t all_heads = 0;  // For which every token is a candidate, numbers or not.
+#pragma unroll
+    for (std::uint32_t h = 0; h < kHeads; ++h) {
+      const bool there = h < heads_;
+      const std::uint32_t key = s_.least[h];
+      rows[h] = c_.scores + std::uint64_t{c_.first + (there ? h : 0)} * c_.stride;
+      least[h] = __uint_as_float(!there ? 0x7fc0'0000u : (key >> 31) != 0 ? key & 0x7fff'ffffu : ~key);
+      all_heads |= key == 0 && there ? 1u << h : 0;
+    }
+#pragma unroll 1
+    for (std::uint32_t base = threadIdx.x; base < count; base += kInFlight * kThreads) {
+      float scores[kInFlight][kHeads];
+      std::uint32_t inside = 0;
+#pragma unroll
+      for (std::uint32_t i = 0; i < kInFlight; ++i) {
+        const std::uint32_t token = part.token_of(base + i * kThreads);
+        const bool in = token >= begin && token < end;
+        inside |= in ? 1u << i : 0;
+#pragma unroll
+        for (std::uint32_t h = 0; h < kHeads; ++h)
+          scores[i][h] = in ? __ldg(rows[h] + token) : __int_as_float(0x7fc0'0000);
+      }
+      std::uint32_t hits = 0;
+#pragma unroll
+      for (std::uint32_t i = 0; i < kInFlight; ++i) {
+#pragma unroll
+        for (std::uint32_t h = 0; h < kHeads; ++h) hits |= scores[i][h] >= least[h] ? 1u << (i * kHeads + h) : 0;
+        if ((inside >> i & 1) != 0) hits |= all_heads << i * kHeads;
+      }
+#pragma unroll 1
+      for (; hits != 0; hits &= hits - 1) {
+        const auto bit = static_cast<std::uint32_t>(__ffs(static_cast<int>(hits))) - 1;
+        add(bit % kHeads, part_.token_of(base + bit / kHeads * kThreads));
+      }
+    }
+    __syncthreads();
+  }
+  static_assert(kInFlight * kHeads <= 32);
+  __device__ void add(std::uint32_t h, std::uint32_t token) {
+    const std::uint32_t at = atomicAdd(&s_.counts[h], 1u);
+    if (at < room_) lists_[h * room_ + at] = {.key = c_.key_of(h, token), .token = token};
+  }
+
+  /// Every block knows how many candidates every other has found, and so which heads' are all listed, enough of them,
+  /// and no more than can be gathered.
+  __device__ void publish() {
+    const std::uint32_t blocks = part_.blocks();
+    if (threadIdx.x < kHeads * blocks) {
+      const std::uint32_t h = threadIdx.x / blocks;
+      detail::store_in_cluster(detail::address_in(&s_.found[h][part_.rank()], threadIdx.x % blocks), s_.counts[h]);
+    }
+    detail::cluster_sync();
+    const std::uint32_t lane = threadIdx.x % kWarp;
+    const std::uint32_t found = lane % kMostBlocks < blocks ? s_.found[lane / kMostBlocks][lane % kMostBlocks] : 0;
+    std::uint32_t sum = found;
+#pragma unroll
+    for (std::uint32_t step = 1; step < kMostBlocks; step *= 2) sum += __shfl_xor_sync(kAll, sum, step);
+    found_ = sum;  // In the lanes of a head.
+    missing_ = __ballot_sync(kAll, found > room_ || sum < c_.picks || sum > kHeads * room_);
+  }
+  static_assert(kHeads * kMostBlocks == kWarp);
+  [[nodiscard]] __device__ bool listed(std::uint32_t h) const {
+    return (missing_ >> h * kMostBlocks & ((1u << kMostBlocks) - 1)) == 0;
+  }
+
+  /// Finds the heads' cuts: of those whose candidates are listed the blocks in turn, of others all blocks together.
+  __device__ void cut() {
+    for (std::uint32_t h = part_.rank(); h < heads_; h += part_.blocks()) {
+      if (!listed(h)) continue;
+      const std::uint32_t found = gather(h);
+      give(h, cut_of(s_.cut, gathered_, found, s_.least[h], c_.picks));
+    }
+    detail::cluster_sync();
+    bool others = false;
+#pragma unroll 1
+    for (std::uint32_t h = 0; h < heads_; ++h) {
+      if (listed(h) && !s_.cuts[h].takes_nothing()) continue;
+      const Cut cut = RowSearch(s_.search, part_, c_).cut_of(h);
+      if (part_.rank() == 0) give(h, cut);
+      others = true;
+    }
+    if (others) detail::cluster_sync();
+  }
+
+  /// The candidates of a head from all blocks, one behind the other; how many.
+  __device__ std::uint32_t gather(std::uint32_t h) {
+    const std::uint32_t all = __shfl_sync(kAll, found_, static_cast<int>(h * kMostBlocks));
+#pragma unroll 2
+    for (std::uint32_t i = threadIdx.x; i < all; i += kThreads) {
+      std::uint32_t at = i;
+      std::uint32_t block = 0;
+      for (; at >= s_.found[h][block]; ++block) at -= s_.found[h][block];
+      const std::uint32_t address = detail::address_in(lists_ + h * room_ + at, block);
+      gathered_[i] = {.key = detail::load_in_cluster(address),
+                      .token = detail::load_in_cluster(address + sizeof(std::uint32_t))};
+    }
+    return all;
+  }
+
+  /// Threads below the number of blocks tell one each.
+  __device__ void give(std::uint32_t h, const Cut& cut) {
+    if (threadIdx.x >= part_.blocks()) return;
+    const std::uint32_t there = detail::address_in(&s_.cuts[h], threadIdx.x);
+    detail::store_in_cluster(there, cut.key);
+    detail::store_in_cluster(there + sizeof(std::uint32_t), cut.tie);
+  }
+
+  template <class Set>
+  __device__ void take(std::uint32_t h, const Set& set) const {
+    const Cut cut = s_.cuts[h];
+    const bool all = !listed(h);
+    const std::uint32_t count = all ? part_.count() : s_.counts[h];
+#pragma unroll 1
+    for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      Candidate candidate{.key = 0, .token = part_.token_of(i)};
+      if (all && !c_.between(candidate.token)) continue;
+      if (all) {
+        candidate.key = c_.key_of(h, candidate.token);
+      } else {
+        candidate = lists_[h * room_ + i];
+      }
+      if (cut.takes(candidate.key, candidate.token)) set(candidate.token);
+    }
+  }
+
+  ChoiceShared& s_;
+  Candidate* lists_;
+  Candidate* gathered_;
+  std::uint32_t room_;
+  Part part_;
+  Choices c_;
+  std::uint32_t heads_ = 0;    ///< that are chosen for now, from c_.first on
+  std::uint32_t found_ = 0;    ///< in lanes [h * kMostBlocks, (h + 1) * kMostBlocks): candidates of head h
+  std::uint32_t missing_ = 0;  ///< bits likewise, see listed
+};
+
+}  // namespace sluice::gpu::forward

@@ -1,0 +1,112 @@
+#pragma once
+
+#include "gpu/kernels/forward/part.cuh"
+
+/// The k-th of some thousand candidates, by one thread block.
+namespace sluice::gpu::forward {
+
+inline constexpr std::uint32_t kBucketBits = 11;
+inline constexpr std::uint32_t kBuckets = 1u << kBucketBits;
+inline constexpr std::uint32_t kFew = 512;  ///< candidates that are ranked one by one
+
+struct CutShared {
+  std::uint32_t warps[kWarps];
+  std::uint32_t buckets[kBuckets];
+  std::uint32_t bucket;  ///< of the k-th largest
+  std::uint32_t rank;    ///< its rank there, from 0
+  Candidate few[kFew];
+  std::uint32_t fews;  ///< of them
+  Candidate kth;
+};
+
+/// The bucket of what has that rank, and its rank there.
+__device__ inline void find_bucket(CutShared& s) {
+  constexpr std::uint32_t kOwn = kBuckets / kThreads;
+  const std::uint32_t lane = threadIdx.x % kWarp;
+  const std::uint32_t warp = threadIdx.x / kWarp;
+  const std::uint32_t top = kBuckets - 1 - kOwn * threadIdx.x;  // The first threads have the largest.
+  std::uint32_t own = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kOwn; ++i) own += s.buckets[top - i];
+  const std::uint32_t inclusive = top_k::inclusive_sum(own);
+  if (lane == kWarp - 1) s.warps[warp] = inclusive;
+  __syncthreads();
+  std::uint32_t before = __reduce_add_sync(kAll, lane < warp ? s.warps[lane] : 0) + inclusive - own;
+  const std::uint32_t rank = s.rank;
+  __syncthreads();
+  if (before <= rank && rank < before + own) {  // True for one thread.
+    std::uint32_t bucket = top;
+    while (before + s.buckets[bucket] <= rank) before += s.buckets[bucket--];
+    s.bucket = bucket;
+    s.rank = rank - before;
+  }
+  __syncthreads();
+}
+
+/// Of `count` gathered candidates, whose keys are `low` or larger: buckets, and buckets of these, say which few the
+/// k-th is one of, and these are ranked one by one. Takes nothing if they are too many, which then tie. All
+/// threads of one block.
+__device__ inline Cut cut_of(CutShared& s, const Candidate* gathered, std::uint32_t count, std::uint32_t low,
+                             std::uint32_t k) {
+  if (threadIdx.x == 0) s.fews = s.bucket = 0;
+  __syncthreads();
+  std::uint32_t most = 0;
+  for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) most = max(most, gathered[i].key);
+  most = __reduce_max_sync(kAll, most);
+  if (threadIdx.x % kWarp == 0) atomicMax(&s.bucket, most);
+  __syncthreads();
+  std::uint32_t span = s.bucket - low;
+  const auto inside = [&](const Candidate& candidate) { return candidate.key >= low && candidate.key - low <= span; };
+  s.rank = k - 1;
+#pragma unroll 1
+  for (std::uint32_t left = count; left > kFew && span != 0;) {
+    const auto bits = static_cast<std::uint32_t>(32 - __clz(static_cast<int>(span)));
+    const std::uint32_t shift = bits > kBucketBits ? bits - kBucketBits : 0;
+    __syncthreads();  // The buckets before these have been read.
+    for (std::uint32_t i = threadIdx.x; i < kBuckets; i += kThreads) s.buckets[i] = 0;
+    __syncthreads();
+    for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      if (inside(gathered[i])) atomicAdd(&s.buckets[(gathered[i].key - low) >> shift], 1u);
+    }
+    __syncthreads();
+    find_bucket(s);
+    left = s.buckets[s.bucket];
+    low += s.bucket << shift;
+    span = (1u << shift) - 1;
+  }
+  // A warp's all at once: single additions would queue for the same word.
+  const std::uint32_t lane = threadIdx.x % kWarp;
+#pragma unroll 1
+  for (std::uint32_t i = threadIdx.x; i - lane < count; i += kThreads) {
+    const Candidate candidate = i < count ? gathered[i] : Candidate{};
+    const std::uint32_t few = __ballot_sync(kAll, i < count && inside(candidate));
+    std::uint32_t at = 0;
+    if (lane == 0 && few != 0) at = atomicAdd(&s.fews, static_cast<std::uint32_t>(__popc(static_cast<int>(few))));
+    at = __shfl_sync(kAll, at, 0) + static_cast<std::uint32_t>(__popc(static_cast<int>(few & ((1u << lane) - 1))));
+    if ((few >> lane & 1) != 0 && at < kFew) s.few[at] = candidate;
+  }
+  __syncthreads();
+  const std::uint32_t fews = s.fews;
+  __syncthreads();  // The next head's are counted in the same place.
+  if (fews > kFew) return {.key = kAll, .tie = kAll};
+  // Eight threads each, which look at every eighth of the others.
+  constexpr std::uint32_t kSharers = 8;
+  const std::uint32_t share = threadIdx.x % kSharers;
+#pragma unroll 1
+  for (std::uint32_t at = threadIdx.x / kSharers; at - threadIdx.x / kSharers < fews; at += kThreads / kSharers) {
+    const Candidate mine = s.few[min(at, fews - 1)];
+    std::uint32_t before = 0;
+#pragma unroll 4
+    for (std::uint32_t i = share; i < fews; i += kSharers) {
+      const Candidate other = s.few[i];
+      before += other.key > mine.key || (other.key == mine.key && other.token < mine.token) ? 1 : 0;
+    }
+#pragma unroll
+    for (std::uint32_t step = 1; step < kSharers; step *= 2) before += __shfl_xor_sync(kAll, before, step);
+    if (share == 0 && at < fews && before == s.rank) s.kth = mine;
+  }
+  __syncthreads();
+  return {.key = s.kth.key, .tie = ~s.kth.token - 1};
+}
+
+}  // namespace sluice::gpu::forward

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gpu/kernels/attend/attend.hpp"
+#include "gpu/kernels/prefill/flex.hpp"
+#include "gpu/kernels/prefill/prefill.hpp"
+#include "gpu/kernels/select/top_k.hpp"
+#include "gpu/kernels/select/top_p.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/forward_verbs.hpp"
+
+namespace sluice::gpu {
+
+/// What the split kernel may use.
+struct ForwardSplitLimits {
+  std::uint32_t blocks = 1;       ///< of a cluster
+  std::uint32_t most_shared = 0;  ///< bytes of shared memory of a block
+  std::uint32_t max_tokens = 0;   ///< of a sequence whose choice it can mark there
+};
+
+/// What the kernels of a forward tell each other, in device memory; see ForwardVerbs::scratch_bytes.
+struct ForwardScratch {
+  ScoreInt4Task* score_tasks = nullptr;  ///< [decode_rows, kv_heads]
+  ScorePagesTask* page_tasks = nullptr;  ///< [decode_rows, kv_heads] if the largest bucket has pages
+  TopKRow* page_rows = nullptr;          ///< [decode_rows, q_heads] likewise
+  TopKRow* top_k_rows = nullptr;         ///< likewise: tokens of their pages
+  TopPRow* top_p_rows = nullptr;         ///< likewise, if the largest bucket is unbounded
+  AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]; then as many of fetched rows
+  std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
+  float* partials = nullptr;             ///< of AttendArgs
+  std::uint32_t* far_rows = nullptr;     ///< as in ForwardMemory, before they cross the link
+  std::uint32_t* fetched = nullptr;      ///< likewise, if the device fetches: as an AttendJob wants them
+  std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head
+  std::uint32_t block_heads = 8;         ///< query heads of a job
+  std::uint32_t job_count = 0;           ///< of the bucket, without those of fetched rows
+  std::uint32_t slices = 1;              ///< thread blocks of a job
+  std::uint32_t fetch_slices = 0;        ///< and of one of fetched rows
+  std::uint32_t jobs_at_once = 1;        ///< jobs of a launch
+  std::uint32_t fetches_at_once = 1;     ///< and of one of fetched rows
+  std::uint32_t first_fetch_slice = 0;   ///< their first thread block: 0 if they have launches of their own
+  std::uint32_t multiprocessors = 1;     ///< of the device
+  ForwardSplitLimits split{};            ///< of the device
+};
+
+/// What chunks of prompts need, in device memory.
+struct PrefillStage {
+  PrefillItem* items = nullptr;     ///< [prefills, kv_heads, item_heads]
+  std::uint32_t item_heads = 1;     ///< items of a KV head: its query heads, where kernels choose that mix them in a row
+  std::byte* pages = nullptr;       ///< [prefills, kv_heads, prefill_window] tokens
+  std::uint32_t* frames = nullptr;  ///< [prefills, kv_heads, pages of a window]
+  float* lse = nullptr;             ///< [rows, q_heads]
+  float* so_far = nullptr;          ///< [rows, q_heads, head_dim]
+  // If chunks choose blocks:
+  FlexItem* choices = nullptr;      ///< [prefills, kv_heads]
+  FlexItem choice{};                ///< the first one's scratch memory
+  std::uint64_t choice_bytes = 0;   ///< of each
+  std::uint32_t* blocks = nullptr;  ///< [prefills, kv_heads, block_words] what is chosen
+  std::uint64_t block_words = 0;
+};
+
+/// Near rows of freed blocks, and of the tokens that come, after `apply`.
+void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream);
+void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
+void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream);
+void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// Window `window` of the keys of all chunks, by as many thread blocks.
+void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage, const ForwardLayer& layer,
+                          std::uint32_t window, std::uint32_t blocks);
+void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// Waits for what the CPU chooses, and describes it.
+void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+void launch_forward_audit(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t before, cudaStream_t stream);
+void launch_forward_end(const ForwardMemory& memory, cudaStream_t stream);
+
+/// Loads all of them, and asks for the shared memory that the longest sequences need.
+void load_forward_kernels();
+
+/// Loads the split kernel on the current device.
+[[nodiscard]] ForwardSplitLimits load_forward_split_kernels();
+
+}  // namespace sluice::gpu

@@ -1,0 +1,168 @@
+#pragma once
+
+#include "gpu/kernels/forward/marks.cuh"
+
+/// Near rows and far rows of what is marked, one behind the other.
+namespace sluice::gpu::forward {
+
+struct ListShared {
+  std::uint32_t sums[kWarps];
+  std::uint32_t near[kMostBlocks];  ///< rows that each block lists, in each
+  std::uint32_t far[kMostBlocks];
+};
+
+/// Of near tokens and, above them, far ones: 16 bits each.
+struct Sums {
+  std::uint32_t before;  ///< of this thread
+  std::uint32_t all;
+};
+__device__ inline Sums sum(std::uint32_t counts, std::uint32_t (&sums)[kWarps]) {
+  const std::uint32_t inclusive = top_k::inclusive_sum(counts);
+  const std::uint32_t lane = threadIdx.x % kWarp;
+  const std::uint32_t warp = threadIdx.x / kWarp;
+  __syncthreads();  // The sums of the turn before have been read.
+  if (lane == kWarp - 1) sums[warp] = inclusive;
+  __syncthreads();
+  const std::uint32_t theirs = lane < kWarps ? sums[lane] : 0;
+  return {.before = __reduce_add_sync(kAll, lane < warp ? theirs : 0) + inclusive - counts,
+          .all = __reduce_add_sync(kAll, theirs)};
+}
+
+/// Rows that lie near, and far.
+struct Listed {
+  std::uint32_t near = 0;
+  std::uint32_t far = 0;
+  __device__ void add(const Sums& sums) {
+    near += sums.all & 0xffffu;
+    far += sums.all >> 16;
+  }
+};
+
+/// What the blocks before this one list, and all of them. All threads of the cluster.
+struct Exchanged {
+  Listed before;
+  Listed all;
+};
+__device__ inline Exchanged exchange(ListShared& s, const Part& part, const Listed& own) {
+  if (threadIdx.x < part.blocks()) {
+    detail::store_in_cluster(detail::address_in(&s.near[part.rank()], threadIdx.x), own.near);
+    detail::store_in_cluster(detail::address_in(&s.far[part.rank()], threadIdx.x), own.far);
+  }
+  detail::cluster_sync();
+  Exchanged exchanged;
+  for (std::uint32_t b = 0; b < part.blocks(); ++b) {
+    const Listed theirs{.near = s.near[b], .far = s.far[b]};
+    exchanged.all.near += theirs.near;
+    exchanged.all.far += theirs.far;
+    exchanged.before.near += b < part.rank() ? theirs.near : 0;
+    exchanged.before.far += b < part.rank() ? theirs.far : 0;
+  }
+  return exchanged;
+}
+
+/// The marked tokens of some words of a block, in shared memory, and where they lie.
+class Found {
+ public:
+  /// @param room  entries that there is room for, of as many tokens a turn
+  __device__ Found(ListShared& s, std::uint32_t* entries, std::uint32_t room, const Marks& marks)
+      : s_(s), entries_(entries), marks_(marks), words_(min(kMostWords * kThreads, room / kWord)) {}
+  /// Tokens of a turn.
+  [[nodiscard]] __device__ std::uint32_t turn() const { return words_ * kWord; }
+
+  /// Looks up what is marked from a number on: a near row | kNearBit each, or a far row. All threads.
+  __device__ __noinline__ void find(const ForwardMemory& m, const Work& work, std::uint32_t number) {
+    const std::uint32_t words = min(words_, (marks_.part().count() - number) / kWord);
+    const std::uint32_t own = words > kThreads ? kMostWords : 1;  // Neighbours: entries are ascending.
+    const auto number_of = [&](std::uint32_t w) { return number + kWord * (own * threadIdx.x + w); };
+    const auto bits_of = [&](std::uint32_t w) {
+      return w < own && own * threadIdx.x + w < words ? marks_.word(number_of(w)) : 0;
+    };
+    const Sums sums = sum(__popc(bits_of(0)) + __popc(bits_of(1)), s_.sums);
+    count_ = sums.all;
+    std::uint32_t at = sums.before;
+#pragma unroll 1
+    for (std::uint32_t w = 0; w < own; ++w) {
+      const std::uint32_t first = marks_.part().token_of(number_of(w));
+#pragma unroll 1
+      for (std::uint32_t bits = bits_of(w); bits != 0; bits &= bits - 1)
+        entries_[at++] = first + __ffs(static_cast<int>(bits)) - 1;
+    }
+    __syncthreads();
+    const std::uint32_t* const near_of = m.near_of + m.far_row(work.plane, 0);
+    for (std::uint32_t i = threadIdx.x; i < count_; i += kThreads) {
+      const std::uint32_t token = entries_[i];
+      const std::uint32_t row = m.row_of(work.row.list, token);
+      const std::uint32_t entry = m.near_pages != 0 ? near_of[row] : 0;
+      const bool near = (entry & kNearBit) != 0;
+      entries_[i] = near ? entry : row;
+      if (!near && work.row.in_window(token)) m.far_windows[work.index] = 1;
+    }
+    __syncthreads();
+  }
+
+  /// body(entry, whether there is one, Sums), as many entries as threads at a time.
+  template <class Body>
+  __device__ void for_each(const Body& body) const {
+#pragma unroll 1
+    for (std::uint32_t base = 0; base < count_; base += kThreads) {
+      const bool there = base + threadIdx.x < count_;
+      const std::uint32_t entry = there ? entries_[base + threadIdx.x] : 0;
+      const std::uint32_t counts = !there ? 0 : (entry & kNearBit) != 0 ? 1 : 1u << 16;
+      body(entry, there, sum(counts, s_.sums));
+    }
+  }
+
+ private:
+  static constexpr std::uint32_t kMostWords = 2;  ///< of a thread
+
+  ListShared& s_;
+  std::uint32_t* entries_;
+  Marks marks_;
+  std::uint32_t words_;
+  std::uint32_t count_ = 0;
+};
+static_assert(2 * kThreads * kWord < 1u << 16);
+
+/// Writes what was found behind what has been listed. Near ones are used, unless everything is, which says nothing of
+/// what will be.
+__device__ inline void write(const ForwardMemory& m, const Work& work, const Found& found, Listed& at) {
+  const auto forward = static_cast<std::uint32_t>(m.state->forward);
+  found.for_each([&](std::uint32_t entry, bool there, const Sums& sums) {
+    if ((entry & kNearBit) != 0) {
+      const std::uint32_t place = entry & ~kNearBit;
+      work.near_rows[at.near + (sums.before & 0xffffu)] = m.near_entry(work.plane, place);
+      if (!work.row.whole()) m.near_rows[m.near_row(work.plane, place)].used = forward;
+    } else if (there) {
+      work.far_rows[at.far + (sums.before >> 16)] = entry;
+    }
+    at.add(sums);
+  });
+}
+
+/// Lists what is marked, the blocks' parts one after the other; returns what all list. All threads of the cluster.
+__device__ inline Listed list_rows(const ForwardMemory& m, const Work& work, ListShared& s, Found& found,
+                                   const Part& part) {
+  Listed own;
+#pragma unroll 1
+  for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
+    found.find(m, work, base);
+    found.for_each([&](std::uint32_t, bool, const Sums& sums) { own.add(sums); });
+  }
+  const auto [before, all] = exchange(s, part, own);
+  Listed at = before;
+#pragma unroll 1
+  for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
+    if (part.count() > found.turn()) found.find(m, work, base);  // Else it is there still.
+    write(m, work, found, at);
+  }
+  __syncthreads();
+  // Whole lines: single words would each take their own way over the link.
+  const bool fetched = work.fetched != nullptr;
+  std::uint32_t* const over = fetched ? work.fetched : m.far_rows + work.index * std::uint64_t{m.list_room()};
+  for (std::uint32_t i = before.far + threadIdx.x; i < at.far; i += kThreads)
+    over[i] = fetched ? m.far_entry(work.far_rows[i]) : work.far_rows[i];
+  __syncthreads();
+  return all;
+}
+
+}  // namespace sluice::gpu::forward

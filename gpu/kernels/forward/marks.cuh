@@ -1,0 +1,112 @@
+#pragma once
+
+#include "gpu/kernels/forward/choice.cuh"
+#include "gpu/kernels/forward/forward.hpp"
+
+/// Which tokens some head of a group attends, as bits in shared memory.
+namespace sluice::gpu::forward {
+
+inline constexpr std::uint32_t kWord = 32;
+inline constexpr std::uint32_t kPart = 8;  ///< neighbours in every page
+
+/// One row and KV head, as a thread block of its cluster works on it.
+struct Work {
+  ForwardRow row;
+  std::uint32_t* near_rows;
+  std::uint32_t* far_rows;
+  std::uint32_t* fetched;  ///< far rows as an AttendJob wants them; null: the CPU is told of them
+  std::uint32_t index;  ///< row * kv_heads + KV head
+  std::uint32_t plane;
+};
+
+/// Which of a word's tokens, from `first` on, lie below `token`.
+__device__ inline std::uint32_t below(std::uint32_t token, std::uint32_t first) {
+  return token <= first ? 0u : token - first >= kWord ? kAll : (1u << (token - first)) - 1;
+}
+/// And which are sinks or recent ones.
+__device__ inline std::uint32_t window_bits(const ForwardRow& row, std::uint32_t first) {
+  return (below(row.sink_end, first) | ~below(row.recent_begin, first)) & below(row.tokens, first);
+}
+
+/// Bit per token of a block's part.
+class Marks {
+ public:
+  __device__ Marks(std::uint32_t* words, const Part& part) : words_(words), part_(part) {}
+  [[nodiscard]] __device__ const Part& part() const { return part_; }
+  /// Tokens from `token` on whose bits are set, none across a word.
+  __device__ void set(std::uint32_t token, std::uint32_t bits = 1) const {
+    if (part_.has(token)) atomicOr(words_ + part_.number_of(token) / kWord, bits << token % kWord);
+  }
+  /// Every word of the part becomes what bits(first token) says.
+  template <class Bits>
+  __device__ void fill(const Bits& bits) const {
+    for (std::uint32_t i = threadIdx.x; i < part_.count() / kWord; i += kThreads)
+      words_[i] = bits(part_.token_of(i * kWord));
+    __syncthreads();
+  }
+  /// From a number on, a multiple of kWord.
+  [[nodiscard]] __device__ std::uint32_t word(std::uint32_t number) const {
+    return number < part_.count() ? words_[number / kWord] : 0;
+  }
+
+ private:
+  std::uint32_t* words_;
+  Part part_;
+};
+
+/// What the heads of the group have chosen in their pages. A head's pages are laid end to end, and eight tokens of them
+/// are neighbours.
+__device__ __noinline__ inline void mark_in_pages(const ForwardMemory& m, const Work& work, const Marks& marks) {
+  const ForwardRow& row = work.row;
+  const std::uint32_t group = m.shape.group();
+  const std::uint64_t first = std::uint64_t{work.index} * group;
+  const std::uint32_t* const ranked = m.ranked_of(work.index, false);
+  const std::uint32_t in_page = m.layout.page_tokens - 1;
+  const auto token_of = [&](std::uint32_t h, std::uint32_t value) {
+    return (ranked[h * row.page_picks + (value >> m.page_shift)] << m.page_shift) | (value & in_page);
+  };
+  for (std::uint32_t i = threadIdx.x; i < group * row.picks; i += kThreads) {
+    const std::uint32_t h = i / row.picks;
+    marks.set(token_of(h, m.picks[(first + h) * m.max_picks + i % row.picks]));
+  }
+  if (row.picks != 0) return;
+  const std::uint32_t parts = row.page_picks << m.page_shift >> 3;
+  for (std::uint32_t i = threadIdx.x; i < group * parts; i += kThreads) {
+    const std::uint32_t h = i / parts;
+    const std::uint32_t value = i % parts * kPart;
+    const std::uint32_t kept =
+        row.mass > 0.f ? m.masks[(first + h) * m.mask_words() + value / kWord] >> value % kWord & 0xffu : 0xffu;
+    if (kept != 0) marks.set(token_of(h, value), kept);
+  }
+}
+
+/// What its heads have chosen by top-p of all tokens. Words of a mask say nothing of what is attended anyway.
+__device__ inline std::uint32_t masked(const ForwardMemory& m, const Work& work, std::uint32_t first) {
+  if (work.row.mass <= 0.f || work.row.in_pages() || first >= work.row.tokens) return 0;
+  const std::uint64_t head = std::uint64_t{work.index} * m.shape.group();
+  std::uint32_t kept = 0;
+  for (std::uint32_t h = 0; h < m.shape.group(); ++h) kept |= m.masks[(head + h) * m.mask_words() + first / kWord];
+  return kept;
+}
+
+/// Marks every token of this block's that some head of the group attends. All threads of the cluster.
+__device__ inline void mark(const ForwardMemory& m, const Work& work, ChoiceShared& s, Candidate* lists,
+                            std::uint32_t room, const Marks& marks) {
+  const ForwardRow& row = work.row;
+  marks.fill([&](std::uint32_t first) { return window_bits(row, first) | masked(m, work, first); });
+  if (row.in_pages()) {
+    mark_in_pages(m, work, marks);
+  } else if (row.picks != 0) {
+    const std::uint64_t head = std::uint64_t{work.index} * m.shape.group();
+    const Choices choices{.scores = m.scores + head * m.score_room(),
+                          .stride = row.tokens,
+                          .heads = m.shape.group(),
+                          .begin = row.sink_end,
+                          .end = row.recent_begin,
+                          .picks = row.picks};
+    Choice(s, lists, room, marks.part(), choices).run([&](std::uint32_t token) { marks.set(token); });
+  }
+  __syncthreads();
+}
+
+}  // namespace sluice::gpu::forward

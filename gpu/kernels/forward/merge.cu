@@ -1,0 +1,127 @@
+// The end of a layer: the far part's answer is waited for, and near and far become one.
+
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/forward/wait.cuh"
+#include "gpu/kernels/prefill/prefill_output.cuh"
+
+namespace sluice::gpu {
+namespace detail {
+void load_forward_append_kernels();
+void load_forward_await_kernel();
+void load_forward_apply_kernels();
+void load_forward_audit_kernels();
+void load_forward_near_kernels();
+void load_forward_prefill_kernels();
+}  // namespace detail
+
+namespace {
+
+constexpr std::uint32_t kThreads = 256;
+
+/// What was attended near, over the link, and far weighs in a head's output.
+struct Weights {
+  float near = 0.f;
+  float fetched = 0.f;
+  float far = 0.f;
+  float lse = kEmptyLse;
+};
+struct Mass {
+  bool any = false;  ///< keys were attended
+  float lse = kEmptyLse;
+  __device__ bool is_number() const { return !any || lse > kEmptyLse; }
+  __device__ float above(float top) const { return any ? expf(lse - top) : 0.f; }
+};
+__device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far) {
+  // Keys were attended and weigh nothing that is a number.
+  if (!near.is_number() || !fetched.is_number() || !far.is_number()) return {.lse = __int_as_float(0x7fc0'0000)};
+  const float top = fmaxf(fmaxf(near.lse, fetched.lse), far.lse);
+  if (top == kEmptyLse) return {};
+  const float a = near.above(top);
+  const float b = fetched.above(top);
+  const float c = far.above(top);
+  const float sum = a + b + c;
+  return {.near = a / sum, .fetched = b / sum, .far = c / sum, .lse = top + logf(sum)};
+}
+
+__device__ float part(float weight, float value) { return weight > 0.f ? weight * value : 0.f; }
+
+/// Four channels of a head. `far` was read already.
+__device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t channel, const Weights& weights,
+                        const float* near, const float* fetched, const float4& far) {
+  const float fars[4] = {far.x, far.y, far.z, far.w};
+  for (std::uint32_t c = 0; c < 4; ++c) {
+    float value = part(weights.near, near[c]) + part(weights.far, fars[c]);
+    if (weights.fetched > 0.f) value += weights.fetched * fetched[c];
+    detail::store_number(row, layer.out.dtype, channel + c, weights.lse == weights.lse ? value : weights.lse);
+  }
+}
+
+/// Thread block i: row i / kv_heads, KV head i % kv_heads.
+__global__ void __launch_bounds__(kThreads)
+    merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
+                 const __grid_constant__ ForwardLayer layer) {
+  constexpr std::uint32_t kMaxGroup = 32;
+  __shared__ Weights weights[kMaxGroup];
+  __shared__ ForwardStatus status;
+  const std::uint32_t group = m.shape.group();
+  const std::uint32_t head_dim = m.shape.head_dim;
+  const std::uint32_t row = blockIdx.x / m.shape.kv_heads;
+  const std::uint32_t head = blockIdx.x % m.shape.kv_heads;
+  const std::uint64_t first = std::uint64_t{row} * m.shape.q_heads + head * group;
+  if (threadIdx.x == 0) status = forward::await_answer(m);
+  __syncthreads();
+  const ForwardRow& chooses = m.rows[row];
+  const bool goes_on = status == ForwardStatus::running;
+  // Of a forward that did not begin the rows are not to be believed, and `append` has seen to its outputs.
+  if ((!goes_on && status != ForwardStatus::abandoned) || chooses.list == kNone) return;
+  const bool has_near = goes_on && m.near_counts[blockIdx.x] != 0;
+  // Whether there is anything in a list that the CPU has added to, the answer says.
+  const bool asks = chooses.in(layer.layer).asks != 0;
+  const bool has_far = goes_on && (asks || (!m.fetches && m.far_listed[blockIdx.x] != 0));
+  const std::uint32_t fetches = goes_on && m.fetches ? m.fetch_heads[blockIdx.x] : 0;
+  // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
+  const auto far_out = [&](std::uint32_t at) {
+    if (!has_far || at >= group * head_dim) return float4{};
+    return __ldcv(reinterpret_cast<const float4*>(m.far_out + first * head_dim + at));
+  };
+  float4 far = far_out(4 * threadIdx.x);
+  if (threadIdx.x < group) {
+    const std::uint64_t h = first + threadIdx.x;
+    const float far_lse = has_far ? __ldcv(m.far_lse + h) : kEmptyLse;
+    const bool fetched = (fetches >> threadIdx.x & 1) != 0;
+    const Weights mine = weigh({.any = has_near, .lse = has_near ? m.near_lse[h] : kEmptyLse},
+                               {.any = fetched, .lse = fetched ? m.fetched_lse[h] : kEmptyLse},
+                               {.any = has_far && !(asks && far_lse == kEmptyLse), .lse = far_lse});
+    weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
+    if (layer.lse != nullptr)
+      layer.lse[std::uint64_t{chooses.at} * m.shape.q_heads + head * group + threadIdx.x] = weights[threadIdx.x].lse;
+  }
+  __syncthreads();
+  for (std::uint32_t at = 4 * threadIdx.x; at < group * head_dim; at += 4 * kThreads) {
+    put_out(layer, layer.out.row(chooses.at, head * group + at / head_dim), at % head_dim, weights[at / head_dim],
+            m.near_out + first * head_dim + at, m.fetched_out + first * head_dim + at, far);
+    far = far_out(at + 4 * kThreads);
+  }
+}
+
+}  // namespace
+
+void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
+  merge_kernel<<<memory.bucket.decode_rows * memory.shape.kv_heads, kThreads, 0,
+                 static_cast<cudaStream_t>(layer.stream)>>>(memory, scratch, layer);
+  check(cudaGetLastError(), "launch the merge kernel of a forward");
+}
+
+void load_forward_kernels() {
+  detail::load_forward_append_kernels();
+  detail::load_forward_await_kernel();
+  detail::load_forward_apply_kernels();
+  detail::load_forward_audit_kernels();
+  detail::load_forward_near_kernels();
+  detail::load_forward_prefill_kernels();
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, merge_kernel), "load the merge kernel of a forward");
+}
+
+}  // namespace sluice::gpu

@@ -1,0 +1,202 @@
+// Who attends what of a layer: what the heads of a group choose is found and told apart, near rows are listed for the
+// device, far rows for the workers, who are asked for them. Clusters of thread blocks share long sequences.
+
+#include <algorithm>
+#include <bit>
+#include <cuda/atomic>
+
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/cluster_launch.hpp"
+#include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/forward/list.cuh"
+
+namespace sluice::gpu {
+namespace {
+
+using namespace forward;
+
+struct Shared {
+  ChoiceShared choice;
+  ListShared list;
+};
+
+/// A list's jobs: of near rows, and of far ones that are fetched.
+__device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch, const Work& work,
+                           const Listed& listed) {
+  const std::uint32_t group = m.shape.group();
+  const std::uint64_t first = std::uint64_t{work.index} * group;
+#pragma unroll 1
+  for (std::uint32_t b = 0; b < scratch.head_blocks; ++b) {
+    const std::uint32_t at = work.index * scratch.head_blocks + b;
+    const std::uint32_t begin = b * scratch.block_heads;
+    const std::uint64_t out = (first + begin) * m.shape.head_dim;
+    AttendJob job{.q = m.q + out,
+                  .base = m.near,
+                  .out = m.near_out + out,
+                  .lse = m.near_lse + first + begin,
+                  .lists = work.near_rows,
+                  .heads = min(scratch.block_heads, group - begin),
+                  .group = group,
+                  .first_head = begin,
+                  .page_tokens = m.layout.page_tokens,
+                  .tokens = listed.near,
+                  .slices = scratch.slices,
+                  .first_slice = at % scratch.jobs_at_once * scratch.slices,
+                  .first_partial = at % scratch.jobs_at_once * scratch.slices,
+                  .counter = at};
+    scratch.jobs[at] = job;
+    if (!m.fetches) continue;
+    job.base = m.far_plane(work.plane);
+    job.out = m.fetched_out + out;
+    job.lse = m.fetched_lse + first + begin;
+    job.lists = work.fetched;
+    job.tokens = work.fetched != nullptr ? listed.far : 0;  // Of others the CPU will say.
+    job.slices = scratch.fetch_slices;
+    job.first_slice = job.first_partial =
+        scratch.first_fetch_slice + at % scratch.fetches_at_once * scratch.fetch_slices;
+    job.counter = scratch.job_count + at;
+    scratch.jobs[scratch.job_count + at] = job;
+  }
+}
+
+/// The last thread block to get here asks the workers, if any has far rows or a choice for them. Its fence is the only
+/// one across the link, and covers what all thread blocks wrote: one by every warp takes longer than the rest of a
+/// layer. `near`, `far` and `choices` are told by one block of a cluster.
+__device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t near, std::uint32_t far,
+                    std::uint32_t choices) {
+  using Sum = cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>;
+  ForwardState& state = *m.state;
+  if (near != 0) Sum(state.near_tokens).fetch_add(near, cuda::memory_order_relaxed);
+  if (far != 0) Sum(state.far_tokens).fetch_add(far, cuda::memory_order_relaxed);
+  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.layer_far_tokens);
+  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> arrived(state.arrived);
+  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> chosen(state.layer_choices);
+  if (far != 0 && !m.fetches) total.fetch_add(far, cuda::memory_order_relaxed);
+  if (choices != 0) chosen.fetch_add(choices, cuda::memory_order_relaxed);
+  if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x - 1) return;
+  const std::uint32_t all_choices = chosen.load(cuda::memory_order_relaxed);
+  const bool wanted = total.load(cuda::memory_order_relaxed) != 0 || all_choices != 0;
+  state.layer_far_tokens = state.layer_choices = state.arrived = 0;
+  if (!wanted) return;
+  auto& question = m.mailbox->question;
+  question.forward = state.forward;
+  question.layer = layer;
+  question.choices = all_choices;
+  question.lists = gridDim.x / detail::cluster_blocks();
+  __threadfence_system();
+  cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(question.asked)
+      .store(++state.asked, cuda::memory_order_release);
+}
+
+/// Cluster i: row i / kv_heads, KV head i % kv_heads.
+__global__ void __launch_bounds__(kThreads, 1)
+    split_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
+                 std::uint32_t layer, std::uint32_t room) {
+  extern __shared__ Candidate memory[];  // Of a choice, then of what is found; and marks.
+  __shared__ Shared s;
+  const std::uint32_t index = blockIdx.x / detail::cluster_blocks();
+  const std::uint64_t list_room = m.list_room();
+  const Work work{.row = m.rows[index / m.shape.kv_heads].in(layer),
+                  .near_rows = m.near_lists + index * list_room,
+                  .far_rows = scratch.far_rows + index * list_room,
+                  .fetched = m.fetches && m.rows[index / m.shape.kv_heads].in(layer).asks == 0
+                                 ? scratch.fetched + index * list_room
+                                 : nullptr,
+                  .index = index,
+                  .plane = m.plane(layer, index % m.shape.kv_heads)};
+  const bool first = detail::cluster_rank() == 0 && threadIdx.x == 0;
+  if (m.state->status != ForwardStatus::running) {
+    // `attend` runs all the same: on nothing, not on jobs that another bucket has left.
+    if (first) write_jobs(m, scratch, work, {});
+    return;
+  }
+  Listed listed;
+  if (work.row.list != kNone) {
+    if (first) m.far_windows[index] = 0;
+    detail::cluster_sync();  // All blocks have begun: their memory is there to be written to.
+    const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
+    mark(m, work, s.choice, memory, room, marks);
+    Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
+    listed = list_rows(m, work, s.list, found, marks.part());
+  }
+  if (threadIdx.x != 0) return;
+  if (first) {
+    m.near_counts[index] = listed.near;
+    m.far_listed[index] = listed.far;
+    m.far_counts[index] = work.fetched != nullptr ? 0 : listed.far;
+    if (m.fetches) m.fetch_heads[index] = work.fetched != nullptr && listed.far != 0 ? kAll : 0;
+    write_jobs(m, scratch, work, listed);
+  } else {
+    listed = {};
+  }
+  ask(m, layer, listed.near, listed.far, first && work.row.list != kNone ? work.row.asks : 0);
+}
+
+/// Candidates of a head that a block lists: as many as there is shared memory for beside the marks.
+constexpr std::uint32_t kMostRoom = 2048;
+constexpr std::uint32_t kLeastRoom = 512;
+static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= Choice::kLeastBytes);
+
+constexpr std::uint64_t room_bytes(std::uint32_t room) { return Choice::memory(room) * sizeof(Candidate); }
+std::uint64_t marks_bytes(std::uint32_t tokens, std::uint32_t blocks) {
+  return div_up(div_up(tokens, kChunk), blocks) * (kChunk / 8);
+}
+
+/// Blocks of a cluster: enough to fill the device about twice, of at least as many tokens each as one reads at once;
+/// more if their marks take too much memory.
+std::uint32_t blocks_of(const ForwardMemory& memory, const ForwardScratch& scratch) {
+  const ForwardSplitLimits& limits = scratch.split;
+  const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
+  const std::uint32_t wanted = std::min(2 * scratch.multiprocessors / lists, memory.bucket.max_tokens / 2048);
+  std::uint32_t blocks = std::bit_floor(std::clamp(wanted, 1u, limits.blocks));
+  while (blocks < limits.blocks &&
+         room_bytes(kLeastRoom) + marks_bytes(memory.bucket.max_tokens, blocks) > limits.most_shared)
+    blocks *= 2;
+  return blocks;
+}
+
+}  // namespace
+
+void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
+  const std::uint32_t blocks = blocks_of(memory, scratch);
+  const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);
+  const auto room = static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(kMostRoom, (scratch.split.most_shared - marks) / room_bytes(1)));
+  const auto bytes = static_cast<std::uint32_t>(room_bytes(room) + marks);
+  const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
+  const auto stream = static_cast<cudaStream_t>(layer.stream);
+  if (blocks == 1) {
+    split_kernel<<<lists, kThreads, bytes, stream>>>(memory, scratch, layer.layer, room);
+  } else {
+    const ClusterLaunch launch(lists, blocks, kThreads, bytes, stream);
+    check(cudaLaunchKernelEx(&launch.config(), split_kernel, memory, scratch, layer.layer, room),
+          "launch the split kernel of a forward");
+  }
+  check(cudaGetLastError(), "launch the split kernel of a forward");
+}
+
+ForwardSplitLimits load_forward_split_kernels() {
+  int device = 0;
+  int bytes = 0;
+  check(cudaGetDevice(&device), "ask for the current device");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "ask for shared memory");
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, split_kernel), "load the split kernel of a forward");
+  ForwardSplitLimits limits{
+      .blocks = kMostBlocks,
+      .most_shared = static_cast<std::uint32_t>(bytes) - static_cast<std::uint32_t>(attributes.sharedSizeBytes)};
+  check(cudaFuncSetAttribute(split_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(limits.most_shared)),
+        "give the split kernel shared memory");
+  const auto fits = [&] {
+    return ClusterLaunch(1, limits.blocks, kThreads, limits.most_shared).at_once(split_kernel) != 0;
+  };
+  // Compiled for a device without clusters, it knows of none.
+  if (attributes.ptxVersion < 90) limits.blocks = 1;
+  while (limits.blocks > 1 && !fits()) limits.blocks /= 2;
+  limits.max_tokens =
+      static_cast<std::uint32_t>((limits.most_shared - room_bytes(kLeastRoom)) / (kChunk / 8) * kChunk * limits.blocks);
+  return limits;
+}
+
+}  // namespace sluice::gpu

@@ -1,0 +1,181 @@
+// FlexPrefill's verdict on every head.
+
+#include <cmath>
+
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/prefill/flex.hpp"
+#include "gpu/kernels/prefill/flex_block.cuh"
+
+namespace sluice::gpu {
+namespace {
+
+using namespace detail;
+
+constexpr int kVerdictThreads = 1024;
+constexpr std::uint32_t kHeld = kFlexMaxBlocks / kVerdictThreads;  ///< blocks of a thread
+constexpr int kBlockBits = 13;
+static_assert(kFlexMaxBlocks == 1u << kBlockBits);
+
+using VerdictReduce = BlockReduce<kVerdictThreads>;
+
+/// How many blocks of columns, and of offsets, a head may have.
+struct Limits {
+  std::uint32_t least;
+  std::uint32_t most;
+};
+__device__ Limits limits_of(const FlexPrefillSpec& spec, std::uint32_t blocks) {
+  const auto in_blocks = [](std::uint32_t tokens) {
+    return tokens / kPrefillBlock + (tokens % kPrefillBlock != 0 ? 1u : 0u);
+  };
+  Limits limits;
+  limits.least = max(1u, min(in_blocks(spec.min_budget), blocks));
+  limits.most = spec.max_budget == 0 ? blocks : max(limits.least, min(in_blocks(spec.max_budget), blocks));
+  return limits;
+}
+
+/// Jensen-Shannon distance of the pooled attention, pooled / total, and the representative rows' own.
+__device__ float distance(const float* pooled, float total, const float* actual, std::uint32_t blocks,
+                          VerdictReduce& reduce) {
+  double sum = 0.0;
+  for (std::uint32_t i = threadIdx.x; i < blocks; i += kVerdictThreads) {
+    const double p = total > 0.f ? static_cast<double>(pooled[i]) / static_cast<double>(total) : 0.0;
+    const double q = actual[i];
+    const double middle = (p + q) / 2.0;
+    if (p > 0.0) sum += p * log(p / middle);
+    if (q > 0.0) sum += q * log(q / middle);
+  }
+  return static_cast<float>(sqrt(fmax(0.5 * reduce.sum(sum), 0.0)));
+}
+
+/// Writes 1 for the `wanted` blocks with the largest sums, those that are forced before all, and 0 for the others.
+/// Equal sums: the lower index first. `forced` may be more than `wanted`. Returns how many.
+template <class Forced>
+__device__ std::uint32_t choose_largest(std::uint8_t* chosen, const float* sums, std::uint32_t blocks,
+                                        std::uint32_t wanted, const Forced& forced, VerdictReduce& reduce) {
+  std::uint32_t keys[kHeld];  // Sums have no sign, so that their bits are in their order. 0 behind the last block.
+  std::uint32_t forced_here = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kHeld; ++i) {
+    const std::uint32_t block = threadIdx.x + i * kVerdictThreads;
+    keys[i] = block < blocks ? __float_as_uint(sums[block]) : 0;
+    if (block < blocks && forced(block)) {
+      keys[i] = 0xffff'ffffu;
+      ++forced_here;
+    }
+  }
+  wanted = max(wanted, reduce.sum(forced_here));
+  const auto count = [&](const auto& counts) {
+    std::uint32_t here = 0;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kHeld; ++i) {
+      if (i * kVerdictThreads < blocks && counts(keys[i], threadIdx.x + i * kVerdictThreads)) ++here;
+    }
+    return reduce.sum(here);
+  };
+  std::uint32_t least = 0;  // The largest key that so many reach, two bits at a time.
+  for (int shift = 30; shift >= 0; shift -= 2) {
+    std::uint32_t reach = 0;  // Of the first two steps up: counts fit into 16 bits.
+    std::uint32_t reach_third = 0;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kHeld; ++i) {
+      if (i * kVerdictThreads >= blocks) break;
+      reach += (keys[i] >= (least | 1u << shift) ? 1u : 0u) + (keys[i] >= (least | 2u << shift) ? 1u << 16 : 0u);
+      reach_third += keys[i] >= (least | 3u << shift) ? 1u : 0u;
+    }
+    const uint2 all = reduce.sum(make_uint2(reach, reach_third));
+    const std::uint32_t up = all.y >= wanted ? 3 : all.x >> 16 >= wanted ? 2 : (all.x & 0xffffu) >= wanted ? 1 : 0;
+    least |= up << shift;
+  }
+  const std::uint32_t ties = wanted - count([&](std::uint32_t other, std::uint32_t) { return other > least; });
+  const std::uint32_t equal = count([&](std::uint32_t other, std::uint32_t) { return other == least; });
+  std::uint32_t last_tie = kFlexMaxBlocks;
+  if (equal > ties) {
+    last_tie = largest_that<kBlockBits>([&](std::uint32_t end) {
+      return count([&](std::uint32_t other, std::uint32_t block) { return other == least && block < end; }) < ties;
+    });
+  }
+#pragma unroll
+  for (std::uint32_t i = 0; i < kHeld; ++i) {
+    const std::uint32_t block = threadIdx.x + i * kVerdictThreads;
+    if (block < blocks) chosen[block] = keys[i] > least || (keys[i] == least && block <= last_tie) ? 1 : 0;
+  }
+  return wanted;
+}
+
+/// Lines in blocks, if they were packed.
+__device__ std::uint32_t filled_blocks(const LineCut& cut, const Limits& limits) {
+  const std::uint32_t blocks = (cut.count + kPrefillBlock - 1) / kPrefillBlock;
+  return min(max(blocks, limits.least), limits.most);
+}
+
+/// One thread block per head: blockIdx.x.
+__global__ void __launch_bounds__(kVerdictThreads) flex_verdict_kernel(const __grid_constant__ FlexArgs args) {
+  __shared__ float pooled[kFlexMaxBlocks];
+  __shared__ VerdictReduce::Memory memory;
+  VerdictReduce reduce(memory);
+  const FlexItem& item = args.items[blockIdx.y];
+  if (item.count == 0) return;
+  const std::uint32_t head = blockIdx.x;
+  const std::uint32_t blocks = item.key_blocks;
+  const float* const columns = item.column_blocks + std::uint64_t{head} * blocks;
+  const float* const offsets = item.offset_blocks + std::uint64_t{head} * blocks;
+  std::uint8_t* const chosen = item.chosen + std::uint64_t{head} * 2 * blocks;
+
+  const float total = pooled_attention(item, args, item.mean_query + head * args.head_dim, blocks, pooled, reduce);
+  FlexVerdict verdict;
+  verdict.divergence = distance(pooled, total, columns, blocks, reduce);
+  verdict.query_aware = verdict.divergence < args.spec.tau ? 1 : 0;
+  const Limits limits = limits_of(args.spec, blocks);
+  if (args.spec.lines && verdict.query_aware == 0) {
+    const std::uint32_t* const marks = item.marks + std::uint64_t{head} * blocks;
+    const auto column = [&](std::uint32_t i) { return i == 0 || (marks[i] & kMarkColumn) != 0; };
+    const auto offset = [&](std::uint32_t i) {
+      return i == 0 || (marks[i] & kMarkDiagonal) != 0 || (marks[i - 1] & kMarkSpill) != 0;
+    };
+    verdict.columns = choose_largest(chosen, columns, blocks, limits.least, column, reduce);
+    verdict.diagonals = choose_largest(chosen + blocks, offsets, blocks, limits.least, offset, reduce);
+  } else {
+    const auto first = [](std::uint32_t i) { return i == 0; };
+    const LineCut* const cuts = item.cuts + 2 * head;
+    const bool fewest = verdict.query_aware != 0;  // Its query blocks choose the others.
+    verdict.columns =
+        choose_largest(chosen, columns, blocks, fewest ? limits.least : filled_blocks(cuts[0], limits), first, reduce);
+    verdict.diagonals = choose_largest(chosen + blocks, offsets, blocks,
+                                       fewest ? limits.least : filled_blocks(cuts[1], limits), first, reduce);
+  }
+  if (threadIdx.x == 0) item.verdicts[head] = verdict;
+}
+
+}  // namespace
+
+void launch_flex_choose(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream) {
+  const dim3 heads(args.group, extent.items);
+  flex_verdict_kernel<<<heads, kVerdictThreads, 0, stream>>>(args);
+  check(cudaGetLastError(), "launch the verdicts of select_blocks");
+}
+
+void load_flex_choose_kernels() {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, flex_verdict_kernel), "load the verdicts of select_blocks");
+}
+
+void launch_select_blocks(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap* pages,
+                          cudaStream_t stream) {
+  launch_flex_pool(args, extent, stream);
+  launch_flex_scores(args, extent, pages, stream);
+  launch_flex_sums(args, extent, stream);
+  launch_flex_lines(args, extent, stream);
+  launch_flex_choose(args, extent, stream);
+  launch_flex_masks(args, extent, stream);
+}
+
+void load_select_blocks_kernels() {
+  load_flex_pool_kernels();
+  load_flex_score_kernels();
+  load_flex_hopper_kernels();
+  load_flex_line_kernels();
+  load_flex_choose_kernels();
+  load_flex_mask_kernels();
+}
+
+}  // namespace sluice::gpu

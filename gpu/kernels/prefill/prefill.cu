@@ -1,0 +1,54 @@
+#include "gpu/kernels/prefill/prefill.hpp"
+
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/prefill/prefill.cuh"
+#include "sluice/units.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+/// Calls `use` with the kernel of a dtype and head_dim, and the shared memory that it needs.
+template <class T, int kDim, class Use>
+void with_terms(const PrefillVariant& variant, const Use& use) {
+  constexpr int kBytes = sizeof(detail::PrefillMemory<kDim>);
+  variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1>, kBytes)
+                     : use(detail::prefill_kernel<T, kDim, 2>, kBytes);
+}
+
+template <class Use>
+void with_kernel(const PrefillVariant& variant, const Use& use) {
+  if (variant.dtype == DType::f16) {
+    variant.head_dim == 64 ? with_terms<__half, 64>(variant, use) : with_terms<__half, 128>(variant, use);
+  } else {
+    variant.head_dim == 64 ? with_terms<__nv_bfloat16, 64>(variant, use) : with_terms<__nv_bfloat16, 128>(variant, use);
+  }
+}
+
+}  // namespace
+
+void launch_prefill(const PrefillVariant& variant, const PrefillArgs& args, const PrefillExtent& extent,
+                    cudaStream_t stream) {
+  const auto tiles = static_cast<unsigned>(div_up(extent.rows, kPrefill.rows));
+  with_kernel(variant, [&](auto* kernel, int shared_bytes) {
+    kernel<<<dim3(tiles, extent.items), detail::kPrefillThreads, shared_bytes, stream>>>(args);
+  });
+  check(cudaGetLastError(), "launch prefill");
+}
+
+void load_prefill_kernels() {
+  const auto load = [](auto* kernel, int shared_bytes) {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), "load the prefill kernels");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "give the prefill kernels their shared memory");
+  };
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const std::uint32_t head_dim : {64u, 128u}) {
+      for (const std::uint32_t terms : {1u, 2u}) {
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .terms = terms}, load);
+      }
+    }
+  }
+}
+
+}  // namespace sluice::gpu

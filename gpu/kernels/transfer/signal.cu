@@ -1,0 +1,46 @@
+#include <algorithm>
+
+#include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/transfer/signal.hpp"
+
+namespace sluice::gpu {
+namespace {
+
+constexpr std::uint32_t kLongestDelayUs = 1'000'000;
+constexpr std::uint32_t kNapNs = 500;
+
+__device__ std::uint64_t now_ns() {
+  std::uint64_t ns = 0;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+__global__ void delay_kernel(std::uint32_t microseconds) {
+  const std::uint64_t begin = now_ns();
+  while (now_ns() - begin < std::uint64_t{microseconds} * 1000) __nanosleep(kNapNs);
+}
+
+__global__ void signal_kernel(std::uint64_t* word, std::uint64_t value) {
+  __threadfence_system();
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+}  // namespace
+
+void launch_delay(std::uint32_t microseconds, cudaStream_t stream) {
+  delay_kernel<<<1, 1, 0, stream>>>(std::min(microseconds, kLongestDelayUs));
+  check(cudaGetLastError(), "launch the delay kernel");
+}
+
+void launch_signal(std::uint64_t* word, std::uint64_t value, cudaStream_t stream) {
+  signal_kernel<<<1, 1, 0, stream>>>(word, value);
+  check(cudaGetLastError(), "launch the signal kernel");
+}
+
+void load_signal_kernels() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, delay_kernel), "load the delay kernel");
+  check(cudaFuncGetAttributes(&attributes, signal_kernel), "load the signal kernel");
+}
+
+}  // namespace sluice::gpu

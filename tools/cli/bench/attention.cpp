@@ -1,0 +1,309 @@
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "sluice/error.hpp"
+#include "tools/cli/bench/bench.hpp"
+#include "tools/cli/bench/layer.hpp"
+#include "tools/cli/text/values.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// Largest relative error (L2, per query head) that a correct kernel makes: bf16 keys are exact in the
+/// reference too, so only the accumulation differs.
+constexpr double kTolerance = 2e-3;
+
+double relative_error(const float* got, const float* want, std::uint32_t dim) {
+  double difference = 0.0;
+  double size = 0.0;
+  for (std::uint32_t c = 0; c < dim; ++c) {
+    difference += std::pow(static_cast<double>(got[c]) - want[c], 2);
+    size += std::pow(static_cast<double>(want[c]), 2);
+  }
+  return size == 0.0 ? std::sqrt(difference) : std::sqrt(difference / size);
+}
+
+/// Dense attention of one query head in float64.
+std::vector<float> reference(const SyntheticLayer& layer, cpu::Backend& backend, std::uint32_t q_head,
+                             std::uint32_t step) {
+  const SyntheticOptions& options = layer.options();
+  const std::uint32_t dim = options.shape.head_dim;
+  const std::uint32_t kv_head = q_head / options.shape.group();
+  const KvView view = layer.view(kv_head);
+  const float* q = layer.query(kv_head, step) + std::size_t{q_head % options.shape.group()} * dim;
+  const std::uint32_t n = options.tokens + step + 1;
+  std::vector<float> row(dim);
+  const auto read = [&](const std::byte* at) {
+    backend.to_f32(dense_view(at, options.layout.dtype, 1, 1, dim), row.data(), nullptr);
+  };
+  std::vector<double> score(n);
+  for (std::uint32_t j = 0; j < n; ++j) {
+    read(view.k_row(j));
+    for (std::uint32_t c = 0; c < dim; ++c) score[j] += static_cast<double>(q[c]) * row[c];
+    score[j] /= std::sqrt(static_cast<double>(dim));
+  }
+  const double top = *std::max_element(score.begin(), score.end());
+  double mass = 0.0;
+  std::vector<double> sum(dim);
+  for (std::uint32_t j = 0; j < n; ++j) {
+    const double weight = std::exp(score[j] - top);
+    mass += weight;
+    read(view.v_row(j));
+    for (std::uint32_t c = 0; c < dim; ++c) sum[c] += weight * row[c];
+  }
+  std::vector<float> out(dim);
+  for (std::uint32_t c = 0; c < dim; ++c) out[c] = static_cast<float>(sum[c] / mass);
+  return out;
+}
+
+void require_close(const float* got, const float* want, std::uint32_t dim, const std::string& what) {
+  const double error = relative_error(got, want, dim);
+  if (error <= kTolerance) return;  // NaN fails too.
+  throw Error(Errc::device, "bench cpu: " + what + " is wrong (relative error " + std::to_string(error) +
+                                "); nothing was timed. Try SLUICE_CPU_ISA=generic and report this");
+}
+
+/// Dense attention against float64 on the first and last query head; each policy with a budget of all tokens against
+/// dense.
+void check(const SyntheticLayer& layer, BenchMachine& machine, const std::vector<PolicySpec>& specs) {
+  const AttentionShape& shape = layer.options().shape;
+  StepOutput dense;
+  DenseLayer(layer, machine.backend).attend(0, dense);
+  for (const std::uint32_t head : {0u, shape.q_heads - 1}) {
+    const std::vector<float> want = reference(layer, machine.backend, head, 0);
+    require_close(&dense.out[std::size_t{head} * shape.head_dim], want.data(), shape.head_dim, "dense attention");
+  }
+  for (PolicySpec spec : specs) {
+    if (!spec.uses(Source::history) && !spec.uses(Source::exact)) continue;
+    spec.budget.min_tokens = layer.options().tokens + layer.options().steps;
+    spec.bypass_threshold = 0.f;
+    PolicyLayer whole(spec, layer, machine.backend, machine.workers);
+    whole.begin();
+    StepOutput output;
+    whole.step(0, output);
+    for (std::uint32_t head = 0; head < shape.q_heads; ++head) {
+      const std::size_t at = std::size_t{head} * shape.head_dim;
+      require_close(&output.out[at], &dense.out[at], shape.head_dim, "policy '" + spec.name + "' at full budget");
+    }
+  }
+}
+
+/// Everything seen of one method (dense, or a policy) at one length; one sample per step.
+struct Samples {
+  std::vector<double> total, forecast, select, score, attend, observe;  ///< microseconds
+  double expanded = 0.0;  ///< per query head, share of n; summed over steps, as the rest
+  double scored = 0.0;    ///< per KV head
+  double attended = 0.0;  ///< per KV head
+  double overlap = 0.0;   ///< with exact top-k, per query head
+  double coverage = 0.0;  ///< per query head
+  double error = 0.0;     ///< per query head
+  double bypassed = 0.0;  ///< share of the query heads
+  std::uint32_t steps = 0;
+};
+
+bool attends(const SelectionRow& row, std::size_t token, std::uint32_t head) {
+  return row.members.empty() || (row.members[token] >> head & 1u) != 0;
+}
+
+/// Share of the tokens that each query head attends in `exact` which it also attends in `row`; mean over the group.
+double overlap(const SelectionRow& exact, const SelectionRow& row, std::uint32_t group) {
+  double sum = 0.0;
+  for (std::uint32_t head = 0; head < group; ++head) {
+    std::size_t wanted = 0;
+    std::size_t found = 0;
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < exact.tokens.size(); ++i) {
+      if (!attends(exact, i, head)) continue;
+      ++wanted;
+      while (at < row.tokens.size() && row.tokens[at] < exact.tokens[i]) ++at;
+      found += at < row.tokens.size() && row.tokens[at] == exact.tokens[i] && attends(row, at, head) ? 1 : 0;
+    }
+    sum += wanted == 0 ? 1.0 : static_cast<double>(found) / static_cast<double>(wanted);
+  }
+  return sum / group;
+}
+
+class AttentionBench {
+ public:
+  AttentionBench(const BenchCpuOptions& options, BenchMachine& machine, const std::vector<PolicySpec>& specs)
+      : options_(options), machine_(machine), specs_(specs) {}
+
+  /// Fills `dense_` and `policies_` for one length.
+  void run(std::uint32_t length, ProgressBar& bar) {
+    const PageLayout layout{
+        .page_tokens = options_.page_tokens, .head_dim = options_.shape.head_dim, .dtype = options_.dtype};
+    SyntheticOptions synthetic{.shape = options_.shape, .layout = layout, .tokens = length, .steps = options_.steps};
+    synthetic.group_correlation = options_.group_correlation;
+    synthetic.pattern = parse_pattern(options_.pattern);
+    synthetic.sinks = options_.sinks;
+    synthetic.seed = options_.seed;
+    for (const PolicySpec& spec : specs_) {
+      if (spec.uses(Source::history)) {
+        synthetic.prompt_queries = std::max(synthetic.prompt_queries, spec.history.init_queries);
+      }
+    }
+    synthetic.prompt_queries = std::min(synthetic.prompt_queries, length);
+    const SyntheticLayer layer(synthetic, machine_.topology, machine_.builders);
+    check(layer, machine_, specs_);
+    dense_ = {};
+    policies_.assign(specs_.size(), {});
+    for (std::uint32_t pass = 0; pass < options_.repeat; ++pass) {
+      run_pass(layer);
+      bar.update(pass + 1, options_.repeat, std::to_string(length) + " tokens");
+    }
+  }
+
+  [[nodiscard]] const Samples& dense() const noexcept { return dense_; }
+  [[nodiscard]] const std::vector<Samples>& policies() const noexcept { return policies_; }
+
+ private:
+  void run_pass(const SyntheticLayer& layer) {
+    std::vector<std::unique_ptr<PolicyLayer>> runs;
+    // The oracle to compare selections with runs untimed, whether or not it is on the list.
+    PolicyLayer oracle(oracle_spec(), layer, machine_.backend, machine_.workers);
+    oracle.begin();
+    for (const PolicySpec& spec : specs_) {
+      runs.push_back(std::make_unique<PolicyLayer>(spec, layer, machine_.backend, machine_.workers));
+      runs.back()->begin();
+    }
+    DenseLayer dense(layer, machine_.backend);
+    StepOutput want;
+    StepOutput got;
+    for (std::uint32_t step = 0; step < options_.steps; ++step) {
+      stop_if_interrupted();
+      evictor_.evict();
+      const auto start = Clock::now();
+      dense.attend(step, want);
+      dense_.total.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+      oracle.step(step, got);
+      for (std::size_t p = 0; p < runs.size(); ++p) {
+        evictor_.evict();
+        add_times(runs[p]->step(step, got), policies_[p]);
+        add_quality(*runs[p], oracle, want, got, layer.options().tokens + step + 1, policies_[p]);
+      }
+    }
+  }
+
+  [[nodiscard]] PolicySpec oracle_spec() const {
+    PolicySpec spec = parse_policy("topk");
+    if (!specs_.empty() && specs_.front().sources != 0) spec.budget = specs_.front().budget;
+    return spec;
+  }
+
+  static void add_times(const PhaseTimes& times, Samples& samples) {
+    samples.total.push_back(times.total());
+    samples.forecast.push_back(times.forecast);
+    samples.select.push_back(times.select);
+    samples.score.push_back(times.score);
+    samples.attend.push_back(times.attend);
+    samples.observe.push_back(times.observe);
+  }
+
+  void add_quality(const PolicyLayer& run, const PolicyLayer& oracle, const StepOutput& want, const StepOutput& got,
+                   std::uint32_t n, Samples& samples) const {
+    const AttentionShape& shape = options_.shape;
+    const scheduler::SelectCounters counters = run.counters();
+    const double tokens = static_cast<double>(n);
+    samples.expanded += static_cast<double>(counters.expanded_per_head) / (tokens * shape.q_heads);
+    samples.scored += static_cast<double>(counters.scored) / (tokens * shape.kv_heads);
+    for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
+      samples.attended += static_cast<double>(run.rows()[head].attended()) / (tokens * shape.kv_heads);
+      samples.overlap += overlap(oracle.rows()[head], run.rows()[head], shape.group()) / shape.kv_heads;
+    }
+    for (std::uint32_t head = 0; head < shape.q_heads; ++head) {
+      const std::size_t at = std::size_t{head} * shape.head_dim;
+      samples.coverage += std::exp(static_cast<double>(got.lse[head]) - want.lse[head]) / shape.q_heads;
+      samples.error += relative_error(&got.out[at], &want.out[at], shape.head_dim) / shape.q_heads;
+    }
+    samples.bypassed += static_cast<double>(run.bypassed_heads()) / shape.q_heads;
+    ++samples.steps;
+  }
+
+  const BenchCpuOptions& options_;
+  BenchMachine& machine_;
+  const std::vector<PolicySpec>& specs_;
+  CacheEvictor evictor_;
+  Samples dense_;
+  std::vector<Samples> policies_;
+};
+
+std::vector<PolicySpec> specs_of(const BenchCpuOptions& options) {
+  std::vector<PolicySpec> specs;
+  for (std::string item : split_policies(options.policies)) {
+    const auto set = [&](const std::string& option) {
+      item += (item.find(':') == std::string::npos ? ':' : ',') + option;
+    };
+    const PolicySpec plain = parse_policy(item);
+    if (options.alpha > 0.0 && plain.uses(Source::history)) set("alpha=" + shortest(options.alpha));
+    if (!options.budget.empty() && (plain.uses(Source::history) || plain.uses(Source::exact)))
+      set("budget=" + options.budget);
+    specs.push_back(parse_policy(item));
+  }
+  if (specs.empty())
+    throw Error(Errc::invalid_argument, "--policies: the list is empty; name at least one, e.g. topk,lfps");
+  return specs;
+}
+
+Table empty_table() {
+  using Show = Column::Show;
+  return {.key = "attention",
+          .title = "Attention of one decode step over one layer (median time; ratios to dense and top-k of this run)",
+          .columns = {{"length_tokens", "length"},
+                      {"method", "method"},
+                      {"time_us", "time us"},
+                      {"speedup_over_dense", "x dense", 2},
+                      {"speedup_over_topk", "x topk", 2},
+                      {"forecast_us", "forecast us"},
+                      {"select_us", "select us"},
+                      {"score_us", "of it scoring"},
+                      {"attend_us", "attend us"},
+                      {"observe_us", "observe us"},
+                      {"expanded_share", "EXP/n head", 2, Show::percent},
+                      {"scored_share", "scored/n", 2, Show::percent},
+                      {"attended_share", "attended/n", 2, Show::percent},
+                      {"topk_overlap", "overlap", 3},
+                      {"coverage_mean", "coverage", 4},
+                      {"output_error", "error", 4},
+                      {"bypassed_share", "bypassed", 1, Show::percent}}};
+}
+
+void add_rows(std::uint32_t length, const AttentionBench& bench, const std::vector<std::string>& names,
+              const std::vector<PolicySpec>& specs, Table& table) {
+  const double dense = percentile(bench.dense().total, 0.5);
+  std::optional<double> topk;
+  for (std::size_t p = 0; p < specs.size(); ++p) {
+    if (specs[p].uses(Source::exact)) topk = percentile(bench.policies()[p].total, 0.5);
+  }
+  const auto over_topk = [&](double time) { return topk ? Json(*topk / time) : Json(); };
+  table.rows.push_back({length, "dense", dense, 1.0, over_topk(dense), nullptr, nullptr, nullptr, dense, nullptr,
+                        nullptr, nullptr, 1.0, nullptr, 1.0, 0.0, 0.0});
+  for (std::size_t p = 0; p < specs.size(); ++p) {
+    const Samples& s = bench.policies()[p];
+    const double time = percentile(s.total, 0.5);
+    const auto median = [](const std::vector<double>& samples) { return Json(percentile(samples, 0.5)); };
+    const auto mean = [&](double sum) { return Json(sum / s.steps); };
+    table.rows.push_back({length, names[p], time, dense / time, over_topk(time), median(s.forecast), median(s.select),
+                          median(s.score), median(s.attend), median(s.observe), mean(s.expanded), mean(s.scored),
+                          mean(s.attended), mean(s.overlap), mean(s.coverage), mean(s.error), mean(s.bypassed)});
+  }
+}
+
+}  // namespace
+
+Table bench_attention(const BenchCpuOptions& options, BenchMachine& machine, ProgressBar& bar) {
+  const std::vector<PolicySpec> specs = specs_of(options);
+  const std::vector<std::string> names = split_policies(options.policies);
+  Table table = empty_table();
+  AttentionBench bench(options, machine, specs);
+  try {
+    for (const std::uint32_t length : parse_counts(options.lengths, "--length")) {
+      bench.run(length, bar);
+      add_rows(length, bench, names, specs, table);
+    }
+  } catch (const Interrupted&) {  // The lengths that are finished are a result.
+  }
+  return table;
+}
+
+}  // namespace sluice::tools

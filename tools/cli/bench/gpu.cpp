@@ -1,0 +1,343 @@
+// `sluice bench gpu`: forwards of an Engine against dense attention in device memory, and the kernels alone.
+#include <algorithm>
+#include <map>
+#include <memory>
+
+#include "sluice/engine.hpp"
+#include "sluice/error.hpp"
+#include "tools/cli/bench/bench.hpp"
+#include "tools/cli/bench/device.hpp"
+#include "tools/cli/bench/graph.hpp"
+#include "tools/cli/bench/shapes.hpp"
+#include "tools/cli/engine_columns.hpp"
+#include "tools/cli/synthetic/synthetic_forwards.hpp"
+#include "tools/cli/text/values.hpp"
+
+namespace sluice::tools {
+namespace {
+
+struct BenchGpuOptions {
+  std::string shape_name = "llama-3.1-8b";
+  std::string lengths = "8K,32K,128K";
+  std::string policies = "sluice";
+  std::string placements = "hybrid";
+  std::string rows = "1";
+  std::string pattern = "structured";
+  std::vector<double> sinks;
+  std::string sections = "attention,kernels";
+  std::uint32_t layers = 4;
+  std::uint32_t threads = 0;
+  std::uint32_t steps = 32;
+  std::uint32_t warm_up = 64;
+  std::uint32_t promotions = EngineOptions{}.promotions;
+  double near_share = 0.05;
+  std::uint32_t audited_steps = 4;
+  std::uint64_t seed = 0;
+  bool dense_only = false;
+  DeviceFlags device;
+  OutputOptions output;
+};
+
+constexpr std::uint32_t kDensePageTokens = 256;
+constexpr std::uint32_t kPageTokens = 16;
+/// Relative error (L2 over all heads) that a correct result stays below: weights are rounded to bf16 on the device.
+constexpr double kTolerance = 1e-2;
+
+/// What a row of the table is of.
+struct Case {
+  std::string policy;
+  PolicySpec spec;
+  PlacementMode placement{};
+  std::uint32_t rows = 1;
+};
+
+std::vector<Case> cases_of(const BenchGpuOptions& options) {
+  std::vector<Case> cases;
+  for (const std::string& policy : split_policies(options.policies)) {
+    PolicySpec spec = parse_policy(policy);
+    spec.dense_layers = spec.dense_every = 0;  // What is timed is a layer that the policy works in.
+    for (const std::string& placement : split_list(options.placements)) {
+      for (const std::uint32_t rows : parse_counts(options.rows, "--rows"))
+        cases.push_back({.policy = policy, .spec = spec, .placement = parse_placement(placement), .rows = rows});
+    }
+  }
+  return cases;
+}
+
+class GpuBench {
+ public:
+  GpuBench(const BenchGpuOptions& options, const AttentionShape& shape, std::vector<Case> cases)
+      : options_(options),
+        shape_(shape),
+        cases_(std::move(cases)),
+        device_(make_device(options.device)),
+        builders_(std::make_shared<const cpu::Workers>(topology_, cpu::WorkersOptions{})) {
+    // Without a GPU the same forwards run on the embedded device: for trying the command out, not for its times.
+    if (!device_) device_ = std::make_shared<cpu::HostDevice>(builders_);
+    make_table();
+  }
+
+  void run(std::uint32_t length, ProgressBar& bar) {
+    bar.update(0, cases_.size(), std::to_string(length) + " tokens: building");
+    std::map<std::uint32_t, std::vector<Case>> by_page;
+    for (const Case& each : cases_) by_page[each.spec.page_tokens == 0 ? kPageTokens : each.spec.page_tokens].push_back(each);
+    std::size_t done = 0;
+    for (const auto& [page_tokens, cases] : by_page) {
+      SyntheticOptions synthetic{
+          .shape = shape_,
+          .layout = {.page_tokens = page_tokens, .head_dim = shape_.head_dim, .dtype = DType::bf16},
+          .tokens = length,
+          .steps = options_.warm_up + options_.steps,
+          .prompt_queries = std::min(32u, length)};
+      synthetic.pattern = parse_pattern(options_.pattern);
+      synthetic.sinks = options_.sinks;
+      synthetic.seed = options_.seed;
+      const SyntheticLayer layer(synthetic, topology_, builders_);
+      const DeviceSteps steps(layer, *device_);
+      DenseOnDevice dense(layer, steps, *device_, kDensePageTokens);
+      want_ = dense.attend(0);
+      dense_us_ = percentile(dense.time(9), 0.5);
+      if (done == 0) add_dense(length);
+      if (options_.dense_only) return;
+      for (const Case& each : cases) {
+        bar.update(done++, cases_.size(), std::to_string(length) + " tokens: " + each.policy);
+        run(length, each, layer, steps);
+      }
+    }
+  }
+  [[nodiscard]] Table take() { return std::move(table_); }
+  [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
+
+ private:
+  /// What is timed once.
+  struct Times {
+    std::vector<double> us, calling;
+    EngineStats stats;
+  };
+
+  void make_table() {
+    using Show = Column::Show;
+    table_ = {.key = "attention",
+              .title = "Forwards of an engine per layer (median; dense: as many launches as rows, in HBM, same run)",
+              .columns = {{"length_tokens", "length"},
+                          {"method", "method"},
+                          {"placement", "placement"},
+                          {"rows", "rows"},
+                          {"mode", "mode"},
+                          {"layer_us", "us/layer", 1},
+                          {"layer_p95_us", "p95", 1},
+                          {"calling_us", "calling", 1},
+                          {"waited_us", "waited", 1},
+                          {"answer_us", "answer", 1},
+                          {"dense_us", "dense", 1},
+                          {"speedup_over_dense", "x dense", 2},
+                          {"coverage_mean", "coverage", 4},
+                          {"coverage_p5", "p5", 4},
+                          {"output_error", "error", 4},
+                          {"near_share", "near", 2, Show::percent},
+                          {"far_share", "far", 2, Show::percent},
+                          {"fetched_share", "fetched", 2, Show::percent},
+                          {"promoted", "promoted", 1},
+                          {"device_bytes_share", "device B", 1, Show::percent}}};
+  }
+
+  void add_dense(std::uint32_t length) {
+    std::vector<Json> row = {length, "dense in HBM", nullptr, 1, nullptr, dense_us_};
+    row.resize(table_.columns.size());
+    row[10] = dense_us_;
+    row[11] = row[12] = row[13] = 1.0;
+    table_.rows.push_back(std::move(row));
+  }
+
+  void run(std::uint32_t length, const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
+    check(length, each, layer, steps);
+    const AuditReport audited = audit(each, layer, steps);
+    for (const bool graph : {false, true}) {
+      if (graph && !can_capture(*device_)) continue;
+      SyntheticForwards forwards(forwards_of(each, each.spec), layer, steps, device_);
+      (void)forwards.time(options_.warm_up, graph);
+      const EngineStats before = forwards.engine().stats();
+      Times times;
+      times.us = forwards.time(options_.steps, graph, &times.calling);
+      times.stats = since(before, forwards.engine().stats());
+      add_row(length, each, graph, times, audited, forwards.engine().memory());
+    }
+  }
+
+  /// Everything chosen must be dense attention; what the policy's choice is off by is a result.
+  void check(std::uint32_t length, const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
+    Case alone = each;
+    alone.rows = 1;
+    // One engine after the other, so that only one holds memory.
+    auto whole = std::make_unique<SyntheticForwards>(
+        forwards_of(alone, parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=128")), layer, steps, device_);
+    const double off = relative_error(first_out(*whole), want_);
+    if (!(off <= kTolerance))
+      throw Error(Errc::device, "bench gpu: dense attention of " + std::to_string(length) +
+                                    " tokens is wrong (relative error " + std::to_string(off) +
+                                    "); nothing of it was timed");
+    whole.reset();
+    SyntheticForwards chosen(forwards_of(each, each.spec), layer, steps, device_);
+    error_ = relative_error(first_out(chosen), want_);
+  }
+
+  AuditReport audit(const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) const {
+    SyntheticForwardsOptions options = forwards_of(each, each.spec);
+    options.audit = true;
+    SyntheticForwards forwards(options, layer, steps, device_);
+    forwards.audit(false);
+    (void)forwards.time(options_.warm_up);  // What is audited is what is timed.
+    forwards.audit(true);
+    (void)forwards.time(std::min(options_.audited_steps, options_.steps));
+    return forwards.engine().audit(forwards.sequence());
+  }
+
+  static std::vector<float> first_out(SyntheticForwards& forwards) {
+    (void)forwards.time(1);
+    return forwards.out();
+  }
+
+  [[nodiscard]] SyntheticForwardsOptions forwards_of(const Case& each, const PolicySpec& policy) const {
+    return {.policy = policy,
+            .rows = each.rows,
+            .layers = options_.layers,
+            .near_share = options_.near_share,
+            .placement = each.placement,
+            .threads = options_.threads,
+            .promotions = options_.promotions};
+  }
+
+  void add_row(std::uint32_t length, const Case& each, bool graph, const Times& times, const AuditReport& audited,
+               const EngineMemoryUse& memory) {
+    const double layers = static_cast<double>(options_.steps) * options_.layers;
+    const double all = layers * each.rows * shape_.kv_heads * (length + options_.warm_up + 0.5 * options_.steps);
+    const auto per_layer_us = [&](std::uint64_t ns) { return 1e-3 * static_cast<double>(ns) / layers; };
+    const auto share = [&](std::uint64_t tokens) { return static_cast<double>(tokens) / all; };
+    const double median = percentile(times.us, 0.5);
+    const double dense = dense_us_ * each.rows;
+    table_.rows.push_back({length,
+                           each.policy,
+                           to_string(each.placement),
+                           each.rows,
+                           graph ? "graph" : "enqueued",
+                           median,
+                           percentile(times.us, 0.95),
+                           percentile(times.calling, 0.5),
+                           per_layer_us(times.stats.waited_ns),
+                           per_layer_us(times.stats.answer_ns),
+                           dense,
+                           dense / median,
+                           audited.coverage.mean(),
+                           audited.coverage.percentile(0.05),
+                           error_,
+                           share(times.stats.near_tokens),
+                           share(times.stats.far_tokens),
+                           share(times.stats.fetched_tokens),
+                           static_cast<double>(times.stats.promoted) / (layers * shape_.kv_heads),
+                           static_cast<double>(memory.device()) / static_cast<double>(memory.far_pages)});
+  }
+
+  const BenchGpuOptions& options_;
+  AttentionShape shape_;
+  std::vector<Case> cases_;
+  cpu::Topology topology_;
+  std::shared_ptr<Device> device_;
+  std::shared_ptr<const cpu::Workers> builders_;
+  std::vector<float> want_;  ///< dense attention of the first step
+  double dense_us_ = 0.0;
+  double error_ = 0.0;
+  Table table_;
+};
+
+int run(const BenchGpuOptions& options) {
+  (void)parse_pattern(options.pattern);
+  const std::vector<std::string> sections = split_list(options.sections);
+  for (const std::string& section : sections) {
+    if (section != "attention" && section != "kernels")
+      throw Error(Errc::invalid_argument, "--sections: unknown section '" + section + "'; have attention, kernels");
+  }
+  const AttentionShape shape = named_shape(options.shape_name);
+  const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
+  const std::vector<Case> cases = cases_of(options);
+  const OutputTarget target(options.output.path);
+  Report report{.command = "bench gpu",
+                .config = {{"shape", options.shape_name},
+                           {"lengths", lengths},
+                           {"policies", split_policies(options.policies)},
+                           {"placements", split_list(options.placements)},
+                           {"rows", options.rows},
+                           {"pattern", options.pattern},
+                           {"sinks", options.sinks},
+                           {"layers", options.layers},
+                           {"threads", options.threads},
+                           {"steps", options.steps},
+                           {"warm_up", options.warm_up},
+                           {"promotions", options.promotions},
+                           {"near", options.near_share},
+                           {"seed", options.seed},
+                           {"device", options.device.device}}};
+  ProgressBar bar("bench");
+  const InterruptScope interrupts;
+  for (const std::string& section : sections) {
+    if (interrupted()) break;
+    if (section == "attention") {
+      GpuBench bench(options, shape, cases);
+      report.config["device"] = bench.device().name;
+      try {
+        for (const std::uint32_t length : lengths) bench.run(length, bar);
+      } catch (const Interrupted&) {  // The rows that are finished are a result.
+      }
+      report.tables.push_back(bench.take());
+    } else {
+      bar.update(0, 1, "kernels");
+      report.tables.push_back(bench_gpu_kernels(options.device, shape, kPageTokens));
+    }
+  }
+  return deliver(report, options.output.format, target);
+}
+
+}  // namespace
+
+void add_bench_gpu(CLI::App& bench, int& exit_code) {
+  auto options = std::make_shared<BenchGpuOptions>();
+  options->device.device = "cuda";
+  auto* command = bench.add_subcommand("gpu", "Decode attention with the KV cache in host memory against dense in HBM");
+  command->add_option("--shape", options->shape_name, "One of " + shape_names())->capture_default_str();
+  command->add_option("--length", options->lengths, "Comma list of context lengths in tokens, K allowed")
+      ->capture_default_str();
+  command->add_option("--policies", options->policies, "Policies to measure; see `sluice eval --help`")
+      ->capture_default_str();
+  command->add_option("--placements", options->placements, "Comma list of hybrid and stream")->capture_default_str();
+  command->add_option("--rows", options->rows, "Comma list of numbers of sequences in a forward")
+      ->capture_default_str();
+  command->add_option("--pattern", options->pattern, "Attention: structured (heavy tokens, slashes) or uniform (noise)")
+      ->capture_default_str();
+  add_sinks(*command, options->sinks);
+  add_count(*command, "--layers", options->layers, "Layers of a forward", {.least = 1, .most = 256});
+  add_count(*command, "--threads", options->threads, "Threads that answer the far part; 0: the cores less one",
+            {.most = 4096});
+  add_count(*command, "--steps", options->steps, "Timed forwards; times are medians over them",
+            {.least = 1, .most = 4096});
+  add_count(*command, "--warm-up", options->warm_up, "Forwards before those, in which tokens come near",
+            {.most = 4096});
+  add_count(*command, "--promotions", options->promotions, "Tokens of a KV head that a forward brings near, at most",
+            {.most = kMostPromotions});
+  command->add_option("--near", options->near_share, "Share of the pages that device memory has room for")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  add_seed(*command, options->seed, "Seed of the synthetic layer");
+  command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
+  command->add_flag("--dense-only", options->dense_only, "Only dense attention in device memory");
+  add_device_flags(*command, options->device);
+  add_output(*command, options->output);
+  command->footer(
+      "Every layer of every sequence is the same synthetic layer, in memory of its own. With every token chosen the\n"
+      "engine must give dense attention before anything is timed. A time is from the plan until the forward is known\n"
+      "to have ended, divided by the layers; `calling` is the part of it in which the calling thread works, `waited` "
+      "that\n"
+      "in which the device waits for the CPU, `answer` what the CPU takes from seeing a question to its answer, and\n"
+      "`promoted` tokens brought near per forward, layer and KV head. No step comes twice.");
+  command->callback([options, &exit_code] { exit_code = run(*options); });
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,111 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "cpu/threads/workers.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/device.hpp"
+#include "tools/cli/synthetic/prompt_pattern.hpp"
+
+namespace sluice::tools {
+
+struct PrefillLayerOptions {
+  AttentionShape shape;
+  PageLayout layout;
+  std::uint32_t tokens = 0;
+  PromptStructure structure{};
+  std::uint64_t seed = 0;
+};
+
+/// One layer of a synthetic prompt in device memory: keys and values in pages, the pages of a head one after the
+/// other; queries [tokens, q_heads, head_dim] in the pages' dtype.
+class PrefillLayer {
+ public:
+  /// Rows are made by all `builders`, a part of the prompt at a time.
+  /// @throws Error{Errc::out_of_capacity} if the device cannot hold it.
+  PrefillLayer(const PrefillLayerOptions& options, Device& device, Stream& stream, const cpu::Workers& builders);
+
+  [[nodiscard]] const PrefillLayerOptions& options() const noexcept { return options_; }
+  [[nodiscard]] KvView view(std::uint32_t kv_head) const noexcept;
+  [[nodiscard]] std::uint64_t head_bytes() const noexcept { return head_pages_ * options_.layout.page_bytes(); }
+  [[nodiscard]] const std::byte* query(std::uint32_t token, std::uint32_t q_head) const noexcept;
+  /// Strides of queries, and of outputs of the same kind.
+  [[nodiscard]] PrefillShape strides() const noexcept;
+
+ private:
+  void make_part(const PromptPattern& pattern, std::uint32_t begin, std::uint32_t count, std::byte* pages,
+                 std::byte* queries, const cpu::Workers& builders) const;
+
+  PrefillLayerOptions options_;
+  std::uint64_t head_pages_;
+  std::vector<std::uint32_t> frames_;  ///< [kv_heads, head_pages]
+  std::unique_ptr<Buffer> pages_, queries_;
+};
+
+/// The prompt's attention, chunk by chunk: verbs on the layer, one call each per chunk, and what they write. Everything
+/// enqueues on the stream, and must stay until the stream has passed it.
+class PrefillPass {
+ public:
+  PrefillPass(const PrefillLayer& layer, std::uint32_t chunk_tokens, Device& device, Stream& stream);
+
+  /// Which chunks choose their blocks; the others are dense. [chunks]; all are dense at first.
+  void plan(std::vector<bool> chosen) { chosen_ = std::move(chosen); }
+  [[nodiscard]] std::size_t chunks() const noexcept { return chunks_.size(); }
+  [[nodiscard]] bool chooses(std::size_t chunk) const noexcept { return chosen_[chunk]; }
+  /// Keys that a chunk sees.
+  [[nodiscard]] std::uint32_t keys(std::size_t chunk) const noexcept {
+    return chunks_[chunk].first + chunks_[chunk].count;
+  }
+
+  /// Position of a chunk's first token.
+  [[nodiscard]] std::uint32_t first(std::size_t chunk) const noexcept { return chunks_[chunk].first; }
+
+  void choose(const FlexPrefillSpec& spec);
+  /// What the plan and the last choice say.
+  void attend();
+
+  /// Waits. [tokens, q_heads]
+  [[nodiscard]] std::vector<float> lse() const;
+  /// Waits. [tokens.size(), q_heads, head_dim]
+  [[nodiscard]] std::vector<float> outputs(std::span<const std::uint32_t> tokens) const;
+  /// Waits. Of every chunk and query head, [chunks, q_heads], as far as chunks were ever chosen.
+  [[nodiscard]] std::vector<PrefillChoice> choices() const;
+  /// Waits. The words of the query block that a token is in; empty for a chunk that is dense.
+  [[nodiscard]] std::vector<std::uint32_t> mask(std::uint32_t token, std::uint32_t q_head) const;
+  /// Queues `verbs` again and again without a pause; the median time of one, in ms.
+  [[nodiscard]] double time(std::uint32_t samples, const std::function<void()>& verbs) const;
+
+ private:
+  struct Chunk {
+    std::uint32_t first = 0;
+    std::uint32_t count = 0;
+    std::uint64_t mask_at = 0;               ///< in words
+    std::vector<PrefillTask> dense{}, chosen{};  ///< [kv_heads]
+    std::vector<SelectBlocksTask> choice{};      ///< likewise
+  };
+  void add_tasks(Chunk& chunk, std::size_t index, std::uint64_t scratch_bytes);
+  /// Of one KV head's group in one chunk.
+  [[nodiscard]] std::uint64_t mask_words(const Chunk& chunk) const noexcept;
+
+  const PrefillLayer& layer_;
+  AttentionShape shape_;
+  Device& device_;
+  Stream& stream_;
+  std::vector<Chunk> chunks_;
+  std::vector<bool> chosen_;         ///< [chunks]
+  std::unique_ptr<Buffer> out_;      ///< [tokens, q_heads, head_dim]
+  std::unique_ptr<Buffer> lse_;      ///< [kv_heads, tokens, group]
+  std::unique_ptr<Buffer> masks_;    ///< per chunk [q_heads, query blocks, words]
+  std::unique_ptr<Buffer> choices_;  ///< [chunks, q_heads]
+  std::unique_ptr<Buffer> scratch_;  ///< [kv_heads]
+};
+
+/// Elements in float32, whatever they are in memory.
+void widen(DType dtype, const std::byte* from, std::span<float> out);
+
+}  // namespace sluice::tools

@@ -1,0 +1,43 @@
+#include "tools/cli/bench/shapes.hpp"
+
+#include <array>
+
+#include "sluice/error.hpp"
+
+namespace sluice::tools {
+namespace {
+
+struct NamedShape {
+  const char* name;
+  AttentionShape shape;
+};
+constexpr std::array<NamedShape, 4> kShapes{{
+    {"llama-3.1-8b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 128}},
+    {"llama-3.1-70b", {.layers = 1, .q_heads = 64, .kv_heads = 8, .head_dim = 128}},
+    {"llama-3.2-1b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 64}},
+    {"testbed", {.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 64}},
+}};
+
+}  // namespace
+
+std::string shape_names() {
+  std::string names;
+  for (const NamedShape& named : kShapes) names += (names.empty() ? "" : ", ") + std::string(named.name);
+  return names;
+}
+
+void add_shape_flags(CLI::App& app, AttentionShape& shape) {
+  constexpr CountRange kAny{.least = 1, .most = 65'536};
+  add_count(app, "--q-heads", shape.q_heads, "Query heads [default: the shape's]", kAny)->default_str("");
+  add_count(app, "--kv-heads", shape.kv_heads, "KV heads [default: the shape's]", kAny)->default_str("");
+  add_count(app, "--head-dim", shape.head_dim, "Elements per head [default: the shape's]", kAny)->default_str("");
+}
+
+AttentionShape named_shape(const std::string& name) {
+  for (const NamedShape& named : kShapes) {
+    if (name == named.name) return named.shape;
+  }
+  throw Error(Errc::invalid_argument, "--shape: unknown shape '" + name + "'; have " + shape_names());
+}
+
+}  // namespace sluice::tools

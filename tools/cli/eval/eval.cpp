@@ -1,0 +1,212 @@
+#include <memory>
+#include <utility>
+
+#include "sluice/error.hpp"
+#include "tools/cli/device_flags.hpp"
+#include "tools/cli/eval/report.hpp"
+#include "tools/cli/model_source.hpp"
+#include "tools/cli/prefill_flags.hpp"
+#include "tools/cli/run/prompt.hpp"
+#include "tools/cli/text/command.hpp"
+#include "tools/cli/text/interrupt.hpp"
+#include "tools/cli/text/values.hpp"
+#include "tools/llama/files.hpp"
+#include "tools/llama/tokenizer.hpp"
+
+namespace sluice::tools {
+namespace {
+
+struct EvalOptions {
+  std::string model;
+  std::string tasks = "niah,multikey,kv";
+  std::string lengths = "2048,8192";
+  std::string policies = "presets";
+  TaskEvalOptions task;
+  PrefillFlags prefill;
+  std::string haystack;
+  std::string near = "5%";
+  std::string needles;
+  std::string needle_tokens = "128K";
+  std::uint32_t needle_steps = 8;
+  std::vector<double> sinks;
+  std::string plot;
+  EngineFlags engine;
+  DeviceFlags device;
+  OutputOptions output;
+};
+
+NamedPolicies policies_of(const std::string& text) {
+  NamedPolicies policies;
+  if (text == "presets") {
+    for (const PolicyPreset& preset : policy_presets()) {
+      policies.names.push_back(preset.spec.name);
+      policies.specs.push_back(preset.spec);
+    }
+  } else {
+    policies = {.names = split_policies(text), .specs = parse_policies(text)};
+  }
+  return policies;
+}
+
+std::vector<Cell> cells_of(const EvalOptions& options) {
+  std::vector<Cell> cells;
+  const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--lengths");
+  for (const std::string& task : split_list(options.tasks)) {
+    for (const std::uint32_t length : lengths) cells.push_back({parse_task_kind(task), length});
+  }
+  return cells;
+}
+
+std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
+  std::vector<NeedleOptions> needles;
+  if (options.needles.empty()) {
+    if (options.sinks.empty()) return needles;
+    throw Error(Errc::invalid_argument, "--sinks: only synthetic attention has sinks to choose; give --needles 1 too");
+  }
+  const std::vector<std::uint32_t> tokens = parse_counts(options.needle_tokens, "--needle-tokens");
+  if (tokens.size() != 1) {
+    throw Error(Errc::invalid_argument,
+                "--needle-tokens: '" + options.needle_tokens + "' is not one length such as 128K");
+  }
+  for (const std::uint32_t count : parse_counts(options.needles, "--needles")) {
+    needles.push_back({.tokens = tokens.front(),
+                       .needles = count,
+                       .steps = options.needle_steps,
+                       .seed = options.task.seed,
+                       .sinks = options.sinks,
+                       .near = parse_share(options.near, "--near")});
+    check(needles.back());
+  }
+  return needles;
+}
+
+Json config_of(const EvalOptions& options, const EngineFlags& runtime, const NamedPolicies& policies,
+               std::span<const PrefillSpec> prefills) {
+  Json modes = Json::array();
+  for (const PrefillSpec& prefill : prefills) modes.push_back(to_json(prefill));
+  Json compositions = Json::object();
+  for (std::size_t i = 0; i < policies.names.size(); ++i) compositions[policies.names[i]] = to_string(policies.specs[i]);
+  return {{"model", options.model},
+          {"tasks", split_list(options.tasks)},
+          {"lengths", options.lengths},
+          {"policies", compositions},
+          {"prefill", modes},
+          {"prefill_chunk", runtime.prefill_chunk},
+          {"count", options.task.count},
+          {"decode_prompt", options.task.decode_prompt},
+          {"max_tokens", options.task.max_tokens},
+          {"seed", options.task.seed},
+          {"haystack", options.haystack},
+          {"needles", options.needles},
+          {"needle_tokens", options.needle_tokens},
+          {"needle_steps", options.needle_steps},
+          {"sinks", options.sinks},
+          {"own_pages", runtime.own_pages},
+          {"near", options.near},
+          {"audit_every", runtime.audit_every},
+          {"device", options.device.device}};
+}
+
+int run(const EvalOptions& options) {
+  const NamedPolicies policies = policies_of(options.policies);
+  const std::vector<Cell> cells = cells_of(options);
+  const std::vector<NeedleOptions> needles = needles_of(options);
+  const std::vector<PrefillSpec> prefills = parse_prefills(options.prefill);
+  if (cells.empty() && needles.empty()) {
+    throw Error(Errc::invalid_argument, "--tasks: the list is empty; name at least one, e.g. niah,kv, or give --needles 1");
+  }
+  if (!cells.empty() && options.model.empty()) {
+    throw Error(Errc::invalid_argument, "--model: the tasks need one, such as tests/data/testbed; or give --tasks \"\"");
+  }
+  require_distinct({{"--output", options.output.path}, {"--plot", options.plot, !options.plot.empty()}});
+  const OutputTarget target(options.output.path);
+  const std::unique_ptr<OutputTarget> plot =
+      options.plot.empty() ? nullptr : std::make_unique<OutputTarget>(options.plot);
+  const std::shared_ptr<Device> device = make_device(options.device);
+  EngineFlags flags = options.engine;
+  choose_chunk(flags, device.get(), prefills);
+  AttentionShape shape;
+  ProgressBar bar("eval");
+  const InterruptScope interrupts;
+  std::unique_ptr<EvalReport> report;
+  if (cells.empty()) {
+    report = std::make_unique<EvalReport>(policies, shape);
+  } else {
+    const Model model = load_model(options.model, "", options.engine.threads, device);
+    if (!ByteTokenizer::fits(model.config())) {
+      throw Error(Errc::invalid_argument,
+                  "--model: the tasks are written in bytes and need a byte-level model such as tests/data/testbed");
+    }
+    choose_kv_dtype(flags, model);
+    report = std::make_unique<EvalReport>(policies, model.config().shape());
+    TaskEvalOptions task = options.task;
+    task.near = parse_share(options.near, "--near");
+    const std::string haystack = options.haystack.empty() ? "" : read_input(options.haystack);
+    TaskEvaluation evaluation(task, flags, model, policies.specs, device, haystack);
+    for (const Cell& cell : cells) evaluation.check(cell);  // Not after hours of others.
+    for (const Cell& cell : cells) {
+      for (const PrefillSpec& prefill : prefills) {
+        if (!interrupted()) report->add(cell, to_text(prefill), evaluation.run(cell, prefill, bar));
+      }
+    }
+  }
+  for (const NeedleOptions& planted : needles) {
+    if (interrupted()) break;
+    report->add(planted, evaluate_needles(planted, options.engine, policies.specs, device, bar), needle_shape());
+  }
+  Report result{.command = "eval", .config = config_of(options, flags, policies, prefills)};
+  result.tables = report->tables();
+  if (plot) plot->commit(report->svg());
+  return deliver(std::move(result), options.output.format, target);
+}
+
+}  // namespace
+
+void add_eval(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<EvalOptions>();
+  options->engine.audit_every = 1;
+  auto* command = app.add_subcommand("eval", "Compare policies on retrieval tasks: accuracy, coverage and cost");
+  command->add_option("--model", options->model, "Hugging Face directory of a byte-level Llama")->type_name("DIR");
+  command->add_option("--tasks", options->tasks, "Comma list of niah, niah_long, multikey, kv, track, copy")
+      ->capture_default_str();
+  command->add_option("--lengths", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
+      ->capture_default_str();
+  command
+      ->add_option("--policies", options->policies,
+                   "`presets`, or a comma list; a comma followed by key=value goes on with the policy before it, ; always "
+                   "ends it")
+      ->capture_default_str();
+  add_prefill_flags(*command, options->prefill, true);
+  add_count(*command, "--count", options->task.count, "Prompts per task and length", {.least = 1, .most = 1 << 20});
+  add_count(*command, "--decode-prompt", options->task.decode_prompt,
+            "Last prompt tokens that are read under the policy");
+  add_count(*command, "--max-tokens", options->task.max_tokens,
+            "Tokens to generate per prompt; 0: as many as the answer has");
+  add_seed(*command, options->task.seed, "Seed of the first prompt; the others follow");
+  command->add_option("--haystack", options->haystack, "Filler text [default: the testbed's five sentences]")
+      ->type_name("FILE");
+  command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
+      ->capture_default_str()
+      ->type_name("SHARE");
+  command
+      ->add_option("--needles", options->needles,
+                   "Also synthetic attention of Llama-3.1-8B's shape: comma list of needles per step, e.g. 1,16; needs no model")
+      ->type_name("LIST");
+  command->add_option("--needle-tokens", options->needle_tokens, "Length of the synthetic context, K allowed")
+      ->capture_default_str();
+  add_count(*command, "--needle-steps", options->needle_steps, "Decode steps, after two that are not timed",
+            {.least = 1, .most = 1024});
+  add_sinks(*command, options->sinks);
+  command->add_option("--plot", options->plot, "Write accuracy against bytes read as an SVG")->type_name("FILE");
+  add_count(*command, "--audit", options->engine.audit_every,
+            "Every N-th step also attends densely and reports coverage; 0: never");
+  add_device_flags(*command, options->device);
+  add_engine_flags(*command, options->engine);
+  add_output(*command, options->output);
+  command->footer(
+      "Each policy runs in an engine with the page size that it was made for (see `sluice policies`), unless\n"
+      "--page-tokens is given.");
+  command->callback([options, &exit_code] { exit_code = run(*options); });
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,110 @@
+#include "tools/cli/eval/report.hpp"
+
+#include <algorithm>
+
+#include "tools/cli/engine_columns.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// Share of heads and steps whose coverage reached the mass that the policy aims at; null if it aims at none.
+Json reached(const PolicySpec& spec, const ShareHistogram& coverage) {
+  const BudgetKind kind = spec.budget.kind;
+  const bool counts = kind == BudgetKind::top_k || kind == BudgetKind::sampled;
+  const bool aims = spec.sources != 0 && !spec.uses(Source::all) && !counts;
+  return aims && coverage.count() != 0 ? Json(coverage.share_above(spec.budget.mass)) : Json();
+}
+
+void append_reached(const PolicySpec& spec, const ShareHistogram& coverage, std::vector<Column>& columns,
+                    std::vector<Json>& row) {
+  columns.push_back({"reached_share", "reached", 1, Column::Show::percent});
+  row.push_back(reached(spec, coverage));
+}
+
+}  // namespace
+
+EvalReport::EvalReport(const NamedPolicies& policies, const AttentionShape& shape)
+    : policies_(policies), shape_(shape) {
+  lost_.columns = {{"task", "task"},
+                   {"length_tokens", "length"},
+                   {"policy", "policy"},
+                   {"prefill", "prefill"},
+                   {"accuracy", "accuracy", 2},
+                   {"layer", "layer"},
+                   {"head", "head"},
+                   {"wanted_steps", "steps"},
+                   {"wanted_mass", "wanted", 3},
+                   {"kept_share", "kept", 3}};
+}
+
+void EvalReport::add(const Cell& cell, const std::string& prefill, const std::vector<TaskScore>& scores) {
+  for (std::size_t p = 0; p < scores.size(); ++p) {
+    const TaskScore& score = scores[p];
+    if (score.prompts == 0) continue;
+    const std::string& name = policies_.names[p];
+    const double accuracy = static_cast<double>(score.solved) / score.prompts;
+    std::vector<Column> columns = {{"task", "task"},       {"length_tokens", "length"}, {"policy", "policy"},
+                                   {"prefill", "prefill"}, {"page_tokens", "page"},     {"prompts", "prompts"},
+                                   {"accuracy", "accuracy", 2}};
+    std::vector<Json> row = {to_string(cell.kind), cell.length,   name,    prefill,
+                             score.layout.page_tokens, score.prompts, accuracy};
+    append_blocks(score.prompt, columns, row);
+    columns.push_back({"prefill_ms", "prefill ms", 1});
+    row.push_back(1e3 * score.prefill_s / score.prompts);
+    append_decode(score.decoded, shape_, score.layout, columns, row);
+    append_reached(policies_.specs[p], score.decoded.audited.coverage, columns, row);
+    tasks_.columns = std::move(columns);
+    tasks_.rows.push_back(std::move(row));
+    add_lost(cell, p, prefill, accuracy, score);
+  }
+}
+
+void EvalReport::add(const NeedleOptions& options, const std::vector<NeedleScore>& scores,
+                     const AttentionShape& shape) {
+  for (std::size_t p = 0; p < scores.size(); ++p) {
+    const NeedleScore& score = scores[p];
+    if (score.layout.head_dim == 0) continue;
+    std::vector<Column> columns = {{"length_tokens", "length"},
+                                   {"needles", "needles"},
+                                   {"policy", "policy"},
+                                   {"page_tokens", "page"},
+                                   {"found", "found", 3}};
+    std::vector<Json> row = {options.tokens, options.needles, policies_.names[p], score.layout.page_tokens,
+                             score.decoded.audited.watched.share_above(0.5)};
+    append_decode(score.decoded, shape, score.layout, columns, row);
+    columns.push_back({"layer_us", "us/layer", 1});
+    row.push_back(score.layer_us);
+    append_reached(policies_.specs[p], score.decoded.audited.coverage, columns, row);
+    needles_.columns = std::move(columns);
+    needles_.rows.push_back(std::move(row));
+  }
+}
+
+std::vector<Table> EvalReport::tables() const {
+  std::vector<Table> tables;
+  if (!tasks_.rows.empty()) {
+    tables.push_back(tasks_);
+    tables.push_back(lost_);  // Without rows, too: which files there are depends on the options alone.
+  }
+  if (!needles_.rows.empty()) tables.push_back(needles_);
+  return tables;
+}
+
+/// The heads that wanted the answer most and got least of it, for a policy that fails.
+void EvalReport::add_lost(const Cell& cell, std::size_t policy, const std::string& prefill, double accuracy,
+                          const TaskScore& score) {
+  constexpr double kGood = 0.95;
+  constexpr std::size_t kNamed = 3;
+  if (accuracy >= kGood) return;
+  std::vector<LostHead> heads = score.lost;
+  std::stable_sort(heads.begin(), heads.end(),
+                   [](const LostHead& a, const LostHead& b) { return a.mass - a.kept > b.mass - b.kept; });
+  for (std::size_t i = 0; i < std::min(kNamed, heads.size()); ++i) {
+    const LostHead& head = heads[i];
+    if (head.steps == 0) break;
+    lost_.rows.push_back({to_string(cell.kind), cell.length, policies_.names[policy], prefill, accuracy, head.layer,
+                          head.head, head.steps, head.mass / static_cast<double>(head.steps), head.kept / head.mass});
+  }
+}
+
+}  // namespace sluice::tools

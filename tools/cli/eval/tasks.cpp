@@ -1,0 +1,197 @@
+#include "tools/cli/eval/tasks.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <utility>
+
+#include "scheduler/plan/forward_rows.hpp"
+#include "sluice/error.hpp"
+#include "tools/cli/text/interrupt.hpp"
+#include "tools/llama/sampler.hpp"
+#include "tools/llama/tokenizer.hpp"
+
+namespace sluice::tools {
+namespace {
+
+constexpr std::size_t kBosTokens = 1;
+
+/// Positions of the answer's tokens: a byte is a token, behind BOS.
+std::vector<std::uint32_t> evidence_of(const Task& task) {
+  std::vector<std::uint32_t> tokens(task.evidence_end - task.evidence_begin);
+  std::iota(tokens.begin(), tokens.end(), static_cast<std::uint32_t>(kBosTokens + task.evidence_begin));
+  return tokens;
+}
+
+}  // namespace
+
+/// A prompt and what it cost.
+struct TaskEvaluation::Prefilled {
+  PromptCache cache;
+  std::size_t question = 0;  ///< tokens behind it that are read under the policy
+  EngineStats stats;
+  double seconds = 0.0;
+};
+
+TaskEvaluation::TaskEvaluation(const TaskEvalOptions& options, const EngineFlags& flags, const Model& model,
+                               std::vector<PolicySpec> policies, std::shared_ptr<Device> device, std::string haystack)
+    : options_(options),
+      flags_(flags),
+      model_(model),
+      policies_(std::move(policies)),
+      device_(std::move(device)),
+      haystack_(std::move(haystack)) {}
+
+std::vector<Task> TaskEvaluation::tasks_of(const Cell& cell) const {
+  std::vector<Task> tasks;
+  for (std::uint32_t i = 0; i < options_.count; ++i) {
+    tasks.push_back(make_task(cell.kind, cell.length, options_.seed + i, haystack_));
+  }
+  return tasks;
+}
+
+std::size_t TaskEvaluation::tokens_of(std::span<const Task> tasks) const {
+  std::size_t most = 0;
+  for (const Task& task : tasks) most = std::max(most, kBosTokens + task.prompt.size() + answer_limit(task));
+  return most;
+}
+
+void TaskEvaluation::check(const Cell& cell) const {
+  const std::size_t tokens = tokens_of(tasks_of(cell));
+  const std::uint32_t most = model_.config().max_position_embeddings;
+  if (tokens <= most) return;
+  throw Error(Errc::invalid_argument, "--lengths: " + std::string(to_string(cell.kind)) + " of " +
+                                          std::to_string(cell.length) + " tokens takes " + std::to_string(tokens) +
+                                          " with its answer, and the model's context has " + std::to_string(most) +
+                                          "; take at most " + std::to_string(cell.length - (tokens - most)));
+}
+
+std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& prefill, ProgressBar& bar) {
+  const std::vector<Task> tasks = tasks_of(cell);
+  std::vector<TaskScore> scores(policies_.size());
+  try {
+    run(cell, tasks, prefill, scores, bar);
+  } catch (const Interrupted&) {
+    for (TaskScore& score : scores) {
+      if (score.prompts != tasks.size()) score = {};
+    }
+  }
+  return scores;
+}
+
+std::vector<TaskEvaluation::Prefilled> TaskEvaluation::prefilled(const PrefillSpec& prefill,
+                                                                 std::span<const Task> tasks) const {
+  const PolicySpec dense = parse_policy("full");
+  EngineFlags flags = flags_;
+  flags.audit_every = 0;
+  sluice::Engine engine(sized(flags, model_.config().shape(), {&dense, 1},
+                              {.page_tokens = page_tokens_for(dense, flags),
+                               .tokens = static_cast<std::uint32_t>(tokens_of(tasks)),
+                               .prefill = prefill}),
+                        device_);
+  std::vector<Prefilled> prompts;
+  for (const Task& task : tasks) {
+    const std::vector<int> tokens = ByteTokenizer::encode(task.prompt);
+    Prefilled& prompt = prompts.emplace_back();
+    prompt.question = std::min<std::size_t>(options_.decode_prompt, tokens.size() - 1);
+    const EngineStats before = engine.stats();
+    EngineSession session(model_, engine, device_, dense);
+    const auto start = Clock::now();
+    session.prefill(
+        std::span(tokens).first(tokens.size() - prompt.question),
+        [](std::uint32_t, std::uint32_t) { stop_if_interrupted(); }, &prompt.cache);
+    prompt.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    prompt.stats = since(before, engine.stats());
+  }
+  return prompts;
+}
+
+void TaskEvaluation::run(const Cell& cell, std::span<const Task> tasks, const PrefillSpec& prefill,
+                         std::span<TaskScore> scores, ProgressBar& bar) {
+  std::size_t done = 0;
+  const auto told = [&](std::size_t policy) {
+    bar.update(++done, tasks.size() * policies_.size(),
+               std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[policy].name);
+  };
+  // One engine after the other, so that only one holds memory.
+  const std::vector<Prefilled> prompts = prefilled(prefill, tasks);
+  for (const EngineGroup& group : by_engine(policies_, flags_)) run(group, tasks, prompts, scores, told);
+}
+
+void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, std::span<const Prefilled> prompts,
+                         std::span<TaskScore> scores, const std::function<void(std::size_t)>& told) {
+  const std::size_t longest = tokens_of(tasks);
+  std::vector<PolicySpec> specs;
+  for (const std::size_t p : group.policies) specs.push_back(policies_[p]);
+  std::size_t apart = 0;
+  for (const Task& task : tasks) apart = std::max(apart, options_.decode_prompt + answer_limit(task));
+  sluice::Engine engine(sized(flags_, model_.config().shape(), specs,
+                              {.page_tokens = group.page_tokens,
+                               .tokens = static_cast<std::uint32_t>(longest),
+                               .apart = static_cast<std::uint32_t>(apart),
+                               .near = options_.near}),
+                        device_);
+  // Queries of the prompt are there for its forks if it is under a policy that begins with them.
+  const PolicySpec& begins = *std::ranges::max_element(specs, {}, scheduler::prompt_queries);
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    const std::vector<int> tokens = ByteTokenizer::encode(tasks[i].prompt);
+    EngineSession prompt(model_, engine, device_, begins);
+    prompt.import_prompt(prompts[i].cache);
+    for (const std::size_t p : group.policies) {
+      stop_if_interrupted();
+      TaskScore& score = scores[p];
+      score.layout = {.page_tokens = group.page_tokens,
+                      .head_dim = engine.options().shape.head_dim,
+                      .dtype = engine.options().kv_dtype};
+      add(prompts[i].stats, score.prompt);
+      score.prefill_s += prompts[i].seconds;
+      answer(engine, prompt, std::span(tokens).last(prompts[i].question), tasks[i], policies_[p], score);
+      told(p);
+    }
+  }
+}
+
+void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt, std::span<const int> question,
+                            const Task& task, const PolicySpec& policy, TaskScore& score) {
+  EngineSession session(prompt, policy);
+  session.audit_every(flags_.audit_every);
+  engine.watch(session.sequence(), evidence_of(task));
+  const EngineStats before = engine.stats();
+  for (const int token : question) session.decode(token);
+  const std::size_t limit = answer_limit(task);
+  std::vector<int> output;
+  while (output.size() < limit) {
+    stop_if_interrupted();
+    const int token = argmax(session.logits());
+    if (model_.config().is_eos(token)) break;
+    output.push_back(token);
+    if (output.size() < limit) session.decode(token);
+  }
+  const AuditReport report = engine.audit(session.sequence());
+  DecodeScore run{.tokens = session.decoded(),
+                  .dense_tokens = session.visible(),
+                  .stats = since(before, engine.stats()),
+                  .audited = {}};
+  run.audited.merge_totals(report);
+  score.decoded.merge(run);
+  const bool right = solved(task, ByteTokenizer::decode(output));
+  ++score.prompts;
+  score.solved += right ? 1 : 0;
+  if (!right) add_lost(report, score);
+}
+
+void TaskEvaluation::add_lost(const AuditReport& report, TaskScore& score) const {
+  score.lost.resize(report.heads.size());
+  for (std::size_t i = 0; i < report.heads.size(); ++i) {
+    const HeadAudit& audit = report.heads[i];
+    LostHead& lost = score.lost[i];
+    const auto steps = static_cast<double>(audit.watched_steps);
+    lost.layer = static_cast<std::uint32_t>(i) / report.q_heads;
+    lost.head = static_cast<std::uint32_t>(i) % report.q_heads;
+    lost.steps += audit.watched_steps;
+    lost.mass += audit.watched_mass * steps;
+    lost.kept += audit.watched_mass * audit.watched_kept * steps;
+  }
+}
+
+}  // namespace sluice::tools

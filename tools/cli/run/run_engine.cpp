@@ -1,0 +1,95 @@
+// `sluice run`: attention as planned forwards of an Engine.
+#include <algorithm>
+#include <memory>
+#include <optional>
+
+#include "sluice/engine.hpp"
+#include "sluice/error.hpp"
+#include "tools/cli/engine_columns.hpp"
+#include "tools/cli/engine_flags.hpp"
+#include "tools/cli/model_source.hpp"
+#include "tools/cli/run/generator.hpp"
+#include "tools/cli/text/command.hpp"
+#include "tools/cli/text/message.hpp"
+#include "tools/cli/text/values.hpp"
+#include "tools/llama/engine_session.hpp"
+
+namespace sluice::tools {
+namespace {
+
+Table summary(const Generation& generation, std::size_t prompt_tokens, const PolicySpec& policy,
+              const sluice::Engine& engine, const EngineSession& session) {
+  Table table{.key = "run", .title = kDecodeNote, .layout = Table::Layout::pairs};
+  std::vector<Json> row;
+  append_run(generation, prompt_tokens, policy, table.columns, row);
+  const EngineOptions& options = engine.options();
+  DecodeScore score{.tokens = session.decoded(),
+                    .dense_tokens = session.visible(),
+                    .stats = engine.stats(),
+                    .audited = engine.audit(session.sequence())};
+  append_decode(score, options.shape,
+                {.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype},
+                table.columns, row);
+  const auto add = [&](Column column, Json value) {
+    table.columns.push_back(std::move(column));
+    row.push_back(std::move(value));
+  };
+  append_blocks(score.stats, table.columns, row);
+  add({"waited_ms", "waited for the CPU, ms per token", 3},
+      session.decoded() == 0 ? Json() : Json(1e-6 * static_cast<double>(score.stats.waited_ns) / session.decoded()));
+  add({"device_bytes", "device memory for attention, bytes"}, engine.memory().device());
+  add({"host_bytes", "host memory for attention, bytes"}, engine.memory().host());
+  table.rows.push_back(std::move(row));
+  return table;
+}
+
+}  // namespace
+
+int run(const RunOptions& options) {
+  const PolicySpec policy = parse_policy(options.policy);
+  constexpr double kNear = 0.05;
+  const double near = options.near.empty() ? kNear : parse_share(options.near, "--near");
+  const PrefillSpec prefill = parse_one_prefill(options.prefill);
+  const OutputTarget target(options.output.path);
+  const std::shared_ptr<Device> device = make_device(options.device);
+  const Model model = load_model(options.model, options.random_weights, options.engine.threads, device);
+  const SamplerOptions sampling = sampler_of(options, model.generation());
+  const std::vector<int> prompt = read_prompt(options.prompt, model.config());
+  const std::uint32_t answer = std::min(options.max_tokens, room_behind(prompt.size(), model.config()));
+  EngineFlags flags = options.engine;
+  choose_chunk(flags, device.get(), std::span(&prefill, 1));
+  choose_kv_dtype(flags, model);
+  const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
+  const EngineRoom room{
+      .page_tokens = page_tokens_for(policy, flags), .tokens = tokens, .near = near, .prefill = prefill};
+  sluice::Engine engine(sized(flags, model.config().shape(), {&policy, 1}, room), device);
+  EngineSession session(model, engine, device, policy);
+  session.audit_every(options.engine.audit_every);
+  const bool json_on_stdout = options.output.format == Format::json && target.is_stdout();
+  const Generation generation = generate(options, sampling, model, session, prompt, !json_on_stdout);
+
+  Report report{.command = "run",
+                .config = {{"model", options.model},
+                           {"policy", options.policy},
+                           {"composition", to_string(policy)},
+                           {"max_tokens", options.max_tokens},
+                           {"decode_prompt", options.decode_prompt},
+                           {"prefill", to_json(prefill)},
+                           {"prefill_chunk", flags.prefill_chunk},
+                           {"engine", to_json(engine.options())},
+                           {"top_p", sampling.top_p},
+                           {"top_k", sampling.top_k},
+                           {"near", near},
+                           {"temperature", sampling.temperature},
+                           {"seed", sampling.seed}}};
+  report.extra = {{"text", text_of(generation, model)}, {"tokens", generation.tokens}};
+  report.tables.push_back(summary(generation, prompt.size(), policy, engine, session));
+  if (options.output.path.empty() && !json_on_stdout) {
+    write_stderr(render(report, options.output.format));
+  } else {
+    (void)deliver(std::move(report), options.output.format, target);
+  }
+  return kOk;
+}
+
+}  // namespace sluice::tools

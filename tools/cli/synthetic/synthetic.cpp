@@ -1,0 +1,331 @@
+#include "tools/cli/synthetic/synthetic.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numbers>
+#include <string>
+
+#include "sluice/error.hpp"
+#include "sluice/permutation.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// Standard deviation of the heavy term, weight of the log-distance, standard deviation of slashes and of noise. The
+/// four kinds of head alternate over the KV heads. Their mixture was fitted: LFPS at alpha 0.2 scores about the share
+/// of positions that its paper reports for a real model, falling with the length (Table 4: 6% at 4K, 2% at 64K).
+struct HeadKind {
+  double heavy;
+  double distance;
+  double slashes;
+  double noise;
+};
+constexpr std::array<HeadKind, 4> kKinds{{{.heavy = 2.0, .distance = 1.7, .slashes = 1.0, .noise = 0.5},
+                                          {.heavy = 2.5, .distance = 1.4, .slashes = 1.0, .noise = 0.5},
+                                          {.heavy = 3.0, .distance = 1.7, .slashes = 1.0, .noise = 0.5},
+                                          {.heavy = 4.5, .distance = 1.0, .slashes = 1.0, .noise = 0.5}}};
+
+constexpr HeadKind kNoise{.heavy = 0.0, .distance = 0.0, .slashes = 0.0, .noise = 1.0};
+
+constexpr double kDrift = 0.95;          ///< correlation of the noise directions from one step to the next
+constexpr double kLongestPeriod = 8192;  ///< tokens; of the slashes
+/// Length of a needle's mark in its key, and what it adds to the score of its step: as much as the largest of the other
+/// scores, or more.
+constexpr float kNeedleKey = 6.f;
+constexpr double kNeedleScore = 28.0;
+constexpr std::uint32_t kNeedleDims = 16;  ///< that the mark is spread over, on average
+constexpr std::uint32_t kHeavySharedDims = 1;
+constexpr std::uint32_t kDistanceDims = 1;
+constexpr float kSinkKey = 8.f;  ///< a sink's key in the sinks' dimension, the last one; all else in it is 0
+constexpr float kSinkValue = 0.1f;
+constexpr double kMostOnSinks = 0.999;
+
+std::uint64_t mix(std::uint64_t x) noexcept {
+  return mixed_bits(x + 0x9e3779b97f4a7c15u);
+}
+
+/// Unit-variance noise without state: the sum of four uniform 16-bit numbers, normal enough and cheap.
+float noise(std::uint64_t stream, std::uint64_t index) noexcept {
+  const std::uint64_t bits = mix(stream + mix(index));
+  const auto sum =
+      static_cast<float>((bits & 0xffff) + ((bits >> 16) & 0xffff) + ((bits >> 32) & 0xffff) + (bits >> 48));
+  constexpr float kMean = 2.f * 65535.f;
+  constexpr float kInverseDeviation = 1.f / (65536.f * 0.57735027f);
+  return (sum - kMean) * kInverseDeviation;
+}
+
+/// Unit variance, neighbours correlate by 1/2.
+float heavy(std::uint64_t stream, std::uint64_t token) noexcept {
+  return (noise(stream, token) + noise(stream, token + 1)) * std::numbers::sqrt2_v<float> / 2.f;
+}
+
+std::uint64_t stream_of(std::uint64_t seed, std::uint64_t kv_head, std::uint64_t purpose) noexcept {
+  return mix(mix(mix(seed) + kv_head) + purpose);
+}
+
+enum Purpose : std::uint64_t { kKeyNoise = 1, kValues = 2, kQueries = 3, kNeedles = 4, kDirections = 5, kHeavy = 16 };
+
+/// The first and last tokens are near whatever the policy; needles lie between.
+std::uint32_t margin_of(const SyntheticOptions& options) noexcept { return options.tokens / 16; }
+
+}  // namespace
+
+void append_runs(std::uint32_t begin, std::uint32_t end, std::uint32_t page_tokens, std::vector<PageRun>& runs) {
+  while (begin < end) {
+    const std::uint32_t page = begin / page_tokens;
+    const std::uint32_t stop = std::min(end, (page + 1) * page_tokens);
+    runs.push_back({.page = page,
+                    .begin = static_cast<std::uint16_t>(begin - page * page_tokens),
+                    .end = static_cast<std::uint16_t>(stop - page * page_tokens)});
+    begin = stop;
+  }
+}
+
+void check_needles(const SyntheticOptions& options) {
+  const std::uint64_t most = (options.tokens - 2 * margin_of(options)) / 2;
+  const std::uint64_t wanted = std::uint64_t{options.needles} * options.steps;
+  if (wanted <= most) return;
+  throw Error(Errc::invalid_argument, "--needles: " + std::to_string(options.needles) + " in each of " +
+                                          std::to_string(options.steps) + " steps are more than the " +
+                                          std::to_string(most) + " that fit " + std::to_string(options.tokens) +
+                                          " tokens; ask for fewer, or for a longer context");
+}
+
+void check_sinks(const SyntheticOptions& options) {
+  for (const double share : options.sinks) {
+    if (share >= 0.0 && share <= kMostOnSinks) continue;  // NaN is refused too.
+    throw Error(Errc::invalid_argument, "--sinks: " + std::to_string(share) + " is no share in [0, 0.999]");
+  }
+  constexpr std::uint32_t kLeast = 16 * SyntheticLayer::kSinks;  // Needles keep clear of the first sixteenth.
+  if (options.sinks.empty() || options.tokens >= kLeast) return;
+  throw Error(Errc::invalid_argument, "--sinks: a context of " + std::to_string(options.tokens) +
+                                          " tokens is too short for them; give at least " + std::to_string(kLeast));
+}
+
+SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topology& topology,
+                               const std::shared_ptr<const cpu::Workers>& builders)
+    : options_(options),
+      own_dims_(std::min(options.shape.group(), options.shape.head_dim / 8)),
+      pairs_(options.shape.head_dim / 8),
+      device_(builders),
+      pages_(static_cast<std::uint32_t>(div_up(options.tokens + options.steps, options.layout.page_tokens))) {
+  check_needles(options);
+  check_sinks(options);
+  for (std::uint32_t m = 0; m < pairs_; ++m) {
+    frequency_.push_back(std::numbers::pi * std::pow(kLongestPeriod / 2.0, -(m + 0.5) / pairs_));  // Log-spaced.
+  }
+  const std::uint64_t frames = std::uint64_t{pages_} * options_.shape.kv_heads;
+  pool_ = std::make_unique<cpu::HostPool>(
+      cpu::HostPoolOptions{.layout = options_.layout, .bytes = frames * options_.layout.page_bytes()}, topology,
+      *builders, device_);
+  const std::vector<PageRef> refs = pool_->allocate(static_cast<std::uint32_t>(frames));
+  frames_.resize(frames);
+  for (std::size_t i = 0; i < refs.size(); ++i) {
+    frames_[(i % options_.shape.kv_heads) * pages_ + i / options_.shape.kv_heads] = refs[i].frame;
+  }
+  plant_needles();
+  write_pages(*builders);
+  write_queries();
+  if (!options_.sinks.empty()) aim_queries(*builders);
+}
+
+std::uint32_t SyntheticLayer::noise_dims() const noexcept {
+  const std::uint32_t sink_dims = options_.sinks.empty() ? 0 : 1;
+  return options_.shape.head_dim - kHeavySharedDims - own_dims_ - kDistanceDims - 2 * pairs_ - sink_dims;
+}
+
+void SyntheticLayer::plant_needles() {
+  const std::uint64_t stream = stream_of(options_.seed, 0, kNeedles);
+  std::uint64_t draws = 0;
+  const std::uint32_t margin = margin_of(options_);
+  for (std::uint32_t step = 0; step < options_.steps && options_.needles != 0; ++step) {
+    std::vector<std::uint32_t> tokens;
+    while (tokens.size() < options_.needles) {
+      const auto token = static_cast<std::uint32_t>(margin + mix(stream + draws++) % (options_.tokens - 2 * margin));
+      const auto taken = [token](const auto& planted) { return planted.first == token; };
+      if (std::any_of(planted_.begin(), planted_.end(), taken)) continue;
+      tokens.push_back(token);
+      planted_.emplace_back(token, step);
+    }
+    std::sort(tokens.begin(), tokens.end());
+    needles_.insert(needles_.end(), tokens.begin(), tokens.end());
+  }
+  std::sort(planted_.begin(), planted_.end());
+}
+
+std::span<const std::uint32_t> SyntheticLayer::needles(std::uint32_t step) const noexcept {
+  return std::span(needles_).subspan(std::size_t{step} * options_.needles, options_.needles);
+}
+
+float SyntheticLayer::needle_direction(std::uint32_t step, std::uint32_t i) const noexcept {
+  const std::uint64_t bits = mix(stream_of(options_.seed, step, kDirections) + i);
+  if (bits % noise_dims() >= kNeedleDims) return 0.f;
+  return (bits >> 63) != 0 ? 1.f : -1.f;
+}
+
+KvView SyntheticLayer::view(std::uint32_t kv_head) const noexcept {
+  return {.base = pool_->base(), .frames = frames_.data() + std::uint64_t{kv_head} * pages_, .layout = options_.layout};
+}
+
+const float* SyntheticLayer::query(std::uint32_t kv_head, std::uint32_t step) const noexcept {
+  const std::uint64_t rows = options_.prompt_queries + options_.steps;
+  const std::uint64_t row = kv_head * rows + options_.prompt_queries + step;
+  return queries_.data() + row * options_.shape.group() * options_.shape.head_dim;
+}
+
+std::span<const float> SyntheticLayer::prompt_queries(std::uint32_t kv_head) const noexcept {
+  const std::uint64_t row_size = std::uint64_t{options_.shape.group()} * options_.shape.head_dim;
+  const std::uint64_t rows = options_.prompt_queries + options_.steps;
+  return {queries_.data() + kv_head * rows * row_size, options_.prompt_queries * row_size};
+}
+
+void SyntheticLayer::write_pages(const cpu::Workers& builders) {
+  cpu::Backend backend(builders);
+  builders.parallel_for(pages_, [&](std::uint32_t page) { write_page(page, backend); });
+}
+
+void SyntheticLayer::write_page(std::uint32_t page, cpu::Backend& backend) {
+  const std::uint32_t rows = options_.layout.page_tokens;
+  const std::uint32_t dim = options_.shape.head_dim;
+  std::vector<float> rotation(std::size_t{rows} * pairs_ * 2);
+  for (std::uint32_t r = 0; r < rows; ++r) {
+    for (std::uint32_t m = 0; m < pairs_; ++m) {
+      const double angle = frequency_[m] * static_cast<double>(std::uint64_t{page} * rows + r);
+      rotation[(r * pairs_ + m) * 2] = static_cast<float>(std::cos(angle));
+      rotation[(r * pairs_ + m) * 2 + 1] = static_cast<float>(std::sin(angle));
+    }
+  }
+  std::vector<float> k(std::size_t{rows} * dim);
+  std::vector<float> v(std::size_t{rows} * dim);
+  for (std::uint32_t head = 0; head < options_.shape.kv_heads; ++head) {
+    const std::uint64_t values = stream_of(options_.seed, head, kValues);
+    for (std::uint32_t r = 0; r < rows; ++r) {
+      const std::uint64_t token = std::uint64_t{page} * rows + r;
+      key(head, static_cast<std::uint32_t>(token), &rotation[r * pairs_ * 2], &k[r * dim]);
+      const float size = !options_.sinks.empty() && token < kSinks ? kSinkValue : 1.f;
+      for (std::uint32_t c = 0; c < dim; ++c) v[r * dim + c] = size * noise(values, token * dim + c);
+    }
+    const AppendTask task{.k = reinterpret_cast<const std::byte*>(k.data()),
+                          .v = reinterpret_cast<const std::byte*>(v.data()),
+                          .dtype = DType::f32,
+                          .token_stride = dim,
+                          .page = view(head).page(page),
+                          .first_row = 0,
+                          .count = rows};
+    backend.append({&task, 1}, options_.layout, nullptr);
+  }
+}
+
+/// Key: [heavy terms: shared, then own | -log(distance to the last step) | rotary pairs | noise | sinks, if any].
+void SyntheticLayer::key(std::uint32_t kv_head, std::uint32_t token, const float* rotation, float* out) const {
+  float* at = out;
+  if (!options_.sinks.empty()) {
+    const bool sink = token < kSinks;
+    out[options_.shape.head_dim - 1] = sink ? kSinkKey : 0.f;
+    if (sink) {
+      std::fill_n(out, options_.shape.head_dim - 1, 0.f);
+      return;
+    }
+  }
+  for (std::uint32_t i = 0; i < kHeavySharedDims + own_dims_; ++i) {
+    *at++ = heavy(stream_of(options_.seed, kv_head, kHeavy + i), token);
+  }
+  const std::uint32_t end = std::max(options_.tokens + options_.steps, token + 1);
+  *at++ = -std::log(static_cast<float>(end - token));
+  at = std::copy_n(rotation, pairs_ * 2, at);
+  const std::uint64_t stream = stream_of(options_.seed, kv_head, kKeyNoise);
+  float* const noises = at;
+  for (std::uint64_t i = 0; i < noise_dims(); ++i) {
+    *at++ = noise(stream, std::uint64_t{token} * options_.shape.head_dim + i);
+  }
+  const auto planted = std::lower_bound(planted_.begin(), planted_.end(), std::pair{token, 0u});
+  if (planted == planted_.end() || planted->first != token) return;
+  const float share = kNeedleKey / std::sqrt(static_cast<float>(kNeedleDims));
+  for (std::uint32_t i = 0; i < noise_dims(); ++i) noises[i] += share * needle_direction(planted->second, i);
+}
+
+void SyntheticLayer::write_queries() {
+  const std::uint64_t rows = options_.prompt_queries + options_.steps;
+  queries_.assign(rows * options_.shape.q_heads * options_.shape.head_dim, 0.f);
+  for (std::uint32_t head = 0; head < options_.shape.q_heads; ++head) write_head_queries(head);
+}
+
+void SyntheticLayer::write_head_queries(std::uint32_t head) {
+  const std::uint32_t dim = options_.shape.head_dim;
+  const std::uint32_t group = options_.shape.group();
+  const std::uint32_t rows = options_.prompt_queries + options_.steps;
+  const bool structured = options_.pattern == SyntheticPattern::structured;
+  const HeadKind& kind = structured ? kKinds[head / group % kKinds.size()] : kNoise;
+  const double kept = structured ? kDrift : 0.0;
+  const double scale = std::sqrt(static_cast<double>(dim));
+  const std::uint64_t stream = stream_of(options_.seed, head, kQueries);
+  std::uint64_t draws = 0;
+  const auto normal = [&] { return static_cast<double>(noise(stream, draws++)); };
+
+  // A cosine has variance 1/2; the phases make each head's slashes its own.
+  const double slash = scale * kind.slashes * std::sqrt(2.0 / pairs_);
+  std::vector<double> phase(pairs_);
+  for (double& p : phase) p = std::numbers::pi * normal();
+  std::vector<double> drift(noise_dims());
+  for (double& d : drift) d = normal();
+  const double drift_scale = scale * kind.noise / std::sqrt(static_cast<double>(drift.size()));
+  for (std::uint32_t row = 0; row < rows; ++row) {
+    float* q = &queries_[((std::size_t{head / group} * rows + row) * group + head % group) * dim];
+    const double position = static_cast<double>(options_.tokens) - options_.prompt_queries + row;
+    q[0] = static_cast<float>(scale * kind.heavy * std::sqrt(options_.group_correlation));
+    q[kHeavySharedDims + head % group % own_dims_] =
+        static_cast<float>(scale * kind.heavy * std::sqrt(1.0 - options_.group_correlation));
+    float* at = q + kHeavySharedDims + own_dims_;
+    *at++ = static_cast<float>(scale * kind.distance);
+    for (std::uint32_t m = 0; m < pairs_; ++m) {
+      *at++ = static_cast<float>(slash * std::cos(frequency_[m] * position + phase[m]));
+      *at++ = static_cast<float>(slash * std::sin(frequency_[m] * position + phase[m]));
+    }
+    float* const noises = at;
+    for (double& d : drift) {
+      *at++ = static_cast<float>(drift_scale * d);
+      d = kept * d + std::sqrt(1.0 - kept * kept) * normal();
+    }
+    if (options_.needles == 0 || row < options_.prompt_queries) continue;
+    const double share = scale * kNeedleScore / kNeedleKey / std::sqrt(static_cast<double>(kNeedleDims));
+    for (std::uint32_t i = 0; i < drift.size(); ++i) {
+      noises[i] += static_cast<float>(share) * needle_direction(row - options_.prompt_queries, i);
+    }
+  }
+}
+
+void SyntheticLayer::aim_queries(const cpu::Workers& builders) {
+  const AttentionShape& shape = options_.shape;
+  const std::uint32_t rows = options_.prompt_queries + options_.steps;
+  const std::size_t row_size = std::size_t{shape.group()} * shape.head_dim;
+  cpu::Backend backend(builders);
+  std::vector<float> out(std::size_t{shape.q_heads} * shape.head_dim);
+  std::vector<float> lse(shape.q_heads);
+  std::vector<AttendTask> tasks(shape.kv_heads);
+  std::vector<PageRun> others;
+  for (std::uint32_t row = 0; row < rows; ++row) {
+    const std::uint32_t tokens = options_.tokens - options_.prompt_queries + row + 1;
+    if (tokens <= kSinks) continue;
+    others.clear();
+    append_runs(kSinks, tokens, options_.layout.page_tokens, others);
+    for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
+      const std::size_t q_head = std::size_t{head} * shape.group();
+      tasks[head].q = &queries_[(std::size_t{head} * rows + row) * row_size];
+      tasks[head].kv = view(head);
+      tasks[head].runs = others;
+      tasks[head].out = {.out = &out[q_head * shape.head_dim], .lse = &lse[q_head]};
+    }
+    backend.attend(tasks, shape, nullptr);
+    for (std::uint32_t head = 0; head < shape.q_heads; ++head) {
+      const double share = std::max(options_.sinks[head % options_.sinks.size()], 1e-9);  // log(0) would not add up.
+      const double score = lse[head] + std::log(share / (1.0 - share) / kSinks);
+      float* const q = &queries_[(std::size_t{head / shape.group()} * rows + row) * row_size];
+      q[(head % shape.group() + 1) * shape.head_dim - 1] =
+          static_cast<float>(score * std::sqrt(static_cast<double>(shape.head_dim)) / kSinkKey);
+    }
+  }
+}
+
+}  // namespace sluice::tools

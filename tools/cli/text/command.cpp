@@ -1,0 +1,122 @@
+#include "tools/cli/text/command.hpp"
+
+#include <limits>
+#include <utility>
+
+#include "tools/cli/text/interrupt.hpp"
+#include "tools/cli/text/message.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// The tables of a CSV report but for the first.
+void deliver_further(const Report& report, const OutputTarget& target) {
+  std::string left_out;
+  for (std::size_t i = 1; i < report.tables.size(); ++i) {
+    const Table& table = report.tables[i];
+    if (target.is_file()) {
+      target.beside(table.key).commit(to_csv(table));
+    } else if (!table.rows.empty()) {
+      left_out += (left_out.empty() ? "" : ", ") + table.key;
+    }
+  }
+  if (left_out.empty()) return;
+  say("CSV is one table per file, and these are left out: " + left_out +
+      "; --output FILE.csv writes each to FILE-TABLE.csv beside it, and -o json holds all");
+}
+
+}  // namespace
+
+ExitCode exit_code_of(Errc code) noexcept {
+  switch (code) {
+    case Errc::invalid_argument:
+    case Errc::not_found:
+    case Errc::corrupt: return kUsage;
+    case Errc::unsupported: return kUnsupported;
+    case Errc::out_of_capacity:
+    case Errc::io:
+    case Errc::device:
+    case Errc::timeout: return kFailed;
+  }
+  return kFailed;
+}
+
+CLI::Option* add_count(CLI::App& app, const std::string& name, std::function<void(std::uint64_t)> set,
+                       const std::string& help, CountRange range) {
+  const auto read = [name, range, set = std::move(set)](const std::string& text) {
+    set(parse_count(text, name, range));
+  };
+  const bool any = range.most == std::numeric_limits<std::uint32_t>::max();
+  const std::string shown = any ? "" : " in [" + std::to_string(range.least) + ", " + std::to_string(range.most) + "]";
+  return app.add_option_function<std::string>(name, read, help)->type_name("COUNT" + shown);
+}
+
+CLI::Option* add_number(CLI::App& app, const std::string& name, std::function<void(double)> set,
+                        const std::string& help, NumberRange range) {
+  const auto read = [name, range, set = std::move(set)](const std::string& text) {
+    set(parse_number(text, name, range));
+  };
+  return app.add_option_function<std::string>(name, read, help)->type_name("NUMBER");
+}
+
+CLI::Option* add_number(CLI::App& app, const std::string& name, float& target, const std::string& help,
+                        NumberRange range) {
+  const std::function<void(double)> set = [&target](double value) { target = static_cast<float>(value); };
+  return add_number(app, name, set, help, range)->default_str(shortest(target));
+}
+
+CLI::Option* add_number(CLI::App& app, const std::string& name, double& target, const std::string& help,
+                        NumberRange range) {
+  const std::function<void(double)> set = [&target](double value) { target = value; };
+  return add_number(app, name, set, help, range)->default_str(shortest(target));
+}
+
+CLI::Option* add_seed(CLI::App& app, std::uint64_t& target, const std::string& help) {
+  const auto read = [&target](const std::string& text) { target = parse_seed(text, "--seed"); };
+  return app.add_option_function<std::string>("--seed", read, help)
+      ->type_name("SEED")
+      ->default_str(std::to_string(target));
+}
+
+CLI::Option* add_size(CLI::App& app, const std::string& name, std::uint64_t& target, const std::string& help) {
+  const auto read = [name, &target](const std::string& text) { target = parse_size(text, name); };
+  return app.add_option_function<std::string>(name, read, help)->type_name("BYTES");
+}
+
+CLI::Option* add_dtype(CLI::App& app, const std::string& name, DType& target, const std::string& help) {
+  const auto read = [name, &target](const std::string& text) { target = parse_dtype(text, name); };
+  return app.add_option_function<std::string>(name, read, help)
+      ->type_name("f32|f16|bf16")
+      ->default_str(to_string(target));
+}
+
+CLI::Option* add_sinks(CLI::App& app, std::vector<double>& shares) {
+  const auto read = [&shares](const std::string& text) { shares = parse_shares(text, "--sinks"); };
+  return app
+      .add_option_function<std::string>(
+          "--sinks", read,
+          "Share of the synthetic attention that the first 4 tokens hold, e.g. 0.7; query "
+          "heads take the shares of a comma list in turn [default: no sinks]")
+      ->type_name("LIST");
+}
+
+ExitCode deliver(Report report, Format format, const OutputTarget& target) {
+  const bool cut = interrupted();
+  if (cut) report.extra["interrupted"] = true;
+  target.commit(render(report, format));
+  if (format == Format::csv) deliver_further(report, target);
+  return cut ? kInterrupted : kOk;
+}
+
+void add_output(CLI::App& app, OutputOptions& target) {
+  const auto read = [&target](const std::string& text) { target.format = parse_format(text); };
+  app.add_option_function<std::string>("-o,--format", read, "Format of the result")
+      ->type_name("md|json|csv")
+      ->default_str("md");
+  app.add_option("--output", target.path,
+                 "Write the result to this file, which appears whole or not at all; with -o csv, further tables to "
+                 "FILE-TABLE.csv beside it")
+      ->type_name("FILE");
+}
+
+}  // namespace sluice::tools
