@@ -138,6 +138,15 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   }
   if (largest.unbounded)
     choice.top_p_rows = carver.take<TopPRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+  if (jobs != 0 && largest.top_k && memory.max_picks != 0) {
+    // A few times what is chosen, and no more than the split kernel has shared memory for.
+    constexpr std::uint32_t kMostCandidates = 16'384;
+    const std::uint64_t rows = std::uint64_t{largest.decode_rows} * memory.shape.q_heads;
+    choice.foresight.room = std::min(kMostCandidates, std::max(256u, 4 * memory.max_picks));
+    choice.foresight.bounds = carver.take<HeadBound>(memory.shape.layers * rows);
+    choice.foresight.counts = carver.take<std::uint32_t>(rows);
+    choice.foresight.candidates = carver.take<Candidate>(rows * choice.foresight.room);
+  }
   choice.jobs = carver.take<AttendJob>(jobs);
   choice.counters = carver.take<std::uint32_t>(jobs);
   if (jobs != 0)
@@ -225,6 +234,7 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
   const CurrentDevice current(ordinal_);
   launch_score_int4(choice_of(memory).score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
                     memory.scores_in(memory.bucket), memory.bucket.pages,
+                    foresight_of(memory, choice_of(memory), layer.layer),
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,
                      .group = memory.shape.group(),

@@ -66,6 +66,14 @@ __device__ inline void store_in_cluster(std::uint32_t address, std::uint32_t val
 #endif
 }
 
+__device__ inline void or_in_cluster(std::uint32_t address, std::uint32_t bits) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+#else
+  asm volatile("red.relaxed.cta.shared.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+#endif
+}
+
 #if __CUDA_ARCH__ >= 900
 __device__ inline void add_in_cluster(std::uint32_t address, std::uint32_t value) {
   asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

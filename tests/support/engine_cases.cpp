@@ -218,6 +218,44 @@ TEST_CASE("of long sequences the highest are chosen, ties by the lowest token", 
   }
 }
 
+TEST_CASE("a step chooses the highest, whatever the one before let expect", "[engine]") {
+  const std::uint32_t period = GENERATE(100'000u, 100u);
+  CAPTURE(period);
+  const EngineRig rig = engine_rig();
+  const AttentionShape shape{.layers = 2, .q_heads = 10, .kv_heads = 1, .head_dim = 64};
+  EngineOptions options{
+      .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = 300, .threads = 2, .pin_threads = false};
+  const std::uint32_t tokens = rig.kv_dtype == DType::f32 ? 2'000 : 20'000;
+  options.host_bytes = 2 * (tokens / 16 + 10) * block_bytes(options);
+  options.near_bytes = 60 * block_bytes(options);
+  options.import_rows = 5000;
+  Engine engine(options, rig.device);
+  // Much the same for a while, then longer, shorter, the other way round, and of no length.
+  const float lengths[] = {1, 1, 1, 1, 8, 8, 0.02f, -1, -1, 1, 0, 0, 1, 1, 0.25f, 1};
+  Story story(shape, tokens + std::size(lengths), 47);
+  story.repeat_keys(period);
+  for (std::uint32_t i = 0; i < std::size(lengths); ++i) story.scale_queries(tokens + i, lengths[i]);
+  const std::uint32_t picks[] = {300, 40};
+  std::vector<Teller> tellers;
+  for (const std::uint32_t each : picks) {
+    tellers.push_back({.story = &story,
+                       .id = engine.begin(parse_policy("exact | int4 | top_k=" + std::to_string(each) +
+                                                       " | near=0,sinks=3,recent=11"))});
+  }
+  for (Teller& teller : tellers) import_story(engine, rig, teller, tokens);
+  ForwardTensors tensors(*rig.device, shape, 1);
+  const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
+  // One row, of either in turn, so that what is expected is of the other as well.
+  for (std::uint32_t step = 0; tellers[1].at < story.tokens(); ++step) {
+    const std::size_t which = step / 3 % 2 == 0 && tellers[0].at < story.tokens() ? 0 : 1;
+    const auto out = run_forward(engine, rig, tensors, {&tellers[which]});
+    const std::uint32_t token = tellers[which].at - 1;
+    CAPTURE(which, token);
+    for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+      REQUIRE(worst(out[0], story.attended(layer, token, 3, 11, picks[which]), layer * row) < kTolerance);
+  }
+}
+
 TEST_CASE("what is not a number shows, near or far", "[engine]") {
   const std::uint32_t near = GENERATE(0u, 2u, 100u);
   CAPTURE(near);

@@ -69,6 +69,14 @@ void Story::poison(std::uint32_t layer, std::uint32_t token) {
   std::fill_n(k_.data() + (std::size_t{layer} * tokens_ + token) * row, row, NAN);
 }
 
+void Story::scale_queries(std::uint32_t token, float factor) {
+  const std::uint64_t row = std::uint64_t{shape_.q_heads} * shape_.head_dim;
+  for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    float* const q = q_.data() + (std::uint64_t{layer} * tokens_ + token) * row;
+    for (std::uint64_t i = 0; i < row; ++i) q[i] *= factor;
+  }
+}
+
 void Story::repeat_query() {
   const std::size_t row = std::size_t{shape_.q_heads} * shape_.head_dim;
   for (std::size_t i = 0; i < q_.size(); ++i) q_[i] = q_[i / (tokens_ * row) * (tokens_ * row) + i % row];

@@ -69,6 +69,9 @@ class Story {
   /// All tokens of a layer have the first one's queries from now on.
   void repeat_query();
 
+  /// The queries of a token are this many times as long from now on.
+  void scale_queries(std::uint32_t token, float factor);
+
   /// Every token has the key of the token `period` before it from now on: scores tie.
   void repeat_keys(std::uint32_t period);
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/forward/cut.cuh"
+#include "gpu/kernels/forward/foreseen.cuh"
 #include "gpu/kernels/forward/search.cuh"
 
 /// The k largest scores of each query head of a group, found by a cluster of thread blocks that share their rows: a
@@ -17,6 +18,7 @@ struct ChoiceShared {
   std::uint32_t least[kHeads];               ///< keys from here on are candidates
   SearchShared search;
   CutShared cut;
+  ForeseenShared foreseen;
 };
 
 /// Little code, most of it in loops: a launch runs it once, and instructions that are not in a multiprocessor's cache
@@ -30,8 +32,15 @@ class Choice {
   static constexpr std::uint32_t kLeastBytes = 2 * kHeads * kSamples * sizeof(std::uint32_t);
 
   /// @param lists  shared memory for memory(room) candidates
-  __device__ Choice(ChoiceShared& s, Candidate* lists, std::uint32_t room, const Part& part, const Choices& choices)
-      : s_(s), lists_(lists), gathered_(lists + kHeads * room), room_(room), part_(part), c_(choices) {}
+  __device__ Choice(ChoiceShared& s, Candidate* lists, std::uint32_t room, const Part& part, const Choices& choices,
+                    const Learner& learner)
+      : s_(s),
+        lists_(lists),
+        gathered_(lists + kHeads * room),
+        room_(room),
+        part_(part),
+        c_(choices),
+        learner_(learner) {}
 
   /// set(token) for every token of this block that a head chooses. All threads of all blocks, after a cluster_sync.
   template <class Set>
@@ -48,6 +57,7 @@ class Choice {
       list();
       publish();
       cut();
+      learn();
       for (std::uint32_t h = 0; h < heads_; ++h) take(h, set);
       // The next heads' candidates are told to blocks that have read these.
       if (c_.first + kHeads < c_.heads) detail::cluster_sync();
@@ -242,6 +252,17 @@ class Choice {
     detail::store_in_cluster(there + sizeof(std::uint32_t), cut.tie);
   }
 
+  /// What is known of a head's scores now, for the next step: a warp each, of one block.
+  __device__ void learn() const {
+    const std::uint32_t h = threadIdx.x / kWarp;
+    if (part_.rank() != 0 || h >= heads_) return;
+    const std::uint32_t found = __shfl_sync(kAll, found_, static_cast<int>(h * kMostBlocks));
+    learner_.learn(c_.first + h, {.kth = foresight::score_of(s_.cuts[h].key),
+                                  .least = foresight::score_of(s_.least[h]),
+                                  .found = listed(h) ? found : 0,
+                                  .picks = c_.picks});
+  }
+
   template <class Set>
   __device__ void take(std::uint32_t h, const Set& set) const {
     const Cut cut = s_.cuts[h];
@@ -266,6 +287,7 @@ class Choice {
   std::uint32_t room_;
   Part part_;
   Choices c_;
+  Learner learner_;
   std::uint32_t heads_ = 0;    ///< that are chosen for now, from c_.first on
   std::uint32_t found_ = 0;    ///< in lanes [h * kMostBlocks, (h + 1) * kMostBlocks): candidates of head h
   std::uint32_t missing_ = 0;  ///< bits likewise, see listed

@@ -7,6 +7,7 @@
 #include "gpu/kernels/attend/attend.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
+#include "gpu/kernels/select/foresight.hpp"
 #include "gpu/kernels/select/top_k.hpp"
 #include "gpu/kernels/select/top_p.hpp"
 #include "sluice/backend.hpp"
@@ -33,6 +34,8 @@ struct ForwardScratch {
   float* partials = nullptr;             ///< of AttendArgs
   std::uint32_t* far_rows = nullptr;     ///< as in ForwardMemory, before they cross the link
   std::uint32_t* fetched = nullptr;      ///< likewise, if the device fetches: as an AttendJob wants them
+  /// Of choices by top-k of all tokens: bounds [layers, decode_rows, q_heads], the others without layers.
+  Foresight foresight{};
   std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head
   std::uint32_t block_heads = 8;         ///< query heads of a job
   std::uint32_t job_count = 0;           ///< of the bucket, without those of fetched rows
@@ -60,6 +63,15 @@ struct PrefillStage {
   std::uint32_t* blocks = nullptr;  ///< [prefills, kv_heads, block_words] what is chosen
   std::uint64_t block_words = 0;
 };
+
+/// What is foreseen in a layer of a forward; nothing where pages are ranked first.
+[[nodiscard]] inline Foresight foresight_of(const ForwardMemory& memory, const ForwardScratch& scratch,
+                                            std::uint32_t layer) {
+  Foresight foresight = scratch.foresight;
+  if (foresight.bounds == nullptr || !memory.bucket.top_k || memory.bucket.pages) return {};
+  foresight.bounds += std::uint64_t{layer} * memory.largest.decode_rows * memory.shape.q_heads;
+  return foresight;
+}
 
 /// Near rows of freed blocks, and of the tokens that come, after `apply`.
 void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream);

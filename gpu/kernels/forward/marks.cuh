@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/forward/choice.cuh"
+#include "gpu/kernels/forward/foreseen.cuh"
 #include "gpu/kernels/forward/forward.hpp"
 
 /// Which tokens some head of a group attends, as bits in shared memory.
@@ -36,6 +37,11 @@ class Marks {
   /// Tokens from `token` on whose bits are set, none across a word.
   __device__ void set(std::uint32_t token, std::uint32_t bits = 1) const {
     if (part_.has(token)) atomicOr(words_ + part_.number_of(token) / kWord, bits << token % kWord);
+  }
+  /// One token of any block's, after a cluster_sync.
+  __device__ void set_in_cluster(std::uint32_t token) const {
+    const std::uint32_t block = token / kChunk & (part_.blocks() - 1);
+    detail::or_in_cluster(detail::address_in(words_ + part_.number_of(token) / kWord, block), 1u << token % kWord);
   }
   /// Every word of the part becomes what bits(first token) says.
   template <class Bits>
@@ -89,11 +95,13 @@ __device__ inline std::uint32_t masked(const ForwardMemory& m, const Work& work,
   return kept;
 }
 
-/// Marks every token of this block's that some head of the group attends. All threads of the cluster.
-__device__ inline void mark(const ForwardMemory& m, const Work& work, ChoiceShared& s, Candidate* lists,
-                            std::uint32_t room, const Marks& marks) {
+/// Marks every token of this block's that some head of the group attends. All threads of the cluster, which begins
+/// with a cluster_sync once all of its blocks have begun.
+__device__ inline void mark(const ForwardMemory& m, const Work& work, const Foresight& foresight, ChoiceShared& s,
+                            Candidate* lists, std::uint32_t room, const Marks& marks) {
   const ForwardRow& row = work.row;
   marks.fill([&](std::uint32_t first) { return window_bits(row, first) | masked(m, work, first); });
+  detail::cluster_sync();  // All blocks have begun: their memory is there to be written to, and so are their marks.
   if (row.in_pages()) {
     mark_in_pages(m, work, marks);
   } else if (row.picks != 0) {
@@ -104,7 +112,10 @@ __device__ inline void mark(const ForwardMemory& m, const Work& work, ChoiceShar
                           .begin = row.sink_end,
                           .end = row.recent_begin,
                           .picks = row.picks};
-    Choice(s, lists, room, marks.part(), choices).run([&](std::uint32_t token) { marks.set(token); });
+    const Learner learner(foresight, head, m.q + head * m.shape.head_dim, m.shape.head_dim);
+    Foreseen foreseen(s.foreseen, s.cut, lists, Choice::memory(room), learner, choices);
+    if (!foreseen.run(marks.part(), [&](std::uint32_t token) { marks.set_in_cluster(token); }))
+      Choice(s, lists, room, marks.part(), choices, learner).run([&](std::uint32_t token) { marks.set(token); });
   }
   __syncthreads();
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/block_cluster.cuh"
+#include "gpu/kernels/select/foresight.hpp"
 #include "gpu/kernels/select/top_k.cuh"
 
 /// What the thread blocks of a cluster that look after one row and KV head have in common.
@@ -55,12 +56,6 @@ struct Cut {
   std::uint32_t tie = 0;
   __device__ bool takes(std::uint32_t k, std::uint32_t token) const { return k > key || (k == key && ~token > tie); }
   __device__ bool takes_nothing() const { return key == kAll && tie == kAll; }
-};
-
-/// A token that may be chosen.
-struct Candidate {
-  std::uint32_t key;
-  std::uint32_t token;
 };
 
 }  // namespace sluice::gpu::forward

@@ -91,7 +91,7 @@ __device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t n
 /// Cluster i: row i / kv_heads, KV head i % kv_heads.
 __global__ void __launch_bounds__(kThreads, 1)
     split_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 std::uint32_t layer, std::uint32_t room) {
+                 const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room) {
   extern __shared__ Candidate memory[];  // Of a choice, then of what is found; and marks.
   __shared__ Shared s;
   const std::uint32_t index = blockIdx.x / detail::cluster_blocks();
@@ -113,9 +113,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   Listed listed;
   if (work.row.list != kNone) {
     if (first) m.far_windows[index] = 0;
-    detail::cluster_sync();  // All blocks have begun: their memory is there to be written to.
     const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
-    mark(m, work, s.choice, memory, room, marks);
+    mark(m, work, foresight, s.choice, memory, room, marks);
     Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
     listed = list_rows(m, work, s.list, found, marks.part());
   }
@@ -165,11 +164,12 @@ void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scr
   const auto bytes = static_cast<std::uint32_t>(room_bytes(room) + marks);
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
   const auto stream = static_cast<cudaStream_t>(layer.stream);
+  const Foresight foresight = foresight_of(memory, scratch, layer.layer);
   if (blocks == 1) {
-    split_kernel<<<lists, kThreads, bytes, stream>>>(memory, scratch, layer.layer, room);
+    split_kernel<<<lists, kThreads, bytes, stream>>>(memory, scratch, foresight, layer.layer, room);
   } else {
     const ClusterLaunch launch(lists, blocks, kThreads, bytes, stream);
-    check(cudaLaunchKernelEx(&launch.config(), split_kernel, memory, scratch, layer.layer, room),
+    check(cudaLaunchKernelEx(&launch.config(), split_kernel, memory, scratch, foresight, layer.layer, room),
           "launch the split kernel of a forward");
   }
   check(cudaGetLastError(), "launch the split kernel of a forward");

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "gpu/kernels/select/foresight.hpp"
 #include "gpu/kernels/task_array.hpp"
 #include "sluice/backend.hpp"
 
@@ -21,9 +22,9 @@ struct ScoreInt4Shape {
 void launch_quantize(const TaskArray<QuantizeTask>& tasks, const PageLayout& layout, cudaStream_t stream);
 void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Shape& shape, cudaStream_t stream);
 /// The same for `count` tasks that the device has described: without tails, none longer than `longest`, with lists if
-/// `lists` says that some may have them.
+/// `lists` says that some may have them. Without lists, candidates are found, too, if there are bounds.
 void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest, bool lists,
-                       const ScoreInt4Shape& shape, cudaStream_t stream);
+                       const Foresight& foresight, const ScoreInt4Shape& shape, cudaStream_t stream);
 
 void load_quantize_kernels();
 void load_score_int4_kernels();

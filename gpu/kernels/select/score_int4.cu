@@ -1,6 +1,7 @@
 // Estimated logits from 4-bit copies, on tensor cores: codes are exact in f16, queries are sums of two f16. What a lane
 // reads of a row, 16 bytes at head_dim 128, is its share of a matrix fragment once it is masked (see Int4Layout), so
 // that the kernel is as fast as memory gives it the copies. The few keys of a tail are a thread block's of their own.
+// Scores that will be candidates for top-k are put aside on the way.
 
 #include <algorithm>
 
@@ -8,6 +9,7 @@
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/mma.cuh"
+#include "gpu/kernels/select/foresight.cuh"
 
 namespace sluice::gpu {
 namespace {
@@ -33,6 +35,7 @@ struct Shared {
   float q[kHeads][kHeadDim];  ///< divided by a power of two, so that all are below 1
   float unit[kHeads];         ///< what a product has to be multiplied by
   float sum[kHeads];          ///< over the channels, scaled
+  float least[kHeads];        ///< scores from here on are candidates
   std::uint32_t frames[kMaxSlice / kRows + 1];
   std::uint32_t runs[kMaxSlice / kRows + 1];  ///< rows of that page that are there: the first, and the end << 16
 };
@@ -70,25 +73,28 @@ __device__ void stage_pages(Shared<kHeadDim>& s, const Part& part, std::uint32_t
   }
 }
 
-/// Warp h stages head first + h; heads beyond the last are 0.
+/// Warp h stages head first + h; heads beyond the last are 0. Returns the length of its query.
 template <std::uint32_t kHeadDim>
-__device__ void stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::uint32_t heads) {
+__device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::uint32_t heads) {
   const std::uint32_t head = threadIdx.x / kWarp;
   const std::uint32_t lane = threadIdx.x % kWarp;
   const float* const q = s.task.q + std::uint64_t{first + head} * kHeadDim;
   float values[kHeadDim / kWarp];
   float most = 0.f;
   float sum = 0.f;
+  float squares = 0.f;
 #pragma unroll
   for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i) {
     values[i] = head < heads ? q[i * kWarp + lane] : 0.f;
     most = fmaxf(most, fabsf(values[i]));
     sum += values[i];
+    squares += values[i] * values[i];
   }
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) {
     most = fmaxf(most, __shfl_xor_sync(detail::kAllLanes, most, step));
     sum += __shfl_xor_sync(detail::kAllLanes, sum, step);
+    squares += __shfl_xor_sync(detail::kAllLanes, squares, step);
   }
   const int exponent = min(max(static_cast<int>(__float_as_uint(most) >> 23) - 126, -100), 100);
   const float down = __int_as_float((127 - exponent) << 23);
@@ -99,6 +105,7 @@ __device__ void stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::uin
     s.unit[head] = __int_as_float((127 + exponent) << 23) * scale;
     s.sum[head] = sum * scale;
   }
+  return sqrtf(squares);
 }
 
 /// The queries as B fragments: register j is for the j-th pair of channels of a lane's codes.
@@ -157,6 +164,20 @@ struct RowShare {
   }
 };
 
+/// What a warp multiplies at a time.
+template <std::uint32_t kHeadDim>
+struct WarpRows {
+  RowShare<kHeadDim> halves[kTiles * 2];  ///< of tiles
+
+  /// From token `at` on; instead of what lies behind the part its last rows.
+  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, const Part& part, std::uint32_t at,
+                                       const Int4Layout& layout) {
+#pragma unroll
+    for (std::uint32_t u = 0; u < kTiles * 2; ++u)
+      halves[u].load(s, part, min(at + u * kRows, (part.end - 1) / kRows * kRows), layout);
+  }
+};
+
 /// Codes n and n + 4 of a word as two f16: in the last bits of 1024 they are themselves.
 __device__ __forceinline__ std::uint32_t code_pair(std::uint32_t word, std::uint32_t n) {
   const std::uint32_t bits = ((word >> (4 * n)) & 0x000f'000fu) | 0x6400'6400u;
@@ -165,12 +186,12 @@ __device__ __forceinline__ std::uint32_t code_pair(std::uint32_t word, std::uint
 }
 
 template <std::uint32_t kHeadDim>
-__device__ __forceinline__ void multiply(const RowShare<kHeadDim> (&rows)[2], const QueryFragments<kHeadDim>& q,
-                                         float (&sums)[4]) {
+__device__ __forceinline__ void multiply(const RowShare<kHeadDim>& upper, const RowShare<kHeadDim>& lower,
+                                         const QueryFragments<kHeadDim>& q, float (&sums)[4]) {
 #pragma unroll
   for (std::uint32_t j = 0; j < QueryFragments<kHeadDim>::kPairs; j += 2) {
-    const std::uint32_t a[4] = {code_pair(rows[0].words[j / 4], j % 4), code_pair(rows[1].words[j / 4], j % 4),
-                                code_pair(rows[0].words[j / 4], j % 4 + 1), code_pair(rows[1].words[j / 4], j % 4 + 1)};
+    const std::uint32_t a[4] = {code_pair(upper.words[j / 4], j % 4), code_pair(lower.words[j / 4], j % 4),
+                                code_pair(upper.words[j / 4], j % 4 + 1), code_pair(lower.words[j / 4], j % 4 + 1)};
     detail::mma<__half>(sums, a, q.high[j], q.high[j + 1]);
     detail::mma<__half>(sums, a, q.low[j], q.low[j + 1]);
   }
@@ -227,10 +248,12 @@ struct Cut {
   std::uint32_t tokens;  ///< of a slice
 };
 
-template <std::uint32_t kHeadDim>
+template <std::uint32_t kHeadDim, bool kForesees>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks, const ScoreInt4Shape shape, Cut cut) {
+    score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks,
+                      const __grid_constant__ Foresight foresight, const ScoreInt4Shape shape, Cut cut) {
   __shared__ Shared<kHeadDim> s;
+  __shared__ foresight::Staged<kHeads, kForesees ? 512 : 1> staged;
   const std::uint32_t group = shape.group;
   const Int4Layout layout = shape.layout;
   if (threadIdx.x == 0) s.task = tasks[blockIdx.y];
@@ -244,34 +267,55 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   for (std::uint32_t first = 0; first < part.heads; first += kHeads) {
     const std::uint32_t heads = min(kHeads, part.heads - first);
     if (first != 0) __syncthreads();  // The queries before these have been read.
-    stage_queries(s, part.first_head + first, heads);
+    const foresight::Finder finder(foresight, std::uint64_t{blockIdx.y} * group + first);
+    const float length = stage_queries(s, part.first_head + first, heads);
+    if (kForesees && threadIdx.x % kWarp == 0) {
+      const std::uint32_t head = threadIdx.x / kWarp;
+      staged.counts[head] = 0;
+      s.least[head] = head < heads ? finder.least(head, length) : INFINITY;
+    }
     __syncthreads();
     QueryFragments<kHeadDim> q;
     q.load(s);
-    float* const out = s.task.out + std::uint64_t{part.first_head + first} * part.stride;
-    for (std::uint32_t at = part.begin + threadIdx.x / kWarp * kWarpTokens; at < part.end; at += kBlockTokens) {
-      RowShare<kHeadDim> rows[kTiles][2];
+    // In registers: in the loop the compiler would read them again and again.
+    float units[2], sums[2], least[2];
 #pragma unroll
-      for (std::uint32_t u = 0; u < kTiles * 2; ++u) {
-        const std::uint32_t token = min(at + u * kRows, (part.end - 1) / kRows * kRows);
-        rows[u / 2][u % 2].load(s, part, token, layout);
-      }
+    for (std::uint32_t c = 0; c < 2; ++c) {
+      units[c] = s.unit[2 * t + c];
+      sums[c] = s.sum[2 * t + c];
+      least[c] = kForesees ? s.least[2 * t + c] : 0.f;
+    }
+    float* const out = s.task.out + std::uint64_t{part.first_head + first} * part.stride;
+    std::uint32_t at = part.begin + threadIdx.x / kWarp * kWarpTokens;
+    WarpRows<kHeadDim> next;
+    next.load(s, part, at, layout);
+    for (; at < part.end; at += kBlockTokens) {
+      const WarpRows<kHeadDim> rows = next;
+      next.load(s, part, at + kBlockTokens, layout);  // On their way while these are multiplied.
 #pragma unroll
       for (std::uint32_t tile = 0; tile < kTiles; ++tile) {
-        float sums[4] = {};
-        multiply(rows[tile], q, sums);
+        float products[4] = {};
+        multiply(rows.halves[2 * tile], rows.halves[2 * tile + 1], q, products);
 #pragma unroll
         for (std::uint32_t c = 0; c < 4; ++c) {
-          const RowShare<kHeadDim>& row = rows[tile][c / 2];
+          const RowShare<kHeadDim>& row = rows.halves[2 * tile + c / 2];
           const std::uint32_t head = 2 * t + c % 2;
           const std::uint32_t token = at + tile * kTile + c / 2 * kRows + g;
           const float score =
-              __low2float(row.params) * (sums[c] * s.unit[head]) + __high2float(row.params) * s.sum[head];
+              __low2float(row.params) * (products[c] * units[c % 2]) + __high2float(row.params) * sums[c % 2];
           if (head < heads && token < part.end) {
             out[std::uint64_t{head} * part.stride + token] = row.visible ? score : __int_as_float(0xff80'0000);
+            if constexpr (kForesees) {
+              if (row.visible && score >= least[c % 2])
+                finder.add(staged, head, {.key = top_k::order_key(score), .token = token});
+            }
           }
         }
       }
+    }
+    if constexpr (kForesees) {
+      __syncthreads();
+      finder.write(staged, heads);
     }
   }
 }
@@ -284,12 +328,13 @@ Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& sha
   return {.slices = static_cast<std::uint32_t>(div_up(longest, slice)), .tokens = slice};
 }
 
-void launch(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Shape& shape, const Cut& cut, const dim3& grid,
-            cudaStream_t stream) {
+template <bool kForesees>
+void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreInt4Shape& shape,
+            const Cut& cut, const dim3& grid, cudaStream_t stream) {
   if (shape.layout.head_dim == 64) {
-    score_int4_kernel<64><<<grid, kThreads, 0, stream>>>(tasks, shape, cut);
+    score_int4_kernel<64, kForesees><<<grid, kThreads, 0, stream>>>(tasks, foresight, shape, cut);
   } else {
-    score_int4_kernel<128><<<grid, kThreads, 0, stream>>>(tasks, shape, cut);
+    score_int4_kernel<128, kForesees><<<grid, kThreads, 0, stream>>>(tasks, foresight, shape, cut);
   }
   check(cudaGetLastError(), "launch the score_int4 kernel");
 }
@@ -311,23 +356,33 @@ void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Sha
   }
   if (total == 0 && !tails) return;
   const Cut cut = cut_of(total, longest, shape);
-  launch(tasks, shape, cut, dim3(cut.slices + (tails ? 1 : 0), tasks.count, heads), stream);
+  launch<false>(tasks, {}, shape, cut, dim3(cut.slices + (tails ? 1 : 0), tasks.count, heads), stream);
 }
 
 void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest, bool lists,
-                       const ScoreInt4Shape& shape, cudaStream_t stream) {
+                       const Foresight& foresight, const ScoreInt4Shape& shape, cudaStream_t stream) {
   if (count == 0 || longest == 0) return;
   TaskArray<ScoreInt4Task> array;
   array.queued = tasks;
   array.count = count;
   const Cut cut = cut_of(std::uint64_t{count} * longest, longest, shape);
-  launch(array, shape, cut, dim3(cut.slices, count, lists ? shape.group : 1), stream);
+  const dim3 grid(cut.slices, count, lists ? shape.group : 1);
+  if (foresight.bounds != nullptr && !lists) {
+    launch<true>(array, foresight, shape, cut, grid, stream);
+  } else {
+    launch<false>(array, {}, shape, cut, grid, stream);
+  }
 }
 
 void load_score_int4_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, score_int4_kernel<64>), "load the score_int4 kernel for head_dim 64");
-  check(cudaFuncGetAttributes(&attributes, score_int4_kernel<128>), "load the score_int4 kernel for head_dim 128");
+  const auto load = [](auto* kernel) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel), "load the score_int4 kernels");
+  };
+  load(score_int4_kernel<64, false>);
+  load(score_int4_kernel<128, false>);
+  load(score_int4_kernel<64, true>);
+  load(score_int4_kernel<128, true>);
 }
 
 }  // namespace sluice::gpu

@@ -1,0 +1,142 @@
+#pragma once
+
+#include "gpu/kernels/forward/cut.cuh"
+#include "gpu/kernels/forward/search.cuh"
+#include "gpu/kernels/select/foresight.cuh"
+
+/// The k largest scores of each query head of a group among the candidates that were found while the keys were scored.
+/// A block of the cluster each: nothing is exchanged but what is chosen.
+namespace sluice::gpu::forward {
+
+inline constexpr std::uint32_t kMaxGroup = 32;
+
+/// Bounds of the next step, of the query heads of a list.
+class Learner {
+ public:
+  __device__ Learner(const Foresight& foresight, std::uint64_t first, const float* q, std::uint32_t head_dim)
+      : foresight_(foresight), first_(first), q_(q), head_dim_(head_dim) {}
+  [[nodiscard]] __device__ bool foresees() const { return foresight_.bounds != nullptr; }
+  [[nodiscard]] __device__ std::uint32_t found(std::uint32_t h) const { return foresight_.counts[first_ + h]; }
+  [[nodiscard]] __device__ std::uint32_t room() const { return foresight_.room; }
+  [[nodiscard]] __device__ const Candidate* candidates(std::uint32_t h) const {
+    return foresight_.candidates + (first_ + h) * foresight_.room;
+  }
+  /// By a warp: after a choice that was not foreseen, or was.
+  __device__ void learn(std::uint32_t h, foresight::Chosen chosen, bool foreseen = false) const {
+    if (!foresees()) return;
+    float squares = 0.f;
+    for (std::uint32_t i = threadIdx.x % kWarp; i < head_dim_; i += kWarp) {
+      const float value = q_[std::uint64_t{h} * head_dim_ + i];
+      squares += value * value;
+    }
+#pragma unroll
+    for (std::uint32_t step = 1; step < kWarp; step *= 2) squares += __shfl_xor_sync(kAll, squares, step);
+    if (threadIdx.x % kWarp != 0) return;
+    chosen.length = sqrtf(squares);
+    HeadBound& bound = foresight_.bounds[first_ + h];
+    bound = foresight::bound_after(chosen, margin_after(bound, h, chosen.picks, foreseen));
+  }
+
+ private:
+  /// A head that found too few has more the next time, and others less, little by little.
+  [[nodiscard]] __device__ float margin_after(const HeadBound& bound, std::uint32_t h, std::uint32_t picks,
+                                              bool foreseen) const {
+    if (bound.bound == 0.f || bound.margin == 0.f) return foresight::kFirstMargin;
+    if (foreseen) return fmaxf(foresight::kLeastMargin, 0.98f * bound.margin);
+    return found(h) < picks ? fminf(foresight::kMostMargin, 1.5f * bound.margin) : foresight::kFirstMargin;
+  }
+
+  const Foresight& foresight_;
+  std::uint64_t first_;
+  const float* q_;  ///< of the list's first head
+  std::uint32_t head_dim_;
+};
+
+struct ForeseenShared {
+  std::uint32_t missing[kMaxGroup];  ///< not 0: the head's candidates do not tell what it chooses
+  std::uint32_t warps[2][kWarps];  ///< counts, and least keys
+};
+
+class Foreseen {
+ public:
+  /// @param gathered  shared memory for `room` candidates
+  __device__ Foreseen(ForeseenShared& s, CutShared& cut, Candidate* gathered, std::uint32_t room,
+                      const Learner& learner, const Choices& choices)
+      : s_(s), cut_(cut), gathered_(gathered), room_(min(room, learner.room())), learner_(learner), c_(choices) {}
+
+  /// set(token) for every token that a head chooses, whichever block's it is. False if candidates of a head were too
+  /// few or too many. All threads of all blocks, after a cluster_sync.
+  template <class Set>
+  __device__ bool run(const Part& part, const Set& set) {
+    if (!learner_.foresees() || c_.end - c_.begin <= c_.picks) return false;
+    for (std::uint32_t h = part.rank(); h < c_.heads; h += part.blocks()) {
+      const bool chosen = choose(h, set);
+      __syncthreads();  // The next head's come to the same place.
+      if (threadIdx.x < part.blocks())
+        detail::store_in_cluster(detail::address_in(&s_.missing[h], threadIdx.x), chosen ? 0 : 1);
+    }
+    detail::cluster_sync();
+    const std::uint32_t lane = threadIdx.x % kWarp;
+    return __ballot_sync(kAll, lane < c_.heads && s_.missing[lane] != 0) == 0;
+  }
+
+ private:
+  template <class Set>
+  __device__ bool choose(std::uint32_t h, const Set& set) {
+    const std::uint32_t found = learner_.found(h);
+    if (found < c_.picks || found > room_) return false;
+    const Range range = gather(h, found);
+    if (range.count < c_.picks) return false;
+    const Cut cut = cut_of(cut_, gathered_, found, range.least, c_.picks);
+    if (cut.takes_nothing()) return false;
+#pragma unroll 1
+    for (std::uint32_t i = threadIdx.x; i < found; i += kThreads) {
+      const Candidate candidate = gathered_[i];
+      if (candidate.key != 0 && cut.takes(candidate.key, candidate.token)) set(candidate.token);
+    }
+    if (threadIdx.x < kWarp)
+      learner_.learn(h, {.kth = foresight::score_of(cut.key),
+                         .least = foresight::score_of(range.least),
+                         .found = range.count,
+                         .picks = c_.picks},
+                     true);
+    return true;
+  }
+
+  /// Candidates that may be chosen: the others' keys become 0.
+  struct Range {
+    std::uint32_t count = 0;
+    std::uint32_t least = kAll;
+  };
+  __device__ Range gather(std::uint32_t h, std::uint32_t found) {
+    const Candidate* const from = learner_.candidates(h);
+    Range own;
+#pragma unroll 4
+    for (std::uint32_t i = threadIdx.x; i < found; i += kThreads) {
+      Candidate candidate = from[i];
+      if (!c_.between(candidate.token)) candidate.key = 0;
+      gathered_[i] = candidate;
+      if (candidate.key == 0) continue;
+      ++own.count;
+      own.least = min(own.least, candidate.key);
+    }
+    const std::uint32_t lane = threadIdx.x % kWarp;
+    own = {.count = __reduce_add_sync(kAll, own.count), .least = __reduce_min_sync(kAll, own.least)};
+    if (lane == 0) {
+      s_.warps[0][threadIdx.x / kWarp] = own.count;
+      s_.warps[1][threadIdx.x / kWarp] = own.least;
+    }
+    __syncthreads();
+    return {.count = __reduce_add_sync(kAll, lane < kWarps ? s_.warps[0][lane] : 0),
+            .least = __reduce_min_sync(kAll, lane < kWarps ? s_.warps[1][lane] : kAll)};
+  }
+
+  ForeseenShared& s_;
+  CutShared& cut_;
+  Candidate* gathered_;
+  std::uint32_t room_;
+  const Learner& learner_;
+  Choices c_;
+};
+
+}  // namespace sluice::gpu::forward

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <cstdint>
+
+#include "gpu/kernels/select/foresight.hpp"
+#include "gpu/kernels/select/top_k.cuh"
+
+/// How a bound follows from one choice, and how candidates are found by it for the next.
+namespace sluice::gpu::foresight {
+
+/// A head begins with as many candidates for one that is chosen, and has between these when it is known.
+inline constexpr float kFirstMargin = 2.5f;
+inline constexpr float kLeastMargin = 2.f;
+inline constexpr float kMostMargin = 6.f;
+
+/// Scores from here on are candidates, for a query of this length.
+__device__ __forceinline__ float least_of(const HeadBound& bound, float length) {
+  const float least = bound.bound * length;
+  return bound.bound != 0.f && isfinite(least) ? least : INFINITY;
+}
+
+/// What a choice has shown.
+struct Chosen {
+  float kth = 0.f;          ///< the smallest score that was chosen
+  float least = 0.f;        ///< `found` scores reached this
+  std::uint32_t found = 0;  ///< 0: that is not known
+  std::uint32_t picks = 0;
+  float length = 0.f;  ///< of the query
+};
+
+/// Beyond the k-th the scores of a head fall off about exponentially: so many more reach a bound so much lower.
+__device__ inline HeadBound bound_after(const Chosen& chosen, float margin) {
+  const float more = static_cast<float>(chosen.found) / static_cast<float>(chosen.picks);
+  const float scale = more > 1.05f && chosen.kth > chosen.least ? (chosen.kth - chosen.least) / logf(more)
+                                                                : 0.15f * fabsf(chosen.kth);
+  const float bound = (chosen.kth - scale * logf(margin)) / chosen.length;
+  return {.bound = isfinite(bound) ? bound : 0.f, .margin = margin};
+}
+
+/// The score that a key is of.
+__device__ inline float score_of(std::uint32_t key) {
+  return __uint_as_float(key == 0 ? 0x7fc0'0000u : (key >> 31) != 0 ? key & 0x7fff'ffffu : ~key);
+}
+
+/// Candidates that a thread block has found for some heads: written out together, as each would queue for the same
+/// counter.
+template <std::uint32_t kHeads, std::uint32_t kRoom>
+struct Staged {
+  std::uint32_t counts[kHeads];
+  Candidate candidates[kHeads][kRoom];  ///< what is more is written at once
+};
+
+/// Of heads that follow a first one, all lists' counted through.
+class Finder {
+ public:
+  __device__ Finder(const Foresight& foresight, std::uint64_t first) : foresight_(foresight), first_(first) {}
+  [[nodiscard]] __device__ float least(std::uint32_t head, float length) const {
+    return least_of(foresight_.bounds[first_ + head], length);
+  }
+  template <std::uint32_t kHeads, std::uint32_t kRoom>
+  __device__ void add(Staged<kHeads, kRoom>& staged, std::uint32_t head, const Candidate& candidate) const {
+    const std::uint32_t at = atomicAdd(&staged.counts[head], 1u);
+    if (at < kRoom) {
+      staged.candidates[head][at] = candidate;
+    } else {
+      put(head, atomicAdd(foresight_.counts + first_ + head, 1u), candidate);
+    }
+  }
+  /// By a warp for each head, after a barrier.
+  template <std::uint32_t kHeads, std::uint32_t kRoom>
+  __device__ void write(const Staged<kHeads, kRoom>& staged, std::uint32_t heads) const {
+    const std::uint32_t head = threadIdx.x / top_k::kWarp;
+    const std::uint32_t lane = threadIdx.x % top_k::kWarp;
+    if (head >= heads) return;
+    const std::uint32_t count = min(staged.counts[head], kRoom);
+    std::uint32_t begin = 0;
+    if (lane == 0 && count != 0) begin = atomicAdd(foresight_.counts + first_ + head, count);
+    begin = __shfl_sync(top_k::kAll, begin, 0);
+    for (std::uint32_t i = lane; i < count; i += top_k::kWarp) put(head, begin + i, staged.candidates[head][i]);
+  }
+
+ private:
+  __device__ void put(std::uint32_t head, std::uint32_t at, const Candidate& candidate) const {
+    if (at < foresight_.room) foresight_.candidates[(first_ + head) * foresight_.room + at] = candidate;
+  }
+
+  const Foresight& foresight_;
+  std::uint64_t first_;
+};
+
+}  // namespace sluice::gpu::foresight
