@@ -7,9 +7,11 @@
 
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
+#include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::runtime;
+using sluice::test::kSanitized;
 using sluice::test::Random;
 
 namespace {
@@ -187,7 +189,7 @@ TEST_CASE("prefixes are what a search through everything finds, also if all hash
   const PageHash hash = GENERATE(&hash_page, &same_hash, &page_alone);
   std::uint64_t orphans = 0;
   std::uint64_t evicted = 0;
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+  for (std::uint64_t seed = 0; seed < (kSanitized ? 4 : 20); ++seed) {
     CAPTURE(seed);
     World world(hash, seed);
     for (int turn = 0; turn < 1000; ++turn) {
