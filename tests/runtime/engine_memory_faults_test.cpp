@@ -8,7 +8,6 @@
 #include "tests/runtime/toy.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/failing_new.hpp"
-#include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -20,9 +19,6 @@ constexpr std::uint32_t kPrompt = 80;
 constexpr std::uint32_t kTokens = 86;
 const Bucket kPromptBucket{.decode_rows = 0, .prefill_rows = kPrompt, .prefills = 1};
 const Bucket kTokenBucket{.decode_rows = 1, .unbounded = true};
-
-/// The allocation that fails next. Of the many that a forward makes alike not each is tried.
-long after(long which) { return which + 1 + which / (kSanitized ? 4 : 12); }
 
 EngineOptions options() {
   EngineOptions options{.shape = kShape,
@@ -139,7 +135,7 @@ TEST_CASE("every allocation of sequences that share a prefix may fail", "[memory
   std::vector<float> want;
   int reports = 0;
   bool reached = true;
-  for (long which = -1; reached || which == 0; which = after(which)) {
+  for (long which = -1; reached || which == 0; which += 1 + which / 12) {
     CAPTURE(which);
     Engine engine(options());
     Session sessions[2] = {{engine, toy}, {engine, toy}};
@@ -194,7 +190,7 @@ TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_fault
   int reports = 0;
   int choices = 0;
   bool reached = true;
-  for (long which = 0; reached; which = after(which)) {
+  for (long which = 0; reached; which += 1 + which / 12) {
     CAPTURE(which);
     Engine engine(options());
     Session other(engine, toy);
