@@ -81,11 +81,10 @@ TEST_CASE("lists of thousands of rows come over the link whole", "[engine]") {
 
 TEST_CASE("what the CPU chooses the device fetches, and it is what the CPU attends in place", "[engine]") {
   using namespace policies;
-  constexpr std::array kPolicies{"lfps", "magicpig", "tactic:least=64,size=4,recluster=64", "quest",
-                                 "exact | int4 | top_p=0.9 | near=0",
-                                 "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8", "full | near=0", "topk",
-                                 "lfps | bypass=off",
-                                 "history:share_group=on,observe_every=3 | top_k=24 | near=0,sinks=4,recent=16 | dense=1"};
+  constexpr std::array kPolicies{
+      "lfps", "magicpig", "tactic:least=64,size=4,recluster=64", "quest", "exact | int4 | top_p=0.9 | near=0",
+      "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8", "full | near=0", "topk", "lfps | bypass=off",
+      "history:share_group=on,observe_every=3 | top_k=24 | near=0,sinks=4,recent=16 | dense=1"};
   const auto [text, near] = GENERATE_COPY(grid(few<6>(kPolicies), std::array{0u, 7u}));
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();

@@ -20,7 +20,7 @@ inline constexpr bool kSanitized = false;
 #endif
 
 /// A generator of every combination of the axes' values, as tuples. Under a sanitizer only of as many as the longest
-/// axis has values: each value of each axis still comes at least once, and no two axes walk in step.
+/// axis has values: each value of each axis still comes at least once. Axes of one length are shifted by one or more.
 ///
 ///   const auto [near, rows] = GENERATE(grid(std::array{0u, 3u, 100u}, std::array{1u, 8u}));
 template <class... T, std::size_t... kSizes>
