@@ -6,6 +6,7 @@
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 namespace {
@@ -30,9 +31,9 @@ std::vector<std::uint32_t> all_tokens(std::uint32_t count) { return random_token
 }  // namespace
 
 TEST_CASE("merging the two sides of any cut equals attending to the whole", "[cpu][backend]") {
-  const auto tokens = GENERATE(1u, 2u, 33u, 700u);
-  const auto share = GENERATE(0.0, 0.3, 1.0);  // 0 and 1: one side is empty
-  const auto dtype = GENERATE(DType::f32, DType::bf16);
+  // share: 0 and 1: one side is empty
+  const auto [tokens, share, dtype] =
+      GENERATE(grid(std::array{1u, 2u, 33u, 700u}, std::array{0.0, 0.3, 1.0}, std::array{DType::f32, DType::bf16}));
   CAPTURE(tokens, share, to_string(dtype));
   cpu::Backend backend(workers(1));
   const Problem problem({.dtype = dtype, .tokens = tokens, .seed = tokens});
@@ -77,8 +78,7 @@ TEST_CASE("merging empty partials stays empty and outputs are rounded to their d
 }
 
 TEST_CASE("runs and the same tokens one by one are the same selection", "[cpu][backend]") {
-  const auto threads = GENERATE(1u, 3u);
-  const auto tokens = GENERATE(1u, 40u, 9'001u);
+  const auto [threads, tokens] = GENERATE(grid(std::array{1u, 3u}, std::array{1u, 40u, 9'001u}));
   CAPTURE(threads, tokens);
   cpu::Backend backend(workers(threads));
   const Problem problem({.tokens = tokens, .head_dim = 128, .seed = tokens});
@@ -163,8 +163,7 @@ TEST_CASE("many tasks from several threads at once keep apart", "[cpu][backend]"
 }
 
 TEST_CASE("attending with the scores of score_tokens equals attending without", "[cpu][backend]") {
-  const auto group = GENERATE(1u, 4u, 7u);
-  const auto threads = GENERATE(1u, 3u);
+  const auto [group, threads] = GENERATE(grid(std::array{1u, 4u, 7u}, std::array{1u, 3u}));
   CAPTURE(group, threads);
   cpu::Backend backend(workers(threads));
   const Problem problem({.tokens = 6'000, .head_dim = 128, .group = group});

@@ -4,6 +4,7 @@
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "tests/soak/starved_device.hpp"
 #include "tests/soak/traffic.hpp"
 
 namespace sluice::test {
@@ -153,7 +154,9 @@ void Machine::build(std::uint64_t seed) {
                           .fail_allocation = chance,
                           .fail_registration = chance});
     try {
-      engine_ = std::make_unique<Engine>(options, device_);
+      std::shared_ptr<Device> device = device_;
+      if (kind_.breaks) device = std::make_shared<StarvedDevice>(device_, faults_);
+      engine_ = std::make_unique<Engine>(options, device);
     } catch (const Error& error) {
       if (chance == 0.0 || (error.code() != Errc::device && error.code() != Errc::out_of_capacity)) throw;
     }
@@ -171,7 +174,9 @@ RoundStats Machine::run(std::uint64_t seed, std::uint64_t kept_seed) {
   Random random(seed + 1);
   const auto trouble = [&] {
     if (kind_.stalls) faults_->stall(random.below(40), engine_->options().answer_timeout * 3 / 2);
-    if (kind_.breaks) faults_->break_one(random.below(20));
+    if (!kind_.breaks) return;
+    if (random.below(2) == 0) return faults_->break_one(random.below(20));
+    faults_->starve_apply(random.below(4));
   };
   Traffic traffic({.engine = *engine_,
                    .pool = pool_,

@@ -27,7 +27,7 @@ struct MachineKind {
   bool audits = false;
   bool stalls = false;  ///< threads that answer are too late at times
   bool learns = false;  ///< only policies that remember what they have attended
-  bool breaks = false;  ///< its device finds no memory at times
+  bool breaks = false;  ///< its device finds no memory at times, also while it takes a plan
   bool deep = false;    ///< as many forwards in flight as there may be
   bool kept = false;    ///< one engine for all rounds; otherwise each round has its own
 };

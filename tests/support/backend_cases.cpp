@@ -7,6 +7,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 namespace {
@@ -50,11 +51,9 @@ void store_row(std::byte* page, const PageLayout& layout, std::uint32_t row, con
 }  // namespace
 
 TEST_CASE("appending converts rows and touches no others", "[backend]") {
-  const auto from = GENERATE(DType::f32, DType::f16, DType::bf16);
-  const auto to = GENERATE(DType::f32, DType::f16, DType::bf16);
-  const auto head_dim = GENERATE(64u, 80u, 128u);
-  const auto odd = GENERATE(0u, 7u);  // 0: aligned rows
-  const auto tasks = GENERATE(1u, 70u);
+  const auto [from, to, head_dim, odd, tasks] =
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{DType::f32, DType::f16, DType::bf16},
+                    std::array{64u, 80u, 128u}, std::array{0u, 7u}, std::array{1u, 70u}));  // odd == 0: aligned rows
   CAPTURE(to_string(from), to_string(to), head_dim, odd, tasks);
   const auto under_test = backend_under_test();
   const PageLayout layout{.page_tokens = 16, .head_dim = head_dim, .dtype = to};
@@ -88,9 +87,9 @@ TEST_CASE("appending converts rows and touches no others", "[backend]") {
 }
 
 TEST_CASE("to_f32 widens strided rows of any length", "[backend]") {
-  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
-  const auto head_dim = GENERATE(1u, 16u, 77u, 88u);
-  const auto offset = GENERATE(0u, 3u);  // 3: unaligned
+  const auto [dtype, head_dim, offset] =
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{1u, 16u, 77u, 88u},
+                    std::array{0u, 3u}));  // offset == 3: unaligned
   CAPTURE(to_string(dtype), head_dim, offset);
   const auto under_test = backend_under_test();
   const auto data = under_test->array<std::byte>(4096 * bytes_of(dtype));
@@ -125,9 +124,9 @@ TEST_CASE("an empty tensor converts to nothing", "[backend]") {
 }
 
 TEST_CASE("append_and_widen does what append and to_f32 do", "[backend]") {
-  const auto from = GENERATE(DType::f32, DType::f16, DType::bf16);
-  const auto appended = GENERATE(0u, 1u, 45u, 46u, 300u);
-  const auto widened = GENERATE(0u, 1u, 4u, 8u, 9u);
+  const auto [from, appended, widened] =
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{0u, 1u, 45u, 46u, 300u},
+                    std::array{0u, 1u, 4u, 8u, 9u}));
   CAPTURE(to_string(from), appended, widened);
   const auto under_test = backend_under_test();
   const PageLayout layout{.page_tokens = 16, .head_dim = 64, .dtype = DType::bf16};
@@ -171,8 +170,8 @@ TEST_CASE("append_and_widen does what append and to_f32 do", "[backend]") {
 }
 
 TEST_CASE("top-k equals a sort, ties by lowest index, NaN last", "[backend]") {
-  const auto count = GENERATE(0u, 1u, 7u, 100u, 1'500u, 8'192u, 60'000u);
-  const auto distinct = GENERATE(1u, 5u, 1'000'000u);
+  const auto [count, distinct] =
+      GENERATE(grid(std::array{0u, 1u, 7u, 100u, 1'500u, 8'192u, 60'000u}, std::array{1u, 5u, 1'000'000u}));
   CAPTURE(count, distinct);
   const auto under_test = backend_under_test();
   const auto values = under_test->array<float>(count);

@@ -11,6 +11,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 namespace {
@@ -166,10 +167,9 @@ TEST_CASE("permuted indices are a permutation, and differ by seed", "[backend][c
 }
 
 TEST_CASE("clusters of well-separated keys are the reference's", "[backend][cluster]") {
-  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
-  const auto head_dim = GENERATE(64u, 80u, 128u);
-  const auto count = GENERATE(40u, 1'000u);
-  const auto first = GENERATE(0u, 37u);
+  const auto [dtype, head_dim, count, first] =
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 128u},
+                    std::array{40u, 1'000u}, std::array{0u, 37u}));
   CAPTURE(to_string(dtype), head_dim, count, first);
   const auto under_test = backend_under_test();
   const ClusterOptions options{.first = first, .count = count, .clusters = count / 13};
@@ -184,9 +184,8 @@ TEST_CASE("clusters of well-separated keys are the reference's", "[backend][clus
 }
 
 TEST_CASE("every iteration brings keys nearer to their centroids, the means of their keys", "[backend][cluster]") {
-  const auto dtype = GENERATE(DType::f16, DType::bf16);
-  const auto head_dim = GENERATE(64u, 128u);
-  const auto clusters = GENERATE(1u, 5u, 33u, 100u);
+  const auto [dtype, head_dim, clusters] =
+      GENERATE(grid(std::array{DType::f16, DType::bf16}, std::array{64u, 128u}, std::array{1u, 5u, 33u, 100u}));
   CAPTURE(to_string(dtype), head_dim, clusters);
   const auto under_test = backend_under_test();
   const Problem problem({.dtype = dtype, .tokens = 700, .head_dim = head_dim, .group = 1, .outlier = 20.0});

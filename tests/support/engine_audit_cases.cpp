@@ -4,6 +4,7 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
+#include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -71,12 +72,11 @@ TEST_CASE("coverage and error of an audit are those of float64, wherever a token
     const char* text;
     std::uint32_t sinks, recent, picks;
   };
-  const auto& [text, sinks, recent, picks] = GENERATE(values<Case>({
-      {"none | near=0,sinks=4,recent=20", 4, 20, 0},
-      {"exact | int4 | top_k=24 | near=0,sinks=3,recent=9", 3, 9, 24},
-      {"full:near=0", 1000, 1, 0},
-  }));
-  const std::uint32_t near = GENERATE(0u, 7u, 90u);
+  constexpr auto kCases = std::to_array<Case>({{"none | near=0,sinks=4,recent=20", 4, 20, 0},
+                                               {"exact | int4 | top_k=24 | near=0,sinks=3,recent=9", 3, 9, 24},
+                                               {"full:near=0", 1000, 1, 0}});
+  const auto [policy, near] = GENERATE_COPY(grid(kCases, std::array{0u, 7u, 90u}));
+  const auto& [text, sinks, recent, picks] = policy;
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();
   const Story story(kShape, kPrompt + 12, 81);
@@ -154,12 +154,14 @@ TEST_CASE("watched tokens are found in what was attended, near or far", "[engine
 }
 
 TEST_CASE("audits of policies of the CPU and of pages say what they attend by themselves", "[engine]") {
-  const char* const text =
-      GENERATE("lfps", "history+pages:quest,pages=2 | int4 | top_k=24 | near=0,sinks=4,recent=9", "magicpig | dense=0",
-               "tactic:least=64,size=4", "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=9",
-               "history | top_k=20 | near=0,sinks=4,recent=9 | bypass=0.7 | dense=1",
-               "pages:quest,budget=64 | top_k=all | near=0,sinks=4,recent=0 | bypass=0.5");
-  const std::uint32_t near = GENERATE(0u, 9u);
+  constexpr std::array kPolicies{"history+pages:quest,pages=2 | int4 | top_k=24 | near=0,sinks=4,recent=9",
+                                 "magicpig | dense=0",
+                                 "tactic:least=64,size=4",
+                                 "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=9",
+                                 "history | top_k=20 | near=0,sinks=4,recent=9 | bypass=0.7 | dense=1",
+                                 "lfps",
+                                 "pages:quest,budget=64 | top_k=all | near=0,sinks=4,recent=0 | bypass=0.5"};
+  const auto [text, near] = GENERATE_COPY(grid(few<5>(kPolicies), std::array{0u, 9u}));
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();
   Story story(kShape, kPrompt + 8, 78);

@@ -4,15 +4,15 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_plain.hpp"
+#include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
 using namespace sluice::test::plain;
 
 TEST_CASE("an engine that may choose every token attends densely, whatever is near", "[engine]") {
-  const std::uint32_t near = GENERATE(0u, 3u, 100u);
-  const std::uint32_t rows = GENERATE(1u, 8u);
-  const std::uint32_t prompt = GENERATE(0u, 1u, 250u);
+  const auto [near, rows, prompt] =
+      GENERATE(grid(std::array{0u, 3u, 100u}, std::array{1u, 8u}, std::array{0u, 1u, 250u}));
   CAPTURE(near, rows, prompt);
   const EngineRig rig = engine_rig();
   Engine engine(options_for(rig, rows, 40, near), rig.device);
@@ -41,8 +41,8 @@ TEST_CASE("an engine attends sinks, recent tokens and what each head ranks highe
   struct Choice {
     std::uint32_t sinks, recent, picks;
   };
-  const Choice choice = GENERATE(Choice{0, 1, 1}, Choice{4, 16, 24}, Choice{20, 40, 100});
-  const std::uint32_t near = GENERATE(0u, 6u);
+  const auto [choice, near] =
+      GENERATE(grid(std::array{Choice{0, 1, 1}, Choice{4, 16, 24}, Choice{20, 40, 100}}, std::array{0u, 6u}));
   CAPTURE(choice.sinks, choice.recent, choice.picks, near);
   const EngineRig rig = engine_rig();
   Engine engine(options_for(rig, 1, 40, near), rig.device);
@@ -144,10 +144,10 @@ TEST_CASE("sequences come and go, and leave no block behind", "[engine]") {
 
 TEST_CASE("an engine serves every page size, group and type, and gives the log-sum-exp", "[engine]") {
   const EngineRig rig = engine_rig();
-  const DType dtype = rig.kv_dtypes[GENERATE(0u, 1u, 2u) % rig.kv_dtypes.size()];
-  const std::uint32_t page_tokens = GENERATE(8u, 32u, 256u);
-  const std::uint32_t group = GENERATE(1u, 12u, 32u);
-  const std::uint32_t head_dim = GENERATE(64u, 128u);
+  const auto [type, page_tokens, group, head_dim] =
+      GENERATE(grid(std::array{0u, 1u, 2u}, std::array{8u, 32u, 256u}, std::array{1u, 12u, 32u},
+                    std::array{64u, 128u}));
+  const DType dtype = rig.kv_dtypes[type % rig.kv_dtypes.size()];
   CAPTURE(to_string(dtype), page_tokens, group, head_dim);
   const AttentionShape shape{.layers = 1, .q_heads = 2 * group, .kv_heads = 2, .head_dim = head_dim};
   EngineOptions options{
@@ -170,7 +170,7 @@ TEST_CASE("an engine serves every page size, group and type, and gives the log-s
 
 TEST_CASE("a far part of thousands of rows is answered whole", "[engine]") {
   const EngineRig rig = engine_rig();
-  const std::uint32_t prompt = GENERATE(4000u, 5003u);
+  const std::uint32_t prompt = GENERATE(from_range(few<1>(std::array{5003u, 4000u})));
   const AttentionShape shape{.layers = 2, .q_heads = 2, .kv_heads = 1, .head_dim = 64};
   EngineOptions options{
       .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = 6000, .threads = 3, .pin_threads = false};
@@ -192,8 +192,7 @@ TEST_CASE("a far part of thousands of rows is answered whole", "[engine]") {
 }
 
 TEST_CASE("of long sequences the highest are chosen, ties by the lowest token", "[engine]") {
-  const std::uint32_t period = GENERATE(100'000u, 4096u, 7u);
-  const std::uint32_t picks = GENERATE(1u, 200u, 1500u, 9000u);
+  const auto [period, picks] = GENERATE(grid(std::array{100'000u, 4096u, 7u}, std::array{1u, 200u, 1500u, 9000u}));
   CAPTURE(period, picks);
   const EngineRig rig = engine_rig();
   const AttentionShape shape{.layers = 1, .q_heads = 6, .kv_heads = 1, .head_dim = 64};

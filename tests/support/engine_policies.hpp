@@ -33,7 +33,10 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
 /// Plans one forward of these, enqueues it, finishes it; outputs of the first row of each.
 inline std::vector<std::vector<float>> run(Engine& engine, const EngineRig& rig, const std::vector<Teller*>& tellers,
                                            const std::vector<std::uint32_t>& counts, bool prefill) {
-  ForwardTensors tensors(*rig.device, kShape, engine.options().largest.rows());
+  // Without rows of prompts where there are none: as padding they would take longer than all else.
+  Bucket bucket = engine.options().largest;
+  if (!prefill) bucket.prefill_rows = bucket.prefills = 0;
+  ForwardTensors tensors(*rig.device, kShape, bucket.rows());
   std::vector<PlanItem> items;
   std::uint32_t row = 0;
   for (std::size_t i = 0; i < tellers.size(); ++i) {
@@ -41,8 +44,8 @@ inline std::vector<std::vector<float>> run(Engine& engine, const EngineRig& rig,
     for (std::uint32_t t = 0; t < counts[i]; ++t) tensors.set(row++, *tellers[i]->story, tellers[i]->at + t);
   }
   tensors.spoil();
-  const Batch batch = engine.plan(items, engine.options().largest, rig.stream);
-  tensors.attend(engine, rig.stream);
+  const Batch batch = engine.plan(items, bucket, rig.stream);
+  tensors.attend(engine, bucket, rig.stream);
   engine.finish(batch);
   rig.synchronize();
   std::vector<std::vector<float>> out;

@@ -9,12 +9,13 @@ using namespace sluice::test;
 using namespace sluice::test::policies;
 
 TEST_CASE("policies that choose on the CPU attend what they attend by themselves, near or far", "[engine]") {
-  const char* const text =
-      GENERATE("lfps", "lfps | bypass=off", "topk", "magicpig", "tactic:least=64,size=4,recluster=64",
-               "history:share_group=on,observe_every=3 | top_k=24 | near=0,sinks=4,recent=16 | dense=1",
-               "history+exact | top_p=0.8 | near=0,sinks=2,recent=7", "exact | top_k=30 | near=0 | bypass=0.3",
-               "clusters:least=64,size=8,candidates=48+lsh | top_k=40 | near=0 | dense=0,every=2");
-  const std::uint32_t near = kSanitized ? 7u : GENERATE(0u, 7u);  // It takes minutes there.
+  constexpr std::array kPolicies{
+      "lfps", "magicpig", "tactic:least=64,size=4,recluster=64",
+      "history:share_group=on,observe_every=3 | top_k=24 | near=0,sinks=4,recent=16 | dense=1",
+      "clusters:least=64,size=8,candidates=48+lsh | top_k=40 | near=0 | dense=0,every=2",
+      "exact | top_k=30 | near=0 | bypass=0.3", "history+exact | top_p=0.8 | near=0,sinks=2,recent=7",
+      "lfps | bypass=off", "topk"};
+  const auto [text, near] = GENERATE_COPY(grid(few<6>(kPolicies), std::array{0u, 7u}));
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();
   Story story(kShape, 390, 77);
@@ -43,9 +44,10 @@ TEST_CASE("policies that choose on the CPU attend what they attend by themselves
 }
 
 TEST_CASE("heads that look at the sinks alone are bypassed as by themselves", "[engine]") {
-  const char* const text = GENERATE("lfps", "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8",
-                                    "history | top_k=all | near=0,sinks=4,recent=9 | bypass=0.9");
-  const std::uint32_t near = GENERATE(0u, 7u);
+  const auto [text, near] =
+      GENERATE(grid(std::array{"lfps", "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8",
+                               "history | top_k=all | near=0,sinks=4,recent=9 | bypass=0.9"},
+                    std::array{0u, 7u}));
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();
   Story story(kShape, 320, 78);
@@ -83,7 +85,7 @@ TEST_CASE("policies of the CPU begin behind imported tokens as by themselves", "
 TEST_CASE("a batch of policies of the CPU and of the device attends what each does alone", "[engine]") {
   const EngineRig rig = engine_rig();
   const auto options = [&](std::uint32_t rows, std::uint32_t near) { return options_for(rig, rows, near); };
-  require_same_in_batch(rig, options, GENERATE(0u, 10u), 14,
+  require_same_in_batch(rig, options, GENERATE(from_range(few<1>(std::array{10u, 0u}))), 14,
                         {{"lfps", 200},
                          {"exact | int4 | top_k=30 | near=0,sinks=4,recent=12", 90},
                          {"magicpig", 170},
@@ -93,8 +95,8 @@ TEST_CASE("a batch of policies of the CPU and of the device attends what each do
 
 TEST_CASE("all of the clusters' mass is dense attention, and nearly so is a sample that every key gets into",
           "[engine]") {
-  const bool clusters = GENERATE(true, false);
-  const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
+  const auto [clusters, placement] =
+      GENERATE(grid(std::array{true, false}, std::array{PlacementMode::hybrid, PlacementMode::stream}));
   CAPTURE(clusters, to_string(placement));
   const EngineRig rig = engine_rig();
   const Story story(kShape, 380, 51);

@@ -7,6 +7,7 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
+#include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -149,8 +150,8 @@ std::vector<std::vector<float>> chunk_of(Engine& engine, const EngineRig& rig, T
 }  // namespace
 
 TEST_CASE("chunks of a prompt choose the blocks that flexprefill chooses, near or far", "[engine]") {
-  const std::uint32_t near = GENERATE(0u, 12u);
-  const DType dtype = GENERATE(DType::f32, DType::bf16);  // Of the tensors; a GPU has kernels of its own for either.
+  // The dtype is that of the tensors; a GPU has kernels of its own for either.
+  const auto [near, dtype] = GENERATE(grid(std::array{0u, 12u}, std::array{DType::f32, DType::bf16}));
   CAPTURE(near, to_string(dtype));
   const EngineRig rig = engine_rig();
   Story story(kShape, 1100, 71);

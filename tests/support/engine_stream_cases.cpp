@@ -6,6 +6,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_plain.hpp"
 #include "tests/support/engine_policies.hpp"
+#include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -24,8 +25,9 @@ TEST_CASE("an engine that streams attends what it chose, and asks nobody", "[eng
   struct Choice {
     std::uint32_t sinks, recent, picks;
   };
-  const Choice choice = GENERATE(Choice{0, 1, 1}, Choice{4, 16, 24}, Choice{20, 40, 100}, Choice{4, 8, 400});
-  const std::uint32_t near = GENERATE(0u, 6u, 100u);
+  const auto [choice, near] =
+      GENERATE(grid(std::array{Choice{0, 1, 1}, Choice{4, 16, 24}, Choice{20, 40, 100}, Choice{4, 8, 400}},
+                    std::array{0u, 6u, 100u}));
   CAPTURE(choice.sinks, choice.recent, choice.picks, near);
   const EngineRig rig = engine_rig();
   Engine engine(streaming(plain::options_for(rig, 1, 40, near)), rig.device);
@@ -50,8 +52,7 @@ TEST_CASE("an engine that streams attends what it chose, and asks nobody", "[eng
 
 TEST_CASE("lists of thousands of rows come over the link whole", "[engine]") {
   const EngineRig rig = engine_rig();
-  const std::uint32_t prompt = GENERATE(4000u, 5003u);
-  const std::uint32_t group = GENERATE(2u, 12u);
+  const auto [prompt, group] = GENERATE(grid(std::array{4000u, 5003u}, std::array{2u, 12u}));
   const AttentionShape shape{.layers = 2, .q_heads = group, .kv_heads = 1, .head_dim = 64};
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
@@ -80,12 +81,11 @@ TEST_CASE("lists of thousands of rows come over the link whole", "[engine]") {
 
 TEST_CASE("what the CPU chooses the device fetches, and it is what the CPU attends in place", "[engine]") {
   using namespace policies;
-  const char* const text =
-      GENERATE("lfps", "lfps | bypass=off", "topk", "magicpig", "tactic:least=64,size=4,recluster=64",
-               "history:share_group=on,observe_every=3 | top_k=24 | near=0,sinks=4,recent=16 | dense=1",
-               "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8", "quest", "full | near=0",
-               "exact | int4 | top_p=0.9 | near=0");
-  const std::uint32_t near = GENERATE(0u, 7u);
+  constexpr std::array kPolicies{
+      "lfps", "magicpig", "tactic:least=64,size=4,recluster=64", "quest", "exact | int4 | top_p=0.9 | near=0",
+      "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8", "full | near=0", "topk", "lfps | bypass=off",
+      "history:share_group=on,observe_every=3 | top_k=24 | near=0,sinks=4,recent=16 | dense=1"};
+  const auto [text, near] = GENERATE_COPY(grid(few<6>(kPolicies), std::array{0u, 7u}));
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();
   Story story(kShape, 300, 77);
@@ -129,7 +129,7 @@ TEST_CASE("a batch of all kinds of policies attends over the link what each does
   const auto options = [&](std::uint32_t rows, std::uint32_t near) {
     return streaming(policies::options_for(rig, rows, near));
   };
-  require_same_in_batch(rig, options, GENERATE(0u, 10u), 14,
+  require_same_in_batch(rig, options, GENERATE(from_range(few<1>(std::array{10u, 0u}))), 14,
                         {{"lfps", 200},
                          {"exact | int4 | top_k=30 | near=0,sinks=4,recent=12", 90},
                          {"magicpig", 170},
@@ -174,8 +174,8 @@ TEST_CASE("more rows than a launch has room for attend what each does alone", "[
 TEST_CASE("a key that is not a number shows, wherever in a list it comes", "[engine]") {
   using namespace plain;
   const EngineRig rig = engine_rig();
-  const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
-  const std::uint32_t near = GENERATE(0u, 40u);
+  const auto [placement, near] =
+      GENERATE(grid(std::array{PlacementMode::hybrid, PlacementMode::stream}, std::array{0u, 40u}));
   CAPTURE(to_string(placement), near);
   EngineOptions options = options_for(rig, 1, 40, near);
   options.placement = placement;

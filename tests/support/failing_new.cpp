@@ -9,8 +9,10 @@ namespace {
 
 /// Allocations until the one that fails, of all threads; negative: none does.
 std::atomic<long> until{-1};
+thread_local long until_own = -1;  ///< of this thread
 
 bool refuses() noexcept {
+  if (until_own >= 0 && until_own-- == 0) return true;
   return until.load(std::memory_order_relaxed) >= 0 && until.fetch_sub(1, std::memory_order_relaxed) == 0;
 }
 
@@ -42,6 +44,7 @@ extern "C" const char* __asan_default_options() { return "alloc_dealloc_mismatch
 namespace sluice::test {
 
 void fail_allocation(long which) noexcept { until = which; }
+void fail_own_allocation(long which) noexcept { until_own = which; }
 bool one_failed() noexcept { return until.exchange(-1) < 0; }
 
 }  // namespace sluice::test

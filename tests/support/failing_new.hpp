@@ -5,6 +5,8 @@ namespace sluice::test {
 /// The `which`-th allocation from now on fails, of all threads, counted from 0. In executables that link
 /// failing_new.cpp, which brings an operator new of its own.
 void fail_allocation(long which) noexcept;
+/// Likewise, of the calling thread alone; negative: none fails.
+void fail_own_allocation(long which) noexcept;
 /// From now on all succeed. True if one failed since, whether or not anybody minded.
 bool one_failed() noexcept;
 

@@ -7,6 +7,7 @@
 
 #include "tests/support/flexprefill_reference.hpp"
 #include "tests/support/flexprefill_support.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 namespace {
@@ -79,9 +80,8 @@ std::uint64_t require_right(BackendUnderTest& under_test, const Prompt& prompt, 
 
 TEST_CASE("columns, diagonals, topics and indifference are recognised", "[backend][flexprefill]") {
   const auto under_test = backend_under_test();
-  const auto page_tokens = GENERATE(8u, 16u, 64u, 24u, 256u);
-  const auto dtype = GENERATE(DType::bf16, DType::f16);
-  const bool lines = GENERATE(false, true);
+  const auto [page_tokens, dtype, lines] =
+      GENERATE(grid(std::array{8u, 16u, 64u, 24u, 256u}, std::array{DType::bf16, DType::f16}, std::array{false, true}));
   CAPTURE(page_tokens, to_string(dtype), lines);
   const Prompt prompt = patterns(2'048, page_tokens, dtype);
   const PlacedPrompt placed(*under_test, prompt);
@@ -127,14 +127,24 @@ TEST_CASE("a head that asks for one key has its block, by columns", "[backend][f
 }
 
 TEST_CASE("chunks of any length, anywhere, choose as the reference does", "[backend][flexprefill]") {
-  const Range range = GENERATE(Range{0, 1}, Range{0, 100}, Range{0, 128}, Range{0, 129}, Range{0, 1'000},
-                               Range{300, 700}, Range{1'000, 77}, Range{1'280, 1}, Range{1'100, 400}, Range{127, 2});
-  const auto spec =
-      GENERATE(FlexPrefillSpec{.min_budget = 0}, FlexPrefillSpec{.gamma = 0.8f, .min_budget = 256},
-               FlexPrefillSpec{.tau = 0.f, .min_budget = 130}, FlexPrefillSpec{.min_budget = 0, .lines = true},
-               FlexPrefillSpec{.gamma = 0.5f, .min_budget = 300, .lines = true},
-               FlexPrefillSpec{.gamma = 0.99f, .min_budget = 0, .max_budget = 384},
-               FlexPrefillSpec{.gamma = 0.9f, .tau = 1.f, .min_budget = 200});
+  constexpr auto kRanges = std::to_array<Range>({{0, 1},
+                                                 {0, 100},
+                                                 {0, 128},
+                                                 {0, 129},
+                                                 {0, 1'000},
+                                                 {300, 700},
+                                                 {1'000, 77},
+                                                 {1'280, 1},
+                                                 {1'100, 400},
+                                                 {127, 2}});
+  constexpr auto kSpecs = std::to_array<FlexPrefillSpec>({{.min_budget = 0},
+                                                          {.gamma = 0.8f, .min_budget = 256},
+                                                          {.tau = 0.f, .min_budget = 130},
+                                                          {.min_budget = 0, .lines = true},
+                                                          {.gamma = 0.5f, .min_budget = 300, .lines = true},
+                                                          {.gamma = 0.99f, .min_budget = 0, .max_budget = 384},
+                                                          {.gamma = 0.9f, .tau = 1.f, .min_budget = 200}});
+  const auto [range, spec] = GENERATE_COPY(grid(kRanges, kSpecs));
   CAPTURE(range.first, range.count, spec.gamma, spec.tau, spec.min_budget, spec.max_budget, spec.lines);
   const auto under_test = backend_under_test();
   const Prompt prompt = noise({.tokens = range.first + range.count, .head_dim = 64, .group = 4, .seed = 3});
@@ -165,8 +175,7 @@ TEST_CASE("every dtype, head_dim, page size and group chooses as the reference d
 }
 
 TEST_CASE("an outlier and what is far below it", "[backend][flexprefill]") {
-  const double outlier = GENERATE(10.0, 100.0);
-  const auto gamma = GENERATE(0.9f, 1.f);
+  const auto [outlier, gamma] = GENERATE(grid(std::array{10.0, 100.0}, std::array{0.9f, 1.f}));
   CAPTURE(outlier, gamma);
   const auto under_test = backend_under_test();
   const Prompt prompt = noise({.tokens = 2'300, .head_dim = 128, .group = 4, .outlier = outlier});
@@ -175,8 +184,8 @@ TEST_CASE("an outlier and what is far below it", "[backend][flexprefill]") {
 }
 
 TEST_CASE("keys that are not numbers weigh nothing in the choice", "[backend][flexprefill]") {
-  const double bad = GENERATE(std::nan(""), std::numeric_limits<double>::infinity());
-  const bool lines = GENERATE(false, true);
+  const auto [bad, lines] =
+      GENERATE(grid(std::array{std::nan(""), std::numeric_limits<double>::infinity()}, std::array{false, true}));
   CAPTURE(bad, lines);
   const auto under_test = backend_under_test();
   Prompt prompt = noise({.tokens = 1'000, .head_dim = 64, .group = 4});

@@ -7,6 +7,7 @@
 
 #include "tests/support/flexprefill_reference.hpp"
 #include "tests/support/flexprefill_support.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 namespace {
@@ -36,8 +37,7 @@ TEST_CASE("a prompt of nothing but NaN still has its forced blocks", "[backend][
 }
 
 TEST_CASE("a budget of the whole prompt keeps everything", "[backend][flexprefill]") {
-  const auto tokens = GENERATE(1u, 128u, 1'000u);
-  const auto lines = GENERATE(false, true);
+  const auto [tokens, lines] = GENERATE(grid(std::array{1u, 128u, 1'000u}, std::array{false, true}));
   CAPTURE(tokens, lines);
   const auto under_test = backend_under_test();
   const Prompt prompt = noise({.tokens = tokens, .head_dim = 64, .group = 4});
@@ -78,8 +78,8 @@ TEST_CASE("a larger share or budget keeps what a smaller one kept", "[backend][f
 }
 
 TEST_CASE("whole lines cover their share of what the representative rows attend", "[backend][flexprefill]") {
-  const auto gamma = GENERATE(0.3f, 0.8f, 0.95f);
-  const Range range = GENERATE(Range{0, 1'024}, Range{300, 650});
+  const auto [gamma, range] =
+      GENERATE(grid(std::array{0.3f, 0.8f, 0.95f}, std::array{Range{0, 1'024}, Range{300, 650}}));
   CAPTURE(gamma, range.first, range.count);
   const auto under_test = backend_under_test();
   const Prompt prompt = noise({.tokens = range.first + range.count, .head_dim = 64, .group = 4});
@@ -141,7 +141,8 @@ TEST_CASE("attention to the chosen blocks is off by no more than what they leave
   }
 }
 
-TEST_CASE("choices for several chunks at once are those of each alone, every time", "[backend][flexprefill]") {
+TEST_CASE("choices for several chunks at once are those of each alone, every time",
+          "[backend][flexprefill][threads]") {
   const auto under_test = backend_under_test();
   const Prompt prompt = noise({.tokens = 1'400, .head_dim = 128, .group = 4});
   const PlacedPrompt placed(*under_test, prompt);

@@ -87,10 +87,9 @@ bool close(float got, const Estimate& expected) {
 }  // namespace
 
 TEST_CASE("4-bit copies are within half a step of the keys, their extremes exact", "[backend][int4]") {
-  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
-  const auto head_dim = GENERATE(64u, 80u, 128u);
-  const auto page_tokens = GENERATE(8u, 16u, 256u);
-  const auto outlier = GENERATE(1.0, 1e3, 1e-6);
+  const auto [dtype, head_dim, page_tokens, outlier] =
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 128u},
+                    std::array{8u, 16u, 256u}, std::array{1.0, 1e3, 1e-6}));
   CAPTURE(to_string(dtype), head_dim, page_tokens, outlier);
   const auto under_test = backend_under_test();
   const Problem problem({.dtype = dtype,
@@ -127,8 +126,7 @@ TEST_CASE("4-bit copies are within half a step of the keys, their extremes exact
 }
 
 TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[backend][int4]") {
-  const auto dtype = GENERATE(DType::f32, DType::bf16);
-  const auto head_dim = GENERATE(64u, 128u);
+  const auto [dtype, head_dim] = GENERATE(grid(std::array{DType::f32, DType::bf16}, std::array{64u, 128u}));
   CAPTURE(to_string(dtype), head_dim);
   const auto under_test = backend_under_test();
   Problem problem({.dtype = dtype, .tokens = 8, .head_dim = head_dim, .group = 1, .page_tokens = 8});
@@ -158,9 +156,9 @@ TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[bac
 }
 
 TEST_CASE("estimates are products with the decoded copies, and near the logits", "[backend][int4]") {
-  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
-  const auto head_dim = GENERATE(16u, 64u, 80u, 128u);
-  const auto group = GENERATE(1u, 3u, 4u, 8u, 13u, 32u);
+  const auto [dtype, head_dim, group] =
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{16u, 64u, 80u, 128u},
+                    std::array{1u, 3u, 4u, 8u, 13u, 32u}));
   CAPTURE(to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();
   const std::uint32_t page_tokens = group == 3 ? 24 : 16;
@@ -209,10 +207,9 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
 }
 
 TEST_CASE("with lists every head has its own pages, and the tail is minus infinity", "[backend][int4]") {
-  const auto head_dim = GENERATE(64u, 128u);
-  const auto group = GENERATE(1u, 4u, 7u, 32u);
-  const auto page_tokens = GENERATE(8u, 16u, 40u);
-  const auto listed = GENERATE(1u, 5u, 29u);
+  const auto [head_dim, group, page_tokens, listed] =
+      GENERATE(grid(std::array{64u, 128u}, std::array{1u, 4u, 7u, 32u}, std::array{8u, 16u, 40u},
+                    std::array{1u, 5u, 29u}));
   CAPTURE(head_dim, group, page_tokens, listed);
   const auto under_test = backend_under_test();
   const std::uint32_t pages = 30;
@@ -255,9 +252,9 @@ TEST_CASE("with lists every head has its own pages, and the tail is minus infini
 }
 
 TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]") {
-  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
-  const auto head_dim = GENERATE(16u, 64u, 80u, 128u, 256u);
-  const auto group = GENERATE(1u, 4u, 7u, 13u, 32u);
+  const auto [dtype, head_dim, group] =
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{16u, 64u, 80u, 128u, 256u},
+                    std::array{1u, 4u, 7u, 13u, 32u}));
   CAPTURE(to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();
   const std::uint32_t page_tokens = group == 7 ? 40 : 16, tail_page = 9;
@@ -301,15 +298,14 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
 }
 
 TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[backend][int4]") {
-  const auto head_dim = GENERATE(64u, 128u);
-  const auto group = GENERATE(1u, 4u, 32u);
-  const auto page_tokens = kSanitized ? 16u : GENERATE(8u, 16u, 40u);
-  const auto listed = GENERATE(1u, 7u, 29u);
   struct Window {
     std::uint32_t sinks, recent;  ///< `recent` of the tokens are recent
   };
-  const auto window = GENERATE(Window{0, 0}, Window{4, 0}, Window{0, 5}, Window{9, 130}, Window{40, 80}, Window{300, 0},
-                               Window{150, 83}, Window{3, 230}, Window{0, 10'000});
+  constexpr auto kWindows = std::to_array<Window>(
+      {{0, 0}, {4, 0}, {0, 5}, {9, 130}, {40, 80}, {300, 0}, {150, 83}, {3, 230}, {0, 10'000}});
+  const auto [head_dim, group, page_tokens, listed, window] =
+      GENERATE_COPY(grid(std::array{64u, 128u}, std::array{1u, 4u, 32u}, std::array{8u, 16u, 40u},
+                         std::array{1u, 7u, 29u}, kWindows));
   const std::uint32_t pages = 29, tokens = pages * page_tokens;
   CAPTURE(head_dim, group, page_tokens, listed, window.sinks, window.recent);
   const auto under_test = backend_under_test();

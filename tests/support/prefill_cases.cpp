@@ -8,6 +8,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/prompt.hpp"
 #include "tests/support/random.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 namespace {
@@ -25,12 +26,12 @@ std::ostream& operator<<(std::ostream& out, const Case& c) {
 }
 
 /// One token; inside a page; across blocks; the first block, a later one, and a chunk behind a prefix.
-const std::vector<Case> kCases{
+constexpr auto kCases = std::to_array<Case>({
     {1, 0, 1, 64, 16, DType::bf16, DType::f32},     {37, 36, 3, 128, 8, DType::f16, DType::f32},
     {130, 0, 8, 128, 16, DType::bf16, DType::f32},  {300, 127, 2, 64, 32, DType::bf16, DType::bf16},
     {330, 29, 4, 128, 256, DType::f16, DType::f16}, {420, 256, 1, 128, 24, DType::bf16, DType::f16},
     {290, 129, 32, 64, 16, DType::f16, DType::f32}, {700, 383, 4, 64, 64, DType::bf16, DType::f32},
-    {270, 3, 5, 128, 40, DType::bf16, DType::bf16}};
+    {270, 3, 5, 128, 40, DType::bf16, DType::bf16}});
 
 struct Outputs {
   Outputs(BackendUnderTest& under_test, const Prompt& prompt, std::uint32_t count)
@@ -142,7 +143,7 @@ Prompt prompt_of(const Case& c) {
 
 }  // namespace
 
-TEST_CASE("prefill of a chunk that begins anywhere, and its log-sum-exp", "[backend][prefill]") {
+TEST_CASE("prefill of a chunk that begins anywhere, and its log-sum-exp", "[backend][prefill][threads]") {
   const Case c = GENERATE(from_range(kCases));
   CAPTURE(c);
   const auto under_test = backend_under_test();
@@ -156,8 +157,8 @@ TEST_CASE("prefill of a chunk that begins anywhere, and its log-sum-exp", "[back
 }
 
 TEST_CASE("prefill attends a window of keys that begins late and ends early", "[backend][prefill]") {
-  const Case c = GENERATE(from_range(kCases));
-  const auto part = GENERATE(0, 1, 2);  // A tail, a middle part, and one that ends inside a page.
+  // Parts: a tail, a middle part, and one that ends inside a page.
+  const auto [c, part] = GENERATE(grid(kCases, std::array{0, 1, 2}));
   CAPTURE(c, part);
   const auto under_test = backend_under_test();
   const Prompt prompt = prompt_of(c);
@@ -174,8 +175,7 @@ TEST_CASE("prefill attends a window of keys that begins late and ends early", "[
 }
 
 TEST_CASE("prefill over windows equals prefill in one piece", "[backend][prefill]") {
-  const Case c = GENERATE(from_range(kCases));
-  const bool masked = GENERATE(false, true);
+  const auto [c, masked] = GENERATE(grid(kCases, std::array{false, true}));
   CAPTURE(c, masked);
   const auto under_test = backend_under_test();
   const Prompt prompt = prompt_of(c);
@@ -197,8 +197,7 @@ TEST_CASE("prefill over windows equals prefill in one piece", "[backend][prefill
 }
 
 TEST_CASE("prefill attends the blocks that are named and no others", "[backend][prefill]") {
-  const Case c = GENERATE(from_range(kCases));
-  const Bits kind = GENERATE(Bits::none, Bits::diagonal, Bits::random, Bits::column);
+  const auto [c, kind] = GENERATE(grid(kCases, std::array{Bits::none, Bits::diagonal, Bits::random, Bits::column}));
   CAPTURE(c, static_cast<int>(kind));
   const auto under_test = backend_under_test();
   const Prompt prompt = prompt_of(c);
@@ -246,8 +245,7 @@ TEST_CASE("keys of blocks that are not named are not looked at", "[backend][pref
 }
 
 TEST_CASE("prefill with a key that outweighs all others", "[backend][prefill]") {
-  const double outlier = GENERATE(8.0, 60.0);
-  const bool windows = GENERATE(false, true);
+  const auto [outlier, windows] = GENERATE(grid(std::array{8.0, 60.0}, std::array{false, true}));
   CAPTURE(outlier, windows);
   const auto under_test = backend_under_test();
   const Prompt prompt({.tokens = 320, .head_dim = 128, .group = 4, .outlier = outlier}, DType::f32);
@@ -261,7 +259,7 @@ TEST_CASE("prefill with a key that outweighs all others", "[backend][prefill]") 
 }
 
 TEST_CASE("prefill of several tasks, of unequal length and with masks of their own, in one call",
-          "[backend][prefill]") {
+          "[backend][prefill][threads]") {
   const auto under_test = backend_under_test();
   const DType dtype = GENERATE(DType::bf16, DType::f16);
   CAPTURE(to_string(dtype));

@@ -7,6 +7,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 namespace {
@@ -213,10 +214,9 @@ double require_states(Verified& head, std::uint32_t group) {
 }  // namespace
 
 TEST_CASE("the verdict on microbatches is that of the formula", "[backend][progress]") {
-  const auto rule = GENERATE(ProgressRule::least, ProgressRule::mean, ProgressRule::median, ProgressRule::certified);
-  const auto group = GENERATE(1u, 4u, 32u);
-  const auto heads = GENERATE(1u, 90u);
-  const auto hard = GENERATE(false, true);
+  const auto [rule, group, heads, hard] =
+      GENERATE(grid(std::array{ProgressRule::least, ProgressRule::mean, ProgressRule::median, ProgressRule::certified},
+                    std::array{1u, 4u, 32u}, std::array{1u, 90u}, std::array{false, true}));
   CAPTURE(static_cast<int>(rule), group, heads, hard);
   const auto under_test = backend_under_test();
   const AttentionShape shape{.layers = 1, .q_heads = group, .kv_heads = 1, .head_dim = 64};

@@ -41,7 +41,7 @@ Sums reference_sums(const Prompt& prompt, std::uint32_t head, std::uint32_t rows
 
 }  // namespace
 
-TEST_CASE("sums of the last queries' attention leave the sinks out", "[backend][flexprefill]") {
+TEST_CASE("sums of the last queries' attention leave the sinks out", "[backend][flexprefill][threads]") {
   struct Case {
     std::uint32_t tokens, count, rows, sinks, page_tokens, group, head_dim;
     DType dtype;

@@ -8,6 +8,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/prune_reference.hpp"
 #include "tests/support/random.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 namespace {
@@ -188,9 +189,9 @@ TEST_CASE("top-p of one value, attended anyway or not", "[backend][top_p]") {
 
 TEST_CASE("top-p of rows at the ends of float32", "[backend][top_p]") {
   const auto under_test = backend_under_test();
-  const auto count = GENERATE(2u, 300u, 9'000u, 70'000u);
-  const auto p = GENERATE(0x1p-149f, 0.5f, 0.999f, 1.f - 0x1p-24f);
-  const auto anyway = GENERATE(0u, 1u, 40u);
+  const auto [count, p, anyway] =
+      GENERATE(grid(std::array{2u, 300u, 9'000u, 70'000u}, std::array{0x1p-149f, 0.5f, 0.999f, 1.f - 0x1p-24f},
+                    std::array{0u, 1u, 40u}));
   Random random(count);
   const Choice choice{.begin = std::min(anyway / 10, count),
                       .end = std::max(anyway / 10, count - std::min(anyway, count))};

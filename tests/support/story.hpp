@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "sluice/page.hpp"
+#include "sluice/shape.hpp"
+
+namespace sluice::test {
+
+/// Queries, keys and values of one sequence, the latter two on a grid that every dtype holds exactly, with a few keys
+/// that stand out.
+class Story {
+ public:
+  Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed);
+
+  [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
+  [[nodiscard]] const float* q(std::uint32_t layer, std::uint32_t token) const;  ///< [q_heads, head_dim]
+  [[nodiscard]] const float* k(std::uint32_t layer, std::uint32_t token) const;  ///< [kv_heads, head_dim]
+  [[nodiscard]] const float* v(std::uint32_t layer, std::uint32_t token) const;
+
+  /// The key of a token is not a number from now on.
+  void poison(std::uint32_t layer, std::uint32_t token);
+
+  /// All tokens of a layer have the first one's queries from now on.
+  void repeat_query();
+
+  /// The queries of a token are this many times as long from now on.
+  void scale_queries(std::uint32_t token, float factor);
+
+  /// Every token has the key of the token `period` before it from now on: scores tie.
+  void repeat_keys(std::uint32_t period);
+
+  /// In tokens whose number is odd, every query asks for the first four tokens more than for anything, from now on.
+  void lean_on_sinks();
+
+  /// Tokens before `first` are those of another story of this shape from now on.
+  void begin_as(const Story& other, std::uint32_t first);
+
+  /// Queries are numbers of bf16 from now on.
+  void round_queries();
+
+  /// What a policy of sinks, recent tokens and `picks` per query head attends at `token`, in float64: [q_heads,
+  /// head_dim]. Estimates are those of the 4-bit copies; a group attends what any of its heads chose. `lse`, unless
+  /// null, receives the natural logs of the sums of exponentials.
+  [[nodiscard]] std::vector<double> attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
+                                             std::uint32_t recent, std::uint32_t picks,
+                                             std::vector<double>* lse = nullptr) const;
+  /// The same of a policy whose query heads each choose the fewest tokens that hold `mass`, with sinks and recent
+  /// tokens, by the estimates of all visible tokens.
+  [[nodiscard]] std::vector<double> attended_by_mass(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
+                                                     std::uint32_t recent, double mass) const;
+
+  /// A policy whose query heads each choose the best pages by digest, and of their tokens the fewest that hold `mass`
+  /// with what is attended anyway, the newest page among it.
+  struct InPages {
+    std::uint32_t page_tokens = 16;
+    DigestKind digest = DigestKind::box;
+    std::uint32_t pages = 0;
+    std::uint32_t sinks = 0;
+    std::uint32_t recent = 1;
+    double mass = 1.0;
+  };
+  /// The score of a page's digest, in float64.
+  [[nodiscard]] double page_score(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t page,
+                                  const InPages& policy) const;
+  [[nodiscard]] std::vector<double> attended_in_pages(std::uint32_t layer, std::uint32_t token,
+                                                      const InPages& policy) const;
+
+ private:
+  /// Estimates of tokens [begin, end), largest first.
+  using Ranked = std::vector<std::pair<double, std::uint32_t>>;
+  [[nodiscard]] Ranked ranked(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t begin,
+                              std::uint32_t end) const;
+  /// `choose(head, sink_end, recent_begin, marks)` sets the marks of what a query head chooses.
+  template <class Choose>
+  [[nodiscard]] std::vector<double> attended_as(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
+                                                std::uint32_t recent, const Choose& choose,
+                                                std::vector<double>* lse) const;
+
+  AttentionShape shape_;
+  std::uint32_t tokens_;
+  std::vector<float> q_, k_, v_;  ///< [layers, tokens, heads, head_dim]
+};
+
+}  // namespace sluice::test
