@@ -47,7 +47,6 @@ class Backend final : public sluice::Backend {
   void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
   void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
-  void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;
   void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
@@ -72,20 +71,5 @@ class Backend final : public sluice::Backend {
   const Workers& workers_;
   const Kernels& kernels_;
 };
-
-/// Rates that a plan is reckoned with. 1 GB = 1e9 bytes.
-struct CostRates {
-  double far_runs_gbps = 8.0;    ///< CPU attention over whole pages, all workers
-  double far_tokens_gbps = 4.0;  ///< CPU attention over scattered rows, all workers
-  double link_gbps = 8.0;        ///< whole pages, host to device
-  double link_latency_us = 20.0; ///< of one fetch, enqueue to usable
-  double near_gbps = 8.0;        ///< device attention over near pages
-};
-
-
-/// Measures the rates that placement decides by, on this machine, in about 50 ms. Link rates are those of
-/// memcpy between two buffers, as the embedded host device copies.
-[[nodiscard]] CostRates measure_rates(const Workers& workers, Backend& backend, const AttentionShape& shape,
-                                      const PageLayout& layout);
 
 }  // namespace sluice::cpu

@@ -73,11 +73,6 @@ void HostBackend::merge(std::span<const MergeTask> tasks, const AttentionShape& 
   run_or_enqueue(stream, "merge", [=, this] { cpu_.merge(tasks, shape, out_dtype, nullptr); });
 }
 
-void HostBackend::verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) {
-  if (tasks.empty()) return;
-  run_or_enqueue(stream, "verify", [=, this] { cpu_.verify(tasks, shape, nullptr); });
-}
-
 void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                           Stream* stream) {
   if (tasks.empty()) return;

@@ -25,7 +25,6 @@ class HostBackend final : public sluice::Backend {
   void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
   void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
-  void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;
   void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,

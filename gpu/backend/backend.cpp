@@ -11,11 +11,9 @@
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
-#include "gpu/kernels/select/masses.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "gpu/kernels/select/top_k.hpp"
 #include "gpu/kernels/select/top_p.hpp"
-#include "gpu/kernels/select/verify.hpp"
 #include "gpu/kernels/transfer/gather.hpp"
 #include "gpu/kernels/transfer/signal.hpp"
 
@@ -98,7 +96,6 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();
-  load_mass_kernels();
   load_merge_kernels();
   load_prefill_kernels();
   warpgroups_ = Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels();
@@ -108,7 +105,6 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_select_blocks_kernels();
   load_signal_kernels();
   load_top_k_kernels();
-  load_verify_kernels();
   load_top_p_kernels();
   longest_top_p_ = load_top_p_cluster_kernels();
   longest_top_k_ = load_top_k_cluster_kernels();
@@ -171,31 +167,10 @@ void Backend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
   launch();
 }
 
-void Backend::verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) {
-  if (tasks.empty()) return;
-  check_supported("verify", shape, {.head_dim = shape.head_dim});
-  CudaStream& cuda = cuda_stream(stream, "verify");
-  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_verify(array, shape.group(), cuda.handle()); });
-}
-
 void Backend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {
   if (tasks.empty()) return;
   CudaStream& cuda = cuda_stream(stream, "to_f32");
   for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_to_f32(array, cuda.handle()); });
-}
-
-void Backend::append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout,
-                               std::span<const ToF32Task> widened, Stream* stream) {
-  if (tasks.empty() || widened.empty() || widened.size() > WidenedTensors::kMost)
-    return sluice::Backend::append_and_widen(tasks, layout, widened, stream);
-  check_supported("append", any_shape(layout.head_dim), layout);
-  CudaStream& cuda = cuda_stream(stream, "append");
-  WidenedTensors tensors;
-  for (const ToF32Task& task : widened) tensors.tasks[tensors.count++] = task;
-  for_each_launch(tasks, cuda.params(), [&](const auto& array) {
-    launch_append_and_widen(array, layout, tensors, cuda.handle());
-    tensors.count = 0;  // Once is enough.
-  });
 }
 
 }  // namespace sluice::gpu

@@ -29,7 +29,6 @@ class Backend final : public sluice::Backend {
   void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
   void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
-  void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;
   void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
@@ -46,8 +45,6 @@ class Backend final : public sluice::Backend {
   [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
   using sluice::Backend::to_f32;
   void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
-  void append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout, std::span<const ToF32Task> widened,
-                        Stream* stream) override;
 
  private:
   std::uint32_t multiprocessors_;

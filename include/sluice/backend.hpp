@@ -26,12 +26,6 @@ struct AttendTask {
   std::span<const std::uint32_t> tokens;   ///< ascending; may be empty
   std::span<const std::uint32_t> members;  ///< [tokens] or empty: see SelectionRow
   std::span<const float> scores;           ///< [tokens, group] or empty: then K is read
-  /// [tokens, group] or null: receives the scores of `tokens`, where K is read anyway. Host backend only; a device's
-  /// leaves it alone.
-  float* seen = nullptr;
-  /// [runs, group] or null: receives the natural log of the sum of exponentials of every run's scaled scores, -inf for
-  /// a run without tokens. Not together with `scores`.
-  float* masses = nullptr;
   Partial out;                             ///< [group, head_dim], [group]
 };
 
@@ -224,24 +218,6 @@ struct PrefillShape {
   std::uint64_t out_head_stride = 0;
 };
 
-/// The verdict on one microbatch of one KV head: adds its masses to the states of the group's query heads and tells the
-/// host whether the least of their shares is enough. States and masses are memory that the backend's kernels read.
-struct ProgressTask {
-  ProgressState* states = nullptr;  ///< [group]
-  const float* masses = nullptr;    ///< [pages, group], as `attend` writes them
-  const float* extra = nullptr;     ///< [group] or null: lse of what was attended besides pages and is not counted yet
-  const float* bounds = nullptr;    ///< [group] or null: log of a bound of what is left; what `certified` needs
-  std::uint32_t pages = 0;
-  std::uint32_t full = 0;  ///< the first `full` pages were attended with all their tokens
-  std::uint32_t left = 0;  ///< pages that come after these
-  float mass = 0.95f;      ///< the share that is enough, see `passes`
-  ProgressRule rule = ProgressRule::least;
-  bool first = false;             ///< of its attention: the states are written without being read
-  /// Pinned: receives verdict_word(tag, enough), visible to the host as soon as it is written.
-  std::uint64_t* verdict = nullptr;
-  std::uint64_t tag = 0;
-};
-
 /// Copies rows [tokens, heads, head_dim] of a tensor to dense float32; `out` may be pinned host memory.
 struct ToF32Task {
   TensorView in;
@@ -293,7 +269,6 @@ class Backend {
   virtual void top_p(std::span<const TopPTask> tasks, Stream* stream) = 0;
   virtual void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) = 0;
-  virtual void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                        Stream* stream) = 0;
   virtual void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
@@ -315,13 +290,6 @@ class Backend {
   void to_f32(const TensorView& in, float* out, Stream* stream) {
     const ToF32Task task{.in = in, .out = out};
     to_f32(std::span(&task, 1), stream);
-  }
-  /// `append` and `to_f32` side by side, in one launch where the backend can: how a step's new tokens come in. Neither
-  /// reads what the other writes. `widened` is copied.
-  virtual void append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout,
-                                std::span<const ToF32Task> widened, Stream* stream) {
-    append(tasks, layout, stream);
-    to_f32(widened, stream);
   }
 };
 

@@ -13,18 +13,6 @@ namespace sluice::gpu {
 /// are 16-byte aligned.
 void launch_append(const TaskArray<AppendTask>& tasks, const PageLayout& layout, cudaStream_t stream);
 
-/// Tensors that are widened beside, as to_f32 does; an argument of the kernel.
-struct WidenedTensors {
-  static constexpr std::uint32_t kMost = 8;
-  ToF32Task tasks[kMost];
-  std::uint32_t count = 0;
-};
-static_assert(sizeof(TaskArray<AppendTask>) + sizeof(WidenedTensors) + 64 <= 4096, "kernel arguments have 4 KiB");
-
-/// Both in one launch.
-void launch_append_and_widen(const TaskArray<AppendTask>& tasks, const PageLayout& layout,
-                             const WidenedTensors& widened, cudaStream_t stream);
-
 void load_append_kernels();
 
 }  // namespace sluice::gpu
