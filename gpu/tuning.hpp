@@ -45,7 +45,6 @@ struct AttendVariant {
   std::uint32_t head_dim = 128;
   std::uint32_t head_tiles = 1;  ///< tiles of 8 query heads that share one read of K and V
   bool scored = false;           ///< some tokens come with their scores
-  bool massed = false;           ///< the masses of runs are wanted; not together with `scored`
   [[nodiscard]] constexpr std::uint32_t heads() const noexcept { return 8 * head_tiles; }
   friend constexpr bool operator==(const AttendVariant&, const AttendVariant&) = default;
 };
@@ -87,7 +86,7 @@ struct PrefillVariant {
 /// "attend bf16 d128 heads8 scored"
 [[nodiscard]] inline std::string to_string(const AttendVariant& variant) {
   return std::string("attend ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " heads" +
-         std::to_string(variant.heads()) + (variant.scored ? " scored" : "") + (variant.massed ? " massed" : "");
+         std::to_string(variant.heads()) + (variant.scored ? " scored" : "");
 }
 
 /// "prefill bf16 d128 terms2", "prefill bf16 d128 terms1 warpgroups"

@@ -64,12 +64,6 @@ class KvReader {
   virtual void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) = 0;
 };
 
-/// What the last queries of a prompt attend, per query head: means over the queries, tokens before `sinks` left out.
-struct PromptSums {
-  std::span<const float> by_position;  ///< [group, tokens - sinks] entry j - sinks
-  std::span<const float> by_distance;  ///< [group, tokens - sinks] entry p - j for a query at position p
-};
-
 /// The prompt of one KV head, when the first decode step begins.
 struct PromptContext {
   std::uint32_t kv_head = 0;
@@ -77,10 +71,6 @@ struct PromptContext {
   std::uint32_t queries = 0;             ///< rows of last_q; row i is the query of position tokens - queries + i
   std::span<const float> last_q = {};    ///< [queries, group, head_dim]
   KvReader* kv = nullptr;
-  /// The answer to `prompt_clustering`, if the runtime had it made elsewhere; null: the policy has it made by `kv`.
-  const Clustering* clustering = nullptr;
-  /// The answer to `prompt_sums`, likewise.
-  const PromptSums* sums = nullptr;
 };
 
 /// One KV head in one decode step, its query known.
@@ -93,17 +83,11 @@ struct HeadContext {
   std::span<const std::uint32_t> ranked_pages = {};
   /// Digest scores of all full pages, raw; [group, pages]. Empty unless the budget is `progressive`.
   std::span<const float> page_scores = {};
-  /// What a device kept by estimate and top-p, or empty; [group, words]. Bit i % 32 of word i / 32: the i-th token
-  /// of the head's ranked pages laid end to end, or token i if the source is `exact`. Nothing attended anyway.
-  std::span<const std::uint32_t> kept = {};
   const NearSet* near = nullptr;
   KvReader* kv = nullptr;
-  /// If the budget cuts nothing, leave the scores that only history wants to `observe`: the selection is ready before a
-  /// key was read, for reading far keys twice.
-  bool defer_scores = false;
 };
 
-/// What a selection cost and found, for one KV head; added to Stats by the pipeline.
+/// What a selection cost and found, for one KV head.
 struct SelectCounters {
   std::uint64_t candidates = 0;         ///< after the union over the group
   std::uint64_t expanded_per_head = 0;  ///< before it, summed over query heads
@@ -136,10 +120,6 @@ class LayerPolicy {
   virtual void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit, std::vector<HotPage>& hot) = 0;
   /// Fills `row` (cleared by the caller) with what to attend beyond the near set.
   virtual void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) = 0;
-  /// Tells the scores [tokens, group] of what was attended in the last selection whose scores were deferred, and their
-  /// log-sum-exp per query head. Cheap; called in every step, unlike `observe`.
-  virtual void note(std::uint32_t /*kv_head*/, std::span<const std::uint32_t> /*tokens*/,
-                    std::span<const float> /*scores*/, std::span<const float> /*lse*/) {}
   /// Whether the last selection of a KV head is to be observed, and its next step forecast, at all.
   [[nodiscard]] virtual bool wants_observation(std::uint32_t /*kv_head*/) const noexcept { return false; }
   /// Feeds the weights of the last selection back; `kv` as in that selection.
@@ -151,16 +131,6 @@ class LayerPolicy {
 /// @throws Error{Errc::invalid_argument} if the spec breaks its ranges.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                              std::uint32_t page_tokens, LayerId layer);
-
-/// Which PromptSums a policy of this spec begins a prompt with. With none it reads the keys itself, which takes longer.
-struct SumRequest {
-  std::uint32_t queries = 0;  ///< last ones of the prompt, at most 128; 0: it needs none, or more
-  std::uint32_t sinks = 0;
-};
-[[nodiscard]] SumRequest prompt_sums(const PolicySpec& spec, std::uint32_t tokens) noexcept;
-
-/// The clustering that a policy of this spec begins a prompt with, the same for all KV heads; of no keys, if it wants none.
-[[nodiscard]] ClusterRequest prompt_clustering(const PolicySpec& spec, std::uint32_t tokens) noexcept;
 
 /// Tokens that each query head may keep of n visible ones: max(min_tokens, share * n), at most n.
 [[nodiscard]] std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexcept;

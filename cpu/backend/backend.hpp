@@ -35,57 +35,44 @@ class Backend final : public sluice::Backend {
 
   [[nodiscard]] std::vector<std::string> unsupported_reasons(const AttentionShape& shape,
                                                              const PageLayout& layout) const override;
+
   void append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) override;
-  void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
-  void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
-                   Stream* stream) override;
-  void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
-  void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
-  void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) override;
-  void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
-                  Stream* stream) override;
-  void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
+  using CoreVerbs::to_f32;
+  void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
   void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
-  void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) override;
+
+  void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
+  void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) override;
+  void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
+  void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                   Stream* stream) override;
+  void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                  Stream* stream) override;
+  void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
+  void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
+  void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
+  [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
+  /// Like score_int4, but of any tokens, as host policies ask for them.
+  void estimate_tokens(const EstimateTask& task, const AttentionShape& shape, const PageLayout& layout);
+
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;
   void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
                      const AttentionShape& shape, Stream* stream) override;
   void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                      Stream* stream) override;
+  [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
+                                                          const AttentionShape& shape) const override;
   /// Of a Zen 4 core at head_dim 64 and 128: a choice takes 8% of dense attention at 4,096 tokens, 4% at 8,192, and
   /// attention by a mask 7% more than dense attention for what it computes.
   [[nodiscard]] PrefillCosts prefill_costs() const noexcept override {
     return {.per_chunk = 20.0, .per_key_block = 1.0, .per_pair = 0.035};
   }
-  [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
-                                                          const AttentionShape& shape) const override;
-  /// Like score_int4, but of any tokens, as host policies ask for them.
-  void estimate_tokens(const EstimateTask& task, const AttentionShape& shape, const PageLayout& layout);
-  void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
-  [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
-  using sluice::Backend::to_f32;
-  void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
 
  private:
   const Workers& workers_;
   const Kernels& kernels_;
 };
-
-/// Rates that a plan is reckoned with. 1 GB = 1e9 bytes.
-struct CostRates {
-  double far_runs_gbps = 8.0;    ///< CPU attention over whole pages, all workers
-  double far_tokens_gbps = 4.0;  ///< CPU attention over scattered rows, all workers
-  double link_gbps = 8.0;        ///< whole pages, host to device
-  double link_latency_us = 20.0; ///< of one fetch, enqueue to usable
-  double near_gbps = 8.0;        ///< device attention over near pages
-};
-
-
-/// Measures the rates that placement decides by, on this machine, in about 50 ms. Link rates are those of
-/// memcpy between two buffers, as the embedded host device copies.
-[[nodiscard]] CostRates measure_rates(const Workers& workers, Backend& backend, const AttentionShape& shape,
-                                      const PageLayout& layout);
 
 }  // namespace sluice::cpu

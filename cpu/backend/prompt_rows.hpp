@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cpu/backend/verbs.hpp"
-#include "sluice/backend.hpp"
+#include "sluice/prefill_verbs.hpp"
 
 namespace sluice::cpu {
 

@@ -8,9 +8,9 @@
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/threads/lent.hpp"
 #include "cpu/threads/workers.hpp"
-#include "sluice/backend.hpp"
 #include "sluice/page.hpp"
 #include "sluice/partial.hpp"
+#include "sluice/select_verbs.hpp"
 #include "sluice/shape.hpp"
 
 namespace sluice::cpu {

@@ -22,43 +22,11 @@ void HostBackend::append(std::span<const AppendTask> tasks, const PageLayout& la
   run_or_enqueue(stream, "append", [=, this] { cpu_.append(tasks, layout, nullptr); });
 }
 
-void HostBackend::digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) {
-  if (tasks.empty()) return;
-  run_or_enqueue(stream, "digest", [=, this] { cpu_.digest(tasks, kind, layout, nullptr); });
-}
-
-void HostBackend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
-                              Stream* stream) {
-  if (tasks.empty()) return;
-  run_or_enqueue(stream, "score_pages", [=, this] { cpu_.score_pages(tasks, shape, digest_dtype, nullptr); });
-}
-
-void HostBackend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) {
-  if (tasks.empty()) return;
-  check(shape, tasks.front().kv.layout);
-  run_or_enqueue(stream, "score_tokens", [=, this] { cpu_.score_tokens(tasks, shape, nullptr); });
-}
-
-void HostBackend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
-  if (tasks.empty()) return;
-  run_or_enqueue(stream, "top_k", [=, this] { cpu_.top_k(tasks, nullptr); });
-}
-
-void HostBackend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
-  if (tasks.empty()) return;
-  run_or_enqueue(stream, "quantize", [=, this] { cpu_.quantize(tasks, layout, nullptr); });
-}
-
-void HostBackend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape,
-                             const PageLayout& layout, Stream* stream) {
-  if (tasks.empty()) return;
-  check(shape, layout);
-  run_or_enqueue(stream, "score_int4", [=, this] { cpu_.score_int4(tasks, shape, layout, nullptr); });
-}
-
-void HostBackend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
-  if (tasks.empty()) return;
-  run_or_enqueue(stream, "top_p", [=, this] { cpu_.top_p(tasks, nullptr); });
+void HostBackend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {
+  const auto is_empty = [](const ToF32Task& task) { return task.in.tokens == 0; };
+  if (std::all_of(tasks.begin(), tasks.end(), is_empty)) return;
+  run_or_enqueue(stream, "to_f32",
+                 [this, copied = std::vector(tasks.begin(), tasks.end())] { cpu_.to_f32(copied, nullptr); });
 }
 
 void HostBackend::attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) {
@@ -73,9 +41,52 @@ void HostBackend::merge(std::span<const MergeTask> tasks, const AttentionShape& 
   run_or_enqueue(stream, "merge", [=, this] { cpu_.merge(tasks, shape, out_dtype, nullptr); });
 }
 
-void HostBackend::verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) {
+void HostBackend::digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
-  run_or_enqueue(stream, "verify", [=, this] { cpu_.verify(tasks, shape, nullptr); });
+  run_or_enqueue(stream, "digest", [=, this] { cpu_.digest(tasks, kind, layout, nullptr); });
+}
+
+void HostBackend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  run_or_enqueue(stream, "quantize", [=, this] { cpu_.quantize(tasks, layout, nullptr); });
+}
+
+void HostBackend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, tasks.front().kv.layout);
+  run_or_enqueue(stream, "score_tokens", [=, this] { cpu_.score_tokens(tasks, shape, nullptr); });
+}
+
+void HostBackend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                              Stream* stream) {
+  if (tasks.empty()) return;
+  run_or_enqueue(stream, "score_pages", [=, this] { cpu_.score_pages(tasks, shape, digest_dtype, nullptr); });
+}
+
+void HostBackend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape,
+                             const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, layout);
+  run_or_enqueue(stream, "score_int4", [=, this] { cpu_.score_int4(tasks, shape, layout, nullptr); });
+}
+
+void HostBackend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  run_or_enqueue(stream, "top_k", [=, this] { cpu_.top_k(tasks, nullptr); });
+}
+
+void HostBackend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  run_or_enqueue(stream, "top_p", [=, this] { cpu_.top_p(tasks, nullptr); });
+}
+
+void HostBackend::cluster(std::span<const ClusterTask> tasks, Stream* stream) {
+  if (tasks.empty()) return;
+  run_or_enqueue(stream, "cluster", [=, this] { cpu_.cluster(tasks, nullptr); });
+}
+
+std::uint64_t HostBackend::cluster_scratch_bytes(const ClusterTask& task) const {
+  return cpu_.cluster_scratch_bytes(task);
 }
 
 void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
@@ -102,22 +113,6 @@ void HostBackend::sum_attention(std::span<const SumAttentionTask> tasks, const P
 std::uint64_t HostBackend::select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                        const AttentionShape& shape) const {
   return cpu_.select_blocks_scratch_bytes(first, count, shape);
-}
-
-void HostBackend::cluster(std::span<const ClusterTask> tasks, Stream* stream) {
-  if (tasks.empty()) return;
-  run_or_enqueue(stream, "cluster", [=, this] { cpu_.cluster(tasks, nullptr); });
-}
-
-std::uint64_t HostBackend::cluster_scratch_bytes(const ClusterTask& task) const {
-  return cpu_.cluster_scratch_bytes(task);
-}
-
-void HostBackend::to_f32(std::span<const ToF32Task> tasks, Stream* stream) {
-  const auto is_empty = [](const ToF32Task& task) { return task.in.tokens == 0; };
-  if (std::all_of(tasks.begin(), tasks.end(), is_empty)) return;
-  run_or_enqueue(stream, "to_f32",
-                 [this, copied = std::vector(tasks.begin(), tasks.end())] { cpu_.to_f32(copied, nullptr); });
 }
 
 }  // namespace sluice::cpu

@@ -13,32 +13,34 @@ class HostBackend final : public sluice::Backend {
 
   [[nodiscard]] std::vector<std::string> unsupported_reasons(const AttentionShape& shape,
                                                              const PageLayout& layout) const override;
+
   void append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) override;
-  void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
-  void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
-                   Stream* stream) override;
-  void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
-  void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
-  void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) override;
-  void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
-                  Stream* stream) override;
-  void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
+  using CoreVerbs::to_f32;
+  void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
   void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
-  void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) override;
+
+  void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
+  void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) override;
+  void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
+  void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                   Stream* stream) override;
+  void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                  Stream* stream) override;
+  void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
+  void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
+  void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
+  [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
+
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;
   void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
                      const AttentionShape& shape, Stream* stream) override;
   void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                      Stream* stream) override;
-  [[nodiscard]] PrefillCosts prefill_costs() const noexcept override { return cpu_.prefill_costs(); }
   [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                           const AttentionShape& shape) const override;
-  void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
-  [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
-  using sluice::Backend::to_f32;
-  void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
+  [[nodiscard]] PrefillCosts prefill_costs() const noexcept override { return cpu_.prefill_costs(); }
 
  private:
   /// @throws Error{Errc::unsupported} with the first reason.

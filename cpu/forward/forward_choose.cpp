@@ -42,7 +42,7 @@ void mark(const ForwardMemory& m, const ForwardRow& row, std::uint32_t index, st
 
 }  // namespace
 
-void rank(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
+void rank(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     if (row.pages == 0) return;
@@ -55,7 +55,7 @@ void rank(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
   });
 }
 
-void score(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
+void score(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     if (!row.ranks()) return;

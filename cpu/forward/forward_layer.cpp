@@ -147,7 +147,7 @@ void append(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& 
   if (attends && runs(m)) append_queries(kernels, m, layer);
 }
 
-void prefill(Backend& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
+void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
   if (!runs(m)) return;
   struct Parts {
     std::vector<float> lse;

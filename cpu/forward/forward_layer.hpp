@@ -4,8 +4,9 @@
 
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/threads/workers.hpp"
-#include "sluice/backend.hpp"
 #include "sluice/forward_verbs.hpp"
+#include "sluice/prefill_verbs.hpp"
+#include "sluice/select_verbs.hpp"
 
 /// What the verbs of a forward do within a layer, now and here; see sluice::ForwardVerbs.
 namespace sluice::cpu {
@@ -39,9 +40,9 @@ void for_each_head(const ForwardMemory& m, std::uint32_t layer, const Body& body
 void seat_tokens(const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// `workers`: of `host`.
-void prefill(Backend& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
-void rank(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
-void score(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
+void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
+void rank(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
+void score(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 void choose(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void split(const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);

@@ -93,76 +93,6 @@ inline void show_tile(const AttendRows& args, const Tile& tile, std::uint32_t he
   }
 }
 
-/// The mass of one run so far, in vectors like AttendState's top and mass.
-struct RunSum {
-  alignas(64) float top[kMaxGroup * kWidth];
-  alignas(64) float mass[kMaxGroup * kWidth];
-};
-
-inline void clear(RunSum& run, std::uint32_t group) noexcept {
-  for (std::uint32_t i = 0; i < group * kWidth; ++i) {
-    run.top[i] = kLowest;
-    run.mass[i] = 0.f;
-  }
-}
-
-/// Adds rows [begin, end) of a tile, for one block of heads. Relative to the maximum of the run, not of the call: a run
-/// that weighs next to nothing still has a mass.
-template <class H>
-inline void add_to_run(const AttendState& state, std::uint32_t head, std::uint32_t begin, std::uint32_t end,
-                       RunSum& run) noexcept {
-  const auto scores = [&](std::uint32_t r) {
-    const std::uint32_t from = begin > r ? begin - r : 0;
-    const std::uint32_t to = end - r < H::kRows ? end - r : H::kRows;
-    const std::uint32_t bits = ((1u << to * H::kHeads) - 1) & ~((1u << from * H::kHeads) - 1);
-    return Simd::keep(bits, Simd::load(state.weight + head * kTile + r * H::kHeads), Simd::set(-kInfinity));
-  };
-  const std::uint32_t first = begin / H::kRows * H::kRows;
-  const Vec old_top = Simd::load(run.top + head * kWidth);
-  Vec top = old_top;
-  for (std::uint32_t r = first; r < end; r += H::kRows) top = Simd::max(scores(r), top);
-  top = Simd::fold_max<H::kHeads>(top);
-  Vec mass = Simd::mul(Simd::load(run.mass + head * kWidth), exp_negative(Simd::sub(old_top, top)));
-  for (std::uint32_t r = first; r < end; r += H::kRows) {
-    mass = Simd::add(mass, exp_negative(Simd::sub(scores(r), top)));
-  }
-  Simd::store(run.top + head * kWidth, top);
-  Simd::store(run.mass + head * kWidth, mass);
-}
-
-/// Writes the masses of one run.
-inline void finish_run(const RunSum& run, std::uint32_t group, float* out) noexcept {
-  for_each_block(group, [&](auto heads, std::uint32_t head) {
-    using H = decltype(heads);
-    alignas(64) float mass[kWidth];
-    Simd::store(mass, Simd::fold_add<H::kHeads>(Simd::load(run.mass + head * kWidth)));
-    for (std::uint32_t h = 0; h < H::kHeads; ++h) {
-      out[head + h] = mass[h] == 0.f ? -kInfinity : run.top[head * kWidth + h] + __builtin_logf(mass[h]);
-    }
-  });
-}
-
-/// Adds a tile's scores to the runs that it lies in. `at` is the run of its first row, and becomes that of the next
-/// tile's.
-inline void add_to_runs(const AttendRows& args, const Tile& tile, const AttendState& state, std::uint32_t& at,
-                        RunSum& run) noexcept {
-  const std::uint32_t end = tile.first + tile.rows;
-  for (std::uint32_t row = tile.first; row < end;) {
-    const std::uint32_t stop = args.run_ends[at] < end ? args.run_ends[at] : end;
-    if (stop > row) {
-      for_each_block(args.group, [&](auto heads, std::uint32_t head) {
-        add_to_run<decltype(heads)>(state, head, row - tile.first, stop - tile.first, run);
-      });
-    }
-    if (stop == args.run_ends[at]) {
-      finish_run(run, args.group, args.masses + std::size_t{at} * args.group);
-      clear(run, args.group);
-      ++at;
-    }
-    row = stop;
-  }
-}
-
 /// Turns scores into weights relative to the new maximum. Returns what the old sums have to be scaled by.
 template <class H>
 inline Vec soften_tile(const Tile& tile, std::uint32_t head, AttendState& state) noexcept {
@@ -281,9 +211,6 @@ void attend(const AttendRows& args) noexcept {
     if (args.scores == nullptr) prefetch_row(args.k[i], row_bytes);
     prefetch_row(args.k[i] + args.v_offset, row_bytes);
   }
-  RunSum run;
-  std::uint32_t at_run = 0;
-  if (args.masses != nullptr) clear(run, args.group);
   Tile tile;
   for (std::uint32_t first = 0; first < args.count; first += kTile) {
     fill_tile(args, first, tile);
@@ -291,7 +218,6 @@ void attend(const AttendRows& args) noexcept {
       score_tile<kType, decltype(heads)>(args, tile, extent, head, state);
       if (args.seen != nullptr) show_tile<decltype(heads)>(args, tile, head, state);
     });
-    if (args.masses != nullptr) add_to_runs(args, tile, state, at_run, run);
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
       using H = decltype(heads);
       constexpr std::uint32_t kPairs = Simd::kAccumulators / (2 * H::kHeads);

@@ -26,8 +26,6 @@ struct AttendRows {
   const std::uint32_t* members = nullptr;   ///< [count] or null: bit h unset masks (row, h) out
   const float* scores = nullptr;            ///< [count, group] scaled scores, or null: computed from K
   float* seen = nullptr;                    ///< [count, group] or null: receives the scaled scores
-  const std::uint32_t* run_ends = nullptr;  ///< [runs] where each run of rows ends; the last ends at `count`
-  float* masses = nullptr;                  ///< [runs, group] or null: receives the log-sum-exp of every run
   std::uint32_t count = 0;
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;

@@ -82,7 +82,7 @@ struct LocalRank {
 };
 [[nodiscard]] LocalRank local_rank();
 
-/// The cores that a Runtime or an Engine takes: those of `pus`; without any, what the process is bound to or, where it
+/// The cores that an Engine takes: those of `pus`; without any, what the process is bound to or, where it
 /// is not, its part of the machine, so that several processes of one launcher do not stand in each other's way.
 /// @throws as Topology::of_pus
 [[nodiscard]] Topology chosen_cores(const Topology& machine, std::span<const std::uint32_t> pus);

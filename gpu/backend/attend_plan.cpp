@@ -4,7 +4,6 @@
 #include <bit>
 #include <string>
 
-#include "gpu/kernels/select/masses.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
 
@@ -81,8 +80,7 @@ AttendPlan::Task AttendPlan::list(const AttendTask& task) {
 
 std::uint64_t AttendPlan::task_bytes(const Task& task) const noexcept {
   return head_blocks_ * sizeof(AttendJob) + div_up(job(task).words(), 4) * 16 +
-         div_up(task.task->scores.size(), 4) * 16 +
-         (task.mass_bytes == 0 ? 0 : sizeof(MassTask) + div_up(task.task->runs.size(), 4) * 16);
+         div_up(task.task->scores.size(), 4) * 16;
 }
 
 void AttendPlan::choose_groups(std::uint64_t limit_bytes) {
@@ -149,13 +147,11 @@ void AttendPlan::build(std::span<const AttendTask> tasks, const AttentionShape& 
   pages_.clear();
   pieces_.clear();
   tokens_.clear();
-  group_ = shape.group();
   head_blocks_ = static_cast<std::uint32_t>(div_up(shape.group(), variant.heads()));
   for (const AttendTask& task : tasks) {
-    if (task.kv.layout.dtype != variant.dtype || wants_masses(task) != variant.massed) continue;
+    if (task.kv.layout.dtype != variant.dtype) continue;
     tasks_.push_back(list(task));
     Task& listed = tasks_.back();
-    if (variant.massed) listed.mass_bytes = std::max<std::uint64_t>(1, job(listed).octets()) * group_ * sizeof(float);
     listed.bytes = task_bytes(listed);
   }
   choose_groups(limit_bytes);
@@ -169,11 +165,6 @@ void AttendPlan::build(std::span<const AttendTask> tasks, const AttentionShape& 
       throw Error(Errc::out_of_capacity, "attend: the row lists of one task take " + std::to_string(task.bytes) +
                                              " bytes of at most " + std::to_string(limit_bytes) +
                                              "; select whole pages as runs, or attend in several tasks and merge");
-    }
-    if (task.mass_bytes > kMassBytes) {
-      throw Error(Errc::out_of_capacity, "attend: the masses of one task take " + std::to_string(task.mass_bytes) +
-                                             " bytes of at most " + std::to_string(kMassBytes) +
-                                             "; attend in several tasks and merge");
     }
   }
 }
@@ -199,19 +190,6 @@ void AttendPlan::write_words(const Task& task, std::uint32_t* words) const noexc
   append(pieces_, task.pieces, std::size_t{2} * task.piece_count);
   append(tokens_, task.tokens, task.token_count);
   std::copy(task.task->members.begin(), task.task->members.end(), words);
-}
-
-void AttendPlan::write_octets(const Task& task, std::uint32_t* words) const noexcept {
-  const std::uint32_t page_tokens = task.task->kv.layout.page_tokens;
-  std::uint32_t page_octet = 0;
-  std::uint32_t piece = job(task).page_octets();
-  for (const PageRun& run : task.task->runs) {
-    const bool whole = run.begin == 0 && run.end == page_tokens;
-    std::uint32_t& first = whole ? page_octet : piece;
-    const auto count = static_cast<std::uint32_t>(div_up(run.tokens(), 8));
-    *words++ = MassTask::octets_word(first, count);
-    first += count;
-  }
 }
 
 }  // namespace sluice::gpu

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "gpu/kernels/attend/attend.hpp"
-#include "sluice/backend.hpp"
+#include "sluice/core_verbs.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::gpu {
@@ -26,14 +26,12 @@ class AttendPlan {
     std::uint32_t token_count = 0;
     std::uint32_t octet_shift = 0;
     std::uint32_t slices = 1;  ///< per block of heads
-    std::uint64_t bytes = 0;   ///< in pinned memory, at most: lists, scores, a MassTask, and a job per block of heads
-    std::uint64_t mass_bytes = 0;  ///< in device scratch: a mass per octet and query head, if masses are wanted
+    std::uint64_t bytes = 0;   ///< in pinned memory, at most: lists, scores, and a job per block of heads
   };
 
-  /// Plans those of `tasks` whose pages have the variant's dtype, and which want masses if it has them. `blocks`:
-  /// thread blocks that run at once.
+  /// Plans those of `tasks` whose pages have the variant's dtype. `blocks`: thread blocks that run at once.
   /// @throws Error{Errc::invalid_argument} for a page that has no frame, Error{Errc::out_of_capacity} for a task whose
-  ///         lists do not fit `limit_bytes`, or whose masses do not fit kMassBytes.
+  ///         lists do not fit `limit_bytes`.
   void build(std::span<const AttendTask> tasks, const AttentionShape& shape, const AttendVariant& variant,
              std::uint32_t blocks, std::uint64_t limit_bytes);
 
@@ -47,14 +45,6 @@ class AttendPlan {
   [[nodiscard]] AttendJob job(const Task& task) const noexcept;
   /// Writes the row lists of a task.
   void write_words(const Task& task, std::uint32_t* words) const noexcept;
-  /// Writes where the octets of each run are, see MassTask.
-  void write_octets(const Task& task, std::uint32_t* words) const noexcept;
-
-  /// Device scratch for masses of one launch: behind what the slices' results take at most.
-  static constexpr std::uint64_t kMassBytes = 16 * MiB;
-  static constexpr bool wants_masses(const AttendTask& task) noexcept {
-    return task.masses != nullptr && !task.runs.empty();
-  }
 
  private:
   [[nodiscard]] Task list(const AttendTask& task);
@@ -65,7 +55,6 @@ class AttendPlan {
   void choose_slices(std::span<Task> tasks, std::uint32_t blocks) const;
 
   std::uint32_t head_blocks_ = 1;
-  std::uint32_t group_ = 1;
   std::vector<std::size_t> group_ends_;
   std::vector<Task> tasks_;
   std::vector<std::uint32_t> pages_;

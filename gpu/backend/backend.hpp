@@ -17,37 +17,37 @@ class Backend final : public sluice::Backend {
   explicit Backend(std::uint32_t multiprocessors);
   [[nodiscard]] std::vector<std::string> unsupported_reasons(const AttentionShape& shape,
                                                              const PageLayout& layout) const override;
+
   void append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) override;
-  void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
-  void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
-                   Stream* stream) override;
-  void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
-  void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
-  void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) override;
-  void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
-                  Stream* stream) override;
-  void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
+  using CoreVerbs::to_f32;
+  void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
   void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
-  void verify(std::span<const ProgressTask> tasks, const AttentionShape& shape, Stream* stream) override;
+
+  void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
+  void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) override;
+  void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
+  void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                   Stream* stream) override;
+  void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                  Stream* stream) override;
+  void top_k(std::span<const TopKTask> tasks, Stream* stream) override;
+  void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
+  void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
+  [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
+
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;
   void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
                      const AttentionShape& shape, Stream* stream) override;
   void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                      Stream* stream) override;
+  [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
+                                                          const AttentionShape& shape) const override;
   /// Of an H200 at Llama-3.1-8B's shape, from `sluice bench prefill`.
   [[nodiscard]] PrefillCosts prefill_costs() const noexcept override {
     return {.per_chunk = 750.0, .per_key_block = 3.1, .per_pair = 0.0057};
   }
-  [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
-                                                          const AttentionShape& shape) const override;
-  void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
-  [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
-  using sluice::Backend::to_f32;
-  void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
-  void append_and_widen(std::span<const AppendTask> tasks, const PageLayout& layout, std::span<const ToF32Task> widened,
-                        Stream* stream) override;
 
  private:
   std::uint32_t multiprocessors_;

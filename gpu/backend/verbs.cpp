@@ -57,4 +57,8 @@ void check_supported(const char* verb, const AttentionShape& shape, const PageLa
   throw Error(Errc::unsupported, message);
 }
 
+void check_supported(const char* verb, const PageLayout& layout) {
+  check_supported(verb, {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout);
+}
+
 }  // namespace sluice::gpu

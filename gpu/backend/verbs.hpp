@@ -23,6 +23,8 @@ inline constexpr std::uint32_t kMaxGroup = 32;
 
 /// @throws Error{Errc::unsupported} naming the verb and the reasons, if there are any.
 void check_supported(const char* verb, const AttentionShape& shape, const PageLayout& layout);
+/// Likewise, for a verb that takes no shape.
+void check_supported(const char* verb, const PageLayout& layout);
 
 /// launch(TaskArray) for as many tasks at a time as one launch takes, one launch as a rule.
 template <class Task, class Launch>

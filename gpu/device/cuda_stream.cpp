@@ -62,7 +62,6 @@ QueueStream::QueueStream(std::shared_ptr<DeviceCore> core, std::string name)
 
 QueueStream::~QueueStream() {
   core_->activate();
-  lane_->batch.drop();
   core_->watchdog.abandon(this);
   (void)poll(deadline_after(kDrain), [this] { return cudaStreamQuery(lane_->stream.get()) != cudaErrorNotReady; });
   (void)cudaGetLastError();
@@ -109,7 +108,6 @@ void QueueStream::copy_in_background(std::span<const Copy> batch) {
 void QueueStream::copy(std::span<const Copy> batch, const PathChoice& choice) {
   check_addresses(batch);
   if (batch.empty()) return;
-  end_batch();
   attempt("copy", [&] {
     Transfer& transfer = lane_->transfer;
     transfer.send(batch, choice, order(), core_->memory, core_->chooser);
@@ -128,7 +126,6 @@ Transfer::Order QueueStream::order() {
 
 void QueueStream::record(Event& event) {
   CudaEvent& point = cuda_event(event, "record");
-  end_batch();
   core_->activate();
   sift_waits();
   point.record(lane_->stream.get(), std::exchange(outcome_, {}));
@@ -136,7 +133,6 @@ void QueueStream::record(Event& event) {
 
 void QueueStream::wait(const Event& event) {
   const CudaEvent& point = cuda_event(event, "wait");
-  end_batch();
   core_->activate();
   dirty_ = true;
   const bool intact = outcome_.reason.empty();
@@ -146,7 +142,6 @@ void QueueStream::wait(const Event& event) {
 
 void QueueStream::signal(Flag& flag, std::uint64_t value) {
   require_pinned(flag, "signal");
-  end_batch();
   core_->activate();
   sift_waits();
   const bool failed = !std::exchange(outcome_.reason, {}).empty();
@@ -164,7 +159,6 @@ void QueueStream::signal(Flag& flag, std::uint64_t value) {
 
 void QueueStream::wait(const Flag& flag, std::uint64_t value) {
   require_pinned(flag, "wait");
-  end_batch();
   dirty_ = true;
   const Flag::State state = flag.state(value);
   if (state == Flag::State::reached) return;
@@ -194,19 +188,7 @@ void QueueStream::wait_on_host(const Flag& flag, std::uint64_t value) {
     fail(what + "that failed");
 }
 
-void QueueStream::begin_batch() {
-  if (!core_->graphs) return;
-  core_->activate();
-  lane_->batch.begin();
-}
-
-void QueueStream::end_batch() {
-  if (!lane_->batch.open()) return;
-  attempt("batch", [this] { lane_->batch.end(); });
-}
-
 void QueueStream::synchronize(Deadline deadline) {
-  end_batch();
   core_->activate();
   cudaError_t status = cudaSuccess;
   const bool finished = poll(deadline, [&] {
@@ -221,7 +203,6 @@ void QueueStream::synchronize(Deadline deadline) {
   if (status != cudaSuccess)
     throw Error(Errc::device, "stream '" + name_ + "': CUDA: work of the stream failed: " + describe(status));
   dirty_ = false;
-  lane_->batch.tidy();
   core_->watchdog.settle_all();  // also those of earlier events: their flags may go now
   sift_waits();
   if (!outcome_.reason.empty()) throw Error(Errc::device, outcome_.reason);

@@ -32,8 +32,6 @@ class QueueStream final : public CudaStream {
   void signal(Flag& flag, std::uint64_t value) override;
   void wait(const Flag& flag, std::uint64_t value) override;
   void synchronize(Deadline deadline) override;
-  void begin_batch() override;
-  void end_batch() override;
   [[nodiscard]] void* native_handle() const noexcept override;
 
   [[nodiscard]] cudaStream_t handle() const noexcept override;

@@ -46,8 +46,7 @@ Lane::Lane(int stream_priority, std::chrono::milliseconds timeout)
     : priority(stream_priority),
       stream(make_stream(stream_priority)),
       scratch(make_device_memory(CudaStream::kScratchBytes, "allocate a stream's scratch memory")),
-      batch(stream.get()),
-      ring(stream.get(), {.timeout = timeout + kRingPatience, .before_record = [this] { batch.end(); }}),
+      ring(stream.get(), {.timeout = timeout + kRingPatience}),
       transfer(stream.get(), ring),
       words(make_pinned_memory(kWordBytes, "pin a stream's words")) {
   std::memset(words.get(), 0, kWordBytes);
@@ -59,7 +58,6 @@ DeviceCore::DeviceCore(const CudaDeviceOptions& options, std::uint64_t limit)
       flag_timeout(options.flag_timeout),
       path(options.transfer),
       memory_operations(has_memory_operations(options.ordinal)),
-      graphs(options.graphs),
       chooser(options.profile),
       ledger(limit),
       watchdog(options.flag_timeout) {}

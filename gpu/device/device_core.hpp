@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "gpu/device/cuda_event.hpp"
-#include "gpu/device/graph_batch.hpp"
 #include "gpu/device/handles.hpp"
 #include "gpu/device/memory_map.hpp"
 #include "gpu/device/param_ring.hpp"
@@ -42,7 +41,6 @@ struct Lane {
   int priority;
   StreamHandle stream;
   DeviceMemory scratch;
-  GraphBatch batch;
   ParamRing ring;
   Transfer transfer;
   PinnedMemory words;             ///< the first is the ticket of the last wait that the stream got to
@@ -68,7 +66,6 @@ struct DeviceCore {
   const std::chrono::milliseconds flag_timeout;
   const TransferPath path;
   const bool memory_operations;  ///< streams write and wait for words by themselves
-  const bool graphs;             ///< batches of verbs become CUDA graphs
   PathChooser chooser;
   Ledger ledger;
   MemoryMap memory;

@@ -20,12 +20,6 @@ struct DestroyStream {
 struct DestroyEvent {
   void operator()(cudaEvent_t event) const noexcept { (void)cudaEventDestroy(event); }
 };
-struct DestroyGraph {
-  void operator()(cudaGraph_t graph) const noexcept { (void)cudaGraphDestroy(graph); }
-};
-struct DestroyExecutable {
-  void operator()(cudaGraphExec_t executable) const noexcept { (void)cudaGraphExecDestroy(executable); }
-};
 /// Waits for the device, as cudaFree does: no place for it but teardown.
 struct FreeDevice {
   void operator()(std::byte* memory) const noexcept { (void)cudaFree(memory); }
@@ -36,8 +30,6 @@ struct FreePinned {
 
 using StreamHandle = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, DestroyStream>;
 using EventHandle = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEvent>;
-using GraphHandle = std::unique_ptr<std::remove_pointer_t<cudaGraph_t>, DestroyGraph>;
-using ExecutableHandle = std::unique_ptr<std::remove_pointer_t<cudaGraphExec_t>, DestroyExecutable>;
 using DeviceMemory = std::unique_ptr<std::byte, FreeDevice>;
 using PinnedMemory = std::unique_ptr<std::byte, FreePinned>;
 

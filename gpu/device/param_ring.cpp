@@ -45,7 +45,6 @@ std::byte* ParamRing::take(std::uint64_t bytes) {
 /// A segment's event is recorded when the next one is opened, which may be between a verb's `take` and its launch.
 /// So the proof that the readers of a segment are through is the event of the segment after it.
 void ParamRing::open_next() {
-  if (options_.before_record) options_.before_record();
   check(cudaEventRecord(passed_[segment_], stream_), "record the end of a ring segment");
   const std::size_t next = (segment_ + 1) % kSegments;
   const cudaEvent_t proof = passed_[(next + 1) % kSegments];

@@ -5,7 +5,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 
@@ -22,8 +21,6 @@ class ParamRing {
   struct Options {
     std::uint64_t segment_bytes = 1 * MiB;
     std::chrono::milliseconds timeout{30'000};
-    /// Called before the ring records an event: all that was taken so far and launched must be in the stream then.
-    std::function<void()> before_record{};
   };
   ParamRing(cudaStream_t stream, const Options& options);
   ~ParamRing();

@@ -77,8 +77,6 @@ struct CudaDeviceOptions {
   std::shared_ptr<const TransferProfile> profile{};
   /// Without a profile, and if `transfer` is automatic: measure one first, as calibrate_transfers does.
   bool calibrate_at_start = false;
-  /// The verbs of a batch (Stream::begin_batch), as those of a step before its hand-over, are one CUDA graph.
-  bool graphs = false;
 };
 
 /// What a TransferProfile holds for: this GPU in this place under this driver.

@@ -82,12 +82,6 @@ class Stream {
   /// Later work waits until the host has raised `flag` to `value`; a failed flag or one that does not come
   /// within the device's deadline fails this stream's next event.
   virtual void wait(const Flag& flag, std::uint64_t value) = 0;
-  /// From here to `end_batch` the device may collect the backend's verbs and submit them together, which can cost the
-  /// enqueuing thread less; none of them need begin before. Any other operation of the stream ends the batch first. A
-  /// batch that cannot be submitted is a failed operation. By default nothing is collected.
-  virtual void begin_batch() {}
-  /// Nothing without a batch.
-  virtual void end_batch() {}
   /// Blocks the caller until the queue is empty.
   /// @throws Error{Errc::timeout} past the deadline, Error{Errc::device} if work failed since the last event.
   virtual void synchronize(Deadline deadline) = 0;
@@ -119,13 +113,6 @@ struct DeviceInfo {
   std::string pci_bus_id{};        ///< domain:bus:device.function, "0000:1b:00.0"; empty: on no bus, or unknown
 };
 
-/// What a device knows of its own speed, for the cost model; 0 where it does not know. 1 GB = 1e9 bytes.
-struct DeviceRates {
-  double link_gbps = 0.0;        ///< whole pages, host to device
-  double link_latency_us = 0.0;  ///< of one fetch, enqueue to usable; known if link_gbps is
-  double near_gbps = 0.0;        ///< attention over pages in device memory
-};
-
 /// Where near pages live and near attention runs. Work is enqueued on streams; see Stream.
 /// Thread safety: all members may be called from several threads.
 class Device {
@@ -147,21 +134,9 @@ class Device {
   /// Verbs of captured decode forwards; null where the device has none. They live as long as the device.
   [[nodiscard]] virtual ForwardVerbs* forward_verbs() noexcept { return nullptr; }
 
-  /// For pages of this size. What is not known is taken to be as the host's own memory, see cpu::measure_rates.
-  [[nodiscard]] virtual DeviceRates rates(std::uint64_t page_bytes) const {
-    (void)page_bytes;
-    return {};
-  }
-
   /// A thread of the host that computes for this device has not returned in time and may still use any memory that a
   /// verb was given. Nothing more can be computed; whoever owns such memory must not free it.
   [[nodiscard]] virtual bool lost() const noexcept { return false; }
-
-  /// Begins a named range of the calling thread that profilers show; ranges nest. Cheap when no profiler listens.
-  /// `name` is read before the call returns.
-  virtual void mark_begin(const char* name) noexcept { (void)name; }
-  /// Ends the calling thread's newest range.
-  virtual void mark_end() noexcept {}
 };
 
 }  // namespace sluice

@@ -15,6 +15,7 @@
 #include "sluice/placement.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/prefill.hpp"
+#include "sluice/shape.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
 

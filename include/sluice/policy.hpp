@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "sluice/backend.hpp"
+#include "sluice/page.hpp"
 #include "sluice/progress.hpp"
 
 namespace sluice {
@@ -104,8 +104,8 @@ struct BudgetOptions {
 struct NearOptions {
   std::uint32_t sink_tokens = 4;      ///< first tokens, always attended. [0, 4096]
   std::uint32_t recent_tokens = 128;  ///< newest tokens, always attended. [0, 1048576]
-  /// Pages kept near per KV head as a share of the sequence's pages, by LRU, all attended densely; by a Runtime alone.
-  /// 0: only sinks and recent tokens are attended whatever was selected, as the papers do. [0, 1]
+  /// Share of a sequence's pages that is attended densely beside them; an Engine refuses policies with one, unless they
+  /// attend everything. 0: only sinks and recent tokens are attended whatever was selected. [0, 1]
   float share = 0.f;
   friend bool operator==(const NearOptions&, const NearOptions&) = default;
 };
@@ -127,8 +127,8 @@ struct PolicySpec {
   std::uint32_t dense_layers = 0;
   /// Every N-th layer, the first included, attends densely; 0: none. [0, 1024]
   std::uint32_t dense_every = 0;
-  /// Page size that the policy was made for; 0: any. A Runtime has one page size for all its policies,
-  /// RuntimeOptions::page_tokens, and does not read this.
+  /// Page size that the policy was made for; 0: any. An Engine has one page size for all its policies,
+  /// EngineOptions::page_tokens, and does not read this.
   std::uint32_t page_tokens = 0;
 
   [[nodiscard]] bool dense(std::uint32_t layer) const noexcept {

@@ -23,7 +23,6 @@ enum class ProgressRule : std::uint8_t {
 struct ProgressState {
   float mass = kEmptyLse;                                 ///< log of what was attended
   float unseen = std::numeric_limits<float>::infinity();  ///< log of what a page not seen yet is taken to weigh
-  float share = 0.f;                                      ///< P after the last verdict
   friend bool operator==(const ProgressState&, const ProgressState&) = default;
 };
 
@@ -109,11 +108,6 @@ inline void add_pages(ProgressState& state, ProgressRule rule, const PageMasses&
   if (rest == kEmptyLse) return 1.f;
   const float share = 1.f / (1.f + std::exp(rest - state.mass));
   return std::isnan(share) || std::isnan(bound) ? 0.f : share;
-}
-
-/// What `verify` writes: the caller's tag, which tells verdicts apart, and whether the share is enough.
-[[nodiscard]] constexpr std::uint64_t verdict_word(std::uint64_t tag, bool enough) noexcept {
-  return tag << 1 | (enough ? 1 : 0);
 }
 
 /// Whether a share is enough. All of the mass is never enough as long as pages are left, however little they weigh.

@@ -23,7 +23,7 @@ enum class DType : std::uint8_t { f32, f16, bf16 };
   return "unknown";
 }
 
-/// A borrowed rank-3 tensor [tokens, heads, head_dim] in the runtime's device memory (ordinary memory with
+/// A borrowed rank-3 tensor [tokens, heads, head_dim] in memory of the engine's device (ordinary memory with
 /// the embedded host device). Head rows are dense; the two outer strides are free, in elements.
 /// `data` may be null only if `tokens` is 0.
 template <class Byte>

@@ -22,7 +22,7 @@ struct Id {
 };
 
 using LayerId = Id<struct LayerTag>;
-/// Handle of a sequence; never reused within one Runtime, so a stale handle is detected.
+/// Handle of a sequence; never reused within one Engine, so a stale handle is detected.
 using SequenceId = Id<struct SequenceTag, std::uint64_t>;
 
 /// A frame of the host pool together with the generation that it was allocated in. The generation is

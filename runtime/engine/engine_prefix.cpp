@@ -34,16 +34,24 @@ std::uint32_t Engine::Impl::shareable(const PolicySpec& policy, std::span<const 
   return prompt.size() <= kept ? 0 : static_cast<std::uint32_t>((prompt.size() - kept) / options.page_tokens);
 }
 
-std::uint32_t Engine::Impl::match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
-                                         std::uint64_t salt) const noexcept {
-  if (!prefixes) return 0;
+template <class Visit>
+void Engine::Impl::for_each_known(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt,
+                                  const Visit& visit) const {
   runtime::PrefixPlace place{.salt = salt};
   for (const std::uint32_t most = shareable(policy, prompt); place.pages < most;) {
     const runtime::PrefixPlace next = prefixes->next(place, page_ids(prompt, place.pages));
-    if (next.pages == place.pages) break;
+    if (next.pages == place.pages) return;
     place = next;
+    visit(place);
   }
-  return place.pages * options.page_tokens;
+}
+
+std::uint32_t Engine::Impl::match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
+                                         std::uint64_t salt) const noexcept {
+  if (!prefixes) return 0;
+  std::uint32_t pages = 0;
+  for_each_known(policy, prompt, salt, [&](const runtime::PrefixPlace& place) { pages = place.pages; });
+  return pages * options.page_tokens;
 }
 
 SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) {
@@ -57,13 +65,10 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::in
   const SequenceId id = begin(policy);
   Sequence& sequence = at(id);
   sequence.names = {.ids = std::move(ids), .known = {.salt = salt}};
-  for (const std::uint32_t most = shareable(policy, prompt); sequence.names.known.pages < most;) {
-    const runtime::PrefixPlace next =
-        prefixes->next(sequence.names.known, page_ids(prompt, sequence.names.known.pages));
-    if (next.pages == sequence.names.known.pages) break;
-    sequence.pages.share(next.block, table);
-    sequence.names.known = next;
-  }
+  for_each_known(policy, prompt, salt, [&](const runtime::PrefixPlace& place) {
+    sequence.pages.share(place.block, table);
+    sequence.names.known = place;
+  });
   sequence.tokens = sequence.planned = sequence.prompt_end = sequence.names.known.pages * options.page_tokens;
   runtime::count(counted.matched_tokens, sequence.tokens);
   return id;

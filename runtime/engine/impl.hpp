@@ -97,6 +97,10 @@ struct Engine::Impl : cpu::Kept {
   runtime::PrefixCache& prefix_cache();
   /// Pages of a prompt that a sequence may begin with.
   [[nodiscard]] std::uint32_t shareable(const PolicySpec& policy, std::span<const std::int32_t> prompt) const noexcept;
+  /// Calls `visit` with the place behind each page of the prompt that is known and may be shared, in their order.
+  template <class Visit>
+  void for_each_known(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt,
+                      const Visit& visit) const;
   [[nodiscard]] std::span<const std::int32_t> page_ids(std::span<const std::int32_t> ids,
                                                        std::uint32_t page) const noexcept;
   /// Whether a token that it decodes does not attend everything.

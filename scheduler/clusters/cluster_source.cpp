@@ -16,11 +16,6 @@ ClusterRequest request_for(const ClusterOptions& options, std::uint32_t first, s
 
 }  // namespace
 
-ClusterRequest prompt_clustering(const PolicySpec& spec, std::uint32_t tokens) noexcept {
-  if (!spec.uses(Source::clusters) || tokens == 0 || tokens < spec.clusters.min_tokens) return {};
-  return request_for(spec.clusters, 0, tokens);
-}
-
 ClusterSource::ClusterSource(const ClusterOptions& options, const AttentionShape& shape)
     : options_(options),
       group_(shape.group()),
@@ -30,11 +25,7 @@ ClusterSource::ClusterSource(const ClusterOptions& options, const AttentionShape
 
 void ClusterSource::begin(const PromptContext& prompt) {
   if (prompt.tokens == 0 || prompt.tokens < options_.min_tokens) return;
-  if (prompt.clustering != nullptr) {
-    index_.append(*prompt.clustering);
-  } else {
-    append(request_for(options_, 0, prompt.tokens), *prompt.kv);
-  }
+  append(request_for(options_, 0, prompt.tokens), *prompt.kv);
 }
 
 void ClusterSource::cluster_new(std::uint32_t tokens, KvReader& kv) {

@@ -31,21 +31,18 @@ void GroupHistory::begin(const PromptContext& prompt) {
   // A decode step adds half a unit of weight per table, so a table's stationary sum is 0.5 / (1 - decay).
   // C makes the prompt's rows add up to exactly that.
   const double stationary = 1.0 / (2.0 * (1.0 - static_cast<double>(options_.decay)));
-  if (prompt.sums != nullptr) return fill(*prompt.sums, stationary);
   const PromptAttention sums = attend_prompt(prompt, group, sinks_, options_.init_queries);
-  if (sums.rows != 0) fill({.by_position = sums.by_position, .by_distance = sums.by_distance}, stationary / sums.rows);
-}
-
-void GroupHistory::fill(const PromptSums& sums, double factor) {
-  const std::size_t off = sums.by_position.size() / heads_.size();
+  if (sums.rows == 0) return;
+  const auto factor = static_cast<float>(stationary / sums.rows);
+  const std::size_t off = sums.by_position.size() / group;
   std::vector<float> scores(off);
-  const auto scale = [&](std::span<const float> from) -> std::span<const float> {
-    for (std::size_t i = 0; i < off; ++i) scores[i] = from[i] * static_cast<float>(factor);
+  const auto scaled = [&](const std::vector<float>& from, std::size_t h) -> std::span<const float> {
+    for (std::size_t i = 0; i < off; ++i) scores[i] = from[h * off + i] * factor;
     return scores;
   };
-  for (std::size_t h = 0; h < heads_.size(); ++h) {
-    heads_[h].vertical.assign(scale(sums.by_position.subspan(h * off, off)));
-    heads_[h].slash.assign(scale(sums.by_distance.subspan(h * off, off)));
+  for (std::size_t h = 0; h < group; ++h) {
+    heads_[h].vertical.assign(scaled(sums.by_position, h));
+    heads_[h].slash.assign(scaled(sums.by_distance, h));
   }
 }
 

@@ -67,8 +67,6 @@ class GroupHistory {
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
 
  private:
-  /// The tables begin as these sums, times a factor.
-  void fill(const PromptSums& sums, double factor);
   struct Head {
     ScoreTable vertical, slash;
     std::vector<std::uint32_t> candidates;

@@ -87,11 +87,4 @@ PromptAttention attend_prompt(const PromptContext& prompt, std::uint32_t group, 
   return sums;
 }
 
-SumRequest prompt_sums(const PolicySpec& spec, std::uint32_t tokens) noexcept {
-  constexpr std::uint32_t kMost = 128;
-  const std::uint32_t sinks = spec.near.sink_tokens;
-  if (!spec.uses(Source::history) || tokens <= sinks || spec.history.init_queries > kMost) return {};
-  return {.queries = std::min(spec.history.init_queries, tokens - sinks), .sinks = sinks};
-}
-
 }  // namespace sluice::scheduler

@@ -45,10 +45,6 @@ class Budget {
   /// Scores or estimates the candidates, and lets every query head keep its share.
   void cut(const HeadContext& context, std::uint32_t group, ScoredSet& scored, SelectCounters& counters) const;
 
-  /// Adds what a device kept for the heads of `active`, and the newest page; `set` has room for all visible tokens.
-  /// Returns how many tokens were candidates, summed over the heads.
-  std::uint64_t unite_kept(const HeadContext& context, std::uint32_t group, std::uint32_t active, TokenSet& set) const;
-
  private:
   PolicySpec spec_;
   std::uint32_t page_tokens_;

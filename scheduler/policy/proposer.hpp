@@ -26,7 +26,6 @@ struct SparseHead {
   TokenSet anyway;                   ///< what top-p weighs beside them
   ScoredSet scored;
   std::uint32_t visible = 0;    ///< tokens in the last selection
-  std::vector<float> q;         ///< [group, head_dim] of the selection whose scores were deferred
   bool observes = false;        ///< the last selection feeds the tables
   bool followed = false;        ///< the last selection's candidates were not forecast but carried on
   std::vector<float> lse;       ///< [group] scratch
@@ -37,7 +36,7 @@ struct SparseHead {
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
     return (history ? history->heap_bytes() : 0) + (clusters ? clusters->heap_bytes() : 0) +
            (lsh ? lsh->heap_bytes() : 0) + (bypass ? bypass->heap_bytes() : 0) + anyway.heap_bytes() +
-           scored.heap_bytes() + scheduler::heap_bytes(candidates, q, lse, heavy);
+           scored.heap_bytes() + scheduler::heap_bytes(candidates, lse, heavy);
   }
 };
 

@@ -121,7 +121,7 @@ void ScoredSet::emit(std::uint32_t group, Membership membership, SelectionRow& r
   for (const std::uint32_t heads : attended_) count += heads != 0;
   row.tokens.resize(count);
   row.members.resize(united && active_ == everyone ? 0 : count);
-  row.scores.resize(scored() && !estimated_ ? count * group : 0);
+  row.scores.resize(estimated_ ? 0 : count * group);
   std::size_t to = 0;
   for (std::size_t i = 0; i < tokens_.size(); ++i) {
     if (attended_[i] == 0) continue;

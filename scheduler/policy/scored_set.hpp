@@ -68,8 +68,7 @@ class ScoredSet {
   void choose_mass(float share, const AttendedAnyway& anyway, std::uint32_t group);
   /// Takes everything for its heads; nothing is cut.
   void choose_all();
-  [[nodiscard]] bool scored() const noexcept { return scores_.size() != 0 || tokens_.empty(); }
-  /// Writes what is attended; with scores, if they were read and not estimated.
+  /// Writes what is attended; with scores, unless they were estimated.
   void emit(std::uint32_t group, Membership membership, SelectionRow& row) const;
   /// The tokens and scores that head `h` observes, ascending; valid until the next call.
   struct Observed {

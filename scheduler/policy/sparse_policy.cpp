@@ -21,7 +21,6 @@ class SparsePolicy final : public LayerPolicy {
         budget_(spec, page_tokens),
         proposer_(spec, shape.group(), page_tokens, budget_.first()),
         group_(shape.group()),
-        head_dim_(shape.head_dim),
         layer_(layer.value),
         page_tokens_(page_tokens),
         heads_(shape.kv_heads) {
@@ -73,8 +72,6 @@ class SparsePolicy final : public LayerPolicy {
     head.observing = active;
     if (dense) {
       select_dense(context, head, row, counters);
-    } else if (active != 0 && !context.kept.empty()) {
-      select_kept(context, head, row, counters);
     } else if (active != 0) {
       select_sparse(context, head, row, counters);
     }
@@ -90,20 +87,11 @@ class SparsePolicy final : public LayerPolicy {
     return heads_[kv_head].heap_bytes();
   }
 
-  void note(std::uint32_t kv_head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
-            std::span<const float> lse) override {
-    SparseHead& head = heads_[kv_head];
-    if (!notes(head)) return;
-    find_heavy(head, tokens, scores, lse);
-    keep_notes(head);
-  }
-
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     SparseHead& head = heads_[kv_head];
     if (head.clusters) head.clusters->cluster_new(head.visible, kv);
     if (!head.history) return;
     if (!head.observes) return;
-    if (!head.scored.scored()) head.scored.score(kv, head.q.data(), group_);
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
       const ScoredSet::Observed seen = head.scored.observed(h, group_);
@@ -173,17 +161,6 @@ class SparsePolicy final : public LayerPolicy {
     } else {
       proposer_.propose(context, head, counters);
     }
-    const std::uint32_t most = budget_.tokens(context.tokens);
-    if (most != 0 && context.defer_scores && head.followed && !head.observes && head.observing == all_heads() && !head.whole) {
-      // Nothing is learnt in this step, so that no score and no near token matters.
-      head.scored.emit_far(head.candidates.front(), *context.near, row);
-      if (row.tokens.size() <= most) {
-        counters.expanded_per_head += head.candidates.front().size();
-        count(head, counters);
-        return;
-      }
-      row.clear();
-    }
     if (budget_.weighs()) {
       const AttendedAnyway anyway = budget_.attended_anyway(context);
       head.anyway.reset(context.tokens);
@@ -191,30 +168,12 @@ class SparsePolicy final : public LayerPolicy {
       head.anyway.add_range(anyway.recent_begin, context.tokens);
     }
     collect(context, head, budget_.weighs() ? &head.anyway : nullptr, counters);
-    if (context.defer_scores && head.history && head.scored.size() <= most) {
-      if (head.observes) {
-        head.q.assign(context.q, context.q + std::size_t{group_} * head_dim_);
-        counters.scored += head.scored.size();  // In `observe`.
-      }
-      head.scored.choose_all();
-    } else {
-      budget_.cut(context, group_, head.scored, counters);
-      if (notes(head) && !budget_.estimates()) {
-        find_heavy(head, head.scored.tokens(), head.scored.scores(), head.scored.log_sums(group_, head.lse));
-      }
+    budget_.cut(context, group_, head.scored, counters);
+    if (notes(head) && !budget_.estimates()) {
+      find_heavy(head, head.scored.tokens(), head.scored.scores(), head.scored.log_sums(group_, head.lse));
     }
     const bool united = proposer_.shares() || budget_.unites();
     head.scored.emit(group_, united ? Membership::united : Membership::own, row);
-  }
-
-  /// A device has estimated and cut already.
-  void select_kept(const HeadContext& context, SparseHead& head, SelectionRow& row, SelectCounters& counters) const {
-    TokenSet& set = head.candidates.front();
-    set.reset(context.tokens);
-    counters.expanded_per_head += budget_.unite_kept(context, group_, head.observing, set);
-    head.scored.emit_far(set, *context.near, row);
-    if (head.observing != all_heads()) row.members.assign(row.tokens.size(), head.observing);
-    count(head, counters);
   }
 
   void collect(const HeadContext& context, SparseHead& head, const TokenSet* weighed, SelectCounters& counters) const {
@@ -231,10 +190,6 @@ class SparsePolicy final : public LayerPolicy {
                                     : head.followed ? head.candidates.front().size()
                                                     : head.history->expanded(h).size();
     }
-    count(head, counters);
-  }
-
-  static void count(const SparseHead& head, SelectCounters& counters) noexcept {
     counters.candidates += head.scored.united();
     counters.near_hits += head.scored.near_hits();
   }
@@ -250,7 +205,6 @@ class SparsePolicy final : public LayerPolicy {
   Budget budget_;
   Proposer proposer_;
   std::uint32_t group_;
-  std::uint32_t head_dim_;
   std::uint32_t layer_;
   std::uint32_t page_tokens_;
   std::vector<SparseHead> heads_;  ///< [kv_heads]

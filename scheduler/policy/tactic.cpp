@@ -108,7 +108,7 @@ class FittedPolicy final : public LayerPolicy {
   }
 
   /// Clustering takes a step's time, so it is left to the background. Whether it is due depends on the context's length
-  /// alone, and the runtime waits for it before the layer's next step: new clusters serve from the same step in every
+  /// alone, and the engine waits for it before the layer's next step: new clusters serve from the same step in every
   /// run.
   [[nodiscard]] bool wants_observation(std::uint32_t kv_head) const noexcept override {
     return heads_[kv_head].source.due(heads_[kv_head].visible);

@@ -32,16 +32,10 @@ TEST_CASE("shapes without kernels are named and refused before anything is writt
   backend.attend({}, odd, nullptr);
 }
 
-TEST_CASE("measured rates are usable rates", "[cpu][backend]") {
-  cpu::Backend backend(workers(1));
-  const AttentionShape shape{.layers = 1, .q_heads = 4, .kv_heads = 1, .head_dim = 128};
-  const cpu::CostRates rates =
-      cpu::measure_rates(workers(1), backend, shape, {.page_tokens = 32, .head_dim = 128, .dtype = DType::bf16});
-  for (const double rate : {rates.far_runs_gbps, rates.far_tokens_gbps, rates.link_gbps, rates.near_gbps,
-                            cpu::measure_read_gbps(workers(1), 8 * MiB)}) {
-    REQUIRE(std::isfinite(rate));
-    REQUIRE(rate > 0.0);
-  }
+TEST_CASE("the measured read rate is a usable rate", "[cpu][backend]") {
+  const double gbps = cpu::measure_read_gbps(workers(1), 8 * MiB);
+  REQUIRE(std::isfinite(gbps));
+  REQUIRE(gbps > 0.0);
 }
 
 }  // namespace sluice::test

@@ -157,29 +157,6 @@ TEST_CASE("every variant attends like the reference", "[cpu][kernels]") {
   });
 }
 
-TEST_CASE("every variant finds the mass of runs of any length", "[cpu][kernels]") {
-  for_each_shape([](ProblemOptions options) {
-    options.tokens = 150;
-    const Problem problem(options);
-    const std::vector<std::uint32_t> tokens = random_tokens(options.tokens, 1.0, 5);
-    // Inside a tile, over tiles, at their ends, and without rows.
-    const std::vector<std::uint32_t> ends{1, 1, 4, 31, 32, 32, 41, 120, 150};
-    std::vector<double> expected;
-    for (std::size_t run = 0; run < ends.size(); ++run) {
-      const Attention one = reference::attend(problem, attended(run == 0 ? 0 : ends[run - 1], ends[run]));
-      expected.insert(expected.end(), one.lse.begin(), one.lse.end());
-    }
-    for_each_variant([&](const cpu::Kernels& kernels) {
-      Attend attend(problem, tokens);
-      std::vector<float> masses(expected.size(), kNan);
-      attend.args().run_ends = ends.data();
-      attend.args().masses = masses.data();
-      attend.run(kernels);
-      REQUIRE(max_abs_diff(masses, expected) <= tolerance(problem));
-    });
-  });
-}
-
 TEST_CASE("masked pairs and given scores weigh what they should", "[cpu][kernels]") {
   for_each_shape([](ProblemOptions options) {
     options.tokens = 70;

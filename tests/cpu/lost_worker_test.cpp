@@ -170,11 +170,6 @@ const std::vector<Call> kCalls{
        backend.cluster(tasks, nullptr);
      })},
     {"read rate", [](const cpu::Workers& workers, Tensors&) { (void)cpu::measure_read_gbps(workers, 4 * MiB); }},
-    {"rates", [](const cpu::Workers& workers, Tensors&) {
-       const auto backend = std::make_unique<cpu::Backend>(workers);
-       const auto layout = std::make_unique<PageLayout>(kLayout);
-       (void)cpu::measure_rates(workers, *backend, kShape, *layout);
-     }},
     {"host pool", [](const cpu::Workers& workers, Tensors&) {
        const cpu::Topology topology;
        const auto own = std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 1});

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "gpu/backend/attend_plan.hpp"
-#include "gpu/kernels/select/masses.hpp"
 #include "sluice/units.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/reference.hpp"
@@ -87,72 +86,6 @@ TEST_CASE("attend plan: every row of every task once, in launches that fill the 
   std::sort(rows.begin(), rows.end());
   std::sort(expected.begin(), expected.end());
   REQUIRE(rows == expected);
-}
-
-TEST_CASE("attend plan: the octets of a run are its rows, whichever slices attend them", "[gpu]") {
-  const auto page_tokens = GENERATE(8u, 24u, 32u, 256u);
-  CAPTURE(page_tokens);
-  const AttentionShape shape{.layers = 1, .q_heads = 4, .kv_heads = 1, .head_dim = 128};
-  const PageLayout layout{.page_tokens = page_tokens, .head_dim = 128};
-  const std::uint32_t tokens = 6'001;
-  std::vector<std::uint32_t> frames(div_up(tokens, page_tokens));
-  std::iota(frames.rbegin(), frames.rend(), 5u);
-  std::vector<PageRun> runs = runs_over(tokens, page_tokens);
-  runs[0].begin = 3;
-  runs[2].end = 0;
-  runs[5].end = 7;
-  std::swap(runs[1], runs.back());
-  std::vector<float> masses(runs.size() * 4);
-  AttendTask task;
-  task.kv = {.base = nullptr, .frames = frames.data(), .layout = layout};
-  task.runs = runs;
-  task.masses = masses.data();
-  gpu::AttendVariant variant = gpu::attend_variant(shape, layout, false);
-  gpu::AttendPlan plan;
-  plan.build({&task, 1}, shape, variant, 264, 1 * MiB);
-  REQUIRE(plan.tasks().empty());
-  variant.massed = true;
-  plan.build({&task, 1}, shape, variant, 264, 1 * MiB);
-  REQUIRE(plan.tasks().size() == 1);
-
-  const gpu::AttendPlan::Task& planned = plan.tasks().front();
-  gpu::AttendJob job = plan.job(planned);
-  REQUIRE(planned.mass_bytes == job.octets() * 4 * sizeof(float));
-  std::vector<std::uint32_t> words(job.words());
-  plan.write_words(planned, words.data());
-  job.lists = words.data();
-  job.group = 4;
-  std::vector<float> octet_masses(job.octets() * 4);
-  job.masses = octet_masses.data();
-  std::vector<std::vector<std::uint32_t>> octets(job.octets());
-  for (std::uint32_t i = 0; i < planned.slices; ++i) {
-    gpu::AttendSlice slice = gpu::cut(job, i);
-    slice.tokens = 0;
-    std::vector<std::uint32_t> rows;
-    list_rows(slice, rows);
-    const std::uint32_t* piece = words.data() + slice.first_piece;
-    std::size_t at = 0;
-    for (std::uint32_t octet = 0; octet < slice.octets(); ++octet) {
-      const std::uint32_t count = octet < slice.page_octets ? 8 : piece[2 * (octet - slice.page_octets) + 1];
-      auto& to = octets[(slice.masses - octet_masses.data()) / 4 + octet];
-      REQUIRE(to.empty());
-      for (std::uint32_t row = 0; row < count; ++row) to.push_back(rows[at++]);
-    }
-    REQUIRE(at == rows.size());
-  }
-  std::vector<std::uint32_t> lists(runs.size());
-  plan.write_octets(planned, lists.data());
-  for (std::size_t run = 0; run < runs.size(); ++run) {
-    const std::uint32_t count = lists[run] & ((1u << gpu::MassTask::kCountBits) - 1);
-    const std::uint32_t first = lists[run] >> gpu::MassTask::kCountBits;
-    std::vector<std::uint32_t> rows;
-    for (std::uint32_t i = first; i < first + count; ++i) rows.insert(rows.end(), octets[i].begin(), octets[i].end());
-    std::vector<std::uint32_t> expected;
-    for (std::uint32_t row = runs[run].begin; row < runs[run].end; ++row) {
-      expected.push_back(frames[runs[run].page] * 2 * page_tokens + row);
-    }
-    REQUIRE(rows == expected);
-  }
 }
 
 }  // namespace sluice::test

@@ -129,29 +129,6 @@ TEST_CASE("new tokens are clustered when there are enough, none lost and none tw
   REQUIRE(sorted(all) == positions(0, source.clustered()));
 }
 
-TEST_CASE("a clustering that the runtime brings is used instead of one's own", "[clusters]") {
-  FakeKv kv = FakeKv::random(600, kDim, kGroup, 8);
-  PolicySpec spec;
-  spec.sources = static_cast<std::uint8_t>(Source::clusters);
-  const ClusterRequest request = prompt_clustering(spec, 600);
-  REQUIRE(request.clusters == 18);
-  std::vector<float> centroids(request.clusters * kDim);
-  std::vector<std::uint32_t> assignment(request.count);
-  kv.cluster(request, centroids.data(), assignment.data());
-  const Clustering clustering{.centroids = centroids, .assignment = assignment};
-  ClusterSource own(spec.clusters, kShape), brought(spec.clusters, kShape);
-  own.begin({.kv_head = 0, .tokens = 600, .kv = &kv});
-  kv.clusterings = 0;
-  brought.begin({.kv_head = 0, .tokens = 600, .kv = &kv, .clustering = &clustering});
-  REQUIRE(kv.clusterings == 0);
-  REQUIRE(own.index().size() == brought.index().size());
-  REQUIRE(
-      std::equal(own.index().centroids().begin(), own.index().centroids().end(), brought.index().centroids().begin()));
-  REQUIRE(prompt_clustering(spec, 511).count == 0);
-  spec.sources = static_cast<std::uint8_t>(Source::history);
-  REQUIRE(prompt_clustering(spec, 600).count == 0);
-}
-
 TEST_CASE("a list on the curve gives the curve and the exact budget", "[clusters][fit]") {
   const double a = 3'000.0, b = GENERATE(0.5, 0.0, 20.0);
   const double share = GENERATE(0.5, 0.7, 0.9, 0.99);

@@ -4,12 +4,17 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <vector>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/random.hpp"
+#include "tests/support/reference.hpp"
 
 using namespace sluice;
+using sluice::test::Random;
+namespace reference = sluice::test::reference;
 
 namespace {
 
@@ -58,6 +63,19 @@ Visit visit(const std::vector<float>& masses, float mass, std::uint32_t microbat
     if (passes(done.shares.back(), mass, left)) break;
   }
   return done;
+}
+
+/// Log masses as they come from attention, and as they should not: ties, nothing, and what is no number.
+float random_mass(Random& random, bool hard) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  constexpr float kSpecial[] = {std::numeric_limits<float>::quiet_NaN(), -kInf, 3.f, 3.f, -300.f, 300.f};
+  if (hard && random.below(8) == 0) return kSpecial[random.below(6)];
+  return static_cast<float>(2.0 * random.normal());
+}
+
+void require_close(double found, double wanted) {
+  CAPTURE(found, wanted);
+  REQUIRE((found == wanted || std::abs(found - wanted) <= 2e-5 * std::max(1.0, std::abs(wanted))));
 }
 
 }  // namespace
@@ -147,6 +165,36 @@ TEST_CASE("pages without all their tokens say nothing of pages to come", "[progr
     add_pages(state, rule, {.first = masses, .pages = 3, .full = 2});
     REQUIRE(state.unseen >= 1.f);
     REQUIRE(state.unseen <= 2.f);
+  }
+}
+
+TEST_CASE("the share after every microbatch is that of the formula", "[progress]") {
+  const auto rule = GENERATE(ProgressRule::least, ProgressRule::mean, ProgressRule::median, ProgressRule::certified);
+  const auto hard = GENERATE(false, true);
+  const auto seed = GENERATE(range(1u, 40u));
+  CAPTURE(static_cast<int>(rule), hard, seed);
+  constexpr std::uint32_t kGroup = 3;  // Masses of one head are not neighbours.
+  Random random(seed);
+  ProgressState state;
+  reference::Progress expected;
+  for (std::uint32_t round = 1; round <= 5; ++round) {
+    CAPTURE(round);
+    const std::uint32_t pages = random.below(round == 2 ? 68 : 6);
+    const std::uint32_t full = pages - (pages != 0 ? random.below(2) : 0);
+    const std::uint32_t left = round == 5 ? 0 : 1 + random.below(1'000);
+    std::vector<float> masses(pages * kGroup + 1);
+    std::vector<double> of_head;
+    for (float& mass : masses) mass = random_mass(random, hard);
+    for (std::uint32_t page = 0; page < pages; ++page) of_head.push_back(masses[page * kGroup + 1]);
+    const float extra = random_mass(random, hard);
+    const float bound = rule == ProgressRule::certified ? random_mass(random, false) + 2.f : kEmptyLse;
+    add_mass(state, extra);
+    reference::add_mass(expected, extra);
+    add_pages(state, rule, {.first = masses.data() + 1, .pages = pages, .full = full, .stride = kGroup});
+    reference::add_pages(expected, rule, of_head, full);
+    require_close(state.mass, expected.mass);
+    require_close(state.unseen, expected.unseen);
+    require_close(progress_share(state, left, bound), reference::progress_share(expected, left, bound));
   }
 }
 

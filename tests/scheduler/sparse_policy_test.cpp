@@ -260,46 +260,6 @@ TEST_CASE("a step repeated from select gives the same selection", "[policy]") {
   REQUIRE(first.scores == step.row.scores);
 }
 
-TEST_CASE("deferring scores changes neither what is attended nor what is learnt", "[policy]") {
-  const std::string text = GENERATE("history:share_group=on+pages | top_k=max(1, 100%)", "lfps:budget=100%,min_tokens=1,bypass=0",
-                                    "history:share_group=on,observe_near=off+pages | top_k=max(1, 100%)", "history:share_group=on+pages | top_k=8");
-  CAPTURE(text);
-  const std::uint32_t n = 1200;
-  Step eager(text, n), deferred(text, n);
-  const FakeNear near(n, 4, 128, {6, 7});
-  const std::vector<std::uint32_t> ranked =
-      text.front() == 'h' ? std::vector<std::uint32_t>{4, 5, 6, 7} : std::vector<std::uint32_t>{};
-  eager.select(near.set, ranked);
-  std::vector<HotPage> hot;
-  deferred.policy->forecast(0, n, 8, hot);
-  deferred.policy->select({.kv_head = 0,
-                           .tokens = n,
-                           .q = deferred.q.data(),
-                           .ranked_pages = ranked,
-                           .near = &near.set,
-                           .kv = &deferred.kv,
-                           .defer_scores = true},
-                          deferred.row, deferred.bypass, deferred.counters);
-  const bool cuts = text == "history:share_group=on+pages | top_k=8";
-  REQUIRE(deferred.kv.rows_scored == (cuts ? deferred.counters.scored : 0));
-  REQUIRE(deferred.row.scores.empty() == !cuts);
-  REQUIRE(deferred.row.tokens == eager.row.tokens);
-  REQUIRE(deferred.row.members == eager.row.members);
-  REQUIRE_FALSE(eager.row.tokens.empty());
-
-  eager.policy->observe(0, eager.kv);
-  deferred.policy->observe(0, deferred.kv);
-  REQUIRE(deferred.kv.rows_scored == deferred.counters.scored);
-  std::vector<HotPage> hot_eager, hot_deferred;
-  eager.policy->forecast(0, n + 1, 1000, hot_eager);
-  deferred.policy->forecast(0, n + 1, 1000, hot_deferred);
-  REQUIRE(hot_eager.size() == hot_deferred.size());
-  for (std::size_t i = 0; i < hot_eager.size(); ++i) {
-    REQUIRE(hot_eager[i].page == hot_deferred[i].page);
-    REQUIRE(hot_eager[i].heat == hot_deferred[i].heat);
-  }
-}
-
 TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") {
   const std::uint32_t prompt = 989;
   const std::uint32_t layer = GENERATE(0u, 1u);
@@ -317,7 +277,7 @@ TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") 
     REQUIRE(attended_by(step.row, 0).size() >= 6);
     const std::size_t scored = step.kv.rows_scored;
     policy->observe(0, step.kv);
-    REQUIRE(step.kv.rows_scored == scored);  // Read by select already, as nothing allowed to defer it.
+    REQUIRE(step.kv.rows_scored == scored);  // Read by select already.
     if (policy->wants_observation(0)) policy->forecast(0, n + 1, 1000, hot);
   }
 }
@@ -336,7 +296,7 @@ TEST_CASE("a repeated step selects the same when it observes and when it follows
     for (int attempt = 0; attempt < 2; ++attempt) {
       step.row.clear();
       policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .ranked_pages = ranked, .near = &near.set,
-                      .kv = &step.kv, .defer_scores = true},
+                      .kv = &step.kv},
                      step.row, step.bypass, step.counters);
       if (attempt == 0) first = step.row.tokens;
     }

@@ -75,15 +75,13 @@ struct PrunedStep {
     policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 40, .last_q = last_q, .kv = &copies});
     kv.rows_scored = 0;
   }
-  void select(const NearSet& near, std::span<const std::uint32_t> ranked = {},
-              std::span<const std::uint32_t> kept = {}) {
+  void select(const NearSet& near, std::span<const std::uint32_t> ranked = {}) {
     row.clear();
     counters = {};
     std::vector<HotPage> hot;
     policy->forecast(0, n, 8, hot);
-    policy->select(
-        {.kv_head = 0, .tokens = n, .q = q.data(), .ranked_pages = ranked, .kept = kept, .near = &near, .kv = &copies},
-        row, bypass, counters);
+    policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .ranked_pages = ranked, .near = &near, .kv = &copies},
+                   row, bypass, counters);
     for (std::size_t i = 0; i < row.tokens.size(); ++i) {
       REQUIRE(row.tokens[i] < n);
       REQUIRE_FALSE(near.contains(row.tokens[i]));
@@ -418,46 +416,6 @@ TEST_CASE("what estimates keep covers nearly p, and bounds the error of the outp
     for (std::uint32_t c = 0; c < kDim; ++c) error += std::pow(kept.out[c] - whole.out[c], 2);
     REQUIRE(std::sqrt(error) <= 2.0 * (1.0 - coverage) * longest * (1.0 + 1e-9));
   }
-}
-
-TEST_CASE("masks of a device select what the host would have", "[top_p][int4]") {
-  const std::uint32_t page_tokens = GENERATE(8u, 16u, 24u, 32u, 64u);
-  const bool pages = GENERATE(true, false);
-  const std::uint32_t n = GENERATE(300u, 705u);
-  CAPTURE(page_tokens, pages, n);
-  const std::string text = std::string(pages ? "pages" : "exact") + " | int4 | top_p=0.8 | near=0%,sinks=3,recent=20";
-  PrunedStep step(text, n, page_tokens);
-  const FakeNear near(n, 3, 20, {}, page_tokens);
-  const std::uint32_t open = (n - 1) / page_tokens * page_tokens;
-  const std::uint32_t ranked = pages ? open / page_tokens / 2 : 0;
-  const auto lists = pages ? some_pages(open / page_tokens, ranked) : std::vector<std::uint32_t>{};
-  step.select(near.set, lists);
-  const SelectionRow expected = step.row;
-  const std::uint64_t expanded = step.counters.expanded_per_head;
-
-  // Behind the ranked pages a device has what is attended anyway, and marks none of it.
-  const std::uint32_t row = pages ? ranked * page_tokens : open;
-  const std::uint32_t words = (row + 2 * page_tokens + 31) / 32;
-  std::vector<std::uint32_t> masks(kGroup * words);
-  for (std::uint32_t h = 0; h < kGroup; ++h) {
-    const auto token_of = [&](std::uint32_t i) {
-      return pages ? lists[h * ranked + i / page_tokens] * page_tokens + i % page_tokens : i;
-    };
-    std::vector<std::uint32_t> weighed = positions(0, 3);
-    for (std::uint32_t i = 0; i < row; ++i) weighed.push_back(token_of(i));
-    unite(weighed, positions(std::min(open, n - 20), n));
-    const auto kept = kept_of(
-        weighed, 0.8, [&](auto t) { return step.copies.estimated(step.q.data(), h, t); }, 3, std::min(open, n - 20));
-    for (std::uint32_t i = 0; i < row; ++i) {
-      if (std::binary_search(kept.begin(), kept.end(), token_of(i))) masks[h * words + i / 32] |= 1u << (i % 32);
-    }
-  }
-  const std::uint64_t estimated = step.copies.rows_estimated();
-  step.select(near.set, lists, masks);
-  REQUIRE(step.row.tokens == expected.tokens);
-  REQUIRE(step.row.scores.empty());
-  REQUIRE(step.copies.rows_estimated() == estimated);
-  REQUIRE(step.counters.expanded_per_head == expanded);
 }
 
 TEST_CASE("a larger p keeps more, and p = 1 keeps what was proposed", "[top_p][int4]") {

@@ -123,52 +123,6 @@ TEST_CASE("an empty tensor converts to nothing", "[backend]") {
   REQUIRE(out[0] == 1234.f);
 }
 
-TEST_CASE("append_and_widen does what append and to_f32 do", "[backend]") {
-  const auto [from, appended, widened] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{0u, 1u, 45u, 46u, 300u},
-                    std::array{0u, 1u, 4u, 8u, 9u}));
-  CAPTURE(to_string(from), appended, widened);
-  const auto under_test = backend_under_test();
-  const PageLayout layout{.page_tokens = 16, .head_dim = 64, .dtype = DType::bf16};
-  constexpr std::uint32_t kRows = 40;
-  const Rows rows(*under_test, from, kRows, 71, 9);
-  // Twice the same: once by the verb, once by the two that it is made of.
-  const auto pages = under_test->array(2 * appended * layout.page_bytes(), std::byte{0x5a});
-  const auto floats = under_test->array(std::size_t{2} * 9 * kRows * 71, 1234.f);
-  std::vector<AppendTask> append[2];
-  std::vector<ToF32Task> widen[2];
-  for (std::uint32_t copy = 0; copy < 2; ++copy) {
-    for (std::uint32_t i = 0; i < appended; ++i) {
-      append[copy].push_back({.k = rows.k.data() + i % kRows * 71 * bytes_of(from),
-                              .v = rows.v.data(),
-                              .dtype = from,
-                              .token_stride = rows.stride,
-                              .page = pages.data() + (copy * appended + i) * layout.page_bytes(),
-                              .first_row = i % 16,
-                              .count = i % 3 == 2 ? 0u : 1u});
-    }
-    for (std::uint32_t i = 0; i < widened; ++i) {
-      const std::uint32_t tokens = i == 3 ? 0 : kRows - i;  // An empty one, and different lengths.
-      widen[copy].push_back({.in = {.data = rows.k.data(),
-                                    .dtype = from,
-                                    .tokens = tokens,
-                                    .heads = 1,
-                                    .head_dim = i % 2 == 0 ? 71u : 64u,
-                                    .token_stride = rows.stride,
-                                    .head_stride = 0},
-                             .out = floats.data() + std::size_t{copy * 9 + i} * kRows * 71});
-    }
-  }
-  under_test->backend().append_and_widen(append[0], layout, widen[0], under_test->stream());
-  under_test->backend().append(append[1], layout, under_test->stream());
-  under_test->backend().to_f32(widen[1], under_test->stream());
-  under_test->finish();
-  REQUIRE(std::equal(pages.begin(), pages.begin() + pages.size() / 2, pages.begin() + pages.size() / 2));
-  REQUIRE(std::equal(floats.begin(), floats.begin() + floats.size() / 2, floats.begin() + floats.size() / 2));
-  if (appended != 0) REQUIRE(pages.front() != std::byte{0x5a});
-  if (widened != 0) REQUIRE(floats.front() == load_element(rows.k.data(), from, 0));
-}
-
 TEST_CASE("top-k equals a sort, ties by lowest index, NaN last", "[backend]") {
   const auto [count, distinct] =
       GENERATE(grid(std::array{0u, 1u, 7u, 100u, 1'500u, 8'192u, 60'000u}, std::array{1u, 5u, 1'000'000u}));

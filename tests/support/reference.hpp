@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "sluice/backend.hpp"
+#include "sluice/progress.hpp"
 #include "sluice/tensor.hpp"
 #include "tests/support/problem.hpp"
 

@@ -62,13 +62,13 @@ class Story {
     std::uint32_t recent = 1;
     double mass = 1.0;
   };
-  /// The score of a page's digest, in float64.
-  [[nodiscard]] double page_score(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t page,
-                                  const InPages& policy) const;
   [[nodiscard]] std::vector<double> attended_in_pages(std::uint32_t layer, std::uint32_t token,
                                                       const InPages& policy) const;
 
  private:
+  /// The score of a page's digest, in float64.
+  [[nodiscard]] double page_score(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t page,
+                                  const InPages& policy) const;
   /// Estimates of tokens [begin, end), largest first.
   using Ranked = std::vector<std::pair<double, std::uint32_t>>;
   [[nodiscard]] Ranked ranked(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t begin,

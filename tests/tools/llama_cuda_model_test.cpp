@@ -9,7 +9,7 @@
 #include "tools/llama/sampler.hpp"
 #include "tools/llama/staging.hpp"
 
-// The model's arithmetic on the GPU, its attention by the formula on the CPU: no runtime is involved.
+// The model's arithmetic on the GPU, its attention by the formula on the CPU: no engine is involved.
 namespace {
 
 using namespace sluice;

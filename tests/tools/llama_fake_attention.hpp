@@ -10,7 +10,7 @@
 namespace sluice::test {
 
 /// Dense causal attention of one sequence, written as the formula reads: the model's arithmetic can be
-/// tested without a runtime.
+/// tested without an engine.
 class PlainAttention {
  public:
   explicit PlainAttention(const AttentionShape& shape) : shape_(shape), layers_(shape.layers) {}

@@ -10,8 +10,8 @@
 
 namespace sluice::tools {
 
-/// A prompt after its prefill, detached from any runtime: keys and values of every layer exactly as they were
-/// given to the runtime (widened to float32), the last queries, and the logits. In ordinary memory. Prefill once, then
+/// A prompt after its prefill, detached from any engine: keys and values of every layer exactly as they were
+/// given to the engine (widened to float32), the last queries, and the logits. In ordinary memory. Prefill once, then
 /// import under as many policies as an evaluation compares.
 ///
 /// Memory: 8 bytes * layers * kv_heads * head_dim per token, 256 KiB for Llama-3.1-8B's shape, 8 KiB for the testbed's.

@@ -37,7 +37,7 @@ class Staging {
   std::unique_ptr<Buffer> pinned_;
 };
 
-/// Carries q, k and v between a prompt cache in ordinary memory and a runtime on a device.
+/// Carries q, k and v between a prompt cache in ordinary memory and an engine on a device.
 class TensorCourier {
  public:
   /// What a tensor is says which memory receives it: until the next tensor of the same slot.

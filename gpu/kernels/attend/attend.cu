@@ -32,7 +32,6 @@ void load_attend_kernels() {
       for (const std::uint32_t tiles : {1u, 2u}) {
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles}, load);
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scored = true}, load);
-        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .massed = true}, load);
       }
     }
   }

@@ -197,33 +197,8 @@ __device__ bool scored(const AttendSlice& slice, std::uint32_t unit) {
   return kScored && slice.scores != nullptr && unit >= slice.octet_units();
 }
 
-/// Writes the masses of a unit's two octets: the first lies in the lower halves of the scores, the second in the upper.
-/// Each is relative to its own maximum, so that an octet far below the others keeps its mass.
-template <int kTiles>
-__device__ void put_masses(const AttendSlice& slice, const float (&scores)[kTiles][4], std::uint32_t unit) {
-  const std::uint32_t lane = threadIdx.x % 32;
-  if (unit >= slice.octet_units()) return;  // The same for all lanes.
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float top = scores[tile][e];
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, step));
-      float mass = top == -INFINITY ? 0.f : exp2_fast(scores[tile][e] - top);
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) mass += __shfl_xor_sync(kAllLanes, mass, step);
-      const std::uint32_t octet = 2 * unit + static_cast<std::uint32_t>(e / 2);
-      const std::uint32_t head = 8 * static_cast<std::uint32_t>(tile) + 2 * lane + static_cast<std::uint32_t>(e % 2);
-      if (lane < 4 && head < slice.heads && octet < slice.octets()) {
-        slice.masses[std::uint64_t{octet} * slice.group + head] = mass > 0.f ? top + log2f(mass) : -INFINITY;
-      }
-    }
-  }
-}
-
 /// Attends the warp's units of the slice, from `unit` on, which is already being loaded.
-template <class T, int kDim, int kTiles, bool kScored, bool kMassed>
+template <class T, int kDim, int kTiles, bool kScored>
 __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& slice,
                              const typename AttendMemory<kDim, kTiles>::Input& input, std::uint32_t unit, UnitRows rows,
                              std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
@@ -260,7 +235,6 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
         }
       }
     }
-    if constexpr (kMassed) put_masses<kTiles>(slice, scores, unit);
     raise_tops(sum, scores);
     Weights weights[kTiles];
 #pragma unroll

@@ -36,8 +36,6 @@ struct alignas(16) AttendJob {
   std::uint32_t first_slice = 0;    ///< the block that is the first of them
   std::uint32_t first_partial = 0;  ///< their first place in AttendArgs::partials
   std::uint32_t counter = 0;        ///< theirs in AttendArgs::counters
-  /// Device scratch [octets, group] from the job's first head on, or null: receives the mass of every octet to base 2.
-  float* masses = nullptr;
 
   [[nodiscard]] constexpr std::uint32_t page_octets() const noexcept { return pages << octet_shift; }
   [[nodiscard]] constexpr std::uint32_t octets() const noexcept { return page_octets() + pieces; }
@@ -57,7 +55,6 @@ struct AttendSlice {
   float* out = nullptr;
   float* lse = nullptr;
   const std::uint32_t* lists = nullptr;
-  float* masses = nullptr;       ///< from the slice's first octet on
   std::uint32_t first_page = 0;  ///< where the slice's part of each list begins, in words of `lists`
   std::uint32_t first_piece = 0;
   std::uint32_t first_token = 0;
@@ -126,7 +123,6 @@ struct AttendSlice {
   slice.first_piece = job.pages + 2 * pieces_before;
   slice.first_token = job.pages + 2 * job.pieces + token(begin);
   slice.first_member = slice.first_token + job.tokens;
-  if (job.masses != nullptr) slice.masses = job.masses + std::uint64_t{octet(begin)} * job.group;
   if (job.scores != nullptr) slice.scores = job.scores + std::uint64_t{token(begin)} * job.group;
   return slice;
 }

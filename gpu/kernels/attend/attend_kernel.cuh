@@ -5,7 +5,7 @@
 namespace sluice::gpu::detail {
 
 /// The decode kernel: a thread block attends one slice, and the last of a job's merges them.
-template <class T, int kDim, int kTiles, bool kScored, bool kMassed>
+template <class T, int kDim, int kTiles, bool kScored>
 __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored ? kAttend.blocks_per_sm : 1)
     attend_kernel(const __grid_constant__ AttendArgs args) {
   __shared__ AttendSlice slice;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored ? kAttend.bl
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
-  attend_units<T, kDim, kTiles, kScored, kMassed>(sum, slice, memory.input, warp, rows, keys, values);
+  attend_units<T, kDim, kTiles, kScored>(sum, slice, memory.input, warp, rows, keys, values);
 
   put_sums(sums, sum);
   const Place<kDim, 8 * kTiles> place(args, slice);
@@ -53,12 +53,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored ? kAttend.bl
 /// Calls `use` with the kernel of one dtype, head_dim and number of head tiles.
 template <class T, int kDim, int kTiles, class Use>
 void with_tiled_kernel(const AttendVariant& variant, const Use& use) {
-  if (variant.massed) {
-    use(attend_kernel<T, kDim, kTiles, false, true>);
-  } else {
-    variant.scored ? use(attend_kernel<T, kDim, kTiles, true, false>)
-                   : use(attend_kernel<T, kDim, kTiles, false, false>);
-  }
+  variant.scored ? use(attend_kernel<T, kDim, kTiles, true>) : use(attend_kernel<T, kDim, kTiles, false>);
 }
 
 /// Calls `use` with the kernel of one dtype and head_dim.

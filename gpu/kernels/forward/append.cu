@@ -6,6 +6,7 @@
 #include "gpu/kernels/index/quantize.cuh"
 #include "gpu/kernels/prefill/prefill_output.cuh"
 #include "sluice/forward_tasks.hpp"
+#include "sluice/partial.hpp"
 
 namespace sluice::gpu {
 namespace {

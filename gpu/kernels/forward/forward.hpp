@@ -10,8 +10,8 @@
 #include "gpu/kernels/select/foresight.hpp"
 #include "gpu/kernels/select/top_k.hpp"
 #include "gpu/kernels/select/top_p.hpp"
-#include "sluice/backend.hpp"
 #include "sluice/forward_verbs.hpp"
+#include "sluice/select_verbs.hpp"
 
 namespace sluice::gpu {
 

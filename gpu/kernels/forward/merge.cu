@@ -4,6 +4,7 @@
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/wait.cuh"
 #include "gpu/kernels/prefill/prefill_output.cuh"
+#include "sluice/partial.hpp"
 
 namespace sluice::gpu {
 namespace detail {

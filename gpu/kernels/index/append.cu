@@ -1,9 +1,6 @@
-#include <algorithm>
-
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/index/append.hpp"
-#include "gpu/kernels/index/convert.cuh"
 
 namespace sluice::gpu {
 namespace {
@@ -11,7 +8,7 @@ namespace {
 using detail::kElementBytes;
 using detail::kUnit;
 
-constexpr std::uint32_t kThreads = detail::kConvertThreads;
+constexpr std::uint32_t kThreads = 256;
 
 /// Rows of K or of V, and where they go.
 struct Rows {
@@ -50,36 +47,20 @@ __device__ void copy_rows(DType from, const Rows& rows, std::uint32_t count, std
   }
 }
 
-/// One half of one task, 0 for K and 1 for V, by one thread block.
+/// blockIdx.x is the task; blockIdx.y the half, 0 for K and 1 for V.
 template <DType kTo>
-__device__ void append(const TaskArray<AppendTask>& tasks, std::uint32_t index, std::uint32_t half,
-                       const PageLayout& layout) {
+__global__ void __launch_bounds__(kThreads)
+    append_kernel(const __grid_constant__ TaskArray<AppendTask> tasks, PageLayout layout) {
   __shared__ AppendTask task;
-  if (threadIdx.x == 0) task = tasks[index];
+  if (threadIdx.x == 0) task = tasks[blockIdx.x];
   __syncthreads();
+  const std::uint32_t half = blockIdx.y;
   const std::uint64_t row_bytes = std::uint64_t{layout.head_dim} * kElementBytes<kTo>;
   const std::uint64_t half_bytes = row_bytes * layout.page_tokens;
   const Rows rows{.from = half == 0 ? task.k : task.v,
                   .stride_bytes = task.token_stride * (task.dtype == DType::f32 ? 4 : 2),
                   .to = task.page + task.first_row * row_bytes + half * half_bytes};
   copy_rows<kTo>(task.dtype, rows, task.count, layout.head_dim / kUnit);
-}
-
-/// blockIdx.x is the task, blockIdx.y the half.
-template <DType kTo>
-__global__ void __launch_bounds__(kThreads)
-    append_kernel(const __grid_constant__ TaskArray<AppendTask> tasks, PageLayout layout) {
-  append<kTo>(tasks, blockIdx.x, blockIdx.y, layout);
-}
-
-/// Two thread blocks per task, then `blocks` per tensor.
-template <DType kTo>
-__global__ void __launch_bounds__(kThreads)
-    append_and_widen_kernel(const __grid_constant__ TaskArray<AppendTask> tasks, PageLayout layout,
-                            const __grid_constant__ WidenedTensors widened, std::uint32_t blocks) {
-  if (blockIdx.x < 2 * tasks.count) return append<kTo>(tasks, blockIdx.x / 2, blockIdx.x % 2, layout);
-  const std::uint32_t at = blockIdx.x - 2 * tasks.count;
-  detail::convert(widened.tasks[at / blocks], at % blocks, blocks);
 }
 
 }  // namespace
@@ -95,27 +76,8 @@ void launch_append(const TaskArray<AppendTask>& tasks, const PageLayout& layout,
   check(cudaGetLastError(), "launch the append kernel");
 }
 
-void launch_append_and_widen(const TaskArray<AppendTask>& tasks, const PageLayout& layout,
-                             const WidenedTensors& widened, cudaStream_t stream) {
-  std::uint64_t longest = 0;
-  for (std::uint32_t i = 0; i < widened.count; ++i) {
-    longest = std::max(longest, detail::elements_of(widened.tasks[i].in));
-  }
-  const std::uint32_t blocks = detail::convert_blocks(longest);
-  const std::uint32_t grid = 2 * tasks.count + (longest == 0 ? 0 : blocks * widened.count);
-  if (grid == 0) return;
-  if (layout.dtype == DType::bf16) {
-    append_and_widen_kernel<DType::bf16><<<grid, kThreads, 0, stream>>>(tasks, layout, widened, blocks);
-  } else {
-    append_and_widen_kernel<DType::f16><<<grid, kThreads, 0, stream>>>(tasks, layout, widened, blocks);
-  }
-  check(cudaGetLastError(), "launch the append_and_widen kernel");
-}
-
 void load_append_kernels() {
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, append_and_widen_kernel<DType::f16>), "load the append_and_widen kernel");
-  check(cudaFuncGetAttributes(&attributes, append_and_widen_kernel<DType::bf16>), "load the append_and_widen kernel");
   check(cudaFuncGetAttributes(&attributes, append_kernel<DType::f16>), "load the append kernel for f16 pages");
   check(cudaFuncGetAttributes(&attributes, append_kernel<DType::bf16>), "load the append kernel for bf16 pages");
 }

@@ -6,7 +6,7 @@
 
 #include "gpu/kernels/select/foresight.hpp"
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/backend.hpp"
+#include "sluice/select_verbs.hpp"
 
 namespace sluice::gpu {
 

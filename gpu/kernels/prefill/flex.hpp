@@ -6,7 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "sluice/backend.hpp"
+#include "sluice/prefill_verbs.hpp"
+
 
 /// FlexPrefill's choice of blocks, as a chain of kernels. Only what they hand on lies in memory; no [rows, keys] matrix
 /// does, and no sum depends on the order in which threads run.

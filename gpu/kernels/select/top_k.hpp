@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/backend.hpp"
+#include "sluice/select_verbs.hpp"
 
 namespace sluice::gpu {
 

@@ -59,7 +59,7 @@ void DenseCache::attend(const AttentionCall& call, Stream& stream) {
   float* const q = reinterpret_cast<float*>(floats_->data());
   float* const out = q + std::size_t{shape_.q_heads} * d;
   float* const lse = out + std::size_t{shape_.q_heads} * d;
-  Backend& backend = device_.backend();
+  CoreVerbs& backend = device_.backend();
   backend.to_f32(call.q, q, &stream);
   std::vector<AttendTask> tasks(shape_.kv_heads);
   std::vector<Partial> parts(shape_.kv_heads);

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "sluice/backend.hpp"
+#include "sluice/core_verbs.hpp"
 #include "sluice/device.hpp"
 #include "tools/llama/model.hpp"
 

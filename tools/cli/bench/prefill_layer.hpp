@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "cpu/threads/workers.hpp"
-#include "sluice/backend.hpp"
 #include "sluice/device.hpp"
+#include "sluice/prefill_verbs.hpp"
 #include "tools/cli/synthetic/prompt_pattern.hpp"
 
 namespace sluice::tools {

@@ -145,7 +145,7 @@ void link_pinning(LinkMachine& machine, LinkFindings& findings) {
   findings.tables.push_back({.key = "pinning",
                              .title = "Pinning host memory",
                              .columns = {{"bytes", "bytes"},
-                                         {"pool_s", "as the runtime does: map, touch in parallel, register, s", 2},
+                                         {"pool_s", "as an engine does: map, touch in parallel, register, s", 2},
                                          {"pool_gib_per_s", "GiB/s", 1},
                                          {"release_s", "release, s", 2},
                                          {"driver_gib_per_s", "cudaHostAlloc, zeroed and freed, GiB/s", 1}},

@@ -61,7 +61,7 @@ void add_link(CLI::App& app, int& exit_code) {
   add_count(*command, "--numa-node", options->numa_node, "Node of the host's buffers [default: the GPU's nearest]",
             {.most = 1023})
       ->default_str("");
-  add_count(*command, "--pin-gib", options->pin_gib, "Host memory to pin as the runtime does, in GiB; 0: none",
+  add_count(*command, "--pin-gib", options->pin_gib, "Host memory to pin as an engine does, in GiB; 0: none",
             {.most = 4096});
   command->add_option("--sections", options->sections, std::string("Comma list of ") + kSections)
       ->capture_default_str();

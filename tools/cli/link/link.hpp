@@ -15,7 +15,7 @@ struct LinkOptions {
   bool quick = false;
   int samples = 5;            ///< per figure; the median counts
   int numa_node = -1;         ///< of the host's buffers; -1: the node nearest to the GPU
-  std::uint64_t pin_gib = 1;  ///< to pin as the runtime pins its pool; 0: do not
+  std::uint64_t pin_gib = 1;  ///< to pin as an engine pins its pool; 0: do not
   std::string sections = "transfers,gather,load,latency,pinning";
   std::string profile;       ///< file to judge `auto` by; empty: calibrate
   std::string save_profile;  ///< file for the calibration; empty: none

@@ -77,7 +77,7 @@ class CudaActivations final : public Activations::Memory {
   Memory workspace_;
   Memory finished_;  ///< pinned word: how many `finish` the stream has passed
   std::uint64_t finishes_ = 0;
-  /// Of CUDA rather than of the Stream: recording a Stream's event would take over a failure that the runtime awaits.
+  /// Of CUDA rather than of the Stream: recording a Stream's event would take over a failure that the engine awaits.
   std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEvent> tokens_read_;
 };
 

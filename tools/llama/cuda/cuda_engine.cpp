@@ -38,8 +38,7 @@ cudaStream_t native(Stream& stream) {
   void* handle = stream.native_handle();
   if (handle == nullptr) {
     throw Error(Errc::invalid_argument,
-                "a model on the GPU needs a stream of its own CUDA device; give model and "
-                "runtime the same device");
+                "a model on the GPU needs a stream of its own CUDA device; give model and engine the same device");
   }
   return static_cast<cudaStream_t>(handle);
 }
@@ -97,8 +96,7 @@ class CudaEngine final : public Engine {
 CudaActivations& CudaEngine::buffers(Activations& work) const {
   if (work.stream == nullptr) {
     throw Error(Errc::invalid_argument,
-                "a model on the GPU needs Activations::stream; set it to the runtime's "
-                "device_stream()");
+                "a model on the GPU needs Activations::stream; set it to the stream that the engine computes on");
   }
   if (!work.memory) work.memory = std::make_unique<CudaActivations>(*device_);
   return dynamic_cast<CudaActivations&>(*work.memory);

@@ -10,15 +10,14 @@
 #include "gpu/device/param_ring.hpp"
 #include "gpu/kernels/attend/attend.hpp"
 #include "gpu/kernels/attend/merge.hpp"
-#include "gpu/kernels/select/masses.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {
 namespace {
 
-/// Where the masses of octets lie in a stream's scratch memory: behind the largest results of a launch's slices.
-constexpr std::uint64_t kMassOffset = CudaStream::kScratchBytes - AttendPlan::kMassBytes;
-static_assert(CudaStream::kCounterBytes + kAttend.max_slices * 16 * (128 + 1) * sizeof(float) <= kMassOffset);
+/// The results of a launch's slices fit the stream's scratch memory.
+static_assert(CudaStream::kCounterBytes + kAttend.max_slices * 16 * (128 + 1) * sizeof(float) <=
+              CudaStream::kScratchBytes);
 
 /// Writes the jobs of consecutive tasks of a plan, and what the launch says of them.
 class JobWriter {
@@ -37,21 +36,12 @@ class JobWriter {
       args_.jobs = job_ = reinterpret_cast<AttendJob*>(take(jobs * sizeof(AttendJob)));
     slices_ = jobs_ = counters_ = partials_ = 0;
     const std::span<std::byte> scratch = stream_.scratch();
-    next_mass_ = reinterpret_cast<float*>(scratch.data() + kMassOffset);
-    most_runs_ = 0;
-    sums_.count = 0;
-    sums_.queued = nullptr;
-    mass_ = sums_.inlined;
-    // Not from the ring again after the launch: the lists must stay until the last kernel that reads them has run.
-    if (variant_.massed && tasks.size() > TaskArray<MassTask>::kInline)
-      sums_.queued = mass_ = reinterpret_cast<MassTask*>(take(tasks.size() * sizeof(MassTask)));
     for (const AttendPlan::Task& task : tasks) put_task(task);
     args_.counters = reinterpret_cast<std::uint32_t*>(scratch.data());
     args_.partials = reinterpret_cast<float*>(scratch.data() + CudaStream::kCounterBytes);
     args_.partial_count = partials_;
     args_.score_scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim));
     launch_attend(variant_, args_, slices_, stream_.handle());
-    launch_masses(sums_, most_runs_, shape_.group(), stream_.handle());
   }
 
  private:
@@ -62,24 +52,10 @@ class JobWriter {
     auto* const words = reinterpret_cast<std::uint32_t*>(take(job.words() * sizeof(std::uint32_t)));
     plan_.write_words(task, words);
     job.lists = words;
-    if (variant_.massed) job.masses = put_octets(task);
     const float* const scores = put_scores(*task.task);
     for (std::uint32_t block = 0; block < plan_.head_blocks(); ++block) {
       put_job(job, *task.task, block * variant_.heads(), scores);
     }
-  }
-
-  /// Asks for the masses of the task's runs; returns where those of its octets go.
-  float* put_octets(const AttendPlan::Task& task) {
-    const std::size_t runs = task.task->runs.size();
-    auto* const words = reinterpret_cast<std::uint32_t*>(take(runs * sizeof(std::uint32_t)));
-    plan_.write_octets(task, words);
-    float* const octets = next_mass_;
-    next_mass_ += task.mass_bytes / sizeof(float);
-    const auto count = static_cast<std::uint32_t>(runs);
-    mass_[sums_.count++] = {.octets = octets, .lists = words, .out = task.task->masses, .runs = count};
-    most_runs_ = std::max(most_runs_, count);
-    return octets;
   }
 
   const float* put_scores(const AttendTask& task) {
@@ -93,7 +69,6 @@ class JobWriter {
     const std::uint64_t first_dim = std::uint64_t{first_head} * shape_.head_dim;
     if (task.q != nullptr) job.q = task.q + first_dim;
     if (scores != nullptr) job.scores = scores + first_head;
-    if (job.masses != nullptr) job.masses += first_head;
     job.out = task.out.out + first_dim;
     job.lse = task.out.lse + first_head;
     job.heads = std::min(variant_.heads(), shape_.group() - first_head);
@@ -117,10 +92,6 @@ class JobWriter {
   CudaStream& stream_;
   AttendArgs args_{};
   std::byte* next_ = nullptr;
-  float* next_mass_ = nullptr;
-  TaskArray<MassTask> sums_;
-  MassTask* mass_ = nullptr;
-  std::uint32_t most_runs_ = 0;
   AttendJob* job_ = nullptr;
   std::uint32_t jobs_ = 0;
   std::uint32_t slices_ = 0;
@@ -165,12 +136,10 @@ void pack_merges(std::span<const MergeTask> tasks, ParamRing& ring, MergeArgs& a
 std::size_t launchable(std::span<const AttendPlan::Task> tasks, std::uint32_t head_blocks, std::uint64_t limit) {
   std::size_t count = 0;
   std::uint64_t slices = 0;
-  std::uint64_t mass_bytes = 0;
   for (std::uint64_t bytes = 0; count < tasks.size(); ++count) {
     bytes += tasks[count].bytes;
-    mass_bytes += tasks[count].mass_bytes;
     slices += std::uint64_t{tasks[count].slices} * head_blocks;
-    if (bytes > limit || slices > kAttend.max_slices || mass_bytes > AttendPlan::kMassBytes) break;
+    if (bytes > limit || slices > kAttend.max_slices) break;
   }
   return count;
 }
@@ -205,25 +174,15 @@ void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& sh
     check_supported("attend", shape, *checked);
   }
   for (const DType dtype : {DType::bf16, DType::f16}) {
-    const AttendTask* first[2] = {};  // without masses, with
+    const AttendTask* first = nullptr;
     bool scored = false;
     for (const AttendTask& task : tasks) {
       if (task.kv.layout.dtype != dtype) continue;
-      const bool massed = AttendPlan::wants_masses(task);
-      if (massed && !task.scores.empty()) {
-        throw Error(Errc::unsupported, "attend: no masses for a task with given scores; leave the scores out");
-      }
-      if (first[massed] == nullptr) first[massed] = &task;
+      if (first == nullptr) first = &task;
       scored = scored || !task.scores.empty();
     }
-    if (first[0] != nullptr) {
-      attend_tasks(tasks, shape, attend_variant(shape, first[0]->kv.layout, scored), multiprocessors_, queue);
-    }
-    if (first[1] != nullptr) {
-      AttendVariant variant = attend_variant(shape, first[1]->kv.layout, false);
-      variant.massed = true;
-      attend_tasks(tasks, shape, variant, multiprocessors_, queue);
-    }
+    if (first == nullptr) continue;
+    attend_tasks(tasks, shape, attend_variant(shape, first->kv.layout, scored), multiprocessors_, queue);
   }
 }
 

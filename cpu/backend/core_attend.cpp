@@ -63,15 +63,6 @@ std::uint64_t cut(const std::vector<AttendTask>& tasks, std::vector<Unit>& units
   return bytes;
 }
 
-/// Where each run ends, counted in rows; valid until the thread's next call.
-const std::uint32_t* list_ends(std::span<const PageRun> runs) {
-  thread_local std::vector<std::uint32_t> ends;
-  ends.clear();
-  std::uint32_t rows = 0;
-  for (const PageRun& run : runs) ends.push_back(rows += run.tokens());
-  return ends.data();
-}
-
 void attend_unit(const Kernels& kernels, const AttendTask& task, const AttentionShape& shape, const Unit& unit,
                  const Partial& out) {
   thread_local std::vector<const std::byte*> rows;
@@ -85,16 +76,10 @@ void attend_unit(const Kernels& kernels, const AttendTask& task, const Attention
                   .out = out.out,
                   .lse = out.lse};
   if (unit.kind == Unit::Kind::runs) {
-    const std::span<const PageRun> runs = task.runs.subspan(unit.begin, unit.end - unit.begin);
-    list_rows(task.kv, runs, rows.data());
-    if (task.masses != nullptr) {
-      args.run_ends = list_ends(runs);
-      args.masses = task.masses + std::size_t{unit.begin} * shape.group();
-    }
+    list_rows(task.kv, task.runs.subspan(unit.begin, unit.end - unit.begin), rows.data());
   } else {
     list_rows(task.kv, task.tokens.subspan(unit.begin, unit.end - unit.begin), rows.data());
     if (!task.members.empty()) args.members = task.members.data() + unit.begin;
-    if (task.seen != nullptr) args.seen = task.seen + std::size_t{unit.begin} * shape.group();
     if (!task.scores.empty()) args.scores = task.scores.data() + std::size_t{unit.begin} * shape.group();
   }
   kernels_for(kernels, task.kv.layout.dtype).attend(args);
@@ -167,8 +152,6 @@ void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& sh
     const Share& share = call->shares[i];
     call->left[i].store(share.end - share.begin, std::memory_order_relaxed);
     if (share.begin == share.end) clear(tasks[i].out, shape);
-    // Runs are never cut, so every one that has tokens gets its mass from one unit.
-    if (tasks[i].masses != nullptr) std::fill_n(tasks[i].masses, tasks[i].runs.size() * shape.group(), kEmptyLse);
   }
   for_each_unit(workers_, call->units.size(), bytes,
                 [all = call.get(), &kernels = kernels_](std::uint32_t i) { all->run(kernels, i); });

@@ -11,7 +11,7 @@ namespace sluice::gpu {
 
 void Backend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
-  check_supported("quantize", {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout);
+  check_supported("quantize", layout);
   CudaStream& cuda = cuda_stream(stream, "quantize");
   for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_quantize(array, layout, cuda.handle()); });
 }

@@ -1,0 +1,114 @@
+// Verbs that score pages and tokens, and the largest of the scores.
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/backend/backend.hpp"
+#include "cpu/backend/row_list.hpp"
+#include "cpu/backend/verbs.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// Part of one task that one thread does.
+struct Slice {
+  std::uint32_t task = 0;
+  std::uint32_t begin = 0;
+  std::uint32_t end = 0;
+};
+
+constexpr std::uint32_t kSliceRows = 1024;
+
+/// A verb's tasks, cut into slices of some of their items.
+template <class Task>
+struct SlicedTasks {
+  std::vector<Task> tasks;
+  std::vector<Slice> slices;
+
+  /// Each task has size(task) items.
+  template <class Size>
+  void cut(std::span<const Task> from, const Size& size) {
+    tasks.assign(from.begin(), from.end());
+    slices.clear();
+    for (std::uint32_t task = 0; task < tasks.size(); ++task) {
+      const auto items = static_cast<std::uint32_t>(size(tasks[task]));
+      for (std::uint32_t begin = 0; begin < items; begin += kSliceRows) {
+        slices.push_back({.task = task, .begin = begin, .end = std::min(begin + kSliceRows, items)});
+      }
+    }
+  }
+};
+
+template <class Task, class Size>
+std::uint64_t total(std::span<const Task> tasks, const Size& size) {
+  std::uint64_t sum = 0;
+  for (const Task& task : tasks) sum += size(task);
+  return sum;
+}
+
+}  // namespace
+
+void Backend::digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream*) {
+  if (tasks.empty()) return;
+  check("digest", layout);
+  const ElementKernels& kernels = kernels_for(kernels_, layout.dtype);
+  const auto run = kind == DigestKind::box ? kernels.digest_box : kernels.digest_cuboid_mean;
+  for_each_task(workers_, tasks, tasks.size() * layout.half_bytes(), [run, layout](const DigestTask& task) {
+    run({.k = task.page, .out = task.out, .rows = layout.page_tokens, .head_dim = layout.head_dim});
+  });
+}
+
+void Backend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype, Stream*) {
+  if (tasks.empty()) return;
+  check("score_pages", shape);
+  const auto pages = [](const ScorePagesTask& task) { return task.pages; };
+  const auto lent = Lent<SlicedTasks<ScorePagesTask>>::reused(workers_);
+  lent->cut(tasks, pages);
+  const std::uint64_t digest_bytes = std::uint64_t{2} * shape.head_dim * bytes_of(digest_dtype);
+  const ElementKernels& kernels = kernels_for(kernels_, digest_dtype);
+  for_each_unit(workers_, lent->slices.size(), total(tasks, pages) * digest_bytes,
+                [all = lent.get(), &kernels, shape](std::uint32_t i) {
+                  const Slice& slice = all->slices[i];
+                  const ScorePagesTask& task = all->tasks[slice.task];
+                  kernels.score_digests({.q = task.q,
+                                         .digests = task.digests,
+                                         .frames = task.frames + slice.begin,
+                                         .count = slice.end - slice.begin,
+                                         .group = shape.group(),
+                                         .head_dim = shape.head_dim,
+                                         .out = task.out + slice.begin,
+                                         .out_stride = task.pages});
+                });
+}
+
+void Backend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream*) {
+  if (tasks.empty()) return;
+  for (const ScoreTokensTask& task : tasks) check("score_tokens", shape, task.kv.layout);
+  const auto tokens = [](const ScoreTokensTask& task) { return task.tokens.size(); };
+  const auto lent = Lent<SlicedTasks<ScoreTokensTask>>::reused(workers_);
+  lent->cut(tasks, tokens);
+  const std::uint64_t row_bytes = tasks.front().kv.layout.row_bytes();
+  for_each_unit(workers_, lent->slices.size(), total(tasks, tokens) * row_bytes,
+                [all = lent.get(), &kernels = kernels_, shape](std::uint32_t i) {
+                  const Slice& slice = all->slices[i];
+                  const ScoreTokensTask& task = all->tasks[slice.task];
+                  const std::byte* rows[kSliceRows];
+                  list_rows(task.kv, task.tokens.subspan(slice.begin, slice.end - slice.begin), rows);
+                  kernels_for(kernels, task.kv.layout.dtype)
+                      .score({.q = task.q,
+                              .k = rows,
+                              .count = slice.end - slice.begin,
+                              .group = shape.group(),
+                              .head_dim = shape.head_dim,
+                              .out = task.out + std::size_t{slice.begin} * shape.group()});
+                });
+}
+
+void Backend::top_k(std::span<const TopKTask> tasks, Stream*) {
+  const std::uint64_t values = total(tasks, [](const TopKTask& task) { return task.values.size(); });
+  for_each_task(workers_, tasks, values * sizeof(float), [](const TopKTask& task) {
+    select_top_k(task.values.data(), static_cast<std::uint32_t>(task.values.size()), task.k, task.out);
+  });
+}
+
+}  // namespace sluice::cpu

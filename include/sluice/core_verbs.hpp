@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "sluice/page.hpp"
+#include "sluice/partial.hpp"
+#include "sluice/shape.hpp"
+#include "sluice/tensor.hpp"
+
+namespace sluice {
+
+class Stream;
+
+/// Writes `count` tokens of one KV head into consecutive rows of one page, converting to the page's dtype.
+struct AppendTask {
+  const std::byte* k = nullptr;  ///< first row; later rows every `token_stride` elements
+  const std::byte* v = nullptr;
+  DType dtype = DType::f32;
+  std::uint64_t token_stride = 0;
+  std::byte* page = nullptr;
+  std::uint32_t first_row = 0;
+  std::uint32_t count = 0;
+};
+
+/// Copies rows [tokens, heads, head_dim] of a tensor to dense float32; `out` may be pinned host memory.
+struct ToF32Task {
+  TensorView in;
+  float* out = nullptr;
+};
+
+/// One (sequence, KV head) of an `attend`. The selection is the union of `runs` and `tokens`.
+struct AttendTask {
+  const float* q = nullptr;  ///< [group, head_dim], not scaled
+  KvView kv;
+  std::span<const PageRun> runs;           ///< may be empty
+  std::span<const std::uint32_t> tokens;   ///< ascending; may be empty
+  std::span<const std::uint32_t> members;  ///< [tokens] or empty: see SelectionRow
+  std::span<const float> scores;           ///< [tokens, group] or empty: then K is read
+  Partial out;                             ///< [group, head_dim], [group]
+};
+
+/// Merges partials over disjoint subsets, row by row, into a caller's tensor of any dtype. One KV head: its rows are
+/// the group's query heads.
+struct MergeTask {
+  std::span<const Partial> parts;  ///< at least one, each [group, head_dim] and [group]
+  std::byte* out = nullptr;        ///< [group, head_dim] in `out_dtype`, rows dense
+  float* lse = nullptr;            ///< [group]; may be null
+};
+
+/// Tokens into pages, attention over chosen ones of them, and partial results into one. What all verbs have in common
+/// is said at Backend.
+class CoreVerbs {
+ public:
+  virtual ~CoreVerbs() = default;
+
+  virtual void append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) = 0;
+  /// All tensors in one launch. The task array is copied; it may go when the call returns.
+  virtual void to_f32(std::span<const ToF32Task> tasks, Stream* stream) = 0;
+  void to_f32(const TensorView& in, float* out, Stream* stream) {
+    const ToF32Task task{.in = in, .out = out};
+    to_f32(std::span(&task, 1), stream);
+  }
+  virtual void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
+  virtual void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "sluice/page.hpp"
+#include "sluice/prefill.hpp"
+#include "sluice/shape.hpp"
+#include "sluice/tensor.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice {
+
+class Stream;
+
+/// Strides in elements, shared by the queries and by the outputs of a prefill. A choice of blocks has no outputs.
+struct PrefillShape {
+  DType q_dtype = DType::f32;
+  DType out_dtype = DType::f32;
+  std::uint64_t q_token_stride = 0;
+  std::uint64_t q_head_stride = 0;
+  std::uint64_t out_token_stride = 0;
+  std::uint64_t out_head_stride = 0;
+};
+
+/// Causal attention of a chunk of a prompt: query i (position first + i) of one KV head's group attends the keys
+/// key_begin <= j < min(key_end, first + i + 1), all of them or those in the blocks that `blocks` names. Keys may come in
+/// windows, one call after the other: see `so_far`. A row that attends no key has out 0 and lse -infinity.
+struct PrefillTask {
+  const std::byte* q = nullptr;  ///< row of (chunk token 0, first head of the group); see strides
+  KvView kv;                     ///< its first page holds the keys from position key_begin on
+  std::uint32_t first = 0;       ///< position of the chunk's first token
+  std::uint32_t count = 0;       ///< tokens of the chunk
+  std::byte* out = nullptr;      ///< row of (chunk token 0, first head of the group)
+  std::uint32_t key_begin = 0;   ///< a multiple of page_tokens
+  std::uint32_t key_end = kNone; ///< kNone: first + count
+  /// [group, prefill_blocks(first, count), prefill_mask_words(first + count)] or null: bit J % 32 of word J / 32 is set if
+  /// the queries of that block attend key block J. Positions are absolute, whatever the window. Memory that the
+  /// backend's kernels read.
+  const std::uint32_t* blocks = nullptr;
+  float* lse = nullptr;  ///< [count, group] or null: receives the natural log of the sum of exponentials
+  /// [count, group, head_dim] or null. What earlier windows gave is in `so_far` and `lse`, unless this is the first;
+  /// what this one adds goes there, and to `out` with the last only.
+  float* so_far = nullptr;
+  bool first_window = true;
+  bool last_window = true;
+};
+
+/// The choice of FlexPrefill for a chunk of a prompt, for one KV head's group: which blocks of keys each block of
+/// queries is to attend. Every key that the chunk sees is in `kv`, from position 0 on.
+struct SelectBlocksTask {
+  const std::byte* q = nullptr;  ///< as in PrefillTask
+  KvView kv;
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;            ///< 0: nothing is written
+  std::uint32_t* blocks = nullptr;    ///< as in PrefillTask; receives the choice
+  PrefillChoice* choices = nullptr;   ///< [group] receives what it came from; memory that the kernels write
+  std::byte* scratch = nullptr;       ///< PrefillVerbs::select_blocks_scratch_bytes, 256-byte aligned
+};
+
+/// What the last `rows` queries of a chunk attend, for one KV head's group: the mean over the rows of their attention to
+/// every key from `sinks` on, those before left out as if they were not there. A row that sees no key, or no finite
+/// score, is left out of the mean. Every key that the chunk sees is in `kv`, from position 0 on.
+struct SumAttentionTask {
+  const std::byte* q = nullptr;  ///< as in PrefillTask
+  KvView kv;
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;      ///< at least 1; rows beyond it do not exist
+  std::uint32_t rows = 0;       ///< [1, 128]
+  std::uint32_t sinks = 0;      ///< below first + count
+  float* by_position = nullptr;  ///< [group, first + count - sinks] entry j - sinks: key j
+  float* by_distance = nullptr;  ///< likewise, entry e: the key e positions before a query's own
+  std::byte* scratch = nullptr;  ///< PrefillVerbs::select_blocks_scratch_bytes, 256-byte aligned
+};
+
+/// Attention of prompts, by all keys or by FlexPrefill's choice of blocks. What all verbs have in common is said at
+/// Backend.
+class PrefillVerbs {
+ public:
+  virtual ~PrefillVerbs() = default;
+
+  virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
+                       Stream* stream) = 0;
+  virtual void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
+                             const PrefillShape& strides, const AttentionShape& shape, Stream* stream) = 0;
+  virtual void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
+                             const AttentionShape& shape, Stream* stream) = 0;
+  /// Device memory that `select_blocks` and `sum_attention` need for such a task; 0 if `scratch` is not used. No two
+  /// tasks that may run at once share it, those of one call included.
+  [[nodiscard]] virtual std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
+                                                                  const AttentionShape& shape) const = 0;
+  /// What choosing blocks costs on this backend, for the choice between dense and sparse prefill.
+  [[nodiscard]] virtual PrefillCosts prefill_costs() const noexcept = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,167 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "sluice/int4.hpp"
+#include "sluice/page.hpp"
+#include "sluice/shape.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice {
+
+class Stream;
+
+/// Digest of one full page, written to `out` [2, head_dim] in the layout's dtype.
+struct DigestTask {
+  const std::byte* page = nullptr;
+  std::byte* out = nullptr;
+};
+
+/// 4-bit copy of the first `rows` K rows of a page, see Int4Layout; the rest of `out` stays as it is.
+struct QuantizeTask {
+  const std::byte* page = nullptr;
+  std::uint32_t rows = 0;
+  std::byte* out = nullptr;
+};
+
+/// One (sequence, KV head) of a `score_tokens`: out[i, h] = q[h].k[tokens[i]] / sqrt(head_dim).
+struct ScoreTokensTask {
+  const float* q = nullptr;  ///< [group, head_dim]
+  KvView kv;
+  std::span<const std::uint32_t> tokens;  ///< ascending
+  float* out = nullptr;                   ///< [tokens, group]
+};
+
+/// One (sequence, KV head) of a `score_pages`: out[h, p] = sum_c max(q[h,c]*hi[c], q[h,c]*lo[c]), raw (no
+/// 1/sqrt(d)), for logical pages 0 <= p < pages. The digest of frame f lies at `digests + f * 2 * head_dim`
+/// elements: hi[head_dim], then lo[head_dim].
+struct ScorePagesTask {
+  const float* q = nullptr;             ///< [group, head_dim]
+  const std::byte* digests = nullptr;   ///< [frames, 2, head_dim], digest dtype
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read, unlike KvView::frames
+  std::uint32_t pages = 0;
+  float* out = nullptr;                 ///< [group, pages]
+};
+
+/// One (sequence, KV head) of a `score_int4`: q.k / sqrt(head_dim), as estimated from the 4-bit copies of tokens
+/// [0, tokens), and exact for the `tail` behind them.
+///
+/// Without `lists` out[h, i] is token i's. With them a row is made of pages laid end to end: first the head's own,
+/// lists[h]; then, the same for all heads, the pages of the tokens before `sinks` and those of the tokens from `recent`
+/// on. Such a token has its value there and nowhere else, whether a list names its page or not; where a row of a page
+/// is left out, the value is -infinity. The tail's rows come last.
+struct ScoreInt4Task {
+  const float* q = nullptr;               ///< [group, head_dim]
+  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
+  std::uint32_t tokens = 0;               ///< visible, of those that have copies
+  const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run
+  std::uint32_t listed = 0;               ///< pages per query head
+  std::uint32_t sinks = 0;                ///< at most `recent`; not without lists
+  std::uint32_t recent = kNone;           ///< likewise
+  const std::byte* tail = nullptr;        ///< page whose first K rows are the tail; 16-byte aligned
+  std::uint32_t tail_rows = 0;            ///< at most page_tokens
+  float* out = nullptr;                   ///< [group, row(page_tokens)]
+
+  [[nodiscard]] constexpr std::uint32_t sink_pages(std::uint32_t page_tokens) const noexcept {
+    return lists == nullptr ? 0 : (std::min(sinks, tokens) + page_tokens - 1) / page_tokens;
+  }
+  [[nodiscard]] constexpr std::uint32_t recent_pages(std::uint32_t page_tokens) const noexcept {
+    if (lists == nullptr || recent >= tokens) return 0;
+    return (tokens + page_tokens - 1) / page_tokens - recent / page_tokens;
+  }
+  /// Values of a row before the tail.
+  [[nodiscard]] constexpr std::uint32_t estimates(std::uint32_t page_tokens) const noexcept {
+    if (lists == nullptr) return tokens;
+    return (listed + sink_pages(page_tokens) + recent_pages(page_tokens)) * page_tokens;
+  }
+  /// Values of a row.
+  [[nodiscard]] constexpr std::uint32_t row(std::uint32_t page_tokens) const noexcept {
+    return estimates(page_tokens) + tail_rows;
+  }
+  /// The i-th page in the row of head `h`, and which of its rows are there.
+  [[nodiscard]] constexpr PageRun run(std::uint32_t h, std::uint32_t i, std::uint32_t page_tokens) const noexcept {
+    if (lists == nullptr) return clipped(i, 0, tokens, page_tokens);
+    if (i < listed) return clipped(lists[std::uint64_t{h} * listed + i], sinks, recent, page_tokens);
+    const std::uint32_t behind = i - listed;
+    if (behind < sink_pages(page_tokens)) return clipped(behind, 0, sinks, page_tokens);
+    return clipped(recent / page_tokens + behind - sink_pages(page_tokens), recent, tokens, page_tokens);
+  }
+
+ private:
+  /// Rows of the visible tokens [begin, end) in `page`.
+  [[nodiscard]] constexpr PageRun clipped(std::uint32_t page, std::uint32_t begin, std::uint32_t end,
+                                          std::uint32_t page_tokens) const noexcept {
+    const std::uint64_t first = std::uint64_t{page} * page_tokens;
+    const std::uint64_t from = std::max<std::uint64_t>(begin, first);
+    const std::uint64_t to = std::min<std::uint64_t>(std::min(end, tokens), first + page_tokens);
+    if (from >= to) return {.page = page};
+    return {.page = page,
+            .begin = static_cast<std::uint16_t>(from - first),
+            .end = static_cast<std::uint16_t>(to - first)};
+  }
+};
+
+/// The k largest of one row. NaN ranks below every number; equal values rank by lowest index.
+struct TopKTask {
+  std::span<const float> values;
+  std::uint32_t k = 0;             ///< clamped to the row's length
+  std::uint32_t* out = nullptr;    ///< [min(k, values)], ascending by index
+};
+
+/// Top-p of one row of logits, as top_p.hpp describes it: values [begin, end) are to be chosen from, the others are
+/// attended anyway. With p >= 1 all of the former are kept that have weight.
+struct TopPTask {
+  std::span<const float> values;
+  float p = 1.f;                   ///< > 0
+  std::uint32_t begin = 0;         ///< at most `end`
+  std::uint32_t end = kNone;       ///< kNone: all from `begin` on
+  /// [ceil(values / 32)] bit i % 32 of word i / 32: value i is kept, and not attended anyway
+  std::uint32_t* mask = nullptr;
+  std::uint32_t* count = nullptr;  ///< how many are kept; may be null
+};
+
+/// K-means (Lloyd) over the keys of tokens [first, first + count) of one KV head. The centroids begin at the keys
+/// permuted(i, count, seed), i < clusters; each iteration gives every key to the nearest centroid (ties: the lowest) and
+/// moves every centroid to the mean of its keys, in a fixed order. It ends after `iterations`, or as soon as no key
+/// changed hands: centroids are the means of what `assignment` says. A centroid without keys stays where it is.
+/// A key with an element that is not finite counts as NaN: it goes to cluster 0 and into no mean, and a centroid that
+/// begins at it is NaN and gets no other.
+struct ClusterTask {
+  KvView kv;
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;       ///< 0: nothing is written
+  std::uint32_t clusters = 0;    ///< at most `count`
+  std::uint32_t iterations = 0;  ///< at least 1
+  std::uint64_t seed = 0;
+  float* centroids = nullptr;           ///< [clusters, head_dim]
+  std::uint32_t* assignment = nullptr;  ///< [count]
+  std::byte* scratch = nullptr;         ///< SelectVerbs::cluster_scratch_bytes of memory, 256-byte aligned
+};
+
+/// What the choice of tokens is made of: side data of pages, scores by it, and budgets. What all verbs have in common is
+/// said at Backend.
+class SelectVerbs {
+ public:
+  virtual ~SelectVerbs() = default;
+
+  virtual void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) = 0;
+  virtual void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) = 0;
+  virtual void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
+  virtual void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                           Stream* stream) = 0;
+  virtual void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
+                          Stream* stream) = 0;
+  virtual void top_k(std::span<const TopKTask> tasks, Stream* stream) = 0;
+  virtual void top_p(std::span<const TopPTask> tasks, Stream* stream) = 0;
+  /// @throws Error{Errc::invalid_argument} for more clusters than keys, none, or no iteration; nothing was written.
+  virtual void cluster(std::span<const ClusterTask> tasks, Stream* stream) = 0;
+  /// Device memory that `cluster` needs for such a task; 0 if ClusterTask::scratch is not used. No two tasks that may
+  /// run at once share it. The task's pointers are not looked at.
+  [[nodiscard]] virtual std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const = 0;
+};
+
+}  // namespace sluice
