@@ -7,6 +7,7 @@ namespace {
 
 static_assert(offsetof(sluice_stats, evicted_blocks) + sizeof(std::uint64_t) == sizeof(sluice_stats));
 static_assert(offsetof(sluice_memory, buffers) + sizeof(std::uint64_t) == sizeof(sluice_memory));
+static_assert(offsetof(sluice_sequence_memory, tail) + sizeof(std::uint64_t) == sizeof(sluice_sequence_memory));
 static_assert(offsetof(sluice_audit, watched_min) + sizeof(double) == sizeof(sluice_audit));
 static_assert(offsetof(sluice_head_audit, watched_kept) + sizeof(double) == sizeof(sluice_head_audit));
 
@@ -47,6 +48,16 @@ sluice_memory from(const EngineMemoryUse& use) noexcept {
           .codes = use.codes,
           .digests = use.digests,
           .buffers = use.buffers};
+}
+
+sluice_sequence_memory from(const SequenceMemoryUse& use) noexcept {
+  return {.struct_size = sizeof(sluice_sequence_memory),
+          .reserved = 0,
+          .far_pages = use.far_pages,
+          .far_pages_shared = use.far_pages_shared,
+          .policy = use.policy,
+          .names = use.names,
+          .tail = use.tail};
 }
 
 sluice_audit from(const AuditReport& report) noexcept {
@@ -106,6 +117,15 @@ sluice_status sluice_engine_stats(const sluice_engine* engine, sluice_stats* sta
 sluice_status sluice_engine_memory(const sluice_engine* engine, sluice_memory* memory) {
   return capi::guarded(
       [&] { capi::write_sized(capi::from(capi::engine_of(engine).memory()), memory, "sluice_memory"); });
+}
+
+sluice_status sluice_engine_sequence_memory(const sluice_engine* engine, sluice_sequence sequence,
+                                            sluice_sequence_memory* memory) {
+  return capi::guarded([&] {
+    const Engine& of = capi::engine_of(engine);
+    capi::require_sized(memory, "sluice_sequence_memory");
+    capi::write_sized(capi::from(of.memory(SequenceId{sequence})), memory, "sluice_sequence_memory");
+  });
 }
 
 sluice_status sluice_engine_audit(const sluice_engine* engine, sluice_sequence sequence, sluice_audit* audit) {

@@ -6,7 +6,7 @@ namespace sluice::capi {
 namespace {
 
 constexpr const char* kName = "sluice_engine_options";
-static_assert(offsetof(sluice_engine_options, cores) + sizeof(const std::uint32_t*) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, policy_bytes) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16));
 
 struct Feature {
@@ -121,6 +121,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .in_flight = options.in_flight,
           .sequences = options.sequences,
           .cpu_sequences = options.cpu_sequences,
+          .policy_bytes = options.policy_bytes,
           .prompt_queries = options.prompt_queries,
           .max_picks = options.max_picks,
           .digests = digests_of(options.digests),
@@ -178,6 +179,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.pin_threads = options.pin_threads ? 1 : 0;
   out.answer_timeout_ms = static_cast<std::uint32_t>(options.answer_timeout.count());
   out.timeout_ms = static_cast<std::uint32_t>(options.timeout.count());
+  out.policy_bytes = options.policy_bytes;
   out.core_count = static_cast<std::uint32_t>(options.cores.size());
   out.cores = options.cores.empty() ? nullptr : options.cores.data();
   return out;

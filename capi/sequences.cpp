@@ -103,6 +103,16 @@ sluice_status sluice_engine_can_admit(const sluice_engine* engine, uint32_t toke
   });
 }
 
+sluice_status sluice_engine_can_admit_policy(const sluice_engine* engine, const char* policy, uint32_t tokens,
+                                             int* admitted) {
+  return capi::guarded([&] {
+    const Engine& of = capi::engine_of(engine);
+    capi::require_pointer(policy, "policy");
+    capi::require_pointer(admitted, "admitted");
+    *admitted = of.can_admit(tokens, parse_policy(policy)) ? 1 : 0;
+  });
+}
+
 sluice_status sluice_engine_watch(sluice_engine* engine, sluice_sequence sequence, const uint32_t* tokens,
                                   size_t count) {
   return capi::guarded([&] {

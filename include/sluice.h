@@ -175,6 +175,7 @@ typedef struct sluice_engine_options {
   uint32_t timeout_ms;         ///< every wait of a call, [1, 3600000] (30000)
   uint32_t core_count;         ///< of `cores`; 0 (default): those that this process may use
   const uint32_t* cores;  ///< [core_count] that threads run on, by the OS index of a PU of each; null if there are none
+  uint64_t policy_bytes;  ///< most that policies that choose on the CPU may keep on the heap; 0 (default): no bound
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
@@ -250,6 +251,10 @@ SLUICE_API sluice_status sluice_engine_far_bytes(const sluice_engine* engine, sl
 /// Whether there is room for a new sequence of as many tokens beside what lives: *admitted is 1 or 0. cpu_sequences
 /// count apart.
 SLUICE_API sluice_status sluice_engine_can_admit(const sluice_engine* engine, uint32_t tokens, int* admitted);
+/// The same, and whether the engine serves the policy, and has room for what it needs on the CPU: cpu_sequences,
+/// policy_bytes. SLUICE_INVALID_ARGUMENT if the text is no policy.
+SLUICE_API sluice_status sluice_engine_can_admit_policy(const sluice_engine* engine, const char* policy,
+                                                        uint32_t tokens, int* admitted);
 
 /* -------------------------------------------------------------------------------------------- forwards */
 
@@ -335,6 +340,17 @@ typedef struct sluice_memory {
   uint64_t buffers;          ///< device: everything else
 } sluice_memory;
 
+/// Memory of one sequence in bytes, on the host; sluice::SequenceMemoryUse.
+typedef struct sluice_sequence_memory {
+  uint32_t struct_size;
+  uint32_t reserved;          ///< 0
+  uint64_t far_pages;         ///< keys and values, in blocks that it holds
+  uint64_t far_pages_shared;  ///< of these, in blocks that stay if it ends
+  uint64_t policy;            ///< heap: what its policy has learnt
+  uint64_t names;             ///< heap: names of its tokens
+  uint64_t tail;              ///< pinned: queries of its prompt's newest tokens
+} sluice_sequence_memory;
+
 /// What audits of a sequence found, over all layers, query heads and audited tokens. Shares are in [0, 1], their
 /// percentiles exact to 0.001; all 0 if nothing was audited.
 typedef struct sluice_audit {
@@ -379,6 +395,8 @@ typedef struct sluice_head_audit {
 /// May be called at any time, also while forwards run and other calls do.
 SLUICE_API sluice_status sluice_engine_stats(const sluice_engine* engine, sluice_stats* stats);
 SLUICE_API sluice_status sluice_engine_memory(const sluice_engine* engine, sluice_memory* memory);
+SLUICE_API sluice_status sluice_engine_sequence_memory(const sluice_engine* engine, sluice_sequence sequence,
+                                                       sluice_sequence_memory* memory);
 /// Tokens whose attendance audits report apart, such as those that hold the answer to a question: positions [count],
 /// which need not exist yet. Replaces those of an earlier call; `tokens` may be null if `count` is 0.
 SLUICE_API sluice_status sluice_engine_watch(sluice_engine* engine, sluice_sequence sequence, const uint32_t* tokens,

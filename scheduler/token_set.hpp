@@ -19,6 +19,8 @@ class TokenSet {
   void reset(std::uint32_t tokens) {
     for_each_word([this](std::size_t word) { words_[word] = 0; });
     const std::size_t words = (std::size_t{tokens} + 63) / 64;
+    // It grows by a word now and then; doubling would waste half of it.
+    if (words > words_.capacity() && !words_.empty()) words_.reserve(words + words / kSlackShare);
     if (words > words_.size()) words_.resize(words);
     summary_.assign((words_.size() + 63) / 64, 0);
   }
@@ -103,8 +105,15 @@ class TokenSet {
   }
 
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept { return scheduler::heap_bytes(words_, summary_); }
+  /// What a set with room for `tokens` tokens holds at most, however it grew.
+  [[nodiscard]] static std::uint64_t most_heap_bytes(std::uint32_t tokens) noexcept {
+    const std::uint64_t words = (std::uint64_t{tokens} + 63) / 64;
+    return (words + words / kSlackShare + 2 * (words / 64 + 1)) * sizeof(std::uint64_t);
+  }
 
  private:
+  static constexpr std::size_t kSlackShare = 16;
+
   void add_word(std::size_t word, std::uint64_t bits) noexcept {
     words_[word] |= bits;
     // A zero word marked live would only be visited in vain; a caller's empty `bits` is that rare.

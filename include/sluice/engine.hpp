@@ -48,6 +48,10 @@ struct EngineOptions {
   std::uint32_t sequences = 16;  ///< that live at once
   /// Of them, those whose policies choose on the CPU: each has room for the queries of its prompt's newest tokens.
   std::uint32_t cpu_sequences = 0;
+  /// What policies of these sequences may keep on the heap, which grows with their tokens; 0: no bound. Each sequence
+  /// counts for the most that its policy may keep of the tokens it has: about 5% of its keys and values in bf16 if 4 query
+  /// heads share a KV head (lfps, tactic), more than these with hash tables (magicpig). What would exceed it is refused.
+  std::uint64_t policy_bytes = 0;
   std::uint32_t prompt_queries = 32;    ///< as many; history wants 32, see HistoryOptions::init_queries. [1, 256]
   std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose on the device
   /// Of full pages, for policies that rank them: 2 * head_dim numbers of device memory for each page that host_bytes
@@ -132,6 +136,15 @@ struct EngineMemoryUse {
   [[nodiscard]] std::uint64_t device() const noexcept { return near_pages + codes + digests + buffers; }
 };
 
+/// Memory of one sequence in bytes, on the host.
+struct SequenceMemoryUse {
+  std::uint64_t far_pages = 0;         ///< keys and values, in blocks that it holds
+  std::uint64_t far_pages_shared = 0;  ///< of these, in blocks that stay if it ends: others hold them, or names keep them
+  std::uint64_t policy = 0;            ///< heap: what its policy has learnt, if that chooses on the CPU
+  std::uint64_t names = 0;             ///< heap: names of its tokens
+  std::uint64_t tail = 0;              ///< pinned: queries of its prompt's newest tokens, reserved with cpu_sequences
+};
+
 /// New tokens of one sequence, consecutive rows of a forward.
 struct PlanItem {
   SequenceId sequence;
@@ -187,7 +200,7 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   /// @throws Error{Errc::unsupported} naming what the policy wants; Error{Errc::out_of_capacity} if as many live as
-  /// may.
+  /// may, or policy_bytes are spent.
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);
   /// A new sequence that begins with what is known of a prompt: it has the first tokens(sequence) tokens of it, whole
   /// pages, in blocks that it shares; the others are to come as they would without. All of `prompt` is named, see
@@ -286,7 +299,12 @@ class Engine {
   /// Whether there is room for a new sequence of as many tokens, beside what lives; what is cached gives way.
   /// Those whose policies choose on the CPU count apart, see EngineOptions::cpu_sequences.
   [[nodiscard]] bool can_admit(std::uint32_t tokens) const noexcept;
+  /// The same, and whether the engine serves the policy, one of cpu_sequences is left if it chooses on the CPU, and
+  /// policy_bytes allow for what it keeps of as many tokens.
+  [[nodiscard]] bool can_admit(std::uint32_t tokens, const PolicySpec& policy) const noexcept;
   [[nodiscard]] EngineMemoryUse memory() const noexcept;
+  /// Of a sequence that lives; `policy` is as of what its threads have learnt so far.
+  [[nodiscard]] SequenceMemoryUse memory(SequenceId sequence) const;
   /// Bytes of host memory in blocks that the sequence holds, shared ones included.
   [[nodiscard]] std::uint64_t far_bytes(SequenceId sequence) const;
   /// May be called at any time, also while forwards run.

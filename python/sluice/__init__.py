@@ -19,13 +19,13 @@ from sluice._tensors import BFloat16, bf16
 from sluice.engine import Engine
 from sluice.errors import (Corrupt, DeviceError, Error, InternalError, InvalidArgument, NotFound, OutOfCapacity,
                            ReadWriteError, Timeout, Unsupported)
-from sluice.figures import Audit, HeadAudit, Memory, Stats
+from sluice.figures import Audit, HeadAudit, Memory, SequenceMemory, Stats
 from sluice.options import Bucket, EngineOptions, Features, PlanItem
 
 __all__ = [
     "Audit", "BFloat16", "Bucket", "Corrupt", "DeviceError", "Engine", "EngineOptions", "Error", "Features",
     "HeadAudit", "InternalError", "InvalidArgument", "Memory", "NotFound", "OutOfCapacity", "PlanItem",
-    "ReadWriteError", "Stats", "Timeout", "Unsupported", "bf16", "cuda_devices", "version",
+    "ReadWriteError", "SequenceMemory", "Stats", "Timeout", "Unsupported", "bf16", "cuda_devices", "version",
 ]
 
 

@@ -87,6 +87,7 @@ class EngineOptions(Sized):
         ("timeout_ms", c_uint32),
         ("core_count", c_uint32),
         ("cores", ctypes.POINTER(c_uint32)),
+        ("policy_bytes", c_uint64),
     ]
 
 
@@ -121,6 +122,12 @@ class Memory(Sized):
         (name, c_uint64)
         for name in ("far_pages", "far_pages_used", "far_pages_cached", "prefixes", "pinned", "partials", "policies",
                      "near_pages", "near_pages_used", "codes", "digests", "buffers")
+    ]
+
+
+class SequenceMemory(Sized):
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32)] + [
+        (name, c_uint64) for name in ("far_pages", "far_pages_shared", "policy", "names", "tail")
     ]
 
 

@@ -15,7 +15,7 @@ from sluice import figures
 from sluice._library import library
 from sluice._tensors import Argument
 from sluice.errors import DeviceError, InvalidArgument
-from sluice.figures import Audit, HeadAudit, Memory, Stats
+from sluice.figures import Audit, HeadAudit, Memory, SequenceMemory, Stats
 from sluice.options import Bucket, EngineOptions, PlanItem, _unsigned
 
 
@@ -147,10 +147,15 @@ class Engine:
         self._call(self._library.engine_far_bytes, sequence, byref(count))
         return count.value
 
-    def can_admit(self, tokens: int) -> bool:
-        """Whether there is room for a new sequence of as many tokens beside what lives."""
+    def can_admit(self, tokens: int, policy: str | None = None) -> bool:
+        """Whether there is room for a new sequence of as many tokens beside what lives; with a policy, whether that is
+        served, too, and has room for what it needs on the CPU."""
         admitted = ctypes.c_int()
-        self._call(self._library.engine_can_admit, _unsigned("tokens", tokens), byref(admitted))
+        if policy is None:
+            self._call(self._library.engine_can_admit, _unsigned("tokens", tokens), byref(admitted))
+        else:
+            self._call(self._library.engine_can_admit_policy, policy.encode(), _unsigned("tokens", tokens),
+                       byref(admitted))
         return admitted.value != 0
 
     def plan(self, items: Sequence[PlanItem], bucket: Bucket, stream: Any = None) -> int:
@@ -240,6 +245,12 @@ class Engine:
         struct = structs.Memory()
         self._call(self._library.engine_memory, byref(struct))
         return figures.read(Memory, struct)
+
+    def sequence_memory(self, sequence: int) -> SequenceMemory:
+        """Of one sequence, in bytes."""
+        struct = structs.SequenceMemory()
+        self._call(self._library.engine_sequence_memory, sequence, byref(struct))
+        return figures.read(SequenceMemory, struct)
 
     def _open(self) -> ctypes.c_void_p:
         if self._handle is None:

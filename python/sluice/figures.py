@@ -50,6 +50,17 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class SequenceMemory:
+    """Memory of one sequence in bytes, on the host."""
+
+    far_pages: int  #: keys and values, in blocks that it holds
+    far_pages_shared: int  #: of these, in blocks that stay if it ends
+    policy: int  #: heap: what its policy has learnt
+    names: int  #: heap: names of its tokens
+    tail: int  #: pinned: queries of its prompt's newest tokens
+
+
+@dataclass(frozen=True)
 class Audit:
     """What audits of a sequence found, over all layers, query heads and audited tokens. Shares are in [0, 1]; all is 0
     if nothing was audited."""

@@ -91,6 +91,7 @@ class EngineOptions:
     in_flight: int | None = None  #: forwards that are planned and not finished
     sequences: int | None = None  #: that live at once
     cpu_sequences: int | None = None  #: of them, those whose policies choose on the CPU
+    policy_bytes: int | None = None  #: most that these policies may keep on the heap; 0: no bound
     prompt_queries: int | None = None  #: of a prompt's newest tokens, for these policies
     max_picks: int | None = None  #: tokens that a query head may choose on the device
     digests: Literal["none", "box", "cuboid_mean"] | None = None  #: of full pages

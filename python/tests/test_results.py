@@ -116,6 +116,9 @@ def test_audit_watch_and_figures(make: Make) -> None:
     memory = engine.memory()
     assert memory.far_pages == 4 << 20 and 0 < memory.far_pages_used == engine.far_bytes(a)
     assert engine.can_admit(16) and not engine.can_admit(1 << 20)
+    assert engine.can_admit(16, policy) and not engine.can_admit(16, "magicpig")
+    use = engine.sequence_memory(a)
+    assert use.far_pages == memory.far_pages_used and use.far_pages_shared == use.policy == use.names == 0
 
 
 def test_options_are_what_was_made() -> None:

@@ -21,6 +21,7 @@ MIRRORED = {
     "sluice_plan_item": structs.PlanItem,
     "sluice_stats": structs.Stats,
     "sluice_memory": structs.Memory,
+    "sluice_sequence_memory": structs.SequenceMemory,
     "sluice_audit": structs.Audit,
     "sluice_head_audit": structs.HeadAudit,
 }

@@ -160,11 +160,6 @@ AuditReport Engine::audit(SequenceId sequence) const {
 
 std::uint32_t Engine::tokens(SequenceId id) const { return impl_->at(id).tokens; }
 
-bool Engine::can_admit(std::uint32_t tokens) const noexcept {
-  return !impl_->free_lists.empty() && tokens <= impl_->memory.largest().largest.max_tokens &&
-         impl_->pages_of(tokens) <= impl_->table.free() + impl_->table.idle();
-}
-
 EngineMemoryUse Engine::memory() const noexcept {
   EngineMemoryUse use = impl_->memory.use();
   use.partials = impl_->far.bytes();

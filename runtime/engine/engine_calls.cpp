@@ -49,7 +49,7 @@ Engine::Impl::Sequence& Engine::Impl::resting(SequenceId id, const char* what) {
   return sequence;
 }
 
-SequenceId Engine::Impl::add(const PolicySpec& spec) {
+SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
   if (free_lists.empty())
     throw Error(Errc::out_of_capacity, "as many sequences live as EngineOptions::sequences says; end one first");
   const bool on_cpu = scheduler::chooser(spec) == scheduler::Chooser::cpu;
@@ -57,6 +57,7 @@ SequenceId Engine::Impl::add(const PolicySpec& spec) {
     throw Error(Errc::out_of_capacity,
                 "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
                     number(options.cpu_sequences) + "; raise it, or end one first");
+  require_policy_room(policy_share(spec, tokens));
   const SequenceId id{next_id};
   Sequence& sequence =
       sequences.emplace(id.value, Sequence{.spec = spec, .pages = {free_lists.back(), memory.largest().max_pages}})
@@ -93,7 +94,7 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
                                             " tokens, and " + number(tokens) + " are asked for");
   if (policy == nullptr) require_forgetful(parent, id, "fork");
   Sequence::Names names = names_of(parent, tokens);
-  const SequenceId id_of_child = add(policy != nullptr ? *policy : parent.spec);
+  const SequenceId id_of_child = add(policy != nullptr ? *policy : parent.spec, tokens);
   Sequence& child = at(id_of_child);
   child.pages.share(parent.pages, pages_of(tokens), table);
   child.tokens = child.planned = tokens;
@@ -108,7 +109,10 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   if (tokens > sequence.tokens)
     throw Error(Errc::invalid_argument, "truncate: sequence " + number(id.value) + " has " + number(sequence.tokens) +
                                             " tokens, and is to keep " + number(tokens));
-  if (tokens != sequence.tokens) require_forgetful(sequence, id, "truncate");
+  if (tokens != sequence.tokens) {
+    require_forgetful(sequence, id, "truncate");
+    drop_policy(sequence);  // It holds what longer sequences need.
+  }
   sequence.pages.shrink(pages_of(tokens), table);
   sequence.tokens = sequence.planned = tokens;
   sequence.tail.end = std::min(sequence.tail.end, tokens);

@@ -116,6 +116,7 @@ std::uint32_t Engine::Impl::open_block(const Sequence& sequence) const noexcept 
 
 void Engine::Impl::require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const {
   std::uint64_t needed = 0;
+  std::uint64_t learnt = 0;  // More than is learnt now.
   std::vector<std::uint32_t> open;
   for (const auto& [sequence, item] : wanted) {
     const std::uint64_t tokens = std::uint64_t{sequence->planned} + item.tokens;
@@ -124,8 +125,11 @@ void Engine::Impl::require_room(std::span<const Wanted> wanted, std::uint32_t ma
                                              text(max_tokens) + "; raise largest.max_tokens and host_bytes");
     const std::uint32_t pages = pages_of(static_cast<std::uint32_t>(tokens));
     needed += pages - std::min(pages, sequence->pages.pages());  // A forward that failed has left its blocks.
+    learnt += policy_share(sequence->spec, static_cast<std::uint32_t>(tokens)) -
+              policy_share(sequence->spec, sequence->planned);
     if (const std::uint32_t block = open_block(*sequence); block != kNone) open.push_back(block);
   }
+  require_policy_room(learnt);
   // Of those that go on in a shared block, the last to hold it keeps it.
   std::ranges::sort(open);
   for (std::size_t i = 0, same = 0; i < open.size(); ++i) {

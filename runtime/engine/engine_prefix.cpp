@@ -62,7 +62,9 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::in
                                            "; raise largest.max_tokens and host_bytes");
   if (!prompt.empty()) (void)prefix_cache();
   std::vector<std::int32_t> ids(prompt.begin(), prompt.end());
-  const SequenceId id = begin(policy);
+  sluice::validate(policy);
+  runtime::require_served(policy, options);
+  const SequenceId id = add(policy, match_prefix(policy, prompt, salt));
   Sequence& sequence = at(id);
   sequence.names = {.ids = std::move(ids), .known = {.salt = salt}};
   for_each_known(policy, prompt, salt, [&](const runtime::PrefixPlace& place) {

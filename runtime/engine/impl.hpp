@@ -89,7 +89,8 @@ struct Engine::Impl : cpu::Kept {
   /// One that no forward in flight refers to, an import included.
   [[nodiscard]] Sequence& resting(SequenceId id, const char* what);
   [[nodiscard]] bool imports(SequenceId id) const noexcept;
-  [[nodiscard]] SequenceId add(const PolicySpec& spec);
+  /// One that begins with `tokens` tokens of others.
+  [[nodiscard]] SequenceId add(const PolicySpec& spec, std::uint32_t tokens = 0);
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
 
   // Prefixes.
@@ -138,6 +139,14 @@ struct Engine::Impl : cpu::Kept {
                                                                 const runtime::Program& program) const;
   /// Of the heap, that policies of the CPU hold: as it was when no forward was under way.
   [[nodiscard]] std::uint64_t policy_bytes() noexcept;
+  /// What a sequence with `tokens` tokens counts for against EngineOptions::policy_bytes.
+  [[nodiscard]] std::uint64_t policy_share(const PolicySpec& spec, std::uint32_t tokens) const noexcept;
+  /// What all that live count for.
+  [[nodiscard]] std::uint64_t policy_shares() const noexcept;
+  /// @throws Error{Errc::out_of_capacity} if `more` beside that exceeds the bound
+  void require_policy_room(std::uint64_t more) const;
+  [[nodiscard]] bool admits(std::uint32_t tokens, const PolicySpec& policy) const;
+  [[nodiscard]] SequenceMemoryUse use_of(const Sequence& sequence) const noexcept;
   /// A policy could not choose: the forward comes to nothing, and all behind it.
   void require_chosen(std::uint64_t forward);
 

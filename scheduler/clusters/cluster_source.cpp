@@ -47,6 +47,16 @@ void ClusterSource::rank(const float* q, KvReader& kv) {
   for (std::uint32_t h = 0; h < group_; ++h) rankings_[h].rank(scores_.data() + h, index_.size(), group_);
 }
 
+std::uint64_t ClusterSource::most_heap_bytes(const ClusterOptions& options, const AttentionShape& shape,
+                                             std::uint32_t tokens) noexcept {
+  // Each clustering has one cluster at least.
+  const std::uint64_t clusters = tokens / options.tokens_per_cluster + tokens / options.recluster_every + 1;
+  const std::uint64_t index = (clusters + 2 + tokens) * sizeof(std::uint32_t) + clusters * shape.head_dim * sizeof(float);
+  // The rankings' vectors grow as vectors do, to twice of what they need.
+  const std::uint64_t ranking = sizeof(ClusterRanking) + 2 * 4 * clusters * sizeof(std::uint32_t);
+  return index + shape.group() * (ranking + 2 * clusters * sizeof(float));
+}
+
 void ClusterSource::propose(std::uint32_t h, std::uint32_t sinks, std::uint32_t tokens, TokenSet& set) const {
   for_each_in_order(index_, order(h), 0, options_.candidates, [&](std::uint32_t token, std::uint32_t) {
     if (token >= sinks) set.add(token);

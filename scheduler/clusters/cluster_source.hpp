@@ -42,6 +42,9 @@ class ClusterSource {
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
     return index_.heap_bytes() + scheduler::heap_bytes(rankings_, scores_, centroids_, assignment_);
   }
+  /// What a source that has seen `tokens` tokens holds at most.
+  [[nodiscard]] static std::uint64_t most_heap_bytes(const ClusterOptions& options, const AttentionShape& shape,
+                                                     std::uint32_t tokens) noexcept;
 
  private:
   void append(const ClusterRequest& request, KvReader& kv);

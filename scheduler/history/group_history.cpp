@@ -20,6 +20,26 @@ constexpr std::uint32_t kWidth = kBefore + 1 + kAfter;
 /// Candidates this far ahead are fetched into the cache: two lines each, more than a core keeps in flight anyway.
 constexpr std::size_t kPrefetchAhead = 12;
 
+/// What a call needs while it runs.
+struct Scratch {
+  std::vector<float> weights;
+  std::vector<std::uint32_t> indices;
+};
+
+Scratch& scratch_of_thread() {
+  thread_local Scratch scratch;
+  return scratch;
+}
+
+/// The members, ascending, in the thread's scratch.
+const std::vector<std::uint32_t>& listed(const TokenSet& set) {
+  std::vector<std::uint32_t>& list = scratch_of_thread().indices;
+  list.resize(set.size());
+  std::uint32_t* to = list.data();
+  set.for_each([&](std::uint32_t token) { *to++ = token; });
+  return list;
+}
+
 }  // namespace
 
 GroupHistory::GroupHistory(const HistoryOptions& options, std::uint32_t group, std::uint32_t sinks)
@@ -52,8 +72,10 @@ void GroupHistory::forecast(std::uint32_t tokens) {
   tokens_ = forecast_ = tokens;
   blank_ = false;
   looked_at_ = 0;
-  by_position_.reset(tokens);
-  by_distance_.reset(tokens);
+  if (follows()) {
+    by_position_.reset(tokens);
+    by_distance_.reset(tokens);
+  }
   const std::uint32_t off = tokens > sinks_ ? tokens - sinks_ : 0;
   for (Head& head : heads_) {
     head.vertical.extend(off);
@@ -75,8 +97,7 @@ void GroupHistory::forget_candidates() {
   for (TokenSet* set : {&united_, &by_position_, &by_distance_}) set->reset(tokens_);
   for (Head& head : heads_) {
     head.expanded.reset(tokens_);
-    head.candidates.clear();
-    head.heat.clear();
+    head.candidates.reset(tokens_);
   }
 }
 
@@ -106,50 +127,41 @@ void GroupHistory::note(std::uint32_t token) {
 
 /// Eq. (7): CAND = { j : SV[j] > tauV or SS[n - 1 - j] > tauS }.
 void GroupHistory::find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) {
-  found_.reset(tokens_);
+  TokenSet& found = head.candidates;
+  found.reset(tokens_);
   if (!vertical.uniform) {
-    looked_at_ += head.vertical.for_each_above(vertical.threshold, [&](std::uint32_t i) { found_.add(sinks_ + i); });
+    looked_at_ += head.vertical.for_each_above(vertical.threshold, [&](std::uint32_t i) { found.add(sinks_ + i); });
   }
   if (!slash.uniform) {
-    looked_at_ += head.slash.for_each_above(slash.threshold, [&](std::uint32_t e) { found_.add(tokens_ - 1 - e); });
+    looked_at_ += head.slash.for_each_above(slash.threshold, [&](std::uint32_t e) { found.add(tokens_ - 1 - e); });
   }
-  head.candidates.resize(found_.size());
-  std::uint32_t* to = head.candidates.data();
-  found_.for_each([&](std::uint32_t token) { *to++ = token; });
 }
 
-/// Eq. (9): EXP = { j + o : j in CAND, SV[j + o] > mean(SV) or SS[n - 1 - j - o] > mean(SS) }. Notes the
-/// candidates' heat on the way, while their table rows are in the cache.
+/// Eq. (9): EXP = { j + o : j in CAND, SV[j + o] > mean(SV) or SS[n - 1 - j - o] > mean(SS) }.
 void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) {
   head.expanded.reset(tokens_);
-  const bool followed = options_.observe_every > 1;
-  head.heat.resize(head.candidates.size());
+  const std::vector<std::uint32_t>& candidates = listed(head.candidates);
   const std::uint32_t last = tokens_ - 1;
-  const float* v = head.vertical.stored();
-  const float* s = head.slash.stored();
-  const auto v_unit = static_cast<float>(head.vertical.unit());
-  const auto s_unit = static_cast<float>(head.slash.unit());
-  const auto& candidates = head.candidates;
+  const ScoreCode* v = head.vertical.stored();
+  const ScoreCode* s = head.slash.stored();
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     if (i + kPrefetchAhead < candidates.size()) {
       prefetch(v + (candidates[i + kPrefetchAhead] - sinks_));
       prefetch(s + (last - candidates[i + kPrefetchAhead]));
     }
     const std::uint32_t j = candidates[i];
-    head.heat[i] = v[j - sinks_] * v_unit + s[last - j] * s_unit;
     if (j >= sinks_ + kBefore && j + kAfter <= last) {
-      const float* v4 = v + (j - kBefore - sinks_);
-      const float* s4 = s + (last - j - kAfter);
-      constexpr std::uint32_t kBit[kWidth] = {1, 2, 4, 8};
+      const ScoreCode* v4 = v + (j - kBefore - sinks_);
+      const ScoreCode* s4 = s + (last - j - kAfter);
       std::uint32_t v_above = 0;
       std::uint32_t s_above = 0;
-#pragma omp simd reduction(| : v_above, s_above)
       for (std::uint32_t o = 0; o < kWidth; ++o) {
-        v_above |= v4[o] > vertical.mean ? kBit[o] : 0u;
-        s_above |= s4[kWidth - 1 - o] > slash.mean ? kBit[o] : 0u;
+        // The borrow, as a branch could not be predicted.
+        v_above |= (std::uint32_t{vertical.mean} - v4[o]) >> 31 << o;
+        s_above |= (std::uint32_t{slash.mean} - s4[kWidth - 1 - o]) >> 31 << o;
       }
       head.expanded.add_bits(j - kBefore, v_above | s_above);
-      if (followed) {
+      if (follows()) {
         by_position_.add_bits(j - kBefore, v_above);
         by_distance_.add_bits(j - kBefore, s_above);
       }
@@ -159,8 +171,8 @@ void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const Sco
         const bool by_position = v[t - sinks_] > vertical.mean;
         const bool by_distance = s[last - t] > slash.mean;
         if (by_position || by_distance) head.expanded.add(t);
-        if (followed && by_position) by_position_.add(t);
-        if (followed && by_distance) by_distance_.add(t);
+        if (follows() && by_position) by_position_.add(t);
+        if (follows() && by_distance) by_distance_.add(t);
       }
     }
   }
@@ -172,13 +184,14 @@ void GroupHistory::hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std
   page_heat_.resize((std::size_t{tokens_} + page_tokens - 1) >> page_shift, 0.f);
   const std::size_t first = hot.size();
   for (const Head& head : heads_) {
-    for (std::size_t i = 0; i < head.candidates.size();) {
-      const std::uint32_t page = head.candidates[i] >> page_shift;
-      float heat = std::numeric_limits<float>::min();  // Never 0: that marks a page unseen.
-      for (; i < head.candidates.size() && head.candidates[i] >> page_shift == page; ++i) heat += head.heat[i];
-      if (page_heat_[page] == 0.f) hot.push_back({.page = page, .heat = 0.f});
-      page_heat_[page] += heat;
-    }
+    head.candidates.for_each([&](std::uint32_t token) {
+      float& heat = page_heat_[token >> page_shift];
+      if (heat == 0.f) {
+        hot.push_back({.page = token >> page_shift, .heat = 0.f});
+        heat = std::numeric_limits<float>::min();  // Never 0: that marks a page unseen.
+      }
+      heat += static_cast<float>(head.vertical.score(token - sinks_) + head.slash.score(forecast_ - 1 - token));
+    });
   }
   for (std::size_t i = first; i < hot.size(); ++i) {
     hot[i].heat = page_heat_[hot[i].page];
@@ -195,8 +208,9 @@ void GroupHistory::hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std
 void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores) {
   float top = -std::numeric_limits<float>::infinity();
   for (const float score : scores) top = score > top && std::isfinite(score) ? score : top;
-  weights_.resize(scores.size());
-  float* weights = weights_.data();
+  Scratch& scratch = scratch_of_thread();
+  scratch.weights.resize(scores.size());
+  float* weights = scratch.weights.data();
   const float* in = scores.data();
   const std::size_t count = scores.size();
   double sum = 0.0;
@@ -213,27 +227,31 @@ void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> token
   Head& head = heads_[h];
   head.vertical.decay(options_.decay);
   head.slash.decay(options_.decay);
-  indices_.resize(count);
-  std::uint32_t* const indices = indices_.data();
+  scratch.indices.resize(count);
+  std::uint32_t* const indices = scratch.indices.data();
 #pragma omp simd
   for (std::size_t i = 0; i < count; ++i) {
     weights[i] *= scale;
     indices[i] = tokens[i] - sinks_;
   }
-  head.vertical.add(indices_, weights);
+  head.vertical.add(scratch.indices, weights);
 #pragma omp simd
   for (std::size_t i = 0; i < count; ++i) indices[i] = tokens_ - 1 - tokens[i];
-  head.slash.add(indices_, weights);
+  head.slash.add(scratch.indices, weights);
 }
 
 std::uint64_t GroupHistory::Head::heap_bytes() const noexcept {
-  return vertical.heap_bytes() + slash.heap_bytes() + expanded.heap_bytes() +
-         scheduler::heap_bytes(candidates, heat);
+  return vertical.heap_bytes() + slash.heap_bytes() + candidates.heap_bytes() + expanded.heap_bytes();
 }
 
 std::uint64_t GroupHistory::heap_bytes() const noexcept {
-  return united_.heap_bytes() + by_position_.heap_bytes() + by_distance_.heap_bytes() + found_.heap_bytes() +
-         scheduler::heap_bytes(heads_, page_heat_, weights_, indices_);
+  return united_.heap_bytes() + by_position_.heap_bytes() + by_distance_.heap_bytes() +
+         scheduler::heap_bytes(heads_, page_heat_);
+}
+
+std::uint64_t GroupHistory::most_heap_bytes(std::uint32_t group, std::uint32_t tokens) noexcept {
+  const std::uint64_t head = sizeof(Head) + 2 * ScoreTable::most_heap_bytes(tokens) + 2 * TokenSet::most_heap_bytes(tokens);
+  return group * head + 3 * TokenSet::most_heap_bytes(tokens);
 }
 
 }  // namespace sluice::scheduler

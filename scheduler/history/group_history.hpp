@@ -23,7 +23,7 @@ class GroupHistory {
   void begin(const PromptContext& prompt);
 
   /// Thresholds and expands, eq. (7)-(9), for the step in which `tokens` will be visible. Costs
-  /// O(candidates), not O(tokens). A repeated call for the same step returns at once.
+  /// O(candidates + tokens / 32). A repeated call for the same step returns at once.
   void forecast(std::uint32_t tokens);
 
   /// Whether `follow` may carry the last forecast on to this step: nothing was observed since, and it was for an earlier
@@ -58,23 +58,25 @@ class GroupHistory {
 
   [[nodiscard]] const ScoreTable& vertical(std::uint32_t h) const noexcept { return heads_[h].vertical; }
   [[nodiscard]] const ScoreTable& slash(std::uint32_t h) const noexcept { return heads_[h].slash; }
-  /// CAND of query head `h` for the forecast step, ascending.
-  [[nodiscard]] std::span<const std::uint32_t> candidates(std::uint32_t h) const noexcept {
-    return heads_[h].candidates;
-  }
+  /// CAND of query head `h` for the forecast step.
+  [[nodiscard]] const TokenSet& candidates(std::uint32_t h) const noexcept { return heads_[h].candidates; }
   /// Table entries that the last forecast looked at to find its candidates.
   [[nodiscard]] std::uint64_t looked_at() const noexcept { return looked_at_; }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
+  /// What the history of a KV head with `group` query heads holds at most, with `tokens` tokens visible and no hot pages
+  /// asked for.
+  [[nodiscard]] static std::uint64_t most_heap_bytes(std::uint32_t group, std::uint32_t tokens) noexcept;
 
  private:
   struct Head {
     ScoreTable vertical, slash;
-    std::vector<std::uint32_t> candidates;
-    std::vector<float> heat;  ///< [candidates] vertical + slash score
+    TokenSet candidates;
     TokenSet expanded;
     [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   };
 
+  /// Whether the options let forecasts be carried on.
+  [[nodiscard]] bool follows() const noexcept { return options_.observe_every > 1; }
   void forget_candidates();
   void find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
   void expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
@@ -88,11 +90,8 @@ class GroupHistory {
   std::uint64_t looked_at_ = 0;
   std::vector<Head> heads_;             ///< [group]
   TokenSet united_;
-  TokenSet by_position_, by_distance_;  ///< EXP of all heads, by the table that spoke for it; kept to be followed
-  TokenSet found_;                      // scratch
+  TokenSet by_position_, by_distance_;  ///< EXP of all heads, by the table that spoke for it; if it can be followed
   std::vector<float> page_heat_;        // scratch, all zero between calls
-  std::vector<float> weights_;          // scratch
-  std::vector<std::uint32_t> indices_;  // scratch
 };
 
 }  // namespace sluice::scheduler

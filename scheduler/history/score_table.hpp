@@ -1,36 +1,43 @@
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "scheduler/heap_bytes.hpp"
+#include "scheduler/history/compact_score.hpp"
+#include "scheduler/prefetch.hpp"
 
 namespace sluice::scheduler {
 
-/// One decayed score per entry (LFPS spec section 5), kept so that "which entries exceed the threshold?" costs
-/// O(answer), not O(entries).
+/// One decayed score per entry (LFPS spec section 5) in 16 bits, so that "which entries exceed the threshold?" costs a
+/// comparison per 32 entries and 32 more per answer, not one per entry.
 ///
-/// A score is S = U * g. U is stored, in float32; g is one factor for the whole table, so a decay is one product.
-/// In U, scores only rise: the maximum is a running one, and the moments that the threshold needs are
-/// sums in float64 that only grow. When g becomes small, its power of two moves into U, exactly.
+/// A score is S = U * g. U is stored, as a ScoreCode; g is one factor for the whole table, so a decay is one product.
+/// In U, scores only rise: maxima are running ones, and the moments that the threshold needs are sums in float64 of
+/// what is stored, which only grow. When g becomes small, its power of two moves into U, exactly.
 ///
-/// Entries above the mean (and some below) are listed by bucket, two buckets per octave of U, unordered. The
-/// threshold is never below the mean, so its answer is the lists above it and part of one list. An entry
-/// knows its place in its list, hence moves in O(1); one below the floor knows nothing, and the floor
-/// rises with the mean, list by list. About 8 bytes per entry and 4 per listed entry; 3 KiB besides, once there are
-/// scores.
+/// Each weight that is added rounds its entry by a share kScoreError at most, and errors decay as scores do: a score is
+/// off by a share kScoreError / (1 - decay) at most, 1% with 0.95 (a tenth of that as a rule, as errors cancel), and
+/// by what is forgotten below kSmallestScore / kSmallestUnit of the largest weight.
+///
+/// Every 32 entries have their largest score in a list of its own, in which whole blocks are left out. 2 bytes per entry
+/// and 2 per block; nothing if there are no entries.
 class ScoreTable {
  public:
-  /// The threshold of eq. (8), form R1, in stored units U. Compare in float32: u > mean, u > threshold.
+  /// The threshold of eq. (8), form R1, in stored units U, rounded down: stored() > mean, stored() > threshold.
   struct Cut {
-    float mean = 0.f;
-    float threshold = 0.f;  ///< mean + alpha * (max - mean) / sqrt(kurtosis)
-    bool uniform = true;    ///< no variance (or no entries): nothing stands out, kurtosis is undefined
+    ScoreCode mean = 0;
+    ScoreCode threshold = 0;  ///< mean + alpha * (max - mean) / sqrt(kurtosis)
+    bool uniform = true;      ///< no variance (or no entries): nothing stands out, kurtosis is undefined
   };
 
-  /// Replaces the table by these scores, all >= 0 and finite.
+  /// g falls no lower than this before it is folded into U.
+  static constexpr double kSmallestUnit = 0x1p-16;
+
+  /// Replaces the table by these scores, all >= 0; one of 2^16 or more may count as less.
   void assign(std::span<const float> scores);
   /// Appends zero entries up to `size`. A smaller size is ignored.
   void extend(std::uint32_t size);
@@ -39,62 +46,75 @@ class ScoreTable {
   /// S[indices[i]] += weights[i]; weights are >= 0, indices below size() and best in order of memory.
   void add(std::span<const std::uint32_t> indices, const float* weights);
 
-  /// Also lets the floor of the lists follow the mean.
-  [[nodiscard]] Cut cut(double alpha);
+  [[nodiscard]] Cut cut(double alpha) const;
 
-  /// Calls visit(index) for every entry with u > threshold, in no order. `threshold` must come from `cut`.
-  /// Returns how many entries were looked at.
+  /// Calls visit(index) for every entry with a stored score above `threshold`, ascending. Returns how many entries were
+  /// looked at.
   template <class Visit>
-  std::size_t for_each_above(float threshold, Visit&& visit) const {
+  std::size_t for_each_above(ScoreCode threshold, Visit&& visit) const {
+    // Blocks lie lines apart: all are asked for before the first is looked at.
+    for_each_block_above(threshold, [&](std::size_t block) { prefetch(u_.data() + block); });
     std::size_t looked_at = 0;
-    const std::uint32_t boundary = bucket_of(threshold);
-    for (std::uint32_t bucket = top_; bucket > boundary && bucket >= floor_; --bucket) {
-      const auto& list = lists_[bucket % kLists];
-      looked_at += list.size();
-      for (const std::uint32_t index : list) visit(index);
-    }
-    if (boundary < floor_ || boundary > top_) return looked_at;
-    const auto& list = lists_[boundary % kLists];
-    for (const std::uint32_t index : list) {
-      if (u_[index] > threshold) visit(index);
-    }
-    return looked_at + list.size();
+    for_each_block_above(threshold, [&](std::size_t block) {
+      looked_at += kBlock;
+      for (std::uint32_t bits = above(u_[block], threshold); bits != 0; bits &= bits - 1) {
+        visit(static_cast<std::uint32_t>(block * kBlock) + static_cast<std::uint32_t>(std::countr_zero(bits)));
+      }
+    });
+    return looked_at;
   }
 
-  [[nodiscard]] std::uint32_t size() const noexcept { return static_cast<std::uint32_t>(u_.size()); }
-  /// [size()], in stored units.
-  [[nodiscard]] const float* stored() const noexcept { return u_.data(); }
+  [[nodiscard]] std::uint32_t size() const noexcept { return size_; }
+  /// [size()] U.
+  [[nodiscard]] const ScoreCode* stored() const noexcept { return u_.empty() ? nullptr : u_.front().codes; }
   /// g: a score is its stored value times this.
   [[nodiscard]] double unit() const noexcept { return g_; }
-  [[nodiscard]] double score(std::uint32_t index) const noexcept { return u_[index] * g_; }
-  [[nodiscard]] double sum() const noexcept { return m1_ * g_; }
-  /// Entries that lists hold, for tests of their size.
-  [[nodiscard]] std::size_t listed() const noexcept;
-  [[nodiscard]] std::uint64_t heap_bytes() const noexcept { return scheduler::heap_bytes(u_, place_, lists_); }
+  [[nodiscard]] double score(std::uint32_t index) const noexcept { return static_cast<double>(from_code(stored()[index])) * g_; }
+  [[nodiscard]] double sum() const noexcept { return sums_.first * g_; }
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept { return scheduler::heap_bytes(u_, most_); }
+  /// What a table of `size` entries holds at most, however it grew.
+  [[nodiscard]] static std::uint64_t most_heap_bytes(std::uint32_t size) noexcept;
 
  private:
-  // A live list lies between mean / 2 and max <= size * mean, at most 33 octaves: a ring of 64 never wraps
-  // onto itself.
-  static constexpr std::uint32_t kBucketsPerOctave = 2;
-  static constexpr std::uint32_t kLists = 64 * kBucketsPerOctave;
-  static constexpr std::uint32_t kUnlisted = 0xffff'ffffu;  ///< floor of a table without scores
+  static constexpr std::uint32_t kBlock = 32;
 
-  /// Order-preserving: exponent and the top mantissa bit. 0 for 0.
-  [[nodiscard]] static std::uint32_t bucket_of(float u) noexcept;
+  /// Sums of U, U^2, U^3 and U^4.
+  struct Moments {
+    double first = 0.0, second = 0.0, third = 0.0, fourth = 0.0;
+    void replace(double from, double to) noexcept;
+    void scale(int octaves) noexcept;
+  };
+
+  /// A line of the cache.
+  struct alignas(64) Block {
+    ScoreCode codes[kBlock];
+  };
+  /// Bit i: codes[i] is above `threshold`.
+  [[nodiscard]] static std::uint32_t above(const Block& block, ScoreCode threshold) noexcept;
+  /// Calls visit(i) for every block i in which an entry is above `threshold`, ascending.
+  template <class Visit>
+  void for_each_block_above(ScoreCode threshold, const Visit& visit) const {
+    for (std::size_t i = 0; i < most_.size(); ++i) {
+      for (std::uint32_t bits = above(most_[i], threshold); bits != 0; bits &= bits - 1) {
+        visit(i * kBlock + static_cast<std::size_t>(std::countr_zero(bits)));
+      }
+    }
+  }
+  [[nodiscard]] ScoreCode* codes() noexcept { return u_.empty() ? nullptr : u_.front().codes; }
+  [[nodiscard]] ScoreCode& most_of(std::uint32_t index) noexcept {
+    return most_[index / (kBlock * kBlock)].codes[index / kBlock % kBlock];
+  }
+  /// Room for `size` entries.
+  void resize(std::uint32_t size);
   void fold();
-  void rebuild_lists();
-  void raise_floor(std::uint32_t floor);
-  void move(std::uint32_t index, std::uint32_t from, std::uint32_t to);
 
-  std::vector<float> u_;
-  std::vector<std::uint32_t> place_;  ///< [size] position in its list; meaningless while bucket_of(u) < floor_
-  std::vector<std::vector<std::uint32_t>> lists_;  ///< bucket b is in lists_[b % kLists]; none without scores
-  std::uint32_t floor_ = kUnlisted;                ///< lowest listed bucket; never above the mean's
-  std::uint32_t top_ = 0;                          ///< highest bucket that any entry has reached
+  std::uint32_t size_ = 0;
+  std::vector<Block> u_;     ///< [size] 0 behind the last entry
+  std::vector<Block> most_;  ///< [blocks of u_] largest of each, likewise
   double g_ = 1.0;
-  double per_weight_ = 1.0;                           ///< 1 / g
-  double m1_ = 0.0, m2_ = 0.0, m3_ = 0.0, m4_ = 0.0;  ///< sums of U, U^2, U^3, U^4
-  float max_ = 0.f;
+  double per_weight_ = 1.0;  ///< 1 / g
+  Moments sums_;
+  ScoreCode max_ = 0;
 };
 
 }  // namespace sluice::scheduler

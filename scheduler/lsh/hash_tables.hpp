@@ -32,6 +32,12 @@ class HashTables {
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
     return scheduler::heap_bytes(starts_, items_, once_, twice_);
   }
+  /// What `tables` tables over `count` items hold at most.
+  [[nodiscard]] static std::uint64_t most_heap_bytes(std::uint32_t tables, std::uint32_t bits,
+                                                     std::uint32_t count) noexcept {
+    const std::uint64_t words = 2 * ((std::uint64_t{count} + 63) / 64);
+    return tables * ((std::uint64_t{1} << bits) + 1 + count) * sizeof(std::uint32_t) + words * sizeof(std::uint64_t);
+  }
 
  private:
   [[nodiscard]] const std::vector<std::uint64_t>& collide(const std::uint16_t* codes, std::uint64_t stride,

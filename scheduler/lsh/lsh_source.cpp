@@ -80,6 +80,7 @@ void LshSource::hash_keys(std::uint32_t count, KvReader& kv) {
   }
   tables_.build(codes, count, projections_->bits());
   keys_ = std::vector<float>();
+  products_ = std::vector<float>();
 }
 
 void LshSource::hash(const float* q, KvReader& kv) {
@@ -96,6 +97,13 @@ void LshSource::hash(const float* q, KvReader& kv) {
 void LshSource::add_collisions(std::uint32_t h, TokenSet& set) {
   tables_.for_each_collision(codes_.data() + h, group_, options_.min_collisions,
                              [&](std::uint32_t item) { set.add(first_ + item); });
+}
+
+std::uint64_t LshSource::most_heap_bytes(const LshOptions& options, const AttentionShape& shape,
+                                         std::uint32_t tokens) noexcept {
+  const std::uint64_t query = sizeof(Query) + options.tables * (sizeof(std::uint16_t) + options.bits * sizeof(float));
+  return HashTables::most_heap_bytes(options.tables, options.bits, tokens) +
+         (std::uint64_t{shape.head_dim} + tokens) * sizeof(float) + shape.group() * query;
 }
 
 float LshSource::probability(std::uint32_t h, std::uint32_t token, float score) const noexcept {

@@ -46,6 +46,9 @@ class LshSource {
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
     return tables_.heap_bytes() + scheduler::heap_bytes(mean_, norms_, queries_, codes_, products_, keys_);
   }
+  /// What a source that has hashed `tokens` tokens holds at most.
+  [[nodiscard]] static std::uint64_t most_heap_bytes(const LshOptions& options, const AttentionShape& shape,
+                                                     std::uint32_t tokens) noexcept;
 
  private:
   /// Keys that are hashed at once: as many columns as KvReader::score_rows takes.

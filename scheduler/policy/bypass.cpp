@@ -44,6 +44,17 @@ std::uint64_t far_tokens(const NearSet& near, std::uint32_t begin, std::uint32_t
   return count;
 }
 
+/// Tokens that are scored at once.
+struct Probe {
+  std::vector<std::uint32_t> tokens;
+  std::vector<float> scores;  ///< [tokens, group]
+};
+
+Probe& probe_of_thread() {
+  thread_local Probe probe;
+  return probe;
+}
+
 }  // namespace
 
 SinkBypass::SinkBypass(float threshold, const AttentionShape& shape, std::uint32_t sinks, std::uint32_t local_tokens)
@@ -74,16 +85,17 @@ void SinkBypass::begin(const PromptContext& prompt) {
   }
 
   const float* q = prompt.last_q.data() + std::size_t{prompt.queries - 1} * group_ * head_dim_;
+  Probe& probe = probe_of_thread();
   std::vector<double> square_sum(group_, 0.0);
   std::vector<double> mean(group_);
   for (std::uint32_t h = 0; h < group_; ++h) mean[h] = logits(h, q + std::size_t{h} * head_dim_).mean;
-  scores_.resize(std::size_t{kTokensAtOnce} * group_);
+  probe.scores.resize(std::size_t{kTokensAtOnce} * group_);
   for (std::uint32_t begin = sinks_; begin < prompt.tokens; begin += kTokensAtOnce) {
-    probe_.resize(std::min(kTokensAtOnce, prompt.tokens - begin));
-    std::iota(probe_.begin(), probe_.end(), begin);
-    prompt.kv->score(q, probe_, scores_.data());
-    for (std::size_t i = 0; i < probe_.size() * group_; ++i) {
-      const double from_mean = scores_[i] - mean[i % group_];
+    probe.tokens.resize(std::min(kTokensAtOnce, prompt.tokens - begin));
+    std::iota(probe.tokens.begin(), probe.tokens.end(), begin);
+    prompt.kv->score(q, probe.tokens, probe.scores.data());
+    for (std::size_t i = 0; i < probe.tokens.size() * group_; ++i) {
+      const double from_mean = probe.scores[i] - mean[i % group_];
       square_sum[i % group_] += from_mean * from_mean;
     }
   }
@@ -105,12 +117,13 @@ std::uint32_t SinkBypass::test(const HeadContext& head, Bypass& bypass, SelectCo
   const std::uint32_t off = head.tokens - sinks_;
   if (off > kTrustedGrowth * prompt_tokens_) return 0;
   const std::uint32_t local = std::min(local_tokens_, off);
-  probe_.resize(sinks_ + local);
-  std::iota(probe_.begin(), probe_.begin() + sinks_, 0u);
-  std::iota(probe_.begin() + sinks_, probe_.end(), head.tokens - local);
-  scores_.resize(probe_.size() * group_);
-  head.kv->score(head.q, probe_, scores_.data());
-  counters.scored += probe_.size();
+  Probe& probe = probe_of_thread();
+  probe.tokens.resize(sinks_ + local);
+  std::iota(probe.tokens.begin(), probe.tokens.begin() + sinks_, 0u);
+  std::iota(probe.tokens.begin() + sinks_, probe.tokens.end(), head.tokens - local);
+  probe.scores.resize(probe.tokens.size() * group_);
+  head.kv->score(head.q, probe.tokens, probe.scores.data());
+  counters.scored += probe.tokens.size();
 
   double far_share = -1.0;  // Counted for the first bypassed head only.
   for (std::uint32_t h = 0; h < group_; ++h) {
@@ -118,8 +131,8 @@ std::uint32_t SinkBypass::test(const HeadContext& head, Bypass& bypass, SelectCo
     const float* q = head.q + std::size_t{h} * head_dim_;
     const Logits estimate = logits(h, q);
     if (!(estimate.variance <= kTrustedVariance)) continue;  // NaN too.
-    const double sink = log_mass(scores_, group_, h, 0, sinks_);
-    const double local_mass = log_mass(scores_, group_, h, sinks_, probe_.size());
+    const double sink = log_mass(probe.scores, group_, h, 0, sinks_);
+    const double local_mass = log_mass(probe.scores, group_, h, sinks_, probe.tokens.size());
     const double rest = std::max(local_mass, std::log(off) + estimate.mean + estimate.variance / 2);
     // r = A_sink / (A_sink + rest), eq. (6). Written so that NaN does not bypass.
     if (!(1.0 / (1.0 + std::exp(rest - sink)) > threshold_)) continue;

@@ -41,7 +41,11 @@ class SinkBypass {
   };
   [[nodiscard]] Logits logits(std::uint32_t h, const float* q) const;
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
-    return scheduler::heap_bytes(mean_key_, mean_value_, spread_, probe_, scores_);
+    return scheduler::heap_bytes(mean_key_, mean_value_, spread_);
+  }
+  /// What the test of a KV head holds at most.
+  [[nodiscard]] static std::uint64_t most_heap_bytes(const AttentionShape& shape) noexcept {
+    return shape.head_dim * (sizeof(double) + sizeof(float)) + shape.group() * sizeof(double);
   }
 
  private:
@@ -51,8 +55,6 @@ class SinkBypass {
   std::vector<double> mean_key_;      ///< [head_dim]
   std::vector<float> mean_value_;     ///< [head_dim]
   std::vector<double> spread_;        ///< [group] rho = var_j(s_j of the last prompt query) / ||q||^2; < 0: unknown
-  std::vector<std::uint32_t> probe_;  // scratch
-  std::vector<float> scores_;         // scratch
 };
 
 }  // namespace sluice::scheduler

@@ -62,6 +62,7 @@ class SampledPolicy final : public LayerPolicy {
     counters.candidates += head.scored.united();
     counters.near_hits += head.scored.near_hits();
     counters.scored += head.scored.size();
+    head.scored.shed(context.tokens);
   }
 
   void observe(std::uint32_t, KvReader&) override {}
@@ -96,6 +97,11 @@ class SampledPolicy final : public LayerPolicy {
 };
 
 }  // namespace
+
+std::uint64_t sampled_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens) noexcept {
+  return LshSource::most_heap_bytes(spec.lsh, shape, tokens) + ScoredSet::most_kept_bytes(tokens) +
+         shape.group() * (sizeof(TokenSet) + TokenSet::most_heap_bytes(tokens));
+}
 
 std::unique_ptr<LayerPolicy> make_sampled_policy(const PolicySpec& spec, const AttentionShape& shape) {
   return std::make_unique<SampledPolicy>(spec, shape);

@@ -40,6 +40,14 @@ namespace sluice::scheduler {
 /// Tokens whose hash meets the query's, corrected for that chance: budget `sampled`, sources `lsh`.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_sampled_policy(const PolicySpec& spec, const AttentionShape& shape);
 
+/// What such policies keep for a KV head of `tokens` tokens at most: see policy_state_bytes.
+[[nodiscard]] std::uint64_t sparse_state_bytes(const PolicySpec& spec, const AttentionShape& shape,
+                                               std::uint32_t tokens) noexcept;
+[[nodiscard]] std::uint64_t fitted_state_bytes(const PolicySpec& spec, const AttentionShape& shape,
+                                               std::uint32_t tokens) noexcept;
+[[nodiscard]] std::uint64_t sampled_state_bytes(const PolicySpec& spec, const AttentionShape& shape,
+                                                std::uint32_t tokens) noexcept;
+
 /// Appends to `row.runs` every token in [begin, tokens) that is not near; at most one run per page.
 void add_far_runs(const NearSet& near, std::uint32_t begin, std::uint32_t tokens, SelectionRow& row);
 inline void add_far_runs(const NearSet& near, std::uint32_t tokens, SelectionRow& row) {

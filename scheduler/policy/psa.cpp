@@ -32,7 +32,7 @@ struct Visited {
   std::size_t first = 0;  ///< row of `scores`
 };
 
-/// Scratch of one KV head.
+/// Scratch of one selection.
 struct Head {
   PageOrder order;
   std::vector<ProgressState> states;  ///< [group]
@@ -50,8 +50,7 @@ class ProgressivePolicy final : public LayerPolicy {
       : budget_(spec.budget),
         group_(shape.group()),
         head_dim_(shape.head_dim),
-        page_tokens_(page_tokens),
-        heads_(shape.kv_heads) {}
+        page_tokens_(page_tokens) {}
 
   void begin(const PromptContext&) override {}
   void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
@@ -59,7 +58,7 @@ class ProgressivePolicy final : public LayerPolicy {
 
   void select(const HeadContext& context, SelectionRow& row, Bypass& bypass, SelectCounters& counters) override {
     bypass.heads = 0;
-    Head& head = heads_[context.kv_head];
+    thread_local Head head;
     head.states.assign(group_, ProgressState{});
     head.visited.clear();
     head.scores.clear();
@@ -185,7 +184,6 @@ class ProgressivePolicy final : public LayerPolicy {
   std::uint32_t group_;
   std::uint32_t head_dim_;
   std::uint32_t page_tokens_;
-  std::vector<Head> heads_;  ///< [kv_heads]
 };
 
 }  // namespace

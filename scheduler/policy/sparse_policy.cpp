@@ -76,6 +76,7 @@ class SparsePolicy final : public LayerPolicy {
       select_sparse(context, head, row, counters);
     }
     if (head.whole && !head.history) forget(head);
+    if (!wants_observation(context.kv_head)) head.scored.shed(context.tokens);
   }
 
   [[nodiscard]] bool wants_observation(std::uint32_t kv_head) const noexcept override {
@@ -90,8 +91,14 @@ class SparsePolicy final : public LayerPolicy {
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     SparseHead& head = heads_[kv_head];
     if (head.clusters) head.clusters->cluster_new(head.visible, kv);
-    if (!head.history) return;
-    if (!head.observes) return;
+    if (head.history && head.observes) learn(head);
+    head.scored.shed(head.visible);
+  }
+
+ private:
+  [[nodiscard]] std::uint32_t all_heads() const noexcept { return ~0u >> (32 - group_); }
+
+  void learn(SparseHead& head) const {
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
       const ScoredSet::Observed seen = head.scored.observed(h, group_);
@@ -100,9 +107,6 @@ class SparsePolicy final : public LayerPolicy {
     head.observing = 0;
     if (head.whole) forget(head);
   }
-
- private:
-  [[nodiscard]] std::uint32_t all_heads() const noexcept { return ~0u >> (32 - group_); }
 
   /// The candidates for this step: forecast in the background or, if nothing was observed since, carried on.
   void recall(std::uint32_t tokens, SparseHead& head) const {
@@ -211,6 +215,18 @@ class SparsePolicy final : public LayerPolicy {
 };
 
 }  // namespace
+
+std::uint64_t sparse_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens) noexcept {
+  // Candidates per query head, what is weighed beside them, and lists of a few tokens and numbers.
+  constexpr std::uint64_t kHeavyTokens = 64;
+  std::uint64_t bytes = ScoredSet::most_kept_bytes(tokens) + (shape.group() + 1) * TokenSet::most_heap_bytes(tokens);
+  bytes += shape.group() * (sizeof(TokenSet) + (shape.head_dim + 1 + kHeavyTokens) * sizeof(float));
+  if (spec.uses(Source::history)) bytes += GroupHistory::most_heap_bytes(shape.group(), tokens);
+  if (spec.uses(Source::clusters)) bytes += ClusterSource::most_heap_bytes(spec.clusters, shape, tokens);
+  if (spec.uses(Source::lsh)) bytes += LshSource::most_heap_bytes(spec.lsh, shape, tokens);
+  if (spec.bypass_threshold > 0.f) bytes += SinkBypass::most_heap_bytes(shape);
+  return bytes;
+}
 
 std::unique_ptr<LayerPolicy> make_sparse_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                 std::uint32_t page_tokens, LayerId layer) {

@@ -57,9 +57,6 @@ class SampledTokens {
     return scores_[(before_[token / 64] + static_cast<std::size_t>(std::popcount(below))) * group_ + h];
   }
   [[nodiscard]] std::size_t size() const noexcept { return list_.size(); }
-  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
-    return set_.heap_bytes() + scheduler::heap_bytes(list_, before_, scores_);
-  }
 
  private:
   TokenSet set_;
@@ -94,17 +91,18 @@ class FittedPolicy final : public LayerPolicy {
     const Anyway anyway{.sink_end = std::min(context.near->sink_end, recent_begin),
                         .recent_begin = recent_begin,
                         .tokens = context.tokens};
-    sample(context, samples, anyway, head);
-    head.chosen.reset(samples.tokens);
-    for (std::uint32_t h = 0; h < group_; ++h) counters.expanded_per_head += choose(h, samples, anyway, head);
-    head.united.emit_far(head.chosen, *context.near, row);
+    thread_local Scratch scratch;
+    sample(context, samples, anyway, head, scratch);
+    scratch.chosen.reset(samples.tokens);
+    for (std::uint32_t h = 0; h < group_; ++h) counters.expanded_per_head += choose(h, samples, anyway, head, scratch);
+    scratch.united.emit_far(scratch.chosen, *context.near, row);
     add_far_runs(*context.near, samples.tokens, context.tokens, row);
 
     const std::uint32_t recent = context.tokens - samples.tokens;
     counters.expanded_per_head += std::uint64_t{recent} * group_;
-    counters.candidates += head.united.united() + recent;
-    counters.near_hits += head.united.near_hits();
-    counters.scored += head.sampled.size();
+    counters.candidates += scratch.united.united() + recent;
+    counters.near_hits += scratch.united.near_hits();
+    counters.scored += scratch.sampled.size();
   }
 
   /// Clustering takes a step's time, so it is left to the background. Whether it is due depends on the context's length
@@ -117,9 +115,7 @@ class FittedPolicy final : public LayerPolicy {
     heads_[kv_head].source.cluster_new(heads_[kv_head].visible, kv);
   }
   [[nodiscard]] std::uint64_t heap_bytes(std::uint32_t kv_head) const noexcept override {
-    const Head& head = heads_[kv_head];
-    return head.source.heap_bytes() + head.sampled.heap_bytes() + head.chosen.heap_bytes() + head.united.heap_bytes() +
-           scheduler::heap_bytes(head.scores, head.anyway);
+    return heads_[kv_head].source.heap_bytes();
   }
 
  private:
@@ -127,6 +123,10 @@ class FittedPolicy final : public LayerPolicy {
     Head(const ClusterOptions& options, const AttentionShape& shape) : source(options, shape) {}
     ClusterSource source;
     std::uint32_t visible = 0;  ///< tokens in the last selection
+  };
+
+  /// Of one selection.
+  struct Scratch {
     SampledTokens sampled;
     TokenSet chosen;
     ScoredSet united;
@@ -152,28 +152,30 @@ class FittedPolicy final : public LayerPolicy {
     }
   }
 
-  void sample(const HeadContext& context, const FitSamples& samples, const Anyway& anyway, Head& head) const {
-    head.sampled.reset(context.tokens);
-    anyway.for_each([&](std::uint32_t token) { head.sampled.add(token); });
+  void sample(const HeadContext& context, const FitSamples& samples, const Anyway& anyway, const Head& head,
+              Scratch& scratch) const {
+    scratch.sampled.reset(context.tokens);
+    anyway.for_each([&](std::uint32_t token) { scratch.sampled.add(token); });
     for (std::uint32_t h = 0; h < group_; ++h) {
-      for_each_sample(samples, head, h, [&](std::uint32_t token, std::uint32_t) { head.sampled.add(token); });
+      for_each_sample(samples, head, h, [&](std::uint32_t token, std::uint32_t) { scratch.sampled.add(token); });
     }
-    head.sampled.score(context.tokens, context.q, group_, *context.kv);
+    scratch.sampled.score(context.tokens, context.q, group_, *context.kv);
   }
 
   /// Adds what query head `h` attends; returns how many tokens that are.
-  std::uint32_t choose(std::uint32_t h, const FitSamples& samples, const Anyway& anyway, Head& head) const {
-    head.anyway.clear();
-    anyway.for_each([&](std::uint32_t token) { head.anyway.push_back(head.sampled.of(token, h)); });
-    head.scores.clear();
+  std::uint32_t choose(std::uint32_t h, const FitSamples& samples, const Anyway& anyway, const Head& head,
+                       Scratch& scratch) const {
+    scratch.anyway.clear();
+    anyway.for_each([&](std::uint32_t token) { scratch.anyway.push_back(scratch.sampled.of(token, h)); });
+    scratch.scores.clear();
     for_each_sample(samples, head, h, [&](std::uint32_t token, std::uint32_t) {
       // In the list, too, what is attended anyway would count twice.
-      head.scores.push_back(anyway.holds(token) ? -std::numeric_limits<float>::infinity() : head.sampled.of(token, h));
+      scratch.scores.push_back(anyway.holds(token) ? -std::numeric_limits<float>::infinity() : scratch.sampled.of(token, h));
     });
     const std::uint32_t budget =
-        fitted_budget(head.scores, samples, static_cast<double>(spec_.budget.mass), head.anyway);
+        fitted_budget(scratch.scores, samples, static_cast<double>(spec_.budget.mass), scratch.anyway);
     for_each_in_order(head.source.index(), head.source.order(h), 0, budget,
-                      [&](std::uint32_t token, std::uint32_t) { head.chosen.add(token); });
+                      [&](std::uint32_t token, std::uint32_t) { scratch.chosen.add(token); });
     return budget;
   }
 
@@ -183,6 +185,10 @@ class FittedPolicy final : public LayerPolicy {
 };
 
 }  // namespace
+
+std::uint64_t fitted_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens) noexcept {
+  return ClusterSource::most_heap_bytes(spec.clusters, shape, tokens);
+}
 
 std::unique_ptr<LayerPolicy> make_fitted_policy(const PolicySpec& spec, const AttentionShape& shape) {
   return std::make_unique<FittedPolicy>(spec, shape);

@@ -17,6 +17,7 @@ TEST_CASE("no call needs an engine to refuse", "[capi][errors]") {
   auto options = small_options();
   auto stats = sized<sluice_stats>();
   auto memory = sized<sluice_memory>();
+  auto sequence_memory = sized<sluice_sequence_memory>();
   auto audit = sized<sluice_audit>();
   auto head = sized<sluice_head_audit>();
   const auto refused = [&](const auto& call) { check_fails(call, SLUICE_INVALID_ARGUMENT, words); };
@@ -30,6 +31,7 @@ TEST_CASE("no call needs an engine to refuse", "[capi][errors]") {
   refused([&] { return sluice_engine_tokens(none, 1, &tokens); });
   refused([&] { return sluice_engine_far_bytes(none, 1, &number); });
   refused([&] { return sluice_engine_can_admit(none, 1, &admitted); });
+  refused([&] { return sluice_engine_can_admit_policy(none, kPolicy, 1, &admitted); });
   refused([&] { return sluice_engine_plan(none, &item, 1, &small.bucket, nullptr, &number); });
   refused([&] {
     return sluice_engine_attend(none, &small.bucket, 0, t.q.get(), t.k.get(), t.v.get(), t.out.get(), nullptr, nullptr);
@@ -39,6 +41,7 @@ TEST_CASE("no call needs an engine to refuse", "[capi][errors]") {
   refused([&] { return sluice_engine_get_options(none, &options); });
   refused([&] { return sluice_engine_stats(none, &stats); });
   refused([&] { return sluice_engine_memory(none, &memory); });
+  refused([&] { return sluice_engine_sequence_memory(none, 1, &sequence_memory); });
   refused([&] { return sluice_engine_watch(none, 1, nullptr, 0); });
   refused([&] { return sluice_engine_audit(none, 1, &audit); });
   refused([&] { return sluice_engine_audit_heads(none, 1, &head, 1); });
@@ -82,6 +85,9 @@ TEST_CASE("a null pointer is refused by its name", "[capi][errors]") {
   refused("tokens", [&] { return sluice_engine_tokens(engine, s, nullptr); });
   refused("bytes", [&] { return sluice_engine_far_bytes(engine, s, nullptr); });
   refused("admitted", [&] { return sluice_engine_can_admit(engine, 1, nullptr); });
+  refused("admitted", [&] { return sluice_engine_can_admit_policy(engine, kPolicy, 1, nullptr); });
+  int admitted = 7;
+  refused("policy", [&] { return sluice_engine_can_admit_policy(engine, nullptr, 1, &admitted); });
   refused("k", [&] { return sluice_engine_import_prefix(engine, s, 0, nullptr, t.v.get(), nullptr, nullptr); });
   refused("v", [&] { return sluice_engine_import_prefix(engine, s, 0, t.k.get(), nullptr, nullptr, nullptr); });
   refused("sluice_plan_item", [&] { return sluice_engine_plan(engine, nullptr, 1, &small.bucket, nullptr, &number); });
@@ -99,6 +105,7 @@ TEST_CASE("a null pointer is refused by its name", "[capi][errors]") {
   refused("out", [&] { return attend(&small.bucket, &t.q, &t.k, &t.v, nullptr); });
   refused("sluice_stats", [&] { return sluice_engine_stats(engine, nullptr); });
   refused("sluice_memory", [&] { return sluice_engine_memory(engine, nullptr); });
+  refused("sluice_sequence_memory", [&] { return sluice_engine_sequence_memory(engine, s, nullptr); });
   refused("sluice_audit", [&] { return sluice_engine_audit(engine, s, nullptr); });
   refused("sluice_head_audit", [&] { return sluice_engine_audit_heads(engine, s, nullptr, kLayers * kQHeads); });
   refused("tokens", [&] { return sluice_engine_watch(engine, s, nullptr, 1); });
@@ -127,6 +134,8 @@ TEST_CASE("a sequence that is not there is not found", "[capi][errors]") {
   refused([&] { return sluice_engine_preempt(engine, gone); });
   refused([&] { return sluice_engine_tokens(engine, gone, &tokens); });
   refused([&] { return sluice_engine_far_bytes(engine, gone, &number); });
+  auto memory = sized<sluice_sequence_memory>();
+  refused([&] { return sluice_engine_sequence_memory(engine, gone, &memory); });
   refused([&] { return sluice_engine_plan(engine, &item, 1, &small.bucket, nullptr, &number); });
   refused([&] { return sluice_engine_watch(engine, gone, nullptr, 0); });
   refused([&] { return sluice_engine_audit(engine, gone, &audit); });

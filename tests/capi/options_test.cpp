@@ -53,6 +53,7 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   options.sequences = 9;
   options.cpu_sequences = 5;
   options.prompt_queries = 31;
+  options.policy_bytes = 3u << 20;
   options.max_picks = 100;
   options.digests = SLUICE_DIGESTS_BOX;
   options.max_ranked = 77;

@@ -49,6 +49,10 @@ TEST_CASE("a size that nobody has set is refused", "[capi][versions]") {
     auto memory = sized<sluice_memory>();
     memory.struct_size = size;
     refused("sluice_memory", [&] { return sluice_engine_memory(small.engine, &memory); });
+    auto of_sequence = sized<sluice_sequence_memory>();
+    of_sequence.struct_size = size;
+    refused("sluice_sequence_memory",
+            [&] { return sluice_engine_sequence_memory(small.engine, small.sequence, &of_sequence); });
     auto audit = sized<sluice_audit>();
     audit.struct_size = size;
     refused("sluice_audit", [&] { return sluice_engine_audit(small.engine, small.sequence, &audit); });

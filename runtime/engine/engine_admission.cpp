@@ -1,0 +1,67 @@
+// Whether there is room for what is asked for, and what sequences take of it.
+#include <string>
+
+#include "runtime/engine/engine_options.hpp"
+#include "runtime/engine/impl.hpp"
+#include "scheduler/plan/forward_rows.hpp"
+
+namespace sluice {
+
+std::uint64_t Engine::Impl::policy_share(const PolicySpec& spec, std::uint32_t tokens) const noexcept {
+  if (scheduler::chooser(spec) != scheduler::Chooser::cpu) return 0;
+  // Policies look one token ahead, and forwards that came to nothing have let them grow by a token each.
+  return scheduler::policy_state_bytes(spec, options.shape, tokens + 1 + kMostForwards);
+}
+
+std::uint64_t Engine::Impl::policy_shares() const noexcept {
+  std::uint64_t bytes = 0;
+  for (const auto& [id, sequence] : sequences) bytes += policy_share(sequence.spec, sequence.planned);
+  return bytes;
+}
+
+void Engine::Impl::require_policy_room(std::uint64_t more) const {
+  if (options.policy_bytes == 0 || more == 0) return;
+  const std::uint64_t shares = policy_shares();
+  if (shares + more <= options.policy_bytes) return;
+  throw Error(Errc::out_of_capacity,
+              "policies that choose on the CPU may keep " + std::to_string(options.policy_bytes) +
+                  " bytes, of which " + std::to_string(shares) + " are promised, and " + std::to_string(more) +
+                  " more are needed; end a sequence with such a policy, raise EngineOptions::policy_bytes, or use a "
+                  "policy that keeps nothing, such as `exact | int4 | top_p=0.95 | near=0`");
+}
+
+bool Engine::Impl::admits(std::uint32_t tokens, const PolicySpec& policy) const {
+  try {
+    sluice::validate(policy);
+    runtime::require_served(policy, options);
+    require_policy_room(policy_share(policy, tokens));
+  } catch (const Error&) {
+    return false;
+  }
+  return scheduler::chooser(policy) != scheduler::Chooser::cpu || !free_tails.empty();
+}
+
+SequenceMemoryUse Engine::Impl::use_of(const Sequence& sequence) const noexcept {
+  SequenceMemoryUse use{.far_pages = sequence.pages.pages() * memory.block_bytes(),
+                        .policy = sequence.policy ? sequence.policy->heap_bytes() : 0,
+                        .names = sequence.names.ids.capacity() * sizeof(std::int32_t)};
+  for (const std::uint32_t block : sequence.pages.blocks())
+    use.far_pages_shared += table.shared(block) ? memory.block_bytes() : 0;
+  const AttentionShape& shape = options.shape;
+  if (sequence.tail.slot != kNone)
+    use.tail = std::uint64_t{options.prompt_queries} * shape.layers * shape.q_heads * shape.head_dim * sizeof(float);
+  return use;
+}
+
+bool Engine::can_admit(std::uint32_t tokens) const noexcept {
+  return !impl_->free_lists.empty() && tokens <= impl_->memory.largest().largest.max_tokens &&
+         impl_->pages_of(tokens) <= impl_->table.free() + impl_->table.idle();
+}
+
+bool Engine::can_admit(std::uint32_t tokens, const PolicySpec& policy) const noexcept {
+  return can_admit(tokens) && impl_->admits(tokens, policy);
+}
+
+SequenceMemoryUse Engine::memory(SequenceId id) const { return impl_->use_of(impl_->at(id)); }
+
+}  // namespace sluice
