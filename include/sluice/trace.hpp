@@ -104,12 +104,12 @@ struct TraceStall {
 struct ForwardTrace {
   std::uint64_t forward = 0;
   bool done = false;  ///< it got to its end; else spans are those of stages that were completed
-  Clock::time_point planned;  ///< when times begin
+  Clock::time_point planned{};  ///< when times begin
   /// Device against CPU: times of the former are off by at most as many microseconds. 0 where the clock is the same.
   double clock_error_us = 0.0;
-  std::vector<TraceSpan> spans;  ///< those of the device by layer and time, then those of the CPU
-  std::vector<TraceStall> stalls;
-  std::vector<WorkItem> work;  ///< as planned, with what was attended near and far as it was counted meanwhile
+  std::vector<TraceSpan> spans{};  ///< those of the device by layer and time, then those of the CPU
+  std::vector<TraceStall> stalls{};
+  std::vector<WorkItem> work{};  ///< as planned, with what was attended near and far as it was counted meanwhile
   std::uint64_t dropped = 0;   ///< spans of the CPU for which there was no room
 };
 
