@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "sluice/forward.hpp"
 #include "tools/cli/trace/trace.hpp"
 
 namespace sluice::tools {

@@ -1,13 +1,8 @@
 // Traces of forwards in figures.
 #include <algorithm>
 #include <map>
-#include <set>
-#include <tuple>
 #include <utility>
 
-#include "cpu/backend/rates.hpp"
-#include "cpu/machine/topology.hpp"
-#include "cpu/threads/workers.hpp"
 #include "tools/cli/trace/trace.hpp"
 
 namespace sluice::tools {
@@ -67,20 +62,6 @@ Json mean(double sum, std::uint64_t count) { return count == 0 ? Json() : Json(s
 
 }  // namespace
 
-void add_trace(CLI::App& app, std::string& path) {
-  app.add_option("--trace", path,
-                 "Write when the stages of the newest forwards ran to FILE, for chrome://tracing or ui.perfetto.dev; "
-                 "traced forwards take longer")
-      ->type_name("FILE");
-}
-
-void TraceLog::add(std::string kind, ForwardTrace trace) {
-  const auto same = [&](const Entry& entry) { return entry.kind == kind; };
-  if (static_cast<std::size_t>(std::ranges::count_if(entries_, same)) >= kMost)
-    entries_.erase(std::ranges::find_if(entries_, same));
-  entries_.push_back({.kind = std::move(kind), .trace = std::move(trace)});
-}
-
 Table TraceLog::stages(const scheduler::LaneRates& rates) const {
   std::map<StageKey, StageTotal> totals;
   for (const auto& [kind, trace] : entries_) {
@@ -129,13 +110,6 @@ Table TraceLog::stalls() const {
   for (const auto& [key, total] : totals)
     table.rows.push_back({key.first, to_string(key.second), total.stalls, mean(total.us, forwards[key.first])});
   return table;
-}
-
-scheduler::LaneRates measured_rates(const Device* device, std::uint64_t page_bytes, std::uint32_t threads) {
-  constexpr std::uint64_t kReadBytes = 128 * MiB;
-  const cpu::Workers workers(cpu::Topology(), {.threads = threads});
-  return scheduler::lane_rates(device == nullptr ? DeviceRates{} : device->rates(page_bytes),
-                               cpu::measure_read_gbps(workers, kReadBytes));
 }
 
 }  // namespace sluice::tools
