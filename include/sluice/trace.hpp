@@ -92,7 +92,8 @@ enum class StallCause : std::uint8_t {
                                          : "attending";
 }
 
-/// The device has nothing else to do than to wait for the CPU's answer; a part of the layer's merge, or fetch.
+/// The device has nothing else to do than to wait for the CPU's answer: a part of the layer's merge, or fetch, which
+/// goes on when the device has noticed the answer.
 struct TraceStall {
   StallCause cause{};
   std::uint32_t layer = 0;

@@ -3,7 +3,8 @@
 #include <map>
 #include <set>
 #include <string>
-#include <tuple>
+#include <utility>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -102,7 +103,7 @@ TEST_CASE("run writes a trace in which every layer of every forward has its stag
   const json& table = report.at("results").at("trace_stages");
   std::set<std::pair<std::string, std::string>> rows;
   for (const json& row : table) {
-    rows.insert({row.at("forward"), row.at("stage")});
+    rows.emplace(row.at("forward").get<std::string>(), row.at("stage").get<std::string>());
     REQUIRE(row.at("us").get<double>() >= 0.0);
   }
   for (const char* const stage : {"append", "score", "attend", "merge"}) REQUIRE(rows.contains({"decode", stage}));
