@@ -1,6 +1,7 @@
 #include "cpu/forward/forward_verbs.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <span>
 #include <utility>
@@ -91,6 +92,13 @@ void end(const ForwardMemory& m) {
   publish(m, state.forward, state.status);
 }
 
+void stamp(const ForwardMemory& m, std::uint32_t layer, Stage stage) {
+  if (!runs(m)) return;
+  const auto now = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch());
+  m.stamps_of(m.state->forward, layer)[static_cast<std::size_t>(stage)] = {
+      .forward = m.state->forward, .ns = static_cast<std::uint64_t>(now.count())};
+}
+
 /// A stream goes on behind a verb that it could not do, such as one that found no memory; the forward does not.
 template <class Run>
 void queue(const ForwardMemory& m, void* stream, const char* verb, Run run) {
@@ -147,6 +155,9 @@ void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer)
 }
 void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "audit", [this, memory, layer] { cpu::audit(kernels_, memory, layer); });
+}
+void ForwardVerbs::stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) {
+  queue(memory, stream, "stamp", [memory, layer, stage] { cpu::stamp(memory, layer, stage); });
 }
 void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
   queue(memory, stream, "cancel", [memory, before] { cpu::cancel(memory, before); });

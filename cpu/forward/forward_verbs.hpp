@@ -29,6 +29,8 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void audit(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) override;
+  [[nodiscard]] bool stamps_by_clock() const noexcept override { return true; }
   void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override;
   void require_alive(void*) override {}
   void end(const ForwardMemory& memory, void* stream) override;

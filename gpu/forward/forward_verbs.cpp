@@ -296,6 +296,11 @@ void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer)
   launch_forward_audit(memory, choice_of(memory), layer);
 }
 
+void ForwardVerbs::stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_stamp(memory, layer, stage, handle(stream));
+}
+
 void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
   const CurrentDevice current(ordinal_);
   launch_forward_cancel(memory, before, handle(stream));

@@ -8,8 +8,9 @@
 namespace sluice::gpu {
 
 /// The verbs of a forward on CUDA streams: six launches per layer, one more if some rows choose by mass, two if pages
-/// are ranked, one if there are digests, and two per window of keys if there are chunks of prompts; their grids follow
-/// from the bucket. head_dim 64 or 128, bf16 or f16 pages of a multiple of 8 tokens, up to 32 query heads per KV head.
+/// are ranked, one if there are digests, and two per window of keys if there are chunks of prompts; one more for each
+/// stamp. Their grids follow from the bucket. head_dim 64 or 128, bf16 or f16 pages of a multiple of 8 tokens, up to 32
+/// query heads per KV head.
 class ForwardVerbs final : public sluice::ForwardVerbs {
  public:
   /// Loads every kernel, so that none is loaded while another spins.
@@ -29,6 +30,8 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void audit(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) override;
+  [[nodiscard]] bool stamps_by_clock() const noexcept override { return false; }
   void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override;
   void require_alive(void* stream) override;
   void end(const ForwardMemory& memory, void* stream) override;

@@ -17,6 +17,7 @@
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/tensor.hpp"
+#include "sluice/trace.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice {
@@ -42,7 +43,7 @@ struct EngineOptions {
   PlacementMode placement = PlacementMode::hybrid;
   /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
   /// if they are 0 or more than that, and whole pages. With `audit`, each row that chooses takes pinned memory for what
-  /// it attends in all layers: 4 bytes for each token that it may.
+  /// it attends in all layers: 4 bytes for each token that it may. With `trace`, the threads that answer get 4 MiB.
   Bucket largest{};
   std::uint32_t in_flight = 2;   ///< forwards that are planned and not finished; [1, kMostForwards]
   std::uint32_t sequences = 16;  ///< that live at once
@@ -293,6 +294,14 @@ class Engine {
   /// What the sequence's rows attended in audited forwards (Bucket::audit), against exact attention of all keys. Such a
   /// forward runs alone. Drafts that were taken back count, too.
   [[nodiscard]] AuditReport audit(SequenceId sequence) const;
+
+  /// When the stages of a forward with Bucket::trace ran, beside what was planned of them: of the one that was finished
+  /// or taken back last, whether it got to its end or not. A stamp costs what a verb costs, on a GPU a launch of one
+  /// thread, so that a traced forward takes longer than others; those pay nothing. Stages that run between two stamps
+  /// are not told apart: where a GPU attends near and fetched rows in one launch, `attend` has both. On a GPU stamps
+  /// are as exact as its global timer, 32 ns to 1 us; ForwardTrace::clock_error_us says how they lie to the CPU's.
+  /// @throws Error{Errc::not_found} for any other. What it returns is good until the next traced one is finished.
+  [[nodiscard]] const ForwardTrace& trace(const Batch& batch) const;
 
   /// That all layers have.
   [[nodiscard]] std::uint32_t tokens(SequenceId sequence) const;

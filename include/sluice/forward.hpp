@@ -18,6 +18,7 @@ struct Bucket {
   bool unbounded = false;        ///< of these rows some choose a share of the mass, or attend everything
   bool pages = false;            ///< of these rows some rank pages by their digests
   bool audit = false;            ///< what these rows attend is written down, see ForwardVerbs::audit
+  bool trace = false;            ///< when its stages run is written down, see ForwardVerbs::stamp
 
   [[nodiscard]] constexpr std::uint32_t rows() const noexcept { return decode_rows + prefill_rows; }
   friend constexpr bool operator==(const Bucket&, const Bucket&) = default;
@@ -124,6 +125,12 @@ struct ForwardChosen {
 struct ForwardBlockCopy {
   std::uint32_t from = 0;
   std::uint32_t to = 0;
+};
+
+/// When something happened in a forward, by the clock of who did it.
+struct ForwardStamp {
+  std::uint64_t forward = 0;
+  std::uint64_t ns = 0;
 };
 
 /// How a forward ended.

@@ -7,6 +7,7 @@
 #include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/trace.hpp"
 
 namespace sluice {
 
@@ -94,6 +95,8 @@ struct ForwardMemory {
   ForwardChosen* chosen = nullptr;       ///< [decode_rows, kv_heads]
   std::uint32_t* chosen_rows = nullptr;  ///< [decode_rows, kv_heads, chosen_room] as far_entry has them, then members
   float* tails = nullptr;    ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
+  /// [kMostForwards, layers, kStampedStages] if the largest bucket has traces; of forward f at f % kMostForwards.
+  ForwardStamp* stamps = nullptr;
   // Likewise, if the largest bucket has audits; see ForwardVerbs::audit.
   float* audit_q = nullptr;               ///< [layers, decode_rows, q_heads, head_dim]
   float* audit_out = nullptr;             ///< likewise
@@ -165,6 +168,10 @@ struct ForwardMemory {
                                                     std::uint32_t chunk) const noexcept {
     const std::uint64_t turn = forward % kMostForwards * shape.layers + layer;
     return choices + (turn * largest.prefills + chunk) * shape.q_heads;
+  }
+  /// The stamps of a layer of a forward, by stage.
+  [[nodiscard]] constexpr ForwardStamp* stamps_of(std::uint64_t forward, std::uint32_t layer) const noexcept {
+    return stamps + (forward % kMostForwards * shape.layers + layer) * kStampedStages;
   }
   /// Rows of a plane.
   [[nodiscard]] constexpr std::uint64_t far_row(std::uint32_t plane, std::uint32_t row) const noexcept {

@@ -20,8 +20,10 @@ struct ForwardLayer {
 
 /// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
 /// `append`, `prefill` if the bucket has such rows, and if it has rows that choose, `rank` if some rank pages, `score`
-/// and `choose` if some choose tokens, `split`, `attend`, `promote`, `fetch` if the device fetches, and `merge`; then `end`. One that is audited has
-/// `audit` behind `merge`, and `promote` behind that. `apply` comes before it and is not part of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`.
+/// and `choose` if some choose tokens, `split`, `attend`, `promote`, `fetch` if the device fetches, and `merge`; then
+/// `end`. One that is audited has `audit` behind `merge`, and `promote` behind that. One that is traced has a `stamp`
+/// before `append` and behind each of these. `apply` comes before it and is not part of a graph. One that only brings
+/// keys and values in is `begin`, `append` for every layer, `end`.
 /// Forwards and plans run in the order in which they are numbered. Thread safety: one thread at a time per
 /// ForwardMemory.
 class ForwardVerbs {
@@ -68,6 +70,11 @@ class ForwardVerbs {
   /// Of each row that chooses: what it asked, what it got, and what the device listed for it, near or far, to pinned
   /// memory. The layer has an lse.
   virtual void audit(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Writes down when what was enqueued before was done: `stage` of a layer, or what came before the layer. To pinned
+  /// memory, and nothing of a forward that does not run.
+  virtual void stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) = 0;
+  /// Whether stamps are times of Clock; else they are of a clock of the device.
+  [[nodiscard]] virtual bool stamps_by_clock() const noexcept = 0;
   /// Takes all plans behind forward `before` back: what comes later of them has no plan, and what is planned next
   /// continues that one, if it got to its end. Publishes that.
   virtual void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) = 0;

@@ -69,14 +69,40 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       host(*workers),
       prompt_workers(prompt_workers_of(options, topology)),
       choice(memory.largest(), cpu::fastest_kernels()),
+      far_notes(memory.largest()),
       table(memory.largest().blocks),
       programs(options.in_flight),
-      far(memory.largest(), choice, far_options(options, topology, node_of(topology, *device), embedded != nullptr),
-          topology) {
+      far(memory.largest(), choice, far_notes,
+          far_options(options, topology, node_of(topology, *device), embedded != nullptr), topology) {
   options.largest = memory.largest().largest;  // As long as there is room for.
   copies.reserve(memory.copies());
   for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
   for (std::uint32_t i = options.cpu_sequences; i > 0; --i) free_tails.push_back(i - 1);
+}
+
+EngineStats Engine::Impl::stats() const noexcept {
+  const auto& [question, answer, outcome] = mailbox();
+  const runtime::PrefixCache* const known = seen_prefixes.load(std::memory_order_acquire);
+  const std::uint64_t listed = look(outcome.far_tokens);
+  const bool fetches = options.placement == PlacementMode::stream;
+  const std::uint64_t in_place = fetches ? choice.kept_tokens() : listed;
+  return {.asked = look(question.asked),
+          .unplanned = look(outcome.unplanned),
+          .near_tokens = look(outcome.near_tokens),
+          .far_tokens = in_place + choice.far_tokens() - choice.fetched_tokens(),
+          .fetched_tokens = listed - in_place + choice.fetched_tokens(),
+          .promoted = look(outcome.promoted),
+          .scored = choice.scored(),
+          .estimated = look(counted.estimated),
+          .ranked_pages = look(counted.ranked_pages),
+          .waited_ns = look(outcome.waited_ns),
+          .answer_ns = far.answer_ns(),
+          .sparse_chunks = look(counted.sparse_chunks),
+          .dense_chunks = look(counted.dense_chunks),
+          .kept_blocks = look(counted.kept_blocks),
+          .causal_blocks = look(counted.causal_blocks),
+          .matched_tokens = look(counted.matched_tokens),
+          .evicted_blocks = known != nullptr ? known->evicted() : 0};
 }
 
 Engine::Engine(const EngineOptions& options, std::shared_ptr<Device> device)
@@ -143,6 +169,9 @@ void Engine::finish(const Batch& batch) {
 void Engine::cancel(const Batch& batch) {
   translated([&] { impl_->cancel(batch); });
 }
+const ForwardTrace& Engine::trace(const Batch& batch) const {
+  return translated([&]() -> const ForwardTrace& { return impl_->trace(batch); });
+}
 void Engine::end(SequenceId sequence) {
   translated([&] { impl_->end(sequence); });
 }
@@ -162,7 +191,7 @@ std::uint32_t Engine::tokens(SequenceId id) const { return impl_->at(id).tokens;
 
 EngineMemoryUse Engine::memory() const noexcept {
   EngineMemoryUse use = impl_->memory.use();
-  use.partials = impl_->far.bytes();
+  use.partials = impl_->far.bytes() + impl_->far_notes.bytes();
   use.policies = impl_->policy_bytes();
   const runtime::BlockTable& table = impl_->table;
   use.far_pages_used = (table.blocks() - table.free() - table.idle()) * impl_->memory.block_bytes();
@@ -176,32 +205,7 @@ std::uint64_t Engine::far_bytes(SequenceId id) const {
   return impl_->at(id).pages.pages() * impl_->memory.block_bytes();
 }
 
-EngineStats Engine::stats() const noexcept {
-  const ForwardMailbox& mailbox = impl_->mailbox();
-  const runtime::FarChoice& choice = impl_->choice;
-  const EngineStats& counted = impl_->counted;
-  const runtime::PrefixCache* const prefixes = impl_->seen_prefixes.load(std::memory_order_acquire);
-  const std::uint64_t listed = look(mailbox.outcome.far_tokens);
-  const bool fetches = impl_->options.placement == PlacementMode::stream;
-  const std::uint64_t in_place = fetches ? choice.kept_tokens() : listed;
-  return {.asked = look(mailbox.question.asked),
-          .unplanned = look(mailbox.outcome.unplanned),
-          .near_tokens = look(mailbox.outcome.near_tokens),
-          .far_tokens = in_place + choice.far_tokens() - choice.fetched_tokens(),
-          .fetched_tokens = listed - in_place + choice.fetched_tokens(),
-          .promoted = look(mailbox.outcome.promoted),
-          .scored = choice.scored(),
-          .estimated = look(counted.estimated),
-          .ranked_pages = look(counted.ranked_pages),
-          .waited_ns = look(mailbox.outcome.waited_ns),
-          .answer_ns = impl_->far.answer_ns(),
-          .sparse_chunks = look(counted.sparse_chunks),
-          .dense_chunks = look(counted.dense_chunks),
-          .kept_blocks = look(counted.kept_blocks),
-          .causal_blocks = look(counted.causal_blocks),
-          .matched_tokens = look(counted.matched_tokens),
-          .evicted_blocks = prefixes != nullptr ? prefixes->evicted() : 0};
-}
+EngineStats Engine::stats() const noexcept { return impl_->stats(); }
 
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }
 

@@ -5,6 +5,7 @@
 #include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/impl.hpp"
 #include "scheduler/plan/forward_rows.hpp"
+#include "scheduler/plan/forward_work.hpp"
 
 namespace sluice {
 namespace {
@@ -215,25 +216,35 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   if (layer.value == 0) verbs.begin(m, stream);
   // Should one of these throw, part of the layer is enqueued: it cannot be repeated.
   if (!programs.empty()) next_layer = kNone;
-  verbs.append(m, call);
-  if (bucket.prefills != 0) verbs.prefill(m, call);
-  if (bucket.decode_rows != 0) {
-    if (bucket.pages) verbs.rank(m, call);
-    if (bucket.top_k || bucket.unbounded) {
-      verbs.score(m, call);
-      verbs.choose(m, call);
-    }
-    verbs.split(m, call);
-    verbs.attend(m, call);
-    // Promotions hide behind the wait of `merge`, unless what lies near is to be written down first.
-    if (m.promotions != 0 && !bucket.audit) verbs.promote(m, call);
-    if (m.fetches) verbs.fetch(m, call);
-    verbs.merge(m, call);
-    if (bucket.audit) verbs.audit(m, call);
-    if (m.promotions != 0 && bucket.audit) verbs.promote(m, call);
+  const auto stamp = [&](Stage stage) {
+    if (bucket.trace) verbs.stamp(m, layer.value, stage, stream);
+  };
+  stamp(Stage::start);
+  for (const Stage stage : scheduler::stages_of(bucket, m.promotions != 0, m.fetches)) {
+    enqueue(stage, m, call);
+    stamp(stage);
   }
   if (layer.value + 1 == shape.layers) verbs.end(m, stream);
   next_layer = layer.value + 1;
+}
+
+void Engine::Impl::enqueue(Stage stage, const ForwardMemory& m, const ForwardLayer& layer) {
+  switch (stage) {
+    case Stage::append: return verbs.append(m, layer);
+    case Stage::prefill: return verbs.prefill(m, layer);
+    case Stage::rank: return verbs.rank(m, layer);
+    case Stage::score: return verbs.score(m, layer);
+    case Stage::choose: return verbs.choose(m, layer);
+    case Stage::split: return verbs.split(m, layer);
+    case Stage::attend: return verbs.attend(m, layer);
+    case Stage::promote: return verbs.promote(m, layer);
+    case Stage::fetch: return verbs.fetch(m, layer);
+    case Stage::merge: return verbs.merge(m, layer);
+    case Stage::audit: return verbs.audit(m, layer);
+    case Stage::start:
+    case Stage::choose_far:
+    case Stage::attend_far: return;  // No verbs of the device.
+  }
 }
 
 void Engine::Impl::finish(const Batch& batch) {

@@ -87,6 +87,8 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
   if (shared.sparse_prefill)
     take(parts, shared.choices,
          std::uint64_t{kMostForwards} * shared.shape.layers * shared.largest.prefills * shared.shape.q_heads);
+  if (shared.largest.trace)
+    take(parts, shared.stamps, std::uint64_t{kMostForwards} * shared.shape.layers * kStampedStages);
   if (shared.largest.audit) carve_audit(parts, shared);
   for (ForwardMemory& m : slips) {
     m = shared;

@@ -54,6 +54,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   in("unbounded", resolved.unbounded, largest.unbounded);
   in("pages", resolved.pages, largest.pages);
   in("audit", resolved.audit, largest.audit);
+  in("trace", resolved.trace, largest.trace);
   if (resolved.max_tokens % memory.largest().layout.page_tokens != 0)
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's max_tokens is " +
                                             text(resolved.max_tokens) + "; it must be a multiple of page_tokens, " +
@@ -248,6 +249,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     if (bucket.audit) programs.newest().audit = audit_of(wanted);
     choice.expect(forward, choosing_rows(m, wanted, programs.newest()));
     write_lists(m, wanted);
+    if (bucket.trace) begin_trace(m);
     verbs.apply(m, stream);
   } catch (...) {
     choice.forget(forward);

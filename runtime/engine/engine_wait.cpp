@@ -50,12 +50,13 @@ void Engine::Impl::note_ended() noexcept {
     if (program.forward > newest || program.ended) continue;
     if (status_at(mailbox(), program.forward) == ForwardStatus::done) tally(program);
     program.ended = status_at(mailbox(), program.forward);
+    if (program.ended == ForwardStatus::done) note_trace(program);
   }
 }
 
 void Engine::Impl::require_noted() {
   note_ended();
-  for (const runtime::Program& program : programs.all()) {
+  for (runtime::Program& program : programs.all()) {
     if (program.forward + kMostForwards > planned + 1) continue;
     if (!program.ended)
       throw Error(Errc::invalid_argument, "plan: forward " + std::to_string(program.forward) +
@@ -63,6 +64,7 @@ void Engine::Impl::require_noted() {
     // The next forward's rows take the place of its own.
     if (program.ended == ForwardStatus::done) continue;
     await_idle();
+    note_trace(program);
     choice.forget(program.forward);
   }
 }
@@ -74,6 +76,7 @@ void Engine::Impl::await_idle() const {
 
 runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
   runtime::Program program = programs.take(forward);
+  keep_trace(program, done);
   if (!done) choice.forget(forward);
   for (std::size_t i = 0; i < program.items.size(); ++i) {
     const PlanItem& item = program.items[i];

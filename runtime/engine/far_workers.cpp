@@ -33,10 +33,11 @@ constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
 
 }  // namespace
 
-FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, const FarWorkersOptions& options,
-                       const cpu::Topology& topology)
+FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes,
+                       const FarWorkersOptions& options, const cpu::Topology& topology)
     : memory_(memory),
       choice_(choice),
+      notes_(notes),
       options_(options),
       kernels_(cpu::fastest_kernels()),
       part_ends_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads),
@@ -50,7 +51,7 @@ FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, const Far
         // The first core is the caller's.
         if (options_.pin)
           (void)topology.bind_this_thread(cores.size() > 1 ? cores[1 + i % (cores.size() - 1)] : cores.front());
-        work(rows_[i], stop);
+        work(i, stop);
       });
     }
   } catch (const std::system_error& error) {
@@ -81,7 +82,7 @@ bool FarWorkers::under_way() const noexcept {
   return look(memory_.mailbox->outcome.forward) < expected_.load(std::memory_order_relaxed);
 }
 
-void FarWorkers::work(Rows& rows, const std::stop_token& stop) {
+void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
   // A forward that is not heard of for long is not waited for at full speed.
   constexpr std::chrono::milliseconds kSpin{2};
   constexpr std::chrono::microseconds kNap{20};
@@ -91,7 +92,7 @@ void FarWorkers::work(Rows& rows, const std::stop_token& stop) {
   while (!stop.stop_requested()) {
     const std::uint64_t asked = look(memory_.mailbox->question.asked);
     if (asked > seen) {
-      answer(asked, rows);
+      answer(asked, thread);
       seen = asked;
       heard = Clock::now();
     } else if (const std::uint64_t ended = look(memory_.mailbox->outcome.forward); ended > learnt) {
@@ -140,17 +141,31 @@ void FarWorkers::begin_piece(std::uint64_t asked) {
   if (options_.before_answer) options_.before_answer();
 }
 
-void FarWorkers::say(std::uint64_t asked) {
-  const std::int64_t took = now_ns() - seen_ns_.load(std::memory_order_relaxed);
-  answer_ns_.fetch_add(static_cast<std::uint64_t>(took), std::memory_order_relaxed);
-  std::atomic_ref(memory_.mailbox->answer.answered).store(asked, std::memory_order_release);
+void FarWorkers::say(const Question& question) {
+  const std::int64_t seen = seen_ns_.load(std::memory_order_relaxed);
+  const std::int64_t now = now_ns();
+  answer_ns_.fetch_add(static_cast<std::uint64_t>(now - seen), std::memory_order_relaxed);
+  if (notes_.wants(question.forward))
+    notes_.answer(question.forward, question.layer, {.seen_ns = seen, .answered_ns = now});
+  std::atomic_ref(memory_.mailbox->answer.answered).store(question.asked, std::memory_order_release);
 }
 
-bool FarWorkers::choose(const Question& question, std::uint32_t choices) {
+template <class Work>
+void FarWorkers::do_piece(const Question& question, Stage stage, std::uint32_t thread, const Work& work) {
+  const bool noted = notes_.wants(question.forward);
+  const std::int64_t begin = noted ? now_ns() : 0;
+  begin_piece(question.asked);
+  work();
+  if (!noted) return;
+  notes_.add(question.forward,
+             {.stage = stage, .layer = question.layer, .thread = thread, .begin_ns = begin, .end_ns = now_ns()});
+}
+
+bool FarWorkers::choose(const Question& question, std::uint32_t choices, std::uint32_t thread) {
   bool last = false;
   for (std::uint32_t item = 0; (item = choices_.claim(question.asked, choices)) != kNone;) {
-    begin_piece(question.asked);
-    choice_.choose(question.asked, question.forward, question.layer, item);
+    do_piece(question, Stage::choose_far, thread,
+             [&] { choice_.choose(question.asked, question.forward, question.layer, item); });
     last = choices_.finish(choices);
     if (last) chosen_.store(question.asked, std::memory_order_release);
   }
@@ -160,21 +175,21 @@ bool FarWorkers::choose(const Question& question, std::uint32_t choices) {
   return last;
 }
 
-void FarWorkers::answer(std::uint64_t asked, Rows& rows) {
+void FarWorkers::answer(std::uint64_t asked, std::uint32_t thread) {
   const auto word = [](auto& part) { return std::atomic_ref(part).load(std::memory_order_relaxed); };
   ForwardMailbox::Question& said = memory_.mailbox->question;
   const Question question{.asked = asked, .forward = word(said.forward), .layer = word(said.layer)};
   const std::uint32_t choices = choices_.total(asked, [&] { return word(said.choices); });
   if (choices == kNone) return;
-  const bool chose_last = choices != 0 && choose(question, choices);
+  const bool chose_last = choices != 0 && choose(question, choices, thread);
   const std::uint32_t parts = parts_.total(asked, [&] { return all_parts(); });
   if (parts == kNone) return;
-  if (parts == 0 && chose_last) say(asked);
+  if (parts == 0 && chose_last) say(question);
   Cursor cursor;
   for (std::uint32_t at = 0; (at = parts_.claim(asked, parts)) != kNone;) {
-    begin_piece(asked);
-    attend(question, part_at(at, cursor), rows);
-    if (parts_.finish(parts)) say(asked);
+    do_piece(question, Stage::attend_far, thread,
+             [&] { attend(question, part_at(at, cursor), rows_[thread]); });
+    if (parts_.finish(parts)) say(question);
   }
 }
 

@@ -11,6 +11,7 @@
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/machine/topology.hpp"
 #include "runtime/engine/far_choice.hpp"
+#include "runtime/engine/far_notes.hpp"
 #include "runtime/engine/shares.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/partial.hpp"
@@ -31,9 +32,9 @@ struct FarWorkersOptions {
 /// Thread safety: `wake` and `idle` from one thread.
 class FarWorkers {
  public:
-  /// `memory` is copied; what it points to must outlive this.  @throws Error{Errc::device} if the system has no thread
-  /// left.
-  FarWorkers(const ForwardMemory& memory, FarChoice& choice, const FarWorkersOptions& options,
+  /// `memory` is copied; what it points to must outlive this, and so must `choice` and `notes`.
+  /// @throws Error{Errc::device} if the system has no thread left.
+  FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes, const FarWorkersOptions& options,
              const cpu::Topology& topology);
   ~FarWorkers();
   FarWorkers(const FarWorkers&) = delete;
@@ -66,12 +67,15 @@ class FarWorkers {
     std::uint32_t begin = 0;
     std::uint32_t end = 0;
   };
-  void work(Rows& rows, const std::stop_token& stop);
-  void answer(std::uint64_t asked, Rows& rows);
+  void work(std::uint32_t thread, const std::stop_token& stop);
+  void answer(std::uint64_t asked, std::uint32_t thread);
   /// Returns when all policies have chosen. Whether the last of them did so here.
-  [[nodiscard]] bool choose(const Question& question, std::uint32_t choices);
+  [[nodiscard]] bool choose(const Question& question, std::uint32_t choices, std::uint32_t thread);
   /// Who has done the last piece of work says that the question is answered.
-  void say(std::uint64_t asked);
+  void say(const Question& question);
+  /// A piece of work that was claimed; written down if its forward is traced.
+  template <class Work>
+  void do_piece(const Question& question, Stage stage, std::uint32_t thread, const Work& work);
   /// A piece of work begins, the first perhaps.
   void begin_piece(std::uint64_t asked);
   [[nodiscard]] std::uint32_t all_parts() const noexcept;
@@ -95,6 +99,7 @@ class FarWorkers {
 
   const ForwardMemory memory_;
   FarChoice& choice_;
+  FarNotes& notes_;
   const FarWorkersOptions options_;
   const cpu::Kernels& kernels_;
   std::atomic<std::uint64_t> expected_{0};

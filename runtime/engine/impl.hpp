@@ -74,8 +74,10 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& asked, void* stream);
   void attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const MutableTensorView& out, void* stream, float* lse);
+  void enqueue(Stage stage, const ForwardMemory& memory, const ForwardLayer& layer);
   void finish(const Batch& batch);
   void cancel(const Batch& batch);
+  [[nodiscard]] const ForwardTrace& trace(const Batch& batch) const;
   void end(SequenceId id);
   [[nodiscard]] SequenceId begin(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt);
   [[nodiscard]] std::uint32_t match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
@@ -183,6 +185,16 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] std::shared_ptr<runtime::ForwardAudit> audit_of(std::span<const Wanted> wanted) const;
   void compare(runtime::ForwardAudit& audit);
 
+  // Traces.
+  /// The newest program is traced: from now on what its stages do is written down.
+  void begin_trace(const ForwardMemory& memory);
+  /// Of a program that has ended or was taken back, what was written down, before forwards to come take its place.
+  /// Nobody answers it any more.
+  void note_trace(runtime::Program& program) const noexcept;
+  /// What becomes of that. Should there be no memory left for it, there is no trace.
+  void keep_trace(runtime::Program& program, bool done) noexcept;
+  [[nodiscard]] EngineStats stats() const noexcept;
+
   // Waiting.
   /// How it ended; it must be in flight.
   [[nodiscard]] ForwardStatus await_end(std::uint64_t forward);
@@ -208,6 +220,7 @@ struct Engine::Impl : cpu::Kept {
   cpu::Backend host;                             ///< of policies that choose, one thread each
   std::shared_ptr<cpu::Workers> prompt_workers;  ///< by which they look at prompts, and audits compare; or null
   runtime::FarChoice choice;
+  runtime::FarNotes far_notes;
 
   runtime::BlockTable table;
   std::unique_ptr<runtime::PrefixCache> prefixes;  ///< null as long as nobody has named a token
@@ -220,6 +233,7 @@ struct Engine::Impl : cpu::Kept {
   std::uint64_t next_id = 1;
 
   EngineStats counted{};  ///< what is counted here, not by the device
+  std::unique_ptr<const ForwardTrace> traced{};  ///< of the forward that was finished or taken back last; or null
 
   runtime::Programs programs;
   std::uint64_t planned = 0;     ///< the newest forward

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/engine/forward_audit.hpp"
+#include "runtime/engine/forward_trace.hpp"
 #include "scheduler/prefill_auto.hpp"
 #include "sluice/engine.hpp"
 
@@ -37,6 +38,7 @@ struct Program {
   std::vector<std::uint32_t> ends;       ///< [items] position behind the item's newest token
   std::optional<ForwardStatus> ended{};  ///< how, if that was seen before it is asked about
   std::shared_ptr<ForwardAudit> audit{};  ///< null: it is not audited
+  std::unique_ptr<TraceNotes> trace{};    ///< null: it is not traced
   std::vector<ForwardChunk> chunks{};     ///< as they were planned
   std::uint64_t estimated = 0;            ///< as in EngineStats
   std::uint64_t ranked_pages = 0;

@@ -311,3 +311,48 @@ TEST_CASE("graphs of several buckets leave each other alone, replayed with and w
     REQUIRE(engine.stats().unplanned == ++unplanned);
   }
 }
+
+TEST_CASE("a replayed forward is traced, and attends what it does without", "[engine][gpu]") {
+  const AttentionShape shape{.layers = 3, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
+  const EngineRig rig = engine_rig();
+  const Story story(shape, 400, 92);
+  EngineOptions options = graph_options(shape, 1, 6);
+  Engine untraced(options, rig.device);
+  options.largest.trace = true;
+  Engine engine(options, rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  Teller other{.story = &story, .id = untraced.begin(parse_policy(kPolicy))};
+  import_story(engine, rig, teller, 360);
+  import_story(untraced, rig, other, 360);
+  ForwardTensors tensors(*rig.device, shape, 1);
+  ForwardTensors plain(*rig.device, shape, 1);
+  const Graph graph(engine, tensors, static_cast<cudaStream_t>(rig.stream));
+  while (teller.at < story.tokens()) {
+    CAPTURE(teller.at);
+    tensors.set(0, story, teller.at++);
+    const PlanItem item{.sequence = teller.id};
+    const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
+    graph.replay();
+    engine.finish(batch);
+    rig.synchronize();
+    REQUIRE(tensors.out(0) == run_forward(untraced, rig, plain, {&other})[0]);
+    const ForwardTrace& trace = engine.trace(batch);
+    REQUIRE(trace.done);
+    double at = -trace.clock_error_us;
+    std::size_t stages = 0;
+    for (const TraceSpan& span : trace.spans) {
+      if (span.lane == Lane::cpu) continue;
+      ++stages;
+      REQUIRE(span.begin_us >= at);
+      REQUIRE(span.end_us >= span.begin_us);
+      at = span.begin_us;
+    }
+    REQUIRE(stages == shape.layers * 7);  // append, score, choose, split, attend, promote, merge
+    REQUIRE(at < 1e6);
+  }
+  // Nor does a replay without a plan do harm.
+  const std::uint64_t last = engine.stats().unplanned;
+  graph.replay();
+  rig.synchronize();
+  REQUIRE(engine.stats().unplanned == last + 1);
+}

@@ -203,7 +203,8 @@ void EngineSession::decode_together(std::span<EngineSession* const> sessions, st
   }
 }
 
-void EngineSession::forward(std::span<const int> tokens, const Bucket& bucket, bool prefill, PromptCache* record) {
+void EngineSession::forward(std::span<const int> tokens, Bucket bucket, bool prefill, PromptCache* record) {
+  bucket.trace = static_cast<bool>(on_trace_);
   placed_.clear();
   for (const int token : tokens)
     placed_.push_back({.token = token, .position = tokens_ + static_cast<std::uint32_t>(placed_.size())});
@@ -225,6 +226,7 @@ void EngineSession::forward(std::span<const int> tokens, const Bucket& bucket, b
   }
   broken_ = false;
   tokens_ += item.tokens;
+  if (on_trace_) on_trace_(engine_.trace(batch), prefill);
 }
 
 void EngineSession::take_back(const Batch& batch) noexcept {

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "sluice/engine.hpp"
@@ -44,6 +46,9 @@ class EngineSession final : public Conversation {
   /// Audits every N-th token that is decoded, the next one first; 0: none. See Engine::audit; the engine's largest
   /// bucket has to have audits.
   void audit_every(std::uint32_t tokens) noexcept { audit_every_ = tokens; }
+  /// Traces every forward that is this session's alone; the engine's largest bucket has to have traces.
+  using OnTrace = std::function<void(const ForwardTrace& trace, bool prefill)>;
+  void on_trace(OnTrace called) { on_trace_ = std::move(called); }
   [[nodiscard]] std::span<const float> logits() const noexcept override { return logits_; }
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
   [[nodiscard]] SequenceId sequence() const noexcept { return sequence_; }
@@ -57,7 +62,7 @@ class EngineSession final : public Conversation {
   void require_usable(std::size_t more) const;
   void import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count);
   /// One forward: consecutive tokens, which attend as a prompt or as the policy says.
-  void forward(std::span<const int> tokens, const Bucket& bucket, bool prefill, PromptCache* record = nullptr);
+  void forward(std::span<const int> tokens, Bucket bucket, bool prefill, PromptCache* record = nullptr);
   void record_layer(const AttentionCall& call, PromptCache& record);
   /// Between prompt caches and the model's device, if it has one.
   [[nodiscard]] TensorCourier* courier();
@@ -75,6 +80,7 @@ class EngineSession final : public Conversation {
   std::uint32_t decoded_ = 0;
   std::uint64_t visible_ = 0;
   std::uint32_t audit_every_ = 0;
+  OnTrace on_trace_;  ///< empty: nothing is traced
   bool broken_ = false;  ///< a forward is under way that could not be taken back
   std::vector<float> logits_;
   std::vector<PlacedToken> placed_;

@@ -87,6 +87,7 @@ void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& s
 void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_audit(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+void launch_forward_stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, cudaStream_t stream);
 void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t before, cudaStream_t stream);
 void launch_forward_end(const ForwardMemory& memory, cudaStream_t stream);
 

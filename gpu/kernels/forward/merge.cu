@@ -14,6 +14,7 @@ void load_forward_apply_kernels();
 void load_forward_audit_kernels();
 void load_forward_near_kernels();
 void load_forward_prefill_kernels();
+void load_forward_stamp_kernel();
 }  // namespace detail
 
 namespace {
@@ -121,6 +122,7 @@ void load_forward_kernels() {
   detail::load_forward_audit_kernels();
   detail::load_forward_near_kernels();
   detail::load_forward_prefill_kernels();
+  detail::load_forward_stamp_kernel();
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, merge_kernel), "load the merge kernel of a forward");
 }

@@ -12,6 +12,7 @@
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/synthetic/synthetic_forwards.hpp"
 #include "tools/cli/text/values.hpp"
+#include "tools/cli/trace/trace.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -35,6 +36,7 @@ struct BenchGpuOptions {
   std::uint64_t seed = 0;
   bool dense_only = false;
   DeviceFlags device;
+  std::string trace;  ///< a file; empty: none
   OutputOptions output;
 };
 
@@ -107,6 +109,14 @@ class GpuBench {
   }
   [[nodiscard]] Table take() { return std::move(table_); }
   [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
+  /// What was traced, to its file; and its tables.
+  void deliver_traces(const OutputTarget& target, std::vector<Table>& tables) const {
+    const PageLayout layout{.page_tokens = kPageTokens, .head_dim = shape_.head_dim, .dtype = DType::bf16};
+    const scheduler::LaneRates rates = measured_rates(device_.get(), layout.page_bytes(), options_.threads);
+    target.commit(log_.to_chrome(rates));
+    tables.push_back(log_.stages(rates));
+    tables.push_back(log_.stalls());
+  }
 
  private:
   /// What is timed once.
@@ -162,6 +172,24 @@ class GpuBench {
       times.stats = since(before, forwards.engine().stats());
       add_row(length, each, graph, times, audited, forwards.engine().memory());
     }
+    if (!options_.trace.empty()) trace(length, each, layer, steps);
+  }
+
+  /// Of an engine of its own: what is timed is not traced.
+  void trace(std::uint32_t length, const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
+    constexpr std::uint32_t kForwards = 4;
+    const std::string kind = std::to_string(length) + " " + each.policy + " " + to_string(each.placement) + " x" +
+                             std::to_string(each.rows);
+    bool warm = false;
+    SyntheticForwardsOptions options = forwards_of(each, each.spec);
+    options.on_trace = [&](const ForwardTrace& trace) {
+      if (warm) log_.add(kind, trace);
+    };
+    SyntheticForwards forwards(options, layer, steps, device_);
+    const bool graph = can_capture(*device_);
+    (void)forwards.time(options_.warm_up, graph);
+    warm = true;
+    (void)forwards.time(std::min(kForwards, options_.steps), graph);
   }
 
   /// Everything chosen must be dense attention; what the policy's choice is off by is a result.
@@ -247,6 +275,7 @@ class GpuBench {
   double dense_us_ = 0.0;
   double error_ = 0.0;
   Table table_;
+  TraceLog log_;
 };
 
 int run(const BenchGpuOptions& options) {
@@ -256,10 +285,14 @@ int run(const BenchGpuOptions& options) {
     if (section != "attention" && section != "kernels")
       throw Error(Errc::invalid_argument, "--sections: unknown section '" + section + "'; have attention, kernels");
   }
+  if (!options.trace.empty() && std::ranges::find(sections, "attention") == sections.end())
+    throw Error(Errc::invalid_argument, "--trace: kernels alone have no trace; say --sections attention");
   const AttentionShape shape = named_shape(options.shape_name);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
   const std::vector<Case> cases = cases_of(options);
+  require_distinct({{"--output", options.output.path}, {"--trace", options.trace, !options.trace.empty()}});
   const OutputTarget target(options.output.path);
+  const OutputTarget trace_target(options.trace);
   Report report{.command = "bench gpu",
                 .config = {{"shape", options.shape_name},
                            {"lengths", lengths},
@@ -288,6 +321,7 @@ int run(const BenchGpuOptions& options) {
       } catch (const Interrupted&) {  // The rows that are finished are a result.
       }
       report.tables.push_back(bench.take());
+      if (!options.trace.empty()) bench.deliver_traces(trace_target, report.tables);
     } else {
       bar.update(0, 1, "kernels");
       report.tables.push_back(bench_gpu_kernels(options.device, shape, kPageTokens));
@@ -329,6 +363,7 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
   command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
   command->add_flag("--dense-only", options->dense_only, "Only dense attention in device memory");
   add_device_flags(*command, options->device);
+  add_trace(*command, options->trace);
   add_output(*command, options->output);
   command->footer(
       "Every layer of every sequence is the same synthetic layer, in memory of its own. With every token chosen the\n"

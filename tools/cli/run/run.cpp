@@ -10,6 +10,7 @@
 #include "tools/cli/run/prompt.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/values.hpp"
+#include "tools/cli/trace/trace.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -20,6 +21,7 @@ void check_outputs(const RunOptions& options) {
     throw Error(Errc::invalid_argument,
                 "-o csv: standard output holds the generated text; give the tables a file, --output FILE.csv");
   }
+  require_distinct({{"--output", options.output.path}, {"--trace", options.trace, !options.trace.empty()}});
 }
 
 }  // namespace
@@ -60,6 +62,7 @@ void add_run(CLI::App& app, int& exit_code) {
             "Every N-th step also attends densely and reports coverage; 0: never");
   add_device_flags(*command, options->device);
   add_engine_flags(*command, options->engine);
+  add_trace(*command, options->trace);
   add_output(*command, options->output);
   command->footer(
       "Text goes to standard output as it comes, the table to standard error. With -o json standard output\n"

@@ -12,6 +12,7 @@
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/message.hpp"
 #include "tools/cli/text/values.hpp"
+#include "tools/cli/trace/trace.hpp"
 #include "tools/llama/engine_session.hpp"
 
 namespace sluice::tools {
@@ -51,6 +52,7 @@ int run(const RunOptions& options) {
   const double near = options.near.empty() ? kNear : parse_share(options.near, "--near");
   const PrefillSpec prefill = parse_one_prefill(options.prefill);
   const OutputTarget target(options.output.path);
+  const OutputTarget trace_target(options.trace);
   const std::shared_ptr<Device> device = make_device(options.device);
   const Model model = load_model(options.model, options.random_weights, options.engine.threads, device);
   const SamplerOptions sampling = sampler_of(options, model.generation());
@@ -62,8 +64,13 @@ int run(const RunOptions& options) {
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
   const EngineRoom room{
       .page_tokens = page_tokens_for(policy, flags), .tokens = tokens, .near = near, .prefill = prefill};
-  sluice::Engine engine(sized(flags, model.config().shape(), {&policy, 1}, room), device);
+  EngineOptions sizes = sized(flags, model.config().shape(), {&policy, 1}, room);
+  sizes.largest.trace = !options.trace.empty();
+  sluice::Engine engine(sizes, device);
   EngineSession session(model, engine, device, policy);
+  TraceLog log;
+  if (sizes.largest.trace)
+    session.on_trace([&](const ForwardTrace& trace, bool reads) { log.add(reads ? "prompt" : "decode", trace); });
   session.audit_every(options.engine.audit_every);
   const bool json_on_stdout = options.output.format == Format::json && target.is_stdout();
   const Generation generation = generate(options, sampling, model, session, prompt, !json_on_stdout);
@@ -84,6 +91,14 @@ int run(const RunOptions& options) {
                            {"seed", sampling.seed}}};
   report.extra = {{"text", text_of(generation, model)}, {"tokens", generation.tokens}};
   report.tables.push_back(summary(generation, prompt.size(), policy, engine, session));
+  if (sizes.largest.trace) {
+    const PageLayout layout{
+        .page_tokens = sizes.page_tokens, .head_dim = sizes.shape.head_dim, .dtype = sizes.kv_dtype};
+    const scheduler::LaneRates rates = measured_rates(device.get(), layout.page_bytes(), sizes.threads);
+    trace_target.commit(log.to_chrome(rates));
+    report.tables.push_back(log.stages(rates));
+    report.tables.push_back(log.stalls());
+  }
   if (options.output.path.empty() && !json_on_stdout) {
     write_stderr(render(report, options.output.format));
   } else {

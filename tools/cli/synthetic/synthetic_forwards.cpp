@@ -23,7 +23,8 @@ SyntheticForwards::SyntheticForwards(const SyntheticForwardsOptions& options, co
       steps_(steps),
       shape_(layer.options().shape),
       device_(std::move(device)),
-      queue_(device_->create_stream("caller")) {
+      queue_(device_->create_stream("caller")),
+      on_trace_(options.on_trace) {
   shape_.layers = options.layers;
   // The embedded device has no queue that could be handed to strangers.
   stream_ = queue_->native_handle() != nullptr ? queue_->native_handle() : queue_.get();
@@ -41,7 +42,9 @@ EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) 
   EngineOptions sizes{.shape = shape_,
                       .page_tokens = synthetic.layout.page_tokens,
                       .kv_dtype = synthetic.layout.dtype,
-                      .largest = {.decode_rows = options.rows, .audit = options.audit},
+                      .largest = {.decode_rows = options.rows,
+                                  .audit = options.audit,
+                                  .trace = static_cast<bool>(options.on_trace)},
                       .sequences = options.rows};
   const std::uint32_t tokens = synthetic.tokens + synthetic.steps;
   const std::uint64_t blocks = div_up(tokens, sizes.page_tokens) + 1;
@@ -78,6 +81,7 @@ std::vector<double> SyntheticForwards::time(std::uint32_t count, bool graph, std
     const Clock::time_point queued = Clock::now();
     engine_->finish(batch);
     const Clock::time_point end = Clock::now();
+    if (on_trace_) on_trace_(engine_->trace(batch));
     us.push_back(std::chrono::duration<double, std::micro>(end - begin).count() / shape_.layers);
     if (calling != nullptr)
       calling->push_back(std::chrono::duration<double, std::micro>(queued - begin).count() / shape_.layers);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -19,6 +20,7 @@ struct SyntheticForwardsOptions {
   std::uint32_t threads = 0;
   std::uint32_t promotions = EngineOptions{}.promotions;
   bool audit = false;  ///< every token, with the layer's needles watched
+  std::function<void(const ForwardTrace&)> on_trace{};  ///< of every step; empty: none is traced
 };
 
 /// One engine with as many equal sequences as it has rows, whose tokens are a synthetic layer's. Steps follow one
@@ -57,6 +59,7 @@ class SyntheticForwards {
   void* stream_ = nullptr;
   std::unique_ptr<sluice::Engine> engine_;
   Bucket bucket_;
+  std::function<void(const ForwardTrace&)> on_trace_;
   std::uint32_t next_step_ = 0;
   std::unique_ptr<Buffer> q_, k_, v_, out_;
   std::vector<PlanItem> items_;

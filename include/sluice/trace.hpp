@@ -1,0 +1,117 @@
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+#include <vector>
+
+#include "sluice/units.hpp"
+
+namespace sluice {
+
+/// What is done in a layer of a forward. Those before `choose_far` are verbs of ForwardVerbs.
+enum class Stage : std::uint8_t {
+  start,    ///< the layer begins; takes no time
+  append,   ///< new keys, values and queries are written
+  prefill,  ///< chunks of prompts attend
+  rank,     ///< pages are scored by digest, and chosen
+  score,    ///< tokens are scored by their 4-bit copies
+  choose,   ///< tokens are chosen by score
+  split,    ///< near and far rows are listed, and the CPU is asked
+  attend,   ///< near rows are attended
+  promote,  ///< far rows are brought near
+  fetch,    ///< far rows are attended by the device, over the link
+  merge,    ///< the far part is waited for, and partial results are merged
+  audit,
+  choose_far,  ///< policies choose on the CPU
+  attend_far,  ///< far rows are attended by the CPU, in place
+};
+inline constexpr std::uint32_t kStages = 14;
+/// Of them, those that the device stamps; see ForwardVerbs::stamp.
+inline constexpr std::uint32_t kStampedStages = 12;
+
+[[nodiscard]] constexpr const char* to_string(Stage stage) noexcept {
+  constexpr const char* kNames[] = {"start",  "append",  "prefill", "rank",  "score", "choose",     "split",
+                                    "attend", "promote", "fetch",   "merge", "audit", "choose_far", "attend_far"};
+  static_assert(std::size(kNames) == kStages);
+  return static_cast<std::size_t>(stage) < kStages ? kNames[static_cast<std::size_t>(stage)] : "unknown";
+}
+
+/// What work goes through.
+enum class Lane : std::uint8_t {
+  device,  ///< its processors and memory
+  link,    ///< between device and host memory, driven by the device
+  cpu,     ///< threads of the host and their memory
+};
+
+[[nodiscard]] constexpr const char* to_string(Lane lane) noexcept {
+  return lane == Lane::device ? "device" : lane == Lane::link ? "link" : lane == Lane::cpu ? "cpu" : "unknown";
+}
+
+/// The lane that a stage spends its time on; what it moves elsewhere is another WorkItem of it.
+[[nodiscard]] constexpr Lane lane_of(Stage stage) noexcept {
+  if (stage == Stage::choose_far || stage == Stage::attend_far) return Lane::cpu;
+  return stage == Stage::fetch || stage == Stage::promote ? Lane::link : Lane::device;
+}
+
+/// A part of a forward's work, on one lane: what a plan makes of it. See scheduler/plan/forward_work.hpp.
+struct WorkItem {
+  Stage stage{};
+  Lane lane{};
+  std::uint32_t layer = 0;
+  std::uint32_t rows = 0;  ///< of the forward that it is done for
+  std::uint64_t read = 0;  ///< bytes, on its lane
+  std::uint64_t written = 0;
+  std::vector<std::uint32_t> after{};  ///< indices of items that must have ended, all of them lower than its own
+
+  [[nodiscard]] std::uint64_t bytes() const noexcept { return read + written; }
+  friend bool operator==(const WorkItem&, const WorkItem&) = default;
+};
+
+/// When a stage ran, in microseconds from when its forward was planned.
+struct TraceSpan {
+  Stage stage{};
+  Lane lane{};
+  std::uint32_t layer = 0;
+  std::uint32_t thread = 0;  ///< of the CPU; 0 on other lanes
+  double begin_us = 0.0;
+  double end_us = 0.0;
+  std::uint32_t rows = 0;   ///< as planned
+  std::uint64_t bytes = 0;  ///< as planned; of the CPU: the layer's, over all threads
+};
+
+/// Why the device waits for the CPU.
+enum class StallCause : std::uint8_t {
+  unseen,     ///< no thread has seen the question yet
+  choosing,   ///< policies choose
+  attending,  ///< far rows are attended, and the answer is given
+};
+
+[[nodiscard]] constexpr const char* to_string(StallCause cause) noexcept {
+  return cause == StallCause::unseen     ? "unseen"
+         : cause == StallCause::choosing ? "choosing"
+                                         : "attending";
+}
+
+/// The device has nothing else to do than to wait for the CPU's answer: a part of the layer's merge, or fetch, which
+/// goes on when the device has noticed the answer.
+struct TraceStall {
+  StallCause cause{};
+  std::uint32_t layer = 0;
+  double begin_us = 0.0;
+  double end_us = 0.0;
+};
+
+/// What ran of a forward that was traced (Bucket::trace).
+struct ForwardTrace {
+  std::uint64_t forward = 0;
+  bool done = false;  ///< it got to its end; else spans are those of stages that were completed
+  Clock::time_point planned{};  ///< when times begin
+  /// Device against CPU: times of the former are off by at most as many microseconds. 0 where the clock is the same.
+  double clock_error_us = 0.0;
+  std::vector<TraceSpan> spans{};  ///< those of the device by layer and time, then those of the CPU
+  std::vector<TraceStall> stalls{};
+  std::vector<WorkItem> work{};  ///< as planned, with what was attended near and far as it was counted meanwhile
+  std::uint64_t dropped = 0;   ///< spans of the CPU for which there was no room
+};
+
+}  // namespace sluice

@@ -1,0 +1,148 @@
+#include "runtime/engine/forward_trace.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
+
+namespace sluice::runtime {
+namespace {
+
+std::int64_t ns_of(Clock::time_point time) noexcept {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
+/// A stage of a layer that began and ended.
+struct Ran {
+  Stage stage{};
+  std::int64_t begin_ns = 0;  ///< by the clock of who stamped it
+  std::int64_t end_ns = 0;
+};
+
+std::uint32_t layers_of(const TraceNotes& notes) noexcept {
+  return static_cast<std::uint32_t>(notes.stamps.size() / kStampedStages);
+}
+
+/// The stages of a layer in the order in which they ran: each began when the one before it ended.
+std::vector<Ran> stages_of_layer(const TraceNotes& notes, std::uint32_t layer) {
+  const std::span stamps = std::span(notes.stamps).subspan(std::size_t{layer} * kStampedStages, kStampedStages);
+  std::vector<Ran> ran;
+  const ForwardStamp& start = stamps[static_cast<std::size_t>(Stage::start)];
+  if (start.forward != notes.forward) return ran;
+  for (std::uint32_t stage = 1; stage < kStampedStages; ++stage) {
+    if (stamps[stage].forward == notes.forward)
+      ran.push_back({.stage = static_cast<Stage>(stage), .end_ns = static_cast<std::int64_t>(stamps[stage].ns)});
+  }
+  // At the same time: in their usual order.
+  std::ranges::stable_sort(ran, {}, &Ran::end_ns);
+  auto begin = static_cast<std::int64_t>(start.ns);
+  for (Ran& each : ran) each.begin_ns = std::exchange(begin, each.end_ns);
+  return ran;
+}
+
+/// Where the device waits for the answer: null if it does not.
+const Ran* wait_of(std::span<const Ran> ran) noexcept {
+  for (const Stage stage : {Stage::fetch, Stage::merge}) {
+    const auto found = std::ranges::find(ran, stage, &Ran::stage);
+    if (found != ran.end()) return &*found;
+  }
+  return nullptr;
+}
+
+/// Rows and bytes of a stage of a layer as they are planned, on all lanes.
+void add_plan(const std::vector<WorkItem>& work, TraceSpan& span) noexcept {
+  for (const WorkItem& item : work) {
+    if (item.layer != span.layer || item.stage != span.stage) continue;
+    span.rows = item.rows;
+    span.bytes += item.bytes();
+  }
+}
+
+/// The time in which the device waits, and has nothing else to do, cut by what is waited for.
+void add_stalls(const TraceNotes& notes, const Ran& wait, std::uint32_t layer, std::int64_t ahead_ns,
+                std::vector<TraceStall>& stalls) {
+  const FarAnswer& answer = notes.far.answers[layer];
+  std::int64_t chosen = answer.seen_ns;
+  for (const FarPiece& piece : notes.far.pieces) {
+    if (piece.layer == layer && piece.stage == Stage::choose_far) chosen = std::max(chosen, piece.end_ns);
+  }
+  const std::int64_t end = std::min(answer.answered_ns, wait.end_ns + ahead_ns);
+  std::int64_t at = wait.begin_ns + ahead_ns;
+  for (const auto& [cause, until] : {std::pair(StallCause::unseen, answer.seen_ns),
+                                     std::pair(StallCause::choosing, chosen), std::pair(StallCause::attending, end)}) {
+    const std::int64_t next = std::min(until, end);
+    if (next <= at) continue;
+    const auto us = [&](std::int64_t ns) { return 1e-3 * static_cast<double>(ns - ns_of(notes.planned)); };
+    stalls.push_back({.cause = cause, .layer = layer, .begin_us = us(at), .end_us = us(next)});
+    at = next;
+  }
+}
+
+}  // namespace
+
+ClockOffset align(const TraceNotes& notes) noexcept {
+  std::int64_t low = INT64_MIN;
+  std::int64_t high = INT64_MAX;
+  const auto host_first = [&](std::int64_t host, std::int64_t device) { low = std::max(low, host - device); };
+  const auto device_first = [&](std::int64_t device, std::int64_t host) { high = std::min(high, host - device); };
+  const auto stamp = [&](std::uint32_t layer, Stage stage) {
+    return notes.stamps[std::size_t{layer} * kStampedStages + static_cast<std::size_t>(stage)];
+  };
+  for (const ForwardStamp& each : notes.stamps) {
+    if (each.forward != notes.forward) continue;
+    host_first(ns_of(notes.planned), static_cast<std::int64_t>(each.ns));
+    device_first(static_cast<std::int64_t>(each.ns), ns_of(notes.ended));
+  }
+  for (std::uint32_t layer = 0; layer < notes.far.answers.size(); ++layer) {
+    const FarAnswer& answer = notes.far.answers[layer];
+    if (answer.answered_ns == 0) continue;
+    // The stage before `split`, which asks, is one of these.
+    for (const Stage stage : {Stage::append, Stage::prefill, Stage::rank, Stage::choose}) {
+      if (const ForwardStamp asked = stamp(layer, stage); asked.forward == notes.forward)
+        device_first(static_cast<std::int64_t>(asked.ns), answer.seen_ns);
+    }
+    for (const Stage stage : {Stage::fetch, Stage::merge}) {
+      if (const ForwardStamp merged = stamp(layer, stage); merged.forward == notes.forward)
+        host_first(answer.answered_ns, static_cast<std::int64_t>(merged.ns));
+    }
+  }
+  if (low == INT64_MIN) return {};
+  return {.ahead_ns = low + (high - low) / 2, .error_ns = std::abs(high - low) / 2};
+}
+
+ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::vector<WorkItem> work, bool done) {
+  ForwardTrace trace{.forward = notes.forward,
+                     .done = done,
+                     .planned = notes.planned,
+                     .clock_error_us = 1e-3 * static_cast<double>(offset.error_ns),
+                     .work = std::move(work),
+                     .dropped = notes.far.dropped};
+  const auto us = [&](std::int64_t ns) { return 1e-3 * static_cast<double>(ns - ns_of(notes.planned)); };
+  const auto add = [&](TraceSpan span) {
+    add_plan(trace.work, span);
+    trace.spans.push_back(span);
+  };
+  for (std::uint32_t layer = 0; layer < layers_of(notes); ++layer) {
+    const std::vector<Ran> ran = stages_of_layer(notes, layer);
+    for (const Ran& each : ran) {
+      add({.stage = each.stage,
+           .lane = lane_of(each.stage),
+           .layer = layer,
+           .begin_us = us(each.begin_ns + offset.ahead_ns),
+           .end_us = us(each.end_ns + offset.ahead_ns)});
+    }
+    const Ran* const wait = wait_of(ran);
+    const bool answered = layer < notes.far.answers.size() && notes.far.answers[layer].answered_ns != 0;
+    if (wait != nullptr && answered) add_stalls(notes, *wait, layer, offset.ahead_ns, trace.stalls);
+  }
+  for (const FarPiece& piece : notes.far.pieces) {
+    add({.stage = piece.stage,
+         .lane = Lane::cpu,
+         .layer = piece.layer,
+         .thread = piece.thread,
+         .begin_us = us(piece.begin_ns),
+         .end_us = us(piece.end_ns)});
+  }
+  return trace;
+}
+
+}  // namespace sluice::runtime

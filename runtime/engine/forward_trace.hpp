@@ -1,0 +1,41 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "runtime/engine/far_notes.hpp"
+#include "sluice/engine.hpp"
+#include "sluice/forward_memory.hpp"
+#include "sluice/trace.hpp"
+
+namespace sluice::runtime {
+
+/// What is kept of a forward that is traced, from its plan until it is finished.
+struct TraceNotes {
+  std::uint64_t forward = 0;
+  Clock::time_point planned{};
+  Clock::time_point ended{};           ///< when that was seen; later than the device's last stamp
+  EngineStats before{};                ///< what the engine had counted when it was planned
+  EngineStats after{};                 ///< and when it had ended
+  std::vector<ForwardRow> rows{};      ///< that choose, as they were planned
+  std::vector<ForwardStamp> stamps{};  ///< [layers, kStampedStages]
+  FarWork far{};
+};
+
+/// How far the host's clock is ahead of the device's, in nanoseconds, and how exact that is.
+struct ClockOffset {
+  std::int64_t ahead_ns = 0;
+  std::int64_t error_ns = 0;
+};
+/// From what must have come one after the other: the plan, the first stamp, the last, and the host's look at the end;
+/// and of each question the stamp before it, when it was seen, when it was answered, and the stamp behind its wait. The
+/// offset lies between the bounds that the closest of these give; rates of clocks count as equal.
+[[nodiscard]] ClockOffset align(const TraceNotes& notes) noexcept;
+
+/// The trace of a forward: of stages, those of which begin and end were stamped.
+[[nodiscard]] ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::vector<WorkItem> work,
+                                    bool done);
+
+}  // namespace sluice::runtime

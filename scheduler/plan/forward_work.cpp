@@ -1,0 +1,253 @@
+#include "scheduler/plan/forward_work.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include "sluice/int4.hpp"
+
+namespace sluice::scheduler {
+namespace {
+
+/// Tokens of a row, per KV head.
+struct RowTokens {
+  std::uint64_t window = 0;  ///< sinks and recent ones, or all
+  std::uint64_t most = 0;    ///< that it may attend, these included
+  std::uint64_t scored = 0;  ///< whose 4-bit copies are read
+};
+
+RowTokens tokens_of(const WorkPlace& place, const ForwardRow& row) noexcept {
+  RowTokens tokens;
+  tokens.window = row.whole() ? row.tokens : row.sink_end + (row.tokens - row.recent_begin);
+  const std::uint64_t between = row.tokens - tokens.window;
+  const std::uint64_t in_pages = std::uint64_t{place.shape.group()} * row.page_picks * place.layout.page_tokens;
+  std::uint64_t picked = row.in_pages() ? in_pages : 0;
+  if (row.mass > 0.f && !row.in_pages()) picked = between;
+  if (row.picks != 0) picked = std::uint64_t{place.shape.group()} * row.picks;
+  if (row.asks != 0) picked = between;
+  tokens.most = tokens.window + std::min(picked, between);
+  if (row.ranks()) tokens.scored = row.in_pages() ? in_pages + tokens.window : row.tokens;
+  return tokens;
+}
+
+std::uint64_t rounded(double value) noexcept { return static_cast<std::uint64_t>(std::llround(std::max(0.0, value))); }
+
+/// What a layer's rows come to, over all KV heads.
+struct LayerTokens {
+  std::uint32_t choosing = 0;  ///< rows that choose
+  std::uint32_t ranking = 0;   ///< of these, those that rank pages
+  std::uint32_t scoring = 0;
+  std::uint32_t asking = 0;  ///< for which the CPU chooses
+  std::uint64_t pages = 0;
+  std::uint64_t scored = 0;
+  double attended = 0.0;
+};
+
+LayerTokens tokens_of(const WorkPlace& place, std::span<const ForwardRow> rows, double chosen, std::uint32_t layer) {
+  LayerTokens all;
+  for (const ForwardRow& each : rows) {
+    if (each.list == kNone) continue;
+    const ForwardRow row = each.in(layer);
+    const RowTokens tokens = tokens_of(place, row);
+    ++all.choosing;
+    all.ranking += row.pages != 0 ? 1 : 0;
+    all.scoring += row.ranks() ? 1 : 0;
+    all.asking += row.asks != 0 ? 1 : 0;
+    all.pages += std::uint64_t{place.shape.kv_heads} * row.pages;
+    all.scored += place.shape.kv_heads * tokens.scored;
+    all.attended += static_cast<double>(place.shape.kv_heads * tokens.window) +
+                    chosen * static_cast<double>(place.shape.kv_heads * (tokens.most - tokens.window));
+  }
+  return all;
+}
+
+/// Items of one forward, layer after layer.
+class WorkList {
+ public:
+  WorkList(const WorkPlace& place, std::span<const ForwardRow> rows, std::span<const ForwardChunk> chunks,
+           const WorkShares& shares)
+      : place_(place), rows_(rows), chunks_(chunks), shares_(shares) {}
+
+  std::vector<WorkItem> take() {
+    for (layer_ = 0; layer_ < place_.shape.layers; ++layer_) {
+      tokens_ = tokens_of(place_, rows_, shares_.chosen, layer_);
+      near_ = rounded(shares_.near * tokens_.attended);
+      elsewhere_ = rounded(tokens_.attended) - std::min(near_, rounded(tokens_.attended));
+      for (const Stage stage : stages_of(place_.bucket, place_.promotes, fetches())) add(stage);
+    }
+    return std::move(items_);
+  }
+
+ private:
+  [[nodiscard]] bool fetches() const noexcept { return place_.placement == PlacementMode::stream; }
+  [[nodiscard]] std::uint64_t row_bytes() const noexcept { return place_.layout.row_bytes(); }
+  [[nodiscard]] std::uint64_t copy_bytes() const noexcept {
+    return Int4Layout(place_.layout).row_bytes() + Int4Layout::kParamBytes;
+  }
+  [[nodiscard]] std::uint64_t planes(double tokens) const noexcept { return rounded(tokens * place_.shape.kv_heads); }
+  [[nodiscard]] std::uint64_t partials() const noexcept {
+    return std::uint64_t{4} * (place_.shape.head_dim + 1) * place_.shape.q_heads * tokens_.choosing;
+  }
+
+  void put(Stage stage, Lane lane, std::uint32_t rows, std::uint64_t read, std::uint64_t written = 0) {
+    if (rows == 0) return;
+    items_.push_back({.stage = stage,
+                      .lane = lane,
+                      .layer = layer_,
+                      .rows = rows,
+                      .read = read,
+                      .written = written,
+                      .after = before_});
+    added_.push_back(static_cast<std::uint32_t>(items_.size() - 1));
+  }
+  /// What comes waits for what was put since this was called last, if that was anything.
+  void go_on() {
+    if (!added_.empty()) before_ = std::exchange(added_, {});
+  }
+
+  void add(Stage stage) {
+    if (stage == Stage::append) add_append();
+    if (stage == Stage::prefill) add_prefill();
+    if (stage == Stage::rank) put(stage, Lane::device, tokens_.ranking, 2 * row_bytes() * tokens_.pages);
+    if (stage == Stage::score) put(stage, Lane::device, tokens_.scoring, copy_bytes() * tokens_.scored);
+    if (stage == Stage::choose)
+      put(stage, Lane::device, tokens_.scoring, 4 * place_.shape.group() * tokens_.scored);
+    if (stage == Stage::split) add_split();
+    if (stage == Stage::attend) put(stage, Lane::device, tokens_.choosing, 2 * row_bytes() * near_);
+    if (stage == Stage::promote)
+      put(stage, Lane::link, tokens_.choosing, 2 * row_bytes() * planes(shares_.promoted));
+    // Who needs an answer waits for it, the others go on with what is enqueued.
+    if (stage == Stage::fetch) {
+      await(tokens_.asking != 0);
+      put(stage, Lane::link, tokens_.choosing, 2 * row_bytes() * elsewhere_);
+    }
+    if (stage == Stage::merge) add_merge();
+    if (stage == Stage::audit)
+      put(stage, Lane::link, tokens_.choosing, 0,
+          (8 * place_.shape.head_dim + 4) * std::uint64_t{place_.shape.q_heads} * tokens_.choosing +
+              4 * (near_ + elsewhere_));
+    go_on();
+  }
+
+  void add_append() {
+    std::uint64_t prompt = 0;
+    for (const ForwardChunk& chunk : chunks_) prompt += chunk.list == kNone ? 0 : chunk.count;
+    const std::uint64_t rows = tokens_.choosing + prompt;
+    const std::uint64_t tokens = rows * place_.shape.kv_heads;
+    const std::uint64_t queries = std::uint64_t{4} * place_.shape.head_dim * place_.shape.q_heads * tokens_.choosing;
+    const auto count = static_cast<std::uint32_t>(rows);
+    put(Stage::append, Lane::device, count, 2 * row_bytes() * tokens, copy_bytes() * tokens);
+    put(Stage::append, Lane::link, count, 0, 2 * row_bytes() * tokens + queries);
+  }
+
+  void add_prefill() {
+    std::uint32_t rows = 0;
+    std::uint64_t keys = 0;
+    for (const ForwardChunk& chunk : chunks_) {
+      if (chunk.list == kNone) continue;
+      rows += chunk.count;
+      keys += std::uint64_t{place_.shape.kv_heads} * chunk.keys();
+    }
+    put(Stage::prefill, Lane::link, rows, 2 * row_bytes() * keys);
+    go_on();
+    put(Stage::prefill, Lane::device, rows, 2 * row_bytes() * keys);
+  }
+
+  /// The CPU's part goes on beside the device's.
+  void add_split() {
+    const std::uint64_t in_place = fetches() ? 0 : elsewhere_;
+    const bool asks = in_place != 0 || tokens_.asking != 0;
+    put(Stage::split, Lane::device, tokens_.choosing, 0, 4 * near_);
+    if (asks) put(Stage::split, Lane::link, tokens_.choosing, 0, 4 * in_place);
+    go_on();
+    answer_.clear();
+    if (!asks) return;
+    const std::vector<std::uint32_t> asked = before_;
+    const double scored = shares_.scored * tokens_.asking;
+    put(Stage::choose_far, Lane::cpu, tokens_.asking, row_bytes() * planes(scored));
+    go_on();
+    if (in_place != 0) put(Stage::attend_far, Lane::cpu, tokens_.choosing, 2 * row_bytes() * in_place);
+    go_on();
+    answer_ = std::exchange(before_, asked);
+  }
+
+  void await(bool answer) {
+    if (!answer || answer_.empty()) return;
+    before_.insert(before_.end(), answer_.begin(), answer_.end());
+    answer_.clear();
+  }
+
+  void add_merge() {
+    const bool answered = std::ranges::any_of(items_, [&](const WorkItem& item) {
+      return item.layer == layer_ && item.lane == Lane::cpu;
+    });
+    await(true);
+    put(Stage::merge, Lane::device, tokens_.choosing, partials());
+    if (answered) put(Stage::merge, Lane::link, tokens_.choosing, partials());
+  }
+
+  const WorkPlace& place_;
+  std::span<const ForwardRow> rows_;
+  std::span<const ForwardChunk> chunks_;
+  const WorkShares& shares_;
+  std::uint32_t layer_ = 0;
+  LayerTokens tokens_;
+  std::uint64_t near_ = 0;       ///< tokens of the layer
+  std::uint64_t elsewhere_ = 0;  ///< likewise, attended by the CPU or over the link
+  std::vector<std::uint32_t> before_, added_;
+  std::vector<std::uint32_t> answer_;  ///< what is to be waited for beside the device's own work
+  std::vector<WorkItem> items_;
+};
+
+}  // namespace
+
+StageList stages_of(const Bucket& bucket, bool promotes, bool fetches) noexcept {
+  StageList stages;
+  stages.add(Stage::append);
+  if (bucket.prefills != 0) stages.add(Stage::prefill);
+  if (bucket.decode_rows == 0) return stages;
+  if (bucket.pages) stages.add(Stage::rank);
+  if (bucket.top_k || bucket.unbounded) {
+    stages.add(Stage::score);
+    stages.add(Stage::choose);
+  }
+  stages.add(Stage::split);
+  stages.add(Stage::attend);
+  // Promotions hide behind the wait of `merge`, unless what lies near is to be written down first.
+  if (promotes && !bucket.audit) stages.add(Stage::promote);
+  if (fetches) stages.add(Stage::fetch);
+  stages.add(Stage::merge);
+  if (bucket.audit) stages.add(Stage::audit);
+  if (promotes && bucket.audit) stages.add(Stage::promote);
+  return stages;
+}
+
+WorkShares shares_of(const WorkPlace& place, std::span<const ForwardRow> rows, const EngineStats& before,
+                     const EngineStats& after) noexcept {
+  double least = 0.0, most = 0.0, asking = 0.0;
+  for (std::uint32_t layer = 0; layer < place.shape.layers; ++layer) {
+    least += tokens_of(place, rows, 0.0, layer).attended;
+    const LayerTokens tokens = tokens_of(place, rows, 1.0, layer);
+    most += tokens.attended;
+    asking += static_cast<double>(tokens.asking) * place.shape.kv_heads;
+  }
+  const auto since = [&](std::uint64_t EngineStats::*field) {
+    return static_cast<double>(after.*field - before.*field);
+  };
+  const double near = since(&EngineStats::near_tokens);
+  const double all = near + since(&EngineStats::far_tokens) + since(&EngineStats::fetched_tokens);
+  WorkShares shares;
+  if (all != 0.0) shares.near = near / all;
+  if (most > least) shares.chosen = std::clamp((all - least) / (most - least), 0.0, 1.0);
+  shares.promoted = since(&EngineStats::promoted) / (static_cast<double>(place.shape.layers) * place.shape.kv_heads);
+  if (asking != 0.0) shares.scored = since(&EngineStats::scored) / asking;
+  return shares;
+}
+
+std::vector<WorkItem> forward_work(const WorkPlace& place, std::span<const ForwardRow> rows,
+                                   std::span<const ForwardChunk> chunks, const WorkShares& shares) {
+  return WorkList(place, rows, chunks, shares).take();
+}
+
+}  // namespace sluice::scheduler

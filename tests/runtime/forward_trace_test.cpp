@@ -1,0 +1,91 @@
+// How the stamps of a device with a clock of its own lie to what threads of the host did.
+#include "runtime/engine/forward_trace.hpp"
+
+#include "tests/support/catch.hpp"
+
+using namespace sluice;
+using namespace sluice::runtime;
+
+namespace {
+
+constexpr std::uint64_t kForward = 11;
+constexpr std::int64_t kHost = 5'000'000;  // When it was planned, by the host's clock.
+
+/// Two layers, by the host's clock: append, split, attend and merge of 10 us each, from 100 us behind the plan on.
+/// Each question is seen `seen` ns after split has begun, and answered `early` ns before merge ends.
+TraceNotes notes_of(std::int64_t ahead, std::int64_t seen, std::int64_t early) {
+  TraceNotes notes{.forward = kForward,
+                   .planned = Clock::time_point(std::chrono::nanoseconds(kHost)),
+                   .ended = Clock::time_point(std::chrono::nanoseconds(kHost + 1'000'000))};
+  notes.stamps.resize(2 * kStampedStages);
+  notes.far.answers.resize(2);
+  std::int64_t now = kHost + 100'000;
+  for (std::uint32_t layer = 0; layer < 2; ++layer) {
+    const auto stamp = [&](Stage stage) {
+      notes.stamps[layer * kStampedStages + static_cast<std::size_t>(stage)] = {
+          .forward = kForward, .ns = static_cast<std::uint64_t>(now - ahead)};
+      now += 10'000;
+    };
+    for (const Stage stage : {Stage::start, Stage::append, Stage::split, Stage::attend, Stage::merge}) stamp(stage);
+    now -= 10'000;
+    notes.far.answers[layer] = {.seen_ns = now - 30'000 + seen, .answered_ns = now - early};
+  }
+  return notes;
+}
+
+}  // namespace
+
+TEST_CASE("clocks are aligned by what must have come one after the other") {
+  const std::int64_t ahead = GENERATE(0, 123'456'789, -987'654'321'000);
+  const ClockOffset exact = align(notes_of(ahead, 0, 0));
+  REQUIRE(exact.ahead_ns == ahead);
+  REQUIRE(exact.error_ns == 0);
+  // An answer that took 4 us to be seen and one that was given 2 us before it was.
+  const ClockOffset bracket = align(notes_of(ahead, 4'000, 2'000));
+  REQUIRE(bracket.error_ns == 3'000);
+  REQUIRE(std::abs(bracket.ahead_ns - ahead) <= bracket.error_ns);
+  // No question: the plan and the look at the end are all there is.
+  TraceNotes alone = notes_of(ahead, 0, 0);
+  for (FarAnswer& answer : alone.far.answers) answer = {};
+  const ClockOffset wide = align(alone);
+  REQUIRE(wide.error_ns == (100'000 + 820'000) / 2 + 0);
+  REQUIRE(std::abs(wide.ahead_ns - ahead) <= wide.error_ns);
+}
+
+TEST_CASE("nothing that was stamped tells of no offset, and older stamps are not its own") {
+  TraceNotes notes = notes_of(77, 0, 0);
+  for (ForwardStamp& stamp : notes.stamps) stamp.forward = kForward - kMostForwards;
+  notes.far.answers.assign(2, {});
+  REQUIRE(align(notes).ahead_ns == 0);
+  REQUIRE(trace_of(notes, {}, {}, true).spans.empty());
+}
+
+TEST_CASE("a stall is the part of a wait that the answer takes, by what it waits for") {
+  TraceNotes notes = notes_of(0, 0, 0);
+  const auto at = [](double us) { return kHost + static_cast<std::int64_t>(1e3 * us); };
+  // Layer 0 merges from 130 to 140 us. Layer 1, from 170 to 180, is answered before.
+  notes.far.answers[0] = {.seen_ns = at(132), .answered_ns = at(139)};
+  notes.far.answers[1] = {.seen_ns = at(155), .answered_ns = at(165)};
+  notes.far.pieces = {{.stage = Stage::choose_far, .layer = 0, .thread = 1, .begin_ns = at(132), .end_ns = at(135)},
+                      {.stage = Stage::choose_far, .layer = 0, .thread = 0, .begin_ns = at(132), .end_ns = at(134)},
+                      {.stage = Stage::attend_far, .layer = 0, .thread = 0, .begin_ns = at(135), .end_ns = at(139)}};
+  const std::vector<WorkItem> work{{.stage = Stage::attend_far, .lane = Lane::cpu, .rows = 2, .read = 30},
+                                   {.stage = Stage::split, .lane = Lane::device, .rows = 3, .written = 4},
+                                   {.stage = Stage::split, .lane = Lane::link, .rows = 3, .written = 5}};
+  const ForwardTrace trace = trace_of(notes, {}, work, true);
+  REQUIRE(trace.stalls.size() == 3);
+  const double want[][2] = {{130, 132}, {132, 135}, {135, 139}};
+  const StallCause causes[] = {StallCause::unseen, StallCause::choosing, StallCause::attending};
+  for (std::size_t i = 0; i < 3; ++i) {
+    REQUIRE(trace.stalls[i].cause == causes[i]);
+    REQUIRE(trace.stalls[i].layer == 0);
+    REQUIRE(trace.stalls[i].begin_us == Approx(want[i][0]));
+    REQUIRE(trace.stalls[i].end_us == Approx(want[i][1]));
+  }
+  REQUIRE(trace.spans.size() == 8 + 3);
+  REQUIRE(trace.spans[1].stage == Stage::split);
+  REQUIRE(trace.spans[1].bytes == 9);
+  REQUIRE(trace.spans[1].rows == 3);
+  REQUIRE(trace.spans.back().stage == Stage::attend_far);
+  REQUIRE(trace.spans.back().bytes == 30);
+}

@@ -1,0 +1,115 @@
+// Traces of forwards in figures.
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "tools/cli/trace/trace.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// A stage of one layer of one forward: from its first span to its last.
+struct Stretch {
+  double begin_us = 0.0;
+  double end_us = 0.0;
+  std::uint64_t bytes = 0;
+};
+
+/// A stage over layers and forwards.
+struct StageTotal {
+  std::uint64_t layers = 0;
+  double us = 0.0;
+  std::uint64_t bytes = 0;
+  std::uint64_t planned_layers = 0;
+  double planned_us = 0.0;
+};
+using StageKey = std::pair<std::string, Stage>;  ///< kind of forward, stage
+
+void add_measured(const std::string& kind, const ForwardTrace& trace, std::map<StageKey, StageTotal>& totals) {
+  std::map<std::pair<std::uint32_t, Stage>, Stretch> layers;
+  for (const TraceSpan& span : trace.spans) {
+    const auto [at, first] =
+        layers.try_emplace({span.layer, span.stage}, Stretch{span.begin_us, span.end_us, span.bytes});
+    at->second.begin_us = std::min(at->second.begin_us, span.begin_us);
+    at->second.end_us = std::max(at->second.end_us, span.end_us);
+  }
+  for (const auto& [at, stretch] : layers) {
+    StageTotal& total = totals[{kind, at.second}];
+    ++total.layers;
+    total.us += stretch.end_us - stretch.begin_us;
+    total.bytes += stretch.bytes;
+  }
+}
+
+void add_planned(const std::string& kind, const ForwardTrace& trace, const scheduler::LaneRates& rates,
+                 std::map<StageKey, StageTotal>& totals) {
+  const std::vector<scheduler::PlannedTime> times = scheduler::estimate(trace.work, rates);
+  std::map<std::pair<std::uint32_t, Stage>, Stretch> layers;
+  for (std::size_t i = 0; i < times.size(); ++i) {
+    const auto [at, first] = layers.try_emplace({trace.work[i].layer, trace.work[i].stage},
+                                                Stretch{times[i].begin_us, times[i].end_us});
+    at->second.begin_us = std::min(at->second.begin_us, times[i].begin_us);
+    at->second.end_us = std::max(at->second.end_us, times[i].end_us);
+  }
+  for (const auto& [at, stretch] : layers) {
+    StageTotal& total = totals[{kind, at.second}];
+    ++total.planned_layers;
+    total.planned_us += stretch.end_us - stretch.begin_us;
+  }
+}
+
+Json mean(double sum, std::uint64_t count) { return count == 0 ? Json() : Json(sum / static_cast<double>(count)); }
+
+}  // namespace
+
+Table TraceLog::stages(const scheduler::LaneRates& rates) const {
+  std::map<StageKey, StageTotal> totals;
+  for (const auto& [kind, trace] : entries_) {
+    add_measured(kind, trace, totals);
+    if (trace.done) add_planned(kind, trace, rates, totals);
+  }
+  Table table{.key = "trace_stages",
+              .title = "Stages of a layer (mean over layers and traced forwards; planned: by the cost model)",
+              .columns = {{"forward", "forward"},
+                          {"stage", "stage"},
+                          {"lane", "lane"},
+                          {"layers", "layers"},
+                          {"us", "us", 2},
+                          {"planned_us", "planned us", 2},
+                          {"bytes", "bytes", 0}}};
+  for (const auto& [key, total] : totals) {
+    if (total.layers == 0) continue;
+    table.rows.push_back({key.first, to_string(key.second), to_string(lane_of(key.second)), total.layers,
+                          mean(total.us, total.layers), mean(total.planned_us, total.planned_layers),
+                          mean(static_cast<double>(total.bytes), total.layers)});
+  }
+  return table;
+}
+
+Table TraceLog::stalls() const {
+  struct Total {
+    std::uint64_t stalls = 0;
+    double us = 0.0;
+  };
+  std::map<std::pair<std::string, StallCause>, Total> totals;
+  std::map<std::string, std::uint64_t> forwards;
+  for (const auto& [kind, trace] : entries_) {
+    ++forwards[kind];
+    for (const TraceStall& stall : trace.stalls) {
+      Total& total = totals[{kind, stall.cause}];
+      ++total.stalls;
+      total.us += stall.end_us - stall.begin_us;
+    }
+  }
+  Table table{.key = "trace_stalls",
+              .title = "What the device waited for with nothing else to do",
+              .columns = {{"forward", "forward"},
+                          {"cause", "cause"},
+                          {"stalls", "stalls"},
+                          {"us_per_forward", "us per forward", 1}}};
+  for (const auto& [key, total] : totals)
+    table.rows.push_back({key.first, to_string(key.second), total.stalls, mean(total.us, forwards[key.first])});
+  return table;
+}
+
+}  // namespace sluice::tools
