@@ -169,11 +169,11 @@ typedef struct sluice_engine_options {
   float prefill_gamma;          ///< share of the attention that is enough, (0, 1] (0.95)
   float prefill_tau;            ///< [0, 1] (0.1)
 
-  uint32_t threads;      ///< that answer the far part; 0 (default): the cores of this process, beside a GPU less one
+  uint32_t threads;      ///< that answer the far part; 0 (default): one for each of its cores, beside a GPU less one
   uint32_t pin_threads;  ///< a switch (1)
   uint32_t answer_timeout_ms;  ///< a layer waits no longer for the far part, [1, 60000] (1000)
   uint32_t timeout_ms;         ///< every wait of a call, [1, 3600000] (30000)
-  uint32_t core_count;         ///< of `cores`; 0 (default): those that this process may use
+  uint32_t core_count;         ///< of `cores`; 0 (default): those that this process may use, shared by its engines
   const uint32_t* cores;  ///< [core_count] that threads run on, by the OS index of a PU of each; null if there are none
   uint64_t policy_bytes;  ///< most that policies that choose on the CPU may keep on the heap; 0 (default): no bound
 } sluice_engine_options;

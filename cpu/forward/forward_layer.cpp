@@ -91,6 +91,7 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
 
 /// By the clock of a process that runs: one that was suspended has not waited.
 void await_answer(const ForwardMemory& m) {
+  constexpr std::chrono::microseconds kNap{20};
   ForwardState& state = *m.state;
   if (state.released == state.asked) return;
   const auto begin = Clock::now();
@@ -101,7 +102,7 @@ void await_answer(const ForwardMemory& m) {
       state.status = ForwardStatus::abandoned;
       break;
     }
-    std::this_thread::yield();
+    std::this_thread::sleep_for(kNap);  // Those who answer need the core more, should cores be scarce.
   }
   state.released = state.asked;
   state.waited_ns +=

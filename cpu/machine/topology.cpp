@@ -88,7 +88,8 @@ void Topology::Impl::add_cores(hwloc_obj_type_t type) {
     const int first = hwloc_bitmap_first(here.get());
     if (first < 0) continue;
     const auto pu = static_cast<std::uint32_t>(first);
-    cores.push_back({.pu = pu, .numa_node = node_of(pu)});
+    const auto core = static_cast<std::uint32_t>(hwloc_bitmap_first(obj->cpuset));
+    cores.push_back({.pu = pu, .numa_node = node_of(pu), .core = core});
   }
 }
 
@@ -133,8 +134,10 @@ bool Topology::bound() const noexcept {
 }
 
 std::uint32_t Topology::cores() const noexcept {
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(chosen().size(), quota_ != 0 ? quota_ : impl_->quota));
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(chosen().size(), quota()));
 }
+
+std::uint64_t Topology::quota() const noexcept { return quota_ != 0 ? quota_ : impl_->quota; }
 
 Topology Topology::of_pus(std::span<const std::uint32_t> pus) const {
   std::vector<Core> cores;
@@ -152,7 +155,8 @@ Topology Topology::of_pus(std::span<const std::uint32_t> pus) const {
         throw Error(Errc::invalid_argument,
                     name + " and PU " + std::to_string(other.pu) + " are of one core; name each core once");
     }
-    cores.push_back({.pu = pu, .numa_node = impl_->node_of(pu)});
+    const int first = core != nullptr ? hwloc_bitmap_first(core->cpuset) : static_cast<int>(pu);
+    cores.push_back({.pu = pu, .numa_node = impl_->node_of(pu), .core = static_cast<std::uint32_t>(first)});
   }
   if (cores.empty()) throw Error(Errc::invalid_argument, "no core was named; name at least one");
   Topology chosen = *this;
@@ -170,9 +174,13 @@ Topology Topology::slice(std::uint32_t rank, std::uint32_t ranks) const {
   Topology part = *this;
   part.chosen_ = std::make_shared<const std::vector<Core>>(chosen().begin() + static_cast<std::ptrdiff_t>(begin),
                                                            chosen().begin() + static_cast<std::ptrdiff_t>(end));
-  const std::uint64_t quota = quota_ != 0 ? quota_ : impl_->quota;
-  if (quota != kNoLimit) part.quota_ = div_up(quota, ranks);
-  return part;
+  return quota() == kNoLimit ? part : part.limited(div_up(quota(), ranks));
+}
+
+Topology Topology::limited(std::uint64_t cpus) const {
+  Topology less = *this;
+  less.quota_ = std::max<std::uint64_t>(cpus, 1);
+  return less;
 }
 
 LocalRank local_rank() {
@@ -201,13 +209,16 @@ Topology chosen_cores(const Topology& machine, std::span<const std::uint32_t> pu
   return machine.slice(local.rank, local.ranks);
 }
 
-std::vector<std::uint32_t> Topology::core_order(std::uint32_t numa_node) const {
+std::vector<Topology::Core> Topology::cores_near(std::uint32_t numa_node) const {
   std::vector<Core> cores = chosen();
   std::stable_partition(cores.begin(), cores.end(),
                         [numa_node](const Core& core) { return core.numa_node == numa_node; });
+  return cores;
+}
+
+std::vector<std::uint32_t> Topology::core_order(std::uint32_t numa_node) const {
   std::vector<std::uint32_t> order;
-  order.reserve(cores.size());
-  for (const Core& core : cores) order.push_back(core.pu);
+  for (const Core& core : cores_near(numa_node)) order.push_back(core.pu);
   return order;
 }
 

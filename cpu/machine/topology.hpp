@@ -21,6 +21,7 @@ class Topology {
   struct Core {
     std::uint32_t pu = 0;
     std::uint32_t numa_node = kNone;
+    std::uint32_t core = 0;  ///< OS index of the core's first PU: the same for all PUs of a core
   };
 
   /// The machine that this process runs on.  @throws Error{Errc::io} if hwloc cannot read it.
@@ -39,6 +40,10 @@ class Topology {
   /// OS index of the first PU of each usable core, cores of `numa_node` (logical
   /// index, below numa_nodes()) first, then the rest.
   [[nodiscard]] std::vector<std::uint32_t> core_order(std::uint32_t numa_node) const;
+  /// The same cores in the same order.
+  [[nodiscard]] std::vector<Core> cores_near(std::uint32_t numa_node) const;
+  /// CPUs worth of time that the control group grants; kNoLimit (cpu/machine/limits.hpp) without a quota.
+  [[nodiscard]] std::uint64_t quota() const noexcept;
   /// The same machine with these cores alone, given by the OS index of any of their PUs.
   /// @throws Error{Errc::invalid_argument} naming the PU that the process may not use, or the core that is there twice.
   [[nodiscard]] Topology of_pus(std::span<const std::uint32_t> pus) const;
@@ -46,6 +51,8 @@ class Topology {
   /// group's quota. With more ranks than cores some share one.
   /// @throws Error{Errc::invalid_argument} if rank is not below ranks.
   [[nodiscard]] Topology slice(std::uint32_t rank, std::uint32_t ranks) const;
+  /// The same cores with `cpus` CPUs worth of time, at least one.
+  [[nodiscard]] Topology limited(std::uint64_t cpus) const;
   /// Whether the process may run on some of the machine's PUs only, by an affinity mask.
   [[nodiscard]] bool bound() const noexcept;
   /// Whether it is another machine than this one.

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -194,6 +195,18 @@ std::string pci_bus_id_of(int ordinal) {
   return bus;
 }
 
+/// Of the device's memory, by its clock and width; 0 if CUDA does not say.
+double peak_memory_gbps(int ordinal) noexcept {
+  int kilohertz = 0;
+  int bits = 0;
+  if (cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, ordinal) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, ordinal) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return 0.0;
+  }
+  return 2.0 * kilohertz * bits / 8 * 1e-6;  // Two transfers per cycle.
+}
+
 std::unique_ptr<Backend> make_backend(const cudaDeviceProp& properties) {
   try {
     return std::make_unique<Backend>(static_cast<std::uint32_t>(properties.multiProcessorCount));
@@ -215,6 +228,7 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
                                   : properties.totalGlobalMem;
   info_ = {
       .name = properties.name, .memory_bytes = limit, .captures = true, .pci_bus_id = pci_bus_id_of(options.ordinal)};
+  peak_memory_gbps_ = peak_memory_gbps(options.ordinal);
   multiprocessors_ = static_cast<std::uint32_t>(properties.multiProcessorCount);
   backend_ = make_backend(properties);
   forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_);
@@ -248,6 +262,23 @@ std::unique_ptr<QueueStream> CudaDevice::create_queue(const std::string& name) {
 std::unique_ptr<Event> CudaDevice::create_event() {
   core_->activate();
   return std::make_unique<CudaEvent>(core_);
+}
+
+DeviceRates CudaDevice::rates(std::uint64_t page_bytes) const {
+  // A straight line through two counts of pages: what each further page costs.
+  constexpr std::uint32_t kFew = 8;
+  constexpr std::uint32_t kMany = 512;
+  constexpr double kAttention = 0.8;  // Of the peak: what dense attention reaches on one H200 from 128K tokens on.
+  const PathChooser& chooser = core_->chooser;
+  PathChooser::Batch batch{.load = TransferLoad::idle, .block_bytes = page_bytes, .blocks = kMany};
+  const TransferPath path = core_->path == TransferPath::automatic ? chooser.choose(batch) : core_->path;
+  const double many_us = chooser.device_us(path, batch);
+  batch.blocks = kFew;
+  const double page_us = (many_us - chooser.device_us(path, batch)) / (kMany - kFew);
+  DeviceRates rates{.near_gbps = kAttention * peak_memory_gbps_};
+  if (!std::isfinite(page_us) || page_us <= 0.0) return rates;  // A profile without this path.
+  rates.link_gbps = static_cast<double>(page_bytes) / page_us * 1e-3;
+  return rates;
 }
 
 CudaDeviceFacts facts_of(int ordinal) {

@@ -33,6 +33,8 @@ class CudaDevice final : public Device {
   [[nodiscard]] std::unique_ptr<Registration> register_host(std::span<std::byte> memory) override;
   [[nodiscard]] std::unique_ptr<Stream> create_stream(const std::string& name) override;
   [[nodiscard]] std::unique_ptr<Event> create_event() override;
+  /// The link as the transfer profile has it.
+  [[nodiscard]] DeviceRates rates(std::uint64_t page_bytes) const override;
 
   /// As create_stream, for callers that choose paths.
   [[nodiscard]] std::unique_ptr<QueueStream> create_queue(const std::string& name);
@@ -44,6 +46,7 @@ class CudaDevice final : public Device {
  private:
   DeviceInfo info_;
   std::uint32_t multiprocessors_ = 0;
+  double peak_memory_gbps_ = 0.0;  ///< 0 if unknown
   std::shared_ptr<DeviceCore> core_;
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<ForwardVerbs> forward_verbs_;

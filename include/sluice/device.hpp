@@ -113,6 +113,12 @@ struct DeviceInfo {
   std::string pci_bus_id{};        ///< domain:bus:device.function, "0000:1b:00.0"; empty: on no bus, or unknown
 };
 
+/// What a device knows of its own speed, for the cost model; 0 where it does not know. 1 GB = 1e9 bytes.
+struct DeviceRates {
+  double link_gbps = 0.0;  ///< whole pages, host to device
+  double near_gbps = 0.0;  ///< attention over pages in device memory
+};
+
 /// Where near pages live and near attention runs. Work is enqueued on streams; see Stream.
 /// Thread safety: all members may be called from several threads.
 class Device {
@@ -133,6 +139,12 @@ class Device {
 
   /// Verbs of captured decode forwards; null where the device has none. They live as long as the device.
   [[nodiscard]] virtual ForwardVerbs* forward_verbs() noexcept { return nullptr; }
+
+  /// For pages of this size. What is not known is taken to be as the host's own memory.
+  [[nodiscard]] virtual DeviceRates rates(std::uint64_t page_bytes) const {
+    (void)page_bytes;
+    return {};
+  }
 
   /// A thread of the host that computes for this device has not returned in time and may still use any memory that a
   /// verb was given. Nothing more can be computed; whoever owns such memory must not free it.

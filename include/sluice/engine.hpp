@@ -71,15 +71,16 @@ struct EngineOptions {
   /// Pages are found, too, with tokens that were decoded by a policy that leaves some out: their keys and values are
   /// what came of that, and no prompt would have made them.
   bool prefix_decoded = false;
-  std::uint32_t threads = 0;  ///< that answer the far part; 0: the cores of this process, beside a GPU less one
-  /// That they run on, by the OS index of a PU of each. Empty: those that this process may use or, where a launcher
-  /// started several processes (LOCAL_RANK of LOCAL_WORLD_SIZE) without binding them, its equal part of them. One of
-  /// those nearest to the device is left to the caller, if there are several.
+  std::uint32_t threads = 0;  ///< that answer the far part; 0: one for each of its cores, beside a GPU less one
+  /// That they run on, by the OS index of a PU of each. Empty: those that this process may use (of several processes
+  /// that a launcher started without binding them, LOCAL_RANK of LOCAL_WORLD_SIZE, an equal part) and no engine has
+  /// named; engines of a process that name none share them, in equal parts, each from its next plan on. One of those
+  /// nearest to the device is left to the caller, if there are several.
   std::vector<std::uint32_t> cores{};
   bool pin_threads = true;
   std::chrono::milliseconds answer_timeout{1'000};  ///< a layer waits no longer for the far part, by the device's clock
   std::chrono::milliseconds timeout{30'000};        ///< every wait of a call; [1 ms, 1 h]
-  /// Called before each part of an answer, on the thread that gives it. For tests that stall threads; may be empty.
+  /// Called by a thread before each part of an answer or of a look at a prompt. For tests that stall it; may be empty.
   std::function<void()> before_answer{};
 };
 

@@ -14,11 +14,15 @@ namespace {
 
 using runtime::look;
 
-std::shared_ptr<cpu::Workers> workers_of(const EngineOptions& options, const cpu::Topology& topology) {
-  return std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = options.threads,
-                                                                      .pin = options.pin_threads,
-                                                                      .spin = std::chrono::microseconds(0),
-                                                                      .timeout = options.timeout});
+cpu::WorkersOptions workers_options(const EngineOptions& options) {
+  return {.threads = options.threads,
+          .pin = options.pin_threads,
+          .spin = std::chrono::microseconds(0),
+          .timeout = options.timeout};
+}
+
+std::shared_ptr<cpu::Workers> embedded_workers(const EngineOptions& options, const cpu::Topology& topology) {
+  return std::make_shared<cpu::Workers>(topology, workers_options(options));
 }
 
 std::shared_ptr<Device> device_or_host(std::shared_ptr<Device> device, std::shared_ptr<cpu::Workers> workers) {
@@ -37,21 +41,25 @@ std::uint32_t node_of(const cpu::Topology& topology, const Device& device) {
   return topology.nearest_node(device.info().pci_bus_id).value_or(0);
 }
 
-runtime::FarWorkersOptions far_options(const EngineOptions& options, const cpu::Topology& topology,
-                                       std::uint32_t numa_node, bool embedded) {
-  const std::uint32_t cores = topology.cores();
-  constexpr std::uint32_t kMostThatNap = 3;
-  // Who drives a GPU wants a core for itself; beside an embedded device the caller only waits.
-  const std::uint32_t threads = options.threads != 0 ? options.threads : embedded ? cores : std::max(cores, 2u) - 1;
-  return {.threads = threads,
+runtime::FarWorkersOptions far_options(const EngineOptions& options, bool embedded) {
+  return {.threads = options.threads,
+          .spare = embedded ? 0u : 1u,  // Who drives a GPU wants a core for itself; else the caller only waits.
           .pin = options.pin_threads,
-          .spin = cores > kMostThatNap && threads < cores,
-          .numa_node = numa_node,
+          .timeout = options.answer_timeout,
           .before_answer = options.before_answer};
 }
 
+cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topology& topology,
+                                std::uint32_t numa_node) {
+  return cpu::CoreShares::of_process().take(
+      {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
+}
+
 std::shared_ptr<cpu::Workers> prompt_workers_of(const EngineOptions& options, const cpu::Topology& topology) {
-  return options.cpu_sequences == 0 && !options.largest.audit ? nullptr : workers_of(options, topology);
+  if (options.cpu_sequences == 0 && !options.largest.audit) return nullptr;
+  cpu::WorkersOptions workers = workers_options(options);
+  if (options.before_answer) workers.before_body = [before = options.before_answer](std::uint32_t) { before(); };
+  return std::make_shared<cpu::Workers>(topology, workers);
 }
 
 void validated(const EngineOptions& options) { runtime::validate(options); }
@@ -62,18 +70,18 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
     : options((validated(chosen), chosen)),
       topology(cpu::chosen_cores({}, options.cores)),
       workers(std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 1, .pin = false})),
-      embedded(given ? nullptr : workers_of(options, topology)),
+      embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
       memory(options, *device, verbs, topology, node_of(topology, *device), *workers),
       host(*workers),
       prompt_workers(prompt_workers_of(options, topology)),
-      choice(memory.largest(), cpu::fastest_kernels()),
+      choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),
       table(memory.largest().blocks),
       programs(options.in_flight),
-      far(memory.largest(), choice, far_notes,
-          far_options(options, topology, node_of(topology, *device), embedded != nullptr), topology) {
+      far(memory.largest(), choice, far_notes, far_options(options, embedded != nullptr),
+          share_of(options, topology, node_of(topology, *device))) {
   options.largest = memory.largest().largest;  // As long as there is room for.
   copies.reserve(memory.copies());
   for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
@@ -111,8 +119,12 @@ Engine::Engine(const EngineOptions& options, std::shared_ptr<Device> device)
 Engine::~Engine() {
   const auto lost = [](const auto& of) { return of != nullptr && of->lost(); };
   const bool device_lost = impl_->embedded ? lost(impl_->embedded) : impl_->device->lost();
-  if (device_lost) {
+  const bool answers_lost = !impl_->far.stop(impl_->options.timeout);
+  if (device_lost || (answers_lost && lost(impl_->prompt_workers))) {
     cpu::keep_for_good(std::move(impl_));
+  } else if (answers_lost) {
+    runtime::FarWorkers& stuck = impl_->far;
+    stuck.keep(std::move(impl_));
   } else if (lost(impl_->prompt_workers)) {
     const cpu::Workers& stuck = *impl_->prompt_workers;
     stuck.keep(std::move(impl_));

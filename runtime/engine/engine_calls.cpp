@@ -1,5 +1,6 @@
 // What the calls of an Engine do.
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "runtime/engine/engine_options.hpp"
@@ -164,6 +165,8 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
   if (++next_layer < shape.layers) return;
   verbs.end(m, stream);
   const bool done = await_end(importing) == ForwardStatus::done;
+  std::optional<runtime::FarChoice::Rest> rest;
+  if (!done) rest.emplace(await_idle());
   (void)retire(importing, done);
   if (!done) throw Error(Errc::device, "import_prefix: its layers did not run one after the other; import it again");
 }
@@ -255,7 +258,8 @@ void Engine::Impl::finish(const Batch& batch) {
   // While it can still be finished again, or cancelled.
   if (const auto audit = programs.find(batch.forward)->audit; audit && status == ForwardStatus::done) compare(*audit);
   // Late answers write where the next forward's will.
-  if (status != ForwardStatus::done) await_idle();
+  std::optional<runtime::FarChoice::Rest> rest;
+  if (status != ForwardStatus::done) rest.emplace(await_idle());
   const runtime::Program program = retire(batch.forward, status == ForwardStatus::done);
   if (status == ForwardStatus::done) return;
   std::string text =
@@ -276,7 +280,10 @@ void Engine::Impl::cancel(const Batch& batch) {
 void Engine::Impl::end(SequenceId id) {
   if (imports(id)) take_back(importing);
   Sequence& sequence = resting(id, "end");
-  drop_policy(sequence);
+  if (sequence.policy) {
+    const auto rest = choice.rest(options.timeout);
+    drop_policy(sequence);
+  }
   if (sequence.tail.slot != kNone) free_tails.push_back(sequence.tail.slot);
   sequence.pages.shrink(0, table);
   trim_prefixes();

@@ -74,7 +74,10 @@ void Engine::Impl::begin_policy(SequenceId id, Sequence& sequence) {
       throw Error(Errc::invalid_argument, "plan: forward " + text(program.forward) + " with tokens of sequence " +
                                               text(id.value) + " failed; finish it first");
   }
-  drop_policy(sequence);
+  if (sequence.policy) {
+    const auto rest = choice.rest(options.timeout);
+    drop_policy(sequence);
+  }
   const Sequence::Tail& tail = sequence.tail;
   const std::uint32_t queries = tail.end == sequence.planned && tail.begin < tail.end ? tail.end - tail.begin : 0;
   auto policy =

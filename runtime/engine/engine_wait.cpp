@@ -63,15 +63,17 @@ void Engine::Impl::require_noted() {
                                               " is under way and far behind; finish or cancel it first");
     // The next forward's rows take the place of its own.
     if (program.ended == ForwardStatus::done) continue;
-    await_idle();
-    note_trace(program);
+      const auto rest = await_idle();
+      note_trace(program);
     choice.forget(program.forward);
   }
 }
 
-void Engine::Impl::await_idle() const {
-  await([&] { return far.idle(); }, options.timeout, "the threads that attend the far part have not answered in time",
+runtime::FarChoice::Rest Engine::Impl::await_idle() {
+  await([&] { return far.idle(); }, options.timeout,
+        "a thread that attends the far part has not come back; repeat the call when it may have, or destroy the engine",
         [] {});
+  return choice.rest(options.timeout);
 }
 
 runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
@@ -120,7 +122,7 @@ void Engine::Impl::take_back(std::uint64_t forward) {
   await([&] { return look(mailbox().outcome.cancelled) >= last; }, options.timeout,
         "the plan's stream has not come to its end; what else is enqueued there?",
         [&] { verbs.require_alive(newest.stream); });
-  await_idle();
+  const auto rest = await_idle();
   for (std::uint64_t f = last; f >= forward; --f) {
     if (programs.find(f) != nullptr) (void)retire(f, false);
   }

@@ -4,9 +4,13 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <thread>
 
 #include "cpu/backend/verbs.hpp"
+#include "cpu/threads/spin.hpp"
+#include "sluice/error.hpp"
 #include "sluice/partial.hpp"
+#include "sluice/run_clock.hpp"
 
 namespace sluice::runtime {
 
@@ -25,8 +29,11 @@ void note(const ChosenList& chosen, ChoiceNote& note) {
 
 }  // namespace
 
-FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels)
-    : memory_(memory), kernels_(kernels), lists_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads) {
+FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels, std::chrono::milliseconds timeout)
+    : memory_(memory),
+      kernels_(kernels),
+      timeout_(timeout),
+      lists_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads) {
   failures_.reserve(kMostForwards);  // What fails for want of memory must be known all the same.
 }
 
@@ -78,6 +85,21 @@ std::vector<std::shared_ptr<SequencePolicy>> FarChoice::policies() noexcept {
   }
 }
 
+FarChoice::Rest FarChoice::rest(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::microseconds kNap{50};
+  resting_.store(true);
+  Rest rest(*this);
+  const Deadline deadline = deadline_after(timeout);
+  while (!cpu::spin_until([&] { return learning_.load() == 0; })) {
+    if (RunClock::now() >= deadline)
+      throw Error(Errc::timeout, "a thread in which a policy learns from an earlier token has not come back within " +
+                                     std::to_string(timeout.count()) +
+                                     " ms; repeat the call when it may have, or destroy the engine");
+    std::this_thread::sleep_for(kNap);
+  }
+  return rest;
+}
+
 FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer, std::uint32_t item) const noexcept {
   for (const ChoosingRow& row : rows_[forward % kMostForwards].rows) {
     if (row.window.in(layer).asks == 0) continue;
@@ -122,7 +144,8 @@ void FarChoice::choose_for(std::uint64_t forward, std::uint32_t layer, const Pla
                               .layer = layer,
                               .kv_head = place.kv_head,
                               .row = row,
-                              .q = memory_.far_q + first * memory_.shape.head_dim};
+                              .q = memory_.far_q + first * memory_.shape.head_dim,
+                              .timeout = timeout_};
   const std::size_t group = memory_.shape.group();
   if (row.page_picks != 0) {
     asked.ranked_pages = {memory_.ranked_of(list_of(place), true), group * row.page_picks};

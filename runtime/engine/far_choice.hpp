@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -48,10 +49,12 @@ struct ChosenList {
 /// Thread safety: `expect`, `forget` and `failure` by the calling thread; the others by any, where they say so.
 class FarChoice {
  public:
-  FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels);
+  /// `timeout`: of each of a thread's waits for another that learns.
+  FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels, std::chrono::milliseconds timeout);
 
   void expect(std::uint64_t forward, std::vector<ChoosingRow> rows);
-  /// It did not get to its end, and nothing of it is asked or answered any more.
+  /// It did not get to its end, and nothing of it is asked or answered any more. While no thread learns, unless it
+  /// cannot have begun.
   void forget(std::uint64_t forward) noexcept;
   /// Why a policy could not choose in this forward or one before it that was not forgotten.
   struct Failure {
@@ -74,6 +77,20 @@ class FarChoice {
   template <class Wanted>
   [[nodiscard]] bool learn(std::uint64_t good, const Wanted& wanted);
 
+  /// No thread learns while this lives. One at a time.
+  class [[nodiscard]] Rest {
+   public:
+    explicit Rest(FarChoice& choice) noexcept : choice_(&choice) {}
+
+   private:
+    struct Resume {
+      void operator()(FarChoice* choice) const noexcept { choice->resting_.store(false); }
+    };
+    std::unique_ptr<FarChoice, Resume> choice_;
+  };
+  /// Waits for threads that learn.  @throws Error{Errc::timeout} if one does not come back, and nothing was changed
+  Rest rest(std::chrono::milliseconds timeout);
+
   /// Of the heap, that the lists hold. Only between forwards.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   [[nodiscard]] std::uint64_t far_tokens() const noexcept { return far_tokens_.load(std::memory_order_relaxed); }
@@ -84,6 +101,17 @@ class FarChoice {
   [[nodiscard]] std::uint64_t scored() const noexcept { return scored_.load(std::memory_order_relaxed); }
 
  private:
+  /// A thread learns. Sequentially consistent with `rest`: either it finds the thread, or the thread that it rests.
+  class Learning {
+   public:
+    explicit Learning(std::atomic<std::uint32_t>& threads) noexcept : threads_(threads) { ++threads_; }
+    ~Learning() { --threads_; }
+    Learning(const Learning&) = delete;
+    Learning& operator=(const Learning&) = delete;
+
+   private:
+    std::atomic<std::uint32_t>& threads_;
+  };
   struct Place {
     const ChoosingRow* row = nullptr;
     std::uint32_t kv_head = 0;
@@ -104,6 +132,9 @@ class FarChoice {
 
   const ForwardMemory& memory_;
   const cpu::Kernels& kernels_;
+  const std::chrono::milliseconds timeout_;
+  std::atomic<std::uint32_t> learning_{0};  ///< threads
+  std::atomic<bool> resting_{false};        ///< they leave off
   struct Rows {
     std::uint64_t forward = 0;
     std::vector<ChoosingRow> rows;
@@ -122,10 +153,12 @@ class FarChoice {
 template <class Wanted>
 bool FarChoice::learn(std::uint64_t good, const Wanted& wanted) {
   if (!used_.load(std::memory_order_relaxed)) return true;
+  const Learning learning(learning_);
+  if (resting_.load()) return false;
   for (const auto& policy : policies()) {
     for (std::uint32_t layer = 0; layer < memory_.shape.layers; ++layer) {
       for (std::uint32_t kv = 0; kv < memory_.shape.kv_heads; ++kv) {
-        if (wanted()) return false;
+        if (resting_.load(std::memory_order_relaxed) || wanted()) return false;
         policy->learn(layer, kv, good);
       }
     }

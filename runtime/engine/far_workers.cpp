@@ -1,13 +1,15 @@
 #include "runtime/engine/far_workers.hpp"
 
 #include <algorithm>
-#include <chrono>
+#include <new>
 #include <system_error>
+#include <thread>
 
 #include "cpu/backend/verbs.hpp"
 #include "cpu/threads/spin.hpp"
 #include "runtime/engine/mailbox.hpp"
 #include "sluice/error.hpp"
+#include "sluice/run_clock.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -15,6 +17,8 @@ namespace {
 std::int64_t now_ns() noexcept {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
 }
+
+constexpr std::chrono::microseconds kNap{20};
 
 /// Rows of a part: enough to make up for what a part costs, and no more parts than there is room for.
 constexpr std::uint32_t kLeastRows = 128;
@@ -34,44 +38,69 @@ constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
 }  // namespace
 
 FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes,
-                       const FarWorkersOptions& options, const cpu::Topology& topology)
+                       const FarWorkersOptions& options, cpu::CoreShares::Lease cores)
     : memory_(memory),
       choice_(choice),
       notes_(notes),
       options_(options),
       kernels_(cpu::fastest_kernels()),
+      cores_(std::move(cores)),
       part_ends_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads),
       most_parts_(most_parts(longest_list(memory))),
       partials_(part_ends_.size() * most_parts_ * memory.shape.group() * (memory.shape.head_dim + 1)),
-      rows_(options.threads, Rows(part_rows(longest_list(memory)))) {
-  const std::vector<std::uint32_t> cores = topology.core_order(options.numa_node);
+      rows_(threads_on(cores_.topology().cores()), Rows(part_rows(longest_list(memory)))),
+      places_(rows_.size()) {
+  settle_in();
   try {
-    for (std::uint32_t i = 0; i < options.threads; ++i) {
-      threads_.emplace_back([this, topology, cores, i](const std::stop_token& stop) {
-        // The first core is the caller's.
-        if (options_.pin)
-          (void)topology.bind_this_thread(cores.size() > 1 ? cores[1 + i % (cores.size() - 1)] : cores.front());
-        work(i, stop);
-      });
-    }
+    for (std::uint32_t i = 0; i < rows_.size(); ++i)
+      threads_.add([this, i](const std::stop_token& stop) { work(i, stop); });
   } catch (const std::system_error& error) {
-    for (std::jthread& thread : threads_) thread.request_stop();
-    woken_.notify_all();
     throw Error(Errc::device, std::string("the system has no thread left for the far part: ") + error.what() +
                                   "; ask for fewer threads or raise `ulimit -u`");
   }
 }
 
-FarWorkers::~FarWorkers() {
-  for (std::jthread& thread : threads_) thread.request_stop();
+std::uint32_t FarWorkers::threads_on(std::uint32_t cores) const noexcept {
+  return options_.threads != 0 ? options_.threads : std::max(cores, options_.spare + 1) - options_.spare;
+}
+
+void FarWorkers::settle_in() noexcept {
+  const std::uint64_t generation = cores_.generation();
+  if (generation == generation_) return;
+  try {
+    const cpu::CoreShare share = cores_.share();
+    // The first core is the caller's.
+    const std::size_t first = share.pus.size() > 1 ? 1 : 0;
+    for (std::size_t i = 0; i < places_.size(); ++i)
+      places_[i].store(share.pus[first + i % (share.pus.size() - first)], std::memory_order_relaxed);
+    const auto most = static_cast<std::uint32_t>(places_.size());
+    const std::uint32_t active = std::min(threads_on(share.cores), most);
+    constexpr std::uint32_t kMostThatNap = 3;
+    spins_.store(cores_.topology().cores() > kMostThatNap && active < share.cores, std::memory_order_relaxed);
+    active_.store(active, std::memory_order_relaxed);
+    generation_ = generation;
+  } catch (const std::bad_alloc&) {
+    // As before: the next plan tries again.
+  }
+}
+
+void FarWorkers::move(std::uint32_t thread, std::uint32_t& pu) const noexcept {
+  const std::uint32_t place = places_[thread].load(std::memory_order_relaxed);
+  if (options_.pin && place != std::exchange(pu, place)) (void)cores_.topology().bind_this_thread(place);
 }
 
 void FarWorkers::wake(std::uint64_t forward) {
+  settle_in();
   {
     const std::lock_guard lock(mutex_);
     expected_.store(forward, std::memory_order_relaxed);
   }
   woken_.notify_all();
+}
+
+bool FarWorkers::stop(std::chrono::milliseconds timeout) noexcept {
+  cores_.end();
+  return threads_.stop(timeout);
 }
 
 bool FarWorkers::idle() const noexcept {
@@ -82,27 +111,39 @@ bool FarWorkers::under_way() const noexcept {
   return look(memory_.mailbox->outcome.forward) < expected_.load(std::memory_order_relaxed);
 }
 
+void FarWorkers::sleep(std::uint32_t thread, std::uint64_t seen, const std::stop_token& stop) {
+  std::unique_lock lock(mutex_);
+  asleep_.fetch_add(1, std::memory_order_relaxed);
+  woken_.wait(lock, stop, [&] {
+    stirrings_.fetch_add(1, std::memory_order_relaxed);
+    return thread < active() && (under_way() || look(memory_.mailbox->question.asked) > seen);
+  });
+  asleep_.fetch_sub(1, std::memory_order_relaxed);
+}
+
 void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
   // A forward that is not heard of for long is not waited for at full speed.
   constexpr std::chrono::milliseconds kSpin{2};
-  constexpr std::chrono::microseconds kNap{20};
   std::uint64_t seen = look(memory_.mailbox->answer.answered);
   std::uint64_t learnt = 0;  // Nothing is left to be learnt from forwards up to this one.
+  std::uint32_t pu = kNone;
   Clock::time_point heard = Clock::now();
   while (!stop.stop_requested()) {
+    const bool called = thread < active();
     const std::uint64_t asked = look(memory_.mailbox->question.asked);
-    if (asked > seen) {
-      answer(asked, thread);
+    if (called && asked > seen) {
+      answer(asked, thread, stop);
       seen = asked;
       heard = Clock::now();
-    } else if (const std::uint64_t ended = look(memory_.mailbox->outcome.forward); ended > learnt) {
+    } else if (const std::uint64_t ended = look(memory_.mailbox->outcome.forward); called && ended > learnt) {
+      move(thread, pu);
       const auto wanted = [&] { return look(memory_.mailbox->question.asked) > seen || stop.stop_requested(); };
       if (choice_.learn(look(memory_.mailbox->outcome.good), wanted)) learnt = ended;
-    } else if (!under_way()) {
-      std::unique_lock lock(mutex_);
-      woken_.wait(lock, stop, [&] { return under_way() || look(memory_.mailbox->question.asked) > seen; });
+    } else if (!called || !under_way()) {
+      sleep(thread, seen, stop);
+      move(thread, pu);
       heard = Clock::now();
-    } else if (options_.spin && Clock::now() - heard < kSpin) {
+    } else if (spins() && Clock::now() - heard < kSpin) {
       for (int i = 0; i < 4; ++i) cpu::relax();
     } else {
       std::this_thread::sleep_for(kNap);
@@ -161,30 +202,38 @@ void FarWorkers::do_piece(const Question& question, Stage stage, std::uint32_t t
              {.stage = stage, .layer = question.layer, .thread = thread, .begin_ns = begin, .end_ns = now_ns()});
 }
 
-bool FarWorkers::choose(const Question& question, std::uint32_t choices, std::uint32_t thread) {
-  bool last = false;
+FarWorkers::Choice FarWorkers::choose(const Question& question, std::uint32_t choices, std::uint32_t thread,
+                                      const std::stop_token& stop) {
+  Choice choice = Choice::made;
   for (std::uint32_t item = 0; (item = choices_.claim(question.asked, choices)) != kNone;) {
     do_piece(question, Stage::choose_far, thread,
              [&] { choice_.choose(question.asked, question.forward, question.layer, item); });
-    last = choices_.finish(choices);
-    if (last) chosen_.store(question.asked, std::memory_order_release);
+    if (!choices_.finish(choices)) continue;
+    choice = Choice::made_last;
+    chosen_.store(question.asked, std::memory_order_release);
   }
   // Others are at it: what they choose is attended by all.
-  while (!cpu::spin_until([&] { return chosen_.load(std::memory_order_acquire) >= question.asked; }))
-    std::this_thread::yield();
-  return last;
+  const auto chosen = [&] { return chosen_.load(std::memory_order_acquire) >= question.asked; };
+  if (spins() ? cpu::spin_until(chosen) : chosen()) return choice;
+  const Deadline deadline = deadline_after(options_.timeout);
+  while (!(spins() ? cpu::spin_until(chosen) : chosen())) {
+    if (stop.stop_requested() || RunClock::now() >= deadline) return Choice::not_made;
+    spins() ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
+  }
+  return choice;
 }
 
-void FarWorkers::answer(std::uint64_t asked, std::uint32_t thread) {
+void FarWorkers::answer(std::uint64_t asked, std::uint32_t thread, const std::stop_token& stop) {
   const auto word = [](auto& part) { return std::atomic_ref(part).load(std::memory_order_relaxed); };
   ForwardMailbox::Question& said = memory_.mailbox->question;
   const Question question{.asked = asked, .forward = word(said.forward), .layer = word(said.layer)};
   const std::uint32_t choices = choices_.total(asked, [&] { return word(said.choices); });
   if (choices == kNone) return;
-  const bool chose_last = choices != 0 && choose(question, choices, thread);
+  const Choice choice = choices == 0 ? Choice::made : choose(question, choices, thread, stop);
+  if (choice == Choice::not_made) return;
   const std::uint32_t parts = parts_.total(asked, [&] { return all_parts(); });
   if (parts == kNone) return;
-  if (parts == 0 && chose_last) say(question);
+  if (parts == 0 && choice == Choice::made_last) say(question);
   Cursor cursor;
   for (std::uint32_t at = 0; (at = parts_.claim(asked, parts)) != kNone;) {
     do_piece(question, Stage::attend_far, thread,

@@ -1,15 +1,20 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
-#include <thread>
+#include <stop_token>
+#include <utility>
 #include <vector>
 
 #include "cpu/kernels/kernels.hpp"
-#include "cpu/machine/topology.hpp"
+#include "cpu/machine/core_shares.hpp"
+#include "cpu/threads/crew.hpp"
+#include "cpu/threads/kept.hpp"
 #include "runtime/engine/far_choice.hpp"
 #include "runtime/engine/far_notes.hpp"
 #include "runtime/engine/shares.hpp"
@@ -19,35 +24,49 @@
 namespace sluice::runtime {
 
 struct FarWorkersOptions {
-  std::uint32_t threads = 1;
+  std::uint32_t threads = 0;  ///< 0: one for each core of the share but `spare`, one at least
+  std::uint32_t spare = 0;    ///< cores that are left to others
   bool pin = true;
-  bool spin = true;  ///< while a forward is under way; else they nap, where others want the cores
-  std::uint32_t numa_node = 0;
-  std::function<void()> before_answer{};  ///< see EngineOptions
+  std::chrono::milliseconds timeout{1'000};  ///< of one thread's waits for another that chooses
+  std::function<void()> before_answer{};     ///< see EngineOptions
 };
 
 /// Threads that answer the device's questions: policies choose, where there are some, then far rows are attended, in
 /// place. They watch the mailbox from `wake` until the forward has ended, let policies learn from what was chosen while
 /// there is nothing to answer, and sleep otherwise.
-/// Thread safety: `wake` and `idle` from one thread.
+///
+/// They spin while they watch if the process has enough cores for that and the share more than there are threads; else
+/// they nap. Should the share be another when a forward is planned, they move: some then sleep until it is larger.
+/// Thread safety: the public functions from one thread.
 class FarWorkers {
  public:
   /// `memory` is copied; what it points to must outlive this, and so must `choice` and `notes`.
   /// @throws Error{Errc::device} if the system has no thread left.
   FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes, const FarWorkersOptions& options,
-             const cpu::Topology& topology);
-  ~FarWorkers();
+             cpu::CoreShares::Lease cores);
   FarWorkers(const FarWorkers&) = delete;
   FarWorkers& operator=(const FarWorkers&) = delete;
 
   /// Forward `forward` may ask from now on.
   void wake(std::uint64_t forward);
+  /// Ends the threads. Whether all of them have within `timeout`; if not, they use what this was built on, and this,
+  /// until they have: `keep` it then. Their cores are others' in any case.
+  [[nodiscard]] bool stop(std::chrono::milliseconds timeout) noexcept;
+  /// As cpu::Crew's.
+  void keep(std::unique_ptr<cpu::Kept> owner) noexcept { threads_.keep(std::move(owner)); }
   /// Whether every question that was asked is answered.
   [[nodiscard]] bool idle() const noexcept;
   /// Of host memory that the threads work in.
   [[nodiscard]] std::uint64_t bytes() const noexcept { return partials_.size() * sizeof(float); }
   /// From when a thread saw a question until it was answered, over all questions.
   [[nodiscard]] std::uint64_t answer_ns() const noexcept { return answer_ns_.load(std::memory_order_relaxed); }
+  /// Threads that answer, as of the newest plan; the others sleep.
+  [[nodiscard]] std::uint32_t active() const noexcept { return active_.load(std::memory_order_relaxed); }
+  /// Whether these spin.
+  [[nodiscard]] bool spins() const noexcept { return spins_.load(std::memory_order_relaxed); }
+  /// Threads that sleep until they are woken, and how often they all have looked whether there is a reason to get up.
+  [[nodiscard]] std::uint32_t asleep() const noexcept { return asleep_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t stirrings() const noexcept { return stirrings_.load(std::memory_order_relaxed); }
 
  private:
   /// Addresses of K rows: a thread's own, as many as the largest part has.
@@ -67,10 +86,21 @@ class FarWorkers {
     std::uint32_t begin = 0;
     std::uint32_t end = 0;
   };
+  /// How many threads a share of so many cores is for.
+  [[nodiscard]] std::uint32_t threads_on(std::uint32_t cores) const noexcept;
+  /// Goes by the share as it is now.
+  void settle_in() noexcept;
+  /// Binds the calling thread to its core, where it is not bound to that (`pu`) already.
+  void move(std::uint32_t thread, std::uint32_t& pu) const noexcept;
   void work(std::uint32_t thread, const std::stop_token& stop);
-  void answer(std::uint64_t asked, std::uint32_t thread);
-  /// Returns when all policies have chosen. Whether the last of them did so here.
-  [[nodiscard]] bool choose(const Question& question, std::uint32_t choices, std::uint32_t thread);
+  /// Until there may be a question newer than `seen`.
+  void sleep(std::uint32_t thread, std::uint64_t seen, const std::stop_token& stop);
+  void answer(std::uint64_t asked, std::uint32_t thread, const std::stop_token& stop);
+  enum class Choice : std::uint8_t { made, made_last, not_made };
+  /// Returns when all policies have chosen; `made_last` if the last of them did so here. `not_made`: a thread that has
+  /// begun to choose does not come back. Should it after all, what is left of the question is its own.
+  [[nodiscard]] Choice choose(const Question& question, std::uint32_t choices, std::uint32_t thread,
+                              const std::stop_token& stop);
   /// Who has done the last piece of work says that the question is answered.
   void say(const Question& question);
   /// A piece of work that was claimed; written down if its forward is traced.
@@ -102,6 +132,12 @@ class FarWorkers {
   FarNotes& notes_;
   const FarWorkersOptions options_;
   const cpu::Kernels& kernels_;
+  cpu::CoreShares::Lease cores_;
+  std::uint64_t generation_ = 0;  ///< of the share that is gone by
+  std::atomic<std::uint32_t> active_{1};
+  std::atomic<bool> spins_{false};
+  std::atomic<std::uint32_t> asleep_{0};
+  std::atomic<std::uint64_t> stirrings_{0};
   std::atomic<std::uint64_t> expected_{0};
   Shares choices_;
   std::atomic<std::uint64_t> chosen_{0};  ///< newest question all of whose choices were made
@@ -114,8 +150,9 @@ class FarWorkers {
   std::vector<float> partials_;  ///< [decode_rows, kv_heads, most_parts, group, head_dim + 1]
   std::mutex mutex_;
   std::condition_variable_any woken_;
-  std::vector<Rows> rows_;             ///< [threads]
-  std::vector<std::jthread> threads_;  ///< last: they use all of the above
+  std::vector<Rows> rows_;                         ///< [threads]
+  std::vector<std::atomic<std::uint32_t>> places_;  ///< [threads] PU that it runs on
+  cpu::Crew threads_;                              ///< last: they use all of the above
 };
 
 }  // namespace sluice::runtime

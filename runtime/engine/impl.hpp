@@ -125,6 +125,7 @@ struct Engine::Impl : cpu::Kept {
   // Policies that choose on the CPU.
   /// @throws Error{Errc::unsupported} if what the sequence's policy knows cannot be taken back or copied
   void require_forgetful(const Sequence& sequence, SequenceId id, const char* what) const;
+  /// While no thread learns.
   void drop_policy(Sequence& sequence) noexcept;
   void copy_tail(const Sequence& from, Sequence& to) noexcept;
   /// Those of sequences whose first token behind the prompt is planned look at it.
@@ -202,8 +203,9 @@ struct Engine::Impl : cpu::Kept {
   void note_ended() noexcept;
   /// The mailbox has a place for the next forward.
   void require_noted();
-  void await_idle() const;
-  /// Its sequences have what it planned for them, if it got to its end, or never will.
+  /// No thread works for a forward that failed, and none does as long as the result lives.
+  [[nodiscard]] runtime::FarChoice::Rest await_idle();
+  /// Its sequences have what it planned for them, if it got to its end, or never will: then while no thread learns.
   runtime::Program retire(std::uint64_t forward, bool done);
   /// Takes back this forward and all behind it.
   void take_back(std::uint64_t forward);

@@ -1,12 +1,29 @@
 #include "runtime/engine/sequence_policy.hpp"
 
-#include <chrono>
+#include <string>
 #include <thread>
 
 #include "cpu/threads/spin.hpp"
 #include "sluice/error.hpp"
+#include "sluice/run_clock.hpp"
 
 namespace sluice::runtime {
+namespace {
+
+/// For another thread, which is about to be ready.
+template <class Ready>
+void await(const Ready& ready, std::chrono::milliseconds timeout) {
+  constexpr std::chrono::microseconds kNap{20};
+  const Deadline deadline = deadline_after(timeout);
+  while (!cpu::spin_until(ready)) {
+    if (RunClock::now() >= deadline)
+      throw Error(Errc::timeout, "a thread that learns from an earlier token has not come back within " +
+                                     std::to_string(timeout.count()) + " ms");
+    std::this_thread::sleep_for(kNap);
+  }
+}
+
+}  // namespace
 
 SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory,
                                const std::vector<std::uint32_t>& blocks, cpu::Backend& host)
@@ -60,13 +77,12 @@ void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::
 
 void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
                             scheduler::SelectCounters& counters) {
-  const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores] = asked;
+  const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores, timeout] = asked;
   Seat& mine = seat(layer, kv_head);
   // What is to be learnt comes from before this forward, which would not run had that one failed.
-  while (mine.lesson.load(std::memory_order_acquire) != 0) {
-    learn(layer, kv_head, forward - 1);
-    cpu::relax();
-  }
+  const auto learnt = [&] { return mine.lesson.load(std::memory_order_acquire) == 0; };
+  learn(layer, kv_head, forward - 1);
+  if (!learnt()) await(learnt, timeout);
   if (spoilt()) throw Error(Errc::device, "what it has learnt is lost");
   HostKv kv = reader(layer, kv_head, blocks_, window.tokens);
   const scheduler::NearSet near{
@@ -108,20 +124,10 @@ void SequencePolicy::learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv
   }
 }
 
-std::uint64_t SequencePolicy::settled(const Seat& seat) noexcept {
-  std::uint64_t lesson = seat.lesson.load(std::memory_order_acquire);
-  for (; (lesson & kBusy) != 0; lesson = seat.lesson.load(std::memory_order_acquire)) {
-    if (!cpu::spin_until([&] { return (seat.lesson.load(std::memory_order_acquire) & kBusy) == 0; }))
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  return lesson;
-}
-
 void SequencePolicy::forget(std::uint64_t forward) noexcept {
   for (Seat& each : seats_) {
-    for (std::uint64_t lesson = settled(each); lesson == forward; lesson = settled(each)) {
-      if (each.lesson.compare_exchange_strong(lesson, 0, std::memory_order_acq_rel)) break;
-    }
+    std::uint64_t lesson = forward;
+    (void)each.lesson.compare_exchange_strong(lesson, 0, std::memory_order_acq_rel);
   }
   if (learnt_.load(std::memory_order_relaxed) >= forward) spoilt_.store(true, std::memory_order_relaxed);
 }
@@ -137,11 +143,7 @@ std::uint64_t SequencePolicy::heap_bytes() const noexcept {
 }
 
 void SequencePolicy::close() noexcept {
-  for (Seat& each : seats_) {
-    for (std::uint64_t lesson = settled(each); lesson != 0; lesson = settled(each)) {
-      if (each.lesson.compare_exchange_strong(lesson, 0, std::memory_order_acq_rel)) break;
-    }
-  }
+  for (Seat& each : seats_) each.lesson.store(0, std::memory_order_release);
   layers_.clear();
 }
 

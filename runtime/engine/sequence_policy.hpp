@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -53,16 +54,18 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
     const float* q = nullptr;
     std::span<const std::uint32_t> ranked_pages{};  ///< [group, page_picks]
     std::span<const float> page_scores{};           ///< [group, pages] if only these are wanted
+    std::chrono::milliseconds timeout{1'000};       ///< of a wait for a thread that learns
   };
-  /// Chooses, having learnt all that there is to learn.
+  /// Chooses, having learnt all that there is to learn.  @throws Error{Errc::timeout} if a thread that does so does not
+  /// come back.
   void choose(const Asked& asked, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters);
   /// Learns what a seat chose in a forward up to `good`, unless another thread does.
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
-  /// What was chosen in `forward` came to nothing. Waits for threads that learn.
+  /// What was chosen in `forward` came to nothing. While no thread learns.
   void forget(std::uint64_t forward) noexcept;
   /// Of the heap: what each seat held when it last began, chose or learnt.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
-  /// Nothing is learnt any more, by any thread, and all is freed. Only between forwards.
+  /// Nothing is learnt any more, by any thread, and all is freed. Only between forwards, while no thread learns.
   void close() noexcept;
 
  private:
@@ -81,8 +84,6 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   /// The keys and values of a head, `tokens` of which there are.
   [[nodiscard]] HostKv reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks,
                               std::uint32_t tokens) const;
-  /// Waits until nobody learns at this seat; what it says then.
-  static std::uint64_t settled(const Seat& seat) noexcept;
   void begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head);
   void learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept;
   /// By the thread that has the seat.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "sluice/backend.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::tools {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/float16.hpp"
+#include "sluice/backend.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 #include "tools/cli/text/report.hpp"

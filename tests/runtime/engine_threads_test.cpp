@@ -1,0 +1,181 @@
+// Engines whose threads do not come back, and engines that share the cores of a process.
+#include <atomic>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "cpu/machine/core_shares.hpp"
+#include "tests/runtime/toy.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/engine_plain.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+using namespace sluice::test::plain;
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr const char* kPolicy = "exact | int4 | top_k=10 | near=0,sinks=2,recent=6";
+
+/// Holds one thread up that is not its own, from when it is told to until it is to let go.
+struct Gate {
+  std::atomic<bool> armed{false};
+  std::atomic<bool> held{false};
+  std::atomic<bool> open{false};
+  const std::thread::id caller = std::this_thread::get_id();
+
+  void pass() {
+    if (std::this_thread::get_id() == caller) {
+      while (armed) std::this_thread::sleep_for(1ms);  // Else there may be nothing left for others.
+    } else if (armed.exchange(false)) {
+      held = true;
+      while (!open) std::this_thread::sleep_for(1ms);
+      held = false;
+    }
+  }
+};
+
+EngineOptions impatient(const EngineRig& rig, const std::shared_ptr<Gate>& gate) {
+  EngineOptions options = options_for(rig, 1, 60, 0);
+  options.answer_timeout = 400ms;
+  options.timeout = 1s;
+  options.before_answer = [gate] { gate->pass(); };
+  return options;
+}
+
+/// The error that a call ends with.
+template <class Call>
+std::pair<Errc, std::string> error_of_call(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return {error.code(), error.what()};
+  }
+  FAIL("no error");
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("a thread that does not come back from an answer costs the engine, not the process", "[engine][lost]") {
+  const bool comes_back = GENERATE(true, false);
+  CAPTURE(comes_back);
+  const EngineRig rig = engine_rig();
+  const long users = rig.device.use_count();
+  const auto gate = std::make_shared<Gate>();
+  const Story story(kShape, 120, 5);
+  auto engine = std::make_unique<Engine>(impatient(rig, gate), rig.device);
+  Teller teller{.story = &story, .id = engine->begin(parse_policy(kPolicy))};
+  import_story(*engine, rig, teller, 100);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  (void)run_forward(*engine, rig, tensors, {&teller});
+  gate->armed = true;
+  tensors.set(0, story, teller.at);
+  const Batch batch = engine->plan(one_each({&teller.id, 1}), engine->options().largest, rig.stream);
+  tensors.attend(*engine, rig.stream);
+  rig.synchronize();
+  REQUIRE(std::isnan(tensors.out(0).back()));
+  for (int i = 0; i < 2; ++i) REQUIRE(code_of([&] { engine->finish(batch); }) == Errc::timeout);
+  REQUIRE(engine->tokens(teller.id) == teller.at);
+  REQUIRE(gate->held);
+  if (comes_back) {
+    gate->open = true;
+    const auto [code, text] = error_of_call([&] { engine->finish(batch); });
+    CAPTURE(text);
+    REQUIRE(code == Errc::device);
+    REQUIRE(text.find("sequence " + std::to_string(teller.id.value) + ";") != std::string::npos);
+    while (teller.at < story.tokens()) {
+      const auto out = run_forward(*engine, rig, tensors, {&teller});
+      REQUIRE(error_of(out[0], story, teller.at - 1, 2, 6, 10) < kTolerance);
+    }
+    engine.reset();
+    REQUIRE(rig.device.use_count() == users);
+    return;
+  }
+  engine.reset();
+  REQUIRE(gate->held);
+  REQUIRE(rig.device.use_count() > users);
+  REQUIRE(cpu::CoreShares::of_process().shares().empty());
+  gate->open = true;
+  while (rig.device.use_count() != users) std::this_thread::sleep_for(1ms);
+}
+
+TEST_CASE("a thread that does not come back from a look at a prompt costs its policies", "[engine][lost]") {
+  const EngineRig rig = engine_rig();
+  const long users = rig.device.use_count();
+  const auto gate = std::make_shared<Gate>();
+  const Story story(kShape, 120, 5);
+  EngineOptions options = impatient(rig, gate);
+  options.threads = 3;
+  options.largest.unbounded = true;
+  options.cpu_sequences = 1;
+  auto engine = std::make_unique<Engine>(options, rig.device);
+  Teller stuck{.story = &story, .id = engine->begin(parse_policy("exact | top_k=10 | near=0,sinks=2,recent=6"))};
+  Teller other{.story = &story, .id = engine->begin(parse_policy(kPolicy))};
+  for (Teller* const teller : {&stuck, &other}) import_story(*engine, rig, *teller, 100);
+  gate->armed = true;
+  const auto plan = [&] { (void)engine->plan(one_each({&stuck.id, 1}), engine->options().largest, rig.stream); };
+  const auto [code, text] = error_of_call(plan);
+  CAPTURE(text);
+  REQUIRE(code == Errc::timeout);
+  REQUIRE(text.find("worker ") != std::string::npos);
+  REQUIRE(code_of(plan) == Errc::timeout);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  while (other.at < story.tokens()) {
+    const auto out = run_forward(*engine, rig, tensors, {&other});
+    REQUIRE(error_of(out[0], story, other.at - 1, 2, 6, 10) < kTolerance);
+  }
+  engine->end(stuck.id);
+  REQUIRE(gate->held);
+  engine.reset();
+  REQUIRE(gate->held);
+  REQUIRE(rig.device.use_count() > users);
+  gate->open = true;
+  while (rig.device.use_count() != users) std::this_thread::sleep_for(1ms);
+}
+
+TEST_CASE("engines that come and go beside each other say what each says alone", "[engine][core_shares]") {
+  const Story story(kShape, 106, 7);
+  const auto tell = [&story](std::uint32_t near, bool pin) {
+    const EngineRig rig{.device = separate_device(), .queue = nullptr};
+    const auto queue = rig.device->create_stream("caller");
+    EngineOptions options = options_for(rig, 1, 20, near);
+    options.threads = 0;
+    options.pin_threads = pin;
+    Engine engine(options, rig.device);
+    const SequenceId id = engine.begin(parse_policy(kPolicy));
+    Teller teller{.story = &story, .id = id};
+    EngineRig mine{.device = rig.device, .queue = nullptr, .stream = queue.get()};
+    import_story(engine, mine, teller, 100);
+    ForwardTensors tensors(*rig.device, kShape, 1);
+    std::vector<float> all;
+    while (teller.at < story.tokens()) {
+      tensors.set(0, story, teller.at++);
+      const Batch batch = engine.plan(one_each({&id, 1}), engine.options().largest, queue.get());
+      tensors.attend(engine, queue.get());
+      engine.finish(batch);
+      queue->synchronize(deadline_after(60s));
+      const std::vector<float> out = tensors.out(0);
+      all.insert(all.end(), out.begin(), out.end());
+    }
+    return all;
+  };
+  const std::vector<float> want = tell(0, true);
+  const std::vector<float> want_near = tell(4, true);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (std::uint32_t i = 0; i < 3; ++i) {
+    threads.emplace_back([&, i] {
+      std::mt19937 rng(i);
+      for (int round = 0; round < 4; ++round) {
+        const bool near = rng() % 2 == 0;
+        wrong += tell(near ? 4 : 0, rng() % 2 == 0) == (near ? want_near : want) ? 0 : 1;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  REQUIRE(wrong == 0);
+  REQUIRE(cpu::CoreShares::of_process().shares().empty());
+}

@@ -1,0 +1,158 @@
+// Threads that answer questions, as far as they sleep, share cores and wait for one another.
+#include "runtime/engine/far_workers.hpp"
+
+#include <atomic>
+#include <optional>
+#include <thread>
+
+#include "cpu/backend/backend.hpp"
+#include "runtime/engine/far_choice.hpp"
+#include "sluice/error.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/engine_rig.hpp"
+
+using namespace sluice;
+using namespace sluice::runtime;
+using namespace sluice::test;
+using namespace std::chrono_literals;
+
+namespace {
+
+/// What threads look at that are asked nothing.
+struct Desk {
+  Desk() {
+    memory.shape = {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 32};
+    memory.layout = {.page_tokens = 16, .head_dim = 32, .dtype = DType::f32};
+    memory.largest.decode_rows = 1;
+    memory.mailbox = &mailbox;
+  }
+  FarWorkers workers(cpu::CoreShares& shares, const std::string& machine, const FarWorkersOptions& options) {
+    return workers(shares, cpu::Topology(machine), options);
+  }
+  FarWorkers workers(cpu::CoreShares& shares, const cpu::Topology& machine, const FarWorkersOptions& options) {
+    return {memory, choice, notes, options, shares.take({.topology = machine})};
+  }
+  void end(std::uint64_t forward) { std::atomic_ref(mailbox.outcome.forward).store(forward); }
+
+  ForwardMailbox mailbox{};
+  ForwardMemory memory;
+  FarChoice choice{memory, cpu::fastest_kernels(), 1s};
+  FarNotes notes{memory};
+};
+
+/// Whether it comes true, on a machine however busy.
+template <class Ready>
+bool comes(const Ready& ready) {
+  const Deadline deadline = deadline_after(60s);
+  while (!ready() && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);
+  return ready();
+}
+
+}  // namespace
+
+TEST_CASE("threads sleep between plans, all of them", "[far_workers]") {
+  Desk desk;
+  cpu::CoreShares shares;
+  FarWorkers workers = desk.workers(shares, "core:4 pu:2", {.threads = 3, .pin = false});
+  for (std::uint64_t forward = 1; forward < 20; ++forward) {
+    REQUIRE(comes([&] { return workers.asleep() == 3; }));
+    workers.wake(forward);
+    REQUIRE(comes([&] { return workers.asleep() == 0; }));
+    std::this_thread::sleep_for(3ms);
+    REQUIRE(workers.asleep() == 0);
+    desk.end(forward);
+  }
+  REQUIRE(comes([&] { return workers.asleep() == 3; }));
+  const std::uint64_t before = workers.stirrings();
+  std::this_thread::sleep_for(200ms);
+  REQUIRE(workers.asleep() == 3);
+  REQUIRE(workers.stirrings() <= before + 3);  // A signal may stir them; whoever polls would be seen hundreds of times.
+}
+
+TEST_CASE("threads go by the share of cores when a forward is planned", "[far_workers]") {
+  Desk desk;
+  cpu::CoreShares shares;
+  const cpu::Topology machine("numa:2 core:4 pu:2");
+  FarWorkers workers = desk.workers(shares, machine, {.spare = 1, .pin = false});
+  REQUIRE(workers.active() == 7);
+  REQUIRE(workers.spins());
+  std::optional<cpu::CoreShares::Lease> other(shares.take({.topology = machine}));
+  REQUIRE(workers.active() == 7);
+  workers.wake(1);
+  REQUIRE(workers.active() == 3);
+  REQUIRE(workers.spins());
+  REQUIRE(comes([&] { return workers.asleep() == 4; }));
+  std::optional<cpu::CoreShares::Lease> third(
+      shares.take({.topology = machine.of_pus(std::vector<std::uint32_t>{0, 2, 4, 6}), .named = true}));
+  workers.wake(2);
+  REQUIRE(workers.active() == 1);
+  REQUIRE(comes([&] { return workers.asleep() == 6; }));
+  other.reset();
+  third.reset();
+  workers.wake(3);
+  REQUIRE(workers.active() == 7);
+  REQUIRE(comes([&] { return workers.asleep() == 0; }));
+  desk.end(3);
+  REQUIRE(comes([&] { return workers.asleep() == 7; }));
+}
+
+TEST_CASE("with three cores or fewer nothing spins, nor where threads have no core each", "[far_workers]") {
+  Desk desk;
+  struct Case {
+    cpu::Topology machine;
+    FarWorkersOptions options;
+    std::uint32_t active;
+    bool spins;
+  };
+  const cpu::Topology eight("core:8 pu:1");
+  for (const Case& each : {Case{cpu::Topology("core:1 pu:1"), {.spare = 1}, 1, false},
+                           Case{cpu::Topology("core:2 pu:2"), {.spare = 1}, 1, false},
+                           Case{cpu::Topology("core:3 pu:1"), {.spare = 1}, 2, false},
+                           Case{cpu::Topology("core:4 pu:1"), {.spare = 1}, 3, true},
+                           Case{cpu::Topology("core:4 pu:1"), {}, 4, false},
+                           Case{cpu::Topology("core:4 pu:1"), {.threads = 3}, 3, true},
+                           Case{cpu::Topology("core:4 pu:1"), {.threads = 5}, 5, false},
+                           Case{eight.limited(2), {.spare = 1}, 1, false},
+                           Case{eight.limited(2), {.threads = 1}, 1, false},
+                           Case{eight.limited(3), {.spare = 1}, 2, false},
+                           Case{eight.limited(4), {.spare = 1}, 3, true}}) {
+    cpu::CoreShares shares;
+    FarWorkersOptions options = each.options;
+    options.pin = false;
+    FarWorkers workers = desk.workers(shares, each.machine, options);
+    CAPTURE(each.machine.summary(), each.machine.cores(), options.threads, options.spare);
+    REQUIRE(workers.active() == each.active);
+    REQUIRE(workers.spins() == each.spins);
+    REQUIRE(comes([&] { return workers.asleep() == each.active; }));
+  }
+}
+
+TEST_CASE("who needs threads not to learn waits for them, though not for ever", "[far_workers]") {
+  Desk desk;
+  const cpu::Topology machine;
+  const cpu::Workers one(machine, {.threads = 1, .pin = false});
+  cpu::Backend host(one);
+  const std::vector<std::uint32_t> blocks{0};
+  const auto policy =
+      std::make_shared<SequencePolicy>(parse_policy("exact | top_k=4 | near=0"), desk.memory, blocks, host);
+  desk.choice.expect(1, {{.sequence = SequenceId{1}, .policy = policy, .index = 0, .window = {}}});
+  std::atomic<bool> begun{false};
+  std::atomic<bool> open{false};
+  std::thread learner([&] {
+    (void)desk.choice.learn(1, [&] {
+      begun = true;
+      while (!open) std::this_thread::sleep_for(1ms);
+      return false;
+    });
+  });
+  while (!begun) std::this_thread::yield();
+  for (int i = 0; i < 2; ++i) REQUIRE(code_of([&] { (void)desk.choice.rest(10ms); }) == Errc::timeout);
+  REQUIRE(desk.choice.learn(1, [] { return false; }));  // Who gave up keeps nobody from it.
+  open = true;
+  {
+    const FarChoice::Rest rest = desk.choice.rest(60s);
+    learner.join();
+    REQUIRE_FALSE(desk.choice.learn(1, [] { return false; }));
+  }
+  REQUIRE(desk.choice.learn(1, [] { return false; }));
+}
