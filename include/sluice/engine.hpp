@@ -50,8 +50,9 @@ struct EngineOptions {
   /// Of them, those whose policies choose on the CPU: each has room for the queries of its prompt's newest tokens.
   std::uint32_t cpu_sequences = 0;
   /// What policies of these sequences may keep on the heap, which grows with their tokens; 0: no bound. Each sequence
-  /// counts for the most that its policy may keep of the tokens it has: about 5% of its keys and values in bf16 if 4 query
-  /// heads share a KV head (lfps, tactic), more than these with hash tables (magicpig). What would exceed it is refused.
+  /// counts for the most that its policy may keep of the tokens it has: about 5% of its keys and values in bf16 if 4
+  /// query heads share a KV head (lfps, tactic), more than these with hash tables (magicpig). What would exceed it is
+  /// refused.
   std::uint64_t policy_bytes = 0;
   std::uint32_t prompt_queries = 32;    ///< as many; history wants 32, see HistoryOptions::init_queries. [1, 256]
   std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose on the device
@@ -141,7 +142,7 @@ struct EngineMemoryUse {
 /// Memory of one sequence in bytes, on the host.
 struct SequenceMemoryUse {
   std::uint64_t far_pages = 0;         ///< keys and values, in blocks that it holds
-  std::uint64_t far_pages_shared = 0;  ///< of these, in blocks that stay if it ends: others hold them, or names keep them
+  std::uint64_t far_pages_shared = 0;  ///< of these, in blocks that others hold or names keep: they stay if it ends
   std::uint64_t policy = 0;            ///< heap: what its policy has learnt, if that chooses on the CPU
   std::uint64_t names = 0;             ///< heap: names of its tokens
   std::uint64_t tail = 0;              ///< pinned: queries of its prompt's newest tokens, reserved with cpu_sequences

@@ -51,7 +51,8 @@ std::uint64_t ClusterSource::most_heap_bytes(const ClusterOptions& options, cons
                                              std::uint32_t tokens) noexcept {
   // Each clustering has one cluster at least.
   const std::uint64_t clusters = tokens / options.tokens_per_cluster + tokens / options.recluster_every + 1;
-  const std::uint64_t index = (clusters + 2 + tokens) * sizeof(std::uint32_t) + clusters * shape.head_dim * sizeof(float);
+  const std::uint64_t index =
+      (clusters + 2 + tokens) * sizeof(std::uint32_t) + clusters * shape.head_dim * sizeof(float);
   // The rankings' vectors grow as vectors do, to twice of what they need.
   const std::uint64_t ranking = sizeof(ClusterRanking) + 2 * 4 * clusters * sizeof(std::uint32_t);
   return index + shape.group() * (ranking + 2 * clusters * sizeof(float));

@@ -7,8 +7,8 @@
 namespace sluice::scheduler {
 
 /// A score in 16 bits: no sign, 6 bits of exponent, 10 of mantissa. Code 0 is 0, code c any other
-/// 2^(c / 1024 - 32) * (1 + c % 1024 / 1024): from 2^-32 to 2^32. Codes are ordered as what they stand for, and a product
-/// with 2^n is a sum with n * kCodesPerOctave.
+/// 2^(c / 1024 - 32) * (1 + c % 1024 / 1024): from 2^-32 to 2^32. Codes are ordered as what they stand for, and a
+/// product with 2^n is a sum with n * kCodesPerOctave.
 using ScoreCode = std::uint16_t;
 
 inline constexpr std::uint32_t kCodesPerOctave = 1024;
@@ -36,8 +36,8 @@ inline constexpr std::int32_t kFirstCode = (127 - 32) * 1024;  ///< of a float o
   return detail::code_of_bits(bits + half);
 }
 
-/// The largest code that does not stand for more than `score` >= 0: a code is above it if and only if what it stands for
-/// is above `score`.
+/// The largest code that does not stand for more than `score` >= 0: a code is above it if and only if what it stands
+/// for is above `score`.
 [[nodiscard]] constexpr ScoreCode floor_code(double score) noexcept {
   const auto nearest = static_cast<float>(score);
   const auto bits = std::bit_cast<std::uint32_t>(nearest);

@@ -250,7 +250,8 @@ std::uint64_t GroupHistory::heap_bytes() const noexcept {
 }
 
 std::uint64_t GroupHistory::most_heap_bytes(std::uint32_t group, std::uint32_t tokens) noexcept {
-  const std::uint64_t head = sizeof(Head) + 2 * ScoreTable::most_heap_bytes(tokens) + 2 * TokenSet::most_heap_bytes(tokens);
+  const std::uint64_t head =
+      sizeof(Head) + 2 * ScoreTable::most_heap_bytes(tokens) + 2 * TokenSet::most_heap_bytes(tokens);
   return group * head + 3 * TokenSet::most_heap_bytes(tokens);
 }
 

@@ -63,8 +63,8 @@ class GroupHistory {
   /// Table entries that the last forecast looked at to find its candidates.
   [[nodiscard]] std::uint64_t looked_at() const noexcept { return looked_at_; }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
-  /// What the history of a KV head with `group` query heads holds at most, with `tokens` tokens visible and no hot pages
-  /// asked for.
+  /// What the history of a KV head with `group` query heads holds at most, with `tokens` tokens visible and no hot
+  /// pages asked for.
   [[nodiscard]] static std::uint64_t most_heap_bytes(std::uint32_t group, std::uint32_t tokens) noexcept;
 
  private:

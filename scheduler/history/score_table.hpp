@@ -23,8 +23,8 @@ namespace sluice::scheduler {
 /// off by a share kScoreError / (1 - decay) at most, 1% with 0.95 (a tenth of that as a rule, as errors cancel), and
 /// by what is forgotten below kSmallestScore / kSmallestUnit of the largest weight.
 ///
-/// Every 32 entries have their largest score in a list of its own, in which whole blocks are left out. 2 bytes per entry
-/// and 2 per block; nothing if there are no entries.
+/// Every 32 entries have their largest score in a list of its own, in which whole blocks are left out. 2 bytes per
+/// entry and 2 per block; nothing if there are no entries.
 class ScoreTable {
  public:
   /// The threshold of eq. (8), form R1, in stored units U, rounded down: stored() > mean, stored() > threshold.
@@ -69,7 +69,9 @@ class ScoreTable {
   [[nodiscard]] const ScoreCode* stored() const noexcept { return u_.empty() ? nullptr : u_.front().codes; }
   /// g: a score is its stored value times this.
   [[nodiscard]] double unit() const noexcept { return g_; }
-  [[nodiscard]] double score(std::uint32_t index) const noexcept { return static_cast<double>(from_code(stored()[index])) * g_; }
+  [[nodiscard]] double score(std::uint32_t index) const noexcept {
+    return static_cast<double>(from_code(stored()[index])) * g_;
+  }
   [[nodiscard]] double sum() const noexcept { return sums_.first * g_; }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept { return scheduler::heap_bytes(u_, most_); }
   /// What a table of `size` entries holds at most, however it grew.

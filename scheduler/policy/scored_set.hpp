@@ -86,8 +86,8 @@ class ScoredSet {
   [[nodiscard]] std::uint64_t united() const noexcept { return united_; }
   [[nodiscard]] std::uint64_t near_hits() const noexcept { return near_hits_; }
   void clear() noexcept;
-  /// What a set keeps between steps at most, so that the next one need not ask for memory: a step of a policy that finds
-  /// its tokens needs less.
+  /// What a set keeps between steps at most, so that the next one need not ask for memory: a step of a policy that
+  /// finds its tokens needs less.
   [[nodiscard]] static constexpr std::uint64_t most_kept_bytes(std::uint32_t visible) noexcept {
     return 4096 + std::uint64_t{4} * visible;
   }

@@ -132,9 +132,10 @@ TEST_CASE("what policies keep is a bounded share of keys and values", "[state_by
 }
 
 TEST_CASE("the bound of policy state holds from the first token on, in every kind of policy", "[state_bytes]") {
-  const std::string text = GENERATE("lfps", "lfps:observe_every=4,share_group=on", "history+clusters | top_k=64 | near=0",
-                                    "history | top_p=0.9 | near=0", "exact | top_k=64 | near=0",
-                                    "clusters | top_p=0.9 | near=0", "lsh | top_p=0.95 | near=0", "tactic", "magicpig");
+  const std::string text = GENERATE("lfps", "lfps:observe_every=4,share_group=on",
+                                    "history+clusters | top_k=64 | near=0", "history | top_p=0.9 | near=0",
+                                    "exact | top_k=64 | near=0", "clusters | top_p=0.9 | near=0",
+                                    "lsh | top_p=0.95 | near=0", "tactic", "magicpig");
   const std::uint32_t prompt = GENERATE(0u, 1u, 5u, 900u, 3000u);
   CAPTURE(text, prompt);
   const Life life(text, prompt, 200);
@@ -142,7 +143,8 @@ TEST_CASE("the bound of policy state holds from the first token on, in every kin
 }
 
 TEST_CASE("policies without state are told so", "[state_bytes]") {
-  for (const char* text : {"full", "streaming", "psa"}) CHECK(policy_state_bytes(parse_policy(text), kShape, 65536) == 0);
+  for (const char* text : {"full", "streaming", "psa"})
+    CHECK(policy_state_bytes(parse_policy(text), kShape, 65536) == 0);
   const PolicySpec lfps = parse_policy("lfps");
   // One of two layers is dense: half.
   PolicySpec half = lfps;
