@@ -45,6 +45,10 @@ class StarvedVerbs final : public ForwardVerbs {
   void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.fetch(memory, layer); }
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.merge(memory, layer); }
   void audit(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.audit(memory, layer); }
+  void stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) override {
+    inner_.stamp(memory, layer, stage, stream);
+  }
+  [[nodiscard]] bool stamps_by_clock() const noexcept override { return inner_.stamps_by_clock(); }
   void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override {
     inner_.cancel(memory, before, stream);
   }
