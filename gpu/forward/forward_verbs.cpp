@@ -142,7 +142,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     // A few times what is chosen, and no more than the split kernel has shared memory for.
     constexpr std::uint32_t kMostCandidates = 16'384;
     const std::uint64_t rows = std::uint64_t{largest.decode_rows} * memory.shape.q_heads;
-    choice.foresight.room = std::min(kMostCandidates, std::max(256u, 4 * memory.max_picks));
+    choice.foresight.room = std::min(kMostCandidates, 4 * memory.max_picks + memory.max_window);
     choice.foresight.bounds = carver.take<HeadBound>(memory.shape.layers * rows);
     choice.foresight.counts = carver.take<std::uint32_t>(rows);
     choice.foresight.candidates = carver.take<Candidate>(rows * choice.foresight.room);

@@ -197,7 +197,8 @@ class Engine {
   /// @throws Error{Errc::invalid_argument}, Error{Errc::out_of_capacity}, Error{Errc::unsupported} with the reason if
   /// the device cannot serve the shape or has no verbs of a forward. `device` null: an embedded host device.
   explicit Engine(const EngineOptions& options, std::shared_ptr<Device> device = nullptr);
-  /// What was enqueued on streams of the caller must have run.
+  /// What was enqueued on streams of the caller must have run. A thread of the engine that does not come back within
+  /// EngineOptions::timeout is left behind, with the device and all else that it may use.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -254,8 +255,8 @@ class Engine {
   /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream as in
   /// `plan`; the last layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] in device memory, after
   /// RoPE, at most import_rows tokens; q [n, q_heads, head_dim] likewise, n <= tokens: queries of the newest, for a
-  /// policy that begins with some; every layer has as many. One that does not get to its last layer is begun again with layer 0, or ends
-  /// with the sequence; until then no forward can be planned, and the sequence neither forked nor truncated.
+  /// policy that begins with some; every layer has as many. One that does not get to its last layer is begun again with
+  /// layer 0, or ends with the sequence; until then no forward can be planned, and the sequence neither forked nor truncated.
   /// @throws Error{Errc::invalid_argument} if a forward is under way
   void import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
                      const TensorView& q = {});
@@ -287,7 +288,9 @@ class Engine {
   /// them that comes later, such as a replay, has no plan. Errors as in `finish`; Error{Errc::invalid_argument} if one
   /// behind it was finished.
   void cancel(const Batch& batch);
-  /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way.
+  /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way; Error{Errc::timeout} if its
+  /// policy chooses on the CPU and a thread in which policies learn does not come back: the sequence lives, and can be
+  /// ended later
   void end(SequenceId sequence);
 
   /// Tokens whose attendance audits report apart, such as those that hold the answer to a question. Positions, which
@@ -302,7 +305,8 @@ class Engine {
   /// thread, so that a traced forward takes longer than others; those pay nothing. Stages that run between two stamps
   /// are not told apart: where a GPU attends near and fetched rows in one launch, `attend` has both. On a GPU stamps
   /// are as exact as its global timer, 32 ns to 1 us; ForwardTrace::clock_error_us says how they lie to the CPU's.
-  /// @throws Error{Errc::not_found} for any other. What it returns is good until the next traced one is finished.
+  /// @throws Error{Errc::not_found} for any other. What it returns is good until the next traced one is finished or
+  /// taken back.
   [[nodiscard]] const ForwardTrace& trace(const Batch& batch) const;
 
   /// That all layers have.

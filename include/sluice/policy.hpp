@@ -35,10 +35,13 @@ enum class BudgetKind : std::uint8_t {
   sampled,      ///< every candidate, corrected for the chance that it became one; needs `lsh` alone (MagicPIG)
 };
 
+/// A score that decays more slowly gains less in a step than its 16 bits tell apart, see HistoryOptions.
+inline constexpr float kMostHistoryDecay = 0.998f;
+
 /// Score tables over attention history (LFPS, arXiv 2506.15704). One pair of tables per query head.
 struct HistoryOptions {
   float alpha = 0.2f;               ///< threshold = mean + alpha*(max-mean)/sqrt(kurtosis); larger selects less. (0, 10]
-  float decay = 0.95f;              ///< factor per observed step. (0, 1)
+  float decay = 0.95f;              ///< factor per observed step. (0, kMostHistoryDecay]
   std::uint32_t init_queries = 32;  ///< last prompt queries that fill the tables. [1, 256]
   std::uint32_t local_tokens = 5;   ///< newest positions that are always candidates. [0, 4096]
   /// Candidates of a group's query heads are united before scoring: each head may pick what another found.

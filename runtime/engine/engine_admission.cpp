@@ -19,10 +19,13 @@ std::uint64_t Engine::Impl::policy_shares() const noexcept {
   return bytes;
 }
 
+bool Engine::Impl::has_policy_room(std::uint64_t more) const noexcept {
+  return options.policy_bytes == 0 || more == 0 || policy_shares() + more <= options.policy_bytes;
+}
+
 void Engine::Impl::require_policy_room(std::uint64_t more) const {
-  if (options.policy_bytes == 0 || more == 0) return;
+  if (has_policy_room(more)) return;
   const std::uint64_t shares = policy_shares();
-  if (shares + more <= options.policy_bytes) return;
   throw Error(Errc::out_of_capacity,
               "policies that choose on the CPU may keep " + std::to_string(options.policy_bytes) +
                   " bytes, of which " + std::to_string(shares) + " are promised, and " + std::to_string(more) +
@@ -30,14 +33,14 @@ void Engine::Impl::require_policy_room(std::uint64_t more) const {
                   "policy that keeps nothing, such as `exact | int4 | top_p=0.95 | near=0`");
 }
 
-bool Engine::Impl::admits(std::uint32_t tokens, const PolicySpec& policy) const {
+bool Engine::Impl::admits(std::uint32_t tokens, const PolicySpec& policy) const noexcept {
   try {
     sluice::validate(policy);
     runtime::require_served(policy, options);
-    require_policy_room(policy_share(policy, tokens));
-  } catch (const Error&) {
-    return false;
+  } catch (...) {
+    return false;  // Memory for the reason may be short, too.
   }
+  if (!has_policy_room(policy_share(policy, tokens))) return false;
   return scheduler::chooser(policy) != scheduler::Chooser::cpu || !free_tails.empty();
 }
 

@@ -113,7 +113,10 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
                                             " tokens, and is to keep " + number(tokens));
   if (tokens != sequence.tokens) {
     require_forgetful(sequence, id, "truncate");
-    drop_policy(sequence);  // It holds what longer sequences need.
+    if (sequence.policy) {  // It holds what longer sequences need.
+      const auto rest = choice.rest(options.timeout);
+      drop_policy(sequence);
+    }
   }
   sequence.pages.shrink(pages_of(tokens), table);
   sequence.tokens = sequence.planned = tokens;

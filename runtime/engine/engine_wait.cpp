@@ -63,8 +63,8 @@ void Engine::Impl::require_noted() {
                                               " is under way and far behind; finish or cancel it first");
     // The next forward's rows take the place of its own.
     if (program.ended == ForwardStatus::done) continue;
-      const auto rest = await_idle();
-      note_trace(program);
+    const auto rest = await_idle();
+    note_trace(program);
     choice.forget(program.forward);
   }
 }

@@ -153,6 +153,7 @@ class FarChoice {
 template <class Wanted>
 bool FarChoice::learn(std::uint64_t good, const Wanted& wanted) {
   if (!used_.load(std::memory_order_relaxed)) return true;
+  if (resting_.load()) return false;  // Else those who come and go would never all be gone at once.
   const Learning learning(learning_);
   if (resting_.load()) return false;
   for (const auto& policy : policies()) {

@@ -138,7 +138,11 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
     } else if (const std::uint64_t ended = look(memory_.mailbox->outcome.forward); called && ended > learnt) {
       move(thread, pu);
       const auto wanted = [&] { return look(memory_.mailbox->question.asked) > seen || stop.stop_requested(); };
-      if (choice_.learn(look(memory_.mailbox->outcome.good), wanted)) learnt = ended;
+      if (choice_.learn(look(memory_.mailbox->outcome.good), wanted)) {
+        learnt = ended;
+      } else if (!wanted()) {
+        std::this_thread::sleep_for(kNap);  // Somebody needs nobody to learn.
+      }
     } else if (!called || !under_way()) {
       sleep(thread, seen, stop);
       move(thread, pu);

@@ -147,8 +147,9 @@ struct Engine::Impl : cpu::Kept {
   /// What all that live count for.
   [[nodiscard]] std::uint64_t policy_shares() const noexcept;
   /// @throws Error{Errc::out_of_capacity} if `more` beside that exceeds the bound
+  [[nodiscard]] bool has_policy_room(std::uint64_t more) const noexcept;
   void require_policy_room(std::uint64_t more) const;
-  [[nodiscard]] bool admits(std::uint32_t tokens, const PolicySpec& policy) const;
+  [[nodiscard]] bool admits(std::uint32_t tokens, const PolicySpec& policy) const noexcept;
   [[nodiscard]] SequenceMemoryUse use_of(const Sequence& sequence) const noexcept;
   /// A policy could not choose: the forward comes to nothing, and all behind it.
   void require_chosen(std::uint64_t forward);

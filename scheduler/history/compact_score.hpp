@@ -31,7 +31,7 @@ inline constexpr std::int32_t kFirstCode = (127 - 32) * 1024;  ///< of a float o
 
 /// The nearest code, the even one of two; the largest for what is above it. `score` >= 0.
 [[nodiscard]] constexpr ScoreCode to_code(float score) noexcept {
-  const auto bits = std::bit_cast<std::uint32_t>(score);
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(score) & 0x7fff'ffffu;  // The two zeros are one.
   const std::uint32_t half = (1u << (detail::kDroppedBits - 1)) - 1 + ((bits >> detail::kDroppedBits) & 1);
   return detail::code_of_bits(bits + half);
 }
@@ -39,6 +39,7 @@ inline constexpr std::int32_t kFirstCode = (127 - 32) * 1024;  ///< of a float o
 /// The largest code that does not stand for more than `score` >= 0: a code is above it if and only if what it stands
 /// for is above `score`.
 [[nodiscard]] constexpr ScoreCode floor_code(double score) noexcept {
+  if (!(score > 0.0)) return 0;
   const auto nearest = static_cast<float>(score);
   const auto bits = std::bit_cast<std::uint32_t>(nearest);
   return detail::code_of_bits(nearest > score ? bits - 1 : bits);

@@ -40,7 +40,8 @@ constexpr std::uint32_t kMost = 0x7fff'ffffu;
 
 void check_history(const HistoryOptions& history) {
   check_open("history.alpha", history.alpha, 10.0, "(0, 10]");
-  if (!(history.decay > 0.f && history.decay < 1.f)) reject("history.decay", number(history.decay), "(0, 1)");
+  if (!(history.decay > 0.f && history.decay <= kMostHistoryDecay))
+    reject("history.decay", number(history.decay), "(0, 0.998]");
   check_count("history.init_queries", history.init_queries, 1, 256);
   check_count("history.local_tokens", history.local_tokens, 0, 4096);
   check_count("history.observe_every", history.observe_every, 1, 64);

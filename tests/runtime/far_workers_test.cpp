@@ -127,6 +127,29 @@ TEST_CASE("with three cores or fewer nothing spins, nor where threads have no co
   }
 }
 
+TEST_CASE("who needs threads not to learn gets there, however many come and go", "[far_workers]") {
+  Desk desk;
+  const cpu::Topology machine;
+  const cpu::Workers one(machine, {.threads = 1, .pin = false});
+  cpu::Backend host(one);
+  const std::vector<std::uint32_t> blocks{0};
+  const auto policy =
+      std::make_shared<SequencePolicy>(parse_policy("exact | top_k=4 | near=0"), desk.memory, blocks, host);
+  desk.choice.expect(1, {{.sequence = SequenceId{1}, .policy = policy, .index = 0, .window = {}}});
+  std::atomic<bool> done{false};
+  std::vector<std::jthread> learners;
+  for (int i = 0; i < 8; ++i) {
+    learners.emplace_back([&] {
+      while (!done) (void)desk.choice.learn(1, [] { return false; });
+    });
+  }
+  for (int i = 0; i < 50; ++i) {
+    const FarChoice::Rest rest = desk.choice.rest(60s);
+    REQUIRE_FALSE(desk.choice.learn(1, [] { return false; }));
+  }
+  done = true;
+}
+
 TEST_CASE("who needs threads not to learn waits for them, though not for ever", "[far_workers]") {
   Desk desk;
   const cpu::Topology machine;

@@ -214,7 +214,8 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("lfps:alpha=0"), {"history.alpha is 0", "(0, 10]"});
   expect(complaint("lfps:alpha=nan"), {"\"nan\" at character 12 is not a number"});
   expect(complaint("lfps:alpha=10.1"), {"history.alpha"});
-  expect(complaint("lfps:decay=1"), {"history.decay is 1", "(0, 1)"});
+  expect(complaint("lfps:decay=1"), {"history.decay is 1", "(0, 0.998]"});
+  expect(complaint("lfps:decay=0.999"), {"history.decay", "(0, 0.998]"});
   expect(complaint("lfps:init=257"), {"history.init_queries is 257", "[1, 256]"});
   expect(complaint("lfps:local=4097"), {"history.local_tokens"});
   expect(complaint("lfps:budget=0"), {"budget.min_tokens is 0"});

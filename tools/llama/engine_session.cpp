@@ -48,7 +48,7 @@ EngineSession::~EngineSession() {
   try {
     engine_.end(sequence_);
   } catch (...) {
-    // A destructor cannot throw. The engine owns the blocks and frees them with itself.
+    // A destructor cannot throw. The engine owns the blocks, and frees them with itself if not before.
   }
 }
 

@@ -286,12 +286,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       least[c] = kForesees ? s.least[2 * t + c] : 0.f;
     }
     float* const out = s.task.out + std::uint64_t{part.first_head + first} * part.stride;
-    std::uint32_t at = part.begin + threadIdx.x / kWarp * kWarpTokens;
-    WarpRows<kHeadDim> next;
-    next.load(s, part, at, layout);
-    for (; at < part.end; at += kBlockTokens) {
-      const WarpRows<kHeadDim> rows = next;
-      next.load(s, part, at + kBlockTokens, layout);  // On their way while these are multiplied.
+    for (std::uint32_t at = part.begin + threadIdx.x / kWarp * kWarpTokens; at < part.end; at += kBlockTokens) {
+      WarpRows<kHeadDim> rows;
+      rows.load(s, part, at, layout);
+      float scores[kTiles * 4];
+      std::uint32_t hits = 0;  // Of these: candidates are added together, as lanes that wait for others cost time.
 #pragma unroll
       for (std::uint32_t tile = 0; tile < kTiles; ++tile) {
         float products[4] = {};
@@ -303,13 +302,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           const std::uint32_t token = at + tile * kTile + c / 2 * kRows + g;
           const float score =
               __low2float(row.params) * (products[c] * units[c % 2]) + __high2float(row.params) * sums[c % 2];
-          if (head < heads && token < part.end) {
+          scores[tile * 4 + c] = score;
+          if (head < heads && token < part.end)
             out[std::uint64_t{head} * part.stride + token] = row.visible ? score : __int_as_float(0xff80'0000);
-            if constexpr (kForesees) {
-              if (row.visible && score >= least[c % 2])
-                finder.add(staged, head, {.key = top_k::order_key(score), .token = token});
-            }
-          }
+          if (row.visible && token < part.end && score >= least[c % 2]) hits |= 1u << (tile * 4 + c);
+        }
+      }
+      if constexpr (kForesees) {
+#pragma unroll 1
+        for (; hits != 0; hits &= hits - 1) {
+          const auto i = static_cast<std::uint32_t>(__ffs(static_cast<int>(hits))) - 1;
+          float score = scores[0];
+#pragma unroll
+          for (std::uint32_t j = 1; j < kTiles * 4; ++j) score = i == j ? scores[j] : score;
+          finder.add(staged, 2 * t + i % 2,
+                     {.key = top_k::order_key(score), .token = at + i / 4 * kTile + i % 4 / 2 * kRows + g});
         }
       }
     }
