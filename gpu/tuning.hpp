@@ -10,6 +10,9 @@
 /// Sizes that the attention kernels are compiled with, and the one answer to "which kernel?".
 namespace sluice::gpu {
 
+/// Query heads that share a KV head, at most: group members are kept as bits.
+inline constexpr std::uint32_t kMaxGroup = 32;
+
 /// Decode attention. A unit is 16 rows, one step of a warp; a slice is what one thread block attends.
 struct AttendTuning {
   std::uint32_t warps = 8;            ///< per thread block; each keeps up to 16 rows of K and V in flight

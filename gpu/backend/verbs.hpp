@@ -9,14 +9,13 @@
 #include "gpu/device/cuda_stream.hpp"
 #include "gpu/device/param_ring.hpp"
 #include "gpu/kernels/task_array.hpp"
+#include "gpu/tuning.hpp"
 #include "sluice/page.hpp"
 #include "sluice/shape.hpp"
 
 namespace sluice::gpu {
 
 /// What the verbs of gpu::Backend have in common.
-
-inline constexpr std::uint32_t kMaxGroup = 32;
 
 /// See Backend::unsupported_reasons.
 [[nodiscard]] std::vector<std::string> unsupported_reasons(const AttentionShape& shape, const PageLayout& layout);

@@ -3,12 +3,11 @@
 #include "gpu/kernels/forward/cut.cuh"
 #include "gpu/kernels/forward/search.cuh"
 #include "gpu/kernels/select/foresight.cuh"
+#include "gpu/tuning.hpp"
 
 /// The k largest scores of each query head of a group among the candidates that were found while the keys were scored.
 /// A block of the cluster each: nothing is exchanged but what is chosen.
 namespace sluice::gpu::forward {
-
-inline constexpr std::uint32_t kMaxGroup = 32;
 
 /// Bounds of the next step, of the query heads of a list.
 class Learner {

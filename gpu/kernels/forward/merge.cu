@@ -4,6 +4,7 @@
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/wait.cuh"
 #include "gpu/kernels/prefill/prefill_output.cuh"
+#include "gpu/tuning.hpp"
 #include "sluice/partial.hpp"
 
 namespace sluice::gpu {
@@ -63,7 +64,6 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                  const __grid_constant__ ForwardLayer layer) {
-  constexpr std::uint32_t kMaxGroup = 32;
   __shared__ Weights weights[kMaxGroup];
   __shared__ ForwardStatus status;
   const std::uint32_t group = m.shape.group();

@@ -65,7 +65,6 @@ class CacheEvictor {
 
 /// `sluice bench gpu`.
 void add_bench_gpu(CLI::App& bench, int& exit_code);
-/// `sluice bench engine`.
 /// `sluice bench prefill`.
 void add_bench_prefill(CLI::App& bench, int& exit_code);
 /// `sluice bench decode`.

@@ -7,6 +7,7 @@
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/device.hpp"
+#include "tools/cli/bench/gpu_table.hpp"
 #include "tools/cli/bench/graph.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/engine_columns.hpp"
@@ -76,13 +77,13 @@ class GpuBench {
         builders_(std::make_shared<const cpu::Workers>(topology_, cpu::WorkersOptions{})) {
     // Without a GPU the same forwards run on the embedded device: for trying the command out, not for its times.
     if (!device_) device_ = std::make_shared<cpu::HostDevice>(builders_);
-    make_table();
   }
 
   void run(std::uint32_t length, ProgressBar& bar) {
     bar.update(0, cases_.size(), std::to_string(length) + " tokens: building");
     std::map<std::uint32_t, std::vector<Case>> by_page;
-    for (const Case& each : cases_) by_page[each.spec.page_tokens == 0 ? kPageTokens : each.spec.page_tokens].push_back(each);
+    for (const Case& each : cases_)
+      by_page[each.spec.page_tokens == 0 ? kPageTokens : each.spec.page_tokens].push_back(each);
     std::size_t done = 0;
     for (const auto& [page_tokens, cases] : by_page) {
       SyntheticOptions synthetic{
@@ -99,7 +100,7 @@ class GpuBench {
       DenseOnDevice dense(layer, steps, *device_, kDensePageTokens);
       want_ = dense.attend(0);
       dense_us_ = percentile(dense.time(9), 0.5);
-      if (done == 0) add_dense(length);
+      if (done == 0) table_.add_dense(length, dense_us_);
       if (options_.dense_only) return;
       for (const Case& each : cases) {
         bar.update(done++, cases_.size(), std::to_string(length) + " tokens: " + each.policy);
@@ -107,58 +108,15 @@ class GpuBench {
       }
     }
   }
-  [[nodiscard]] Table take() { return std::move(table_); }
+  [[nodiscard]] Table take() { return table_.take(); }
   [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
   /// What was traced, to its file; and its tables.
   void deliver_traces(const OutputTarget& target, std::vector<Table>& tables) const {
     const PageLayout layout{.page_tokens = kPageTokens, .head_dim = shape_.head_dim, .dtype = DType::bf16};
-    const scheduler::LaneRates rates = measured_rates(device_.get(), layout.page_bytes(), options_.threads);
-    target.commit(log_.to_chrome(rates));
-    tables.push_back(log_.stages(rates));
-    tables.push_back(log_.stalls());
+    log_.deliver(measured_rates(device_.get(), layout.page_bytes(), options_.threads), target, tables);
   }
 
  private:
-  /// What is timed once.
-  struct Times {
-    std::vector<double> us, calling;
-    EngineStats stats;
-  };
-
-  void make_table() {
-    using Show = Column::Show;
-    table_ = {.key = "attention",
-              .title = "Forwards of an engine per layer (median; dense: as many launches as rows, in HBM, same run)",
-              .columns = {{"length_tokens", "length"},
-                          {"method", "method"},
-                          {"placement", "placement"},
-                          {"rows", "rows"},
-                          {"mode", "mode"},
-                          {"layer_us", "us/layer", 1},
-                          {"layer_p95_us", "p95", 1},
-                          {"calling_us", "calling", 1},
-                          {"waited_us", "waited", 1},
-                          {"answer_us", "answer", 1},
-                          {"dense_us", "dense", 1},
-                          {"speedup_over_dense", "x dense", 2},
-                          {"coverage_mean", "coverage", 4},
-                          {"coverage_p5", "p5", 4},
-                          {"output_error", "error", 4},
-                          {"near_share", "near", 2, Show::percent},
-                          {"far_share", "far", 2, Show::percent},
-                          {"fetched_share", "fetched", 2, Show::percent},
-                          {"promoted", "promoted", 1},
-                          {"device_bytes_share", "device B", 1, Show::percent}}};
-  }
-
-  void add_dense(std::uint32_t length) {
-    std::vector<Json> row = {length, "dense in HBM", nullptr, 1, nullptr, dense_us_};
-    row.resize(table_.columns.size());
-    row[10] = dense_us_;
-    row[11] = row[12] = row[13] = 1.0;
-    table_.rows.push_back(std::move(row));
-  }
-
   void run(std::uint32_t length, const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
     check(length, each, layer, steps);
     const AuditReport audited = audit(each, layer, steps);
@@ -167,10 +125,22 @@ class GpuBench {
       SyntheticForwards forwards(forwards_of(each, each.spec), layer, steps, device_);
       (void)forwards.time(options_.warm_up, graph);
       const EngineStats before = forwards.engine().stats();
-      Times times;
-      times.us = forwards.time(options_.steps, graph, &times.calling);
-      times.stats = since(before, forwards.engine().stats());
-      add_row(length, each, graph, times, audited, forwards.engine().memory());
+      GpuRow row{.length = length,
+                 .policy = each.policy,
+                 .placement = each.placement,
+                 .rows = each.rows,
+                 .graph = graph,
+                 .layers = options_.layers,
+                 .steps = options_.steps,
+                 .kv_heads = shape_.kv_heads,
+                 .mean_tokens = length + options_.warm_up + 0.5 * options_.steps,
+                 .dense_us = dense_us_ * each.rows,
+                 .output_error = error_,
+                 .audited = &audited};
+      row.layer_us = forwards.time(options_.steps, graph, &row.calling_us);
+      row.stats = since(before, forwards.engine().stats());
+      row.memory = forwards.engine().memory();
+      table_.add(row);
     }
     if (!options_.trace.empty()) trace(length, each, layer, steps);
   }
@@ -178,8 +148,8 @@ class GpuBench {
   /// Of an engine of its own: what is timed is not traced.
   void trace(std::uint32_t length, const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
     constexpr std::uint32_t kForwards = 4;
-    const std::string kind = std::to_string(length) + " " + each.policy + " " + to_string(each.placement) + " x" +
-                             std::to_string(each.rows);
+    const std::string kind =
+        std::to_string(length) + " " + each.policy + " " + to_string(each.placement) + " x" + std::to_string(each.rows);
     bool warm = false;
     SyntheticForwardsOptions options = forwards_of(each, each.spec);
     options.on_trace = [&](const ForwardTrace& trace) {
@@ -198,7 +168,8 @@ class GpuBench {
     alone.rows = 1;
     // One engine after the other, so that only one holds memory.
     auto whole = std::make_unique<SyntheticForwards>(
-        forwards_of(alone, parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=128")), layer, steps, device_);
+        forwards_of(alone, parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=128")), layer, steps,
+        device_);
     const double off = relative_error(first_out(*whole), want_);
     if (!(off <= kTolerance))
       throw Error(Errc::device, "bench gpu: dense attention of " + std::to_string(length) +
@@ -235,36 +206,6 @@ class GpuBench {
             .promotions = options_.promotions};
   }
 
-  void add_row(std::uint32_t length, const Case& each, bool graph, const Times& times, const AuditReport& audited,
-               const EngineMemoryUse& memory) {
-    const double layers = static_cast<double>(options_.steps) * options_.layers;
-    const double all = layers * each.rows * shape_.kv_heads * (length + options_.warm_up + 0.5 * options_.steps);
-    const auto per_layer_us = [&](std::uint64_t ns) { return 1e-3 * static_cast<double>(ns) / layers; };
-    const auto share = [&](std::uint64_t tokens) { return static_cast<double>(tokens) / all; };
-    const double median = percentile(times.us, 0.5);
-    const double dense = dense_us_ * each.rows;
-    table_.rows.push_back({length,
-                           each.policy,
-                           to_string(each.placement),
-                           each.rows,
-                           graph ? "graph" : "enqueued",
-                           median,
-                           percentile(times.us, 0.95),
-                           percentile(times.calling, 0.5),
-                           per_layer_us(times.stats.waited_ns),
-                           per_layer_us(times.stats.answer_ns),
-                           dense,
-                           dense / median,
-                           audited.coverage.mean(),
-                           audited.coverage.percentile(0.05),
-                           error_,
-                           share(times.stats.near_tokens),
-                           share(times.stats.far_tokens),
-                           share(times.stats.fetched_tokens),
-                           static_cast<double>(times.stats.promoted) / (layers * shape_.kv_heads),
-                           static_cast<double>(memory.device()) / static_cast<double>(memory.far_pages)});
-  }
-
   const BenchGpuOptions& options_;
   AttentionShape shape_;
   std::vector<Case> cases_;
@@ -274,7 +215,7 @@ class GpuBench {
   std::vector<float> want_;  ///< dense attention of the first step
   double dense_us_ = 0.0;
   double error_ = 0.0;
-  Table table_;
+  GpuTable table_;
   TraceLog log_;
 };
 

@@ -94,10 +94,7 @@ int run(const RunOptions& options) {
   if (sizes.largest.trace) {
     const PageLayout layout{
         .page_tokens = sizes.page_tokens, .head_dim = sizes.shape.head_dim, .dtype = sizes.kv_dtype};
-    const scheduler::LaneRates rates = measured_rates(device.get(), layout.page_bytes(), sizes.threads);
-    trace_target.commit(log.to_chrome(rates));
-    report.tables.push_back(log.stages(rates));
-    report.tables.push_back(log.stalls());
+    log.deliver(measured_rates(device.get(), layout.page_bytes(), sizes.threads), trace_target, report.tables);
   }
   if (options.output.path.empty() && !json_on_stdout) {
     write_stderr(render(report, options.output.format));

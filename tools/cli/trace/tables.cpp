@@ -14,6 +14,13 @@ struct Stretch {
   double end_us = 0.0;
   std::uint64_t bytes = 0;
 };
+using Stretches = std::map<std::pair<std::uint32_t, Stage>, Stretch>;  ///< by layer and stage
+
+void widen(Stretches& stretches, std::uint32_t layer, Stage stage, const Stretch& by) {
+  const auto [at, first] = stretches.try_emplace({layer, stage}, by);
+  at->second.begin_us = std::min(at->second.begin_us, by.begin_us);
+  at->second.end_us = std::max(at->second.end_us, by.end_us);
+}
 
 /// A stage over layers and forwards.
 struct StageTotal {
@@ -26,13 +33,9 @@ struct StageTotal {
 using StageKey = std::pair<std::string, Stage>;  ///< kind of forward, stage
 
 void add_measured(const std::string& kind, const ForwardTrace& trace, std::map<StageKey, StageTotal>& totals) {
-  std::map<std::pair<std::uint32_t, Stage>, Stretch> layers;
-  for (const TraceSpan& span : trace.spans) {
-    const auto [at, first] =
-        layers.try_emplace({span.layer, span.stage}, Stretch{span.begin_us, span.end_us, span.bytes});
-    at->second.begin_us = std::min(at->second.begin_us, span.begin_us);
-    at->second.end_us = std::max(at->second.end_us, span.end_us);
-  }
+  Stretches layers;
+  for (const TraceSpan& span : trace.spans)
+    widen(layers, span.layer, span.stage, {span.begin_us, span.end_us, span.bytes});
   for (const auto& [at, stretch] : layers) {
     StageTotal& total = totals[{kind, at.second}];
     ++total.layers;
@@ -44,13 +47,9 @@ void add_measured(const std::string& kind, const ForwardTrace& trace, std::map<S
 void add_planned(const std::string& kind, const ForwardTrace& trace, const scheduler::LaneRates& rates,
                  std::map<StageKey, StageTotal>& totals) {
   const std::vector<scheduler::PlannedTime> times = scheduler::estimate(trace.work, rates);
-  std::map<std::pair<std::uint32_t, Stage>, Stretch> layers;
-  for (std::size_t i = 0; i < times.size(); ++i) {
-    const auto [at, first] = layers.try_emplace({trace.work[i].layer, trace.work[i].stage},
-                                                Stretch{times[i].begin_us, times[i].end_us});
-    at->second.begin_us = std::min(at->second.begin_us, times[i].begin_us);
-    at->second.end_us = std::max(at->second.end_us, times[i].end_us);
-  }
+  Stretches layers;
+  for (std::size_t i = 0; i < times.size(); ++i)
+    widen(layers, trace.work[i].layer, trace.work[i].stage, {times[i].begin_us, times[i].end_us});
   for (const auto& [at, stretch] : layers) {
     StageTotal& total = totals[{kind, at.second}];
     ++total.planned_layers;
@@ -101,15 +100,21 @@ Table TraceLog::stalls() const {
       total.us += stall.end_us - stall.begin_us;
     }
   }
-  Table table{.key = "trace_stalls",
-              .title = "What the device waited for with nothing else to do",
-              .columns = {{"forward", "forward"},
-                          {"cause", "cause"},
-                          {"stalls", "stalls"},
-                          {"us_per_forward", "us per forward", 1}}};
+  Table table{
+      .key = "trace_stalls",
+      .title = "What the device waited for with nothing else to do",
+      .columns = {
+          {"forward", "forward"}, {"cause", "cause"}, {"stalls", "stalls"}, {"us_per_forward", "us per forward", 1}}};
   for (const auto& [key, total] : totals)
     table.rows.push_back({key.first, to_string(key.second), total.stalls, mean(total.us, forwards[key.first])});
   return table;
+}
+
+void TraceLog::deliver(const scheduler::LaneRates& rates, const OutputTarget& target,
+                       std::vector<Table>& tables) const {
+  target.commit(to_chrome(rates));
+  tables.push_back(stages(rates));
+  tables.push_back(stalls());
 }
 
 }  // namespace sluice::tools

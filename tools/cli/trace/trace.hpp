@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <deque>
 #include <string>
+#include <vector>
 
 #include "scheduler/plan/cost_model.hpp"
 #include "sluice/device.hpp"
@@ -31,6 +32,8 @@ class TraceLog {
   [[nodiscard]] Table stages(const scheduler::LaneRates& rates) const;
   /// What the device waited for, likewise.
   [[nodiscard]] Table stalls() const;
+  /// The first of these to a file, and both tables behind those of a report.
+  void deliver(const scheduler::LaneRates& rates, const OutputTarget& target, std::vector<Table>& tables) const;
 
  private:
   struct Entry {
