@@ -12,6 +12,8 @@ install(RUNTIME_DEPENDENCY_SET sluice_libraries
   PRE_EXCLUDE_REGEXES ${system_libraries}
   DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(FILES README.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+include(SluiceLicences)
+sluice_install_licences(sluice ${CMAKE_INSTALL_DOCDIR}/licences Unspecified libcli11-dev nlohmann-json3-dev libeigen3-dev)
 
 set(CPACK_GENERATOR TGZ)
 set(CPACK_PACKAGE_NAME sluice)

@@ -9,6 +9,8 @@ if(SLUICE_BUILD_SHARED)
     LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT library NAMELINK_COMPONENT library)
   install(EXPORT sluice_library NAMESPACE sluice:: FILE sluiceLibrary.cmake DESTINATION ${package_dir}
     COMPONENT library)
+  install(FILES ${PROJECT_SOURCE_DIR}/LICENSE ${PROJECT_SOURCE_DIR}/NOTICE DESTINATION ${CMAKE_INSTALL_DOCDIR}
+    COMPONENT library)
   install(FILES ${PROJECT_SOURCE_DIR}/include/sluice.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT library)
   # Wherever it is moved to, the prefix is found from where the file lies.
   file(RELATIVE_PATH pc_prefix /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)

@@ -14,13 +14,16 @@
 namespace sluice::cpu {
 namespace {
 
-/// False if `stop` came first.
-bool sleep(std::chrono::microseconds span, const std::stop_token& stop) {
+/// False if `stop` came first. Returns at once if there is no memory to wait with.
+bool sleep(std::chrono::microseconds span, const std::stop_token& stop) noexcept {
   if (span.count() > 0) {
-    std::mutex mutex;
-    std::condition_variable_any never;
-    std::unique_lock lock(mutex);
-    (void)never.wait_for(lock, stop, span, [] { return false; });
+    try {
+      std::mutex mutex;
+      std::condition_variable_any never;
+      std::unique_lock lock(mutex);
+      (void)never.wait_for(lock, stop, span, [] { return false; });
+    } catch (const std::bad_alloc&) {
+    }
   }
   return !stop.stop_requested();
 }
