@@ -1,5 +1,5 @@
 #!/bin/sh
-# The comparison of record: measures, and makes the tables and the plot of README's comparisons.
+# The comparison of record: measures, and makes the tables and the plot of docs/benchmarks.md's comparisons.
 set -eu
 
 usage() {
