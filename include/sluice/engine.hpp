@@ -93,6 +93,12 @@ struct EngineOptions {
 /// that `options` are for: digests are of one kind.
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
 
+/// What an engine with these options would reserve, by component, without building it: far_pages, pinned, near_pages,
+/// codes, digests and buffers, as Engine::memory() says them later; the threads' own `partials` depend on the machine.
+/// `device`: as for Engine; null: the embedded host device, which wants no scratch memory, a GPU some.
+/// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if the device cannot serve the shape
+[[nodiscard]] EngineMemoryUse memory_needed(const EngineOptions& options, Device* device = nullptr);
+
 /// New tokens of one sequence, consecutive rows of a forward.
 struct PlanItem {
   SequenceId sequence;

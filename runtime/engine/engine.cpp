@@ -131,6 +131,13 @@ Engine::~Engine() {
   }
 }
 
+EngineMemoryUse memory_needed(const EngineOptions& options, Device* device) {
+  return translated([&] {
+    runtime::validate(options);
+    return runtime::EngineMemory::needed(options, device == nullptr ? nullptr : &verbs_of(*device));
+  });
+}
+
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
   translated([&] {
     EngineOptions raised = options;

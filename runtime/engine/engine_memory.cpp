@@ -112,16 +112,15 @@ Bucket largest_of(const EngineOptions& options, const PageLayout& layout, std::u
   return bucket;
 }
 
-}  // namespace
+std::uint64_t block_bytes_of(const ForwardMemory& memory) { return memory.layout.page_bytes() * memory.planes(); }
 
-EngineMemory::EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs,
-                           const cpu::Topology& topology, std::uint32_t numa_node, const cpu::Workers& workers) {
+/// Sizes, and no memory yet.
+ForwardMemory described(const EngineOptions& options) {
   ForwardMemory memory;
   memory.shape = options.shape;
   memory.layout = {.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
-  const std::uint64_t block = memory.layout.page_bytes() * memory.planes();
-  memory.blocks = static_cast<std::uint32_t>(options.host_bytes / block);
-  memory.near_pages = static_cast<std::uint32_t>(options.near_bytes / block);
+  memory.blocks = static_cast<std::uint32_t>(options.host_bytes / block_bytes_of(memory));
+  memory.near_pages = static_cast<std::uint32_t>(options.near_bytes / block_bytes_of(memory));
   memory.promotions = memory.near_pages == 0 ? 0 : options.promotions;
   memory.largest = memory.bucket = largest_of(options, memory.layout, memory.blocks);
   memory.max_pages = memory.largest.max_tokens / memory.layout.page_tokens;
@@ -138,10 +137,43 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
   memory.fetches = options.placement == PlacementMode::stream;
   memory.tail_rows = options.cpu_sequences * options.prompt_queries;
   memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
-  listed_blocks_ = std::uint64_t{std::min(options.sequences, memory.append_rows)} * memory.max_pages;
+  return memory;
+}
+
+/// Entries of lists of blocks that a slip has room for.
+std::uint64_t listed_blocks(const EngineOptions& options, const ForwardMemory& memory) {
+  return std::uint64_t{std::min(options.sequences, memory.append_rows)} * memory.max_pages;
+}
+
+std::uint64_t near_bytes_of(const ForwardMemory& memory) { return memory.near_pages * block_bytes_of(memory); }
+std::uint64_t codes_bytes_of(const ForwardMemory& memory) {
+  return std::uint64_t{memory.blocks} * memory.planes() * Int4Layout(memory.layout).page_bytes();
+}
+std::uint64_t digests_bytes_of(const ForwardMemory& memory) {
+  return std::uint64_t{memory.blocks} * memory.planes() * 2 * memory.layout.row_bytes();
+}
+
+}  // namespace
+
+EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const ForwardVerbs* verbs) {
+  ForwardMemory memory = described(options);
+  const std::uint64_t scratch = verbs == nullptr ? 0 : verbs->scratch_bytes(memory);
+  std::vector<ForwardMemory> slips(options.in_flight, memory);
+  return {.far_pages = memory.blocks * block_bytes_of(memory),
+          .pinned = carve_pinned(slips, options.sequences, listed_blocks(options, memory), nullptr),
+          .near_pages = near_bytes_of(memory),
+          .codes = codes_bytes_of(memory),
+          .digests = options.digests ? digests_bytes_of(memory) : 0,
+          .buffers = carve_device(memory, options.sequences, scratch, nullptr)};
+}
+
+EngineMemory::EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs,
+                           const cpu::Topology& topology, std::uint32_t numa_node, const cpu::Workers& workers) {
+  ForwardMemory memory = described(options);
   far_ = std::make_unique<cpu::HostPool>(
-      cpu::HostPoolOptions{.layout = memory.layout, .bytes = memory.blocks * block, .numa_node = numa_node}, topology,
-      workers, device);
+      cpu::HostPoolOptions{
+          .layout = memory.layout, .bytes = memory.blocks * block_bytes_of(memory), .numa_node = numa_node},
+      topology, workers, device);
   memory.far = far_->base();
   take_device(options, memory, device, verbs);
   take_pinned(options, memory, device);
@@ -150,11 +182,9 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
 
 void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memory, Device& device,
                                ForwardVerbs& verbs) {
-  const std::uint64_t near_bytes = std::uint64_t{memory.near_pages} * memory.planes() * memory.layout.page_bytes();
-  if (near_bytes != 0) near_ = device.allocate(near_bytes);
-  codes_ = device.allocate(std::uint64_t{memory.blocks} * memory.planes() * Int4Layout(memory.layout).page_bytes());
-  if (options.digests)
-    digests_ = device.allocate(std::uint64_t{memory.blocks} * memory.planes() * 2 * memory.layout.row_bytes());
+  if (memory.near_pages != 0) near_ = device.allocate(near_bytes_of(memory));
+  codes_ = device.allocate(codes_bytes_of(memory));
+  if (options.digests) digests_ = device.allocate(digests_bytes_of(memory));
   const std::uint64_t scratch = verbs.scratch_bytes(memory);
   device_ = device.allocate(carve_device(memory, options.sequences, scratch, nullptr));
   (void)carve_device(memory, options.sequences, scratch, device_->data());
@@ -167,8 +197,9 @@ void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory
   copies_ = 2 * options.sequences;
   slips_.assign(options.in_flight, memory);
   std::vector<ForwardMemory> counted = slips_;
-  pinned_ = device.allocate_pinned(carve_pinned(counted, options.sequences, listed_blocks_, nullptr));
-  (void)carve_pinned(slips_, options.sequences, listed_blocks_, pinned_->data());
+  const std::uint64_t listed = listed_blocks(options, memory);
+  pinned_ = device.allocate_pinned(carve_pinned(counted, options.sequences, listed, nullptr));
+  (void)carve_pinned(slips_, options.sequences, listed, pinned_->data());
 }
 
 void EngineMemory::copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept {

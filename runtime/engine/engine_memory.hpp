@@ -17,6 +17,9 @@ class EngineMemory {
   EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs, const cpu::Topology& topology,
                std::uint32_t numa_node, const cpu::Workers& workers);
 
+  /// What that would be; `verbs` null: without their scratch memory. The options are valid.
+  [[nodiscard]] static EngineMemoryUse needed(const EngineOptions& options, const ForwardVerbs* verbs);
+
   /// Of the largest bucket.
   [[nodiscard]] const ForwardMemory& largest() const noexcept { return slips_.front(); }
   /// Of a forward of this bucket, which has its max_tokens.
@@ -44,7 +47,6 @@ class EngineMemory {
   /// Device memory as an engine begins: nothing is near, everything else is 0.
   void clear(const EngineOptions& options, Device& device);
 
-  std::uint64_t listed_blocks_ = 0;  ///< entries of lists that a slip has room for
   std::uint32_t copies_ = 0;
   std::unique_ptr<cpu::HostPool> far_;
   std::unique_ptr<Buffer> near_;

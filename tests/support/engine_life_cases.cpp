@@ -92,6 +92,36 @@ TEST_CASE("an engine admits what its pool has room for, and says what it holds",
   REQUIRE(use.host() > use.far_pages);
 }
 
+TEST_CASE("what an engine will reserve can be told before it is built", "[engine]") {
+  const EngineRig rig = engine_rig();
+  std::vector<EngineOptions> wanted(5, life_options(rig, 3, 40));
+  wanted[1].near_bytes = 0;
+  wanted[1].in_flight = 1;
+  make_room_for(parse_policy("quest"), 600, wanted[2]);
+  wanted[3].placement = PlacementMode::stream;
+  wanted[3].largest.audit = wanted[3].largest.trace = true;
+  make_room_for(parse_policy("lfps"), 600, wanted[3]);
+  wanted[4].largest.prefill_rows = 256;
+  wanted[4].largest.prefills = 2;
+  wanted[4].prefill.mode = PrefillMode::flexprefill;
+  for (const EngineOptions& options : wanted) {
+    CAPTURE(&options - wanted.data());
+    const EngineMemoryUse needed = memory_needed(options, rig.device.get());
+    const Engine engine(options, rig.device);
+    const EngineMemoryUse use = engine.memory();
+    REQUIRE(needed.far_pages == use.far_pages);
+    REQUIRE(needed.pinned == use.pinned);
+    REQUIRE(needed.near_pages == use.near_pages);
+    REQUIRE(needed.codes == use.codes);
+    REQUIRE(needed.digests == use.digests);
+    REQUIRE(needed.buffers == use.buffers);
+    REQUIRE(needed.far_pages_used + needed.policies + needed.prefixes == 0);
+  }
+  EngineOptions wrong = wanted[0];
+  wrong.page_tokens = 12;
+  REQUIRE(code_of([&] { (void)memory_needed(wrong, rig.device.get()); }) == Errc::invalid_argument);
+}
+
 TEST_CASE("a forward that fails takes those behind it along, and no other", "[engine]") {
   const EngineRig rig = engine_rig();
   EngineOptions options = life_options(rig, 1, 40);

@@ -10,6 +10,7 @@
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
+#include "tools/cli/plan/machine.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/facts.hpp"
 #include "tools/cli/text/values.hpp"
@@ -94,8 +95,18 @@ void look_at_gpu(Findings& findings) {
   }
 }
 
-int run(const OutputOptions& output) {
+std::shared_ptr<Device> gpu_or_none() {
+  try {
+    return make_cuda_device();
+  } catch (const Error&) {
+    return nullptr;
+  }
+}
+
+int run(const OutputOptions& output, const std::string& machine) {
+  require_distinct({{"--output", output.path}, {"--machine", machine, !machine.empty()}});
   const OutputTarget target(output.path);
+  const OutputTarget machine_target(machine);
   Findings findings;
   look_at_cpu(findings);
   look_at_memory(findings);
@@ -103,6 +114,7 @@ int run(const OutputOptions& output) {
   Report report{.command = "doctor", .config = Json::object()};
   report.extra = {{"usable", findings.usable()}};
   report.tables.push_back(findings.table());
+  if (!machine.empty()) machine_target.commit(to_json(this_machine(gpu_or_none().get(), 0)).dump(2) + "\n");
   (void)deliver(report, output.format, target);
   return findings.usable() ? kOk : kUnsupported;
 }
@@ -111,10 +123,13 @@ int run(const OutputOptions& output) {
 
 void add_doctor(CLI::App& app, int& exit_code) {
   auto output = std::make_shared<OutputOptions>();
+  auto machine = std::make_shared<std::string>();
   auto* command = app.add_subcommand("doctor", "Say what this machine has, what is missing and what to do");
+  command->add_option("--machine", *machine, "Measure this machine, too, and describe it there for `sluice plan`")
+      ->type_name("FILE");
   add_output(*command, *output);
   command->footer("Exit code 0 if Sluice can be used here, 3 if not.");
-  command->callback([output, &exit_code] { exit_code = run(*output); });
+  command->callback([output, machine, &exit_code] { exit_code = run(*output, *machine); });
 }
 
 }  // namespace sluice::tools

@@ -55,6 +55,7 @@ int run(int argc, char** argv) {
   add_link(app, exit_code);
   add_doctor(app, exit_code);
   add_policies(app, exit_code);
+  add_plan(app, exit_code);
   add_plot(app, exit_code);
   try {
     app.parse(argc, argv);

@@ -1,6 +1,8 @@
 #include "tools/cli/bench/shapes.hpp"
 
+#include <algorithm>
 #include <array>
+#include <string_view>
 
 #include "sluice/error.hpp"
 
@@ -8,15 +10,23 @@ namespace sluice::tools {
 namespace {
 
 struct NamedShape {
-  const char* name;
+  std::string_view name;
   AttentionShape shape;
+  std::uint32_t layers;  ///< of the model
 };
 constexpr std::array<NamedShape, 4> kShapes{{
-    {"llama-3.1-8b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 128}},
-    {"llama-3.1-70b", {.layers = 1, .q_heads = 64, .kv_heads = 8, .head_dim = 128}},
-    {"llama-3.2-1b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 64}},
-    {"testbed", {.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 64}},
+    {"llama-3.1-8b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 128}, 32},
+    {"llama-3.1-70b", {.layers = 1, .q_heads = 64, .kv_heads = 8, .head_dim = 128}, 80},
+    {"llama-3.2-1b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 64}, 16},
+    {"testbed", {.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 64}, 8},
 }};
+
+const NamedShape& named(const std::string& name) {
+  const auto* const found = std::ranges::find(kShapes, name, &NamedShape::name);
+  if (found == kShapes.end())
+    throw Error(Errc::invalid_argument, "--shape: unknown shape '" + name + "'; have " + shape_names());
+  return *found;
+}
 
 }  // namespace
 
@@ -33,11 +43,12 @@ void add_shape_flags(CLI::App& app, AttentionShape& shape) {
   add_count(app, "--head-dim", shape.head_dim, "Elements per head [default: the shape's]", kAny)->default_str("");
 }
 
-AttentionShape named_shape(const std::string& name) {
-  for (const NamedShape& named : kShapes) {
-    if (name == named.name) return named.shape;
-  }
-  throw Error(Errc::invalid_argument, "--shape: unknown shape '" + name + "'; have " + shape_names());
+AttentionShape named_shape(const std::string& name) { return named(name).shape; }
+
+AttentionShape model_shape(const std::string& name) {
+  AttentionShape shape = named(name).shape;
+  shape.layers = named(name).layers;
+  return shape;
 }
 
 }  // namespace sluice::tools

@@ -13,5 +13,7 @@ namespace sluice::tools {
 void add_shape_flags(CLI::App& app, AttentionShape& shape);
 /// @throws Error{Errc::invalid_argument} that lists the names.
 [[nodiscard]] AttentionShape named_shape(const std::string& name);
+/// The same with all layers of the model.
+[[nodiscard]] AttentionShape model_shape(const std::string& name);
 
 }  // namespace sluice::tools

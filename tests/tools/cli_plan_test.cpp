@@ -1,0 +1,142 @@
+// `sluice plan`: figures that can be worked out by hand, machines in files, and what fits.
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/support/catch.hpp"
+#include "tests/tools/cli_process.hpp"
+
+using nlohmann::json;
+using sluice::test::contains;
+using sluice::test::is_one_error;
+using sluice::test::Outcome;
+using sluice::test::read_file;
+using sluice::test::ScratchDirectory;
+
+namespace {
+
+json machine() {
+  return {{"kind", "machine"},      {"schema_version", 1},  {"name", "by hand"},   {"device_gbps", 1000.0},
+          {"link_gbps", 50.0},      {"cpu_gbps", 100.0},    {"launch_us", 0.001},  {"hand_over_us", 0.001},
+          {"device_bytes", 8ull << 30}, {"host_bytes", 64ull << 30}};
+}
+
+class Planner {
+ public:
+  /// Rows of the table.
+  json rows(const std::string& flags, const json& on = machine()) {
+    const Outcome outcome = run(flags, on);
+    INFO(outcome.err);
+    REQUIRE(outcome.code == 0);
+    return json::parse(outcome.out).at("results").at("plan");
+  }
+  Outcome run(const std::string& flags, const json& on = machine()) {
+    const std::string path = scratch_.write("machine.json", on.dump());
+    return sluice::test::sluice("plan -o json --machine '" + path + "' " + flags);
+  }
+
+ private:
+  ScratchDirectory scratch_;
+};
+
+}  // namespace
+
+TEST_CASE("plan: dense attention takes what its bytes take on the lanes that it uses") {
+  Planner planner;
+  // 8 KV heads * 32,768 tokens * 512 bytes: 134 MB per layer. Half is near, at 1,000 GB/s; half far, at 100.
+  const json row = planner.rows("--policies full --length 32K --near-hits 0.5 --layers 2")[0];
+  REQUIRE(row.at("bottleneck") == "cpu");
+  const double bytes = 8.0 * 32768 * 512;
+  REQUIRE(row.at("cpu_us").get<double>() == Approx(0.5 * bytes / 100e3).epsilon(0.01));
+  REQUIRE(row.at("layer_us").get<double>() == Approx(0.5 * bytes / 100e3).epsilon(0.05));
+  REQUIRE(row.at("token_ms").get<double>() == Approx(2e-3 * row.at("layer_us").get<double>()));
+  // Against everything in device memory.
+  REQUIRE(row.at("speedup_over_dense").get<double>() ==
+          Approx(bytes / 1000e3 / row.at("layer_us").get<double>()).epsilon(0.001));
+  const json near = planner.rows("--policies full --length 32K --near-hits 1 --layers 2")[0];
+  REQUIRE(near.at("bottleneck") == "device");
+  REQUIRE(near.at("layer_us").get<double>() < 0.25 * row.at("layer_us").get<double>());
+  const json stream = planner.rows("--policies full --length 32K --layers 2 --placements stream")[0];
+  REQUIRE(stream.at("bottleneck") == "link");
+  REQUIRE(stream.at("cpu_us") == 0.0);
+}
+
+TEST_CASE("plan: what the options change") {
+  Planner planner;
+  const std::string base = "--policies twilight --length 32K ";
+  const double slow = planner.rows(base + "--cpu-gbps 10")[0].at("token_ms");
+  const double fast = planner.rows(base + "--cpu-gbps 1000")[0].at("token_ms");
+  REQUIRE(slow > 5 * fast);
+  const double few = planner.rows(base + "--attended 2%")[0].at("cpu_us");
+  const double many = planner.rows(base + "--attended 4%")[0].at("cpu_us");
+  REQUIRE(many == Approx(2 * few).epsilon(0.05));
+  const json batches = planner.rows(base + "--rows 1,4 --placements hybrid,stream");
+  REQUIRE(batches.size() == 4);
+  REQUIRE(batches[1].at("host_bytes").get<double>() > 3.9 * batches[0].at("host_bytes").get<double>());
+}
+
+TEST_CASE("plan: the most that fits does, and one more does not") {
+  Planner planner;
+  for (const std::string policy : {"sluice", "quest", "lfps"}) {
+    CAPTURE(policy);
+    const std::string base = "--policies " + policy + " --weights 2G ";
+    const json row = planner.rows(base + "--length 16K")[0];
+    const unsigned rows = row.at("most_rows"), tokens = row.at("most_tokens");
+    REQUIRE(rows > 1);
+    const auto fits = [&](unsigned count, unsigned length) {
+      return planner.rows(base + "--rows " + std::to_string(count) + " --length " + std::to_string(length))[0]
+          .at("fits")
+          .get<bool>();
+    };
+    REQUIRE(fits(rows, 16384));
+    REQUIRE_FALSE(fits(rows + 1, 16384));
+    REQUIRE(fits(1, tokens));
+    REQUIRE_FALSE(fits(1, tokens + 64));
+  }
+  json tiny = machine();
+  tiny["device_bytes"] = 1 << 20;
+  const json none = planner.rows("--length 16K", tiny)[0];
+  REQUIRE(none.at("fits") == false);
+  REQUIRE(none.at("most_rows") == 0);
+}
+
+TEST_CASE("plan: machines that are none are refused with the file and the field") {
+  Planner planner;
+  const auto refused = [&](const char* field, const json& value, const char* says) {
+    json changed = machine();
+    changed[field] = value;
+    const Outcome outcome = planner.run("", changed);
+    CAPTURE(field, outcome.err);
+    REQUIRE(outcome.code == 2);
+    REQUIRE(is_one_error(outcome));
+    REQUIRE(contains(outcome.err, says));
+    REQUIRE(contains(outcome.err, "machine.json"));
+    REQUIRE(contains(outcome.err, "doctor --machine"));
+  };
+  refused("link_gbps", 0.0, "link_gbps");
+  refused("link_gbps", -5, "link_gbps");
+  refused("cpu_gbps", "fast", "cpu_gbps");
+  refused("host_bytes", 1.5, "host_bytes");
+  refused("schema_version", 2, "schema_version");
+  refused("kind", "transfer_profile", "no machine");
+  refused("gpus", 2, "fields");
+  refused("name", 7, "type");
+  json lacking = machine();
+  lacking.erase("cpu_gbps");
+  REQUIRE(contains(planner.run("", lacking).err, "cpu_gbps"));
+  REQUIRE(contains(sluice::test::sluice("plan --machine /nowhere.json").err, "/nowhere.json"));
+  REQUIRE(planner.run("--shape llama-9").code == 2);
+  REQUIRE(planner.run("--policies 'none | top_k=3 | nonsense'").code == 2);
+}
+
+TEST_CASE("doctor writes a machine that plan reads") {
+  const ScratchDirectory scratch;
+  const std::string path = scratch.file("machine.json");
+  REQUIRE(sluice::test::sluice("doctor --machine '" + path + "'").code != 2);
+  const json written = json::parse(read_file(path));
+  REQUIRE(written.at("cpu_gbps").get<double>() > 0.1);
+  REQUIRE(written.at("host_bytes").get<std::uint64_t>() > (1u << 20));
+  const Outcome outcome = sluice::test::sluice("plan -o json --length 8K --machine '" + path + "'");
+  REQUIRE(outcome.code == 0);
+  REQUIRE(json::parse(outcome.out).at("config").at("machine") == written);
+}
