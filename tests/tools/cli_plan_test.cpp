@@ -63,7 +63,7 @@ TEST_CASE("plan: dense attention takes what its bytes take on the lanes that it 
 
 TEST_CASE("plan: what the options change") {
   Planner planner;
-  const std::string base = "--policies twilight --length 32K ";
+  const std::string base = "--policies 'exact | int4 | top_p=0.9 | near=0' --length 32K ";
   const double slow = planner.rows(base + "--cpu-gbps 10")[0].at("token_ms");
   const double fast = planner.rows(base + "--cpu-gbps 1000")[0].at("token_ms");
   REQUIRE(slow > 5 * fast);
