@@ -39,7 +39,7 @@ struct AdmissionOptions {
 [[nodiscard]] AdmissionOptions admission_options(const EngineOptions& options);
 
 struct AdmissionRequest {
-  RequestId id;
+  RequestId id{};
   std::uint32_t prompt_tokens = 1;   ///< at least 1
   std::uint32_t max_new_tokens = 1;  ///< tokens that it may be given; 0: its prompt is computed, and that is all
   bool on_cpu = false;               ///< its policy chooses on the CPU, see AdmissionOptions::cpu_sequences
@@ -53,7 +53,7 @@ struct AdmissionChanges {
 
 /// Tokens of one request, consecutive rows of a forward.
 struct TurnItem {
-  RequestId request;
+  RequestId request{};
   std::uint32_t tokens = 1;
   std::uint32_t first = 0;  ///< position of the first one among all tokens of the request, the prompt's and its own
   bool prefill = false;     ///< a chunk of a prompt
