@@ -105,6 +105,11 @@ class AdmissionHistory {
       options.near_pages_per_sequence = random_.below(4);
     }
     counts_shared_ = random_.below(2) == 0;
+    if (counts_shared_) {  // Many that share most of what they have, and grow in every turn.
+      options.decode_rows = options.sequences = 3 + random_.below(6);
+      options.page_tokens = 1u << random_.below(2);
+      options.pages = 10 + random_.below(20);
+    }
     return options;
   }
 
@@ -136,7 +141,7 @@ class AdmissionHistory {
                                 .prompt_tokens = 1 + random_.below(8 * options_.page_tokens),
                                 .max_new_tokens = random_.below(12),
                                 .on_cpu = random_.below(4) == 0},
-                      .alike = random_.below(2)};
+                      .alike = counts_shared_ ? 0 : random_.below(2)};
     const std::uint32_t last = last_tokens(each);
     const bool can_run = fits(pages_of(last), near_of(last)) &&
                          (options_.max_tokens == 0 || last <= options_.max_tokens) &&
