@@ -1,5 +1,7 @@
 #include "sluice/admission.hpp"
 
+#include <map>
+
 #include "sluice/engine.hpp"
 #include "tests/scheduler/admission_history.hpp"
 
@@ -228,6 +230,37 @@ TEST_CASE("pages that sequences share count once if the engine says how many the
   CHECK(admitted(11).empty());
   CHECK(admitted(10) == Ids{3});
   CHECK(admitted(100).empty());  // Others' pages are not ours to know.
+}
+
+TEST_CASE("who is preempted leaves the pages that others share", "[admission]") {
+  constexpr std::uint32_t kSequences = 20, kShared = 10;
+  std::size_t most = 0;
+  for (std::uint64_t pages = 60; pages < 100; ++pages) {
+    CAPTURE(pages);
+    Admission admission({.decode_rows = kSequences,
+                         .prefill_rows = 512,
+                         .prefills = kSequences,
+                         .sequences = kSequences,
+                         .page_tokens = 1,
+                         .pages = pages});
+    std::map<RequestId, std::uint32_t> own;  // Pages beside those that all begin with.
+    const auto held = [&] {
+      std::uint64_t sum = kShared;
+      for (const auto& [id, count] : own) sum += count;
+      return sum;
+    };
+    for (std::uint64_t id = 0; id < kSequences; ++id) submit(admission, id, kShared + 1, 40);
+    while (admission.use().waiting + admission.use().running != 0) {
+      const AdmissionChanges changes = admission.admit(held());
+      most = std::max(most, changes.preempt.size());
+      for (const RequestId id : changes.preempt) own.erase(id);
+      for (const RequestId id : changes.admit) admission.begun(id, kShared);
+      for (const TurnItem& item : admission.next()) own[item.request] += item.tokens;
+      law(held() <= pages, "more pages are held than there are");
+      for (const RequestId id : admission.complete()) own.erase(id);
+    }
+  }
+  CHECK(most > 1);
 }
 
 TEST_CASE("one that the engine has no room for waits with all younger ones until another has ended", "[admission]") {
