@@ -67,6 +67,9 @@ TEST_CASE("bench serve takes lengths from a file, and preempts where memory is s
   CHECK(few.at("computed_prompt_tokens") > few.at("prompt_tokens"));
   CHECK(few.at("answer_tokens") == all.at("answer_tokens"));
   CHECK(few.at("forwards") > all.at("forwards"));
+  const json paced = rows_of(lengths + "--slowdown 1.5")[0];  // Chunks begin with less than all rows.
+  CHECK(paced.at("forwards") >= all.at("forwards"));
+  CHECK(paced.at("answer_tokens") == all.at("answer_tokens"));
   const json near = rows_of(lengths + "--near-pages 5 --near-pages-per-request 2")[0];
   CHECK(near.at("largest_batch") == 2);
   CHECK(near.at("answer_tokens") == all.at("answer_tokens"));

@@ -25,6 +25,7 @@ struct BenchServeOptions {
   LoadOptions load;
   std::uint32_t batch = 8;
   std::uint32_t prefills = 4;
+  double slowdown = 0.0;
   std::uint64_t watermark_pages = 0, near_pages = 0, near_pages_per_sequence = 0;
   EngineFlags engine;
   DeviceFlags device;
@@ -81,12 +82,12 @@ class ServeBench {
     PolicySpec spec = parse_policy(policy);
     spec.dense_layers = spec.dense_every = 0;  // What is timed is a layer that the policy works in.
     const EngineOptions sizes = engine_options(spec);
-    AdmissionOptions shares = admission_options(sizes);
-    shares.watermark_pages = options_.watermark_pages;
-    shares.near_pages = options_.near_pages;
-    shares.near_pages_per_sequence = options_.near_pages_per_sequence;
+    ServeOptions serve{.admission = admission_options(sizes), .slowdown = options_.slowdown};
+    serve.admission.watermark_pages = options_.watermark_pages;
+    serve.admission.near_pages = options_.near_pages;
+    serve.admission.near_pages_per_sequence = options_.near_pages_per_sequence;
     void* const native = queue_->native_handle();
-    ServeLoop loop(sizes, shares, spec, device_, rows_, native != nullptr ? native : queue_.get());
+    ServeLoop loop(sizes, serve, spec, device_, rows_, native != nullptr ? native : queue_.get());
     const LoadRequest first{.prompt = std::min(load_.front().prompt, 32u), .answer = 2};
     (void)loop.run({&first, 1}, 0.0);  // Threads and kernels are there from then on.
     add_row(policy, rate, loop.run(load_, rate));
@@ -153,6 +154,7 @@ Json config_of(const BenchServeOptions& options, const AttentionShape& shape, co
           {"host_bytes", options.engine.host_bytes},
           {"near_bytes", options.engine.near_bytes},
           {"placement", to_string(options.engine.placement)},
+          {"slowdown", options.slowdown},
           {"watermark_pages", options.watermark_pages},
           {"near_pages", options.near_pages},
           {"near_pages_per_sequence", options.near_pages_per_sequence},
@@ -216,6 +218,10 @@ void add_bench_serve(CLI::App& bench, int& exit_code) {
   add_count(*command, "--batch", options->batch, "Requests that run at once, at most", {.least = 1, .most = 4096});
   add_count(*command, "--prefills", options->prefills, "Chunks of prompts in a forward, at most",
             {.least = 1, .most = 256});
+  add_number(
+      *command, "--slowdown", options->slowdown,
+      "Chunks of prompts are as long as makes a forward take this many times as long as without; 0: --prefill-chunk",
+      {.most = 1e6});
   add_count(*command, "--watermark", options->watermark_pages, "Pages that an admission leaves free while others run");
   add_count(*command, "--near-pages", options->near_pages,
             "Device pages that all requests that run share; 0: they bound nobody");

@@ -42,6 +42,9 @@ MutableTensorView RandomRows::out(std::uint32_t rows) const {
 
 struct ServeLoop::Request {
   SequenceId sequence{};
+  std::uint32_t tokens = 0;  ///< that it has, those that it was given included
+  std::uint32_t prompt = 0;  ///< of them, those that it was admitted with
+  std::uint32_t done = 0;    ///< that its sequence has
   Clock::time_point arrived{};
   Clock::time_point newest{};  ///< when it was given its newest token
   bool answered = false;       ///< it was given one
@@ -61,10 +64,11 @@ struct ServeLoop::Run {
   }
 };
 
-ServeLoop::ServeLoop(const EngineOptions& options, const AdmissionOptions& admission, const PolicySpec& policy,
+ServeLoop::ServeLoop(const EngineOptions& engine, const ServeOptions& options, const PolicySpec& policy,
                      std::shared_ptr<Device> device, const RandomRows& rows, void* stream)
-    : engine_(options, std::move(device)),
-      admission_(admission),
+    : engine_(engine, std::move(device)),
+      admission_(options.admission),
+      slowdown_(options.slowdown),
       policy_(policy),
       on_cpu_(scheduler::chooser(policy) == scheduler::Chooser::cpu),
       rows_(rows),
@@ -80,7 +84,7 @@ ServeResult ServeLoop::run(std::span<const LoadRequest> load, double rate) {
                          .prompt_tokens = load[run.come].prompt,
                          .max_new_tokens = load[run.come].answer,
                          .on_cpu = on_cpu_});
-      run.requests[id] = {.arrived = run.arrival()};
+      run.requests[id] = {.tokens = load[run.come].prompt, .arrived = run.arrival()};
       run.result.prompt_tokens += load[run.come].prompt;
     }
     turn(run);
@@ -91,7 +95,7 @@ ServeResult ServeLoop::run(std::span<const LoadRequest> load, double rate) {
 
 void ServeLoop::turn(Run& run) {
   begin(run, admission_.admit());
-  const std::vector<TurnItem> items = admission_.next();
+  const std::vector<TurnItem> items = admission_.next(chunk(run));
   if (items.empty()) {
     std::this_thread::sleep_until(std::min(run.arrival(), Clock::now() + kNap));
     return;
@@ -99,9 +103,11 @@ void ServeLoop::turn(Run& run) {
   forward(run, items);
   const Clock::time_point now = Clock::now();
   for (const TurnItem& item : items) {
+    Request& request = run.requests[item.request];
+    request.done += item.tokens;
     run.result.computed_tokens += item.prefill ? item.tokens : 0;
     if (!item.output) continue;
-    Request& request = run.requests[item.request];
+    ++request.tokens;
     auto& times = request.answered ? run.result.between_ms : run.result.first_ms;
     times.push_back(milliseconds(now - (request.answered ? request.newest : request.arrived)));
     request.newest = now;
@@ -116,22 +122,48 @@ void ServeLoop::turn(Run& run) {
 
 void ServeLoop::begin(Run& run, const AdmissionChanges& changes) {
   for (const RequestId id : changes.preempt) engine_.end(run.requests[id].sequence);
-  for (const RequestId id : changes.admit) run.requests[id].sequence = engine_.begin(policy_);
+  for (const RequestId id : changes.admit) {
+    Request& request = run.requests[id];
+    request.sequence = engine_.begin(policy_);
+    request.prompt = request.tokens;
+    request.done = 0;
+  }
   run.result.preempted += changes.preempt.size();
   run.result.largest_batch = std::max(run.result.largest_batch, admission_.use().running);
+}
+
+std::uint32_t ServeLoop::chunk(const Run& run) const {
+  if (slowdown_ == 0.0) return 0;
+  std::uint32_t decode_rows = 0, first = kNone;
+  for (const RequestId id : admission_.running()) {
+    const Request& request = run.requests.at(id);
+    if (request.done >= request.prompt) {
+      ++decode_rows;
+    } else if (first == kNone) {
+      first = request.done;
+    }
+  }
+  const AdmissionOptions& options = admission_.options();
+  const std::uint32_t least = std::min(options.page_tokens, options.prefill_rows);
+  return first == kNone ? 0 : pace_.chunk(decode_rows, first, least, options.prefill_rows, slowdown_);
 }
 
 void ServeLoop::forward(Run& run, const std::vector<TurnItem>& items) {
   Bucket bucket = engine_.options().largest;
   bucket.decode_rows = bucket.prefill_rows = bucket.prefills = 0;
+  scheduler::PacedForward paced;
   std::vector<PlanItem> planned;
   for (const TurnItem& item : items) {
+    paced.chunk_pairs += item.prefill ? scheduler::PacedForward::pairs(item.first, item.tokens) : 0.0;
     planned.push_back(
         {.sequence = run.requests[item.request].sequence, .tokens = item.tokens, .prefill = item.prefill});
     (item.prefill ? bucket.prefill_rows : bucket.decode_rows) += item.tokens;
     bucket.prefills += item.prefill ? 1 : 0;
   }
   const AttentionShape& shape = engine_.options().shape;
+  paced.decode_rows = bucket.decode_rows;
+  paced.chunk_tokens = bucket.prefill_rows;
+  const Clock::time_point start = Clock::now();
   const Batch batch = engine_.plan(planned, bucket, stream_);
   for (LayerId layer{0}; layer.value < shape.layers; ++layer.value, salt_ += 3) {
     engine_.attend(bucket, layer, rows_.rows(salt_, bucket.rows(), shape.q_heads),
@@ -139,6 +171,7 @@ void ServeLoop::forward(Run& run, const std::vector<TurnItem>& items) {
                    rows_.rows(salt_ + 2, bucket.rows(), shape.kv_heads), rows_.out(bucket.rows()), stream_);
   }
   engine_.finish(batch);
+  if (slowdown_ != 0.0) pace_.observe(paced, std::chrono::duration<double>(Clock::now() - start).count());
   ++run.result.forwards;
 }
 
