@@ -297,6 +297,101 @@ SLUICE_API sluice_status sluice_engine_finish(sluice_engine* engine, uint64_t fo
 /// Takes a plan back and all behind it; no sequence has its new tokens.
 SLUICE_API sluice_status sluice_engine_cancel(sluice_engine* engine, uint64_t forward);
 
+/* ------------------------------------------------------------------------------------------- admission */
+
+/// Decides which requests run, and which of their tokens the next forward has: first come, first served. It knows no
+/// engine; sluice/admission.hpp says more of the class sluice::Admission, and how its calls go together. Calls with one
+/// must not overlap.
+///
+/// Lists of requests: `ids` [*count] has room for as many as may run at once, the smaller of decode_rows and sequences,
+/// at least; *count becomes how many there are.
+typedef struct sluice_admission sluice_admission;
+
+/// What is shared out; sluice::AdmissionOptions.
+typedef struct sluice_admission_options {
+  uint32_t struct_size;
+  uint32_t decode_rows;    ///< of a forward; as many requests run at once, at most (1)
+  uint32_t prefill_rows;   ///< rows of chunks of prompts in a forward (512)
+  uint32_t prefills;       ///< chunks of prompts in a forward (1)
+  uint32_t sequences;      ///< requests that run at once, at most (16)
+  uint32_t cpu_sequences;  ///< of them, those whose policies choose on the CPU (0)
+  uint32_t page_tokens;    ///< (16)
+  uint32_t max_tokens;     ///< of a sequence, at most; 0 (default): all that `pages` hold
+  uint64_t pages;          ///< required: host memory, in pages of all layers and KV heads
+  uint64_t watermark_pages;  ///< that the admission of a request leaves free while others run (0)
+  uint64_t near_pages;       ///< device memory that all that run share, in pages; 0 (default): no bound
+  uint64_t near_pages_per_sequence;  ///< of these, what each takes, at most; 0 (default): all pages that it has
+} sluice_admission_options;
+
+typedef struct sluice_request {
+  uint32_t struct_size;
+  uint32_t prompt_tokens;   ///< at least 1
+  uint32_t max_new_tokens;  ///< 0: its prompt is computed, and that is all
+  uint32_t on_cpu;          ///< a switch: its policy chooses on the CPU
+  uint64_t id;              ///< the caller's number
+} sluice_request;
+
+/// Tokens of one request, consecutive rows of a forward.
+typedef struct sluice_turn_item {
+  uint32_t struct_size;
+  uint32_t tokens;
+  uint64_t request;
+  uint32_t first;     ///< position of the first one among the prompt's tokens and the request's own
+  uint32_t prefill;   ///< 1: a chunk of a prompt
+  uint32_t output;    ///< 1: the last row's output is the request's next token
+  uint32_t reserved;  ///< 0
+} sluice_turn_item;
+
+typedef struct sluice_admission_use {
+  uint32_t struct_size;
+  uint32_t reserved;    ///< 0
+  uint64_t waiting;     ///< requests
+  uint64_t running;     ///< requests
+  uint64_t pages;       ///< of those that run; shared ones count for each of them
+  uint64_t near_pages;  ///< likewise
+} sluice_admission_use;
+
+/// Sets all options to their defaults. `struct_size` is sizeof(sluice_admission_options).
+SLUICE_API sluice_status sluice_admission_options_init(sluice_admission_options* options, size_t struct_size);
+/// The same for an engine: its largest bucket, sequences, and the pages that its host_bytes hold.
+SLUICE_API sluice_status sluice_admission_options_of(const sluice_engine* engine, sluice_admission_options* options);
+/// *admission is to be destroyed, and null after an error.
+SLUICE_API sluice_status sluice_admission_create(const sluice_admission_options* options,
+                                                 sluice_admission** admission);
+/// `admission` may be null.
+SLUICE_API void sluice_admission_destroy(sluice_admission* admission);
+/// As it was created with, max_tokens being what there is room for.
+SLUICE_API sluice_status sluice_admission_get_options(const sluice_admission* admission,
+                                                      sluice_admission_options* options);
+/// A request that waits from now on. SLUICE_OUT_OF_CAPACITY if it could not run to its end though it were alone.
+SLUICE_API sluice_status sluice_admission_submit(sluice_admission* admission, const sluice_request* request);
+/// Who loses memory (`preempted`, youngest first: end their sequences, they come again with all their tokens so far as
+/// prompts), and who gets some (`admitted`, oldest first: begin a sequence for each). `held_pages`: null, or pages that
+/// the sequences hold by the engine's count, where shared ones count once.
+SLUICE_API sluice_status sluice_admission_admit(sluice_admission* admission, const uint64_t* held_pages,
+                                                uint64_t* preempted, size_t* preempted_count, uint64_t* admitted,
+                                                size_t* admitted_count);
+/// The sequence of a request that was admitted began with as many tokens of its prompt.
+SLUICE_API sluice_status sluice_admission_begun(sluice_admission* admission, uint64_t request, uint32_t cached_tokens);
+/// Preempts a request and all younger ones, as the engine had no room for it; `ids` are those that ran. Nothing is
+/// admitted until one of the others has ended.
+SLUICE_API sluice_status sluice_admission_preempt(sluice_admission* admission, uint64_t request, uint64_t* ids,
+                                                  size_t* count);
+/// The next forward, after sluice_admission_admit: items [*item_count] with room as lists of requests have;
+/// *item_count becomes how many there are. If there are any, a turn is open until it is completed or has failed.
+/// `chunk_tokens`: rows of prompts in this forward, at most; 0: prefill_rows.
+SLUICE_API sluice_status sluice_admission_next(sluice_admission* admission, uint32_t chunk_tokens,
+                                               sluice_turn_item* items, size_t* item_count);
+/// The turn's forward has been finished; `ids` are requests that have all their tokens, which are gone.
+SLUICE_API sluice_status sluice_admission_complete(sluice_admission* admission, uint64_t* ids, size_t* count);
+/// It came to nothing: the same rows are to come again.
+SLUICE_API sluice_status sluice_admission_fail(sluice_admission* admission);
+/// A request has all that it wants, or is wanted no longer. May be called while a turn is open.
+SLUICE_API sluice_status sluice_admission_end(sluice_admission* admission, uint64_t request);
+/// Requests that run, oldest first.
+SLUICE_API sluice_status sluice_admission_running(const sluice_admission* admission, uint64_t* ids, size_t* count);
+SLUICE_API sluice_status sluice_admission_get_use(const sluice_admission* admission, sluice_admission_use* use);
+
 /* --------------------------------------------------------------------------------------------- figures */
 
 /// What an engine has done so far; sluice::EngineStats.

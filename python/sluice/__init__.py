@@ -16,16 +16,18 @@ first: what the environment variable SLUICE_LIBRARY names, what the package has 
 
 from sluice import _library
 from sluice._tensors import BFloat16, bf16
+from sluice.admission import Admission, AdmissionOptions, Changes, TurnItem
 from sluice.engine import Engine
 from sluice.errors import (Corrupt, DeviceError, Error, InternalError, InvalidArgument, NotFound, OutOfCapacity,
                            ReadWriteError, Timeout, Unsupported)
-from sluice.figures import Audit, HeadAudit, Memory, SequenceMemory, Stats
+from sluice.figures import AdmissionUse, Audit, HeadAudit, Memory, SequenceMemory, Stats
 from sluice.options import Bucket, EngineOptions, Features, PlanItem
 
 __all__ = [
-    "Audit", "BFloat16", "Bucket", "Corrupt", "DeviceError", "Engine", "EngineOptions", "Error", "Features",
-    "HeadAudit", "InternalError", "InvalidArgument", "Memory", "NotFound", "OutOfCapacity", "PlanItem",
-    "ReadWriteError", "SequenceMemory", "Stats", "Timeout", "Unsupported", "bf16", "cuda_devices", "version",
+    "Admission", "AdmissionOptions", "AdmissionUse", "Audit", "BFloat16", "Bucket", "Changes", "Corrupt",
+    "DeviceError", "Engine", "EngineOptions", "Error", "Features", "HeadAudit", "InternalError", "InvalidArgument",
+    "Memory", "NotFound", "OutOfCapacity", "PlanItem", "ReadWriteError", "SequenceMemory", "Stats", "Timeout",
+    "TurnItem", "Unsupported", "bf16", "cuda_devices", "version",
 ]
 
 

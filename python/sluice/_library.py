@@ -20,6 +20,7 @@ _SYSTEM = "libsluice.so.0"
 # Arguments of what returns a status. Handles, tensors and buckets on the way to `attend` are plain addresses.
 _OUT_U32, _OUT_U64 = POINTER(c_uint32), POINTER(c_uint64)
 _IDS = (POINTER(c_int32), c_size_t)
+_LIST = (_OUT_U64, POINTER(c_size_t))
 _STATUS = {
     "engine_options_init": (POINTER(structs.EngineOptions), c_size_t),
     "engine_options_make_room_for": (POINTER(structs.EngineOptions), c_char_p, c_uint32),
@@ -42,6 +43,20 @@ _STATUS = {
     "engine_attend": (c_void_p, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
     "engine_finish": (c_void_p, c_uint64),
     "engine_cancel": (c_void_p, c_uint64),
+    "admission_options_init": (POINTER(structs.AdmissionOptions), c_size_t),
+    "admission_options_of": (c_void_p, POINTER(structs.AdmissionOptions)),
+    "admission_create": (POINTER(structs.AdmissionOptions), POINTER(c_void_p)),
+    "admission_get_options": (c_void_p, POINTER(structs.AdmissionOptions)),
+    "admission_submit": (c_void_p, POINTER(structs.Request)),
+    "admission_admit": (c_void_p, _OUT_U64, *_LIST, *_LIST),
+    "admission_begun": (c_void_p, c_uint64, c_uint32),
+    "admission_preempt": (c_void_p, c_uint64, *_LIST),
+    "admission_next": (c_void_p, c_uint32, POINTER(structs.TurnItem), POINTER(c_size_t)),
+    "admission_complete": (c_void_p, *_LIST),
+    "admission_fail": (c_void_p,),
+    "admission_end": (c_void_p, c_uint64),
+    "admission_running": (c_void_p, *_LIST),
+    "admission_get_use": (c_void_p, POINTER(structs.AdmissionUse)),
     "engine_stats": (c_void_p, POINTER(structs.Stats)),
     "engine_memory": (c_void_p, POINTER(structs.Memory)),
     "engine_sequence_memory": (c_void_p, c_uint64, POINTER(structs.SequenceMemory)),
@@ -72,8 +87,10 @@ class Library:
         self.version: str = held.sluice_version().decode()
         calls.sluice_cuda_devices.restype = c_uint32
         self.cuda_devices = calls.sluice_cuda_devices
-        calls.sluice_engine_destroy.argtypes, calls.sluice_engine_destroy.restype = (c_void_p,), None
-        self.engine_destroy = calls.sluice_engine_destroy
+        for function in ("engine_destroy", "admission_destroy"):
+            destroy = calls[f"sluice_{function}"]
+            destroy.argtypes, destroy.restype = (c_void_p,), None
+            setattr(self, function, destroy)
         for function, arguments in _STATUS.items():
             setattr(self, function, self._typed(calls, function, arguments))
         self.attend_held = self._typed(held, "engine_attend", _STATUS["engine_attend"])

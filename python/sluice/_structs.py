@@ -108,6 +108,38 @@ class PlanItem(Sized):
     ]
 
 
+class AdmissionOptions(Sized):
+    _fields_ = [
+        (name, c_uint32)
+        for name in ("struct_size", "decode_rows", "prefill_rows", "prefills", "sequences", "cpu_sequences",
+                     "page_tokens", "max_tokens")
+    ] + [(name, c_uint64) for name in ("pages", "watermark_pages", "near_pages", "near_pages_per_sequence")]
+
+
+class Request(Sized):
+    _fields_ = [(name, c_uint32) for name in ("struct_size", "prompt_tokens", "max_new_tokens", "on_cpu")] + [
+        ("id", c_uint64)
+    ]
+
+
+class TurnItem(Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("tokens", c_uint32),
+        ("request", c_uint64),
+        ("first", c_uint32),
+        ("prefill", c_uint32),
+        ("output", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class AdmissionUse(Sized):
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32)] + [
+        (name, c_uint64) for name in ("waiting", "running", "pages", "near_pages")
+    ]
+
+
 class Stats(Sized):
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32)] + [
         (name, c_uint64)

@@ -102,7 +102,17 @@ class HeadAudit:
     watched_kept: float  #: the attended part of that share, relative to it
 
 
-Figures = TypeVar("Figures", Stats, Memory, Audit, HeadAudit)
+@dataclass(frozen=True)
+class AdmissionUse:
+    """What an admission has shared out."""
+
+    waiting: int  #: requests
+    running: int  #: requests
+    pages: int  #: of those that run; shared ones count for each of them
+    near_pages: int  #: likewise
+
+
+Figures = TypeVar("Figures")
 
 
 def read(kind: type[Figures], struct: ctypes.Structure) -> Figures:

@@ -19,6 +19,10 @@ MIRRORED = {
     "sluice_engine_options": structs.EngineOptions,
     "sluice_bucket": structs.Bucket,
     "sluice_plan_item": structs.PlanItem,
+    "sluice_admission_options": structs.AdmissionOptions,
+    "sluice_request": structs.Request,
+    "sluice_turn_item": structs.TurnItem,
+    "sluice_admission_use": structs.AdmissionUse,
     "sluice_stats": structs.Stats,
     "sluice_memory": structs.Memory,
     "sluice_sequence_memory": structs.SequenceMemory,
@@ -102,12 +106,14 @@ def test_constants_are_those_of_c(compiled: dict[str, tuple[int, ...]]) -> None:
 
 def test_every_function_of_the_header_is_there() -> None:
     declared = set(re.findall(r"SLUICE_API [^;(]*?\bsluice_(\w+)\(", HEADER.read_text()))
-    here = set(_library._STATUS) | {"abi_version", "version", "last_error", "cuda_devices", "engine_destroy"}
+    here = set(_library._STATUS) | {"abi_version", "version", "last_error", "cuda_devices", "engine_destroy",
+                                    "admission_destroy"}
     assert declared - here == {"status_name"}  # Classes of errors have names.
 
 
 @pytest.mark.parametrize(("kind", "struct"), [(sluice.Stats, structs.Stats), (sluice.Memory, structs.Memory),
-                                              (sluice.Audit, structs.Audit), (sluice.HeadAudit, structs.HeadAudit)])
+                                              (sluice.Audit, structs.Audit), (sluice.HeadAudit, structs.HeadAudit),
+                                              (sluice.AdmissionUse, structs.AdmissionUse)])
 def test_figures_have_all_fields(kind: type, struct: type[ctypes.Structure]) -> None:
     have = [field.name for field in dataclasses.fields(kind)]
     assert have == [name for name, _ in struct._fields_ if name not in ("struct_size", "reserved")]

@@ -32,6 +32,7 @@ TEST_CASE("what needs a GPU says so in one line and exits with 3 where there is 
       "bench gpu --sections kernels",
       "bench prefill --device cuda --length 1K",
       "bench decode",
+      "bench serve --device cuda",
       "link",
       "run --device cuda --random-weights tiny --prompt a",
       "run --device cuda --prefill flexprefill --random-weights tiny --prompt a",

@@ -78,6 +78,9 @@ TEST_CASE("what is no number of the option's range is refused by its name", "[cl
       {"bench prefill --repeat 0x1", "--repeat"},
       {"bench decode --warm-up 0x1", "--warm-up"},
       {"bench gpu --rows 1,0x2", "--rows"},
+      {"bench serve --batch 0x1", "--batch"},
+      {"bench serve --rates 1,-2", "--rates"},
+      {"bench serve --spread nan", "--spread"},
       {"link --samples 0x3", "--samples"},
       {"link --numa-node -1", "--numa-node"},
   }));

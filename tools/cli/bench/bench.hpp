@@ -69,6 +69,8 @@ void add_bench_gpu(CLI::App& bench, int& exit_code);
 void add_bench_prefill(CLI::App& bench, int& exit_code);
 /// `sluice bench decode`.
 void add_bench_decode(CLI::App& bench, int& exit_code);
+/// `sluice bench serve`.
+void add_bench_serve(CLI::App& bench, int& exit_code);
 
 /// @throws Error{Errc::invalid_argument} that lists the patterns.
 [[nodiscard]] SyntheticPattern parse_pattern(const std::string& text);

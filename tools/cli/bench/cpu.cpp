@@ -140,6 +140,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   add_bench_gpu(*bench, exit_code);
   add_bench_prefill(*bench, exit_code);
   add_bench_decode(*bench, exit_code);
+  add_bench_serve(*bench, exit_code);
 }
 
 }  // namespace sluice::tools

@@ -1,16 +1,15 @@
 // `sluice bench decode`: time per token of a whole model, its attention by an Engine, against dense attention in device
 // memory.
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <random>
 
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/dense_cache.hpp"
+#include "tools/cli/bench/random_numbers.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/engine_flags.hpp"
@@ -72,15 +71,7 @@ class RandomPrompt {
  public:
   RandomPrompt(Device& device, const AttentionShape& shape)
       : shape_(shape), pool_(device.allocate_pinned(kPoolElements * sizeof(std::uint16_t))) {
-    auto* const out = reinterpret_cast<std::uint16_t*>(pool_->data());
-    std::mt19937 rng(7);
-    std::normal_distribution<float> normal;
-    for (std::size_t i = 0; i < kPoolElements; ++i) {
-      const float value = normal(rng);
-      std::uint32_t bits = 0;
-      std::memcpy(&bits, &value, sizeof bits);
-      out[i] = static_cast<std::uint16_t>(bits >> 16);  // Truncated to bf16: random is random.
-    }
+    fill_random_bf16({reinterpret_cast<std::uint16_t*>(pool_->data()), kPoolElements});
   }
   [[nodiscard]] TensorView rows(std::uint32_t salt, std::uint32_t tokens, std::uint32_t heads) const {
     const std::uint64_t elements = std::uint64_t{tokens} * heads * shape_.head_dim;

@@ -1,0 +1,249 @@
+// The controller by the C interface decides what the C++ one does.
+#include "sluice/admission.hpp"
+
+#include <cstddef>
+#include <cstring>
+
+#include "sluice/engine.hpp"
+#include "tests/capi/small_engine.hpp"
+#include "tests/support/random.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+using namespace sluice::test::capi;
+
+namespace {
+
+constexpr std::size_t kMost = 3;  ///< requests that run at once
+using Ids = std::vector<std::uint64_t>;
+
+struct DestroyAdmission {
+  void operator()(sluice_admission* admission) const { sluice_admission_destroy(admission); }
+};
+using AdmissionPointer = std::unique_ptr<sluice_admission, DestroyAdmission>;
+
+sluice_admission_options options_of_c() {
+  sluice_admission_options options;
+  require_ok(sluice_admission_options_init(&options, sizeof options));
+  options.decode_rows = kMost;
+  options.prefill_rows = 20;
+  options.prefills = 2;
+  options.cpu_sequences = 1;
+  options.page_tokens = 4;
+  options.pages = 9;
+  options.watermark_pages = 1;
+  options.near_pages = 5;
+  options.near_pages_per_sequence = 2;
+  return options;
+}
+
+AdmissionPointer create(const sluice_admission_options& options) {
+  sluice_admission* admission = nullptr;
+  require_ok(sluice_admission_create(&options, &admission));
+  return AdmissionPointer(admission);
+}
+
+Ids numbers(const std::vector<RequestId>& ids) {
+  Ids values;
+  for (const RequestId id : ids) values.push_back(id.value);
+  return values;
+}
+
+/// A list of requests that a call fills.
+struct List {
+  std::uint64_t ids[kMost] = {};
+  std::size_t count = kMost;
+  [[nodiscard]] Ids get() const { return {ids, ids + count}; }
+};
+
+sluice_request request(std::uint64_t id, std::uint32_t prompt, std::uint32_t most, std::uint32_t on_cpu = 0) {
+  return {sizeof(sluice_request), prompt, most, on_cpu, id};
+}
+
+/// Both are asked for the same, and answer the same.
+class Both {
+ public:
+  explicit Both(std::uint64_t seed) : random_(seed) {}
+
+  void run() {
+    for (int step = 0; step < 60; ++step) {
+      if (random_.below(2) == 0) submit();
+      turn();
+    }
+  }
+
+ private:
+  void submit() {
+    const sluice_request asked = request(next_++, 1 + random_.below(20), random_.below(10), random_.below(2));
+    const AdmissionRequest same{.id = RequestId{asked.id},
+                                .prompt_tokens = asked.prompt_tokens,
+                                .max_new_tokens = asked.max_new_tokens,
+                                .on_cpu = asked.on_cpu != 0};
+    require_ok(sluice_admission_submit(c_.get(), &asked));
+    cpp_.submit(same);
+  }
+
+  void turn() {
+    const std::uint64_t held = random_.below(9);
+    const bool tells = random_.below(2) == 0;
+    List preempted, admitted;
+    require_ok(sluice_admission_admit(c_.get(), tells ? &held : nullptr, preempted.ids, &preempted.count, admitted.ids,
+                                      &admitted.count));
+    const AdmissionChanges changes = cpp_.admit(tells ? std::optional(held) : std::nullopt);
+    REQUIRE(preempted.get() == numbers(changes.preempt));
+    REQUIRE(admitted.get() == numbers(changes.admit));
+    if (!changes.admit.empty() && random_.below(3) == 0) stop(changes.admit.back());
+    List running;
+    require_ok(sluice_admission_running(c_.get(), running.ids, &running.count));
+    REQUIRE(running.get() == numbers(cpp_.running()));
+    rows();
+    use();
+  }
+
+  void stop(RequestId id) {
+    require_ok(sluice_admission_begun(c_.get(), id.value, 0));
+    cpp_.begun(id, 0);
+    if (random_.below(2) == 0) return;
+    List stopped;
+    require_ok(sluice_admission_preempt(c_.get(), id.value, stopped.ids, &stopped.count));
+    REQUIRE(stopped.get() == numbers(cpp_.preempt(id)));
+  }
+
+  void rows() {
+    std::vector<sluice_turn_item> items(kMost, sized<sluice_turn_item>());
+    std::size_t count = items.size();
+    const std::uint32_t chunk = random_.below(20);
+    require_ok(sluice_admission_next(c_.get(), chunk, items.data(), &count));
+    const std::vector<TurnItem> want = cpp_.next(chunk);
+    REQUIRE(count == want.size());
+    for (std::size_t i = 0; i < count; ++i) {
+      CHECK((items[i].request == want[i].request.value && items[i].tokens == want[i].tokens));
+      CHECK((items[i].first == want[i].first && items[i].prefill == (want[i].prefill ? 1u : 0u)));
+      CHECK((items[i].output == (want[i].output ? 1u : 0u) && items[i].reserved == 0));
+    }
+    if (count == 0) return;
+    if (random_.below(4) == 0) {
+      require_ok(sluice_admission_fail(c_.get()));
+      return cpp_.fail();
+    }
+    List ended;
+    require_ok(sluice_admission_complete(c_.get(), ended.ids, &ended.count));
+    REQUIRE(ended.get() == numbers(cpp_.complete()));
+    const std::vector<RequestId> running = cpp_.running();
+    if (running.empty() || random_.below(8) != 0) return;
+    require_ok(sluice_admission_end(c_.get(), running.front().value));
+    cpp_.end(running.front());
+  }
+
+  void use() {
+    auto use = sized<sluice_admission_use>();
+    require_ok(sluice_admission_get_use(c_.get(), &use));
+    const AdmissionUse want = cpp_.use();
+    CHECK((use.waiting == want.waiting && use.running == want.running && use.reserved == 0));
+    CHECK((use.pages == want.pages && use.near_pages == want.near_pages));
+  }
+
+  Random random_;
+  AdmissionPointer c_ = create(options_of_c());
+  Admission cpp_{{.decode_rows = kMost,
+                  .prefill_rows = 20,
+                  .prefills = 2,
+                  .cpu_sequences = 1,
+                  .page_tokens = 4,
+                  .pages = 9,
+                  .watermark_pages = 1,
+                  .near_pages = 5,
+                  .near_pages_per_sequence = 2}};
+  std::uint64_t next_ = 1;
+};
+
+}  // namespace
+
+TEST_CASE("an admission of C decides what one of C++ does", "[capi][admission]") {
+  for (std::uint64_t seed = 0; seed < 100; ++seed) {
+    CAPTURE(seed);
+    Both(seed).run();
+  }
+}
+
+TEST_CASE("an admission's options: the defaults, those of an engine, and what it was made with", "[capi][admission]") {
+  auto options = sized<sluice_admission_options>();
+  require_ok(sluice_admission_options_init(&options, sizeof options));
+  const AdmissionOptions defaults;
+  CHECK((options.decode_rows == defaults.decode_rows && options.prefill_rows == defaults.prefill_rows));
+  CHECK((options.prefills == defaults.prefills && options.sequences == defaults.sequences && options.pages == 0));
+  CHECK((options.page_tokens == defaults.page_tokens && options.max_tokens == 0 && options.near_pages == 0));
+
+  auto of = small_options();
+  of.largest_prefill_rows = 32;
+  of.largest_prefills = 1;
+  of.cpu_sequences = 1;
+  const EnginePointer engine = test::capi::create(of);
+  require_ok(sluice_admission_options_of(engine.get(), &options));
+  // Of 16 tokens, keys and values of 2 bytes.
+  CHECK(options.pages == (1u << 20) / (2 * 16 * kHeadDim * 2 * kLayers * kKvHeads));
+  CHECK((options.decode_rows == kRows && options.prefill_rows == 32 && options.prefills == 1));
+  CHECK((options.sequences == 2 && options.cpu_sequences == 1 && options.page_tokens == 16));
+  CHECK(options.max_tokens == 16 * options.pages);
+
+  auto made = options_of_c();
+  const AdmissionPointer admission = create(made);
+  require_ok(sluice_admission_get_options(admission.get(), &options));
+  made.max_tokens = 36;
+  made.struct_size = options.struct_size;
+  CHECK(std::memcmp(&made, &options, sizeof made) == 0);
+}
+
+TEST_CASE("what an admission of C cannot take is refused and changes nothing", "[capi][admission]") {
+  const AdmissionPointer admission = create(options_of_c());
+  sluice_admission* none = admission.get();
+  auto options = options_of_c();
+  options.pages = 0;
+  check_fails([&] { return sluice_admission_create(&options, &none); }, SLUICE_INVALID_ARGUMENT, {"pages is 0"});
+  CHECK(none == nullptr);
+  options.struct_size = 2;
+  check_fails([&] { return sluice_admission_create(&options, &none); }, SLUICE_INVALID_ARGUMENT, {"struct_size"});
+  check_fails([&] { return sluice_admission_options_init(&options, 5000); }, SLUICE_INVALID_ARGUMENT, {"5000"});
+  check_fails([&] { return sluice_admission_create(nullptr, &none); }, SLUICE_INVALID_ARGUMENT, {"is null"});
+  check_fails([&] { return sluice_admission_fail(nullptr); }, SLUICE_INVALID_ARGUMENT, {"admission is null"});
+
+  sluice_request asked = request(1, 100, 1);
+  const auto submit = [&] { return sluice_admission_submit(admission.get(), &asked); };
+  check_fails(submit, SLUICE_OUT_OF_CAPACITY, {"request 1", "100 tokens", "36"});
+  asked = request(1, 4, 1, 2);
+  check_fails(submit, SLUICE_INVALID_ARGUMENT, {"on_cpu"});
+  asked.on_cpu = 0;
+  require_ok(submit());
+
+  List preempted, admitted;
+  const auto admit = [&] {
+    return sluice_admission_admit(admission.get(), nullptr, preempted.ids, &preempted.count, admitted.ids,
+                                  &admitted.count);
+  };
+  admitted.count = kMost - 1;
+  check_fails(admit, SLUICE_INVALID_ARGUMENT, {"admitted has room for 2", "3"});
+  admitted.count = kMost;
+  require_ok(admit());
+  CHECK(admitted.get() == Ids{1});
+
+  std::vector<sluice_turn_item> items(kMost, sized<sluice_turn_item>());
+  std::size_t count = 1;
+  const auto next = [&] { return sluice_admission_next(admission.get(), 0, items.data(), &count); };
+  check_fails(next, SLUICE_INVALID_ARGUMENT, {"items has room for 1"});
+  count = kMost;
+  items[2].struct_size = 4;
+  check_fails(next, SLUICE_INVALID_ARGUMENT, {"sluice_turn_item 2"});
+  items[2].struct_size = sizeof(sluice_turn_item);
+  require_ok(next());
+  REQUIRE(count == 1);
+  CHECK((items[0].tokens == 4 && items[0].output == 1));
+
+  List ended;
+  ended.count = 0;
+  const auto complete = [&] { return sluice_admission_complete(admission.get(), ended.ids, &ended.count); };
+  check_fails(complete, SLUICE_INVALID_ARGUMENT, {"ids has room for 0"});
+  ended.count = kMost;
+  require_ok(complete());
+  CHECK(ended.get() == Ids{1});
+  check_fails([&] { return sluice_admission_end(admission.get(), 1); }, SLUICE_NOT_FOUND, {"no request 1"});
+}
