@@ -15,6 +15,13 @@
 
 namespace sluice::runtime {
 
+/// The checksums of block `index`.
+[[nodiscard]] inline std::array<std::uint32_t, 4> checks_of(std::span<const std::byte> block, std::uint64_t index) {
+  auto checks = cpu::crc32c_of_quarters(block);
+  checks[0] ^= static_cast<std::uint32_t>(index);
+  return checks;
+}
+
 /// Writes the body of a parked sequence, as many bytes as were said, block by block.
 class BlockWriter {
  public:
@@ -39,12 +46,13 @@ class BlockWriter {
     block_ = sink_.next(room_ + kParkChecks);
   }
   void close() {
-    const auto checks = cpu::crc32c_of_quarters(block_.first(room_));
+    const auto checks = checks_of(block_.first(room_), index_++);
     std::memcpy(block_.data() + room_, checks.data(), sizeof checks);
   }
 
   ParkSink& sink_;
   std::uint64_t left_;  ///< behind the block
+  std::uint64_t index_ = 0;
   std::uint64_t room_ = 0;
   std::uint64_t filled_ = 0;
   std::span<std::byte> block_{};
@@ -79,7 +87,7 @@ class BlockReader {
   void open() {
     const std::uint64_t bytes = std::min(left_, kParkBlock);
     const auto read = source_.read(at_, bytes + kParkChecks);
-    const auto checks = cpu::crc32c_of_quarters(read.first(bytes));
+    const auto checks = checks_of(read.first(bytes), index_++);
     static_assert(sizeof checks == kParkChecks);
     if (std::memcmp(checks.data(), read.data() + bytes, sizeof checks) != 0)
       throw Error(Errc::corrupt, "the parked sequence is damaged: the checksums of its bytes " + std::to_string(at_) +
@@ -92,6 +100,7 @@ class BlockReader {
   ParkSource& source_;
   std::uint64_t at_;
   std::uint64_t left_;
+  std::uint64_t index_ = 0;
   std::span<const std::byte> block_{};
 };
 

@@ -19,7 +19,8 @@ namespace sluice::runtime {
 ///   head      the fields of ParkHead, in their order: texts as u32 bytes and the bytes, `rests` as u32 count and u32
 ///             each; u32 CRC-32C of it
 ///   body      in blocks of kParkBlock bytes, the last of which has what is left, each followed by the four CRC-32C of
-///             its quarters, see cpu::quarter_begin:
+///             its quarters, see cpu::quarter_begin, the first of them xor the number of the block, so that none is
+///             taken for another:
 ///               names    i32 [names]
 ///               queries  f32 [layers, tail_end - tail_begin, q_heads, head_dim]
 ///               rows     of `dtype` [layers, kv_heads, 2, tokens, head_dim], keys before values
