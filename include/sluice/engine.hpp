@@ -230,8 +230,10 @@ class Engine {
   /// `area`: what was written, all of it and nothing else. Checksums find damage, not intent: whoever can write to it
   /// decides what the sequence attends, and what others find under its names.
   /// @throws Error{Errc::corrupt} if it is no parked sequence or damaged; Error{Errc::invalid_argument} naming what
-  /// differs: the version of the format, shape, kv_dtype or model; Error{Errc::unsupported}, Error{Errc::out_of_capacity}
-  /// as `begin`, or if the host pool has no room; Error{Errc::device}, Error{Errc::timeout} if the device fails
+  /// differs: the version of the format, shape, kv_dtype or model; Error{Errc::unsupported} and
+  /// Error{Errc::out_of_capacity} as `begin`, or if the host pool has no room; Error{Errc::device} and
+  /// Error{Errc::timeout} if the device fails. Nothing has changed then, but that cached pages may have given way if the
+  /// device or a file failed.
   [[nodiscard]] SequenceId resume(std::span<const std::byte> area, std::string_view model = {});
   /// @throws likewise; Error{Errc::not_found}, Error{Errc::io} if the file cannot be read
   [[nodiscard]] SequenceId resume(const std::string& file, std::string_view model = {});
