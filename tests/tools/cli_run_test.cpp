@@ -189,9 +189,10 @@ TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
   const ScratchDirectory scratch;
   const std::string file = scratch.file("session");
   const std::string policy = GENERATE("sluice", "lfps:budget=8", "full");
-  const auto with = [&](const std::string& prompt) {
-    return kRun + "--prompt '" + prompt + "' --max-tokens 12 --policy " + policy + " --near 0%";
+  const auto under = [&](const std::string& of, const std::string& prompt) {
+    return kRun + "--prompt '" + prompt + "' --max-tokens 12 --policy " + of + " --near 0%";
   };
+  const auto with = [&](const std::string& prompt) { return under(policy, prompt); };
   const std::string first = "The grass is green. The sky is";
   const std::string more = first + " blue. The sun is";
   const std::string session = " --session " + file;
@@ -210,7 +211,7 @@ TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
     CHECK(row_of(got).at("prompt_tokens") == row_of(want).at("prompt_tokens"));
     CHECK(scratch.entries() == 1);
   }
-  for (const std::string& other : {with("The grass was green. The sky is"), with(first) + " --policy topk",
+  for (const std::string& other : {with("The grass was green. The sky is"), under("topk", first),
                                    with(first) + " --prefill flexprefill"}) {
     const Outcome outcome = sluice::test::sluice(other + session);
     CAPTURE(other, outcome.err);
