@@ -50,7 +50,7 @@ enum {
   SLUICE_INVALID_ARGUMENT = 1,  ///< an argument, option, tensor or call order breaks its documented range
   SLUICE_OUT_OF_CAPACITY = 2,   ///< a pool sized at creation is full, or this process gets no more memory or threads
   SLUICE_UNSUPPORTED = 3,       ///< valid, but this build or device has no kernel for it
-  SLUICE_NOT_FOUND = 4,         ///< no such sequence
+  SLUICE_NOT_FOUND = 4,         ///< no such sequence or file
   SLUICE_CORRUPT = 5,           ///< a file contradicts itself
   SLUICE_IO = 6,                ///< the operating system refused to read or write
   SLUICE_DEVICE = 7,            ///< work of the device failed; the message carries the cause
@@ -233,6 +233,29 @@ SLUICE_API sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequen
                                             const char* policy, sluice_sequence* child);
 /// Takes the newest tokens back, until there are `tokens`. Errors as of fork.
 SLUICE_API sluice_status sluice_engine_truncate(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens);
+/// Bytes that a sequence takes that is parked now. `model`: what keys and values are of, such as name and revision of a
+/// model and its adapter; null: "". Of the next two, too: who resumes the sequence has to say the same.
+SLUICE_API sluice_status sluice_engine_park_bytes(const sluice_engine* engine, sluice_sequence sequence,
+                                                  const char* model, uint64_t* bytes);
+/// Writes all that a sequence is to area [area_bytes]: keys and values, policy, names of tokens, and queries of its
+/// prompt's newest tokens. It stays as it is, until it is ended. *bytes, unless `bytes` is null: how many were written.
+/// No forward with the sequence may be under way. SLUICE_OUT_OF_CAPACITY if the area is too short.
+SLUICE_API sluice_status sluice_engine_park_memory(const sluice_engine* engine, sluice_sequence sequence,
+                                                   const char* model, void* area, uint64_t area_bytes, uint64_t* bytes);
+/// To a file that only its owner may read, which takes its name, and the place of one that had it, once all of it is on
+/// the disk. SLUICE_IO if the operating system refuses: then there is no file.
+SLUICE_API sluice_status sluice_engine_park_file(const sluice_engine* engine, sluice_sequence sequence,
+                                                 const char* model, const char* path);
+/// A new sequence with all that was parked, in this engine or another one, which goes on as the other would have; a
+/// policy that has learnt from tokens that were decoded begins anew. area [area_bytes] is what was written, all of it
+/// and nothing else. SLUICE_CORRUPT if it is no parked sequence, or damaged; SLUICE_INVALID_ARGUMENT names what
+/// differs: the version of the format, the shape, kv_dtype or `model`; SLUICE_UNSUPPORTED and SLUICE_OUT_OF_CAPACITY as
+/// of sluice_engine_begin, or if host_bytes have no room.
+SLUICE_API sluice_status sluice_engine_resume_memory(sluice_engine* engine, const void* area, uint64_t area_bytes,
+                                                     const char* model, sluice_sequence* sequence);
+/// Likewise; SLUICE_NOT_FOUND or SLUICE_IO if the file cannot be read.
+SLUICE_API sluice_status sluice_engine_resume_file(sluice_engine* engine, const char* path, const char* model,
+                                                   sluice_sequence* sequence);
 /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream; the last
 /// layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] after RoPE, at most import_rows tokens;
 /// q [n, q_heads, head_dim], n <= tokens: queries of the newest, for a policy that begins with some; null: none, as is

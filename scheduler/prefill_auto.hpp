@@ -22,6 +22,11 @@ struct ChunkWork {
 /// from the first layer on. A layer that lost rests for some chunks. Pure: decides by what it was told, not by clocks.
 class PrefillBets {
  public:
+  PrefillBets() = default;
+  /// As one was that had this balance.
+  explicit PrefillBets(double balance) noexcept : balance_(balance) {}
+  [[nodiscard]] double balance() const noexcept { return balance_; }
+
   /// Whether to choose blocks for this chunk of a layer; call once each. `rest` is the layer's own.
   [[nodiscard]] bool bet(const ChunkWork& work, std::uint32_t layer, std::uint32_t layers, const PrefillCosts& costs,
                          std::uint32_t& rest) noexcept;

@@ -6,6 +6,8 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "sluice/audit.hpp"
@@ -203,6 +205,38 @@ class Engine {
   /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted.
   /// @throws Error{Errc::invalid_argument}, Error{Errc::unsupported} as in `fork`.
   void truncate(SequenceId sequence, std::uint32_t tokens);
+  /// Writes all that a sequence is to memory of the caller, which a sequence begins with that is resumed from it: keys
+  /// and values, policy, names of tokens with their salt, and the queries of its prompt's newest tokens. The sequence
+  /// stays as it is, until it is ended. `area` has park_bytes at least; returns how many were written. `model`: what
+  /// keys and values are of, such as name and revision of a model and its adapter, 4 KiB at most; whoever resumes it
+  /// has to say the same. Forwards of others may be under way.
+  /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way; Error{Errc::out_of_capacity} if
+  /// the area is too short, and nothing was written
+  std::uint64_t park(SequenceId sequence, std::span<std::byte> area, std::string_view model = {}) const;
+  /// To a file that only its owner may read. It takes its name, and the place of one that had it, once all of it is on
+  /// the disk.
+  /// @throws Error{Errc::invalid_argument} likewise, or if something has that name that is no ordinary file;
+  /// Error{Errc::io} if the operating system refuses, and there is no file
+  void park(SequenceId sequence, const std::string& file, std::string_view model = {}) const;
+  /// Bytes that a sequence takes that is parked now.  @throws as `park`
+  [[nodiscard]] std::uint64_t park_bytes(SequenceId sequence, std::string_view model = {}) const;
+  /// A new sequence with all that was parked, in this engine or another one, which may have pages of another size and
+  /// other budgets of memory, for the same `model`. It goes on as the one that was parked would have. Nothing of it is
+  /// near; if the engine has near memory, outputs may round differently until it is. Digests and 4-bit copies are made
+  /// of its keys. A policy that chooses on the CPU looks at all its tokens when the next one is planned to be decoded,
+  /// as after `truncate`: with queries of the prompt if that is all there is; what it had learnt from decoded tokens is
+  /// forgotten. Audits and watched tokens stay behind. Forwards of others may be under way.
+  ///
+  /// `area`: what was written, all of it and nothing else. Checksums find damage, not intent: whoever can write to it
+  /// decides what the sequence attends, and what others find under its names.
+  /// @throws Error{Errc::corrupt} if it is no parked sequence or damaged; Error{Errc::invalid_argument} naming what
+  /// differs: the version of the format, shape, kv_dtype or model; Error{Errc::unsupported} and
+  /// Error{Errc::out_of_capacity} as `begin`, or if the host pool has no room; Error{Errc::device} and
+  /// Error{Errc::timeout} if the device fails. Nothing has changed then, but that cached pages may have given way if the
+  /// device or a file failed.
+  [[nodiscard]] SequenceId resume(std::span<const std::byte> area, std::string_view model = {});
+  /// @throws likewise; Error{Errc::not_found}, Error{Errc::io} if the file cannot be read
+  [[nodiscard]] SequenceId resume(const std::string& file, std::string_view model = {});
   /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream as in
   /// `plan`; the last layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] in device memory, after
   /// RoPE, at most import_rows tokens; q [n, q_heads, head_dim] likewise, n <= tokens: queries of the newest, for a

@@ -12,6 +12,7 @@ from typing import Any
 
 from sluice import _structs as structs
 from sluice import figures
+from sluice._areas import Buffer, Path, file_name, is_path, readable, writable
 from sluice._library import library
 from sluice._tensors import Argument
 from sluice.errors import DeviceError, InvalidArgument
@@ -112,6 +113,34 @@ class Engine:
     def truncate(self, sequence: int, tokens: int) -> None:
         """Takes the newest tokens back, until there are `tokens`."""
         self._call(self._library.engine_truncate, sequence, _unsigned("tokens", tokens))
+
+    def park_bytes(self, sequence: int, model: str = "") -> int:
+        """Bytes that a sequence takes that is parked now."""
+        count = ctypes.c_uint64()
+        self._call(self._library.engine_park_bytes, sequence, model.encode(), byref(count))
+        return count.value
+
+    def park(self, sequence: int, to: Path | Buffer, model: str = "") -> int:
+        """Writes all that a sequence is to a file, or to a writable buffer of `park_bytes` at least; how many bytes
+        those are. It stays as it is, until it is ended. A file takes its name once all of it is on the disk. `model`
+        is what keys and values are of, such as name and revision of a model."""
+        count = ctypes.c_uint64()
+        if is_path(to):
+            self._call(self._library.engine_park_file, sequence, model.encode(), file_name(to))
+            return self.park_bytes(sequence, model)
+        self._call(self._library.engine_park_memory, sequence, model.encode(), *writable(to), byref(count))
+        return count.value
+
+    def resume(self, source: Path | Buffer, model: str = "") -> int:
+        """A new sequence with all that was parked in a file or a buffer, by this engine or another one, which goes on
+        as the other would have; a policy that has learnt from tokens that were decoded begins anew. A buffer has what
+        was written, and nothing else. What is damaged is Corrupt, what is of another model InvalidArgument."""
+        sequence = ctypes.c_uint64()
+        if is_path(source):
+            self._call(self._library.engine_resume_file, file_name(source), model.encode(), byref(sequence))
+        else:
+            self._call(self._library.engine_resume_memory, *readable(source), model.encode(), byref(sequence))
+        return sequence.value
 
     def import_prefix(self, sequence: int, layer: int, k: Any, v: Any, q: Any = None, stream: Any = None) -> None:
         """Appends tokens whose attention was computed elsewhere, one layer after the other; the last layer's call

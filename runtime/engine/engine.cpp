@@ -171,6 +171,27 @@ SequenceId Engine::fork(SequenceId sequence, std::uint32_t tokens, const PolicyS
 void Engine::truncate(SequenceId sequence, std::uint32_t tokens) {
   translated([&] { impl_->truncate(sequence, tokens); });
 }
+std::uint64_t Engine::park(SequenceId sequence, std::span<std::byte> area, std::string_view model) const {
+  return translated([&] { return impl_->park(sequence, area, model); });
+}
+void Engine::park(SequenceId sequence, const std::string& file, std::string_view model) const {
+  translated([&] { impl_->park(sequence, file, model); });
+}
+std::uint64_t Engine::park_bytes(SequenceId sequence, std::string_view model) const {
+  return translated([&] { return impl_->park_bytes(sequence, model); });
+}
+SequenceId Engine::resume(std::span<const std::byte> area, std::string_view model) {
+  return translated([&] {
+    runtime::MemorySource source(area);
+    return impl_->resume(source, model);
+  });
+}
+SequenceId Engine::resume(const std::string& file, std::string_view model) {
+  return translated([&] {
+    runtime::FileSource source(file);
+    return impl_->resume(source, model);
+  });
+}
 void Engine::import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
                            const TensorView& q) {
   translated([&] { impl_->import_prefix(sequence, layer, k, v, stream, q); });

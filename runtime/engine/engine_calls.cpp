@@ -287,11 +287,17 @@ void Engine::Impl::end(SequenceId id) {
     const auto rest = choice.rest(options.timeout);
     drop_policy(sequence);
   }
+  remove(id);
+}
+
+void Engine::Impl::remove(SequenceId id) noexcept {
+  const auto found = sequences.find(id.value);
+  Sequence& sequence = found->second;
   if (sequence.tail.slot != kNone) free_tails.push_back(sequence.tail.slot);
   sequence.pages.shrink(0, table);
   trim_prefixes();
   free_lists.push_back(sequence.pages.slot());  // Has had room since the engine was built.
-  sequences.erase(id.value);
+  sequences.erase(found);
 }
 
 }  // namespace sluice

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -19,14 +21,22 @@
 #include "runtime/engine/mailbox.hpp"
 #include "runtime/engine/programs.hpp"
 #include "runtime/engine/sequence_policy.hpp"
+#include "runtime/engine/side_data.hpp"
 #include "runtime/kv/block_table.hpp"
 #include "runtime/kv/page_list.hpp"
 #include "runtime/kv/prefix_cache.hpp"
+#include "runtime/park/park_head.hpp"
+#include "runtime/park/park_sink.hpp"
+#include "runtime/park/park_source.hpp"
 #include "scheduler/prefill_auto.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice {
+
+namespace runtime {
+class BlockReader;
+}
 
 struct Engine::Impl : cpu::Kept {
   struct Sequence {
@@ -85,6 +95,10 @@ struct Engine::Impl : cpu::Kept {
   void name_tokens(SequenceId id, std::uint32_t first, std::span<const std::int32_t> ids);
   void preempt(SequenceId id);
   void watch(SequenceId id, std::span<const std::uint32_t> tokens);
+  [[nodiscard]] std::uint64_t park_bytes(SequenceId id, std::string_view model);
+  std::uint64_t park(SequenceId id, std::span<std::byte> area, std::string_view model);
+  void park(SequenceId id, const std::string& file, std::string_view model);
+  [[nodiscard]] SequenceId resume(runtime::ParkSource& source, std::string_view model);
 
   // Sequences.
   [[nodiscard]] Sequence& at(SequenceId id);
@@ -93,6 +107,8 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] bool imports(SequenceId id) const noexcept;
   /// One that begins with `tokens` tokens of others.
   [[nodiscard]] SequenceId add(const PolicySpec& spec, std::uint32_t tokens = 0);
+  /// One without a policy that threads may learn for; what it has is free, or idle.
+  void remove(SequenceId id) noexcept;
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
 
   // Prefixes.
@@ -121,6 +137,36 @@ struct Engine::Impl : cpu::Kept {
   /// What is kept of sequences that let go of it, no more than may be.
   void trim_prefixes() noexcept;
   [[nodiscard]] std::uint64_t names_bytes() const noexcept;
+
+  // Sequences that are parked.
+  [[nodiscard]] runtime::ParkHead park_head(SequenceId id, std::string_view model);
+  void park(SequenceId id, const runtime::ParkHead& head, runtime::ParkSink& sink);
+  /// Gives a sequence that was added all that was parked. If it throws, it may have some of it.
+  void load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence);
+  void load_tail(runtime::BlockReader& body, const runtime::ParkHead& head, Sequence& sequence);
+  /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may be
+  /// taken by somebody else meanwhile.
+  void finish_copies();
+  /// Calls visit(rows) for the sequence's rows of a plane, in order: its keys, then its values.
+  template <class Visit>
+  void for_each_run(const Sequence& sequence, std::uint32_t plane, const Visit& visit) const {
+    const ForwardMemory& m = memory.largest();
+    for (const std::uint64_t half : {std::uint64_t{0}, m.layout.half_bytes()}) {
+      for (std::uint32_t first = 0, i = 0; first < sequence.tokens; first += m.layout.page_tokens, ++i) {
+        const std::uint64_t rows = std::min(m.layout.page_tokens, sequence.tokens - first);
+        std::byte* const page = m.far + m.far_page(plane, sequence.pages.blocks()[i]) * m.layout.page_bytes();
+        visit(std::span(page + half, rows * m.layout.row_bytes()));
+      }
+    }
+  }
+  /// The queries [q_heads, head_dim] of one of its prompt's newest tokens.
+  [[nodiscard]] std::span<float> tail_of(const Sequence& sequence, std::uint32_t layer,
+                                         std::uint32_t token) const noexcept {
+    const ForwardMemory& m = memory.largest();
+    const std::uint64_t floats = std::uint64_t{m.shape.q_heads} * m.shape.head_dim;
+    const std::uint64_t row = sequence.tail.slot * options.prompt_queries + token % options.prompt_queries;
+    return {m.tails + (std::uint64_t{layer} * m.tail_rows + row) * floats, floats};
+  }
 
   // Policies that choose on the CPU.
   /// @throws Error{Errc::unsupported} if what the sequence's policy knows cannot be taken back or copied
@@ -229,6 +275,7 @@ struct Engine::Impl : cpu::Kept {
   std::unique_ptr<runtime::PrefixCache> prefixes;  ///< null as long as nobody has named a token
   std::atomic<const runtime::PrefixCache*> seen_prefixes{nullptr};  ///< the same, for whoever asks for figures
   std::vector<ForwardBlockCopy> copies;  ///< of codes, that the device does not know of yet
+  std::unique_ptr<runtime::SideData> side_data;  ///< null as long as no sequence was resumed
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;
   std::uint64_t known_policy_bytes = 0;

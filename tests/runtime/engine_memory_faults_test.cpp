@@ -172,6 +172,50 @@ TEST_CASE("every allocation of sequences that share a prefix may fail", "[memory
   REQUIRE(reports > 5);
 }
 
+TEST_CASE("every allocation of a sequence that is parked and resumed may fail", "[memory_faults][engine][park]") {
+  const char* const policy = GENERATE("lfps", "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");
+  CAPTURE(policy);
+  const Toy toy(kShape, kTokens + kPrompt, 80);
+  const PolicySpec spec = parse_policy(policy);
+  const auto ids = names(kPrompt);
+  Engine engine(options());
+  Session session(engine, toy);
+  session.begin(spec, ids);
+  session.prefill();
+  std::vector<std::byte> area(engine.park_bytes(session.id()));
+  (void)engine.park(session.id(), area);
+  session.end();
+  std::vector<std::byte> again(area.size());
+  int reports = 0;
+  bool reached = true;
+  for (long which = 0; reached; ++which) {
+    CAPTURE(which);
+    Engine other(options());
+    const EngineMemoryUse before = other.memory();
+    SequenceId id{};
+    fail_allocation(which);
+    try {
+      id = other.resume(area);
+      (void)other.park(id, again);
+      reached = one_failed();
+    } catch (const Error& error) {
+      (void)one_failed();
+      REQUIRE((error.code() == Errc::out_of_capacity || error.code() == Errc::device));
+      ++reports;
+    }
+    // Either all of it is there, or nothing.
+    if (id.value != 0) {
+      REQUIRE(other.match_prefix(spec, names(kPrompt + 33)) == kPrompt);
+      other.end(id);
+    } else {
+      REQUIRE(other.memory().host() == before.host());
+    }
+    REQUIRE(other.memory().far_pages_used == 0);
+    (void)other.begin(spec);
+  }
+  REQUIRE(reports > 5);
+}
+
 TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_faults][engine]") {
   const char* const policy = GENERATE("lfps", "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64", "topk",
                                       "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");

@@ -96,6 +96,13 @@ void Alone::call(SequenceId& id, const Call& call) {
                                : engine_.fork(parent, call.count, parse_policy(call.policy));
       return engine_.end(parent);
     }
+    case Call::Kind::park: {
+      std::vector<std::byte> area(engine_.park_bytes(id));
+      (void)engine_.park(id, area);
+      engine_.end(id);
+      id = engine_.resume(area);
+      return;
+    }
   }
 }
 
@@ -116,8 +123,13 @@ void Alone::compare(const Sequence& sequence, RoundStats& stats) {
   const std::string policy = from_the_beginning(sequence.first_policy, calls);
   try {
     id = engine_.begin(parse_policy(policy));
+    bool decoded = false;
+    PolicySpec spec = parse_policy(policy);
     for (std::size_t i = 0; i < calls.size(); ++i) {
-      call(id, calls[i]);
+      decoded |= calls[i].kind == Call::Kind::decode;
+      if (!calls[i].policy.empty()) spec = parse_policy(calls[i].policy);
+      // It stays where it is, unless the other has forgotten what it had learnt.
+      if (calls[i].kind != Call::Kind::park || (decoded && scheduler::remembers(spec))) call(id, calls[i]);
       require_same(sequence, i, stats);
     }
   } catch (const Error& error) {

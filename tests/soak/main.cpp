@@ -115,14 +115,14 @@ class Soak {
     std::printf(
         "soak: %llu rounds, %llu sequences, %llu forwards, %llu rows of a layer compared with float64, %llu rows with "
         "the "
-        "sequence alone, %llu forwards failed (%llu late, %llu of the device), %llu were taken back, %llu calls "
-        "without "
-        "room\n",
+        "sequence alone, %llu forwards failed (%llu late, %llu of the device), %llu were taken back, %llu "
+        "sequences were parked and resumed, %llu calls without room\n",
         static_cast<unsigned long long>(round - options_.round), static_cast<unsigned long long>(total_.sequences),
         static_cast<unsigned long long>(total_.forwards), static_cast<unsigned long long>(total_.checked),
         static_cast<unsigned long long>(total_.alone), static_cast<unsigned long long>(total_.failed),
         static_cast<unsigned long long>(total_.late), static_cast<unsigned long long>(total_.broken),
-        static_cast<unsigned long long>(total_.cancelled), static_cast<unsigned long long>(total_.refused));
+        static_cast<unsigned long long>(total_.cancelled), static_cast<unsigned long long>(total_.resumed),
+        static_cast<unsigned long long>(total_.refused));
     return is_flat() && did_something() ? 0 : 1;
   }
 

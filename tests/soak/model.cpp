@@ -16,6 +16,7 @@ const char* name_of(Call::Kind kind) {
     case Call::Kind::import: return "import";
     case Call::Kind::truncate: return "truncate to";
     case Call::Kind::fork: return "fork at";
+    case Call::Kind::park: return "parked and resumed at";
   }
   return "";
 }
@@ -32,6 +33,7 @@ void RoundStats::add(const RoundStats& other) noexcept {
   failed += other.failed;
   cancelled += other.cancelled;
   refused += other.refused;
+  resumed += other.resumed;
   seconds += other.seconds;
 }
 

@@ -38,6 +38,7 @@ struct RoundStats {
   std::uint64_t failed = 0;     ///< forwards that failed, stalls of threads and slips of the caller alike
   std::uint64_t cancelled = 0;  ///< and that were taken back
   std::uint64_t refused = 0;    ///< calls for which there was no room
+  std::uint64_t resumed = 0;    ///< sequences that were parked and came back
   double seconds = 0.0;         ///< in calls of forwards
 
   void add(const RoundStats& other) noexcept;
@@ -45,7 +46,7 @@ struct RoundStats {
 
 /// What was asked of a sequence.
 struct Call {
-  enum class Kind { prompt, decode, import, truncate, fork };
+  enum class Kind { prompt, decode, import, truncate, fork, park };
   Kind kind;
   std::vector<std::uint32_t> tokens{};  ///< of the pool, that came
   std::uint32_t count = 0;              ///< queries that came with an import; tokens that are left

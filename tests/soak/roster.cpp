@@ -225,6 +225,7 @@ void Roster::misuse(Sequence& sequence) {
   require_error(Errc::invalid_argument, "cancel of no forward", [&] { engine.cancel({.forward = 0, .bucket = {}}); });
   require_error(Errc::invalid_argument, "finish of no forward", [&] { engine.finish({.forward = 0, .bucket = {}}); });
   if (sequence.rests()) return;
+  require_error(Errc::invalid_argument, "park of a sequence in flight", [&] { (void)engine.park_bytes(id); });
   require_error(Errc::invalid_argument, "end of a sequence in flight", [&] { engine.end(id); });
   require_error(Errc::invalid_argument, "fork of a sequence in flight", [&] { (void)engine.fork(id, 0); });
   require_error(Errc::invalid_argument, "truncate of a sequence in flight", [&] { engine.truncate(id, 0); });

@@ -46,6 +46,10 @@ class Roster {
   void import(Sequence& sequence);
   void end(Sequence& sequence);
   void watch(Sequence& sequence);
+  /// It leaves the engine for memory, where it waits.
+  void park(Sequence& sequence);
+  /// One of those that wait comes back, if there is room; it is sampled and goes on as one that stayed.
+  void resume();
   /// Calls that are refused, and change nothing.
   void misuse(Sequence& sequence);
 
@@ -72,6 +76,11 @@ class Roster {
   RoundStats& stats_;
   PageModel pages_;
   std::vector<std::unique_ptr<Sequence>> sequences_;
+  struct Parked {
+    std::unique_ptr<Sequence> sequence;
+    std::vector<std::byte> area;
+  };
+  std::vector<Parked> parked_;
   EngineStats last_{};
 };
 

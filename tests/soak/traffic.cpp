@@ -50,6 +50,7 @@ void Traffic::leave() {
 void Traffic::arrive() {
   for (next_arrival_ -= 1.0; next_arrival_ < 0.0; ++waiting_)
     next_arrival_ -= kStepsPerArrival * std::log(1.0 - random_.uniform());
+  if (random_.below(4) == 0) roster_.resume();  // Before those that come have taken all room.
   while (waiting_ != 0 && roster_.begin()) --waiting_;
 }
 
@@ -94,6 +95,9 @@ void Traffic::change() {
       return;
     case 6: return roster_.misuse(any);
     case 7: return roster_.watch(any);
+    case 8:
+      if (resting != nullptr) roster_.park(*resting);
+      return;
     default: return;
   }
 }

@@ -104,9 +104,11 @@ void Traffic::fail(const Flight& flight, const std::string& why) {
   stats_.broken += broken ? 1 : 0;
   stats_.late += why.find("not answered in time") != std::string::npos ? 1 : 0;
   require_named(flight, why);
+  // Of one that was left off before its end, the device may not have been able to do a part, too.
+  const bool partly = broken || (flight.slip != Slip::none && driven_.trouble);
   drain(driven_);  // What it enqueued in vain may still run.
   for (const Part& part : flight.parts) {
-    for (std::uint32_t i = 0; i < part.count; ++i) require_no_more(flight, part, i, broken);
+    for (std::uint32_t i = 0; i < part.count; ++i) require_no_more(flight, part, i, partly);
   }
   for (Flight& behind : flights_) behind.doomed |= behind.batch.forward > flight.batch.forward;
   retract(flight, false);

@@ -185,6 +185,45 @@ TEST_CASE("policies choose the same wherever what they chose is attended", "[cli
   CHECK(row_of(streamed).at("attended_share") < 1.0);
 }
 
+TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
+  const ScratchDirectory scratch;
+  const std::string file = scratch.file("session");
+  const std::string policy = GENERATE("sluice", "lfps:budget=8", "full");
+  const auto under = [&](const std::string& of, const std::string& prompt) {
+    return kRun + "--prompt '" + prompt + "' --max-tokens 12 --policy " + of + " --near 0%";
+  };
+  const auto with = [&](const std::string& prompt) { return under(policy, prompt); };
+  const std::string first = "The grass is green. The sky is";
+  const std::string more = first + " blue. The sun is";
+  const std::string session = " --session " + file;
+  struct Turn {
+    std::string prompt;
+    int resumed;
+  };
+  // The last token is read again, as what comes next is not kept.
+  for (const auto& [prompt, resumed] : {Turn{first, 0}, Turn{first, kPromptTokens - 1}, Turn{more, kPromptTokens},
+                                        Turn{first, kPromptTokens - 1}, Turn{more, kPromptTokens}}) {
+    CAPTURE(policy, prompt, resumed);
+    const json want = report_of(with(prompt));
+    const json got = report_of(with(prompt) + session);
+    CHECK(got.at("tokens") == want.at("tokens"));
+    CHECK(got.at("resumed_tokens") == resumed);
+    CHECK(row_of(got).at("prompt_tokens") == row_of(want).at("prompt_tokens"));
+    CHECK(scratch.entries() == 1);
+  }
+  for (const std::string& other : {with("The grass was green. The sky is"), under("topk", first),
+                                   with(first) + " --prefill flexprefill"}) {
+    const Outcome outcome = sluice::test::sluice(other + session);
+    CAPTURE(other, outcome.err);
+    CHECK(outcome.code != 0);
+    CHECK(is_one_error(outcome));
+    CHECK(contains(outcome.err, file));
+  }
+  const std::string bytes = read_file(file);
+  (void)scratch.write("session", bytes.substr(0, bytes.size() / 2));
+  CHECK(contains(sluice::test::sluice(with(first) + session).err, "damaged"));
+}
+
 TEST_CASE("a policy that keeps pages near is refused with what to say instead", "[cli]") {
   const Outcome outcome =
       sluice::test::sluice(kRun + kPrompt + "--max-tokens 2 --policy 'history | top_k=9 | near=10%'");

@@ -16,12 +16,23 @@ namespace {
 EngineSession::EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device,
                              const PolicySpec& policy)
     : model_(model), engine_(engine), device_(std::move(device)) {
-  if (engine.options().shape != model.config().shape())
-    refuse("the engine was built for another attention shape; set EngineOptions::shape to model.config().shape()");
-  if (engine.options().largest.prefills == 0 || engine.options().largest.decode_rows == 0)
-    refuse("the engine has no room for prompts, or none for decoding; give EngineOptions::largest both");
+  require_room();
   take_stream();
   sequence_ = as_one_error("begin a sequence", [&] { return engine.begin(policy); });
+}
+
+EngineSession::EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device,
+                             SequenceId sequence)
+    : model_(model), engine_(engine), device_(std::move(device)), sequence_(sequence), tokens_(engine.tokens(sequence)) {
+  require_room();
+  take_stream();
+}
+
+void EngineSession::require_room() const {
+  if (engine_.options().shape != model_.config().shape())
+    refuse("the engine was built for another attention shape; set EngineOptions::shape to model.config().shape()");
+  if (engine_.options().largest.prefills == 0 || engine_.options().largest.decode_rows == 0)
+    refuse("the engine has no room for prompts, or none for decoding; give EngineOptions::largest both");
 }
 
 EngineSession::EngineSession(const EngineSession& parent, const PolicySpec& policy)

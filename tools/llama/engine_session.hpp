@@ -24,6 +24,8 @@ class EngineSession final : public Conversation {
   /// as
   ///         Engine::begin.
   EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, const PolicySpec& policy);
+  /// Goes on with a sequence of the engine whose tokens are of this model, and ends it.
+  EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, SequenceId sequence);
   /// Goes on where another one is, under a policy of its own; see Engine::fork.
   EngineSession(const EngineSession& parent, const PolicySpec& policy);
   ~EngineSession() override;
@@ -58,6 +60,7 @@ class EngineSession final : public Conversation {
 
  private:
   static void decode_together(std::span<EngineSession* const> sessions, std::span<const int> tokens);
+  void require_room() const;
   void take_stream();
   void require_usable(std::size_t more) const;
   void import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count);

@@ -33,6 +33,7 @@ struct RunOptions {
   std::uint64_t seed = SamplerOptions{}.seed;
   EngineFlags engine;
   DeviceFlags device;
+  std::string session;  ///< a file that the prompt is kept in; empty: none
   std::string trace;  ///< a file; empty: none
   OutputOptions output;
 };

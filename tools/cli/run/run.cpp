@@ -21,7 +21,8 @@ void check_outputs(const RunOptions& options) {
     throw Error(Errc::invalid_argument,
                 "-o csv: standard output holds the generated text; give the tables a file, --output FILE.csv");
   }
-  require_distinct({{"--output", options.output.path}, {"--trace", options.trace, !options.trace.empty()}});
+  require_distinct({{"--output", options.output.path}, {"--trace", options.trace, !options.trace.empty()},
+                    {"--session", options.session, !options.session.empty()}});
 }
 
 }  // namespace
@@ -62,6 +63,10 @@ void add_run(CLI::App& app, int& exit_code) {
             "Every N-th step also attends densely and reports coverage; 0: never");
   add_device_flags(*command, options->device);
   add_engine_flags(*command, options->engine);
+  command
+      ->add_option("--session", options->session,
+                   "File that keeps what was read of the prompt: a prompt that begins with all of it goes on from there")
+      ->type_name("FILE");
   add_trace(*command, options->trace);
   add_output(*command, options->output);
   command->footer(

@@ -9,6 +9,7 @@
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/run/generator.hpp"
+#include "tools/cli/run/session_file.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/message.hpp"
 #include "tools/cli/text/values.hpp"
@@ -67,13 +68,23 @@ int run(const RunOptions& options) {
   EngineOptions sizes = sized(flags, model.config().shape(), {&policy, 1}, room);
   sizes.largest.trace = !options.trace.empty();
   sluice::Engine engine(sizes, device);
-  EngineSession session(model, engine, device, policy);
+  const auto read =
+      std::span(prompt).first(prompt.size() - std::min<std::size_t>(options.decode_prompt, prompt.size() - 1));
+  const std::string session_of = options.session.empty() ? "" : session_model(options, policy, prefill);
+  const std::optional<SequenceId> resumed =
+      options.session.empty() ? std::nullopt : resume_session(engine, options.session, session_of, read);
+  EngineSession session =
+      resumed ? EngineSession(model, engine, device, *resumed) : EngineSession(model, engine, device, policy);
+  const std::uint32_t resumed_tokens = session.tokens();
+  ParkedPrompt parked(session, engine, options.session, session_of);
   TraceLog log;
   if (sizes.largest.trace)
     session.on_trace([&](const ForwardTrace& trace, bool reads) { log.add(reads ? "prompt" : "decode", trace); });
   session.audit_every(options.engine.audit_every);
   const bool json_on_stdout = options.output.format == Format::json && target.is_stdout();
-  const Generation generation = generate(options, sampling, model, session, prompt, !json_on_stdout);
+  const Generation generation =
+      generate(options, sampling, model, options.session.empty() ? static_cast<Conversation&>(session) : parked, prompt,
+               !json_on_stdout);
 
   Report report{.command = "run",
                 .config = {{"model", options.model},
@@ -87,9 +98,11 @@ int run(const RunOptions& options) {
                            {"top_p", sampling.top_p},
                            {"top_k", sampling.top_k},
                            {"near", near},
+                           {"session", options.session},
                            {"temperature", sampling.temperature},
                            {"seed", sampling.seed}}};
-  report.extra = {{"text", text_of(generation, model)}, {"tokens", generation.tokens}};
+  report.extra = {
+      {"text", text_of(generation, model)}, {"tokens", generation.tokens}, {"resumed_tokens", resumed_tokens}};
   report.tables.push_back(summary(generation, prompt.size(), policy, engine, session));
   if (sizes.largest.trace) {
     const PageLayout layout{

@@ -1,0 +1,121 @@
+// Sequences that come back from a file or memory of the caller.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "runtime/engine/engine_options.hpp"
+#include "runtime/engine/impl.hpp"
+#include "runtime/park/park_blocks.hpp"
+#include "runtime/park/park_head.hpp"
+
+namespace sluice {
+namespace {
+
+std::string text(std::uint64_t number) { return std::to_string(number); }
+
+std::string text(const AttentionShape& shape) {
+  return text(shape.layers) + " layers of " + text(shape.q_heads) + " query heads, " + text(shape.kv_heads) +
+         " KV heads and head_dim " + text(shape.head_dim);
+}
+
+/// Whether keys and values are what the engine's would be.
+void require_alike(const runtime::ParkHead& head, const EngineOptions& options, std::string_view model) {
+  if (head.shape != options.shape)
+    throw Error(Errc::invalid_argument, "resume: the sequence was parked with " + text(head.shape) +
+                                            ", and this engine has " + text(options.shape) +
+                                            "; it is of another model");
+  if (head.dtype != options.kv_dtype)
+    throw Error(Errc::invalid_argument, std::string("resume: the sequence was parked with keys and values of ") +
+                                            to_string(head.dtype) + ", and EngineOptions::kv_dtype is " +
+                                            to_string(options.kv_dtype) + "; use an engine of that type");
+  if (head.model != model)
+    throw Error(Errc::invalid_argument, "resume: the sequence was parked of model '" + head.model +
+                                            "', and is to be resumed of model '" + std::string(model) +
+                                            "'; its keys and values mean nothing to another one");
+}
+
+/// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if the engine does not serve it
+PolicySpec policy_of(const runtime::ParkHead& head, const EngineOptions& options) {
+  PolicySpec spec = parse_policy(head.policy);
+  spec.name = head.policy_name;
+  sluice::validate(spec);
+  runtime::require_served(spec, options);
+  return spec;
+}
+
+}  // namespace
+
+SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view model) {
+  const runtime::ParkHead head = runtime::read_head(source);
+  require_alike(head, options, model);
+  const PolicySpec spec = policy_of(head, options);
+  if (const std::uint32_t most = memory.largest().largest.max_tokens; head.tokens > most)
+    throw Error(Errc::out_of_capacity, "resume: the sequence has " + text(head.tokens) +
+                                           " tokens, and a sequence may have " + text(most) +
+                                           "; raise largest.max_tokens and host_bytes");
+  const std::uint32_t pages = pages_of(head.tokens);
+  if (const std::uint32_t left = table.free() + table.idle(); pages > left)
+    throw Error(Errc::out_of_capacity, "resume: the host pool has " + text(left) + " blocks of " +
+                                           text(options.page_tokens) + " tokens left, and " + text(pages) +
+                                           " are needed; end sequences or raise host_bytes");
+  // What is cached gives way, but not to what is damaged.
+  if (pages > table.free()) runtime::BlockReader(source, head).skip(head.body_bytes());
+  const SequenceId id = add(spec, head.tokens);
+  try {
+    load(source, head, at(id));
+  } catch (...) {
+    // Its stream has stopped before the blocks are anybody else's. A thread that is lost goes on using what it has.
+    if (!device->lost()) side_data.reset();
+    remove(id);
+    throw;
+  }
+  return id;
+}
+
+void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence) {
+  if (!side_data) side_data = std::make_unique<runtime::SideData>(memory.largest(), *device, options.timeout);
+  finish_copies();
+  runtime::BlockReader body(source, head);
+  std::vector<std::int32_t> ids(std::min(head.names, memory.largest().largest.max_tokens));
+  body.get(std::as_writable_bytes(std::span(ids)));
+  body.skip((head.names - ids.size()) * sizeof(std::int32_t));
+  load_tail(body, head, sequence);
+  sequence.tokens = sequence.planned = head.tokens;
+  while (sequence.pages.pages() < pages_of(head.tokens)) sequence.pages.push(take_block());
+  for (std::uint32_t plane = 0; plane < memory.largest().planes(); ++plane) {
+    for_each_run(sequence, plane, [&](std::span<std::byte> rows) { body.get(rows); });
+    side_data->make(plane, sequence.pages.blocks(), head.tokens);
+  }
+  side_data->wait();
+  if (!ids.empty()) (void)prefix_cache();
+  // Nothing can fail from here on.
+  sequence.prompt_end = head.prompt_end;
+  sequence.bets = {.balance = scheduler::PrefillBets(head.balance), .rests = head.rests, .end = head.chunk_end};
+  sequence.names = {.ids = std::move(ids), .known = {.salt = head.salt}, .sparse = head.sparse};
+  publish(sequence);
+}
+
+void Engine::Impl::load_tail(runtime::BlockReader& body, const runtime::ParkHead& head, Sequence& sequence) {
+  Sequence::Tail& tail = sequence.tail;
+  const std::uint64_t bytes = std::uint64_t{options.shape.q_heads} * options.shape.head_dim * sizeof(float);
+  tail.end = head.tail_end;
+  tail.begin = tail.end - std::min(tail.end - head.tail_begin, options.prompt_queries);
+  if (tail.slot == kNone) tail.begin = tail.end;
+  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+    body.skip((tail.begin - head.tail_begin) * bytes);
+    for (std::uint32_t token = tail.begin; token < tail.end; ++token)
+      body.get(std::as_writable_bytes(tail_of(sequence, layer, token)));
+  }
+}
+
+void Engine::Impl::finish_copies() {
+  if (copies.empty()) return;
+  std::vector<std::uint32_t> blocks;
+  for (const ForwardBlockCopy& copy : copies) blocks.push_back(copy.to);
+  const auto tokens = static_cast<std::uint32_t>(blocks.size() * options.page_tokens);
+  for (std::uint32_t plane = 0; plane < memory.largest().planes(); ++plane) side_data->make(plane, blocks, tokens);
+  side_data->wait();
+  copies.clear();
+}
+
+}  // namespace sluice

@@ -1,0 +1,32 @@
+#include "runtime/engine/side_data.hpp"
+
+#include <algorithm>
+
+#include "sluice/int4.hpp"
+
+namespace sluice::runtime {
+
+SideData::SideData(const ForwardMemory& memory, Device& device, std::chrono::milliseconds timeout)
+    : memory_(memory), backend_(device.backend()), timeout_(timeout), stream_(device.create_stream("side data")) {}
+
+void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, std::uint32_t tokens) {
+  wait();
+  copies_.clear();
+  digests_.clear();
+  const std::uint32_t page_tokens = memory_.layout.page_tokens;
+  const std::uint64_t copy_bytes = Int4Layout(memory_.layout).page_bytes();
+  for (std::uint32_t first = 0, i = 0; first < tokens; first += page_tokens, ++i) {
+    const std::uint64_t page = memory_.far_page(plane, blocks[i]);
+    const std::uint32_t rows = std::min(page_tokens, tokens - first);
+    const std::byte* const far = memory_.far + page * memory_.layout.page_bytes();
+    copies_.push_back({.page = far, .rows = rows, .out = memory_.codes + page * copy_bytes});
+    if (memory_.digests != nullptr && rows == page_tokens)
+      digests_.push_back({.page = far, .out = memory_.digest_of(plane, blocks[i])});
+  }
+  backend_.quantize(copies_, memory_.layout, stream_.get());
+  backend_.digest(digests_, memory_.digest, memory_.layout, stream_.get());
+}
+
+void SideData::wait() { stream_->synchronize(deadline_after(timeout_)); }
+
+}  // namespace sluice::runtime

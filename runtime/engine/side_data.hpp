@@ -1,0 +1,37 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "sluice/backend.hpp"
+#include "sluice/device.hpp"
+#include "sluice/forward_memory.hpp"
+
+namespace sluice::runtime {
+
+/// Makes digests and 4-bit copies of pages that no forward has brought: on the device, from host memory, with what its
+/// forwards make them by. On a stream of its own; what it made is there for all streams once `wait` returns.
+class SideData {
+ public:
+  /// `memory` and `device` outlive it.
+  SideData(const ForwardMemory& memory, Device& device, std::chrono::milliseconds timeout);
+
+  /// Enqueues those of a plane for the first `tokens` tokens of these blocks, once what was enqueued before is done.
+  /// @throws Error{Errc::timeout}, Error{Errc::device}
+  void make(std::uint32_t plane, std::span<const std::uint32_t> blocks, std::uint32_t tokens);
+  /// @throws as `make`
+  void wait();
+
+ private:
+  const ForwardMemory& memory_;
+  Backend& backend_;
+  std::chrono::milliseconds timeout_;
+  std::vector<QuantizeTask> copies_;  ///< as long as the stream may read them
+  std::vector<DigestTask> digests_;
+  std::unique_ptr<Stream> stream_;  ///< last: it stops before anything above goes
+};
+
+}  // namespace sluice::runtime

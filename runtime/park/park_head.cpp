@@ -1,0 +1,193 @@
+#include "runtime/park/park_head.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <span>
+#include <type_traits>
+
+#include "cpu/machine/crc32c.hpp"
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+namespace {
+
+static_assert(std::endian::native == std::endian::little,
+              "parked sequences are little-endian and are read as they are");
+
+constexpr std::array<unsigned char, 8> kMagic{0x89, 'S', 'L', 'U', 'I', 'C', 'E', '\n'};
+constexpr std::uint64_t kPreambleBytes = 32;
+constexpr std::uint64_t kMostHeadBytes = 64 * KiB;
+constexpr std::uint64_t kMostQueries = 256;  ///< EngineOptions::prompt_queries, at most
+
+[[noreturn]] void refuse(const std::string& why) {
+  throw Error(Errc::corrupt, "this is no parked sequence, or it is damaged: " + why + "; take another copy of it");
+}
+
+class Encoder {
+ public:
+  template <class T>
+  void put(T number) {
+    static_assert(std::is_arithmetic_v<T>);
+    const auto* const from = reinterpret_cast<const std::byte*>(&number);
+    bytes.insert(bytes.end(), from, from + sizeof number);
+  }
+  void put(const std::string& text) {
+    put(static_cast<std::uint32_t>(text.size()));
+    const auto* const from = reinterpret_cast<const std::byte*>(text.data());
+    bytes.insert(bytes.end(), from, from + text.size());
+  }
+  void check(std::size_t begin) { put(cpu::crc32c(std::span(bytes).subspan(begin))); }
+
+  std::vector<std::byte> bytes;
+};
+
+/// Throws rather than read behind the end.
+class Decoder {
+ public:
+  explicit Decoder(std::span<const std::byte> bytes) : bytes_(bytes) {}
+
+  template <class T>
+  T number() {
+    T number{};
+    const auto from = take(sizeof number);
+    std::memcpy(&number, from.data(), sizeof number);
+    return number;
+  }
+  std::uint32_t u32() { return number<std::uint32_t>(); }
+  std::string text() {
+    const auto from = take(u32());
+    return {reinterpret_cast<const char*>(from.data()), from.size()};
+  }
+  [[nodiscard]] std::size_t left() const noexcept { return bytes_.size(); }
+
+ private:
+  std::span<const std::byte> take(std::size_t count) {
+    if (count > bytes_.size()) refuse("its head is shorter than what is in it");
+    const auto taken = bytes_.first(count);
+    bytes_ = bytes_.subspan(count);
+    return taken;
+  }
+
+  std::span<const std::byte> bytes_;
+};
+
+struct Preamble {
+  std::uint32_t head_bytes = 0;
+  std::uint64_t body_bytes = 0;
+};
+
+void require_checked(std::span<const std::byte> checked, const char* what) {
+  const auto bytes = checked.first(checked.size() - sizeof(std::uint32_t));
+  if (Decoder(checked.subspan(bytes.size())).u32() != cpu::crc32c(bytes))
+    refuse(std::string("the checksum of its ") + what + " is wrong");
+}
+
+Preamble read_preamble(ParkSource& source) {
+  if (source.bytes() < kPreambleBytes)
+    refuse("it has " + std::to_string(source.bytes()) + " bytes, and the shortest has more");
+  const auto bytes = source.read(0, kPreambleBytes);
+  if (std::memcmp(bytes.data(), kMagic.data(), kMagic.size()) != 0) refuse("it begins as something else");
+  require_checked(bytes, "beginning");
+  Decoder fields(bytes.subspan(kMagic.size()));
+  if (const std::uint32_t version = fields.u32(); version != kParkVersion)
+    throw Error(Errc::invalid_argument, "the sequence was parked in version " + std::to_string(version) +
+                                            " of the format, and this library reads version " +
+                                            std::to_string(kParkVersion) +
+                                            "; resume it with the library that parked it");
+  Preamble preamble{.head_bytes = fields.u32()};
+  preamble.body_bytes = fields.number<std::uint64_t>();
+  if (preamble.head_bytes > kMostHeadBytes) refuse("its head is too long");
+  return preamble;
+}
+
+ParkHead decode(std::span<const std::byte> bytes) {
+  Decoder fields(bytes);
+  ParkHead head;
+  head.shape = {.layers = fields.u32(), .q_heads = fields.u32(), .kv_heads = fields.u32(), .head_dim = fields.u32()};
+  const std::uint32_t dtype = fields.u32();
+  head.dtype = static_cast<DType>(std::min(dtype, 255u));
+  for (std::uint32_t* field :
+       {&head.tokens, &head.prompt_end, &head.sparse, &head.tail_begin, &head.tail_end, &head.names})
+    *field = fields.u32();
+  head.salt = fields.number<std::uint64_t>();
+  head.balance = fields.number<double>();
+  head.chunk_end = fields.u32();
+  head.model = fields.text();
+  head.policy = fields.text();
+  head.policy_name = fields.text();
+  const std::uint32_t rests = fields.u32();
+  if (rests != fields.left() / sizeof(std::uint32_t)) refuse("its head has another length than what is in it");
+  for (std::uint32_t i = 0; i < rests; ++i) head.rests.push_back(fields.u32());
+  if (fields.left() != 0) refuse("its head has another length than what is in it");
+  return head;
+}
+
+/// So that lengths can be computed from it, and nothing in it misleads an engine.
+void require_sound(const ParkHead& head) {
+  try {
+    sluice::validate(head.shape);
+  } catch (const Error& error) {
+    refuse(error.what());
+  }
+  const auto require = [](bool holds, const char* what) {
+    if (!holds) refuse(std::string("its ") + what + " cannot be");
+  };
+  require(is_valid(head.dtype), "element type");
+  require(head.tokens <= 0x7fff'ffffu && head.names <= 0x7fff'ffffu, "length");
+  require(head.prompt_end <= head.tokens, "prompt");
+  require(head.tail_begin <= head.tail_end && head.tail_end <= head.tokens, "range of queries");
+  require(head.tail_end - head.tail_begin <= kMostQueries, "number of queries");
+  require(head.sparse == kNone || head.sparse < head.tokens, "first sparse token");
+  require(std::isfinite(head.balance), "balance");
+  require(head.rests.empty() || head.rests.size() == head.shape.layers, "number of rests");
+  require(head.model.size() <= kMostModelBytes, "model");
+}
+
+}  // namespace
+
+std::vector<std::byte> encode(const ParkHead& head) {
+  Encoder fields;
+  for (const std::uint32_t field : {head.shape.layers, head.shape.q_heads, head.shape.kv_heads, head.shape.head_dim,
+                                    static_cast<std::uint32_t>(head.dtype), head.tokens, head.prompt_end, head.sparse,
+                                    head.tail_begin, head.tail_end, head.names})
+    fields.put(field);
+  fields.put(head.salt);
+  fields.put(head.balance);
+  fields.put(head.chunk_end);
+  for (const std::string* text : {&head.model, &head.policy, &head.policy_name}) fields.put(*text);
+  fields.put(static_cast<std::uint32_t>(head.rests.size()));
+  for (const std::uint32_t rest : head.rests) fields.put(rest);
+  Encoder all;
+  for (const unsigned char byte : kMagic) all.put(byte);
+  all.put(kParkVersion);
+  all.put(static_cast<std::uint32_t>(fields.bytes.size()));
+  all.put(head.body_bytes());
+  all.put(std::uint32_t{0});
+  all.check(0);
+  all.bytes.insert(all.bytes.end(), fields.bytes.begin(), fields.bytes.end());
+  all.check(kPreambleBytes);
+  return std::move(all.bytes);
+}
+
+ParkHead read_head(ParkSource& source) {
+  const Preamble preamble = read_preamble(source);
+  const std::uint64_t head_bytes = preamble.head_bytes + sizeof(std::uint32_t);
+  const std::uint64_t rest = source.bytes() - kPreambleBytes;
+  const auto wrong_length = [&] {
+    refuse("it has " + std::to_string(source.bytes()) + " bytes, and says that it has " +
+           (rest < head_bytes + preamble.body_bytes ? "more" : "fewer"));
+  };
+  if (rest < head_bytes || rest - head_bytes < preamble.body_bytes) wrong_length();
+  if (rest - head_bytes != parked_body_bytes(preamble.body_bytes)) wrong_length();
+  const auto bytes = source.read(kPreambleBytes, head_bytes);
+  require_checked(bytes, "head");
+  ParkHead head = decode(bytes.first(preamble.head_bytes));
+  require_sound(head);
+  if (head.body_bytes() != preamble.body_bytes) refuse("its head says another length than its beginning");
+  return head;
+}
+
+}  // namespace sluice::runtime

@@ -1,0 +1,86 @@
+#include "runtime/park/park_sink.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <system_error>
+#include <utility>
+
+#include "sluice/error.hpp"
+
+namespace sluice::runtime {
+namespace {
+
+std::string directory_of(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+}  // namespace
+
+FileSink::FileSink(const std::string& path) : path_(path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
+    throw Error(Errc::invalid_argument, path + " is there and no ordinary file; give the parked sequence another name");
+  temporary_ = path + ".XXXXXX";
+  descriptor_ = ::mkostemp(temporary_.data(), O_CLOEXEC);
+  if (descriptor_ >= 0) return;
+  temporary_.clear();
+  refuse("create a file beside it");
+}
+
+FileSink::~FileSink() {
+  if (descriptor_ >= 0) (void)::close(descriptor_);
+  if (!temporary_.empty()) (void)::unlink(temporary_.c_str());
+}
+
+std::span<std::byte> FileSink::next(std::uint64_t count) {
+  flush();
+  if (buffer_.size() < count) buffer_.resize(count);
+  filled_ = count;
+  return std::span(buffer_).first(count);
+}
+
+void FileSink::flush() {
+  const std::uint64_t begin = written_;
+  for (std::uint64_t done = 0; done < filled_;) {
+    const ssize_t put = ::write(descriptor_, buffer_.data() + done, filled_ - done);
+    if (put < 0 && errno == EINTR) continue;
+    if (put < 0) refuse("write it");
+    done += static_cast<std::uint64_t>(put);
+    written_ += static_cast<std::uint64_t>(put);
+  }
+  filled_ = 0;
+#if defined(__linux__)
+  // The disk begins now, not when all is written and waited for. Advice: where it cannot, the wait takes longer.
+  (void)::sync_file_range(descriptor_, static_cast<off_t>(begin), static_cast<off_t>(written_ - begin),
+                          SYNC_FILE_RANGE_WRITE);
+#else
+  (void)begin;
+#endif
+}
+
+void FileSink::finish() {
+  flush();
+  if (::fsync(descriptor_) != 0) refuse("bring it to the disk");
+  if (::close(std::exchange(descriptor_, -1)) != 0) refuse("close it");
+  if (std::rename(temporary_.c_str(), path_.c_str()) != 0) refuse("give it its name");
+  temporary_.clear();
+  // Its name is on the disk with the directory. Some file systems have nothing to bring there, and say so.
+  const int directory = ::open(directory_of(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (directory < 0) return;
+  (void)::fsync(directory);
+  (void)::close(directory);
+}
+
+void FileSink::refuse(const char* what) const {
+  throw Error(Errc::io, "cannot park in " + path_ + ": cannot " + what + ": " + std::generic_category().message(errno) +
+                            "; nothing was left there");
+}
+
+}  // namespace sluice::runtime
