@@ -51,15 +51,18 @@ Engine::Impl::Sequence& Engine::Impl::resting(SequenceId id, const char* what) {
   return sequence;
 }
 
-SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
+void Engine::Impl::require_place(const PolicySpec& spec, std::uint32_t tokens) const {
   if (free_lists.empty())
     throw Error(Errc::out_of_capacity, "as many sequences live as EngineOptions::sequences says; end one first");
-  const bool on_cpu = scheduler::chooser(spec) == scheduler::Chooser::cpu;
-  if (on_cpu && free_tails.empty())
+  if (scheduler::chooser(spec) == scheduler::Chooser::cpu && free_tails.empty())
     throw Error(Errc::out_of_capacity,
                 "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
                     number(options.cpu_sequences) + "; raise it, or end one first");
   require_policy_room(policy_share(spec, tokens));
+}
+
+SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
+  require_place(spec, tokens);
   const SequenceId id{next_id};
   Sequence& sequence =
       sequences.emplace(id.value, Sequence{.spec = spec, .pages = {free_lists.back(), memory.largest().max_pages}})
@@ -67,7 +70,7 @@ SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer)
     sequence.sparse_layers += spec.dense(layer) ? 0 : 1;
   free_lists.pop_back();
-  if (on_cpu) {
+  if (scheduler::chooser(spec) == scheduler::Chooser::cpu) {
     sequence.tail.slot = free_tails.back();
     free_tails.pop_back();
   }
@@ -94,15 +97,23 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
   if (tokens > parent.tokens)
     throw Error(Errc::invalid_argument, "fork: sequence " + number(id.value) + " has " + number(parent.tokens) +
                                             " tokens, and " + number(tokens) + " are asked for");
-  if (policy == nullptr) require_forgetful(parent, id, "fork");
+  const PolicySpec& spec = policy != nullptr ? *policy : parent.spec;
+  require_place(spec, tokens);  // Before anything is copied.
   Sequence::Names names = names_of(parent, tokens);
-  const SequenceId id_of_child = add(policy != nullptr ? *policy : parent.spec, tokens);
+  std::shared_ptr<runtime::SequencePolicy> learnt = policy != nullptr ? nullptr : policy_of(parent, tokens);
+  const SequenceId id_of_child = add(spec, tokens);
   Sequence& child = at(id_of_child);
   child.pages.share(parent.pages, pages_of(tokens), table);
   child.tokens = child.planned = tokens;
   child.bets = parent.bets;
   child.names = std::move(names);
   if (child.tail.slot != kNone && parent.tail.slot != kNone) copy_tail(parent, child);
+  if (!learnt) return id_of_child;
+  learnt->read_from(child.pages.blocks());
+  child.policy = std::move(learnt);
+  child.policy_tokens = parent.policy_tokens;
+  child.policy_end = tokens;
+  child.policy_forward = parent.policy_forward;
   return id_of_child;
 }
 
@@ -111,12 +122,9 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   if (tokens > sequence.tokens)
     throw Error(Errc::invalid_argument, "truncate: sequence " + number(id.value) + " has " + number(sequence.tokens) +
                                             " tokens, and is to keep " + number(tokens));
-  if (tokens != sequence.tokens) {
-    require_forgetful(sequence, id, "truncate");
-    if (sequence.policy) {  // It holds what longer sequences need.
-      const auto rest = choice.rest(options.timeout);
-      drop_policy(sequence);
-    }
+  if (tokens != sequence.tokens && sequence.policy) {
+    const auto rest = choice.rest(options.timeout);
+    shorten_policy(sequence, tokens);
   }
   sequence.pages.shrink(pages_of(tokens), table);
   sequence.tokens = sequence.planned = tokens;

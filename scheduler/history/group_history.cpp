@@ -24,12 +24,38 @@ constexpr std::size_t kPrefetchAhead = 12;
 struct Scratch {
   std::vector<float> weights;
   std::vector<std::uint32_t> indices;
+  Lesson lesson;
 };
 
 Scratch& scratch_of_thread() {
   thread_local Scratch scratch;
   return scratch;
 }
+
+/// Tokens that a query head observes of so many, at most, if all lessons are to be kept: what a budget of 2% and at
+/// least 64 lets it keep.
+std::uint32_t usually_observed(std::uint32_t tokens) noexcept {
+  constexpr std::uint32_t kLeast = 64;
+  constexpr std::uint32_t kInverseShare = 50;
+  return std::min(std::max(kLeast, tokens / kInverseShare + 1), tokens);
+}
+
+/// Calls visit() for the tokens of a lesson's heads, one after the other.
+class Gaps {
+ public:
+  explicit Gaps(const std::uint8_t* gaps) noexcept : at_(gaps) {}
+  [[nodiscard]] std::uint32_t next() noexcept {
+    constexpr std::uint8_t kGoesOn = 255;
+    for (; *at_ == kGoesOn; ++at_) token_ += kGoesOn;
+    return token_ += *at_++;
+  }
+  /// The next head's.
+  [[nodiscard]] Gaps following() const noexcept { return Gaps(at_); }
+
+ private:
+  const std::uint8_t* at_;
+  std::uint32_t token_ = 0;
+};
 
 /// The members, ascending, in the thread's scratch.
 const std::vector<std::uint32_t>& listed(const TokenSet& set) {
@@ -47,7 +73,8 @@ GroupHistory::GroupHistory(const HistoryOptions& options, std::uint32_t group, s
 
 void GroupHistory::begin(const PromptContext& prompt) {
   const auto group = static_cast<std::uint32_t>(heads_.size());
-  fresh_ = false;
+  fresh_ = stale_ = in_lesson_ = false;
+  journal_.begin(prompt.tokens);
   // A decode step adds half a unit of weight per table, so a table's stationary sum is 0.5 / (1 - decay).
   // C makes the prompt's rows add up to exactly that.
   const double stationary = 1.0 / (2.0 * (1.0 - static_cast<double>(options_.decay)));
@@ -68,7 +95,7 @@ void GroupHistory::begin(const PromptContext& prompt) {
 
 void GroupHistory::forecast(std::uint32_t tokens) {
   if (fresh_ && tokens == tokens_) return;
-  fresh_ = true;
+  fresh_ = stale_ = false;
   tokens_ = forecast_ = tokens;
   blank_ = false;
   looked_at_ = 0;
@@ -87,10 +114,12 @@ void GroupHistory::forecast(std::uint32_t tokens) {
     expand(head, vertical, slash);
   }
   const bool limited = options_.limit < 1.f;
-  if (!options_.share_in_group && !limited) return;
-  united_.reset(tokens);
-  for (const Head& head : heads_) united_.unite(head.expanded);
-  if (limited && united_.size() > static_cast<double>(options_.limit) * tokens) forget_candidates();
+  if (options_.share_in_group || limited) {
+    united_.reset(tokens);
+    for (const Head& head : heads_) united_.unite(head.expanded);
+    if (limited && united_.size() > static_cast<double>(options_.limit) * tokens) forget_candidates();
+  }
+  fresh_ = true;
 }
 
 void GroupHistory::forget_candidates() {
@@ -116,6 +145,11 @@ void GroupHistory::unite_followed(TokenSet& set) const {
 }
 
 void GroupHistory::note(std::uint32_t token) {
+  widen(token);
+  journal_.note({.step = tokens_, .token = token});
+}
+
+void GroupHistory::widen(std::uint32_t token) {
   const std::uint32_t moved = tokens_ - forecast_;
   const auto widened = [&](std::uint32_t at, TokenSet& set) {
     const std::uint32_t begin = std::max(at, sinks_ + kBefore) - kBefore;
@@ -223,21 +257,84 @@ void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> token
   }
   if (!(sum > 0.0)) return;
   const auto scale = static_cast<float>(0.5 / sum);
+  scratch.indices.resize(count);
+  if (!in_lesson_) scratch.lesson.clear(tokens_);
+  ScoreCode* const codes = scratch.lesson.reserve(tokens);  // From here on nothing fails.
   fresh_ = false;
   Head& head = heads_[h];
-  head.vertical.decay(options_.decay);
-  head.slash.decay(options_.decay);
-  scratch.indices.resize(count);
+  const Lesson::Head undo{.head = h,
+                          .tokens = static_cast<std::uint32_t>(count),
+                          .vertical = head.vertical.decay(options_.decay),
+                          .slash = head.slash.decay(options_.decay)};
   std::uint32_t* const indices = scratch.indices.data();
 #pragma omp simd
   for (std::size_t i = 0; i < count; ++i) {
     weights[i] *= scale;
     indices[i] = tokens[i] - sinks_;
   }
-  head.vertical.add(scratch.indices, weights);
+  head.vertical.add(scratch.indices, weights, codes);
 #pragma omp simd
   for (std::size_t i = 0; i < count; ++i) indices[i] = tokens_ - 1 - tokens[i];
-  head.slash.add(scratch.indices, weights);
+  head.slash.add(scratch.indices, weights, codes + count);
+  scratch.lesson.add(undo);
+  lossy_ = lossy_ || undo.vertical.lossy || undo.slash.lossy;
+  if (!in_lesson_) journal_.restart(tokens_);
+}
+
+void GroupHistory::begin_lesson() noexcept {
+  in_lesson_ = true;
+  lossy_ = false;
+  scratch_of_thread().lesson.clear(tokens_);
+}
+
+void GroupHistory::end_lesson() noexcept {
+  in_lesson_ = false;
+  if (lossy_) return journal_.restart(tokens_);
+  journal_.add(scratch_of_thread().lesson, most_lesson_bytes(static_cast<std::uint32_t>(heads_.size()), tokens_));
+}
+
+void GroupHistory::truncate(std::uint32_t tokens) noexcept {
+  for (const Lesson* lesson = journal_.newest(tokens); lesson != nullptr; lesson = journal_.newest(tokens)) {
+    take_back(*lesson);
+    journal_.drop(*lesson);
+  }
+  journal_.drop_notes(tokens);
+  // As large as the forecast that came next found them.
+  const std::uint32_t size = journal_.last() + 1 - std::min(journal_.last() + 1, sinks_);
+  for (Head& head : heads_) {
+    head.vertical.shrink(size);
+    head.slash.shrink(size);
+  }
+  fresh_ = false;
+  stale_ = true;
+}
+
+void GroupHistory::take_back(const Lesson& lesson) noexcept {
+  const ScoreCode* codes = lesson.codes.data();
+  Gaps gaps(lesson.gaps.data());
+  for (const Lesson::Head& undo : lesson.heads) {
+    Head& head = heads_[undo.head];
+    Gaps again = gaps;
+    head.vertical.undo(undo.vertical, codes, undo.tokens, [&] { return gaps.next() - sinks_; });
+    head.slash.undo(undo.slash, codes + undo.tokens, undo.tokens, [&] { return lesson.step - 1 - again.next(); });
+    codes += 2 * std::size_t{undo.tokens};
+    gaps = gaps.following();
+  }
+}
+
+void GroupHistory::catch_up(std::uint32_t tokens) {
+  if (!stale_) return;
+  const std::uint32_t last = journal_.last();
+  if (follows()) {
+    forecast(last + 1);
+    stale_ = true;  // Should there be no memory, once more from the beginning.
+    for (const HistoryJournal::Note& note : journal_.notes()) {
+      follow(note.step);
+      widen(note.token);
+    }
+    if (tokens > last) follow(tokens);
+  }
+  stale_ = false;
 }
 
 std::uint64_t GroupHistory::Head::heap_bytes() const noexcept {
@@ -245,14 +342,21 @@ std::uint64_t GroupHistory::Head::heap_bytes() const noexcept {
 }
 
 std::uint64_t GroupHistory::heap_bytes() const noexcept {
-  return united_.heap_bytes() + by_position_.heap_bytes() + by_distance_.heap_bytes() +
+  return united_.heap_bytes() + by_position_.heap_bytes() + by_distance_.heap_bytes() + journal_.heap_bytes() +
          scheduler::heap_bytes(heads_, page_heat_);
 }
 
-std::uint64_t GroupHistory::most_heap_bytes(std::uint32_t group, std::uint32_t tokens) noexcept {
+std::uint64_t GroupHistory::most_lesson_bytes(std::uint32_t group, std::uint32_t tokens) noexcept {
+  return kUndoTokens * Lesson::most_heap_bytes(group, usually_observed(tokens), tokens);
+}
+
+std::uint64_t GroupHistory::most_heap_bytes(const HistoryOptions& options, std::uint32_t group,
+                                            std::uint32_t tokens) noexcept {
   const std::uint64_t head =
       sizeof(Head) + 2 * ScoreTable::most_heap_bytes(tokens) + 2 * TokenSet::most_heap_bytes(tokens);
-  return group * head + 3 * TokenSet::most_heap_bytes(tokens);
+  const std::uint64_t notes = options.observe_every > 1 ? HistoryJournal::kMostNotes * sizeof(HistoryJournal::Note) : 0;
+  return group * head + 3 * TokenSet::most_heap_bytes(tokens) + notes +
+         HistoryJournal::most_heap_bytes(most_lesson_bytes(group, tokens));
 }
 
 }  // namespace sluice::scheduler
