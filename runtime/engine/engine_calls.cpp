@@ -124,6 +124,7 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
                                             " tokens, and is to keep " + number(tokens));
   if (tokens != sequence.tokens && sequence.policy) {
     const auto rest = choice.rest(options.timeout);
+    sequence.policy->learn_all(good);  // How far it goes back must not depend on whether a thread has had time.
     shorten_policy(sequence, tokens);
   }
   sequence.pages.shrink(pages_of(tokens), table);

@@ -93,7 +93,7 @@ class SparsePolicy final : public LayerPolicy {
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     SparseHead& head = heads_[kv_head];
     if (head.clusters) head.clusters->cluster_new(head.visible, kv);
-    if (head.history && head.observes) learn(head);
+    if (head.history) learn(head);
     head.scored.shed(head.visible);
   }
 
@@ -123,15 +123,15 @@ class SparsePolicy final : public LayerPolicy {
   [[nodiscard]] std::uint32_t all_heads() const noexcept { return ~0u >> (32 - group_); }
 
   void learn(SparseHead& head) const {
-    head.history->begin_lesson();
-    for (std::uint32_t h = 0; h < group_; ++h) {
+    head.history->begin_lesson();  // Also if it is to learn nothing: a forecast comes next.
+    for (std::uint32_t h = 0; h < group_ && head.observes; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
       const ScoredSet::Observed seen = head.scored.observed(h, group_);
       head.history->observe(h, seen.tokens, seen.scores);
     }
     head.history->end_lesson();
     head.observing = 0;
-    if (head.whole) forget(head);
+    if (head.whole && head.observes) forget(head);
   }
 
   /// The candidates for this step: forecast in the background or, if nothing was observed since, carried on.
