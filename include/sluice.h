@@ -227,11 +227,15 @@ SLUICE_API sluice_status sluice_engine_name_tokens(sluice_engine* engine, sluice
                                                    const int32_t* ids, size_t id_count);
 /// Of a sequence that is to rest: gives up its near memory when the next forward is planned. Changes no token.
 SLUICE_API sluice_status sluice_engine_preempt(sluice_engine* engine, sluice_sequence sequence);
-/// A new sequence of the first `tokens` tokens of another one; they share memory. `policy` null: the other one's, which
-/// is SLUICE_UNSUPPORTED if it has learnt from tokens that were decoded. No forward with the sequence may be under way.
+/// A new sequence of the first `tokens` tokens of another one; they share memory. `policy` null: the other one's, with
+/// what it had learnt by then, copied: it goes on as the other one would have. That holds for any policy without history,
+/// and for history up to 32 tokens back (of more that query heads observe, fewer: see Engine in sluice/engine.hpp); from
+/// further back the policy begins again, and the next token attends everything. No forward with the sequence may be
+/// under way. SLUICE_TIMEOUT if a thread in which policies learn does not come back.
 SLUICE_API sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens,
                                             const char* policy, sluice_sequence* child);
-/// Takes the newest tokens back, until there are `tokens`. Errors as of fork.
+/// Takes the newest tokens back, until there are `tokens`, and what was learnt from them, as far back as with fork.
+/// Errors as of fork.
 SLUICE_API sluice_status sluice_engine_truncate(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens);
 /// Bytes that a sequence takes that is parked now. `model`: what keys and values are of, such as name and revision of a
 /// model and its adapter; null: "". Of the next two, too: who resumes the sequence has to say the same.

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "scheduler/undo.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/selection.hpp"
 #include "sluice/shape.hpp"
@@ -59,17 +60,18 @@ class KvReader {
   virtual void keys(std::uint32_t first, std::uint32_t count, float* out) = 0;
   /// The clustering of some of the keys, by host threads. centroids [clusters, head_dim], assignment [count].
   virtual void cluster(const ClusterRequest& request, float* centroids, std::uint32_t* assignment) = 0;
-  /// out[i, j] = x[j].rows[i] / sqrt(d) for `rows` [count, d] and `x` [columns, d], columns in [1, 32]: the policy's own
-  /// float32 rows, with the kernels that score keys.
-  virtual void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) = 0;
+  /// out[i, j] = x[j].rows[i] / sqrt(d) for `rows` [count, d] and `x` [columns, d], columns in [1, 32]: the policy's
+  /// own float32 rows, with the kernels that score keys.
+  virtual void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count,
+                          float* out) = 0;
 };
 
 /// The prompt of one KV head, when the first decode step begins.
 struct PromptContext {
   std::uint32_t kv_head = 0;
-  std::uint32_t tokens = 0;              ///< prompt length n
-  std::uint32_t queries = 0;             ///< rows of last_q; row i is the query of position tokens - queries + i
-  std::span<const float> last_q = {};    ///< [queries, group, head_dim]
+  std::uint32_t tokens = 0;            ///< prompt length n
+  std::uint32_t queries = 0;           ///< rows of last_q; row i is the query of position tokens - queries + i
+  std::span<const float> last_q = {};  ///< [queries, group, head_dim]
   KvReader* kv = nullptr;
 };
 
@@ -107,9 +109,9 @@ struct HotPage {
 /// The state and decisions of one policy for one (sequence, layer). Pure: no clock, no thread, no device.
 ///
 /// Life of one step, per KV head: forecast(n) -> select(n) -> observe(). `forecast` needs no query and runs
-/// in the background of the step before; it and `observe` are left out unless the policy wants them. A step that fails after `select` is repeated from `select`;
-/// `observe` is called once, for the last `select`.
-/// Thread safety: different KV heads may be driven by different threads at once.
+/// in the background of the step before; it and `observe` are left out unless the policy wants them. A step that fails
+/// after `select` is repeated from `select`; `observe` is called once, for the last `select`.
+/// Thread safety: different KV heads may be driven by different threads at once, but not during `clone`.
 class LayerPolicy {
  public:
   virtual ~LayerPolicy() = default;
@@ -117,13 +119,28 @@ class LayerPolicy {
   virtual void begin(const PromptContext& prompt) = 0;
   /// Candidates for the step in which `tokens` tokens will be visible. Appends the pages worth promoting,
   /// hottest first, at most `limit`.
-  virtual void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit, std::vector<HotPage>& hot) = 0;
+  virtual void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit,
+                        std::vector<HotPage>& hot) = 0;
   /// Fills `row` (cleared by the caller) with what to attend beyond the near set.
   virtual void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) = 0;
   /// Whether the last selection of a KV head is to be observed, and its next step forecast, at all.
   [[nodiscard]] virtual bool wants_observation(std::uint32_t /*kv_head*/) const noexcept { return false; }
   /// Feeds the weights of the last selection back; `kv` as in that selection.
   virtual void observe(std::uint32_t kv_head, KvReader& kv) = 0;
+
+  /// Another one that goes on as this one would, on its own. Copies what is kept of all KV heads: as many bytes as
+  /// heap_bytes says, but for hash tables, which are shared.
+  [[nodiscard]] virtual std::unique_ptr<LayerPolicy> clone() const = 0;
+  /// Whether `truncate` can take back all steps with more than `tokens` visible tokens, of which the prompt has no
+  /// more. Those of the newest kUndoTokens tokens always, if in each of them every query head observed no more than
+  /// max(64, 2%) of the tokens, as policies with that budget do (lfps), and history.decay is 0.85 or more; fewer, where
+  /// heads observe more. All of them, if the policy has no history.
+  [[nodiscard]] virtual bool can_truncate(std::uint32_t /*kv_head*/, std::uint32_t /*tokens*/) const noexcept {
+    return true;
+  }
+  /// From now on as if those steps had never been, whether they were observed or not: the next is `select` with tokens
+  /// + 1 visible tokens, without a forecast. Where `can_truncate` says so. Costs about what observing them has cost.
+  virtual void truncate(std::uint32_t /*kv_head*/, std::uint32_t /*tokens*/) noexcept {}
   /// Of the heap, that it holds for a KV head between steps: no more than `policy_state_bytes` says. Policies that keep
   /// nothing say 0.
   [[nodiscard]] virtual std::uint64_t heap_bytes(std::uint32_t /*kv_head*/) const noexcept { return 0; }
@@ -133,9 +150,10 @@ class LayerPolicy {
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                              std::uint32_t page_tokens, LayerId layer);
 
-/// What the policies of a sequence of `tokens` tokens keep on the heap at most, between steps, in all layers and KV heads:
-/// LayerPolicy::heap_bytes together. At 65,536 tokens, in percent of keys and values in bf16 with head_dim 128 and 4
-/// query heads per KV head: 4.6 for history (lfps), 5.0 for clusters (tactic), 121 for hash tables (magicpig).
+/// What the policies of a sequence of `tokens` tokens keep on the heap at most, between steps, in all layers and KV
+/// heads: LayerPolicy::heap_bytes together, also after steps were taken back. At 65,536 tokens, in percent of keys and
+/// values in bf16 with head_dim 128 and 4 query heads per KV head: 7.3 for history (lfps), 2.7 of which are what its
+/// newest tokens have changed, 5.0 for clusters (tactic), 121 for hash tables (magicpig).
 [[nodiscard]] std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& shape,
                                                std::uint32_t tokens) noexcept;
 

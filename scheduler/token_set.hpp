@@ -21,7 +21,7 @@ class TokenSet {
     const std::size_t words = (std::size_t{tokens} + 63) / 64;
     // It grows by a word now and then; doubling would waste half of it.
     if (words > words_.capacity() && !words_.empty()) words_.reserve(words + words / kSlackShare);
-    if (words > words_.size()) words_.resize(words);
+    words_.resize(words);
     summary_.assign((words_.size() + 63) / 64, 0);
   }
 

@@ -53,9 +53,10 @@ struct EngineOptions {
   /// Of them, those whose policies choose on the CPU: each has room for the queries of its prompt's newest tokens.
   std::uint32_t cpu_sequences = 0;
   /// What policies of these sequences may keep on the heap, which grows with their tokens; 0: no bound. Each sequence
-  /// counts for the most that its policy may keep of the tokens it has: about 5% of its keys and values in bf16 if 4
-  /// query heads share a KV head (lfps, tactic), more than these with hash tables (magicpig). What would exceed it is
-  /// refused.
+  /// counts for the most that its policy may keep of the tokens it has, a fork in full: of its keys and values in bf16,
+  /// if 4 query heads share a KV head, about 5% with clusters (tactic) and 7% with history (lfps; 8% of 8K tokens), of
+  /// which 3% are what its newest 32 tokens have changed; more than these with hash tables (magicpig). What would exceed
+  /// it is refused.
   std::uint64_t policy_bytes = 0;
   std::uint32_t prompt_queries = 32;    ///< as many; history wants 32, see HistoryOptions::init_queries. [1, 256]
   std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose on the device
@@ -135,9 +136,15 @@ struct Batch {
 ///
 /// A policy that chooses on the CPU looks at its sequence's prompt when the first token behind it is planned to be
 /// decoded: that `plan` waits for the forwards with the prompt, then takes as long as it takes. It learns from a token
-/// once the forward has got to its end. A further prompt, an import, or tokens that are taken back when it has learnt
-/// from them make it look at all there is once more, with the queries of a prompt that ends there; what it had learnt
-/// is forgotten. Imports may bring queries.
+/// once the forward has got to its end. What it has learnt goes along with forks, and what it has learnt from tokens
+/// that are taken back is taken back, too, so that the sequence goes on as if these had never been:
+/// - whatever the number of tokens, if the policy has no history;
+/// - up to 32 of the newest tokens with history, if no query head observes more than max(64, 2%) of the tokens, as with
+///   lfps, and history decays by 0.85 or more; where heads observe more, as many as there is room for in a journal of
+///   that size.
+/// Beyond that the policy begins again, as it does with a further prompt or an import: it looks at all there is once
+/// more, with the queries of a prompt that ends there; what it had learnt is forgotten. With history, and without such
+/// queries, the next token attends everything, and history begins with that. Imports may bring queries.
 ///
 /// Forwards that are planned and not finished run in the order of their plans, each on top of the one before: their
 /// streams must be the same, or ordered by the caller. Enqueue all layers of one, or replay its graph, before the next
@@ -193,17 +200,21 @@ class Engine {
   /// called at any time.
   void preempt(SequenceId sequence);
   /// A new sequence of the first `tokens` tokens of another one, under its policy. Its blocks are shared; the one in
-  /// which either of them goes on is copied then.
+  /// which either of them goes on is copied then. If the policy chooses on the CPU, what it has learnt is copied, all
+  /// that memory(sequence).policy says but hash tables, and as the class says the fork goes on as its parent would have;
+  /// beyond what can be taken back, its policy begins again.
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, or it has fewer tokens;
-  /// Error{Errc::out_of_capacity} if as many live as may; Error{Errc::unsupported} if its policy has learnt from tokens
-  /// that were decoded.
+  /// Error{Errc::out_of_capacity} if as many live as may, or policy_bytes are spent; Error{Errc::timeout} if a thread in
+  /// which policies learn does not come back
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens);
   /// Under a policy of its own, whatever the other's has learnt. One that begins with queries of the prompt finds them
   /// if the other's policy chooses on the CPU, too.
-  /// @throws as `begin` and `fork` do, but for what was learnt
+  /// @throws as `begin` and `fork` do
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens, const PolicySpec& policy);
-  /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted.
-  /// @throws Error{Errc::invalid_argument}, Error{Errc::unsupported} as in `fork`.
+  /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted. What a policy that chooses on
+  /// the CPU has learnt from them is taken back as the class says, or the policy begins again. The next token that is
+  /// decoded pays for that, about as much as was spent on learning.
+  /// @throws Error{Errc::invalid_argument}, Error{Errc::timeout} as in `fork`
   void truncate(SequenceId sequence, std::uint32_t tokens);
   /// Writes all that a sequence is to memory of the caller, which a sequence begins with that is resumed from it: keys
   /// and values, policy, names of tokens with their salt, and the queries of its prompt's newest tokens. The sequence

@@ -104,14 +104,17 @@ class Engine:
         self._call(self._library.engine_preempt, sequence)
 
     def fork(self, sequence: int, tokens: int, policy: str | None = None) -> int:
-        """A new sequence of another's first tokens, which share memory; under the same policy if None."""
+        """A new sequence of another's first tokens, which share memory; under the same policy if None, with what that
+        had learnt by then: it goes on as the other one would have. With history that holds up to 32 tokens back; from
+        further back the policy begins again."""
         child = ctypes.c_uint64()
         self._call(self._library.engine_fork, sequence, _unsigned("tokens", tokens),
                    None if policy is None else policy.encode(), byref(child))
         return child.value
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        """Takes the newest tokens back, until there are `tokens`."""
+        """Takes the newest tokens back, until there are `tokens`, and what was learnt from them, as far back as `fork`
+        does."""
         self._call(self._library.engine_truncate, sequence, _unsigned("tokens", tokens))
 
     def park_bytes(self, sequence: int, model: str = "") -> int:

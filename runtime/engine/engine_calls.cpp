@@ -3,9 +3,7 @@
 #include <optional>
 #include <string>
 
-#include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/impl.hpp"
-#include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/plan/forward_work.hpp"
 
 namespace sluice {
@@ -29,102 +27,6 @@ std::string reason_of(ForwardStatus status) {
 }
 
 }  // namespace
-
-Engine::Impl::Sequence& Engine::Impl::at(SequenceId id) {
-  const auto found = sequences.find(id.value);
-  if (found == sequences.end()) throw Error(Errc::not_found, "there is no sequence " + number(id.value));
-  return found->second;
-}
-
-bool Engine::Impl::imports(SequenceId id) const noexcept {
-  return importing != 0 && programs.newest().items.front().sequence == id;
-}
-
-Engine::Impl::Sequence& Engine::Impl::resting(SequenceId id, const char* what) {
-  Sequence& sequence = at(id);
-  if (imports(id))
-    throw Error(Errc::invalid_argument, std::string(what) + ": sequence " + number(id.value) +
-                                            " is being imported; give it its other layers first");
-  if (programs.has(id))
-    throw Error(Errc::invalid_argument, std::string(what) + ": sequence " + number(id.value) +
-                                            " is part of a forward under way; finish or cancel it first");
-  return sequence;
-}
-
-SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
-  if (free_lists.empty())
-    throw Error(Errc::out_of_capacity, "as many sequences live as EngineOptions::sequences says; end one first");
-  const bool on_cpu = scheduler::chooser(spec) == scheduler::Chooser::cpu;
-  if (on_cpu && free_tails.empty())
-    throw Error(Errc::out_of_capacity,
-                "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
-                    number(options.cpu_sequences) + "; raise it, or end one first");
-  require_policy_room(policy_share(spec, tokens));
-  const SequenceId id{next_id};
-  Sequence& sequence =
-      sequences.emplace(id.value, Sequence{.spec = spec, .pages = {free_lists.back(), memory.largest().max_pages}})
-          .first->second;
-  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer)
-    sequence.sparse_layers += spec.dense(layer) ? 0 : 1;
-  free_lists.pop_back();
-  if (on_cpu) {
-    sequence.tail.slot = free_tails.back();
-    free_tails.pop_back();
-  }
-  ++next_id;
-  return id;
-}
-
-std::uint32_t Engine::Impl::pages_of(std::uint32_t tokens) const noexcept {
-  return static_cast<std::uint32_t>(div_up(tokens, memory.largest().layout.page_tokens));
-}
-
-SequenceId Engine::Impl::begin(const PolicySpec& policy) {
-  sluice::validate(policy);
-  runtime::require_served(policy, options);
-  return add(policy);
-}
-
-SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicySpec* policy) {
-  if (policy != nullptr) {
-    sluice::validate(*policy);
-    runtime::require_served(*policy, options);
-  }
-  const Sequence& parent = resting(id, "fork");
-  if (tokens > parent.tokens)
-    throw Error(Errc::invalid_argument, "fork: sequence " + number(id.value) + " has " + number(parent.tokens) +
-                                            " tokens, and " + number(tokens) + " are asked for");
-  if (policy == nullptr) require_forgetful(parent, id, "fork");
-  Sequence::Names names = names_of(parent, tokens);
-  const SequenceId id_of_child = add(policy != nullptr ? *policy : parent.spec, tokens);
-  Sequence& child = at(id_of_child);
-  child.pages.share(parent.pages, pages_of(tokens), table);
-  child.tokens = child.planned = tokens;
-  child.bets = parent.bets;
-  child.names = std::move(names);
-  if (child.tail.slot != kNone && parent.tail.slot != kNone) copy_tail(parent, child);
-  return id_of_child;
-}
-
-void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
-  Sequence& sequence = resting(id, "truncate");
-  if (tokens > sequence.tokens)
-    throw Error(Errc::invalid_argument, "truncate: sequence " + number(id.value) + " has " + number(sequence.tokens) +
-                                            " tokens, and is to keep " + number(tokens));
-  if (tokens != sequence.tokens) {
-    require_forgetful(sequence, id, "truncate");
-    if (sequence.policy) {  // It holds what longer sequences need.
-      const auto rest = choice.rest(options.timeout);
-      drop_policy(sequence);
-    }
-  }
-  sequence.pages.shrink(pages_of(tokens), table);
-  sequence.tokens = sequence.planned = tokens;
-  sequence.tail.end = std::min(sequence.tail.end, tokens);
-  sequence.prompt_end = std::min(sequence.prompt_end, tokens);
-  forget_names(sequence, tokens);
-  trim_prefixes();
-}
 
 void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
                                  const TensorView& q) {
@@ -278,26 +180,6 @@ void Engine::Impl::cancel(const Batch& batch) {
     throw Error(Errc::invalid_argument, "cancel: forward " + number(good) + " was finished, which continues forward " +
                                             number(batch.forward) + "; finish this one, too");
   take_back(batch.forward);
-}
-
-void Engine::Impl::end(SequenceId id) {
-  if (imports(id)) take_back(importing);
-  Sequence& sequence = resting(id, "end");
-  if (sequence.policy) {
-    const auto rest = choice.rest(options.timeout);
-    drop_policy(sequence);
-  }
-  remove(id);
-}
-
-void Engine::Impl::remove(SequenceId id) noexcept {
-  const auto found = sequences.find(id.value);
-  Sequence& sequence = found->second;
-  if (sequence.tail.slot != kNone) free_tails.push_back(sequence.tail.slot);
-  sequence.pages.shrink(0, table);
-  trim_prefixes();
-  free_lists.push_back(sequence.pages.slot());  // Has had room since the engine was built.
-  sequences.erase(found);
 }
 
 }  // namespace sluice

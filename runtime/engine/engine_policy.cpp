@@ -12,16 +12,30 @@ std::string text(std::uint64_t number) { return std::to_string(number); }
 
 }  // namespace
 
-void Engine::Impl::require_forgetful(const Sequence& sequence, SequenceId id, const char* what) const {
-  if (sequence.policy && sequence.tokens > sequence.policy_tokens && scheduler::remembers(sequence.spec))
-    throw Error(Errc::unsupported, std::string(what) + ": the policy of sequence " + text(id.value) +
-                                       " has learnt from tokens that were decoded; do this before the first, or use a "
-                                       "policy without memory, such as `exact | int4 | top_p=0.95 | near=0`");
-}
-
 void Engine::Impl::drop_policy(Sequence& sequence) noexcept {
   if (sequence.policy) sequence.policy->close();
   sequence.policy.reset();
+}
+
+void Engine::Impl::shorten_policy(Sequence& sequence, std::uint32_t tokens) noexcept {
+  if (!sequence.policy) return;
+  if (tokens < sequence.policy_tokens || !sequence.policy->can_truncate(tokens)) return drop_policy(sequence);
+  sequence.policy->truncate(tokens);
+  if (tokens > sequence.policy_end) return;
+  sequence.policy_end = tokens;
+  // Prompts behind what it has chosen for are no more.
+  sequence.prompt_end = std::min(sequence.prompt_end, sequence.policy_tokens);
+}
+
+std::shared_ptr<runtime::SequencePolicy> Engine::Impl::policy_of(const Sequence& parent, std::uint32_t tokens) {
+  if (!parent.policy || !scheduler::remembers(parent.spec)) return nullptr;
+  if (tokens < parent.policy_tokens || tokens > parent.policy_end) return nullptr;
+  const auto rest = choice.rest(options.timeout);
+  parent.policy->learn_all(good);
+  if (!parent.policy->can_truncate(tokens)) return nullptr;
+  std::shared_ptr<runtime::SequencePolicy> policy = parent.policy->clone();
+  policy->truncate(tokens);
+  return policy;
 }
 
 void Engine::Impl::copy_tail(const Sequence& from, Sequence& to) noexcept {
@@ -88,7 +102,7 @@ void Engine::Impl::begin_policy(SequenceId id, Sequence& sequence) {
                  .room = options.prompt_queries},
                 *prompt_workers);
   sequence.policy = std::move(policy);
-  sequence.policy_tokens = sequence.planned;
+  sequence.policy_tokens = sequence.policy_end = sequence.planned;
   sequence.policy_forward = planned;
 }
 

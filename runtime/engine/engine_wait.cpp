@@ -84,7 +84,10 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     const PlanItem& item = program.items[i];
     Sequence& sequence = at(item.sequence);
     done ? sequence.tokens += item.tokens : sequence.planned -= item.tokens;
-    if (done && item.prefill) sequence.prompt_end = std::max(sequence.prompt_end, program.ends[i]);
+    if (done) {
+      std::uint32_t& end = item.prefill ? sequence.prompt_end : sequence.policy_end;
+      end = std::max(end, program.ends[i]);
+    }
     if (done) {
       publish(sequence);
       continue;
@@ -92,8 +95,7 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     forget_names(sequence, sequence.planned);
     sequence.tail.end = std::min(sequence.tail.end, sequence.planned);
     give_back(sequence, program, i);
-    // It has seen tokens as a prompt's that are no more, or nothing but them.
-    if (sequence.policy && sequence.planned <= sequence.policy_tokens) drop_policy(sequence);
+    shorten_policy(sequence, sequence.planned);
   }
   if (done) {
     settle(program);

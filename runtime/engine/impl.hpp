@@ -55,6 +55,7 @@ struct Engine::Impl : cpu::Kept {
     /// Null until a token behind the prompt is decoded.
     std::shared_ptr<runtime::SequencePolicy> policy{};
     std::uint32_t policy_tokens = 0;   ///< that there were when it looked at the prompt
+    std::uint32_t policy_end = 0;      ///< and behind the newest that it has chosen for
     std::uint64_t policy_forward = 0;  ///< and the newest forward then
     runtime::PrefillBook bets{};  ///< where its prompts choose blocks of keys, if the engine finds that out
     std::unique_ptr<AuditReport> audit{};  ///< null until something was audited
@@ -105,7 +106,9 @@ struct Engine::Impl : cpu::Kept {
   /// One that no forward in flight refers to, an import included.
   [[nodiscard]] Sequence& resting(SequenceId id, const char* what);
   [[nodiscard]] bool imports(SequenceId id) const noexcept;
-  /// One that begins with `tokens` tokens of others.
+  /// @throws Error{Errc::out_of_capacity} if there is no room for a sequence that begins with `tokens` tokens of others
+  void require_place(const PolicySpec& spec, std::uint32_t tokens) const;
+  /// One that does.
   [[nodiscard]] SequenceId add(const PolicySpec& spec, std::uint32_t tokens = 0);
   /// One without a policy that threads may learn for; what it has is free, or idle.
   void remove(SequenceId id) noexcept;
@@ -169,10 +172,14 @@ struct Engine::Impl : cpu::Kept {
   }
 
   // Policies that choose on the CPU.
-  /// @throws Error{Errc::unsupported} if what the sequence's policy knows cannot be taken back or copied
-  void require_forgetful(const Sequence& sequence, SequenceId id, const char* what) const;
   /// While no thread learns.
   void drop_policy(Sequence& sequence) noexcept;
+  /// The sequence is left with `tokens` tokens: its policy forgets what it has learnt from others, or all if it cannot
+  /// tell. While no thread learns.
+  void shorten_policy(Sequence& sequence, std::uint32_t tokens) noexcept;
+  /// What a fork of `tokens` tokens knows: what the sequence's policy knew then. Null if it is to look at its tokens.
+  /// @throws Error{Errc::timeout} if a thread that learns does not come back
+  [[nodiscard]] std::shared_ptr<runtime::SequencePolicy> policy_of(const Sequence& parent, std::uint32_t tokens);
   void copy_tail(const Sequence& from, Sequence& to) noexcept;
   /// Those of sequences whose first token behind the prompt is planned look at it.
   void begin_policies(std::span<const Wanted> wanted);

@@ -1,7 +1,9 @@
 #include "runtime/engine/sequence_policy.hpp"
 
+#include <algorithm>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "cpu/threads/spin.hpp"
 #include "sluice/error.hpp"
@@ -37,6 +39,35 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
     layers_.push_back(spec.dense(layer) ? nullptr
                                         : scheduler::make_layer_policy(spec, memory.shape, memory.layout.page_tokens,
                                                                        LayerId{layer}));
+  }
+}
+
+SequencePolicy::SequencePolicy(const SequencePolicy& other, std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers)
+    : memory_(other.memory_),
+      blocks_(nullptr),
+      host_(other.host_),
+      corrects_scores_(other.corrects_scores_),
+      layers_(std::move(layers)),
+      seats_(other.seats_.size()),
+      spoilt_(other.spoilt()) {
+  for (std::size_t i = 0; i < seats_.size(); ++i) {
+    seats_[i].tokens = other.seats_[i].tokens;
+    seats_[i].keep = other.seats_[i].keep;
+    seats_[i].heap_bytes.store(other.seats_[i].heap_bytes.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
+}
+
+std::shared_ptr<SequencePolicy> SequencePolicy::clone() const {
+  std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers;
+  for (const auto& layer : layers_) layers.push_back(layer ? layer->clone() : nullptr);
+  return std::shared_ptr<SequencePolicy>(new SequencePolicy(*this, std::move(layers)));
+}
+
+template <class Visit>
+void SequencePolicy::for_each_seat(const Visit& visit) const {
+  for (std::uint32_t plane = 0; plane < seats_.size(); ++plane) {
+    const std::uint32_t layer = plane / memory_.shape.kv_heads;
+    if (layers_[layer]) visit(plane, *layers_[layer], plane % memory_.shape.kv_heads);
   }
 }
 
@@ -84,6 +115,8 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   learn(layer, kv_head, forward - 1);
   if (!learnt()) await(learnt, timeout);
   if (spoilt()) throw Error(Errc::device, "what it has learnt is lost");
+  if (const std::uint32_t keep = std::exchange(mine.keep, kNone); keep != kNone)
+    layers_[layer]->truncate(kv_head, keep);
   HostKv kv = reader(layer, kv_head, blocks_, window.tokens);
   const scheduler::NearSet near{
       .sink_end = window.sink_end, .recent_begin = window.recent_begin, .page_tokens = memory_.layout.page_tokens};
@@ -106,9 +139,6 @@ void SequencePolicy::learn(std::uint32_t layer, std::uint32_t kv_head, std::uint
   if (forward == 0 || (forward & kBusy) != 0 || forward > good) return;
   if (!other.lesson.compare_exchange_strong(forward, forward | kBusy, std::memory_order_acq_rel)) return;
   learn_now(other, layer, kv_head);
-  for (std::uint64_t before = learnt_.load(std::memory_order_relaxed);
-       before < forward && !learnt_.compare_exchange_weak(before, forward, std::memory_order_relaxed);) {
-  }
   other.lesson.store(0, std::memory_order_release);
 }
 
@@ -129,7 +159,35 @@ void SequencePolicy::forget(std::uint64_t forward) noexcept {
     std::uint64_t lesson = forward;
     (void)each.lesson.compare_exchange_strong(lesson, 0, std::memory_order_acq_rel);
   }
-  if (learnt_.load(std::memory_order_relaxed) >= forward) spoilt_.store(true, std::memory_order_relaxed);
+}
+
+void SequencePolicy::learn_all(std::uint64_t good) noexcept {
+  for_each_seat([&](std::uint32_t plane, const scheduler::LayerPolicy&, std::uint32_t kv_head) {
+    learn(plane / memory_.shape.kv_heads, kv_head, good);
+  });
+}
+
+bool SequencePolicy::can_truncate(std::uint32_t tokens) const noexcept {
+  bool can = !spoilt();
+  for_each_seat([&](std::uint32_t, const scheduler::LayerPolicy& layer, std::uint32_t kv_head) {
+    can = can && layer.can_truncate(kv_head, tokens);
+  });
+  return can;
+}
+
+void SequencePolicy::truncate(std::uint32_t tokens) noexcept {
+  for_each_seat([&](std::uint32_t plane, scheduler::LayerPolicy& layer, std::uint32_t kv_head) {
+    Seat& each = seats_[plane];
+    if (each.tokens <= tokens) return;
+    each.lesson.store(0, std::memory_order_relaxed);
+    each.keep = std::min(each.keep, tokens);
+    // So many have not been learnt from; what is held for them need not wait until then.
+    if (each.tokens - tokens > scheduler::kUndoTokens) {
+      layer.truncate(kv_head, std::exchange(each.keep, kNone));
+      weigh(plane / memory_.shape.kv_heads, kv_head);
+    }
+    each.tokens = tokens;
+  });
 }
 
 void SequencePolicy::weigh(std::uint32_t layer, std::uint32_t kv_head) noexcept {

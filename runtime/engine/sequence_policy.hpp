@@ -27,10 +27,16 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory, const std::vector<std::uint32_t>& blocks,
                  cpu::Backend& host);
 
+  /// Another one that has learnt what this one has, on its own: for a sequence that begins with the same tokens, whose
+  /// blocks it reads once it is told which. While no thread chooses or learns, and nothing is left to be learnt.
+  [[nodiscard]] std::shared_ptr<SequencePolicy> clone() const;
+  /// As `blocks` of the constructor.
+  void read_from(const std::vector<std::uint32_t>& blocks) noexcept { blocks_ = blocks.data(); }
+
   [[nodiscard]] const std::uint32_t* blocks() const noexcept { return blocks_; }
   /// The scores that come with a choice are not what its keys would give.
   [[nodiscard]] bool corrects_scores() const noexcept { return corrects_scores_; }
-  /// Something was learnt of a forward that came to nothing, or could not be learnt: it is to begin again.
+  /// Something could not be learnt: it is to begin again.
   [[nodiscard]] bool spoilt() const noexcept { return spoilt_.load(std::memory_order_relaxed); }
 
   /// What is known of a prompt when its first token is decoded: the queries of its newest tokens lie in rows
@@ -61,8 +67,15 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   void choose(const Asked& asked, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters);
   /// Learns what a seat chose in a forward up to `good`, unless another thread does.
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
-  /// What was chosen in `forward` came to nothing. While no thread learns.
+  /// Learns what all seats chose in forwards up to `good`. While no thread learns.
+  void learn_all(std::uint64_t good) noexcept;
+  /// What was chosen in `forward` came to nothing, and is not to be learnt any more. While no thread learns.
   void forget(std::uint64_t forward) noexcept;
+  /// Whether `truncate` to that many tokens can be: see LayerPolicy::can_truncate.
+  [[nodiscard]] bool can_truncate(std::uint32_t tokens) const noexcept;
+  /// As if nothing had ever been chosen with more than `tokens` visible tokens. While no thread chooses or learns. Each
+  /// seat takes its steps back when it chooses next, by the thread that it does so on.
+  void truncate(std::uint32_t tokens) noexcept;
   /// Of the heap: what each seat held when it last began, chose or learnt.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   /// Nothing is learnt any more, by any thread, and all is freed. Only between forwards, while no thread learns.
@@ -74,10 +87,12 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   static constexpr std::uint64_t kBusy = std::uint64_t{1} << 63;
   struct Seat {
     Lesson lesson{0};
-    std::uint32_t tokens = 0;  ///< that were visible when it chose
+    std::uint32_t tokens = 0;    ///< that were visible when it chose
+    std::uint32_t keep = kNone;  ///< of these, and of those before; kNone: all
     std::atomic<std::uint64_t> heap_bytes{0};
   };
 
+  SequencePolicy(const SequencePolicy& other, std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers);
   [[nodiscard]] Seat& seat(std::uint32_t layer, std::uint32_t kv_head) noexcept {
     return seats_[layer * memory_.shape.kv_heads + kv_head];
   }
@@ -85,6 +100,9 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   [[nodiscard]] HostKv reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks,
                               std::uint32_t tokens) const;
   void begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head);
+  /// Calls visit(seat, layer policy, kv_head) for every seat of a layer that chooses.
+  template <class Visit>
+  void for_each_seat(const Visit& visit) const;
   void learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept;
   /// By the thread that has the seat.
   void weigh(std::uint32_t layer, std::uint32_t kv_head) noexcept;
@@ -96,7 +114,6 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   bool corrects_scores_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything
   std::vector<Seat> seats_;                                      ///< [layers, kv_heads]
-  std::atomic<std::uint64_t> learnt_{0};                         ///< newest forward that some seat has learnt from
   std::atomic<bool> spoilt_{false};
 };
 

@@ -30,6 +30,18 @@ void ClusterIndex::append(const Clustering& clustering) {
   for (std::uint32_t i = 0; i < count; ++i) members_[first + ends[clustering.assignment[i]]++] = first + i;
 }
 
+void ClusterIndex::truncate(std::uint32_t tokens) noexcept {
+  if (tokens >= members_.size()) return;
+  const auto end = std::ranges::lower_bound(starts_, tokens);
+  centroids_.resize(static_cast<std::size_t>(end - starts_.begin()) * head_dim_);
+  starts_.erase(end + 1, starts_.end());
+  members_.resize(tokens);
+  // There may never be as many again.
+  centroids_.shrink_to_fit();
+  starts_.shrink_to_fit();
+  members_.shrink_to_fit();
+}
+
 void ClusterRanking::rank(const float* scores, std::uint32_t count, std::uint32_t stride) {
   // A radix sort of 11 bits at a time: stable, and without comparisons, which would be mispredicted. A few thousand
   // clusters take less than a heap takes for the tenth of them that is needed.

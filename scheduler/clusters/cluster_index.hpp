@@ -17,6 +17,8 @@ class ClusterIndex {
 
   /// Adds the next `clustering.assignment.size()` tokens as clusters of their own.
   void append(const Clustering& clustering);
+  /// Takes the newest clusterings back, until there are `tokens`: as many as there were before one of them.
+  void truncate(std::uint32_t tokens) noexcept;
 
   [[nodiscard]] std::uint32_t tokens() const noexcept { return static_cast<std::uint32_t>(members_.size()); }
   [[nodiscard]] std::uint32_t size() const noexcept { return static_cast<std::uint32_t>(starts_.size() - 1); }

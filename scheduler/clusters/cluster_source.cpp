@@ -24,8 +24,20 @@ ClusterSource::ClusterSource(const ClusterOptions& options, const AttentionShape
       rankings_(shape.group()) {}
 
 void ClusterSource::begin(const PromptContext& prompt) {
+  prompt_ = prompt.tokens;
   if (prompt.tokens == 0 || prompt.tokens < options_.min_tokens) return;
   append(request_for(options_, 0, prompt.tokens), *prompt.kv);
+  first_ = prompt.tokens;
+}
+
+void ClusterSource::truncate(std::uint32_t tokens) noexcept {
+  const std::uint32_t every = options_.recluster_every;
+  // A prompt that is too short to be clustered is once its first token is decoded, if as many new tokens would be.
+  const std::uint32_t left = tokens > prompt_ ? first_ + (tokens - first_) / every * every : first_;
+  if (left >= clustered()) return;
+  index_.truncate(left);
+  for (ClusterRanking& ranking : rankings_) ranking = ClusterRanking();
+  scores_ = std::vector<float>();
 }
 
 void ClusterSource::cluster_new(std::uint32_t tokens, KvReader& kv) {

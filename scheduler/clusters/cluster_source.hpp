@@ -29,6 +29,8 @@ class ClusterSource {
   }
   /// Clusters the new tokens as long as there are enough.
   void cluster_new(std::uint32_t tokens, KvReader& kv);
+  /// As if there had never been more than `tokens` tokens, of which the prompt has no more.
+  void truncate(std::uint32_t tokens) noexcept;
 
   /// Ranks the clusters for the queries [group, head_dim].
   void rank(const float* q, KvReader& kv);
@@ -52,10 +54,12 @@ class ClusterSource {
   ClusterOptions options_;
   std::uint32_t group_;
   std::uint32_t head_dim_;
+  std::uint32_t prompt_ = 0;  ///< tokens
+  std::uint32_t first_ = 0;   ///< of these, that were clustered at once
   ClusterIndex index_;
-  std::vector<ClusterRanking> rankings_;  ///< [group]
-  std::vector<float> scores_;             ///< [clusters, group] scratch
-  std::vector<float> centroids_;          ///< of the clustering in the making, else empty
+  std::vector<ClusterRanking> rankings_;   ///< [group]
+  std::vector<float> scores_;              ///< [clusters, group] scratch
+  std::vector<float> centroids_;           ///< of the clustering in the making, else empty
   std::vector<std::uint32_t> assignment_;  ///< likewise
 };
 

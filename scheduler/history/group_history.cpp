@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <limits>
 
-#include "scheduler/fast_exp.hpp"
 #include "scheduler/history/prompt_attention.hpp"
 #include "scheduler/prefetch.hpp"
 
@@ -20,20 +18,9 @@ constexpr std::uint32_t kWidth = kBefore + 1 + kAfter;
 /// Candidates this far ahead are fetched into the cache: two lines each, more than a core keeps in flight anyway.
 constexpr std::size_t kPrefetchAhead = 12;
 
-/// What a call needs while it runs.
-struct Scratch {
-  std::vector<float> weights;
-  std::vector<std::uint32_t> indices;
-};
-
-Scratch& scratch_of_thread() {
-  thread_local Scratch scratch;
-  return scratch;
-}
-
-/// The members, ascending, in the thread's scratch.
+/// The members, ascending, in memory of the thread.
 const std::vector<std::uint32_t>& listed(const TokenSet& set) {
-  std::vector<std::uint32_t>& list = scratch_of_thread().indices;
+  thread_local std::vector<std::uint32_t> list;
   list.resize(set.size());
   std::uint32_t* to = list.data();
   set.for_each([&](std::uint32_t token) { *to++ = token; });
@@ -47,7 +34,8 @@ GroupHistory::GroupHistory(const HistoryOptions& options, std::uint32_t group, s
 
 void GroupHistory::begin(const PromptContext& prompt) {
   const auto group = static_cast<std::uint32_t>(heads_.size());
-  fresh_ = false;
+  fresh_ = stale_ = in_lesson_ = false;
+  journal_.begin(prompt.tokens);
   // A decode step adds half a unit of weight per table, so a table's stationary sum is 0.5 / (1 - decay).
   // C makes the prompt's rows add up to exactly that.
   const double stationary = 1.0 / (2.0 * (1.0 - static_cast<double>(options_.decay)));
@@ -68,7 +56,7 @@ void GroupHistory::begin(const PromptContext& prompt) {
 
 void GroupHistory::forecast(std::uint32_t tokens) {
   if (fresh_ && tokens == tokens_) return;
-  fresh_ = true;
+  fresh_ = stale_ = false;
   tokens_ = forecast_ = tokens;
   blank_ = false;
   looked_at_ = 0;
@@ -87,10 +75,12 @@ void GroupHistory::forecast(std::uint32_t tokens) {
     expand(head, vertical, slash);
   }
   const bool limited = options_.limit < 1.f;
-  if (!options_.share_in_group && !limited) return;
-  united_.reset(tokens);
-  for (const Head& head : heads_) united_.unite(head.expanded);
-  if (limited && united_.size() > static_cast<double>(options_.limit) * tokens) forget_candidates();
+  if (options_.share_in_group || limited) {
+    united_.reset(tokens);
+    for (const Head& head : heads_) united_.unite(head.expanded);
+    if (limited && united_.size() > static_cast<double>(options_.limit) * tokens) forget_candidates();
+  }
+  fresh_ = true;
 }
 
 void GroupHistory::forget_candidates() {
@@ -116,6 +106,11 @@ void GroupHistory::unite_followed(TokenSet& set) const {
 }
 
 void GroupHistory::note(std::uint32_t token) {
+  widen(token);
+  journal_.note({.step = tokens_, .token = token});
+}
+
+void GroupHistory::widen(std::uint32_t token) {
   const std::uint32_t moved = tokens_ - forecast_;
   const auto widened = [&](std::uint32_t at, TokenSet& set) {
     const std::uint32_t begin = std::max(at, sinks_ + kBefore) - kBefore;
@@ -205,54 +200,22 @@ void GroupHistory::hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std
   hot.erase(keep, hot.end());
 }
 
-void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores) {
-  float top = -std::numeric_limits<float>::infinity();
-  for (const float score : scores) top = score > top && std::isfinite(score) ? score : top;
-  Scratch& scratch = scratch_of_thread();
-  scratch.weights.resize(scores.size());
-  float* weights = scratch.weights.data();
-  const float* in = scores.data();
-  const std::size_t count = scores.size();
-  double sum = 0.0;
-#pragma omp simd reduction(+ : sum)
-  for (std::size_t i = 0; i < count; ++i) {
-    // +inf minus a finite top is +inf: not below zero, hence no weight. NaN fails both comparisons.
-    const float x = in[i] - top;
-    weights[i] = x <= 0.f ? fast_exp(x) : 0.f;
-    sum += weights[i];
-  }
-  if (!(sum > 0.0)) return;
-  const auto scale = static_cast<float>(0.5 / sum);
-  fresh_ = false;
-  Head& head = heads_[h];
-  head.vertical.decay(options_.decay);
-  head.slash.decay(options_.decay);
-  scratch.indices.resize(count);
-  std::uint32_t* const indices = scratch.indices.data();
-#pragma omp simd
-  for (std::size_t i = 0; i < count; ++i) {
-    weights[i] *= scale;
-    indices[i] = tokens[i] - sinks_;
-  }
-  head.vertical.add(scratch.indices, weights);
-#pragma omp simd
-  for (std::size_t i = 0; i < count; ++i) indices[i] = tokens_ - 1 - tokens[i];
-  head.slash.add(scratch.indices, weights);
-}
-
 std::uint64_t GroupHistory::Head::heap_bytes() const noexcept {
   return vertical.heap_bytes() + slash.heap_bytes() + candidates.heap_bytes() + expanded.heap_bytes();
 }
 
 std::uint64_t GroupHistory::heap_bytes() const noexcept {
-  return united_.heap_bytes() + by_position_.heap_bytes() + by_distance_.heap_bytes() +
+  return united_.heap_bytes() + by_position_.heap_bytes() + by_distance_.heap_bytes() + journal_.heap_bytes() +
          scheduler::heap_bytes(heads_, page_heat_);
 }
 
-std::uint64_t GroupHistory::most_heap_bytes(std::uint32_t group, std::uint32_t tokens) noexcept {
+std::uint64_t GroupHistory::most_heap_bytes(const HistoryOptions& options, std::uint32_t group,
+                                            std::uint32_t tokens) noexcept {
   const std::uint64_t head =
       sizeof(Head) + 2 * ScoreTable::most_heap_bytes(tokens) + 2 * TokenSet::most_heap_bytes(tokens);
-  return group * head + 3 * TokenSet::most_heap_bytes(tokens);
+  const std::uint64_t notes = options.observe_every > 1 ? HistoryJournal::kMostNotes * sizeof(HistoryJournal::Note) : 0;
+  return group * head + 3 * TokenSet::most_heap_bytes(tokens) + notes +
+         HistoryJournal::most_heap_bytes(most_lesson_bytes(group, tokens));
 }
 
 }  // namespace sluice::scheduler

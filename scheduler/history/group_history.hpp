@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "scheduler/history/history_journal.hpp"
 #include "scheduler/history/score_table.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/token_set.hpp"
@@ -26,8 +27,8 @@ class GroupHistory {
   /// O(candidates + tokens / 32). A repeated call for the same step returns at once.
   void forecast(std::uint32_t tokens);
 
-  /// Whether `follow` may carry the last forecast on to this step: nothing was observed since, and it was for an earlier
-  /// one.
+  /// Whether `follow` may carry the last forecast on to this step: nothing was observed since, and it was for an
+  /// earlier one.
   [[nodiscard]] bool can_follow(std::uint32_t tokens) const noexcept { return fresh_ && !blank_ && forecast_ < tokens; }
   /// That the last forecast or `follow` was for.
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
@@ -52,9 +53,22 @@ class GroupHistory {
   /// `page_tokens` is a power of two.
   void hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std::vector<HotPage>& hot);
 
-  /// Decays head `h` and adds weights, eq. (10): half the softmax of `scores` over `tokens`. Nothing
+  /// The step that was forecast or followed last is observed by the `observe` that come before `end_lesson`, on this
+  /// thread: it can be taken back. One that is observed without cannot, nor those before it.
+  void begin_lesson() noexcept;
+  void end_lesson() noexcept;
+  /// Decays head `h` and adds weights, eq. (10): half the softmax of `scores` over `tokens`, which ascend. Nothing
   /// happens if `tokens` is empty or no score is finite. Non-finite scores weigh nothing.
   void observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores);
+
+  /// Whether `truncate` can go back to that many tokens, not below those of the prompt: within kUndoTokens always, as
+  /// long as no head observes more than max(64, 2%) of the tokens, and options_.decay is 0.85 or more.
+  [[nodiscard]] bool can_truncate(std::uint32_t tokens) const noexcept { return journal_.reaches(tokens); }
+  /// As if no step had had more than `tokens` visible tokens. Costs what observing the others has cost; `catch_up` must
+  /// come before anything else.
+  void truncate(std::uint32_t tokens) noexcept;
+  /// After `truncate` to `tokens` tokens: finds the candidates again that the steps until then had. Otherwise nothing.
+  void catch_up(std::uint32_t tokens);
 
   [[nodiscard]] const ScoreTable& vertical(std::uint32_t h) const noexcept { return heads_[h].vertical; }
   [[nodiscard]] const ScoreTable& slash(std::uint32_t h) const noexcept { return heads_[h].slash; }
@@ -65,7 +79,8 @@ class GroupHistory {
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   /// What the history of a KV head with `group` query heads holds at most, with `tokens` tokens visible and no hot
   /// pages asked for.
-  [[nodiscard]] static std::uint64_t most_heap_bytes(std::uint32_t group, std::uint32_t tokens) noexcept;
+  [[nodiscard]] static std::uint64_t most_heap_bytes(const HistoryOptions& options, std::uint32_t group,
+                                                     std::uint32_t tokens) noexcept;
 
  private:
   struct Head {
@@ -77,6 +92,10 @@ class GroupHistory {
 
   /// Whether the options let forecasts be carried on.
   [[nodiscard]] bool follows() const noexcept { return options_.observe_every > 1; }
+  /// What lessons may hold together, with `tokens` tokens.
+  [[nodiscard]] static std::uint64_t most_lesson_bytes(std::uint32_t group, std::uint32_t tokens) noexcept;
+  void widen(std::uint32_t token);
+  void take_back(const Lesson& lesson) noexcept;
   void forget_candidates();
   void find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
   void expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
@@ -85,13 +104,17 @@ class GroupHistory {
   std::uint32_t sinks_ = 0;
   std::uint32_t tokens_ = 0;    ///< visible in the step that was forecast or followed last
   std::uint32_t forecast_ = 0;  ///< visible in the step that was forecast last
-  bool fresh_ = false;        ///< nothing was observed since
+  bool fresh_ = false;          ///< nothing was observed since
   bool blank_ = true;
+  bool stale_ = false;  ///< steps were taken back, and candidates are not what they are to be
+  bool in_lesson_ = false;
+  bool lossy_ = false;  ///< the lesson cannot be taken back
   std::uint64_t looked_at_ = 0;
-  std::vector<Head> heads_;             ///< [group]
+  std::vector<Head> heads_;  ///< [group]
   TokenSet united_;
   TokenSet by_position_, by_distance_;  ///< EXP of all heads, by the table that spoke for it; if it can be followed
-  std::vector<float> page_heat_;        // scratch, all zero between calls
+  HistoryJournal journal_;
+  std::vector<float> page_heat_;  // scratch, all zero between calls
 };
 
 }  // namespace sluice::scheduler

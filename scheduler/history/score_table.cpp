@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "scheduler/prefetch.hpp"
+#include "scheduler/undo.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::scheduler {
@@ -11,6 +12,9 @@ namespace {
 
 /// A table grows by one entry per step; doubling would waste half of all tables.
 constexpr std::size_t kSlackShare = 32;
+
+/// Scores that decay faster would leave the range of codes while what is forgotten stays where it is.
+constexpr double kSlowDecay = 0.85;
 
 std::size_t room_for(std::size_t blocks) { return blocks + div_up(blocks, kSlackShare); }
 
@@ -67,8 +71,8 @@ void ScoreTable::assign(std::span<const float> scores) {
     const ScoreCode code = to_code(scores[i]);
     codes()[i] = code;
     most_of(i) = std::max(most_of(i), code);
-    max_ = std::max(max_, code);
-    sums_.replace(0.0, static_cast<double>(from_code(code)));
+    state_.max = std::max(state_.max, code);
+    state_.sums.replace(0.0, static_cast<double>(from_code(code)));
   }
 }
 
@@ -76,57 +80,97 @@ void ScoreTable::extend(std::uint32_t size) {
   if (size > size_) resize(size);
 }
 
-void ScoreTable::decay(double factor) {
-  g_ *= factor;
-  if (g_ < kSmallestUnit) fold();
-  per_weight_ = 1.0 / g_;
+void ScoreTable::shrink(std::uint32_t size) noexcept {
+  if (size < size_) resize(size);  // Needs no memory.
 }
 
-/// Multiplies U by the power of two in g. Exact, except that what falls below kSmallestScore is forgotten.
-void ScoreTable::fold() {
+ScoreTable::Undo ScoreTable::decay(double factor) {
+  Undo undo{.before = state_};
+  state_.g *= factor;
+  if (state_.dead != 0 && ++state_.rested == kUndoTokens) {
+    undo.octaves = state_.dead / kCodesPerOctave;
+    (void)fold(undo.octaves);
+  }
+  if (state_.dead != 0 || state_.g >= kSmallestUnit) return undo;
   int exponent = 0;
-  g_ = std::frexp(g_, &exponent);
+  (void)std::frexp(state_.g, &exponent);
   const auto octaves = static_cast<std::uint32_t>(-exponent);
+  if (factor >= kSlowDecay) {
+    state_.dead = static_cast<ScoreCode>(octaves * kCodesPerOctave);
+    state_.rested = 0;
+  } else {
+    undo.octaves = octaves;
+    undo.lossy = fold(octaves);
+  }
+  return undo;
+}
+
+bool ScoreTable::fold(std::uint32_t octaves) noexcept {
   const auto drop = static_cast<ScoreCode>(std::min(octaves * kCodesPerOctave, std::uint32_t{kLargestCode}));
-  const auto lower = [drop](ScoreCode code) { return static_cast<ScoreCode>(code - std::min(code, drop)); };
+  bool lost = false;
+  const auto lower = [&](ScoreCode code) {
+    lost |= code != 0 && code <= drop;
+    return static_cast<ScoreCode>(code - std::min(code, drop));
+  };
   for (std::vector<Block>* blocks : {&u_, &most_}) {
     for (Block& block : *blocks) std::ranges::transform(block.codes, block.codes, lower);
   }
-  max_ = lower(max_);
-  sums_.scale(exponent);
+  state_.max = lower(state_.max);
+  state_.sums.scale(-static_cast<int>(octaves));
+  state_.g = std::ldexp(state_.g, static_cast<int>(octaves));
+  state_.dead = 0;
+  return lost;
 }
 
-void ScoreTable::add(std::span<const std::uint32_t> indices, const float* weights) {
+void ScoreTable::take_back(const Undo& step) noexcept {
+  const auto rise = static_cast<ScoreCode>(step.octaves * kCodesPerOctave);
+  const auto raise = [&](ScoreCode code) { return code == 0 ? code : static_cast<ScoreCode>(code + rise); };
+  for (std::vector<Block>* blocks : {&u_, &most_}) {
+    if (rise == 0) break;
+    for (Block& block : *blocks) std::ranges::transform(block.codes, block.codes, raise);
+  }
+  state_ = step.before;
+}
+
+void ScoreTable::find_most(std::uint32_t block) noexcept {
+  most_of(block * kBlock) = *std::ranges::max_element(u_[block].codes);
+}
+
+void ScoreTable::add(std::span<const std::uint32_t> indices, const float* weights, ScoreCode* before) {
   constexpr std::size_t kAhead = 16;  // Entries lie lines apart; a core keeps about that many misses in flight.
-  Moments sums = sums_;
-  ScoreCode top = max_;
+  Moments sums = state_.sums;
+  ScoreCode top = state_.max;
+  const double per_weight = 1.0 / state_.g;
   ScoreCode* const u = codes();
   for (std::size_t i = 0; i < indices.size(); ++i) {
     if (i + kAhead < indices.size()) prefetch(u + indices[i + kAhead]);
     const std::uint32_t index = indices[i];
-    const float old = from_code(u[index]);
-    const ScoreCode now = to_code(old + static_cast<float>(weights[i] * per_weight_));
+    if (before != nullptr) before[i] = u[index];
+    const float old = from_code(live(u[index]));
+    const ScoreCode now = live(to_code(old + static_cast<float>(weights[i] * per_weight)));
     sums.replace(static_cast<double>(old), static_cast<double>(from_code(now)));
     u[index] = now;
     most_of(index) = std::max(most_of(index), now);
     top = std::max(top, now);
   }
-  sums_ = sums;
-  max_ = top;
+  state_.sums = sums;
+  state_.max = top;
 }
 
 ScoreTable::Cut ScoreTable::cut(double alpha) const {
   const auto n = static_cast<double>(size_);
-  const double mean = size_ == 0 ? 0.0 : sums_.first / n;
-  if (mean < kSmallestScore) return {};
+  const Moments& sums = state_.sums;
+  const double mean = size_ == 0 ? 0.0 : sums.first / n;
+  if (mean < kSmallestScore) return {.mean = state_.dead, .threshold = state_.dead, .uniform = true};
   const double square = mean * mean;
-  const double variance = sums_.second / n - square;
-  Cut cut{.mean = floor_code(mean), .threshold = floor_code(mean), .uniform = true};
+  const double variance = sums.second / n - square;
+  const auto code = [&](double score) { return std::max(floor_code(score), state_.dead); };
+  Cut cut{.mean = code(mean), .threshold = code(mean), .uniform = true};
   if (variance <= 1e-12 * square) return cut;  // Rounding of the sums is below 1e-13 of the square.
-  const double fourth = sums_.fourth / n - 4.0 * mean * (sums_.third / n) + 6.0 * square * (sums_.second / n) -
-                        3.0 * square * square;
+  const double fourth =
+      sums.fourth / n - 4.0 * mean * (sums.third / n) + 6.0 * square * (sums.second / n) - 3.0 * square * square;
   const double kurtosis = std::max(fourth / (variance * variance), 1.0);  // At least 1 by Jensen; rounding may miss it.
-  cut.threshold = floor_code(mean + alpha * (static_cast<double>(from_code(max_)) - mean) / std::sqrt(kurtosis));
+  cut.threshold = code(mean + alpha * (static_cast<double>(from_code(live(state_.max))) - mean) / std::sqrt(kurtosis));
   cut.uniform = false;
   return cut;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -23,9 +24,29 @@ namespace sluice::scheduler {
 /// off by a share kScoreError / (1 - decay) at most, 1% with 0.95 (a tenth of that as a rule, as errors cancel), and
 /// by what is forgotten below kSmallestScore / kSmallestUnit of the largest weight.
 ///
+/// A step, one decay and what is added then, can be taken back: the entries that it changed are as they were, and so is
+/// what `decay` returned. Codes that are forgotten therefore stay where they are for kUndoTokens steps more, and only
+/// count for nothing; then g's power of two moves, and no step that can still be taken back misses them.
+///
 /// Every 32 entries have their largest score in a list of its own, in which whole blocks are left out. 2 bytes per
 /// entry and 2 per block; nothing if there are no entries.
 class ScoreTable {
+  /// Sums of U, U^2, U^3 and U^4.
+  struct Moments {
+    double first = 0.0, second = 0.0, third = 0.0, fourth = 0.0;
+    void replace(double from, double to) noexcept;
+    void scale(int octaves) noexcept;
+  };
+
+  /// All but the entries.
+  struct State {
+    double g = 1.0;
+    Moments sums;
+    ScoreCode max = 0;
+    ScoreCode dead = 0;       ///< codes up to this are forgotten: they count as 0
+    std::uint8_t rested = 0;  ///< steps since they are
+  };
+
  public:
   /// The threshold of eq. (8), form R1, in stored units U, rounded down: stored() > mean, stored() > threshold.
   struct Cut {
@@ -41,10 +62,33 @@ class ScoreTable {
   void assign(std::span<const float> scores);
   /// Appends zero entries up to `size`. A smaller size is ignored.
   void extend(std::uint32_t size);
+  /// Drops the entries from `size` on, which must be 0. A larger size is ignored.
+  void shrink(std::uint32_t size) noexcept;
+  struct Undo {
+    State before;               ///< the decay
+    std::uint32_t octaves = 0;  ///< by which all codes were lowered, as g became small
+    bool lossy = false;         ///< and some of them forgotten at once: the step cannot be taken back
+  };
   /// S *= factor, for every entry. `factor` in (0, 1].
-  void decay(double factor);
-  /// S[indices[i]] += weights[i]; weights are >= 0, indices below size() and best in order of memory.
-  void add(std::span<const std::uint32_t> indices, const float* weights);
+  /// @return what takes the step back
+  Undo decay(double factor);
+  /// S[indices[i]] += weights[i]; weights are >= 0, indices below size() and best in order of memory. What is stored of
+  /// them before goes to `before`, unless that is null.
+  void add(std::span<const std::uint32_t> indices, const float* weights, ScoreCode* before = nullptr);
+  /// Takes the newest step back: `before` [count] are the codes that `add` gave for indices next(), next(), ..., which
+  /// rise or fall.
+  template <class Next>
+  void undo(const Undo& step, const ScoreCode* before, std::uint32_t count, const Next& next) noexcept {
+    std::uint32_t last = kNoBlock;
+    for (std::uint32_t i = 0; i < count; ++i) {
+      const std::uint32_t index = next();
+      codes()[index] = before[i];
+      if (last != kNoBlock && last != index / kBlock) find_most(last);
+      last = index / kBlock;
+    }
+    if (last != kNoBlock) find_most(last);
+    take_back(step);
+  }
 
   [[nodiscard]] Cut cut(double alpha) const;
 
@@ -52,6 +96,7 @@ class ScoreTable {
   /// looked at.
   template <class Visit>
   std::size_t for_each_above(ScoreCode threshold, Visit&& visit) const {
+    threshold = std::max(threshold, state_.dead);
     // Blocks lie lines apart: all are asked for before the first is looked at.
     for_each_block_above(threshold, [&](std::size_t block) { prefetch(u_.data() + block); });
     std::size_t looked_at = 0;
@@ -68,24 +113,18 @@ class ScoreTable {
   /// [size()] U.
   [[nodiscard]] const ScoreCode* stored() const noexcept { return u_.empty() ? nullptr : u_.front().codes; }
   /// g: a score is its stored value times this.
-  [[nodiscard]] double unit() const noexcept { return g_; }
+  [[nodiscard]] double unit() const noexcept { return state_.g; }
   [[nodiscard]] double score(std::uint32_t index) const noexcept {
-    return static_cast<double>(from_code(stored()[index])) * g_;
+    return static_cast<double>(from_code(live(stored()[index]))) * state_.g;
   }
-  [[nodiscard]] double sum() const noexcept { return sums_.first * g_; }
+  [[nodiscard]] double sum() const noexcept { return state_.sums.first * state_.g; }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept { return scheduler::heap_bytes(u_, most_); }
   /// What a table of `size` entries holds at most, however it grew.
   [[nodiscard]] static std::uint64_t most_heap_bytes(std::uint32_t size) noexcept;
 
  private:
   static constexpr std::uint32_t kBlock = 32;
-
-  /// Sums of U, U^2, U^3 and U^4.
-  struct Moments {
-    double first = 0.0, second = 0.0, third = 0.0, fourth = 0.0;
-    void replace(double from, double to) noexcept;
-    void scale(int octaves) noexcept;
-  };
+  static constexpr std::uint32_t kNoBlock = ~0u;
 
   /// A line of the cache.
   struct alignas(64) Block {
@@ -106,17 +145,19 @@ class ScoreTable {
   [[nodiscard]] ScoreCode& most_of(std::uint32_t index) noexcept {
     return most_[index / (kBlock * kBlock)].codes[index / kBlock % kBlock];
   }
+  [[nodiscard]] ScoreCode live(ScoreCode code) const noexcept { return code > state_.dead ? code : ScoreCode{0}; }
   /// Room for `size` entries.
   void resize(std::uint32_t size);
-  void fold();
+  /// Multiplies U by 2^-octaves and g by 2^octaves. Exact, except that what falls below kSmallestScore becomes 0.
+  /// @return whether anything did
+  bool fold(std::uint32_t octaves) noexcept;
+  void find_most(std::uint32_t block) noexcept;
+  void take_back(const Undo& step) noexcept;
 
   std::uint32_t size_ = 0;
   std::vector<Block> u_;     ///< [size] 0 behind the last entry
   std::vector<Block> most_;  ///< [blocks of u_] largest of each, likewise
-  double g_ = 1.0;
-  double per_weight_ = 1.0;  ///< 1 / g
-  Moments sums_;
-  ScoreCode max_ = 0;
+  State state_;
 };
 
 }  // namespace sluice::scheduler

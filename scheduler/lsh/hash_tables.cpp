@@ -25,21 +25,23 @@ void HashTables::build(std::span<const std::uint16_t> codes, std::uint32_t count
 }
 
 const std::vector<std::uint64_t>& HashTables::collide(const std::uint16_t* codes, std::uint64_t stride,
-                                                      std::uint32_t least) {
+                                                      std::uint32_t least) const {
+  thread_local std::vector<std::uint64_t> once;   // in some table
+  thread_local std::vector<std::uint64_t> twice;  // in two of them or more
   const std::size_t starts = (std::size_t{1} << bits_) + 1;
-  once_.assign((std::size_t{count_} + 63) / 64, 0);
-  twice_.assign(once_.size(), 0);
+  once.assign((std::size_t{count_} + 63) / 64, 0);
+  twice.assign(once.size(), 0);
   for (std::size_t table = 0; table < tables_; ++table) {
     const std::uint32_t* const start = starts_.data() + table * starts + codes[table * stride];
     const std::uint32_t* const items = items_.data() + table * count_;
     for (std::uint32_t i = start[0]; i < start[1]; ++i) {
       const std::uint64_t bit = std::uint64_t{1} << (items[i] % 64);
-      std::uint64_t& once = once_[items[i] / 64];
-      twice_[items[i] / 64] |= once & bit;
-      once |= bit;
+      std::uint64_t& met = once[items[i] / 64];
+      twice[items[i] / 64] |= met & bit;
+      met |= bit;
     }
   }
-  return least == 1 ? once_ : twice_;
+  return least == 1 ? once : twice;
 }
 
 }  // namespace sluice::scheduler

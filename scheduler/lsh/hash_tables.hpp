@@ -19,7 +19,7 @@ class HashTables {
   /// Calls visit(item), ascending, for the items whose code is the query's in `least` tables or more; least is 1 or 2.
   /// `codes` [tables] with `stride` between them.
   template <class Visit>
-  void for_each_collision(const std::uint16_t* codes, std::uint64_t stride, std::uint32_t least, Visit&& visit) {
+  void for_each_collision(const std::uint16_t* codes, std::uint64_t stride, std::uint32_t least, Visit&& visit) const {
     const std::vector<std::uint64_t>& found = collide(codes, stride, least);
     for (std::size_t word = 0; word < found.size(); ++word) {
       for (std::uint64_t bits = found[word]; bits != 0; bits &= bits - 1) {
@@ -29,26 +29,23 @@ class HashTables {
   }
 
   [[nodiscard]] std::uint32_t count() const noexcept { return count_; }
-  [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
-    return scheduler::heap_bytes(starts_, items_, once_, twice_);
-  }
+  [[nodiscard]] std::uint64_t heap_bytes() const noexcept { return scheduler::heap_bytes(starts_, items_); }
   /// What `tables` tables over `count` items hold at most.
   [[nodiscard]] static std::uint64_t most_heap_bytes(std::uint32_t tables, std::uint32_t bits,
                                                      std::uint32_t count) noexcept {
-    const std::uint64_t words = 2 * ((std::uint64_t{count} + 63) / 64);
-    return tables * ((std::uint64_t{1} << bits) + 1 + count) * sizeof(std::uint32_t) + words * sizeof(std::uint64_t);
+    return tables * ((std::uint64_t{1} << bits) + 1 + count) * sizeof(std::uint32_t);
   }
 
  private:
+  /// One bit per item, so that they stay in the L1 cache; in memory of the thread.
   [[nodiscard]] const std::vector<std::uint64_t>& collide(const std::uint16_t* codes, std::uint64_t stride,
-                                                          std::uint32_t least);
+                                                          std::uint32_t least) const;
 
   std::uint32_t count_ = 0;
   std::uint32_t tables_ = 0;
   std::uint32_t bits_ = 0;
-  std::vector<std::uint32_t> starts_;        ///< [tables, 2^bits + 1] into the table's items
-  std::vector<std::uint32_t> items_;         ///< [tables, count] by code, then by index
-  std::vector<std::uint64_t> once_, twice_;  // scratch: one bit per item, so that they stay in the L1 cache
+  std::vector<std::uint32_t> starts_;  ///< [tables, 2^bits + 1] into the table's items
+  std::vector<std::uint32_t> items_;   ///< [tables, count] by code, then by index
 };
 
 }  // namespace sluice::scheduler

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <utility>
 
 namespace sluice::scheduler {
 namespace {
@@ -78,7 +79,9 @@ void LshSource::hash_keys(std::uint32_t count, KvReader& kv) {
     kv.score_rows(keys_.data(), rows, projections_->rows(), projections_->count(), products_.data());
     projections_->encode(products_.data(), rows, codes.data() + at, count);
   }
-  tables_.build(codes, count, projections_->bits());
+  HashTables tables;
+  tables.build(codes, count, projections_->bits());
+  tables_ = std::make_shared<const HashTables>(std::move(tables));
   keys_ = std::vector<float>();
   products_ = std::vector<float>();
 }
@@ -95,8 +98,8 @@ void LshSource::hash(const float* q, KvReader& kv) {
 }
 
 void LshSource::add_collisions(std::uint32_t h, TokenSet& set) {
-  tables_.for_each_collision(codes_.data() + h, group_, options_.min_collisions,
-                             [&](std::uint32_t item) { set.add(first_ + item); });
+  tables_->for_each_collision(codes_.data() + h, group_, options_.min_collisions,
+                              [&](std::uint32_t item) { set.add(first_ + item); });
 }
 
 std::uint64_t LshSource::most_heap_bytes(const LshOptions& options, const AttentionShape& shape,

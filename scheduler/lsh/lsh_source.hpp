@@ -29,22 +29,22 @@ class LshSource {
 
   /// Tokens [first(), end()) are hashed. Empty after a prompt too short to have any.
   [[nodiscard]] std::uint32_t first() const noexcept { return first_; }
-  [[nodiscard]] std::uint32_t end() const noexcept { return first_ + tables_.count(); }
-  [[nodiscard]] bool empty() const noexcept { return tables_.count() == 0; }
+  [[nodiscard]] std::uint32_t end() const noexcept { return first_ + tables_->count(); }
+  [[nodiscard]] bool empty() const noexcept { return tables_->count() == 0; }
 
   /// Hashes the queries [group, head_dim].
   void hash(const float* q, KvReader& kv);
   /// Bytes of the tables' lists that `add_collisions` reads for one query head, on average.
   [[nodiscard]] std::uint64_t lookup_bytes() const noexcept {
-    return (std::uint64_t{options_.tables} * tables_.count() * sizeof(std::uint32_t)) >> options_.bits;
+    return (std::uint64_t{options_.tables} * tables_->count() * sizeof(std::uint32_t)) >> options_.bits;
   }
   /// Adds the tokens that meet the query of head `h` hashed last.
   void add_collisions(std::uint32_t h, TokenSet& set);
   /// With which probability a hashed token of this score q.k / sqrt(d) met that query.
   [[nodiscard]] float probability(std::uint32_t h, std::uint32_t token, float score) const noexcept;
-  /// But for the projections, which all share.
+  /// But for the projections, which all share; with the tables, which a copy shares.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
-    return tables_.heap_bytes() + scheduler::heap_bytes(mean_, norms_, queries_, codes_, products_, keys_);
+    return tables_->heap_bytes() + scheduler::heap_bytes(mean_, norms_, queries_, codes_, products_, keys_);
   }
   /// What a source that has hashed `tokens` tokens holds at most.
   [[nodiscard]] static std::uint64_t most_heap_bytes(const LshOptions& options, const AttentionShape& shape,
@@ -63,7 +63,7 @@ class LshSource {
   std::uint32_t sinks_;
   std::shared_ptr<const Projections> projections_;
   std::uint32_t first_ = 0;
-  HashTables tables_;
+  std::shared_ptr<const HashTables> tables_ = std::make_shared<const HashTables>();
   std::vector<float> mean_;   ///< [head_dim]
   std::vector<float> norms_;  ///< of the hashed keys, relative to the mean
 

@@ -40,6 +40,7 @@ class FullPolicy final : public LayerPolicy {
     counters.candidates += row.attended();
   }
   void observe(std::uint32_t, KvReader&) override {}
+  [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override { return std::make_unique<FullPolicy>(*this); }
 };
 
 }  // namespace

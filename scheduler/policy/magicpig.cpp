@@ -66,6 +66,9 @@ class SampledPolicy final : public LayerPolicy {
   }
 
   void observe(std::uint32_t, KvReader&) override {}
+  [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override { return std::make_unique<SampledPolicy>(*this); }
+  /// Hash tables are of the prompt alone.
+  void truncate(std::uint32_t kv_head, std::uint32_t tokens) noexcept override { heads_[kv_head].scored.shed(tokens); }
   [[nodiscard]] std::uint64_t heap_bytes(std::uint32_t kv_head) const noexcept override {
     const Head& head = heads_[kv_head];
     return head.source.heap_bytes() + head.scored.heap_bytes() + scheduler::heap_bytes(head.sampled);

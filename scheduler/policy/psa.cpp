@@ -47,14 +47,14 @@ struct Head {
 class ProgressivePolicy final : public LayerPolicy {
  public:
   ProgressivePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens)
-      : budget_(spec.budget),
-        group_(shape.group()),
-        head_dim_(shape.head_dim),
-        page_tokens_(page_tokens) {}
+      : budget_(spec.budget), group_(shape.group()), head_dim_(shape.head_dim), page_tokens_(page_tokens) {}
 
   void begin(const PromptContext&) override {}
   void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
   void observe(std::uint32_t, KvReader&) override {}
+  [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override {
+    return std::make_unique<ProgressivePolicy>(*this);
+  }
 
   void select(const HeadContext& context, SelectionRow& row, Bypass& bypass, SelectCounters& counters) override {
     bypass.heads = 0;

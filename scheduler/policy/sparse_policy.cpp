@@ -1,6 +1,6 @@
-// The pipeline of every policy that scores token by token: sources propose candidates, their scores are read or estimated
-// once per KV head, each query head keeps what its budget allows, and what it kept feeds the history. Sources unite
-// freely.
+// The pipeline of every policy that scores token by token: sources propose candidates, their scores are read or
+// estimated once per KV head, each query head keeps what its budget allows, and what it kept feeds the history. Sources
+// unite freely.
 
 #include <algorithm>
 #include <cmath>
@@ -55,6 +55,7 @@ class SparsePolicy final : public LayerPolicy {
     bypass.heads = 0;
     head.scored.clear();
     head.observing = 0;
+    if (head.history) head.history->catch_up(head.visible);
     if (head.history && context.tokens != head.visible) keep_notes(head);
     head.heavy.clear();
     head.visible = context.tokens;
@@ -65,7 +66,8 @@ class SparsePolicy final : public LayerPolicy {
     // A budget that holds everything, or a history that tells nothing: attend all, and learn from it.
     const bool dense = budget_.holds(context.tokens - sinks) || (head.history && head.history->blank());
     head.whole = dense || spec_.uses(Source::exact);
-    // A context attended for want of history is always learnt from. Counting tokens, a repeated step gets its turn again.
+    // A context attended for want of history is always learnt from. Counting tokens, a repeated step gets its turn
+    // again.
     head.observes = head.history && (dense || (context.tokens + layer_) % spec_.history.observe_every == 0);
     std::uint32_t active = all_heads();
     if (head.bypass && !dense) active &= ~head.bypass->test(context, bypass, counters);
@@ -91,21 +93,45 @@ class SparsePolicy final : public LayerPolicy {
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     SparseHead& head = heads_[kv_head];
     if (head.clusters) head.clusters->cluster_new(head.visible, kv);
-    if (head.history && head.observes) learn(head);
+    if (head.history) learn(head);
     head.scored.shed(head.visible);
+  }
+
+  [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override { return std::make_unique<SparsePolicy>(*this); }
+
+  [[nodiscard]] bool can_truncate(std::uint32_t kv_head, std::uint32_t tokens) const noexcept override {
+    const SparseHead& head = heads_[kv_head];
+    return !head.history || tokens >= head.visible || head.history->can_truncate(tokens);
+  }
+
+  void truncate(std::uint32_t kv_head, std::uint32_t tokens) noexcept override {
+    SparseHead& head = heads_[kv_head];
+    if (tokens >= head.visible) return;
+    if (head.history) head.history->truncate(tokens);
+    if (head.clusters) head.clusters->truncate(tokens);
+    if (tokens + kUndoTokens < head.visible) {
+      forget(head);  // It is larger than what is left may need.
+    } else {
+      head.scored.shed(tokens);
+    }
+    head.observes = false;
+    head.heavy.clear();  // What the history has noted of these steps it knows.
+    head.visible = tokens;
   }
 
  private:
   [[nodiscard]] std::uint32_t all_heads() const noexcept { return ~0u >> (32 - group_); }
 
   void learn(SparseHead& head) const {
-    for (std::uint32_t h = 0; h < group_; ++h) {
+    head.history->begin_lesson();  // Also if it is to learn nothing: a forecast comes next.
+    for (std::uint32_t h = 0; h < group_ && head.observes; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
       const ScoredSet::Observed seen = head.scored.observed(h, group_);
       head.history->observe(h, seen.tokens, seen.scores);
     }
+    head.history->end_lesson();
     head.observing = 0;
-    if (head.whole) forget(head);
+    if (head.whole && head.observes) forget(head);
   }
 
   /// The candidates for this step: forecast in the background or, if nothing was observed since, carried on.
@@ -219,9 +245,10 @@ class SparsePolicy final : public LayerPolicy {
 std::uint64_t sparse_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens) noexcept {
   // Candidates per query head, what is weighed beside them, and lists of a few tokens and numbers.
   constexpr std::uint64_t kHeavyTokens = 64;
+  tokens += kUndoTokens;  // That were taken back, and whose memory is kept.
   std::uint64_t bytes = ScoredSet::most_kept_bytes(tokens) + (shape.group() + 1) * TokenSet::most_heap_bytes(tokens);
   bytes += shape.group() * (sizeof(TokenSet) + (shape.head_dim + 1 + kHeavyTokens) * sizeof(float));
-  if (spec.uses(Source::history)) bytes += GroupHistory::most_heap_bytes(shape.group(), tokens);
+  if (spec.uses(Source::history)) bytes += GroupHistory::most_heap_bytes(spec.history, shape.group(), tokens);
   if (spec.uses(Source::clusters)) bytes += ClusterSource::most_heap_bytes(spec.clusters, shape, tokens);
   if (spec.uses(Source::lsh)) bytes += LshSource::most_heap_bytes(spec.lsh, shape, tokens);
   if (spec.bypass_threshold > 0.f) bytes += SinkBypass::most_heap_bytes(shape);

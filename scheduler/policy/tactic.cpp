@@ -114,6 +114,13 @@ class FittedPolicy final : public LayerPolicy {
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     heads_[kv_head].source.cluster_new(heads_[kv_head].visible, kv);
   }
+  [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override { return std::make_unique<FittedPolicy>(*this); }
+  void truncate(std::uint32_t kv_head, std::uint32_t tokens) noexcept override {
+    Head& head = heads_[kv_head];
+    if (tokens >= head.visible) return;
+    head.source.truncate(tokens);
+    head.visible = tokens;
+  }
   [[nodiscard]] std::uint64_t heap_bytes(std::uint32_t kv_head) const noexcept override {
     return heads_[kv_head].source.heap_bytes();
   }
@@ -170,7 +177,8 @@ class FittedPolicy final : public LayerPolicy {
     scratch.scores.clear();
     for_each_sample(samples, head, h, [&](std::uint32_t token, std::uint32_t) {
       // In the list, too, what is attended anyway would count twice.
-      scratch.scores.push_back(anyway.holds(token) ? -std::numeric_limits<float>::infinity() : scratch.sampled.of(token, h));
+      scratch.scores.push_back(anyway.holds(token) ? -std::numeric_limits<float>::infinity()
+                                                   : scratch.sampled.of(token, h));
     });
     const std::uint32_t budget =
         fitted_budget(scratch.scores, samples, static_cast<double>(spec_.budget.mass), scratch.anyway);

@@ -37,7 +37,7 @@ EngineOptions options() {
 /// One sequence, whose outputs lie in memory that was there before anything may fail.
 class Session {
  public:
-  Session(Engine& engine, const Toy& toy) : engine_(engine), toy_(toy) {}
+  Session(Engine& engine, const Toy& toy, SequenceId id = {}) : engine_(engine), toy_(toy), id_(id) {}
 
   void begin(const PolicySpec& policy) { id_ = engine_.begin(policy); }
   void begin(const PolicySpec& policy, std::span<const std::int32_t> prompt) { id_ = engine_.begin(policy, prompt); }
@@ -71,7 +71,7 @@ class Session {
 
   Engine& engine_;
   const Toy& toy_;
-  SequenceId id_{};
+  SequenceId id_;
   std::vector<float> out_ = std::vector<float>(std::size_t{kPrompt} * kShape.q_heads * kShape.head_dim);
 };
 
@@ -265,4 +265,49 @@ TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_fault
   REQUIRE(reports > 5);
   // Of the threads that choose.
   if (spec.estimate == Estimate::exact) REQUIRE(choices > 0);
+}
+
+TEST_CASE("every allocation of a fork whose policy has learnt, and of what it says then, may fail",
+          "[memory_faults][engine][undo]") {
+  const char* const policy = GENERATE("lfps", "history:observe_every=2 | top_k=20 | near=0,sinks=4,recent=8",
+                                      "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64");
+  CAPTURE(policy);
+  const Toy toy(kShape, kTokens + kPrompt, 80);
+  EngineOptions two = options();
+  two.cpu_sequences = 2;
+  two.threads = 1;
+  Engine engine(two);
+  Session parent(engine, toy);
+  tell(parent, parse_policy(policy));
+  const EngineMemoryUse before = engine.memory();
+  std::vector<float> want;
+  int refusals = 0;
+  bool reached = true;
+  for (long which = -1; reached || which == 0; ++which) {
+    CAPTURE(which);
+    // As long as its parent, or shorter.
+    const std::uint32_t tokens = kTokens - 1 - static_cast<std::uint32_t>(which + 4) % 4;
+    SequenceId child{};
+    fail_allocation(which);
+    try {
+      child = engine.fork(parent.id(), tokens);
+      reached = one_failed() && which >= 0;
+    } catch (const Error& error) {
+      (void)one_failed();
+      REQUIRE(error.code() == Errc::out_of_capacity);
+      reached = true;
+      ++refusals;
+      // Nothing was changed.
+      REQUIRE(engine.memory().far_pages_used == before.far_pages_used);
+      REQUIRE(engine.can_admit(1));
+      child = engine.fork(parent.id(), tokens);
+    }
+    Session other(engine, toy, child);
+    while (other.tokens() < kTokens) other.decode();
+    if (which < 0) want.assign(other.out().begin(), other.out().end());
+    REQUIRE(worst_difference(std::vector<float>(other.out().begin(), other.out().end()), want) < 1e-5);
+    other.end();
+    REQUIRE(which < 100'000);
+  }
+  REQUIRE(refusals > 3);
 }

@@ -15,6 +15,13 @@ void require(bool holds, const std::string& what) {
 
 bool on_cpu(const PolicySpec& spec) { return scheduler::chooser(spec) == scheduler::Chooser::cpu; }
 
+/// Tokens that a policy has surely not forgotten how to take back, whatever came to nothing meanwhile: such tokens take
+/// places in its journal, too, and where a query head observes how many it likes, as many as there are.
+std::uint32_t surely_undone(const PolicySpec& spec) {
+  if (!spec.uses(Source::history)) return kSoakTokens;
+  return spec.budget.kind == BudgetKind::top_p ? 0 : 20;
+}
+
 /// What a call ends with; nothing if it does not fail.
 template <class Call>
 std::optional<Errc> error_of(const Call& call) {
@@ -103,31 +110,25 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
   const std::string policy =
       under_its_own_policy ? driven_.policies[random_.below(static_cast<std::uint32_t>(driven_.policies.size()))] : "";
   const PolicySpec spec = policy.empty() ? parent.spec : parse_policy(policy);
-  const std::uint32_t tokens =
-      !has_decoded(parent) || random_.below(2) == 0 ? parent.settled : random_.below(parent.settled + 1);
+  const std::uint32_t tokens = !has_decoded(parent) || random_.below(2) == 0 ? parent.settled : draw_shorter(parent);
   SequenceId id{};
   const auto call = [&] {
     id = policy.empty() ? driven_.engine.fork(parent.id, tokens) : driven_.engine.fork(parent.id, tokens, spec);
   };
   const std::optional<Errc> error = error_of(call);
-  const bool decoded = !parent.calls.empty() && parent.calls.back().kind == Call::Kind::decode;
-  const bool remembers = policy.empty() && scheduler::remembers(spec);
-  if (error == Errc::unsupported) {
-    require(remembers && has_decoded(parent), "fork of " + parent.name() + " is refused");
-    return;
-  }
   if (!has_seat(spec)) {
     require(error == Errc::out_of_capacity, "fork of " + parent.name() + " without a seat is not refused");
     ++stats_.refused;
     return;
   }
   require(!error, "fork of " + parent.name() + " fails");
-  require(!remembers || !decoded || parent.disturbed, "fork of " + parent.name() + " forgets what was learnt");
   pages_.fork(parent.id, id, tokens);
   Sequence child{.id = id, .policy = policy.empty() ? parent.policy : policy, .spec = spec};
   child.tokens.assign(parent.tokens.begin(), parent.tokens.begin() + tokens);
   child.settled = tokens;
   child.uncertain = parent.uncertain;
+  child.disturbed = parent.disturbed;
+  if (policy.empty()) note_shorter(parent, tokens, child);
   child.queries_lost = parent.queries_lost;
   child.first_policy = parent.first_policy;
   child.calls = parent.calls;
@@ -136,13 +137,21 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
   if (random_.below(2) == 0) added.prompt_left = 0;  // It goes on with what it has been given.
 }
 
+std::uint32_t Roster::draw_shorter(const Sequence& sequence) {
+  constexpr std::uint32_t kNear = 36;  // What policies of the CPU take back, and a little more.
+  const std::uint32_t most = random_.below(3) == 0 ? sequence.settled : std::min(sequence.settled, kNear);
+  return sequence.settled - random_.below(most + 1);
+}
+
+void Roster::note_shorter(const Sequence& sequence, std::uint32_t tokens, Sequence& shorter) {
+  const std::uint32_t back = sequence.settled - tokens;
+  if (sequence.disturbed && has_decoded(sequence) && back > surely_undone(sequence.spec)) shorter.uncertain = true;
+}
+
 void Roster::truncate(Sequence& sequence, std::uint32_t tokens) {
-  const bool remembers = scheduler::remembers(sequence.spec) && tokens != sequence.settled;
-  const bool decoded = !sequence.calls.empty() && sequence.calls.back().kind == Call::Kind::decode;
   const std::optional<Errc> error = error_of([&] { driven_.engine.truncate(sequence.id, tokens); });
-  if (remembers && has_decoded(sequence) && error == Errc::unsupported) return;
   require(!error, "truncate of " + sequence.name() + " fails");
-  require(!remembers || !decoded || sequence.disturbed, "truncate of " + sequence.name() + " forgets what was learnt");
+  note_shorter(sequence, tokens, sequence);
   pages_.truncate(sequence.id, tokens);
   sequence.tokens.resize(tokens);
   sequence.settled = tokens;

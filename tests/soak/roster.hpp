@@ -42,6 +42,8 @@ class Roster {
   bool begin();
   void fork(Sequence& parent, bool under_its_own_policy);
   void truncate(Sequence& sequence, std::uint32_t tokens);
+  /// How many tokens a resting sequence may be left with; more often those that policies of the CPU can go back to.
+  [[nodiscard]] std::uint32_t draw_shorter(const Sequence& sequence);
   /// Nothing may be in flight.
   void import(Sequence& sequence);
   void end(Sequence& sequence);
@@ -63,6 +65,8 @@ class Roster {
   void check();
 
  private:
+  /// `shorter` has the first `tokens` tokens of a sequence: whether its policy has begun again may not be known.
+  static void note_shorter(const Sequence& sequence, std::uint32_t tokens, Sequence& shorter);
   [[nodiscard]] std::uint64_t blocks() const noexcept;
   [[nodiscard]] bool has_seat(const PolicySpec& spec) const;
   Sequence& add(SequenceId id, Sequence sequence);

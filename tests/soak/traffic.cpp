@@ -74,7 +74,7 @@ void Traffic::change() {
   if (roster_.size() == 0) return;
   Sequence& any = *roster_.all()[random_.below(static_cast<std::uint32_t>(roster_.size()))];
   Sequence* const resting = roster_.resting();
-  // Between a prompt and its first answer; policies that learn can be forked as long as they have not.
+  // Between a prompt and its first answer.
   if (resting != nullptr && resting->settled != 0 && resting->prompt_left == 0 && !has_decoded(*resting) &&
       random_.below(2) == 0)
     return roster_.fork(*resting, random_.below(2) == 0);
@@ -86,7 +86,8 @@ void Traffic::change() {
       if (resting != nullptr) roster_.fork(*resting, true);
       return;
     case 2:
-      if (resting != nullptr) roster_.truncate(*resting, random_.below(resting->settled + 1));
+    case 8:
+      if (resting != nullptr) roster_.truncate(*resting, roster_.draw_shorter(*resting));
       return;
     case 3: return import(any);
     case 4: return give_up(any);

@@ -142,8 +142,9 @@ void Traffic::retract(const Flight& flight, bool ran) {
     const bool remembers = scheduler::remembers(sequence.spec);
     sequence.disturbed = true;
     sequence.queries_lost |= part.prefill && part.first != 0;
-    // Threads may have learnt from what was chosen; a policy that has looked at a prompt in vain has forgotten.
-    if (remembers && (part.prefill ? has_decoded(sequence) : ran)) sequence.uncertain = true;
+    // Threads may have learnt more than can be taken back; a policy that has looked at a prompt in vain has forgotten.
+    const bool learns_much = sequence.spec.uses(Source::history) && sequence.spec.budget.kind == BudgetKind::top_p;
+    if (remembers && (part.prefill ? has_decoded(sequence) : ran && learns_much)) sequence.uncertain = true;
     (part.prefill ? sequence.prompt_left : sequence.decode_left) += part.count;
     sequence.tokens.resize(std::min<std::size_t>(sequence.tokens.size(), part.first));
     sequence.calls.resize(std::min(sequence.calls.size(), part.call));
