@@ -17,8 +17,7 @@ struct sluice_admission {
 namespace sluice::capi {
 namespace {
 
-static_assert(offsetof(sluice_admission_options, near_pages_per_sequence) + sizeof(std::uint64_t) ==
-              sizeof(sluice_admission_options));
+static_assert(offsetof(sluice_admission_options, slowdown) + sizeof(double) == sizeof(sluice_admission_options));
 static_assert(offsetof(sluice_request, id) + sizeof(std::uint64_t) == sizeof(sluice_request));
 static_assert(offsetof(sluice_turn_item, reserved) + sizeof(std::uint32_t) == sizeof(sluice_turn_item));
 static_assert(offsetof(sluice_admission_use, near_pages) + sizeof(std::uint64_t) == sizeof(sluice_admission_use));
@@ -37,7 +36,8 @@ sluice_admission_options from(const AdmissionOptions& options) noexcept {
           .pages = options.pages,
           .watermark_pages = options.watermark_pages,
           .near_pages = options.near_pages,
-          .near_pages_per_sequence = options.near_pages_per_sequence};
+          .near_pages_per_sequence = options.near_pages_per_sequence,
+          .slowdown = options.slowdown};
 }
 
 AdmissionOptions to_admission(const sluice_admission_options& options) noexcept {
@@ -51,7 +51,8 @@ AdmissionOptions to_admission(const sluice_admission_options& options) noexcept 
           .pages = options.pages,
           .watermark_pages = options.watermark_pages,
           .near_pages = options.near_pages,
-          .near_pages_per_sequence = options.near_pages_per_sequence};
+          .near_pages_per_sequence = options.near_pages_per_sequence,
+          .slowdown = options.slowdown};
 }
 
 sluice_turn_item from(const TurnItem& item) noexcept {
@@ -175,11 +176,11 @@ sluice_status sluice_admission_next(sluice_admission* admission, uint32_t chunk_
   });
 }
 
-sluice_status sluice_admission_complete(sluice_admission* admission, uint64_t* ids, size_t* count) {
+sluice_status sluice_admission_complete(sluice_admission* admission, double seconds, uint64_t* ids, size_t* count) {
   return capi::guarded([&] {
     Admission& of = capi::admission_of(admission);
     capi::require_list(of, ids, count, "ids");
-    capi::write_ids(of.complete(), ids, count);
+    capi::write_ids(of.complete(seconds), ids, count);
   });
 }
 

@@ -348,6 +348,9 @@ typedef struct sluice_admission_options {
   uint64_t watermark_pages;  ///< that the admission of a request leaves free while others run (0)
   uint64_t near_pages;       ///< device memory that all that run share, in pages; 0 (default): no bound
   uint64_t near_pages_per_sequence;  ///< of these, what each takes, at most; 0 (default): all pages that it has
+  /// Beside rows that decode, chunks of prompts let a forward take this many times as long as without them, by what
+  /// sluice_admission_complete was told; 0 (default): they have prefill_rows. Else in [1, 1000].
+  double slowdown;
 } sluice_admission_options;
 
 typedef struct sluice_request {
@@ -406,11 +409,13 @@ SLUICE_API sluice_status sluice_admission_preempt(sluice_admission* admission, u
                                                   size_t* count);
 /// The next forward, after sluice_admission_admit: items [*item_count] with room as lists of requests have;
 /// *item_count becomes how many there are. If there are any, a turn is open until it is completed or has failed.
-/// `chunk_tokens`: rows of prompts in this forward, at most; 0: prefill_rows.
+/// `chunk_tokens`: rows of prompts in this forward, at most; 0: as `slowdown` has it.
 SLUICE_API sluice_status sluice_admission_next(sluice_admission* admission, uint32_t chunk_tokens,
                                                sluice_turn_item* items, size_t* item_count);
-/// The turn's forward has been finished; `ids` are requests that have all their tokens, which are gone.
-SLUICE_API sluice_status sluice_admission_complete(sluice_admission* admission, uint64_t* ids, size_t* count);
+/// The turn's forward has been finished; `ids` are requests that have all their tokens, which are gone. `seconds`: that
+/// it took, a model's own work included; 0 if nobody has measured it.
+SLUICE_API sluice_status sluice_admission_complete(sluice_admission* admission, double seconds, uint64_t* ids,
+                                                   size_t* count);
 /// It came to nothing: the same rows are to come again.
 SLUICE_API sluice_status sluice_admission_fail(sluice_admission* admission);
 /// A request has all that it wants, or is wanted no longer. May be called while a turn is open.

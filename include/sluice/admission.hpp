@@ -32,6 +32,10 @@ struct AdmissionOptions {
   /// Of these, what a request that runs takes, however long it is: with progressive attention (PSA) what one iteration
   /// needs, its pages of a turn and the open one. One that has fewer pages takes as many as it has. 0: all that it has.
   std::uint64_t near_pages_per_sequence = 0;
+  /// Beside rows that decode, chunks of prompts are short enough for a forward to take this many times as long as one
+  /// without them, as far as `complete` was told how long forwards take; a page at least. 0: as long as prefill_rows;
+  /// else in [1, 1000].
+  double slowdown = 0.0;
 };
 
 /// For an engine that is built with these options: its largest bucket, sequences, and the pages that host_bytes hold.
@@ -123,13 +127,14 @@ class Admission {
   std::vector<RequestId> preempt(RequestId request);
 
   /// The next forward: rows that decode, oldest first, then chunks of prompts, oldest first. If there are any, a turn
-  /// is open until it is completed or has failed. `chunk_tokens`: rows of prompts in this forward, at most; 0: all of
-  /// prefill_rows.
+  /// is open until it is completed or has failed. `chunk_tokens`: rows of prompts in this forward, at most; 0: as
+  /// AdmissionOptions::slowdown has it.
   /// @throws Error{Errc::invalid_argument} if a turn is open, or `admit` was not called since the last was completed
   [[nodiscard]] std::vector<TurnItem> next(std::uint32_t chunk_tokens = 0);
-  /// The turn's forward has been finished. Requests that have all their tokens are returned, and are gone.
+  /// The turn's forward has been finished. Requests that have all their tokens are returned, and are gone. `seconds`:
+  /// that it took, a model's own work included; 0 if nobody has measured it.
   /// @throws Error{Errc::invalid_argument} if no turn is open
-  std::vector<RequestId> complete();
+  std::vector<RequestId> complete(double seconds = 0.0);
   /// It came to nothing: the same rows are to come again.
   /// @throws Error{Errc::invalid_argument} if no turn is open
   void fail();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import POINTER, c_char_p, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 from sluice import _structs as structs
@@ -57,7 +57,7 @@ _STATUS = {
     "admission_begun": (c_void_p, c_uint64, c_uint32),
     "admission_preempt": (c_void_p, c_uint64, *_LIST),
     "admission_next": (c_void_p, c_uint32, POINTER(structs.TurnItem), POINTER(c_size_t)),
-    "admission_complete": (c_void_p, *_LIST),
+    "admission_complete": (c_void_p, c_double, *_LIST),
     "admission_fail": (c_void_p,),
     "admission_end": (c_void_p, c_uint64),
     "admission_running": (c_void_p, *_LIST),

@@ -113,7 +113,9 @@ class AdmissionOptions(Sized):
         (name, c_uint32)
         for name in ("struct_size", "decode_rows", "prefill_rows", "prefills", "sequences", "cpu_sequences",
                      "page_tokens", "max_tokens")
-    ] + [(name, c_uint64) for name in ("pages", "watermark_pages", "near_pages", "near_pages_per_sequence")]
+    ] + [(name, c_uint64) for name in ("pages", "watermark_pages", "near_pages", "near_pages_per_sequence")] + [
+        ("slowdown", c_double)
+    ]
 
 
 class Request(Sized):

@@ -35,6 +35,9 @@ class AdmissionOptions:
     watermark_pages: int = 0  #: that the admission of a request leaves free while others run
     near_pages: int = 0  #: device memory that all that run share, in pages; 0: no bound
     near_pages_per_sequence: int = 0  #: of these, what each takes, at most; 0: all pages that it has
+    slowdown: float = 0.0
+    """Beside rows that decode, chunks of prompts let a forward take this many times as long as without them, by what
+    `complete` was told; 0: they have prefill_rows. Else in [1, 1000]."""
 
     @staticmethod
     def of(engine: Engine) -> AdmissionOptions:
@@ -49,8 +52,9 @@ class AdmissionOptions:
 
     def _to_struct(self) -> structs.AdmissionOptions:
         kinds = dict(structs.AdmissionOptions._fields_)
-        return structs.AdmissionOptions(**{name: _unsigned(name, value, 8 * ctypes.sizeof(kinds[name]))
-                                           for name, value in self.__dict__.items()})
+        return structs.AdmissionOptions(**{
+            name: value if kinds[name] is ctypes.c_double else _unsigned(name, value, 8 * ctypes.sizeof(kinds[name]))
+            for name, value in self.__dict__.items()})
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class Admission:
 
     def next(self, chunk_tokens: int = 0) -> list[TurnItem]:
         """The next forward, after `admit`: rows that decode, then chunks of prompts. If there are any, a turn is open
-        until it is completed or has failed. `chunk_tokens`: rows of prompts, at most; 0: prefill_rows."""
+        until it is completed or has failed. `chunk_tokens`: rows of prompts, at most; 0: as `slowdown` has it."""
         items = (structs.TurnItem * self._most)()
         for struct in items:
             struct.struct_size = ctypes.sizeof(structs.TurnItem)
@@ -163,10 +167,11 @@ class Admission:
         return [TurnItem(item.request, item.tokens, item.first, bool(item.prefill), bool(item.output))
                 for item in items[: count.value]]
 
-    def complete(self) -> list[int]:
-        """The turn's forward has been finished. Requests that have all their tokens are returned, and are gone."""
+    def complete(self, seconds: float = 0.0) -> list[int]:
+        """The turn's forward has been finished. Requests that have all their tokens are returned, and are gone.
+        `seconds`: that it took, a model's own work included; 0: nobody has measured it."""
         ids = self._list()
-        self._call(self._library.admission_complete, *ids)
+        self._call(self._library.admission_complete, seconds, *ids)
         return _ids(ids)
 
     def fail(self) -> None:

@@ -140,3 +140,22 @@ def test_options_of_an_engine(make: Make) -> None:
     assert options == sluice.AdmissionOptions(
         pages=engine.memory().far_pages // (2 * 16 * 64 * 4 * 2 * 2), decode_rows=4, prefill_rows=64, prefills=2,
         sequences=16, cpu_sequences=2, page_tokens=16, max_tokens=engine.options.largest.max_tokens)
+
+
+def test_slowdown_keeps_chunks_short() -> None:
+    options = sluice.AdmissionOptions(pages=4096, decode_rows=2, prefill_rows=1024, slowdown=2.0)
+    assert options.slowdown == 2.0
+    with sluice.Admission(options) as admission:
+        assert admission.options.slowdown == 2.0
+        admission.submit(1, 16, 1000)
+        chunks = []
+        for turn in range(100):
+            if turn == 10:
+                admission.submit(2, 20_000, 1)
+            admission.admit()
+            chunk = sum(item.tokens for item in admission.next() if item.prefill)
+            chunks.append(chunk)
+            admission.complete(0.001 + 0.00001 * chunk)
+    assert 80 <= max(chunks[20:]) <= 105
+    with pytest.raises(sluice.InvalidArgument, match="slowdown"):
+        sluice.Admission(dataclasses.replace(options, slowdown=0.5))

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "scheduler/admission/limits.hpp"
+#include "scheduler/admission/pace.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice {
@@ -58,6 +59,8 @@ struct Admission::Impl {
   std::size_t turn_items = 0;  ///< of the open turn; 0: none is open
   bool has_room = false;       ///< for the next forward of those that run
   bool held_back = false;      ///< nothing is admitted beside those that run, see preempt
+  scheduler::Pace pace;
+  scheduler::PacedForward turn{};  ///< what the open turn's time goes by
 
   explicit Impl(const AdmissionOptions& given) : options(scheduler::resolved(given)) {}
 
@@ -79,6 +82,8 @@ struct Admission::Impl {
   void remove(Lives::iterator at) noexcept;
   /// Rows of the next chunk of a prompt, of which the forward has as many left.
   [[nodiscard]] std::uint32_t chunk(const Live& live, std::uint32_t rows, bool first) const noexcept;
+  /// Rows of prompts that a forward may have beside these that decode.
+  [[nodiscard]] std::uint32_t prompt_rows(std::uint32_t decode_rows) const noexcept;
 };
 
 Admission::Impl::Lives::iterator Admission::Impl::find(RequestId request) const {
@@ -122,6 +127,13 @@ std::uint32_t Admission::Impl::chunk(const Live& live, std::uint32_t rows, bool 
   const std::uint32_t whole = (live.done + rows) / options.page_tokens * options.page_tokens;
   if (whole > live.done) return whole - live.done;
   return first ? rows : 0;
+}
+
+std::uint32_t Admission::Impl::prompt_rows(std::uint32_t decode_rows) const noexcept {
+  if (options.slowdown == 0.0) return options.prefill_rows;
+  const auto oldest = std::ranges::find_if(lives, [](const Live& live) { return live.running && live.in_prompt(); });
+  return pace.chunk(decode_rows, oldest == lives.end() ? 0 : oldest->done,
+                    std::min(options.page_tokens, options.prefill_rows), options.prefill_rows, options.slowdown);
 }
 
 Room Admission::Impl::room(std::optional<std::uint64_t> held_pages) const noexcept {
@@ -241,13 +253,16 @@ std::vector<TurnItem> Admission::next(std::uint32_t chunk_tokens) {
   for (auto at = impl.lives.begin(); at != end; ++at) {
     if (!at->in_prompt()) add(*at, 1);
   }
-  const std::uint32_t most = impl.options.prefill_rows;
-  std::uint32_t rows = chunk_tokens == 0 ? most : std::min(chunk_tokens, most);
+  impl.turn = {.decode_rows = static_cast<std::uint32_t>(items.size())};
+  std::uint32_t rows =
+      chunk_tokens == 0 ? impl.prompt_rows(impl.turn.decode_rows) : std::min(chunk_tokens, impl.options.prefill_rows);
   std::uint32_t chunks = 0;
   for (auto at = impl.lives.begin(); at != end && chunks < impl.options.prefills; ++at) {
     if (!at->in_prompt()) continue;
     const std::uint32_t tokens = impl.chunk(*at, rows, chunks == 0);
     if (tokens == 0) break;
+    impl.turn.chunk_tokens += tokens;
+    impl.turn.chunk_pairs += scheduler::PacedForward::pairs(at->done, tokens);
     add(*at, tokens);
     rows -= tokens;
     ++chunks;
@@ -256,11 +271,12 @@ std::vector<TurnItem> Admission::next(std::uint32_t chunk_tokens) {
   return items;
 }
 
-std::vector<RequestId> Admission::complete() {
+std::vector<RequestId> Admission::complete(double seconds) {
   Impl& impl = *impl_;
   impl.require_turn("complete");
   std::vector<RequestId> ended;
   ended.reserve(impl.running);
+  impl.pace.observe(impl.turn, seconds);
   const auto end = impl.first_waiting();
   for (auto at = impl.lives.begin(); at != end;) {
     Live& live = *at;

@@ -10,6 +10,7 @@ namespace sluice {
 namespace {
 
 constexpr std::uint64_t kMostPages = std::uint64_t{1} << 32;
+constexpr double kMostSlowdown = 1000.0;
 
 std::string text(std::uint64_t number) { return std::to_string(number); }
 
@@ -50,6 +51,9 @@ AdmissionOptions resolved(const AdmissionOptions& options) {
   require_some("sequences", options.sequences);
   require_some("page_tokens", options.page_tokens);
   require(options.pages >= 1 && options.pages <= kMostPages, "pages", options.pages, "in [1, 2^32]");
+  if (options.slowdown != 0.0 && !(options.slowdown >= 1.0 && options.slowdown <= kMostSlowdown))
+    throw Error(Errc::invalid_argument, "AdmissionOptions::slowdown is " + std::to_string(options.slowdown) +
+                                            "; it must be 0, or in [1, 1000]");
   AdmissionOptions resolved = options;
   const std::uint64_t room = std::min<std::uint64_t>(options.pages * options.page_tokens, kNone);
   if (options.max_tokens == 0 || options.max_tokens > room) resolved.max_tokens = static_cast<std::uint32_t>(room);

@@ -34,6 +34,7 @@ sluice_admission_options options_of_c() {
   options.watermark_pages = 1;
   options.near_pages = 5;
   options.near_pages_per_sequence = 2;
+  options.slowdown = 2.0;
   return options;
 }
 
@@ -127,8 +128,9 @@ class Both {
       return cpp_.fail();
     }
     List ended;
-    require_ok(sluice_admission_complete(c_.get(), ended.ids, &ended.count));
-    REQUIRE(ended.get() == numbers(cpp_.complete()));
+    const double seconds = 1e-3 * random_.below(100);
+    require_ok(sluice_admission_complete(c_.get(), seconds, ended.ids, &ended.count));
+    REQUIRE(ended.get() == numbers(cpp_.complete(seconds)));
     const std::vector<RequestId> running = cpp_.running();
     if (running.empty() || random_.below(8) != 0) return;
     require_ok(sluice_admission_end(c_.get(), running.front().value));
@@ -153,7 +155,8 @@ class Both {
                   .pages = 9,
                   .watermark_pages = 1,
                   .near_pages = 5,
-                  .near_pages_per_sequence = 2}};
+                  .near_pages_per_sequence = 2,
+                  .slowdown = 2.0}};
   std::uint64_t next_ = 1;
 };
 
@@ -240,7 +243,7 @@ TEST_CASE("what an admission of C cannot take is refused and changes nothing", "
 
   List ended;
   ended.count = 0;
-  const auto complete = [&] { return sluice_admission_complete(admission.get(), ended.ids, &ended.count); };
+  const auto complete = [&] { return sluice_admission_complete(admission.get(), 0.0, ended.ids, &ended.count); };
   check_fails(complete, SLUICE_INVALID_ARGUMENT, {"ids has room for 0"});
   ended.count = kMost;
   require_ok(complete());

@@ -1,4 +1,7 @@
 // Whose turn it is: rows, order, what ends and what fails.
+#include <algorithm>
+#include <cmath>
+
 #include "sluice/engine.hpp"
 #include "tests/scheduler/admission_history.hpp"
 #include "tests/scheduler/admission_support.hpp"
@@ -138,4 +141,48 @@ TEST_CASE("an engine's options are those of its admission", "[admission]") {
   CHECK((options.cpu_sequences == 1 && options.page_tokens == 8 && options.max_tokens == 24));
   engine.host_bytes = 6143;
   check_fails([&] { (void)admission_options(engine); }, Errc::invalid_argument, "takes 12288");
+}
+
+TEST_CASE("beside rows that decode, a prompt's chunks keep to the slowdown that was asked for", "[admission]") {
+  // What a forward of some machine takes, in seconds.
+  const auto seconds = [](std::uint32_t rows, std::uint32_t chunk, std::uint32_t first) {
+    return 0.004 + 0.0002 * rows + 0.00005 * chunk + 2e-9 * chunk * (first + 0.5 * chunk);
+  };
+  for (const double slowdown : {0.0, 1.5, 3.0}) {
+    CAPTURE(slowdown);
+    Admission admission({.decode_rows = 4,
+                         .prefill_rows = 2048,
+                         .prefills = 2,
+                         .page_tokens = 16,
+                         .pages = 8192,
+                         .slowdown = slowdown});
+    for (std::uint64_t id = 1; id <= 3; ++id) submit(admission, id, 16, 20'000);
+    double worst = 0.0;
+    std::uint32_t prompt_turns = 0;
+    for (int turn = 0; turn < 2000; ++turn) {
+      if (turn == 50) submit(admission, 4, 40'000, 1);
+      (void)admission.admit();
+      std::uint32_t rows = 0, chunk = 0, first = 0;
+      for (const TurnItem& item : admission.next()) {
+        (item.prefill ? chunk : rows) += item.tokens;
+        first = item.prefill ? item.first : first;
+      }
+      if (turn < 50) REQUIRE(chunk <= 48);
+      if (chunk != 0 && turn >= 60) worst = std::max(worst, seconds(rows, chunk, first) / seconds(rows, 0, 0));
+      prompt_turns += turn >= 50 && chunk != 0 ? 1 : 0;
+      (void)admission.complete(seconds(rows, chunk, first));
+      if (turn > 50 && chunk == 0) break;
+    }
+    if (slowdown == 0.0) {
+      CHECK(prompt_turns == 20);
+    } else {
+      CHECK(worst <= slowdown + 0.05);
+      CHECK(worst >= 0.8 * slowdown);
+    }
+  }
+  for (const double wrong : {0.5, -1.0, 1001.0, std::nan("")}) {
+    AdmissionOptions options = kOptions;
+    options.slowdown = wrong;
+    check_fails([&] { Admission admission(options); }, Errc::invalid_argument, "slowdown");
+  }
 }

@@ -82,12 +82,13 @@ class ServeBench {
     PolicySpec spec = parse_policy(policy);
     spec.dense_layers = spec.dense_every = 0;  // What is timed is a layer that the policy works in.
     const EngineOptions sizes = engine_options(spec);
-    ServeOptions serve{.admission = admission_options(sizes), .slowdown = options_.slowdown};
-    serve.admission.watermark_pages = options_.watermark_pages;
-    serve.admission.near_pages = options_.near_pages;
-    serve.admission.near_pages_per_sequence = options_.near_pages_per_sequence;
+    AdmissionOptions admission = admission_options(sizes);
+    admission.watermark_pages = options_.watermark_pages;
+    admission.near_pages = options_.near_pages;
+    admission.near_pages_per_sequence = options_.near_pages_per_sequence;
+    admission.slowdown = options_.slowdown;
     void* const native = queue_->native_handle();
-    ServeLoop loop(sizes, serve, spec, device_, rows_, native != nullptr ? native : queue_.get());
+    ServeLoop loop(sizes, admission, spec, device_, rows_, native != nullptr ? native : queue_.get());
     const LoadRequest first{.prompt = std::min(load_.front().prompt, 32u), .answer = 2};
     (void)loop.run({&first, 1}, 0.0);  // Threads and kernels are there from then on.
     add_row(policy, rate, loop.run(load_, rate));
@@ -221,7 +222,7 @@ void add_bench_serve(CLI::App& bench, int& exit_code) {
   add_number(
       *command, "--slowdown", options->slowdown,
       "Chunks of prompts are as long as makes a forward take this many times as long as without; 0: --prefill-chunk",
-      {.most = 1e6});
+      {.most = 1e3});
   add_count(*command, "--watermark", options->watermark_pages, "Pages that an admission leaves free while others run");
   add_count(*command, "--near-pages", options->near_pages,
             "Device pages that all requests that run share; 0: they bound nobody");

@@ -64,11 +64,10 @@ struct ServeLoop::Run {
   }
 };
 
-ServeLoop::ServeLoop(const EngineOptions& engine, const ServeOptions& options, const PolicySpec& policy,
+ServeLoop::ServeLoop(const EngineOptions& engine, const AdmissionOptions& admission, const PolicySpec& policy,
                      std::shared_ptr<Device> device, const RandomRows& rows, void* stream)
     : engine_(engine, std::move(device)),
-      admission_(options.admission),
-      slowdown_(options.slowdown),
+      admission_(admission),
       policy_(policy),
       on_cpu_(scheduler::chooser(policy) == scheduler::Chooser::cpu),
       rows_(rows),
@@ -95,11 +94,12 @@ ServeResult ServeLoop::run(std::span<const LoadRequest> load, double rate) {
 
 void ServeLoop::turn(Run& run) {
   begin(run, admission_.admit());
-  const std::vector<TurnItem> items = admission_.next(chunk(run));
+  const std::vector<TurnItem> items = admission_.next();
   if (items.empty()) {
     std::this_thread::sleep_until(std::min(run.arrival(), Clock::now() + kNap));
     return;
   }
+  const Clock::time_point start = Clock::now();
   forward(run, items);
   const Clock::time_point now = Clock::now();
   for (const TurnItem& item : items) {
@@ -114,7 +114,7 @@ void ServeLoop::turn(Run& run) {
     request.answered = true;
     ++run.result.answer_tokens;
   }
-  for (const RequestId id : admission_.complete()) {
+  for (const RequestId id : admission_.complete(1e-3 * milliseconds(now - start))) {
     engine_.end(run.requests[id].sequence);
     run.requests.erase(id);
   }
@@ -132,38 +132,17 @@ void ServeLoop::begin(Run& run, const AdmissionChanges& changes) {
   run.result.largest_batch = std::max(run.result.largest_batch, admission_.use().running);
 }
 
-std::uint32_t ServeLoop::chunk(const Run& run) const {
-  if (slowdown_ == 0.0) return 0;
-  std::uint32_t decode_rows = 0, first = kNone;
-  for (const RequestId id : admission_.running()) {
-    const Request& request = run.requests.at(id);
-    if (request.done >= request.prompt) {
-      ++decode_rows;
-    } else if (first == kNone) {
-      first = request.done;
-    }
-  }
-  const AdmissionOptions& options = admission_.options();
-  const std::uint32_t least = std::min(options.page_tokens, options.prefill_rows);
-  return first == kNone ? 0 : pace_.chunk(decode_rows, first, least, options.prefill_rows, slowdown_);
-}
-
 void ServeLoop::forward(Run& run, const std::vector<TurnItem>& items) {
   Bucket bucket = engine_.options().largest;
   bucket.decode_rows = bucket.prefill_rows = bucket.prefills = 0;
-  scheduler::PacedForward paced;
   std::vector<PlanItem> planned;
   for (const TurnItem& item : items) {
-    paced.chunk_pairs += item.prefill ? scheduler::PacedForward::pairs(item.first, item.tokens) : 0.0;
     planned.push_back(
         {.sequence = run.requests[item.request].sequence, .tokens = item.tokens, .prefill = item.prefill});
     (item.prefill ? bucket.prefill_rows : bucket.decode_rows) += item.tokens;
     bucket.prefills += item.prefill ? 1 : 0;
   }
   const AttentionShape& shape = engine_.options().shape;
-  paced.decode_rows = bucket.decode_rows;
-  paced.chunk_tokens = bucket.prefill_rows;
-  const Clock::time_point start = Clock::now();
   const Batch batch = engine_.plan(planned, bucket, stream_);
   for (LayerId layer{0}; layer.value < shape.layers; ++layer.value, salt_ += 3) {
     engine_.attend(bucket, layer, rows_.rows(salt_, bucket.rows(), shape.q_heads),
@@ -171,7 +150,6 @@ void ServeLoop::forward(Run& run, const std::vector<TurnItem>& items) {
                    rows_.rows(salt_ + 2, bucket.rows(), shape.kv_heads), rows_.out(bucket.rows()), stream_);
   }
   engine_.finish(batch);
-  if (slowdown_ != 0.0) pace_.observe(paced, std::chrono::duration<double>(Clock::now() - start).count());
   ++run.result.forwards;
 }
 

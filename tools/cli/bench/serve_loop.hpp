@@ -5,7 +5,6 @@
 #include <span>
 #include <vector>
 
-#include "scheduler/admission/pace.hpp"
 #include "sluice/admission.hpp"
 #include "sluice/engine.hpp"
 #include "tools/cli/bench/serve_load.hpp"
@@ -39,18 +38,11 @@ struct ServeResult {
   std::vector<double> between_ms;   ///< from a token of a request to its next
 };
 
-struct ServeOptions {
-  AdmissionOptions admission;
-  /// With rows that decode, a forward has no longer chunks of prompts than make it take this many times as long as
-  /// without; 0: whatever the admission's rows hold.
-  double slowdown = 0.0;
-};
-
 /// A server without a network or a model: attention alone, of an engine that an Admission decides for.
 class ServeLoop {
  public:
   /// `native`: the stream as the engine takes it.
-  ServeLoop(const EngineOptions& engine, const ServeOptions& options, const PolicySpec& policy,
+  ServeLoop(const EngineOptions& engine, const AdmissionOptions& admission, const PolicySpec& policy,
             std::shared_ptr<Device> device, const RandomRows& rows, void* stream);
   /// Requests come at `rate` a second, all at once if that is 0; returns when all have ended.
   /// @throws Interrupted
@@ -61,14 +53,10 @@ class ServeLoop {
   struct Run;
   void turn(Run& run);
   void begin(Run& run, const AdmissionChanges& changes);
-  /// Rows of prompts that the next forward may have; 0: any.
-  [[nodiscard]] std::uint32_t chunk(const Run& run) const;
   void forward(Run& run, const std::vector<TurnItem>& items);
 
   sluice::Engine engine_;
   Admission admission_;
-  double slowdown_;
-  scheduler::Pace pace_;
   PolicySpec policy_;
   bool on_cpu_;
   const RandomRows& rows_;
