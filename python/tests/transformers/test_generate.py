@@ -10,24 +10,11 @@ import pytest
 import sluice
 import torch
 import transformers
-from sluice.transformers import Enabled, enable
-from transformers import GenerationConfig, PreTrainedModel
+from sluice.transformers import Enabled
+from tiny import assistant_of, enabled, greedy, left_padded, llama, prompt, qwen2
+from transformers import PreTrainedModel
 
 POLICIES = ("full", "exact | int4 | top_k=all | near=0")
-SHAPE = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-         # Weights so large that attention is anything but even.
-         "initializer_range": 0.3}
-
-
-def llama(**changes: object) -> PreTrainedModel:
-    torch.manual_seed(5)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **changes})).eval()
-
-
-def qwen2(**changes: object) -> PreTrainedModel:
-    torch.manual_seed(6)
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**SHAPE, **changes})).eval()
 
 
 @pytest.fixture(scope="module", params=[llama, qwen2], ids=["llama", "qwen2"])
@@ -41,30 +28,6 @@ def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedMod
 def served(request: pytest.FixtureRequest, pair: tuple) -> Iterator[tuple[PreTrainedModel, PreTrainedModel, Enabled]]:
     with enabled(pair[1], request.param) as here:
         yield *pair, here
-
-
-def enabled(model: PreTrainedModel, policy: str = "full", **options: object) -> Enabled:
-    return enable(model, policy, host_bytes=16 << 20, **{"threads": 1, "pin_threads": False, "prefill_rows": 256,
-                                                         "answer_timeout_ms": 30_000, **options})
-
-
-def prompt(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int = 12, **options: object) -> torch.Tensor:
-    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None,
-                              **{name: options.pop(name) for name in ("prefill_chunk_size", "num_beams")
-                                 if name in options})
-    return model.generate(ids, generation_config=config, **options)
-
-
-def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = prompt(3, 40), torch.ones(3, 40, dtype=torch.long)
-    for row, pads in ((0, 13), (2, 39)):
-        mask[row, :pads] = 0
-        ids[row, :pads] = 0
-    return ids, mask
 
 
 def test_one_prompt(served: tuple) -> None:
@@ -96,7 +59,7 @@ def test_logits_of_every_token(served: tuple) -> None:
             got = ours(**part, past_key_values=cache).logits
             real = mask[:, first:last].bool()
             torch.testing.assert_close(got[real], want[real], rtol=1e-3, atol=1e-3)
-    assert [here.engine.tokens(sequence) for sequence in cache._sequences] == mask.sum(1).tolist()
+    assert [here.engine.tokens(sequence) for sequence in cache.rows._sequences] == mask.sum(1).tolist()
 
 
 def test_a_second_turn(served: tuple) -> None:
