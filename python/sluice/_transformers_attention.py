@@ -42,7 +42,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
               **options: Any) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [batch, q_heads, n, head_dim], key and value [batch, kv_heads, columns,
     head_dim]; returns [batch, n, q_heads, head_dim]. Keys that come from no layer of ours are attended by sdpa."""
-    layer = take_handed(key)
+    layer = take_handed(key, value)
     if layer is None:
         return _library_attention(module, query, key, value, attention_mask, scaling, dropout, options), None
     _refuse_call(layer, query, key, value, attention_mask, options)
@@ -94,13 +94,13 @@ def _library_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.
 
 def _with_sinks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
                 sinks: torch.Tensor, scaling: float | None, dropout: float) -> torch.Tensor:
-    """sdpa, which has no sinks, with one more column: a key and a value of zeros, and the sink as what its mask adds."""
+    """sdpa has no sinks: each is one more column, a key and a value of zeros, with the sink as what its mask adds."""
     batch, heads, n, _ = query.shape
     columns = key.shape[-2]
     if attention_mask is None:
         attention_mask = torch.ones(n, columns, dtype=torch.bool, device=query.device).tril(columns - n)[None, None]
     if attention_mask.dtype == torch.bool:
-        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, float("-inf"))
+        attention_mask = torch.where(attention_mask, 0.0, float("-inf")).to(query.dtype)
     column = sinks.to(query.dtype).reshape(1, -1, 1, 1).expand(batch, heads, n, 1)
     added = torch.cat([attention_mask.expand(batch, heads, n, columns), column], dim=-1)
     key, value = (repeat_kv(pad(each, (0, 0, 0, 1)), heads // each.shape[1]) for each in (key, value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from sluice._transformers_rows import Rows
 from sluice.engine import Engine
-from sluice.errors import InvalidArgument, Unsupported
+from sluice.errors import Error, InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
     from sluice.transformers import Enabled
@@ -36,10 +36,11 @@ class _Handed(threading.local):
     """What a cache has given to the layer that runs in this thread, until that attends it."""
 
     keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
     layer: SluiceLayer | None = None
 
     def clear(self) -> None:
-        self.keys = self.layer = None
+        self.keys = self.values = self.layer = None
 
 
 handed = _Handed()
@@ -72,8 +73,8 @@ class SluiceLayer(CacheLayerMixin):
             handed.clear()
             raise Unsupported(f"the keys of attention layer {index} did not come to Sluice: the model attends them in "
                               "another way, or failed there before")
-        self.is_initialized = self.rows.under_way = True
-        handed.keys, handed.layer = key_states, self
+        self.is_initialized = True
+        handed.keys, handed.values, handed.layer = key_states, value_states, self
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -86,13 +87,13 @@ class SluiceLayer(CacheLayerMixin):
         return -1
 
 
-def take_handed(keys: torch.Tensor) -> SluiceLayer | None:
-    """The layer whose new keys these are; None if they are of no cache of ours."""
-    layer, own = handed.layer, handed.keys
+def take_handed(keys: torch.Tensor, values: torch.Tensor) -> SluiceLayer | None:
+    """The layer whose new keys and values these are; None if they are of no cache of ours."""
+    layer, same = handed.layer, handed.keys is keys and handed.values is values
     handed.clear()
-    if layer is not None and own is not keys:
-        raise Unsupported(f"this model changes its keys between the cache and attention layer {layer.index}, so that "
-                          "Sluice has others than are to be attended")
+    if layer is not None and not same:
+        raise Unsupported(f"this model changes keys or values between the cache and attention layer {layer.index}; "
+                          "Sluice serves those that the cache gets")
     return layer
 
 
@@ -107,24 +108,8 @@ class SluiceCache(Cache):
         super().__init__(layers=[SluiceLayer(self, next(engine_layers)) if kind.make is None else kind.make()
                                  for kind in kinds])
         self._others = [index for index, kind in enumerate(kinds) if kind.make is not None and kind.keeps]
-        self._last = max(index for index, kind in enumerate(kinds) if kind.keeps)
-        # Of the newest forward: what has been updated, in the order of layers.
-        self._updated: set[Hashable] = set()
-        self._newest = self._last
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
-               **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self._note(layer_idx, "keys")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._note(layer_idx, ("conv", args, kwargs.get("state_idx", 0)))
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any,
-                               **kwargs: Any) -> torch.Tensor:
-        self._note(layer_idx, ("recurrent", args, kwargs.get("state_idx", 0)))
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        self._uneven = False  # A forward failed, and some layers may have its tokens.
+        self._columns_before = 0  # those of the newest forward
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._each("reorder_cache", beam_idx)
@@ -153,7 +138,8 @@ class SluiceCache(Cache):
             try:
                 layer.crop(keep - columns)
             except RuntimeError as reason:
-                raise Unsupported(f"layer {index} ({layer}) of transformers cannot take tokens back: {reason}") from reason
+                raise Unsupported(f"layer {index} ({layer}) of transformers cannot take tokens back: {reason}"
+                                  ) from reason
         self.rows.truncate(keep)
 
     def reset(self) -> None:
@@ -161,7 +147,26 @@ class SluiceCache(Cache):
         # Not their own reset(), which leaves zeros behind in some versions.
         for index in self._others:
             self.layers[index] = self._kinds[index].make()
-        self._updated, self._newest = set(), self._last
+        self._uneven = False
+
+    def forward_begins(self) -> None:
+        """Raises InvalidArgument if no forward can go on from here."""
+        if self._uneven:
+            raise InvalidArgument("a forward with this cache failed, and its layers may not have the same tokens any "
+                                  "more; reset() it, or begin with a new one")
+        self._columns_before = self.rows.columns
+
+    def forward_failed(self) -> None:
+        """Takes the tokens of a forward back that did not get to its end, if all layers can."""
+        try:
+            self.rows.truncate(self._columns_before)
+            self._uneven = bool(self._others)
+        except Error:
+            self._uneven = True
+
+    @property
+    def is_initialized(self) -> bool:
+        return len(self.rows) > 0
 
     @property
     def batch_size(self) -> int:
@@ -174,16 +179,3 @@ class SluiceCache(Cache):
                 raise Unsupported(f"layer {index} ({self.layers[index]}) of transformers has no {method}")
         for index in self._others:
             getattr(self.layers[index], method)(*arguments)
-
-    def _note(self, index: int, what: Hashable) -> None:
-        """Refuses to go on where layers of the library have tokens of a forward that others have not."""
-        if not self._others:
-            return
-        if index < self._newest or (index, what) in self._updated:
-            if self._newest != self._last or self.rows.under_way:
-                raise InvalidArgument(f"a forward with this cache failed behind layer {self._newest}, so that layers "
-                                      "have not the same tokens; reset() it, or begin with a new one")
-            self._updated = set()
-        self._updated.add((index, what))
-        self._newest = index
-

@@ -57,7 +57,6 @@ class Rows:
         self._whole = torch.empty(0, 0, dtype=torch.bool)  # what the mask is going to be
         self._kept: torch.Tensor | None = None  # [rows, new columns]: which are no padding; None: all
         self._bucket = Bucket()
-        self.under_way = False  # Keys of a forward were handed over that has not got to its last layer.
         self._lost = False  # A row could not be forked; the others have ended with it.
         weakref.finalize(self, _end_all, turn.engine, self._sequences)
 
@@ -148,7 +147,7 @@ class Rows:
         if self._turn.holder is self:
             self._turn.drop()
         _end_all(self._turn.engine, self._sequences)
-        self._mask, self.under_way, self._lost = None, False, False
+        self._mask, self._lost = None, False
 
     def _begin(self, batch: int, new_columns: int, mask: torch.Tensor | None, stream: Any) -> None:
         if self._lost:
@@ -190,8 +189,8 @@ class Rows:
             raise Unsupported(f"{rows} tokens of prompts at once, and the engine was made for {largest.prefill_rows}; "
                               "give generate() a prefill_chunk_size, or enable() more prefill_rows")
         if not prefill and rows > largest.decode_rows:
-            raise OutOfCapacity(f"{rows} rows at once, and the engine was made for {largest.decode_rows}; give enable() "
-                                "more sequences")
+            raise OutOfCapacity(f"{rows} rows at once, and the engine was made for {largest.decode_rows}; give "
+                                "enable() more sequences")
         if prefill:
             self._bucket = Bucket(prefill_rows=rows, prefills=len(items))
         else:
@@ -205,7 +204,7 @@ class Rows:
         except BaseException:
             self._turn.drop()
             raise
-        self._forward, self._mask, self.under_way = None, self._whole, False
+        self._forward, self._mask = None, self._whole
         self._turn.give_back()
 
     def _packed(self, tensor: torch.Tensor) -> torch.Tensor:

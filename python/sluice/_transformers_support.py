@@ -26,8 +26,11 @@ def attention_shape(model: transformers.PreTrainedModel, config: Any) -> dict[st
              and layer_type(config, module.layer_idx) == "full_attention"} - {None}
     if len(sizes) > 1:
         raise Unsupported(f"{type(model).__name__} has heads of {sorted(sizes)} numbers; Sluice serves one size")
-    return {"q_heads": heads, "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-            "head_dim": next(iter(sizes), getattr(config, "head_dim", None) or config.hidden_size // heads)}
+    size = next(iter(sizes), getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if (getattr(config, "v_head_dim", None) or size) != size:
+        raise Unsupported(f"{type(model).__name__} has keys of {size} numbers and values of {config.v_head_dim}; "
+                          "Sluice serves one size")
+    return {"q_heads": heads, "kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": size}
 
 
 def layer_type(config: Any, index: int) -> str | None:
@@ -71,7 +74,7 @@ def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
     name = type(model).__name__
     if model.config._attn_implementation == NAME:
         raise InvalidArgument(f"{name} is enabled already; close() what enable() has returned first")
-    if not model._can_set_attn_implementation() or not getattr(model, "_supports_attention_backend", True):
+    if not model._can_set_attn_implementation() or getattr(config, "num_attention_heads", None) is None:
         raise Unsupported(f"{name} does not call its attention through transformers' AttentionInterface")
     if (model.config.is_encoder_decoder or not getattr(config, "is_causal", True)
             or getattr(config, "add_cross_attention", False) or getattr(config, "cross_attention_layers", None)):

@@ -73,7 +73,10 @@ class Enabled:
         except BaseException:
             engine.close()
             raise
-        self._hook = model.base_model.register_forward_hook(self._after_forward, always_call=True)
+        self._hooks = []
+        for module in {model.base_model, model.get_decoder()}:
+            self._hooks += [module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                            module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)]
         self._generate = model.generate
         model.generate = self._generate_here
 
@@ -85,7 +88,8 @@ class Enabled:
         """Leaves the model as it was, and gives all memory back. Its caches are of no use any more."""
         if self._model is not None:
             self._model.set_attn_implementation(self._before)
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             del self._model.generate
             self._model = None
             self.engine.close()
@@ -96,10 +100,20 @@ class Enabled:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _after_forward(self, *_: object) -> None:
-        # Nothing is left to do after a forward that has succeeded.
-        handed.clear()
-        self.turn.drop()
+    def _before_forward(self, _: Any, __: tuple, arguments: dict[str, Any]) -> None:
+        cache = arguments.get("past_key_values")
+        if isinstance(cache, SluiceCache):
+            if cache.enabled is not self:
+                raise InvalidArgument("past_key_values is a cache of another model; take one of this model's cache()")
+            cache.forward_begins()
+
+    def _after_forward(self, _: Any, __: tuple, arguments: dict[str, Any], output: Any) -> None:
+        if output is None:  # It has failed.
+            handed.clear()
+            self.turn.drop()
+            cache = arguments.get("past_key_values")
+            if isinstance(cache, SluiceCache) and cache.enabled is self:
+                cache.forward_failed()
 
     def _generate_here(self, *inputs: Any, **options: Any) -> Any:
         config = options.get("generation_config") or self._model.generation_config
@@ -119,9 +133,9 @@ class Enabled:
         given = options.get("past_key_values")
         if given is None:
             options["past_key_values"] = given = self.cache()
-        elif not isinstance(given, SluiceCache) or given.enabled is not self:
-            raise InvalidArgument(f"past_key_values is a {type(given).__name__}; with Sluice it is what cache() of this "
-                                  "model's enable() returns")
+        elif not isinstance(given, SluiceCache):
+            raise InvalidArgument(f"past_key_values is a {type(given).__name__}; with Sluice it is what cache() of "
+                                  "enable()'s result returns")
         if said("prefill_chunk_size") is None and given.get_seq_length() == 0:
             chunk = self._chunk(inputs, options, max(said("num_beams") or 1, said("num_return_sequences") or 1))
             if chunk is not None:

@@ -45,6 +45,15 @@ FAMILIES: dict[str, Maker] = {
     "olmo3": lambda: model_of("Olmo3", **SLIDING),
     "gpt-oss": gpt_oss,
     "smollm3": lambda: model_of("SmolLM3", no_rope_layers=[1, 0, 1]),
+    "llama4-chunks": lambda: model_of(
+        "Llama4", "Llama4Text", num_hidden_layers=4, head_dim=32, attention_chunk_size=16, num_local_experts=2,
+        intermediate_size_mlp=256, layer_types=["chunked_attention", "full_attention"] * 2,
+        no_rope_layers=[1, 0, 1, 0]),
+    "lfm2-convolutions": lambda: model_of("Lfm2", num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
+    "qwen3-next-linear": lambda: model_of(
+        "Qwen3Next", num_hidden_layers=4, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16,
+        linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"] * 2),
     "one-kv-head": lambda: model_of("Llama", num_attention_heads=32, num_key_value_heads=1, head_dim=16),
     "largest-heads": lambda: model_of("Llama", num_attention_heads=1, num_key_value_heads=1, head_dim=256),
 }
@@ -66,7 +75,7 @@ def test_a_batch_with_left_padding(served: Served) -> None:
     ids, mask = left_padded()
     want = greedy(model, ids, attention_mask=mask)
     assert torch.equal(greedy(ours, ids, attention_mask=mask), want)
-    assert len(set(want[0, 40:].tolist())) > 3  # Tokens that tell something.
+    assert len(set(want[:, 40:].flatten().tolist())) > 7  # Tokens that tell something.
     assert not torch.equal(greedy(model, ids, attention_mask=torch.ones_like(mask)), want)  # The mask matters.
 
 
@@ -117,6 +126,8 @@ def test_drafts(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped = []
     truncate = here.engine.truncate
     monkeypatch.setattr(here.engine, "truncate", lambda *call: (dropped.append(call), truncate(*call)))
+    if model._is_stateful:
+        pytest.skip("transformers takes no tokens back from linear attention")
     # Drafts from what came before. (An assistant of sliding layers fails in 5.17 by itself.)
     ids = prompt(1, 10).repeat(1, 4)
     want = greedy(model, ids, 20)
