@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,24 +19,32 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _LIBRARY_TYPES = ("sliding_attention", "chunked_attention", "linear_attention", "conv", "moe", "mlp", "dummy")
 
 
-def attention_shape(model: transformers.PreTrainedModel, config: Any) -> dict[str, int]:
-    """Heads and their size, of the layers of full attention."""
-    heads = config.num_attention_heads
-    sizes = {getattr(module, "head_dim", None) for module in model.modules()
-             if getattr(module, "layer_idx", None) is not None
-             and layer_type(config, module.layer_idx) == "full_attention"} - {None}
-    if len(sizes) > 1:
-        raise Unsupported(f"{type(model).__name__} has heads of {sorted(sizes)} numbers; Sluice serves one size")
-    size = next(iter(sizes), getattr(config, "head_dim", None) or config.hidden_size // heads)
-    if (getattr(config, "v_head_dim", None) or size) != size:
-        raise Unsupported(f"{type(model).__name__} has keys of {size} numbers and values of {config.v_head_dim}; "
-                          "Sluice serves one size")
-    return {"q_heads": heads, "kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": size}
+def attention_shape(model: transformers.PreTrainedModel, config: Any, kinds: Sequence[LayerKind]) -> dict[str, int]:
+    """Heads and their size, of the layers that are Sluice's."""
+    modules = {module.layer_idx: module for module in model.get_decoder().modules()
+               if getattr(module, "layer_idx", None) is not None and getattr(module, "head_dim", None) is not None}
+    shapes = set()
+    for index, layer in enumerate(_layer_configs(config, len(kinds))):
+        if kinds[index].make is None:
+            heads, module = layer.num_attention_heads, modules.get(index)
+            size = getattr(module, "head_dim", None) or getattr(layer, "head_dim", None) or layer.hidden_size // heads
+            group = getattr(module, "num_key_value_groups", None) or (
+                heads // (getattr(layer, "num_key_value_heads", None) or heads))
+            shapes.add((heads, heads // group, size, getattr(layer, "v_head_dim", None) or size))
+    if len(shapes) > 1:
+        raise Unsupported(f"{type(model).__name__} has layers of different heads {sorted(shapes)}; Sluice serves one "
+                          "shape")
+    heads, kv_heads, size, value_size = shapes.pop()
+    if value_size != size:
+        raise Unsupported(f"{type(model).__name__} has keys of {size} numbers and values of {value_size}; Sluice serves "
+                          "one size")
+    return {"q_heads": heads, "kv_heads": kv_heads, "head_dim": size}
 
 
-def layer_type(config: Any, index: int) -> str | None:
-    types = getattr(config, "layer_types", None)
-    return "full_attention" if types is None else types[index] if index < len(types) else None
+def _layer_configs(config: Any, layers: int) -> list[Any]:
+    """The config of each layer: since 5.23 a model may have different ones."""
+    of_layers = getattr(config, "per_layer_config", None)
+    return [config] * layers if of_layers is None else [of_layers[index] for index in range(layers)]
 
 
 def layer_kinds(model: transformers.PreTrainedModel, config: Any) -> list[LayerKind]:
@@ -74,18 +83,21 @@ def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
     name = type(model).__name__
     if model.config._attn_implementation == NAME:
         raise InvalidArgument(f"{name} is enabled already; close() what enable() has returned first")
-    if not model._can_set_attn_implementation() or getattr(config, "num_attention_heads", None) is None:
+    layers = _layer_configs(config, config.num_hidden_layers)
+    if not model._can_set_attn_implementation() or not hasattr(layers[0], "num_attention_heads"):
         raise Unsupported(f"{name} does not call its attention through transformers' AttentionInterface")
     if (model.config.is_encoder_decoder or not getattr(config, "is_causal", True)
             or getattr(config, "add_cross_attention", False) or getattr(config, "cross_attention_layers", None)):
         raise Unsupported(f"{name} is no decoder of its own: Sluice serves causal self-attention alone")
-    if getattr(config, "use_bidirectional_attention", None):
+    # "vision": tokens of an image alone, which their masks tell.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise Unsupported(f"{name} has use_bidirectional_attention: Sluice serves causal attention alone")
     if getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         raise Unsupported(f"{name} has layers that share keys and values with others, which Sluice does not serve")
     for option in ("attn_logit_softcapping", "kv_lora_rank"):
-        if getattr(config, option, None) is not None:
-            raise Unsupported(f"{name} has {option} {getattr(config, option)}, which no kernel of Sluice has")
+        value = next((each for layer in layers if (each := getattr(layer, option, None)) is not None), None)
+        if value is not None:
+            raise Unsupported(f"{name} has {option} {value}, which no kernel of Sluice has")
     _refuse_placement(model, name)
 
 

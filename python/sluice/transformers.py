@@ -49,7 +49,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
     made = EngineOptions(
-        layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config),
+        layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
         sequences=sequences,
         largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
