@@ -69,10 +69,9 @@ class SluiceLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any,
                **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if handed.layer is not None:
-            index = handed.layer.index
+            left = handed.layer
             handed.clear()
-            raise Unsupported(f"the keys of attention layer {index} did not come to Sluice: the model attends them in "
-                              "another way, or failed there before")
+            raise not_attended(left)
         self.is_initialized = True
         handed.keys, handed.values, handed.layer = key_states, value_states, self
         return key_states, value_states
@@ -85,6 +84,11 @@ class SluiceLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def not_attended(layer: SluiceLayer) -> Unsupported:
+    return Unsupported(f"the keys of attention layer {layer.index} did not come to Sluice: the model attends them in "
+                       "another way, or failed there before")
 
 
 def take_handed(keys: torch.Tensor, values: torch.Tensor) -> SluiceLayer | None:

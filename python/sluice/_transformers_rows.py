@@ -198,12 +198,8 @@ class Rows:
         self._forward = engine.plan(items, self._bucket, stream) if items else None
 
     def _finish(self) -> None:
-        try:
-            if self._forward is not None:
-                self._turn.engine.finish(self._forward)
-        except BaseException:
-            self._turn.drop()
-            raise
+        if self._forward is not None:
+            self._turn.engine.finish(self._forward)
         self._forward, self._mask = None, self._whole
         self._turn.give_back()
 

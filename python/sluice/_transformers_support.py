@@ -21,16 +21,13 @@ _LIBRARY_TYPES = ("sliding_attention", "chunked_attention", "linear_attention", 
 
 def attention_shape(model: transformers.PreTrainedModel, config: Any, kinds: Sequence[LayerKind]) -> dict[str, int]:
     """Heads and their size, of the layers that are Sluice's."""
-    modules = {module.layer_idx: module for module in model.get_decoder().modules()
-               if getattr(module, "layer_idx", None) is not None and getattr(module, "head_dim", None) is not None}
     shapes = set()
-    for index, layer in enumerate(_layer_configs(config, len(kinds))):
-        if kinds[index].make is None:
-            heads, module = layer.num_attention_heads, modules.get(index)
-            size = getattr(module, "head_dim", None) or getattr(layer, "head_dim", None) or layer.hidden_size // heads
-            group = getattr(module, "num_key_value_groups", None) or (
-                heads // (getattr(layer, "num_key_value_heads", None) or heads))
-            shapes.add((heads, heads // group, size, getattr(layer, "v_head_dim", None) or size))
+    for kind, layer in zip(kinds, _layer_configs(config, len(kinds))):
+        if kind.make is None:
+            heads = layer.num_attention_heads
+            size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+            shapes.add((heads, getattr(layer, "num_key_value_heads", None) or heads, size,
+                        getattr(layer, "v_head_dim", None) or size))
     if len(shapes) > 1:
         raise Unsupported(f"{type(model).__name__} has layers of different heads {sorted(shapes)}; Sluice serves one "
                           "shape")

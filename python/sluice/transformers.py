@@ -22,7 +22,7 @@ import transformers
 from transformers.masking_utils import AttentionMaskInterface
 
 from sluice._transformers_attention import attention, mask
-from sluice._transformers_cache import LayerKind, SluiceCache, handed
+from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
 from sluice._transformers_support import DTYPES, NAME, attention_shape, layer_kinds, longest, refuse
 from sluice.engine import Engine
@@ -108,12 +108,17 @@ class Enabled:
             cache.forward_begins()
 
     def _after_forward(self, _: Any, __: tuple, arguments: dict[str, Any], output: Any) -> None:
-        if output is None:  # It has failed.
-            handed.clear()
-            self.turn.drop()
-            cache = arguments.get("past_key_values")
-            if isinstance(cache, SluiceCache) and cache.enabled is self:
-                cache.forward_failed()
+        left = handed.layer
+        handed.clear()
+        if output is not None and left is None:
+            return
+        # It has failed, or its last layer did not attend what it has been given.
+        self.turn.drop()
+        cache = arguments.get("past_key_values")
+        if isinstance(cache, SluiceCache) and cache.enabled is self:
+            cache.forward_failed()
+        if output is not None:
+            raise not_attended(left)
 
     def _generate_here(self, *inputs: Any, **options: Any) -> Any:
         config = options.get("generation_config") or self._model.generation_config

@@ -89,6 +89,28 @@ def test_threads(served: Served) -> None:
     assert here.engine.memory().far_pages_used == 0
 
 
+def test_a_thread_whose_forward_fails_is_not_waited_for() -> None:
+    model, ids = llama(), prompt(1, 20)
+    want = greedy(model, ids)
+    with enabled(model, timeout_ms=100) as here:
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("its own")))
+        failed: list[KeyError] = []
+
+        @torch.no_grad()
+        def run() -> None:
+            try:
+                model(ids, past_key_values=here.cache())
+            except KeyError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(60)
+        hook.remove()
+        assert failed
+        assert torch.equal(greedy(model, ids), want)
+
+
 def test_a_turn_that_does_not_end() -> None:
     with enabled(llama(), timeout_ms=50) as here:
         first, second = here.cache(), here.cache()

@@ -132,6 +132,7 @@ def test_it_is_taken_back() -> None:
     with enabled(model):
         assert model.config._attn_implementation == "sluice"
     assert model.config._attn_implementation == before and "generate" not in vars(model)
+    assert not model.model._forward_hooks and not model.model._forward_pre_hooks
     assert torch.equal(greedy(model, ids), want)
 
 

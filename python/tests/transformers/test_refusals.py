@@ -129,6 +129,7 @@ def test_tokens_of_an_image_that_see_each_other() -> None:
               "image_size": 28, "patch_size": 14}
     model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=1)).eval()
+    model.set_attn_implementation({"vision_config": "eager"})
     ids, pixels = prompt(1, 8), torch.randn(2, 3, 28, 28)
     features = model.model.vision_tower(pixels).last_hidden_state
     want = greedy(model, ids)
@@ -137,32 +138,36 @@ def test_tokens_of_an_image_that_see_each_other() -> None:
         torch.testing.assert_close(model.model.vision_tower(pixels).last_hidden_state, features)
         with pytest.raises(sluice.Unsupported, match="image"):
             model(ids, token_type_ids=torch.ones_like(ids), past_key_values=here.cache())
-    assert model.config.vision_config._attn_implementation == "sdpa"
+    parts = model.config, model.config.text_config, model.config.vision_config
+    assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("what", ["keys", "values"])
 def test_keys_and_values_that_the_cache_does_not_get(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AttentionInterface
-
     model, ids = llama(), prompt(1, 20)
     with enabled(model) as here:
-        ours = AttentionInterface()["sluice"]
+        ours = transformers.AttentionInterface()["sluice"]
 
         def another(module: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: object,
                     **options: object) -> object:
             return ours(module, q, k * 2 if what == "keys" else k, v * 2 if what == "values" else v, *call, **options)
 
-        monkeypatch.setitem(AttentionInterface._global_mapping, "sluice", another)
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sluice", another)
         with pytest.raises(sluice.Unsupported, match="changes keys or values between the cache and attention"):
             model(ids, past_key_values=here.cache())
 
 
 @torch.no_grad()
-def test_layers_that_attend_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = llama(), prompt(1, 20)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_layers_that_attend_in_another_way(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(num_hidden_layers=layers), prompt(1, 20)
+    want = model(ids).logits
     with enabled(model) as here:
-        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sluice",
-                            transformers.AttentionInterface()["sdpa"])
-        with pytest.raises(sluice.Unsupported, match="layer 0 did not come to Sluice"):
-            model(ids, past_key_values=here.cache())
+        cache = here.cache()
+        with monkeypatch.context() as patch:
+            patch.setitem(transformers.AttentionInterface._global_mapping, "sluice",
+                          transformers.AttentionInterface()["sdpa"])
+            with pytest.raises(sluice.Unsupported, match="layer 0 did not come to Sluice"):
+                model(ids, past_key_values=cache)
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, want, rtol=1e-3, atol=1e-3)
