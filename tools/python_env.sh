@@ -30,7 +30,8 @@ satisfied() {
 import importlib.metadata as metadata, re, sys
 
 file, path = sys.argv[1:]
-found = {each.metadata["Name"].lower(): each.version for each in metadata.distributions(path=[path] if path else sys.path)}
+places = [path] if path else sys.path
+found = {each.metadata["Name"].lower(): each.version for each in metadata.distributions(path=places)}
 pins = dict(line.strip().lower().split("==") for line in open(file) if re.match(r"\w", line))
 # torch 2.11.0+cpu is torch 2.11.0, too.
 sys.exit(any(found.get(name, "").partition("+")[0] != version for name, version in pins.items()))

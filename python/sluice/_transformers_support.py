@@ -33,8 +33,8 @@ def attention_shape(model: transformers.PreTrainedModel, config: Any, kinds: Seq
                           "shape")
     heads, kv_heads, size, value_size = shapes.pop()
     if value_size != size:
-        raise Unsupported(f"{type(model).__name__} has keys of {size} numbers and values of {value_size}; Sluice serves "
-                          "one size")
+        raise Unsupported(f"{type(model).__name__} has keys of {size} numbers and values of {value_size}; Sluice "
+                          "serves one size")
     return {"q_heads": heads, "kv_heads": kv_heads, "head_dim": size}
 
 
