@@ -3,26 +3,31 @@
     sluice.transformers.enable(model, policy="sluice", host_bytes=8 << 30)
     model.generate(**inputs)  # as before
 
-What cannot be served is refused with the reason. Versions of transformers that this has run with: 5.17 to 5.23.
+Sluice serves the layers of full attention. Others that a model mixes them with, of sliding windows, chunks or linear
+attention, keep the little that they need in transformers' own cache and attend through sdpa.
+
+Attention sinks (gpt-oss) are exact with the policy `full`. With others a sink has the share that it would have if the
+tokens that are attended were all there are: more than in the model, by what those leave out.
+
+What cannot be served is refused with the reason. Versions of transformers that this has run with: 5.17 and 5.23.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
-from transformers.cache_utils import get_layer_types_and_kwargs
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
-from sluice._transformers_cache import SluiceCache
+from sluice._transformers_attention import attention, mask
+from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
+from sluice._transformers_rows import Turn
+from sluice._transformers_support import DTYPES, NAME, attention_shape, layer_kinds, longest, refuse
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
-
-NAME = "sluice"
-_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
@@ -33,64 +38,58 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     others of EngineOptions. What is returned takes it back: `close()`, or `with`.
 
     Several tokens of a row in one call are taken for a part of its prompt and attend all that comes before them; single
-    ones choose as the policy says."""
+    ones choose as the policy says.
+
+    Threads may use the model at once, each with a cache of its own; their forwards take turns. A forward that fails
+    leaves the cache as it was, but where layers of transformers' own cache are part of it: then that refuses to go on.
+
+    Raises Unsupported with the reason if the model cannot be served, and then changes nothing."""
     config = model.config.get_text_config(decoder=True)
-    _refuse(model, config)
+    refuse(model, config)
+    kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
-    heads = config.num_attention_heads
     made = EngineOptions(
-        layers=config.num_hidden_layers, q_heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
         sequences=sequences,
         largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
-        **{"kv_dtype": _DTYPES[model.dtype], **options})
-    made.make_room_for(policy, config.max_position_embeddings)
-    return Enabled(model, policy, Engine(made))
-
-
-def _refuse(model: transformers.PreTrainedModel, config: Any) -> None:
-    name = type(model).__name__
-    if not model._can_set_attn_implementation() or not getattr(model, "_supports_attention_backend", True):
-        raise Unsupported(f"{name} does not call its attention through transformers' AttentionInterface")
-    if model.config.is_encoder_decoder or not getattr(config, "is_causal", True):
-        raise Unsupported(f"{name} is no decoder: Sluice serves causal self-attention alone")
-    others = sorted(set(get_layer_types_and_kwargs(config)[0]) - {"full_attention"})
-    if others or getattr(config, "num_kv_shared_layers", None):
-        raise Unsupported(f"{name} has layers of {', '.join(others) or 'shared keys'}; Sluice serves models all of "
-                          "whose layers are full_attention")
-    for option in ("attn_logit_softcapping", "kv_lora_rank"):
-        if getattr(config, option, None) is not None:
-            raise Unsupported(f"{name} has {option} {getattr(config, option)}, which no kernel of Sluice has")
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).partition(":")[0] not in ("cpu", "cuda"):
-        raise Unsupported(f"{name} is on {', '.join(sorted(devices))}; Sluice serves the CPU or one CUDA device")
-    if model.dtype not in _DTYPES:
-        raise Unsupported(f"{name} is of {model.dtype}; convert it to float32, float16 or bfloat16")
+        **{"kv_dtype": DTYPES[model.dtype], **options})
+    made.make_room_for(policy, longest(config))
+    return Enabled(model, policy, Engine(made), kinds)
 
 
 class Enabled:
     """What `enable` has done to a model."""
 
-    def __init__(self, model: transformers.PreTrainedModel, policy: str, engine: Engine) -> None:
-        self.engine, self.policy = engine, policy
-        self._model, self._before = model, model.config._attn_implementation
-        # The forward that is not through all layers; it is left behind where a model fails in between.
-        self.pending: int | None = None
+    def __init__(self, model: transformers.PreTrainedModel, policy: str, engine: Engine,
+                 kinds: Sequence[LayerKind]) -> None:
+        self.engine, self.policy, self.turn = engine, policy, Turn(engine)
+        self._model: transformers.PreTrainedModel | None = model
+        self._kinds, self._before = kinds, _implementations(model.config)
         transformers.AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, mask)
-        model.set_attn_implementation(NAME)
+        try:
+            model.set_attn_implementation(NAME)
+        except BaseException:
+            engine.close()
+            raise
+        self._hooks = []
+        for module in {model.base_model, model.get_decoder()}:
+            self._hooks += [module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                            module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)]
         self._generate = model.generate
         model.generate = self._generate_here
 
     def cache(self) -> SluiceCache:
         """An empty cache, for `past_key_values` of generate() or of the model: keep it for the next turn."""
-        return SluiceCache(self)
+        return SluiceCache(self, self._kinds)
 
     def close(self) -> None:
         """Leaves the model as it was, and gives all memory back. Its caches are of no use any more."""
         if self._model is not None:
             self._model.set_attn_implementation(self._before)
+            for hook in self._hooks:
+                hook.remove()
             del self._model.generate
             self._model = None
             self.engine.close()
@@ -101,6 +100,26 @@ class Enabled:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _before_forward(self, _: Any, __: tuple, arguments: dict[str, Any]) -> None:
+        cache = arguments.get("past_key_values")
+        if isinstance(cache, SluiceCache):
+            if cache.enabled is not self:
+                raise InvalidArgument("past_key_values is a cache of another model; take one of this model's cache()")
+            cache.forward_begins()
+
+    def _after_forward(self, _: Any, __: tuple, arguments: dict[str, Any], output: Any) -> None:
+        left = handed.layer
+        handed.clear()
+        if output is not None and left is None:
+            return
+        # It has failed, or its last layer did not attend what it has been given.
+        self.turn.drop()
+        cache = arguments.get("past_key_values")
+        if isinstance(cache, SluiceCache) and cache.enabled is self:
+            cache.forward_failed()
+        if output is not None:
+            raise not_attended(left)
+
     def _generate_here(self, *inputs: Any, **options: Any) -> Any:
         config = options.get("generation_config") or self._model.generation_config
 
@@ -110,60 +129,36 @@ class Enabled:
         if said("use_cache") is False:
             raise Unsupported("use_cache is False, and Sluice is a cache; leave it True, or close() Sluice")
         if said("cache_implementation") is not None:
-            raise Unsupported(f"cache_implementation is {said('cache_implementation')}; with Sluice it has to be None")
-        if said("output_attentions"):
+            raise Unsupported(f"cache_implementation is {said('cache_implementation')}; with Sluice it has to be None, "
+                              "also in model.generation_config")
+        if said("output_attentions") or getattr(self._model.config, "output_attentions", False):
             raise Unsupported("output_attentions: Sluice computes no weights that it could return")
+        if said("assistant_early_exit") is not None:
+            raise Unsupported("assistant_early_exit: Sluice runs a model's layers all or none")
         given = options.get("past_key_values")
         if given is None:
             options["past_key_values"] = given = self.cache()
-            first = next((each for each in (*inputs, options.get("input_ids")) if torch.is_tensor(each)), None)
-            if first is not None and said("prefill_chunk_size") is None:
-                rows = first.shape[0] * max(said("num_beams") or 1, said("num_return_sequences") or 1)
-                chunk = max(1, self.engine.options.largest.prefill_rows // rows)
-                if first.shape[1] > chunk:
-                    options["prefill_chunk_size"] = chunk
         elif not isinstance(given, SluiceCache):
             raise InvalidArgument(f"past_key_values is a {type(given).__name__}; with Sluice it is what cache() of "
                                   "enable()'s result returns")
+        if said("prefill_chunk_size") is None and given.get_seq_length() == 0:
+            chunk = self._chunk(inputs, options, max(said("num_beams") or 1, said("num_return_sequences") or 1))
+            if chunk is not None:
+                options["prefill_chunk_size"] = chunk
         return self._generate(*inputs, **options)
 
-
-def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
-         mask_function: Any = causal_mask_function, attention_mask: torch.Tensor | None = None,
-         **options: Any) -> torch.Tensor | None:
-    """transformers' mask interface: of causal attention the two-dimensional mask of padding, else what sdpa gets."""
-    if mask_function is causal_mask_function and not options.get("use_vmap"):
-        return None if attention_mask is None else attention_mask[:, :kv_length]
-    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-                     kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **options)
-
-
-def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-              **options: Any) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. Keys that come from no cache of ours are attended by sdpa."""
-    cache = getattr(key, "sluice_cache", None)
-    if cache is None:
-        if attention_mask is None or attention_mask.ndim == 2:
-            attention_mask = _causal(query, key, attention_mask)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
-                                      **options)
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise Unsupported("this model's attention mask is more than causal with padding, which Sluice does not serve")
-    for name in ("softcap", "s_aux", "position_bias", "sliding_window", "output_attentions"):
-        if not (options.get(name) is None or options[name] is False):
-            raise Unsupported(f"this model's attention has {name}, which no kernel of Sluice has")
-    if dropout:
-        raise Unsupported(f"dropout is {dropout}: call model.eval()")
-    if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-6:
-        query = query * (scaling * query.shape[-1] ** 0.5)
-    return cache.attend(key.sluice_layer, query, key, value, attention_mask), None
+    def _chunk(self, inputs: tuple, options: dict[str, Any], repeats: int) -> int | None:
+        """Tokens of a prompt that go through the model at once; None if all do."""
+        names = ("inputs", "input_ids", "inputs_embeds")
+        first = next((each for each in (*inputs, *map(options.get, names)) if torch.is_tensor(each)), None)
+        if first is None:
+            return None
+        chunk = max(1, self.engine.options.largest.prefill_rows // (first.shape[0] * repeats))
+        return chunk if first.shape[1] > chunk else None
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-    """[batch, 1, n, columns]; what is padding itself attends itself, so that no row is empty."""
-    columns, rows = key.shape[-2], query.shape[-2]
-    last = torch.arange(columns - rows, columns, device=query.device)[:, None]
-    seen = torch.arange(columns, device=query.device)
-    allowed = (seen <= last)[None, None]
-    return allowed if padding is None else allowed & padding[:, None, None, :columns] | (seen == last)
+def _implementations(config: Any) -> str | dict[str, str]:
+    """The attention of a model and of its parts, as set_attn_implementation takes them."""
+    parts = {name: getattr(config, name)._attn_implementation for name in config.sub_configs
+             if getattr(config, name, None) is not None}
+    return {"": config._attn_implementation, **parts} if parts else config._attn_implementation

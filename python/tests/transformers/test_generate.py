@@ -10,24 +10,11 @@ import pytest
 import sluice
 import torch
 import transformers
-from sluice.transformers import Enabled, enable
-from transformers import GenerationConfig, PreTrainedModel
+from sluice.transformers import Enabled
+from tiny import assistant_of, enabled, greedy, left_padded, llama, prompt, qwen2
+from transformers import PreTrainedModel
 
 POLICIES = ("full", "exact | int4 | top_k=all | near=0")
-SHAPE = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-         # Weights so large that attention is anything but even.
-         "initializer_range": 0.3}
-
-
-def llama(**changes: object) -> PreTrainedModel:
-    torch.manual_seed(5)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **changes})).eval()
-
-
-def qwen2(**changes: object) -> PreTrainedModel:
-    torch.manual_seed(6)
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**SHAPE, **changes})).eval()
 
 
 @pytest.fixture(scope="module", params=[llama, qwen2], ids=["llama", "qwen2"])
@@ -41,30 +28,6 @@ def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedMod
 def served(request: pytest.FixtureRequest, pair: tuple) -> Iterator[tuple[PreTrainedModel, PreTrainedModel, Enabled]]:
     with enabled(pair[1], request.param) as here:
         yield *pair, here
-
-
-def enabled(model: PreTrainedModel, policy: str = "full", **options: object) -> Enabled:
-    return enable(model, policy, host_bytes=16 << 20, **{"threads": 1, "pin_threads": False, "prefill_rows": 256,
-                                                         "answer_timeout_ms": 30_000, **options})
-
-
-def prompt(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int = 12, **options: object) -> torch.Tensor:
-    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None,
-                              **{name: options.pop(name) for name in ("prefill_chunk_size", "num_beams")
-                                 if name in options})
-    return model.generate(ids, generation_config=config, **options)
-
-
-def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = prompt(3, 40), torch.ones(3, 40, dtype=torch.long)
-    for row, pads in ((0, 13), (2, 39)):
-        mask[row, :pads] = 0
-        ids[row, :pads] = 0
-    return ids, mask
 
 
 def test_one_prompt(served: tuple) -> None:
@@ -96,7 +59,7 @@ def test_logits_of_every_token(served: tuple) -> None:
             got = ours(**part, past_key_values=cache).logits
             real = mask[:, first:last].bool()
             torch.testing.assert_close(got[real], want[real], rtol=1e-3, atol=1e-3)
-    assert [here.engine.tokens(sequence) for sequence in cache._sequences] == mask.sum(1).tolist()
+    assert [here.engine.tokens(sequence) for sequence in cache.rows._sequences] == mask.sum(1).tolist()
 
 
 def test_a_second_turn(served: tuple) -> None:
@@ -169,6 +132,7 @@ def test_it_is_taken_back() -> None:
     with enabled(model):
         assert model.config._attn_implementation == "sluice"
     assert model.config._attn_implementation == before and "generate" not in vars(model)
+    assert not model.model._forward_hooks and not model.model._forward_pre_hooks
     assert torch.equal(greedy(model, ids), want)
 
 
@@ -179,44 +143,3 @@ def test_another_scale() -> None:
     ids, ours = prompt(1, 20), copy.deepcopy(model)
     with enabled(ours):
         assert torch.equal(greedy(ours, ids), greedy(model, ids))
-
-
-@pytest.mark.parametrize(("make", "words"), [
-    (lambda: qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=1), "sliding_attention.*full_atten"),
-    (lambda: llama().to(torch.float64), "float64"),
-    (lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(
-        vocab_size=97, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)), "T5ForConditionalGeneration"),
-    (lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
-        **{**SHAPE, "head_dim": 32}, layer_types=["full_attention"] * 3)), "attn_logit_softcapping"),
-    (lambda: llama(hidden_size=96, num_attention_heads=12, num_key_value_heads=4), "head_dim"),
-], ids=["sliding", "float64", "encoder-decoder", "soft-cap", "head_dim"])
-def test_models_that_are_refused(make: object, words: str) -> None:
-    with pytest.raises(sluice.Error, match=words):
-        enabled(make())
-
-
-def test_calls_that_are_refused() -> None:
-    model, ids = llama(), prompt(1, 20)
-    with enabled(model, prefill_rows=32) as here:
-        for options, words in (({"use_cache": False}, "use_cache"), ({"output_attentions": True}, "output_attentions"),
-                               ({"cache_implementation": "static"}, "cache_implementation"),
-                               ({"past_key_values": transformers.DynamicCache()}, "DynamicCache")):
-            with pytest.raises(sluice.Error, match=words):
-                greedy(model, ids, **options)
-        with torch.no_grad():
-            with pytest.raises(sluice.Unsupported, match="40 tokens of prompts.*prefill_chunk_size"):
-                model(prompt(1, 40), past_key_values=here.cache())
-            cache = here.cache()
-            model(ids, past_key_values=cache)
-            hidden = torch.ones(1, 21, dtype=torch.long)
-            hidden[0, 3] = 0
-            with pytest.raises(sluice.Unsupported, match="hides other tokens"):
-                model(ids[:, :1], past_key_values=cache, attention_mask=hidden)
-        with pytest.raises(sluice.InvalidArgument, match="gradients"):
-            model(ids, past_key_values=here.cache())
-        model.train()
-        model.config.attention_dropout = 0.5
-        for layer in model.model.layers:
-            layer.self_attn.attention_dropout = 0.5
-        with torch.no_grad(), pytest.raises(sluice.Unsupported, match="dropout"):
-            model(ids, past_key_values=here.cache())

@@ -1,0 +1,218 @@
+"""The rows of a batch as sequences of an engine."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from sluice.engine import Engine
+from sluice.errors import Error, InvalidArgument, OutOfCapacity, Timeout, Unsupported
+from sluice.options import Bucket, PlanItem
+
+
+class Turn:
+    """An engine runs one forward after another. A thread takes the turn with the first layer that the engine attends
+    and gives it back with the last; other threads wait for it, at most the engine's `timeout_ms`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.holder: Rows | None = None
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+
+    def take(self, holder: Rows) -> None:
+        self.drop()
+        timeout_ms = self.engine.options.timeout_ms or 30_000
+        if not self._lock.acquire(timeout=timeout_ms / 1000):
+            raise Timeout(f"a forward of this model in another thread took more than {timeout_ms} ms; give enable() a "
+                          "larger timeout_ms")
+        self.holder, self._thread = holder, threading.get_ident()
+
+    def drop(self) -> None:
+        """Takes back the forward of the calling thread that did not get to its last layer; else does nothing."""
+        if self.holder is not None and self._thread == threading.get_ident():
+            try:
+                self.holder.forget_forward()
+            finally:
+                self.give_back()
+
+    def give_back(self) -> None:
+        self.holder = self._thread = None
+        self._lock.release()
+
+
+class Rows:
+    """The sequences of a cache, one for each row of its batch. They end with it."""
+
+    def __init__(self, turn: Turn, policy: str) -> None:
+        self._turn, self._policy = turn, policy
+        self._sequences: list[int] = []
+        self._mask: torch.Tensor | None = None  # [rows, columns] on the CPU: which columns are no padding
+        # Of the forward that runs:
+        self._forward: int | None = None  # its number; None also if all of its tokens are padding
+        self._next_layer = 0
+        self._whole = torch.empty(0, 0, dtype=torch.bool)  # what the mask is going to be
+        self._kept: torch.Tensor | None = None  # [rows, new columns]: which are no padding; None: all
+        self._bucket = Bucket()
+        self._lost = False  # A row could not be forked; the others have ended with it.
+        weakref.finalize(self, _end_all, turn.engine, self._sequences)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def columns(self) -> int:
+        """Tokens of a row, padding included, without those of a forward that is under way."""
+        return 0 if self._mask is None else self._mask.shape[1]
+
+    def tokens(self) -> list[int]:
+        """Of each row, padding left out."""
+        return [self._turn.engine.tokens(sequence) for sequence in self._sequences]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+               sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of the newest columns of all rows in one of the engine's layers.
+
+        q [rows, q_heads, n, head_dim], k and v [rows, kv_heads, n, head_dim] of one dtype; mask [rows, columns + n], 0
+        where a column is padding; sinks [q_heads]: logits that take part in the softmax and have no value. Returns
+        [rows, n, q_heads, head_dim], zeros where a column is padding."""
+        engine = self._turn.engine
+        stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
+        if layer == 0:
+            self._begin(q.shape[0], q.shape[2], mask, stream)
+        elif self._turn.holder is not self or layer != self._next_layer:
+            raise InvalidArgument(f"attention layer {layer} comes without those before it; models are to run whole")
+        out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
+        if self._forward is not None:
+            packed = out.flatten(0, 1) if self._kept is None else torch.empty(
+                self._bucket.rows, *out.shape[2:], dtype=out.dtype, device=out.device)
+            lse = None if sinks is None else torch.empty(packed.shape[:2], dtype=torch.float32, device=out.device)
+            engine.attend(self._bucket, layer, *(self._packed(each) for each in (q, k, v)), packed, lse, stream=stream)
+            if lse is not None:
+                # The sink has a share of exp(sink) / (exp(sink) + exp(lse)), and what is attended has the rest.
+                packed.copy_(packed.float() * torch.sigmoid(lse - sinks.float())[..., None])
+            if self._kept is not None:
+                out[self._kept.to(out.device)] = packed
+        self._next_layer = layer + 1
+        if self._next_layer == engine.options.layers:
+            self._finish()
+        return out
+
+    def forget_forward(self) -> None:
+        """Cancels the forward that is under way: no row has its tokens."""
+        number, self._forward = self._forward, None
+        if number is not None:
+            try:
+                self._turn.engine.cancel(number)
+            except Error:  # The engine is closed, or the forward has failed by itself.
+                pass
+
+    def replace(self, indices: list[int]) -> None:
+        """Row i becomes what row indices[i] was. If an error is raised, all rows are lost."""
+        if not self._sequences or indices == list(range(len(self._sequences))):
+            return
+        engine, old = self._turn.engine, list(self._sequences)
+        try:
+            for index in set(range(len(old))) - set(indices):
+                engine.end(old[index])
+            rows: list[int] = []
+            # The finalizer has the list.
+            self._sequences[:] = [old[index] for index in sorted(set(indices))]
+            for place, index in enumerate(indices):
+                again = index in indices[:place]
+                rows.append(engine.fork(old[index], engine.tokens(old[index])) if again else old[index])
+                if again:
+                    self._sequences.append(rows[-1])
+        except Error:
+            self._lost = True
+            _end_all(engine, self._sequences)
+            raise
+        self._sequences[:] = rows
+        self._mask = self._mask[indices]
+
+    def truncate(self, columns: int) -> None:
+        """Takes the newest columns back, until there are as many."""
+        if columns >= self.columns:
+            return
+        mask = self._mask[:, :columns]
+        for sequence, tokens in zip(self._sequences, mask.sum(1).tolist()):
+            self._turn.engine.truncate(sequence, tokens)
+        self._mask = mask
+
+    def clear(self) -> None:
+        """Ends all rows."""
+        if self._turn.holder is self:
+            self._turn.drop()
+        _end_all(self._turn.engine, self._sequences)
+        self._mask, self._lost = None, False
+
+    def _begin(self, batch: int, new_columns: int, mask: torch.Tensor | None, stream: Any) -> None:
+        if self._lost:
+            raise InvalidArgument("the rows of this cache are lost, see the error before; reset() it, or begin with a "
+                                  "new one")
+        self._turn.take(self)
+        try:
+            self._whole = self._mask_after(batch, new_columns, mask)
+            if self._mask is None and len(self) > batch:
+                _end_all(self._turn.engine, self._sequences)
+            while len(self) < batch:
+                self._sequences.append(self._turn.engine.begin(self._policy))
+            new = self._whole[:, self.columns:]
+            self._kept = None if new.all() else new
+            self._plan(new.sum(1).tolist(), new_columns > 1, stream)
+        except BaseException:
+            self._turn.give_back()
+            raise
+
+    def _mask_after(self, batch: int, new_columns: int, mask: torch.Tensor | None) -> torch.Tensor:
+        old, seen = self.columns, self._mask
+        if seen is not None and batch != len(self):
+            raise InvalidArgument(f"the cache has {len(self)} rows, and this batch {batch}")
+        whole = torch.ones(batch, old + new_columns, dtype=torch.bool) if mask is None else mask.to("cpu", torch.bool)
+        if whole.shape != (batch, old + new_columns):
+            raise InvalidArgument(f"the attention mask is {tuple(whole.shape)}, and the cache and its new tokens make "
+                                  f"{(batch, old + new_columns)}")
+        if seen is not None and mask is None:
+            whole[:, :old] = seen
+        if seen is not None and not torch.equal(whole[:, :old], seen):
+            raise Unsupported("the attention mask hides other tokens of the cache than before; begin with a new cache")
+        return whole
+
+    def _plan(self, counts: list[int], prefill: bool, stream: Any) -> None:
+        engine = self._turn.engine
+        items = [PlanItem(sequence, count, prefill) for sequence, count in zip(self._sequences, counts) if count]
+        rows, largest = sum(counts), engine.options.largest
+        if prefill and rows > largest.prefill_rows:
+            raise Unsupported(f"{rows} tokens of prompts at once, and the engine was made for {largest.prefill_rows}; "
+                              "give generate() a prefill_chunk_size, or enable() more prefill_rows")
+        if not prefill and rows > largest.decode_rows:
+            raise OutOfCapacity(f"{rows} rows at once, and the engine was made for {largest.decode_rows}; give "
+                                "enable() more sequences")
+        if prefill:
+            self._bucket = Bucket(prefill_rows=rows, prefills=len(items))
+        else:
+            self._bucket = Bucket(decode_rows=rows, features=largest.features)
+        self._forward = engine.plan(items, self._bucket, stream) if items else None
+
+    def _finish(self) -> None:
+        if self._forward is not None:
+            self._turn.engine.finish(self._forward)
+        self._forward, self._mask = None, self._whole
+        self._turn.give_back()
+
+    def _packed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, n, head_dim] as [tokens, heads, head_dim]; of one row or column as it lies."""
+        if self._kept is not None:
+            return tensor.transpose(1, 2)[self._kept.to(tensor.device)]
+        return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _end_all(engine: Engine, sequences: list[int]) -> None:
+    while sequences:
+        try:
+            engine.end(sequences.pop())
+        except Error:  # The engine is closed, which has ended all.
+            continue

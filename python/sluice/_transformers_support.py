@@ -1,0 +1,108 @@
+"""Which models of transformers Sluice serves, and with what."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+
+from sluice._transformers_cache import LayerKind
+from sluice.errors import InvalidArgument, Unsupported
+
+NAME = "sluice"
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+# Of other types the layers themselves hold more than keys and values, or choose what they attend.
+_LIBRARY_TYPES = ("sliding_attention", "chunked_attention", "linear_attention", "conv", "moe", "mlp", "dummy")
+
+
+def attention_shape(model: transformers.PreTrainedModel, config: Any, kinds: Sequence[LayerKind]) -> dict[str, int]:
+    """Heads and their size, of the layers that are Sluice's."""
+    shapes = set()
+    for kind, layer in zip(kinds, _layer_configs(config, len(kinds))):
+        if kind.make is None:
+            heads = layer.num_attention_heads
+            size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+            shapes.add((heads, getattr(layer, "num_key_value_heads", None) or heads, size,
+                        getattr(layer, "v_head_dim", None) or size))
+    if len(shapes) > 1:
+        raise Unsupported(f"{type(model).__name__} has layers of different heads {sorted(shapes)}; Sluice serves one "
+                          "shape")
+    heads, kv_heads, size, value_size = shapes.pop()
+    if value_size != size:
+        raise Unsupported(f"{type(model).__name__} has keys of {size} numbers and values of {value_size}; Sluice "
+                          "serves one size")
+    return {"q_heads": heads, "kv_heads": kv_heads, "head_dim": size}
+
+
+def _layer_configs(config: Any, layers: int) -> list[Any]:
+    """The config of each layer: since 5.23 a model may have different ones."""
+    of_layers = getattr(config, "per_layer_config", None)
+    return [config] * layers if of_layers is None else [of_layers[index] for index in range(layers)]
+
+
+def layer_kinds(model: transformers.PreTrainedModel, config: Any) -> list[LayerKind]:
+    """What keeps the tokens of each layer. A window that is not shorter than the longest sequence is none."""
+    types, options = get_layer_types_and_kwargs(config)
+    kinds = []
+    for index, kind in enumerate(types):
+        # Up to 5.17 one dict of all layers.
+        each = options if isinstance(options, dict) else options[index]
+        window = each.get("sliding_window") if kind == "sliding_attention" else None
+        ours = kind == "full_attention" or window is not None and hides_nothing(window, config)
+        kinds.append(LayerKind(kind, None if ours else
+                               functools.partial(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, dict), **each)))
+    name, others = type(model).__name__, sorted({kind.type for kind in kinds if kind.make is not None})
+    unknown = [kind for kind in others if kind not in _LIBRARY_TYPES]
+    if unknown:
+        raise Unsupported(f"{name} has layers of {', '.join(unknown)}, which Sluice does not serve")
+    if all(kind.make is not None for kind in kinds):
+        raise Unsupported(f"{name} has layers of {', '.join(others)} alone; Sluice is for full_attention, and there "
+                          "would be nothing for it to do")
+    return kinds
+
+
+def longest(config: Any) -> int:
+    """Tokens of the longest sequence that the model is made for."""
+    return getattr(config, "max_position_embeddings", None) or 1 << 17
+
+
+def hides_nothing(window: int, config: Any) -> bool:
+    """Whether no sequence that the model is made for outgrows this window."""
+    return window > longest(config.get_text_config(decoder=True))
+
+
+def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
+    """Raises Unsupported with the reason if Sluice cannot serve the model."""
+    name = type(model).__name__
+    if model.config._attn_implementation == NAME:
+        raise InvalidArgument(f"{name} is enabled already; close() what enable() has returned first")
+    layers = _layer_configs(config, config.num_hidden_layers)
+    if not model._can_set_attn_implementation() or not hasattr(layers[0], "num_attention_heads"):
+        raise Unsupported(f"{name} does not call its attention through transformers' AttentionInterface")
+    if (model.config.is_encoder_decoder or not getattr(config, "is_causal", True)
+            or getattr(config, "add_cross_attention", False) or getattr(config, "cross_attention_layers", None)):
+        raise Unsupported(f"{name} is no decoder of its own: Sluice serves causal self-attention alone")
+    # "vision": tokens of an image alone, which their masks tell.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise Unsupported(f"{name} has use_bidirectional_attention: Sluice serves causal attention alone")
+    if getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
+        raise Unsupported(f"{name} has layers that share keys and values with others, which Sluice does not serve")
+    for option in ("attn_logit_softcapping", "kv_lora_rank"):
+        value = next((each for layer in layers if (each := getattr(layer, option, None)) is not None), None)
+        if value is not None:
+            raise Unsupported(f"{name} has {option} {value}, which no kernel of Sluice has")
+    _refuse_placement(model, name)
+
+
+def _refuse_placement(model: transformers.PreTrainedModel, name: str) -> None:
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise Unsupported(f"{name} is split over {model._tp_size} devices; Sluice serves one")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).partition(":")[0] not in ("cpu", "cuda"):
+        raise Unsupported(f"{name} is on {', '.join(sorted(devices))}; Sluice serves the CPU or one CUDA device")
+    if model.dtype not in DTYPES:
+        raise Unsupported(f"{name} is of {model.dtype}; convert it to float32, float16 or bfloat16")

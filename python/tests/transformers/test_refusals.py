@@ -1,0 +1,173 @@
+"""What cannot be served is refused, with the reason, before anything has changed."""
+
+from __future__ import annotations
+
+import pytest
+import sluice
+import torch
+import transformers
+from test_families import SLIDING
+from tiny import Maker, enabled, greedy, llama, model_of, prompt, qwen2
+from transformers import PreTrainedModel
+
+
+def changed(**options: object) -> PreTrainedModel:
+    model = llama()
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def split() -> PreTrainedModel:
+    model = llama()
+    model.model.layers[1].to("meta")
+    return model
+
+
+def t5() -> PreTrainedModel:
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=97, d_model=32, d_kv=16, d_ff=32,
+                                                                         num_layers=1, num_heads=2))
+
+
+MODELS: dict[str, tuple[Maker, str]] = {
+    "encoder-decoder": (t5, "T5ForConditionalGeneration"),
+    "cross-attention": (lambda: changed(add_cross_attention=True), "no decoder of its own"),
+    "no-interface": (lambda: transformers.BloomForCausalLM(transformers.BloomConfig(
+        vocab_size=97, hidden_size=32, n_layer=1, n_head=2)), "Bloom.*AttentionInterface"),
+    "soft-cap": (lambda: model_of("Gemma2", head_dim=32), "attn_logit_softcapping 50"),
+    "latent-attention": (lambda: model_of("DeepseekV3", num_key_value_heads=4, n_routed_experts=4, n_group=1,
+                                          topk_group=1, num_experts_per_tok=2, moe_intermediate_size=64),
+                         "kv_lora_rank 512"),
+    "shared-keys": (lambda: changed(num_kv_shared_layers=1), "share keys and values"),
+    "both-directions": (lambda: model_of("Gemma3", "Gemma3Text", head_dim=32, use_bidirectional_attention=True),
+                        "use_bidirectional_attention"),
+    "not-causal": (lambda: changed(is_causal=False), "causal self-attention alone"),
+    "sliding-alone": (lambda: model_of("Mistral", sliding_window=16), "sliding_attention alone.*full_attention"),
+    "both-in-one-layer": (lambda: model_of("FalconH1", head_dim=32, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16),
+                          "layers of hybrid"),
+    "other-values": (lambda: changed(v_head_dim=16), "keys of 32 numbers and values of 16"),
+    "several-devices": (split, "is on cpu, meta"),
+    "tensor-parallel": (lambda: changed_model(_tp_size=2), "split over 2 devices"),
+    "float64": (lambda: llama().to(torch.float64), "float64"),
+    "float8": (lambda: llama().to(torch.float8_e4m3fn), "float8"),
+    "head-dim": (lambda: llama(hidden_size=96, num_attention_heads=12, num_key_value_heads=4), "head_dim"),
+    "group": (lambda: llama(head_dim=16, num_attention_heads=64, num_key_value_heads=1), "32"),
+}
+
+
+def changed_model(**attributes: object) -> PreTrainedModel:
+    model = llama()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+@pytest.mark.parametrize(("make", "words"), MODELS.values(), ids=MODELS.keys())
+def test_models(make: Maker, words: str) -> None:
+    model = make()
+    before = model.config._attn_implementation
+    with pytest.raises(sluice.Error, match=words):
+        enabled(model)
+    assert model.config._attn_implementation == before and "generate" not in vars(model)
+
+
+def test_a_model_twice() -> None:
+    model = llama()
+    with enabled(model):
+        with pytest.raises(sluice.InvalidArgument, match="enabled already"):
+            enabled(model)
+    with enabled(model):
+        pass
+
+
+def test_generate() -> None:
+    model, ids = llama(), prompt(1, 20)
+    with enabled(model) as here, enabled(qwen2()) as other:
+        for options, words in (({"use_cache": False}, "use_cache"), ({"output_attentions": True}, "output_attentions"),
+                               ({"cache_implementation": "static"}, "cache_implementation"),
+                               ({"assistant_early_exit": 1}, "assistant_early_exit"),
+                               ({"past_key_values": transformers.DynamicCache()}, "DynamicCache"),
+                               ({"past_key_values": other.cache()}, "another model")):
+            with pytest.raises(sluice.Error, match=words):
+                greedy(model, ids, **options)
+        assert here.engine.memory().far_pages_used == 0
+
+
+@torch.no_grad()
+def test_forwards() -> None:
+    model, ids = llama(), prompt(1, 20)
+    with enabled(model, prefill_rows=32, sequences=2) as here:
+        with pytest.raises(sluice.Unsupported, match="40 tokens of prompts.*prefill_chunk_size"):
+            model(prompt(1, 40), past_key_values=here.cache())
+        with pytest.raises(sluice.OutOfCapacity):
+            model(prompt(3, 5), past_key_values=here.cache())
+        cache = here.cache()
+        model(ids, past_key_values=cache)
+        hidden = torch.ones(1, 21, dtype=torch.long)
+        hidden[0, 3] = 0
+        with pytest.raises(sluice.Unsupported, match="hides other tokens"):
+            model(ids[:, :1], past_key_values=cache, attention_mask=hidden)
+        with pytest.raises(sluice.InvalidArgument, match="has 1 rows, and this batch 2"):
+            model(prompt(2, 1), past_key_values=cache)
+        seeing_ahead = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+        with pytest.raises(sluice.Unsupported, match="more than causal"):
+            model(ids, past_key_values=here.cache(), attention_mask=seeing_ahead)
+        with torch.enable_grad(), pytest.raises(sluice.InvalidArgument, match="gradients"):
+            model(ids, past_key_values=here.cache())
+        model.train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        with pytest.raises(sluice.Unsupported, match="dropout"):
+            model(ids, past_key_values=here.cache())
+
+
+@torch.no_grad()
+def test_tokens_of_an_image_that_see_each_other() -> None:
+    text = {**SLIDING, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 32, "vocab_size": 97}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}
+    model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=1)).eval()
+    model.set_attn_implementation({"vision_config": "eager"})
+    ids, pixels = prompt(1, 8), torch.randn(2, 3, 28, 28)
+    features = model.model.vision_tower(pixels).last_hidden_state
+    want = greedy(model, ids)
+    with enabled(model) as here:
+        assert torch.equal(greedy(model, ids), want)
+        torch.testing.assert_close(model.model.vision_tower(pixels).last_hidden_state, features)
+        with pytest.raises(sluice.Unsupported, match="image"):
+            model(ids, token_type_ids=torch.ones_like(ids), past_key_values=here.cache())
+    parts = model.config, model.config.text_config, model.config.vision_config
+    assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_keys_and_values_that_the_cache_does_not_get(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(), prompt(1, 20)
+    with enabled(model) as here:
+        ours = transformers.AttentionInterface()["sluice"]
+
+        def another(module: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: object,
+                    **options: object) -> object:
+            return ours(module, q, k * 2 if what == "keys" else k, v * 2 if what == "values" else v, *call, **options)
+
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sluice", another)
+        with pytest.raises(sluice.Unsupported, match="changes keys or values between the cache and attention"):
+            model(ids, past_key_values=here.cache())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 3])
+def test_layers_that_attend_in_another_way(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(num_hidden_layers=layers), prompt(1, 20)
+    want = model(ids).logits
+    with enabled(model) as here:
+        cache = here.cache()
+        with monkeypatch.context() as patch:
+            patch.setitem(transformers.AttentionInterface._global_mapping, "sluice",
+                          transformers.AttentionInterface()["sdpa"])
+            with pytest.raises(sluice.Unsupported, match="layer 0 did not come to Sluice"):
+                model(ids, past_key_values=cache)
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, want, rtol=1e-3, atol=1e-3)

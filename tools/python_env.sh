@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# Makes the Python environment of the tests that need torch and transformers. See usage().
+set -euo pipefail
+export LC_ALL=C
+
+usage() {
+  cat <<'TEXT'
+usage: tools/python_env.sh
+
+Makes two directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMakeLists.txt looks for:
+  venv    a virtual environment with what python/tests/requirements.txt pins
+  newest  packages of python/tests/requirements-newest.txt, to be put before those of venv by PYTHONPATH
+What already has the pinned versions is left alone, in about a second. What has not is made aside and then renamed, so
+that nothing is ever half made; commands in venv/bin have the wrong path therefore: run modules, as in
+`venv/bin/python -m pytest`. The first time 3 GB are loaded and 6 GB of disk are needed.
+SLUICE_PIP_SECONDS=N gives pip N seconds (default: 1800).
+Exit codes: 0 ok, 2 wrong usage, or something missing that cannot be installed.
+TEXT
+}
+
+say() { printf 'python_env: %s\n' "$*"; }
+fail() {
+  printf 'python_env: error: %s\n' "$*" >&2
+  exit 2
+}
+
+# satisfied FILE PYTHON [PATH]: whether PYTHON finds exactly the versions of FILE, in PATH alone if given.
+satisfied() {
+  [[ -x "$2" ]] && "$2" - "$1" "${3:-}" 2>/dev/null <<'PYTHON'
+import importlib.metadata as metadata, re, sys
+
+file, path = sys.argv[1:]
+places = [path] if path else sys.path
+found = {each.metadata["Name"].lower(): each.version for each in metadata.distributions(path=places)}
+pins = dict(line.strip().lower().split("==") for line in open(file) if re.match(r"\w", line))
+# torch 2.11.0+cpu is torch 2.11.0, too.
+sys.exit(any(found.get(name, "").partition("+")[0] != version for name, version in pins.items()))
+PYTHON
+}
+
+# A Python of 3.10 or later that can make environments.
+find_python() {
+  local python
+  for python in python3 /usr/bin/python3; do
+    if "$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      echo "$python"
+      return
+    fi
+  done
+  fail "found no Python 3.10 or later with venv; on Debian and Ubuntu, as root: apt-get install python3-venv"
+}
+
+# install PYTHON ARGUMENT...: pip install, with a deadline.
+install() {
+  local python=$1 seconds=${SLUICE_PIP_SECONDS:-1800}
+  shift
+  timeout "$seconds" "$python" -m pip --disable-pip-version-check --no-input install --quiet "$@" </dev/null ||
+    fail "pip could not install $* within $seconds s, see above; it needs PyPI, or an index that PIP_INDEX_URL names"
+}
+
+# replace NEW OLD: by two renames.
+replace() {
+  local aside="$1.old"
+  if [[ -e "$2" ]]; then mv -T "$2" "$aside"; fi
+  mv -T "$1" "$2"
+  rm -rf "$aside"
+}
+
+main() {
+  case "${1:-}" in
+    "") ;;
+    -h | --help) usage; exit 0 ;;
+    *) fail "unknown option '$1'; see --help" ;;
+  esac
+  cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  local base="${XDG_CACHE_HOME:-$HOME/.cache}/sluice" pins=python/tests/requirements.txt python made
+  local newest=python/tests/requirements-newest.txt
+  mkdir -p "$base" || fail "cannot make $base; set XDG_CACHE_HOME to a directory that can be written"
+  # Another checkout may be at it.
+  exec 9>"$base/lock"
+  flock --wait 3600 9 || fail "another tools/python_env.sh holds $base/lock for an hour; end it"
+
+  made=$(mktemp -d "$base/making.XXXXXX")
+  # shellcheck disable=SC2064  # the directory of now
+  trap "rm -rf '$made'" EXIT
+  if ! satisfied "$pins" "$base/venv/bin/python"; then
+    say "making $base/venv of $pins"
+    python=$(find_python)
+    "$python" -m venv "$made/venv" || fail "$python could not make an environment, see above"
+    install "$made/venv/bin/python" -r "$pins"
+    replace "$made/venv" "$base/venv"
+  fi
+  if ! satisfied "$newest" "$base/venv/bin/python" "$base/newest"; then
+    say "making $base/newest of $newest"
+    install "$base/venv/bin/python" --no-deps --target "$made/newest" -r "$newest"
+    replace "$made/newest" "$base/newest"
+  fi
+  say "$base/venv/bin/python and $base/newest are up to date"
+}
+
+main "$@"
