@@ -35,7 +35,7 @@ void require_alike(const runtime::ParkHead& head, const EngineOptions& options, 
 }
 
 /// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if the engine does not serve it
-PolicySpec policy_of(const runtime::ParkHead& head, const EngineOptions& options) {
+PolicySpec parked_policy(const runtime::ParkHead& head, const EngineOptions& options) {
   PolicySpec spec = parse_policy(head.policy);
   spec.name = head.policy_name;
   sluice::validate(spec);
@@ -48,7 +48,7 @@ PolicySpec policy_of(const runtime::ParkHead& head, const EngineOptions& options
 SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view model) {
   const runtime::ParkHead head = runtime::read_head(source);
   require_alike(head, options, model);
-  const PolicySpec spec = policy_of(head, options);
+  const PolicySpec spec = parked_policy(head, options);
   if (const std::uint32_t most = memory.largest().largest.max_tokens; head.tokens > most)
     throw Error(Errc::out_of_capacity, "resume: the sequence has " + text(head.tokens) +
                                            " tokens, and a sequence may have " + text(most) +
