@@ -6,14 +6,17 @@
 #include <set>
 #include <vector>
 
+#include "scheduler/undo.hpp"
 #include "tests/scheduler/naive_history.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/random.hpp"
 
 using sluice::scheduler::floor_code;
 using sluice::scheduler::from_code;
 using sluice::scheduler::kLargestCode;
 using sluice::scheduler::kScoreError;
 using sluice::scheduler::kSmallestScore;
+using sluice::scheduler::kUndoTokens;
 using sluice::scheduler::ScoreCode;
 using sluice::scheduler::ScoreTable;
 using sluice::scheduler::to_code;
@@ -244,4 +247,53 @@ TEST_CASE("a table without entries holds nothing, others 2 bytes an entry and li
     REQUIRE(table.heap_bytes() <= ScoreTable::most_heap_bytes(std::max(size, grows ? 0u : 8192u)));
   }
   REQUIRE(table.heap_bytes() <= 20000 * 11 / 5);
+}
+
+TEST_CASE("steps that are taken back leave the table bit by bit as it was, also where codes were forgotten and lowered",
+          "[score_table][undo]") {
+  const double decay = GENERATE(0.85, 0.9, 0.95, 0.998);
+  CAPTURE(decay);
+  struct Step {
+    ScoreTable before;
+    ScoreTable::Undo undo;
+    std::vector<std::uint32_t> indices;
+    std::vector<ScoreCode> codes;
+  };
+  sluice::test::Random random(17);
+  std::vector<float> scores(700);
+  for (float& score : scores) score = std::ldexp(1.f, -static_cast<int>(random.below(34)));  // Some are forgotten soon.
+  ScoreTable table;
+  table.assign(scores);
+  std::vector<Step> steps;
+  for (int at = 0; at < 700; ++at) {
+    Step step{.before = table, .undo = table.decay(decay), .indices = {}, .codes = {}};
+    table.extend(table.size() + 1);
+    for (std::uint32_t index = random.below(90); index < table.size(); index += 1 + random.below(90))
+      step.indices.push_back(index);
+    if (at % 2 == 0) std::ranges::reverse(step.indices);
+    const std::vector<float> weights(step.indices.size(), 0.5f / static_cast<float>(1 + random.below(1000)));
+    step.codes.resize(step.indices.size());
+    table.add(step.indices, weights.data(), step.codes.data());
+    REQUIRE_FALSE(step.undo.lossy);
+    steps.push_back(std::move(step));
+    if (steps.size() > kUndoTokens) steps.erase(steps.begin());
+    if (random.below(12) != 0) continue;
+    for (std::size_t back = std::min<std::size_t>(random.below(kUndoTokens + 1), steps.size()); back != 0; --back) {
+      const Step& last = steps.back();
+      auto next = [i = std::size_t{0}, &last]() mutable { return last.indices[i++]; };
+      table.undo(last.undo, last.codes.data(), static_cast<std::uint32_t>(last.codes.size()), std::ref(next));
+      table.shrink(last.before.size());
+      REQUIRE(table.size() == last.before.size());
+      REQUIRE(table.unit() == last.before.unit());
+      REQUIRE(table.sum() == last.before.sum());
+      for (std::uint32_t i = 0; i < table.size(); ++i) REQUIRE(table.score(i) == last.before.score(i));
+      const ScoreTable::Cut cut = table.cut(0.2), was = last.before.cut(0.2);
+      REQUIRE((cut.mean == was.mean && cut.threshold == was.threshold && cut.uniform == was.uniform));
+      std::vector<std::uint32_t> found, want;
+      table.for_each_above(cut.threshold, [&](std::uint32_t i) { found.push_back(i); });
+      last.before.for_each_above(was.threshold, [&](std::uint32_t i) { want.push_back(i); });
+      REQUIRE(found == want);
+      steps.pop_back();
+    }
+  }
 }

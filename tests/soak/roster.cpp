@@ -202,7 +202,14 @@ void Roster::import(Sequence& sequence) {
     require_error(Errc::invalid_argument, "truncate within an import",
                   [&] { driven_.engine.truncate(sequence.id, sequence.settled); });
   }
-  import_layers(sequence, tokens, queries, kSoakShape.layers);
+  try {
+    import_layers(sequence, tokens, queries, kSoakShape.layers);
+  } catch (const Error& error) {
+    // What was to break a forward has broken this.
+    if (error.code() != Errc::device || !driven_.trouble) throw;
+    sequence.disturbed = sequence.queries_lost = true;
+    import_layers(sequence, tokens, queries, kSoakShape.layers);
+  }
   if (!broken_off) pages_.grow(sequence.id, sequence.planned(), count);
   sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
   sequence.settled += count;

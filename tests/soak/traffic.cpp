@@ -86,7 +86,7 @@ void Traffic::change() {
       if (resting != nullptr) roster_.fork(*resting, true);
       return;
     case 2:
-    case 8:
+    case 9:
       if (resting != nullptr) roster_.truncate(*resting, roster_.draw_shorter(*resting));
       return;
     case 3: return import(any);
