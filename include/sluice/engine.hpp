@@ -234,9 +234,9 @@ class Engine {
   /// A new sequence with all that was parked, in this engine or another one, which may have pages of another size and
   /// other budgets of memory, for the same `model`. It goes on as the one that was parked would have. Nothing of it is
   /// near; if the engine has near memory, outputs may round differently until it is. Digests and 4-bit copies are made
-  /// of its keys. A policy that chooses on the CPU looks at all its tokens when the next one is planned to be decoded,
-  /// as after `truncate`: with queries of the prompt if that is all there is; what it had learnt from decoded tokens is
-  /// forgotten. Audits and watched tokens stay behind. Forwards of others may be under way.
+  /// of its keys. A policy that chooses on the CPU begins again when the next token is planned to be decoded, as after an
+  /// import: it looks at all there is, with the queries of a prompt that ends there; what it had learnt from decoded
+  /// tokens is forgotten. Audits and watched tokens stay behind. Forwards of others may be under way.
   ///
   /// `area`: what was written, all of it and nothing else. Checksums find damage, not intent: whoever can write to it
   /// decides what the sequence attends, and what others find under its names.

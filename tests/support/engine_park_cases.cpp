@@ -208,7 +208,9 @@ TEST_CASE("prompts that choose blocks by what earlier chunks kept go on doing so
   Teller stays{.story = &story, .id = first.begin(policy)};
   (void)chunks(first, stays, 800);
   Engine second(options, rig.device);
-  Teller back = resumed(second, parked(first, stays.id), stays);
+  const Area area = parked(first, stays.id);
+  Teller back = resumed(second, area, stays);
+  REQUIRE(parked(second, back.id) == area);
   const EngineStats before = first.stats();
   const auto want = chunks(first, stays, 1400);
   const auto out = chunks(second, back, 1400);
