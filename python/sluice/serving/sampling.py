@@ -1,0 +1,151 @@
+"""How tokens are chosen from logits. What a request draws depends on its seed and on how many tokens it has alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sluice.errors import InvalidArgument
+
+MOST_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What a request wants."""
+
+    max_tokens: int | None = None  #: of the answer; None: until the context is full
+    temperature: float = 1.0  #: 0: the most likely token
+    top_p: float = 1.0  #: the most likely tokens that have this share together
+    top_k: int = 0  #: and at most as many; 0: any
+    repetition_penalty: float = 1.0  #: divides positive logits of tokens that are there, the prompt's included
+    presence_penalty: float = 0.0  #: taken off the logits of tokens that the answer has
+    frequency_penalty: float = 0.0  #: and once more for each time that it has them
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  #: added to the logits of these tokens
+    seed: int = 0
+    logprobs: int | None = None  #: how many most likely tokens are told beside the one chosen; None: not even that
+    stop: tuple[str, ...] = ()  #: texts that end the answer, and are no part of it
+    stop_ids: frozenset[int] = frozenset()  #: tokens likewise
+    ignore_eos: bool = False  #: the model's own end does not end the answer
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("temperature", 0, 100), ("top_p", 0, 1), ("presence_penalty", -2, 2),
+                                ("frequency_penalty", -2, 2), ("repetition_penalty", 1e-2, 100), ("top_k", 0, 1 << 31),
+                                ("logprobs", 0, MOST_LOGPROBS), ("max_tokens", 1, 1 << 31)):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InvalidArgument(f"{name} is {value}; it must be in [{low}, {high}]")
+        if self.top_p == 0:
+            raise InvalidArgument("top_p is 0; it must be above 0. For the most likely token set temperature to 0")
+        if any(not text for text in self.stop):
+            raise InvalidArgument("stop has an empty text; each must have a character")
+        if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
+            raise InvalidArgument("logit_bias must be finite numbers")
+
+    @property
+    def shapes(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A token, with logarithms of probabilities as the model has them, before penalties and temperature."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  #: the most likely tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """Whose logits a row are."""
+
+    sampling: Sampling
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[Chosen | None]:
+    """The next token of each row of logits [rows, vocabulary], f32; None where these are no finite numbers."""
+    shaped = logits
+    if any(row.sampling.shapes for row in rows):
+        shaped = logits.clone()
+        for at, row in enumerate(rows):
+            if row.sampling.shapes:
+                _shape(shaped[at], row)
+    tokens = shaped.argmax(-1)
+    # Rows that need no order are apart, always: what a row draws must not depend on the others.
+    for ordered in (False, True):
+        group = [at for at, row in enumerate(rows) if row.sampling.temperature > 0
+                 and ordered == (row.sampling.top_p < 1 or row.sampling.top_k > 0)]
+        if group:
+            tokens[group] = _draw(shaped[group], [rows[at] for at in group], ordered)
+    told = _tell(logits, tokens, rows)
+    return [each if finite else None for each, finite in zip(told, logits.isfinite().all(-1).tolist())]
+
+
+def _shape(logits: torch.Tensor, row: Row) -> None:
+    """Penalties and biases on one row's logits [vocabulary], in place."""
+    wants = row.sampling
+
+    def index(ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.long, device=logits.device)
+
+    if wants.repetition_penalty != 1:
+        there = index(sorted({*row.prompt, *row.answer}))
+        old = logits[there]
+        logits[there] = torch.where(old > 0, old / wants.repetition_penalty, old * wants.repetition_penalty)
+    counts = Counter(row.answer)
+    if counts and (wants.presence_penalty or wants.frequency_penalty):
+        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+        logits[index(list(counts))] -= wants.presence_penalty + wants.frequency_penalty * times
+    if wants.logit_bias:
+        biases = torch.tensor(list(wants.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        logits[index(list(wants.logit_bias))] += biases
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[Row], ordered: bool) -> torch.Tensor:
+    """Tokens [rows] by the inverse of the distribution's sum."""
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    scaled = logits / column([row.sampling.temperature for row in rows])
+    order = None
+    if ordered:
+        scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+    shares = scaled.softmax(-1)
+    if ordered:
+        most = column([row.sampling.top_k or logits.shape[-1] for row in rows])
+        shares[torch.arange(logits.shape[-1], device=logits.device) >= most] = 0
+        before = shares.cumsum(-1) - shares
+        shares[before >= column([row.sampling.top_p for row in rows]) * shares.sum(-1, keepdim=True)] = 0
+    total = shares.cumsum(-1)
+    at = (total <= column([_uniform(row) for row in rows]) * total[:, -1:]).sum(-1, keepdim=True)
+    at = at.clamp(max=logits.shape[-1] - 1)
+    return (at if order is None else order.gather(-1, at))[:, 0]
+
+
+def _uniform(row: Row) -> float:
+    """In [0, 1), from seed and position: the same again when a forward is repeated."""
+    text = f"{row.sampling.seed} {len(row.answer)}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2.0**64 * (1 - 2.0**-52)
+
+
+def _tell(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
+    asked = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
+    chosen = [Chosen(token) for token in tokens.tolist()]
+    if asked:
+        logs = logits[asked].log_softmax(-1)
+        own = logs.gather(-1, tokens[asked][:, None])[:, 0].tolist()
+        most = min(max(rows[at].sampling.logprobs for at in asked), logits.shape[-1])
+        values, ids = (each.tolist() for each in logs.topk(most, dim=-1)) if most else ([[]] * len(asked),) * 2
+        for place, at in enumerate(asked):
+            count = rows[at].sampling.logprobs
+            chosen[at] = Chosen(chosen[at].token, own[place], tuple(zip(ids[place][:count], values[place][:count])))
+    return chosen
