@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from sluice.admission import Admission, TurnItem
+from sluice.admission import Admission, AdmissionOptions, TurnItem
 from sluice.errors import Error, InternalError, InvalidArgument, OutOfCapacity
 from sluice.options import PlanItem
 from sluice.serving.model import PackedModel
@@ -39,15 +39,15 @@ class Loop:
 
     def __init__(self, model: PackedModel, tokenizer: Any, *, end_ids: Iterable[int] = (), prefix: bool = True) -> None:
         """`end_ids`: tokens with which the model ends an answer. `prefix`: prompts begin with what is known of them."""
-        made = model.engine.options
         self._model, self._engine, self._tokenizer = model, model.engine, tokenizer
         self._end_ids, self._prefix = frozenset(end_ids), prefix
         self._live: dict[int, _Live] = {}
         self._behind: dict[int, list[Request]] = {}  # Those that wait for another's prompt.
-        self._admission = Admission(
-            decode_rows=made.largest.decode_rows, prefill_rows=made.largest.prefill_rows,
-            prefills=made.largest.prefills, sequences=made.sequences, page_tokens=made.page_tokens, pages=model.pages)
-        self.limit: int = min(model.context, model.pages * made.page_tokens)
+        shares = AdmissionOptions.of(self._engine)
+        self._admission = Admission(shares)
+        self._page_bytes = self._engine.memory().far_pages // shares.pages
+        self._on_cpu = self._engine.options.cpu_sequences > 0
+        self.limit: int = min(model.context, self._admission.options.max_tokens)
         """Tokens of prompt and answer together, at most."""
 
         self._events: list[Event] = []
@@ -71,7 +71,8 @@ class Loop:
             return
         self._live[request.number] = live = _Live(request, self._tokenizer)
         room = self.limit - len(live.ids)
-        self._admission.submit(request.number, len(live.ids), min(request.sampling.max_tokens or room, room))
+        self._admission.submit(request.number, len(live.ids), min(request.sampling.max_tokens or room, room),
+                               self._on_cpu)
 
     def abort(self, number: int) -> None:
         """Ends a request, whose memory is free when this returns. There are no more events of it."""
@@ -102,7 +103,7 @@ class Loop:
 
     def step(self) -> list[Event]:
         """Runs a forward, if there is something to do, and tells what came of it."""
-        changes = self._admission.admit()
+        changes = self._admission.admit(self._engine.memory().far_pages_used // self._page_bytes)
         for number in changes.preempt:
             self._rest(self._live[number])
         for number in changes.admit:

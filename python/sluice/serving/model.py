@@ -68,13 +68,6 @@ class PackedModel:
         transformers.AttentionInterface.register(NAME, attention)
         model.set_attn_implementation(NAME)
 
-    @property
-    def pages(self) -> int:
-        """Pages of all layers that the engine's host memory holds."""
-        made = self.engine.options
-        token = 2 * made.layers * made.kv_heads * made.head_dim * (4 if made.kv_dtype == "f32" else 2)
-        return self.engine.memory().far_pages // (token * made.page_tokens)
-
     def close(self) -> None:
         """Leaves the model as it was, and gives all memory back."""
         self._model.set_attn_implementation(self._before)
