@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ def load_tokenizer(model: str) -> Any:
 
 def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     """Loads model and tokenizer, and builds the engine."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
-    packed = PackedModel(model, settings.policy, settings.host_bytes, sequences=settings.sequences,
-                         prefill_rows=settings.prefill_rows, **settings.options)
+    packed = PackedModel(model, settings.policy, settings.host_bytes, context=settings.context,
+                         sequences=settings.sequences, prefill_rows=settings.prefill_rows, **settings.options)
     generation = model.generation_config
     ends = generation.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends

@@ -10,8 +10,8 @@ from sluice.admission import Admission, AdmissionOptions, TurnItem
 from sluice.errors import Error, InternalError, InvalidArgument, OutOfCapacity
 from sluice.options import PlanItem
 from sluice.serving.model import PackedModel
-from sluice.serving.requests import Event, Request, Status
-from sluice.serving.sampling import Chosen, Row, choose
+from sluice.serving.requests import Chosen, Event, Request, Status
+from sluice.serving.sampling import Row, choose
 from sluice.serving.text import Detokenizer, StopTexts
 
 

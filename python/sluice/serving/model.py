@@ -36,14 +36,14 @@ class PackedModel:
     """A model and the engine that keeps its keys and values. Not to be used by two threads at once."""
 
     def __init__(self, model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
-                 sequences: int = 16, prefill_rows: int = 2048, **options: Any) -> None:
-        """`host_bytes`: for keys and values. `sequences`: that live at once. `prefill_rows`: tokens of prompts that one
+                 context: int | None = None, sequences: int = 16, prefill_rows: int = 2048, **options: Any) -> None:
+        """`host_bytes`: for keys and values. `context`: tokens of a sequence, at most; None: the model's. `sequences`: that live at once. `prefill_rows`: tokens of prompts that one
         forward takes. `options` are others of EngineOptions.
         @throws Unsupported naming what the model has that is not served"""
         config = model.config.get_text_config(decoder=True)
         _refuse(model, config)
         self.policy, self._model = policy, model.eval()
-        self.context: int = config.max_position_embeddings
+        self.context: int = min(context or config.max_position_embeddings, config.max_position_embeddings)
         """Tokens of a sequence, prompt and answer, at most."""
 
         self.vocabulary: int = config.vocab_size

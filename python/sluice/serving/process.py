@@ -16,8 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sluice.errors import Error
-from sluice.serving.requests import Event, Request, Status
-from sluice.serving.sampling import Sampling
+from sluice.serving.requests import Event, Request, Sampling, Status
 
 _BEAT_S = 1.0  # The process says something as often, if it is not in a forward.
 
@@ -29,6 +28,7 @@ class Settings:
     model: str  #: a folder, or a name that transformers knows
     policy: str = "sluice"
     host_bytes: int = 8 << 30
+    context: int | None = None  #: tokens of prompt and answer together, at most; None: the model's
     sequences: int = 16  #: requests that run at once
     prefill_rows: int = 2048  #: tokens of prompts in a forward
     device: str = "cpu"
@@ -116,43 +116,10 @@ class EngineProcess:
         """Answers that have not ended."""
         return len(self._queues)
 
-    @contextlib.asynccontextmanager
-    async def answers(self, prompts: Sequence[list[int]], samplings: Sequence[Sequence[Sampling]]
-                      ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
-        """Events of answers to prompts, for each as many as there are samplings, with the numbers of these in order:
-        the first prompt's come first. What has not ended when the context is left is given up.
-        @throws EngineLost, also while events are awaited"""
-        requests: list[Request] = []
-        for prompt, wants in zip(prompts, samplings):
-            first = None
-            for sampling in wants:
-                requests.append(Request(next(self._numbers), prompt, sampling, first))
-                first = first or requests[-1].number
-        numbers = {request.number: index for index, request in enumerate(requests)}
-        news: asyncio.Queue[Event] = asyncio.Queue()
-        self._queues.update(dict.fromkeys(numbers, news))
-        try:
-            self._send(requests)
-            yield self._events(numbers, news)
-        finally:
-            left = [number for number in numbers if self._queues.pop(number, None)]
-            if left and self.lost is None:
-                with contextlib.suppress(EngineLost):
-                    self._send(left)
-
-    async def _events(self, numbers: dict[int, int], news: asyncio.Queue[Event]) -> AsyncIterator[tuple[int, Event]]:
-        left = len(numbers)
-        while left:
-            if self.lost is not None and news.empty():
-                raise EngineLost(self.lost)
-            try:
-                event = await asyncio.wait_for(news.get(), _BEAT_S)
-            except asyncio.TimeoutError:
-                continue
-            if event.finish or event.error:
-                left -= 1
-                self._queues.pop(event.number, None)
-            yield numbers[event.number], event
+    def answer(self, prompts: Sequence[list[int]], samplings: Sequence[Sequence[Sampling]]) -> Answers:
+        """Begins answers to prompts, for each as many as there are samplings.
+        @throws EngineLost"""
+        return Answers(self, prompts, samplings)
 
     def _send(self, message: object) -> None:
         if self.lost is not None:
@@ -184,6 +151,45 @@ class EngineProcess:
 
     def _exit(self) -> str:
         return f"the engine's process has ended with exit code {self._process.exitcode}"
+
+
+class Answers:
+    """Answers that an engine gives. Events have the numbers of answers in order: the first prompt's come first."""
+
+    def __init__(self, engine: EngineProcess, prompts: Sequence[list[int]],
+                 samplings: Sequence[Sequence[Sampling]]) -> None:
+        requests: list[Request] = []
+        for prompt, wants in zip(prompts, samplings):
+            first = None
+            for sampling in wants:
+                requests.append(Request(next(engine._numbers), prompt, sampling, first))
+                first = first or requests[-1].number
+        self._engine, self._news = engine, asyncio.Queue[Event]()
+        self._numbers = {request.number: index for index, request in enumerate(requests)}
+        engine._send(requests)
+        engine._queues.update(dict.fromkeys(self._numbers, self._news))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """@throws EngineLost"""
+        left = len(self._numbers)
+        while left:
+            if self._engine.lost is not None and self._news.empty():
+                raise EngineLost(self._engine.lost)
+            try:
+                event = await asyncio.wait_for(self._news.get(), _BEAT_S)
+            except asyncio.TimeoutError:
+                continue
+            if event.finish or event.error:
+                left -= 1
+                self._engine._queues.pop(event.number, None)
+            yield self._numbers[event.number], event
+
+    def close(self) -> None:
+        """Gives up those that have not ended."""
+        left = [number for number in self._numbers if self._engine._queues.pop(number, None)]
+        if left:
+            with contextlib.suppress(EngineLost):
+                self._engine._send(left)
 
 
 def _main(connection: Connection, settings: Settings) -> None:

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 import torch
 import transformers
 from sluice.serving.loop import Loop
-from sluice.serving.requests import Event, Request
-from sluice.serving.sampling import Sampling
+from sluice.serving.requests import Event, Request, Sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END = "<|end|>"
 TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192,
          # Weights so large that attention is anything but even.
          "initializer_range": 0.3}
 
