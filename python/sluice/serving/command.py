@@ -122,11 +122,13 @@ def serve(arguments: argparse.Namespace) -> int:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((arguments.host, arguments.port))  # An address that is taken is told before a model is loaded.
     engine = EngineProcess(settings_of(arguments))
-    ready = engine.start()
+    engine.start()
     try:
+        # Both take seconds, at the same time.
+        tokenizer, ready = load_tokenizer(arguments.model), engine.ready()
         name = arguments.name or Path(arguments.model).name
         front = Front(name, arguments.queue, arguments.api_key or os.environ.get(KEY_VARIABLE) or None)
-        app = create_app(engine, ready, load_tokenizer(arguments.model), front)
+        app = create_app(engine, ready, tokenizer, front)
         host, port = listener.getsockname()[:2]
         print(f"{name}: {ready.limit} tokens of context, {arguments.sequences} answers at once, "
               f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr, flush=True)

@@ -51,8 +51,8 @@ class EngineLost(Error):
 
 
 class EngineProcess:
-    """A process with a serving loop, and the asyncio side of what it tells. All methods but `start` and `close` belong
-    to one event loop."""
+    """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` belong to one
+    event loop."""
 
     def __init__(self, settings: Settings, start_timeout_s: float = 1800, silence_s: float = 120) -> None:
         """`start_timeout_s`: to load the model. `silence_s`: a process that says nothing for as long, longer than a
@@ -65,26 +65,25 @@ class EngineProcess:
         self.status = Status()
         """The newest that it told."""
 
-    def start(self) -> Ready:
-        """@throws EngineLost with the reason if the model cannot be served"""
+    def start(self) -> None:
+        """Begins to load the model."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(theirs, self.settings), name="sluice-engine", daemon=True)
         self._process.start()
         theirs.close()  # Or its end would not be noticed.
+
+    def ready(self) -> Ready:
+        """Waits until the model is loaded.
+        @throws EngineLost with the reason if it cannot be served"""
         try:
             if not self._connection.poll(self._start_timeout_s):
                 raise EngineLost(f"the model was not loaded within {self._start_timeout_s:g} s")
             said = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(5)
-            self.close()
             raise EngineLost(self._exit()) from None
-        except EngineLost:
-            self.close()
-            raise
         if isinstance(said, str):
-            self.close()
             raise EngineLost(said)
         self._heard = time.monotonic()
         return said
