@@ -200,7 +200,7 @@ def said(body: dict[str, Any]) -> str:
 
 
 def lost(error: EngineLost) -> Refused:
-    return Refused(503, f"{error}; start the server again", "server_error", "engine_lost")
+    return Refused(503, f"{error}; try again when the server has been started again", "server_error", "engine_lost")
 
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:

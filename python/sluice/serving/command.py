@@ -21,6 +21,7 @@ from sluice.serving.process import EngineProcess, Settings
 from sluice.serving.requests import Request, Sampling
 
 KEY_VARIABLE = "SLUICE_API_KEY"
+_DRAIN_S = 5  # After a signal to end.
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -118,6 +119,13 @@ def serve(arguments: argparse.Namespace) -> int:
     from sluice.serving.api import create_app
     from sluice.serving.load import load_tokenizer
 
+    class WebServer(uvicorn.Server):
+        """Lets answers end when it is told to, for a while; then they are told why they do not."""
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            engine.close_in(_DRAIN_S)
+            super().handle_exit(sig, frame)
+
     listener = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((arguments.host, arguments.port))  # An address that is taken is told before a model is loaded.
@@ -132,8 +140,8 @@ def serve(arguments: argparse.Namespace) -> int:
         host, port = listener.getsockname()[:2]
         print(f"{name}: {ready.limit} tokens of context, {arguments.sequences} answers at once, "
               f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr, flush=True)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
-        uvicorn.Server(config).run(sockets=[listener])
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_DRAIN_S + 5)
+        WebServer(config).run(sockets=[listener])
     finally:
         engine.close()
     return 0

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import transformers
 
-from sluice import transformers as single
+from sluice._transformers_support import DTYPES, attention_shape, layer_kinds, longest, refuse
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions, PlanItem
 
 NAME = "sluice_packed"
+_NOT_SERVED = ("softcap", "s_aux", "position_bias", "sinks", "indices", "block_indices", "output_attentions")
 
 
 @dataclasses.dataclass
@@ -37,36 +38,39 @@ class PackedModel:
 
     def __init__(self, model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
                  context: int | None = None, sequences: int = 16, prefill_rows: int = 2048, **options: Any) -> None:
-        """`host_bytes`: for keys and values. `context`: tokens of a sequence, at most; None: the model's. `sequences`: that live at once. `prefill_rows`: tokens of prompts that one
-        forward takes. `options` are others of EngineOptions.
+        """`host_bytes`: for keys and values. `context`: tokens of a sequence, at most; None: the model's. `sequences`:
+        that live at once. `prefill_rows`: tokens of prompts that one forward takes. `options` are others of
+        EngineOptions.
         @throws Unsupported naming what the model has that is not served"""
         config = model.config.get_text_config(decoder=True)
         _refuse(model, config)
         self.policy, self._model = policy, model.eval()
-        self.context: int = min(context or config.max_position_embeddings, config.max_position_embeddings)
+        self.context: int = min(context or longest(config), longest(config))
         """Tokens of a sequence, prompt and answer, at most."""
 
         self.vocabulary: int = config.vocab_size
         """Ids of tokens are below this."""
 
         device = next(model.parameters()).device
-        heads = config.num_attention_heads
         made = EngineOptions(
-            layers=config.num_hidden_layers, q_heads=heads, kv_heads=getattr(config, "num_key_value_heads", 0) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            layers=config.num_hidden_layers, **attention_shape(model, config),
             device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
             sequences=sequences,
             largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
-            **{"kv_dtype": single._DTYPES[model.dtype], **options})
+            **{"kv_dtype": DTYPES[model.dtype], **options})
         made.make_room_for(policy, self.context)
         if made.cpu_sequences:
             made.cpu_sequences = sequences
-        self.engine = Engine(made)
         self._device, self._before = device, model.config._attn_implementation
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         # No mask is registered for this name, and so none is made: the engine knows which rows are whose.
         transformers.AttentionInterface.register(NAME, attention)
-        model.set_attn_implementation(NAME)
+        self.engine = Engine(made)
+        try:
+            model.set_attn_implementation(NAME)
+        except BaseException:
+            self.engine.close()
+            raise
 
     def close(self) -> None:
         """Leaves the model as it was, and gives all memory back."""
@@ -132,7 +136,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     running = _running.get()
     if running is None:
         raise InvalidArgument("this model is served by sluice.serving: it runs through that alone until close()")
-    for name in ("softcap", "s_aux", "position_bias", "sliding_window", "output_attentions"):
+    for name in _NOT_SERVED:
         if not (options.get(name) is None or options[name] is False):
             raise Unsupported(f"this model's attention has {name}, which is not served")
     if attention_mask is not None or not getattr(module, "is_causal", True):
@@ -152,9 +156,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
 
 
 def _refuse(model: transformers.PreTrainedModel, config: Any) -> None:
-    single._refuse(model, config)
+    refuse(model, config)
     name = type(model).__name__
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    others = sorted({kind.type for kind in layer_kinds(model, config) if kind.make is not None})
     if others:
         raise Unsupported(f"{name} has layers of {', '.join(others)}; models are served all of whose layers are "
                           "full_attention")

@@ -61,6 +61,7 @@ class EngineProcess:
         self._numbers = itertools.count(1)
         self._queues: dict[int, asyncio.Queue[Event]] = {}
         self._lost: str | None = None
+        self._closes: float | None = None
         self._heard = time.monotonic()
         self.status = Status()
         """The newest that it told."""
@@ -106,9 +107,16 @@ class EngineProcess:
     @property
     def lost(self) -> str | None:
         """Why there are no more answers; None if there are."""
-        if self._lost is None and time.monotonic() - self._heard > self._silence_s:
+        now = time.monotonic()
+        if self._closes is not None and now > self._closes:
+            return "the server is being shut down"
+        if self._lost is None and now - self._heard > self._silence_s:
             return f"the engine has said nothing for {self._silence_s:g} s"
         return self._lost
+
+    def close_in(self, seconds: float) -> None:
+        """Answers that have not ended by then end with an error."""
+        self._closes = time.monotonic() + seconds
 
     @property
     def outstanding(self) -> int:

@@ -56,6 +56,8 @@ def test_a_server_ends_when_it_is_told(start: Callable[..., Server]) -> None:
     under_way = server.client("secret").completions.create(prompt=prompt_ids(10), max_tokens=8000, stream=True, **GREEDY)
     next(iter(under_way))
     server.process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="being shut down"):
+        list(under_way)
     server.process.wait(DEADLINE_S)
     wait_until(lambda: not alive(pid))
 
