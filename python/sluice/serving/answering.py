@@ -98,7 +98,8 @@ class Answering:
         room = self.engine.settings.sequences + self._front.queue - self.engine.outstanding
         if len(prompts) * wants.n > room:
             raise Refused(429, f"{self.engine.outstanding} answers are under way or waiting, and {max(room, 0)} more "
-                               "may be; try again later", "rate_limit_error", "queue_full", headers={"Retry-After": "1"})
+                               "may be; try again later", "rate_limit_error", "queue_full",
+                          headers={"Retry-After": "1"})
 
 
 class Counted:

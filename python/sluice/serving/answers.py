@@ -25,7 +25,8 @@ class Form:
         kind = "chat.completion" if self._chat else "text_completion"
         told = []
         for index, (text, tokens, finish) in enumerate(choices):
-            body = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
+            message = {"role": "assistant", "content": text, "refusal": None}
+            body = {"message": message} if self._chat else {"text": text}
             told.append({"index": index, **body, "logprobs": self._probabilities(index, tokens),
                          "finish_reason": finish})
         return {**self._head, "object": kind, "choices": told, "usage": usage}

@@ -11,7 +11,7 @@ from sluice.errors import Error, InternalError, InvalidArgument, OutOfCapacity
 from sluice.options import PlanItem
 from sluice.serving.model import PackedModel
 from sluice.serving.requests import Chosen, Event, Request, Status
-from sluice.serving.sampling import Row, choose
+from sluice.serving.sampling import Past, choose
 from sluice.serving.text import Detokenizer, StopTexts
 
 
@@ -20,15 +20,12 @@ class _Live:
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
         self.request = request
-        self.ids = list(request.prompt)
+        self.ids = list(request.prompt)  # And the answer's.
+        self.past = Past(request.sampling, request.prompt)
         self.sequence: int | None = None
         self.cached: int | None = None
         self.detokenizer, self.stops = Detokenizer(tokenizer), StopTexts(request.sampling.stop)
         self.untold: list[Chosen] = []  # Tokens whose text is held back.
-
-    @property
-    def answer(self) -> list[int]:
-        return self.ids[len(self.request.prompt):]
 
 
 class Loop:
@@ -66,7 +63,7 @@ class Loop:
             raise InvalidArgument(f"the prompt has {len(request.prompt)} tokens, and prompt and answer together may "
                                   f"have {self.limit}; shorten it")
         leader = self._live.get(request.after)
-        if leader is not None and not leader.answer and self._prefix:
+        if leader is not None and leader.past.answered == 0 and self._prefix:
             self._behind.setdefault(request.after, []).append(request)
             return
         self._live[request.number] = live = _Live(request, self._tokenizer)
@@ -181,7 +178,7 @@ class Loop:
             ids.extend(new)
             if item.output:
                 kept.append(len(ids) - 1)
-                rows.append(Row(live.request.sampling, live.request.prompt, live.answer))
+                rows.append(live.past)
         self._forwards += 1
         number, logits = self._model.run([PlanItem(self._live[item.request].sequence, item.tokens, item.prefill)
                                           for item in items], ids, kept)
@@ -199,7 +196,8 @@ class Loop:
             return
         wants, number = live.request.sampling, live.request.number
         live.ids.append(chosen.token)
-        if len(live.answer) == 1:
+        live.past.add(chosen.token)
+        if live.past.answered == 1:
             self._follow(number)
         ends = chosen.token in wants.stop_ids or (chosen.token in self._end_ids and not wants.ignore_eos)
         text, finish = "", "stop" if ends else None
@@ -208,7 +206,7 @@ class Loop:
             text = live.stops.push(live.detokenizer.push(chosen.token))
             if live.stops.found:
                 finish = "stop"
-            elif len(live.answer) == wants.max_tokens or len(live.ids) >= self.limit:
+            elif live.past.answered == wants.max_tokens or len(live.ids) >= self.limit:
                 finish = "length"
         if finish is not None and not live.stops.found:
             text += live.stops.push(live.detokenizer.end())
@@ -217,7 +215,7 @@ class Loop:
         tokens: tuple[Chosen, ...] = ()
         if text or finish:
             tokens, live.untold = tuple(live.untold), []
-        self._events.append(Event(number, text, tokens, len(live.answer), live.cached, finish))
+        self._events.append(Event(number, text, tokens, live.past.answered, live.cached, finish))
         if finish and not gone:
             self._admission.end(number)
         if finish:
@@ -225,7 +223,7 @@ class Loop:
 
     def _fail(self, live: _Live, error: Exception, gone: bool = False) -> None:
         number = live.request.number
-        self._events.append(Event(number, count=len(live.answer), error=f"{type(error).__name__}: {error}"))
+        self._events.append(Event(number, count=live.past.answered, error=f"{type(error).__name__}: {error}"))
         if not gone:
             self._admission.end(number)
         self._drop(live)

@@ -18,7 +18,8 @@ from typing import Any
 from sluice.errors import Error
 from sluice.serving.requests import Event, Request, Sampling, Status
 
-_BEAT_S = 1.0  # The process says something as often, if it is not in a forward.
+_BEAT_S = 1.0  # The process says something as often, if it is not in a forward,
+_STATUS_S = 0.1  # and of itself, if it is busy.
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class EngineLost(Error):
 
 
 class EngineProcess:
-    """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` belong to one
-    event loop."""
+    """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` belong
+    to one event loop."""
 
     def __init__(self, settings: Settings, start_timeout_s: float = 1800, silence_s: float = 120) -> None:
         """`start_timeout_s`: to load the model. `silence_s`: a process that says nothing for as long, longer than a
@@ -147,8 +148,8 @@ class EngineProcess:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._lose)
 
-    def _take(self, events: list[Event], status: Status) -> None:
-        self._heard, self.status = time.monotonic(), status
+    def _take(self, events: list[Event], status: Status | None) -> None:
+        self._heard, self.status = time.monotonic(), status or self.status
         for event in events:
             if event.number in self._queues:
                 self._queues[event.number].put_nowait(event)
@@ -212,6 +213,7 @@ def _main(connection: Connection, settings: Settings) -> None:
     connection.send(ready)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    told = 0.0
     while True:
         events: list[Event] = []
         for message in _messages(inbox, wait=loop.idle):
@@ -220,8 +222,12 @@ def _main(connection: Connection, settings: Settings) -> None:
             for each in message:
                 events.extend(_apply(loop, each))
         events.extend(loop.step())
+        if loop.idle or time.monotonic() - told > _STATUS_S:
+            status, told = loop.status(), time.monotonic()
+        else:
+            status = None
         try:
-            connection.send((events, loop.status()))
+            connection.send((events, status))
         except OSError:
             return
 

@@ -122,8 +122,8 @@ class ChatRequest(_Request):
             content = message.get("content")
             if isinstance(content, list):
                 for part in content:
-                    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                    if kind != "text" or not isinstance(part.get("text"), str):
                         raise Refused(400, f"messages[{at}] has a part of type {kind}; only text is served",
                                       param="messages")
                 content = "".join(part["text"] for part in content)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from sluice.serving.requests import Chosen, Sampling
 
-@dataclass(frozen=True)
-class Row:
-    """Whose logits a row are."""
+class Past:
+    """What the next token of a request depends on besides logits."""
 
-    sampling: Sampling
-    prompt: Sequence[int]
-    answer: Sequence[int]
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self.sampling, self.answered = sampling, 0
+        self.counts: Counter[int] = Counter()  #: of the answer's tokens
+        self.seen = set(prompt) if sampling.repetition_penalty != 1 else set()
+
+    def add(self, token: int) -> None:
+        self.answered += 1
+        if self.sampling.shapes:
+            self.counts[token] += 1
+            self.seen.add(token)
 
 
-def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[Chosen | None]:
+def choose(logits: torch.Tensor, rows: Sequence[Past]) -> list[Chosen | None]:
     """The next token of each row of logits [rows, vocabulary], f32; None where these are no finite numbers."""
     shaped = logits
     if any(row.sampling.shapes for row in rows):
@@ -39,7 +44,7 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[Chosen | None]:
     return [each if finite else None for each, finite in zip(told, logits.isfinite().all(-1).tolist())]
 
 
-def _shape(logits: torch.Tensor, row: Row) -> None:
+def _shape(logits: torch.Tensor, row: Past) -> None:
     """Penalties and biases on one row's logits [vocabulary], in place."""
     wants = row.sampling
 
@@ -47,10 +52,10 @@ def _shape(logits: torch.Tensor, row: Row) -> None:
         return torch.tensor(ids, dtype=torch.long, device=logits.device)
 
     if wants.repetition_penalty != 1:
-        there = index(sorted({*row.prompt, *row.answer}))
+        there = index(sorted(row.seen))
         old = logits[there]
         logits[there] = torch.where(old > 0, old / wants.repetition_penalty, old * wants.repetition_penalty)
-    counts = Counter(row.answer)
+    counts = row.counts
     if counts and (wants.presence_penalty or wants.frequency_penalty):
         times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
         logits[index(list(counts))] -= wants.presence_penalty + wants.frequency_penalty * times
@@ -59,7 +64,7 @@ def _shape(logits: torch.Tensor, row: Row) -> None:
         logits[index(list(wants.logit_bias))] += biases
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[Row], ordered: bool) -> torch.Tensor:
+def _draw(logits: torch.Tensor, rows: Sequence[Past], ordered: bool) -> torch.Tensor:
     """Tokens [rows] by the inverse of the distribution's sum."""
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
@@ -80,13 +85,13 @@ def _draw(logits: torch.Tensor, rows: Sequence[Row], ordered: bool) -> torch.Ten
     return (at if order is None else order.gather(-1, at))[:, 0]
 
 
-def _uniform(row: Row) -> float:
+def _uniform(row: Past) -> float:
     """In [0, 1), from seed and position: the same again when a forward is repeated."""
-    text = f"{row.sampling.seed} {len(row.answer)}".encode()
+    text = f"{row.sampling.seed} {row.answered}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2.0**64 * (1 - 2.0**-52)
 
 
-def _tell(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
+def _tell(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[Past]) -> list[Chosen]:
     asked = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
     chosen = [Chosen(token) for token in tokens.tolist()]
     if asked:

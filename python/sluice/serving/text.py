@@ -15,7 +15,7 @@ class Detokenizer:
         """`special`: special tokens are part of the text."""
         self._tokenizer, self._skip = tokenizer, not special
         self._ids: list[int] = []
-        # Text before `_read` is told; what is decoded begins at `_first`, for how a token reads depends on those before.
+        # Text before `_read` is told; what is decoded begins at `_first`: how a token reads depends on those before.
         self._first = self._read = 0
         self._told = ""  # Of the window from `_first` on.
 

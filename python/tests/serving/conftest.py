@@ -22,8 +22,8 @@ def make_loop() -> Iterator[Callable[..., Loop]]:
     def make(kind: str = "llama", policy: str = "full", prefix: bool = True, end_ids: Sequence[int] = (0,),
              **options: object) -> Loop:
         models_made.append(PackedModel(copy.deepcopy(bare_model(kind)), policy, **{
-            "host_bytes": 8 << 20, "context": 256, "threads": 1, "pin_threads": False, "answer_timeout_ms": 30_000, "sequences": 8,
-            "prefill_rows": 64, **options}))
+            "host_bytes": 8 << 20, "context": 256, "threads": 1, "pin_threads": False, "answer_timeout_ms": 30_000,
+            "sequences": 8, "prefill_rows": 64, **options}))
         return Loop(models_made[-1], tokenizer(), end_ids=end_ids, prefix=prefix)
 
     yield make

@@ -53,7 +53,8 @@ def test_a_web_server_that_dies_takes_its_engine_along(start: Callable[..., Serv
 def test_a_server_ends_when_it_is_told(start: Callable[..., Server]) -> None:
     server = start("--api-key", "secret")
     pid = server.engine_pid
-    under_way = server.client("secret").completions.create(prompt=prompt_ids(10), max_tokens=8000, stream=True, **GREEDY)
+    client = server.client("secret")
+    under_way = client.completions.create(prompt=prompt_ids(10), max_tokens=8000, stream=True, **GREEDY)
     next(iter(under_way))
     server.process.send_signal(signal.SIGINT)
     with pytest.raises(openai.APIError, match="being shut down"):

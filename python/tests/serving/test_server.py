@@ -117,7 +117,7 @@ def test_a_client_that_goes_away_gives_its_memory_back(shared: Server, stream: b
             with client.stream("POST", f"{shared.url}/v1/completions", json=body) as answer:
                 lines = answer.iter_lines()  # Closes the answer if it is dropped.
                 assert answer.status_code == 200 and next(lines).startswith("data: {")
-                assert shared.metric("sluice_running") == 1
+                wait_until(lambda: shared.metric("sluice_running") == 1)
         except httpx.ReadTimeout:
             assert not stream
     wait_until(lambda: shared.memory() == 0)
@@ -207,7 +207,8 @@ def test_preempted_answers_are_the_same(start: Callable[..., Server], shared: Se
     lengths = (30, 31, 32, 33)
 
     def ask(of: Server, length: int) -> str:
-        pieces = of.client().completions.create(prompt=prompt_ids(length, length), max_tokens=100, stream=True, **GREEDY)
+        pieces = of.client().completions.create(prompt=prompt_ids(length, length), max_tokens=100, stream=True,
+                                                **GREEDY)
         return "".join(piece.choices[0].text for piece in pieces)
 
     wants = [ask(shared, length) for length in lengths]
