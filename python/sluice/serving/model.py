@@ -53,7 +53,7 @@ class PackedModel:
 
         device = next(model.parameters()).device
         made = EngineOptions(
-            layers=config.num_hidden_layers, **attention_shape(model, config),
+            layers=config.num_hidden_layers, **attention_shape(model, config, layer_kinds(model, config)),
             device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
             sequences=sequences,
             largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
