@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -167,7 +169,8 @@ class Teller:
         self._loop.submit(Request(self._number, ids, self._sampling))
         try:
             while not self._loop.idle:
-                events = self._loop.step()
+                with _uninterrupted():
+                    events = self._loop.step()
                 if not events:
                     progress.tell(*self._loop.progress(self._number))
                 for event in events:
@@ -178,6 +181,25 @@ class Teller:
         finally:
             progress.clear()
             self._loop.abort(self._number)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes after it: a forward that is cut leaves the engine with half of it. A second one comes at once."""
+    came: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 class Progress:
@@ -209,7 +231,10 @@ class Progress:
 def run(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt
     if prompt is None:
-        prompt = sys.stdin.read() if str(arguments.file) == "-" else arguments.file.read_text()
+        try:
+            prompt = sys.stdin.read() if str(arguments.file) == "-" else arguments.file.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidArgument(f"{arguments.file} is no text of UTF-8: {error}") from None
     teller = Teller(arguments)
     for piece in teller.answer(teller.tokenizer.encode(prompt)):
         print(piece, end="", flush=True)

@@ -184,7 +184,7 @@ class Loop:
                                           for item in items], ids, kept)
         try:
             engine.finish(number)
-        except Error:
+        except BaseException:
             self._model.cancel(number)
             raise
         return choose(logits, rows) if rows else []

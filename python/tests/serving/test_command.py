@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,25 @@ def test_chat(folder: Path) -> None:
     second = text_of(f"<|system|>be brief<|end|><|user|>the cat<|end|><|assistant|>{first}<|end|><|user|>a dog<|end|>"
                      "<|assistant|>")
     assert done.stdout == f"{first}\n{second}\n"
+
+
+def test_an_answer_that_is_interrupted(folder: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "sluice", "chat", "--model", str(folder), *ARGUMENTS,
+                                "--max-tokens", "8000"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    ends = threading.Timer(DEADLINE_S, process.kill)
+    ends.start()
+    try:
+        process.stdin.write(b"the cat\n")
+        process.stdin.flush()
+        assert process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        told, errors = process.communicate(timeout=DEADLINE_S)  # No further turn.
+    finally:
+        ends.cancel()
+        process.kill()
+    assert (process.returncode, errors) == (0, b"")
+    assert told.endswith(b"\n") and len(told) < 4000
 
 
 def test_what_cannot_run(folder: Path) -> None:

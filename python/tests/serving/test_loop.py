@@ -219,3 +219,45 @@ def test_models_that_are_refused() -> None:
         **shape, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
     with pytest.raises(sluice.Unsupported, match="rope_type dynamic"):
         PackedModel(growing)
+
+
+def test_an_engine_without_room_lets_the_youngest_rest(make_loop: Callable[..., Loop],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [greedy(number, prompt_ids(20, number)) for number in (1, 2, 3)]
+    wants, loop = run(make_loop(), requests), make_loop()
+    plan = loop._engine.plan
+
+    def full(items: list, *others: object) -> int:
+        if len(items) > most:
+            raise sluice.OutOfCapacity("no page is left")
+        return plan(items, *others)
+
+    monkeypatch.setattr(loop._engine, "plan", full)
+    most = 2
+    told = run(loop, requests)
+    assert [told.tokens(each.number) for each in requests] == [wants.tokens(each.number) for each in requests]
+    assert loop.status().preemptions == 1 and loop.status().failed_forwards == 0
+    most = 0  # Nobody else is in its way.
+    assert "OutOfCapacity: no page is left" in run(loop, requests[:1]).last(1).error
+    assert loop.status().memory.far_pages_used == 0
+
+
+def test_logits_that_are_no_numbers_fail_their_request_alone(make_loop: Callable[..., Loop],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop()
+    wants = run(loop, [greedy(1, prompt_ids(20, 1))])
+    forward = loop._model.run
+
+    def broken(items: list, ids: list, kept: list) -> tuple:
+        number, logits = forward(items, ids, kept)
+        return number, torch.cat([logits[:-1], torch.full_like(logits[-1:], torch.nan)])
+
+    loop.submit(greedy(1, prompt_ids(20, 1)))
+    first = loop.step()
+    loop.submit(greedy(2, prompt_ids(21, 2)))
+    monkeypatch.setattr(loop._model, "run", broken)
+    events = loop.step()
+    assert [event.number for event in events] == [1, 2] and "not finite" in events[1].error and not events[0].error
+    monkeypatch.undo()
+    rest = run(loop, [])
+    assert [token.token for event in (*first, events[0], *rest.events[1]) for token in event.tokens] == wants.tokens(1)
