@@ -56,6 +56,8 @@ def add_commands(commands: Any) -> None:
     serve_command.add_argument("--queue", type=int, default=256,
                                help="answers that may wait; more are refused with 429 (%(default)s)")
     serve_command.add_argument("--api-key", help=f"that clients must have; or the environment's {KEY_VARIABLE}")
+    serve_command.add_argument("--silence", type=float, default=600, metavar="SECONDS", help="an engine that says "
+                               "nothing for as long, longer than a forward takes, is taken for lost (%(default)s)")
     serve_command.set_defaults(call=serve)
 
     run_command = commands.add_parser("run", help="goes on with a text")
@@ -131,7 +133,7 @@ def serve(arguments: argparse.Namespace) -> int:
     listener = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((arguments.host, arguments.port))  # An address that is taken is told before a model is loaded.
-    engine = EngineProcess(settings_of(arguments))
+    engine = EngineProcess(settings_of(arguments), silence_s=arguments.silence)
     engine.start()
     try:
         # Both take seconds, at the same time.

@@ -55,11 +55,12 @@ class EngineProcess:
     """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` belong
     to one event loop."""
 
-    def __init__(self, settings: Settings, start_timeout_s: float = 1800, silence_s: float = 120) -> None:
+    def __init__(self, settings: Settings, start_timeout_s: float = 1800, silence_s: float = 600) -> None:
         """`start_timeout_s`: to load the model. `silence_s`: a process that says nothing for as long, longer than a
         forward takes, is taken for lost."""
         self.settings, self._start_timeout_s, self._silence_s = settings, start_timeout_s, silence_s
         self._numbers = itertools.count(1)
+        self._outbox: queue.SimpleQueue[list[Request] | list[int] | None] = queue.SimpleQueue()
         self._queues: dict[int, asyncio.Queue[Event]] = {}
         self._lost: str | None = None
         self._closes: float | None = None
@@ -74,6 +75,7 @@ class EngineProcess:
         self._process = context.Process(target=_main, args=(theirs, self.settings), name="sluice-engine", daemon=True)
         self._process.start()
         theirs.close()  # Or its end would not be noticed.
+        threading.Thread(target=self._tell, name="sluice-requests", daemon=True).start()
 
     def ready(self) -> Ready:
         """Waits until the model is loaded.
@@ -97,8 +99,7 @@ class EngineProcess:
 
     def close(self, timeout_s: float = 10) -> None:
         """Ends the process."""
-        with contextlib.suppress(OSError):
-            self._connection.send(None)
+        self._outbox.put(None)
         self._process.join(timeout_s)
         for end in (self._process.terminate, self._process.kill):
             if self._process.is_alive():
@@ -129,13 +130,13 @@ class EngineProcess:
         @throws EngineLost"""
         return Answers(self, prompts, samplings)
 
-    def _send(self, message: object) -> None:
-        if self.lost is not None:
-            raise EngineLost(self.lost)
-        try:
-            self._connection.send(message)
-        except OSError:
-            raise EngineLost("the engine's process has ended") from None
+    def _tell(self) -> None:
+        """A thread, as a process that does not read stops who writes to it."""
+        message: object = ()
+        with contextlib.suppress(OSError):
+            while message is not None:
+                message = self._outbox.get()
+                self._connection.send(message)
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -174,7 +175,9 @@ class Answers:
                 first = first or requests[-1].number
         self._engine, self._news = engine, asyncio.Queue[Event]()
         self._numbers = {request.number: index for index, request in enumerate(requests)}
-        engine._send(requests)
+        if engine.lost is not None:
+            raise EngineLost(engine.lost)
+        engine._outbox.put(requests)
         engine._queues.update(dict.fromkeys(self._numbers, self._news))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
@@ -196,8 +199,7 @@ class Answers:
         """Gives up those that have not ended."""
         left = [number for number in self._numbers if self._engine._queues.pop(number, None)]
         if left:
-            with contextlib.suppress(EngineLost):
-                self._engine._send(left)
+            self._engine._outbox.put(left)
 
 
 def _main(connection: Connection, settings: Settings) -> None:

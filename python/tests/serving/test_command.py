@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from server import DEADLINE_S
 from sluice.serving.command import Progress, option, size
-from tiny import bare_model, expected, tokenizer
+from tiny import bare_model, expected, text_of, tokenizer
 
 ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", "cpu", "--option", "threads=1", "--option",
              "pin_threads=false", "--option", "answer_timeout_ms=30000", "--temperature", "0", "--max-tokens", "12")
@@ -23,11 +23,11 @@ def command(name: str, folder: Path, *arguments: str, typed: str = "") -> subpro
                           input=typed, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
-def text_of(prompt: str) -> str:
+def answer_to(prompt: str) -> str:
     ids = expected(bare_model("llama"), tokenizer().encode(prompt), 12)
     if 0 in ids:  # The model's end.
         ids = ids[: ids.index(0)]
-    return tokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text_of(ids)
 
 
 @pytest.mark.parametrize("how", ["prompt", "input"])
@@ -36,15 +36,15 @@ def test_run(folder: Path, how: str) -> None:
     given = {"prompt": ("--prompt", prompt), "input": ("--file", "-")}[how]
     done = command("run", folder, *given, typed=prompt)
     assert (done.returncode, done.stderr) == (0, "")  # Progress is for terminals.
-    assert done.stdout == text_of(prompt) + "\n"
+    assert done.stdout == answer_to(prompt) + "\n"
 
 
 def test_chat(folder: Path) -> None:
     done = command("chat", folder, "--system", "be brief", typed="the cat\n\na dog\n")
-    first = text_of("<|system|>be brief<|end|><|user|>the cat<|end|><|assistant|>")
+    first = answer_to("<|system|>be brief<|end|><|user|>the cat<|end|><|assistant|>")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(first + "\n")
-    second = text_of(f"<|system|>be brief<|end|><|user|>the cat<|end|><|assistant|>{first}<|end|><|user|>a dog<|end|>"
+    second = answer_to(f"<|system|>be brief<|end|><|user|>the cat<|end|><|assistant|>{first}<|end|><|user|>a dog<|end|>"
                      "<|assistant|>")
     assert done.stdout == f"{first}\n{second}\n"
 

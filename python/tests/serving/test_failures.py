@@ -41,6 +41,23 @@ def test_an_engine_that_dies(start: Callable[..., Server]) -> None:
     assert server.process.returncode in (0, -signal.SIGTERM)
 
 
+def test_an_engine_that_is_silent_for_a_while(start: Callable[..., Server]) -> None:
+    server = start("--silence", "5")
+    client, pid = server.client(), server.engine_pid
+    under_way = client.completions.create(prompt=prompt_ids(10), max_tokens=8000, stream=True, **GREEDY)
+    next(iter(under_way))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(openai.APIError, match="has said nothing for 5 s"):
+            list(under_way)
+        wait_until(lambda: server.get("/health").status_code == 503)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: server.get("/health").status_code == 200)
+    wait_until(lambda: server.memory() == 0)  # Nobody wants that answer any more.
+    assert client.completions.create(prompt="a", max_tokens=2, **GREEDY).usage.completion_tokens == 2
+
+
 def test_a_web_server_that_dies_takes_its_engine_along(start: Callable[..., Server]) -> None:
     server = start()
     pid = server.engine_pid

@@ -8,7 +8,7 @@ import pytest
 import sluice
 import torch
 from sluice.serving.loop import Loop
-from tiny import bare_model, expected, greedy, prompt_ids, run, tokenizer
+from tiny import bare_model, expected, greedy, prompt_ids, run, text_of
 
 LENGTHS = (1, 15, 16, 17, 40, 64, 65, 130)
 
@@ -58,6 +58,7 @@ def test_one_prompt_for_several_answers_is_read_once(make_loop: Callable[..., Lo
     requests += [greedy(number, prompt, seed=number, temperature=1.0, after=1) for number in (2, 3)]
     told = run(loop, requests)
     assert [told.last(number).cached for number in (1, 2, 3)] == [0, 96, 96]
+    assert told.order[:4] == [1, 1, 2, 3]  # They do not wait for its end.
     assert len({tuple(told.tokens(number)) for number in (1, 2, 3)}) == 3
     # The first is given up before it has read its prompt: the others do without.
     loop.submit(requests[0])
@@ -98,13 +99,18 @@ def test_ends_of_answers(make_loop: Callable[..., Loop]) -> None:
 def test_texts_that_end_answers_across_tokens(make_loop: Callable[..., Loop]) -> None:
     prompt, loop = prompt_ids(20), make_loop()
     free = run(loop, [greedy(1, prompt, 40)])
-    whole = tokenizer().decode(free.tokens(1), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    whole = text_of(free.tokens(1))
     assert free.text(1) == whole
     for first in range(len(whole) - 3):
         stop = whole[first : first + 3]
         told = run(loop, [greedy(first + 2, prompt, 40, stop=("never comes", stop))])
         assert told.text(first + 2) == whole[: whole.index(stop)]
         assert told.last(first + 2).finish == "stop"
+    # An answer that ends within a character, whose mark is a part of the text that ends it.
+    cut = next(at for at in range(1, 40) if text_of(free.tokens(1)[:at]).endswith("\ufffd"))
+    stop = text_of(free.tokens(1)[:cut])
+    told = run(loop, [greedy(98, prompt, cut, stop=(stop,))])
+    assert (told.text(98), told.last(98).finish) == ("", "stop")
     told = run(loop, [greedy(99, prompt, 40, stop=(whole[-4:] + "?",))])  # Held back, and told in the end.
     assert told.text(99) == whole and told.last(99).finish == "length"
 

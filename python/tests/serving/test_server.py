@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from server import DEADLINE_S, Server, wait_until
-from tiny import bare_model, expected, prompt_ids, tokenizer
+from tiny import bare_model, expected, prompt_ids, text_of, tokenizer
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
@@ -21,10 +21,6 @@ def strict(folder: Path) -> Iterator[Server]:
     """One answer at a time, one that waits, and a key."""
     with Server(folder, "--sequences", "1", "--queue", "1", SLUICE_API_KEY="secret") as server:
         yield server
-
-
-def text_of(ids: list[int]) -> str:
-    return tokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def test_completions_are_those_of_generate(shared: Server) -> None:

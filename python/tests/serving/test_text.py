@@ -5,18 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+import transformers
 from sluice.serving.text import Detokenizer, StopTexts
-from tiny import tokenizer
+from tiny import text_of, tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 TEXTS = ("the cat sat", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family", " leading", "a\ufffdb", "\ufffd", "")
 
 
-def decoded(ids: list[int]) -> str:
-    return tokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def pieces(ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer())
+def pieces(ids: list[int], of: transformers.PreTrainedTokenizerFast | None = None) -> list[str]:
+    detokenizer = Detokenizer(of or tokenizer())
     return [*(detokenizer.push(token) for token in ids), detokenizer.end()]
 
 
@@ -35,10 +33,17 @@ def test_bytes_that_are_no_text() -> None:
     for tokens in (1, 2, 3, 50):
         for _ in range(50):
             ids = [random.randrange(len(tokenizer())) for _ in range(tokens)]
-            assert "".join(pieces(ids)) == decoded(ids)
+            assert "".join(pieces(ids)) == text_of(ids)
     half = tokenizer().encode("é")[:1]
     assert pieces(half) == ["", "\ufffd"]
     assert pieces([0, 0]) == ["", "", ""]  # Special tokens are no text.
+
+
+def test_spaces_that_the_first_token_of_a_text_loses() -> None:
+    bare = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581cat": 1, "s": 2}, unk_token="s"))
+    bare.decoder = decoders.Metaspace()
+    assert pieces([0, 1, 2, 1], transformers.PreTrainedTokenizerFast(tokenizer_object=bare)) == [
+        "the", " cat", "s", " cat", ""]
 
 
 @pytest.mark.parametrize(("stops", "text", "want"), [

@@ -49,6 +49,11 @@ def expected(model: transformers.PreTrainedModel, prompt: Sequence[int], tokens:
     return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt):].tolist()
 
 
+def text_of(ids: list[int]) -> str:
+    """As the library decodes it."""
+    return tokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 def prompt_ids(tokens: int, seed: int = 1) -> list[int]:
     return torch.randint(4, 280, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -64,10 +69,12 @@ class Told:
 
     def __init__(self) -> None:
         self.events: dict[int, list[Event]] = {}
+        self.order: list[int] = []  #: whose events came
 
     def take(self, events: Sequence[Event]) -> None:
         for event in events:
             self.events.setdefault(event.number, []).append(event)
+            self.order.append(event.number)
 
     def tokens(self, number: int) -> list[int]:
         return [token.token for event in self.events[number] for token in event.tokens]
