@@ -11,7 +11,7 @@ import pytest
 from server import Server
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
-from tiny import bare_model, tokenizer
+from small import bare_model, tokenizer
 
 
 @pytest.fixture

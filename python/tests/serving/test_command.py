@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from server import DEADLINE_S
 from sluice.serving.command import Progress, option, size
-from tiny import bare_model, expected, text_of, tokenizer
+from small import bare_model, expected, text_of, tokenizer
 
 ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", "cpu", "--option", "threads=1", "--option",
              "pin_threads=false", "--option", "answer_timeout_ms=30000", "--temperature", "0", "--max-tokens", "12")

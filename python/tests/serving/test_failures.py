@@ -12,7 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 from server import DEADLINE_S, Server, wait_until
-from tiny import prompt_ids
+from small import prompt_ids
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 

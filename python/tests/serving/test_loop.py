@@ -8,7 +8,7 @@ import pytest
 import sluice
 import torch
 from sluice.serving.loop import Loop
-from tiny import bare_model, expected, greedy, prompt_ids, run, text_of
+from small import bare_model, expected, greedy, prompt_ids, run, text_of
 
 LENGTHS = (1, 15, 16, 17, 40, 64, 65, 130)
 

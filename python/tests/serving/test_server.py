@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from server import DEADLINE_S, Server, wait_until
-from tiny import bare_model, expected, prompt_ids, text_of, tokenizer
+from small import bare_model, expected, prompt_ids, text_of, tokenizer
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import transformers
 from sluice.serving.text import Detokenizer, StopTexts
-from tiny import text_of, tokenizer
+from small import text_of, tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 TEXTS = ("the cat sat", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family", " leading", "a\ufffdb", "\ufffd", "")
