@@ -8,8 +8,8 @@ import sys
 
 def command(*arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     """`python -m sluice`, in a Python without some modules."""
-    program = (f"import sys, runpy; sys.modules.update(dict.fromkeys({blocked!r})); sys.argv = ['sluice', *sys.argv[1:]]; "
-               "runpy.run_module('sluice', run_name='__main__')")
+    program = (f"import sys, runpy; sys.modules.update(dict.fromkeys({blocked!r})); "
+               "sys.argv = ['sluice', *sys.argv[1:]]; runpy.run_module('sluice', run_name='__main__')")
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -53,6 +54,11 @@ class Answering:
         if not getattr(self._tokenizer, "chat_template", None):
             raise Refused(400, "this model's tokenizer has no chat template; use /v1/completions", param="messages")
         messages = wants.texts()
+        # Templates have variables; the function's own arguments, such as another template, are not for clients.
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() & wants.chat_template_kwargs
+        if own:
+            raise Refused(400, f"chat_template_kwargs may not have {', '.join(sorted(own))}",
+                          param="chat_template_kwargs")
         try:
             ids = await self._read(lambda: self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False, **wants.chat_template_kwargs))
@@ -86,7 +92,8 @@ class Answering:
         for ids in prompts:
             if not ids:
                 raise Refused(400, "the prompt has no tokens; it must have one", param=param)
-            most = wants._most()
+            # What nobody asked for is cut where there is no room.
+            most = wants._most() if wants.model_fields_set & {"max_tokens", "max_completion_tokens"} else None
             if len(ids) + (most or 1) > limit and (len(ids) >= limit or most is not None):
                 asked = f", and {most} more are asked for" if most else ""
                 raise Refused(400, f"the prompt has {len(ids)} tokens{asked}; prompt and answer together may have "

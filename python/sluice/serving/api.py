@@ -30,9 +30,18 @@ def create_app(engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front
         await asyncio.get_running_loop().run_in_executor(None, engine.close)
 
     app = FastAPI(title="Sluice", lifespan=life)
-    app.add_exception_handler(Refused, lambda _, error: refusal(error))
-    app.add_exception_handler(EngineLost, lambda _, error: refusal(lost(error)))
-    app.add_exception_handler(RequestValidationError, lambda _, error: refusal(invalid(error)))
+
+    def refuse(error: Refused) -> JSONResponse:
+        if error.status < 500:  # Others have been counted as failed.
+            answering.metrics.requests.labels("refused").inc()
+        return JSONResponse(error.body, error.status, error.headers)
+
+    app.add_exception_handler(Refused, lambda _, error: refuse(error))
+    app.add_exception_handler(EngineLost, lambda _, error: refuse(lost(error)))
+    app.add_exception_handler(RequestValidationError, lambda _, error: refuse(invalid(error)))
+    # Which is logged, too.
+    app.add_exception_handler(Exception, lambda _, error: refuse(Refused(
+        500, f"a defect of the server: {type(error).__name__}", "server_error")))
 
     def key(request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -67,10 +76,6 @@ def create_app(engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front
 
     app.include_router(routes)
     return app
-
-
-def refusal(error: Refused) -> JSONResponse:
-    return JSONResponse(error.body, error.status, error.headers)
 
 
 def invalid(error: RequestValidationError) -> Refused:

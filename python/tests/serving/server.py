@@ -31,8 +31,8 @@ class Server:
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sluice", "serve", "--model", str(folder), "--policy", "full", "--host-bytes",
-             "8MiB", "--port", "0", "--device", "cpu", "--sequences", "8", "--prefill-rows", "64", "--option", "threads=1",
-             "--option", "pin_threads=false", "--option", "answer_timeout_ms=30000", *arguments],
+             "8MiB", "--port", "0", "--device", "cpu", "--sequences", "8", "--prefill-rows", "64",
+             "--option", "threads=1", "--option", "pin_threads=false", "--option", "answer_timeout_ms=30000", *arguments],
             stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
         self.said: list[str] = []
         self.url = ""
@@ -65,8 +65,9 @@ class Server:
         return httpx.get(self.url + path, timeout=DEADLINE_S)
 
     def metric(self, name: str) -> float:
+        """0 if there is none, as of what never happened."""
         lines = self.get("/metrics").text.splitlines()
-        return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " "))
+        return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " ")), 0.0)
 
     def memory(self) -> float:
         return self.metric('sluice_memory_bytes{kind="far_pages_used"}')

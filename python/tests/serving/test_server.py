@@ -106,7 +106,7 @@ def test_probabilities(shared: Server) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_gives_its_memory_back(shared: Server, stream: bool) -> None:
     wait_until(lambda: shared.memory() == 0)
-    before = shared.metric('sluice_requests_total{outcome="given_up"}') if stream else 0
+    before = shared.metric('sluice_requests_total{outcome="given_up"}')
     body = {"model": "tiny", "prompt": prompt_ids(100), "max_tokens": 7000, "ignore_eos": True, "stream": stream}
     with httpx.Client(timeout=DEADLINE_S if stream else 1.0) as client:
         try:
@@ -116,9 +116,9 @@ def test_a_client_that_goes_away_gives_its_memory_back(shared: Server, stream: b
                 wait_until(lambda: shared.metric("sluice_running") == 1)
         except httpx.ReadTimeout:
             assert not stream
-    wait_until(lambda: shared.memory() == 0)
+    wait_until(lambda: shared.metric('sluice_requests_total{outcome="given_up"}') == before + 1)
     wait_until(lambda: shared.metric("sluice_running") == 0)
-    assert shared.metric('sluice_requests_total{outcome="given_up"}') == before + 1
+    wait_until(lambda: shared.memory() == 0)
 
 
 @pytest.mark.parametrize(("change", "status", "words"), [
@@ -141,6 +141,7 @@ def test_requests_that_are_refused(shared: Server, change: dict, status: int, wo
     body = {"model": "tiny", **change}
     answer = httpx.post(f"{shared.url}/v1/completions", json=body, timeout=DEADLINE_S)
     assert answer.status_code == status
+    assert shared.metric('sluice_requests_total{outcome="refused"}') > 0
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error" and re.search(words, error["message"])
 
@@ -152,6 +153,7 @@ def test_requests_that_are_refused(shared: Server, change: dict, status: int, wo
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+    ({"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}}, "may not have chat_template"),
 ])
 def test_chats_that_are_refused(shared: Server, change: dict, words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words):
