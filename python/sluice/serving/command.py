@@ -84,6 +84,8 @@ def _add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
     add("--sequences", type=int, default=sequences, help="answers that are generated at once (%(default)s)")
     add("--prefill-rows", type=int, default=Settings.prefill_rows,
         help="tokens of prompts that go through the model at once (%(default)s)")
+    add("--slowdown", type=float, default=0, help="prompts that are read may let a forward take as many times as long "
+        "for the answers beside them; 0: they have all rows (%(default)s)")
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", default=Settings.dtype, choices=("auto", "float32", "float16", "bfloat16"),
         help="of the model (as it was saved)")
@@ -112,7 +114,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
             raise InvalidArgument(f"there is no option {name}; there are {', '.join(sorted(known))}")
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
-                    device=device, dtype=arguments.dtype, prefix=not arguments.no_prefix_cache,
+                    slowdown=arguments.slowdown, device=device, dtype=arguments.dtype, prefix=not arguments.no_prefix_cache,
                     options=dict(arguments.option))
 
 

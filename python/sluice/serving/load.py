@@ -30,7 +30,8 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     generation = model.generation_config
     ends = generation.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    loop = Loop(packed, load_tokenizer(settings.model), end_ids=ends, prefix=settings.prefix)
+    loop = Loop(packed, load_tokenizer(settings.model), end_ids=ends, prefix=settings.prefix,
+                slowdown=settings.slowdown)
     # Only what the model's makers wrote: others are the protocol's.
     told = generation.to_diff_dict()
     defaults = {name: told[name] for name in _DEFAULTS if told.get(name) is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,13 +35,15 @@ class Loop:
     A forward that fails is repeated once; if it fails again its requests end with the error, and others go on. What is
     told of a request has always passed `Engine.finish`."""
 
-    def __init__(self, model: PackedModel, tokenizer: Any, *, end_ids: Iterable[int] = (), prefix: bool = True) -> None:
-        """`end_ids`: tokens with which the model ends an answer. `prefix`: prompts begin with what is known of them."""
+    def __init__(self, model: PackedModel, tokenizer: Any, *, end_ids: Iterable[int] = (), prefix: bool = True,
+                 slowdown: float = 0) -> None:
+        """`end_ids`: tokens with which the model ends an answer. `prefix`: prompts begin with what is known of them.
+        `slowdown`: as AdmissionOptions has it."""
         self._model, self._engine, self._tokenizer = model, model.engine, tokenizer
         self._end_ids, self._prefix = frozenset(end_ids), prefix
         self._live: dict[int, _Live] = {}
         self._behind: dict[int, list[Request]] = {}  # Those that wait for another's prompt.
-        shares = AdmissionOptions.of(self._engine)
+        shares = dataclasses.replace(AdmissionOptions.of(self._engine), slowdown=slowdown)
         self._admission = Admission(shares)
         self._page_bytes = self._engine.memory().far_pages // shares.pages
         self._on_cpu = self._engine.options.cpu_sequences > 0
@@ -49,6 +52,7 @@ class Loop:
 
         self._events: list[Event] = []
         self._forwards = self._failed = self._preemptions = 0
+        self._took_s = 0.0  # The newest forward.
 
     def submit(self, request: Request) -> None:
         """@throws InvalidArgument if the prompt is empty or too long, or a token is none of the model's"""
@@ -140,7 +144,7 @@ class Loop:
             for item in items:
                 self._fail(self._live[item.request], error)
         else:
-            gone = self._admission.complete()
+            gone = self._admission.complete(self._took_s)
             for item, token in zip([item for item in items if item.output], chosen):
                 self._take(self._live[item.request], token, item.request in gone)
 
@@ -180,6 +184,7 @@ class Loop:
                 kept.append(len(ids) - 1)
                 rows.append(live.past)
         self._forwards += 1
+        began = time.monotonic()
         number, logits = self._model.run([PlanItem(self._live[item.request].sequence, item.tokens, item.prefill)
                                           for item in items], ids, kept)
         try:
@@ -187,7 +192,9 @@ class Loop:
         except BaseException:
             self._model.cancel(number)
             raise
-        return choose(logits, rows) if rows else []
+        chosen = choose(logits, rows) if rows else []
+        self._took_s = time.monotonic() - began
+        return chosen
 
     def _take(self, live: _Live, chosen: Chosen | None, gone: bool) -> None:
         """A new token of an answer. `gone`: admission has let go of the request."""

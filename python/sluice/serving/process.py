@@ -34,6 +34,7 @@ class Settings:
     prefill_rows: int = 2048  #: tokens of prompts in a forward
     device: str = "cpu"
     dtype: str = "auto"  #: of the model: "auto", "float32", "float16" or "bfloat16"
+    slowdown: float = 0  #: of answers beside prompts, as AdmissionOptions has it
     prefix: bool = True  #: prompts begin with what is known of them
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
 
@@ -52,8 +53,8 @@ class EngineLost(Error):
 
 
 class EngineProcess:
-    """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` belong
-    to one event loop."""
+    """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` and
+    `close_in` belong to one event loop."""
 
     def __init__(self, settings: Settings, start_timeout_s: float = 1800, silence_s: float = 600) -> None:
         """`start_timeout_s`: to load the model. `silence_s`: a process that says nothing for as long, longer than a

@@ -20,11 +20,11 @@ def make_loop() -> Iterator[Callable[..., Loop]]:
     models_made: list[PackedModel] = []
 
     def make(kind: str = "llama", policy: str = "full", prefix: bool = True, end_ids: Sequence[int] = (0,),
-             **options: object) -> Loop:
+             slowdown: float = 0, **options: object) -> Loop:
         models_made.append(PackedModel(copy.deepcopy(bare_model(kind)), policy, **{
             "host_bytes": 8 << 20, "context": 256, "threads": 1, "pin_threads": False, "answer_timeout_ms": 30_000,
             "sequences": 8, "prefill_rows": 64, **options}))
-        return Loop(models_made[-1], tokenizer(), end_ids=end_ids, prefix=prefix)
+        return Loop(models_made[-1], tokenizer(), end_ids=end_ids, prefix=prefix, slowdown=slowdown)
 
     yield make
     for model in models_made:

@@ -32,7 +32,8 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sluice", "serve", "--model", str(folder), "--policy", "full", "--host-bytes",
              "8MiB", "--port", "0", "--device", "cpu", "--sequences", "8", "--prefill-rows", "64",
-             "--option", "threads=1", "--option", "pin_threads=false", "--option", "answer_timeout_ms=30000", *arguments],
+             "--option", "threads=1", "--option", "pin_threads=false", "--option", "answer_timeout_ms=30000",
+             *arguments],
             stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
         self.said: list[str] = []
         self.url = ""
