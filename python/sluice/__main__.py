@@ -1,13 +1,16 @@
-"""python -m sluice doctor"""
+"""python -m sluice doctor, serve, run or chat"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import platform
+import sys
 
 from sluice import _structs as structs
 from sluice._library import library
+from sluice.errors import Error
+from sluice.serving.command import add_commands
 
 
 def _package(name: str) -> str:
@@ -20,7 +23,7 @@ def _package(name: str) -> str:
 def doctor() -> int:
     """Prints what there is; 1 if the library cannot be loaded."""
     print(f"python        {platform.python_version()}")
-    for name in ("numpy", "torch", "transformers"):
+    for name in ("numpy", "torch", "transformers", "fastapi"):
         print(f"{name:13} {_package(name)}")
     try:
         found = library()
@@ -37,9 +40,20 @@ def doctor() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m sluice", description="Sluice for Python.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="what this machine has: versions, the library's path, GPUs")
-    parser.parse_args()
-    return doctor()
+    commands.add_parser("doctor", help="what this machine has: versions, the library's path, GPUs").set_defaults(
+        call=lambda _: doctor())
+    add_commands(commands)
+    arguments = parser.parse_args()
+    try:
+        return arguments.call(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except (Error, OSError) as error:
+        print(f"sluice: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"sluice: {error}; pip install 'sluice[serve]' has what this command needs", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

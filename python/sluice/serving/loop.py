@@ -1,0 +1,248 @@
+"""Continuous batching: in every forward each sequence decodes a token or reads a part of its prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from sluice.admission import Admission, AdmissionOptions, TurnItem
+from sluice.errors import Error, InternalError, InvalidArgument, OutOfCapacity
+from sluice.options import PlanItem
+from sluice.serving.model import PackedModel
+from sluice.serving.requests import Chosen, Event, Request, Status
+from sluice.serving.sampling import Past, choose
+from sluice.serving.text import Detokenizer, StopTexts
+
+
+class _Live:
+    """A request that has not ended."""
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self.request = request
+        self.ids = list(request.prompt)  # And the answer's.
+        self.past = Past(request.sampling, request.prompt)
+        self.sequence: int | None = None
+        self.cached: int | None = None
+        self.detokenizer, self.stops = Detokenizer(tokenizer), StopTexts(request.sampling.stop)
+        self.untold: list[Chosen] = []  # Tokens whose text is held back.
+
+
+class Loop:
+    """Serves requests with one model. One thread calls it; `step` runs one forward.
+
+    A forward that fails is repeated once; if it fails again its requests end with the error, and others go on. What is
+    told of a request has always passed `Engine.finish`."""
+
+    def __init__(self, model: PackedModel, tokenizer: Any, *, end_ids: Iterable[int] = (), prefix: bool = True,
+                 slowdown: float = 0) -> None:
+        """`end_ids`: tokens with which the model ends an answer. `prefix`: prompts begin with what is known of them.
+        `slowdown`: as AdmissionOptions has it."""
+        self._model, self._engine, self._tokenizer = model, model.engine, tokenizer
+        self._end_ids, self._prefix = frozenset(end_ids), prefix
+        self._live: dict[int, _Live] = {}
+        self._behind: dict[int, list[Request]] = {}  # Those that wait for another's prompt.
+        shares = dataclasses.replace(AdmissionOptions.of(self._engine), slowdown=slowdown)
+        self._admission = Admission(shares)
+        self._page_bytes = self._engine.memory().far_pages // shares.pages
+        self._on_cpu = self._engine.options.cpu_sequences > 0
+        self.limit: int = min(model.context, self._admission.options.max_tokens)
+        """Tokens of prompt and answer together, at most."""
+
+        self._events: list[Event] = []
+        self._forwards = self._failed = self._preemptions = 0
+        self._took_s = 0.0  # The newest forward.
+
+    def submit(self, request: Request) -> None:
+        """@throws InvalidArgument if the prompt is empty or too long, or a token is none of the model's"""
+        if not request.prompt:
+            raise InvalidArgument("the prompt has no tokens; it must have one")
+        strange = [token for token in (*request.prompt, *request.sampling.logit_bias)
+                   if not 0 <= token < self._model.vocabulary]
+        if strange:
+            raise InvalidArgument(f"token {strange[0]} is none of the model's, which are in [0, "
+                                  f"{self._model.vocabulary - 1}]")
+        if len(request.prompt) >= self.limit:
+            raise InvalidArgument(f"the prompt has {len(request.prompt)} tokens, and prompt and answer together may "
+                                  f"have {self.limit}; shorten it")
+        leader = self._live.get(request.after)
+        if leader is not None and leader.past.answered == 0 and self._prefix:
+            self._behind.setdefault(request.after, []).append(request)
+            return
+        self._live[request.number] = live = _Live(request, self._tokenizer)
+        room = self.limit - len(live.ids)
+        self._admission.submit(request.number, len(live.ids), min(request.sampling.max_tokens or room, room),
+                               self._on_cpu)
+
+    def abort(self, number: int) -> None:
+        """Ends a request, whose memory is free when this returns. There are no more events of it."""
+        live = self._live.get(number)
+        if live is not None:
+            self._admission.end(number)
+            self._drop(live)
+        for waiting in self._behind.values():
+            waiting[:] = [request for request in waiting if request.number != number]
+
+    @property
+    def idle(self) -> bool:
+        return not self._live
+
+    def progress(self, number: int) -> tuple[int, int]:
+        """Tokens of a request's prompt that have been read, and all."""
+        live = self._live.get(number)
+        if live is None or live.sequence is None:
+            return 0, 0 if live is None else len(live.request.prompt)
+        whole = len(live.request.prompt)
+        return min(self._engine.tokens(live.sequence), whole), whole
+
+    def status(self) -> Status:
+        running = sum(live.sequence is not None for live in self._live.values())
+        waiting = len(self._live) - running + sum(map(len, self._behind.values()))
+        return Status(running, waiting, self._forwards, self._failed, self._preemptions, self._engine.memory(),
+                      dataclasses.asdict(self._engine.stats()))
+
+    def step(self) -> list[Event]:
+        """Runs a forward, if there is something to do, and tells what came of it."""
+        changes = self._admission.admit(self._engine.memory().far_pages_used // self._page_bytes)
+        for number in changes.preempt:
+            self._rest(self._live[number])
+        for number in changes.admit:
+            self._begin(self._live[number])
+        items = self._admission.next()
+        if items:
+            self._turn(items)
+        events, self._events = self._events, []
+        return events
+
+    def _begin(self, live: _Live) -> None:
+        try:
+            live.sequence = self._engine.begin(self._model.policy, live.ids if self._prefix else None)
+        except Error as error:
+            self._fail(live, error)
+            return
+        found = self._engine.tokens(live.sequence)
+        if found:
+            self._admission.begun(live.request.number, found)
+        if live.cached is None:
+            live.cached = found
+
+    def _rest(self, live: _Live) -> None:
+        """Gives a sequence's memory back. It begins again with all tokens it has, as a prompt."""
+        self._preemptions += 1
+        self._engine.end(live.sequence)
+        live.sequence = None
+
+    def _turn(self, items: list[TurnItem]) -> None:
+        try:
+            chosen = self._twice(items)
+        except OutOfCapacity as error:
+            self._admission.fail()
+            self._make_room(error)
+        except Exception as error:  # Models are others' code, and raise what they like.
+            self._admission.fail()
+            for item in items:
+                self._fail(self._live[item.request], error)
+        else:
+            gone = self._admission.complete(self._took_s)
+            for item, token in zip([item for item in items if item.output], chosen):
+                self._take(self._live[item.request], token, item.request in gone)
+
+    def _twice(self, items: list[TurnItem]) -> list[Chosen | None]:
+        try:
+            return self._forward(items)
+        except OutOfCapacity:
+            raise
+        except Exception:
+            self._failed += 1
+        try:
+            return self._forward(items)
+        except Exception:
+            self._failed += 1
+            raise
+
+    def _make_room(self, error: OutOfCapacity) -> None:
+        """The engine has no room for a forward, whatever admission counted."""
+        running = self._admission.running()
+        if len(running) == 1:
+            self._fail(self._live[running[0]], error)
+            return
+        for number in self._admission.preempt(running[-1]):
+            self._rest(self._live[number])
+
+    def _forward(self, items: list[TurnItem]) -> list[Chosen | None]:
+        """The tokens that come next where an item has an output."""
+        engine, ids, kept, rows = self._engine, [], [], []
+        for item in items:
+            live = self._live[item.request]
+            new = live.ids[item.first : item.first + item.tokens]
+            if self._prefix:
+                # Names of a prompt again, too: a forward that failed has taken them along.
+                engine.name_tokens(live.sequence, item.first, new)
+            ids.extend(new)
+            if item.output:
+                kept.append(len(ids) - 1)
+                rows.append(live.past)
+        self._forwards += 1
+        began = time.monotonic()
+        number, logits = self._model.run([PlanItem(self._live[item.request].sequence, item.tokens, item.prefill)
+                                          for item in items], ids, kept)
+        try:
+            engine.finish(number)
+        except BaseException:
+            self._model.cancel(number)
+            raise
+        chosen = choose(logits, rows) if rows else []
+        self._took_s = time.monotonic() - began
+        return chosen
+
+    def _take(self, live: _Live, chosen: Chosen | None, gone: bool) -> None:
+        """A new token of an answer. `gone`: admission has let go of the request."""
+        if chosen is None:
+            self._fail(live, InternalError("the model's logits are not finite numbers"), gone)
+            return
+        wants, number = live.request.sampling, live.request.number
+        live.ids.append(chosen.token)
+        live.past.add(chosen.token)
+        if live.past.answered == 1:
+            self._follow(number)
+        ends = chosen.token in wants.stop_ids or (chosen.token in self._end_ids and not wants.ignore_eos)
+        text, finish = "", "stop" if ends else None
+        if not ends:
+            live.untold.append(chosen)
+            text = live.stops.push(live.detokenizer.push(chosen.token))
+            if live.stops.found:
+                finish = "stop"
+            elif live.past.answered == wants.max_tokens or len(live.ids) >= self.limit:
+                finish = "length"
+        if finish is not None and not live.stops.found:
+            text += live.stops.push(live.detokenizer.end())
+            finish = "stop" if live.stops.found else finish
+            text += live.stops.end()
+        tokens: tuple[Chosen, ...] = ()
+        if text or finish:
+            tokens, live.untold = tuple(live.untold), []
+        self._events.append(Event(number, text, tokens, live.past.answered, live.cached, finish))
+        if finish and not gone:
+            self._admission.end(number)
+        if finish:
+            self._drop(live)
+
+    def _fail(self, live: _Live, error: Exception, gone: bool = False) -> None:
+        number = live.request.number
+        self._events.append(Event(number, count=live.past.answered, error=f"{type(error).__name__}: {error}"))
+        if not gone:
+            self._admission.end(number)
+        self._drop(live)
+
+    def _drop(self, live: _Live) -> None:
+        number = live.request.number
+        del self._live[number]
+        if live.sequence is not None:
+            self._engine.end(live.sequence)
+        self._follow(number)
+
+    def _follow(self, number: int) -> None:
+        """Those that waited for this request's prompt come."""
+        for request in self._behind.pop(number, []):
+            self.submit(request)

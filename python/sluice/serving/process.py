@@ -1,0 +1,263 @@
+"""The engine in a process of its own: the web server answers while a forward runs, and lives if the engine does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import queue
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sluice.errors import Error
+from sluice.serving.requests import Event, Request, Sampling, Status
+
+_BEAT_S = 1.0  # The process says something as often, if it is not in a forward,
+_STATUS_S = 0.1  # and of itself, if it is busy.
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a model and its engine."""
+
+    model: str  #: a folder, or a name that transformers knows
+    policy: str = "sluice"
+    host_bytes: int = 8 << 30
+    context: int | None = None  #: tokens of prompt and answer together, at most; None: the model's
+    sequences: int = 16  #: requests that run at once
+    prefill_rows: int = 2048  #: tokens of prompts in a forward
+    device: str = "cpu"
+    dtype: str = "auto"  #: of the model: "auto", "float32", "float16" or "bfloat16"
+    slowdown: float = 0  #: of answers beside prompts, as AdmissionOptions has it
+    prefix: bool = True  #: prompts begin with what is known of them
+    options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the process has loaded."""
+
+    limit: int  #: tokens of prompt and answer together
+    defaults: dict[str, Any]  #: sampling, as the model's generation_config has it
+    vocabulary: int
+
+
+class EngineLost(Error):
+    """The engine's process has ended, or does not answer."""
+
+
+class EngineProcess:
+    """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` and
+    `close_in` belong to one event loop."""
+
+    def __init__(self, settings: Settings, start_timeout_s: float = 1800, silence_s: float = 600) -> None:
+        """`start_timeout_s`: to load the model. `silence_s`: a process that says nothing for as long, longer than a
+        forward takes, is taken for lost."""
+        self.settings, self._start_timeout_s, self._silence_s = settings, start_timeout_s, silence_s
+        self._numbers = itertools.count(1)
+        self._outbox: queue.SimpleQueue[list[Request] | list[int] | None] = queue.SimpleQueue()
+        self._queues: dict[int, asyncio.Queue[Event]] = {}
+        self._lost: str | None = None
+        self._closes: float | None = None
+        self._heard = time.monotonic()
+        self.status = Status()
+        """The newest that it told."""
+
+    def start(self) -> None:
+        """Begins to load the model."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(theirs, self.settings), name="sluice-engine", daemon=True)
+        self._process.start()
+        theirs.close()  # Or its end would not be noticed.
+        threading.Thread(target=self._tell, name="sluice-requests", daemon=True).start()
+
+    def ready(self) -> Ready:
+        """Waits until the model is loaded.
+        @throws EngineLost with the reason if it cannot be served"""
+        try:
+            if not self._connection.poll(self._start_timeout_s):
+                raise EngineLost(f"the model was not loaded within {self._start_timeout_s:g} s")
+            said = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(5)
+            raise EngineLost(self._exit()) from None
+        if isinstance(said, str):
+            raise EngineLost(said)
+        self._heard = time.monotonic()
+        return said
+
+    def listen(self) -> None:
+        """Called once, by the event loop that answers are for."""
+        threading.Thread(target=self._listen, args=(asyncio.get_running_loop(),), name="sluice-events",
+                         daemon=True).start()
+
+    def close(self, timeout_s: float = 10) -> None:
+        """Ends the process."""
+        self._outbox.put(None)
+        self._process.join(timeout_s)
+        for end in (self._process.terminate, self._process.kill):
+            if self._process.is_alive():
+                end()
+                self._process.join(timeout_s)
+
+    @property
+    def lost(self) -> str | None:
+        """Why there are no more answers; None if there are."""
+        now = time.monotonic()
+        if self._closes is not None and now > self._closes:
+            return "the server is being shut down"
+        if self._lost is None and now - self._heard > self._silence_s:
+            return f"the engine has said nothing for {self._silence_s:g} s"
+        return self._lost
+
+    def close_in(self, seconds: float) -> None:
+        """Answers that have not ended by then end with an error."""
+        self._closes = time.monotonic() + seconds
+
+    @property
+    def outstanding(self) -> int:
+        """Answers that have not ended."""
+        return len(self._queues)
+
+    def answer(self, prompts: Sequence[list[int]], samplings: Sequence[Sequence[Sampling]]) -> Answers:
+        """Begins answers to prompts, for each as many as there are samplings.
+        @throws EngineLost"""
+        return Answers(self, prompts, samplings)
+
+    def _tell(self) -> None:
+        """A thread, as a process that does not read stops who writes to it."""
+        message: object = ()
+        with contextlib.suppress(OSError):
+            while message is not None:
+                message = self._outbox.get()
+                self._connection.send(message)
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(self._take, *self._connection.recv())
+        except (EOFError, OSError):
+            self._process.join(5)
+        except RuntimeError:
+            return  # The event loop is closed.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._lose)
+
+    def _take(self, events: list[Event], status: Status | None) -> None:
+        self._heard, self.status = time.monotonic(), status or self.status
+        for event in events:
+            if event.number in self._queues:
+                self._queues[event.number].put_nowait(event)
+
+    def _lose(self) -> None:
+        self._lost = self._exit()
+
+    def _exit(self) -> str:
+        return f"the engine's process has ended with exit code {self._process.exitcode}"
+
+
+class Answers:
+    """Answers that an engine gives. Events have the numbers of answers in order: the first prompt's come first."""
+
+    def __init__(self, engine: EngineProcess, prompts: Sequence[list[int]],
+                 samplings: Sequence[Sequence[Sampling]]) -> None:
+        requests: list[Request] = []
+        for prompt, wants in zip(prompts, samplings):
+            first = None
+            for sampling in wants:
+                requests.append(Request(next(engine._numbers), prompt, sampling, first))
+                first = first or requests[-1].number
+        self._engine, self._news = engine, asyncio.Queue[Event]()
+        self._numbers = {request.number: index for index, request in enumerate(requests)}
+        if engine.lost is not None:
+            raise EngineLost(engine.lost)
+        engine._outbox.put(requests)
+        engine._queues.update(dict.fromkeys(self._numbers, self._news))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """@throws EngineLost"""
+        left = len(self._numbers)
+        while left:
+            if self._engine.lost is not None and self._news.empty():
+                raise EngineLost(self._engine.lost)
+            try:
+                event = await asyncio.wait_for(self._news.get(), _BEAT_S)
+            except asyncio.TimeoutError:
+                continue
+            if event.finish or event.error:
+                left -= 1
+                self._engine._queues.pop(event.number, None)
+            yield self._numbers[event.number], event
+
+    def close(self) -> None:
+        """Gives up those that have not ended."""
+        left = [number for number in self._numbers if self._engine._queues.pop(number, None)]
+        if left:
+            self._engine._outbox.put(left)
+
+
+def _main(connection: Connection, settings: Settings) -> None:
+    """The process. Lists of requests come in, lists of numbers to give up, and None or the pipe's end to end it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal it is meant for the web server, which ends this one.
+    from sluice.serving.load import load_loop  # Takes seconds, and is of no use to the other side.
+
+    try:
+        loop, ready = load_loop(settings)
+    except Exception as error:  # Whatever transformers raises: it is told, and that is all.
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    connection.send(ready)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    told = 0.0
+    while True:
+        events: list[Event] = []
+        for message in _messages(inbox, wait=loop.idle):
+            if message is None:
+                return
+            for each in message:
+                events.extend(_apply(loop, each))
+        events.extend(loop.step())
+        if loop.idle or time.monotonic() - told > _STATUS_S:
+            status, told = loop.status(), time.monotonic()
+        else:
+            status = None
+        try:
+            connection.send((events, status))
+        except OSError:
+            return
+
+
+def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            inbox.put(connection.recv())
+    inbox.put(None)
+
+
+def _messages(inbox: queue.SimpleQueue[Any], wait: bool) -> list[Any]:
+    messages = []
+    with contextlib.suppress(queue.Empty):
+        if wait:
+            messages.append(inbox.get(timeout=_BEAT_S))
+        while True:
+            messages.append(inbox.get_nowait())
+    return messages
+
+
+def _apply(loop: Any, message: Request | int) -> list[Event]:
+    if isinstance(message, int):
+        loop.abort(message)
+        return []
+    try:
+        loop.submit(message)
+    except Error as error:
+        return [Event(message.number, error=str(error))]
+    return []

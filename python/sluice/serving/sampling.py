@@ -1,0 +1,105 @@
+"""How tokens are chosen from logits. What a request draws depends on its seed and on how many tokens it has alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from sluice.serving.requests import Chosen, Sampling
+
+class Past:
+    """What the next token of a request depends on besides logits."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self.sampling, self.answered = sampling, 0
+        self.counts: Counter[int] = Counter()  #: of the answer's tokens
+        self.seen = set(prompt) if sampling.repetition_penalty != 1 else set()
+
+    def add(self, token: int) -> None:
+        self.answered += 1
+        if self.sampling.shapes:
+            self.counts[token] += 1
+            self.seen.add(token)
+
+
+def choose(logits: torch.Tensor, rows: Sequence[Past]) -> list[Chosen | None]:
+    """The next token of each row of logits [rows, vocabulary], f32; None where these are no finite numbers."""
+    shaped = logits
+    if any(row.sampling.shapes for row in rows):
+        shaped = logits.clone()
+        for at, row in enumerate(rows):
+            if row.sampling.shapes:
+                _shape(shaped[at], row)
+    tokens = shaped.argmax(-1)
+    # Rows that need no order are apart, always: what a row draws must not depend on the others.
+    for ordered in (False, True):
+        group = [at for at, row in enumerate(rows) if row.sampling.temperature > 0
+                 and ordered == (row.sampling.top_p < 1 or row.sampling.top_k > 0)]
+        if group:
+            tokens[group] = _draw(shaped[group], [rows[at] for at in group], ordered)
+    told = _tell(logits, tokens, rows)
+    return [each if finite else None for each, finite in zip(told, logits.isfinite().all(-1).tolist())]
+
+
+def _shape(logits: torch.Tensor, row: Past) -> None:
+    """Penalties and biases on one row's logits [vocabulary], in place."""
+    wants = row.sampling
+
+    def index(ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.long, device=logits.device)
+
+    if wants.repetition_penalty != 1:
+        there = index(sorted(row.seen))
+        old = logits[there]
+        logits[there] = torch.where(old > 0, old / wants.repetition_penalty, old * wants.repetition_penalty)
+    counts = row.counts
+    if counts and (wants.presence_penalty or wants.frequency_penalty):
+        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+        logits[index(list(counts))] -= wants.presence_penalty + wants.frequency_penalty * times
+    if wants.logit_bias:
+        biases = torch.tensor(list(wants.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        logits[index(list(wants.logit_bias))] += biases
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[Past], ordered: bool) -> torch.Tensor:
+    """Tokens [rows] by the inverse of the distribution's sum."""
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    scaled = logits / column([row.sampling.temperature for row in rows])
+    order = None
+    if ordered:
+        scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+    shares = scaled.softmax(-1)
+    if ordered:
+        most = column([row.sampling.top_k or logits.shape[-1] for row in rows])
+        shares[torch.arange(logits.shape[-1], device=logits.device) >= most] = 0
+        before = shares.cumsum(-1) - shares
+        shares[before >= column([row.sampling.top_p for row in rows]) * shares.sum(-1, keepdim=True)] = 0
+    total = shares.cumsum(-1)
+    at = (total <= column([_uniform(row) for row in rows]) * total[:, -1:]).sum(-1, keepdim=True)
+    at = at.clamp(max=logits.shape[-1] - 1)
+    return (at if order is None else order.gather(-1, at))[:, 0]
+
+
+def _uniform(row: Past) -> float:
+    """In [0, 1), from seed and position: the same again when a forward is repeated."""
+    text = f"{row.sampling.seed} {row.answered}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2.0**64 * (1 - 2.0**-52)
+
+
+def _tell(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[Past]) -> list[Chosen]:
+    asked = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
+    chosen = [Chosen(token) for token in tokens.tolist()]
+    if asked:
+        logs = logits[asked].log_softmax(-1)
+        own = logs.gather(-1, tokens[asked][:, None])[:, 0].tolist()
+        most = min(max(rows[at].sampling.logprobs for at in asked), logits.shape[-1])
+        values, ids = (each.tolist() for each in logs.topk(most, dim=-1)) if most else ([[]] * len(asked),) * 2
+        for place, at in enumerate(asked):
+            count = rows[at].sampling.logprobs
+            chosen[at] = Chosen(chosen[at].token, own[place], tuple(zip(ids[place][:count], values[place][:count])))
+    return chosen

@@ -1,0 +1,98 @@
+"""Tiny models of random weights, a tokenizer of bytes, and what the library's own generate() says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import transformers
+from sluice.serving.loop import Loop
+from sluice.serving.requests import Event, Request, Sampling
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END = "<|end|>"
+TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192,
+         # Weights so large that attention is anything but even.
+         "initializer_range": 0.3}
+
+
+@functools.cache
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Of all bytes, and a few words."""
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    bare.train_from_iterator(["the cat sat on the mat and the dog ran"] * 9, trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END, "<|user|>", "<|assistant|>", "<|system|>"]))
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token=END)
+    made.chat_template = TEMPLATE
+    return made
+
+
+@functools.cache
+def bare_model(kind: str) -> transformers.PreTrainedModel:
+    torch.manual_seed({"llama": 3, "qwen3": 4}[kind])
+    name = kind.capitalize()
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=len(tokenizer()), bos_token_id=None, eos_token_id=0, pad_token_id=0, **SHAPE)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def expected(model: transformers.PreTrainedModel, prompt: Sequence[int], tokens: int) -> list[int]:
+    """The library's own greedy answer, which nothing ends."""
+    config = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
+    return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt):].tolist()
+
+
+def text_of(ids: list[int]) -> str:
+    """As the library decodes it."""
+    return tokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def prompt_ids(tokens: int, seed: int = 1) -> list[int]:
+    return torch.randint(4, 280, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def greedy(number: int, prompt: Sequence[int], tokens: int = 12, **options: object) -> Request:
+    after = options.pop("after", None)
+    return Request(number, list(prompt), Sampling(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True,
+                                                     **options}), after)
+
+
+class Told:
+    """What came of requests."""
+
+    def __init__(self) -> None:
+        self.events: dict[int, list[Event]] = {}
+        self.order: list[int] = []  #: whose events came
+
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.events.setdefault(event.number, []).append(event)
+            self.order.append(event.number)
+
+    def tokens(self, number: int) -> list[int]:
+        return [token.token for event in self.events[number] for token in event.tokens]
+
+    def text(self, number: int) -> str:
+        return "".join(event.text for event in self.events[number])
+
+    def last(self, number: int) -> Event:
+        return self.events[number][-1]
+
+
+def run(loop: Loop, requests: Sequence[Request], steps: int = 2000) -> Told:
+    """All of them at once, until the last one ends."""
+    told = Told()
+    for request in requests:
+        loop.submit(request)
+    while not loop.idle:
+        told.take(loop.step())
+        steps -= 1
+        assert steps, "requests do not end"
+    return told

@@ -1,0 +1,101 @@
+"""The commands run and chat."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from server import DEADLINE_S
+from sluice.serving.command import Progress, option, size
+from small import bare_model, expected, text_of, tokenizer
+
+ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", "cpu", "--option", "threads=1", "--option",
+             "pin_threads=false", "--option", "answer_timeout_ms=30000", "--temperature", "0", "--max-tokens", "12")
+
+
+def command(name: str, folder: Path, *arguments: str, typed: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "sluice", name, "--model", str(folder), *ARGUMENTS, *arguments],
+                          input=typed, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def answer_to(prompt: str) -> str:
+    ids = expected(bare_model("llama"), tokenizer().encode(prompt), 12)
+    if 0 in ids:  # The model's end.
+        ids = ids[: ids.index(0)]
+    return text_of(ids)
+
+
+@pytest.mark.parametrize("how", ["prompt", "input"])
+def test_run(folder: Path, how: str) -> None:
+    prompt = "the cat sat on the mat " * 20
+    given = {"prompt": ("--prompt", prompt), "input": ("--file", "-")}[how]
+    done = command("run", folder, *given, typed=prompt)
+    assert (done.returncode, done.stderr) == (0, "")  # Progress is for terminals.
+    assert done.stdout == answer_to(prompt) + "\n"
+
+
+def test_chat(folder: Path) -> None:
+    done = command("chat", folder, "--system", "be brief", typed="the cat\n\na dog\n")
+    first = answer_to("<|system|>be brief<|end|><|user|>the cat<|end|><|assistant|>")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(first + "\n")
+    second = answer_to(f"<|system|>be brief<|end|><|user|>the cat<|end|><|assistant|>{first}<|end|><|user|>a dog<|end|>"
+                     "<|assistant|>")
+    assert done.stdout == f"{first}\n{second}\n"
+
+
+def test_an_answer_that_is_interrupted(folder: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "sluice", "chat", "--model", str(folder), *ARGUMENTS,
+                                "--max-tokens", "8000"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    ends = threading.Timer(DEADLINE_S, process.kill)
+    ends.start()
+    try:
+        process.stdin.write(b"the cat\n")
+        process.stdin.flush()
+        assert process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        told, errors = process.communicate(timeout=DEADLINE_S)  # No further turn.
+    finally:
+        ends.cancel()
+        process.kill()
+    assert (process.returncode, errors) == (0, b"")
+    assert told.endswith(b"\n") and len(told) < 4000
+
+
+def test_what_cannot_run(folder: Path) -> None:
+    done = command("run", folder, "--prompt", "a", "--option", "bogus=1")
+    assert done.returncode == 1 and "there is no option bogus" in done.stderr
+    done = command("run", folder, "--file", "/nonexistent")
+    assert done.returncode == 1 and "/nonexistent" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_progress_of_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    clock, screen = [100.0], Terminal()
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("sys.stderr", screen)
+    progress = Progress()
+    for seconds, done in ((5, 2000), (10, 4000), (10, 6000)):
+        clock[0] += seconds
+        progress.tell(done, 20_000)
+    progress.clear()
+    told = screen.getvalue().split("\r")
+    assert "2,000 of 20,000 tokens\033" in told[1] and "4,000 of 20,000 tokens, 1:20 left" in told[2]
+    assert "1:10 left" in told[3] and told[4] == "\033[K"
+
+
+def test_arguments() -> None:
+    assert [size(text) for text in ("8GiB", "8G", "512M", "1.5k", "7")] == [8 << 30, 8 << 30, 512 << 20, 1536, 7]
+    assert [option(text) for text in ("a=1", "a=true", "a=f32")] == [("a", 1), ("a", True), ("a", "f32")]
+    for call, text in ((size, "8 apples"), (size, ""), (option, "a"), (option, "=1")):
+        with pytest.raises(Exception, match="is no size|is not NAME=VALUE"):
+            call(text)

@@ -1,0 +1,75 @@
+"""Tokens are drawn as often as their probabilities say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sluice.serving.requests import Sampling
+from sluice.serving.sampling import Past, choose
+
+LOGITS = torch.tensor([2.0, -1.0, 3.0, 0.0, 1.0, 2.5])
+DRAWS = 4000
+
+
+def shares(by: str, **options: object) -> torch.Tensor:
+    """How often each token is drawn, by one request at many positions, or by requests with many seeds."""
+    if by == "seed":
+        rows = [Past(Sampling(seed=seed, **options), []) for seed in range(DRAWS)]
+        tokens = [chosen.token for chosen in choose(LOGITS.repeat(DRAWS, 1), rows)]
+    else:
+        row, tokens = Past(Sampling(**options), []), []
+        for _ in range(DRAWS):
+            tokens.append(choose(LOGITS[None], [row])[0].token)
+            row.answered += 1
+    return torch.bincount(torch.tensor(tokens), minlength=6) / DRAWS
+
+
+@pytest.mark.parametrize("by", ["seed", "position"])
+@pytest.mark.parametrize(("options", "scale", "kept"), [
+    ({}, 1, [0, 1, 2, 3, 4, 5]),
+    ({"temperature": 2.0}, 2, [0, 1, 2, 3, 4, 5]),
+    ({"top_k": 2}, 1, [2, 5]),
+    # 0.44, 0.27, 0.16, 0.06 of the largest.
+    ({"top_p": 0.75}, 1, [2, 5, 0]),
+    ({"top_p": 0.70}, 1, [2, 5]),
+    ({"top_k": 3, "top_p": 0.85}, 1, [2, 5, 0]),
+    ({"top_p": 0.01}, 1, [2]),
+])
+def test_frequencies(by: str, options: dict, scale: float, kept: list[int]) -> None:
+    want = torch.zeros(6)
+    want[kept] = (LOGITS[kept] / scale).softmax(0)
+    # Five standard deviations.
+    assert ((shares(by, **options) - want).abs() <= 5 * (want * (1 - want) / DRAWS).sqrt()).all()
+
+
+def test_the_most_likely_token() -> None:
+    assert choose(LOGITS[None], [Past(Sampling(temperature=0.0), [])])[0].token == 2
+    assert [each and each.token for each in choose(torch.stack([LOGITS, LOGITS * torch.nan]), [
+        Past(Sampling(temperature=0.0), []), Past(Sampling(), [])])] == [2, None]
+
+
+def past(**options: object) -> Past:
+    """Prompt 2; answer 5, 5, 0."""
+    made = Past(Sampling(temperature=0.0, logprobs=6, **options), [2])
+    for token in (5, 5, 0):
+        made.add(token)
+    return made
+
+
+@pytest.mark.parametrize(("options", "want"), [
+    ({"repetition_penalty": 2.0}, 4),  # 2, 5 and 0 are halved: 1.5, 1.25, 1.
+    ({"presence_penalty": 0.4}, 2),
+    ({"presence_penalty": -1.0}, 5),
+    ({"frequency_penalty": -0.3}, 5),
+    ({"frequency_penalty": -0.2}, 2),
+    ({"logit_bias": {3: 3.5}}, 3),
+    ({"logit_bias": {2: -100.0}}, 5),
+])
+def test_penalties(options: dict, want: int) -> None:
+    logits = LOGITS.clone()
+    if "repetition_penalty" in options:
+        logits[4] = 1.6
+    chosen = choose(logits[None], [past(**options)])[0]
+    assert chosen.token == want
+    # What is told is the model's, and what is given stays as it is.
+    assert chosen.top[0][0] == 2 and dict(chosen.top)[want] == pytest.approx(logits.log_softmax(0)[want].item())
