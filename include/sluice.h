@@ -34,8 +34,9 @@
 extern "C" {
 #endif
 
-/// Of this header. Rises with every addition; what an older one has stays as it is, or the library's soname changes.
-#define SLUICE_ABI_VERSION 1u
+/// Of this header. Rises with every release that adds something; what an older one has stays as it is, or the library's
+/// soname changes.
+#define SLUICE_ABI_VERSION 2u
 
 /// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
 SLUICE_API uint32_t sluice_abi_version(void);
