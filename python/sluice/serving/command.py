@@ -114,8 +114,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
             raise InvalidArgument(f"there is no option {name}; there are {', '.join(sorted(known))}")
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
-                    slowdown=arguments.slowdown, device=device, dtype=arguments.dtype, prefix=not arguments.no_prefix_cache,
-                    options=dict(arguments.option))
+                    slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
+                    prefix=not arguments.no_prefix_cache, options=dict(arguments.option))
 
 
 def serve(arguments: argparse.Namespace) -> int:
