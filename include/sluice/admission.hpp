@@ -39,7 +39,7 @@ struct AdmissionOptions {
 };
 
 /// For an engine that is built with these options: its largest bucket, sequences, and the pages that host_bytes hold.
-/// @throws Error{Errc::invalid_argument} if they hold none
+/// @throws Error{Errc::invalid_argument} if they hold none, or its largest bucket has no rows to decode or to prefill
 [[nodiscard]] AdmissionOptions admission_options(const EngineOptions& options);
 
 struct AdmissionRequest {

@@ -82,8 +82,8 @@ struct Admission::Impl {
   void remove(Lives::iterator at) noexcept;
   /// Rows of the next chunk of a prompt, of which the forward has as many left.
   [[nodiscard]] std::uint32_t chunk(const Live& live, std::uint32_t rows, bool first) const noexcept;
-  /// Rows of prompts that a forward may have beside these that decode.
-  [[nodiscard]] std::uint32_t prompt_rows(std::uint32_t decode_rows) const noexcept;
+  /// The same, as far as the slowdown allows beside what the open turn has.
+  [[nodiscard]] std::uint32_t paced_chunk(const Live& live, std::uint32_t rows, bool first) const noexcept;
 };
 
 Admission::Impl::Lives::iterator Admission::Impl::find(RequestId request) const {
@@ -129,11 +129,10 @@ std::uint32_t Admission::Impl::chunk(const Live& live, std::uint32_t rows, bool 
   return first ? rows : 0;
 }
 
-std::uint32_t Admission::Impl::prompt_rows(std::uint32_t decode_rows) const noexcept {
-  if (options.slowdown == 0.0) return options.prefill_rows;
-  const auto oldest = std::ranges::find_if(lives, [](const Live& live) { return live.running && live.in_prompt(); });
-  return pace.chunk(decode_rows, oldest == lives.end() ? 0 : oldest->done,
-                    std::min(options.page_tokens, options.prefill_rows), options.prefill_rows, options.slowdown);
+std::uint32_t Admission::Impl::paced_chunk(const Live& live, std::uint32_t rows, bool first) const noexcept {
+  if (options.slowdown == 0.0) return chunk(live, rows, first);
+  const std::uint32_t least = first ? std::min(options.page_tokens, rows) : 0;
+  return chunk(live, pace.chunk(turn, live.done, least, rows, options.slowdown), first);
 }
 
 Room Admission::Impl::room(std::optional<std::uint64_t> held_pages) const noexcept {
@@ -231,7 +230,7 @@ std::vector<RequestId> Admission::preempt(RequestId request) {
   std::vector<RequestId> preempted;
   preempted.reserve(impl.running);
   while (live.running) impl.preempt_youngest(preempted);
-  impl.held_back = impl.running != 0;
+  if (!preempted.empty()) impl.held_back = impl.running != 0;
   return preempted;
 }
 
@@ -254,12 +253,13 @@ std::vector<TurnItem> Admission::next(std::uint32_t chunk_tokens) {
     if (!at->in_prompt()) add(*at, 1);
   }
   impl.turn = {.decode_rows = static_cast<std::uint32_t>(items.size())};
-  std::uint32_t rows =
-      chunk_tokens == 0 ? impl.prompt_rows(impl.turn.decode_rows) : std::min(chunk_tokens, impl.options.prefill_rows);
+  const std::uint32_t most = impl.options.prefill_rows;
+  std::uint32_t rows = chunk_tokens == 0 ? most : std::min(chunk_tokens, most);
   std::uint32_t chunks = 0;
   for (auto at = impl.lives.begin(); at != end && chunks < impl.options.prefills; ++at) {
     if (!at->in_prompt()) continue;
-    const std::uint32_t tokens = impl.chunk(*at, rows, chunks == 0);
+    const bool first = chunks == 0;
+    const std::uint32_t tokens = chunk_tokens == 0 ? impl.paced_chunk(*at, rows, first) : impl.chunk(*at, rows, first);
     if (tokens == 0) break;
     impl.turn.chunk_tokens += tokens;
     impl.turn.chunk_pairs += scheduler::PacedForward::pairs(at->done, tokens);

@@ -32,6 +32,11 @@ AdmissionOptions admission_options(const EngineOptions& options) {
     throw Error(Errc::invalid_argument, "EngineOptions::host_bytes is " + text(options.host_bytes) +
                                             ", and one page of all layers and KV heads takes " + text(page_bytes) +
                                             "; set shape and page_tokens, and raise host_bytes");
+  const Bucket& largest = options.largest;
+  if (largest.decode_rows == 0 || largest.prefill_rows == 0 || largest.prefills == 0)
+    throw Error(Errc::invalid_argument, "EngineOptions::largest has decode_rows " + text(largest.decode_rows) +
+                                            ", prefill_rows " + text(largest.prefill_rows) + " and prefills " +
+                                            text(largest.prefills) + "; requests need some of each");
   return {.decode_rows = options.largest.decode_rows,
           .prefill_rows = options.largest.prefill_rows,
           .prefills = options.largest.prefills,

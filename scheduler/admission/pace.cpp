@@ -130,16 +130,18 @@ void Pace::solve(const Weight& weight) noexcept {
 
 double Pace::seconds(const PacedForward& forward) const noexcept { return product(coefficients_, terms_of(forward)); }
 
-std::uint32_t Pace::chunk(std::uint32_t decode_rows, std::uint32_t first, std::uint32_t least, std::uint32_t most,
+std::uint32_t Pace::chunk(const PacedForward& beside, std::uint32_t first, std::uint32_t least, std::uint32_t most,
                           double slowdown) const noexcept {
-  if (decode_rows == 0) return most;
-  const double allowed = slowdown * seconds({.decode_rows = decode_rows});
+  if (beside.decode_rows == 0) return most;
+  const double allowed = slowdown * seconds({.decode_rows = beside.decode_rows});
   const auto fits = [&](std::uint32_t tokens) {
-    const double pairs = PacedForward::pairs(first, tokens);
-    return seconds({.decode_rows = decode_rows, .chunk_tokens = tokens, .chunk_pairs = pairs}) <= allowed;
+    PacedForward forward = beside;
+    forward.chunk_tokens += tokens;
+    forward.chunk_pairs += PacedForward::pairs(first, tokens);
+    return seconds(forward) <= allowed;
   };
-  std::uint32_t tried = std::max({least, 2 * std::min(largest_, most), kFirstChunk});
-  tried = std::min(tried, most);
+  const std::uint32_t trusted = std::max(2 * std::min(largest_, most), kFirstChunk);
+  const std::uint32_t tried = std::min(std::max(least, trusted - std::min(trusted, beside.chunk_tokens)), most);
   if (tried <= least || fits(tried)) return std::max(std::min(least, most), tried);
   std::uint32_t low = std::min(least, most);  // Is taken whatever it costs.
   for (std::uint32_t high = tried; high - low > 1;) {

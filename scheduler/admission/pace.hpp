@@ -34,10 +34,10 @@ class Pace {
   void observe(const PacedForward& forward, double seconds) noexcept;
   /// What a forward would take; 0 if nothing was observed.
   [[nodiscard]] double seconds(const PacedForward& forward) const noexcept;
-  /// The most tokens that a chunk with `first` tokens before it may have beside these rows, so that the forward takes
-  /// `slowdown` times as long as one without it at most: `most` if no row decodes; otherwise at least `least`, so that
-  /// prompts go on whatever they cost, and at most `most`.
-  [[nodiscard]] std::uint32_t chunk(std::uint32_t decode_rows, std::uint32_t first, std::uint32_t least,
+  /// The most tokens that a chunk with `first` tokens before it may have beside these rows and chunks, so that the
+  /// forward takes `slowdown` times as long as with the rows alone at most: `most` if no row decodes; otherwise at
+  /// least `least`, so that prompts go on whatever they cost, and at most `most`.
+  [[nodiscard]] std::uint32_t chunk(const PacedForward& beside, std::uint32_t first, std::uint32_t least,
                                     std::uint32_t most, double slowdown) const noexcept;
 
  private:

@@ -56,7 +56,7 @@ void GroupHistory::begin(const PromptContext& prompt) {
 
 void GroupHistory::forecast(std::uint32_t tokens) {
   if (fresh_ && tokens == tokens_) return;
-  fresh_ = stale_ = false;
+  fresh_ = false;
   tokens_ = forecast_ = tokens;
   blank_ = false;
   looked_at_ = 0;
@@ -80,6 +80,7 @@ void GroupHistory::forecast(std::uint32_t tokens) {
     for (const Head& head : heads_) united_.unite(head.expanded);
     if (limited && united_.size() > static_cast<double>(options_.limit) * tokens) forget_candidates();
   }
+  stale_ = false;  // Only now: should there be no memory, it is to be done again.
   fresh_ = true;
 }
 

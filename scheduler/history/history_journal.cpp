@@ -84,8 +84,11 @@ void HistoryJournal::add(const Lesson& lesson, std::uint64_t most_bytes) noexcep
 
 void HistoryJournal::note(const Note& note) noexcept {
   if (oldest_ == kNever) return;
+  // Lessons are worth less the older they are. Notes behind the newest one cannot be done without.
+  for (Lesson* oldest = oldest_lesson(); oldest != nullptr && notes_.size() >= kMostNotes; oldest = oldest_lesson())
+    forget_before(oldest->step);
   try {
-    if (notes_.size() == kMostNotes) throw std::bad_alloc();
+    if (notes_.size() >= kMostNotes) throw std::bad_alloc();
     notes_.push_back(note);
   } catch (const std::exception&) {
     restart(kNever);  // Until there is a lesson: its step needs none of them.

@@ -44,7 +44,8 @@ class HistoryJournal {
     std::uint32_t step = 0;
     std::uint32_t token = 0;
   };
-  /// At most as many are kept; what comes before those that would be too many cannot be taken back to.
+  /// At most as many are kept; what comes before those that would be too many cannot be taken back to, and nothing can
+  /// until the next lesson if as many come behind the newest one.
   static constexpr std::uint32_t kMostNotes = 2048;
 
   /// Begins with a history that has seen `tokens` tokens.

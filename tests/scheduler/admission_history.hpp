@@ -201,7 +201,7 @@ class AdmissionHistory {
       law(lives_[count - 1 - i].asked.id == stopped[i], "the youngest does not go first");
       stop(lives_[count - 1 - i]);
     }
-    held_back_ = true;
+    held_back_ = held_back_ || !stopped.empty();
   }
 
   void check(const std::vector<TurnItem>& items, std::uint32_t chunk) {

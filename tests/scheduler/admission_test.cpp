@@ -186,3 +186,45 @@ TEST_CASE("beside rows that decode, a prompt's chunks keep to the slowdown that 
     check_fails([&] { Admission admission(options); }, Errc::invalid_argument, "slowdown");
   }
 }
+
+TEST_CASE("a slowdown holds for all chunks of a forward together", "[admission]") {
+  const auto seconds = [](std::uint32_t rows, double tokens, double pairs) {
+    return 0.004 + 0.0002 * rows + 0.00005 * tokens + 2e-8 * pairs;
+  };
+  Admission admission(
+      {.decode_rows = 4, .prefill_rows = 2048, .prefills = 4, .page_tokens = 16, .pages = 16'384, .slowdown = 1.5});
+  submit(admission, 1, 16, 60'000);
+  double worst = 0.0;
+  for (int turn = 0; turn < 1500; ++turn) {
+    if (turn == 20) submit(admission, 2, 60'000, 1);
+    if (turn == 1000) {
+      submit(admission, 3, 20, 1);
+      submit(admission, 4, 62'000, 1);
+    }
+    const AdmissionChanges changes = admission.admit();
+    if (turn == 1000) admission.begun(RequestId{4}, 60'000);
+    std::uint32_t rows = 0;
+    double tokens = 0.0, pairs = 0.0;
+    for (const TurnItem& item : admission.next()) {
+      rows += item.prefill ? 0 : 1;
+      tokens += item.prefill ? item.tokens : 0;
+      pairs += item.prefill ? item.tokens * (item.first + 0.5 * (item.tokens + 1)) : 0.0;
+    }
+    // One page is computed whatever it takes.
+    if (turn > 40 && tokens > 16 + 20) worst = std::max(worst, seconds(rows, tokens, pairs) / seconds(rows, 0, 0));
+    (void)admission.complete(seconds(rows, tokens, pairs));
+  }
+  CHECK(admission.use().waiting == 0);
+  CHECK(worst <= 1.6);
+}
+
+TEST_CASE("a request that waits can be preempted without holding others back", "[admission]") {
+  Admission admission(kOptions);
+  submit(admission, 1, 8, 20);
+  submit(admission, 2, 8 * 16, 1);  // Has no room beside that.
+  CHECK(run(admission).admit == Ids{1});
+  CHECK(admission.preempt(RequestId{2}).empty());
+  admission.end(RequestId{2});
+  submit(admission, 3, 8, 1);
+  CHECK(run(admission).admit == Ids{3});
+}

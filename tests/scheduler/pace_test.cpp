@@ -35,7 +35,7 @@ double worst_slowdown(Machine& machine, Pace& pace, std::uint32_t rows, std::uin
   double worst = 0.0;
   int turn = 0;
   for (std::uint32_t first = 0; first < tokens; ++turn) {
-    const std::uint32_t count = std::min(pace.chunk(rows, first, 16, 2048, slowdown), tokens - first);
+    const std::uint32_t count = std::min(pace.chunk({.decode_rows = rows}, first, 16, 2048, slowdown), tokens - first);
     REQUIRE(count >= 1);
     const PacedForward forward = forward_of(rows, first, count);
     const double seconds = machine.seconds(forward);
@@ -58,10 +58,10 @@ TEST_CASE("causal pairs of a chunk") {
 TEST_CASE("a pace that knows nothing begins with a small chunk") {
   const Pace pace;
   REQUIRE(pace.seconds(forward_of(1, 0, 64)) == 0.0);
-  REQUIRE(pace.chunk(1, 0, 16, 2048, 2.0) == Pace::kFirstChunk);
-  REQUIRE(pace.chunk(1, 0, 16, 32, 2.0) == 32);
-  REQUIRE(pace.chunk(1, 0, 256, 2048, 2.0) == 256);
-  REQUIRE(pace.chunk(0, 0, 16, 2048, 2.0) == 2048);  // Nobody waits.
+  REQUIRE(pace.chunk({.decode_rows = 1}, 0, 16, 2048, 2.0) == Pace::kFirstChunk);
+  REQUIRE(pace.chunk({.decode_rows = 1}, 0, 16, 32, 2.0) == 32);
+  REQUIRE(pace.chunk({.decode_rows = 1}, 0, 256, 2048, 2.0) == 256);
+  REQUIRE(pace.chunk({.decode_rows = 0}, 0, 16, 2048, 2.0) == 2048);  // Nobody waits.
 }
 
 TEST_CASE("a pace finds the times of a machine without noise") {
@@ -94,10 +94,10 @@ TEST_CASE("chunks become smaller the more tokens lie before them") {
   Pace pace;
   for (int i = 0; i < 8; ++i) pace.observe(forward_of(4, 0, 0), machine.seconds(forward_of(4, 0, 0)));
   (void)worst_slowdown(machine, pace, 4, 50'000, 2.0);
-  const std::uint32_t early = pace.chunk(4, 0, 1, 2048, 2.0);
-  const std::uint32_t late = pace.chunk(4, 50'000, 1, 2048, 2.0);
+  const std::uint32_t early = pace.chunk({.decode_rows = 4}, 0, 1, 2048, 2.0);
+  const std::uint32_t late = pace.chunk({.decode_rows = 4}, 50'000, 1, 2048, 2.0);
   REQUIRE(early > 2 * late);
-  REQUIRE(pace.chunk(4, 10'000'000, 16, 2048, 2.0) == 16);  // Prompts go on whatever they cost.
+  REQUIRE(pace.chunk({.decode_rows = 4}, 10'000'000, 16, 2048, 2.0) == 16);  // Prompts go on whatever they cost.
 }
 
 TEST_CASE("a machine that stalls now and then does not make chunks larger or prompts stop") {
@@ -110,7 +110,7 @@ TEST_CASE("a machine that stalls now and then does not make chunks larger or pro
   }
   const PacedForward decode = forward_of(4, 0, 0);
   REQUIRE(pace.seconds(decode) == Approx(machine.seconds(decode)).epsilon(0.1));
-  const std::uint32_t chunk = pace.chunk(4, 0, 16, 2048, 2.0);
+  const std::uint32_t chunk = pace.chunk({.decode_rows = 4}, 0, 16, 2048, 2.0);
   REQUIRE(chunk >= 48);
   REQUIRE(machine.seconds(forward_of(4, 0, chunk)) <= 2.5 * machine.seconds(decode));
 }
@@ -143,7 +143,7 @@ TEST_CASE("chunks are at most double what was tried") {
   Pace pace;
   std::uint32_t last = Pace::kFirstChunk / 2;
   for (int i = 0; i < 8; ++i) {
-    const std::uint32_t chunk = pace.chunk(2, 0, 16, 2048, 2.0);
+    const std::uint32_t chunk = pace.chunk({.decode_rows = 2}, 0, 16, 2048, 2.0);
     REQUIRE(chunk == std::min(2048u, 2 * last));
     const PacedForward forward = forward_of(2, 0, chunk);
     pace.observe(forward, machine.seconds(forward));

@@ -1,10 +1,13 @@
 // Policies that are copied, and steps that are taken back: what is chosen next is, bit by bit, what is chosen where
 // these steps never were.
+#include <new>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "sluice/error.hpp"
 #include "tests/scheduler/policy_step.hpp"
+#include "tests/support/failing_new.hpp"
 #include "tests/support/random.hpp"
 
 using namespace sluice;
@@ -55,6 +58,16 @@ class Walker {
     for (; times > 0; --times) choice = select_once(tale);
     return choice;
   }
+  /// The same, if the `which`-th allocation of the first try fails.
+  Choice select_when_memory_is_back(long which) {
+    write(n_++, 0);
+    try {
+      return select_once(0, which);
+    } catch (const std::bad_alloc&) {
+      sluice::test::fail_allocation(-1);
+      return select_once(0);
+    }
+  }
   void learn() {
     if (policy_->wants_observation(0)) {
       policy_->observe(0, kv_);
@@ -93,7 +106,8 @@ class Walker {
     std::vector<HotPage> hot;
     policy_->forecast(0, n_ + 1, 0, hot);
   }
-  Choice select_once(std::uint32_t tale) {
+  /// `failing`: the number of an allocation of the policy that fails; below 0: none does.
+  Choice select_once(std::uint32_t tale, long failing = -1) {
     const FakeNear near(n_, spec_.near.sink_tokens, spec_.near.recent_tokens);
     const std::vector<float> q = query(n_ - 1, tale);
     const std::uint32_t pages = (n_ - 1) / kPageTokens;
@@ -109,6 +123,7 @@ class Walker {
     Choice choice;
     Bypass bypass;
     SelectCounters counters;
+    sluice::test::fail_allocation(failing);
     policy_->select({.kv_head = 0,
                      .tokens = n_,
                      .q = q.data(),
@@ -117,6 +132,7 @@ class Walker {
                      .near = &near.set,
                      .kv = &kv_},
                     choice.row, bypass, counters);
+    sluice::test::fail_allocation(-1);
     choice.bypassed = bypass.heads;
     for (std::uint32_t h = 0; h < kGroup; ++h)
       if ((bypass.heads >> h & 1) != 0) choice.bypass_lse.push_back(bypass.lse[h]);
@@ -282,4 +298,23 @@ TEST_CASE("where heads observe more than the journal holds, it says how far it g
     for (std::uint32_t n = kTokens - back + 1; n <= kTokens - back + 6; ++n) REQUIRE(other.step(0) == want[n]);
   }
   REQUIRE(reached < kUndoTokens);
+}
+
+TEST_CASE("a choice that found no memory behind steps that were taken back is what it would have been", "[undo]") {
+  const std::string text = "history:observe_every=16 | top_k=24 | near=0,sinks=4,recent=16";
+  constexpr std::uint32_t kPrompt = 500;
+  const std::vector<Choice> want = undisturbed(text, kPrompt, kPrompt + 60);
+  for (std::uint32_t at = 12; at < 44; at += 3) {
+    for (long which = 0; which < 4; ++which) {
+      Walker walker(text, kPrompt, kPrompt + 70);
+      while (walker.tokens() < kPrompt + at) (void)walker.step(0);
+      for (int i = 0; i < 6; ++i) (void)walker.step(3);
+      walker.truncate(kPrompt + at);
+      Choice choice;
+      // Of a thread whose scratch memory is still to come, as those that answer begin.
+      std::thread([&] { choice = walker.select_when_memory_is_back(which); }).join();
+      CAPTURE(at, which);
+      REQUIRE(choice == want[kPrompt + at + 1]);
+    }
+  }
 }
