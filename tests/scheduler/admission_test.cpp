@@ -198,7 +198,7 @@ TEST_CASE("a slowdown holds for all chunks of a forward together", "[admission]"
   for (int turn = 0; turn < 1500; ++turn) {
     if (turn == 20) submit(admission, 2, 60'000, 1);
     if (turn == 1000) {
-      submit(admission, 3, 20, 1);
+      submit(admission, 3, 205, 1);
       submit(admission, 4, 62'000, 1);
     }
     const AdmissionChanges changes = admission.admit();
@@ -211,7 +211,7 @@ TEST_CASE("a slowdown holds for all chunks of a forward together", "[admission]"
       pairs += item.prefill ? item.tokens * (item.first + 0.5 * (item.tokens + 1)) : 0.0;
     }
     // One page is computed whatever it takes.
-    if (turn > 40 && tokens > 16 + 20) worst = std::max(worst, seconds(rows, tokens, pairs) / seconds(rows, 0, 0));
+    if (turn > 40 && tokens > 16) worst = std::max(worst, seconds(rows, tokens, pairs) / seconds(rows, 0, 0));
     (void)admission.complete(seconds(rows, tokens, pairs));
   }
   CHECK(admission.use().waiting == 0);
