@@ -53,6 +53,42 @@ def test_a_forward_that_fails(served: Served, failing: int) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tokens", [0, 20])
+def test_a_head_that_fails(served: Served, tokens: int) -> None:
+    model, ours, here = served
+    ids, cache = prompt(2, 30), here.cache()
+    want = model(ids).logits[:, tokens:]
+    if tokens:
+        ours(ids[:, :tokens], past_key_values=cache)
+    hook = ours.lm_head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("the head's own")))
+    with pytest.raises(KeyError, match="the head's own"):
+        ours(ids[:, tokens:], past_key_values=cache)
+    hook.remove()
+    if len(set(cache.is_sliding)) > 1:
+        with pytest.raises(sluice.InvalidArgument, match="failed.*reset"):
+            ours(ids[:, tokens:], past_key_values=cache)
+        return
+    assert cache.get_seq_length() == tokens
+    torch.testing.assert_close(ours(ids[:, tokens:], past_key_values=cache).logits, want, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_first_forward_that_fails_leaves_an_empty_cache() -> None:
+    model, ids = llama(), prompt(2, 20)
+    with enabled(model) as here:
+        cache = here.cache()
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("its own")))
+        with pytest.raises(KeyError):
+            model(ids, past_key_values=cache)
+        hook.remove()
+        assert cache.batch_size == 0
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        model(ids[:1], past_key_values=cache)  # Also of another size.
+        assert cache.rows.tokens() == [20]
+
+
+@torch.no_grad()
 def test_an_engine_that_fails(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ours, here = served
     ids, cache, attend = prompt(1, 20), here.cache(), here.engine.attend
