@@ -12,12 +12,9 @@ import sluice
 import torch
 import transformers
 from sluice._transformers_rows import Turn
-from sluice.transformers import Enabled
 from test_families import SLIDING, gpt_oss
-from tiny import assistant_of, enabled, greedy, left_padded, llama, model_of, prompt
+from tiny import Served, assistant_of, enabled, fail_in, greedy, left_padded, llama, model_of, prompt
 from transformers import PreTrainedModel
-
-Served = tuple[PreTrainedModel, PreTrainedModel, Enabled]
 
 
 def mixed() -> PreTrainedModel:
@@ -39,8 +36,7 @@ def test_a_forward_that_fails(served: Served, failing: int) -> None:
     ids, cache = prompt(1, 30), here.cache()
     want = model(ids).logits[:, 20:]
     ours(ids[:, :20], past_key_values=cache)
-    hook = ours.model.layers[failing].mlp.register_forward_pre_hook(
-        lambda *_: (_ for _ in ()).throw(KeyError("the model's own")))
+    hook = fail_in(ours.model.layers[failing].mlp)
     with pytest.raises(KeyError, match="the model's own"):
         ours(ids[:, 20:], past_key_values=cache)
     hook.remove()
@@ -60,8 +56,8 @@ def test_a_head_that_fails(served: Served, tokens: int) -> None:
     want = model(ids).logits[:, tokens:]
     if tokens:
         ours(ids[:, :tokens], past_key_values=cache)
-    hook = ours.lm_head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("the head's own")))
-    with pytest.raises(KeyError, match="the head's own"):
+    hook = fail_in(ours.lm_head)
+    with pytest.raises(KeyError, match="the model's own"):
         ours(ids[:, tokens:], past_key_values=cache)
     hook.remove()
     if len(set(cache.is_sliding)) > 1:
@@ -77,7 +73,7 @@ def test_a_first_forward_that_fails_leaves_an_empty_cache() -> None:
     model, ids = llama(), prompt(2, 20)
     with enabled(model) as here:
         cache = here.cache()
-        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("its own")))
+        hook = fail_in(model.model.layers[1])
         with pytest.raises(KeyError):
             model(ids, past_key_values=cache)
         hook.remove()
@@ -129,7 +125,7 @@ def test_a_thread_whose_forward_fails_is_not_waited_for() -> None:
     model, ids = llama(), prompt(1, 20)
     want = greedy(model, ids)
     with enabled(model, timeout_ms=100) as here:
-        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("its own")))
+        hook = fail_in(model.model.layers[1])
         failed: list[KeyError] = []
 
         @torch.no_grad()
