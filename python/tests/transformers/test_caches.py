@@ -58,7 +58,7 @@ def test_a_head_that_fails(served: Served, tokens: int) -> None:
         ours(ids[:, :tokens], past_key_values=cache)
     hook = fail_in(ours.lm_head)
     with pytest.raises(KeyError, match="the model's own"):
-        ours(ids[:, tokens:], past_key_values=cache)
+        ours(ids[:, tokens:], None, None, cache)  # By its place: mask, positions, cache.
     hook.remove()
     if len(set(cache.is_sliding)) > 1:
         with pytest.raises(sluice.InvalidArgument, match="failed.*reset"):
@@ -69,17 +69,18 @@ def test_a_head_that_fails(served: Served, tokens: int) -> None:
 
 
 @torch.no_grad()
-def test_a_first_forward_that_fails_leaves_an_empty_cache() -> None:
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_first_forward_that_fails_leaves_an_empty_cache(error: type[BaseException]) -> None:
     model, ids = llama(), prompt(2, 20)
     with enabled(model) as here:
         cache = here.cache()
-        hook = fail_in(model.model.layers[1])
-        with pytest.raises(KeyError):
+        hook = fail_in(model.model.layers[1], error)
+        with pytest.raises(error):
             model(ids, past_key_values=cache)
         hook.remove()
-        assert cache.batch_size == 0
+        assert cache.get_seq_length() == 0
         cache.batch_repeat_interleave(2)
-        cache.reorder_cache(torch.tensor([1, 0]))
+        assert error is KeyboardInterrupt or cache.batch_size == 0
         model(ids[:1], past_key_values=cache)  # Also of another size.
         assert cache.rows.tokens() == [20]
 

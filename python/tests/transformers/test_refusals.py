@@ -115,6 +115,10 @@ def test_two_threads_enable_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_close_takes_back_what_is_there() -> None:
     model = llama()
+    own = model.generate = model.generate  # Of the model alone, as when somebody has put another one there.
+    with enabled(model):
+        assert model.generate is not own
+    assert vars(model).pop("generate") is own
     before, here = model.config._attn_implementation, enabled(model)
     kept = model.generate
     del model.generate
@@ -138,6 +142,8 @@ def test_generate() -> None:
             with pytest.raises(sluice.Unsupported, match=words):
                 model.generate(ids, transformers.GenerationConfig(max_new_tokens=2, **options))
         assert here.engine.memory().far_pages_used == 0
+        model.generation_config.cache_implementation = "hybrid"  # As on the hub; the library makes None of it.
+        assert model.generate(ids, transformers.GenerationConfig(max_new_tokens=2)).shape[1] > 20
         model.generation_config.use_cache = False  # What a configuration of one call leaves open.
         with pytest.raises(sluice.Unsupported, match="use_cache"):
             model.generate(ids, transformers.GenerationConfig(max_new_tokens=2))

@@ -67,9 +67,9 @@ def assistant_of(model: PreTrainedModel) -> PreTrainedModel:
     return assistant
 
 
-def fail_in(module: torch.nn.Module) -> RemovableHandle:
-    """Every forward of this module raises a KeyError of "the model's own", until remove()."""
-    return module.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("the model's own")))
+def fail_in(module: torch.nn.Module, error: type[BaseException] = KeyError) -> RemovableHandle:
+    """Every forward of this module raises such an error of "the model's own", until remove()."""
+    return module.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error("the model's own")))
 
 
 Maker = Callable[[], PreTrainedModel]
