@@ -110,21 +110,22 @@ class Enabled:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _before_forward(self, _: Any, inputs: tuple, arguments: dict[str, Any]) -> None:
+    def _before_forward(self, module: torch.nn.Module, inputs: tuple, arguments: dict[str, Any]) -> None:
         cache = _cache_of(inputs, arguments)
         if cache is not None:
             if cache.enabled is not self:
                 raise InvalidArgument("past_key_values is a cache of another model; take one of this model's cache()")
-            cache.forward_begins()
+            cache.forward_begins(module)
 
-    def _after_forward(self, _: Any, inputs: tuple, arguments: dict[str, Any], output: Any) -> None:
-        left = handed.layer
+    def _after_forward(self, module: torch.nn.Module, inputs: tuple, arguments: dict[str, Any], output: Any) -> None:
+        cache, left = _cache_of(inputs, arguments), handed.layer
+        if cache is not None:
+            cache.forward_ends(module)
         handed.clear()
         if output is not None and left is None:
             return
         # It has failed, or its last layer did not attend what it has been given.
         self.turn.drop()
-        cache = _cache_of(inputs, arguments)
         if cache is not None and cache.enabled is self:
             cache.forward_failed()
         if output is not None:
