@@ -1,5 +1,6 @@
 """What Python adds to a call of attend: microseconds with tensors that are new in every call, and a C function that
-does nothing in place of the library's. `python benchmarks/attend.py` from python/; torch is left out where it is missing."""
+does nothing in place of the library's. `python benchmarks/attend.py` from python/; torch is left out where it is
+missing."""
 
 from __future__ import annotations
 

@@ -114,6 +114,7 @@ class SluiceCache(Cache):
         self._others = [index for index, kind in enumerate(kinds) if kind.make is not None and kind.keeps]
         self._uneven = False  # A forward failed, and some layers may have its tokens.
         self._columns_before = 0  # those of the newest forward
+        self._running: torch.nn.Module | None = None  # the outermost one that has this cache
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._each("reorder_cache", beam_idx)
@@ -151,14 +152,24 @@ class SluiceCache(Cache):
         # Not their own reset(), which leaves zeros behind in some versions.
         for index in self._others:
             self.layers[index] = self._kinds[index].make()
-        self._uneven = False
+        self._uneven, self._running = False, None
 
-    def forward_begins(self) -> None:
-        """Raises InvalidArgument if no forward can go on from here."""
+    def forward_begins(self, module: torch.nn.Module) -> None:
+        """Raises InvalidArgument if no forward can go on from here. Modules with this cache may lie in each other."""
+        if self._running is module:  # It was interrupted: hooks learn of no KeyboardInterrupt.
+            handed.clear()
+            self.enabled.turn.drop()
+            self.forward_failed()
+            self._running = None
         if self._uneven:
             raise InvalidArgument("a forward with this cache failed, and its layers may not have the same tokens any "
                                   "more; reset() it, or begin with a new one")
-        self._columns_before = self.rows.columns
+        if self._running is None:
+            self._running, self._columns_before = module, self.rows.columns
+
+    def forward_ends(self, module: torch.nn.Module) -> None:
+        if self._running is module:
+            self._running = None
 
     def forward_failed(self) -> None:
         """Takes the tokens of a forward back that did not get to its end, if all layers can."""

@@ -112,7 +112,8 @@ class Rows:
 
     def replace(self, indices: list[int]) -> None:
         """Row i becomes what row indices[i] was. If an error is raised, all rows are lost."""
-        if not self._sequences or indices == list(range(len(self._sequences))):
+        # Rows without a token are nobody's: a first forward was left.
+        if self._mask is None or not self._sequences or indices == list(range(len(self._sequences))):
             return
         engine, old = self._turn.engine, list(self._sequences)
         try:
@@ -134,7 +135,11 @@ class Rows:
         self._mask = self._mask[indices]
 
     def truncate(self, columns: int) -> None:
-        """Takes the newest columns back, until there are as many."""
+        """Takes the newest columns back, until there are as many. Without any left the rows end, and the next forward
+        begins others."""
+        if columns == 0:
+            _end_all(self._turn.engine, self._sequences)
+            self._mask = None
         if columns >= self.columns:
             return
         mask = self._mask[:, :columns]

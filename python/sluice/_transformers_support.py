@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,13 @@ from sluice._transformers_cache import LayerKind
 from sluice.errors import InvalidArgument, Unsupported
 
 NAME = "sluice"
+_NAMES = (NAME, "sluice_packed")  # The second is sluice.serving's.
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # Of other types the layers themselves hold more than keys and values, or choose what they attend.
 _LIBRARY_TYPES = ("sliding_attention", "chunked_attention", "linear_attention", "conv", "moe", "mlp", "dummy")
+
+changing = threading.RLock()
+"""Whoever gives a model Sluice's attention, or takes it back, holds this: two threads may do it to one model."""
 
 
 def attention_shape(model: transformers.PreTrainedModel, config: Any, kinds: Sequence[LayerKind]) -> dict[str, int]:
@@ -78,8 +83,7 @@ def hides_nothing(window: int, config: Any) -> bool:
 def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
     """Raises Unsupported with the reason if Sluice cannot serve the model."""
     name = type(model).__name__
-    if model.config._attn_implementation == NAME:
-        raise InvalidArgument(f"{name} is enabled already; close() what enable() has returned first")
+    refuse_taken(model)
     layers = _layer_configs(config, config.num_hidden_layers)
     if not model._can_set_attn_implementation() or not hasattr(layers[0], "num_attention_heads"):
         raise Unsupported(f"{name} does not call its attention through transformers' AttentionInterface")
@@ -96,6 +100,32 @@ def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
         if value is not None:
             raise Unsupported(f"{name} has {option} {value}, which no kernel of Sluice has")
     _refuse_placement(model, name)
+
+
+def implementations(config: Any) -> str | dict[str, str]:
+    """The attention of a model and of its parts, as set_attn_implementation takes them."""
+    parts = {name: getattr(config, name)._attn_implementation for name in config.sub_configs
+             if getattr(config, name, None) is not None}
+    return {"": config._attn_implementation, **parts} if parts else config._attn_implementation
+
+
+def refuse_taken(model: transformers.PreTrainedModel) -> None:
+    """Raises InvalidArgument if the model, or a part of it, has an attention of Sluice's."""
+    now = implementations(model.config)
+    taken = [each for each in (now.values() if isinstance(now, dict) else (now,)) if each in _NAMES]
+    if taken:
+        by = "what enable() has returned" if taken[0] == NAME else "the PackedModel that serves it"
+        raise InvalidArgument(f"{type(model).__name__} is enabled already; close() {by} first")
+
+
+def install(model: transformers.PreTrainedModel, name: str) -> str | dict[str, str]:
+    """Gives the model the attention of that name, unless it has one of Sluice's already: then raises InvalidArgument.
+    Returns what set_attn_implementation() takes to bring back what was before."""
+    with changing:
+        refuse_taken(model)
+        before = implementations(model.config)
+        model.set_attn_implementation(name)
+        return before
 
 
 def _refuse_placement(model: transformers.PreTrainedModel, name: str) -> None:

@@ -24,7 +24,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from sluice._transformers_attention import attention, mask
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
-from sluice._transformers_support import DTYPES, NAME, attention_shape, layer_kinds, longest, refuse
+from sluice._transformers_support import (DTYPES, NAME, attention_shape, changing, install, layer_kinds, longest,
+                                          refuse)
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
@@ -64,21 +65,22 @@ class Enabled:
     def __init__(self, model: transformers.PreTrainedModel, policy: str, engine: Engine,
                  kinds: Sequence[LayerKind]) -> None:
         self.engine, self.policy, self.turn = engine, policy, Turn(engine)
-        self._model: transformers.PreTrainedModel | None = model
-        self._kinds, self._before = kinds, _implementations(model.config)
+        self._model, self._kinds, self._closed = model, kinds, False
         transformers.AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, mask)
-        try:
-            model.set_attn_implementation(NAME)
-        except BaseException:
-            engine.close()
-            raise
-        self._hooks = []
-        for module in {model.base_model, model.get_decoder()}:
-            self._hooks += [module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-                            module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)]
-        self._generate = model.generate
-        model.generate = self._generate_here
+        with changing:
+            try:
+                self._before = install(model, NAME)
+            except BaseException:
+                engine.close()
+                raise
+            self._hooks = []
+            for module in {model, model.base_model, model.get_decoder()}:
+                self._hooks += [module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                                module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)]
+            self._own_generate = vars(model).get("generate")
+            self._generate = model.generate
+            model.generate = self._generate_here
 
     def cache(self) -> SluiceCache:
         """An empty cache, for `past_key_values` of generate() or of the model: keep it for the next turn."""
@@ -86,13 +88,21 @@ class Enabled:
 
     def close(self) -> None:
         """Leaves the model as it was, and gives all memory back. Its caches are of no use any more."""
-        if self._model is not None:
-            self._model.set_attn_implementation(self._before)
+        with changing:
+            if self._closed:
+                return
+            self._closed = True
             for hook in self._hooks:
                 hook.remove()
-            del self._model.generate
-            self._model = None
-            self.engine.close()
+            # Somebody else may have put another one in its place.
+            if vars(self._model).get("generate") == self._generate_here:
+                del self._model.generate
+                if self._own_generate is not None:
+                    self._model.generate = self._own_generate
+            try:
+                self._model.set_attn_implementation(self._before)
+            finally:
+                self.engine.close()
 
     def __enter__(self) -> Enabled:
         return self
@@ -100,35 +110,42 @@ class Enabled:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _before_forward(self, _: Any, __: tuple, arguments: dict[str, Any]) -> None:
-        cache = arguments.get("past_key_values")
-        if isinstance(cache, SluiceCache):
+    def _before_forward(self, module: torch.nn.Module, inputs: tuple, arguments: dict[str, Any]) -> None:
+        cache = _cache_of(inputs, arguments)
+        if cache is not None:
             if cache.enabled is not self:
                 raise InvalidArgument("past_key_values is a cache of another model; take one of this model's cache()")
-            cache.forward_begins()
+            cache.forward_begins(module)
 
-    def _after_forward(self, _: Any, __: tuple, arguments: dict[str, Any], output: Any) -> None:
-        left = handed.layer
+    def _after_forward(self, module: torch.nn.Module, inputs: tuple, arguments: dict[str, Any], output: Any) -> None:
+        cache, left = _cache_of(inputs, arguments), handed.layer
+        if cache is not None:
+            cache.forward_ends(module)
         handed.clear()
         if output is not None and left is None:
             return
         # It has failed, or its last layer did not attend what it has been given.
         self.turn.drop()
-        cache = arguments.get("past_key_values")
-        if isinstance(cache, SluiceCache) and cache.enabled is self:
+        if cache is not None and cache.enabled is self:
             cache.forward_failed()
         if output is not None:
             raise not_attended(left)
 
     def _generate_here(self, *inputs: Any, **options: Any) -> Any:
-        config = options.get("generation_config") or self._model.generation_config
+        if self._closed:
+            return self._generate(*inputs, **options)
+        configs = [each for each in (*inputs, options.get("generation_config"), self._model.generation_config)
+                   if isinstance(each, transformers.GenerationConfig)]
 
         def said(name: str) -> Any:
-            return options.get(name, getattr(config, name, None))
+            if name in options:
+                return options[name]
+            return next((value for each in configs if (value := getattr(each, name, None)) is not None), None)
 
         if said("use_cache") is False:
             raise Unsupported("use_cache is False, and Sluice is a cache; leave it True, or close() Sluice")
-        if said("cache_implementation") is not None:
+        # transformers takes "hybrid", which models on the hub have, for None.
+        if said("cache_implementation") not in (None, "hybrid"):
             raise Unsupported(f"cache_implementation is {said('cache_implementation')}; with Sluice it has to be None, "
                               "also in model.generation_config")
         if said("output_attentions") or getattr(self._model.config, "output_attentions", False):
@@ -157,8 +174,6 @@ class Enabled:
         return chunk if first.shape[1] > chunk else None
 
 
-def _implementations(config: Any) -> str | dict[str, str]:
-    """The attention of a model and of its parts, as set_attn_implementation takes them."""
-    parts = {name: getattr(config, name)._attn_implementation for name in config.sub_configs
-             if getattr(config, name, None) is not None}
-    return {"": config._attn_implementation, **parts} if parts else config._attn_implementation
+def _cache_of(inputs: tuple, arguments: dict[str, Any]) -> SluiceCache | None:
+    """The cache of a forward that is called with these."""
+    return next((each for each in (*inputs, *arguments.values()) if isinstance(each, SluiceCache)), None)

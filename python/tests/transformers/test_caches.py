@@ -12,12 +12,9 @@ import sluice
 import torch
 import transformers
 from sluice._transformers_rows import Turn
-from sluice.transformers import Enabled
 from test_families import SLIDING, gpt_oss
-from tiny import assistant_of, enabled, greedy, left_padded, llama, model_of, prompt
+from tiny import Served, assistant_of, enabled, fail_in, greedy, left_padded, llama, model_of, prompt
 from transformers import PreTrainedModel
-
-Served = tuple[PreTrainedModel, PreTrainedModel, Enabled]
 
 
 def mixed() -> PreTrainedModel:
@@ -33,15 +30,15 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("failing", range(3))
-def test_a_forward_that_fails(served: Served, failing: int) -> None:
+def test_a_forward_that_fails(served: Served, failing: int, error: type[BaseException]) -> None:
     model, ours, here = served
     ids, cache = prompt(1, 30), here.cache()
     want = model(ids).logits[:, 20:]
     ours(ids[:, :20], past_key_values=cache)
-    hook = ours.model.layers[failing].mlp.register_forward_pre_hook(
-        lambda *_: (_ for _ in ()).throw(KeyError("the model's own")))
-    with pytest.raises(KeyError, match="the model's own"):
+    hook = fail_in(ours.model.layers[failing].mlp, error)
+    with pytest.raises(error, match="the model's own"):
         ours(ids[:, 20:], past_key_values=cache)
     hook.remove()
     if len(set(cache.is_sliding)) > 1:  # The library's layers have no way back.
@@ -50,6 +47,44 @@ def test_a_forward_that_fails(served: Served, failing: int) -> None:
         cache.reset()
         ours(ids[:, :20], past_key_values=cache)
     torch.testing.assert_close(ours(ids[:, 20:], past_key_values=cache).logits, want, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@pytest.mark.parametrize("tokens", [0, 20])
+def test_a_head_that_fails(served: Served, tokens: int, error: type[BaseException]) -> None:
+    model, ours, here = served
+    ids, cache = prompt(2, 30), here.cache()
+    want = model(ids).logits[:, tokens:]
+    if tokens:
+        ours(ids[:, :tokens], past_key_values=cache)
+    hook = fail_in(ours.lm_head, error)
+    with pytest.raises(error, match="the model's own"):
+        ours(ids[:, tokens:], None, None, cache)  # By its place: mask, positions, cache.
+    hook.remove()
+    if len(set(cache.is_sliding)) > 1:
+        with pytest.raises(sluice.InvalidArgument, match="failed.*reset"):
+            ours(ids[:, tokens:], past_key_values=cache)
+        return
+    assert error is KeyboardInterrupt or cache.get_seq_length() == tokens
+    torch.testing.assert_close(ours(ids[:, tokens:], past_key_values=cache).logits, want, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_first_forward_that_fails_leaves_an_empty_cache(error: type[BaseException]) -> None:
+    model, ids = llama(), prompt(2, 20)
+    with enabled(model) as here:
+        cache = here.cache()
+        hook = fail_in(model.model.layers[1], error)
+        with pytest.raises(error):
+            model(ids, past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        cache.batch_repeat_interleave(2)
+        assert error is KeyboardInterrupt or cache.batch_size == 0
+        model(ids[:1], past_key_values=cache)  # Also of another size.
+        assert cache.rows.tokens() == [20]
 
 
 @torch.no_grad()
@@ -93,7 +128,7 @@ def test_a_thread_whose_forward_fails_is_not_waited_for() -> None:
     model, ids = llama(), prompt(1, 20)
     want = greedy(model, ids)
     with enabled(model, timeout_ms=100) as here:
-        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("its own")))
+        hook = fail_in(model.model.layers[1])
         failed: list[KeyError] = []
 
         @torch.no_grad()

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import transformers
-from sluice.transformers import Enabled
-from tiny import Maker, enabled, greedy, left_padded, model_of, prompt
+from tiny import (Maker, Served, enabled, greedy, left_padded, model_of, prompt, same_beams, same_in_chunks,
+                  same_logits, same_second_turn, same_with_left_padding)
 from transformers import PreTrainedModel
 
 SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention",
@@ -62,8 +61,6 @@ FAMILIES: dict[str, Maker] = {
     "largest-heads": lambda: model_of("Llama", num_attention_heads=1, num_key_value_heads=1, head_dim=256),
 }
 
-Served = tuple[PreTrainedModel, PreTrainedModel, Enabled]
-
 
 @pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES.keys())
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
@@ -75,54 +72,27 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def test_a_batch_with_left_padding(served: Served) -> None:
-    model, ours, _ = served
-    ids, mask = left_padded()
-    want = greedy(model, ids, attention_mask=mask)
-    assert torch.equal(greedy(ours, ids, attention_mask=mask), want)
-    assert len(set(want[:, 40:].flatten().tolist())) > 7  # Tokens that tell something.
-    assert not torch.equal(greedy(model, ids, attention_mask=torch.ones_like(mask)), want)  # The mask matters.
+    assert len(set(same_with_left_padding(served)[:, 40:].flatten().tolist())) > 7  # Tokens that tell something.
 
 
 def test_logits(served: Served) -> None:
-    model, ours, here = served
+    same_logits(served)
+    model, ours, _ = served
     ids, mask = left_padded()
-    cache, theirs = here.cache(), transformers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        for first, last in ((0, 29), (29, 39), (39, 40)):
-            part = {"input_ids": ids[:, first:last], "attention_mask": mask[:, :last],
-                    "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, first:last]}
-            want = model(**part, past_key_values=theirs).logits
-            got = ours(**part, past_key_values=cache).logits
-            real = mask[:, first:last].bool()
-            torch.testing.assert_close(got[real], want[real], rtol=1e-3, atol=1e-3)
-    assert cache.rows.tokens() == mask.sum(1).tolist()
     assert torch.equal(ours(ids, attention_mask=mask).logits[mask.bool()].argmax(-1),
                        model(ids, attention_mask=mask).logits[mask.bool()].argmax(-1))  # Without a cache of ours.
 
 
 def test_a_second_turn(served: Served) -> None:
-    model, ours, here = served
-    ids = prompt(2, 20)
-    cache, theirs = here.cache(), transformers.DynamicCache(config=model.config)
-    want, got = greedy(model, ids, past_key_values=theirs), greedy(ours, ids, past_key_values=cache)
-    assert torch.equal(got, want)
-    more = torch.cat([want, prompt(2, 9, seed=2)], dim=1)
-    mask = torch.ones_like(more)
-    want = greedy(model, more, past_key_values=theirs, attention_mask=mask)
-    assert torch.equal(greedy(ours, more, past_key_values=cache, attention_mask=mask), want)
+    same_second_turn(served)
 
 
 def test_prompts_in_chunks(served: Served) -> None:
-    model, ours, _ = served
-    ids, mask = left_padded()
-    want = greedy(model, ids, attention_mask=mask)
-    assert torch.equal(greedy(ours, ids, attention_mask=mask, prefill_chunk_size=12), want)
+    same_in_chunks(served)
 
 
 def test_beams(served: Served) -> None:
-    model, ours, here = served
-    ids = prompt(2, 20)
-    assert torch.equal(greedy(ours, ids, num_beams=3), greedy(model, ids, num_beams=3))
+    same_beams(served)
 
 
 def test_drafts(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import sluice
+import sluice.transformers
 import torch
 import transformers
 from test_families import SLIDING
@@ -80,6 +83,51 @@ def test_a_model_twice() -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["sluice", "sluice_packed"])
+def test_a_model_with_an_attention_of_ours(name: str) -> None:
+    model = llama()
+    model.config._attn_implementation = name
+    with pytest.raises(sluice.InvalidArgument, match="enabled already"):
+        enabled(model)
+
+
+def test_two_threads_enable_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    before, both, made = model.config._attn_implementation, threading.Barrier(2), []
+    # Both have found that the model is free.
+    monkeypatch.setattr(sluice.transformers, "Engine", lambda options: (both.wait(60), sluice.Engine(options))[1])
+
+    def run() -> None:
+        try:
+            made.append(enabled(model))
+        except sluice.InvalidArgument as error:
+            made.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(type(each).__name__ for each in made) == ["Enabled", "InvalidArgument"]
+    next(each for each in made if not isinstance(each, Exception)).close()
+    assert model.config._attn_implementation == before and "generate" not in vars(model)
+
+
+def test_close_takes_back_what_is_there() -> None:
+    model = llama()
+    own = model.generate = model.generate  # Of the model alone, as when somebody has put another one there.
+    with enabled(model):
+        assert model.generate is not own
+    assert vars(model).pop("generate") is own
+    before, here = model.config._attn_implementation, enabled(model)
+    kept = model.generate
+    del model.generate
+    here.close()
+    here.close()
+    assert model.config._attn_implementation == before and "generate" not in vars(model)
+    assert kept(prompt(1, 5), max_new_tokens=2, do_sample=False).shape[0] == 1
+
+
 def test_generate() -> None:
     model, ids = llama(), prompt(1, 20)
     with enabled(model) as here, enabled(qwen2()) as other:
@@ -90,7 +138,15 @@ def test_generate() -> None:
                                ({"past_key_values": other.cache()}, "another model")):
             with pytest.raises(sluice.Error, match=words):
                 greedy(model, ids, **options)
+        for options, words in (({"use_cache": False}, "use_cache"), ({"cache_implementation": "static"}, "static")):
+            with pytest.raises(sluice.Unsupported, match=words):
+                model.generate(ids, transformers.GenerationConfig(max_new_tokens=2, **options))
         assert here.engine.memory().far_pages_used == 0
+        model.generation_config.cache_implementation = "hybrid"  # As on the hub; the library makes None of it.
+        assert model.generate(ids, transformers.GenerationConfig(max_new_tokens=2)).shape[1] > 20
+        model.generation_config.use_cache = False  # What a configuration of one call leaves open.
+        with pytest.raises(sluice.Unsupported, match="use_cache"):
+            model.generate(ids, transformers.GenerationConfig(max_new_tokens=2))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Tiny models of random weights, prompts for them, and what their tests have in common."""
+"""Tiny models of random weights, prompts for them, and what all of them are to do with Sluice as without."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import transformers
 from sluice.transformers import Enabled, enable
+from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
 SHAPE = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
@@ -66,4 +67,62 @@ def assistant_of(model: PreTrainedModel) -> PreTrainedModel:
     return assistant
 
 
+def fail_in(module: torch.nn.Module, error: type[BaseException] = KeyError) -> RemovableHandle:
+    """Every forward of this module raises such an error of "the model's own", until remove()."""
+    return module.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error("the model's own")))
+
+
 Maker = Callable[[], PreTrainedModel]
+Served = tuple[PreTrainedModel, PreTrainedModel, Enabled]
+"""A model, itself again with Sluice, and what enable() has returned."""
+
+
+def same_with_left_padding(served: Served) -> torch.Tensor:
+    """The tokens."""
+    model, ours, _ = served
+    ids, mask = left_padded()
+    want = greedy(model, ids, attention_mask=mask)
+    assert torch.equal(greedy(ours, ids, attention_mask=mask), want)
+    assert not torch.equal(greedy(model, ids, attention_mask=torch.ones_like(mask)), want)  # The mask matters.
+    return want
+
+
+def same_logits(served: Served) -> None:
+    """Of every token, in parts."""
+    model, ours, here = served
+    ids, mask = left_padded()
+    cache, theirs = here.cache(), transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for first, last in ((0, 29), (29, 39), (39, 40)):
+            part = {"input_ids": ids[:, first:last], "attention_mask": mask[:, :last],
+                    "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, first:last]}
+            want = model(**part, past_key_values=theirs).logits
+            got = ours(**part, past_key_values=cache).logits
+            real = mask[:, first:last].bool()
+            torch.testing.assert_close(got[real], want[real], rtol=1e-3, atol=1e-3)
+    assert cache.rows.tokens() == mask.sum(1).tolist()
+
+
+def same_second_turn(served: Served) -> None:
+    model, ours, here = served
+    ids = prompt(2, 20)
+    cache, theirs = here.cache(), transformers.DynamicCache(config=model.config)
+    want, got = greedy(model, ids, past_key_values=theirs), greedy(ours, ids, past_key_values=cache)
+    assert torch.equal(got, want)
+    more = torch.cat([want, prompt(2, 9, seed=2)], dim=1)
+    mask = torch.ones_like(more)
+    want = greedy(model, more, past_key_values=theirs, attention_mask=mask)
+    assert torch.equal(greedy(ours, more, past_key_values=cache, attention_mask=mask), want)
+
+
+def same_in_chunks(served: Served) -> None:
+    model, ours, _ = served
+    ids, mask = left_padded()
+    want = greedy(model, ids, attention_mask=mask)
+    assert torch.equal(greedy(ours, ids, attention_mask=mask, prefill_chunk_size=12), want)
+
+
+def same_beams(served: Served) -> None:
+    model, ours, _ = served
+    ids = prompt(2, 20)
+    assert torch.equal(greedy(ours, ids, num_beams=3), greedy(model, ids, num_beams=3))
