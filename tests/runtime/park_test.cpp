@@ -186,6 +186,8 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
       [](auto& h) { h.sparse = 12; },
       [](auto& h) { h.tail_begin = h.tail_end + 1; },
       [](auto& h) { h.tail_end = 13; },
+      [](auto& h) { h.prefill.mode = static_cast<PrefillMode>(3); },
+      [](auto& h) { h.prefill.flex.gamma = std::numeric_limits<float>::quiet_NaN(); },
       [](auto& h) { h.balance = std::numeric_limits<double>::quiet_NaN(); },
       [](auto& h) {
         h.rests = {1, 2};
@@ -216,7 +218,7 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
 TEST_CASE("lengths that a parked sequence has not are refused before memory is asked for them", "[park]") {
   Parked parked(12);
   // u32 fields by their place in the head, and two of the preamble.
-  for (const std::size_t at : {12u, 16u, 20u, 32u + 20u, 32u + 32u, 32u + 36u, 32u + 40u, 32u + 64u}) {
+  for (const std::size_t at : {12u, 16u, 20u, 32u + 20u, 32u + 32u, 32u + 36u, 32u + 40u, 32u + 88u}) {
     for (const std::uint32_t lie : {0u, 1u, 13u, 257u, 0x7fff'ffffu, 0x8000'0000u, 0xffff'ffffu}) {
       CAPTURE(at, lie);
       Area area = parked.area;
