@@ -71,8 +71,10 @@ SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view mo
     load(source, head, at(id));
   } catch (...) {
     // The next one gets a stream of its own. A thread that is lost goes on using what it has.
-    if (!device->lost() && side_data && !side_data->stop()) late_side_data.push_back(std::move(side_data));
-    if (!device->lost()) side_data.reset();
+    if (side_data && !device->lost()) {
+      if (!side_data->stop()) late_side_data.push_back(std::move(side_data));
+      side_data.reset();
+    }
     remove(id);
     throw;
   }

@@ -305,3 +305,25 @@ TEST_CASE("a device that fails while a sequence is resumed costs that sequence a
   REQUIRE(failures > 0);
   REQUIRE(failures < 20);
 }
+
+TEST_CASE("a device that is late while a sequence is resumed has another stream for the next", "[park]") {
+  using namespace std::chrono_literals;
+  Parked parked(40);
+  EngineOptions impatient = options();
+  impatient.timeout = 100ms;
+  Engine engine(impatient, parked.rig.device);
+  const EngineMemoryUse before = engine.memory();
+  auto& device = static_cast<cpu::HostDevice&>(*parked.rig.device);
+  int late = 0;
+  for (std::uint64_t seed = 0; seed < 3; ++seed) {
+    device.inject({.seed = seed, .max_delay = 60s});
+    const auto code = code_of([&] { engine.end(engine.resume(parked.area, "model")); });
+    device.inject({});
+    late += code == Errc::timeout ? 1 : 0;
+    REQUIRE(engine.memory().far_pages_used == before.far_pages_used);
+    const SequenceId id = engine.resume(parked.area, "model");
+    REQUIRE(engine.tokens(id) == 40);
+    engine.end(id);
+  }
+  REQUIRE(late > 0);
+}
