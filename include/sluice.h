@@ -208,8 +208,8 @@ typedef uint64_t sluice_sequence;
 
 /// A sequence of no tokens. `policy` is a preset such as "sluice", or a composition such as
 ///   exact | int4 | top_p=0.95 | near=0
-/// `sluice policies` lists them. SLUICE_INVALID_ARGUMENT points at the word that is wrong, SLUICE_UNSUPPORTED names what
-/// the policy wants and the options do not have, SLUICE_OUT_OF_CAPACITY: as many live as may.
+/// `sluice policies` lists them. SLUICE_INVALID_ARGUMENT points at the word that is wrong, SLUICE_UNSUPPORTED names
+/// what the policy wants and the options do not have, SLUICE_OUT_OF_CAPACITY: as many live as may.
 SLUICE_API sluice_status sluice_engine_begin(sluice_engine* engine, const char* policy, sluice_sequence* sequence);
 /// A sequence that begins with what is known of a prompt: sluice_engine_tokens says how many of its first tokens it
 /// has, whole pages, which it shares; the others are to come as they would without, the last one always. All of
@@ -229,36 +229,44 @@ SLUICE_API sluice_status sluice_engine_name_tokens(sluice_engine* engine, sluice
 /// Of a sequence that is to rest: gives up its near memory when the next forward is planned. Changes no token.
 SLUICE_API sluice_status sluice_engine_preempt(sluice_engine* engine, sluice_sequence sequence);
 /// A new sequence of the first `tokens` tokens of another one; they share memory. `policy` null: the other one's, with
-/// what it had learnt by then, copied: it goes on as the other one would have. That holds for any policy without history,
-/// and for history up to 32 tokens back (of more that query heads observe, fewer: see Engine in sluice/engine.hpp); from
-/// further back the policy begins again, and the next token attends everything. No forward with the sequence may be
-/// under way. SLUICE_TIMEOUT if a thread in which policies learn does not come back.
+/// what it had learnt by then, copied: it goes on as the other one would have. That holds for any policy without
+/// history, and for history up to 32 tokens back (of more that query heads observe, fewer: see Engine in
+/// sluice/engine.hpp); from further back the policy begins again, and the next token attends everything. No forward
+/// with the sequence may be under way. SLUICE_TIMEOUT if a thread in which policies learn does not come back.
 SLUICE_API sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens,
                                             const char* policy, sluice_sequence* child);
 /// Takes the newest tokens back, until there are `tokens`, and what was learnt from them, as far back as with fork.
 /// Errors as of fork.
 SLUICE_API sluice_status sluice_engine_truncate(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens);
 /// Bytes that a sequence takes that is parked now. `model`: what keys and values are of, such as name and revision of a
-/// model and its adapter; null: "". Of the next two, too: who resumes the sequence has to say the same.
+/// model and its adapter, 4 KiB at most; null: "". Of the next two, too: who resumes the sequence has to say the same.
+/// SLUICE_NOT_FOUND if there is no such sequence; SLUICE_INVALID_ARGUMENT if a forward with it is under way, or `model`
+/// is longer.
 SLUICE_API sluice_status sluice_engine_park_bytes(const sluice_engine* engine, sluice_sequence sequence,
                                                   const char* model, uint64_t* bytes);
 /// Writes all that a sequence is to area [area_bytes]: keys and values, policy, names of tokens, and queries of its
 /// prompt's newest tokens. It stays as it is, until it is ended. *bytes, unless `bytes` is null: how many were written.
-/// No forward with the sequence may be under way. SLUICE_OUT_OF_CAPACITY if the area is too short.
+/// SLUICE_OUT_OF_CAPACITY if the area is too short, and nothing was written; others as of sluice_engine_park_bytes.
 SLUICE_API sluice_status sluice_engine_park_memory(const sluice_engine* engine, sluice_sequence sequence,
                                                    const char* model, void* area, uint64_t area_bytes, uint64_t* bytes);
 /// To a file that only its owner may read, which takes its name, and the place of one that had it, once all of it is on
-/// the disk. SLUICE_IO if the operating system refuses: then there is no file.
+/// the disk; a symbolic link of that name is replaced, and what it leads to stays. SLUICE_IO if the operating system
+/// refuses: what had that name stays as it was, or, if the message says so, the new file is there but may not survive a
+/// power cut. SLUICE_INVALID_ARGUMENT also if what has that name, or where a link of that name leads, is no ordinary
+/// file; others as of sluice_engine_park_bytes.
 SLUICE_API sluice_status sluice_engine_park_file(const sluice_engine* engine, sluice_sequence sequence,
                                                  const char* model, const char* path);
 /// A new sequence with all that was parked, in this engine or another one, which goes on as the other would have; a
 /// policy that has learnt from tokens that were decoded begins anew. area [area_bytes] is what was written, all of it
 /// and nothing else. SLUICE_CORRUPT if it is no parked sequence, or damaged; SLUICE_INVALID_ARGUMENT names what
-/// differs: the version of the format, the shape, kv_dtype or `model`; SLUICE_UNSUPPORTED and SLUICE_OUT_OF_CAPACITY as
-/// of sluice_engine_begin, or if host_bytes have no room.
+/// differs: the version of the format, the shape, kv_dtype or `model`, or of the policy what this library does not
+/// know; SLUICE_UNSUPPORTED and SLUICE_OUT_OF_CAPACITY as of sluice_engine_begin, or if the sequence is longer than one
+/// may be, or host_bytes have no room; SLUICE_DEVICE and SLUICE_TIMEOUT if the device fails. Nothing has changed then,
+/// but that cached pages may have given way.
 SLUICE_API sluice_status sluice_engine_resume_memory(sluice_engine* engine, const void* area, uint64_t area_bytes,
                                                      const char* model, sluice_sequence* sequence);
-/// Likewise; SLUICE_NOT_FOUND or SLUICE_IO if the file cannot be read.
+/// Likewise; SLUICE_NOT_FOUND if there is no such file, SLUICE_IO if it cannot be read, SLUICE_INVALID_ARGUMENT if it
+/// is no ordinary one.
 SLUICE_API sluice_status sluice_engine_resume_file(sluice_engine* engine, const char* path, const char* model,
                                                    sluice_sequence* sequence);
 /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream; the last
@@ -450,7 +458,8 @@ typedef struct sluice_stats {
   uint64_t evicted_blocks;  ///< kept for prompts to come, until something else needed them
 } sluice_stats;
 
-/// Memory of an engine in bytes, all but `policies` and `prefixes` reserved when it is created; sluice::EngineMemoryUse.
+/// Memory of an engine in bytes, all but `policies` and `prefixes` reserved when it is created;
+/// sluice::EngineMemoryUse.
 typedef struct sluice_memory {
   uint32_t struct_size;
   uint32_t reserved;         ///< 0

@@ -55,8 +55,8 @@ struct EngineOptions {
   /// What policies of these sequences may keep on the heap, which grows with their tokens; 0: no bound. Each sequence
   /// counts for the most that its policy may keep of the tokens it has, a fork in full: of its keys and values in bf16,
   /// if 4 query heads share a KV head, about 5% with clusters (tactic) and 7% with history (lfps; 8% of 8K tokens), of
-  /// which 3% are what its newest 32 tokens have changed; more than these with hash tables (magicpig). What would exceed
-  /// it is refused.
+  /// which 3% are what its newest 32 tokens have changed; more than these with hash tables (magicpig). What would
+  /// exceed it is refused.
   std::uint64_t policy_bytes = 0;
   std::uint32_t prompt_queries = 32;    ///< as many; history wants 32, see HistoryOptions::init_queries. [1, 256]
   std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose on the device
@@ -89,9 +89,9 @@ struct EngineOptions {
   std::function<void()> before_answer{};
 };
 
-/// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of the
-/// largest bucket, digests, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one at least, if it
-/// chooses on the CPU. Lowers nothing, so that it can be called for several policies.
+/// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of
+/// the largest bucket, digests, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one at least, if
+/// it chooses on the CPU. Lowers nothing, so that it can be called for several policies.
 /// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if no engine serves the policy, or not beside those
 /// that `options` are for: digests are of one kind.
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
@@ -201,19 +201,19 @@ class Engine {
   void preempt(SequenceId sequence);
   /// A new sequence of the first `tokens` tokens of another one, under its policy. Its blocks are shared; the one in
   /// which either of them goes on is copied then. If the policy chooses on the CPU, what it has learnt is copied, all
-  /// that memory(sequence).policy says but hash tables, and as the class says the fork goes on as its parent would have;
-  /// beyond what can be taken back, its policy begins again.
+  /// that memory(sequence).policy says but hash tables, and as the class says the fork goes on as its parent would
+  /// have; beyond what can be taken back, its policy begins again.
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, or it has fewer tokens;
-  /// Error{Errc::out_of_capacity} if as many live as may, or policy_bytes are spent; Error{Errc::timeout} if a thread in
-  /// which policies learn does not come back
+  /// Error{Errc::out_of_capacity} if as many live as may, or policy_bytes are spent; Error{Errc::timeout} if a thread
+  /// in which policies learn does not come back
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens);
   /// Under a policy of its own, whatever the other's has learnt. One that begins with queries of the prompt finds them
   /// if the other's policy chooses on the CPU, too.
   /// @throws as `begin` and `fork` do
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens, const PolicySpec& policy);
-  /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted. What a policy that chooses on
-  /// the CPU has learnt from them is taken back as the class says, or the policy begins again. The next token that is
-  /// decoded pays for that, about as much as was spent on learning.
+  /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted. What a policy that chooses
+  /// on the CPU has learnt from them is taken back as the class says, or the policy begins again. The next token that
+  /// is decoded pays for that, about as much as was spent on learning.
   /// @throws Error{Errc::invalid_argument}, Error{Errc::timeout} as in `fork`
   void truncate(SequenceId sequence, std::uint32_t tokens);
   /// Writes all that a sequence is to memory of the caller, which a sequence begins with that is resumed from it: keys
@@ -221,38 +221,48 @@ class Engine {
   /// stays as it is, until it is ended. `area` has park_bytes at least; returns how many were written. `model`: what
   /// keys and values are of, such as name and revision of a model and its adapter, 4 KiB at most; whoever resumes it
   /// has to say the same. Forwards of others may be under way.
-  /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way; Error{Errc::out_of_capacity} if
-  /// the area is too short, and nothing was written
+  /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, `model` is longer, or nobody
+  /// could resume the sequence: policy and its name take more than 60 KiB, or the policy was built of what no words
+  /// say; Error{Errc::not_found} if there is no such sequence; Error{Errc::out_of_capacity} if the area is too short,
+  /// and nothing was written
   std::uint64_t park(SequenceId sequence, std::span<std::byte> area, std::string_view model = {}) const;
   /// To a file that only its owner may read. It takes its name, and the place of one that had it, once all of it is on
-  /// the disk.
-  /// @throws Error{Errc::invalid_argument} likewise, or if something has that name that is no ordinary file;
-  /// Error{Errc::io} if the operating system refuses, and there is no file
+  /// the disk; until then one is beside it, called .sluice-XXXXXX. A symbolic link of that name is replaced, and what
+  /// it leads to stays.
+  /// @throws Error{Errc::invalid_argument}, Error{Errc::not_found} likewise, or the former if what has that name, or
+  /// where a link of that name leads, is no ordinary file; Error{Errc::io} if the operating system refuses: what had
+  /// that name stays as it was, or, where only the directory could not be brought to the disk, which the message says,
+  /// the new file is there but may not survive a power cut
   void park(SequenceId sequence, const std::string& file, std::string_view model = {}) const;
   /// Bytes that a sequence takes that is parked now.  @throws as `park`
   [[nodiscard]] std::uint64_t park_bytes(SequenceId sequence, std::string_view model = {}) const;
   /// A new sequence with all that was parked, in this engine or another one, which may have pages of another size and
   /// other budgets of memory, for the same `model`. It goes on as the one that was parked would have. Nothing of it is
   /// near; if the engine has near memory, outputs may round differently until it is. Digests and 4-bit copies are made
-  /// of its keys. A policy that chooses on the CPU begins again when the next token is planned to be decoded, as after an
-  /// import: it looks at all there is, with the queries of a prompt that ends there; what it had learnt from decoded
-  /// tokens is forgotten. Audits and watched tokens stay behind. Forwards of others may be under way.
+  /// of its keys. A policy that chooses on the CPU begins again when the next token is planned to be decoded, as after
+  /// an import: it looks at all there is, with the queries of a prompt that ends there; what it had learnt from decoded
+  /// tokens is forgotten. Audits and watched tokens stay behind. Forwards of others may be under way. Its names are
+  /// found by prompts to come; but if prompts attend otherwise in this engine (EngineOptions::prefill), its pages are
+  /// taken for decoded from the first on, see name_tokens.
   ///
   /// `area`: what was written, all of it and nothing else. Checksums find damage, not intent: whoever can write to it
   /// decides what the sequence attends, and what others find under its names.
   /// @throws Error{Errc::corrupt} if it is no parked sequence or damaged; Error{Errc::invalid_argument} naming what
-  /// differs: the version of the format, shape, kv_dtype or model; Error{Errc::unsupported} and
-  /// Error{Errc::out_of_capacity} as `begin`, or if the host pool has no room; Error{Errc::device} and
-  /// Error{Errc::timeout} if the device fails. Nothing has changed then, but that cached pages may have given way if the
-  /// device or a file failed.
+  /// differs: the version of the format, shape, kv_dtype or model, or of the policy what this library does not know;
+  /// Error{Errc::unsupported} and Error{Errc::out_of_capacity} as `begin`, or if the sequence is longer than one may
+  /// be, or the host pool has no room; Error{Errc::device} and Error{Errc::timeout} if the device fails. Nothing has
+  /// changed then, but that cached pages may have given way if the device or a file failed. A GPU that is late for much
+  /// longer than the timeout has to be taken for lost, and the engine with it.
   [[nodiscard]] SequenceId resume(std::span<const std::byte> area, std::string_view model = {});
-  /// @throws likewise; Error{Errc::not_found}, Error{Errc::io} if the file cannot be read
+  /// @throws likewise; Error{Errc::not_found} if there is no such file, Error{Errc::io} if it cannot be read,
+  /// Error{Errc::invalid_argument} if it is no ordinary one
   [[nodiscard]] SequenceId resume(const std::string& file, std::string_view model = {});
   /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream as in
   /// `plan`; the last layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] in device memory, after
   /// RoPE, at most import_rows tokens; q [n, q_heads, head_dim] likewise, n <= tokens: queries of the newest, for a
   /// policy that begins with some; every layer has as many. One that does not get to its last layer is begun again with
-  /// layer 0, or ends with the sequence; until then no forward can be planned, and the sequence neither forked nor truncated.
+  /// layer 0, or ends with the sequence; until then no forward can be planned, and the sequence neither forked nor
+  /// truncated.
   /// @throws Error{Errc::invalid_argument} if a forward is under way
   void import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
                      const TensorView& q = {});

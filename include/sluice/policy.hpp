@@ -117,7 +117,7 @@ struct NearOptions {
 struct PolicySpec {
   std::string name;           ///< preset it came from
   std::uint8_t sources = 0;   ///< bits of Source; 0: near tokens only (StreamingLLM)
-  HistoryOptions history;     ///< read if sources has `history`
+  HistoryOptions history;     ///< read if sources has `history`; local_tokens by a bypass, too
   PageSourceOptions pages;    ///< read if sources has `pages`
   ClusterOptions clusters;    ///< read if sources has `clusters`
   LshOptions lsh;             ///< read if sources has `lsh`
@@ -147,8 +147,8 @@ struct PolicySpec {
 ///   policy  = (preset [":" options] | source {"+" source}) {"|" stage}
 ///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "none") [":" options]
 ///   stage   = "int4" | "top_k=" COUNT | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
-///           | "bypass=" ("off" | ["sink:"] SHARE) | "near=" SHARE ["," options] | "dense=" LAYERS ["," options]
-///           | "page=" TOKENS
+///           | "bypass=" ("off" | ["sink:"] SHARE) ["," options] | "near=" SHARE ["," options]
+///           | "dense=" LAYERS ["," options] | "page=" TOKENS
 ///   options = key "=" value {"," key "=" value}
 ///
 /// as in `sluice`, `lfps:alpha=0.3,budget=2%`, `history+pages | top_p=0.95`, `pages:quest,budget=8192 | int4 | top_p=0.9`

@@ -4,6 +4,7 @@
 #include "runtime/engine/impl.hpp"
 #include "runtime/park/park_blocks.hpp"
 #include "runtime/park/park_head.hpp"
+#include "scheduler/policy/text.hpp"
 
 namespace sluice {
 namespace {
@@ -13,6 +14,30 @@ std::string text(std::uint64_t number) { return std::to_string(number); }
 std::uint64_t parked_bytes(const runtime::ParkHead& head) {
   return runtime::encode(head).size() + runtime::parked_body_bytes(head.body_bytes());
 }
+
+/// Whether what is read of it comes back from its words; else who resumes it would go on by another one.
+bool survives(const PolicySpec& spec, const std::string& words) {
+  try {
+    PolicySpec again = parse_policy(words);
+    again.name = spec.name;
+    return again == scheduler::what_is_read(spec);
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+/// Who parks a sequence can resume it.
+void require_resumable(const runtime::ParkHead& head, const PolicySpec& spec) {
+  if (!survives(spec, head.policy))
+    throw Error(Errc::invalid_argument, "park: the sequence's policy has no words, and '" + head.policy +
+                                            "' is another one; begin it with a policy that parse_policy gave");
+  if (const std::string why = runtime::unsound(head); !why.empty())
+    throw Error(Errc::invalid_argument, "park: nobody could resume the sequence: " + why +
+                                            "; give its policy a shorter name");
+}
+
+/// What prompts attended by, without what the mode does not read.
+PrefillSpec prefill_of(const PrefillSpec& spec) { return spec.mode == PrefillMode::full ? PrefillSpec{} : spec; }
 
 }  // namespace
 
@@ -30,6 +55,7 @@ runtime::ParkHead Engine::Impl::park_head(SequenceId id, std::string_view model)
                          .salt = sequence.names.known.salt,
                          .balance = sequence.bets.balance.balance(),
                          .chunk_end = sequence.bets.end,
+                         .prefill = prefill_of(options.prefill),
                          .model = std::string(model),
                          .policy = to_string(sequence.spec),
                          .policy_name = sequence.spec.name,
@@ -39,6 +65,7 @@ runtime::ParkHead Engine::Impl::park_head(SequenceId id, std::string_view model)
     head.tail_begin = tail.begin;
     head.tail_end = tail.end;
   }
+  require_resumable(head, sequence.spec);
   return head;
 }
 

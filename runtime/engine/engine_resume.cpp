@@ -43,6 +43,12 @@ PolicySpec parked_policy(const runtime::ParkHead& head, const EngineOptions& opt
   return spec;
 }
 
+/// First token whose keys and values no prompt of this engine would have; kNone: there is none.
+std::uint32_t first_unlike(const runtime::ParkHead& head, const EngineOptions& options) {
+  const bool exact = head.prefill.mode == PrefillMode::full && options.prefill.mode == PrefillMode::full;
+  return exact || head.prefill == options.prefill || head.prompt_end == 0 ? head.sparse : 0;
+}
+
 }  // namespace
 
 SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view model) {
@@ -64,8 +70,11 @@ SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view mo
   try {
     load(source, head, at(id));
   } catch (...) {
-    // Its stream has stopped before the blocks are anybody else's. A thread that is lost goes on using what it has.
-    if (!device->lost()) side_data.reset();
+    // The next one gets a stream of its own. A thread that is lost goes on using what it has.
+    if (side_data && !device->lost()) {
+      if (!side_data->stop()) late_side_data.push_back(std::move(side_data));
+      side_data.reset();
+    }
     remove(id);
     throw;
   }
@@ -73,7 +82,10 @@ SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view mo
 }
 
 void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence) {
-  if (!side_data) side_data = std::make_unique<runtime::SideData>(memory.largest(), *device, options.timeout);
+  if (!side_data) {
+    late_side_data.reserve(late_side_data.size() + 1);  // Where one is late nothing else may fail.
+    side_data = std::make_unique<runtime::SideData>(memory.largest(), *device, options.timeout);
+  }
   finish_copies();
   runtime::BlockReader body(source, head);
   std::vector<std::int32_t> ids(std::min(head.names, memory.largest().largest.max_tokens));
@@ -91,7 +103,7 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
   // Nothing can fail from here on.
   sequence.prompt_end = head.prompt_end;
   sequence.bets = {.balance = scheduler::PrefillBets(head.balance), .rests = head.rests, .end = head.chunk_end};
-  sequence.names = {.ids = std::move(ids), .known = {.salt = head.salt}, .sparse = head.sparse};
+  sequence.names = {.ids = std::move(ids), .known = {.salt = head.salt}, .sparse = first_unlike(head, options)};
   publish(sequence);
 }
 

@@ -283,6 +283,8 @@ struct Engine::Impl : cpu::Kept {
   std::atomic<const runtime::PrefixCache*> seen_prefixes{nullptr};  ///< the same, for whoever asks for figures
   std::vector<ForwardBlockCopy> copies;  ///< of codes, that the device does not know of yet
   std::unique_ptr<runtime::SideData> side_data;  ///< null as long as no sequence was resumed
+  /// Those whose streams were late, and that a GPU may still read, which goes on with what it was given.
+  std::vector<std::unique_ptr<runtime::SideData>> late_side_data;
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;
   std::uint64_t known_policy_bytes = 0;

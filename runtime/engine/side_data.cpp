@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "sluice/error.hpp"
 #include "sluice/int4.hpp"
 
 namespace sluice::runtime {
@@ -27,6 +28,24 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
   backend_.digest(digests_, memory_.digest, memory_.layout, stream_.get());
 }
 
-void SideData::wait() { stream_->synchronize(deadline_after(timeout_)); }
+void SideData::wait() {
+  late_ = true;  // Should anything else be thrown, too.
+  try {
+    stream_->synchronize(deadline_after(timeout_));
+  } catch (const Error& error) {
+    late_ = error.code() == Errc::timeout;
+    throw;
+  }
+  late_ = false;
+}
+
+bool SideData::stop() noexcept {
+  try {
+    if (!late_) wait();
+  } catch (...) {  // `late_` says whether it was that.
+  }
+  stream_.reset();
+  return !late_;
+}
 
 }  // namespace sluice::runtime

@@ -115,6 +115,13 @@ ParkHead decode(std::span<const std::byte> bytes) {
   head.salt = fields.number<std::uint64_t>();
   head.balance = fields.number<double>();
   head.chunk_end = fields.u32();
+  head.prefill.mode = static_cast<PrefillMode>(std::min(fields.u32(), 255u));
+  head.prefill.flex = {.gamma = fields.number<float>(), .tau = fields.number<float>()};
+  head.prefill.flex.min_budget = fields.u32();
+  head.prefill.flex.max_budget = fields.u32();
+  const std::uint32_t lines = fields.u32();
+  if (lines > 1) refuse("its choice of blocks cannot be");
+  head.prefill.flex.lines = lines != 0;
   head.model = fields.text();
   head.policy = fields.text();
   head.policy_name = fields.text();
@@ -125,15 +132,38 @@ ParkHead decode(std::span<const std::byte> bytes) {
   return head;
 }
 
+std::vector<std::byte> encode_fields(const ParkHead& head) {
+  Encoder fields;
+  for (const std::uint32_t field : {head.shape.layers, head.shape.q_heads, head.shape.kv_heads, head.shape.head_dim,
+                                    static_cast<std::uint32_t>(head.dtype), head.tokens, head.prompt_end, head.sparse,
+                                    head.tail_begin, head.tail_end, head.names})
+    fields.put(field);
+  fields.put(head.salt);
+  fields.put(head.balance);
+  fields.put(head.chunk_end);
+  const FlexPrefillSpec& flex = head.prefill.flex;
+  fields.put(static_cast<std::uint32_t>(head.prefill.mode));
+  for (const float field : {flex.gamma, flex.tau}) fields.put(field);
+  for (const std::uint32_t field : {flex.min_budget, flex.max_budget, std::uint32_t{flex.lines}}) fields.put(field);
+  for (const std::string* text : {&head.model, &head.policy, &head.policy_name}) fields.put(*text);
+  fields.put(static_cast<std::uint32_t>(head.rests.size()));
+  for (const std::uint32_t rest : head.rests) fields.put(rest);
+  return std::move(fields.bytes);
+}
+
+}  // namespace
+
 /// So that lengths can be computed from it, and nothing in it misleads an engine.
-void require_sound(const ParkHead& head) {
+std::string unsound(const ParkHead& head) {
   try {
     sluice::validate(head.shape);
+    sluice::validate(head.prefill);
   } catch (const Error& error) {
-    refuse(error.what());
+    return error.what();
   }
-  const auto require = [](bool holds, const char* what) {
-    if (!holds) refuse(std::string("its ") + what + " cannot be");
+  std::string why;
+  const auto require = [&why](bool holds, const char* what) {
+    if (!holds && why.empty()) why = std::string("its ") + what + " cannot be";
   };
   require(is_valid(head.dtype), "element type");
   require(head.tokens <= 0x7fff'ffffu && head.names <= 0x7fff'ffffu, "length");
@@ -144,30 +174,27 @@ void require_sound(const ParkHead& head) {
   require(std::isfinite(head.balance), "balance");
   require(head.rests.empty() || head.rests.size() == head.shape.layers, "number of rests");
   require(head.model.size() <= kMostModelBytes, "model");
+  if (!why.empty()) return why;
+  // What its fields take, told without writing them.
+  const std::uint64_t rests = head.rests.size() * sizeof(std::uint32_t);
+  const std::uint64_t texts = head.model.size() + head.policy.size() + head.policy_name.size();
+  if (const std::uint64_t bytes = encode_fields({}).size() + texts + rests; bytes > kMostHeadBytes)
+    return "its head has " + std::to_string(bytes) + " bytes, of which policy and name take " +
+           std::to_string(head.policy.size() + head.policy_name.size()) + ", and may have " +
+           std::to_string(kMostHeadBytes);
+  return why;
 }
 
-}  // namespace
-
 std::vector<std::byte> encode(const ParkHead& head) {
-  Encoder fields;
-  for (const std::uint32_t field : {head.shape.layers, head.shape.q_heads, head.shape.kv_heads, head.shape.head_dim,
-                                    static_cast<std::uint32_t>(head.dtype), head.tokens, head.prompt_end, head.sparse,
-                                    head.tail_begin, head.tail_end, head.names})
-    fields.put(field);
-  fields.put(head.salt);
-  fields.put(head.balance);
-  fields.put(head.chunk_end);
-  for (const std::string* text : {&head.model, &head.policy, &head.policy_name}) fields.put(*text);
-  fields.put(static_cast<std::uint32_t>(head.rests.size()));
-  for (const std::uint32_t rest : head.rests) fields.put(rest);
+  const std::vector<std::byte> fields = encode_fields(head);
   Encoder all;
   for (const unsigned char byte : kMagic) all.put(byte);
   all.put(kParkVersion);
-  all.put(static_cast<std::uint32_t>(fields.bytes.size()));
+  all.put(static_cast<std::uint32_t>(fields.size()));
   all.put(head.body_bytes());
   all.put(std::uint32_t{0});
   all.check(0);
-  all.bytes.insert(all.bytes.end(), fields.bytes.begin(), fields.bytes.end());
+  all.bytes.insert(all.bytes.end(), fields.begin(), fields.end());
   all.check(kPreambleBytes);
   return std::move(all.bytes);
 }
@@ -185,7 +212,7 @@ ParkHead read_head(ParkSource& source) {
   const auto bytes = source.read(kPreambleBytes, head_bytes);
   require_checked(bytes, "head");
   ParkHead head = decode(bytes.first(preamble.head_bytes));
-  require_sound(head);
+  if (const std::string why = unsound(head); !why.empty()) refuse(why);
   if (head.body_bytes() != preamble.body_bytes) refuse("its head says another length than its beginning");
   return head;
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "runtime/park/park_source.hpp"
+#include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
@@ -46,6 +47,8 @@ struct ParkHead {
   std::uint64_t salt = 0;       ///< of the names
   double balance = 0.0;         ///< of PrefillBets
   std::uint32_t chunk_end = 0;  ///< PrefillBook::end
+  /// How its prompts attended: u32 mode, f32 gamma, f32 tau, u32 min_budget, u32 max_budget, u32 lines.
+  PrefillSpec prefill{};
   std::string model{};          ///< what the caller said that keys and values are of
   std::string policy{};         ///< as sluice::to_string has it
   std::string policy_name{};
@@ -66,6 +69,9 @@ struct ParkHead {
 [[nodiscard]] constexpr std::uint64_t parked_body_bytes(std::uint64_t body_bytes) noexcept {
   return body_bytes + div_up(body_bytes, kParkBlock) * kParkChecks;
 }
+
+/// Why nobody could read it again; empty if they can.
+[[nodiscard]] std::string unsound(const ParkHead& head);
 
 /// Preamble and head, with their checksums.
 [[nodiscard]] std::vector<std::byte> encode(const ParkHead& head);

@@ -15,26 +15,40 @@
 namespace sluice::runtime {
 namespace {
 
+/// With the slash behind it.
 std::string directory_of(const std::string& path) {
   const std::size_t slash = path.rfind('/');
-  if (slash == std::string::npos) return ".";
-  return slash == 0 ? "/" : path.substr(0, slash);
+  return slash == std::string::npos ? "./" : path.substr(0, slash + 1);
 }
+
+std::string reason(int error) { return std::generic_category().message(error); }
 
 }  // namespace
 
 FileSink::FileSink(const std::string& path) : path_(path) {
   struct stat status {};
-  if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
-    throw Error(Errc::invalid_argument, path + " is there and no ordinary file; give the parked sequence another name");
-  temporary_ = path + ".XXXXXX";
+  if (::stat(path.c_str(), &status) == 0) {
+    if (!S_ISREG(status.st_mode))
+      throw Error(Errc::invalid_argument,
+                  path + " is there and no ordinary file; give the parked sequence another name");
+  } else if (errno != ENOENT || path.empty()) {
+    refuse("look for it");
+  }
+  const std::string directory = directory_of(path);
+  directory_ = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (directory_ < 0) refuse("open its directory");
+  temporary_ = directory + ".sluice-XXXXXX";  // No longer than a name may be, however long the other is.
   descriptor_ = ::mkostemp(temporary_.data(), O_CLOEXEC);
   if (descriptor_ >= 0) return;
   temporary_.clear();
+  const int error = errno;
+  (void)::close(directory_);
+  errno = error;
   refuse("create a file beside it");
 }
 
 FileSink::~FileSink() {
+  if (directory_ >= 0) (void)::close(directory_);
   if (descriptor_ >= 0) (void)::close(descriptor_);
   if (!temporary_.empty()) (void)::unlink(temporary_.c_str());
 }
@@ -71,16 +85,19 @@ void FileSink::finish() {
   if (::close(std::exchange(descriptor_, -1)) != 0) refuse("close it");
   if (std::rename(temporary_.c_str(), path_.c_str()) != 0) refuse("give it its name");
   temporary_.clear();
-  // Its name is on the disk with the directory. Some file systems have nothing to bring there, and say so.
-  const int directory = ::open(directory_of(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (directory < 0) return;
-  (void)::fsync(directory);
-  (void)::close(directory);
+  keep_name();
+}
+
+/// Its name is on the disk with the directory. Some file systems have nothing to bring there, and say so.
+void FileSink::keep_name() {
+  if (::fsync(directory_) == 0 || errno == EINVAL || errno == ENOTSUP) return;
+  throw Error(Errc::io, "the sequence is parked in " + path_ + ", but may not survive a power cut: cannot bring the " +
+                            "directory to the disk: " + reason(errno) + "; park it again where that can be done");
 }
 
 void FileSink::refuse(const char* what) const {
-  throw Error(Errc::io, "cannot park in " + path_ + ": cannot " + what + ": " + std::generic_category().message(errno) +
-                            "; nothing was left there");
+  throw Error(Errc::io, "cannot park in " + path_ + ": cannot " + what + ": " + reason(errno) +
+                            "; a file that was there before is there as it was");
 }
 
 }  // namespace sluice::runtime

@@ -34,24 +34,29 @@ class MemorySink final : public ParkSink {
   std::span<std::byte> left_;
 };
 
-/// Writes a file beside the one that is wanted, which takes its name once it is on the disk; before that it is removed
-/// again. Only its owner may read it.
+/// Writes a file in the directory of the one that is wanted, which takes its name, and the place of one that had it,
+/// once it is on the disk; before that it is removed again. Only its owner may read it. A symbolic link that had the
+/// name is replaced, not what it leads to.
 class FileSink final : public ParkSink {
  public:
-  /// @throws Error{Errc::io}; Error{Errc::invalid_argument} if something is there that is no ordinary file
+  /// @throws Error{Errc::io}; Error{Errc::invalid_argument} if something is there, or where a link leads, that is no
+  /// ordinary file
   explicit FileSink(const std::string& path);
   ~FileSink() override;
   FileSink(const FileSink&) = delete;
   FileSink& operator=(const FileSink&) = delete;
   [[nodiscard]] std::span<std::byte> next(std::uint64_t count) override;
+  /// @throws Error{Errc::io}, also if the file is there, but not yet its name on the disk
   void finish() override;
 
  private:
   void flush();
+  void keep_name();
   [[noreturn]] void refuse(const char* what) const;
 
   std::string path_;
   std::string temporary_;  ///< empty: there is none any more
+  int directory_ = -1;
   int descriptor_ = -1;
   std::uint64_t written_ = 0;
   std::uint64_t filled_ = 0;  ///< of the buffer

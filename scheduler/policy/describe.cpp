@@ -64,6 +64,7 @@ std::string pages_words(const PageSourceOptions& pages) {
   if (by_tokens) {
     options.word("budget=" + std::to_string(pages.min_tokens));
     if (pages.min_pages != 1) options.word("min_pages=" + std::to_string(pages.min_pages));
+    if (pages.share > 0.f) options.word("share=" + percent(pages.share));
   } else if (pages.min_pages != usual.min_pages || pages.share != usual.share) {
     options.word("pages=" + larger_of(pages.min_pages, pages.share, usual.min_pages));
   }
@@ -133,6 +134,14 @@ std::string budget_words(const BudgetOptions& budget) {
   return text;
 }
 
+/// What the bypass leaves to the newest tokens is the history's to say, if there is one.
+std::string bypass_words(const PolicySpec& spec) {
+  const std::uint32_t local = spec.history.local_tokens;
+  const std::string text = "bypass=sink:" + number(spec.bypass_threshold);
+  if (spec.uses(Source::history) || local == HistoryOptions{}.local_tokens) return text;
+  return text + ",local=" + std::to_string(local);
+}
+
 /// The share, and sinks and window where they differ from the defaults or are all there is.
 std::string near_words(const NearOptions& near) {
   const NearOptions usual;
@@ -152,7 +161,7 @@ std::string to_string(const PolicySpec& spec) {
   if (spec.estimate == Estimate::int4) text += " | int4";
   if (spec.sources != 0 && !spec.uses(Source::all)) text += " | " + budget_words(spec.budget);
   text += " | " + near_words(spec.near);
-  if (spec.bypass_threshold > 0.f) text += " | bypass=sink:" + number(spec.bypass_threshold);
+  if (spec.bypass_threshold > 0.f) text += " | " + bypass_words(spec);
   if (spec.dense_layers > 0 || spec.dense_every > 0) text += " | dense=" + std::to_string(spec.dense_layers);
   if (spec.dense_every > 0) text += ",every=" + std::to_string(spec.dense_every);
   if (spec.page_tokens > 0) text += " | page=" + std::to_string(spec.page_tokens);

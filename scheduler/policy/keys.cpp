@@ -69,6 +69,7 @@ constexpr Key kKeys[] = {
     {"pages", Room::pages, [](S& s, const W& w) { read_pages(w, s.pages); }},
     {"min_pages", Room::pages, [](S& s, const W& w) { s.pages.min_pages = read_count(w); }},
     {"budget", Room::pages, [](S& s, const W& w) { read_page_tokens(w, s.pages); }},
+    {"share", Room::pages, [](S& s, const W& w) { s.pages.share = read_share(w); }},
 
     {"size", Room::clusters, [](S& s, const W& w) { s.clusters.tokens_per_cluster = read_count(w); }},
     {"iterations", Room::clusters, [](S& s, const W& w) { s.clusters.iterations = read_count(w); }},
@@ -95,6 +96,7 @@ constexpr Key kKeys[] = {
     {"min_tokens", Room::top_k, [](S& s, const W& w) { s.budget.min_tokens = read_count(w); }},
     {"microbatch", Room::progressive, [](S& s, const W& w) { s.budget.microbatch = read_count(w); }},
     {"rule", Room::progressive, [](S& s, const W& w) { s.budget.rule = read_rule(w); }},
+    {"local", Room::bypass, [](S& s, const W& w) { s.history.local_tokens = read_count(w); }},
     {"sinks", Room::near, [](S& s, const W& w) { s.near.sink_tokens = read_count(w); }},
     {"recent", Room::near, [](S& s, const W& w) { s.near.recent_tokens = read_count(w); }},
     {"every", Room::dense, [](S& s, const W& w) { s.dense_every = read_count(w); }},
@@ -108,6 +110,7 @@ const char* to_words(Room room) noexcept {
     case Room::lsh: return "lsh";
     case Room::top_k: return "top_k";
     case Room::progressive: return "progressive";
+    case Room::bypass: return "bypass";
     case Room::near: return "near";
     case Room::dense: return "dense";
     case Room::flat: return "policy";
@@ -125,6 +128,7 @@ bool reads(const PolicySpec& spec, const Key& key) noexcept {
     case Room::lsh: return spec.uses(Source::lsh);
     case Room::top_k: return scored && spec.budget.kind == BudgetKind::top_k;
     case Room::progressive: return scored && spec.budget.kind == BudgetKind::progressive;
+    case Room::bypass: return spec.bypass_threshold > 0.f;
     case Room::near:
     case Room::dense: return true;
     case Room::flat: return scored || key.name == "near" || key.name == "dense";
@@ -158,7 +162,8 @@ template <class Use>
 void for_each_option(const Word& options, Room room, Use&& use) {
   for (const Word& option : split(options, ',')) {
     const Halves halves = halve(option, '=');
-    if (!halves.both) option.fail("is not key=value; the keys of " + std::string(to_words(room)) + " are " + names(room));
+    if (!halves.both)
+      option.fail("is not key=value; the keys of " + std::string(to_words(room)) + " are " + names(room));
     const Key* key = find(halves.first.value, room);
     if (key == nullptr) halves.first.fail("is no key of " + std::string(to_words(room)) + "; there are " + names(room));
     use(*key, halves.first, halves.second);

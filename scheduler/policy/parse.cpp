@@ -51,7 +51,8 @@ const NamedSource* find_source(std::string_view name) noexcept {
 
 const PolicyPreset* find_preset(std::string_view name) {
   const auto& presets = policy_presets();
-  const auto at = std::find_if(presets.begin(), presets.end(), [&](const PolicyPreset& p) { return p.spec.name == name; });
+  const auto at =
+      std::find_if(presets.begin(), presets.end(), [&](const PolicyPreset& p) { return p.spec.name == name; });
   return at == presets.end() ? nullptr : &*at;
 }
 
@@ -126,7 +127,8 @@ constexpr Stage kStages[] = {
     {"int4", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::int4; }},
     {"top_k", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
-       if (!chooses(s)) w.fail("means nothing here: this policy does not choose among tokens; name a source, such as pages");
+       if (!chooses(s))
+         w.fail("means nothing here: this policy does not choose among tokens; name a source, such as pages");
        s.budget.kind = BudgetKind::top_k;
        read_larger_of(w, s.budget.min_tokens, s.budget.share);
      }},
@@ -135,7 +137,7 @@ constexpr Stage kStages[] = {
     {"progressive", true, Room::progressive,
      [](const Word& w, PolicySpec& s) { set_mass(w, BudgetKind::progressive, s); }},
     {"sampled", false, Room::flat, [](const Word&, PolicySpec& s) { s.budget.kind = BudgetKind::sampled; }},
-    {"bypass", true, Room::flat, read_bypass},
+    {"bypass", true, Room::bypass, read_bypass},
     {"near", true, Room::near, [](const Word& w, PolicySpec& s) { s.near.share = read_share(w); }},
     {"dense", true, Room::dense, [](const Word& w, PolicySpec& s) { s.dense_layers = read_count(w); }},
     {"page", true, Room::flat, [](const Word& w, PolicySpec& s) { s.page_tokens = read_count(w); }},
@@ -144,8 +146,8 @@ constexpr Stage kStages[] = {
 void apply_stage(const Word& word, PolicySpec& spec) {
   const Halves first = halve(word, ',');
   const Halves halves = halve(first.first, '=');
-  const auto* stage =
-      std::find_if(std::begin(kStages), std::end(kStages), [&](const Stage& s) { return s.name == halves.first.value; });
+  const auto* stage = std::find_if(std::begin(kStages), std::end(kStages),
+                                   [&](const Stage& s) { return s.name == halves.first.value; });
   if (stage == std::end(kStages)) {
     std::string known;
     for (const Stage& s : kStages) known += (known.empty() ? "" : ", ") + std::string(s.name);
@@ -158,8 +160,8 @@ void apply_stage(const Word& word, PolicySpec& spec) {
   if (first.both) apply_options(first.second, stage->options, spec);
 }
 
-/// Of the budget, only what its kind reads. A stage may have taken the place of another, or of a preset's, and what that
-/// one read would make policies differ that do the same.
+/// Of the budget, only what its kind reads. A stage may have taken the place of another, or of a preset's, and what
+/// that one read would make policies differ that do the same.
 BudgetOptions what_is_read(const BudgetOptions& budget) {
   BudgetOptions read;
   read.kind = budget.kind;
@@ -192,8 +194,20 @@ PolicySpec parse_policy(std::string_view text) {
   } catch (const Error& error) {
     throw Error(error.code(), "policy \"" + std::string(text) + "\": " + error.what());
   }
-  spec.budget = what_is_read(spec.budget);
-  return spec;
+  return what_is_read(spec);
+}
+
+PolicySpec scheduler::what_is_read(const PolicySpec& spec) {
+  PolicySpec read = spec;
+  if (!spec.uses(Source::history)) {
+    read.history = {};
+    if (spec.bypass_threshold > 0.f) read.history.local_tokens = spec.history.local_tokens;
+  }
+  if (!spec.uses(Source::pages)) read.pages = {};
+  if (!spec.uses(Source::clusters)) read.clusters = {};
+  if (!spec.uses(Source::lsh)) read.lsh = {};
+  read.budget = chooses(spec) ? sluice::what_is_read(spec.budget) : BudgetOptions{};
+  return read;
 }
 
 }  // namespace sluice

@@ -121,6 +121,6 @@ void read_larger_of(const Word& word, std::uint32_t& count, float& share) {
 
 std::string number(double value) { return digits(value, 1.0); }
 
-std::string percent(double share) { return digits(share, 100.0) + "%"; }
+std::string percent(double share) { return digits(share + 0.0, 100.0) + "%"; }  // Of -0, 0%.
 
 }  // namespace sluice::scheduler

@@ -41,7 +41,7 @@ struct Halves {
 void read_larger_of(const Word& word, std::uint32_t& count, float& share);
 
 /// Where a key belongs: to a source, to a stage, or only to the flat list behind a preset's name.
-enum class Room : std::uint8_t { history, pages, clusters, lsh, top_k, progressive, near, dense, flat };
+enum class Room : std::uint8_t { history, pages, clusters, lsh, top_k, progressive, bypass, near, dense, flat };
 
 /// One `key=value`.
 struct Key {
@@ -56,6 +56,9 @@ void apply_options(const Word& options, Room room, PolicySpec& spec);
 void apply_flat_options(const Word& options, PolicySpec& spec);
 
 void read_digest(const Word& word, PageSourceOptions& pages);
+
+/// The same policy, with the defaults where it says what none of its stages reads.
+[[nodiscard]] PolicySpec what_is_read(const PolicySpec& spec);
 
 /// Shortest form that a reader would write: 0.2, 10, 1e-06.
 [[nodiscard]] std::string number(double value);

@@ -186,6 +186,8 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
       [](auto& h) { h.sparse = 12; },
       [](auto& h) { h.tail_begin = h.tail_end + 1; },
       [](auto& h) { h.tail_end = 13; },
+      [](auto& h) { h.prefill.mode = static_cast<PrefillMode>(3); },
+      [](auto& h) { h.prefill.flex.gamma = std::numeric_limits<float>::quiet_NaN(); },
       [](auto& h) { h.balance = std::numeric_limits<double>::quiet_NaN(); },
       [](auto& h) {
         h.rests = {1, 2};
@@ -216,7 +218,7 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
 TEST_CASE("lengths that a parked sequence has not are refused before memory is asked for them", "[park]") {
   Parked parked(12);
   // u32 fields by their place in the head, and two of the preamble.
-  for (const std::size_t at : {12u, 16u, 20u, 32u + 20u, 32u + 32u, 32u + 36u, 32u + 40u, 32u + 64u}) {
+  for (const std::size_t at : {12u, 16u, 20u, 32u + 20u, 32u + 32u, 32u + 36u, 32u + 40u, 32u + 88u}) {
     for (const std::uint32_t lie : {0u, 1u, 13u, 257u, 0x7fff'ffffu, 0x8000'0000u, 0xffff'ffffu}) {
       CAPTURE(at, lie);
       Area area = parked.area;
@@ -302,4 +304,26 @@ TEST_CASE("a device that fails while a sequence is resumed costs that sequence a
   }
   REQUIRE(failures > 0);
   REQUIRE(failures < 20);
+}
+
+TEST_CASE("a device that is late while a sequence is resumed has another stream for the next", "[park]") {
+  using namespace std::chrono_literals;
+  Parked parked(40);
+  EngineOptions impatient = options();
+  impatient.timeout = 100ms;
+  Engine engine(impatient, parked.rig.device);
+  const EngineMemoryUse before = engine.memory();
+  auto& device = static_cast<cpu::HostDevice&>(*parked.rig.device);
+  int late = 0;
+  for (std::uint64_t seed = 0; seed < 3; ++seed) {
+    device.inject({.seed = seed, .max_delay = 60s});
+    const auto code = code_of([&] { engine.end(engine.resume(parked.area, "model")); });
+    device.inject({});
+    late += code == Errc::timeout ? 1 : 0;
+    REQUIRE(engine.memory().far_pages_used == before.far_pages_used);
+    const SequenceId id = engine.resume(parked.area, "model");
+    REQUIRE(engine.tokens(id) == 40);
+    engine.end(id);
+  }
+  REQUIRE(late > 0);
 }

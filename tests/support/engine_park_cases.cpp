@@ -4,6 +4,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/engine_park.hpp"
+#include "tests/support/random_policy.hpp"
 #include "tests/support/sanitized.hpp"
 
 using namespace sluice;
@@ -39,6 +40,49 @@ TEST_CASE("a sequence that was parked and resumed attends the same, bit for bit"
   REQUIRE(parked(engine, back.id) == area);
   for (int step = 0; step < 8; ++step)
     REQUIRE(difference(decode(engine, rig, back), decode(engine, rig, stays)) == 0.0);
+}
+
+TEST_CASE("a policy that was built in code comes back with its sequence, whatever it says", "[engine][park]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 150, 313);
+  std::mt19937 rng(17);
+  PolicySpec share = parse_policy("pages:budget=8 | top_k=all | near=0,sinks=4,recent=0");
+  share.pages.share = 0.5f;
+  PolicySpec local = parse_policy("exact | top_k=8 | near=0,sinks=4,recent=0 | bypass=sink:0.02");
+  local.history.local_tokens = 90;
+  std::vector<PolicySpec> policies{share, local};
+  while (policies.size() < 40) {
+    policies.push_back(random_policy(rng));
+    const PolicySpec& newest = policies.back();
+    const bool bypasses_int4 = newest.estimate == Estimate::int4 && newest.bypass_threshold > 0.f;
+    if (newest.near.share != 0.f || bypasses_int4) policies.pop_back();
+  }
+  for (const PolicySpec& policy : policies) {
+    CAPTURE(to_string(policy));
+    Engine engine(room_for(rig, policy), rig.device);
+    Teller stays = told(engine, rig, story, policy, 130);
+    Teller back = resumed(engine, parked(engine, stays.id), stays);
+    for (int step = 0; step < 3; ++step)
+      REQUIRE(difference(decode(engine, rig, back), decode(engine, rig, stays)) == 0.0);
+  }
+}
+
+TEST_CASE("a sequence that nobody could resume is not parked", "[engine][park]") {
+  const EngineRig rig = engine_rig();
+  PolicySpec policy = parse_policy(kExact);
+  Engine engine(room_for(rig, policy), rig.device);
+  for (const std::size_t length : {60'000u, 70'000u}) {
+    policy.name = std::string(length, 'n');
+    const SequenceId id = engine.begin(policy);
+    if (length < 65'536) {
+      REQUIRE(engine.tokens(engine.resume(parked(engine, id))) == 0);
+    } else {
+      REQUIRE(code_of([&] { (void)engine.park_bytes(id); }) == Errc::invalid_argument);
+      Area area(100'000);
+      REQUIRE(code_of([&] { (void)engine.park(id, area); }) == Errc::invalid_argument);
+    }
+    engine.end(id);
+  }
 }
 
 TEST_CASE("sequences of every element type go on in an engine with other memory and other pages", "[engine][park]") {
@@ -216,4 +260,40 @@ TEST_CASE("prompts that choose blocks by what earlier chunks kept go on doing so
   const auto out = chunks(second, back, 1400);
   for (std::size_t i = 0; i < want.size(); ++i) REQUIRE(difference(out[i], want[i]) == 0.0);
   REQUIRE(second.stats().sparse_chunks == first.stats().sparse_chunks - before.sparse_chunks);
+}
+
+TEST_CASE("prompts of an engine find pages of a sequence that is resumed if its prompts attended alike",
+          "[engine][park]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 200, 314);
+  const PolicySpec policy = parse_policy(kExact);
+  const Ids ids = ids_of(200);
+  const auto options = [&](PrefillMode mode, float gamma) {
+    EngineOptions all = room_for(rig, policy);
+    all.prefill = {.mode = mode, .flex = {.gamma = gamma, .min_budget = 128}};
+    return all;
+  };
+  const std::array kinds{options(PrefillMode::full, 0.9f), options(PrefillMode::full, 0.8f),
+                         options(PrefillMode::flexprefill, 0.9f), options(PrefillMode::flexprefill, 0.8f),
+                         options(PrefillMode::automatic, 0.9f)};
+  for (std::size_t from = 0; from < kinds.size(); ++from) {
+    Engine first(kinds[from], rig.device);
+    Teller teller = begin_named(first, story, kExact, ids_of(101));
+    prefill(first, rig, teller, 100);
+    const Area area = parked(first, teller.id);
+    for (std::size_t to = 0; to < kinds.size(); ++to) {
+      CAPTURE(from, to);
+      Engine second(kinds[to], rig.device);
+      Teller back = resumed(second, area, teller);
+      const bool alike = from == to || (from < 2 && to < 2);  // What prompts do not read may differ.
+      REQUIRE(second.match_prefix(policy, ids) == (alike ? 96 : 0));
+      if (!alike) {
+        Engine third(kinds[from], rig.device);
+        (void)third.resume(parked(second, back.id));
+        REQUIRE(third.match_prefix(policy, ids) == 0);
+      }
+      prefill(second, rig, back, 150);
+      REQUIRE(second.match_prefix(policy, ids) == (alike ? 96 : 0));
+    }
+  }
 }

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <random>
+
+#include "sluice/error.hpp"
+#include "sluice/policy.hpp"
+
+namespace sluice::test {
+
+/// What sources, estimate and budget of a policy may say, whether they read it or not.
+inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
+  const auto below = [&rng](std::uint32_t most) { return static_cast<std::uint32_t>(rng() % most); };
+  const auto maybe = [&](auto& field, auto value) {
+    if (below(3) == 0) field = value;
+  };
+  const auto share = [&] { return below(4) == 0 ? 0.f : static_cast<float>(below(1000)) / 999.f; };
+  maybe(spec.history.alpha, 0.01f + share());
+  maybe(spec.history.init_queries, 1 + below(32));
+  maybe(spec.history.local_tokens, below(30));
+  maybe(spec.history.share_in_group, true);
+  maybe(spec.history.observe_near, false);
+  maybe(spec.history.observe_every, 1 + below(9));
+  maybe(spec.history.limit, share());
+  maybe(spec.pages.digest, DigestKind::box);
+  maybe(spec.pages.min_pages, 1 + below(9));
+  maybe(spec.pages.min_tokens, below(99));
+  maybe(spec.pages.share, share());
+  maybe(spec.clusters.tokens_per_cluster, 1 + below(40));
+  maybe(spec.clusters.min_tokens, below(99));
+  maybe(spec.clusters.candidates, 1 + below(99));
+  maybe(spec.lsh.bits, 1 + below(16));
+  maybe(spec.lsh.seed, std::uint64_t{rng()} << 20);
+  maybe(spec.estimate, Estimate::int4);
+  spec.budget.kind = static_cast<BudgetKind>(below(5));
+  maybe(spec.budget.min_tokens, 1 + below(99));
+  maybe(spec.budget.share, share());
+  maybe(spec.budget.mass, 0.01f + 0.9f * share());
+  maybe(spec.budget.microbatch, 1 + below(9));
+  maybe(spec.budget.rule, static_cast<ProgressRule>(below(4)));
+  maybe(spec.near.sink_tokens, below(20));
+  maybe(spec.near.recent_tokens, below(200));
+  maybe(spec.bypass_threshold, share());
+  maybe(spec.dense_layers, below(3));
+  maybe(spec.dense_every, below(5));
+  maybe(spec.page_tokens, 8u << below(6));
+}
+
+/// A valid one.
+inline PolicySpec random_policy(std::mt19937& rng) {
+  for (;;) {
+    PolicySpec spec;
+    spec.name = "random";
+    spec.sources = static_cast<std::uint8_t>(rng() % 3 == 0 ? rng() % 64 : rng() % 2 << rng() % 6);
+    fill_randomly(spec, rng);
+    try {
+      validate(spec);
+      return spec;
+    } catch (const Error&) {  // Its stages do not go together.
+    }
+  }
+}
+
+}  // namespace sluice::test
