@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from server import DEADLINE_S
-from sluice.serving.command import Progress, option, size
+from sluice.errors import InvalidArgument
+from sluice.serving.arguments import option, size
+from sluice.serving.command import Progress, api_key, conversation
 from small import bare_model, expected, text_of, tokenizer
 
 ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", "cpu", "--option", "threads=1", "--option",
@@ -68,11 +71,41 @@ def test_an_answer_that_is_interrupted(folder: Path) -> None:
     assert told.endswith(b"\n") and len(told) < 4000
 
 
-def test_what_cannot_run(folder: Path) -> None:
-    done = command("run", folder, "--prompt", "a", "--option", "bogus=1")
-    assert done.returncode == 1 and "there is no option bogus" in done.stderr
+def test_a_file_that_is_not_there(folder: Path) -> None:
     done = command("run", folder, "--file", "/nonexistent")
     assert done.returncode == 1 and "/nonexistent" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_chat_that_outgrows_the_context(folder: Path) -> None:
+    lines = ["the cat sat on the mat " * 3, "a dog", "the dog ran " * 200, "the mat"]
+    done = command("chat", folder, "--context", "100", typed="\n".join(lines) + "\n")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "prompt and answer together may have 100; write less" in done.stderr
+    assert len(done.stdout.splitlines()) >= 3
+
+
+def test_the_oldest_turns_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    teller = SimpleNamespace(tokenizer=tokenizer(), limit=60)
+    messages = [{"role": "system", "content": "be brief"}]
+    for number in range(4):
+        messages += [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": "yes"}]
+    messages.append({"role": "user", "content": "and now"})
+    ids = conversation(teller, messages, 1)
+    assert len(ids) < 60 and tokenizer().decode(ids).startswith("<|system|>be brief<|end|><|user|>question")
+    assert messages[-1]["content"] == "and now" and len(messages) % 2 == 0 and "left out" in capsys.readouterr().err
+    with pytest.raises(InvalidArgument, match="write less"):
+        conversation(teller, [{"role": "user", "content": "a" * 100}], 0)
+
+
+def test_keys_and_addresses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def warning(host: str, key: str | None = None) -> str:
+        api_key(SimpleNamespace(host=host, api_key=key))
+        return capsys.readouterr().err
+
+    monkeypatch.delenv("SLUICE_API_KEY", raising=False)
+    assert not any(warning(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
+    assert all("sets a key" in warning(host) for host in ("0.0.0.0", "::", "", "example.org"))
+    assert not warning("0.0.0.0", "secret")
 
 
 def test_progress_of_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
