@@ -35,8 +35,8 @@ def add_commands(commands: Any) -> None:
     serve_command.add_argument("--api-key", help=f"that clients must have; or the environment's {KEY_VARIABLE}")
     serve_command.add_argument("--max-body", type=size, help="bytes of a request (128 for a token of the context)")
     serve_command.add_argument("--silence", type=number(float, 0.1), default=600, metavar="SECONDS",
-                               help="an engine that says nothing for as long, longer than a forward takes, is taken for "
-                                    "lost (%(default)s)")
+                               help="an engine that says nothing for as long, longer than a forward takes, is taken "
+                                    "for lost (%(default)s)")
     serve_command.set_defaults(call=serve)
 
     run_command = commands.add_parser("run", help="goes on with a text")
