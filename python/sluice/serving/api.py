@@ -93,7 +93,7 @@ def invalid(error: RequestValidationError) -> Refused:
     if first["type"] == "json_invalid":
         return Refused(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')} at {first['loc'][-1]}")
     place = ".".join(str(part) for part in first["loc"][1:])
-    if not place and not first["msg"].startswith("Value error"):
+    if first["type"] in ("missing", "model_attributes_type", "dict_type") and not place:
         return Refused(400, "the body must be a JSON object, sent with Content-Type: application/json")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

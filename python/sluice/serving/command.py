@@ -69,6 +69,11 @@ def api_key(arguments: argparse.Namespace) -> str | None:
     return key.strip() if key else None
 
 
+def name_of(model: str) -> str:
+    """The folder's, even if that is called "." or ends with a slash."""
+    return Path(model).resolve().name
+
+
 def serve(arguments: argparse.Namespace) -> int:
     import uvicorn
 
@@ -97,7 +102,7 @@ def serve(arguments: argparse.Namespace) -> int:
             ready = engine.ready()
         except EngineLost as error:
             raise CannotLoad(" ".join(str(error).removeprefix("CannotLoad: ").split())) from None
-        name = arguments.name or Path(arguments.model).resolve().name
+        name = arguments.name or name_of(arguments.model)
         front = Front(name, arguments.queue, key, arguments.max_body)
         app = create_app(engine, ready, tokenizer, front)
         host, port = listener.getsockname()[:2]
