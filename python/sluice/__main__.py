@@ -50,7 +50,7 @@ def main() -> int:
         return 130
     except (Error, OSError) as error:
         print(f"sluice: {error}", file=sys.stderr)
-        return 1
+        return getattr(error, "exit_code", 1)
     except ModuleNotFoundError as error:
         print(f"sluice: {error}; pip install 'sluice[serve]' has what this command needs", file=sys.stderr)
         return 1

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from sluice.serving.answers import Form
+from sluice.serving.guard import Answer, encoded
 from sluice.serving.metrics import Metrics
 from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready
 from sluice.serving.protocol import MOST_CHOICES, ChatRequest, CompletionRequest, Refused
 from sluice.serving.requests import Chosen, Event
+
+_LEAST_LONGEST = 16  # Characters: some texts become shorter before they become tokens.
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Front:
     name: str  #: the model's, for clients
     queue: int = 256  #: answers that may wait beside those that run; more are refused with 429
     api_key: str | None = None  #: that clients must have
+    max_body: int | None = None  #: bytes of a request; None: by the model's context
 
 
 class Answering:
@@ -39,6 +43,14 @@ class Answering:
         self._ready, self._tokenizer, self._front = ready, tokenizer, front
         # One thread: tokenizers are not to be used by two at once.
         self._reader = ThreadPoolExecutor(1, "sluice-tokenizer")
+        self._places = 0  # Of requests whose prompts are being read.
+        # No text of more characters fits: a token has no more than the longest.
+        longest = max(map(len, tokenizer.get_vocab()), default=0)
+        self._characters = ready.limit * max(longest, _LEAST_LONGEST)
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     async def complete(self, wants: CompletionRequest, request: Request) -> Response:
         given = wants.prompt
@@ -47,8 +59,14 @@ class Answering:
         if len(prompts) * wants.n > MOST_CHOICES:
             raise Refused(400, f"{len(prompts)} prompts with n {wants.n} are too many; {MOST_CHOICES} answers may be "
                                "asked for at once", param="prompt")
-        ids = [await self._read(self._tokenizer.encode, each) if isinstance(each, str) else each for each in prompts]
-        return await self._answer(wants, request, ids, chat=False)
+        for each in prompts:
+            self._check_length(each, "prompt")
+
+        async def read() -> list[list[int]]:
+            return [await self._read(self._tokenizer.encode, each) if isinstance(each, str) else each
+                    for each in prompts]
+
+        return await self._answer(wants, request, read, len(prompts), chat=False)
 
     async def chat(self, wants: ChatRequest, request: Request) -> Response:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -59,36 +77,86 @@ class Answering:
         if own:
             raise Refused(400, f"chat_template_kwargs may not have {', '.join(sorted(own))}",
                           param="chat_template_kwargs")
-        try:
-            ids = await self._read(lambda: self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **wants.chat_template_kwargs))
-        except Exception as error:  # Templates are programs, and refuse messages by raising what they like.
-            raise Refused(400, f"the model's chat template does not take these messages: {error}",
-                          param="messages") from None
-        return await self._answer(wants, request, [ids], chat=True)
+
+        def tokens() -> list[int]:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
+                                                       **wants.chat_template_kwargs)
+            self._check_length(text, "messages")
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+        async def read() -> list[list[int]]:
+            try:
+                return [await self._read(tokens)]
+            except Refused:
+                raise
+            except Exception as error:  # Templates are programs, and refuse messages by raising what they like.
+                raise Refused(400, f"the model's chat template does not take these messages: {error}",
+                              param="messages") from None
+
+        return await self._answer(wants, request, read, 1, chat=True)
 
     async def _read(self, call: Callable, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, call, *arguments)
 
-    async def _answer(self, wants: CompletionRequest | ChatRequest, request: Request, prompts: list[list[int]],
-                      chat: bool) -> Response:
-        self._check(wants, prompts)
-        samplings = [wants.samplings(self._ready.defaults, wants.n) for _ in prompts]
+    async def _answer(self, wants: CompletionRequest | ChatRequest, request: Request,
+                      read: Callable[[], Coroutine[Any, Any, list[list[int]]]], prompts: int, chat: bool) -> Response:
+        """`read`: makes the tokens of as many prompts."""
+        self.check_model(wants.model)
+        samplings = [wants.samplings(self._ready.defaults, wants.n) for _ in range(prompts)]
+        with self._place(prompts * wants.n):
+            tokens = await unless_gone(request, read())
+            if tokens is None:
+                self.metrics.requests.labels("given_up").inc()
+                return Response(status_code=499)  # Which nobody gets.
+            self._check(wants, tokens)
+            try:
+                answers = self.engine.answer(tokens, samplings)
+            except EngineLost:
+                self.metrics.requests.labels("failed").inc()
+                raise
         form = Form(self._front.name, chat, self._tokenizer, samplings[0][0].logprobs is not None)
-        answers = self.engine.answer(prompts, samplings)
-        counted = Counted(self.metrics, prompts, wants.n)
+        counted = Counted(self.metrics, tokens, wants.n)
         if not wants.stream:
-            return await unless_gone(request, whole(answers, form, counted))
+            return await unless_gone(request, whole(answers, form, counted)) or Response(status_code=499)
         usage = wants.stream_options is not None and wants.stream_options.include_usage
         return Stream(answers, counted, pieces(answers, form, counted, usage))
 
+    @contextmanager
+    def _place(self, answers: int) -> Iterator[None]:
+        """Room for answers while their prompts are read; then they are the engine's."""
+        under_way = self.engine.outstanding + self._places
+        room = self.engine.settings.sequences + self._front.queue - under_way
+        if answers > room:
+            raise Refused(429, f"{under_way} answers are under way or waiting, and {max(room, 0)} more may be; try "
+                               "again later", "rate_limit_error", "queue_full", headers={"Retry-After": "1"})
+        self._places += answers
+        try:
+            yield
+        finally:
+            self._places -= answers
+
+    def check_model(self, name: str) -> None:
+        if name != self._front.name:
+            raise Refused(404, f'there is no model "{name}"; this server has "{self._front.name}"',
+                          code="model_not_found", param="model")
+
+    def _check_length(self, prompt: str | list[int], param: str) -> None:
+        """Refuses what cannot fit, before it is made tokens of."""
+        if not isinstance(prompt, str):
+            return
+        if len(prompt) > self._characters:
+            raise Refused(400, f"the prompt has {len(prompt)} characters, which are more than the model's "
+                               f"{self._ready.limit} tokens", code="context_length_exceeded", param=param)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise Refused(400, "the prompt has a surrogate without its other half, which is no text", param=param) \
+                from None
+
     def _check(self, wants: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> None:
         """Refuses what the engine would, before anything is sent."""
-        if wants.model != self._front.name:
-            raise Refused(404, f'there is no model "{wants.model}"; this server has "{self._front.name}"',
-                          code="model_not_found", param="model")
         param = "messages" if isinstance(wants, ChatRequest) else "prompt"
-        limit, vocabulary = self._ready.limit, self._ready.vocabulary
+        limit = self._ready.limit
         for ids in prompts:
             if not ids:
                 raise Refused(400, "the prompt has no tokens; it must have one", param=param)
@@ -98,15 +166,14 @@ class Answering:
                 asked = f", and {most} more are asked for" if most else ""
                 raise Refused(400, f"the prompt has {len(ids)} tokens{asked}; prompt and answer together may have "
                                    f"{limit}", code="context_length_exceeded", param=param)
-        for token in (*(token for ids in prompts for token in ids), *(wants.logit_bias or ())):
-            if not 0 <= token < vocabulary:
-                raise Refused(400, f"token {token} is none of the model's, which are in [0, {vocabulary - 1}]",
-                              param=param)
-        room = self.engine.settings.sequences + self._front.queue - self.engine.outstanding
-        if len(prompts) * wants.n > room:
-            raise Refused(429, f"{self.engine.outstanding} answers are under way or waiting, and {max(room, 0)} more "
-                               "may be; try again later", "rate_limit_error", "queue_full",
-                          headers={"Retry-After": "1"})
+            self._check_tokens(ids, param)
+        self._check_tokens(wants.logit_bias, "logit_bias")
+
+    def _check_tokens(self, ids: Collection[int], param: str) -> None:
+        last = self._ready.vocabulary - 1
+        strange = [token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token <= last]
+        if strange:
+            raise Refused(400, f"token {strange[0]} is none of the model's, which are in [0, {last}]", param=param)
 
 
 class Counted:
@@ -162,8 +229,8 @@ async def whole(answers: Answers, form: Form, counted: Counted) -> Response:
             if event.finish:
                 ends[index] = event.finish
         counted.end("done")
-        return JSONResponse(form.whole([(texts[index], tokens[index], ends[index]) for index in sorted(ends)],
-                                       counted.usage()))
+        return Answer(form.whole([(texts[index], tokens[index], ends[index]) for index in sorted(ends)],
+                                 counted.usage()))
     except (Refused, EngineLost):
         counted.end("failed")
         raise
@@ -172,7 +239,7 @@ async def whole(answers: Answers, form: Form, counted: Counted) -> Response:
         answers.close()
 
 
-async def pieces(answers: Answers, form: Form, counted: Counted, usage: bool) -> AsyncIterator[str]:
+async def pieces(answers: Answers, form: Form, counted: Counted, usage: bool) -> AsyncIterator[bytes]:
     """Events of a stream as they come."""
     try:
         async for index, event in answers:
@@ -185,13 +252,13 @@ async def pieces(answers: Answers, form: Form, counted: Counted, usage: bool) ->
     except (Refused, EngineLost) as error:
         counted.end("failed")
         yield said((lost(error) if isinstance(error, EngineLost) else error).body)
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 class Stream(StreamingResponse):
     """Gives up its answers as soon as the client is gone."""
 
-    def __init__(self, answers: Answers, counted: Counted, content: AsyncIterator[str]) -> None:
+    def __init__(self, answers: Answers, counted: Counted, content: AsyncIterator[bytes]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._answers, self._counted = answers, counted
 
@@ -203,16 +270,16 @@ class Stream(StreamingResponse):
             self._answers.close()
 
 
-def said(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+def said(body: dict[str, Any]) -> bytes:
+    return b"data: " + encoded(body) + b"\n\n"
 
 
 def lost(error: EngineLost) -> Refused:
     return Refused(503, f"{error}; try again when the server has been started again", "server_error", "engine_lost")
 
 
-async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """The answer; it is given up if the client goes away."""
+async def unless_gone(request: Request, answer: Coroutine[Any, Any, _T]) -> _T | None:
+    """The answer; it is given up, and None, if the client goes away."""
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
@@ -220,7 +287,7 @@ async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -
     work, watch = asyncio.create_task(answer), asyncio.create_task(gone())
     try:
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        return await work if work.done() else Response(status_code=499)  # Which nobody gets.
+        return await work if work.done() else None
     finally:
         for task in (work, watch):
             task.cancel()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
 
 from sluice.serving.answering import Answering, Front, lost
+from sluice.serving.guard import Answer, Guard, body_limit
 from sluice.serving.process import EngineLost, EngineProcess, Ready
 from sluice.serving.protocol import ChatRequest, CompletionRequest, Refused
 
@@ -21,35 +22,40 @@ from sluice.serving.protocol import ChatRequest, CompletionRequest, Refused
 def create_app(engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front) -> FastAPI:
     """The web application. `engine` has been started, and ends with it."""
     answering = Answering(engine, ready, tokenizer, front)
-    began = int(time.time())
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         engine.listen()
         yield
+        answering.close()
         await asyncio.get_running_loop().run_in_executor(None, engine.close)
 
-    app = FastAPI(title="Sluice", lifespan=life)
+    app = FastAPI(title="Sluice", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
 
     def refuse(error: Refused) -> JSONResponse:
         if error.status < 500:  # Others have been counted as failed.
             answering.metrics.requests.labels("refused").inc()
-        return JSONResponse(error.body, error.status, error.headers)
+        return Answer(error.body, error.status, error.headers)
+
+    def defect(error: Exception) -> JSONResponse:
+        """Which is logged, too."""
+        answering.metrics.requests.labels("failed").inc()
+        return refuse(Refused(500, f"a defect of the server: {type(error).__name__}", "server_error"))
 
     app.add_exception_handler(Refused, lambda _, error: refuse(error))
     app.add_exception_handler(EngineLost, lambda _, error: refuse(lost(error)))
     app.add_exception_handler(RequestValidationError, lambda _, error: refuse(invalid(error)))
-    # Which is logged, too.
-    app.add_exception_handler(Exception, lambda _, error: refuse(Refused(
-        500, f"a defect of the server: {type(error).__name__}", "server_error")))
+    app.add_exception_handler(HTTPException, lambda request, error: refuse(unserved(request, error)))
+    app.add_exception_handler(Exception, lambda _, error: defect(error))
+    app.add_middleware(Guard, key=front.api_key, most=front.max_body or body_limit(ready.limit), refuse=refuse)
+    _add_routes(app, answering, ready, front)
+    return app
 
-    def key(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if front.api_key and not hmac.compare_digest(given.encode(), front.api_key.encode()):
-            raise Refused(401, "the API key is wrong or missing: send it as Authorization: Bearer KEY",
-                          code="invalid_api_key")
 
-    routes = APIRouter(prefix="/v1", dependencies=[Depends(key)])
+def _add_routes(app: FastAPI, answering: Answering, ready: Ready, front: Front) -> None:
+    routes, engine = APIRouter(prefix="/v1"), answering.engine
+    told = {"id": front.name, "object": "model", "created": int(time.time()), "owned_by": "sluice",
+            "max_model_len": ready.limit}
 
     @routes.post("/completions")
     async def completions(wants: CompletionRequest, request: Request) -> Response:
@@ -60,9 +66,13 @@ def create_app(engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front
         return await answering.chat(wants, request)
 
     @routes.get("/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": front.name, "object": "model", "created": began,
-                                            "owned_by": "sluice", "max_model_len": ready.limit}]}
+    async def models() -> Response:
+        return Answer({"object": "list", "data": [told]})
+
+    @routes.get("/models/{model:path}")
+    async def model_of(model: str) -> Response:
+        answering.check_model(model)
+        return Answer(told)
 
     @app.get("/health")
     async def health() -> Response:
@@ -75,13 +85,25 @@ def create_app(engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front
         return PlainTextResponse(answering.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.include_router(routes)
-    return app
 
 
 def invalid(error: RequestValidationError) -> Refused:
     """The first thing that is wrong with a request."""
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return Refused(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')} at {first['loc'][-1]}")
     place = ".".join(str(part) for part in first["loc"][1:])
+    if first["type"] in ("missing", "model_attributes_type", "dict_type") and not place:
+        return Refused(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         return Refused(400, f"{place} is not served", param=place, code="unsupported_parameter")
-    return Refused(400, f"{place}: {first['msg']}", param=place)
+    return Refused(400, f"{place}: {message}" if place else message, param=place or None)
+
+
+def unserved(request: Request, error: HTTPException) -> Refused:
+    """What the web framework refuses."""
+    told = {404: f"there is no route {request.url.path}",
+            405: f"{request.method} is not served at {request.url.path}"}
+    message = told.get(error.status_code, str(error.detail))
+    return Refused(error.status_code, message, headers=dict(error.headers or {}))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
+import ipaddress
 import os
-import re
 import secrets
 import signal
 import socket
@@ -18,104 +16,62 @@ from pathlib import Path
 from typing import Any
 
 from sluice.errors import Error, InvalidArgument
-from sluice.options import EngineOptions
-from sluice.serving.process import EngineProcess, Settings
+from sluice.serving.arguments import CannotLoad, add_engine, add_sampling, number, settings_of, size
+from sluice.serving.process import EngineLost, EngineProcess
 from sluice.serving.requests import Request, Sampling
 
 KEY_VARIABLE = "SLUICE_API_KEY"
 _DRAIN_S = 5  # After a signal to end.
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def size(text: str) -> int:
-    """Bytes: 8GiB, 8G, 512M or a number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
-    if found is None:
-        raise argparse.ArgumentTypeError(f'"{text}" is no size; write 8GiB, 512M or a number of bytes')
-    return int(float(found[1]) * _UNITS[found[2].upper()])
-
-
-def option(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value as JSON has it, or a word."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise argparse.ArgumentTypeError(f'"{text}" is not NAME=VALUE')
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
 def add_commands(commands: Any) -> None:
     """Adds the commands to a parser's."""
     serve_command = commands.add_parser("serve", help="a server that speaks OpenAI's protocol")
-    _add_engine(serve_command, sequences=16)
+    add_engine(serve_command, sequences=16)
     serve_command.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
-    serve_command.add_argument("--port", type=int, default=8000, help="0: any that is free (%(default)s)")
+    serve_command.add_argument("--port", type=number(int, 0, 65535), default=8000,
+                               help="0: any that is free (%(default)s)")
     serve_command.add_argument("--name", help="the model's for clients (the folder's)")
-    serve_command.add_argument("--queue", type=int, default=256,
+    serve_command.add_argument("--queue", type=number(int, 0), default=256,
                                help="answers that may wait; more are refused with 429 (%(default)s)")
     serve_command.add_argument("--api-key", help=f"that clients must have; or the environment's {KEY_VARIABLE}")
-    serve_command.add_argument("--silence", type=float, default=600, metavar="SECONDS", help="an engine that says "
-                               "nothing for as long, longer than a forward takes, is taken for lost (%(default)s)")
+    serve_command.add_argument("--max-body", type=size, help="bytes of a request (128 for a token of the context)")
+    serve_command.add_argument("--silence", type=number(float, 0.1), default=600, metavar="SECONDS",
+                               help="an engine that says nothing for as long, longer than a forward takes, is taken "
+                                    "for lost (%(default)s)")
     serve_command.set_defaults(call=serve)
 
     run_command = commands.add_parser("run", help="goes on with a text")
-    _add_engine(run_command, sequences=1)
-    _add_sampling(run_command)
+    add_engine(run_command, sequences=1)
+    add_sampling(run_command)
     text = run_command.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt")
     text.add_argument("--file", type=Path, help="with the prompt; -: standard input")
     run_command.set_defaults(call=run)
 
     chat_command = commands.add_parser("chat", help="a conversation; every line of standard input is a turn")
-    _add_engine(chat_command, sequences=1)
-    _add_sampling(chat_command)
+    add_engine(chat_command, sequences=1)
+    add_sampling(chat_command)
     chat_command.add_argument("--system", help="what the model is told first")
     chat_command.set_defaults(call=chat)
 
 
-def _add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
-    add = parser.add_argument
-    add("--model", required=True, help="a folder as transformers saves it, or a name that it knows")
-    add("--policy", default=Settings.policy, help="what is attended (%(default)s)")
-    add("--host-bytes", type=size, default=Settings.host_bytes, help="host memory for keys and values (8GiB)")
-    add("--context", type=int, help="tokens of prompt and answer, at most (the model's)")
-    add("--sequences", type=int, default=sequences, help="answers that are generated at once (%(default)s)")
-    add("--prefill-rows", type=int, default=Settings.prefill_rows,
-        help="tokens of prompts that go through the model at once (%(default)s)")
-    add("--slowdown", type=float, default=0, help="prompts that are read may let a forward take as many times as long "
-        "for the answers beside them; 0: they have all rows (%(default)s)")
-    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
-    add("--dtype", default=Settings.dtype, choices=("auto", "float32", "float16", "bfloat16"),
-        help="of the model (as it was saved)")
-    add("--no-prefix-cache", action="store_true", help="read every prompt anew")
-    add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
-        help="another of sluice.EngineOptions, such as near_bytes=1000000; may be repeated")
+def api_key(arguments: argparse.Namespace) -> str | None:
+    """That clients must have. An address that others reach and no key is worth a warning."""
+    if arguments.api_key is not None and not arguments.api_key.strip():
+        raise InvalidArgument("--api-key is empty; leave it out if clients need none")
+    key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
+    try:
+        own = ipaddress.ip_address(arguments.host).is_loopback
+    except ValueError:
+        own = arguments.host == "localhost"
+    if key is None and not own:
+        print(f"sluice: everyone who reaches {arguments.host or 'this machine'} may use this server; --api-key or "
+              f"{KEY_VARIABLE} sets a key", file=sys.stderr, flush=True)
+    return key.strip() if key else None
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--max-tokens", type=int, help="of an answer (until the context is full)")
-    add("--temperature", type=float, help="0: the most likely token (the model's own, or 1)")
-    add("--top-p", type=float)
-    add("--seed", type=int, help="to get the same again")
-
-
-def settings_of(arguments: argparse.Namespace) -> Settings:
-    device = arguments.device
-    if device is None:
-        from sluice._library import library
-
-        device = "cuda" if library().cuda_devices() else "cpu"
-    known = {each.name for each in dataclasses.fields(EngineOptions)}
-    for name, _ in arguments.option:
-        if name not in known:
-            raise InvalidArgument(f"there is no option {name}; there are {', '.join(sorted(known))}")
-    return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
-                    context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
-                    slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
-                    prefix=not arguments.no_prefix_cache, options=dict(arguments.option))
+def name_of(model: str) -> str:
+    """The folder's, even if that is called "." or ends with a slash."""
+    return Path(model).resolve().name
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -132,16 +88,22 @@ def serve(arguments: argparse.Namespace) -> int:
             engine.close_in(_DRAIN_S)
             super().handle_exit(sig, frame)
 
+    key = api_key(arguments)
+    settings = settings_of(arguments)
     listener = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((arguments.host, arguments.port))  # An address that is taken is told before a model is loaded.
-    engine = EngineProcess(settings_of(arguments), silence_s=arguments.silence)
+    engine = EngineProcess(settings, silence_s=arguments.silence)
     engine.start()
     try:
         # Both take seconds, at the same time.
-        tokenizer, ready = load_tokenizer(arguments.model), engine.ready()
-        name = arguments.name or Path(arguments.model).name
-        front = Front(name, arguments.queue, arguments.api_key or os.environ.get(KEY_VARIABLE) or None)
+        tokenizer = load_tokenizer(arguments.model)
+        try:
+            ready = engine.ready()
+        except EngineLost as error:
+            raise CannotLoad(" ".join(str(error).removeprefix("CannotLoad: ").split())) from None
+        name = arguments.name or name_of(arguments.model)
+        front = Front(name, arguments.queue, key, arguments.max_body)
         app = create_app(engine, ready, tokenizer, front)
         host, port = listener.getsockname()[:2]
         print(f"{name}: {ready.limit} tokens of context, {arguments.sequences} answers at once, "
@@ -165,6 +127,8 @@ class Teller:
         said = {name: value for name, value in said.items() if value is not None}
         self._sampling = Sampling(**{**ready.defaults, "seed": secrets.randbits(63), **said})
         self._number = 0
+        self.limit = ready.limit
+        """Tokens of prompt and answer."""
 
     def answer(self, ids: list[int]) -> Iterator[str]:
         """The answer's text in pieces. It is given up with the iterator."""
@@ -251,6 +215,7 @@ def chat(arguments: argparse.Namespace) -> int:
     if not getattr(teller.tokenizer, "chat_template", None):
         raise InvalidArgument("this model's tokenizer has no chat template; use run")
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    kept = len(messages)
     asks = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -262,11 +227,35 @@ def chat(arguments: argparse.Namespace) -> int:
         messages.append({"role": "user", "content": line})
         told = ""
         try:
-            for piece in teller.answer(teller.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=True, return_dict=False)):
+            for piece in teller.answer(conversation(teller, messages, kept)):
                 told += piece
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
             pass  # The answer is given up, and what there is of it stays.
+        except Error as error:
+            print(f"sluice: {error}", file=sys.stderr, flush=True)
+            if not told:
+                messages.pop()
+                continue
         print()
         messages.append({"role": "assistant", "content": told})
+
+
+def conversation(teller: Teller, messages: list[dict[str, str]], kept: int) -> list[int]:
+    """Tokens of messages, without the oldest turns where the context has no room; the first `kept` stay.
+    @throws InvalidArgument if the last turn alone is too long"""
+    left_out = 0
+    while True:
+        ids = teller.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True,
+                                                   return_dict=False)
+        if len(ids) < teller.limit:
+            break
+        if len(messages) <= kept + 1:
+            raise InvalidArgument(f"this has {len(ids)} tokens, and prompt and answer together may have "
+                                  f"{teller.limit}; write less")
+        del messages[kept: kept + 2]  # A question and its answer.
+        left_out += 1
+    if left_out:
+        print(f"sluice: the context is full; the oldest turns ({left_out}) are left out from here on",
+              file=sys.stderr, flush=True)
+    return ids

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
 
+from sluice.serving.arguments import CannotLoad
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from sluice.serving.process import Ready, Settings
@@ -15,8 +18,18 @@ from sluice.serving.process import Ready, Settings
 _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
+@contextlib.contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """Whatever transformers raises becomes a line."""
+    try:
+        yield
+    except Exception as error:
+        raise CannotLoad(f"{what} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
 def load_tokenizer(model: str) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(model)
+    with _loading(f"the tokenizer of {model}"):
+        return transformers.AutoTokenizer.from_pretrained(model)
 
 
 def load_loop(settings: Settings) -> tuple[Loop, Ready]:
@@ -24,7 +37,8 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
+    with _loading(f"the model {settings.model}"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
     packed = PackedModel(model, settings.policy, settings.host_bytes, context=settings.context,
                          sequences=settings.sequences, prefill_rows=settings.prefill_rows, **settings.options)
     generation = model.generation_config

@@ -7,20 +7,44 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from server import DEADLINE_S
-from sluice.serving.command import Progress, option, size
+from sluice.__main__ import main
+from sluice.errors import InvalidArgument
+from sluice.serving.arguments import option, size
+from sluice.serving.command import Progress, api_key, conversation, name_of
 from small import bare_model, expected, text_of, tokenizer
 
 ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", "cpu", "--option", "threads=1", "--option",
              "pin_threads=false", "--option", "answer_timeout_ms=30000", "--temperature", "0", "--max-tokens", "12")
 
 
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 def command(name: str, folder: Path, *arguments: str, typed: str = "") -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "sluice", name, "--model", str(folder), *ARGUMENTS, *arguments],
                           input=typed, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Runs a command in this process, which has loaded what it needs."""
+    def call(name: str, *arguments: str, typed: str = "") -> Done:
+        monkeypatch.setattr("sys.argv", ["sluice", name, "--model", str(folder), *ARGUMENTS, *arguments])
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        status = main()
+        return Done(status, *capsys.readouterr())
+
+    return call
 
 
 def answer_to(prompt: str) -> str:
@@ -31,16 +55,15 @@ def answer_to(prompt: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["prompt", "input"])
-def test_run(folder: Path, how: str) -> None:
+def test_run(folder: Path, here: Callable[..., Done], how: str) -> None:
     prompt = "the cat sat on the mat " * 20
-    given = {"prompt": ("--prompt", prompt), "input": ("--file", "-")}[how]
-    done = command("run", folder, *given, typed=prompt)
+    done = command("run", folder, "--prompt", prompt) if how == "prompt" else here("run", "--file", "-", typed=prompt)
     assert (done.returncode, done.stderr) == (0, "")  # Progress is for terminals.
     assert done.stdout == answer_to(prompt) + "\n"
 
 
-def test_chat(folder: Path) -> None:
-    done = command("chat", folder, "--system", "be brief", typed="the cat\n\na dog\n")
+def test_chat(here: Callable[..., Done]) -> None:
+    done = here("chat", "--system", "be brief", typed="the cat\n\na dog\n")
     first = answer_to("<|system|>be brief<|end|><|user|>the cat<|end|><|assistant|>")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(first + "\n")
@@ -68,11 +91,47 @@ def test_an_answer_that_is_interrupted(folder: Path) -> None:
     assert told.endswith(b"\n") and len(told) < 4000
 
 
-def test_what_cannot_run(folder: Path) -> None:
-    done = command("run", folder, "--prompt", "a", "--option", "bogus=1")
-    assert done.returncode == 1 and "there is no option bogus" in done.stderr
-    done = command("run", folder, "--file", "/nonexistent")
-    assert done.returncode == 1 and "/nonexistent" in done.stderr and "Traceback" not in done.stderr
+def test_a_file_that_is_not_there(here: Callable[..., Done]) -> None:
+    done = here("run", "--file", "/nonexistent")
+    assert done.returncode == 1 and "/nonexistent" in done.stderr
+
+
+def test_a_chat_that_outgrows_the_context(here: Callable[..., Done]) -> None:
+    lines = ["the cat sat on the mat " * 3, "a dog", "the dog ran " * 200, "the mat"]
+    done = here("chat", "--context", "100", typed="\n".join(lines) + "\n")
+    assert done.returncode == 0, done.stderr
+    assert "prompt and answer together may have 100; write less" in done.stderr
+    assert len(done.stdout.splitlines()) >= 3
+
+
+def test_the_oldest_turns_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    teller = SimpleNamespace(tokenizer=tokenizer(), limit=60)
+    messages = [{"role": "system", "content": "be brief"}]
+    for number in range(4):
+        messages += [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": "yes"}]
+    messages.append({"role": "user", "content": "and now"})
+    ids = conversation(teller, messages, 1)
+    assert len(ids) < 60 and tokenizer().decode(ids).startswith("<|system|>be brief<|end|><|user|>question")
+    assert messages[-1]["content"] == "and now" and len(messages) % 2 == 0 and "left out" in capsys.readouterr().err
+    with pytest.raises(InvalidArgument, match="write less"):
+        conversation(teller, [{"role": "user", "content": "a" * 100}], 0)
+
+
+def test_keys_and_addresses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def warning(host: str, key: str | None = None) -> str:
+        api_key(SimpleNamespace(host=host, api_key=key))
+        return capsys.readouterr().err
+
+    monkeypatch.delenv("SLUICE_API_KEY", raising=False)
+    assert not any(warning(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
+    assert all("sets a key" in warning(host) for host in ("0.0.0.0", "::", "", "example.org"))
+    assert not warning("0.0.0.0", "secret")
+
+
+def test_names_of_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert {name_of(model) for model in (".", "./", str(folder), f"{folder}/")} == {"tiny"}
+    assert name_of("some/other") == "other"
 
 
 def test_progress_of_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

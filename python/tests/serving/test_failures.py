@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,10 @@ from pathlib import Path
 import openai
 import pytest
 from server import DEADLINE_S, Server, wait_until
+from sluice.__main__ import main
+from sluice.serving.arguments import CannotLoad
+from sluice.serving.load import load_loop, load_tokenizer
+from sluice.serving.process import EngineProcess, Settings
 from small import prompt_ids
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -24,24 +29,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_an_engine_that_dies(start: Callable[..., Server]) -> None:
-    server = start()
-    client = server.client()
-    under_way = client.completions.create(prompt=prompt_ids(10), max_tokens=8000, stream=True, **GREEDY)
-    next(iter(under_way))
-    os.kill(server.engine_pid, signal.SIGKILL)
-    with pytest.raises(openai.APIError, match="the engine's process has ended with exit code -9"):
-        list(under_way)
-    wait_until(lambda: server.get("/health").status_code == 503)
-    for stream in (False, True):
-        with pytest.raises(openai.InternalServerError, match="ended") as refused:
-            client.completions.create(prompt="a", max_tokens=2, stream=stream, **GREEDY)
-        assert refused.value.status_code == 503
-    server.close()
-    assert server.process.returncode in (0, -signal.SIGTERM)
-
-
-def test_an_engine_that_is_silent_for_a_while(start: Callable[..., Server]) -> None:
+def test_an_engine_that_is_silent_for_a_while_and_then_dies(start: Callable[..., Server]) -> None:
     server = start("--silence", "5")
     client, pid = server.client(), server.engine_pid
     under_way = client.completions.create(prompt=prompt_ids(10), max_tokens=8000, stream=True, **GREEDY)
@@ -56,6 +44,18 @@ def test_an_engine_that_is_silent_for_a_while(start: Callable[..., Server]) -> N
     wait_until(lambda: server.get("/health").status_code == 200)
     wait_until(lambda: server.memory() == 0)  # Nobody wants that answer any more.
     assert client.completions.create(prompt="a", max_tokens=2, **GREEDY).usage.completion_tokens == 2
+    under_way = client.completions.create(prompt=prompt_ids(10), max_tokens=8000, stream=True, **GREEDY)
+    next(iter(under_way))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="the engine's process has ended with exit code -9"):
+        list(under_way)
+    wait_until(lambda: server.get("/health").status_code == 503)
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError, match="ended") as refused:
+            client.completions.create(prompt="a", max_tokens=2, stream=stream, **GREEDY)
+        assert refused.value.status_code == 503
+    server.close()
+    assert server.process.returncode in (0, -signal.SIGTERM)
 
 
 def test_a_web_server_that_dies_takes_its_engine_along(start: Callable[..., Server]) -> None:
@@ -80,12 +80,45 @@ def test_a_server_ends_when_it_is_told(start: Callable[..., Server]) -> None:
     wait_until(lambda: not alive(pid))
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--model", "/nonexistent/model"], "/nonexistent/model"),
-    (["--policy", "bogus"], "bogus"),
+@pytest.mark.parametrize(("arguments", "status", "words"), [
+    (["--model", "/nonexistent/model"], 2, "there is no folder /nonexistent/model"),
+    (["--policy", "bogus"], 1, 'policy "bogus"'),
+    (["--option", "near_bytes=abc"], 1, '--option near_bytes: it may not be "abc"'),
+    (["--option", "sequences=4"], 1, "--option sequences: --sequences sets it"),
+    (["--port", "99999"], 2, '"99999" must be a whole number in [0, 65535]'),
+    (["--context", "0"], 2, "--context"),
+    (["--api-key", ""], 1, "--api-key is empty"),
 ])
-def test_models_that_cannot_be_served(folder: Path, arguments: list[str], words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "sluice", "serve", "--model", str(folder), "--port", "0", "--device",
-                           "cpu", *arguments], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 1 and done.stderr.startswith("sluice: ") and words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_is_refused_before_anything_is_loaded(folder: Path, capsys: pytest.CaptureFixture[str],
+                                                   monkeypatch: pytest.MonkeyPatch, arguments: list[str], status: int,
+                                                   words: str) -> None:
+    monkeypatch.setattr("sys.argv", ["sluice", "serve", "--model", str(folder), "--port", "0", "--device", "cpu",
+                                     *arguments])
+    monkeypatch.setattr(EngineProcess, "start", lambda _: pytest.fail("a process was started"))
+    try:
+        assert main() == status
+    except SystemExit as ended:  # Of argparse.
+        assert ended.code == status
+    assert words in capsys.readouterr().err
+
+
+def test_models_that_transformers_does_not_take(folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=lambda *_: ["tokenizer.json", "tokenizer_config.json"])
+    strange = tmp_path / "strange"
+    shutil.copytree(folder, strange)
+    (strange / "config.json").write_text('{"model_type": "bogus"}')
+    for path, words in ((bare, f"the tokenizer of {bare} cannot be loaded"), (strange, "cannot be loaded")):
+        with pytest.raises(CannotLoad) as refused:
+            load_tokenizer(str(path))
+            load_loop(Settings(str(path)))
+        assert words in str(refused.value) and "\n" not in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_a_server_that_cannot_load_its_model(folder: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    shutil.copytree(folder, empty, ignore=lambda *_: ["model.safetensors"])
+    done = subprocess.run([sys.executable, "-m", "sluice", "serve", "--model", str(empty), "--port", "0", "--device",
+                           "cpu", "--policy", "full"], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2 and done.stderr.startswith("sluice: the model "), done.stderr
+    assert done.stderr.count("\n") == 1

@@ -108,7 +108,7 @@ def test_a_client_that_goes_away_gives_its_memory_back(shared: Server, stream: b
     wait_until(lambda: shared.memory() == 0)
     before = shared.metric('sluice_requests_total{outcome="given_up"}')
     body = {"model": "tiny", "prompt": prompt_ids(100), "max_tokens": 7000, "ignore_eos": True, "stream": stream}
-    with httpx.Client(timeout=DEADLINE_S if stream else 1.0) as client:
+    with httpx.Client(timeout=httpx.Timeout(DEADLINE_S, read=DEADLINE_S if stream else 1.0)) as client:
         try:
             with client.stream("POST", f"{shared.url}/v1/completions", json=body) as answer:
                 lines = answer.iter_lines()  # Closes the answer if it is dropped.
@@ -204,12 +204,14 @@ def test_preempted_answers_are_the_same(start: Callable[..., Server], shared: Se
     server = start("--host-bytes", str(12 * 16 * 768))
     lengths = (30, 31, 32, 33)
 
-    def ask(of: Server, length: int) -> str:
-        pieces = of.client().completions.create(prompt=prompt_ids(length, length), max_tokens=100, stream=True,
-                                                **GREEDY)
+    def ask(of: Server, length: int) -> openai.Stream:
+        return of.client().completions.create(prompt=prompt_ids(length, length), max_tokens=140, stream=True, **GREEDY)
+
+    def text(pieces: openai.Stream) -> str:
         return "".join(piece.choices[0].text for piece in pieces)
 
-    wants = [ask(shared, length) for length in lengths]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda length: ask(server, length), lengths)) == wants
+        wants = list(pool.map(lambda length: text(ask(shared, length)), lengths))
+        streams = list(pool.map(lambda length: ask(server, length), lengths))  # All have begun before one is read.
+        assert list(pool.map(text, streams)) == wants
     assert server.metric("sluice_preemptions_total") > 0

@@ -1,0 +1,133 @@
+"""The arguments of commands, and what is refused of them before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sluice.errors import Error, InvalidArgument
+from sluice.options import EngineOptions
+from sluice.serving.process import Settings
+
+
+class CannotLoad(Error):
+    """There is no model, or transformers does not take it."""
+
+    exit_code = 2
+
+
+# Of EngineOptions, what sets them.
+_OTHERS = {"layers": "the model", "q_heads": "the model", "kv_heads": "the model", "head_dim": "the model",
+           "device": "--device", "host_bytes": "--host-bytes", "sequences": "--sequences",
+           "largest": "--sequences and --prefill-rows"}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def size(text: str) -> int:
+    """Bytes: 8GiB, 8G, 512M or a number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f'"{text}" is no size; write 8GiB, 512M or a number of bytes')
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON has it, or a word."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f'"{text}" is not NAME=VALUE')
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """A finite number in [low, high]."""
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or not math.isfinite(value):
+            bounds = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
+            raise argparse.ArgumentTypeError(f'"{text}" must be a{" whole" if kind is int else ""} number {bounds}')
+        return value
+    return parse
+
+
+def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="a folder as transformers saves it, or a name that it knows")
+    add("--policy", default=Settings.policy, help="what is attended (%(default)s)")
+    add("--host-bytes", type=size, default=Settings.host_bytes, help="host memory for keys and values (8GiB)")
+    add("--context", type=number(int, 1), help="tokens of prompt and answer, at most (the model's)")
+    add("--sequences", type=number(int, 1), default=sequences, help="answers that are generated at once (%(default)s)")
+    add("--prefill-rows", type=number(int, 1), default=Settings.prefill_rows,
+        help="tokens of prompts that go through the model at once (%(default)s)")
+    add("--slowdown", type=number(float, 0), default=0, help="prompts that are read may let a forward take as many "
+        "times as long for the answers beside them; 0: they have all rows (%(default)s)")
+    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
+    add("--dtype", default=Settings.dtype, choices=("auto", "float32", "float16", "bfloat16"),
+        help="of the model (as it was saved)")
+    add("--no-prefix-cache", action="store_true", help="read every prompt anew")
+    add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
+        help="another of sluice.EngineOptions, such as near_bytes=1000000; may be repeated")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-tokens", type=number(int, 1), help="of an answer (until the context is full)")
+    add("--temperature", type=float, help="0: the most likely token (the model's own, or 1)")
+    add("--top-p", type=float)
+    add("--seed", type=int, help="to get the same again")
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    device = arguments.device
+    if device is None:
+        from sluice._library import library
+
+        device = "cuda" if library().cuda_devices() else "cpu"
+    options = dict(arguments.option)
+    _check_options(options, arguments.policy)
+    _check_folder(arguments.model)
+    return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
+                    context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
+                    slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
+                    prefix=not arguments.no_prefix_cache, options=options)
+
+
+def _check_options(options: dict[str, Any], policy: str) -> None:
+    """Refuses names and values that no engine takes, and policies that there are not."""
+    known = {each.name for each in dataclasses.fields(EngineOptions)} - set(_OTHERS)
+    for name, value in options.items():
+        if name in _OTHERS:
+            raise InvalidArgument(f"--option {name}: {_OTHERS[name]} sets it")
+        if name not in known:
+            raise InvalidArgument(f"there is no option {name}; there are {', '.join(sorted(known))}")
+        try:
+            _engine_options(**{name: value})._to_struct()
+        except (AttributeError, TypeError, KeyError):  # Of words where numbers should be, and the like.
+            raise InvalidArgument(f"--option {name}: it may not be {json.dumps(value)}") from None
+    _engine_options(**options).make_room_for(policy, 1)
+
+
+def _engine_options(**options: Any) -> EngineOptions:
+    return EngineOptions(layers=1, q_heads=1, kv_heads=1, head_dim=64, **options)
+
+
+def _check_folder(model: str) -> None:
+    """Refuses a folder that is none or has no model. Another word is a name, which transformers looks up."""
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CannotLoad(f"{model} has no model: config.json is missing")
+    elif folder.exists() or folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise CannotLoad(f"there is no folder {model}")

@@ -1,0 +1,278 @@
+"""The web application over an engine that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from sluice.serving.answering import Front
+from sluice.serving.api import create_app
+from sluice.serving.process import EngineLost, Ready, Settings
+from sluice.serving.requests import Event, Status
+from small import tokenizer
+
+LIMIT = 512
+
+
+class Engine:
+    """Answers with a text at once."""
+
+    def __init__(self) -> None:
+        self.settings, self.status, self.outstanding = Settings("none", sequences=2), Status(), 0
+        self.lost: str | None = None
+        self.text = "fine"
+        self.asked: list[Any] = []
+
+    def answer(self, prompts: Any, samplings: Any) -> Engine:
+        if self.lost:
+            raise EngineLost(self.lost)
+        self.asked.append((prompts, samplings))
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        yield 0, Event(1, self.text, count=1, finish="stop")
+
+    def listen(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Words:
+    """The tokenizer, which waits and counts."""
+
+    def __init__(self) -> None:
+        self.free, self.calls = threading.Event(), 0
+        self.free.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tokenizer(), name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.calls += 1
+        assert self.free.wait(60)
+        return tokenizer().encode(text, **options)
+
+
+class Site:
+    def __init__(self, **front: Any) -> None:
+        self.engine, self.words = Engine(), Words()
+        self.app = create_app(self.engine, Ready(LIMIT, {}, 300), self.words,
+                              Front("tiny", **{"queue": 1, **front}))
+
+    async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
+            return await client.request(method, path, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return asyncio.run(self.send("GET", path, **options))
+
+    def post(self, path: str = "completions", **options: Any) -> httpx.Response:
+        return asyncio.run(self.send("POST", f"/v1/{path}", **options))
+
+    def ask(self, **wants: Any) -> httpx.Response:
+        path = "chat/completions" if "messages" in wants else "completions"
+        return self.post(path, json={"model": "tiny", **wants})
+
+    def metric(self, outcome: str) -> float:
+        name = f'sluice_requests_total{{outcome="{outcome}"}} '
+        return next((float(line[len(name):]) for line in self.get("/metrics").text.splitlines()
+                     if line.startswith(name)), 0)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    yield Site()
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize("header", [b"", b"Bearer", b"Bearer wrong", b"Basic secret", "Bearer gehe\u00efm".encode()])
+def test_the_key_is_checked_before_anything_is_read(header: bytes) -> None:
+    site, said = Site(api_key="secret"), []
+
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    headers = [(b"authorization", header), (b"content-length", b"99999999999")]
+    for path in ("/v1/completions", "/v1/models", "/v1/none"):
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        asyncio.run(site.app(scope, receive, send))
+    assert [message["status"] for message in said if "status" in message] == [401] * 3
+    assert site.get("/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
+    assert site.get("/metrics").status_code == 200 and site.metric("refused") == 3
+
+
+def test_bodies_that_are_too_long() -> None:
+    site = Site(max_body=100)
+    assert "100 bytes" in error_of(site.post(content=b"{" + b" " * 100), 413)["message"]
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b" " * 40
+        raise AssertionError("all was read")
+
+    # Whose length nobody says.
+    error_of(site.post(content=pieces(), headers={"content-type": "application/json"}), 413)
+    assert site.ask(prompt="a").status_code == 200
+
+
+def test_a_full_queue_reads_no_prompt(site: Site) -> None:
+    site.engine.outstanding = 3
+    for wants in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+        assert error_of(site.ask(**wants), 429)["code"] == "queue_full"
+    assert site.words.calls == 0
+
+
+def test_prompts_that_are_read_have_places(site: Site) -> None:
+    async def check() -> None:
+        site.words.free.clear()
+        body = {"model": "tiny", "prompt": "a"}
+        waiting = [asyncio.create_task(site.send("POST", "/v1/completions", json=body)) for _ in range(3)]
+        while site.words.calls == 0:
+            await asyncio.sleep(0.01)
+        assert (await site.send("POST", "/v1/completions", json=body)).status_code == 429
+        site.words.free.set()
+        assert [(await each).status_code for each in waiting] == [200] * 3
+        assert (await site.send("POST", "/v1/completions", json=body)).status_code == 200
+    asyncio.run(check())
+
+
+def test_prompts_of_clients_that_are_gone_are_not_read(site: Site) -> None:
+    async def ask(gone: asyncio.Event) -> None:
+        body = [{"type": "http.request", "body": json.dumps({"model": "tiny", "prompt": "a"}).encode()}]
+
+        async def receive() -> Any:
+            if body:
+                return body.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        await site.app({"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+                        "headers": [(b"content-type", b"application/json")]}, receive, send)
+
+    async def check() -> None:
+        site.words.free.clear()
+        gone = asyncio.Event()
+        asked = [asyncio.create_task(ask(gone)) for _ in range(3)]
+        while site.words.calls == 0:
+            await asyncio.sleep(0.01)
+        gone.set()
+        await asyncio.wait_for(asyncio.gather(*asked), 60)  # Though the first one is still being read.
+        site.words.free.set()
+        assert (await site.send("POST", "/v1/completions", json={"model": "tiny", "prompt": "a"})).status_code == 200
+    asyncio.run(check())
+    assert site.words.calls == 2 and len(site.engine.asked) == 1 and site.metric("given_up") == 3
+
+
+def test_a_server_that_ends_reads_no_more(site: Site) -> None:
+    async def check() -> None:
+        site.words.free.clear()
+        async with site.app.router.lifespan_context(site.app):
+            body = {"model": "tiny", "prompt": "a"}
+            asked = [asyncio.create_task(site.send("POST", "/v1/completions", json=body)) for _ in range(3)]
+            while site.words.calls == 0:
+                await asyncio.sleep(0.01)
+        site.words.free.set()
+        await asyncio.wait(asked, timeout=60)
+        assert all(each.done() for each in asked)
+    asyncio.run(check())
+    assert site.words.calls == 1
+
+
+def test_texts_that_cannot_fit_are_not_made_tokens_of(site: Site) -> None:
+    text = "a" * (LIMIT * 16 + 1)
+    for wants in ({"prompt": text}, {"prompt": ["a", text]}, {"messages": [{"role": "user", "content": text}]}):
+        assert error_of(site.ask(**wants), 400)["code"] == "context_length_exceeded"
+    assert site.words.calls == 0
+
+
+@pytest.mark.parametrize(("wants", "words"), [
+    ({"prompt": [1, "a"]}, "^prompt: 1: Input should be a valid integer$"),
+    ({"prompt": [[1], [2, "a"]]}, "^prompt: 1.1: Input should be a valid integer$"),
+    ({"prompt": [True]}, "^prompt: it must be a text, tokens, or a list of either$"),
+    ({"prompt": {}}, "^prompt: it must be a text"),
+    ({"prompt": ["a"] * 129}, "^prompt: 129 prompts are too many"),
+    ({"stop": ["a"] * 5}, "^stop: .*at most 4 items"),
+    ({"stop": "a" * 257}, "^stop.0: .*at most 256 characters"),
+    ({"logit_bias": {str(token): 1 for token in range(301)}}, "^logit_bias: 301 tokens; at most 300"),
+    ({"logit_bias": {"5000": 1}}, "^token 5000 is none"),
+    ({"stop_token_ids": [1] * 129}, "^stop_token_ids: .*at most 128"),
+    ({"seed": 1 << 64}, "^seed: "),
+    ({f"field{number}": 1 for number in range(100)}, "102 fields; it may have 64"),
+])
+def test_limits_of_fields(site: Site, wants: dict, words: str) -> None:
+    error = error_of(site.ask(**{"prompt": "a", **wants}), 400)
+    assert re.search(words, error["message"]), error
+
+
+def test_null_means_the_default(site: Site) -> None:
+    names = ("n", "presence_penalty", "frequency_penalty", "stream", "stop", "logit_bias", "seed", "max_tokens",
+             "stream_options", "stop_token_ids", "ignore_eos", "top_k", "user")
+    nulls = dict.fromkeys(names)
+    assert site.ask(prompt="a", **nulls).status_code == 200
+    assert site.engine.asked[-1][1][0][0].max_tokens == 16
+    messages = [{"role": "user", "content": "a"}]
+    assert site.ask(messages=messages, **nulls, chat_template_kwargs=None, tools=None).status_code == 200
+    assert site.ask(messages=messages, parallel_tool_calls=True).status_code == 200
+    assert error_of(site.ask(messages=messages, parallel_tool_calls=True, tools=[{}]), 400)["param"] == "tools"
+
+
+def test_one_model(site: Site) -> None:
+    assert site.get("/v1/models/tiny").json() == site.get("/v1/models").json()["data"][0]
+    assert error_of(site.get("/v1/models/some/other"), 404)["code"] == "model_not_found"
+
+
+def test_errors_have_one_form(site: Site) -> None:
+    for path in ("/docs", "/redoc", "/openapi.json", "/v1/embeddings"):
+        assert path in error_of(site.get(path), 404)["message"]
+    assert "GET is not served" in error_of(site.get("/v1/completions"), 405)["message"]
+    kind = {"content-type": "application/json"}
+    assert "is no JSON" in error_of(site.post(content=b"{bad", headers=kind), 400)["message"]
+    error_of(site.post(content=b"[" * 200_000, headers=kind), 400)
+    assert "JSON object" in error_of(site.post(content=b'{"model": "tiny"}', headers={"content-type": "text/plain"}),
+                                     400)["message"]
+
+
+def test_halves_of_surrogates(site: Site) -> None:
+    half, kind = r"\ud800", {"content-type": "application/json"}
+
+    def post(path: str, body: str) -> httpx.Response:
+        return site.post(path, content=body.encode(), headers=kind)
+
+    assert error_of(post("completions", '{"model": "%s", "prompt": "a"}' % half), 404)["param"] == "model"
+    assert "surrogate" in error_of(post("completions", '{"model": "tiny", "prompt": "%s"}' % half), 400)["message"]
+    wrong = error_of(post("completions", '{"model": "tiny", "prompt": "a", "%s": 1}' % half), 400)
+    assert "JSON object" not in wrong["message"]
+    chat = '{"model": "tiny", "messages": [{"role": "user", "content": %s}]}'
+    assert "surrogate" in error_of(post("chat/completions", chat % f'"{half}"'), 400)["message"]
+    error_of(post("chat/completions", chat % f'[{{"type": "{half}"}}]'), 400)
+    site.engine.text = "\ud800"
+    for stream in (False, True):
+        answer = site.ask(prompt="a", stream=stream)
+        assert answer.status_code == 200 and half in answer.text
+
+
+def test_an_engine_that_is_lost_is_counted(site: Site) -> None:
+    site.engine.lost = "gone"
+    assert error_of(site.ask(prompt="a"), 503)["code"] == "engine_lost"
+    assert site.metric("failed") == 1
