@@ -72,7 +72,8 @@ def test_nothing_is_held_back_for_no_reason() -> None:
 
 def byte_fallback() -> transformers.PreTrainedTokenizerFast:
     """As Llama 2 has it: characters that are no tokens are one token a byte, and the first space is taken away."""
-    vocabulary = {"<unk>": 0, "\u2581hi": 1, "\u2581": 2, "日": 3, **{f"<0x{byte:02X}>": 4 + byte for byte in range(256)}}
+    vocabulary = {"<unk>": 0, "\u2581hi": 1, "\u2581": 2, "日": 3}
+    vocabulary |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
     bare = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     bare.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
                                       decoders.Strip(" ", 1, 0)])
