@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from sluice.admission import Admission, AdmissionOptions, TurnItem
 from sluice.errors import Error, InternalError, InvalidArgument, OutOfCapacity
 from sluice.options import PlanItem
@@ -14,6 +16,8 @@ from sluice.serving.model import PackedModel
 from sluice.serving.requests import Chosen, Event, Request, Status
 from sluice.serving.sampling import Past, choose
 from sluice.serving.text import Detokenizer, StopTexts
+
+_HOPELESS = 3  # Turns in a row whose forwards failed, after which a loop is no longer worth asking.
 
 
 class _Live:
@@ -33,7 +37,7 @@ class Loop:
     """Serves requests with one model. One thread calls it; `step` runs one forward.
 
     A forward that fails is repeated once; if it fails again its requests end with the error, and others go on. What is
-    told of a request has always passed `Engine.finish`."""
+    told of a request has always passed `Engine.finish`, and a forward that has is never repeated."""
 
     def __init__(self, model: PackedModel, tokenizer: Any, *, end_ids: Iterable[int] = (), prefix: bool = True,
                  slowdown: float = 0) -> None:
@@ -53,6 +57,7 @@ class Loop:
         self._events: list[Event] = []
         self._forwards = self._failed = self._preemptions = 0
         self._took_s = 0.0  # The newest forward.
+        self._in_vain, self._error = 0, ""  # Turns in a row whose forwards failed, and the newest error.
 
     def submit(self, request: Request) -> None:
         """@throws InvalidArgument if the prompt is empty or too long, or a token is none of the model's"""
@@ -70,10 +75,10 @@ class Loop:
         if leader is not None and leader.past.answered == 0 and self._prefix:
             self._behind.setdefault(request.after, []).append(request)
             return
-        self._live[request.number] = live = _Live(request, self._tokenizer)
-        room = self.limit - len(live.ids)
-        self._admission.submit(request.number, len(live.ids), min(request.sampling.max_tokens or room, room),
+        room = self.limit - len(request.prompt)
+        self._admission.submit(request.number, len(request.prompt), min(request.sampling.max_tokens or room, room),
                                self._on_cpu)
+        self._live[request.number] = _Live(request, self._tokenizer)
 
     def abort(self, number: int) -> None:
         """Ends a request, whose memory is free when this returns. There are no more events of it."""
@@ -87,6 +92,14 @@ class Loop:
     @property
     def idle(self) -> bool:
         return not self._live
+
+    @property
+    def hopeless(self) -> str | None:
+        """Why it is to be made anew, in a new process: several turns in a row have failed, as they do after an error
+        that a device keeps. None if not."""
+        if self._in_vain < _HOPELESS:
+            return None
+        return f"the forwards of {self._in_vain} turns in a row have failed; the newest error: {self._error}"
 
     def progress(self, number: int) -> tuple[int, int]:
         """Tokens of a request's prompt that have been read, and all."""
@@ -134,27 +147,58 @@ class Loop:
         live.sequence = None
 
     def _turn(self, items: list[TurnItem]) -> None:
+        lives = [self._live[item.request] for item in items]
+        if moved := self._moved(items):
+            self._admission.fail()
+            for live in moved:
+                self._fail(live, InternalError("the engine does not have the tokens that this request has"))
+            return
         try:
-            chosen = self._twice(items)
+            logits = self._twice(items)
         except OutOfCapacity as error:
             self._admission.fail()
             self._make_room(error)
         except Exception as error:  # Models are others' code, and raise what they like.
+            self._in_vain, self._error = self._in_vain + 1, f"{type(error).__name__}: {error}"
             self._admission.fail()
-            for item in items:
-                self._fail(self._live[item.request], error)
+            for live in lives:
+                self._fail(live, error)
         else:
-            gone = self._admission.complete(self._took_s)
-            for item, token in zip([item for item in items if item.output], chosen):
-                self._take(self._live[item.request], token, item.request in gone)
+            self._in_vain = 0
+            self._continue([live for live, item in zip(lives, items) if item.output], logits)
 
-    def _twice(self, items: list[TurnItem]) -> list[Chosen | None]:
+    def _continue(self, lives: list[_Live], logits: torch.Tensor) -> None:
+        """The next tokens of requests. The engine has the forward's tokens: whatever comes, it is not repeated."""
+        error: Exception | None = None
+        chosen: list[Chosen | None] = [None] * len(lives)
+        for _ in range(2):
+            began = time.monotonic()
+            try:
+                chosen, error = choose(logits, [live.past for live in lives]) if lives else [], None
+                break
+            except Exception as failed:  # Such as no memory for what is sorted.
+                error = failed
+        gone = self._admission.complete(self._took_s + time.monotonic() - began)
+        for live, token in zip(lives, chosen):
+            if error is None:
+                self._take(live, token, live.request.number in gone)
+            else:
+                self._fail(live, error, live.request.number in gone)
+
+    def _moved(self, items: list[TurnItem]) -> list[_Live]:
+        """Requests of whose tokens the engine has others than those before their items."""
+        lives = [self._live[item.request] for item in items]
+        return [live for live, item in zip(lives, items) if self._engine.tokens(live.sequence) != item.first]
+
+    def _twice(self, items: list[TurnItem]) -> torch.Tensor:
         try:
             return self._forward(items)
         except OutOfCapacity:
             raise
         except Exception:
             self._failed += 1
+            if self._moved(items):
+                raise
         try:
             return self._forward(items)
         except Exception:
@@ -170,9 +214,9 @@ class Loop:
         for number in self._admission.preempt(running[-1]):
             self._rest(self._live[number])
 
-    def _forward(self, items: list[TurnItem]) -> list[Chosen | None]:
-        """The tokens that come next where an item has an output."""
-        engine, ids, kept, rows = self._engine, [], [], []
+    def _forward(self, items: list[TurnItem]) -> torch.Tensor:
+        """The logits of items that have an output. If it fails, the engine has none of the items' tokens."""
+        engine, ids, kept = self._engine, [], []
         for item in items:
             live = self._live[item.request]
             new = live.ids[item.first : item.first + item.tokens]
@@ -182,7 +226,6 @@ class Loop:
             ids.extend(new)
             if item.output:
                 kept.append(len(ids) - 1)
-                rows.append(live.past)
         self._forwards += 1
         began = time.monotonic()
         number, logits = self._model.run([PlanItem(self._live[item.request].sequence, item.tokens, item.prefill)
@@ -192,9 +235,8 @@ class Loop:
         except BaseException:
             self._model.cancel(number)
             raise
-        chosen = choose(logits, rows) if rows else []
         self._took_s = time.monotonic() - began
-        return chosen
+        return logits
 
     def _take(self, live: _Live, chosen: Chosen | None, gone: bool) -> None:
         """A new token of an answer. `gone`: admission has let go of the request."""
@@ -205,7 +247,7 @@ class Loop:
         live.ids.append(chosen.token)
         live.past.add(chosen.token)
         if live.past.answered == 1:
-            self._follow(number)
+            self._follow(number, True)
         ends = chosen.token in wants.stop_ids or (chosen.token in self._end_ids and not wants.ignore_eos)
         text, finish = "", "stop" if ends else None
         if not ends:
@@ -240,9 +282,14 @@ class Loop:
         del self._live[number]
         if live.sequence is not None:
             self._engine.end(live.sequence)
-        self._follow(number)
+        self._follow(number, live.past.answered > 0)
 
-    def _follow(self, number: int) -> None:
-        """Those that waited for this request's prompt come."""
-        for request in self._behind.pop(number, []):
+    def _follow(self, number: int, read: bool) -> None:
+        """Those that waited for this request's prompt come. If nobody has read it, the first of them does."""
+        waiting = self._behind.pop(number, [])
+        if not read and len(waiting) > 1:
+            self._behind[waiting[0].number] = [dataclasses.replace(request, after=waiting[0].number)
+                                               for request in waiting[1:]]
+            waiting = waiting[:1]
+        for request in waiting:
             self.submit(request)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import multiprocessing
+import os
 import queue
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -75,6 +79,7 @@ class EngineProcess:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(theirs, self.settings), name="sluice-engine", daemon=True)
         self._process.start()
+        atexit.register(self._process.kill)  # Else multiprocessing would send SIGTERM, which it ignores, and wait.
         theirs.close()  # Or its end would not be noticed.
         threading.Thread(target=self._tell, name="sluice-requests", daemon=True).start()
 
@@ -99,13 +104,13 @@ class EngineProcess:
                          daemon=True).start()
 
     def close(self, timeout_s: float = 10) -> None:
-        """Ends the process."""
+        """Ends the process: it is told to, and killed if it does not."""
         self._outbox.put(None)
         self._process.join(timeout_s)
-        for end in (self._process.terminate, self._process.kill):
-            if self._process.is_alive():
-                end()
-                self._process.join(timeout_s)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(timeout_s)
+        atexit.unregister(self._process.kill)
 
     @property
     def lost(self) -> str | None:
@@ -123,7 +128,7 @@ class EngineProcess:
 
     @property
     def outstanding(self) -> int:
-        """Answers that have not ended."""
+        """Answers that the engine has not ended, however much of them has been taken."""
         return len(self._queues)
 
     def answer(self, prompts: Sequence[list[int]], samplings: Sequence[Sequence[Sampling]]) -> Answers:
@@ -134,30 +139,39 @@ class EngineProcess:
     def _tell(self) -> None:
         """A thread, as a process that does not read stops who writes to it."""
         message: object = ()
-        with contextlib.suppress(OSError):
+        try:
             while message is not None:
                 message = self._outbox.get()
                 self._connection.send(message)
+        except OSError:
+            pass  # The process has ended, as the other thread notices.
+        except Exception as error:
+            self._lost = f"the engine could not be told of a request: {type(error).__name__}: {error}"
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        why = ""
         try:
-            while True:
+            while not loop.is_closed():
                 loop.call_soon_threadsafe(self._take, *self._connection.recv())
         except (EOFError, OSError):
             self._process.join(5)
-        except RuntimeError:
-            return  # The event loop is closed.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._lose)
+            why = self._exit()
+        except Exception as error:
+            why = f"what the engine said could not be read: {type(error).__name__}: {error}"
+        if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # It is now.
+                loop.call_soon_threadsafe(self._lose, why)
 
     def _take(self, events: list[Event], status: Status | None) -> None:
         self._heard, self.status = time.monotonic(), status or self.status
         for event in events:
-            if event.number in self._queues:
-                self._queues[event.number].put_nowait(event)
+            ended = event.finish or event.error
+            news = self._queues.pop(event.number, None) if ended else self._queues.get(event.number)
+            if news is not None:
+                news.put_nowait(event)
 
-    def _lose(self) -> None:
-        self._lost = self._exit()
+    def _lose(self, why: str) -> None:
+        self._lost = self._lost or why
 
     def _exit(self) -> str:
         return f"the engine's process has ended with exit code {self._process.exitcode}"
@@ -193,7 +207,6 @@ class Answers:
                 continue
             if event.finish or event.error:
                 left -= 1
-                self._engine._queues.pop(event.number, None)
             yield self._numbers[event.number], event
 
     def close(self) -> None:
@@ -205,17 +218,24 @@ class Answers:
 
 def _main(connection: Connection, settings: Settings) -> None:
     """The process. Lists of requests come in, lists of numbers to give up, and None or the pipe's end to end it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal it is meant for the web server, which ends this one.
+    for number in (signal.SIGINT, signal.SIGTERM):  # Of a group they are meant for the web server, which ends this one.
+        signal.signal(number, signal.SIG_IGN)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    loaded = threading.Event()
+    threading.Thread(target=_receive, args=(connection, inbox, loaded), daemon=True).start()
     from sluice.serving.load import load_loop  # Takes seconds, and is of no use to the other side.
 
     try:
         loop, ready = load_loop(settings)
     except Exception as error:  # Whatever transformers raises: it is told, and that is all.
-        connection.send(f"{type(error).__name__}: {error}")
+        _say(connection, f"{type(error).__name__}: {error}")
         return
-    connection.send(ready)
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    loaded.set()
+    if _say(connection, ready):
+        _serve(connection, inbox, loop)
+
+
+def _serve(connection: Connection, inbox: queue.SimpleQueue[Any], loop: Any) -> None:
     told = 0.0
     while True:
         events: list[Event] = []
@@ -229,17 +249,42 @@ def _main(connection: Connection, settings: Settings) -> None:
             status, told = loop.status(), time.monotonic()
         else:
             status = None
-        try:
-            connection.send((events, status))
-        except OSError:
+        if not _say(connection, (events, status)):
             return
+        if loop.hopeless is not None:
+            _exit_at_once(f"sluice: the engine's process ends: {loop.hopeless}\n")
 
 
-def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            inbox.put(connection.recv())
-    inbox.put(None)
+def _say(connection: Connection, what: object) -> bool:
+    """Whether somebody is there to hear it."""
+    try:
+        connection.send(what)
+    except OSError:
+        return False
+    return True
+
+
+def _receive(connection: Connection, inbox: queue.SimpleQueue[Any], loaded: threading.Event) -> None:
+    """A thread. While a model is loaded nobody else notices the end."""
+    message: object = ()
+    try:
+        while message is not None:
+            message = connection.recv()
+            inbox.put(message)
+    except (EOFError, OSError):
+        inbox.put(None)
+    except Exception:
+        _exit_at_once(traceback.format_exc())
+    if not loaded.is_set():
+        _exit_at_once()
+
+
+def _exit_at_once(why: str = "") -> None:
+    """Without what would wait for a device, or for other threads."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(why)
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def _messages(inbox: queue.SimpleQueue[Any], wait: bool) -> list[Any]:

@@ -17,7 +17,7 @@ class Sampling:
     """What a request wants."""
 
     max_tokens: int | None = None  #: of the answer; None: until the context is full
-    temperature: float = 1.0  #: 0: the most likely token
+    temperature: float = 1.0  #: 0, or below 1e-5: the most likely token
     top_p: float = 1.0  #: the most likely tokens that have this share together
     top_k: int = 0  #: and at most as many; 0: any
     repetition_penalty: float = 1.0  #: divides positive logits of tokens that are there, the prompt's included

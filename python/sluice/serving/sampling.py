@@ -10,19 +10,39 @@ import torch
 
 from sluice.serving.requests import Chosen, Sampling
 
+_GREEDY = 1e-5  # Below such a temperature the most likely token is chosen: logits must stay finite when divided by it.
+
+
 class Past:
     """What the next token of a request depends on besides logits."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self.sampling, self.answered = sampling, 0
         self.counts: Counter[int] = Counter()  #: of the answer's tokens
-        self.seen = set(prompt) if sampling.repetition_penalty != 1 else set()
+        self._seen: set[int] = set()  # By the penalty for repetitions,
+        self._unlisted: list[int] = []  # those of them that are not in this yet.
+        self._listed: torch.Tensor | None = None
+        self._see(prompt)
 
     def add(self, token: int) -> None:
         self.answered += 1
         if self.sampling.shapes:
             self.counts[token] += 1
-            self.seen.add(token)
+            self._see([token])
+
+    def seen(self, device: torch.device) -> torch.Tensor:
+        """Each token of prompt and answer once, if they matter."""
+        if self._unlisted or self._listed is None:
+            new = torch.tensor(self._unlisted, dtype=torch.long, device=device)
+            self._listed = new if self._listed is None else torch.cat([self._listed, new])
+            self._unlisted = []
+        return self._listed
+
+    def _see(self, tokens: Sequence[int]) -> None:
+        if self.sampling.repetition_penalty != 1:
+            new = set(tokens) - self._seen
+            self._seen |= new
+            self._unlisted.extend(new)
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Past]) -> list[Chosen | None]:
@@ -36,7 +56,7 @@ def choose(logits: torch.Tensor, rows: Sequence[Past]) -> list[Chosen | None]:
     tokens = shaped.argmax(-1)
     # Rows that need no order are apart, always: what a row draws must not depend on the others.
     for ordered in (False, True):
-        group = [at for at, row in enumerate(rows) if row.sampling.temperature > 0
+        group = [at for at, row in enumerate(rows) if row.sampling.temperature >= _GREEDY
                  and ordered == (row.sampling.top_p < 1 or row.sampling.top_k > 0)]
         if group:
             tokens[group] = _draw(shaped[group], [rows[at] for at in group], ordered)
@@ -52,7 +72,7 @@ def _shape(logits: torch.Tensor, row: Past) -> None:
         return torch.tensor(ids, dtype=torch.long, device=logits.device)
 
     if wants.repetition_penalty != 1:
-        there = index(sorted(row.seen))
+        there = row.seen(logits.device)
         old = logits[there]
         logits[there] = torch.where(old > 0, old / wants.repetition_penalty, old * wants.repetition_penalty)
     counts = row.counts

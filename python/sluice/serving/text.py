@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_UNRESOLVED = 8  # Tokens that a character may take, at most: it has 4 bytes, and a token has one at least.
 
 
 class Detokenizer:
-    """The text of an answer's tokens as they come. Together the pieces are what its tokens are decoded to at once."""
+    """The text of an answer's tokens as they come. Together the pieces are what its tokens are decoded to at once, but
+    for tokens whose bytes are no text: these give marks, of which decoders that look at all bytes have more."""
 
     def __init__(self, tokenizer: Any, special: bool = False) -> None:
         """`special`: special tokens are part of the text."""
@@ -17,22 +19,31 @@ class Detokenizer:
         self._ids: list[int] = []
         # Text before `_read` is told; what is decoded begins at `_first`: how a token reads depends on those before.
         self._first = self._read = 0
-        self._told = ""  # Of the window from `_first` on.
+        self._told = ""  # Of the window from `_first` on,
+        self._text = ""  # and all that it has.
 
     def push(self, token: int) -> str:
         self._ids.append(token)
-        text = self._decode(self._first)
-        # Bytes of a character that is not complete decode to one such mark at the end; all before it stays.
-        whole = not text.endswith(_UNKNOWN)
-        piece = self._tell(text if whole else text[:-1])
-        if whole and text:
+        before, self._text = self._text, self._decode(self._ids[self._first:])
+        # A token that is left out must not begin a window: decoders take a space from the first one.
+        if self._text == before and not self._decode([token, token]):
+            self._ids.pop()
+            return ""
+        # Bytes of a character that is not complete decode to such marks at the end, one or one each; all before stays.
+        whole = self._text.rstrip(_UNKNOWN)
+        if whole != self._text and len(self._ids) - self._read < _UNRESOLVED:
+            return self._tell(whole)
+        held = int(whole != self._text)  # What is flushed may end within a character.
+        piece = self._tell(self._text[:len(self._text) - held])
+        if self._text:
             self._first, self._read = self._read, len(self._ids)
-            self._told = self._decode(self._first)
+            self._text = self._decode(self._ids[self._first:])
+            self._told = self._text[:len(self._text) - int(held and self._text.endswith(_UNKNOWN))]
         return piece
 
     def end(self) -> str:
         """What is left: of a character that was not completed, its mark."""
-        return self._tell(self._decode(self._first))
+        return self._tell(self._text)
 
     def _tell(self, text: str) -> str:
         piece = text[len(self._told):]
@@ -40,9 +51,8 @@ class Detokenizer:
             self._told = text
         return piece
 
-    def _decode(self, first: int) -> str:
-        return self._tokenizer.decode(self._ids[first:], skip_special_tokens=self._skip,
-                                      clean_up_tokenization_spaces=False)
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
 
 
 class StopTexts:
@@ -73,4 +83,9 @@ class StopTexts:
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
         """Length of the longest end of `text` that `stop` begins with."""
-        return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+        first = max(len(text) - len(stop) + 1, 0)
+        while (first := text.find(stop[0], first)) >= 0:
+            if stop.startswith(text[first:]):
+                return len(text) - first
+            first += 1
+        return 0

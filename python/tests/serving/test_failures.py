@@ -73,6 +73,7 @@ def test_a_server_ends_when_it_is_told(start: Callable[..., Server]) -> None:
     client = server.client("secret")
     under_way = client.completions.create(prompt=prompt_ids(10), max_tokens=8000, stream=True, **GREEDY)
     next(iter(under_way))
+    os.kill(pid, signal.SIGTERM)  # As all of a group have it.
     server.process.send_signal(signal.SIGINT)
     with pytest.raises(openai.APIError, match="being shut down"):
         list(under_way)

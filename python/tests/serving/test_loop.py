@@ -29,13 +29,23 @@ def test_greedy_tokens_are_those_of_generate(make_loop: Callable[..., Loop], kin
         assert {length: together.tokens(length) for length in LENGTHS} == wants
 
 
-@pytest.mark.parametrize("policy", ["exact | int4 | top_k=all | near=0", "sluice"])
+@pytest.mark.parametrize("policy", ["exact | int4 | top_k=16 | near=0,sinks=4,recent=16",
+                                    "exact | top_k=16 | near=0,sinks=4,recent=16"])
 def test_policies_that_choose(make_loop: Callable[..., Loop], policy: str) -> None:
-    """Sequences so short that every policy attends all there is."""
-    requests = [greedy(length, prompt_ids(length, length)) for length in (5, 33)]
-    dense, loop = run(make_loop(), requests), make_loop(policy=policy)
-    told = run(loop, requests)
-    assert [told.tokens(each.number) for each in requests] == [dense.tokens(each.number) for each in requests]
+    """What is attended, and so what comes, does not depend on the requests beside it."""
+    requests = [greedy(length, prompt_ids(length, length), 24) for length in (5, 33, 100, 150)]
+    loop, wants = make_loop(policy=policy, prefix=False), {}
+    for request in requests:
+        wants[request.number] = run(loop, [request]).tokens(request.number)
+    together = make_loop(policy=policy, prefix=False)
+    told = run(together, requests)
+    assert {each.number: told.tokens(each.number) for each in requests} == wants
+    for each in (loop, together):
+        stats = each.status().stats
+        rows = sum((len(request.prompt) + at) for request in requests for at in range(1, 24))
+        attended = stats["near_tokens"] + stats["far_tokens"] + stats["fetched_tokens"]
+        assert 0 < attended < 0.7 * rows * 3 * 2  # Layers and KV heads: something was left out.
+    assert run(make_loop(), requests[:1]).tokens(5) == wants[5]  # So short that all is attended.
 
 
 def test_prompts_that_are_known_are_not_read_again(make_loop: Callable[..., Loop]) -> None:
@@ -67,6 +77,20 @@ def test_one_prompt_for_several_answers_is_read_once(make_loop: Callable[..., Lo
     loop.submit(requests[1])
     loop.abort(1)
     assert run(loop, []).last(2).finish == "length"
+
+
+def test_the_next_of_several_reads_a_prompt_whose_first_reader_leaves(make_loop: Callable[..., Loop]) -> None:
+    loop, prompt = make_loop(), prompt_ids(200)
+    for number in range(1, 6):
+        loop.submit(greedy(number, prompt, after=1 if number > 1 else None))
+    loop.step()  # A part of it.
+    loop.abort(1)
+    loop.abort(3)
+    loop.step()
+    loop.abort(2)
+    told = run(loop, [])
+    assert set(told.events) == {4, 5} and told.last(4).finish == told.last(5).finish == "length"
+    assert told.last(5).cached == 192 and told.last(4).cached < 192
 
 
 def test_what_is_drawn_depends_on_the_seed_alone(make_loop: Callable[..., Loop]) -> None:

@@ -73,3 +73,22 @@ def test_penalties(options: dict, want: int) -> None:
     assert chosen.token == want
     # What is told is the model's, and what is given stays as it is.
     assert chosen.top[0][0] == 2 and dict(chosen.top)[want] == pytest.approx(logits.log_softmax(0)[want].item())
+
+
+def test_a_temperature_of_next_to_nothing() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0 - 1e-6]])
+    rows = [Past(Sampling(temperature=1e-6, seed=seed), []) for seed in range(50)]
+    assert {each.token for each in choose(logits.repeat(50, 1), rows)} == {1}
+    assert choose(logits, [Past(Sampling(temperature=1e-310), [])])[0].token == 1
+
+
+def test_tokens_that_are_there_are_listed_once() -> None:
+    """However long a prompt is, a token of the answer costs only itself."""
+    row = Past(Sampling(temperature=0.0, repetition_penalty=2.0), [2, 4, 2])
+    first = row.seen(LOGITS.device)
+    assert sorted(first.tolist()) == [2, 4] and row.seen(LOGITS.device) is first
+    for token in (5, 2, 5, 0):
+        row.add(token)
+    assert row._unlisted == [5, 0]
+    assert sorted(row.seen(LOGITS.device).tolist()) == [0, 2, 4, 5]
+    assert Past(Sampling(), [1, 2]).seen(LOGITS.device).tolist() == []
