@@ -87,6 +87,7 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   const Bucket bucket = resolved(asked, "plan");
   require_auditable(bucket);
   std::vector<Wanted> wanted = checked(items, bucket);
+  release_late();
   require_room(wanted, bucket.max_tokens);
   begin_policies(wanted);
   // Where the device fetches what is far, it asks for choices alone.

@@ -51,7 +51,22 @@ std::uint32_t first_unlike(const runtime::ParkHead& head, const EngineOptions& o
 
 }  // namespace
 
+void Engine::Impl::let_go(std::vector<std::uint32_t>& blocks) noexcept {
+  for (const std::uint32_t block : blocks) table.release(block);
+  blocks.clear();
+}
+
+void Engine::Impl::release_late() noexcept {
+  std::erase_if(late_side_data, [&](LateSideData& late) {
+    if (!late.made->idle()) return false;
+    let_go(late.blocks);
+    let_go(late.copies);
+    return true;
+  });
+}
+
 SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view model) {
+  release_late();
   const runtime::ParkHead head = runtime::read_head(source);
   require_alike(head, options, model);
   const PolicySpec spec = parked_policy(head, options);
@@ -72,9 +87,11 @@ SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view mo
   } catch (...) {
     // The next one gets a stream of its own. A thread that is lost goes on using what it has.
     if (side_data && !device->lost()) {
-      if (!side_data->stop()) late_side_data.push_back(std::move(side_data));
+      if (!side_data->idle())
+        late_side_data.push_back({std::move(side_data), at(id).pages.give_up(), std::exchange(side_copies, {})});
       side_data.reset();
     }
+    let_go(side_copies);
     remove(id);
     throw;
   }
@@ -122,11 +139,15 @@ void Engine::Impl::load_tail(runtime::BlockReader& body, const runtime::ParkHead
 
 void Engine::Impl::finish_copies() {
   if (copies.empty()) return;
-  std::vector<std::uint32_t> blocks;
-  for (const ForwardBlockCopy& copy : copies) blocks.push_back(copy.to);
-  const auto tokens = static_cast<std::uint32_t>(blocks.size() * options.page_tokens);
-  for (std::uint32_t plane = 0; plane < memory.largest().planes(); ++plane) side_data->make(plane, blocks, tokens);
+  side_copies.reserve(copies.size());
+  for (const ForwardBlockCopy& copy : copies) {
+    side_copies.push_back(copy.to);
+    table.hold(copy.to);
+  }
+  const auto tokens = static_cast<std::uint32_t>(side_copies.size() * options.page_tokens);
+  for (std::uint32_t plane = 0; plane < memory.largest().planes(); ++plane) side_data->make(plane, side_copies, tokens);
   side_data->wait();
+  let_go(side_copies);
   copies.clear();
 }
 

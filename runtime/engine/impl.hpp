@@ -150,6 +150,9 @@ struct Engine::Impl : cpu::Kept {
   /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may be
   /// taken by somebody else meanwhile.
   void finish_copies();
+  /// Lets go of blocks that a device was late with, once it is through with them.
+  void release_late() noexcept;
+  void let_go(std::vector<std::uint32_t>& blocks) noexcept;
   /// Calls visit(rows) for the sequence's rows of a plane, in order: its keys, then its values.
   template <class Visit>
   void for_each_run(const Sequence& sequence, std::uint32_t plane, const Visit& visit) const {
@@ -283,8 +286,13 @@ struct Engine::Impl : cpu::Kept {
   std::atomic<const runtime::PrefixCache*> seen_prefixes{nullptr};  ///< the same, for whoever asks for figures
   std::vector<ForwardBlockCopy> copies;  ///< of codes, that the device does not know of yet
   std::unique_ptr<runtime::SideData> side_data;  ///< null as long as no sequence was resumed
-  /// Those whose streams were late, and that a GPU may still read, which goes on with what it was given.
-  std::vector<std::unique_ptr<runtime::SideData>> late_side_data;
+  /// What a device was too late with, which goes on with what it was given, and the blocks that it is for.
+  struct LateSideData {
+    std::unique_ptr<runtime::SideData> made;
+    std::vector<std::uint32_t> blocks, copies;
+  };
+  std::vector<LateSideData> late_side_data;
+  std::vector<std::uint32_t> side_copies;  ///< blocks of others that side_data works for, held as long
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;
   std::uint64_t known_policy_bytes = 0;

@@ -28,24 +28,17 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
   backend_.digest(digests_, memory_.digest, memory_.layout, stream_.get());
 }
 
-void SideData::wait() {
-  late_ = true;  // Should anything else be thrown, too.
-  try {
-    stream_->synchronize(deadline_after(timeout_));
-  } catch (const Error& error) {
-    late_ = error.code() == Errc::timeout;
-    throw;
-  }
-  late_ = false;
-}
+void SideData::wait() { stream_->synchronize(deadline_after(timeout_)); }
 
-bool SideData::stop() noexcept {
+bool SideData::idle() noexcept {
   try {
-    if (!late_) wait();
-  } catch (...) {  // `late_` says whether it was that.
+    stream_->synchronize(deadline_after(std::chrono::milliseconds(0)));
+  } catch (const Error& error) {
+    return error.code() != Errc::timeout;  // What has failed does not run.
+  } catch (...) {
+    return false;
   }
-  stream_.reset();
-  return !late_;
+  return true;
 }
 
 }  // namespace sluice::runtime

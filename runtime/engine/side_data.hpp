@@ -24,17 +24,13 @@ class SideData {
   void make(std::uint32_t plane, std::span<const std::uint32_t> blocks, std::uint32_t tokens);
   /// @throws as `make`
   void wait();
-  /// Its last call: the stream goes. With a host device nothing of it runs any more. A GPU is waited for, but not for
-  /// ever: if it is later than that, it may still read what this object has, and make side data of blocks that are
-  /// another sequence's by then.
-  /// @return whether all had ended; if not, this object has to stay
-  [[nodiscard]] bool stop() noexcept;
+  /// Whether nothing of it runs any more, without waiting.
+  [[nodiscard]] bool idle() noexcept;
 
  private:
   const ForwardMemory& memory_;
   Backend& backend_;
   std::chrono::milliseconds timeout_;
-  bool late_ = false;  ///< it was waited for in vain
   std::vector<QuantizeTask> copies_;  ///< as long as the stream may read them
   std::vector<DigestTask> digests_;
   std::unique_ptr<Stream> stream_;  ///< last: it stops before anything above goes

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "runtime/kv/block_table.hpp"
@@ -39,6 +40,12 @@ class PageList {
   void shrink(std::uint32_t pages, BlockTable& table) noexcept {
     for (; blocks_.size() > pages; blocks_.pop_back()) table.release(blocks_.back());
     synced_ = std::min(synced_, pages);
+  }
+
+  /// Gives its blocks up without letting go of them: whoever takes them does that.
+  [[nodiscard]] std::vector<std::uint32_t> give_up() noexcept {
+    synced_ = 0;
+    return std::exchange(blocks_, {});
   }
 
   /// Entries [synced, pages) are not known to the device yet.
