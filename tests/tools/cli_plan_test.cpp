@@ -100,6 +100,28 @@ TEST_CASE("plan: the most that fits does, and one more does not") {
   REQUIRE(none.at("most_rows") == 0);
 }
 
+TEST_CASE("plan: memory by component is that of the engine, and of its policy") {
+  Planner planner;
+  const Outcome outcome = planner.run("--policies 'sluice;quest;lfps' --length 8K --rows 2 --near 10%");
+  REQUIRE(outcome.code == 0);
+  const json results = json::parse(outcome.out).at("results");
+  for (std::size_t i = 0; i < 3; ++i) {
+    const json& whole = results.at("plan")[i];
+    const json& parts = results.at("memory")[i];
+    CAPTURE(parts.dump());
+    const double kv = parts.at("kv_bytes");
+    REQUIRE(kv == 2.0 * 8192 * 131'072);
+    const auto share = [&](const char* key) { return parts.at(key).get<double>(); };
+    REQUIRE(kv * (share("near_share") + share("codes_share") + share("digests_share") + share("buffers_share")) ==
+            Approx(whole.at("device_bytes").get<double>()));
+    REQUIRE(kv * (1.0 + share("pinned_share") + share("policies_share")) ==
+            Approx(whole.at("host_bytes").get<double>()));
+    REQUIRE(share("near_share") == Approx(0.1).epsilon(0.01));
+    REQUIRE((share("digests_share") > 0.0) == (i == 1));
+    REQUIRE((share("policies_share") > 0.0) == (i == 2));
+  }
+}
+
 TEST_CASE("plan: machines that are none are refused with the file and the field") {
   Planner planner;
   const auto refused = [&](const char* field, const json& value, const char* says) {

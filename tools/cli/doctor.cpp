@@ -84,21 +84,15 @@ void look_at_cpu(Findings& findings) {
   }
 }
 
-/// A GPU is never missing: the embedded host device runs the same pipeline on the CPU.
-void look_at_gpu(Findings& findings) {
+/// A GPU is never missing: the embedded host device runs the same pipeline on the CPU. Null then.
+std::shared_ptr<Device> look_at_gpu(Findings& findings) {
   try {
-    const std::shared_ptr<Device> device = make_cuda_device();
+    std::shared_ptr<Device> device = make_cuda_device();
     findings.ok("cuda device", device->info().name + ", " + format_size(device->info().memory_bytes) + ", " +
                                    std::to_string(cuda_devices()) + " usable");
+    return device;
   } catch (const Error& error) {
     findings.note("cuda device", error.what(), "none needed: the embedded host device runs the same pipeline");
-  }
-}
-
-std::shared_ptr<Device> gpu_or_none() {
-  try {
-    return make_cuda_device();
-  } catch (const Error&) {
     return nullptr;
   }
 }
@@ -110,11 +104,11 @@ int run(const OutputOptions& output, const std::string& machine) {
   Findings findings;
   look_at_cpu(findings);
   look_at_memory(findings);
-  look_at_gpu(findings);
+  const std::shared_ptr<Device> device = look_at_gpu(findings);
   Report report{.command = "doctor", .config = Json::object()};
   report.extra = {{"usable", findings.usable()}};
   report.tables.push_back(findings.table());
-  if (!machine.empty()) machine_target.commit(to_json(this_machine(gpu_or_none().get(), 0)).dump(2) + "\n");
+  if (!machine.empty()) machine_target.commit(to_json(this_machine(device.get(), 0)).dump(2) + "\n");
   (void)deliver(report, output.format, target);
   return findings.usable() ? kOk : kUnsupported;
 }

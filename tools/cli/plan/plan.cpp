@@ -66,9 +66,42 @@ Table make_table() {
                       {"most_tokens", "most tokens"}}};
 }
 
-std::vector<Json> row_of(const std::string& name, const Workload& work, const Machine& machine,
-                         std::uint64_t reserved) {
-  const WorkloadPlan found = plan(work, machine, reserved);
+Table make_memory_table() {
+  using Show = Column::Show;
+  return {.key = "memory",
+          .title = "Memory of such an engine beside keys and values, as a share of them (policy: the most it may keep)",
+          .columns = {{"policy", "policy"},
+                      {"placement", "placement"},
+                      {"length_tokens", "length"},
+                      {"rows", "rows"},
+                      {"kv_bytes", "K and V, B"},
+                      {"near_share", "near rows", 1, Show::percent},
+                      {"codes_share", "4-bit copies", 1, Show::percent},
+                      {"digests_share", "digests", 1, Show::percent},
+                      {"buffers_share", "buffers", 1, Show::percent},
+                      {"pinned_share", "host: pinned", 1, Show::percent},
+                      {"policies_share", "host: policy", 1, Show::percent}}};
+}
+
+std::vector<Json> memory_row(const std::string& name, const Workload& work, const EngineMemoryUse& memory) {
+  const auto share = [&](std::uint64_t bytes) {
+    return memory.far_pages == 0 ? Json() : Json(static_cast<double>(bytes) / static_cast<double>(memory.far_pages));
+  };
+  return {name,
+          to_string(work.placement),
+          work.tokens,
+          work.rows,
+          memory.far_pages,
+          share(memory.near_pages),
+          share(memory.codes),
+          share(memory.digests),
+          share(memory.buffers),
+          share(memory.pinned),
+          share(memory.policies)};
+}
+
+std::vector<Json> row_of(const std::string& name, const Workload& work, const Machine& machine, std::uint64_t reserved,
+                         const WorkloadPlan& found) {
   const auto busy = [&](Lane lane) { return found.busy_us[static_cast<std::size_t>(lane)] / work.shape.layers; };
   return {name,
           to_string(work.placement),
@@ -95,7 +128,7 @@ int run(const PlanOptions& options) {
   const std::vector<std::uint32_t> rows = parse_counts(options.rows, "--rows");
   const OutputTarget target(options.output.path);
   const Machine machine = machine_of(options);
-  Table table = make_table();
+  Table table = make_table(), memory = make_memory_table();
   for (const std::string& policy : split_policies(options.policies)) {
     Workload work{.shape = shape,
                   .policy = parse_policy(policy),
@@ -109,7 +142,9 @@ int run(const PlanOptions& options) {
         for (const std::uint32_t count : rows) {
           work.tokens = tokens;
           work.rows = count;
-          table.rows.push_back(row_of(policy, work, machine, options.weights));
+          const WorkloadPlan found = plan(work, machine, options.weights);
+          table.rows.push_back(row_of(policy, work, machine, options.weights, found));
+          memory.rows.push_back(memory_row(policy, work, found.memory));
         }
       }
     }
@@ -123,6 +158,7 @@ int run(const PlanOptions& options) {
                            {"attended", options.attended},
                            {"weights_bytes", options.weights}}};
   report.tables.push_back(std::move(table));
+  report.tables.push_back(std::move(memory));
   return deliver(std::move(report), options.output.format, target);
 }
 

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <vector>
 
+#include "scheduler/layer_policy.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/plan/forward_work.hpp"
 #include "sluice/error.hpp"
+#include "tools/cli/engine_flags.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -14,23 +16,17 @@ PageLayout layout_of(const Workload& work) {
   return {.page_tokens = work.page_tokens, .head_dim = work.shape.head_dim, .dtype = work.kv_dtype};
 }
 
-/// @throws as make_room_for
+/// An engine of as many conversations, which reads their prompts, too.
+/// @throws as `sized`
 EngineOptions options_of(const Workload& work) {
-  const PageLayout layout = layout_of(work);
-  const std::uint64_t block = layout.page_bytes() * work.shape.layers * work.shape.kv_heads;
-  const std::uint64_t blocks = div_up(std::uint64_t{work.tokens}, work.page_tokens) * work.rows;
-  EngineOptions options;
-  options.shape = work.shape;
-  options.page_tokens = work.page_tokens;
-  options.kv_dtype = work.kv_dtype;
-  options.placement = work.placement;
-  options.host_bytes = blocks * block;
-  options.near_bytes = static_cast<std::uint64_t>(work.near_share * static_cast<double>(blocks)) * block;
-  options.sequences = work.rows;
-  options.largest = {.decode_rows = work.rows, .max_tokens = work.tokens, .top_k = false};
-  options.prompt_queries = options.max_picks = options.max_ranked = options.max_window = 1;
-  options.import_rows = std::min(options.import_rows, work.tokens);
-  make_room_for(work.policy, work.tokens, options);
+  EngineFlags flags;
+  flags.placement = work.placement;
+  flags.kv_dtype = work.kv_dtype;
+  EngineOptions options = sized(flags, work.shape, {&work.policy, 1},
+                                {.page_tokens = work.page_tokens, .tokens = work.tokens, .near = work.near_share});
+  options.host_bytes *= work.rows;
+  options.near_bytes *= work.rows;
+  options.sequences = options.largest.decode_rows = work.rows;
   if (options.cpu_sequences != 0) options.cpu_sequences = work.rows;
   return options;
 }
@@ -46,9 +42,13 @@ double chosen_share(const Workload& work, const ForwardRow& row) {
   return candidates <= 0.0 ? 1.0 : std::clamp((work.attended * row.tokens - window) / candidates, 0.0, 1.0);
 }
 
+/// With the most that policies keep on the heap; nothing if an engine cannot be as large.
 std::optional<EngineMemoryUse> needed(const Workload& work) {
   try {
-    return memory_needed(options_of(work));
+    EngineMemoryUse memory = memory_needed(options_of(work));
+    if (scheduler::chooser(work.policy) == scheduler::Chooser::cpu)
+      memory.policies = work.rows * scheduler::policy_state_bytes(work.policy, work.shape, work.tokens);
+    return memory;
   } catch (const Error& error) {
     if (error.code() != Errc::invalid_argument) throw;
     return std::nullopt;  // More rows or blocks than an engine can have.
@@ -74,11 +74,12 @@ std::uint32_t largest(std::uint32_t most, const Fit& fit) {
 }  // namespace
 
 WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t reserved) {
-  const EngineOptions options = options_of(work);
+  Bucket decoding = options_of(work).largest;
+  decoding.prefill_rows = decoding.prefills = 0;
   const scheduler::WorkPlace place{.shape = work.shape,
                                    .layout = layout_of(work),
                                    .placement = work.placement,
-                                   .bucket = options.largest,
+                                   .bucket = decoding,
                                    .promotes = false};
   std::vector<ForwardRow> rows(work.rows, scheduler::forward_row(work.policy, work.tokens, work.page_tokens));
   for (std::uint32_t i = 0; i < work.rows; ++i) rows[i].list = rows[i].at = i;
