@@ -94,15 +94,7 @@ void write_ids(std::span<const RequestId> from, std::uint64_t* ids, std::size_t*
 using namespace sluice;
 
 sluice_status sluice_admission_options_init(sluice_admission_options* options, size_t struct_size) {
-  return capi::guarded([&] {
-    capi::require_pointer(options, "options");
-    capi::require(struct_size <= capi::kMostStructBytes,
-                  "struct_size is " + std::to_string(struct_size) + "; give it sizeof(sluice_admission_options)");
-    const auto size = static_cast<std::uint32_t>(struct_size);
-    capi::require_size(size, sizeof(sluice_admission_options), capi::kOptions);
-    options->struct_size = size;
-    capi::write_sized(capi::from(AdmissionOptions{}), options, capi::kOptions);
-  });
+  return capi::guarded([&] { capi::init_sized(options, struct_size, capi::from(AdmissionOptions{}), capi::kOptions); });
 }
 
 sluice_status sluice_admission_options_of(const sluice_engine* engine, sluice_admission_options* options) {

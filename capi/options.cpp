@@ -211,15 +211,7 @@ bool switch_of(std::uint32_t value, const char* name) {
 using namespace sluice;
 
 sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size) {
-  return capi::guarded([&] {
-    capi::require_pointer(options, "options");
-    capi::require(struct_size <= capi::kMostStructBytes,
-                  "struct_size is " + std::to_string(struct_size) + "; give it sizeof(sluice_engine_options)");
-    const auto size = static_cast<std::uint32_t>(struct_size);
-    capi::require_size(size, sizeof(sluice_engine_options), capi::kName);
-    options->struct_size = size;
-    capi::write_sized(capi::default_options(), options, capi::kName);
-  });
+  return capi::guarded([&] { capi::init_sized(options, struct_size, capi::default_options(), capi::kName); });
 }
 
 sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy, uint32_t tokens) {

@@ -89,4 +89,16 @@ void write_sized(const T& value, T* to, const char* name) {
   std::memset(bytes + known, 0, size - known);
 }
 
+/// A struct whose size the caller gives apart, as its fields are still to be set: becomes `defaults`.
+template <class T>
+void init_sized(T* to, std::size_t struct_size, const T& defaults, const char* name) {
+  require_pointer(to, "options");
+  require(struct_size <= kMostStructBytes,
+          "struct_size is " + std::to_string(struct_size) + "; give it sizeof(" + name + ")");
+  const auto size = static_cast<std::uint32_t>(struct_size);
+  require_size(size, sizeof(T), name);
+  to->struct_size = size;
+  write_sized(defaults, to, name);
+}
+
 }  // namespace sluice::capi

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "sluice/device.hpp"
+#include "sluice/engine_stats.hpp"
+#include "sluice/forward.hpp"
+#include "sluice/page.hpp"
+#include "sluice/placement.hpp"
+#include "sluice/policy.hpp"
+#include "sluice/prefill.hpp"
+#include "sluice/shape.hpp"
+#include "sluice/tensor.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice {
+
+/// Everything that is fixed when an Engine is built.
+struct EngineOptions {
+  AttentionShape shape;            ///< required
+  std::uint32_t page_tokens = 16;  ///< power of two in [8, 256]
+  DType kv_dtype = DType::bf16;
+  /// For keys and values; a block, one page of tokens of all layers and KV heads, at least.
+  std::uint64_t host_bytes = 1 * GiB;
+  /// Device memory for near pages, as many of each layer and KV head; what is left of one of all of them is not used.
+  /// They are a cache of far ones, row by row: tokens come in near, those that are not attended give way, and those
+  /// that are attended far again and again are brought. If this is not 0, it takes 4 bytes of device memory more for
+  /// each token, layer and KV head that host_bytes hold.
+  std::uint64_t near_bytes = 0;
+  /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward. [0, 256]
+  std::uint32_t promotions = 64;
+  /// Who attends what is chosen and not near: `hybrid`: the CPU, in place, while the device attends the rest; `stream`:
+  /// the device, over the link. Then it asks the CPU for nothing but the choices of policies that choose there, and
+  /// each row that chooses takes 8 bytes of pinned memory for each KV head and token that a sequence may have, if
+  /// there are such policies.
+  PlacementMode placement = PlacementMode::hybrid;
+  /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
+  /// if they are 0 or more than that, and whole pages. With `audit`, each row that chooses takes pinned memory for what
+  /// it attends in all layers: 4 bytes for each token that it may. With `trace`, the threads that answer get 4 MiB.
+  Bucket largest{};
+  std::uint32_t in_flight = 2;   ///< forwards that are planned and not finished; [1, kMostForwards]
+  std::uint32_t sequences = 16;  ///< that live at once
+  /// Of them, those whose policies choose on the CPU: each has room for the queries of its prompt's newest tokens.
+  std::uint32_t cpu_sequences = 0;
+  /// What policies of these sequences may keep on the heap, which grows with their tokens; 0: no bound. Each sequence
+  /// counts for the most that its policy may keep of the tokens it has, a fork in full: of its keys and values in bf16,
+  /// if 4 query heads share a KV head, about 5% with clusters (tactic) and 7% with history (lfps; 8% of 8K tokens), of
+  /// which 3% are what its newest 32 tokens have changed; more than these with hash tables (magicpig). What would
+  /// exceed it is refused.
+  std::uint64_t policy_bytes = 0;
+  std::uint32_t prompt_queries = 32;    ///< as many; history wants 32, see HistoryOptions::init_queries. [1, 256]
+  std::uint32_t max_picks = 2048;       ///< tokens that a query head may choose on the device
+  /// Of full pages, for policies that rank them: 2 * head_dim numbers of device memory for each page that host_bytes
+  /// hold. What a policy calls them (PageSourceOptions::digest) must be the same.
+  std::optional<DigestKind> digests{};
+  std::uint32_t max_ranked = 512;       ///< pages that a query head may choose
+  std::uint32_t max_window = 512;       ///< sinks and recent tokens of a policy, together
+  std::uint32_t import_rows = 512;      ///< tokens of one import
+  /// Tokens of keys that a chunk of a prompt attends at a time, in device memory. If blocks of prompts are chosen, all
+  /// that the largest bucket's longest sequence has.
+  std::uint32_t prefill_window = 4096;
+  PrefillSpec prefill{};                ///< how prompts attend
+  /// Of host_bytes: what pages of named tokens may keep that no sequence has any more, until something else needs it;
+  /// see Engine::name_tokens. Costs nothing if no tokens are named. 0: only pages of sequences that live are found.
+  std::uint64_t prefix_bytes = ~std::uint64_t{0};
+  /// Pages are found, too, with tokens that were decoded by a policy that leaves some out: their keys and values are
+  /// what came of that, and no prompt would have made them.
+  bool prefix_decoded = false;
+  std::uint32_t threads = 0;  ///< that answer the far part; 0: one for each of its cores, beside a GPU less one
+  /// That they run on, by the OS index of a PU of each. Empty: those that this process may use (of several processes
+  /// that a launcher started without binding them, LOCAL_RANK of LOCAL_WORLD_SIZE, an equal part) and no engine has
+  /// named; engines of a process that name none share them, in equal parts, each from its next plan on. One of those
+  /// nearest to the device is left to the caller, if there are several.
+  std::vector<std::uint32_t> cores{};
+  bool pin_threads = true;
+  std::chrono::milliseconds answer_timeout{1'000};  ///< a layer waits no longer for the far part, by the device's clock
+  std::chrono::milliseconds timeout{30'000};        ///< every wait of a call; [1 ms, 1 h]
+  /// Called by a thread before each part of an answer or of a look at a prompt. For tests that stall it; may be empty.
+  std::function<void()> before_answer{};
+};
+
+/// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of
+/// the largest bucket, digests, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one at least, if
+/// it chooses on the CPU. Lowers nothing, so that it can be called for several policies.
+/// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if no engine serves the policy, or not beside those
+/// that `options` are for: digests are of one kind.
+void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
+
+/// What an engine with these options would reserve, by component, without building it: far_pages, pinned, near_pages,
+/// codes, digests and buffers, as Engine::memory() says them later; the threads' own `partials` depend on the machine.
+/// `device`: as for Engine; null: the embedded host device, which wants no scratch memory, a GPU some.
+/// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if the device cannot serve the shape
+[[nodiscard]] EngineMemoryUse memory_needed(const EngineOptions& options, Device* device = nullptr);
+
+}  // namespace sluice
