@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import openai
+from small import DEVICE
 
 DEADLINE_S = 120.0
 
@@ -31,7 +32,7 @@ class Server:
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sluice", "serve", "--model", str(folder), "--policy", "full", "--host-bytes",
-             "8MiB", "--port", "0", "--device", "cpu", "--sequences", "8", "--prefill-rows", "64",
+             "8MiB", "--port", "0", "--device", DEVICE, "--sequences", "8", "--prefill-rows", "64",
              "--option", "threads=1", "--option", "pin_threads=false", "--option", "answer_timeout_ms=30000",
              *arguments],
             stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 
 import torch
@@ -11,11 +12,15 @@ from sluice.serving.loop import Loop
 from sluice.serving.requests import Event, Request, Sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+# SLUICE_TEST_DEVICE=cuda runs all of this on a GPU, with the heads that its kernels have.
+DEVICE = os.environ.get("SLUICE_TEST_DEVICE", "cpu")
+torch.set_default_device(DEVICE)
+
 END = "<|end|>"
 TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192,
+         "num_key_value_heads": 2, "head_dim": 16 if DEVICE == "cpu" else 64, "max_position_embeddings": 8192,
          # Weights so large that attention is anything but even.
          "initializer_range": 0.3}
 
@@ -55,7 +60,7 @@ def text_of(ids: list[int]) -> str:
 
 
 def prompt_ids(tokens: int, seed: int = 1) -> list[int]:
-    return torch.randint(4, 280, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(4, 280, (tokens,), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
 
 
 def greedy(number: int, prompt: Sequence[int], tokens: int = 12, **options: object) -> Request:

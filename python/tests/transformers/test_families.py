@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny import (Maker, Served, enabled, greedy, left_padded, model_of, prompt, same_beams, same_in_chunks,
-                  same_logits, same_second_turn, same_with_left_padding)
+from tiny import (HEAD_DIM, ON_CPU, Maker, Served, enabled, greedy, left_padded, model_of, prompt, same_beams,
+                  same_in_chunks, same_logits, same_second_turn, same_with_left_padding)
 from transformers import PreTrainedModel
 
 SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention",
@@ -16,7 +16,7 @@ SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_atte
 
 
 def gpt_oss(**changes: object) -> PreTrainedModel:
-    model = model_of("GptOss", **{**SLIDING, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+    model = model_of("GptOss", **{**SLIDING, "head_dim": HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2,
                                   **changes})
     for layer, block in enumerate(model.model.layers):
         # Large enough to take half of the attention, and another one for each head.
@@ -29,18 +29,18 @@ FAMILIES: dict[str, Maker] = {
     "qwen2": lambda: model_of("Qwen2"),
     "qwen2-sliding": lambda: model_of("Qwen2", **SLIDING, use_sliding_window=True),
     "qwen3": lambda: model_of("Qwen3", head_dim=48),
-    "qwen3-moe": lambda: model_of("Qwen3Moe", head_dim=32, num_experts=4, num_experts_per_tok=2,
+    "qwen3-moe": lambda: model_of("Qwen3Moe", head_dim=HEAD_DIM, num_experts=4, num_experts_per_tok=2,
                                   moe_intermediate_size=64),
     "mistral": lambda: model_of("Mistral", sliding_window=None),
     "mistral-window-of-any-length": lambda: model_of("Mistral", sliding_window=1024),
-    "ministral-sliding": lambda: model_of("Ministral", **SLIDING, head_dim=32),
+    "ministral-sliding": lambda: model_of("Ministral", **SLIDING, head_dim=HEAD_DIM),
     "phi3": lambda: model_of("Phi3"),
     "granite": lambda: model_of("Granite", attention_multiplier=0.3),
-    "gemma2": lambda: model_of("Gemma2", **SLIDING, head_dim=32, attn_logit_softcapping=None,
+    "gemma2": lambda: model_of("Gemma2", **SLIDING, head_dim=HEAD_DIM, attn_logit_softcapping=None,
                                tie_word_embeddings=False),
-    "gemma3": lambda: model_of("Gemma3", "Gemma3Text", **SLIDING, head_dim=32, query_pre_attn_scalar=16,
+    "gemma3": lambda: model_of("Gemma3", "Gemma3Text", **SLIDING, head_dim=HEAD_DIM, query_pre_attn_scalar=16,
                                tie_word_embeddings=False),
-    "gemma4": lambda: model_of("Gemma4", "Gemma4Text", **SLIDING, head_dim=32, global_head_dim=64,
+    "gemma4": lambda: model_of("Gemma4", "Gemma4Text", **SLIDING, head_dim=HEAD_DIM, global_head_dim=2 * HEAD_DIM,
                                num_global_key_value_heads=1, attention_k_eq_v=True, num_kv_shared_layers=0,
                                vocab_size_per_layer_input=97, hidden_size_per_layer_input=16,
                                tie_word_embeddings=False),
@@ -49,14 +49,14 @@ FAMILIES: dict[str, Maker] = {
     "gpt-oss": gpt_oss,
     "smollm3": lambda: model_of("SmolLM3", no_rope_layers=[1, 0, 1]),
     "llama4-chunks": lambda: model_of(
-        "Llama4", "Llama4Text", num_hidden_layers=4, head_dim=32, attention_chunk_size=16, num_local_experts=2,
+        "Llama4", "Llama4Text", num_hidden_layers=4, head_dim=HEAD_DIM, attention_chunk_size=16, num_local_experts=2,
         intermediate_size_mlp=256, layer_types=["chunked_attention", "full_attention"] * 2,
         no_rope_layers=[1, 0, 1, 0]),
     "lfm2-convolutions": lambda: model_of("Lfm2", num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
     "qwen3-next-linear": lambda: model_of(
-        "Qwen3Next", num_hidden_layers=4, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-        shared_expert_intermediate_size=64, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16,
-        linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"] * 2),
+        "Qwen3Next", num_hidden_layers=4, head_dim=HEAD_DIM, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=64, shared_expert_intermediate_size=64, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"] * 2),
     "one-kv-head": lambda: model_of("Llama", num_attention_heads=32, num_key_value_heads=1, head_dim=16),
     "largest-heads": lambda: model_of("Llama", num_attention_heads=1, num_key_value_heads=1, head_dim=256),
 }
@@ -66,6 +66,8 @@ FAMILIES: dict[str, Maker] = {
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A model, and itself again with Sluice."""
     model = request.param()
+    if not ON_CPU and getattr(model.config, "head_dim", HEAD_DIM) not in (64, 128):
+        pytest.skip("no kernel of the GPU has this head_dim")
     ours = copy.deepcopy(model)
     with enabled(ours) as here:
         yield model, ours, here

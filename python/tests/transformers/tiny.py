@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,12 @@ from sluice.transformers import Enabled, enable
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
-SHAPE = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+# SLUICE_TEST_DEVICE=cuda runs all of this on a GPU, with the heads that its kernels have.
+torch.set_default_device(os.environ.get("SLUICE_TEST_DEVICE", "cpu"))
+ON_CPU = torch.get_default_device().type == "cpu"
+HEAD_DIM = 32 if ON_CPU else 64
+
+SHAPE = {"vocab_size": 97, "hidden_size": 4 * HEAD_DIM, "intermediate_size": 256, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0,
          "bos_token_id": 1, "eos_token_id": 2,
          # Weights so large that attention is anything but even.
@@ -39,7 +45,8 @@ def enabled(model: PreTrainedModel, policy: str = "full", **options: object) -> 
 
 
 def prompt(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    return torch.randint(3, 97, (rows, tokens), generator=generator)
 
 
 def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
