@@ -1,5 +1,6 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/attend/attend_kernel.cuh"
+#include "gpu/kernels/overlap.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -18,8 +19,8 @@ void with_kernel(const AttendVariant& variant, const Use& use) {
 }  // namespace
 
 void launch_attend(const AttendVariant& variant, const AttendArgs& args, std::uint32_t slices, cudaStream_t stream) {
-  with_kernel(variant, [&](auto* kernel) { kernel<<<slices, detail::kThreads, 0, stream>>>(args); });
-  check(cudaGetLastError(), "launch attend");
+  const OverlappingLaunch launch(slices, detail::kThreads, 0, stream);
+  with_kernel(variant, [&](auto* kernel) { launch.run(kernel, "launch attend", args); });
 }
 
 void load_attend_kernels() {

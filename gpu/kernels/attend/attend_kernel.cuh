@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/attend/attend_merge.cuh"
+#include "gpu/kernels/overlap.cuh"
 
 namespace sluice::gpu::detail {
 
@@ -11,6 +12,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored ? kAttend.bl
   __shared__ AttendSlice slice;
   __shared__ AttendMemory<kDim, kTiles> memory;
   __shared__ WarpSums<kTiles> sums;
+  wait_for_kernel_before();
   if (threadIdx.x == 0) slice = slice_of_block(args);
   __syncthreads();
 

@@ -4,6 +4,8 @@
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/index/quantize.cuh"
+#include "gpu/kernels/overlap.cuh"
+#include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
 #include "sluice/forward_tasks.hpp"
 #include "sluice/partial.hpp"
@@ -127,6 +129,7 @@ __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                   const __grid_constant__ ForwardLayer layer) {
   __shared__ float key[kMaxHeadDim];
+  detail::wait_for_kernel_before();
   const std::uint32_t head = blockIdx.y;
   const std::uint32_t plane = m.plane(layer.layer, head);
   const bool attends = layer.out.tokens != 0;
@@ -170,6 +173,7 @@ __global__ void __launch_bounds__(kThreads)
 template <DType kType>
 __global__ void __launch_bounds__(kWarp)
     digest_rows_kernel(const __grid_constant__ ForwardMemory m, std::uint32_t layer) {
+  detail::wait_for_kernel_before();
   if (m.state->status != ForwardStatus::running) return;
   const ForwardToken token = m.tokens[blockIdx.x];
   if (token.list == kNone || ((token.position + 1) & (m.layout.page_tokens - 1)) != 0) return;
@@ -184,14 +188,14 @@ __global__ void __launch_bounds__(kWarp)
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const dim3 grid(memory.bucket.rows(), memory.shape.kv_heads);
   const auto stream = static_cast<cudaStream_t>(layer.stream);
-  if (memory.layout.dtype == DType::bf16) {
-    append_kernel<DType::bf16><<<grid, kThreads, 0, stream>>>(memory, scratch, layer);
-    if (memory.digests != nullptr) digest_rows_kernel<DType::bf16><<<grid, kWarp, 0, stream>>>(memory, layer.layer);
-  } else {
-    append_kernel<DType::f16><<<grid, kThreads, 0, stream>>>(memory, scratch, layer);
-    if (memory.digests != nullptr) digest_rows_kernel<DType::f16><<<grid, kWarp, 0, stream>>>(memory, layer.layer);
-  }
-  check(cudaGetLastError(), "launch the append kernel of a forward");
+  const bool is_bf16 = memory.layout.dtype == DType::bf16;
+  OverlappingLaunch(grid, kThreads, 0, stream)
+      .run(is_bf16 ? append_kernel<DType::bf16> : append_kernel<DType::f16>, "launch the append kernel of a forward",
+           memory, scratch, layer);
+  if (memory.digests == nullptr) return;
+  OverlappingLaunch(grid, kWarp, 0, stream)
+      .run(is_bf16 ? digest_rows_kernel<DType::bf16> : digest_rows_kernel<DType::f16>,
+           "launch the digest kernel of a forward", memory, layer.layer);
 }
 
 namespace detail {

@@ -3,6 +3,8 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/wait.cuh"
+#include "gpu/kernels/overlap.cuh"
+#include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
 #include "gpu/tuning.hpp"
 #include "sluice/partial.hpp"
@@ -66,6 +68,7 @@ __global__ void __launch_bounds__(kThreads)
                  const __grid_constant__ ForwardLayer layer) {
   __shared__ Weights weights[kMaxGroup];
   __shared__ ForwardStatus status;
+  detail::wait_for_kernel_before();
   const std::uint32_t group = m.shape.group();
   const std::uint32_t head_dim = m.shape.head_dim;
   const std::uint32_t row = blockIdx.x / m.shape.kv_heads;
@@ -110,9 +113,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
-  merge_kernel<<<memory.bucket.decode_rows * memory.shape.kv_heads, kThreads, 0,
-                 static_cast<cudaStream_t>(layer.stream)>>>(memory, scratch, layer);
-  check(cudaGetLastError(), "launch the merge kernel of a forward");
+  OverlappingLaunch(memory.bucket.decode_rows * memory.shape.kv_heads, kThreads, 0,
+                    static_cast<cudaStream_t>(layer.stream))
+      .run(merge_kernel, "launch the merge kernel of a forward", memory, scratch, layer);
 }
 
 void load_forward_kernels() {

@@ -3,6 +3,8 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/overlap.cuh"
+#include "gpu/kernels/overlap.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -258,6 +260,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ std::uint32_t ballots[kWarps];
   __shared__ std::uint32_t with_far[kWarps];
   __shared__ Wanted always, again;
+  detail::wait_for_kernel_before();
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
   if (m.state->status != ForwardStatus::running || (forward + layer) % kNearTurn != 0) return;
   if (threadIdx.x == 0) always.count = again.count = 0;
@@ -306,9 +309,8 @@ void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream) {
 }
 
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
-  promote_kernel<<<memory.shape.kv_heads, kThreads, 0, static_cast<cudaStream_t>(layer.stream)>>>(memory, scratch,
-                                                                                                  layer.layer);
-  check(cudaGetLastError(), "launch the kernel that brings rows near");
+  OverlappingLaunch(memory.shape.kv_heads, kThreads, 0, static_cast<cudaStream_t>(layer.stream))
+      .run(promote_kernel, "launch the kernel that brings rows near", memory, scratch, layer.layer);
 }
 
 namespace detail {

@@ -9,6 +9,8 @@
 #include "gpu/kernels/cluster_launch.hpp"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/list.cuh"
+#include "gpu/kernels/overlap.cuh"
+#include "gpu/kernels/overlap.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -94,6 +96,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                  const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room) {
   extern __shared__ Candidate memory[];  // Of a choice, then of what is found; and marks.
   __shared__ Shared s;
+  detail::wait_for_kernel_before();
   const std::uint32_t index = blockIdx.x / detail::cluster_blocks();
   const std::uint64_t list_room = m.list_room();
   const Work work{.row = m.rows[index / m.shape.kv_heads].in(layer),
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ask(m, layer, listed.near, listed.far, first && work.row.list != kNone ? work.row.asks : 0);
 }
 
-/// Candidates of a head that a block lists: as many as there is shared memory for beside the marks.
+/// Candidates of a head that a block lists, at most and at least; fewer than the most if marks leave less memory.
 constexpr std::uint32_t kMostRoom = 2048;
 constexpr std::uint32_t kLeastRoom = 512;
 static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= Choice::kLeastBytes);
@@ -154,25 +157,28 @@ std::uint32_t blocks_of(const ForwardMemory& memory, const ForwardScratch& scrat
   return blocks;
 }
 
+/// Candidates of a head that a block lists: four times its share of what is chosen, and all that were foreseen fit where
+/// they are gathered. No more than that: a multiprocessor whose shared memory was divided otherwise before is first
+/// emptied.
+std::uint32_t room_of(const ForwardMemory& memory, const ForwardScratch& scratch, std::uint32_t blocks) {
+  const std::uint64_t listed = 4 * std::uint64_t{memory.max_picks} / blocks;
+  const std::uint64_t foreseen = scratch.foresight.room / Choice::memory(1) + 1;
+  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(std::max(listed, foreseen), kLeastRoom, kMostRoom));
+}
+
 }  // namespace
 
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const std::uint32_t blocks = blocks_of(memory, scratch);
   const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);
   const auto room = static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(kMostRoom, (scratch.split.most_shared - marks) / room_bytes(1)));
+      std::min<std::uint64_t>(room_of(memory, scratch, blocks), (scratch.split.most_shared - marks) / room_bytes(1)));
   const auto bytes = static_cast<std::uint32_t>(room_bytes(room) + marks);
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
   const auto stream = static_cast<cudaStream_t>(layer.stream);
   const Foresight foresight = foresight_of(memory, scratch, layer.layer);
-  if (blocks == 1) {
-    split_kernel<<<lists, kThreads, bytes, stream>>>(memory, scratch, foresight, layer.layer, room);
-  } else {
-    const ClusterLaunch launch(lists, blocks, kThreads, bytes, stream);
-    check(cudaLaunchKernelEx(&launch.config(), split_kernel, memory, scratch, foresight, layer.layer, room),
-          "launch the split kernel of a forward");
-  }
-  check(cudaGetLastError(), "launch the split kernel of a forward");
+  OverlappingLaunch(lists * blocks, kThreads, bytes, stream, blocks)
+      .run(split_kernel, "launch the split kernel of a forward", memory, scratch, foresight, layer.layer, room);
 }
 
 ForwardSplitLimits load_forward_split_kernels() {

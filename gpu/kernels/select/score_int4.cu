@@ -5,6 +5,8 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/overlap.cuh"
+#include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/select/foresight.cuh"
 #include "gpu/kernels/select/score_int4.cuh"
 
@@ -70,6 +72,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                       const __grid_constant__ Foresight foresight, const ScoreInt4Shape shape, Cut cut) {
   __shared__ Shared<kHeadDim> s;
   __shared__ foresight::Staged<kHeads, kForesees ? 512 : 1> staged;
+  detail::wait_for_kernel_before();
   const std::uint32_t group = shape.group;
   const Int4Layout layout = shape.layout;
   if (threadIdx.x == 0) s.task = tasks[blockIdx.y];
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       std::uint32_t hits = 0;  // Of these: candidates are added together, as lanes that wait for others cost time.
 #pragma unroll
       for (std::uint32_t tile = 0; tile < kTiles; ++tile) {
-        float products[4] = {};
+        float products[4];
         multiply(rows.halves[2 * tile], rows.halves[2 * tile + 1], q, products);
 #pragma unroll
         for (std::uint32_t c = 0; c < 4; ++c) {
@@ -154,12 +157,9 @@ Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& sha
 template <bool kForesees>
 void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreInt4Shape& shape,
             const Cut& cut, const dim3& grid, cudaStream_t stream) {
-  if (shape.layout.head_dim == 64) {
-    score_int4_kernel<64, kForesees><<<grid, kThreads, 0, stream>>>(tasks, foresight, shape, cut);
-  } else {
-    score_int4_kernel<128, kForesees><<<grid, kThreads, 0, stream>>>(tasks, foresight, shape, cut);
-  }
-  check(cudaGetLastError(), "launch the score_int4 kernel");
+  OverlappingLaunch(grid, kThreads, 0, stream)
+      .run(shape.layout.head_dim == 64 ? score_int4_kernel<64, kForesees> : score_int4_kernel<128, kForesees>,
+           "launch the score_int4 kernel", tasks, foresight, shape, cut);
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/mma.cuh"
 
-/// Queries and 4-bit copies of keys as fragments of tensor cores: codes are exact in f16, queries are sums of two f16.
-/// What a lane reads of a row, 16 bytes at head_dim 128, is its share of a matrix fragment once it is masked (see
-/// Int4Layout), so that copies are read as fast as memory gives them.
+/// Queries and 4-bit copies of keys as fragments of tensor cores: codes are bytes, queries integers of 24 bits, of which
+/// three products take a byte each. So a product is exact, and codes cost two instructions for eight of them: what a
+/// lane reads of a row, 16 bytes at head_dim 128, is its share of matrix fragments once it is masked (see Int4Layout).
 namespace sluice::gpu::score_int4 {
 
 inline constexpr std::uint32_t kWarp = 32;
@@ -24,11 +24,12 @@ inline constexpr std::uint32_t kMaxSlice = 16 * kBlockTokens;  ///< tokens of on
 inline constexpr std::uint32_t kHeads = 8;
 inline constexpr std::uint32_t kRows = 8;
 static_assert(kWarps == kHeads, "every warp stages one head");
+constexpr int kQueryBits = 23;  ///< of a query's numbers, beside the sign
 
 template <std::uint32_t kHeadDim>
 struct Shared {
   ScoreInt4Task task;
-  float q[kHeads][kHeadDim];  ///< divided by a power of two, so that all are below 1
+  std::int32_t q[kHeads][kHeadDim];  ///< in [-2^23, 2^23)
   float unit[kHeads];         ///< what a product has to be multiplied by
   float sum[kHeads];          ///< over the channels, scaled
   float least[kHeads];        ///< scores from here on are candidates
@@ -94,35 +95,47 @@ __device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::ui
     squares += __shfl_xor_sync(detail::kAllLanes, squares, step);
   }
   const int exponent = min(max(static_cast<int>(__float_as_uint(most) >> 23) - 126, -100), 100);
-  const float down = __int_as_float((127 - exponent) << 23);
+  // All are below 1 by this power of two, and what is left of one behind 23 bits is a rounding error of float.
+  const float up = __int_as_float((127 + kQueryBits - exponent) << 23);
+  constexpr auto kMost = static_cast<float>((1 << kQueryBits) - 1);
 #pragma unroll
-  for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i) s.q[head][i * kWarp + lane] = values[i] * down;
+  for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i)
+    s.q[head][i * kWarp + lane] = __float2int_rn(fminf(fmaxf(values[i] * up, -kMost), kMost));
   if (lane == 0) {
     const float scale = 1.f / sqrtf(static_cast<float>(kHeadDim));
-    s.unit[head] = __int_as_float((127 + exponent) << 23) * scale;
+    s.unit[head] = __int_as_float((127 + exponent - kQueryBits) << 23) * scale;
     s.sum[head] = sum * scale;
   }
   return sqrtf(squares);
 }
 
-/// The queries as B fragments: register j is for the j-th pair of channels of a lane's codes.
+/// The queries as B fragments, a byte of each number in a register of its own: register (w, i) is for the codes that
+/// lie in the lower (i = 0) or upper halves of the bytes of a lane's word w.
 template <std::uint32_t kHeadDim>
 struct QueryFragments {
-  static constexpr std::uint32_t kPairs = kHeadDim / 8;
-  std::uint32_t high[kPairs];
-  std::uint32_t low[kPairs];
+  static constexpr std::uint32_t kWords = kHeadDim / 32;  ///< of a lane
+  std::uint32_t high[kWords][2];  ///< signed
+  std::uint32_t middle[kWords][2];
+  std::uint32_t low[kWords][2];
 
   __device__ __forceinline__ void load(const Shared<kHeadDim>& s) {
-    constexpr std::uint32_t kWords = kHeadDim / 8;  // of a row
+    constexpr std::uint32_t kRowWords = kHeadDim / 8;
     const std::uint32_t g = threadIdx.x % kWarp / 4;
     const std::uint32_t t = threadIdx.x % 4;
 #pragma unroll
-    for (std::uint32_t j = 0; j < kPairs; ++j) {
-      const std::uint32_t word = t * (kWords / 4) + j / 4;
-      const std::uint32_t n = j % 4;  // Codes n and n + 4 of a word are in the same place of its halves.
-      const auto terms = detail::split<__half>(s.q[g][n * kWords + word], s.q[g][(n + 4) * kWords + word]);
-      high[j] = terms.high;
-      low[j] = terms.low;
+    for (std::uint32_t w = 0; w < kWords; ++w) {
+#pragma unroll
+      for (std::uint32_t i = 0; i < 2; ++i) {
+        high[w][i] = middle[w][i] = low[w][i] = 0;
+#pragma unroll
+        for (std::uint32_t byte = 0; byte < 4; ++byte) {
+          const std::uint32_t channel = (2 * byte + i) * kRowWords + t * kWords + w;
+          const auto q = static_cast<std::uint32_t>(s.q[g][channel]);
+          high[w][i] |= (q >> 16 & 0xffu) << 8 * byte;
+          middle[w][i] |= (q >> 8 & 0xffu) << 8 * byte;
+          low[w][i] |= (q & 0xffu) << 8 * byte;
+        }
+      }
     }
   }
 };
@@ -175,23 +188,26 @@ struct WarpRows {
   }
 };
 
-/// Codes n and n + 4 of a word as two f16: in the last bits of 1024 they are themselves.
-__device__ __forceinline__ std::uint32_t code_pair(std::uint32_t word, std::uint32_t n) {
-  const std::uint32_t bits = ((word >> (4 * n)) & 0x000f'000fu) | 0x6400'6400u;
-  const __half2 codes = __hsub2(reinterpret_cast<const __half2&>(bits), __half2half2(__ushort_as_half(0x6400)));
-  return reinterpret_cast<const std::uint32_t&>(codes);
-}
-
+/// The products of 16 rows of codes with 8 queries, as the fragment C of mma has them.
 template <std::uint32_t kHeadDim>
 __device__ __forceinline__ void multiply(const RowShare<kHeadDim>& upper, const RowShare<kHeadDim>& lower,
-                                         const QueryFragments<kHeadDim>& q, float (&sums)[4]) {
+                                         const QueryFragments<kHeadDim>& q, float (&products)[4]) {
+  std::int32_t high[4] = {};
+  std::int32_t middle[4] = {};
+  std::int32_t low[4] = {};
 #pragma unroll
-  for (std::uint32_t j = 0; j < QueryFragments<kHeadDim>::kPairs; j += 2) {
-    const std::uint32_t a[4] = {code_pair(upper.words[j / 4], j % 4), code_pair(lower.words[j / 4], j % 4),
-                                code_pair(upper.words[j / 4], j % 4 + 1), code_pair(lower.words[j / 4], j % 4 + 1)};
-    detail::mma<__half>(sums, a, q.high[j], q.high[j + 1]);
-    detail::mma<__half>(sums, a, q.low[j], q.low[j + 1]);
+  for (std::uint32_t w = 0; w < QueryFragments<kHeadDim>::kWords; ++w) {
+    constexpr std::uint32_t kHalves = 0x0f0f'0f0fu;
+    const std::uint32_t a[4] = {upper.words[w] & kHalves, lower.words[w] & kHalves, upper.words[w] >> 4 & kHalves,
+                                lower.words[w] >> 4 & kHalves};
+    detail::mma_bytes<true>(high, a, q.high[w][0], q.high[w][1]);
+    detail::mma_bytes<false>(middle, a, q.middle[w][0], q.middle[w][1]);
+    detail::mma_bytes<false>(low, a, q.low[w][0], q.low[w][1]);
   }
+  // Of 256 channels at most, so that neither sum leaves its 32 bits.
+#pragma unroll
+  for (std::uint32_t c = 0; c < 4; ++c)
+    products[c] = fmaf(static_cast<float>(high[c]), 65536.f, static_cast<float>(256 * middle[c] + low[c]));
 }
 
 }  // namespace sluice::gpu::score_int4
