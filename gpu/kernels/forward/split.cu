@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ask(m, layer, listed.near, listed.far, first && work.row.list != kNone ? work.row.asks : 0);
 }
 
-/// Candidates of a head that a block lists, at most and at least; fewer than the most if marks leave less memory.
+/// Candidates of a head that a block lists: as many as there is shared memory for beside the marks.
 constexpr std::uint32_t kMostRoom = 2048;
 constexpr std::uint32_t kLeastRoom = 512;
 static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= Choice::kLeastBytes);
@@ -157,22 +157,13 @@ std::uint32_t blocks_of(const ForwardMemory& memory, const ForwardScratch& scrat
   return blocks;
 }
 
-/// Candidates of a head that a block lists: four times its share of what is chosen, and all that were foreseen fit where
-/// they are gathered. No more than that: a multiprocessor whose shared memory was divided otherwise before is first
-/// emptied.
-std::uint32_t room_of(const ForwardMemory& memory, const ForwardScratch& scratch, std::uint32_t blocks) {
-  const std::uint64_t listed = 4 * std::uint64_t{memory.max_picks} / blocks;
-  const std::uint64_t foreseen = scratch.foresight.room / Choice::memory(1) + 1;
-  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(std::max(listed, foreseen), kLeastRoom, kMostRoom));
-}
-
 }  // namespace
 
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const std::uint32_t blocks = blocks_of(memory, scratch);
   const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);
   const auto room = static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(room_of(memory, scratch, blocks), (scratch.split.most_shared - marks) / room_bytes(1)));
+      std::min<std::uint64_t>(kMostRoom, (scratch.split.most_shared - marks) / room_bytes(1)));
   const auto bytes = static_cast<std::uint32_t>(room_bytes(room) + marks);
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
   const auto stream = static_cast<cudaStream_t>(layer.stream);
