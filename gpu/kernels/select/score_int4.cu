@@ -59,13 +59,7 @@ __device__ void score_tail(const ScoreInt4Task& task, const Part& part, DType dt
   }
 }
 
-/// How the grid is cut: slices (blockIdx.x), and behind them a tail, of tasks (blockIdx.y), and of their heads
-/// (blockIdx.z) where each has a list.
-struct Cut {
-  std::uint32_t slices;
-  std::uint32_t tokens;  ///< of a slice
-};
-
+/// Thread block x of the cut, or behind these the tail, of task y, and of its head z where each has a list.
 template <std::uint32_t kHeadDim, bool kForesees>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks,
@@ -77,10 +71,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const Int4Layout layout = shape.layout;
   if (threadIdx.x == 0) s.task = tasks[blockIdx.y];
   __syncthreads();
-  const Part part = part_of(s.task, group, layout.page_tokens, cut.tokens);
-  if (blockIdx.x == cut.slices) return score_tail<kHeadDim>(s.task, part, shape.dtype);
-  if (part.begin >= part.count) return;
-  stage_pages(s, part, layout.page_tokens);
+  const Part part = part_of(s.task, group, layout.page_tokens, cut);
+  if (blockIdx.x == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype);
+  if (part.first * kBlockTokens >= part.end) return;
+  stage_pages(s, part, layout.page_tokens, cut.chunks);
   const std::uint32_t g = threadIdx.x % kWarp / 4;
   const std::uint32_t t = threadIdx.x % 4;
   for (std::uint32_t first = 0; first < part.heads; first += kHeads) {
@@ -105,9 +99,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       least[c] = kForesees ? s.least[2 * t + c] : 0.f;
     }
     float* const out = s.task.out + std::uint64_t{part.first_head + first} * part.stride;
-    for (std::uint32_t at = part.begin + threadIdx.x / kWarp * kWarpTokens; at < part.end; at += kBlockTokens) {
+    for (std::uint32_t turn = 0; turn < cut.chunks; ++turn) {
+      const std::uint32_t at = part.chunk(turn) * kBlockTokens + threadIdx.x / kWarp * kWarpTokens;
+      if (at >= part.end) break;
       WarpRows<kHeadDim> rows;
-      rows.load(s, part, at, layout);
+      rows.load(s, part, at, part.pages_before(turn, layout.page_tokens), layout);
       float scores[kTiles * 4];
       std::uint32_t hits = 0;  // Of these: candidates are added together, as lanes that wait for others cost time.
 #pragma unroll
@@ -149,9 +145,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 /// For rows of `total` values together, the longest of `longest`.
 Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& shape) {
   const std::uint64_t even = div_up(div_up(total, std::uint64_t{shape.multiprocessors} * kBlocksPerSm), kBlockTokens);
-  const auto slice =
-      static_cast<std::uint32_t>(std::clamp<std::uint64_t>(even * kBlockTokens, kBlockTokens, kMaxSlice));
-  return {.slices = static_cast<std::uint32_t>(div_up(longest, slice)), .tokens = slice};
+  const auto chunks = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(even, 1, kMostChunks));
+  return {.blocks = static_cast<std::uint32_t>(div_up(longest, chunks * kBlockTokens)), .chunks = chunks};
 }
 
 template <bool kForesees>
@@ -179,7 +174,7 @@ void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Sha
   }
   if (total == 0 && !tails) return;
   const Cut cut = cut_of(total, longest, shape);
-  launch<false>(tasks, {}, shape, cut, dim3(cut.slices + (tails ? 1 : 0), tasks.count, heads), stream);
+  launch<false>(tasks, {}, shape, cut, dim3(cut.blocks + (tails ? 1 : 0), tasks.count, heads), stream);
 }
 
 void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest, bool lists,
@@ -189,7 +184,7 @@ void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uin
   array.queued = tasks;
   array.count = count;
   const Cut cut = cut_of(std::uint64_t{count} * longest, longest, shape);
-  const dim3 grid(cut.slices, count, lists ? shape.group : 1);
+  const dim3 grid(cut.blocks, count, lists ? shape.group : 1);
   if (foresight.bounds != nullptr && !lists) {
     launch<true>(array, foresight, shape, cut, grid, stream);
   } else {

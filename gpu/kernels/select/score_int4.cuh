@@ -19,7 +19,7 @@ inline constexpr std::uint32_t kTile = 16;
 inline constexpr std::uint32_t kTiles = 2;
 inline constexpr std::uint32_t kWarpTokens = kTile * kTiles;
 inline constexpr std::uint32_t kBlockTokens = kWarps * kWarpTokens;
-inline constexpr std::uint32_t kMaxSlice = 16 * kBlockTokens;  ///< tokens of one thread block at most
+inline constexpr std::uint32_t kMostChunks = 16;  ///< of as many tokens, of one thread block
 /// Query heads of a fragment, and rows of a half of one: these lie in one page, as page_tokens is a multiple.
 inline constexpr std::uint32_t kHeads = 8;
 inline constexpr std::uint32_t kRows = 8;
@@ -33,39 +33,62 @@ struct Shared {
   float unit[kHeads];         ///< what a product has to be multiplied by
   float sum[kHeads];          ///< over the channels, scaled
   float least[kHeads];        ///< scores from here on are candidates
-  std::uint32_t frames[kMaxSlice / kRows + 1];
-  std::uint32_t runs[kMaxSlice / kRows + 1];  ///< rows of that page that are there: the first, and the end << 16
+  std::uint32_t frames[kMostChunks * kBlockTokens / kRows + 1];
+  std::uint32_t runs[kMostChunks * kBlockTokens / kRows + 1];  ///< rows of that page that are there: the first, and the end << 16
 };
 
-/// What one thread block scores: tokens [begin, end) of a row of pages laid end to end; or the tail of these heads.
+/// How the rows of a launch are cut: thread block i of `blocks` has chunks of kBlockTokens tokens, at most `chunks`. Those
+/// blocks take them in turn, as what will be chosen is often close together, and candidates of a block that finds many
+/// would keep all others waiting; where pages do not fill chunks evenly, each takes neighbours.
+struct Cut {
+  std::uint32_t blocks;
+  std::uint32_t chunks;
+};
+
+/// What one thread block scores of a row of pages laid end to end; or the tail of these heads.
 struct Part {
   std::uint32_t first_head, heads;
   std::uint32_t count;   ///< tokens of the row's pages
   std::uint32_t stride;  ///< values of the row
-  std::uint32_t begin, end;
+  std::uint32_t first;   ///< of its chunks
+  std::uint32_t step;    ///< from one to the next
+  std::uint32_t end;     ///< of its tokens
+  std::uint32_t pages;   ///< of a chunk; 0: chunks are neighbours, and pages need not fill one
+
+  [[nodiscard]] __device__ std::uint32_t chunk(std::uint32_t i) const { return first + i * step; }
+  /// What lies between the number of a page and its place among those of this block.
+  [[nodiscard]] __device__ std::uint32_t pages_before(std::uint32_t i, std::uint32_t page_tokens) const {
+    return pages == 0 ? first * kBlockTokens / page_tokens : pages * (chunk(i) - i);
+  }
 };
 
 __device__ __forceinline__ Part part_of(const ScoreInt4Task& task, std::uint32_t group, std::uint32_t page_tokens,
-                                        std::uint32_t slice) {
+                                        const Cut& cut) {
   const bool lists = task.lists != nullptr;
+  const bool in_turn = kBlockTokens % page_tokens == 0;
   Part part{.first_head = lists ? blockIdx.z : 0,
             .heads = lists ? 1 : group,
             .count = task.estimates(page_tokens),
             .stride = task.row(page_tokens),
-            .begin = blockIdx.x * slice,
-            .end = 0};
+            .first = in_turn ? blockIdx.x : blockIdx.x * cut.chunks,
+            .step = in_turn ? cut.blocks : 1,
+            .end = 0,
+            .pages = in_turn ? kBlockTokens / page_tokens : 0};
   if (!lists && blockIdx.z != 0) part.heads = part.count = 0;
-  part.end = min(part.begin + slice, part.count);
+  part.end = in_turn ? part.count : min((part.first + cut.chunks) * kBlockTokens, part.count);
   return part;
 }
 
-/// The pages of a part, and which rows of each are there.
+/// The pages of a part, one chunk's behind the other's, and which rows of each are there.
 template <std::uint32_t kHeadDim>
-__device__ void stage_pages(Shared<kHeadDim>& s, const Part& part, std::uint32_t page_tokens) {
-  const std::uint32_t first = part.begin / page_tokens;
-  const std::uint32_t pages = (part.end - 1) / page_tokens - first + 1;
-  for (std::uint32_t i = threadIdx.x; i < pages; i += kThreads) {
-    const PageRun run = s.task.run(part.first_head, first + i, page_tokens);
+__device__ void stage_pages(Shared<kHeadDim>& s, const Part& part, std::uint32_t page_tokens, std::uint32_t chunks) {
+  const std::uint32_t last = (part.end - 1) / page_tokens;
+  const std::uint32_t first = part.pages_before(0, page_tokens);
+  const std::uint32_t staged = part.pages != 0 ? chunks * part.pages : last - first + 1;
+  for (std::uint32_t i = threadIdx.x; i < staged; i += kThreads) {
+    const std::uint32_t page = i + (part.pages == 0 ? first : part.pages_before(i / part.pages, page_tokens));
+    if (page > last) continue;
+    const PageRun run = s.task.run(part.first_head, page, page_tokens);
     s.runs[i] = run.begin | std::uint32_t{run.end} << 16;
     s.frames[i] = run.begin < run.end ? s.task.frames[run.page] : 0;
   }
@@ -149,12 +172,12 @@ struct RowShare {
   bool visible;
 
   __device__ __forceinline__ void load(const Shared<kHeadDim>& s, const Part& part, std::uint32_t token,
-                                       const Int4Layout& layout) {
+                                       std::uint32_t pages_before, const Int4Layout& layout) {
     const std::uint32_t g = threadIdx.x % kWarp / 4;
     const std::uint32_t t = threadIdx.x % 4;
     const std::uint32_t page = token / layout.page_tokens;
     const std::uint32_t row = token - page * layout.page_tokens + g;
-    const std::uint32_t staged = page - part.begin / layout.page_tokens;
+    const std::uint32_t staged = page - pages_before;
     const std::uint32_t run = s.runs[staged];
     visible = token + g < part.end && row >= (run & 0xffffu) && row < run >> 16;
     params = __half2half2(__ushort_as_half(0));
@@ -179,12 +202,12 @@ template <std::uint32_t kHeadDim>
 struct WarpRows {
   RowShare<kHeadDim> halves[kTiles * 2];  ///< of tiles
 
-  /// From token `at` on; instead of what lies behind the part its last rows.
+  /// From token `at` of the part on; instead of what lies behind the part its last rows.
   __device__ __forceinline__ void load(const Shared<kHeadDim>& s, const Part& part, std::uint32_t at,
-                                       const Int4Layout& layout) {
+                                       std::uint32_t pages_before, const Int4Layout& layout) {
 #pragma unroll
     for (std::uint32_t u = 0; u < kTiles * 2; ++u)
-      halves[u].load(s, part, min(at + u * kRows, (part.end - 1) / kRows * kRows), layout);
+      halves[u].load(s, part, min(at + u * kRows, (part.end - 1) / kRows * kRows), pages_before, layout);
   }
 };
 
