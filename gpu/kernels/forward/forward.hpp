@@ -70,9 +70,8 @@ struct PrefillStage {
 [[nodiscard]] inline Foresight foresight_of(const ForwardMemory& memory, const ForwardScratch& scratch,
                                             std::uint32_t layer) {
   Foresight foresight = scratch.foresight;
-  constexpr std::uint32_t kMostTokens = 65'536;
   const Bucket& bucket = memory.bucket;
-  if (foresight.bounds == nullptr || !bucket.top_k || bucket.pages || bucket.max_tokens > kMostTokens) return {};
+  if (foresight.bounds == nullptr || !bucket.top_k || bucket.pages) return {};
   foresight.bounds += std::uint64_t{layer} * memory.largest.decode_rows * memory.shape.q_heads;
   return foresight;
 }
