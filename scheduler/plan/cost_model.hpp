@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -7,6 +9,13 @@
 #include "sluice/trace.hpp"
 
 namespace sluice::scheduler {
+
+/// What the kernel of a stage takes beyond its bytes, and the share of its lane's rate with which it moves these.
+struct StageCost {
+  double fixed_us = 0.0;
+  double share = 1.0;
+  friend constexpr bool operator==(const StageCost&, const StageCost&) = default;
+};
 
 /// How fast the lanes of a machine are. 1 GB = 1e9 bytes.
 struct LaneRates {
@@ -17,10 +26,18 @@ struct LaneRates {
   // one of them waits for the CPU's answer.
   double launch_us = 1.9;    ///< of what the device does, beyond its bytes
   double hand_over_us = 2.5; ///< from the device's question to the CPU's work, and back
+  double forward_us = 0.0;   ///< of a forward beside its layers: planning it, and learning that it has ended
+  /// Of the lane that a stage spends its time on; where there is none, bytes take what the lane's rate says, and
+  /// launch_us or hand_over_us come on top.
+  std::array<std::optional<StageCost>, kStages> stages{};
+
+  [[nodiscard]] constexpr std::optional<StageCost>& stage(Stage which) noexcept {
+    return stages[static_cast<std::size_t>(which)];
+  }
 };
 
 /// Of a machine whose device and whose memory, read by the CPU, were measured. What the device does not know is taken
-/// to be as the host's memory.
+/// to be as the host's memory; one that knows its own memory is a GPU, whose kernels take what they took on one H100.
 [[nodiscard]] LaneRates lane_rates(const DeviceRates& device, double cpu_gbps) noexcept;
 
 /// When an item runs, in microseconds from the forward's begin.

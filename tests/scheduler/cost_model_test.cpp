@@ -78,3 +78,18 @@ TEST_CASE("a forward that has more near is not slower where the device is faster
     before = end;
   }
 }
+
+TEST_CASE("a stage whose kernel was measured costs that, on its own lane alone") {
+  LaneRates rates = kRates;
+  rates.stage(Stage::append) = {.fixed_us = 4.0, .share = 0.5};
+  rates.stage(Stage::attend_far) = {.fixed_us = 7.0, .share = 0.25};
+  const std::vector<WorkItem> items{
+      {.stage = Stage::append, .lane = Lane::device, .read = 10'000},  // 4 + 10 / 5
+      {.stage = Stage::append, .lane = Lane::link, .written = 2'000},  // 1 + 2 / 2
+      {.stage = Stage::attend_far, .lane = Lane::cpu, .read = 1'000, .after = {0}},  // 7 + 1 / 0.25
+  };
+  const auto times = estimate(items, rates);
+  REQUIRE(times[0].end_us == Approx(6.0));
+  REQUIRE(times[1].end_us == Approx(2.0));
+  REQUIRE(times[2].end_us == Approx(6.0 + 11.0));
+}

@@ -61,6 +61,19 @@ TEST_CASE("plan: dense attention takes what its bytes take on the lanes that it 
   REQUIRE(stream.at("cpu_us") == 0.0);
 }
 
+TEST_CASE("plan: kernels cost what the machine says") {
+  Planner planner;
+  json slow = machine();
+  const char* const flags = "--policies sluice --length 8K --near-hits 1 --layers 4";
+  const double before = planner.rows(flags, slow)[0].at("layer_us").get<double>();
+  slow["stages"] = {{"score", {{"fixed_us", 50.0}, {"share", 1.0}}}};
+  slow["forward_us"] = 40.0;
+  REQUIRE(planner.rows(flags, slow)[0].at("layer_us").get<double>() == Approx(before + 50.0 + 40.0 / 4).epsilon(0.01));
+  slow["stages"]["score"]["share"] = 0.5;  // 8 KV heads * 8,192 keys * 68 bytes, at 500 GB/s instead of 1,000.
+  REQUIRE(planner.rows(flags, slow)[0].at("layer_us").get<double>() ==
+          Approx(before + 60.0 + 8.0 * 8192 * 68 / 1000e3).epsilon(0.01));
+}
+
 TEST_CASE("plan: what the options change") {
   Planner planner;
   const std::string base = "--policies 'exact | int4 | top_p=0.9 | near=0' --length 32K ";
@@ -142,6 +155,12 @@ TEST_CASE("plan: machines that are none are refused with the file and the field"
   refused("schema_version", 2, "schema_version");
   refused("kind", "transfer_profile", "no machine");
   refused("gpus", 2, "fields");
+  refused("stages", 2, "object");
+  refused("stages", {{"think", {{"fixed_us", 1.0}, {"share", 1.0}}}}, "think");
+  refused("stages", {{"score", {{"fixed_us", -1.0}, {"share", 1.0}}}}, "fixed_us");
+  refused("stages", {{"score", {{"fixed_us", 1.0}, {"share", 0.0}}}}, "share");
+  refused("stages", {{"score", {{"fixed_us", 1.0}}}}, "share");
+  refused("forward_us", "long", "forward_us");
   refused("name", 7, "type");
   json lacking = machine();
   lacking.erase("cpu_gbps");

@@ -1,5 +1,6 @@
 #include "tools/cli/plan/machine.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -18,6 +19,7 @@ namespace sluice::tools {
 namespace {
 
 using nlohmann::json;
+using scheduler::StageCost;
 
 constexpr const char* kKind = "machine";
 constexpr int kMachineVersion = 1;
@@ -38,6 +40,11 @@ struct SizeField {
   const char* key;
   std::uint64_t Machine::*value;
 };
+const std::array<std::string, kStages> kStageNames = [] {
+  std::array<std::string, kStages> names;
+  for (std::uint32_t i = 0; i < kStages; ++i) names[i] = to_string(static_cast<Stage>(i));
+  return names;
+}();
 constexpr std::array<SizeField, 2> kSizes{
     {{"device_bytes", &Machine::device_bytes}, {"host_bytes", &Machine::host_bytes}}};
 
@@ -56,17 +63,46 @@ std::uint64_t size_of(const json& document, const char* key) {
   return value.get<std::uint64_t>();
 }
 
+StageCost cost_of(const json& document, const std::string& stage) {
+  const auto number = [&](const char* key, double most) {
+    const json& value = document.at(key);
+    if (!value.is_number() || !(value.get<double>() >= 0.0 && value.get<double>() <= most))
+      throw Error(Errc::corrupt, "stages: " + stage + ": " + key + " is " + shown(value) +
+                                     "; it must be a number in [0, " + std::to_string(static_cast<int>(most)) + "]");
+    return value.get<double>();
+  };
+  const StageCost cost{.fixed_us = number("fixed_us", 1e6), .share = number("share", 1.0)};
+  if (cost.share == 0.0) throw Error(Errc::corrupt, "stages: " + stage + ": share is 0; it must be above");
+  return cost;
+}
+
+/// What kernels take; files without it describe a machine by its rates alone.
+void read_costs(const json& document, scheduler::LaneRates& rates) {
+  if (const auto forward = document.find("forward_us"); forward != document.end())
+    rates.forward_us = forward->is_number() && *forward == 0.0 ? 0.0 : rate_of(document, "forward_us");
+  const auto stages = document.find("stages");
+  if (stages == document.end()) return;
+  if (!stages->is_object()) throw Error(Errc::corrupt, "stages is " + shown(*stages) + "; it must be an object");
+  for (const auto& [name, cost] : stages->items()) {
+    const auto which = std::ranges::find(kStageNames, name);
+    if (which == kStageNames.end()) throw Error(Errc::corrupt, "stages: there is no stage '" + shortened(name) + "'");
+    rates.stages[static_cast<std::size_t>(which - kStageNames.begin())] = cost_of(cost, name);
+  }
+}
+
 Machine read(const json& document) {
   if (!document.is_object() || document.value("kind", json()) != kKind)
     throw Error(Errc::corrupt, "it describes no machine");
   if (const json version = document.value("schema_version", json()); version != kMachineVersion)
     throw Error(Errc::corrupt,
                 "schema_version is " + shown(version) + "; " + std::to_string(kMachineVersion) + " is read");
-  const std::size_t fields = 3 + kRates.size() + kSizes.size();
+  const std::size_t fields =
+      3 + kRates.size() + kSizes.size() + document.count("forward_us") + document.count("stages");
   if (document.size() > fields) throw Error(Errc::corrupt, "it has fields that no machine has");
   Machine machine{.name = shortened(document.at("name").get<std::string>())};
   for (const RateField& field : kRates) machine.rates.*field.value = rate_of(document, field.key);
   for (const SizeField& field : kSizes) machine.*field.value = size_of(document, field.key);
+  read_costs(document, machine.rates);
   return machine;
 }
 
@@ -84,6 +120,13 @@ Json to_json(const Machine& machine) {
   Json document{{"kind", kKind}, {"schema_version", kMachineVersion}, {"name", machine.name}};
   for (const RateField& field : kRates) document[field.key] = machine.rates.*field.value;
   for (const SizeField& field : kSizes) document[field.key] = machine.*field.value;
+  document["forward_us"] = machine.rates.forward_us;
+  Json stages = Json::object();
+  for (std::uint32_t i = 0; i < kStages; ++i) {
+    if (const auto& cost = machine.rates.stages[i])
+      stages[kStageNames[i]] = {{"fixed_us", cost->fixed_us}, {"share", cost->share}};
+  }
+  document["stages"] = std::move(stages);
   return document;
 }
 

@@ -80,7 +80,7 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
                                    .layout = layout_of(work),
                                    .placement = work.placement,
                                    .bucket = decoding,
-                                   .promotes = false};
+                                   .promotes = work.near_share > 0.0};
   std::vector<ForwardRow> rows(work.rows, scheduler::forward_row(work.policy, work.tokens, work.page_tokens));
   for (std::uint32_t i = 0; i < work.rows; ++i) rows[i].list = rows[i].at = i;
   const std::vector<WorkItem> items =
@@ -91,6 +91,7 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
     result.forward_us = std::max(result.forward_us, times[i].end_us);
     result.busy_us[static_cast<std::size_t>(items[i].lane)] += times[i].end_us - times[i].begin_us;
   }
+  result.forward_us += machine.rates.forward_us;
   result.bottleneck = static_cast<Lane>(std::ranges::max_element(result.busy_us) - result.busy_us.begin());
   const double kv_bytes = 2.0 * static_cast<double>(place.layout.row_bytes()) * work.tokens * work.rows *
                           work.shape.kv_heads * work.shape.layers;
