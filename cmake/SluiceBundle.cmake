@@ -12,6 +12,24 @@ install(RUNTIME_DEPENDENCY_SET sluice_libraries
   PRE_EXCLUDE_REGEXES ${system_libraries}
   DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(FILES README.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+# The command writes its own manual and completions.
+foreach(page IN ITEMS "man ${CMAKE_INSTALL_MANDIR}/man1 sluice.1"
+    "bash ${CMAKE_INSTALL_DATADIR}/bash-completion/completions sluice"
+    "zsh ${CMAKE_INSTALL_DATADIR}/zsh/site-functions _sluice"
+    "fish ${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d sluice.fish")
+  separate_arguments(page)
+  list(GET page 0 form)
+  list(GET page 1 folder)
+  list(GET page 2 file)
+  install(CODE "
+    set(folder \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${folder}\")
+    file(MAKE_DIRECTORY \${folder})
+    message(STATUS \"Installing: \${folder}/${file}\")
+    execute_process(COMMAND \"$<TARGET_FILE:sluice>\" manual ${form} OUTPUT_FILE \${folder}/${file} RESULT_VARIABLE failed)
+    if(failed)
+      message(FATAL_ERROR \"sluice manual ${form} failed: \${failed}\")
+    endif()")
+endforeach()
 include(SluiceLicences)
 sluice_install_licences(sluice ${CMAKE_INSTALL_DOCDIR}/licences Unspecified libcli11-dev nlohmann-json3-dev libeigen3-dev)
 

@@ -57,6 +57,7 @@ int run(int argc, char** argv) {
   add_policies(app, exit_code);
   add_plan(app, exit_code);
   add_plot(app, exit_code);
+  add_manual(app, exit_code);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -35,6 +35,7 @@ void add_doctor(CLI::App& app, int& exit_code);
 void add_policies(CLI::App& app, int& exit_code);
 void add_plot(CLI::App& app, int& exit_code);
 void add_plan(CLI::App& app, int& exit_code);
+void add_manual(CLI::App& app, int& exit_code);
 
 /// Options whose values are numbers, read by values.hpp: CLI11's own readers take octal and wrap around. `set` gets the
 /// value; a target holds the default, which the help shows, and must outlive parsing.
