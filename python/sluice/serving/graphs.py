@@ -89,8 +89,8 @@ class CudaGraphs:
 
 
 class PaddedForwards:
-    """Forwards of decoded tokens in sizes that are powers of two, and one of `largest` rows. All read and write the same
-    tensors."""
+    """Forwards of decoded tokens in sizes that are powers of two, and one of `largest` rows. All of them read and write
+    the same tensors."""
 
     def __init__(self, largest: int, staging: Staging, compute: Compute, recorder: Recorder) -> None:
         """Records all sizes, the largest first, in whose memory the others have room. Raises what the model, torch or
