@@ -55,7 +55,8 @@ class Rows:
         self._forward: int | None = None  # its number; None also if all of its tokens are padding
         self._next_layer = 0
         self._whole = torch.empty(0, 0, dtype=torch.bool)  # what the mask is going to be
-        self._kept: torch.Tensor | None = None  # [rows, new columns]: which are no padding; None: all
+        # Row and column of each token that is no padding, where q is: an index for which no layer waits; None: all.
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         self._bucket = Bucket()
         self._lost = False  # A row could not be forked; the others have ended with it.
         weakref.finalize(self, _end_all, turn.engine, self._sequences)
@@ -82,7 +83,7 @@ class Rows:
         engine = self._turn.engine
         stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
         if layer == 0:
-            self._begin(q.shape[0], q.shape[2], mask, stream)
+            self._begin(q, mask, stream)
         elif self._turn.holder is not self or layer != self._next_layer:
             raise InvalidArgument(f"attention layer {layer} comes without those before it; models are to run whole")
         out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
@@ -92,10 +93,9 @@ class Rows:
             lse = None if sinks is None else torch.empty(packed.shape[:2], dtype=torch.float32, device=out.device)
             engine.attend(self._bucket, layer, *(self._packed(each) for each in (q, k, v)), packed, lse, stream=stream)
             if lse is not None:
-                # The sink has a share of exp(sink) / (exp(sink) + exp(lse)), and what is attended has the rest.
-                packed.copy_(packed.float() * torch.sigmoid(lse - sinks.float())[..., None])
+                take_sinks(packed, lse, sinks)
             if self._kept is not None:
-                out[self._kept.to(out.device)] = packed
+                out[self._kept] = packed
         self._next_layer = layer + 1
         if self._next_layer == engine.options.layers:
             self._finish()
@@ -154,7 +154,8 @@ class Rows:
         _end_all(self._turn.engine, self._sequences)
         self._mask, self._lost = None, False
 
-    def _begin(self, batch: int, new_columns: int, mask: torch.Tensor | None, stream: Any) -> None:
+    def _begin(self, q: torch.Tensor, mask: torch.Tensor | None, stream: Any) -> None:
+        batch, new_columns = q.shape[0], q.shape[2]
         if self._lost:
             raise InvalidArgument("the rows of this cache are lost, see the error before; reset() it, or begin with a "
                                   "new one")
@@ -166,7 +167,7 @@ class Rows:
             while len(self) < batch:
                 self._sequences.append(self._turn.engine.begin(self._policy))
             new = self._whole[:, self.columns:]
-            self._kept = None if new.all() else new
+            self._kept = None if new.all() else tuple(new.nonzero().T.to(q.device))
             self._plan(new.sum(1).tolist(), new_columns > 1, stream)
         except BaseException:
             self._turn.give_back()
@@ -211,8 +212,15 @@ class Rows:
     def _packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """[rows, heads, n, head_dim] as [tokens, heads, head_dim]; of one row or column as it lies."""
         if self._kept is not None:
-            return tensor.transpose(1, 2)[self._kept.to(tensor.device)]
+            return tensor.transpose(1, 2)[self._kept]
         return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def take_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Gives sinks [q_heads], logits without a value, their share of the softmax: out [tokens, q_heads, head_dim] in
+    place, lse [tokens, q_heads] in f32."""
+    # A sink has exp(sink) / (exp(sink) + exp(lse)), and what is attended has the rest.
+    out.copy_(out.float() * torch.sigmoid(lse - sinks.float())[..., None])
 
 
 def _end_all(engine: Engine, sequences: list[int]) -> None:

@@ -43,6 +43,16 @@ def attention_shape(model: transformers.PreTrainedModel, config: Any, kinds: Seq
     return {"q_heads": heads, "kv_heads": kv_heads, "head_dim": size}
 
 
+def kv_dtype(model: transformers.PreTrainedModel, wanted: str | None) -> str:
+    """Of keys and values in memory: `wanted`, or the model's own."""
+    if wanted is not None:
+        return wanted
+    if model.dtype == torch.float32 and next(model.parameters()).device.type == "cuda":
+        raise Unsupported(f"{type(model).__name__} is a float32 model on a GPU, whose kernels keep keys and values as "
+                          'float16 or bfloat16: load it with dtype=torch.bfloat16, or give kv_dtype="f16"')
+    return DTYPES[model.dtype]
+
+
 def _layer_configs(config: Any, layers: int) -> list[Any]:
     """The config of each layer: since 5.23 a model may have different ones."""
     of_layers = getattr(config, "per_layer_config", None)

@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from sluice._transformers_attention import attention, mask
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
-from sluice._transformers_support import (DTYPES, NAME, attention_shape, changing, install, layer_kinds, longest,
+from sluice._transformers_support import (NAME, attention_shape, changing, install, kv_dtype, layer_kinds, longest,
                                           refuse)
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
@@ -54,7 +54,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
         sequences=sequences,
         largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
-        **{"kv_dtype": DTYPES[model.dtype], **options})
+        **{**options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
     made.make_room_for(policy, longest(config))
     return Enabled(model, policy, Engine(made), kinds)
 

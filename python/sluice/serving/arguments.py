@@ -76,6 +76,8 @@ def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", default=Settings.dtype, choices=("auto", "float32", "float16", "bfloat16"),
         help="of the model (as it was saved)")
+    add("--graphs", default=Settings.graphs, choices=("auto", "on", "off"),
+        help="forwards of decoded tokens are replayed from CUDA graphs; auto: on a GPU (%(default)s)")
     add("--no-prefix-cache", action="store_true", help="read every prompt anew")
     add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
         help="another of sluice.EngineOptions, such as near_bytes=1000000; may be repeated")
@@ -101,7 +103,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
-                    prefix=not arguments.no_prefix_cache, options=options)
+                    graphs=arguments.graphs, prefix=not arguments.no_prefix_cache, options=options)
 
 
 def _check_options(options: dict[str, Any], policy: str) -> None:

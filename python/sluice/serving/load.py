@@ -40,7 +40,10 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     with _loading(f"the model {settings.model}"):
         model = transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
     packed = PackedModel(model, settings.policy, settings.host_bytes, context=settings.context,
-                         sequences=settings.sequences, prefill_rows=settings.prefill_rows, **settings.options)
+                         sequences=settings.sequences, prefill_rows=settings.prefill_rows, graphs=settings.graphs,
+                         **settings.options)
+    if packed.graphs_failed is not None:
+        print(f"sluice: forwards run without CUDA graphs: {packed.graphs_failed}", file=sys.stderr, flush=True)
     generation = model.generation_config
     ends = generation.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends

@@ -112,8 +112,8 @@ class Loop:
     def status(self) -> Status:
         running = sum(live.sequence is not None for live in self._live.values())
         waiting = len(self._live) - running + sum(map(len, self._behind.values()))
-        return Status(running, waiting, self._forwards, self._failed, self._preemptions, self._engine.memory(),
-                      dataclasses.asdict(self._engine.stats()))
+        return Status(running, waiting, self._forwards, self._failed, self._preemptions, self._model.graph_captures,
+                      self._model.graph_replays, self._engine.memory(), dataclasses.asdict(self._engine.stats()))
 
     def step(self) -> list[Event]:
         """Runs a forward, if there is something to do, and tells what came of it."""

@@ -38,7 +38,9 @@ class Metrics:
             yield GaugeMetricFamily(f"sluice_{name}", text, value)
         for name, value, text in (("forwards", status.forwards, "Forwards of the model"),
                                   ("failed_forwards", status.failed_forwards, "Forwards that failed"),
-                                  ("preemptions", status.preemptions, "Sequences that lost their memory for a while")):
+                                  ("preemptions", status.preemptions, "Sequences that lost their memory for a while"),
+                                  ("graph_captures", status.graph_captures, "CUDA graphs of forwards, by size"),
+                                  ("graph_replays", status.graph_replays, "Forwards that such a graph was")):
             yield CounterMetricFamily(f"sluice_{name}", text, value)
         memory = GaugeMetricFamily("sluice_memory_bytes", "Memory of the engine, by kind", labels=["kind"])
         for kind, value in (dataclasses.asdict(status.memory) if status.memory else {}).items():

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 import transformers
 
-from sluice._transformers_support import DTYPES, attention_shape, layer_kinds, longest, refuse
+from sluice._transformers_rows import take_sinks
+from sluice._transformers_support import attention_shape, changing, install, kv_dtype, layer_kinds, longest, refuse
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions, PlanItem
+from sluice.serving.graphs import CudaGraphs, PaddedForwards, Recorder, Staging, Uncaptured
 
 NAME = "sluice_packed"
-_NOT_SERVED = ("softcap", "s_aux", "position_bias", "sinks", "indices", "block_indices", "output_attentions")
+_NOT_SERVED = ("softcap", "position_bias", "sinks", "indices", "block_indices", "output_attentions")
+GRAPHS = ("auto", "on", "off")
 
 
 @dataclasses.dataclass
 class _Forward:
     """What the attention function needs to know of the forward that runs."""
 
-    engine: Engine
+    engine: Engine | None  #: None: nothing is planned, and all attention is 0
     bucket: Bucket
     stream: Any
     layer: int = 0  #: the next one
@@ -37,11 +40,15 @@ class PackedModel:
     """A model and the engine that keeps its keys and values. Not to be used by two threads at once."""
 
     def __init__(self, model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
-                 context: int | None = None, sequences: int = 16, prefill_rows: int = 2048, **options: Any) -> None:
+                 context: int | None = None, sequences: int = 16, prefill_rows: int = 2048, graphs: str = "auto",
+                 **options: Any) -> None:
         """`host_bytes`: for keys and values. `context`: tokens of a sequence, at most; None: the model's. `sequences`:
-        that live at once. `prefill_rows`: tokens of prompts that one forward takes. `options` are others of
-        EngineOptions.
+        that live at once. `prefill_rows`: tokens of prompts that one forward takes. `graphs`: forwards of decoded
+        tokens alone are replayed from CUDA graphs, which are captured here; "auto": on a GPU. On the CPU "on" pads them
+        as graphs would be, and runs them as they are. `options` are others of EngineOptions.
         @throws Unsupported naming what the model has that is not served"""
+        if graphs not in GRAPHS:
+            raise InvalidArgument(f'graphs is "{graphs}"; it must be one of {", ".join(GRAPHS)}')
         config = model.config.get_text_config(decoder=True)
         _refuse(model, config)
         self.policy, self._model = policy, model.eval()
@@ -51,55 +58,68 @@ class PackedModel:
         self.vocabulary: int = config.vocab_size
         """Ids of tokens are below this."""
 
-        device = next(model.parameters()).device
+        self._device = device = next(model.parameters()).device
         made = EngineOptions(
             layers=config.num_hidden_layers, **attention_shape(model, config, layer_kinds(model, config)),
             device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
             sequences=sequences,
             largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
-            **{"kv_dtype": DTYPES[model.dtype], **options})
+            **{**options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
         made.make_room_for(policy, self.context)
         if made.cpu_sequences:
             made.cpu_sequences = sequences
-        self._device, self._before = device, model.config._attn_implementation
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         # No mask is registered for this name, and so none is made: the engine knows which rows are whose.
         transformers.AttentionInterface.register(NAME, attention)
         self.engine = Engine(made)
         try:
-            model.set_attn_implementation(NAME)
+            self._before: str | dict[str, str] | None = install(model, NAME)
         except BaseException:
             self.engine.close()
             raise
+        self.graph_captures = self.graph_replays = 0
+        self.graphs_failed: str | None = None
+        """Why forwards run without graphs although they were asked for; None if they run as asked for."""
+
+        self._staging = Staging(3 * self.engine.options.largest.rows, device)
+        self._padded: PaddedForwards | None = None
+        if graphs == "on" or graphs == "auto" and device.type == "cuda":
+            self._record(CudaGraphs(device) if device.type == "cuda" else Uncaptured())
 
     def close(self) -> None:
         """Leaves the model as it was, and gives all memory back."""
-        self._model.set_attn_implementation(self._before)
-        self.engine.close()
+        with changing:
+            before, self._before = self._before, None
+            if before is None:
+                return
+            self._padded = None
+            try:
+                self._model.set_attn_implementation(before)
+            finally:
+                self.engine.close()
 
     def run(self, items: Sequence[PlanItem], ids: Sequence[int], kept: Sequence[int]) -> tuple[int, torch.Tensor]:
         """Plans and enqueues a forward: its number, which is to be finished before anything of it is used, and the
-        logits [len(kept), vocabulary] in f32 of the rows `kept`. `ids` are those of all items' tokens, in their order.
-        If it fails, nothing is under way."""
-        bucket = self._bucket(items)
-        positions = []
+        logits [len(kept), vocabulary] in f32 of the rows `kept`, which are good until the next run. `ids` are those of
+        all items' tokens, in their order. If it fails, nothing is under way."""
+        positions: list[int] = []
         for item in items:
             first = self.engine.tokens(item.sequence)
             positions.extend(range(first, first + item.tokens))
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        number = self.engine.plan(items, bucket, stream)
-        running = _Forward(self.engine, bucket, stream)
-        before = _running.set(running)
+        size = None
+        if self._padded is not None and not any(item.prefill for item in items):
+            size = self._padded.size(len(positions))
+        bucket = self._bucket(items) if size is None else self._padded_bucket(size)
+        number = self.engine.plan(items, bucket, self._stream())
         try:
-            logits = self._logits(ids, positions, kept)
-            if running.layer != self.engine.options.layers:
-                raise Unsupported(f"the model attended in {running.layer} layers, and its configuration says "
-                                  f"{self.engine.options.layers}")
+            if size is None:
+                logits = self._plain(bucket, ids, positions, kept)
+            else:
+                logits = self._padded.run(size, ids, positions, kept)
+                self.graph_replays += 1
         except BaseException:
             self.cancel(number)
             raise
-        finally:
-            _running.reset(before)
         return number, logits
 
     def cancel(self, number: int) -> None:
@@ -109,6 +129,20 @@ class PackedModel:
         except Error:
             pass  # It was taken back when it failed.
 
+    def _record(self, recorder: Recorder) -> None:
+        """Graphs of all sizes, or none: without them forwards are slower, and the same."""
+        def compute(ids: torch.Tensor, positions: torch.Tensor, attends: bool) -> torch.Tensor:
+            return self._compute(self._padded_bucket(len(ids)), ids, positions, None, attends)
+
+        try:
+            self._padded = PaddedForwards(self.engine.options.sequences, self._staging, compute, recorder)
+            self.graph_captures = len(self._padded.sizes)
+        except Exception as error:  # Of the model, which is others' code, of torch or of the device.
+            self.graphs_failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+    def _padded_bucket(self, rows: int) -> Bucket:
+        return Bucket(decode_rows=rows, features=self.engine.options.largest.features)
+
     def _bucket(self, items: Sequence[PlanItem]) -> Bucket:
         largest = self.engine.options.largest
         decoded = sum(item.tokens for item in items if not item.prefill)
@@ -116,16 +150,29 @@ class PackedModel:
         return Bucket(decode_rows=decoded, prefill_rows=sum(prompts), prefills=len(prompts),
                       features=largest.features if decoded else 0)
 
-    @torch.inference_mode()
-    def _logits(self, ids: Sequence[int], positions: Sequence[int], kept: Sequence[int]) -> torch.Tensor:
-        def row(numbers: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(numbers, dtype=torch.long, device=self._device)
+    def _stream(self) -> Any:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-        rows = row(kept)
-        options = {"logits_to_keep": rows} if self._keeps else {}
-        logits = self._model(input_ids=row(ids)[None], position_ids=row(positions)[None], use_cache=False,
-                             **options).logits[0]
-        return (logits if self._keeps else logits[rows]).float()
+    @torch.inference_mode()
+    def _plain(self, bucket: Bucket, ids: Sequence[int], positions: Sequence[int],
+               kept: Sequence[int]) -> torch.Tensor:
+        return self._compute(bucket, *self._staging.put(ids, positions, kept), True).float()
+
+    def _compute(self, bucket: Bucket, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | None,
+                 attends: bool) -> torch.Tensor:
+        """The model's logits of the rows `kept`, or of all."""
+        running = _Forward(self.engine if attends else None, bucket, self._stream())
+        options = {"logits_to_keep": kept} if self._keeps and kept is not None else {}
+        before = _running.set(running)
+        try:
+            logits = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False,
+                                 **options).logits[0]
+        finally:
+            _running.reset(before)
+        if running.layer != self.engine.options.layers:
+            raise Unsupported(f"the model attended in {running.layer} layers, and its configuration says "
+                              f"{self.engine.options.layers}")
+        return logits if kept is None or self._keeps else logits[kept]
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -149,8 +196,14 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-6:
         query = query * (scaling * query.shape[-1] ** 0.5)
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    running.engine.attend(running.bucket, running.layer, q, k, v, out, stream=running.stream)
+    out, sinks = torch.empty(q.shape, dtype=q.dtype, device=q.device), options.get("s_aux")
+    lse = None if sinks is None else torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
+    if running.engine is None:
+        out.zero_()
+    else:
+        running.engine.attend(running.bucket, running.layer, q, k, v, out, lse, stream=running.stream)
+    if sinks is not None:
+        take_sinks(out, lse, sinks)
     running.layer += 1
     return out[None], None
 

@@ -39,6 +39,7 @@ class Settings:
     device: str = "cpu"
     dtype: str = "auto"  #: of the model: "auto", "float32", "float16" or "bfloat16"
     slowdown: float = 0  #: of answers beside prompts, as AdmissionOptions has it
+    graphs: str = "auto"  #: "auto", "on" or "off": CUDA graphs of forwards, as PackedModel has it
     prefix: bool = True  #: prompts begin with what is known of them
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
 

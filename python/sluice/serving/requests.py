@@ -89,5 +89,7 @@ class Status:
     forwards: int = 0
     failed_forwards: int = 0
     preemptions: int = 0
+    graph_captures: int = 0  #: sizes of forwards that are replayed
+    graph_replays: int = 0
     memory: Memory | None = None
     stats: dict[str, int] = field(default_factory=dict)  #: the engine's

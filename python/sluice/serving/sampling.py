@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -14,11 +13,16 @@ _GREEDY = 1e-5  # Below such a temperature the most likely token is chosen: logi
 
 
 class Past:
-    """What the next token of a request depends on besides logits."""
+    """What the next token of a request depends on besides logits. What is on the device grows with the answer: a token
+    costs what is new with it, and nobody waits for its way there."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self.sampling, self.answered = sampling, 0
-        self.counts: Counter[int] = Counter()  #: of the answer's tokens
+        self._places: dict[int, int] = {}  # Of the answer's tokens, each once, in these two.
+        self._tokens: torch.Tensor | None = None
+        self._times: torch.Tensor | None = None  # How often the answer has them.
+        self._uncounted: list[int] = []  # Of its tokens, those that are not in them yet.
+        self._biases: tuple[torch.Tensor, torch.Tensor] | None = None
         self._seen: set[int] = set()  # By the penalty for repetitions,
         self._unlisted: list[int] = []  # those of them that are not in this yet.
         self._listed: torch.Tensor | None = None
@@ -26,14 +30,39 @@ class Past:
 
     def add(self, token: int) -> None:
         self.answered += 1
-        if self.sampling.shapes:
-            self.counts[token] += 1
-            self._see([token])
+        if self.sampling.presence_penalty or self.sampling.frequency_penalty:
+            self._uncounted.append(token)
+        self._see([token])
+
+    def counts(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The answer's tokens, each once, and how often it has them, in f32; if a penalty counts them."""
+        if self._tokens is None:
+            self._tokens, self._times = _ids([], device), torch.zeros(0, dtype=torch.float32, device=device)
+        if self._uncounted:
+            first = len(self._places)
+            new = [token for token in dict.fromkeys(self._uncounted) if token not in self._places]
+            more = dict(zip(new, range(first, first + len(new))))
+            at = _ids([more[token] if token in more else self._places[token] for token in self._uncounted], device)
+            tokens = torch.cat([self._tokens, _ids(new, device)]) if new else self._tokens
+            times = torch.cat([self._times, torch.zeros(len(new), dtype=torch.float32, device=device)])
+            times.index_add_(0, at, torch.ones(len(at), dtype=torch.float32, device=device))
+            # Together, as sampling is repeated if a step of it fails.
+            self._places.update(more)
+            self._tokens, self._times, self._uncounted = tokens, times, []
+        return self._tokens, self._times
+
+    def biases(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens, and what is added to their logits, in f32."""
+        if self._biases is None:
+            wants = self.sampling.logit_bias
+            self._biases = _ids(list(wants), device), torch.tensor(list(wants.values()), dtype=torch.float32,
+                                                                   device=device)
+        return self._biases
 
     def seen(self, device: torch.device) -> torch.Tensor:
         """Each token of prompt and answer once, if they matter."""
         if self._unlisted or self._listed is None:
-            new = torch.tensor(self._unlisted, dtype=torch.long, device=device)
+            new = _ids(self._unlisted, device)
             self._listed = new if self._listed is None else torch.cat([self._listed, new])
             self._unlisted = []
         return self._listed
@@ -43,6 +72,12 @@ class Past:
             new = set(tokens) - self._seen
             self._seen |= new
             self._unlisted.extend(new)
+
+
+def _ids(tokens: Sequence[int], device: torch.device) -> torch.Tensor:
+    if len(tokens) == 1:  # A kernel writes it: no copy that has to be waited for.
+        return torch.full((1,), tokens[0], dtype=torch.long, device=device)
+    return torch.tensor(tokens, dtype=torch.long, device=device)
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Past]) -> list[Chosen | None]:
@@ -60,28 +95,25 @@ def choose(logits: torch.Tensor, rows: Sequence[Past]) -> list[Chosen | None]:
                  and ordered == (row.sampling.top_p < 1 or row.sampling.top_k > 0)]
         if group:
             tokens[group] = _draw(shaped[group], [rows[at] for at in group], ordered)
-    told = _tell(logits, tokens, rows)
-    return [each if finite else None for each, finite in zip(told, logits.isfinite().all(-1).tolist())]
+    # Both in one copy, as each has to be waited for.
+    numbers, finite = torch.stack([tokens, logits.isfinite().all(-1).long()]).tolist()
+    told = _tell(logits, tokens, numbers, rows)
+    return [each if good else None for each, good in zip(told, finite)]
 
 
 def _shape(logits: torch.Tensor, row: Past) -> None:
     """Penalties and biases on one row's logits [vocabulary], in place."""
     wants = row.sampling
-
-    def index(ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(ids, dtype=torch.long, device=logits.device)
-
     if wants.repetition_penalty != 1:
         there = row.seen(logits.device)
         old = logits[there]
         logits[there] = torch.where(old > 0, old / wants.repetition_penalty, old * wants.repetition_penalty)
-    counts = row.counts
-    if counts and (wants.presence_penalty or wants.frequency_penalty):
-        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-        logits[index(list(counts))] -= wants.presence_penalty + wants.frequency_penalty * times
+    if wants.presence_penalty or wants.frequency_penalty:
+        tokens, times = row.counts(logits.device)
+        logits[tokens] -= wants.presence_penalty + wants.frequency_penalty * times
     if wants.logit_bias:
-        biases = torch.tensor(list(wants.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-        logits[index(list(wants.logit_bias))] += biases
+        tokens, biases = row.biases(logits.device)
+        logits[tokens] += biases
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[Past], ordered: bool) -> torch.Tensor:
@@ -111,9 +143,10 @@ def _uniform(row: Past) -> float:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2.0**64 * (1 - 2.0**-52)
 
 
-def _tell(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[Past]) -> list[Chosen]:
+def _tell(logits: torch.Tensor, tokens: torch.Tensor, numbers: Sequence[int], rows: Sequence[Past]) -> list[Chosen]:
+    """`numbers` are the tokens."""
     asked = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
-    chosen = [Chosen(token) for token in tokens.tolist()]
+    chosen = [Chosen(token) for token in numbers]
     if asked:
         logs = logits[asked].log_softmax(-1)
         own = logs.gather(-1, tokens[asked][:, None])[:, 0].tolist()

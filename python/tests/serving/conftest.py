@@ -11,7 +11,7 @@ import pytest
 from server import Server
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
-from small import bare_model, tokenizer
+from small import KV, bare_model, tokenizer
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def make_loop() -> Iterator[Callable[..., Loop]]:
              slowdown: float = 0, **options: object) -> Loop:
         models_made.append(PackedModel(copy.deepcopy(bare_model(kind)), policy, **{
             "host_bytes": 8 << 20, "context": 256, "threads": 1, "pin_threads": False, "answer_timeout_ms": 30_000,
-            "sequences": 8, "prefill_rows": 64, **options}))
+            "sequences": 8, "prefill_rows": 64, **KV, **options}))
         return Loop(models_made[-1], tokenizer(), end_ids=end_ids, prefix=prefix, slowdown=slowdown)
 
     yield make

@@ -18,10 +18,11 @@ from sluice.__main__ import main
 from sluice.errors import InvalidArgument
 from sluice.serving.arguments import option, size
 from sluice.serving.command import Progress, api_key, conversation, name_of
-from small import bare_model, expected, text_of, tokenizer
+from small import DEVICE, KV, bare_model, expected, text_of, tokenizer
 
-ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", "cpu", "--option", "threads=1", "--option",
-             "pin_threads=false", "--option", "answer_timeout_ms=30000", "--temperature", "0", "--max-tokens", "12")
+ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", DEVICE, "--option", "threads=1", "--option",
+             "pin_threads=false", "--option", "answer_timeout_ms=30000", "--temperature", "0", "--max-tokens", "12",
+             *(word for name, value in KV.items() for word in ("--option", f"{name}={value}")))
 
 
 class Done(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 import sluice
 import torch
 from sluice.serving.loop import Loop
-from small import bare_model, expected, greedy, prompt_ids, run, text_of
+from small import ATOL, KV_BYTES, SHAPE, bare_model, expected, greedy, prompt_ids, run, text_of
 
 LENGTHS = (1, 15, 16, 17, 40, 64, 65, 130)
 
@@ -162,7 +162,7 @@ def test_an_abort_gives_memory_back_at_once(make_loop: Callable[..., Loop]) -> N
 def test_preempted_requests_give_the_same_tokens(make_loop: Callable[..., Loop]) -> None:
     requests = [greedy(length, prompt_ids(length, length), 60) for length in (30, 31, 32, 33, 50)]
     wants = run(make_loop(), requests)
-    page = 16 * 3 * 2 * 16 * 2 * 4
+    page = 16 * 3 * 2 * SHAPE["head_dim"] * 2 * KV_BYTES
     for pages in (7, 12):  # The longest alone needs 7.
         loop = make_loop(host_bytes=pages * page)
         assert loop.limit == pages * 16
@@ -213,10 +213,10 @@ def test_probabilities_are_the_models(make_loop: Callable[..., Loop]) -> None:
     with torch.no_grad():
         logs = bare_model("llama")(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 :].log_softmax(-1)
     for at, chosen in enumerate(token for event in told.events[1] for token in event.tokens):
-        assert chosen.logprob == pytest.approx(logs[at, chosen.token].item(), abs=1e-3)
+        assert chosen.logprob == pytest.approx(logs[at, chosen.token].item(), abs=ATOL)
         values, ids = logs[at].topk(3)
         assert [number for number, _ in chosen.top] == ids.tolist()
-        assert [value for _, value in chosen.top] == pytest.approx(values.tolist(), abs=1e-3)
+        assert [value for _, value in chosen.top] == pytest.approx(values.tolist(), abs=ATOL)
 
 
 @pytest.mark.parametrize(("request_of", "words"), [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from sluice.serving.requests import Sampling
@@ -92,3 +94,44 @@ def test_tokens_that_are_there_are_listed_once() -> None:
     assert row._unlisted == [5, 0]
     assert sorted(row.seen(LOGITS.device).tolist()) == [0, 2, 4, 5]
     assert Past(Sampling(), [1, 2]).seen(LOGITS.device).tolist() == []
+
+
+@pytest.mark.parametrize("every", [1, 3, 50])  # Tokens between two looks.
+def test_counts_grow_with_the_answer(every: int) -> None:
+    row, answer = Past(Sampling(temperature=0.0, frequency_penalty=0.5), [2, 4, 2]), []
+    assert [each.tolist() for each in row.counts(LOGITS.device)] == [[], []]
+    for step in range(50):
+        answer.append(step * step % 7)
+        row.add(answer[-1])
+        if (step + 1) % every == 0:
+            tokens, times = row.counts(LOGITS.device)
+            assert dict(zip(tokens.tolist(), times.tolist())) == Counter(answer)
+            again, same = row.counts(LOGITS.device)
+            assert again is tokens and same is times
+    # As if all of the answer had come at once.
+    whole = Past(Sampling(temperature=0.0, frequency_penalty=0.5), [])
+    for token in answer:
+        whole.add(token)
+    logits = torch.linspace(-2, 2, 7).repeat(2, 1)
+    first, second = choose(logits, [row, whole])
+    assert first == second
+
+
+def test_counts_that_fail_are_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in ("cat", "ones"):
+        row = Past(Sampling(temperature=0.0, presence_penalty=0.5), [])
+        row.add(5)
+        row.counts(LOGITS.device)
+        row.add(5)
+        row.add(3)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, step, lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+            with pytest.raises(torch.OutOfMemoryError):
+                row.counts(LOGITS.device)
+        assert [each.tolist() for each in row.counts(LOGITS.device)] == [[5, 3], [2, 1]]
+
+
+def test_biases_are_copied_once() -> None:
+    row = Past(Sampling(temperature=0.0, logit_bias={3: 3.5, 0: -1.0}), [])
+    tokens, biases = row.biases(LOGITS.device)
+    assert (tokens.tolist(), biases.tolist()) == ([3, 0], [3.5, -1.0]) and row.biases(LOGITS.device)[0] is tokens

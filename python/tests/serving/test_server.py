@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from server import DEADLINE_S, Server, wait_until
-from small import bare_model, expected, prompt_ids, text_of, tokenizer
+from small import KV_BYTES, SHAPE, bare_model, expected, prompt_ids, text_of, tokenizer
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
@@ -201,7 +201,7 @@ def test_an_api_key(strict: Server) -> None:
 
 
 def test_preempted_answers_are_the_same(start: Callable[..., Server], shared: Server) -> None:
-    server = start("--host-bytes", str(12 * 16 * 768))
+    server = start("--host-bytes", str(12 * 16 * 3 * 2 * SHAPE["head_dim"] * 2 * KV_BYTES))
     lengths = (30, 31, 32, 33)
 
     def ask(of: Server, length: int) -> openai.Stream:

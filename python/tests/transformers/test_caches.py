@@ -13,7 +13,7 @@ import torch
 import transformers
 from sluice._transformers_rows import Turn
 from test_families import SLIDING, gpt_oss
-from tiny import Served, assistant_of, enabled, fail_in, greedy, left_padded, llama, model_of, prompt
+from tiny import HEAD_DIM, TOLERANCE, Served, assistant_of, enabled, fail_in, greedy, left_padded, llama, model_of, prompt
 from transformers import PreTrainedModel
 
 
@@ -46,7 +46,7 @@ def test_a_forward_that_fails(served: Served, failing: int, error: type[BaseExce
             ours(ids[:, 20:], past_key_values=cache)
         cache.reset()
         ours(ids[:, :20], past_key_values=cache)
-    torch.testing.assert_close(ours(ids[:, 20:], past_key_values=cache).logits, want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours(ids[:, 20:], past_key_values=cache).logits, want, **TOLERANCE)
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def test_a_head_that_fails(served: Served, tokens: int, error: type[BaseExceptio
             ours(ids[:, tokens:], past_key_values=cache)
         return
     assert error is KeyboardInterrupt or cache.get_seq_length() == tokens
-    torch.testing.assert_close(ours(ids[:, tokens:], past_key_values=cache).logits, want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours(ids[:, tokens:], past_key_values=cache).logits, want, **TOLERANCE)
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def test_an_engine_that_fails(served: Served, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(sluice.DeviceError, match="the engine's own"):
             ours(ids, past_key_values=cache)
     cache.reset()
-    torch.testing.assert_close(ours(ids, past_key_values=cache).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours(ids, past_key_values=cache).logits, model(ids).logits, **TOLERANCE)
 
 
 def test_threads(served: Served) -> None:
@@ -192,7 +192,7 @@ def test_caches_of_the_library(served: Served, make: Callable, padded: bool) -> 
         want, got = (each(ids[:, first:last], past_key_values=cache, **part).logits
                      for each, cache in zip((model, ours), caches))
         real = mask[:, first:last].bool() | torch.tensor(not padded)
-        torch.testing.assert_close(got[real], want[real], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(got[real], want[real], **TOLERANCE)
 
 
 @torch.no_grad()
@@ -208,7 +208,7 @@ def test_rows_are_selected_and_repeated() -> None:
             kept.reorder_cache(torch.tensor([3, 0, 0, 1]))
         assert cache.batch_size == 4
         got, want = (each(prompt(4, 1), past_key_values=kept).logits for each, kept in ((ours, cache), (model, theirs)))
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 @torch.no_grad()
@@ -238,7 +238,7 @@ def test_tokens_are_taken_back(served: Served) -> None:
         cache.crop(tokens)
     assert cache.get_seq_length() == 9 and cache.rows.tokens() == [9]
     ours(ids[:, 9:15], past_key_values=cache)
-    torch.testing.assert_close(ours(ids[:, 15:], past_key_values=cache).logits, want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours(ids[:, 15:], past_key_values=cache).logits, want, **TOLERANCE)
     cache.crop(0)
     if len(set(cache.is_sliding)) > 1:  # Beyond its window a layer has not kept what would come back.
         with pytest.raises(sluice.Unsupported, match="cannot take tokens back.*activate_past_recording"):
@@ -247,7 +247,7 @@ def test_tokens_are_taken_back(served: Served) -> None:
 
 
 def test_no_tokens_are_taken_back_from_linear_attention() -> None:
-    model = model_of("Qwen3Next", num_hidden_layers=2, head_dim=32, num_experts=2, num_experts_per_tok=1,
+    model = model_of("Qwen3Next", num_hidden_layers=2, head_dim=HEAD_DIM, num_experts=2, num_experts_per_tok=1,
                      linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=16, linear_value_head_dim=16,
                      layer_types=["linear_attention", "full_attention"])
     with enabled(model) as here, torch.no_grad():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny import (Served, assistant_of, enabled, fail_in, greedy, llama, prompt, qwen2, same_beams, same_in_chunks,
+from tiny import (TOLERANCE, Served, assistant_of, enabled, fail_in, greedy, llama, prompt, qwen2, same_beams, same_in_chunks,
                   same_logits, same_second_turn, same_with_left_padding)
 from transformers import PreTrainedModel
 
@@ -34,7 +34,7 @@ def test_one_prompt(served: Served) -> None:
     want, got = greedy(model, ids, 30), greedy(ours, ids, 30)
     assert torch.equal(got, want)
     assert len(set(want[0, 50:].tolist())) > 5  # Tokens that tell something.
-    torch.testing.assert_close(ours(got).logits, model(got).logits, rtol=1e-3, atol=1e-3)  # Without a cache.
+    torch.testing.assert_close(ours(got).logits, model(got).logits, **TOLERANCE)  # Without a cache.
 
 
 def test_a_batch_with_left_padding(served: Served) -> None:

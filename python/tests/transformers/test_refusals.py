@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import pytest
 import sluice
 import sluice.transformers
 import torch
 import transformers
+from sluice._transformers_support import kv_dtype
 from test_families import SLIDING
-from tiny import Maker, enabled, greedy, llama, model_of, prompt, qwen2
+from tiny import HEAD_DIM, ON_CPU, TOLERANCE, Maker, enabled, greedy, llama, model_of, prompt, qwen2
 from transformers import PreTrainedModel
 
 
@@ -48,8 +50,8 @@ MODELS: dict[str, tuple[Maker, str]] = {
     "sliding-alone": (lambda: model_of("Mistral", sliding_window=16), "sliding_attention alone.*full_attention"),
     "both-in-one-layer": (lambda: model_of("FalconH1", head_dim=32, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16),
                           "layers of hybrid"),
-    "other-values": (lambda: changed(v_head_dim=16), "keys of 32 numbers and values of 16"),
-    "several-devices": (split, "is on cpu, meta"),
+    "other-values": (lambda: changed(v_head_dim=16), f"keys of {HEAD_DIM} numbers and values of 16"),
+    "several-devices": (split, f"is on {'cpu' if ON_CPU else 'cuda:0'}, meta"),
     "tensor-parallel": (lambda: changed_model(_tp_size=2), "split over 2 devices"),
     "float64": (lambda: llama().to(torch.float64), "float64"),
     "float8": (lambda: llama().to(torch.float8_e4m3fn), "float8"),
@@ -63,6 +65,28 @@ def changed_model(**attributes: object) -> PreTrainedModel:
     for name, value in attributes.items():
         setattr(model, name, value)
     return model
+
+
+def test_floats_on_a_gpu() -> None:
+    def on(device: str, dtype: torch.dtype) -> types.SimpleNamespace:
+        parameter = types.SimpleNamespace(device=torch.device(device))
+        return types.SimpleNamespace(dtype=dtype, parameters=lambda: iter([parameter]))
+
+    words = 'float32 model on a GPU.*dtype=torch.bfloat16, or give kv_dtype="f16"'
+    with pytest.raises(sluice.Unsupported, match=words):
+        kv_dtype(on("cuda:1", torch.float32), None)
+    assert kv_dtype(on("cuda:1", torch.float32), "f16") == "f16"
+    assert [kv_dtype(on("cuda:1", each), None) for each in (torch.float16, torch.bfloat16)] == ["f16", "bf16"]
+    assert kv_dtype(on("cpu", torch.float32), None) == "f32"
+
+
+@pytest.mark.skipif(ON_CPU, reason="there is no GPU")
+def test_a_model_of_floats_on_a_gpu() -> None:
+    with pytest.raises(sluice.Unsupported, match="float32 model on a GPU"):
+        sluice.transformers.enable(llama(), host_bytes=16 << 20)
+    model = llama()
+    with enabled(model) as here:  # Says what keys and values are kept as.
+        assert here.engine.options.kv_dtype == "f16" and model.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("make", "words"), MODELS.values(), ids=MODELS.keys())
@@ -180,7 +204,7 @@ def test_forwards() -> None:
 @torch.no_grad()
 def test_tokens_of_an_image_that_see_each_other() -> None:
     text = {**SLIDING, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
-            "head_dim": 32, "vocab_size": 97}
+            "head_dim": HEAD_DIM, "vocab_size": 97}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 28, "patch_size": 14}
     model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
@@ -226,4 +250,4 @@ def test_layers_that_attend_in_another_way(layers: int, monkeypatch: pytest.Monk
                           transformers.AttentionInterface()["sdpa"])
             with pytest.raises(sluice.Unsupported, match="layer 0 did not come to Sluice"):
                 model(ids, past_key_values=cache)
-        torch.testing.assert_close(model(ids, past_key_values=cache).logits, want, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, want, **TOLERANCE)

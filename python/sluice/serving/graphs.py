@@ -1,0 +1,140 @@
+"""Forwards of decoded tokens alone, at a few fixed sizes, so that CUDA graphs can be replayed for every token."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+Compute = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+"""Ids [rows], positions [rows] and whether the engine attends, which is false where nothing is planned; returns logits
+[rows, vocabulary]."""
+
+
+class Staging:
+    """Whole numbers on their way to a device, always at the same place there. They are written to pinned memory and
+    follow in one copy, for which nobody waits."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._here = torch.zeros(capacity, dtype=torch.long, device="cpu", pin_memory=cuda)
+        self._there = torch.zeros(capacity, dtype=torch.long, device=device) if cuda else self._here
+        self._numbers = self._here.numpy()
+        self._copied = torch.cuda.Event() if cuda else None
+
+    def places(self, *sizes: int) -> tuple[torch.Tensor, ...]:
+        """Where columns of these sizes lie on the device, behind each other."""
+        return self._there[: sum(sizes)].split(sizes)
+
+    def put(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Brings columns to their places, on the current stream."""
+        if self._copied is not None:
+            self._copied.synchronize()  # After a forward that was given up the newest copy may be under way.
+        end = 0
+        for column in columns:
+            first, end = end, end + len(column)
+            self._numbers[first:end] = column
+        if self._copied is not None:
+            self._there[:end].copy_(self._here[:end], non_blocking=True)
+            self._copied.record(torch.cuda.current_stream(self._there.device))
+        return self.places(*map(len, columns))
+
+
+class Recorder(Protocol):
+    """Makes of a forward what can be run again and again."""
+
+    def record(self, warm_up: Callable[[], None], forward: Callable[[], None]) -> Callable[[], None]:
+        """`warm_up` is the same without the engine. Nothing is planned."""
+
+
+class Uncaptured:
+    """Runs the forward itself. All that this leaves out of CudaGraphs is CUDA."""
+
+    def record(self, warm_up: Callable[[], None], forward: Callable[[], None]) -> Callable[[], None]:
+        warm_up()
+        return forward
+
+
+class CudaGraphs:
+    """Captures forwards in CUDA graphs that share their memory: one of them runs at a time, and none needs what another
+    has left there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def record(self, warm_up: Callable[[], None], forward: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            try:
+                self._stream.wait_stream(before)
+                with torch.cuda.stream(self._stream):
+                    # Libraries choose their kernels and take their memory at first calls, which must not be captured.
+                    warm_up()
+                    # What waits for the device cannot be captured. It is told here, where that leaves nothing behind:
+                    # a capture that breaks off may leave memory in torch's allocator.
+                    with _waits_are_errors():
+                        warm_up()
+                # Of this thread alone: the engine's threads may do what they like.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    forward()
+                before.wait_stream(self._stream)
+            finally:
+                torch.cuda.set_stream(before)  # torch leaves another one behind where a capture breaks off.
+        return graph.replay
+
+
+class PaddedForwards:
+    """Forwards of decoded tokens in sizes that are powers of two, and one of `largest` rows. All of them read and write
+    the same tensors."""
+
+    def __init__(self, largest: int, staging: Staging, compute: Compute, recorder: Recorder) -> None:
+        """Records all sizes, the largest first, in whose memory the others have room. Raises what the model, torch or
+        the engine raises if one cannot be recorded."""
+        self._staging, self._compute = staging, compute
+        self._logits: torch.Tensor | None = None
+        self._forwards: dict[int, Callable[[], None]] = {}
+        self.sizes = tuple(size for size in (1 << bit for bit in range(largest.bit_length())) if size < largest)
+        self.sizes += (largest,)
+        for size in reversed(self.sizes):
+            self._forwards[size] = recorder.record(lambda size=size: self._run(size, False),
+                                                   lambda size=size: self._run(size, True))
+
+    def size(self, rows: int) -> int | None:
+        """The smallest that has room for these rows; None if none has."""
+        return next((size for size in self.sizes if rows <= size), None)
+
+    @torch.inference_mode()
+    def run(self, size: int, ids: Sequence[int], positions: Sequence[int], kept: Sequence[int]) -> torch.Tensor:
+        """A forward that has been planned for a bucket of `size` rows, on the current stream: the logits [kept,
+        vocabulary] in f32, which are good until the next run."""
+        padding = [0] * (size - len(ids))
+        self._staging.put([*ids, *padding], [*positions, *padding])
+        self._forwards[size]()
+        assert self._logits is not None
+        kept = list(kept)
+        return self._logits[: len(kept)] if kept == list(range(len(kept))) else self._logits[kept]
+
+    @torch.inference_mode()
+    def _run(self, size: int, attends: bool) -> None:
+        logits = self._compute(*self._staging.places(size, size), attends)
+        if self._logits is None:
+            self._logits = torch.empty(self.sizes[-1], logits.shape[-1], dtype=torch.float32, device=logits.device)
+        self._logits[:size].copy_(logits)
+
+
+@contextlib.contextmanager
+def _waits_are_errors() -> Iterator[None]:
+    """Whatever has the host wait for the device raises."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That this finds most of them, not all.
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,119 @@
+"""Which models a PackedModel takes, and how it gives them back."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import sluice
+import torch
+import transformers
+from sluice.serving import model as serving_model
+from sluice.serving.loop import Loop
+from sluice.serving.model import PackedModel
+from small import DEVICE, KV, SHAPE, bare_model, expected, greedy, prompt_ids, run, tokenizer
+
+Model = transformers.PreTrainedModel
+MOE = {"num_experts_per_tok": 2, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None}
+
+
+def packed(model: Model, policy: str = "full", **options: object) -> PackedModel:
+    return PackedModel(model, policy, **{"host_bytes": 8 << 20, "context": 256, "threads": 1, "pin_threads": False,
+                                         "answer_timeout_ms": 30_000, "sequences": 4, "prefill_rows": 64, **KV,
+                                         **options})
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Loop]]:
+    made: list[PackedModel] = []
+
+    def serve(model: Model, policy: str = "full", **options: object) -> Loop:
+        made.append(packed(copy.deepcopy(model), policy, **options))
+        return Loop(made[-1], tokenizer())
+
+    yield serve
+    for each in made:
+        each.close()
+
+
+def gpt_oss(**changes: object) -> Model:
+    """All of whose layers are full attention, with sinks."""
+    torch.manual_seed(6)
+    shape = {**SHAPE, "vocab_size": len(tokenizer()), "num_local_experts": 4, **MOE,
+             "layer_types": ["full_attention"] * SHAPE["num_hidden_layers"], **changes}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**shape)).eval()
+    for layer, block in enumerate(model.model.layers):
+        # Large enough to take half of the attention, and another one for each head.
+        block.self_attn.sinks.data = torch.tensor([0.0, 1.0, 2.0, 3.0]) + layer
+    return model
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("policy", ["full", "exact | int4 | top_k=all | near=0"])
+def test_attention_sinks(served: Callable[..., Loop], policy: str, graphs: str) -> None:
+    model = gpt_oss()
+    wants = {length: expected(model, prompt_ids(length, length), 12) for length in (1, 17, 65)}
+    assert len({token for want in wants.values() for token in want}) > 10  # Tokens that tell something.
+    told = run(served(model, policy, graphs=graphs), [greedy(each, prompt_ids(each, each)) for each in wants])
+    assert {each: told.tokens(each) for each in wants} == wants
+    for block in model.model.layers:
+        block.self_attn.sinks.data.fill_(-100)
+    assert {each: expected(model, prompt_ids(each, each), 12) for each in wants} != wants  # The sinks matter.
+
+
+def test_sinks_beside_windows_are_refused() -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    with pytest.raises(sluice.Unsupported, match="layers of sliding_attention"):
+        packed(gpt_oss(layer_types=kinds))
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_experts(served: Callable[..., Loop], graphs: str) -> None:
+    """Rows of padding have experts of their own choice, and change nothing of others."""
+    torch.manual_seed(7)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
+        **SHAPE, **MOE, vocab_size=len(tokenizer()), num_experts=4, moe_intermediate_size=64)).eval()
+    wants = {length: expected(model, prompt_ids(length, length), 12) for length in (5, 17, 40)}
+    loop = served(model, graphs=graphs)
+    told = run(loop, [greedy(each, prompt_ids(each, each)) for each in wants])
+    assert {each: told.tokens(each) for each in wants} == wants
+    assert loop.status().failed_forwards == 0
+    if DEVICE == "cpu":
+        assert (loop.status().graph_replays > 0) == (graphs == "on")
+
+
+def test_two_threads_serve_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(bare_model("llama"))
+    before, both, made = model.config._attn_implementation, threading.Barrier(2), []
+    # Both have found that the model is free.
+    monkeypatch.setattr(serving_model, "Engine", lambda options: (both.wait(60), sluice.Engine(options))[1])
+
+    def serve() -> None:
+        try:
+            made.append(packed(model))
+        except sluice.InvalidArgument as error:
+            made.append(error)
+
+    threads = [threading.Thread(target=serve) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(type(each).__name__ for each in made) == ["InvalidArgument", "PackedModel"]
+    refused = next(each for each in made if isinstance(each, Exception))
+    assert "enabled already; close() the PackedModel" in str(refused)
+    winner = next(each for each in made if isinstance(each, PackedModel))
+    assert model.config._attn_implementation == "sluice_packed"
+    winner.close()
+    winner.close()
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")
+def test_a_model_of_floats_on_a_gpu() -> None:
+    model = copy.deepcopy(bare_model("llama"))
+    with pytest.raises(sluice.Unsupported, match='float32 model on a GPU.*give kv_dtype="f16"'):
+        packed(model, kv_dtype=None)
+    assert model.config._attn_implementation != "sluice_packed"
