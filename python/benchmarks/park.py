@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", default=None, help="where the file goes; by default the system's temporary one")
     wants = parser.parse_args()
-    numbers = 2 * wants.layers * 8 * 128
+    numbers = 2 * wants.layers * 8 * 128  # Of a token.
     options = sluice.EngineOptions(
         layers=wants.layers, q_heads=32, kv_heads=8, head_dim=128, device=wants.device, sequences=2,
         host_bytes=2 * (wants.tokens + 512) * numbers, largest=sluice.Bucket(decode_rows=1), import_rows=512)
@@ -54,15 +54,16 @@ def main() -> None:
         size = engine.park_bytes(sequence)
         result["gib"] = size / 2**30
         area = np.zeros(size, np.uint8)
-        area[:: 4096] = 1  # Its pages are there.
+        area[::4096] = 1  # Its pages are there.
         result["park_memory_s"], _ = seconds(lambda: engine.park(sequence, area))
-        result["resume_memory_s"], back = seconds(lambda: engine.resume(area))
-        engine.end(back)
+        engine.end(sequence)
+        result["resume_memory_s"], sequence = seconds(lambda: engine.resume(area))
         del area
         with tempfile.TemporaryDirectory(dir=wants.folder) as folder:
             path = Path(folder) / "sequence"
             result["park_file_s"], _ = seconds(lambda: engine.park(sequence, path))
-            result["resume_file_s"], back = seconds(lambda: engine.resume(path))
+            engine.end(sequence)
+            result["resume_file_s"], _ = seconds(lambda: engine.resume(path))
     print(json.dumps({name: round(value, 3) for name, value in result.items()}))
 
 
