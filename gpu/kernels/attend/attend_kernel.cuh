@@ -42,12 +42,15 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
 #pragma unroll 1
   for (int tile = 0; tile < kTiles; ++tile) {
     const int heads = min(8, static_cast<int>(slice.heads) - 8 * tile);
-#pragma unroll
-    for (int begin = 0; begin < kDim; begin += RowShape<kDim>::kSlab) {
-      __syncthreads();  // All warps are done with what `out` lies over.
-      put_out<kDim, kTiles>(memory.out[warp], sum, tile, begin);
+    __syncthreads();  // All warps are done with what `out` lies over.
+    put_out<kDim, kTiles, 0>(memory.out[warp], sum, tile);
+    __syncthreads();
+    if (heads > 0) merge_warps<kDim, kTiles, 0>(place, sums, memory.out, tile, heads);
+    if constexpr (kDim > RowShape<kDim>::kSlab) {
       __syncthreads();
-      if (heads > 0) merge_warps<kDim, kTiles>(place, sums, memory.out, tile, heads, begin);
+      put_out<kDim, kTiles, RowShape<kDim>::kSlab>(memory.out[warp], sum, tile);
+      __syncthreads();
+      if (heads > 0) merge_warps<kDim, kTiles, RowShape<kDim>::kSlab>(place, sums, memory.out, tile, heads);
     }
   }
   if (slice.slices > 1 && is_last(args, slice)) {

@@ -103,13 +103,8 @@ __device__ void copy_tile(KeyTile<kDim, kKeys>& tile, const PrefillItem& item, s
 /// A thread reads what it has written itself, so there is nothing to wait for.
 template <int kDim, int kTerms>
 __device__ void query_fragment(std::uint32_t (&q)[4], const PrefillRows<kDim, kTerms>& state, int term, int step) {
-  if constexpr (kQueriesShared<kDim, kTerms>) {
-    const uint4 from = state.shared_q[(term * (kDim / 16) + step) * kPrefillThreads];
-    q[0] = from.x, q[1] = from.y, q[2] = from.z, q[3] = from.w;
-  } else {
-#pragma unroll
-    for (int part = 0; part < 4; ++part) q[part] = state.q[term][step][part];
-  }
+  const uint4 from = state.shared_q[(term * (kDim / 16) + step) * kPrefillThreads];
+  q[0] = from.x, q[1] = from.y, q[2] = from.z, q[3] = from.w;
 }
 
 /// scores = Q K^T: tile n holds keys 8 n + 2t and + 1 of rows g and g + 8.
@@ -124,17 +119,24 @@ __device__ void score_tile(float (&scores)[kKeys / 8][4], const PrefillRows<kDim
   }
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
-    std::uint32_t q[kTerms][4];
+    std::uint32_t shared_q[kTerms][4];
+    if constexpr (kQueriesShared<kDim, kTerms>) {
 #pragma unroll
-    for (int term = 0; term < kTerms; ++term) query_fragment(q[term], state, term, step);
+      for (int term = 0; term < kTerms; ++term) query_fragment(shared_q[term], state, term, step);
+    }
 #pragma unroll
     for (int n = 0; n < kKeys / 8; n += 2) {
       std::uint32_t b[4];
       load_matrices(b, &tile.k[KeyTile<kDim, kKeys>::at((n + lane / 16) * 8 + lane % 8, 2 * step + lane / 8 % 2)]);
 #pragma unroll
       for (int term = kTerms - 1; term >= 0; --term) {
-        mma<T>(scores[n], q[term], b[0], b[1]);
-        mma<T>(scores[n + 1], q[term], b[2], b[3]);
+        if constexpr (kQueriesShared<kDim, kTerms>) {
+          mma<T>(scores[n], shared_q[term], b[0], b[1]);
+          mma<T>(scores[n + 1], shared_q[term], b[2], b[3]);
+        } else {
+          mma<T>(scores[n], state.q[term][step], b[0], b[1]);
+          mma<T>(scores[n + 1], state.q[term][step], b[2], b[3]);
+        }
       }
     }
   }

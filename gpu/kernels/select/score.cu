@@ -57,10 +57,12 @@ __device__ void stage_queries(const float* q, std::uint32_t group, float scale, 
 
 template <std::uint32_t kHeadDim>
 __device__ __forceinline__ void load_query(const float* staged, std::uint32_t lane, float (&q)[kUnit]) {
-  if (lane >= kHeadDim / kUnit) {
+  if constexpr (!std::has_single_bit(kHeadDim)) {
+    if (lane >= kHeadDim / kUnit) {
 #pragma unroll
-    for (std::uint32_t c = 0; c < kUnit; ++c) q[c] = 0.f;
-    return;
+      for (std::uint32_t c = 0; c < kUnit; ++c) q[c] = 0.f;
+      return;
+    }
   }
   const float4 a = reinterpret_cast<const float4*>(staged)[lane];
   const float4 b = reinterpret_cast<const float4*>(staged + kHeadDim / 2)[lane];
@@ -161,8 +163,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll
     for (std::uint32_t p = 0; p < kPagesAtOnce; ++p) {  // What is missing in the last turn repeats the last page.
       const std::byte* const from = digests + staged.rows[min(at + first + p, count - 1)] * kDigestBytes;
-      words[p] = {};
-      if (lane < kHeadDim / kUnit) words[p] = {.hi = load_unit_once(from), .lo = load_unit_once(from + kHeadDim * 2)};
+      if (!std::has_single_bit(kHeadDim)) words[p] = {};
+      if (std::has_single_bit(kHeadDim) || lane < kHeadDim / kUnit)
+        words[p] = {.hi = load_unit_once(from), .lo = load_unit_once(from + kHeadDim * 2)};
     }
   };
   DigestWords next[kPagesAtOnce];
@@ -216,8 +219,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (std::uint32_t t = 0; t < kTokensAtOnce; ++t) {
       const std::uint64_t row = staged.rows[min(at + first + t, count - 1)];
-      words[t] = {};
-      if (lane < kHeadDim / kUnit)
+      if (!std::has_single_bit(kHeadDim)) words[t] = {};
+      if (std::has_single_bit(kHeadDim) || lane < kHeadDim / kUnit)
         words[t] = load_unit_once(task.base + row * (kHeadDim * 2) + lane * sizeof(uint4));
     }
 #pragma unroll
