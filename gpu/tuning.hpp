@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 
+#include "gpu/head_dims.hpp"
 #include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
@@ -16,7 +17,7 @@ inline constexpr std::uint32_t kMaxGroup = 32;
 /// Decode attention. A unit is 16 rows, one step of a warp; a slice is what one thread block attends.
 struct AttendTuning {
   std::uint32_t warps = 8;            ///< per thread block; each keeps up to 16 rows of K and V in flight
-  std::uint32_t blocks_per_sm = 2;    ///< one with two head tiles or given scores, which need more registers
+  std::uint32_t blocks_per_sm = 2;    ///< one with two head tiles, given scores or head_dim > 128: registers
   std::uint32_t whole_units = 16;     ///< tasks up to this are one slice: merging would cost more than it saves
   std::uint32_t min_slice_units = 8;  ///< one per warp
   std::uint32_t waves = 3;            ///< of slices, when there are more tasks than blocks fit the machine
@@ -65,14 +66,17 @@ struct PrefillVariant {
 
 /// Blocks of a variant that run at once on one multiprocessor.
 [[nodiscard]] constexpr std::uint32_t blocks_per_sm(const AttendVariant& variant) noexcept {
-  return variant.head_tiles == 1 && !variant.scored ? kAttend.blocks_per_sm : 1;
+  return variant.head_tiles == 1 && !variant.scored && variant.head_dim <= 128 ? kAttend.blocks_per_sm : 1;
 }
 
-/// Which decode kernel serves this shape. Groups of more than 16 heads read K and V once per 16.
+/// Which decode kernel serves this shape. Groups of more than 16 heads read K and V once per 16; per 8 beyond head_dim
+/// 128, where two tiles of results would not fit into registers.
 [[nodiscard]] constexpr AttendVariant attend_variant(const AttentionShape& shape, const PageLayout& layout,
                                                      bool scored) noexcept {
-  return {
-      .dtype = layout.dtype, .head_dim = shape.head_dim, .head_tiles = shape.group() > 8 ? 2u : 1u, .scored = scored};
+  return {.dtype = layout.dtype,
+          .head_dim = shape.head_dim,
+          .head_tiles = shape.group() > 8 && shape.head_dim <= 128 ? 2u : 1u,
+          .scored = scored};
 }
 
 /// Which prefill kernel serves this shape. `warpgroups`: the device has the kernels for Hopper, whose copies bring
@@ -83,7 +87,7 @@ struct PrefillVariant {
   return {.dtype = layout.dtype,
           .head_dim = shape.head_dim,
           .terms = q_dtype == layout.dtype ? 1u : 2u,
-          .warpgroups = warpgroups && q_dtype == layout.dtype && pages_fit};
+          .warpgroups = warpgroups && q_dtype == layout.dtype && pages_fit && TunedHeadDims::has(shape.head_dim)};
 }
 
 /// "attend bf16 d128 heads8 scored"

@@ -177,6 +177,7 @@ ForwardScratch ForwardVerbs::choice_of(const ForwardMemory& memory) const {
 std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
   const CurrentDevice current(ordinal_);
   check_supported("a forward", memory.shape, memory.layout);
+  if (memory.sparse_prefill) check_tuned("sparse prompts", memory.shape.head_dim, "use PrefillMode::full");
   const auto refuse = [](const std::string& what, std::uint64_t have, std::uint64_t most) {
     throw Error(Errc::unsupported, "a forward with " + what + " " + std::to_string(have) +
                                        " does not fit this device; at most " + std::to_string(most));

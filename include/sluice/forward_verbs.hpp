@@ -29,6 +29,11 @@ struct ForwardLayer {
 class ForwardVerbs {
  public:
   virtual ~ForwardVerbs() = default;
+  /// Whether prompts of this shape can attend in chosen blocks; where not, PrefillMode::automatic attends densely.
+  [[nodiscard]] virtual bool sparse_prompts(const AttentionShape& shape) const noexcept {
+    (void)shape;
+    return true;
+  }
   /// Device memory that the verbs want for themselves, zero-filled at first, for every bucket up to the largest.
   [[nodiscard]] virtual std::uint64_t scratch_bytes(const ForwardMemory& memory) const = 0;
 

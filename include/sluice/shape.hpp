@@ -9,7 +9,7 @@ struct AttentionShape {
   std::uint32_t layers = 0;
   std::uint32_t q_heads = 0;
   std::uint32_t kv_heads = 0;
-  std::uint32_t head_dim = 0;  ///< 64 or 128 have tuned kernels; any multiple of 16 up to 256 works on the CPU
+  std::uint32_t head_dim = 0;  ///< 64, 96, 128, 192 or 256 on a GPU; any multiple of 16 up to 256 on the CPU
 
   /// Query heads that share one KV head. At most 32: group members are kept as bits.
   [[nodiscard]] constexpr std::uint32_t group() const noexcept { return q_heads / kv_heads; }

@@ -76,7 +76,7 @@ class EngineOptions:
     layers: int
     q_heads: int  #: a multiple of kv_heads, at most 32 for each of them
     kv_heads: int
-    head_dim: int  #: 64 or 128 have tuned kernels; on the CPU any multiple of 16 up to 256
+    head_dim: int  #: on a GPU 64, 96, 128, 192 or 256; on the CPU any multiple of 16 up to 256
     device: str = "cpu"  #: or "cuda", or "cuda:1"
     device_bytes: int | None = None  #: most that is taken of the GPU's memory
     kv_dtype: Literal["f32", "f16", "bf16"] | None = None  #: of keys and values in memory

@@ -40,7 +40,10 @@ TEST_CASE("device attend: runs, tokens and both together", "[gpu]") {
   const auto c = GENERATE(Case{DType::bf16, 1, 128, 4, 16}, Case{DType::bf16, 40, 64, 1, 8},
                           Case{DType::f16, 100, 128, 3, 32}, Case{DType::bf16, 700, 128, 8, 16},
                           Case{DType::f16, 1'000, 64, 32, 256}, Case{DType::bf16, 333, 128, 32, 24},
-                          Case{DType::bf16, 515, 128, 12, 8}, Case{DType::bf16, 4'096, 128, 4, 16});
+                          Case{DType::bf16, 515, 128, 12, 8}, Case{DType::bf16, 4'096, 128, 4, 16},
+                          Case{DType::bf16, 700, 96, 5, 16}, Case{DType::f16, 4'096, 96, 32, 8},
+                          Case{DType::f16, 515, 192, 12, 24}, Case{DType::bf16, 4'096, 192, 3, 16},
+                          Case{DType::bf16, 1'000, 256, 32, 256}, Case{DType::f16, 9'000, 256, 8, 16});
   CAPTURE(to_string(c.dtype), c.tokens, c.head_dim, c.group, c.page_tokens);
   AttendFixture fixture;
   const Problem problem({.dtype = c.dtype,
@@ -72,9 +75,10 @@ TEST_CASE("device attend: runs, tokens and both together", "[gpu]") {
 
 TEST_CASE("device attend: ragged runs leave the rows between them alone", "[gpu]") {
   const auto page_tokens = GENERATE(8u, 16u, 32u, 256u);
-  CAPTURE(page_tokens);
+  const auto head_dim = GENERATE(96u, 128u, 192u, 256u);
+  CAPTURE(page_tokens, head_dim);
   AttendFixture fixture;
-  Problem problem({.tokens = 900, .head_dim = 128, .group = 5, .page_tokens = page_tokens, .seed = page_tokens});
+  Problem problem({.tokens = 900, .head_dim = head_dim, .group = 5, .page_tokens = page_tokens, .seed = page_tokens});
   std::vector<Attended> covered;
   const auto runs = ragged_runs(problem, covered, 9);
   // Rows that no run covers are poisoned: a read that counts would show.
@@ -84,7 +88,7 @@ TEST_CASE("device attend: ragged runs leave the rows between them alone", "[gpu]
   AttendTask task = attend_task(fixture, problem, out);
   for (std::uint32_t token = 0; token < problem.options().tokens; ++token) {
     if (attended_rows[token]) continue;
-    for (std::uint32_t i = 0; i < 128; ++i) {
+    for (std::uint32_t i = 0; i < head_dim; ++i) {
       store_element(task.kv.k_row(token), DType::bf16, i, std::nan(""));
       store_element(task.kv.v_row(token), DType::bf16, i, std::nan(""));
     }
@@ -97,9 +101,10 @@ TEST_CASE("device attend: ragged runs leave the rows between them alone", "[gpu]
 
 TEST_CASE("device attend: members and given scores", "[gpu]") {
   const auto group = GENERATE(1u, 4u, 7u, 20u);
-  CAPTURE(group);
+  const auto head_dim = GENERATE(96u, 128u, 192u, 256u);
+  CAPTURE(group, head_dim);
   AttendFixture fixture;
-  const Problem problem({.tokens = 3'000, .head_dim = 128, .group = group});
+  const Problem problem({.tokens = 3'000, .head_dim = head_dim, .group = group});
   const auto tokens = random_tokens(3'000, 0.6, 4);
   std::vector<std::uint32_t> members(tokens.size());
   std::vector<float> scores;
@@ -136,7 +141,7 @@ TEST_CASE("device attend: members and given scores", "[gpu]") {
   require_close(with_scores, reference::attend(problem, attended(tokens)), device_tolerance(problem));
   if (group > 2) {
     REQUIRE(with_both.lse[2] == kEmptyLse);
-    REQUIRE(std::count(with_both.out.begin() + 2 * 128, with_both.out.begin() + 3 * 128, 0.f) == 128);
+    REQUIRE(std::count(with_both.out.begin() + 2 * head_dim, with_both.out.begin() + 3 * head_dim, 0.f) == head_dim);
   }
 }
 

@@ -31,7 +31,10 @@ constexpr auto kCases = std::to_array<Case>({
     {130, 0, 8, 128, 16, DType::bf16, DType::f32},  {300, 127, 2, 64, 32, DType::bf16, DType::bf16},
     {330, 29, 4, 128, 256, DType::f16, DType::f16}, {420, 256, 1, 128, 24, DType::bf16, DType::f16},
     {290, 129, 32, 64, 16, DType::f16, DType::f32}, {700, 383, 4, 64, 64, DType::bf16, DType::f32},
-    {270, 3, 5, 128, 40, DType::bf16, DType::bf16}});
+    {270, 3, 5, 128, 40, DType::bf16, DType::bf16}, {333, 70, 3, 96, 16, DType::bf16, DType::bf16},
+    {290, 129, 32, 96, 8, DType::f16, DType::f32},  {301, 40, 4, 192, 24, DType::f16, DType::f16},
+    {270, 3, 5, 192, 40, DType::bf16, DType::f32},  {420, 256, 1, 256, 256, DType::bf16, DType::bf16},
+    {333, 70, 8, 256, 16, DType::f16, DType::f32},  {130, 0, 3, 256, 8, DType::f16, DType::f16}});
 
 struct Outputs {
   Outputs(BackendUnderTest& under_test, const Prompt& prompt, std::uint32_t count)

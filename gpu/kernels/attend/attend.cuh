@@ -16,14 +16,18 @@ template <int kDim>
 struct RowShape {
   static constexpr int kRowBytes = 2 * kDim;
   static constexpr int kKeyPieces = kDim / 32;    ///< of a K row per lane: dims (4 j + t) * 8 .. + 7
-  static constexpr int kValuePieces = kDim / 64;  ///< of a V row per lane: dims (8 c + g) * 8 .. + 7
+  static constexpr int kValuePieces = (kDim + 63) / 64;  ///< of a V row per lane: dims (8 c + g) * 8 .. + 7
   static constexpr int kOutTiles = kDim / 16;     ///< tile 4 c + i holds a lane's dims (8 c + g) * 8 + 2 i, + 1
+  static constexpr int kSlab = kDim < 128 ? kDim : 128;  ///< dims whose results lie in shared memory at once
+  /// The last piece of V is half as long if 64 does not divide head_dim: dims 64 c + 4 g .. + 3, in two tiles.
+  [[nodiscard]] static constexpr __device__ bool whole(int c) { return 64 * (c + 1) <= kDim; }
+  static_assert(kDim % 32 == 0);
 };
 
 /// Shared memory: first row lists and queries, then, when these are done with, the warps' results.
 template <int kDim, int kTiles>
 struct alignas(16) AttendMemory {
-  static constexpr int kOutPitch = kDim + 4;
+  static constexpr int kOutPitch = RowShape<kDim>::kSlab + 4;
   struct Input {
     std::uint32_t words[kAttend.stage_words];
     typename QueryPiece<kDim, kTiles>::Fragments q;
@@ -71,7 +75,13 @@ __device__ void load_values(std::uint32_t (&values)[4][RowShape<kDim>::kValuePie
     const std::uint64_t at = std::uint64_t{mine} + slice.page_tokens;
     const std::byte* from = slice.base + at * RowShape<kDim>::kRowBytes + g * 16;
 #pragma unroll
-    for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) load_once(values[n][c], from + c * 128, mine != kNoRow);
+    for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) {
+      if (RowShape<kDim>::whole(c)) {
+        load_once(values[n][c], from + c * 128, mine != kNoRow);
+      } else {
+        load_half_once(values[n][c], from + c * 128 - g * 8, mine != kNoRow);
+      }
+    }
   }
 }
 
@@ -179,6 +189,7 @@ __device__ void add_values(Accumulator<kDim, kTiles>& sum, const Weights (&weigh
   for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      if (4 * c + i >= RowShape<kDim>::kOutTiles) break;
       const std::uint32_t a[4] = {
           lower_halves(values[0][c][i], values[1][c][i]), upper_halves(values[0][c][i], values[1][c][i]),
           lower_halves(values[2][c][i], values[3][c][i]), upper_halves(values[2][c][i], values[3][c][i])};

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint32_t kThreads = 128;
 constexpr std::uint32_t kWarp = 32;
-constexpr std::uint32_t kMaxHeadDim = 128;
+constexpr std::uint32_t kMaxHeadDim = 256;
 
 __device__ float load_any(const std::byte* row, std::uint32_t channel, DType dtype) {
   switch (dtype) {

@@ -8,9 +8,15 @@
 namespace sluice::gpu::detail {
 
 inline constexpr int kRows = kPrefill.rows;
-inline constexpr int kKeys = kPrefill.keys;
 inline constexpr int kPrefillThreads = 2 * kRows;  ///< a warp per 16 rows
 inline constexpr std::uint32_t kNoTile = ~0u;
+
+/// Beyond head_dim 128 the results alone take half the registers: queries lie in shared memory, and tiles are so short
+/// that both fit into the 99 KiB that every supported GPU has.
+template <int kDim, int kTerms>
+inline constexpr bool kQueriesShared = kDim > 128;
+template <int kDim, int kTerms>
+inline constexpr int kKeysOf = kQueriesShared<kDim, kTerms> ? 32 / kTerms : kPrefill.keys;
 
 /// What one thread block attends. Rows are counted from `lead` rows before the item's first.
 struct RowTile {
@@ -38,6 +44,7 @@ __device__ inline RowTile row_tile(const PrefillItem& item, std::uint32_t index)
 }
 
 /// The first tile of keys from `tile` on that is to be attended, kNoTile if there is none.
+template <int kKeys>
 __device__ inline std::uint32_t next_tile(const RowTile& rows, std::uint32_t tile) {
   constexpr std::uint32_t kPerBlock = kPrefillBlock / kKeys;
   constexpr std::uint32_t kPerWord = 32 * kPerBlock;

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/head_dims.hpp"
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -152,9 +153,10 @@ Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& sha
 template <bool kForesees>
 void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreInt4Shape& shape,
             const Cut& cut, const dim3& grid, cudaStream_t stream) {
-  OverlappingLaunch(grid, kThreads, 0, stream)
-      .run(shape.layout.head_dim == 64 ? score_int4_kernel<64, kForesees> : score_int4_kernel<128, kForesees>,
-           "launch the score_int4 kernel", tasks, foresight, shape, cut);
+  KernelHeadDims::with(shape.layout.head_dim, [&](auto dim) {
+    OverlappingLaunch(grid, kThreads, 0, stream)
+        .run(score_int4_kernel<dim(), kForesees>, "launch the score_int4 kernel", tasks, foresight, shape, cut);
+  });
 }
 
 }  // namespace
@@ -197,10 +199,12 @@ void load_score_int4_kernels() {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel), "load the score_int4 kernels");
   };
-  load(score_int4_kernel<64, false>);
-  load(score_int4_kernel<128, false>);
-  load(score_int4_kernel<64, true>);
-  load(score_int4_kernel<128, true>);
+  KernelHeadDims::each([&](std::uint32_t head_dim) {
+    KernelHeadDims::with(head_dim, [&](auto dim) {
+      load(score_int4_kernel<dim(), false>);
+      load(score_int4_kernel<dim(), true>);
+    });
+  });
 }
 
 }  // namespace sluice::gpu

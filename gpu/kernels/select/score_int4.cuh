@@ -191,8 +191,26 @@ struct RowShare {
       asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                    : "l"(codes));
-    } else {
+    } else if constexpr (kWords == 2) {
       asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(codes));
+    } else if constexpr (kWords == 8) {
+#pragma unroll
+      for (std::uint32_t w = 0; w < kWords; w += 4) {
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[w]), "=r"(words[w + 1]), "=r"(words[w + 2]), "=r"(words[w + 3])
+                     : "l"(codes + w * 4));
+      }
+    } else if constexpr (kWords % 2 == 0) {
+#pragma unroll
+      for (std::uint32_t w = 0; w < kWords; w += 2) {
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(words[w]), "=r"(words[w + 1])
+                     : "l"(codes + w * 4));
+      }
+    } else {  // A lane's 12 bytes are aligned to 4.
+#pragma unroll
+      for (std::uint32_t w = 0; w < kWords; ++w)
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(words[w]) : "l"(codes + w * 4));
     }
   }
 };
