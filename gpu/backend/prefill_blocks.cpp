@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <string>
 #include <vector>
 
@@ -121,7 +120,7 @@ FlexArgs args_of(const SelectBlocksTask& task, const FlexPrefillSpec& spec, cons
           .dtype = task.kv.layout.dtype,
           .head_dim = shape.head_dim,
           .group = shape.group(),
-          .score_scale = 1.f / std::sqrt(static_cast<float>(shape.head_dim))};
+          .score_scale = shape.score_scale()};
 }
 
 void hand_out(const SumAttentionTask& task, const AttentionShape& shape, cudaStream_t stream) {

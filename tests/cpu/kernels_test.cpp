@@ -50,6 +50,8 @@ class Attend {
     cpu::list_rows(problem.kv(), tokens, rows_.data());
     out_[out_size()] = lse_.back() = 1234.f;
     args_ = {.q = problem.q(),
+             .scale = problem.shape().score_scale(),
+             .softcap = problem.options().softcap,
              .k = rows_.data(),
              .v_offset = problem.layout().half_bytes(),
              .count = static_cast<std::uint32_t>(tokens.size()),
@@ -237,6 +239,8 @@ TEST_CASE("every variant scores tokens like the reference", "[cpu][kernels]") {
         std::vector<float> out(expected.size() + 1, kNan);
         out.back() = 1234.f;
         kernels.element[static_cast<int>(options.dtype)].score({.q = problem.q(),
+                                                                .scale = problem.shape().score_scale(),
+                                                                .softcap = options.softcap,
                                                                 .k = rows.data(),
                                                                 .count = static_cast<std::uint32_t>(tokens.size()),
                                                                 .group = options.group,

@@ -32,6 +32,7 @@ void load_attend_kernels() {
     for (const std::uint32_t head_dim : {64u, 128u}) {
       for (const std::uint32_t tiles : {1u, 2u}) {
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .capped = true}, load);
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scored = true}, load);
       }
     }

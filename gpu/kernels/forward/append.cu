@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   if (attends && blockIdx.x < m.bucket.decode_rows) {
-    if (threadIdx.x == 0) describe(m, scratch, m.rows[blockIdx.x].in(layer.layer), blockIdx.x, head, plane);
+    if (threadIdx.x == 0) describe(m, scratch, m.rows[blockIdx.x].in(layer.layer, m.window), blockIdx.x, head, plane);
     if (m.rows[blockIdx.x].list != kNone) put_queries(m, layer, blockIdx.x, head);
   }
   const ForwardToken token = m.tokens[blockIdx.x];

@@ -11,8 +11,13 @@ namespace {
 template <class T, int kDim, class Use>
 void with_terms(const PrefillVariant& variant, const Use& use) {
   constexpr int kBytes = sizeof(detail::PrefillMemory<kDim>);
-  variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1>, kBytes)
-                     : use(detail::prefill_kernel<T, kDim, 2>, kBytes);
+  if (variant.capped) {
+    variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1, true>, kBytes)
+                       : use(detail::prefill_kernel<T, kDim, 2, true>, kBytes);
+  } else {
+    variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1, false>, kBytes)
+                       : use(detail::prefill_kernel<T, kDim, 2, false>, kBytes);
+  }
 }
 
 template <class Use>
@@ -46,6 +51,7 @@ void load_prefill_kernels() {
     for (const std::uint32_t head_dim : {64u, 128u}) {
       for (const std::uint32_t terms : {1u, 2u}) {
         with_kernel({.dtype = dtype, .head_dim = head_dim, .terms = terms}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .terms = terms, .capped = true}, load);
       }
     }
   }
