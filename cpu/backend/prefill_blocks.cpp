@@ -312,15 +312,26 @@ class BlockSelection {
 
 }  // namespace
 
+namespace {
+
+void refuse_softcap(const char* verb, const AttentionShape& shape) {
+  if (shape.softcap != 0.f)
+    throw Error(Errc::unsupported, std::string(verb) + ": scores are summed without a soft-cap; prefill densely");
+}
+
+}  // namespace
+
 void Backend::sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
                             const AttentionShape& shape, Stream*) {
   for (const SumAttentionTask& task : tasks) check("sum_attention", shape, task.kv.layout);
+  refuse_softcap("sum_attention", shape);
   Lent<BlockSelection>(workers_, workers_, kernels_, FlexPrefillSpec{}, strides, shape)->run(tasks);
 }
 
 void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
                             const PrefillShape& strides, const AttentionShape& shape, Stream*) {
   for (const SelectBlocksTask& task : tasks) check("select_blocks", shape, task.kv.layout);
+  refuse_softcap("select_blocks", shape);
   Lent<BlockSelection>(workers_, workers_, kernels_, spec, strides, shape)->run(tasks);
 }
 

@@ -101,6 +101,8 @@ void for_each_pack(std::span<const SelectBlocksTask> tasks, std::uint64_t limit,
 
 void check_task(const SelectBlocksTask& task, const AttentionShape& shape, std::uint64_t limit) {
   check_supported("select_blocks", shape, task.kv.layout);
+  if (shape.softcap != 0.f)
+    throw Error(Errc::unsupported, "select_blocks: blocks are chosen by scores without a soft-cap; prefill densely");
   const std::uint64_t keys = std::uint64_t{task.first} + task.count;
   if (keys > kFlexMaxKeys) {
     throw Error(Errc::unsupported, "select_blocks: " + std::to_string(keys) + " keys (GPU kernels have up to " +

@@ -238,6 +238,7 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,
                      .group = memory.shape.group(),
+                     .scale = memory.shape.score_scale(),
                      .multiprocessors = multiprocessors_},
                     handle(layer.stream));
 }

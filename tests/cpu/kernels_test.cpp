@@ -159,8 +159,39 @@ TEST_CASE("every variant attends like the reference", "[cpu][kernels]") {
   });
 }
 
+TEST_CASE("scores are scaled and soft-capped as a model says, those that are given are not", "[cpu][kernels]") {
+  const auto softcap = GENERATE(0.f, 0.5f, 20.f);
+  CAPTURE(softcap);
+  for_each_shape([&](ProblemOptions options) {
+    options.tokens = 90;
+    options.scale = 0.7f;
+    options.softcap = softcap;
+    options.outlier = 20.0;
+    const Problem problem(options);
+    const std::vector<std::uint32_t> tokens = random_tokens(options.tokens, 0.8, 10);
+    const Attention expected = reference::attend(problem, attended(tokens));
+    const std::vector<float> scores = scores_of(problem, tokens);
+    const double within = 5e-6 * (softcap == 0.f ? 2e5 * tolerance(problem) : 1.0 + softcap);
+    for_each_variant([&](const cpu::Kernels& kernels) {
+      std::vector<float> seen(scores.size());
+      Attend attend(problem, tokens);
+      attend.args().seen = seen.data();
+      attend.run(kernels);
+      attend.require(expected, within);
+      REQUIRE(max_abs_diff(seen, std::vector<double>(scores.begin(), scores.end())) <= within);
+      Attend scored(problem, tokens);
+      scored.args().scores = scores.data();
+      scored.run(kernels);
+      scored.require(expected, within);
+    });
+  });
+}
+
 TEST_CASE("masked pairs and given scores weigh what they should", "[cpu][kernels]") {
-  for_each_shape([](ProblemOptions options) {
+  const auto softcap = GENERATE(0.f, 1.f);
+  CAPTURE(softcap);
+  for_each_shape([&](ProblemOptions options) {
+    options.softcap = softcap;
     options.tokens = 70;
     const Problem problem(options);
     const std::vector<std::uint32_t> tokens = random_tokens(options.tokens, 0.7, 9);
