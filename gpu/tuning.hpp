@@ -49,6 +49,7 @@ struct AttendVariant {
   std::uint32_t head_dim = 128;
   std::uint32_t head_tiles = 1;  ///< tiles of 8 query heads that share one read of K and V
   bool scored = false;           ///< some tokens come with their scores
+  bool capped = false;           ///< scores are soft-capped
   [[nodiscard]] constexpr std::uint32_t heads() const noexcept { return 8 * head_tiles; }
   friend constexpr bool operator==(const AttendVariant&, const AttendVariant&) = default;
 };
@@ -61,6 +62,7 @@ struct PrefillVariant {
   /// keeps some 16 bits (bf16) or 22 bits (f16) of them.
   std::uint32_t terms = 2;
   bool warpgroups = false;  ///< the kernel for Hopper, with one term
+  bool capped = false;      ///< scores are soft-capped
   friend constexpr bool operator==(const PrefillVariant&, const PrefillVariant&) = default;
 };
 
@@ -76,7 +78,8 @@ struct PrefillVariant {
   return {.dtype = layout.dtype,
           .head_dim = shape.head_dim,
           .head_tiles = shape.group() > 8 && shape.head_dim <= 128 ? 2u : 1u,
-          .scored = scored};
+          .scored = scored,
+          .capped = shape.softcap != 0.f};
 }
 
 /// Which prefill kernel serves this shape. `warpgroups`: the device has the kernels for Hopper, whose copies bring
@@ -87,19 +90,21 @@ struct PrefillVariant {
   return {.dtype = layout.dtype,
           .head_dim = shape.head_dim,
           .terms = q_dtype == layout.dtype ? 1u : 2u,
-          .warpgroups = warpgroups && q_dtype == layout.dtype && pages_fit && TunedHeadDims::has(shape.head_dim)};
+          .warpgroups = warpgroups && q_dtype == layout.dtype && pages_fit && TunedHeadDims::has(shape.head_dim),
+          .capped = shape.softcap != 0.f};
 }
 
 /// "attend bf16 d128 heads8 scored"
 [[nodiscard]] inline std::string to_string(const AttendVariant& variant) {
   return std::string("attend ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " heads" +
-         std::to_string(variant.heads()) + (variant.scored ? " scored" : "");
+         std::to_string(variant.heads()) + (variant.scored ? " scored" : "") + (variant.capped ? " capped" : "");
 }
 
 /// "prefill bf16 d128 terms2", "prefill bf16 d128 terms1 warpgroups"
 [[nodiscard]] inline std::string to_string(const PrefillVariant& variant) {
   return std::string("prefill ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " terms" +
-         std::to_string(variant.terms) + (variant.warpgroups ? " warpgroups" : "");
+         std::to_string(variant.terms) + (variant.warpgroups ? " warpgroups" : "") +
+         (variant.capped ? " capped" : "");
 }
 
 }  // namespace sluice::gpu

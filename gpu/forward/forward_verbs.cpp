@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 #include "gpu/backend/verbs.hpp"
@@ -80,7 +79,8 @@ void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, con
                   .partials = scratch.partials,
                   .counters = scratch.counters,
                   .partial_count = blocks,
-                  .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
+                  .score_scale = memory.shape.score_scale(),
+                  .softcap = memory.shape.softcap};
   for (std::uint32_t i = 0; i < blocks; ++i) args.job_of[i] = static_cast<std::uint16_t>(job_of(i));
   launch_attend(variant_of(memory), args, blocks, stream);
 }
@@ -239,6 +239,7 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,
                      .group = memory.shape.group(),
+                     .scale = memory.shape.score_scale(),
                      .multiprocessors = multiprocessors_},
                     handle(layer.stream));
 }

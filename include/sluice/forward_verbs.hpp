@@ -53,7 +53,7 @@ class ForwardVerbs {
   /// Scores of the rows' pages by their digests, as ScorePagesTask has them, and the page_picks best of every query
   /// head, as TopKTask orders them: to pinned memory, of rows that ask.
   virtual void rank(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// Scores of all visible tokens by their copies: q.k / sqrt(head_dim). Of rows that have chosen pages, of these: as
+  /// Scores of all visible tokens by their copies, before any soft-cap. Of rows that have chosen pages, of these: as
   /// ScoreInt4Task lays them out with `lists`.
   virtual void score(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// The `picks` largest of every query head between sinks and recent tokens, or of its pages, by index from the first

@@ -73,6 +73,52 @@ TEST_CASE("device attend: runs, tokens and both together", "[gpu]") {
   require_close(mixed, whole, device_tolerance(problem));
 }
 
+TEST_CASE("device attend: scores are scaled and soft-capped as a model says, those that are given are not", "[gpu]") {
+  const auto dtype = GENERATE(DType::bf16, DType::f16);
+  const auto head_dim = GENERATE(64u, 128u);
+  const auto group = GENERATE(1u, 5u, 12u);
+  const auto softcap = GENERATE(0.f, 0.5f, 20.f);
+  CAPTURE(to_string(dtype), head_dim, group, softcap);
+  AttendFixture fixture;
+  const Problem problem({.dtype = dtype,
+                         .tokens = 700,
+                         .head_dim = head_dim,
+                         .group = group,
+                         .seed = 71,
+                         .scale = 0.3f,
+                         .softcap = softcap});
+  const auto all = all_tokens(700);
+  std::vector<float> scores;
+  for (const std::uint32_t token : all) {
+    for (std::uint32_t head = 0; head < group; ++head)
+      scores.push_back(static_cast<float>(reference::score(problem, head, token)));
+  }
+  const auto runs = runs_over(700, 16);
+  const SharedPartial plain(fixture, problem);
+  const SharedPartial scored(fixture, problem);
+  const SharedPartial beside(fixture, problem);
+  std::vector<AttendTask> tasks(3, attend_task(fixture, problem, plain));
+  tasks[0].runs = runs;
+  tasks[1].tokens = all;
+  tasks[1].scores = scores;
+  tasks[1].out = scored.view();
+  tasks[2].tokens = all;
+  tasks[2].out = beside.view();
+  // The first alone runs the kernel for unscored tokens, then all together the one for scored ones.
+  fixture.backend().attend(std::span(tasks).first(1), problem.shape(), fixture.stream.get());
+  fixture.wait();
+  const Attention expected = reference::attend(problem, attended(0, 700));
+  // Before the cap scores are as long as those of any other problem.
+  Problem uncapped({.dtype = dtype, .tokens = 700, .head_dim = head_dim, .group = group, .seed = 71, .scale = 0.3f});
+  const double within = device_tolerance(uncapped) + 1e-5 * softcap;
+  require_close(plain, expected, within);
+  fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+  fixture.wait();
+  require_close(plain, expected, within);
+  require_close(scored, expected, within);
+  require_close(beside, expected, within);
+}
+
 TEST_CASE("device attend: ragged runs leave the rows between them alone", "[gpu]") {
   const auto page_tokens = GENERATE(8u, 16u, 32u, 256u);
   const auto head_dim = GENERATE(96u, 128u, 192u, 256u);

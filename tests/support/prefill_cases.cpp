@@ -58,6 +58,7 @@ PrefillTask task_of(BackendUnderTest& under_test, const PlacedPrompt& placed, co
                    .out = reinterpret_cast<std::byte*>(to.out.data()),
                    .key_begin = range.key_begin,
                    .key_end = range.key_end,
+                   .reach = range.reach,
                    .lse = to.lse.data()};
   task.kv.frames += range.key_begin / task.kv.layout.page_tokens;
   if (!range.blocks.empty()) task.blocks = under_test.copy_of(range.blocks).data();
@@ -134,13 +135,15 @@ std::vector<std::uint32_t> block_bits(const Prompt& prompt, std::uint32_t first,
   return bits;
 }
 
-Prompt prompt_of(const Case& c) {
+Prompt prompt_of(const Case& c, float scale = 0.f, float softcap = 0.f) {
   return Prompt({.dtype = c.dtype,
                  .tokens = c.tokens,
                  .head_dim = c.head_dim,
                  .group = c.group,
                  .page_tokens = c.page_tokens,
-                 .seed = 40 + c.tokens},
+                 .seed = 40 + c.tokens,
+                 .scale = scale,
+                 .softcap = softcap},
                 c.q_dtype);
 }
 
@@ -197,6 +200,38 @@ TEST_CASE("prefill over windows equals prefill in one piece", "[backend][prefill
     run_windows(*under_test, placed, range, cuts, found);
     require_close(found, expected, within(prompt));
   }
+}
+
+TEST_CASE("prefill attends the newest keys within reach, in one piece or over windows", "[backend][prefill]") {
+  const auto [c, reach] = GENERATE(grid(kCases, std::array{1u, 40u, 128u, 211u, 5'000u}));
+  CAPTURE(c, reach);
+  const auto under_test = backend_under_test();
+  const Prompt prompt = prompt_of(c);
+  const PlacedPrompt placed(*under_test, prompt);
+  const PrefillRange range{.first = c.first, .count = c.tokens - c.first, .reach = reach};
+  const Attention expected = reference::prefill(prompt, range);
+  const std::uint32_t pages = c.tokens / c.page_tokens;
+  for (const std::vector<std::uint32_t>& cuts :
+       {std::vector<std::uint32_t>{}, {pages / 5 * c.page_tokens, pages / 3 * c.page_tokens, pages * 3 / 4 * c.page_tokens}}) {
+    CAPTURE(cuts);
+    Outputs found(*under_test, prompt, range.count);
+    run_windows(*under_test, placed, range, cuts, found);
+    require_close(found, expected, within(prompt));
+  }
+}
+
+TEST_CASE("prefill with a scale and a soft-cap, with and without a reach", "[backend][prefill]") {
+  const auto [c, softcap, reach] = GENERATE(grid(kCases, std::array{0.f, 0.7f, 30.f}, std::array{0u, 77u}));
+  CAPTURE(c, softcap, reach);
+  const auto under_test = backend_under_test();
+  const Prompt prompt = prompt_of(c, 0.3f, softcap);
+  const PlacedPrompt placed(*under_test, prompt);
+  const PrefillRange range{.first = c.first, .count = c.tokens - c.first, .reach = reach};
+  Outputs found(*under_test, prompt, range.count);
+  const PrefillTask task = task_of(*under_test, placed, range, found);
+  run(*under_test, placed, {&task, 1});
+  // Scores of the first are longer than others are tested with.
+  require_close(found, reference::prefill(prompt, range), 4 * within(prompt));
 }
 
 TEST_CASE("prefill attends the blocks that are named and no others", "[backend][prefill]") {

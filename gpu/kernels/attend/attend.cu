@@ -29,6 +29,7 @@ void load_attend_kernels() {
     KernelHeadDims::each([&](std::uint32_t head_dim) {
       for (const std::uint32_t tiles : {1u, 2u}) {
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .capped = true}, load);
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scored = true}, load);
       }
     });

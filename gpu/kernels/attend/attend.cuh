@@ -124,6 +124,12 @@ __device__ void score(float (&c)[4], const std::uint32_t (&keys)[2][RowShape<kDi
   }
 }
 
+/// Soft-caps scores to base 2: the cap is to base 2, too.
+__device__ inline void cap_scores(float (&scores)[4], float cap) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) scores[e] = cap * tanh_fast(scores[e] * (1.f / cap));
+}
+
 /// Raises the tops to include this unit's scores and scales what there is down to them.
 template <int kDim, int kTiles>
 __device__ void raise_tops(Accumulator<kDim, kTiles>& sum, const float (&scores)[kTiles][4]) {
@@ -208,12 +214,13 @@ __device__ bool scored(const AttendSlice& slice, std::uint32_t unit) {
   return kScored && slice.scores != nullptr && unit >= slice.octet_units();
 }
 
-/// Attends the warp's units of the slice, from `unit` on, which is already being loaded.
-template <class T, int kDim, int kTiles, bool kScored>
+/// Attends the warp's units of the slice, from `unit` on, which is already being loaded. `cap`: of scores that are
+/// computed, to base 2; 0: none. Kernels that are not `kCapped` know of none.
+template <class T, int kDim, int kTiles, bool kScored, bool kCapped>
 __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& slice,
                              const typename AttendMemory<kDim, kTiles>::Input& input, std::uint32_t unit, UnitRows rows,
                              std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
-                             std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4]) {
+                             std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4], float cap) {
   const std::uint32_t g = threadIdx.x % 32 / 4;
   const std::uint32_t t = threadIdx.x % 4;
   const std::uint32_t units = slice.units();
@@ -226,6 +233,7 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
         for (int e = 0; e < 4; ++e) scores[tile][e] = __uint_as_float(keys[tile][0][e]);
       } else {
         score<T, kDim>(scores[tile], keys, input.q[tile]);
+        if (kCapped && cap != 0.f) cap_scores(scores[tile], cap);
       }
     }
     const std::uint32_t next_unit = unit + kAttend.warps;

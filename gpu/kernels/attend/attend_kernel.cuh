@@ -6,7 +6,7 @@
 namespace sluice::gpu::detail {
 
 /// The decode kernel: a thread block attends one slice, and the last of a job's merges them.
-template <class T, int kDim, int kTiles, bool kScored>
+template <class T, int kDim, int kTiles, bool kScored, bool kCapped>
 __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 128 ? kAttend.blocks_per_sm : 1)
     attend_kernel(const __grid_constant__ AttendArgs args) {
   __shared__ AttendSlice slice;
@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
-  attend_units<T, kDim, kTiles, kScored>(sum, slice, memory.input, warp, rows, keys, values);
+  attend_units<T, kDim, kTiles, kScored, kCapped>(sum, slice, memory.input, warp, rows, keys, values,
+                                                  kCapped ? args.softcap * kLog2e : 0.f);
 
   put_sums(sums, sum);
   const Place<kDim, 8 * kTiles> place(args, slice);
@@ -61,7 +62,12 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
 /// Calls `use` with the kernel of one dtype, head_dim and number of head tiles.
 template <class T, int kDim, int kTiles, class Use>
 void with_tiled_kernel(const AttendVariant& variant, const Use& use) {
-  variant.scored ? use(attend_kernel<T, kDim, kTiles, true>) : use(attend_kernel<T, kDim, kTiles, false>);
+  if (variant.scored) {
+    use(attend_kernel<T, kDim, kTiles, true, true>);
+  } else {
+    variant.capped ? use(attend_kernel<T, kDim, kTiles, false, true>)
+                   : use(attend_kernel<T, kDim, kTiles, false, false>);
+  }
 }
 
 /// Calls `use` with the kernel of one dtype and head_dim.

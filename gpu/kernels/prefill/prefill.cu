@@ -10,8 +10,13 @@ namespace {
 /// Calls `use` with the kernel of a dtype and head_dim, and the shared memory that it needs.
 template <class T, int kDim, class Use>
 void with_terms(const PrefillVariant& variant, const Use& use) {
-  variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1>, detail::PrefillMemory<kDim, 1>::kBytes)
-                     : use(detail::prefill_kernel<T, kDim, 2>, detail::PrefillMemory<kDim, 2>::kBytes);
+  if (variant.capped) {
+    variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1, true>, detail::PrefillMemory<kDim, 1>::kBytes)
+                       : use(detail::prefill_kernel<T, kDim, 2, true>, detail::PrefillMemory<kDim, 2>::kBytes);
+  } else {
+    variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1, false>, detail::PrefillMemory<kDim, 1>::kBytes)
+                       : use(detail::prefill_kernel<T, kDim, 2, false>, detail::PrefillMemory<kDim, 2>::kBytes);
+  }
 }
 
 template <class Use>
@@ -44,6 +49,7 @@ void load_prefill_kernels() {
     KernelHeadDims::each([&](std::uint32_t head_dim) {
       for (const std::uint32_t terms : {1u, 2u}) {
         with_kernel({.dtype = dtype, .head_dim = head_dim, .terms = terms}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .terms = terms, .capped = true}, load);
       }
     });
   }

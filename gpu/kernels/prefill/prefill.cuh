@@ -142,20 +142,21 @@ __device__ void score_tile(float (&scores)[kKeys / 8][4], const PrefillRows<kDim
   }
 }
 
-/// Masks keys outside the window and beyond a row's own.
+/// Masks keys outside the window, beyond a row's own, and before its reach.
 template <int kKeys>
 __device__ inline void mask_tile(float (&scores)[kKeys / 8][4], const RowPair& rows, const RowTile& tile,
-                                 std::uint32_t first_key, std::uint32_t first_token) {
+                                 std::uint32_t first_key, std::uint32_t first_token, std::uint32_t reach) {
   const std::uint32_t t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const std::uint32_t end = min(tile.key_end, first_token + rows.token[half] + 1);
+    const std::uint32_t begin = max(tile.key_begin, first_seen(first_token + rows.token[half], reach));
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const std::uint32_t key = first_key + 8 * n + 2 * t + e;
-        if (key < tile.key_begin || key >= end) scores[n][2 * half + e] = -INFINITY;
+        if (key < begin || key >= end) scores[n][2 * half + e] = -INFINITY;
       }
     }
   }
@@ -242,7 +243,7 @@ __device__ void write_rows(const PrefillRows<kDim, kTerms>& state, const Prefill
   }
 }
 
-template <class T, int kDim, int kTerms>
+template <class T, int kDim, int kTerms, bool kCapped>
 __global__ void __launch_bounds__(kPrefillThreads, 2) prefill_kernel(const __grid_constant__ PrefillArgs args) {
   extern __shared__ uint4 shared[];
   auto& memory = *reinterpret_cast<PrefillMemory<kDim, kTerms>*>(shared);
@@ -254,7 +255,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 2) prefill_kernel(const __gri
   if (item.count == 0 || index * kRows >= lead + item.count * item.heads) return;
   const RowTile tile = row_tile(item, index);
 
-  std::uint32_t now = next_tile<kKeys>(tile, tile.key_begin / kKeys);
+  std::uint32_t now = next_tile<kKeys>(tile, tile.seen_begin / kKeys);
   if (now != kNoTile) copy_tile(memory.tiles[0], item, now * kKeys, tile);
   commit_copies();
   PrefillRows<kDim, kTerms> state;
@@ -276,8 +277,12 @@ __global__ void __launch_bounds__(kPrefillThreads, 2) prefill_kernel(const __gri
     const KeyTile<kDim, kKeys>& keys = memory.tiles[stage];
     float scores[kKeys / 8][4];
     score_tile<T>(scores, state, keys);
-    if (now * kKeys < tile.key_begin || (now + 1) * kKeys > tile.full_end)
-      mask_tile<kKeys>(scores, rows_of_thread(tile, item), tile, now * kKeys, item.first);
+    if constexpr (kCapped) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) cap_products(scores[n], args.score_scale, args.softcap);
+    }
+    if (now * kKeys < tile.full_begin || (now + 1) * kKeys > tile.full_end)
+      mask_tile<kKeys>(scores, rows_of_thread(tile, item), tile, now * kKeys, item.first, item.reach);
     weigh_tile<kKeys>(scores, state, args.score_scale * kLog2OfE);
     add_tile<T>(state, scores, keys);
     __syncthreads();  // All warps are done with the tile that the next copies overwrite.

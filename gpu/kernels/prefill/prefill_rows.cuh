@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/prefill/prefill.hpp"
+#include "gpu/kernels/prefill/prefill_output.cuh"
 
 /// Which rows and which tiles of keys a thread block of the prefill kernel has.
 namespace sluice::gpu::detail {
@@ -23,8 +24,10 @@ struct RowTile {
   std::uint32_t first_row = 0;
   std::uint32_t lead = 0;
   std::uint32_t key_begin = 0;
-  std::uint32_t key_end = 0;   ///< what its last row may see
-  std::uint32_t full_end = 0;  ///< what all its rows may see
+  std::uint32_t key_end = 0;     ///< what its last row may see
+  std::uint32_t seen_begin = 0;  ///< what its first row may see, at least key_begin
+  std::uint32_t full_begin = 0;  ///< from there on, what all its rows may see
+  std::uint32_t full_end = 0;    ///< up to here
   const std::uint32_t* mask = nullptr;
 };
 
@@ -40,6 +43,9 @@ __device__ inline RowTile row_tile(const PrefillItem& item, std::uint32_t index)
   const std::uint32_t first_row = max(tile.first_row, tile.lead);
   tile.key_end = min(item.key_end, item.first + (last_row - tile.lead) / item.heads + 1);
   tile.full_end = min(item.key_end, item.first + (first_row - tile.lead) / item.heads + 1);
+  tile.seen_begin =
+      max(item.key_begin, first_seen(item.first + (first_row - tile.lead) / item.heads, item.reach));
+  tile.full_begin = max(item.key_begin, first_seen(item.first + (last_row - tile.lead) / item.heads, item.reach));
   return tile;
 }
 

@@ -197,7 +197,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 /// One thread block per task (blockIdx.y) and slice of its tokens (blockIdx.x).
 template <DType kType, std::uint32_t kHeadDim>
 __global__ void __launch_bounds__(kThreads)
-    score_tokens_kernel(const __grid_constant__ TaskArray<TokenRows> tasks, std::uint32_t group, std::uint32_t slice) {
+    score_tokens_kernel(const __grid_constant__ TaskArray<TokenRows> tasks, std::uint32_t group, std::uint32_t slice,
+                        float scale) {
   using Tile = Tiling<kHeadDim, kTokensAtOnce>;
   extern __shared__ float4 memory[];
   __shared__ TokenRows task;
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t count = min(slice, task.count - begin);
   const Staged staged(reinterpret_cast<float*>(memory), group, kHeadDim, slice);
   for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) staged.rows[i] = task.rows[begin + i];
-  stage_queries<kHeadDim>(task.q, group, 1.f / sqrtf(static_cast<float>(kHeadDim)), staged.q);
+  stage_queries<kHeadDim>(task.q, group, scale, staged.q);
   __syncthreads();
 
   const std::uint32_t lane = threadIdx.x % Tile::kLanes;
@@ -308,7 +309,7 @@ void launch_score_tokens(const TaskArray<TokenRows>& tasks, const ScoreShape& sh
         total, Tiling<kHeadDim, kTokensAtOnce>::kBlockRows, kMaxSlice<kHeadDim>, shape.multiprocessors);
     const dim3 grid(static_cast<std::uint32_t>(div_up(longest, slice)), tasks.count);
     const std::uint32_t shared = Staged::bytes(shape.group, kHeadDim, slice);
-    score_tokens_kernel<kType, kHeadDim><<<grid, kThreads, shared, stream>>>(tasks, shape.group, slice);
+    score_tokens_kernel<kType, kHeadDim><<<grid, kThreads, shared, stream>>>(tasks, shape.group, slice, shape.scale);
   });
   check(cudaGetLastError(), "launch the score_tokens kernel");
 }

@@ -96,7 +96,7 @@ __device__ void stage_pages(Shared<kHeadDim>& s, const Part& part, std::uint32_t
 
 /// Warp h stages head first + h; heads beyond the last are 0. Returns the length of its query.
 template <std::uint32_t kHeadDim>
-__device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::uint32_t heads) {
+__device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::uint32_t heads, float scale) {
   const std::uint32_t head = threadIdx.x / kWarp;
   const std::uint32_t lane = threadIdx.x % kWarp;
   const float* const q = s.task.q + std::uint64_t{first + head} * kHeadDim;
@@ -125,7 +125,6 @@ __device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::ui
   for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i)
     s.q[head][i * kWarp + lane] = __float2int_rn(fminf(fmaxf(values[i] * up, -kMost), kMost));
   if (lane == 0) {
-    const float scale = 1.f / sqrtf(static_cast<float>(kHeadDim));
     s.unit[head] = __int_as_float((127 + exponent - kQueryBits) << 23) * scale;
     s.sum[head] = sum * scale;
   }
