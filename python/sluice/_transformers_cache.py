@@ -122,7 +122,7 @@ class SluiceCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._each("batch_select_indices", indices)
-        self.rows.replace(torch.arange(len(self.rows))[indices.cpu()].tolist())
+        self.rows.replace(torch.arange(len(self.rows), device="cpu")[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._each("batch_repeat_interleave", repeats)

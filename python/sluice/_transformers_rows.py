@@ -54,7 +54,7 @@ class Rows:
         # Of the forward that runs:
         self._forward: int | None = None  # its number; None also if all of its tokens are padding
         self._next_layer = 0
-        self._whole = torch.empty(0, 0, dtype=torch.bool)  # what the mask is going to be
+        self._whole = torch.empty(0, 0, dtype=torch.bool, device="cpu")  # what the mask is going to be
         # Row and column of each token that is no padding, where q is: an index for which no layer waits; None: all.
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         self._bucket = Bucket()
@@ -177,7 +177,8 @@ class Rows:
         old, seen = self.columns, self._mask
         if seen is not None and batch != len(self):
             raise InvalidArgument(f"the cache has {len(self)} rows, and this batch {batch}")
-        whole = torch.ones(batch, old + new_columns, dtype=torch.bool) if mask is None else mask.to("cpu", torch.bool)
+        whole = (torch.ones(batch, old + new_columns, dtype=torch.bool, device="cpu") if mask is None else
+                 mask.to("cpu", torch.bool))
         if whole.shape != (batch, old + new_columns):
             raise InvalidArgument(f"the attention mask is {tuple(whole.shape)}, and the cache and its new tokens make "
                                   f"{(batch, old + new_columns)}")

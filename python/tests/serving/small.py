@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import transformers
+from sluice.serving.graphs import Uncaptured
 from sluice.serving.loop import Loop
 from sluice.serving.requests import Event, Request, Sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -71,6 +72,19 @@ def greedy(number: int, prompt: Sequence[int], tokens: int = 12, **options: obje
     after = options.pop("after", None)
     return Request(number, list(prompt), Sampling(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True,
                                                      **options}), after)
+
+
+class Breaks:
+    """A recorder that records two sizes, and then no more."""
+
+    def __init__(self, *_: object) -> None:
+        self._recorded = 0
+
+    def record(self, warm_up: Callable[[], None], forward: Callable[[], None]) -> Callable[[], None]:
+        self._recorded += 1
+        if self._recorded > 2:
+            raise RuntimeError("not permitted\nwhen capturing")
+        return Uncaptured().record(warm_up, forward)
 
 
 class Told:

@@ -16,9 +16,10 @@ import pytest
 from server import DEADLINE_S
 from sluice.__main__ import main
 from sluice.errors import InvalidArgument
+from sluice.serving import model as serving_model
 from sluice.serving.arguments import option, size
 from sluice.serving.command import Progress, api_key, conversation, name_of
-from small import DEVICE, KV, bare_model, expected, text_of, tokenizer
+from small import DEVICE, KV, Breaks, bare_model, expected, text_of, tokenizer
 
 ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", DEVICE, "--option", "threads=1", "--option",
              "pin_threads=false", "--option", "answer_timeout_ms=30000", "--temperature", "0", "--max-tokens", "12",
@@ -61,6 +62,18 @@ def test_run(folder: Path, here: Callable[..., Done], how: str) -> None:
     done = command("run", folder, "--prompt", prompt) if how == "prompt" else here("run", "--file", "-", typed=prompt)
     assert (done.returncode, done.stderr) == (0, "")  # Progress is for terminals.
     assert done.stdout == answer_to(prompt) + "\n"
+
+
+def test_graphs(here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where none can be made, which standard error says."""
+    prompt = "the cat sat on the mat"
+    done = here("run", "--prompt", prompt, "--graphs", "on")
+    assert (done.returncode, done.stdout, done.stderr) == (0, answer_to(prompt) + "\n", "")
+    for name in ("Uncaptured", "CudaGraphs"):
+        monkeypatch.setattr(serving_model, name, Breaks)
+    done = here("run", "--prompt", prompt, "--graphs", "on", "--sequences", "8")
+    assert (done.returncode, done.stdout) == (0, answer_to(prompt) + "\n")
+    assert done.stderr == "sluice: forwards run without CUDA graphs: RuntimeError: not permitted when capturing\n"
 
 
 def test_chat(here: Callable[..., Done]) -> None:

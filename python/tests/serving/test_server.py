@@ -200,6 +200,15 @@ def test_an_api_key(strict: Server) -> None:
     assert strict.get("/health").status_code == 200
 
 
+def test_forwards_of_fixed_sizes(start: Callable[..., Server], shared: Server) -> None:
+    server = start("--graphs", "on")
+    want, got = (each.client().completions.create(prompt=prompt_ids(20), max_tokens=12, **GREEDY).choices[0].text
+                 for each in (shared, server))
+    assert got == want
+    wait_until(lambda: server.metric("sluice_graph_replays_total") >= 11)  # Its status comes now and then.
+    assert server.metric("sluice_graph_captures_total") == 4
+
+
 def test_preempted_answers_are_the_same(start: Callable[..., Server], shared: Server) -> None:
     server = start("--host-bytes", str(12 * 16 * 3 * 2 * SHAPE["head_dim"] * 2 * KV_BYTES))
     lengths = (30, 31, 32, 33)

@@ -212,6 +212,21 @@ def test_rows_are_selected_and_repeated() -> None:
 
 
 @torch.no_grad()
+def test_another_default_device() -> None:
+    """What is kept of masks is on the CPU, wherever tensors are made that say nothing."""
+    with enabled(llama()) as here:
+        cache = here.cache()
+        q, k, v = (torch.randn(2, heads, 5, HEAD_DIM) for heads in (4, 2, 2))
+        padded = torch.ones(2, 10, dtype=torch.bool)
+        with torch.device("meta"):
+            for mask in (None, padded):
+                for layer in range(3):
+                    assert cache.rows.attend(layer, q, k, v, mask).isfinite().all()
+            cache.reorder_cache(torch.tensor([1, 1], device="cpu"))
+        assert cache.rows.tokens() == [10, 10]
+
+
+@torch.no_grad()
 def test_rows_that_find_no_room_are_lost() -> None:
     model, ids = llama(), prompt(2, 20)
     with enabled(model, sequences=3) as here:
