@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny import (TOLERANCE, Served, assistant_of, enabled, fail_in, greedy, llama, prompt, qwen2, same_beams, same_in_chunks,
-                  same_logits, same_second_turn, same_with_left_padding)
+from tiny import (TOLERANCE, Served, assistant_of, enabled, fail_in, greedy, llama, prompt, qwen2, same_beams,
+                  same_in_chunks, same_logits, same_second_turn, same_with_left_padding)
 from transformers import PreTrainedModel
 
 POLICIES = ("full", "exact | int4 | top_k=all | near=0")
