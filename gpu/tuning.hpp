@@ -103,8 +103,7 @@ struct PrefillVariant {
 /// "prefill bf16 d128 terms2", "prefill bf16 d128 terms1 warpgroups"
 [[nodiscard]] inline std::string to_string(const PrefillVariant& variant) {
   return std::string("prefill ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " terms" +
-         std::to_string(variant.terms) + (variant.warpgroups ? " warpgroups" : "") +
-         (variant.capped ? " capped" : "");
+         std::to_string(variant.terms) + (variant.warpgroups ? " warpgroups" : "") + (variant.capped ? " capped" : "");
 }
 
 }  // namespace sluice::gpu

@@ -185,7 +185,8 @@ inline Vec exp_negative(Vec x) noexcept {
   return Simd::zero_below(x, -87.f, Simd::scale(p, k));
 }
 
-/// cap * tanh(x / cap), to 1e-6 of the cap; NaN stays NaN. Never inlined: kernels without a cap are to stay as they are.
+/// cap * tanh(x / cap), to 1e-6 of the cap; NaN stays NaN. Never inlined: kernels without a cap are to stay as they
+/// are.
 [[gnu::noinline]] Vec soft_cap(Vec x, float cap) noexcept {
   // tanh|y| = (1 - e^(-2|y|)) / (1 + e^(-2|y|))
   alignas(64) float lanes[kWidth];

@@ -41,8 +41,8 @@ void score(const ScoreRows& args) noexcept {
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
       using H = decltype(heads);
       for (std::uint32_t r = 0; r < rows; r += H::kRows) {
-        Vec scores = dot_rows<kType, H::kHeads>(q + head * extent.stride, {k + r, head == 0 ? ahead + r : nullptr},
-                                                extent);
+        Vec scores =
+            dot_rows<kType, H::kHeads>(q + head * extent.stride, {k + r, head == 0 ? ahead + r : nullptr}, extent);
         if (args.softcap != 0.f) scores = soft_cap(scores, args.softcap);
         const std::uint32_t valid = rows - r < H::kRows ? rows - r : H::kRows;
         scatter<H::kHeads>(scores, valid, args.group, args.out + std::size_t{tile + r} * args.group + head);

@@ -58,8 +58,8 @@ struct ForwardRow {
   }
   /// Whether all tokens are attended.
   [[nodiscard]] constexpr bool whole() const noexcept { return sink_end == tokens; }
-  /// The row as it is in a layer whose rows see the newest `window` tokens, see EngineOptions::windows; there nothing is
-  /// chosen.
+  /// The row as it is in a layer whose rows see the newest `window` tokens, see EngineOptions::windows; there nothing
+  /// is chosen.
   [[nodiscard]] constexpr ForwardRow in(std::uint32_t layer, std::uint32_t window) const noexcept {
     ForwardRow row = *this;
     if (window == 0 && layer >= dense_layers && (dense_every == 0 || layer % dense_every != 0)) return row;

@@ -26,8 +26,8 @@ struct PrefillShape {
 
 /// Causal attention of a chunk of a prompt: query i (position first + i) of one KV head's group attends the keys
 /// key_begin <= j < min(key_end, first + i + 1), with `reach` only the newest, j > first + i - reach; all of them or
-/// those in the blocks that `blocks` names. Keys may come in windows, one call after the other: see `so_far`. A row that
-/// attends no key has out 0 and lse -infinity.
+/// those in the blocks that `blocks` names. Keys may come in windows, one call after the other: see `so_far`. A row
+/// that attends no key has out 0 and lse -infinity.
 struct PrefillTask {
   const std::byte* q = nullptr;  ///< row of (chunk token 0, first head of the group); see strides
   KvView kv;                     ///< its first page holds the keys from position key_begin on

@@ -1,6 +1,7 @@
 // What an engine is asked to be built with.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "runtime/engine/engine_options.hpp"
@@ -16,13 +17,13 @@ void require(bool holds, const std::string& field, std::uint64_t have, const std
 
 /// What the model says of logits, and of what rows see.
 void validate_scores(const EngineOptions& options) {
-  const auto number = [](const char* field, float value) {
-    if (value == 0.f || (std::isnormal(value) && value > 0.f)) return;
-    throw Error(Errc::invalid_argument,
-                std::string(field) + " is " + std::to_string(value) + "; it must be a finite number above 0, or 0");
+  const auto number = [](const char* field, float value, float most, const char* want) {
+    if (value == 0.f || (std::isnormal(value) && value > 0.f && value <= most)) return;
+    throw Error(Errc::invalid_argument, std::string(field) + " is " + std::to_string(value) + "; it must be " + want);
   };
-  number("scale", options.scale);
-  number("softcap", options.softcap);
+  number("scale", options.scale, std::numeric_limits<float>::max(), "a finite number above 0, or 0");
+  constexpr float kMostSoftcap = 1000.f;  // Kernels cap to some 1e-7 of it.
+  number("softcap", options.softcap, kMostSoftcap, "above 0 and at most 1000, or 0");
   if (options.shape.scale != 0.f || options.shape.softcap != 0.f)
     throw Error(Errc::invalid_argument,
                 "shape.scale and shape.softcap are set; an engine is told by EngineOptions::scale and ::softcap");

@@ -37,9 +37,9 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
       seats_(memory.planes()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
     const bool chooses = !spec.dense(layer) && memory.window_in(layer) == 0;
-    layers_.push_back(chooses ? scheduler::make_layer_policy(spec, memory.shape, memory.layout.page_tokens,
-                                                             LayerId{layer})
-                              : nullptr);
+    layers_.push_back(chooses
+                          ? scheduler::make_layer_policy(spec, memory.shape, memory.layout.page_tokens, LayerId{layer})
+                          : nullptr);
   }
 }
 

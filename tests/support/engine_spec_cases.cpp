@@ -105,9 +105,29 @@ TEST_CASE("rows that decode attend by the model's scale, soft-cap and windows, n
   both(story.tokens());
 }
 
+TEST_CASE("layers with windows are attended over the link as by the CPU", "[engine][spec]") {
+  const auto [text, near] =
+      GENERATE(grid(std::array{"full", "exact | int4 | top_k=24 | near=0,sinks=4,recent=16", "lfps", "topk"},
+                    std::array{0u, 7u}));
+  CAPTURE(text, near);
+  const EngineRig rig = engine_rig();
+  const Spec& spec = kSpecs[4];
+  const Story story = story_of(rig, spec, 290, 90);
+  std::vector<std::vector<float>> outs[2];
+  for (const PlacementMode placement : {PlacementMode::hybrid, PlacementMode::stream}) {
+    EngineOptions options = spec_options(rig, spec, 1, near);
+    options.placement = placement;
+    Engine engine(options, rig.device);
+    Teller teller{.story = &story, .id = engine.begin(parse_policy(text))};
+    prefill(engine, rig, teller, 270);
+    while (teller.at < story.tokens())
+      outs[placement == PlacementMode::stream ? 1 : 0].push_back(decode(engine, rig, teller));
+  }
+  for (std::size_t i = 0; i < outs[0].size(); ++i) REQUIRE(difference(outs[0][i], outs[1][i]) < tolerance(rig));
+}
+
 TEST_CASE("chunks of prompts attend by the model's scale, soft-cap and windows", "[engine][spec]") {
-  const auto [number, near, window] =
-      GENERATE(grid(kSpecNumbers, std::array{0u, 20u}, std::array{16u, 64u, 4096u}));
+  const auto [number, near, window] = GENERATE(grid(kSpecNumbers, std::array{0u, 20u}, std::array{16u, 64u, 4096u}));
   CAPTURE(number, near, window);
   const EngineRig rig = engine_rig();
   const Spec& spec = kSpecs[number];
@@ -186,8 +206,7 @@ TEST_CASE("policies of the CPU choose by the model's scores, and not in layers w
   constexpr std::array kPolicies{"lfps",     "psa | dense=0",
                                  "magicpig", "tactic:least=64,size=4,recluster=64",
                                  "topk",     "exact | top_k=30 | near=0,sinks=4 | bypass=0.3"};
-  const auto [text, number, near] =
-      GENERATE_COPY(grid(few<3>(kPolicies), kSpecNumbers, std::array{0u, 7u}));
+  const auto [text, number, near] = GENERATE_COPY(grid(few<3>(kPolicies), kSpecNumbers, std::array{0u, 7u}));
   CAPTURE(text, number, near);
   const EngineRig rig = engine_rig();
   const Spec& spec = kSpecs[number];
@@ -297,6 +316,7 @@ TEST_CASE("what no model says of its attention is refused", "[engine][spec]") {
     REQUIRE(refused([&](EngineOptions& options) { options.scale = wrong; }) == Errc::invalid_argument);
     REQUIRE(refused([&](EngineOptions& options) { options.softcap = wrong; }) == Errc::invalid_argument);
   }
+  REQUIRE(refused([](EngineOptions& options) { options.softcap = 1001.f; }) == Errc::invalid_argument);
   REQUIRE(refused([](EngineOptions& options) { options.windows = {4, 4}; }) == Errc::invalid_argument);
   REQUIRE(refused([](EngineOptions& options) { options.shape.scale = 0.1f; }) == Errc::invalid_argument);
   REQUIRE(refused([](EngineOptions& options) { options.shape.softcap = 30.f; }) == Errc::invalid_argument);

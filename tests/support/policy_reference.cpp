@@ -192,9 +192,8 @@ void Reference::attend(std::uint32_t layer, std::uint32_t kv_head, const Attende
   }
   audited.scores.resize(std::size_t{tokens - first} * group);
   for (std::size_t i = 0; i < audited.scores.size(); ++i)
-    audited.scores[i] = static_cast<float>(
-        score(layer, kv_head * group + static_cast<std::uint32_t>(i % group),
-                                          first + static_cast<std::uint32_t>(i / group)));
+    audited.scores[i] = static_cast<float>(score(layer, kv_head * group + static_cast<std::uint32_t>(i % group),
+                                                 first + static_cast<std::uint32_t>(i / group)));
   for (std::uint32_t t = first; t < tokens; ++t) {
     double square = 0.0;
     for (std::uint32_t c = 0; c < d; ++c) square += double{value(t, c)} * value(t, c);

@@ -212,7 +212,8 @@ TEST_CASE("prefill attends the newest keys within reach, in one piece or over wi
   const Attention expected = reference::prefill(prompt, range);
   const std::uint32_t pages = c.tokens / c.page_tokens;
   for (const std::vector<std::uint32_t>& cuts :
-       {std::vector<std::uint32_t>{}, {pages / 5 * c.page_tokens, pages / 3 * c.page_tokens, pages * 3 / 4 * c.page_tokens}}) {
+       {std::vector<std::uint32_t>{},
+        {pages / 5 * c.page_tokens, pages / 3 * c.page_tokens, pages * 3 / 4 * c.page_tokens}}) {
     CAPTURE(cuts);
     Outputs found(*under_test, prompt, range.count);
     run_windows(*under_test, placed, range, cuts, found);

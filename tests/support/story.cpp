@@ -217,7 +217,8 @@ std::vector<double> Story::attended_as(std::uint32_t layer, std::uint32_t token,
     std::vector<bool> marked(n, false);
     std::fill_n(marked.begin(), sink_end, true);
     std::fill(marked.begin() + recent_begin, marked.end(), true);
-    for (std::uint32_t g = 0; g < shape_.group() && window == 0; ++g) choose(kv * shape_.group() + g, sink_end, recent_begin, marked);
+    for (std::uint32_t g = 0; g < shape_.group() && window == 0; ++g)
+      choose(kv * shape_.group() + g, sink_end, recent_begin, marked);
     for (std::uint32_t head = kv * shape_.group(); head < (kv + 1) * shape_.group(); ++head) {
       std::vector<double> scores(n, -INFINITY);
       double top = -INFINITY;
