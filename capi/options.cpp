@@ -6,7 +6,7 @@ namespace sluice::capi {
 namespace {
 
 constexpr const char* kName = "sluice_engine_options";
-static_assert(offsetof(sluice_engine_options, policy_bytes) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, windows) + sizeof(const std::uint32_t*) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16));
 
 struct Feature {
@@ -92,6 +92,12 @@ std::vector<std::uint32_t> cores_of(const sluice_engine_options& options) {
   return {options.cores, options.cores + options.core_count};
 }
 
+std::vector<std::uint32_t> windows_of(const sluice_engine_options& options) {
+  if (options.window_count == 0) return {};
+  require_pointer(options.windows, "sluice_engine_options.windows, of which window_count says there are some,");
+  return {options.windows, options.windows + options.window_count};
+}
+
 }  // namespace
 
 sluice_engine_options default_options() {
@@ -106,11 +112,15 @@ sluice_engine_options read_options(const sluice_engine_options* options) {
 
 EngineOptions to_engine(const sluice_engine_options& options) {
   const std::uint32_t page = options.page_tokens;
+  if (options.reserved != 0) refuse("reserved", options.reserved, "0");
   if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
   return {.shape = {.layers = options.layers,
                     .q_heads = options.q_heads,
                     .kv_heads = options.kv_heads,
                     .head_dim = options.head_dim},
+          .scale = options.scale,
+          .softcap = options.softcap,
+          .windows = windows_of(options),
           .page_tokens = page,
           .kv_dtype = dtype_of(options.kv_dtype),
           .host_bytes = options.host_bytes,
@@ -182,6 +192,10 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.policy_bytes = options.policy_bytes;
   out.core_count = static_cast<std::uint32_t>(options.cores.size());
   out.cores = options.cores.empty() ? nullptr : options.cores.data();
+  out.scale = options.scale;
+  out.softcap = options.softcap;
+  out.window_count = static_cast<std::uint32_t>(options.windows.size());
+  out.windows = options.windows.empty() ? nullptr : options.windows.data();
   return out;
 }
 
@@ -225,6 +239,7 @@ sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options
     out.device_id = given.device_id;
     out.device_bytes = given.device_bytes;
     out.cores = given.cores;
+    out.windows = given.windows;
     capi::write_sized(out, options, capi::kName);
   });
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 
+#include "gpu/head_dims.hpp"
 #include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
@@ -16,7 +17,7 @@ inline constexpr std::uint32_t kMaxGroup = 32;
 /// Decode attention. A unit is 16 rows, one step of a warp; a slice is what one thread block attends.
 struct AttendTuning {
   std::uint32_t warps = 8;            ///< per thread block; each keeps up to 16 rows of K and V in flight
-  std::uint32_t blocks_per_sm = 2;    ///< one with two head tiles or given scores, which need more registers
+  std::uint32_t blocks_per_sm = 2;    ///< one with two head tiles, given scores or head_dim > 128: registers
   std::uint32_t whole_units = 16;     ///< tasks up to this are one slice: merging would cost more than it saves
   std::uint32_t min_slice_units = 8;  ///< one per warp
   std::uint32_t waves = 3;            ///< of slices, when there are more tasks than blocks fit the machine
@@ -48,6 +49,7 @@ struct AttendVariant {
   std::uint32_t head_dim = 128;
   std::uint32_t head_tiles = 1;  ///< tiles of 8 query heads that share one read of K and V
   bool scored = false;           ///< some tokens come with their scores
+  bool capped = false;           ///< scores are soft-capped
   [[nodiscard]] constexpr std::uint32_t heads() const noexcept { return 8 * head_tiles; }
   friend constexpr bool operator==(const AttendVariant&, const AttendVariant&) = default;
 };
@@ -60,19 +62,24 @@ struct PrefillVariant {
   /// keeps some 16 bits (bf16) or 22 bits (f16) of them.
   std::uint32_t terms = 2;
   bool warpgroups = false;  ///< the kernel for Hopper, with one term
+  bool capped = false;      ///< scores are soft-capped
   friend constexpr bool operator==(const PrefillVariant&, const PrefillVariant&) = default;
 };
 
 /// Blocks of a variant that run at once on one multiprocessor.
 [[nodiscard]] constexpr std::uint32_t blocks_per_sm(const AttendVariant& variant) noexcept {
-  return variant.head_tiles == 1 && !variant.scored ? kAttend.blocks_per_sm : 1;
+  return variant.head_tiles == 1 && !variant.scored && variant.head_dim <= 128 ? kAttend.blocks_per_sm : 1;
 }
 
-/// Which decode kernel serves this shape. Groups of more than 16 heads read K and V once per 16.
+/// Which decode kernel serves this shape. Groups of more than 16 heads read K and V once per 16; per 8 beyond head_dim
+/// 128, where two tiles of results would not fit into registers.
 [[nodiscard]] constexpr AttendVariant attend_variant(const AttentionShape& shape, const PageLayout& layout,
                                                      bool scored) noexcept {
-  return {
-      .dtype = layout.dtype, .head_dim = shape.head_dim, .head_tiles = shape.group() > 8 ? 2u : 1u, .scored = scored};
+  return {.dtype = layout.dtype,
+          .head_dim = shape.head_dim,
+          .head_tiles = shape.group() > 8 && shape.head_dim <= 128 ? 2u : 1u,
+          .scored = scored,
+          .capped = shape.softcap != 0.f};
 }
 
 /// Which prefill kernel serves this shape. `warpgroups`: the device has the kernels for Hopper, whose copies bring
@@ -83,19 +90,20 @@ struct PrefillVariant {
   return {.dtype = layout.dtype,
           .head_dim = shape.head_dim,
           .terms = q_dtype == layout.dtype ? 1u : 2u,
-          .warpgroups = warpgroups && q_dtype == layout.dtype && pages_fit};
+          .warpgroups = warpgroups && q_dtype == layout.dtype && pages_fit && TunedHeadDims::has(shape.head_dim),
+          .capped = shape.softcap != 0.f};
 }
 
 /// "attend bf16 d128 heads8 scored"
 [[nodiscard]] inline std::string to_string(const AttendVariant& variant) {
   return std::string("attend ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " heads" +
-         std::to_string(variant.heads()) + (variant.scored ? " scored" : "");
+         std::to_string(variant.heads()) + (variant.scored ? " scored" : "") + (variant.capped ? " capped" : "");
 }
 
 /// "prefill bf16 d128 terms2", "prefill bf16 d128 terms1 warpgroups"
 [[nodiscard]] inline std::string to_string(const PrefillVariant& variant) {
   return std::string("prefill ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " terms" +
-         std::to_string(variant.terms) + (variant.warpgroups ? " warpgroups" : "");
+         std::to_string(variant.terms) + (variant.warpgroups ? " warpgroups" : "") + (variant.capped ? " capped" : "");
 }
 
 }  // namespace sluice::gpu

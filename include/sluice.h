@@ -177,6 +177,15 @@ typedef struct sluice_engine_options {
   uint32_t core_count;         ///< of `cores`; 0 (default): those that this process may use, shared by its engines
   const uint32_t* cores;  ///< [core_count] that threads run on, by the OS index of a PU of each; null if there are none
   uint64_t policy_bytes;  ///< most that policies that choose on the CPU may keep on the heap; 0 (default): no bound
+
+  float scale;            ///< what q.k is multiplied by; 0 (default): 1 / sqrt(head_dim)
+  float softcap;          ///< a scaled logit x becomes softcap * tanh(x / softcap); at most 1000; 0 (default): it stays.
+                          ///< Not beside prompts whose blocks are chosen, see prefill_mode
+  uint32_t window_count;  ///< of `windows`: 0 (default) or `layers`
+  uint32_t reserved;      ///< 0
+  /// [window_count] of each layer the newest tokens that a row of it sees, its own included; 0: all. Null if there are
+  /// none. Where there are some a row attends all that it sees, whatever its sequence's policy says.
+  const uint32_t* windows;
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
@@ -198,7 +207,8 @@ SLUICE_API uint32_t sluice_cuda_devices(void);
 SLUICE_API sluice_status sluice_engine_create(const sluice_engine_options* options, sluice_engine** engine);
 /// What was enqueued on streams of the caller must have run. `engine` may be null.
 SLUICE_API void sluice_engine_destroy(sluice_engine* engine);
-/// As it was created with, max_tokens being what there is room for. `cores` is valid until the engine is destroyed.
+/// As it was created with, max_tokens being what there is room for. `cores` and `windows` are valid until the
+/// engine is destroyed.
 SLUICE_API sluice_status sluice_engine_get_options(const sluice_engine* engine, sluice_engine_options* options);
 
 /* ------------------------------------------------------------------------------------------- sequences */

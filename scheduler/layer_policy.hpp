@@ -49,7 +49,7 @@ struct Clustering {
 class KvReader {
  public:
   virtual ~KvReader() = default;
-  /// out[i, h] = q[h].k[tokens[i]] / sqrt(d) for `q` [group, head_dim]; `tokens` ascending.
+  /// out[i, h] = the score of q[h].k[tokens[i]], see AttentionShape, for `q` [group, head_dim]; `tokens` ascending.
   virtual void score(const float* q, std::span<const std::uint32_t> tokens, float* out) = 0;
   /// The same, estimated from 4-bit copies of the keys where there are any: all but the newest page has one.
   virtual void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) { score(q, tokens, out); }
@@ -154,8 +154,10 @@ class LayerPolicy {
 /// heads: LayerPolicy::heap_bytes together, also after steps were taken back. At 65,536 tokens, in percent of keys and
 /// values in bf16 with head_dim 128 and 4 query heads per KV head: 7.3 for history (lfps), 2.7 of which are what its
 /// newest tokens have changed, 5.0 for clusters (tactic), 121 for hash tables (magicpig).
+/// `windows`: see EngineOptions; layers that have one keep nothing.
 [[nodiscard]] std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& shape,
-                                               std::uint32_t tokens) noexcept;
+                                               std::uint32_t tokens,
+                                               std::span<const std::uint32_t> windows = {}) noexcept;
 
 /// Tokens that each query head may keep of n visible ones: max(min_tokens, share * n), at most n.
 [[nodiscard]] std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexcept;

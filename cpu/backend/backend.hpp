@@ -12,7 +12,7 @@ namespace sluice::cpu {
 
 struct Kernels;
 
-/// Tokens of one KV head, estimated from its 4-bit copies: out[i, h] = q[h].k[tokens[i]] / sqrt(head_dim).
+/// Tokens of one KV head, estimated from its 4-bit copies: out[i, h] = the score of q[h].k[tokens[i]].
 struct EstimateTask {
   const float* q = nullptr;               ///< [group, head_dim]
   const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]

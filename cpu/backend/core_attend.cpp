@@ -68,6 +68,8 @@ void attend_unit(const Kernels& kernels, const AttendTask& task, const Attention
   thread_local std::vector<const std::byte*> rows;
   if (rows.size() < unit.rows) rows.resize(unit.rows);
   AttendRows args{.q = task.q,
+                  .scale = shape.score_scale(),
+                  .softcap = shape.softcap,
                   .k = rows.data(),
                   .v_offset = task.kv.layout.half_bytes(),
                   .count = unit.rows,

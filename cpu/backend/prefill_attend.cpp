@@ -31,6 +31,12 @@ struct Block {
   [[nodiscard]] std::uint32_t rows() const noexcept { return count * heads; }
   /// One behind the last key that any row may attend.
   [[nodiscard]] std::uint32_t key_end() const noexcept { return std::min(task->key_end, first() + count); }
+  /// Begin of the page of the first key that any row may attend.
+  [[nodiscard]] std::uint32_t key_begin() const noexcept {
+    if (task->reach == 0 || first() + 1 <= task->reach) return task->key_begin;
+    const std::uint32_t seen = first() + 1 - task->reach;
+    return std::max(task->key_begin, seen / task->kv.layout.page_tokens * task->kv.layout.page_tokens);
+  }
 };
 
 std::uint32_t block_tokens(std::span<const PrefillTask> tasks, std::uint32_t group, std::uint32_t threads) {
@@ -43,7 +49,7 @@ std::uint32_t block_tokens(std::span<const PrefillTask> tasks, std::uint32_t gro
 void add_dense_blocks(const PrefillTask& task, std::uint32_t group, std::uint32_t tokens, std::vector<Block>& blocks) {
   for (std::uint32_t begin = 0; begin < task.count; begin += tokens) {
     Block block{.task = &task, .begin = begin, .count = std::min(tokens, task.count - begin), .heads = group};
-    block.work = std::uint64_t{block.rows()} * (std::max(block.key_end(), task.key_begin) - task.key_begin);
+    block.work = std::uint64_t{block.rows()} * (std::max(block.key_end(), block.key_begin()) - block.key_begin());
     blocks.push_back(block);
   }
 }
@@ -78,17 +84,21 @@ class BlockRun {
     float* const scratch = q + 2 * matrix;
     const Partial result{.out = q + matrix, .lse = scratch + prefill_scratch_floats(rows, shape_.head_dim)};
     const PageLayout& layout = task.kv.layout;
-    const std::uint32_t key_end = std::max(block.key_end(), task.key_begin);
-    pages.resize(div_up(key_end - task.key_begin, layout.page_tokens));
-    for (std::size_t i = 0; i < pages.size(); ++i) pages[i] = task.kv.page(i);
+    const std::uint32_t key_begin = block.key_begin();
+    const std::uint32_t key_end = std::max(block.key_end(), key_begin);
+    const std::uint32_t first_page = (key_begin - task.key_begin) / layout.page_tokens;
+    pages.resize(div_up(key_end - key_begin, layout.page_tokens));
+    for (std::size_t i = 0; i < pages.size(); ++i) pages[i] = task.kv.page(first_page + i);
     load_queries({.q = task.q, .begin = block.begin, .count = block.count, .head = block.head, .heads = block.heads},
-                 strides_, kernels_, shape_.head_dim, q);
+                 strides_, kernels_, shape_, q);
     kernels_for(kernels_, layout.dtype)
         .prefill({.q = q,
+                  .softcap = shape_.softcap,
+                  .reach = task.reach,
                   .pages = pages.data(),
                   .blocks = block.bits,
                   .page_tokens = layout.page_tokens,
-                  .key_begin = task.key_begin,
+                  .key_begin = key_begin,
                   .key_end = key_end,
                   .first = block.first(),
                   .rows = rows,

@@ -143,7 +143,7 @@ class BlockSelection {
     for (std::uint32_t head = 0; head < chunk.heads; ++head) {
       load_queries(
           {.q = chunk.task->q, .begin = chunk.task->count - chunk.rows, .count = chunk.rows, .head = head, .heads = 1},
-          strides_, kernels_, dim, chunk.q.data() + std::size_t{head} * kPrefillBlock * dim);
+          strides_, kernels_, shape_, chunk.q.data() + std::size_t{head} * kPrefillBlock * dim);
     }
   }
 
@@ -239,7 +239,7 @@ class BlockSelection {
     const std::uint32_t dim = shape_.head_dim;
     float* const q = scratch.floats(std::uint64_t{count} * dim);
     load_queries({.q = chunk.task->q, .begin = begin, .count = count, .head = head, .heads = 1}, strides_, kernels_,
-                 dim, q);
+                 shape_, q);
     std::vector<double> mean(dim);
     for (std::uint32_t t = 0; t < count; ++t) {
       for (std::uint32_t c = 0; c < dim; ++c) mean[c] += static_cast<double>(q[std::size_t{t} * dim + c]);
@@ -312,15 +312,26 @@ class BlockSelection {
 
 }  // namespace
 
+namespace {
+
+void refuse_softcap(const char* verb, const AttentionShape& shape) {
+  if (shape.softcap != 0.f)
+    throw Error(Errc::unsupported, std::string(verb) + ": scores are summed without a soft-cap; prefill densely");
+}
+
+}  // namespace
+
 void Backend::sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
                             const AttentionShape& shape, Stream*) {
   for (const SumAttentionTask& task : tasks) check("sum_attention", shape, task.kv.layout);
+  refuse_softcap("sum_attention", shape);
   Lent<BlockSelection>(workers_, workers_, kernels_, FlexPrefillSpec{}, strides, shape)->run(tasks);
 }
 
 void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
                             const PrefillShape& strides, const AttentionShape& shape, Stream*) {
   for (const SelectBlocksTask& task : tasks) check("select_blocks", shape, task.kv.layout);
+  refuse_softcap("select_blocks", shape);
   Lent<BlockSelection>(workers_, workers_, kernels_, spec, strides, shape)->run(tasks);
 }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "cpu/backend/verbs.hpp"
@@ -17,10 +16,11 @@ struct QueryRows {
   std::uint32_t heads = 0;
 };
 
-/// Widened and scaled by 1/sqrt(head_dim), to out [count, heads, head_dim].
+/// Widened and scaled, to out [count, heads, head_dim].
 inline void load_queries(const QueryRows& rows, const PrefillShape& strides, const Kernels& kernels,
-                         std::uint32_t head_dim, float* out) {
-  const float scale = 1.f / std::sqrt(static_cast<float>(head_dim));
+                         const AttentionShape& shape, float* out) {
+  const std::uint32_t head_dim = shape.head_dim;
+  const float scale = shape.score_scale();
   for (std::uint32_t t = 0; t < rows.count; ++t) {
     for (std::uint32_t h = 0; h < rows.heads; ++h, out += head_dim) {
       const std::uint64_t at =

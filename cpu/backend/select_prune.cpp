@@ -36,9 +36,10 @@ class RowBatch {
     params_[count_++] = copy + layout_.params_offset() + row * Int4Layout::kParamBytes;
   }
   /// Scores the rows for heads [0, group) of `q` and starts again.
-  void flush(const Kernels& kernels, const float* q, std::uint32_t group, float* out, std::uint64_t token_stride,
-             std::uint64_t head_stride) noexcept {
+  void flush(const Kernels& kernels, const float* q, float scale, std::uint32_t group, float* out,
+             std::uint64_t token_stride, std::uint64_t head_stride) noexcept {
     kernels.score_int4({.q = q,
+                        .scale = scale,
                         .codes = codes_,
                         .params = params_,
                         .count = count_,
@@ -70,7 +71,7 @@ void score_slice(const Kernels& kernels, const PageSlice& slice, const Attention
   std::uint64_t done = std::uint64_t{slice.begin} * page_tokens;
   std::uint64_t next = done;
   const auto flush = [&] {
-    batch.flush(kernels, q, lists ? 1 : shape.group(), out + done, 1, stride);
+    batch.flush(kernels, q, shape.score_scale(), lists ? 1 : shape.group(), out + done, 1, stride);
     done = next;
   };
   const auto skip = [&](std::uint32_t count) {
@@ -107,6 +108,7 @@ void score_tail(const Kernels& kernels, const ScoreInt4Task& task, const Attenti
     for (std::uint32_t i = 0; i < count; ++i) rows[i] = task.tail + (first + i) * layout.row_bytes();
     kernels_for(kernels, layout.dtype)
         .score({.q = task.q,
+                .scale = shape.score_scale(),
                 .k = rows,
                 .count = count,
                 .group = shape.group(),
@@ -168,14 +170,17 @@ void Backend::estimate_tokens(const EstimateTask& task, const AttentionShape& sh
   const Int4Layout copy(layout);
   const std::uint32_t group = shape.group();
   const std::uint64_t slices = div_up(task.tokens.size(), kSliceRows);
-  const auto run = [&kernels = kernels_, task, copy, group](std::uint32_t i) {
+  const auto run = [&kernels = kernels_, task, copy, group, shape](std::uint32_t i) {
     const std::size_t begin = std::size_t{i} * kSliceRows;
     RowBatch batch(copy);
     for (const std::uint32_t token :
          task.tokens.subspan(begin, std::min<std::size_t>(kSliceRows, task.tokens.size() - begin))) {
       batch.add(task.copies + task.frames[token / copy.page_tokens] * copy.page_bytes(), token % copy.page_tokens);
     }
-    batch.flush(kernels, task.q, group, task.out + begin * group, group, 1);
+    const std::size_t count = std::min<std::size_t>(kSliceRows, task.tokens.size() - begin) * group;
+    batch.flush(kernels, task.q, shape.score_scale(), group, task.out + begin * group, group, 1);
+    for (std::size_t j = begin * group; j < begin * group + count && shape.softcap != 0.f; ++j)
+      task.out[j] = shape.capped(task.out[j]);
   };
   for_each_unit(workers_, slices, task.tokens.size() * copy.row_bytes(), run);
 }

@@ -96,6 +96,8 @@ void Backend::score_tokens(std::span<const ScoreTokensTask> tasks, const Attenti
                   list_rows(task.kv, task.tokens.subspan(slice.begin, slice.end - slice.begin), rows);
                   kernels_for(kernels, task.kv.layout.dtype)
                       .score({.q = task.q,
+                              .scale = shape.score_scale(),
+                              .softcap = shape.softcap,
                               .k = rows,
                               .count = slice.end - slice.begin,
                               .group = shape.group(),

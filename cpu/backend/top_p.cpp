@@ -20,6 +20,7 @@ std::uint32_t order_key(float value) noexcept {
 std::uint32_t select_top_p(const Kernels& kernels, const TopPTask& task) {
   thread_local std::vector<std::uint32_t> keys;
   thread_local std::vector<float> weights;
+  thread_local std::vector<float> capped;
   thread_local std::vector<Weighed> pool;
   const std::span<const float> values = task.values;
   const std::size_t end = std::min<std::size_t>(task.end, values.size());
@@ -33,7 +34,12 @@ std::uint32_t select_top_p(const Kernels& kernels, const TopPTask& task) {
   std::uint32_t threshold = 1;
   if (task.p < 1.f) {
     weights.resize(values.size());
-    kernels.weigh(values.data(), values.size(), values[static_cast<std::size_t>(best - keys.begin())], weights.data());
+    const auto top = static_cast<std::size_t>(best - keys.begin());
+    // Capped scores may be equal where keys are not: these order them.
+    const AttentionShape shape{.softcap = task.softcap};
+    capped.assign(values.begin(), values.end());
+    for (std::size_t i = 0; i < capped.size() && task.softcap != 0.f; ++i) capped[i] = shape.capped(capped[i]);
+    kernels.weigh(capped.data(), capped.size(), capped[top], weights.data());
     pool.clear();
     double anyway = 0.0;
     for (std::size_t i = 0; i < keys.size(); ++i) {

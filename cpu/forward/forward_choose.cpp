@@ -77,6 +77,7 @@ void choose(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
       if (row.mass > 0.f) {
         (void)select_top_p(kernels, {.values = {scores, values},
                                      .p = row.mass,
+                                     .softcap = m.shape.softcap,
                                      .begin = candidates.begin,
                                      .end = candidates.end,
                                      .mask = m.masks + h * m.mask_words()});

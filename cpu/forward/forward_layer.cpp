@@ -174,6 +174,7 @@ void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& m,
                        .first = chunk.first,
                        .count = chunk.count,
                        .out = layer.out.row(chunk.at, head),
+                       .reach = m.window,
                        .lse = lse.data()};
       if (m.sparse_prefill && chunk.sparse_in(layer.layer)) {
         const std::uint32_t query_blocks = prefill_blocks(chunk.first, chunk.count);
@@ -206,6 +207,8 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
     const std::uint64_t first = first_head(m, index);
     kernels_for(kernels, m.layout.dtype)
         .attend({.q = m.q + first * m.shape.head_dim,
+                 .scale = m.shape.score_scale(),
+                 .softcap = m.shape.softcap,
                  .k = rows.data(),
                  .v_offset = m.layout.half_bytes(),
                  .count = m.near_counts[index],
@@ -235,6 +238,8 @@ void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
     const std::uint64_t first = first_head(m, index);
     kernels_for(kernels, m.layout.dtype)
         .attend({.q = m.q + first * m.shape.head_dim,
+                 .scale = m.shape.score_scale(),
+                 .softcap = m.shape.softcap,
                  .k = rows.data(),
                  .v_offset = m.layout.half_bytes(),
                  .members = chosen.members != 0 ? entries + chosen.count : nullptr,
@@ -255,7 +260,7 @@ void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& l
     const ForwardRow& row = m.rows[r];
     if (row.list == kNone) continue;
     if (!runs(m)) fill_out(kernels, m, layer, row.at, kNaN, kNaN);
-    const bool asks = row.in(layer.layer).asks != 0;
+    const bool asks = row.in(layer.layer, m.window).asks != 0;
     for (std::uint32_t head = 0; head < m.shape.q_heads && runs(m); ++head) {
       const float lse = merge_head(m, std::uint64_t{r} * m.shape.q_heads + head, asks, sum);
       kernels_for(kernels, layer.out.dtype).narrow(sum, layer.out.row(row.at, head), m.shape.head_dim);

@@ -26,7 +26,7 @@ template <class Body>
 void for_each_head(const ForwardMemory& m, std::uint32_t layer, const Body& body) {
   for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
     if (m.rows[r].list == kNone) continue;
-    const ForwardRow row = m.rows[r].in(layer);
+    const ForwardRow row = m.rows[r].in(layer, m.window);
     for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) body(row, h, r * m.shape.kv_heads + h);
   }
 }

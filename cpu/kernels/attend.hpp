@@ -76,6 +76,7 @@ inline void score_tile(const AttendRows& args, const Tile& tile, const Extent& e
                      ? given_scores<H>(args, tile, r, head)
                      : dot_rows<kType, H::kHeads>(state.q + head * extent.stride,
                                                   {tile.k + r, head == 0 ? tile.ahead + r : nullptr}, extent);
+    if (args.softcap != 0.f && args.scores == nullptr) scores = soft_cap(scores, args.softcap);
     if (args.members != nullptr || r + H::kRows > tile.rows) {
       scores = Simd::keep(lane_bits<H>(args, tile, r, head), scores, Simd::set(-kInfinity));
     }
@@ -199,7 +200,7 @@ template <DType kType>
 void attend(const AttendRows& args) noexcept {
   AttendState state;
   const Extent extent(args.head_dim);
-  if (args.scores == nullptr) pack_queries<kType>(args.q, args.group, extent, inverse_sqrt(args.head_dim), state.q);
+  if (args.scores == nullptr) pack_queries<kType>(args.q, args.group, extent, args.scale, state.q);
   for (std::uint32_t i = 0; i < args.group * extent.stride; ++i) state.sum[i] = 0.f;
   for (std::uint32_t i = 0; i < args.group * kWidth; ++i) {
     state.top[i] = kLowest;

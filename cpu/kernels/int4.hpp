@@ -101,11 +101,10 @@ struct Int4Queries {
   float sums[kMaxGroup];
   std::uint32_t words, vectors, stride;
 
-  Int4Queries(const float* q, std::uint32_t group, std::uint32_t head_dim) noexcept
+  Int4Queries(const float* q, std::uint32_t group, std::uint32_t head_dim, float scale) noexcept
       : words(head_dim / kCodesPerWord),
         vectors((words + kWidth - 1) / kWidth),
         stride(vectors * kWidth * kCodesPerWord) {
-    const float scale = inverse_sqrt(head_dim);
     for (std::uint32_t h = 0; h < group; ++h) {
       float* const to = packed + h * stride;
       for (std::uint32_t i = 0; i < stride; ++i) to[i] = 0.f;
@@ -152,7 +151,7 @@ inline Vec dot_codes(const float* q, const Int4Queries& queries, const std::byte
 }
 
 void score_int4(const ScoreInt4Rows& args) noexcept {
-  const Int4Queries queries(args.q, args.group, args.head_dim);
+  const Int4Queries queries(args.q, args.group, args.head_dim, args.scale);
   for (std::uint32_t tile = 0; tile < args.count; tile += kWidth) {
     const std::uint32_t rows = args.count - tile < kWidth ? args.count - tile : kWidth;
     const std::byte* codes[kWidth];

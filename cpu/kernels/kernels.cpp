@@ -33,6 +33,7 @@ class Race {
     for (int i = 0; i < kLaps; ++i) {
       const auto start = Clock::now();
       kernels.element[static_cast<int>(DType::bf16)].attend({.q = q_.data(),
+                                                             .scale = 1.f,
                                                              .k = rows_.data(),
                                                              .v_offset = kRows * kHeadDim * sizeof(std::uint16_t),
                                                              .count = kRows,

@@ -21,11 +21,13 @@ inline constexpr std::uint32_t kHeadDimUnit = 16;
 /// Attention of one group over a list of rows, into one partial (see partial.hpp).
 struct AttendRows {
   const float* q = nullptr;                 ///< [group, head_dim], not scaled; not read if `scores` is given
+  float scale = 0.f;                        ///< what q.k is multiplied by
+  float softcap = 0.f;                      ///< of scores that are computed, see AttentionShape; 0: none
   const std::byte* const* k = nullptr;      ///< [count] addresses of K rows
   std::uint64_t v_offset = 0;               ///< bytes from a token's K row to its V row
   const std::uint32_t* members = nullptr;   ///< [count] or null: bit h unset masks (row, h) out
-  const float* scores = nullptr;            ///< [count, group] scaled scores, or null: computed from K
-  float* seen = nullptr;                    ///< [count, group] or null: receives the scaled scores
+  const float* scores = nullptr;            ///< [count, group] scores, or null: computed from K
+  float* seen = nullptr;                    ///< [count, group] or null: receives the scores
   std::uint32_t count = 0;
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;
@@ -33,9 +35,11 @@ struct AttendRows {
   float* lse = nullptr;                     ///< [group]
 };
 
-/// out[i, h] = q[h].k[i] / sqrt(head_dim).
+/// out[i, h] = the score of q[h].k[i], see AttentionShape.
 struct ScoreRows {
   const float* q = nullptr;             ///< [group, head_dim]
+  float scale = 0.f;
+  float softcap = 0.f;
   const std::byte* const* k = nullptr;  ///< [count]
   std::uint32_t count = 0;
   std::uint32_t group = 0;
@@ -72,9 +76,10 @@ struct QuantizeRows {
   std::uint32_t head_dim = 0;
 };
 
-/// out[i * token_stride + h * head_stride] = q[h].k[i] / sqrt(head_dim), k decoded from its 4-bit copy.
+/// out[i * token_stride + h * head_stride] = q[h].k[i] * scale, k decoded from its 4-bit copy.
 struct ScoreInt4Rows {
   const float* q = nullptr;                  ///< [group, head_dim]
+  float scale = 0.f;
   const std::byte* const* codes = nullptr;   ///< [count] addresses of rows of codes
   const std::byte* const* params = nullptr;  ///< [count] addresses of their scale and zero
   std::uint32_t count = 0;
@@ -89,9 +94,11 @@ struct ScoreInt4Rows {
 inline constexpr std::uint32_t kPrefillKeys = 64;
 
 /// Causal attention of `rows` queries: row r, at position first + r / group, attends the keys key_begin <= j <=
-/// position below key_end, those whose bit of 128 positions is set in `blocks`.
+/// position below key_end, the newest `reach` of them, those whose bit of 128 positions is set in `blocks`.
 struct PrefillRows {
-  const float* q = nullptr;                 ///< [rows, head_dim], scaled by 1/sqrt(head_dim)
+  const float* q = nullptr;                 ///< [rows, head_dim], scaled
+  float softcap = 0.f;                      ///< see AttentionShape
+  std::uint32_t reach = 0;                  ///< keys that a row sees, its own included; 0: all up to its own
   const std::byte* const* pages = nullptr;  ///< addresses of the pages from key_begin on, up to the last key
   const std::uint32_t* blocks = nullptr;    ///< bit J % 32 of word J / 32 for positions from 128 J on; null: all set
   std::uint32_t page_tokens = 0;

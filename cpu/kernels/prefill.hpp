@@ -114,9 +114,10 @@ inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t c
 }
 
 /// One row of scores becomes weights relative to its new maximum; its sums so far are scaled to it. Called for every 64
-/// scores, which is too often for a call.
-[[gnu::always_inline]] inline void soften_row(float* weights, std::uint32_t valid, float* out, std::uint32_t head_dim,
-                                              float& top, float& mass) noexcept {
+/// scores, which is too often for a call. Those of [begin, valid) count.
+[[gnu::always_inline]] inline void soften_row(float* weights, std::uint32_t begin, std::uint32_t valid, float* out,
+                                              std::uint32_t head_dim, float& top, float& mass) noexcept {
+  for (std::uint32_t j = 0; j < begin; ++j) weights[j] = -__builtin_inff();
   for (std::uint32_t j = valid; j < kPrefillKeys; ++j) weights[j] = -__builtin_inff();
   const Vec old_top = Simd::set(top);
   Vec new_top = old_top;
@@ -140,11 +141,28 @@ inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t c
   top = lanes[0][0];
 }
 
-/// One block of keys against the queries from row `row0` on, the first that may see it.
+/// Rows [row0, row_end) of the queries: those that may see some key of a block.
+struct SeeingRows {
+  std::uint32_t row0 = 0;
+  std::uint32_t row_end = 0;
+};
+
+inline SeeingRows rows_that_see(const PrefillRows& args, std::uint32_t key0, std::uint32_t count) noexcept {
+  SeeingRows seeing{.row0 = key0 > args.first ? (key0 - args.first) * args.group : 0, .row_end = args.rows};
+  if (args.reach == 0) return seeing;
+  // The newest position that sees the block's last key.
+  const std::uint64_t newest = std::uint64_t{key0} + count - 1 + args.reach - 1;
+  const std::uint64_t end = newest < args.first ? 0 : (newest - args.first + 1) * args.group;
+  if (end < seeing.row_end) seeing.row_end = static_cast<std::uint32_t>(end);
+  return seeing;
+}
+
+/// One block of keys against the queries that may see it.
 template <DType kType>
-inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint32_t count, std::uint32_t row0,
+inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint32_t count, const SeeingRows& seeing,
                          const PrefillScratch& scratch) noexcept {
-  const std::uint32_t rows = args.rows - row0;
+  const std::uint32_t row0 = seeing.row0;
+  const std::uint32_t rows = seeing.row_end - row0;
   float* const out = args.out + std::size_t{row0} * args.head_dim;
   pack_keys<kType>({.pages = args.pages, .page_tokens = args.page_tokens, .head_dim = args.head_dim},
                    key0 - args.key_begin, count, scratch.keys, scratch.values);
@@ -157,9 +175,12 @@ inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint3
                 .c_stride = kPrefillKeys,
                 .inner = args.head_dim},
                rows, kPrefillKeys);
+  for (std::size_t i = 0; args.softcap != 0.f && i < std::size_t{rows} * kPrefillKeys; i += kWidth)
+    Simd::store(scratch.weights + i, soft_cap(Simd::load(scratch.weights + i), args.softcap));
   for (std::uint32_t r = 0; r < rows; ++r) {
     const std::uint32_t visible = args.first + (row0 + r) / args.group - key0 + 1;
-    soften_row(scratch.weights + std::size_t{r} * kPrefillKeys, visible < count ? visible : count,
+    const std::uint32_t begin = args.reach != 0 && visible > args.reach ? visible - args.reach : 0;
+    soften_row(scratch.weights + std::size_t{r} * kPrefillKeys, begin, visible < count ? visible : count,
                out + std::size_t{r} * args.head_dim, args.head_dim, scratch.top[row0 + r], scratch.mass[row0 + r]);
   }
   multiply_add({.a = scratch.weights,
@@ -192,8 +213,9 @@ void prefill(const PrefillRows& args) noexcept {
   for (std::uint32_t key0 = args.key_begin; key0 < end; key0 = next) {
     next = (key0 / kPrefillKeys + 1) * kPrefillKeys;  // Blocks of keys lie on the grid of positions.
     if (!attends_block(args, key0)) continue;
-    const std::uint32_t row0 = key0 > args.first ? (key0 - args.first) * args.group : 0;
-    prefill_keys<kType>(args, key0, (next < end ? next : end) - key0, row0, scratch);
+    const std::uint32_t count = (next < end ? next : end) - key0;
+    const SeeingRows seeing = rows_that_see(args, key0, count);
+    if (seeing.row0 < seeing.row_end) prefill_keys<kType>(args, key0, count, seeing, scratch);
   }
   for (std::uint32_t r = 0; r < args.rows; ++r) {
     float* const out = args.out + std::size_t{r} * args.head_dim;

@@ -185,8 +185,15 @@ inline Vec exp_negative(Vec x) noexcept {
   return Simd::zero_below(x, -87.f, Simd::scale(p, k));
 }
 
-inline float inverse_sqrt(std::uint32_t head_dim) noexcept {
-  return 1.f / __builtin_sqrtf(static_cast<float>(head_dim));
+/// cap * tanh(x / cap), to 1e-6 of the cap; NaN stays NaN. Never inlined: kernels without a cap are to stay as they
+/// are.
+[[gnu::noinline]] Vec soft_cap(Vec x, float cap) noexcept {
+  // tanh|y| = (1 - e^(-2|y|)) / (1 + e^(-2|y|))
+  alignas(64) float lanes[kWidth];
+  Simd::store(lanes, exp_negative(Simd::mul(Simd::abs(x), Simd::set(-2.f / cap))));
+  for (std::uint32_t i = 0; i < kWidth; ++i) lanes[i] = cap * (1.f - lanes[i]) / (1.f + lanes[i]);
+  const Vec size = Simd::load(lanes);
+  return Simd::by_sign(x, size, Simd::sub(Simd::set(0.f), size));
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ void score(const ScoreRows& args) noexcept {
   alignas(64) float q[kMaxGroup * kMaxHeadDim];
   const Extent extent(args.head_dim);
   const std::uint32_t row_bytes = args.head_dim * kElementBytes<kType>;
-  pack_queries<kType>(args.q, args.group, extent, inverse_sqrt(args.head_dim), q);
+  pack_queries<kType>(args.q, args.group, extent, args.scale, q);
 
   for (std::uint32_t i = 0; i < args.count && i < kScoreAhead; ++i) prefetch_row(args.k[i], row_bytes);
   for (std::uint32_t tile = 0; tile < args.count; tile += kWidth) {
@@ -41,8 +41,9 @@ void score(const ScoreRows& args) noexcept {
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
       using H = decltype(heads);
       for (std::uint32_t r = 0; r < rows; r += H::kRows) {
-        const Vec scores = dot_rows<kType, H::kHeads>(q + head * extent.stride,
-                                                       {k + r, head == 0 ? ahead + r : nullptr}, extent);
+        Vec scores =
+            dot_rows<kType, H::kHeads>(q + head * extent.stride, {k + r, head == 0 ? ahead + r : nullptr}, extent);
+        if (args.softcap != 0.f) scores = soft_cap(scores, args.softcap);
         const std::uint32_t valid = rows - r < H::kRows ? rows - r : H::kRows;
         scatter<H::kHeads>(scores, valid, args.group, args.out + std::size_t{tile + r} * args.group + head);
       }

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 #include <string>
 #include <utility>
 
@@ -40,7 +39,8 @@ class JobWriter {
     args_.counters = reinterpret_cast<std::uint32_t*>(scratch.data());
     args_.partials = reinterpret_cast<float*>(scratch.data() + CudaStream::kCounterBytes);
     args_.partial_count = partials_;
-    args_.score_scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim));
+    args_.score_scale = shape_.score_scale();
+    args_.softcap = shape_.softcap;
     launch_attend(variant_, args_, slices_, stream_.handle());
   }
 

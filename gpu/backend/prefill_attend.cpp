@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 #include "gpu/backend/backend.hpp"
@@ -88,6 +87,7 @@ PrefillItem PrefillPlan::describe(const PrefillTask& task, const std::uint32_t* 
           .page_tokens = task.kv.layout.page_tokens,
           .query_blocks = query_blocks,
           .mask_words = mask_words,
+          .reach = task.reach,
           .first_window = task.first_window,
           .last_window = task.last_window};
 }
@@ -128,7 +128,8 @@ void PrefillPlan::launch(std::span<const PrefillTask> tasks, CudaStream& stream)
                          .shape = strides_,
                          .group = shape_.group(),
                          .row_heads = shape_.group(),
-                         .score_scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim))};
+                         .score_scale = shape_.score_scale(),
+                         .softcap = shape_.softcap};
   if (kernel.warpgroups) {
     launch_prefill_hopper(kernel, args, extent, map_pages(tasks.front().kv, kPrefillBlock), stream.handle());
   } else {

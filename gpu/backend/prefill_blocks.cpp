@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <string>
 #include <vector>
 
@@ -102,6 +101,9 @@ void for_each_pack(std::span<const SelectBlocksTask> tasks, std::uint64_t limit,
 
 void check_task(const SelectBlocksTask& task, const AttentionShape& shape, std::uint64_t limit) {
   check_supported("select_blocks", shape, task.kv.layout);
+  check_tuned("select_blocks", shape.head_dim, "prefill densely");
+  if (shape.softcap != 0.f)
+    throw Error(Errc::unsupported, "select_blocks: blocks are chosen by scores without a soft-cap; prefill densely");
   const std::uint64_t keys = std::uint64_t{task.first} + task.count;
   if (keys > kFlexMaxKeys) {
     throw Error(Errc::unsupported, "select_blocks: " + std::to_string(keys) + " keys (GPU kernels have up to " +
@@ -121,7 +123,7 @@ FlexArgs args_of(const SelectBlocksTask& task, const FlexPrefillSpec& spec, cons
           .dtype = task.kv.layout.dtype,
           .head_dim = shape.head_dim,
           .group = shape.group(),
-          .score_scale = 1.f / std::sqrt(static_cast<float>(shape.head_dim))};
+          .score_scale = shape.score_scale()};
 }
 
 void hand_out(const SumAttentionTask& task, const AttentionShape& shape, cudaStream_t stream) {

@@ -69,6 +69,7 @@ std::size_t launchable(std::span<const ClusterTask> tasks, std::uint64_t most_pa
 void check_task(const ClusterTask& task, std::uint64_t most_pages) {
   const PageLayout& layout = task.kv.layout;
   check_supported("cluster", {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout);
+  check_tuned("cluster", layout.head_dim, "cluster on the CPU");
   if (task.count != 0 && (task.clusters == 0 || task.clusters > task.count || task.iterations == 0)) {
     throw Error(Errc::invalid_argument, "cluster: " + std::to_string(task.clusters) + " clusters of " +
                                             std::to_string(task.count) + " keys in " + std::to_string(task.iterations) +

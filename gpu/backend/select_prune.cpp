@@ -24,6 +24,7 @@ void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionSh
   const ScoreInt4Shape score{.layout = Int4Layout(layout),
                              .dtype = layout.dtype,
                              .group = shape.group(),
+                             .scale = shape.score_scale(),
                              .multiprocessors = multiprocessors_};
   for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_score_int4(array, score, cuda.handle()); });
 }
@@ -45,7 +46,8 @@ void Backend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
                                   .count = count,
                                   .begin = std::min(task.begin, end),
                                   .end = end,
-                                  .p = task.p};
+                                  .p = task.p,
+                                  .softcap = task.softcap};
     if (rows.count == TaskArray<TopPRow>::kInline) launch();
   }
   launch();

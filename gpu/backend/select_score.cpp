@@ -7,6 +7,7 @@
 #include "gpu/kernels/index/digest.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "gpu/kernels/select/top_k.hpp"
+#include "sluice/error.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -95,9 +96,12 @@ void Backend::score_pages(std::span<const ScorePagesTask> tasks, const Attention
 void Backend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
   for (const ScoreTokensTask& task : tasks) check_supported("score_tokens", shape, task.kv.layout);
+  if (shape.softcap != 0.f)
+    throw Error(Errc::unsupported, "score_tokens: GPU kernels do not soft-cap scores of tokens; attend them");
   TokenBatch batch(cuda_stream(stream, "score_tokens"), {.dtype = tasks.front().kv.layout.dtype,
                                                          .group = shape.group(),
                                                          .head_dim = shape.head_dim,
+                                                         .scale = shape.score_scale(),
                                                          .multiprocessors = multiprocessors_});
   for (const ScoreTokensTask& task : tasks) batch.add(task);
   batch.launch();

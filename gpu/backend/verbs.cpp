@@ -1,5 +1,6 @@
 #include "gpu/backend/verbs.hpp"
 
+#include "gpu/head_dims.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {
@@ -9,8 +10,8 @@ constexpr std::uint32_t kPageTokensUnit = 8;
 constexpr std::uint32_t kMaxPageTokens = 256;
 
 std::string head_dim_reason(std::uint32_t head_dim) {
-  if (head_dim == 64 || head_dim == 128) return {};
-  return "head_dim " + std::to_string(head_dim) + " (GPU kernels have 64 and 128)";
+  if (KernelHeadDims::has(head_dim)) return {};
+  return "head_dim " + std::to_string(head_dim) + " (GPU kernels have " + KernelHeadDims::list() + ")";
 }
 
 std::string group_reason(const AttentionShape& shape) {
@@ -55,6 +56,12 @@ void check_supported(const char* verb, const AttentionShape& shape, const PageLa
   std::string message = std::string(verb) + ": unsupported:";
   for (const std::string& reason : reasons) message += (&reason == &reasons.front() ? " " : "; ") + reason;
   throw Error(Errc::unsupported, message);
+}
+
+void check_tuned(const char* verb, std::uint32_t head_dim, const char* remedy) {
+  if (TunedHeadDims::has(head_dim)) return;
+  throw Error(Errc::unsupported, std::string(verb) + ": unsupported: head_dim " + std::to_string(head_dim) +
+                                     " (its GPU kernels have " + TunedHeadDims::list() + "); " + remedy);
 }
 
 void check_supported(const char* verb, const PageLayout& layout) {

@@ -25,6 +25,10 @@ void check_supported(const char* verb, const AttentionShape& shape, const PageLa
 /// Likewise, for a verb that takes no shape.
 void check_supported(const char* verb, const PageLayout& layout);
 
+/// Of verbs that have kernels for TunedHeadDims only.
+/// @throws Error{Errc::unsupported} naming the verb, the head_dim and the remedy.
+void check_tuned(const char* verb, std::uint32_t head_dim, const char* remedy);
+
 /// launch(TaskArray) for as many tasks at a time as one launch takes, one launch as a rule.
 template <class Task, class Launch>
 void for_each_launch(std::span<const Task> tasks, ParamRing& params, const Launch& launch) {

@@ -1,5 +1,4 @@
 // Chunks of prompts in a forward: where their kernels work, dense or in blocks that FlexPrefill chooses.
-#include <cmath>
 
 #include "gpu/backend/flex_room.hpp"
 #include "gpu/backend/verbs.hpp"
@@ -42,7 +41,8 @@ void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& laye
                                    .out_head_stride = layer.out.head_stride},
                          .group = memory.shape.group(),
                          .row_heads = memory.shape.q_heads,
-                         .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
+                         .score_scale = memory.shape.score_scale(),
+                         .softcap = memory.shape.softcap};
   // Tiles of rows begin at a multiple of their size where blocks are chosen.
   const std::uint32_t lead = memory.sparse_prefill ? kPrefill.rows - 1 : 0;
   const PrefillExtent extent{.items = bucket.prefills * memory.shape.kv_heads * stage.item_heads,

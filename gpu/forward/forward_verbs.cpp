@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 #include "gpu/backend/verbs.hpp"
@@ -80,7 +79,8 @@ void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, con
                   .partials = scratch.partials,
                   .counters = scratch.counters,
                   .partial_count = blocks,
-                  .score_scale = 1.f / std::sqrt(static_cast<float>(memory.shape.head_dim))};
+                  .score_scale = memory.shape.score_scale(),
+                  .softcap = memory.shape.softcap};
   for (std::uint32_t i = 0; i < blocks; ++i) args.job_of[i] = static_cast<std::uint16_t>(job_of(i));
   launch_attend(variant_of(memory), args, blocks, stream);
 }
@@ -177,6 +177,7 @@ ForwardScratch ForwardVerbs::choice_of(const ForwardMemory& memory) const {
 std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
   const CurrentDevice current(ordinal_);
   check_supported("a forward", memory.shape, memory.layout);
+  if (memory.sparse_prefill) check_tuned("sparse prompts", memory.shape.head_dim, "use PrefillMode::full");
   const auto refuse = [](const std::string& what, std::uint64_t have, std::uint64_t most) {
     throw Error(Errc::unsupported, "a forward with " + what + " " + std::to_string(have) +
                                        " does not fit this device; at most " + std::to_string(most));
@@ -238,6 +239,7 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,
                      .group = memory.shape.group(),
+                     .scale = memory.shape.score_scale(),
                      .multiprocessors = multiprocessors_},
                     handle(layer.stream));
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "gpu/head_dims.hpp"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/tuning.hpp"
 #include "sluice/carver.hpp"
@@ -9,13 +10,16 @@ namespace sluice::gpu {
 
 /// The verbs of a forward on CUDA streams: six launches per layer, one more if some rows choose by mass, two if pages
 /// are ranked, one if there are digests, and two per window of keys if there are chunks of prompts; one more for each
-/// stamp. Their grids follow from the bucket. head_dim 64 or 128, bf16 or f16 pages of a multiple of 8 tokens, up to 32
-/// query heads per KV head.
+/// stamp. Their grids follow from the bucket. KernelHeadDims, bf16 or f16 pages of a multiple of 8 tokens, up
+/// to 32 query heads per KV head; sparse prompts of TunedHeadDims.
 class ForwardVerbs final : public sluice::ForwardVerbs {
  public:
   /// Loads every kernel, so that none is loaded while another spins.
   ForwardVerbs(int ordinal, std::uint32_t multiprocessors);
 
+  [[nodiscard]] bool sparse_prompts(const AttentionShape& shape) const noexcept override {
+    return TunedHeadDims::has(shape.head_dim);
+  }
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory& memory) const override;
   void apply(const ForwardMemory& memory, void* stream) override;
   void begin(const ForwardMemory& memory, void* stream) override;

@@ -124,6 +124,12 @@ __device__ inline void mma_bytes(std::int32_t (&c)[4], const std::uint32_t (&a)[
   return y;
 }
 
+/// tanh(x), to 2^-21 of 1.
+[[nodiscard]] __device__ inline float tanh_fast(float x) {
+  constexpr float kTwoLog2OfE = 2.88539008177792681472f;
+  return 1.f - __fdividef(2.f, exp2_fast(x * kTwoLog2OfE) + 1.f);
+}
+
 /// 16 bytes of global memory that are read once; zero, and not read, if not `valid`. Stays where it is in the order
 /// of loads and products, so that what is in flight is what the source says.
 __device__ inline void load_once(std::uint32_t (&out)[4], const std::byte* from, bool valid) {

@@ -21,7 +21,16 @@ namespace sluice {
 
 /// Everything that is fixed when an Engine is built.
 struct EngineOptions {
-  AttentionShape shape;            ///< required
+  AttentionShape shape;  ///< required; its scale and softcap are 0, those below count
+  /// What q.k is multiplied by, above 0; 0: 1 / sqrt(head_dim).
+  float scale = 0.f;
+  /// Above 0, at most 1000: a scaled logit x becomes softcap * tanh(x / softcap), as in Gemma 2. 0: it stays as it is.
+  /// Not beside prompts whose blocks are chosen, see `prefill`.
+  float softcap = 0.f;
+  /// Of each layer the newest tokens that a row of it sees, its own included; 0: all. Empty: so in all layers; else one
+  /// per layer. Where there are some a row attends all that it sees, whatever its sequence's policy says, which
+  /// learns nothing there; and prompts attend densely.
+  std::vector<std::uint32_t> windows{};
   std::uint32_t page_tokens = 16;  ///< power of two in [8, 256]
   DType kv_dtype = DType::bf16;
   /// For keys and values; a block, one page of tokens of all layers and KV heads, at least.

@@ -58,11 +58,14 @@ struct ForwardRow {
   }
   /// Whether all tokens are attended.
   [[nodiscard]] constexpr bool whole() const noexcept { return sink_end == tokens; }
-  /// The row as it is in a layer.
-  [[nodiscard]] constexpr ForwardRow in(std::uint32_t layer) const noexcept {
+  /// The row as it is in a layer whose rows see the newest `window` tokens, see EngineOptions::windows; there nothing
+  /// is chosen.
+  [[nodiscard]] constexpr ForwardRow in(std::uint32_t layer, std::uint32_t window) const noexcept {
     ForwardRow row = *this;
-    if (layer >= dense_layers && (dense_every == 0 || layer % dense_every != 0)) return row;
-    row.sink_end = row.recent_begin = tokens;
+    if (window == 0 && layer >= dense_layers && (dense_every == 0 || layer % dense_every != 0)) return row;
+    const bool cut = window != 0 && window < tokens;
+    row.sink_end = cut ? 0 : tokens;
+    row.recent_begin = cut ? tokens - window : tokens;
     row.pages = row.page_picks = row.picks = 0;
     row.mass = 0.f;
     row.asks = 0;

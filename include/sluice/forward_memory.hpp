@@ -37,6 +37,10 @@ struct ForwardMemory {
   bool fetches = false;
   std::uint32_t tail_rows = 0;          ///< of `tails`
   std::uint64_t answer_ns = 0;          ///< how long a layer waits for the far part
+  /// [layers] EngineOptions::windows, memory of the host that devices do not read; null: there are none.
+  const std::uint32_t* windows = nullptr;
+  std::uint32_t widest = 0;  ///< of them that are not longer than sequences
+  std::uint32_t window = 0;  ///< of the layer that the verbs of a layer are called for; 0: its rows see all tokens
 
   // Memory of the device.
   std::byte* near = nullptr;       ///< [planes, near_pages] pages, whose rows hold any tokens of their plane
@@ -104,6 +108,15 @@ struct ForwardMemory {
   std::uint32_t* audit_rows = nullptr;    ///< [layers, decode_rows, kv_heads, list_room] far rows, wherever they lay
   std::uint32_t* audit_counts = nullptr;  ///< [layers, decode_rows, kv_heads]
 
+  [[nodiscard]] constexpr std::uint32_t window_in(std::uint32_t layer) const noexcept {
+    return windows == nullptr ? 0 : windows[layer];
+  }
+  /// The same for the verbs of a layer.
+  [[nodiscard]] constexpr ForwardMemory in(std::uint32_t layer) const noexcept {
+    ForwardMemory memory = *this;
+    memory.window = window_in(layer);
+    return memory;
+  }
   [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return shape.layers * shape.kv_heads; }
   [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
     return layer * shape.kv_heads + kv_head;
@@ -120,7 +133,8 @@ struct ForwardMemory {
     if (largest.unbounded) return largest.max_tokens;
     const std::uint64_t in_pages = largest.pages ? std::uint64_t{max_ranked} * layout.page_tokens : 0;
     const std::uint64_t picked = max_picks > in_pages ? max_picks : in_pages;
-    const std::uint64_t room = shape.group() * picked + max_window;
+    const std::uint64_t most = shape.group() * picked + max_window;
+    const std::uint64_t room = most > widest ? most : widest;
     return static_cast<std::uint32_t>(room < largest.max_tokens ? room : largest.max_tokens);
   }
   /// Of a list: a policy of the CPU may choose every token.

@@ -29,6 +29,11 @@ struct ForwardLayer {
 class ForwardVerbs {
  public:
   virtual ~ForwardVerbs() = default;
+  /// Whether prompts of this shape can attend in chosen blocks; where not, PrefillMode::automatic attends densely.
+  [[nodiscard]] virtual bool sparse_prompts(const AttentionShape& shape) const noexcept {
+    (void)shape;
+    return true;
+  }
   /// Device memory that the verbs want for themselves, zero-filled at first, for every bucket up to the largest.
   [[nodiscard]] virtual std::uint64_t scratch_bytes(const ForwardMemory& memory) const = 0;
 
@@ -48,7 +53,7 @@ class ForwardVerbs {
   /// Scores of the rows' pages by their digests, as ScorePagesTask has them, and the page_picks best of every query
   /// head, as TopKTask orders them: to pinned memory, of rows that ask.
   virtual void rank(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// Scores of all visible tokens by their copies: q.k / sqrt(head_dim). Of rows that have chosen pages, of these: as
+  /// Scores of all visible tokens by their copies, before any soft-cap. Of rows that have chosen pages, of these: as
   /// ScoreInt4Task lays them out with `lists`.
   virtual void score(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// The `picks` largest of every query head between sinks and recent tokens, or of its pages, by index from the first

@@ -10,7 +10,7 @@ namespace sluice {
 ///
 /// The contract, identical on CPU and GPU (row = query head):
 ///   out  [rows, head_dim]  float32, softmax-normalised within the subset
-///   lse  [rows]            natural log of the sum of exp(score); a score is q.k / sqrt(head_dim)
+///   lse  [rows]            natural log of the sum of exp(score); of scores see AttentionShape
 ///   empty subset           out == 0 and lse == -infinity
 /// Both arrays are dense and belong to the caller.
 struct Partial {

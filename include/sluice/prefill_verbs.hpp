@@ -25,8 +25,9 @@ struct PrefillShape {
 };
 
 /// Causal attention of a chunk of a prompt: query i (position first + i) of one KV head's group attends the keys
-/// key_begin <= j < min(key_end, first + i + 1), all of them or those in the blocks that `blocks` names. Keys may come in
-/// windows, one call after the other: see `so_far`. A row that attends no key has out 0 and lse -infinity.
+/// key_begin <= j < min(key_end, first + i + 1), with `reach` only the newest, j > first + i - reach; all of them or
+/// those in the blocks that `blocks` names. Keys may come in windows, one call after the other: see `so_far`. A row
+/// that attends no key has out 0 and lse -infinity.
 struct PrefillTask {
   const std::byte* q = nullptr;  ///< row of (chunk token 0, first head of the group); see strides
   KvView kv;                     ///< its first page holds the keys from position key_begin on
@@ -35,6 +36,7 @@ struct PrefillTask {
   std::byte* out = nullptr;      ///< row of (chunk token 0, first head of the group)
   std::uint32_t key_begin = 0;   ///< a multiple of page_tokens
   std::uint32_t key_end = kNone; ///< kNone: first + count
+  std::uint32_t reach = 0;       ///< keys that a query sees, its own included; 0: all. Not with `blocks`
   /// [group, prefill_blocks(first, count), prefill_mask_words(first + count)] or null: bit J % 32 of word J / 32 is set if
   /// the queries of that block attend key block J. Positions are absolute, whatever the window. Memory that the
   /// backend's kernels read.
@@ -48,7 +50,7 @@ struct PrefillTask {
 };
 
 /// The choice of FlexPrefill for a chunk of a prompt, for one KV head's group: which blocks of keys each block of
-/// queries is to attend. Every key that the chunk sees is in `kv`, from position 0 on.
+/// queries is to attend. Every key that the chunk sees is in `kv`, from position 0 on. Scores are not soft-capped.
 struct SelectBlocksTask {
   const std::byte* q = nullptr;  ///< as in PrefillTask
   KvView kv;

@@ -27,7 +27,7 @@ struct QuantizeTask {
   std::byte* out = nullptr;
 };
 
-/// One (sequence, KV head) of a `score_tokens`: out[i, h] = q[h].k[tokens[i]] / sqrt(head_dim).
+/// One (sequence, KV head) of a `score_tokens`: out[i, h] = the score of q[h].k[tokens[i]], see AttentionShape.
 struct ScoreTokensTask {
   const float* q = nullptr;  ///< [group, head_dim]
   KvView kv;
@@ -46,7 +46,7 @@ struct ScorePagesTask {
   float* out = nullptr;                 ///< [group, pages]
 };
 
-/// One (sequence, KV head) of a `score_int4`: q.k / sqrt(head_dim), as estimated from the 4-bit copies of tokens
+/// One (sequence, KV head) of a `score_int4`: scores before any soft-cap, as estimated from the 4-bit copies of tokens
 /// [0, tokens), and exact for the `tail` behind them.
 ///
 /// Without `lists` out[h, i] is token i's. With them a row is made of pages laid end to end: first the head's own,
@@ -117,6 +117,7 @@ struct TopKTask {
 struct TopPTask {
   std::span<const float> values;
   float p = 1.f;                   ///< > 0
+  float softcap = 0.f;             ///< of the values, before they are weighed; see AttentionShape
   std::uint32_t begin = 0;         ///< at most `end`
   std::uint32_t end = kNone;       ///< kNone: all from `begin` on
   /// [ceil(values / 32)] bit i % 32 of word i / 32: value i is kept, and not attended anyway

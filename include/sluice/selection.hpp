@@ -12,7 +12,7 @@ namespace sluice {
 ///
 /// `tokens` is ascending and unique. `members[i]` has bit h set if the group's query head h attends
 /// token i; empty `members` means that every head attends every token (the union over the group).
-/// `scores` [tokens, group], if not empty, holds q.k/sqrt(d) of every (token, head), so that the
+/// `scores` [tokens, group], if not empty, holds the score of every (token, head), so that the
 /// attending kernel need not read K again.
 struct SelectionRow {
   std::vector<PageRun> runs;           ///< ascending by page, at most one run per page

@@ -88,6 +88,11 @@ class EngineOptions(Sized):
         ("core_count", c_uint32),
         ("cores", ctypes.POINTER(c_uint32)),
         ("policy_bytes", c_uint64),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("window_count", c_uint32),
+        ("reserved", c_uint32),
+        ("windows", ctypes.POINTER(c_uint32)),
     ]
 
 

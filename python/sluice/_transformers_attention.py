@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import dropout as dropped_out
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from sluice._transformers_cache import SluiceLayer, take_handed
-from sluice._transformers_support import hides_nothing
+from sluice._transformers_support import hides_nothing, same_number
 from sluice.errors import InvalidArgument, Unsupported
 
-_NOT_SERVED = ("softcap", "position_bias", "sinks", "indices", "block_indices", "output_attentions")
+_NOT_SERVED = ("position_bias", "sinks", "indices", "block_indices", "output_attentions")
 
 
 def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
@@ -48,8 +49,11 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     _refuse_call(layer, query, key, value, attention_mask, options)
     if dropout:
         raise Unsupported(f"dropout is {dropout}: call model.eval()")
-    if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-6:
-        query = query * (scaling * query.shape[-1] ** 0.5)
+    made = layer.engine.options
+    usual = query.shape[-1] ** -0.5
+    scale, wanted = made.scale or usual, usual if scaling is None else scaling
+    if not same_number(scale, wanted):
+        query = query * (wanted / scale)
     return layer.rows.attend(layer.index, query, key, value, attention_mask, options.get("s_aux")), None
 
 
@@ -66,6 +70,9 @@ def _refuse_call(layer: SluiceLayer, query: torch.Tensor, key: torch.Tensor, val
     for name in _NOT_SERVED:
         if not (options.get(name) is None or options[name] is False):
             raise Unsupported(f"this model's attention has {name}, which no kernel of Sluice has")
+    cap, made_cap = options.get("softcap") or 0.0, layer.engine.options.softcap or 0.0
+    if not same_number(cap, made_cap):
+        raise Unsupported(f"attention layer {layer.index} has softcap {cap}, and Sluice was enabled for {made_cap}")
     if key.shape[-2] != n:
         raise Unsupported(f"attention of {n} queries over {key.shape[-2]} new keys: cross-attention is not served")
     made = layer.engine.options
@@ -79,17 +86,36 @@ def _refuse_call(layer: SluiceLayer, query: torch.Tensor, key: torch.Tensor, val
 def _library_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                        attention_mask: torch.Tensor | None, scaling: float | None, dropout: float,
                        options: dict[str, Any]) -> torch.Tensor:
-    if options.get("softcap") is not None:
-        raise Unsupported("this model's attention has softcap, which sdpa has not")
     if attention_mask is not None and attention_mask.ndim == 2:
         attention_mask = sdpa_mask(query.shape[0], query.shape[-2], key.shape[-2],
                                    q_offset=key.shape[-2] - query.shape[-2], attention_mask=attention_mask.bool(),
                                    device=query.device)
     sinks = options.get("s_aux")
+    if options.get("softcap"):
+        if sinks is not None:
+            raise Unsupported("this model's attention has both softcap and sinks")
+        return _with_softcap(query, key, value, attention_mask, options["softcap"], scaling, dropout)
     if sinks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
                                       **options)[0]
     return _with_sinks(query, key, value, attention_mask, sinks, scaling, dropout)
+
+
+def _with_softcap(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+                  softcap: float, scaling: float | None, dropout: float) -> torch.Tensor:
+    """sdpa has no soft-cap."""
+    heads, n, columns = query.shape[1], query.shape[-2], key.shape[-2]
+    key, value = (repeat_kv(each, heads // each.shape[1]) for each in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is None:
+        attention_mask = torch.ones(n, columns, dtype=torch.bool, device=query.device).tril(columns - n)
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + attention_mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return (dropped_out(weights, dropout) @ value).transpose(1, 2).contiguous()
 
 
 def _with_sinks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,

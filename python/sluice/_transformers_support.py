@@ -53,6 +53,27 @@ def kv_dtype(model: transformers.PreTrainedModel, wanted: str | None) -> str:
     return DTYPES[model.dtype]
 
 
+def logit_options(model: transformers.PreTrainedModel, config: Any, kinds: Sequence[LayerKind]) -> dict[str, float]:
+    """Scale and soft-cap of the layers that are Sluice's, as EngineOptions have them. A scale is what their attention
+    calls so, if that is one number; 0 leaves it to each call."""
+    ours = [index for index, kind in enumerate(kinds) if kind.make is None]
+    layers = _layer_configs(config, len(kinds))
+    caps = {getattr(layers[index], "attn_logit_softcapping", None) or 0.0 for index in ours}
+    if len(caps) > 1:
+        raise Unsupported(f"{type(model).__name__} has layers of different attn_logit_softcapping {sorted(caps)}; "
+                          "Sluice serves one")
+    scales = {module.layer_idx: module.scaling for module in model.get_decoder().modules()
+              if isinstance(getattr(module, "scaling", None), float) and hasattr(module, "layer_idx")}
+    first = scales.get(ours[0], 0.0)
+    uniform = first > 0 and all(same_number(scales.get(index, 0.0), first) for index in ours)
+    return {"softcap": float(caps.pop()), "scale": first if uniform else 0.0}
+
+
+def same_number(a: float, b: float) -> bool:
+    """But for rounding to float32."""
+    return abs(a - b) <= 1e-6 * max(abs(a), abs(b))
+
+
 def _layer_configs(config: Any, layers: int) -> list[Any]:
     """The config of each layer: since 5.23 a model may have different ones."""
     of_layers = getattr(config, "per_layer_config", None)
@@ -90,8 +111,8 @@ def hides_nothing(window: int, config: Any) -> bool:
     return window > longest(config.get_text_config(decoder=True))
 
 
-def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
-    """Raises Unsupported with the reason if Sluice cannot serve the model."""
+def refuse(model: transformers.PreTrainedModel, config: Any, *, softcap: bool = False) -> None:
+    """Raises Unsupported with the reason if Sluice cannot serve the model. `softcap`: who asks serves soft-caps."""
     name = type(model).__name__
     refuse_taken(model)
     layers = _layer_configs(config, config.num_hidden_layers)
@@ -105,10 +126,10 @@ def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
         raise Unsupported(f"{name} has use_bidirectional_attention: Sluice serves causal attention alone")
     if getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         raise Unsupported(f"{name} has layers that share keys and values with others, which Sluice does not serve")
-    for option in ("attn_logit_softcapping", "kv_lora_rank"):
+    for option in ("kv_lora_rank",) if softcap else ("kv_lora_rank", "attn_logit_softcapping"):
         value = next((each for layer in layers if (each := getattr(layer, option, None)) is not None), None)
         if value is not None:
-            raise Unsupported(f"{name} has {option} {value}, which no kernel of Sluice has")
+            raise Unsupported(f"{name} has {option} {value}, which is not served")
     _refuse_placement(model, name)
 
 

@@ -65,6 +65,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prefill_mode": ("full", "flex", "automatic"),
     "placement": ("hybrid", "stream"),
 }
+_APART = ("device", "largest", "cores", "windows")  # not a number each
 _SWITCHES = ("prefix_decoded", "prefill_lines", "pin_threads")
 
 
@@ -76,7 +77,7 @@ class EngineOptions:
     layers: int
     q_heads: int  #: a multiple of kv_heads, at most 32 for each of them
     kv_heads: int
-    head_dim: int  #: 64 or 128 have tuned kernels; on the CPU any multiple of 16 up to 256
+    head_dim: int  #: on a GPU 64, 96, 128, 192 or 256; on the CPU any multiple of 16 up to 256
     device: str = "cpu"  #: or "cuda", or "cuda:1"
     device_bytes: int | None = None  #: most that is taken of the GPU's memory
     kv_dtype: Literal["f32", "f16", "bf16"] | None = None  #: of keys and values in memory
@@ -110,6 +111,9 @@ class EngineOptions:
     answer_timeout_ms: int | None = None  #: a layer waits no longer for the far part
     timeout_ms: int | None = None  #: every wait of a call
     cores: Sequence[int] | None = None  #: that threads run on, by the OS index of a PU of each
+    scale: float | None = None  #: what q.k is multiplied by; 0: 1 / sqrt(head_dim)
+    softcap: float | None = None  #: a scaled logit x becomes softcap * tanh(x / softcap); 0: it stays
+    windows: Sequence[int] | None = None  #: per layer, newest tokens that a row sees, its own included; 0: all
 
     def make_room_for(self, policy: str, tokens: int) -> None:
         """Raises what a sequence of this policy needs that grows to `tokens` tokens, memory apart; lowers nothing.
@@ -131,11 +135,14 @@ class EngineOptions:
         if self.cores is not None:
             struct.core_count = len(self.cores)
             struct.cores = (ctypes.c_uint32 * len(self.cores))(*(_unsigned("cores", core) for core in self.cores))
+        if self.windows is not None:
+            struct.window_count = len(self.windows)
+            struct.windows = (ctypes.c_uint32 * len(self.windows))(*(_unsigned("windows", n) for n in self.windows))
         kinds = dict(structs.EngineOptions._fields_)
         for name, value in self.__dict__.items():
             if name in _CHOICES and value is not None:
                 setattr(struct, name, _choice(name, value))
-            elif name not in ("device", "largest", "cores") and value is not None:
+            elif name not in _APART and value is not None:
                 if kinds[name] is not ctypes.c_float:
                     value = _unsigned(name, value, 8 * ctypes.sizeof(kinds[name]))
                 setattr(struct, name, value)
@@ -144,7 +151,7 @@ class EngineOptions:
     @staticmethod
     def _from_struct(struct: structs.EngineOptions) -> EngineOptions:
         values = {field.name: getattr(struct, field.name) for field in dataclasses.fields(EngineOptions)
-                  if field.name not in ("device", "largest", "cores")}
+                  if field.name not in _APART}
         for name, words in _CHOICES.items():
             values[name] = words[values[name]]
         for name in _SWITCHES:
@@ -152,7 +159,8 @@ class EngineOptions:
         largest = {field.name: getattr(struct, f"largest_{field.name}") for field in dataclasses.fields(Bucket)}
         largest["features"] = Features(largest["features"])
         values["device"] = "cpu" if struct.device_type == structs.DEVICE_CPU else f"cuda:{struct.device_id}"
-        return EngineOptions(largest=Bucket(**largest), cores=struct.cores[: struct.core_count] or None, **values)
+        return EngineOptions(largest=Bucket(**largest), cores=struct.cores[: struct.core_count] or None,
+                             windows=struct.windows[: struct.window_count] or None, **values)
 
 
 def _device(name: str) -> tuple[int, int]:

@@ -24,8 +24,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from sluice._transformers_attention import attention, mask
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
-from sluice._transformers_support import (NAME, attention_shape, changing, install, kv_dtype, layer_kinds, longest,
-                                          refuse)
+from sluice._transformers_support import (NAME, attention_shape, changing, install, kv_dtype, layer_kinds,
+                                          logit_options, longest, refuse)
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
@@ -46,7 +46,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
 
     Raises Unsupported with the reason if the model cannot be served, and then changes nothing."""
     config = model.config.get_text_config(decoder=True)
-    refuse(model, config)
+    refuse(model, config, softcap=True)
     kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
     made = EngineOptions(
@@ -54,7 +54,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
         sequences=sequences,
         largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
-        **{**options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
+        **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
     made.make_room_for(policy, longest(config))
     return Enabled(model, policy, Engine(made), kinds)
 

@@ -70,8 +70,9 @@ HeadFinding find(const AuditedGroup& group, std::uint32_t head, std::span<const 
   found.error_bound = 2.0 * std::max(0.0, 1.0 - found.coverage) * group.largest_value;
   found.bound_broken = !(found.error <= found.error_bound + kRounding * group.largest_value);
   double kept = 0.0;
-  for (const std::uint32_t token : watched) {
-    if (token >= group.tokens) continue;
+  for (const std::uint32_t number : watched) {
+    if (number < group.first || number - group.first >= group.tokens) continue;
+    const std::uint32_t token = number - group.first;
     found.watched_mass += of.weight(token);
     if (of.attended(token)) kept += of.weight(token);
   }

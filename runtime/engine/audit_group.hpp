@@ -10,7 +10,8 @@ namespace sluice::runtime {
 
 /// What one KV head's group attended in a layer, beside exact attention.
 struct AuditedGroup {
-  std::uint32_t tokens = 0;  ///< visible
+  std::uint32_t first = 0;   ///< token that is visible
+  std::uint32_t tokens = 0;  ///< from there on
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;
   // Exact attention.

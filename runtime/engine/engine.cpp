@@ -62,6 +62,13 @@ std::shared_ptr<cpu::Workers> prompt_workers_of(const EngineOptions& options, co
   return std::make_shared<cpu::Workers>(topology, workers);
 }
 
+/// What the device has no kernels for, automatic prompts do without.
+const EngineOptions& settled(EngineOptions& options, const ForwardVerbs& verbs) {
+  if (options.prefill.mode == PrefillMode::automatic && !verbs.sparse_prompts(options.shape))
+    options.prefill.mode = PrefillMode::full;
+  return options;
+}
+
 void validated(const EngineOptions& options) { runtime::validate(options); }
 
 }  // namespace
@@ -73,7 +80,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(options, *device, verbs, topology, node_of(topology, *device), *workers),
+      memory(settled(options, verbs), *device, verbs, topology, node_of(topology, *device), *workers),
       host(*workers),
       prompt_workers(prompt_workers_of(options, topology)),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),

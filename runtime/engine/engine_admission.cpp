@@ -10,7 +10,7 @@ namespace sluice {
 std::uint64_t Engine::Impl::policy_share(const PolicySpec& spec, std::uint32_t tokens) const noexcept {
   if (scheduler::chooser(spec) != scheduler::Chooser::cpu) return 0;
   // Policies look one token ahead, and forwards that came to nothing have let them grow by a token each.
-  return scheduler::policy_state_bytes(spec, options.shape, tokens + 1 + kMostForwards);
+  return scheduler::policy_state_bytes(spec, options.shape, tokens + 1 + kMostForwards, options.windows);
 }
 
 std::uint64_t Engine::Impl::policy_shares() const noexcept {

@@ -64,7 +64,7 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
                 "import_prefix: layers come in order, with as many tokens and queries as layer 0; begin again with "
                 "that");
   }
-  const ForwardMemory m = memory.of(bucket);
+  const ForwardMemory m = memory.of(bucket).in(layer.value);
   if (layer.value == 0) verbs.begin(m, stream);
   verbs.append(m, {.layer = layer.value, .q = q, .k = k, .v = v, .out = {}, .stream = stream});
   if (++next_layer < shape.layers) return;
@@ -114,7 +114,7 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   if (layer.value >= shape.layers || (layer.value != 0 && layer.value != next_layer))
     throw Error(Errc::invalid_argument,
                 "attend: layer " + number(layer.value) + " is not the next; layers come in order");
-  const ForwardMemory m = memory.of(bucket);
+  const ForwardMemory m = memory.of(bucket).in(layer.value);
   const ForwardLayer call{.layer = layer.value,
                           .q = q,
                           .k = k,

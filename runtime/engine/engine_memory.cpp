@@ -118,6 +118,8 @@ std::uint64_t block_bytes_of(const ForwardMemory& memory) { return memory.layout
 ForwardMemory described(const EngineOptions& options) {
   ForwardMemory memory;
   memory.shape = options.shape;
+  memory.shape.scale = options.scale;
+  memory.shape.softcap = options.softcap;
   memory.layout = {.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
   memory.blocks = static_cast<std::uint32_t>(options.host_bytes / block_bytes_of(memory));
   memory.near_pages = static_cast<std::uint32_t>(options.near_bytes / block_bytes_of(memory));
@@ -130,6 +132,9 @@ ForwardMemory described(const EngineOptions& options) {
   memory.page_shift = static_cast<std::uint32_t>(std::countr_zero(options.page_tokens));
   memory.digest = options.digests.value_or(DigestKind::box);
   memory.max_window = options.max_window;
+  if (!options.windows.empty()) memory.windows = options.windows.data();
+  for (const std::uint32_t window : options.windows)
+    memory.widest = std::max(memory.widest, std::min(window, memory.largest.max_tokens));
   memory.sparse_prefill = options.prefill.mode != PrefillMode::full && memory.largest.prefills != 0;
   memory.flex = options.prefill.flex;
   const std::uint32_t longest = memory.max_pages * memory.layout.page_tokens;

@@ -1,5 +1,7 @@
 // What an engine is asked to be built with.
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 
 #include "runtime/engine/engine_options.hpp"
@@ -13,10 +15,31 @@ void require(bool holds, const std::string& field, std::uint64_t have, const std
   if (!holds) throw Error(Errc::invalid_argument, field + " is " + std::to_string(have) + "; it must be " + want);
 }
 
+/// What the model says of logits, and of what rows see.
+void validate_scores(const EngineOptions& options) {
+  const auto number = [](const char* field, float value, float most, const char* want) {
+    if (value == 0.f || (std::isnormal(value) && value > 0.f && value <= most)) return;
+    throw Error(Errc::invalid_argument, std::string(field) + " is " + std::to_string(value) + "; it must be " + want);
+  };
+  number("scale", options.scale, std::numeric_limits<float>::max(), "a finite number above 0, or 0");
+  constexpr float kMostSoftcap = 1000.f;  // Kernels cap to some 1e-7 of it.
+  number("softcap", options.softcap, kMostSoftcap, "above 0 and at most 1000, or 0");
+  if (options.shape.scale != 0.f || options.shape.softcap != 0.f)
+    throw Error(Errc::invalid_argument,
+                "shape.scale and shape.softcap are set; an engine is told by EngineOptions::scale and ::softcap");
+  require(options.windows.empty() || options.windows.size() == options.shape.layers, "the number of windows",
+          options.windows.size(), "0, or that of layers, " + std::to_string(options.shape.layers));
+  if (options.softcap != 0.f && options.prefill.mode != PrefillMode::full)
+    throw Error(Errc::unsupported,
+                "softcap beside a prefill mode that chooses blocks of prompts: these are weighed without a cap; attend "
+                "prompts in full");
+}
+
 }  // namespace
 
 void validate(const EngineOptions& options) {
   sluice::validate(options.shape);
+  validate_scores(options);
   const auto in = [](const char* field, std::uint64_t value, std::uint64_t low, std::uint64_t high) {
     require(value >= low && value <= high, field, value,
             "in [" + std::to_string(low) + ", " + std::to_string(high) + "]");

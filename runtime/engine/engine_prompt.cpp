@@ -12,6 +12,7 @@ void Engine::Impl::bet(Sequence& sequence, ForwardChunk& chunk) {
   bets.rests.resize(options.shape.layers);
   bets.end = chunk.keys();
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+    if (memory.largest().window_in(layer) != 0) continue;  // What a row sees is little as it is.
     const bool sparse = spec.mode == PrefillMode::flexprefill ||
                         bets.balance.bet({.first = chunk.first, .count = chunk.count}, layer, options.shape.layers,
                                          device->backend().prefill_costs(), bets.rests[layer]);

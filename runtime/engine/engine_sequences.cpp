@@ -52,7 +52,7 @@ SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
       sequences.emplace(id.value, Sequence{.spec = spec, .pages = {free_lists.back(), memory.largest().max_pages}})
           .first->second;
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer)
-    sequence.sparse_layers += spec.dense(layer) ? 0 : 1;
+    sequence.sparse_layers += spec.dense(layer) || memory.largest().window_in(layer) != 0 ? 0 : 1;
   free_lists.pop_back();
   if (scheduler::chooser(spec) == scheduler::Chooser::cpu) {
     sequence.tail.slot = free_tails.back();

@@ -43,7 +43,8 @@ void Engine::Impl::keep_trace(runtime::Program& program, bool done) noexcept {
                                    .layout = m.layout,
                                    .placement = options.placement,
                                    .bucket = program.bucket,
-                                   .promotes = m.promotions != 0};
+                                   .promotes = m.promotions != 0,
+                                   .windows = options.windows};
   try {
     const scheduler::WorkShares shares = scheduler::shares_of(place, notes.rows, notes.before, notes.after);
     const runtime::ClockOffset offset = verbs.stamps_by_clock() ? runtime::ClockOffset{} : runtime::align(notes);

@@ -102,7 +102,7 @@ FarChoice::Rest FarChoice::rest(std::chrono::milliseconds timeout) {
 
 FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer, std::uint32_t item) const noexcept {
   for (const ChoosingRow& row : rows_[forward % kMostForwards].rows) {
-    if (row.window.in(layer).asks == 0) continue;
+    if (row.window.in(layer, memory_.window_in(layer)).asks == 0) continue;
     if (item < memory_.shape.kv_heads) return {.row = &row, .kv_head = item};
     item -= memory_.shape.kv_heads;
   }
@@ -194,6 +194,8 @@ void FarChoice::score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_
     chosen.keys[i] = memory_.far_key(memory_.plane(layer, kv_head), chosen.rows[i]);
   cpu::kernels_for(kernels_, memory_.layout.dtype)
       .score({.q = memory_.far_q + std::uint64_t{list} * group * memory_.shape.head_dim,
+              .scale = memory_.shape.score_scale(),
+              .softcap = memory_.shape.softcap,
               .k = chosen.keys.data(),
               .count = static_cast<std::uint32_t>(whole),
               .group = group,

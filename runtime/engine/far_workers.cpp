@@ -270,6 +270,8 @@ void FarWorkers::attend_part(const Question& question, const Part& part, Rows& r
   const bool scores = chosen != nullptr && !chosen->scores.empty();
   cpu::kernels_for(kernels_, m.layout.dtype)
       .attend({.q = m.far_q + std::uint64_t{part.index} * group * m.shape.head_dim,
+               .scale = m.shape.score_scale(),
+               .softcap = m.shape.softcap,
                .k = rows.data(),
                .v_offset = m.layout.half_bytes(),
                .members = members ? chosen->members.data() + part.begin : nullptr,

@@ -30,7 +30,10 @@ void ForwardAudit::compare(std::uint32_t index, std::uint32_t layer, std::uint32
   const std::uint32_t heads = memory_.shape.group();
   const std::uint32_t plane = memory_.plane(layer, kv_head);
   const std::uint64_t list = memory_.audit_list(layer, index * memory_.shape.kv_heads + kv_head);
-  AuditedGroup group{.tokens = row.tokens, .group = heads, .head_dim = memory_.shape.head_dim};
+  AuditedGroup group{.first = row.tokens - visible(row, layer),
+                     .tokens = visible(row, layer),
+                     .group = heads,
+                     .head_dim = memory_.shape.head_dim};
   attend_exactly(row, layer, kv_head, memory_.audit_q + list * heads * group.head_dim, group);
   mark(row, plane, list, group);
   group.attended_out = memory_.audit_out + list * heads * group.head_dim;
@@ -46,24 +49,27 @@ void ForwardAudit::attend_exactly(const AuditedRow& row, std::uint32_t layer, st
                                   AuditedGroup& group) const {
   const PageLayout& layout = memory_.layout;
   const cpu::ElementKernels& kernels = cpu::kernels_for(kernels_, layout.dtype);
-  std::vector<const std::byte*> keys(row.tokens);
+  std::vector<const std::byte*> keys(group.tokens);
   std::vector<float> value(group.head_dim);
-  for (std::uint32_t t = 0; t < row.tokens; ++t) {
-    const std::uint32_t at = row.blocks[t / layout.page_tokens] * layout.page_tokens + t % layout.page_tokens;
+  for (std::uint32_t t = 0; t < group.tokens; ++t) {
+    const std::uint32_t token = group.first + t;
+    const std::uint32_t at = row.blocks[token / layout.page_tokens] * layout.page_tokens + token % layout.page_tokens;
     keys[t] = memory_.far_key(memory_.plane(layer, kv_head), at);
     kernels.widen(keys[t] + layout.half_bytes(), value.data(), value.size());
     double squares = 0.0;
     for (const float v : value) squares += double{v} * v;
     group.largest_value = std::max(group.largest_value, std::sqrt(squares));
   }
-  group.scores.resize(std::size_t{row.tokens} * group.group);
+  group.scores.resize(std::size_t{group.tokens} * group.group);
   group.out.resize(std::size_t{group.group} * group.head_dim);
   group.lse.resize(group.group);
   kernels.attend({.q = q,
+                  .scale = memory_.shape.score_scale(),
+                  .softcap = memory_.shape.softcap,
                   .k = keys.data(),
                   .v_offset = layout.half_bytes(),
                   .seen = group.scores.data(),
-                  .count = row.tokens,
+                  .count = group.tokens,
                   .group = group.group,
                   .head_dim = group.head_dim,
                   .out = group.out.data(),
@@ -75,9 +81,9 @@ void ForwardAudit::mark(const AuditedRow& row, std::uint32_t plane, std::uint64_
   const std::uint32_t all = ~0u >> (32 - group.group);
   std::unordered_map<std::uint32_t, std::uint32_t> pages;  // By block.
   for (std::uint32_t page = 0; page < row.blocks.size(); ++page) pages[row.blocks[page]] = page;
-  group.heads.assign(row.tokens, 0);
+  group.heads.assign(group.tokens, 0);
   const auto members = [&](std::uint32_t at) -> std::uint32_t& {
-    return group.heads[pages.at(at / page_tokens) * page_tokens + at % page_tokens];
+    return group.heads.at(pages.at(at / page_tokens) * page_tokens + at % page_tokens - group.first);
   };
   const std::uint32_t* const listed = memory_.audit_rows + list * memory_.list_room();
   for (std::uint32_t i = 0; i < memory_.audit_counts[list]; ++i) members(listed[i]) |= all;
@@ -94,7 +100,7 @@ void ForwardAudit::report(std::uint32_t index, AuditReport& report) const noexce
   for (std::uint32_t plane = 0; plane < memory_.planes(); ++plane) {
     const Result& result = results_[std::size_t{index} * memory_.planes() + plane];
     report.attended_tokens += result.attended;
-    report.dense_tokens += rows_[index].tokens;
+    report.dense_tokens += visible(rows_[index], plane / shape.kv_heads);
     report.bypassed_heads += result.bypassed;
     for (std::uint32_t h = 0; h < shape.group(); ++h) {
       const HeadFinding& found = result.heads[h];

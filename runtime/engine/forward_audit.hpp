@@ -58,6 +58,11 @@ class ForwardAudit : public std::enable_shared_from_this<ForwardAudit> {
     std::uint32_t bypassed = 0;      ///< heads
   };
   void compare(std::uint32_t row, std::uint32_t layer, std::uint32_t kv_head, Result& result) const;
+  /// Tokens that the row sees in a layer: the newest.
+  [[nodiscard]] std::uint32_t visible(const AuditedRow& row, std::uint32_t layer) const noexcept {
+    const std::uint32_t window = memory_.window_in(layer);
+    return window == 0 || window > row.tokens ? row.tokens : window;
+  }
   void attend_exactly(const AuditedRow& row, std::uint32_t layer, std::uint32_t kv_head, const float* q,
                       AuditedGroup& group) const;
   void mark(const AuditedRow& row, std::uint32_t plane, std::uint64_t list, AuditedGroup& group) const;

@@ -36,9 +36,10 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
       corrects_scores_(spec.budget.kind == BudgetKind::sampled),
       seats_(memory.planes()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
-    layers_.push_back(spec.dense(layer) ? nullptr
-                                        : scheduler::make_layer_policy(spec, memory.shape, memory.layout.page_tokens,
-                                                                       LayerId{layer}));
+    const bool chooses = !spec.dense(layer) && memory.window_in(layer) == 0;
+    layers_.push_back(chooses
+                          ? scheduler::make_layer_policy(spec, memory.shape, memory.layout.page_tokens, LayerId{layer})
+                          : nullptr);
   }
 }
 

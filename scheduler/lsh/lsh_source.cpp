@@ -32,6 +32,8 @@ LshSource::LshSource(const LshOptions& options, const AttentionShape& shape, std
       group_(shape.group()),
       head_dim_(shape.head_dim),
       sinks_(sinks),
+      scale_(shape.score_scale()),
+      softcap_(shape.softcap),
       projections_(shared_projections(shape.head_dim, options)),
       mean_(shape.head_dim, 0.f),
       queries_(shape.group()) {}
@@ -109,9 +111,16 @@ std::uint64_t LshSource::most_heap_bytes(const LshOptions& options, const Attent
          (std::uint64_t{shape.head_dim} + tokens) * sizeof(float) + shape.group() * query;
 }
 
+/// A cap is taken back as far as float32 tells scores near it apart.
+float LshSource::uncapped(float score) const noexcept {
+  if (softcap_ == 0.f) return score;
+  constexpr float kMost = 1.f - 0x1p-23f;
+  return softcap_ * std::atanh(std::clamp(score / softcap_, -kMost, kMost));
+}
+
 float LshSource::probability(std::uint32_t h, std::uint32_t token, float score) const noexcept {
   const Query& query = queries_[h];
-  const float product = score * std::sqrt(static_cast<float>(head_dim_)) - query.with_mean;
+  const float product = uncapped(score) / scale_ - query.with_mean;
   return collision_probability(options_, product / (query.norm * norms_[token - first_]));
 }
 

@@ -40,7 +40,7 @@ class LshSource {
   }
   /// Adds the tokens that meet the query of head `h` hashed last.
   void add_collisions(std::uint32_t h, TokenSet& set);
-  /// With which probability a hashed token of this score q.k / sqrt(d) met that query.
+  /// With which probability a hashed token of this score met that query.
   [[nodiscard]] float probability(std::uint32_t h, std::uint32_t token, float score) const noexcept;
   /// But for the projections, which all share; with the tables, which a copy shares.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
@@ -56,11 +56,14 @@ class LshSource {
 
   void find_mean(std::uint32_t count, KvReader& kv);
   void hash_keys(std::uint32_t count, KvReader& kv);
+  [[nodiscard]] float uncapped(float score) const noexcept;
 
   LshOptions options_;
   std::uint32_t group_;
   std::uint32_t head_dim_;
   std::uint32_t sinks_;
+  float scale_;    ///< AttentionShape::score_scale
+  float softcap_;  ///< AttentionShape::softcap
   std::shared_ptr<const Projections> projections_;
   std::uint32_t first_ = 0;
   std::shared_ptr<const HashTables> tables_ = std::make_shared<const HashTables>();

@@ -48,7 +48,7 @@ LayerTokens tokens_of(const WorkPlace& place, std::span<const ForwardRow> rows, 
   LayerTokens all;
   for (const ForwardRow& each : rows) {
     if (each.list == kNone) continue;
-    const ForwardRow row = each.in(layer);
+    const ForwardRow row = each.in(layer, place.window(layer));
     const RowTokens tokens = tokens_of(place, row);
     ++all.choosing;
     all.ranking += row.pages != 0 ? 1 : 0;
@@ -130,6 +130,12 @@ class WorkList {
     go_on();
   }
 
+  [[nodiscard]] std::uint64_t seen_keys(const ForwardChunk& chunk) const noexcept {
+    const std::uint64_t window = place_.window(layer_);
+    const std::uint64_t seen = window + chunk.count - 1;  // By its first token and those behind it.
+    return window == 0 ? chunk.keys() : std::min<std::uint64_t>(chunk.keys(), seen);
+  }
+
   void add_append() {
     std::uint64_t prompt = 0;
     for (const ForwardChunk& chunk : chunks_) prompt += chunk.list == kNone ? 0 : chunk.count;
@@ -147,7 +153,7 @@ class WorkList {
     for (const ForwardChunk& chunk : chunks_) {
       if (chunk.list == kNone) continue;
       rows += chunk.count;
-      keys += std::uint64_t{place_.shape.kv_heads} * chunk.keys();
+      keys += std::uint64_t{place_.shape.kv_heads} * seen_keys(chunk);
     }
     put(Stage::prefill, Lane::link, rows, 2 * row_bytes() * keys);
     go_on();

@@ -21,6 +21,11 @@ struct WorkPlace {
   PlacementMode placement = PlacementMode::hybrid;
   Bucket bucket;
   bool promotes = false;  ///< far rows are brought near
+  std::span<const std::uint32_t> windows{};  ///< [layers] see EngineOptions::windows; or empty
+
+  [[nodiscard]] std::uint32_t window(std::uint32_t layer) const noexcept {
+    return windows.empty() ? 0 : windows[layer];
+  }
 };
 
 /// A few stages, in order.

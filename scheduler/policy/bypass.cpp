@@ -62,7 +62,8 @@ SinkBypass::SinkBypass(float threshold, const AttentionShape& shape, std::uint32
       group_(shape.group()),
       head_dim_(shape.head_dim),
       sinks_(sinks),
-      local_tokens_(local_tokens) {}
+      local_tokens_(local_tokens),
+      shape_(shape) {}
 
 void SinkBypass::begin(const PromptContext& prompt) {
   mean_key_.assign(head_dim_, 0.0);
@@ -108,7 +109,9 @@ void SinkBypass::begin(const PromptContext& prompt) {
 SinkBypass::Logits SinkBypass::logits(std::uint32_t h, const float* q) const {
   double dot = 0.0;
   for (std::uint32_t c = 0; c < head_dim_; ++c) dot += q[c] * mean_key_[c];
-  return {.mean = dot / std::sqrt(static_cast<double>(head_dim_)), .variance = spread_[h] * squared_norm(q, head_dim_)};
+  // A soft-cap narrows what spreads around the mean, so that the mass of the rest is not taken for less than it is.
+  return {.mean = shape_.capped(dot * static_cast<double>(shape_.score_scale())),
+          .variance = spread_[h] * squared_norm(q, head_dim_)};
 }
 
 std::uint32_t SinkBypass::test(const HeadContext& head, Bypass& bypass, SelectCounters& counters) {

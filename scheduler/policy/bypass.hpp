@@ -51,6 +51,7 @@ class SinkBypass {
  private:
   double threshold_;
   std::uint32_t group_, head_dim_, sinks_, local_tokens_;
+  AttentionShape shape_;
   std::uint32_t prompt_tokens_ = 0;   ///< offloaded tokens that the means stand for; 0: no bypass
   std::vector<double> mean_key_;      ///< [head_dim]
   std::vector<float> mean_value_;     ///< [head_dim]

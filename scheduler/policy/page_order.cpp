@@ -70,27 +70,28 @@ std::uint32_t PageOrder::take(std::uint32_t count, std::vector<PageRun>& runs) {
   return static_cast<std::uint32_t>(std::count_if(runs.begin() + begin, runs.end(), whole));
 }
 
-std::span<const float> PageOrder::bounds(std::uint32_t head_dim) {
+std::span<const float> PageOrder::bounds(const AttentionShape& shape) {
   if (!sorted_) {
     std::sort(heap_.begin(), heap_.end());
     heap_.insert(heap_.end(), first_.begin(), first_.end());
     first_.clear();
     sorted_ = true;
     bounds_.resize((heap_.size() + 1) * group_);
-    for (std::uint32_t h = 0; h < group_; ++h) bound_head(h, 1.0 / std::sqrt(static_cast<double>(head_dim)));
+    for (std::uint32_t h = 0; h < group_; ++h) bound_head(h, shape);
   }
   return std::span<const float>(bounds_).subspan(heap_.size() * group_, group_);
 }
 
-void PageOrder::bound_head(std::uint32_t head, double scale) {
+void PageOrder::bound_head(std::uint32_t head, const AttentionShape& shape) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const float* const scores = scores_.data() + head * pages_;
   double top = -kInfinity;
   double sum = 0.0;  // relative to `top`
   bool infinite = false;
   bounds_[head] = -kInfinity;
+  const auto scale = static_cast<double>(shape.score_scale());
   for (std::size_t i = 0; i < heap_.size(); ++i) {
-    const double score = scores[page_of(heap_[i])] * scale;
+    const double score = shape.capped(scores[page_of(heap_[i])] * scale);
     infinite = infinite || std::isnan(score) || score == kInfinity;
     if (std::isfinite(score)) {
       sum = score > top ? sum * std::exp(top - score) + 1.0 : sum + std::exp(score - top);

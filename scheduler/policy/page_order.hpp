@@ -30,13 +30,14 @@ class PageOrder {
   /// Appends what is far of the next `count` pages: first the whole ones, then the others, ascending each. Returns how
   /// many are whole.
   std::uint32_t take(std::uint32_t count, std::vector<PageRun>& runs);
-  /// [group] log of a bound of what the pages left weigh together: page_tokens * exp(score / sqrt(head_dim)) each, for
-  /// scores that bound those of their tokens. Infinite if a score is no number. The first call of a ranking sorts it.
-  [[nodiscard]] std::span<const float> bounds(std::uint32_t head_dim);
+  /// [group] log of a bound of what the pages left weigh together: page_tokens * exp(score) each, of scores that bound
+  /// those of their tokens, scaled and capped as these are. Infinite if a score is no number. The first call of a
+  /// ranking sorts it.
+  [[nodiscard]] std::span<const float> bounds(const AttentionShape& shape);
 
  private:
   [[nodiscard]] std::uint64_t pop();
-  void bound_head(std::uint32_t head, double scale);
+  void bound_head(std::uint32_t head, const AttentionShape& shape);
 
   std::span<const float> scores_;
   std::size_t pages_ = 0;  ///< in `scores_`

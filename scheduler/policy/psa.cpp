@@ -47,7 +47,7 @@ struct Head {
 class ProgressivePolicy final : public LayerPolicy {
  public:
   ProgressivePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens)
-      : budget_(spec.budget), group_(shape.group()), head_dim_(shape.head_dim), page_tokens_(page_tokens) {}
+      : budget_(spec.budget), group_(shape.group()), shape_(shape), page_tokens_(page_tokens) {}
 
   void begin(const PromptContext&) override {}
   void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
@@ -109,7 +109,7 @@ class ProgressivePolicy final : public LayerPolicy {
     if (left == 0) return true;
     if (!pass(head, left, {})) return false;
     // What is certified passes without its bound, too; so the bound, which is dear, can wait until then.
-    return budget_.rule != ProgressRule::certified || pass(head, left, head.order.bounds(head_dim_));
+    return budget_.rule != ProgressRule::certified || pass(head, left, head.order.bounds(shape_));
   }
 
   [[nodiscard]] bool pass(const Head& head, std::uint32_t left, std::span<const float> bounds) const noexcept {
@@ -182,7 +182,7 @@ class ProgressivePolicy final : public LayerPolicy {
 
   BudgetOptions budget_;
   std::uint32_t group_;
-  std::uint32_t head_dim_;
+  AttentionShape shape_;
   std::uint32_t page_tokens_;
 };
 

@@ -60,10 +60,12 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
   return make_sparse_policy(spec, shape, page_tokens, layer);
 }
 
-std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens) noexcept {
+std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens,
+                                 std::span<const std::uint32_t> windows) noexcept {
   if (spec.sources == 0 || spec.uses(Source::all) || spec.budget.kind == BudgetKind::progressive) return 0;
   std::uint64_t sparse_layers = 0;
-  for (std::uint32_t layer = 0; layer < shape.layers; ++layer) sparse_layers += spec.dense(layer) ? 0 : 1;
+  for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+    sparse_layers += spec.dense(layer) || (!windows.empty() && windows[layer] != 0) ? 0 : 1;
   const std::uint64_t head = spec.budget.kind == BudgetKind::fitted    ? fitted_state_bytes(spec, shape, tokens)
                              : spec.budget.kind == BudgetKind::sampled ? sampled_state_bytes(spec, shape, tokens)
                                                                        : sparse_state_bytes(spec, shape, tokens);

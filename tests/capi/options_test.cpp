@@ -1,5 +1,7 @@
 // Options by C: every field arrives, and what is no value is refused.
+#include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "sluice/engine.hpp"
 #include "tests/capi/small_engine.hpp"
@@ -31,6 +33,10 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.answer_timeout_ms == want.answer_timeout.count());
   CHECK(got.core_count == 0);
   CHECK(got.cores == nullptr);
+  CHECK(got.scale == 0.f);
+  CHECK(got.softcap == 0.f);
+  CHECK(got.window_count == 0);
+  CHECK(got.windows == nullptr);
 }
 
 TEST_CASE("every option arrives at the engine", "[capi][options]") {
@@ -72,6 +78,10 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   options.timeout_ms = 4321;
   options.core_count = 1;
   options.cores = cores;
+  options.scale = 0.375f;
+  const std::vector<std::uint32_t> windows(options.layers, 24);
+  options.window_count = options.layers;
+  options.windows = windows.data();
   EnginePointer engine = create(options);
   auto got = sized<sluice_engine_options>();
   require_ok(sluice_engine_get_options(engine.get(), &got));
@@ -79,6 +89,10 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   CHECK(got.cores != cores);
   CHECK(got.cores[0] == 0);
   got.cores = options.cores;
+  REQUIRE(got.windows != nullptr);
+  CHECK(got.windows != windows.data());
+  CHECK(got.windows[options.layers - 1] == 24);
+  got.windows = options.windows;
   CHECK(std::memcmp(&got, &options, sizeof got) == 0);
   auto memory = sized<sluice_memory>();  // And not only back from it.
   require_ok(sluice_engine_memory(engine.get(), &memory));
@@ -92,6 +106,9 @@ TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][
   options.largest_features = 0;
   const std::uint32_t cores[] = {0};
   options.cores = cores, options.core_count = 1;
+  const std::vector<std::uint32_t> windows(options.layers, 24);
+  options.windows = windows.data(), options.window_count = options.layers;
+  options.softcap = 30.f;
   options.device_type = SLUICE_DEVICE_CUDA, options.device_id = 3, options.device_bytes = 5;
   auto want = options;
   want.largest_features = SLUICE_BUCKET_UNBOUNDED;
@@ -130,6 +147,13 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"device_id is 1"}, [](auto& o) { o.device_id = 1; });
   refused({"device_bytes 1"}, [](auto& o) { o.device_bytes = 1; });
   refused({"cores", "core_count"}, [](auto& o) { o.core_count = 1; });
+  refused({"scale is -1"}, [](auto& o) { o.scale = -1.f; });
+  refused({"softcap is nan"}, [](auto& o) { o.softcap = NAN; });
+  refused({"softcap is inf"}, [](auto& o) { o.softcap = INFINITY; });
+  refused({"windows", "window_count"}, [](auto& o) { o.window_count = 1; });
+  static constexpr std::uint32_t kWindows[64] = {};
+  refused({"number of windows is 64", "layers"}, [](auto& o) { o.window_count = 64, o.windows = kWindows; });
+  refused({"reserved is 1"}, [](auto& o) { o.reserved = 1; });
   refused({"layers"}, [](auto& o) { o.layers = 0; });
   refused({"q_heads"}, [](auto& o) { o.q_heads = 3; });
   refused({"sequences is 0"}, [](auto& o) { o.sequences = 0; });

@@ -49,6 +49,7 @@ TEST_CASE("every variant makes the same 4-bit copies and estimates alike", "[cpu
     }
     std::vector<float> out(codes.size() * group + 1, 1234.f);
     kernels->score_int4({.q = problem.q(),
+                         .scale = problem.shape().score_scale(),
                          .codes = codes.data(),
                          .params = params.data(),
                          .count = static_cast<std::uint32_t>(codes.size()),

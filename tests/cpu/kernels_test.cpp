@@ -50,6 +50,8 @@ class Attend {
     cpu::list_rows(problem.kv(), tokens, rows_.data());
     out_[out_size()] = lse_.back() = 1234.f;
     args_ = {.q = problem.q(),
+             .scale = problem.shape().score_scale(),
+             .softcap = problem.options().softcap,
              .k = rows_.data(),
              .v_offset = problem.layout().half_bytes(),
              .count = static_cast<std::uint32_t>(tokens.size()),
@@ -157,8 +159,40 @@ TEST_CASE("every variant attends like the reference", "[cpu][kernels]") {
   });
 }
 
+TEST_CASE("scores are scaled and soft-capped as a model says, those that are given are not", "[cpu][kernels]") {
+  const auto softcap = GENERATE(0.f, 0.5f, 20.f);
+  CAPTURE(softcap);
+  for_each_shape([&](ProblemOptions options) {
+    options.tokens = 90;
+    options.scale = 0.7f;
+    options.softcap = softcap;
+    options.outlier = 20.0;
+    const Problem problem(options);
+    const std::vector<std::uint32_t> tokens = random_tokens(options.tokens, 0.8, 10);
+    const Attention expected = reference::attend(problem, attended(tokens));
+    const std::vector<float> scores = scores_of(problem, tokens);
+    options.softcap = 0.f;  // A cap makes no difference larger.
+    const double within = tolerance(Problem(options)) + 1e-6 * softcap;
+    for_each_variant([&](const cpu::Kernels& kernels) {
+      std::vector<float> seen(scores.size());
+      Attend attend(problem, tokens);
+      attend.args().seen = seen.data();
+      attend.run(kernels);
+      attend.require(expected, within);
+      REQUIRE(max_abs_diff(seen, std::vector<double>(scores.begin(), scores.end())) <= within);
+      Attend scored(problem, tokens);
+      scored.args().scores = scores.data();
+      scored.run(kernels);
+      scored.require(expected, within);
+    });
+  });
+}
+
 TEST_CASE("masked pairs and given scores weigh what they should", "[cpu][kernels]") {
-  for_each_shape([](ProblemOptions options) {
+  const auto softcap = GENERATE(0.f, 1.f);
+  CAPTURE(softcap);
+  for_each_shape([&](ProblemOptions options) {
+    options.softcap = softcap;
     options.tokens = 70;
     const Problem problem(options);
     const std::vector<std::uint32_t> tokens = random_tokens(options.tokens, 0.7, 9);
@@ -237,6 +271,8 @@ TEST_CASE("every variant scores tokens like the reference", "[cpu][kernels]") {
         std::vector<float> out(expected.size() + 1, kNan);
         out.back() = 1234.f;
         kernels.element[static_cast<int>(options.dtype)].score({.q = problem.q(),
+                                                                .scale = problem.shape().score_scale(),
+                                                                .softcap = options.softcap,
                                                                 .k = rows.data(),
                                                                 .count = static_cast<std::uint32_t>(tokens.size()),
                                                                 .group = options.group,

@@ -40,7 +40,10 @@ TEST_CASE("device attend: runs, tokens and both together", "[gpu]") {
   const auto c = GENERATE(Case{DType::bf16, 1, 128, 4, 16}, Case{DType::bf16, 40, 64, 1, 8},
                           Case{DType::f16, 100, 128, 3, 32}, Case{DType::bf16, 700, 128, 8, 16},
                           Case{DType::f16, 1'000, 64, 32, 256}, Case{DType::bf16, 333, 128, 32, 24},
-                          Case{DType::bf16, 515, 128, 12, 8}, Case{DType::bf16, 4'096, 128, 4, 16});
+                          Case{DType::bf16, 515, 128, 12, 8}, Case{DType::bf16, 4'096, 128, 4, 16},
+                          Case{DType::bf16, 700, 96, 5, 16}, Case{DType::f16, 4'096, 96, 32, 8},
+                          Case{DType::f16, 515, 192, 12, 24}, Case{DType::bf16, 4'096, 192, 3, 16},
+                          Case{DType::bf16, 1'000, 256, 32, 256}, Case{DType::f16, 9'000, 256, 8, 16});
   CAPTURE(to_string(c.dtype), c.tokens, c.head_dim, c.group, c.page_tokens);
   AttendFixture fixture;
   const Problem problem({.dtype = c.dtype,
@@ -70,11 +73,58 @@ TEST_CASE("device attend: runs, tokens and both together", "[gpu]") {
   require_close(mixed, whole, device_tolerance(problem));
 }
 
+TEST_CASE("device attend: scores are scaled and soft-capped as a model says, those that are given are not", "[gpu]") {
+  const auto dtype = GENERATE(DType::bf16, DType::f16);
+  const auto head_dim = GENERATE(64u, 128u);
+  const auto group = GENERATE(1u, 5u, 12u);
+  const auto softcap = GENERATE(0.f, 0.5f, 20.f);
+  CAPTURE(to_string(dtype), head_dim, group, softcap);
+  AttendFixture fixture;
+  const Problem problem({.dtype = dtype,
+                         .tokens = 700,
+                         .head_dim = head_dim,
+                         .group = group,
+                         .seed = 71,
+                         .scale = 0.3f,
+                         .softcap = softcap});
+  const auto all = all_tokens(700);
+  std::vector<float> scores;
+  for (const std::uint32_t token : all) {
+    for (std::uint32_t head = 0; head < group; ++head)
+      scores.push_back(static_cast<float>(reference::score(problem, head, token)));
+  }
+  const auto runs = runs_over(700, 16);
+  const SharedPartial plain(fixture, problem);
+  const SharedPartial scored(fixture, problem);
+  const SharedPartial beside(fixture, problem);
+  std::vector<AttendTask> tasks(3, attend_task(fixture, problem, plain));
+  tasks[0].runs = runs;
+  tasks[1].tokens = all;
+  tasks[1].scores = scores;
+  tasks[1].out = scored.view();
+  tasks[2].tokens = all;
+  tasks[2].out = beside.view();
+  // The first alone runs the kernel for unscored tokens, then all together the one for scored ones.
+  fixture.backend().attend(std::span(tasks).first(1), problem.shape(), fixture.stream.get());
+  fixture.wait();
+  const Attention expected = reference::attend(problem, attended(0, 700));
+  // Before the cap scores are as long as those of any other problem.
+  Problem uncapped({.dtype = dtype, .tokens = 700, .head_dim = head_dim, .group = group, .seed = 71, .scale = 0.3f});
+  const double within = device_tolerance(uncapped) + 1e-5 * softcap;
+  require_close(plain, expected, within);
+  fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+  fixture.wait();
+  require_close(plain, expected, within);
+  require_close(scored, expected, within);
+  require_close(beside, expected, within);
+}
+
 TEST_CASE("device attend: ragged runs leave the rows between them alone", "[gpu]") {
   const auto page_tokens = GENERATE(8u, 16u, 32u, 256u);
-  CAPTURE(page_tokens);
+  const auto head_dim = GENERATE(96u, 128u, 192u, 256u);
+  CAPTURE(page_tokens, head_dim);
   AttendFixture fixture;
-  Problem problem({.tokens = 900, .head_dim = 128, .group = 5, .page_tokens = page_tokens, .seed = page_tokens});
+  Problem problem({.tokens = 900, .head_dim = head_dim, .group = 5, .page_tokens = page_tokens, .seed = page_tokens});
   std::vector<Attended> covered;
   const auto runs = ragged_runs(problem, covered, 9);
   // Rows that no run covers are poisoned: a read that counts would show.
@@ -84,7 +134,7 @@ TEST_CASE("device attend: ragged runs leave the rows between them alone", "[gpu]
   AttendTask task = attend_task(fixture, problem, out);
   for (std::uint32_t token = 0; token < problem.options().tokens; ++token) {
     if (attended_rows[token]) continue;
-    for (std::uint32_t i = 0; i < 128; ++i) {
+    for (std::uint32_t i = 0; i < head_dim; ++i) {
       store_element(task.kv.k_row(token), DType::bf16, i, std::nan(""));
       store_element(task.kv.v_row(token), DType::bf16, i, std::nan(""));
     }
@@ -97,9 +147,10 @@ TEST_CASE("device attend: ragged runs leave the rows between them alone", "[gpu]
 
 TEST_CASE("device attend: members and given scores", "[gpu]") {
   const auto group = GENERATE(1u, 4u, 7u, 20u);
-  CAPTURE(group);
+  const auto head_dim = GENERATE(96u, 128u, 192u, 256u);
+  CAPTURE(group, head_dim);
   AttendFixture fixture;
-  const Problem problem({.tokens = 3'000, .head_dim = 128, .group = group});
+  const Problem problem({.tokens = 3'000, .head_dim = head_dim, .group = group});
   const auto tokens = random_tokens(3'000, 0.6, 4);
   std::vector<std::uint32_t> members(tokens.size());
   std::vector<float> scores;
@@ -136,7 +187,7 @@ TEST_CASE("device attend: members and given scores", "[gpu]") {
   require_close(with_scores, reference::attend(problem, attended(tokens)), device_tolerance(problem));
   if (group > 2) {
     REQUIRE(with_both.lse[2] == kEmptyLse);
-    REQUIRE(std::count(with_both.out.begin() + 2 * 128, with_both.out.begin() + 3 * 128, 0.f) == 128);
+    REQUIRE(std::count(with_both.out.begin() + 2 * head_dim, with_both.out.begin() + 3 * head_dim, 0.f) == head_dim);
   }
 }
 

@@ -28,7 +28,7 @@ Errc code_of(Function&& function) {
 
 TEST_CASE("the GPU serves the shapes that it has kernels for and names the others", "[gpu][backend]") {
   Backend& backend = gpu_device()->backend();
-  for (const std::uint32_t head_dim : {64u, 128u}) {
+  for (const std::uint32_t head_dim : {64u, 96u, 128u, 192u, 256u}) {
     for (const DType dtype : {DType::f16, DType::bf16}) {
       for (const std::uint32_t page_tokens : {8u, 16u, 32u, 256u}) {
         const AttentionShape shape{.layers = 1, .q_heads = 64, .kv_heads = 2, .head_dim = head_dim};

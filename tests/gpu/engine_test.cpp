@@ -128,7 +128,7 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
 TEST_CASE("a forward captured in a CUDA graph is the forward, bit by bit", "[engine][gpu]") {
   const std::uint32_t rows = GENERATE(1u, 8u);
   const std::uint32_t near_blocks = GENERATE(0u, 9u);
-  const std::uint32_t head_dim = GENERATE(64u, 128u);
+  const std::uint32_t head_dim = GENERATE(64u, 96u, 128u, 192u, 256u);
   const AttentionShape shape{.layers = 4, .q_heads = 8, .kv_heads = 2, .head_dim = head_dim};
   CAPTURE(rows, near_blocks, head_dim);
   const EngineRig rig = engine_rig();

@@ -133,7 +133,13 @@ TEST_CASE("device prefill of a chunk equals the reference, for all sizes of page
       Chunk{.first = 130, .count = 200, .group = 2, .head_dim = 128, .page_tokens = 24},
       Chunk{.first = 130, .count = 200, .group = 2, .head_dim = 128, .page_tokens = 16, .q_dtype = f32},
       Chunk{.first = 128, .count = 200, .group = 2, .head_dim = 128, .page_tokens = 16, .outlier = 100.0},
-      Chunk{.first = 640, .count = 256, .group = 1, .head_dim = 64, .page_tokens = 8, .outlier = 100.0});
+      Chunk{.first = 640, .count = 256, .group = 1, .head_dim = 64, .page_tokens = 8, .outlier = 100.0},
+      Chunk{.first = 100, .count = 290, .group = 4, .head_dim = 96, .page_tokens = 16, .outlier = 100.0},
+      Chunk{.first = 130, .count = 200, .group = 3, .head_dim = 96, .page_tokens = 24, .q_dtype = f32},
+      Chunk{.first = 511, .count = 257, .group = 1, .head_dim = 192, .page_tokens = 256, .dtype = f16, .q_dtype = f16},
+      Chunk{.first = 130, .count = 200, .group = 5, .head_dim = 192, .page_tokens = 8, .q_dtype = f32},
+      Chunk{.first = 127, .count = 130, .group = 8, .head_dim = 256, .page_tokens = 16, .outlier = 100.0},
+      Chunk{.first = 100, .count = 290, .group = 2, .head_dim = 256, .page_tokens = 64, .q_dtype = f32});
   CAPTURE(chunk.first, chunk.count, chunk.group, chunk.head_dim, chunk.page_tokens, to_string(chunk.q_dtype));
   ChunkRun run(chunk);
   run.prefill();

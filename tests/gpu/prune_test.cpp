@@ -58,7 +58,7 @@ void check_rows(GpuUnderTest& under_test, const std::vector<std::vector<float>>&
 
 TEST_CASE("the GPU's 4-bit copies are the CPU's, bit by bit", "[gpu][int4]") {
   const auto dtype = GENERATE(DType::f16, DType::bf16);
-  const auto head_dim = GENERATE(64u, 128u);
+  const auto head_dim = GENERATE(64u, 96u, 128u, 192u, 256u);
   const auto outlier = GENERATE(1.0, 1e3, 1e-5);
   CAPTURE(to_string(dtype), head_dim, outlier);
   GpuUnderTest under_test;

@@ -248,7 +248,7 @@ TEST_CASE("progressive: bounds of what is left hold for every prefix of the orde
   order.rank(scores, kGroup, near.set, 900);
   std::vector<PageRun> taken;
   while (order.left() != 0) {
-    const auto bounds = order.bounds(kDim);
+    const auto bounds = order.bounds(kShape);
     for (std::uint32_t h = 0; h < kGroup; ++h) {
       double left = 0.0;
       for (std::uint32_t page = 0; page < head.pages; ++page) {
@@ -260,7 +260,7 @@ TEST_CASE("progressive: bounds of what is left hold for every prefix of the orde
     order.take(3, taken);
   }
   REQUIRE(taken.size() == head.pages);
-  REQUIRE(order.bounds(kDim)[0] == -std::numeric_limits<float>::infinity());
+  REQUIRE(order.bounds(kShape)[0] == -std::numeric_limits<float>::infinity());
 }
 
 TEST_CASE("progressive: how many pages are sorted beforehand does not change their order", "[psa]") {
@@ -279,7 +279,7 @@ TEST_CASE("progressive: how many pages are sorted beforehand does not change the
   REQUIRE(order.left() == expected.left());
   for (std::uint32_t taken = 0; expected.left() != 0; ++taken) {
     REQUIRE(order.next() == expected.next());
-    if (taken == bounds_after) REQUIRE(std::ranges::equal(order.bounds(kDim), expected.bounds(kDim)));
+    if (taken == bounds_after) REQUIRE(std::ranges::equal(order.bounds(kShape), expected.bounds(kShape)));
     std::vector<PageRun> wanted;
     std::vector<PageRun> found;
     REQUIRE(order.take(1, found) == expected.take(1, wanted));

@@ -146,7 +146,7 @@ TEST_CASE("an engine serves every page size, group and type, and gives the log-s
   const EngineRig rig = engine_rig();
   const auto [type, page_tokens, group, head_dim] =
       GENERATE(grid(std::array{0u, 1u, 2u}, std::array{8u, 32u, 256u}, std::array{1u, 12u, 32u},
-                    std::array{64u, 128u}));
+                    std::array{64u, 96u, 128u, 192u, 256u}));
   const DType dtype = rig.kv_dtypes[type % rig.kv_dtypes.size()];
   CAPTURE(to_string(dtype), page_tokens, group, head_dim);
   const AttentionShape shape{.layers = 1, .q_heads = 2 * group, .kv_heads = 2, .head_dim = head_dim};

@@ -126,7 +126,8 @@ TEST_CASE("4-bit copies are within half a step of the keys, their extremes exact
 }
 
 TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[backend][int4]") {
-  const auto [dtype, head_dim] = GENERATE(grid(std::array{DType::f32, DType::bf16}, std::array{64u, 128u}));
+  const auto [dtype, head_dim] = GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16},
+                                                std::array{64u, 96u, 128u, 192u, 256u}));
   CAPTURE(to_string(dtype), head_dim);
   const auto under_test = backend_under_test();
   Problem problem({.dtype = dtype, .tokens = 8, .head_dim = head_dim, .group = 1, .page_tokens = 8});
@@ -157,7 +158,7 @@ TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[bac
 
 TEST_CASE("estimates are products with the decoded copies, and near the logits", "[backend][int4]") {
   const auto [dtype, head_dim, group] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{16u, 64u, 80u, 128u},
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{16u, 64u, 80u, 96u, 128u, 192u, 256u},
                     std::array{1u, 3u, 4u, 8u, 13u, 32u}));
   CAPTURE(to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();
@@ -208,7 +209,7 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
 
 TEST_CASE("with lists every head has its own pages, and the tail is minus infinity", "[backend][int4]") {
   const auto [head_dim, group, page_tokens, listed] =
-      GENERATE(grid(std::array{64u, 128u}, std::array{1u, 4u, 7u, 32u}, std::array{8u, 16u, 40u},
+      GENERATE(grid(std::array{64u, 96u, 128u, 192u, 256u}, std::array{1u, 4u, 7u, 32u}, std::array{8u, 16u, 40u},
                     std::array{1u, 5u, 29u}));
   CAPTURE(head_dim, group, page_tokens, listed);
   const auto under_test = backend_under_test();
@@ -304,7 +305,7 @@ TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[
   constexpr auto kWindows = std::to_array<Window>(
       {{0, 0}, {4, 0}, {0, 5}, {9, 130}, {40, 80}, {300, 0}, {150, 83}, {3, 230}, {0, 10'000}});
   const auto [head_dim, group, page_tokens, listed, window] =
-      GENERATE_COPY(grid(std::array{64u, 128u}, std::array{1u, 4u, 32u}, std::array{8u, 16u, 40u},
+      GENERATE_COPY(grid(std::array{64u, 96u, 128u, 256u}, std::array{1u, 4u, 32u}, std::array{8u, 16u, 40u},
                          std::array{1u, 7u, 29u}, kWindows));
   const std::uint32_t pages = 29, tokens = pages * page_tokens;
   CAPTURE(head_dim, group, page_tokens, listed, window.sinks, window.recent);

@@ -57,7 +57,7 @@ void Reference::begin() {
   const std::uint32_t queries = std::min(at_ - prompt_begin_, scheduler::prompt_queries(policy_));
   const std::size_t group = std::size_t{shape_.group()} * shape_.head_dim;
   for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
-    layers_.push_back(policy_.dense(layer)
+    layers_.push_back(policy_.dense(layer) || window(layer) != 0
                           ? nullptr
                           : scheduler::make_layer_policy(policy_, shape_, kPageTokens, LayerId{layer}));
     for (std::uint32_t kv_head = 0; kv_head < shape_.kv_heads && layers_.back(); ++kv_head) {
@@ -107,7 +107,7 @@ void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t p
 
 Reference::Attended Reference::choose(std::uint32_t layer, std::uint32_t kv_head) {
   const std::uint32_t tokens = at_ + 1;
-  const ForwardRow row = scheduler::forward_row(policy_, tokens, kPageTokens).in(layer);
+  const ForwardRow row = scheduler::forward_row(policy_, tokens, kPageTokens).in(layer, window(layer));
   Attended attended;
   attended.heads.resize(tokens);
   for (std::uint32_t t = 0; t < tokens; ++t) attended.heads[t] = row.in_window(t) ? ~0u : 0;
@@ -147,7 +147,7 @@ double Reference::score(std::uint32_t layer, std::uint32_t head, std::uint32_t t
   const float* const k = story_.k(layer, token) + std::size_t{head / shape_.group()} * shape_.head_dim;
   double dot = 0.0;
   for (std::uint32_t c = 0; c < shape_.head_dim; ++c) dot += double{q[c]} * k[c];
-  return dot / std::sqrt(static_cast<double>(shape_.head_dim));
+  return reference::score(shape_, dot);
 }
 
 void Reference::attend(std::uint32_t layer, std::uint32_t kv_head, const Attended& attended, float* out) {
@@ -156,13 +156,14 @@ void Reference::attend(std::uint32_t layer, std::uint32_t kv_head, const Attende
   const std::uint32_t d = shape_.head_dim;
   const auto value = [&](std::uint32_t t, std::uint32_t c) { return story_.v(layer, t)[kv_head * d + c]; };
   const auto& given = attended.selected;
-  runtime::AuditedGroup audited{.tokens = tokens, .group = group, .head_dim = d};
+  const std::uint32_t first = window(layer) == 0 || window(layer) > tokens ? 0 : tokens - window(layer);
+  runtime::AuditedGroup audited{.first = first, .tokens = tokens - first, .group = group, .head_dim = d};
   std::vector<float> sums(group);
   for (std::uint32_t h = 0; h < group; ++h) {
     // Weights of what is attended, some of them given; then of everything.
     std::vector<double> own(tokens, -INFINITY), exact(tokens);
     for (std::uint32_t t = 0; t < tokens; ++t) {
-      exact[t] = score(layer, kv_head * group + h, t);
+      exact[t] = t < first ? -INFINITY : score(layer, kv_head * group + h, t);
       if ((attended.heads[t] >> h & 1) != 0) own[t] = exact[t];
     }
     for (std::size_t i = 0; i < given.tokens.size() && !given.scores.empty(); ++i)
@@ -189,16 +190,16 @@ void Reference::attend(std::uint32_t layer, std::uint32_t kv_head, const Attende
     audited.out.insert(audited.out.end(), whole.begin(), whole.end());
     if (bypassed || policy_.budget.kind == BudgetKind::sampled) audited.estimated |= 1u << h;
   }
-  audited.scores.resize(std::size_t{tokens} * group);
+  audited.scores.resize(std::size_t{tokens - first} * group);
   for (std::size_t i = 0; i < audited.scores.size(); ++i)
-    audited.scores[i] = static_cast<float>(
-        score(layer, kv_head * group + static_cast<std::uint32_t>(i % group), static_cast<std::uint32_t>(i / group)));
-  for (std::uint32_t t = 0; t < tokens; ++t) {
+    audited.scores[i] = static_cast<float>(score(layer, kv_head * group + static_cast<std::uint32_t>(i % group),
+                                                 first + static_cast<std::uint32_t>(i / group)));
+  for (std::uint32_t t = first; t < tokens; ++t) {
     double square = 0.0;
     for (std::uint32_t c = 0; c < d; ++c) square += double{value(t, c)} * value(t, c);
     audited.largest_value = std::max(audited.largest_value, std::sqrt(square));
   }
-  audited.heads = attended.heads;
+  audited.heads.assign(attended.heads.begin() + first, attended.heads.end());
   audited.attended_out = out;
   audited.attended_lse = sums.data();
   report_.heads.resize(std::size_t{shape_.layers} * shape_.q_heads);

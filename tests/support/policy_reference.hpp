@@ -31,6 +31,8 @@ class Reference {
   /// Outputs of the next token: [layers, q_heads, head_dim].
   std::vector<float> decode();
 
+  /// As Story::see has them.
+  void see(std::vector<std::uint32_t> windows) { windows_ = std::move(windows); }
   void watch(std::vector<std::uint32_t> tokens) { watched_ = std::move(tokens); }
   /// Of all tokens that were decoded.
   [[nodiscard]] const AuditReport& audit() const noexcept { return report_; }
@@ -53,7 +55,8 @@ class Reference {
             std::vector<float>& scores, std::vector<std::uint32_t>& ranked);
   void attend(std::uint32_t layer, std::uint32_t kv_head, const Attended& attended, float* out);
   void learn();
-  /// q.k / sqrt(head_dim) of the token that is decoded.
+  [[nodiscard]] std::uint32_t window(std::uint32_t layer) const { return windows_.empty() ? 0 : windows_[layer]; }
+  /// Of the token that is decoded.
   [[nodiscard]] double score(std::uint32_t layer, std::uint32_t head, std::uint32_t token) const;
 
   const Story& story_;
@@ -69,6 +72,7 @@ class Reference {
   std::uint32_t at_ = 0;                           ///< tokens that there are
   std::uint32_t prompt_begin_ = 0;                 ///< tokens from here to `at_` are a prompt's, with queries
   bool begun_ = false;
+  std::vector<std::uint32_t> windows_;
   std::vector<std::uint32_t> watched_;
   AuditReport report_;
 };

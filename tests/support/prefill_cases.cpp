@@ -31,7 +31,10 @@ constexpr auto kCases = std::to_array<Case>({
     {130, 0, 8, 128, 16, DType::bf16, DType::f32},  {300, 127, 2, 64, 32, DType::bf16, DType::bf16},
     {330, 29, 4, 128, 256, DType::f16, DType::f16}, {420, 256, 1, 128, 24, DType::bf16, DType::f16},
     {290, 129, 32, 64, 16, DType::f16, DType::f32}, {700, 383, 4, 64, 64, DType::bf16, DType::f32},
-    {270, 3, 5, 128, 40, DType::bf16, DType::bf16}});
+    {270, 3, 5, 128, 40, DType::bf16, DType::bf16}, {333, 70, 3, 96, 16, DType::bf16, DType::bf16},
+    {290, 129, 32, 96, 8, DType::f16, DType::f32},  {301, 40, 4, 192, 24, DType::f16, DType::f16},
+    {270, 3, 5, 192, 40, DType::bf16, DType::f32},  {420, 256, 1, 256, 256, DType::bf16, DType::bf16},
+    {333, 70, 8, 256, 16, DType::f16, DType::f32},  {130, 0, 3, 256, 8, DType::f16, DType::f16}});
 
 struct Outputs {
   Outputs(BackendUnderTest& under_test, const Prompt& prompt, std::uint32_t count)
@@ -55,6 +58,7 @@ PrefillTask task_of(BackendUnderTest& under_test, const PlacedPrompt& placed, co
                    .out = reinterpret_cast<std::byte*>(to.out.data()),
                    .key_begin = range.key_begin,
                    .key_end = range.key_end,
+                   .reach = range.reach,
                    .lse = to.lse.data()};
   task.kv.frames += range.key_begin / task.kv.layout.page_tokens;
   if (!range.blocks.empty()) task.blocks = under_test.copy_of(range.blocks).data();
@@ -131,13 +135,15 @@ std::vector<std::uint32_t> block_bits(const Prompt& prompt, std::uint32_t first,
   return bits;
 }
 
-Prompt prompt_of(const Case& c) {
+Prompt prompt_of(const Case& c, float scale = 0.f, float softcap = 0.f) {
   return Prompt({.dtype = c.dtype,
                  .tokens = c.tokens,
                  .head_dim = c.head_dim,
                  .group = c.group,
                  .page_tokens = c.page_tokens,
-                 .seed = 40 + c.tokens},
+                 .seed = 40 + c.tokens,
+                 .scale = scale,
+                 .softcap = softcap},
                 c.q_dtype);
 }
 
@@ -194,6 +200,39 @@ TEST_CASE("prefill over windows equals prefill in one piece", "[backend][prefill
     run_windows(*under_test, placed, range, cuts, found);
     require_close(found, expected, within(prompt));
   }
+}
+
+TEST_CASE("prefill attends the newest keys within reach, in one piece or over windows", "[backend][prefill]") {
+  const auto [c, reach] = GENERATE(grid(kCases, std::array{1u, 40u, 128u, 211u, 5'000u}));
+  CAPTURE(c, reach);
+  const auto under_test = backend_under_test();
+  const Prompt prompt = prompt_of(c);
+  const PlacedPrompt placed(*under_test, prompt);
+  const PrefillRange range{.first = c.first, .count = c.tokens - c.first, .reach = reach};
+  const Attention expected = reference::prefill(prompt, range);
+  const std::uint32_t pages = c.tokens / c.page_tokens;
+  for (const std::vector<std::uint32_t>& cuts :
+       {std::vector<std::uint32_t>{},
+        {pages / 5 * c.page_tokens, pages / 3 * c.page_tokens, pages * 3 / 4 * c.page_tokens}}) {
+    CAPTURE(cuts);
+    Outputs found(*under_test, prompt, range.count);
+    run_windows(*under_test, placed, range, cuts, found);
+    require_close(found, expected, within(prompt));
+  }
+}
+
+TEST_CASE("prefill with a scale and a soft-cap, with and without a reach", "[backend][prefill]") {
+  const auto [c, softcap, reach] = GENERATE(grid(kCases, std::array{0.f, 0.7f, 30.f}, std::array{0u, 77u}));
+  CAPTURE(c, softcap, reach);
+  const auto under_test = backend_under_test();
+  const Prompt prompt = prompt_of(c, 0.3f, softcap);
+  const PlacedPrompt placed(*under_test, prompt);
+  const PrefillRange range{.first = c.first, .count = c.tokens - c.first, .reach = reach};
+  Outputs found(*under_test, prompt, range.count);
+  const PrefillTask task = task_of(*under_test, placed, range, found);
+  run(*under_test, placed, {&task, 1});
+  // Scores of the first are longer than others are tested with.
+  require_close(found, reference::prefill(prompt, range), 4 * within(prompt));
 }
 
 TEST_CASE("prefill attends the blocks that are named and no others", "[backend][prefill]") {

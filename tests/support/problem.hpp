@@ -19,6 +19,8 @@ struct ProblemOptions {
   std::uint64_t seed = 1;
   /// One key in the middle is this much longer: its score leaves every other weight at 0 or is 0 itself.
   double outlier = 1.0;
+  float scale = 0.f;  ///< as AttentionShape's
+  float softcap = 0.f;
 };
 
 /// One KV head's cache with random contents and one token's queries. The pages lie in shuffled frames, between
@@ -29,7 +31,12 @@ class Problem {
 
   [[nodiscard]] const ProblemOptions& options() const noexcept { return options_; }
   [[nodiscard]] AttentionShape shape() const noexcept {
-    return {.layers = 1, .q_heads = options_.group, .kv_heads = 1, .head_dim = options_.head_dim};
+    return {.layers = 1,
+            .q_heads = options_.group,
+            .kv_heads = 1,
+            .head_dim = options_.head_dim,
+            .scale = options_.scale,
+            .softcap = options_.softcap};
   }
   [[nodiscard]] const PageLayout& layout() const noexcept { return layout_; }
   [[nodiscard]] KvView kv() const noexcept { return {.base = memory_.data(), .frames = frames_.data(), .layout = layout_}; }

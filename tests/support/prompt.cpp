@@ -64,7 +64,8 @@ std::vector<std::uint32_t> keys_of(const PrefillRange& range, std::uint32_t posi
   const BlockBits bits(range.first, range.count);
   const std::uint32_t row = position / kPrefillBlock - bits.top;
   std::vector<std::uint32_t> keys;
-  for (std::uint32_t key = range.key_begin; key < std::min(range.key_end, position + 1); ++key) {
+  const std::uint32_t seen = range.reach == 0 || position < range.reach ? 0 : position + 1 - range.reach;
+  for (std::uint32_t key = std::max(range.key_begin, seen); key < std::min(range.key_end, position + 1); ++key) {
     if (range.blocks.empty() || bits.get(range.blocks, head, row, key / kPrefillBlock)) keys.push_back(key);
   }
   return keys;
@@ -79,12 +80,12 @@ Attention prefill(const Prompt& prompt, const PrefillRange& range) {
     for (std::uint32_t head = 0; head < prompt.group(); ++head) {
       const std::vector<std::uint32_t> keys = keys_of(range, token, head);
       std::vector<double> q(dim);
-      for (std::uint32_t c = 0; c < dim; ++c) q[c] = prompt.q(token, head, c) / std::sqrt(static_cast<double>(dim));
+      for (std::uint32_t c = 0; c < dim; ++c) q[c] = prompt.q(token, head, c);
       std::vector<double> scores;
       for (const std::uint32_t key : keys) {
         double sum = 0.0;
         for (std::uint32_t c = 0; c < dim; ++c) sum += q[c] * prompt.kv().k(key, c);
-        scores.push_back(sum);
+        scores.push_back(score(prompt.kv().shape(), sum));
       }
       const double top = scores.empty() ? -kInfinity : *std::max_element(scores.begin(), scores.end());
       std::vector<double> out(dim);

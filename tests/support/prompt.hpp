@@ -63,6 +63,7 @@ struct PrefillRange {
   std::uint32_t count = 0;
   std::uint32_t key_begin = 0;
   std::uint32_t key_end = kNone;
+  std::uint32_t reach = 0;
   std::span<const std::uint32_t> blocks = {};  ///< as in PrefillTask; empty: all
 };
 

@@ -81,10 +81,16 @@ std::vector<Attended> attended(std::uint32_t begin, std::uint32_t end) {
 
 namespace reference {
 
+double score(const AttentionShape& shape, double product) {
+  const double scaled =
+      shape.scale != 0.f ? product * shape.scale : product / std::sqrt(static_cast<double>(shape.head_dim));
+  return shape.softcap == 0.f ? scaled : shape.softcap * std::tanh(scaled / shape.softcap);
+}
+
 double score(const Problem& problem, std::uint32_t head, std::uint32_t token) {
   double sum = 0.0;
   for (std::uint32_t c = 0; c < problem.options().head_dim; ++c) sum += problem.q(head, c) * problem.k(token, c);
-  return sum / std::sqrt(static_cast<double>(problem.options().head_dim));
+  return score(problem.shape(), sum);
 }
 
 Attention attend(const Problem& problem, std::span<const Attended> tokens) {

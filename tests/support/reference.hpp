@@ -36,6 +36,8 @@ struct Attention {
 
 namespace reference {
 
+/// The score that a product of q and k gives.
+[[nodiscard]] double score(const AttentionShape& shape, double product);
 [[nodiscard]] double score(const Problem& problem, std::uint32_t head, std::uint32_t token);
 [[nodiscard]] Attention attend(const Problem& problem, std::span<const Attended> tokens);
 /// hi, then lo, of consecutive tokens; unrounded.

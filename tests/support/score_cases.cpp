@@ -96,7 +96,7 @@ void check_scores(const Digests& digests, const ScorePagesTask& task, std::uint3
 TEST_CASE("digests are what their definition says, rounded", "[backend]") {
   const auto [kind, dtype, head_dim, page_tokens, outlier] =
       GENERATE(grid(std::array{DigestKind::box, DigestKind::cuboid_mean},
-                    std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 128u},
+                    std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 96u, 128u, 192u, 256u},
                     std::array{8u, 16u, 256u}, std::array{1.0, 1e3}));
   CAPTURE(static_cast<int>(kind), to_string(dtype), head_dim, page_tokens, outlier);
   const auto under_test = backend_under_test();
@@ -142,7 +142,7 @@ TEST_CASE("NaN in a page's first key makes its score NaN, in a later key it is i
 
 TEST_CASE("a page's box bounds every key and its cuboid mean lies inside", "[backend]") {
   const auto [dtype, head_dim, outlier] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 128u}, std::array{1.0, 1e3}));
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{1.0, 1e3}));
   CAPTURE(to_string(dtype), head_dim, outlier);
   const auto under_test = backend_under_test();
   const Problem problem({.dtype = dtype, .tokens = 40 * 16, .head_dim = head_dim, .group = 3, .outlier = outlier});
@@ -189,7 +189,7 @@ TEST_CASE("a page of identical keys scores q.k, and the order of tokens does not
 
 TEST_CASE("page scores add up the larger products, for any group and any numbers of pages", "[backend]") {
   const auto [dtype, head_dim, group] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 128u},
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 96u, 128u, 192u, 256u},
                     std::array{1u, 3u, 4u, 8u, 32u}));
   CAPTURE(to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();
@@ -223,7 +223,7 @@ TEST_CASE("page scores of many tasks and of one long task", "[backend]") {
 
 TEST_CASE("token scores are scaled products with the keys", "[backend]") {
   const auto [dtype, head_dim, group] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 128u},
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 96u, 128u, 192u, 256u},
                     std::array{1u, 3u, 4u, 32u}));
   CAPTURE(to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();

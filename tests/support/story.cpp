@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "tests/support/random.hpp"
+#include "tests/support/reference.hpp"
 
 namespace sluice::test {
 namespace {
@@ -109,7 +110,7 @@ Story::Ranked Story::ranked(std::uint32_t layer, std::uint32_t token, std::uint3
     const std::vector<double> key = decoded(k(layer, j) + head / shape_.group() * d, d);
     double dot = 0.0;
     for (std::uint32_t c = 0; c < d; ++c) dot += key[c] * q(layer, token)[head * d + c];
-    ranked.emplace_back(dot / std::sqrt(double(d)), j);
+    ranked.emplace_back(reference::score(shape_, dot), j);
   }
   std::ranges::sort(ranked, [](const auto& a, const auto& b) {
     return a.first != b.first ? a.first > b.first : a.second < b.second;
@@ -208,14 +209,16 @@ std::vector<double> Story::attended_as(std::uint32_t layer, std::uint32_t token,
                                        std::uint32_t recent, const Choose& choose, std::vector<double>* lse) const {
   const std::uint32_t d = shape_.head_dim;
   const std::uint32_t n = token + 1;
-  const std::uint32_t sink_end = std::min(sinks, n);
-  const std::uint32_t recent_begin = std::max(sink_end, n - std::min(recent, n));
+  const std::uint32_t window = windows_.empty() ? 0 : windows_[layer];
+  const std::uint32_t sink_end = window != 0 ? 0 : std::min(sinks, n);
+  const std::uint32_t recent_begin = std::max(sink_end, n - std::min(window != 0 ? window : recent, n));
   std::vector<double> out(std::size_t{shape_.q_heads} * d, 0.0);
   for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
     std::vector<bool> marked(n, false);
     std::fill_n(marked.begin(), sink_end, true);
     std::fill(marked.begin() + recent_begin, marked.end(), true);
-    for (std::uint32_t g = 0; g < shape_.group(); ++g) choose(kv * shape_.group() + g, sink_end, recent_begin, marked);
+    for (std::uint32_t g = 0; g < shape_.group() && window == 0; ++g)
+      choose(kv * shape_.group() + g, sink_end, recent_begin, marked);
     for (std::uint32_t head = kv * shape_.group(); head < (kv + 1) * shape_.group(); ++head) {
       std::vector<double> scores(n, -INFINITY);
       double top = -INFINITY;
@@ -223,7 +226,7 @@ std::vector<double> Story::attended_as(std::uint32_t layer, std::uint32_t token,
         if (!marked[j]) continue;
         double dot = 0.0;
         for (std::uint32_t c = 0; c < d; ++c) dot += double{k(layer, j)[kv * d + c]} * q(layer, token)[head * d + c];
-        top = std::max(top, scores[j] = dot / std::sqrt(double(d)));
+        top = std::max(top, scores[j] = reference::score(shape_, dot));
       }
       double mass = 0.0;
       for (const double s : scores) mass += std::exp(s - top);

@@ -41,6 +41,9 @@ class Story {
   /// Queries are numbers of bf16 from now on.
   void round_queries();
 
+  /// Of a layer whose window is not 0 rows attend the newest so many tokens from now on, whatever the policy.
+  void see(std::vector<std::uint32_t> windows) { windows_ = std::move(windows); }
+
   /// What a policy of sinks, recent tokens and `picks` per query head attends at `token`, in float64: [q_heads,
   /// head_dim]. Estimates are those of the 4-bit copies; a group attends what any of its heads chose. `lse`, unless
   /// null, receives the natural logs of the sums of exponentials.
@@ -81,6 +84,7 @@ class Story {
 
   AttentionShape shape_;
   std::uint32_t tokens_;
+  std::vector<std::uint32_t> windows_;  ///< [layers] or empty
   std::vector<float> q_, k_, v_;  ///< [layers, tokens, heads, head_dim]
 };
 

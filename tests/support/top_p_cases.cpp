@@ -79,6 +79,46 @@ TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p =
   }
 }
 
+TEST_CASE("top-p of soft-capped values weighs them capped, and orders them as they were", "[backend][top_p]") {
+  const auto [count, softcap] =
+      GENERATE(grid(std::array{1u, 33u, 1'000u, 8'192u, 60'001u, 300'001u, 524'289u}, std::array{2.f, 30.f}));
+  const auto under_test = backend_under_test();
+  Random random(count + 3);
+  std::vector<float> row(count);
+  for (float& value : row) value = static_cast<float>(4.0 * random.normal());
+  row[count / 2] = -kInf;  // Of a row that is not there: it has no weight, cap or no cap.
+  constexpr double kShare = 0.7;
+  const auto mask = under_test->array((count + 31) / 32, kUntouchedWord);
+  const auto kept = under_test->array(1, kUntouchedWord);
+  const TopPTask task{.values = under_test->copy_of(row),
+                      .p = static_cast<float>(kShare),
+                      .softcap = softcap,
+                      .mask = mask.data(),
+                      .count = kept.data()};
+  under_test->backend().top_p({&task, 1}, under_test->stream());
+  under_test->finish();
+  CAPTURE(count, softcap, kept[0]);
+  const auto has = [&](std::uint32_t i) { return (mask[i / 32] >> i % 32 & 1u) != 0; };
+  const auto weight = [&](float value) {
+    return std::isinf(value) ? 0.0 : std::exp(softcap * std::tanh(double{value} / softcap));
+  };
+  double all = 0.0, held = 0.0;
+  float least = kInf, left = -kInf;
+  std::uint32_t marked = 0;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    all += weight(row[i]);
+    held += has(i) ? weight(row[i]) : 0.0;
+    marked += has(i) ? 1 : 0;
+    (has(i) ? least : left) = has(i) ? std::min(least, row[i]) : std::max(left, row[i]);
+  }
+  REQUIRE(marked == kept[0]);
+  if (count == 1) REQUIRE(marked == 0);
+  if (count == 1) return;
+  REQUIRE(left < least);
+  REQUIRE(held >= (kShare - 1e-5) * all);
+  REQUIRE(held - weight(least) < (kShare + 1e-5) * all);
+}
+
 TEST_CASE("what is attended anyway counts first and is not marked", "[backend][top_p]") {
   const auto count = GENERATE(1u, 2u, 33u, 1'000u, 8'192u, 8'193u, 60'001u, 131'073u, 524'289u);
   const auto under_test = backend_under_test();

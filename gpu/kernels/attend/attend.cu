@@ -7,13 +7,10 @@ namespace {
 
 template <class Use>
 void with_kernel(const AttendVariant& variant, const Use& use) {
-  if (variant.dtype == DType::f16) {
-    variant.head_dim == 64 ? detail::with_attend_kernel<__half, 64>(variant, use)
-                           : detail::with_attend_kernel<__half, 128>(variant, use);
-  } else {
-    variant.head_dim == 64 ? detail::with_attend_kernel<__nv_bfloat16, 64>(variant, use)
-                           : detail::with_attend_kernel<__nv_bfloat16, 128>(variant, use);
-  }
+  KernelHeadDims::with(variant.head_dim, [&](auto dim) {
+    variant.dtype == DType::f16 ? detail::with_attend_kernel<__half, dim()>(variant, use)
+                                : detail::with_attend_kernel<__nv_bfloat16, dim()>(variant, use);
+  });
 }
 
 }  // namespace
@@ -29,12 +26,13 @@ void load_attend_kernels() {
     check(cudaFuncGetAttributes(&attributes, kernel), "load the attend kernels");
   };
   for (const DType dtype : {DType::f16, DType::bf16}) {
-    for (const std::uint32_t head_dim : {64u, 128u}) {
+    KernelHeadDims::each([&](std::uint32_t head_dim) {
       for (const std::uint32_t tiles : {1u, 2u}) {
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .capped = true}, load);
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scored = true}, load);
       }
-    }
+    });
   }
 }
 

@@ -16,14 +16,18 @@ template <int kDim>
 struct RowShape {
   static constexpr int kRowBytes = 2 * kDim;
   static constexpr int kKeyPieces = kDim / 32;    ///< of a K row per lane: dims (4 j + t) * 8 .. + 7
-  static constexpr int kValuePieces = kDim / 64;  ///< of a V row per lane: dims (8 c + g) * 8 .. + 7
+  static constexpr int kValuePieces = (kDim + 63) / 64;  ///< of a V row per lane: dims (8 c + g) * 8 .. + 7
   static constexpr int kOutTiles = kDim / 16;     ///< tile 4 c + i holds a lane's dims (8 c + g) * 8 + 2 i, + 1
+  static constexpr int kSlab = kDim < 128 ? kDim : 128;  ///< dims whose results lie in shared memory at once
+  /// The last piece of V is half as long if 64 does not divide head_dim: dims 64 c + 4 g .. + 3, in two tiles.
+  [[nodiscard]] static constexpr __device__ bool whole(int c) { return 64 * (c + 1) <= kDim; }
+  static_assert(kDim % 32 == 0);
 };
 
 /// Shared memory: first row lists and queries, then, when these are done with, the warps' results.
 template <int kDim, int kTiles>
 struct alignas(16) AttendMemory {
-  static constexpr int kOutPitch = kDim + 4;
+  static constexpr int kOutPitch = RowShape<kDim>::kSlab + 4;
   struct Input {
     std::uint32_t words[kAttend.stage_words];
     typename QueryPiece<kDim, kTiles>::Fragments q;
@@ -71,7 +75,13 @@ __device__ void load_values(std::uint32_t (&values)[4][RowShape<kDim>::kValuePie
     const std::uint64_t at = std::uint64_t{mine} + slice.page_tokens;
     const std::byte* from = slice.base + at * RowShape<kDim>::kRowBytes + g * 16;
 #pragma unroll
-    for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) load_once(values[n][c], from + c * 128, mine != kNoRow);
+    for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) {
+      if (RowShape<kDim>::whole(c)) {
+        load_once(values[n][c], from + c * 128, mine != kNoRow);
+      } else {
+        load_half_once(values[n][c], from + c * 128 - g * 8, mine != kNoRow);
+      }
+    }
   }
 }
 
@@ -112,6 +122,12 @@ __device__ void score(float (&c)[4], const std::uint32_t (&keys)[2][RowShape<kDi
       mma<T>(c, second, b.z, b.w);
     }
   }
+}
+
+/// Soft-caps scores to base 2: the cap is to base 2, too.
+__device__ inline void cap_scores(float (&scores)[4], float cap) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) scores[e] = cap * tanh_fast(scores[e] * (1.f / cap));
 }
 
 /// Raises the tops to include this unit's scores and scales what there is down to them.
@@ -179,6 +195,7 @@ __device__ void add_values(Accumulator<kDim, kTiles>& sum, const Weights (&weigh
   for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      if (4 * c + i >= RowShape<kDim>::kOutTiles) break;
       const std::uint32_t a[4] = {
           lower_halves(values[0][c][i], values[1][c][i]), upper_halves(values[0][c][i], values[1][c][i]),
           lower_halves(values[2][c][i], values[3][c][i]), upper_halves(values[2][c][i], values[3][c][i])};
@@ -197,12 +214,13 @@ __device__ bool scored(const AttendSlice& slice, std::uint32_t unit) {
   return kScored && slice.scores != nullptr && unit >= slice.octet_units();
 }
 
-/// Attends the warp's units of the slice, from `unit` on, which is already being loaded.
-template <class T, int kDim, int kTiles, bool kScored>
+/// Attends the warp's units of the slice, from `unit` on, which is already being loaded. `cap`: of scores that are
+/// computed, to base 2; 0: none. Kernels that are not `kCapped` know of none.
+template <class T, int kDim, int kTiles, bool kScored, bool kCapped>
 __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& slice,
                              const typename AttendMemory<kDim, kTiles>::Input& input, std::uint32_t unit, UnitRows rows,
                              std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
-                             std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4]) {
+                             std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4], float cap) {
   const std::uint32_t g = threadIdx.x % 32 / 4;
   const std::uint32_t t = threadIdx.x % 4;
   const std::uint32_t units = slice.units();
@@ -215,6 +233,7 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
         for (int e = 0; e < 4; ++e) scores[tile][e] = __uint_as_float(keys[tile][0][e]);
       } else {
         score<T, kDim>(scores[tile], keys, input.q[tile]);
+        if (kCapped && cap != 0.f) cap_scores(scores[tile], cap);
       }
     }
     const std::uint32_t next_unit = unit + kAttend.warps;

@@ -136,7 +136,8 @@ struct AttendArgs {
   float* partials = nullptr;
   std::uint32_t* counters = nullptr;  ///< device scratch, zero before and after
   std::uint32_t partial_count = 0;
-  float score_scale = 0.f;                     ///< 1 / sqrt(head_dim)
+  float score_scale = 0.f;                     ///< AttentionShape::score_scale
+  float softcap = 0.f;                         ///< of scores that are computed, see AttentionShape; 0: none
   std::uint16_t job_of[kAttend.max_slices]{};  ///< by thread block
   AttendJob inline_jobs[kInlineJobs]{};
 };

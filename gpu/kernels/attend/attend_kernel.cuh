@@ -6,8 +6,8 @@
 namespace sluice::gpu::detail {
 
 /// The decode kernel: a thread block attends one slice, and the last of a job's merges them.
-template <class T, int kDim, int kTiles, bool kScored>
-__global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored ? kAttend.blocks_per_sm : 1)
+template <class T, int kDim, int kTiles, bool kScored, bool kCapped>
+__global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 128 ? kAttend.blocks_per_sm : 1)
     attend_kernel(const __grid_constant__ AttendArgs args) {
   __shared__ AttendSlice slice;
   __shared__ AttendMemory<kDim, kTiles> memory;
@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored ? kAttend.bl
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
-  attend_units<T, kDim, kTiles, kScored>(sum, slice, memory.input, warp, rows, keys, values);
+  attend_units<T, kDim, kTiles, kScored, kCapped>(sum, slice, memory.input, warp, rows, keys, values,
+                                                  kCapped ? args.softcap * kLog2e : 0.f);
 
   put_sums(sums, sum);
   const Place<kDim, 8 * kTiles> place(args, slice);
@@ -43,9 +44,15 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored ? kAttend.bl
   for (int tile = 0; tile < kTiles; ++tile) {
     const int heads = min(8, static_cast<int>(slice.heads) - 8 * tile);
     __syncthreads();  // All warps are done with what `out` lies over.
-    put_out<kDim, kTiles>(memory.out[warp], sum, tile);
+    put_out<kDim, kTiles, 0>(memory.out[warp], sum, tile);
     __syncthreads();
-    if (heads > 0) merge_warps<kDim, kTiles>(place, sums, memory.out, tile, heads);
+    if (heads > 0) merge_warps<kDim, kTiles, 0>(place, sums, memory.out, tile, heads);
+    if constexpr (kDim > RowShape<kDim>::kSlab) {
+      __syncthreads();
+      put_out<kDim, kTiles, RowShape<kDim>::kSlab>(memory.out[warp], sum, tile);
+      __syncthreads();
+      if (heads > 0) merge_warps<kDim, kTiles, RowShape<kDim>::kSlab>(place, sums, memory.out, tile, heads);
+    }
   }
   if (slice.slices > 1 && is_last(args, slice)) {
     merge_slices<kDim, kTiles>(args.partials, args.partial_count, slice, memory);
@@ -55,13 +62,21 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored ? kAttend.bl
 /// Calls `use` with the kernel of one dtype, head_dim and number of head tiles.
 template <class T, int kDim, int kTiles, class Use>
 void with_tiled_kernel(const AttendVariant& variant, const Use& use) {
-  variant.scored ? use(attend_kernel<T, kDim, kTiles, true>) : use(attend_kernel<T, kDim, kTiles, false>);
+  if (variant.scored) {
+    use(attend_kernel<T, kDim, kTiles, true, true>);
+  } else {
+    variant.capped ? use(attend_kernel<T, kDim, kTiles, false, true>)
+                   : use(attend_kernel<T, kDim, kTiles, false, false>);
+  }
 }
 
 /// Calls `use` with the kernel of one dtype and head_dim.
 template <class T, int kDim, class Use>
 void with_attend_kernel(const AttendVariant& variant, const Use& use) {
-  variant.head_tiles == 1 ? with_tiled_kernel<T, kDim, 1>(variant, use) : with_tiled_kernel<T, kDim, 2>(variant, use);
+  if constexpr (kDim <= 128) {
+    if (variant.head_tiles == 2) return with_tiled_kernel<T, kDim, 2>(variant, use);
+  }
+  with_tiled_kernel<T, kDim, 1>(variant, use);
 }
 
 }  // namespace sluice::gpu::detail

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 /// Loads of decode attention that have to be under way before something else is waited for: `volatile` keeps the
@@ -36,6 +37,15 @@ __device__ inline float4 load_partial4(const float4* from, bool valid) {
       : "l"(from), "r"(static_cast<std::uint32_t>(valid))
       : "memory");
   return value;
+}
+
+/// Eight bytes in the first half of `out`; see load_once.
+__device__ inline void load_half_once(std::uint32_t (&out)[4], const std::byte* from, bool valid) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n"
+      " @p ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];\n}"
+      : "=&r"(out[0]), "=&r"(out[1])
+      : "l"(from), "r"(static_cast<std::uint32_t>(valid)));
 }
 
 /// Starts copying a word to shared memory.

@@ -71,8 +71,8 @@ __device__ void put_sums(WarpSums<kTiles>& to, const Accumulator<kDim, kTiles>& 
   }
 }
 
-/// Writes the warp's products of one head tile: [head][dim].
-template <int kDim, int kTiles, int kPitch>
+/// Writes the warp's products of one head tile and the dims of a slab, from kBegin on: [head][dim].
+template <int kDim, int kTiles, int kBegin, int kPitch>
 __device__ void put_out(float (&to)[8][kPitch], const Accumulator<kDim, kTiles>& sum, int tile) {
   const std::uint32_t g = threadIdx.x % 32 / 4;
   const std::uint32_t t = threadIdx.x % 4;
@@ -81,12 +81,14 @@ __device__ void put_out(float (&to)[8][kPitch], const Accumulator<kDim, kTiles>&
     if (each != tile) continue;
 #pragma unroll
     for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) {
+      if (64 * c < kBegin || 64 * c >= kBegin + RowShape<kDim>::kSlab) continue;
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
         const auto& out = sum.out[each];
-        float* dims = &to[2 * t + column][(8 * c + g) * 8];
+        float* dims = &to[2 * t + column][RowShape<kDim>::whole(c) ? (8 * c + g) * 8 - kBegin : 64 * c + 4 * g - kBegin];
         store4(dims, make_float4(out[4 * c][column], out[4 * c][2 + column], out[4 * c + 1][column],
                                  out[4 * c + 1][2 + column]));
+        if (!RowShape<kDim>::whole(c)) continue;
         store4(dims + 4, make_float4(out[4 * c + 2][column], out[4 * c + 2][2 + column], out[4 * c + 3][column],
                                      out[4 * c + 3][2 + column]));
       }
@@ -115,13 +117,14 @@ struct Place {
   }
 };
 
-/// Merges the warps' results of one head tile.
-template <int kDim, int kTiles, int kPitch>
+/// Merges the warps' results of one head tile and the dims of a slab, from kBegin on.
+template <int kDim, int kTiles, int kBegin, int kPitch>
 __device__ void merge_warps(const Place<kDim, 8 * kTiles>& to, const WarpSums<kTiles>& sums,
                             const float (&out)[kAttend.warps][8][kPitch], int tile, int heads) {
-  for (int i = static_cast<int>(threadIdx.x); i < heads * kDim / 4; i += kThreads) {
-    const int row = i / (kDim / 4);
-    const int column = i % (kDim / 4) * 4;
+  constexpr int kSlab = kDim - kBegin < RowShape<kDim>::kSlab ? kDim - kBegin : RowShape<kDim>::kSlab;
+  for (int i = static_cast<int>(threadIdx.x); i < heads * kSlab / 4; i += kThreads) {
+    const int row = i / (kSlab / 4);
+    const int column = i % (kSlab / 4) * 4;
     const int head = 8 * tile + row;
     float top = -INFINITY;
 #pragma unroll
@@ -135,8 +138,8 @@ __device__ void merge_warps(const Place<kDim, 8 * kTiles>& to, const WarpSums<kT
       add_scaled(sum, weight, *reinterpret_cast<const float4*>(&out[w][row][column]));
     }
     const float scale = mass > 0.f ? 1.f / mass : 0.f;
-    store4(to.out + head * kDim + column, make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale));
-    if (column == 0) to.lse[head] = mass > 0.f ? (top + log2f(mass)) * to.lse_scale : -INFINITY;
+    store4(to.out + head * kDim + kBegin + column, make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale));
+    if (kBegin + column == 0) to.lse[head] = mass > 0.f ? (top + log2f(mass)) * to.lse_scale : -INFINITY;
   }
 }
 

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint32_t kThreads = 128;
 constexpr std::uint32_t kWarp = 32;
-constexpr std::uint32_t kMaxHeadDim = 128;
+constexpr std::uint32_t kMaxHeadDim = 256;
 
 __device__ float load_any(const std::byte* row, std::uint32_t channel, DType dtype) {
   switch (dtype) {
@@ -77,7 +77,8 @@ __device__ void describe(const ForwardMemory& m, const ForwardScratch& scratch, 
                                      .count = ranks && row.mass > 0.f ? values : 0,
                                      .begin = candidates.begin,
                                      .end = candidates.end,
-                                     .p = row.mass};
+                                     .p = row.mass,
+                                     .softcap = m.shape.softcap};
   }
   for (std::uint32_t h = 0; h < group && m.bucket.top_k && m.bucket.pages; ++h) {
     scratch.top_k_rows[first + h] = {.values = task.out + std::uint64_t{h} * values + candidates.begin,
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   if (attends && blockIdx.x < m.bucket.decode_rows) {
-    if (threadIdx.x == 0) describe(m, scratch, m.rows[blockIdx.x].in(layer.layer), blockIdx.x, head, plane);
+    if (threadIdx.x == 0) describe(m, scratch, m.rows[blockIdx.x].in(layer.layer, m.window), blockIdx.x, head, plane);
     if (m.rows[blockIdx.x].list != kNone) put_queries(m, layer, blockIdx.x, head);
   }
   const ForwardToken token = m.tokens[blockIdx.x];

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads)
   // Of a forward that does not run `split` has described nothing.
   if (status != ForwardStatus::running) return;
   for (std::uint32_t i = threadIdx.x; i < m.bucket.decode_rows * m.shape.kv_heads; i += kThreads) {
-    const ForwardRow row = m.rows[i / m.shape.kv_heads].in(layer);
+    const ForwardRow row = m.rows[i / m.shape.kv_heads].in(layer, m.window);
     if (row.list == kNone || row.asks == 0) continue;
     const std::uint32_t count = __ldcv(&m.chosen[i].count);
     const std::uint32_t members = __ldcv(&m.chosen[i].members);

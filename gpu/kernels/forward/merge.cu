@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads)
   if ((!goes_on && status != ForwardStatus::abandoned) || chooses.list == kNone) return;
   const bool has_near = goes_on && m.near_counts[blockIdx.x] != 0;
   // Whether there is anything in a list that the CPU has added to, the answer says.
-  const bool asks = chooses.in(layer.layer).asks != 0;
+  const bool asks = chooses.in(layer.layer, m.window).asks != 0;
   const bool has_far = goes_on && (asks || (!m.fetches && m.far_listed[blockIdx.x] != 0));
   const std::uint32_t fetches = goes_on && m.fetches ? m.fetch_heads[blockIdx.x] : 0;
   // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.

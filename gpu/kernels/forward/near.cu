@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads)
   // Which rows have far ones, 256 at a time; most of them have none.
   for (std::uint32_t base = 0; base < m.bucket.decode_rows; base += kThreads) {
     const std::uint32_t r = base + threadIdx.x;
-    const ForwardRow mine = r < m.bucket.decode_rows ? m.rows[r].in(layer) : ForwardRow{};
+    const ForwardRow mine = r < m.bucket.decode_rows ? m.rows[r].in(layer, m.window) : ForwardRow{};
     const bool asks = mine.list != kNone && !mine.whole() && m.far_listed[r * m.shape.kv_heads + blockIdx.x] != 0;
     const std::uint32_t ballot = __ballot_sync(kAll, asks);
     __syncthreads();
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads)
         const std::uint32_t at = base + w * kWarp + __ffs(static_cast<int>(rest)) - 1;
         const std::uint32_t index = at * m.shape.kv_heads + blockIdx.x;
         const std::uint32_t* const rows = scratch.far_rows + std::uint64_t{index} * m.list_room();
-        if (m.far_windows[index] != 0) want_windows(m, plane, m.rows[at].in(layer), forward, always, ballots);
+        if (m.far_windows[index] != 0) want_windows(m, plane, m.rows[at].in(layer, m.window), forward, always, ballots);
         want_again(m, plane, rows, m.far_listed[index], forward, again, ballots);
       }
     }

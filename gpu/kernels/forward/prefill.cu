@@ -12,11 +12,16 @@ constexpr std::uint32_t kThreads = 512;
 /// The pages of a window that some token of the chunk sees.
 struct Window {
   std::uint32_t begin = 0;  ///< tokens
-  std::uint32_t end = 0;
+  std::uint32_t end = 0;    ///< not above `begin` if it sees none
+  bool first = false;       ///< that has some
 };
 __device__ Window window_of(const ForwardMemory& m, const ForwardChunk& chunk, std::uint32_t index) {
   const std::uint32_t begin = index * m.prefill_window;
-  return {.begin = begin, .end = min(begin + m.prefill_window, chunk.first + chunk.count)};
+  const bool all = m.window == 0 || chunk.first < m.window;
+  const std::uint32_t seen = all ? 0 : (chunk.first + 1 - m.window) & ~(m.layout.page_tokens - 1);
+  return {.begin = max(begin, seen),
+          .end = min(begin + m.prefill_window, chunk.first + chunk.count),
+          .first = index == seen / m.prefill_window};
 }
 
 template <class T>
@@ -94,7 +99,8 @@ __device__ void describe(const ForwardMemory& m, const PrefillStage& stage, cons
         .page_tokens = m.layout.page_tokens,
         .query_blocks = query_blocks,
         .mask_words = mask_words,
-        .first_window = index == 0,
+        .reach = m.window,
+        .first_window = window.first,
         .last_window = window.end == chunk.first + chunk.count};
   }
 }

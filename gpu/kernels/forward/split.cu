@@ -99,10 +99,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   detail::wait_for_kernel_before();
   const std::uint32_t index = blockIdx.x / detail::cluster_blocks();
   const std::uint64_t list_room = m.list_room();
-  const Work work{.row = m.rows[index / m.shape.kv_heads].in(layer),
+  const Work work{.row = m.rows[index / m.shape.kv_heads].in(layer, m.window),
                   .near_rows = m.near_lists + index * list_room,
                   .far_rows = scratch.far_rows + index * list_room,
-                  .fetched = m.fetches && m.rows[index / m.shape.kv_heads].in(layer).asks == 0
+                  .fetched = m.fetches && m.rows[index / m.shape.kv_heads].in(layer, m.window).asks == 0
                                  ? scratch.fetched + index * list_room
                                  : nullptr,
                   .index = index,

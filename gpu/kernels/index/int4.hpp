@@ -15,6 +15,7 @@ struct ScoreInt4Shape {
   Int4Layout layout;
   DType dtype = DType::bf16;  ///< of the pages that tails lie in
   std::uint32_t group = 0;
+  float scale = 0.f;  ///< AttentionShape::score_scale
   std::uint32_t multiprocessors = 0;
 };
 

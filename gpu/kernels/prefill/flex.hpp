@@ -118,7 +118,7 @@ struct FlexArgs {
   DType dtype = DType::bf16;  ///< of the keys
   std::uint32_t head_dim = 0;
   std::uint32_t group = 0;
-  float score_scale = 0.f;  ///< 1 / sqrt(head_dim)
+  float score_scale = 0.f;  ///< AttentionShape::score_scale
   bool sums_only = false;   ///< columns and diagonals are all that is asked for
 };
 

@@ -10,18 +10,21 @@ namespace {
 /// Calls `use` with the kernel of a dtype and head_dim, and the shared memory that it needs.
 template <class T, int kDim, class Use>
 void with_terms(const PrefillVariant& variant, const Use& use) {
-  constexpr int kBytes = sizeof(detail::PrefillMemory<kDim>);
-  variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1>, kBytes)
-                     : use(detail::prefill_kernel<T, kDim, 2>, kBytes);
+  if (variant.capped) {
+    variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1, true>, detail::PrefillMemory<kDim, 1>::kBytes)
+                       : use(detail::prefill_kernel<T, kDim, 2, true>, detail::PrefillMemory<kDim, 2>::kBytes);
+  } else {
+    variant.terms == 1 ? use(detail::prefill_kernel<T, kDim, 1, false>, detail::PrefillMemory<kDim, 1>::kBytes)
+                       : use(detail::prefill_kernel<T, kDim, 2, false>, detail::PrefillMemory<kDim, 2>::kBytes);
+  }
 }
 
 template <class Use>
 void with_kernel(const PrefillVariant& variant, const Use& use) {
-  if (variant.dtype == DType::f16) {
-    variant.head_dim == 64 ? with_terms<__half, 64>(variant, use) : with_terms<__half, 128>(variant, use);
-  } else {
-    variant.head_dim == 64 ? with_terms<__nv_bfloat16, 64>(variant, use) : with_terms<__nv_bfloat16, 128>(variant, use);
-  }
+  KernelHeadDims::with(variant.head_dim, [&](auto dim) {
+    variant.dtype == DType::f16 ? with_terms<__half, dim()>(variant, use)
+                                : with_terms<__nv_bfloat16, dim()>(variant, use);
+  });
 }
 
 }  // namespace
@@ -43,11 +46,12 @@ void load_prefill_kernels() {
           "give the prefill kernels their shared memory");
   };
   for (const DType dtype : {DType::f16, DType::bf16}) {
-    for (const std::uint32_t head_dim : {64u, 128u}) {
+    KernelHeadDims::each([&](std::uint32_t head_dim) {
       for (const std::uint32_t terms : {1u, 2u}) {
         with_kernel({.dtype = dtype, .head_dim = head_dim, .terms = terms}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .terms = terms, .capped = true}, load);
       }
-    }
+    });
   }
 }
 

@@ -28,6 +28,7 @@ struct alignas(16) PrefillItem {
   std::uint32_t page_tokens = 0;
   std::uint32_t query_blocks = 0;
   std::uint32_t mask_words = 0;
+  std::uint32_t reach = 0;  ///< as PrefillTask's; 0 if `blocks` is not null
   bool first_window = true;
   bool last_window = true;
 };
@@ -37,7 +38,8 @@ struct PrefillArgs {
   PrefillShape shape{};
   std::uint32_t group = 0;      ///< query heads of a KV head
   std::uint32_t row_heads = 0;  ///< query heads between two tokens of lse and so_far
-  float score_scale = 0.f;      ///< 1 / sqrt(head_dim)
+  float score_scale = 0.f;      ///< AttentionShape::score_scale
+  float softcap = 0.f;          ///< AttentionShape::softcap
 };
 
 /// What the grid of a launch must cover.

@@ -26,7 +26,7 @@ __device__ void write_rows(const HopperRows<kDim>& rows, const PrefillItem& item
 }
 
 /// One warpgroup of two: attends 64 rows to the tiles of the ring.
-template <class T, int kDim>
+template <class T, int kDim, bool kCapped>
 __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, const QueryBlock& block,
                             HopperMemory<kDim>& memory, Ring& ring) {
   const int group = static_cast<int>(threadIdx.x / kWarpgroup) - 1;
@@ -38,8 +38,9 @@ __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, co
   publish_stores();
   named_sync(kAlone + group, kWarpgroup);
 
+  const std::uint32_t full_begin = max(block.key_begin, first_seen(block.position + kTile - 1, block.reach));
   const auto masked = [&](std::uint32_t tile) {
-    return (tile + 1) * kTile > min(block.key_end, block.position) || tile * kTile < block.key_begin;
+    return (tile + 1) * kTile > min(block.key_end, block.position) || tile * kTile < full_begin;
   };
   const std::uint32_t q = shared_address(memory.q.bytes) + first_row * kSlabRowBytes;
   HopperRows<kDim> rows;
@@ -61,6 +62,7 @@ __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, co
     wait_products<0>();
     pin_registers(scores);
     release(ring.empty_k[0]);
+    if constexpr (kCapped) cap_products(scores, args.score_scale, args.softcap);
     if (masked(tile)) mask_scores(scores, block, position, tile);
     weigh_scores(scores, rows, factor, scale);
     pack_weights<T>(weights, scores);
@@ -84,6 +86,7 @@ __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, co
       wait_products<1>();
       pin_registers(scores);
       release(ring.empty_k[next.index]);
+      if constexpr (kCapped) cap_products(scores, args.score_scale, args.softcap);
       if (masked(next_tile)) mask_scores(scores, block, position, next_tile);
       weigh_scores(scores, rows, factor, scale);
       // Looking at the ring here also keeps the assembler from waiting for O += P V before the weights are made.
@@ -117,7 +120,7 @@ __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, co
   write_rows(rows, item, args, block, position);
 }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     prefill_hopper_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ PrefillArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -145,21 +148,26 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     if (threadIdx.x < 64 * kSlabs<kDim>) copy_tiles<kDim>(pages, item, block, memory, ring);
   } else {
     take_registers<232>();
-    attend_rows<T, kDim>(item, args, block, memory, ring);
+    attend_rows<T, kDim, kCapped>(item, args, block, memory, ring);
   }
 #endif
 }
 
-/// Calls `use` with the kernel of a dtype and head_dim, and the shared memory that it needs.
-template <class Use>
+/// Calls `use` with the kernel of a dtype, head_dim and cap or none, and the shared memory that it needs.
+template <bool kCapped, class Use>
 void with_kernel(DType dtype, std::uint32_t head_dim, const Use& use) {
   if (dtype == DType::f16) {
-    head_dim == 64 ? use(prefill_hopper_kernel<__half, 64>, kHopperBytes<64>)
-                   : use(prefill_hopper_kernel<__half, 128>, kHopperBytes<128>);
+    head_dim == 64 ? use(prefill_hopper_kernel<__half, 64, kCapped>, kHopperBytes<64>)
+                   : use(prefill_hopper_kernel<__half, 128, kCapped>, kHopperBytes<128>);
   } else {
-    head_dim == 64 ? use(prefill_hopper_kernel<__nv_bfloat16, 64>, kHopperBytes<64>)
-                   : use(prefill_hopper_kernel<__nv_bfloat16, 128>, kHopperBytes<128>);
+    head_dim == 64 ? use(prefill_hopper_kernel<__nv_bfloat16, 64, kCapped>, kHopperBytes<64>)
+                   : use(prefill_hopper_kernel<__nv_bfloat16, 128, kCapped>, kHopperBytes<128>);
   }
+}
+
+template <class Use>
+void with_kernel(DType dtype, std::uint32_t head_dim, bool capped, const Use& use) {
+  capped ? with_kernel<true>(dtype, head_dim, use) : with_kernel<false>(dtype, head_dim, use);
 }
 
 }  // namespace
@@ -167,7 +175,7 @@ void with_kernel(DType dtype, std::uint32_t head_dim, const Use& use) {
 
 void launch_prefill_hopper(const PrefillVariant& variant, const PrefillArgs& args, const PrefillExtent& extent,
                            const CUtensorMap& pages, cudaStream_t stream) {
-  detail::with_kernel(variant.dtype, variant.head_dim, [&](auto* kernel, int shared_bytes) {
+  detail::with_kernel(variant.dtype, variant.head_dim, variant.capped, [&](auto* kernel, int shared_bytes) {
     kernel<<<dim3(args.group, extent.blocks, extent.items), detail::kHopperThreads, shared_bytes, stream>>>(pages,
                                                                                                             args);
   });
@@ -178,14 +186,15 @@ bool load_prefill_hopper_kernels() {
   bool there = true;
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const std::uint32_t head_dim : {64u, 128u}) {
-      detail::with_kernel(dtype, head_dim, [&](auto* kernel, int shared_bytes) {
+      const auto load = [&](auto* kernel, int shared_bytes) {
         cudaFuncAttributes attributes{};
         check(cudaFuncGetAttributes(&attributes, kernel), "load the prefill kernels");
         there = there && attributes.sharedSizeBytes != 0;
         if (!there) return;
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
               "give the prefill kernels their shared memory");
-      });
+      };
+      for (const bool capped : {false, true}) detail::with_kernel(dtype, head_dim, capped, load);
     }
   }
   return there;

@@ -80,6 +80,7 @@ struct QueryBlock {
   std::uint32_t head = 0;      ///< of the item
   std::uint32_t key_begin = 0;
   std::uint32_t key_end = 0;  ///< what its last row may see
+  std::uint32_t reach = 0;    ///< of the item
   const std::uint32_t* mask = nullptr;
 };
 
@@ -90,6 +91,7 @@ __device__ inline QueryBlock query_block(const PrefillItem& item, std::uint32_t 
           .head = head,
           .key_begin = item.key_begin,
           .key_end = min(item.key_end, position + kTile),
+          .reach = item.reach,
           .mask = item.blocks == nullptr ? nullptr : item.blocks + row};
 }
 
@@ -132,7 +134,8 @@ __device__ void copy_tiles(const CUtensorMap& pages, const PrefillItem& item, co
   SharedBarrier* const full = values ? ring.full_v : ring.full_k;
   std::byte* const to = (values ? memory.v : memory.k)[0].bytes + slab * kSlabBytes + first_row * kSlabRowBytes;
   Stage stage{.index = 0, .parity = 1};  // All stages are empty before the first phase.
-  std::uint32_t tile = block.key_begin < block.key_end ? next_tile(block, block.key_begin / kTile) : kNoTile;
+  const std::uint32_t seen = max(block.key_begin, first_seen(block.position, block.reach));
+  std::uint32_t tile = seen < block.key_end ? next_tile(block, seen / kTile) : kNoTile;
   BoxStart start = box_of(tile);
   while (tile != kNoTile) {
     const std::uint32_t next = next_tile(block, tile + 1);
@@ -219,9 +222,9 @@ __device__ void add_values(float (&out)[kDim / 2], const std::uint32_t (&weights
 __device__ inline void mask_scores(float (&scores)[64], const QueryBlock& block, std::uint32_t position,
                                    std::uint32_t tile) {
   const int first_key = static_cast<int>(tile * kTile + 2 * (threadIdx.x % 4));
-  const int begin = static_cast<int>(block.key_begin) - first_key;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    const int begin = static_cast<int>(max(block.key_begin, first_seen(position + 8 * half, block.reach))) - first_key;
     const int end = static_cast<int>(min(block.key_end, position + 8 * half + 1)) - first_key;
 #pragma unroll
     for (int n = 0; n < kTile / 8; ++n) {

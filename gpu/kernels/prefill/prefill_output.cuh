@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/prefill/prefill.hpp"
 
 /// What the prefill kernels do with a row whose keys are all attended: its part joins that of earlier windows.
@@ -37,6 +38,20 @@ __device__ Pair make_pair(float x, float y) {
   } else {
     return __floats2bfloat162_rn(x, y);
   }
+}
+
+/// The first key that a query at `position` sees; `reach` as PrefillItem's.
+__device__ inline std::uint32_t first_seen(std::uint32_t position, std::uint32_t reach) {
+  return reach == 0 || position < reach ? 0 : position + 1 - reach;
+}
+
+/// Soft-caps products of queries and keys, so that what they become times `scale` is the score.
+template <int kCount>
+__device__ void cap_products(float (&products)[kCount], float scale, float softcap) {
+  const float in = scale / softcap;
+  const float out = softcap / scale;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) products[i] = out * tanh_fast(products[i] * in);
 }
 
 /// Whether every row of the outputs can be written by pairs.

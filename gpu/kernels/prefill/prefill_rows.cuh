@@ -3,22 +3,31 @@
 #include <cstdint>
 
 #include "gpu/kernels/prefill/prefill.hpp"
+#include "gpu/kernels/prefill/prefill_output.cuh"
 
 /// Which rows and which tiles of keys a thread block of the prefill kernel has.
 namespace sluice::gpu::detail {
 
 inline constexpr int kRows = kPrefill.rows;
-inline constexpr int kKeys = kPrefill.keys;
 inline constexpr int kPrefillThreads = 2 * kRows;  ///< a warp per 16 rows
 inline constexpr std::uint32_t kNoTile = ~0u;
+
+/// Beyond head_dim 128 the results alone take half the registers: queries lie in shared memory, and tiles are so short
+/// that both fit into the 99 KiB that every supported GPU has.
+template <int kDim, int kTerms>
+inline constexpr bool kQueriesShared = kDim > 128;
+template <int kDim, int kTerms>
+inline constexpr int kKeysOf = kQueriesShared<kDim, kTerms> ? 32 / kTerms : kPrefill.keys;
 
 /// What one thread block attends. Rows are counted from `lead` rows before the item's first.
 struct RowTile {
   std::uint32_t first_row = 0;
   std::uint32_t lead = 0;
   std::uint32_t key_begin = 0;
-  std::uint32_t key_end = 0;   ///< what its last row may see
-  std::uint32_t full_end = 0;  ///< what all its rows may see
+  std::uint32_t key_end = 0;     ///< what its last row may see
+  std::uint32_t seen_begin = 0;  ///< what its first row may see, at least key_begin
+  std::uint32_t full_begin = 0;  ///< from there on, what all its rows may see
+  std::uint32_t full_end = 0;    ///< up to here
   const std::uint32_t* mask = nullptr;
 };
 
@@ -34,10 +43,14 @@ __device__ inline RowTile row_tile(const PrefillItem& item, std::uint32_t index)
   const std::uint32_t first_row = max(tile.first_row, tile.lead);
   tile.key_end = min(item.key_end, item.first + (last_row - tile.lead) / item.heads + 1);
   tile.full_end = min(item.key_end, item.first + (first_row - tile.lead) / item.heads + 1);
+  tile.seen_begin =
+      max(item.key_begin, first_seen(item.first + (first_row - tile.lead) / item.heads, item.reach));
+  tile.full_begin = max(item.key_begin, first_seen(item.first + (last_row - tile.lead) / item.heads, item.reach));
   return tile;
 }
 
 /// The first tile of keys from `tile` on that is to be attended, kNoTile if there is none.
+template <int kKeys>
 __device__ inline std::uint32_t next_tile(const RowTile& rows, std::uint32_t tile) {
   constexpr std::uint32_t kPerBlock = kPrefillBlock / kKeys;
   constexpr std::uint32_t kPerWord = 32 * kPerBlock;

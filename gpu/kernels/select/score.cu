@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <bit>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/head_dims.hpp"
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/select/score.hpp"
 
@@ -15,13 +17,15 @@ constexpr std::uint32_t kThreads = 256;
 /// covers the latency of HBM at its full rate.
 constexpr std::uint32_t kBlocksPerSm = 3;
 /// Pages (tokens) of one thread block at most, so that 32 heads fit into 48 KiB of shared memory.
-constexpr std::uint32_t kMaxSlice = 192;
+template <std::uint32_t kHeadDim>
+constexpr std::uint32_t kMaxSlice = kHeadDim <= 128 ? 192 : 96;
 
 /// A row of head_dim elements is read by kLanes lanes, 16 bytes each; a thread block works on kBlockRows rows at once,
 /// kRows for every set of lanes.
 template <std::uint32_t kHeadDim, std::uint32_t kRows>
 struct Tiling {
-  static constexpr std::uint32_t kLanes = kHeadDim / kUnit;
+  /// A power of two, as sums go over them by halves: what is behind the row adds zeros.
+  static constexpr std::uint32_t kLanes = std::bit_ceil(kHeadDim / kUnit);
   static constexpr std::uint32_t kBlockRows = kThreads / kLanes * kRows;
 };
 constexpr std::uint32_t kPagesAtOnce = 2;
@@ -53,6 +57,13 @@ __device__ void stage_queries(const float* q, std::uint32_t group, float scale, 
 
 template <std::uint32_t kHeadDim>
 __device__ __forceinline__ void load_query(const float* staged, std::uint32_t lane, float (&q)[kUnit]) {
+  if constexpr (!std::has_single_bit(kHeadDim)) {
+    if (lane >= kHeadDim / kUnit) {
+#pragma unroll
+      for (std::uint32_t c = 0; c < kUnit; ++c) q[c] = 0.f;
+      return;
+    }
+  }
   const float4 a = reinterpret_cast<const float4*>(staged)[lane];
   const float4 b = reinterpret_cast<const float4*>(staged + kHeadDim / 2)[lane];
   q[0] = a.x, q[1] = a.y, q[2] = a.z, q[3] = a.w;
@@ -152,7 +163,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll
     for (std::uint32_t p = 0; p < kPagesAtOnce; ++p) {  // What is missing in the last turn repeats the last page.
       const std::byte* const from = digests + staged.rows[min(at + first + p, count - 1)] * kDigestBytes;
-      words[p] = {.hi = load_unit_once(from), .lo = load_unit_once(from + kHeadDim * 2)};
+      if (!std::has_single_bit(kHeadDim)) words[p] = {};
+      if (std::has_single_bit(kHeadDim) || lane < kHeadDim / kUnit)
+        words[p] = {.hi = load_unit_once(from), .lo = load_unit_once(from + kHeadDim * 2)};
     }
   };
   DigestWords next[kPagesAtOnce];
@@ -184,7 +197,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 /// One thread block per task (blockIdx.y) and slice of its tokens (blockIdx.x).
 template <DType kType, std::uint32_t kHeadDim>
 __global__ void __launch_bounds__(kThreads)
-    score_tokens_kernel(const __grid_constant__ TaskArray<TokenRows> tasks, std::uint32_t group, std::uint32_t slice) {
+    score_tokens_kernel(const __grid_constant__ TaskArray<TokenRows> tasks, std::uint32_t group, std::uint32_t slice,
+                        float scale) {
   using Tile = Tiling<kHeadDim, kTokensAtOnce>;
   extern __shared__ float4 memory[];
   __shared__ TokenRows task;
@@ -195,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t count = min(slice, task.count - begin);
   const Staged staged(reinterpret_cast<float*>(memory), group, kHeadDim, slice);
   for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) staged.rows[i] = task.rows[begin + i];
-  stage_queries<kHeadDim>(task.q, group, 1.f / sqrtf(static_cast<float>(kHeadDim)), staged.q);
+  stage_queries<kHeadDim>(task.q, group, scale, staged.q);
   __syncthreads();
 
   const std::uint32_t lane = threadIdx.x % Tile::kLanes;
@@ -206,7 +220,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (std::uint32_t t = 0; t < kTokensAtOnce; ++t) {
       const std::uint64_t row = staged.rows[min(at + first + t, count - 1)];
-      words[t] = load_unit_once(task.base + row * (kHeadDim * 2) + lane * sizeof(uint4));
+      if (!std::has_single_bit(kHeadDim)) words[t] = {};
+      if (std::has_single_bit(kHeadDim) || lane < kHeadDim / kUnit)
+        words[t] = load_unit_once(task.base + row * (kHeadDim * 2) + lane * sizeof(uint4));
     }
 #pragma unroll
     for (std::uint32_t t = 0; t < kTokensAtOnce; ++t) detail::widen_unit<kType>(words[t], k[t]);
@@ -233,18 +249,17 @@ __global__ void __launch_bounds__(kThreads)
 /// body.template operator()<kType, kHeadDim>() for the shape; the caller has refused all others.
 template <class Body>
 void for_shape(const ScoreShape& shape, const Body& body) {
-  if (shape.dtype == DType::bf16) {
-    return shape.head_dim == 64 ? body.template operator()<DType::bf16, 64>()
-                                : body.template operator()<DType::bf16, 128>();
-  }
-  return shape.head_dim == 64 ? body.template operator()<DType::f16, 64>()
-                              : body.template operator()<DType::f16, 128>();
+  KernelHeadDims::with(shape.head_dim, [&](auto dim) {
+    shape.dtype == DType::bf16 ? body.template operator()<DType::bf16, dim()>()
+                               : body.template operator()<DType::f16, dim()>();
+  });
 }
 
 /// Rows of a slice: all thread blocks fit on the GPU at once if the slice is not limited by shared memory.
-std::uint32_t slice_for(std::uint64_t total, std::uint32_t block_rows, std::uint32_t multiprocessors) {
+std::uint32_t slice_for(std::uint64_t total, std::uint32_t block_rows, std::uint32_t most,
+                        std::uint32_t multiprocessors) {
   const std::uint64_t even = div_up(total, std::uint64_t{multiprocessors} * kBlocksPerSm);
-  return static_cast<std::uint32_t>(std::min(div_up(even, block_rows) * block_rows, std::uint64_t{kMaxSlice}));
+  return static_cast<std::uint32_t>(std::min(div_up(even, block_rows) * block_rows, std::uint64_t{most}));
 }
 
 /// Of `total` pages, at most `longest` each.
@@ -252,7 +267,8 @@ void launch_score_pages(const TaskArray<ScorePagesTask>& tasks, std::uint64_t to
                         const ScoreShape& shape, cudaStream_t stream) {
   if (total == 0) return;
   for_shape(shape, [&]<DType kType, std::uint32_t kHeadDim>() {
-    const std::uint32_t slice = slice_for(total, Tiling<kHeadDim, kPagesAtOnce>::kBlockRows, shape.multiprocessors);
+    const std::uint32_t slice = slice_for(
+        total, Tiling<kHeadDim, kPagesAtOnce>::kBlockRows, kMaxSlice<kHeadDim>, shape.multiprocessors);
     const dim3 grid(static_cast<std::uint32_t>(div_up(longest, slice)), tasks.count);
     const std::uint32_t shared = Staged::bytes(shape.group, kHeadDim, slice);
     score_pages_kernel<kType, kHeadDim><<<grid, kThreads, shared, stream>>>(tasks, shape.group, slice);
@@ -289,10 +305,11 @@ void launch_score_tokens(const TaskArray<TokenRows>& tasks, const ScoreShape& sh
   }
   if (total == 0) return;
   for_shape(shape, [&]<DType kType, std::uint32_t kHeadDim>() {
-    const std::uint32_t slice = slice_for(total, Tiling<kHeadDim, kTokensAtOnce>::kBlockRows, shape.multiprocessors);
+    const std::uint32_t slice = slice_for(
+        total, Tiling<kHeadDim, kTokensAtOnce>::kBlockRows, kMaxSlice<kHeadDim>, shape.multiprocessors);
     const dim3 grid(static_cast<std::uint32_t>(div_up(longest, slice)), tasks.count);
     const std::uint32_t shared = Staged::bytes(shape.group, kHeadDim, slice);
-    score_tokens_kernel<kType, kHeadDim><<<grid, kThreads, shared, stream>>>(tasks, shape.group, slice);
+    score_tokens_kernel<kType, kHeadDim><<<grid, kThreads, shared, stream>>>(tasks, shape.group, slice, shape.scale);
   });
   check(cudaGetLastError(), "launch the score_tokens kernel");
 }
@@ -300,12 +317,12 @@ void launch_score_tokens(const TaskArray<TokenRows>& tasks, const ScoreShape& sh
 void load_score_kernels() {
   cudaFuncAttributes attributes;
   for (const DType dtype : {DType::bf16, DType::f16}) {
-    for (const std::uint32_t head_dim : {64u, 128u}) {
+    KernelHeadDims::each([&](std::uint32_t head_dim) {
       for_shape({.dtype = dtype, .head_dim = head_dim}, [&]<DType kType, std::uint32_t kHeadDim>() {
         check(cudaFuncGetAttributes(&attributes, score_pages_kernel<kType, kHeadDim>), "load a score_pages kernel");
         check(cudaFuncGetAttributes(&attributes, score_tokens_kernel<kType, kHeadDim>), "load a score_tokens kernel");
       });
-    }
+    });
   }
 }
 

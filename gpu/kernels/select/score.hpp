@@ -14,6 +14,7 @@ struct ScoreShape {
   DType dtype = DType::bf16;  ///< of digests or keys
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;
+  float scale = 0.f;  ///< of tokens: AttentionShape::score_scale
   std::uint32_t multiprocessors = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/head_dims.hpp"
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -26,11 +27,10 @@ __device__ __forceinline__ float load_key(const std::byte* row, std::uint32_t ch
 
 /// A warp takes every kWarps-th row, a lane neighbouring channels of it.
 template <std::uint32_t kHeadDim>
-__device__ void score_tail(const ScoreInt4Task& task, const Part& part, DType dtype) {
+__device__ void score_tail(const ScoreInt4Task& task, const Part& part, DType dtype, float scale) {
   constexpr std::uint32_t kChannels = kHeadDim / kWarp;
   constexpr std::uint32_t kHeadsAtOnce = 4;  // Their reductions overlap.
   const std::uint32_t lane = threadIdx.x % kWarp;
-  const float scale = 1.f / sqrtf(static_cast<float>(kHeadDim));
   for (std::uint32_t row = threadIdx.x / kWarp; row < task.tail_rows; row += kWarps) {
     const std::byte* const key = task.tail + std::uint64_t{row} * kHeadDim * bytes_of(dtype);
     float k[kChannels];
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (threadIdx.x == 0) s.task = tasks[blockIdx.y];
   __syncthreads();
   const Part part = part_of(s.task, group, layout.page_tokens, cut);
-  if (blockIdx.x == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype);
+  if (blockIdx.x == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype, shape.scale);
   if (part.first * kBlockTokens >= part.end) return;
   stage_pages(s, part, layout.page_tokens, cut.chunks);
   const std::uint32_t g = threadIdx.x % kWarp / 4;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const std::uint32_t heads = min(kHeads, part.heads - first);
     if (first != 0) __syncthreads();  // The queries before these have been read.
     const foresight::Finder finder(foresight, std::uint64_t{blockIdx.y} * group + first);
-    const float length = stage_queries(s, part.first_head + first, heads);
+    const float length = stage_queries(s, part.first_head + first, heads, shape.scale);
     if (kForesees && threadIdx.x % kWarp == 0) {
       const std::uint32_t head = threadIdx.x / kWarp;
       staged.counts[head] = 0;
@@ -152,9 +152,10 @@ Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& sha
 template <bool kForesees>
 void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreInt4Shape& shape,
             const Cut& cut, const dim3& grid, cudaStream_t stream) {
-  OverlappingLaunch(grid, kThreads, 0, stream)
-      .run(shape.layout.head_dim == 64 ? score_int4_kernel<64, kForesees> : score_int4_kernel<128, kForesees>,
-           "launch the score_int4 kernel", tasks, foresight, shape, cut);
+  KernelHeadDims::with(shape.layout.head_dim, [&](auto dim) {
+    OverlappingLaunch(grid, kThreads, 0, stream)
+        .run(score_int4_kernel<dim(), kForesees>, "launch the score_int4 kernel", tasks, foresight, shape, cut);
+  });
 }
 
 }  // namespace
@@ -197,10 +198,12 @@ void load_score_int4_kernels() {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel), "load the score_int4 kernels");
   };
-  load(score_int4_kernel<64, false>);
-  load(score_int4_kernel<128, false>);
-  load(score_int4_kernel<64, true>);
-  load(score_int4_kernel<128, true>);
+  KernelHeadDims::each([&](std::uint32_t head_dim) {
+    KernelHeadDims::with(head_dim, [&](auto dim) {
+      load(score_int4_kernel<dim(), false>);
+      load(score_int4_kernel<dim(), true>);
+    });
+  });
 }
 
 }  // namespace sluice::gpu

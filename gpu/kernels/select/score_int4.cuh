@@ -96,7 +96,7 @@ __device__ void stage_pages(Shared<kHeadDim>& s, const Part& part, std::uint32_t
 
 /// Warp h stages head first + h; heads beyond the last are 0. Returns the length of its query.
 template <std::uint32_t kHeadDim>
-__device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::uint32_t heads) {
+__device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::uint32_t heads, float scale) {
   const std::uint32_t head = threadIdx.x / kWarp;
   const std::uint32_t lane = threadIdx.x % kWarp;
   const float* const q = s.task.q + std::uint64_t{first + head} * kHeadDim;
@@ -125,7 +125,6 @@ __device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::ui
   for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i)
     s.q[head][i * kWarp + lane] = __float2int_rn(fminf(fmaxf(values[i] * up, -kMost), kMost));
   if (lane == 0) {
-    const float scale = 1.f / sqrtf(static_cast<float>(kHeadDim));
     s.unit[head] = __int_as_float((127 + exponent - kQueryBits) << 23) * scale;
     s.sum[head] = sum * scale;
   }
@@ -191,8 +190,26 @@ struct RowShare {
       asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                    : "l"(codes));
-    } else {
+    } else if constexpr (kWords == 2) {
       asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(codes));
+    } else if constexpr (kWords == 8) {
+#pragma unroll
+      for (std::uint32_t w = 0; w < kWords; w += 4) {
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[w]), "=r"(words[w + 1]), "=r"(words[w + 2]), "=r"(words[w + 3])
+                     : "l"(codes + w * 4));
+      }
+    } else if constexpr (kWords % 2 == 0) {
+#pragma unroll
+      for (std::uint32_t w = 0; w < kWords; w += 2) {
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(words[w]), "=r"(words[w + 1])
+                     : "l"(codes + w * 4));
+      }
+    } else {  // A lane's 12 bytes are aligned to 4.
+#pragma unroll
+      for (std::uint32_t w = 0; w < kWords; ++w)
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(words[w]) : "l"(codes + w * 4));
     }
   }
 };

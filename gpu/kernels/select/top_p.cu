@@ -57,7 +57,7 @@ class HeldRow : public BlockRow {
   }
   __device__ void weigh(std::uint32_t top) {
 #pragma unroll
-    for (std::uint32_t i = 0; i < kHeld; ++i) weights_[i] = weight_of(keys_[i], top);
+    for (std::uint32_t i = 0; i < kHeld; ++i) weights_[i] = weight_of(keys_[i], top, s_.row.softcap);
   }
   __device__ Found reduce(const Found& found, std::uint32_t turn) { return over_block(s_, found, turn); }
   __device__ Found pass(std::uint32_t middle) const {
@@ -116,12 +116,9 @@ class LongRow : public BlockRow {
   __device__ void weigh(std::uint32_t top) { top_ = top; }
   __device__ Found reduce(const Found& found, std::uint32_t turn) { return over_block(s_, found, turn); }
   __device__ Found pass(std::uint32_t middle) const {
-    Found found;
-    for (std::uint32_t i = threadIdx.x; i < count_; i += kThreads) {
-      const std::uint32_t key = key_at(i);
-      found.add(key, key > middle ? weight_of(key, top_) : 0.f, middle);
-    }
-    return found;
+    const float softcap = s_.row.softcap;
+    if (softcap == 0.f) return pass(middle, [this](std::uint32_t key) { return weight_of(key, top_); });
+    return pass(middle, [this, softcap](std::uint32_t key) { return weight_of(key, top_, softcap); });
   }
   /// Each warp looks at 32 words at a time and writes them as one line.
   __device__ void write_mask(std::uint32_t low) {
@@ -142,6 +139,15 @@ class LongRow : public BlockRow {
   }
 
  private:
+  template <class Weight>
+  __device__ __forceinline__ Found pass(std::uint32_t middle, const Weight& weight) const {
+    Found found;
+    for (std::uint32_t i = threadIdx.x; i < count_; i += kThreads) {
+      const std::uint32_t key = key_at(i);
+      found.add(key, key > middle ? weight(key) : 0.f, middle);
+    }
+    return found;
+  }
   __device__ __forceinline__ std::uint32_t key_at(std::uint32_t i) const {
     if (cache_ != nullptr) return cache_[i];
     return is_choice(s_.row, i) ? order_key(__ldg(values_ + i)) : 0;

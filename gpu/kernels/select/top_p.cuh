@@ -27,6 +27,14 @@ __device__ __forceinline__ float value_of(std::uint32_t key) {
 __device__ __forceinline__ float weight_of(std::uint32_t key, std::uint32_t top) {
   return key == top ? 1.f : detail::exp2_fast((value_of(key) - value_of(top)) * kLog2E);
 }
+/// The same of values that are soft-capped before they are weighed. Keys order them as they were: where capped ones are
+/// equal, too.
+__device__ __forceinline__ float weight_of(std::uint32_t key, std::uint32_t top, float softcap) {
+  if (softcap == 0.f) return weight_of(key, top);
+  if (key == 0) return 0.f;
+  const float below = detail::tanh_fast(value_of(key) / softcap) - detail::tanh_fast(value_of(top) / softcap);
+  return key == top ? 1.f : detail::exp2_fast(softcap * below * kLog2E);
+}
 
 /// What a pass over the row finds out, of one thread or of all.
 struct Found {
@@ -83,7 +91,7 @@ __device__ std::uint32_t search(Row& row, const TopPRow& task, std::uint32_t low
   float anyway = 0.f;
   if (task.end - task.begin != task.count) {
     Found found;
-    for_each_anyway(row, task, [&](std::uint32_t key) { found.mass += key != 0 ? weight_of(key, high) : 0.f; });
+    for_each_anyway(row, task, [&](std::uint32_t key) { found.mass += key != 0 ? weight_of(key, high, task.softcap) : 0.f; });
     anyway = row.reduce(found, turn++).mass;
     total += anyway;
   }

@@ -18,6 +18,7 @@ struct TopPRow {
   std::uint32_t begin = 0;  ///< values [begin, end) are to be chosen from, the others are attended anyway
   std::uint32_t end = 0;    ///< from `begin` to `count`
   float p = 1.f;
+  float softcap = 0.f;  ///< as TopPTask's
 };
 
 /// One launch for all rows, one thread block each, or one cluster each if they are long, but not longer than

@@ -51,7 +51,7 @@ class ClusterRow {
   }
   __device__ void weigh(std::uint32_t top) {
 #pragma unroll
-    for (std::uint32_t i = 0; i < kHeld; ++i) weights_[i * kThreads] = weight_of(keys_[i], top);
+    for (std::uint32_t i = 0; i < kHeld; ++i) weights_[i * kThreads] = weight_of(keys_[i], top, s_.row.softcap);
   }
   __device__ Found pass(std::uint32_t middle) const {
     Found found;

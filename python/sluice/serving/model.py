@@ -59,12 +59,9 @@ class PackedModel:
         """Ids of tokens are below this."""
 
         self._device = device = next(model.parameters()).device
-        made = EngineOptions(
-            layers=config.num_hidden_layers, **attention_shape(model, config, layer_kinds(model, config)),
-            device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
-            sequences=sequences,
-            largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
-            **{**options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
+        made = _engine_options(model, config, host_bytes=host_bytes, sequences=sequences,
+                               largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
+                               **options)
         made.make_room_for(policy, self.context)
         if made.cpu_sequences:
             made.cpu_sequences = sequences
@@ -206,6 +203,14 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         take_sinks(out, lse, sinks)
     running.layer += 1
     return out[None], None
+
+
+def _engine_options(model: transformers.PreTrainedModel, config: Any, **options: Any) -> EngineOptions:
+    device = next(model.parameters()).device
+    return EngineOptions(
+        layers=config.num_hidden_layers, **attention_shape(model, config, layer_kinds(model, config)),
+        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
+        **{**options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
 
 
 def _refuse(model: transformers.PreTrainedModel, config: Any) -> None:

@@ -13,7 +13,8 @@ import torch
 import transformers
 from sluice._transformers_rows import Turn
 from test_families import SLIDING, gpt_oss
-from tiny import HEAD_DIM, TOLERANCE, Served, assistant_of, enabled, fail_in, greedy, left_padded, llama, model_of, prompt
+from tiny import (HEAD_DIM, TOLERANCE, Served, assistant_of, enabled, fail_in, greedy, left_padded, llama, model_of,
+                  prompt)
 from transformers import PreTrainedModel
 
 

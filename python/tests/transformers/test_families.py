@@ -24,6 +24,13 @@ def gpt_oss(**changes: object) -> PreTrainedModel:
     return model
 
 
+def gemma2_soft_cap() -> PreTrainedModel:
+    model = model_of("Gemma2", **SLIDING, head_dim=HEAD_DIM, attn_logit_softcapping=3.0, query_pre_attn_scalar=16,
+                     tie_word_embeddings=False)
+    model.set_attn_implementation("eager")  # sdpa has no soft-cap, and leaves it out.
+    return model
+
+
 FAMILIES: dict[str, Maker] = {
     "llama": lambda: model_of("Llama"),
     "qwen2": lambda: model_of("Qwen2"),
@@ -38,6 +45,7 @@ FAMILIES: dict[str, Maker] = {
     "granite": lambda: model_of("Granite", attention_multiplier=0.3),
     "gemma2": lambda: model_of("Gemma2", **SLIDING, head_dim=HEAD_DIM, attn_logit_softcapping=None,
                                tie_word_embeddings=False),
+    "gemma2-soft-cap": gemma2_soft_cap,
     "gemma3": lambda: model_of("Gemma3", "Gemma3Text", **SLIDING, head_dim=HEAD_DIM, query_pre_attn_scalar=16,
                                tie_word_embeddings=False),
     "gemma4": lambda: model_of("Gemma4", "Gemma4Text", **SLIDING, head_dim=HEAD_DIM, global_head_dim=2 * HEAD_DIM,

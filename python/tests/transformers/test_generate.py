@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny import (TOLERANCE, Served, assistant_of, enabled, fail_in, greedy, llama, prompt, qwen2, same_beams, same_in_chunks,
-                  same_logits, same_second_turn, same_with_left_padding)
+from tiny import (TOLERANCE, Served, assistant_of, enabled, fail_in, greedy, llama, prompt, qwen2, same_beams,
+                  same_in_chunks, same_logits, same_second_turn, same_with_left_padding)
 from transformers import PreTrainedModel
 
 POLICIES = ("full", "exact | int4 | top_k=all | near=0")
@@ -105,5 +105,11 @@ def test_another_scale() -> None:
     for layer in model.model.layers:
         layer.self_attn.scaling *= 1.7
     ids, ours = prompt(1, 20), copy.deepcopy(model)
-    with enabled(ours):
+    with enabled(ours) as here:
+        assert here.engine.options.scale == pytest.approx(model.model.layers[0].self_attn.scaling)
+        assert torch.equal(greedy(ours, ids), greedy(model, ids))
+    model.model.layers[1].self_attn.scaling *= 0.5  # No engine has two: the queries of the others are scaled.
+    ours = copy.deepcopy(model)
+    with enabled(ours) as here:
+        assert here.engine.options.scale == 0
         assert torch.equal(greedy(ours, ids), greedy(model, ids))

@@ -39,7 +39,6 @@ MODELS: dict[str, tuple[Maker, str]] = {
     "cross-attention": (lambda: changed(add_cross_attention=True), "no decoder of its own"),
     "no-interface": (lambda: transformers.BloomForCausalLM(transformers.BloomConfig(
         vocab_size=97, hidden_size=32, n_layer=1, n_head=2)), "Bloom.*AttentionInterface"),
-    "soft-cap": (lambda: model_of("Gemma2", head_dim=32), "attn_logit_softcapping 50"),
     "latent-attention": (lambda: model_of("DeepseekV3", num_key_value_heads=4, n_routed_experts=4, n_group=1,
                                           topk_group=1, num_experts_per_tok=2, moe_intermediate_size=64),
                          "kv_lora_rank 512"),
