@@ -179,8 +179,8 @@ typedef struct sluice_engine_options {
   uint64_t policy_bytes;  ///< most that policies that choose on the CPU may keep on the heap; 0 (default): no bound
 
   float scale;            ///< what q.k is multiplied by; 0 (default): 1 / sqrt(head_dim)
-  float softcap;          ///< a scaled logit x becomes softcap * tanh(x / softcap); at most 1000; 0 (default): it stays.
-                          ///< Not beside prompts whose blocks are chosen, see prefill_mode
+  float softcap;          ///< a scaled logit x becomes softcap * tanh(x / softcap), at most 1000; 0 (default): it
+                          ///< stays. Not beside prompts whose blocks are chosen, see prefill_mode
   uint32_t window_count;  ///< of `windows`: 0 (default) or `layers`
   uint32_t reserved;      ///< 0
   /// [window_count] of each layer the newest tokens that a row of it sees, its own included; 0: all. Null if there are

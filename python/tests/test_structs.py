@@ -120,7 +120,8 @@ def test_figures_have_all_fields(kind: type, struct: type[ctypes.Structure]) -> 
 
 
 def test_options_have_all_fields() -> None:
-    have = {field.name for field in dataclasses.fields(sluice.EngineOptions)} - {"device", "largest", "cores", "windows"}
+    have = {field.name for field in dataclasses.fields(sluice.EngineOptions)}
+    have -= {"device", "largest", "cores", "windows"}
     largest = {f"largest_{field.name}" for field in dataclasses.fields(sluice.Bucket)}
     apart = largest | {"struct_size", "device_type", "device_id", "core_count", "cores", "window_count", "windows",
                        "reserved"}

@@ -155,6 +155,20 @@ TEST_CASE("a chunk of a prompt brings all keys up to its own over the link") {
   REQUIRE(sum_of(items, Stage::prefill, Lane::device).rows == kShape.layers * 30);
 }
 
+TEST_CASE("a layer with a window is read no further than it reaches") {
+  constexpr std::uint32_t kWindows[] = {40, 0};
+  const ForwardRow row = row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6", 300);
+  const ForwardChunk chunk{.list = 0, .first = 70, .count = 20};
+  WorkPlace place = place_for({.decode_rows = 1, .prefill_rows = 32, .prefills = 1});
+  place.windows = kWindows;
+  const auto items = forward_work(place, {&row, 1}, {&chunk, 1}, {});
+  REQUIRE(items[find(items, Stage::attend_far, 0)].read == kShape.kv_heads * 40 * 2 * kRow);
+  REQUIRE(items[find(items, Stage::attend_far, 1)].read == kShape.kv_heads * 48 * 2 * kRow);
+  REQUIRE(sum_of(items, Stage::score, Lane::device).items == 1);
+  REQUIRE(items[find(items, Stage::prefill, 0)].read == kShape.kv_heads * 59 * 2 * kRow);
+  REQUIRE(items[find(items, Stage::prefill, 1)].read == kShape.kv_heads * 90 * 2 * kRow);
+}
+
 TEST_CASE("items wait for earlier ones alone, and the CPU's run beside the device's") {
   const ForwardRow rows[] = {row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6", 400), row_of("topk", 300)};
   const ForwardChunk chunk{.list = 1, .at = 2, .count = 20};

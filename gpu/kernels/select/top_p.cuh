@@ -91,7 +91,9 @@ __device__ std::uint32_t search(Row& row, const TopPRow& task, std::uint32_t low
   float anyway = 0.f;
   if (task.end - task.begin != task.count) {
     Found found;
-    for_each_anyway(row, task, [&](std::uint32_t key) { found.mass += key != 0 ? weight_of(key, high, task.softcap) : 0.f; });
+    for_each_anyway(row, task, [&](std::uint32_t key) {
+      found.mass += key != 0 ? weight_of(key, high, task.softcap) : 0.f;
+    });
     anyway = row.reduce(found, turn++).mass;
     total += anyway;
   }
