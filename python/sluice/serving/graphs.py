@@ -83,9 +83,20 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                     forward()
                 before.wait_stream(self._stream)
+            except BaseException:
+                _free_generator(self._device)
+                raise
             finally:
                 torch.cuda.set_stream(before)  # torch leaves another one behind where a capture breaks off.
         return graph.replay
+
+
+def _free_generator(device: torch.device) -> None:
+    """A capture that broke off leaves the device's random numbers to itself, and nobody else would get any: others take
+    their place, which go on from there."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    with contextlib.suppress(RuntimeError):
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 class PaddedForwards:

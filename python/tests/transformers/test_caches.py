@@ -112,8 +112,11 @@ def test_threads(served: Served) -> None:
     want = [greedy(model, ids, 16, num_beams=2) for ids in prompts]
     got: list[torch.Tensor | None] = [None] * len(prompts)
 
+    device = torch.get_default_device()  # Threads begin with another one.
+
     def run(index: int) -> None:
-        got[index] = greedy(ours, prompts[index], 16, num_beams=2)
+        with device:
+            got[index] = greedy(ours, prompts[index], 16, num_beams=2)
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
     for thread in threads:
