@@ -1,5 +1,6 @@
 // Policies that choose on the CPU, on every device: what they know when forwards fail, overlap and are taken back.
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "sluice/error.hpp"
@@ -287,9 +288,16 @@ TEST_CASE("what policies have learnt is accounted, and gone with their sequences
     Teller teller{.story = &story, .id = engine.begin(parse_policy("lfps"))};
     prefill(engine, rig, teller, tokens);
     (void)decode(engine, rig, teller);
-    const EngineMemoryUse use = engine.memory();
+    EngineMemoryUse use = engine.memory();
+    std::uint64_t learnt = 0;
+    // Threads may still learn from the last token.
+    for (std::uint64_t seen = ~std::uint64_t{0}; seen != use.policies || learnt != engine.memory(teller.id).policy;) {
+      seen = use.policies;
+      learnt = engine.memory(teller.id).policy;
+      std::this_thread::sleep_for(50ms);
+      use = engine.memory();
+    }
     const std::uint64_t held = use.policies;
-    const std::uint64_t learnt = engine.memory(teller.id).policy;
     // Two tables of each query head, of a score of 2 bytes per token, at least.
     REQUIRE(learnt > std::uint64_t{kShape.layers} * kShape.q_heads * 2 * (tokens - 4) * 2);
     REQUIRE(held > last);
