@@ -64,7 +64,8 @@ FAMILIES: dict[str, Maker] = {
     "qwen3-next-linear": lambda: model_of(
         "Qwen3Next", num_hidden_layers=4, head_dim=HEAD_DIM, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=64, shared_expert_intermediate_size=64, linear_num_value_heads=4,
-        linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"] * 2),
+        linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * 2),
     "one-kv-head": lambda: model_of("Llama", num_attention_heads=32, num_key_value_heads=1, head_dim=16),
     "largest-heads": lambda: model_of("Llama", num_attention_heads=1, num_key_value_heads=1, head_dim=256),
 }

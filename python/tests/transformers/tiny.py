@@ -23,8 +23,8 @@ TOLERANCE = {"rtol": 1e-3, "atol": 1e-3} if ON_CPU else {"rtol": 2e-2, "atol": 5
 SHAPE = {"vocab_size": 97, "hidden_size": 4 * HEAD_DIM, "intermediate_size": 256, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0,
          "bos_token_id": 1, "eos_token_id": 2,
-         # Weights so large that attention is anything but even; on a GPU, where keys and values are rounded to f16, not so
-         # large that this alone changes tokens.
+         # Weights so large that attention is anything but even; on a GPU, where keys and values are rounded to f16,
+         # not so large that this alone changes tokens.
          "initializer_range": 0.3 if ON_CPU else 0.07}
 
 
