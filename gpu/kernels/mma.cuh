@@ -84,8 +84,8 @@ __device__ inline void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint
   }
 }
 
-/// c += a * b of bytes: mma.m16n8k32, whose registers hold four elements each where those above hold two. Those of a are
-/// unsigned, those of b as kSigned says.
+/// c += a * b of bytes: mma.m16n8k32, whose registers hold four elements each where those above hold two. Those of a
+/// are unsigned, those of b as kSigned says.
 template <bool kSigned>
 __device__ inline void mma_bytes(std::int32_t (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                  std::uint32_t b1) {

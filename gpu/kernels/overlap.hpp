@@ -7,7 +7,7 @@
 #include "gpu/device/cuda_error.hpp"
 
 /// Kernels that begin while the one before them on their stream still runs (programmatic dependent launch, compute
-/// capability 9.0): being launched, and finding their instructions, costs each as much as its work where that is little.
+/// capability 9.0): where they have little to do, being launched takes as long as that.
 /// Such a kernel calls detail::wait_for_kernel_before() first of all, in every thread, and so sees what it would have
 /// seen; what comes after it waits for it as ever.
 namespace sluice::gpu {

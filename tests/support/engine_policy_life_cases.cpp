@@ -291,12 +291,15 @@ TEST_CASE("what policies have learnt is accounted, and gone with their sequences
     EngineMemoryUse use = engine.memory();
     std::uint64_t learnt = 0;
     // Threads may still learn from the last token.
-    for (std::uint64_t seen = ~std::uint64_t{0}; seen != use.policies || learnt != engine.memory(teller.id).policy;) {
-      seen = use.policies;
+    bool settled = false;
+    for (int turn = 0; turn < 600 && !settled; ++turn) {
       learnt = engine.memory(teller.id).policy;
       std::this_thread::sleep_for(50ms);
+      const std::uint64_t seen = use.policies;
       use = engine.memory();
+      settled = seen == use.policies && learnt == engine.memory(teller.id).policy;
     }
+    REQUIRE(settled);
     const std::uint64_t held = use.policies;
     // Two tables of each query head, of a score of 2 bytes per token, at least.
     REQUIRE(learnt > std::uint64_t{kShape.layers} * kShape.q_heads * 2 * (tokens - 4) * 2);

@@ -27,7 +27,8 @@ std::vector<std::string> options_of(const std::string& command) {
     const std::size_t end = help.out.find('\n', ++at);
     const std::string line = help.out.substr(at, end - at);
     const std::size_t name = line.find("--");
-    if (name != std::string::npos && name < 6) options.push_back(line.substr(name, line.find_first_of(" ,", name) - name));
+    if (name == std::string::npos || name >= 6) continue;
+    options.push_back(line.substr(name, line.find_first_of(" ,", name) - name));
   }
   return options;
 }

@@ -85,7 +85,7 @@ __device__ void put_out(float (&to)[8][kPitch], const Accumulator<kDim, kTiles>&
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
         const auto& out = sum.out[each];
-        float* dims = &to[2 * t + column][RowShape<kDim>::whole(c) ? (8 * c + g) * 8 - kBegin : 64 * c + 4 * g - kBegin];
+        float* dims = &to[2 * t + column][64 * c + (RowShape<kDim>::whole(c) ? 8 : 4) * g - kBegin];
         store4(dims, make_float4(out[4 * c][column], out[4 * c][2 + column], out[4 * c + 1][column],
                                  out[4 * c + 1][2 + column]));
         if (!RowShape<kDim>::whole(c)) continue;
@@ -138,7 +138,8 @@ __device__ void merge_warps(const Place<kDim, 8 * kTiles>& to, const WarpSums<kT
       add_scaled(sum, weight, *reinterpret_cast<const float4*>(&out[w][row][column]));
     }
     const float scale = mass > 0.f ? 1.f / mass : 0.f;
-    store4(to.out + head * kDim + kBegin + column, make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale));
+    store4(to.out + head * kDim + kBegin + column,
+           make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale));
     if (kBegin + column == 0) to.lse[head] = mass > 0.f ? (top + log2f(mass)) * to.lse_scale : -INFINITY;
   }
 }

@@ -6,8 +6,8 @@
 #include "gpu/kernels/prefill/prefill_rows.cuh"
 
 /// Causal attention of a chunk. A block owns 64 rows, (token, head) pairs of an item with the head as the inner index,
-/// 16 per warp, and walks over tiles of 64 keys (fewer beyond head_dim 128) that the next tile's copies overlap. S = Q K^T and O += P V with the
-/// rows as the rows of the products. With a mask an item has one head, and its tiles of rows lie on the grid of
+/// 16 per warp, and walks over tiles of 64 keys (fewer beyond head_dim 128) that the next tile's copies overlap.
+/// S = Q K^T and O += P V with the rows as the rows of the products. With a mask an item has one head, and its tiles of rows lie on the grid of
 /// positions, so that all rows of one have the same mask.
 ///
 /// Keys behind the last one that any row of the block may see are neither read nor counted: their rows in shared memory
@@ -82,7 +82,8 @@ __device__ void load_queries(PrefillRows<kDim, kTerms>& state, const PrefillItem
 
 /// Starts copying keys [first, first + kKeys) and their values; zeros where the rows see none.
 template <int kDim, int kKeys>
-__device__ void copy_tile(KeyTile<kDim, kKeys>& tile, const PrefillItem& item, std::uint32_t first, const RowTile& rows) {
+__device__ void copy_tile(KeyTile<kDim, kKeys>& tile, const PrefillItem& item, std::uint32_t first,
+                          const RowTile& rows) {
   constexpr int kPieces = KeyTile<kDim, kKeys>::kPieces;
   constexpr std::uint64_t kRowBytes = 2 * kDim;
 #pragma unroll 4
@@ -216,7 +217,8 @@ __device__ void add_tile(PrefillRows<kDim, kTerms>& state, const float (&weights
 #pragma unroll
     for (int n = 0; n < kDim / 8; n += 2) {
       std::uint32_t b[4];
-      load_matrices_transposed(b, &tile.v[KeyTile<kDim, kKeys>::at(16 * step + lane / 8 % 2 * 8 + lane % 8, n + lane / 16)]);
+      const auto row = 16 * step + lane / 8 % 2 * 8 + lane % 8;
+      load_matrices_transposed(b, &tile.v[KeyTile<kDim, kKeys>::at(row, n + lane / 16)]);
 #pragma unroll
       for (int term = kTerms - 1; term >= 0; --term) {
         mma<T>(state.out[n], p[term], b[0], b[1]);

@@ -5,8 +5,8 @@
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/mma.cuh"
 
-/// Queries and 4-bit copies of keys as fragments of tensor cores: codes are bytes, queries integers of 24 bits, of which
-/// three products take a byte each. So a product is exact, and codes cost two instructions for eight of them: what a
+/// Queries and 4-bit copies of keys as fragments of tensor cores: codes are bytes, queries integers of 24 bits, of
+/// which three products take a byte each. So a product is exact, and codes cost two instructions for eight of them: what a
 /// lane reads of a row, 16 bytes at head_dim 128, is its share of matrix fragments once it is masked (see Int4Layout).
 namespace sluice::gpu::score_int4 {
 
@@ -24,7 +24,7 @@ inline constexpr std::uint32_t kMostChunks = 16;  ///< of as many tokens, of one
 inline constexpr std::uint32_t kHeads = 8;
 inline constexpr std::uint32_t kRows = 8;
 static_assert(kWarps == kHeads, "every warp stages one head");
-constexpr int kQueryBits = 23;  ///< of a query's numbers, beside the sign
+inline constexpr int kQueryBits = 23;  ///< of a query's numbers, beside the sign
 
 template <std::uint32_t kHeadDim>
 struct Shared {
@@ -34,11 +34,12 @@ struct Shared {
   float sum[kHeads];          ///< over the channels, scaled
   float least[kHeads];        ///< scores from here on are candidates
   std::uint32_t frames[kMostChunks * kBlockTokens / kRows + 1];
-  std::uint32_t runs[kMostChunks * kBlockTokens / kRows + 1];  ///< rows of that page that are there: the first, and the end << 16
+  /// Rows of that page that are there: the first, and the end << 16.
+  std::uint32_t runs[kMostChunks * kBlockTokens / kRows + 1];
 };
 
-/// How the rows of a launch are cut: thread block i of `blocks` has chunks of kBlockTokens tokens, at most `chunks`. Those
-/// blocks take them in turn, as what will be chosen is often close together, and candidates of a block that finds many
+/// How the rows of a launch are cut: thread block i of `blocks` has chunks of kBlockTokens tokens, at most `chunks`.
+/// Those blocks take them in turn, as what will be chosen is often close together, and candidates of a block that finds many
 /// would keep all others waiting; where pages do not fill chunks evenly, each takes neighbours.
 struct Cut {
   std::uint32_t blocks;

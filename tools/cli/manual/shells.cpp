@@ -50,11 +50,13 @@ void add_fish(const CLI::App& app, const std::vector<std::string>& path, std::st
   std::string seen = "__fish_use_subcommand";
   if (!path.empty()) {
     seen.clear();
-    for (const std::string& word : path) seen += (seen.empty() ? "" : "; and ") + ("__fish_seen_subcommand_from " + word);
+    for (const std::string& word : path)
+      seen += (seen.empty() ? "" : "; and ") + ("__fish_seen_subcommand_from " + word);
   }
   std::string others;
   for (const CLI::App* command : commands_of(app)) others += ' ' + command->get_name();
-  const std::string fresh = path.empty() || others.empty() ? seen : seen + "; and not __fish_seen_subcommand_from" + others;
+  const bool alone = path.empty() || others.empty();
+  const std::string fresh = alone ? seen : seen + "; and not __fish_seen_subcommand_from" + others;
   for (const CLI::App* command : commands_of(app)) {
     const std::string summary = command->get_description();
     out += "complete -c sluice -f -n " + shell_word(fresh) + " -a " + command->get_name() + " -d " +
