@@ -80,9 +80,7 @@ class PackedModel:
             raise InvalidArgument(f'graphs is "{graphs}"; it must be one of {", ".join(GRAPHS)}')
         config = model.config.get_text_config(decoder=True)
         _refuse(model, config)
-        self.policy, self.model = policy, model.eval()
-        """What sequences attend by, and what runs."""
-
+        self.policy, self._model = policy, model.eval()
         self.context: int = min(context or longest(config), longest(config))
         """Tokens of a sequence, prompt and answer, at most."""
 
@@ -123,7 +121,7 @@ class PackedModel:
                 return
             self._padded = None
             try:
-                self.model.set_attn_implementation(before)
+                self._model.set_attn_implementation(before)
             finally:
                 self.engine.close()
 
@@ -230,7 +228,7 @@ class PackedModel:
         options = {"logits_to_keep": kept} if self._keeps and kept is not None else {}
         before = _running.set(running)
         try:
-            logits = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False,
+            logits = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False,
                                  **options).logits[0]
         finally:
             _running.reset(before)
