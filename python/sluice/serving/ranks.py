@@ -19,6 +19,7 @@ from sluice.errors import BY_STATUS, Error, Unsupported
 
 START_S = 1800.0  # To load the model, however much faster other ranks are.
 _COLLECTIVE_S = 600.0  # A rank that died ends a collective of gloo at once, and none of NCCL.
+_LAST_WORDS_S = 1.0
 
 
 class RanksLost(Error):
@@ -94,7 +95,7 @@ class Ranks:
         @throws RanksLost"""
         if self._lost is not None:
             raise RanksLost(self._lost)
-        report = (value, None if error is None else (getattr(error, "status", -1), f"{type(error).__name__}: {error}"))
+        report = (value, None if error is None else _told(error))
         timeout_s = timeout_s or self._timeout_s
         if self.rank == 0:
             reports = [report, *(self._hear(rank, timeout_s) for rank in self._peers)]
@@ -113,7 +114,11 @@ class Ranks:
         return [value for value, _ in reports]
 
     def break_off(self, why: str) -> NoReturn:
-        """This rank cannot keep in step with the others: all end."""
+        """This rank cannot keep in step with the others: all end. If another one has ended, that is why."""
+        for rank, peer in self._peers.items():
+            if peer.poll(_LAST_WORDS_S):
+                with contextlib.suppress(RanksLost):
+                    self._hear(rank, 0)
         self._lose(f"rank {self.rank} {why}")
 
     def close(self) -> None:
@@ -150,6 +155,12 @@ class Ranks:
             with contextlib.suppress(OSError):
                 peer.send(_Broken(self._lost))
         raise RanksLost(self._lost) from None
+
+
+def _told(error: Exception) -> tuple[int, str]:
+    """Its status, -1 if it is none of ours, and its text."""
+    status = getattr(error, "status", -1)
+    return status, str(error) if status in BY_STATUS else f"{type(error).__name__}: {error}"
 
 
 def join(launch: Launch, device: str, timeout_s: float) -> Ranks:

@@ -68,8 +68,9 @@ class ShardedModel(PackedModel):
         return sequence
 
     def end(self, sequence: int) -> None:
-        super().end(sequence)
-        self._log.append(("end", sequence))
+        if self.lost is None:  # Else it may be part of a forward that nobody can end.
+            super().end(sequence)
+            self._log.append(("end", sequence))
 
     def name_tokens(self, sequence: int, first: int, ids: Sequence[int]) -> None:
         super().name_tokens(sequence, first, ids)
@@ -102,8 +103,7 @@ class ShardedModel(PackedModel):
         except RanksLost:
             raise
         except Exception:
-            if error is None:
-                self._truncate(self._under_way)  # Another rank does not have the new ones.
+            self._truncate(self._under_way)  # Others do not have the new ones.
             raise
 
     def follow(self) -> None:
@@ -145,7 +145,7 @@ class ShardedModel(PackedModel):
             if sequence is not None:
                 self.engine.end(sequence)
             raise
-        if sequence is not None and found > least:
+        if sequence is not None:
             self._truncate([(sequence, least)])
 
     def _run_too(self, items: Sequence[PlanItem], ids: Sequence[int], kept: Sequence[int]) -> None:
@@ -188,7 +188,8 @@ class ShardedModel(PackedModel):
         """Sequences to as many tokens as all ranks have."""
         try:
             for sequence, tokens in lengths:
-                self.engine.truncate(sequence, tokens)
+                if self.engine.tokens(sequence) > tokens:
+                    self.engine.truncate(sequence, tokens)
         except Exception as error:
             self._ranks.break_off(f"cannot take tokens back that others do not have: {type(error).__name__}: {error}")
 
