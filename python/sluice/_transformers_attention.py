@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from sluice._transformers_cache import SluiceLayer, take_handed
-from sluice._transformers_support import hides_nothing, local_part, same_number
+from sluice._transformers_support import hides_nothing, same_number
 from sluice.errors import InvalidArgument, Unsupported
 
 _NOT_SERVED = ("position_bias", "sinks", "indices", "block_indices", "output_attentions")
@@ -54,7 +54,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     scale, wanted = made.scale or usual, usual if scaling is None else scaling
     if not same_number(scale, wanted):
         query = query * (wanted / scale)
-    return layer.rows.attend(layer.index, query, key, value, attention_mask, local_part(options.get("s_aux"))), None
+    return layer.rows.attend(layer.index, query, key, value, attention_mask, options.get("s_aux")), None
 
 
 def _refuse_call(layer: SluiceLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -90,7 +90,7 @@ def _library_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.
         attention_mask = sdpa_mask(query.shape[0], query.shape[-2], key.shape[-2],
                                    q_offset=key.shape[-2] - query.shape[-2], attention_mask=attention_mask.bool(),
                                    device=query.device)
-    sinks = local_part(options.get("s_aux"))
+    sinks = options.get("s_aux")
     if options.get("softcap"):
         if sinks is not None:
             raise Unsupported("this model's attention has both softcap and sinks")

@@ -52,11 +52,6 @@ def ranks_of(model: transformers.PreTrainedModel) -> int:
     return getattr(model, "_tp_size", None) or 1
 
 
-def local_part(sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """Those of this rank's heads: parameters of a model that ranks share are distributed tensors."""
-    return sinks.to_local() if hasattr(sinks, "to_local") else sinks
-
-
 def kv_dtype(model: transformers.PreTrainedModel, wanted: str | None) -> str:
     """Of keys and values in memory: `wanted`, or the model's own."""
     if wanted is not None:

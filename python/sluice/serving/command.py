@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from sluice.errors import Error, InvalidArgument
 from sluice.serving.arguments import CannotLoad, add_engine, add_sampling, number, settings_of, size
 from sluice.serving.process import EngineLost, EngineProcess, exit_at_once
-from sluice.serving.ranks import Disagreed, Launch, RanksLost
+from sluice.serving.ranks import Disagreed, Launch
 from sluice.serving.requests import Request, Sampling
 
 KEY_VARIABLE = "SLUICE_API_KEY"
@@ -86,8 +87,10 @@ def follow(arguments: argparse.Namespace) -> int:
             signal.signal(number, signal.SIG_IGN)
         model.follow()
         model.close()
-    except (Disagreed, RanksLost) as error:
+    except (Disagreed, Error) as error:
         exit_at_once(f"sluice: rank {rank} ends: {error}\n")
+    except Exception:  # Of others' code. Rank 0 notices, and torch's threads would keep the process.
+        exit_at_once(traceback.format_exc())
     return 0
 
 

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from sluice._transformers_rows import take_sinks
-from sluice._transformers_support import (attention_shape, changing, install, kv_dtype, layer_kinds, local_part, longest,
-                                          ranks_of, refuse)
+from sluice._transformers_support import (attention_shape, changing, install, kv_dtype, layer_kinds, longest, ranks_of,
+                                          refuse)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions, PlanItem
@@ -260,7 +260,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-6:
         query = query * (scaling * query.shape[-1] ** 0.5)
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    out, sinks = torch.empty(q.shape, dtype=q.dtype, device=q.device), local_part(options.get("s_aux"))
+    out, sinks = torch.empty(q.shape, dtype=q.dtype, device=q.device), options.get("s_aux")
     lse = None if sinks is None else torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
     running.attend(q, k, v, out, lse)
     if sinks is not None:

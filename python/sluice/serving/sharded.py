@@ -11,7 +11,7 @@ import transformers
 
 from sluice.options import PlanItem
 from sluice.serving.model import PackedModel, Planned
-from sluice.serving.ranks import Disagreed, Ranks, RanksLost
+from sluice.serving.ranks import START_S, Disagreed, Ranks, RanksLost
 
 
 class _Order(NamedTuple):
@@ -46,7 +46,7 @@ class ShardedModel(PackedModel):
         except Exception as failed:
             error = failed
         try:
-            ranks.agree(error=error)
+            ranks.agree(error=error, timeout_s=START_S)
             if graphs == "on":
                 self._record()
         except BaseException:
@@ -200,6 +200,6 @@ class ShardedModel(PackedModel):
     def _record(self) -> None:
         """Either all ranks have graphs or none."""
         super()._record()
-        failed = max(self._ranks.agree(self._padded is None))
+        failed = max(self._ranks.agree(self._padded is None, timeout_s=START_S))
         if failed and self._padded is not None:
             self._padded, self.graph_captures, self.graphs_failed = None, 0, "another rank could not capture them"

@@ -16,7 +16,7 @@ from sluice.errors import OutOfCapacity
 from sluice.serving.load import load_follower, load_loop
 from sluice.serving.process import Settings
 from sluice.transformers import enable
-from small import KV, expected, greedy, prompt_ids, run, tokenizer
+from small import DEVICE, KV, expected, greedy, prompt_ids, run, tokenizer
 from transformers.distributed import DistributedConfig
 
 RANK = int(os.environ.get("RANK", 0))
@@ -56,7 +56,6 @@ def patch() -> None:
 
 def generate(*folders: str) -> None:
     """Greedy tokens of models, or why one is refused."""
-    torch.distributed.init_process_group("gloo")
     told = {}
     for folder in folders:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -73,7 +72,7 @@ def generate(*folders: str) -> None:
 
 def loop(folder: str) -> None:
     """Requests of a loop while ranks fail: by fault what they are told, and tokens of a request after each."""
-    settings = Settings(folder, "full", 8 << 20, context=256, sequences=4, prefill_rows=64, graphs="on",
+    settings = Settings(folder, "full", 8 << 20, context=256, sequences=4, prefill_rows=64, device=DEVICE, graphs="on",
                         options=dict(ENGINE))
     if RANK:
         model = load_follower(settings)
