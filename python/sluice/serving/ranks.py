@@ -19,7 +19,7 @@ from sluice.errors import BY_STATUS, Error, Unsupported
 
 START_S = 1800.0  # To load the model, however much faster other ranks are.
 _COLLECTIVE_S = 600.0  # A rank that died ends a collective of gloo at once, and none of NCCL.
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 1.0  # For another rank to say why a collective has failed here.
 
 
 class RanksLost(Error):

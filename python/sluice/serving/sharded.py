@@ -40,19 +40,24 @@ class ShardedModel(PackedModel):
         self._names: dict[int, int] = {}  # Of other ranks: their sequences by what rank 0 calls them.
         self._under_way: list[tuple[int, int]] = []  # Sequences of the newest forward, and tokens that they had before.
         self._behind_bytes = 0  # How much less free memory than rank 0 a rank had after the newest forward.
-        error = None
-        try:
-            super().__init__(model, policy, host_bytes, graphs="off", **options)
-        except Exception as failed:
-            error = failed
-        try:
-            ranks.agree(error=error, timeout_s=START_S)
-            if graphs == "on":
-                self._record()
-        except BaseException:
-            if error is None:
-                super().close()
-            raise
+        # One after another: each engine looks for itself whether the machine has memory for it.
+        for rank in range(ranks.ranks):
+            error = None
+            try:
+                if rank == ranks.rank:
+                    super().__init__(model, policy, host_bytes, graphs="off", **options)
+            except Exception as failed:
+                error = failed
+            try:
+                ranks.agree(error=error, timeout_s=START_S)
+            except BaseException:
+                if error is None and ranks.rank <= rank:
+                    super().close()
+                raise
+        if graphs == "on":
+            self._record()
+        elif graphs == "auto" and self._device.type == "cuda":
+            self.graphs_failed = "ranks share the model; --graphs on tries them"
 
     def close(self) -> None:
         """Ends the others, too, if this is rank 0."""
@@ -110,7 +115,7 @@ class ShardedModel(PackedModel):
         """Does what rank 0 does, until that ends.
         @throws RanksLost"""
         while (order := self._ranks.hear()) is not None:
-            self._log = order.log
+            self._log.extend(order.log)
             try:
                 if order.call == "begin":
                     self._begin_too(*order.arguments)

@@ -16,10 +16,11 @@ from sluice.errors import OutOfCapacity
 from sluice.serving.load import load_follower, load_loop
 from sluice.serving.process import Settings
 from sluice.transformers import enable
-from small import DEVICE, KV, expected, greedy, prompt_ids, run, tokenizer
+from small import DEVICE, KV, KV_BYTES, SHAPE, expected, greedy, prompt_ids, run, tokenizer
 from transformers.distributed import DistributedConfig
 
 RANK = int(os.environ.get("RANK", 0))
+TOKEN_BYTES = SHAPE["num_hidden_layers"] * 2 * SHAPE["head_dim"] * KV_BYTES  # Of one KV head.
 ENGINE = {"threads": 1, "pin_threads": False, "answer_timeout_ms": 30_000, **KV}
 FAULTS = "SLUICE_TEST_FAULTS"
 """The environment's name of a file: "1 attend 2" there has the next two calls of rank 1's Engine.attend fail."""
@@ -72,7 +73,8 @@ def generate(*folders: str) -> None:
 
 def loop(folder: str) -> None:
     """Requests of a loop while ranks fail: by fault what they are told, and tokens of a request after each."""
-    settings = Settings(folder, "full", 8 << 20, context=256, sequences=4, prefill_rows=64, device=DEVICE, graphs="on",
+    # 20 pages of 16 tokens, in which four answers have no room.
+    settings = Settings(folder, "full", 2 * 20 * 16 * TOKEN_BYTES, context=256, sequences=4, prefill_rows=64, device=DEVICE, graphs="on",
                         options=dict(ENGINE))
     if RANK:
         model = load_follower(settings)
@@ -80,8 +82,8 @@ def loop(folder: str) -> None:
         model.close()
         return
     made, _ = load_loop(settings)
-    told = {"four": [run(made, [greedy(n, prompt_ids(30 + n, n), 6) for n in range(1, 5)]).tokens(n)
-                     for n in range(1, 5)]}
+    four = run(made, [greedy(n, prompt_ids(66 + n, n), 24) for n in range(1, 5)])
+    told = {"four": [four.tokens(n) for n in range(1, 5)], "preemptions": made.status().preemptions}
     faults = [(rank, what, times) for rank in (0, 1)
               for what, times in (("begin", 1), ("plan", 1), ("plan", 2), ("attend", 2), ("finish", 2))]
     for number, fault in enumerate(faults, 10):
