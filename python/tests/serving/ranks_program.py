@@ -82,7 +82,7 @@ def loop(folder: str) -> None:
         model.close()
         return
     made, _ = load_loop(settings)
-    four = run(made, [greedy(n, prompt_ids(66 + n, n), 24) for n in range(1, 5)])
+    four = run(made, [greedy(n, prompt_ids(50 + n, n), 32) for n in range(1, 5)])
     told = {"four": [four.tokens(n) for n in range(1, 5)], "preemptions": made.status().preemptions}
     faults = [(rank, what, times) for rank in (0, 1)
               for what, times in (("begin", 1), ("plan", 1), ("plan", 2), ("attend", 2), ("finish", 2))]
