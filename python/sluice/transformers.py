@@ -41,8 +41,8 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     Several tokens of a row in one call are taken for a part of its prompt and attend all that comes before them; single
     ones choose as the policy says.
 
-    Of a model that ranks share, loaded with DistributedConfig(tp_size=N) under torchrun, each rank enables its own part,
-    with its share of `host_bytes`; `options` are each rank's. All run the same program.
+    Of a model that ranks share, loaded with DistributedConfig(tp_size=N) under torchrun, each rank enables its own
+    part, with its share of `host_bytes`; `options` are each rank's. All run the same program.
 
     Threads may use the model at once, each with a cache of its own; their forwards take turns. A forward that fails
     leaves the cache as it was, but where layers of transformers' own cache are part of it: then that refuses to go on.

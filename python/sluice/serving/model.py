@@ -109,7 +109,7 @@ class PackedModel:
 
         self._staging = Staging(3 * self.engine.options.largest.rows, device)
         self._padded: PaddedForwards | None = None
-        self._error: Exception | None = None  # Of the newest forward that went on after it.
+        self._error: Exception | None = None  # Of the newest forward, or while graphs are recorded, that went on.
         if graphs == "on" or graphs == "auto" and device.type == "cuda":
             self._record()
 
@@ -198,8 +198,10 @@ class PackedModel:
             return self._compute(self._padded_bucket(len(ids)), ids, positions, None, attends)
 
         try:
-            self._padded = PaddedForwards(self.engine.options.sequences, self._staging, compute, recorder)
-            self.graph_captures = len(self._padded.sizes)
+            padded = PaddedForwards(self.engine.options.sequences, self._staging, compute, recorder)
+            if self._error is not None:
+                raise self._error
+            self._padded, self.graph_captures = padded, len(padded.sizes)
         except Exception as error:  # Of the model, which is others' code, of torch or of the device.
             self.graphs_failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
 
@@ -232,7 +234,7 @@ class PackedModel:
                                  **options).logits[0]
         finally:
             _running.reset(before)
-        self._error = running.error
+        self._error = self._error or running.error
         if running.layer != self.engine.options.layers:
             raise Unsupported(f"the model attended in {running.layer} layers, and its configuration says "
                               f"{self.engine.options.layers}")

@@ -36,9 +36,9 @@ class ShardedModel(PackedModel):
                  graphs: str = "auto", **options: Any) -> None:
         """`host_bytes`: of all ranks together. `graphs`: "auto" is "off". Others are those of PackedModel."""
         self._ranks = ranks
-        self._log: list[tuple[Any, ...]] = []  # Of rank 0: what it has not told yet. Of others: what they have not done.
+        self._log: list[tuple[Any, ...]] = []  # What rank 0 has not told yet, and others have not done.
         self._names: dict[int, int] = {}  # Of other ranks: their sequences by what rank 0 calls them.
-        self._under_way: list[tuple[int, int]] = []  # Sequences of the newest forward, and tokens that they had before.
+        self._under_way: list[tuple[int, int]] = []  # Sequences of the newest forward, and tokens they had before.
         self._behind_bytes = 0  # How much less free memory than rank 0 a rank had after the newest forward.
         # One after another: each engine looks for itself whether the machine has memory for it.
         for rank in range(ranks.ranks):

@@ -71,11 +71,11 @@ def generate(*folders: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def loop(folder: str) -> None:
+def loop(folder: str, graphs: str) -> None:
     """Requests of a loop while ranks fail: by fault what they are told, and tokens of a request after each."""
     # 20 pages of 16 tokens, in which four answers have no room.
-    settings = Settings(folder, "full", 2 * 20 * 16 * TOKEN_BYTES, context=256, sequences=4, prefill_rows=64, device=DEVICE, graphs="on",
-                        options=dict(ENGINE))
+    settings = Settings(folder, "full", 2 * 20 * 16 * TOKEN_BYTES, context=256, sequences=4, prefill_rows=64,
+                        device=DEVICE, graphs=graphs, options=dict(ENGINE))
     if RANK:
         model = load_follower(settings)
         model.follow()

@@ -79,7 +79,7 @@ def test_forwards_that_fail_on_a_rank(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     copy.deepcopy(bare_model("llama")).save_pretrained(model)
     tokenizer().save_pretrained(model)
-    torchrun("loop", str(model), **{ranks_program.FAULTS: str(tmp_path / "faults")})
+    torchrun("loop", str(model), "on", **{ranks_program.FAULTS: str(tmp_path / "faults")})
     told = json.loads((tmp_path / "told.loop").read_text())
     assert told.pop("four") == [expected(bare_model("llama"), prompt_ids(50 + n, n), 32) for n in range(1, 5)]
     assert told.pop("preemptions") > 0
