@@ -112,9 +112,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     key = api_key(arguments)
     settings = settings_of(arguments)
-    listener = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((arguments.host, arguments.port))  # An address that is taken is told before a model is loaded.
+    listener = listen(arguments.host, arguments.port)  # An address that is taken is told before a model is loaded.
     engine = EngineProcess(settings)
     engine.start()
     try:
@@ -135,6 +133,20 @@ def serve(arguments: argparse.Namespace) -> int:
     finally:
         engine.close()
     return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket with that address. The protocol is named, as asyncio sends at once only on what it knows to be TCP;
+    else a token may wait 40 ms for the client to acknowledge the one before."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 class Teller:

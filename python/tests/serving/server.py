@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import openai
-from small import DEVICE, KV
+from small import DEVICE, HOST_MIB, KV
 
 DEADLINE_S = 120.0
 
@@ -33,7 +33,7 @@ class Server:
                  **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *program, "serve", "--model", str(folder), "--policy", "full", "--host-bytes",
-             "8MiB", "--port", "0", "--device", DEVICE, "--sequences", "8", "--prefill-rows", "64",
+             f"{HOST_MIB}MiB", "--port", "0", "--device", DEVICE, "--sequences", "8", "--prefill-rows", "64",
              "--option", "threads=1", "--option", "pin_threads=false", "--option", "answer_timeout_ms=30000",
              *(word for name, value in KV.items() for word in ("--option", f"{name}={value}")), *arguments],
             stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})

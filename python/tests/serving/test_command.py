@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from sluice.__main__ import main
 from sluice.errors import InvalidArgument
 from sluice.serving import model as serving_model
 from sluice.serving.arguments import option, size
-from sluice.serving.command import Progress, api_key, conversation, name_of
+from sluice.serving.command import Progress, api_key, conversation, listen, name_of
 from small import DEVICE, KV, Breaks, bare_model, expected, text_of, tokenizer
 
 ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", DEVICE, "--option", "threads=1", "--option",
@@ -172,3 +174,26 @@ def test_arguments() -> None:
     for call, text in ((size, "8 apples"), (size, ""), (option, "a"), (option, "=1")):
         with pytest.raises(Exception, match="is no size|is not NAME=VALUE"):
             call(text)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_tokens_are_sent_at_once(host: str) -> None:
+    """Nothing waits for what was sent before to be acknowledged."""
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+
+    async def delays() -> int:
+        told = asyncio.get_running_loop().create_future()
+
+        async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            told.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen(host, 0)
+        async with await asyncio.start_server(accept, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            writer.close()
+            return await asyncio.wait_for(told, DEADLINE_S)
+
+    assert asyncio.run(delays()) == 1

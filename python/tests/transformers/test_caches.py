@@ -107,9 +107,9 @@ def test_an_engine_that_fails(served: Served, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_threads(served: Served) -> None:
-    model, ours, here = served
+    _, ours, here = served
     prompts = [prompt(2, 20 + seed, seed) for seed in range(3)]
-    want = [greedy(model, ids, 16, num_beams=2) for ids in prompts]
+    want = [greedy(ours, ids, 16, num_beams=2) for ids in prompts]  # One after the other.
     got: list[torch.Tensor | None] = [None] * len(prompts)
 
     device = torch.get_default_device()  # Threads begin with another one.

@@ -89,12 +89,26 @@ Served = tuple[PreTrainedModel, PreTrainedModel, Enabled]
 """A model, itself again with Sluice, and what enable() has returned."""
 
 
+def same_tokens(model: PreTrainedModel, got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether answers are equal; on a GPU, where keys and values are rounded, up to a token that is as likely."""
+    for row in (() if ON_CPU else range(len(want))):
+        other = (got[row] != want[row]).nonzero()
+        if len(other):
+            at = int(other[0])
+            real = want[row, int((mask[row] == 0).sum()):at]  # Padding is on the left.
+            with torch.no_grad():
+                logits = model(real[None]).logits[0, -1]
+            if (logits[want[row, at]] - logits[got[row, at]]).abs() > 2 * TOLERANCE["atol"]:
+                return False
+    return not ON_CPU or torch.equal(got, want)
+
+
 def same_with_left_padding(served: Served) -> torch.Tensor:
     """The tokens."""
     model, ours, _ = served
     ids, mask = left_padded()
     want = greedy(model, ids, attention_mask=mask)
-    assert torch.equal(greedy(ours, ids, attention_mask=mask), want)
+    assert same_tokens(model, greedy(ours, ids, attention_mask=mask), want, mask)
     assert not torch.equal(greedy(model, ids, attention_mask=torch.ones_like(mask)), want)  # The mask matters.
     return want
 
@@ -131,7 +145,7 @@ def same_in_chunks(served: Served) -> None:
     model, ours, _ = served
     ids, mask = left_padded()
     want = greedy(model, ids, attention_mask=mask)
-    assert torch.equal(greedy(ours, ids, attention_mask=mask, prefill_chunk_size=12), want)
+    assert same_tokens(model, greedy(ours, ids, attention_mask=mask, prefill_chunk_size=12), want, mask)
 
 
 def same_beams(served: Served) -> None:
