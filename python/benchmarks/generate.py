@@ -2,7 +2,8 @@
 device, with its own cache in host memory, and with Sluice, in one run. Random weights and tokens.
 
 `python benchmarks/generate.py --tokens 32K --caches device,offloaded,full,sluice` from python/; a name that is none of
-the library's caches is a policy of Sluice. With `--device cpu` and a few layers it shows that it runs."""
+the library's caches is a policy of Sluice. With `--device cpu` and a few layers it shows that it runs. Under
+`torchrun --nproc-per-node N` the ranks share the model, and rank 0 tells what it measured."""
 
 from __future__ import annotations
 
@@ -16,18 +17,25 @@ from typing import Any
 import torch
 import transformers
 from sluice.serving.arguments import option, size
+from sluice.serving.ranks import Launch
 from sluice.transformers import enable
+from transformers.distributed import DistributedConfig
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
          "vocab_size": 128256, "max_position_embeddings": 1 << 20, "rope_theta": 500000.0}
 OWN = ("device", "offloaded")
 
 
-def make_model(layers: int, device: str) -> transformers.PreTrainedModel:
-    config = transformers.LlamaConfig(num_hidden_layers=layers, attn_implementation="sdpa", **SHAPE)
+def random_model(config: transformers.LlamaConfig, dtype: torch.dtype, device: str) -> transformers.PreTrainedModel:
+    """Under torchrun each rank has its part, on its own device."""
+    launch, made = Launch.of_environment(), transformers.LlamaForCausalLM
     torch.manual_seed(1)
+    if launch.ranks > 1:
+        transformers.utils.logging.set_verbosity_error()  # Which weights are missing, and all of them are.
+        return made.from_pretrained(None, config=config, state_dict={}, dtype=dtype,
+                                    distributed_config=DistributedConfig(tp_size=launch.ranks)).eval()
     with torch.device(device):
-        return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        return made._from_config(config, dtype=dtype).eval()
 
 
 def wait(device: str) -> None:
@@ -38,7 +46,8 @@ def wait(device: str) -> None:
 @torch.inference_mode()
 def measure(model: transformers.PreTrainedModel, cache: Any, wants: argparse.Namespace) -> dict[str, float]:
     """Seconds of the prompt, and milliseconds of a token."""
-    ids = torch.randint(0, SHAPE["vocab_size"], (wants.batch, wants.tokens), device=wants.device)
+    random = torch.Generator().manual_seed(2)  # The same for all ranks.
+    ids = torch.randint(0, SHAPE["vocab_size"], (wants.batch, wants.tokens), generator=random).to(wants.device)
     began = time.perf_counter()
     for first in range(0, wants.tokens, wants.chunk):
         out = model(input_ids=ids[:, first : first + wants.chunk], past_key_values=cache, logits_to_keep=1)
@@ -88,17 +97,23 @@ def main() -> None:
     arguments.add_argument("--option", type=option, action="append", default=[], help="NAME=VALUE of EngineOptions")
     arguments.add_argument("--json", action="store_true", help="a line of JSON for each")
     wants = arguments.parse_args()
-    model = make_model(wants.layers, wants.device)
+    config = transformers.LlamaConfig(num_hidden_layers=wants.layers, attn_implementation="sdpa", **SHAPE)
+    model, launch = random_model(config, torch.bfloat16, wants.device), Launch.of_environment()
     for name in wants.caches.split(","):
         result = run(model, name, wants)
         gc.collect()
         if wants.device != "cpu":
             torch.cuda.empty_cache()
+        if launch.rank:
+            continue
         if wants.json:
-            print(json.dumps({"cache": name, "tokens": wants.tokens, "batch": wants.batch, **result}), flush=True)
+            print(json.dumps({"cache": name, "tokens": wants.tokens, "batch": wants.batch,
+                              "ranks": launch.ranks, **result}), flush=True)
         else:
             print(f"{name:24} prompt {result['prompt_s']:8.2f} s   token {result['token_ms']:8.2f} ms   p95 "
                   f"{result['token_p95_ms']:8.2f}", flush=True)
+    if launch.ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

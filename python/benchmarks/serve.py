@@ -4,7 +4,8 @@
 of random weights and tokens, in this process and without HTTP. As many requests are under way as `--concurrency` says;
 one that ends makes place for the next. Times per token are those between two tokens of one answer: what another
 request's prompt takes is part of them. That it runs is shown on the CPU by
-`--device cpu --layers 2 --hidden 256 --heads 4 --kv-heads 2 --vocabulary 1000 --dtype float32`."""
+`--device cpu --layers 2 --hidden 256 --heads 4 --kv-heads 2 --vocabulary 1000 --dtype float32`. Under
+`torchrun --nproc-per-node N` the ranks share the model; then `--graphs` is one of both."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ from typing import Any
 
 import torch
 import transformers
-from generate import SHAPE, wait
+from generate import SHAPE, random_model, wait
 from sluice.serving.arguments import option, size
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
+from sluice.serving.ranks import Launch, Ranks, join
 from sluice.serving.requests import Request, Sampling
+from sluice.serving.sharded import ShardedModel
 
 _numbers = itertools.count()  # Of requests: none comes twice.
 
@@ -48,9 +51,13 @@ def make_model(wants: argparse.Namespace) -> transformers.PreTrainedModel:
              "num_attention_heads": wants.heads, "num_key_value_heads": wants.kv_heads,
              "vocab_size": wants.vocabulary}
     config = transformers.LlamaConfig(num_hidden_layers=wants.layers, attn_implementation="sdpa", **shape)
-    torch.manual_seed(1)
-    with torch.device(wants.device):
-        return transformers.LlamaForCausalLM._from_config(config, dtype=getattr(torch, wants.dtype)).eval()
+    return random_model(config, getattr(torch, wants.dtype), wants.device)
+
+
+def packed_model(model: transformers.PreTrainedModel, ranks: Ranks | None, *arguments: Any,
+                 **options: Any) -> PackedModel:
+    return (PackedModel(model, *arguments, **options) if ranks is None else
+            ShardedModel(model, *arguments, ranks=ranks, **options))
 
 
 def serve(loop: Loop, wants: argparse.Namespace, together: int, requests: int, answer: int) -> tuple[float, list[Told]]:
@@ -131,15 +138,22 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    wants = arguments()
+    wants, launch, ranks = arguments(), Launch.of_environment(), None
+    if launch.ranks > 1:
+        if "," in wants.graphs:
+            raise SystemExit("torchrun's ranks end with the first measurement: --graphs on, or off")
+        ranks = join(launch, wants.device, 600)
     model, counts = make_model(wants), [int(each) for each in wants.concurrency.split(",")]
     context = wants.prompt + wants.answer + 64
     numbers = 2 * wants.layers * wants.kv_heads * model.config.head_dim  # Of a token's keys and values.
     host_bytes = max(counts) * context * numbers * model.dtype.itemsize + (64 << 20)
     for graphs in wants.graphs.split(","):
-        packed = PackedModel(model, wants.policy, host_bytes, context=context, sequences=max(counts),
-                             prefill_rows=wants.prefill_rows, graphs=graphs, **dict(wants.option))
+        packed = packed_model(model, ranks, wants.policy, host_bytes, context=context, sequences=max(counts),
+                              prefill_rows=wants.prefill_rows, graphs=graphs, **dict(wants.option))
         try:
+            if launch.rank:
+                packed.follow()
+                continue
             if packed.graphs_failed is not None:
                 raise SystemExit(f"there are no graphs: {packed.graphs_failed}")
             loop = Loop(packed, Letters(), prefix=False, slowdown=wants.slowdown)

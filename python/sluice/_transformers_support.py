@@ -25,7 +25,7 @@ changing = threading.RLock()
 
 
 def attention_shape(model: transformers.PreTrainedModel, config: Any, kinds: Sequence[LayerKind]) -> dict[str, int]:
-    """Heads and their size, of the layers that are Sluice's."""
+    """Heads and their size, of the layers that are Sluice's; of a model that ranks share, this rank's heads."""
     shapes = set()
     for kind, layer in zip(kinds, _layer_configs(config, len(kinds))):
         if kind.make is None:
@@ -40,7 +40,16 @@ def attention_shape(model: transformers.PreTrainedModel, config: Any, kinds: Seq
     if value_size != size:
         raise Unsupported(f"{type(model).__name__} has keys of {size} numbers and values of {value_size}; Sluice "
                           "serves one size")
-    return {"q_heads": heads, "kv_heads": kv_heads, "head_dim": size}
+    ranks = ranks_of(model)
+    if kv_heads % ranks:
+        raise Unsupported(f"{type(model).__name__} has {kv_heads} heads of keys and values, which {ranks} ranks cannot "
+                          f"share evenly; start torchrun with --nproc-per-node N of which {kv_heads} is a multiple")
+    return {"q_heads": heads // ranks, "kv_heads": kv_heads // ranks, "head_dim": size}
+
+
+def ranks_of(model: transformers.PreTrainedModel) -> int:
+    """Processes that share a model by transformers' tensor parallelism, a part of its heads each; 1: it is whole."""
+    return getattr(model, "_tp_size", None) or 1
 
 
 def kv_dtype(model: transformers.PreTrainedModel, wanted: str | None) -> str:
@@ -160,10 +169,16 @@ def install(model: transformers.PreTrainedModel, name: str) -> str | dict[str, s
 
 
 def _refuse_placement(model: transformers.PreTrainedModel, name: str) -> None:
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise Unsupported(f"{name} is split over {model._tp_size} devices; Sluice serves one")
+    if ranks_of(model) > 1 and not _splits_heads(model):
+        raise Unsupported(f"{name} is shared by {ranks_of(model)} ranks, and its plan of tensor parallelism leaves the "
+                          "heads of its attention whole; Sluice serves plans with a k_proj that is colwise. Start one "
+                          "process")
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).partition(":")[0] not in ("cpu", "cuda"):
         raise Unsupported(f"{name} is on {', '.join(sorted(devices))}; Sluice serves the CPU or one CUDA device")
     if model.dtype not in DTYPES:
         raise Unsupported(f"{name} is of {model.dtype}; convert it to float32, float16 or bfloat16")
+
+
+def _splits_heads(model: transformers.PreTrainedModel) -> bool:
+    return any(name.rpartition(".")[2] == "k_proj" and style == "colwise" for name, style in model.tp_plan.items())

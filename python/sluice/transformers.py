@@ -25,7 +25,7 @@ from sluice._transformers_attention import attention, mask
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
 from sluice._transformers_support import (NAME, attention_shape, changing, install, kv_dtype, layer_kinds,
-                                          logit_options, longest, refuse)
+                                          logit_options, longest, ranks_of, refuse)
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
@@ -41,6 +41,9 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     Several tokens of a row in one call are taken for a part of its prompt and attend all that comes before them; single
     ones choose as the policy says.
 
+    Of a model that ranks share, loaded with DistributedConfig(tp_size=N) under torchrun, each rank enables its own
+    part, with its share of `host_bytes`; `options` are each rank's. All run the same program.
+
     Threads may use the model at once, each with a cache of its own; their forwards take turns. A forward that fails
     leaves the cache as it was, but where layers of transformers' own cache are part of it: then that refuses to go on.
 
@@ -51,8 +54,8 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     device = next(model.parameters()).device
     made = EngineOptions(
         layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
-        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
-        sequences=sequences,
+        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
+        host_bytes=host_bytes // ranks_of(model), sequences=sequences,
         largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
         **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
     made.make_room_for(policy, longest(config))

@@ -103,7 +103,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
-                    graphs=arguments.graphs, prefix=not arguments.no_prefix_cache, options=options)
+                    graphs=arguments.graphs, prefix=not arguments.no_prefix_cache,
+                    silence_s=getattr(arguments, "silence", Settings.silence_s), options=options)
 
 
 def _check_options(options: dict[str, Any], policy: str) -> None:

@@ -11,13 +11,15 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sluice.errors import Error, InvalidArgument
 from sluice.serving.arguments import CannotLoad, add_engine, add_sampling, number, settings_of, size
-from sluice.serving.process import EngineLost, EngineProcess
+from sluice.serving.process import EngineLost, EngineProcess, exit_at_once
+from sluice.serving.ranks import Disagreed, Launch
 from sluice.serving.requests import Request, Sampling
 
 KEY_VARIABLE = "SLUICE_API_KEY"
@@ -74,7 +76,27 @@ def name_of(model: str) -> str:
     return Path(model).resolve().name
 
 
+def follow(arguments: argparse.Namespace) -> int:
+    """A rank that is not the first: it does what that does, until that ends."""
+    from sluice.serving.load import load_follower
+
+    rank = Launch.of_environment().rank
+    try:
+        model = load_follower(settings_of(arguments))
+        for number in (signal.SIGINT, signal.SIGTERM):  # They are meant for rank 0, which has them too.
+            signal.signal(number, signal.SIG_IGN)
+        model.follow()
+        model.close()
+    except (Disagreed, Error) as error:
+        exit_at_once(f"sluice: rank {rank} ends: {error}\n")
+    except Exception:  # Of others' code. Rank 0 notices, and torch's threads would keep the process.
+        exit_at_once(traceback.format_exc())
+    return 0
+
+
 def serve(arguments: argparse.Namespace) -> int:
+    if Launch.of_environment().rank:
+        return follow(arguments)
     import uvicorn
 
     from sluice.serving.answering import Front
@@ -91,7 +113,7 @@ def serve(arguments: argparse.Namespace) -> int:
     key = api_key(arguments)
     settings = settings_of(arguments)
     listener = listen(arguments.host, arguments.port)  # An address that is taken is told before a model is loaded.
-    engine = EngineProcess(settings, silence_s=arguments.silence)
+    engine = EngineProcess(settings)
     engine.start()
     try:
         # Both take seconds, at the same time.
@@ -142,6 +164,9 @@ class Teller:
         self.limit = ready.limit
         """Tokens of prompt and answer."""
 
+    def close(self) -> None:
+        self._loop.close()
+
     def answer(self, ids: list[int]) -> Iterator[str]:
         """The answer's text in pieces. It is given up with the iterator."""
         self._number += 1
@@ -156,6 +181,8 @@ class Teller:
                 for event in events:
                     progress.clear()
                     if event.error:
+                        if self._loop.lost is not None:  # What torch has under way may never end.
+                            exit_at_once(f"sluice: {self._loop.lost}\n")
                         raise Error(event.error)
                     yield event.text
         finally:
@@ -209,24 +236,32 @@ class Progress:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if Launch.of_environment().rank:
+        return follow(arguments)
     prompt = arguments.prompt
     if prompt is None:
         try:
             prompt = sys.stdin.read() if str(arguments.file) == "-" else arguments.file.read_text("utf-8")
         except UnicodeDecodeError as error:
             raise InvalidArgument(f"{arguments.file} is no text of UTF-8: {error}") from None
-    teller = Teller(arguments)
-    for piece in teller.answer(teller.tokenizer.encode(prompt)):
-        print(piece, end="", flush=True)
-    print()
+    with contextlib.closing(Teller(arguments)) as teller:
+        for piece in teller.answer(teller.tokenizer.encode(prompt)):
+            print(piece, end="", flush=True)
+        print()
     return 0
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    teller = Teller(arguments)
+    if Launch.of_environment().rank:
+        return follow(arguments)
+    with contextlib.closing(Teller(arguments)) as teller:
+        return converse(teller, arguments.system)
+
+
+def converse(teller: Teller, system: str | None) -> int:
     if not getattr(teller.tokenizer, "chat_template", None):
         raise InvalidArgument("this model's tokenizer has no chat template; use run")
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages = [{"role": "system", "content": system}] if system else []
     kept = len(messages)
     asks = "> " if sys.stdin.isatty() else ""
     while True:

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.distributed import DistributedConfig
 
 from sluice.serving.arguments import CannotLoad
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from sluice.serving.process import Ready, Settings
+from sluice.serving.ranks import START_S, Launch, join
+from sluice.serving.sharded import ShardedModel
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
@@ -32,19 +35,44 @@ def load_tokenizer(model: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(model)
 
 
-def load_loop(settings: Settings) -> tuple[Loop, Ready]:
-    """Loads model and tokenizer, and builds the engine."""
+def _load_model(settings: Settings, **options: Any) -> transformers.PreTrainedModel:
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     with _loading(f"the model {settings.model}"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
-    packed = PackedModel(model, settings.policy, settings.host_bytes, context=settings.context,
-                         sequences=settings.sequences, prefill_rows=settings.prefill_rows, graphs=settings.graphs,
-                         **settings.options)
+        return transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, **options)
+
+
+def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.GenerationConfig]:
+    launch = Launch.of_environment()
+    options = {"context": settings.context, "sequences": settings.sequences, "prefill_rows": settings.prefill_rows,
+               "graphs": settings.graphs, **settings.options}
+    if launch.ranks == 1:
+        model = _load_model(settings).to(settings.device)
+        return PackedModel(model, settings.policy, settings.host_bytes, **options), model.generation_config
+    ranks = join(launch, settings.device, settings.silence_s)
+    model, error = None, None
+    try:
+        model = _load_model(settings, distributed_config=DistributedConfig(tp_size=launch.ranks))
+    except CannotLoad as failed:
+        error = failed
+    ranks.agree(error=error, timeout_s=START_S)
+    packed = ShardedModel(model, settings.policy, settings.host_bytes, ranks=ranks, **options)
+    return packed, model.generation_config
+
+
+def load_follower(settings: Settings) -> ShardedModel:
+    """The model of a rank that is not the first."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # Rank 0 says the same.
+    return _load_packed(settings)[0]
+
+
+def load_loop(settings: Settings) -> tuple[Loop, Ready]:
+    """Loads model and tokenizer, and builds the engine."""
+    packed, generation = _load_packed(settings)
     if packed.graphs_failed is not None:
         print(f"sluice: forwards run without CUDA graphs: {packed.graphs_failed}", file=sys.stderr, flush=True)
-    generation = model.generation_config
     ends = generation.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
     loop = Loop(packed, load_tokenizer(settings.model), end_ids=ends, prefix=settings.prefix,

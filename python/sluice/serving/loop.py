@@ -89,6 +89,10 @@ class Loop:
         for waiting in self._behind.values():
             waiting[:] = [request for request in waiting if request.number != number]
 
+    def close(self) -> None:
+        """Gives up what has not ended, and all memory; the model's other ranks end."""
+        self._model.close()
+
     @property
     def idle(self) -> bool:
         return not self._live
@@ -96,10 +100,17 @@ class Loop:
     @property
     def hopeless(self) -> str | None:
         """Why it is to be made anew, in a new process: several turns in a row have failed, as they do after an error
-        that a device keeps. None if not."""
+        that a device keeps, or a rank is lost. None if not."""
+        if self.lost is not None:
+            return self.lost
         if self._in_vain < _HOPELESS:
             return None
         return f"the forwards of {self._in_vain} turns in a row have failed; the newest error: {self._error}"
+
+    @property
+    def lost(self) -> str | None:
+        """Why no forward can run any more; None if one can."""
+        return self._model.lost
 
     def progress(self, number: int) -> tuple[int, int]:
         """Tokens of a request's prompt that have been read, and all."""
@@ -117,7 +128,7 @@ class Loop:
 
     def step(self) -> list[Event]:
         """Runs a forward, if there is something to do, and tells what came of it."""
-        changes = self._admission.admit(self._engine.memory().far_pages_used // self._page_bytes)
+        changes = self._admission.admit(self._model.held_bytes() // self._page_bytes)
         for number in changes.preempt:
             self._rest(self._live[number])
         for number in changes.admit:
@@ -130,7 +141,7 @@ class Loop:
 
     def _begin(self, live: _Live) -> None:
         try:
-            live.sequence = self._engine.begin(self._model.policy, live.ids if self._prefix else None)
+            live.sequence = self._model.begin(live.ids if self._prefix else None)
         except Error as error:
             self._fail(live, error)
             return
@@ -143,7 +154,7 @@ class Loop:
     def _rest(self, live: _Live) -> None:
         """Gives a sequence's memory back. It begins again with all tokens it has, as a prompt."""
         self._preemptions += 1
-        self._engine.end(live.sequence)
+        self._model.end(live.sequence)
         live.sequence = None
 
     def _turn(self, items: list[TurnItem]) -> None:
@@ -216,13 +227,14 @@ class Loop:
 
     def _forward(self, items: list[TurnItem]) -> torch.Tensor:
         """The logits of items that have an output. If it fails, the engine has none of the items' tokens."""
-        engine, ids, kept = self._engine, [], []
+        ids: list[int] = []
+        kept: list[int] = []
         for item in items:
             live = self._live[item.request]
             new = live.ids[item.first : item.first + item.tokens]
             if self._prefix:
                 # Names of a prompt again, too: a forward that failed has taken them along.
-                engine.name_tokens(live.sequence, item.first, new)
+                self._model.name_tokens(live.sequence, item.first, new)
             ids.extend(new)
             if item.output:
                 kept.append(len(ids) - 1)
@@ -230,11 +242,7 @@ class Loop:
         began = time.monotonic()
         number, logits = self._model.run([PlanItem(self._live[item.request].sequence, item.tokens, item.prefill)
                                           for item in items], ids, kept)
-        try:
-            engine.finish(number)
-        except BaseException:
-            self._model.cancel(number)
-            raise
+        self._model.finish(number)
         self._took_s = time.monotonic() - began
         return logits
 
@@ -281,7 +289,7 @@ class Loop:
         number = live.request.number
         del self._live[number]
         if live.sequence is not None:
-            self._engine.end(live.sequence)
+            self._model.end(live.sequence)
         self._follow(number, live.past.answered > 0)
 
     def _follow(self, number: int, read: bool) -> None:

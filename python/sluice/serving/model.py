@@ -12,7 +12,8 @@ import torch
 import transformers
 
 from sluice._transformers_rows import take_sinks
-from sluice._transformers_support import attention_shape, changing, install, kv_dtype, layer_kinds, longest, refuse
+from sluice._transformers_support import (attention_shape, changing, install, kv_dtype, layer_kinds, longest, ranks_of,
+                                          refuse)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions, PlanItem
@@ -31,6 +32,32 @@ class _Forward:
     bucket: Bucket
     stream: Any
     layer: int = 0  #: the next one
+    goes_on: bool = False  #: after an error the model runs to its end, with attention of 0
+    error: Exception | None = None  #: the first of such a forward
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+               lse: torch.Tensor | None) -> None:
+        """The next layer."""
+        if self.engine is None or self.error is not None:
+            out.zero_()
+            return
+        try:
+            self.engine.attend(self.bucket, self.layer, q, k, v, out, lse, stream=self.stream)
+        except Exception as error:
+            if not self.goes_on:
+                raise
+            self.error = error
+            out.zero_()
+
+
+@dataclasses.dataclass
+class Planned:
+    """A forward that has been planned."""
+
+    number: int
+    bucket: Bucket
+    size: int | None  #: rows of a padded one; None: it has no padding
+    positions: list[int]  #: of all tokens
 
 
 _running: contextvars.ContextVar[_Forward | None] = contextvars.ContextVar("sluice_packed", default=None)
@@ -38,6 +65,8 @@ _running: contextvars.ContextVar[_Forward | None] = contextvars.ContextVar("slui
 
 class PackedModel:
     """A model and the engine that keeps its keys and values. Not to be used by two threads at once."""
+
+    _goes_on = False  #: see _Forward
 
     def __init__(self, model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
                  context: int | None = None, sequences: int = 16, prefill_rows: int = 2048, graphs: str = "auto",
@@ -59,7 +88,7 @@ class PackedModel:
         """Ids of tokens are below this."""
 
         self._device = device = next(model.parameters()).device
-        made = _engine_options(model, config, host_bytes=host_bytes, sequences=sequences,
+        made = _engine_options(model, config, host_bytes=host_bytes // ranks_of(model), sequences=sequences,
                                largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
                                **options)
         made.make_room_for(policy, self.context)
@@ -80,8 +109,9 @@ class PackedModel:
 
         self._staging = Staging(3 * self.engine.options.largest.rows, device)
         self._padded: PaddedForwards | None = None
+        self._error: Exception | None = None  # Of the newest forward, or while graphs are recorded, that went on.
         if graphs == "on" or graphs == "auto" and device.type == "cuda":
-            self._record(CudaGraphs(device) if device.type == "cuda" else Uncaptured())
+            self._record()
 
     def close(self) -> None:
         """Leaves the model as it was, and gives all memory back."""
@@ -95,29 +125,48 @@ class PackedModel:
             finally:
                 self.engine.close()
 
+    def begin(self, ids: Sequence[int] | None) -> int:
+        """A new sequence, which has what is known of a prompt of these ids."""
+        return self.engine.begin(self.policy, ids)
+
+    def end(self, sequence: int) -> None:
+        self.engine.end(sequence)
+
+    def name_tokens(self, sequence: int, first: int, ids: Sequence[int]) -> None:
+        self.engine.name_tokens(sequence, first, ids)
+
+    def held_bytes(self) -> int:
+        """Host memory that sequences hold."""
+        return self.engine.memory().far_pages_used
+
+    @property
+    def lost(self) -> str | None:
+        """Why no forward can run any more; None if one can."""
+        return None
+
     def run(self, items: Sequence[PlanItem], ids: Sequence[int], kept: Sequence[int]) -> tuple[int, torch.Tensor]:
         """Plans and enqueues a forward: its number, which is to be finished before anything of it is used, and the
         logits [len(kept), vocabulary] in f32 of the rows `kept`, which are good until the next run. `ids` are those of
         all items' tokens, in their order. If it fails, nothing is under way."""
-        positions: list[int] = []
-        for item in items:
-            first = self.engine.tokens(item.sequence)
-            positions.extend(range(first, first + item.tokens))
-        size = None
-        if self._padded is not None and not any(item.prefill for item in items):
-            size = self._padded.size(len(positions))
-        bucket = self._bucket(items) if size is None else self._padded_bucket(size)
-        number = self.engine.plan(items, bucket, self._stream())
+        planned, self._error = self._plan(items), None
         try:
-            if size is None:
-                logits = self._plain(bucket, ids, positions, kept)
+            if planned.size is None:
+                logits = self._plain(planned.bucket, ids, planned.positions, kept)
             else:
-                logits = self._padded.run(size, ids, positions, kept)
+                logits = self._padded.run(planned.size, ids, planned.positions, kept)
                 self.graph_replays += 1
+        except BaseException as error:
+            self._broke_off(planned.number, error)
+            raise
+        return planned.number, logits
+
+    def finish(self, number: int) -> None:
+        """Waits for a forward. If it fails, no sequence has its tokens."""
+        try:
+            self.engine.finish(number)
         except BaseException:
             self.cancel(number)
             raise
-        return number, logits
 
     def cancel(self, number: int) -> None:
         """Takes a forward back, if it is still there."""
@@ -126,14 +175,33 @@ class PackedModel:
         except Error:
             pass  # It was taken back when it failed.
 
-    def _record(self, recorder: Recorder) -> None:
+    def _plan(self, items: Sequence[PlanItem]) -> Planned:
+        positions: list[int] = []
+        for item in items:
+            first = self.engine.tokens(item.sequence)
+            positions.extend(range(first, first + item.tokens))
+        size = None
+        if self._padded is not None and not any(item.prefill for item in items):
+            size = self._padded.size(len(positions))
+        bucket = self._bucket(items) if size is None else self._padded_bucket(size)
+        return Planned(self.engine.plan(items, bucket, self._stream()), bucket, size, positions)
+
+    def _broke_off(self, number: int, error: BaseException) -> None:
+        """The model did not get to the end of a forward."""
+        self.cancel(number)
+
+    def _record(self) -> None:
         """Graphs of all sizes, or none: without them forwards are slower, and the same."""
+        recorder: Recorder = CudaGraphs(self._device) if self._device.type == "cuda" else Uncaptured()
+
         def compute(ids: torch.Tensor, positions: torch.Tensor, attends: bool) -> torch.Tensor:
             return self._compute(self._padded_bucket(len(ids)), ids, positions, None, attends)
 
         try:
-            self._padded = PaddedForwards(self.engine.options.sequences, self._staging, compute, recorder)
-            self.graph_captures = len(self._padded.sizes)
+            padded = PaddedForwards(self.engine.options.sequences, self._staging, compute, recorder)
+            if self._error is not None:
+                raise self._error
+            self._padded, self.graph_captures = padded, len(padded.sizes)
         except Exception as error:  # Of the model, which is others' code, of torch or of the device.
             self.graphs_failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
 
@@ -158,7 +226,7 @@ class PackedModel:
     def _compute(self, bucket: Bucket, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | None,
                  attends: bool) -> torch.Tensor:
         """The model's logits of the rows `kept`, or of all."""
-        running = _Forward(self.engine if attends else None, bucket, self._stream())
+        running = _Forward(self.engine if attends else None, bucket, self._stream(), goes_on=self._goes_on)
         options = {"logits_to_keep": kept} if self._keeps and kept is not None else {}
         before = _running.set(running)
         try:
@@ -166,6 +234,7 @@ class PackedModel:
                                  **options).logits[0]
         finally:
             _running.reset(before)
+        self._error = self._error or running.error
         if running.layer != self.engine.options.layers:
             raise Unsupported(f"the model attended in {running.layer} layers, and its configuration says "
                               f"{self.engine.options.layers}")
@@ -195,10 +264,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     out, sinks = torch.empty(q.shape, dtype=q.dtype, device=q.device), options.get("s_aux")
     lse = None if sinks is None else torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
-    if running.engine is None:
-        out.zero_()
-    else:
-        running.engine.attend(running.bucket, running.layer, q, k, v, out, lse, stream=running.stream)
+    running.attend(q, k, v, out, lse)
     if sinks is not None:
         take_sinks(out, lse, sinks)
     running.layer += 1

@@ -41,6 +41,7 @@ class Settings:
     slowdown: float = 0  #: of answers beside prompts, as AdmissionOptions has it
     graphs: str = "auto"  #: "auto", "on" or "off": CUDA graphs of forwards, as PackedModel has it
     prefix: bool = True  #: prompts begin with what is known of them
+    silence_s: float = 600  #: a process that says nothing for as long, longer than a forward takes, is lost
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
 
 
@@ -61,10 +62,9 @@ class EngineProcess:
     """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` and
     `close_in` belong to one event loop."""
 
-    def __init__(self, settings: Settings, start_timeout_s: float = 1800, silence_s: float = 600) -> None:
-        """`start_timeout_s`: to load the model. `silence_s`: a process that says nothing for as long, longer than a
-        forward takes, is taken for lost."""
-        self.settings, self._start_timeout_s, self._silence_s = settings, start_timeout_s, silence_s
+    def __init__(self, settings: Settings, start_timeout_s: float = 1800) -> None:
+        """`start_timeout_s`: to load the model."""
+        self.settings, self._start_timeout_s, self._silence_s = settings, start_timeout_s, settings.silence_s
         self._numbers = itertools.count(1)
         self._outbox: queue.SimpleQueue[list[Request] | list[int] | None] = queue.SimpleQueue()
         self._queues: dict[int, asyncio.Queue[Event]] = {}
@@ -234,6 +234,7 @@ def _main(connection: Connection, settings: Settings) -> None:
     loaded.set()
     if _say(connection, ready):
         _serve(connection, inbox, loop)
+    loop.close()
 
 
 def _serve(connection: Connection, inbox: queue.SimpleQueue[Any], loop: Any) -> None:
@@ -253,7 +254,7 @@ def _serve(connection: Connection, inbox: queue.SimpleQueue[Any], loop: Any) -> 
         if not _say(connection, (events, status)):
             return
         if loop.hopeless is not None:
-            _exit_at_once(f"sluice: the engine's process ends: {loop.hopeless}\n")
+            exit_at_once(f"sluice: the engine's process ends: {loop.hopeless}\n")
 
 
 def _say(connection: Connection, what: object) -> bool:
@@ -275,12 +276,12 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[Any], loaded: thre
     except (EOFError, OSError):
         inbox.put(None)
     except Exception:
-        _exit_at_once(traceback.format_exc())
+        exit_at_once(traceback.format_exc())
     if not loaded.is_set():
-        _exit_at_once()
+        exit_at_once()
 
 
-def _exit_at_once(why: str = "") -> None:
+def exit_at_once(why: str = "") -> None:
     """Without what would wait for a device, or for other threads."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(why)

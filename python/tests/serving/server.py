@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -27,11 +27,12 @@ def wait_until(what: Callable[[], object], seconds: float = DEADLINE_S) -> None:
 
 
 class Server:
-    """`python -m sluice serve` with a model."""
+    """`python -m sluice serve` with a model, or what another program of these words makes of it."""
 
-    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, program: Sequence[str] = ("-m", "sluice"),
+                 **environment: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sluice", "serve", "--model", str(folder), "--policy", "full", "--host-bytes",
+            [sys.executable, *program, "serve", "--model", str(folder), "--policy", "full", "--host-bytes",
              f"{HOST_MIB}MiB", "--port", "0", "--device", DEVICE, "--sequences", "8", "--prefill-rows", "64",
              "--option", "threads=1", "--option", "pin_threads=false", "--option", "answer_timeout_ms=30000",
              *(word for name, value in KV.items() for word in ("--option", f"{name}={value}")), *arguments],

@@ -80,6 +80,27 @@ def test_what_cannot_be_captured_runs_without(make_loop: Callable[..., Loop], mo
     assert (status.graph_captures, status.graph_replays, status.failed_forwards) == (0, 0, 0)
 
 
+def test_attention_that_fails_in_a_capture_is_not_replayed(make_loop: Callable[..., Loop],
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a forward goes on after it, as those of ranks do."""
+    class Runs(Breaks):
+        def record(self, warm_up: Callable[[], None], forward: Callable[[], None]) -> Callable[[], None]:
+            forward()
+            return forward
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("attend is broken")
+
+    monkeypatch.setattr(PackedModel, "_goes_on", True)
+    for name in ("Uncaptured", "CudaGraphs"):
+        monkeypatch.setattr(serving_model, name, Runs)
+    with monkeypatch.context() as patch:
+        patch.setattr(sluice.Engine, "attend", broken)
+        loop = make_loop(graphs="on")
+    assert loop._model.graphs_failed == "RuntimeError: attend is broken" and loop.status().graph_captures == 0
+    assert run(loop, [greedy(1, prompt_ids(40))]).tokens(1) == expected(bare_model("llama"), prompt_ids(40), 12)
+
+
 def test_auto_is_for_gpus(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop()
     run(loop, [greedy(1, prompt_ids(20))])

@@ -35,6 +35,9 @@ class Hopeless:
     def status(self) -> Status:
         return Status()
 
+    def close(self) -> None:
+        pass
+
 
 def main_of(connection: Connection, settings: Settings) -> None:
     """The process, with another model: `settings` has which."""

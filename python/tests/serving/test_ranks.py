@@ -1,0 +1,107 @@
+"""How ranks agree, and who is refused, without torchrun."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+
+import pytest
+from sluice.errors import OutOfCapacity, Unsupported
+from sluice.serving.ranks import Disagreed, Launch, Ranks, RanksLost, _check_device
+
+Pair = tuple[Ranks, Ranks]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    first, second = Pipe()
+    ranks = Ranks(Launch(0, 2), {1: first}, 2), Ranks(Launch(1, 2), {0: second}, 2)
+    yield ranks
+    for each in ranks:
+        each.close()
+
+
+def both(first: Callable[[], object], second: Callable[[], object]) -> list[object]:
+    """What two ranks return or raise."""
+    told: list[object] = [None, None]
+
+    def call(at: int, what: Callable[[], object]) -> None:
+        try:
+            told[at] = what()
+        except Exception as error:
+            told[at] = error
+
+    other = threading.Thread(target=call, args=(1, second))
+    other.start()
+    call(0, first)
+    other.join(30)
+    return told
+
+
+def test_ranks_agree(pair: Pair) -> None:
+    a, b = pair
+    a.tell("go on")
+    assert b.hear() == "go on"
+    assert both(lambda: a.agree(3), lambda: b.agree(5)) == [[3, 5], [3, 5]]
+    for failing in range(2):
+        errors = [OutOfCapacity("no room") if rank == failing else None for rank in range(2)]
+        told = both(lambda: a.agree(0, errors[0]), lambda: b.agree(0, errors[1]))
+        # The loop makes room for what has none, on whichever rank.
+        assert isinstance(told[0], OutOfCapacity) and isinstance(told[1], Disagreed)
+        assert str(told[0]) == ("no room", "rank 1: no room")[failing]
+    assert both(a.agree, b.agree) == [[0, 0], [0, 0]] and a.lost is None is b.lost
+
+
+def test_a_rank_that_is_silent(pair: Pair) -> None:
+    a, b = pair
+    began = time.monotonic()
+    with pytest.raises(RanksLost, match="rank 1 has said nothing for 2 s"):
+        a.agree()
+    assert time.monotonic() - began < 20
+    with pytest.raises(RanksLost, match="rank 1 has said nothing"):
+        b.hear()  # Rank 0 has told it.
+    for call in (a.agree, lambda: a.tell(1)):
+        with pytest.raises(RanksLost, match="rank 1 has said nothing"):
+            call()
+
+
+def test_a_rank_that_ends(pair: Pair) -> None:
+    a, b = pair
+    b.close()
+    assert a.lost == "rank 1 has ended"
+
+
+def test_a_rank_that_breaks_off(pair: Pair) -> None:
+    a, b = pair
+    told = both(a.agree, lambda: b.break_off("is out of step"))
+    assert [str(each) for each in told] == ["rank 1 is out of step"] * 2
+    assert all(isinstance(each, RanksLost) for each in told)
+
+
+def test_a_rank_that_gives_up(pair: Pair) -> None:
+    a, b = pair
+    told = both(lambda: a.tell(None), b.agree)
+    assert "rank 0 has given up" in str(told[1])
+
+
+def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Launch.of_environment() == Launch(0, 1)
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert Launch.of_environment() == Launch(3, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(Unsupported, match="--nnodes 1"):
+        Launch.of_environment()
+
+
+def test_devices_of_ranks() -> None:
+    _check_device(Launch(0, 2), "cpu", 0)
+    _check_device(Launch(0, 2), "cuda", 2)
+    for device, gpus, words in (("cuda:1", 2, "CUDA_VISIBLE_DEVICES"), ("cpu", 2, "set CUDA_VISIBLE_DEVICES= to"),
+                                ("cuda", 1, "--nproc-per-node 1")):
+        with pytest.raises(Unsupported, match=words):
+            _check_device(Launch(0, 2), device, gpus)
