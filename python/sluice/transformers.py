@@ -25,7 +25,7 @@ from sluice._transformers_attention import attention, mask
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
 from sluice._transformers_support import (NAME, attention_shape, changing, install, kv_dtype, layer_kinds,
-                                          logit_options, longest, refuse)
+                                          logit_options, longest, refuse, refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
@@ -46,7 +46,8 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
 
     Raises Unsupported with the reason if the model cannot be served, and then changes nothing."""
     config = model.config.get_text_config(decoder=True)
-    refuse(model, config, softcap=True)
+    refuse_of_the_model(options)
+    refuse(model, config)
     kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
     made = EngineOptions(

@@ -24,6 +24,7 @@ class CannotLoad(Error):
 
 # Of EngineOptions, what sets them.
 _OTHERS = {"layers": "the model", "q_heads": "the model", "kv_heads": "the model", "head_dim": "the model",
+           "scale": "the model", "softcap": "the model", "windows": "the model",
            "device": "--device", "host_bytes": "--host-bytes", "sequences": "--sequences",
            "largest": "--sequences and --prefill-rows"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
