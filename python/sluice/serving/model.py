@@ -13,8 +13,8 @@ import transformers
 
 from sluice._transformers_cache import LayerKind
 from sluice._transformers_rows import take_sinks
-from sluice._transformers_support import (attention_shape, changing, install, kv_dtype, layer_kinds, logit_options,
-                                          longest, refuse, refuse_of_the_model, same_number, scaled)
+from sluice._transformers_support import (attention_shape, changing, choose_near, install, kv_dtype, layer_kinds,
+                                          logit_options, longest, refuse, refuse_of_the_model, same_number, scaled)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions, PlanItem
@@ -49,7 +49,8 @@ class PackedModel:
         """`host_bytes`: for keys and values. `context`: tokens of a sequence, at most; None: the model's. `sequences`:
         that live at once. `prefill_rows`: tokens of prompts that one forward takes. `graphs`: forwards of decoded
         tokens alone are replayed from CUDA graphs, which are captured here; "auto": on a GPU. On the CPU "on" pads them
-        as graphs would be, and runs them as they are. `options` are others of EngineOptions.
+        as graphs would be, and runs them as they are. `options` are others of EngineOptions; without `near_bytes` a
+        GPU's memory for near keys and values is chosen by what is free.
         @throws Unsupported naming what the model has that is not served"""
         if graphs not in GRAPHS:
             raise InvalidArgument(f'graphs is "{graphs}"; it must be one of {", ".join(GRAPHS)}')
@@ -73,6 +74,7 @@ class PackedModel:
         made.make_room_for(policy, self.context)
         if made.cpu_sequences:
             made.cpu_sequences = sequences
+        choose_near(made, options.get("near_bytes"), self.context)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         # No mask is registered for this name, and so none is made: the engine knows which rows are whose.
         transformers.AttentionInterface.register(NAME, attention)

@@ -80,6 +80,8 @@ OTHERS: dict[str, tuple[Callable[[], Model], str]] = {
                                layer_types=["sliding_attention", "full_attention"] * 2,
                                hidden_size_per_layer_input=16, vocab_size_per_layer_input=len(tokenizer())),
                     "layers that share keys and values"),
+    "rope": (lambda: of("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+             "rope_type dynamic"),
     "latent": (lambda: of("DeepseekV3", num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
                           num_experts_per_tok=2, moe_intermediate_size=64), "kv_lora_rank 512, latent attention"),
 }
