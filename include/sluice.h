@@ -36,7 +36,7 @@ extern "C" {
 
 /// Of this header. Rises with every release that adds something; what an older one has stays as it is, or the library's
 /// soname changes.
-#define SLUICE_ABI_VERSION 2u
+#define SLUICE_ABI_VERSION 3u
 
 /// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
 SLUICE_API uint32_t sluice_abi_version(void);

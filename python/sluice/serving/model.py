@@ -112,6 +112,9 @@ class PackedModel:
         positions: list[int] = []
         for item in items:
             first = self.engine.tokens(item.sequence)
+            if first + item.tokens > self.context:
+                raise InvalidArgument(f"a sequence would have {first + item.tokens} tokens, and may have "
+                                      f"{self.context}")
             positions.extend(range(first, first + item.tokens))
         size = None
         if self._padded is not None and not any(item.prefill for item in items):

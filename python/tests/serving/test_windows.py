@@ -141,6 +141,9 @@ def test_windows_that_no_sequence_outgrows_are_none(serve: Serve) -> None:
         assert loop._engine.options.windows == windows
         want = expected(model, prompt_ids(50), context - 50)
         assert run(loop, [greedy(1, prompt_ids(50), context)]).tokens(1) == want
+        with pytest.raises(sluice.InvalidArgument, match=f"would have {context + 1} tokens, and may have {context}"):
+            served = loop._model
+            served.run([sluice.PlanItem(served.engine.begin("full"), context + 1, True)], [1] * (context + 1), [0])
 
 
 def called_with(served: PackedModel, **changes: object) -> None:
