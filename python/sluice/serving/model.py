@@ -90,6 +90,11 @@ class PackedModel:
 
         self._staging = Staging(3 * self.engine.options.largest.rows, device)
         self._padded: PaddedForwards | None = None
+        try:
+            self._try_out()
+        except BaseException:
+            self.close()
+            raise
         if graphs == "on" or graphs == "auto" and device.type == "cuda":
             self._record(CudaGraphs(device) if device.type == "cuda" else Uncaptured())
 
@@ -138,6 +143,12 @@ class PackedModel:
             self.engine.cancel(number)
         except Error:
             pass  # It was taken back when it failed.
+
+    @torch.inference_mode()
+    def _try_out(self) -> None:
+        """Runs a token through the model, without the engine. What its attention has that is not served is known then,
+        and not with the first request."""
+        self._compute(Bucket(decode_rows=1), *self._staging.put([0], [0]), None, False)
 
     def _record(self, recorder: Recorder) -> None:
         """Graphs of all sizes, or none: without them forwards are slower, and the same."""

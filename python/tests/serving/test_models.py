@@ -82,6 +82,10 @@ OTHERS: dict[str, tuple[Callable[[], Model], str]] = {
                     "layers that share keys and values"),
     "rope": (lambda: of("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
              "rope_type dynamic"),
+    "both-directions": (lambda: of("Bert", is_decoder=False), "more than causal"),
+    "window-of-the-configuration-alone": (lambda: of("Phimoe", sliding_window=16, num_local_experts=2),
+                                          "layer 0 has a window of all tokens, and the model's configuration says 16"),
+    "twice-in-a-layer": (lambda: of("DiffLlama"), "layer 0 attends where layer 1 should"),
     "latent": (lambda: of("DeepseekV3", num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
                           num_experts_per_tok=2, moe_intermediate_size=64), "kv_lora_rank 512, latent attention"),
 }
@@ -91,7 +95,8 @@ def of(name: str, config_name: str | None = None, **changes: object) -> Model:
     config = getattr(transformers, f"{config_name or name}Config")(
         **{**SHAPE, "num_hidden_layers": 4, "vocab_size": len(tokenizer()), "eos_token_id": 0, "pad_token_id": 0,
            "bos_token_id": None, **changes})
-    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    kind = {"Bert": "BertLMHeadModel"}.get(name, f"{name}ForCausalLM")
+    return getattr(transformers, kind)(config).eval()
 
 
 @pytest.mark.parametrize(("make", "words"), OTHERS.values(), ids=OTHERS.keys())

@@ -112,13 +112,26 @@ def test_an_answer_that_outgrows_windows(serve: Serve, family: Family) -> None:
     assert run(serve(model), [greedy(1, prompt_ids(10), 70)]).tokens(1) == want
 
 
+def page_bytes(model: PreTrainedModel) -> int:
+    """Of all layers and KV heads."""
+    return 2 * 16 * model.config.num_hidden_layers * model.config.num_key_value_heads * SHAPE["head_dim"] * KV_BYTES
+
+
+@pytest.mark.parametrize("pages", [2, 40])
+def test_near_memory_beside_windows(serve: Serve, family: Family, pages: int) -> None:
+    """For a part of what rows see, and for all of it."""
+    model, wants = family
+    loop = serve(model, near_bytes=pages * page_bytes(model))
+    told = run(loop, [greedy(length, prompt_ids(length, length)) for length in LENGTHS])
+    assert {length: told.tokens(length) for length in LENGTHS} == wants
+    assert loop.status().stats["near_tokens"] > 0
+
+
 def test_after_preemption(serve: Serve, family: Family) -> None:
     """Memory for a part of what requests come to: the youngest rest, and come again with all their tokens."""
     model, _ = family
-    layers, kv_heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-    page = 2 * 16 * layers * kv_heads * SHAPE["head_dim"] * KV_BYTES
     requests = [greedy(number, prompt_ids(60 + number, number), 40) for number in range(4)]
-    loop = serve(model, host_bytes=22 * page)
+    loop = serve(model, host_bytes=22 * page_bytes(model))
     told = run(loop, requests)
     assert loop.status().preemptions > 0
     assert {each.number: told.tokens(each.number) for each in requests} == {

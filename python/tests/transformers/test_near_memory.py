@@ -34,7 +34,7 @@ def test_the_cpu_has_nothing_near_unless_that_is_said(asked: Asked) -> None:
     for given, near in ((None, 0), (0, 0), (1 << 20, 1 << 20)):
         with enabled(llama(), near_bytes=given) as here:
             assert here.engine.options.near_bytes == near
-            assert here.engine.memory().near_pages == near
+            assert 0.9 * near <= here.engine.memory().near_pages <= near  # Whole pages of all layers and KV heads.
     assert not asked
 
 
