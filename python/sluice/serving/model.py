@@ -214,6 +214,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     if module.layer_idx != running.layer:
         raise Unsupported(f"layer {module.layer_idx} attends where layer {running.layer} should: models whose layers "
                           "do not attend once each, in order, are not served")
+    _refuse_another_shape(running, query, key, value)
     _refuse_another_spec(running, options)
     q, k, v = (each[0].transpose(0, 1) for each in (scaled(query, scaling, running.made), key, value))
     out, sinks = torch.empty(q.shape, dtype=q.dtype, device=q.device), options.get("s_aux")
@@ -226,6 +227,15 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         take_sinks(out, lse, sinks)
     running.layer += 1
     return out[None], None
+
+
+def _refuse_another_shape(running: _Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises Unsupported if a call has other heads than the engine was made for."""
+    made = running.made
+    have, wanted = (query.shape[1], *key.shape[1:4:2]), (made.q_heads, made.kv_heads, made.head_dim)
+    if have != wanted or value.shape != key.shape:
+        raise Unsupported(f"attention layer {running.layer} has (query heads, KV heads, head_dim) {have} and values of "
+                          f"{value.shape[3]}, and the model's configuration says {wanted}")
 
 
 def _refuse_another_spec(running: _Forward, options: dict[str, Any]) -> None:

@@ -86,6 +86,7 @@ OTHERS: dict[str, tuple[Callable[[], Model], str]] = {
     "window-of-the-configuration-alone": (lambda: of("Phimoe", sliding_window=16, num_local_experts=2),
                                           "layer 0 has a window of all tokens, and the model's configuration says 16"),
     "twice-in-a-layer": (lambda: of("DiffLlama"), "layer 0 attends where layer 1 should"),
+    "heads-of-the-configuration-alone": (lambda: of("GPTNeoX"), r"KV heads, head_dim\) \(4, 4, 16\)"),
     "latent": (lambda: of("DeepseekV3", num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
                           num_experts_per_tok=2, moe_intermediate_size=64), "kv_lora_rank 512, latent attention"),
 }
