@@ -47,4 +47,4 @@ def test_a_gpu_has_a_share_near() -> None:
     with enabled(llama(), near_bytes=0) as here:
         assert here.engine.memory().near_pages == 0
     with pytest.raises(sluice.OutOfCapacity, match="smaller near_bytes, or host_bytes"):
-        enabled(llama(), near_bytes=2 * free)
+        enabled(llama(), near_bytes=free + (1 << 30))
