@@ -63,6 +63,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "exaone4": lambda: model_of("Exaone4", **MIXED),
 }
 Serve = Callable[..., Loop]
+Family = tuple[PreTrainedModel, dict[int, list[int]]]
 
 
 @pytest.fixture
@@ -81,15 +82,12 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES.keys())
-def family(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, dict[int, list[int]]]:
+def family(request: pytest.FixtureRequest) -> Family:
     """A model, and what the library answers by the length of the prompt."""
     model = request.param()
     wants = {length: expected(model, prompt_ids(length, length), 12) for length in LENGTHS}
     assert len({token for want in wants.values() for token in want}) > 10  # Tokens that tell something.
     return model, wants
-
-
-Family = tuple[PreTrainedModel, dict[int, list[int]]]
 
 
 def all_same(model: PreTrainedModel, told: Told, wants: dict[int, list[int]]) -> bool:
