@@ -30,6 +30,8 @@ inline const Engine& engine_of(const sluice_engine* engine) {
   return engine->engine;
 }
 
+[[nodiscard]] sluice_memory memory_of(const EngineMemoryUse& use) noexcept;
+
 /// Such as an engine takes. The host device has streams of C++ alone.
 /// @throws Error{Errc::invalid_argument}
 inline void* stream_of(const sluice_engine& engine, void* stream) {

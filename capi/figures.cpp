@@ -33,23 +33,6 @@ sluice_stats from(const EngineStats& stats) noexcept {
           .evicted_blocks = stats.evicted_blocks};
 }
 
-sluice_memory from(const EngineMemoryUse& use) noexcept {
-  return {.struct_size = sizeof(sluice_memory),
-          .reserved = 0,
-          .far_pages = use.far_pages,
-          .far_pages_used = use.far_pages_used,
-          .far_pages_cached = use.far_pages_cached,
-          .prefixes = use.prefixes,
-          .pinned = use.pinned,
-          .partials = use.partials,
-          .policies = use.policies,
-          .near_pages = use.near_pages,
-          .near_pages_used = use.near_pages_used,
-          .codes = use.codes,
-          .digests = use.digests,
-          .buffers = use.buffers};
-}
-
 sluice_sequence_memory from(const SequenceMemoryUse& use) noexcept {
   return {.struct_size = sizeof(sluice_sequence_memory),
           .reserved = 0,
@@ -106,6 +89,24 @@ void write_heads(const AuditReport& report, std::size_t count, sluice_head_audit
 }
 
 }  // namespace
+
+sluice_memory memory_of(const EngineMemoryUse& use) noexcept {
+  return {.struct_size = sizeof(sluice_memory),
+          .reserved = 0,
+          .far_pages = use.far_pages,
+          .far_pages_used = use.far_pages_used,
+          .far_pages_cached = use.far_pages_cached,
+          .prefixes = use.prefixes,
+          .pinned = use.pinned,
+          .partials = use.partials,
+          .policies = use.policies,
+          .near_pages = use.near_pages,
+          .near_pages_used = use.near_pages_used,
+          .codes = use.codes,
+          .digests = use.digests,
+          .buffers = use.buffers};
+}
+
 }  // namespace sluice::capi
 
 using namespace sluice;
@@ -116,7 +117,7 @@ sluice_status sluice_engine_stats(const sluice_engine* engine, sluice_stats* sta
 
 sluice_status sluice_engine_memory(const sluice_engine* engine, sluice_memory* memory) {
   return capi::guarded(
-      [&] { capi::write_sized(capi::from(capi::engine_of(engine).memory()), memory, "sluice_memory"); });
+      [&] { capi::write_sized(capi::memory_of(capi::engine_of(engine).memory()), memory, "sluice_memory"); });
 }
 
 sluice_status sluice_engine_sequence_memory(const sluice_engine* engine, sluice_sequence sequence,

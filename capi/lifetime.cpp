@@ -21,12 +21,15 @@ Place place_of(const sluice_engine_options& options) {
   return {.device_type = options.device_type, .device_id = options.device_id};
 }
 
+/// Null: the host device.
+std::shared_ptr<Device> device_of(const sluice_engine_options& options, const Place& place) {
+  if (place.device_type != SLUICE_DEVICE_CUDA) return nullptr;
+  return make_cuda_device({.ordinal = place.device_id, .memory_bytes = options.device_bytes});
+}
+
 std::unique_ptr<sluice_engine> create(const sluice_engine_options& options, const Place& place) {
   const EngineOptions chosen = to_engine(options);
-  std::shared_ptr<Device> device;
-  if (place.device_type == SLUICE_DEVICE_CUDA)
-    device = make_cuda_device({.ordinal = place.device_id, .memory_bytes = options.device_bytes});
-  return std::make_unique<sluice_engine>(chosen, std::move(device), place, options.device_bytes);
+  return std::make_unique<sluice_engine>(chosen, device_of(options, place), place, options.device_bytes);
 }
 
 /// Runs `call` on a thread of its own and passes on what it throws. The CUDA device that is current belongs to a
@@ -44,6 +47,16 @@ void elsewhere(const Call& call) {
   if (failure) std::rethrow_exception(failure);
 }
 
+/// With a GPU as `elsewhere` does, else here.
+template <class Call>
+void where_it_belongs(const Place& place, const Call& call) {
+  if (place.device_type == SLUICE_DEVICE_CUDA) {
+    elsewhere(call);
+  } else {
+    call();
+  }
+}
+
 }  // namespace
 }  // namespace sluice::capi
 
@@ -58,13 +71,20 @@ sluice_status sluice_engine_create(const sluice_engine_options* options, sluice_
     const sluice_engine_options given = capi::read_options(options);
     const capi::Place place = capi::place_of(given);
     std::unique_ptr<sluice_engine> made;
-    const auto make = [&] { made = capi::create(given, place); };
-    if (place.device_type == SLUICE_DEVICE_CUDA) {
-      capi::elsewhere(make);
-    } else {
-      make();
-    }
+    capi::where_it_belongs(place, [&] { made = capi::create(given, place); });
     *engine = made.release();
+  });
+}
+
+sluice_status sluice_engine_options_memory_needed(const sluice_engine_options* options, sluice_memory* memory) {
+  return capi::guarded([&] {
+    const sluice_engine_options given = capi::read_options(options);
+    const capi::Place place = capi::place_of(given);
+    const EngineOptions chosen = capi::to_engine(given);
+    capi::require_sized(memory, "sluice_memory");
+    EngineMemoryUse needed;
+    capi::where_it_belongs(place, [&] { needed = memory_needed(chosen, capi::device_of(given, place).get()); });
+    capi::write_sized(capi::memory_of(needed), memory, "sluice_memory");
   });
 }
 

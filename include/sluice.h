@@ -36,7 +36,7 @@ extern "C" {
 
 /// Of this header. Rises with every release that adds something; what an older one has stays as it is, or the library's
 /// soname changes.
-#define SLUICE_ABI_VERSION 2u
+#define SLUICE_ABI_VERSION 3u
 
 /// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
 SLUICE_API uint32_t sluice_abi_version(void);
@@ -542,6 +542,11 @@ typedef struct sluice_head_audit {
 /// May be called at any time, also while forwards run and other calls do.
 SLUICE_API sluice_status sluice_engine_stats(const sluice_engine* engine, sluice_stats* stats);
 SLUICE_API sluice_status sluice_engine_memory(const sluice_engine* engine, sluice_memory* memory);
+/// What an engine with these options would reserve, without creating it: far_pages, pinned, near_pages, codes, digests
+/// and buffers, as sluice_engine_memory says them later; the others are 0. Errors as of sluice_engine_create, but that
+/// memory may be short.
+SLUICE_API sluice_status sluice_engine_options_memory_needed(const sluice_engine_options* options,
+                                                             sluice_memory* memory);
 SLUICE_API sluice_status sluice_engine_sequence_memory(const sluice_engine* engine, sluice_sequence sequence,
                                                        sluice_sequence_memory* memory);
 /// Tokens whose attendance audits report apart, such as those that hold the answer to a question: positions [count],

@@ -38,6 +38,11 @@ def random_model(config: transformers.LlamaConfig, dtype: torch.dtype, device: s
         return made._from_config(config, dtype=dtype).eval()
 
 
+def near_size(text: str) -> int | None:
+    """Bytes, or auto."""
+    return None if text == "auto" else size(text)
+
+
 def wait(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
@@ -74,12 +79,12 @@ def run(model: transformers.PreTrainedModel, name: str, wants: argparse.Namespac
     token_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     host_bytes = wants.batch * (wants.tokens + 1024) * token_bytes + (64 << 20)
     with enable(model, name, host_bytes=host_bytes, sequences=wants.batch, prefill_rows=wants.batch * wants.chunk,
-                **dict(wants.option)) as here:
+                **{"near_bytes": wants.near_bytes, **dict(wants.option)}) as here:
         cache = here.cache()
         result = measure(model, cache, wants)
         memory = here.engine.memory()
-        result["device_gib"] = round(
-            (memory.near_pages + memory.codes + memory.digests + memory.buffers) / 2**30, 2)
+        result["device_gib"] = round(memory.device / 2**30, 2)
+        result["near_gib"] = round(memory.near_pages / 2**30, 2)
         cache.reset()
     return result
 
@@ -94,6 +99,8 @@ def main() -> None:
     arguments.add_argument("--warm-up", type=int, default=8)
     arguments.add_argument("--caches", default="device,offloaded,full,sluice")
     arguments.add_argument("--device", default="cuda")
+    arguments.add_argument("--near-bytes", type=near_size, help="GPU memory for near keys and values; auto: by what "
+                           "is free (auto)")
     arguments.add_argument("--option", type=option, action="append", default=[], help="NAME=VALUE of EngineOptions")
     arguments.add_argument("--json", action="store_true", help="a line of JSON for each")
     wants = arguments.parse_args()
@@ -111,7 +118,7 @@ def main() -> None:
                               "ranks": launch.ranks, **result}), flush=True)
         else:
             print(f"{name:24} prompt {result['prompt_s']:8.2f} s   token {result['token_ms']:8.2f} ms   p95 "
-                  f"{result['token_p95_ms']:8.2f}", flush=True)
+                  f"{result['token_p95_ms']:8.2f}   near {result.get('near_gib', 0.0):6.2f} GiB", flush=True)
     if launch.ranks > 1:
         torch.distributed.destroy_process_group()
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from generate import SHAPE, random_model, wait
+from generate import SHAPE, near_size, random_model, wait
 from sluice.serving.arguments import option, size
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
@@ -109,7 +109,8 @@ def tell(graphs: str, result: dict[str, Any], as_json: bool) -> None:
         return
     print(f"graphs {graphs:3} {result['concurrency']:3} at once {result['tokens_s']:9.1f} tokens/s   first token p50 "
           f"{result['ttft_p50_ms']:9.1f} p99 {result['ttft_p99_ms']:9.1f} ms   token p50 {result['tpot_p50_ms']:7.2f} "
-          f"p99 {result['tpot_p99_ms']:7.2f} ms   {result['replays']} of {result['forwards']} forwards replayed",
+          f"p99 {result['tpot_p99_ms']:7.2f} ms   {result['replays']} of {result['forwards']} forwards replayed   "
+          f"{result['near_gib']:.2f} GiB near",
           flush=True)
 
 
@@ -132,6 +133,7 @@ def arguments() -> argparse.Namespace:
     add("--vocabulary", type=int, default=SHAPE["vocab_size"])
     add("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
     add("--device", default="cuda")
+    add("--near-bytes", type=near_size, help="GPU memory for near keys and values; auto: by what is free (auto)")
     add("--option", type=option, action="append", default=[], help="NAME=VALUE of EngineOptions")
     add("--json", action="store_true", help="a line of JSON for each")
     return parser.parse_args()
@@ -149,16 +151,19 @@ def main() -> None:
     host_bytes = max(counts) * context * numbers * model.dtype.itemsize + (64 << 20)
     for graphs in wants.graphs.split(","):
         packed = packed_model(model, ranks, wants.policy, host_bytes, context=context, sequences=max(counts),
-                              prefill_rows=wants.prefill_rows, graphs=graphs, **dict(wants.option))
+                              prefill_rows=wants.prefill_rows, graphs=graphs,
+                              **{"near_bytes": wants.near_bytes, **dict(wants.option)})
         try:
             if launch.rank:
                 packed.follow()
                 continue
+            memory = packed.engine.memory()
             if packed.graphs_failed is not None:
                 raise SystemExit(f"there are no graphs: {packed.graphs_failed}")
             loop = Loop(packed, Letters(), prefix=False, slowdown=wants.slowdown)
             for together in counts:
-                tell(graphs, measure(loop, wants, together), wants.json)
+                tell(graphs, {**measure(loop, wants, together), "near_gib": round(memory.near_pages / 2**30, 2)},
+                     wants.json)
         finally:
             packed.close()
         gc.collect()

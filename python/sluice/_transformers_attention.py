@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from sluice._transformers_cache import SluiceLayer, take_handed
-from sluice._transformers_support import hides_nothing, same_number
+from sluice._transformers_support import hides_nothing, same_number, scaled
 from sluice.errors import InvalidArgument, Unsupported
 
 _NOT_SERVED = ("position_bias", "sinks", "indices", "block_indices", "output_attentions")
@@ -49,11 +49,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     _refuse_call(layer, query, key, value, attention_mask, options)
     if dropout:
         raise Unsupported(f"dropout is {dropout}: call model.eval()")
-    made = layer.engine.options
-    usual = query.shape[-1] ** -0.5
-    scale, wanted = made.scale or usual, usual if scaling is None else scaling
-    if not same_number(scale, wanted):
-        query = query * (wanted / scale)
+    query = scaled(query, scaling, layer.engine.options)
     return layer.rows.attend(layer.index, query, key, value, attention_mask, options.get("s_aux")), None
 
 

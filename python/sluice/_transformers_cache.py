@@ -25,6 +25,7 @@ class LayerKind:
 
     type: str  #: as in `config.layer_types`
     make: Callable[[], Any] | None  #: makes a layer of the library's cache; None: it is Sluice's
+    window: int = 0  #: newest tokens that a row of a layer of Sluice's sees, its own included; 0: all
 
     @property
     def keeps(self) -> bool:

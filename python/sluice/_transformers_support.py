@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import transformers
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
+from sluice._near import DeviceMemory, settle_near
 from sluice._transformers_cache import LayerKind
 from sluice.errors import InvalidArgument, Unsupported
+from sluice.options import EngineOptions
 
 NAME = "sluice"
 _NAMES = (NAME, "sluice_packed")  # The second is sluice.serving's.
@@ -78,9 +80,30 @@ def logit_options(model: transformers.PreTrainedModel, config: Any, kinds: Seque
     return {"softcap": float(caps.pop()), "scale": first if uniform else 0.0}
 
 
+def refuse_of_the_model(options: Iterable[str]) -> None:
+    """Raises InvalidArgument if options of an engine are given that the model itself says."""
+    given = sorted({"scale", "softcap", "windows"}.intersection(options))
+    if given:
+        raise InvalidArgument(f"{', '.join(given)}: the model itself says that; leave it out")
+
+
+def choose_near(made: EngineOptions, given: int | None, tokens: int) -> None:
+    """Sets near_bytes of an engine for sequences of as many tokens: `given`, or by what the GPU has free if that is
+    None. On the CPU nothing is near unless it is given."""
+    if made.device != "cpu":
+        settle_near(made, given, tokens, DeviceMemory(*torch.cuda.mem_get_info(made.device)))
+
+
 def same_number(a: float, b: float) -> bool:
     """But for rounding to float32."""
     return abs(a - b) <= 1e-6 * max(abs(a), abs(b))
+
+
+def scaled(query: torch.Tensor, scaling: float | None, made: EngineOptions) -> torch.Tensor:
+    """A query for which the engine's scale is what the call's is for this one."""
+    usual = query.shape[-1] ** -0.5
+    scale, wanted = made.scale or usual, usual if scaling is None else scaling
+    return query if same_number(scale, wanted) else query * (wanted / scale)
 
 
 def _layer_configs(config: Any, layers: int) -> list[Any]:
@@ -89,17 +112,20 @@ def _layer_configs(config: Any, layers: int) -> list[Any]:
     return [config] * layers if of_layers is None else [of_layers[index] for index in range(layers)]
 
 
-def layer_kinds(model: transformers.PreTrainedModel, config: Any) -> list[LayerKind]:
-    """What keeps the tokens of each layer. A window that is not shorter than the longest sequence is none."""
+def layer_kinds(model: transformers.PreTrainedModel, config: Any, *, windows: bool = False) -> list[LayerKind]:
+    """What keeps the tokens of each layer. A window that is not shorter than the longest sequence is none; layers with
+    shorter ones are Sluice's if `windows` says so, else the library's."""
     types, options = get_layer_types_and_kwargs(config)
     kinds = []
     for index, kind in enumerate(types):
         # Up to 5.17 one dict of all layers.
         each = options if isinstance(options, dict) else options[index]
         window = each.get("sliding_window") if kind == "sliding_attention" else None
-        ours = kind == "full_attention" or window is not None and hides_nothing(window, config)
-        kinds.append(LayerKind(kind, None if ours else
-                               functools.partial(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, dict), **each)))
+        whole = kind == "full_attention" or window is not None and hides_nothing(window, config)
+        if whole or windows and window:
+            kinds.append(LayerKind(kind, None, 0 if whole else window))
+        else:
+            kinds.append(LayerKind(kind, functools.partial(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, dict), **each)))
     name, others = type(model).__name__, sorted({kind.type for kind in kinds if kind.make is not None})
     unknown = [kind for kind in others if kind not in _LIBRARY_TYPES]
     if unknown:
@@ -120,8 +146,8 @@ def hides_nothing(window: int, config: Any) -> bool:
     return window > longest(config.get_text_config(decoder=True))
 
 
-def refuse(model: transformers.PreTrainedModel, config: Any, *, softcap: bool = False) -> None:
-    """Raises Unsupported with the reason if Sluice cannot serve the model. `softcap`: who asks serves soft-caps."""
+def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
+    """Raises Unsupported with the reason if Sluice cannot serve the model."""
     name = type(model).__name__
     refuse_taken(model)
     layers = _layer_configs(config, config.num_hidden_layers)
@@ -135,10 +161,9 @@ def refuse(model: transformers.PreTrainedModel, config: Any, *, softcap: bool = 
         raise Unsupported(f"{name} has use_bidirectional_attention: Sluice serves causal attention alone")
     if getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         raise Unsupported(f"{name} has layers that share keys and values with others, which Sluice does not serve")
-    for option in ("kv_lora_rank",) if softcap else ("kv_lora_rank", "attn_logit_softcapping"):
-        value = next((each for layer in layers if (each := getattr(layer, option, None)) is not None), None)
-        if value is not None:
-            raise Unsupported(f"{name} has {option} {value}, which is not served")
+    rank = next((each for layer in layers if (each := getattr(layer, "kv_lora_rank", None)) is not None), None)
+    if rank is not None:
+        raise Unsupported(f"{name} has kv_lora_rank {rank}, latent attention, which is not served")
     _refuse_placement(model, name)
 
 

@@ -48,6 +48,11 @@ class Memory:
     digests: int  #: device: of full pages
     buffers: int  #: device: everything else
 
+    @property
+    def device(self) -> int:
+        """All of it that is the device's."""
+        return self.near_pages + self.codes + self.digests + self.buffers
+
 
 @dataclass(frozen=True)
 class SequenceMemory:

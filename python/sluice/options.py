@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sluice import _structs as structs
+from sluice import figures
 from sluice._library import library
 from sluice.errors import InvalidArgument
+from sluice.figures import Memory
 
 
 class Features(enum.IntFlag):
@@ -123,6 +125,14 @@ class EngineOptions:
         lib.check(lib.engine_options_make_room_for(ctypes.byref(struct), policy.encode(),
                                                    _unsigned("tokens", tokens)))
         self.__dict__.update(EngineOptions._from_struct(struct).__dict__)
+
+    def memory_needed(self) -> Memory:
+        """What an engine with these options would reserve, without making it; the threads' `partials`, and what comes
+        with use, are 0.
+        @throws Unsupported if the device cannot serve the shape"""
+        struct, lib = structs.Memory(), library()
+        lib.check(lib.engine_options_memory_needed(ctypes.byref(self._to_struct()), ctypes.byref(struct)))
+        return figures.read(Memory, struct)
 
     def _to_struct(self) -> structs.EngineOptions:
         struct = structs.EngineOptions()

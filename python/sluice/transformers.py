@@ -24,8 +24,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from sluice._transformers_attention import attention, mask
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
-from sluice._transformers_support import (NAME, attention_shape, changing, install, kv_dtype, layer_kinds,
-                                          logit_options, longest, ranks_of, refuse)
+from sluice._transformers_support import (NAME, attention_shape, changing, choose_near, install, kv_dtype,
+                                          layer_kinds, logit_options, longest, ranks_of, refuse, refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
@@ -36,7 +36,8 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     """Has this model attend by `policy`, with keys and values of at most `host_bytes`. `sequences`: rows of a batch, or
     beams, that live at once, in all caches; forks of beams need room for as many again. `prefill_rows`: tokens of a
     prompt, over all rows of a batch, that go through the model at once; `generate` splits longer ones. `options` are
-    others of EngineOptions. What is returned takes it back: `close()`, or `with`.
+    others of EngineOptions; without `near_bytes` the memory of a GPU for near keys and values is chosen by what is
+    free. What is returned takes it back: `close()`, or `with`.
 
     Several tokens of a row in one call are taken for a part of its prompt and attend all that comes before them; single
     ones choose as the policy says.
@@ -49,7 +50,8 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
 
     Raises Unsupported with the reason if the model cannot be served, and then changes nothing."""
     config = model.config.get_text_config(decoder=True)
-    refuse(model, config, softcap=True)
+    refuse_of_the_model(options)
+    refuse(model, config)
     kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
     made = EngineOptions(
@@ -59,6 +61,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
         largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
         **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
     made.make_room_for(policy, longest(config))
+    choose_near(made, options.get("near_bytes"), longest(config))
     return Enabled(model, policy, Engine(made), kinds)
 
 

@@ -94,6 +94,20 @@ TEST_CASE("C on a GPU gives what C on the host gives", "[capi][gpu]") {
   CHECK(worst < 1e-2);
 }
 
+TEST_CASE("what an engine on a GPU would take is what it takes", "[capi][gpu]") {
+  const auto options = options_on(SLUICE_DEVICE_CUDA, 0);
+  auto needed = sized<sluice_memory>(), made = sized<sluice_memory>(), host = sized<sluice_memory>();
+  require_ok(sluice_engine_options_memory_needed(&options, &needed));
+  const EnginePointer engine = create(options);
+  require_ok(sluice_engine_memory(engine.get(), &made));
+  for (const auto field : {&sluice_memory::far_pages, &sluice_memory::pinned, &sluice_memory::near_pages,
+                           &sluice_memory::codes, &sluice_memory::digests, &sluice_memory::buffers})
+    CHECK(needed.*field == made.*field);
+  const auto on_the_host = options_on(SLUICE_DEVICE_CPU, 0);
+  require_ok(sluice_engine_options_memory_needed(&on_the_host, &host));
+  CHECK(needed.buffers > host.buffers);  // Scratch memory of kernels.
+}
+
 TEST_CASE("a tensor elsewhere than the engine's GPU is refused", "[capi][gpu][errors]") {
   SmallEngine small;
   small.owner = create(options_on(SLUICE_DEVICE_CUDA, 0));

@@ -179,3 +179,31 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   item.reserved = 1;
   check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_plan_item.reserved is 1"});
 }
+
+TEST_CASE("what an engine would take is what it takes", "[capi][options]") {
+  auto options = small_options();
+  options.near_bytes = 1u << 18;
+  options.digests = SLUICE_DIGESTS_BOX;
+  auto needed = sized<sluice_memory>(), made = sized<sluice_memory>();
+  require_ok(sluice_engine_options_memory_needed(&options, &needed));
+  const EnginePointer engine = create(options);
+  require_ok(sluice_engine_memory(engine.get(), &made));
+  CHECK(needed.near_pages != 0);
+  CHECK(needed.digests != 0);
+  for (const auto field : {&sluice_memory::far_pages, &sluice_memory::pinned, &sluice_memory::near_pages,
+                           &sluice_memory::codes, &sluice_memory::digests, &sluice_memory::buffers})
+    CHECK(needed.*field == made.*field);
+  CHECK(needed.partials == 0);
+
+  const auto ask = [&] { return sluice_engine_options_memory_needed(&options, &needed); };
+  options.host_bytes = 0;
+  check_fails(ask, SLUICE_INVALID_ARGUMENT, {"host_bytes is 0"});
+  options = small_options();
+  options.device_id = 1;
+  check_fails(ask, SLUICE_INVALID_ARGUMENT, {"device_id is 1"});
+  options = small_options();
+  needed.struct_size = 3;
+  check_fails(ask, SLUICE_INVALID_ARGUMENT, {"sluice_memory"});
+  check_fails([&] { return sluice_engine_options_memory_needed(nullptr, &needed); }, SLUICE_INVALID_ARGUMENT,
+              {"options"});
+}

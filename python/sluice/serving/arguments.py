@@ -24,8 +24,9 @@ class CannotLoad(Error):
 
 # Of EngineOptions, what sets them.
 _OTHERS = {"layers": "the model", "q_heads": "the model", "kv_heads": "the model", "head_dim": "the model",
-           "device": "--device", "host_bytes": "--host-bytes", "sequences": "--sequences",
-           "largest": "--sequences and --prefill-rows"}
+           "scale": "the model", "softcap": "the model", "windows": "the model",
+           "device": "--device", "host_bytes": "--host-bytes", "near_bytes": "--near-bytes",
+           "sequences": "--sequences", "largest": "--sequences and --prefill-rows"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -67,6 +68,8 @@ def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
     add("--model", required=True, help="a folder as transformers saves it, or a name that it knows")
     add("--policy", default=Settings.policy, help="what is attended (%(default)s)")
     add("--host-bytes", type=size, default=Settings.host_bytes, help="host memory for keys and values (8GiB)")
+    add("--near-bytes", type=size, help="of a GPU's memory, for keys and values that are attended often; 0: none "
+        "(5%% of --host-bytes, less where little is free)")
     add("--context", type=number(int, 1), help="tokens of prompt and answer, at most (the model's)")
     add("--sequences", type=number(int, 1), default=sequences, help="answers that are generated at once (%(default)s)")
     add("--prefill-rows", type=number(int, 1), default=Settings.prefill_rows,
@@ -80,7 +83,7 @@ def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
         help="forwards of decoded tokens are replayed from CUDA graphs; auto: on a GPU (%(default)s)")
     add("--no-prefix-cache", action="store_true", help="read every prompt anew")
     add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
-        help="another of sluice.EngineOptions, such as near_bytes=1000000; may be repeated")
+        help="another of sluice.EngineOptions, such as page_tokens=32; may be repeated")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +102,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         device = "cuda" if library().cuda_devices() else "cpu"
     options = dict(arguments.option)
     _check_options(options, arguments.policy)
+    if arguments.near_bytes is not None:
+        options["near_bytes"] = arguments.near_bytes
     _check_folder(arguments.model)
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,

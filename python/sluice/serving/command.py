@@ -126,7 +126,8 @@ def serve(arguments: argparse.Namespace) -> int:
         front = Front(name, arguments.queue, key, arguments.max_body)
         app = create_app(engine, ready, tokenizer, front)
         host, port = listener.getsockname()[:2]
-        print(f"{name}: {ready.limit} tokens of context, {arguments.sequences} answers at once, "
+        near = "" if settings.device == "cpu" else f"{ready.near_bytes / 2**30:.2f} GiB of the GPU for near tokens, "
+        print(f"{name}: {ready.limit} tokens of context, {arguments.sequences} answers at once, {near}"
               f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr, flush=True)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_DRAIN_S + 5)
         WebServer(config).run(sockets=[listener])

@@ -80,4 +80,4 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     # Only what the model's makers wrote: others are the protocol's.
     told = generation.to_diff_dict()
     defaults = {name: told[name] for name in _DEFAULTS if told.get(name) is not None}
-    return loop, Ready(loop.limit, defaults, packed.vocabulary)
+    return loop, Ready(loop.limit, defaults, packed.vocabulary, packed.engine.memory().near_pages)

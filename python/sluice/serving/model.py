@@ -11,16 +11,18 @@ from typing import Any
 import torch
 import transformers
 
+from sluice._transformers_cache import LayerKind
 from sluice._transformers_rows import take_sinks
-from sluice._transformers_support import (attention_shape, changing, install, kv_dtype, layer_kinds, longest, ranks_of,
-                                          refuse)
+from sluice._transformers_support import (attention_shape, changing, choose_near, install, kv_dtype, layer_kinds,
+                                          logit_options, longest, ranks_of, refuse, refuse_of_the_model, same_number,
+                                          scaled)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions, PlanItem
 from sluice.serving.graphs import CudaGraphs, PaddedForwards, Recorder, Staging, Uncaptured
 
 NAME = "sluice_packed"
-_NOT_SERVED = ("softcap", "position_bias", "sinks", "indices", "block_indices", "output_attentions")
+_NOT_SERVED = ("position_bias", "sinks", "indices", "block_indices", "output_attentions")
 GRAPHS = ("auto", "on", "off")
 
 
@@ -29,6 +31,8 @@ class _Forward:
     """What the attention function needs to know of the forward that runs."""
 
     engine: Engine | None  #: None: nothing is planned, and all attention is 0
+    made: EngineOptions  #: the engine's
+    context: int  #: tokens of a sequence, at most
     bucket: Bucket
     stream: Any
     layer: int = 0  #: the next one
@@ -74,12 +78,14 @@ class PackedModel:
         """`host_bytes`: for keys and values. `context`: tokens of a sequence, at most; None: the model's. `sequences`:
         that live at once. `prefill_rows`: tokens of prompts that one forward takes. `graphs`: forwards of decoded
         tokens alone are replayed from CUDA graphs, which are captured here; "auto": on a GPU. On the CPU "on" pads them
-        as graphs would be, and runs them as they are. `options` are others of EngineOptions.
+        as graphs would be, and runs them as they are. `options` are others of EngineOptions; without `near_bytes` a
+        GPU's memory for near keys and values is chosen by what is free.
         @throws Unsupported naming what the model has that is not served"""
         if graphs not in GRAPHS:
             raise InvalidArgument(f'graphs is "{graphs}"; it must be one of {", ".join(GRAPHS)}')
         config = model.config.get_text_config(decoder=True)
-        _refuse(model, config)
+        refuse_of_the_model(options)
+        kinds = _served_layers(model, config)
         self.policy, self._model = policy, model.eval()
         self.context: int = min(context or longest(config), longest(config))
         """Tokens of a sequence, prompt and answer, at most."""
@@ -88,12 +94,16 @@ class PackedModel:
         """Ids of tokens are below this."""
 
         self._device = device = next(model.parameters()).device
-        made = _engine_options(model, config, host_bytes=host_bytes // ranks_of(model), sequences=sequences,
+        # A window that no sequence outgrows is none, and the policy chooses in its layers, too.
+        windows = [kind.window if kind.window < self.context else 0 for kind in kinds]
+        made = _engine_options(model, config, kinds, windows=windows if any(windows) else None,
+                               host_bytes=host_bytes // ranks_of(model), sequences=sequences,
                                largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
                                **options)
         made.make_room_for(policy, self.context)
         if made.cpu_sequences:
             made.cpu_sequences = sequences
+        choose_near(made, options.get("near_bytes"), self.context)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         # No mask is registered for this name, and so none is made: the engine knows which rows are whose.
         transformers.AttentionInterface.register(NAME, attention)
@@ -110,6 +120,11 @@ class PackedModel:
         self._staging = Staging(3 * self.engine.options.largest.rows, device)
         self._padded: PaddedForwards | None = None
         self._error: Exception | None = None  # Of the newest forward, or while graphs are recorded, that went on.
+        try:
+            self._try_out()
+        except BaseException:
+            PackedModel.close(self)
+            raise
         if graphs == "on" or graphs == "auto" and device.type == "cuda":
             self._record()
 
@@ -179,6 +194,9 @@ class PackedModel:
         positions: list[int] = []
         for item in items:
             first = self.engine.tokens(item.sequence)
+            if first + item.tokens > self.context:
+                raise InvalidArgument(f"a sequence would have {first + item.tokens} tokens, and may have "
+                                      f"{self.context}")
             positions.extend(range(first, first + item.tokens))
         size = None
         if self._padded is not None and not any(item.prefill for item in items):
@@ -189,6 +207,12 @@ class PackedModel:
     def _broke_off(self, number: int, error: BaseException) -> None:
         """The model did not get to the end of a forward."""
         self.cancel(number)
+
+    @torch.inference_mode()
+    def _try_out(self) -> None:
+        """Runs a token through the model, without the engine. What its attention has that is not served is known then,
+        and not with the first request."""
+        self._compute(Bucket(decode_rows=1), *self._staging.put([0], [0]), None, False)
 
     def _record(self) -> None:
         """Graphs of all sizes, or none: without them forwards are slower, and the same."""
@@ -226,7 +250,8 @@ class PackedModel:
     def _compute(self, bucket: Bucket, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | None,
                  attends: bool) -> torch.Tensor:
         """The model's logits of the rows `kept`, or of all."""
-        running = _Forward(self.engine if attends else None, bucket, self._stream(), goes_on=self._goes_on)
+        running = _Forward(self.engine if attends else None, self.engine.options, self.context, bucket, self._stream(),
+                           goes_on=self._goes_on)
         options = {"logits_to_keep": kept} if self._keeps and kept is not None else {}
         before = _running.set(running)
         try:
@@ -259,9 +284,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     if module.layer_idx != running.layer:
         raise Unsupported(f"layer {module.layer_idx} attends where layer {running.layer} should: models whose layers "
                           "do not attend once each, in order, are not served")
-    if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-6:
-        query = query * (scaling * query.shape[-1] ** 0.5)
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    _refuse_another_shape(running, query, key, value)
+    _refuse_another_spec(running, options)
+    q, k, v = (each[0].transpose(0, 1) for each in (scaled(query, scaling, running.made), key, value))
     out, sinks = torch.empty(q.shape, dtype=q.dtype, device=q.device), options.get("s_aux")
     lse = None if sinks is None else torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
     running.attend(q, k, v, out, lse)
@@ -271,24 +296,51 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     return out[None], None
 
 
-def _engine_options(model: transformers.PreTrainedModel, config: Any, **options: Any) -> EngineOptions:
+def _refuse_another_shape(running: _Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises Unsupported if a call has other heads than the engine was made for."""
+    made = running.made
+    have, wanted = (query.shape[1], *key.shape[1:4:2]), (made.q_heads, made.kv_heads, made.head_dim)
+    if have != wanted or value.shape != key.shape:
+        raise Unsupported(f"attention layer {running.layer} has (query heads, KV heads, head_dim) {have} and values of "
+                          f"{value.shape[3]}, and the model's configuration says {wanted}")
+
+
+def _refuse_another_spec(running: _Forward, options: dict[str, Any]) -> None:
+    """Raises Unsupported if a call has another window or soft-cap than the configuration says."""
+    made, layer = running.made, running.layer
+    window, made_window = options.get("sliding_window"), made.windows[layer] if made.windows else 0
+    hides = window is not None and window < running.context
+    if (window if hides else 0) != made_window:
+        raise Unsupported(f"attention layer {layer} has a window of {window or 'all'} tokens, and the model's "
+                          f"configuration says {made_window or 'all'}")
+    cap, made_cap = options.get("softcap") or 0.0, made.softcap or 0.0
+    if not same_number(cap, made_cap):
+        raise Unsupported(f"attention layer {layer} has softcap {cap}, and the model's configuration says {made_cap}")
+    if cap and options.get("s_aux") is not None:
+        raise Unsupported("this model's attention has both a softcap and sinks, which is not served")
+
+
+def _engine_options(model: transformers.PreTrainedModel, config: Any, kinds: Sequence[LayerKind],
+                    **options: Any) -> EngineOptions:
     device = next(model.parameters()).device
     return EngineOptions(
-        layers=config.num_hidden_layers, **attention_shape(model, config, layer_kinds(model, config)),
+        layers=config.num_hidden_layers, **attention_shape(model, config, kinds), **logit_options(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
         **{**options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
 
 
-def _refuse(model: transformers.PreTrainedModel, config: Any) -> None:
+def _served_layers(model: transformers.PreTrainedModel, config: Any) -> list[LayerKind]:
+    """All layers; raises Unsupported with the reason if the server cannot serve the model."""
     refuse(model, config)
-    name = type(model).__name__
-    others = sorted({kind.type for kind in layer_kinds(model, config) if kind.make is not None})
+    name, kinds = type(model).__name__, layer_kinds(model, config, windows=True)
+    others = sorted({kind.type for kind in kinds if kind.make is not None})
     if others:
-        raise Unsupported(f"{name} has layers of {', '.join(others)}; models are served all of whose layers are "
-                          "full_attention")
+        raise Unsupported(f"{name} has layers of {', '.join(others)}; the server takes full_attention and "
+                          "sliding_attention alone. sluice.transformers.enable() has generate() serve the others")
     parameters = getattr(config, "rope_parameters", None) or {}
     for each in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):
         if each.get("rope_type") in ("dynamic", "longrope"):
             raise Unsupported(f"{name} has rope_type {each['rope_type']}: its positions depend on the longest sequence "
                               "of a forward, so that answers would depend on other requests; choose linear, yarn or "
                               "llama3 in its configuration")
+    return kinds

@@ -52,6 +52,7 @@ class Ready:
     limit: int  #: tokens of prompt and answer together
     defaults: dict[str, Any]  #: sampling, as the model's generation_config has it
     vocabulary: int
+    near_bytes: int = 0  #: device memory for near keys and values
 
 
 class EngineLost(Error):

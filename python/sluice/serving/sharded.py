@@ -54,6 +54,7 @@ class ShardedModel(PackedModel):
                 if error is None and ranks.rank <= rank:
                     super().close()
                 raise
+        self._try_out_together()
         if graphs == "on":
             self._record()
         elif graphs == "auto" and self._device.type == "cuda":
@@ -201,6 +202,21 @@ class ShardedModel(PackedModel):
     def _free_bytes(self) -> int:
         memory = self.engine.memory()
         return memory.far_pages - memory.far_pages_used
+
+    def _try_out(self) -> None:
+        """Not yet: while engines are made one after another, the model's collectives would wait for each other."""
+
+    def _try_out_together(self) -> None:
+        error = None
+        try:
+            super()._try_out()
+        except Exception as failed:
+            error = failed
+        try:
+            self._ranks.agree(error=error, timeout_s=START_S)
+        except BaseException:
+            super().close()
+            raise
 
     def _record(self) -> None:
         """Either all ranks have graphs or none."""

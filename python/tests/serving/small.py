@@ -61,6 +61,16 @@ def expected(model: transformers.PreTrainedModel, prompt: Sequence[int], tokens:
     return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt):].tolist()
 
 
+def same(model: transformers.PreTrainedModel, prompt: Sequence[int], got: Sequence[int], want: Sequence[int]) -> bool:
+    """Whether an answer is the library's; where keys and values are rounded, up to a token that is as likely."""
+    at = next((at for at, (one, other) in enumerate(zip(got, want)) if one != other), None)
+    if at is None or not KV:
+        return list(got) == list(want)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *want[:at]]]), use_cache=False).logits[0, -1]
+    return len(got) == len(want) and bool((logits[want[at]] - logits[got[at]]).abs() <= 2 * ATOL)
+
+
 def text_of(ids: list[int]) -> str:
     """As the library decodes it."""
     return tokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 import signal
@@ -19,13 +20,21 @@ from server import DEADLINE_S
 from sluice.__main__ import main
 from sluice.errors import InvalidArgument
 from sluice.serving import model as serving_model
-from sluice.serving.arguments import option, size
+from sluice.serving.arguments import add_engine, option, settings_of, size
 from sluice.serving.command import Progress, api_key, conversation, listen, name_of
 from small import DEVICE, KV, Breaks, bare_model, expected, text_of, tokenizer
 
 ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", DEVICE, "--option", "threads=1", "--option",
              "pin_threads=false", "--option", "answer_timeout_ms=30000", "--temperature", "0", "--max-tokens", "12",
              *(word for name, value in KV.items() for word in ("--option", f"{name}={value}")))
+
+
+def test_near_bytes(folder: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_engine(parser, 1)
+    for words, options in (((), {}), (("--near-bytes", "0"), {"near_bytes": 0}),
+                           (("--near-bytes", "1.5GiB"), {"near_bytes": 3 << 29})):
+        assert settings_of(parser.parse_args(["--model", str(folder), *words])).options == options
 
 
 class Done(NamedTuple):

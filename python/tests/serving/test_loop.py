@@ -237,22 +237,6 @@ def test_requests_that_are_refused(make_loop: Callable[..., Loop], request_of: C
     assert loop.idle
 
 
-def test_models_that_are_refused() -> None:
-    import transformers
-    from sluice.serving.model import PackedModel
-
-    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2}
-    sliding = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        **shape, use_sliding_window=True, sliding_window=16, max_window_layers=1))
-    with pytest.raises(sluice.Unsupported, match="sliding_attention"):
-        PackedModel(sliding)
-    growing = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **shape, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
-    with pytest.raises(sluice.Unsupported, match="rope_type dynamic"):
-        PackedModel(growing)
-
-
 def test_an_engine_without_room_lets_the_youngest_rest(make_loop: Callable[..., Loop],
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [greedy(number, prompt_ids(20, number)) for number in (1, 2, 3)]

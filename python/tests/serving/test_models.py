@@ -63,10 +63,56 @@ def test_attention_sinks(served: Callable[..., Loop], policy: str, graphs: str) 
     assert {each: expected(model, prompt_ids(each, each), 12) for each in wants} != wants  # The sinks matter.
 
 
-def test_sinks_beside_windows_are_refused() -> None:
-    kinds = ["sliding_attention", "full_attention", "full_attention"]
-    with pytest.raises(sluice.Unsupported, match="layers of sliding_attention"):
-        packed(gpt_oss(layer_types=kinds))
+OTHERS: dict[str, tuple[Callable[[], Model], str]] = {
+    "chunks": (lambda: of("Llama4", "Llama4Text", attention_chunk_size=16, num_local_experts=2,
+                          intermediate_size_mlp=128, layer_types=["chunked_attention", "full_attention"] * 2),
+               r"layers of chunked_attention; the server takes.*enable\(\)"),
+    "convolutions": (lambda: of("Lfm2", layer_types=["conv", "full_attention"] * 2), "layers of conv; the server"),
+    "linear": (lambda: of("Qwen3Next", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+                          shared_expert_intermediate_size=64, linear_num_value_heads=4, linear_num_key_heads=2,
+                          linear_key_head_dim=16, linear_value_head_dim=16,
+                          layer_types=["linear_attention", "full_attention"] * 2), "layers of linear_attention; the"),
+    "heads": (lambda: of("Gemma4", "Gemma4Text", sliding_window=16, global_head_dim=2 * SHAPE["head_dim"],
+                         layer_types=["sliding_attention", "full_attention"] * 2, num_global_key_value_heads=1,
+                         attention_k_eq_v=True, num_kv_shared_layers=0, hidden_size_per_layer_input=16,
+                         vocab_size_per_layer_input=len(tokenizer())), "layers of different heads"),
+    "shared-keys": (lambda: of("Gemma4", "Gemma4Text", sliding_window=16, num_kv_shared_layers=2,
+                               layer_types=["sliding_attention", "full_attention"] * 2,
+                               hidden_size_per_layer_input=16, vocab_size_per_layer_input=len(tokenizer())),
+                    "layers that share keys and values"),
+    "rope": (lambda: of("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+             "rope_type dynamic"),
+    "both-directions": (lambda: of("Bert", is_decoder=False), "more than causal"),
+    "window-of-the-configuration-alone": (lambda: of("Phimoe", sliding_window=16, num_local_experts=2),
+                                          "layer 0 has a window of all tokens, and the model's configuration says 16"),
+    "twice-in-a-layer": (lambda: of("DiffLlama"), "layer 0 attends where layer 1 should"),
+    "heads-of-the-configuration-alone": (lambda: of("GPTNeoX"), r"KV heads, head_dim\) \(4, 4, 16\)"),
+    "latent": (lambda: of("DeepseekV3", num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
+                          num_experts_per_tok=2, moe_intermediate_size=64), "kv_lora_rank 512, latent attention"),
+}
+
+
+def of(name: str, config_name: str | None = None, **changes: object) -> Model:
+    config = getattr(transformers, f"{config_name or name}Config")(
+        **{**SHAPE, "num_hidden_layers": 4, "vocab_size": len(tokenizer()), "eos_token_id": 0, "pad_token_id": 0,
+           "bos_token_id": None, **changes})
+    kind = {"Bert": "BertLMHeadModel"}.get(name, f"{name}ForCausalLM")
+    return getattr(transformers, kind)(config).eval()
+
+
+@pytest.mark.parametrize(("make", "words"), OTHERS.values(), ids=OTHERS.keys())
+def test_models_that_are_refused(make: Callable[[], Model], words: str) -> None:
+    model = make()
+    before = model.config._attn_implementation
+    with pytest.raises(sluice.Unsupported, match=words):
+        packed(model)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "windows"])
+def test_what_the_model_says(name: str) -> None:
+    with pytest.raises(sluice.InvalidArgument, match=f"{name}: the model itself says that"):
+        packed(copy.deepcopy(bare_model("llama")), **{name: None})
 
 
 @pytest.mark.parametrize("graphs", ["on", "off"])

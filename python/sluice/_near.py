@@ -1,0 +1,62 @@
+"""How much of a GPU's memory is a cache of near keys and values, where nobody says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sluice.errors import OutOfCapacity, Unsupported
+from sluice.options import EngineOptions
+
+SHARE = 0.05
+"""Of the tokens that host_bytes hold, the share that is near unless somebody says otherwise, as in `sluice run`."""
+
+_RESERVED, _LEAST_RESERVED = 0.1, 2 << 30  # Of the GPU, for the model's forwards and their graphs: a share, at least.
+_TAKEN = 0.5  # Of what is free beyond that: other programs may come to the GPU later.
+_ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+# What finds near rows, in bytes: for each token, layer and KV head that host_bytes hold, and for each near one.
+_FAR_TABLE, _NEAR_TABLE = 4, 8
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Of a GPU in bytes, as torch.cuda.mem_get_info() says it."""
+
+    free: int
+    total: int
+
+
+def default_near_bytes(options: EngineOptions, tokens: int, own_bytes: int, memory: DeviceMemory) -> int:
+    """Device memory for near keys and values of all sequences together: SHARE, but no more than sequences of `tokens`
+    tokens have, and half of what is free beside a reserve and the engine's `own_bytes`. Whole pages of all layers and
+    KV heads, none if there is no room. `options` are complete, as make_room_for leaves them."""
+    planes = options.layers * options.kv_heads
+    page_rows = options.page_tokens * planes
+    page = 2 * page_rows * options.head_dim * _ELEMENT_BYTES[options.kv_dtype]
+    pages = options.host_bytes // page
+    useful = min(pages, options.sequences * -(-tokens // options.page_tokens))
+    reserved = max(_LEAST_RESERVED, int(_RESERVED * memory.total))
+    most = int(_TAKEN * max(0, memory.free - reserved - own_bytes))
+    if options.device_bytes:
+        most = min(most, options.device_bytes - own_bytes)
+    fitting = max(0, most - _FAR_TABLE * pages * page_rows) // (page + _NEAR_TABLE * page_rows)
+    return min(int(SHARE * pages), useful, fitting) * page
+
+
+def settle_near(options: EngineOptions, given: int | None, tokens: int, memory: DeviceMemory) -> None:
+    """Sets near_bytes of an engine on a GPU: `given`, or the default if that is None.
+    @throws OutOfCapacity if the GPU has less than the engine takes; Unsupported if it does not serve the shape"""
+    options.near_bytes = given or 0
+    needed = options.memory_needed()
+    if given is None:
+        options.near_bytes = default_near_bytes(options, tokens, needed.device, memory)
+        try:
+            needed = options.memory_needed()
+        except Unsupported:  # Of sequences that are very long, a GPU cannot attend as many tokens near.
+            options.near_bytes = 0
+    if needed.device > memory.free:
+        raise OutOfCapacity(
+            f"the engine takes {needed.device:,} bytes of the GPU's memory, of which {memory.free:,} are free: "
+            f"{needed.near_pages:,} for near keys and values, {needed.codes:,} for 4-bit copies of keys, "
+            f"{needed.digests + needed.buffers:,} for others. Give it a smaller "
+            f"{'near_bytes, or ' if needed.near_pages else ''}host_bytes, of which the copies are a share, or free "
+            "memory of the GPU: other programs', or by torch.cuda.empty_cache() what torch keeps for later")
