@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,8 @@ async def watch(url: str, process: int, every: float, began: float) -> None:
         await asyncio.sleep(every)
         now = await gauges(url)
         print(f"{time.monotonic() - began:6.0f} s   {now['sluice_running']:3.0f} running {now['sluice_waiting']:3.0f} "
-              f"waiting   pages {pages(now):.2f} GiB   resident {resident(process):.2f} GiB", file=sys.stderr, flush=True)
+              f"waiting   pages {pages(now):.2f} GiB   resident {resident(process):.2f} GiB",
+              file=sys.stderr, flush=True)
 
 
 async def quiet(url: str) -> dict[str, float]:
@@ -196,7 +197,7 @@ async def measure(url: str, process: int, clients: int, wants: argparse.Namespac
             "preemptions": now["sluice_preemptions_total"], "failed_forwards": now["sluice_failed_forwards_total"]}
 
 
-async def drive(wants: argparse.Namespace) -> Iterator[dict[str, Any]]:
+async def drive(wants: argparse.Namespace) -> None:
     async with server(wants) as (url, process):
         for clients in wants.clients:
             result = await measure(url, process, clients, wants)

@@ -34,7 +34,7 @@ class ShardedModel(PackedModel):
 
     def __init__(self, model: transformers.PreTrainedModel, policy: str, host_bytes: int, *, ranks: Ranks,
                  graphs: str = "auto", **options: Any) -> None:
-        """`host_bytes`: of all ranks together. `graphs`: "auto" is "off". Others are those of PackedModel."""
+        """`host_bytes`: of all ranks together. Others are those of PackedModel."""
         self._ranks = ranks
         self._log: list[tuple[Any, ...]] = []  # What rank 0 has not told yet, and others have not done.
         self._names: dict[int, int] = {}  # Of other ranks: their sequences by what rank 0 calls them.
@@ -55,10 +55,8 @@ class ShardedModel(PackedModel):
                     super().close()
                 raise
         self._try_out_together()
-        if graphs == "on":
+        if graphs == "on" or graphs == "auto" and self._device.type == "cuda":
             self._record()
-        elif graphs == "auto" and self._device.type == "cuda":
-            self.graphs_failed = "ranks share the model; --graphs on tries them"
 
     def close(self) -> None:
         """Ends the others, too, if this is rank 0."""
