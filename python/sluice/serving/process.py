@@ -201,15 +201,25 @@ class Answers:
         """@throws EngineLost"""
         left = len(self._numbers)
         while left:
-            if self._engine.lost is not None and self._news.empty():
-                raise EngineLost(self._engine.lost)
-            try:
-                event = await asyncio.wait_for(self._news.get(), _BEAT_S)
-            except asyncio.TimeoutError:
-                continue
+            event = await self._next()
             if event.finish or event.error:
                 left -= 1
             yield self._numbers[event.number], event
+
+    async def _next(self) -> Event:
+        """@throws EngineLost"""
+        if not self._news.empty():
+            return self._news.get_nowait()
+        news = asyncio.ensure_future(self._news.get())
+        try:
+            while not news.done():
+                if self._engine.lost is not None:
+                    raise EngineLost(self._engine.lost)
+                # Not wait_for(): up to Python 3.11 it forgets that it was cancelled if there is news at the same time.
+                await asyncio.wait((news,), timeout=_BEAT_S)
+            return news.result()
+        finally:
+            news.cancel()
 
     def close(self) -> None:
         """Gives up those that have not ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import queue
 import subprocess
 import sys
 import time
@@ -147,3 +148,29 @@ def test_an_interpreter_that_ends_without_closing() -> None:
             "if __name__ == '__main__':\n"
             "    made = process.EngineProcess(process.Settings('quick')); made.start(); made.ready()")
     subprocess.run([sys.executable, "-c", code, os.path.dirname(__file__)], timeout=60, check=True)
+
+
+def test_answers_are_given_up_as_news_of_them_comes() -> None:
+    """A task that is cancelled in the same moment does not go on."""
+    outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    engine = types.SimpleNamespace(lost=None, _numbers=iter(range(9)), _outbox=outbox, _queues={})
+    heard: list[int] = []
+
+    async def listen(answers: Answers) -> None:
+        async for _, event in answers:
+            heard.append(event.number)
+
+    async def give_up() -> None:
+        answers = Answers(engine, [[1, 2, 3]], [[Sampling()]])
+        task = asyncio.create_task(listen(answers))
+        engine._queues[0].put_nowait(Event(0, "a"))
+        while not heard:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)  # It waits for the next.
+        engine._queues[0].put_nowait(Event(0, "b"))
+        task.cancel()
+        await asyncio.wait((task,), timeout=1)
+        assert task.cancelled()
+
+    asyncio.run(give_up())
+    assert heard == [0]
