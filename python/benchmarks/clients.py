@@ -4,9 +4,10 @@
 `python benchmarks/clients.py --model DIR --clients 64 --seconds 600 --leave 0.33 -- --sequences 64` from python/ starts
 `python -m sluice serve` with what follows the second `--`, and has that many clients ask it over HTTP: each sends a
 prompt of random tokens, reads the answer as it streams or goes away in the middle, and begins anew. Lengths are drawn
-evenly by their logarithm. A minute's memory is told as it passes, and once more when nobody asks any longer; that there
-were no errors and nothing is left is checked. `--clients 1,2,4,8,16,32` has one table row for each.
-That it runs is shown on the CPU by `--make DIR --layers 2 --hidden 256 --heads 4 --kv-heads 2 --vocabulary 1000`."""
+evenly by their logarithm. Memory is told as time passes, and once more when nobody asks any longer; that there were no
+errors is checked, and with `--no-prefix-cache` that no page is left. `--clients 1,2,4,8,16,32` has a line of JSON for
+each. It needs httpx. That it runs is shown on the CPU by
+`--make DIR --layers 2 --hidden 256 --heads 4 --kv-heads 2 --vocabulary 1000 --dtype float32`."""
 
 from __future__ import annotations
 

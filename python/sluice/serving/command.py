@@ -18,7 +18,8 @@ from typing import Any
 
 from sluice.errors import Error, InvalidArgument
 from sluice.serving.arguments import CannotLoad, add_engine, add_sampling, number, settings_of, size
-from sluice.serving.process import EngineLost, EngineProcess, exit_at_once
+from sluice.serving.child import exit_at_once
+from sluice.serving.process import EngineLost, EngineProcess
 from sluice.serving.ranks import Disagreed, Launch
 from sluice.serving.requests import Request, Sampling
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import inspect
 from collections.abc import Sequence
@@ -12,46 +11,15 @@ import torch
 import transformers
 
 from sluice._transformers_cache import LayerKind
-from sluice._transformers_rows import take_sinks
 from sluice._transformers_support import (attention_shape, changing, choose_near, install, kv_dtype, layer_kinds,
-                                          logit_options, longest, ranks_of, refuse, refuse_of_the_model, same_number,
-                                          scaled)
+                                          logit_options, longest, ranks_of, refuse, refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions, PlanItem
+from sluice.serving.attention import NAME, Forward, attention, running_as
 from sluice.serving.graphs import CudaGraphs, PaddedForwards, Recorder, Staging, Uncaptured
 
-NAME = "sluice_packed"
-_NOT_SERVED = ("position_bias", "sinks", "indices", "block_indices", "output_attentions")
 GRAPHS = ("auto", "on", "off")
-
-
-@dataclasses.dataclass
-class _Forward:
-    """What the attention function needs to know of the forward that runs."""
-
-    engine: Engine | None  #: None: nothing is planned, and all attention is 0
-    made: EngineOptions  #: the engine's
-    context: int  #: tokens of a sequence, at most
-    bucket: Bucket
-    stream: Any
-    layer: int = 0  #: the next one
-    goes_on: bool = False  #: after an error the model runs to its end, with attention of 0
-    error: Exception | None = None  #: the first of such a forward
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-               lse: torch.Tensor | None) -> None:
-        """The next layer."""
-        if self.engine is None or self.error is not None:
-            out.zero_()
-            return
-        try:
-            self.engine.attend(self.bucket, self.layer, q, k, v, out, lse, stream=self.stream)
-        except Exception as error:
-            if not self.goes_on:
-                raise
-            self.error = error
-            out.zero_()
 
 
 @dataclasses.dataclass
@@ -64,13 +32,10 @@ class Planned:
     positions: list[int]  #: of all tokens
 
 
-_running: contextvars.ContextVar[_Forward | None] = contextvars.ContextVar("sluice_packed", default=None)
-
-
 class PackedModel:
     """A model and the engine that keeps its keys and values. Not to be used by two threads at once."""
 
-    _goes_on = False  #: see _Forward
+    _goes_on = False  #: see Forward
 
     def __init__(self, model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
                  context: int | None = None, sequences: int = 16, prefill_rows: int = 2048, graphs: str = "auto",
@@ -250,74 +215,17 @@ class PackedModel:
     def _compute(self, bucket: Bucket, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | None,
                  attends: bool) -> torch.Tensor:
         """The model's logits of the rows `kept`, or of all."""
-        running = _Forward(self.engine if attends else None, self.engine.options, self.context, bucket, self._stream(),
-                           goes_on=self._goes_on)
+        running = Forward(self.engine if attends else None, self.engine.options, self.context, bucket, self._stream(),
+                          goes_on=self._goes_on)
         options = {"logits_to_keep": kept} if self._keeps and kept is not None else {}
-        before = _running.set(running)
-        try:
+        with running_as(running):
             logits = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False,
                                  **options).logits[0]
-        finally:
-            _running.reset(before)
         self._error = self._error or running.error
         if running.layer != self.engine.options.layers:
             raise Unsupported(f"the model attended in {running.layer} layers, and its configuration says "
                               f"{self.engine.options.layers}")
         return logits if kept is None or self._keeps else logits[kept]
-
-
-def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-              **options: Any) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, q_heads, rows, head_dim], key, value alike of kv_heads; returns [1,
-    rows, q_heads, head_dim]."""
-    running = _running.get()
-    if running is None:
-        raise InvalidArgument("this model is served by sluice.serving: it runs through that alone until close()")
-    for name in _NOT_SERVED:
-        if not (options.get(name) is None or options[name] is False):
-            raise Unsupported(f"this model's attention has {name}, which is not served")
-    if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise Unsupported("this model's attention is more than causal, which is not served")
-    if dropout:
-        raise Unsupported(f"dropout is {dropout}: call model.eval()")
-    if module.layer_idx != running.layer:
-        raise Unsupported(f"layer {module.layer_idx} attends where layer {running.layer} should: models whose layers "
-                          "do not attend once each, in order, are not served")
-    _refuse_another_shape(running, query, key, value)
-    _refuse_another_spec(running, options)
-    q, k, v = (each[0].transpose(0, 1) for each in (scaled(query, scaling, running.made), key, value))
-    out, sinks = torch.empty(q.shape, dtype=q.dtype, device=q.device), options.get("s_aux")
-    lse = None if sinks is None else torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
-    running.attend(q, k, v, out, lse)
-    if sinks is not None:
-        take_sinks(out, lse, sinks)
-    running.layer += 1
-    return out[None], None
-
-
-def _refuse_another_shape(running: _Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raises Unsupported if a call has other heads than the engine was made for."""
-    made = running.made
-    have, wanted = (query.shape[1], *key.shape[1:4:2]), (made.q_heads, made.kv_heads, made.head_dim)
-    if have != wanted or value.shape != key.shape:
-        raise Unsupported(f"attention layer {running.layer} has (query heads, KV heads, head_dim) {have} and values of "
-                          f"{value.shape[3]}, and the model's configuration says {wanted}")
-
-
-def _refuse_another_spec(running: _Forward, options: dict[str, Any]) -> None:
-    """Raises Unsupported if a call has another window or soft-cap than the configuration says."""
-    made, layer = running.made, running.layer
-    window, made_window = options.get("sliding_window"), made.windows[layer] if made.windows else 0
-    hides = window is not None and window < running.context
-    if (window if hides else 0) != made_window:
-        raise Unsupported(f"attention layer {layer} has a window of {window or 'all'} tokens, and the model's "
-                          f"configuration says {made_window or 'all'}")
-    cap, made_cap = options.get("softcap") or 0.0, made.softcap or 0.0
-    if not same_number(cap, made_cap):
-        raise Unsupported(f"attention layer {layer} has softcap {cap}, and the model's configuration says {made_cap}")
-    if cap and options.get("s_aux") is not None:
-        raise Unsupported("this model's attention has both a softcap and sinks, which is not served")
 
 
 def _engine_options(model: transformers.PreTrainedModel, config: Any, kinds: Sequence[LayerKind],

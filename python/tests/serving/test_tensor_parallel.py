@@ -21,7 +21,8 @@ from small import DEVICE, bare_model, expected, prompt_ids, text_of, tokenizer
 from test_command import ARGUMENTS, answer_to
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() < 2, reason="one GPU")
-pytest.importorskip("accelerate", reason="transformers needs it to share a model between ranks")
+if "CI" not in os.environ:  # There it may not be missing.
+    pytest.importorskip("accelerate", reason="transformers needs it to share a model between ranks")
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ranks_program.__file__)
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
