@@ -94,7 +94,7 @@ def main() -> None:
     arguments.add_argument("--tokens", type=size, default=32 << 10, help="of the prompt")
     arguments.add_argument("--batch", type=int, default=1)
     arguments.add_argument("--layers", type=int, default=32)
-    arguments.add_argument("--chunk", type=int, default=2048, help="tokens of a prompt that are read at once")
+    arguments.add_argument("--chunk", type=size, default=2048, help="tokens of a prompt that are read at once")
     arguments.add_argument("--steps", type=int, default=32, help="tokens that are decoded and timed")
     arguments.add_argument("--warm-up", type=int, default=8)
     arguments.add_argument("--caches", default="device,offloaded,full,sluice")

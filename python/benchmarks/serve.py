@@ -122,9 +122,10 @@ def arguments() -> argparse.Namespace:
     add("--prompt", type=size, default=4 << 10, help="tokens (4K)")
     add("--answer", type=int, default=128, help="tokens (%(default)s)")
     add("--graphs", default="on,off", help="what is compared (%(default)s)")
+    add("--compile", action="store_true", help="as `sluice serve` has it")
     add("--policy", default="sluice")
     add("--temperature", type=float, default=0.0)
-    add("--prefill-rows", type=int, default=2048)
+    add("--prefill-rows", type=size, default=2048)
     add("--slowdown", type=float, default=0)
     add("--layers", type=int, default=32)
     add("--hidden", type=int, default=SHAPE["hidden_size"])
@@ -151,15 +152,15 @@ def main() -> None:
     host_bytes = max(counts) * context * numbers * model.dtype.itemsize + (64 << 20)
     for graphs in wants.graphs.split(","):
         packed = packed_model(model, ranks, wants.policy, host_bytes, context=context, sequences=max(counts),
-                              prefill_rows=wants.prefill_rows, graphs=graphs,
+                              prefill_rows=wants.prefill_rows, graphs=graphs, compile=wants.compile and graphs == "on",
                               **{"near_bytes": wants.near_bytes, **dict(wants.option)})
         try:
             if launch.rank:
                 packed.follow()
                 continue
             memory = packed.engine.memory()
-            if packed.graphs_failed is not None:
-                raise SystemExit(f"there are no graphs: {packed.graphs_failed}")
+            if failed := packed.graphs_failed or packed.compile_failed:
+                raise SystemExit(f"forwards run plainly: {failed}")
             loop = Loop(packed, Letters(), prefix=False, slowdown=wants.slowdown)
             for together in counts:
                 tell(graphs, {**measure(loop, wants, together), "near_gib": round(memory.near_pages / 2**30, 2)},

@@ -81,6 +81,8 @@ def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
         help="of the model (as it was saved)")
     add("--graphs", default=Settings.graphs, choices=("auto", "on", "off"),
         help="forwards of decoded tokens are replayed from CUDA graphs; auto: on a GPU (%(default)s)")
+    add("--compile", action="store_true", help="and compiled by torch, so that a forward has fewer kernels; the start "
+        "takes a minute longer")
     add("--no-prefix-cache", action="store_true", help="read every prompt anew")
     add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
         help="another of sluice.EngineOptions, such as page_tokens=32; may be repeated")
@@ -108,7 +110,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
-                    graphs=arguments.graphs, prefix=not arguments.no_prefix_cache,
+                    graphs=arguments.graphs, compile=arguments.compile, prefix=not arguments.no_prefix_cache,
                     silence_s=getattr(arguments, "silence", Settings.silence_s), options=options)
 
 

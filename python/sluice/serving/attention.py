@@ -66,9 +66,6 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
               **options: Any) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, q_heads, rows, head_dim], key, value alike of kv_heads; returns [1,
     rows, q_heads, head_dim]."""
-    running = _running.get()
-    if running is None:
-        raise InvalidArgument("this model is served by sluice.serving: it runs through that alone until close()")
     for name in _NOT_SERVED:
         if not (options.get(name) is None or options[name] is False):
             raise Unsupported(f"this model's attention has {name}, which is not served")
@@ -76,19 +73,38 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         raise Unsupported("this model's attention is more than causal, which is not served")
     if dropout:
         raise Unsupported(f"dropout is {dropout}: call model.eval()")
-    if module.layer_idx != running.layer:
-        raise Unsupported(f"layer {module.layer_idx} attends where layer {running.layer} should: models whose layers "
-                          "do not attend once each, in order, are not served")
+    attends = _compiled if torch.compiler.is_compiling() else _attend
+    return attends(query, key, value, options.get("s_aux"), module.layer_idx, scaling, options.get("sliding_window"),
+                   options.get("softcap")), None
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, layer: int,
+            scaling: float | None, window: int | None, softcap: float | None) -> torch.Tensor:
+    running = _running.get()
+    if running is None:
+        raise InvalidArgument("this model is served by sluice.serving: it runs through that alone until close()")
+    if layer != running.layer:
+        raise Unsupported(f"layer {layer} attends where layer {running.layer} should: models whose layers do not "
+                          "attend once each, in order, are not served")
     _refuse_another_shape(running, query, key, value)
-    _refuse_another_spec(running, options)
+    _refuse_another_spec(running, window, softcap or 0.0, sinks is not None)
     q, k, v = (each[0].transpose(0, 1) for each in (scaled(query, scaling, running.made), key, value))
-    out, sinks = torch.empty(q.shape, dtype=q.dtype, device=q.device), options.get("s_aux")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = None if sinks is None else torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
     running.attend(q, k, v, out, lse)
     if sinks is not None:
         take_sinks(out, lse, sinks)
     running.layer += 1
-    return out[None], None
+    return out[None]
+
+
+# For torch.compile, which does not look into it. All that it depends on besides its arguments is there when it runs.
+_compiled = torch.library.custom_op("sluice::packed_attention", _attend, mutates_args=())
+
+
+@_compiled.register_fake
+def _(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
 def _refuse_another_shape(running: Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -100,16 +116,17 @@ def _refuse_another_shape(running: Forward, query: torch.Tensor, key: torch.Tens
                           f"{value.shape[3]}, and the model's configuration says {wanted}")
 
 
-def _refuse_another_spec(running: Forward, options: dict[str, Any]) -> None:
+def _refuse_another_spec(running: Forward, window: int | None, softcap: float, sinks: bool) -> None:
     """Raises Unsupported if a call has another window or soft-cap than the configuration says."""
     made, layer = running.made, running.layer
-    window, made_window = options.get("sliding_window"), made.windows[layer] if made.windows else 0
+    made_window = made.windows[layer] if made.windows else 0
     hides = window is not None and window < running.context
     if (window if hides else 0) != made_window:
         raise Unsupported(f"attention layer {layer} has a window of {window or 'all'} tokens, and the model's "
                           f"configuration says {made_window or 'all'}")
-    cap, made_cap = options.get("softcap") or 0.0, made.softcap or 0.0
-    if not same_number(cap, made_cap):
-        raise Unsupported(f"attention layer {layer} has softcap {cap}, and the model's configuration says {made_cap}")
-    if cap and options.get("s_aux") is not None:
+    made_cap = made.softcap or 0.0
+    if not same_number(softcap, made_cap):
+        raise Unsupported(f"attention layer {layer} has softcap {softcap}, and the model's configuration says "
+                          f"{made_cap}")
+    if softcap and sinks:
         raise Unsupported("this model's attention has both a softcap and sinks, which is not served")

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers.distributed import DistributedConfig
 
+from sluice.errors import InvalidArgument
 from sluice.serving.arguments import CannotLoad
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
@@ -49,7 +50,9 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.Generati
                "graphs": settings.graphs, **settings.options}
     if launch.ranks == 1:
         model = _load_model(settings).to(settings.device)
-        return PackedModel(model, settings.policy, settings.host_bytes, **options), model.generation_config
+        return PackedModel(model, settings.policy, settings.host_bytes, compile=settings.compile, **options), model.generation_config
+    if settings.compile:
+        raise InvalidArgument("--compile: a model that several processes share is not compiled; leave it out")
     ranks = join(launch, settings.device, settings.silence_s)
     model, error = None, None
     try:
@@ -71,8 +74,9 @@ def load_follower(settings: Settings) -> ShardedModel:
 def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     """Loads model and tokenizer, and builds the engine."""
     packed, generation = _load_packed(settings)
-    if packed.graphs_failed is not None:
-        print(f"sluice: forwards run without CUDA graphs: {packed.graphs_failed}", file=sys.stderr, flush=True)
+    for what, why in (("CUDA graphs", packed.graphs_failed), ("torch.compile", packed.compile_failed)):
+        if why is not None:
+            print(f"sluice: forwards run without {what}: {why}", file=sys.stderr, flush=True)
     ends = generation.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
     loop = Loop(packed, load_tokenizer(settings.model), end_ids=ends, prefix=settings.prefix,

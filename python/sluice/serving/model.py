@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,15 +39,19 @@ class PackedModel:
 
     def __init__(self, model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
                  context: int | None = None, sequences: int = 16, prefill_rows: int = 2048, graphs: str = "auto",
-                 **options: Any) -> None:
+                 compile: bool = False, **options: Any) -> None:
         """`host_bytes`: for keys and values. `context`: tokens of a sequence, at most; None: the model's. `sequences`:
         that live at once. `prefill_rows`: tokens of prompts that one forward takes. `graphs`: forwards of decoded
         tokens alone are replayed from CUDA graphs, which are captured here; "auto": on a GPU. On the CPU "on" pads them
-        as graphs would be, and runs them as they are. `options` are others of EngineOptions; without `near_bytes` a
-        GPU's memory for near keys and values is chosen by what is free.
+        as graphs would be, and runs them as they are. `compile`: these forwards are compiled by torch, which takes a
+        minute or so and makes one kernel of several small ones. `options` are others of EngineOptions; without
+        `near_bytes` a GPU's memory for near keys and values is chosen by what is free.
         @throws Unsupported naming what the model has that is not served"""
         if graphs not in GRAPHS:
             raise InvalidArgument(f'graphs is "{graphs}"; it must be one of {", ".join(GRAPHS)}')
+        if compile and graphs == "off":
+            raise InvalidArgument("compile: what is compiled are forwards of a fixed size, and graphs is off, which "
+                                  "has none; leave one of them out")
         config = model.config.get_text_config(decoder=True)
         refuse_of_the_model(options)
         kinds = _served_layers(model, config)
@@ -82,6 +86,9 @@ class PackedModel:
         self.graphs_failed: str | None = None
         """Why forwards run without graphs although they were asked for; None if they run as asked for."""
 
+        self.compile_failed: str | None = None
+        """Likewise, why they are not compiled."""
+
         self._staging = Staging(3 * self.engine.options.largest.rows, device)
         self._padded: PaddedForwards | None = None
         self._error: Exception | None = None  # Of the newest forward, or while graphs are recorded, that went on.
@@ -90,8 +97,8 @@ class PackedModel:
         except BaseException:
             PackedModel.close(self)
             raise
-        if graphs == "on" or graphs == "auto" and device.type == "cuda":
-            self._record()
+        if compile or graphs == "on" or graphs == "auto" and device.type == "cuda":
+            self._record(compile)
 
     def close(self) -> None:
         """Leaves the model as it was, and gives all memory back."""
@@ -179,20 +186,30 @@ class PackedModel:
         and not with the first request."""
         self._compute(Bucket(decode_rows=1), *self._staging.put([0], [0]), None, False)
 
-    def _record(self) -> None:
+    def _record(self, compile: bool = False) -> None:
         """Graphs of all sizes, or none: without them forwards are slower, and the same."""
+        if compile:
+            self.compile_failed = self._record_all(torch.compile(self._model, dynamic=True))
+            if self.compile_failed is None:
+                return
+        self.graphs_failed = self._record_all(self._model)
+
+    def _record_all(self, model: Callable[..., Any]) -> str | None:
+        """Why it could not be done; None if it was."""
         recorder: Recorder = CudaGraphs(self._device) if self._device.type == "cuda" else Uncaptured()
 
         def compute(ids: torch.Tensor, positions: torch.Tensor, attends: bool) -> torch.Tensor:
-            return self._compute(self._padded_bucket(len(ids)), ids, positions, None, attends)
+            return self._compute(self._padded_bucket(len(ids)), ids, positions, None, attends, model)
 
+        self._error = None
         try:
             padded = PaddedForwards(self.engine.options.sequences, self._staging, compute, recorder)
             if self._error is not None:
                 raise self._error
             self._padded, self.graph_captures = padded, len(padded.sizes)
         except Exception as error:  # Of the model, which is others' code, of torch or of the device.
-            self.graphs_failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return None
 
     def _padded_bucket(self, rows: int) -> Bucket:
         return Bucket(decode_rows=rows, features=self.engine.options.largest.features)
@@ -213,14 +230,14 @@ class PackedModel:
         return self._compute(bucket, *self._staging.put(ids, positions, kept), True).float()
 
     def _compute(self, bucket: Bucket, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | None,
-                 attends: bool) -> torch.Tensor:
-        """The model's logits of the rows `kept`, or of all."""
+                 attends: bool, model: Callable[..., Any] | None = None) -> torch.Tensor:
+        """The model's logits of the rows `kept`, or of all. `model`: what was made of it, if not itself."""
         running = Forward(self.engine if attends else None, self.engine.options, self.context, bucket, self._stream(),
                           goes_on=self._goes_on)
         options = {"logits_to_keep": kept} if self._keeps and kept is not None else {}
         with running_as(running):
-            logits = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False,
-                                 **options).logits[0]
+            logits = (self._model if model is None else model)(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, **options).logits[0]
         self._error = self._error or running.error
         if running.layer != self.engine.options.layers:
             raise Unsupported(f"the model attended in {running.layer} layers, and its configuration says "

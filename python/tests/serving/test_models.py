@@ -97,7 +97,7 @@ def of(name: str, config_name: str | None = None, **changes: object) -> Model:
         **{**SHAPE, "num_hidden_layers": 4, "vocab_size": len(tokenizer()), "eos_token_id": 0, "pad_token_id": 0,
            "bos_token_id": None, **changes})
     kind = {"Bert": "BertLMHeadModel"}.get(name, f"{name}ForCausalLM")
-    return getattr(transformers, kind)(config).eval()
+    return getattr(transformers, kind)(config).eval().to(DEVICE)  # Some have parameters of the CPU.
 
 
 @pytest.mark.parametrize(("make", "words"), OTHERS.values(), ids=OTHERS.keys())
