@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from sluice.errors import OutOfCapacity, Unsupported
@@ -9,6 +10,9 @@ from sluice.options import EngineOptions
 
 SHARE = 0.05
 """Of the tokens that host_bytes hold, the share that is near unless somebody says otherwise, as in `sluice run`."""
+
+SERVED_SHARE = 1.0
+"""In a process that does nothing else with the GPU: what is near need not be awaited from the CPU."""
 
 _RESERVED, _LEAST_RESERVED = 0.1, 2 << 30  # Of the GPU, for the model's forwards and their graphs: a share, at least.
 _TAKEN = 0.5  # Of what is free beyond that: other programs may come to the GPU later.
@@ -25,9 +29,10 @@ class DeviceMemory:
     total: int
 
 
-def default_near_bytes(options: EngineOptions, tokens: int, own_bytes: int, memory: DeviceMemory) -> int:
-    """Device memory for near keys and values of all sequences together: SHARE, but no more than sequences of `tokens`
-    tokens have, and half of what is free beside a reserve and the engine's `own_bytes`. Whole pages of all layers and
+def default_near_bytes(options: EngineOptions, tokens: int, own_bytes: int, memory: DeviceMemory,
+                       share: float = SHARE) -> int:
+    """Device memory for near keys and values of all sequences together: a share of the tokens that host_bytes hold, but no more
+    than sequences of `tokens` tokens have, and half of what is free beside a reserve and the engine's `own_bytes`. Whole pages of all layers and
     KV heads, none if there is no room. `options` are complete, as make_room_for leaves them."""
     planes = options.layers * options.kv_heads
     page_rows = options.page_tokens * planes
@@ -39,20 +44,22 @@ def default_near_bytes(options: EngineOptions, tokens: int, own_bytes: int, memo
     if options.device_bytes:
         most = min(most, options.device_bytes - own_bytes)
     fitting = max(0, most - _FAR_TABLE * pages * page_rows) // (page + _NEAR_TABLE * page_rows)
-    return min(int(SHARE * pages), useful, fitting) * page
+    return min(int(share * pages), useful, fitting) * page
 
 
-def settle_near(options: EngineOptions, given: int | None, tokens: int, memory: DeviceMemory) -> None:
+def settle_near(options: EngineOptions, given: int | None, tokens: int, memory: DeviceMemory,
+                share: float = SHARE) -> None:
     """Sets near_bytes of an engine on a GPU: `given`, or the default if that is None.
     @throws OutOfCapacity if the GPU has less than the engine takes; Unsupported if it does not serve the shape"""
     options.near_bytes = given or 0
     needed = options.memory_needed()
     if given is None:
-        options.near_bytes = default_near_bytes(options, tokens, needed.device, memory)
-        try:
-            needed = options.memory_needed()
-        except Unsupported:  # Of sequences that are very long, a GPU cannot attend as many tokens near.
-            options.near_bytes = 0
+        wanted = default_near_bytes(options, tokens, needed.device, memory, share)
+        # Of sequences that are very long, a GPU cannot attend as many tokens near.
+        for options.near_bytes in (wanted, wanted // 4, wanted // 16, wanted // 64, 0):
+            with contextlib.suppress(Unsupported):
+                needed = options.memory_needed()
+                break
     if needed.device > memory.free:
         raise OutOfCapacity(
             f"the engine takes {needed.device:,} bytes of the GPU's memory, of which {memory.free:,} are free: "

@@ -10,7 +10,7 @@ import torch
 
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, OutOfCapacity, Timeout, Unsupported
-from sluice.options import Bucket, PlanItem
+from sluice.options import Bucket, PlanItem, bucket_tokens
 
 
 class Turn:
@@ -198,10 +198,11 @@ class Rows:
         if not prefill and rows > largest.decode_rows:
             raise OutOfCapacity(f"{rows} rows at once, and the engine was made for {largest.decode_rows}; give "
                                 "enable() more sequences")
+        tokens = bucket_tokens(max((engine.tokens(item.sequence) + item.tokens for item in items), default=1), largest)
         if prefill:
-            self._bucket = Bucket(prefill_rows=rows, prefills=len(items))
+            self._bucket = Bucket(prefill_rows=rows, prefills=len(items), max_tokens=tokens)
         else:
-            self._bucket = Bucket(decode_rows=rows, features=largest.features)
+            self._bucket = Bucket(decode_rows=rows, max_tokens=tokens, features=largest.features)
         self._forward = engine.plan(items, self._bucket, stream) if items else None
 
     def _finish(self) -> None:

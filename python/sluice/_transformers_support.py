@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
-from sluice._near import DeviceMemory, settle_near
+from sluice._near import SHARE, DeviceMemory, settle_near
 from sluice._transformers_cache import LayerKind
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import EngineOptions
@@ -87,11 +87,11 @@ def refuse_of_the_model(options: Iterable[str]) -> None:
         raise InvalidArgument(f"{', '.join(given)}: the model itself says that; leave it out")
 
 
-def choose_near(made: EngineOptions, given: int | None, tokens: int) -> None:
+def choose_near(made: EngineOptions, given: int | None, tokens: int, share: float = SHARE) -> None:
     """Sets near_bytes of an engine for sequences of as many tokens: `given`, or by what the GPU has free if that is
-    None. On the CPU nothing is near unless it is given."""
+    None, as default_near_bytes has it. On the CPU nothing is near unless it is given."""
     if made.device != "cpu":
-        settle_near(made, given, tokens, DeviceMemory(*torch.cuda.mem_get_info(made.device)))
+        settle_near(made, given, tokens, DeviceMemory(*torch.cuda.mem_get_info(made.device)), share)
 
 
 def same_number(a: float, b: float) -> bool:

@@ -52,6 +52,12 @@ class Bucket:
         return Bucket, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
+def bucket_tokens(tokens: int, largest: Bucket) -> int:
+    """max_tokens of a bucket for sequences of up to `tokens`, in steps of 4096: what `attend` enqueues, and what that
+    takes, grows with it. `largest` is the engine's."""
+    return min(-(-tokens // 4096) * 4096, largest.max_tokens)
+
+
 @dataclass(frozen=True)
 class PlanItem:
     """New tokens of one sequence, consecutive rows of a forward."""

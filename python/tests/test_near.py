@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import sluice
-from sluice._near import DeviceMemory, default_near_bytes, settle_near
+from sluice._near import SERVED_SHARE, DeviceMemory, default_near_bytes, settle_near
 
 GIB = 1 << 30
 TOKEN = 128 << 10  # Bytes of a token's keys and values in Llama-3.1-8B's shape: 32 layers, 8 KV heads of 128.
@@ -29,6 +29,17 @@ def test_a_share_of_what_the_host_holds() -> None:
     # Of a shape whose numbers are of 32 bits, twice as much for a token, and as much in all.
     wide = default_near_bytes(options(kv_dtype="f32"), CONTEXT, 5 * GIB, H100)
     assert wide == int(0.05 * (32 * GIB // (2 * PAGE))) * 2 * PAGE
+
+
+def test_a_server_has_all_near_that_there_is_room_for() -> None:
+    table = 4 * 32 * GIB // 512  # What finds near rows.
+    own, reserved = 5 * GIB, 8 * GIB
+    near = default_near_bytes(options(), CONTEXT, own, H100, SERVED_SHARE)
+    most = (H100.free - reserved - own) // 2 - table
+    rows = near // 512  # Of one layer and KV head; what is known of each takes 8 bytes.
+    assert most - 2 * PAGE < near + 8 * rows <= most and near % PAGE == 0
+    assert default_near_bytes(options(host_bytes=8 * GIB), CONTEXT, own, H100, SERVED_SHARE) == 8 * GIB
+    assert default_near_bytes(options(sequences=1), 4096, own, H100, SERVED_SHARE) == 4096 * TOKEN
 
 
 def test_no_more_than_sequences_can_have() -> None:

@@ -69,7 +69,7 @@ def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
     add("--policy", default=Settings.policy, help="what is attended (%(default)s)")
     add("--host-bytes", type=size, default=Settings.host_bytes, help="host memory for keys and values (8GiB)")
     add("--near-bytes", type=size, help="of a GPU's memory, for keys and values that are attended often; 0: none "
-        "(5%% of --host-bytes, less where little is free)")
+        "(as --host-bytes, or half of what is free)")
     add("--context", type=number(int, 1), help="tokens of prompt and answer, at most (the model's)")
     add("--sequences", type=number(int, 1), default=sequences, help="answers that are generated at once (%(default)s)")
     add("--prefill-rows", type=number(int, 1), default=Settings.prefill_rows,

@@ -1,18 +1,15 @@
-"""The commands serve, run and chat of python -m sluice."""
+"""The commands serve, run and chat of python -m sluice: their arguments, and the server."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ipaddress
 import os
-import secrets
 import signal
 import socket
 import sys
-import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,12 @@ from sluice.serving.arguments import CannotLoad, add_engine, add_sampling, numbe
 from sluice.serving.child import exit_at_once
 from sluice.serving.process import EngineLost, EngineProcess
 from sluice.serving.ranks import Disagreed, Launch
-from sluice.serving.requests import Request, Sampling
+from sluice.serving.talk import chat, run
 
 KEY_VARIABLE = "SLUICE_API_KEY"
 _DRAIN_S = 5  # After a signal to end.
+
+
 def add_commands(commands: Any) -> None:
     """Adds the commands to a parser's."""
     serve_command = commands.add_parser("serve", help="a server that speaks OpenAI's protocol")
@@ -40,7 +39,7 @@ def add_commands(commands: Any) -> None:
     serve_command.add_argument("--silence", type=number(float, 0.1), default=600, metavar="SECONDS",
                                help="an engine that says nothing for as long, longer than a forward takes, is taken "
                                     "for lost (%(default)s)")
-    serve_command.set_defaults(call=serve)
+    serve_command.set_defaults(call=or_follow(serve))
 
     run_command = commands.add_parser("run", help="goes on with a text")
     add_engine(run_command, sequences=1)
@@ -48,13 +47,24 @@ def add_commands(commands: Any) -> None:
     text = run_command.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt")
     text.add_argument("--file", type=Path, help="with the prompt; -: standard input")
-    run_command.set_defaults(call=run)
+    add_session(run_command, "keeps the prompt: what FILE has of it need not be read again")
+    run_command.set_defaults(call=or_follow(run))
 
     chat_command = commands.add_parser("chat", help="a conversation; every line of standard input is a turn")
     add_engine(chat_command, sequences=1)
     add_sampling(chat_command)
     chat_command.add_argument("--system", help="what the model is told first")
-    chat_command.set_defaults(call=chat)
+    add_session(chat_command, "keeps the conversation, which goes on from there; its messages are in FILE.json")
+    chat_command.set_defaults(call=or_follow(chat))
+
+
+def add_session(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--session", type=Path, metavar="FILE", help=text)
+
+
+def or_follow(call: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The same, but under torchrun only in its first process, which the others follow."""
+    return lambda arguments: follow(arguments) if Launch.of_environment().rank else call(arguments)
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:
@@ -96,8 +106,6 @@ def follow(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    if Launch.of_environment().rank:
-        return follow(arguments)
     import uvicorn
 
     from sluice.serving.answering import Front
@@ -149,162 +157,3 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-class Teller:
-    """Answers of one loop to one user."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        from sluice.serving.load import load_loop, load_tokenizer
-
-        self._loop, ready = load_loop(settings_of(arguments))
-        self.tokenizer = load_tokenizer(arguments.model)
-        said = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
-        said = {name: value for name, value in said.items() if value is not None}
-        self._sampling = Sampling(**{**ready.defaults, "seed": secrets.randbits(63), **said})
-        self._number = 0
-        self.limit = ready.limit
-        """Tokens of prompt and answer."""
-
-    def close(self) -> None:
-        self._loop.close()
-
-    def answer(self, ids: list[int]) -> Iterator[str]:
-        """The answer's text in pieces. It is given up with the iterator."""
-        self._number += 1
-        progress = Progress()
-        self._loop.submit(Request(self._number, ids, self._sampling))
-        try:
-            while not self._loop.idle:
-                with _uninterrupted():
-                    events = self._loop.step()
-                if not events:
-                    progress.tell(*self._loop.progress(self._number))
-                for event in events:
-                    progress.clear()
-                    if event.error:
-                        if self._loop.lost is not None:  # What torch has under way may never end.
-                            exit_at_once(f"sluice: {self._loop.lost}\n")
-                        raise Error(event.error)
-                    yield event.text
-        finally:
-            progress.clear()
-            self._loop.abort(self._number)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes after it: a forward that is cut leaves the engine with half of it. A second one comes at once."""
-    came: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if came:
-            raise KeyboardInterrupt
-        came.append(number)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
-
-
-class Progress:
-    """Of a prompt that is read: a line on standard error, if that is a terminal."""
-
-    def __init__(self) -> None:
-        self._shown, self._began, self._first = False, time.monotonic(), 0
-
-    def tell(self, done: int, whole: int) -> None:
-        if not sys.stderr.isatty():
-            return
-        self._first = self._first or done
-        new = done - self._first
-        left = ""
-        if new > 0:
-            seconds = int((time.monotonic() - self._began) / new * (whole - done))
-            left = f", {seconds // 60}:{seconds % 60:02} left"
-        else:
-            self._began = time.monotonic()
-        print(f"\rreading the prompt: {done:,} of {whole:,} tokens{left}\033[K", end="", file=sys.stderr, flush=True)
-        self._shown = True
-
-    def clear(self) -> None:
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-        self._shown = False
-
-
-def run(arguments: argparse.Namespace) -> int:
-    if Launch.of_environment().rank:
-        return follow(arguments)
-    prompt = arguments.prompt
-    if prompt is None:
-        try:
-            prompt = sys.stdin.read() if str(arguments.file) == "-" else arguments.file.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidArgument(f"{arguments.file} is no text of UTF-8: {error}") from None
-    with contextlib.closing(Teller(arguments)) as teller:
-        for piece in teller.answer(teller.tokenizer.encode(prompt)):
-            print(piece, end="", flush=True)
-        print()
-    return 0
-
-
-def chat(arguments: argparse.Namespace) -> int:
-    if Launch.of_environment().rank:
-        return follow(arguments)
-    with contextlib.closing(Teller(arguments)) as teller:
-        return converse(teller, arguments.system)
-
-
-def converse(teller: Teller, system: str | None) -> int:
-    if not getattr(teller.tokenizer, "chat_template", None):
-        raise InvalidArgument("this model's tokenizer has no chat template; use run")
-    messages = [{"role": "system", "content": system}] if system else []
-    kept = len(messages)
-    asks = "> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            line = input(asks)
-        except EOFError:
-            return 0
-        if not line.strip():
-            continue
-        messages.append({"role": "user", "content": line})
-        told = ""
-        try:
-            for piece in teller.answer(conversation(teller, messages, kept)):
-                told += piece
-                print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            pass  # The answer is given up, and what there is of it stays.
-        except Error as error:
-            print(f"sluice: {error}", file=sys.stderr, flush=True)
-            if not told:
-                messages.pop()
-                continue
-        print()
-        messages.append({"role": "assistant", "content": told})
-
-
-def conversation(teller: Teller, messages: list[dict[str, str]], kept: int) -> list[int]:
-    """Tokens of messages, without the oldest turns where the context has no room; the first `kept` stay.
-    @throws InvalidArgument if the last turn alone is too long"""
-    left_out = 0
-    while True:
-        ids = teller.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True,
-                                                   return_dict=False)
-        if len(ids) < teller.limit:
-            break
-        if len(messages) <= kept + 1:
-            raise InvalidArgument(f"this has {len(ids)} tokens, and prompt and answer together may have "
-                                  f"{teller.limit}; write less")
-        del messages[kept: kept + 2]  # A question and its answer.
-        left_out += 1
-    if left_out:
-        print(f"sluice: the context is full; the oldest turns ({left_out}) are left out from here on",
-              file=sys.stderr, flush=True)
-    return ids

@@ -5,11 +5,20 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-Compute = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+
+
+class Padding(NamedTuple):
+    """What a forward is made for."""
+
+    rows: int
+    max_tokens: int  #: of its longest sequence
+
+
+Compute = Callable[[Padding, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 """Ids [rows], positions [rows] and whether the engine attends, which is false where nothing is planned; returns logits
 [rows, vocabulary]."""
 
@@ -99,31 +108,42 @@ def _free_generator(device: torch.device) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
-class PaddedForwards:
-    """Forwards of decoded tokens in sizes that are powers of two, and one of `largest` rows. All of them read and write
-    the same tensors."""
+def padded_rows(largest: int) -> tuple[int, ...]:
+    """Powers of two, and `largest`."""
+    return *(1 << bit for bit in range(largest.bit_length()) if 1 << bit < largest), largest
 
-    def __init__(self, largest: int, staging: Staging, compute: Compute, recorder: Recorder) -> None:
+
+def padded_tokens(longest: int) -> tuple[int, ...]:
+    """4K, 16K, 64K, ..., and `longest`: what a forward takes to choose grows with the tokens that it is made for."""
+    return *(1 << bit for bit in range(12, longest.bit_length(), 2) if 1 << bit < longest), longest
+
+
+class PaddedForwards:
+    """Forwards of decoded tokens, of so many rows and sequences of so many tokens as `padded_rows` and `padded_tokens`
+    say. All of them read and write the same tensors."""
+
+    def __init__(self, largest: Padding, staging: Staging, compute: Compute, recorder: Recorder) -> None:
         """Records all sizes, the largest first, in whose memory the others have room. Raises what the model, torch or
         the engine raises if one cannot be recorded."""
         self._staging, self._compute = staging, compute
         self._logits: torch.Tensor | None = None
-        self._forwards: dict[int, Callable[[], None]] = {}
-        self.sizes = tuple(size for size in (1 << bit for bit in range(largest.bit_length())) if size < largest)
-        self.sizes += (largest,)
+        self._most_rows = largest.rows
+        self._forwards: dict[Padding, Callable[[], None]] = {}
+        self.sizes = tuple(Padding(rows, tokens) for tokens in padded_tokens(largest.max_tokens)
+                           for rows in padded_rows(largest.rows))
         for size in reversed(self.sizes):
             self._forwards[size] = recorder.record(lambda size=size: self._run(size, False),
                                                    lambda size=size: self._run(size, True))
 
-    def size(self, rows: int) -> int | None:
-        """The smallest that has room for these rows; None if none has."""
-        return next((size for size in self.sizes if rows <= size), None)
+    def size(self, rows: int, max_tokens: int) -> Padding | None:
+        """The smallest that has room for these; None if none has."""
+        return next((size for size in self.sizes if rows <= size.rows and max_tokens <= size.max_tokens), None)
 
     @torch.inference_mode()
-    def run(self, size: int, ids: Sequence[int], positions: Sequence[int], kept: Sequence[int]) -> torch.Tensor:
-        """A forward that has been planned for a bucket of `size` rows, on the current stream: the logits [kept,
+    def run(self, size: Padding, ids: Sequence[int], positions: Sequence[int], kept: Sequence[int]) -> torch.Tensor:
+        """A forward that has been planned for a bucket of this size, on the current stream: the logits [kept,
         vocabulary] in f32, which are good until the next run."""
-        padding = [0] * (size - len(ids))
+        padding = [0] * (size.rows - len(ids))
         self._staging.put([*ids, *padding], [*positions, *padding])
         self._forwards[size]()
         assert self._logits is not None
@@ -131,11 +151,11 @@ class PaddedForwards:
         return self._logits[: len(kept)] if kept == list(range(len(kept))) else self._logits[kept]
 
     @torch.inference_mode()
-    def _run(self, size: int, attends: bool) -> None:
-        logits = self._compute(*self._staging.places(size, size), attends)
+    def _run(self, size: Padding, attends: bool) -> None:
+        logits = self._compute(size, *self._staging.places(size.rows, size.rows), attends)
         if self._logits is None:
-            self._logits = torch.empty(self.sizes[-1], logits.shape[-1], dtype=torch.float32, device=logits.device)
-        self._logits[:size].copy_(logits)
+            self._logits = torch.empty(self._most_rows, logits.shape[-1], dtype=torch.float32, device=logits.device)
+        self._logits[: size.rows].copy_(logits)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,6 +54,9 @@ class Loop:
         self.limit: int = min(model.context, self._admission.options.max_tokens)
         """Tokens of prompt and answer together, at most."""
 
+        self.on_prompt: Callable[[int], None] | None = None
+        """Called with a request's sequence when that has the prompt's tokens, and no others yet."""
+
         self._events: list[Event] = []
         self._forwards = self._failed = self._preemptions = 0
         self._took_s = 0.0  # The newest forward.
@@ -92,6 +95,10 @@ class Loop:
     def close(self) -> None:
         """Gives up what has not ended, and all memory; the model's other ranks end."""
         self._model.close()
+
+    @property
+    def model(self) -> PackedModel:
+        return self._model
 
     @property
     def idle(self) -> bool:
@@ -255,6 +262,8 @@ class Loop:
         live.ids.append(chosen.token)
         live.past.add(chosen.token)
         if live.past.answered == 1:
+            if self.on_prompt is not None:
+                self.on_prompt(live.sequence)
             self._follow(number, True)
         ends = chosen.token in wants.stop_ids or (chosen.token in self._end_ids and not wants.ignore_eos)
         text, finish = "", "stop" if ends else None

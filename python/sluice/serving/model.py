@@ -10,14 +10,15 @@ from typing import Any
 import torch
 import transformers
 
+from sluice._near import SERVED_SHARE
 from sluice._transformers_cache import LayerKind
 from sluice._transformers_support import (attention_shape, changing, choose_near, install, kv_dtype, layer_kinds,
                                           logit_options, longest, ranks_of, refuse, refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
-from sluice.options import Bucket, EngineOptions, PlanItem
+from sluice.options import Bucket, EngineOptions, PlanItem, bucket_tokens
 from sluice.serving.attention import NAME, Forward, attention, running_as
-from sluice.serving.graphs import CudaGraphs, PaddedForwards, Recorder, Staging, Uncaptured
+from sluice.serving.graphs import CudaGraphs, PaddedForwards, Padding, Recorder, Staging, Uncaptured
 
 GRAPHS = ("auto", "on", "off")
 
@@ -28,7 +29,7 @@ class Planned:
 
     number: int
     bucket: Bucket
-    size: int | None  #: rows of a padded one; None: it has no padding
+    size: Padding | None  #: None: it has no padding
     positions: list[int]  #: of all tokens
 
 
@@ -62,17 +63,21 @@ class PackedModel:
         self.vocabulary: int = config.vocab_size
         """Ids of tokens are below this."""
 
+        self.weights = f"{getattr(model.config, '_commit_hash', None)} {model.dtype}"
+        """Which ones, where the model's name leaves that open: revision and type."""
+
         self._device = device = next(model.parameters()).device
         # A window that no sequence outgrows is none, and the policy chooses in its layers, too.
         windows = [kind.window if kind.window < self.context else 0 for kind in kinds]
         made = _engine_options(model, config, kinds, windows=windows if any(windows) else None,
                                host_bytes=host_bytes // ranks_of(model), sequences=sequences,
-                               largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
+                               largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences,
+                                              max_tokens=self.context),
                                **options)
         made.make_room_for(policy, self.context)
         if made.cpu_sequences:
             made.cpu_sequences = sequences
-        choose_near(made, options.get("near_bytes"), self.context)
+        choose_near(made, options.get("near_bytes"), self.context, SERVED_SHARE)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         # No mask is registered for this name, and so none is made: the engine knows which rows are whose.
         transformers.AttentionInterface.register(NAME, attention)
@@ -170,10 +175,10 @@ class PackedModel:
                 raise InvalidArgument(f"a sequence would have {first + item.tokens} tokens, and may have "
                                       f"{self.context}")
             positions.extend(range(first, first + item.tokens))
-        size = None
+        size, longest = None, max(positions) + 1
         if self._padded is not None and not any(item.prefill for item in items):
-            size = self._padded.size(len(positions))
-        bucket = self._bucket(items) if size is None else self._padded_bucket(size)
+            size = self._padded.size(len(positions), longest)
+        bucket = self._bucket(items, longest) if size is None else self._padded_bucket(size)
         return Planned(self.engine.plan(items, bucket, self._stream()), bucket, size, positions)
 
     def _broke_off(self, number: int, error: BaseException) -> None:
@@ -198,12 +203,13 @@ class PackedModel:
         """Why it could not be done; None if it was."""
         recorder: Recorder = CudaGraphs(self._device) if self._device.type == "cuda" else Uncaptured()
 
-        def compute(ids: torch.Tensor, positions: torch.Tensor, attends: bool) -> torch.Tensor:
-            return self._compute(self._padded_bucket(len(ids)), ids, positions, None, attends, model)
+        def compute(size: Padding, ids: torch.Tensor, positions: torch.Tensor, attends: bool) -> torch.Tensor:
+            return self._compute(self._padded_bucket(size), ids, positions, None, attends, model)
 
         self._error = None
         try:
-            padded = PaddedForwards(self.engine.options.sequences, self._staging, compute, recorder)
+            largest = Padding(self.engine.options.sequences, self.engine.options.largest.max_tokens)
+            padded = PaddedForwards(largest, self._staging, compute, recorder)
             if self._error is not None:
                 raise self._error
             self._padded, self.graph_captures = padded, len(padded.sizes)
@@ -211,14 +217,15 @@ class PackedModel:
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
         return None
 
-    def _padded_bucket(self, rows: int) -> Bucket:
-        return Bucket(decode_rows=rows, features=self.engine.options.largest.features)
+    def _padded_bucket(self, size: Padding) -> Bucket:
+        return Bucket(decode_rows=size.rows, max_tokens=size.max_tokens, features=self.engine.options.largest.features)
 
-    def _bucket(self, items: Sequence[PlanItem]) -> Bucket:
+    def _bucket(self, items: Sequence[PlanItem], longest: int) -> Bucket:
         largest = self.engine.options.largest
         decoded = sum(item.tokens for item in items if not item.prefill)
         prompts = [item.tokens for item in items if item.prefill]
         return Bucket(decode_rows=decoded, prefill_rows=sum(prompts), prefills=len(prompts),
+                      max_tokens=bucket_tokens(longest, largest),
                       features=largest.features if decoded else 0)
 
     def _stream(self) -> Any:

@@ -21,7 +21,8 @@ from sluice.__main__ import main
 from sluice.errors import InvalidArgument
 from sluice.serving import model as serving_model
 from sluice.serving.arguments import add_engine, option, settings_of, size
-from sluice.serving.command import Progress, api_key, conversation, listen, name_of
+from sluice.serving.command import api_key, listen, name_of
+from sluice.serving.talk import Progress, conversation
 from small import DEVICE, KV, Breaks, bare_model, expected, text_of, tokenizer
 
 ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", DEVICE, "--option", "threads=1", "--option",

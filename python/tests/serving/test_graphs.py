@@ -9,7 +9,7 @@ import pytest
 import sluice
 import torch
 from sluice.serving import model as serving_model
-from sluice.serving.graphs import PaddedForwards, Staging, Uncaptured
+from sluice.serving.graphs import PaddedForwards, Padding, Staging, Uncaptured
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from small import ATOL, DEVICE, KV, Breaks, bare_model, expected, greedy, prompt_ids, run, tokenizer
@@ -31,7 +31,7 @@ def test_tokens_are_the_same(make_loop: Callable[..., Loop], kind: str, policy: 
     assert {each.number: told.tokens(each.number) for each in REQUESTS} == \
         {each.number: wants.tokens(each.number) for each in REQUESTS}
     status = loop.status()
-    assert loop._model.graphs_failed is None and loop._model._padded.sizes == (1, 2, 4, 5)
+    assert loop._model.graphs_failed is None and [size.rows for size in loop._model._padded.sizes] == [1, 2, 4, 5]
     assert status.graph_captures == 4
     assert 0 < status.graph_replays < status.forwards  # Prompts are read without.
     assert status.stats["unplanned"] == 0 and status.failed_forwards == 0
@@ -110,20 +110,43 @@ def test_auto_is_for_gpus(make_loop: Callable[..., Loop]) -> None:
 
 
 def test_sizes() -> None:
-    def compute(ids: torch.Tensor, positions: torch.Tensor, attends: bool) -> torch.Tensor:
-        seen.append((len(ids), attends))
+    def compute(size: Padding, ids: torch.Tensor, positions: torch.Tensor, attends: bool) -> torch.Tensor:
+        assert len(ids) == len(positions) == size.rows
+        seen.append((size, attends))
         return torch.stack([ids, positions], 1).float()
 
     device = torch.device(DEVICE)
-    for largest, sizes in ((1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))):
-        seen: list[tuple[int, bool]] = []
-        made = PaddedForwards(largest, Staging(3 * largest, device), compute, Uncaptured())
-        assert made.sizes == sizes and seen == [(size, False) for size in reversed(sizes)]
-        assert made.size(largest) == largest and made.size(largest + 1) is None
-    assert made.size(3) == 4
-    assert made.run(4, [7, 8, 9], [1, 2, 3], [0, 1, 2]).tolist() == [[7, 1], [8, 2], [9, 3]]
-    assert made.run(4, [5, 6], [3, 4], [1]).tolist() == [[6, 4]]
+    for largest, rows in ((1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))):
+        for most, tokens in ((256, (256,)), (4096, (4096,)), (4112, (4096, 4112)), (16400, (4096, 16384, 16400))):
+            seen: list[tuple[Padding, bool]] = []
+            made = PaddedForwards(Padding(largest, most), Staging(3 * largest, device), compute, Uncaptured())
+            assert list(made.sizes) == [(row, token) for token in tokens for row in rows]
+            assert seen == [(size, False) for size in reversed(made.sizes)]
+            assert made.size(largest, most) == (largest, most)
+            assert made.size(largest + 1, 1) is made.size(1, most + 1) is None
+    assert made.size(3, 4096) == (4, 4096) and made.size(1, 4097) == (1, 16384)
+    four = Padding(4, 4096)
+    assert made.run(four, [7, 8, 9], [1, 2, 3], [0, 1, 2]).tolist() == [[7, 1], [8, 2], [9, 3]]
+    assert made.run(four, [5, 6], [3, 4], [1]).tolist() == [[6, 4]]
     assert made._logits[:4].tolist() == [[5, 3], [6, 4], [0, 0], [0, 0]]  # Nothing of the forward before.
+
+
+def test_a_forward_is_made_for_its_longest_sequence(make_loop: Callable[..., Loop],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[sluice.Bucket] = []
+    plan = sluice.Engine.plan
+    monkeypatch.setattr(sluice.Engine, "plan", lambda engine, items, bucket, *rest:
+                        planned.append(bucket) or plan(engine, items, bucket, *rest))
+    loop = make_loop(graphs="on", sequences=2, context=8192, host_bytes=32 << 20, prefill_rows=2048)
+    most = loop._engine.options.largest.max_tokens
+    assert most == 8192
+    long, short = prompt_ids(4090, 1), prompt_ids(20, 2)
+    told = run(loop, [greedy(1, long, 12), greedy(2, short, 12)])
+    assert (told.tokens(1), told.tokens(2)) == tuple(expected(bare_model("llama"), ids, 12) for ids in (long, short))
+    decoded = [bucket.max_tokens for bucket in planned if not bucket.prefills]
+    # The longer one has 4091 tokens with the first that it decodes, and 4101 with the last.
+    assert decoded.count(most) == 4101 - 4096 and set(decoded) == {4096, most}
+    assert {bucket.max_tokens for bucket in planned if bucket.prefills} == {4096}
 
 
 def test_staging_puts_columns_behind_each_other() -> None:

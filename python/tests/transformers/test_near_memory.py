@@ -6,7 +6,7 @@ import pytest
 import sluice
 import torch
 from sluice import _transformers_support as support
-from sluice._near import DeviceMemory
+from sluice._near import SHARE, DeviceMemory
 from tiny import ON_CPU, enabled, llama
 
 Asked = list[tuple[object, ...]]
@@ -25,7 +25,7 @@ def test_the_gpu_of_the_engine(asked: Asked) -> None:
     made = sluice.EngineOptions(layers=1, q_heads=1, kv_heads=1, head_dim=64, device="cuda:1")
     for given in (None, 0, 7):
         support.choose_near(made, given, 99)
-        assert asked == [("cuda:1",), (made, given, 99, DeviceMemory(free=3, total=4))]
+        assert asked == [("cuda:1",), (made, given, 99, DeviceMemory(free=3, total=4), SHARE)]
         asked.clear()
 
 

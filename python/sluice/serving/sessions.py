@@ -1,0 +1,136 @@
+"""What was read of a prompt or a conversation, in a file from one run of a command to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sluice.errors import Corrupt, Error, InvalidArgument, NotFound
+
+if TYPE_CHECKING:
+    from sluice.serving.model import PackedModel
+
+_SAMPLES, _SAMPLE = 64, 64 << 10  # Pieces of a file of weights that stand for all of it, and bytes of each.
+
+
+class Session:
+    """Keys and values in a file. They are shared by pages, as those of known prompts are."""
+
+    def __init__(self, file: Path, model: PackedModel, name: str) -> None:
+        """`name`: the model's, a folder or a name that transformers knows."""
+        self._file, self._model = file, model
+        self._signature = f"transformers {signature(name)} {model.weights}; policy {model.policy}"
+
+    def resume(self, ids: Sequence[int] | None) -> None:
+        """Makes what the file has known, if there is one. Prompts that begin like it begin with that.
+        @throws InvalidArgument if it is of another model or policy, or has nothing of a prompt of `ids`, if these are
+        given; Corrupt; OutOfCapacity"""
+        try:
+            sequence = self._model.engine.resume(self._file, self._signature)
+        except NotFound:
+            return
+        except (InvalidArgument, Corrupt) as error:
+            raise self._refusal(error) from None
+        try:
+            # All of it has names, and a page that is not full is not found.
+            if ids is not None and self._model.engine.tokens(sequence) >= self._model.engine.options.page_tokens:
+                if self._model.engine.match_prefix(self._model.policy, ids) == 0:
+                    raise self._refusal(InvalidArgument("the prompt begins otherwise"))
+        finally:
+            self._model.end(sequence)
+
+    def park(self, sequence: int) -> None:
+        """Writes a sequence that lives, whose tokens have names. If that fails there is no more than a warning: what
+        was read is still there to be answered."""
+        try:
+            self._model.engine.park(sequence, self._file, self._signature)
+        except Error as error:
+            print(f"sluice: --session {self._file} was not written: {error}", file=sys.stderr, flush=True)
+
+    def park_known(self, ids: Sequence[int]) -> None:
+        """Writes as much as is known of a prompt of these ids."""
+        with contextlib.suppress(Error):  # Such as a loop that has failed.
+            sequence = self._model.begin(ids)
+            try:
+                if self._model.engine.tokens(sequence):
+                    self.park(sequence)
+            finally:
+                self._model.end(sequence)
+
+    def _refusal(self, error: Error) -> Error:
+        return type(error)(f"--session {self._file} is not of this prompt and model: {error}; give another file, or "
+                           "remove this one")
+
+
+def signature(model: str) -> str:
+    """Of a folder, samples of its weights, and its configuration; of any other name, itself."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    digest = hashlib.sha256()
+    for file in sorted(each for each in folder.iterdir()
+                       if each.suffix in (".safetensors", ".bin") or each.name == "config.json"):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            for sample in range(_SAMPLES):  # From the beginning to the end; of a small file, all of it.
+                content.seek(sample * max(_SAMPLE, (size - _SAMPLE) // (_SAMPLES - 1)))
+                digest.update(content.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+class Conversation:
+    """The messages of a chat, in a file of JSON beside its keys and values."""
+
+    def __init__(self, file: Path | None, system: str | None) -> None:
+        """`system`: what the model is told first.
+        @throws InvalidArgument if the file is no conversation, or has begun with something else"""
+        self._file = None if file is None else file.with_name(file.name + ".json")
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        if self._file is not None and self._file.exists():
+            self.messages = self._read(system)
+        elif file is not None and file.exists():
+            raise InvalidArgument(f"--session {file} is no chat's: there is no {self._file}; give another file")
+        self.kept = int(bool(self.messages) and self.messages[0]["role"] == "system")
+        """Messages at the beginning that are never left out."""
+
+    def save(self) -> None:
+        """Whole or not at all, and for the user alone. If that fails there is no more than a warning."""
+        if self._file is None:
+            return
+        try:
+            self._write()
+        except OSError as error:
+            print(f"sluice: {self._file} was not written: {error}", file=sys.stderr, flush=True)
+
+    def _write(self) -> None:
+        handle, aside = tempfile.mkstemp(dir=self._file.parent, prefix=self._file.name)  # That nobody else may read.
+        try:
+            with open(handle, "w", encoding="utf-8") as content:
+                json.dump({"messages": self.messages}, content, ensure_ascii=False)
+                content.flush()
+                os.fsync(content.fileno())
+            os.replace(aside, self._file)
+        except BaseException:
+            os.unlink(aside)
+            raise
+
+    def _read(self, system: str | None) -> list[dict[str, str]]:
+        try:
+            messages = json.loads(self._file.read_text("utf-8"))["messages"]
+            if not all(isinstance(each[part], str) for each in messages for part in ("role", "content")):
+                raise TypeError("role and content of a message are texts")
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidArgument(f"{self._file} is no conversation: {error!r}; give another --session") from None
+        first = next((each["content"] for each in messages[:1] if each["role"] == "system"), None)
+        if system is not None and system != first:
+            raise InvalidArgument(f"{self._file} has begun with another --system; leave that out, or give another "
+                                  "--session")
+        return messages

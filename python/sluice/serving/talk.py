@@ -1,0 +1,209 @@
+"""The commands run and chat: answers of one loop to one user."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from sluice.errors import Error, InvalidArgument
+from sluice.serving.arguments import settings_of
+from sluice.serving.child import exit_at_once
+from sluice.serving.ranks import Launch
+from sluice.serving.requests import Request, Sampling
+from sluice.serving.sessions import Conversation, Session
+
+
+class Teller:
+    """Answers of one loop to one user."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from sluice.serving.load import load_loop, load_tokenizer
+
+        self._loop, ready = load_loop(settings_of(arguments))
+        self.session = arguments.session and Session(arguments.session, self._loop.model, arguments.model)
+        """Of --session, or None."""
+
+        self.tokenizer = load_tokenizer(arguments.model)
+        said = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
+        said = {name: value for name, value in said.items() if value is not None}
+        self._sampling = Sampling(**{**ready.defaults, "seed": secrets.randbits(63), **said})
+        self._number = 0
+        self.limit = ready.limit
+        """Tokens of prompt and answer."""
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def keep(self, ids: list[int]) -> None:
+        """The session has this prompt's beginning, and all of it when that has been read."""
+        if self.session:
+            self.session.resume(ids)
+            self._loop.on_prompt = self.session.park
+
+    def answer(self, ids: list[int]) -> Iterator[str]:
+        """The answer's text in pieces. It is given up with the iterator."""
+        self._number += 1
+        progress = Progress()
+        self._loop.submit(Request(self._number, ids, self._sampling))
+        try:
+            while not self._loop.idle:
+                with _uninterrupted():
+                    events = self._loop.step()
+                if not events:
+                    progress.tell(*self._loop.progress(self._number))
+                for event in events:
+                    progress.clear()
+                    if event.error:
+                        if self._loop.lost is not None:  # What torch has under way may never end.
+                            exit_at_once(f"sluice: {self._loop.lost}\n")
+                        raise Error(event.error)
+                    yield event.text
+        finally:
+            progress.clear()
+            self._loop.abort(self._number)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes after it: a forward that is cut leaves the engine with half of it. A second one comes at once."""
+    came: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+class Progress:
+    """Of a prompt that is read: a line on standard error, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._shown, self._began, self._first = False, time.monotonic(), 0
+
+    def tell(self, done: int, whole: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        self._first = self._first or done
+        new = done - self._first
+        left = ""
+        if new > 0:
+            seconds = int((time.monotonic() - self._began) / new * (whole - done))
+            left = f", {seconds // 60}:{seconds % 60:02} left"
+        else:
+            self._began = time.monotonic()
+        print(f"\rreading the prompt: {done:,} of {whole:,} tokens{left}\033[K", end="", file=sys.stderr, flush=True)
+        self._shown = True
+
+    def clear(self) -> None:
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._shown = False
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prompt = arguments.prompt
+    if prompt is None:
+        try:
+            prompt = sys.stdin.read() if str(arguments.file) == "-" else arguments.file.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidArgument(f"{arguments.file} is no text of UTF-8: {error}") from None
+    check_session(arguments)
+    with contextlib.closing(Teller(arguments)) as teller:
+        ids = teller.tokenizer.encode(prompt)
+        teller.keep(ids)
+        for piece in teller.answer(ids):
+            print(piece, end="", flush=True)
+        print()
+    return 0
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    check_session(arguments)
+    said = Conversation(arguments.session, arguments.system)
+    with contextlib.closing(Teller(arguments)) as teller:
+        if not getattr(teller.tokenizer, "chat_template", None):
+            raise InvalidArgument("this model's tokenizer has no chat template; use run")
+        if teller.session:
+            teller.session.resume(None)
+        try:
+            return converse(teller, said)
+        finally:
+            if teller.session and said.messages:
+                teller.session.park_known(ids_of(teller, said.messages, False))
+
+
+def check_session(arguments: argparse.Namespace) -> None:
+    """Refuses what --session does not go with, before anything is loaded."""
+    if arguments.session is None:
+        return
+    if arguments.no_prefix_cache:
+        raise InvalidArgument("--session: what it has is found as known prompts are; leave --no-prefix-cache out")
+    if Launch.of_environment().ranks > 1:
+        raise InvalidArgument("--session: a model that several processes share has none; leave it out")
+    if not arguments.session.parent.is_dir():
+        raise InvalidArgument(f"--session: there is no folder {arguments.session.parent}")
+
+
+def converse(teller: Teller, said: Conversation) -> int:
+    asks = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(asks)
+        except EOFError:
+            return 0
+        if not line.strip():
+            continue
+        said.messages.append({"role": "user", "content": line})
+        told = ""
+        try:
+            for piece in teller.answer(conversation(teller, said.messages, said.kept)):
+                told += piece
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            pass  # The answer is given up, and what there is of it stays.
+        except Error as error:
+            print(f"sluice: {error}", file=sys.stderr, flush=True)
+            if not told:
+                said.messages.pop()
+                continue
+        print()
+        said.messages.append({"role": "assistant", "content": told})
+        said.save()
+
+
+def ids_of(teller: Teller, messages: list[dict[str, str]], asks: bool = True) -> list[int]:
+    """Tokens of messages; if it `asks`, up to where an answer begins."""
+    return teller.tokenizer.apply_chat_template(messages, add_generation_prompt=asks, tokenize=True, return_dict=False)
+
+
+def conversation(teller: Teller, messages: list[dict[str, str]], kept: int) -> list[int]:
+    """Tokens of messages, without the oldest turns where the context has no room; the first `kept` stay.
+    @throws InvalidArgument if the last turn alone is too long"""
+    left_out = 0
+    while True:
+        ids = ids_of(teller, messages)
+        if len(ids) < teller.limit:
+            break
+        if len(messages) <= kept + 1:
+            raise InvalidArgument(f"this has {len(ids)} tokens, and prompt and answer together may have "
+                                  f"{teller.limit}; write less")
+        del messages[kept: kept + 2]  # A question and its answer.
+        left_out += 1
+    if left_out:
+        print(f"sluice: the context is full; the oldest turns ({left_out}) are left out from here on",
+              file=sys.stderr, flush=True)
+    return ids

@@ -1,0 +1,142 @@
+"""--session of run and chat: what was read once is not read again, and nothing of another model or prompt is used."""
+
+from __future__ import annotations
+
+import copy
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sluice
+import torch
+from small import bare_model, tokenizer
+from test_command import Done, answer_to, command, here  # noqa: F401: a fixture
+
+PROMPT = "the cat sat on the mat and the dog ran " * 12
+PAGE = 16
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens of prompts each forward reads."""
+    seen: list[int] = []
+    plan = sluice.Engine.plan
+    monkeypatch.setattr(sluice.Engine, "plan", lambda engine, items, *rest: seen.append(
+        sum(item.tokens for item in items if item.prefill)) or plan(engine, items, *rest))
+    return seen
+
+
+def test_a_prompt_is_read_once(folder: Path, here: Callable[..., Done], tmp_path: Path, read: list[int]) -> None:
+    file, whole = tmp_path / "s", len(tokenizer().encode(PROMPT))
+    first = command("run", folder, "--prompt", PROMPT, "--session", str(file))  # A process of its own.
+    assert (first.returncode, first.stdout, first.stderr) == (0, answer_to(PROMPT) + "\n", "")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    again = here("run", "--prompt", PROMPT, "--session", str(file))
+    assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
+    assert 0 < sum(read) <= PAGE < whole  # The page that is not full.
+    read.clear()
+    longer = PROMPT + "the mat the mat " * 5
+    more = here("run", "--prompt", longer, "--session", str(file))
+    assert (more.returncode, more.stdout) == (0, answer_to(longer) + "\n")
+    assert sum(read) <= len(tokenizer().encode(longer)) - whole + PAGE
+    read.clear()
+    here("run", "--prompt", longer, "--session", str(file))
+    assert sum(read) <= PAGE  # The file has the longer one now.
+
+
+def test_answers_of_one_token_are_kept_too(here: Callable[..., Done], tmp_path: Path, read: list[int]) -> None:
+    for _ in range(2):
+        read.clear()
+        assert here("run", "--prompt", PROMPT, "--session", str(tmp_path / "s"), "--max-tokens", "1").returncode == 0
+    assert sum(read) <= PAGE
+
+
+def test_what_is_not_of_this_prompt_and_model(folder: Path, here: Callable[..., Done], tmp_path: Path) -> None:
+    file = tmp_path / "s"
+    assert here("run", "--prompt", PROMPT, "--session", str(file)).returncode == 0
+    was = file.read_bytes()
+    other = copy.deepcopy(bare_model("llama"))
+    with torch.no_grad():
+        next(other.parameters()).mul_(0.5)
+    other.save_pretrained(tmp_path / "other")
+    tokenizer().save_pretrained(tmp_path / "other")
+    for arguments in (("--prompt", "a " + PROMPT), ("--prompt", PROMPT, "--policy", "sluice"),
+                      ("--prompt", PROMPT, "--model", str(tmp_path / "other"))):
+        done = here("run", "--session", str(file), *arguments)
+        assert (done.returncode, done.stdout) == (1, ""), arguments
+        assert f"--session {file} is not of this prompt and model: " in done.stderr
+        assert "give another file, or remove this one" in done.stderr and file.read_bytes() == was
+    file.write_bytes(was[:-100] + bytes(50) + was[-50:])
+    done = here("run", "--session", str(file), "--prompt", PROMPT)
+    assert (done.returncode, done.stdout) == (1, "") and "is not of this prompt and model" in done.stderr
+
+
+def test_a_session_that_cannot_be_written(here: Callable[..., Done], tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise sluice.ReadWriteError("no space left on device")
+
+    monkeypatch.setattr(sluice.Engine, "park", full)
+    done = here("run", "--prompt", PROMPT, "--session", str(tmp_path / "s"))
+    assert (done.returncode, done.stdout) == (0, answer_to(PROMPT) + "\n")
+    assert done.stderr == f"sluice: --session {tmp_path / 's'} was not written: no space left on device\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_conversation_goes_on(here: Callable[..., Done], tmp_path: Path, read: list[int]) -> None:
+    lines = (PROMPT, "a dog", "the mat")
+    whole = here("chat", "--system", "be brief", typed="\n".join(lines) + "\n")
+    assert whole.returncode == 0, whole.stderr
+    file, told = tmp_path / "s", ""
+    for at, line in enumerate(lines):
+        read.clear()
+        done = here("chat", "--session", str(file), *(("--system", "be brief") if at == 0 else ()), typed=line + "\n")
+        assert (done.returncode, done.stderr) == (0, "")
+        told += done.stdout
+        assert (sum(read) > len(tokenizer().encode(PROMPT))) == (at == 0)
+    assert told == whole.stdout
+    messages = json.loads((tmp_path / "s.json").read_text())["messages"]
+    assert [each["role"] for each in messages] == ["system"] + 3 * ["user", "assistant"]
+    assert [each["content"] for each in messages[1::2]] == [line for line in lines]
+    assert {stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()} == {0o600}
+    assert {each.name for each in tmp_path.iterdir()} == {"s", "s.json"}
+
+
+def test_without_its_keys_and_values_a_conversation_is_read_anew(here: Callable[..., Done], tmp_path: Path) -> None:
+    file = tmp_path / "s"
+    here("chat", "--session", str(file), typed=PROMPT + "\n")
+    kept = here("chat", "--session", str(file), typed="a dog\n")
+    messages = json.loads((tmp_path / "s.json").read_text())["messages"]
+    (tmp_path / "s.json").write_text(json.dumps({"messages": messages[:2]}))
+    file.unlink()
+    assert here("chat", "--session", str(file), typed="a dog\n").stdout == kept.stdout
+
+
+def test_what_is_no_conversation(here: Callable[..., Done], tmp_path: Path) -> None:
+    file, beside = tmp_path / "s", tmp_path / "s.json"
+    for text in ("{", "[]", '{"messages": [{"role": "user"}]}', '{"messages": [{"role": "user", "content": 1}]}'):
+        beside.write_text(text)
+        done = here("chat", "--session", str(file), typed="a dog\n")
+        assert done.returncode == 1 and f"{beside} is no conversation" in done.stderr and beside.read_text() == text
+    beside.write_text('{"messages": [{"role": "system", "content": "be brief"}]}')
+    done = here("chat", "--session", str(file), "--system", "be long", typed="a dog\n")
+    assert done.returncode == 1 and "has begun with another --system" in done.stderr
+    beside.unlink()
+    assert here("run", "--prompt", PROMPT, "--session", str(file)).returncode == 0
+    done = here("chat", "--session", str(file), typed="a dog\n")
+    assert done.returncode == 1 and "is no chat's" in done.stderr
+
+
+def test_what_sessions_do_not_go_with(here: Callable[..., Done], tmp_path: Path,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    file = str(tmp_path / "s")
+    for arguments, words in ((("--session", file, "--no-prefix-cache"), "leave --no-prefix-cache out"),
+                             (("--session", str(tmp_path / "none" / "s")), f"there is no folder {tmp_path / 'none'}")):
+        done = here("run", "--prompt", "a dog", *arguments)
+        assert done.returncode == 1 and words in done.stderr
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    done = here("run", "--prompt", "a dog", "--session", file)
+    assert done.returncode == 1 and "several processes share has none" in done.stderr
