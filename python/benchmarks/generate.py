@@ -83,8 +83,8 @@ def run(model: transformers.PreTrainedModel, name: str, wants: argparse.Namespac
         cache = here.cache()
         result = measure(model, cache, wants)
         memory = here.engine.memory()
-        result["device_gib"] = round(memory.device / 2**30, 2)
-        result["near_gib"] = round(memory.near_pages / 2**30, 2)
+        for name in ("device", "near_pages", "codes", "digests", "buffers", "far_pages_used", "policies"):
+            result[f"{name}_gib"] = round(getattr(memory, name) / 2**30, 2)
         cache.reset()
     return result
 
@@ -118,7 +118,7 @@ def main() -> None:
                               "ranks": launch.ranks, **result}), flush=True)
         else:
             print(f"{name:24} prompt {result['prompt_s']:8.2f} s   token {result['token_ms']:8.2f} ms   p95 "
-                  f"{result['token_p95_ms']:8.2f}   near {result.get('near_gib', 0.0):6.2f} GiB", flush=True)
+                  f"{result['token_p95_ms']:8.2f}   near {result.get('near_pages_gib', 0.0):6.2f} GiB", flush=True)
     if launch.ranks > 1:
         torch.distributed.destroy_process_group()
 
