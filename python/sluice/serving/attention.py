@@ -30,6 +30,7 @@ class Forward:
     bucket: Bucket
     stream: Any
     layer: int = 0  #: the next one
+    compiled: int = 0  #: how many of those before it attended in what torch has compiled
     goes_on: bool = False  #: after an error the model runs to its end, with attention of 0
     error: Exception | None = None  #: the first of such a forward
 
@@ -98,8 +99,13 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: 
     return out[None]
 
 
-# For torch.compile, which does not look into it. All that it depends on besides its arguments is there when it runs.
-_compiled = torch.library.custom_op("sluice::packed_attention", _attend, mutates_args=())
+# torch.compile does not look into it. All that it depends on besides its arguments is there when it runs.
+@torch.library.custom_op("sluice::packed_attention", mutates_args=())
+def _compiled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, layer: int,
+              scaling: float | None, window: int | None, softcap: float | None) -> torch.Tensor:
+    out = _attend(query, key, value, sinks, layer, scaling, window, softcap)
+    _running.get().compiled += 1
+    return out
 
 
 @_compiled.register_fake

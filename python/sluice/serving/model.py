@@ -44,7 +44,7 @@ class PackedModel:
         """`host_bytes`: for keys and values. `context`: tokens of a sequence, at most; None: the model's. `sequences`:
         that live at once. `prefill_rows`: tokens of prompts that one forward takes. `graphs`: forwards of decoded
         tokens alone are replayed from CUDA graphs, which are captured here; "auto": on a GPU. On the CPU "on" pads them
-        as graphs would be, and runs them as they are. `compile`: these forwards are compiled by torch, which takes a
+        as graphs would be, and runs them as they are. `compile`: the model is compiled by torch, which takes a
         minute or so and makes one kernel of several small ones. `options` are others of EngineOptions; without
         `near_bytes` a GPU's memory for near keys and values is chosen by what is free.
         @throws Unsupported naming what the model has that is not served"""
@@ -96,6 +96,8 @@ class PackedModel:
 
         self._staging = Staging(3 * self.engine.options.largest.rows, device)
         self._padded: PaddedForwards | None = None
+        self._compiled: Callable[..., Any] | None = None
+        self._ran_compiled = False  # The newest forward.
         self._error: Exception | None = None  # Of the newest forward, or while graphs are recorded, that went on.
         try:
             self._try_out()
@@ -111,7 +113,7 @@ class PackedModel:
             before, self._before = self._before, None
             if before is None:
                 return
-            self._padded = None
+            self._padded = self._compiled = None
             try:
                 self._model.set_attn_implementation(before)
             finally:
@@ -143,7 +145,7 @@ class PackedModel:
         planned, self._error = self._plan(items), None
         try:
             if planned.size is None:
-                logits = self._plain(planned.bucket, ids, planned.positions, kept)
+                logits = self._run_plainly(planned.bucket, ids, planned.positions, kept)
             else:
                 logits = self._padded.run(planned.size, ids, planned.positions, kept)
                 self.graph_replays += 1
@@ -194,13 +196,15 @@ class PackedModel:
     def _record(self, compile: bool = False) -> None:
         """Graphs of all sizes, or none: without them forwards are slower, and the same."""
         if compile:
-            self.compile_failed = self._record_all(torch.compile(self._model, dynamic=True))
+            self._compiled = torch.compile(self._model, dynamic=True)
+            self.compile_failed = self._record_all(self._compiled, True)
             if self.compile_failed is None:
                 return
+            self._compiled = None
         self.graphs_failed = self._record_all(self._model)
 
-    def _record_all(self, model: Callable[..., Any]) -> str | None:
-        """Why it could not be done; None if it was."""
+    def _record_all(self, model: Callable[..., Any], plain: bool = False) -> str | None:
+        """Why it could not be done; None if it was. `plain`: others run through it, too."""
         recorder: Recorder = CudaGraphs(self._device) if self._device.type == "cuda" else Uncaptured()
 
         def compute(size: Padding, ids: torch.Tensor, positions: torch.Tensor, attends: bool) -> torch.Tensor:
@@ -210,6 +214,11 @@ class PackedModel:
         try:
             largest = Padding(self.engine.options.sequences, self.engine.options.largest.max_tokens)
             padded = PaddedForwards(largest, self._staging, compute, recorder)
+            if plain:
+                # Other numbers of rows than of those that are kept: torch would take them to be the same.
+                self._run_plainly(Bucket(decode_rows=5), [0] * 5, range(5), [1], False)
+                if not self._ran_compiled:
+                    raise Unsupported("torch runs this model as it is: see TORCH_LOGS=recompiles,graph_breaks")
             if self._error is not None:
                 raise self._error
             self._padded, self.graph_captures = padded, len(padded.sizes)
@@ -232,9 +241,13 @@ class PackedModel:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
     @torch.inference_mode()
-    def _plain(self, bucket: Bucket, ids: Sequence[int], positions: Sequence[int],
-               kept: Sequence[int]) -> torch.Tensor:
-        return self._compute(bucket, *self._staging.put(ids, positions, kept), True).float()
+    def _run_plainly(self, bucket: Bucket, ids: Sequence[int], positions: Sequence[int], kept: Sequence[int],
+                     attends: bool = True) -> torch.Tensor:
+        # One row, and one that is kept, would be compiled for themselves.
+        model = self._compiled if len(ids) > 1 else None
+        more = [0] * max(0, 2 - len(kept)) if model is not None else []
+        logits = self._compute(bucket, *self._staging.put(ids, positions, [*kept, *more]), attends, model)
+        return logits[: len(kept)].float()
 
     def _compute(self, bucket: Bucket, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | None,
                  attends: bool, model: Callable[..., Any] | None = None) -> torch.Tensor:
@@ -249,6 +262,7 @@ class PackedModel:
         if running.layer != self.engine.options.layers:
             raise Unsupported(f"the model attended in {running.layer} layers, and its configuration says "
                               f"{self.engine.options.layers}")
+        self._ran_compiled = running.compiled == running.layer
         return logits if kept is None or self._keeps else logits[kept]
 
 

@@ -33,7 +33,7 @@ class Settings:
     dtype: str = "auto"  #: of the model: "auto", "float32", "float16" or "bfloat16"
     slowdown: float = 0  #: of answers beside prompts, as AdmissionOptions has it
     graphs: str = "auto"  #: "auto", "on" or "off": CUDA graphs of forwards, as PackedModel has it
-    compile: bool = False  #: those forwards are compiled by torch
+    compile: bool = False  #: the model is compiled by torch
     prefix: bool = True  #: prompts begin with what is known of them
     silence_s: float = 600  #: a process that says nothing for as long, longer than a forward takes, is lost
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions

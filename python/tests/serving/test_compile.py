@@ -1,4 +1,4 @@
-"""Forwards that torch compiles give the tokens of any other forward."""
+"""Forwards that torch compiles, all of them before any request, give the tokens of any other forward."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import sluice
-import sluice.serving.attention
 import torch
 import transformers
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from small import KV, bare_model, expected, greedy, prompt_ids, run, tokenizer
 from test_windows import gemma2, gpt_oss
+from torch._dynamo.utils import counters
 
 MODELS = {"llama": lambda: bare_model("llama"), "sinks": gpt_oss, "softcap": gemma2}
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Loop]]:
+    torch._dynamo.reset()  # It compiles a function of transformers only so often, for all models of a process.
     made: list[PackedModel] = []
 
     def loop(model: transformers.PreTrainedModel, **options: object) -> Loop:
@@ -36,20 +37,27 @@ def serve() -> Iterator[Callable[..., Loop]]:
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_tokens_are_the_same(serve: Callable[..., Loop], make: Callable[[], transformers.PreTrainedModel],
                              monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ran = make(), []
-    # What torch compiles attends by an operation of its own: that it runs shows that it was compiled.
-    attend = sluice.serving.attention._attend
-    monkeypatch.setattr(sluice.serving.attention, "_attend", lambda *call: ran.append("plain") or attend(*call))
+    model = make()
     loop = serve(model)
     assert (loop._model.compile_failed, loop._model.graphs_failed) == (None, None)
     assert loop._model.graph_captures == 3
+    rows: list[tuple[int, bool]] = []
+    plainly, compiled = loop._model._run_plainly, counters["stats"]["unique_graphs"]
+
+    def watched(bucket: sluice.Bucket, ids: list[int], *rest: object) -> torch.Tensor:
+        logits = plainly(bucket, ids, *rest)
+        rows.append((len(ids), loop._model._ran_compiled))
+        return logits
+
+    monkeypatch.setattr(loop._model, "_run_plainly", watched)
     wants = {length: expected(model, prompt_ids(length, length), 12) for length in (1, 17, 65)}
     told = run(loop, [greedy(each, prompt_ids(each, each)) for each in wants])
-    assert {each: told.tokens(each) for each in wants} == wants
+    told.events.update(run(loop, [greedy(100, prompt_ids(1, 1))]).events)  # A forward of one row.
+    assert {each: told.tokens(each) for each in wants} == wants and told.tokens(100) == wants[1]
+    assert max(rows)[0] > 17 and min(rows) == (1, False) and all(ran == (count > 1) for count, ran in rows)
+    assert counters["stats"]["unique_graphs"] == compiled
     status = loop.status()
-    assert 0 < status.graph_replays < status.forwards and status.failed_forwards == 0
-    layers = model.config.num_hidden_layers
-    assert len(ran) == layers * (1 + status.forwards - status.graph_replays)  # And the token that is tried out.
+    assert status.graph_replays == status.forwards - len(rows) > 0 and status.failed_forwards == 0
 
 
 def test_without_a_compiler(serve: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +69,14 @@ def test_without_a_compiler(serve: Callable[..., Loop], monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "compile", broken)
     loop = serve(bare_model("llama"))
     assert loop._model.compile_failed == "RuntimeError: no compiler was found"
+    assert loop._model.graphs_failed is None and loop.status().graph_captures == 3
+    assert run(loop, [greedy(1, prompt_ids(20))]).tokens(1) == expected(bare_model("llama"), prompt_ids(20), 12)
+
+
+def test_a_model_that_torch_does_not_compile(serve: Callable[..., Loop]) -> None:
+    with torch._dynamo.config.patch(disable=True):
+        loop = serve(bare_model("llama"))
+    assert loop._model.compile_failed.startswith("Unsupported: torch runs this model as it is")
     assert loop._model.graphs_failed is None and loop.status().graph_captures == 3
     assert run(loop, [greedy(1, prompt_ids(20))]).tokens(1) == expected(bare_model("llama"), prompt_ids(20), 12)
 
