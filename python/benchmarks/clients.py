@@ -180,10 +180,10 @@ async def quiet(url: str) -> dict[str, float]:
         await asyncio.sleep(0.2)
 
 
-async def measure(url: str, process: int, clients: int, wants: argparse.Namespace) -> dict[str, Any]:
+async def measure(url: str, process: int, clients: int, seconds: int, wants: argparse.Namespace) -> dict[str, Any]:
     seen, began = Seen(), time.monotonic()
-    before, ends = resident(process), began + wants.seconds
-    watching = asyncio.ensure_future(watch(url, process, max(5.0, wants.seconds / 10), began))
+    before, ends = resident(process), began + seconds
+    watching = asyncio.ensure_future(watch(url, process, max(5.0, seconds / 10), began))
     await asyncio.gather(*(client(url, each, ends, wants, seen) for each in range(clients)))
     watching.cancel()
     took = time.monotonic() - began
@@ -200,8 +200,8 @@ async def measure(url: str, process: int, clients: int, wants: argparse.Namespac
 
 async def drive(wants: argparse.Namespace) -> None:
     async with server(wants) as (url, process):
-        for clients in wants.clients:
-            result = await measure(url, process, clients, wants)
+        for clients, seconds in zip(wants.clients, wants.seconds):
+            result = await measure(url, process, clients, seconds, wants)
             print(json.dumps(result), flush=True)
             if result["errors"] or result["failed_forwards"] or (wants.leaves_nothing and result["pages_gib"]):
                 raise SystemExit("there were errors, or memory was left behind; see above")
@@ -222,7 +222,7 @@ def arguments() -> argparse.Namespace:
     add("--make", type=Path, metavar="DIR", help="save a model there, and end")
     add("--model", type=Path, metavar="DIR")
     add("--clients", type=counts, default=[64], help="at once; several numbers are measured one after the other (64)")
-    add("--seconds", type=float, default=60.0, help="for each number of clients (%(default)s)")
+    add("--seconds", type=counts, default=[60], help="for each number of clients, or one for each (60)")
     add("--leave", type=float, default=0.0, help="share of requests whose client goes away (%(default)s)")
     add("--prompts", type=lengths, default=[64, 4096], help="tokens, least and most (64,4K)")
     add("--answers", type=lengths, default=[8, 256], help="tokens, least and most (8,256)")
@@ -238,6 +238,10 @@ def arguments() -> argparse.Namespace:
     wants = parser.parse_args()
     if (wants.make is None) == (wants.model is None):
         parser.error("one of --make and --model is needed")
+    if len(wants.seconds) == 1:
+        wants.seconds *= len(wants.clients)
+    if len(wants.seconds) != len(wants.clients):
+        parser.error("--seconds wants one number, or one for each of --clients")
     return wants
 
 
