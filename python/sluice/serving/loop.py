@@ -12,25 +12,12 @@ import torch
 from sluice.admission import Admission, AdmissionOptions, TurnItem
 from sluice.errors import Error, InternalError, InvalidArgument, OutOfCapacity
 from sluice.options import PlanItem
+from sluice.serving.live import Live
 from sluice.serving.model import PackedModel
 from sluice.serving.requests import Chosen, Event, Request, Status
-from sluice.serving.sampling import Past, choose
-from sluice.serving.text import Detokenizer, StopTexts
+from sluice.serving.sampling import choose
 
 _HOPELESS = 3  # Turns in a row whose forwards failed, after which a loop is no longer worth asking.
-
-
-class _Live:
-    """A request that has not ended."""
-
-    def __init__(self, request: Request, tokenizer: Any) -> None:
-        self.request = request
-        self.ids = list(request.prompt)  # And the answer's.
-        self.past = Past(request.sampling, request.prompt)
-        self.sequence: int | None = None
-        self.cached: int | None = None
-        self.detokenizer, self.stops = Detokenizer(tokenizer), StopTexts(request.sampling.stop)
-        self.untold: list[Chosen] = []  # Tokens whose text is held back.
 
 
 class Loop:
@@ -45,7 +32,7 @@ class Loop:
         `slowdown`: as AdmissionOptions has it."""
         self._model, self._engine, self._tokenizer = model, model.engine, tokenizer
         self._end_ids, self._prefix = frozenset(end_ids), prefix
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
         self._behind: dict[int, list[Request]] = {}  # Those that wait for another's prompt.
         shares = dataclasses.replace(AdmissionOptions.of(self._engine), slowdown=slowdown)
         self._admission = Admission(shares)
@@ -81,7 +68,7 @@ class Loop:
         room = self.limit - len(request.prompt)
         self._admission.submit(request.number, len(request.prompt), min(request.sampling.max_tokens or room, room),
                                self._on_cpu)
-        self._live[request.number] = _Live(request, self._tokenizer)
+        self._live[request.number] = Live(request, self._tokenizer)
 
     def abort(self, number: int) -> None:
         """Ends a request, whose memory is free when this returns. There are no more events of it."""
@@ -146,7 +133,7 @@ class Loop:
         events, self._events = self._events, []
         return events
 
-    def _begin(self, live: _Live) -> None:
+    def _begin(self, live: Live) -> None:
         try:
             live.sequence = self._model.begin(live.ids if self._prefix else None)
         except Error as error:
@@ -158,7 +145,7 @@ class Loop:
         if live.cached is None:
             live.cached = found
 
-    def _rest(self, live: _Live) -> None:
+    def _rest(self, live: Live) -> None:
         """Gives a sequence's memory back. It begins again with all tokens it has, as a prompt."""
         self._preemptions += 1
         self._model.end(live.sequence)
@@ -185,7 +172,7 @@ class Loop:
             self._in_vain = 0
             self._continue([live for live, item in zip(lives, items) if item.output], logits)
 
-    def _continue(self, lives: list[_Live], logits: torch.Tensor) -> None:
+    def _continue(self, lives: list[Live], logits: torch.Tensor) -> None:
         """The next tokens of requests. The engine has the forward's tokens: whatever comes, it is not repeated."""
         error: Exception | None = None
         chosen: list[Chosen | None] = [None] * len(lives)
@@ -203,7 +190,7 @@ class Loop:
             else:
                 self._fail(live, error, live.request.number in gone)
 
-    def _moved(self, items: list[TurnItem]) -> list[_Live]:
+    def _moved(self, items: list[TurnItem]) -> list[Live]:
         """Requests of whose tokens the engine has others than those before their items."""
         lives = [self._live[item.request] for item in items]
         return [live for live, item in zip(lives, items) if self._engine.tokens(live.sequence) != item.first]
@@ -253,48 +240,31 @@ class Loop:
         self._took_s = time.monotonic() - began
         return logits
 
-    def _take(self, live: _Live, chosen: Chosen | None, gone: bool) -> None:
+    def _take(self, live: Live, chosen: Chosen | None, gone: bool) -> None:
         """A new token of an answer. `gone`: admission has let go of the request."""
         if chosen is None:
             self._fail(live, InternalError("the model's logits are not finite numbers"), gone)
             return
-        wants, number = live.request.sampling, live.request.number
-        live.ids.append(chosen.token)
-        live.past.add(chosen.token)
+        number = live.request.number
+        event = live.take(chosen, self._end_ids, self.limit)
         if live.past.answered == 1:
             if self.on_prompt is not None:
                 self.on_prompt(live.sequence)
             self._follow(number, True)
-        ends = chosen.token in wants.stop_ids or (chosen.token in self._end_ids and not wants.ignore_eos)
-        text, finish = "", "stop" if ends else None
-        if not ends:
-            live.untold.append(chosen)
-            text = live.stops.push(live.detokenizer.push(chosen.token))
-            if live.stops.found:
-                finish = "stop"
-            elif live.past.answered == wants.max_tokens or len(live.ids) >= self.limit:
-                finish = "length"
-        if finish is not None and not live.stops.found:
-            text += live.stops.push(live.detokenizer.end())
-            finish = "stop" if live.stops.found else finish
-            text += live.stops.end()
-        tokens: tuple[Chosen, ...] = ()
-        if text or finish:
-            tokens, live.untold = tuple(live.untold), []
-        self._events.append(Event(number, text, tokens, live.past.answered, live.cached, finish))
-        if finish and not gone:
+        self._events.append(event)
+        if event.finish and not gone:
             self._admission.end(number)
-        if finish:
+        if event.finish:
             self._drop(live)
 
-    def _fail(self, live: _Live, error: Exception, gone: bool = False) -> None:
+    def _fail(self, live: Live, error: Exception, gone: bool = False) -> None:
         number = live.request.number
         self._events.append(Event(number, count=live.past.answered, error=f"{type(error).__name__}: {error}"))
         if not gone:
             self._admission.end(number)
         self._drop(live)
 
-    def _drop(self, live: _Live) -> None:
+    def _drop(self, live: Live) -> None:
         number = live.request.number
         del self._live[number]
         if live.sequence is not None:
