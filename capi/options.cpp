@@ -7,7 +7,8 @@ namespace {
 
 constexpr const char* kName = "sluice_engine_options";
 static_assert(offsetof(sluice_engine_options, windows) + sizeof(const std::uint32_t*) == sizeof(sluice_engine_options));
-static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16));
+static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
+              SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
 struct Feature {
   std::uint32_t bit;
@@ -24,7 +25,8 @@ constexpr Feature kFeatures[] = {{SLUICE_BUCKET_TOP_K, &Bucket::top_k},
 }
 
 DType dtype_of(std::int32_t value) {
-  if (value < SLUICE_F32 || value > SLUICE_BF16) refuse("kv_dtype", value, "SLUICE_F32, SLUICE_F16 or SLUICE_BF16");
+  if (value < SLUICE_F32 || value > SLUICE_FP8_E4M3)
+    refuse("kv_dtype", value, "SLUICE_F32, SLUICE_F16, SLUICE_BF16 or SLUICE_FP8_E4M3");
   return static_cast<DType>(value);
 }
 

@@ -50,6 +50,8 @@ struct AttendVariant {
   std::uint32_t head_tiles = 1;  ///< tiles of 8 query heads that share one read of K and V
   bool scored = false;           ///< some tokens come with their scores
   bool capped = false;           ///< scores are soft-capped
+  /// K and V are e4m3 rows with scales, multiplied as bf16; not with given scores.
+  bool scaled = false;
   [[nodiscard]] constexpr std::uint32_t heads() const noexcept { return 8 * head_tiles; }
   friend constexpr bool operator==(const AttendVariant&, const AttendVariant&) = default;
 };
@@ -97,7 +99,7 @@ struct PrefillVariant {
 /// "attend bf16 d128 heads8 scored"
 [[nodiscard]] inline std::string to_string(const AttendVariant& variant) {
   return std::string("attend ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " heads" +
-         std::to_string(variant.heads()) + (variant.scored ? " scored" : "") + (variant.capped ? " capped" : "");
+         std::to_string(variant.heads()) + (variant.scored ? " scored" : "") + (variant.capped ? " capped" : "") + (variant.scaled ? " scaled" : "");
 }
 
 /// "prefill bf16 d128 terms2", "prefill bf16 d128 terms1 warpgroups"

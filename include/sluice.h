@@ -36,7 +36,7 @@ extern "C" {
 
 /// Of this header. Rises with every release that adds something; what an older one has stays as it is, or the library's
 /// soname changes.
-#define SLUICE_ABI_VERSION 3u
+#define SLUICE_ABI_VERSION 4u
 
 /// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
 SLUICE_API uint32_t sluice_abi_version(void);
@@ -107,8 +107,10 @@ enum { SLUICE_TYPE_FLOAT = 2, SLUICE_TYPE_BFLOAT = 4 };
 
 /* --------------------------------------------------------------------------------------------- options */
 
-/// Element type of what an engine keeps.
-enum { SLUICE_F32 = 0, SLUICE_F16 = 1, SLUICE_BF16 = 2 };
+/// Element type of what an engine keeps. SLUICE_FP8_E4M3 (since version 4) halves the host memory of keys and values:
+/// each row has a scale, a power of two, and what is rounded is the same wherever it lies, bf16 in device memory.
+/// Tensors have none of it.
+enum { SLUICE_F32 = 0, SLUICE_F16 = 1, SLUICE_BF16 = 2, SLUICE_FP8_E4M3 = 3 };
 /// What stands for a full page's keys where policies rank pages.
 enum { SLUICE_DIGESTS_NONE = 0, SLUICE_DIGESTS_BOX = 1, SLUICE_DIGESTS_CUBOID_MEAN = 2 };
 /// How prompts attend: densely, in blocks that FlexPrefill chooses, or so where that pays.
@@ -129,7 +131,8 @@ typedef struct sluice_engine_options {
   uint32_t struct_size;
   int32_t device_type;    ///< SLUICE_DEVICE_CPU (default), the embedded host device, or SLUICE_DEVICE_CUDA
   int32_t device_id;      ///< of the GPU, as CUDA counts them, CUDA_VISIBLE_DEVICES applied; 0 with the host device
-  int32_t kv_dtype;       ///< of keys and values in memory: SLUICE_BF16 (default), SLUICE_F16, SLUICE_F32
+  /// Of keys and values in memory: SLUICE_BF16 (default), SLUICE_F16, SLUICE_F32 (host device), SLUICE_FP8_E4M3
+  int32_t kv_dtype;
   uint64_t device_bytes;  ///< most that is taken of the GPU's memory; 0 (default): what it has. 0 with the host device
 
   uint32_t layers;   ///< required, as the next three

@@ -29,6 +29,7 @@ struct RowCopy {
   const std::byte* from = nullptr;
   std::uint64_t stride_bytes = 0;
   std::byte* to = nullptr;
+  float* scales = nullptr;  ///< of the first row, every second one, or null
   std::uint32_t rows = 0;
 };
 
@@ -41,7 +42,7 @@ void append_half(const Kernels& kernels, DType from_type, const PageLayout& layo
       std::memcpy(to, from, layout.row_bytes());
     } else {
       kernels_for(kernels, from_type).widen(from, wide, layout.head_dim);
-      kernels_for(kernels, layout.dtype).narrow(wide, to, layout.head_dim);
+      write_row(kernels, layout, wide, to, copy.scales + (layout.scaled() ? 2 * r : 0));
     }
   }
 }
@@ -51,19 +52,27 @@ void append_half(const Kernels& kernels, DType from_type, const PageLayout& layo
 void Backend::append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream*) {
   if (tasks.empty()) return;
   check("append", layout);
+  for (const AppendTask& task : tasks) check_tensor_type("append", task.dtype);
   std::uint64_t rows = 0;
   for (const AppendTask& task : tasks) rows += task.count;
   for_each_task(workers_, tasks, rows * 2 * layout.row_bytes(), [&kernels = kernels_, layout](const AppendTask& task) {
     const std::uint64_t stride = task.token_stride * bytes_of(task.dtype);
     std::byte* const k = task.page + task.first_row * layout.row_bytes();
-    append_half(kernels, task.dtype, layout, {.from = task.k, .stride_bytes = stride, .to = k, .rows = task.count});
+    const auto scales = const_cast<float*>(scales_in(layout, task.page, task.first_row));
     append_half(kernels, task.dtype, layout,
-                {.from = task.v, .stride_bytes = stride, .to = k + layout.half_bytes(), .rows = task.count});
+                {.from = task.k, .stride_bytes = stride, .to = k, .scales = scales, .rows = task.count});
+    append_half(kernels, task.dtype, layout,
+                {.from = task.v,
+                 .stride_bytes = stride,
+                 .to = k + layout.half_bytes(),
+                 .scales = scales == nullptr ? nullptr : scales + 1,
+                 .rows = task.count});
   });
 }
 
 void Backend::to_f32(std::span<const ToF32Task> tasks, Stream*) {
   for (const auto& [in, out] : tasks) {
+    check_tensor_type("to_f32", in.dtype);
     const std::uint64_t row = std::uint64_t{in.heads} * in.head_dim;
     for_each_unit(workers_, in.tokens, in.tokens * row * sizeof(float),
                   [&kernels = kernels_, in = in, out = out, row](std::uint32_t token) {

@@ -66,21 +66,28 @@ std::uint64_t cut(const std::vector<AttendTask>& tasks, std::vector<Unit>& units
 void attend_unit(const Kernels& kernels, const AttendTask& task, const AttentionShape& shape, const Unit& unit,
                  const Partial& out) {
   thread_local std::vector<const std::byte*> rows;
+  thread_local std::vector<const float*> scales;
   if (rows.size() < unit.rows) rows.resize(unit.rows);
+  if (task.kv.layout.scaled() && scales.size() < unit.rows) scales.resize(unit.rows);
   AttendRows args{.q = task.q,
                   .scale = shape.score_scale(),
                   .softcap = shape.softcap,
                   .k = rows.data(),
                   .v_offset = task.kv.layout.half_bytes(),
+                  .scales = scales.data(),
                   .count = unit.rows,
                   .group = shape.group(),
                   .head_dim = shape.head_dim,
                   .out = out.out,
                   .lse = out.lse};
+  const auto list = [&](const auto& some) {
+    list_rows(task.kv, some, rows.data());
+    if (task.kv.layout.scaled()) list_scales(task.kv, some, scales.data());
+  };
   if (unit.kind == Unit::Kind::runs) {
-    list_rows(task.kv, task.runs.subspan(unit.begin, unit.end - unit.begin), rows.data());
+    list(task.runs.subspan(unit.begin, unit.end - unit.begin));
   } else {
-    list_rows(task.kv, task.tokens.subspan(unit.begin, unit.end - unit.begin), rows.data());
+    list(task.tokens.subspan(unit.begin, unit.end - unit.begin));
     if (!task.members.empty()) args.members = task.members.data() + unit.begin;
     if (!task.scores.empty()) args.scores = task.scores.data() + std::size_t{unit.begin} * shape.group();
   }
@@ -162,6 +169,7 @@ void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& sh
 void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream*) {
   if (tasks.empty()) return;
   check("merge", shape);
+  check_tensor_type("merge", out_dtype);
   const std::uint32_t rows = shape.group();
   const std::size_t floats = std::size_t{rows} * shape.head_dim;
   for_each_task(workers_, tasks, tasks.size() * tasks.front().parts.size() * floats * sizeof(float),

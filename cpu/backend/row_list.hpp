@@ -37,4 +37,15 @@ inline const std::byte** list_rows(const KvView& kv, std::span<const PageRun> ru
   return rows;
 }
 
+/// Writes where every token's scales are, in pages that have some.
+inline void list_scales(const KvView& kv, std::span<const std::uint32_t> tokens, const float** scales) {
+  for (const std::uint32_t token : tokens) *scales++ = kv.scales(token);
+}
+inline void list_scales(const KvView& kv, std::span<const PageRun> runs, const float** scales) {
+  for (const PageRun& run : runs) {
+    const float* scale = kv.scales(std::uint64_t{run.page} * kv.layout.page_tokens + run.begin);
+    for (std::uint32_t i = run.begin; i < run.end; ++i, scale += 2) *scales++ = scale;
+  }
+}
+
 }  // namespace sluice::cpu

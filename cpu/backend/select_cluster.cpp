@@ -61,7 +61,9 @@ class KMeans {
  private:
   /// A key that is not finite is NaN in all its elements.
   void read_key(std::uint32_t index, float* out) const {
-    kernels_for(kernels_, task_.kv.layout.dtype).widen(task_.kv.k_row(std::size_t{task_.first} + index), out, dim_);
+    const std::size_t token = std::size_t{task_.first} + index;
+    const PageLayout& layout = task_.kv.layout;
+    read_row(kernels_, layout, task_.kv.k_row(token), layout.scaled() ? task_.kv.scales(token) : nullptr, out);
     if (!is_finite(out, dim_)) std::fill_n(out, dim_, std::numeric_limits<float>::quiet_NaN());
   }
 

@@ -127,8 +127,10 @@ void Backend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& la
   check("quantize", layout);
   const Int4Layout copy(layout);
   for_each_task(workers_, tasks, tasks.size() * layout.half_bytes(),
-                [&kernels = kernels_for(kernels_, layout.dtype), copy](const QuantizeTask& task) {
+                [&kernels = kernels_for(kernels_, layout.dtype), copy, layout](const QuantizeTask& task) {
+                  const float* const scales = scales_in(layout, task.page);
                   kernels.quantize({.k = task.page,
+                                    .scales = scales,
                                     .codes = task.out,
                                     .params = task.out + copy.params_offset(),
                                     .rows = task.rows,

@@ -54,13 +54,18 @@ void Backend::digest(std::span<const DigestTask> tasks, DigestKind kind, const P
   const ElementKernels& kernels = kernels_for(kernels_, layout.dtype);
   const auto run = kind == DigestKind::box ? kernels.digest_box : kernels.digest_cuboid_mean;
   for_each_task(workers_, tasks, tasks.size() * layout.half_bytes(), [run, layout](const DigestTask& task) {
-    run({.k = task.page, .out = task.out, .rows = layout.page_tokens, .head_dim = layout.head_dim});
+    run({.k = task.page,
+         .scales = scales_in(layout, task.page),
+         .out = task.out,
+         .rows = layout.page_tokens,
+         .head_dim = layout.head_dim});
   });
 }
 
 void Backend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype, Stream*) {
   if (tasks.empty()) return;
   check("score_pages", shape);
+  check_tensor_type("score_pages", digest_dtype);
   const auto pages = [](const ScorePagesTask& task) { return task.pages; };
   const auto lent = Lent<SlicedTasks<ScorePagesTask>>::reused(workers_);
   lent->cut(tasks, pages);
@@ -92,13 +97,17 @@ void Backend::score_tokens(std::span<const ScoreTokensTask> tasks, const Attenti
                 [all = lent.get(), &kernels = kernels_, shape](std::uint32_t i) {
                   const Slice& slice = all->slices[i];
                   const ScoreTokensTask& task = all->tasks[slice.task];
+                  const auto some = task.tokens.subspan(slice.begin, slice.end - slice.begin);
                   const std::byte* rows[kSliceRows];
-                  list_rows(task.kv, task.tokens.subspan(slice.begin, slice.end - slice.begin), rows);
+                  const float* scales[kSliceRows];
+                  list_rows(task.kv, some, rows);
+                  if (task.kv.layout.scaled()) list_scales(task.kv, some, scales);
                   kernels_for(kernels, task.kv.layout.dtype)
                       .score({.q = task.q,
                               .scale = shape.score_scale(),
                               .softcap = shape.softcap,
                               .k = rows,
+                              .scales = scales,
                               .count = slice.end - slice.begin,
                               .group = shape.group(),
                               .head_dim = shape.head_dim,

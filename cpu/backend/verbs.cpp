@@ -54,6 +54,10 @@ void refuse(const char* verb, const AttentionShape& shape, const PageLayout& lay
   refuse(verb, unsupported_reasons(shape, layout));
 }
 
+void refuse(const char* verb, DType type) {
+  refuse(verb, {std::string(to_string(type)) + " (only pages of keys and values have scales; use f32, f16 or bf16)"});
+}
+
 void merge_into(const Partial& whole, const Partial& part, std::uint32_t rows, std::uint32_t head_dim) noexcept {
   for (std::uint32_t r = 0; r < rows; ++r) {
     const MergeWeights weights = merge_weights(whole.lse[r], part.lse[r]);

@@ -33,6 +33,7 @@ namespace sluice::cpu {
 [[noreturn]] void refuse(const char* verb, const AttentionShape& shape);
 [[noreturn]] void refuse(const char* verb, const PageLayout& layout);
 [[noreturn]] void refuse(const char* verb, const AttentionShape& shape, const PageLayout& layout);
+[[noreturn]] void refuse(const char* verb, DType type);
 
 inline void check(const char* verb, const AttentionShape& shape) {
   if (!supports(shape)) refuse(verb, shape);
@@ -46,6 +47,30 @@ inline void check(const char* verb, const AttentionShape& shape, const PageLayou
 
 [[nodiscard]] inline const ElementKernels& kernels_for(const Kernels& kernels, DType type) noexcept {
   return kernels.element[static_cast<int>(type)];
+}
+
+/// What verbs read and write but pages has no scales.
+inline void check_tensor_type(const char* verb, DType type) {
+  if (!is_tensor_type(type)) refuse(verb, type);
+}
+
+/// The scales of a page from a token on: of its key, of its value; null if it has none.
+[[nodiscard]] inline const float* scales_in(const PageLayout& layout, const std::byte* page,
+                                            std::uint32_t token = 0) noexcept {
+  if (!layout.scaled()) return nullptr;
+  return reinterpret_cast<const float*>(page + layout.scales_offset()) + std::size_t{2} * token;
+}
+
+/// A row of keys or values of a page to float32. `scale`: the row's, if the layout has scales.
+inline void read_row(const Kernels& kernels, const PageLayout& layout, const std::byte* row, const float* scale,
+                     float* out) noexcept {
+  if (layout.scaled()) return kernels.e4m3.decode(row, *scale, out, layout.head_dim);
+  kernels_for(kernels, layout.dtype).widen(row, out, layout.head_dim);
+}
+inline void write_row(const Kernels& kernels, const PageLayout& layout, const float* in, std::byte* row,
+                      float* scale) noexcept {
+  if (layout.scaled()) return kernels.e4m3.encode(in, row, scale, layout.head_dim);
+  kernels_for(kernels, layout.dtype).narrow(in, row, layout.head_dim);
 }
 
 /// Below this a thread is done (40 us at 12 GB/s) before others have woken up (5 to 10 us) and helped; small

@@ -18,13 +18,13 @@ namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-/// A row of K or V to its far page and, if there is one, its near page.
+/// A row of K or V to its far page and, if there is one, its near page. `scale`: the far row's, if such rows have some.
 void put_row(const Kernels& kernels, const ForwardMemory& m, const TensorView& in, std::uint32_t row,
-             std::uint32_t head, std::byte* far, std::byte* near) {
+             std::uint32_t head, std::byte* far, float* scale, std::byte* near) {
   float wide[kMaxHeadDim];
   kernels_for(kernels, in.dtype).widen(in.row(row, head), wide, m.shape.head_dim);
-  kernels_for(kernels, m.layout.dtype).narrow(wide, far, m.shape.head_dim);
-  if (near != nullptr) std::memcpy(near, far, m.layout.row_bytes());
+  write_row(kernels, m.far_layout, wide, far, scale);
+  if (near != nullptr) copy_near(kernels, m, far, scale, near);
 }
 
 /// All heads of a packed row.
@@ -69,24 +69,28 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
   const std::uint32_t block = row / m.layout.page_tokens;
   const std::uint32_t at = row % m.layout.page_tokens;
   const std::uint32_t plane = m.plane(layer.layer, head);
-  std::byte* const page = m.far + m.far_page(plane, block) * m.layout.page_bytes();
-  std::byte* const far = page + at * m.layout.row_bytes();
+  std::byte* const page = m.far_block(plane, block);
+  std::byte* const far = page + at * m.far_layout.row_bytes();
+  auto* const scales = const_cast<float*>(scales_in(m.far_layout, page, at));
   const std::uint32_t place = m.near_row_of(plane, row);
   std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
-  const std::uint64_t values = m.layout.half_bytes();
-  put_row(kernels, m, layer.k, r, head, far, near);
-  put_row(kernels, m, layer.v, r, head, far + values, near == nullptr ? nullptr : near + values);
+  put_row(kernels, m, layer.k, r, head, far, scales, near);
+  put_row(kernels, m, layer.v, r, head, far + m.far_layout.half_bytes(), scales == nullptr ? nullptr : scales + 1,
+          near == nullptr ? nullptr : near + m.layout.half_bytes());
   std::byte* const codes = m.codes + m.far_page(plane, block) * copy.page_bytes();
-  kernels_for(kernels, m.layout.dtype)
-      .quantize({.k = far,
-                 .codes = codes + at * copy.row_bytes(),
-                 .params = codes + copy.params_offset() + at * Int4Layout::kParamBytes,
-                 .rows = 1,
-                 .head_dim = m.shape.head_dim});
+  const ElementKernels& of = kernels_for(kernels, m.far_layout.dtype);
+  of.quantize({.k = far,
+               .scales = scales,
+               .codes = codes + at * copy.row_bytes(),
+               .params = codes + copy.params_offset() + at * Int4Layout::kParamBytes,
+               .rows = 1,
+               .head_dim = m.shape.head_dim});
   if (m.digests == nullptr || at + 1 != m.layout.page_tokens) return;
-  const ElementKernels& of = kernels_for(kernels, m.layout.dtype);
-  (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)(
-      {.k = page, .out = m.digest_of(plane, block), .rows = m.layout.page_tokens, .head_dim = m.shape.head_dim});
+  (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)({.k = page,
+                                                                         .scales = scales_in(m.far_layout, page),
+                                                                         .out = m.digest_of(plane, block),
+                                                                         .rows = m.layout.page_tokens,
+                                                                         .head_dim = m.shape.head_dim});
 }
 
 /// By the clock of a process that runs: one that was suspended has not waited.
@@ -168,9 +172,9 @@ void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& m,
       const std::uint32_t head = h * m.shape.group();
       lse.resize(std::size_t{chunk.count} * m.shape.group());
       PrefillTask task{.q = layer.q.row(chunk.at, head),
-                       .kv = {.base = m.far + m.far_page(m.plane(layer.layer, h), 0) * m.layout.page_bytes(),
+                       .kv = {.base = m.far_block(m.plane(layer.layer, h), 0),
                               .frames = m.list_of(chunk.list),
-                              .layout = m.layout},
+                              .layout = m.far_layout},
                        .first = chunk.first,
                        .count = chunk.count,
                        .out = layer.out.row(chunk.at, head),
@@ -224,6 +228,7 @@ void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
   await_answer(m);  // What is chosen comes with it.
   if (!runs(m)) return;
   std::vector<const std::byte*> rows;
+  std::vector<const float*> scales;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     const std::uint32_t plane = m.plane(layer, head);
     const ForwardChosen chosen = row.asks != 0 ? m.chosen[index] : ForwardChosen{.count = m.far_listed[index]};
@@ -231,17 +236,20 @@ void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
     const std::uint32_t* const listed = m.far_rows + std::uint64_t{index} * m.list_room();
     if (row.asks != 0) m.fetch_heads[index] = chosen.heads;
     rows.resize(chosen.count);
+    if (m.far_layout.scaled()) scales.resize(chosen.count);
     for (std::uint32_t i = 0; i < chosen.count; ++i) {
-      rows[i] = row.asks != 0 ? m.far_plane(plane) + std::uint64_t{entries[i]} * m.layout.row_bytes()
-                              : m.far_key(plane, listed[i]);
+      const std::uint32_t at = row.asks != 0 ? m.row_of_entry(entries[i]) : listed[i];
+      rows[i] = m.far_key(plane, at);
+      if (m.far_layout.scaled()) scales[i] = m.far_scales(plane, at);
     }
     const std::uint64_t first = first_head(m, index);
-    kernels_for(kernels, m.layout.dtype)
+    kernels_for(kernels, m.far_layout.dtype)
         .attend({.q = m.q + first * m.shape.head_dim,
                  .scale = m.shape.score_scale(),
                  .softcap = m.shape.softcap,
                  .k = rows.data(),
-                 .v_offset = m.layout.half_bytes(),
+                 .v_offset = m.far_layout.half_bytes(),
+                 .scales = scales.data(),
                  .members = chosen.members != 0 ? entries + chosen.count : nullptr,
                  .count = chosen.count,
                  .group = m.shape.group(),

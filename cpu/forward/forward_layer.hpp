@@ -1,7 +1,9 @@
 #pragma once
 
 #include <atomic>
+#include <cstring>
 
+#include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/threads/workers.hpp"
 #include "sluice/forward_verbs.hpp"
@@ -36,6 +38,18 @@ void for_each_head(const ForwardMemory& m, std::uint32_t layer, const Body& body
   return std::uint64_t{index} * m.shape.group();
 }
 
+/// A far row of keys or values to a near one, of the same values. `scale`: the far row's, if such rows have some.
+inline void copy_near(const Kernels& kernels, const ForwardMemory& m, const std::byte* far, const float* scale,
+                      std::byte* near) {
+  if (!m.far_layout.scaled()) {
+    std::memcpy(near, far, m.layout.row_bytes());
+    return;
+  }
+  float wide[kMaxHeadDim];
+  read_row(kernels, m.far_layout, far, scale, wide);
+  write_row(kernels, m.layout, wide, near, nullptr);
+}
+
 /// Near rows of freed blocks, and of the tokens that come, when a slip's lists have been taken.
 void seat_tokens(const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
@@ -46,7 +60,7 @@ void score(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 void choose(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void split(const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
-void promote(const ForwardMemory& memory, std::uint32_t layer);
+void promote(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void fetch(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 void audit(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);

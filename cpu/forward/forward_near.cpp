@@ -1,6 +1,5 @@
 // Which rows lie near: a cache that the device keeps by itself.
 #include <algorithm>
-#include <cstring>
 #include <span>
 #include <vector>
 
@@ -56,11 +55,13 @@ class Plane {
     return seated;
   }
 
-  void bring(std::uint32_t row) const {
+  void bring(const Kernels& kernels, std::uint32_t row) const {
     const std::byte* const from = m_.far_key(plane_, row);
+    const float* const scales = m_.far_layout.scaled() ? m_.far_scales(plane_, row) : nullptr;
     std::byte* const to = m_.near_key(plane_, entry(row) & ~kNearBit);
-    std::memcpy(to, from, m_.layout.row_bytes());
-    std::memcpy(to + m_.layout.half_bytes(), from + m_.layout.half_bytes(), m_.layout.row_bytes());
+    copy_near(kernels, m_, from, scales, to);
+    copy_near(kernels, m_, from + m_.far_layout.half_bytes(), scales == nullptr ? nullptr : scales + 1,
+              to + m_.layout.half_bytes());
   }
 
  private:
@@ -161,7 +162,7 @@ void seat_tokens(const ForwardMemory& m) {
   }
 }
 
-void promote(const ForwardMemory& m, std::uint32_t layer) {
+void promote(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
   const auto forward = static_cast<Forward>(m.state->forward);
   if (!runs(m) || (forward + layer) % kNearTurn != 0) return;
   for (std::uint32_t head = 0; head < m.shape.kv_heads; ++head) {
@@ -179,8 +180,8 @@ void promote(const ForwardMemory& m, std::uint32_t layer) {
     const std::size_t left = std::min<std::size_t>(wanted.again.size(), m.promotions - seated);
     const std::uint32_t others =
         plane.seat(std::span(wanted.again).first(left), forward, forward, {kNearPatience, kNearAgain});
-    for (std::uint32_t i = 0; i < seated; ++i) plane.bring(wanted.always[i]);
-    for (std::uint32_t i = 0; i < others; ++i) plane.bring(wanted.again[i]);
+    for (std::uint32_t i = 0; i < seated; ++i) plane.bring(kernels, wanted.always[i]);
+    for (std::uint32_t i = 0; i < others; ++i) plane.bring(kernels, wanted.again[i]);
     m.state->promoted += seated + others;
   }
 }

@@ -145,7 +145,7 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
   queue(memory, layer.stream, "attend", [this, memory, at = layer.layer] { cpu::attend(kernels_, memory, at); });
 }
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "promote", [memory, at = layer.layer] { cpu::promote(memory, at); });
+  queue(memory, layer.stream, "promote", [this, memory, at = layer.layer] { cpu::promote(kernels_, memory, at); });
 }
 void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(kernels_, memory, at); });

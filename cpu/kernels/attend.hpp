@@ -42,6 +42,29 @@ inline void fill_tile(const AttendRows& args, std::uint32_t first, Tile& tile) n
   }
 }
 
+/// Of a tile, if its rows have some.
+template <bool kHas>
+struct TileScales {
+  float k[kTile];
+  float v[kTile];
+};
+template <>
+struct TileScales<false> {};
+
+template <bool kHas>
+inline void fill_scales(const AttendRows& args, std::uint32_t first, TileScales<kHas>& scales) noexcept {
+  if constexpr (kHas) {
+    const std::uint32_t last = args.count - 1;
+    for (std::uint32_t r = 0; r < kTile; ++r) {
+      const float* const of = args.scales[first + r < last ? first + r : last];
+      scales.k[r] = of[0];
+      scales.v[r] = of[1];
+      const std::uint32_t ahead = first + r + kAttendAhead;
+      prefetch_line(reinterpret_cast<const std::byte*>(args.scales[ahead < last ? ahead : last]));
+    }
+  }
+}
+
 /// Which lanes of the vector of scores that starts at row r count: those of members and of rows that exist.
 template <class H>
 inline std::uint32_t lane_bits(const AttendRows& args, const Tile& tile, std::uint32_t r, std::uint32_t head) noexcept {
@@ -69,13 +92,16 @@ inline Vec given_scores(const AttendRows& args, const Tile& tile, std::uint32_t 
 }
 
 template <DType kType, class H>
-inline void score_tile(const AttendRows& args, const Tile& tile, const Extent& extent, std::uint32_t head,
-                       AttendState& state) noexcept {
+inline void score_tile(const AttendRows& args, const Tile& tile, const TileScales<kScaled<kType>>& scales,
+                       const Extent& extent, std::uint32_t head, AttendState& state) noexcept {
   for (std::uint32_t r = 0; r < tile.rows; r += H::kRows) {
     Vec scores = args.scores != nullptr
                      ? given_scores<H>(args, tile, r, head)
                      : dot_rows<kType, H::kHeads>(state.q + head * extent.stride,
                                                   {tile.k + r, head == 0 ? tile.ahead + r : nullptr}, extent);
+    if constexpr (kScaled<kType>) {
+      if (args.scores == nullptr) scores = Simd::mul(scores, scale_lanes<H::kHeads>(scales.k + r));
+    }
     if (args.softcap != 0.f && args.scores == nullptr) scores = soft_cap(scores, args.softcap);
     if (args.members != nullptr || r + H::kRows > tile.rows) {
       scores = Simd::keep(lane_bits<H>(args, tile, r, head), scores, Simd::set(-kInfinity));
@@ -113,6 +139,14 @@ inline Vec soften_tile(const Tile& tile, std::uint32_t head, AttendState& state)
   Simd::store(state.top + head * kWidth, top);
   Simd::store(state.mass + head * kWidth, mass);
   return scale;
+}
+
+/// Values with scales: what a weight is multiplied by is its row's scale, too.
+template <class H>
+inline void scale_weights(const Tile& tile, const TileScales<true>& scales, float* weight) noexcept {
+  for (std::uint32_t r = 0; r < tile.rows; ++r) {
+    for (std::uint32_t h = 0; h < H::kHeads; ++h) weight[r * H::kHeads + h] *= scales.v[r];
+  }
 }
 
 /// The values of a tile, to be weighted and added for one block of heads.
@@ -212,11 +246,17 @@ void attend(const AttendRows& args) noexcept {
     if (args.scores == nullptr) prefetch_row(args.k[i], row_bytes);
     prefetch_row(args.k[i] + args.v_offset, row_bytes);
   }
+  if constexpr (kScaled<kType>) {
+    for (std::uint32_t i = 0; i < args.count && i < kAttendAhead; ++i)
+      prefetch_line(reinterpret_cast<const std::byte*>(args.scales[i]));
+  }
   Tile tile;
+  TileScales<kScaled<kType>> scales;
   for (std::uint32_t first = 0; first < args.count; first += kTile) {
     fill_tile(args, first, tile);
+    fill_scales(args, first, scales);
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
-      score_tile<kType, decltype(heads)>(args, tile, extent, head, state);
+      score_tile<kType, decltype(heads)>(args, tile, scales, extent, head, state);
       if (args.seen != nullptr) show_tile<decltype(heads)>(args, tile, head, state);
     });
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
@@ -224,6 +264,7 @@ void attend(const AttendRows& args) noexcept {
       constexpr std::uint32_t kPairs = Simd::kAccumulators / (2 * H::kHeads);
       alignas(64) float scale[kWidth];
       Simd::store(scale, soften_tile<H>(tile, head, state));
+      if constexpr (kScaled<kType>) scale_weights<H>(tile, scales, state.weight + head * kTile);
       weigh_tile<kType, H, kPairs>({.tile = tile,
                                     .extent = extent,
                                     .v_offset = args.v_offset,

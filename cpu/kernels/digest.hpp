@@ -80,43 +80,53 @@ struct Box {
   Vec hi, lo;
 };
 
+/// kWidth columns of one row.
+template <DType kType>
+inline Vec columns_of(const DigestRows& args, std::uint32_t column, std::uint32_t row) noexcept {
+  const std::size_t at = std::size_t{row} * args.head_dim + column;
+  return unfold<kType>(Simd::load_as<kType>(args.k + at * kElementBytes<kType>), args.scales, std::size_t{2} * row);
+}
+
 /// Maximum and minimum of kWidth columns. The second operand of max and min wins over NaN.
 template <DType kType>
-inline Box column_box(const std::byte* column, std::uint32_t rows, std::size_t row_bytes) noexcept {
-  Box box{Simd::load_as<kType>(column), Simd::load_as<kType>(column)};
-  for (std::uint32_t r = 1; r < rows; ++r) {
-    const Vec k = Simd::load_as<kType>(column + r * row_bytes);
+inline Box column_box(const DigestRows& args, std::uint32_t column) noexcept {
+  const Vec first = columns_of<kType>(args, column, 0);
+  Box box{first, first};
+  for (std::uint32_t r = 1; r < args.rows; ++r) {
+    const Vec k = columns_of<kType>(args, column, r);
     box = {Simd::max(k, box.hi), Simd::min(k, box.lo)};
   }
   return box;
 }
 
 template <DType kType>
+inline void store_box(const DigestRows& args, std::uint32_t column, Vec hi, Vec lo) noexcept {
+  constexpr DType kMade = kMadeType<kType>;
+  Simd::store_as<kMade>(args.out + std::size_t{column} * kElementBytes<kMade>, hi);
+  Simd::store_as<kMade>(args.out + (std::size_t{args.head_dim} + column) * kElementBytes<kMade>, lo);
+}
+
+template <DType kType>
 void digest_box(const DigestRows& args) noexcept {
-  const std::size_t row_bytes = std::size_t{args.head_dim} * kElementBytes<kType>;
-  for (std::size_t at = 0; at < row_bytes; at += std::size_t{kWidth} * kElementBytes<kType>) {
-    const Box box = column_box<kType>(args.k + at, args.rows, row_bytes);
-    Simd::store_as<kType>(args.out + at, box.hi);
-    Simd::store_as<kType>(args.out + row_bytes + at, box.lo);
+  for (std::uint32_t column = 0; column < args.head_dim; column += kWidth) {
+    const Box box = column_box<kType>(args, column);
+    store_box<kType>(args, column, box.hi, box.lo);
   }
 }
 
 /// Centre of the box +- mean distance from it (ArkVale, eq. 4). The limits keep rounding inside the box.
 template <DType kType>
 void digest_cuboid_mean(const DigestRows& args) noexcept {
-  const std::size_t row_bytes = std::size_t{args.head_dim} * kElementBytes<kType>;
-  for (std::size_t at = 0; at < row_bytes; at += std::size_t{kWidth} * kElementBytes<kType>) {
-    const Box box = column_box<kType>(args.k + at, args.rows, row_bytes);
+  for (std::uint32_t column = 0; column < args.head_dim; column += kWidth) {
+    const Box box = column_box<kType>(args, column);
     const Vec half = Simd::set(0.5f);
     const Vec centre = Simd::fma(box.hi, half, Simd::mul(box.lo, half));
     Vec distance = Simd::set(0.f);
-    for (std::uint32_t r = 0; r < args.rows; ++r) {
-      const Vec k = Simd::load_as<kType>(args.k + at + r * row_bytes);
-      distance = Simd::add(distance, Simd::abs(Simd::sub(k, centre)));
-    }
+    for (std::uint32_t r = 0; r < args.rows; ++r)
+      distance = Simd::add(distance, Simd::abs(Simd::sub(columns_of<kType>(args, column, r), centre)));
     const Vec radius = Simd::mul(distance, Simd::set(1.f / static_cast<float>(args.rows)));
-    Simd::store_as<kType>(args.out + at, Simd::min(Simd::add(centre, radius), box.hi));
-    Simd::store_as<kType>(args.out + row_bytes + at, Simd::max(Simd::sub(centre, radius), box.lo));
+    store_box<kType>(args, column, Simd::min(Simd::add(centre, radius), box.hi),
+                     Simd::max(Simd::sub(centre, radius), box.lo));
   }
 }
 

@@ -87,7 +87,8 @@ void quantize(const QuantizeRows& args) noexcept {
   for (std::uint32_t r = 0; r < args.rows; ++r) {
     const std::byte* const k = args.k + std::size_t{r} * args.head_dim * kElementBytes<kType>;
     for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) {
-      Simd::store(row + c, Simd::load_as<kType>(k + c * kElementBytes<kType>));
+      const Vec keys = Simd::load_as<kType>(k + c * kElementBytes<kType>);
+      Simd::store(row + c, unfold<kType>(keys, args.scales, std::size_t{2} * r));
     }
     const Int4Params params = store_params(int4_params(row, args.head_dim), args.params + r * Int4Layout::kParamBytes);
     store_codes(row, args.head_dim, params, args.codes + std::size_t{r} * (args.head_dim / 2));

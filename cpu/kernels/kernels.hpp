@@ -25,6 +25,7 @@ struct AttendRows {
   float softcap = 0.f;                      ///< of scores that are computed, see AttentionShape; 0: none
   const std::byte* const* k = nullptr;      ///< [count] addresses of K rows
   std::uint64_t v_offset = 0;               ///< bytes from a token's K row to its V row
+  const float* const* scales = nullptr;     ///< [count] addresses of a token's K and V scale, of a type that has some
   const std::uint32_t* members = nullptr;   ///< [count] or null: bit h unset masks (row, h) out
   const float* scores = nullptr;            ///< [count, group] scores, or null: computed from K
   float* seen = nullptr;                    ///< [count, group] or null: receives the scores
@@ -41,6 +42,7 @@ struct ScoreRows {
   float scale = 0.f;
   float softcap = 0.f;
   const std::byte* const* k = nullptr;  ///< [count]
+  const float* const* scales = nullptr;  ///< [count] as in AttendRows
   std::uint32_t count = 0;
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;
@@ -61,17 +63,19 @@ struct ScoreDigests {
 
 /// Digest of `rows` consecutive K rows: hi, then lo. NaN elements may be ignored or kept.
 struct DigestRows {
-  const std::byte* k = nullptr;  ///< [rows, head_dim]
-  std::byte* out = nullptr;      ///< [2, head_dim]
+  const std::byte* k = nullptr;   ///< [rows, head_dim]
+  const float* scales = nullptr;  ///< [rows, 2] of a type that has some; the first count
+  std::byte* out = nullptr;       ///< [2, head_dim], of a type with scales in bf16
   std::uint32_t rows = 0;        ///< at least 1
   std::uint32_t head_dim = 0;
 };
 
 /// 4-bit copies of `rows` consecutive K rows; see Int4Layout.
 struct QuantizeRows {
-  const std::byte* k = nullptr;  ///< [rows, head_dim]
-  std::byte* codes = nullptr;    ///< [rows, head_dim / 2]
-  std::byte* params = nullptr;   ///< [rows, 2] f16
+  const std::byte* k = nullptr;   ///< [rows, head_dim]
+  const float* scales = nullptr;  ///< as in DigestRows
+  std::byte* codes = nullptr;     ///< [rows, head_dim / 2]
+  std::byte* params = nullptr;    ///< [rows, 2] f16
   std::uint32_t rows = 0;
   std::uint32_t head_dim = 0;
 };
@@ -174,23 +178,31 @@ struct NearestRows {
 struct ElementKernels {
   void (*attend)(const AttendRows& args) noexcept;
   void (*score)(const ScoreRows& args) noexcept;
-  void (*score_digests)(const ScoreDigests& args) noexcept;
+  void (*quantize)(const QuantizeRows& args) noexcept;
   void (*digest_box)(const DigestRows& args) noexcept;
   void (*digest_cuboid_mean)(const DigestRows& args) noexcept;
   void (*prefill)(const PrefillRows& args) noexcept;
   void (*representative_masses)(const RepresentativeRows& args) noexcept;
   void (*representative_sums)(const RepresentativeRows& args) noexcept;
+  // Null for a type with scales, which digests and tensors never have:
   /// `count` elements, a multiple of kHeadDimUnit.
-  void (*widen)(const std::byte* in, float* out, std::size_t count) noexcept;
+  void (*widen)(const std::byte* in, float* out, std::size_t count) noexcept = nullptr;
   /// Rounds to nearest even.
-  void (*narrow)(const float* in, std::byte* out, std::size_t count) noexcept;
-  void (*quantize)(const QuantizeRows& args) noexcept;
+  void (*narrow)(const float* in, std::byte* out, std::size_t count) noexcept = nullptr;
+  void (*score_digests)(const ScoreDigests& args) noexcept = nullptr;
+};
+
+/// Rows with scales, see E4m3, of `count` elements, a multiple of kHeadDimUnit.
+struct E4m3Kernels {
+  void (*encode)(const float* in, std::byte* codes, float* scale, std::size_t count) noexcept;
+  void (*decode)(const std::byte* codes, float scale, float* out, std::size_t count) noexcept;
 };
 
 /// One instruction set's kernels. There are as many objects as variants were built; they live forever.
 struct Kernels {
   const char* name = "";      ///< "generic", "avx2" or "avx512"
-  ElementKernels element[3];  ///< by DType
+  ElementKernels element[4];  ///< by DType
+  E4m3Kernels e4m3;
   void (*score_int4)(const ScoreInt4Rows& args) noexcept;
   /// out[i] = exp(x[i] - top), for x[i] <= top; 1 where they are equal, even if infinite.
   void (*weigh)(const float* x, std::size_t count, float top, float* out) noexcept;

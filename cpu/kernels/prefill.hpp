@@ -101,14 +101,17 @@ inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t c
       continue;
     }
     const std::uint32_t at = first + j;
-    const std::byte* const k = from.pages[at / from.page_tokens] + at % from.page_tokens * row_bytes;
+    const std::byte* const page = from.pages[at / from.page_tokens];
+    const std::byte* const k = page + at % from.page_tokens * row_bytes;
+    const auto* const scales = reinterpret_cast<const float*>(page + 2 * v_offset);
+    const std::size_t scale = std::size_t{2} * (at % from.page_tokens);
     for (std::uint32_t c = 0; c < from.head_dim; c += kWidth) {
       alignas(64) float lanes[kWidth];
-      Simd::store(lanes, Simd::load_as<kType>(k + std::size_t{c} * kElementBytes<kType>));
+      Simd::store(lanes, unfold<kType>(Simd::load_as<kType>(k + std::size_t{c} * kElementBytes<kType>), scales, scale));
       for (std::uint32_t i = 0; i < kWidth; ++i) keys[std::size_t{c + i} * kPrefillKeys + j] = lanes[i];
       if (values == nullptr) continue;
       const std::byte* const v = k + v_offset + std::size_t{c} * kElementBytes<kType>;
-      Simd::store(values + std::size_t{j} * from.head_dim + c, Simd::load_as<kType>(v));
+      Simd::store(values + std::size_t{j} * from.head_dim + c, unfold<kType>(Simd::load_as<kType>(v), scales, scale + 1));
     }
   }
 }

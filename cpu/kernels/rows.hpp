@@ -37,7 +37,29 @@ inline void for_each_block(std::uint32_t group, F&& f) {
 }
 
 template <DType kType>
-constexpr std::uint32_t kElementBytes = kType == DType::f32 ? 4 : 2;
+constexpr std::uint32_t kElementBytes = kType == DType::f32 ? 4 : kType == DType::fp8_e4m3 ? 1 : 2;
+
+/// Whether rows have a scale each, which their elements are to be multiplied by.
+template <DType kType>
+constexpr bool kScaled = kType == DType::fp8_e4m3;
+/// What is made of rows to stay with them, such as digests.
+template <DType kType>
+constexpr DType kMadeType = kScaled<kType> ? DType::bf16 : kType;
+
+/// `v` of a row whose scale is scales[at].
+template <DType kType>
+inline Vec unfold(Vec v, const float* scales, std::size_t at) noexcept {
+  if constexpr (kScaled<kType>) return Simd::mul(v, Simd::set(scales[at]));
+  return v;
+}
+
+/// Scales of rows, one for each lane of a vector of scores: lane r * kHeads + h is row r's.
+template <std::uint32_t kHeads>
+inline Vec scale_lanes(const float* scales) noexcept {
+  alignas(64) float lanes[kWidth];
+  for (std::uint32_t i = 0; i < kWidth; ++i) lanes[i] = scales[i / kHeads];
+  return Simd::load(lanes);
+}
 
 /// A row as pairs of vectors; with 16-float vectors the last pair may be half filled.
 struct Extent {

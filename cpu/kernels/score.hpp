@@ -28,6 +28,7 @@ void score(const ScoreRows& args) noexcept {
   pack_queries<kType>(args.q, args.group, extent, args.scale, q);
 
   for (std::uint32_t i = 0; i < args.count && i < kScoreAhead; ++i) prefetch_row(args.k[i], row_bytes);
+  [[maybe_unused]] float scales[kWidth];
   for (std::uint32_t tile = 0; tile < args.count; tile += kWidth) {
     // One vector's width of rows at a time; what is missing in the last repeats its last row.
     const std::uint32_t rows = args.count - tile < kWidth ? args.count - tile : kWidth;
@@ -38,11 +39,19 @@ void score(const ScoreRows& args) noexcept {
       k[r] = args.k[tile + r < last ? tile + r : last];
       ahead[r] = args.k[tile + r + kScoreAhead < last ? tile + r + kScoreAhead : last];
     }
+    if constexpr (kScaled<kType>) {
+      for (std::uint32_t r = 0; r < kWidth; ++r) {
+        scales[r] = args.scales[tile + r < last ? tile + r : last][0];
+        const std::uint32_t later = tile + r + kScoreAhead;
+        prefetch_line(reinterpret_cast<const std::byte*>(args.scales[later < last ? later : last]));
+      }
+    }
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
       using H = decltype(heads);
       for (std::uint32_t r = 0; r < rows; r += H::kRows) {
         Vec scores =
             dot_rows<kType, H::kHeads>(q + head * extent.stride, {k + r, head == 0 ? ahead + r : nullptr}, extent);
+        if constexpr (kScaled<kType>) scores = Simd::mul(scores, scale_lanes<H::kHeads>(scales + r));
         if (args.softcap != 0.f) scores = soft_cap(scores, args.softcap);
         const std::uint32_t valid = rows - r < H::kRows ? rows - r : H::kRows;
         scatter<H::kHeads>(scores, valid, args.group, args.out + std::size_t{tile + r} * args.group + head);

@@ -77,10 +77,17 @@ struct Simd {
     return v;
   }
 
-  /// kWidth consecutive elements, widened, in order; and back, rounded to nearest even.
+  /// kWidth consecutive elements, widened, in order; and back, rounded to nearest even. The bits of an e4m3 code, read
+  /// as those of a float32, are its value times 2^-120, subnormals included; its two NaN become 480 and -480 there, as
+  /// only rows whose scale is NaN have them.
   template <DType kType>
   static Vec load_as(const std::byte* p) noexcept {
     if constexpr (kType == DType::f32) return load(reinterpret_cast<const float*>(p));
+    if constexpr (kType == DType::fp8_e4m3) {
+      const __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+      const __m256i bits = _mm256_and_si256(_mm256_slli_epi32(codes, 20), _mm256_set1_epi32(kE4m3Bits));
+      return mul(_mm256_castsi256_ps(bits), set(0x1p120f));
+    }
     const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     if constexpr (kType == DType::f16) return _mm256_cvtph_ps(words);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
@@ -105,7 +112,7 @@ struct Simd {
       return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)),
               _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff'0000u))))};
     } else {
-      constexpr std::uint32_t kBytes = kWidth * (kType == DType::f32 ? 4 : 2);
+      constexpr std::uint32_t kBytes = kWidth * (kType == DType::f32 ? 4 : kType == DType::fp8_e4m3 ? 1 : 2);
       return {load_as<kType>(p), load_as<kType>(p + kBytes)};
     }
   }
@@ -129,6 +136,8 @@ struct Simd {
   }
 
  private:
+  /// What is left of a code that was widened with its sign and shifted: the sign, 4 bits of exponent, 3 of mantissa.
+  static constexpr auto kE4m3Bits = static_cast<int>(0x87f0'0000u);
   /// Sums of four vectors within each 128-bit quarter: lane i of a quarter belongs to vector i.
   static Vec quarter_sums(Vec a, Vec b, Vec c, Vec d) noexcept {
     const __m256d ab = _mm256_castps_pd(add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)));

@@ -68,6 +68,11 @@ struct Simd {
   template <DType kType>
   static Vec load_as(const std::byte* p) noexcept {
     if constexpr (kType == DType::f32) return load(reinterpret_cast<const float*>(p));
+    if constexpr (kType == DType::fp8_e4m3) {
+      const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      const __m512i bits = _mm512_and_si512(_mm512_slli_epi32(codes, 20), _mm512_set1_epi32(kE4m3Bits));
+      return mul(_mm512_castsi512_ps(bits), set(0x1p120f));
+    }
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     if constexpr (kType == DType::f16) return _mm512_cvtph_ps(words);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
@@ -87,7 +92,7 @@ struct Simd {
     if constexpr (kType == DType::bf16) {
       return split(_mm512_loadu_si512(p));
     } else {
-      constexpr std::uint32_t kBytes = kWidth * (kType == DType::f32 ? 4 : 2);
+      constexpr std::uint32_t kBytes = kWidth * (kType == DType::f32 ? 4 : kType == DType::fp8_e4m3 ? 1 : 2);
       return {load_as<kType>(p), load_as<kType>(p + kBytes)};
     }
   }
@@ -110,6 +115,7 @@ struct Simd {
   }
 
  private:
+  static constexpr auto kE4m3Bits = static_cast<int>(0x87f0'0000u);  ///< see simd_avx2.hpp
   static Pair split(__m512i words) noexcept {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)),
             _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff'0000u))))};

@@ -70,6 +70,12 @@ struct Simd {
   template <DType kType>
   static Vec load_as(const std::byte* p) noexcept {
     if constexpr (kType == DType::f32) return load(reinterpret_cast<const float*>(p));
+    if constexpr (kType == DType::fp8_e4m3) {
+      std::int8_t c[4];
+      std::memcpy(c, p, sizeof c);
+      const Int bits = (Int{c[0], c[1], c[2], c[3]} << 20) & static_cast<std::int32_t>(0x87f0'0000u);
+      return (Vec)bits * set(0x1p120f);
+    }
     std::uint16_t h[4];
     std::memcpy(h, p, sizeof h);
     if constexpr (kType == DType::bf16) {
@@ -114,7 +120,7 @@ struct Simd {
  private:
   template <DType kType>
   static constexpr std::uint32_t sizeof_element() noexcept {
-    return kType == DType::f32 ? 4 : 2;
+    return kType == DType::f32 ? 4 : kType == DType::fp8_e4m3 ? 1 : 2;
   }
   static float total(Vec v) noexcept { return (v[0] + v[2]) + (v[1] + v[3]); }
 };

@@ -4,6 +4,7 @@
 
 #include "cpu/kernels/attend.hpp"
 #include "cpu/kernels/digest.hpp"
+#include "cpu/kernels/e4m3.hpp"
 #include "cpu/kernels/int4.hpp"
 #include "cpu/kernels/nearest.hpp"
 #include "cpu/kernels/prefill.hpp"
@@ -24,23 +25,32 @@ void narrow(const float* in, std::byte* out, std::size_t count) noexcept {
 }
 
 template <DType kType>
-constexpr ElementKernels kElement{.attend = attend<kType>,
+constexpr ElementKernels kRowKernels{.attend = attend<kType>,
                                   .score = score<kType>,
-                                  .score_digests = score_digests<kType>,
+                                  .quantize = quantize<kType>,
                                   .digest_box = digest_box<kType>,
                                   .digest_cuboid_mean = digest_cuboid_mean<kType>,
                                   .prefill = prefill<kType>,
                                   .representative_masses = representative_masses<kType>,
-                                  .representative_sums = representative_sums<kType>,
-                                  .widen = widen<kType>,
-                                  .narrow = narrow<kType>,
-                                  .quantize = quantize<kType>};
+                                  .representative_sums = representative_sums<kType>};
 
-static_assert(static_cast<int>(DType::f32) == 0 && static_cast<int>(DType::f16) == 1 && static_cast<int>(DType::bf16) == 2);
+/// The same of a type that digests and tensors may have, too.
+template <DType kType>
+constexpr ElementKernels element() {
+  ElementKernels kernels = kRowKernels<kType>;
+  kernels.widen = widen<kType>;
+  kernels.narrow = narrow<kType>;
+  kernels.score_digests = score_digests<kType>;
+  return kernels;
+}
+
+static_assert(static_cast<int>(DType::f32) == 0 && static_cast<int>(DType::f16) == 1 &&
+              static_cast<int>(DType::bf16) == 2 && static_cast<int>(DType::fp8_e4m3) == 3);
 
 constexpr Kernels make_kernels(const char* name) {
   return {.name = name,
-          .element = {kElement<DType::f32>, kElement<DType::f16>, kElement<DType::bf16>},
+          .element = {element<DType::f32>(), element<DType::f16>(), element<DType::bf16>(), kRowKernels<DType::fp8_e4m3>},
+          .e4m3 = {.encode = encode_e4m3, .decode = decode_e4m3},
           .score_int4 = score_int4,
           .weigh = weigh,
           .nearest = nearest};

@@ -11,7 +11,7 @@ namespace sluice::gpu {
 
 void Backend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
-  check_supported("quantize", layout);
+  check_supported("quantize", layout.near());
   CudaStream& cuda = cuda_stream(stream, "quantize");
   for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_quantize(array, layout, cuda.handle()); });
 }

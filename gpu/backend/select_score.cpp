@@ -78,7 +78,7 @@ class TokenBatch {
 
 void Backend::digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
-  check_supported("digest", layout);
+  check_supported("digest", layout.near());
   CudaStream& cuda = cuda_stream(stream, "digest");
   for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_digest(array, kind, layout, cuda.handle()); });
 }

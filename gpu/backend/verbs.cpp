@@ -36,7 +36,8 @@ std::string pages_reason(const AttentionShape& shape, const PageLayout& layout) 
 
 std::string dtype_reason(DType dtype) {
   if (dtype == DType::bf16 || dtype == DType::f16) return {};
-  return std::string(to_string(dtype)) + " keys and values (GPU kernels have bf16 and f16)";
+  return std::string(to_string(dtype)) + " keys and values (GPU kernels have bf16 and f16" +
+         (dtype == DType::fp8_e4m3 ? "; far rows of an engine may have it)" : ")");
 }
 
 }  // namespace

@@ -21,6 +21,12 @@ namespace {
 cudaStream_t handle(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 AttendVariant variant_of(const ForwardMemory& memory) { return attend_variant(memory.shape, memory.layout, false); }
+/// The same of rows over the link.
+AttendVariant fetch_variant(const ForwardMemory& memory) {
+  AttendVariant variant = variant_of(memory);
+  variant.scaled = memory.far_layout.scaled();
+  return variant;
+}
 
 /// Near rows of a job at most.
 std::uint64_t near_room(const ForwardMemory& memory) {
@@ -65,16 +71,17 @@ std::uint32_t fetch_slices(const ForwardMemory& memory, std::uint32_t jobs, std:
   return slices_of(memory, jobs, multiprocessors, fetch_room(memory), fetch_words(memory));
 }
 
-/// Near and fetched rows are attended by one launch if it has room for all jobs, unless the CPU says what to fetch.
+/// Near and fetched rows are attended by one launch if they are alike and it has room for all jobs, unless the CPU says
+/// what to fetch.
 bool attends_together(const ForwardMemory& memory, const ForwardScratch& scratch) {
-  return memory.fetches && memory.tail_rows == 0 &&
+  return memory.fetches && memory.tail_rows == 0 && !memory.far_layout.scaled() &&
          scratch.job_count * (scratch.slices + scratch.fetch_slices) <= most_slices(memory);
 }
 
 /// Thread block i of a launch is of job job_of(i), counted from `jobs`.
 template <class JobOf>
-void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendJob* jobs,
-                 std::uint32_t blocks, const JobOf& job_of, cudaStream_t stream) {
+void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendVariant& variant,
+                 const AttendJob* jobs, std::uint32_t blocks, const JobOf& job_of, cudaStream_t stream) {
   AttendArgs args{.jobs = jobs,
                   .partials = scratch.partials,
                   .counters = scratch.counters,
@@ -82,14 +89,14 @@ void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, con
                   .score_scale = memory.shape.score_scale(),
                   .softcap = memory.shape.softcap};
   for (std::uint32_t i = 0; i < blocks; ++i) args.job_of[i] = static_cast<std::uint16_t>(job_of(i));
-  launch_attend(variant_of(memory), args, blocks, stream);
+  launch_attend(variant, args, blocks, stream);
 }
 
 /// Jobs of one kind, as many launches as it takes.
-void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendJob* jobs,
-                     std::uint32_t slices, std::uint32_t at_once, cudaStream_t stream) {
+void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendVariant& variant,
+                     const AttendJob* jobs, std::uint32_t slices, std::uint32_t at_once, cudaStream_t stream) {
   for (std::uint32_t done = 0; done < scratch.job_count; done += at_once) {
-    launch_jobs(memory, scratch, jobs + done, std::min(at_once, scratch.job_count - done) * slices,
+    launch_jobs(memory, scratch, variant, jobs + done, std::min(at_once, scratch.job_count - done) * slices,
                 [&](std::uint32_t i) { return i / slices; }, stream);
   }
 }
@@ -264,10 +271,10 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   if (!attends_together(memory, scratch))
-    return launch_in_turns(memory, scratch, scratch.jobs, scratch.slices, scratch.jobs_at_once, handle(layer.stream));
+    return launch_in_turns(memory, scratch, variant_of(memory), scratch.jobs, scratch.slices, scratch.jobs_at_once, handle(layer.stream));
   const std::uint32_t near = scratch.job_count * scratch.slices;
   launch_jobs(
-      memory, scratch, scratch.jobs, near + scratch.job_count * scratch.fetch_slices,
+      memory, scratch, variant_of(memory), scratch.jobs, near + scratch.job_count * scratch.fetch_slices,
       [&](std::uint32_t i) {
         return i < near ? i / scratch.slices : scratch.job_count + (i - near) / scratch.fetch_slices;
       },
@@ -279,7 +286,7 @@ void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer)
   const ForwardScratch scratch = choice_of(memory);
   if (attends_together(memory, scratch)) return;
   if (memory.tail_rows != 0) launch_forward_await(memory, scratch, layer);
-  launch_in_turns(memory, scratch, scratch.jobs + scratch.job_count, scratch.fetch_slices, scratch.fetches_at_once,
+  launch_in_turns(memory, scratch, fetch_variant(memory), scratch.jobs + scratch.job_count, scratch.fetch_slices, scratch.fetches_at_once,
                   handle(layer.stream));
 }
 

@@ -32,6 +32,8 @@ struct EngineOptions {
   /// learns nothing there; and prompts attend densely.
   std::vector<std::uint32_t> windows{};
   std::uint32_t page_tokens = 16;  ///< power of two in [8, 256]
+  /// Of keys and values in memory. fp8_e4m3: rows of host memory are rounded to 8 bits with a scale each, see E4m3, and
+  /// lie near as bf16, with the same values. f32: of the embedded host device.
   DType kv_dtype = DType::bf16;
   /// For keys and values; a block, one page of tokens of all layers and KV heads, at least.
   std::uint64_t host_bytes = 1 * GiB;

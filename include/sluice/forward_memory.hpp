@@ -16,7 +16,8 @@ namespace sluice {
 /// whose first rows a forward of a smaller bucket works.
 struct ForwardMemory {
   AttentionShape shape;
-  PageLayout layout;
+  PageLayout layout;                    ///< of near pages; digests have its dtype
+  PageLayout far_layout;                ///< the same but for the dtype, whose rows have the same values
   Bucket largest{};                     ///< what there is room for; its max_tokens is that of every array
   Bucket bucket{};                      ///< of the forward
   DigestKind digest = DigestKind::box;  ///< of pages, if there are digests
@@ -160,19 +161,32 @@ struct ForwardMemory {
   [[nodiscard]] constexpr std::uint64_t far_page(std::uint32_t plane, std::uint32_t block) const noexcept {
     return std::uint64_t{plane} * blocks + block;
   }
-  /// A far row of a plane, as far_rows names it: its key. Its value comes PageLayout::half_bytes() behind that.
+  /// The far page of a plane's block.
+  [[nodiscard]] constexpr std::byte* far_block(std::uint32_t plane, std::uint32_t block) const noexcept {
+    return far + far_page(plane, block) * far_layout.page_bytes();
+  }
+  /// A far row of a plane, as far_rows names it: its key. Its value comes far_layout.half_bytes() behind that.
   [[nodiscard]] constexpr const std::byte* far_key(std::uint32_t plane, std::uint32_t row) const noexcept {
-    return far + far_page(plane, row / layout.page_tokens) * layout.page_bytes() +
-           row % layout.page_tokens * layout.row_bytes();
+    return far_block(plane, row / layout.page_tokens) + row % layout.page_tokens * far_layout.row_bytes();
+  }
+  /// Its scales, if far rows have some, float32: of the key, of the value.
+  [[nodiscard]] constexpr const std::byte* far_scale_bytes(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return far_block(plane, row / layout.page_tokens) + far_layout.scales_offset() +
+           row % layout.page_tokens * far_layout.scale_bytes();
+  }
+  [[nodiscard]] const float* far_scales(std::uint32_t plane, std::uint32_t row) const noexcept {
+    return reinterpret_cast<const float*>(far_scale_bytes(plane, row));
   }
   /// Its key, counted in rows from the plane's first far page: K and V rows of pages, one after the other.
   [[nodiscard]] constexpr std::uint32_t far_entry(std::uint32_t row) const noexcept {
     return (row >> page_shift << (page_shift + 1)) | (row & (layout.page_tokens - 1));
   }
-  /// The first far page of a plane.
-  [[nodiscard]] constexpr const std::byte* far_plane(std::uint32_t plane) const noexcept {
-    return far + far_page(plane, 0) * layout.page_bytes();
+  /// The far row that is counted so.
+  [[nodiscard]] constexpr std::uint32_t row_of_entry(std::uint32_t entry) const noexcept {
+    return (entry >> (page_shift + 1) << page_shift) | (entry & (layout.page_tokens - 1));
   }
+  /// The first far page of a plane.
+  [[nodiscard]] constexpr const std::byte* far_plane(std::uint32_t plane) const noexcept { return far_block(plane, 0); }
   /// The digest of a block of a plane: hi, then lo.
   [[nodiscard]] constexpr std::byte* digest_of(std::uint32_t plane, std::uint32_t block) const noexcept {
     return digests + far_page(plane, block) * 2 * layout.row_bytes();

@@ -8,8 +8,9 @@
 
 namespace sluice {
 
-/// How one page lies in memory, near and far alike: `page_tokens` consecutive tokens of one (sequence,
-/// layer, KV head), first the K rows [page_tokens, head_dim], then the V rows [page_tokens, head_dim].
+/// How one page lies in memory: `page_tokens` consecutive tokens of one (sequence, layer, KV head), first the K rows
+/// [page_tokens, head_dim], then the V rows [page_tokens, head_dim], and of a type with scales (see E4m3) then these,
+/// float32 [page_tokens, 2]: of the token's K row, of its V row.
 struct PageLayout {
   std::uint32_t page_tokens = 16;
   std::uint32_t head_dim = 0;
@@ -17,7 +18,19 @@ struct PageLayout {
 
   [[nodiscard]] constexpr std::uint64_t row_bytes() const noexcept { return std::uint64_t{head_dim} * bytes_of(dtype); }
   [[nodiscard]] constexpr std::uint64_t half_bytes() const noexcept { return row_bytes() * page_tokens; }
-  [[nodiscard]] constexpr std::uint64_t page_bytes() const noexcept { return 2 * half_bytes(); }
+  [[nodiscard]] constexpr bool scaled() const noexcept { return dtype == DType::fp8_e4m3; }
+  /// Scales of one token.
+  [[nodiscard]] constexpr std::uint64_t scale_bytes() const noexcept { return scaled() ? 2 * sizeof(float) : 0; }
+  [[nodiscard]] constexpr std::uint64_t scales_offset() const noexcept { return 2 * half_bytes(); }
+  [[nodiscard]] constexpr std::uint64_t page_bytes() const noexcept {
+    return scales_offset() + page_tokens * scale_bytes();
+  }
+  /// How the same rows lie near: what has scales is unfolded there, without loss.
+  [[nodiscard]] constexpr PageLayout near() const noexcept {
+    PageLayout layout = *this;
+    if (scaled()) layout.dtype = DType::bf16;
+    return layout;
+  }
   friend constexpr bool operator==(const PageLayout&, const PageLayout&) = default;
 };
 
@@ -40,6 +53,11 @@ struct KvView {
     return page(token / layout.page_tokens) + (token % layout.page_tokens) * layout.row_bytes();
   }
   [[nodiscard]] std::byte* v_row(std::uint64_t token) const noexcept { return k_row(token) + layout.half_bytes(); }
+  /// The token's scales: of K, of V. Of layouts that have some.
+  [[nodiscard]] float* scales(std::uint64_t token) const noexcept {
+    return reinterpret_cast<float*>(page(token / layout.page_tokens) + layout.scales_offset()) +
+           2 * (token % layout.page_tokens);
+  }
 };
 
 /// Consecutive rows [begin, end) of one logical page; the unit of page-granular selection.

@@ -6,19 +6,25 @@
 
 namespace sluice {
 
-/// Element type of keys, values, queries and outputs.
-enum class DType : std::uint8_t { f32, f16, bf16 };
+/// Element type of keys, values, queries and outputs. fp8_e4m3 is one of keys and values in host memory alone, with a
+/// scale for each row, see E4m3.
+enum class DType : std::uint8_t { f32, f16, bf16, fp8_e4m3 };
 
 /// False for a value that names no element type, as a caller of another language may pass.
-[[nodiscard]] constexpr bool is_valid(DType type) noexcept { return type <= DType::bf16; }
+[[nodiscard]] constexpr bool is_valid(DType type) noexcept { return type <= DType::fp8_e4m3; }
+/// What tensors may have: rows with scales have no place in them.
+[[nodiscard]] constexpr bool is_tensor_type(DType type) noexcept { return type <= DType::bf16; }
 
-[[nodiscard]] constexpr std::uint32_t bytes_of(DType type) noexcept { return type == DType::f32 ? 4 : 2; }
+[[nodiscard]] constexpr std::uint32_t bytes_of(DType type) noexcept {
+  return type == DType::f32 ? 4 : type == DType::fp8_e4m3 ? 1 : 2;
+}
 
 [[nodiscard]] constexpr const char* to_string(DType type) noexcept {
   switch (type) {
     case DType::f32: return "f32";
     case DType::f16: return "f16";
     case DType::bf16: return "bf16";
+    case DType::fp8_e4m3: return "fp8_e4m3";
   }
   return "unknown";
 }

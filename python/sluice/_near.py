@@ -16,7 +16,9 @@ SERVED_SHARE = 1.0
 
 _RESERVED, _LEAST_RESERVED = 0.1, 2 << 30  # Of the GPU, for the model's forwards and their graphs: a share, at least.
 _TAKEN = 0.5  # Of what is free beyond that: other programs may come to the GPU later.
-_ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+_ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "fp8_e4m3": 1}
+_NEAR_BYTES = {**_ELEMENT_BYTES, "fp8_e4m3": 2}  # Near rows are of bf16.
+_SCALE_BYTES = {"fp8_e4m3": 4}  # Of a row of keys or values in host memory.
 # What finds near rows, in bytes: for each token, layer and KV head that host_bytes hold, and for each near one.
 _FAR_TABLE, _NEAR_TABLE = 4, 8
 
@@ -36,8 +38,9 @@ def default_near_bytes(options: EngineOptions, tokens: int, own_bytes: int, memo
     KV heads, none if there is no room. `options` are complete, as make_room_for leaves them."""
     planes = options.layers * options.kv_heads
     page_rows = options.page_tokens * planes
-    page = 2 * page_rows * options.head_dim * _ELEMENT_BYTES[options.kv_dtype]
-    pages = options.host_bytes // page
+    kind = options.kv_dtype
+    page = 2 * page_rows * options.head_dim * _NEAR_BYTES[kind]
+    pages = options.host_bytes // (2 * page_rows * (options.head_dim * _ELEMENT_BYTES[kind] + _SCALE_BYTES.get(kind, 0)))
     useful = min(pages, options.sequences * -(-tokens // options.page_tokens))
     reserved = max(_LEAST_RESERVED, int(_RESERVED * memory.total))
     most = int(_TAKEN * max(0, memory.free - reserved - own_bytes))

@@ -68,7 +68,7 @@ class PlanItem:
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "kv_dtype": ("f32", "f16", "bf16"),
+    "kv_dtype": ("f32", "f16", "bf16", "fp8_e4m3"),
     "digests": ("none", "box", "cuboid_mean"),
     "prefill_mode": ("full", "flex", "automatic"),
     "placement": ("hybrid", "stream"),
@@ -88,7 +88,7 @@ class EngineOptions:
     head_dim: int  #: on a GPU 64, 96, 128, 192 or 256; on the CPU any multiple of 16 up to 256
     device: str = "cpu"  #: or "cuda", or "cuda:1"
     device_bytes: int | None = None  #: most that is taken of the GPU's memory
-    kv_dtype: Literal["f32", "f16", "bf16"] | None = None  #: of keys and values in memory
+    kv_dtype: Literal["f32", "f16", "bf16", "fp8_e4m3"] | None = None  #: of keys and values in memory
     host_bytes: int | None = None  #: host memory for keys and values, reserved at once
     near_bytes: int | None = None  #: device memory for a cache of them
     page_tokens: int | None = None  #: a power of two in [8, 256]

@@ -42,6 +42,12 @@ def test_a_server_has_all_near_that_there_is_room_for() -> None:
     assert default_near_bytes(options(sequences=1), 4096, own, H100, SERVED_SHARE) == 4096 * TOKEN
 
 
+def test_rows_with_scales_take_half_of_the_host_and_as_much_near() -> None:
+    # Codes of a byte, and a float32 for each row of 128.
+    near = default_near_bytes(options(kv_dtype="fp8_e4m3"), CONTEXT, 5 * GIB, H100)
+    assert near == int(0.05 * (32 * GIB // (PAGE // 2 * 132 // 128))) * PAGE
+
+
 def test_no_more_than_sequences_can_have() -> None:
     assert default_near_bytes(options(sequences=1), 4096, 5 * GIB, H100) == 4096 * TOKEN
     assert default_near_bytes(options(sequences=2), 4090, 5 * GIB, H100) == 2 * 4096 * TOKEN

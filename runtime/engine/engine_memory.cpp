@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "runtime/engine/engine_options.hpp"
 #include "sluice/carver.hpp"
 #include "sluice/error.hpp"
 #include "sluice/int4.hpp"
@@ -112,7 +113,11 @@ Bucket largest_of(const EngineOptions& options, const PageLayout& layout, std::u
   return bucket;
 }
 
-std::uint64_t block_bytes_of(const ForwardMemory& memory) { return memory.layout.page_bytes() * memory.planes(); }
+std::uint64_t block_bytes_of(const ForwardMemory& memory) { return memory.far_layout.page_bytes() * memory.planes(); }
+/// As many near pages, one of each plane.
+std::uint64_t near_bytes_of(const ForwardMemory& memory, std::uint64_t pages) {
+  return pages * memory.layout.page_bytes() * memory.planes();
+}
 
 /// Sizes, and no memory yet.
 ForwardMemory described(const EngineOptions& options) {
@@ -120,9 +125,10 @@ ForwardMemory described(const EngineOptions& options) {
   memory.shape = options.shape;
   memory.shape.scale = options.scale;
   memory.shape.softcap = options.softcap;
-  memory.layout = {.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
+  memory.far_layout = far_layout(options);
+  memory.layout = memory.far_layout.near();
   memory.blocks = static_cast<std::uint32_t>(options.host_bytes / block_bytes_of(memory));
-  memory.near_pages = static_cast<std::uint32_t>(options.near_bytes / block_bytes_of(memory));
+  memory.near_pages = static_cast<std::uint32_t>(options.near_bytes / near_bytes_of(memory, 1));
   memory.promotions = memory.near_pages == 0 ? 0 : options.promotions;
   memory.largest = memory.bucket = largest_of(options, memory.layout, memory.blocks);
   memory.max_pages = memory.largest.max_tokens / memory.layout.page_tokens;
@@ -150,7 +156,6 @@ std::uint64_t listed_blocks(const EngineOptions& options, const ForwardMemory& m
   return std::uint64_t{std::min(options.sequences, memory.append_rows)} * memory.max_pages;
 }
 
-std::uint64_t near_bytes_of(const ForwardMemory& memory) { return memory.near_pages * block_bytes_of(memory); }
 std::uint64_t codes_bytes_of(const ForwardMemory& memory) {
   return std::uint64_t{memory.blocks} * memory.planes() * Int4Layout(memory.layout).page_bytes();
 }
@@ -166,7 +171,7 @@ EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const Forward
   std::vector<ForwardMemory> slips(options.in_flight, memory);
   return {.far_pages = memory.blocks * block_bytes_of(memory),
           .pinned = carve_pinned(slips, options.sequences, listed_blocks(options, memory), nullptr),
-          .near_pages = near_bytes_of(memory),
+          .near_pages = near_bytes_of(memory, memory.near_pages),
           .codes = codes_bytes_of(memory),
           .digests = options.digests ? digests_bytes_of(memory) : 0,
           .buffers = carve_device(memory, options.sequences, scratch, nullptr)};
@@ -177,7 +182,7 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
   ForwardMemory memory = described(options);
   far_ = std::make_unique<cpu::HostPool>(
       cpu::HostPoolOptions{
-          .layout = memory.layout, .bytes = memory.blocks * block_bytes_of(memory), .numa_node = numa_node},
+          .layout = memory.far_layout, .bytes = memory.blocks * block_bytes_of(memory), .numa_node = numa_node},
       topology, workers, device);
   memory.far = far_->base();
   take_device(options, memory, device, verbs);
@@ -187,7 +192,7 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
 
 void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memory, Device& device,
                                ForwardVerbs& verbs) {
-  if (memory.near_pages != 0) near_ = device.allocate(near_bytes_of(memory));
+  if (memory.near_pages != 0) near_ = device.allocate(near_bytes_of(memory, memory.near_pages));
   codes_ = device.allocate(codes_bytes_of(memory));
   if (options.digests) digests_ = device.allocate(digests_bytes_of(memory));
   const std::uint64_t scratch = verbs.scratch_bytes(memory);
@@ -209,12 +214,13 @@ void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory
 
 void EngineMemory::copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept {
   const ForwardMemory& m = largest();
-  const std::uint64_t bytes = tokens * m.layout.row_bytes();
+  const PageLayout& layout = m.far_layout;
   for (std::uint32_t plane = 0; plane < m.planes(); ++plane) {
-    const std::byte* const from = m.far + m.far_page(plane, block) * m.layout.page_bytes();
-    std::byte* const to = m.far + m.far_page(plane, copy) * m.layout.page_bytes();
-    std::memcpy(to, from, bytes);
-    std::memcpy(to + m.layout.half_bytes(), from + m.layout.half_bytes(), bytes);
+    const std::byte* const from = m.far_block(plane, block);
+    std::byte* const to = m.far_block(plane, copy);
+    std::memcpy(to, from, tokens * layout.row_bytes());
+    std::memcpy(to + layout.half_bytes(), from + layout.half_bytes(), tokens * layout.row_bytes());
+    std::memcpy(to + layout.scales_offset(), from + layout.scales_offset(), tokens * layout.scale_bytes());
   }
 }
 

@@ -36,7 +36,7 @@ class EngineMemory {
   void copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept;
 
   [[nodiscard]] std::uint64_t block_bytes() const noexcept {
-    return largest().layout.page_bytes() * largest().planes();
+    return largest().far_layout.page_bytes() * largest().planes();
   }
   /// But for what is used, and the threads' own.
   [[nodiscard]] EngineMemoryUse use() const noexcept;

@@ -77,16 +77,18 @@ void validate(const EngineOptions& options) {
   in("threads", options.threads, 0, 4096);
   in("timeout (ms)", static_cast<std::uint64_t>(options.timeout.count()), 1, 3'600'000);
   in("answer_timeout (ms)", static_cast<std::uint64_t>(options.answer_timeout.count()), 1, 60'000);
-  const PageLayout layout{.page_tokens = page, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
-  const std::uint64_t block = layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
+  const PageLayout layout = far_layout(options);
+  const std::uint64_t planes = std::uint64_t{options.shape.layers} * options.shape.kv_heads;
+  const std::uint64_t block = layout.page_bytes() * planes;
   const std::uint64_t blocks = options.host_bytes / block;
   // Rows of pages are counted in 32 bits, near ones over all planes.
   constexpr std::uint64_t kMostRows = 0x7fff'ffff;
   require(blocks >= 1 && blocks * page <= kMostRows, "host_bytes", options.host_bytes,
           "in [" + std::to_string(block) + ", " + std::to_string(kMostRows / page * block) + "]");
-  const std::uint64_t near_pages = options.near_bytes / block * options.shape.layers * options.shape.kv_heads;
+  const std::uint64_t near_page = layout.near().page_bytes();
+  const std::uint64_t near_pages = options.near_bytes / (near_page * planes) * planes;
   require(near_pages * 2 * page <= kMostRows, "near_bytes", options.near_bytes,
-          "at most " + std::to_string(kMostRows / (2 * page) * layout.page_bytes()));
+          "at most " + std::to_string(kMostRows / (2 * page) * near_page));
 }
 
 void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {

@@ -12,6 +12,11 @@ void validate(const EngineOptions& options);
   return {.page_tokens = options.page_tokens, .max_window = options.max_window, .digests = options.digests};
 }
 
+/// Of pages in host memory.
+[[nodiscard]] inline PageLayout far_layout(const EngineOptions& options) noexcept {
+  return {.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
+}
+
 /// @throws Error{Errc::unsupported} naming what an engine of these options lacks to serve the policy.
 void require_served(const PolicySpec& policy, const EngineOptions& options);
 

@@ -40,7 +40,7 @@ void Engine::Impl::keep_trace(runtime::Program& program, bool done) noexcept {
   const runtime::TraceNotes& notes = *program.trace;
   const ForwardMemory& m = memory.largest();
   const scheduler::WorkPlace place{.shape = m.shape,
-                                   .layout = m.layout,
+                                   .layout = m.far_layout,
                                    .placement = options.placement,
                                    .bucket = program.bucket,
                                    .promotes = m.promotions != 0,

@@ -190,13 +190,19 @@ void FarChoice::score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_
   const std::size_t whole = chosen.rows.size() - chosen.selected.tokens.size();
   chosen.scores.resize(whole * group);
   chosen.keys.resize(whole);
-  for (std::size_t i = 0; i < whole; ++i)
-    chosen.keys[i] = memory_.far_key(memory_.plane(layer, kv_head), chosen.rows[i]);
-  cpu::kernels_for(kernels_, memory_.layout.dtype)
+  const std::uint32_t plane = memory_.plane(layer, kv_head);
+  const bool scaled = memory_.far_layout.scaled();
+  if (scaled) chosen.scales.resize(whole);
+  for (std::size_t i = 0; i < whole; ++i) {
+    chosen.keys[i] = memory_.far_key(plane, chosen.rows[i]);
+    if (scaled) chosen.scales[i] = memory_.far_scales(plane, chosen.rows[i]);
+  }
+  cpu::kernels_for(kernels_, memory_.far_layout.dtype)
       .score({.q = memory_.far_q + std::uint64_t{list} * group * memory_.shape.head_dim,
               .scale = memory_.shape.score_scale(),
               .softcap = memory_.shape.softcap,
               .k = chosen.keys.data(),
+              .scales = chosen.scales.data(),
               .count = static_cast<std::uint32_t>(whole),
               .group = group,
               .head_dim = memory_.shape.head_dim,

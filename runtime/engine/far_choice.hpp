@@ -37,9 +37,10 @@ struct ChosenList {
   // Scratch.
   SelectionRow selected;
   std::vector<const std::byte*> keys;
+  std::vector<const float*> scales;  ///< of these, if rows have some
 
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
-    return scheduler::heap_bytes(rows, members, scores, keys, bypass.out, bypass.lse, selected.runs, selected.tokens,
+    return scheduler::heap_bytes(rows, members, scores, keys, scales, bypass.out, bypass.lse, selected.runs, selected.tokens,
                                  selected.members, selected.scores);
   }
 };

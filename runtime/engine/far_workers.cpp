@@ -37,6 +37,12 @@ constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
 
 }  // namespace
 
+FarWorkers::Rows FarWorkers::rows_for(const ForwardMemory& memory) {
+  const std::uint32_t most = part_rows(longest_list(memory));
+  return {.keys = std::vector<const std::byte*>(most),
+          .scales = std::vector<const float*>(memory.far_layout.scaled() ? most : 0)};
+}
+
 FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes,
                        const FarWorkersOptions& options, cpu::CoreShares::Lease cores)
     : memory_(memory),
@@ -48,7 +54,7 @@ FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes&
       part_ends_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads),
       most_parts_(most_parts(longest_list(memory))),
       partials_(part_ends_.size() * most_parts_ * memory.shape.group() * (memory.shape.head_dim + 1)),
-      rows_(threads_on(cores_.topology().cores()), Rows(part_rows(longest_list(memory)))),
+      rows_(threads_on(cores_.topology().cores()), rows_for(memory)),
       places_(rows_.size()) {
   settle_in();
   try {
@@ -263,17 +269,20 @@ void FarWorkers::attend_part(const Question& question, const Part& part, Rows& r
   const std::uint32_t plane = m.plane(question.layer, part.index % m.shape.kv_heads);
   const std::uint32_t* const list =
       chosen != nullptr ? chosen->rows.data() : m.far_rows + part.index * std::uint64_t{m.list_room()};
-  for (std::uint32_t i = part.begin; i < part.end; ++i) rows[i - part.begin] = m.far_key(plane, list[i]);
+  for (std::uint32_t i = part.begin; i < part.end; ++i) rows.keys[i - part.begin] = m.far_key(plane, list[i]);
+  for (std::uint32_t i = part.begin; i < part.end && m.far_layout.scaled(); ++i)
+    rows.scales[i - part.begin] = m.far_scales(plane, list[i]);
   // The first part goes to its place at once, the others follow in their order.
   const Partial place = part.part == 0 ? whole_of(part.index) : place_of(part.index, part.part);
   const bool members = chosen != nullptr && !chosen->members.empty();
   const bool scores = chosen != nullptr && !chosen->scores.empty();
-  cpu::kernels_for(kernels_, m.layout.dtype)
+  cpu::kernels_for(kernels_, m.far_layout.dtype)
       .attend({.q = m.far_q + std::uint64_t{part.index} * group * m.shape.head_dim,
                .scale = m.shape.score_scale(),
                .softcap = m.shape.softcap,
-               .k = rows.data(),
-               .v_offset = m.layout.half_bytes(),
+               .k = rows.keys.data(),
+               .v_offset = m.far_layout.half_bytes(),
+               .scales = rows.scales.data(),
                .members = members ? chosen->members.data() + part.begin : nullptr,
                .scores = scores ? chosen->scores.data() + std::uint64_t{part.begin} * group : nullptr,
                .count = part.end - part.begin,

@@ -70,7 +70,11 @@ class FarWorkers {
 
  private:
   /// Addresses of K rows: a thread's own, as many as the largest part has.
-  using Rows = std::vector<const std::byte*>;
+  /// Of a thread: where the rows of a part lie.
+  struct Rows {
+    std::vector<const std::byte*> keys;
+    std::vector<const float*> scales;  ///< empty if rows have none
+  };
   /// What is asked.
   struct Question {
     std::uint64_t asked = 0;
@@ -119,6 +123,7 @@ class FarWorkers {
   /// one question looks at every list once.
   [[nodiscard]] Part part_at(std::uint32_t at, Cursor& cursor) const noexcept;
   /// Who ends a list's last part merges them.
+  [[nodiscard]] static Rows rows_for(const ForwardMemory& memory);
   void attend(const Question& question, const Part& part, Rows& rows);
   void attend_part(const Question& question, const Part& part, Rows& rows, const ChosenList* chosen);
   /// Where a list's result goes.

@@ -47,15 +47,18 @@ void ForwardAudit::compare(std::uint32_t index, std::uint32_t layer, std::uint32
 
 void ForwardAudit::attend_exactly(const AuditedRow& row, std::uint32_t layer, std::uint32_t kv_head, const float* q,
                                   AuditedGroup& group) const {
-  const PageLayout& layout = memory_.layout;
-  const cpu::ElementKernels& kernels = cpu::kernels_for(kernels_, layout.dtype);
+  const PageLayout& layout = memory_.far_layout;
   std::vector<const std::byte*> keys(group.tokens);
+  std::vector<const float*> scales(layout.scaled() ? group.tokens : 0);
   std::vector<float> value(group.head_dim);
   for (std::uint32_t t = 0; t < group.tokens; ++t) {
     const std::uint32_t token = group.first + t;
     const std::uint32_t at = row.blocks[token / layout.page_tokens] * layout.page_tokens + token % layout.page_tokens;
-    keys[t] = memory_.far_key(memory_.plane(layer, kv_head), at);
-    kernels.widen(keys[t] + layout.half_bytes(), value.data(), value.size());
+    const std::uint32_t plane = memory_.plane(layer, kv_head);
+    keys[t] = memory_.far_key(plane, at);
+    if (layout.scaled()) scales[t] = memory_.far_scales(plane, at);
+    cpu::read_row(kernels_, layout, keys[t] + layout.half_bytes(), layout.scaled() ? scales[t] + 1 : nullptr,
+                  value.data());
     double squares = 0.0;
     for (const float v : value) squares += double{v} * v;
     group.largest_value = std::max(group.largest_value, std::sqrt(squares));
@@ -63,17 +66,19 @@ void ForwardAudit::attend_exactly(const AuditedRow& row, std::uint32_t layer, st
   group.scores.resize(std::size_t{group.tokens} * group.group);
   group.out.resize(std::size_t{group.group} * group.head_dim);
   group.lse.resize(group.group);
-  kernels.attend({.q = q,
-                  .scale = memory_.shape.score_scale(),
-                  .softcap = memory_.shape.softcap,
-                  .k = keys.data(),
-                  .v_offset = layout.half_bytes(),
-                  .seen = group.scores.data(),
-                  .count = group.tokens,
-                  .group = group.group,
-                  .head_dim = group.head_dim,
-                  .out = group.out.data(),
-                  .lse = group.lse.data()});
+  cpu::kernels_for(kernels_, layout.dtype)
+      .attend({.q = q,
+               .scale = memory_.shape.score_scale(),
+               .softcap = memory_.shape.softcap,
+               .k = keys.data(),
+               .v_offset = layout.half_bytes(),
+               .scales = scales.data(),
+               .seen = group.scores.data(),
+               .count = group.tokens,
+               .group = group.group,
+               .head_dim = group.head_dim,
+               .out = group.out.data(),
+               .lse = group.lse.data()});
 }
 
 void ForwardAudit::mark(const AuditedRow& row, std::uint32_t plane, std::uint64_t list, AuditedGroup& group) const {

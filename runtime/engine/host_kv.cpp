@@ -4,6 +4,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "cpu/backend/verbs.hpp"
+
 namespace sluice::runtime {
 
 void HostKv::score(const float* q, std::span<const std::uint32_t> tokens, float* out) {
@@ -33,13 +35,18 @@ std::span<const std::uint32_t> HostKv::first_indices(std::uint32_t count) {
 
 void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
   const PageLayout layout{.page_tokens = 256, .head_dim = view_.layout.head_dim, .dtype = view_.layout.dtype};
-  page_.resize(layout.half_bytes());
+  // What is made of keys reads no values.
+  page_.resize(layout.scaled() ? layout.page_bytes() : layout.half_bytes());
   copy_.resize(Int4Layout(layout).page_bytes());
   static constexpr std::uint32_t kOnlyFrame = 0;
   for (std::size_t first = 0; first < tokens.size(); first += layout.page_tokens) {
     const auto some = tokens.subspan(first, std::min<std::size_t>(layout.page_tokens, tokens.size() - first));
-    for (std::size_t i = 0; i < some.size(); ++i)
+    for (std::size_t i = 0; i < some.size(); ++i) {
       std::memcpy(page_.data() + i * layout.row_bytes(), view_.k_row(some[i]), layout.row_bytes());
+      if (layout.scaled())
+        std::memcpy(page_.data() + layout.scales_offset() + i * layout.scale_bytes(), view_.scales(some[i]),
+                    layout.scale_bytes());
+    }
     const QuantizeTask task{.page = page_.data(), .rows = static_cast<std::uint32_t>(some.size()), .out = copy_.data()};
     host_.quantize({&task, 1}, layout, nullptr);
     host_.estimate_tokens({.q = q,
@@ -69,12 +76,12 @@ void for_each_page(const PageLayout& layout, std::uint32_t first, std::uint32_t 
 
 void HostKv::keys(std::uint32_t first, std::uint32_t count, float* out) {
   for_each_page(view_.layout, first, count, out,
-                [this](std::uint32_t token, std::uint32_t here, float* to) { rows(view_.k_row(token), here, to); });
+                [this](std::uint32_t token, std::uint32_t here, float* to) { rows(Half::keys, token, here, to); });
 }
 
 void HostKv::values(std::uint32_t first, std::uint32_t count, float* out) {
   for_each_page(view_.layout, first, count, out,
-                [this](std::uint32_t token, std::uint32_t here, float* to) { rows(view_.v_row(token), here, to); });
+                [this](std::uint32_t token, std::uint32_t here, float* to) { rows(Half::values, token, here, to); });
 }
 
 void HostKv::cluster(const scheduler::ClusterRequest& request, float* centroids, std::uint32_t* assignment) {
@@ -101,7 +108,14 @@ void HostKv::score_rows(const float* x, std::uint32_t columns, const float* rows
   host_.score_tokens({&task, 1}, shape, nullptr);
 }
 
-void HostKv::rows(const std::byte* first, std::uint32_t count, float* out) {
+void HostKv::rows(Half half, std::uint32_t token, std::uint32_t count, float* out) {
+  const PageLayout& layout = view_.layout;
+  const std::byte* const first = half == Half::keys ? view_.k_row(token) : view_.v_row(token);
+  for (std::uint32_t i = 0; i < count && layout.scaled(); ++i) {
+    const float* const scale = view_.scales(token + i) + (half == Half::keys ? 0 : 1);
+    cpu::read_row(kernels_, layout, first + i * layout.row_bytes(), scale, out + std::size_t{i} * layout.head_dim);
+  }
+  if (layout.scaled()) return;
   const TensorView view{.data = first,
                         .dtype = view_.layout.dtype,
                         .tokens = count,

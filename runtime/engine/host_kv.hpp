@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
+#include "cpu/kernels/kernels.hpp"
 #include "scheduler/layer_policy.hpp"
 
 namespace sluice::runtime {
@@ -13,7 +14,7 @@ namespace sluice::runtime {
 class HostKv : public scheduler::KvReader {
  public:
   HostKv(cpu::Backend& host, const AttentionShape& shape, const KvView& view)
-      : host_(host), shape_(shape), view_(view) {}
+      : host_(host), kernels_(cpu::fastest_kernels()), shape_(shape), view_(view) {}
 
   void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
   /// Later estimates come from the 4-bit copies of the pool's frames, which the head's first `pages` pages have.
@@ -24,8 +25,8 @@ class HostKv : public scheduler::KvReader {
   /// Later estimates of keys in the head's first `pages` pages come from 4-bit copies that are made for them.
   void copy_to_estimate(std::uint32_t pages) noexcept { estimate_from(nullptr, pages); }
   void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
-  void key(std::uint32_t token, float* out) override { rows(view_.k_row(token), 1, out); }
-  void value(std::uint32_t token, float* out) override { rows(view_.v_row(token), 1, out); }
+  void key(std::uint32_t token, float* out) override { rows(Half::keys, token, 1, out); }
+  void value(std::uint32_t token, float* out) override { rows(Half::values, token, 1, out); }
   void keys(std::uint32_t first, std::uint32_t count, float* out) override;
   /// Rows of V of consecutive tokens: [count, head_dim].
   void values(std::uint32_t first, std::uint32_t count, float* out);
@@ -37,10 +38,12 @@ class HostKv : public scheduler::KvReader {
   [[nodiscard]] std::span<const std::uint32_t> first_indices(std::uint32_t count);
   /// The estimates of tokens whose copies are made first.
   void copy_and_estimate(const float* q, std::span<const std::uint32_t> tokens, float* out);
+  enum class Half : std::uint8_t { keys, values };
   /// Consecutive rows of one page.
-  void rows(const std::byte* first, std::uint32_t count, float* out);
+  void rows(Half half, std::uint32_t token, std::uint32_t count, float* out);
 
   cpu::Backend& host_;
+  const cpu::Kernels& kernels_;
   AttentionShape shape_;
   KvView view_;
   std::vector<std::uint32_t> indices_;  ///< 0, 1, 2, ... as many as were needed so far

@@ -153,17 +153,20 @@ struct Engine::Impl : cpu::Kept {
   /// Lets go of blocks that a device was late with, once it is through with them.
   void release_late() noexcept;
   void let_go(std::vector<std::uint32_t>& blocks) noexcept;
-  /// Calls visit(rows) for the sequence's rows of a plane, in order: its keys, then its values.
+  /// Calls visit(rows) for the sequence's rows of a plane, in order: its keys, its values, their scales.
   template <class Visit>
   void for_each_run(const Sequence& sequence, std::uint32_t plane, const Visit& visit) const {
     const ForwardMemory& m = memory.largest();
-    for (const std::uint64_t half : {std::uint64_t{0}, m.layout.half_bytes()}) {
-      for (std::uint32_t first = 0, i = 0; first < sequence.tokens; first += m.layout.page_tokens, ++i) {
-        const std::uint64_t rows = std::min(m.layout.page_tokens, sequence.tokens - first);
-        std::byte* const page = m.far + m.far_page(plane, sequence.pages.blocks()[i]) * m.layout.page_bytes();
-        visit(std::span(page + half, rows * m.layout.row_bytes()));
+    const PageLayout& layout = m.far_layout;
+    const auto each = [&](std::uint64_t offset, std::uint64_t token_bytes) {
+      for (std::uint32_t first = 0, i = 0; first < sequence.tokens; first += layout.page_tokens, ++i) {
+        const std::uint64_t rows = std::min(layout.page_tokens, sequence.tokens - first);
+        visit(std::span(m.far_block(plane, sequence.pages.blocks()[i]) + offset, rows * token_bytes));
       }
-    }
+    };
+    each(0, layout.row_bytes());
+    each(layout.half_bytes(), layout.row_bytes());
+    if (layout.scaled()) each(layout.scales_offset(), layout.scale_bytes());
   }
   /// The queries [q_heads, head_dim] of one of its prompt's newest tokens.
   [[nodiscard]] std::span<float> tail_of(const Sequence& sequence, std::uint32_t layer,

@@ -74,8 +74,8 @@ void SequencePolicy::for_each_seat(const Visit& visit) const {
 
 HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks,
                               std::uint32_t tokens) const {
-  const std::uint64_t first = memory_.far_page(memory_.plane(layer, kv_head), 0) * memory_.layout.page_bytes();
-  HostKv kv(host_, memory_.shape, KvView{.base = memory_.far + first, .frames = blocks, .layout = memory_.layout});
+  std::byte* const first = memory_.far_block(memory_.plane(layer, kv_head), 0);
+  HostKv kv(host_, memory_.shape, KvView{.base = first, .frames = blocks, .layout = memory_.far_layout});
   // The newest page is scored as it is; copies of the others lie on the device.
   kv.copy_to_estimate(tokens == 0 ? 0 : (tokens - 1) / memory_.layout.page_tokens);
   return kv;

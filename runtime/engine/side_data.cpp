@@ -19,13 +19,13 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
   for (std::uint32_t first = 0, i = 0; first < tokens; first += page_tokens, ++i) {
     const std::uint64_t page = memory_.far_page(plane, blocks[i]);
     const std::uint32_t rows = std::min(page_tokens, tokens - first);
-    const std::byte* const far = memory_.far + page * memory_.layout.page_bytes();
+    const std::byte* const far = memory_.far_block(plane, blocks[i]);
     copies_.push_back({.page = far, .rows = rows, .out = memory_.codes + page * copy_bytes});
     if (memory_.digests != nullptr && rows == page_tokens)
       digests_.push_back({.page = far, .out = memory_.digest_of(plane, blocks[i])});
   }
-  backend_.quantize(copies_, memory_.layout, stream_.get());
-  backend_.digest(digests_, memory_.digest, memory_.layout, stream_.get());
+  backend_.quantize(copies_, memory_.far_layout, stream_.get());
+  backend_.digest(digests_, memory_.digest, memory_.far_layout, stream_.get());
 }
 
 void SideData::wait() { stream_->synchronize(deadline_after(timeout_)); }

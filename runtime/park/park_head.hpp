@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "runtime/park/park_source.hpp"
+#include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/tensor.hpp"
@@ -24,7 +25,8 @@ namespace sluice::runtime {
 ///             taken for another:
 ///               names    i32 [names]
 ///               queries  f32 [layers, tail_end - tail_begin, q_heads, head_dim]
-///               rows     of `dtype` [layers, kv_heads, 2, tokens, head_dim], keys before values
+///               rows     of `dtype` [layers, kv_heads, 2, tokens, head_dim], keys before values; of a dtype with
+///                        scales, see E4m3, behind those of each KV head f32 [tokens, 2]
 ///
 /// What is made of keys, digests and 4-bit copies, is not in it: an engine makes what it keeps. So pages may have
 /// another size in the engine that resumes the sequence.
@@ -60,8 +62,9 @@ struct ParkHead {
   }
   /// Of the body, checksums apart.
   [[nodiscard]] std::uint64_t body_bytes() const noexcept {
-    const std::uint64_t rows = std::uint64_t{shape.layers} * shape.kv_heads * 2 * tokens;
-    return names * sizeof(std::int32_t) + query_bytes() + rows * shape.head_dim * bytes_of(dtype);
+    const PageLayout token{.page_tokens = 1, .head_dim = shape.head_dim, .dtype = dtype};
+    const std::uint64_t rows = std::uint64_t{shape.layers} * shape.kv_heads * tokens * token.page_bytes();
+    return names * sizeof(std::int32_t) + query_bytes() + rows;
   }
 };
 

@@ -81,7 +81,11 @@ class WorkList {
 
  private:
   [[nodiscard]] bool fetches() const noexcept { return place_.placement == PlacementMode::stream; }
-  [[nodiscard]] std::uint64_t row_bytes() const noexcept { return place_.layout.row_bytes(); }
+  /// Of a token's key and value.
+  [[nodiscard]] std::uint64_t near_bytes() const noexcept { return 2 * place_.layout.near().row_bytes(); }
+  [[nodiscard]] std::uint64_t far_bytes() const noexcept {
+    return 2 * place_.layout.row_bytes() + place_.layout.scale_bytes();
+  }
   [[nodiscard]] std::uint64_t copy_bytes() const noexcept {
     return Int4Layout(place_.layout).row_bytes() + Int4Layout::kParamBytes;
   }
@@ -109,18 +113,18 @@ class WorkList {
   void add(Stage stage) {
     if (stage == Stage::append) add_append();
     if (stage == Stage::prefill) add_prefill();
-    if (stage == Stage::rank) put(stage, Lane::device, tokens_.ranking, 2 * row_bytes() * tokens_.pages);
+    if (stage == Stage::rank) put(stage, Lane::device, tokens_.ranking, near_bytes() * tokens_.pages);
     if (stage == Stage::score) put(stage, Lane::device, tokens_.scoring, copy_bytes() * tokens_.scored);
     if (stage == Stage::choose)
       put(stage, Lane::device, tokens_.scoring, 4 * place_.shape.group() * tokens_.scored);
     if (stage == Stage::split) add_split();
-    if (stage == Stage::attend) put(stage, Lane::device, tokens_.choosing, 2 * row_bytes() * near_);
+    if (stage == Stage::attend) put(stage, Lane::device, tokens_.choosing, near_bytes() * near_);
     if (stage == Stage::promote)
-      put(stage, Lane::link, tokens_.choosing, 2 * row_bytes() * planes(shares_.promoted));
+      put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
     // Who needs an answer waits for it, the others go on with what is enqueued.
     if (stage == Stage::fetch) {
       await(tokens_.asking != 0);
-      put(stage, Lane::link, tokens_.choosing, 2 * row_bytes() * elsewhere_);
+      put(stage, Lane::link, tokens_.choosing, far_bytes() * elsewhere_);
     }
     if (stage == Stage::merge) add_merge();
     if (stage == Stage::audit)
@@ -143,8 +147,8 @@ class WorkList {
     const std::uint64_t tokens = rows * place_.shape.kv_heads;
     const std::uint64_t queries = std::uint64_t{4} * place_.shape.head_dim * place_.shape.q_heads * tokens_.choosing;
     const auto count = static_cast<std::uint32_t>(rows);
-    put(Stage::append, Lane::device, count, 2 * row_bytes() * tokens, copy_bytes() * tokens);
-    put(Stage::append, Lane::link, count, 0, 2 * row_bytes() * tokens + queries);
+    put(Stage::append, Lane::device, count, near_bytes() * tokens, copy_bytes() * tokens);
+    put(Stage::append, Lane::link, count, 0, far_bytes() * tokens + queries);
   }
 
   void add_prefill() {
@@ -155,9 +159,9 @@ class WorkList {
       rows += chunk.count;
       keys += std::uint64_t{place_.shape.kv_heads} * seen_keys(chunk);
     }
-    put(Stage::prefill, Lane::link, rows, 2 * row_bytes() * keys);
+    put(Stage::prefill, Lane::link, rows, far_bytes() * keys);
     go_on();
-    put(Stage::prefill, Lane::device, rows, 2 * row_bytes() * keys);
+    put(Stage::prefill, Lane::device, rows, near_bytes() * keys);
   }
 
   /// The CPU's part goes on beside the device's.
@@ -171,9 +175,9 @@ class WorkList {
     if (!asks) return;
     const std::vector<std::uint32_t> asked = before_;
     const double scored = shares_.scored * tokens_.asking;
-    put(Stage::choose_far, Lane::cpu, tokens_.asking, row_bytes() * planes(scored));
+    put(Stage::choose_far, Lane::cpu, tokens_.asking, far_bytes() / 2 * planes(scored));
     go_on();
-    if (in_place != 0) put(Stage::attend_far, Lane::cpu, tokens_.choosing, 2 * row_bytes() * in_place);
+    if (in_place != 0) put(Stage::attend_far, Lane::cpu, tokens_.choosing, far_bytes() * in_place);
     go_on();
     answer_ = std::exchange(before_, asked);
   }

@@ -17,7 +17,7 @@ namespace sluice::scheduler {
 /// What decides which stages a forward has, and how many bytes they move, beside its rows.
 struct WorkPlace {
   AttentionShape shape;
-  PageLayout layout;
+  PageLayout layout;  ///< of far pages
   PlacementMode placement = PlacementMode::hybrid;
   Bucket bucket;
   bool promotes = false;  ///< far rows are brought near
@@ -57,7 +57,8 @@ struct WorkShares {
 [[nodiscard]] WorkShares shares_of(const WorkPlace& place, std::span<const ForwardRow> rows, const EngineStats& before,
                                    const EngineStats& after) noexcept;
 
-/// The work of a forward, layer by layer. With R = bytes of a row of K or V, and per KV head unless it says otherwise:
+/// The work of a forward, layer by layer. With R = bytes of a row of K or V, its scale included where it lies far and
+/// has one, and per KV head unless it says otherwise:
 ///
 /// | stage      | lane   | bytes                                                                                   |
 /// |------------|--------|-----------------------------------------------------------------------------------------|

@@ -132,7 +132,7 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
     check_fails([&] { return sluice_engine_create(&options, &engine); }, SLUICE_INVALID_ARGUMENT, words);
     CHECK(engine == nullptr);
   };
-  refused({"kv_dtype is 3", "SLUICE_BF16"}, [](auto& o) { o.kv_dtype = 3; });
+  refused({"kv_dtype is 4", "SLUICE_FP8_E4M3"}, [](auto& o) { o.kv_dtype = 4; });
   refused({"kv_dtype is -1"}, [](auto& o) { o.kv_dtype = -1; });
   refused({"digests is 3"}, [](auto& o) { o.digests = 3; });
   refused({"prefill_mode is 3"}, [](auto& o) { o.prefill_mode = 3; });

@@ -78,10 +78,11 @@ TEST_CASE("merging empty partials stays empty and outputs are rounded to their d
 }
 
 TEST_CASE("runs and the same tokens one by one are the same selection", "[cpu][backend]") {
-  const auto [threads, tokens] = GENERATE(grid(std::array{1u, 3u}, std::array{1u, 40u, 9'001u}));
-  CAPTURE(threads, tokens);
+  const auto [threads, tokens, dtype] =
+      GENERATE(grid(std::array{1u, 3u}, std::array{1u, 40u, 9'001u}, std::array{DType::bf16, DType::fp8_e4m3}));
+  CAPTURE(threads, tokens, to_string(dtype));
   cpu::Backend backend(workers(threads));
-  const Problem problem({.tokens = tokens, .head_dim = 128, .seed = tokens});
+  const Problem problem({.dtype = dtype, .tokens = tokens, .head_dim = 128, .seed = tokens});
   const Attention whole = reference::attend(problem, attended(0, tokens));
   const auto all = all_tokens(tokens);
   const auto runs = runs_over(tokens, problem.options().page_tokens);

@@ -16,7 +16,7 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16};
+constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3};
 constexpr std::uint32_t kHeadDims[] = {16, 64, 80, 128, 256};
 constexpr std::uint32_t kGroups[] = {1, 3, 4, 8, 16};
 
@@ -45,15 +45,17 @@ void for_each_shape(const Body& body) {
 class Attend {
  public:
   Attend(const Problem& problem, std::span<const std::uint32_t> tokens)
-      : problem_(problem), rows_(tokens.size() + 1), out_(problem.options().group * problem.options().head_dim + 16, kNan),
+      : problem_(problem), rows_(tokens.size() + 1), scales_(tokens.size() + 1), out_(problem.options().group * problem.options().head_dim + 16, kNan),
         lse_(problem.options().group + 1, kNan) {
     cpu::list_rows(problem.kv(), tokens, rows_.data());
+    if (problem.layout().scaled()) cpu::list_scales(problem.kv(), tokens, scales_.data());
     out_[out_size()] = lse_.back() = 1234.f;
     args_ = {.q = problem.q(),
              .scale = problem.shape().score_scale(),
              .softcap = problem.options().softcap,
              .k = rows_.data(),
              .v_offset = problem.layout().half_bytes(),
+             .scales = scales_.data(),
              .count = static_cast<std::uint32_t>(tokens.size()),
              .group = problem.options().group,
              .head_dim = problem.options().head_dim,
@@ -78,6 +80,7 @@ class Attend {
 
   const Problem& problem_;
   std::vector<const std::byte*> rows_;
+  std::vector<const float*> scales_;
   std::vector<float> out_;
   std::vector<float> lse_;
   cpu::AttendRows args_;
@@ -122,6 +125,7 @@ TEST_CASE("every variant widens exactly and narrows to the nearest even", "[cpu]
   }
   for_each_variant([&](const cpu::Kernels& kernels) {
     for (const DType type : kTypes) {
+      if (!is_tensor_type(type)) continue;
       CAPTURE(to_string(type));
       std::vector<std::byte> narrow(values.size() * 4);
       std::vector<float> wide(values.size());
@@ -265,7 +269,9 @@ TEST_CASE("every variant scores tokens like the reference", "[cpu][kernels]") {
     for (const double share : {0.02, 0.5, 1.0}) {
       const std::vector<std::uint32_t> tokens = random_tokens(options.tokens, share, 21);
       std::vector<const std::byte*> rows(tokens.size() + 1);
+      std::vector<const float*> scales(tokens.size() + 1);
       cpu::list_rows(problem.kv(), tokens, rows.data());
+      if (problem.layout().scaled()) cpu::list_scales(problem.kv(), tokens, scales.data());
       const std::vector<float> expected = scores_of(problem, tokens);
       for_each_variant([&](const cpu::Kernels& kernels) {
         std::vector<float> out(expected.size() + 1, kNan);
@@ -274,6 +280,7 @@ TEST_CASE("every variant scores tokens like the reference", "[cpu][kernels]") {
                                                                 .scale = problem.shape().score_scale(),
                                                                 .softcap = options.softcap,
                                                                 .k = rows.data(),
+                                                                .scales = scales.data(),
                                                                 .count = static_cast<std::uint32_t>(tokens.size()),
                                                                 .group = options.group,
                                                                 .head_dim = options.head_dim,
@@ -291,7 +298,8 @@ TEST_CASE("every variant digests and scores pages like the reference", "[cpu][ke
     options.tokens = 37 * options.page_tokens;
     const Problem problem(options);
     const std::uint32_t pages = 37;
-    const std::size_t digest_bytes = 2 * problem.layout().row_bytes();
+    const PageLayout made = problem.layout().near();
+    const std::size_t digest_bytes = 2 * made.row_bytes();
     for_each_variant([&](const cpu::Kernels& kernels) {
       const cpu::ElementKernels& element = kernels.element[static_cast<int>(options.dtype)];
       for (const DigestKind kind : {DigestKind::box, DigestKind::cuboid_mean}) {
@@ -301,31 +309,37 @@ TEST_CASE("every variant digests and scores pages like the reference", "[cpu][ke
         std::vector<double> expected(options.group * pages);
         for (std::uint32_t page = 0; page < pages; ++page) {
           std::byte* const to = digests.data() + problem.frames()[page] * digest_bytes;
-          digest({.k = problem.kv().page(page), .out = to, .rows = options.page_tokens, .head_dim = options.head_dim});
+          const std::uint32_t first = page * options.page_tokens;
+          digest({.k = problem.kv().page(page),
+                  .scales = problem.layout().scaled() ? problem.kv().scales(first) : nullptr,
+                  .out = to,
+                  .rows = options.page_tokens,
+                  .head_dim = options.head_dim});
           const std::vector<double> exact =
-              reference::digest(problem, page * options.page_tokens, (page + 1) * options.page_tokens, kind);
+              reference::digest(problem, first, first + options.page_tokens, kind);
           for (std::size_t i = 0; i < exact.size(); ++i) {
-            const double unit = options.dtype == DType::bf16 ? 0x1.0p-8 : options.dtype == DType::f16 ? 0x1.0p-11 : 4e-7;
-            const double got = load_element(to, options.dtype, i);
+            const double unit = made.dtype == DType::bf16 ? 0x1.0p-8 : made.dtype == DType::f16 ? 0x1.0p-11 : 4e-7;
+            const double got = load_element(to, made.dtype, i);
             if (!(std::abs(got - exact[i]) <= (kind == DigestKind::box ? 0.0 : unit * 4.0))) FAIL(got << " for " << exact[i]);
           }
           for (std::uint32_t head = 0; head < options.group; ++head) {
             for (std::uint32_t c = 0; c < options.head_dim; ++c) {
-              const double hi = load_element(to, options.dtype, c);
-              const double lo = load_element(to, options.dtype, options.head_dim + c);
+              const double hi = load_element(to, made.dtype, c);
+              const double lo = load_element(to, made.dtype, options.head_dim + c);
               expected[head * pages + page] += std::max(problem.q(head, c) * hi, problem.q(head, c) * lo);
             }
           }
         }
         std::vector<float> out(expected.size(), kNan);
-        element.score_digests({.q = problem.q(),
-                               .digests = digests.data(),
-                               .frames = problem.frames().data(),
-                               .count = pages,
-                               .group = options.group,
-                               .head_dim = options.head_dim,
-                               .out = out.data(),
-                               .out_stride = pages});
+        const cpu::ElementKernels& of_digests = kernels.element[static_cast<int>(made.dtype)];
+        of_digests.score_digests({.q = problem.q(),
+                                  .digests = digests.data(),
+                                  .frames = problem.frames().data(),
+                                  .count = pages,
+                                  .group = options.group,
+                                  .head_dim = options.head_dim,
+                                  .out = out.data(),
+                                  .out_stride = pages});
         REQUIRE(max_abs_diff(out, expected) <= 1e-6 * 2 * options.head_dim);
       }
     });

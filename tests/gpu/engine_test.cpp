@@ -17,9 +17,10 @@ EngineRig engine_rig() {
   static const std::shared_ptr<Device> device = make_cuda_device();
   EngineRig rig{.device = device,
                 .queue = device->create_stream("caller"),
-                .kv_dtype = DType::bf16,
+                .kv_dtype = kv_dtype_or(DType::bf16),
+                .on_gpu = true,
                 .tolerance = 1e-3,
-                .kv_dtypes = {DType::bf16, DType::f16}};
+                .kv_dtypes = {DType::bf16, DType::f16, DType::fp8_e4m3}};
   rig.stream = rig.queue->native_handle();
   return rig;
 }
@@ -247,7 +248,7 @@ TEST_CASE("graphs of several buckets leave each other alone, replayed with and w
   options.largest = {
       .decode_rows = kRows, .prefill_rows = 40, .prefills = 2, .max_tokens = 10'240, .unbounded = unbounded};
   options.host_bytes = 1500 * block_bytes(options);
-  options.near_bytes = 900 * block_bytes(options);
+  options.near_bytes = 900 * near_block_bytes(options);
   options.max_picks = 9000;
   options.import_rows = 2000;
   options.threads = 4;

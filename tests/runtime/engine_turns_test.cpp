@@ -30,7 +30,7 @@ EngineOptions options_for(const EngineRig& rig, std::uint32_t blocks) {
                         .largest = {.decode_rows = 4, .prefill_rows = 30, .prefills = 3}};
   for (const char* policy : kPolicies) make_room_for(parse_policy(policy), kTokens, options);
   options.host_bytes = blocks * block_bytes(options);
-  options.near_bytes = 3 * block_bytes(options);
+  options.near_bytes = 3 * near_block_bytes(options);
   options.sequences = 5;
   options.cpu_sequences = 2;
   options.prefill_window = 16;

@@ -42,18 +42,20 @@ struct Rows {
   std::span<std::byte> v;
 };
 
-void store_row(std::byte* page, const PageLayout& layout, std::uint32_t row, const std::byte* from, DType dtype) {
-  for (std::size_t c = 0; c < layout.head_dim; ++c) {
-    store_element(page, layout.dtype, std::size_t{row} * layout.head_dim + c, load_element(from, dtype, c));
-  }
+/// Half 0 or 1 of a token of a page: its key, its value.
+void store_half(std::byte* page, const PageLayout& layout, std::uint32_t row, std::uint32_t half, const std::byte* from,
+                DType dtype) {
+  auto* const scales = reinterpret_cast<float*>(page + layout.scales_offset()) + 2 * row;
+  store_row(page + half * layout.half_bytes() + row * layout.row_bytes(), layout.scaled() ? scales + half : nullptr,
+            layout.dtype, load_row(from, nullptr, dtype, layout.head_dim));
 }
 
 }  // namespace
 
 TEST_CASE("appending converts rows and touches no others", "[backend]") {
   const auto [from, to, head_dim, odd, tasks] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{DType::f32, DType::f16, DType::bf16},
-                    std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{0u, 7u}, std::array{1u, 70u}));  // odd == 0: aligned rows
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16},
+                    std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}, std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{0u, 7u}, std::array{1u, 70u}));  // odd == 0: aligned rows
   CAPTURE(to_string(from), to_string(to), head_dim, odd, tasks);
   const auto under_test = backend_under_test();
   const PageLayout layout{.page_tokens = 16, .head_dim = head_dim, .dtype = to};
@@ -70,8 +72,8 @@ TEST_CASE("appending converts rows and touches no others", "[backend]") {
     const std::uint32_t first = i % 11;
     const std::uint32_t count = kMost - i % (kMost + 1);  // 0 too
     for (std::uint32_t row = 0; row < count; ++row) {
-      store_row(&expected[page], layout, first + row, rows.k.data() + row * row_bytes, from);
-      store_row(&expected[page + layout.half_bytes()], layout, first + row, rows.v.data() + row * row_bytes, from);
+      store_half(&expected[page], layout, first + row, 0, rows.k.data() + row * row_bytes, from);
+      store_half(&expected[page], layout, first + row, 1, rows.v.data() + row * row_bytes, from);
     }
     list.push_back({.k = rows.k.data(),
                     .v = rows.v.data(),

@@ -145,7 +145,7 @@ TEST_CASE("sequences come and go, and leave no block behind", "[engine]") {
 TEST_CASE("an engine serves every page size, group and type, and gives the log-sum-exp", "[engine]") {
   const EngineRig rig = engine_rig();
   const auto [type, page_tokens, group, head_dim] =
-      GENERATE(grid(std::array{0u, 1u, 2u}, std::array{8u, 32u, 256u}, std::array{1u, 12u, 32u},
+      GENERATE(grid(std::array{0u, 1u, 2u, 3u}, std::array{8u, 32u, 256u}, std::array{1u, 12u, 32u},
                     std::array{64u, 96u, 128u, 192u, 256u}));
   const DType dtype = rig.kv_dtypes[type % rig.kv_dtypes.size()];
   CAPTURE(to_string(dtype), page_tokens, group, head_dim);
@@ -153,7 +153,7 @@ TEST_CASE("an engine serves every page size, group and type, and gives the log-s
   EngineOptions options{
       .shape = shape, .page_tokens = page_tokens, .kv_dtype = dtype, .threads = 2, .pin_threads = false};
   options.host_bytes = div_up(400, page_tokens) * block_bytes(options);
-  options.near_bytes = 128 / page_tokens * block_bytes(options);
+  options.near_bytes = 128 / page_tokens * near_block_bytes(options);
   Engine engine(options, rig.device);
   const Story story(shape, 363, 31);
   Teller teller{.story = &story,
@@ -175,7 +175,7 @@ TEST_CASE("a far part of thousands of rows is answered whole", "[engine]") {
   EngineOptions options{
       .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = 6000, .threads = 3, .pin_threads = false};
   options.host_bytes = 320 * block_bytes(options);
-  options.near_bytes = 10 * block_bytes(options);
+  options.near_bytes = 10 * near_block_bytes(options);
   options.import_rows = 2000;
   Engine engine(options, rig.device);
   const Story story(shape, prompt + 5, 41);
@@ -199,9 +199,9 @@ TEST_CASE("of long sequences the highest are chosen, ties by the lowest token", 
   EngineOptions options{
       .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = picks, .threads = 2, .pin_threads = false};
   // Long enough for several thread blocks of a GPU to share them.
-  const std::uint32_t tokens = rig.kv_dtype == DType::f32 ? 2'000 : 20'000;
+  const std::uint32_t tokens = rig.on_gpu ? 20'000 : 2'000;
   options.host_bytes = (tokens / 16 + 10) * block_bytes(options);
-  options.near_bytes = 60 * block_bytes(options);
+  options.near_bytes = 60 * near_block_bytes(options);
   options.import_rows = 5000;
   Engine engine(options, rig.device);
   Story story(shape, tokens + 2, 43);
@@ -224,9 +224,9 @@ TEST_CASE("a step chooses the highest, whatever the one before let expect", "[en
   const AttentionShape shape{.layers = 2, .q_heads = 10, .kv_heads = 1, .head_dim = 64};
   EngineOptions options{
       .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = 300, .threads = 2, .pin_threads = false};
-  const std::uint32_t tokens = rig.kv_dtype == DType::f32 ? 2'000 : 20'000;
+  const std::uint32_t tokens = rig.on_gpu ? 20'000 : 2'000;
   options.host_bytes = 2 * (tokens / 16 + 10) * block_bytes(options);
-  options.near_bytes = 60 * block_bytes(options);
+  options.near_bytes = 60 * near_block_bytes(options);
   options.import_rows = 5000;
   Engine engine(options, rig.device);
   // Much the same for a while, then longer, shorter, the other way round, and of no length.

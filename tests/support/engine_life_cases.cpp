@@ -19,7 +19,7 @@ constexpr const char* kPolicy = "exact | int4 | top_k=10 | near=0,sinks=2,recent
 EngineOptions life_options(const EngineRig& rig, std::uint32_t rows, std::uint32_t blocks) {
   EngineOptions options{.shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = rows}};
   options.host_bytes = blocks * block_bytes(options);
-  options.near_bytes = 3 * block_bytes(options);
+  options.near_bytes = 3 * near_block_bytes(options);
   options.sequences = 4;
   options.import_rows = 100;
   options.in_flight = 3;
@@ -87,7 +87,7 @@ TEST_CASE("an engine admits what its pool has room for, and says what it holds",
   REQUIRE(code_of([&] { (void)engine.fork(teller.id, 16); }) == Errc::out_of_capacity);
   const EngineMemoryUse use = engine.memory();
   REQUIRE(use.far_pages == 6 * block_bytes(engine.options()));
-  REQUIRE(use.near_pages == 3 * block_bytes(engine.options()));
+  REQUIRE(use.near_pages == 3 * near_block_bytes(engine.options()));
   REQUIRE(use.device() > use.near_pages);
   REQUIRE(use.host() > use.far_pages);
 }

@@ -37,7 +37,7 @@ constexpr Bucket kBuckets[] = {{.decode_rows = 1},
 EngineOptions mix_options(const EngineRig& rig, std::uint32_t near_blocks) {
   EngineOptions options{.shape = kShape, .page_tokens = 8, .kv_dtype = rig.kv_dtype, .largest = kLargest};
   options.host_bytes = 40 * block_bytes(options);
-  options.near_bytes = near_blocks * block_bytes(options);
+  options.near_bytes = near_blocks * near_block_bytes(options);
   options.sequences = 6;
   options.import_rows = 20;
   options.prefill_window = 16;

@@ -15,7 +15,7 @@ EngineOptions options_for(const EngineRig& rig, std::uint32_t near, std::uint32_
   EngineOptions options{
       .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = 1}, .threads = 2, .pin_threads = false};
   options.host_bytes = 60 * block_bytes(options);
-  options.near_bytes = near * block_bytes(options);
+  options.near_bytes = near * near_block_bytes(options);
   options.import_rows = 160;
   options.promotions = promotions;
   return options;
@@ -79,14 +79,14 @@ TEST_CASE("near tokens are those of sequences that live, and the newest tokens' 
   const PolicySpec recent = parse_policy("none | near=0,sinks=0,recent=64");
   Teller first{.story = &story, .id = engine.begin(recent)};
   import_story(engine, rig, first, kPrompt);
-  REQUIRE(engine.memory().near_pages_used == 12 * block_bytes(engine.options()));
+  REQUIRE(engine.memory().near_pages_used == 12 * near_block_bytes(engine.options()));
   ForwardTensors tensors(*rig.device, kShape, 1);
   (void)run_forward(engine, rig, tensors, {&first});
   REQUIRE(engine.stats().asked == 0);  // Its window is near.
   engine.end(first.id);
   Teller second{.story = &story, .id = engine.begin(recent)};
   import_story(engine, rig, second, 33);
-  REQUIRE(engine.memory().near_pages_used == 33 * block_bytes(engine.options()) / engine.options().page_tokens);
+  REQUIRE(engine.memory().near_pages_used == 33 * near_block_bytes(engine.options()) / engine.options().page_tokens);
 }
 
 TEST_CASE("forks attend the same however little is near, whatever the size of pages", "[engine]") {
@@ -101,7 +101,7 @@ TEST_CASE("forks attend the same however little is near, whatever the size of pa
     options.page_tokens = page_tokens;
     options.largest.decode_rows = 2;
     options.host_bytes = 100 * block_bytes(options);
-    options.near_bytes = near * block_bytes(options);
+    options.near_bytes = near * near_block_bytes(options);
     Engine engine(options, rig.device);
     Teller first{.story = &story, .id = engine.begin(policy)};
     import_story(engine, rig, first, 200);
@@ -116,7 +116,7 @@ TEST_CASE("forks attend the same however little is near, whatever the size of pa
       }
     }
     if (near == 0) REQUIRE(engine.stats().promoted == 0);
-    REQUIRE(engine.memory().near_pages_used <= near * block_bytes(options));
+    REQUIRE(engine.memory().near_pages_used <= near * near_block_bytes(options));
   }
 }
 
@@ -127,7 +127,7 @@ TEST_CASE("a window that is near stays near while tokens are decoded", "[engine]
   EngineOptions options = options_for(rig, 0, 64);
   options.page_tokens = page_tokens;
   options.host_bytes = 60 * block_bytes(options);
-  options.near_bytes = 192 / page_tokens * block_bytes(options);
+  options.near_bytes = 192 / page_tokens * near_block_bytes(options);
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(parse_policy("none | near=0,sinks=4,recent=60"))};
   import_story(engine, rig, teller, 300);

@@ -253,5 +253,5 @@ TEST_CASE("an engine says what it lacks to rank pages", "[engine]") {
   const PlanItem item{.sequence = teller.id};
   REQUIRE(code_of([&] { (void)engine.plan({&item, 1}, bucket, rig.stream); }) == Errc::invalid_argument);
   REQUIRE(engine.memory().digests ==
-          100u * kShape.layers * kShape.kv_heads * 2 * kShape.head_dim * bytes_of(rig.kv_dtype));
+          100u * near_block_bytes(engine.options()) / engine.options().page_tokens);
 }

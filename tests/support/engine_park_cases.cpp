@@ -86,18 +86,20 @@ TEST_CASE("a sequence that nobody could resume is not parked", "[engine][park]")
 }
 
 TEST_CASE("sequences of every element type go on in an engine with other memory and other pages", "[engine][park]") {
-  const auto [pages, near, type] = GENERATE(grid(std::array{8u, 16u, 64u}, std::array{0u, 3u}, std::array{0u, 1u, 2u}));
+  const auto [pages, near, type] = GENERATE(grid(std::array{8u, 16u, 64u}, std::array{0u, 3u}, std::array{0u, 1u, 2u, 3u}));
   const EngineRig rig = engine_rig();
   if (type >= rig.kv_dtypes.size()) return;
   const DType dtype = rig.kv_dtypes[type];
   CAPTURE(pages, near, to_string(dtype));
   const Story story(kShape, 180, 302);
   EngineOptions options = room_for(rig, parse_policy("lfps"), 9);
+  const std::uint64_t blocks = options.host_bytes / block_bytes(options);
   options.kv_dtype = dtype;
+  options.host_bytes = blocks * block_bytes(options);
   Engine first(options, rig.device);
   options.page_tokens = pages;
   options.host_bytes = 500 * 8 / pages * block_bytes(options);
-  options.near_bytes = near * block_bytes(options);
+  options.near_bytes = near * near_block_bytes(options);
   options.prompt_queries = 40;
   options.prefill_window = 64;
   Engine second(options, rig.device);

@@ -18,7 +18,7 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
   EngineOptions options{
       .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = rows}, .threads = 2, .pin_threads = false};
   options.host_bytes = blocks * block_bytes(options);
-  options.near_bytes = near * block_bytes(options);
+  options.near_bytes = near * near_block_bytes(options);
   options.sequences = 8;
   options.max_picks = 512;
   options.import_rows = 100;

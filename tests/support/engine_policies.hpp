@@ -23,7 +23,7 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
                         .threads = 2,
                         .pin_threads = false};
   options.host_bytes = 100 * block_bytes(options);
-  options.near_bytes = near * block_bytes(options);
+  options.near_bytes = near * near_block_bytes(options);
   options.sequences = 8;
   options.cpu_sequences = 6;
   options.prefill_window = 64;

@@ -28,7 +28,7 @@ EngineOptions history_options(const EngineRig& rig, std::uint32_t blocks, std::u
       .threads = 2,
       .pin_threads = false};
   options.host_bytes = blocks * block_bytes(options);
-  options.near_bytes = near * block_bytes(options);
+  options.near_bytes = near * near_block_bytes(options);
   options.sequences = 7;
   options.import_rows = kLength;
   return options;

@@ -247,7 +247,7 @@ TEST_CASE("a sequence that is preempted gives up what is near of it alone, and a
   std::vector<std::vector<float>> want;
   for (const bool preempted : {false, true}) {
     Engine engine(room_for(rig, 40, 20), rig.device);
-    const std::uint64_t row = block_bytes(engine.options()) / 16;
+    const std::uint64_t row = near_block_bytes(engine.options()) / 16;
     const auto near_rows = [&] { return engine.memory().near_pages_used / row; };
     Teller teller = begin_named(engine, story, policy, ids_of(100));
     prefill(engine, rig, teller, 100);

@@ -96,7 +96,7 @@ class DirectPrompt {
 
  private:
   [[nodiscard]] PageLayout layout() const {
-    return {.page_tokens = 16, .head_dim = kShape.head_dim, .dtype = rig_.kv_dtype};
+    return PageLayout{.page_tokens = 16, .head_dim = kShape.head_dim, .dtype = rig_.kv_dtype}.near();
   }
   [[nodiscard]] std::byte* plane(std::uint32_t layer, std::uint32_t head) const {
     return memory_->data() + (layer * kShape.kv_heads + head) * pages_ * layout().page_bytes();

@@ -2,8 +2,19 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 namespace sluice::test {
+
+DType kv_dtype_or(DType usual) {
+  const char* const name = std::getenv("SLUICE_TEST_KV_DTYPE");
+  if (name == nullptr) return usual;
+  for (const DType type : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
+    if (std::string(to_string(type)) == name) return type;
+  }
+  FAIL("SLUICE_TEST_KV_DTYPE is '" << name << "', which is no element type");
+  return usual;
+}
 
 double difference(std::span<const float> a, std::span<const float> b) {
   double worst = 0.0;

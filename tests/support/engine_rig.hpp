@@ -19,20 +19,30 @@ struct EngineRig {
   std::unique_ptr<Stream> queue;
   void* stream = nullptr;  ///< as Engine wants it
   DType kv_dtype = DType::f32;
+  bool on_gpu = false;
   /// Of outputs whose keys are attended in other parts, or at another time: a GPU's products are not exact.
   double tolerance = 1e-5;
-  std::vector<DType> kv_dtypes = {DType::f32, DType::f16, DType::bf16};
+  std::vector<DType> kv_dtypes = {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3};
 
   void synchronize() const { queue->synchronize(deadline_after(std::chrono::seconds(60))); }
 };
 /// What the cases run on; each test executable has its own.
 [[nodiscard]] EngineRig engine_rig();
+/// The type that the environment variable SLUICE_TEST_KV_DTYPE names, for the cases once more with far rows of it.
+[[nodiscard]] DType kv_dtype_or(DType usual);
 
 /// Bytes of host memory that a block of such an engine takes.
 [[nodiscard]] inline std::uint64_t block_bytes(const EngineOptions& options) {
   const PageLayout layout{
       .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
   return layout.page_bytes() * options.shape.layers * options.shape.kv_heads;
+}
+
+/// And of device memory, as near pages.
+[[nodiscard]] inline std::uint64_t near_block_bytes(const EngineOptions& options) {
+  const PageLayout layout{
+      .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
+  return layout.near().page_bytes() * options.shape.layers * options.shape.kv_heads;
 }
 
 /// The code of the Error that a call ends with, whose text must say something.

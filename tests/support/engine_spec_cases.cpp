@@ -298,8 +298,8 @@ TEST_CASE("a plan reads no more of a layer than its window", "[engine][spec]") {
   std::uint64_t read = 0;
   for (const WorkItem& work : engine.trace(batch).work)
     if (work.stage == Stage::attend_far) read += work.read;
-  const std::uint64_t row_bytes = std::uint64_t{kShape.head_dim} * bytes_of(rig.kv_dtype);
-  REQUIRE(read == 2 * row_bytes * (40 + 201 + 7) * kShape.kv_heads);
+  const PageLayout layout{.page_tokens = 1, .head_dim = kShape.head_dim, .dtype = rig.kv_dtype};
+  REQUIRE(read == layout.page_bytes() * (40 + 201 + 7) * kShape.kv_heads);
 }
 
 TEST_CASE("what no model says of its attention is refused", "[engine][spec]") {

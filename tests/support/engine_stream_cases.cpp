@@ -61,7 +61,7 @@ TEST_CASE("lists of thousands of rows come over the link whole", "[engine]") {
                         .threads = 1,
                         .pin_threads = false};
   options.host_bytes = 320 * block_bytes(options);
-  options.near_bytes = 10 * block_bytes(options);
+  options.near_bytes = 10 * near_block_bytes(options);
   options.import_rows = 2000;
   Engine engine(options, rig.device);
   const Story story(shape, prompt + 3, 41);
@@ -151,7 +151,7 @@ TEST_CASE("more rows than a launch has room for attend what each does alone", "[
                         .threads = 2,
                         .pin_threads = false};
   options.host_bytes = (kRows + 10) * block_bytes(options);
-  options.near_bytes = 12 * block_bytes(options);
+  options.near_bytes = 12 * near_block_bytes(options);
   Engine engine(options, rig.device);
   const Story story(shape, 45, 61);
   const PolicySpec policy = parse_policy("exact | int4 | top_k=9 | near=0,sinks=3,recent=5");

@@ -29,12 +29,13 @@ void Reference::append(std::uint32_t token) {
   for (std::uint32_t plane = 0; plane < pages_.size(); ++plane) {
     const std::uint32_t layer = plane / shape_.kv_heads;
     const std::size_t head = std::size_t{plane % shape_.kv_heads} * shape_.head_dim;
-    std::byte* const row = pages_[plane].data() + frames_[token / kPageTokens] * layout_.page_bytes() +
-                           token % kPageTokens * layout_.row_bytes();
-    for (std::uint32_t c = 0; c < shape_.head_dim; ++c) {
-      store_element(row, layout_.dtype, c, story_.k(layer, token)[head + c]);
-      store_element(row + layout_.half_bytes(), layout_.dtype, c, story_.v(layer, token)[head + c]);
-    }
+    const KvView kv{.base = pages_[plane].data(), .frames = frames_.data(), .layout = layout_};
+    const auto put = [&](const float* values, std::byte* row, std::size_t half) {
+      const std::vector<double> exact(values + head, values + head + shape_.head_dim);
+      store_row(row, layout_.scaled() ? kv.scales(token) + half : nullptr, layout_.dtype, exact);
+    };
+    put(story_.k(layer, token), kv.k_row(token), 0);
+    put(story_.v(layer, token), kv.v_row(token), 1);
   }
 }
 
@@ -78,8 +79,9 @@ void Reference::begin() {
 void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t pages, std::uint32_t picks,
                      std::vector<float>& scores, std::vector<std::uint32_t>& ranked) {
   const std::uint32_t d = shape_.head_dim;
+  const PageLayout made = layout_.near();
   // Rounded as pages keep them.
-  std::vector<std::vector<std::byte>> digests(pages, std::vector<std::byte>(2 * layout_.row_bytes()));
+  std::vector<std::vector<std::byte>> digests(pages, std::vector<std::byte>(2 * made.row_bytes()));
   for (std::uint32_t page = 0; page < pages; ++page) {
     const DigestTask task{.page = pages_[layer * shape_.kv_heads + kv_head].data() + frames_[page] * layout_.page_bytes(),
                           .out = digests[page].data()};
@@ -91,8 +93,8 @@ void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t p
     for (std::uint32_t page = 0; page < pages; ++page) {
       double score = 0.0;
       for (std::uint32_t c = 0; c < d; ++c) {
-        score += std::max(q[c] * load_element(digests[page].data(), layout_.dtype, c),
-                          q[c] * load_element(digests[page].data(), layout_.dtype, d + c));
+        score += std::max(q[c] * load_element(digests[page].data(), made.dtype, c),
+                          q[c] * load_element(digests[page].data(), made.dtype, d + c));
       }
       order.emplace_back(-score, page);
       scores.push_back(static_cast<float>(score));

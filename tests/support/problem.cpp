@@ -1,5 +1,6 @@
 #include "tests/support/problem.hpp"
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -24,9 +25,11 @@ Problem::Problem(const ProblemOptions& options)
   const auto pages = static_cast<std::uint32_t>(div_up(options.tokens, options.page_tokens));
   const std::uint32_t frames = 2 * pages + 1;
   memory_.resize(frames * layout_.page_bytes());
-  for (std::size_t i = 0; i < memory_.size() / bytes_of(options.dtype); ++i) {
-    store_element(memory_.data(), options.dtype, i, kPoison);
+  for (std::size_t i = 0; i < memory_.size() / bytes_of(layout_.near().dtype); ++i) {
+    store_element(memory_.data(), layout_.near().dtype, i, kPoison);
   }
+  // Scales are float32, of which two such elements make no NaN.
+  if (layout_.scaled()) std::ranges::fill(memory_, std::byte{0xff});
   std::vector<std::uint32_t> order(frames);
   std::iota(order.begin(), order.end(), 0u);
   for (std::uint32_t i = 0; i < pages; ++i) {
@@ -37,16 +40,26 @@ Problem::Problem(const ProblemOptions& options)
   for (std::uint32_t token = 0; token < options.tokens; ++token) {
     const double scale = token == options.tokens / 2 ? options.outlier : 1.0;
     for (std::uint32_t c = 0; c < options.head_dim; ++c) {
-      set_k(token, c, scale * random.normal());
-      store_element(kv().v_row(token), options.dtype, c, random.normal());
-      v_[at(token, c)] = load_element(kv().v_row(token), options.dtype, c);
+      k_[at(token, c)] = scale * random.normal();
+      v_[at(token, c)] = random.normal();
     }
+    store(k_, token);
+    store(v_, token);
   }
 }
 
-void Problem::set_k(std::uint32_t token, std::uint32_t c, double value) noexcept {
-  store_element(kv().k_row(token), options_.dtype, c, value);
-  k_[at(token, c)] = load_element(kv().k_row(token), options_.dtype, c);
+void Problem::set_k(std::uint32_t token, std::uint32_t c, double value) {
+  k_[at(token, c)] = value;
+  store(k_, token);
+}
+
+void Problem::store(std::vector<double>& values, std::uint32_t token) {
+  const bool keys = &values == &k_;
+  std::byte* const row = keys ? kv().k_row(token) : kv().v_row(token);
+  float* const scale = layout_.scaled() ? kv().scales(token) + (keys ? 0 : 1) : nullptr;
+  const std::span<double> mine(values.data() + at(token, 0), options_.head_dim);
+  store_row(row, scale, layout_.dtype, mine);
+  std::ranges::copy(load_row(row, scale, layout_.dtype, mine.size()), mine.begin());
 }
 
 std::vector<PageRun> runs_over(std::uint32_t tokens, std::uint32_t page_tokens) {

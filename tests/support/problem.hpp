@@ -50,9 +50,12 @@ class Problem {
   [[nodiscard]] double v(std::uint32_t token, std::uint32_t c) const noexcept { return v_[at(token, c)]; }
 
   void set_q(std::uint32_t head, std::uint32_t c, float value) noexcept { q_[head * options_.head_dim + c] = value; }
-  void set_k(std::uint32_t token, std::uint32_t c, double value) noexcept;
+  /// In a type with scales the row's other elements may be rounded anew.
+  void set_k(std::uint32_t token, std::uint32_t c, double value);
 
  private:
+  /// Rounds what `values` has of a token, and stores it.
+  void store(std::vector<double>& values, std::uint32_t token);
   [[nodiscard]] std::size_t at(std::uint32_t token, std::uint32_t c) const noexcept {
     return std::size_t{token} * options_.head_dim + c;
   }

@@ -27,8 +27,8 @@ double Prompt::q(std::uint32_t token, std::uint32_t head, std::uint32_t c) const
 
 void Prompt::set_q(std::uint32_t token, std::uint32_t head, std::uint32_t c, double value) noexcept {
   std::byte rounded[sizeof(float)];
-  store_element(rounded, kv_.options().dtype, 0, value);
-  store_element(q_.data(), q_dtype_, at(token, head, c), load_element(rounded, kv_.options().dtype, 0));
+  store_element(rounded, kv_.layout().near().dtype, 0, value);
+  store_element(q_.data(), q_dtype_, at(token, head, c), load_element(rounded, kv_.layout().near().dtype, 0));
 }
 
 void Prompt::ask_for(std::uint32_t token, std::uint32_t head, std::uint32_t key, double strength) noexcept {

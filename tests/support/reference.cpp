@@ -6,6 +6,8 @@
 #include <limits>
 #include <numeric>
 
+#include "sluice/e4m3.hpp"
+
 namespace sluice::test {
 namespace {
 
@@ -17,6 +19,34 @@ struct Format {
   int mantissa_bits;
   [[nodiscard]] int bias() const noexcept { return (1 << (exponent_bits - 1)) - 1; }
 };
+
+/// An e4m3 code that is not NaN.
+double decode_e4m3(std::uint32_t code) noexcept {
+  const int exponent = static_cast<int>(code >> 3 & 15u);
+  const int mantissa = static_cast<int>(code & 7u) + (exponent == 0 ? 0 : 8);
+  return ((code & 0x80u) != 0 ? -1.0 : 1.0) * std::ldexp(mantissa, std::max(exponent, 1) - 10);
+}
+
+/// The nearest of all codes, the even one of two.
+std::uint8_t encode_e4m3(double value) noexcept {
+  std::uint32_t best = 0;
+  for (std::uint32_t code = 1; code < E4m3::kNaN; ++code) {
+    const double error = std::abs(decode_e4m3(code) - std::abs(value));
+    const double least = std::abs(decode_e4m3(best) - std::abs(value));
+    if (error < least || (error == least && code % 2 == 0)) best = code;
+  }
+  return static_cast<std::uint8_t>(best | (std::signbit(value) ? 0x80u : 0u));
+}
+
+/// The least power of two, of those that there are, that brings all into reach.
+double scale_e4m3(std::span<const double> values) noexcept {
+  double scale = E4m3::kLeastScale;
+  for (const double value : values) {
+    if (!std::isfinite(value)) return std::nan("");
+    while (std::abs(value) > scale * E4m3::kLargest && scale < double{E4m3::kMostScale}) scale *= 2.0;
+  }
+  return scale;
+}
 
 Format format_of(DType type) noexcept { return type == DType::f16 ? Format{5, 10} : Format{8, 7}; }
 
@@ -65,6 +95,32 @@ void store_element(std::byte* data, DType type, std::size_t index, double value)
   }
   const std::uint16_t bits = encode(value, format_of(type));
   std::memcpy(data + index * sizeof bits, &bits, sizeof bits);
+}
+
+void store_row(std::byte* row, float* scale, DType type, std::span<const double> values) noexcept {
+  if (type != DType::fp8_e4m3) {
+    for (std::size_t i = 0; i < values.size(); ++i) store_element(row, type, i, values[i]);
+    return;
+  }
+  const double exact = scale_e4m3(values);
+  *scale = static_cast<float>(exact);
+  for (std::size_t i = 0; i < values.size(); ++i)
+    row[i] = static_cast<std::byte>(std::isnan(exact) ? E4m3::kNaN : encode_e4m3(values[i] / exact));
+}
+
+std::vector<double> load_row(const std::byte* row, const float* scale, DType type, std::size_t size) {
+  std::vector<double> values(size);
+  for (std::size_t i = 0; i < size; ++i)
+    values[i] = type == DType::fp8_e4m3 ? decode_e4m3(std::to_integer<std::uint32_t>(row[i])) * *scale
+                                        : load_element(row, type, i);
+  return values;
+}
+
+std::vector<double> rounded_row(DType type, std::span<const double> values) {
+  std::vector<std::byte> row(values.size() * sizeof(float));
+  float scale = 0.f;
+  store_row(row.data(), &scale, type, values);
+  return load_row(row.data(), &scale, type, values.size());
 }
 
 std::vector<Attended> attended(std::span<const std::uint32_t> tokens) {

@@ -19,6 +19,13 @@ namespace sluice::test {
 /// Rounds to the nearest element, ties to even; too large becomes infinite.
 void store_element(std::byte* data, DType type, std::size_t index, double value) noexcept;
 
+/// Rounds a row of keys or values and stores it; `scale`: the row's, of a type that has some, see E4m3.
+void store_row(std::byte* row, float* scale, DType type, std::span<const double> values) noexcept;
+/// What it holds, exactly.
+[[nodiscard]] std::vector<double> load_row(const std::byte* row, const float* scale, DType type, std::size_t size);
+/// What becomes of it, exactly.
+[[nodiscard]] std::vector<double> rounded_row(DType type, std::span<const double> values);
+
 /// A token and the heads that attend it.
 struct Attended {
   std::uint32_t token = 0;

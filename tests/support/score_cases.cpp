@@ -17,7 +17,7 @@ constexpr double kUntouched = 1234.0;
 /// Digests of all pages, in the problem's frames; the frames between are NaN.
 std::span<const std::byte> digests_of(BackendUnderTest& under_test, const Problem& problem, const Placed& placed,
                                       DigestKind kind) {
-  const std::size_t digest_bytes = 2 * problem.layout().row_bytes();
+  const std::size_t digest_bytes = 2 * problem.layout().near().row_bytes();
   const auto digests = under_test.array((2 * problem.frames().size() + 1) * digest_bytes, std::byte{0xff});
   std::vector<DigestTask> tasks;
   for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
@@ -96,8 +96,8 @@ void check_scores(const Digests& digests, const ScorePagesTask& task, std::uint3
 TEST_CASE("digests are what their definition says, rounded", "[backend]") {
   const auto [kind, dtype, head_dim, page_tokens, outlier] =
       GENERATE(grid(std::array{DigestKind::box, DigestKind::cuboid_mean},
-                    std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 96u, 128u, 192u, 256u},
-                    std::array{8u, 16u, 256u}, std::array{1.0, 1e3}));
+                    std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
+                    std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{8u, 16u, 256u}, std::array{1.0, 1e3}));
   CAPTURE(static_cast<int>(kind), to_string(dtype), head_dim, page_tokens, outlier);
   const auto under_test = backend_under_test();
   const std::uint32_t pages = page_tokens == 8 ? 200 : 3;
@@ -107,17 +107,18 @@ TEST_CASE("digests are what their definition says, rounded", "[backend]") {
                          .group = 1,
                          .page_tokens = page_tokens,
                          .outlier = outlier});
-  if (!under_test->supports(problem.shape(), problem.layout())) return;
+  const DType made = problem.layout().near().dtype;
+  if (!under_test->supports(problem.shape(), problem.layout().near())) return;
   const Placed placed = place(*under_test, problem);
   const auto digests = digests_of(*under_test, problem, placed, kind);
   under_test->finish();
-  const double half_place = dtype == DType::bf16 ? 0x1.0p-9 : dtype == DType::f16 ? 0x1.0p-12 : 0x1.0p-24;
+  const double half_place = made == DType::bf16 ? 0x1.0p-9 : made == DType::f16 ? 0x1.0p-12 : 0x1.0p-24;
   const double rounding = kind == DigestKind::box ? 0.0 : 1e-5 * outlier;  // of float32 sums
   for (std::uint32_t page = 0; page < pages; ++page) {
     const auto expected = reference::digest(problem, page * page_tokens, (page + 1) * page_tokens, kind);
     std::size_t right = 0;
     for (std::size_t c = 0; c < 2 * head_dim; ++c) {
-      const double stored = load_element(digests.data(), dtype, std::size_t{problem.frames()[page]} * 2 * head_dim + c);
+      const double stored = load_element(digests.data(), made, std::size_t{problem.frames()[page]} * 2 * head_dim + c);
       if (std::abs(stored - expected[c]) <= 2.0 * half_place * std::abs(expected[c]) + rounding) ++right;
     }
     CAPTURE(page);
@@ -223,7 +224,7 @@ TEST_CASE("page scores of many tasks and of one long task", "[backend]") {
 
 TEST_CASE("token scores are scaled products with the keys", "[backend]") {
   const auto [dtype, head_dim, group] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 96u, 128u, 192u, 256u},
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}, std::array{64u, 80u, 96u, 128u, 192u, 256u},
                     std::array{1u, 3u, 4u, 32u}));
   CAPTURE(to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();

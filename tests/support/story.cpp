@@ -32,9 +32,9 @@ Story::Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t se
   const auto draw = [&](std::vector<float>& to, std::uint32_t heads, bool outliers) {
     for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
       for (std::uint32_t token = 0; token < tokens; ++token) {
-        const float step = outliers && token % 37 == 5 ? 0.25f : 0.0625f;  // times up to 31: six bits
+        const float step = outliers && token % 37 == 5 ? 0.5f : 0.125f;  // times up to 15: four bits
         for (std::uint32_t i = 0; i < heads * shape.head_dim; ++i)
-          to.push_back(step * (static_cast<float>(random.below(63)) - 31.f));
+          to.push_back(step * (static_cast<float>(random.below(31)) - 15.f));
       }
     }
   };
@@ -84,7 +84,7 @@ void Story::repeat_keys(std::uint32_t period) {
 void Story::lean_on_sinks() {
   const std::size_t d = shape_.head_dim;
   for (std::size_t i = 0; i < q_.size(); i += d) q_[i] = i / (d * shape_.q_heads) % tokens_ % 2 == 1 ? 10.f : 0.f;
-  for (std::size_t i = 0; i < k_.size(); i += d) k_[i] = i / (d * shape_.kv_heads) % tokens_ < 4 ? 7.75f : 0.f;
+  for (std::size_t i = 0; i < k_.size(); i += d) k_[i] = i / (d * shape_.kv_heads) % tokens_ < 4 ? 7.5f : 0.f;
 }
 
 void Story::begin_as(const Story& other, std::uint32_t first) {
@@ -100,6 +100,24 @@ void Story::begin_as(const Story& other, std::uint32_t first) {
 
 void Story::round_queries() {
   for (float& x : q_) x = std::bit_cast<float>((std::bit_cast<std::uint32_t>(x) + 0x8000u) & 0xffff'0000u);
+}
+
+void Story::leave_grid(std::uint64_t seed) {
+  Random random(seed);
+  for (std::vector<float>* const numbers : {&k_, &v_}) {
+    for (float& x : *numbers)
+      x = static_cast<float>((x + 0.1 * random.normal()) * (random.below(100) == 0 ? 6.0 : 1.0));
+  }
+}
+
+void Story::round_rows(DType type) {
+  for (std::vector<float>* const numbers : {&k_, &v_}) {
+    for (std::size_t row = 0; row < numbers->size(); row += shape_.head_dim) {
+      const auto first = numbers->begin() + static_cast<std::ptrdiff_t>(row);
+      const std::vector<double> rounded = rounded_row(type, std::vector<double>(first, first + shape_.head_dim));
+      std::ranges::transform(rounded, first, [](double x) { return static_cast<float>(x); });
+    }
+  }
 }
 
 Story::Ranked Story::ranked(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t begin,

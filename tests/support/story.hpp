@@ -41,6 +41,12 @@ class Story {
   /// Queries are numbers of bf16 from now on.
   void round_queries();
 
+  /// Keys and values are any numbers from now on, a few of their elements many times as large as the others.
+  void leave_grid(std::uint64_t seed);
+
+  /// They are what far rows of this type make of them from now on.
+  void round_rows(DType type);
+
   /// Of a layer whose window is not 0 rows attend the newest so many tokens from now on, whatever the policy.
   void see(std::vector<std::uint32_t> windows) { windows_ = std::move(windows); }
 

@@ -27,12 +27,13 @@ void add_engine_flags(CLI::App& app, EngineFlags& flags) {
             "Tokens per page; a power of two in [8, 256] [default: what the policy was made for, else 16]");
   const auto read_kv_dtype = [&flags](const std::string& text) {
     flags.own_kv_dtype = text == "auto";
-    if (!flags.own_kv_dtype) flags.kv_dtype = parse_dtype(text, "--kv-dtype");
+    if (!flags.own_kv_dtype) flags.kv_dtype = parse_kv_dtype(text, "--kv-dtype");
   };
   app.add_option_function<std::string>(
          "--kv-dtype", read_kv_dtype,
-         "Element type of keys and values in the cache; auto: the checkpoint's, bf16 on a GPU")
-      ->type_name("auto|f32|f16|bf16")
+         "Element type of keys and values in the cache; auto: the checkpoint's, bf16 on a GPU; fp8_e4m3: half the host "
+         "memory, with a scale for each row, and bf16 near")
+      ->type_name("auto|f32|f16|bf16|fp8_e4m3")
       ->default_str("auto");
   add_count(app, "--threads", flags.threads, "Threads of host work; 0: one per core that this process may use",
             {.most = 4096});
@@ -93,7 +94,8 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
   options.page_tokens = room.page_tokens;
   options.kv_dtype = flags.kv_dtype;
   const PageLayout layout{.page_tokens = room.page_tokens, .head_dim = shape.head_dim, .dtype = options.kv_dtype};
-  const std::uint64_t block = layout.page_bytes() * shape.layers * shape.kv_heads;
+  const std::uint64_t planes = std::uint64_t{shape.layers} * shape.kv_heads;
+  const std::uint64_t block = layout.page_bytes() * planes;
   const std::uint64_t longest = div_up(room.tokens, room.page_tokens);
   constexpr std::uint64_t kOpenPages = 2;  // The one that a fork copies, and where its own begin.
   const std::uint64_t blocks = longest + (room.apart == 0 ? 0 : div_up(room.apart, room.page_tokens) + kOpenPages);
@@ -105,7 +107,8 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
                                            " bytes. Raise --host-size or shorten the prompt");
   options.near_bytes = flags.near_bytes != 0
                            ? flags.near_bytes
-                           : static_cast<std::uint64_t>(room.near * static_cast<double>(longest)) * block;
+                           : static_cast<std::uint64_t>(room.near * static_cast<double>(longest)) *
+                                 layout.near().page_bytes() * planes;
   options.placement = flags.placement;
   options.largest = {.decode_rows = 1,
                      .prefill_rows = std::min(flags.prefill_chunk, room.tokens),

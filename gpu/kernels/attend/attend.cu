@@ -31,6 +31,9 @@ void load_attend_kernels() {
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles}, load);
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .capped = true}, load);
         with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scored = true}, load);
+        if (dtype != DType::bf16) continue;
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scaled = true}, load);
+        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .capped = true, .scaled = true}, load);
       }
     });
   }

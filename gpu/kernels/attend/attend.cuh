@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/attend/attend_input.cuh"
+#include "gpu/kernels/attend/attend_scaled.cuh"
 
 /// Decode attention. The warps of a block take the slice's units in turns, so that together they read what lies
 /// together. A warp takes 16 rows at a time: S^T = K Q^T and O^T += V^T P^T with tokens, then dims, as the rows
@@ -168,14 +169,16 @@ struct Weights {
   std::uint32_t high[2];
   std::uint32_t low[2];
 };
-template <class T>
-__device__ Weights weigh(const float (&scores)[4], const float (&top)[2], float (&mass)[2]) {
+template <class T, bool kHasScales>
+__device__ Weights weigh(const float (&scores)[4], const float (&top)[2], float (&mass)[2],
+                         [[maybe_unused]] const UnitScales<kHasScales>& scales) {
   float p[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     // A maximum leaves out what is not a number; the weight must not.
     p[e] = scores[e] == -INFINITY ? 0.f : exp2_fast(scores[e] - top[e % 2]);
     mass[e % 2] += p[e];
+    if constexpr (kHasScales) p[e] *= scales.of[e / 2].y;
   }
   Weights weights;
 #pragma unroll
@@ -214,18 +217,40 @@ __device__ bool scored(const AttendSlice& slice, std::uint32_t unit) {
   return kScored && slice.scores != nullptr && unit >= slice.octet_units();
 }
 
+/// Rows of K and V of a unit.
+template <int kDim, bool kHasScales>
+__device__ void load_key_rows(std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4], UnitScales<kHasScales>& scales,
+                              const AttendSlice& slice, std::uint32_t row) {
+  if constexpr (kHasScales) {
+    load_scaled_keys<kDim>(keys, scales, slice, row);
+  } else {
+    load_keys<kDim>(keys, slice.base, row);
+  }
+}
+template <int kDim, bool kHasScales>
+__device__ void load_value_rows(std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4], const AttendSlice& slice,
+                                std::uint32_t row) {
+  if constexpr (kHasScales) {
+    load_scaled_values<kDim>(values, slice, row, [](int c) { return RowShape<kDim>::whole(c); });
+  } else {
+    load_values<kDim>(values, slice, row);
+  }
+}
+
 /// Attends the warp's units of the slice, from `unit` on, which is already being loaded. `cap`: of scores that are
 /// computed, to base 2; 0: none. Kernels that are not `kCapped` know of none.
-template <class T, int kDim, int kTiles, bool kScored, bool kCapped>
+template <class T, int kDim, int kTiles, bool kScored, bool kCapped, bool kHasScales>
 __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& slice,
                              const typename AttendMemory<kDim, kTiles>::Input& input, std::uint32_t unit, UnitRows rows,
                              std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
-                             std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4], float cap) {
+                             std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4],
+                             UnitScales<kHasScales>& scales, float cap) {
   const std::uint32_t g = threadIdx.x % 32 / 4;
   const std::uint32_t t = threadIdx.x % 4;
   const std::uint32_t units = slice.units();
   for (; unit < units; unit += kAttend.warps) {
     float scores[kTiles][4];
+    if constexpr (kHasScales) unfold(keys);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       if (scored<kScored>(slice, unit)) {
@@ -233,15 +258,20 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
         for (int e = 0; e < 4; ++e) scores[tile][e] = __uint_as_float(keys[tile][0][e]);
       } else {
         score<T, kDim>(scores[tile], keys, input.q[tile]);
+        if constexpr (kHasScales) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) scores[tile][e] *= scales.of[e / 2].x;
+        }
         if (kCapped && cap != 0.f) cap_scores(scores[tile], cap);
       }
     }
+    const UnitScales<kHasScales> mine = scales;  // The next unit's come with its keys.
     const std::uint32_t next_unit = unit + kAttend.warps;
     const UnitRows next = next_unit < units ? rows_of(slice, staged_lists(slice, input.words), next_unit) : UnitRows{};
     if (scored<kScored>(slice, next_unit)) {
       load_scores<kDim, kTiles>(keys, slice, next_unit);
     } else {
-      load_keys<kDim>(keys, slice.base, next.row);
+      load_key_rows<kDim>(keys, scales, slice, next.row);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -257,9 +287,10 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
     raise_tops(sum, scores);
     Weights weights[kTiles];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) weights[tile] = weigh<T>(scores[tile], sum.top[tile], sum.mass[tile]);
+    for (int tile = 0; tile < kTiles; ++tile) weights[tile] = weigh<T>(scores[tile], sum.top[tile], sum.mass[tile], mine);
+    if constexpr (kHasScales) unfold(values);
     add_values<T>(sum, weights, values);
-    load_values<kDim>(values, slice, next.row);
+    load_value_rows<kDim, kHasScales>(values, slice, next.row);
     rows = next;
   }
 }

@@ -15,7 +15,8 @@ namespace sluice::gpu {
 ///   [tokens]     K row of each single token
 ///   [tokens]     its members, if `has_members`
 /// A K row is counted in rows from `base`: page frame f begins at row f * 2 * page_tokens, and the V row of a token
-/// lies page_tokens rows behind its K row. A piece takes the place of an octet, and two octets or 16 tokens are a unit.
+/// lies page_tokens rows behind its K row. Of rows with scales the same, though pages are longer by these; such a job
+/// has single tokens alone. A piece takes the place of an octet, and two octets or 16 tokens are a unit.
 struct alignas(16) AttendJob {
   const float* q = nullptr;         ///< [heads, head_dim], device or pinned; null if no row needs it
   const std::byte* base = nullptr;  ///< device or registered host memory, 16-byte aligned

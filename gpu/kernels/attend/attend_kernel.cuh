@@ -6,7 +6,7 @@
 namespace sluice::gpu::detail {
 
 /// The decode kernel: a thread block attends one slice, and the last of a job's merges them.
-template <class T, int kDim, int kTiles, bool kScored, bool kCapped>
+template <class T, int kDim, int kTiles, bool kScored, bool kCapped, bool kHasScales>
 __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 128 ? kAttend.blocks_per_sm : 1)
     attend_kernel(const __grid_constant__ AttendArgs args) {
   __shared__ AttendSlice slice;
@@ -22,12 +22,13 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
   const UnitRows rows = warp < slice.units() ? rows_of(slice, pinned_lists(slice), warp) : UnitRows{};
   std::uint32_t keys[2][RowShape<kDim>::kKeyPieces][4];
   std::uint32_t values[4][RowShape<kDim>::kValuePieces][4];
+  UnitScales<kHasScales> scales;
   if (scored<kScored>(slice, warp)) {
     load_scores<kDim, kTiles>(keys, slice, warp);
   } else {
-    load_keys<kDim>(keys, slice.base, rows.row);
+    load_key_rows<kDim>(keys, scales, slice, rows.row);
   }
-  load_values<kDim>(values, slice, rows.row);
+  load_value_rows<kDim, kHasScales>(values, slice, rows.row);
   if (slice.units() > kAttend.warps) stage_lists(slice, memory.input.words);
   query.template store<T>(memory.input.q, args.score_scale * kLog2e);
   wait_copies<0>();
@@ -35,8 +36,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
-  attend_units<T, kDim, kTiles, kScored, kCapped>(sum, slice, memory.input, warp, rows, keys, values,
-                                                  kCapped ? args.softcap * kLog2e : 0.f);
+  attend_units<T, kDim, kTiles, kScored, kCapped, kHasScales>(sum, slice, memory.input, warp, rows, keys, values, scales,
+                                                              kCapped ? args.softcap * kLog2e : 0.f);
 
   put_sums(sums, sum);
   const Place<kDim, 8 * kTiles> place(args, slice);
@@ -62,12 +63,14 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
 /// Calls `use` with the kernel of one dtype, head_dim and number of head tiles.
 template <class T, int kDim, int kTiles, class Use>
 void with_tiled_kernel(const AttendVariant& variant, const Use& use) {
-  if (variant.scored) {
-    use(attend_kernel<T, kDim, kTiles, true, true>);
-  } else {
-    variant.capped ? use(attend_kernel<T, kDim, kTiles, false, true>)
-                   : use(attend_kernel<T, kDim, kTiles, false, false>);
+  if (variant.scored) return use(attend_kernel<T, kDim, kTiles, true, true, false>);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (variant.scaled)
+      return variant.capped ? use(attend_kernel<T, kDim, kTiles, false, true, true>)
+                            : use(attend_kernel<T, kDim, kTiles, false, false, true>);
   }
+  variant.capped ? use(attend_kernel<T, kDim, kTiles, false, true, false>)
+                 : use(attend_kernel<T, kDim, kTiles, false, false, false>);
 }
 
 /// Calls `use` with the kernel of one dtype and head_dim.

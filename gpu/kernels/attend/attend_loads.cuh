@@ -48,6 +48,26 @@ __device__ inline void load_half_once(std::uint32_t (&out)[4], const std::byte* 
       : "l"(from), "r"(static_cast<std::uint32_t>(valid)));
 }
 
+/// Four bytes in the first element of `out`; see load_once.
+__device__ inline void load_word_once(std::uint32_t (&out)[4], const std::byte* from, bool valid) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.u32 %0, 0;\n"
+      " @p ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];\n}"
+      : "=&r"(out[0])
+      : "l"(from), "r"(static_cast<std::uint32_t>(valid)));
+}
+
+/// Two floats that no thread of this launch writes; zero, and not read, if not `valid`.
+__device__ inline float2 load_floats(const std::byte* from, bool valid) {
+  float2 value;
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.f32 %0, 0f00000000;\n mov.f32 %1, 0f00000000;\n"
+      " @p ld.global.nc.v2.f32 {%0,%1}, [%2];\n}"
+      : "=&f"(value.x), "=&f"(value.y)
+      : "l"(from), "r"(static_cast<std::uint32_t>(valid)));
+  return value;
+}
+
 /// Starts copying a word to shared memory.
 __device__ inline void copy_word_async(std::uint32_t* to, const std::uint32_t* from) {
   const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(to));

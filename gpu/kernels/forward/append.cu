@@ -1,6 +1,9 @@
 // How the new keys and values of a layer come in, and what the kernels behind them need to know.
 
+#include <type_traits>
+
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/index/quantize.cuh"
@@ -22,6 +25,7 @@ __device__ float load_any(const std::byte* row, std::uint32_t channel, DType dty
     case DType::f32: return detail::load_element<DType::f32>(row + 4 * channel);
     case DType::f16: return detail::load_element<DType::f16>(row + 2 * channel);
     case DType::bf16: return detail::load_element<DType::bf16>(row + 2 * channel);
+    case DType::fp8_e4m3: break;  // No tensor has it.
   }
   return 0.f;
 }
@@ -40,6 +44,67 @@ __device__ void put_row(const TensorView& in, std::uint32_t row, std::uint32_t h
     alignas(4) std::byte rounded[4];  // In registers: the far page lies on the other side of the link.
     detail::store_element<kType>(rounded, value);
     kept[c] = detail::load_element<kType>(rounded);
+  }
+}
+
+/// The same of a row with a scale, by one warp, whose lanes have four neighbouring elements at a time. What lies near
+/// and what is kept are the rounded values.
+__device__ void put_scaled_row(const TensorView& in, std::uint32_t row, std::uint32_t head, std::byte* far,
+                               float* far_scale, std::byte* near, float* kept) {
+  constexpr std::uint32_t kMostWords = kMaxHeadDim / 4 / kWarp;
+  const std::byte* const from = in.row(row, head);
+  const std::uint32_t lane = threadIdx.x % kWarp;
+  const std::uint32_t words = in.head_dim / 4;
+  float x[kMostWords][4] = {};
+  std::uint32_t largest = 0;
+#pragma unroll
+  for (std::uint32_t w = 0; w < kMostWords; ++w) {
+    const std::uint32_t word = lane + w * kWarp;
+    for (std::uint32_t i = 0; i < 4 && word < words; ++i) {
+      x[w][i] = load_any(from, 4 * word + i, in.dtype);
+      largest = max(largest, __float_as_uint(x[w][i]) & 0x7fff'ffffu);
+    }
+  }
+  largest = __reduce_max_sync(0xffff'ffffu, largest);
+  const float scale = detail::scale_of(largest);
+  const bool finite = scale == scale;
+  const float inverse = finite ? detail::inverse_of(scale) : 0.f;
+  if (lane == 0) *far_scale = scale;
+#pragma unroll
+  for (std::uint32_t w = 0; w < kMostWords; ++w) {
+    const std::uint32_t word = lane + w * kWarp;
+    if (word >= words) continue;
+    std::uint32_t codes = 0;
+#pragma unroll
+    for (std::uint32_t i = 0; i < 4; ++i) {
+      const std::uint32_t code = finite ? detail::code_of_e4m3(__fmul_rn(x[w][i], inverse)) : E4m3::kNaN;
+      codes |= code << (8 * i);
+    }
+    reinterpret_cast<std::uint32_t*>(far)[word] = codes;
+    if (near != nullptr) reinterpret_cast<uint2*>(near)[word] = detail::unfold_codes(codes, scale);
+    if (kept == nullptr) continue;
+    float wide[4];
+    detail::widen_codes(codes, scale, wide);
+#pragma unroll
+    for (std::uint32_t i = 0; i < 4; ++i) kept[4 * word + i] = wide[i];
+  }
+}
+
+/// A token's key and value to its far page, in which it is row `row`, and its near page, if it has one.
+template <DType kType>
+__device__ void put_token(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t head, std::byte* page,
+                          std::uint32_t row, std::byte* near, float* kept) {
+  std::byte* const far = page + row * m.far_layout.row_bytes();
+  const std::uint64_t far_value = m.far_layout.half_bytes();
+  std::byte* const near_value = near == nullptr ? nullptr : near + m.layout.half_bytes();
+  if constexpr (detail::kScaled<kType>) {
+    auto* const scales = reinterpret_cast<float*>(page + m.far_layout.scales_offset()) + 2 * row;
+    const std::uint32_t warp = threadIdx.x / kWarp;
+    if (warp == 0) put_scaled_row(layer.k, blockIdx.x, head, far, scales, near, kept);
+    if (warp == 1) put_scaled_row(layer.v, blockIdx.x, head, far + far_value, scales + 1, near_value, nullptr);
+  } else {
+    put_row<kType>(layer.k, blockIdx.x, head, far, near, kept);
+    put_row<kType>(layer.v, blockIdx.x, head, far + far_value, near_value, nullptr);
   }
 }
 
@@ -155,13 +220,9 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t row = m.row_of(token.list, token.position);
   const std::uint32_t block = row >> m.page_shift;
   const std::uint32_t page_row = row & (m.layout.page_tokens - 1);
-  const std::uint64_t offset = page_row * m.layout.row_bytes();
-  std::byte* const far = m.far + m.far_page(plane, block) * m.layout.page_bytes() + offset;
   const std::uint32_t place = m.near_row_of(plane, row);
   std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
-  const std::uint64_t values = m.layout.half_bytes();
-  put_row<kType>(layer.k, blockIdx.x, head, far, near, key);
-  put_row<kType>(layer.v, blockIdx.x, head, far + values, near == nullptr ? nullptr : near + values, nullptr);
+  put_token<kType>(m, layer, head, m.far_block(plane, block), page_row, near, key);
   __syncthreads();
   if (threadIdx.x >= kWarp) return;
   const Int4Layout copy(m.layout);
@@ -180,8 +241,16 @@ __global__ void __launch_bounds__(kWarp)
   if (token.list == kNone || ((token.position + 1) & (m.layout.page_tokens - 1)) != 0) return;
   const std::uint32_t block = m.row_of(token.list, token.position) >> m.page_shift;
   const std::uint32_t plane = m.plane(layer, blockIdx.y);
-  detail::digest_page<kType>(m.far + m.far_page(plane, block) * m.layout.page_bytes(), m.digest_of(plane, block),
-                             m.digest, m.layout, threadIdx.x);
+  detail::digest_page<kType>(m.far_block(plane, block), m.digest_of(plane, block), m.digest, m.far_layout,
+                             threadIdx.x);
+}
+
+/// use(std::integral_constant) of the type of far rows.
+template <class Use>
+void with_far_type(DType dtype, const Use& use) {
+  if (dtype == DType::bf16) return use(std::integral_constant<DType, DType::bf16>{});
+  if (dtype == DType::f16) return use(std::integral_constant<DType, DType::f16>{});
+  use(std::integral_constant<DType, DType::fp8_e4m3>{});
 }
 
 }  // namespace
@@ -189,23 +258,24 @@ __global__ void __launch_bounds__(kWarp)
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const dim3 grid(memory.bucket.rows(), memory.shape.kv_heads);
   const auto stream = static_cast<cudaStream_t>(layer.stream);
-  const bool is_bf16 = memory.layout.dtype == DType::bf16;
-  OverlappingLaunch(grid, kThreads, 0, stream)
-      .run(is_bf16 ? append_kernel<DType::bf16> : append_kernel<DType::f16>, "launch the append kernel of a forward",
-           memory, scratch, layer);
-  if (memory.digests == nullptr) return;
-  OverlappingLaunch(grid, kWarp, 0, stream)
-      .run(is_bf16 ? digest_rows_kernel<DType::bf16> : digest_rows_kernel<DType::f16>,
-           "launch the digest kernel of a forward", memory, layer.layer);
+  with_far_type(memory.far_layout.dtype, [&](auto type) {
+    OverlappingLaunch(grid, kThreads, 0, stream)
+        .run(append_kernel<type()>, "launch the append kernel of a forward", memory, scratch, layer);
+    if (memory.digests == nullptr) return;
+    OverlappingLaunch(grid, kWarp, 0, stream)
+        .run(digest_rows_kernel<type()>, "launch the digest kernel of a forward", memory, layer.layer);
+  });
 }
 
 namespace detail {
 void load_forward_append_kernels() {
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, append_kernel<DType::bf16>), "load the kernels of a forward");
-  check(cudaFuncGetAttributes(&attributes, append_kernel<DType::f16>), "load the kernels of a forward");
-  check(cudaFuncGetAttributes(&attributes, digest_rows_kernel<DType::bf16>), "load the kernels of a forward");
-  check(cudaFuncGetAttributes(&attributes, digest_rows_kernel<DType::f16>), "load the kernels of a forward");
+  for (const DType dtype : {DType::bf16, DType::f16, DType::fp8_e4m3}) {
+    with_far_type(dtype, [&](auto type) {
+      check(cudaFuncGetAttributes(&attributes, append_kernel<type()>), "load the kernels of a forward");
+      check(cudaFuncGetAttributes(&attributes, digest_rows_kernel<type()>), "load the kernels of a forward");
+    });
+  }
 }
 }  // namespace detail
 

@@ -2,6 +2,7 @@
 // rows are listed, and so for which of too many come near.
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -253,7 +254,39 @@ __device__ void bring(const ForwardMemory& m, const Plane& plane, const Wanted& 
   }
 }
 
+/// The same of rows with scales, which are unfolded.
+__device__ void bring_scaled(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t seated) {
+  constexpr std::uint32_t kAtOnce = 8;
+  const auto quads = static_cast<std::uint32_t>(m.far_layout.row_bytes() / sizeof(uint4));
+  const std::uint32_t all = 2 * quads * seated;
+  for (std::uint32_t base = threadIdx.x; base < all; base += kAtOnce * kThreads) {
+    uint4 read[kAtOnce];
+    float scale[kAtOnce];
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = base + k * kThreads;
+      if (i >= all) continue;
+      const std::uint32_t row = wanted.rows[i / (2 * quads)];
+      const std::uint32_t half = i / quads % 2;
+      const std::byte* const from = m.far_key(plane.index, row) + half * m.far_layout.half_bytes();
+      read[k] = __ldcv(reinterpret_cast<const uint4*>(from) + i % quads);
+      scale[k] = __ldcv(reinterpret_cast<const float*>(m.far_scale_bytes(plane.index, row)) + half);
+    }
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = base + k * kThreads;
+      if (i >= all) continue;
+      const std::uint32_t place = plane.near_of[wanted.rows[i / (2 * quads)]] & ~kNearBit;
+      std::byte* const to = m.near_key(plane.index, place) + i / quads % 2 * m.layout.half_bytes();
+      uint4* const unfolded = reinterpret_cast<uint4*>(to) + 2 * (i % quads);
+      unfolded[0] = detail::unfold_codes(make_uint2(read[k].x, read[k].y), scale[k]);
+      unfolded[1] = detail::unfold_codes(make_uint2(read[k].z, read[k].w), scale[k]);
+    }
+  }
+}
+
 /// Thread block i: KV head i.
+template <bool kScaled>
 __global__ void __launch_bounds__(kThreads)
     promote_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                    std::uint32_t layer) {
@@ -295,8 +328,13 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t left = min(again.count, m.promotions - seated);
   std::uint32_t others = 0;
   for (const std::uint32_t patience : {kNearPatience, kNearAgain}) others = seat_all(again, left, others, patience);
-  bring(m, plane, always, seated);
-  bring(m, plane, again, others);
+  if constexpr (kScaled) {
+    bring_scaled(m, plane, always, seated);
+    bring_scaled(m, plane, again, others);
+  } else {
+    bring(m, plane, always, seated);
+    bring(m, plane, again, others);
+  }
   if (threadIdx.x == 0 && seated + others != 0)
     atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->promoted), seated + others);
 }
@@ -310,14 +348,15 @@ void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream) {
 
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   OverlappingLaunch(memory.shape.kv_heads, kThreads, 0, static_cast<cudaStream_t>(layer.stream))
-      .run(promote_kernel, "launch the kernel that brings rows near", memory, scratch, layer.layer);
+      .run(memory.far_layout.scaled() ? promote_kernel<true> : promote_kernel<false>, "launch the kernel that brings rows near", memory, scratch, layer.layer);
 }
 
 namespace detail {
 void load_forward_near_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, seat_kernel), "load the kernels of near rows");
-  check(cudaFuncGetAttributes(&attributes, promote_kernel), "load the kernels of near rows");
+  check(cudaFuncGetAttributes(&attributes, promote_kernel<false>), "load the kernels of near rows");
+  check(cudaFuncGetAttributes(&attributes, promote_kernel<true>), "load the kernels of near rows");
 }
 }  // namespace detail
 

@@ -2,12 +2,15 @@
 // ones over the link, and attended there.
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/forward/forward.hpp"
 
 namespace sluice::gpu {
 namespace {
 
 constexpr std::uint32_t kThreads = 512;
+constexpr std::uint32_t kMostPageTokens = 256;
+static_assert(2 * kMostPageTokens <= kThreads);
 
 /// The pages of a window that some token of the chunk sees.
 struct Window {
@@ -117,10 +120,39 @@ __device__ uint4 quad_of(const ForwardMemory& m, std::uint32_t plane, std::uint3
   return __ldcv(reinterpret_cast<const uint4*>(from) + at % row_quads);
 }
 
+/// The same of pages with scales, which are [page_tokens, 2] and of far rows.
+__device__ uint4 unfolded_quad_of(const ForwardMemory& m, std::uint32_t plane, std::uint32_t block, std::uint32_t quad,
+                                  const float* scales) {
+  const auto row_quads = static_cast<std::uint32_t>(m.layout.row_bytes() / sizeof(uint4));
+  const std::uint32_t half_quads = row_quads * m.layout.page_tokens;
+  const std::uint32_t half = quad < half_quads ? 0 : 1;
+  const std::uint32_t at = quad - half * half_quads;
+  const std::uint32_t page_row = at / row_quads;
+  const std::uint32_t row = block * m.layout.page_tokens + page_row;
+  if (const std::uint32_t place = m.near_row_of(plane, row); place != kNone) {
+    const std::byte* const near = m.near_key(plane, place) + half * m.layout.half_bytes();
+    return __ldcv(reinterpret_cast<const uint4*>(near) + at % row_quads);
+  }
+  const std::byte* const far = m.far_key(plane, row) + half * m.far_layout.half_bytes();
+  return detail::unfold_codes(__ldcv(reinterpret_cast<const uint2*>(far) + at % row_quads), scales[2 * page_row + half]);
+}
+
+/// Scales of a page's far rows, once for all of its elements. All threads.
+__device__ void load_scales(const ForwardMemory& m, std::uint32_t plane, std::uint32_t block,
+                            float (&scales)[2 * kMostPageTokens]) {
+  __syncthreads();  // Those of the page before have been read.
+  const std::uint32_t row = block * m.layout.page_tokens + threadIdx.x / 2;
+  if (threadIdx.x < 2 * m.layout.page_tokens && m.near_row_of(plane, row) == kNone)
+    scales[threadIdx.x] = __ldcv(reinterpret_cast<const float*>(m.far_scale_bytes(plane, row)) + threadIdx.x % 2);
+  __syncthreads();
+}
+
 /// Brings window `index` of all chunks: thread blocks share the pages of all their KV heads.
+template <bool kScaled>
 __global__ void __launch_bounds__(kThreads)
     stage_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ PrefillStage stage,
                  const __grid_constant__ ForwardLayer layer, std::uint32_t index) {
+  [[maybe_unused]] __shared__ float scales[kScaled ? 2 * kMostPageTokens : 1];
   const bool runs = m.state->status == ForwardStatus::running;
   const std::uint32_t room = m.prefill_window / m.layout.page_tokens;
   const auto quads = static_cast<std::uint32_t>(m.layout.page_bytes() / sizeof(uint4));
@@ -141,7 +173,13 @@ __global__ void __launch_bounds__(kThreads)
       const std::uint32_t plane = m.plane(layer.layer, head);
       const std::uint32_t frame = (c * m.shape.kv_heads + head) * room + page;
       auto* const to = reinterpret_cast<uint4*>(stage.pages + std::uint64_t{frame} * m.layout.page_bytes());
-      for (std::uint32_t q = threadIdx.x; q < quads; q += kThreads) to[q] = quad_of(m, plane, block, q);
+      if constexpr (kScaled) {
+        load_scales(m, plane, block, scales);
+        for (std::uint32_t q = threadIdx.x; q < quads; q += kThreads)
+          to[q] = unfolded_quad_of(m, plane, block, q, scales);
+      } else {
+        for (std::uint32_t q = threadIdx.x; q < quads; q += kThreads) to[q] = quad_of(m, plane, block, q);
+      }
       if (threadIdx.x == 0) stage.frames[frame] = frame;
     }
   }
@@ -151,14 +189,16 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage, const ForwardLayer& layer,
                           std::uint32_t window, std::uint32_t blocks) {
-  stage_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(layer.stream)>>>(memory, stage, layer, window);
+  auto* const kernel = memory.far_layout.scaled() ? stage_kernel<true> : stage_kernel<false>;
+  kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(layer.stream)>>>(memory, stage, layer, window);
   check(cudaGetLastError(), "launch the kernel that brings a prompt's pages");
 }
 
 namespace detail {
 void load_forward_prefill_kernels() {
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, stage_kernel), "load the kernels of a forward");
+  check(cudaFuncGetAttributes(&attributes, stage_kernel<false>), "load the kernels of a forward");
+  check(cudaFuncGetAttributes(&attributes, stage_kernel<true>), "load the kernels of a forward");
 }
 }  // namespace detail
 

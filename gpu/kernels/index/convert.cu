@@ -65,6 +65,7 @@ __device__ void convert(const ToF32Task& task, std::uint32_t block, std::uint32_
     case DType::f32: return convert<DType::f32>(task, block, blocks);
     case DType::f16: return convert<DType::f16>(task, block, blocks);
     case DType::bf16: return convert<DType::bf16>(task, block, blocks);
+    case DType::fp8_e4m3: break;  // No tensor has it.
   }
 }
 

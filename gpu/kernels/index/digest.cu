@@ -21,11 +21,10 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_digest(const TaskArray<DigestTask>& tasks, DigestKind kind, const PageLayout& layout, cudaStream_t stream) {
   if (tasks.count == 0) return;
-  if (layout.dtype == DType::bf16) {
-    digest_kernel<DType::bf16><<<tasks.count, kThreads, 0, stream>>>(tasks, kind, layout);
-  } else {
-    digest_kernel<DType::f16><<<tasks.count, kThreads, 0, stream>>>(tasks, kind, layout);
-  }
+  auto* const kernel = layout.dtype == DType::bf16 ? digest_kernel<DType::bf16>
+                       : layout.scaled()           ? digest_kernel<DType::fp8_e4m3>
+                                                   : digest_kernel<DType::f16>;
+  kernel<<<tasks.count, kThreads, 0, stream>>>(tasks, kind, layout);
   check(cudaGetLastError(), "launch the digest kernel");
 }
 
@@ -33,6 +32,7 @@ void load_digest_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, digest_kernel<DType::f16>), "load the digest kernel for f16 pages");
   check(cudaFuncGetAttributes(&attributes, digest_kernel<DType::bf16>), "load the digest kernel for bf16 pages");
+  check(cudaFuncGetAttributes(&attributes, digest_kernel<DType::fp8_e4m3>), "load the digest kernel for fp8 pages");
 }
 
 }  // namespace sluice::gpu

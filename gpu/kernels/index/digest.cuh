@@ -1,6 +1,6 @@
 #pragma once
 
-#include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/e4m3.cuh"
 #include "sluice/page.hpp"
 
 /// The digest of a page of keys, as the CPU makes it, bit by bit.
@@ -9,9 +9,26 @@ namespace sluice::gpu::detail {
 /// Eight columns of a page's keys.
 struct Columns {
   const std::byte* k;
+  const float* scales;  ///< [rows, 2] of a type that has some; the first count
   std::uint32_t rows;
   std::uint32_t row_bytes;
 };
+
+template <DType kType>
+__device__ __forceinline__ void load_columns(const Columns& columns, std::uint32_t row, float (&out)[kUnit]) {
+  const std::byte* const from = columns.k + row * columns.row_bytes;
+  if constexpr (kScaled<kType>) {
+    const uint2 codes = *reinterpret_cast<const uint2*>(from);
+    const float scale = columns.scales[2 * row];
+    float low[4], high[4];
+    widen_codes(codes.x, scale, low);
+    widen_codes(codes.y, scale, high);
+#pragma unroll
+    for (std::uint32_t i = 0; i < 4; ++i) out[i] = low[i], out[i + 4] = high[i];
+  } else {
+    load_unit<kType>(from, out);
+  }
+}
 
 struct Box {
   float hi[kUnit];
@@ -23,13 +40,13 @@ struct Box {
 template <DType kType>
 __device__ __forceinline__ Box box_of(const Columns& columns) {
   Box box;
-  load_unit<kType>(columns.k, box.hi);
+  load_columns<kType>(columns, 0, box.hi);
 #pragma unroll
   for (std::uint32_t c = 0; c < kUnit; ++c) box.lo[c] = box.hi[c];
 #pragma unroll 8
   for (std::uint32_t r = 1; r < columns.rows; ++r) {
     float k[kUnit];
-    load_unit<kType>(columns.k + r * columns.row_bytes, k);
+    load_columns<kType>(columns, r, k);
 #pragma unroll
     for (std::uint32_t c = 0; c < kUnit; ++c) {
       box.hi[c] = k[c] > box.hi[c] ? k[c] : box.hi[c];
@@ -53,7 +70,7 @@ __device__ __forceinline__ void shrink_to_mean(const Columns& columns, Box& box)
 #pragma unroll 8
   for (std::uint32_t r = 0; r < columns.rows; ++r) {
     float k[kUnit];
-    load_unit<kType>(columns.k + r * columns.row_bytes, k);
+    load_columns<kType>(columns, r, k);
 #pragma unroll
     for (std::uint32_t c = 0; c < kUnit; ++c) distance[c] = __fadd_rn(distance[c], fabsf(__fsub_rn(k[c], centre[c])));
   }
@@ -68,18 +85,22 @@ __device__ __forceinline__ void shrink_to_mean(const Columns& columns, Box& box)
   }
 }
 
-/// Lane `lane` of a warp: its eight columns, if there are as many.
+/// Lane `lane` of a warp: its eight columns, if there are as many. The digest of a type with scales is of bf16.
 template <DType kType>
 __device__ __forceinline__ void digest_page(const std::byte* page, std::byte* out, DigestKind kind,
                                             const PageLayout& layout, std::uint32_t lane) {
   if (lane >= layout.head_dim / kUnit) return;
+  constexpr DType kMade = kNearType<kType>;
   const std::uint32_t row_bytes = layout.head_dim * kElementBytes<kType>;
-  const std::uint32_t at = lane * kUnit * kElementBytes<kType>;
-  const Columns columns{.k = page + at, .rows = layout.page_tokens, .row_bytes = row_bytes};
+  const Columns columns{.k = page + lane * kUnit * kElementBytes<kType>,
+                        .scales = reinterpret_cast<const float*>(page + layout.scales_offset()),
+                        .rows = layout.page_tokens,
+                        .row_bytes = row_bytes};
   Box box = box_of<kType>(columns);
   if (kind == DigestKind::cuboid_mean) shrink_to_mean<kType>(columns, box);
-  store_unit<kType>(out + at, box.hi);
-  store_unit<kType>(out + row_bytes + at, box.lo);
+  std::byte* const to = out + lane * kUnit * kElementBytes<kMade>;
+  store_unit<kMade>(to, box.hi);
+  store_unit<kMade>(to + layout.head_dim * kElementBytes<kMade>, box.lo);
 }
 
 }  // namespace sluice::gpu::detail

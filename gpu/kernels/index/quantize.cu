@@ -1,4 +1,5 @@
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/index/quantize.cuh"
 
@@ -10,14 +11,23 @@ constexpr std::uint32_t kThreads = 256;
 /// One thread block per page, one warp per row at a time, one word of codes per lane.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
-    quantize_kernel(const __grid_constant__ TaskArray<QuantizeTask> tasks, Int4Layout layout) {
+    quantize_kernel(const __grid_constant__ TaskArray<QuantizeTask> tasks, PageLayout pages) {
+  const Int4Layout layout(pages);
   __shared__ QuantizeTask task;
   if (threadIdx.x == 0) task = tasks[blockIdx.x];
   __syncthreads();
   for (std::uint32_t row = threadIdx.x / kWarp; row < task.rows; row += kThreads / kWarp) {
-    const std::byte* const k = task.page + std::uint64_t{row} * layout.head_dim * 2;
-    detail::quantize_row([k](std::uint32_t channel) { return detail::load_element<kType>(k + channel * 2); }, task.out,
-                         row, layout);
+    const std::byte* const k = task.page + std::uint64_t{row} * layout.head_dim * detail::kElementBytes<kType>;
+    if constexpr (detail::kScaled<kType>) {
+      const float scale = reinterpret_cast<const float*>(task.page + pages.scales_offset())[2 * row];
+      const auto key = [=](std::uint32_t channel) {
+        return __fmul_rn(detail::widen_e4m3(std::to_integer<std::uint32_t>(k[channel])), scale);
+      };
+      detail::quantize_row(key, task.out, row, layout);
+    } else {
+      detail::quantize_row([k](std::uint32_t channel) { return detail::load_element<kType>(k + channel * 2); },
+                           task.out, row, layout);
+    }
   }
 }
 
@@ -25,12 +35,10 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_quantize(const TaskArray<QuantizeTask>& tasks, const PageLayout& layout, cudaStream_t stream) {
   if (tasks.count == 0) return;
-  const Int4Layout copy(layout);
-  if (layout.dtype == DType::bf16) {
-    quantize_kernel<DType::bf16><<<tasks.count, kThreads, 0, stream>>>(tasks, copy);
-  } else {
-    quantize_kernel<DType::f16><<<tasks.count, kThreads, 0, stream>>>(tasks, copy);
-  }
+  auto* const kernel = layout.dtype == DType::bf16 ? quantize_kernel<DType::bf16>
+                       : layout.scaled()           ? quantize_kernel<DType::fp8_e4m3>
+                                                   : quantize_kernel<DType::f16>;
+  kernel<<<tasks.count, kThreads, 0, stream>>>(tasks, layout);
   check(cudaGetLastError(), "launch the quantize kernel");
 }
 
@@ -38,6 +46,7 @@ void load_quantize_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, quantize_kernel<DType::f16>), "load the quantize kernel for f16 pages");
   check(cudaFuncGetAttributes(&attributes, quantize_kernel<DType::bf16>), "load the quantize kernel for bf16 pages");
+  check(cudaFuncGetAttributes(&attributes, quantize_kernel<DType::fp8_e4m3>), "load the quantize kernel for fp8 pages");
 }
 
 }  // namespace sluice::gpu

@@ -25,6 +25,7 @@ __device__ void with_queries(const FlexItem& item, const PrefillShape& shape, st
     case DType::f32: return with_type(std::integral_constant<DType, DType::f32>{});
     case DType::f16: return with_type(std::integral_constant<DType, DType::f16>{});
     case DType::bf16: return with_type(std::integral_constant<DType, DType::bf16>{});
+    case DType::fp8_e4m3: break;  // No tensor has it.
   }
 }
 

@@ -79,6 +79,8 @@ def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", default=Settings.dtype, choices=("auto", "float32", "float16", "bfloat16"),
         help="of the model (as it was saved)")
+    add("--kv-dtype", choices=("f32", "f16", "bf16", "fp8_e4m3"), help="of keys and values in memory; fp8_e4m3: half "
+        "the host memory, rounded to 8 bits (the model's)")
     add("--graphs", default=Settings.graphs, choices=("auto", "on", "off"),
         help="forwards of decoded tokens are replayed from CUDA graphs; auto: on a GPU (%(default)s)")
     add("--compile", action="store_true", help="the model is compiled by torch, so that a forward has fewer kernels; the "
@@ -103,6 +105,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
         device = "cuda" if library().cuda_devices() else "cpu"
     options = dict(arguments.option)
+    if arguments.kv_dtype is not None:
+        options["kv_dtype"] = arguments.kv_dtype
     _check_options(options, arguments.policy)
     if arguments.near_bytes is not None:
         options["near_bytes"] = arguments.near_bytes

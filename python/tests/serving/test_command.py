@@ -30,6 +30,14 @@ ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", DEVICE, "--
              *(word for name, value in KV.items() for word in ("--option", f"{name}={value}")))
 
 
+def test_kv_dtype(folder: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_engine(parser, 1)
+    for words, options in (((), {}), (("--kv-dtype", "fp8_e4m3"), {"kv_dtype": "fp8_e4m3"}),
+                           (("--option", "kv_dtype=f16"), {"kv_dtype": "f16"})):
+        assert settings_of(parser.parse_args(["--model", str(folder), *words])).options == options
+
+
 def test_near_bytes(folder: Path) -> None:
     parser = argparse.ArgumentParser()
     add_engine(parser, 1)

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <optional>
 
+#include "cpu/backend/verbs.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/layer.hpp"
@@ -25,8 +26,7 @@ double relative_error(const float* got, const float* want, std::uint32_t dim) {
 }
 
 /// Dense attention of one query head in float64.
-std::vector<float> reference(const SyntheticLayer& layer, cpu::Backend& backend, std::uint32_t q_head,
-                             std::uint32_t step) {
+std::vector<float> reference(const SyntheticLayer& layer, std::uint32_t q_head, std::uint32_t step) {
   const SyntheticOptions& options = layer.options();
   const std::uint32_t dim = options.shape.head_dim;
   const std::uint32_t kv_head = q_head / options.shape.group();
@@ -34,12 +34,13 @@ std::vector<float> reference(const SyntheticLayer& layer, cpu::Backend& backend,
   const float* q = layer.query(kv_head, step) + std::size_t{q_head % options.shape.group()} * dim;
   const std::uint32_t n = options.tokens + step + 1;
   std::vector<float> row(dim);
-  const auto read = [&](const std::byte* at) {
-    backend.to_f32(dense_view(at, options.layout.dtype, 1, 1, dim), row.data(), nullptr);
+  const auto read = [&](const std::byte* at, std::uint32_t token, std::uint32_t half) {
+    const float* const scale = options.layout.scaled() ? view.scales(token) + half : nullptr;
+    cpu::read_row(cpu::fastest_kernels(), options.layout, at, scale, row.data());
   };
   std::vector<double> score(n);
   for (std::uint32_t j = 0; j < n; ++j) {
-    read(view.k_row(j));
+    read(view.k_row(j), j, 0);
     for (std::uint32_t c = 0; c < dim; ++c) score[j] += static_cast<double>(q[c]) * row[c];
     score[j] /= std::sqrt(static_cast<double>(dim));
   }
@@ -49,7 +50,7 @@ std::vector<float> reference(const SyntheticLayer& layer, cpu::Backend& backend,
   for (std::uint32_t j = 0; j < n; ++j) {
     const double weight = std::exp(score[j] - top);
     mass += weight;
-    read(view.v_row(j));
+    read(view.v_row(j), j, 1);
     for (std::uint32_t c = 0; c < dim; ++c) sum[c] += weight * row[c];
   }
   std::vector<float> out(dim);
@@ -71,7 +72,7 @@ void check(const SyntheticLayer& layer, BenchMachine& machine, const std::vector
   StepOutput dense;
   DenseLayer(layer, machine.backend).attend(0, dense);
   for (const std::uint32_t head : {0u, shape.q_heads - 1}) {
-    const std::vector<float> want = reference(layer, machine.backend, head, 0);
+    const std::vector<float> want = reference(layer, head, 0);
     require_close(&dense.out[std::size_t{head} * shape.head_dim], want.data(), shape.head_dim, "dense attention");
   }
   for (PolicySpec spec : specs) {

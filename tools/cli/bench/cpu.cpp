@@ -90,7 +90,7 @@ void add_cpu(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   add_sinks(*command, options->sinks);
   add_count(*command, "--page-tokens", options->page_tokens, "Tokens per page", {.least = 8, .most = 256});
-  add_dtype(*command, "--dtype", options->dtype, "Element type of keys and values");
+  add_kv_dtype(*command, "--dtype", options->dtype, "Element type of keys and values");
   add_count(*command, "--threads", options->threads, "Threads of everything measured; 0: all cores", {.most = 4096});
   add_count(*command, "--steps", options->steps, "Decode steps; times are medians over them",
             {.least = 1, .most = 4096});

@@ -26,6 +26,7 @@ struct BenchDecodeOptions {
   std::string lengths = "32K,128K";
   std::string methods = "dense;hybrid/sluice;stream/sluice";
   std::string near = "5%";
+  DType kv_dtype = DType::bf16;
   std::uint32_t steps = 16;
   std::uint32_t warm_up = 16;
   std::uint32_t threads = 0;
@@ -185,6 +186,7 @@ class DecodeBench {
   [[nodiscard]] EngineOptions sizes(const Method& method, std::uint32_t length) const {
     EngineFlags flags;
     flags.placement = method.placement;
+    flags.kv_dtype = options_.kv_dtype;
     flags.threads = options_.threads;
     flags.prefill_chunk = 1;
     EngineOptions sizes = sized(flags, shape_, {&method.policy, 1},
@@ -207,6 +209,7 @@ class DecodeBench {
     } else {
       EngineAttention attention(sizes(method, length), method.policy, prompt_, length, device_, *stream_);
       layout.page_tokens = attention.engine().options().page_tokens;
+      layout.dtype = options_.kv_dtype;
       (void)decode(attention, length, options_.warm_up);
       const EngineStats before = attention.engine().stats();
       token_ms = decode(attention, length + options_.warm_up, options_.steps);
@@ -283,6 +286,7 @@ int run(const BenchDecodeOptions& options) {
                            {"lengths", lengths},
                            {"methods", options.methods},
                            {"near", options.near},
+                           {"kv_dtype", to_string(options.kv_dtype)},
                            {"steps", options.steps},
                            {"warm_up", options.warm_up},
                            {"threads", options.threads},
@@ -312,6 +316,7 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
       ->type_name("SHARE")
       ->capture_default_str();
+  add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   add_count(*command, "--steps", options->steps, "Timed tokens", {.least = 1, .most = 4096});
   add_count(*command, "--warm-up", options->warm_up, "Tokens before those", {.most = 4096});
   add_count(*command, "--threads", options->threads, "Threads of host work; 0: all cores", {.most = 4096});

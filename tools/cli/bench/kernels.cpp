@@ -68,7 +68,7 @@ double median_seconds(const Pattern& pattern, const SyntheticLayer& layer, cpu::
 Table bench_kernels(const BenchCpuOptions& options, BenchMachine& machine) {
   const PageLayout layout{
       .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.dtype};
-  const std::uint64_t token_bytes = 2 * layout.row_bytes();
+  const std::uint64_t token_bytes = 2 * layout.row_bytes() + layout.scale_bytes();
   const std::uint64_t tokens =
       kBytes / (token_bytes * options.shape.kv_heads) / layout.page_tokens * layout.page_tokens;
   const SyntheticLayer layer({.shape = options.shape,

@@ -41,17 +41,19 @@ EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) 
   const SyntheticOptions& synthetic = layer_.options();
   EngineOptions sizes{.shape = shape_,
                       .page_tokens = synthetic.layout.page_tokens,
-                      .kv_dtype = synthetic.layout.dtype,
+                      .kv_dtype = options.kv_dtype,
                       .largest = {.decode_rows = options.rows,
                                   .audit = options.audit,
                                   .trace = static_cast<bool>(options.on_trace)},
                       .sequences = options.rows};
   const std::uint32_t tokens = synthetic.tokens + synthetic.steps;
   const std::uint64_t blocks = div_up(tokens, sizes.page_tokens) + 1;
-  const std::uint64_t block = synthetic.layout.page_bytes() * shape_.layers * shape_.kv_heads;
-  sizes.host_bytes = blocks * block * options.rows;
-  sizes.near_bytes =
-      static_cast<std::uint64_t>(options.near_share * static_cast<double>(blocks)) * block * options.rows;
+  PageLayout layout = synthetic.layout;
+  layout.dtype = options.kv_dtype;
+  const std::uint64_t planes = std::uint64_t{shape_.layers} * shape_.kv_heads * options.rows;
+  sizes.host_bytes = blocks * layout.page_bytes() * planes;
+  sizes.near_bytes = static_cast<std::uint64_t>(options.near_share * static_cast<double>(blocks)) *
+                     layout.near().page_bytes() * planes;
   sizes.largest.max_tokens = static_cast<std::uint32_t>(blocks) * sizes.page_tokens;
   sizes.import_rows = std::min(4096u, synthetic.tokens);
   sizes.placement = options.placement;

@@ -15,6 +15,7 @@ struct SyntheticForwardsOptions {
   PolicySpec policy;
   std::uint32_t rows = 1;    ///< equal sequences
   std::uint32_t layers = 1;  ///< all alike
+  DType kv_dtype = DType::bf16;
   double near_share = 0.0;
   PlacementMode placement = PlacementMode::hybrid;
   std::uint32_t threads = 0;

@@ -90,6 +90,13 @@ CLI::Option* add_dtype(CLI::App& app, const std::string& name, DType& target, co
       ->default_str(to_string(target));
 }
 
+CLI::Option* add_kv_dtype(CLI::App& app, const std::string& name, DType& target, const std::string& help) {
+  const auto read = [name, &target](const std::string& text) { target = parse_kv_dtype(text, name); };
+  return app.add_option_function<std::string>(name, read, help)
+      ->type_name("f32|f16|bf16|fp8_e4m3")
+      ->default_str(to_string(target));
+}
+
 CLI::Option* add_sinks(CLI::App& app, std::vector<double>& shares) {
   const auto read = [&shares](const std::string& text) { shares = parse_shares(text, "--sinks"); };
   return app

@@ -59,6 +59,8 @@ CLI::Option* add_count(CLI::App& app, const std::string& name, Count& target, co
 /// Options whose values have units. `target` holds the default, which the help shows, and must outlive parsing.
 CLI::Option* add_size(CLI::App& app, const std::string& name, std::uint64_t& target, const std::string& help);
 CLI::Option* add_dtype(CLI::App& app, const std::string& name, DType& target, const std::string& help);
+/// The same of keys and values in an engine's memory, which may have scales.
+CLI::Option* add_kv_dtype(CLI::App& app, const std::string& name, DType& target, const std::string& help);
 /// `--sinks LIST` of every command that has synthetic attention.
 CLI::Option* add_sinks(CLI::App& app, std::vector<double>& shares);
 /// Writes a report to its target and returns the command's exit code: after Ctrl-C the report says that it was

@@ -149,6 +149,14 @@ DType parse_dtype(std::string_view text, std::string_view option) {
   refuse(option, text, "one of f32, f16, bf16");
 }
 
+DType parse_kv_dtype(std::string_view text, std::string_view option) {
+  if (text == to_string(DType::fp8_e4m3)) return DType::fp8_e4m3;
+  for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
+    if (text == to_string(type)) return type;
+  }
+  refuse(option, text, "one of f32, f16, bf16, fp8_e4m3");
+}
+
 std::vector<std::string> split_list(std::string_view text) {
   std::vector<std::string> items;
   while (!text.empty()) {

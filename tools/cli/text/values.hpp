@@ -61,6 +61,8 @@ struct NumberRange {
 /// Reads "0-7,16" as 0, 1, ... 7, 16.
 [[nodiscard]] std::vector<std::uint32_t> parse_ranges(std::string_view text, std::string_view option);
 [[nodiscard]] DType parse_dtype(std::string_view text, std::string_view option);
+/// The same of keys and values in an engine's memory, which may have scales.
+[[nodiscard]] DType parse_kv_dtype(std::string_view text, std::string_view option);
 
 /// Splits on commas; empty items are dropped.
 [[nodiscard]] std::vector<std::string> split_list(std::string_view text);
