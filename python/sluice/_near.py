@@ -33,14 +33,16 @@ class DeviceMemory:
 
 def default_near_bytes(options: EngineOptions, tokens: int, own_bytes: int, memory: DeviceMemory,
                        share: float = SHARE) -> int:
-    """Device memory for near keys and values of all sequences together: a share of the tokens that host_bytes hold, but no more
-    than sequences of `tokens` tokens have, and half of what is free beside a reserve and the engine's `own_bytes`. Whole pages of all layers and
-    KV heads, none if there is no room. `options` are complete, as make_room_for leaves them."""
+    """Device memory for near keys and values of all sequences together: a share of the tokens that host_bytes hold, but
+    no more than sequences of `tokens` tokens have, and half of what is free beside a reserve and the engine's
+    `own_bytes`. Whole pages of all layers and KV heads, none if there is no room. `options` are complete, as
+    make_room_for leaves them."""
     planes = options.layers * options.kv_heads
     page_rows = options.page_tokens * planes
     kind = options.kv_dtype
     page = 2 * page_rows * options.head_dim * _NEAR_BYTES[kind]
-    pages = options.host_bytes // (2 * page_rows * (options.head_dim * _ELEMENT_BYTES[kind] + _SCALE_BYTES.get(kind, 0)))
+    far_row = options.head_dim * _ELEMENT_BYTES[kind] + _SCALE_BYTES.get(kind, 0)
+    pages = options.host_bytes // (2 * page_rows * far_row)
     useful = min(pages, options.sequences * -(-tokens // options.page_tokens))
     reserved = max(_LEAST_RESERVED, int(_RESERVED * memory.total))
     most = int(_TAKEN * max(0, memory.free - reserved - own_bytes))

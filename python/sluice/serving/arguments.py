@@ -83,8 +83,8 @@ def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
         "the host memory, rounded to 8 bits (the model's)")
     add("--graphs", default=Settings.graphs, choices=("auto", "on", "off"),
         help="forwards of decoded tokens are replayed from CUDA graphs; auto: on a GPU (%(default)s)")
-    add("--compile", action="store_true", help="the model is compiled by torch, so that a forward has fewer kernels; the "
-        "start takes a minute longer")
+    add("--compile", action="store_true", help="the model is compiled by torch, so that a forward has fewer kernels; "
+        "the start takes a minute longer")
     add("--no-prefix-cache", action="store_true", help="read every prompt anew")
     add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
         help="another of sluice.EngineOptions, such as page_tokens=32; may be repeated")

@@ -50,7 +50,8 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.Generati
                "graphs": settings.graphs, **settings.options}
     if launch.ranks == 1:
         model = _load_model(settings).to(settings.device)
-        return PackedModel(model, settings.policy, settings.host_bytes, compile=settings.compile, **options), model.generation_config
+        packed = PackedModel(model, settings.policy, settings.host_bytes, compile=settings.compile, **options)
+        return packed, model.generation_config
     if settings.compile:
         raise InvalidArgument("--compile: a model that several processes share is not compiled; leave it out")
     ranks = join(launch, settings.device, settings.silence_s)
