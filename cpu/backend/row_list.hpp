@@ -39,7 +39,17 @@ inline const std::byte** list_rows(const KvView& kv, std::span<const PageRun> ru
 
 /// Writes where every token's scales are, in pages that have some.
 inline void list_scales(const KvView& kv, std::span<const std::uint32_t> tokens, const float** scales) {
-  for (const std::uint32_t token : tokens) *scales++ = kv.scales(token);
+  std::uint32_t page_begin = 0;
+  std::uint32_t page_end = 0;
+  const float* page = nullptr;
+  for (const std::uint32_t token : tokens) {
+    if (token < page_begin || token >= page_end) {
+      page_begin = token / kv.layout.page_tokens * kv.layout.page_tokens;
+      page_end = page_begin + kv.layout.page_tokens;
+      page = kv.scales(page_begin);
+    }
+    *scales++ = page + std::size_t{2} * (token - page_begin);
+  }
 }
 inline void list_scales(const KvView& kv, std::span<const PageRun> runs, const float** scales) {
   for (const PageRun& run : runs) {

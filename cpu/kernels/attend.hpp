@@ -51,6 +51,13 @@ struct TileScales {
 template <>
 struct TileScales<false> {};
 
+/// Requests the scales of some rows, which lie in a line of their own, before those are computed: not of a whole tile
+/// at once, for which a core has too few requests in flight.
+inline void prefetch_scales(const AttendRows& args, std::uint32_t first, std::uint32_t rows) noexcept {
+  for (std::uint32_t i = first; i < first + rows && i < args.count; ++i)
+    prefetch_line(reinterpret_cast<const std::byte*>(args.scales[i]));
+}
+
 template <bool kHas>
 inline void fill_scales(const AttendRows& args, std::uint32_t first, TileScales<kHas>& scales) noexcept {
   if constexpr (kHas) {
@@ -59,8 +66,6 @@ inline void fill_scales(const AttendRows& args, std::uint32_t first, TileScales<
       const float* const of = args.scales[first + r < last ? first + r : last];
       scales.k[r] = of[0];
       scales.v[r] = of[1];
-      const std::uint32_t ahead = first + r + kAttendAhead;
-      prefetch_line(reinterpret_cast<const std::byte*>(args.scales[ahead < last ? ahead : last]));
     }
   }
 }
@@ -100,6 +105,7 @@ inline void score_tile(const AttendRows& args, const Tile& tile, const TileScale
                      : dot_rows<kType, H::kHeads>(state.q + head * extent.stride,
                                                   {tile.k + r, head == 0 ? tile.ahead + r : nullptr}, extent);
     if constexpr (kScaled<kType>) {
+      if (head == 0) prefetch_scales(args, tile.first + r + kAttendAhead, H::kRows);
       if (args.scores == nullptr) scores = Simd::mul(scores, scale_lanes<H::kHeads>(scales.k + r));
     }
     if (args.softcap != 0.f && args.scores == nullptr) scores = soft_cap(scores, args.softcap);
@@ -246,10 +252,7 @@ void attend(const AttendRows& args) noexcept {
     if (args.scores == nullptr) prefetch_row(args.k[i], row_bytes);
     prefetch_row(args.k[i] + args.v_offset, row_bytes);
   }
-  if constexpr (kScaled<kType>) {
-    for (std::uint32_t i = 0; i < args.count && i < kAttendAhead; ++i)
-      prefetch_line(reinterpret_cast<const std::byte*>(args.scales[i]));
-  }
+  if constexpr (kScaled<kType>) prefetch_scales(args, 0, kAttendAhead);
   Tile tile;
   TileScales<kScaled<kType>> scales;
   for (std::uint32_t first = 0; first < args.count; first += kTile) {

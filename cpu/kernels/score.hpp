@@ -43,7 +43,7 @@ void score(const ScoreRows& args) noexcept {
       for (std::uint32_t r = 0; r < kWidth; ++r) {
         scales[r] = args.scales[tile + r < last ? tile + r : last][0];
         const std::uint32_t later = tile + r + kScoreAhead;
-        prefetch_line(reinterpret_cast<const std::byte*>(args.scales[later < last ? later : last]));
+        if (later < args.count) prefetch_line(reinterpret_cast<const std::byte*>(args.scales[later]));
       }
     }
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {

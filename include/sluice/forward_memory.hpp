@@ -171,8 +171,8 @@ struct ForwardMemory {
   }
   /// Its scales, if far rows have some, float32: of the key, of the value.
   [[nodiscard]] constexpr const std::byte* far_scale_bytes(std::uint32_t plane, std::uint32_t row) const noexcept {
-    return far_block(plane, row / layout.page_tokens) + far_layout.scales_offset() +
-           row % layout.page_tokens * far_layout.scale_bytes();
+    return far_block(plane, row >> page_shift) + far_layout.scales_offset() +
+           (row & (layout.page_tokens - 1)) * far_layout.scale_bytes();
   }
   [[nodiscard]] const float* far_scales(std::uint32_t plane, std::uint32_t row) const noexcept {
     return reinterpret_cast<const float*>(far_scale_bytes(plane, row));

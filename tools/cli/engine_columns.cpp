@@ -51,10 +51,11 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
   const auto fetched = static_cast<double>(score.stats.fetched_tokens);
   const double far = in_place + fetched;
   const double dense = static_cast<double>(score.dense_tokens) * planes;
-  // With what the CPU and the device read to choose.
-  const auto row_bytes = static_cast<double>(layout.row_bytes());
+  // With what the CPU and the device read to choose. Dense attention has all keys and values near.
+  const auto row_bytes = static_cast<double>(layout.near().row_bytes());
+  const double far_row_bytes = static_cast<double>(layout.page_bytes()) / (2 * layout.page_tokens);
   const double dense_bytes = 2 * row_bytes * dense;
-  const double far_bytes = row_bytes * (2 * in_place + static_cast<double>(score.stats.scored));
+  const double far_bytes = far_row_bytes * (2 * in_place + static_cast<double>(score.stats.scored));
   const double copy_bytes = static_cast<double>(Int4Layout(layout).page_bytes()) / layout.page_tokens;
   const double near_bytes = 2 * row_bytes * (near + static_cast<double>(score.stats.ranked_pages)) +
                             copy_bytes * static_cast<double>(score.stats.estimated);
@@ -64,7 +65,8 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
   add({"near_hit_share", "near", 1, Show::percent}, over(near, near + far));
   add({"near_bytes_share", "near bytes", 1, Show::percent}, over(near_bytes, dense_bytes));
   add({"far_bytes_share", "far bytes", 1, Show::percent}, over(far_bytes, dense_bytes));
-  add({"link_bytes_share", "link bytes", 1, Show::percent, fetched == 0.0}, over(2 * row_bytes * fetched, dense_bytes));
+  add({"link_bytes_share", "link bytes", 1, Show::percent, fetched == 0.0},
+      over(2 * far_row_bytes * fetched, dense_bytes));
   add({"scored_per_head_step", "scored", 1, Show::plain, score.stats.scored == 0},
       over(static_cast<double>(score.stats.scored), head_steps));
   add({"estimated_per_head_step", "estimated", 1, Show::plain, score.stats.estimated == 0},
