@@ -99,7 +99,8 @@ struct PrefillVariant {
 /// "attend bf16 d128 heads8 scored"
 [[nodiscard]] inline std::string to_string(const AttendVariant& variant) {
   return std::string("attend ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " heads" +
-         std::to_string(variant.heads()) + (variant.scored ? " scored" : "") + (variant.capped ? " capped" : "") + (variant.scaled ? " scaled" : "");
+         std::to_string(variant.heads()) + (variant.scored ? " scored" : "") + (variant.capped ? " capped" : "") +
+         (variant.scaled ? " scaled" : "");
 }
 
 /// "prefill bf16 d128 terms2", "prefill bf16 d128 terms1 warpgroups"

@@ -31,10 +31,12 @@ void require_tensor(const View& view, const char* name, std::uint32_t tokens, st
               text(tokens, heads, head_dim));
   require(view.data != nullptr, std::string(name) + ".data is null; give it the address of its first element");
   require(view.dtype != DType::fp8_e4m3,
-          std::string(name) + ".dtype is fp8_e4m3, which has a scale for each row; give f32, f16 or bf16, which "
-                              "EngineOptions::kv_dtype = fp8_e4m3 rounds as it stores them");
-  require(is_tensor_type(view.dtype), std::string(name) + ".dtype is " + std::to_string(static_cast<unsigned>(view.dtype)) +
-                                    ", which is no value of sluice::DType");
+          std::string(name) +
+              ".dtype is fp8_e4m3, which has a scale for each row; give f32, f16 or bf16, which "
+              "EngineOptions::kv_dtype = fp8_e4m3 rounds as it stores them");
+  require(is_tensor_type(view.dtype), std::string(name) + ".dtype is " +
+                                          std::to_string(static_cast<unsigned>(view.dtype)) +
+                                          ", which is no value of sluice::DType");
 }
 
 /// Runs a call of the public interface, from which only Error may come. What the standard library throws is short of

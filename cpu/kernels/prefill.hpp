@@ -111,7 +111,8 @@ inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t c
       for (std::uint32_t i = 0; i < kWidth; ++i) keys[std::size_t{c + i} * kPrefillKeys + j] = lanes[i];
       if (values == nullptr) continue;
       const std::byte* const v = k + v_offset + std::size_t{c} * kElementBytes<kType>;
-      Simd::store(values + std::size_t{j} * from.head_dim + c, unfold<kType>(Simd::load_as<kType>(v), scales, scale + 1));
+      Simd::store(values + std::size_t{j} * from.head_dim + c,
+                  unfold<kType>(Simd::load_as<kType>(v), scales, scale + 1));
     }
   }
 }

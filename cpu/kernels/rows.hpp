@@ -37,7 +37,7 @@ inline void for_each_block(std::uint32_t group, F&& f) {
 }
 
 template <DType kType>
-constexpr std::uint32_t kElementBytes = kType == DType::f32 ? 4 : kType == DType::fp8_e4m3 ? 1 : 2;
+constexpr std::uint32_t kElementBytes = bytes_of(kType);
 
 /// Whether rows have a scale each, which their elements are to be multiplied by.
 template <DType kType>

@@ -26,13 +26,13 @@ void narrow(const float* in, std::byte* out, std::size_t count) noexcept {
 
 template <DType kType>
 constexpr ElementKernels kRowKernels{.attend = attend<kType>,
-                                  .score = score<kType>,
-                                  .quantize = quantize<kType>,
-                                  .digest_box = digest_box<kType>,
-                                  .digest_cuboid_mean = digest_cuboid_mean<kType>,
-                                  .prefill = prefill<kType>,
-                                  .representative_masses = representative_masses<kType>,
-                                  .representative_sums = representative_sums<kType>};
+                                     .score = score<kType>,
+                                     .quantize = quantize<kType>,
+                                     .digest_box = digest_box<kType>,
+                                     .digest_cuboid_mean = digest_cuboid_mean<kType>,
+                                     .prefill = prefill<kType>,
+                                     .representative_masses = representative_masses<kType>,
+                                     .representative_sums = representative_sums<kType>};
 
 /// The same of a type that digests and tensors may have, too.
 template <DType kType>
@@ -48,12 +48,13 @@ static_assert(static_cast<int>(DType::f32) == 0 && static_cast<int>(DType::f16) 
               static_cast<int>(DType::bf16) == 2 && static_cast<int>(DType::fp8_e4m3) == 3);
 
 constexpr Kernels make_kernels(const char* name) {
-  return {.name = name,
-          .element = {element<DType::f32>(), element<DType::f16>(), element<DType::bf16>(), kRowKernels<DType::fp8_e4m3>},
-          .e4m3 = {.encode = encode_e4m3, .decode = decode_e4m3},
-          .score_int4 = score_int4,
-          .weigh = weigh,
-          .nearest = nearest};
+  return {
+      .name = name,
+      .element = {element<DType::f32>(), element<DType::f16>(), element<DType::bf16>(), kRowKernels<DType::fp8_e4m3>},
+      .e4m3 = {.encode = encode_e4m3, .decode = decode_e4m3},
+      .score_int4 = score_int4,
+      .weigh = weigh,
+      .nearest = nearest};
 }
 
 }  // namespace

@@ -96,8 +96,9 @@ void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, con
 void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendVariant& variant,
                      const AttendJob* jobs, std::uint32_t slices, std::uint32_t at_once, cudaStream_t stream) {
   for (std::uint32_t done = 0; done < scratch.job_count; done += at_once) {
-    launch_jobs(memory, scratch, variant, jobs + done, std::min(at_once, scratch.job_count - done) * slices,
-                [&](std::uint32_t i) { return i / slices; }, stream);
+    launch_jobs(
+        memory, scratch, variant, jobs + done, std::min(at_once, scratch.job_count - done) * slices,
+        [&](std::uint32_t i) { return i / slices; }, stream);
   }
 }
 
@@ -271,7 +272,8 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   if (!attends_together(memory, scratch))
-    return launch_in_turns(memory, scratch, variant_of(memory), scratch.jobs, scratch.slices, scratch.jobs_at_once, handle(layer.stream));
+    return launch_in_turns(memory, scratch, variant_of(memory), scratch.jobs, scratch.slices, scratch.jobs_at_once,
+                           handle(layer.stream));
   const std::uint32_t near = scratch.job_count * scratch.slices;
   launch_jobs(
       memory, scratch, variant_of(memory), scratch.jobs, near + scratch.job_count * scratch.fetch_slices,
@@ -286,8 +288,8 @@ void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer)
   const ForwardScratch scratch = choice_of(memory);
   if (attends_together(memory, scratch)) return;
   if (memory.tail_rows != 0) launch_forward_await(memory, scratch, layer);
-  launch_in_turns(memory, scratch, fetch_variant(memory), scratch.jobs + scratch.job_count, scratch.fetch_slices, scratch.fetches_at_once,
-                  handle(layer.stream));
+  launch_in_turns(memory, scratch, fetch_variant(memory), scratch.jobs + scratch.job_count, scratch.fetch_slices,
+                  scratch.fetches_at_once, handle(layer.stream));
 }
 
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {

@@ -13,7 +13,7 @@
 namespace sluice::gpu::detail {
 
 template <DType kType>
-inline constexpr std::uint32_t kElementBytes = kType == DType::f32 ? 4 : kType == DType::fp8_e4m3 ? 1 : 2;
+inline constexpr std::uint32_t kElementBytes = bytes_of(kType);
 
 /// Elements that a thread handles at once: 16 bytes of a 16-bit type.
 inline constexpr std::uint32_t kUnit = 8;

@@ -8,9 +8,9 @@ namespace sluice {
 ///
 /// Codes are OCP E4M3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; subnormals down to 2^-9, the largest is
 /// 448, there is no infinity, and 0x7f and 0xff are NaN. A scale is a power of two, so that the product is exact in
-/// bf16, for which its limits are: the one that brings the row's largest magnitude into (224, 448]. Elements are divided
-/// by it and rounded to the nearest code, of two to the even one. Magnitudes above kLargest * kMostScale, the largest
-/// finite ones, saturate.
+/// bf16, for which its limits are: the one that brings the row's largest magnitude into (224, 448]. Elements are
+/// divided by it and rounded to the nearest code, of two to the even one. Magnitudes above kLargest * kMostScale, the
+/// largest finite ones, saturate.
 ///
 /// A row with an element that is not finite is NaN in all its elements: its scale is, and every code is kNaN.
 /// The same on every backend, bit by bit.

@@ -25,6 +25,17 @@ def test_prompts_in_chunks_decoding_and_batches(make: Make, policy: str) -> None
     assert (engine.tokens(a), engine.tokens(b)) == (94, 101)
 
 
+def test_rows_of_8_bits(make: Make) -> None:
+    engine = make("full", kv_dtype="fp8_e4m3")
+    assert engine.options.kv_dtype == "fp8_e4m3"
+    mixed, decode = buckets(engine)
+    a, story = engine.begin("full"), Story(9)
+    for each in (story.k, story.v):  # Whole numbers of four bits, which nothing is lost of.
+        each[:] = np.clip(np.round(4 * each), -15, 15) / 4
+    forward(engine, mixed, (a, story, 0, 60, True))
+    forward(engine, decode, (a, story, 60, 3, False))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_drafts_truncate_and_fork(make: Make, policy: str) -> None:
     engine = make(*POLICIES)

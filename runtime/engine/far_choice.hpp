@@ -40,8 +40,8 @@ struct ChosenList {
   std::vector<const float*> scales;  ///< of these, if rows have some
 
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
-    return scheduler::heap_bytes(rows, members, scores, keys, scales, bypass.out, bypass.lse, selected.runs, selected.tokens,
-                                 selected.members, selected.scores);
+    return scheduler::heap_bytes(rows, members, scores, keys, scales, bypass.out, bypass.lse, selected.runs,
+                                 selected.tokens, selected.members, selected.scores);
   }
 };
 

@@ -119,8 +119,7 @@ class WorkList {
       put(stage, Lane::device, tokens_.scoring, 4 * place_.shape.group() * tokens_.scored);
     if (stage == Stage::split) add_split();
     if (stage == Stage::attend) put(stage, Lane::device, tokens_.choosing, near_bytes() * near_);
-    if (stage == Stage::promote)
-      put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
+    if (stage == Stage::promote) put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
     // Who needs an answer waits for it, the others go on with what is enqueued.
     if (stage == Stage::fetch) {
       await(tokens_.asking != 0);

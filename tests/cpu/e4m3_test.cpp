@@ -133,8 +133,7 @@ TEST_CASE("rows of zeros, rows with outliers and rows with what is no number", "
   require_as_reference(row_of({0.f, -0.f}));
   require_as_reference(row_of({1e-45f, -1e-45f}));
   require_as_reference(row_of({std::numeric_limits<float>::max(), -std::numeric_limits<float>::max(), 1.f}));
-  REQUIRE(encoded(fastest(), row_of({std::numeric_limits<float>::max()})).back[0] ==
-          E4m3::kLargest * E4m3::kMostScale);
+  REQUIRE(encoded(fastest(), row_of({std::numeric_limits<float>::max()})).back[0] == E4m3::kLargest * E4m3::kMostScale);
   for (const float wrong : {kNan, -kNan, kInf, -kInf}) {
     require_as_reference(row_of({1.f, wrong, -3.f}));
     for (const float x : encoded(fastest(), row_of({wrong})).back) REQUIRE(std::isnan(x));

@@ -45,7 +45,10 @@ void for_each_shape(const Body& body) {
 class Attend {
  public:
   Attend(const Problem& problem, std::span<const std::uint32_t> tokens)
-      : problem_(problem), rows_(tokens.size() + 1), scales_(tokens.size() + 1), out_(problem.options().group * problem.options().head_dim + 16, kNan),
+      : problem_(problem),
+        rows_(tokens.size() + 1),
+        scales_(tokens.size() + 1),
+        out_(problem.options().group * problem.options().head_dim + 16, kNan),
         lse_(problem.options().group + 1, kNan) {
     cpu::list_rows(problem.kv(), tokens, rows_.data());
     if (problem.layout().scaled()) cpu::list_scales(problem.kv(), tokens, scales_.data());
@@ -315,8 +318,7 @@ TEST_CASE("every variant digests and scores pages like the reference", "[cpu][ke
                   .out = to,
                   .rows = options.page_tokens,
                   .head_dim = options.head_dim});
-          const std::vector<double> exact =
-              reference::digest(problem, first, first + options.page_tokens, kind);
+          const std::vector<double> exact = reference::digest(problem, first, first + options.page_tokens, kind);
           for (std::size_t i = 0; i < exact.size(); ++i) {
             const double unit = made.dtype == DType::bf16 ? 0x1.0p-8 : made.dtype == DType::f16 ? 0x1.0p-11 : 4e-7;
             const double got = load_element(to, made.dtype, i);

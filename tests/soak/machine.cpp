@@ -89,7 +89,7 @@ EngineOptions options_for(const MachineKind& kind, EngineOptions options, std::v
 EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vector<std::string>& policies) {
   Random random(seed);
   EngineOptions options{.shape = kSoakShape, .page_tokens = one_of(random, {8u, 16u, 16u, 32u, 64u})};
-  options.kv_dtype = one_of(random, {DType::f32, DType::f32, DType::bf16, DType::f16});
+  options.kv_dtype = one_of(random, {DType::f32, DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3});
   options.largest = {.decode_rows = 1 + random.below(10), .prefill_rows = 8 + random.below(150)};
   options.largest.prefills = 1 + random.below(std::min(options.largest.prefill_rows, 4u));
   options.largest.audit = kind.audits;

@@ -53,9 +53,9 @@ void store_half(std::byte* page, const PageLayout& layout, std::uint32_t row, st
 }  // namespace
 
 TEST_CASE("appending converts rows and touches no others", "[backend]") {
-  const auto [from, to, head_dim, odd, tasks] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16},
-                    std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}, std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{0u, 7u}, std::array{1u, 70u}));  // odd == 0: aligned rows
+  const auto [from, to, head_dim, odd, tasks] = GENERATE(grid(
+      std::array{DType::f32, DType::f16, DType::bf16}, std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
+      std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{0u, 7u}, std::array{1u, 70u}));  // odd == 0: aligned rows
   CAPTURE(to_string(from), to_string(to), head_dim, odd, tasks);
   const auto under_test = backend_under_test();
   const PageLayout layout{.page_tokens = 16, .head_dim = head_dim, .dtype = to};

@@ -18,7 +18,8 @@ EngineOptions options_of(const EngineRig& rig, DType dtype, std::uint32_t near, 
 }
 
 /// Outputs of a prompt's newest token, of decoded ones, of some behind a truncation, and of a fork beside.
-std::vector<std::vector<float>> told(Engine& engine, const EngineRig& rig, const Story& story, const PolicySpec& policy) {
+std::vector<std::vector<float>> told(Engine& engine, const EngineRig& rig, const Story& story,
+                                     const PolicySpec& policy) {
   constexpr std::uint32_t kPrompt = 210;
   std::vector<std::vector<float>> out;
   Teller teller{.story = &story, .id = engine.begin(policy)};
@@ -40,11 +41,13 @@ std::vector<std::vector<float>> told(Engine& engine, const EngineRig& rig, const
 
 }  // namespace
 
-TEST_CASE("an engine of fp8 attends what one does whose keys and values were rounded before they came", "[engine][fp8]") {
+TEST_CASE("an engine of fp8 attends what one does whose keys and values were rounded before they came",
+          "[engine][fp8]") {
   const auto near = GENERATE(0u, 9u);
   const auto placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
-  const char* const text = GENERATE("full | near=0", "exact | int4 | top_k=24 | near=0,sinks=4,recent=9", "topk",
-                                    "lfps", "tactic:least=16,size=4", "psa", "twilight", "quest", "arkvale", "magicpig");
+  const char* const text =
+      GENERATE("full | near=0", "exact | int4 | top_k=24 | near=0,sinks=4,recent=9", "topk", "lfps",
+               "tactic:least=16,size=4", "psa", "twilight", "quest", "arkvale", "magicpig");
   CAPTURE(near, to_string(placement), text);
   const EngineRig rig = engine_rig();
   Story story(kShape, 240, 501);

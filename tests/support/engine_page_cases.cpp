@@ -252,6 +252,5 @@ TEST_CASE("an engine says what it lacks to rank pages", "[engine]") {
   bucket.pages = false;
   const PlanItem item{.sequence = teller.id};
   REQUIRE(code_of([&] { (void)engine.plan({&item, 1}, bucket, rig.stream); }) == Errc::invalid_argument);
-  REQUIRE(engine.memory().digests ==
-          100u * near_block_bytes(engine.options()) / engine.options().page_tokens);
+  REQUIRE(engine.memory().digests == 100u * near_block_bytes(engine.options()) / engine.options().page_tokens);
 }

@@ -86,7 +86,8 @@ TEST_CASE("a sequence that nobody could resume is not parked", "[engine][park]")
 }
 
 TEST_CASE("sequences of every element type go on in an engine with other memory and other pages", "[engine][park]") {
-  const auto [pages, near, type] = GENERATE(grid(std::array{8u, 16u, 64u}, std::array{0u, 3u}, std::array{0u, 1u, 2u, 3u}));
+  const auto [pages, near, type] =
+      GENERATE(grid(std::array{8u, 16u, 64u}, std::array{0u, 3u}, std::array{0u, 1u, 2u, 3u}));
   const EngineRig rig = engine_rig();
   if (type >= rig.kv_dtypes.size()) return;
   const DType dtype = rig.kv_dtypes[type];

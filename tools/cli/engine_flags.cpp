@@ -105,10 +105,9 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
                                            std::to_string(room.tokens) + " tokens (prompt and answer); they take " +
                                            std::to_string(blocks * block) +
                                            " bytes. Raise --host-size or shorten the prompt");
-  options.near_bytes = flags.near_bytes != 0
-                           ? flags.near_bytes
-                           : static_cast<std::uint64_t>(room.near * static_cast<double>(longest)) *
-                                 layout.near().page_bytes() * planes;
+  options.near_bytes = flags.near_bytes != 0 ? flags.near_bytes
+                                             : static_cast<std::uint64_t>(room.near * static_cast<double>(longest)) *
+                                                   layout.near().page_bytes() * planes;
   options.placement = flags.placement;
   options.largest = {.decode_rows = 1,
                      .prefill_rows = std::min(flags.prefill_chunk, room.tokens),

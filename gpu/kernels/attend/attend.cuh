@@ -287,7 +287,8 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
     raise_tops(sum, scores);
     Weights weights[kTiles];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) weights[tile] = weigh<T>(scores[tile], sum.top[tile], sum.mass[tile], mine);
+    for (int tile = 0; tile < kTiles; ++tile)
+      weights[tile] = weigh<T>(scores[tile], sum.top[tile], sum.mass[tile], mine);
     if constexpr (kHasScales) unfold(values);
     add_values<T>(sum, weights, values);
     load_value_rows<kDim, kHasScales>(values, slice, next.row);

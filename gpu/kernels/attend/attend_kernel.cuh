@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
-  attend_units<T, kDim, kTiles, kScored, kCapped, kHasScales>(sum, slice, memory.input, warp, rows, keys, values, scales,
-                                                              kCapped ? args.softcap * kLog2e : 0.f);
+  attend_units<T, kDim, kTiles, kScored, kCapped, kHasScales>(sum, slice, memory.input, warp, rows, keys, values,
+                                                              scales, kCapped ? args.softcap * kLog2e : 0.f);
 
   put_sums(sums, sum);
   const Place<kDim, 8 * kTiles> place(args, slice);

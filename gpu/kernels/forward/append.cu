@@ -241,8 +241,7 @@ __global__ void __launch_bounds__(kWarp)
   if (token.list == kNone || ((token.position + 1) & (m.layout.page_tokens - 1)) != 0) return;
   const std::uint32_t block = m.row_of(token.list, token.position) >> m.page_shift;
   const std::uint32_t plane = m.plane(layer, blockIdx.y);
-  detail::digest_page<kType>(m.far_block(plane, block), m.digest_of(plane, block), m.digest, m.far_layout,
-                             threadIdx.x);
+  detail::digest_page<kType>(m.far_block(plane, block), m.digest_of(plane, block), m.digest, m.far_layout, threadIdx.x);
 }
 
 /// use(std::integral_constant) of the type of far rows.

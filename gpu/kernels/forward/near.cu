@@ -348,7 +348,8 @@ void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream) {
 
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   OverlappingLaunch(memory.shape.kv_heads, kThreads, 0, static_cast<cudaStream_t>(layer.stream))
-      .run(memory.far_layout.scaled() ? promote_kernel<true> : promote_kernel<false>, "launch the kernel that brings rows near", memory, scratch, layer.layer);
+      .run(memory.far_layout.scaled() ? promote_kernel<true> : promote_kernel<false>,
+           "launch the kernel that brings rows near", memory, scratch, layer.layer);
 }
 
 namespace detail {

@@ -134,7 +134,8 @@ __device__ uint4 unfolded_quad_of(const ForwardMemory& m, std::uint32_t plane, s
     return __ldcv(reinterpret_cast<const uint4*>(near) + at % row_quads);
   }
   const std::byte* const far = m.far_key(plane, row) + half * m.far_layout.half_bytes();
-  return detail::unfold_codes(__ldcv(reinterpret_cast<const uint2*>(far) + at % row_quads), scales[2 * page_row + half]);
+  return detail::unfold_codes(__ldcv(reinterpret_cast<const uint2*>(far) + at % row_quads),
+                              scales[2 * page_row + half]);
 }
 
 /// Scales of a page's far rows, once for all of its elements. All threads.

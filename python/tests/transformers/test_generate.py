@@ -89,6 +89,13 @@ def test_halves_run() -> None:
         assert greedy(model, prompt(2, 20)).shape == (2, 32)
 
 
+def test_rows_of_8_bits_run() -> None:
+    model = llama()
+    with enabled(model, "full", kv_dtype="fp8_e4m3") as here:
+        assert here.engine.options.kv_dtype == "fp8_e4m3"
+        assert greedy(model, prompt(2, 20)).shape == (2, 32)
+
+
 def test_it_is_taken_back() -> None:
     model = llama()
     before, ids = model.config._attn_implementation, prompt(1, 20)

@@ -19,6 +19,7 @@ struct PlanOptions {
   std::string lengths = "32K,128K";
   std::string rows = "1";
   std::string placements = "hybrid";
+  DType kv_dtype = DType::bf16;
   std::string machine;
   Machine changes;  ///< what is not 0 takes the place of the machine's
   std::string near = "5%";
@@ -131,6 +132,7 @@ int run(const PlanOptions& options) {
   Table table = make_table(), memory = make_memory_table();
   for (const std::string& policy : split_policies(options.policies)) {
     Workload work{.shape = shape,
+                  .kv_dtype = options.kv_dtype,
                   .policy = parse_policy(policy),
                   .near_share = parse_share(options.near, "--near"),
                   .near_hits = parse_share(options.near_hits, "--near-hits"),
@@ -153,6 +155,7 @@ int run(const PlanOptions& options) {
                 .config = {{"shape", options.shape},
                            {"layers", shape.layers},
                            {"machine", to_json(machine)},
+                           {"kv_dtype", to_string(options.kv_dtype)},
                            {"near", options.near},
                            {"near_hits", options.near_hits},
                            {"attended", options.attended},
@@ -194,6 +197,7 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_option("--rows", options->rows, "Comma list of numbers of sequences")->capture_default_str();
   command->add_option("--placements", options->placements, "Comma list of hybrid and stream")->capture_default_str();
+  add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
       ->capture_default_str();
   command

@@ -93,7 +93,7 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
   }
   result.forward_us += machine.rates.forward_us;
   result.bottleneck = static_cast<Lane>(std::ranges::max_element(result.busy_us) - result.busy_us.begin());
-  const double kv_bytes = 2.0 * static_cast<double>(place.layout.row_bytes()) * work.tokens * work.rows *
+  const double kv_bytes = 2.0 * static_cast<double>(place.layout.near().row_bytes()) * work.tokens * work.rows *
                           work.shape.kv_heads * work.shape.layers;
   result.dense_us = kv_bytes / (machine.rates.device_gbps * 1e3);
   if (const auto memory = needed(work)) {

@@ -39,13 +39,12 @@ SyntheticForwards::SyntheticForwards(const SyntheticForwardsOptions& options, co
 
 EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) const {
   const SyntheticOptions& synthetic = layer_.options();
-  EngineOptions sizes{.shape = shape_,
-                      .page_tokens = synthetic.layout.page_tokens,
-                      .kv_dtype = options.kv_dtype,
-                      .largest = {.decode_rows = options.rows,
-                                  .audit = options.audit,
-                                  .trace = static_cast<bool>(options.on_trace)},
-                      .sequences = options.rows};
+  EngineOptions sizes{
+      .shape = shape_,
+      .page_tokens = synthetic.layout.page_tokens,
+      .kv_dtype = options.kv_dtype,
+      .largest = {.decode_rows = options.rows, .audit = options.audit, .trace = static_cast<bool>(options.on_trace)},
+      .sequences = options.rows};
   const std::uint32_t tokens = synthetic.tokens + synthetic.steps;
   const std::uint64_t blocks = div_up(tokens, sizes.page_tokens) + 1;
   PageLayout layout = synthetic.layout;
