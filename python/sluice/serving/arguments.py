@@ -63,27 +63,33 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
     return parse
 
 
-def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """A model, and what an engine for it may take."""
     add = parser.add_argument
     add("--model", required=True, help="a folder as transformers saves it, or a name that it knows")
-    add("--policy", default=Settings.policy, help="what is attended (%(default)s)")
     add("--host-bytes", type=size, default=Settings.host_bytes, help="host memory for keys and values (8GiB)")
     add("--near-bytes", type=size, help="of a GPU's memory, for keys and values that are attended often; 0: none "
         "(5%% of --host-bytes, less where little is free)")
-    add("--context", type=number(int, 1), help="tokens of prompt and answer, at most (the model's)")
-    add("--sequences", type=number(int, 1), default=sequences, help="answers that are generated at once (%(default)s)")
     add("--prefill-rows", type=number(int, 1), default=Settings.prefill_rows,
         help="tokens of prompts that go through the model at once (%(default)s)")
-    add("--slowdown", type=number(float, 0), default=0, help="prompts that are read may let a forward take as many "
-        "times as long for the answers beside them; 0: they have all rows (%(default)s)")
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", default=Settings.dtype, choices=("auto", "float32", "float16", "bfloat16"),
         help="of the model (as it was saved)")
+    add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
+        help="another of sluice.EngineOptions, such as page_tokens=32; may be repeated")
+
+
+def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
+    add_model(parser)
+    add = parser.add_argument
+    add("--policy", default=Settings.policy, help="what is attended (%(default)s)")
+    add("--context", type=number(int, 1), help="tokens of prompt and answer, at most (the model's)")
+    add("--sequences", type=number(int, 1), default=sequences, help="answers that are generated at once (%(default)s)")
+    add("--slowdown", type=number(float, 0), default=0, help="prompts that are read may let a forward take as many "
+        "times as long for the answers beside them; 0: they have all rows (%(default)s)")
     add("--graphs", default=Settings.graphs, choices=("auto", "on", "off"),
         help="forwards of decoded tokens are replayed from CUDA graphs; auto: on a GPU (%(default)s)")
     add("--no-prefix-cache", action="store_true", help="read every prompt anew")
-    add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
-        help="another of sluice.EngineOptions, such as page_tokens=32; may be repeated")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -94,17 +100,19 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="to get the same again")
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
-    device = arguments.device
-    if device is None:
-        from sluice._library import library
+def device_of(arguments: argparse.Namespace) -> str:
+    """What --device says, or a GPU where there is one."""
+    from sluice._library import library
 
-        device = "cuda" if library().cuda_devices() else "cpu"
-    options = dict(arguments.option)
-    _check_options(options, arguments.policy)
+    return arguments.device or ("cuda" if library().cuda_devices() else "cpu")
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    device, options = device_of(arguments), dict(arguments.option)
+    check_options(options, arguments.policy)
     if arguments.near_bytes is not None:
         options["near_bytes"] = arguments.near_bytes
-    _check_folder(arguments.model)
+    check_folder(arguments.model)
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
@@ -112,7 +120,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
                     silence_s=getattr(arguments, "silence", Settings.silence_s), options=options)
 
 
-def _check_options(options: dict[str, Any], policy: str) -> None:
+def check_options(options: dict[str, Any], policy: str) -> None:
     """Refuses names and values that no engine takes, and policies that there are not."""
     known = {each.name for each in dataclasses.fields(EngineOptions)} - set(_OTHERS)
     for name, value in options.items():
@@ -131,7 +139,7 @@ def _engine_options(**options: Any) -> EngineOptions:
     return EngineOptions(layers=1, q_heads=1, kv_heads=1, head_dim=64, **options)
 
 
-def _check_folder(model: str) -> None:
+def check_folder(model: str) -> None:
     """Refuses a folder that is none or has no model. Another word is a name, which transformers looks up."""
     folder = Path(model)
     if folder.is_dir():
