@@ -1,5 +1,5 @@
-"""Tasks of which the model in tests/data/testbed knows the form (its README has them), as `python -m sluice eval --tasks`
-reads them: token ids, a byte being its own.
+"""Tasks of which the model in tests/data/testbed knows the form (its README has them), as `python -m sluice eval
+--tasks` reads them: token ids, a byte being its own.
 
 `python benchmarks/testbed_tasks.py --tasks niah,multikey,kv --lengths 2K,8K --count 8 >tasks.jsonl` from python/. The
 same arguments give the same tasks. `sluice eval` draws others of the same kind."""
@@ -13,13 +13,14 @@ import random
 from collections.abc import Callable
 
 BEGIN = 256
-ADJECTIVES = ("amber bold calm dusty early fancy gentle hidden icy jolly keen lunar misty noble olive proud quiet rusty "
-              "silver tidy urban vivid warm young zesty crimson distant electric frozen golden hollow ivory lively mellow "
-              "narrow orange purple rapid silent tiny").split()
-NOUNS = ("otter falcon harbor canyon lantern meadow pepper rocket saddle temple anchor basket candle dragon engine forest "
-         "garden hammer island jacket kettle ladder magnet needle orchid pillow quarry ribbon shadow tunnel violin walnut "
-         "yogurt zipper beacon cactus dolphin ember feather glacier").split()
-SENTENCES = ("The grass is green. ", "The sky is blue. ", "The sun is yellow. ", "Here we go. ", "There and back again. ")
+ADJECTIVES = ("amber bold calm dusty early fancy gentle hidden icy jolly keen lunar misty noble olive proud quiet "
+              "rusty silver tidy urban vivid warm young zesty crimson distant electric frozen golden hollow ivory "
+              "lively mellow narrow orange purple rapid silent tiny").split()
+NOUNS = ("otter falcon harbor canyon lantern meadow pepper rocket saddle temple anchor basket candle dragon engine "
+         "forest garden hammer island jacket kettle ladder magnet needle orchid pillow quarry ribbon shadow tunnel "
+         "violin walnut yogurt zipper beacon cactus dolphin ember feather glacier").split()
+SENTENCES = ("The grass is green. ", "The sky is blue. ", "The sun is yellow. ", "Here we go. ",
+             "There and back again. ")
 NEEDLE_SPACING = 600  # Bytes for each needle of multikey.
 
 

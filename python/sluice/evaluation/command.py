@@ -33,8 +33,8 @@ def add_command(commands: Any) -> None:
     add("--text", metavar="FILE", help="perplexity, and how far policies move the next token's distribution")
     add("--tokens", type=number(int, 2), default=4096, help="of a window of the text (%(default)s)")
     add("--windows", type=number(int, 1), default=8, help="that do not overlap (%(default)s)")
-    add("--score", type=number(int, 1), default=64, help="last tokens of a window that are decoded one by one and scored "
-        "(%(default)s)")
+    add("--score", type=number(int, 1), default=64, help="last tokens of a window, which are decoded one by one and "
+        "scored (%(default)s)")
     add("--tasks", metavar="FILE", help='a JSON object on each line, {"task": name, "length": tokens, "prompt": ..., '
         '"answer": ...}; prompt and answer are texts or lists of token ids')
     add("--chat", action="store_true", help="prompts of tasks are what a user says in the model's chat template")
@@ -43,7 +43,8 @@ def add_command(commands: Any) -> None:
     add("--max-tokens", type=number(int, 1), help="of an answer (what the right one takes; 8 more if it is text)")
     add("--match", choices=("begins", "contains"), default="begins", help="an answer is right if it begins with the "
         "task's, or contains it (%(default)s)")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of the windows' places, and of the bootstrap (%(default)s)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of the windows' places, and of the bootstrap "
+        "(%(default)s)")
     add("--json", metavar="FILE", help="also all that was found, token by token and answer by answer; -: on standard "
         "output, instead of the tables")
     command.set_defaults(call=evaluate)
@@ -81,31 +82,40 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
     """All that was asked for, as --json has it. What can be refused is before anything runs."""
     from sluice._transformers_support import longest
     from sluice.evaluation.answers import Rules
-    from sluice.evaluation.decoding import Setup, check
+    from sluice.evaluation.decoding import check
     from sluice.evaluation.report import Progress
-    from sluice.serving.load import end_ids, load_config, load_model
+    from sluice.serving.load import end_ids, load_config
 
     config = load_config(arguments.model).get_text_config(decoder=True)
     vocabulary = functools.cache(lambda: _vocabulary(arguments, config))
     windows = read_windows(arguments.text, vocabulary(), arguments.tokens, arguments.windows,
                            arguments.seed) if arguments.text else []
     tasks = read_tasks(arguments.tasks, vocabulary, arguments.chat) if arguments.tasks else []
-    device = device_of(arguments)
     rules = Rules(arguments.decode_prompt, arguments.max_tokens, arguments.match == "contains", vocabulary)
     most = _check_sizes(arguments, windows, tasks, rules, longest(config), config.vocab_size)
-    model = load_model(arguments.model, arguments.dtype).to(device).eval()
-    if arguments.near_bytes is not None:
-        options = {**options, "near_bytes": arguments.near_bytes}
-    setup = Setup(model, arguments.prefill_rows, arguments.host_bytes, options)
+    setup = _load(arguments, config, options)
     for policy in policies:
         check(setup, policy, most)
+    rules = dataclasses.replace(rules, ends=end_ids(setup.model.generation_config))
     progress = Progress((len(windows) + len(tasks)) * (1 + len(policies)))
     try:
-        return {"command": "eval", "config": _config_of(arguments, policies, device), "versions": _versions(),
+        return {"command": "eval", "config": _config_of(arguments, setup, policies), "versions": _versions(),
                 **_text(arguments, setup, windows, policies, progress),
-                **_tasks(setup, tasks, dataclasses.replace(rules, ends=end_ids(model.generation_config)), policies, progress)}
+                **_tasks(setup, tasks, rules, policies, progress)}
     finally:
         progress.clear()
+
+
+def _load(arguments: argparse.Namespace, config: Any, options: dict[str, Any]) -> Setup:
+    from sluice.evaluation.decoding import Setup
+    from sluice.serving.load import load_model
+
+    # The library's sdpa, which most models begin with, leaves a soft-cap out.
+    attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    model = load_model(arguments.model, arguments.dtype, **attention).to(device_of(arguments)).eval()
+    if arguments.near_bytes is not None:
+        options = {**options, "near_bytes": arguments.near_bytes}
+    return Setup(model, arguments.prefill_rows, arguments.host_bytes, options)
 
 
 def _vocabulary(arguments: argparse.Namespace, config: Any) -> Vocabulary:
@@ -158,9 +168,11 @@ def _tasks(setup: Setup, tasks: Sequence[Task], rules: Rules, policies: Sequence
     return {"tasks": {"results": summaries(tasks, answers), "items": items(tasks, answers, rules)}}
 
 
-def _config_of(arguments: argparse.Namespace, policies: Sequence[str], device: str) -> dict[str, Any]:
+def _config_of(arguments: argparse.Namespace, setup: Setup, policies: Sequence[str]) -> dict[str, Any]:
+    """All arguments, and what came of those that were left out."""
     said = {name: value for name, value in vars(arguments).items() if name not in ("call", "command", "json")}
-    return {**said, "policies": policies, "device": device, "option": dict(arguments.option)}
+    return {**said, "policies": policies, "option": dict(arguments.option), "device": str(setup.model.device),
+            "dtype": str(setup.model.dtype).removeprefix("torch."), "dense": setup.model.config._attn_implementation}
 
 
 def _versions() -> dict[str, str]:

@@ -108,5 +108,5 @@ def check(setup: Setup, policy: str, tokens: int) -> None:
     @throws OutOfCapacity if a sequence of as many tokens has no room"""
     with under(setup, policy) as subject:
         if not subject.engine.can_admit(tokens, policy):
-            raise OutOfCapacity(f'{tokens} tokens under the policy "{policy}" have no room in {setup.host_bytes} bytes of '
-                                "host memory; give a larger --host-bytes")
+            raise OutOfCapacity(f'{tokens} tokens under the policy "{policy}" have no room in {setup.host_bytes} bytes '
+                                "of host memory; give a larger --host-bytes")

@@ -55,8 +55,8 @@ class Tokenizer:
         try:
             self._tokenizer = load_tokenizer(name)
         except CannotLoad as error:
-            raise CannotLoad(f"{error}. --tokenizer DIR names another folder, and --tokenizer bytes is for models whose "
-                             "tokens are bytes; tasks of token ids need none") from None
+            raise CannotLoad(f"{error}. --tokenizer DIR names another folder, and --tokenizer bytes is for models "
+                             "whose tokens are bytes; tasks of token ids need none") from None
         begin = self._tokenizer.bos_token_id
         self.begins: list[int] = [begin] if begin is not None and self._ids("", True)[:1] == [begin] else []
 
@@ -94,8 +94,8 @@ def read_windows(path: str, vocabulary: Vocabulary, tokens: int, count: int, see
     if spare < 0:
         fits = len(ids) // each
         remedy = f"--windows {fits}" if fits else f"--tokens {len(ids) + len(begins)} --windows 1"
-        raise InvalidArgument(f"{path} has {len(ids)} tokens, and {count} windows of {tokens} need {count * each}; give a "
-                              f"longer text, or {remedy} at most")
+        raise InvalidArgument(f"{path} has {len(ids)} tokens, and {count} windows of {tokens} need {count * each}; "
+                              f"give a longer text, or {remedy} at most")
     gaps = sorted(random.Random(seed).randint(0, spare) for _ in range(count))
     firsts = [gap + index * each for index, gap in enumerate(gaps)]
     return [Window(first, begins + ids[first : first + each]) for first in firsts]

@@ -23,20 +23,26 @@ _TASK_NOTE = ("Greedy answers. [...]: Wilson's 95%. only dense, only policy: ans
 
 def text_table(summaries: Sequence[dict[str, Any]]) -> str:
     header = ["policy", "perplexity", "x dense", "KL mean", "KL p99", "KL max", "same token", "attended"]
-    rows = [[each["policy"], _with(each["perplexity"], each["perplexity_95"], "{:.4g}"),
-             _with(each["perplexity_ratio"], each["perplexity_ratio_95"], "{:.4f}"),
-             _with(each["kl_mean"], each["kl_mean_95"], "{:.2g}"), f"{each['kl_p99']:.2g}", f"{each['kl_max']:.2g}",
-             _percent(each["same_token"]), _percent(each["attended"])] for each in summaries]
+    rows = []
+    for each in summaries:
+        against = [_with(each["perplexity_ratio"], each["perplexity_ratio_95"], "{:.4f}"),
+                   _with(each["kl_mean"], each["kl_mean_95"], "{:.2g}"), f"{each['kl_p99']:.2g}",
+                   f"{each['kl_max']:.2g}", _percent(each["same_token"])]
+        rows.append([each["policy"], _with(each["perplexity"], each["perplexity_95"], "{:.4g}"),
+                     *(["-"] * len(against) if each["policy"] == "dense" else against), _percent(each["attended"])])
     return f"{_TEXT_NOTE}\n\n{grid([header, *rows], words=1)}"
 
 
 def task_table(summaries: Sequence[dict[str, Any]]) -> str:
     header = ["task", "length", "policy", "prompts", "accuracy", "only dense", "only policy", "p", "same answer",
               "attended"]
-    rows = [[each["task"], str(each["length"]), each["policy"], str(each["prompts"]),
-             _with(each["accuracy"], each["accuracy_95"], "{:.2f}"), str(each["only_dense"]), str(each["only_policy"]),
-             f"{each['p_value']:.2g}", _percent(each["same_answer"]), _percent(each["attended"])]
-            for each in summaries]
+    rows = []
+    for each in summaries:
+        against = [str(each["only_dense"]), str(each["only_policy"]), f"{each['p_value']:.2g}",
+                   _percent(each["same_answer"])]
+        rows.append([each["task"], str(each["length"]), each["policy"], str(each["prompts"]),
+                     _with(each["accuracy"], each["accuracy_95"], "{:.2f}"),
+                     *(["-"] * len(against) if each["policy"] == "dense" else against), _percent(each["attended"])])
     return f"{_TASK_NOTE}\n\n{grid([header, *rows], words=3)}"
 
 
