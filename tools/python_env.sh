@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the Python environment of the tests that need torch and transformers. See usage().
+# Makes the Python environment of the tests that need more than numpy and pytest. See usage().
 set -euo pipefail
 export LC_ALL=C
 
@@ -7,9 +7,10 @@ usage() {
   cat <<'TEXT'
 usage: tools/python_env.sh
 
-Makes two directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMakeLists.txt looks for:
+Makes directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMakeLists.txt looks for:
   venv    a virtual environment with what python/tests/requirements.txt pins
   newest  packages of python/tests/requirements-newest.txt, to be put before those of venv by PYTHONPATH
+  build   likewise of python/tests/requirements-build.txt, with which wheels are built
 What already has the pinned versions is left alone, in about a second. What has not is made aside and then renamed, so
 that nothing is ever half made; commands in venv/bin have the wrong path therefore: run modules, as in
 `venv/bin/python -m pytest`. The first time 3 GB are loaded and 6 GB of disk are needed.
@@ -66,6 +67,15 @@ replace() {
   rm -rf "$aside"
 }
 
+# packages NAME BASE MADE: what requirements-NAME.txt pins, for BASE's environment; made in MADE.
+packages() {
+  local pins="python/tests/requirements-$1.txt"
+  if satisfied "$pins" "$2/venv/bin/python" "$2/$1"; then return; fi
+  say "making $2/$1 of $pins"
+  install "$2/venv/bin/python" --no-deps --target "$3/$1" -r "$pins"
+  replace "$3/$1" "$2/$1"
+}
+
 main() {
   case "${1:-}" in
     "") ;;
@@ -74,7 +84,6 @@ main() {
   esac
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   local base="${XDG_CACHE_HOME:-$HOME/.cache}/sluice" pins=python/tests/requirements.txt python made
-  local newest=python/tests/requirements-newest.txt
   mkdir -p "$base" || fail "cannot make $base; set XDG_CACHE_HOME to a directory that can be written"
   # Another checkout may be at it.
   exec 9>"$base/lock"
@@ -90,12 +99,9 @@ main() {
     install "$made/venv/bin/python" -r "$pins"
     replace "$made/venv" "$base/venv"
   fi
-  if ! satisfied "$newest" "$base/venv/bin/python" "$base/newest"; then
-    say "making $base/newest of $newest"
-    install "$base/venv/bin/python" --no-deps --target "$made/newest" -r "$newest"
-    replace "$made/newest" "$base/newest"
-  fi
-  say "$base/venv/bin/python and $base/newest are up to date"
+  packages newest "$base" "$made"
+  packages build "$base" "$made"
+  say "$base/venv/bin/python, $base/newest and $base/build are up to date"
 }
 
 main "$@"

@@ -1,4 +1,4 @@
-"""python -m sluice doctor, serve, run or chat"""
+"""python -m sluice doctor, eval, serve, run or chat"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from sluice import _structs as structs
 from sluice._library import library
 from sluice.errors import Error
+from sluice.evaluation.command import add_command as add_eval
 from sluice.serving.command import add_commands
 
 
@@ -43,6 +44,7 @@ def main() -> int:
     commands.add_parser("doctor", help="what this machine has: versions, the library's path, GPUs").set_defaults(
         call=lambda _: doctor())
     add_commands(commands)
+    add_eval(commands)
     arguments = parser.parse_args()
     try:
         return arguments.call(arguments)

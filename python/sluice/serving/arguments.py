@@ -63,31 +63,37 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
     return parse
 
 
-def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
+def add_model(parser: argparse.ArgumentParser, near: str) -> None:
+    """A model, and what an engine for it may take. `near`: the memory that it takes by itself."""
     add = parser.add_argument
     add("--model", required=True, help="a folder as transformers saves it, or a name that it knows")
-    add("--policy", default=Settings.policy, help="what is attended (%(default)s)")
     add("--host-bytes", type=size, default=Settings.host_bytes, help="host memory for keys and values (8GiB)")
     add("--near-bytes", type=size, help="of a GPU's memory, for keys and values that are attended often; 0: none "
-        "(as --host-bytes, or half of what is free)")
-    add("--context", type=number(int, 1), help="tokens of prompt and answer, at most (the model's)")
-    add("--sequences", type=number(int, 1), default=sequences, help="answers that are generated at once (%(default)s)")
+        f"({near})")
     add("--prefill-rows", type=number(int, 1), default=Settings.prefill_rows,
         help="tokens of prompts that go through the model at once (%(default)s)")
-    add("--slowdown", type=number(float, 0), default=0, help="prompts that are read may let a forward take as many "
-        "times as long for the answers beside them; 0: they have all rows (%(default)s)")
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", default=Settings.dtype, choices=("auto", "float32", "float16", "bfloat16"),
         help="of the model (as it was saved)")
     add("--kv-dtype", choices=("f32", "f16", "bf16", "fp8_e4m3"), help="of keys and values in memory; fp8_e4m3: half "
         "the host memory, rounded to 8 bits (the model's)")
+    add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
+        help="another of sluice.EngineOptions, such as page_tokens=32; may be repeated")
+
+
+def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
+    add_model(parser, "as --host-bytes, or half of what is free")
+    add = parser.add_argument
+    add("--policy", default=Settings.policy, help="what is attended (%(default)s)")
+    add("--context", type=number(int, 1), help="tokens of prompt and answer, at most (the model's)")
+    add("--sequences", type=number(int, 1), default=sequences, help="answers that are generated at once (%(default)s)")
+    add("--slowdown", type=number(float, 0), default=0, help="prompts that are read may let a forward take as many "
+        "times as long for the answers beside them; 0: they have all rows (%(default)s)")
     add("--graphs", default=Settings.graphs, choices=("auto", "on", "off"),
         help="forwards of decoded tokens are replayed from CUDA graphs; auto: on a GPU (%(default)s)")
     add("--compile", action="store_true", help="the model is compiled by torch, so that a forward has fewer kernels; "
         "the start takes a minute longer")
     add("--no-prefix-cache", action="store_true", help="read every prompt anew")
-    add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
-        help="another of sluice.EngineOptions, such as page_tokens=32; may be repeated")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -98,19 +104,27 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="to get the same again")
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
-    device = arguments.device
-    if device is None:
-        from sluice._library import library
+def device_of(arguments: argparse.Namespace) -> str:
+    """What --device says, or a GPU where there is one."""
+    from sluice._library import library
 
-        device = "cuda" if library().cuda_devices() else "cpu"
+    return arguments.device or ("cuda" if library().cuda_devices() else "cpu")
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What --option and --kv-dtype say."""
     options = dict(arguments.option)
     if arguments.kv_dtype is not None:
         options["kv_dtype"] = arguments.kv_dtype
-    _check_options(options, arguments.policy)
+    return options
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    device, options = device_of(arguments), options_of(arguments)
+    check_options(options, arguments.policy)
     if arguments.near_bytes is not None:
         options["near_bytes"] = arguments.near_bytes
-    _check_folder(arguments.model)
+    check_folder(arguments.model)
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
@@ -118,7 +132,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
                     silence_s=getattr(arguments, "silence", Settings.silence_s), options=options)
 
 
-def _check_options(options: dict[str, Any], policy: str) -> None:
+def check_options(options: dict[str, Any], policy: str) -> None:
     """Refuses names and values that no engine takes, and policies that there are not."""
     known = {each.name for each in dataclasses.fields(EngineOptions)} - set(_OTHERS)
     for name, value in options.items():
@@ -137,7 +151,7 @@ def _engine_options(**options: Any) -> EngineOptions:
     return EngineOptions(layers=1, q_heads=1, kv_heads=1, head_dim=64, **options)
 
 
-def _check_folder(model: str) -> None:
+def check_folder(model: str) -> None:
     """Refuses a folder that is none or has no model. Another word is a name, which transformers looks up."""
     folder = Path(model)
     if folder.is_dir():

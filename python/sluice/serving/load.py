@@ -36,12 +36,24 @@ def load_tokenizer(model: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(model)
 
 
-def _load_model(settings: Settings, **options: Any) -> transformers.PreTrainedModel:
+def load_config(model: str) -> transformers.PreTrainedConfig:
+    with _loading(f"the configuration of {model}"):
+        return transformers.AutoConfig.from_pretrained(model)
+
+
+def load_model(model: str, dtype: str, **options: Any) -> transformers.PreTrainedModel:
+    """`dtype`: auto, or torch's name of one."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    with _loading(f"the model {settings.model}"):
-        return transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, **options)
+    with _loading(f"the model {model}"):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
+
+
+def end_ids(generation: transformers.GenerationConfig) -> frozenset[int]:
+    """Tokens with which a model ends an answer."""
+    ends = generation.eos_token_id
+    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
 
 
 def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.GenerationConfig]:
@@ -49,7 +61,7 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.Generati
     options = {"context": settings.context, "sequences": settings.sequences, "prefill_rows": settings.prefill_rows,
                "graphs": settings.graphs, **settings.options}
     if launch.ranks == 1:
-        model = _load_model(settings).to(settings.device)
+        model = load_model(settings.model, settings.dtype).to(settings.device)
         packed = PackedModel(model, settings.policy, settings.host_bytes, compile=settings.compile, **options)
         return packed, model.generation_config
     if settings.compile:
@@ -57,7 +69,8 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.Generati
     ranks = join(launch, settings.device, settings.silence_s)
     model, error = None, None
     try:
-        model = _load_model(settings, distributed_config=DistributedConfig(tp_size=launch.ranks))
+        model = load_model(settings.model, settings.dtype,
+                           distributed_config=DistributedConfig(tp_size=launch.ranks))
     except CannotLoad as failed:
         error = failed
     ranks.agree(error=error, timeout_s=START_S)
@@ -78,9 +91,7 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     for what, why in (("CUDA graphs", packed.graphs_failed), ("torch.compile", packed.compile_failed)):
         if why is not None:
             print(f"sluice: forwards run without {what}: {why}", file=sys.stderr, flush=True)
-    ends = generation.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    loop = Loop(packed, load_tokenizer(settings.model), end_ids=ends, prefix=settings.prefix,
+    loop = Loop(packed, load_tokenizer(settings.model), end_ids=end_ids(generation), prefix=settings.prefix,
                 slowdown=settings.slowdown)
     # Only what the model's makers wrote: others are the protocol's.
     told = generation.to_diff_dict()

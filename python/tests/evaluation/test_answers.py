@@ -1,0 +1,147 @@
+"""Greedy answers to tasks, and how they are judged."""
+
+from __future__ import annotations
+
+import functools
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from saved import DEVICE, KV, TESTBED, VOCABULARY, greedy, model_of
+from sluice.evaluation.answers import Rules, answer, answer_tasks, first_other, items, summaries
+from sluice.evaluation.decoding import Setup, dense, under
+from sluice.evaluation.inputs import Bytes, Task, read_tasks
+
+SINKS = "streaming:sinks=4,recent=8"
+RULES = Rules(decode_prompt=24, max_tokens=None, contains=False, vocabulary=lambda: Bytes(None))
+OPTIONS = {"threads": 1, "pin_threads": False, "answer_timeout_ms": 30_000, "near_bytes": 0, **KV}
+
+
+@functools.cache
+def setup() -> Setup:
+    return Setup(model_of(), 64, 16 << 20, OPTIONS)
+
+
+def prompt(tokens: int = 150, seed: int = 1) -> list[int]:
+    return torch.randint(2, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def task(prompt: list[int], answer: str | list[int], name: str = "a", length: int = 256) -> Task:
+    return Task(1, name, length, prompt, answer)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 24, 25, 150])
+def test_answers_are_the_library_s(tokens: int) -> None:
+    """Also where all of a prompt is read under the policy."""
+    ids = prompt(tokens)
+    want = greedy(setup().model, ids, 8)
+    with dense(setup()) as subject:
+        assert answer(subject, task(ids, want), RULES).output == want
+    with under(setup(), "full") as subject:
+        given = answer(subject, task(ids, want), RULES)
+        assert (given.output, given.right, given.attended) == (want, True, 1)
+
+
+def test_the_question_is_read_under_the_policy() -> None:
+    """Else the first token of an answer would be dense attention's, whatever the policy."""
+    ids, wants = prompt(), task(prompt(), greedy(setup().model, prompt(), 1))
+    with under(setup(), SINKS) as subject:
+        few, many = (answer(subject, wants, Rules(read, 1, False, RULES.vocabulary)) for read in (1, 100))
+    assert few.attended != many.attended and few.attended < 0.3
+    assert len(ids) == 150 and len(few.output) == 1
+
+
+def test_ends() -> None:
+    want = greedy(setup().model, prompt(), 8)
+    for end, left in ((want[3], want[: want.index(want[3])]), (want[0], [])):
+        rules = Rules(24, 8, False, RULES.vocabulary, frozenset([end]))
+        with dense(setup()) as subject:
+            given = answer(subject, task(prompt(), want), rules)
+        assert given.output == left and not given.right
+
+
+@pytest.mark.parametrize(("wanted", "output", "begins", "contains"), [
+    ([5, 6], [5, 6, 7], True, True), ([5, 6], [4, 5, 6], False, True), ([5, 6], [5], False, False),
+    ([5, 6], [], False, False),
+    (" dog\n", list(b"dog and"), True, True), ("dog", list(b" a dog"), False, True), ("dog", list(b"do"), False, False),
+])
+def test_what_is_right(wanted: str | list[int], output: list[int], begins: bool, contains: bool) -> None:
+    for how, right in ((False, begins), (True, contains)):
+        assert Rules(1, None, how, RULES.vocabulary).right(task([1], wanted), output) == right
+
+
+def test_limits() -> None:
+    assert RULES.limit(task([1], [5, 6, 7])) == 3 and RULES.limit(task([1], "dog")) == 3 + 8
+    assert Rules(1, 5, False, RULES.vocabulary).limit(task([1], "dog")) == 5
+
+
+def test_summaries() -> None:
+    """Of prompts that a policy loses, wins, and neither; by task and length."""
+    def given(*right: bool) -> list[SimpleNamespace]:
+        return [SimpleNamespace(right=each, output=[index, each], attended=0.25) for index, each in enumerate(right)]
+
+    tasks = [task([1], [2])] * 4 + [task([1], [2], "b")]
+    dense_, ours = given(True, True, True, False, True), given(False, False, True, True, True)
+    cells = summaries(tasks, {"dense": dense_, "p": ours})
+    assert [(cell["task"], cell["policy"], cell["prompts"], cell["right"]) for cell in cells] == [
+        ("a", "dense", 4, 3), ("a", "p", 4, 2), ("b", "dense", 1, 1), ("b", "p", 1, 1)]
+    cell = cells[1]
+    assert (cell["only_dense"], cell["only_policy"], cell["p_value"], cell["same_answer"]) == (2, 1, 1.0, 0.25)
+    assert cell["accuracy"] == 0.5 and cell["accuracy_95"] == pytest.approx((0.15, 0.85), abs=1e-3)
+    assert cell["attended"] == 0.25
+
+
+def test_items() -> None:
+    """A policy that sees next to nothing parts from dense attention, and items say where."""
+    tasks = [task(prompt(seed=seed), greedy(setup().model, prompt(seed=seed), 8)) for seed in range(4)]
+    answers = answer_tasks(setup(), tasks, RULES, ["full", SINKS], lambda _: None)
+    told = items(tasks, answers, RULES)
+    assert all(each["outputs"]["full"]["right"] and each["outputs"]["full"]["first_other"] is None for each in told)
+    lost = [each for each in told if not each["outputs"][SINKS]["right"]]
+    assert lost
+    for each in lost:
+        ours, place = each["outputs"][SINKS]["ids"], each["outputs"][SINKS]["first_other"]
+        assert ours[:place] == each["answer"][:place] and ours[place] != each["answer"][place]
+
+
+def test_where_answers_part() -> None:
+    assert [first_other([1, 2], other) for other in ([1, 2], [1, 3], [1], [1, 2, 3], [])] == [None, 1, 1, 2, 0]
+
+
+@pytest.fixture(scope="module")
+def testbed() -> Setup:
+    if DEVICE != "cpu":
+        pytest.skip("its figures are those of f32 keys and values")
+    model = transformers.AutoModelForCausalLM.from_pretrained(TESTBED, dtype=torch.float32).eval()
+    return Setup(model, 512, 128 << 20, OPTIONS)
+
+
+def test_a_real_model(testbed: Setup) -> None:
+    """Logits and greedy tokens that were written down when it was made."""
+    case = json.loads((TESTBED / "golden.json").read_text())["cases"][0]
+    for attention in (dense(testbed), under(testbed, "full")):
+        with attention as subject:
+            with subject.session(case["prompt_ids"][:-1]) as session:
+                logits = session.decode(case["prompt_ids"][-1])
+            torch.testing.assert_close(logits, torch.tensor(case["last_logits"]), atol=2e-3, rtol=0)
+            given = answer(subject, task(case["prompt_ids"], case["greedy"]), RULES)
+        assert given.right and given.output == case["greedy"]
+
+
+def test_tasks_of_a_real_model(testbed: Setup, tmp_path: Path) -> None:
+    """It answers them, and does not where it sees only the newest tokens."""
+    make = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "testbed_tasks.py"))["make"]
+    path = tmp_path / "tasks.jsonl"
+    lines = [make(kind, 768, 1) for kind in ("niah", "multikey", "kv")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tasks = read_tasks(str(path), lambda: Bytes(256), chat=False)
+    narrow = "streaming:sinks=4,recent=60"
+    cells = summaries(tasks, answer_tasks(testbed, tasks, RULES, ["full", narrow], lambda _: None))
+    told = {(cell["task"], cell["policy"]): cell for cell in cells}
+    for kind in ("niah", "multikey", "kv"):
+        assert told[kind, "dense"]["right"] == told[kind, "full"]["right"] == 1
+        assert told[kind, narrow]["only_dense"] == 1 and told[kind, narrow]["attended"] < 0.15
