@@ -34,8 +34,8 @@ readonly kCommands=(
 )
 # Libraries, by the package that brings headers and CMake or pkg-config files. Catch2 is v2 or v3, as it comes.
 readonly kLibraries=(libtbb-dev libhwloc-dev libeigen3-dev nlohmann-json3-dev libcli11-dev catch2)
-# What the tests of python/ need, and tools/python_env.sh.
-readonly kPython=(python3-numpy python3-pytest python3-venv)
+# What the tests of python/ need, and tools/python_env.sh; torch.compile wants the headers.
+readonly kPython=(python3-dev python3-numpy python3-pytest python3-venv)
 # Makes a second build faster and is not worth asking for root: installed along, never on its own.
 readonly kOptional=(ccache)
 
@@ -108,7 +108,7 @@ describe_needs() {
 bootstrap: this system's packages are not known here. Install with its own package manager, development files included:
   g++ 11 or later (C++20), CMake 3.22 or later, Ninja, pkg-config,
   oneTBB 2021 or later, hwloc 2.x, Eigen 3.3 or later, nlohmann-json 3.x, CLI11 1.9 or later, Catch2 2.13 or 3.x;
-  for the tests of python/ also Python 3.10 or later with venv, numpy and pytest;
+  for the tests of python/ also Python 3.10 or later with its headers, venv, numpy and pytest;
   for the CUDA device also CUDA 13 or later
 TEXT
 }
