@@ -142,7 +142,7 @@ def chat(arguments: argparse.Namespace) -> int:
         try:
             return converse(teller, said)
         finally:
-            if teller.session and said.messages:
+            if teller.session and len(said.messages) > said.kept:
                 teller.session.park_known(ids_of(teller, said.messages, False))
 
 

@@ -114,6 +114,11 @@ def test_without_its_keys_and_values_a_conversation_is_read_anew(here: Callable[
     assert here("chat", "--session", str(file), typed="a dog\n").stdout == kept.stdout
 
 
+def test_a_chat_in_which_nothing_is_said(here: Callable[..., Done], tmp_path: Path) -> None:
+    done = here("chat", "--session", str(tmp_path / "s"), "--system", "be brief", typed="\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+
+
 def test_what_is_no_conversation(here: Callable[..., Done], tmp_path: Path) -> None:
     file, beside = tmp_path / "s", tmp_path / "s.json"
     for text in ("{", "[]", '{"messages": [{"role": "user"}]}', '{"messages": [{"role": "user", "content": 1}]}'):
