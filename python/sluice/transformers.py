@@ -58,8 +58,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
         layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
         host_bytes=host_bytes // ranks_of(model), sequences=sequences,
-        largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences,
-                       max_tokens=longest(config)),
+        largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
         **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
     made.make_room_for(policy, longest(config))
     choose_near(made, options.get("near_bytes"), longest(config))

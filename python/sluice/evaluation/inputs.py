@@ -116,7 +116,7 @@ def read_tasks(path: str, vocabulary: Any, chat: bool) -> list[Task]:
     """The tasks of a file, a JSON object on each line. `vocabulary`: a function that loads it, if a line needs it.
     @throws InvalidArgument with the line that is wrong"""
     tasks = [_task(f"{path}, line {number}", number, line, vocabulary, chat)
-             for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+             for number, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
     if not tasks:
         raise InvalidArgument(f'{path} has no tasks; write one on each line, as {{"prompt": "...", "answer": "..."}}')
     return tasks

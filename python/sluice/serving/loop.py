@@ -168,6 +168,9 @@ class Loop:
             self._admission.fail()
             for live in lives:
                 self._fail(live, error)
+        except BaseException:  # Somebody has no patience. What is under way has been taken back.
+            self._admission.fail()
+            raise
         else:
             self._in_vain = 0
             self._continue([live for live, item in zip(lives, items) if item.output], logits)

@@ -94,7 +94,7 @@ class PackedModel:
         self.compile_failed: str | None = None
         """Likewise, why they are not compiled."""
 
-        self._staging = Staging(3 * self.engine.options.largest.rows, device)
+        self._staging = Staging(max(16, 3 * self.engine.options.largest.rows), device)
         self._padded: PaddedForwards | None = None
         self._compiled: Callable[..., Any] | None = None
         self._ran_compiled = False  # The newest forward.
@@ -196,12 +196,18 @@ class PackedModel:
     def _record(self, compile: bool = False) -> None:
         """Graphs of all sizes, or none: without them forwards are slower, and the same."""
         if compile:
-            self._compiled = torch.compile(self._model, dynamic=True)
-            self.compile_failed = self._record_all(self._compiled, True)
+            self.compile_failed = self._record_compiled()
             if self.compile_failed is None:
                 return
             self._compiled = None
         self.graphs_failed = self._record_all(self._model)
+
+    def _record_compiled(self) -> str | None:
+        try:
+            self._compiled = torch.compile(self._model, dynamic=True)
+        except Exception as error:  # It refuses some versions of Python.
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return self._record_all(self._compiled, True)
 
     def _record_all(self, model: Callable[..., Any], plain: bool = False) -> str | None:
         """Why it could not be done; None if it was. `plain`: others run through it, too."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.errors import Corrupt, Error, InvalidArgument, NotFound
+from sluice.errors import Corrupt, Error, InvalidArgument, NotFound, OutOfCapacity
 
 if TYPE_CHECKING:
     from sluice.serving.model import PackedModel
@@ -26,7 +26,9 @@ class Session:
     def __init__(self, file: Path, model: PackedModel, name: str) -> None:
         """`name`: the model's, a folder or a name that transformers knows."""
         self._file, self._model = file, model
-        self._signature = f"transformers {signature(name)} {model.weights}; policy {model.policy}"
+        prefill = model.engine.options.prefill_mode
+        self._signature = f"transformers {signature(name)} {model.weights}; policy {model.policy}; prefill {prefill}"
+        self._keeps = 0  # Tokens of the file that the prompt has not; they must not be lost.
 
     def resume(self, ids: Sequence[int] | None) -> None:
         """Makes what the file has known, if there is one. Prompts that begin like it begin with that.
@@ -38,17 +40,31 @@ class Session:
             return
         except (InvalidArgument, Corrupt) as error:
             raise self._refusal(error) from None
+        except OutOfCapacity as error:
+            raise OutOfCapacity(f"--session {self._file} has no room: {error}; give a larger --context or "
+                                "--host-bytes") from None
         try:
-            # All of it has names, and a page that is not full is not found.
-            if ids is not None and self._model.engine.tokens(sequence) >= self._model.engine.options.page_tokens:
-                if self._model.engine.match_prefix(self._model.policy, ids) == 0:
-                    raise self._refusal(InvalidArgument("the prompt begins otherwise"))
+            if ids is not None:
+                self._compare(self._model.engine.tokens(sequence), ids)
         finally:
             self._model.end(sequence)
+
+    def _compare(self, tokens: int, ids: Sequence[int]) -> None:
+        """All of the file's tokens have names. Found are full pages, and none with the prompt's last tokens."""
+        options = self._model.engine.options
+        unseen = options.page_tokens + max(options.prompt_queries, 1)
+        found = self._model.engine.match_prefix(self._model.policy, ids)
+        if found == 0 and min(tokens, len(ids)) >= unseen:
+            raise self._refusal(InvalidArgument("the prompt begins otherwise"))
+        self._keeps = tokens if tokens > len(ids) and tokens > found + unseen else 0
 
     def park(self, sequence: int) -> None:
         """Writes a sequence that lives, whose tokens have names. If that fails there is no more than a warning: what
         was read is still there to be answered."""
+        if self._keeps:
+            print(f"sluice: --session {self._file} stays as it is: it has a prompt of {self._keeps} tokens, and this "
+                  "one is shorter", file=sys.stderr, flush=True)
+            return
         try:
             self._model.engine.park(sequence, self._file, self._signature)
         except Error as error:
@@ -93,13 +109,25 @@ class Conversation:
         """`system`: what the model is told first.
         @throws InvalidArgument if the file is no conversation, or has begun with something else"""
         self._file = None if file is None else file.with_name(file.name + ".json")
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self._all: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         if self._file is not None and self._file.exists():
-            self.messages = self._read(system)
+            self._all = self._read(system)
         elif file is not None and file.exists():
             raise InvalidArgument(f"--session {file} is no chat's: there is no {self._file}; give another file")
+        self.messages = list(self._all)
+        """Those that the model is told: where the context is full, the oldest are taken out of it."""
+
         self.kept = int(bool(self.messages) and self.messages[0]["role"] == "system")
         """Messages at the beginning that are never left out."""
+
+    def add(self, role: str, content: str) -> None:
+        for each in (self.messages, self._all):
+            each.append({"role": role, "content": content})
+
+    def take_back(self) -> None:
+        """The newest."""
+        for each in (self.messages, self._all):
+            each.pop()
 
     def save(self) -> None:
         """Whole or not at all, and for the user alone. If that fails there is no more than a warning."""
@@ -114,19 +142,20 @@ class Conversation:
         handle, aside = tempfile.mkstemp(dir=self._file.parent, prefix=self._file.name)  # That nobody else may read.
         try:
             with open(handle, "w", encoding="utf-8") as content:
-                json.dump({"messages": self.messages}, content, ensure_ascii=False)
+                json.dump({"messages": self._all}, content, ensure_ascii=False)
                 content.flush()
                 os.fsync(content.fileno())
             os.replace(aside, self._file)
         except BaseException:
-            os.unlink(aside)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(aside)
             raise
 
     def _read(self, system: str | None) -> list[dict[str, str]]:
         try:
             messages = json.loads(self._file.read_text("utf-8"))["messages"]
-            if not all(isinstance(each[part], str) for each in messages for part in ("role", "content")):
-                raise TypeError("role and content of a message are texts")
+            if not isinstance(messages, list) or not all(isinstance(each[part], str) for each in messages for part in ("role", "content")):
+                raise TypeError("messages are a list, role and content of each are texts")
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidArgument(f"{self._file} is no conversation: {error!r}; give another --session") from None
         first = next((each["content"] for each in messages[:1] if each["role"] == "system"), None)

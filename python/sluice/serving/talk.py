@@ -143,7 +143,11 @@ def chat(arguments: argparse.Namespace) -> int:
             return converse(teller, said)
         finally:
             if teller.session and len(said.messages) > said.kept:
-                teller.session.park_known(ids_of(teller, said.messages, False))
+                # Templates are others' code; what they raise here must not hide why the chat has ended.
+                try:
+                    teller.session.park_known(ids_of(teller, said.messages, False))
+                except Exception as error:
+                    print(f"sluice: --session {arguments.session} was not written: {error}", file=sys.stderr, flush=True)
 
 
 def check_session(arguments: argparse.Namespace) -> None:
@@ -167,7 +171,7 @@ def converse(teller: Teller, said: Conversation) -> int:
             return 0
         if not line.strip():
             continue
-        said.messages.append({"role": "user", "content": line})
+        said.add("user", line)
         told = ""
         try:
             for piece in teller.answer(conversation(teller, said.messages, said.kept)):
@@ -178,10 +182,10 @@ def converse(teller: Teller, said: Conversation) -> int:
         except Error as error:
             print(f"sluice: {error}", file=sys.stderr, flush=True)
             if not told:
-                said.messages.pop()
+                said.take_back()
                 continue
         print()
-        said.messages.append({"role": "assistant", "content": told})
+        said.add("assistant", told)
         said.save()
 
 
@@ -193,17 +197,17 @@ def ids_of(teller: Teller, messages: list[dict[str, str]], asks: bool = True) ->
 def conversation(teller: Teller, messages: list[dict[str, str]], kept: int) -> list[int]:
     """Tokens of messages, without the oldest turns where the context has no room; the first `kept` stay.
     @throws InvalidArgument if the last turn alone is too long"""
-    left_out = 0
+    fits = list(messages)
     while True:
-        ids = ids_of(teller, messages)
+        ids = ids_of(teller, fits)
         if len(ids) < teller.limit:
             break
-        if len(messages) <= kept + 1:
+        if len(fits) <= kept + 1:
             raise InvalidArgument(f"this has {len(ids)} tokens, and prompt and answer together may have "
                                   f"{teller.limit}; write less")
-        del messages[kept: kept + 2]  # A question and its answer.
-        left_out += 1
-    if left_out:
+        del fits[kept: kept + 2]  # A question and its answer.
+    if left_out := (len(messages) - len(fits)) // 2:
+        messages[:] = fits
         print(f"sluice: the context is full; the oldest turns ({left_out}) are left out from here on",
               file=sys.stderr, flush=True)
     return ids

@@ -60,11 +60,13 @@ def test_tokens_are_the_same(serve: Callable[..., Loop], make: Callable[[], tran
     assert status.graph_replays == status.forwards - len(rows) > 0 and status.failed_forwards == 0
 
 
-def test_without_a_compiler(serve: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_without_a_compiler(serve: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    def call(**_: object) -> object:
+        raise RuntimeError("no compiler\nwas found")
+
     def broken(*_: object, **__: object) -> object:
-        def call(**_: object) -> object:
-            raise RuntimeError("no compiler\nwas found")
-        return call
+        return call() if at_once else call
 
     monkeypatch.setattr(torch, "compile", broken)
     loop = serve(bare_model("llama"))

@@ -99,3 +99,18 @@ def test_a_loop_all_of_whose_forwards_fail_is_hopeless(make_loop: Callable[..., 
     monkeypatch.setattr(loop._model, "run", broken)
     run(loop, [greedy(5, prompt_ids(10), 1)])
     assert "3 turns in a row" in loop.hopeless and "an illegal memory access" in loop.hopeless
+
+
+def test_an_interrupted_forward_leaves_the_loop_as_it_was(make_loop: Callable[..., Loop],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop()
+    loop.submit(greedy(1, prompt_ids(20)))
+
+    def interrupted(*_: object) -> object:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop._model, "run", interrupted)
+        loop.step()
+    loop.abort(1)
+    assert run(loop, [greedy(2, prompt_ids(20))]).tokens(2) == expected(bare_model("llama"), prompt_ids(20), 12)

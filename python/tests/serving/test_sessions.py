@@ -53,6 +53,48 @@ def test_answers_of_one_token_are_kept_too(here: Callable[..., Done], tmp_path: 
     assert sum(read) <= PAGE
 
 
+@pytest.mark.parametrize("tokens", [PAGE - 1, PAGE, PAGE + 1])
+def test_prompts_of_about_a_page(here: Callable[..., Done], tmp_path: Path, tokens: int) -> None:
+    prompt = "x" * 40
+    while len(tokenizer().encode(prompt)) > tokens:
+        prompt = prompt[:-1]
+    assert len(tokenizer().encode(prompt)) == tokens
+    first, again = (here("run", "--prompt", prompt, "--session", str(tmp_path / "s")) for _ in range(2))
+    assert first == again and first.returncode == 0 and first.stderr == ""
+
+
+def test_a_shorter_prompt_does_not_take_its_place(here: Callable[..., Done], tmp_path: Path, read: list[int]) -> None:
+    file, short = tmp_path / "s", PROMPT[:120]
+    assert here("run", "--prompt", PROMPT, "--session", str(file)).returncode == 0
+    was = file.read_bytes()
+    done = here("run", "--prompt", short + "x", "--session", str(file))
+    assert (done.returncode, done.stdout) == (0, answer_to(short + "x") + "\n")
+    assert f"--session {file} stays as it is" in done.stderr and file.read_bytes() == was
+
+
+def test_a_session_that_has_no_room(here: Callable[..., Done], tmp_path: Path) -> None:
+    file = tmp_path / "s"
+    assert here("run", "--prompt", PROMPT, "--session", str(file)).returncode == 0
+    done = here("run", "--prompt", "a dog", "--session", str(file), "--context", "64")
+    assert done.returncode == 1 and f"--session {file} has no room" in done.stderr
+    assert "give a larger --context or --host-bytes" in done.stderr
+
+
+def test_a_line_that_is_too_long_loses_nothing(here: Callable[..., Done], tmp_path: Path) -> None:
+    file = tmp_path / "s"
+    assert here("chat", "--session", str(file), typed="a dog\nthe mat\n").returncode == 0
+    kept = json.loads((tmp_path / "s.json").read_text())["messages"]
+    done = here("chat", "--session", str(file), typed="the dog ran " * 4000 + "\nthe cat\n")
+    assert done.returncode == 0 and "write less" in done.stderr
+    messages = json.loads((tmp_path / "s.json").read_text())["messages"]
+    assert messages[:4] == kept and [each["role"] for each in messages[4:]] == ["user", "assistant"]
+    # Turns that the context has no room for stay in the file.
+    done = here("chat", "--session", str(tmp_path / "t"), "--context", "100",
+                typed="\n".join(["the cat sat on the mat"] * 6) + "\n")
+    assert done.returncode == 0 and "are left out from here on" in done.stderr
+    assert len(json.loads((tmp_path / "t.json").read_text())["messages"]) == 12
+
+
 def test_what_is_not_of_this_prompt_and_model(folder: Path, here: Callable[..., Done], tmp_path: Path) -> None:
     file = tmp_path / "s"
     assert here("run", "--prompt", PROMPT, "--session", str(file)).returncode == 0
@@ -121,7 +163,7 @@ def test_a_chat_in_which_nothing_is_said(here: Callable[..., Done], tmp_path: Pa
 
 def test_what_is_no_conversation(here: Callable[..., Done], tmp_path: Path) -> None:
     file, beside = tmp_path / "s", tmp_path / "s.json"
-    for text in ("{", "[]", '{"messages": [{"role": "user"}]}', '{"messages": [{"role": "user", "content": 1}]}'):
+    for text in ("{", "[]", '{"messages": {}}', '{"messages": [{"role": "user"}]}', '{"messages": [{"role": "user", "content": 1}]}'):
         beside.write_text(text)
         done = here("chat", "--session", str(file), typed="a dog\n")
         assert done.returncode == 1 and f"{beside} is no conversation" in done.stderr and beside.read_text() == text

@@ -120,3 +120,12 @@ def test_another_scale() -> None:
     with enabled(ours) as here:
         assert here.engine.options.scale == 0
         assert torch.equal(greedy(ours, ids), greedy(model, ids))
+
+
+def test_sequences_that_outgrow_the_configuration() -> None:
+    """As in the library; models with a rope that scales are used so."""
+    model = llama(max_position_embeddings=64)
+    ids = prompt(1, 40)
+    wants = greedy(copy.deepcopy(model), ids, 40)
+    with enabled(model):
+        assert torch.equal(greedy(model, ids, 40), wants)
