@@ -370,8 +370,8 @@ typedef struct sluice_admission_options {
   uint64_t watermark_pages;  ///< that the admission of a request leaves free while others run (0)
   uint64_t near_pages;       ///< device memory that all that run share, in pages; 0 (default): no bound
   uint64_t near_pages_per_sequence;  ///< of these, what each takes, at most; 0 (default): all pages that it has
-  /// Beside rows that decode, chunks of prompts let a forward take this many times as long as without them, by what
-  /// sluice_admission_complete was told; 0 (default): they have prefill_rows. Else in [1, 1000].
+  /// Beside chunks of prompts, rows that decode come this many times as slowly as alone on the average, by what
+  /// sluice_admission_complete was told; 0 (default): chunks have all prefill_rows in every forward. Else in [1, 1000].
   double slowdown;
 } sluice_admission_options;
 

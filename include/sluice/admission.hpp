@@ -32,9 +32,10 @@ struct AdmissionOptions {
   /// Of these, what a request that runs takes, however long it is: with progressive attention (PSA) what one iteration
   /// needs, its pages of a turn and the open one. One that has fewer pages takes as many as it has. 0: all that it has.
   std::uint64_t near_pages_per_sequence = 0;
-  /// Beside rows that decode, chunks of prompts are short enough for a forward to take this many times as long as one
-  /// without them, as far as `complete` was told how long forwards take; a page at least. 0: as long as prefill_rows;
-  /// else in [1, 1000].
+  /// Beside chunks of prompts, rows that decode come this many times as slowly as alone on the average, as far as
+  /// `complete` was told how long forwards take. Where a chunk costs much by its being there, several forwards without
+  /// one come before a longer one; a forward with a chunk takes 8 times as much at most, unless a page takes longer. 0:
+  /// all rows of prefill_rows in every forward; else in [1, 1000].
   double slowdown = 0.0;
 };
 

@@ -36,8 +36,8 @@ class AdmissionOptions:
     near_pages: int = 0  #: device memory that all that run share, in pages; 0: no bound
     near_pages_per_sequence: int = 0  #: of these, what each takes, at most; 0: all pages that it has
     slowdown: float = 0.0
-    """Beside rows that decode, chunks of prompts let a forward take this many times as long as without them, by what
-    `complete` was told; 0: they have prefill_rows. Else in [1, 1000]."""
+    """Beside chunks of prompts, rows that decode come this many times as slowly as alone on the average, by what
+    `complete` was told; 0: chunks have all prefill_rows in every forward. Else in [1, 1000]."""
 
     @staticmethod
     def of(engine: Engine) -> AdmissionOptions:

@@ -52,10 +52,14 @@ std::uint32_t Admission::Impl::chunk(const Live& live, std::uint32_t rows, bool 
   return first ? rows : 0;
 }
 
-std::uint32_t Admission::Impl::paced_chunk(const Live& live, std::uint32_t rows, bool first) const noexcept {
+std::uint32_t Admission::Impl::paced_chunk(const Live& live, std::uint32_t rows, bool first) noexcept {
   if (options.slowdown == 0.0) return chunk(live, rows, first);
-  const std::uint32_t least = first ? std::min(options.page_tokens, rows) : 0;
-  return chunk(live, pace.chunk(turn, live.done, least, rows, options.slowdown), first);
+  const std::uint32_t most = std::min(rows, live.prompt - live.done);
+  const std::uint32_t allowed =
+      first ? share.first_chunk(pace, turn.decode_rows, live.done, std::min(options.page_tokens, most), most,
+                                options.slowdown)
+            : share.next_chunk(pace, turn, live.done, most);
+  return allowed == 0 ? 0 : chunk(live, allowed, first);
 }
 
 Admission::Admission(const AdmissionOptions& options) : impl_(std::make_unique<Impl>(options)) {}
@@ -138,16 +142,17 @@ std::vector<TurnItem> Admission::next(std::uint32_t chunk_tokens) {
     if (!at->in_prompt()) add(*at, 1);
   }
   impl.turn = {.decode_rows = static_cast<std::uint32_t>(items.size())};
+  impl.turn_prompts = false;
   const std::uint32_t most = impl.options.prefill_rows;
   std::uint32_t rows = chunk_tokens == 0 ? most : std::min(chunk_tokens, most);
   std::uint32_t chunks = 0;
   for (auto at = impl.lives.begin(); at != end && chunks < impl.options.prefills; ++at) {
     if (!at->in_prompt()) continue;
     const bool first = chunks == 0;
+    impl.turn_prompts = true;
     const std::uint32_t tokens = chunk_tokens == 0 ? impl.paced_chunk(*at, rows, first) : impl.chunk(*at, rows, first);
     if (tokens == 0) break;
-    impl.turn.chunk_tokens += tokens;
-    impl.turn.chunk_pairs += scheduler::PacedForward::pairs(at->done, tokens);
+    impl.turn.add_chunk(at->done, tokens);
     add(*at, tokens);
     rows -= tokens;
     ++chunks;
@@ -162,6 +167,7 @@ std::vector<RequestId> Admission::complete(double seconds) {
   std::vector<RequestId> ended;
   ended.reserve(impl.running);
   impl.pace.observe(impl.turn, seconds);
+  impl.share.settle(impl.pace, impl.turn, impl.turn_prompts, impl.options.slowdown);
   const auto end = impl.first_waiting();
   for (auto at = impl.lives.begin(); at != end;) {
     Impl::Live& live = *at;

@@ -10,6 +10,7 @@
 
 #include "scheduler/admission/limits.hpp"
 #include "scheduler/admission/pace.hpp"
+#include "scheduler/admission/prompt_share.hpp"
 #include "sluice/admission.hpp"
 
 namespace sluice {
@@ -59,7 +60,9 @@ struct Admission::Impl {
   bool has_room = false;       ///< for the next forward of those that run
   bool held_back = false;      ///< nothing is admitted beside those that run, see preempt
   scheduler::Pace pace;
+  scheduler::PromptShare share;    ///< of forwards, beside rows that decode
   scheduler::PacedForward turn{};  ///< what the open turn's time goes by
+  bool turn_prompts = false;       ///< in the open turn there were prompts to read
 
   explicit Impl(const AdmissionOptions& given) : options(scheduler::resolved(given)) {}
 
@@ -82,7 +85,7 @@ struct Admission::Impl {
   /// Rows of the next chunk of a prompt, of which the forward has as many left.
   [[nodiscard]] std::uint32_t chunk(const Live& live, std::uint32_t rows, bool first) const noexcept;
   /// The same, as far as the slowdown allows beside what the open turn has.
-  [[nodiscard]] std::uint32_t paced_chunk(const Live& live, std::uint32_t rows, bool first) const noexcept;
+  [[nodiscard]] std::uint32_t paced_chunk(const Live& live, std::uint32_t rows, bool first) noexcept;
 };
 
 }  // namespace sluice

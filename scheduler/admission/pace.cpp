@@ -1,13 +1,19 @@
 #include "scheduler/admission/pace.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 namespace sluice::scheduler {
 namespace {
 
-constexpr std::size_t kMost = 4;
+constexpr std::size_t kMost = 6;
+constexpr std::size_t kTokens = 2;  // The term of chunk_tokens.
+/// The first of the terms. While chunks were all alike, their time may be of their tokens or of their being there; then it is
+/// of their tokens, as one who took it the other way round would make them as long as can be.
+constexpr std::size_t kPlain = 4;
 using Values = std::array<double, kMost>;
 using Matrix = std::array<Values, kMost>;
 
@@ -19,10 +25,9 @@ double product(const Values& coefficients, const Values& terms) noexcept {
 Values solved(const Matrix& products, const Values& wanted, unsigned used) noexcept {
   Matrix rows = products;
   Values right = wanted;
-  constexpr double kRidge = 1e-9;  // Of terms that are at most 1.
   for (std::size_t i = 0; i < kMost; ++i) {
     if ((used >> i & 1) == 0) continue;
-    rows[i][i] += kRidge * (products[i][i] + 1e-300);
+    rows[i][i] += (i < kPlain ? 1e-9 : 1e-3) * (products[i][i] + 1e-300);
   }
   // Without exchanging rows: the matrix is symmetric and positive.
   for (std::size_t pivot = 0; pivot < kMost; ++pivot) {
@@ -44,12 +49,24 @@ Values solved(const Matrix& products, const Values& wanted, unsigned used) noexc
   return values;
 }
 
+/// All sets of terms but the empty one, a bit each, those of few terms first.
+constexpr auto kSubsets = [] {
+  std::array<unsigned, (1u << kMost) - 1> sets{};
+  std::iota(sets.begin(), sets.end(), 1u);
+  // By insertion: stable, and sorted when this is compiled.
+  for (std::size_t i = 1; i < sets.size(); ++i) {
+    for (std::size_t j = i; j > 0 && std::popcount(sets[j]) < std::popcount(sets[j - 1]); --j)
+      std::swap(sets[j], sets[j - 1]);
+  }
+  return sets;
+}();
+
 /// Of all solutions without a negative value, that with the least error, and the fewest terms if there are several: by
 /// trying which values are 0.
 Values solved_at_or_above_0(const Matrix& products, const Values& wanted) noexcept {
   Values best{};
   double least = 0.0;  // Error beyond that of all values 0.
-  for (const unsigned used : {1u, 2u, 4u, 8u, 3u, 5u, 9u, 6u, 10u, 12u, 7u, 11u, 13u, 14u, 15u}) {  // Bits; few first.
+  for (const unsigned used : kSubsets) {
     const Values values = solved(products, wanted, used);
     if (std::ranges::any_of(values, [](double value) { return !(value >= 0.0); })) continue;
     double error = 0.0;
@@ -69,8 +86,12 @@ Values solved_at_or_above_0(const Matrix& products, const Values& wanted) noexce
 }  // namespace
 
 Pace::Terms Pace::terms_of(const PacedForward& forward) noexcept {
-  return {1.0, static_cast<double>(forward.decode_rows), static_cast<double>(forward.chunk_tokens),
-          forward.chunk_pairs};
+  return {1.0,
+          static_cast<double>(forward.decode_rows),
+          static_cast<double>(forward.chunk_tokens),
+          forward.chunk_pairs,
+          forward.chunk_tokens == 0 ? 0.0 : 1.0,
+          forward.chunk_keys};
 }
 
 template <class Visit>
@@ -84,7 +105,6 @@ void Pace::observe(const PacedForward& forward, double seconds) noexcept {
   if (!std::isfinite(seconds) || seconds <= 0.0 || (forward.decode_rows == 0 && forward.chunk_tokens == 0)) return;
   Ring& ring = rings_[forward.chunk_tokens == 0 ? 0 : 1];
   ring.samples[ring.added++ % kKept] = {.terms = terms_of(forward), .seconds = seconds};
-  largest_ = std::max(largest_, forward.chunk_tokens);
   fit();
 }
 
@@ -128,27 +148,12 @@ void Pace::solve(const Weight& weight) noexcept {
   for (std::size_t term = 0; term < kTerms; ++term) coefficients_[term] = values[term] / scale[term];
 }
 
-double Pace::seconds(const PacedForward& forward) const noexcept { return product(coefficients_, terms_of(forward)); }
-
-std::uint32_t Pace::chunk(const PacedForward& beside, std::uint32_t first, std::uint32_t least, std::uint32_t most,
-                          double slowdown) const noexcept {
-  if (beside.decode_rows == 0) return most;
-  const double allowed = slowdown * seconds({.decode_rows = beside.decode_rows});
-  const auto fits = [&](std::uint32_t tokens) {
-    PacedForward forward = beside;
-    forward.chunk_tokens += tokens;
-    forward.chunk_pairs += PacedForward::pairs(first, tokens);
-    return seconds(forward) <= allowed;
-  };
-  const std::uint32_t trusted = std::max(2 * std::min(largest_, most), kFirstChunk);
-  const std::uint32_t tried = std::min(std::max(least, trusted - std::min(trusted, beside.chunk_tokens)), most);
-  if (tried <= least || fits(tried)) return std::max(std::min(least, most), tried);
-  std::uint32_t low = std::min(least, most);  // Is taken whatever it costs.
-  for (std::uint32_t high = tried; high - low > 1;) {
-    const std::uint32_t middle = low + (high - low) / 2;
-    (fits(middle) ? low : high) = middle;
-  }
-  return low;
+std::uint32_t Pace::largest() const noexcept {
+  double most = 0.0;
+  for_each([&](const Sample& sample) { most = std::max(most, sample.terms[kTokens]); });
+  return static_cast<std::uint32_t>(most);
 }
+
+double Pace::seconds(const PacedForward& forward) const noexcept { return product(coefficients_, terms_of(forward)); }
 
 }  // namespace sluice::scheduler

@@ -87,8 +87,8 @@ def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
     add("--policy", default=Settings.policy, help="what is attended (%(default)s)")
     add("--context", type=number(int, 1), help="tokens of prompt and answer, at most (the model's)")
     add("--sequences", type=number(int, 1), default=sequences, help="answers that are generated at once (%(default)s)")
-    add("--slowdown", type=number(float, 0), default=0, help="prompts that are read may let a forward take as many "
-        "times as long for the answers beside them; 0: they have all rows (%(default)s)")
+    add("--slowdown", type=number(float, 0), default=0, help="beside prompts that are read answers may come as many "
+        "times as slowly as alone, on the average; 0: prompts have all rows of every forward (%(default)s)")
     add("--graphs", default=Settings.graphs, choices=("auto", "on", "off"),
         help="forwards of decoded tokens are replayed from CUDA graphs; auto: on a GPU (%(default)s)")
     add("--compile", action="store_true", help="the model is compiled by torch, so that a forward has fewer kernels; "

@@ -221,7 +221,7 @@ void add_bench_serve(CLI::App& bench, int& exit_code) {
             {.least = 1, .most = 256});
   add_number(
       *command, "--slowdown", options->slowdown,
-      "Chunks of prompts are as long as makes a forward take this many times as long as without; 0: --prefill-chunk",
+      "Beside prompts that are read, answers come this many times as slowly, on the average; 0: --prefill-chunk",
       {.most = 1e3});
   add_count(*command, "--watermark", options->watermark_pages, "Pages that an admission leaves free while others run");
   add_count(*command, "--near-pages", options->near_pages,
