@@ -30,25 +30,28 @@ __device__ float load_any(const std::byte* row, std::uint32_t channel, DType dty
   return 0.f;
 }
 
-/// One row of K or V to its far page and, if there is one, its near page. `kept`, unless null, receives what a
-/// reader of the page will see.
+/// One row of K or V to its far page and, if there is one, its near page, by one warp, whose lanes have four neighbouring
+/// elements at a time: what crosses the link goes in whole lines. `kept`, unless null, receives what a reader of the
+/// page will see.
 template <DType kType>
 __device__ void put_row(const TensorView& in, std::uint32_t row, std::uint32_t head, std::byte* far, std::byte* near,
                         float* kept) {
   const std::byte* const from = in.row(row, head);
-  for (std::uint32_t c = threadIdx.x; c < in.head_dim; c += kThreads) {
-    const float value = load_any(from, c, in.dtype);
-    detail::store_element<kType>(far + 2 * c, value);
-    if (near != nullptr) detail::store_element<kType>(near + 2 * c, value);
+  for (std::uint32_t word = threadIdx.x % kWarp; word < in.head_dim / 4; word += kWarp) {
+    alignas(8) std::byte rounded[8];
+#pragma unroll
+    for (std::uint32_t i = 0; i < 4; ++i)
+      detail::store_element<kType>(rounded + 2 * i, load_any(from, 4 * word + i, in.dtype));
+    const uint2 packed = *reinterpret_cast<const uint2*>(rounded);
+    reinterpret_cast<uint2*>(far)[word] = packed;
+    if (near != nullptr) reinterpret_cast<uint2*>(near)[word] = packed;
     if (kept == nullptr) continue;
-    alignas(4) std::byte rounded[4];  // In registers: the far page lies on the other side of the link.
-    detail::store_element<kType>(rounded, value);
-    kept[c] = detail::load_element<kType>(rounded);
+#pragma unroll
+    for (std::uint32_t i = 0; i < 4; ++i) kept[4 * word + i] = detail::load_element<kType>(rounded + 2 * i);
   }
 }
 
-/// The same of a row with a scale, by one warp, whose lanes have four neighbouring elements at a time. What lies near
-/// and what is kept are the rounded values.
+/// The same of a row with a scale. What lies near and what is kept are the rounded values.
 __device__ void put_scaled_row(const TensorView& in, std::uint32_t row, std::uint32_t head, std::byte* far,
                                float* far_scale, std::byte* near, float* kept) {
   constexpr std::uint32_t kMostWords = kMaxHeadDim / 4 / kWarp;
@@ -90,21 +93,21 @@ __device__ void put_scaled_row(const TensorView& in, std::uint32_t row, std::uin
   }
 }
 
-/// A token's key and value to its far page, in which it is row `row`, and its near page, if it has one.
+/// A token's key and value to its far page, in which it is row `row`, and its near page, if it has one: a warp each.
 template <DType kType>
 __device__ void put_token(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t head, std::byte* page,
                           std::uint32_t row, std::byte* near, float* kept) {
   std::byte* const far = page + row * m.far_layout.row_bytes();
   const std::uint64_t far_value = m.far_layout.half_bytes();
   std::byte* const near_value = near == nullptr ? nullptr : near + m.layout.half_bytes();
+  const std::uint32_t warp = threadIdx.x / kWarp;
   if constexpr (detail::kScaled<kType>) {
     auto* const scales = reinterpret_cast<float*>(page + m.far_layout.scales_offset()) + 2 * row;
-    const std::uint32_t warp = threadIdx.x / kWarp;
     if (warp == 0) put_scaled_row(layer.k, blockIdx.x, head, far, scales, near, kept);
     if (warp == 1) put_scaled_row(layer.v, blockIdx.x, head, far + far_value, scales + 1, near_value, nullptr);
   } else {
-    put_row<kType>(layer.k, blockIdx.x, head, far, near, kept);
-    put_row<kType>(layer.v, blockIdx.x, head, far + far_value, near_value, nullptr);
+    if (warp == 0) put_row<kType>(layer.k, blockIdx.x, head, far, near, kept);
+    if (warp == 1) put_row<kType>(layer.v, blockIdx.x, head, far + far_value, near_value, nullptr);
   }
 }
 
@@ -159,9 +162,14 @@ __device__ void put_queries(const ForwardMemory& m, const ForwardLayer& layer, s
   const std::uint32_t group = m.shape.group();
   const std::uint32_t at = m.rows[index].at;
   const std::uint64_t first = (std::uint64_t{index} * m.shape.q_heads + head * group) * m.shape.head_dim;
-  for (std::uint32_t i = threadIdx.x; i < group * m.shape.head_dim; i += kThreads) {
-    const std::byte* const row = layer.q.row(at, head * group + i / m.shape.head_dim);
-    m.q[first + i] = m.far_q[first + i] = load_any(row, i % m.shape.head_dim, layer.q.dtype);
+  const std::uint32_t words = m.shape.head_dim / 4;
+  for (std::uint32_t i = threadIdx.x; i < group * words; i += kThreads) {
+    const std::byte* const row = layer.q.row(at, head * group + i / words);
+    const std::uint32_t channel = 4 * (i % words);
+    const float4 four{load_any(row, channel, layer.q.dtype), load_any(row, channel + 1, layer.q.dtype),
+                      load_any(row, channel + 2, layer.q.dtype), load_any(row, channel + 3, layer.q.dtype)};
+    reinterpret_cast<float4*>(m.q + first)[i] = four;
+    reinterpret_cast<float4*>(m.far_q + first)[i] = four;
   }
 }
 

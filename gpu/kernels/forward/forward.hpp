@@ -19,6 +19,7 @@ namespace sluice::gpu {
 struct ForwardSplitLimits {
   std::uint32_t blocks = 1;       ///< of a cluster
   std::uint32_t most_shared = 0;  ///< bytes of shared memory of a block
+  std::uint32_t shared_of_two = 0;  ///< likewise, of a block that leaves a multiprocessor room for another one
   std::uint32_t max_tokens = 0;   ///< of a sequence whose choice it can mark there
 };
 

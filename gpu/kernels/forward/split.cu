@@ -90,8 +90,9 @@ __device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t n
       .store(++state.asked, cuda::memory_order_release);
 }
 
-/// Cluster i: row i / kv_heads, KV head i % kv_heads.
-__global__ void __launch_bounds__(kThreads, 1)
+/// Cluster i: row i / kv_heads, KV head i % kv_heads. Of its thread blocks kAtOnce share a multiprocessor.
+template <int kAtOnce>
+__global__ void __launch_bounds__(kThreads, kAtOnce)
     split_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                  const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room) {
   extern __shared__ Candidate memory[];  // Of a choice, then of what is found; and marks.
@@ -137,6 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 /// Candidates of a head that a block lists: as many as there is shared memory for beside the marks.
 constexpr std::uint32_t kMostRoom = 2048;
 constexpr std::uint32_t kLeastRoom = 512;
+constexpr std::uint32_t kLeastRoomOfTwo = 1024;  ///< with less, what a second block gains is lost to heads that miss
 static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= Choice::kLeastBytes);
 
 constexpr std::uint64_t room_bytes(std::uint32_t room) { return Choice::memory(room) * sizeof(Candidate); }
@@ -162,31 +164,53 @@ std::uint32_t blocks_of(const ForwardMemory& memory, const ForwardScratch& scrat
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const std::uint32_t blocks = blocks_of(memory, scratch);
   const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);
-  const auto room = static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(kMostRoom, (scratch.split.most_shared - marks) / room_bytes(1)));
-  const auto bytes = static_cast<std::uint32_t>(room_bytes(room) + marks);
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
+  // One block alone leaves a multiprocessor idle while it waits, which shows where there are several for each.
+  const bool two = lists * blocks > scratch.multiprocessors &&
+                   scratch.split.shared_of_two >= room_bytes(kLeastRoomOfTwo) + marks;
+  const std::uint64_t shared = two ? scratch.split.shared_of_two : scratch.split.most_shared;
+  const auto room =
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(kMostRoom, (shared - marks) / room_bytes(1)));
+  const auto bytes = static_cast<std::uint32_t>(room_bytes(room) + marks);
   const auto stream = static_cast<cudaStream_t>(layer.stream);
   const Foresight foresight = foresight_of(memory, scratch, layer.layer);
   OverlappingLaunch(lists * blocks, kThreads, bytes, stream, blocks)
-      .run(split_kernel, "launch the split kernel of a forward", memory, scratch, foresight, layer.layer, room);
+      .run(two ? split_kernel<2> : split_kernel<1>, "launch the split kernel of a forward", memory, scratch, foresight,
+           layer.layer, room);
 }
 
-ForwardSplitLimits load_forward_split_kernels() {
+namespace {
+
+int attribute_of(cudaDeviceAttr attribute) {
   int device = 0;
-  int bytes = 0;
+  int value = 0;
   check(cudaGetDevice(&device), "ask for the current device");
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "ask for shared memory");
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, split_kernel), "load the split kernel of a forward");
-  ForwardSplitLimits limits{
-      .blocks = kMostBlocks,
-      .most_shared = static_cast<std::uint32_t>(bytes) - static_cast<std::uint32_t>(attributes.sharedSizeBytes)};
-  check(cudaFuncSetAttribute(split_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(limits.most_shared)),
+  check(cudaDeviceGetAttribute(&value, attribute, device), "ask for shared memory");
+  return value;
+}
+
+/// Loads a kernel whose blocks have so much shared memory in all; returns how much of it a launch may give.
+template <class Kernel>
+std::uint32_t give_shared(Kernel* kernel, int bytes, cudaFuncAttributes& attributes) {
+  check(cudaFuncGetAttributes(&attributes, kernel), "load the split kernel of a forward");
+  const int dynamic = std::max(0, bytes - static_cast<int>(attributes.sharedSizeBytes));
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic),
         "give the split kernel shared memory");
+  return static_cast<std::uint32_t>(dynamic);
+}
+
+}  // namespace
+
+ForwardSplitLimits load_forward_split_kernels() {
+  const int most = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  const int half = attribute_of(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / 2 -
+                   attribute_of(cudaDevAttrReservedSharedMemoryPerBlock);
+  cudaFuncAttributes attributes;
+  ForwardSplitLimits limits{.blocks = kMostBlocks,
+                            .shared_of_two = give_shared(split_kernel<2>, std::min(most, half), attributes)};
+  limits.most_shared = give_shared(split_kernel<1>, most, attributes);
   const auto fits = [&] {
-    return ClusterLaunch(1, limits.blocks, kThreads, limits.most_shared).at_once(split_kernel) != 0;
+    return ClusterLaunch(1, limits.blocks, kThreads, limits.most_shared).at_once(split_kernel<1>) != 0;
   };
   // Compiled for a device without clusters, it knows of none.
   if (attributes.ptxVersion < 90) limits.blocks = 1;
