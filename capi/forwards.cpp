@@ -6,12 +6,13 @@
 namespace sluice::capi {
 namespace {
 
-static_assert(offsetof(sluice_bucket, features) + sizeof(std::uint32_t) == sizeof(sluice_bucket));
+static_assert(offsetof(sluice_bucket, drafts) + sizeof(std::uint32_t) == sizeof(sluice_bucket));
 static_assert(offsetof(sluice_plan_item, reserved) + sizeof(std::uint32_t) == sizeof(sluice_plan_item));
 
 Bucket bucket_of(const sluice_bucket* bucket) {
   const sluice_bucket given = read_sized(bucket, "sluice_bucket");
   Bucket out{.decode_rows = given.decode_rows,
+             .drafts = std::max(given.drafts, 1u),
              .prefill_rows = given.prefill_rows,
              .prefills = given.prefills,
              .max_tokens = given.max_tokens};

@@ -72,6 +72,7 @@ std::uint32_t mode_of(PrefillMode mode) noexcept {
 
 Bucket largest_of(const sluice_engine_options& options) {
   Bucket largest{.decode_rows = options.largest_decode_rows,
+                 .drafts = std::max(options.largest_drafts, 1u),
                  .prefill_rows = options.largest_prefill_rows,
                  .prefills = options.largest_prefills,
                  .max_tokens = options.largest_max_tokens};
@@ -114,7 +115,6 @@ sluice_engine_options read_options(const sluice_engine_options* options) {
 
 EngineOptions to_engine(const sluice_engine_options& options) {
   const std::uint32_t page = options.page_tokens;
-  if (options.reserved != 0) refuse("reserved", options.reserved, "0");
   if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
   return {.shape = {.layers = options.layers,
                     .q_heads = options.q_heads,
@@ -167,6 +167,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.prefix_decoded = options.prefix_decoded ? 1 : 0;
   out.prefix_bytes = options.prefix_bytes;
   out.largest_decode_rows = options.largest.decode_rows;
+  out.largest_drafts = options.largest.drafts;
   out.largest_prefill_rows = options.largest.prefill_rows;
   out.largest_prefills = options.largest.prefills;
   out.largest_max_tokens = options.largest.max_tokens;

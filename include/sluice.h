@@ -36,7 +36,7 @@ extern "C" {
 
 /// Of this header. Rises with every release that adds something; what an older one has stays as it is, or the library's
 /// soname changes.
-#define SLUICE_ABI_VERSION 4u
+#define SLUICE_ABI_VERSION 5u
 
 /// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
 SLUICE_API uint32_t sluice_abi_version(void);
@@ -185,7 +185,7 @@ typedef struct sluice_engine_options {
   float softcap;          ///< a scaled logit x becomes softcap * tanh(x / softcap), at most 1000; 0 (default): it
                           ///< stays. Not beside prompts whose blocks are chosen, see prefill_mode
   uint32_t window_count;  ///< of `windows`: 0 (default) or `layers`
-  uint32_t reserved;      ///< 0
+  uint32_t largest_drafts;  ///< of all buckets, see sluice_bucket (1); at most 32 * kv_heads / q_heads
   /// [window_count] of each layer the newest tokens that a row of it sees, its own included; 0: all. Null if there are
   /// none. Where there are some a row attends all that it sees, whatever its sequence's policy says.
   const uint32_t* windows;
@@ -316,6 +316,10 @@ typedef struct sluice_bucket {
   uint32_t prefills;      ///< how many chunks these are
   uint32_t max_tokens;    ///< of the longest sequence, a multiple of page_tokens; 0: all that there is room for
   uint32_t features;      ///< SLUICE_BUCKET_*, ored; of no use without decode_rows
+  /// 0 or 1: each of the decode_rows by itself. Else as many new tokens of a sequence, or fewer, attend together: what
+  /// one of their heads chooses all of them attend, as far as they see it, and keys and values are read once for all.
+  /// decode_rows is a multiple of it. Not for policies that choose on the CPU.
+  uint32_t drafts;
 } sluice_bucket;
 
 /// New tokens of one sequence, consecutive rows of a forward.

@@ -31,7 +31,7 @@ void validate(const AttentionShape& shape) {
     refuse("shape.q_heads", std::to_string(shape.q_heads),
            "a multiple of shape.kv_heads (" + std::to_string(shape.kv_heads) + ")");
   }
-  if (shape.group() > 32) {
+  if (shape.group() > kMostGroup) {
     refuse("shape.q_heads / shape.kv_heads", std::to_string(shape.group()), "at most 32: group members are bits");
   }
   if (shape.head_dim % 16 != 0) refuse("shape.head_dim", std::to_string(shape.head_dim), "a multiple of 16");

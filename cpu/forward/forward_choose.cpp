@@ -132,6 +132,7 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
   if ((all_far == 0 || m.fetches) && choices == 0) return;
   shared(m.mailbox->question.forward).store(m.state->forward, std::memory_order_relaxed);
   shared(m.mailbox->question.layer).store(layer, std::memory_order_relaxed);
+  shared(m.mailbox->question.drafts).store(m.drafts, std::memory_order_relaxed);
   shared(m.mailbox->question.choices).store(choices, std::memory_order_relaxed);
   shared(m.mailbox->question.lists).store(lists, std::memory_order_relaxed);
   shared(m.mailbox->question.asked).store(++m.state->asked, std::memory_order_release);

@@ -32,9 +32,9 @@ void fill_out(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer
               float lse) {
   float filled[kMaxHeadDim];
   std::fill_n(filled, m.shape.head_dim, value);
-  for (std::uint32_t head = 0; head < m.shape.q_heads; ++head) {
+  for (std::uint32_t head = 0; head < layer.out.heads; ++head) {
     kernels_for(kernels, layer.out.dtype).narrow(filled, layer.out.row(at, head), m.shape.head_dim);
-    if (layer.lse != nullptr) layer.lse[std::uint64_t{at} * m.shape.q_heads + head] = lse;
+    if (layer.lse != nullptr) layer.lse[std::uint64_t{at} * layer.out.heads + head] = lse;
   }
 }
 
@@ -44,8 +44,10 @@ void append_queries(const Kernels& kernels, const ForwardMemory& m, const Forwar
     if (m.rows[r].list == kNone) continue;
     float* const q = m.q + r * floats;
     for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
-      kernels_for(kernels, layer.q.dtype)
-          .widen(layer.q.row(m.rows[r].at, h), q + h * m.shape.head_dim, m.shape.head_dim);
+      const auto [draft, head] = m.asker(h);
+      // Drafts that are not there ask what the newest asks, and so choose nothing of their own.
+      const std::uint32_t at = m.rows[r].at + std::min(draft, std::max(m.rows[r].drafts, 1u) - 1);
+      kernels_for(kernels, layer.q.dtype).widen(layer.q.row(at, head), q + h * m.shape.head_dim, m.shape.head_dim);
     }
     std::copy_n(q, floats, m.far_q + r * floats);
   }
@@ -114,8 +116,7 @@ void await_answer(const ForwardMemory& m) {
 }
 
 /// A head's output from what was attended near, over the link, and far, whose lse is what `sum` is given back with.
-/// `asks`: of its row.
-float merge_head(const ForwardMemory& m, std::uint64_t h, bool asks, float* sum) {
+float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row, float* sum) {
   const std::uint64_t index = h / m.shape.group();
   const std::uint64_t at = h * m.shape.head_dim;
   float lse = kEmptyLse;
@@ -127,10 +128,10 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, bool asks, float* sum)
     for (std::uint32_t c = 0; c < m.shape.head_dim; ++c) sum[c] = weights.a * sum[c] + weights.b * out[c];
     lse = weights.lse;
   };
-  if (m.near_counts[index] != 0) add(m.near_out + at, m.near_lse[h]);
+  if (m.near_counts[index] != 0 || row.drafts != 0) add(m.near_out + at, m.near_lse[h]);
   if (m.fetches && (m.fetch_heads[index] >> h % m.shape.group() & 1) != 0) add(m.fetched_out + at, m.fetched_lse[h]);
   const bool listed = !m.fetches && m.far_listed[index] != 0;
-  if (asks ? m.far_lse[h] != kEmptyLse : listed) add(m.far_out + at, m.far_lse[h]);
+  if (row.asks != 0 ? m.far_lse[h] != kEmptyLse : listed) add(m.far_out + at, m.far_lse[h]);
   if (numbers) return lse;
   // Keys were attended and weigh nothing that is a number.
   std::fill_n(sum, m.shape.head_dim, kNaN);
@@ -149,7 +150,7 @@ void append(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& 
     for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) append_token(kernels, m, layer, r, h);
     if (m.tokens[r].tail != kNone) append_tail(kernels, m, layer, r);
   }
-  if (attends && runs(m)) append_queries(kernels, m, layer);
+  if (attends && runs(m)) append_queries(kernels, m.teams(), layer);
 }
 
 void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
@@ -203,7 +204,7 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
   if (!runs(m)) return;
   const std::uint64_t room = m.list_room();
   std::vector<const std::byte*> rows;
-  for_each_head(m, layer, [&](const ForwardRow&, std::uint32_t, std::uint32_t index) {
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     rows.clear();
     for (std::uint32_t i = 0; i < m.near_counts[index]; ++i) {
       rows.push_back(m.near + std::uint64_t{m.near_lists[index * room + i]} * m.layout.row_bytes());
@@ -220,6 +221,7 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
                  .head_dim = m.shape.head_dim,
                  .out = m.near_out + first * m.shape.head_dim,
                  .lse = m.near_lse + first});
+    if (row.drafts != 0) attend_edge(kernels, m, row, m.plane(layer, head), index);
   });
 }
 
@@ -267,12 +269,15 @@ void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& l
   for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
     const ForwardRow& row = m.rows[r];
     if (row.list == kNone) continue;
-    if (!runs(m)) fill_out(kernels, m, layer, row.at, kNaN, kNaN);
-    const bool asks = row.in(layer.layer, m.window).asks != 0;
-    for (std::uint32_t head = 0; head < m.shape.q_heads && runs(m); ++head) {
-      const float lse = merge_head(m, std::uint64_t{r} * m.shape.q_heads + head, asks, sum);
-      kernels_for(kernels, layer.out.dtype).narrow(sum, layer.out.row(row.at, head), m.shape.head_dim);
-      if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at} * m.shape.q_heads + head] = lse;
+    const std::uint32_t packed = std::max(row.drafts, 1u);
+    for (std::uint32_t i = 0; i < packed && !runs(m); ++i) fill_out(kernels, m, layer, row.at + i, kNaN, kNaN);
+    const ForwardRow here = row.in(layer.layer, m.window);
+    for (std::uint32_t h = 0; h < m.shape.q_heads && runs(m); ++h) {
+      const auto [draft, head] = m.asker(h);
+      if (draft >= packed) continue;
+      const float lse = merge_head(m, std::uint64_t{r} * m.shape.q_heads + h, here, sum);
+      kernels_for(kernels, layer.out.dtype).narrow(sum, layer.out.row(row.at + draft, head), m.shape.head_dim);
+      if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at + draft} * layer.out.heads + head] = lse;
     }
   }
 }
@@ -290,12 +295,13 @@ void audit(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& l
     m.audit_counts[list] = m.near_counts[index] + m.far_listed[index];
     for (std::uint32_t h = 0; h < group; ++h) {
       const std::uint64_t to = list * group + h;
-      const std::uint32_t head = kv_head * group + h;
+      const auto [draft, head] = m.asker(kv_head * group + h);
+      if (draft >= std::max(row.drafts, 1u)) continue;
       std::copy_n(m.q + (first_head(m, index) + h) * m.shape.head_dim, m.shape.head_dim,
                   m.audit_q + to * m.shape.head_dim);
       kernels_for(kernels, layer.out.dtype)
-          .widen(layer.out.row(row.at, head), m.audit_out + to * m.shape.head_dim, m.shape.head_dim);
-      m.audit_lse[to] = layer.lse[std::uint64_t{row.at} * m.shape.q_heads + head];
+          .widen(layer.out.row(row.at + draft, head), m.audit_out + to * m.shape.head_dim, m.shape.head_dim);
+      m.audit_lse[to] = layer.lse[std::uint64_t{row.at + draft} * layer.out.heads + head];
     }
   });
 }

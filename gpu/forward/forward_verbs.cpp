@@ -28,6 +28,14 @@ AttendVariant fetch_variant(const ForwardMemory& memory) {
   return variant;
 }
 
+/// By what scratch memory is laid out, whatever the bucket: rows that choose one by one.
+ForwardMemory one_by_one(const ForwardMemory& memory) {
+  ForwardMemory rows = memory;
+  rows.shape.q_heads /= memory.drafts;
+  rows.drafts = 1;
+  return rows;
+}
+
 /// Near rows of a job at most.
 std::uint64_t near_room(const ForwardMemory& memory) {
   return std::min<std::uint64_t>(memory.list_room(), std::uint64_t{memory.near_pages} * memory.layout.page_tokens);
@@ -121,13 +129,14 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
 
 ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std::byte* from) const {
   const Bucket& largest = memory.largest;
+  const ForwardMemory rows = one_by_one(memory);
   const std::uint32_t heads = largest.decode_rows * memory.shape.kv_heads;
-  const std::uint32_t block_heads = variant_of(memory).heads();
+  const std::uint64_t q_heads = std::uint64_t{largest.decode_rows} * rows.shape.q_heads;
   Carver carver(from);
   Scratch scratch;
   ForwardScratch& choice = scratch.choice;
   choice.head_blocks = head_blocks(memory);
-  choice.block_heads = block_heads;
+  choice.block_heads = variant_of(memory).heads();
   choice.multiprocessors = multiprocessors_;
   choice.split = split_;
   choice.job_count = jobs_of(memory, memory.bucket.decode_rows);
@@ -137,41 +146,40 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.jobs_at_once = at_once(choice.slices);
   choice.fetches_at_once = at_once(choice.fetch_slices);
   if (attends_together(memory, choice)) choice.first_fetch_slice = choice.job_count * choice.slices;
-  const std::uint32_t jobs = jobs_of(memory, largest.decode_rows) * (memory.fetches ? 2 : 1);
+  const std::uint32_t jobs = jobs_of(rows, largest.decode_rows) * (memory.fetches ? 2 : 1);
   choice.score_tasks = carver.take<ScoreInt4Task>(heads);
   if (largest.pages) {
     choice.page_tasks = carver.take<ScorePagesTask>(heads);
-    choice.page_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
-    choice.top_k_rows = carver.take<TopKRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+    choice.page_rows = carver.take<TopKRow>(q_heads);
+    choice.top_k_rows = carver.take<TopKRow>(q_heads);
   }
-  if (largest.unbounded)
-    choice.top_p_rows = carver.take<TopPRow>(std::uint64_t{largest.decode_rows} * memory.shape.q_heads);
+  if (largest.unbounded) choice.top_p_rows = carver.take<TopPRow>(q_heads);
   if (jobs != 0 && largest.top_k && memory.max_picks != 0) {
     // A few times what is chosen, and no more than the split kernel has shared memory for.
     constexpr std::uint32_t kMostCandidates = 16'384;
-    const std::uint64_t rows = std::uint64_t{largest.decode_rows} * memory.shape.q_heads;
     choice.foresight.room = std::min(kMostCandidates, 4 * memory.max_picks + memory.max_window);
-    choice.foresight.bounds = carver.take<HeadBound>(memory.shape.layers * rows);
-    choice.foresight.counts = carver.take<std::uint32_t>(rows);
-    choice.foresight.candidates = carver.take<Candidate>(rows * choice.foresight.room);
+    choice.foresight.bounds = carver.take<HeadBound>(memory.shape.layers * q_heads);
+    choice.foresight.counts = carver.take<std::uint32_t>(q_heads);
+    choice.foresight.candidates = carver.take<Candidate>(q_heads * choice.foresight.room);
   }
   choice.jobs = carver.take<AttendJob>(jobs);
   choice.counters = carver.take<std::uint32_t>(jobs);
   if (jobs != 0)
-    choice.partials = carver.take<float>(std::uint64_t{kAttend.max_slices} * block_heads * (memory.shape.head_dim + 1));
-  choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.list_room());
-  if (memory.fetches) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * memory.list_room());
+    choice.partials = carver.take<float>(std::uint64_t{kAttend.max_slices} * variant_of(rows).heads() *
+                                         (memory.shape.head_dim + 1));
+  choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
+  if (memory.fetches) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
   if (largest.prefills != 0) {
     const std::uint32_t items = largest.prefills * memory.shape.kv_heads;
     const std::uint32_t pages = memory.prefill_window / memory.layout.page_tokens;
-    const std::uint64_t rows = std::uint64_t{largest.rows()} * memory.shape.q_heads;
+    const std::uint64_t prompt_heads = std::uint64_t{largest.rows()} * rows.shape.q_heads;
     // Whichever kernels a layer's queries will want.
     scratch.prompt.items =
-        carver.take<PrefillItem>(std::uint64_t{items} * (memory.sparse_prefill ? memory.shape.group() : 1));
+        carver.take<PrefillItem>(std::uint64_t{items} * (memory.sparse_prefill ? rows.shape.group() : 1));
     scratch.prompt.frames = carver.take<std::uint32_t>(std::uint64_t{items} * pages);
-    scratch.prompt.lse = carver.take<float>(rows);
-    scratch.prompt.so_far = carver.take<float>(rows * memory.shape.head_dim);
-    if (memory.sparse_prefill) place_choices(memory, items, carver, scratch.prompt);
+    scratch.prompt.lse = carver.take<float>(prompt_heads);
+    scratch.prompt.so_far = carver.take<float>(prompt_heads * memory.shape.head_dim);
+    if (memory.sparse_prefill) place_choices(rows, items, carver, scratch.prompt);
     scratch.prompt.pages = carver.take<std::byte>(std::uint64_t{items} * pages * memory.layout.page_bytes());
   }
   scratch.bytes = carver.used();
@@ -193,11 +201,14 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
   if (memory.sparse_prefill && memory.largest.max_tokens > kFlexMaxKeys)
     refuse("max_tokens of sparse prompts", memory.largest.max_tokens, kFlexMaxKeys);
   if (memory.largest.max_tokens > split_.max_tokens) refuse("max_tokens", memory.largest.max_tokens, split_.max_tokens);
-  const std::uint32_t jobs = jobs_of(memory, memory.largest.decode_rows);
-  if (near_slices(memory, jobs, multiprocessors_) == 0)
-    refuse("near tokens of a row", near_room(memory), most_slices(memory) * (kAttend.stage_words - 64));
-  if (memory.fetches && fetch_slices(memory, jobs, multiprocessors_) == 0)
-    refuse("tokens and members of a row", fetch_words(memory), most_slices(memory) * (kAttend.stage_words - 64));
+  for (std::uint32_t drafts = 1; drafts <= std::max(1u, memory.largest.drafts); ++drafts) {
+    const ForwardMemory teams = memory.teams(drafts);
+    const std::uint32_t jobs = jobs_of(teams, memory.largest.decode_rows / drafts);
+    const std::uint64_t most = std::uint64_t{most_slices(teams)} * (kAttend.stage_words - 64);
+    if (near_slices(teams, jobs, multiprocessors_) == 0) refuse("near tokens of a row", near_room(teams), most);
+    if (memory.fetches && fetch_slices(teams, jobs, multiprocessors_) == 0)
+      refuse("tokens and members of a row", fetch_words(teams), most);
+  }
   const std::uint32_t items = memory.largest.prefills * memory.shape.kv_heads;
   constexpr std::uint32_t kMaxItems = 65'535;  // Of a grid's second and third dimension.
   const std::uint32_t heads = memory.sparse_prefill ? memory.shape.q_heads : memory.shape.kv_heads;
@@ -223,6 +234,9 @@ void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
 void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   launch_forward_append(memory, layer.out.tokens == 0 ? ForwardScratch{} : choice_of(memory), layer);
+  if (layer.out.tokens == 0 || memory.bucket.drafts == 1) return;
+  const ForwardMemory teams = memory.teams();
+  launch_forward_teams(teams, choice_of(teams), layer);
 }
 
 void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) {
@@ -271,16 +285,19 @@ void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer)
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
-  if (!attends_together(memory, scratch))
-    return launch_in_turns(memory, scratch, variant_of(memory), scratch.jobs, scratch.slices, scratch.jobs_at_once,
-                           handle(layer.stream));
-  const std::uint32_t near = scratch.job_count * scratch.slices;
-  launch_jobs(
-      memory, scratch, variant_of(memory), scratch.jobs, near + scratch.job_count * scratch.fetch_slices,
-      [&](std::uint32_t i) {
-        return i < near ? i / scratch.slices : scratch.job_count + (i - near) / scratch.fetch_slices;
-      },
-      handle(layer.stream));
+  if (attends_together(memory, scratch)) {
+    const std::uint32_t near = scratch.job_count * scratch.slices;
+    launch_jobs(
+        memory, scratch, variant_of(memory), scratch.jobs, near + scratch.job_count * scratch.fetch_slices,
+        [&](std::uint32_t i) {
+          return i < near ? i / scratch.slices : scratch.job_count + (i - near) / scratch.fetch_slices;
+        },
+        handle(layer.stream));
+  } else {
+    launch_in_turns(memory, scratch, variant_of(memory), scratch.jobs, scratch.slices, scratch.jobs_at_once,
+                    handle(layer.stream));
+  }
+  if (memory.drafts != 1) launch_forward_edge(memory, layer);
 }
 
 void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {

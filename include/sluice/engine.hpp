@@ -29,7 +29,7 @@ struct PlanItem {
   std::uint32_t tokens = 1;
   /// A chunk of a prompt: its rows attend all that comes before them. Otherwise each row chooses as its sequence's
   /// policy says, as if the tokens before it had been decoded one by one: new tokens, and drafts that are to be
-  /// verified, those of a policy that chooses on the CPU one at a time.
+  /// verified, those of a policy that chooses on the CPU one at a time. In a bucket with drafts they choose together.
   bool prefill = false;
 };
 
@@ -52,8 +52,15 @@ struct Batch {
 /// Serves every policy with near=0, dense layers and bypass. On the device choose `full`, `none` (sinks and recent
 /// tokens), `exact | int4` and `pages | int4` with `top_k` or `top_p`, and `pages | top_k=all` (Quest, ArkVale), these
 /// without bypass. All others choose on the CPU, between a layer's question and its answer; pages are ranked on the
-/// device for them, too. What a row attends depends on policy and sequence alone, neither on what else is in the batch
-/// nor on what is near.
+/// device for them, too. What a row attends depends on policy, sequence and its team alone, neither on what else is in
+/// the batch nor on what is near.
+///
+/// Drafts are verified one by one or, in a bucket with drafts, together (Bucket::drafts): each query head of each of a
+/// team's rows chooses among the tokens before the team, and all rows of the team attend what any of them chose, and of
+/// the team's own tokens those up to their own. So a row attends at least what it would alone, where everything is
+/// attended or there is a window the same, and where heads choose by mass as large a share of it. Keys, values and
+/// their copies are read once for the team, near, far and over the link. An item's rows are teams of Bucket::drafts in
+/// their order, the last of them with what is left. Rejected ones are taken back by `truncate`.
 ///
 /// A policy that chooses on the CPU looks at its sequence's prompt when the first token behind it is planned to be
 /// decoded: that `plan` waits for the forwards with the prompt, then takes as long as it takes. It learns from a token

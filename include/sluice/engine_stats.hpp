@@ -8,8 +8,10 @@ namespace sluice {
 struct EngineStats {
   std::uint64_t asked = 0;        ///< layers whose far part the CPU was asked for
   std::uint64_t unplanned = 0;    ///< replays without a plan of their own
-  std::uint64_t near_tokens = 0;  ///< attended in device memory, by all rows that choose, layers and KV heads
-  std::uint64_t far_tokens = 0;   ///< and in place, by the CPU
+  /// Attended in device memory, by all rows that choose, layers and KV heads; by teams of drafts once, without what only
+  /// some of their rows see.
+  std::uint64_t near_tokens = 0;
+  std::uint64_t far_tokens = 0;      ///< and in place, by the CPU
   std::uint64_t fetched_tokens = 0;  ///< and by the device over the link
   std::uint64_t promoted = 0;     ///< tokens brought near, by layers and KV heads
   std::uint64_t scored = 0;       ///< keys that policies read to choose on the CPU

@@ -11,6 +11,11 @@ namespace sluice {
 /// What a forward is made for, padding included. Everything that a verb launches follows from it.
 struct Bucket {
   std::uint32_t decode_rows = 1;   ///< rows whose heads choose what they attend: new tokens, and drafts to verify
+  /// 1: each of these rows by itself, as if the tokens before it had been decoded one by one. Else as many new tokens of
+  /// a sequence, or fewer, are a *team*: what one of their heads chooses all of them attend, as far as they see it, and
+  /// keys and values are read once for all of them. decode_rows / drafts teams; decode_rows is a multiple of it, and
+  /// drafts times query heads per KV head are at most 32.
+  std::uint32_t drafts = 1;
   std::uint32_t prefill_rows = 0;  ///< rows of chunks of prompts, which attend all that comes before them
   std::uint32_t prefills = 0;      ///< how many chunks these are
   std::uint32_t max_tokens = 0;  ///< of the longest sequence, a multiple of page_tokens; 0: all that there is room for
@@ -36,6 +41,8 @@ struct ForwardToken {
 struct ForwardRow {
   std::uint32_t list = kNone;  ///< its sequence's block list; kNone: there is no such row
   std::uint32_t at = 0;        ///< its packed row
+  /// Not 0: it is a team of as many packed rows from `at` on, whose tokens come behind `tokens`; these all of them see.
+  std::uint32_t drafts = 0;
   std::uint32_t tokens = 0;    ///< visible, the new one included
   std::uint32_t sink_end = 0;  ///< tokens [0, sink_end) and [recent_begin, tokens) are attended by all heads
   std::uint32_t recent_begin = 0;
@@ -63,9 +70,10 @@ struct ForwardRow {
   [[nodiscard]] constexpr ForwardRow in(std::uint32_t layer, std::uint32_t window) const noexcept {
     ForwardRow row = *this;
     if (window == 0 && layer >= dense_layers && (dense_every == 0 || layer % dense_every != 0)) return row;
-    const bool cut = window != 0 && window < tokens;
+    const std::uint32_t newest = tokens + drafts;
+    const bool cut = window != 0 && window < newest;
     row.sink_end = cut ? 0 : tokens;
-    row.recent_begin = cut ? tokens - window : tokens;
+    row.recent_begin = cut && newest - window < tokens ? newest - window : tokens;
     row.pages = row.page_picks = row.picks = 0;
     row.mass = 0.f;
     row.asks = 0;
@@ -193,6 +201,7 @@ struct ForwardMailbox {
     std::uint64_t asked = 0;
     std::uint64_t forward = 0;
     std::uint32_t layer = 0;
+    std::uint32_t drafts = 1;   ///< of the bucket: lists have as many times the query heads of a KV head
     std::uint32_t lists = 0;    ///< of far rows
     std::uint32_t choices = 0;  ///< lists that the CPU is to add to, as its policies choose; see ForwardRow::asks
   } question;

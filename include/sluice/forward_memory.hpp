@@ -20,6 +20,7 @@ struct ForwardMemory {
   PageLayout far_layout;                ///< the same but for the dtype, whose rows have the same values
   Bucket largest{};                     ///< what there is room for; its max_tokens is that of every array
   Bucket bucket{};                      ///< of the forward
+  std::uint32_t drafts = 1;             ///< of a row that chooses, see `teams`
   DigestKind digest = DigestKind::box;  ///< of pages, if there are digests
   std::uint32_t page_shift = 0;         ///< log2 of page_tokens
   std::uint32_t append_rows = 0;        ///< of a forward that only brings tokens in, at least largest.rows()
@@ -117,6 +118,27 @@ struct ForwardMemory {
     ForwardMemory memory = *this;
     memory.window = window_in(layer);
     return memory;
+  }
+  /// The same as verbs see it whose rows are teams of `of` packed rows each: a row has as many times the query heads.
+  /// What has room for packed rows has room for teams.
+  [[nodiscard]] constexpr ForwardMemory teams(std::uint32_t of) const noexcept {
+    ForwardMemory memory = *this;
+    memory.drafts = of;
+    memory.shape.q_heads *= of;
+    memory.bucket.decode_rows /= of;
+    return memory;
+  }
+  [[nodiscard]] constexpr ForwardMemory teams() const noexcept { return teams(bucket.drafts); }
+  /// Query heads of the model for a KV head.
+  [[nodiscard]] constexpr std::uint32_t own_group() const noexcept { return shape.group() / drafts; }
+  /// Who asks as query head `head` of a row that chooses.
+  struct Asker {
+    std::uint32_t draft = 0;  ///< packed row, counted from the team's first
+    std::uint32_t head = 0;   ///< of the model
+  };
+  [[nodiscard]] constexpr Asker asker(std::uint32_t head) const noexcept {
+    const std::uint32_t own = own_group();
+    return {.draft = head % shape.group() / own, .head = head / shape.group() * own + head % own};
   }
   [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return shape.layers * shape.kv_heads; }
   [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
@@ -227,7 +249,7 @@ struct ForwardMemory {
   }
   /// Where what a row that chooses attended in a layer is written down: list `list` of audit_rows and audit_counts.
   [[nodiscard]] constexpr std::uint64_t audit_list(std::uint32_t layer, std::uint32_t list) const noexcept {
-    return std::uint64_t{layer} * largest.decode_rows * shape.kv_heads + list;
+    return std::uint64_t{layer} * (largest.decode_rows / drafts) * shape.kv_heads + list;
   }
   /// Its key; the value comes PageLayout::half_bytes() behind.
   [[nodiscard]] constexpr std::byte* near_key(std::uint32_t plane, std::uint32_t row) const noexcept {

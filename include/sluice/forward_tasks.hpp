@@ -45,4 +45,34 @@ struct ForwardCandidates {
   return {.begin = row.sink_end, .end = row.recent_begin};
 }
 
+/// Tokens that some rows of a team see and others do not: their own, and where rows see the newest `window` tokens the
+/// oldest that the first of them see. What its rows have listed all of them see.
+struct ForwardEdge {
+  std::uint32_t old_begin = 0;
+  std::uint32_t old_count = 0;
+  std::uint32_t first = 0;  ///< of their own
+  std::uint32_t drafts = 0;
+  std::uint32_t window = 0;  ///< 0: they see all tokens up to their own
+
+  static constexpr std::uint32_t kMost = 63;  ///< of 32 drafts
+  [[nodiscard]] constexpr std::uint32_t count() const noexcept { return old_count + drafts; }
+  [[nodiscard]] constexpr std::uint32_t token(std::uint32_t i) const noexcept {
+    return i < old_count ? old_begin + i : first + (i - old_count);
+  }
+  [[nodiscard]] constexpr bool sees(std::uint32_t draft, std::uint32_t token) const noexcept {
+    return token <= first + draft && (window == 0 || first + draft - token < window);
+  }
+};
+[[nodiscard]] constexpr ForwardEdge edge_of(const ForwardRow& row, std::uint32_t window) noexcept {
+  const auto begin_of = [&](std::uint32_t newest) { return window == 0 || newest < window ? 0 : newest - window + 1; };
+  const std::uint32_t begin = begin_of(row.tokens);
+  const std::uint32_t last = begin_of(row.tokens + row.drafts - 1);
+  const std::uint32_t end = last < row.tokens ? last : row.tokens;
+  return {.old_begin = begin,
+          .old_count = end > begin ? end - begin : 0,
+          .first = row.tokens,
+          .drafts = row.drafts,
+          .window = window};
+}
+
 }  // namespace sluice

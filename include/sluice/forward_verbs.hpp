@@ -24,6 +24,8 @@ struct ForwardLayer {
 /// `end`. One that is audited has `audit` behind `merge`, and `promote` behind that. One that is traced has a `stamp`
 /// before `append` and behind each of these. `apply` comes before it and is not part of a graph. One that only brings
 /// keys and values in is `begin`, `append` for every layer, `end`.
+/// Where a bucket has drafts, the verbs from `rank` on are given ForwardMemory::teams(), and `append` describes and
+/// queues for those; rows are teams then, whose query heads are those of all of their packed rows.
 /// Forwards and plans run in the order in which they are numbered. Thread safety: one thread at a time per
 /// ForwardMemory.
 class ForwardVerbs {
@@ -62,6 +64,7 @@ class ForwardVerbs {
   /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
   /// one that the device does not fetch, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Attends near rows; and of teams what some of their rows see and others do not, see ForwardEdge, near or far.
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Brings rows near that were attended far, while their answer is awaited, in every kNearTurn-th forward: those of
   /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago. They

@@ -30,6 +30,9 @@ struct AttentionShape {
   friend constexpr bool operator==(const AttentionShape&, const AttentionShape&) = default;
 };
 
+/// Query heads that attend together, at most: which of them attend a row is kept as bits.
+inline constexpr std::uint32_t kMostGroup = 32;
+
 /// @throws Error{Errc::invalid_argument} naming the first field that breaks its range.
 void validate(const AttentionShape& shape);
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """Of the header that these structs mirror."""
 
 DEVICE_CPU, DEVICE_CUDA, DEVICE_CUDA_HOST = 1, 2, 3
@@ -91,7 +91,7 @@ class EngineOptions(Sized):
         ("scale", c_float),
         ("softcap", c_float),
         ("window_count", c_uint32),
-        ("reserved", c_uint32),
+        ("largest_drafts", c_uint32),
         ("windows", ctypes.POINTER(c_uint32)),
     ]
 
@@ -99,7 +99,7 @@ class EngineOptions(Sized):
 class Bucket(Sized):
     _fields_ = [
         (name, c_uint32)
-        for name in ("struct_size", "decode_rows", "prefill_rows", "prefills", "max_tokens", "features")
+        for name in ("struct_size", "decode_rows", "prefill_rows", "prefills", "max_tokens", "features", "drafts")
     ]
 
 

@@ -35,6 +35,9 @@ class Bucket:
     prefills: int = 0  #: how many chunks these are
     max_tokens: int = 0  #: of the longest sequence, a multiple of page_tokens; 0: all that there is room for
     features: Features = Features.NONE  #: of no use without decode_rows
+    #: 1: each of the decode_rows by itself. Else as many new tokens of a sequence, or fewer, attend together what any
+    #: of them chose, and keys and values are read once for all; decode_rows is a multiple of it.
+    drafts: int = 1
 
     def __post_init__(self) -> None:
         # Made once: `attend` hands its address on for every layer.

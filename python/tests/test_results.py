@@ -55,6 +55,20 @@ def test_drafts_truncate_and_fork(make: Make, policy: str) -> None:
     forward(engine, decode, (b, other, 52, 1, False))
 
 
+def test_drafts_that_are_verified_together(make: Make) -> None:
+    engine = make("full", largest=sluice.Bucket(decode_rows=6, prefill_rows=64, prefills=1, drafts=3))
+    assert engine.options.largest.drafts == 3
+    features = engine.options.largest.features
+    together = sluice.Bucket(decode_rows=6, drafts=3, features=features)
+    (a, story_a), (b, story_b) = ((engine.begin("full"), Story(seed)) for seed in (6, 7))
+    forward(engine, sluice.Bucket(prefill_rows=64, prefills=1), (a, story_a, 0, 47, True))
+    forward(engine, together, (b, story_b, 0, 2, False), (a, story_a, 47, 3, False))
+    engine.truncate(a, 48)
+    forward(engine, together, (a, story_a, 48, 5, False))  # Two teams, one of them whole.
+    with pytest.raises(sluice.InvalidArgument, match="multiple of its drafts"):
+        engine.plan([sluice.PlanItem(a)], sluice.Bucket(decode_rows=4, drafts=3, features=features))
+
+
 def test_prompts_that_are_known_in_part(make: Make) -> None:
     engine = make()
     mixed, decode = buckets(engine)

@@ -15,17 +15,24 @@ void Engine::Impl::require_auditable(const Bucket& bucket) const {
     throw Error(Errc::timeout, "plan: threads that compared an earlier forward have not come back; plan without audit");
 }
 
-std::shared_ptr<runtime::ForwardAudit> Engine::Impl::audit_of(std::span<const Wanted> wanted) const {
-  auto audit = std::make_shared<runtime::ForwardAudit>(memory.largest(), cpu::fastest_kernels());
+std::shared_ptr<runtime::ForwardAudit> Engine::Impl::audit_of(std::span<const Wanted> wanted,
+                                                              const Bucket& bucket) const {
+  const std::uint32_t drafts = bucket.drafts;
+  auto audit = std::make_shared<runtime::ForwardAudit>(memory.of(bucket).teams(), cpu::fastest_kernels());
+  std::uint32_t lists = 0;
   for (const auto& [sequence, item] : wanted) {
     for (std::uint32_t i = 0; i < item.tokens && !item.prefill; ++i) {
       audit->add({.sequence = item.sequence,
+                  .list = lists + i / drafts,
+                  .draft = i % drafts,
                   .tokens = sequence->planned + i + 1,
+                  .listed = drafts == 1 ? kNone : sequence->planned + i / drafts * drafts,
                   .corrected = sequence->spec.budget.kind == BudgetKind::sampled,
                   .blocks = sequence->pages.blocks(),
                   .watched = sequence->watched,
                   .notes = {}});
     }
+    if (!item.prefill) lists += static_cast<std::uint32_t>(div_up(item.tokens, drafts));
   }
   return audit;
 }

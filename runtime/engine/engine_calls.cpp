@@ -129,8 +129,9 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
     if (bucket.trace) verbs.stamp(m, layer.value, stage, stream);
   };
   stamp(Stage::start);
+  const ForwardMemory teams = m.teams();
   for (const Stage stage : scheduler::stages_of(bucket, m.promotions != 0, m.fetches)) {
-    enqueue(stage, m, call);
+    enqueue(stage, stage == Stage::append || stage == Stage::prefill ? m : teams, call);
     stamp(stage);
   }
   if (layer.value + 1 == shape.layers) verbs.end(m, stream);

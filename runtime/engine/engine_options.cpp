@@ -50,6 +50,7 @@ void validate(const EngineOptions& options) {
   const std::uint32_t page = options.page_tokens;
   require(page >= 8 && page <= 256 && (page & (page - 1)) == 0, "page_tokens", page, "a power of two in [8, 256]");
   in("largest.decode_rows", options.largest.decode_rows, 0, 1024);
+  in("largest.drafts", options.largest.drafts, 1, kMostGroup / options.shape.group());
   in("largest.prefill_rows", options.largest.prefill_rows, 0, 65'536);
   in("largest.prefills", options.largest.prefills, options.largest.prefill_rows == 0 ? 0 : 1,
      options.largest.prefill_rows);

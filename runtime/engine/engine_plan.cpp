@@ -13,18 +13,32 @@ std::string text(std::uint64_t number) { return std::to_string(number); }
 
 /// Rows of a kind, and how many items they are.
 struct Tally {
-  std::uint64_t decode_rows = 0;
+  std::uint64_t decode_rows = 0;  ///< or teams of drafts
   std::uint64_t prefill_rows = 0;
   std::uint32_t prefills = 0;
 };
 
-Tally rows_of(std::span<const PlanItem> items) {
+Tally rows_of(std::span<const PlanItem> items, std::uint32_t drafts) {
   Tally tally;
   for (const PlanItem& item : items) {
-    (item.prefill ? tally.prefill_rows : tally.decode_rows) += item.tokens;
+    (item.prefill ? tally.prefill_rows : tally.decode_rows) +=
+        item.prefill ? item.tokens : div_up(item.tokens, drafts);
     tally.prefills += item.prefill ? 1 : 0;
   }
   return tally;
+}
+
+/// visit(row, tokens of the item before it) for every row, or team, that chooses for `count` tokens behind `tokens`
+/// others.
+template <class Visit>
+void for_each_choice(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t count, std::uint32_t drafts,
+                     std::uint32_t page_tokens, const Visit& visit) {
+  for (std::uint32_t i = 0; i < count; i += drafts) {
+    visit(drafts == 1
+              ? scheduler::forward_row(spec, tokens + i + 1, page_tokens)
+              : scheduler::forward_team(spec, tokens + i, std::min(drafts, count - i), page_tokens),
+          i);
+  }
 }
 
 void require_fits(const char* what, std::uint64_t have, std::uint32_t most) {
@@ -40,13 +54,14 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   Bucket resolved = bucket;
   if (resolved.max_tokens == 0) resolved.max_tokens = largest.max_tokens;
   if (resolved.decode_rows == 0)  // Nothing to choose.
-    resolved.top_k = resolved.unbounded = resolved.pages = resolved.audit = false;
+    resolved.top_k = resolved.unbounded = resolved.pages = resolved.audit = false, resolved.drafts = 1;
   const auto in = [&](const char* field, std::uint32_t value, std::uint32_t most) {
     if (value <= most) return;
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's " + field + " is " + text(value) +
                                             ", and EngineOptions::largest has " + text(most));
   };
   in("decode_rows", resolved.decode_rows, largest.decode_rows);
+  in("drafts", resolved.drafts, largest.drafts);
   in("prefill_rows", resolved.prefill_rows, largest.prefill_rows);
   in("prefills", resolved.prefills, largest.prefills);
   in("max_tokens", resolved.max_tokens, largest.max_tokens);
@@ -59,6 +74,10 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's max_tokens is " +
                                             text(resolved.max_tokens) + "; it must be a multiple of page_tokens, " +
                                             text(memory.largest().layout.page_tokens));
+  if (resolved.drafts == 0 || resolved.decode_rows % resolved.drafts != 0)
+    throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's decode_rows, " +
+                                            text(resolved.decode_rows) + ", must be a multiple of its drafts, " +
+                                            text(resolved.drafts) + ", at least 1");
   if (resolved.rows() == 0) throw Error(Errc::invalid_argument, std::string(what) + ": the bucket has no rows");
   if ((resolved.prefills == 0) != (resolved.prefill_rows == 0))
     throw Error(Errc::invalid_argument,
@@ -66,9 +85,29 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   return resolved;
 }
 
+void Engine::Impl::require_choosable(const Sequence& sequence, const PlanItem& item, const Bucket& bucket) const {
+  const std::string name = "plan: sequence " + text(item.sequence.value);
+  const ForwardMemory& most = memory.largest();
+  const std::uint32_t list_room = most.teams(bucket.drafts).list_room();
+  const auto require = [&](const ForwardRow& row, std::uint32_t) {
+    if (row.picks > most.max_picks)
+      throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.picks) +
+                                             " tokens, and EngineOptions::max_picks is " + text(most.max_picks));
+    if (row.whole() && row.tokens > list_room)
+      throw Error(Errc::out_of_capacity, name + ": its policy attends all of " + text(row.tokens) +
+                                             " tokens, and there is room for " + text(list_room) +
+                                             "; raise EngineOptions::max_ranked, or set largest.unbounded");
+    if (row.page_picks > most.max_ranked)
+      throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
+                                             " pages, and EngineOptions::max_ranked is " + text(most.max_ranked));
+  };
+  for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts, options.page_tokens, require);
+}
+
 std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem> items, const Bucket& bucket) {
-  const Tally rows = rows_of(items);
-  require_fits("rows that choose", rows.decode_rows, bucket.decode_rows);
+  const Tally rows = rows_of(items, bucket.drafts);
+  require_fits(bucket.drafts == 1 ? "rows that choose" : "teams of drafts", rows.decode_rows,
+               bucket.decode_rows / bucket.drafts);
   require_fits("rows of prompts", rows.prefill_rows, bucket.prefill_rows);
   require_fits("chunks of prompts", rows.prefills, bucket.prefills);
   std::vector<Wanted> wanted;
@@ -84,27 +123,15 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
       throw Error(Errc::out_of_capacity, name + " would have " + text(tokens) + " tokens, and the bucket is for " +
                                              text(bucket.max_tokens) +
                                              "; use a larger one, or raise largest.max_tokens and host_bytes");
+    if (sequence.tail.slot != kNone && !item.prefill && bucket.drafts > 1)
+      throw Error(Errc::unsupported, name + " has a policy that chooses on the CPU, which no bucket with drafts serves");
     if (sequence.tail.slot != kNone && !item.prefill && item.tokens > 1)
       throw Error(Errc::unsupported, name + " is to decode " + text(item.tokens) +
                                          " tokens at once; its policy chooses on the CPU, one at a time");
     const std::string reason =
         item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, runtime::limits_of(options));
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);
-    for (std::uint32_t i = 0; i < item.tokens && !item.prefill; ++i) {
-      const ForwardRow row = scheduler::forward_row(sequence.spec, sequence.planned + i + 1, options.page_tokens);
-      if (row.picks > memory.largest().max_picks)
-        throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.picks) +
-                                               " tokens, and EngineOptions::max_picks is " +
-                                               text(memory.largest().max_picks));
-      if (row.whole() && row.tokens > memory.largest().list_room())
-        throw Error(Errc::out_of_capacity, name + ": its policy attends all of " + text(row.tokens) +
-                                               " tokens, and there is room for " + text(memory.largest().list_room()) +
-                                               "; raise EngineOptions::max_ranked, or set largest.unbounded");
-      if (row.page_picks > memory.largest().max_ranked)
-        throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
-                                               " pages, and EngineOptions::max_ranked is " +
-                                               text(memory.largest().max_ranked));
-    }
+    if (!item.prefill) require_choosable(sequence, item, bucket);
     wanted.push_back({.sequence = &sequence, .item = item});
   }
   return wanted;
@@ -179,17 +206,19 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
       *chunk = {.list = list, .at = at, .first = sequence->planned, .count = item.tokens};
       bet(*sequence, *chunk++);
     }
+    const auto put = [&](const ForwardRow& chooses, std::uint32_t before) {
+      *row = chooses;
+      count_reads(*sequence, *row);
+      row->list = list;
+      row++->at = at + before;
+    };
+    if (!item.prefill)
+      for_each_choice(sequence->spec, sequence->planned, item.tokens, m.bucket.drafts, options.page_tokens, put);
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
       m.slip_tokens[at] = {.list = list,
                            .position = sequence->planned + i,
                            .tail = tail_row(*sequence, item, sequence->planned + i),
                            .decoded = item.prefill ? 0u : 1u};
-      if (item.prefill) continue;
-      *row = scheduler::forward_row(sequence->spec, sequence->planned + i + 1, options.page_tokens);
-      count_reads(*sequence, *row);
-      row->list = list;
-      row->at = at;
-      ++row;
     }
   }
 }
@@ -197,7 +226,8 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
 void Engine::Impl::count_reads(const Sequence& sequence, const ForwardRow& row) noexcept {
   const std::uint64_t planes = std::uint64_t{sequence.sparse_layers} * options.shape.kv_heads;
   const std::uint64_t window = row.sink_end + (row.tokens - row.recent_begin);
-  const std::uint64_t in_pages = std::uint64_t{options.shape.group()} * row.page_picks * options.page_tokens;
+  const std::uint64_t heads = std::uint64_t{options.shape.group()} * programs.newest().bucket.drafts;
+  const std::uint64_t in_pages = heads * row.page_picks * options.page_tokens;
   runtime::Program& program = programs.newest();
   if (row.ranks()) program.estimated += planes * (row.in_pages() ? in_pages + window : row.tokens);
   program.ranked_pages += planes * row.pages;
@@ -246,7 +276,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     write_rows(m, wanted);
     programs.newest().chunks.assign(m.slip_chunks, m.slip_chunks + bucket.prefills);
     if (m.sparse_prefill) programs.newest().tallies.resize(std::size_t{bucket.prefills} * options.shape.layers);
-    if (bucket.audit) programs.newest().audit = audit_of(wanted);
+    if (bucket.audit) programs.newest().audit = audit_of(wanted, bucket);
     choice.expect(forward, choosing_rows(m, wanted, programs.newest()));
     write_lists(m, wanted);
     if (bucket.trace) begin_trace(m);

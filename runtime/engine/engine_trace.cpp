@@ -39,7 +39,7 @@ void Engine::Impl::keep_trace(runtime::Program& program, bool done) noexcept {
   if (!program.trace) return;
   const runtime::TraceNotes& notes = *program.trace;
   const ForwardMemory& m = memory.largest();
-  const scheduler::WorkPlace place{.shape = m.shape,
+  const scheduler::WorkPlace place{.shape = m.teams(program.bucket.drafts).shape,
                                    .layout = m.far_layout,
                                    .placement = options.placement,
                                    .bucket = program.bucket,

@@ -28,7 +28,14 @@ constexpr std::uint32_t part_rows(std::uint32_t count) noexcept {
 }
 /// A policy of the CPU may choose everything.
 std::uint32_t longest_list(const ForwardMemory& memory) noexcept {
-  return memory.tail_rows == 0 ? memory.list_room() : memory.largest.max_tokens;
+  const std::uint32_t drafts = std::max(1u, memory.largest.drafts);
+  return memory.tail_rows == 0 ? memory.teams(drafts).list_room() : memory.largest.max_tokens;
+}
+std::vector<ForwardMemory> all_teams(const ForwardMemory& memory) {
+  std::vector<ForwardMemory> teams;
+  for (std::uint32_t drafts = 1; drafts <= std::max(1u, memory.largest.drafts); ++drafts)
+    teams.push_back(memory.teams(drafts));
+  return teams;
 }
 /// Of a list, none of which is longer than `room`.
 constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
@@ -46,6 +53,7 @@ FarWorkers::Rows FarWorkers::rows_for(const ForwardMemory& memory) {
 FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes,
                        const FarWorkersOptions& options, cpu::CoreShares::Lease cores)
     : memory_(memory),
+      teams_(all_teams(memory)),
       choice_(choice),
       notes_(notes),
       options_(options),
@@ -236,7 +244,8 @@ FarWorkers::Choice FarWorkers::choose(const Question& question, std::uint32_t ch
 void FarWorkers::answer(std::uint64_t asked, std::uint32_t thread, const std::stop_token& stop) {
   const auto word = [](auto& part) { return std::atomic_ref(part).load(std::memory_order_relaxed); };
   ForwardMailbox::Question& said = memory_.mailbox->question;
-  const Question question{.asked = asked, .forward = word(said.forward), .layer = word(said.layer)};
+  const Question question{
+      .asked = asked, .forward = word(said.forward), .layer = word(said.layer), .drafts = word(said.drafts)};
   const std::uint32_t choices = choices_.total(asked, [&] { return word(said.choices); });
   if (choices == kNone) return;
   const Choice choice = choices == 0 ? Choice::made : choose(question, choices, thread, stop);
@@ -252,19 +261,19 @@ void FarWorkers::answer(std::uint64_t asked, std::uint32_t thread, const std::st
   }
 }
 
-Partial FarWorkers::whole_of(std::uint32_t index) const noexcept {
-  const std::uint64_t head = std::uint64_t{index} * memory_.shape.group();
-  return {.out = memory_.far_out + head * memory_.shape.head_dim, .lse = memory_.far_lse + head};
+Partial FarWorkers::whole_of(const ForwardMemory& m, std::uint32_t index) noexcept {
+  const std::uint64_t head = std::uint64_t{index} * m.shape.group();
+  return {.out = m.far_out + head * m.shape.head_dim, .lse = m.far_lse + head};
 }
 
-Partial FarWorkers::place_of(std::uint32_t index, std::uint32_t part) noexcept {
-  const std::uint64_t out = std::uint64_t{memory_.shape.group()} * memory_.shape.head_dim;
-  float* const at = partials_.data() + (std::uint64_t{index} * most_parts_ + part) * (out + memory_.shape.group());
+Partial FarWorkers::place_of(const ForwardMemory& m, std::uint32_t index, std::uint32_t part) noexcept {
+  const std::uint64_t out = std::uint64_t{m.shape.group()} * m.shape.head_dim;
+  float* const at = partials_.data() + (std::uint64_t{index} * most_parts_ + part) * (out + m.shape.group());
   return {.out = at, .lse = at + out};
 }
 
 void FarWorkers::attend_part(const Question& question, const Part& part, Rows& rows, const ChosenList* chosen) {
-  const ForwardMemory& m = memory_;
+  const ForwardMemory& m = teams_[question.drafts - 1];
   const std::uint32_t group = m.shape.group();
   const std::uint32_t plane = m.plane(question.layer, part.index % m.shape.kv_heads);
   const std::uint32_t* const list =
@@ -273,7 +282,7 @@ void FarWorkers::attend_part(const Question& question, const Part& part, Rows& r
   for (std::uint32_t i = part.begin; i < part.end && m.far_layout.scaled(); ++i)
     rows.scales[i - part.begin] = m.far_scales(plane, list[i]);
   // The first part goes to its place at once, the others follow in their order.
-  const Partial place = part.part == 0 ? whole_of(part.index) : place_of(part.index, part.part);
+  const Partial place = part.part == 0 ? whole_of(m, part.index) : place_of(m, part.index, part.part);
   const bool members = chosen != nullptr && !chosen->members.empty();
   const bool scores = chosen != nullptr && !chosen->scores.empty();
   cpu::kernels_for(kernels_, m.far_layout.dtype)
@@ -297,8 +306,9 @@ void FarWorkers::attend(const Question& question, const Part& part, Rows& rows) 
   attend_part(question, part, rows, chosen);
   if (part_ends_[part.index].fetch_add(1, std::memory_order_acq_rel) + 1 != part.parts) return;
   part_ends_[part.index].store(0, std::memory_order_relaxed);
+  const ForwardMemory& m = teams_[question.drafts - 1];
   for (std::uint32_t i = 1; i < part.parts; ++i)
-    cpu::merge_into(whole_of(part.index), place_of(part.index, i), memory_.shape.group(), memory_.shape.head_dim);
+    cpu::merge_into(whole_of(m, part.index), place_of(m, part.index, i), m.shape.group(), m.shape.head_dim);
   if (chosen != nullptr) choice_.complete(*chosen, part.index);
 }
 

@@ -80,6 +80,7 @@ class FarWorkers {
     std::uint64_t asked = 0;
     std::uint64_t forward = 0;
     std::uint32_t layer = 0;
+    std::uint32_t drafts = 1;
   };
   /// Some far rows of one row and KV head, which one thread attends. How a list is cut depends on its length alone, so
   /// that answers do not depend on the threads.
@@ -126,13 +127,14 @@ class FarWorkers {
   [[nodiscard]] static Rows rows_for(const ForwardMemory& memory);
   void attend(const Question& question, const Part& part, Rows& rows);
   void attend_part(const Question& question, const Part& part, Rows& rows, const ChosenList* chosen);
-  /// Where a list's result goes.
-  [[nodiscard]] Partial whole_of(std::uint32_t index) const noexcept;
+  /// Where a list's result goes. `memory`: as its rows see it.
+  [[nodiscard]] static Partial whole_of(const ForwardMemory& memory, std::uint32_t index) noexcept;
   /// Where the result of a part that is not its list's first waits for the others.
-  [[nodiscard]] Partial place_of(std::uint32_t index, std::uint32_t part) noexcept;
+  [[nodiscard]] Partial place_of(const ForwardMemory& memory, std::uint32_t index, std::uint32_t part) noexcept;
   [[nodiscard]] bool under_way() const noexcept;
 
   const ForwardMemory memory_;
+  const std::vector<ForwardMemory> teams_;  ///< [largest.drafts] the same for rows of 1, 2, ... drafts
   FarChoice& choice_;
   FarNotes& notes_;
   const FarWorkersOptions options_;

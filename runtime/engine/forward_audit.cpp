@@ -27,17 +27,18 @@ void ForwardAudit::compare(const cpu::Workers& workers) {
 
 void ForwardAudit::compare(std::uint32_t index, std::uint32_t layer, std::uint32_t kv_head, Result& result) const {
   const AuditedRow& row = rows_[index];
-  const std::uint32_t heads = memory_.shape.group();
+  const std::uint32_t heads = memory_.own_group();
   const std::uint32_t plane = memory_.plane(layer, kv_head);
-  const std::uint64_t list = memory_.audit_list(layer, index * memory_.shape.kv_heads + kv_head);
+  const std::uint64_t list = memory_.audit_list(layer, row.list * memory_.shape.kv_heads + kv_head);
+  const std::uint64_t first = list * memory_.shape.group() + row.draft * heads;
   AuditedGroup group{.first = row.tokens - visible(row, layer),
                      .tokens = visible(row, layer),
                      .group = heads,
                      .head_dim = memory_.shape.head_dim};
-  attend_exactly(row, layer, kv_head, memory_.audit_q + list * heads * group.head_dim, group);
+  attend_exactly(row, layer, kv_head, memory_.audit_q + first * group.head_dim, group);
   mark(row, plane, list, group);
-  group.attended_out = memory_.audit_out + list * heads * group.head_dim;
-  group.attended_lse = memory_.audit_lse + list * heads;
+  group.attended_out = memory_.audit_out + first * group.head_dim;
+  group.attended_lse = memory_.audit_lse + first;
   group.estimated = row.corrected ? ~0u : row.notes[plane].bypassed;
   for (std::uint32_t h = 0; h < heads; ++h) result.heads.push_back(find(group, h, row.watched));
   result.attended = static_cast<std::uint32_t>(
@@ -92,6 +93,11 @@ void ForwardAudit::mark(const AuditedRow& row, std::uint32_t plane, std::uint64_
   };
   const std::uint32_t* const listed = memory_.audit_rows + list * memory_.list_room();
   for (std::uint32_t i = 0; i < memory_.audit_counts[list]; ++i) members(listed[i]) |= all;
+  // Beside what is listed a row of a team attends what of it not all of them see: its own tokens up to itself and,
+  // where there is a window, all that it sees.
+  const bool windowed = memory_.window_in(plane / memory_.shape.kv_heads) != 0;
+  for (std::uint32_t t = windowed ? group.first : row.listed; row.listed != kNone && t < row.tokens; ++t)
+    group.heads.at(t - group.first) = all;
   const ChoiceNote& note = row.notes[plane];
   for (std::size_t i = 0; i < note.rows.size(); ++i)
     members(note.rows[i]) |= note.members.empty() ? all & ~note.bypassed : note.members[i];
@@ -99,17 +105,18 @@ void ForwardAudit::mark(const AuditedRow& row, std::uint32_t plane, std::uint64_
 
 void ForwardAudit::report(std::uint32_t index, AuditReport& report) const noexcept {
   const AttentionShape& shape = memory_.shape;
+  const std::uint32_t heads = memory_.own_group();
   report.layers = shape.layers;
-  report.q_heads = shape.q_heads;
+  report.q_heads = heads * shape.kv_heads;
   ++report.tokens;
   for (std::uint32_t plane = 0; plane < memory_.planes(); ++plane) {
     const Result& result = results_[std::size_t{index} * memory_.planes() + plane];
     report.attended_tokens += result.attended;
     report.dense_tokens += visible(rows_[index], plane / shape.kv_heads);
     report.bypassed_heads += result.bypassed;
-    for (std::uint32_t h = 0; h < shape.group(); ++h) {
+    for (std::uint32_t h = 0; h < heads; ++h) {
       const HeadFinding& found = result.heads[h];
-      runtime::add(found, report.heads[std::size_t{plane} * shape.group() + h]);
+      runtime::add(found, report.heads[std::size_t{plane} * heads + h]);
       report.coverage.add(found.coverage);
       report.overlap.add(found.overlap);
       if (found.watched) report.watched.add(found.watched_kept);

@@ -23,7 +23,10 @@ struct ChoiceNote {
 /// A row of an audited forward that chooses.
 struct AuditedRow {
   SequenceId sequence;
+  std::uint32_t list = 0;              ///< among the rows of the forward that choose
+  std::uint32_t draft = 0;             ///< of the team that this is
   std::uint32_t tokens = 0;            ///< visible
+  std::uint32_t listed = kNone;        ///< of these, what comes before the team's own; kNone: it is no team
   bool corrected = false;              ///< its weights are no softmax over a subset
   std::vector<std::uint32_t> blocks;   ///< of its sequence
   std::vector<std::uint32_t> watched;  ///< tokens, ascending
@@ -35,6 +38,7 @@ struct AuditedRow {
 /// Thread safety: notes of different rows, layers and KV heads by any threads, while the forward runs; else none.
 class ForwardAudit : public std::enable_shared_from_this<ForwardAudit> {
  public:
+  /// `memory`: as the verbs saw it that wrote down what was attended.
   ForwardAudit(const ForwardMemory& memory, const cpu::Kernels& kernels) : memory_(memory), kernels_(kernels) {}
 
   void add(AuditedRow row);
@@ -67,7 +71,7 @@ class ForwardAudit : public std::enable_shared_from_this<ForwardAudit> {
                       AuditedGroup& group) const;
   void mark(const AuditedRow& row, std::uint32_t plane, std::uint64_t list, AuditedGroup& group) const;
 
-  const ForwardMemory& memory_;
+  const ForwardMemory memory_;
   const cpu::Kernels& kernels_;
   std::vector<AuditedRow> rows_;
   std::vector<Result> results_;  ///< [rows, layers, kv_heads]

@@ -215,6 +215,8 @@ struct Engine::Impl : cpu::Kept {
 
   // Planning.
   [[nodiscard]] Bucket resolved(const Bucket& bucket, const char* what) const;
+  /// What the item's rows may choose, and list, there is room for.
+  void require_choosable(const Sequence& sequence, const PlanItem& item, const Bucket& bucket) const;
   [[nodiscard]] std::vector<Wanted> checked(std::span<const PlanItem> items, const Bucket& bucket);
   void require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const;
   /// The block that its next token goes to, if it has one already; else kNone.
@@ -243,7 +245,8 @@ struct Engine::Impl : cpu::Kept {
   // Audits.
   /// Whether a forward of this bucket may be planned now, as far as audits are concerned; throws if not.
   void require_auditable(const Bucket& bucket) const;
-  [[nodiscard]] std::shared_ptr<runtime::ForwardAudit> audit_of(std::span<const Wanted> wanted) const;
+  [[nodiscard]] std::shared_ptr<runtime::ForwardAudit> audit_of(std::span<const Wanted> wanted,
+                                                                const Bucket& bucket) const;
   void compare(runtime::ForwardAudit& audit);
 
   // Traces.

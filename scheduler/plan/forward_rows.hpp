@@ -50,4 +50,9 @@ struct ForwardNeeds {
 /// size of pages alone. List and packed row are the caller's.
 [[nodiscard]] ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t page_tokens) noexcept;
 
+/// What a team of `drafts` tokens behind `tokens` others chooses from: at least what each of its rows would choose by
+/// itself, if that is a number; if it is a share of the mass, as large a share.
+[[nodiscard]] ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t drafts,
+                                      std::uint32_t page_tokens) noexcept;
+
 }  // namespace sluice::scheduler

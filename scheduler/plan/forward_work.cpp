@@ -36,6 +36,7 @@ std::uint64_t rounded(double value) noexcept { return static_cast<std::uint64_t>
 /// What a layer's rows come to, over all KV heads.
 struct LayerTokens {
   std::uint32_t choosing = 0;  ///< rows that choose
+  std::uint32_t decoded = 0;   ///< their tokens
   std::uint32_t ranking = 0;   ///< of these, those that rank pages
   std::uint32_t scoring = 0;
   std::uint32_t asking = 0;  ///< for which the CPU chooses
@@ -51,6 +52,7 @@ LayerTokens tokens_of(const WorkPlace& place, std::span<const ForwardRow> rows, 
     const ForwardRow row = each.in(layer, place.window(layer));
     const RowTokens tokens = tokens_of(place, row);
     ++all.choosing;
+    all.decoded += std::max(1u, row.drafts);
     all.ranking += row.pages != 0 ? 1 : 0;
     all.scoring += row.ranks() ? 1 : 0;
     all.asking += row.asks != 0 ? 1 : 0;
@@ -142,7 +144,7 @@ class WorkList {
   void add_append() {
     std::uint64_t prompt = 0;
     for (const ForwardChunk& chunk : chunks_) prompt += chunk.list == kNone ? 0 : chunk.count;
-    const std::uint64_t rows = tokens_.choosing + prompt;
+    const std::uint64_t rows = tokens_.decoded + prompt;
     const std::uint64_t tokens = rows * place_.shape.kv_heads;
     const std::uint64_t queries = std::uint64_t{4} * place_.shape.head_dim * place_.shape.q_heads * tokens_.choosing;
     const auto count = static_cast<std::uint32_t>(rows);

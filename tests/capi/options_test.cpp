@@ -22,6 +22,7 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.page_tokens == want.page_tokens);
   CHECK(got.largest_decode_rows == want.largest.decode_rows);
   CHECK(got.largest_features == SLUICE_BUCKET_TOP_K);
+  CHECK(got.largest_drafts == 1);
   CHECK(got.digests == SLUICE_DIGESTS_NONE);
   CHECK(got.prefill_mode == SLUICE_PREFILL_FULL);
   CHECK(got.prefill_gamma == want.prefill.flex.gamma);
@@ -51,6 +52,7 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   options.prefix_decoded = 1;
   options.prefix_bytes = 12345;
   options.largest_decode_rows = 3;
+  options.largest_drafts = 2;
   options.largest_prefill_rows = 40;
   options.largest_prefills = 2;
   options.largest_max_tokens = 96;
@@ -153,7 +155,7 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"windows", "window_count"}, [](auto& o) { o.window_count = 1; });
   static constexpr std::uint32_t kWindows[64] = {};
   refused({"number of windows is 64", "layers"}, [](auto& o) { o.window_count = 64, o.windows = kWindows; });
-  refused({"reserved is 1"}, [](auto& o) { o.reserved = 1; });
+  refused({"largest.drafts is 33"}, [](auto& o) { o.largest_drafts = 33; });
   refused({"layers"}, [](auto& o) { o.layers = 0; });
   refused({"q_heads"}, [](auto& o) { o.q_heads = 3; });
   refused({"sequences is 0"}, [](auto& o) { o.sequences = 0; });
@@ -172,6 +174,9 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   auto item = small.item();
   const auto plan = [&] { return sluice_engine_plan(small.engine, &item, 1, &bucket, nullptr, &forward); };
   check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_bucket.features is 32"});
+  bucket = small.bucket;
+  bucket.drafts = 2;
+  check_fails(plan, SLUICE_INVALID_ARGUMENT, {"drafts is 2", "EngineOptions::largest has 1"});
   bucket = small.bucket;
   item.prefill = 2;
   check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_plan_item.prefill is 2"});

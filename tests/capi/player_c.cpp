@@ -61,6 +61,7 @@ sluice_bucket bucket_of(const Bucket& bucket) {
   out.prefill_rows = bucket.prefill_rows;
   out.prefills = bucket.prefills;
   out.max_tokens = bucket.max_tokens;
+  out.drafts = bucket.drafts;
   if (bucket.top_k) out.features |= SLUICE_BUCKET_TOP_K;
   if (bucket.unbounded) out.features |= SLUICE_BUCKET_UNBOUNDED;
   if (bucket.pages) out.features |= SLUICE_BUCKET_PAGES;
@@ -83,6 +84,7 @@ sluice_engine_options c_options_for(std::span<const std::string> policies) {
   options.host_bytes = 8u << 20;
   options.near_bytes = 256u << 10;
   options.largest_decode_rows = 4;
+  options.largest_drafts = 2;
   options.largest_prefill_rows = 100;
   options.largest_prefills = 2;
   options.largest_max_tokens = 512;

@@ -132,7 +132,7 @@ EngineOptions options_for(std::span<const std::string> policies) {
   options.answer_timeout = std::chrono::seconds(30);  // However busy the machine is.
   options.host_bytes = 8 * MiB;
   options.near_bytes = 256 * KiB;
-  options.largest = {.decode_rows = 4, .prefill_rows = 100, .prefills = 2, .max_tokens = 512, .audit = true};
+  options.largest = {.decode_rows = 4, .drafts = 2, .prefill_rows = 100, .prefills = 2, .max_tokens = 512, .audit = true};
   options.sequences = 6;
   options.cpu_sequences = 3;
   for (const std::string& policy : policies) make_room_for(parse_policy(policy), 512, options);

@@ -127,6 +127,9 @@ void serve(Play& play, const std::string& policy, std::uint32_t drafts) {
   play.forward({{a, 40, true}, {b, 60, true}}, mixed);
   play.forward({{a}, {b, 70, true}}, mixed);
   for (int step = 0; step < 5; ++step) play.forward({{b}, {a, drafts}}, decode);
+  if (drafts == 1) return;
+  const Bucket teams = with_features(policy, {.decode_rows = 4, .drafts = 2, .max_tokens = 256});
+  for (int step = 0; step < 3; ++step) play.forward({{b}, {a, 2}}, teams);
 }
 
 }  // namespace

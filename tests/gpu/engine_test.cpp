@@ -1,6 +1,7 @@
 // The cases of every engine, on a GPU; and forwards captured in CUDA graphs.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <memory>
@@ -162,6 +163,51 @@ TEST_CASE("a captured forward grows with its sequence, past pages and past what 
   stories.emplace_back(shape, 700, 90);
   const auto want = decode(rig, shape, stories, 6, 300, false);
   REQUIRE(decode(rig, shape, stories, 6, 300, true) == want);
+}
+
+TEST_CASE("a captured forward of teams is the forward, with fewer drafts than it is for, too", "[engine][gpu]") {
+  const std::uint32_t near_blocks = GENERATE(0u, 9u);
+  const std::uint32_t head_dim = GENERATE(64u, 96u, 128u, 256u);
+  const auto [group, drafts] = GENERATE(table<std::uint32_t, std::uint32_t>({{4, 4}, {4, 8}, {7, 3}}));
+  const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
+  const AttentionShape shape{.layers = 3, .q_heads = 2 * group, .kv_heads = 2, .head_dim = head_dim};
+  CAPTURE(near_blocks, head_dim, group, drafts, static_cast<int>(placement));
+  const EngineRig rig = engine_rig();
+  const Story story(shape, 700, 95);
+  EngineOptions options = graph_options(shape, 2 * drafts, near_blocks);
+  options.largest.drafts = drafts;
+  options.placement = placement;
+  const auto told = [&](bool graphs) {
+    Engine engine(options, rig.device);
+    ForwardTensors tensors(*rig.device, shape, 2 * drafts);
+    std::unique_ptr<Graph> graph;
+    if (graphs) graph = std::make_unique<Graph>(engine, tensors, static_cast<cudaStream_t>(rig.stream));
+    Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+    import_story(engine, rig, teller, 500);
+    std::vector<float> all;
+    for (std::uint32_t step = 0; teller.at + 2 * drafts <= story.tokens(); ++step) {
+      const std::uint32_t count = 1 + step * 5 % (2 * drafts);  // One team or two, the last of them whole or not.
+      for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, story, teller.at + i);
+      const PlanItem item{.sequence = teller.id, .tokens = count};
+      const Batch batch = engine.plan({&item, 1}, options.largest, rig.stream);
+      if (graph) {
+        graph->replay();
+      } else {
+        tensors.attend(engine, rig.stream);
+      }
+      engine.finish(batch);
+      rig.synchronize();
+      for (std::uint32_t row = 0; row < 2 * drafts; ++row) {
+        const auto out = tensors.out(row);
+        all.insert(all.end(), out.begin(), out.end());
+      }
+      engine.truncate(teller.id, teller.at += (count + 1) / 2);
+    }
+    return all;
+  };
+  const std::vector<float> want = told(false);
+  REQUIRE(std::ranges::none_of(want, [](float x) { return std::isnan(x); }));
+  REQUIRE(told(true) == want);
 }
 
 namespace {

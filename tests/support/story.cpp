@@ -222,6 +222,50 @@ std::vector<double> Story::attended_in_pages(std::uint32_t layer, std::uint32_t 
   return attended_as(layer, token, policy.sinks, recent, choose, nullptr);
 }
 
+std::vector<double> Story::attended_together(std::uint32_t layer, const Together& team) const {
+  const std::uint32_t token = team.first + team.draft;
+  if (!windows_.empty() && windows_[layer] != 0) return attended(layer, token, 0, 1, 0);
+  const std::uint32_t sink_end = std::min(team.sinks, team.first);
+  const std::uint32_t begin = team.first + 1 - std::min(team.recent, team.first + 1);
+  const std::uint32_t recent_begin = std::max(sink_end, std::min(begin, team.first));
+  std::vector<double> out(std::size_t{shape_.q_heads} * shape_.head_dim, 0.0);
+  for (std::uint32_t kv = 0; kv < shape_.kv_heads; ++kv) {
+    std::vector<bool> marked(token + 1, false);
+    std::fill_n(marked.begin(), sink_end, true);
+    std::fill(marked.begin() + recent_begin, marked.end(), true);
+    for (std::uint32_t i = 0; i < team.drafts * shape_.group() && team.picks != 0; ++i) {
+      const std::uint32_t head = kv * shape_.group() + i % shape_.group();
+      const Ranked best = ranked(layer, team.first + i / shape_.group(), head, sink_end, recent_begin);
+      for (std::size_t b = 0; b < std::min<std::size_t>(team.picks, best.size()); ++b) marked[best[b].second] = true;
+    }
+    attend_marked(layer, token, kv, marked, out, nullptr);
+  }
+  return out;
+}
+
+void Story::attend_marked(std::uint32_t layer, std::uint32_t token, std::uint32_t kv, const std::vector<bool>& marked,
+                          std::vector<double>& out, std::vector<double>* lse) const {
+  const std::uint32_t d = shape_.head_dim;
+  const std::uint32_t n = token + 1;
+  for (std::uint32_t head = kv * shape_.group(); head < (kv + 1) * shape_.group(); ++head) {
+    std::vector<double> scores(n, -INFINITY);
+    double top = -INFINITY;
+    for (std::uint32_t j = 0; j < n; ++j) {
+      if (!marked[j]) continue;
+      double dot = 0.0;
+      for (std::uint32_t c = 0; c < d; ++c) dot += double{k(layer, j)[kv * d + c]} * q(layer, token)[head * d + c];
+      top = std::max(top, scores[j] = reference::score(shape_, dot));
+    }
+    double mass = 0.0;
+    for (const double s : scores) mass += std::exp(s - top);
+    if (lse != nullptr) lse->push_back(top + std::log(mass));
+    for (std::uint32_t j = 0; j < n; ++j) {
+      const double weight = std::exp(scores[j] - top) / mass;
+      for (std::uint32_t c = 0; c < d; ++c) out[std::size_t{head} * d + c] += weight * v(layer, j)[kv * d + c];
+    }
+  }
+}
+
 template <class Choose>
 std::vector<double> Story::attended_as(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
                                        std::uint32_t recent, const Choose& choose, std::vector<double>* lse) const {
@@ -237,23 +281,7 @@ std::vector<double> Story::attended_as(std::uint32_t layer, std::uint32_t token,
     std::fill(marked.begin() + recent_begin, marked.end(), true);
     for (std::uint32_t g = 0; g < shape_.group() && window == 0; ++g)
       choose(kv * shape_.group() + g, sink_end, recent_begin, marked);
-    for (std::uint32_t head = kv * shape_.group(); head < (kv + 1) * shape_.group(); ++head) {
-      std::vector<double> scores(n, -INFINITY);
-      double top = -INFINITY;
-      for (std::uint32_t j = 0; j < n; ++j) {
-        if (!marked[j]) continue;
-        double dot = 0.0;
-        for (std::uint32_t c = 0; c < d; ++c) dot += double{k(layer, j)[kv * d + c]} * q(layer, token)[head * d + c];
-        top = std::max(top, scores[j] = reference::score(shape_, dot));
-      }
-      double mass = 0.0;
-      for (const double s : scores) mass += std::exp(s - top);
-      if (lse != nullptr) lse->push_back(top + std::log(mass));
-      for (std::uint32_t j = 0; j < n; ++j) {
-        const double weight = std::exp(scores[j] - top) / mass;
-        for (std::uint32_t c = 0; c < d; ++c) out[std::size_t{head} * d + c] += weight * v(layer, j)[kv * d + c];
-      }
-    }
+    attend_marked(layer, token, kv, marked, out, lse);
   }
   return out;
 }

@@ -74,6 +74,18 @@ class Story {
   [[nodiscard]] std::vector<double> attended_in_pages(std::uint32_t layer, std::uint32_t token,
                                                       const InPages& policy) const;
 
+  /// A row of a team whose rows attend what any of their query heads chose, before the team's tokens, and of these all
+  /// up to their own; each head chooses as in `attended`.
+  struct Together {
+    std::uint32_t first = 0;   ///< token of the team
+    std::uint32_t drafts = 1;
+    std::uint32_t draft = 0;   ///< whose output this is
+    std::uint32_t sinks = 0;
+    std::uint32_t recent = 1;
+    std::uint32_t picks = 0;
+  };
+  [[nodiscard]] std::vector<double> attended_together(std::uint32_t layer, const Together& team) const;
+
  private:
   /// The score of a page's digest, in float64.
   [[nodiscard]] double page_score(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t page,
@@ -82,6 +94,9 @@ class Story {
   using Ranked = std::vector<std::pair<double, std::uint32_t>>;
   [[nodiscard]] Ranked ranked(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t begin,
                               std::uint32_t end) const;
+  /// Adds the outputs of a KV head's query heads at `token` that attend what is marked.
+  void attend_marked(std::uint32_t layer, std::uint32_t token, std::uint32_t kv, const std::vector<bool>& marked,
+                     std::vector<double>& out, std::vector<double>* lse) const;
   /// `choose(head, sink_end, recent_begin, marks)` sets the marks of what a query head chooses.
   template <class Choose>
   [[nodiscard]] std::vector<double> attended_as(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,

@@ -96,8 +96,8 @@ int main(void) {
   const char* const policy = "exact | int4 | top_p=0.95 | near=0";
   const model m = {create(policy), random_rows(Q_HEADS), random_rows(KV_HEADS), random_rows(KV_HEADS),
                    random_rows(Q_HEADS)};
-  const sluice_bucket mixed = {sizeof mixed, 1, 256, 1, 0, SLUICE_BUCKET_UNBOUNDED};
-  const sluice_bucket decode = {sizeof decode, 4, 0, 0, 0, SLUICE_BUCKET_UNBOUNDED};
+  const sluice_bucket mixed = {sizeof mixed, 1, 256, 1, 0, SLUICE_BUCKET_UNBOUNDED, 1};
+  const sluice_bucket decode = {sizeof decode, 4, 0, 0, 0, SLUICE_BUCKET_UNBOUNDED, 1};
   sluice_sequence s[3];
   check(sluice_engine_begin(m.engine, policy, &s[0]));
   check(sluice_engine_begin(m.engine, policy, &s[1]));

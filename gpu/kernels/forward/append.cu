@@ -4,31 +4,23 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/e4m3.cuh"
+#include "gpu/kernels/forward/describe.cuh"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/index/quantize.cuh"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
-#include "sluice/forward_tasks.hpp"
 #include "sluice/partial.hpp"
 
 namespace sluice::gpu {
 namespace {
 
+using namespace forward;
+
 constexpr std::uint32_t kThreads = 128;
 constexpr std::uint32_t kWarp = 32;
 constexpr std::uint32_t kMaxHeadDim = 256;
-
-__device__ float load_any(const std::byte* row, std::uint32_t channel, DType dtype) {
-  switch (dtype) {
-    case DType::f32: return detail::load_element<DType::f32>(row + 4 * channel);
-    case DType::f16: return detail::load_element<DType::f16>(row + 2 * channel);
-    case DType::bf16: return detail::load_element<DType::bf16>(row + 2 * channel);
-    case DType::fp8_e4m3: break;  // No tensor has it.
-  }
-  return 0.f;
-}
 
 /// One row of K or V to its far page and, if there is one, its near page, by one warp, whose lanes have four neighbouring
 /// elements at a time: what crosses the link goes in whole lines. `kept`, unless null, receives what a reader of the
@@ -111,51 +103,6 @@ __device__ void put_token(const ForwardMemory& m, const ForwardLayer& layer, std
   }
 }
 
-/// What the kernels that rank pages read of a row that chooses and a KV head.
-__device__ void describe_pages(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
-                               std::uint32_t list, std::uint32_t plane) {
-  const ScorePagesTask task = rank_task(m, row, list, plane);
-  scratch.page_tasks[list] = task;
-  std::uint32_t* const ranked = m.ranked_of(list, row.asks != 0);
-  for (std::uint32_t h = 0; h < m.shape.group(); ++h) {
-    scratch.page_rows[list * m.shape.group() + h] = {.values = task.out + std::uint64_t{h} * row.pages,
-                                                     .out = ranked + std::uint64_t{h} * row.page_picks,
-                                                     .count = row.pages,
-                                                     .k = row.page_picks};
-  }
-}
-
-/// What the kernels behind this one read of a row that chooses and a KV head.
-__device__ void describe(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
-                         std::uint32_t index, std::uint32_t head, std::uint32_t plane) {
-  const std::uint32_t group = m.shape.group();
-  const std::uint32_t list = index * m.shape.kv_heads + head;
-  const std::uint32_t first = list * group;
-  if (m.bucket.pages) describe_pages(m, scratch, row, list, plane);
-  const ScoreInt4Task task = estimate_task(m, row, list, plane);
-  scratch.score_tasks[list] = task;
-  const bool ranks = task.tokens != 0;
-  const std::uint32_t values = task.row(m.layout.page_tokens);
-  const ForwardCandidates candidates = candidates_of(m, row);
-  for (std::uint32_t h = 0; h < group && scratch.foresight.counts != nullptr; ++h)
-    scratch.foresight.counts[first + h] = 0;
-  for (std::uint32_t h = 0; h < group && m.bucket.unbounded; ++h) {
-    scratch.top_p_rows[first + h] = {.values = task.out + std::uint64_t{h} * values,
-                                     .mask = m.masks + std::uint64_t{first + h} * m.mask_words(),
-                                     .count = ranks && row.mass > 0.f ? values : 0,
-                                     .begin = candidates.begin,
-                                     .end = candidates.end,
-                                     .p = row.mass,
-                                     .softcap = m.shape.softcap};
-  }
-  for (std::uint32_t h = 0; h < group && m.bucket.top_k && m.bucket.pages; ++h) {
-    scratch.top_k_rows[first + h] = {.values = task.out + std::uint64_t{h} * values + candidates.begin,
-                                     .out = m.picks + std::uint64_t{first + h} * m.max_picks,
-                                     .count = candidates.end - candidates.begin,
-                                     .k = ranks && row.in_pages() ? row.picks : 0};
-  }
-}
-
 /// Queries of a group, of a row that chooses, to both sides.
 __device__ void put_queries(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t index,
                             std::uint32_t head) {
@@ -207,15 +154,17 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t head = blockIdx.y;
   const std::uint32_t plane = m.plane(layer.layer, head);
   const bool attends = layer.out.tokens != 0;
+  // Of teams another kernel describes what they choose from.
+  const bool describes = attends && m.bucket.drafts == 1 && blockIdx.x < m.bucket.decode_rows;
   if (m.state->status != ForwardStatus::running) {
     const float nan = __int_as_float(0x7fc0'0000);
     if (attends) fill_out(m, layer, blockIdx.x, head, nan, nan);
     // The kernels behind this one run all the same: on nothing, not on what another bucket has left.
-    if (attends && blockIdx.x < m.bucket.decode_rows && threadIdx.x == 0)
+    if (describes && threadIdx.x == 0)
       describe(m, scratch, ForwardRow{}, blockIdx.x, head, plane);
     return;
   }
-  if (attends && blockIdx.x < m.bucket.decode_rows) {
+  if (describes) {
     if (threadIdx.x == 0) describe(m, scratch, m.rows[blockIdx.x].in(layer.layer, m.window), blockIdx.x, head, plane);
     if (m.rows[blockIdx.x].list != kNone) put_queries(m, layer, blockIdx.x, head);
   }

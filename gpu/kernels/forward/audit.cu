@@ -29,12 +29,14 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) m.audit_counts[list] = near + far;
   const std::uint32_t group = m.shape.group();
   for (std::uint32_t i = threadIdx.x; i < group * m.shape.head_dim; i += kThreads) {
-    const std::uint32_t head = kv_head * group + i / m.shape.head_dim;
+    const auto [draft, head] = m.asker(kv_head * group + i / m.shape.head_dim);
+    if (draft >= max(row.drafts, 1u)) continue;
+    const std::uint32_t at = row.at + draft;
     const std::uint64_t to = list * group * m.shape.head_dim + i;
     m.audit_q[to] = m.q[std::uint64_t{index} * group * m.shape.head_dim + i];
-    m.audit_out[to] = detail::load_number(layer.out.row(row.at, head), layer.out.dtype, i % m.shape.head_dim);
+    m.audit_out[to] = detail::load_number(layer.out.row(at, head), layer.out.dtype, i % m.shape.head_dim);
     if (i % m.shape.head_dim == 0)
-      m.audit_lse[list * group + i / m.shape.head_dim] = layer.lse[std::uint64_t{row.at} * m.shape.q_heads + head];
+      m.audit_lse[list * group + i / m.shape.head_dim] = layer.lse[std::uint64_t{at} * layer.out.heads + head];
   }
 }
 

@@ -73,7 +73,7 @@ struct PrefillStage {
   Foresight foresight = scratch.foresight;
   const Bucket& bucket = memory.bucket;
   if (foresight.bounds == nullptr || !bucket.top_k || bucket.pages) return {};
-  foresight.bounds += std::uint64_t{layer} * memory.largest.decode_rows * memory.shape.q_heads;
+  foresight.bounds += std::uint64_t{layer} * (memory.largest.decode_rows / memory.drafts) * memory.shape.q_heads;
   return foresight;
 }
 
@@ -82,6 +82,10 @@ void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// What `append` leaves to do for teams: they are described, and their queries go to both sides.
+void launch_forward_teams(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// What of a team's rows some see and others do not, behind what they have attended near.
+void launch_forward_edge(const ForwardMemory& memory, const ForwardLayer& layer);
 /// Window `window` of the keys of all chunks, by as many thread blocks.
 void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage, const ForwardLayer& layer,
                           std::uint32_t window, std::uint32_t blocks);

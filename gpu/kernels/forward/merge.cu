@@ -18,6 +18,7 @@ void load_forward_audit_kernels();
 void load_forward_near_kernels();
 void load_forward_prefill_kernels();
 void load_forward_stamp_kernel();
+void load_forward_team_kernels();
 }  // namespace detail
 
 namespace {
@@ -62,7 +63,8 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
   }
 }
 
-/// Thread block i: row i / kv_heads, KV head i % kv_heads.
+/// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams.
+template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                  const __grid_constant__ ForwardLayer layer) {
@@ -74,13 +76,16 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t row = blockIdx.x / m.shape.kv_heads;
   const std::uint32_t head = blockIdx.x % m.shape.kv_heads;
   const std::uint64_t first = std::uint64_t{row} * m.shape.q_heads + head * group;
+  const std::uint32_t own = kTeams ? m.own_group() : group;  // Of one packed row.
+  const auto draft_of = [&](std::uint32_t h) { return kTeams ? h / own : 0; };
   if (threadIdx.x == 0) status = forward::await_answer(m);
   __syncthreads();
   const ForwardRow& chooses = m.rows[row];
   const bool goes_on = status == ForwardStatus::running;
   // Of a forward that did not begin the rows are not to be believed, and `append` has seen to its outputs.
   if ((!goes_on && status != ForwardStatus::abandoned) || chooses.list == kNone) return;
-  const bool has_near = goes_on && m.near_counts[blockIdx.x] != 0;
+  const bool has_near = goes_on && (kTeams || m.near_counts[blockIdx.x] != 0);  // A team's rows see themselves.
+  const std::uint32_t heads = kTeams ? chooses.drafts * own : group;
   // Whether there is anything in a list that the CPU has added to, the answer says.
   const bool asks = chooses.in(layer.layer, m.window).asks != 0;
   const bool has_far = goes_on && (asks || (!m.fetches && m.far_listed[blockIdx.x] != 0));
@@ -99,13 +104,18 @@ __global__ void __launch_bounds__(kThreads)
                                {.any = fetched, .lse = fetched ? m.fetched_lse[h] : kEmptyLse},
                                {.any = has_far && !(asks && far_lse == kEmptyLse), .lse = far_lse});
     weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
-    if (layer.lse != nullptr)
-      layer.lse[std::uint64_t{chooses.at} * m.shape.q_heads + head * group + threadIdx.x] = weights[threadIdx.x].lse;
+    if (layer.lse != nullptr && threadIdx.x < heads) {
+      const std::uint64_t packed = chooses.at + draft_of(threadIdx.x);
+      const std::uint32_t h = threadIdx.x - draft_of(threadIdx.x) * own;
+      layer.lse[packed * m.shape.kv_heads * own + head * own + h] = weights[threadIdx.x].lse;
+    }
   }
   __syncthreads();
-  for (std::uint32_t at = 4 * threadIdx.x; at < group * head_dim; at += 4 * kThreads) {
-    put_out(layer, layer.out.row(chooses.at, head * group + at / head_dim), at % head_dim, weights[at / head_dim],
-            m.near_out + first * head_dim + at, m.fetched_out + first * head_dim + at, far);
+  for (std::uint32_t at = 4 * threadIdx.x; at < heads * head_dim; at += 4 * kThreads) {
+    const std::uint32_t draft = draft_of(at / head_dim);
+    std::byte* const out = layer.out.row(chooses.at + draft, head * own + at / head_dim - draft * own);
+    put_out(layer, out, at % head_dim, weights[at / head_dim], m.near_out + first * head_dim + at,
+            m.fetched_out + first * head_dim + at, far);
     far = far_out(at + 4 * kThreads);
   }
 }
@@ -115,7 +125,8 @@ __global__ void __launch_bounds__(kThreads)
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   OverlappingLaunch(memory.bucket.decode_rows * memory.shape.kv_heads, kThreads, 0,
                     static_cast<cudaStream_t>(layer.stream))
-      .run(merge_kernel, "launch the merge kernel of a forward", memory, scratch, layer);
+      .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
+           memory, scratch, layer);
 }
 
 void load_forward_kernels() {
@@ -126,8 +137,10 @@ void load_forward_kernels() {
   detail::load_forward_near_kernels();
   detail::load_forward_prefill_kernels();
   detail::load_forward_stamp_kernel();
+  detail::load_forward_team_kernels();
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, merge_kernel), "load the merge kernel of a forward");
+  check(cudaFuncGetAttributes(&attributes, merge_kernel<false>), "load the merge kernel of a forward");
+  check(cudaFuncGetAttributes(&attributes, merge_kernel<true>), "load the merge kernel of a forward");
 }
 
 }  // namespace sluice::gpu

@@ -83,6 +83,7 @@ __device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t n
   auto& question = m.mailbox->question;
   question.forward = state.forward;
   question.layer = layer;
+  question.drafts = m.drafts;
   question.choices = all_choices;
   question.lists = gridDim.x / detail::cluster_blocks();
   __threadfence_system();

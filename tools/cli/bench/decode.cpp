@@ -1,15 +1,13 @@
 // `sluice bench decode`: time per token of a whole model, its attention by an Engine, against dense attention in device
 // memory.
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <optional>
 
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"
-#include "tools/cli/bench/dense_cache.hpp"
-#include "tools/cli/bench/random_numbers.hpp"
+#include "tools/cli/bench/decode_attention.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/engine_flags.hpp"
@@ -30,11 +28,21 @@ struct BenchDecodeOptions {
   std::uint32_t steps = 16;
   std::uint32_t warm_up = 16;
   std::uint32_t threads = 0;
+  std::uint32_t drafts = 1;
   DeviceFlags device;
   OutputOptions output;
 };
 
-constexpr std::uint32_t kImportChunk = 4096;
+/// What is timed: one token and, if drafts are asked for, as many new tokens one by one and together.
+std::vector<Verified> timed(const BenchDecodeOptions& options, bool dense) {
+  if (options.drafts == 1 || dense) return {{}};
+  return {{}, {.rows = options.drafts}, {.rows = options.drafts, .drafts = options.drafts}};
+}
+
+std::string to_string(const Verified& verified) {
+  if (verified.rows == 1) return "1 token";
+  return std::to_string(verified.rows) + (verified.drafts == 1 ? " one by one" : " together");
+}
 
 /// A placement and the policy that runs under it, e.g. `hybrid/sluice`; or `dense`: everything in device memory.
 struct Method {
@@ -67,96 +75,6 @@ std::vector<Method> parse_methods(const std::string& text) {
   return methods;
 }
 
-/// Random keys, values and queries in pinned memory. Every chunk of every layer starts at another place of one pool.
-class RandomPrompt {
- public:
-  RandomPrompt(Device& device, const AttentionShape& shape)
-      : shape_(shape), pool_(device.allocate_pinned(kPoolElements * sizeof(std::uint16_t))) {
-    fill_random_bf16({reinterpret_cast<std::uint16_t*>(pool_->data()), kPoolElements});
-  }
-  [[nodiscard]] TensorView rows(std::uint32_t salt, std::uint32_t tokens, std::uint32_t heads) const {
-    const std::uint64_t elements = std::uint64_t{tokens} * heads * shape_.head_dim;
-    const std::uint64_t places = (kPoolElements - elements) / shape_.head_dim;
-    const std::byte* data =
-        pool_->data() + std::uint64_t{salt} * 2'654'435'761u % places * shape_.head_dim * sizeof(std::uint16_t);
-    return dense_view(data, DType::bf16, tokens, heads, shape_.head_dim);
-  }
-
- private:
-  static constexpr std::size_t kPoolElements = 24u << 20;
-  AttentionShape shape_;
-  std::unique_ptr<Buffer> pool_;
-};
-
-/// put(layer, k, v, queries) for every chunk of the prompt, layer by layer; queries of its newest tokens come last.
-void for_each_chunk(
-    const RandomPrompt& prompt, const AttentionShape& shape, std::uint32_t tokens,
-    const std::function<void(LayerId, const TensorView&, const TensorView&, const TensorView&)>& put) {
-  constexpr std::uint32_t kQueries = 32;
-  std::uint32_t salt = 0;
-  for (std::uint32_t at = 0; at < tokens; at += kImportChunk) {
-    const std::uint32_t count = std::min(kImportChunk, tokens - at);
-    const std::uint32_t shown = at + count == tokens ? std::min(kQueries, count) : 0;
-    for (LayerId layer{0}; layer.value < shape.layers; ++layer.value, salt += 3) {
-      put(layer, prompt.rows(salt + 1, count, shape.kv_heads), prompt.rows(salt + 2, count, shape.kv_heads),
-          prompt.rows(salt + 3, shown, shape.q_heads));
-    }
-  }
-}
-
-/// One method at one length: attention for a model's forwards of one token, behind a prompt that it holds.
-class Attention {
- public:
-  virtual ~Attention() = default;
-  virtual void begin() {}
-  virtual void attend(const AttentionCall& call) = 0;
-  virtual void end() {}
-};
-
-class DenseAttention final : public Attention {
- public:
-  DenseAttention(const AttentionShape& shape, const RandomPrompt& prompt, std::uint32_t tokens, std::uint32_t steps,
-                 Device& device, Stream& stream)
-      : stream_(stream), cache_(shape, tokens + steps, device) {
-    for_each_chunk(prompt, shape, tokens, [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView&) {
-      cache_.append(layer, k, v, stream_);
-    });
-    stream_.synchronize(deadline_after(std::chrono::minutes(2)));
-  }
-  void attend(const AttentionCall& call) override { cache_.attend(call, stream_); }
-
- private:
-  Stream& stream_;
-  DenseCache cache_;
-};
-
-class EngineAttention final : public Attention {
- public:
-  EngineAttention(const EngineOptions& options, const PolicySpec& policy, const RandomPrompt& prompt,
-                  std::uint32_t tokens, const std::shared_ptr<Device>& device, Stream& stream)
-      : stream_(stream.native_handle()), engine_(options, device), item_{.sequence = engine_.begin(policy)} {
-    bucket_ = engine_.options().largest;
-    bucket_.prefill_rows = bucket_.prefills = 0;
-    for_each_chunk(prompt, options.shape, tokens,
-                   [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView& q) {
-                     engine_.import_prefix(item_.sequence, layer, k, v, stream_, q);
-                   });
-  }
-  void begin() override { batch_ = engine_.plan({&item_, 1}, bucket_, stream_); }
-  void attend(const AttentionCall& call) override {
-    engine_.attend(bucket_, call.layer, call.q, call.k, call.v, call.out, stream_);
-  }
-  void end() override { engine_.finish(batch_); }
-  [[nodiscard]] const sluice::Engine& engine() const noexcept { return engine_; }
-
- private:
-  void* stream_;
-  sluice::Engine engine_;
-  PlanItem item_;
-  Bucket bucket_;
-  Batch batch_;
-};
-
 class DecodeBench {
  public:
   DecodeBench(const BenchDecodeOptions& options, std::shared_ptr<Device> device)
@@ -168,7 +86,8 @@ class DecodeBench {
         stream_(device_->create_stream("bench")),
         near_(parse_share(options.near, "--near")) {
     table_ = {.key = "decode",
-              .title = "Time per output token behind a random prompt; " + std::string(kDecodeNote),
+              .title = std::string("Time per ") + (options.drafts == 1 ? "output token" : "forward") +
+                       " behind a random prompt; " + kDecodeNote,
               .columns = {},
               .rows = {}};
   }
@@ -177,13 +96,13 @@ class DecodeBench {
     std::optional<double> first;
     for (std::size_t m = 0; m < methods.size(); ++m) {
       bar.update(m, methods.size(), std::to_string(length) + " tokens: " + methods[m].name);
-      run(length, methods[m], first);
+      for (const Verified& verified : timed(options_, methods[m].dense)) run(length, methods[m], verified, first);
     }
   }
   [[nodiscard]] Table take() { return std::move(table_); }
 
  private:
-  [[nodiscard]] EngineOptions sizes(const Method& method, std::uint32_t length) const {
+  [[nodiscard]] EngineOptions sizes(const Method& method, std::uint32_t length, const Verified& verified) const {
     EngineFlags flags;
     flags.placement = method.placement;
     flags.kv_dtype = options_.kv_dtype;
@@ -191,40 +110,47 @@ class DecodeBench {
     flags.prefill_chunk = 1;
     EngineOptions sizes = sized(flags, shape_, {&method.policy, 1},
                                 {.page_tokens = page_tokens_for(method.policy, flags),
-                                 .tokens = length + options_.warm_up + options_.steps,
+                                 .tokens = length + options_.warm_up + options_.steps + verified.rows,
                                  .near = near_});
+    sizes.largest.decode_rows = verified.rows;
+    sizes.largest.drafts = verified.drafts;
     sizes.import_rows = std::min(kImportChunk, length);
     return sizes;
   }
 
-  void run(std::uint32_t length, const Method& method, std::optional<double>& first) {
+  void run(std::uint32_t length, const Method& method, const Verified& verified, std::optional<double>& first) {
     DecodeScore score;
     std::vector<double> token_ms;
     std::uint64_t device_bytes = 0;
     PageLayout layout{.page_tokens = 16, .head_dim = shape_.head_dim, .dtype = DType::bf16};
     if (method.dense) {
       DenseAttention attention(shape_, prompt_, length, options_.warm_up + options_.steps, *device_, *stream_);
-      (void)decode(attention, length, options_.warm_up);
-      token_ms = decode(attention, length + options_.warm_up, options_.steps);
+      (void)decode(attention, length, options_.warm_up, verified.rows);
+      token_ms = decode(attention, length + options_.warm_up, options_.steps, verified.rows);
     } else {
-      EngineAttention attention(sizes(method, length), method.policy, prompt_, length, device_, *stream_);
+      EngineAttention attention(sizes(method, length, verified), method.policy, prompt_, length, device_, *stream_);
       layout.page_tokens = attention.engine().options().page_tokens;
       layout.dtype = options_.kv_dtype;
-      (void)decode(attention, length, options_.warm_up);
+      (void)decode(attention, length, options_.warm_up, verified.rows);
       const EngineStats before = attention.engine().stats();
-      token_ms = decode(attention, length + options_.warm_up, options_.steps);
+      token_ms = decode(attention, length + options_.warm_up, options_.steps, verified.rows);
       score.stats = since(before, attention.engine().stats());
       score.tokens = options_.steps;
-      for (std::uint32_t i = 0; i < options_.steps; ++i) score.dense_tokens += length + options_.warm_up + i + 1;
+      for (std::uint32_t i = 0; i < options_.steps; ++i)
+        score.dense_tokens += length + options_.warm_up + i + verified.rows;
       device_bytes = attention.engine().memory().device();
     }
     const double p50 = percentile(token_ms, 0.5);
     if (!first) first = p50;
-    std::vector<Column> columns = {{"length_tokens", "length"},          {"method", "method"},
-                                   {"tpot_p50_ms", "ms/token", 2},       {"tpot_p95_ms", "p95", 2},
-                                   {"speedup_over_first", "x first", 2}, {"device_bytes", "device B"}};
+    const bool drafts = options_.drafts != 1;
+    std::vector<Column> columns = {{"length_tokens", "length"},
+                                   {"method", "method"},
+                                   {drafts ? "forward_p50_ms" : "tpot_p50_ms", drafts ? "ms/forward" : "ms/token", 2},
+                                   {drafts ? "forward_p95_ms" : "tpot_p95_ms", "p95", 2},
+                                   {"speedup_over_first", "x first", 2},
+                                   {"device_bytes", "device B"}};
     std::vector<Json> row = {length,
-                             method.name,
+                             drafts ? method.name + ", " + to_string(verified) : method.name,
                              p50,
                              percentile(token_ms, 0.95),
                              *first / p50,
@@ -234,22 +160,25 @@ class DecodeBench {
     table_.rows.push_back(std::move(row));
   }
 
-  /// Milliseconds of each token.
-  std::vector<double> decode(Attention& attention, std::uint32_t position, std::uint32_t steps) {
+  /// Milliseconds of each forward, of `rows` new tokens of which the first stays.
+  std::vector<double> decode(Attention& attention, std::uint32_t position, std::uint32_t steps, std::uint32_t rows) {
     Activations work;
     work.stream = stream_.get();
     work.timeout = std::chrono::minutes(2);
-    std::vector<float> logits(model_.config().vocab_size);
+    const std::uint32_t vocabulary = model_.config().vocab_size;
+    std::vector<float> logits(std::size_t{rows} * vocabulary);
+    std::vector<PlacedToken> placed(rows);
     std::vector<double> token_ms;
     for (std::uint32_t i = 0; i < steps; ++i) {
       stop_if_interrupted();  // Nothing is queued here: the logits were waited for.
       const Clock::time_point begin = Clock::now();
-      const PlacedToken placed{token_, position + i};
+      for (std::uint32_t r = 0; r < rows; ++r)
+        placed[r] = {static_cast<int>((static_cast<std::uint32_t>(token_) + r) % vocabulary), position + i + r};
       attention.begin();
-      model_.forward(std::span(&placed, 1), [&](const AttentionCall& call) { attention.attend(call); }, work);
-      attention.end();
-      model_.logits(work, 1, logits);
-      token_ = argmax(logits);
+      model_.forward(placed, [&](const AttentionCall& call) { attention.attend(call); }, work);
+      attention.end(position + i + 1);
+      model_.logits(work, rows, logits);
+      token_ = argmax(std::span(logits).first(vocabulary));
       token_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
     }
     return token_ms;
@@ -289,6 +218,7 @@ int run(const BenchDecodeOptions& options) {
                            {"kv_dtype", to_string(options.kv_dtype)},
                            {"steps", options.steps},
                            {"warm_up", options.warm_up},
+                           {"drafts", options.drafts},
                            {"threads", options.threads},
                            {"device", device->info().name},
                            {"transfer", options.device.transfer}}};
@@ -319,12 +249,15 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   add_count(*command, "--steps", options->steps, "Timed tokens", {.least = 1, .most = 4096});
   add_count(*command, "--warm-up", options->warm_up, "Tokens before those", {.most = 4096});
+  add_count(*command, "--drafts", options->drafts,
+            "Also forwards of as many new tokens of a sequence, one of which stays: one by one, and together",
+            {.least = 1, .most = kMostGroup});
   add_count(*command, "--threads", options->threads, "Threads of host work; 0: all cores", {.most = 4096});
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(
       "The prompt's keys and values are random numbers, imported without computing them; decoding is the model's own,\n"
-      "enqueued layer by layer.");
+      "enqueued layer by layer. With --drafts times are of forwards, which accept one token of those that they verify.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

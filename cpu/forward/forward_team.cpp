@@ -1,0 +1,59 @@
+// Rows of a team that attend together: what some of them see and others do not.
+#include "cpu/backend/verbs.hpp"
+#include "cpu/forward/forward_layer.hpp"
+#include "sluice/forward_tasks.hpp"
+#include "sluice/partial.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// A head's result becomes part of what it has attended near, if that is anything.
+void add_to_near(const ForwardMemory& m, std::uint64_t h, bool any, const float* out, float lse) {
+  float* const near = m.near_out + h * m.shape.head_dim;
+  float& mass = m.near_lse[h];
+  // Keys were attended and weigh nothing that is a number: `merge` says so of what is not above the empty lse.
+  const bool numbers = lse > kEmptyLse && (!any || mass > kEmptyLse);
+  const MergeWeights weights = merge_weights(any ? mass : kEmptyLse, lse);
+  for (std::uint32_t c = 0; c < m.shape.head_dim; ++c)
+    near[c] = any ? weights.a * near[c] + weights.b * out[c] : out[c];
+  mass = numbers ? weights.lse : kEmptyLse;
+}
+
+}  // namespace
+
+void attend_edge(const Kernels& kernels, const ForwardMemory& m, const ForwardRow& row, std::uint32_t plane,
+                 std::uint32_t index) {
+  const ForwardEdge edge = edge_of(row, m.window);
+  const std::uint32_t own = m.own_group();
+  const std::byte* keys[ForwardEdge::kMost];
+  const float* scales[ForwardEdge::kMost];
+  float out[kMaxGroup * kMaxHeadDim];
+  float lse[kMaxGroup];
+  // Each row by itself: what it does not see may be no number.
+  for (std::uint32_t draft = 0; draft < row.drafts; ++draft) {
+    std::uint32_t count = 0;
+    for (std::uint32_t i = 0; i < edge.count(); ++i) {
+      if (!edge.sees(draft, edge.token(i))) continue;
+      const std::uint32_t at = m.row_of(row.list, edge.token(i));
+      if (m.far_layout.scaled()) scales[count] = m.far_scales(plane, at);
+      keys[count++] = m.far_key(plane, at);
+    }
+    const std::uint64_t first = first_head(m, index) + draft * own;
+    kernels_for(kernels, m.far_layout.dtype)
+        .attend({.q = m.q + first * m.shape.head_dim,
+                 .scale = m.shape.score_scale(),
+                 .softcap = m.shape.softcap,
+                 .k = keys,
+                 .v_offset = m.far_layout.half_bytes(),
+                 .scales = m.far_layout.scaled() ? scales : nullptr,
+                 .count = count,
+                 .group = own,
+                 .head_dim = m.shape.head_dim,
+                 .out = out,
+                 .lse = lse});
+    for (std::uint32_t h = 0; h < own; ++h)
+      add_to_near(m, first + h, m.near_counts[index] != 0, out + h * m.shape.head_dim, lse[h]);
+  }
+}
+
+}  // namespace sluice::cpu

@@ -1,0 +1,65 @@
+#pragma once
+
+#include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/forward/forward.hpp"
+#include "sluice/forward_tasks.hpp"
+
+/// What the kernels behind `append` need to know of rows that choose, by one thread.
+namespace sluice::gpu::forward {
+
+__device__ inline float load_any(const std::byte* row, std::uint32_t channel, DType dtype) {
+  switch (dtype) {
+    case DType::f32: return detail::load_element<DType::f32>(row + 4 * channel);
+    case DType::f16: return detail::load_element<DType::f16>(row + 2 * channel);
+    case DType::bf16: return detail::load_element<DType::bf16>(row + 2 * channel);
+    case DType::fp8_e4m3: break;  // No tensor has it.
+  }
+  return 0.f;
+}
+
+/// What the kernels that rank pages read of a row that chooses and a KV head.
+__device__ inline void describe_pages(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
+                               std::uint32_t list, std::uint32_t plane) {
+  const ScorePagesTask task = rank_task(m, row, list, plane);
+  scratch.page_tasks[list] = task;
+  std::uint32_t* const ranked = m.ranked_of(list, row.asks != 0);
+  for (std::uint32_t h = 0; h < m.shape.group(); ++h) {
+    scratch.page_rows[list * m.shape.group() + h] = {.values = task.out + std::uint64_t{h} * row.pages,
+                                                     .out = ranked + std::uint64_t{h} * row.page_picks,
+                                                     .count = row.pages,
+                                                     .k = row.page_picks};
+  }
+}
+
+/// What the kernels behind this one read of a row that chooses and a KV head.
+__device__ inline void describe(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
+                         std::uint32_t index, std::uint32_t head, std::uint32_t plane) {
+  const std::uint32_t group = m.shape.group();
+  const std::uint32_t list = index * m.shape.kv_heads + head;
+  const std::uint32_t first = list * group;
+  if (m.bucket.pages) describe_pages(m, scratch, row, list, plane);
+  const ScoreInt4Task task = estimate_task(m, row, list, plane);
+  scratch.score_tasks[list] = task;
+  const bool ranks = task.tokens != 0;
+  const std::uint32_t values = task.row(m.layout.page_tokens);
+  const ForwardCandidates candidates = candidates_of(m, row);
+  for (std::uint32_t h = 0; h < group && scratch.foresight.counts != nullptr; ++h)
+    scratch.foresight.counts[first + h] = 0;
+  for (std::uint32_t h = 0; h < group && m.bucket.unbounded; ++h) {
+    scratch.top_p_rows[first + h] = {.values = task.out + std::uint64_t{h} * values,
+                                     .mask = m.masks + std::uint64_t{first + h} * m.mask_words(),
+                                     .count = ranks && row.mass > 0.f ? values : 0,
+                                     .begin = candidates.begin,
+                                     .end = candidates.end,
+                                     .p = row.mass,
+                                     .softcap = m.shape.softcap};
+  }
+  for (std::uint32_t h = 0; h < group && m.bucket.top_k && m.bucket.pages; ++h) {
+    scratch.top_k_rows[first + h] = {.values = task.out + std::uint64_t{h} * values + candidates.begin,
+                                     .out = m.picks + std::uint64_t{first + h} * m.max_picks,
+                                     .count = candidates.end - candidates.begin,
+                                     .k = ranks && row.in_pages() ? row.picks : 0};
+  }
+}
+
+}  // namespace sluice::gpu::forward
