@@ -155,10 +155,16 @@ void seat_tokens(const ForwardMemory& m) {
   }
   for (std::uint32_t p = 0; p < m.planes(); ++p) {
     const Plane plane(m, p);
-    seat_coming(m, plane, true, 0, forward, {kNearPatience, kNearAgain, 0});
+    for (std::uint32_t stack = 0; stack < m.stacks; ++stack) {
+      if (m.has_layer(stack, p))
+        seat_coming(m.of_stack(stack), plane, true, 0, forward, {kNearPatience, kNearAgain, 0});
+    }
     // The newest of prompts, and in their order, so that the oldest give way first later on.
     const std::size_t most = std::min<std::size_t>(prompts, plane.rows());
-    seat_coming(m, plane, false, prompts - most, forward - kNearPatience, {kNearPatience});
+    for (std::uint32_t stack = 0; stack < m.stacks; ++stack) {
+      if (m.has_layer(stack, p))
+        seat_coming(m.of_stack(stack), plane, false, prompts - most, forward - kNearPatience, {kNearPatience});
+    }
   }
 }
 

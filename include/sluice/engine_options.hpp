@@ -19,6 +19,10 @@
 
 namespace sluice {
 
+/// Of layers with windows a sequence keeps as many tokens beyond what its next one sees, so that it can always be forked
+/// or truncated by as many.
+inline constexpr std::uint32_t kWindowSlack = 64;
+
 /// Everything that is fixed when an Engine is built.
 struct EngineOptions {
   AttentionShape shape;  ///< required; its scale and softcap are 0, those below count

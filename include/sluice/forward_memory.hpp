@@ -11,9 +11,16 @@
 
 namespace sluice {
 
+/// A layer among those that share blocks with it.
+struct ForwardLayerPlace {
+  std::uint32_t stack = 0;
+  std::uint32_t at = 0;  ///< in the stack
+};
+
 /// Where everything lies that the verbs of one engine read and write. Pages of one layer and KV head form a plane;
-/// block b of a plane is its page `b`, so that one block list serves all planes. Sizes in brackets: of `largest`, in
-/// whose first rows a forward of a smaller bucket works.
+/// block b of a plane is its page `b`, so that one block list serves all planes. Layers with windows may be in *stacks*
+/// of their own, each with a block list for every sequence: then a plane is of one layer of each stack, whose blocks
+/// are different ones. Sizes in brackets: of `largest`, in whose first rows a forward of a smaller bucket works.
 struct ForwardMemory {
   AttentionShape shape;
   PageLayout layout;                    ///< of near pages; digests have its dtype
@@ -43,12 +50,19 @@ struct ForwardMemory {
   const std::uint32_t* windows = nullptr;
   std::uint32_t widest = 0;  ///< of them that are not longer than sequences
   std::uint32_t window = 0;  ///< of the layer that the verbs of a layer are called for; 0: its rows see all tokens
+  std::uint32_t first_plane = kNone;  ///< of that layer
+  std::uint32_t stacks = 1;
+  std::uint32_t stack_layers = 0;     ///< layers of a stack
+  std::uint32_t last_layers = 0;      ///< of the last one, which may have fewer
+  std::uint32_t list_count = 0;       ///< block lists of a stack
+  /// [layers] memory of the host that devices do not read; null: all layers are one stack.
+  const ForwardLayerPlace* places = nullptr;
 
   // Memory of the device.
   std::byte* near = nullptr;       ///< [planes, near_pages] pages, whose rows hold any tokens of their plane
   std::byte* codes = nullptr;      ///< [planes, blocks] 4-bit copies, see Int4Layout
   std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
-  std::uint32_t* lists = nullptr;  ///< [lists, max_pages] blocks
+  std::uint32_t* lists = nullptr;  ///< [stacks, list_count, max_pages] blocks; for the verbs of a layer its stack's
   /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or the newest forward that attended the row far,
   /// 0 if there was none. Not there if near_pages is 0.
   std::uint32_t* near_of = nullptr;
@@ -115,8 +129,19 @@ struct ForwardMemory {
   }
   /// The same for the verbs of a layer.
   [[nodiscard]] constexpr ForwardMemory in(std::uint32_t layer) const noexcept {
-    ForwardMemory memory = *this;
+    const ForwardLayerPlace place = place_of(layer);
+    ForwardMemory memory = of_stack(place.stack);
     memory.window = window_in(layer);
+    memory.first_plane = place.at * shape.kv_heads;
+    return memory;
+  }
+  [[nodiscard]] constexpr ForwardLayerPlace place_of(std::uint32_t layer) const noexcept {
+    return places == nullptr ? ForwardLayerPlace{.at = layer} : places[layer];
+  }
+  /// The same with the block lists of a stack.
+  [[nodiscard]] constexpr ForwardMemory of_stack(std::uint32_t stack) const noexcept {
+    ForwardMemory memory = *this;
+    memory.lists += std::uint64_t{stack} * list_count * max_pages;
     return memory;
   }
   /// The same as verbs see it whose rows are teams of `of` packed rows each: a row has as many times the query heads.
@@ -140,8 +165,17 @@ struct ForwardMemory {
     const std::uint32_t own = own_group();
     return {.draft = head % shape.group() / own, .head = head / shape.group() * own + head % own};
   }
-  [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return shape.layers * shape.kv_heads; }
+  [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return stack_layers * shape.kv_heads; }
   [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
+    return (first_plane != kNone ? first_plane : place_of(layer).at * shape.kv_heads) + kv_head;
+  }
+  /// Whether a stack has a layer in this plane.
+  [[nodiscard]] constexpr bool has_layer(std::uint32_t stack, std::uint32_t plane) const noexcept {
+    return stack + 1 != stacks || plane < last_layers * shape.kv_heads;
+  }
+  /// KV heads of all layers, counted layer by layer.
+  [[nodiscard]] constexpr std::uint32_t layer_heads() const noexcept { return shape.layers * shape.kv_heads; }
+  [[nodiscard]] constexpr std::uint32_t layer_head(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
     return layer * shape.kv_heads + kv_head;
   }
   /// Scores of a query head in a forward of this bucket: of all tokens, or of those in its pages and of the pages of
@@ -174,7 +208,7 @@ struct ForwardMemory {
   [[nodiscard]] constexpr std::uint32_t* list_of(std::uint32_t list) const noexcept {
     return lists + std::uint64_t{list} * max_pages;
   }
-  /// The far row of a sequence's token, the same in every plane.
+  /// The far row of a sequence's token, the same in every plane, of the layers of a stack.
   [[nodiscard]] constexpr std::uint32_t row_of(std::uint32_t list, std::uint32_t token) const noexcept {
     const std::uint32_t block = list_of(list)[token >> page_shift];
     return (block << page_shift) | (token & (layout.page_tokens - 1));

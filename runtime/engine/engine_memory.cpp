@@ -21,7 +21,7 @@ void take(Carver& parts, T*& part, std::uint64_t count) {
 std::uint64_t heads(const ForwardMemory& m) { return std::uint64_t{m.largest.decode_rows} * m.shape.q_heads; }
 std::uint64_t kv_heads(const ForwardMemory& m) { return std::uint64_t{m.largest.decode_rows} * m.shape.kv_heads; }
 
-std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t scratch, std::byte* from) {
+std::uint64_t carve_device(ForwardMemory& m, std::uint64_t scratch, std::byte* from) {
   Carver parts(from);
   take(parts, m.state, 1);
   if (m.near_pages != 0) {
@@ -29,7 +29,7 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint32_t lists, std::uint64_t 
     take(parts, m.near_rows, m.near_row(m.planes(), 0));
     take(parts, m.near_hands, m.planes());
   }
-  take(parts, m.lists, std::uint64_t{lists} * m.max_pages);
+  take(parts, m.lists, std::uint64_t{m.stacks} * m.list_count * m.max_pages);
   take(parts, m.tokens, m.append_rows);
   take(parts, m.rows, m.largest.decode_rows);
   take(parts, m.chunks, m.largest.prefills);
@@ -65,10 +65,10 @@ void carve_audit(Carver& parts, ForwardMemory& m) {
   take(parts, m.audit_counts, m.shape.layers * kv_heads(m));
 }
 
-std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t lists, std::uint64_t listed_blocks,
-                           std::byte* from) {
+std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint64_t listed_blocks, std::byte* from) {
   Carver parts(from);
   ForwardMemory shared = slips.front();
+  const std::uint64_t lists = std::uint64_t{shared.stacks} * shared.list_count;
   take(parts, shared.mailbox, 1);
   take(parts, shared.far_q, heads(shared) * shared.shape.head_dim);
   if (shared.largest.pages && shared.tail_rows != 0) {
@@ -100,15 +100,31 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint32_t list
     take(parts, m.slip_lists, lists);
     take(parts, m.slip_blocks, listed_blocks);
     take(parts, m.slip_freed, m.blocks);
-    take(parts, m.slip_copies, 2 * std::uint64_t{lists});
+    take(parts, m.slip_copies, 2 * lists);
   }
   return parts.used();
 }
 
-Bucket largest_of(const EngineOptions& options, const PageLayout& layout, std::uint32_t blocks) {
+/// Tokens that forwards may bring to a sequence before it has them for good.
+std::uint64_t coming_tokens(const EngineOptions& options) {
+  const std::uint32_t most = std::max(options.largest.prefill_rows, options.largest.decode_rows);
+  return std::max<std::uint64_t>(std::uint64_t{options.in_flight} * most, options.import_rows);
+}
+
+LayerStacks stacks_of(const EngineOptions& options) {
+  return {options.shape.layers, options.windows, options.page_tokens};
+}
+
+Bucket largest_of(const EngineOptions& options, const LayerStacks& stacks, const PageLayout& layout,
+                  std::uint32_t blocks) {
   Bucket bucket = options.largest;
-  const std::uint32_t longest = blocks * layout.page_tokens;
-  const std::uint32_t tokens = bucket.max_tokens == 0 ? longest : std::min(bucket.max_tokens, longest);
+  const std::uint64_t pages = stacks.pages_in(blocks, coming_tokens(options));
+  std::uint64_t tokens = bucket.max_tokens;
+  // Where all layers have windows memory is no bound; unless one is named, it is as if everything were kept.
+  if (tokens == 0 || pages != ~std::uint64_t{0}) {
+    const std::uint64_t longest = std::min<std::uint64_t>(pages, blocks) * layout.page_tokens;
+    tokens = tokens == 0 ? longest : std::min(tokens, longest);
+  }
   bucket.max_tokens = static_cast<std::uint32_t>(div_up(tokens, layout.page_tokens)) * layout.page_tokens;
   return bucket;
 }
@@ -120,8 +136,13 @@ std::uint64_t near_bytes_of(const ForwardMemory& memory, std::uint64_t pages) {
 }
 
 /// Sizes, and no memory yet.
-ForwardMemory described(const EngineOptions& options) {
+ForwardMemory described(const EngineOptions& options, const LayerStacks& stacks) {
   ForwardMemory memory;
+  memory.stacks = stacks.count();
+  memory.stack_layers = stacks.layers();
+  memory.last_layers = options.shape.layers - (stacks.count() - 1) * stacks.layers();
+  memory.list_count = options.sequences;
+  memory.places = stacks.places();
   memory.shape = options.shape;
   memory.shape.scale = options.scale;
   memory.shape.softcap = options.softcap;
@@ -130,7 +151,7 @@ ForwardMemory described(const EngineOptions& options) {
   memory.blocks = static_cast<std::uint32_t>(options.host_bytes / block_bytes_of(memory));
   memory.near_pages = static_cast<std::uint32_t>(options.near_bytes / near_bytes_of(memory, 1));
   memory.promotions = memory.near_pages == 0 ? 0 : options.promotions;
-  memory.largest = memory.bucket = largest_of(options, memory.layout, memory.blocks);
+  memory.largest = memory.bucket = largest_of(options, stacks, memory.layout, memory.blocks);
   memory.max_pages = memory.largest.max_tokens / memory.layout.page_tokens;
   memory.append_rows = std::max(memory.largest.rows(), options.import_rows);
   memory.max_picks = std::min(options.max_picks, memory.largest.max_tokens);
@@ -153,7 +174,7 @@ ForwardMemory described(const EngineOptions& options) {
 
 /// Entries of lists of blocks that a slip has room for.
 std::uint64_t listed_blocks(const EngineOptions& options, const ForwardMemory& memory) {
-  return std::uint64_t{std::min(options.sequences, memory.append_rows)} * memory.max_pages;
+  return std::uint64_t{std::min(options.sequences, memory.append_rows)} * memory.stacks * memory.max_pages;
 }
 
 std::uint64_t codes_bytes_of(const ForwardMemory& memory) {
@@ -166,20 +187,22 @@ std::uint64_t digests_bytes_of(const ForwardMemory& memory) {
 }  // namespace
 
 EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const ForwardVerbs* verbs) {
-  ForwardMemory memory = described(options);
+  const LayerStacks stacks = stacks_of(options);
+  ForwardMemory memory = described(options, stacks);
   const std::uint64_t scratch = verbs == nullptr ? 0 : verbs->scratch_bytes(memory);
   std::vector<ForwardMemory> slips(options.in_flight, memory);
   return {.far_pages = memory.blocks * block_bytes_of(memory),
-          .pinned = carve_pinned(slips, options.sequences, listed_blocks(options, memory), nullptr),
+          .pinned = carve_pinned(slips, listed_blocks(options, memory), nullptr),
           .near_pages = near_bytes_of(memory, memory.near_pages),
           .codes = codes_bytes_of(memory),
           .digests = options.digests ? digests_bytes_of(memory) : 0,
-          .buffers = carve_device(memory, options.sequences, scratch, nullptr)};
+          .buffers = carve_device(memory, scratch, nullptr)};
 }
 
 EngineMemory::EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs,
-                           const cpu::Topology& topology, std::uint32_t numa_node, const cpu::Workers& workers) {
-  ForwardMemory memory = described(options);
+                           const cpu::Topology& topology, std::uint32_t numa_node, const cpu::Workers& workers)
+    : stacks_(stacks_of(options)), coming_(coming_tokens(options)) {
+  ForwardMemory memory = described(options, stacks_);
   far_ = std::make_unique<cpu::HostPool>(
       cpu::HostPoolOptions{
           .layout = memory.far_layout, .bytes = memory.blocks * block_bytes_of(memory), .numa_node = numa_node},
@@ -196,20 +219,20 @@ void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memo
   codes_ = device.allocate(codes_bytes_of(memory));
   if (options.digests) digests_ = device.allocate(digests_bytes_of(memory));
   const std::uint64_t scratch = verbs.scratch_bytes(memory);
-  device_ = device.allocate(carve_device(memory, options.sequences, scratch, nullptr));
-  (void)carve_device(memory, options.sequences, scratch, device_->data());
+  device_ = device.allocate(carve_device(memory, scratch, nullptr));
+  (void)carve_device(memory, scratch, device_->data());
   memory.near = near_ ? near_->data() : device_->data();
   memory.codes = codes_->data();
   if (digests_) memory.digests = digests_->data();
 }
 
 void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory& memory, Device& device) {
-  copies_ = 2 * options.sequences;
+  copies_ = 2 * options.sequences * memory.stacks;
   slips_.assign(options.in_flight, memory);
   std::vector<ForwardMemory> counted = slips_;
   const std::uint64_t listed = listed_blocks(options, memory);
-  pinned_ = device.allocate_pinned(carve_pinned(counted, options.sequences, listed, nullptr));
-  (void)carve_pinned(slips_, options.sequences, listed, pinned_->data());
+  pinned_ = device.allocate_pinned(carve_pinned(counted, listed, nullptr));
+  (void)carve_pinned(slips_, listed, pinned_->data());
 }
 
 void EngineMemory::copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cpu/machine/host_pool.hpp"
+#include "runtime/kv/layer_stacks.hpp"
 #include "sluice/device.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/forward_verbs.hpp"
@@ -30,7 +31,10 @@ class EngineMemory {
     memory.bucket = bucket;
     return memory;
   }
-  /// Of blocks that a slip has room for: two of every sequence, should a plan not be enqueued.
+  [[nodiscard]] const LayerStacks& stacks() const noexcept { return stacks_; }
+  /// Tokens that forwards may bring to a sequence before it has them for good.
+  [[nodiscard]] std::uint64_t coming() const noexcept { return coming_; }
+  /// Of blocks that a slip has room for: two of every block list, should a plan not be enqueued.
   [[nodiscard]] std::uint32_t copies() const noexcept { return copies_; }
   /// What `block` holds of tokens [0, tokens) becomes what `copy` holds, keys and values of all planes.
   void copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept;
@@ -47,6 +51,8 @@ class EngineMemory {
   /// Device memory as an engine begins: nothing is near, everything else is 0.
   void clear(const EngineOptions& options, Device& device);
 
+  LayerStacks stacks_;
+  std::uint64_t coming_;
   std::uint32_t copies_ = 0;
   std::unique_ptr<cpu::HostPool> far_;
   std::unique_ptr<Buffer> near_;

@@ -59,7 +59,9 @@ runtime::ParkHead Engine::Impl::park_head(SequenceId id, std::string_view model)
                          .model = std::string(model),
                          .policy = to_string(sequence.spec),
                          .policy_name = sequence.spec.name,
-                         .rests = sequence.bets.rests};
+                         .rests = sequence.bets.rests,
+                         .passed = passed_pages(sequence) * options.page_tokens,
+                         .windows = options.windows};
   const Sequence::Tail& tail = sequence.tail;
   if (tail.slot != kNone && tail.begin < tail.end) {
     head.tail_begin = tail.begin;
@@ -83,8 +85,10 @@ void Engine::Impl::park(SequenceId id, const runtime::ParkHead& head, runtime::P
     for (std::uint32_t token = head.tail_begin; token < head.tail_end; ++token)
       body.put(std::as_bytes(tail_of(sequence, layer, token)));
   }
-  for (std::uint32_t plane = 0; plane < memory.largest().planes(); ++plane)
-    for_each_run(sequence, plane, [&](std::span<std::byte> rows) { body.put(rows); });
+  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+    for (std::uint32_t kv_head = 0; kv_head < options.shape.kv_heads; ++kv_head)
+      for_each_run(sequence, layer, kv_head, head.first_token(layer), [&](std::span<std::byte> rows) { body.put(rows); });
+  }
   sink.finish();
 }
 

@@ -137,9 +137,10 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
   return wanted;
 }
 
-std::uint32_t Engine::Impl::open_block(const Sequence& sequence) const noexcept {
+std::uint32_t Engine::Impl::open_block(const Sequence& sequence, Stacks stack) const noexcept {
   const std::uint32_t page = sequence.planned / memory.largest().layout.page_tokens;
-  return page < sequence.pages.pages() ? sequence.pages.blocks()[page] : kNone;
+  const runtime::PageList& pages = pages_of(sequence, stack);
+  return page < pages.pages() ? pages.blocks()[page] : kNone;
 }
 
 void Engine::Impl::require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const {
@@ -152,10 +153,13 @@ void Engine::Impl::require_room(std::span<const Wanted> wanted, std::uint32_t ma
       throw Error(Errc::out_of_capacity, "a sequence would have " + text(tokens) + " tokens, and may have " +
                                              text(max_tokens) + "; raise largest.max_tokens and host_bytes");
     const std::uint32_t pages = pages_of(static_cast<std::uint32_t>(tokens));
-    needed += pages - std::min(pages, sequence->pages.pages());  // A forward that failed has left its blocks.
     learnt += policy_share(sequence->spec, static_cast<std::uint32_t>(tokens)) -
               policy_share(sequence->spec, sequence->planned);
-    if (const std::uint32_t block = open_block(*sequence); block != kNone) open.push_back(block);
+    for (Stacks stack = 0; stack < stacks(); ++stack) {
+      // A forward that failed has left its blocks.
+      needed += pages - std::min(pages, pages_of(*sequence, stack).pages());
+      if (const std::uint32_t block = open_block(*sequence, stack); block != kNone) open.push_back(block);
+    }
   }
   require_policy_room(learnt);
   // Of those that go on in a shared block, the last to hold it keeps it.
@@ -171,26 +175,29 @@ void Engine::Impl::require_room(std::span<const Wanted> wanted, std::uint32_t ma
 }
 
 void Engine::Impl::grow(std::span<const Wanted> wanted) noexcept {
-  const std::uint32_t page_tokens = memory.largest().layout.page_tokens;
   for (const auto& [sequence, item] : wanted) {
-    runtime::PageList& pages = sequence->pages;
-    const std::uint32_t from = open_block(*sequence);
-    // What is cached of the tokens that it took back is cheaper to forget than to do without a block.
-    if (from != kNone && table.kept(from) && table.holders(from) == 1 && table.free() + table.idle() == 0)
-      prefixes->forget(from);
-    if (from != kNone && table.shared(from)) {
-      // Nothing in flight writes to it: who shares blocks rests.
-      const std::uint32_t to = take_block();
-      memory.copy_rows(from, to, sequence->planned % page_tokens);
-      copies.push_back({.from = from, .to = to});  // There is room: see `send`.
-      pages.replace(sequence->planned / page_tokens, to);
-      table.release(from);
-    }
-    for (std::uint32_t wanted_pages = pages_of(sequence->planned + item.tokens); pages.pages() < wanted_pages;) {
-      pages.push(take_block());
+    for (Stacks stack = 0; stack < stacks(); ++stack) {
+      own_open_block(*sequence, stack);
+      runtime::PageList& pages = pages_of(*sequence, stack);
+      while (pages.pages() < pages_of(sequence->planned + item.tokens)) pages.push(take_block());
     }
   }
   trim_prefixes();
+}
+
+void Engine::Impl::own_open_block(Sequence& sequence, Stacks stack) noexcept {
+  const std::uint32_t page_tokens = memory.largest().layout.page_tokens;
+  const std::uint32_t from = open_block(sequence, stack);
+  if (from == kNone) return;
+  // What is cached of the tokens that it took back is cheaper to forget than to do without a block.
+  if (table.kept(from) && table.holders(from) == 1 && table.free() + table.idle() == 0) prefixes->forget(from);
+  if (!table.shared(from)) return;
+  // Nothing in flight writes to it: who shares blocks rests.
+  const std::uint32_t to = take_block();
+  memory.copy_rows(from, to, sequence.planned % page_tokens);
+  copies.push_back({.from = from, .to = to});  // There is room: see `send`.
+  pages_of(sequence, stack).replace(sequence.planned / page_tokens, to);
+  table.release(from);
 }
 
 void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wanted) {
@@ -237,12 +244,14 @@ void Engine::Impl::write_lists(const ForwardMemory& m, std::span<const Wanted> w
   std::uint32_t changes = 0;
   std::uint32_t listed = 0;
   for (const auto& [sequence, item] : wanted) {
-    const runtime::PageList& pages = sequence->pages;
-    const std::uint32_t count = pages.pages() - pages.synced();
-    if (count == 0) continue;
-    std::copy_n(pages.blocks().data() + pages.synced(), count, m.slip_blocks + listed);
-    m.slip_lists[changes++] = {.list = pages.slot(), .page = pages.synced(), .count = count, .from = listed};
-    listed += count;
+    for (Stacks stack = 0; stack < stacks(); ++stack) {
+      const runtime::PageList& pages = pages_of(*sequence, stack);
+      const std::uint32_t count = pages.pages() - pages.synced();
+      if (count == 0) continue;
+      std::copy_n(pages.blocks().data() + pages.synced(), count, m.slip_blocks + listed);
+      m.slip_lists[changes++] = {.list = pages.slot(), .page = pages.synced(), .count = count, .from = listed};
+      listed += count;
+    }
   }
   std::ranges::copy(table.freed(), m.slip_freed);
   std::ranges::copy(copies, m.slip_copies);
@@ -257,7 +266,7 @@ std::uint64_t Engine::Impl::builds_on() const noexcept {
 
 std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream,
                                  std::uint32_t queries) {
-  if (copies.size() + wanted.size() > copies.capacity())
+  if (copies.size() + wanted.size() * stacks() > copies.capacity())
     throw Error(Errc::device, "plan: too many plans could not be enqueued; is the stream one of the engine's device?");
   const std::uint64_t forward = planned + 1;
   const ForwardMemory m = memory.of(programs.free_slip(), bucket);
@@ -293,7 +302,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     if (!item.prefill && leaves_out(*sequence))
       sequence->names.sparse = std::min(sequence->names.sparse, sequence->planned);
     sequence->planned += item.tokens;
-    sequence->pages.set_synced();
+    for (Stacks stack = 0; stack < stacks(); ++stack) pages_of(*sequence, stack).set_synced();
   }
   table.forget_freed();
   copies.clear();

@@ -19,7 +19,8 @@ runtime::PrefixCache& Engine::Impl::prefix_cache() {
   std::random_device random;  // So that nobody can prepare prompts whose hashes collide, which would take long to find.
   const std::uint64_t seed = std::uint64_t{random()} << 32 | random();
   const std::uint64_t most = std::min<std::uint64_t>(options.prefix_bytes / memory.block_bytes(), table.blocks());
-  prefixes = std::make_unique<runtime::PrefixCache>(table, options.page_tokens, static_cast<std::uint32_t>(most), seed);
+  prefixes = std::make_unique<runtime::PrefixCache>(table, options.page_tokens, static_cast<std::uint32_t>(most), seed,
+                                                     runtime::hash_page, stacks());
   seen_prefixes.store(prefixes.get(), std::memory_order_release);
   return *prefixes;
 }
@@ -46,12 +47,23 @@ void Engine::Impl::for_each_known(const PolicySpec& policy, std::span<const std:
   }
 }
 
+std::uint32_t Engine::Impl::known_pages(const PolicySpec& policy, std::span<const std::int32_t> prompt,
+                                        std::uint64_t salt) const noexcept {
+  std::uint32_t pages = 0;
+  std::uint32_t whole = 0;  // Of the newest, in a row, those that layers with windows have, too.
+  const runtime::LayerStacks& layers = memory.stacks();
+  for_each_known(policy, prompt, salt, [&](const runtime::PrefixPlace& place) {
+    whole = prefixes->has_others(place.block) ? whole + 1 : 0;
+    const std::uint32_t needed = place.pages - layers.passed_pages(place.pages * options.page_tokens);
+    if (!layers.windowed() || whole >= needed) pages = place.pages;
+  });
+  return pages;
+}
+
 std::uint32_t Engine::Impl::match_prefix(const PolicySpec& policy, std::span<const std::int32_t> prompt,
                                          std::uint64_t salt) const noexcept {
   if (!prefixes) return 0;
-  std::uint32_t pages = 0;
-  for_each_known(policy, prompt, salt, [&](const runtime::PrefixPlace& place) { pages = place.pages; });
-  return pages * options.page_tokens;
+  return known_pages(policy, prompt, salt) * options.page_tokens;
 }
 
 SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) {
@@ -67,13 +79,24 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::in
   const SequenceId id = add(policy, match_prefix(policy, prompt, salt));
   Sequence& sequence = at(id);
   sequence.names = {.ids = std::move(ids), .known = {.salt = salt}};
-  for_each_known(policy, prompt, salt, [&](const runtime::PrefixPlace& place) {
-    sequence.pages.share(place.block, table);
-    sequence.names.known = place;
-  });
+  begin_with(sequence, known_pages(policy, prompt, salt), prompt);
   sequence.tokens = sequence.planned = sequence.prompt_end = sequence.names.known.pages * options.page_tokens;
   runtime::count(counted.matched_tokens, sequence.tokens);
   return id;
+}
+
+void Engine::Impl::begin_with(Sequence& sequence, std::uint32_t pages, std::span<const std::int32_t> prompt) noexcept {
+  const std::uint32_t passed = memory.stacks().windowed() ? memory.stacks().passed_pages(pages * options.page_tokens) : 0;
+  for (Stacks stack = 0; stack < stacks(); ++stack)
+    if (memory.stacks().windowed(stack)) pages_of(sequence, stack).skip(passed);
+  runtime::PrefixPlace& place = sequence.names.known;
+  while (place.pages < pages) {
+    place = prefixes->next(place, page_ids(prompt, place.pages));
+    for (Stacks stack = 0; stack < stacks(); ++stack) {
+      if (place.pages > passed || !memory.stacks().windowed(stack))
+        pages_of(sequence, stack).share(prefixes->block_of(place.block, stack), table);
+    }
+  }
 }
 
 void Engine::Impl::name_tokens(SequenceId id, std::uint32_t first, std::span<const std::int32_t> ids) {
@@ -116,9 +139,12 @@ void Engine::Impl::publish(Sequence& sequence) noexcept {
     runtime::PrefixPlace next = prefixes->next(known, page_ids(ids, known.pages));
     if (next.pages == known.pages) {
       const std::uint32_t block = sequence.pages.blocks()[known.pages];
-      if (table.kept(block)) return;  // A fork's, to which the caller gave other names.
+      // A fork's, to which the caller gave other names; or one that layers with windows have passed.
+      if (block == kNone || table.kept(block)) return;
       next = prefixes->add(known, page_ids(ids, known.pages), block);
     }
+    for (Stacks stack = 1; stack < stacks(); ++stack)
+      prefixes->add_other(next.block, stack, pages_of(sequence, stack).blocks()[known.pages]);
     known = next;
   }
 }
@@ -159,8 +185,11 @@ std::uint64_t Engine::Impl::names_bytes() const noexcept {
 }
 
 void Engine::Impl::preempt(SequenceId id) {
-  for (const std::uint32_t block : at(id).pages.blocks()) {
-    if (table.holders(block) == 1) table.give_up_near(block);
+  const Sequence& sequence = at(id);
+  for (Stacks stack = 0; stack < stacks(); ++stack) {
+    for (const std::uint32_t block : pages_of(sequence, stack).held()) {
+      if (table.holders(block) == 1) table.give_up_near(block);
+    }
   }
 }
 

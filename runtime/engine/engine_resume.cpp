@@ -28,6 +28,15 @@ void require_alike(const runtime::ParkHead& head, const EngineOptions& options, 
     throw Error(Errc::invalid_argument, std::string("resume: the sequence was parked with keys and values of ") +
                                             to_string(head.dtype) + ", and EngineOptions::kv_dtype is " +
                                             to_string(options.kv_dtype) + "; use an engine of that type");
+  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+    const auto window = [&](const std::vector<std::uint32_t>& windows) {
+      return windows.empty() || windows[layer] == 0 ? kNone : windows[layer];
+    };
+    const std::uint32_t parked = window(head.windows), here = window(options.windows);
+    if (parked != here && (head.passed != 0 || std::min(parked, here) < head.tokens))
+      throw Error(Errc::invalid_argument, "resume: the sequence was parked with another window in layer " + text(layer) +
+                                              " than EngineOptions::windows has; use an engine with the same");
+  }
   if (head.model != model)
     throw Error(Errc::invalid_argument, "resume: the sequence was parked of model '" + head.model +
                                             "', and is to be resumed of model '" + std::string(model) +
@@ -65,6 +74,11 @@ void Engine::Impl::release_late() noexcept {
   });
 }
 
+std::vector<std::uint32_t> Engine::Impl::give_up(Sequence& sequence) noexcept {
+  for (Stacks stack = 0; stack < stacks(); ++stack) pages_of(sequence, stack).give_up(given_up);
+  return std::exchange(given_up, {});
+}
+
 SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view model) {
   release_late();
   const runtime::ParkHead head = runtime::read_head(source);
@@ -74,7 +88,9 @@ SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view mo
     throw Error(Errc::out_of_capacity, "resume: the sequence has " + text(head.tokens) +
                                            " tokens, and a sequence may have " + text(most) +
                                            "; raise largest.max_tokens and host_bytes");
-  const std::uint32_t pages = pages_of(head.tokens);
+  const std::uint64_t whole = stacks() - memory.stacks().windowed_stacks();
+  const std::uint32_t first = head.passed / options.page_tokens;
+  const std::uint64_t pages = stacks() * std::uint64_t{pages_of(head.tokens)} - (stacks() - whole) * first;
   if (const std::uint32_t left = table.free() + table.idle(); pages > left)
     throw Error(Errc::out_of_capacity, "resume: the host pool has " + text(left) + " blocks of " +
                                            text(options.page_tokens) + " tokens left, and " + text(pages) +
@@ -88,7 +104,7 @@ SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view mo
     // The next one gets a stream of its own. A thread that is lost goes on using what it has.
     if (side_data && !device->lost()) {
       if (!side_data->idle())
-        late_side_data.push_back({std::move(side_data), at(id).pages.give_up(), std::exchange(side_copies, {})});
+        late_side_data.push_back({std::move(side_data), give_up(at(id)), std::exchange(side_copies, {})});
       side_data.reset();
     }
     let_go(side_copies);
@@ -103,6 +119,7 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
     late_side_data.reserve(late_side_data.size() + 1);  // Where one is late nothing else may fail.
     side_data = std::make_unique<runtime::SideData>(memory.largest(), *device, options.timeout);
   }
+  given_up.reserve(std::size_t{stacks()} * pages_of(head.tokens));  // Likewise.
   finish_copies();
   runtime::BlockReader body(source, head);
   std::vector<std::int32_t> ids(std::min(head.names, memory.largest().largest.max_tokens));
@@ -110,10 +127,19 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
   body.skip((head.names - ids.size()) * sizeof(std::int32_t));
   load_tail(body, head, sequence);
   sequence.tokens = sequence.planned = head.tokens;
-  while (sequence.pages.pages() < pages_of(head.tokens)) sequence.pages.push(take_block());
-  for (std::uint32_t plane = 0; plane < memory.largest().planes(); ++plane) {
-    for_each_run(sequence, plane, [&](std::span<std::byte> rows) { body.get(rows); });
-    side_data->make(plane, sequence.pages.blocks(), head.tokens);
+  for (Stacks stack = 0; stack < stacks(); ++stack) {
+    runtime::PageList& pages = pages_of(sequence, stack);
+    if (memory.stacks().windowed(stack)) pages.skip(head.passed / options.page_tokens);
+    while (pages.pages() < pages_of(head.tokens)) pages.push(take_block());
+  }
+  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+    for (std::uint32_t kv_head = 0; kv_head < options.shape.kv_heads; ++kv_head) {
+      for_each_run(sequence, layer, kv_head, head.first_token(layer),
+                   [&](std::span<std::byte> rows) { body.get(rows); });
+      // Where there is a window nothing is chosen, and so nothing is made of keys.
+      if (memory.largest().window_in(layer) == 0)
+        side_data->make(memory.largest().plane(layer, kv_head), sequence.pages.blocks(), head.tokens);
+    }
   }
   side_data->wait();
   if (!ids.empty()) (void)prefix_cache();

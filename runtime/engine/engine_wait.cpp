@@ -89,7 +89,8 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
       end = std::max(end, program.ends[i]);
     }
     if (done) {
-      publish(sequence);
+      publish(sequence);  // Before pages of it are passed.
+      pass_windows(sequence);
       continue;
     }
     forget_names(sequence, sequence.planned);
@@ -102,6 +103,7 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     runtime::count(counted.estimated, program.estimated);
     runtime::count(counted.ranked_pages, program.ranked_pages);
   }
+  if (done && !program.items.empty()) trim_prefixes();
   if (done) good = std::max(good, forward);
   if (importing == forward) importing = 0;
   if (programs.empty() && next_layer == kNone) next_layer = 0;  // Nothing is left that would have to be cancelled.

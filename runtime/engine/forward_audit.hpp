@@ -28,7 +28,7 @@ struct AuditedRow {
   std::uint32_t tokens = 0;            ///< visible
   std::uint32_t listed = kNone;        ///< of these, what comes before the team's own; kNone: it is no team
   bool corrected = false;              ///< its weights are no softmax over a subset
-  std::vector<std::uint32_t> blocks;   ///< of its sequence
+  std::vector<std::vector<std::uint32_t>> blocks;  ///< of its sequence, of each stack of layers
   std::vector<std::uint32_t> watched;  ///< tokens, ascending
   std::vector<ChoiceNote> notes;       ///< [layers, kv_heads], of policies that choose on the CPU
 };
@@ -44,7 +44,7 @@ class ForwardAudit : public std::enable_shared_from_this<ForwardAudit> {
   void add(AuditedRow row);
   /// `row`: among those that choose.
   [[nodiscard]] ChoiceNote& note(std::uint32_t row, std::uint32_t layer, std::uint32_t kv_head) noexcept {
-    return rows_[row].notes[memory_.plane(layer, kv_head)];
+    return rows_[row].notes[memory_.layer_head(layer, kv_head)];
   }
   [[nodiscard]] const std::vector<AuditedRow>& rows() const noexcept { return rows_; }
 
@@ -69,7 +69,8 @@ class ForwardAudit : public std::enable_shared_from_this<ForwardAudit> {
   }
   void attend_exactly(const AuditedRow& row, std::uint32_t layer, std::uint32_t kv_head, const float* q,
                       AuditedGroup& group) const;
-  void mark(const AuditedRow& row, std::uint32_t plane, std::uint64_t list, AuditedGroup& group) const;
+  void mark(const AuditedRow& row, std::uint32_t layer, const ChoiceNote& note, std::uint64_t list,
+            AuditedGroup& group) const;
 
   const ForwardMemory memory_;
   const cpu::Kernels& kernels_;

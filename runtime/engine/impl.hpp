@@ -41,7 +41,8 @@ class BlockReader;
 struct Engine::Impl : cpu::Kept {
   struct Sequence {
     PolicySpec spec;
-    runtime::PageList pages;
+    runtime::PageList pages;  ///< of the first stack of layers
+    std::vector<runtime::PageList> others{};  ///< of the other stacks
     std::uint32_t sparse_layers = 0;  ///< where its rows choose
     std::uint32_t tokens = 0;   ///< that all layers have
     std::uint32_t planned = 0;  ///< and those of forwards in flight
@@ -72,6 +73,14 @@ struct Engine::Impl : cpu::Kept {
     Sequence* sequence = nullptr;
     PlanItem item;
   };
+  using Stacks = std::uint32_t;  ///< a number of them, or one's
+  [[nodiscard]] Stacks stacks() const noexcept { return memory.stacks().count(); }
+  [[nodiscard]] static runtime::PageList& pages_of(Sequence& sequence, Stacks stack) noexcept {
+    return stack == 0 ? sequence.pages : sequence.others[stack - 1];
+  }
+  [[nodiscard]] static const runtime::PageList& pages_of(const Sequence& sequence, Stacks stack) noexcept {
+    return stack == 0 ? sequence.pages : sequence.others[stack - 1];
+  }
 
   Impl(const EngineOptions& chosen, std::shared_ptr<Device> given);
 
@@ -113,6 +122,18 @@ struct Engine::Impl : cpu::Kept {
   /// One without a policy that threads may learn for; what it has is free, or idle.
   void remove(SequenceId id) noexcept;
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
+  /// Pages that layers with windows do not have any more.
+  [[nodiscard]] std::uint32_t passed_pages(const Sequence& sequence) const noexcept;
+  /// Lets go of pages that no row of the sequence will see again, though it be shortened by kWindowSlack.
+  void pass_windows(Sequence& sequence) noexcept;
+  /// @throws Error{Errc::unsupported} if layers with windows have let go of what is seen behind as many tokens
+  void require_windows(SequenceId id, const Sequence& sequence, std::uint32_t tokens, const char* what) const;
+  /// Lets go of everything behind as many tokens.
+  void shrink(Sequence& sequence, std::uint32_t tokens) noexcept;
+  /// Of each stack those of all its pages.
+  [[nodiscard]] std::vector<std::vector<std::uint32_t>> blocks_of(const Sequence& sequence) const;
+  /// Blocks that it holds, over all stacks.
+  [[nodiscard]] std::uint64_t held_blocks(const Sequence& sequence) const noexcept;
 
   // Prefixes.
   /// The cache, which is there from the first name on.
@@ -123,6 +144,12 @@ struct Engine::Impl : cpu::Kept {
   template <class Visit>
   void for_each_known(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt,
                       const Visit& visit) const;
+  /// Pages that a sequence with this prompt can begin with: those that are known, as far as layers with windows have what
+  /// is seen behind them.
+  [[nodiscard]] std::uint32_t known_pages(const PolicySpec& policy, std::span<const std::int32_t> prompt,
+                                          std::uint64_t salt) const noexcept;
+  /// A new one gets as many, which are known.
+  void begin_with(Sequence& sequence, std::uint32_t pages, std::span<const std::int32_t> prompt) noexcept;
   [[nodiscard]] std::span<const std::int32_t> page_ids(std::span<const std::int32_t> ids,
                                                        std::uint32_t page) const noexcept;
   /// Whether a token that it decodes does not attend everything.
@@ -153,15 +180,24 @@ struct Engine::Impl : cpu::Kept {
   /// Lets go of blocks that a device was late with, once it is through with them.
   void release_late() noexcept;
   void let_go(std::vector<std::uint32_t>& blocks) noexcept;
-  /// Calls visit(rows) for the sequence's rows of a plane, in order: its keys, its values, their scales.
+  /// All blocks of a sequence, which has none then, though nobody has let go of them.
+  [[nodiscard]] std::vector<std::uint32_t> give_up(Sequence& sequence) noexcept;
+  /// Calls visit(rows) for the rows of a layer and KV head from token `from` on, in order: its keys, its values, their
+  /// scales.
   template <class Visit>
-  void for_each_run(const Sequence& sequence, std::uint32_t plane, const Visit& visit) const {
+  void for_each_run(const Sequence& sequence, std::uint32_t layer, std::uint32_t kv_head, std::uint32_t from,
+                    const Visit& visit) const {
     const ForwardMemory& m = memory.largest();
     const PageLayout& layout = m.far_layout;
+    const runtime::PageList& pages = pages_of(sequence, m.place_of(layer).stack);
+    const std::uint32_t plane = m.plane(layer, kv_head);
     const auto each = [&](std::uint64_t offset, std::uint64_t token_bytes) {
-      for (std::uint32_t first = 0, i = 0; first < sequence.tokens; first += layout.page_tokens, ++i) {
-        const std::uint64_t rows = std::min(layout.page_tokens, sequence.tokens - first);
-        visit(std::span(m.far_block(plane, sequence.pages.blocks()[i]) + offset, rows * token_bytes));
+      for (std::uint32_t token = from; token < sequence.tokens;) {
+        const std::uint32_t row = token % layout.page_tokens;
+        const std::uint64_t rows = std::min(layout.page_tokens - row, sequence.tokens - token);
+        std::byte* const page = m.far_block(plane, pages.blocks()[token / layout.page_tokens]);
+        visit(std::span(page + offset + row * token_bytes, rows * token_bytes));
+        token += static_cast<std::uint32_t>(rows);
       }
     };
     each(0, layout.row_bytes());
@@ -220,9 +256,11 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] std::vector<Wanted> checked(std::span<const PlanItem> items, const Bucket& bucket);
   void require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const;
   /// The block that its next token goes to, if it has one already; else kNone.
-  [[nodiscard]] std::uint32_t open_block(const Sequence& sequence) const noexcept;
+  [[nodiscard]] std::uint32_t open_block(const Sequence& sequence, Stacks stack) const noexcept;
   /// Blocks for the new tokens, and one of its own for each that would write into a shared one.
   void grow(std::span<const Wanted> wanted) noexcept;
+  /// The block that its next token goes to becomes its own.
+  void own_open_block(Sequence& sequence, Stacks stack) noexcept;
   void write_rows(const ForwardMemory& memory, std::span<const Wanted> wanted);
   /// What the device reads to choose for a row of the newest program.
   void count_reads(const Sequence& sequence, const ForwardRow& row) noexcept;
@@ -298,6 +336,7 @@ struct Engine::Impl : cpu::Kept {
     std::vector<std::uint32_t> blocks, copies;
   };
   std::vector<LateSideData> late_side_data;
+  std::vector<std::uint32_t> given_up;     ///< with room for what is loaded
   std::vector<std::uint32_t> side_copies;  ///< blocks of others that side_data works for, held as long
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;

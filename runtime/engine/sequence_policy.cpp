@@ -34,7 +34,7 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
       prompt_blocks_(blocks),
       host_(host),
       corrects_scores_(spec.budget.kind == BudgetKind::sampled),
-      seats_(memory.planes()) {
+      seats_(memory.layer_heads()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
     const bool chooses = !spec.dense(layer) && memory.window_in(layer) == 0;
     layers_.push_back(chooses
@@ -66,9 +66,9 @@ std::shared_ptr<SequencePolicy> SequencePolicy::clone() const {
 
 template <class Visit>
 void SequencePolicy::for_each_seat(const Visit& visit) const {
-  for (std::uint32_t plane = 0; plane < seats_.size(); ++plane) {
-    const std::uint32_t layer = plane / memory_.shape.kv_heads;
-    if (layers_[layer]) visit(plane, *layers_[layer], plane % memory_.shape.kv_heads);
+  for (std::uint32_t head = 0; head < seats_.size(); ++head) {
+    const std::uint32_t layer = head / memory_.shape.kv_heads;
+    if (layers_[layer]) visit(head, *layers_[layer], head % memory_.shape.kv_heads);
   }
 }
 
@@ -83,8 +83,8 @@ HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const 
 
 void SequencePolicy::begin(const Prompt& prompt, const cpu::Workers& workers) {
   const std::uint32_t kv_heads = memory_.shape.kv_heads;
-  workers.parallel_for(memory_.planes(), [self = shared_from_this(), prompt, kv_heads](std::uint32_t plane) {
-    if (self->layers_[plane / kv_heads]) self->begin_head(prompt, plane / kv_heads, plane % kv_heads);
+  workers.parallel_for(memory_.layer_heads(), [self = shared_from_this(), prompt, kv_heads](std::uint32_t head) {
+    if (self->layers_[head / kv_heads]) self->begin_head(prompt, head / kv_heads, head % kv_heads);
   });
   prompt_blocks_ = {};
 }
@@ -163,8 +163,8 @@ void SequencePolicy::forget(std::uint64_t forward) noexcept {
 }
 
 void SequencePolicy::learn_all(std::uint64_t good) noexcept {
-  for_each_seat([&](std::uint32_t plane, const scheduler::LayerPolicy&, std::uint32_t kv_head) {
-    learn(plane / memory_.shape.kv_heads, kv_head, good);
+  for_each_seat([&](std::uint32_t head, const scheduler::LayerPolicy&, std::uint32_t kv_head) {
+    learn(head / memory_.shape.kv_heads, kv_head, good);
   });
 }
 
@@ -177,15 +177,15 @@ bool SequencePolicy::can_truncate(std::uint32_t tokens) const noexcept {
 }
 
 void SequencePolicy::truncate(std::uint32_t tokens) noexcept {
-  for_each_seat([&](std::uint32_t plane, scheduler::LayerPolicy& layer, std::uint32_t kv_head) {
-    Seat& each = seats_[plane];
+  for_each_seat([&](std::uint32_t head, scheduler::LayerPolicy& layer, std::uint32_t kv_head) {
+    Seat& each = seats_[head];
     if (each.tokens <= tokens) return;
     each.lesson.store(0, std::memory_order_relaxed);
     each.keep = std::min(each.keep, tokens);
     // So many have not been learnt from; what is held for them need not wait until then.
     if (each.tokens - tokens > scheduler::kUndoTokens) {
       layer.truncate(kv_head, std::exchange(each.keep, kNone));
-      weigh(plane / memory_.shape.kv_heads, kv_head);
+      weigh(head / memory_.shape.kv_heads, kv_head);
     }
     each.tokens = tokens;
   });

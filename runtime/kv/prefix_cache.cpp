@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 namespace sluice::runtime {
 
@@ -17,7 +18,7 @@ std::uint64_t hash_page(std::uint64_t before, std::span<const std::int32_t> ids)
 }
 
 PrefixCache::PrefixCache(BlockTable& table, std::uint32_t page_tokens, std::uint32_t most_idle, std::uint64_t seed,
-                         PageHash hash)
+                         PageHash hash, std::uint32_t stacks)
     : table_(table),
       page_tokens_(page_tokens),
       most_idle_(most_idle),
@@ -25,6 +26,9 @@ PrefixCache::PrefixCache(BlockTable& table, std::uint32_t page_tokens, std::uint
       hash_(hash),
       entries_(table.blocks()),
       ids_(std::uint64_t{table.blocks()} * page_tokens),
+      stacks_(stacks),
+      others_(std::uint64_t{table.blocks()} * (stacks - 1), kNone),
+      owners_(stacks == 1 ? 0 : table.blocks(), kNone),
       buckets_(std::bit_ceil(std::uint64_t{table.blocks()}), kNone) {}
 
 std::uint64_t PrefixCache::hash_at(const PrefixPlace& place, std::span<const std::int32_t> ids) const noexcept {
@@ -65,6 +69,28 @@ PrefixPlace PrefixCache::add(const PrefixPlace& place, std::span<const std::int3
   return {.salt = place.salt, .pages = place.pages + 1, .block = block, .serial = entry.serial};
 }
 
+void PrefixCache::add_other(std::uint32_t page, std::uint32_t stack, std::uint32_t block) noexcept {
+  if (block == kNone || other(page, stack) != kNone || table_.kept(block)) return;
+  table_.keep(block);
+  other(page, stack) = block;
+  owners_[block] = page;
+}
+
+bool PrefixCache::has_others(std::uint32_t page) const noexcept {
+  for (std::uint32_t stack = 1; stack < stacks_; ++stack) {
+    if (block_of(page, stack) == kNone) return false;
+  }
+  return true;
+}
+
+void PrefixCache::drop_other(std::uint32_t block) noexcept {
+  const std::uint32_t page = std::exchange(owners_[block], kNone);
+  for (std::uint32_t stack = 1; stack < stacks_; ++stack) {
+    if (block_of(page, stack) == block) other(page, stack) = kNone;
+  }
+  table_.drop(block);
+}
+
 std::uint32_t PrefixCache::leaf_under(std::uint32_t block) const noexcept {
   while (entries_[block].child != kNone) block = entries_[block].child;
   return block;
@@ -83,21 +109,27 @@ std::uint32_t PrefixCache::remove(std::uint32_t block) noexcept {
     entries_[parent].child = entry.elder;
   }
   entry = {};
+  for (std::uint32_t stack = 1; stack < stacks_; ++stack) {
+    if (const std::uint32_t also = block_of(block, stack); also != kNone) drop_other(also);
+  }
   table_.drop(block);
   return parent;
 }
 
 void PrefixCache::forget(std::uint32_t block) noexcept {
+  if (!owners_.empty() && owners_[block] != kNone) return drop_other(block);
   for (std::uint32_t page = leaf_under(block); page != block;) page = leaf_under(remove(page));
   (void)remove(block);
 }
 
 void PrefixCache::evict() noexcept {
+  evicted_.fetch_add(1, std::memory_order_relaxed);
+  const std::uint32_t oldest = table_.oldest_idle();
+  if (!owners_.empty() && owners_[oldest] != kNone) return drop_other(oldest);
   // What continues it may be held by a sequence that had the same tokens in blocks of its own: nobody could find that.
-  std::uint32_t page = leaf_under(table_.oldest_idle());
+  std::uint32_t page = leaf_under(oldest);
   while (table_.holders(page) != 0) page = leaf_under(remove(page));
   (void)remove(page);
-  evicted_.fetch_add(1, std::memory_order_relaxed);
 }
 
 }  // namespace sluice::runtime

@@ -35,8 +35,9 @@ using PageHash = std::uint64_t (*)(std::uint64_t before, std::span<const std::in
 class PrefixCache {
  public:
   /// `most_idle`: blocks that no sequence holds.
+  /// `stacks`: of layers, which have a block each for a page.
   PrefixCache(BlockTable& table, std::uint32_t page_tokens, std::uint32_t most_idle, std::uint64_t seed,
-              PageHash hash = hash_page);
+              PageHash hash = hash_page, std::uint32_t stacks = 1);
 
   /// One page further, if a page with these ids, a page's worth of them, is known to come there; else `place` itself.
   [[nodiscard]] PrefixPlace next(const PrefixPlace& place, std::span<const std::int32_t> ids) const noexcept;
@@ -49,7 +50,17 @@ class PrefixCache {
 
   /// A page becomes known that does not come there yet. Its block is held, and not kept.
   PrefixPlace add(const PrefixPlace& place, std::span<const std::int32_t> ids, std::uint32_t block) noexcept;
-  /// A kept block's page is not known any more, nor is what continues it.
+  /// The block in which another stack of layers has a known page is kept, too, if that page has none there yet and the
+  /// block is no other page's. It can be given up before the page is.
+  void add_other(std::uint32_t page, std::uint32_t stack, std::uint32_t block) noexcept;
+  /// Whether all stacks have a known page.
+  [[nodiscard]] bool has_others(std::uint32_t page) const noexcept;
+  /// A known page in a stack of layers; kNone: it is not there any more.
+  [[nodiscard]] std::uint32_t block_of(std::uint32_t page, std::uint32_t stack) const noexcept {
+    return stack == 0 ? page : others_[std::uint64_t{page} * (stacks_ - 1) + stack - 1];
+  }
+  /// A kept block's page is not known any more, nor is what continues it; of a stack that is not the first, the page is
+  /// not known there.
   void forget(std::uint32_t block) noexcept;
   /// Frees a block; one must be idle.
   void evict() noexcept;
@@ -62,7 +73,8 @@ class PrefixCache {
     return evicted_.load(std::memory_order_relaxed);
   }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
-    return entries_.capacity() * sizeof(Entry) + (ids_.capacity() + buckets_.capacity()) * sizeof(std::uint32_t);
+    return entries_.capacity() * sizeof(Entry) +
+           (ids_.capacity() + buckets_.capacity() + others_.capacity() + owners_.capacity()) * sizeof(std::uint32_t);
   }
 
  private:
@@ -88,6 +100,12 @@ class PrefixCache {
   /// Of a page that nothing continues. Returns the one that it continued.
   std::uint32_t remove(std::uint32_t block) noexcept;
 
+  [[nodiscard]] std::uint32_t& other(std::uint32_t page, std::uint32_t stack) noexcept {
+    return others_[std::uint64_t{page} * (stacks_ - 1) + stack - 1];
+  }
+  /// A block of a stack that is not the first is not kept any more.
+  void drop_other(std::uint32_t block) noexcept;
+
   BlockTable& table_;
   std::uint32_t page_tokens_;
   std::uint32_t most_idle_;
@@ -95,6 +113,9 @@ class PrefixCache {
   PageHash hash_;
   std::vector<Entry> entries_;          ///< [blocks]
   std::vector<std::int32_t> ids_;       ///< [blocks, page_tokens]
+  std::uint32_t stacks_;
+  std::vector<std::uint32_t> others_;   ///< [blocks, stacks - 1] where other stacks have the page, or kNone
+  std::vector<std::uint32_t> owners_;   ///< [blocks] the page, in the first stack, that a block of another one is of
   std::vector<std::uint32_t> buckets_;  ///< newest page of each, kNone: none; a power of two of them
   std::uint64_t serials_ = 0;
   std::atomic<std::uint64_t> evicted_{0};

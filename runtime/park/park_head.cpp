@@ -125,9 +125,16 @@ ParkHead decode(std::span<const std::byte> bytes) {
   head.model = fields.text();
   head.policy = fields.text();
   head.policy_name = fields.text();
-  const std::uint32_t rests = fields.u32();
-  if (rests != fields.left() / sizeof(std::uint32_t)) refuse("its head has another length than what is in it");
-  for (std::uint32_t i = 0; i < rests; ++i) head.rests.push_back(fields.u32());
+  const auto numbers = [&fields] {
+    const std::uint32_t count = fields.u32();
+    if (count > fields.left() / sizeof(std::uint32_t)) refuse("its head has another length than what is in it");
+    std::vector<std::uint32_t> found;
+    for (std::uint32_t i = 0; i < count; ++i) found.push_back(fields.u32());
+    return found;
+  };
+  head.rests = numbers();
+  head.passed = fields.u32();
+  head.windows = numbers();
   if (fields.left() != 0) refuse("its head has another length than what is in it");
   return head;
 }
@@ -146,8 +153,13 @@ std::vector<std::byte> encode_fields(const ParkHead& head) {
   for (const float field : {flex.gamma, flex.tau}) fields.put(field);
   for (const std::uint32_t field : {flex.min_budget, flex.max_budget, std::uint32_t{flex.lines}}) fields.put(field);
   for (const std::string* text : {&head.model, &head.policy, &head.policy_name}) fields.put(*text);
-  fields.put(static_cast<std::uint32_t>(head.rests.size()));
-  for (const std::uint32_t rest : head.rests) fields.put(rest);
+  const auto put_numbers = [&fields](const std::vector<std::uint32_t>& numbers) {
+    fields.put(static_cast<std::uint32_t>(numbers.size()));
+    for (const std::uint32_t number : numbers) fields.put(number);
+  };
+  put_numbers(head.rests);
+  fields.put(head.passed);
+  put_numbers(head.windows);
   return std::move(fields.bytes);
 }
 
@@ -173,6 +185,8 @@ std::string unsound(const ParkHead& head) {
   require(head.sparse == kNone || head.sparse < head.tokens, "first sparse token");
   require(std::isfinite(head.balance), "balance");
   require(head.rests.empty() || head.rests.size() == head.shape.layers, "number of rests");
+  require(head.windows.empty() || head.windows.size() == head.shape.layers, "number of windows");
+  require(head.passed <= head.tokens && (head.passed == 0 || !head.windows.empty()), "first token of windows");
   require(head.model.size() <= kMostModelBytes, "model");
   if (!why.empty()) return why;
   // What its fields take, told without writing them.

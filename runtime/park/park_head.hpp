@@ -26,11 +26,12 @@ namespace sluice::runtime {
 ///               names    i32 [names]
 ///               queries  f32 [layers, tail_end - tail_begin, q_heads, head_dim]
 ///               rows     of `dtype` [layers, kv_heads, 2, tokens, head_dim], keys before values; of a dtype with
-///                        scales, see E4m3, behind those of each KV head f32 [tokens, 2]
+///                        scales, see E4m3, behind those of each KV head f32 [tokens, 2]. Of layers with windows
+///                        tokens [passed, tokens) alone
 ///
 /// What is made of keys, digests and 4-bit copies, is not in it: an engine makes what it keeps. So pages may have
 /// another size in the engine that resumes the sequence.
-inline constexpr std::uint32_t kParkVersion = 1;
+inline constexpr std::uint32_t kParkVersion = 2;
 /// As much as stays in a core's cache between being copied and being checked.
 inline constexpr std::uint64_t kParkBlock = 256 * KiB;
 inline constexpr std::uint64_t kParkChecks = 4 * sizeof(std::uint32_t);  ///< bytes behind a block
@@ -55,7 +56,13 @@ struct ParkHead {
   std::string policy{};         ///< as sluice::to_string has it
   std::string policy_name{};
   std::vector<std::uint32_t> rests{};  ///< PrefillBook::rests: one for each layer, or none
+  std::uint32_t passed = 0;  ///< tokens that layers with windows do not have any more
+  std::vector<std::uint32_t> windows{};  ///< EngineOptions::windows: one for each layer, or none
 
+  /// Of which a layer has rows.
+  [[nodiscard]] std::uint32_t first_token(std::uint32_t layer) const noexcept {
+    return windows.empty() || windows[layer] == 0 ? 0 : passed;
+  }
   [[nodiscard]] std::uint64_t query_bytes() const noexcept {
     const std::uint64_t rows = std::uint64_t{shape.layers} * (tail_end - tail_begin);
     return rows * shape.q_heads * shape.head_dim * sizeof(float);
@@ -63,8 +70,9 @@ struct ParkHead {
   /// Of the body, checksums apart.
   [[nodiscard]] std::uint64_t body_bytes() const noexcept {
     const PageLayout token{.page_tokens = 1, .head_dim = shape.head_dim, .dtype = dtype};
-    const std::uint64_t rows = std::uint64_t{shape.layers} * shape.kv_heads * tokens * token.page_bytes();
-    return names * sizeof(std::int32_t) + query_bytes() + rows;
+    std::uint64_t rows = 0;
+    for (std::uint32_t layer = 0; layer < shape.layers; ++layer) rows += tokens - first_token(layer);
+    return names * sizeof(std::int32_t) + query_bytes() + rows * shape.kv_heads * token.page_bytes();
   }
 };
 

@@ -126,8 +126,8 @@ __device__ void add(Wanted& wanted, bool mine, std::uint32_t row, std::uint32_t 
 /// Near rows for tokens that come, of prompts or decoded ones, but for the first `skip` of these. Those that have one
 /// count as used in that forward. All threads.
 template <class... Patience>
-__device__ void seat_coming(const ForwardMemory& m, const Plane& plane, bool decoded, std::uint32_t skip,
-                            std::uint32_t used, Wanted& wanted, std::uint32_t (&ballots)[kWarps],
+__device__ void seat_coming(const ForwardMemory& m, std::uint32_t stack, const Plane& plane, bool decoded,
+                            std::uint32_t skip, std::uint32_t used, Wanted& wanted, std::uint32_t (&ballots)[kWarps],
                             Patience... patiences) {
   static_assert(kThreads <= kMostPromotions);
   const std::uint32_t tokens = m.state->bucket.rows();
@@ -139,7 +139,7 @@ __device__ void seat_coming(const ForwardMemory& m, const Plane& plane, bool dec
     const Places turn = places_of(comes, ballots);
     const bool mine = comes && passed + turn.before >= skip;
     passed += turn.all;
-    const std::uint32_t row = mine ? m.row_of(token.list, token.position) : kNone;
+    const std::uint32_t row = mine ? m.row_of(stack * m.list_count + token.list, token.position) : kNone;
     const std::uint32_t entry = mine ? plane.near_of[row] : 0;
     if ((entry & kNearBit) != 0) plane.rows[entry & ~kNearBit].used = used;
     if (threadIdx.x == 0) wanted.count = 0;
@@ -179,7 +179,8 @@ __global__ void __launch_bounds__(kThreads) seat_kernel(const __grid_constant__ 
   if (freed != 0) atomicSub(&m.state->near_rows, freed);
   __syncthreads();
   const auto forward = static_cast<std::uint32_t>(m.state->planned);
-  seat_coming(m, plane, true, 0, forward, wanted, ballots, kNearPatience, kNearAgain, kNoPatience);
+  for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
+    seat_coming(m, stack, plane, true, 0, forward, wanted, ballots, kNearPatience, kNearAgain, kNoPatience);
   std::uint32_t prompts = 0;
   for (std::uint32_t i = threadIdx.x; i - threadIdx.x < m.state->bucket.rows(); i += kThreads) {
     const ForwardToken token = i < m.state->bucket.rows() ? m.tokens[i] : ForwardToken{};
@@ -187,7 +188,8 @@ __global__ void __launch_bounds__(kThreads) seat_kernel(const __grid_constant__ 
   }
   // The newest of prompts, and in their order, so that the oldest give way first later on.
   const std::uint32_t most = min(prompts, plane.count);
-  seat_coming(m, plane, false, prompts - most, forward - kNearPatience, wanted, ballots, kNearPatience);
+  for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
+    seat_coming(m, stack, plane, false, prompts - most, forward - kNearPatience, wanted, ballots, kNearPatience);
 }
 
 /// Far ones of the row's sinks and recent tokens.

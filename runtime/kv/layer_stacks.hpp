@@ -1,0 +1,88 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "sluice/engine_options.hpp"
+#include "sluice/forward_memory.hpp"
+#include "sluice/units.hpp"
+
+namespace sluice::runtime {
+
+/// Which layers share blocks. A block is a page of all layers of a *stack*, and a sequence has a list of blocks for
+/// each: layers that see all tokens are the first stack, and those with windows are in stacks of as many layers behind
+/// it, so that the blocks of all come from one pool. If all layers have windows, or none has, there is one stack. Of
+/// stacks with windows a sequence keeps its newest tokens alone.
+class LayerStacks {
+ public:
+  /// `windows`: of each layer, 0 for those that see all tokens; empty: all do. `page_tokens` is a power of two.
+  LayerStacks(std::uint32_t layers, std::span<const std::uint32_t> windows, std::uint32_t page_tokens)
+      : layers_(layers), page_tokens_(page_tokens) {
+    const auto whole = static_cast<std::uint32_t>(windows.empty() ? layers : std::ranges::count(windows, 0u));
+    if (whole == layers) return;
+    if (whole != 0) {
+      layers_ = whole;
+      count_ += static_cast<std::uint32_t>(div_up(layers - whole, whole));
+      first_windowed_ = 1;
+    } else {
+      first_windowed_ = 0;
+    }
+    std::uint32_t next[2] = {};  // Of layers that see all, and of the others.
+    for (const std::uint32_t window : windows) {
+      const std::uint32_t at = next[window == 0 ? 0 : 1]++;
+      const std::uint32_t behind = window == 0 ? 0 : first_windowed_ + at / layers_;
+      places_.push_back({.stack = behind, .at = at % layers_});
+      widest_ = std::max(widest_, window);
+    }
+  }
+
+  [[nodiscard]] std::uint32_t count() const noexcept { return count_; }
+  /// Of a stack; the last one may have fewer.
+  [[nodiscard]] std::uint32_t layers() const noexcept { return layers_; }
+  /// [layers of the model]; null: all layers are one stack, in their order.
+  [[nodiscard]] const ForwardLayerPlace* places() const noexcept { return places_.empty() ? nullptr : places_.data(); }
+  [[nodiscard]] bool windowed(std::uint32_t stack) const noexcept { return stack >= first_windowed_; }
+  [[nodiscard]] bool windowed() const noexcept { return first_windowed_ != kNone; }
+  [[nodiscard]] std::uint32_t windowed_stacks() const noexcept { return windowed() ? count_ - first_windowed_ : 0; }
+
+  /// First token that the next one sees in some layer with a window, if there are `tokens`.
+  [[nodiscard]] std::uint32_t seen_from(std::uint32_t tokens) const noexcept {
+    return tokens + 1 > widest_ ? tokens + 1 - widest_ : 0;
+  }
+  /// Pages that stacks with windows do without once a sequence has as many tokens for good; it can be shortened by
+  /// kWindowSlack.
+  [[nodiscard]] std::uint32_t passed_pages(std::uint32_t tokens) const noexcept {
+    const std::uint32_t least = tokens > kWindowSlack ? tokens - kWindowSlack : 0;
+    return seen_from(least) / page_tokens_;
+  }
+  /// Pages of a stack with windows, at most, of a sequence with `pages` pages to which forwards may bring `coming`
+  /// tokens before it has them for good.
+  [[nodiscard]] std::uint64_t kept_pages(std::uint64_t pages, std::uint64_t coming) const noexcept {
+    return std::min(pages, div_up(widest_ + kWindowSlack + coming, page_tokens_) + 1);
+  }
+  /// Blocks of all stacks.
+  [[nodiscard]] std::uint64_t blocks(std::uint64_t pages, std::uint64_t coming) const noexcept {
+    const std::uint64_t whole = count_ - windowed_stacks();
+    return whole * pages + windowed_stacks() * kept_pages(pages, coming);
+  }
+  /// Pages of the longest sequence that `blocks` hold; ~0: of any.
+  [[nodiscard]] std::uint64_t pages_in(std::uint64_t blocks, std::uint64_t coming) const noexcept {
+    if (!windowed()) return blocks;
+    const std::uint64_t even = blocks / count_;
+    const std::uint64_t kept = kept_pages(~std::uint64_t{0}, coming);
+    if (even < kept) return even;
+    return first_windowed_ == 0 ? ~std::uint64_t{0} : blocks - windowed_stacks() * kept;
+  }
+
+ private:
+  std::uint32_t layers_;
+  std::uint32_t page_tokens_;
+  std::uint32_t count_ = 1;
+  std::uint32_t first_windowed_ = kNone;
+  std::uint32_t widest_ = 0;
+  std::vector<ForwardLayerPlace> places_;
+};
+
+}  // namespace sluice::runtime
