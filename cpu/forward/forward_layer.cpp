@@ -38,21 +38,6 @@ void fill_out(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer
   }
 }
 
-void append_queries(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
-  const std::uint64_t floats = std::uint64_t{m.shape.q_heads} * m.shape.head_dim;
-  for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
-    if (m.rows[r].list == kNone) continue;
-    float* const q = m.q + r * floats;
-    for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
-      const auto [draft, head] = m.asker(h);
-      // Drafts that are not there ask what the newest asks, and so choose nothing of their own.
-      const std::uint32_t at = m.rows[r].at + std::min(draft, std::max(m.rows[r].drafts, 1u) - 1);
-      kernels_for(kernels, layer.q.dtype).widen(layer.q.row(at, head), q + h * m.shape.head_dim, m.shape.head_dim);
-    }
-    std::copy_n(q, floats, m.far_q + r * floats);
-  }
-}
-
 /// Queries of a prompt's last tokens, for the policies of the CPU.
 void append_tail(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t r) {
   const std::uint32_t without = layer.k.tokens - layer.q.tokens;

@@ -60,6 +60,8 @@ void score(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 void choose(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void split(const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+/// Queries of rows that choose, or of teams, to both sides.
+void append_queries(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// Of a team what some of its rows see and others do not, into what it has attended near.
 void attend_edge(const Kernels& kernels, const ForwardMemory& memory, const ForwardRow& row, std::uint32_t plane,
                  std::uint32_t index);

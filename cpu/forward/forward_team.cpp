@@ -1,4 +1,6 @@
-// Rows of a team that attend together: what some of them see and others do not.
+// Rows of a team that attend together: what they ask, and what some of them see and others do not.
+#include <algorithm>
+
 #include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "sluice/forward_tasks.hpp"
@@ -20,6 +22,21 @@ void add_to_near(const ForwardMemory& m, std::uint64_t h, bool any, const float*
 }
 
 }  // namespace
+
+void append_queries(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
+  const std::uint64_t floats = std::uint64_t{m.shape.q_heads} * m.shape.head_dim;
+  for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
+    if (m.rows[r].list == kNone) continue;
+    float* const q = m.q + r * floats;
+    for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
+      const auto [draft, head] = m.asker(h);
+      // Drafts that are not there ask what the newest asks, and so choose nothing of their own.
+      const std::uint32_t at = m.rows[r].at + std::min(draft, std::max(m.rows[r].drafts, 1u) - 1);
+      kernels_for(kernels, layer.q.dtype).widen(layer.q.row(at, head), q + h * m.shape.head_dim, m.shape.head_dim);
+    }
+    std::copy_n(q, floats, m.far_q + r * floats);
+  }
+}
 
 void attend_edge(const Kernels& kernels, const ForwardMemory& m, const ForwardRow& row, std::uint32_t plane,
                  std::uint32_t index) {

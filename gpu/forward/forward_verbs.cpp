@@ -201,7 +201,7 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
   if (memory.sparse_prefill && memory.largest.max_tokens > kFlexMaxKeys)
     refuse("max_tokens of sparse prompts", memory.largest.max_tokens, kFlexMaxKeys);
   if (memory.largest.max_tokens > split_.max_tokens) refuse("max_tokens", memory.largest.max_tokens, split_.max_tokens);
-  for (std::uint32_t drafts = 1; drafts <= std::max(1u, memory.largest.drafts); ++drafts) {
+  for (std::uint32_t drafts = 1; drafts <= memory.largest.drafts; ++drafts) {
     const ForwardMemory teams = memory.teams(drafts);
     const std::uint32_t jobs = jobs_of(teams, memory.largest.decode_rows / drafts);
     const std::uint64_t most = std::uint64_t{most_slices(teams)} * (kAttend.stage_words - 64);

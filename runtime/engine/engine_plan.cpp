@@ -28,19 +28,6 @@ Tally rows_of(std::span<const PlanItem> items, std::uint32_t drafts) {
   return tally;
 }
 
-/// visit(row, tokens of the item before it) for every row, or team, that chooses for `count` tokens behind `tokens`
-/// others.
-template <class Visit>
-void for_each_choice(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t count, std::uint32_t drafts,
-                     std::uint32_t page_tokens, const Visit& visit) {
-  for (std::uint32_t i = 0; i < count; i += drafts) {
-    visit(drafts == 1
-              ? scheduler::forward_row(spec, tokens + i + 1, page_tokens)
-              : scheduler::forward_team(spec, tokens + i, std::min(drafts, count - i), page_tokens),
-          i);
-  }
-}
-
 void require_fits(const char* what, std::uint64_t have, std::uint32_t most) {
   if (have <= most) return;
   throw Error(Errc::invalid_argument, std::string("plan: there are ") + text(have) + " " + what +
@@ -101,7 +88,8 @@ void Engine::Impl::require_choosable(const Sequence& sequence, const PlanItem& i
       throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
                                              " pages, and EngineOptions::max_ranked is " + text(most.max_ranked));
   };
-  for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts, options.page_tokens, require);
+  scheduler::for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts, options.page_tokens,
+                             require);
 }
 
 std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem> items, const Bucket& bucket) {
@@ -220,7 +208,8 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
       row++->at = at + before;
     };
     if (!item.prefill)
-      for_each_choice(sequence->spec, sequence->planned, item.tokens, m.bucket.drafts, options.page_tokens, put);
+      scheduler::for_each_choice(sequence->spec, sequence->planned, item.tokens, m.bucket.drafts, options.page_tokens,
+                                 put);
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
       m.slip_tokens[at] = {.list = list,
                            .position = sequence->planned + i,

@@ -28,14 +28,7 @@ constexpr std::uint32_t part_rows(std::uint32_t count) noexcept {
 }
 /// A policy of the CPU may choose everything.
 std::uint32_t longest_list(const ForwardMemory& memory) noexcept {
-  const std::uint32_t drafts = std::max(1u, memory.largest.drafts);
-  return memory.tail_rows == 0 ? memory.teams(drafts).list_room() : memory.largest.max_tokens;
-}
-std::vector<ForwardMemory> all_teams(const ForwardMemory& memory) {
-  std::vector<ForwardMemory> teams;
-  for (std::uint32_t drafts = 1; drafts <= std::max(1u, memory.largest.drafts); ++drafts)
-    teams.push_back(memory.teams(drafts));
-  return teams;
+  return memory.tail_rows == 0 ? memory.teams(memory.largest.drafts).list_room() : memory.largest.max_tokens;
 }
 /// Of a list, none of which is longer than `room`.
 constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
@@ -53,7 +46,6 @@ FarWorkers::Rows FarWorkers::rows_for(const ForwardMemory& memory) {
 FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes,
                        const FarWorkersOptions& options, cpu::CoreShares::Lease cores)
     : memory_(memory),
-      teams_(all_teams(memory)),
       choice_(choice),
       notes_(notes),
       options_(options),
@@ -273,7 +265,7 @@ Partial FarWorkers::place_of(const ForwardMemory& m, std::uint32_t index, std::u
 }
 
 void FarWorkers::attend_part(const Question& question, const Part& part, Rows& rows, const ChosenList* chosen) {
-  const ForwardMemory& m = teams_[question.drafts - 1];
+  const ForwardMemory m = memory_.teams(question.drafts);
   const std::uint32_t group = m.shape.group();
   const std::uint32_t plane = m.plane(question.layer, part.index % m.shape.kv_heads);
   const std::uint32_t* const list =
@@ -306,7 +298,7 @@ void FarWorkers::attend(const Question& question, const Part& part, Rows& rows) 
   attend_part(question, part, rows, chosen);
   if (part_ends_[part.index].fetch_add(1, std::memory_order_acq_rel) + 1 != part.parts) return;
   part_ends_[part.index].store(0, std::memory_order_relaxed);
-  const ForwardMemory& m = teams_[question.drafts - 1];
+  const ForwardMemory m = memory_.teams(question.drafts);
   for (std::uint32_t i = 1; i < part.parts; ++i)
     cpu::merge_into(whole_of(m, part.index), place_of(m, part.index, i), m.shape.group(), m.shape.head_dim);
   if (chosen != nullptr) choice_.complete(*chosen, part.index);

@@ -134,7 +134,6 @@ class FarWorkers {
   [[nodiscard]] bool under_way() const noexcept;
 
   const ForwardMemory memory_;
-  const std::vector<ForwardMemory> teams_;  ///< [largest.drafts] the same for rows of 1, 2, ... drafts
   FarChoice& choice_;
   FarNotes& notes_;
   const FarWorkersOptions options_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -54,5 +55,18 @@ struct ForwardNeeds {
 /// itself, if that is a number; if it is a share of the mass, as large a share.
 [[nodiscard]] ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t drafts,
                                       std::uint32_t page_tokens) noexcept;
+
+/// visit(row, tokens before it) for every row, or team of `drafts` where these are not 1, of `count` new tokens behind
+/// `tokens` others.
+template <class Visit>
+void for_each_choice(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t count, std::uint32_t drafts,
+                     std::uint32_t page_tokens, const Visit& visit) {
+  for (std::uint32_t i = 0; i < count; i += drafts) {
+    const std::uint32_t most = std::min(drafts, count - i);
+    visit(drafts == 1 ? forward_row(spec, tokens + i + 1, page_tokens)
+                      : forward_team(spec, tokens + i, most, page_tokens),
+          i);
+  }
+}
 
 }  // namespace sluice::scheduler

@@ -71,6 +71,7 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {"bench decode --methods hybrid/nosuch", "\"nosuch\"", "full, topk, streaming, quest"},
       {"bench decode --methods ''", "--methods", "hybrid/sluice"},
       {"bench decode --device host", "--device", "cuda"},
+      {"bench decode --drafts 33", "--drafts", "[1, 32]"},
       {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},
       {"bench gpu --device host --sections odd", "'odd'", "attention, kernels"},
       {"bench gpu --device host --shape odd", "'odd'", "llama-3.1-8b"},

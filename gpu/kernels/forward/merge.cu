@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kThreads)
     weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
     if (layer.lse != nullptr && threadIdx.x < heads) {
       const std::uint64_t packed = chooses.at + draft_of(threadIdx.x);
-      const std::uint32_t h = threadIdx.x - draft_of(threadIdx.x) * own;
-      layer.lse[packed * m.shape.kv_heads * own + head * own + h] = weights[threadIdx.x].lse;
+      const std::uint32_t own_head = threadIdx.x - draft_of(threadIdx.x) * own;
+      layer.lse[packed * m.shape.kv_heads * own + head * own + own_head] = weights[threadIdx.x].lse;
     }
   }
   __syncthreads();

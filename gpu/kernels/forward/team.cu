@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// Some tokens' keys and values.
-struct Tile {
+struct alignas(16) Tile {
   float keys[kTile][kMaxHeadDim];
   float values[kTile][kMaxHeadDim];
 };
