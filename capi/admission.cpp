@@ -17,7 +17,8 @@ struct sluice_admission {
 namespace sluice::capi {
 namespace {
 
-static_assert(offsetof(sluice_admission_options, slowdown) + sizeof(double) == sizeof(sluice_admission_options));
+static_assert(offsetof(sluice_admission_options, window_pages) + sizeof(std::uint64_t) ==
+              sizeof(sluice_admission_options));
 static_assert(offsetof(sluice_request, id) + sizeof(std::uint64_t) == sizeof(sluice_request));
 static_assert(offsetof(sluice_turn_item, reserved) + sizeof(std::uint32_t) == sizeof(sluice_turn_item));
 static_assert(offsetof(sluice_admission_use, near_pages) + sizeof(std::uint64_t) == sizeof(sluice_admission_use));
@@ -37,7 +38,10 @@ sluice_admission_options from(const AdmissionOptions& options) noexcept {
           .watermark_pages = options.watermark_pages,
           .near_pages = options.near_pages,
           .near_pages_per_sequence = options.near_pages_per_sequence,
-          .slowdown = options.slowdown};
+          .slowdown = options.slowdown,
+          .page_blocks = options.page_blocks,
+          .window_blocks = options.window_blocks,
+          .window_pages = options.window_pages};
 }
 
 AdmissionOptions to_admission(const sluice_admission_options& options) noexcept {
@@ -52,7 +56,10 @@ AdmissionOptions to_admission(const sluice_admission_options& options) noexcept 
           .watermark_pages = options.watermark_pages,
           .near_pages = options.near_pages,
           .near_pages_per_sequence = options.near_pages_per_sequence,
-          .slowdown = options.slowdown};
+          .slowdown = options.slowdown,
+          .page_blocks = options.page_blocks,
+          .window_blocks = options.window_blocks,
+          .window_pages = options.window_pages};
 }
 
 sluice_turn_item from(const TurnItem& item) noexcept {

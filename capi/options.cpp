@@ -6,7 +6,7 @@ namespace sluice::capi {
 namespace {
 
 constexpr const char* kName = "sluice_engine_options";
-static_assert(offsetof(sluice_engine_options, windows) + sizeof(const std::uint32_t*) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, window_slack) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -95,6 +95,11 @@ std::vector<std::uint32_t> cores_of(const sluice_engine_options& options) {
   return {options.cores, options.cores + options.core_count};
 }
 
+/// What no engine takes is refused by it.
+std::uint32_t slack_of(const sluice_engine_options& options) {
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(options.window_slack, kNone));
+}
+
 std::vector<std::uint32_t> windows_of(const sluice_engine_options& options) {
   if (options.window_count == 0) return {};
   require_pointer(options.windows, "sluice_engine_options.windows, of which window_count says there are some,");
@@ -123,6 +128,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .scale = options.scale,
           .softcap = options.softcap,
           .windows = windows_of(options),
+          .window_slack = slack_of(options),
           .page_tokens = page,
           .kv_dtype = dtype_of(options.kv_dtype),
           .host_bytes = options.host_bytes,
@@ -199,6 +205,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.softcap = options.softcap;
   out.window_count = static_cast<std::uint32_t>(options.windows.size());
   out.windows = options.windows.empty() ? nullptr : options.windows.data();
+  out.window_slack = options.window_slack;
   return out;
 }
 

@@ -189,6 +189,9 @@ typedef struct sluice_engine_options {
   /// [window_count] of each layer the newest tokens that a row of it sees, its own included; 0: all. Null if there are
   /// none. Where there are some a row attends all that it sees, whatever its sequence's policy says.
   const uint32_t* windows;
+  /// Of layers with windows a sequence keeps the tokens that its next one sees, and as many before these, so that it can
+  /// be forked or truncated by as many (64)
+  uint64_t window_slack;
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
@@ -377,6 +380,11 @@ typedef struct sluice_admission_options {
   /// Beside chunks of prompts, rows that decode come this many times as slowly as alone on the average, by what
   /// sluice_admission_complete was told; 0 (default): chunks have all prefill_rows in every forward. Else in [1, 1000].
   double slowdown;
+  /// Blocks, which `pages` and watermark_pages count, that each page of a sequence takes (1), and that each of its
+  /// newest window_pages pages takes beside them (0, 0): of layers with windows.
+  uint32_t page_blocks;
+  uint32_t window_blocks;
+  uint64_t window_pages;
 } sluice_admission_options;
 
 typedef struct sluice_request {

@@ -37,6 +37,12 @@ struct AdmissionOptions {
   /// one come before a longer one; a forward with a chunk takes 8 times as much at most, unless a page takes longer. 0:
   /// all rows of prefill_rows in every forward; else in [1, 1000].
   double slowdown = 0.0;
+  /// What a page takes of `pages`, if layers with windows keep only the newest ones: then `pages`, watermark_pages and
+  /// held pages count blocks, of which each page of a sequence takes page_blocks, and each of its newest window_pages
+  /// window_blocks beside these. At least one of both is not 0.
+  std::uint32_t page_blocks = 1;
+  std::uint32_t window_blocks = 0;
+  std::uint64_t window_pages = 0;
 };
 
 /// For an engine that is built with these options: its largest bucket, sequences, and the pages that host_bytes hold.

@@ -19,10 +19,6 @@
 
 namespace sluice {
 
-/// Of layers with windows a sequence keeps as many tokens beyond what its next one sees, so that it can always be forked
-/// or truncated by as many.
-inline constexpr std::uint32_t kWindowSlack = 64;
-
 /// Everything that is fixed when an Engine is built.
 struct EngineOptions {
   AttentionShape shape;  ///< required; its scale and softcap are 0, those below count
@@ -35,6 +31,9 @@ struct EngineOptions {
   /// per layer. Where there are some a row attends all that it sees, whatever its sequence's policy says, which
   /// learns nothing there; and prompts attend densely.
   std::vector<std::uint32_t> windows{};
+  /// Of layers with windows a sequence keeps the tokens that its next one sees, and as many before these, so that it can
+  /// be forked or truncated by as many; host memory for what lies behind is free again. [0, 2^24]
+  std::uint32_t window_slack = 64;
   std::uint32_t page_tokens = 16;  ///< power of two in [8, 256]
   /// Of keys and values in memory. fp8_e4m3: rows of host memory are rounded to 8 bits with a scale each, see E4m3, and
   /// lie near as bf16, with the same values. f32: of the embedded host device.

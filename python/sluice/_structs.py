@@ -93,6 +93,7 @@ class EngineOptions(Sized):
         ("window_count", c_uint32),
         ("largest_drafts", c_uint32),
         ("windows", ctypes.POINTER(c_uint32)),
+        ("window_slack", c_uint64),
     ]
 
 
@@ -119,7 +120,7 @@ class AdmissionOptions(Sized):
         for name in ("struct_size", "decode_rows", "prefill_rows", "prefills", "sequences", "cpu_sequences",
                      "page_tokens", "max_tokens")
     ] + [(name, c_uint64) for name in ("pages", "watermark_pages", "near_pages", "near_pages_per_sequence")] + [
-        ("slowdown", c_double)
+        ("slowdown", c_double), ("page_blocks", c_uint32), ("window_blocks", c_uint32), ("window_pages", c_uint64)
     ]
 
 

@@ -24,7 +24,7 @@ from sluice.options import _unsigned
 class AdmissionOptions:
     """What is shared out."""
 
-    pages: int  #: host memory, in pages of all layers and KV heads
+    pages: int  #: host memory, in pages of all layers and KV heads; or blocks, see page_blocks
     decode_rows: int = 1  #: of a forward; as many requests run at once, at most
     prefill_rows: int = 512  #: rows of chunks of prompts in a forward
     prefills: int = 1  #: chunks of prompts in a forward
@@ -38,6 +38,9 @@ class AdmissionOptions:
     slowdown: float = 0.0
     """Beside chunks of prompts, rows that decode come this many times as slowly as alone on the average, by what
     `complete` was told; 0: chunks have all prefill_rows in every forward. Else in [1, 1000]."""
+    page_blocks: int = 1  #: of those that `pages` counts, what each page of a sequence takes
+    window_blocks: int = 0  #: and each of its newest `window_pages` beside that: of layers with windows
+    window_pages: int = 0
 
     @staticmethod
     def of(engine: Engine) -> AdmissionOptions:

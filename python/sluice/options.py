@@ -125,6 +125,7 @@ class EngineOptions:
     scale: float | None = None  #: what q.k is multiplied by; 0: 1 / sqrt(head_dim)
     softcap: float | None = None  #: a scaled logit x becomes softcap * tanh(x / softcap); 0: it stays
     windows: Sequence[int] | None = None  #: per layer, newest tokens that a row sees, its own included; 0: all
+    window_slack: int | None = None  #: tokens that layers keep beyond their windows: as many can be taken back
 
     def make_room_for(self, policy: str, tokens: int) -> None:
         """Raises what a sequence of this policy needs that grows to `tokens` tokens, memory apart; lowers nothing.

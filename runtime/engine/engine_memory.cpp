@@ -105,20 +105,10 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint64_t list
   return parts.used();
 }
 
-/// Tokens that forwards may bring to a sequence before it has them for good.
-std::uint64_t coming_tokens(const EngineOptions& options) {
-  const std::uint32_t most = std::max(options.largest.prefill_rows, options.largest.decode_rows);
-  return std::max<std::uint64_t>(std::uint64_t{options.in_flight} * most, options.import_rows);
-}
-
-LayerStacks stacks_of(const EngineOptions& options) {
-  return {options.shape.layers, options.windows, options.page_tokens};
-}
-
-Bucket largest_of(const EngineOptions& options, const LayerStacks& stacks, const PageLayout& layout,
+Bucket largest_of(const EngineOptions& options, const scheduler::LayerStacks& stacks, const PageLayout& layout,
                   std::uint32_t blocks) {
   Bucket bucket = options.largest;
-  const std::uint64_t pages = stacks.pages_in(blocks, coming_tokens(options));
+  const std::uint64_t pages = stacks.pages_in(blocks);
   std::uint64_t tokens = bucket.max_tokens;
   // Where all layers have windows memory is no bound; unless one is named, it is as if everything were kept.
   if (tokens == 0 || pages != ~std::uint64_t{0}) {
@@ -136,7 +126,7 @@ std::uint64_t near_bytes_of(const ForwardMemory& memory, std::uint64_t pages) {
 }
 
 /// Sizes, and no memory yet.
-ForwardMemory described(const EngineOptions& options, const LayerStacks& stacks) {
+ForwardMemory described(const EngineOptions& options, const scheduler::LayerStacks& stacks) {
   ForwardMemory memory;
   memory.stacks = stacks.count();
   memory.stack_layers = stacks.layers();
@@ -187,7 +177,7 @@ std::uint64_t digests_bytes_of(const ForwardMemory& memory) {
 }  // namespace
 
 EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const ForwardVerbs* verbs) {
-  const LayerStacks stacks = stacks_of(options);
+  const scheduler::LayerStacks stacks(options);
   ForwardMemory memory = described(options, stacks);
   const std::uint64_t scratch = verbs == nullptr ? 0 : verbs->scratch_bytes(memory);
   std::vector<ForwardMemory> slips(options.in_flight, memory);
@@ -201,7 +191,7 @@ EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const Forward
 
 EngineMemory::EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs,
                            const cpu::Topology& topology, std::uint32_t numa_node, const cpu::Workers& workers)
-    : stacks_(stacks_of(options)), coming_(coming_tokens(options)) {
+    : stacks_(options) {
   ForwardMemory memory = described(options, stacks_);
   far_ = std::make_unique<cpu::HostPool>(
       cpu::HostPoolOptions{

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "cpu/machine/host_pool.hpp"
-#include "runtime/kv/layer_stacks.hpp"
+#include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/device.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/forward_verbs.hpp"
@@ -31,9 +31,7 @@ class EngineMemory {
     memory.bucket = bucket;
     return memory;
   }
-  [[nodiscard]] const LayerStacks& stacks() const noexcept { return stacks_; }
-  /// Tokens that forwards may bring to a sequence before it has them for good.
-  [[nodiscard]] std::uint64_t coming() const noexcept { return coming_; }
+  [[nodiscard]] const scheduler::LayerStacks& stacks() const noexcept { return stacks_; }
   /// Of blocks that a slip has room for: two of every block list, should a plan not be enqueued.
   [[nodiscard]] std::uint32_t copies() const noexcept { return copies_; }
   /// What `block` holds of tokens [0, tokens) becomes what `copy` holds, keys and values of all planes.
@@ -51,8 +49,7 @@ class EngineMemory {
   /// Device memory as an engine begins: nothing is near, everything else is 0.
   void clear(const EngineOptions& options, Device& device);
 
-  LayerStacks stacks_;
-  std::uint64_t coming_;
+  scheduler::LayerStacks stacks_;
   std::uint32_t copies_ = 0;
   std::unique_ptr<cpu::HostPool> far_;
   std::unique_ptr<Buffer> near_;

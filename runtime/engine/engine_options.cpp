@@ -68,6 +68,7 @@ void validate(const EngineOptions& options) {
             "a value of sluice::DigestKind");
   require(!options.largest.pages || options.digests.has_value(), "largest.pages", 1,
           "false unless EngineOptions::digests says which digests pages have");
+  in("window_slack", options.window_slack, 0, 1u << 24);
   in("max_window", options.max_window, 1, 1u << 20);
   in("import_rows", options.import_rows, 1, 65'536);
   in("prefill_window", options.prefill_window, page, 1u << 20);

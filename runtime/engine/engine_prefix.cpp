@@ -51,7 +51,7 @@ std::uint32_t Engine::Impl::known_pages(const PolicySpec& policy, std::span<cons
                                         std::uint64_t salt) const noexcept {
   std::uint32_t pages = 0;
   std::uint32_t whole = 0;  // Of the newest, in a row, those that layers with windows have, too.
-  const runtime::LayerStacks& layers = memory.stacks();
+  const scheduler::LayerStacks& layers = memory.stacks();
   for_each_known(policy, prompt, salt, [&](const runtime::PrefixPlace& place) {
     whole = prefixes->has_others(place.block) ? whole + 1 : 0;
     const std::uint32_t needed = place.pages - layers.passed_pages(place.pages * options.page_tokens);

@@ -86,7 +86,7 @@ void Engine::Impl::require_windows(SequenceId id, const Sequence& sequence, std:
   throw Error(Errc::unsupported, std::string(what) + ": of layers with windows sequence " + number(id.value) +
                                      " has what comes from token " + number(kept_from) + " on, and behind " +
                                      number(tokens) + " tokens more is seen; it can be shortened by " +
-                                     number(kWindowSlack) + " tokens, else begin another one");
+                                     number(options.window_slack) + " tokens, else begin another one");
 }
 
 void Engine::Impl::shrink(Sequence& sequence, std::uint32_t tokens) noexcept {

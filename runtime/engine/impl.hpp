@@ -124,7 +124,7 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
   /// Pages that layers with windows do not have any more.
   [[nodiscard]] std::uint32_t passed_pages(const Sequence& sequence) const noexcept;
-  /// Lets go of pages that no row of the sequence will see again, though it be shortened by kWindowSlack.
+  /// Lets go of pages that no row of the sequence will see again, though it be shortened by window_slack.
   void pass_windows(Sequence& sequence) noexcept;
   /// @throws Error{Errc::unsupported} if layers with windows have let go of what is seen behind as many tokens
   void require_windows(SequenceId id, const Sequence& sequence, std::uint32_t tokens, const char* what) const;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "scheduler/admission/limits.hpp"
+#include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 
@@ -20,6 +21,14 @@ void require(bool holds, const char* field, std::uint64_t value, const std::stri
               std::string("AdmissionOptions::") + field + " is " + text(value) + "; it must be " + range);
 }
 
+/// Pages of the longest sequence that there is room for.
+std::uint64_t pages_in(const AdmissionOptions& options) {
+  const std::uint64_t even = options.pages / (options.page_blocks + options.window_blocks);
+  if (even <= options.window_pages) return even;
+  const std::uint64_t whole = options.pages - options.window_blocks * options.window_pages;
+  return options.page_blocks == 0 ? ~std::uint64_t{0} : whole / options.page_blocks;
+}
+
 void require_some(const char* field, std::uint32_t value) { require(value != 0, field, value, "at least 1"); }
 
 }  // namespace
@@ -27,7 +36,8 @@ void require_some(const char* field, std::uint32_t value) { require(value != 0, 
 AdmissionOptions admission_options(const EngineOptions& options) {
   const AttentionShape& shape = options.shape;
   const PageLayout layout{.page_tokens = options.page_tokens, .head_dim = shape.head_dim, .dtype = options.kv_dtype};
-  const std::uint64_t page_bytes = layout.page_bytes() * shape.layers * shape.kv_heads;
+  const scheduler::LayerStacks stacks(options);
+  const std::uint64_t page_bytes = layout.page_bytes() * stacks.layers() * shape.kv_heads;
   if (page_bytes == 0 || options.host_bytes < page_bytes)
     throw Error(Errc::invalid_argument, "EngineOptions::host_bytes is " + text(options.host_bytes) +
                                             ", and one page of all layers and KV heads takes " + text(page_bytes) +
@@ -44,7 +54,10 @@ AdmissionOptions admission_options(const EngineOptions& options) {
           .cpu_sequences = options.cpu_sequences,
           .page_tokens = options.page_tokens,
           .max_tokens = options.largest.max_tokens,
-          .pages = options.host_bytes / page_bytes};
+          .pages = options.host_bytes / page_bytes,
+          .page_blocks = stacks.count() - stacks.windowed_stacks(),
+          .window_blocks = stacks.windowed_stacks(),
+          .window_pages = stacks.windowed() ? stacks.most_kept() : 0};
 }
 
 namespace scheduler {
@@ -59,17 +72,21 @@ AdmissionOptions resolved(const AdmissionOptions& options) {
   if (options.slowdown != 0.0 && !(options.slowdown >= 1.0 && options.slowdown <= kMostSlowdown))
     throw Error(Errc::invalid_argument, "AdmissionOptions::slowdown is " + std::to_string(options.slowdown) +
                                             "; it must be 0, or in [1, 1000]");
+  require(options.page_blocks + options.window_blocks >= 1, "page_blocks", options.page_blocks,
+          "at least 1 where window_blocks is 0");
   AdmissionOptions resolved = options;
-  const std::uint64_t room = std::min<std::uint64_t>(options.pages * options.page_tokens, kNone);
+  const std::uint64_t longest = pages_in(options);
+  const std::uint64_t room = longest >= kNone / options.page_tokens ? kNone : longest * options.page_tokens;
   if (options.max_tokens == 0 || options.max_tokens > room) resolved.max_tokens = static_cast<std::uint32_t>(room);
   return resolved;
 }
 
 MemoryNeed need_of(const AdmissionOptions& options, std::uint64_t tokens) noexcept {
-  MemoryNeed need{.pages = div_up(tokens, options.page_tokens)};
+  const std::uint64_t pages = div_up(tokens, options.page_tokens);
+  MemoryNeed need{.pages = options.page_blocks * pages + options.window_blocks * std::min(pages, options.window_pages)};
   if (options.near_pages == 0) return need;
   const std::uint64_t most = options.near_pages_per_sequence;
-  need.near_pages = most == 0 ? need.pages : std::min(need.pages, most);
+  need.near_pages = most == 0 ? pages : std::min(pages, most);
   return need;
 }
 

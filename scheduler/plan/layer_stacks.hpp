@@ -7,9 +7,8 @@
 
 #include "sluice/engine_options.hpp"
 #include "sluice/forward_memory.hpp"
-#include "sluice/units.hpp"
 
-namespace sluice::runtime {
+namespace sluice::scheduler {
 
 /// Which layers share blocks. A block is a page of all layers of a *stack*, and a sequence has a list of blocks for
 /// each: layers that see all tokens are the first stack, and those with windows are in stacks of as many layers behind
@@ -17,9 +16,16 @@ namespace sluice::runtime {
 /// stacks with windows a sequence keeps its newest tokens alone.
 class LayerStacks {
  public:
-  /// `windows`: of each layer, 0 for those that see all tokens; empty: all do. `page_tokens` is a power of two.
-  LayerStacks(std::uint32_t layers, std::span<const std::uint32_t> windows, std::uint32_t page_tokens)
-      : layers_(layers), page_tokens_(page_tokens) {
+  /// The options are valid.
+  explicit LayerStacks(const EngineOptions& options)
+      : layers_(options.shape.layers),
+        page_tokens_(options.page_tokens),
+        slack_(options.window_slack),
+        coming_(std::max<std::uint64_t>(
+            std::uint64_t{options.in_flight} * std::max(options.largest.prefill_rows, options.largest.decode_rows),
+            options.import_rows)) {
+    const std::span<const std::uint32_t> windows = options.windows;
+    const std::uint32_t layers = options.shape.layers;
     const auto whole = static_cast<std::uint32_t>(windows.empty() ? layers : std::ranges::count(windows, 0u));
     if (whole == layers) return;
     if (whole != 0) {
@@ -52,37 +58,37 @@ class LayerStacks {
     return tokens + 1 > widest_ ? tokens + 1 - widest_ : 0;
   }
   /// Pages that stacks with windows do without once a sequence has as many tokens for good; it can be shortened by
-  /// kWindowSlack.
+  /// EngineOptions::window_slack.
   [[nodiscard]] std::uint32_t passed_pages(std::uint32_t tokens) const noexcept {
-    const std::uint32_t least = tokens > kWindowSlack ? tokens - kWindowSlack : 0;
+    const std::uint32_t least = tokens > slack_ ? tokens - slack_ : 0;
     return seen_from(least) / page_tokens_;
   }
-  /// Pages of a stack with windows, at most, of a sequence with `pages` pages to which forwards may bring `coming`
-  /// tokens before it has them for good.
-  [[nodiscard]] std::uint64_t kept_pages(std::uint64_t pages, std::uint64_t coming) const noexcept {
-    return std::min(pages, div_up(widest_ + kWindowSlack + coming, page_tokens_) + 1);
+  /// Pages that a sequence keeps of a stack with windows, at most, those of forwards in flight among them.
+  [[nodiscard]] std::uint64_t most_kept() const noexcept {
+    return div_up(std::uint64_t{widest_} + slack_ + coming_, page_tokens_) + 1;
   }
-  /// Blocks of all stacks.
-  [[nodiscard]] std::uint64_t blocks(std::uint64_t pages, std::uint64_t coming) const noexcept {
+  /// Blocks of all stacks, of a sequence with so many pages, at most.
+  [[nodiscard]] std::uint64_t blocks(std::uint64_t pages) const noexcept {
     const std::uint64_t whole = count_ - windowed_stacks();
-    return whole * pages + windowed_stacks() * kept_pages(pages, coming);
+    return whole * pages + windowed_stacks() * std::min(pages, most_kept());
   }
   /// Pages of the longest sequence that `blocks` hold; ~0: of any.
-  [[nodiscard]] std::uint64_t pages_in(std::uint64_t blocks, std::uint64_t coming) const noexcept {
+  [[nodiscard]] std::uint64_t pages_in(std::uint64_t blocks) const noexcept {
     if (!windowed()) return blocks;
     const std::uint64_t even = blocks / count_;
-    const std::uint64_t kept = kept_pages(~std::uint64_t{0}, coming);
-    if (even < kept) return even;
-    return first_windowed_ == 0 ? ~std::uint64_t{0} : blocks - windowed_stacks() * kept;
+    if (even < most_kept()) return even;
+    return first_windowed_ == 0 ? ~std::uint64_t{0} : blocks - windowed_stacks() * most_kept();
   }
 
  private:
   std::uint32_t layers_;
   std::uint32_t page_tokens_;
+  std::uint32_t slack_;
+  std::uint64_t coming_;  ///< tokens that forwards may bring to a sequence before it has them for good
   std::uint32_t count_ = 1;
   std::uint32_t first_windowed_ = kNone;
   std::uint32_t widest_ = 0;
   std::vector<ForwardLayerPlace> places_;
 };
 
-}  // namespace sluice::runtime
+}  // namespace sluice::scheduler
