@@ -165,7 +165,11 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   if (describes) {
-    if (threadIdx.x == 0) describe(m, scratch, m.rows[blockIdx.x].in(layer.layer, m.window), blockIdx.x, head, plane);
+    if (threadIdx.x == 0) {
+      ForwardRow row = m.rows[blockIdx.x];
+      row.drafts = 0;  // As it is; to know that takes fewer registers.
+      describe(m, scratch, row.in(layer.layer, m.window), blockIdx.x, head, plane);
+    }
     if (m.rows[blockIdx.x].list != kNone) put_queries(m, layer, blockIdx.x, head);
   }
   const ForwardToken token = m.tokens[blockIdx.x];
