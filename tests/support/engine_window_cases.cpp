@@ -130,7 +130,7 @@ TEST_CASE("prompts find as much as layers with windows still have", "[engine][wi
   const EngineRig rig = engine_rig();
   const Story story = story_of(windows, 400, 603, rig);
   EngineOptions options = windowed(rig, windows, 7);
-  options.host_bytes = (windows == kAll ? 30 : 34) * block_bytes(options);
+  options.host_bytes = 31 * block_bytes(options);
   Engine engine(options, rig.device);
   const PolicySpec full = parse_policy("full");
   Teller first = begin_named(engine, story, "full", ids_of(300));
@@ -149,7 +149,7 @@ TEST_CASE("prompts find as much as layers with windows still have", "[engine][wi
   const Story other = story_of(windows, 1000, 604, rig);
   Teller large{.story = &other, .id = engine.begin(full)};
   bool less = false;
-  while (large.at + 32 <= 960) {
+  while (large.at + 32 <= 704) {
     try {
       read(engine, rig, large, large.at + 32);
     } catch (const Error& error) {
