@@ -195,6 +195,8 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
         h.rests = {1, 2};
       },
       [](auto& h) { h.model = std::string(5000, 'm'); },
+      [](auto& h) { h.passed = 8; },
+      [](auto& h) { h.windows = {1}; },
       [](auto& h) { h.policy = std::string(70'000, ' '); },
   };
   for (std::size_t i = 0; i < corrupt.size(); ++i) {
@@ -232,7 +234,7 @@ TEST_CASE("lengths that a parked sequence has not are refused before memory is a
   }
   // A later version may say anything else.
   Area area = parked.area;
-  area[8] = std::byte{2};
+  area[8] = std::byte{runtime::kParkVersion + 1};
   std::fill(area.begin() + 40, area.end(), std::byte{0x55});
   seal(std::span(area).first(kParkPreamble));
   REQUIRE(parked.refused(area) == Errc::invalid_argument);
