@@ -249,6 +249,7 @@ SLUICE_API sluice_status sluice_engine_preempt(sluice_engine* engine, sluice_seq
 /// history, and for history up to 32 tokens back (of more that query heads observe, fewer: see Engine in
 /// sluice/engine.hpp); from further back the policy begins again, and the next token attends everything. No forward
 /// with the sequence may be under way. SLUICE_TIMEOUT if a thread in which policies learn does not come back.
+/// SLUICE_UNSUPPORTED if layers with windows have let go of what is seen behind so many tokens, see window_slack.
 SLUICE_API sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens,
                                             const char* policy, sluice_sequence* child);
 /// Takes the newest tokens back, until there are `tokens`, and what was learnt from them, as far back as with fork.

@@ -132,8 +132,9 @@ class Engine {
   /// that memory(sequence).policy says but hash tables, and as the class says the fork goes on as its parent would
   /// have; beyond what can be taken back, its policy begins again.
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, or it has fewer tokens;
-  /// Error{Errc::out_of_capacity} if as many live as may, or policy_bytes are spent; Error{Errc::timeout} if a thread
-  /// in which policies learn does not come back
+  /// Error{Errc::unsupported} if layers with windows have let go of what is seen behind as many tokens, see
+  /// EngineOptions::window_slack; Error{Errc::out_of_capacity} if as many live as may, or policy_bytes are spent;
+  /// Error{Errc::timeout} if a thread in which policies learn does not come back
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens);
   /// Under a policy of its own, whatever the other's has learnt. One that begins with queries of the prompt finds them
   /// if the other's policy chooses on the CPU, too.
@@ -142,7 +143,7 @@ class Engine {
   /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted. What a policy that chooses
   /// on the CPU has learnt from them is taken back as the class says, or the policy begins again. The next token that
   /// is decoded pays for that, about as much as was spent on learning.
-  /// @throws Error{Errc::invalid_argument}, Error{Errc::timeout} as in `fork`
+  /// @throws Error{Errc::invalid_argument}, Error{Errc::unsupported}, Error{Errc::timeout} as in `fork`
   void truncate(SequenceId sequence, std::uint32_t tokens);
   /// Writes all that a sequence is to memory of the caller, which a sequence begins with that is resumed from it: keys
   /// and values, policy, names of tokens with their salt, and the queries of its prompt's newest tokens. The sequence

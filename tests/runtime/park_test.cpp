@@ -196,7 +196,7 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
       },
       [](auto& h) { h.model = std::string(5000, 'm'); },
       [](auto& h) { h.passed = 8; },
-      [](auto& h) { h.windows = {1}; },
+      [](auto& h) { h.windows = {1, 2}; },
       [](auto& h) { h.policy = std::string(70'000, ' '); },
   };
   for (std::size_t i = 0; i < corrupt.size(); ++i) {
