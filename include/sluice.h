@@ -189,8 +189,8 @@ typedef struct sluice_engine_options {
   /// [window_count] of each layer the newest tokens that a row of it sees, its own included; 0: all. Null if there are
   /// none. Where there are some a row attends all that it sees, whatever its sequence's policy says.
   const uint32_t* windows;
-  /// Of layers with windows a sequence keeps the tokens that its next one sees, and as many before these, so that it can
-  /// be forked or truncated by as many (64)
+  /// Of layers with windows a sequence keeps the tokens that its next one sees, and as many before these, so that it
+  /// can be forked or truncated by as many (64)
   uint64_t window_slack;
 } sluice_engine_options;
 

@@ -101,9 +101,9 @@ def main() -> None:
     config, context = model.config, wants.prompt + 1024
     tokens = context + wants.answers * (wants.context + room)
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    packed = PackedModel(model, wants.policy, tokens * numbers * model.dtype.itemsize, context=context, sequences=wants.answers + 1,
-                         prefill_rows=wants.prefill_rows, graphs="on", compile=wants.compile,
-                         near_bytes=wants.near_bytes)
+    packed = PackedModel(model, wants.policy, tokens * numbers * model.dtype.itemsize, context=context,
+                         sequences=wants.answers + 1, prefill_rows=wants.prefill_rows, graphs="on",
+                         compile=wants.compile, near_bytes=wants.near_bytes)
     try:
         for slowdown in map(float, wants.slowdowns.split(",")):
             print(json.dumps(measure(packed, wants, slowdown)), flush=True)

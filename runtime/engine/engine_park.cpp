@@ -87,7 +87,8 @@ void Engine::Impl::park(SequenceId id, const runtime::ParkHead& head, runtime::P
   }
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
     for (std::uint32_t kv_head = 0; kv_head < options.shape.kv_heads; ++kv_head)
-      for_each_run(sequence, layer, kv_head, head.first_token(layer), [&](std::span<std::byte> rows) { body.put(rows); });
+      for_each_run(sequence, layer, kv_head, head.first_token(layer),
+                   [&](std::span<std::byte> rows) { body.put(rows); });
   }
   sink.finish();
 }

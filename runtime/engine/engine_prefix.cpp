@@ -86,7 +86,8 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::in
 }
 
 void Engine::Impl::begin_with(Sequence& sequence, std::uint32_t pages, std::span<const std::int32_t> prompt) noexcept {
-  const std::uint32_t passed = memory.stacks().windowed() ? memory.stacks().passed_pages(pages * options.page_tokens) : 0;
+  const scheduler::LayerStacks& layers = memory.stacks();
+  const std::uint32_t passed = layers.windowed() ? layers.passed_pages(pages * options.page_tokens) : 0;
   for (Stacks stack = 0; stack < stacks(); ++stack)
     if (memory.stacks().windowed(stack)) pages_of(sequence, stack).skip(passed);
   runtime::PrefixPlace& place = sequence.names.known;

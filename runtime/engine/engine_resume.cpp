@@ -34,8 +34,9 @@ void require_alike(const runtime::ParkHead& head, const EngineOptions& options, 
     };
     const std::uint32_t parked = window(head.windows), here = window(options.windows);
     if (parked != here && (head.passed != 0 || std::min(parked, here) < head.tokens))
-      throw Error(Errc::invalid_argument, "resume: the sequence was parked with another window in layer " + text(layer) +
-                                              " than EngineOptions::windows has; use an engine with the same");
+      throw Error(Errc::invalid_argument,
+                  "resume: the sequence was parked with another window in layer " + text(layer) +
+                      " than EngineOptions::windows has; use an engine with the same");
   }
   if (head.model != model)
     throw Error(Errc::invalid_argument, "resume: the sequence was parked of model '" + head.model +

@@ -144,8 +144,8 @@ struct Engine::Impl : cpu::Kept {
   template <class Visit>
   void for_each_known(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt,
                       const Visit& visit) const;
-  /// Pages that a sequence with this prompt can begin with: those that are known, as far as layers with windows have what
-  /// is seen behind them.
+  /// Pages that a sequence with this prompt can begin with: those that are known, as far as layers with windows have
+  /// what is seen behind them.
   [[nodiscard]] std::uint32_t known_pages(const PolicySpec& policy, std::span<const std::int32_t> prompt,
                                           std::uint64_t salt) const noexcept;
   /// A new one gets as many, which are known.

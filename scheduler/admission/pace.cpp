@@ -11,8 +11,8 @@ namespace {
 
 constexpr std::size_t kMost = 6;
 constexpr std::size_t kTokens = 2;  // The term of chunk_tokens.
-/// The first of the terms. While chunks were all alike, their time may be of their tokens or of their being there; then it is
-/// of their tokens, as one who took it the other way round would make them as long as can be.
+/// Terms before it are the likelier ones. While chunks were all alike, their time may be of their tokens or of their
+/// being there; then it is of their tokens, as one who took it the other way round would make them as long as can be.
 constexpr std::size_t kPlain = 4;
 using Values = std::array<double, kMost>;
 using Matrix = std::array<Values, kMost>;

@@ -21,11 +21,11 @@ struct PacedForward {
   }
 };
 
-/// How long forwards take, learnt from those that ran: seconds = base + decode * rows + [chunk, if there is one] + token *
-/// chunk_tokens + key * chunk_keys + pair * chunk_pairs, no coefficient below 0, fitted to the newest kKept forwards
-/// with chunks and as many without. A forward that took far longer than the others say (a stalled machine) hardly
-/// counts. It times whatever the caller times: with a model around the attention, its products count, too, which no plan
-/// of Sluice knows of.
+/// How long forwards take, learnt from those that ran: seconds = base + decode * rows + [chunk, if there is one] +
+/// token * chunk_tokens + key * chunk_keys + pair * chunk_pairs, no coefficient below 0, fitted to the newest kKept
+/// forwards with chunks and as many without. A forward that took far longer than the others say (a stalled machine)
+/// hardly counts. It times whatever the caller times: with a model around the attention, its products count, too, which
+/// no plan of Sluice knows of.
 /// Pure, no clock. Thread safety: calls must not overlap.
 class Pace {
  public:

@@ -195,7 +195,8 @@ TEST_CASE("more sequences with windows have room, and admission knows", "[engine
   EngineOptions options = windowed(rig, kMixed);
   options.largest.max_tokens = 320;
   options.in_flight = 1;
-  options.host_bytes = 50 * block_bytes(options);  // 150 blocks: 20 for a sequence's tokens, and at most 9 for windows twice.
+  // 150 blocks: 20 for a sequence's tokens, and at most 9 for windows twice.
+  options.host_bytes = 50 * block_bytes(options);
   const Engine engine(options, rig.device);
   REQUIRE(engine.can_admit(320));
   const AdmissionOptions shares = admission_options(engine.options());

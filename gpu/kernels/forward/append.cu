@@ -22,8 +22,8 @@ constexpr std::uint32_t kThreads = 128;
 constexpr std::uint32_t kWarp = 32;
 constexpr std::uint32_t kMaxHeadDim = 256;
 
-/// One row of K or V to its far page and, if there is one, its near page, by one warp, whose lanes have four neighbouring
-/// elements at a time: what crosses the link goes in whole lines. `kept`, unless null, receives what a reader of the
+/// One row of K or V to its far page and, if there is one, its near page, by one warp, whose lanes have four
+/// neighbouring elements at a time: what crosses the link goes in whole lines. `kept`, unless null, receives what a reader of the
 /// page will see.
 template <DType kType>
 __device__ void put_row(const TensorView& in, std::uint32_t row, std::uint32_t head, std::byte* far, std::byte* near,
