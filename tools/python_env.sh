@@ -33,10 +33,12 @@ import importlib.metadata as metadata, re, sys
 
 file, path = sys.argv[1:]
 places = [path] if path else sys.path
-found = {each.metadata["Name"].lower(): each.version for each in metadata.distributions(path=places)}
-pins = dict(line.strip().lower().split("==") for line in open(file) if re.match(r"\w", line))
+# scikit_build_core is scikit-build-core, too.
+plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+found = {plain(each.metadata["Name"]): each.version for each in metadata.distributions(path=places)}
+pins = dict(line.strip().split("==") for line in open(file) if re.match(r"\w", line))
 # torch 2.11.0+cpu is torch 2.11.0, too.
-sys.exit(any(found.get(name, "").partition("+")[0] != version for name, version in pins.items()))
+sys.exit(any(found.get(plain(name), "").partition("+")[0] != version for name, version in pins.items()))
 PYTHON
 }
 
