@@ -1,13 +1,15 @@
-"""The programs of docs/python.md that need no model run as they are."""
+"""The programs of docs/python.md that need no model run as they are; what docker/Dockerfile names exists."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "python.md"
 PROGRAMS = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
             if "import numpy" in block]
 
@@ -22,3 +24,18 @@ def test_program(program: str) -> None:
     exec(compile(program, str(PAGE), "exec"), names)
     assert names["engine"].tokens(1) == 1
     assert abs(names["out"]).max() > 0
+
+
+def test_dockerfile() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    presets = {each["name"] for each in json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]}
+    named = re.findall(r"PRESET=([\w-]+)", text)
+    assert named and set(named) <= presets
+    scripts = re.findall(r"\btools/\w+\.sh", text)
+    assert scripts and all((ROOT / script).is_file() for script in scripts)
+    stages = re.findall(r"^FROM \S+ AS (\w+)", text, re.MULTILINE)
+    assert all(stage in stages for stage in re.findall(r"--from=(\w+)", text))
+    for source in re.findall(r"^COPY (?!--from)(\S+)", text, re.MULTILINE):
+        assert (ROOT / source).exists()
+    # The last stage has a user, and not root.
+    assert re.findall(r"^USER (\w+)", text.rpartition("FROM ")[2], re.MULTILINE) == ["10001"]
