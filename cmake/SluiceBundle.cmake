@@ -1,6 +1,6 @@
 # A directory or archive that runs where nothing is installed but a C++ runtime and, for a GPU, its driver:
 #   cmake --install build/release --prefix DIR
-#   cpack --config build/release/CPackConfig.cmake      sluice-VERSION-Linux.tar.gz
+#   cpack --config build/release/CPackConfig.cmake      sluice-VERSION-Linux-x86_64.tar.gz
 # The command finds its libraries beside itself ($ORIGIN). cuBLASLt, which only models on a GPU need and which is
 # larger than everything else, comes from the GPU machine: it is opened by name when such a model is loaded.
 # The older kind of run path, which the libraries' own dependencies are looked up in, too (hwloc's libudev).
@@ -36,6 +36,11 @@ sluice_install_licences(sluice ${CMAKE_INSTALL_DOCDIR}/licences Unspecified libc
 set(CPACK_GENERATOR TGZ)
 set(CPACK_PACKAGE_NAME sluice)
 set(CPACK_PACKAGE_VERSION ${PROJECT_VERSION})
+# What it runs on: the system, the processor, and -cuda where it has the CUDA device.
+set(CPACK_PACKAGE_FILE_NAME sluice-${PROJECT_VERSION}-${CMAKE_SYSTEM_NAME}-${CMAKE_SYSTEM_PROCESSOR})
+if(SLUICE_WITH_CUDA)
+  string(APPEND CPACK_PACKAGE_FILE_NAME -cuda)
+endif()
 set(CPACK_STRIP_FILES ON)
 # Static libraries are for those who build, on the machine where they build.
 set(CPACK_INSTALL_CMAKE_PROJECTS "${CMAKE_BINARY_DIR};sluice;Unspecified;/")
