@@ -32,7 +32,8 @@ main() {
   if [[ -e "$out" && ! -e "$out/objects.inv" && -n "$(ls -A "$out")" ]]; then
     fail "$out has something else in it; name a new directory"
   fi
-  PYTHONPATH="$base/site" "$base/venv/bin/python" -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null ||
+  local needed='import material, mkdocs, mkdocstrings_handlers.python'
+  PYTHONPATH="$base/site" "$base/venv/bin/python" -c "$needed" 2>/dev/null ||
     fail "MkDocs is not in $base/site; once, with the network: tools/python_env.sh"
   # In the same words in every terminal, and without advertisements.
   NO_COLOR=1 NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$base/site" "$base/venv/bin/python" -m mkdocs \
