@@ -15,7 +15,8 @@ struct Part {
   std::uint32_t count = 0;
   std::uint32_t right = 0;  ///< of drafts, as many are accepted
   bool prefill = false;
-  std::size_t call = 0;  ///< of the sequence
+  std::size_t call = 0;         ///< of the sequence
+  std::uint32_t retracted = 0;  ///< Sequence::retracted when it was planned
 };
 
 /// What the caller of a forward does wrong.

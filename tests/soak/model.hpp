@@ -76,7 +76,8 @@ struct Sequence {
   /// learnt.
   bool uncertain = false;
   bool queries_lost = false;  ///< of older tokens of its prompt: queries of a chunk that failed took their place
-  bool disturbed = false;     ///< something that it had planned came to nothing
+  std::uint32_t retracted = 0;  ///< parts of forwards that came to nothing
+  bool disturbed = false;       ///< something that it had planned came to nothing
   // For the same alone; `said` is empty unless it is one of a sample.
   bool sampled = false;
   std::string first_policy{};  ///< of the ancestor with which `calls` begin

@@ -87,7 +87,9 @@ void Traffic::succeed(const Flight& flight) {
       if (sequence.sampled && repeatable) sequence.said.push_back({.call = part.call, .row = i, .out = std::move(out)});
     }
     sequence.settled += part.count;
-    if (part.prefill && part.count >= scheduler::prompt_queries(sequence.spec)) sequence.queries_lost = false;
+    // Not by what was planned before they were lost.
+    if (part.prefill && part.count >= scheduler::prompt_queries(sequence.spec) && part.retracted == sequence.retracted)
+      sequence.queries_lost = false;
     sequence.audited += flight.bucket.audit && !part.prefill ? part.count : 0;
     if (part.right != part.count) sequence.keep = std::min(sequence.keep, part.first + part.right);
     rows += part.count;
@@ -141,6 +143,7 @@ void Traffic::retract(const Flight& flight, bool ran) {
     Sequence& sequence = *part.sequence;
     const bool remembers = scheduler::remembers(sequence.spec);
     sequence.disturbed = true;
+    ++sequence.retracted;
     sequence.queries_lost |= part.prefill && part.first != 0;
     // Threads may have learnt more than can be taken back; a policy that has looked at a prompt in vain has forgotten.
     const bool learns_much = sequence.spec.uses(Source::history) && sequence.spec.budget.kind == BudgetKind::top_p;

@@ -94,7 +94,8 @@ void Traffic::fill(Flight& flight, std::vector<PlanItem>& items, std::vector<std
                             .first = sequence->planned(),
                             .count = count,
                             .right = right,
-                            .prefill = prefill});
+                            .prefill = prefill,
+                            .retracted = sequence->retracted});
     tokens.push_back(roster_.draw(count));
     for (const std::uint32_t token : tokens.back()) tensors_[flight.tensors].set(row++, driven_.pool, token);
   }
