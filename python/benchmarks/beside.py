@@ -14,8 +14,7 @@ import statistics
 import time
 
 import torch
-from generate import SHAPE, near_size
-from serve import Letters, make_model
+from serve import Letters, add_model, make_model
 from sluice.serving.arguments import size
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
@@ -88,14 +87,7 @@ def main() -> None:
     add("--limit", type=float, default=180, help="seconds after which a prompt is given up (%(default)s)")
     add("--policy", default="sluice")
     add("--compile", action="store_true", help="as `sluice serve` has it")
-    add("--layers", type=int, default=32)
-    add("--hidden", type=int, default=SHAPE["hidden_size"])
-    add("--heads", type=int, default=SHAPE["num_attention_heads"])
-    add("--kv-heads", type=int, default=SHAPE["num_key_value_heads"])
-    add("--vocabulary", type=int, default=SHAPE["vocab_size"])
-    add("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
-    add("--device", default="cuda")
-    add("--near-bytes", type=near_size, help="GPU memory for near keys and values; auto: by what is free (auto)")
+    add_model(parser)
     wants = parser.parse_args()
     model, room = make_model(wants), 8192  # Tokens of an answer.
     config, context = model.config, wants.prompt + 1024

@@ -114,6 +114,19 @@ def tell(graphs: str, result: dict[str, Any], as_json: bool) -> None:
           flush=True)
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """What make_model takes, and the memory that is near."""
+    add = parser.add_argument
+    add("--layers", type=int, default=32)
+    add("--hidden", type=int, default=SHAPE["hidden_size"])
+    add("--heads", type=int, default=SHAPE["num_attention_heads"])
+    add("--kv-heads", type=int, default=SHAPE["num_key_value_heads"])
+    add("--vocabulary", type=int, default=SHAPE["vocab_size"])
+    add("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
+    add("--device", default="cuda")
+    add("--near-bytes", type=near_size, help="GPU memory for near keys and values; auto: by what is free (auto)")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -127,14 +140,7 @@ def arguments() -> argparse.Namespace:
     add("--temperature", type=float, default=0.0)
     add("--prefill-rows", type=size, default=2048)
     add("--slowdown", type=float, default=0)
-    add("--layers", type=int, default=32)
-    add("--hidden", type=int, default=SHAPE["hidden_size"])
-    add("--heads", type=int, default=SHAPE["num_attention_heads"])
-    add("--kv-heads", type=int, default=SHAPE["num_key_value_heads"])
-    add("--vocabulary", type=int, default=SHAPE["vocab_size"])
-    add("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
-    add("--device", default="cuda")
-    add("--near-bytes", type=near_size, help="GPU memory for near keys and values; auto: by what is free (auto)")
+    add_model(parser)
     add("--option", type=option, action="append", default=[], help="NAME=VALUE of EngineOptions")
     add("--json", action="store_true", help="a line of JSON for each")
     return parser.parse_args()

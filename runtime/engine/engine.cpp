@@ -249,7 +249,7 @@ EngineMemoryUse Engine::memory() const noexcept {
 }
 
 std::uint64_t Engine::far_bytes(SequenceId id) const {
-  return impl_->held_blocks(impl_->at(id)) * impl_->memory.block_bytes();
+  return impl_->at(id).held_blocks() * impl_->memory.block_bytes();
 }
 
 EngineStats Engine::stats() const noexcept { return impl_->stats(); }

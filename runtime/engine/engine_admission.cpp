@@ -45,11 +45,11 @@ bool Engine::Impl::admits(std::uint32_t tokens, const PolicySpec& policy) const 
 }
 
 SequenceMemoryUse Engine::Impl::use_of(const Sequence& sequence) const noexcept {
-  SequenceMemoryUse use{.far_pages = held_blocks(sequence) * memory.block_bytes(),
+  SequenceMemoryUse use{.far_pages = sequence.held_blocks() * memory.block_bytes(),
                         .policy = sequence.policy ? sequence.policy->heap_bytes() : 0,
                         .names = sequence.names.ids.capacity() * sizeof(std::int32_t)};
-  for (Stacks stack = 0; stack < stacks(); ++stack) {
-    for (const std::uint32_t block : pages_of(sequence, stack).held())
+  for (const runtime::PageList& list : sequence.lists) {
+    for (const std::uint32_t block : list.held())
       use.far_pages_shared += table.shared(block) ? memory.block_bytes() : 0;
   }
   const AttentionShape& shape = options.shape;
@@ -60,8 +60,7 @@ SequenceMemoryUse Engine::Impl::use_of(const Sequence& sequence) const noexcept 
 
 bool Engine::can_admit(std::uint32_t tokens) const noexcept {
   return !impl_->free_lists.empty() && tokens <= impl_->memory.largest().largest.max_tokens &&
-         impl_->memory.stacks().blocks(impl_->pages_of(tokens)) <=
-             impl_->table.free() + impl_->table.idle();
+         impl_->memory.stacks().blocks(impl_->pages_of(tokens)) <= impl_->table.free() + impl_->table.idle();
 }
 
 bool Engine::can_admit(std::uint32_t tokens, const PolicySpec& policy) const noexcept {

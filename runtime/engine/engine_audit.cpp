@@ -28,7 +28,7 @@ std::shared_ptr<runtime::ForwardAudit> Engine::Impl::audit_of(std::span<const Wa
                   .tokens = sequence->planned + i + 1,
                   .listed = drafts == 1 ? kNone : sequence->planned + i / drafts * drafts,
                   .corrected = sequence->spec.budget.kind == BudgetKind::sampled,
-                  .blocks = blocks_of(*sequence),
+                  .blocks = sequence->blocks(),
                   .watched = sequence->watched,
                   .notes = {}});
     }

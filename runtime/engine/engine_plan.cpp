@@ -125,69 +125,6 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
   return wanted;
 }
 
-std::uint32_t Engine::Impl::open_block(const Sequence& sequence, Stacks stack) const noexcept {
-  const std::uint32_t page = sequence.planned / memory.largest().layout.page_tokens;
-  const runtime::PageList& pages = pages_of(sequence, stack);
-  return page < pages.pages() ? pages.blocks()[page] : kNone;
-}
-
-void Engine::Impl::require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const {
-  std::uint64_t needed = 0;
-  std::uint64_t learnt = 0;  // More than is learnt now.
-  std::vector<std::uint32_t> open;
-  for (const auto& [sequence, item] : wanted) {
-    const std::uint64_t tokens = std::uint64_t{sequence->planned} + item.tokens;
-    if (tokens > max_tokens)
-      throw Error(Errc::out_of_capacity, "a sequence would have " + text(tokens) + " tokens, and may have " +
-                                             text(max_tokens) + "; raise largest.max_tokens and host_bytes");
-    const std::uint32_t pages = pages_of(static_cast<std::uint32_t>(tokens));
-    learnt += policy_share(sequence->spec, static_cast<std::uint32_t>(tokens)) -
-              policy_share(sequence->spec, sequence->planned);
-    for (Stacks stack = 0; stack < stacks(); ++stack) {
-      // A forward that failed has left its blocks.
-      needed += pages - std::min(pages, pages_of(*sequence, stack).pages());
-      if (const std::uint32_t block = open_block(*sequence, stack); block != kNone) open.push_back(block);
-    }
-  }
-  require_policy_room(learnt);
-  // Of those that go on in a shared block, the last to hold it keeps it.
-  std::ranges::sort(open);
-  for (std::size_t i = 0, same = 0; i < open.size(); ++i) {
-    same = i != 0 && open[i] == open[i - 1] ? same + 1 : 1;
-    needed += same < table.holders(open[i]) ? 1 : 0;
-  }
-  if (const std::uint32_t left = table.free() + table.idle(); needed > left)
-    throw Error(Errc::out_of_capacity, "the host pool has " + text(left) + " blocks of " +
-                                           text(memory.largest().layout.page_tokens) + " tokens left, and " +
-                                           text(needed) + " are needed; end sequences or raise host_bytes");
-}
-
-void Engine::Impl::grow(std::span<const Wanted> wanted) noexcept {
-  for (const auto& [sequence, item] : wanted) {
-    for (Stacks stack = 0; stack < stacks(); ++stack) {
-      own_open_block(*sequence, stack);
-      runtime::PageList& pages = pages_of(*sequence, stack);
-      while (pages.pages() < pages_of(sequence->planned + item.tokens)) pages.push(take_block());
-    }
-  }
-  trim_prefixes();
-}
-
-void Engine::Impl::own_open_block(Sequence& sequence, Stacks stack) noexcept {
-  const std::uint32_t page_tokens = memory.largest().layout.page_tokens;
-  const std::uint32_t from = open_block(sequence, stack);
-  if (from == kNone) return;
-  // What is cached of the tokens that it took back is cheaper to forget than to do without a block.
-  if (table.kept(from) && table.holders(from) == 1 && table.free() + table.idle() == 0) prefixes->forget(from);
-  if (!table.shared(from)) return;
-  // Nothing in flight writes to it: who shares blocks rests.
-  const std::uint32_t to = take_block();
-  memory.copy_rows(from, to, sequence.planned % page_tokens);
-  copies.push_back({.from = from, .to = to});  // There is room: see `send`.
-  pages_of(sequence, stack).replace(sequence.planned / page_tokens, to);
-  table.release(from);
-}
-
 void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wanted) {
   std::fill_n(m.slip_tokens, m.bucket.rows(), ForwardToken{});
   std::fill_n(m.slip_rows, m.bucket.decode_rows, ForwardRow{});
@@ -196,7 +133,7 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
   ForwardRow* row = m.slip_rows;
   ForwardChunk* chunk = m.slip_chunks;
   for (const auto& [sequence, item] : wanted) {
-    const std::uint32_t list = sequence->pages.slot();
+    const std::uint32_t list = sequence->pages().slot();
     if (item.prefill && m.bucket.prefills != 0) {
       *chunk = {.list = list, .at = at, .first = sequence->planned, .count = item.tokens};
       bet(*sequence, *chunk++);
@@ -233,8 +170,7 @@ void Engine::Impl::write_lists(const ForwardMemory& m, std::span<const Wanted> w
   std::uint32_t changes = 0;
   std::uint32_t listed = 0;
   for (const auto& [sequence, item] : wanted) {
-    for (Stacks stack = 0; stack < stacks(); ++stack) {
-      const runtime::PageList& pages = pages_of(*sequence, stack);
+    for (const runtime::PageList& pages : sequence->lists) {
       const std::uint32_t count = pages.pages() - pages.synced();
       if (count == 0) continue;
       std::copy_n(pages.blocks().data() + pages.synced(), count, m.slip_blocks + listed);
@@ -255,7 +191,7 @@ std::uint64_t Engine::Impl::builds_on() const noexcept {
 
 std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream,
                                  std::uint32_t queries) {
-  if (copies.size() + wanted.size() * stacks() > copies.capacity())
+  if (copies.size() + wanted.size() * memory.stacks().count() > copies.capacity())
     throw Error(Errc::device, "plan: too many plans could not be enqueued; is the stream one of the engine's device?");
   const std::uint64_t forward = planned + 1;
   const ForwardMemory m = memory.of(programs.free_slip(), bucket);
@@ -288,10 +224,10 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill && sequence->tail.slot != kNone)
       extend_tail(*sequence, item.tokens, bucket.prefills != 0 ? item.tokens : queries);
-    if (!item.prefill && leaves_out(*sequence))
+    if (!item.prefill && sequence->leaves_out())
       sequence->names.sparse = std::min(sequence->names.sparse, sequence->planned);
     sequence->planned += item.tokens;
-    for (Stacks stack = 0; stack < stacks(); ++stack) pages_of(*sequence, stack).set_synced();
+    for (runtime::PageList& list : sequence->lists) list.set_synced();
   }
   table.forget_freed();
   copies.clear();

@@ -95,7 +95,7 @@ void Engine::Impl::begin_policy(SequenceId id, Sequence& sequence) {
   const Sequence::Tail& tail = sequence.tail;
   const std::uint32_t queries = tail.end == sequence.planned && tail.begin < tail.end ? tail.end - tail.begin : 0;
   auto policy =
-      std::make_shared<runtime::SequencePolicy>(sequence.spec, memory.largest(), sequence.pages.blocks(), host);
+      std::make_shared<runtime::SequencePolicy>(sequence.spec, memory.largest(), sequence.pages().blocks(), host);
   policy->begin({.tokens = sequence.planned,
                  .queries = std::min(queries, scheduler::prompt_queries(sequence.spec)),
                  .tail = tail.slot * options.prompt_queries,

@@ -20,7 +20,7 @@ runtime::PrefixCache& Engine::Impl::prefix_cache() {
   const std::uint64_t seed = std::uint64_t{random()} << 32 | random();
   const std::uint64_t most = std::min<std::uint64_t>(options.prefix_bytes / memory.block_bytes(), table.blocks());
   prefixes = std::make_unique<runtime::PrefixCache>(table, options.page_tokens, static_cast<std::uint32_t>(most), seed,
-                                                     runtime::hash_page, stacks());
+                                                     runtime::hash_page, memory.stacks().count());
   seen_prefixes.store(prefixes.get(), std::memory_order_release);
   return *prefixes;
 }
@@ -76,10 +76,11 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::in
   std::vector<std::int32_t> ids(prompt.begin(), prompt.end());
   sluice::validate(policy);
   runtime::require_served(policy, options);
-  const SequenceId id = add(policy, match_prefix(policy, prompt, salt));
+  const std::uint32_t pages = prefixes ? known_pages(policy, prompt, salt) : 0;
+  const SequenceId id = add(policy, pages * options.page_tokens);
   Sequence& sequence = at(id);
   sequence.names = {.ids = std::move(ids), .known = {.salt = salt}};
-  begin_with(sequence, known_pages(policy, prompt, salt), prompt);
+  begin_with(sequence, pages, prompt);
   sequence.tokens = sequence.planned = sequence.prompt_end = sequence.names.known.pages * options.page_tokens;
   runtime::count(counted.matched_tokens, sequence.tokens);
   return id;
@@ -88,14 +89,14 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::in
 void Engine::Impl::begin_with(Sequence& sequence, std::uint32_t pages, std::span<const std::int32_t> prompt) noexcept {
   const scheduler::LayerStacks& layers = memory.stacks();
   const std::uint32_t passed = layers.windowed() ? layers.passed_pages(pages * options.page_tokens) : 0;
-  for (Stacks stack = 0; stack < stacks(); ++stack)
-    if (memory.stacks().windowed(stack)) pages_of(sequence, stack).skip(passed);
+  for (std::uint32_t stack = 0; stack < layers.count(); ++stack)
+    if (layers.windowed(stack)) sequence.lists[stack].skip(passed);
   runtime::PrefixPlace& place = sequence.names.known;
   while (place.pages < pages) {
     place = prefixes->next(place, page_ids(prompt, place.pages));
-    for (Stacks stack = 0; stack < stacks(); ++stack) {
-      if (place.pages > passed || !memory.stacks().windowed(stack))
-        pages_of(sequence, stack).share(prefixes->block_of(place.block, stack), table);
+    for (std::uint32_t stack = 0; stack < layers.count(); ++stack) {
+      if (place.pages > passed || !layers.windowed(stack))
+        sequence.lists[stack].share(prefixes->block_of(place.block, stack), table);
     }
   }
 }
@@ -139,13 +140,13 @@ void Engine::Impl::publish(Sequence& sequence) noexcept {
   while (known.pages < pages) {
     runtime::PrefixPlace next = prefixes->next(known, page_ids(ids, known.pages));
     if (next.pages == known.pages) {
-      const std::uint32_t block = sequence.pages.blocks()[known.pages];
+      const std::uint32_t block = sequence.pages().blocks()[known.pages];
       // A fork's, to which the caller gave other names; or one that layers with windows have passed.
       if (block == kNone || table.kept(block)) return;
       next = prefixes->add(known, page_ids(ids, known.pages), block);
     }
-    for (Stacks stack = 1; stack < stacks(); ++stack)
-      prefixes->add_other(next.block, stack, pages_of(sequence, stack).blocks()[known.pages]);
+    for (std::uint32_t stack = 1; stack < sequence.lists.size(); ++stack)
+      prefixes->add_other(next.block, stack, sequence.lists[stack].blocks()[known.pages]);
     known = next;
   }
 }
@@ -187,8 +188,8 @@ std::uint64_t Engine::Impl::names_bytes() const noexcept {
 
 void Engine::Impl::preempt(SequenceId id) {
   const Sequence& sequence = at(id);
-  for (Stacks stack = 0; stack < stacks(); ++stack) {
-    for (const std::uint32_t block : pages_of(sequence, stack).held()) {
+  for (const runtime::PageList& list : sequence.lists) {
+    for (const std::uint32_t block : list.held()) {
       if (table.holders(block) == 1) table.give_up_near(block);
     }
   }

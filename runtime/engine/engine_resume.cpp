@@ -76,7 +76,7 @@ void Engine::Impl::release_late() noexcept {
 }
 
 std::vector<std::uint32_t> Engine::Impl::give_up(Sequence& sequence) noexcept {
-  for (Stacks stack = 0; stack < stacks(); ++stack) pages_of(sequence, stack).give_up(given_up);
+  for (runtime::PageList& list : sequence.lists) list.give_up(given_up);
   return std::exchange(given_up, {});
 }
 
@@ -89,9 +89,9 @@ SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view mo
     throw Error(Errc::out_of_capacity, "resume: the sequence has " + text(head.tokens) +
                                            " tokens, and a sequence may have " + text(most) +
                                            "; raise largest.max_tokens and host_bytes");
-  const std::uint64_t whole = stacks() - memory.stacks().windowed_stacks();
-  const std::uint32_t first = head.passed / options.page_tokens;
-  const std::uint64_t pages = stacks() * std::uint64_t{pages_of(head.tokens)} - (stacks() - whole) * first;
+  const scheduler::LayerStacks& stacks = memory.stacks();
+  const std::uint64_t pages = std::uint64_t{stacks.count()} * pages_of(head.tokens) -
+                              std::uint64_t{stacks.windowed_stacks()} * (head.passed / options.page_tokens);
   if (const std::uint32_t left = table.free() + table.idle(); pages > left)
     throw Error(Errc::out_of_capacity, "resume: the host pool has " + text(left) + " blocks of " +
                                            text(options.page_tokens) + " tokens left, and " + text(pages) +
@@ -120,7 +120,7 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
     late_side_data.reserve(late_side_data.size() + 1);  // Where one is late nothing else may fail.
     side_data = std::make_unique<runtime::SideData>(memory.largest(), *device, options.timeout);
   }
-  given_up.reserve(std::size_t{stacks()} * pages_of(head.tokens));  // Likewise.
+  given_up.reserve(std::size_t{memory.stacks().count()} * pages_of(head.tokens));  // Likewise.
   finish_copies();
   runtime::BlockReader body(source, head);
   std::vector<std::int32_t> ids(std::min(head.names, memory.largest().largest.max_tokens));
@@ -128,10 +128,10 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
   body.skip((head.names - ids.size()) * sizeof(std::int32_t));
   load_tail(body, head, sequence);
   sequence.tokens = sequence.planned = head.tokens;
-  for (Stacks stack = 0; stack < stacks(); ++stack) {
-    runtime::PageList& pages = pages_of(sequence, stack);
-    if (memory.stacks().windowed(stack)) pages.skip(head.passed / options.page_tokens);
-    while (pages.pages() < pages_of(head.tokens)) pages.push(take_block());
+  for (std::uint32_t stack = 0; stack < memory.stacks().count(); ++stack) {
+    runtime::PageList& list = sequence.lists[stack];
+    if (memory.stacks().windowed(stack)) list.skip(head.passed / options.page_tokens);
+    while (list.pages() < pages_of(head.tokens)) list.push(take_block());
   }
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
     for (std::uint32_t kv_head = 0; kv_head < options.shape.kv_heads; ++kv_head) {
@@ -139,7 +139,7 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
                    [&](std::span<std::byte> rows) { body.get(rows); });
       // Where there is a window nothing is chosen, and so nothing is made of keys.
       if (memory.largest().window_in(layer) == 0)
-        side_data->make(memory.largest().plane(layer, kv_head), sequence.pages.blocks(), head.tokens);
+        side_data->make(memory.largest().plane(layer, kv_head), sequence.pages().blocks(), head.tokens);
     }
   }
   side_data->wait();

@@ -48,11 +48,11 @@ void Engine::Impl::require_place(const PolicySpec& spec, std::uint32_t tokens) c
 SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
   require_place(spec, tokens);
   const SequenceId id{next_id};
+  std::vector<runtime::PageList> lists;
+  for (std::uint32_t stack = 0; stack < memory.stacks().count(); ++stack)
+    lists.emplace_back(stack * options.sequences + free_lists.back(), memory.largest().max_pages);
   Sequence& sequence =
-      sequences.emplace(id.value, Sequence{.spec = spec, .pages = {free_lists.back(), memory.largest().max_pages}})
-          .first->second;
-  for (Stacks stack = 1; stack < stacks(); ++stack)
-    sequence.others.emplace_back(stack * options.sequences + sequence.pages.slot(), memory.largest().max_pages);
+      sequences.emplace(id.value, Sequence{.spec = spec, .lists = std::move(lists)}).first->second;
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer)
     sequence.sparse_layers += spec.dense(layer) || memory.largest().window_in(layer) != 0 ? 0 : 1;
   free_lists.pop_back();
@@ -62,47 +62,6 @@ SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
   }
   ++next_id;
   return id;
-}
-
-std::uint32_t Engine::Impl::pages_of(std::uint32_t tokens) const noexcept {
-  return static_cast<std::uint32_t>(div_up(tokens, memory.largest().layout.page_tokens));
-}
-
-std::uint32_t Engine::Impl::passed_pages(const Sequence& sequence) const noexcept {
-  return memory.stacks().windowed() ? pages_of(sequence, stacks() - 1).passed() : 0;
-}
-
-void Engine::Impl::pass_windows(Sequence& sequence) noexcept {
-  const std::uint32_t pages = memory.stacks().windowed() ? memory.stacks().passed_pages(sequence.tokens) : 0;
-  for (Stacks stack = 0; pages != 0 && stack < stacks(); ++stack) {
-    if (memory.stacks().windowed(stack)) pages_of(sequence, stack).pass(pages, table);
-  }
-}
-
-void Engine::Impl::require_windows(SequenceId id, const Sequence& sequence, std::uint32_t tokens,
-                                   const char* what) const {
-  const std::uint32_t kept_from = passed_pages(sequence) * options.page_tokens;
-  if (tokens == 0 || kept_from <= memory.stacks().seen_from(tokens)) return;
-  throw Error(Errc::unsupported, std::string(what) + ": of layers with windows sequence " + number(id.value) +
-                                     " has what comes from token " + number(kept_from) + " on, and behind " +
-                                     number(tokens) + " tokens more is seen; it can be shortened by " +
-                                     number(options.window_slack) + " tokens, else begin another one");
-}
-
-void Engine::Impl::shrink(Sequence& sequence, std::uint32_t tokens) noexcept {
-  for (Stacks stack = 0; stack < stacks(); ++stack) pages_of(sequence, stack).shrink(pages_of(tokens), table);
-}
-
-std::vector<std::vector<std::uint32_t>> Engine::Impl::blocks_of(const Sequence& sequence) const {
-  std::vector<std::vector<std::uint32_t>> blocks;
-  for (Stacks stack = 0; stack < stacks(); ++stack) blocks.push_back(pages_of(sequence, stack).blocks());
-  return blocks;
-}
-
-std::uint64_t Engine::Impl::held_blocks(const Sequence& sequence) const noexcept {
-  std::uint64_t blocks = 0;
-  for (Stacks stack = 0; stack < stacks(); ++stack) blocks += pages_of(sequence, stack).held().size();
-  return blocks;
 }
 
 SequenceId Engine::Impl::begin(const PolicySpec& policy) {
@@ -127,14 +86,14 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
   std::shared_ptr<runtime::SequencePolicy> learnt = policy != nullptr ? nullptr : policy_of(parent, tokens);
   const SequenceId id_of_child = add(spec, tokens);
   Sequence& child = at(id_of_child);
-  for (Stacks stack = 0; stack < stacks(); ++stack)
-    pages_of(child, stack).share(pages_of(parent, stack), pages_of(tokens), table);
+  for (std::size_t stack = 0; stack < child.lists.size(); ++stack)
+    child.lists[stack].share(parent.lists[stack], pages_of(tokens), table);
   child.tokens = child.planned = tokens;
   child.bets = parent.bets;
   child.names = std::move(names);
   if (child.tail.slot != kNone && parent.tail.slot != kNone) copy_tail(parent, child);
   if (!learnt) return id_of_child;
-  learnt->read_from(child.pages.blocks());
+  learnt->read_from(child.pages().blocks());
   child.policy = std::move(learnt);
   child.policy_tokens = parent.policy_tokens;
   child.policy_end = tokens;
@@ -177,7 +136,7 @@ void Engine::Impl::remove(SequenceId id) noexcept {
   if (sequence.tail.slot != kNone) free_tails.push_back(sequence.tail.slot);
   shrink(sequence, 0);
   trim_prefixes();
-  free_lists.push_back(sequence.pages.slot());  // Has had room since the engine was built.
+  free_lists.push_back(sequence.pages().slot());  // Has had room since the engine was built.
   sequences.erase(found);
 }
 

@@ -20,10 +20,9 @@
 #include "runtime/engine/far_workers.hpp"
 #include "runtime/engine/mailbox.hpp"
 #include "runtime/engine/programs.hpp"
-#include "runtime/engine/sequence_policy.hpp"
+#include "runtime/engine/sequence.hpp"
 #include "runtime/engine/side_data.hpp"
 #include "runtime/kv/block_table.hpp"
-#include "runtime/kv/page_list.hpp"
 #include "runtime/kv/prefix_cache.hpp"
 #include "runtime/park/park_head.hpp"
 #include "runtime/park/park_sink.hpp"
@@ -39,48 +38,12 @@ class BlockReader;
 }
 
 struct Engine::Impl : cpu::Kept {
-  struct Sequence {
-    PolicySpec spec;
-    runtime::PageList pages;  ///< of the first stack of layers
-    std::vector<runtime::PageList> others{};  ///< of the other stacks
-    std::uint32_t sparse_layers = 0;  ///< where its rows choose
-    std::uint32_t tokens = 0;   ///< that all layers have
-    std::uint32_t planned = 0;  ///< and those of forwards in flight
-    /// Where the queries of its prompt's newest tokens lie, if its policy chooses on the CPU.
-    struct Tail {
-      std::uint32_t slot = kNone;  ///< kNone: it does not
-      std::uint32_t begin = 0;     ///< positions [begin, end) have theirs there
-      std::uint32_t end = 0;
-    } tail{};
-    std::uint32_t prompt_end = 0;  ///< position behind the newest token that was not decoded
-    /// Null until a token behind the prompt is decoded.
-    std::shared_ptr<runtime::SequencePolicy> policy{};
-    std::uint32_t policy_tokens = 0;   ///< that there were when it looked at the prompt
-    std::uint32_t policy_end = 0;      ///< and behind the newest that it has chosen for
-    std::uint64_t policy_forward = 0;  ///< and the newest forward then
-    runtime::PrefillBook bets{};  ///< where its prompts choose blocks of keys, if the engine finds that out
-    std::unique_ptr<AuditReport> audit{};  ///< null until something was audited
-    std::vector<std::uint32_t> watched{};  ///< tokens, ascending
-    /// What its tokens are, if the caller says so.
-    struct Names {
-      std::vector<std::int32_t> ids{};  ///< of its first tokens, also of some that are still to come
-      runtime::PrefixPlace known{};     ///< how far its pages are in the prefix cache
-      std::uint32_t sparse = kNone;     ///< first token that was decoded without attending everything
-    } names{};
-  };
+  using Sequence = runtime::Sequence;
   /// What a plan asks for, checked.
   struct Wanted {
     Sequence* sequence = nullptr;
     PlanItem item;
   };
-  using Stacks = std::uint32_t;  ///< a number of them, or one's
-  [[nodiscard]] Stacks stacks() const noexcept { return memory.stacks().count(); }
-  [[nodiscard]] static runtime::PageList& pages_of(Sequence& sequence, Stacks stack) noexcept {
-    return stack == 0 ? sequence.pages : sequence.others[stack - 1];
-  }
-  [[nodiscard]] static const runtime::PageList& pages_of(const Sequence& sequence, Stacks stack) noexcept {
-    return stack == 0 ? sequence.pages : sequence.others[stack - 1];
-  }
 
   Impl(const EngineOptions& chosen, std::shared_ptr<Device> given);
 
@@ -130,10 +93,6 @@ struct Engine::Impl : cpu::Kept {
   void require_windows(SequenceId id, const Sequence& sequence, std::uint32_t tokens, const char* what) const;
   /// Lets go of everything behind as many tokens.
   void shrink(Sequence& sequence, std::uint32_t tokens) noexcept;
-  /// Of each stack those of all its pages.
-  [[nodiscard]] std::vector<std::vector<std::uint32_t>> blocks_of(const Sequence& sequence) const;
-  /// Blocks that it holds, over all stacks.
-  [[nodiscard]] std::uint64_t held_blocks(const Sequence& sequence) const noexcept;
 
   // Prefixes.
   /// The cache, which is there from the first name on.
@@ -152,10 +111,6 @@ struct Engine::Impl : cpu::Kept {
   void begin_with(Sequence& sequence, std::uint32_t pages, std::span<const std::int32_t> prompt) noexcept;
   [[nodiscard]] std::span<const std::int32_t> page_ids(std::span<const std::int32_t> ids,
                                                        std::uint32_t page) const noexcept;
-  /// Whether a token that it decodes does not attend everything.
-  [[nodiscard]] static bool leaves_out(const Sequence& sequence) noexcept {
-    return sequence.sparse_layers != 0 && !sequence.spec.uses(Source::all);
-  }
   /// Pages of which all tokens are there and have names become known.
   void publish(Sequence& sequence) noexcept;
   /// Names are forgotten but for those of the first `tokens` tokens, which the sequence has, or is planned to have.
@@ -189,7 +144,7 @@ struct Engine::Impl : cpu::Kept {
                     const Visit& visit) const {
     const ForwardMemory& m = memory.largest();
     const PageLayout& layout = m.far_layout;
-    const runtime::PageList& pages = pages_of(sequence, m.place_of(layer).stack);
+    const runtime::PageList& pages = sequence.lists[m.place_of(layer).stack];
     const std::uint32_t plane = m.plane(layer, kv_head);
     const auto each = [&](std::uint64_t offset, std::uint64_t token_bytes) {
       for (std::uint32_t token = from; token < sequence.tokens;) {
@@ -256,11 +211,11 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] std::vector<Wanted> checked(std::span<const PlanItem> items, const Bucket& bucket);
   void require_room(std::span<const Wanted> wanted, std::uint32_t max_tokens) const;
   /// The block that its next token goes to, if it has one already; else kNone.
-  [[nodiscard]] std::uint32_t open_block(const Sequence& sequence, Stacks stack) const noexcept;
+  [[nodiscard]] std::uint32_t open_block(const Sequence& sequence, const runtime::PageList& list) const noexcept;
   /// Blocks for the new tokens, and one of its own for each that would write into a shared one.
   void grow(std::span<const Wanted> wanted) noexcept;
   /// The block that its next token goes to becomes its own.
-  void own_open_block(Sequence& sequence, Stacks stack) noexcept;
+  void own_open_block(const Sequence& sequence, runtime::PageList& list) noexcept;
   void write_rows(const ForwardMemory& memory, std::span<const Wanted> wanted);
   /// What the device reads to choose for a row of the newest program.
   void count_reads(const Sequence& sequence, const ForwardRow& row) noexcept;

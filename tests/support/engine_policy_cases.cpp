@@ -120,3 +120,38 @@ TEST_CASE("all of the clusters' mass is dense attention, and nearly so is a samp
     }
   }
 }
+
+TEST_CASE("so many rows that lists outnumber multiprocessors attend what each does alone", "[engine]") {
+  constexpr std::uint32_t kMany = 72;  // Two lists each: more than any GPU of today has multiprocessors.
+  const char* const text = GENERATE("exact | int4 | top_k=40 | near=0,sinks=4,recent=12",
+                                    "exact | int4 | top_p=0.7 | near=0,sinks=4,recent=12", "none | near=0,recent=50");
+  const std::uint32_t near = GENERATE(0u, 20u);
+  CAPTURE(text, near);
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 2100, 160);
+  const auto decoded = [&](std::uint32_t at_once) {
+    EngineOptions options = options_for(rig, at_once, near);
+    options.host_bytes = 500 * block_bytes(options);
+    options.sequences = kMany + 1;
+    Engine engine(options, rig.device);
+    Teller parent{.story = &story, .id = engine.begin(parse_policy(text))};
+    import_story(engine, rig, parent, 2000);
+    // Each goes on at another token, so that each attends something else.
+    std::vector<Teller> tellers;
+    for (std::uint32_t i = 0; i < kMany; ++i)
+      tellers.push_back({.story = &story, .id = engine.fork(parent.id, 2000 - 13 * i), .at = 2000 - 13 * i});
+    std::vector<std::vector<float>> out;
+    for (std::uint32_t first = 0; first < kMany; first += at_once) {
+      std::vector<Teller*> batch;
+      for (std::uint32_t i = first; i < first + at_once; ++i) batch.push_back(&tellers[i]);
+      for (auto& row : run(engine, rig, batch, std::vector<std::uint32_t>(at_once, 1), false))
+        out.push_back(std::move(row));
+    }
+    return out;
+  };
+  const auto alone = decoded(1), together = decoded(kMany);
+  for (std::uint32_t i = 0; i < kMany; ++i) {
+    CAPTURE(i);
+    REQUIRE(difference(together[i], alone[i]) < tolerance(rig));
+  }
+}

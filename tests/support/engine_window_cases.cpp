@@ -64,6 +64,13 @@ void read(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t to
   while (teller.at < tokens) (void)run(engine, rig, {&teller}, {std::min(32u, tokens - teller.at)}, true);
 }
 
+/// A sequence that attends everything it sees, of a prompt of 300 tokens.
+Teller told(Engine& engine, const EngineRig& rig, const Story& story) {
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("full"))};
+  read(engine, rig, teller, 300);
+  return teller;
+}
+
 std::uint64_t blocks_of(const Engine& engine, SequenceId id, const EngineRig& rig) {
   const PageLayout layout{.page_tokens = 16, .head_dim = kShape.head_dim, .dtype = rig.kv_dtype};
   const std::uint64_t layers = engine.options().windows == kAll ? 3 : 1;
@@ -106,8 +113,7 @@ TEST_CASE("sequences with windows fork and are shortened as far as they may", "[
   const EngineRig rig = engine_rig();
   const Story story = story_of(windows, 400, 602, rig);
   Engine engine(windowed(rig, windows, 7), rig.device);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("full"))};
-  read(engine, rig, teller, 300);
+  Teller teller = told(engine, rig, story);
   for (const std::uint32_t fewer : {0u, 1u, kSlack}) {
     Teller child{.story = &story, .id = engine.fork(teller.id, 300 - fewer), .at = 300 - fewer};
     goes_on(engine, rig, child, 40);
@@ -170,14 +176,12 @@ TEST_CASE("parked sequences have what layers with windows have, and come back wi
   const EngineRig rig = engine_rig();
   const Story story = story_of(windows, 400, 605, rig);
   Engine engine(windowed(rig, windows, 7), rig.device);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("full"))};
-  read(engine, rig, teller, 300);
+  Teller teller = told(engine, rig, story);
   std::vector<std::byte> area(engine.park_bytes(teller.id));
   REQUIRE(engine.park(teller.id, area) == area.size());
   EngineOptions whole = windowed(rig, {}, 0);
   Engine other(whole, rig.device);
-  Teller all{.story = &story, .id = other.begin(parse_policy("full"))};
-  read(other, rig, all, 300);
+  const Teller all = told(other, rig, story);
   REQUIRE(3 * area.size() < (windows == kAll ? 1 : 2) * other.park_bytes(all.id));
   REQUIRE(code_of([&] { (void)other.resume(area); }) == Errc::invalid_argument);
   for (const std::uint32_t page_tokens : {8u, 16u, 64u}) {

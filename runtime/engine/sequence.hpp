@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/engine/programs.hpp"
+#include "runtime/engine/sequence_policy.hpp"
+#include "runtime/kv/page_list.hpp"
+#include "runtime/kv/prefix_cache.hpp"
+#include "sluice/engine.hpp"
+#include "sluice/policy.hpp"
+
+namespace sluice::runtime {
+
+/// What an engine knows of a sequence.
+struct Sequence {
+  PolicySpec spec;
+  std::vector<PageList> lists;      ///< of each stack of layers
+  std::uint32_t sparse_layers = 0;  ///< where its rows choose
+  std::uint32_t tokens = 0;   ///< that all layers have
+  std::uint32_t planned = 0;  ///< and those of forwards in flight
+  /// Where the queries of its prompt's newest tokens lie, if its policy chooses on the CPU.
+  struct Tail {
+    std::uint32_t slot = kNone;  ///< kNone: it does not
+    std::uint32_t begin = 0;     ///< positions [begin, end) have theirs there
+    std::uint32_t end = 0;
+  } tail{};
+  std::uint32_t prompt_end = 0;  ///< position behind the newest token that was not decoded
+  /// Null until a token behind the prompt is decoded.
+  std::shared_ptr<SequencePolicy> policy{};
+  std::uint32_t policy_tokens = 0;   ///< that there were when it looked at the prompt
+  std::uint32_t policy_end = 0;      ///< and behind the newest that it has chosen for
+  std::uint64_t policy_forward = 0;  ///< and the newest forward then
+  PrefillBook bets{};  ///< where its prompts choose blocks of keys, if the engine finds that out
+  std::unique_ptr<AuditReport> audit{};  ///< null until something was audited
+  std::vector<std::uint32_t> watched{};  ///< tokens, ascending
+  /// What its tokens are, if the caller says so.
+  struct Names {
+    std::vector<std::int32_t> ids{};  ///< of its first tokens, also of some that are still to come
+    PrefixPlace known{};     ///< how far its pages are in the prefix cache
+    std::uint32_t sparse = kNone;     ///< first token that was decoded without attending everything
+  } names{};
+
+  /// The list of the first stack, which says where the device has all of them.
+  [[nodiscard]] PageList& pages() noexcept { return lists.front(); }
+  [[nodiscard]] const PageList& pages() const noexcept { return lists.front(); }
+  /// Of each stack those of all its pages.
+  [[nodiscard]] std::vector<std::vector<std::uint32_t>> blocks() const {
+    std::vector<std::vector<std::uint32_t>> all;
+    for (const PageList& list : lists) all.push_back(list.blocks());
+    return all;
+  }
+  /// Blocks that it holds.
+  [[nodiscard]] std::uint64_t held_blocks() const noexcept {
+    std::uint64_t held = 0;
+    for (const PageList& list : lists) held += list.held().size();
+    return held;
+  }
+  /// Whether a token that it decodes does not attend everything.
+  [[nodiscard]] bool leaves_out() const noexcept { return sparse_layers != 0 && !spec.uses(Source::all); }
+};
+
+}  // namespace sluice::runtime
