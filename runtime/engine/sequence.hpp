@@ -17,10 +17,10 @@ namespace sluice::runtime {
 /// What an engine knows of a sequence.
 struct Sequence {
   PolicySpec spec;
-  std::vector<PageList> lists;      ///< of each stack of layers
+  std::vector<PageList> lists{};    ///< of each stack of layers
   std::uint32_t sparse_layers = 0;  ///< where its rows choose
-  std::uint32_t tokens = 0;   ///< that all layers have
-  std::uint32_t planned = 0;  ///< and those of forwards in flight
+  std::uint32_t tokens = 0;         ///< that all layers have
+  std::uint32_t planned = 0;        ///< and those of forwards in flight
   /// Where the queries of its prompt's newest tokens lie, if its policy chooses on the CPU.
   struct Tail {
     std::uint32_t slot = kNone;  ///< kNone: it does not
@@ -39,7 +39,7 @@ struct Sequence {
   /// What its tokens are, if the caller says so.
   struct Names {
     std::vector<std::int32_t> ids{};  ///< of its first tokens, also of some that are still to come
-    PrefixPlace known{};     ///< how far its pages are in the prefix cache
+    PrefixPlace known{};              ///< how far its pages are in the prefix cache
     std::uint32_t sparse = kNone;     ///< first token that was decoded without attending everything
   } names{};
 

@@ -1,8 +1,11 @@
 // Which layers share blocks, and how many of these a sequence takes.
 #include "scheduler/plan/layer_stacks.hpp"
 
+#include <algorithm>
+#include <cstdint>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "tests/support/catch.hpp"
 
