@@ -80,6 +80,9 @@ struct HeadContext {
   std::uint32_t kv_head = 0;
   std::uint32_t tokens = 0;  ///< n: visible tokens, the new one included (position n - 1)
   const float* q = nullptr;  ///< [group, head_dim]
+  /// Queries of the next positions, whose tokens are there: rows that are going to attend what this one selects.
+  /// [rows, group, head_dim]
+  std::span<const float> behind = {};
   /// Pages that rank highest by digest for each query head, ascending; [group, ranked_pages]. Empty unless
   /// the policy's sources have `pages`. Only full pages are ranked.
   std::span<const std::uint32_t> ranked_pages = {};

@@ -38,7 +38,7 @@ struct SelectionRow {
 struct Bypass {
   std::uint32_t heads = 0;    ///< bit h: the group's query head h is bypassed; it attends none of the row
   std::vector<float> out;     ///< [group, head_dim]; rows of heads that are not bypassed are undefined
-  std::vector<float> lse;     ///< [group]; likewise
+  std::vector<float> lse;     ///< [group], and as many for each row behind, see HeadContext; likewise
 };
 
 /// Selection of one layer of one sequence: one row per KV head.

@@ -111,11 +111,13 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
       throw Error(Errc::out_of_capacity, name + " would have " + text(tokens) + " tokens, and the bucket is for " +
                                              text(bucket.max_tokens) +
                                              "; use a larger one, or raise largest.max_tokens and host_bytes");
-    if (sequence.tail.slot != kNone && !item.prefill && bucket.drafts > 1)
-      throw Error(Errc::unsupported, name + " has a policy that chooses on the CPU, which no bucket with drafts serves");
-    if (sequence.tail.slot != kNone && !item.prefill && item.tokens > 1)
+    if (sequence.tail.slot != kNone && !item.prefill && item.tokens > bucket.drafts)
       throw Error(Errc::unsupported, name + " is to decode " + text(item.tokens) +
-                                         " tokens at once; its policy chooses on the CPU, one at a time");
+                                         " tokens at once; its policy chooses on the CPU, once in a forward, for at "
+                                         "most as many as a team of the bucket has, " + text(bucket.drafts));
+    if (sequence.spec.budget.kind == BudgetKind::sampled && !item.prefill && bucket.drafts > 1)
+      throw Error(Errc::unsupported, name + "'s policy attends a sample that stands for what one query would attend, "
+                                            "which no bucket with drafts serves; plan one token at a time");
     const std::string reason =
         item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, runtime::limits_of(options));
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);

@@ -111,6 +111,7 @@ std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemor
                                                               const runtime::Program& program) const {
   std::vector<runtime::ChoosingRow> rows;
   std::uint32_t index = 0;
+  std::uint32_t audited = 0;
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill) continue;
     if (sequence->tail.slot != kNone)
@@ -118,9 +119,11 @@ std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemor
           {.sequence = item.sequence,
            .policy = sequence->policy,
            .index = index,
+           .audited = audited,
            .window = m.slip_rows[index],
            .audit = program.audit});
-    index += item.tokens;
+    index += static_cast<std::uint32_t>(div_up(item.tokens, m.bucket.drafts));
+    audited += item.tokens;
   }
   return rows;
 }

@@ -16,15 +16,11 @@ namespace sluice::runtime {
 
 namespace {
 
-/// Of a list that is complete: what was selected comes last.
-void note(const ChosenList& chosen, ChoiceNote& note) {
-  std::size_t selected = chosen.selected.tokens.size();
-  for (const PageRun& run : chosen.selected.runs) selected += run.end - run.begin;
-  note.bypassed = chosen.bypass.heads;
-  note.rows.assign(chosen.rows.end() - static_cast<std::ptrdiff_t>(selected), chosen.rows.end());
-  note.members.clear();
-  if (!chosen.members.empty())
-    note.members.assign(chosen.members.end() - static_cast<std::ptrdiff_t>(selected), chosen.members.end());
+/// The query heads of a team that attend a token which `members` of its first row's `own` heads chose.
+std::uint32_t team_members(std::uint32_t members, std::uint32_t own, std::uint32_t group, std::uint32_t bypassed) {
+  std::uint32_t others = 0;
+  for (std::uint32_t first = own; first < group; first += own) others |= (~0u >> (32 - own) & ~bypassed) << first;
+  return members | others;
 }
 
 }  // namespace
@@ -109,63 +105,84 @@ FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer,
   return {};
 }
 
-void FarChoice::choose(std::uint64_t asked, std::uint64_t forward, std::uint32_t layer, std::uint32_t item) noexcept {
-  const Place place = place_of(forward, layer, item);
+void FarChoice::choose(const FarQuestion& question, std::uint32_t item) noexcept {
+  const Place place = place_of(question.forward, question.layer, item);
   const std::uint32_t list = list_of(place);
   ChosenList& chosen = lists_[list];
-  const std::uint64_t first = std::uint64_t{list} * memory_.shape.group();
+  const std::uint32_t group = memory_.shape.group() * question.drafts;
+  const std::uint64_t first = std::uint64_t{list} * group;
   float missing = kEmptyLse;
   try {
-    choose_for(forward, layer, place, chosen);
+    choose_for(question, place, chosen);
   } catch (const std::exception& error) {
-    note_failure(forward, place.row->sequence, error.what());
+    note_failure(question.forward, place.row->sequence, error.what());
     chosen.rows.clear();
     chosen.members.clear();
     chosen.bypass.heads = 0;
     missing = std::numeric_limits<float>::quiet_NaN();
   }
-  chosen.asked = asked;
+  chosen.asked = question.asked;
   if (memory_.fetches) hand_over(list, chosen);
   const auto count = static_cast<std::uint32_t>(chosen.rows.size());
   std::atomic_ref(memory_.far_counts[list]).store(count, std::memory_order_relaxed);
   if (count != 0) return;  // Whoever attends it completes it.
-  std::fill_n(memory_.far_out + first * memory_.shape.head_dim, memory_.shape.group() * memory_.shape.head_dim, 0.f);
-  std::fill_n(memory_.far_lse + first, memory_.shape.group(), missing);
-  complete(chosen, list);
+  std::fill_n(memory_.far_out + first * memory_.shape.head_dim, group * memory_.shape.head_dim, 0.f);
+  std::fill_n(memory_.far_lse + first, group, missing);
+  complete(question, chosen, list);
 }
 
-void FarChoice::choose_for(std::uint64_t forward, std::uint32_t layer, const Place& place, ChosenList& chosen) {
-  const std::uint64_t first = std::uint64_t{list_of(place)} * memory_.shape.group();
+void FarChoice::choose_for(const FarQuestion& question, const Place& place, ChosenList& chosen) {
+  const ForwardMemory m = memory_.teams(question.drafts);
+  const std::uint64_t first = std::uint64_t{list_of(place)} * m.shape.group();
   scheduler::SelectCounters counters;
   chosen.selected.clear();
   chosen.bypass.heads = 0;
   const ForwardRow& row = place.row->window;
-  SequencePolicy::Asked asked{.forward = forward,
-                              .layer = layer,
+  SequencePolicy::Asked asked{.forward = question.forward,
+                              .layer = question.layer,
                               .kv_head = place.kv_head,
                               .row = row,
                               .q = memory_.far_q + first * memory_.shape.head_dim,
                               .timeout = timeout_};
-  const std::size_t group = memory_.shape.group();
+  const std::size_t own = m.own_group();  // The first row's.
   if (row.page_picks != 0) {
-    asked.ranked_pages = {memory_.ranked_of(list_of(place), true), group * row.page_picks};
+    asked.ranked_pages = {m.ranked_of(list_of(place), true), own * row.page_picks};
   } else if (row.pages != 0) {
-    asked.page_scores = {memory_.page_scores_of(list_of(place), true), group * row.pages};
+    asked.page_scores = {m.page_scores_of(list_of(place), true), own * row.pages};
   }
   place.row->policy->choose(asked, chosen.selected, chosen.bypass, counters);
-  // The device reads keys anyway.
-  if (memory_.fetches && !place.row->policy->corrects_scores()) chosen.selected.scores.clear();
-  list(layer, place, chosen);
-  if (place.row->audit) note(chosen, place.row->audit->note(place.row->index, layer, place.kv_head));
+  // The device reads keys anyway, and so do the rows behind a team's first.
+  if ((memory_.fetches || question.drafts > 1) && !place.row->policy->corrects_scores())
+    chosen.selected.scores.clear();
+  list(question, place, chosen);
+  if (place.row->audit) note(question, place, chosen);
   far_tokens_.fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
   scored_.fetch_add(counters.scored, std::memory_order_relaxed);
 }
 
-void FarChoice::list(std::uint32_t layer, const Place& place, ChosenList& chosen) const {
+void FarChoice::note(const FarQuestion& question, const Place& place, const ChosenList& chosen) const {
+  const auto of_selected = [&](const std::vector<std::uint32_t>& all) {
+    return std::span(all).last(chosen.selected.attended());
+  };
+  const std::uint32_t own = memory_.shape.group();
+  for (std::uint32_t draft = 0; draft < std::max(place.row->window.drafts, 1u); ++draft) {
+    ChoiceNote& note = place.row->audit->note(place.row->audited + draft, question.layer, place.kv_head);
+    note.bypassed = chosen.bypass.heads;
+    const std::span<const std::uint32_t> rows = of_selected(chosen.rows);
+    note.rows.assign(rows.begin(), rows.end());
+    note.members.clear();
+    if (chosen.members.empty()) continue;
+    for (const std::uint32_t members : of_selected(chosen.members))
+      note.members.push_back(members >> draft * own & ~0u >> (32 - own));
+  }
+}
+
+void FarChoice::list(const FarQuestion& question, const Place& place, ChosenList& chosen) const {
+  const ForwardMemory m = memory_.teams(question.drafts);
   const std::uint32_t at = list_of(place);
   const std::uint32_t page_tokens = memory_.layout.page_tokens;
   const std::uint32_t* const blocks = place.row->policy->blocks();
-  const std::uint32_t* const listed = memory_.far_rows + std::uint64_t{at} * memory_.list_room();
+  const std::uint32_t* const listed = m.far_rows + std::uint64_t{at} * m.list_room();
   const SelectionRow& selected = chosen.selected;
   chosen.rows.assign(listed, listed + memory_.far_counts[at]);
   for (const PageRun& run : selected.runs) {
@@ -177,11 +194,12 @@ void FarChoice::list(std::uint32_t layer, const Place& place, ChosenList& chosen
     chosen.rows.push_back(blocks[token / page_tokens] * page_tokens + token % page_tokens);
   chosen.members.clear();
   if (!selected.members.empty()) {
-    chosen.members.assign(whole, ~0u >> (32 - memory_.shape.group()));
-    chosen.members.insert(chosen.members.end(), selected.members.begin(), selected.members.end());
+    chosen.members.assign(whole, ~0u >> (32 - m.shape.group()));
+    for (const std::uint32_t members : selected.members)
+      chosen.members.push_back(team_members(members, m.own_group(), m.shape.group(), chosen.bypass.heads));
   }
   chosen.scores.clear();
-  if (!selected.scores.empty()) score(layer, at, place.kv_head, chosen);
+  if (!selected.scores.empty()) score(question.layer, at, place.kv_head, chosen);
 }
 
 /// The selection comes with scores: what lies before it in the list needs them, too.
@@ -238,8 +256,9 @@ const ChosenList* FarChoice::find(std::uint64_t asked, std::uint32_t list) const
   return lists_[list].asked == asked ? &lists_[list] : nullptr;
 }
 
-void FarChoice::complete(const ChosenList& chosen, std::uint32_t list) noexcept {
-  const std::uint32_t group = memory_.shape.group();
+void FarChoice::complete(const FarQuestion& question, const ChosenList& chosen, std::uint32_t list) noexcept {
+  const std::uint32_t own = memory_.shape.group();
+  const std::uint32_t group = own * question.drafts;
   const std::uint32_t head_dim = memory_.shape.head_dim;
   for (std::uint32_t h = 0; h < group; ++h) {
     const std::uint64_t at = std::uint64_t{list} * group + h;
@@ -248,8 +267,8 @@ void FarChoice::complete(const ChosenList& chosen, std::uint32_t list) noexcept 
     const bool any = chosen.members.empty() ? !chosen.rows.empty() : std::ranges::any_of(chosen.members, attends);
     // Keys were attended and weigh nothing that is a number; kEmptyLse says that there are none.
     if (any && !(lse > kEmptyLse)) lse = std::numeric_limits<float>::quiet_NaN();
-    if ((chosen.bypass.heads >> h & 1) == 0) continue;
-    float* const mean = const_cast<float*>(chosen.bypass.out.data()) + std::size_t{h} * head_dim;
+    if ((chosen.bypass.heads >> h % own & 1) == 0 || h >= chosen.bypass.lse.size()) continue;
+    float* const mean = const_cast<float*>(chosen.bypass.out.data()) + std::size_t{h % own} * head_dim;
     float mass = chosen.bypass.lse[h];
     cpu::merge_into({.out = memory_.far_out + at * head_dim, .lse = &lse}, {.out = mean, .lse = &mass}, 1, head_dim);
   }

@@ -17,11 +17,20 @@
 
 namespace sluice::runtime {
 
+/// What the device asks.
+struct FarQuestion {
+  std::uint64_t asked = 0;
+  std::uint64_t forward = 0;
+  std::uint32_t layer = 0;
+  std::uint32_t drafts = 1;  ///< of each team, see ForwardMemory::teams
+};
+
 /// A row of a forward that the policy of its sequence chooses for, in layers that are not dense.
 struct ChoosingRow {
   SequenceId sequence;
   std::shared_ptr<SequencePolicy> policy;
-  std::uint32_t index = 0;  ///< among the rows that choose
+  std::uint32_t index = 0;    ///< among the rows that choose, or the teams
+  std::uint32_t audited = 0;  ///< its place in the audit; those of a team's other rows follow
   ForwardRow window;        ///< as the device has it
   std::shared_ptr<ForwardAudit> audit{};  ///< null: the forward is not audited
 };
@@ -32,7 +41,7 @@ struct ChosenList {
   std::vector<std::uint32_t> rows;     ///< as ForwardMemory::far_rows
   std::vector<std::uint32_t> members;  ///< [rows] bit h: query head h attends it; empty: all do
   std::vector<float> scores;           ///< [rows, group] or empty
-  Bypass bypass;                       ///< of heads that attend none of it
+  Bypass bypass;                       ///< of heads that attend none of what was selected, in no row of a team
 
   // Scratch.
   SelectionRow selected;
@@ -47,6 +56,8 @@ struct ChosenList {
 
 /// The part of an answer that comes before attention: policies choose. The rows of a forward are told before its plan
 /// goes to the device.
+/// For a team of drafts its first row chooses, and gets what it would get alone. All heads of the rows behind it attend
+/// what any of its heads chose; a head that all rows would bypass they bypass, each with a mass of its own.
 /// Thread safety: `expect`, `forget` and `failure` by the calling thread; the others by any, where they say so.
 class FarChoice {
  public:
@@ -65,13 +76,13 @@ class FarChoice {
   };
   [[nodiscard]] Failure failure(std::uint64_t forward);
 
-  /// Item `item` of the choices that question `asked` wants. What cannot be chosen is not a number. For every item
-  /// once, while the question stands; its count of far rows is then that of the list.
-  void choose(std::uint64_t asked, std::uint64_t forward, std::uint32_t layer, std::uint32_t item) noexcept;
+  /// Item `item` of the choices that a question wants. What cannot be chosen is not a number. For every item once,
+  /// while the question stands; its count of far rows is then that of the list.
+  void choose(const FarQuestion& question, std::uint32_t item) noexcept;
   /// The list that was chosen for, or null. While the question stands.
   [[nodiscard]] const ChosenList* find(std::uint64_t asked, std::uint32_t list) const noexcept;
   /// A chosen list has been attended: the rest of what its heads get.
-  void complete(const ChosenList& chosen, std::uint32_t list) noexcept;
+  void complete(const FarQuestion& question, const ChosenList& chosen, std::uint32_t list) noexcept;
 
   /// Learns from forwards up to `good`, until nothing is left to be learnt (true) or `wanted()`. By any thread that has
   /// nothing to answer.
@@ -118,10 +129,12 @@ class FarChoice {
     std::uint32_t kv_head = 0;
   };
   [[nodiscard]] Place place_of(std::uint64_t forward, std::uint32_t layer, std::uint32_t item) const noexcept;
-  void choose_for(std::uint64_t forward, std::uint32_t layer, const Place& place, ChosenList& chosen);
+  void choose_for(const FarQuestion& question, const Place& place, ChosenList& chosen);
   /// Far rows of the device, and what was selected, one after the other.
-  void list(std::uint32_t layer, const Place& place, ChosenList& chosen) const;
+  void list(const FarQuestion& question, const Place& place, ChosenList& chosen) const;
   void score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_head, ChosenList& chosen) const;
+  /// Of a list that is complete, for all rows of a team.
+  void note(const FarQuestion& question, const Place& place, const ChosenList& chosen) const;
   /// What was chosen is for the device to fetch.
   void hand_over(std::uint32_t list, ChosenList& chosen) noexcept;
   void note_failure(std::uint64_t forward, SequenceId sequence, const char* reason) noexcept;

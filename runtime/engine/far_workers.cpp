@@ -192,7 +192,7 @@ void FarWorkers::begin_piece(std::uint64_t asked) {
   if (options_.before_answer) options_.before_answer();
 }
 
-void FarWorkers::say(const Question& question) {
+void FarWorkers::say(const FarQuestion& question) {
   const std::int64_t seen = seen_ns_.load(std::memory_order_relaxed);
   const std::int64_t now = now_ns();
   answer_ns_.fetch_add(static_cast<std::uint64_t>(now - seen), std::memory_order_relaxed);
@@ -202,7 +202,7 @@ void FarWorkers::say(const Question& question) {
 }
 
 template <class Work>
-void FarWorkers::do_piece(const Question& question, Stage stage, std::uint32_t thread, const Work& work) {
+void FarWorkers::do_piece(const FarQuestion& question, Stage stage, std::uint32_t thread, const Work& work) {
   const bool noted = notes_.wants(question.forward);
   const std::int64_t begin = noted ? now_ns() : 0;
   begin_piece(question.asked);
@@ -212,12 +212,12 @@ void FarWorkers::do_piece(const Question& question, Stage stage, std::uint32_t t
              {.stage = stage, .layer = question.layer, .thread = thread, .begin_ns = begin, .end_ns = now_ns()});
 }
 
-FarWorkers::Choice FarWorkers::choose(const Question& question, std::uint32_t choices, std::uint32_t thread,
+FarWorkers::Choice FarWorkers::choose(const FarQuestion& question, std::uint32_t choices, std::uint32_t thread,
                                       const std::stop_token& stop) {
   Choice choice = Choice::made;
   for (std::uint32_t item = 0; (item = choices_.claim(question.asked, choices)) != kNone;) {
     do_piece(question, Stage::choose_far, thread,
-             [&] { choice_.choose(question.asked, question.forward, question.layer, item); });
+             [&] { choice_.choose(question, item); });
     if (!choices_.finish(choices)) continue;
     choice = Choice::made_last;
     chosen_.store(question.asked, std::memory_order_release);
@@ -236,7 +236,7 @@ FarWorkers::Choice FarWorkers::choose(const Question& question, std::uint32_t ch
 void FarWorkers::answer(std::uint64_t asked, std::uint32_t thread, const std::stop_token& stop) {
   const auto word = [](auto& part) { return std::atomic_ref(part).load(std::memory_order_relaxed); };
   ForwardMailbox::Question& said = memory_.mailbox->question;
-  const Question question{
+  const FarQuestion question{
       .asked = asked, .forward = word(said.forward), .layer = word(said.layer), .drafts = word(said.drafts)};
   const std::uint32_t choices = choices_.total(asked, [&] { return word(said.choices); });
   if (choices == kNone) return;
@@ -264,7 +264,7 @@ Partial FarWorkers::place_of(const ForwardMemory& m, std::uint32_t index, std::u
   return {.out = at, .lse = at + out};
 }
 
-void FarWorkers::attend_part(const Question& question, const Part& part, Rows& rows, const ChosenList* chosen) {
+void FarWorkers::attend_part(const FarQuestion& question, const Part& part, Rows& rows, const ChosenList* chosen) {
   const ForwardMemory m = memory_.teams(question.drafts);
   const std::uint32_t group = m.shape.group();
   const std::uint32_t plane = m.plane(question.layer, part.index % m.shape.kv_heads);
@@ -293,7 +293,7 @@ void FarWorkers::attend_part(const Question& question, const Part& part, Rows& r
                .lse = place.lse});
 }
 
-void FarWorkers::attend(const Question& question, const Part& part, Rows& rows) {
+void FarWorkers::attend(const FarQuestion& question, const Part& part, Rows& rows) {
   const ChosenList* const chosen = choice_.find(question.asked, part.index);
   attend_part(question, part, rows, chosen);
   if (part_ends_[part.index].fetch_add(1, std::memory_order_acq_rel) + 1 != part.parts) return;
@@ -301,7 +301,7 @@ void FarWorkers::attend(const Question& question, const Part& part, Rows& rows) 
   const ForwardMemory m = memory_.teams(question.drafts);
   for (std::uint32_t i = 1; i < part.parts; ++i)
     cpu::merge_into(whole_of(m, part.index), place_of(m, part.index, i), m.shape.group(), m.shape.head_dim);
-  if (chosen != nullptr) choice_.complete(*chosen, part.index);
+  if (chosen != nullptr) choice_.complete(question, *chosen, part.index);
 }
 
 }  // namespace sluice::runtime

@@ -75,13 +75,6 @@ class FarWorkers {
     std::vector<const std::byte*> keys;
     std::vector<const float*> scales;  ///< empty if rows have none
   };
-  /// What is asked.
-  struct Question {
-    std::uint64_t asked = 0;
-    std::uint64_t forward = 0;
-    std::uint32_t layer = 0;
-    std::uint32_t drafts = 1;
-  };
   /// Some far rows of one row and KV head, which one thread attends. How a list is cut depends on its length alone, so
   /// that answers do not depend on the threads.
   struct Part {
@@ -104,13 +97,13 @@ class FarWorkers {
   enum class Choice : std::uint8_t { made, made_last, not_made };
   /// Returns when all policies have chosen; `made_last` if the last of them did so here. `not_made`: a thread that has
   /// begun to choose does not come back. Should it after all, what is left of the question is its own.
-  [[nodiscard]] Choice choose(const Question& question, std::uint32_t choices, std::uint32_t thread,
+  [[nodiscard]] Choice choose(const FarQuestion& question, std::uint32_t choices, std::uint32_t thread,
                               const std::stop_token& stop);
   /// Who has done the last piece of work says that the question is answered.
-  void say(const Question& question);
+  void say(const FarQuestion& question);
   /// A piece of work that was claimed; written down if its forward is traced.
   template <class Work>
-  void do_piece(const Question& question, Stage stage, std::uint32_t thread, const Work& work);
+  void do_piece(const FarQuestion& question, Stage stage, std::uint32_t thread, const Work& work);
   /// A piece of work begins, the first perhaps.
   void begin_piece(std::uint64_t asked);
   [[nodiscard]] std::uint32_t all_parts() const noexcept;
@@ -125,8 +118,8 @@ class FarWorkers {
   [[nodiscard]] Part part_at(std::uint32_t at, Cursor& cursor) const noexcept;
   /// Who ends a list's last part merges them.
   [[nodiscard]] static Rows rows_for(const ForwardMemory& memory);
-  void attend(const Question& question, const Part& part, Rows& rows);
-  void attend_part(const Question& question, const Part& part, Rows& rows, const ChosenList* chosen);
+  void attend(const FarQuestion& question, const Part& part, Rows& rows);
+  void attend_part(const FarQuestion& question, const Part& part, Rows& rows, const ChosenList* chosen);
   /// Where a list's result goes. `memory`: as its rows see it.
   [[nodiscard]] static Partial whole_of(const ForwardMemory& memory, std::uint32_t index) noexcept;
   /// Where the result of a part that is not its list's first waits for the others.

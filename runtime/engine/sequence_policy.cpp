@@ -118,18 +118,22 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   if (spoilt()) throw Error(Errc::device, "what it has learnt is lost");
   if (const std::uint32_t keep = std::exchange(mine.keep, kNone); keep != kNone)
     layers_[layer]->truncate(kv_head, keep);
-  HostKv kv = reader(layer, kv_head, blocks_, window.tokens);
+  const bool team = window.drafts != 0;
+  const std::uint32_t visible = team ? window.tokens + 1 : window.tokens;
+  const std::size_t floats = std::size_t{memory_.shape.group()} * memory_.shape.head_dim;
+  HostKv kv = reader(layer, kv_head, blocks_, visible);
   const scheduler::NearSet near{
       .sink_end = window.sink_end, .recent_begin = window.recent_begin, .page_tokens = memory_.layout.page_tokens};
   layers_[layer]->select({.kv_head = kv_head,
-                          .tokens = window.tokens,
+                          .tokens = visible,
                           .q = q,
+                          .behind = {q + floats, team ? (window.drafts - 1) * floats : 0},
                           .ranked_pages = ranked_pages,
                           .page_scores = page_scores,
                           .near = &near,
                           .kv = &kv},
                          row, bypass, counters);
-  mine.tokens = window.tokens;
+  mine.tokens = visible;
   if (!layers_[layer]->wants_observation(kv_head)) return weigh(layer, kv_head);
   mine.lesson.store(forward, std::memory_order_release);
 }

@@ -51,13 +51,14 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   /// @throws Error{Errc::timeout} if one of them is lost, see Workers; it goes on using what this refers to
   void begin(const Prompt& prompt, const cpu::Workers& workers);
 
-  /// What a row asks for: its queries [group, head_dim] are those of the KV head.
+  /// What a row asks for, or the first row of a team for all of it. Queries are those of the KV head; those of the
+  /// rows behind it follow.
   struct Asked {
     std::uint64_t forward = 0;
     std::uint32_t layer = 0;
     std::uint32_t kv_head = 0;
-    ForwardRow row;  ///< whose tokens are visible
-    const float* q = nullptr;
+    ForwardRow row;            ///< whose tokens are visible; of a team, those before it and the first of its own
+    const float* q = nullptr;  ///< [ForwardRow::drafts or 1, group, head_dim]
     std::span<const std::uint32_t> ranked_pages{};  ///< [group, page_picks]
     std::span<const float> page_scores{};           ///< [group, pages] if only these are wanted
     std::chrono::milliseconds timeout{1'000};       ///< of a wait for a thread that learns

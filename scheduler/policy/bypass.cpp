@@ -116,37 +116,51 @@ SinkBypass::Logits SinkBypass::logits(std::uint32_t h, const float* q) const {
 
 std::uint32_t SinkBypass::test(const HeadContext& head, Bypass& bypass, SelectCounters& counters) {
   bypass.heads = 0;
+  const std::size_t floats = std::size_t{group_} * head_dim_;
+  const auto rows = static_cast<std::uint32_t>(1 + head.behind.size() / floats);
+  const std::uint32_t last = head.tokens + rows - 1;
   if (prompt_tokens_ == 0 || sinks_ == 0 || head.tokens <= sinks_) return 0;
-  const std::uint32_t off = head.tokens - sinks_;
-  if (off > kTrustedGrowth * prompt_tokens_) return 0;
+  if (last - sinks_ > kTrustedGrowth * prompt_tokens_) return 0;
+  bypass.out.resize(floats);
+  bypass.lse.resize(std::size_t{rows} * group_);
+  std::uint32_t heads = ~0u >> (32 - group_);
+  for (std::uint32_t row = 0; row < rows && heads != 0; ++row) {
+    const float* const q = row == 0 ? head.q : head.behind.data() + (row - 1) * floats;
+    heads &= test_row({.q = q, .tokens = head.tokens + row}, head, bypass.lse.data() + row * group_, counters);
+  }
+  for (std::uint32_t h = 0; h < group_; ++h) {
+    if ((heads >> h & 1) != 0) std::ranges::copy(mean_value_, bypass.out.data() + std::size_t{h} * head_dim_);
+  }
+  return bypass.heads = heads;
+}
+
+std::uint32_t SinkBypass::test_row(const Row& row, const HeadContext& head, float* lse, SelectCounters& counters) {
+  const std::uint32_t off = row.tokens - sinks_;
   const std::uint32_t local = std::min(local_tokens_, off);
   Probe& probe = probe_of_thread();
   probe.tokens.resize(sinks_ + local);
   std::iota(probe.tokens.begin(), probe.tokens.begin() + sinks_, 0u);
-  std::iota(probe.tokens.begin() + sinks_, probe.tokens.end(), head.tokens - local);
+  std::iota(probe.tokens.begin() + sinks_, probe.tokens.end(), row.tokens - local);
   probe.scores.resize(probe.tokens.size() * group_);
-  head.kv->score(head.q, probe.tokens, probe.scores.data());
+  head.kv->score(row.q, probe.tokens, probe.scores.data());
   counters.scored += probe.tokens.size();
 
+  std::uint32_t heads = 0;
   double far_share = -1.0;  // Counted for the first bypassed head only.
   for (std::uint32_t h = 0; h < group_; ++h) {
     if (spread_[h] < 0.0) continue;
-    const float* q = head.q + std::size_t{h} * head_dim_;
-    const Logits estimate = logits(h, q);
+    const Logits estimate = logits(h, row.q + std::size_t{h} * head_dim_);
     if (!(estimate.variance <= kTrustedVariance)) continue;  // NaN too.
     const double sink = log_mass(probe.scores, group_, h, 0, sinks_);
     const double local_mass = log_mass(probe.scores, group_, h, sinks_, probe.tokens.size());
     const double rest = std::max(local_mass, std::log(off) + estimate.mean + estimate.variance / 2);
     // r = A_sink / (A_sink + rest), eq. (6). Written so that NaN does not bypass.
     if (!(1.0 / (1.0 + std::exp(rest - sink)) > threshold_)) continue;
-    if (far_share < 0.0) far_share = static_cast<double>(far_tokens(*head.near, sinks_, head.tokens)) / off;
-    bypass.heads |= 1u << h;
-    bypass.out.resize(std::size_t{group_} * head_dim_);
-    bypass.lse.resize(group_);
-    std::copy(mean_value_.begin(), mean_value_.end(), bypass.out.begin() + static_cast<std::ptrdiff_t>(h) * head_dim_);
-    bypass.lse[h] = static_cast<float>(rest + std::log(far_share));  // Nothing far: log(0), the empty partial.
+    if (far_share < 0.0) far_share = static_cast<double>(far_tokens(*head.near, sinks_, row.tokens)) / off;
+    heads |= 1u << h;
+    lse[h] = static_cast<float>(rest + std::log(far_share));  // Nothing far: log(0), the empty partial.
   }
-  return bypass.heads;
+  return heads;
 }
 
 }  // namespace sluice::scheduler

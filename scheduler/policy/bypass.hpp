@@ -32,6 +32,7 @@ class SinkBypass {
   /// the near partial over the sinks, `bypass` gives r * vsink + (1 - r) * vbar, eq. (6) and (14). With a near
   /// set beyond the sinks the estimate is scaled to the tokens that are far.
   /// Reads the K rows of sinks and local tokens and adds them to `counters.scored`.
+  /// With rows behind: the heads that each of them would bypass, too, with a mass for each row.
   [[nodiscard]] std::uint32_t test(const HeadContext& head, Bypass& bypass, SelectCounters& counters);
 
   /// Estimates for one query of head `h`: mean logit and log-normal variance over the prompt's offloaded keys.
@@ -49,6 +50,13 @@ class SinkBypass {
   }
 
  private:
+  struct Row {
+    const float* q = nullptr;  ///< [group, head_dim]
+    std::uint32_t tokens = 0;  ///< visible
+  };
+  /// The heads that a row would bypass; lse[h] of these.
+  [[nodiscard]] std::uint32_t test_row(const Row& row, const HeadContext& head, float* lse, SelectCounters& counters);
+
   double threshold_;
   std::uint32_t group_, head_dim_, sinks_, local_tokens_;
   AttentionShape shape_;

@@ -26,6 +26,8 @@ struct SparseHead {
   TokenSet anyway;                   ///< what top-p weighs beside them
   ScoredSet scored;
   std::uint32_t visible = 0;    ///< tokens in the last selection
+  std::uint32_t step = 0;       ///< likewise, of those that were not taken back; 0: there was none
+  std::uint32_t before = 0;     ///< the step before that
   bool observes = false;        ///< the last selection feeds the tables
   bool followed = false;        ///< the last selection's candidates were not forecast but carried on
   std::vector<float> lse;       ///< [group] scratch

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "scheduler/policy/budget.hpp"
@@ -59,6 +60,7 @@ class SparsePolicy final : public LayerPolicy {
     if (head.history && context.tokens != head.visible) keep_notes(head);
     head.heavy.clear();
     head.visible = context.tokens;
+    if (context.tokens != head.step) head.before = std::exchange(head.step, context.tokens);
     const std::uint32_t sinks = spec_.near.sink_tokens;
     if (context.tokens <= sinks) return;
     if (head.history) recall(context.tokens, head);
@@ -66,9 +68,8 @@ class SparsePolicy final : public LayerPolicy {
     // A budget that holds everything, or a history that tells nothing: attend all, and learn from it.
     const bool dense = budget_.holds(context.tokens - sinks) || (head.history && head.history->blank());
     head.whole = dense || spec_.uses(Source::exact);
-    // A context attended for want of history is always learnt from. Counting tokens, a repeated step gets its turn
-    // again.
-    head.observes = head.history && (dense || (context.tokens + layer_) % spec_.history.observe_every == 0);
+    // A context attended for want of history is always learnt from.
+    head.observes = head.history && (dense || turn_came(head));
     std::uint32_t active = all_heads();
     if (head.bypass && !dense) active &= ~head.bypass->test(context, bypass, counters);
     head.observing = active;
@@ -117,10 +118,18 @@ class SparsePolicy final : public LayerPolicy {
     head.observes = false;
     head.heavy.clear();  // What the history has noted of these steps it knows.
     head.visible = tokens;
+    if (head.step > tokens) head.step = std::min(head.before, tokens);
   }
 
  private:
   [[nodiscard]] std::uint32_t all_heads() const noexcept { return ~0u >> (32 - group_); }
+
+  /// Every so many tokens, counting tokens, so that a repeated step gets its turn again, and steps that took several
+  /// do not miss it.
+  [[nodiscard]] bool turn_came(const SparseHead& head) const noexcept {
+    const std::uint32_t before = head.before == 0 ? head.step - 1 : head.before;
+    return (head.step + layer_) / spec_.history.observe_every != (before + layer_) / spec_.history.observe_every;
+  }
 
   void learn(SparseHead& head) const {
     head.history->begin_lesson();  // Also if it is to learn nothing: a forecast comes next.

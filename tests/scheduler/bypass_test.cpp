@@ -141,6 +141,47 @@ TEST_CASE("a multiple of the last prompt query has exactly the variance of its l
   }
 }
 
+TEST_CASE("a head is bypassed only if all rows would, each with a mass of its own", "[bypass]") {
+  const std::uint32_t n = 801;
+  Prompt prompt(n + 1);
+  std::vector<float> q(prompt.last_q.end() - kGroup * kDim, prompt.last_q.end());
+  for (float& x : q) x *= 0.3f;
+  aim_sinks(prompt.kv, q.data(), 12.0);  // Head 0 only.
+  SinkBypass bypass(0.85f, kShape, kSinks, kLocal);
+  bypass.begin(prompt.context);
+  const FakeNear near(n, kSinks, 6);
+  const auto heads_with = [&](const std::vector<float>& behind, Bypass& out) {
+    SelectCounters counters;
+    return bypass.test({.kv_head = 0,
+                        .tokens = n,
+                        .q = q.data(),
+                        .behind = behind,
+                        .near = &near.set,
+                        .kv = &prompt.kv},
+                       out, counters);
+  };
+  std::vector<float> same(q);
+  for (float& x : same) x *= 1.1f;
+  std::vector<float> behind(same);
+  behind.insert(behind.end(), q.begin(), q.end());
+  Bypass out;
+  REQUIRE(heads_with(behind, out) == 1u);
+  REQUIRE(out.lse.size() == 3 * kGroup);
+  for (std::uint32_t row = 0; row < 3; ++row) {
+    const std::vector<float>& own = row == 1 ? same : q;
+    Bypass alone;
+    SelectCounters counters;
+    REQUIRE(bypass.test({.kv_head = 0, .tokens = n + row, .q = own.data(), .near = &near.set, .kv = &prompt.kv}, alone,
+                        counters) == 1u);
+    REQUIRE(out.lse[row * kGroup] == alone.lse[0]);
+    REQUIRE(std::equal(alone.out.begin(), alone.out.begin() + kDim, out.out.begin()));
+  }
+  // One of them looks elsewhere.
+  for (std::uint32_t c = 0; c < kDim; ++c) behind[kGroup * kDim + c] = -q[c];
+  REQUIRE(heads_with(behind, out) == 0u);
+  REQUIRE(out.heads == 0u);
+}
+
 TEST_CASE("a bypassed head's output is r * vsink + (1 - r) * vbar", "[bypass]") {
   const std::uint32_t n = 801;
   Prompt prompt(n - 1);

@@ -282,6 +282,36 @@ TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") 
   }
 }
 
+TEST_CASE("steps of several tokens do not miss the turn to feed the tables", "[policy]") {
+  const std::uint32_t prompt = 800;
+  Step step("lfps:bypass=0,observe_every=4", 1000);
+  auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{1});
+  policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
+  std::vector<HotPage> hot;
+  policy->forecast(0, prompt + 1, 1000, hot);
+  const auto observes = [&](std::uint32_t n) {
+    const FakeNear near(n, 4, 0);
+    step.row.clear();
+    policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, step.row,
+                   step.bypass, step.counters);
+    const bool wants = policy->wants_observation(0);
+    if (wants) policy->observe(0, step.kv);
+    return wants;
+  };
+  // Layer 1 has its turn at 803, 807, ...
+  REQUIRE_FALSE(observes(802));
+  REQUIRE(observes(806));
+  for (std::uint32_t n = 810; n < 850; n += 4) REQUIRE(observes(n));
+  REQUIRE(observes(847));
+  REQUIRE_FALSE(observes(848));
+  REQUIRE_FALSE(observes(849));
+  REQUIRE(observes(870));
+  // Taken back, it is as if the step had never been: it was not the one that had the turn.
+  policy->truncate(0, 869);
+  REQUIRE(observes(869));
+  REQUIRE_FALSE(observes(870));
+}
+
 TEST_CASE("a repeated step selects the same when it observes and when it follows", "[policy]") {
   const std::uint32_t prompt = 989;
   Step step("history:share_group=on,observe_every=4+pages | top_k=all", 1000);

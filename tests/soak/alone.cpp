@@ -18,7 +18,7 @@ EngineOptions quiet(EngineOptions options) {
   options.sequences = 2;  // One that forks, and its child.
   options.cpu_sequences = 2;
   options.largest.audit = false;
-  options.largest.decode_rows = 8;
+  options.largest.decode_rows = 2 * options.largest.drafts * kMostDrafts;
   options.largest.prefill_rows = 128;
   options.largest.prefills = 1;
   options.threads = 1;
@@ -59,8 +59,10 @@ void Alone::forward(SequenceId id, const Call& call) {
   const PlanItem item{.sequence = id, .tokens = count, .prefill = call.kind == Call::Kind::prompt};
   for (std::uint32_t i = 0; i < count; ++i) tensors_.set(i, pool_, call.tokens[i]);
   tensors_.spoil();
-  const Batch batch = engine_.plan({&item, 1}, engine_.options().largest, nullptr);
-  tensors_.attend(engine_, nullptr);
+  Bucket bucket = engine_.options().largest;
+  bucket.drafts = call.drafts;
+  const Batch batch = engine_.plan({&item, 1}, bucket, nullptr);
+  tensors_.attend(engine_, bucket, nullptr);
   engine_.finish(batch);
 }
 

@@ -90,7 +90,8 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
   Random random(seed);
   EngineOptions options{.shape = kSoakShape, .page_tokens = one_of(random, {8u, 16u, 16u, 32u, 64u})};
   options.kv_dtype = one_of(random, {DType::f32, DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3});
-  options.largest = {.decode_rows = 1 + random.below(10), .prefill_rows = 8 + random.below(150)};
+  options.largest = {.drafts = one_of(random, {1u, 1u, 2u, 3u, 4u}), .prefill_rows = 8 + random.below(150)};
+  options.largest.decode_rows = options.largest.drafts * (1 + random.below(10 / options.largest.drafts));
   options.largest.prefills = 1 + random.below(std::min(options.largest.prefill_rows, 4u));
   options.largest.audit = kind.audits;
   options.in_flight = kind.deep ? kMostForwards : 1 + random.below(4);

@@ -17,6 +17,7 @@ namespace sluice::test {
 inline constexpr AttentionShape kSoakShape{.layers = 3, .q_heads = 4, .kv_heads = 2, .head_dim = 16};
 inline constexpr std::size_t kSoakRow = std::size_t{kSoakShape.q_heads} * kSoakShape.head_dim;
 inline constexpr std::uint32_t kSoakTokens = 512;  ///< of a sequence, at most
+inline constexpr std::uint32_t kMostDrafts = 4;    ///< tokens that a sequence decodes in a forward
 
 /// All tokens that there are. Which of them a sequence has is drawn, so that every wrong key shows.
 using Pool = Story;
@@ -51,6 +52,7 @@ struct Call {
   std::vector<std::uint32_t> tokens{};  ///< of the pool, that came
   std::uint32_t count = 0;              ///< queries that came with an import; tokens that are left
   std::string policy{};                 ///< of a fork; empty: its parent's
+  std::uint32_t drafts = 1;             ///< of the bucket in which tokens were decoded
 };
 
 /// Outputs of one row, all layers.

@@ -236,8 +236,10 @@ void Roster::misuse(Sequence& sequence) {
   require_error(Errc::invalid_argument, "fork of more tokens than there are", [&] { (void)engine.fork(id, more); });
   require_error(Errc::invalid_argument, "truncate to more tokens than there are", [&] { engine.truncate(id, more); });
   const PlanItem twice[] = {{.sequence = id}, {.sequence = id}};
+  Bucket single = engine.options().largest;  // Which every policy may be in.
+  single.drafts = 1;
   require_error(Errc::invalid_argument, "plan of a sequence twice",
-                [&] { (void)engine.plan(twice, engine.options().largest, driven_.stream); });
+                [&] { (void)engine.plan(twice, single, driven_.stream); });
   require_error(Errc::invalid_argument, "cancel of no forward", [&] { engine.cancel({.forward = 0, .bucket = {}}); });
   require_error(Errc::invalid_argument, "finish of no forward", [&] { engine.finish({.forward = 0, .bucket = {}}); });
   if (sequence.rests()) return;
@@ -256,12 +258,14 @@ bool Roster::has_room(std::span<const PlanItem> items) const {
   return after.used() <= blocks();
 }
 
-void Roster::plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill) {
+void Roster::plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill, std::uint32_t drafts) {
   pages_.grow(sequence.id, sequence.planned(), static_cast<std::uint32_t>(tokens.size()));
   sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
   // Its policy looks at what is left of them.
   if (!prefill && sequence.queries_lost && scheduler::prompt_queries(sequence.spec) != 0) sequence.uncertain = true;
-  sequence.calls.push_back({.kind = prefill ? Call::Kind::prompt : Call::Kind::decode, .tokens = std::move(tokens)});
+  sequence.calls.push_back({.kind = prefill ? Call::Kind::prompt : Call::Kind::decode,
+                            .tokens = std::move(tokens),
+                            .drafts = drafts});
   ++sequence.in_flight;
 }
 

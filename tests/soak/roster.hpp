@@ -58,7 +58,7 @@ class Roster {
   /// Whether there are blocks for these.
   [[nodiscard]] bool has_room(std::span<const PlanItem> items) const;
   /// Their tokens are planned from now on.
-  void plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill);
+  void plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill, std::uint32_t drafts);
   [[nodiscard]] std::vector<std::uint32_t> draw(std::uint32_t count);
 
   /// The engine says what the model says.

@@ -169,10 +169,12 @@ void Traffic::audit() {
   cut_drafts();
   if (!start(Slip::none, true)) return;
   const Sequence* const sequence = flights_.back().parts.empty() ? nullptr : flights_.back().parts.front().sequence;
+  Bucket single = driven_.engine.options().largest;
+  single.drafts = 1;
   const PlanItem item{.sequence = sequence == nullptr ? SequenceId{} : sequence->id};
   if (sequence != nullptr && driven_.engine.options().in_flight > 1) {
     try {
-      (void)driven_.engine.plan({&item, 1}, driven_.engine.options().largest, driven_.stream);
+      (void)driven_.engine.plan({&item, 1}, single, driven_.stream);
       throw Failure("something is planned beside an audited forward");
     } catch (const Error& error) {
       if (error.code() != Errc::invalid_argument) throw;

@@ -15,8 +15,13 @@ namespace {
 constexpr std::uint32_t kDensePrompt = 2 * kPrefillBlock;
 
 /// What a row attends in a layer, as far as that is known.
-Window window_of_row(const EngineOptions& options, const Part& part, std::uint32_t layer) {
-  if (!part.prefill) return window_of(part.sequence->spec, layer);
+Window window_of_row(const EngineOptions& options, const Flight& flight, const Part& part, std::uint32_t row,
+                     std::uint32_t layer) {
+  if (!part.prefill) {
+    Window window = window_of(part.sequence->spec, layer);
+    window.recent += row % flight.bucket.drafts;  // As the first row of a team has it, and the team's tokens since.
+    return window;
+  }
   return {.known = options.prefill.mode == PrefillMode::full || part.first + part.count <= kDensePrompt};
 }
 
@@ -80,7 +85,7 @@ void Traffic::succeed(const Flight& flight) {
       if (part.prefill && i != 0 && i != some && i + 1 != part.count) continue;  // All would take too long.
       std::vector<float> out = tensors.out(part.row + i);
       for (std::uint32_t layer = 0; layer < kSoakShape.layers; ++layer)
-        require_right(driven_.pool, sequence, part.first + i, layer, window_of_row(options, part, layer),
+        require_right(driven_.pool, sequence, part.first + i, layer, window_of_row(options, flight, part, i, layer),
                       std::span(out).subspan(layer * kSoakRow, kSoakRow), stats_);
       // What `automatic` does depends on which chunks were finished in time.
       const bool repeatable = !part.prefill || options.prefill.mode != PrefillMode::automatic;
@@ -135,7 +140,7 @@ void Traffic::require_no_more(const Flight& flight, const Part& part, std::uint3
   // Of a layer that could not be done there may be a part.
   for (std::uint32_t layer = 0; layer + (broken ? 1 : 0) < end; ++layer)
     require_right(driven_.pool, *part.sequence, part.first + row, layer,
-                  window_of_row(driven_.engine.options(), part, layer), values(layer), ignored);
+                  window_of_row(driven_.engine.options(), flight, part, row, layer), values(layer), ignored);
 }
 
 void Traffic::retract(const Flight& flight, bool ran) {

@@ -11,7 +11,6 @@ namespace sluice::test {
 namespace {
 
 constexpr std::uint32_t kLongestChunk = 100;
-constexpr std::uint32_t kMostDrafts = 4;
 
 using Steady = std::chrono::steady_clock;
 
@@ -45,7 +44,9 @@ Bucket Traffic::draw_bucket(bool audit) {
   Bucket bucket = options.largest;
   bucket.audit = audit;
   bucket.max_tokens = 0;
-  if (random_.below(4) == 0) bucket.decode_rows = 1 + random_.below(bucket.decode_rows);
+  if (random_.below(2) == 0) bucket.drafts = 1;
+  if (random_.below(4) == 0)
+    bucket.decode_rows = bucket.drafts * (1 + random_.below(bucket.decode_rows / bucket.drafts));
   if (random_.below(4) == 0) bucket.prefill_rows = bucket.prefills = 0;
   if (random_.below(8) == 0 && bucket.prefill_rows != 0) bucket.decode_rows = 0;
   if (random_.below(4) == 0)
@@ -67,8 +68,10 @@ std::uint32_t Traffic::rows_for(Sequence& sequence, const Bucket& left, std::uin
   const std::uint32_t most = std::min({room, left.decode_rows, sequence.decode_left});
   if (scheduler::chooser(sequence.spec) == scheduler::Chooser::device)
     return std::min(most, random_.below(3) == 0 ? kMostDrafts : 1);
-  // A policy of the CPU looks at a prompt that must have come in by then.
-  return sequence.in_flight != 0 && any_doomed() ? 0 : std::min(most, 1u);
+  // A policy of the CPU looks at a prompt that must have come in by then, and chooses once.
+  if (sequence.in_flight != 0 && any_doomed()) return 0;
+  if (sequence.spec.budget.kind == BudgetKind::sampled && left.drafts > 1) return 0;
+  return std::min(most, left.drafts);
 }
 
 void Traffic::fill(Flight& flight, std::vector<PlanItem>& items, std::vector<std::vector<std::uint32_t>>& tokens) {
@@ -86,7 +89,8 @@ void Traffic::fill(Flight& flight, std::vector<PlanItem>& items, std::vector<std
     if (most == 0) continue;
     const std::uint32_t count = 1 + random_.below(most);
     const std::uint32_t right = prefill || random_.below(2) == 0 ? count : 1 + random_.below(count);
-    (prefill ? left.prefill_rows : left.decode_rows) -= count;
+    const auto teams = static_cast<std::uint32_t>(div_up(count, left.drafts));
+    (prefill ? left.prefill_rows : left.decode_rows) -= prefill ? count : teams * left.drafts;
     left.prefills -= prefill ? 1 : 0;
     items.push_back({.sequence = sequence->id, .tokens = count, .prefill = prefill});
     flight.parts.push_back({.sequence = sequence,
@@ -143,7 +147,7 @@ bool Traffic::start(Slip slip, bool audit) {
     Part& part = flight.parts[i];
     (part.prefill ? part.sequence->prompt_left : part.sequence->decode_left) -= part.count;
     part.call = part.sequence->calls.size();
-    roster_.plan(*part.sequence, std::move(tokens[i]), part.prefill);
+    roster_.plan(*part.sequence, std::move(tokens[i]), part.prefill, flight.bucket.drafts);
   }
   flights_.push_back(std::move(flight));
   enqueue(flights_.back());

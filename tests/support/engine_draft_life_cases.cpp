@@ -137,14 +137,18 @@ TEST_CASE("buckets and policies that teams cannot serve are refused by name", "[
     return code_of([&] { (void)engine.plan({&item, 1}, bucket, rig.stream); });
   };
   options.cpu_sequences = 1;
-  make_room_for(parse_policy("topk"), 100, options);
+  make_room_for(parse_policy("magicpig"), 100, options);
   Engine engine(options, rig.device);
   const SequenceId id = engine.begin(parse_policy("full"));
   REQUIRE(plan(engine, id, 1, {.decode_rows = 6, .drafts = 4, .unbounded = true}) == Errc::invalid_argument);
   REQUIRE(plan(engine, id, 1, {.decode_rows = 8, .drafts = 8, .unbounded = true}) == Errc::invalid_argument);
   REQUIRE(plan(engine, id, 1, {.decode_rows = 8, .drafts = 0, .unbounded = true}) == Errc::invalid_argument);
   REQUIRE(plan(engine, id, 5, {.decode_rows = 4, .drafts = 4, .unbounded = true}) == Errc::invalid_argument);
-  const SequenceId chooses = engine.begin(parse_policy("topk"));
+  SequenceId chooses = engine.begin(parse_policy("topk"));
+  REQUIRE(plan(engine, chooses, 5, {.decode_rows = 8, .drafts = 4, .unbounded = true}) == Errc::unsupported);
+  REQUIRE(plan(engine, chooses, 2, {.decode_rows = 2, .unbounded = true}) == Errc::unsupported);
+  engine.end(chooses);
+  chooses = engine.begin(parse_policy("magicpig"));  // A sample is right for one query.
   REQUIRE(plan(engine, chooses, 1, {.decode_rows = 4, .drafts = 4, .unbounded = true}) == Errc::unsupported);
   options.largest.drafts = 9;  // Of 4 query heads each.
   REQUIRE(code_of([&] { Engine(options, rig.device); }) == Errc::invalid_argument);
