@@ -322,7 +322,8 @@ typedef struct sluice_bucket {
   uint32_t features;      ///< SLUICE_BUCKET_*, ored; of no use without decode_rows
   /// 0 or 1: each of the decode_rows by itself. Else as many new tokens of a sequence, or fewer, attend together: what
   /// one of their heads chooses all of them attend, as far as they see it, and keys and values are read once for all.
-  /// decode_rows is a multiple of it. Not for policies that choose on the CPU.
+  /// decode_rows is a multiple of it. Policies that choose on the CPU choose once for all, by the first of them;
+  /// magicpig cannot.
   uint32_t drafts;
 } sluice_bucket;
 

@@ -29,7 +29,8 @@ struct PlanItem {
   std::uint32_t tokens = 1;
   /// A chunk of a prompt: its rows attend all that comes before them. Otherwise each row chooses as its sequence's
   /// policy says, as if the tokens before it had been decoded one by one: new tokens, and drafts that are to be
-  /// verified, those of a policy that chooses on the CPU one at a time. In a bucket with drafts they choose together.
+  /// verified. In a bucket with drafts they choose together; those of a policy that chooses on the CPU only there, and
+  /// no more of them than Bucket::drafts.
   bool prefill = false;
 };
 
@@ -60,7 +61,14 @@ struct Batch {
 /// the team's own tokens those up to their own. So a row attends at least what it would alone, where everything is
 /// attended or there is a window the same, and where heads choose by mass as large a share of it. Keys, values and
 /// their copies are read once for the team, near, far and over the link. An item's rows are teams of Bucket::drafts in
-/// their order, the last of them with what is left. Rejected ones are taken back by `truncate`.
+/// their order, the last of them with what is left. Rejected ones are taken back by `truncate`; where layers have
+/// windows, as many as EngineOptions::window_slack says.
+///
+/// A policy that chooses on the CPU chooses once for a team, by its first row, which is new and no draft: that attends
+/// what it would alone, and its own token, should the policy have no recent tokens. The rows behind it attend what any
+/// of its query heads chose. It learns from the first row alone, so that rejecting drafts takes nothing back. A query
+/// head is bypassed only if all rows would bypass it. `sampled` (magicpig) is not served: its sample stands for what
+/// one query would attend.
 ///
 /// A policy that chooses on the CPU looks at its sequence's prompt when the first token behind it is planned to be
 /// decoded: that `plan` waits for the forwards with the prompt, then takes as long as it takes. It learns from a token
@@ -200,7 +208,8 @@ class Engine {
   /// with a host device, or null: at once.
   /// @throws Error{Errc::invalid_argument} naming what does not fit the bucket, or if `in_flight` forwards are not
   /// finished, or one failed with a prompt that a policy is to look at; Error{Errc::out_of_capacity};
-  /// Error{Errc::unsupported} if a policy is to choose on the CPU for more than one token; Error{Errc::timeout} if a
+  /// Error{Errc::unsupported} if a policy is to choose on the CPU for more tokens than the bucket has drafts, or is
+  /// `sampled` in a bucket with drafts; Error{Errc::timeout} if a
   /// prompt's forwards take too long, or a thread does that looks at one: no policy can begin then
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& bucket, void* stream);
   /// One layer of a forward of this bucket: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,

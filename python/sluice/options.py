@@ -36,7 +36,8 @@ class Bucket:
     max_tokens: int = 0  #: of the longest sequence, a multiple of page_tokens; 0: all that there is room for
     features: Features = Features.NONE  #: of no use without decode_rows
     #: 1: each of the decode_rows by itself. Else as many new tokens of a sequence, or fewer, attend together what any
-    #: of them chose, and keys and values are read once for all; decode_rows is a multiple of it.
+    #: of them chose, and keys and values are read once for all; decode_rows is a multiple of it. Policies that choose
+    #: on the CPU choose by the first of them.
     drafts: int = 1
 
     def __post_init__(self) -> None:

@@ -51,6 +51,8 @@ void validate(const EngineOptions& options) {
   require(page >= 8 && page <= 256 && (page & (page - 1)) == 0, "page_tokens", page, "a power of two in [8, 256]");
   in("largest.decode_rows", options.largest.decode_rows, 0, 1024);
   in("largest.drafts", options.largest.drafts, 1, kMostGroup / options.shape.group());
+  require(options.largest.decode_rows % options.largest.drafts == 0, "largest.decode_rows", options.largest.decode_rows,
+          "a multiple of largest.drafts, " + std::to_string(options.largest.drafts));
   in("largest.prefill_rows", options.largest.prefill_rows, 0, 65'536);
   in("largest.prefills", options.largest.prefills, options.largest.prefill_rows == 0 ? 0 : 1,
      options.largest.prefill_rows);

@@ -27,6 +27,8 @@ constexpr MachineKind kKinds[] = {
     {.name = "deep", .number = 9, .separate_memory = true, .stalls = true, .deep = true},
     {.name = "broken", .number = 11, .separate_memory = true, .breaks = true},
     {.name = "learning", .number = 12, .stalls = true, .learns = true},
+    {.name = "windows", .number = 13, .separate_memory = true, .windows = true},
+    {.name = "windows-late", .number = 14, .separate_memory = true, .stalls = true, .deep = true, .windows = true},
     {.name = "kept", .number = 10, .separate_memory = true, .kept = true},
 };
 
@@ -106,6 +108,13 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
   const std::uint64_t wanted = options.sequences * most + 1;
   options.host_bytes = block * (kind.crowded ? most + most / 2 : wanted);
   options.near_bytes = block * one_of(random, {std::uint64_t{0}, std::uint64_t{3}, most / 2 + 1, wanted});
+  if (kind.windows) {
+    const std::uint32_t window = one_of(random, {1u, 5u, 17u, 40u, 130u});
+    const std::uint32_t other = one_of(random, {0u, window, 9u});
+    options.windows = {random.below(2) == 0 ? 0 : window, other, window};
+    options.window_slack = kSoakSlack;
+    options.host_bytes = block_bytes(options) * (options.sequences * kSoakShape.layers * most + 8);
+  }
   options.threads = 1 + random.below(3);
   options.pin_threads = false;
   options.answer_timeout = kind.stalls ? milliseconds(100) : kSoakTimeout;
@@ -144,16 +153,16 @@ void Machine::build(std::uint64_t seed) {
   options.before_answer = [faults = faults_] { faults->answer(); };
   if (!kind_.at_once)
     device_ = std::make_shared<cpu::HostDevice>(
-        workers_, cpu::HostDeviceOptions{
-                      .flag_timeout = kSoakTimeout, .separate_memory = kind_.separate_memory, .faults = {}});
+        workers_,
+        cpu::HostDeviceOptions{.flag_timeout = kSoakTimeout, .separate_memory = kind_.separate_memory, .faults = {}});
   for (int attempt = 0; !engine_; ++attempt) {
     // What an engine is built from may fail; without faults it must not.
     const double chance = attempt < kAttempts && seed % 4 > 1 ? 0.1 : 0.0;
     if (device_)
       device_->inject({.seed = seed + static_cast<std::uint64_t>(attempt),
-                          .fail_copy = chance,
-                          .fail_allocation = chance,
-                          .fail_registration = chance});
+                       .fail_copy = chance,
+                       .fail_allocation = chance,
+                       .fail_registration = chance});
     try {
       std::shared_ptr<Device> device = device_;
       if (kind_.breaks) device = std::make_shared<StarvedDevice>(device_, faults_);

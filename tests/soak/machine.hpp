@@ -25,11 +25,12 @@ struct MachineKind {
   bool crowded = false;          ///< fewer blocks than its sequences want
   bool prompts = false;          ///< prompts choose blocks
   bool audits = false;
-  bool stalls = false;  ///< threads that answer are too late at times
-  bool learns = false;  ///< only policies that remember what they have attended
-  bool breaks = false;  ///< its device finds no memory at times, also while it takes a plan
-  bool deep = false;    ///< as many forwards in flight as there may be
-  bool kept = false;    ///< one engine for all rounds; otherwise each round has its own
+  bool stalls = false;   ///< threads that answer are too late at times
+  bool learns = false;   ///< only policies that remember what they have attended
+  bool breaks = false;   ///< its device finds no memory at times, also while it takes a plan
+  bool deep = false;     ///< as many forwards in flight as there may be
+  bool windows = false;  ///< some layers have a window
+  bool kept = false;     ///< one engine for all rounds; otherwise each round has its own
 };
 [[nodiscard]] std::span<const MachineKind> machine_kinds();
 

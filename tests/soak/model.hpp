@@ -17,6 +17,7 @@ namespace sluice::test {
 inline constexpr AttentionShape kSoakShape{.layers = 3, .q_heads = 4, .kv_heads = 2, .head_dim = 16};
 inline constexpr std::size_t kSoakRow = std::size_t{kSoakShape.q_heads} * kSoakShape.head_dim;
 inline constexpr std::uint32_t kSoakTokens = 512;  ///< of a sequence, at most
+inline constexpr std::uint32_t kSoakSlack = 64;    ///< EngineOptions::window_slack
 inline constexpr std::uint32_t kMostDrafts = 4;    ///< tokens that a sequence decodes in a forward
 
 /// All tokens that there are. Which of them a sequence has is drawn, so that every wrong key shows.
@@ -69,6 +70,7 @@ struct Sequence {
   PolicySpec spec;
   std::vector<std::uint32_t> tokens{};  ///< of the pool, those of forwards in flight included
   std::uint32_t settled = 0;            ///< how many of them the engine says that it has
+  std::uint32_t longest = 0;            ///< the most tokens that it has had: windows have let go of what is far behind
   std::uint32_t in_flight = 0;          ///< forwards
   std::uint32_t keep = kNone;           ///< what is left of it once it rests; kNone: everything
   std::uint32_t prompt_left = 0;
@@ -77,7 +79,7 @@ struct Sequence {
   /// What its policy chooses depends on when threads did what, as something was taken back from which it may have
   /// learnt.
   bool uncertain = false;
-  bool queries_lost = false;  ///< of older tokens of its prompt: queries of a chunk that failed took their place
+  bool queries_lost = false;    ///< of older tokens of its prompt: queries of a chunk that failed took their place
   std::uint32_t retracted = 0;  ///< parts of forwards that came to nothing
   bool disturbed = false;       ///< something that it had planned came to nothing
   // For the same alone; `said` is empty unless it is one of a sample.

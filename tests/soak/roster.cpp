@@ -126,6 +126,7 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
   Sequence child{.id = id, .policy = policy.empty() ? parent.policy : policy, .spec = spec};
   child.tokens.assign(parent.tokens.begin(), parent.tokens.begin() + tokens);
   child.settled = tokens;
+  child.longest = parent.longest;
   child.uncertain = parent.uncertain;
   child.disturbed = parent.disturbed;
   if (policy.empty()) note_shorter(parent, tokens, child);
@@ -139,7 +140,9 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
 
 std::uint32_t Roster::draw_shorter(const Sequence& sequence) {
   constexpr std::uint32_t kNear = 36;  // What policies of the CPU take back, and a little more.
-  const std::uint32_t most = random_.below(3) == 0 ? sequence.settled : std::min(sequence.settled, kNear);
+  std::uint32_t most = random_.below(3) == 0 ? sequence.settled : std::min(sequence.settled, kNear);
+  if (windowed())
+    most = sequence.settled - std::min(sequence.settled, sequence.longest - std::min(sequence.longest, kSoakSlack));
   return sequence.settled - random_.below(most + 1);
 }
 
@@ -213,6 +216,7 @@ void Roster::import(Sequence& sequence) {
   if (!broken_off) pages_.grow(sequence.id, sequence.planned(), count);
   sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
   sequence.settled += count;
+  sequence.longest = std::max(sequence.longest, sequence.settled);
   sequence.calls.push_back({.kind = Call::Kind::import, .tokens = tokens, .count = queries});
 }
 
@@ -250,6 +254,7 @@ void Roster::misuse(Sequence& sequence) {
 }
 
 bool Roster::has_room(std::span<const PlanItem> items) const {
+  if (windowed()) return true;
   PageModel after = pages_;
   for (const PlanItem& item : items) {
     const auto sequence = std::ranges::find(sequences_, item.sequence, [](const auto& s) { return s->id; });
@@ -263,9 +268,8 @@ void Roster::plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool pr
   sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
   // Its policy looks at what is left of them.
   if (!prefill && sequence.queries_lost && scheduler::prompt_queries(sequence.spec) != 0) sequence.uncertain = true;
-  sequence.calls.push_back({.kind = prefill ? Call::Kind::prompt : Call::Kind::decode,
-                            .tokens = std::move(tokens),
-                            .drafts = drafts});
+  sequence.calls.push_back(
+      {.kind = prefill ? Call::Kind::prompt : Call::Kind::decode, .tokens = std::move(tokens), .drafts = drafts});
   ++sequence.in_flight;
 }
 

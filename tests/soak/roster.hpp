@@ -55,6 +55,8 @@ class Roster {
   /// Calls that are refused, and change nothing.
   void misuse(Sequence& sequence);
 
+  /// Whether some layers have windows: what sequences hold then is not counted, and there is enough.
+  [[nodiscard]] bool windowed() const noexcept { return !driven_.engine.options().windows.empty(); }
   /// Whether there are blocks for these.
   [[nodiscard]] bool has_room(std::span<const PlanItem> items) const;
   /// Their tokens are planned from now on.

@@ -42,7 +42,8 @@ void Roster::resume() {
   Parked& parked = parked_[random_.below(static_cast<std::uint32_t>(parked_.size()))];
   Sequence& sequence = *parked.sequence;
   SequenceId id{};
-  const bool room = has_seat(sequence.spec) && pages_.used() + pages_.pages_of(sequence.settled) <= blocks();
+  const bool room =
+      has_seat(sequence.spec) && (windowed() || pages_.used() + pages_.pages_of(sequence.settled) <= blocks());
   if (room && random_.below(4) == 0) {
     const std::uint32_t at = random_.below(static_cast<std::uint32_t>(parked.area.size()));
     parked.area[at] ^= std::byte{16};

@@ -17,6 +17,8 @@ constexpr std::uint32_t kDensePrompt = 2 * kPrefillBlock;
 /// What a row attends in a layer, as far as that is known.
 Window window_of_row(const EngineOptions& options, const Flight& flight, const Part& part, std::uint32_t row,
                      std::uint32_t layer) {
+  if (!options.windows.empty() && options.windows[layer] != 0)
+    return {.known = true, .sinks = 0, .recent = options.windows[layer]};
   if (!part.prefill) {
     Window window = window_of(part.sequence->spec, layer);
     window.recent += row % flight.bucket.drafts;  // As the first row of a team has it, and the team's tokens since.
@@ -92,6 +94,7 @@ void Traffic::succeed(const Flight& flight) {
       if (sequence.sampled && repeatable) sequence.said.push_back({.call = part.call, .row = i, .out = std::move(out)});
     }
     sequence.settled += part.count;
+    sequence.longest = std::max(sequence.longest, sequence.settled);
     // Not by what was planned before they were lost.
     if (part.prefill && part.count >= scheduler::prompt_queries(sequence.spec) && part.retracted == sequence.retracted)
       sequence.queries_lost = false;

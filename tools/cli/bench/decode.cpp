@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"
@@ -33,12 +34,6 @@ struct BenchDecodeOptions {
   OutputOptions output;
 };
 
-/// What is timed: one token and, if drafts are asked for, as many new tokens one by one and together.
-std::vector<Verified> timed(const BenchDecodeOptions& options, bool dense) {
-  if (options.drafts == 1 || dense) return {{}};
-  return {{}, {.rows = options.drafts}, {.rows = options.drafts, .drafts = options.drafts}};
-}
-
 std::string to_string(const Verified& verified) {
   if (verified.rows == 1) return "1 token";
   return std::to_string(verified.rows) + (verified.drafts == 1 ? " one by one" : " together");
@@ -51,6 +46,15 @@ struct Method {
   PlacementMode placement{};
   PolicySpec policy;
 };
+
+/// What is timed: one token and, if drafts are asked for, as many new tokens one by one, if the policy takes them so,
+/// and together.
+std::vector<Verified> timed(const BenchDecodeOptions& options, const Method& method) {
+  if (options.drafts == 1 || method.dense) return {{}};
+  const Verified together{.rows = options.drafts, .drafts = options.drafts};
+  if (scheduler::chooser(method.policy) == scheduler::Chooser::cpu) return {{}, together};
+  return {{}, {.rows = options.drafts}, together};
+}
 
 Method parse_method(const std::string& name) {
   if (name == "dense") return {.name = name, .dense = true, .placement = {}, .policy = {}};
@@ -96,7 +100,7 @@ class DecodeBench {
     std::optional<double> first;
     for (std::size_t m = 0; m < methods.size(); ++m) {
       bar.update(m, methods.size(), std::to_string(length) + " tokens: " + methods[m].name);
-      for (const Verified& verified : timed(options_, methods[m].dense)) run(length, methods[m], verified, first);
+      for (const Verified& verified : timed(options_, methods[m])) run(length, methods[m], verified, first);
     }
   }
   [[nodiscard]] Table take() { return std::move(table_); }
