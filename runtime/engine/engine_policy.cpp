@@ -17,10 +17,30 @@ void Engine::Impl::drop_policy(Sequence& sequence) noexcept {
   sequence.policy.reset();
 }
 
+bool Engine::Impl::learns_on(const Sequence& sequence, std::uint32_t tokens) const noexcept {
+  if (sequence.policy_chose == 0 || tokens < sequence.policy_chose) return false;
+  const std::uint32_t page = tokens / options.page_tokens;
+  return std::ranges::none_of(sequence.lists, [&](const runtime::PageList& list) {
+    return page < list.pages() && table.shared(list.blocks()[page]);
+  });
+}
+
+void Engine::Impl::take_back_choices(Sequence& sequence, std::uint32_t tokens) {
+  if (tokens == sequence.tokens || !sequence.policy) return;
+  if (learns_on(sequence, tokens)) return end_policy_at(sequence, tokens);
+  const auto rest = choice.rest(options.timeout);
+  sequence.policy->learn_all(good);  // How far it goes back must not depend on whether a thread has had time.
+  shorten_policy(sequence, tokens);
+}
+
 void Engine::Impl::shorten_policy(Sequence& sequence, std::uint32_t tokens) noexcept {
   if (!sequence.policy) return;
   if (tokens < sequence.policy_tokens || !sequence.policy->can_truncate(tokens)) return drop_policy(sequence);
   sequence.policy->truncate(tokens);
+  end_policy_at(sequence, tokens);
+}
+
+void Engine::Impl::end_policy_at(Sequence& sequence, std::uint32_t tokens) noexcept {
   if (tokens > sequence.policy_end) return;
   sequence.policy_end = tokens;
   // Prompts behind what it has chosen for are no more.
@@ -104,6 +124,7 @@ void Engine::Impl::begin_policy(SequenceId id, Sequence& sequence) {
   sequence.policy = std::move(policy);
   sequence.policy_tokens = sequence.policy_end = sequence.planned;
   sequence.policy_forward = planned;
+  sequence.policy_chose = 0;
 }
 
 std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemory& m,

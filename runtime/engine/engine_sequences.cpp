@@ -107,11 +107,7 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
     throw Error(Errc::invalid_argument, "truncate: sequence " + number(id.value) + " has " + number(sequence.tokens) +
                                             " tokens, and is to keep " + number(tokens));
   require_windows(id, sequence, tokens, "truncate");
-  if (tokens != sequence.tokens && sequence.policy) {
-    const auto rest = choice.rest(options.timeout);
-    sequence.policy->learn_all(good);  // How far it goes back must not depend on whether a thread has had time.
-    shorten_policy(sequence, tokens);
-  }
+  take_back_choices(sequence, tokens);
   shrink(sequence, tokens);
   sequence.tokens = sequence.planned = tokens;
   sequence.tail.end = std::min(sequence.tail.end, tokens);

@@ -174,6 +174,12 @@ struct Engine::Impl : cpu::Kept {
   /// The sequence is left with `tokens` tokens: its policy forgets what it has learnt from others, or all if it cannot
   /// tell. While no thread learns.
   void shorten_policy(Sequence& sequence, std::uint32_t tokens) noexcept;
+  void end_policy_at(Sequence& sequence, std::uint32_t tokens) noexcept;
+  /// Before a sequence that rests is cut: likewise, waiting for threads that learn only if there is something to take
+  /// back.  @throws Error{Errc::timeout}
+  void take_back_choices(Sequence& sequence, std::uint32_t tokens);
+  /// Whether all that its policy chose for lies before, and all that it is still to learn from stays where it is.
+  [[nodiscard]] bool learns_on(const Sequence& sequence, std::uint32_t tokens) const noexcept;
   /// What a fork of `tokens` tokens knows: what the sequence's policy knew then. Null if it is to look at its tokens.
   /// @throws Error{Errc::timeout} if a thread that learns does not come back
   [[nodiscard]] std::shared_ptr<runtime::SequencePolicy> policy_of(const Sequence& parent, std::uint32_t tokens);

@@ -32,6 +32,7 @@ struct Sequence {
   std::shared_ptr<SequencePolicy> policy{};
   std::uint32_t policy_tokens = 0;   ///< that there were when it looked at the prompt
   std::uint32_t policy_end = 0;      ///< and behind the newest that it has chosen for
+  std::uint32_t policy_chose = 0;    ///< and with the newest token that it has chosen for itself; 0: there is none
   std::uint64_t policy_forward = 0;  ///< and the newest forward then
   PrefillBook bets{};  ///< where its prompts choose blocks of keys, if the engine finds that out
   std::unique_ptr<AuditReport> audit{};  ///< null until something was audited
