@@ -18,7 +18,7 @@ void Engine::Impl::drop_policy(Sequence& sequence) noexcept {
 }
 
 bool Engine::Impl::learns_on(const Sequence& sequence, std::uint32_t tokens) const noexcept {
-  if (sequence.policy_chose == 0 || tokens < sequence.policy_chose) return false;
+  if (sequence.policy_chose == 0 || tokens < std::max(sequence.policy_chose, sequence.policy_tokens)) return false;
   const std::uint32_t page = tokens / options.page_tokens;
   return std::ranges::none_of(sequence.lists, [&](const runtime::PageList& list) {
     return page < list.pages() && table.shared(list.blocks()[page]);
@@ -31,6 +31,7 @@ void Engine::Impl::take_back_choices(Sequence& sequence, std::uint32_t tokens) {
   const auto rest = choice.rest(options.timeout);
   sequence.policy->learn_all(good);  // How far it goes back must not depend on whether a thread has had time.
   shorten_policy(sequence, tokens);
+  sequence.policy_chose = std::min(sequence.policy_chose, tokens);
 }
 
 void Engine::Impl::shorten_policy(Sequence& sequence, std::uint32_t tokens) noexcept {

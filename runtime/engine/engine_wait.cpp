@@ -87,7 +87,8 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     if (done) {
       std::uint32_t& end = item.prefill ? sequence.prompt_end : sequence.policy_end;
       end = std::max(end, program.ends[i]);
-      if (!item.prefill) sequence.policy_chose = program.ends[i] - item.tokens + 1;
+      // Forwards may be finished in any order.
+      if (!item.prefill) sequence.policy_chose = std::max(sequence.policy_chose, program.ends[i] - item.tokens + 1);
     }
     if (done) {
       publish(sequence);  // Before pages of it are passed.

@@ -118,11 +118,13 @@ void FarChoice::choose(const FarQuestion& question, std::uint32_t item) noexcept
     note_failure(question.forward, place.row->sequence, error.what());
     chosen.rows.clear();
     chosen.members.clear();
+    chosen.selected.clear();
     chosen.bypass.heads = 0;
     missing = std::numeric_limits<float>::quiet_NaN();
   }
   chosen.asked = question.asked;
-  if (memory_.fetches) hand_over(list, chosen);
+  const bool fetched = memory_.fetches && hand_over(list, chosen);
+  (fetched ? fetched_ : far_tokens_).fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
   const auto count = static_cast<std::uint32_t>(chosen.rows.size());
   std::atomic_ref(memory_.far_counts[list]).store(count, std::memory_order_relaxed);
   if (count != 0) return;  // Whoever attends it completes it.
@@ -156,7 +158,6 @@ void FarChoice::choose_for(const FarQuestion& question, const Place& place, Chos
     chosen.selected.scores.clear();
   list(question, place, chosen);
   if (place.row->audit) note(question, place, chosen);
-  far_tokens_.fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
   scored_.fetch_add(counters.scored, std::memory_order_relaxed);
 }
 
@@ -229,12 +230,12 @@ void FarChoice::score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_
 }
 
 /// Tokens that come with scores of their own are attended where these are.
-void FarChoice::hand_over(std::uint32_t list, ChosenList& chosen) noexcept {
+bool FarChoice::hand_over(std::uint32_t list, ChosenList& chosen) noexcept {
   ForwardChosen& header = memory_.chosen[list];
   header = {};
   if (!chosen.scores.empty())
     kept_.fetch_add(chosen.rows.size() - chosen.selected.attended(), std::memory_order_relaxed);
-  if (!chosen.scores.empty() || chosen.rows.empty()) return;
+  if (!chosen.scores.empty() || chosen.rows.empty()) return false;
   const std::size_t count = chosen.rows.size();
   std::uint32_t* const rows = memory_.chosen_rows + list * memory_.chosen_room();
   for (std::size_t i = 0; i < count; ++i) rows[i] = memory_.far_entry(chosen.rows[i]);
@@ -245,9 +246,9 @@ void FarChoice::hand_over(std::uint32_t list, ChosenList& chosen) noexcept {
     std::ranges::copy(chosen.members, rows + count);
     header.heads = std::reduce(chosen.members.begin(), chosen.members.end(), 0u, std::bit_or<>());
   }
-  fetched_.fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
   chosen.rows.clear();
   chosen.members.clear();
+  return true;
 }
 
 std::uint64_t FarChoice::heap_bytes() const noexcept { return scheduler::heap_bytes(lists_); }

@@ -105,8 +105,9 @@ class FarChoice {
 
   /// Of the heap, that the lists hold. Only between forwards.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
+  /// That were chosen, and that the CPU attends.
   [[nodiscard]] std::uint64_t far_tokens() const noexcept { return far_tokens_.load(std::memory_order_relaxed); }
-  /// Of these, that the device fetches.
+  /// That were chosen, and that the device fetches.
   [[nodiscard]] std::uint64_t fetched_tokens() const noexcept { return fetched_.load(std::memory_order_relaxed); }
   /// Tokens that the device has listed as far, would fetch, and leaves to the CPU.
   [[nodiscard]] std::uint64_t kept_tokens() const noexcept { return kept_.load(std::memory_order_relaxed); }
@@ -135,8 +136,8 @@ class FarChoice {
   void score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_head, ChosenList& chosen) const;
   /// Of a list that is complete, for all rows of a team.
   void note(const FarQuestion& question, const Place& place, const ChosenList& chosen) const;
-  /// What was chosen is for the device to fetch.
-  void hand_over(std::uint32_t list, ChosenList& chosen) noexcept;
+  /// Whether what was chosen is for the device to fetch.
+  [[nodiscard]] bool hand_over(std::uint32_t list, ChosenList& chosen) noexcept;
   void note_failure(std::uint64_t forward, SequenceId sequence, const char* reason) noexcept;
   [[nodiscard]] std::uint32_t list_of(const Place& place) const noexcept {
     return place.row->index * memory_.shape.kv_heads + place.kv_head;

@@ -97,6 +97,41 @@ TEST_CASE("forks of sequences whose policies have learnt go on as they do", "[en
   REQUIRE(engine.memory().far_pages_used == 0);
 }
 
+TEST_CASE("tokens are taken back whatever the order in which their forwards were finished", "[engine][undo]") {
+  const char* const policy = GENERATE(from_range(kPolicies));
+  const bool in_order = GENERATE(true, false);
+  CAPTURE(policy, in_order);
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, kPrompt + 30, 305);
+  const Story other(kShape, kPrompt + 30, 306);
+  const auto want = undisturbed(rig, story, policy);
+  Engine engine(options_of(rig), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(policy))};
+  prefill(engine, rig, teller, kPrompt);
+  Bucket bucket = engine.options().largest;
+  bucket.prefill_rows = bucket.prefills = 0;
+  ForwardTensors first(*rig.device, kShape, bucket.rows()), second(*rig.device, kShape, bucket.rows());
+  while (teller.at + 2 < story.tokens()) {
+    const PlanItem item{.sequence = teller.id};
+    const auto enqueue = [&](ForwardTensors& tensors, const Story& of, std::uint32_t token) {
+      tensors.set(0, of, token);
+      tensors.spoil();
+      const Batch batch = engine.plan({&item, 1}, bucket, rig.stream);
+      tensors.attend(engine, bucket, rig.stream);
+      return batch;
+    };
+    const Batch stays = enqueue(first, story, teller.at);
+    const Batch goes = enqueue(second, other, teller.at + 1);
+    engine.finish(in_order ? stays : goes);
+    engine.finish(in_order ? goes : stays);
+    rig.synchronize();
+    CAPTURE(teller.at);
+    REQUIRE(difference(first.out(0), want[teller.at]) < tolerance(rig));
+    take_back(engine, teller, teller.at + 1);
+  }
+  go_on(engine, rig, teller, want, 2);
+}
+
 TEST_CASE("sequences go on as if tokens that were taken back had never been decoded", "[engine][undo]") {
   const char* const policy = GENERATE(from_range(kPolicies));
   CAPTURE(policy);
