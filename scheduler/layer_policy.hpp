@@ -36,7 +36,7 @@ struct ClusterRequest {
   friend bool operator==(const ClusterRequest&, const ClusterRequest&) = default;
 };
 
-/// What came of it, somebody's memory.
+/// What clustering makes, in memory that its maker owns.
 struct Clustering {
   std::span<const float> centroids;           ///< [clusters, head_dim]
   std::span<const std::uint32_t> assignment;  ///< [count]

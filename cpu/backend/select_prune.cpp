@@ -122,14 +122,14 @@ void score_tail(const Kernels& kernels, const ScoreInt4Task& task, const Attenti
 
 }  // namespace
 
-void Backend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream*) {
+void Backend::make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream*) {
   if (tasks.empty()) return;
-  check("quantize", layout);
+  check("make_codes", layout);
   const Int4Layout copy(layout);
   for_each_task(workers_, tasks, tasks.size() * layout.half_bytes(),
-                [&kernels = kernels_for(kernels_, layout.dtype), copy, layout](const QuantizeTask& task) {
+                [&kernels = kernels_for(kernels_, layout.dtype), copy, layout](const CodesTask& task) {
                   const float* const scales = scales_in(layout, task.page);
-                  kernels.quantize({.k = task.page,
+                  kernels.make_codes({.k = task.page,
                                     .scales = scales,
                                     .codes = task.out,
                                     .params = task.out + copy.params_offset(),

@@ -46,9 +46,9 @@ void HostBackend::digest(std::span<const DigestTask> tasks, DigestKind kind, con
   run_or_enqueue(stream, "digest", [=, this] { cpu_.digest(tasks, kind, layout, nullptr); });
 }
 
-void HostBackend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
+void HostBackend::make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
-  run_or_enqueue(stream, "quantize", [=, this] { cpu_.quantize(tasks, layout, nullptr); });
+  run_or_enqueue(stream, "make_codes", [=, this] { cpu_.make_codes(tasks, layout, nullptr); });
 }
 
 void HostBackend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) {

@@ -66,7 +66,7 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
           near == nullptr ? nullptr : near + m.layout.half_bytes());
   std::byte* const codes = m.codes + m.far_page(plane, block) * copy.page_bytes();
   const ElementKernels& of = kernels_for(kernels, m.far_layout.dtype);
-  of.quantize({.k = far,
+  of.make_codes({.k = far,
                .scales = scales,
                .codes = codes + at * copy.row_bytes(),
                .params = codes + copy.params_offset() + at * Int4Layout::kParamBytes,

@@ -51,7 +51,7 @@ inline void copy_near(const Kernels& kernels, const ForwardMemory& m, const std:
 }
 
 /// Near rows of freed blocks, and of the tokens that come, when a slip's lists have been taken.
-void seat_tokens(const ForwardMemory& memory);
+void acquire_rows(const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// `workers`: of `host`.
 void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);

@@ -42,20 +42,20 @@ class Plane {
   }
 
   /// Near rows for the first of `wanted`, as many as there are; returns how many that were.
-  std::uint32_t seat(std::span<const std::uint32_t> wanted, Forward forward, Forward used, Patience patience) const {
-    std::uint32_t seated = 0;
+  std::uint32_t acquire(std::span<const std::uint32_t> wanted, Forward forward, Forward used, Patience patience) const {
+    std::uint32_t acquired = 0;
     for (const std::uint32_t least : patience) {
       const std::size_t most = std::min<std::size_t>(rows_.size(), kNearLooks);
-      for (std::size_t looked = 0; looked < most && seated < wanted.size(); ++looked) {
+      for (std::size_t looked = 0; looked < most && acquired < wanted.size(); ++looked) {
         const std::uint32_t place = hand_;
         hand_ = (hand_ + 1) % static_cast<std::uint32_t>(rows_.size());
-        if (rows_[place].row == kNone || forward - rows_[place].used > least) put(place, wanted[seated++], used);
+        if (rows_[place].row == kNone || forward - rows_[place].used > least) put(place, wanted[acquired++], used);
       }
     }
-    return seated;
+    return acquired;
   }
 
-  void bring(const Kernels& kernels, std::uint32_t row) const {
+  void load(const Kernels& kernels, std::uint32_t row) const {
     const std::byte* const from = m_.far_key(plane_, row);
     const float* const scales = m_.far_layout.scaled() ? m_.far_scales(plane_, row) : nullptr;
     std::byte* const to = m_.near_key(plane_, entry(row) & ~kNearBit);
@@ -113,8 +113,8 @@ void want_again(const ForwardMemory& m, std::uint32_t index, const Plane& plane,
 
 /// Near rows for tokens that come, of prompts or decoded ones, but for the first `skip` of these. Those that have one
 /// count as used in that forward.
-void seat_coming(const ForwardMemory& m, const Plane& plane, bool decoded, std::size_t skip, Forward used,
-                 Patience patience) {
+void acquire_coming(const ForwardMemory& m, const Plane& plane, bool decoded, std::size_t skip, Forward used,
+                    Patience patience) {
   constexpr std::uint32_t kAtOnce = 256;  // As many as a device has threads for.
   const std::uint32_t tokens = m.slip->bucket.rows();
   std::vector<std::uint32_t> wanted;
@@ -133,13 +133,13 @@ void seat_coming(const ForwardMemory& m, const Plane& plane, bool decoded, std::
         plane.refresh(row, used);
       }
     }
-    if (plane.seat(wanted, static_cast<Forward>(m.slip->forward), used, patience) < wanted.size()) return;
+    if (plane.acquire(wanted, static_cast<Forward>(m.slip->forward), used, patience) < wanted.size()) return;
   }
 }
 
 }  // namespace
 
-void seat_tokens(const ForwardMemory& m) {
+void acquire_rows(const ForwardMemory& m) {
   if (m.near_pages == 0) return;
   const auto forward = static_cast<Forward>(m.slip->forward);
   const std::uint32_t page_tokens = m.layout.page_tokens;
@@ -157,13 +157,13 @@ void seat_tokens(const ForwardMemory& m) {
     const Plane plane(m, p);
     for (std::uint32_t stack = 0; stack < m.stacks; ++stack) {
       if (m.has_layer(stack, p))
-        seat_coming(m.of_stack(stack), plane, true, 0, forward, {kNearPatience, kNearAgain, 0});
+        acquire_coming(m.of_stack(stack), plane, true, 0, forward, {kNearPatience, kNearAgain, 0});
     }
     // The newest of prompts, and in their order, so that the oldest give way first later on.
     const std::size_t most = std::min<std::size_t>(prompts, plane.rows());
     for (std::uint32_t stack = 0; stack < m.stacks; ++stack) {
       if (m.has_layer(stack, p))
-        seat_coming(m.of_stack(stack), plane, false, prompts - most, forward - kNearPatience, {kNearPatience});
+        acquire_coming(m.of_stack(stack), plane, false, prompts - most, forward - kNearPatience, {kNearPatience});
     }
   }
 }
@@ -182,13 +182,13 @@ void promote(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer
       if (m.far_windows[index] != 0) want_windows(m, row, plane, forward, wanted);
       want_again(m, index, plane, forward, wanted);
     }
-    const std::uint32_t seated = plane.seat(wanted.always, forward, forward, {kNearPatience, kNearAgain, 0});
-    const std::size_t left = std::min<std::size_t>(wanted.again.size(), m.promotions - seated);
+    const std::uint32_t acquired = plane.acquire(wanted.always, forward, forward, {kNearPatience, kNearAgain, 0});
+    const std::size_t left = std::min<std::size_t>(wanted.again.size(), m.promotions - acquired);
     const std::uint32_t others =
-        plane.seat(std::span(wanted.again).first(left), forward, forward, {kNearPatience, kNearAgain});
-    for (std::uint32_t i = 0; i < seated; ++i) plane.bring(kernels, wanted.always[i]);
-    for (std::uint32_t i = 0; i < others; ++i) plane.bring(kernels, wanted.again[i]);
-    m.state->promoted += seated + others;
+        plane.acquire(std::span(wanted.again).first(left), forward, forward, {kNearPatience, kNearAgain});
+    for (std::uint32_t i = 0; i < acquired; ++i) plane.load(kernels, wanted.always[i]);
+    for (std::uint32_t i = 0; i < others; ++i) plane.load(kernels, wanted.again[i]);
+    m.state->promoted += acquired + others;
   }
 }
 

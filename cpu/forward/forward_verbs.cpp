@@ -47,7 +47,7 @@ void apply(const ForwardMemory& m) {
                 m.lists + std::uint64_t{change.list} * m.max_pages + change.page);
   }
   for (const ForwardBlockCopy& copy : std::span(m.slip_copies, slip.block_copies)) copy_codes(m, copy);
-  seat_tokens(m);
+  acquire_rows(m);
   state.after = slip.after;
 }
 

@@ -82,7 +82,7 @@ inline void store_codes(const float* row, std::uint32_t head_dim, Int4Params par
 }
 
 template <DType kType>
-void quantize(const QuantizeRows& args) noexcept {
+void make_codes(const CodesRows& args) noexcept {
   alignas(64) float row[kMaxHeadDim];
   for (std::uint32_t r = 0; r < args.rows; ++r) {
     const std::byte* const k = args.k + std::size_t{r} * args.head_dim * kElementBytes<kType>;

@@ -71,7 +71,7 @@ struct DigestRows {
 };
 
 /// 4-bit copies of `rows` consecutive K rows; see Int4Layout.
-struct QuantizeRows {
+struct CodesRows {
   const std::byte* k = nullptr;   ///< [rows, head_dim]
   const float* scales = nullptr;  ///< as in DigestRows
   std::byte* codes = nullptr;     ///< [rows, head_dim / 2]
@@ -178,7 +178,7 @@ struct NearestRows {
 struct ElementKernels {
   void (*attend)(const AttendRows& args) noexcept;
   void (*score)(const ScoreRows& args) noexcept;
-  void (*quantize)(const QuantizeRows& args) noexcept;
+  void (*make_codes)(const CodesRows& args) noexcept;
   void (*digest_box)(const DigestRows& args) noexcept;
   void (*digest_cuboid_mean)(const DigestRows& args) noexcept;
   void (*prefill)(const PrefillRows& args) noexcept;

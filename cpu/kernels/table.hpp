@@ -27,7 +27,7 @@ void narrow(const float* in, std::byte* out, std::size_t count) noexcept {
 template <DType kType>
 constexpr ElementKernels kRowKernels{.attend = attend<kType>,
                                      .score = score<kType>,
-                                     .quantize = quantize<kType>,
+                                     .make_codes = make_codes<kType>,
                                      .digest_box = digest_box<kType>,
                                      .digest_cuboid_mean = digest_cuboid_mean<kType>,
                                      .prefill = prefill<kType>,

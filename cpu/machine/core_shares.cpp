@@ -21,14 +21,14 @@ constexpr std::uint64_t part_of(std::uint64_t whole, std::uint64_t index, std::u
 struct Sharer {
   const CoreClaim* claim;
   CoreShare* share;
-  std::vector<Core> cores{};  ///< that nobody has named, in its order
+  std::vector<Core> cores{};  ///< that no share has named, in its order
 
   [[nodiscard]] bool near(const Core& core) const noexcept { return core.numa_node == claim->numa_node; }
 };
 
 enum class Reach : std::uint8_t { near, all };
 
-/// Takes cores within reach that nobody has taken, until the share has `most`.
+/// Takes free cores within reach, until the share has `most`.
 void take(Sharer& sharer, std::uint64_t most, Reach reach, std::set<std::uint32_t>& taken) {
   for (const Core& core : sharer.cores) {
     if (sharer.share->pus.size() >= most) return;
@@ -37,7 +37,7 @@ void take(Sharer& sharer, std::uint64_t most, Reach reach, std::set<std::uint32_
   }
 }
 
-/// Those near to several are theirs in equal parts, before anybody takes what is far from it.
+/// Those near to several are theirs in equal parts, before a share takes what is far from it.
 void take_near(std::span<Sharer> sharers, std::set<std::uint32_t>& taken) {
   for (std::size_t i = 0; i < sharers.size(); ++i) {
     Sharer& sharer = sharers[i];

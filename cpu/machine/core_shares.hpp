@@ -12,7 +12,7 @@
 
 namespace sluice::cpu {
 
-/// Cores that somebody in this process computes on.
+/// Cores that an engine or a worker pool of this process computes on.
 struct CoreClaim {
   Topology topology;            ///< those that it would have alone
   std::uint32_t numa_node = 0;  ///< whose cores it wants first
@@ -32,7 +32,7 @@ struct CoreShare {
 [[nodiscard]] std::vector<CoreShare> divided(std::span<const CoreClaim* const> claims);
 
 /// Those who compute on the cores of a process, and what each of them has while they do. Cores are shared out anew
-/// whenever somebody comes or goes.
+/// whenever a share is taken or given back.
 /// Thread safety: all calls, from any thread.
 class CoreShares {
  public:

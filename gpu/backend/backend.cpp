@@ -29,7 +29,7 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_merge_kernels();
   load_prefill_kernels();
   warpgroups_ = Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels();
-  load_quantize_kernels();
+  load_codes_kernels();
   load_score_int4_kernels();
   load_score_kernels();
   load_select_blocks_kernels();

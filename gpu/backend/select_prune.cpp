@@ -9,11 +9,11 @@
 
 namespace sluice::gpu {
 
-void Backend::quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) {
+void Backend::make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
-  check_supported("quantize", layout.near());
-  CudaStream& cuda = cuda_stream(stream, "quantize");
-  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_quantize(array, layout, cuda.handle()); });
+  check_supported("make_codes", layout.near());
+  CudaStream& cuda = cuda_stream(stream, "make_codes");
+  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_make_codes(array, layout, cuda.handle()); });
 }
 
 void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,

@@ -153,7 +153,7 @@ void QueueStream::signal(Flag& flag, std::uint64_t value) {
       launch_signal(flag.word(), word, lane_->stream.get());
     }
   } catch (const Error&) {
-    flag.fail(value);  // The stream never will, and somebody waits.
+    flag.fail(value);  // The stream never will, and a thread may wait for it.
   }
 }
 

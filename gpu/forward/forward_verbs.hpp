@@ -17,7 +17,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   /// Loads every kernel, so that none is loaded while another spins.
   ForwardVerbs(int ordinal, std::uint32_t multiprocessors);
 
-  [[nodiscard]] bool sparse_prompts(const AttentionShape& shape) const noexcept override {
+  [[nodiscard]] bool sparse_prefill(const AttentionShape& shape) const noexcept override {
     return TunedHeadDims::has(shape.head_dim);
   }
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory& memory) const override;

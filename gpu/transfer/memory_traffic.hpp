@@ -10,8 +10,8 @@
 
 namespace sluice::gpu {
 
-/// Keeps a device's memory as busy as attention does, without a gap, for as long as somebody renews it: two launches of
-/// the memory load are queued, and one that has ended is replaced.
+/// Keeps a device's memory as busy as attention does, without a gap, for as long as its caller renews it: two launches
+/// of the memory load are queued, and one that has ended is replaced.
 /// Destroyed, it waits for the end of both.
 /// Thread safety: one thread.
 class MemoryTraffic {

@@ -32,7 +32,7 @@ class ForwardVerbs {
  public:
   virtual ~ForwardVerbs() = default;
   /// Whether prompts of this shape can attend in chosen blocks; where not, PrefillMode::automatic attends densely.
-  [[nodiscard]] virtual bool sparse_prompts(const AttentionShape& shape) const noexcept {
+  [[nodiscard]] virtual bool sparse_prefill(const AttentionShape& shape) const noexcept {
     (void)shape;
     return true;
   }

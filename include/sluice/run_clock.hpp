@@ -9,10 +9,10 @@ namespace sluice {
 /// Time in which this process ran, for deadlines: the steady clock without the spans in which the process was suspended
 /// (SIGSTOP, Ctrl-Z, `docker pause`, a virtual machine that was moved).
 ///
-/// Nothing tells a process that it was suspended, so this clock goes only while somebody looks at it: between two
-/// looks, by whichever threads, at most kLongestGap pass. Whoever waits looks between naps shorter than that. On a
-/// machine so busy that naps take longer, deadlines come later. Thread safety: full. A look costs a lock: once per nap,
-/// not in a loop that spins.
+/// Nothing tells a process that it was suspended, so this clock goes only while a thread reads it: between two
+/// reads, by whichever threads, at most kLongestGap pass. A thread that waits reads it between shorter naps. On a
+/// machine so busy that naps take longer, deadlines come later. Thread safety: full. A read costs a lock: once per
+/// nap, not in a loop that spins.
 class RunClock {
  public:
   using duration = std::chrono::steady_clock::duration;
@@ -33,7 +33,7 @@ class RunClock {
 
  private:
   static inline std::mutex mutex_;
-  static inline std::chrono::steady_clock::time_point seen_;  ///< when somebody looked last; guarded by mutex_
+  static inline std::chrono::steady_clock::time_point seen_;  ///< of the last read; guarded by mutex_
   static inline time_point ran_;                              ///< guarded by mutex_
 };
 

@@ -21,7 +21,7 @@ struct DigestTask {
 };
 
 /// 4-bit copy of the first `rows` K rows of a page, see Int4Layout; the rest of `out` stays as it is.
-struct QuantizeTask {
+struct CodesTask {
   const std::byte* page = nullptr;
   std::uint32_t rows = 0;
   std::byte* out = nullptr;
@@ -150,7 +150,7 @@ class SelectVerbs {
   virtual ~SelectVerbs() = default;
 
   virtual void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) = 0;
-  virtual void quantize(std::span<const QuantizeTask> tasks, const PageLayout& layout, Stream* stream) = 0;
+  virtual void make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream* stream) = 0;
   virtual void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
                            Stream* stream) = 0;

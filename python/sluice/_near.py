@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is a cache of near keys and values, where nobody says."""
+"""How much of a GPU's memory is a cache of near keys and values, where no option says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sluice.errors import OutOfCapacity, Unsupported
 from sluice.options import EngineOptions
 
 SHARE = 0.05
-"""Of the tokens that host_bytes hold, the share that is near unless somebody says otherwise, as in `sluice run`."""
+"""Of the tokens that host_bytes hold, the share that is near unless options say otherwise, as in `sluice run`."""
 
 SERVED_SHARE = 1.0
 """In a process that does nothing else with the GPU: what is near need not be awaited from the CPU."""

@@ -100,7 +100,7 @@ class Enabled:
             self._closed = True
             for hook in self._hooks:
                 hook.remove()
-            # Somebody else may have put another one in its place.
+            # Another library may have put its own in this place.
             if vars(self._model).get("generate") == self._generate_here:
                 del self._model.generate
                 if self._own_generate is not None:

@@ -64,7 +64,7 @@ std::shared_ptr<cpu::Workers> prompt_workers_of(const EngineOptions& options, co
 
 /// What the device has no kernels for, automatic prompts do without.
 const EngineOptions& settled(EngineOptions& options, const ForwardVerbs& verbs) {
-  if (options.prefill.mode == PrefillMode::automatic && !verbs.sparse_prompts(options.shape))
+  if (options.prefill.mode == PrefillMode::automatic && !verbs.sparse_prefill(options.shape))
     options.prefill.mode = PrefillMode::full;
   return options;
 }

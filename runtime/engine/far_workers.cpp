@@ -147,7 +147,7 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
       if (choice_.learn(look(memory_.mailbox->outcome.good), wanted)) {
         learnt = ended;
       } else if (!wanted()) {
-        std::this_thread::sleep_for(kNap);  // Somebody needs nobody to learn.
+        std::this_thread::sleep_for(kNap);  // A caller holds FarChoice::Rest: no thread may learn.
       }
     } else if (!called || !under_way()) {
       sleep(thread, seen, stop);

@@ -47,8 +47,8 @@ void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> to
         std::memcpy(page_.data() + layout.scales_offset() + i * layout.scale_bytes(), view_.scales(some[i]),
                     layout.scale_bytes());
     }
-    const QuantizeTask task{.page = page_.data(), .rows = static_cast<std::uint32_t>(some.size()), .out = copy_.data()};
-    host_.quantize({&task, 1}, layout, nullptr);
+    const CodesTask task{.page = page_.data(), .rows = static_cast<std::uint32_t>(some.size()), .out = copy_.data()};
+    host_.make_codes({&task, 1}, layout, nullptr);
     host_.estimate_tokens({.q = q,
                            .copies = copy_.data(),
                            .frames = &kOnlyFrame,

@@ -18,12 +18,12 @@ class HostKv : public scheduler::KvReader {
 
   void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
   /// Later estimates come from the 4-bit copies of the pool's frames, which the head's first `pages` pages have.
-  void estimate_from(const std::byte* copies, std::uint32_t pages) noexcept {
+  void use_codes_of(const std::byte* copies, std::uint32_t pages) noexcept {
     copies_ = copies;
     copied_tokens_ = pages * view_.layout.page_tokens;
   }
   /// Later estimates of keys in the head's first `pages` pages come from 4-bit copies that are made for them.
-  void copy_to_estimate(std::uint32_t pages) noexcept { estimate_from(nullptr, pages); }
+  void use_codes(std::uint32_t pages) noexcept { use_codes_of(nullptr, pages); }
   void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
   void key(std::uint32_t token, float* out) override { rows(Half::keys, token, 1, out); }
   void value(std::uint32_t token, float* out) override { rows(Half::values, token, 1, out); }

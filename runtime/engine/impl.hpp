@@ -117,7 +117,7 @@ struct Engine::Impl : cpu::Kept {
   void forget_names(Sequence& sequence, std::uint32_t tokens) noexcept;
   /// What a fork knows of its tokens.
   [[nodiscard]] Sequence::Names names_of(const Sequence& parent, std::uint32_t tokens) const;
-  /// A block that nobody holds; one must be free or idle.
+  /// A block that no sequence holds; one must be free or idle.
   [[nodiscard]] std::uint32_t take_block() noexcept;
   /// What is kept of sequences that let go of it, no more than may be.
   void trim_prefixes() noexcept;
@@ -129,13 +129,13 @@ struct Engine::Impl : cpu::Kept {
   /// Gives a sequence that was added all that was parked. If it throws, it may have some of it.
   void load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence);
   void load_tail(runtime::BlockReader& body, const runtime::ParkHead& head, Sequence& sequence);
-  /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may be
-  /// taken by somebody else meanwhile.
+  /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may
+  /// belong to other sequences meanwhile.
   void finish_copies();
   /// Lets go of blocks that a device was late with, once it is through with them.
   void release_late() noexcept;
   void let_go(std::vector<std::uint32_t>& blocks) noexcept;
-  /// All blocks of a sequence, which has none then, though nobody has let go of them.
+  /// All blocks of a sequence, which has none then; their reference counts stay as they are.
   [[nodiscard]] std::vector<std::uint32_t> give_up(Sequence& sequence) noexcept;
   /// Calls visit(rows) for the rows of a layer and KV head from token `from` on, in order: its keys, its values, their
   /// scales.
@@ -252,7 +252,7 @@ struct Engine::Impl : cpu::Kept {
   /// The newest program is traced: from now on what its stages do is written down.
   void begin_trace(const ForwardMemory& memory);
   /// Of a program that has ended or was taken back, what was written down, before forwards to come take its place.
-  /// Nobody answers it any more.
+  /// No worker answers it any more.
   void note_trace(runtime::Program& program) const noexcept;
   /// What becomes of that. Should there be no memory left for it, there is no trace.
   void keep_trace(runtime::Program& program, bool done) noexcept;

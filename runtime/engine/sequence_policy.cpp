@@ -34,7 +34,7 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
       prompt_blocks_(blocks),
       host_(host),
       corrects_scores_(spec.budget.kind == BudgetKind::sampled),
-      seats_(memory.layer_heads()) {
+      heads_(memory.layer_heads()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
     const bool chooses = !spec.dense(layer) && memory.window_in(layer) == 0;
     layers_.push_back(chooses
@@ -49,12 +49,12 @@ SequencePolicy::SequencePolicy(const SequencePolicy& other, std::vector<std::uni
       host_(other.host_),
       corrects_scores_(other.corrects_scores_),
       layers_(std::move(layers)),
-      seats_(other.seats_.size()),
+      heads_(other.heads_.size()),
       spoilt_(other.spoilt()) {
-  for (std::size_t i = 0; i < seats_.size(); ++i) {
-    seats_[i].tokens = other.seats_[i].tokens;
-    seats_[i].keep = other.seats_[i].keep;
-    seats_[i].heap_bytes.store(other.seats_[i].heap_bytes.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  for (std::size_t i = 0; i < heads_.size(); ++i) {
+    heads_[i].tokens = other.heads_[i].tokens;
+    heads_[i].keep = other.heads_[i].keep;
+    heads_[i].heap_bytes.store(other.heads_[i].heap_bytes.load(std::memory_order_relaxed), std::memory_order_relaxed);
   }
 }
 
@@ -65,8 +65,8 @@ std::shared_ptr<SequencePolicy> SequencePolicy::clone() const {
 }
 
 template <class Visit>
-void SequencePolicy::for_each_seat(const Visit& visit) const {
-  for (std::uint32_t head = 0; head < seats_.size(); ++head) {
+void SequencePolicy::for_each_head(const Visit& visit) const {
+  for (std::uint32_t head = 0; head < heads_.size(); ++head) {
     const std::uint32_t layer = head / memory_.shape.kv_heads;
     if (layers_[layer]) visit(head, *layers_[layer], head % memory_.shape.kv_heads);
   }
@@ -77,7 +77,7 @@ HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const 
   std::byte* const first = memory_.far_block(memory_.plane(layer, kv_head), 0);
   HostKv kv(host_, memory_.shape, KvView{.base = first, .frames = blocks, .layout = memory_.far_layout});
   // The newest page is scored as it is; copies of the others lie on the device.
-  kv.copy_to_estimate(tokens == 0 ? 0 : (tokens - 1) / memory_.layout.page_tokens);
+  kv.use_codes(tokens == 0 ? 0 : (tokens - 1) / memory_.layout.page_tokens);
   return kv;
 }
 
@@ -110,7 +110,7 @@ void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::
 void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
                             scheduler::SelectCounters& counters) {
   const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores, timeout] = asked;
-  Seat& mine = seat(layer, kv_head);
+  HeadState& mine = state_of(layer, kv_head);
   // What is to be learnt comes from before this forward, which would not run had that one failed.
   const auto learnt = [&] { return mine.lesson.load(std::memory_order_acquire) == 0; };
   learn(layer, kv_head, forward - 1);
@@ -139,7 +139,7 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
 }
 
 void SequencePolicy::learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept {
-  Seat& other = seat(layer, kv_head);
+  HeadState& other = state_of(layer, kv_head);
   std::uint64_t forward = other.lesson.load(std::memory_order_acquire);
   if (forward == 0 || (forward & kBusy) != 0 || forward > good) return;
   if (!other.lesson.compare_exchange_strong(forward, forward | kBusy, std::memory_order_acq_rel)) return;
@@ -147,12 +147,12 @@ void SequencePolicy::learn(std::uint32_t layer, std::uint32_t kv_head, std::uint
   other.lesson.store(0, std::memory_order_release);
 }
 
-void SequencePolicy::learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept {
+void SequencePolicy::learn_now(HeadState& state, std::uint32_t layer, std::uint32_t kv_head) noexcept {
   try {
-    HostKv kv = reader(layer, kv_head, blocks_, seat.tokens);
+    HostKv kv = reader(layer, kv_head, blocks_, state.tokens);
     layers_[layer]->observe(kv_head, kv);
     std::vector<scheduler::HotPage> hot;
-    layers_[layer]->forecast(kv_head, seat.tokens + 1, 0, hot);
+    layers_[layer]->forecast(kv_head, state.tokens + 1, 0, hot);
     weigh(layer, kv_head);
   } catch (const std::exception&) {
     spoilt_.store(true, std::memory_order_relaxed);
@@ -160,29 +160,29 @@ void SequencePolicy::learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv
 }
 
 void SequencePolicy::forget(std::uint64_t forward) noexcept {
-  for (Seat& each : seats_) {
+  for (HeadState& each : heads_) {
     std::uint64_t lesson = forward;
     (void)each.lesson.compare_exchange_strong(lesson, 0, std::memory_order_acq_rel);
   }
 }
 
 void SequencePolicy::learn_all(std::uint64_t good) noexcept {
-  for_each_seat([&](std::uint32_t head, const scheduler::LayerPolicy&, std::uint32_t kv_head) {
+  for_each_head([&](std::uint32_t head, const scheduler::LayerPolicy&, std::uint32_t kv_head) {
     learn(head / memory_.shape.kv_heads, kv_head, good);
   });
 }
 
 bool SequencePolicy::can_truncate(std::uint32_t tokens) const noexcept {
   bool can = !spoilt();
-  for_each_seat([&](std::uint32_t, const scheduler::LayerPolicy& layer, std::uint32_t kv_head) {
+  for_each_head([&](std::uint32_t, const scheduler::LayerPolicy& layer, std::uint32_t kv_head) {
     can = can && layer.can_truncate(kv_head, tokens);
   });
   return can;
 }
 
 void SequencePolicy::truncate(std::uint32_t tokens) noexcept {
-  for_each_seat([&](std::uint32_t head, scheduler::LayerPolicy& layer, std::uint32_t kv_head) {
-    Seat& each = seats_[head];
+  for_each_head([&](std::uint32_t head, scheduler::LayerPolicy& layer, std::uint32_t kv_head) {
+    HeadState& each = heads_[head];
     if (each.tokens <= tokens) return;
     each.lesson.store(0, std::memory_order_relaxed);
     each.keep = std::min(each.keep, tokens);
@@ -196,17 +196,17 @@ void SequencePolicy::truncate(std::uint32_t tokens) noexcept {
 }
 
 void SequencePolicy::weigh(std::uint32_t layer, std::uint32_t kv_head) noexcept {
-  seat(layer, kv_head).heap_bytes.store(layers_[layer]->heap_bytes(kv_head), std::memory_order_relaxed);
+  state_of(layer, kv_head).heap_bytes.store(layers_[layer]->heap_bytes(kv_head), std::memory_order_relaxed);
 }
 
 std::uint64_t SequencePolicy::heap_bytes() const noexcept {
   std::uint64_t bytes = 0;
-  for (const Seat& each : seats_) bytes += each.heap_bytes.load(std::memory_order_relaxed);
+  for (const HeadState& each : heads_) bytes += each.heap_bytes.load(std::memory_order_relaxed);
   return bytes;
 }
 
 void SequencePolicy::close() noexcept {
-  for (Seat& each : seats_) each.lesson.store(0, std::memory_order_release);
+  for (HeadState& each : heads_) each.lesson.store(0, std::memory_order_release);
   layers_.clear();
 }
 

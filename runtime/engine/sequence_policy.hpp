@@ -16,10 +16,10 @@
 
 namespace sluice::runtime {
 
-/// The policies of one sequence, one per layer, which choose on the CPU. Every KV head of a layer is a seat of its own:
-/// it chooses in a forward, and learns from that once the forward is known to have got to its end, before it chooses
+/// The policies of one sequence, one per layer, which choose on the CPU. Every KV head of a layer has its own state: it
+/// chooses in a forward, and learns from that once the forward is known to have got to its end, before it chooses
 /// again: in between if a thread has time, else then.
-/// Thread safety: any for different seats; `choose` of one seat by one thread at a time.
+/// Thread safety: any for different heads; `choose` of one head by one thread at a time.
 class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
  public:
   /// `blocks`: of the sequence, in order. Those behind the prompt are read where they are: they do not move, and do not
@@ -66,27 +66,27 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   /// Chooses, having learnt all that there is to learn.  @throws Error{Errc::timeout} if a thread that does so does not
   /// come back.
   void choose(const Asked& asked, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters);
-  /// Learns what a seat chose in a forward up to `good`, unless another thread does.
+  /// Learns what a head chose in a forward up to `good`, unless another thread does.
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
-  /// Learns what all seats chose in forwards up to `good`. While no thread learns.
+  /// Learns what all heads chose in forwards up to `good`. While no thread learns.
   void learn_all(std::uint64_t good) noexcept;
   /// What was chosen in `forward` came to nothing, and is not to be learnt any more. While no thread learns.
   void forget(std::uint64_t forward) noexcept;
   /// Whether `truncate` to that many tokens can be: see LayerPolicy::can_truncate.
   [[nodiscard]] bool can_truncate(std::uint32_t tokens) const noexcept;
   /// As if nothing had ever been chosen with more than `tokens` visible tokens. While no thread chooses or learns. Each
-  /// seat takes its steps back when it chooses next, by the thread that it does so on.
+  /// head takes its steps back when it chooses next, by the thread that it does so on.
   void truncate(std::uint32_t tokens) noexcept;
-  /// Of the heap: what each seat held when it last began, chose or learnt.
+  /// Of the heap: what each head held when it last began, chose or learnt.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   /// Nothing is learnt any more, by any thread, and all is freed. Only between forwards, while no thread learns.
   void close() noexcept;
 
  private:
-  /// Number of the forward whose choice is to be learnt from, or 0; with kBusy, somebody does that.
+  /// Number of the forward whose choice is to be learnt from, or 0; with kBusy, a thread does that.
   using Lesson = std::atomic<std::uint64_t>;
   static constexpr std::uint64_t kBusy = std::uint64_t{1} << 63;
-  struct Seat {
+  struct HeadState {
     Lesson lesson{0};
     std::uint32_t tokens = 0;    ///< that were visible when it chose
     std::uint32_t keep = kNone;  ///< of these, and of those before; kNone: all
@@ -94,18 +94,18 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   };
 
   SequencePolicy(const SequencePolicy& other, std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers);
-  [[nodiscard]] Seat& seat(std::uint32_t layer, std::uint32_t kv_head) noexcept {
-    return seats_[layer * memory_.shape.kv_heads + kv_head];
+  [[nodiscard]] HeadState& state_of(std::uint32_t layer, std::uint32_t kv_head) noexcept {
+    return heads_[layer * memory_.shape.kv_heads + kv_head];
   }
   /// The keys and values of a head, `tokens` of which there are.
   [[nodiscard]] HostKv reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks,
                               std::uint32_t tokens) const;
   void begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head);
-  /// Calls visit(seat, layer policy, kv_head) for every seat of a layer that chooses.
+  /// Calls visit(head, layer policy, kv_head) for every head of a layer that chooses.
   template <class Visit>
-  void for_each_seat(const Visit& visit) const;
-  void learn_now(Seat& seat, std::uint32_t layer, std::uint32_t kv_head) noexcept;
-  /// By the thread that has the seat.
+  void for_each_head(const Visit& visit) const;
+  void learn_now(HeadState& state, std::uint32_t layer, std::uint32_t kv_head) noexcept;
+  /// By the thread that learns or chooses for the head.
   void weigh(std::uint32_t layer, std::uint32_t kv_head) noexcept;
 
   const ForwardMemory& memory_;
@@ -114,7 +114,7 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   cpu::Backend& host_;
   bool corrects_scores_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything
-  std::vector<Seat> seats_;                                      ///< [layers, kv_heads]
+  std::vector<HeadState> heads_;                                      ///< [layers, kv_heads]
   std::atomic<bool> spoilt_{false};
 };
 

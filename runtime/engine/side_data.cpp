@@ -24,7 +24,7 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
     if (memory_.digests != nullptr && rows == page_tokens)
       digests_.push_back({.page = far, .out = memory_.digest_of(plane, blocks[i])});
   }
-  backend_.quantize(copies_, memory_.far_layout, stream_.get());
+  backend_.make_codes(copies_, memory_.far_layout, stream_.get());
   backend_.digest(digests_, memory_.digest, memory_.far_layout, stream_.get());
 }
 

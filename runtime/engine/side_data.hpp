@@ -31,7 +31,7 @@ class SideData {
   const ForwardMemory& memory_;
   Backend& backend_;
   std::chrono::milliseconds timeout_;
-  std::vector<QuantizeTask> copies_;  ///< as long as the stream may read them
+  std::vector<CodesTask> copies_;  ///< as long as the stream may read them
   std::vector<DigestTask> digests_;
   std::unique_ptr<Stream> stream_;  ///< last: it stops before anything above goes
 };

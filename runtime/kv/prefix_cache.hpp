@@ -23,8 +23,8 @@ using PageHash = std::uint64_t (*)(std::uint64_t before, std::span<const std::in
 [[nodiscard]] std::uint64_t hash_page(std::uint64_t before, std::span<const std::int32_t> ids) noexcept;
 
 /// Full pages whose token ids are known, as a tree: a page continues the one before it. A page is found by that page
-/// and its ids, all of which are compared, so that no collision of hashes gives anybody somebody else's keys and
-/// values.
+/// and its ids, all of which are compared, so that no collision of hashes gives a sequence keys and values of
+/// other tokens.
 ///
 /// The blocks of known pages are kept by the BlockTable. Those that no sequence holds can be given up: those that have
 /// been idle for the longest time first, but never before what continues them. As sequences let go of their last page

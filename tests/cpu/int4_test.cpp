@@ -18,7 +18,7 @@ std::vector<std::byte> copies_of(const Problem& problem, const cpu::Kernels& ker
   std::vector<std::byte> copies(problem.frames().size() * layout.page_bytes());
   for (std::size_t page = 0; page < problem.frames().size(); ++page) {
     std::byte* const to = copies.data() + page * layout.page_bytes();
-    kernels.element[static_cast<int>(problem.options().dtype)].quantize({.k = problem.kv().page(page),
+    kernels.element[static_cast<int>(problem.options().dtype)].make_codes({.k = problem.kv().page(page),
                                                                          .codes = to,
                                                                          .params = to + layout.params_offset(),
                                                                          .rows = layout.page_tokens,
@@ -80,13 +80,13 @@ TEST_CASE("any tokens are estimated as whole pages are", "[cpu][backend][int4]")
   const Problem problem({.tokens = 16 * 200, .head_dim = 128, .group = 4});
   const Int4Layout layout(problem.layout());
   std::vector<std::byte> copies((2 * problem.frames().size() + 1) * layout.page_bytes());
-  std::vector<QuantizeTask> tasks;
+  std::vector<CodesTask> tasks;
   for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
     tasks.push_back({.page = problem.kv().page(page),
                      .rows = 16,
                      .out = copies.data() + problem.frames()[page] * layout.page_bytes()});
   }
-  backend.quantize(tasks, problem.layout(), nullptr);
+  backend.make_codes(tasks, problem.layout(), nullptr);
   std::vector<float> all(4 * problem.options().tokens);
   const ScoreInt4Task whole{.q = problem.q(),
                             .copies = copies.data(),

@@ -112,11 +112,11 @@ const std::vector<Call> kCalls{
          tasks.push_back({.values = std::span(t.floats).subspan(i * 65536, 65536), .k = 64, .out = t.words.data() + i * 64});
        backend.top_k(tasks, nullptr);
      })},
-    {"quantize", verb([](Backend& backend, Tensors& t, auto&, auto& layout, auto&) {
-       std::vector<QuantizeTask> tasks;
+    {"make_codes", verb([](Backend& backend, Tensors& t, auto&, auto& layout, auto&) {
+       std::vector<CodesTask> tasks;
        for (std::uint32_t i = 0; i < kPages; ++i)
          tasks.push_back({.page = t.pages.data() + i * kLayout.page_bytes(), .rows = kPageTokens, .out = t.bytes_out() + i * Int4Layout(kLayout).page_bytes()});
-       backend.quantize(tasks, layout, nullptr);
+       backend.make_codes(tasks, layout, nullptr);
      })},
     {"score_int4", verb([](Backend& backend, Tensors& t, auto& shape, auto& layout, auto&) {
        std::vector<ScoreInt4Task> tasks;

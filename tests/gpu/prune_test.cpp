@@ -24,13 +24,13 @@ cpu::Backend& host() {
 std::vector<std::byte> host_copies(const Problem& problem) {
   const Int4Layout layout(problem.layout());
   std::vector<std::byte> copies((2 * problem.frames().size() + 1) * layout.page_bytes());
-  std::vector<QuantizeTask> tasks;
+  std::vector<CodesTask> tasks;
   for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
     tasks.push_back({.page = problem.kv().page(page),
                      .rows = layout.page_tokens,
                      .out = copies.data() + problem.frames()[page] * layout.page_bytes()});
   }
-  host().quantize(tasks, problem.layout(), nullptr);
+  host().make_codes(tasks, problem.layout(), nullptr);
   return copies;
 }
 
@@ -76,13 +76,13 @@ TEST_CASE("the GPU's 4-bit copies are the CPU's, bit by bit", "[gpu][int4]") {
   const Int4Layout layout(problem.layout());
   const auto memory = under_test.on_device(problem.memory());
   const auto copies = under_test.on_device(std::span<const std::byte>(std::vector<std::byte>(expected.size())));
-  std::vector<QuantizeTask> tasks;
+  std::vector<CodesTask> tasks;
   for (const std::uint32_t frame : problem.frames()) {
     tasks.push_back({.page = memory.data() + frame * problem.layout().page_bytes(),
                      .rows = layout.page_tokens,
                      .out = copies.data() + frame * layout.page_bytes()});
   }
-  under_test.backend().quantize(tasks, problem.layout(), under_test.stream());
+  under_test.backend().make_codes(tasks, problem.layout(), under_test.stream());
   REQUIRE(under_test.from_device(std::span<const std::byte>(copies)) == expected);
 }
 

@@ -39,7 +39,7 @@ std::string decode_until_closed(int stop, std::uint32_t seed) try {
   options.host_bytes = 20 * block_bytes(options);
   options.cpu_sequences = 1;
   const auto workers = std::make_shared<cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = 2, .pin = false});
-  // Slow enough that most of the time somebody waits.
+  // Slow enough that most of the time a thread waits.
   const auto device = std::make_shared<cpu::HostDevice>(
       workers, cpu::HostDeviceOptions{.flag_timeout = kTimeout, .faults = {.seed = seed, .max_delay = 1000us}});
   EngineRig rig;

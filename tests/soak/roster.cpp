@@ -60,7 +60,7 @@ std::uint64_t Roster::blocks() const noexcept {
   return driven_.engine.options().host_bytes / block_bytes(driven_.engine.options());
 }
 
-bool Roster::has_seat(const PolicySpec& spec) const {
+bool Roster::has_slot(const PolicySpec& spec) const {
   const EngineOptions& options = driven_.engine.options();
   const auto cpu = std::ranges::count_if(sequences_, [](const auto& s) { return on_cpu(s->spec); });
   return sequences_.size() < options.sequences && (!on_cpu(spec) || cpu < options.cpu_sequences);
@@ -93,8 +93,8 @@ Sequence& Roster::add(SequenceId id, Sequence sequence) {
 bool Roster::begin() {
   const std::string& policy = driven_.policies[random_.below(static_cast<std::uint32_t>(driven_.policies.size()))];
   const PolicySpec spec = parse_policy(policy);
-  if (!has_seat(spec)) {
-    require_error(Errc::out_of_capacity, "begin without a seat", [&] { (void)driven_.engine.begin(spec); });
+  if (!has_slot(spec)) {
+    require_error(Errc::out_of_capacity, "begin without a slot", [&] { (void)driven_.engine.begin(spec); });
     ++stats_.refused;
     return false;
   }
@@ -116,8 +116,8 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
     id = policy.empty() ? driven_.engine.fork(parent.id, tokens) : driven_.engine.fork(parent.id, tokens, spec);
   };
   const std::optional<Errc> error = error_of(call);
-  if (!has_seat(spec)) {
-    require(error == Errc::out_of_capacity, "fork of " + parent.name() + " without a seat is not refused");
+  if (!has_slot(spec)) {
+    require(error == Errc::out_of_capacity, "fork of " + parent.name() + " without a slot is not refused");
     ++stats_.refused;
     return;
   }

@@ -70,7 +70,7 @@ class Roster {
   /// `shorter` has the first `tokens` tokens of a sequence: whether its policy has begun again may not be known.
   static void note_shorter(const Sequence& sequence, std::uint32_t tokens, Sequence& shorter);
   [[nodiscard]] std::uint64_t blocks() const noexcept;
-  [[nodiscard]] bool has_seat(const PolicySpec& spec) const;
+  [[nodiscard]] bool has_slot(const PolicySpec& spec) const;
   Sequence& add(SequenceId id, Sequence sequence);
   void import_layers(const Sequence& sequence, std::span<const std::uint32_t> tokens, std::uint32_t queries,
                      std::uint32_t layers);

@@ -33,8 +33,8 @@ void Roster::check() {
                                              std::to_string(pages_.used()) + " blocks of " + std::to_string(block));
   const auto room = static_cast<std::uint32_t>(std::min<std::uint64_t>(
       (blocks() - pages_.used()) * engine.options().page_tokens, engine.options().largest.max_tokens));
-  const bool seat = sequences_.size() < engine.options().sequences;
-  require(engine.can_admit(room) == seat && !engine.can_admit(room + 1), "it admits too much or too little");
+  const bool slot = sequences_.size() < engine.options().sequences;
+  require(engine.can_admit(room) == slot && !engine.can_admit(room + 1), "it admits too much or too little");
 }
 
 void Roster::check_audit(const Sequence& sequence) const {

@@ -43,7 +43,7 @@ void Roster::resume() {
   Sequence& sequence = *parked.sequence;
   SequenceId id{};
   const bool room =
-      has_seat(sequence.spec) && (windowed() || pages_.used() + pages_.pages_of(sequence.settled) <= blocks());
+      has_slot(sequence.spec) && (windowed() || pages_.used() + pages_.pages_of(sequence.settled) <= blocks());
   if (room && random_.below(4) == 0) {
     const std::uint32_t at = random_.below(static_cast<std::uint32_t>(parked.area.size()));
     parked.area[at] ^= std::byte{16};

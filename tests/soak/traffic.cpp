@@ -117,7 +117,7 @@ void Traffic::give_up(Sequence& sequence) {
     });
     const auto index = static_cast<std::size_t>(with - flights_.begin());
     // One that something else was finished behind can only be finished.
-    random_.below(2) == 0 && with->batch.forward > finished_ ? cancel(index) : land(index);
+    random_.below(2) == 0 && with->batch.forward > finished_ ? cancel(index) : complete(index);
   }
   roster_.end(sequence);
 }
@@ -125,7 +125,7 @@ void Traffic::give_up(Sequence& sequence) {
 void Traffic::step() {
   const std::uint32_t in_flight = driven_.engine.options().in_flight;
   while (flights_.size() == in_flight || (!flights_.empty() && random_.below(2) == 0))
-    land(random_.below(static_cast<std::uint32_t>(flights_.size())));
+    complete(random_.below(static_cast<std::uint32_t>(flights_.size())));
   if (driven_.trouble && random_.below(12) == 0) driven_.trouble();
   switch (random_.below(24)) {
     case 0:
@@ -180,7 +180,7 @@ void Traffic::audit() {
       if (error.code() != Errc::invalid_argument) throw;
     }
   }
-  land(0);
+  complete(0);
 }
 
 }  // namespace sluice::test

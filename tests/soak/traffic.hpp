@@ -42,7 +42,7 @@ class Traffic {
   void slip();
   void replay_without_plan();
   void audit();
-  void land(std::size_t index);
+  void complete(std::size_t index);
   void land_all();
   void cancel(std::size_t index);
 

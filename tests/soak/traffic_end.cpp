@@ -55,7 +55,7 @@ Flight Traffic::take(std::size_t index) {
   return flight;
 }
 
-void Traffic::land(std::size_t index) {
+void Traffic::complete(std::size_t index) {
   const Flight flight = take(index);
   std::string why;
   try {
@@ -71,7 +71,7 @@ void Traffic::land(std::size_t index) {
 }
 
 void Traffic::land_all() {
-  while (!flights_.empty()) land(random_.below(static_cast<std::uint32_t>(flights_.size())));
+  while (!flights_.empty()) complete(random_.below(static_cast<std::uint32_t>(flights_.size())));
 }
 
 void Traffic::succeed(const Flight& flight) {

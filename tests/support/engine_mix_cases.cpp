@@ -122,11 +122,11 @@ class Schedule {
     for (std::uint32_t i = 1 + random_.below(3); i > 0; --i) begin();
     for (int step = 0; step < 7; ++step) {
       change();
-      if (flights_.size() == 2 || (!flights_.empty() && random_.below(2) == 0)) land();
+      if (flights_.size() == 2 || (!flights_.empty() && random_.below(2) == 0)) complete();
       start();
       if (!flights_.empty() && random_.below(10) == 0) give_up();
     }
-    while (!flights_.empty()) land();
+    while (!flights_.empty()) complete();
     for (const Told& told : told_) {
       REQUIRE(engine_.tokens(told.id) == told.tokens);
       engine_.end(told.id);
@@ -235,7 +235,7 @@ class Schedule {
   }
 
   /// The oldest forward in flight: its rows are looked at, and drafts that were wrong are taken back.
-  void land() {
+  void complete() {
     Flight flight = std::move(flights_.front());
     flights_.erase(flights_.begin());
     engine_.finish(flight.batch);

@@ -90,7 +90,7 @@ TEST_CASE("pages that are cached give way to a sequence that is resumed, but not
   (void)decode(engine, rig, back);
 }
 
-TEST_CASE("a page whose copy a plan has left behind is as it should be when its source is somebody else's",
+TEST_CASE("a page whose copy a plan has left behind is as it should be when its source has another owner",
           "[engine][park]") {
   const EngineRig rig = engine_rig();
   const Story story(kShape, 200, 310);

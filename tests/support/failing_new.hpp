@@ -7,7 +7,7 @@ namespace sluice::test {
 void fail_allocation(long which) noexcept;
 /// Likewise, of the calling thread alone; negative: none fails.
 void fail_own_allocation(long which) noexcept;
-/// From now on all succeed. True if one failed since, whether or not anybody minded.
+/// From now on all succeed. True if one failed since, whether or not a caller noticed.
 bool one_failed() noexcept;
 
 }  // namespace sluice::test

@@ -22,14 +22,14 @@ struct Copies {
   Copies(BackendUnderTest& under_test, const Problem& problem, const Placed& placed)
       : layout(problem.layout()),
         data(under_test.array((2 * problem.frames().size() + 1) * layout.page_bytes(), std::byte{0xff})) {
-    std::vector<QuantizeTask> tasks;
+    std::vector<CodesTask> tasks;
     for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
       const std::uint32_t left = problem.options().tokens - page * layout.page_tokens;
       tasks.push_back({.page = placed.kv.page(page),
                        .rows = std::min(left, layout.page_tokens),
                        .out = data.data() + problem.frames()[page] * layout.page_bytes()});
     }
-    under_test.backend().quantize(tasks, problem.layout(), under_test.stream());
+    under_test.backend().make_codes(tasks, problem.layout(), under_test.stream());
   }
   [[nodiscard]] DecodedRow row(const Problem& problem, std::uint32_t token) const {
     const std::uint32_t frame = problem.frames()[token / layout.page_tokens];

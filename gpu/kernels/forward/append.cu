@@ -7,7 +7,7 @@
 #include "gpu/kernels/forward/describe.cuh"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/index/digest.cuh"
-#include "gpu/kernels/index/quantize.cuh"
+#include "gpu/kernels/index/codes.cuh"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (threadIdx.x >= kWarp) return;
   const Int4Layout copy(m.layout);
-  detail::quantize_row([](std::uint32_t channel) { return key[channel]; },
+  detail::codes_of_row([](std::uint32_t channel) { return key[channel]; },
                        m.codes + m.far_page(plane, block) * copy.page_bytes(), page_row, copy);
 }
 

@@ -108,7 +108,7 @@ void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream) {
   if (memory.slip->block_copies != 0) copy_codes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(memory);
   apply_kernel<<<1, kThreads, 0, stream>>>(memory);
   check(cudaGetLastError(), "launch the kernel that takes a plan");
-  if (memory.near_pages != 0) launch_forward_seat(memory, stream);
+  if (memory.near_pages != 0) launch_forward_acquire(memory, stream);
 }
 
 void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream) {

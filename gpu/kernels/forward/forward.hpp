@@ -78,7 +78,7 @@ struct PrefillStage {
 }
 
 /// Near rows of freed blocks, and of the tokens that come, after `apply`.
-void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream);
+void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);

@@ -66,16 +66,16 @@ __device__ bool put(const Plane& plane, std::uint32_t place, std::uint32_t row, 
 }
 
 /// Near rows for `wanted` rows, row_at(i) of them, as many as there are: free ones, and those that were not attended
-/// in `patience` forwards. `seated` of them have one already; returns how many have then. All threads.
+/// in `patience` forwards. `acquired` of them have one already; returns how many have then. All threads.
 template <class RowAt>
-__device__ std::uint32_t seat(const ForwardMemory& m, const Plane& plane, std::uint32_t seated, std::uint32_t wanted,
-                              std::uint32_t forward, std::uint32_t used, std::uint32_t patience, const RowAt& row_at,
-                              std::uint32_t (&ballots)[kWarps]) {
+__device__ std::uint32_t acquire(const ForwardMemory& m, const Plane& plane, std::uint32_t acquired,
+                                 std::uint32_t wanted, std::uint32_t forward, std::uint32_t used,
+                                 std::uint32_t patience, const RowAt& row_at, std::uint32_t (&ballots)[kWarps]) {
   std::uint32_t hand = *plane.hand;
   std::uint32_t last = hand;  // Row behind the last one that was taken, or looked at.
   std::uint32_t freed = 0;
   const std::uint32_t most = min(plane.count, kNearLooks);
-  for (std::uint32_t looked = 0; looked < most && seated < wanted; looked += kThreads) {
+  for (std::uint32_t looked = 0; looked < most && acquired < wanted; looked += kThreads) {
     const bool there = looked + threadIdx.x < most;
     std::uint32_t place = hand + threadIdx.x;
     while (place >= plane.count) place -= plane.count;
@@ -85,17 +85,17 @@ __device__ std::uint32_t seat(const ForwardMemory& m, const Plane& plane, std::u
       gives_way = row.row == kNone || forward - row.used > patience;
     }
     const Places places = places_of(gives_way, ballots);
-    const bool mine = gives_way && seated + places.before < wanted;
-    const bool was_free = mine && put(plane, place, row_at(seated + places.before), used);
+    const bool mine = gives_way && acquired + places.before < wanted;
+    const bool was_free = mine && put(plane, place, row_at(acquired + places.before), used);
     freed += static_cast<std::uint32_t>(__syncthreads_count(was_free));
-    const bool enough = seated + places.all >= wanted;
+    const bool enough = acquired + places.all >= wanted;
     // The thread that took the last one knows where to go on.
     __shared__ std::uint32_t next;
-    if (enough ? mine && seated + places.before + 1 == wanted : threadIdx.x == min(most - looked, kThreads) - 1)
+    if (enough ? mine && acquired + places.before + 1 == wanted : threadIdx.x == min(most - looked, kThreads) - 1)
       next = place + 1 == plane.count ? 0 : place + 1;
     __syncthreads();
     last = hand = next;
-    seated = min(seated + places.all, wanted);
+    acquired = min(acquired + places.all, wanted);
     __syncthreads();
   }
   if (threadIdx.x == 0) {
@@ -103,7 +103,7 @@ __device__ std::uint32_t seat(const ForwardMemory& m, const Plane& plane, std::u
     if (freed != 0) atomicAdd(&m.state->near_rows, freed);
   }
   __syncthreads();
-  return seated;
+  return acquired;
 }
 
 /// Rows that are wanted, in the order in which they were found.
@@ -126,9 +126,9 @@ __device__ void add(Wanted& wanted, bool mine, std::uint32_t row, std::uint32_t 
 /// Near rows for tokens that come, of prompts or decoded ones, but for the first `skip` of these. Those that have one
 /// count as used in that forward. All threads.
 template <class... Patience>
-__device__ void seat_coming(const ForwardMemory& m, std::uint32_t stack, const Plane& plane, bool decoded,
-                            std::uint32_t skip, std::uint32_t used, Wanted& wanted, std::uint32_t (&ballots)[kWarps],
-                            Patience... patiences) {
+__device__ void acquire_coming(const ForwardMemory& m, std::uint32_t stack, const Plane& plane, bool decoded,
+                               std::uint32_t skip, std::uint32_t used, Wanted& wanted,
+                               std::uint32_t (&ballots)[kWarps], Patience... patiences) {
   static_assert(kThreads <= kMostPromotions);
   const std::uint32_t tokens = m.state->bucket.rows();
   const auto forward = static_cast<std::uint32_t>(m.state->planned);
@@ -147,14 +147,14 @@ __device__ void seat_coming(const ForwardMemory& m, std::uint32_t stack, const P
     add(wanted, mine && (entry & kNearBit) == 0, row, kThreads, ballots);
     const std::uint32_t count = wanted.count;
     const auto at = [&](std::uint32_t i) { return wanted.rows[i]; };
-    std::uint32_t seated = 0;
-    ((seated = seat(m, plane, seated, count, forward, used, patiences, at, ballots)), ...);
-    if (seated < count) return;
+    std::uint32_t acquired = 0;
+    ((acquired = acquire(m, plane, acquired, count, forward, used, patiences, at, ballots)), ...);
+    if (acquired < count) return;
   }
 }
 
 /// Thread block i: plane i. When a slip's lists and tokens have been taken.
-__global__ void __launch_bounds__(kThreads) seat_kernel(const __grid_constant__ ForwardMemory m) {
+__global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant__ ForwardMemory m) {
   __shared__ std::uint32_t ballots[kWarps];
   __shared__ std::uint32_t blocks[kThreads];
   __shared__ Wanted wanted;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) seat_kernel(const __grid_constant__ 
   __syncthreads();
   const auto forward = static_cast<std::uint32_t>(m.state->planned);
   for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
-    seat_coming(m, stack, plane, true, 0, forward, wanted, ballots, kNearPatience, kNearAgain, kNoPatience);
+    acquire_coming(m, stack, plane, true, 0, forward, wanted, ballots, kNearPatience, kNearAgain, kNoPatience);
   std::uint32_t prompts = 0;
   for (std::uint32_t i = threadIdx.x; i - threadIdx.x < m.state->bucket.rows(); i += kThreads) {
     const ForwardToken token = i < m.state->bucket.rows() ? m.tokens[i] : ForwardToken{};
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads) seat_kernel(const __grid_constant__ 
   // The newest of prompts, and in their order, so that the oldest give way first later on.
   const std::uint32_t most = min(prompts, plane.count);
   for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
-    seat_coming(m, stack, plane, false, prompts - most, forward - kNearPatience, wanted, ballots, kNearPatience);
+    acquire_coming(m, stack, plane, false, prompts - most, forward - kNearPatience, wanted, ballots, kNearPatience);
 }
 
 /// Far ones of the row's sinks and recent tokens.
@@ -232,10 +232,10 @@ __device__ void want_again(const ForwardMemory& m, const Plane& plane, const std
   __syncthreads();  // Another row's list may have the same rows.
 }
 
-__device__ void bring(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t seated) {
+__device__ void load(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t acquired) {
   constexpr std::uint32_t kAtOnce = 8;  // Each way over the link is long.
   const auto quads = static_cast<std::uint32_t>(m.layout.row_bytes() / sizeof(uint4));
-  const std::uint32_t all = 2 * quads * seated;
+  const std::uint32_t all = 2 * quads * acquired;
   const auto half = [&](std::uint32_t i) { return i / quads % 2 * m.layout.half_bytes(); };
   for (std::uint32_t base = threadIdx.x; base < all; base += kAtOnce * kThreads) {
     uint4 read[kAtOnce];
@@ -257,10 +257,10 @@ __device__ void bring(const ForwardMemory& m, const Plane& plane, const Wanted& 
 }
 
 /// The same of rows with scales, which are unfolded.
-__device__ void bring_scaled(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t seated) {
+__device__ void load_scaled(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t acquired) {
   constexpr std::uint32_t kAtOnce = 8;
   const auto quads = static_cast<std::uint32_t>(m.far_layout.row_bytes() / sizeof(uint4));
-  const std::uint32_t all = 2 * quads * seated;
+  const std::uint32_t all = 2 * quads * acquired;
   for (std::uint32_t base = threadIdx.x; base < all; base += kAtOnce * kThreads) {
     uint4 read[kAtOnce];
     float scale[kAtOnce];
@@ -320,31 +320,31 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  const auto seat_all = [&](const Wanted& wanted, std::uint32_t most, std::uint32_t seated, std::uint32_t patience) {
-    return seat(
-        m, plane, seated, most, forward, forward, patience, [&](std::uint32_t i) { return wanted.rows[i]; }, ballots);
+  const auto acquire_all = [&](const Wanted& wanted, std::uint32_t most, std::uint32_t so_far, std::uint32_t patience) {
+    return acquire(
+        m, plane, so_far, most, forward, forward, patience, [&](std::uint32_t i) { return wanted.rows[i]; }, ballots);
   };
-  std::uint32_t seated = 0;
+  std::uint32_t acquired = 0;
   for (const std::uint32_t patience : {kNearPatience, kNearAgain, kNoPatience})
-    seated = seat_all(always, always.count, seated, patience);
-  const std::uint32_t left = min(again.count, m.promotions - seated);
+    acquired = acquire_all(always, always.count, acquired, patience);
+  const std::uint32_t left = min(again.count, m.promotions - acquired);
   std::uint32_t others = 0;
-  for (const std::uint32_t patience : {kNearPatience, kNearAgain}) others = seat_all(again, left, others, patience);
+  for (const std::uint32_t patience : {kNearPatience, kNearAgain}) others = acquire_all(again, left, others, patience);
   if constexpr (kScaled) {
-    bring_scaled(m, plane, always, seated);
-    bring_scaled(m, plane, again, others);
+    load_scaled(m, plane, always, acquired);
+    load_scaled(m, plane, again, others);
   } else {
-    bring(m, plane, always, seated);
-    bring(m, plane, again, others);
+    load(m, plane, always, acquired);
+    load(m, plane, again, others);
   }
-  if (threadIdx.x == 0 && seated + others != 0)
-    atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->promoted), seated + others);
+  if (threadIdx.x == 0 && acquired + others != 0)
+    atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->promoted), acquired + others);
 }
 
 }  // namespace
 
-void launch_forward_seat(const ForwardMemory& memory, cudaStream_t stream) {
-  seat_kernel<<<memory.planes(), kThreads, 0, stream>>>(memory);
+void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream) {
+  acquire_kernel<<<memory.planes(), kThreads, 0, stream>>>(memory);
   check(cudaGetLastError(), "launch the kernel that finds near rows for tokens");
 }
 
@@ -357,7 +357,7 @@ void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& s
 namespace detail {
 void load_forward_near_kernels() {
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, seat_kernel), "load the kernels of near rows");
+  check(cudaFuncGetAttributes(&attributes, acquire_kernel), "load the kernels of near rows");
   check(cudaFuncGetAttributes(&attributes, promote_kernel<false>), "load the kernels of near rows");
   check(cudaFuncGetAttributes(&attributes, promote_kernel<true>), "load the kernels of near rows");
 }

@@ -64,7 +64,7 @@ def _serve(connection: Connection, inbox: queue.SimpleQueue[Any], loop: Any) -> 
 
 
 def _say(connection: Connection, what: object) -> bool:
-    """Whether somebody is there to hear it."""
+    """Whether the other end is open."""
     try:
         connection.send(what)
     except OSError:
@@ -73,7 +73,7 @@ def _say(connection: Connection, what: object) -> bool:
 
 
 def _receive(connection: Connection, inbox: queue.SimpleQueue[Any], loaded: threading.Event) -> None:
-    """A thread. While a model is loaded nobody else notices the end."""
+    """A thread. While a model is loaded no other thread notices the end."""
     message: object = ()
     try:
         while message is not None:

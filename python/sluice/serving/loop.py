@@ -168,7 +168,7 @@ class Loop:
             self._admission.fail()
             for live in lives:
                 self._fail(live, error)
-        except BaseException:  # Somebody has no patience. What is under way has been taken back.
+        except BaseException:  # Interrupted. What was under way has been taken back.
             self._admission.fail()
             raise
         else:

@@ -139,7 +139,7 @@ def test_two_threads_enable_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_close_takes_back_what_is_there() -> None:
     model = llama()
-    own = model.generate = model.generate  # Of the model alone, as when somebody has put another one there.
+    own = model.generate = model.generate  # Of the model alone, as when another library has put its own there.
     with enabled(model):
         assert model.generate is not own
     assert vars(model).pop("generate") is own

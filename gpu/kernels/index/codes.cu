@@ -1,7 +1,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/index/int4.hpp"
-#include "gpu/kernels/index/quantize.cuh"
+#include "gpu/kernels/index/codes.cuh"
 
 namespace sluice::gpu {
 namespace {
@@ -11,9 +11,9 @@ constexpr std::uint32_t kThreads = 256;
 /// One thread block per page, one warp per row at a time, one word of codes per lane.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
-    quantize_kernel(const __grid_constant__ TaskArray<QuantizeTask> tasks, PageLayout pages) {
+    codes_kernel(const __grid_constant__ TaskArray<CodesTask> tasks, PageLayout pages) {
   const Int4Layout layout(pages);
-  __shared__ QuantizeTask task;
+  __shared__ CodesTask task;
   if (threadIdx.x == 0) task = tasks[blockIdx.x];
   __syncthreads();
   for (std::uint32_t row = threadIdx.x / kWarp; row < task.rows; row += kThreads / kWarp) {
@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(kThreads)
       const auto key = [=](std::uint32_t channel) {
         return __fmul_rn(detail::widen_e4m3(std::to_integer<std::uint32_t>(k[channel])), scale);
       };
-      detail::quantize_row(key, task.out, row, layout);
+      detail::codes_of_row(key, task.out, row, layout);
     } else {
-      detail::quantize_row([k](std::uint32_t channel) { return detail::load_element<kType>(k + channel * 2); },
+      detail::codes_of_row([k](std::uint32_t channel) { return detail::load_element<kType>(k + channel * 2); },
                            task.out, row, layout);
     }
   }
@@ -33,20 +33,20 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_quantize(const TaskArray<QuantizeTask>& tasks, const PageLayout& layout, cudaStream_t stream) {
+void launch_make_codes(const TaskArray<CodesTask>& tasks, const PageLayout& layout, cudaStream_t stream) {
   if (tasks.count == 0) return;
-  auto* const kernel = layout.dtype == DType::bf16 ? quantize_kernel<DType::bf16>
-                       : layout.scaled()           ? quantize_kernel<DType::fp8_e4m3>
-                                                   : quantize_kernel<DType::f16>;
+  auto* const kernel = layout.dtype == DType::bf16 ? codes_kernel<DType::bf16>
+                       : layout.scaled()           ? codes_kernel<DType::fp8_e4m3>
+                                                   : codes_kernel<DType::f16>;
   kernel<<<tasks.count, kThreads, 0, stream>>>(tasks, layout);
-  check(cudaGetLastError(), "launch the quantize kernel");
+  check(cudaGetLastError(), "launch the codes kernel");
 }
 
-void load_quantize_kernels() {
+void load_codes_kernels() {
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, quantize_kernel<DType::f16>), "load the quantize kernel for f16 pages");
-  check(cudaFuncGetAttributes(&attributes, quantize_kernel<DType::bf16>), "load the quantize kernel for bf16 pages");
-  check(cudaFuncGetAttributes(&attributes, quantize_kernel<DType::fp8_e4m3>), "load the quantize kernel for fp8 pages");
+  check(cudaFuncGetAttributes(&attributes, codes_kernel<DType::f16>), "load the codes kernel for f16 pages");
+  check(cudaFuncGetAttributes(&attributes, codes_kernel<DType::bf16>), "load the codes kernel for bf16 pages");
+  check(cudaFuncGetAttributes(&attributes, codes_kernel<DType::fp8_e4m3>), "load the codes kernel for fp8 pages");
 }
 
 }  // namespace sluice::gpu

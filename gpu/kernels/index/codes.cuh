@@ -38,7 +38,7 @@ __device__ __forceinline__ std::uint32_t code_of(float x, float zero, float inve
 
 /// One word of codes per lane. `key(channel)` is the row's element; `copy` the page's copy, in which it is row `row`.
 template <class Key>
-__device__ void quantize_row(const Key& key, std::byte* copy, std::uint32_t row, const Int4Layout& layout) {
+__device__ void codes_of_row(const Key& key, std::byte* copy, std::uint32_t row, const Int4Layout& layout) {
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t words = layout.words();
   float x[kCodesPerWord] = {};
