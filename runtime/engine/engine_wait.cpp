@@ -1,4 +1,5 @@
 // How forwards end: all waits of an engine, and what becomes of what was planned.
+#include <algorithm>
 #include <atomic>
 #include <thread>
 
@@ -10,11 +11,23 @@ namespace {
 
 using runtime::look;
 
+/// Whether a thread that waits may keep its core busy for the time that a forward takes.
+enum class Patience : bool { naps, spins };
+
+/// Between two looks, having waited for so long: a nap takes 50 us longer than it is asked to, so the first ones would
+/// let the end of a short forward pass, and none is longer than a small part of the wait.
+std::chrono::nanoseconds nap_after(std::chrono::nanoseconds waited) {
+  return std::clamp<std::chrono::nanoseconds>(waited / 16, std::chrono::microseconds(50), std::chrono::milliseconds(1));
+}
+
 /// By the clock of a process that runs: one that was suspended has not waited. What takes long may have failed:
 /// `look_after` throws then.
 template <class Ready, class LookAfter>
-void await(const Ready& ready, std::chrono::milliseconds timeout, const char* what, const LookAfter& look_after) {
+void await(const Ready& ready, std::chrono::milliseconds timeout, Patience patience, const char* what,
+           const LookAfter& look_after) {
   constexpr std::chrono::milliseconds kOdd{200};
+  constexpr std::chrono::milliseconds kSpin{2};  // Most forwards that decode end within it.
+  const Clock::time_point begin = Clock::now();
   const Deadline deadline = deadline_after(timeout);
   Deadline odd = deadline_after(kOdd);
   while (!cpu::spin_until(ready)) {
@@ -23,7 +36,8 @@ void await(const Ready& ready, std::chrono::milliseconds timeout, const char* wh
       odd = deadline_after(kOdd);
     }
     if (RunClock::now() >= deadline) throw Error(Errc::timeout, what);
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    const Clock::duration waited = Clock::now() - begin;
+    if (patience == Patience::naps || waited >= kSpin) std::this_thread::sleep_for(nap_after(waited));
   }
 }
 
@@ -38,6 +52,7 @@ ForwardStatus Engine::Impl::await_end(std::uint64_t forward) {
   const runtime::Program& program = *programs.find(forward);
   if (program.ended) return *program.ended;
   await([&] { return look(mailbox().outcome.forward) >= forward; }, options.timeout,
+        far.spins() ? Patience::spins : Patience::naps,
         "the forward has not ended; was every layer enqueued, or the graph replayed?",
         [&] { verbs.require_alive(program.stream); });
   note_ended();
@@ -70,7 +85,7 @@ void Engine::Impl::require_noted() {
 }
 
 runtime::FarChoice::Rest Engine::Impl::await_idle() {
-  await([&] { return far.idle(); }, options.timeout,
+  await([&] { return far.idle(); }, options.timeout, Patience::naps,
         "a thread that attends the far part has not come back; repeat the call when it may have, or destroy the engine",
         [] {});
   return choice.rest(options.timeout);
@@ -125,7 +140,7 @@ void Engine::Impl::take_back(std::uint64_t forward) {
   }
   verbs.cancel(memory.of(newest.bucket), before, newest.stream);
   // The device may be asking meanwhile: the workers stay awake until it has published that it does not.
-  await([&] { return look(mailbox().outcome.cancelled) >= last; }, options.timeout,
+  await([&] { return look(mailbox().outcome.cancelled) >= last; }, options.timeout, Patience::naps,
         "the plan's stream has not come to its end; what else is enqueued there?",
         [&] { verbs.require_alive(newest.stream); });
   const auto rest = await_idle();

@@ -51,7 +51,7 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   options.placement = SLUICE_PLACE_STREAM;
   options.prefix_decoded = 1;
   options.prefix_bytes = 12345;
-  options.largest_decode_rows = 3;
+  options.largest_decode_rows = 6;
   options.largest_drafts = 2;
   options.largest_prefill_rows = 40;
   options.largest_prefills = 2;
