@@ -155,9 +155,9 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   }
   if (largest.unbounded) choice.top_p_rows = carver.take<TopPRow>(q_heads);
   if (jobs != 0 && largest.top_k && memory.max_picks != 0) {
-    // A few times what is chosen, and no more than the split kernel has shared memory for.
+    // More than the margin of a head that is hard to foresee, and no more than the split kernel has shared memory for.
     constexpr std::uint32_t kMostCandidates = 16'384;
-    choice.foresight.room = std::min(kMostCandidates, 4 * memory.max_picks + memory.max_window);
+    choice.foresight.room = std::clamp(8 * memory.max_picks, 512u, kMostCandidates);
     choice.foresight.bounds = carver.take<HeadBound>(memory.shape.layers * q_heads);
     choice.foresight.counts = carver.take<std::uint32_t>(q_heads);
     choice.foresight.candidates = carver.take<Candidate>(q_heads * choice.foresight.room);
@@ -310,6 +310,7 @@ void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer)
 }
 
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
+  if (promotes_beside_merge(memory)) return;
   const CurrentDevice current(ordinal_);
   launch_forward_promote(memory, choice_of(memory), layer);
 }

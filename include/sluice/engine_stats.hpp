@@ -19,6 +19,9 @@ struct EngineStats {
   /// and pages whose digests.
   std::uint64_t estimated = 0;
   std::uint64_t ranked_pages = 0;
+  /// Choices of query heads for which all scores were read once more, as those put aside while keys were scored did not
+  /// tell. What is chosen does not depend on it.
+  std::uint64_t missed = 0;
   std::uint64_t waited_ns = 0;    ///< that the device waited for the CPU's answers
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
   // Of chunks of prompts, in forwards that got to their end:

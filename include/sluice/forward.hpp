@@ -188,6 +188,7 @@ struct ForwardState {
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;
   std::uint64_t waited_ns = 0;  ///< for answers so far, by the device's clock
+  std::uint64_t missed = 0;     ///< choices of query heads so far that candidates did not foretell
 };
 
 /// Forwards that may be planned and not finished at once, at most.
@@ -220,6 +221,7 @@ struct ForwardMailbox {
     std::uint64_t waited_ns = 0;
     std::uint64_t promoted = 0;
     std::uint64_t near_rows = 0;
+    std::uint64_t missed = 0;
     ForwardStatus status[kMostForwards] = {};  ///< of forward f at f % kMostForwards
   } outcome;
 };

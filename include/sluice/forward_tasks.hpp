@@ -30,8 +30,8 @@ namespace sluice {
           .tokens = ranks ? row.tokens : 0,
           .lists = pages ? m.ranked_of(list, false) : nullptr,
           .listed = pages ? row.page_picks : 0,
-          .sinks = pages ? row.sink_end : 0,
-          .recent = pages ? row.recent_begin : kNone,
+          .sinks = ranks ? row.sink_end : 0,
+          .recent = ranks ? row.recent_begin : kNone,
           .out = m.scores + std::uint64_t{list} * m.shape.group() * m.score_room()};
 }
 

@@ -60,8 +60,10 @@ struct ScoreInt4Task {
   std::uint32_t tokens = 0;               ///< visible, of those that have copies
   const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run
   std::uint32_t listed = 0;               ///< pages per query head
-  std::uint32_t sinks = 0;                ///< at most `recent`; not without lists
-  std::uint32_t recent = kNone;           ///< likewise
+  /// Tokens before `sinks`, and from `recent` on, are attended whatever is chosen; sinks is at most `recent`. Without
+  /// lists they have values, too, and only are no candidates.
+  std::uint32_t sinks = 0;
+  std::uint32_t recent = kNone;
   const std::byte* tail = nullptr;        ///< page whose first K rows are the tail; 16-byte aligned
   std::uint32_t tail_rows = 0;            ///< at most page_tokens
   float* out = nullptr;                   ///< [group, row(page_tokens)]

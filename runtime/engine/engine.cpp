@@ -110,6 +110,7 @@ EngineStats Engine::Impl::stats() const noexcept {
           .scored = choice.scored(),
           .estimated = look(counted.estimated),
           .ranked_pages = look(counted.ranked_pages),
+          .missed = look(outcome.missed),
           .waited_ns = look(outcome.waited_ns),
           .answer_ns = far.answer_ns(),
           .sparse_chunks = look(counted.sparse_chunks),

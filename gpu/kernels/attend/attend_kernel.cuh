@@ -15,6 +15,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
   wait_for_kernel_before();
   if (threadIdx.x == 0) slice = slice_of_block(args);
   __syncthreads();
+  if (slice.index >= slice.slices) return;  // Launched for a longer list.
 
   QueryPiece<kDim, kTiles> query;
   query.load(slice);

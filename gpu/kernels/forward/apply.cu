@@ -99,6 +99,7 @@ __global__ void end_kernel(const __grid_constant__ ForwardMemory m) {
   outcome.waited_ns = state.waited_ns;
   outcome.promoted = state.promoted;
   outcome.near_rows = state.near_rows;
+  outcome.missed = state.missed;
   publish(m, state.forward, state.status);
 }
 

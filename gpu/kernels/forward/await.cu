@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads)
     await_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                  std::uint32_t layer) {
   __shared__ ForwardStatus status;
-  if (threadIdx.x == 0) status = forward::await_answer(m);
+  if (threadIdx.x == 0) status = forward::await_answer(m, gridDim.x);
   __syncthreads();
   // Of a forward that does not run `split` has described nothing.
   if (status != ForwardStatus::running) return;

@@ -12,11 +12,13 @@ namespace sluice::gpu::forward {
 /// Bounds of the next step, of the query heads of a list.
 class Learner {
  public:
-  __device__ Learner(const Foresight& foresight, std::uint64_t first, const float* q, std::uint32_t head_dim)
-      : foresight_(foresight), first_(first), q_(q), head_dim_(head_dim) {}
+  /// @param room  for candidates of a head where they are looked at
+  __device__ Learner(const Foresight& foresight, std::uint64_t first, const float* q, std::uint32_t head_dim,
+                     std::uint32_t room)
+      : foresight_(foresight), first_(first), q_(q), head_dim_(head_dim), room_(min(room, foresight.room)) {}
   [[nodiscard]] __device__ bool foresees() const { return foresight_.bounds != nullptr; }
   [[nodiscard]] __device__ std::uint32_t found(std::uint32_t h) const { return foresight_.counts[first_ + h]; }
-  [[nodiscard]] __device__ std::uint32_t room() const { return foresight_.room; }
+  [[nodiscard]] __device__ std::uint32_t room() const { return room_; }
   [[nodiscard]] __device__ const Candidate* candidates(std::uint32_t h) const {
     return foresight_.candidates + (first_ + h) * foresight_.room;
   }
@@ -37,37 +39,42 @@ class Learner {
   }
 
  private:
-  /// A head that found too few has more the next time, and others less, little by little.
+  /// A head that found too few has more the next time, and others less, little by little. One that was foreseen in vain,
+  /// as another of its group was not, has as many.
   [[nodiscard]] __device__ float margin_after(const HeadBound& bound, std::uint32_t h, std::uint32_t picks,
                                               bool foreseen) const {
-    if (bound.bound == 0.f || bound.margin == 0.f) return foresight::kFirstMargin;
+    if (bound.bound == 0.f || bound.margin == 0.f || found(h) > room()) return foresight::kFirstMargin;
     if (foreseen) return fmaxf(foresight::kLeastMargin, 0.98f * bound.margin);
-    return found(h) < picks ? fminf(foresight::kMostMargin, 1.5f * bound.margin) : foresight::kFirstMargin;
+    return found(h) < picks ? fminf(foresight::kMostMargin, 1.5f * bound.margin) : bound.margin;
   }
 
   const Foresight& foresight_;
   std::uint64_t first_;
   const float* q_;  ///< of the list's first head
   std::uint32_t head_dim_;
+  std::uint32_t room_;
 };
 
 struct ForeseenShared {
   std::uint32_t missing[kMaxGroup];  ///< not 0: the head's candidates do not tell what it chooses
+  foresight::Chosen chosen[kMaxGroup];  ///< of the heads that this block chose for
   std::uint32_t warps[2][kWarps];  ///< counts, and least keys
 };
 
 class Foreseen {
  public:
-  /// @param gathered  shared memory for `room` candidates
-  __device__ Foreseen(ForeseenShared& s, CutShared& cut, Candidate* gathered, std::uint32_t room,
-                      const Learner& learner, const Choices& choices)
-      : s_(s), cut_(cut), gathered_(gathered), room_(min(room, learner.room())), learner_(learner), c_(choices) {}
+  /// @param gathered  shared memory for the learner's room of candidates
+  __device__ Foreseen(ForeseenShared& s, CutShared& cut, Candidate* gathered, const Learner& learner,
+                      const Choices& choices)
+      : s_(s), cut_(cut), gathered_(gathered), learner_(learner), c_(choices) {}
 
-  /// set(token) for every token that a head chooses, whichever block's it is. False if candidates of a head were too
-  /// few or too many. All threads of all blocks, after a cluster_sync.
+  /// Whether candidates can tell what is chosen.
+  [[nodiscard]] __device__ bool can() const { return learner_.foresees() && c_.end - c_.begin > c_.picks; }
+
+  /// set(token) for every token that a head chooses, whichever block's it is. Returns for how many heads there were too
+  /// few candidates or too many. All threads of all blocks, after a cluster_sync.
   template <class Set>
-  __device__ bool run(const Part& part, const Set& set) {
-    if (!learner_.foresees() || c_.end - c_.begin <= c_.picks) return false;
+  __device__ std::uint32_t run(const Part& part, const Set& set) {
     for (std::uint32_t h = part.rank(); h < c_.heads; h += part.blocks()) {
       const bool chosen = choose(h, set);
       __syncthreads();  // The next head's come to the same place.
@@ -76,14 +83,15 @@ class Foreseen {
     }
     detail::cluster_sync();
     const std::uint32_t lane = threadIdx.x % kWarp;
-    return __ballot_sync(kAll, lane < c_.heads && s_.missing[lane] != 0) == 0;
+    return static_cast<std::uint32_t>(
+        __popc(static_cast<int>(__ballot_sync(kAll, lane < c_.heads && s_.missing[lane] != 0))));
   }
 
  private:
   template <class Set>
   __device__ bool choose(std::uint32_t h, const Set& set) {
     const std::uint32_t found = learner_.found(h);
-    if (found < c_.picks || found > room_) return false;
+    if (found < c_.picks || found > learner_.room()) return false;
     const Range range = gather(h, found);
     if (range.count < c_.picks) return false;
     const Cut cut = cut_of(cut_, gathered_, found, range.least, c_.picks);
@@ -93,12 +101,11 @@ class Foreseen {
       const Candidate candidate = gathered_[i];
       if (candidate.key != 0 && cut.takes(candidate.key, candidate.token)) set(candidate.token);
     }
-    if (threadIdx.x < kWarp)
-      learner_.learn(h, {.kth = foresight::score_of(cut.key),
-                         .least = foresight::score_of(range.least),
-                         .found = range.count,
-                         .picks = c_.picks},
-                     true);
+    if (threadIdx.x == 0)
+      s_.chosen[h] = {.kth = foresight::score_of(cut.key),
+                      .least = foresight::score_of(range.least),
+                      .found = range.count,
+                      .picks = c_.picks};
     return true;
   }
 
@@ -133,7 +140,6 @@ class Foreseen {
   ForeseenShared& s_;
   CutShared& cut_;
   Candidate* gathered_;
-  std::uint32_t room_;
   const Learner& learner_;
   Choices c_;
 };

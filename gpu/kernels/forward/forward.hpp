@@ -77,6 +77,12 @@ struct PrefillStage {
   return foresight;
 }
 
+/// Whether far rows come near beside the layer's merge, in thread blocks of the same launch: that waits for the CPU, and
+/// these for the link. Apart where both are told apart, or where the device needs the link for what it attends.
+[[nodiscard]] inline bool promotes_beside_merge(const ForwardMemory& memory) noexcept {
+  return memory.promotions != 0 && !memory.fetches && !memory.bucket.audit && !memory.bucket.trace;
+}
+
 /// Near rows of freed blocks, and of the tokens that come, after `apply`.
 void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);

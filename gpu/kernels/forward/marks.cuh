@@ -95,9 +95,15 @@ __device__ inline std::uint32_t masked(const ForwardMemory& m, const Work& work,
   return kept;
 }
 
-/// Marks every token of this block's that some head of the group attends. All threads of the cluster, which begins
-/// with a cluster_sync once all of its blocks have begun.
-__device__ inline void mark(const ForwardMemory& m, const Work& work, const Foresight& foresight, ChoiceShared& s,
+[[nodiscard]] __device__ inline Learner learner_of(const ForwardMemory& m, const Work& work,
+                                                   const Foresight& foresight, std::uint32_t room) {
+  const std::uint64_t head = std::uint64_t{work.index} * m.shape.group();
+  return {foresight, head, m.q + head * m.shape.head_dim, m.shape.head_dim, room};
+}
+
+/// Marks every token of this block's that some head of the group attends. Whether all of it was foreseen. All threads
+/// of the cluster, which begins with a cluster_sync once all of its blocks have begun.
+__device__ inline bool mark(const ForwardMemory& m, const Work& work, const Foresight& foresight, ChoiceShared& s,
                             Candidate* lists, std::uint32_t room, const Marks& marks) {
   const ForwardRow& row = work.row;
   marks.fill([&](std::uint32_t first) { return window_bits(row, first) | masked(m, work, first); });
@@ -112,12 +118,30 @@ __device__ inline void mark(const ForwardMemory& m, const Work& work, const Fore
                           .begin = row.sink_end,
                           .end = row.recent_begin,
                           .picks = row.picks};
-    const Learner learner(foresight, head, m.q + head * m.shape.head_dim, m.shape.head_dim);
-    Foreseen foreseen(s.foreseen, s.cut, lists, Choice::memory(room), learner, choices);
-    if (!foreseen.run(marks.part(), [&](std::uint32_t token) { marks.set_in_cluster(token); }))
-      Choice(s, lists, room, marks.part(), choices, learner).run([&](std::uint32_t token) { marks.set(token); });
+    const Learner learner = learner_of(m, work, foresight, Choice::memory(room));
+    Foreseen foreseen(s.foreseen, s.cut, lists, learner, choices);
+    const bool can = foreseen.can();
+    const std::uint32_t missed =
+        can ? foreseen.run(marks.part(), [&](std::uint32_t token) { marks.set_in_cluster(token); }) : 0;
+    if (can && missed == 0) {
+      __syncthreads();
+      return true;
+    }
+    if (missed != 0 && marks.part().rank() == 0 && threadIdx.x == 0)
+      atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->missed), missed);
+    Choice(s, lists, room, marks.part(), choices, learner).run([&](std::uint32_t token) { marks.set(token); });
   }
   __syncthreads();
+  return false;
+}
+
+/// What a choice that was foreseen lets expect of the next one, of the heads that this block chose for. One warp, while
+/// others do what the layer waits for.
+__device__ __noinline__ inline void learn_foreseen(const ForwardMemory& m, const Work& work,
+                                                   const Foresight& foresight, const ForeseenShared& s) {
+  const Learner learner = learner_of(m, work, foresight, foresight.room);
+  for (std::uint32_t h = detail::cluster_rank(); h < m.shape.group(); h += detail::cluster_blocks())
+    learner.learn(h, s.chosen[h], true);
 }
 
 }  // namespace sluice::gpu::forward

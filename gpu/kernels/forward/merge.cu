@@ -1,7 +1,7 @@
 // The end of a layer: the far part's answer is waited for, and near and far become one.
 
 #include "gpu/device/cuda_error.hpp"
-#include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/forward/promote.cuh"
 #include "gpu/kernels/forward/wait.cuh"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -23,7 +23,7 @@ void load_forward_team_kernels();
 
 namespace {
 
-constexpr std::uint32_t kThreads = 256;
+constexpr std::uint32_t kThreads = near::kThreads;
 
 /// What was attended near, over the link, and far weighs in a head's output.
 struct Weights {
@@ -52,12 +52,13 @@ __device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far)
 
 __device__ float part(float weight, float value) { return weight > 0.f ? weight * value : 0.f; }
 
-/// Four channels of a head. `far` was read already.
+/// Four channels of a head. `near` and `far` were read already.
 __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t channel, const Weights& weights,
-                        const float* near, const float* fetched, const float4& far) {
+                        const float4& near, const float* fetched, const float4& far) {
+  const float nears[4] = {near.x, near.y, near.z, near.w};
   const float fars[4] = {far.x, far.y, far.z, far.w};
   for (std::uint32_t c = 0; c < 4; ++c) {
-    float value = part(weights.near, near[c]) + part(weights.far, fars[c]);
+    float value = part(weights.near, nears[c]) + part(weights.far, fars[c]);
     if (weights.fetched > 0.f) value += weights.fetched * fetched[c];
     detail::store_number(row, layer.out.dtype, channel + c, weights.lse == weights.lse ? value : weights.lse);
   }
@@ -65,12 +66,9 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
 
 /// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams.
 template <bool kTeams>
-__global__ void __launch_bounds__(kThreads)
-    merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 const __grid_constant__ ForwardLayer layer) {
+__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
   __shared__ Weights weights[kMaxGroup];
   __shared__ ForwardStatus status;
-  detail::wait_for_kernel_before();
   const std::uint32_t group = m.shape.group();
   const std::uint32_t head_dim = m.shape.head_dim;
   const std::uint32_t row = blockIdx.x / m.shape.kv_heads;
@@ -78,17 +76,28 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t first = std::uint64_t{row} * m.shape.q_heads + head * group;
   const std::uint32_t own = kTeams ? m.own_group() : group;  // Of one packed row.
   const auto draft_of = [&](std::uint32_t h) { return kTeams ? h / own : 0; };
-  if (threadIdx.x == 0) status = forward::await_answer(m);
-  __syncthreads();
+  // All that does not come from the CPU is read while its answer is awaited.
   const ForwardRow& chooses = m.rows[row];
-  const bool goes_on = status == ForwardStatus::running;
-  // Of a forward that did not begin the rows are not to be believed, and `append` has seen to its outputs.
-  if ((!goes_on && status != ForwardStatus::abandoned) || chooses.list == kNone) return;
-  const bool has_near = goes_on && (kTeams || m.near_counts[blockIdx.x] != 0);  // A team's rows see themselves.
+  const std::uint32_t list = chooses.list;
+  const std::uint32_t packed = chooses.at;
   const std::uint32_t heads = kTeams ? chooses.drafts * own : group;
   // Whether there is anything in a list that the CPU has added to, the answer says.
   const bool asks = chooses.in(layer.layer, m.window).asks != 0;
-  const bool has_far = goes_on && (asks || (!m.fetches && m.far_listed[blockIdx.x] != 0));
+  const bool lists_near = kTeams || m.near_counts[blockIdx.x] != 0;  // A team's rows see themselves.
+  const bool lists_far = asks || (!m.fetches && m.far_listed[blockIdx.x] != 0);
+  const auto near_out = [&](std::uint32_t at) {
+    if (at >= group * head_dim) return float4{};
+    return *reinterpret_cast<const float4*>(m.near_out + first * head_dim + at);
+  };
+  float4 near = near_out(4 * threadIdx.x);
+  const float near_lse = threadIdx.x < group ? m.near_lse[first + threadIdx.x] : kEmptyLse;
+  if (threadIdx.x == 0) status = forward::await_answer(m, m.bucket.decode_rows * m.shape.kv_heads);
+  __syncthreads();
+  const bool goes_on = status == ForwardStatus::running;
+  // Of a forward that did not begin the rows are not to be believed, and `append` has seen to its outputs.
+  if ((!goes_on && status != ForwardStatus::abandoned) || list == kNone) return;
+  const bool has_near = goes_on && lists_near;
+  const bool has_far = goes_on && lists_far;
   const std::uint32_t fetches = goes_on && m.fetches ? m.fetch_heads[blockIdx.x] : 0;
   // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
   const auto far_out = [&](std::uint32_t at) {
@@ -100,31 +109,44 @@ __global__ void __launch_bounds__(kThreads)
     const std::uint64_t h = first + threadIdx.x;
     const float far_lse = has_far ? __ldcv(m.far_lse + h) : kEmptyLse;
     const bool fetched = (fetches >> threadIdx.x & 1) != 0;
-    const Weights mine = weigh({.any = has_near, .lse = has_near ? m.near_lse[h] : kEmptyLse},
+    const Weights mine = weigh({.any = has_near, .lse = has_near ? near_lse : kEmptyLse},
                                {.any = fetched, .lse = fetched ? m.fetched_lse[h] : kEmptyLse},
                                {.any = has_far && !(asks && far_lse == kEmptyLse), .lse = far_lse});
     weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
     if (layer.lse != nullptr && threadIdx.x < heads) {
-      const std::uint64_t packed = chooses.at + draft_of(threadIdx.x);
+      const std::uint64_t at = packed + draft_of(threadIdx.x);
       const std::uint32_t own_head = threadIdx.x - draft_of(threadIdx.x) * own;
-      layer.lse[packed * m.shape.kv_heads * own + head * own + own_head] = weights[threadIdx.x].lse;
+      layer.lse[at * m.shape.kv_heads * own + head * own + own_head] = weights[threadIdx.x].lse;
     }
   }
   __syncthreads();
   for (std::uint32_t at = 4 * threadIdx.x; at < heads * head_dim; at += 4 * kThreads) {
     const std::uint32_t draft = draft_of(at / head_dim);
-    std::byte* const out = layer.out.row(chooses.at + draft, head * own + at / head_dim - draft * own);
-    put_out(layer, out, at % head_dim, weights[at / head_dim], m.near_out + first * head_dim + at,
-            m.fetched_out + first * head_dim + at, far);
+    std::byte* const out = layer.out.row(packed + draft, head * own + at / head_dim - draft * own);
+    put_out(layer, out, at % head_dim, weights[at / head_dim], near, m.fetched_out + first * head_dim + at, far);
+    near = near_out(at + 4 * kThreads);
     far = far_out(at + 4 * kThreads);
   }
+}
+
+/// Thread blocks that merge, and behind them one for each KV head that brings rows near, if they come with it.
+template <bool kTeams>
+__global__ void __launch_bounds__(kThreads)
+    merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
+                 const __grid_constant__ ForwardLayer layer) {
+  detail::wait_for_kernel_before();
+  const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
+  if (blockIdx.x < merges) return merge<kTeams>(m, layer);
+  if (m.far_layout.scaled()) return near::promote<true>(m, scratch, layer.layer, blockIdx.x - merges);
+  near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
 
 }  // namespace
 
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
-  OverlappingLaunch(memory.bucket.decode_rows * memory.shape.kv_heads, kThreads, 0,
-                    static_cast<cudaStream_t>(layer.stream))
+  const std::uint32_t merges = memory.bucket.decode_rows * memory.shape.kv_heads;
+  const std::uint32_t promotes = promotes_beside_merge(memory) ? memory.shape.kv_heads : 0;
+  OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream))
       .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
            memory, scratch, layer);
 }

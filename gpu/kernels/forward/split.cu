@@ -22,6 +22,15 @@ struct Shared {
   ListShared list;
 };
 
+/// Thread blocks for a job of so many near rows, of those that are launched: with less than a unit for each warp they
+/// would only wait for one another.
+__device__ std::uint32_t slices_of(std::uint32_t rows, std::uint32_t launched) {
+  constexpr std::uint32_t kUnit = 16;
+  const std::uint32_t units = (rows + kUnit - 1) / kUnit;
+  if (units <= kAttend.whole_units) return 1;
+  return min((units + kAttend.min_slice_units - 1) / kAttend.min_slice_units, launched);
+}
+
 /// A list's jobs: of near rows, and of far ones that are fetched.
 __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch, const Work& work,
                            const Listed& listed) {
@@ -42,7 +51,7 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
                   .first_head = begin,
                   .page_tokens = m.layout.page_tokens,
                   .tokens = listed.near,
-                  .slices = scratch.slices,
+                  .slices = slices_of(listed.near, scratch.slices),
                   .first_slice = at % scratch.jobs_at_once * scratch.slices,
                   .first_partial = at % scratch.jobs_at_once * scratch.slices,
                   .counter = at};
@@ -116,13 +125,15 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
     return;
   }
   Listed listed;
+  bool foreseen = false;
   if (work.row.list != kNone) {
     if (first) m.far_windows[index] = 0;
     const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
-    mark(m, work, foresight, s.choice, memory, room, marks);
+    foreseen = mark(m, work, foresight, s.choice, memory, room, marks);
     Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
     listed = list_rows(m, work, s.list, found, marks.part());
   }
+  if (foreseen && threadIdx.x / kWarp == 1) learn_foreseen(m, work, foresight, s.choice.foreseen);
   if (threadIdx.x != 0) return;
   if (first) {
     m.near_counts[index] = listed.near;

@@ -13,20 +13,22 @@ __device__ inline std::uint64_t now_ns() {
   return time;
 }
 
-/// The first thread block to get here looks at the answer, over the link; the others look at what it says, in device
-/// memory: many that poll over the link stand in each other's way, and one that has not begun would keep them waiting.
-/// Returns how the forward is then.
-__device__ inline ForwardStatus await_answer(const ForwardMemory& m) {
+/// The first of `blocks` thread blocks to get here looks at the answer, over the link; the others look at what it says,
+/// in device memory: many that poll over the link stand in each other's way, and one that has not begun would keep them
+/// waiting. One thread of each block. Returns how the forward is then.
+__device__ inline ForwardStatus await_answer(const ForwardMemory& m, std::uint32_t blocks) {
   ForwardState& state = *m.state;
-  cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> released(state.released);
-  cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(state.status);
-  const ForwardStatus before = status.load(cuda::memory_order_acquire);
-  if (before != ForwardStatus::running) return before;
+  const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> released(state.released);
+  const cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(state.status);
+  // On their way together: of these only `released` and `status` change while kernels merge, and only once.
+  const ForwardStatus before = status.load(cuda::memory_order_relaxed);
   const std::uint64_t asked = state.asked;
+  const std::uint64_t known = released.load(cuda::memory_order_relaxed);
+  if (before != ForwardStatus::running) return before;
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> merging(state.merging);
   const std::uint32_t turn = merging.fetch_add(1, cuda::memory_order_relaxed);
-  if (turn == gridDim.x - 1) merging.store(0, cuda::memory_order_relaxed);
-  if (turn == 0 && released.load(cuda::memory_order_relaxed) != asked) {
+  if (turn == blocks - 1) merging.store(0, cuda::memory_order_relaxed);
+  if (turn == 0 && known != asked) {
     const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> answered(m.mailbox->answer.answered);
     const std::uint64_t begin = now_ns();
     while (answered.load(cuda::memory_order_acquire) < asked) {
@@ -36,8 +38,9 @@ __device__ inline ForwardStatus await_answer(const ForwardMemory& m) {
       }
       __nanosleep(20);
     }
-    state.waited_ns += now_ns() - begin;
+    const std::uint64_t end = now_ns();
     released.store(asked, cuda::memory_order_release);
+    state.waited_ns += end - begin;
   }
   while (released.load(cuda::memory_order_acquire) != asked) __nanosleep(20);
   return status.load(cuda::memory_order_relaxed);

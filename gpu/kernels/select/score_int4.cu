@@ -74,10 +74,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __syncthreads();
   const Part part = part_of(s.task, group, layout.page_tokens, cut);
   if (blockIdx.x == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype, shape.scale);
-  if (part.first * kBlockTokens >= part.end) return;
-  stage_pages(s, part, layout.page_tokens, cut.chunks);
+  if (part.chunk(0) * kBlockTokens >= part.count) return;
+  stage_octets(s, part, layout.page_tokens, cut.chunks);
+  const std::uint32_t warp = threadIdx.x / kWarp;
   const std::uint32_t g = threadIdx.x % kWarp / 4;
   const std::uint32_t t = threadIdx.x % 4;
+  const std::uint32_t sinks = s.task.sinks;
+  const std::uint32_t recent = s.task.recent;
   for (std::uint32_t first = 0; first < part.heads; first += kHeads) {
     const std::uint32_t heads = min(kHeads, part.heads - first);
     if (first != 0) __syncthreads();  // The queries before these have been read.
@@ -101,10 +104,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     float* const out = s.task.out + std::uint64_t{part.first_head + first} * part.stride;
     for (std::uint32_t turn = 0; turn < cut.chunks; ++turn) {
-      const std::uint32_t at = part.chunk(turn) * kBlockTokens + threadIdx.x / kWarp * kWarpTokens;
-      if (at >= part.end) break;
+      const std::uint32_t at = part.chunk(turn) * kBlockTokens + warp * kWarpTokens;
+      if (at >= part.count) break;
       WarpRows<kHeadDim> rows;
-      rows.load(s, part, at, part.pages_before(turn, layout.page_tokens), layout);
+      rows.load(s, turn * kOctets + warp * (kWarpTokens / kRows), layout);
       float scores[kTiles * 4];
       std::uint32_t hits = 0;  // Of these: candidates are added together, as lanes that wait for others cost time.
 #pragma unroll
@@ -119,9 +122,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           const float score =
               __low2float(row.params) * (products[c] * units[c % 2]) + __high2float(row.params) * sums[c % 2];
           scores[tile * 4 + c] = score;
-          if (head < heads && token < part.end)
+          if (head < heads && token < part.count)
             out[std::uint64_t{head} * part.stride + token] = row.visible ? score : __int_as_float(0xff80'0000);
-          if (row.visible && token < part.end && score >= least[c % 2]) hits |= 1u << (tile * 4 + c);
+          // What is attended anyway is no candidate: recent tokens score high, and would take the place of others.
+          const bool may = row.visible && token >= sinks && token < recent;
+          if (may && score >= least[c % 2]) hits |= 1u << (tile * 4 + c);
         }
       }
       if constexpr (kForesees) {

@@ -20,11 +20,19 @@ inline constexpr std::uint32_t kTiles = 2;
 inline constexpr std::uint32_t kWarpTokens = kTile * kTiles;
 inline constexpr std::uint32_t kBlockTokens = kWarps * kWarpTokens;
 inline constexpr std::uint32_t kMostChunks = 16;  ///< of as many tokens, of one thread block
-/// Query heads of a fragment, and rows of a half of one: these lie in one page, as page_tokens is a multiple.
+/// Query heads of a fragment, and rows of a half of one, an octet: these lie in one page, as page_tokens is a multiple.
 inline constexpr std::uint32_t kHeads = 8;
 inline constexpr std::uint32_t kRows = 8;
+inline constexpr std::uint32_t kOctets = kBlockTokens / kRows;  ///< of a chunk
 static_assert(kWarps == kHeads, "every warp stages one head");
 inline constexpr int kQueryBits = 23;  ///< of a query's numbers, beside the sign
+
+/// Eight rows of a page, and which of them are there.
+struct Octet {
+  std::uint16_t row = 0;  ///< of the page: the first
+  std::uint8_t begin = 0;
+  std::uint8_t end = 0;
+};
 
 template <std::uint32_t kHeadDim>
 struct Shared {
@@ -33,14 +41,14 @@ struct Shared {
   float unit[kHeads];         ///< what a product has to be multiplied by
   float sum[kHeads];          ///< over the channels, scaled
   float least[kHeads];        ///< scores from here on are candidates
-  std::uint32_t frames[kMostChunks * kBlockTokens / kRows + 1];
-  /// Rows of that page that are there: the first, and the end << 16.
-  std::uint32_t runs[kMostChunks * kBlockTokens / kRows + 1];
+  /// Of each octet of the block's chunks: its page, and where it lies there.
+  std::uint32_t frames[kMostChunks * kOctets];
+  Octet octets[kMostChunks * kOctets];
 };
 
 /// How the rows of a launch are cut: thread block i of `blocks` has chunks of kBlockTokens tokens, at most `chunks`.
-/// Those blocks take them in turn, as what will be chosen is often close together, and candidates of a block that finds many
-/// would keep all others waiting; where pages do not fill chunks evenly, each takes neighbours.
+/// Blocks take them in turn, as what will be chosen is often close together, and candidates of a block that finds many
+/// would keep all others waiting.
 struct Cut {
   std::uint32_t blocks;
   std::uint32_t chunks;
@@ -51,47 +59,40 @@ struct Part {
   std::uint32_t first_head, heads;
   std::uint32_t count;   ///< tokens of the row's pages
   std::uint32_t stride;  ///< values of the row
-  std::uint32_t first;   ///< of its chunks
-  std::uint32_t step;    ///< from one to the next
-  std::uint32_t end;     ///< of its tokens
-  std::uint32_t pages;   ///< of a chunk; 0: chunks are neighbours, and pages need not fill one
+  std::uint32_t blocks;  ///< that share its chunks
 
-  [[nodiscard]] __device__ std::uint32_t chunk(std::uint32_t i) const { return first + i * step; }
-  /// What lies between the number of a page and its place among those of this block.
-  [[nodiscard]] __device__ std::uint32_t pages_before(std::uint32_t i, std::uint32_t page_tokens) const {
-    return pages == 0 ? first * kBlockTokens / page_tokens : pages * (chunk(i) - i);
-  }
+  [[nodiscard]] __device__ std::uint32_t chunk(std::uint32_t i) const { return blockIdx.x + i * blocks; }
 };
 
 __device__ __forceinline__ Part part_of(const ScoreInt4Task& task, std::uint32_t group, std::uint32_t page_tokens,
                                         const Cut& cut) {
   const bool lists = task.lists != nullptr;
-  const bool in_turn = kBlockTokens % page_tokens == 0;
   Part part{.first_head = lists ? blockIdx.z : 0,
             .heads = lists ? 1 : group,
             .count = task.estimates(page_tokens),
             .stride = task.row(page_tokens),
-            .first = in_turn ? blockIdx.x : blockIdx.x * cut.chunks,
-            .step = in_turn ? cut.blocks : 1,
-            .end = 0,
-            .pages = in_turn ? kBlockTokens / page_tokens : 0};
+            .blocks = cut.blocks};
   if (!lists && blockIdx.z != 0) part.heads = part.count = 0;
-  part.end = in_turn ? part.count : min((part.first + cut.chunks) * kBlockTokens, part.count);
   return part;
 }
 
-/// The pages of a part, one chunk's behind the other's, and which rows of each are there.
+/// Where the octets of a part lie, one chunk's behind the other's: the loop over them divides by nothing.
 template <std::uint32_t kHeadDim>
-__device__ void stage_pages(Shared<kHeadDim>& s, const Part& part, std::uint32_t page_tokens, std::uint32_t chunks) {
-  const std::uint32_t last = (part.end - 1) / page_tokens;
-  const std::uint32_t first = part.pages_before(0, page_tokens);
-  const std::uint32_t staged = part.pages != 0 ? chunks * part.pages : last - first + 1;
-  for (std::uint32_t i = threadIdx.x; i < staged; i += kThreads) {
-    const std::uint32_t page = i + (part.pages == 0 ? first : part.pages_before(i / part.pages, page_tokens));
-    if (page > last) continue;
-    const PageRun run = s.task.run(part.first_head, page, page_tokens);
-    s.runs[i] = run.begin | std::uint32_t{run.end} << 16;
-    s.frames[i] = run.begin < run.end ? s.task.frames[run.page] : 0;
+__device__ void stage_octets(Shared<kHeadDim>& s, const Part& part, std::uint32_t page_tokens, std::uint32_t chunks) {
+  for (std::uint32_t i = threadIdx.x; i < chunks * kOctets; i += kThreads) {
+    const std::uint32_t token = part.chunk(i / kOctets) * kBlockTokens + i % kOctets * kRows;
+    Octet octet;
+    std::uint32_t frame = 0;
+    if (token < part.count) {
+      const std::uint32_t page = token / page_tokens;
+      const std::uint32_t row = token - page * page_tokens;
+      const PageRun run = s.task.run(part.first_head, page, page_tokens);
+      const auto in_octet = [&](std::uint32_t at) { return static_cast<std::uint8_t>(min(max(at, row) - row, kRows)); };
+      octet = {.row = static_cast<std::uint16_t>(row), .begin = in_octet(run.begin), .end = in_octet(run.end)};
+      if (octet.begin < octet.end) frame = s.task.frames[run.page];
+    }
+    s.octets[i] = octet;
+    s.frames[i] = frame;
   }
 }
 
@@ -171,20 +172,18 @@ struct RowShare {
   __half2 params;
   bool visible;
 
-  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, const Part& part, std::uint32_t token,
-                                       std::uint32_t pages_before, const Int4Layout& layout) {
+  /// Of the octet with that number among the block's.
+  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, std::uint32_t number, const Int4Layout& layout) {
     const std::uint32_t g = threadIdx.x % kWarp / 4;
     const std::uint32_t t = threadIdx.x % 4;
-    const std::uint32_t page = token / layout.page_tokens;
-    const std::uint32_t row = token - page * layout.page_tokens + g;
-    const std::uint32_t staged = page - pages_before;
-    const std::uint32_t run = s.runs[staged];
-    visible = token + g < part.end && row >= (run & 0xffffu) && row < run >> 16;
+    const Octet octet = s.octets[number];
+    const std::uint32_t row = octet.row + g;
+    visible = g >= octet.begin && g < octet.end;
     params = __half2half2(__ushort_as_half(0));
 #pragma unroll
     for (std::uint32_t w = 0; w < kWords; ++w) words[w] = 0;
     if (!visible) return;
-    const std::byte* const copy = s.task.copies + s.frames[staged] * layout.page_bytes();
+    const std::byte* const copy = s.task.copies + s.frames[number] * layout.page_bytes();
     const std::byte* const codes = copy + row * (kHeadDim / 2) + t * (kWords * 4);
     params = *reinterpret_cast<const __half2*>(copy + layout.params_offset() + row * Int4Layout::kParamBytes);
     if constexpr (kWords == 4) {
@@ -220,12 +219,10 @@ template <std::uint32_t kHeadDim>
 struct WarpRows {
   RowShare<kHeadDim> halves[kTiles * 2];  ///< of tiles
 
-  /// From token `at` of the part on; instead of what lies behind the part its last rows.
-  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, const Part& part, std::uint32_t at,
-                                       std::uint32_t pages_before, const Int4Layout& layout) {
+  /// From the octet with that number on.
+  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, std::uint32_t number, const Int4Layout& layout) {
 #pragma unroll
-    for (std::uint32_t u = 0; u < kTiles * 2; ++u)
-      halves[u].load(s, part, min(at + u * kRows, (part.end - 1) / kRows * kRows), pages_before, layout);
+    for (std::uint32_t u = 0; u < kTiles * 2; ++u) halves[u].load(s, number + u, layout);
   }
 };
 

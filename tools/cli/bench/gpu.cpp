@@ -318,7 +318,8 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       "to have ended, divided by the layers; `calling` is the part of it in which the calling thread works, `waited` "
       "that\n"
       "in which the device waits for the CPU, `answer` what the CPU takes from seeing a question to its answer, and\n"
-      "`promoted` tokens brought near per forward, layer and KV head. No step comes twice.");
+      "`promoted` tokens brought near per forward, layer and KV head, `missed` query heads of a layer whose choice was\n"
+      "not foreseen and took a second look at all scores. No step comes twice.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

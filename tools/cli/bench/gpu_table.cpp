@@ -30,6 +30,7 @@ GpuTable::GpuTable() {
                         {"far_share", "far", 2, Show::percent},
                         {"fetched_share", "fetched", 2, Show::percent},
                         {"promoted", "promoted", 1},
+                        {"missed_heads", "missed", 2},
                         {"device_bytes_share", "device B", 1, Show::percent}}};
 }
 
@@ -73,6 +74,7 @@ void GpuTable::add(const GpuRow& row) {
                          share(row.stats.far_tokens),
                          share(row.stats.fetched_tokens),
                          static_cast<double>(row.stats.promoted) / (layers * row.kv_heads),
+                         static_cast<double>(row.stats.missed) / layers,
                          static_cast<double>(row.memory.device()) / static_cast<double>(row.memory.far_pages)});
 }
 

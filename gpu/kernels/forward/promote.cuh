@@ -1,0 +1,166 @@
+#pragma once
+
+#include <cuda/atomic>
+
+#include "gpu/kernels/e4m3.cuh"
+#include "gpu/kernels/forward/near.cuh"
+
+/// Rows that are brought near because they were attended far, by one thread block for each KV head.
+namespace sluice::gpu::near {
+
+/// Far ones of the row's sinks and recent tokens.
+__device__ inline void want_windows(const ForwardMemory& m, const Plane& plane, const ForwardRow& row, std::uint32_t forward,
+                             Wanted& wanted, std::uint32_t (&ballots)[kWarps]) {
+  const std::uint32_t recent = max(row.sink_end, row.recent_begin);
+  const std::uint32_t tokens = row.sink_end + row.tokens - recent;
+  for (std::uint32_t base = 0; base < tokens && wanted.count < m.promotions; base += kThreads) {
+    const std::uint32_t i = base + threadIdx.x;
+    std::uint32_t far = kNone;
+    if (i < tokens) {
+      far = m.row_of(row.list, i < row.sink_end ? i : recent + i - row.sink_end);
+      const std::uint32_t entry = plane.near_of[far];
+      if ((entry & kNearBit) != 0 || entry == stamp_of(forward)) far = kNone;
+    }
+    const std::uint32_t before = wanted.count;
+    add(wanted, far != kNone, far, m.promotions, ballots);
+    // Only what was added counts as wanted.
+    for (std::uint32_t w = before + threadIdx.x; w < wanted.count; w += kThreads)
+      plane.near_of[wanted.rows[w]] = stamp_of(forward);
+    __syncthreads();
+  }
+}
+
+/// Far rows that were attended far not long before.
+__device__ inline void want_again(const ForwardMemory& m, const Plane& plane, const std::uint32_t* rows, std::uint32_t far,
+                           std::uint32_t forward, Wanted& wanted, std::uint32_t (&ballots)[kWarps]) {
+  for (std::uint32_t base = 0; base < far; base += kThreads) {
+    const std::uint32_t i = base + threadIdx.x;
+    const std::uint32_t row = i < far ? rows[i] : kNone;
+    bool again = false;
+    if (row != kNone) {
+      const std::uint32_t entry = plane.near_of[row];
+      const std::uint32_t since = (forward - entry) & ~kNearBit;
+      again = entry != 0 && entry != stamp_of(forward) && since <= kNearAgain;
+      plane.near_of[row] = stamp_of(forward);
+    }
+    if (wanted.count < m.promotions) add(wanted, again, row, m.promotions, ballots);
+  }
+  __syncthreads();  // Another row's list may have the same rows.
+}
+
+__device__ inline void load(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t acquired) {
+  constexpr std::uint32_t kAtOnce = 8;  // Each way over the link is long.
+  const auto quads = static_cast<std::uint32_t>(m.layout.row_bytes() / sizeof(uint4));
+  const std::uint32_t all = 2 * quads * acquired;
+  const auto half = [&](std::uint32_t i) { return i / quads % 2 * m.layout.half_bytes(); };
+  for (std::uint32_t base = threadIdx.x; base < all; base += kAtOnce * kThreads) {
+    uint4 read[kAtOnce];
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = base + k * kThreads;
+      if (i >= all) continue;
+      const std::byte* const from = m.far_key(plane.index, wanted.rows[i / (2 * quads)]) + half(i);
+      read[k] = __ldcv(reinterpret_cast<const uint4*>(from) + i % quads);
+    }
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = base + k * kThreads;
+      if (i >= all) continue;
+      const std::uint32_t place = plane.near_of[wanted.rows[i / (2 * quads)]] & ~kNearBit;
+      reinterpret_cast<uint4*>(m.near_key(plane.index, place) + half(i))[i % quads] = read[k];
+    }
+  }
+}
+
+/// The same of rows with scales, which are unfolded.
+__device__ inline void load_scaled(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t acquired) {
+  constexpr std::uint32_t kAtOnce = 8;
+  const auto quads = static_cast<std::uint32_t>(m.far_layout.row_bytes() / sizeof(uint4));
+  const std::uint32_t all = 2 * quads * acquired;
+  for (std::uint32_t base = threadIdx.x; base < all; base += kAtOnce * kThreads) {
+    uint4 read[kAtOnce];
+    float scale[kAtOnce];
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = base + k * kThreads;
+      if (i >= all) continue;
+      const std::uint32_t row = wanted.rows[i / (2 * quads)];
+      const std::uint32_t half = i / quads % 2;
+      const std::byte* const from = m.far_key(plane.index, row) + half * m.far_layout.half_bytes();
+      read[k] = __ldcv(reinterpret_cast<const uint4*>(from) + i % quads);
+      scale[k] = __ldcv(reinterpret_cast<const float*>(m.far_scale_bytes(plane.index, row)) + half);
+    }
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = base + k * kThreads;
+      if (i >= all) continue;
+      const std::uint32_t place = plane.near_of[wanted.rows[i / (2 * quads)]] & ~kNearBit;
+      std::byte* const to = m.near_key(plane.index, place) + i / quads % 2 * m.layout.half_bytes();
+      uint4* const unfolded = reinterpret_cast<uint4*>(to) + 2 * (i % quads);
+      unfolded[0] = detail::unfold_codes(make_uint2(read[k].x, read[k].y), scale[k]);
+      unfolded[1] = detail::unfold_codes(make_uint2(read[k].z, read[k].w), scale[k]);
+    }
+  }
+}
+
+/// What a KV head's thread block does. It reads and writes near rows and what is known of them, which the `merge` of
+/// the layer does not, so that both can run at once.
+template <bool kScaled>
+__device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, std::uint32_t layer,
+                        std::uint32_t kv_head) {
+  __shared__ std::uint32_t ballots[kWarps];
+  __shared__ std::uint32_t with_far[kWarps];
+  __shared__ Wanted always, again;
+  __shared__ bool runs;
+  const auto forward = static_cast<std::uint32_t>(m.state->forward);
+  if ((forward + layer) % kNearTurn != 0) return;
+  if (threadIdx.x == 0) {
+    // One thread says it for all: a merge beside this may abandon the forward at any time.
+    const cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(m.state->status);
+    runs = status.load(cuda::memory_order_relaxed) == ForwardStatus::running;
+    always.count = again.count = 0;
+  }
+  __syncthreads();
+  if (!runs) return;
+  const Plane plane = plane_of(m, m.plane(layer, kv_head));
+  // Which rows have far ones, 256 at a time; most of them have none.
+  for (std::uint32_t base = 0; base < m.bucket.decode_rows; base += kThreads) {
+    const std::uint32_t r = base + threadIdx.x;
+    const ForwardRow mine = r < m.bucket.decode_rows ? m.rows[r].in(layer, m.window) : ForwardRow{};
+    const bool asks = mine.list != kNone && !mine.whole() && m.far_listed[r * m.shape.kv_heads + kv_head] != 0;
+    const std::uint32_t ballot = __ballot_sync(kAll, asks);
+    __syncthreads();
+    if (threadIdx.x % kWarp == 0) with_far[threadIdx.x / kWarp] = ballot;
+    __syncthreads();
+    for (std::uint32_t w = 0; w < kWarps; ++w) {
+      for (std::uint32_t rest = with_far[w]; rest != 0; rest &= rest - 1) {
+        const std::uint32_t at = base + w * kWarp + __ffs(static_cast<int>(rest)) - 1;
+        const std::uint32_t index = at * m.shape.kv_heads + kv_head;
+        const std::uint32_t* const rows = scratch.far_rows + std::uint64_t{index} * m.list_room();
+        if (m.far_windows[index] != 0) want_windows(m, plane, m.rows[at].in(layer, m.window), forward, always, ballots);
+        want_again(m, plane, rows, m.far_listed[index], forward, again, ballots);
+      }
+    }
+  }
+  const auto acquire_all = [&](const Wanted& wanted, std::uint32_t most, std::uint32_t so_far, std::uint32_t patience) {
+    return acquire(
+        m, plane, so_far, most, forward, forward, patience, [&](std::uint32_t i) { return wanted.rows[i]; }, ballots);
+  };
+  std::uint32_t acquired = 0;
+  for (const std::uint32_t patience : {kNearPatience, kNearAgain, kNoPatience})
+    acquired = acquire_all(always, always.count, acquired, patience);
+  const std::uint32_t left = min(again.count, m.promotions - acquired);
+  std::uint32_t others = 0;
+  for (const std::uint32_t patience : {kNearPatience, kNearAgain}) others = acquire_all(again, left, others, patience);
+  if constexpr (kScaled) {
+    load_scaled(m, plane, always, acquired);
+    load_scaled(m, plane, again, others);
+  } else {
+    load(m, plane, always, acquired);
+    load(m, plane, again, others);
+  }
+  if (threadIdx.x == 0 && acquired + others != 0)
+    atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->promoted), acquired + others);
+}
+
+}  // namespace sluice::gpu::near
