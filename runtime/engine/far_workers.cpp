@@ -20,11 +20,14 @@ std::int64_t now_ns() noexcept {
 
 constexpr std::chrono::microseconds kNap{20};
 
-/// Rows of a part: enough to make up for what a part costs, and no more parts than there is room for.
-constexpr std::uint32_t kLeastRows = 128;
+/// A list is cut evenly, into parts with enough rows to make up for what a part costs, and no more than there is room
+/// for: a thread that gets a small one left over keeps the answer waiting as long as the others do.
+constexpr std::uint32_t kMostRows = 64;  ///< of a part, of lists that are not longer than kMostParts of these
 constexpr std::uint32_t kMostParts = 32;
+constexpr std::uint32_t kEven = 4;  ///< rows that kernels take at once
 constexpr std::uint32_t part_rows(std::uint32_t count) noexcept {
-  return std::max(kLeastRows, static_cast<std::uint32_t>(div_up(count, kMostParts)));
+  const std::uint64_t parts = std::clamp<std::uint64_t>(div_up(count, kMostRows), 1, kMostParts);
+  return static_cast<std::uint32_t>(kEven * std::max<std::uint64_t>(div_up(count, parts * kEven), 1));
 }
 /// A policy of the CPU may choose everything.
 std::uint32_t longest_list(const ForwardMemory& memory) noexcept {
@@ -32,13 +35,13 @@ std::uint32_t longest_list(const ForwardMemory& memory) noexcept {
 }
 /// Of a list, none of which is longer than `room`.
 constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
-  return std::min(kMostParts, static_cast<std::uint32_t>(div_up(room, kLeastRows)));
+  return std::min(kMostParts, static_cast<std::uint32_t>(div_up(room, kMostRows)));
 }
 
 }  // namespace
 
 FarWorkers::Rows FarWorkers::rows_for(const ForwardMemory& memory) {
-  const std::uint32_t most = part_rows(longest_list(memory));
+  const std::uint32_t most = std::max(part_rows(longest_list(memory)), kMostRows);
   return {.keys = std::vector<const std::byte*>(most),
           .scales = std::vector<const float*>(memory.far_layout.scaled() ? most : 0)};
 }
