@@ -58,10 +58,11 @@ TEST_CASE("the generator is the same on every platform", "[llama][tasks]") {
   CHECK(kv.prompt.substr(0, 4) == "set ");
   std::uint64_t hash = 1469598103934665603ull;  // FNV-1a
   for (const TaskKind kind : task_kinds()) {
+    if (kind == TaskKind::multi) CHECK(hash == 6734762015300124477ull);  // Of the kinds that were there before it.
     for (const char c : make_task(kind, 4096, 42).prompt)
       hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
   }
-  CHECK(hash == 6734762015300124477ull);
+  CHECK(hash == 16067706216514778737ull);
 }
 
 TEST_CASE("prompts have the length asked for, BOS included", "[llama][tasks]") {
@@ -71,7 +72,7 @@ TEST_CASE("prompts have the length asked for, BOS included", "[llama][tasks]") {
       const std::size_t tokens = make_task(kind, length, seed).prompt.size() + 1;
       CAPTURE(to_string(kind), length, seed);
       REQUIRE(tokens <= length);
-      REQUIRE(tokens + (kind == TaskKind::kv ? 60 : 0) >= length);
+      REQUIRE(tokens + (kind == TaskKind::kv || kind == TaskKind::table ? 70 : 0) >= length);
     }
     CHECK_THROWS_AS(make_task(kind, 511, 0), Error);
   }
@@ -151,11 +152,73 @@ TEST_CASE("the evidence is the answer as the prompt says it", "[llama][tasks]") 
   for (const TaskKind kind : task_kinds()) {
     const Task task = make_task(kind, 3000, 5);
     CAPTURE(to_string(kind), task.answer);
-    REQUIRE(task.evidence_end <= task.prompt.size());
-    const std::string said = task.prompt.substr(task.evidence_begin, task.evidence_end - task.evidence_begin);
+    std::string said;
+    for (const Evidence& place : task.evidence) {
+      REQUIRE(place.begin < place.end);
+      REQUIRE(place.end <= task.prompt.size());
+      said += (said.empty() ? "" : ", ") + task.prompt.substr(place.begin, place.end - place.begin);
+    }
     REQUIRE_FALSE(said.empty());
     REQUIRE((said + "\n" == task.answer || " " + said + "\n" == task.answer));
   }
+}
+
+TEST_CASE("multi asks for all values of a key in the text's order, or for those of three keys", "[llama][tasks]") {
+  std::set<std::size_t> counts;
+  for (std::uint64_t seed = 0; seed < 40; ++seed) {
+    const std::uint32_t length = seed % 2 == 0 ? 512 : 4096;
+    const Task task = make_task(TaskKind::multi, length, seed);
+    CAPTURE(length, seed, task.answer);
+    std::string want;
+    std::string key = between(task.prompt, "\nQ: What are all the special magic values for ", "?\nA:");
+    if (!key.empty()) {
+      const std::vector<std::string> values = needle_values(task.prompt, key);
+      REQUIRE(values.size() >= 2);
+      REQUIRE(values.size() <= 4);
+      counts.insert(values.size());
+      for (const std::string& value : values) want += (want.empty() ? " " : ", ") + value;
+    } else {
+      const std::string first = between(task.prompt, "\nQ: What are the special magic values for ", ", ");
+      const std::string second = between(task.prompt, "magic values for " + first + ", ", " and ");
+      const std::string third = between(task.prompt, ", " + second + " and ", "?\nA:");
+      for (const std::string& each : {first, second, third}) {
+        const std::vector<std::string> values = needle_values(task.prompt, each);
+        REQUIRE(values.size() == 1);
+        want += (want.empty() ? " " : ", ") + values[0];
+      }
+      counts.insert(1);
+    }
+    REQUIRE(task.answer == want + "\n");
+    REQUIRE(count(task.prompt, "\nOne of the special") == std::max<std::size_t>((length - 1) / 600, 4));
+  }
+  REQUIRE(counts == std::set<std::size_t>{1, 2, 3, 4});
+}
+
+TEST_CASE("table asks for the row of an owner, or for all codes of a city in the text's order", "[llama][tasks]") {
+  std::set<std::size_t> counts;
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    const std::uint32_t length = seed % 2 == 0 ? 512 : 4096;
+    const Task task = make_task(TaskKind::table, length, seed);
+    CAPTURE(length, seed, task.prompt, task.answer);
+    REQUIRE(task.prompt.starts_with("row 0001: city="));
+    const std::string city = between(task.prompt, "all city=", " ->");
+    if (city.empty()) {
+      const std::string owner = between(task.prompt, "find owner=", " ->");
+      REQUIRE(count(task.prompt, " owner=" + owner + "\n") == 1);
+      const std::size_t line = task.prompt.rfind("row ", task.prompt.find(" owner=" + owner + "\n"));
+      REQUIRE(task.answer == " row " + between(task.prompt, "row ", " owner=", line) + "\n");
+      continue;
+    }
+    std::string want;
+    const std::string mark = ": city=" + city + " code=";
+    for (std::size_t at = task.prompt.find(mark); at != std::string::npos; at = task.prompt.find(mark, at + 1))
+      want += (want.empty() ? " " : ", ") + between(task.prompt, mark, " ", at);
+    REQUIRE(task.answer == want + "\n");
+    counts.insert(count(task.prompt, mark));
+  }
+  REQUIRE(*counts.begin() >= 1);
+  REQUIRE(*counts.rbegin() <= 5);
+  REQUIRE(counts.size() >= 3);
 }
 
 TEST_CASE("output is judged by the whole answer", "[llama][tasks]") {

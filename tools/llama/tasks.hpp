@@ -4,10 +4,12 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace sluice::tools {
 
-/// The synthetic long-context tasks that the testbed model was trained on (tests/data/testbed/README.md).
+/// Synthetic long-context tasks: those that the testbed model was trained on (tests/data/testbed/README.md), and two
+/// whose answers are put together from several places, multi and table, which ask for another model.
 enum class TaskKind : std::uint8_t {
   niah,       ///< one needle in filler text
   niah_long,  ///< the same, asked in a full sentence
@@ -15,6 +17,8 @@ enum class TaskKind : std::uint8_t {
   kv,         ///< nothing but key-value pairs; one is asked for
   track,      ///< a variable assigned from another variable
   copy,       ///< repeat a passage from its beginning
+  multi,      ///< needles, some keys with several values: all of one key are asked for, or those of three keys
+  table,      ///< nothing but records; one is asked for by its owner, or the codes of all of a city
 };
 
 [[nodiscard]] const char* to_string(TaskKind kind) noexcept;
@@ -23,19 +27,24 @@ enum class TaskKind : std::uint8_t {
 /// All kinds, in the order in which tables list them.
 [[nodiscard]] std::span<const TaskKind> task_kinds() noexcept;
 
+/// Bytes [begin, end) of a prompt.
+struct Evidence {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+};
+
 /// A prompt with one right answer. Judged by exact match of the greedy output: see `solved`.
 struct Task {
   TaskKind kind{};
   std::string prompt;  ///< bytes, the question at the end; BOS not included
   std::string answer;  ///< what follows, with its leading space and final newline (copy: the passage's rest)
-  /// Bytes [evidence_begin, evidence_end) of the prompt say the answer: what attention has to find.
-  std::size_t evidence_begin = 0;
-  std::size_t evidence_end = 0;
+  /// What of the prompt says the answer, in the answer's order: what attention has to find.
+  std::vector<Evidence> evidence{};
 };
 
 /// Builds a task, the same one for the same arguments on every platform.
-/// @param length_tokens  of the prompt with BOS, one token per byte. Met exactly; kv may stay up to 40 below, since it
-///                       consists of whole lines. At least 512.
+/// @param length_tokens  of the prompt with BOS, one token per byte. Met exactly; kv and table may stay up to 70 below, as
+///                       they consist of whole lines. At least 512.
 /// @param haystack       filler text, read from a random place and wrapped around; empty: the testbed's five
 ///                       sentences in random order
 /// @throws Error{Errc::invalid_argument} for a shorter length.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 #include <utility>
 
 #include "scheduler/plan/forward_rows.hpp"
@@ -18,8 +17,11 @@ constexpr std::size_t kBosTokens = 1;
 
 /// Positions of the answer's tokens: a byte is a token, behind BOS.
 std::vector<std::uint32_t> evidence_of(const Task& task) {
-  std::vector<std::uint32_t> tokens(task.evidence_end - task.evidence_begin);
-  std::iota(tokens.begin(), tokens.end(), static_cast<std::uint32_t>(kBosTokens + task.evidence_begin));
+  std::vector<std::uint32_t> tokens;
+  for (const Evidence& place : task.evidence) {
+    for (std::size_t byte = place.begin; byte < place.end; ++byte)
+      tokens.push_back(static_cast<std::uint32_t>(kBosTokens + byte));
+  }
   return tokens;
 }
 
