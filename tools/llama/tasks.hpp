@@ -43,8 +43,8 @@ struct Task {
 };
 
 /// Builds a task, the same one for the same arguments on every platform.
-/// @param length_tokens  of the prompt with BOS, one token per byte. Met exactly; kv and table may stay up to 70 below, as
-///                       they consist of whole lines. At least 512.
+/// @param length_tokens  of the prompt with BOS, one token per byte. Met exactly; kv and table may stay up to 70 below,
+///                       as they consist of whole lines. At least 512.
 /// @param haystack       filler text, read from a random place and wrapped around; empty: the testbed's five
 ///                       sentences in random order
 /// @throws Error{Errc::invalid_argument} for a shorter length.
