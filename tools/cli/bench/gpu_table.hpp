@@ -23,6 +23,7 @@ struct GpuRow {
   std::uint32_t kv_heads = 1;
   double mean_tokens = 0.0;          ///< of a sequence in the timed forwards
   std::vector<double> layer_us{};    ///< [steps] time of a forward, divided by its layers
+  double worst_us = 0.0;             ///< median of the slowest of several such runs, of which this is the middle one
   std::vector<double> calling_us{};  ///< [steps] of that, what the calling thread worked
   double dense_us = 0.0;             ///< of as many rows, in device memory
   double output_error = 0.0;         ///< of the first step, relative to dense attention
