@@ -43,7 +43,7 @@ TEST_CASE("the first row of a team gets what its policy gives it alone, whatever
       "lfps:bypass=0,recent=2", "tactic:least=64,size=4,recluster=64", "exact | top_k=9 | near=0,sinks=2,recent=6",
       "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
       "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
-      "history+pages:share=0.2 | top_p=0.9 | near=0,sinks=4,recent=3", "exact | top_k=9 | near=0,sinks=2 | dense=1");
+      "history+pages:share=0.2,min_pages=1 | top_p=0.9 | near=0,sinks=4,recent=3", "exact | top_k=9 | near=0,sinks=2 | dense=1");
   const std::uint32_t near = GENERATE(0u, 9u);
   const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
   const bool windows = GENERATE(false, true);
