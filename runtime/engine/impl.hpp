@@ -85,8 +85,8 @@ struct Engine::Impl : cpu::Kept {
   /// One without a policy that threads may learn for; what it has is free, or idle.
   void remove(SequenceId id) noexcept;
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
-  /// Pages that layers with windows do not have any more.
-  [[nodiscard]] std::uint32_t passed_pages(const Sequence& sequence) const noexcept;
+  /// First token of which layers with windows still have rows.
+  [[nodiscard]] std::uint32_t kept_from(const Sequence& sequence) const noexcept;
   /// Lets go of pages that no row of the sequence will see again, though it be shortened by window_slack.
   void pass_windows(Sequence& sequence) noexcept;
   /// @throws Error{Errc::unsupported} if layers with windows have let go of what is seen behind as many tokens
