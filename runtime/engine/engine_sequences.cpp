@@ -83,6 +83,7 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
   const PolicySpec& spec = policy != nullptr ? *policy : parent.spec;
   require_place(spec, tokens);  // Before anything is copied.
   Sequence::Names names = names_of(parent, tokens);
+  learn_before_sharing(parent, tokens);
   std::shared_ptr<runtime::SequencePolicy> learnt = policy != nullptr ? nullptr : policy_of(parent, tokens);
   const SequenceId id_of_child = add(spec, tokens);
   Sequence& child = at(id_of_child);

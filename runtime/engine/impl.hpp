@@ -180,6 +180,10 @@ struct Engine::Impl : cpu::Kept {
   void take_back_choices(Sequence& sequence, std::uint32_t tokens);
   /// Whether all that its policy chose for lies before, and all that it is still to learn from stays where it is.
   [[nodiscard]] bool learns_on(const Sequence& sequence, std::uint32_t tokens) const noexcept;
+  /// Before a fork of `tokens` tokens. Where it shares the page in which the sequence goes on, the next plan replaces
+  /// that in the list of blocks, which threads that learn read: nothing may be left to be learnt.
+  /// @throws Error{Errc::timeout} if a thread that learns does not come back
+  void learn_before_sharing(const Sequence& parent, std::uint32_t tokens);
   /// What a fork of `tokens` tokens knows: what the sequence's policy knew then. Null if it is to look at its tokens.
   /// @throws Error{Errc::timeout} if a thread that learns does not come back
   [[nodiscard]] std::shared_ptr<runtime::SequencePolicy> policy_of(const Sequence& parent, std::uint32_t tokens);
