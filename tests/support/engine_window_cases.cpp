@@ -282,6 +282,7 @@ TEST_CASE("more sequences with windows have room, and admission knows", "[engine
   const AdmissionOptions shares = admission_options(engine.options());
   REQUIRE((shares.pages == 150 && shares.page_blocks == 1 && shares.window_blocks == 2));
   REQUIRE(shares.window_pages == (40 + kSlack + 32 + 15) / 16 + 1);
+  REQUIRE(shares.window_resting_pages == 3);  // 39 tokens.
   AdmissionOptions many = shares;
   many.decode_rows = many.sequences = 8;
   Admission admission(many);
