@@ -17,7 +17,7 @@ struct sluice_admission {
 namespace sluice::capi {
 namespace {
 
-static_assert(offsetof(sluice_admission_options, window_pages) + sizeof(std::uint64_t) ==
+static_assert(offsetof(sluice_admission_options, window_resting_pages) + sizeof(std::uint64_t) ==
               sizeof(sluice_admission_options));
 static_assert(offsetof(sluice_request, id) + sizeof(std::uint64_t) == sizeof(sluice_request));
 static_assert(offsetof(sluice_turn_item, reserved) + sizeof(std::uint32_t) == sizeof(sluice_turn_item));
@@ -41,7 +41,8 @@ sluice_admission_options from(const AdmissionOptions& options) noexcept {
           .slowdown = options.slowdown,
           .page_blocks = options.page_blocks,
           .window_blocks = options.window_blocks,
-          .window_pages = options.window_pages};
+          .window_pages = options.window_pages,
+          .window_resting_pages = options.window_resting_pages};
 }
 
 AdmissionOptions to_admission(const sluice_admission_options& options) noexcept {
@@ -59,7 +60,8 @@ AdmissionOptions to_admission(const sluice_admission_options& options) noexcept 
           .slowdown = options.slowdown,
           .page_blocks = options.page_blocks,
           .window_blocks = options.window_blocks,
-          .window_pages = options.window_pages};
+          .window_pages = options.window_pages,
+          .window_resting_pages = options.window_resting_pages};
 }
 
 sluice_turn_item from(const TurnItem& item) noexcept {

@@ -387,6 +387,8 @@ typedef struct sluice_admission_options {
   uint32_t page_blocks;
   uint32_t window_blocks;
   uint64_t window_pages;
+  /// Of these, what a sequence of which no forward is under way holds at least (0).
+  uint64_t window_resting_pages;
 } sluice_admission_options;
 
 typedef struct sluice_request {

@@ -43,6 +43,9 @@ struct AdmissionOptions {
   std::uint32_t page_blocks = 1;
   std::uint32_t window_blocks = 0;
   std::uint64_t window_pages = 0;
+  /// Of these, what a sequence of which no forward is under way holds at least, once it has as many: what its next
+  /// token sees. Held pages say by it how many are shared; 0: none of layers with windows are taken for shared.
+  std::uint64_t window_resting_pages = 0;
 };
 
 /// For an engine that is built with these options: its largest bucket, sequences, and the pages that host_bytes hold.
@@ -117,8 +120,8 @@ class Admission {
 
   /// Makes room for the next forward of those that run, then admits those that wait, as many as there is room for.
   /// `held_pages`: pages that the sequences of those that run hold by the engine's count, where shared ones count once
-  /// (EngineMemoryUse::far_pages_used over the bytes of one), if no others are alive. Where it is less than by ours,
-  /// the difference can be given to others. It needs `begun` to be right.
+  /// (EngineMemoryUse::far_pages_used over the bytes of one), if no others are alive. Where it is less than all
+  /// would hold that share none, the difference can be given to others. It needs `begun` to be right.
   /// @throws Error{Errc::invalid_argument} if a turn is open
   [[nodiscard]] AdmissionChanges admit(std::optional<std::uint64_t> held_pages = {});
 

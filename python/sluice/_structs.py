@@ -120,7 +120,8 @@ class AdmissionOptions(Sized):
         for name in ("struct_size", "decode_rows", "prefill_rows", "prefills", "sequences", "cpu_sequences",
                      "page_tokens", "max_tokens")
     ] + [(name, c_uint64) for name in ("pages", "watermark_pages", "near_pages", "near_pages_per_sequence")] + [
-        ("slowdown", c_double), ("page_blocks", c_uint32), ("window_blocks", c_uint32), ("window_pages", c_uint64)
+        ("slowdown", c_double), ("page_blocks", c_uint32), ("window_blocks", c_uint32), ("window_pages", c_uint64),
+        ("window_resting_pages", c_uint64)
     ]
 
 

@@ -41,6 +41,7 @@ class AdmissionOptions:
     page_blocks: int = 1  #: of those that `pages` counts, what each page of a sequence takes
     window_blocks: int = 0  #: and each of its newest `window_pages` beside that: of layers with windows
     window_pages: int = 0
+    window_resting_pages: int = 0  #: of these, what a sequence of which no forward is under way holds at least
 
     @staticmethod
     def of(engine: Engine) -> AdmissionOptions:

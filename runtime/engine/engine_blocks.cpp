@@ -16,8 +16,9 @@ std::uint32_t Engine::Impl::pages_of(std::uint32_t tokens) const noexcept {
   return static_cast<std::uint32_t>(div_up(tokens, memory.largest().layout.page_tokens));
 }
 
-std::uint32_t Engine::Impl::passed_pages(const Sequence& sequence) const noexcept {
-  return sequence.lists.back().passed();  // If there are layers with windows, the last stack is one of them.
+std::uint32_t Engine::Impl::kept_from(const Sequence& sequence) const noexcept {
+  // If there are layers with windows, the last stack is one of them.
+  return std::max(sequence.lists.back().passed() * options.page_tokens, sequence.first_kept);
 }
 
 void Engine::Impl::pass_windows(Sequence& sequence) noexcept {
@@ -31,10 +32,10 @@ void Engine::Impl::pass_windows(Sequence& sequence) noexcept {
 
 void Engine::Impl::require_windows(SequenceId id, const Sequence& sequence, std::uint32_t tokens,
                                    const char* what) const {
-  const std::uint32_t kept_from = passed_pages(sequence) * options.page_tokens;
-  if (tokens == 0 || kept_from <= memory.stacks().seen_from(tokens)) return;
+  const std::uint32_t from = kept_from(sequence);
+  if (tokens == 0 || from <= memory.stacks().seen_from(tokens)) return;
   throw Error(Errc::unsupported, std::string(what) + ": of layers with windows sequence " + text(id.value) +
-                                     " has what comes from token " + text(kept_from) + " on, and behind " +
+                                     " has what comes from token " + text(from) + " on, and behind " +
                                      text(tokens) + " tokens more is seen; raise EngineOptions::window_slack, " +
                                      text(options.window_slack) + ", or begin another one");
 }

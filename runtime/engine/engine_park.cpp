@@ -60,7 +60,7 @@ runtime::ParkHead Engine::Impl::park_head(SequenceId id, std::string_view model)
                          .policy = to_string(sequence.spec),
                          .policy_name = sequence.spec.name,
                          .rests = sequence.bets.rests,
-                         .passed = passed_pages(sequence) * options.page_tokens,
+                         .passed = kept_from(sequence),
                          .windows = options.windows};
   const Sequence::Tail& tail = sequence.tail;
   if (tail.slot != kNone && tail.begin < tail.end) {

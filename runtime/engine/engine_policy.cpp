@@ -48,6 +48,14 @@ void Engine::Impl::end_policy_at(Sequence& sequence, std::uint32_t tokens) noexc
   sequence.prompt_end = std::min(sequence.prompt_end, sequence.policy_tokens);
 }
 
+void Engine::Impl::learn_before_sharing(const Sequence& parent, std::uint32_t tokens) {
+  const std::uint32_t page = options.page_tokens;
+  const bool open = tokens % page != 0 && tokens / page == parent.tokens / page;
+  if (!parent.policy || !open) return;
+  const auto rest = choice.rest(options.timeout);
+  parent.policy->learn_all(good);
+}
+
 std::shared_ptr<runtime::SequencePolicy> Engine::Impl::policy_of(const Sequence& parent, std::uint32_t tokens) {
   if (!parent.policy || !scheduler::remembers(parent.spec)) return nullptr;
   if (tokens < parent.policy_tokens || tokens > parent.policy_end) return nullptr;

@@ -138,14 +138,16 @@ void Engine::Impl::publish(Sequence& sequence) noexcept {
   if (known.pages >= pages) return;
   if (!prefixes->knows(known)) known = {.salt = known.salt};  // It was given up with another sequence's page before it.
   while (known.pages < pages) {
+    // Of layers with windows, a page of which rows are missing is the sequence's alone.
+    const bool partial = known.pages * options.page_tokens < sequence.first_kept;
     runtime::PrefixPlace next = prefixes->next(known, page_ids(ids, known.pages));
     if (next.pages == known.pages) {
       const std::uint32_t block = sequence.pages().blocks()[known.pages];
       // A fork's, to which the caller gave other names; or one that layers with windows have passed.
-      if (block == kNone || table.kept(block)) return;
+      if (block == kNone || table.kept(block) || (partial && memory.stacks().windowed(0))) return;
       next = prefixes->add(known, page_ids(ids, known.pages), block);
     }
-    for (std::uint32_t stack = 1; stack < sequence.lists.size(); ++stack)
+    for (std::uint32_t stack = 1; stack < sequence.lists.size() && !partial; ++stack)
       prefixes->add_other(next.block, stack, sequence.lists[stack].blocks()[known.pages]);
     known = next;
   }

@@ -128,6 +128,7 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
   body.skip((head.names - ids.size()) * sizeof(std::int32_t));
   load_tail(body, head, sequence);
   sequence.tokens = sequence.planned = head.tokens;
+  sequence.first_kept = head.passed;
   for (std::uint32_t stack = 0; stack < memory.stacks().count(); ++stack) {
     runtime::PageList& list = sequence.lists[stack];
     if (memory.stacks().windowed(stack)) list.skip(head.passed / options.page_tokens);

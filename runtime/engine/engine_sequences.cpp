@@ -83,12 +83,14 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
   const PolicySpec& spec = policy != nullptr ? *policy : parent.spec;
   require_place(spec, tokens);  // Before anything is copied.
   Sequence::Names names = names_of(parent, tokens);
+  learn_before_sharing(parent, tokens);
   std::shared_ptr<runtime::SequencePolicy> learnt = policy != nullptr ? nullptr : policy_of(parent, tokens);
   const SequenceId id_of_child = add(spec, tokens);
   Sequence& child = at(id_of_child);
   for (std::size_t stack = 0; stack < child.lists.size(); ++stack)
     child.lists[stack].share(parent.lists[stack], pages_of(tokens), table);
   child.tokens = child.planned = tokens;
+  if (tokens != 0) child.first_kept = parent.first_kept;
   child.bets = parent.bets;
   child.names = std::move(names);
   if (child.tail.slot != kNone && parent.tail.slot != kNone) copy_tail(parent, child);
@@ -110,6 +112,7 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   take_back_choices(sequence, tokens);
   shrink(sequence, tokens);
   sequence.tokens = sequence.planned = tokens;
+  if (tokens == 0) sequence.first_kept = 0;
   sequence.tail.end = std::min(sequence.tail.end, tokens);
   sequence.prompt_end = std::min(sequence.prompt_end, tokens);
   forget_names(sequence, tokens);

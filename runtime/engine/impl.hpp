@@ -85,8 +85,8 @@ struct Engine::Impl : cpu::Kept {
   /// One without a policy that threads may learn for; what it has is free, or idle.
   void remove(SequenceId id) noexcept;
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
-  /// Pages that layers with windows do not have any more.
-  [[nodiscard]] std::uint32_t passed_pages(const Sequence& sequence) const noexcept;
+  /// First token of which layers with windows still have rows.
+  [[nodiscard]] std::uint32_t kept_from(const Sequence& sequence) const noexcept;
   /// Lets go of pages that no row of the sequence will see again, though it be shortened by window_slack.
   void pass_windows(Sequence& sequence) noexcept;
   /// @throws Error{Errc::unsupported} if layers with windows have let go of what is seen behind as many tokens
@@ -180,6 +180,10 @@ struct Engine::Impl : cpu::Kept {
   void take_back_choices(Sequence& sequence, std::uint32_t tokens);
   /// Whether all that its policy chose for lies before, and all that it is still to learn from stays where it is.
   [[nodiscard]] bool learns_on(const Sequence& sequence, std::uint32_t tokens) const noexcept;
+  /// Before a fork of `tokens` tokens. Where it shares the page in which the sequence goes on, the next plan replaces
+  /// that in the list of blocks, which threads that learn read: nothing may be left to be learnt.
+  /// @throws Error{Errc::timeout} if a thread that learns does not come back
+  void learn_before_sharing(const Sequence& parent, std::uint32_t tokens);
   /// What a fork of `tokens` tokens knows: what the sequence's policy knew then. Null if it is to look at its tokens.
   /// @throws Error{Errc::timeout} if a thread that learns does not come back
   [[nodiscard]] std::shared_ptr<runtime::SequencePolicy> policy_of(const Sequence& parent, std::uint32_t tokens);

@@ -21,6 +21,8 @@ struct Sequence {
   std::uint32_t sparse_layers = 0;  ///< where its rows choose
   std::uint32_t tokens = 0;         ///< that all layers have
   std::uint32_t planned = 0;        ///< and those of forwards in flight
+  /// First token of which layers with windows have rows, where that is within a page: parked with smaller pages.
+  std::uint32_t first_kept = 0;
   /// Where the queries of its prompt's newest tokens lie, if its policy chooses on the CPU.
   struct Tail {
     std::uint32_t slot = kNone;  ///< kNone: it does not

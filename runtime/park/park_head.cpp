@@ -163,6 +163,12 @@ std::vector<std::byte> encode_fields(const ParkHead& head) {
   return std::move(fields.bytes);
 }
 
+/// First token that the next one sees in some layer with a window; 0: there is no such layer.
+std::uint32_t first_seen(const ParkHead& head) {
+  const std::uint32_t widest = head.windows.empty() ? 0 : std::ranges::max(head.windows);
+  return widest == 0 || widest > head.tokens ? 0 : head.tokens + 1 - widest;
+}
+
 }  // namespace
 
 /// So that lengths can be computed from it, and nothing in it misleads an engine.
@@ -186,13 +192,13 @@ std::string unsound(const ParkHead& head) {
   require(std::isfinite(head.balance), "balance");
   require(head.rests.empty() || head.rests.size() == head.shape.layers, "number of rests");
   require(head.windows.empty() || head.windows.size() == head.shape.layers, "number of windows");
-  require(head.passed <= head.tokens && (head.passed == 0 || !head.windows.empty()), "first token of windows");
+  require(head.passed <= first_seen(head), "first token of windows");
   require(head.model.size() <= kMostModelBytes, "model");
   if (!why.empty()) return why;
   // What its fields take, told without writing them.
-  const std::uint64_t rests = head.rests.size() * sizeof(std::uint32_t);
+  const std::uint64_t numbers = (head.rests.size() + head.windows.size()) * sizeof(std::uint32_t);
   const std::uint64_t texts = head.model.size() + head.policy.size() + head.policy_name.size();
-  if (const std::uint64_t bytes = encode_fields({}).size() + texts + rests; bytes > kMostHeadBytes)
+  if (const std::uint64_t bytes = encode_fields({}).size() + texts + numbers; bytes > kMostHeadBytes)
     return "its head has " + std::to_string(bytes) + " bytes, of which policy and name take " +
            std::to_string(head.policy.size() + head.policy_name.size()) + ", and may have " +
            std::to_string(kMostHeadBytes);

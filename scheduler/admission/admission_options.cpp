@@ -24,7 +24,7 @@ void require(bool holds, const char* field, std::uint64_t value, const std::stri
 /// Pages of the longest sequence that there is room for.
 std::uint64_t pages_in(const AdmissionOptions& options) {
   const std::uint64_t even = options.pages / (options.page_blocks + options.window_blocks);
-  if (even <= options.window_pages) return even;
+  if (even < options.window_pages) return even;
   const std::uint64_t whole = options.pages - options.window_blocks * options.window_pages;
   return options.page_blocks == 0 ? ~std::uint64_t{0} : whole / options.page_blocks;
 }
@@ -57,7 +57,8 @@ AdmissionOptions admission_options(const EngineOptions& options) {
           .pages = options.host_bytes / page_bytes,
           .page_blocks = stacks.count() - stacks.windowed_stacks(),
           .window_blocks = stacks.windowed_stacks(),
-          .window_pages = stacks.windowed() ? stacks.most_kept() : 0};
+          .window_pages = stacks.windowed() ? stacks.most_kept() : 0,
+          .window_resting_pages = stacks.least_kept()};
 }
 
 namespace scheduler {

@@ -11,10 +11,15 @@ Admission::Impl::Room Admission::Impl::room(std::optional<std::uint64_t> held_pa
   std::uint64_t counted = 0;
   for (auto at = lives.begin(); at != lives.end() && at->running; ++at) {
     room.taken += need(at->wanted());
-    counted += need(at->done).pages;
+    counted += held_alone(at->done);
   }
   if (held_pages && *held_pages < counted) room.shared = counted - *held_pages;
   return room;
+}
+
+std::uint64_t Admission::Impl::held_alone(std::uint64_t tokens) const noexcept {
+  const std::uint64_t pages = div_up(tokens, options.page_tokens);
+  return options.page_blocks * pages + options.window_blocks * std::min(pages, options.window_resting_pages);
 }
 
 void Admission::Impl::preempt_youngest(std::vector<RequestId>& preempted) noexcept {

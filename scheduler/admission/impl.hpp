@@ -67,6 +67,8 @@ struct Admission::Impl {
   explicit Impl(const AdmissionOptions& given) : options(scheduler::resolved(given)) {}
 
   [[nodiscard]] MemoryNeed need(std::uint64_t tokens) const noexcept { return scheduler::need_of(options, tokens); }
+  /// Pages that a sequence with so many tokens holds at least between forwards, shared ones included.
+  [[nodiscard]] std::uint64_t held_alone(std::uint64_t tokens) const noexcept;
   [[nodiscard]] std::size_t most_running() const noexcept { return std::min(options.sequences, options.decode_rows); }
   [[nodiscard]] Lives::iterator find(RequestId request) const;
   void require_no_turn(const char* call) const;

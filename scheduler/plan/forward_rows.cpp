@@ -159,13 +159,15 @@ ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, std::uint32
 
 ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t drafts,
                         std::uint32_t page_tokens) noexcept {
-  // Windows as the first row has them, which the others' are part of but for their own tokens; as many as the last.
+  // Windows as the first row has them, which the others' are part of but for their own tokens. What the device chooses
+  // is as much as the last has; a policy of the CPU chooses for the first row alone.
   ForwardRow row = forward_row(spec, tokens + 1, page_tokens);
   const ForwardRow last = forward_row(spec, tokens + drafts, page_tokens);
   row.drafts = drafts;
   row.tokens = tokens;
   row.sink_end = std::min(row.sink_end, tokens);
   row.recent_begin = std::min(row.recent_begin, tokens);
+  if (row.asks != 0) return row;
   if (row.page_picks != 0) row.page_picks = std::min(std::max(row.page_picks, last.page_picks), row.pages);
   const std::uint32_t candidates = row.page_picks != 0 ? row.page_picks * page_tokens : row.recent_begin - row.sink_end;
   if (row.picks != 0) row.picks = std::min(std::max(row.picks, last.picks), candidates);

@@ -67,6 +67,10 @@ class LayerStacks {
   [[nodiscard]] std::uint64_t most_kept() const noexcept {
     return div_up(std::uint64_t{widest_} + slack_ + coming_, page_tokens_) + 1;
   }
+  /// And at least while no forward is in flight, once it has as many: what its next token sees, wherever pages end.
+  [[nodiscard]] std::uint64_t least_kept() const noexcept {
+    return div_up(widest_ - std::min(widest_, 1u), page_tokens_);
+  }
   /// Blocks of all stacks, of a sequence with so many pages, at most.
   [[nodiscard]] std::uint64_t blocks(std::uint64_t pages) const noexcept {
     const std::uint64_t whole = count_ - windowed_stacks();

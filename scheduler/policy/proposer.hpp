@@ -10,6 +10,7 @@
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/lsh/lsh_source.hpp"
 #include "scheduler/policy/bypass.hpp"
+#include "scheduler/policy/recent_steps.hpp"
 #include "scheduler/policy/scored_set.hpp"
 #include "scheduler/token_set.hpp"
 #include "sluice/policy.hpp"
@@ -26,8 +27,7 @@ struct SparseHead {
   TokenSet anyway;                   ///< what top-p weighs beside them
   ScoredSet scored;
   std::uint32_t visible = 0;    ///< tokens in the last selection
-  std::uint32_t step = 0;       ///< likewise, of those that were not taken back; 0: there was none
-  std::uint32_t before = 0;     ///< the step before that
+  RecentSteps steps;            ///< likewise, of the last ones that were not taken back
   bool observes = false;        ///< the last selection feeds the tables
   bool followed = false;        ///< the last selection's candidates were not forecast but carried on
   std::vector<float> lse;       ///< [group] scratch

@@ -60,7 +60,7 @@ class SparsePolicy final : public LayerPolicy {
     if (head.history && context.tokens != head.visible) keep_notes(head);
     head.heavy.clear();
     head.visible = context.tokens;
-    if (context.tokens != head.step) head.before = std::exchange(head.step, context.tokens);
+    head.steps.add(context.tokens);
     const std::uint32_t sinks = spec_.near.sink_tokens;
     if (context.tokens <= sinks) return;
     if (head.history) recall(context.tokens, head);
@@ -118,7 +118,7 @@ class SparsePolicy final : public LayerPolicy {
     head.observes = false;
     head.heavy.clear();  // What the history has noted of these steps it knows.
     head.visible = tokens;
-    if (head.step > tokens) head.step = std::min(head.before, tokens);
+    head.steps.truncate(tokens);
   }
 
  private:
@@ -127,8 +127,9 @@ class SparsePolicy final : public LayerPolicy {
   /// Every so many tokens, counting tokens, so that a repeated step gets its turn again, and steps that took several
   /// do not miss it.
   [[nodiscard]] bool turn_came(const SparseHead& head) const noexcept {
-    const std::uint32_t before = head.before == 0 ? head.step - 1 : head.before;
-    return (head.step + layer_) / spec_.history.observe_every != (before + layer_) / spec_.history.observe_every;
+    const std::uint32_t step = head.steps.newest();
+    const std::uint32_t before = head.steps.before() == 0 ? step - 1 : head.steps.before();
+    return (step + layer_) / spec_.history.observe_every != (before + layer_) / spec_.history.observe_every;
   }
 
   void learn(SparseHead& head) const {

@@ -136,6 +136,55 @@ TEST_CASE("a thread that does not come back from a look at a prompt costs its po
   while (rig.device.use_count() != users) std::this_thread::sleep_for(1ms);
 }
 
+TEST_CASE("a fork that shares the page in which a sequence goes on leaves it nothing to learn", "[engine][lost]") {
+  const EngineRig rig = engine_rig();
+  const auto gate = std::make_shared<Gate>();
+  const std::shared_ptr<Event> learnable = rig.device->create_event();
+  EngineOptions options = options_for(rig, 2, 60, 0);
+  options.threads = 1;
+  options.largest.unbounded = true;
+  options.cpu_sequences = 3;
+  options.answer_timeout = options.timeout = 60s;
+  options.before_answer = [gate, learnable] {
+    if (!gate->armed || std::this_thread::get_id() == gate->caller) return;
+    if (learnable->state() != Event::State::done) return;
+    gate->held = true;
+    while (!gate->open) std::this_thread::sleep_for(1ms);
+  };
+  const Story story(kShape, 220, 5);
+  auto engine = std::make_unique<Engine>(options, rig.device);
+  Teller parent{.story = &story,
+                .id = engine->begin(parse_policy("tactic:least=64,size=4,recluster=64"))};
+  Teller other{.story = &story, .id = engine->begin(parse_policy("exact | top_k=10 | near=0,sinks=2,recent=6"))};
+  import_story(*engine, rig, parent, 150);
+  import_story(*engine, rig, other, 100);
+  ForwardTensors tensors(*rig.device, kShape, 2), more(*rig.device, kShape, 2);
+  while (parent.at < 213) (void)run_forward(*engine, rig, tensors, {&parent});
+  (void)run_forward(*engine, rig, tensors, {&other});
+  // The next token is one of 64 that are to be clustered, and the only thread that could do so is held up.
+  const auto enqueue = [&](const Teller& teller, ForwardTensors& with) {
+    with.set(0, story, teller.at);
+    const Batch batch = engine->plan(one_each({&teller.id, 1}), engine->options().largest, rig.stream);
+    with.attend(*engine, rig.stream);
+    return batch;
+  };
+  const Batch last = enqueue(parent, tensors);
+  rig.queue->record(*learnable);
+  gate->armed = true;
+  const Batch next = enqueue(other, more);
+  while (!gate->held) std::this_thread::sleep_for(1ms);
+  engine->finish(last);
+  const SequenceId child = engine->fork(parent.id, 214, parse_policy(kPolicy));
+  const std::uint64_t learnt = engine->memory(parent.id).policy;
+  gate->open = true;
+  engine->finish(next);
+  engine->end(engine->fork(parent.id, 214));  // This waits for all that there is to learn.
+  REQUIRE(engine->memory(parent.id).policy == learnt);
+  parent.at = 214;
+  (void)run_forward(*engine, rig, tensors, {&parent});
+  engine->end(child);
+}
+
 TEST_CASE("engines that come and go beside each other say what each says alone", "[engine][core_shares]") {
   const Story story(kShape, 106, 7);
   const auto tell = [&story](std::uint32_t near, bool pin) {

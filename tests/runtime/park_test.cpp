@@ -219,6 +219,45 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
   }
 }
 
+TEST_CASE("a parked sequence that lacks rows which its next token sees is refused", "[park][windows]") {
+  constexpr std::uint32_t kTokens = 40, kWindow = 8;
+  const EngineRig rig = engine_rig();
+  EngineOptions windowed = options();
+  windowed.windows = {kWindow};
+  windowed.window_slack = 0;
+  Engine engine(windowed, rig.device);
+  const Story story(kShape, kTokens, 402);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("full"))};
+  import_story(engine, rig, teller, kTokens);
+  Area area(engine.park_bytes(teller.id));
+  (void)engine.park(teller.id, area);
+  engine.end(teller.id);
+  const auto forge = [&](std::uint32_t passed) {
+    runtime::ParkHead head = head_of(area);
+    head.passed = passed;
+    Area forged = runtime::encode(head);
+    forged.resize(forged.size() + runtime::parked_body_bytes(head.body_bytes()));
+    seal(forged);
+    return forged;
+  };
+  REQUIRE(head_of(area).passed == 32);
+  for (const std::uint32_t passed : {0u, 32u, kTokens + 1 - kWindow}) engine.end(engine.resume(forge(passed)));
+  for (const std::uint32_t passed : {kTokens + 2 - kWindow, kTokens - 1, kTokens}) {
+    CAPTURE(passed);
+    REQUIRE(code_of([&] { (void)engine.resume(forge(passed)); }) == Errc::corrupt);
+  }
+  // Nothing is missing where there are no windows.
+  windowed.windows = {0};
+  Engine whole(windowed, rig.device);
+  runtime::ParkHead head = head_of(area);
+  head.windows = {0};
+  head.passed = 16;
+  area = runtime::encode(head);
+  area.resize(area.size() + runtime::parked_body_bytes(head.body_bytes()));
+  seal(area);
+  REQUIRE(code_of([&] { (void)whole.resume(area); }) == Errc::corrupt);
+}
+
 TEST_CASE("lengths that a parked sequence has not are refused before memory is asked for them", "[park]") {
   Parked parked(12);
   // u32 fields by their place in the head, and two of the preamble.

@@ -62,6 +62,21 @@ TEST_CASE("a team chooses from no less than each of its rows, and as many", "[pl
   }
 }
 
+TEST_CASE("a policy of the CPU chooses for a team from what its first row would choose from alone", "[plan][drafts]") {
+  const auto* const text = GENERATE("history+pages:share=0.2 | top_p=0.9 | near=0,sinks=4,recent=3",
+                                    "history+pages:share=0.1,min_pages=1 | top_k=20 | near=0", "lfps",
+                                    "pages | progressive=0.8 | near=0,sinks=4,recent=16");
+  CAPTURE(text);
+  const PolicySpec policy = parse_policy(text);
+  for (std::uint32_t tokens = 0; tokens < 1500; ++tokens) {
+    const ForwardRow alone = forward_row(policy, tokens + 1, kPage);
+    const ForwardRow team = forward_team(policy, tokens, 5, kPage);
+    if (team.asks == 1 && team.pages == alone.pages && team.page_picks == alone.page_picks) continue;
+    CAPTURE(tokens, alone.pages, alone.page_picks, team.pages, team.page_picks);
+    FAIL("it chooses from others");
+  }
+}
+
 TEST_CASE("what a team lists all of its rows see, and its edge is the rest of what each sees", "[plan][drafts]") {
   const std::uint32_t window = GENERATE(0u, 1u, 3u, 8u, 31u, 40u);
   for (std::uint32_t tokens = 0; tokens < 60; ++tokens) {

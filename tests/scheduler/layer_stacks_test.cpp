@@ -58,6 +58,8 @@ TEST_CASE("stacks with windows keep what is seen, and what may be taken back") {
   for (std::uint32_t tokens = 0; tokens < 2000; ++tokens) {
     const std::uint32_t kept = (tokens + 15) / 16 - std::min(stacks.passed_pages(tokens), (tokens + 15) / 16);
     REQUIRE(stacks.passed_pages(tokens) * 16 <= stacks.seen_from(tokens < 20 ? 0 : tokens - 20));
+    const std::uint64_t pages = (tokens + 15) / 16;
+    REQUIRE(pages - stacks.seen_from(tokens) / 16 >= std::min(pages, stacks.least_kept()));
     REQUIRE(kept <= stacks.most_kept());
   }
 }

@@ -1,6 +1,7 @@
 // Laws of every policy that scores candidates: exact top-k, LFPS, page digests and their unions.
 
 #include "tests/scheduler/policy_step.hpp"
+#include "tests/support/random.hpp"
 
 using namespace sluice;
 using namespace sluice::scheduler;
@@ -310,6 +311,52 @@ TEST_CASE("steps of several tokens do not miss the turn to feed the tables", "[p
   policy->truncate(0, 869);
   REQUIRE(observes(869));
   REQUIRE_FALSE(observes(870));
+}
+
+TEST_CASE("steps of several tokens that are taken back do not change whose turn it is", "[policy]") {
+  const std::uint32_t prompt = 800;
+  // What later steps do after some that were taken back, or without these.
+  const auto goes_on = [&](const std::vector<std::uint32_t>& steps, const std::vector<std::uint32_t>& taken_back,
+                           std::uint32_t tokens, bool clones) {
+    Step step("lfps:bypass=0,observe_every=4", 1000);
+    auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{1});
+    policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
+    std::vector<HotPage> hot;
+    policy->forecast(0, prompt + 1, 1000, hot);
+    const auto observes = [&](std::uint32_t n) {
+      const FakeNear near(n, 4, 0);
+      step.row.clear();
+      policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, step.row,
+                     step.bypass, step.counters);
+      const bool wants = policy->wants_observation(0);
+      if (!wants) return wants;
+      policy->observe(0, step.kv);
+      policy->forecast(0, n + 1, 1000, hot);
+      return wants;
+    };
+    for (const std::uint32_t n : steps) (void)observes(n);
+    for (const std::uint32_t n : taken_back) (void)observes(n);
+    if (clones) policy = policy->clone();
+    REQUIRE(policy->can_truncate(0, tokens));
+    policy->truncate(0, tokens);
+    std::vector<bool> turns;
+    for (std::uint32_t n = tokens + 1; n < tokens + 20; n += 3) turns.push_back(observes(n));
+    return turns;
+  };
+  sluice::test::Random random(9);
+  for (int round = 0; round < 60; ++round) {
+    std::vector<std::uint32_t> steps, taken_back;
+    std::uint32_t n = prompt;
+    for (std::uint32_t i = random.below(5); i != 0; --i) steps.push_back(n += 1 + random.below(5));
+    const std::uint32_t tokens = n + random.below(3);
+    n = tokens;
+    while (n < tokens + 27) taken_back.push_back(n += 1 + random.below(5));
+    const bool clones = random.below(2) == 0;
+    CAPTURE(steps, tokens, taken_back, clones);
+    REQUIRE(goes_on(steps, taken_back, tokens, clones) == goes_on(steps, {}, tokens, false));
+  }
+  // The one that had the turn was the first of two that were taken back.
+  REQUIRE(goes_on({801}, {804, 806}, 803, false).front());
 }
 
 TEST_CASE("a repeated step selects the same when it observes and when it follows", "[policy]") {

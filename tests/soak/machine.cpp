@@ -3,6 +3,7 @@
 #include <iterator>
 
 #include "scheduler/plan/forward_rows.hpp"
+#include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/error.hpp"
 #include "tests/soak/starved_device.hpp"
 #include "tests/soak/traffic.hpp"
@@ -29,6 +30,7 @@ constexpr MachineKind kKinds[] = {
     {.name = "learning", .number = 12, .stalls = true, .learns = true},
     {.name = "windows", .number = 13, .separate_memory = true, .windows = true},
     {.name = "windows-late", .number = 14, .separate_memory = true, .stalls = true, .deep = true, .windows = true},
+    {.name = "windows-crowded", .number = 15, .separate_memory = true, .crowded = true, .windows = true},
     {.name = "kept", .number = 10, .separate_memory = true, .kept = true},
 };
 
@@ -113,7 +115,10 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
     const std::uint32_t other = one_of(random, {0u, window, 9u});
     options.windows = {random.below(2) == 0 ? 0 : window, other, window};
     options.window_slack = kSoakSlack;
-    options.host_bytes = block_bytes(options) * (options.sequences * kSoakShape.layers * most + 8);
+    const scheduler::LayerStacks stacks(options);
+    const std::uint64_t whole = stacks.blocks(most);
+    options.host_bytes = block / kSoakShape.layers * stacks.layers() *
+                         (kind.crowded ? whole + whole / 2 : options.sequences * stacks.count() * most + 8);
   }
   options.threads = 1 + random.below(3);
   options.pin_threads = false;

@@ -61,23 +61,58 @@ void PageModel::fork(SequenceId parent, SequenceId child, std::uint32_t tokens) 
   truncate(child, tokens);
 }
 
+void PageModel::truncate(SequenceId id, std::uint32_t tokens) {
+  Pages& pages = lists_.at(id.value);
+  pages.all.resize(pages_of(tokens));
+  pages.passed = std::min(pages.passed, pages_of(tokens));
+}
+
 std::size_t PageModel::holders(std::uint64_t page) const {
   std::size_t holders = 0;
-  for (const auto& [id, list] : lists_) holders += static_cast<std::size_t>(std::ranges::count(list, page));
+  for (const auto& [id, list] : lists_) holders += static_cast<std::size_t>(std::ranges::count(list.all, page));
   return holders;
 }
 
 void PageModel::grow(SequenceId id, std::uint32_t planned, std::uint32_t count) {
-  std::vector<std::uint64_t>& list = lists_.at(id.value);
+  std::vector<std::uint64_t>& list = lists_.at(id.value).all;
   const std::uint32_t open = planned / page_tokens_;
+  // One that another one has passed is copied where there are no windows, and kept where there are: one block each.
   if (open < list.size() && holders(list[open]) > 1) list[open] = next_++;
   while (list.size() < pages_of(planned + count)) list.push_back(next_++);
 }
 
+void PageModel::settle(SequenceId id, std::uint32_t tokens) {
+  Pages& pages = lists_.at(id.value);
+  if (stacks_.windowed()) pages.passed = std::max(pages.passed, stacks_.passed_pages(tokens));
+}
+
+void PageModel::resume(SequenceId id, std::uint32_t tokens, std::uint32_t passed) {
+  begin(id);
+  grow(id, 0, tokens);
+  lists_.at(id.value).passed = passed;
+}
+
 std::uint64_t PageModel::used() const {
-  std::set<std::uint64_t> all;
-  for (const auto& [id, list] : lists_) all.insert(list.begin(), list.end());
-  return all.size();
+  std::set<std::uint64_t> all, in_windows;
+  for (const auto& [id, list] : lists_) {
+    all.insert(list.all.begin(), list.all.end());
+    in_windows.insert(list.all.begin() + list.passed, list.all.end());
+  }
+  return blocks(all.size(), in_windows.size());
+}
+
+std::uint64_t PageModel::held(SequenceId id) const {
+  const Pages& pages = lists_.at(id.value);
+  return blocks(pages.all.size(), pages.all.size() - pages.passed);
+}
+
+std::uint64_t PageModel::resumed(std::uint32_t tokens, std::uint32_t passed) const {
+  return blocks(pages_of(tokens), pages_of(tokens) - passed);
+}
+
+std::uint32_t PageModel::shortest(SequenceId id) const {
+  const std::uint32_t kept_from = passed(id) * page_tokens_;
+  return kept_from == 0 ? 0 : kept_from + widest_ - 1;
 }
 
 std::vector<double> attended(const Pool& pool, std::span<const std::uint32_t> tokens, std::uint32_t layer,

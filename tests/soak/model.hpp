@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -8,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/engine.hpp"
 #include "tests/support/engine_rig.hpp"
 
@@ -70,7 +72,6 @@ struct Sequence {
   PolicySpec spec;
   std::vector<std::uint32_t> tokens{};  ///< of the pool, those of forwards in flight included
   std::uint32_t settled = 0;            ///< how many of them the engine says that it has
-  std::uint32_t longest = 0;            ///< the most tokens that it has had: windows have let go of what is far behind
   std::uint32_t in_flight = 0;          ///< forwards
   std::uint32_t keep = kNone;           ///< what is left of it once it rests; kNone: everything
   std::uint32_t prompt_left = 0;
@@ -98,29 +99,56 @@ struct Sequence {
 /// Whether something was decoded, be it what is still in flight.
 [[nodiscard]] bool has_decoded(const Sequence& sequence);
 
-/// Which blocks sequences hold, as lists of numbers.
+/// Which pages sequences hold, as lists of numbers. A page is a block of each stack of layers; of those with windows
+/// sequences let go of the first ones.
 class PageModel {
  public:
-  explicit PageModel(std::uint32_t page_tokens) : page_tokens_(page_tokens) {}
+  explicit PageModel(const EngineOptions& options)
+      : page_tokens_(options.page_tokens),
+        stacks_(options),
+        widest_(options.windows.empty() ? 0 : std::ranges::max(options.windows)) {}
 
   void begin(SequenceId id) { lists_[id.value] = {}; }
   void fork(SequenceId parent, SequenceId child, std::uint32_t tokens);
-  void truncate(SequenceId id, std::uint32_t tokens) { lists_.at(id.value).resize(pages_of(tokens)); }
+  void truncate(SequenceId id, std::uint32_t tokens);
   void end(SequenceId id) { lists_.erase(id.value); }
   /// `count` tokens come behind the first `planned`: a block of its own for the one that another one holds, too.
   void grow(SequenceId id, std::uint32_t planned, std::uint32_t count);
+  /// So many tokens it has for good.
+  void settle(SequenceId id, std::uint32_t tokens);
+  /// Comes back with as many tokens, and without the first `passed` pages of windows.
+  void resume(SequenceId id, std::uint32_t tokens, std::uint32_t passed);
 
+  /// Blocks of all, and of one; and of one that is to be resumed.
   [[nodiscard]] std::uint64_t used() const;
-  [[nodiscard]] std::uint64_t held(SequenceId id) const { return lists_.at(id.value).size(); }
+  [[nodiscard]] std::uint64_t held(SequenceId id) const;
+  [[nodiscard]] std::uint64_t resumed(std::uint32_t tokens, std::uint32_t passed) const;
+  /// Pages that layers with windows have not any more.
+  [[nodiscard]] std::uint32_t passed(SequenceId id) const { return lists_.at(id.value).passed; }
+  /// The fewest tokens, but for none, to which it can be shortened.
+  [[nodiscard]] std::uint32_t shortest(SequenceId id) const;
+  [[nodiscard]] bool can_shorten(SequenceId id, std::uint32_t tokens) const {
+    return tokens == 0 || tokens >= shortest(id);
+  }
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept {
     return (tokens + page_tokens_ - 1) / page_tokens_;
   }
+  [[nodiscard]] const scheduler::LayerStacks& stacks() const noexcept { return stacks_; }
 
  private:
+  struct Pages {
+    std::vector<std::uint64_t> all{};  ///< does not shrink by failing
+    std::uint32_t passed = 0;
+  };
   [[nodiscard]] std::size_t holders(std::uint64_t page) const;
+  [[nodiscard]] std::uint64_t blocks(std::uint64_t pages, std::uint64_t in_windows) const noexcept {
+    return (stacks_.count() - stacks_.windowed_stacks()) * pages + stacks_.windowed_stacks() * in_windows;
+  }
 
   std::uint32_t page_tokens_;
-  std::map<std::uint64_t, std::vector<std::uint64_t>> lists_;  ///< of each sequence, none of which shrinks by failing
+  scheduler::LayerStacks stacks_;
+  std::uint32_t widest_;
+  std::map<std::uint64_t, Pages> lists_;  ///< of each sequence
   std::uint64_t next_ = 0;
 };
 

@@ -53,11 +53,15 @@ Roster::Roster(const Driven& driven, Random& random, RoundStats& stats)
     : driven_(driven),
       random_(random),
       stats_(stats),
-      pages_(driven.engine.options().page_tokens),
+      pages_(driven.engine.options()),
       last_(driven.engine.stats()) {}
 
+std::uint64_t Roster::stack_bytes() const noexcept {
+  return block_bytes(driven_.engine.options()) / kSoakShape.layers * pages_.stacks().layers();
+}
+
 std::uint64_t Roster::blocks() const noexcept {
-  return driven_.engine.options().host_bytes / block_bytes(driven_.engine.options());
+  return driven_.engine.options().host_bytes / stack_bytes();
 }
 
 bool Roster::has_slot(const PolicySpec& spec) const {
@@ -116,6 +120,11 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
     id = policy.empty() ? driven_.engine.fork(parent.id, tokens) : driven_.engine.fork(parent.id, tokens, spec);
   };
   const std::optional<Errc> error = error_of(call);
+  if (!pages_.can_shorten(parent.id, tokens)) {
+    require(error == Errc::unsupported, "fork of " + parent.name() + " with too few tokens is not refused");
+    ++stats_.refused;
+    return;
+  }
   if (!has_slot(spec)) {
     require(error == Errc::out_of_capacity, "fork of " + parent.name() + " without a slot is not refused");
     ++stats_.refused;
@@ -126,7 +135,6 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
   Sequence child{.id = id, .policy = policy.empty() ? parent.policy : policy, .spec = spec};
   child.tokens.assign(parent.tokens.begin(), parent.tokens.begin() + tokens);
   child.settled = tokens;
-  child.longest = parent.longest;
   child.uncertain = parent.uncertain;
   child.disturbed = parent.disturbed;
   if (policy.empty()) note_shorter(parent, tokens, child);
@@ -141,8 +149,9 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
 std::uint32_t Roster::draw_shorter(const Sequence& sequence) {
   constexpr std::uint32_t kNear = 36;  // What policies of the CPU take back, and a little more.
   std::uint32_t most = random_.below(3) == 0 ? sequence.settled : std::min(sequence.settled, kNear);
-  if (windowed())
-    most = sequence.settled - std::min(sequence.settled, sequence.longest - std::min(sequence.longest, kSoakSlack));
+  // Of windows, fewer tokens than there may be are refused.
+  if (windowed() && random_.below(6) != 0)
+    most = std::min(most, sequence.settled - pages_.shortest(sequence.id));
   return sequence.settled - random_.below(most + 1);
 }
 
@@ -153,6 +162,11 @@ void Roster::note_shorter(const Sequence& sequence, std::uint32_t tokens, Sequen
 
 void Roster::truncate(Sequence& sequence, std::uint32_t tokens) {
   const std::optional<Errc> error = error_of([&] { driven_.engine.truncate(sequence.id, tokens); });
+  if (!pages_.can_shorten(sequence.id, tokens)) {
+    require(error == Errc::unsupported, "truncate of " + sequence.name() + " to too few tokens is not refused");
+    ++stats_.refused;
+    return;
+  }
   require(!error, "truncate of " + sequence.name() + " fails");
   note_shorter(sequence, tokens, sequence);
   pages_.truncate(sequence.id, tokens);
@@ -216,7 +230,7 @@ void Roster::import(Sequence& sequence) {
   if (!broken_off) pages_.grow(sequence.id, sequence.planned(), count);
   sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
   sequence.settled += count;
-  sequence.longest = std::max(sequence.longest, sequence.settled);
+  settle(sequence);
   sequence.calls.push_back({.kind = Call::Kind::import, .tokens = tokens, .count = queries});
 }
 
@@ -254,7 +268,6 @@ void Roster::misuse(Sequence& sequence) {
 }
 
 bool Roster::has_room(std::span<const PlanItem> items) const {
-  if (windowed()) return true;
   PageModel after = pages_;
   for (const PlanItem& item : items) {
     const auto sequence = std::ranges::find(sequences_, item.sequence, [](const auto& s) { return s->id; });
@@ -262,6 +275,8 @@ bool Roster::has_room(std::span<const PlanItem> items) const {
   }
   return after.used() <= blocks();
 }
+
+void Roster::settle(const Sequence& sequence) { pages_.settle(sequence.id, sequence.settled); }
 
 void Roster::plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill, std::uint32_t drafts) {
   pages_.grow(sequence.id, sequence.planned(), static_cast<std::uint32_t>(tokens.size()));

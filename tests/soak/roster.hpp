@@ -55,12 +55,14 @@ class Roster {
   /// Calls that are refused, and change nothing.
   void misuse(Sequence& sequence);
 
-  /// Whether some layers have windows: what sequences hold then is not counted, and there is enough.
+  /// Whether some layers have windows.
   [[nodiscard]] bool windowed() const noexcept { return !driven_.engine.options().windows.empty(); }
   /// Whether there are blocks for these.
   [[nodiscard]] bool has_room(std::span<const PlanItem> items) const;
   /// Their tokens are planned from now on.
   void plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill, std::uint32_t drafts);
+  /// What was planned for it has come to its end.
+  void settle(const Sequence& sequence);
   [[nodiscard]] std::vector<std::uint32_t> draw(std::uint32_t count);
 
   /// The engine says what the model says.
@@ -69,6 +71,7 @@ class Roster {
  private:
   /// `shorter` has the first `tokens` tokens of a sequence: whether its policy has begun again may not be known.
   static void note_shorter(const Sequence& sequence, std::uint32_t tokens, Sequence& shorter);
+  [[nodiscard]] std::uint64_t stack_bytes() const noexcept;  ///< of a block
   [[nodiscard]] std::uint64_t blocks() const noexcept;
   [[nodiscard]] bool has_slot(const PolicySpec& spec) const;
   Sequence& add(SequenceId id, Sequence sequence);
@@ -85,7 +88,10 @@ class Roster {
   struct Parked {
     std::unique_ptr<Sequence> sequence;
     std::vector<std::byte> area;
+    std::uint32_t passed = 0;  ///< pages that layers with windows had not any more
   };
+  /// In an engine that has pages of another size it is the same.
+  void visit_elsewhere(const Parked& parked);
   std::vector<Parked> parked_;
   EngineStats last_{};
 };

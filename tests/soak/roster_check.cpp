@@ -15,24 +15,23 @@ void require(bool holds, const std::string& what) {
 
 void Roster::check() {
   const Engine& engine = driven_.engine;
-  const std::uint64_t block = block_bytes(engine.options());
+  const std::uint64_t block = stack_bytes();
   for (const auto& sequence : sequences_) {
     const std::uint32_t tokens = engine.tokens(sequence->id);
     require(tokens == sequence->settled, sequence->name() + " has " + std::to_string(tokens) +
                                              " tokens, and should have " + std::to_string(sequence->settled));
     const std::uint64_t held = engine.far_bytes(sequence->id) / block;
-    require(windowed() || held == pages_.held(sequence->id), sequence->name() + " holds " + std::to_string(held) +
-                                                                 " blocks instead of " +
-                                                                 std::to_string(pages_.held(sequence->id)));
+    require(held == pages_.held(sequence->id), sequence->name() + " holds " + std::to_string(held) +
+                                                   " blocks instead of " + std::to_string(pages_.held(sequence->id)));
     check_audit(*sequence);
   }
   check_stats();
-  if (windowed()) return;
   const std::uint64_t used = engine.memory().far_pages_used;
   require(used == pages_.used() * block, "sequences hold " + std::to_string(used) + " bytes instead of " +
                                              std::to_string(pages_.used()) + " blocks of " + std::to_string(block));
-  const auto room = static_cast<std::uint32_t>(std::min<std::uint64_t>(
-      (blocks() - pages_.used()) * engine.options().page_tokens, engine.options().largest.max_tokens));
+  const std::uint64_t pages = std::min<std::uint64_t>(pages_.stacks().pages_in(blocks() - pages_.used()), kNone);
+  const auto room = static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(pages * engine.options().page_tokens, engine.options().largest.max_tokens));
   const bool slot = sequences_.size() < engine.options().sequences;
   require(engine.can_admit(room) == slot && !engine.can_admit(room + 1), "it admits too much or too little");
 }

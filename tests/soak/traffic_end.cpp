@@ -94,7 +94,7 @@ void Traffic::succeed(const Flight& flight) {
       if (sequence.sampled && repeatable) sequence.said.push_back({.call = part.call, .row = i, .out = std::move(out)});
     }
     sequence.settled += part.count;
-    sequence.longest = std::max(sequence.longest, sequence.settled);
+    roster_.settle(sequence);
     // Not by what was planned before they were lost.
     if (part.prefill && part.count >= scheduler::prompt_queries(sequence.spec) && part.retracted == sequence.retracted)
       sequence.queries_lost = false;

@@ -43,7 +43,7 @@ TEST_CASE("the first row of a team gets what its policy gives it alone, whatever
       "lfps:bypass=0,recent=2", "tactic:least=64,size=4,recluster=64", "exact | top_k=9 | near=0,sinks=2,recent=6",
       "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
       "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
-      "history+pages:share=0.2 | top_p=0.9 | near=0,sinks=4,recent=3", "exact | top_k=9 | near=0,sinks=2 | dense=1");
+      "history+pages:share=0.2,min_pages=1 | top_p=0.9 | near=0,sinks=4,recent=3", "exact | top_k=9 | near=0,sinks=2 | dense=1");
   const std::uint32_t near = GENERATE(0u, 9u);
   const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
   const bool windows = GENERATE(false, true);
@@ -68,6 +68,45 @@ TEST_CASE("the first row of a team gets what its policy gives it alone, whatever
     REQUIRE(difference(rows[0].out, want.out) < policies::tolerance(rig));
     REQUIRE(difference(rows[0].lse, want.lse) < policies::tolerance(rig));
     engine.truncate(teller.id, teller.at = alone.at);
+  }
+}
+
+TEST_CASE("teams that are taken back one after another leave their policy as it was", "[engine][drafts][undo]") {
+  const char* const policy =
+      GENERATE("history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
+               "lfps:observe_every=4,bypass=0", "tactic:least=64,size=4,recluster=64");
+  const bool forks = GENERATE(false, true);
+  CAPTURE(policy, forks);
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, kPrompt + 100, 670), other(kShape, kPrompt + 150, 671);
+  Engine engine(options_of(rig, 0, PlacementMode::hybrid), rig.device);
+  Teller calm = begin(engine, rig, story, policy);
+  Teller teller = begin(engine, rig, story, policy);
+  Random random(672);
+  // All drafts are the story's; the first `right` of them stay.
+  const auto step = [&](Teller& of, std::uint32_t right) {
+    const std::uint32_t first = of.at;
+    const auto rows = drafts::run(engine, rig, bucket_of(kDrafts), {{&of, kDrafts}})[0];
+    engine.truncate(of.id, of.at = first + right);
+    return rows[0];
+  };
+  const auto stray = [&] {
+    const std::uint32_t tokens = teller.at;
+    teller.story = &other;
+    for (std::uint32_t teams = 1 + random.below(5); teams != 0; --teams) (void)step(teller, 1 + random.below(kDrafts));
+    teller.story = &story;
+    teller.at = tokens;
+    if (!forks) return engine.truncate(teller.id, tokens);
+    const SequenceId parent = teller.id;
+    teller.id = engine.fork(parent, tokens);
+    engine.end(parent);
+  };
+  while (calm.at + kDrafts <= story.tokens()) {
+    CAPTURE(calm.at);
+    if (random.below(3) != 0) stray();
+    const std::uint32_t right = 1 + random.below(kDrafts);
+    const auto want = step(calm, right);
+    REQUIRE(difference(step(teller, right).out, want.out) < policies::tolerance(rig));
   }
 }
 

@@ -51,6 +51,35 @@ TEST_CASE("drafts that are taken back leave nothing behind, whatever they were",
   REQUIRE(engine.memory().far_pages_used == 0);
 }
 
+TEST_CASE("drafts can be rejected wherever pages of windows end among them", "[engine][drafts][windows]") {
+  constexpr std::uint32_t kDrafts = 4;
+  const EngineRig rig = engine_rig();
+  const AttentionShape shape = shape_of(4, 2);
+  EngineOptions options = draft_options(rig, shape, kDrafts, 1, 6);
+  options.windows = GENERATE(std::vector<std::uint32_t>{0, 20}, std::vector<std::uint32_t>{13, 20});
+  options.window_slack = kDrafts - 2;
+  REQUIRE(code_of([&] { Engine(options, rig.device); }) == Errc::invalid_argument);
+  options.window_slack = kDrafts - 1;
+  Engine engine(options, rig.device);
+  Story story(shape, 100, 615);
+  story.see(options.windows);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("full"))};
+  import_story(engine, rig, teller, 40);
+  while (teller.at + kDrafts <= story.tokens()) {
+    const std::uint32_t first = teller.at;
+    CAPTURE(first);
+    const auto rows = run(engine, rig, options.largest, {{&teller, kDrafts}})[0];
+    for (std::uint32_t i = 0; i < kDrafts; ++i) {
+      const Story::Together team{.first = first, .drafts = kDrafts, .draft = i, .sinks = first};
+      REQUIRE(error_of(rows[i], story, shape, team) < kTolerance);
+    }
+    engine.truncate(teller.id, teller.at = first + 1);
+  }
+  options.windows.assign(options.windows.size(), 0);  // Nothing is let go of.
+  options.window_slack = 0;
+  const Engine whole(options, rig.device);
+}
+
 TEST_CASE("a draft that is no number spoils what comes behind it, and nothing before", "[engine][drafts]") {
   const std::uint32_t near = GENERATE(0u, 90u);
   const EngineRig rig = engine_rig();

@@ -85,6 +85,33 @@ TEST_CASE("a sequence that nobody could resume is not parked", "[engine][park]")
   }
 }
 
+TEST_CASE("what is parked can be resumed, however long its policy's name, with windows and without", "[engine][park]") {
+  const bool windows = GENERATE(false, true);
+  CAPTURE(windows);
+  const EngineRig rig = engine_rig();
+  PolicySpec policy = parse_policy("full");
+  EngineOptions options = room_for(rig, policy);
+  if (windows) options.windows = {0, 40, 40};
+  Engine engine(options, rig.device);
+  std::uint32_t resumed = 0, refused = 0;
+  for (std::size_t length = 65'100; length < 65'536; length += 3) {
+    CAPTURE(length);
+    policy.name = std::string(length, 'n');
+    const SequenceId id = engine.begin(policy);
+    Area area(70'000);
+    try {
+      (void)engine.park(id, area);
+      ++resumed;
+    } catch (const Error& error) {
+      REQUIRE(error.code() == Errc::invalid_argument);
+      ++refused;
+    }
+    if (refused == 0) engine.end(engine.resume(std::span(area).first(engine.park_bytes(id))));
+    engine.end(id);
+  }
+  REQUIRE((resumed != 0 && refused != 0));
+}
+
 TEST_CASE("sequences of every element type go on in an engine with other memory and other pages", "[engine][park]") {
   const auto [pages, near, type] =
       GENERATE(grid(std::array{8u, 16u, 64u}, std::array{0u, 3u}, std::array{0u, 1u, 2u, 3u}));

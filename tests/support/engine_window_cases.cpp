@@ -71,6 +71,26 @@ Teller told(Engine& engine, const EngineRig& rig, const Story& story) {
   return teller;
 }
 
+std::vector<std::byte> parked(const Engine& engine, SequenceId id) {
+  std::vector<std::byte> area(engine.park_bytes(id));
+  REQUIRE(engine.park(id, area) == area.size());
+  return area;
+}
+
+EngineOptions with_pages(EngineOptions options, std::uint32_t page_tokens) {
+  options.page_tokens = page_tokens;
+  options.prefill_window = 64;
+  return options;
+}
+
+/// Blocks that are free have rows of another story from now on.
+void fill(Engine& engine, const EngineRig& rig, const std::vector<std::uint32_t>& windows) {
+  const Story other = story_of(windows, 1000, 699, rig);
+  Teller teller{.story = &other, .id = engine.begin(parse_policy("full"))};
+  read(engine, rig, teller, 900);
+  engine.end(teller.id);
+}
+
 std::uint64_t blocks_of(const Engine& engine, SequenceId id, const EngineRig& rig) {
   const PageLayout layout{.page_tokens = 16, .head_dim = kShape.head_dim, .dtype = rig.kv_dtype};
   const std::uint64_t layers = engine.options().windows == kAll ? 3 : 1;
@@ -177,8 +197,7 @@ TEST_CASE("parked sequences have what layers with windows have, and come back wi
   const Story story = story_of(windows, 400, 605, rig);
   Engine engine(windowed(rig, windows, 7), rig.device);
   Teller teller = told(engine, rig, story);
-  std::vector<std::byte> area(engine.park_bytes(teller.id));
-  REQUIRE(engine.park(teller.id, area) == area.size());
+  const std::vector<std::byte> area = parked(engine, teller.id);
   EngineOptions whole = windowed(rig, {}, 0);
   Engine other(whole, rig.device);
   const Teller all = told(other, rig, story);
@@ -186,12 +205,69 @@ TEST_CASE("parked sequences have what layers with windows have, and come back wi
   REQUIRE(code_of([&] { (void)other.resume(area); }) == Errc::invalid_argument);
   for (const std::uint32_t page_tokens : {8u, 16u, 64u}) {
     CAPTURE(page_tokens);
-    EngineOptions options = windowed(rig, windows, 3);
-    options.page_tokens = page_tokens;
-    options.prefill_window = 64;
-    Engine into(options, rig.device);
+    Engine into(with_pages(windowed(rig, windows, 3), page_tokens), rig.device);
     goes_on(into, rig, {.story = &story, .id = into.resume(area), .at = 300}, 60);
   }
+}
+
+TEST_CASE("with larger pages a sequence has no more of its windows than what was parked", "[engine][windows]") {
+  const auto& windows = GENERATE(kMixed, kAll);
+  const std::uint32_t page_tokens = GENERATE(8u, 64u);
+  CAPTURE(page_tokens);
+  const EngineRig rig = engine_rig();
+  const Story story = story_of(windows, 400, 605, rig);
+  Engine engine(windowed(rig, windows), rig.device);
+  const Teller teller = told(engine, rig, story);
+  const std::vector<std::byte> area = parked(engine, teller.id);
+  Engine into(with_pages(windowed(rig, windows, 3), page_tokens), rig.device);
+  fill(into, rig, windows);
+  const Teller all{.story = &story, .id = into.resume(area), .at = 300};
+  REQUIRE((parked(into, all.id) == area));
+  for (std::uint32_t tokens = 300; tokens > 220; tokens -= 3) {
+    CAPTURE(tokens);
+    Teller child{.story = &story, .id = {}, .at = tokens};
+    const auto fork = [&](Engine& of, SequenceId id) { child.id = of.fork(id, tokens); };
+    if (tokens + 1 - 40 < 240) {  // Which are parked from there on.
+      REQUIRE(code_of([&] { fork(engine, teller.id); }) == Errc::unsupported);
+      REQUIRE(code_of([&] { fork(into, all.id); }) == Errc::unsupported);
+      REQUIRE(code_of([&] { into.truncate(all.id, tokens); }) == Errc::unsupported);
+      continue;
+    }
+    fork(into, all.id);
+    const SequenceId grandchild = into.fork(child.id, tokens);
+    goes_on(into, rig, child, 3);
+    into.end(child.id);
+    REQUIRE(code_of([&] { (void)into.fork(grandchild, 270); }) == Errc::unsupported);
+    into.end(grandchild);
+  }
+  into.truncate(all.id, 0);
+  const Teller again{.story = &story, .id = all.id};
+  goes_on(into, rig, again, 60);
+  into.truncate(all.id, 50);
+  goes_on(into, rig, {.story = &story, .id = all.id, .at = 50}, 10);
+}
+
+TEST_CASE("no other sequence finds pages of windows that came back without their first rows",
+          "[engine][windows][prefix]") {
+  const auto& windows = GENERATE(kMixed, kAll);
+  const EngineRig rig = engine_rig();
+  const Story story = story_of(windows, 400, 606, rig);
+  Engine engine(windowed(rig, windows), rig.device);
+  Teller teller = begin_named(engine, story, "full", ids_of(300));
+  read(engine, rig, teller, 300);
+  const std::vector<std::byte> area = parked(engine, teller.id);
+  Engine into(with_pages(windowed(rig, windows), 64), rig.device);
+  fill(into, rig, windows);
+  // The first pages are known there, also where all layers have windows.
+  Teller first = begin_named(into, story, "full", ids_of(220));
+  read(into, rig, first, 220);
+  REQUIRE(into.match_prefix(parse_policy("full"), ids_of(300)) == 192);
+  Teller resumed{.story = &story, .id = into.resume(area), .at = 300};
+  into.name_tokens(resumed.id, 300, std::span<const std::int32_t>(ids_of(400)).subspan(300));
+  REQUIRE(into.match_prefix(parse_policy("full"), ids_of(300)) == 192);
+  Teller second = begin_named(into, story, "full", ids_of(300));
+  goes_on(into, rig, second, 70);
+  goes_on(into, rig, resumed, 80);
 }
 
 TEST_CASE("more sequences with windows have room, and admission knows", "[engine][windows]") {
@@ -206,6 +282,7 @@ TEST_CASE("more sequences with windows have room, and admission knows", "[engine
   const AdmissionOptions shares = admission_options(engine.options());
   REQUIRE((shares.pages == 150 && shares.page_blocks == 1 && shares.window_blocks == 2));
   REQUIRE(shares.window_pages == (40 + kSlack + 32 + 15) / 16 + 1);
+  REQUIRE(shares.window_resting_pages == 3);  // 39 tokens.
   AdmissionOptions many = shares;
   many.decode_rows = many.sequences = 8;
   Admission admission(many);
