@@ -1,7 +1,7 @@
 // The process of suspended_test.cpp, a program of its own as CUDA does not survive a fork:
 //     gpu_decoder SEED ANSWER_TIMEOUT_MS
-// It decodes, every forward a graph that is replayed, until standard input is closed, and says on standard output what it
-// does; see tests/support/decoder_process.hpp.
+// It decodes, every forward a graph that is replayed, until standard input is closed, and says on standard output what
+// it does; see tests/support/decoder_process.hpp.
 #include <unistd.h>
 
 #include <chrono>

@@ -21,14 +21,14 @@ constexpr std::chrono::seconds kPatience{120};
 /// Becomes the program beside this one.
 std::function<void(int, int)> gpu_decoder(std::uint32_t seed) {
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "gpu_decoder";
-  return [program, number = std::to_string(seed),
-          timeout = std::to_string(kAnswerTimeout.count())](int stop, int report) {
-    ::dup2(stop, STDIN_FILENO);
-    ::dup2(report, STDOUT_FILENO);
-    for (const int end : {STDIN_FILENO, STDOUT_FILENO}) ::fcntl(end, F_SETFD, 0);
-    ::execl(program.c_str(), program.c_str(), number.c_str(), timeout.c_str(), nullptr);
-    report_failure(program + " cannot be run; it belongs beside this test", STDOUT_FILENO);
-  };
+  return
+      [program, number = std::to_string(seed), timeout = std::to_string(kAnswerTimeout.count())](int stop, int report) {
+        ::dup2(stop, STDIN_FILENO);
+        ::dup2(report, STDOUT_FILENO);
+        for (const int end : {STDIN_FILENO, STDOUT_FILENO}) ::fcntl(end, F_SETFD, 0);
+        ::execl(program.c_str(), program.c_str(), number.c_str(), timeout.c_str(), nullptr);
+        report_failure(program + " cannot be run; it belongs beside this test", STDOUT_FILENO);
+      };
 }
 
 /// Some moment of a forward that it enqueues, or shortly after that.

@@ -32,6 +32,7 @@ class Decoding:
         self.model = Model(len(lengths))
         # Torch has 32, and gives them out in turn: those of what lives are different ones.
         self.stream, self.capturing = torch.cuda.Stream(), torch.cuda.Stream()
+        self.pool, self.practice = torch.cuda.graph_pool_handle(), None
         torch.manual_seed(3)
         self.inputs = torch.randn(MOST, len(lengths), HIDDEN, device="cuda").bfloat16()
         self.results = torch.full_like(self.inputs, torch.nan)
@@ -60,8 +61,8 @@ class Decoding:
         for _ in range(count):
             self.enqueue(graph)()
 
-    def capture(self, mode, between=lambda: None):
-        """A forward in a graph. `between` is called in the middle, while the stream is captured."""
+    def capture(self, mode, between=lambda: None, before_end=lambda: None):
+        """A forward in a graph. `between` is called in its middle, `before_end` behind it: the stream is captured."""
         graph = torch.cuda.CUDAGraph()
 
         def attend(layer, *tensors):
@@ -71,17 +72,23 @@ class Decoding:
 
         with torch.cuda.stream(self.capturing):
             # Not torch.cuda.graph, which waits for the whole device first: all would be at rest.
-            graph.capture_begin(capture_error_mode=mode)
+            graph.capture_begin(self.pool, capture_error_mode=mode)
             self.model.forward(attend)
+            before_end()
             graph.capture_end()
         return graph
 
-    def warm_up(self):
-        """cuBLAS takes memory at its first call on a stream, which must not be captured."""
-        for stream in (self.stream, self.capturing):
+    def practise(self):
+        """Captures one that is not replayed, in whose memory others have room: taking some from CUDA may wait until the
+        device is idle. And cuBLAS takes memory at its first call on a stream."""
+        def compute(stream):
             with torch.cuda.stream(stream):
                 self.model.forward(lambda layer, q, k, v, out: out.zero_())
             torch.cuda.synchronize()
+
+        compute(self.capturing)
+        self.practice = self.capture("global")
+        compute(self.stream)  # The model keeps tensors of its newest forward: no more those of the graph.
 
     def taken(self):
         """Hidden states of all forwards."""
@@ -119,7 +126,11 @@ def await_work(decoding):
 def same_engine(library, mode):
     """The next forward is captured while earlier ones run; without a mode none is, and no graph replayed."""
     decoding = Decoding(library, (LEARNS, COMES_NEAR), LENGTHS)
-    decoding.warm_up()
+
+    def still_run():
+        assert decoding.engine.count("asked") < (WARM + AHEAD) * LAYERS, "the forwards have run within the capture"
+
+    decoding.practise()
     decoding.decode(WARM)
     warm = decoding.counts()
     assert warm["asked"] == WARM * LAYERS and warm["promoted"] > 0 and warm["scored"] > 0 and decoding.learnt() > 0
@@ -128,8 +139,7 @@ def same_engine(library, mode):
     graph = None
     if mode is not None:
         assert decoding.engine.count("asked") <= (WARM + 1) * LAYERS, "the forwards have run before the capture"
-        graph = decoding.capture(mode, lambda: await_work(decoding))
-        assert decoding.engine.count("asked") < (WARM + AHEAD) * LAYERS, "the forwards have run within the capture"
+        graph = decoding.capture(mode, lambda: await_work(decoding), still_run)
     for finish in finishes:
         finish()
     decoding.engine.pause(0)
@@ -154,8 +164,8 @@ def beside_a_thread(library, mode):
     """Another engine's forward is captured and replayed while a thread decodes; hidden states of both."""
     there = Decoding(library, (LEARNS, COMES_NEAR), LENGTHS)
     here = Decoding(library, (COMES_NEAR,), (700,))
-    there.warm_up()
-    here.warm_up()
+    there.practise()
+    here.practise()
     there_graph = there.capture("global")
     there.decode(WARM, there_graph)
     there.engine.pause(200)

@@ -114,7 +114,8 @@ DecodingReport DecoderProcess::finish(std::chrono::milliseconds timeout) {
   std::string line;
   while (!done_) {
     if (!read_line(end, line))
-      throw std::runtime_error("the process was told to stop, and has not in " + std::to_string(timeout.count()) + " ms");
+      throw std::runtime_error("the process was told to stop, and has not in " + std::to_string(timeout.count()) +
+                               " ms");
     take(line);
   }
   if (!await_exit(end)) throw std::runtime_error("the process has done all it had to, and does not end");

@@ -45,7 +45,13 @@ class Round {
  public:
   Round(const EngineRig& rig, Engine& engine, ForwardTensors& tensors, const std::vector<DecodedLine>& lines,
         const DecodingHooks& hooks, const DecodingHooks::Enqueue& enqueue, DecodingReport& report)
-      : rig_(rig), engine_(engine), tensors_(tensors), lines_(lines), hooks_(hooks), enqueue_(enqueue), report_(report) {}
+      : rig_(rig),
+        engine_(engine),
+        tensors_(tensors),
+        lines_(lines),
+        hooks_(hooks),
+        enqueue_(enqueue),
+        report_(report) {}
 
   void run() {
     for (const DecodedLine& line : lines_) {
@@ -66,8 +72,7 @@ class Round {
  private:
   /// Whether it got to its end. `last`: it must.
   bool forward(bool last) {
-    for (std::uint32_t row = 0; row < tellers_.size(); ++row)
-      tensors_.set(row, *tellers_[row].story, tellers_[row].at);
+    for (std::uint32_t row = 0; row < tellers_.size(); ++row) tensors_.set(row, *tellers_[row].story, tellers_[row].at);
     tensors_.spoil();
     const Batch batch = engine_.plan(one_each(ids_), engine_.options().largest, rig_.stream);
     enqueue_();
@@ -92,7 +97,8 @@ class Round {
       const std::vector<float> out = tensors_.out(row);
       const std::size_t layer = out.size() / kShape.layers;
       // The layer whose answer was late, if not one before the last, and all behind it.
-      if (!std::all_of(out.end() - static_cast<std::ptrdiff_t>(layer), out.end(), [](float x) { return std::isnan(x); }))
+      if (!std::all_of(out.end() - static_cast<std::ptrdiff_t>(layer), out.end(),
+                       [](float x) { return std::isnan(x); }))
         throw std::runtime_error("a forward failed, and its last layer's outputs are numbers");
       if (engine_.tokens(ids_[row]) != tellers_[row].at)
         throw std::runtime_error("a forward failed, and a sequence has another number of tokens");
