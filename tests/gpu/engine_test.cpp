@@ -1,6 +1,4 @@
 // The cases of every engine, on a GPU; and forwards captured in CUDA graphs.
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -9,6 +7,7 @@
 
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
+#include "tests/gpu/forward_graph.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 
@@ -33,36 +32,7 @@ using namespace sluice::test;
 
 namespace {
 
-void require_ok(cudaError_t status) {
-  INFO(cudaGetErrorString(status));
-  REQUIRE(status == cudaSuccess);
-}
-
-/// A forward of an engine, captured once.
-class Graph {
- public:
-  Graph(Engine& engine, ForwardTensors& tensors, cudaStream_t stream)
-      : Graph(engine, tensors, engine.options().largest, stream) {}
-  Graph(Engine& engine, ForwardTensors& tensors, const Bucket& bucket, cudaStream_t stream) : stream_(stream) {
-    require_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
-    tensors.attend(engine, bucket, stream);
-    cudaGraph_t graph = nullptr;
-    require_ok(cudaStreamEndCapture(stream, &graph));
-    require_ok(cudaGraphGetNodes(graph, nullptr, &nodes_));
-    require_ok(cudaGraphInstantiate(&exec_, graph, 0));
-    require_ok(cudaGraphDestroy(graph));
-  }
-  ~Graph() { (void)cudaGraphExecDestroy(exec_); }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  void replay() const { require_ok(cudaGraphLaunch(exec_, stream_)); }
-  [[nodiscard]] std::size_t nodes() const { return nodes_; }
-
- private:
-  cudaStream_t stream_;
-  cudaGraphExec_t exec_ = nullptr;
-  std::size_t nodes_ = 0;
-};
+using Graph = ForwardGraph;
 
 EngineOptions graph_options(const AttentionShape& shape, std::uint32_t rows, std::uint32_t near_blocks) {
   EngineOptions options{.shape = shape, .largest = {.decode_rows = rows}, .threads = 4};

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "sluice/engine.hpp"
+#include "sluice/error.hpp"
+#include "tests/support/engine_rig.hpp"
+
+namespace sluice::test {
+
+/// A forward of an engine, captured once. What CUDA refuses is an Error{Errc::device}.
+class ForwardGraph {
+ public:
+  ForwardGraph(Engine& engine, ForwardTensors& tensors, cudaStream_t stream)
+      : ForwardGraph(engine, tensors, engine.options().largest, stream) {}
+  ForwardGraph(Engine& engine, ForwardTensors& tensors, const Bucket& bucket, cudaStream_t stream)
+      : ForwardGraph(stream, cudaStreamCaptureModeRelaxed, [&] { tensors.attend(engine, bucket, stream); }) {}
+  /// `enqueue` enqueues the forward on `stream`, which is captured meanwhile.
+  template <class Enqueue>
+  ForwardGraph(cudaStream_t stream, cudaStreamCaptureMode mode, const Enqueue& enqueue) : stream_(stream) {
+    require(cudaStreamBeginCapture(stream, mode), "begin a capture");
+    enqueue();
+    cudaGraph_t graph = nullptr;
+    require(cudaStreamEndCapture(stream, &graph), "end a capture");
+    require(cudaGraphGetNodes(graph, nullptr, &nodes_), "count a graph's nodes");
+    require(cudaGraphInstantiate(&exec_, graph, 0), "instantiate a graph");
+    require(cudaGraphDestroy(graph), "destroy a graph");
+  }
+  ~ForwardGraph() { (void)cudaGraphExecDestroy(exec_); }
+  ForwardGraph(const ForwardGraph&) = delete;
+  ForwardGraph& operator=(const ForwardGraph&) = delete;
+
+  void replay() const { replay(stream_); }
+  void replay(cudaStream_t stream) const { require(cudaGraphLaunch(exec_, stream), "replay a graph"); }
+  [[nodiscard]] std::size_t nodes() const { return nodes_; }
+
+ private:
+  static void require(cudaError_t status, const char* what) {
+    if (status != cudaSuccess)
+      throw Error(Errc::device, std::string("CUDA does not ") + what + ": " + cudaGetErrorString(status));
+  }
+
+  cudaStream_t stream_;
+  cudaGraphExec_t exec_ = nullptr;
+  std::size_t nodes_ = 0;
+};
+
+}  // namespace sluice::test
