@@ -80,7 +80,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(settled(options, verbs), *device, verbs, topology, node_of(topology, *device), *workers),
+      memory(settled(options, verbs), *device, verbs, topology, node_of(topology, *device)),
       host(*workers),
       prompt_workers(prompt_workers_of(options, topology)),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
