@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "sluice/units.hpp"
 
@@ -111,6 +112,8 @@ struct DeviceInfo {
   bool own_processor = true;       ///< its verbs run beside the host's threads, not on them: queueing gains time
   bool captures = false;           ///< work on its streams can be captured in graphs and replayed
   std::string pci_bus_id{};        ///< domain:bus:device.function, "0000:1b:00.0"; empty: on no bus, or unknown
+  /// The same of all devices of its kind that this process sees, by their numbers (CUDA's ordinals), its own included.
+  std::vector<std::string> visible_bus_ids{};
 };
 
 /// What a device knows of its own speed, for the cost model; 0 where it does not know. 1 GB = 1e9 bytes.
