@@ -108,7 +108,6 @@ class Registration {
 struct DeviceInfo {
   std::string name;
   std::uint64_t memory_bytes = 0;  ///< 0 if unknown
-  bool separate_memory = true;     ///< its verbs do not read ordinary host memory: pages must be brought or registered
   bool own_processor = true;       ///< its verbs run beside the host's threads, not on them: queueing gains time
   bool captures = false;           ///< work on its streams can be captured in graphs and replayed
   std::string pci_bus_id{};        ///< domain:bus:device.function, "0000:1b:00.0"; empty: on no bus, or unknown

@@ -22,9 +22,11 @@ using namespace std::chrono_literals;
 TEST_CASE("the CUDA device says what it is", "[cuda_device]") {
   REQUIRE(cuda_devices() > 0);
   const auto device = make_cuda_device({.memory_bytes = 5 * MiB});
-  REQUIRE(device->info().separate_memory);
   REQUIRE(device->info().own_processor);
   REQUIRE(device->info().captures);
+  REQUIRE(device->info().visible_bus_ids.size() == static_cast<std::size_t>(cuda_devices()));
+  REQUIRE(device->info().visible_bus_ids[0] == device->info().pci_bus_id);
+  REQUIRE_FALSE(device->info().pci_bus_id.empty());
   REQUIRE(device->info().memory_bytes == 5 * MiB);
   REQUIRE_FALSE(device->info().name.empty());
   REQUIRE(make_cuda_device()->info().memory_bytes > 1 * GiB);
