@@ -72,9 +72,6 @@ class Stream {
   virtual ~Stream() = default;
   /// Copies within one batch are unordered among each other. The memory, not the array, must stay alive.
   virtual void copy(std::span<const Copy> batch) = 0;
-  /// As `copy`, for blocks that nobody waits for yet: the device goes on with other work while they travel, beside
-  /// which another way may be the fastest. By default the same.
-  virtual void copy_in_background(std::span<const Copy> batch) { copy(batch); }
   virtual void record(Event& event) = 0;
   /// Later work of this stream waits for the event; a failed event fails this stream's next event too.
   virtual void wait(const Event& event) = 0;

@@ -2,9 +2,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <numeric>
 #include <span>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -140,6 +143,30 @@ TEST_CASE("the array of a CUDA copy batch may go at once", "[cuda_device][stream
             return 0;
           }) == Errc::invalid_argument);
   REQUIRE_NOTHROW(stream->synchronize(soon()));
+}
+
+TEST_CASE("no thread watches over flags before a stream waits for one", "[cuda_device][flag]") {
+  const auto watchdogs = [] {
+    int found = 0;
+    for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name;
+      std::ifstream(thread.path() / "comm") >> name;
+      found += name == "sluice-watchdog" ? 1 : 0;
+    }
+    return found;
+  };
+  const auto device = make_cuda_device();
+  if (!streams_wait(*device)) return;
+  const auto stream = device->create_stream("s");
+  const auto near = device->allocate(4096);
+  Shared<std::uint64_t> word(*device);
+  copy(*stream, near->data(), &*word, 8);
+  stream->synchronize(soon());
+  REQUIRE(watchdogs() == 0);
+  Gate gate(*device, *stream);
+  REQUIRE(watchdogs() == 1);
+  gate.open();
+  stream->synchronize(soon());
 }
 
 TEST_CASE("a CUDA event that was never recorded is done", "[cuda_device][event]") {
