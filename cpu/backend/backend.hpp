@@ -60,8 +60,6 @@ class Backend final : public sluice::Backend {
                Stream* stream) override;
   void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
                      const AttentionShape& shape, Stream* stream) override;
-  void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
-                     Stream* stream) override;
   [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                           const AttentionShape& shape) const override;
   /// Of a Zen 4 core at head_dim 64 and 128: a choice takes 8% of dense attention at 4,096 tokens, 4% at 8,192, and

@@ -30,12 +30,6 @@ struct Chunk {
         keys(from.first + from.count),
         ranges(static_cast<std::uint32_t>(div_up(keys, kRangeKeys))),
         column_stride(div_up(keys, kPrefillKeys) * kPrefillKeys) {}
-  /// For the sums alone: there is no choice.
-  Chunk(const SelectBlocksTask& from, const SumAttentionTask& sums, std::uint32_t query_heads)
-      : Chunk(from, FlexPrefillSpec{}, query_heads) {
-    rows = std::min(sums.rows, sums.count);
-    sinks = sums.sinks;
-  }
 
   [[nodiscard]] std::uint32_t representative() const noexcept { return keys - rows; }  ///< position of their first
   [[nodiscard]] std::uint32_t states() const noexcept { return heads * kPrefillBlock; }
@@ -46,7 +40,6 @@ struct Chunk {
   ChunkGrid grid;
   std::uint32_t heads;
   std::uint32_t rows;  ///< representative
-  std::uint32_t sinks = 0;
   std::uint32_t keys;
   std::uint32_t ranges;
   std::uint64_t column_stride;
@@ -83,24 +76,11 @@ class BlockSelection {
         chunks_.push_back(std::move(chunk));
       }
     }
-    sum();
+    for (Chunk& chunk : chunks_) prepare(chunk);
+    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { weigh(chunk, range); });
+    for (Chunk& chunk : chunks_) join_masses(chunk);
+    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { attend(chunk, range); });
     for_all(&Chunk::heads, [this](Chunk& chunk, std::uint32_t head) { choose(chunk, head); });
-  }
-
-  /// The sums alone.
-  void run(std::span<const SumAttentionTask> tasks) {
-    sums_.assign(tasks.begin(), tasks.end());
-    for (const SumAttentionTask& task : sums_)
-      tasks_.push_back({.q = task.q, .kv = task.kv, .first = task.first, .count = task.count});
-    for (std::size_t i = 0; i < sums_.size(); ++i) chunks_.emplace_back(tasks_[i], sums_[i], shape_.group());
-    sum();
-    for_all(&Chunk::heads, [this](Chunk& chunk, std::uint32_t head) {
-      const SumAttentionTask& task = sums_[static_cast<std::size_t>(&chunk - chunks_.data())];
-      const std::uint32_t length = chunk.keys - chunk.sinks;
-      std::copy_n(chunk.columns.data() + head * chunk.column_stride + chunk.sinks, length,
-                  task.by_position + std::size_t{head} * length);
-      std::copy_n(diagonals_of(chunk, head).data(), length, task.by_distance + std::size_t{head} * length);
-    });
   }
 
  private:
@@ -112,13 +92,6 @@ class BlockSelection {
     }
     workers_.parallel_for(static_cast<std::uint32_t>(pieces_.size()),
                           [this, body](std::uint32_t i) { body(*pieces_[i].chunk, pieces_[i].index); });
-  }
-
-  void sum() {
-    for (Chunk& chunk : chunks_) prepare(chunk);
-    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { weigh(chunk, range); });
-    for (Chunk& chunk : chunks_) join_masses(chunk);
-    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { attend(chunk, range); });
   }
 
   void keep_everything(const Chunk& chunk) const {
@@ -156,7 +129,6 @@ class BlockSelection {
             .key_begin = begin,
             .key_end = std::min(begin + kRangeKeys, chunk.keys),
             .first = chunk.representative(),
-            .sinks = chunk.sinks,
             .rows = chunk.rows,
             .heads = chunk.heads,
             .head_dim = shape_.head_dim,
@@ -304,34 +276,18 @@ class BlockSelection {
   FlexPrefillSpec spec_;
   PrefillShape strides_;
   AttentionShape shape_;
-  std::vector<SelectBlocksTask> tasks_;  ///< for sums, these as chunks
-  std::vector<SumAttentionTask> sums_;
+  std::vector<SelectBlocksTask> tasks_;
   std::vector<Chunk> chunks_;  ///< point to `tasks_`
   std::vector<Piece> pieces_;  ///< point to `chunks_`
 };
 
 }  // namespace
 
-namespace {
-
-void refuse_softcap(const char* verb, const AttentionShape& shape) {
-  if (shape.softcap != 0.f)
-    throw Error(Errc::unsupported, std::string(verb) + ": scores are summed without a soft-cap; prefill densely");
-}
-
-}  // namespace
-
-void Backend::sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
-                            const AttentionShape& shape, Stream*) {
-  for (const SumAttentionTask& task : tasks) check("sum_attention", shape, task.kv.layout);
-  refuse_softcap("sum_attention", shape);
-  Lent<BlockSelection>(workers_, workers_, kernels_, FlexPrefillSpec{}, strides, shape)->run(tasks);
-}
-
 void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
                             const PrefillShape& strides, const AttentionShape& shape, Stream*) {
   for (const SelectBlocksTask& task : tasks) check("select_blocks", shape, task.kv.layout);
-  refuse_softcap("select_blocks", shape);
+  if (shape.softcap != 0.f)
+    throw Error(Errc::unsupported, "select_blocks: scores are summed without a soft-cap; prefill densely");
   Lent<BlockSelection>(workers_, workers_, kernels_, spec, strides, shape)->run(tasks);
 }
 

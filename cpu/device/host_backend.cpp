@@ -103,13 +103,6 @@ void HostBackend::select_blocks(std::span<const SelectBlocksTask> tasks, const F
   run_or_enqueue(stream, "select_blocks", [=, this] { cpu_.select_blocks(tasks, spec, strides, shape, nullptr); });
 }
 
-void HostBackend::sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
-                                const AttentionShape& shape, Stream* stream) {
-  if (tasks.empty()) return;
-  check(shape, tasks.front().kv.layout);
-  run_or_enqueue(stream, "sum_attention", [=, this] { cpu_.sum_attention(tasks, strides, shape, nullptr); });
-}
-
 std::uint64_t HostBackend::select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                        const AttentionShape& shape) const {
   return cpu_.select_blocks_scratch_bytes(first, count, shape);

@@ -36,8 +36,6 @@ class HostBackend final : public sluice::Backend {
                Stream* stream) override;
   void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
                      const AttentionShape& shape, Stream* stream) override;
-  void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
-                     Stream* stream) override;
   [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                           const AttentionShape& shape) const override;
   [[nodiscard]] PrefillCosts prefill_costs() const noexcept override { return cpu_.prefill_costs(); }

@@ -27,8 +27,6 @@ struct FaultOptions {
 struct HostDeviceOptions {
   std::uint64_t memory_bytes = 0;                  ///< limit on `allocate`; 0 = none
   std::chrono::milliseconds flag_timeout{30'000};  ///< how long a stream waits for a host flag
-  /// Says that host memory is out of the verbs' reach, as a GPU would, so that callers bring every page. For tests.
-  bool separate_memory = false;
   FaultOptions faults{};
 };
 

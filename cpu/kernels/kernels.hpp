@@ -131,8 +131,7 @@ struct RepresentativeRows {
   std::uint32_t page_tokens = 0;
   std::uint32_t key_begin = 0;  ///< a multiple of kPrefillBlock
   std::uint32_t key_end = 0;
-  std::uint32_t first = 0;  ///< position of row 0, which attends the keys sinks .. first
-  std::uint32_t sinks = 0;
+  std::uint32_t first = 0;  ///< position of row 0, which attends the keys 0 .. first
   std::uint32_t rows = 0;
   std::uint32_t heads = 0;
   std::uint32_t head_dim = 0;

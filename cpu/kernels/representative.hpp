@@ -45,11 +45,6 @@ inline void score_block(const RepresentativeRows& args, std::uint32_t head, std:
       scratch.weights[std::size_t{r} * kWeightStride + j] = kLowestScore;
     }
   }
-  for (std::uint32_t r = 0; r < args.rows && key0 < args.sinks; ++r) {
-    for (std::uint32_t j = 0; j < kPrefillKeys && key0 + j < args.sinks; ++j) {
-      scratch.weights[std::size_t{r} * kWeightStride + j] = kLowestScore;
-    }
-  }
 }
 
 /// Means over each block of 128, added up from the packed blocks of 64.

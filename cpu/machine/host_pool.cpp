@@ -60,7 +60,6 @@ struct HostPool::Impl {
   PageLayout layout;
   std::uint32_t frames;
   Slab slab;  ///< first: it checks the size before the tables of a pool that cannot exist are filled
-  std::uint32_t pinned_frames;  ///< per registration
   FrameSet free;
   std::vector<std::uint32_t> generations;                    ///< [frames], of the current use or, if free, of the next
   std::vector<std::unique_ptr<Registration>> registrations;  ///< destroyed before the slab that they pin
@@ -70,7 +69,6 @@ struct HostPool::Impl {
         frames(frame_count(options, topology)),
         slab({.bytes = frames * layout.page_bytes(), .numa_node = options.numa_node, .huge_pages = options.huge_pages},
              topology, workers),
-        pinned_frames(static_cast<std::uint32_t>(std::min<std::uint64_t>(chunk_bytes(options) / layout.page_bytes(), kNone))),
         free(frames),
         generations(frames, 0),
         registrations(register_all(slab.memory(), chunk_bytes(options), device)) {}
@@ -89,9 +87,6 @@ std::byte* HostPool::base() const noexcept { return impl_->slab.memory().data();
 const PageLayout& HostPool::layout() const noexcept { return impl_->layout; }
 std::uint32_t HostPool::frames() const noexcept { return impl_->frames; }
 std::uint32_t HostPool::free_frames() const noexcept { return impl_->free.size(); }
-bool HostPool::pinned_together(std::uint32_t a, std::uint32_t b) const noexcept {
-  return a / impl_->pinned_frames == b / impl_->pinned_frames;
-}
 bool HostPool::live(PageRef page) const noexcept { return impl_->live(page); }
 
 std::vector<PageRef> HostPool::allocate(std::uint32_t count) {

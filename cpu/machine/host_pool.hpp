@@ -51,8 +51,6 @@ class HostPool {
   [[nodiscard]] std::vector<PageRef> allocate(std::uint32_t count);
   /// @throws Error{Errc::invalid_argument} for a stale reference (double free).
   void release(PageRef page);
-  /// True if both frames were pinned by one registration, so that one copy may span what lies between them.
-  [[nodiscard]] bool pinned_together(std::uint32_t a, std::uint32_t b) const noexcept;
   /// True while `page` is the current use of its frame.
   [[nodiscard]] bool live(PageRef page) const noexcept;
 

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "cpu/machine/limits.hpp"
 #include "sluice/error.hpp"
@@ -24,6 +26,16 @@ std::string gib(std::uint64_t bytes) {
 }
 
 }  // namespace
+
+WorkersOptions touching(const Topology& topology, std::uint32_t numa_node) {
+  const std::vector<Topology::Core> cores = topology.cores_near(numa_node);
+  const auto near = static_cast<std::uint32_t>(
+      std::ranges::count_if(cores, [numa_node](const Topology::Core& core) { return core.numa_node == numa_node; }));
+  const std::uint32_t most = topology.cores();
+  return {.threads = near == 0 ? most : std::min(near, most),
+          .numa_node = numa_node,
+          .spin = std::chrono::microseconds(0)};
+}
 
 /// Memory of its own, for a worker that does not return may still be touching it.
 struct Slab::Mapping final : Kept {

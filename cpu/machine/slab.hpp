@@ -23,6 +23,11 @@ struct SlabOptions {
   HugePages huge_pages = HugePages::transparent;
 };
 
+/// Workers that touch memory of a node: a thread for each of its cores that may be used and that the control group
+/// grants time for, bound to it, so that memory lies there even where the system refuses to bind it. Of a node without
+/// such cores those of the others do.
+[[nodiscard]] WorkersOptions touching(const Topology& topology, std::uint32_t numa_node);
+
 /// Anonymous memory of the host, bound to a NUMA node as far as the system allows and touched in parallel,
 /// so that neither a kernel nor a registration meets a page fault. Zero-filled. Unmapped by the destructor, or
 /// by the last worker that touches it, should the constructor have given that worker up.

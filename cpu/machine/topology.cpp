@@ -5,9 +5,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
-#include <cstdlib>
-#include <cstring>
 #include <new>
 #include <sstream>
 #include <utility>
@@ -164,49 +161,10 @@ Topology Topology::of_pus(std::span<const std::uint32_t> pus) const {
   return chosen;
 }
 
-Topology Topology::slice(std::uint32_t rank, std::uint32_t ranks) const {
-  if (rank >= ranks)
-    throw Error(Errc::invalid_argument,
-                "rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " is none; ranks begin at 0");
-  const std::uint64_t all = chosen().size();
-  const std::uint64_t begin = rank * all / ranks;
-  const std::uint64_t end = std::max((rank + 1) * all / ranks, begin + 1);
-  Topology part = *this;
-  part.chosen_ = std::make_shared<const std::vector<Core>>(chosen().begin() + static_cast<std::ptrdiff_t>(begin),
-                                                           chosen().begin() + static_cast<std::ptrdiff_t>(end));
-  return quota() == kNoLimit ? part : part.limited(div_up(quota(), ranks));
-}
-
 Topology Topology::limited(std::uint64_t cpus) const {
   Topology less = *this;
   less.quota_ = std::max<std::uint64_t>(cpus, 1);
   return less;
-}
-
-LocalRank local_rank() {
-  const auto read = [](const char* name) -> std::optional<std::uint32_t> {
-    const char* const text = std::getenv(name);
-    std::uint32_t number = 0;
-    if (text == nullptr || *text == '\0') return {};
-    const char* const end = text + std::strlen(text);
-    const auto [stop, error] = std::from_chars(text, end, number);
-    return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
-  };
-  constexpr std::pair<const char*, const char*> kNames[] = {
-      {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"}};
-  for (const auto& [rank_name, ranks_name] : kNames) {
-    const auto rank = read(rank_name);
-    const auto ranks = read(ranks_name);
-    if (rank && ranks && *rank < *ranks) return {.rank = *rank, .ranks = *ranks};
-  }
-  return {};
-}
-
-Topology chosen_cores(const Topology& machine, std::span<const std::uint32_t> pus) {
-  if (!pus.empty()) return machine.of_pus(pus);
-  if (machine.bound()) return machine;  // A launcher that binds has shared the machine out.
-  const LocalRank local = local_rank();
-  return machine.slice(local.rank, local.ranks);
 }
 
 std::vector<Topology::Core> Topology::cores_near(std::uint32_t numa_node) const {
@@ -249,11 +207,6 @@ std::optional<std::uint32_t> Topology::nearest_node(const std::string& pci_bus_i
 }
 
 bool Topology::synthetic() const noexcept { return !impl_->real(); }
-
-std::uint64_t Topology::node_memory_bytes(std::uint32_t numa_node) const noexcept {
-  const hwloc_obj_t node = impl_->node(numa_node);
-  return node == nullptr ? 0 : node->attr->numanode.local_memory;
-}
 
 bool Topology::bind_this_thread(std::uint32_t pu) const noexcept {
   // hwloc itself reports success for binding on a machine that is not this one.

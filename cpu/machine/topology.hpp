@@ -47,10 +47,6 @@ class Topology {
   /// The same machine with these cores alone, given by the OS index of any of their PUs.
   /// @throws Error{Errc::invalid_argument} naming the PU that the process may not use, or the core that is there twice.
   [[nodiscard]] Topology of_pus(std::span<const std::uint32_t> pus) const;
-  /// The same machine with one of `ranks` equal parts of its cores, neighbours together; and as much of the control
-  /// group's quota. With more ranks than cores some share one.
-  /// @throws Error{Errc::invalid_argument} if rank is not below ranks.
-  [[nodiscard]] Topology slice(std::uint32_t rank, std::uint32_t ranks) const;
   /// The same cores with `cpus` CPUs worth of time, at least one.
   [[nodiscard]] Topology limited(std::uint64_t cpus) const;
   /// Whether the process may run on some of the machine's PUs only, by an affinity mask.
@@ -62,8 +58,6 @@ class Topology {
   /// a directory with a `sys` of its own for tests.
   [[nodiscard]] std::optional<std::uint32_t> nearest_node(const std::string& pci_bus_id,
                                                           const std::string& root = "/") const;
-  /// Total memory of a node in bytes; 0 if unknown.
-  [[nodiscard]] std::uint64_t node_memory_bytes(std::uint32_t numa_node) const noexcept;
   /// Binds the calling thread to one PU. False if the system refuses; never throws.
   bool bind_this_thread(std::uint32_t pu) const noexcept;
   /// Asks for [data, data + bytes) to live on a node. False if the system refuses; never throws.
@@ -80,18 +74,5 @@ class Topology {
   std::shared_ptr<const std::vector<Core>> chosen_;  ///< null: all that the process may use
   std::uint64_t quota_ = 0;                          ///< CPUs worth of time; 0: what the control group grants
 };
-
-/// A process of those that one launcher started on this machine, as LOCAL_RANK and LOCAL_WORLD_SIZE (torchrun) or Open
-/// MPI's variables say; one of one without them, or if they make no sense.
-struct LocalRank {
-  std::uint32_t rank = 0;
-  std::uint32_t ranks = 1;
-};
-[[nodiscard]] LocalRank local_rank();
-
-/// The cores that an Engine takes: those of `pus`; without any, what the process is bound to or, where it
-/// is not, its part of the machine, so that several processes of one launcher do not stand in each other's way.
-/// @throws as Topology::of_pus
-[[nodiscard]] Topology chosen_cores(const Topology& machine, std::span<const std::uint32_t> pus);
 
 }  // namespace sluice::cpu

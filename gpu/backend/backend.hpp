@@ -40,8 +40,6 @@ class Backend final : public sluice::Backend {
                Stream* stream) override;
   void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec, const PrefillShape& strides,
                      const AttentionShape& shape, Stream* stream) override;
-  void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
-                     Stream* stream) override;
   [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                           const AttentionShape& shape) const override;
   /// Of an H200 at Llama-3.1-8B's shape, from `sluice bench prefill`.

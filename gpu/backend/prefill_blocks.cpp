@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <bit>
 #include <string>
-#include <vector>
 
 #include "gpu/backend/backend.hpp"
 #include "gpu/backend/flex_room.hpp"
@@ -49,9 +48,9 @@ std::size_t launchable(std::span<const SelectBlocksTask> tasks, std::uint64_t li
 }
 
 /// Describes the tasks in pinned memory and has that copied to device memory, where every thread block reads it again.
-/// Returns the items there. `sums` is empty, or says of each task what its sums are to be of.
-const FlexItem* pack(std::span<const SelectBlocksTask> tasks, std::span<const SumAttentionTask> sums,
-                     const AttentionShape& shape, FlexExtent& extent, CudaStream& stream) {
+/// Returns the items there.
+const FlexItem* pack(std::span<const SelectBlocksTask> tasks, const AttentionShape& shape, FlexExtent& extent,
+                     CudaStream& stream) {
   std::uint64_t bytes = 0;
   for (const SelectBlocksTask& task : tasks) {
     bytes += item_bytes(task);
@@ -62,15 +61,10 @@ const FlexItem* pack(std::span<const SelectBlocksTask> tasks, std::span<const Su
   std::byte* const to = stream.scratch().data() + CudaStream::kCounterBytes;
   auto* item = reinterpret_cast<FlexItem*>(from);
   std::uint64_t used = extent.items * sizeof(FlexItem);
-  for (std::size_t i = 0; i < tasks.size(); ++i) {
-    const SelectBlocksTask& task = tasks[i];
+  for (const SelectBlocksTask& task : tasks) {
     if (task.count == 0) continue;
     Carver scratch(task.scratch);
     *item = describe(task.first, task.count, shape, scratch);
-    if (!sums.empty()) {
-      item->rows = std::min(item->rows, sums[i].rows);
-      item->sinks = sums[i].sinks;
-    }
     item->q = task.q;
     item->base = task.kv.base;
     item->frames = reinterpret_cast<const std::uint32_t*>(to + used);
@@ -87,16 +81,6 @@ const FlexItem* pack(std::span<const SelectBlocksTask> tasks, std::span<const Su
   check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream.handle()),
         "send the page tables of select_blocks");
   return reinterpret_cast<const FlexItem*>(to);
-}
-
-/// The verbs' common part: chunks of one layout at a time.
-template <class Launch>
-void for_each_pack(std::span<const SelectBlocksTask> tasks, std::uint64_t limit, const Launch& launch) {
-  while (!tasks.empty()) {
-    const std::span<const SelectBlocksTask> now = tasks.first(launchable(tasks, limit));
-    launch(now);
-    tasks = tasks.subspan(now.size());
-  }
 }
 
 void check_task(const SelectBlocksTask& task, const AttentionShape& shape, std::uint64_t limit) {
@@ -126,19 +110,6 @@ FlexArgs args_of(const SelectBlocksTask& task, const FlexPrefillSpec& spec, cons
           .score_scale = shape.score_scale()};
 }
 
-void hand_out(const SumAttentionTask& task, const AttentionShape& shape, cudaStream_t stream) {
-  Carver scratch(task.scratch);
-  const FlexItem item = describe(task.first, task.count, shape, scratch);
-  const std::uint64_t bytes = (item.keys - task.sinks) * sizeof(float);
-  const auto copy = [&](float* to, const float* from) {
-    check(cudaMemcpy2DAsync(to, bytes, from, item.lines() * sizeof(float), bytes, shape.group(), cudaMemcpyDefault,
-                            stream),
-          "copy the sums of a prompt's attention");
-  };
-  copy(task.by_position, item.columns + task.sinks);
-  copy(task.by_distance, item.diagonals);
-}
-
 }  // namespace
 
 void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
@@ -147,38 +118,18 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
   CudaStream& queue = cuda_stream(stream, "select_blocks");
   const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
   for (const SelectBlocksTask& task : tasks) check_task(task, shape, limit);
-  for_each_pack(tasks, limit, [&](std::span<const SelectBlocksTask> now) {
+  while (!tasks.empty()) {
+    const std::span<const SelectBlocksTask> now = tasks.first(launchable(tasks, limit));
+    tasks = tasks.subspan(now.size());
     FlexExtent extent;
     FlexArgs args = args_of(now.front(), spec, strides, shape);
-    args.items = pack(now, {}, shape, extent, queue);
-    if (extent.items == 0) return;
+    args.items = pack(now, shape, extent, queue);
+    if (extent.items == 0) continue;
     // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
     const bool mapped = warpgroups_ && std::has_single_bit(now.front().kv.layout.page_tokens);
     const CUtensorMap pages = mapped ? map_pages(now.front().kv, kFlexTile) : CUtensorMap{};
     launch_select_blocks(args, extent, mapped ? &pages : nullptr, queue.handle());
-  });
-}
-
-void Backend::sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
-                            const AttentionShape& shape, Stream* stream) {
-  CudaStream& queue = cuda_stream(stream, "sum_attention");
-  const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
-  std::vector<SelectBlocksTask> chunks;
-  for (const SumAttentionTask& task : tasks) {
-    chunks.push_back({.q = task.q, .kv = task.kv, .first = task.first, .count = task.count, .scratch = task.scratch});
-    check_task(chunks.back(), shape, limit);
   }
-  for_each_pack(chunks, limit, [&](std::span<const SelectBlocksTask> now) {
-    FlexExtent extent;
-    FlexArgs args = args_of(now.front(), {}, strides, shape);
-    args.sums_only = true;
-    const auto sums = tasks.subspan(static_cast<std::size_t>(now.data() - chunks.data()), now.size());
-    args.items = pack(now, sums, shape, extent, queue);
-    launch_flex_pool(args, extent, queue.handle());
-    launch_flex_scores(args, extent, nullptr, queue.handle());  // Once a prompt: the portable kernels do.
-    launch_flex_sums(args, extent, queue.handle());
-    for (const SumAttentionTask& task : sums) hand_out(task, shape, queue.handle());
-  });
 }
 
 std::uint64_t Backend::select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,

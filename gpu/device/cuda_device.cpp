@@ -6,7 +6,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/device/handles.hpp"
@@ -195,6 +197,21 @@ std::string pci_bus_id_of(int ordinal) {
   return bus;
 }
 
+/// By ordinal; empty for one that does not say.
+std::vector<std::string> visible_bus_ids() {
+  int count = 0;
+  check(cudaGetDeviceCount(&count), "count the GPUs");
+  std::vector<std::string> ids(static_cast<std::size_t>(count));
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    char bus[32] = {};
+    if (cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal) == cudaSuccess)
+      ids[static_cast<std::size_t>(ordinal)] = bus;
+    else
+      (void)cudaGetLastError();
+  }
+  return ids;
+}
+
 /// Of the device's memory, by its clock and width; 0 if CUDA does not say.
 double peak_memory_gbps(int ordinal) noexcept {
   int kilohertz = 0;
@@ -226,8 +243,11 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
   const std::uint64_t limit = options.memory_bytes != 0
                                   ? std::min<std::uint64_t>(options.memory_bytes, properties.totalGlobalMem)
                                   : properties.totalGlobalMem;
-  info_ = {
-      .name = properties.name, .memory_bytes = limit, .captures = true, .pci_bus_id = pci_bus_id_of(options.ordinal)};
+  info_ = {.name = properties.name,
+           .memory_bytes = limit,
+           .captures = true,
+           .pci_bus_id = pci_bus_id_of(options.ordinal),
+           .visible_bus_ids = visible_bus_ids()};
   peak_memory_gbps_ = peak_memory_gbps(options.ordinal);
   multiprocessors_ = static_cast<std::uint32_t>(properties.multiProcessorCount);
   backend_ = make_backend(properties);

@@ -101,10 +101,6 @@ void QueueStream::attempt(const char* what, Enqueue&& enqueue) {
 
 void QueueStream::copy(std::span<const Copy> batch) { copy(batch, {.path = core_->path}); }
 
-void QueueStream::copy_in_background(std::span<const Copy> batch) {
-  copy(batch, {.path = core_->path, .load = TransferLoad::busy});
-}
-
 void QueueStream::copy(std::span<const Copy> batch, const PathChoice& choice) {
   check_addresses(batch);
   if (batch.empty()) return;
@@ -165,17 +161,18 @@ void QueueStream::wait(const Flag& flag, std::uint64_t value) {
   if (state == Flag::State::failed) return fail("waited for a flag (value " + std::to_string(value) + ") that failed");
   if (!core_->memory_operations) return wait_on_host(flag, value);
   sift_waits();
-  core_->activate();
-  const std::uint64_t ticket = lane_->next_ticket++;
-  auto watched = core_->watchdog.watch(flag, value, {.stream = this, .arrived = lane_->arrived(), .ticket = ticket});
-  const cudaError_t status = Driver::instance().arrive_and_wait(lane_->stream.get(), lane_->arrived(), ticket,
-                                                                watched->word, Flag::reached_word(value));
-  if (status == cudaSuccess) {
-    outcome_.waits.push_back(std::move(watched));
-  } else {
-    core_->watchdog.dismiss(*watched);
-    fail("cannot wait for a flag: " + describe(status));
-  }
+  attempt("wait for a flag", [&] {
+    const std::uint64_t ticket = lane_->next_ticket++;
+    auto watched = core_->watchdog.watch(flag, value, {.stream = this, .arrived = lane_->arrived(), .ticket = ticket});
+    const cudaError_t status = Driver::instance().arrive_and_wait(lane_->stream.get(), lane_->arrived(), ticket,
+                                                                  watched->word, Flag::reached_word(value));
+    if (status == cudaSuccess) {
+      outcome_.waits.push_back(std::move(watched));
+    } else {
+      core_->watchdog.dismiss(*watched);
+      fail("cannot wait for a flag: " + describe(status));
+    }
+  });
 }
 
 /// In place of the stream, the enqueuing thread waits.

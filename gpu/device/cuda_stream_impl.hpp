@@ -26,7 +26,6 @@ class QueueStream final : public CudaStream {
   ~QueueStream() override;
 
   void copy(std::span<const Copy> batch) override;
-  void copy_in_background(std::span<const Copy> batch) override;
   void record(Event& event) override;
   void wait(const Event& event) override;
   void signal(Flag& flag, std::uint64_t value) override;

@@ -42,6 +42,10 @@ Watchdog::Watchdog(std::chrono::milliseconds timeout)
       period_(std::clamp(std::chrono::duration_cast<std::chrono::microseconds>(timeout) / 8, kShortestPeriod,
                          kLongestPeriod)) {
   waits_.reserve(256);
+}
+
+void Watchdog::start() {
+  if (thread_.joinable()) return;
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
@@ -57,7 +61,7 @@ Watchdog::~Watchdog() {
     stopping_ = true;
   }
   changed_.notify_one();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 std::shared_ptr<FlagWait> Watchdog::watch(const Flag& flag, std::uint64_t value, const FlagWait::Place& place) {
@@ -68,6 +72,7 @@ std::shared_ptr<FlagWait> Watchdog::watch(const Flag& flag, std::uint64_t value,
   bool wake = false;
   {
     const std::lock_guard lock(mutex_);
+    start();
     waits_.push_back(wait);
     wake = std::exchange(asleep_, false);
   }

@@ -41,8 +41,8 @@ struct FlagWait {
 /// looks at; so when a flag does not come in time, or its stream goes, the watchdog fails the flag in the producer's
 /// place, by compare and swap. That is the one exception to a flag's single writer; a producer that comes too late
 /// may still raise it higher.
-/// One thread, which sleeps while no stream waits. All reads of flags are made under one lock, which `forget` takes
-/// too, so a flag in memory of the device may go as soon as no stream waits for it any more.
+/// One thread, which begins with the first wait and sleeps while no stream waits. All reads of flags are made under one
+/// lock, which `forget` takes too, so a flag in memory of the device may go as soon as no stream waits for it any more.
 /// Thread safety: full.
 class Watchdog {
  public:
@@ -52,7 +52,7 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
 
   [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return timeout_; }
-  /// Watches one wait; call before the stream can get there.
+  /// Watches one wait; call before the stream can get there.  @throws Error{Errc::device} if no thread can be had for it
   [[nodiscard]] std::shared_ptr<FlagWait> watch(const Flag& flag, std::uint64_t value, const FlagWait::Place& place);
   /// The verdict, after a look at the flag if there was none yet.
   FlagWait::Verdict look(FlagWait& wait);
@@ -66,6 +66,8 @@ class Watchdog {
   void forget(std::span<const std::byte> memory) noexcept;
 
  private:
+  /// Begins the thread, if it has not begun yet. The caller holds mutex_.
+  void start();
   void run();
   void patrol();
   void settle(FlagWait& wait) noexcept;

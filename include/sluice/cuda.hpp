@@ -58,9 +58,9 @@ struct TransferSample {
   double device_us = 0.0;  ///< enqueue to landed. (0, kMostTransfer_us]
 };
 
-/// What a calibration found. `automatic` picks the path whose interpolated device_us is lowest: by the busy samples for
-/// Stream::copy_in_background, by the idle ones for Stream::copy. A direction without busy samples has the idle ones
-/// for both.
+/// What a calibration found. `automatic` picks the path whose interpolated device_us is lowest, by the idle samples.
+/// The busy ones are for copies of which the device is told that it has other work; a direction without any has the
+/// idle ones for both.
 struct TransferProfile {
   std::vector<TransferSample> samples;
   /// Thread blocks of the gather kernel: the fewest near the best rate.

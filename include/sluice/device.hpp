@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "sluice/units.hpp"
 
@@ -71,9 +72,6 @@ class Stream {
   virtual ~Stream() = default;
   /// Copies within one batch are unordered among each other. The memory, not the array, must stay alive.
   virtual void copy(std::span<const Copy> batch) = 0;
-  /// As `copy`, for blocks that nobody waits for yet: the device goes on with other work while they travel, beside
-  /// which another way may be the fastest. By default the same.
-  virtual void copy_in_background(std::span<const Copy> batch) { copy(batch); }
   virtual void record(Event& event) = 0;
   /// Later work of this stream waits for the event; a failed event fails this stream's next event too.
   virtual void wait(const Event& event) = 0;
@@ -107,10 +105,11 @@ class Registration {
 struct DeviceInfo {
   std::string name;
   std::uint64_t memory_bytes = 0;  ///< 0 if unknown
-  bool separate_memory = true;     ///< its verbs do not read ordinary host memory: pages must be brought or registered
   bool own_processor = true;       ///< its verbs run beside the host's threads, not on them: queueing gains time
   bool captures = false;           ///< work on its streams can be captured in graphs and replayed
   std::string pci_bus_id{};        ///< domain:bus:device.function, "0000:1b:00.0"; empty: on no bus, or unknown
+  /// The same of all devices of its kind that this process sees, by their numbers (CUDA's ordinals), its own included.
+  std::vector<std::string> visible_bus_ids{};
 };
 
 /// What a device knows of its own speed, for the cost model; 0 where it does not know. 1 GB = 1e9 bytes.

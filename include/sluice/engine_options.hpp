@@ -86,8 +86,8 @@ struct EngineOptions {
   bool prefix_decoded = false;
   std::uint32_t threads = 0;  ///< that answer the far part; 0: one for each of its cores, beside a GPU less one
   /// That they run on, by the OS index of a PU of each. Empty: those that this process may use (of several processes
-  /// that a launcher started without binding them, LOCAL_RANK of LOCAL_WORLD_SIZE, an equal part) and no engine has
-  /// named; engines of a process that name none share them, in equal parts, each from its next plan on. One of those
+  /// that a launcher started without binding them, LOCAL_RANK of LOCAL_WORLD_SIZE, an equal part, of the device's own
+  /// NUMA node first if each process sees all devices and uses that of its rank) and no engine has named; engines of a process that name none share them, in equal parts, each from its next plan on. One of those
   /// nearest to the device is left to the caller, if there are several.
   std::vector<std::uint32_t> cores{};
   bool pin_threads = true;

@@ -61,21 +61,6 @@ struct SelectBlocksTask {
   std::byte* scratch = nullptr;       ///< PrefillVerbs::select_blocks_scratch_bytes, 256-byte aligned
 };
 
-/// What the last `rows` queries of a chunk attend, for one KV head's group: the mean over the rows of their attention to
-/// every key from `sinks` on, those before left out as if they were not there. A row that sees no key, or no finite
-/// score, is left out of the mean. Every key that the chunk sees is in `kv`, from position 0 on.
-struct SumAttentionTask {
-  const std::byte* q = nullptr;  ///< as in PrefillTask
-  KvView kv;
-  std::uint32_t first = 0;
-  std::uint32_t count = 0;      ///< at least 1; rows beyond it do not exist
-  std::uint32_t rows = 0;       ///< [1, 128]
-  std::uint32_t sinks = 0;      ///< below first + count
-  float* by_position = nullptr;  ///< [group, first + count - sinks] entry j - sinks: key j
-  float* by_distance = nullptr;  ///< likewise, entry e: the key e positions before a query's own
-  std::byte* scratch = nullptr;  ///< PrefillVerbs::select_blocks_scratch_bytes, 256-byte aligned
-};
-
 /// Attention of prompts, by all keys or by FlexPrefill's choice of blocks. What all verbs have in common is said at
 /// Backend.
 class PrefillVerbs {
@@ -86,9 +71,7 @@ class PrefillVerbs {
                        Stream* stream) = 0;
   virtual void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
                              const PrefillShape& strides, const AttentionShape& shape, Stream* stream) = 0;
-  virtual void sum_attention(std::span<const SumAttentionTask> tasks, const PrefillShape& strides,
-                             const AttentionShape& shape, Stream* stream) = 0;
-  /// Device memory that `select_blocks` and `sum_attention` need for such a task; 0 if `scratch` is not used. No two
+  /// Device memory that `select_blocks` needs for such a task; 0 if `scratch` is not used. No two
   /// tasks that may run at once share it, those of one call included.
   [[nodiscard]] virtual std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                                   const AttentionShape& shape) const = 0;

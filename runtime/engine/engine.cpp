@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cpu/device/host_device.hpp"
+#include "cpu/machine/rank_cores.hpp"
 #include "runtime/call.hpp"
 #include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/impl.hpp"
@@ -75,12 +76,12 @@ void validated(const EngineOptions& options) { runtime::validate(options); }
 
 Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
     : options((validated(chosen), chosen)),
-      topology(cpu::chosen_cores({}, options.cores)),
+      topology(cpu::chosen_cores({}, options.cores, given ? given->info() : DeviceInfo{})),
       workers(std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 1, .pin = false})),
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(settled(options, verbs), *device, verbs, topology, node_of(topology, *device), *workers),
+      memory(settled(options, verbs), *device, verbs, topology, node_of(topology, *device)),
       host(*workers),
       prompt_workers(prompt_workers_of(options, topology)),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),

@@ -190,13 +190,15 @@ EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const Forward
 }
 
 EngineMemory::EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs,
-                           const cpu::Topology& topology, std::uint32_t numa_node, const cpu::Workers& workers)
+                           const cpu::Topology& topology, std::uint32_t numa_node)
     : stacks_(options) {
   ForwardMemory memory = described(options, stacks_);
+  cpu::WorkersOptions workers = cpu::touching(topology, numa_node);
+  workers.pin = options.pin_threads;
   far_ = std::make_unique<cpu::HostPool>(
       cpu::HostPoolOptions{
           .layout = memory.far_layout, .bytes = memory.blocks * block_bytes_of(memory), .numa_node = numa_node},
-      topology, workers, device);
+      topology, cpu::Workers(topology, workers), device);
   memory.far = far_->base();
   take_device(options, memory, device, verbs);
   take_pinned(options, memory, device);

@@ -14,9 +14,10 @@ namespace sluice::runtime {
 /// All memory of an engine: reserved when it is built, never grown.
 class EngineMemory {
  public:
+  /// Far memory is touched by threads of its own, which have ended when it is there.
   /// @throws Error{Errc::out_of_capacity}; Error{Errc::unsupported} if the verbs refuse the shape or the bucket.
   EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs, const cpu::Topology& topology,
-               std::uint32_t numa_node, const cpu::Workers& workers);
+               std::uint32_t numa_node);
 
   /// What that would be; `verbs` null: without their scratch memory. The options are valid.
   [[nodiscard]] static EngineMemoryUse needed(const EngineOptions& options, const ForwardVerbs* verbs);

@@ -61,7 +61,6 @@ std::string outcome(const FaultOptions& faults) {
 
 TEST_CASE("the host device says what it is", "[host_device]") {
   HostDevice device(workers(), {.memory_bytes = 5 * MiB});
-  REQUIRE_FALSE(device.info().separate_memory);
   REQUIRE_FALSE(device.info().own_processor);
   REQUIRE_FALSE(device.info().captures);
   REQUIRE(device.info().memory_bytes == 5 * MiB);

@@ -1,9 +1,13 @@
 #include "cpu/machine/host_pool.hpp"
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <set>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -123,6 +127,42 @@ TEST_CASE("the pool holds whole pages of zeroed, aligned memory", "[host_pool]")
   REQUIRE(pool.layout() == options.layout);
   REQUIRE(pool.frame(3) == pool.base() + 3 * 16 * KiB);
   REQUIRE(reinterpret_cast<std::uintptr_t>(pool.base()) % 4096 == 0);
+  REQUIRE(device.touched);
+}
+
+TEST_CASE("memory is touched by the cores of its node that may be used", "[host_pool]") {
+  const auto threads = [](const Topology& topology, std::uint32_t node) {
+    const WorkersOptions options = touching(topology, node);
+    REQUIRE(options.numa_node == node);
+    return options.threads;
+  };
+  const Topology two("numa:2 core:4 pu:2");
+  for (const std::uint32_t node : {0u, 1u}) REQUIRE(threads(two, node) == 4);
+  REQUIRE(threads(two.limited(3), 0) == 3);
+  const std::uint32_t some[] = {0, 8, 10};
+  REQUIRE(threads(two.of_pus(some), 0) == 1);
+  REQUIRE(threads(two.of_pus(some), 1) == 2);
+  REQUIRE(threads(two.of_pus(std::span(some).first(1)), 1) == 1);  // None of its own: by those of the other.
+  REQUIRE(threads(Topology("core:6 pu:1"), 0) == 6);
+  REQUIRE(threads(Topology("pu:1"), 0) == 1);
+}
+
+TEST_CASE("memory is touched by all workers at once", "[host_pool]") {
+  constexpr std::uint32_t kThreads = 3;
+  WorkersOptions options = touching(Topology("core:3 pu:1"), 0);
+  std::mutex mutex;
+  std::condition_variable came;
+  std::set<std::uint32_t> here;
+  options.before_body = [&](std::uint32_t thread) {
+    std::unique_lock lock(mutex);
+    here.insert(thread);
+    came.notify_all();
+    // Nobody goes on without the others, so that a busy machine does not leave one of them without work.
+    (void)came.wait_for(lock, std::chrono::seconds(20), [&] { return here.size() == kThreads; });
+  };
+  FakeDevice device;
+  const HostPool pool(pages(64 * MiB / (16 * KiB)), machine(), Workers(machine(), options), device);
+  REQUIRE(here.size() == kThreads);
   REQUIRE(device.touched);
 }
 

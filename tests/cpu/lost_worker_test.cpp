@@ -161,10 +161,6 @@ const std::vector<Call> kCalls{
        const auto tasks = repeat(SelectBlocksTask{.q = t.q(), .kv = t.kv(), .first = kTokens - 256, .count = 256, .blocks = t.words.data(), .choices = t.choices.data()}, 1);
        backend.select_blocks(tasks, *spec, strides, shape, nullptr);
      })},
-    {"sum_attention", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto& strides) {
-       const auto tasks = repeat(SumAttentionTask{.q = t.q(), .kv = t.kv(), .first = kTokens - 64, .count = 64, .rows = 64, .sinks = 4, .by_position = t.out.data(), .by_distance = t.out.data() + kGroup * kTokens}, 1);
-       backend.sum_attention(tasks, strides, shape, nullptr);
-     })},
     {"cluster", verb([](Backend& backend, Tensors& t, auto&, auto&, auto&) {
        const auto tasks = repeat(ClusterTask{.kv = t.kv(), .count = kTokens, .clusters = 192, .iterations = 3, .centroids = t.out.data(), .assignment = t.words.data()}, 1);
        backend.cluster(tasks, nullptr);

@@ -22,8 +22,6 @@ TEST_CASE("a synthetic machine is read as described", "[topology]") {
   REQUIRE(machine.synthetic());
   REQUIRE(machine.numa_nodes() == 2);
   REQUIRE(machine.cores() == 8);
-  REQUIRE(machine.node_memory_bytes(0) > 0);
-  REQUIRE(machine.node_memory_bytes(2) == 0);
   REQUIRE(machine.summary().find("2 NUMA node(s), 8 core(s), 16 PU(s)") == 0);
 }
 
@@ -115,41 +113,6 @@ TEST_CASE("a topology of some cores has those, and names what cannot be one", "[
     CAPTURE(wrong);
     REQUIRE_THROWS_AS(machine.of_pus(wrong), Error);
   }
-}
-
-TEST_CASE("ranks share a machine: every core once, neighbours together", "[topology]") {
-  const Topology machine("numa:2 core:5 pu:1");
-  for (const std::uint32_t ranks : {1u, 2u, 3u, 10u}) {
-    std::vector<std::uint32_t> all;
-    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
-      const auto part = machine.slice(rank, ranks).core_order(0);
-      REQUIRE(part.size() >= 10 / ranks);
-      all.insert(all.end(), part.begin(), part.end());
-    }
-    REQUIRE(all == machine.core_order(0));
-  }
-  for (std::uint32_t rank = 0; rank < 30; ++rank) REQUIRE(machine.slice(rank, 30).cores() == 1);
-  REQUIRE_THROWS_AS(machine.slice(2, 2), Error);
-}
-
-TEST_CASE("a launcher's variables say which part of the machine is this process'", "[topology]") {
-  const auto with = [](const char* rank, const char* ranks) {
-    rank == nullptr ? ::unsetenv("LOCAL_RANK") : ::setenv("LOCAL_RANK", rank, 1);
-    ranks == nullptr ? ::unsetenv("LOCAL_WORLD_SIZE") : ::setenv("LOCAL_WORLD_SIZE", ranks, 1);
-    const LocalRank local = local_rank();
-    const auto order = chosen_cores(Topology("core:4 pu:1"), {}).core_order(0);
-    ::unsetenv("LOCAL_RANK");
-    ::unsetenv("LOCAL_WORLD_SIZE");
-    return std::pair(std::pair(local.rank, local.ranks), order);
-  };
-  using Order = std::vector<std::uint32_t>;
-  REQUIRE(with("1", "2") == std::pair(std::pair(1u, 2u), Order{2, 3}));
-  for (const auto& [rank, ranks] : {std::pair<const char*, const char*>{nullptr, nullptr}, {"1", nullptr}, {"2", "2"},
-                                    {"x", "2"}, {"1", "2 "}, {"-1", "2"}, {"", ""}}) {
-    REQUIRE(with(rank, ranks) == std::pair(std::pair(0u, 1u), Order{0, 1, 2, 3}));
-  }
-  const std::uint32_t pus[] = {3};
-  REQUIRE(chosen_cores(Topology("core:4 pu:1"), pus).core_order(0) == Order{3});
 }
 
 TEST_CASE("this machine has cores, distinct PUs, and binding outside of them is refused", "[topology]") {

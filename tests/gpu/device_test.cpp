@@ -2,9 +2,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <numeric>
 #include <span>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -22,9 +25,11 @@ using namespace std::chrono_literals;
 TEST_CASE("the CUDA device says what it is", "[cuda_device]") {
   REQUIRE(cuda_devices() > 0);
   const auto device = make_cuda_device({.memory_bytes = 5 * MiB});
-  REQUIRE(device->info().separate_memory);
   REQUIRE(device->info().own_processor);
   REQUIRE(device->info().captures);
+  REQUIRE(device->info().visible_bus_ids.size() == static_cast<std::size_t>(cuda_devices()));
+  REQUIRE(device->info().visible_bus_ids[0] == device->info().pci_bus_id);
+  REQUIRE_FALSE(device->info().pci_bus_id.empty());
   REQUIRE(device->info().memory_bytes == 5 * MiB);
   REQUIRE_FALSE(device->info().name.empty());
   REQUIRE(make_cuda_device()->info().memory_bytes > 1 * GiB);
@@ -138,6 +143,30 @@ TEST_CASE("the array of a CUDA copy batch may go at once", "[cuda_device][stream
             return 0;
           }) == Errc::invalid_argument);
   REQUIRE_NOTHROW(stream->synchronize(soon()));
+}
+
+TEST_CASE("no thread watches over flags before a stream waits for one", "[cuda_device][flag]") {
+  const auto watchdogs = [] {
+    int found = 0;
+    for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name;
+      std::ifstream(thread.path() / "comm") >> name;
+      found += name == "sluice-watchdog" ? 1 : 0;
+    }
+    return found;
+  };
+  const auto device = make_cuda_device();
+  if (!streams_wait(*device)) return;
+  const auto stream = device->create_stream("s");
+  const auto near = device->allocate(4096);
+  Shared<std::uint64_t> word(*device);
+  copy(*stream, near->data(), &*word, 8);
+  stream->synchronize(soon());
+  REQUIRE(watchdogs() == 0);
+  Gate gate(*device, *stream);
+  REQUIRE(watchdogs() == 1);
+  gate.open();
+  stream->synchronize(soon());
 }
 
 TEST_CASE("a CUDA event that was never recorded is done", "[cuda_device][event]") {

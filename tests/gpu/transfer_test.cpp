@@ -263,7 +263,7 @@ TEST_CASE("copies in the background choose by the busy side of the profile", "[t
     CAPTURE(to_device);
     stream->copy(batch);
     REQUIRE(stream->last_path() == TransferPath::gather);
-    stream->copy_in_background(batch);
+    stream->copy(batch, {.load = TransferLoad::busy});
     REQUIRE(stream->last_path() == TransferPath::batch);
   }
   stream->synchronize(deadline_after(std::chrono::seconds(60)));

@@ -12,7 +12,7 @@
 namespace sluice::test {
 
 EngineRig engine_rig() {
-  EngineRig rig{.device = separate_device(), .queue = nullptr, .kv_dtype = kv_dtype_or(DType::f32)};
+  EngineRig rig{.device = own_device(), .queue = nullptr, .kv_dtype = kv_dtype_or(DType::f32)};
   rig.queue = rig.device->create_stream("caller");
   rig.stream = rig.queue.get();
   return rig;

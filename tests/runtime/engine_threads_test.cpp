@@ -188,7 +188,7 @@ TEST_CASE("a fork that shares the page in which a sequence goes on leaves it not
 TEST_CASE("engines that come and go beside each other say what each says alone", "[engine][core_shares]") {
   const Story story(kShape, 106, 7);
   const auto tell = [&story](std::uint32_t near, bool pin) {
-    const EngineRig rig{.device = separate_device(), .queue = nullptr};
+    const EngineRig rig{.device = own_device(), .queue = nullptr};
     const auto queue = rig.device->create_stream("caller");
     EngineOptions options = options_for(rig, 1, 20, near);
     options.threads = 0;

@@ -15,12 +15,11 @@
 
 namespace sluice::test {
 
-/// An embedded device whose memory the host's verbs may not touch.
-inline std::shared_ptr<cpu::HostDevice> separate_device(const cpu::FaultOptions& faults = {}) {
+/// An embedded device of its own, with streams as a GPU has them.
+inline std::shared_ptr<cpu::HostDevice> own_device(const cpu::FaultOptions& faults = {}) {
   const cpu::Topology topology;
   auto workers = std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 2, .pin = false});
-  return std::make_shared<cpu::HostDevice>(
-      std::move(workers), cpu::HostDeviceOptions{.separate_memory = true, .faults = faults});
+  return std::make_shared<cpu::HostDevice>(std::move(workers), cpu::HostDeviceOptions{.faults = faults});
 }
 
 /// Queries, keys and values of a model that exists only as numbers: every layer, position and head is drawn

@@ -18,20 +18,19 @@ constexpr int kAttempts = 100;
 
 constexpr MachineKind kKinds[] = {
     {.name = "at-once", .number = 1, .at_once = true},
-    {.name = "shared", .number = 2},
-    {.name = "separate", .number = 3, .separate_memory = true},
-    {.name = "crowded", .number = 4, .separate_memory = true, .crowded = true},
-    {.name = "prompts", .number = 5, .separate_memory = true, .prompts = true},
-    {.name = "audited", .number = 6, .separate_memory = true, .audits = true},
-    {.name = "stalled", .number = 7, .separate_memory = true, .stalls = true},
+    {.name = "plain", .number = 2},
+    {.name = "crowded", .number = 4, .crowded = true},
+    {.name = "prompts", .number = 5, .prompts = true},
+    {.name = "audited", .number = 6, .audits = true},
+    {.name = "stalled", .number = 7, .stalls = true},
     {.name = "stalled-at-once", .number = 8, .at_once = true, .crowded = true, .stalls = true},
-    {.name = "deep", .number = 9, .separate_memory = true, .stalls = true, .deep = true},
-    {.name = "broken", .number = 11, .separate_memory = true, .breaks = true},
+    {.name = "deep", .number = 9, .stalls = true, .deep = true},
+    {.name = "broken", .number = 11, .breaks = true},
     {.name = "learning", .number = 12, .stalls = true, .learns = true},
-    {.name = "windows", .number = 13, .separate_memory = true, .windows = true},
-    {.name = "windows-late", .number = 14, .separate_memory = true, .stalls = true, .deep = true, .windows = true},
-    {.name = "windows-crowded", .number = 15, .separate_memory = true, .crowded = true, .windows = true},
-    {.name = "kept", .number = 10, .separate_memory = true, .kept = true},
+    {.name = "windows", .number = 13, .windows = true},
+    {.name = "windows-late", .number = 14, .stalls = true, .deep = true, .windows = true},
+    {.name = "windows-crowded", .number = 15, .crowded = true, .windows = true},
+    {.name = "kept", .number = 10, .kept = true},
 };
 
 /// Policies that attend every token.
@@ -158,8 +157,7 @@ void Machine::build(std::uint64_t seed) {
   options.before_answer = [faults = faults_] { faults->answer(); };
   if (!kind_.at_once)
     device_ = std::make_shared<cpu::HostDevice>(
-        workers_,
-        cpu::HostDeviceOptions{.flag_timeout = kSoakTimeout, .separate_memory = kind_.separate_memory, .faults = {}});
+        workers_, cpu::HostDeviceOptions{.flag_timeout = kSoakTimeout, .faults = {}});
   for (int attempt = 0; !engine_; ++attempt) {
     // What an engine is built from may fail; without faults it must not.
     const double chance = attempt < kAttempts && seed % 4 > 1 ? 0.1 : 0.0;

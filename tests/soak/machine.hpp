@@ -21,7 +21,6 @@ struct MachineKind {
   const char* name = "";
   std::uint32_t number = 0;      ///< of its own, the same for ever: a part of the seed of its rounds
   bool at_once = false;          ///< no stream: calls return when they are done; the engine brings its own device
-  bool separate_memory = false;  ///< as a GPU has it
   bool crowded = false;          ///< fewer blocks than its sequences want
   bool prompts = false;          ///< prompts choose blocks
   bool audits = false;

@@ -66,7 +66,6 @@ struct alignas(16) FlexItem {
   std::uint32_t page_tokens = 0;
   std::uint32_t keys = 0;  ///< first + count
   std::uint32_t rows = 0;  ///< representative ones, at most kFlexRows
-  std::uint32_t sinks = 0;  ///< first keys, which count as if they were not there
   std::uint32_t key_blocks = 0;
   std::uint32_t query_blocks = 0;
   std::uint32_t words = 0;
@@ -119,7 +118,6 @@ struct FlexArgs {
   std::uint32_t head_dim = 0;
   std::uint32_t group = 0;
   float score_scale = 0.f;  ///< AttentionShape::score_scale
-  bool sums_only = false;   ///< columns and diagonals are all that is asked for
 };
 
 /// What one launch of all items has to cover: the largest of each.

@@ -170,7 +170,6 @@ void launch_flex_pool(const FlexArgs& args, const FlexExtent& extent, cudaStream
   with_kernels(args.dtype, args.head_dim, [&](auto* queries, auto* keys) {
     queries<<<dim3(args.group, extent.items), kQueryThreads, 0, stream>>>(args);
     check(cudaGetLastError(), "launch the mean queries of select_blocks");
-    if (args.sums_only) return;
     keys<<<dim3(extent.key_blocks, extent.items), kKeyThreads, 0, stream>>>(args);
     check(cudaGetLastError(), "launch the mean keys of select_blocks");
   });

@@ -102,7 +102,6 @@ __global__ void __launch_bounds__(kFlexThreads, kBlocksAtOnce)
       FlexScores scores;
       score_chunk<T>(scores, queries, tile, chunk);
       if (hide) hide_later_keys(scores, first + chunk * kFlexChunk, split.position);
-      if (first < item.sinks) hide_first_keys(scores, first + chunk * kFlexChunk, item.sinks);
       add_scores(rows, scores, scale);
     }
   };
@@ -215,7 +214,6 @@ __global__ void __launch_bounds__(kFlexThreads, kBlocksAtOnce)
       FlexScores scores;
       score_chunk<T>(scores, queries, tile, chunk);
       if (hide) hide_later_keys(scores, first + chunk * kFlexChunk, split.position);
-      if (first < item.sinks) hide_first_keys(scores, first + chunk * kFlexChunk, item.sinks);
       weigh(scores, shifts, scale);
       sum_columns(memory.columns[i % 2][warp] + chunk * kFlexChunk, scores);
       diagonals.add(memory.ring[warp] + (2 * i + chunk - warp) % kRing * 32, scores);

@@ -153,19 +153,6 @@ __device__ inline void hide_later_keys(FlexScores& scores, std::uint32_t first_k
   }
 }
 
-/// Likewise those of keys before `sinks`.
-__device__ inline void hide_first_keys(FlexScores& scores, std::uint32_t first_key, std::uint32_t sinks) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (first_key + 8 * n + 2 * (threadIdx.x % 4) + e >= sinks) continue;
-#pragma unroll
-      for (int m = 0; m < 2; ++m) scores[m][n][e] = scores[m][n][2 + e] = -INFINITY;
-    }
-  }
-}
-
 /// Sums over the warp's rows, by key: to[32]. Lanes halve what they add up in every step.
 __device__ inline void sum_columns(float* to, const FlexScores& weights) {
   const std::uint32_t lane = threadIdx.x % 32;
