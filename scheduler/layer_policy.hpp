@@ -178,8 +178,10 @@ struct RowShape {
 /// Pages that each query head may rank of `pages` full ones.
 [[nodiscard]] std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages,
                                          std::uint32_t page_tokens) noexcept;
+/// Far tokens of a layer that may be attended of n visible ones: what FarOptions say.
+[[nodiscard]] std::uint64_t far_tokens(const FarOptions& far, std::uint32_t n, const RowShape& shape) noexcept;
 /// Far tokens that each query head may keep of n visible ones: an even part of the layer's, at most n; n if there is no
-/// such budget. As many times the layer's query heads are at most what FarOptions say.
+/// such budget.
 [[nodiscard]] std::uint32_t far_tokens_per_head(const FarOptions& far, std::uint32_t n, const RowShape& shape) noexcept;
 /// The smaller of both.
 [[nodiscard]] std::uint32_t tokens_per_head(const PolicySpec& spec, std::uint32_t n, const RowShape& shape) noexcept;

@@ -45,11 +45,16 @@ std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages
   return share_of(pages, std::max(options.min_pages, tokens_in_pages), options.share);
 }
 
+std::uint64_t far_tokens(const FarOptions& far, std::uint32_t n, const RowShape& shape) noexcept {
+  const std::uint64_t all = std::uint64_t{n} * shape.kv_heads;
+  if (far.all()) return all;
+  const auto part = std::llround(static_cast<double>(far.share) * static_cast<double>(all));
+  return std::max<std::uint64_t>(far.min_tokens, static_cast<std::uint64_t>(part));
+}
+
 std::uint32_t far_tokens_per_head(const FarOptions& far, std::uint32_t n, const RowShape& shape) noexcept {
   if (far.all()) return n;
-  const auto all = static_cast<double>(std::uint64_t{n} * shape.kv_heads);
-  const auto part = static_cast<std::uint64_t>(std::llround(static_cast<double>(far.share) * all));
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(std::max<std::uint64_t>(far.min_tokens, part) / shape.q_heads, n));
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(far_tokens(far, n, shape) / shape.q_heads, n));
 }
 
 std::uint32_t tokens_per_head(const PolicySpec& spec, std::uint32_t n, const RowShape& shape) noexcept {

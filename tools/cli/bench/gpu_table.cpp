@@ -28,6 +28,7 @@ GpuTable::GpuTable() {
                         {"output_error", "error", 4},
                         {"near_share", "near", 2, Show::percent},
                         {"far_share", "far", 2, Show::percent},
+                        {"far_budget_tokens", "far budget"},
                         {"fetched_share", "fetched", 2, Show::percent},
                         {"promoted", "promoted", 1},
                         {"device_bytes_share", "device B", 1, Show::percent}}};
@@ -71,6 +72,7 @@ void GpuTable::add(const GpuRow& row) {
                          row.output_error,
                          share(row.stats.near_tokens),
                          share(row.stats.far_tokens),
+                         row.far_budget,
                          share(row.stats.fetched_tokens),
                          static_cast<double>(row.stats.promoted) / (layers * row.kv_heads),
                          static_cast<double>(row.memory.device()) / static_cast<double>(row.memory.far_pages)});

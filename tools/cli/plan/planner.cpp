@@ -39,6 +39,7 @@ double chosen_share(const Workload& work, const ForwardRow& row) {
   const double window = row.sink_end + (row.tokens - row.recent_begin);
   double candidates = row.tokens - window;
   if (row.in_pages()) candidates = std::min(candidates, 1.0 * work.shape.group() * row.page_picks * work.page_tokens);
+  if (row.most != kNone) candidates = std::min(candidates, 1.0 * work.shape.group() * row.most);
   return candidates <= 0.0 ? 1.0 : std::clamp((work.attended * row.tokens - window) / candidates, 0.0, 1.0);
 }
 
