@@ -70,7 +70,7 @@ TEST_CASE("as many far tokens are advised as the CPU attends in the time of near
   REQUIRE(late_us(with(far.min_tokens + unit), rates, rows) > 0.0);
 }
 
-TEST_CASE("a CPU that is faster is advised more, up to all; one that is slow keeps a few tokens of each head",
+TEST_CASE("a CPU that is faster is advised more, up to all, and a slow one a few tokens of each head",
           "[plan][far]") {
   LaneRates rates{.device_gbps = 300.0, .link_gbps = 50.0};
   const std::string policy = "exact | int4 | top_k=5% | near=0,sinks=4,recent=8000";
