@@ -162,10 +162,28 @@ class LayerPolicy {
                                                std::uint32_t tokens,
                                                std::span<const std::uint32_t> windows = {}) noexcept;
 
+/// What budgets of a layer follow from beside a policy and a length.
+struct RowShape {
+  std::uint32_t page_tokens = 16;
+  std::uint32_t q_heads = 1;
+  std::uint32_t kv_heads = 1;
+  [[nodiscard]] constexpr std::uint32_t group() const noexcept { return q_heads / kv_heads; }
+};
+[[nodiscard]] constexpr RowShape row_shape(const AttentionShape& shape, std::uint32_t page_tokens) noexcept {
+  return {.page_tokens = page_tokens, .q_heads = shape.q_heads, .kv_heads = shape.kv_heads};
+}
+
 /// Tokens that each query head may keep of n visible ones: max(min_tokens, share * n), at most n.
 [[nodiscard]] std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexcept;
 /// Pages that each query head may rank of `pages` full ones.
 [[nodiscard]] std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages,
                                          std::uint32_t page_tokens) noexcept;
+/// Far tokens of a layer that may be attended of n visible ones: what FarOptions say.
+[[nodiscard]] std::uint64_t far_tokens(const FarOptions& far, std::uint32_t n, const RowShape& shape) noexcept;
+/// Far tokens that each query head may keep of n visible ones: an even part of the layer's, at most n; n if there is no
+/// such budget.
+[[nodiscard]] std::uint32_t far_tokens_per_head(const FarOptions& far, std::uint32_t n, const RowShape& shape) noexcept;
+/// The smaller of both.
+[[nodiscard]] std::uint32_t tokens_per_head(const PolicySpec& spec, std::uint32_t n, const RowShape& shape) noexcept;
 
 }  // namespace sluice::scheduler

@@ -1,5 +1,8 @@
 #include <algorithm>
+#include <functional>
+#include <iterator>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include "cpu/backend/verbs.hpp"
@@ -13,6 +16,18 @@ namespace {
 std::uint32_t order_key(float value) noexcept {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
   return value > kNothing ? order_key_of_number(value) : 0u;  // False for NaN.
+}
+
+/// The least threshold from `threshold` on that no more than `most` keys reach.
+std::uint32_t at_most(std::span<const std::uint32_t> keys, std::uint32_t threshold, std::uint32_t most) {
+  if (keys.size() <= most) return threshold;
+  thread_local std::vector<std::uint32_t> kept;
+  kept.clear();
+  std::copy_if(keys.begin(), keys.end(), std::back_inserter(kept), [&](std::uint32_t key) { return key >= threshold; });
+  if (kept.size() <= most) return threshold;
+  const auto first_left = kept.begin() + static_cast<std::ptrdiff_t>(most);
+  std::nth_element(kept.begin(), first_left, kept.end(), std::greater<>());
+  return *first_left + 1;  // No key is the largest number.
 }
 
 }  // namespace
@@ -52,6 +67,7 @@ std::uint32_t select_top_p(const Kernels& kernels, const TopPTask& task) {
     }
     threshold = pool.empty() ? kKeepNone : top_p_cut(pool, static_cast<double>(task.p), anyway);
   }
+  threshold = at_most(std::span<const std::uint32_t>(keys).subspan(begin, end - begin), threshold, task.most);
   std::uint32_t kept = 0;
   for (std::size_t i = begin; i < end; ++i) {
     const std::uint32_t keep = keys[i] >= threshold ? 1u : 0u;

@@ -80,6 +80,7 @@ void choose(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
                                      .softcap = m.shape.softcap,
                                      .begin = candidates.begin,
                                      .end = candidates.end,
+                                     .most = row.most,
                                      .mask = m.masks + h * m.mask_words()});
       } else {
         (void)select_top_k(scores + candidates.begin, candidates.end - candidates.begin, row.picks,

@@ -46,6 +46,7 @@ void Backend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
                                   .count = count,
                                   .begin = std::min(task.begin, end),
                                   .end = end,
+                                  .most = task.most,
                                   .p = task.p,
                                   .softcap = task.softcap};
     if (rows.count == TaskArray<TopPRow>::kInline) launch();

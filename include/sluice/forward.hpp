@@ -50,6 +50,7 @@ struct ForwardRow {
   std::uint32_t page_picks = 0;    ///< and as many of them chosen; 0: only their scores are wanted
   std::uint32_t picks = 0;         ///< of the tokens between, each query head chooses as many, at most max_picks
   float mass = 0.f;                ///< or, if this is not 0, those that top-p keeps, see top_p.hpp
+  std::uint32_t most = kNone;      ///< then, or if the CPU chooses, each query head keeps at most as many; kNone: all
   std::uint32_t dense_layers = 0;  ///< layers below it attend everything
   std::uint32_t dense_every = 0;   ///< and so does every such layer, the first included; 0: none
   std::uint32_t asks =

@@ -53,7 +53,8 @@ struct HistoryOptions {
   /// work, and history moves slower than that. [1, 64]
   std::uint32_t observe_every = 1;
   /// A forecast that proposes more than this share of the context for a KV head says nothing and is left out, so that
-  /// attention without pattern costs no more than the other sources do. 1: never. [0, 1]
+  /// attention without pattern costs no more than the other sources do. 1: never. [0, 1] It is about what is forecast;
+  /// what is attended at most FarOptions say.
   float limit = 1.f;
   friend bool operator==(const HistoryOptions&, const HistoryOptions&) = default;
 };
@@ -103,6 +104,17 @@ struct BudgetOptions {
   friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
 };
 
+/// Tokens of one layer, over all its KV heads, that a sequence's next token attends beyond sinks and recent tokens:
+/// max(min_tokens, share * visible tokens * KV heads). Each query head keeps at most this many / query heads of a layer,
+/// its best, before anybody asks which of them are near: what is selected depends on policy, shape and length alone.
+/// Heads of a group that keep the same leave the rest of it unused. Layers that attend densely have no such budget.
+struct FarOptions {
+  std::uint32_t min_tokens = 0;  ///< [0, 2^31)
+  float share = 1.f;             ///< 1: all, whatever min_tokens says. [0, 1]
+  [[nodiscard]] bool all() const noexcept { return share >= 1.f; }
+  friend bool operator==(const FarOptions&, const FarOptions&) = default;
+};
+
 /// What lives near and is attended densely whatever was selected.
 struct NearOptions {
   std::uint32_t sink_tokens = 4;      ///< first tokens, always attended. [0, 4096]
@@ -123,6 +135,7 @@ struct PolicySpec {
   LshOptions lsh;             ///< read if sources has `lsh`
   Estimate estimate = Estimate::exact;
   BudgetOptions budget;       ///< read unless sources is 0 or has `all`
+  FarOptions far;             ///< likewise
   NearOptions near;
   /// Heads whose sink mass exceeds this skip attending (LFPS section 4.3). 0: never. (0, 1]
   float bypass_threshold = 0.f;
@@ -147,8 +160,8 @@ struct PolicySpec {
 ///   policy  = (preset [":" options] | source {"+" source}) {"|" stage}
 ///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "none") [":" options]
 ///   stage   = "int4" | "top_k=" COUNT | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
-///           | "bypass=" ("off" | ["sink:"] SHARE) ["," options] | "near=" SHARE ["," options]
-///           | "dense=" LAYERS ["," options] | "page=" TOKENS
+///           | "far=" COUNT | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
+///           | "near=" SHARE ["," options] | "dense=" LAYERS ["," options] | "page=" TOKENS
 ///   options = key "=" value {"," key "=" value}
 ///
 /// as in `sluice`, `lfps:alpha=0.3,budget=2%`, `history+pages | top_p=0.95`, `pages:quest,budget=8192 | int4 | top_p=0.9`

@@ -122,6 +122,7 @@ struct TopPTask {
   float softcap = 0.f;             ///< of the values, before they are weighed; see AttentionShape
   std::uint32_t begin = 0;         ///< at most `end`
   std::uint32_t end = kNone;       ///< kNone: all from `begin` on
+  std::uint32_t most = kNone;      ///< if more would be kept, the best that are no more; of equal ones all or none
   /// [ceil(values / 32)] bit i % 32 of word i / 32: value i is kept, and not attended anyway
   std::uint32_t* mask = nullptr;
   std::uint32_t* count = nullptr;  ///< how many are kept; may be null

@@ -37,6 +37,30 @@ def test_out_of_capacity(make: Make) -> None:
         engine.begin("full")
 
 
+def test_far_budget(make: Make) -> None:
+    exact = "exact | int4 | top_k=all | near=0,sinks=4,recent=8"
+    engine = make(exact)
+    with pytest.raises(sluice.InvalidArgument, match='"99".*means nothing here'):
+        engine.begin("full | far=99")
+    with pytest.raises(sluice.Unsupported, match="far=8 or more"):
+        engine.begin(exact + " | far=7")
+    mixed, decode = buckets(engine)
+    outs = {}
+    for far in ("", " | far=all", " | far=16"):
+        sequence, story = engine.begin(exact + far), Story(5)
+        forward(engine, mixed, (sequence, story, 0, 60, True))
+        number = engine.plan([sluice.PlanItem(sequence, 1, False)], decode)
+        for layer in range(LAYERS):
+            q, k, v = (np.zeros((decode.rows, heads, HEAD_DIM), np.float32) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
+            q[0], k[0], v[0] = story.q[layer, 60], story.k[layer, 60], story.v[layer, 60]
+            outs[far], lse = np.zeros_like(q), np.zeros(q.shape[:2], np.float32)
+            engine.attend(decode, layer, q, k, v, outs[far], lse)
+        engine.finish(number)
+        engine.end(sequence)
+    np.testing.assert_array_equal(outs[""], outs[" | far=all"])
+    assert np.abs(outs[""] - outs[" | far=16"]).max() > 1e-3
+
+
 def test_unsupported(make: Make) -> None:
     with pytest.raises(sluice.Unsupported, match="engine cannot serve"):
         make().begin("pages | int4 | near=0")

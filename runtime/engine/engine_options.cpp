@@ -102,7 +102,7 @@ void validate(const EngineOptions& options) {
 
 void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
   sluice::validate(policy);
-  const scheduler::ForwardNeeds needs = scheduler::forward_needs(policy, tokens, options.page_tokens);
+  const scheduler::ForwardNeeds needs = scheduler::forward_needs(policy, tokens, limits_of(options).shape);
   if (needs.bucket.pages && options.digests.value_or(policy.pages.digest) != policy.pages.digest)
     throw Error(Errc::unsupported,
                 "the policy ranks pages by another kind of digest than EngineOptions::digests has for the "
@@ -122,9 +122,7 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
 }
 
 void require_served(const PolicySpec& policy, const EngineOptions& options) {
-  const std::string reason = scheduler::forward_unserved(
-      policy, options.largest,
-      {.page_tokens = options.page_tokens, .max_window = options.max_window, .digests = options.digests});
+  const std::string reason = scheduler::forward_unserved(policy, options.largest, limits_of(options));
   if (!reason.empty())
     throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
                                        "; `exact | int4 | top_p=0.95 | near=0` is one that it can");

@@ -9,7 +9,9 @@ namespace sluice::runtime {
 void validate(const EngineOptions& options);
 
 [[nodiscard]] inline scheduler::ForwardLimits limits_of(const EngineOptions& options) noexcept {
-  return {.page_tokens = options.page_tokens, .max_window = options.max_window, .digests = options.digests};
+  return {.shape = scheduler::row_shape(options.shape, options.page_tokens),
+          .max_window = options.max_window,
+          .digests = options.digests};
 }
 
 /// Of pages in host memory.

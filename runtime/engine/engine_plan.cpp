@@ -88,8 +88,8 @@ void Engine::Impl::require_choosable(const Sequence& sequence, const PlanItem& i
       throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
                                              " pages, and EngineOptions::max_ranked is " + text(most.max_ranked));
   };
-  scheduler::for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts, options.page_tokens,
-                             require);
+  scheduler::for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts,
+                             runtime::limits_of(options).shape, require);
 }
 
 std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem> items, const Bucket& bucket) {
@@ -147,8 +147,8 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
       row++->at = at + before;
     };
     if (!item.prefill)
-      scheduler::for_each_choice(sequence->spec, sequence->planned, item.tokens, m.bucket.drafts, options.page_tokens,
-                                 put);
+      scheduler::for_each_choice(sequence->spec, sequence->planned, item.tokens, m.bucket.drafts,
+                                 runtime::limits_of(options).shape, put);
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
       m.slip_tokens[at] = {.list = list,
                            .position = sequence->planned + i,

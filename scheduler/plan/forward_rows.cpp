@@ -42,11 +42,21 @@ std::string why_neither(const PolicySpec& spec) {
   return "it bypasses heads, and chooses by 4-bit keys; say bypass=off";
 }
 
+/// Pages that each query head chooses of the `pages` full ones of `tokens` tokens. Where they are attended as they are,
+/// no more than far tokens have a budget for.
+std::uint32_t pages_per_head(const PolicySpec& spec, std::uint32_t pages, std::uint32_t tokens,
+                             const RowShape& shape) noexcept {
+  const std::uint32_t picks = budget_pages(spec.pages, pages, shape.page_tokens);
+  if (!whole_pages(spec)) return picks;
+  return std::min(picks, far_tokens_per_head(spec.far, tokens, shape) / shape.page_tokens);
+}
+
 /// A row of pages that the device chooses from.
-void choose_pages(const PolicySpec& spec, std::uint32_t page_tokens, ForwardRow& row) noexcept {
-  row.pages = newest_page(row.tokens, page_tokens) / page_tokens;
-  row.page_picks = budget_pages(spec.pages, row.pages, page_tokens);
-  const bool few = spec.budget.kind == BudgetKind::top_k && row.tokens - row.sink_end <= spec.budget.min_tokens;
+void choose_pages(const PolicySpec& spec, const RowShape& shape, ForwardRow& row) noexcept {
+  row.pages = newest_page(row.tokens, shape.page_tokens) / shape.page_tokens;
+  row.page_picks = pages_per_head(spec, row.pages, row.tokens, shape);
+  const bool few = spec.budget.kind == BudgetKind::top_k && row.tokens - row.sink_end <= spec.budget.min_tokens &&
+                   row.recent_begin - row.sink_end <= far_tokens_per_head(spec.far, row.tokens, shape);
   if (row.page_picks < row.pages && !few) return;
   // Every page is a candidate.
   row.pages = row.page_picks = 0;
@@ -86,6 +96,26 @@ bool bounds_window(const PolicySpec& spec, const Bucket& bucket) noexcept {
   return !bucket.unbounded || spec.uses(Source::pages);
 }
 
+/// Whether pages are attended as they are, by whom ever they are chosen. Of a progressive budget the open one is far, too,
+/// and counts first.
+bool attends_pages(const PolicySpec& spec) noexcept {
+  return (whole_pages(spec) && chooser(spec) == Chooser::device) || spec.budget.kind == BudgetKind::progressive;
+}
+
+std::string too_few_far_tokens(const PolicySpec& spec, std::uint64_t least) {
+  const std::string enough = std::to_string(least);
+  const char* const each = !attends_pages(spec)                                 ? "a token"
+                           : spec.budget.kind == BudgetKind::progressive ? "two pages, the open one among them"
+                                                                          : "a page";
+  return std::string("its budget of far tokens may leave a query head less than ") + each + "; write far=" + enough +
+         " or more" + (attends_pages(spec) ? ", or far=max(" + enough + ", SHARE)" : "");
+}
+
+/// Of a budget that is no number of tokens.
+std::uint32_t most_per_head(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
+  return spec.far.all() ? kNone : far_tokens_per_head(spec.far, tokens, shape);
+}
+
 const char* name_of(DigestKind kind) noexcept { return kind == DigestKind::box ? "box" : "cuboid_mean"; }
 
 }  // namespace
@@ -107,17 +137,17 @@ bool remembers(const PolicySpec& spec) noexcept {
          spec.bypass_threshold > 0.f;
 }
 
-ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t page_tokens) noexcept {
+ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
   ForwardNeeds needs{.bucket = features(spec)};
-  if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, page_tokens));
-  if (needs.bucket.top_k) needs.picks = budget_tokens(spec.budget, tokens);
+  if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, shape.page_tokens));
+  if (needs.bucket.top_k) needs.picks = tokens_per_head(spec, tokens, shape);
   if (!needs.bucket.pages) return needs;
-  needs.ranked = budget_pages(spec.pages, tokens / page_tokens, page_tokens);
+  needs.ranked = pages_per_head(spec, tokens / shape.page_tokens, tokens, shape);
   // All tokens are attended while they are so few.
   const std::uint64_t few = std::uint64_t{spec.near.sink_tokens} + spec.budget.min_tokens;
   if (whole_pages(spec))
     needs.ranked =
-        std::max(needs.ranked, static_cast<std::uint32_t>(div_up(std::min<std::uint64_t>(tokens, few), page_tokens)));
+        std::max(needs.ranked, static_cast<std::uint32_t>(div_up(std::min<std::uint64_t>(tokens, few), shape.page_tokens)));
   return needs;
 }
 
@@ -127,50 +157,68 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
   if (spec.uses(Source::pages) && limits.digests != spec.pages.digest)
     return std::string("it ranks pages by their ") + name_of(spec.pages.digest) +
            " digests; set EngineOptions::digests";
-  const std::uint64_t window = window_of(spec, limits.page_tokens);
+  if (const std::uint64_t least = least_far_tokens(spec, limits.shape); spec.far.min_tokens < least)
+    return too_few_far_tokens(spec, least);
+  const std::uint64_t window = window_of(spec, limits.shape.page_tokens);
   if (window > limits.max_window && bounds_window(spec, bucket))
     return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window " +
            std::to_string(limits.max_window);
   return {};
 }
 
-ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t page_tokens) noexcept {
+std::uint64_t least_far_tokens(const PolicySpec& spec, const RowShape& shape) noexcept {
+  if (spec.far.all()) return 0;
+  const std::uint64_t each_a_page = std::uint64_t{shape.q_heads} * shape.page_tokens;
+  if (attends_pages(spec)) return spec.budget.kind == BudgetKind::progressive ? 2 * each_a_page : each_a_page;
+  return spec.far.share > 0.f ? 0 : shape.q_heads;
+}
+
+ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
   ForwardRow row{.tokens = tokens, .dense_layers = spec.dense_layers, .dense_every = spec.dense_every};
   row.sink_end = spec.uses(Source::all) ? tokens : std::min(spec.near.sink_tokens, tokens);
-  row.recent_begin = std::max(row.sink_end, recent_begin(spec, tokens, page_tokens));
+  row.recent_begin = std::max(row.sink_end, recent_begin(spec, tokens, shape.page_tokens));
   if (chooser(spec) == Chooser::cpu) {
     row.asks = 1;
+    row.most = most_per_head(spec, tokens, shape);
     if (!spec.uses(Source::pages)) return row;
-    row.pages = newest_page(tokens, page_tokens) / page_tokens;
-    if (spec.budget.kind != BudgetKind::progressive) row.page_picks = budget_pages(spec.pages, row.pages, page_tokens);
+    row.pages = newest_page(tokens, shape.page_tokens) / shape.page_tokens;
+    if (spec.budget.kind != BudgetKind::progressive)
+      row.page_picks = budget_pages(spec.pages, row.pages, shape.page_tokens);
     return row;
   }
   if (row.recent_begin == row.sink_end || spec.sources == 0) return row;
-  if (spec.uses(Source::pages)) choose_pages(spec, page_tokens, row);
+  if (spec.uses(Source::pages)) choose_pages(spec, shape, row);
   if (whole_pages(spec)) return row;
-  const std::uint32_t candidates = row.page_picks != 0 ? row.page_picks * page_tokens : row.recent_begin - row.sink_end;
+  const std::uint32_t candidates =
+      row.page_picks != 0 ? row.page_picks * shape.page_tokens : row.recent_begin - row.sink_end;
   if (spec.budget.kind == BudgetKind::top_p) {
-    row.mass = spec.budget.mass;
+    row.most = most_per_head(spec, tokens, shape);
+    row.mass = row.most == 0 ? 0.f : spec.budget.mass;
   } else {
-    row.picks = std::min(budget_tokens(spec.budget, tokens), candidates);
+    row.picks = std::min(tokens_per_head(spec, tokens, shape), candidates);
   }
   return row;
 }
 
 ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t drafts,
-                        std::uint32_t page_tokens) noexcept {
+                        const RowShape& shape) noexcept {
   // Windows as the first row has them, which the others' are part of but for their own tokens. What the device chooses
   // is as much as the last has; a policy of the CPU chooses for the first row alone.
-  ForwardRow row = forward_row(spec, tokens + 1, page_tokens);
-  const ForwardRow last = forward_row(spec, tokens + drafts, page_tokens);
+  ForwardRow row = forward_row(spec, tokens + 1, shape);
+  const ForwardRow last = forward_row(spec, tokens + drafts, shape);
   row.drafts = drafts;
   row.tokens = tokens;
   row.sink_end = std::min(row.sink_end, tokens);
   row.recent_begin = std::min(row.recent_begin, tokens);
   if (row.asks != 0) return row;
   if (row.page_picks != 0) row.page_picks = std::min(std::max(row.page_picks, last.page_picks), row.pages);
-  const std::uint32_t candidates = row.page_picks != 0 ? row.page_picks * page_tokens : row.recent_begin - row.sink_end;
-  if (row.picks != 0) row.picks = std::min(std::max(row.picks, last.picks), candidates);
+  const std::uint32_t candidates =
+      row.page_picks != 0 ? row.page_picks * shape.page_tokens : row.recent_begin - row.sink_end;
+  if (candidates != 0 && last.mass > 0.f) {
+    row.mass = last.mass;
+    row.most = last.most;
+  }
+  row.picks = std::min(std::max(row.picks, last.picks), candidates);
   return row;
 }
 

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "scheduler/layer_policy.hpp"
 #include "sluice/forward.hpp"
 #include "sluice/policy.hpp"
 
@@ -27,7 +28,7 @@ enum class Chooser : std::uint8_t {
 
 /// Of what an engine has been built with, what a policy may need.
 struct ForwardLimits {
-  std::uint32_t page_tokens = 16;
+  RowShape shape{};
   std::uint32_t max_window = 0;         ///< sinks and recent tokens together
   std::optional<DigestKind> digests{};  ///< of pages
 };
@@ -42,30 +43,33 @@ struct ForwardNeeds {
   std::uint32_t ranked = 0;  ///< pages that a query head chooses
 };
 [[nodiscard]] ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens,
-                                         std::uint32_t page_tokens) noexcept;
+                                         const RowShape& shape) noexcept;
 
 /// Why a forward of this bucket cannot serve a policy that parses; empty if it can.
 [[nodiscard]] std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const ForwardLimits& limits);
 
+/// The smallest budget of far tokens that a policy which attends whole pages can keep to: FarOptions::min_tokens at
+/// least. 0: any will do.
+[[nodiscard]] std::uint64_t least_far_tokens(const PolicySpec& spec, const RowShape& shape) noexcept;
+
 /// What the row of a sequence's token chooses from, if `tokens` are visible to it: a function of policy, length and
-/// size of pages alone. List and packed row are the caller's.
-[[nodiscard]] ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t page_tokens) noexcept;
+/// shape alone. List and packed row are the caller's.
+[[nodiscard]] ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept;
 
 /// What a team of `drafts` tokens behind `tokens` others chooses from: at least what each of its rows would choose by
-/// itself, if that is a number; if it is a share of the mass, as large a share.
+/// itself, if that is a number; if it is a share of the mass, as large a share. So each draft has a budget of far tokens
+/// of its own, as large as the last one's.
 [[nodiscard]] ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t drafts,
-                                      std::uint32_t page_tokens) noexcept;
+                                      const RowShape& shape) noexcept;
 
 /// visit(row, tokens before it) for every row, or team of `drafts` where these are not 1, of `count` new tokens behind
 /// `tokens` others.
 template <class Visit>
 void for_each_choice(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t count, std::uint32_t drafts,
-                     std::uint32_t page_tokens, const Visit& visit) {
+                     const RowShape& shape, const Visit& visit) {
   for (std::uint32_t i = 0; i < count; i += drafts) {
     const std::uint32_t most = std::min(drafts, count - i);
-    visit(drafts == 1 ? forward_row(spec, tokens + i + 1, page_tokens)
-                      : forward_team(spec, tokens + i, most, page_tokens),
-          i);
+    visit(drafts == 1 ? forward_row(spec, tokens + i + 1, shape) : forward_team(spec, tokens + i, most, shape), i);
   }
 }
 

@@ -26,6 +26,7 @@ RowTokens tokens_of(const WorkPlace& place, const ForwardRow& row) noexcept {
   if (row.mass > 0.f && !row.in_pages()) picked = between;
   if (row.picks != 0) picked = std::uint64_t{place.shape.group()} * row.picks;
   if (row.asks != 0) picked = between;
+  if (row.most != kNone) picked = std::min(picked, std::uint64_t{place.shape.group()} * row.most);
   tokens.most = tokens.window + std::min(picked, between);
   if (row.ranks()) tokens.scored = row.in_pages() ? in_pages + tokens.window : row.tokens;
   return tokens;

@@ -14,6 +14,7 @@ void Budget::cut(const HeadContext& context, std::uint32_t group, ScoredSet& sco
   }
   if (weighs()) {
     scored.choose_mass(spec_.budget.mass, attended_anyway(context), group);
+    if (!spec_.far.all()) scored.keep_best(far_tokens_per_head(spec_.far, context.tokens, shape_), group);
   } else {
     scored.choose(tokens(context.tokens), group);
   }
@@ -21,9 +22,9 @@ void Budget::cut(const HeadContext& context, std::uint32_t group, ScoredSet& sco
 
 AttendedAnyway Budget::attended_anyway(const HeadContext& context) const noexcept {
   const NearSet& near = *context.near;
-  const std::uint32_t newest = newest_page(context.tokens, page_tokens_);
+  const std::uint32_t newest = newest_page(context.tokens, shape_.page_tokens);
   // Where whole pages are attended near, the newest always is.
-  const bool near_newest = near.holds(newest / page_tokens_);
+  const bool near_newest = near.holds(newest / shape_.page_tokens);
   return {.sink_end = near.sink_end,
           .recent_begin = near_newest ? std::min(near.recent_begin, newest) : near.recent_begin,
           .open = estimates() ? newest : context.tokens};

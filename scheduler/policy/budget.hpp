@@ -20,7 +20,7 @@ namespace sluice::scheduler {
 /// Top-p is that of sluice/top_p.hpp.
 class Budget {
  public:
-  Budget(const PolicySpec& spec, std::uint32_t page_tokens) : spec_(spec), page_tokens_(page_tokens) {}
+  Budget(const PolicySpec& spec, const RowShape& shape) : spec_(spec), shape_(shape) {}
 
   [[nodiscard]] bool estimates() const noexcept { return spec_.estimate == Estimate::int4; }
   [[nodiscard]] bool weighs() const noexcept { return spec_.budget.kind == BudgetKind::top_p; }
@@ -30,13 +30,17 @@ class Budget {
   [[nodiscard]] std::uint32_t first() const noexcept {
     return weighs() && !spec_.uses(Source::history) ? 0 : spec_.near.sink_tokens;
   }
-  /// Whether `candidates` tokens are kept without looking at them.
-  [[nodiscard]] bool holds(std::uint32_t candidates) const noexcept {
-    return !weighs() && candidates <= spec_.budget.min_tokens;
+  /// Whether `candidates` of `visible` tokens are kept without looking at them.
+  [[nodiscard]] bool holds(std::uint32_t candidates, std::uint32_t visible) const noexcept {
+    return !weighs() && candidates <= spec_.budget.min_tokens && fits(candidates, visible);
+  }
+  /// Whether as many may be attended far.
+  [[nodiscard]] bool fits(std::uint32_t candidates, std::uint32_t visible) const noexcept {
+    return candidates <= far_tokens_per_head(spec_.far, visible, shape_);
   }
   /// How many each query head keeps at least, if it has them; 0 if that depends on their scores.
   [[nodiscard]] std::uint32_t tokens(std::uint32_t visible) const noexcept {
-    return weighs() ? 0 : budget_tokens(spec_.budget, visible);
+    return weighs() ? 0 : tokens_per_head(spec_, visible, shape_);
   }
 
   /// What top-p counts first.
@@ -47,7 +51,7 @@ class Budget {
 
  private:
   PolicySpec spec_;
-  std::uint32_t page_tokens_;
+  RowShape shape_;
 };
 
 }  // namespace sluice::scheduler

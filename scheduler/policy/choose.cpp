@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <utility>
 
 #include "scheduler/fast_exp.hpp"
 #include "scheduler/policy/scored_set.hpp"
@@ -84,6 +85,11 @@ void ScoredSet::choose_mass(float share, const AttendedAnyway& anyway, std::uint
   attended_.assign(tokens_.size(), 0);
   observed_.assign(tokens_.size(), 0);
   for (std::uint32_t h = 0; h < group; ++h) choose_head_mass(h, group, share, anyway);
+}
+
+void ScoredSet::keep_best(std::uint32_t k, std::uint32_t group) {
+  const std::vector<std::uint32_t> from = std::exchange(attended_, std::vector<std::uint32_t>(tokens_.size(), 0));
+  for (std::uint32_t h = 0; h < group; ++h) choose_head(h, group, k, from, attended_);
 }
 
 void ScoredSet::choose_head_mass(std::uint32_t h, std::uint32_t group, float share, const AttendedAnyway& anyway) {

@@ -134,6 +134,11 @@ std::string budget_words(const BudgetOptions& budget) {
   return text;
 }
 
+/// Of a budget that is one.
+std::string far_words(const FarOptions& far) {
+  return far.min_tokens == 0 ? percent(far.share) : larger_of(far.min_tokens, far.share, 0);
+}
+
 /// What the bypass leaves to the newest tokens is the history's to say, if there is one.
 std::string bypass_words(const PolicySpec& spec) {
   const std::uint32_t local = spec.history.local_tokens;
@@ -160,6 +165,7 @@ std::string to_string(const PolicySpec& spec) {
   std::string text = source_words(spec);
   if (spec.estimate == Estimate::int4) text += " | int4";
   if (spec.sources != 0 && !spec.uses(Source::all)) text += " | " + budget_words(spec.budget);
+  if (!spec.far.all()) text += " | far=" + far_words(spec.far);
   text += " | " + near_words(spec.near);
   if (spec.bypass_threshold > 0.f) text += " | " + bypass_words(spec);
   if (spec.dense_layers > 0 || spec.dense_every > 0) text += " | dense=" + std::to_string(spec.dense_layers);

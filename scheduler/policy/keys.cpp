@@ -90,6 +90,7 @@ constexpr Key kKeys[] = {
     {"budget", Room::flat, read_flat_budget},
     {"mass", Room::flat, read_mass},
     {"bypass", Room::flat, [](S& s, const W& w) { s.bypass_threshold = read_number(w); }},
+    {"far", Room::flat, [](S& s, const W& w) { read_larger_of(w, s.far.min_tokens, s.far.share); }},
     {"near", Room::flat, [](S& s, const W& w) { s.near.share = read_share(w); }},
     {"dense", Room::flat, [](S& s, const W& w) { s.dense_layers = read_count(w); }},
 

@@ -137,6 +137,12 @@ constexpr Stage kStages[] = {
     {"progressive", true, Room::progressive,
      [](const Word& w, PolicySpec& s) { set_mass(w, BudgetKind::progressive, s); }},
     {"sampled", false, Room::flat, [](const Word&, PolicySpec& s) { s.budget.kind = BudgetKind::sampled; }},
+    {"far", true, Room::flat,
+     [](const Word& w, PolicySpec& s) {
+       if (!chooses(s))
+         w.fail("means nothing here: this policy does not choose among tokens; name a source, such as pages");
+       read_larger_of(w, s.far.min_tokens, s.far.share);
+     }},
     {"bypass", true, Room::bypass, read_bypass},
     {"near", true, Room::near, [](const Word& w, PolicySpec& s) { s.near.share = read_share(w); }},
     {"dense", true, Room::dense, [](const Word& w, PolicySpec& s) { s.dense_layers = read_count(w); }},
@@ -207,6 +213,7 @@ PolicySpec scheduler::what_is_read(const PolicySpec& spec) {
   if (!spec.uses(Source::clusters)) read.clusters = {};
   if (!spec.uses(Source::lsh)) read.lsh = {};
   read.budget = chooses(spec) ? sluice::what_is_read(spec.budget) : BudgetOptions{};
+  if (!chooses(spec) || spec.far.all()) read.far = {};
   return read;
 }
 

@@ -47,7 +47,7 @@ struct Head {
 class ProgressivePolicy final : public LayerPolicy {
  public:
   ProgressivePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens)
-      : budget_(spec.budget), group_(shape.group()), shape_(shape), page_tokens_(page_tokens) {}
+      : budget_(spec.budget), far_(spec.far), group_(shape.group()), shape_(shape), page_tokens_(page_tokens) {}
 
   void begin(const PromptContext&) override {}
   void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
@@ -64,8 +64,9 @@ class ProgressivePolicy final : public LayerPolicy {
     head.scores.clear();
     head.order.rank(context.page_scores, group_, *context.near, context.tokens);
     visit_open(context, head, counters);
-    while (!enough(head)) {
-      visit_microbatch(context, head);
+    const std::uint64_t most = most_far(context.tokens);
+    for (std::uint32_t pages = next_pages(head, most); pages != 0 && !enough(head); pages = next_pages(head, most)) {
+      visit_microbatch(context, head, pages);
       ++counters.iterations;
     }
     emit(head, row);
@@ -75,6 +76,19 @@ class ProgressivePolicy final : public LayerPolicy {
   }
 
  private:
+  /// Of `tokens` visible ones: the query heads attend the same, so that their parts of the budget are one.
+  [[nodiscard]] std::uint64_t most_far(std::uint32_t tokens) const noexcept {
+    return std::uint64_t{group_} * far_tokens_per_head(far_, tokens, row_shape(shape_, page_tokens_));
+  }
+
+  /// Pages of the next microbatch: fewer where far tokens have a budget that ends before it does, or none.
+  [[nodiscard]] std::uint32_t next_pages(const Head& head, std::uint64_t most) const noexcept {
+    if (far_.all()) return budget_.microbatch;
+    const std::uint64_t attended = head.scores.size() / group_;
+    return static_cast<std::uint32_t>(
+        std::min<std::uint64_t>(budget_.microbatch, (most - std::min(most, attended)) / page_tokens_));
+  }
+
   /// What is attended anyway counts first: sinks, recent tokens and the open page. Pages that are near as a whole count
   /// for nothing: their keys would have to be read here too, and a smaller share only makes the verdict safer.
   void visit_open(const HeadContext& context, Head& head, SelectCounters& counters) const {
@@ -120,9 +134,9 @@ class ProgressivePolicy final : public LayerPolicy {
     return true;
   }
 
-  void visit_microbatch(const HeadContext& context, Head& head) const {
+  void visit_microbatch(const HeadContext& context, Head& head, std::uint32_t pages) const {
     head.batch.clear();
-    const std::uint32_t full = head.order.take(budget_.microbatch, head.batch);
+    const std::uint32_t full = head.order.take(pages, head.batch);
     const std::size_t first = head.scores.size() / group_;
     read_scores(context, head, first);
     head.masses.resize(head.batch.size() * group_);
@@ -181,6 +195,7 @@ class ProgressivePolicy final : public LayerPolicy {
   }
 
   BudgetOptions budget_;
+  FarOptions far_;
   std::uint32_t group_;
   AttentionShape shape_;
   std::uint32_t page_tokens_;

@@ -45,6 +45,22 @@ std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages
   return share_of(pages, std::max(options.min_pages, tokens_in_pages), options.share);
 }
 
+std::uint64_t far_tokens(const FarOptions& far, std::uint32_t n, const RowShape& shape) noexcept {
+  const std::uint64_t all = std::uint64_t{n} * shape.kv_heads;
+  if (far.all()) return all;
+  const auto part = std::llround(static_cast<double>(far.share) * static_cast<double>(all));
+  return std::max<std::uint64_t>(far.min_tokens, static_cast<std::uint64_t>(part));
+}
+
+std::uint32_t far_tokens_per_head(const FarOptions& far, std::uint32_t n, const RowShape& shape) noexcept {
+  if (far.all()) return n;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(far_tokens(far, n, shape) / shape.q_heads, n));
+}
+
+std::uint32_t tokens_per_head(const PolicySpec& spec, std::uint32_t n, const RowShape& shape) noexcept {
+  return std::min(budget_tokens(spec.budget, n), far_tokens_per_head(spec.far, n, shape));
+}
+
 std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                std::uint32_t page_tokens, LayerId layer) {
   validate(spec);
@@ -52,7 +68,7 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
   if (spec.sources == 0) return make_streaming_policy();
   switch (spec.budget.kind) {
     case BudgetKind::progressive: return make_progressive_policy(spec, shape, page_tokens);
-    case BudgetKind::fitted: return make_fitted_policy(spec, shape);
+    case BudgetKind::fitted: return make_fitted_policy(spec, shape, page_tokens);
     case BudgetKind::sampled: return make_sampled_policy(spec, shape);
     case BudgetKind::top_k:
     case BudgetKind::top_p: break;

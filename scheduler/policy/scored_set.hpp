@@ -66,6 +66,8 @@ class ScoredSet {
   /// Each query head takes what it attends anyway, and the fewest others of its candidates, near ones among them, with
   /// which that holds `share` of the weight (see sluice/top_p.hpp); of what it takes it attends the far ones.
   void choose_mass(float share, const AttendedAnyway& anyway, std::uint32_t group);
+  /// Of what it has chosen to attend each query head keeps its k best. Ties as in `choose`.
+  void keep_best(std::uint32_t k, std::uint32_t group);
   /// Takes everything for its heads; nothing is cut.
   void choose_all();
   /// Writes what is attended; with scores, unless they were estimated.

@@ -19,7 +19,7 @@ class SparsePolicy final : public LayerPolicy {
  public:
   SparsePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens, LayerId layer)
       : spec_(spec),
-        budget_(spec, page_tokens),
+        budget_(spec, row_shape(shape, page_tokens)),
         proposer_(spec, shape.group(), page_tokens, budget_.first()),
         group_(shape.group()),
         layer_(layer.value),
@@ -65,13 +65,16 @@ class SparsePolicy final : public LayerPolicy {
     if (context.tokens <= sinks) return;
     if (head.history) recall(context.tokens, head);
 
-    // A budget that holds everything, or a history that tells nothing: attend all, and learn from it.
-    const bool dense = budget_.holds(context.tokens - sinks) || (head.history && head.history->blank());
-    head.whole = dense || spec_.uses(Source::exact);
+    // A budget that holds everything, or a history that tells nothing: attend all, and learn from it. If far tokens have
+    // a budget that does not allow it, all are candidates.
+    const bool blank = head.history && head.history->blank();
+    const std::uint32_t candidates = context.tokens - sinks;
+    const bool dense = budget_.holds(candidates, context.tokens) || (blank && budget_.fits(candidates, context.tokens));
+    head.whole = dense || blank || spec_.uses(Source::exact);
     // A context attended for want of history is always learnt from.
-    head.observes = head.history && (dense || turn_came(head));
+    head.observes = head.history && (dense || blank || turn_came(head));
     std::uint32_t active = all_heads();
-    if (head.bypass && !dense) active &= ~head.bypass->test(context, bypass, counters);
+    if (head.bypass && !dense && !blank) active &= ~head.bypass->test(context, bypass, counters);
     head.observing = active;
     if (dense) {
       select_dense(context, head, row, counters);
@@ -196,7 +199,7 @@ class SparsePolicy final : public LayerPolicy {
   }
 
   void select_sparse(const HeadContext& context, SparseHead& head, SelectionRow& row, SelectCounters& counters) {
-    if (spec_.uses(Source::exact)) {
+    if (head.whole) {
       proposer_.propose_all(context.tokens, head);
     } else {
       proposer_.propose(context, head, counters);

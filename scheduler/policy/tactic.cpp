@@ -6,6 +6,9 @@
 // Tokens that are in no cluster yet are all attended. They count towards P, and so do sinks and the recent window: P is
 // the share of all that is attended, and where those hold it no cluster is read. The paper does not say; not to count
 // them would be safe, but keeps more than P asks for.
+//
+// A budget of far tokens is first of those in no cluster, then of clusters. Where it cannot hold the former, each query
+// head attends the best of them by their scores, and no cluster.
 
 #include <algorithm>
 #include <bit>
@@ -68,8 +71,11 @@ class SampledTokens {
 
 class FittedPolicy final : public LayerPolicy {
  public:
-  FittedPolicy(const PolicySpec& spec, const AttentionShape& shape)
-      : spec_(spec), group_(shape.group()), heads_(shape.kv_heads, Head(spec.clusters, shape)) {}
+  FittedPolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens)
+      : spec_(spec),
+        shape_(row_shape(shape, page_tokens)),
+        group_(shape.group()),
+        heads_(shape.kv_heads, Head(spec.clusters, shape)) {}
 
   void begin(const PromptContext& prompt) override { heads_[prompt.kv_head].source.begin(prompt); }
   void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
@@ -79,6 +85,9 @@ class FittedPolicy final : public LayerPolicy {
     bypass.heads = 0;
     head.visible = context.tokens;
     const FitSamples samples = fit_samples(spec_.clusters, head.source.clustered());
+    const std::uint32_t most = far_tokens_per_head(spec_.far, context.tokens, shape_);
+    const std::uint32_t apart = spec_.far.all() ? 0 : in_no_cluster(context, samples.tokens);
+    if (apart > most) return select_best(context, samples.tokens, most, row, counters);
     if (samples.tokens == 0) {
       add_far_runs(*context.near, context.tokens, row);
       counters.candidates += row.attended();
@@ -94,7 +103,8 @@ class FittedPolicy final : public LayerPolicy {
     thread_local Scratch scratch;
     sample(context, samples, anyway, head, scratch);
     scratch.chosen.reset(samples.tokens);
-    for (std::uint32_t h = 0; h < group_; ++h) counters.expanded_per_head += choose(h, samples, anyway, head, scratch);
+    for (std::uint32_t h = 0; h < group_; ++h)
+      counters.expanded_per_head += choose(h, samples, anyway, most - apart, head, scratch);
     scratch.united.emit_far(scratch.chosen, *context.near, row);
     add_far_runs(*context.near, samples.tokens, context.tokens, row);
 
@@ -169,9 +179,9 @@ class FittedPolicy final : public LayerPolicy {
     scratch.sampled.score(context.tokens, context.q, group_, *context.kv);
   }
 
-  /// Adds what query head `h` attends; returns how many tokens that are.
-  std::uint32_t choose(std::uint32_t h, const FitSamples& samples, const Anyway& anyway, const Head& head,
-                       Scratch& scratch) const {
+  /// Adds what query head `h` attends, at most `most` tokens; returns how many that are.
+  std::uint32_t choose(std::uint32_t h, const FitSamples& samples, const Anyway& anyway, std::uint32_t most,
+                       const Head& head, Scratch& scratch) const {
     scratch.anyway.clear();
     anyway.for_each([&](std::uint32_t token) { scratch.anyway.push_back(scratch.sampled.of(token, h)); });
     scratch.scores.clear();
@@ -180,14 +190,41 @@ class FittedPolicy final : public LayerPolicy {
       scratch.scores.push_back(anyway.holds(token) ? -std::numeric_limits<float>::infinity()
                                                    : scratch.sampled.of(token, h));
     });
-    const std::uint32_t budget =
-        fitted_budget(scratch.scores, samples, static_cast<double>(spec_.budget.mass), scratch.anyway);
+    const std::uint32_t budget = std::min(
+        fitted_budget(scratch.scores, samples, static_cast<double>(spec_.budget.mass), scratch.anyway), most);
     for_each_in_order(head.source.index(), head.source.order(h), 0, budget,
                       [&](std::uint32_t token, std::uint32_t) { scratch.chosen.add(token); });
     return budget;
   }
 
+  /// Far tokens from `begin` on: those in no cluster.
+  [[nodiscard]] static std::uint32_t in_no_cluster(const HeadContext& context, std::uint32_t begin) {
+    thread_local SelectionRow far;
+    far.clear();
+    add_far_runs(*context.near, begin, context.tokens, far);
+    return static_cast<std::uint32_t>(far.attended());
+  }
+
+  /// Of the far tokens from `begin` on each query head attends its best.
+  void select_best(const HeadContext& context, std::uint32_t begin, std::uint32_t most, SelectionRow& row,
+                   SelectCounters& counters) const {
+    thread_local TokenSet apart;
+    thread_local ScoredSet scored;
+    apart.reset(context.tokens);
+    apart.add_range(begin, context.tokens);
+    scored.collect({.sets = {&apart, 1}, .active = ~0u >> (32 - group_), .shared = true}, *context.near);
+    scored.score(*context.kv, context.q, group_);
+    scored.choose(most, group_);
+    scored.emit(group_, Membership::united, row);
+    counters.expanded_per_head += std::uint64_t{most} * group_;
+    counters.candidates += scored.united();
+    counters.near_hits += scored.near_hits();
+    counters.scored += scored.size();
+    scored.shed(context.tokens);
+  }
+
   PolicySpec spec_;
+  RowShape shape_;
   std::uint32_t group_;
   std::vector<Head> heads_;  ///< [kv_heads]
 };
@@ -198,8 +235,9 @@ std::uint64_t fitted_state_bytes(const PolicySpec& spec, const AttentionShape& s
   return ClusterSource::most_heap_bytes(spec.clusters, shape, tokens);
 }
 
-std::unique_ptr<LayerPolicy> make_fitted_policy(const PolicySpec& spec, const AttentionShape& shape) {
-  return std::make_unique<FittedPolicy>(spec, shape);
+std::unique_ptr<LayerPolicy> make_fitted_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                                std::uint32_t page_tokens) {
+  return std::make_unique<FittedPolicy>(spec, shape, page_tokens);
 }
 
 }  // namespace sluice::scheduler

@@ -152,6 +152,11 @@ TEST_CASE("a policy is refused where it is wrong, or not served", "[capi][errors
   check_fails(begin(""), SLUICE_INVALID_ARGUMENT, {});
   check_fails(begin("exact | int4 | top_p=0.9 | near=10%"), SLUICE_UNSUPPORTED, {"engine cannot serve"});
   check_fails(begin("pages | int4 | near=0"), SLUICE_UNSUPPORTED, {"pages"});
+  check_fails(begin("exact | int4 | top_p=0.9 | near=0 | far=0"), SLUICE_INVALID_ARGUMENT, {"far is 0"});
+  check_fails(begin("full | far=99"), SLUICE_INVALID_ARGUMENT, {"\"99\" at character 12", "means nothing here"});
+  check_fails(begin("exact | int4 | top_p=0.9 | near=0 | far=3"), SLUICE_UNSUPPORTED, {"far=4 or more"});
+  require_ok(begin("exact | int4 | top_p=0.9 | near=0 | far=max(4, 2%)")());
+  require_ok(sluice_engine_end(small.engine, s));
   check_fails([&] { return sluice_engine_fork(small.engine, small.sequence, 0, "exakt", &s); }, SLUICE_INVALID_ARGUMENT,
               {"exakt"});
   auto options = small_options();

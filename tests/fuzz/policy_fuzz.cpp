@@ -19,10 +19,14 @@ void check(const PolicySpec& spec) {
   FUZZ_REQUIRE(unsupported_reasons(spec).empty());
   FUZZ_REQUIRE(is_share(spec.near.share) && is_share(spec.bypass_threshold) && is_share(spec.budget.share));
   FUZZ_REQUIRE(is_share(spec.pages.share) && is_share(spec.history.limit) && spec.budget.mass > 0.f);
+  FUZZ_REQUIRE(is_share(spec.far.share));
+  constexpr scheduler::RowShape kShape{.q_heads = 12, .kv_heads = 3};
   for (const std::uint32_t n : {0u, 1u, 1000u, 0x7fffffffu}) {
     FUZZ_REQUIRE(scheduler::budget_tokens(spec.budget, n) <= n);
     FUZZ_REQUIRE(scheduler::budget_tokens(spec.budget, n) >= std::min(n, 1u));
     FUZZ_REQUIRE(scheduler::budget_pages(spec.pages, n, 16) <= n);
+    FUZZ_REQUIRE(scheduler::far_tokens_per_head(spec.far, n, kShape) <= n);
+    FUZZ_REQUIRE(!spec.far.all() || scheduler::far_tokens_per_head(spec.far, n, kShape) == n);
   }
 }
 

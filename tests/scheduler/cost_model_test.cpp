@@ -62,7 +62,7 @@ TEST_CASE("what a device does not know of itself is taken to be as the host's me
 }
 
 TEST_CASE("a forward that has more near is not slower where the device is faster") {
-  ForwardRow row = forward_row(parse_policy("exact | int4 | top_k=200 | near=0,sinks=4,recent=60"), 20'000, 16);
+  ForwardRow row = forward_row(parse_policy("exact | int4 | top_k=200 | near=0,sinks=4,recent=60"), 20'000, {});
   row.list = 0;
   const WorkPlace place{.shape = {.layers = 3, .q_heads = 32, .kv_heads = 8, .head_dim = 128},
                         .layout = {.head_dim = 128},

@@ -2,6 +2,8 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <string>
 #include <vector>
 
 #include "sluice/forward_tasks.hpp"
@@ -29,7 +31,8 @@ bool choices_cover(const ForwardRow& team, const ForwardRow& alone) {
   if (team.page_picks != 0 && alone.page_picks == 0) return false;
   const std::uint32_t most =
       team.page_picks != 0 ? team.page_picks * kPage : team.recent_begin - team.sink_end;
-  return team.picks >= std::min(alone.picks, most) && team.mass == alone.mass;
+  const bool by_mass = alone.mass == 0.f ? team.mass == 0.f || alone.most == 0 : team.mass == alone.mass;
+  return team.picks >= std::min(alone.picks, most) && by_mass && team.most >= alone.most;
 }
 
 }  // namespace
@@ -43,17 +46,23 @@ TEST_CASE("a team chooses from no less than each of its rows, and as many", "[pl
                                     "pages:share=0.3 | int4 | top_k=11 | near=0,recent=40",
                                     "pages:pages=3 | int4 | top_p=0.7 | near=0,sinks=2");
   CAPTURE(text);
-  const PolicySpec policy = parse_policy(text);
+  const char* const far = GENERATE("", "far=40", "far=max(96, 7%)", "far=3%");
+  const std::string given = text;
+  const bool chooses = given != "full" && given.compare(0, 4, "none") != 0;
+  if (*far != 0 && !chooses) return;
+  CAPTURE(far);
+  const PolicySpec policy = parse_policy(*far == 0 ? given : given + " | " + far);
+  if (least_far_tokens(policy, {.page_tokens = kPage}) > policy.far.min_tokens && *far != 0) return;
   for (std::uint32_t tokens = 0; tokens < 400; ++tokens) {
     for (std::uint32_t drafts = 1; drafts <= 32; drafts += drafts < 4 ? 1 : 7) {
-      const ForwardRow team = forward_team(policy, tokens, drafts, kPage);
+      const ForwardRow team = forward_team(policy, tokens, drafts, {.page_tokens = kPage});
       CAPTURE(tokens, drafts);
       REQUIRE(team.tokens == tokens);
       REQUIRE(team.drafts == drafts);
       REQUIRE((team.sink_end <= team.recent_begin && team.recent_begin <= tokens));
       REQUIRE(team.pages * kPage <= tokens);
       for (std::uint32_t draft = 0; draft < drafts; ++draft) {
-        const ForwardRow alone = forward_row(policy, tokens + draft + 1, kPage);
+        const ForwardRow alone = forward_row(policy, tokens + draft + 1, {.page_tokens = kPage});
         CAPTURE(draft);
         if (!windows_cover(team, alone)) REQUIRE(windows_cover(team, alone));
         if (!choices_cover(team, alone)) REQUIRE(choices_cover(team, alone));
@@ -82,7 +91,7 @@ TEST_CASE("what a team lists all of its rows see, and its edge is the rest of wh
   for (std::uint32_t tokens = 0; tokens < 60; ++tokens) {
     for (std::uint32_t drafts = 1; drafts <= 32; drafts += drafts < 4 ? 1 : 7) {
       CAPTURE(window, tokens, drafts);
-      const ForwardRow row = forward_team(parse_policy("full"), tokens, drafts, kPage).in(0, window);
+      const ForwardRow row = forward_team(parse_policy("full"), tokens, drafts, {.page_tokens = kPage}).in(0, window);
       const ForwardEdge edge = edge_of(row, window);
       REQUIRE(edge.count() <= ForwardEdge::kMost);
       for (std::uint32_t draft = 0; draft < drafts; ++draft) {
@@ -99,4 +108,95 @@ TEST_CASE("what a team lists all of its rows see, and its edge is the rest of wh
       }
     }
   }
+}
+
+namespace {
+
+constexpr RowShape kLayer{.page_tokens = kPage, .q_heads = 8, .kv_heads = 2};
+
+/// Far tokens that a row of a policy with sinks=4,recent=9 may attend at most, all KV heads together and over all that
+/// its heads choose. Where it attends everything, those of full pages outside of that window.
+std::uint64_t most_far(const PolicySpec& policy, const ForwardRow& row) {
+  const std::uint64_t between = row.recent_begin - row.sink_end;
+  std::uint64_t each = row.picks;
+  if (row.mass > 0.f || row.asks != 0) each = row.most;
+  if (row.in_pages() && !row.ranks()) each = row.page_picks * kPage;
+  if (policy.uses(Source::pages) && row.whole() && row.tokens > 13) {
+    const std::uint32_t begin = std::min(row.tokens - 9, (row.tokens - 1) / kPage * kPage);
+    return kLayer.kv_heads * std::uint64_t{begin - std::min(begin, 4u)};
+  }
+  return kLayer.kv_heads * std::min<std::uint64_t>(between, kLayer.group() * each);
+}
+
+std::uint64_t budget_of(const FarOptions& far, std::uint32_t tokens) {
+  return std::max<std::uint64_t>(far.min_tokens, std::llround(double{far.share} * tokens * kLayer.kv_heads));
+}
+
+}  // namespace
+
+TEST_CASE("a row's heads together choose no more far tokens than have a budget, whatever the length", "[plan][far]") {
+  const std::string policy_text =
+      GENERATE("exact | int4 | top_k=max(20, 5%)", "exact | int4 | top_p=0.9", "pages:box,budget=128 | top_k=all",
+               "pages:pages=9 | int4 | top_k=60", "pages:pages=9 | int4 | top_p=0.9", "history | top_k=99",
+               "pages | progressive=0.9", "exact | top_k=all");
+  const std::string far = GENERATE("max(256, 3%)", "257", "300", "max(400, 11%)");
+  CAPTURE(policy_text, far);
+  const std::string near = " | near=0,sinks=4,recent=9";
+  const PolicySpec policy = parse_policy(policy_text + near + " | far=" + far);
+  const PolicySpec free = parse_policy(policy_text + near);
+  REQUIRE(least_far_tokens(policy, kLayer) <= 256);
+  bool bound = false;
+  for (std::uint32_t tokens = 0; tokens < 2500; tokens += tokens < 300 ? 1 : 37) {
+    CAPTURE(tokens);
+    const ForwardRow row = forward_row(policy, tokens, kLayer);
+    const ForwardRow without = forward_row(free, tokens, kLayer);
+    const std::uint64_t budget = budget_of(policy.far, tokens);
+    REQUIRE(most_far(policy, row) <= budget);
+    bound = bound || most_far(free, without) > budget;
+    REQUIRE(row.picks <= without.picks);
+    const auto needs = forward_needs(policy, tokens, kLayer);
+    REQUIRE(needs.picks >= row.picks);
+    if (needs.ranked != 0) REQUIRE(needs.ranked >= (row.asks != 0 ? 0 : row.page_picks));
+    for (const std::uint32_t drafts : {2u, 7u, 32u}) {
+      const ForwardRow team = forward_team(policy, tokens, drafts, kLayer);
+      CAPTURE(drafts);
+      if (team.asks == 0) REQUIRE(most_far(policy, team) <= budget_of(policy.far, tokens + drafts));
+    }
+  }
+  REQUIRE(bound);
+}
+
+TEST_CASE("with `far=all`, or a budget that does not bind, rows are as without it", "[plan][far]") {
+  const std::string text = GENERATE("exact | int4 | top_k=max(20, 5%)", "exact | int4 | top_p=0.9", "quest",
+                                    "pages:pages=9 | int4 | top_k=40", "lfps", "psa");
+  const std::string far = GENERATE("all", "2000000000");
+  CAPTURE(text, far);
+  const auto same = [](const ForwardRow& a, const ForwardRow& b) {
+    return a.tokens == b.tokens && a.sink_end == b.sink_end && a.recent_begin == b.recent_begin && a.pages == b.pages &&
+           a.page_picks == b.page_picks && a.picks == b.picks && a.mass == b.mass && a.asks == b.asks;
+  };
+  const PolicySpec policy = parse_policy(text + " | far=" + far), free = parse_policy(text);
+  for (std::uint32_t tokens = 0; tokens < 3000; tokens += 7) {
+    CAPTURE(tokens);
+    REQUIRE(same(forward_row(policy, tokens, kLayer), forward_row(free, tokens, kLayer)));
+    REQUIRE(same(forward_team(policy, tokens, 5, kLayer), forward_team(free, tokens, 5, kLayer)));
+    REQUIRE(forward_row(free, tokens, kLayer).most == kNone);
+  }
+}
+
+TEST_CASE("a budget of far tokens that is less than a page or a token per head is refused with the least that works",
+          "[plan][far]") {
+  const Bucket any{.unbounded = true, .pages = true};
+  const auto refused = [&](const char* text) {
+    const PolicySpec policy = parse_policy(text);
+    return forward_unserved(policy, any, {.shape = kLayer, .max_window = 9999, .digests = policy.pages.digest});
+  };
+  REQUIRE(refused("quest | far=127").find("far=128") != std::string::npos);
+  REQUIRE(refused("quest | far=9%").find("far=max(128, SHARE)") != std::string::npos);
+  REQUIRE(refused("psa | far=255").find("far=256") != std::string::npos);
+  REQUIRE(refused("sluice | far=7").find("far=8") != std::string::npos);
+  REQUIRE(refused("lfps | far=7").find("a token") != std::string::npos);
+  for (const char* const text : {"quest | far=128", "quest | far=max(128, 1%)", "psa | far=256", "sluice | far=8",
+                                 "sluice | far=0.1%", "lfps | far=8", "quest", "psa"})
+    REQUIRE(refused(text).empty());
 }

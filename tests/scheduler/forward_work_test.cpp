@@ -26,7 +26,7 @@ WorkPlace place_for(const Bucket& bucket, PlacementMode placement = PlacementMod
 }
 
 ForwardRow row_of(const char* policy, std::uint32_t tokens) {
-  ForwardRow row = forward_row(parse_policy(policy), tokens, kPage);
+  ForwardRow row = forward_row(parse_policy(policy), tokens, {.page_tokens = kPage});
   row.list = 0;
   return row;
 }

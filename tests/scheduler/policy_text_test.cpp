@@ -72,6 +72,11 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "lsh+clusters+pages:cuboid_mean,pages=max(3, 1%)+history:init=7 | int4 | top_k=max(8, 3%) | bypass=sink:0.85 | near=0%",
       "pages:box | progressive=98%,microbatch=7,rule=certified | page=32",
       "lfps:alpha=0.3 | bypass=off | near=20%,sinks=1,recent=2",
+      "sluice | far=max(4096, 1%)",
+      "topk:far=2%,budget=7",
+      "psa | far=5000",
+      "history+pages | top_p=0.95 | far=0.7% | far=99",
+      "lfps | far=9 | far=all",
       "none | near=3%"};
   for (const std::string& text : texts) {
     CAPTURE(text);
@@ -114,6 +119,7 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("all | top_p=0.9"), {"write exact instead"});
   expect(complaint("none | int4"), {"name one"});
   expect(complaint("full | bypass=0.9"), {"does not search"});
+  expect(complaint("lsh | sampled | far=100"), {"sample that is cut by score", "top_k"});
   REQUIRE(unsupported_reasons(parse_policy("exact | int4 | top_p=0.9 | bypass=0.9")).empty());
   PolicySpec spec = parse_policy("lsh | sampled");
   spec.sources = static_cast<std::uint8_t>(Source::history);
@@ -130,7 +136,7 @@ TEST_CASE("sluice is a composition of papers' stages", "[policy_text]") {
 TEST_CASE("every key reaches its field", "[policy_text]") {
   const PolicySpec spec = parse_policy(
       "history:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,limit=10%+pages:box,"
-      "pages=max(5,4%) | int4 | top_k=max(100,3%) | bypass=0.9 | near=25%,sinks=8,recent=64 | dense=2,every=5 | page=16");
+      "pages=max(5,4%) | int4 | top_k=max(100,3%) | far=max(4000,2%) | bypass=0.9 | near=25%,sinks=8,recent=64 | dense=2,every=5 | page=16");
   REQUIRE(spec.history == HistoryOptions{.alpha = 0.3f,
                                          .decay = 0.9f,
                                          .init_queries = 16,
@@ -141,13 +147,14 @@ TEST_CASE("every key reaches its field", "[policy_text]") {
                                          .limit = 0.1f});
   REQUIRE(spec.pages == PageSourceOptions{.digest = DigestKind::box, .min_pages = 5, .share = 0.04f});
   REQUIRE(spec.budget == BudgetOptions{.min_tokens = 100, .share = 0.03f});
+  REQUIRE(spec.far == FarOptions{.min_tokens = 4000, .share = 0.02f});
   REQUIRE(spec.near == NearOptions{.sink_tokens = 8, .recent_tokens = 64, .share = 0.25f});
   REQUIRE(spec.bypass_threshold == 0.9f);
   REQUIRE(spec.dense_layers == 2);
   REQUIRE(spec.dense_every == 5);
   REQUIRE(to_string(spec) ==
           "history:alpha=0.3,decay=0.9,init=16,local=7,observe_near=off,observe_every=4,limit=10%+pages:box,pages=max(5, 4%) | "
-          "int4 | top_k=max(100, 3%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | dense=2,every=5 | page=16");
+          "int4 | top_k=max(100, 3%) | far=max(4000, 2%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | dense=2,every=5 | page=16");
 }
 
 TEST_CASE("a budget is a fixed count, a share above the preset's floor, or the larger of both", "[policy_text]") {
@@ -286,6 +293,8 @@ TEST_CASE("whatever numbers a policy has, its words parse back to it", "[policy_
     spec.budget.min_tokens = 1 + static_cast<std::uint32_t>(rng() % 100);
     spec.budget.share = i % 4 == 0 ? 1.f : share(0.f, 1.f);
     spec.near.share = share(0.f, 1.f);
+    spec.far = {.min_tokens = static_cast<std::uint32_t>(rng() % 5000), .share = share(0.f, 1.f)};
+    if (i % 5 == 0) spec.far = {};
     spec.bypass_threshold = share(0.01f, 1.f);
     CAPTURE(to_string(spec));
     PolicySpec again = parse_policy(to_string(spec));
@@ -317,4 +326,60 @@ TEST_CASE("a count of tokens is refused where none are chosen", "[policy_text]")
   expect(complaint("all | top_k=99"), {"means nothing here"});
   expect(complaint("none | top_k=2%"), {"means nothing here"});
   expect(complaint("streaming | near=3% | top_k=all"), {"means nothing here"});
+}
+
+TEST_CASE("far tokens have a budget in tokens, a share of what is visible, the larger of both, or none",
+          "[policy_text]") {
+  using F = FarOptions;
+  REQUIRE(parse_policy("sluice").far == F{});
+  REQUIRE(parse_policy("sluice | far=4K").far == F{.min_tokens = 4096, .share = 0.f});
+  REQUIRE(parse_policy("sluice | far=1%").far == F{.min_tokens = 0, .share = 0.01f});
+  REQUIRE(parse_policy("sluice | far=max(512, 0.5%)").far == F{.min_tokens = 512, .share = 0.005f});
+  REQUIRE(parse_policy("sluice | far=512 | far=all").far == F{});
+  REQUIRE(parse_policy("sluice | far=512 | far=100%").far == F{});
+  REQUIRE(to_string(parse_policy("topk | far=1%")) == "exact | top_k=max(64, 2%) | far=1% | near=0%,sinks=4,recent=0");
+  REQUIRE(to_string(parse_policy("topk:far=900")) == "exact | top_k=max(64, 2%) | far=900 | near=0%,sinks=4,recent=0");
+  // Of a policy that attends everything from now on nothing is left of it.
+  PolicySpec whole = parse_policy("topk | far=900");
+  whole.sources = static_cast<std::uint8_t>(Source::all);
+  REQUIRE(unsupported_reasons(whole).size() == 1);
+}
+
+TEST_CASE("budgets of far tokens that say nothing or do nothing are refused", "[policy_text]") {
+  expect(complaint("full | far=99"), {"\"99\" at character 12 means nothing here"});
+  expect(complaint("none | far=2%"), {"means nothing here"});
+  expect(complaint("full:far=9"), {"means nothing here"});
+  expect(complaint("sluice | far=0"), {"far is 0", "none"});
+  expect(complaint("sluice | far=0%"), {"far is 0"});
+  expect(complaint("sluice | far=101%"), {"far.share is 1.01", "[0, 1]"});
+  expect(complaint("sluice | far=3000000000"), {"far.min_tokens"});
+  expect(complaint("sluice | far=some"), {"\"some\" at character 14 is not a whole number"});
+  expect(complaint("sluice | far"), {"\"far\" at character 10 needs a value"});
+  expect(complaint("sluice | far=9,share=1%"), {"no options"});
+  PolicySpec spec = parse_policy("sluice");
+  spec.far.share = std::numeric_limits<float>::quiet_NaN();
+  REQUIRE_THROWS_AS(validate(spec), Error);
+  spec = parse_policy("magicpig");
+  spec.far.share = 0.5f;
+  REQUIRE(unsupported_reasons(spec).size() == 1);
+  spec.sources = 0;
+  REQUIRE_FALSE(unsupported_reasons(spec).empty());
+}
+
+TEST_CASE("a budget of far tokens is shared out evenly over the query heads of a layer", "[policy_text]") {
+  using scheduler::far_tokens_per_head;
+  using scheduler::tokens_per_head;
+  constexpr scheduler::RowShape kShape{.page_tokens = 16, .q_heads = 32, .kv_heads = 8};
+  REQUIRE(far_tokens_per_head({}, 1000, kShape) == 1000);
+  REQUIRE(far_tokens_per_head({.min_tokens = 320, .share = 0.f}, 1000, kShape) == 10);
+  REQUIRE(far_tokens_per_head({.min_tokens = 351, .share = 0.f}, 1000, kShape) == 10);
+  REQUIRE(far_tokens_per_head({.min_tokens = 31, .share = 0.f}, 1000, kShape) == 0);
+  REQUIRE(far_tokens_per_head({.min_tokens = 0x7fff'ffffu, .share = 0.f}, 1000, kShape) == 1000);
+  REQUIRE(far_tokens_per_head({.share = 0.01f}, 131'072, kShape) == 327);  // 1% of 8 x 131,072, over 32 heads.
+  REQUIRE(far_tokens_per_head({.min_tokens = 320, .share = 0.01f}, 1000, kShape) == 10);
+  REQUIRE(far_tokens_per_head({.share = 0.5f}, 0x7fff'ffffu, kShape) == 268'435'455);
+  REQUIRE(far_tokens_per_head({.share = 0.01f}, 0, kShape) == 0);
+  REQUIRE(tokens_per_head(parse_policy("topk | far=320"), 5000, kShape) == 10);
+  REQUIRE(tokens_per_head(parse_policy("topk | far=max(320, 4%)"), 5000, kShape) == 50);
+  REQUIRE(tokens_per_head(parse_policy("topk | far=90%"), 5000, kShape) == 100);
 }

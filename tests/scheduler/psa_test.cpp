@@ -287,3 +287,24 @@ TEST_CASE("progressive: how many pages are sorted beforehand does not change the
     REQUIRE(order.left() == expected.left());
   }
 }
+
+TEST_CASE("progressive: a budget of far tokens ends the walk down the same order", "[psa][far]") {
+  const auto [n, microbatch] = GENERATE(table<std::uint32_t, std::uint32_t>({{3'000, 4}, {2'017, 1}, {1'500, 7}}));
+  CAPTURE(n, microbatch);
+  Head head(n, 8);
+  const std::vector<float> scores = head.true_scores();
+  const FakeNear near(n, 4, 0);
+  PolicySpec spec = psa(1.f, microbatch);
+  head.select(spec, near.set, scores);
+  const auto free = head.visited_pages();
+  for (const std::uint32_t far : {2 * kGroup * kPageTokens, 9 * kPageTokens + 5, 100 * kGroup * kPageTokens}) {
+    CAPTURE(far);
+    spec.far = {.min_tokens = far, .share = 0.f};
+    head.select(spec, near.set, scores);
+    REQUIRE(head.row.attended() <= far);
+    REQUIRE(is_subset(head.visited_pages(), free));
+    if (far > n) REQUIRE(head.visited_pages() == free);
+    if (far < n) REQUIRE(head.visited_pages().size() < free.size());
+    if (far < n) REQUIRE(head.row.attended() + 2 * kPageTokens > far / kGroup * kGroup);
+  }
+}

@@ -384,3 +384,55 @@ TEST_CASE("a repeated step selects the same when it observes and when it follows
     policy->forecast(0, n + 1, 1000, hot);
   }
 }
+
+TEST_CASE("a budget of far tokens cuts each head's choice by score", "[policy][far]") {
+  const std::string text = GENERATE("topk:budget=40", "history:alpha=0.05 | top_k=40 | near=0%,sinks=4,recent=0",
+                                    "history:alpha=0.05,share_group=on | top_k=40 | near=0%,sinks=4,recent=0",
+                                    "exact | top_p=0.99 | near=0%,sinks=4,recent=0");
+  const std::uint32_t n = GENERATE(500u, 900u);
+  CAPTURE(text, n);
+  Step free(text, n), bound(text + " | far=max(24, 6%)", n);
+  const std::uint32_t most = std::max(24u, static_cast<std::uint32_t>(std::lround(0.06 * n))) / kGroup;
+  const FakeNear near(n, 4, 30);
+  free.select(near.set);
+  bound.select(near.set);
+  REQUIRE(free.row.tokens.size() > bound.row.tokens.size());
+  REQUIRE(bound.row.tokens.size() <= most * kGroup);
+  const bool united = bound.row.members.empty();
+  for (std::uint32_t h = 0; h < kGroup; ++h) {
+    const auto kept = attended_by(bound.row, h);
+    const auto chosen = best(attended_by(free.row, h), most, bound.logit(h));
+    REQUIRE(is_subset(chosen, kept));
+    if (!united) REQUIRE(kept == chosen);
+  }
+}
+
+TEST_CASE("a history that tells nothing, and a context that top_k holds, keep to the budget of far tokens",
+          "[policy][far]") {
+  const std::uint32_t n = 500;
+  const std::string text = GENERATE("lfps:bypass=0 | far=40", "lfps:bypass=0,budget=600 | far=40", "topk:budget=600,far=40");
+  CAPTURE(text);
+  Step step("topk", n);  // For its keys and queries.
+  auto policy = make(text);
+  policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 0, .last_q = {}, .kv = &step.kv});
+  const FakeNear near(n, 4, 0);
+  for (int again = 0; again < 2; ++again) {
+    SelectionRow row;
+    policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
+                   step.counters);
+    REQUIRE(row.runs.empty());
+    for (std::uint32_t h = 0; h < kGroup; ++h) {
+      const auto attended = attended_by(row, h);
+      REQUIRE(attended.size() <= 10);
+      if (again == 0) REQUIRE(attended == best(positions(4, n), 10, step.logit(h)));
+    }
+    policy->observe(0, step.kv);
+  }
+  // As many as there are: no cut.
+  SelectionRow row;
+  policy = make(text.substr(0, text.size() - 2) + "9000");
+  policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 0, .last_q = {}, .kv = &step.kv});
+  policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
+                 step.counters);
+  REQUIRE(attended_by(row, 0) == positions(4, n));
+}

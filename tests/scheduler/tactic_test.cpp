@@ -21,7 +21,7 @@ struct Decode {
     for (std::size_t i = 0; i < kv.k.size(); ++i) {
       kv.k[i] = topics[i / kDim * 7919 % 20 * kDim + i % kDim] + 0.4f * normal(rng);
     }
-    policy = spec.budget.kind == BudgetKind::fitted ? make_fitted_policy(spec, kShape)
+    policy = spec.budget.kind == BudgetKind::fitted ? make_fitted_policy(spec, kShape, kPageTokens)
                                                     : make_sparse_policy(spec, kShape, kPageTokens, LayerId{0});
     policy->begin({.kv_head = 0, .tokens = prompt, .queries = 0, .last_q = {}, .kv = &kv});
     q = random_queries(kGroup, kDim, 18, 1.5f);
@@ -232,4 +232,39 @@ TEST_CASE("clusters propose tokens to other budgets", "[tactic]") {
   }
   REQUIRE_FALSE(decode.policy->wants_observation(0));
   REQUIRE(decode.row.scores.size() == decode.row.tokens.size() * kGroup);
+}
+
+TEST_CASE("a budget of far tokens is first of those in no cluster, then of clusters", "[tactic][far]") {
+  const std::uint32_t n = 3'040;
+  const FakeNear near(n, 4, 8);
+  Decode free(tactic(), 3'000, 50);
+  free.select(n, near.set);
+  const auto before = free.attended(near.set, n);
+  // Of each query head's part 32 are the tokens behind the prompt that are not recent.
+  for (const std::uint32_t far : {kGroup * 20, kGroup * 32, kGroup * 100, kGroup * 3'040}) {
+    CAPTURE(far);
+    PolicySpec spec = tactic();
+    spec.far = {.min_tokens = far, .share = 0.f};
+    Decode bound(spec, 3'000, 50);
+    bound.select(n, near.set);
+    const auto tokens = bound.attended(near.set, n);
+    REQUIRE(bound.row.attended() <= far);
+    REQUIRE(is_subset(tokens, before));
+    if (far / kGroup >= 32) REQUIRE(is_subset(positions(3'000, n), tokens));
+    if (far / kGroup == 32) REQUIRE(tokens.size() == 4 + 32 + 8);
+    if (far / kGroup == 100) REQUIRE(tokens.size() > 4 + 32 + 8);
+    if (far / kGroup > 3'000) REQUIRE(tokens == before);
+    for (std::uint32_t h = 0; h < kGroup && far / kGroup < 32; ++h) {
+      const auto logit = [&](std::uint32_t t) { return bound.kv.logit(bound.q.data(), h, t); };
+      REQUIRE(is_subset(best(positions(3'000, n - 8), far / kGroup, logit), tokens));
+    }
+  }
+  // A prompt that is too short for clusters.
+  PolicySpec spec = tactic();
+  spec.far = {.min_tokens = kGroup * 30, .share = 0.f};
+  Decode bound(spec, 400, 1);
+  const FakeNear all_far(401, 0, 0);
+  bound.select(401, all_far.set);
+  REQUIRE(bound.row.attended() <= kGroup * 30);
+  REQUIRE(bound.row.attended() >= 30);
 }

@@ -25,7 +25,9 @@ TEST_CASE("a sequence that was parked and resumed attends the same, bit for bit"
                                  "arkvale",
                                  "psa",
                                  "topk",
-                                 "none | near=0,recent=9"};
+                                 "none | near=0,recent=9",
+                                 "sluice | far=max(64, 2%)",
+                                 "lfps | far=80"};
   const auto [text, tokens] = GENERATE_COPY(grid(few<12>(kPolicies), std::array{0u, 1u, 16u, 17u, 230u}));
   CAPTURE(text, tokens);
   const EngineRig rig = engine_rig();
@@ -50,12 +52,14 @@ TEST_CASE("a policy that was built in code comes back with its sequence, whateve
   share.pages.share = 0.5f;
   PolicySpec local = parse_policy("exact | top_k=8 | near=0,sinks=4,recent=0 | bypass=sink:0.02");
   local.history.local_tokens = 90;
-  std::vector<PolicySpec> policies{share, local};
+  std::vector<PolicySpec> policies{share, local, parse_policy("exact | int4 | top_k=20 | near=0 | far=3%")};
   while (policies.size() < 40) {
     policies.push_back(random_policy(rng));
     const PolicySpec& newest = policies.back();
     const bool bypasses_int4 = newest.estimate == Estimate::int4 && newest.bypass_threshold > 0.f;
-    if (newest.near.share != 0.f || bypasses_int4) policies.pop_back();
+    const bool starved =
+        newest.far.min_tokens < scheduler::least_far_tokens(newest, scheduler::row_shape(kShape, EngineOptions{}.page_tokens));
+    if (newest.near.share != 0.f || bypasses_int4 || starved) policies.pop_back();
   }
   for (const PolicySpec& policy : policies) {
     CAPTURE(to_string(policy));

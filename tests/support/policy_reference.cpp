@@ -109,7 +109,8 @@ void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t p
 
 Reference::Attended Reference::choose(std::uint32_t layer, std::uint32_t kv_head) {
   const std::uint32_t tokens = at_ + 1;
-  const ForwardRow row = scheduler::forward_row(policy_, tokens, kPageTokens).in(layer, window(layer));
+  const ForwardRow row =
+      scheduler::forward_row(policy_, tokens, scheduler::row_shape(shape_, kPageTokens)).in(layer, window(layer));
   Attended attended;
   attended.heads.resize(tokens);
   for (std::uint32_t t = 0; t < tokens; ++t) attended.heads[t] = row.in_window(t) ? ~0u : 0;

@@ -94,6 +94,29 @@ bool is_top_p(std::span<const float> values, double p, std::span<const std::uint
   return mass >= p - within && without_least < p + within;
 }
 
+bool is_top_p_of_most(std::span<const float> values, double p, std::uint32_t most, std::span<const std::uint32_t> mask,
+                      std::uint32_t count, double within, Choice choice) {
+  if (count > most) return false;
+  if (is_top_p(values, p, mask, count, within, choice)) return true;
+  std::vector<std::uint32_t> order;
+  for (std::uint32_t i = 0; i < values.size(); ++i)
+    if (choice.has(i) && counts(values[i])) order.push_back(i);
+  std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return values[a] > values[b]; });
+  if (order.size() <= most) return false;
+  const float left = values[order[most]];
+  const std::vector<double> weights = weights_of(values);
+  std::uint32_t kept = 0;
+  double mass = 0.0;
+  for (std::uint32_t i = 0; i < mask.size() * 32; ++i) {
+    const bool keeps = (mask[i / 32] >> (i % 32) & 1u) != 0;
+    const bool counted = i < values.size() && counts(values[i]);
+    if (keeps != (counted && choice.has(i) && values[i] > left)) return false;
+    kept += keeps ? 1 : 0;
+    if (counted && (keeps || !choice.has(i))) mass += weights[i];
+  }
+  return kept == count && mass < p + within;
+}
+
 std::vector<float> random_logits(std::uint32_t count, Random& random) {
   const double spread = 0.5 + 4.5 * random.uniform();
   const std::uint32_t kind = random.below(6);

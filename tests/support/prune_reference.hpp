@@ -36,6 +36,12 @@ struct Choice {
 [[nodiscard]] bool is_top_p(std::span<const float> values, double p, std::span<const std::uint32_t> mask,
                             std::uint32_t count, double within, Choice choice = {});
 
+/// Whether they are what top-p keeps if that is no more than `most`; else the best that are no more, of equal ones all or
+/// none, which hold less.
+[[nodiscard]] bool is_top_p_of_most(std::span<const float> values, double p, std::uint32_t most,
+                                    std::span<const std::uint32_t> mask, std::uint32_t count, double within,
+                                    Choice choice = {});
+
 /// A row of logits: normal, of any spread from 0.5 to 5; or with few distinct values; or all but one far below; or with
 /// NaN and infinities.
 [[nodiscard]] std::vector<float> random_logits(std::uint32_t count, Random& random);

@@ -37,6 +37,7 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.budget.mass, 0.01f + 0.9f * share());
   maybe(spec.budget.microbatch, 1 + below(9));
   maybe(spec.budget.rule, static_cast<ProgressRule>(below(4)));
+  maybe(spec.far, FarOptions{.min_tokens = below(5000), .share = share()});
   maybe(spec.near.sink_tokens, below(20));
   maybe(spec.near.recent_tokens, below(200));
   maybe(spec.bypass_threshold, share());

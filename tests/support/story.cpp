@@ -147,19 +147,21 @@ std::vector<double> Story::attended(std::uint32_t layer, std::uint32_t token, st
 }
 
 std::vector<double> Story::attended_by_mass(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
-                                            std::uint32_t recent, double mass) const {
+                                            std::uint32_t recent, double mass, std::uint32_t most) const {
   const auto choose = [&](std::uint32_t head, std::uint32_t begin, std::uint32_t end, std::vector<bool>& marks) {
     const Ranked all = ranked(layer, token, head, 0, token + 1);
     double sum = 0.0;
     double held = 0.0;
+    std::uint32_t chosen = 0;
     for (const auto& [score, j] : all) {
       const double weight = std::exp(score - all.front().first);
       sum += weight;
       held += j < begin || j >= end ? weight : 0.0;
     }
     for (const auto& [score, j] : all) {
-      if (held >= mass * sum) return;
+      if (held >= mass * sum || chosen == most) return;
       if (j < begin || j >= end) continue;
+      ++chosen;
       held += std::exp(score - all.front().first);
       marks[j] = true;
     }

@@ -57,9 +57,10 @@ class Story {
                                              std::uint32_t recent, std::uint32_t picks,
                                              std::vector<double>* lse = nullptr) const;
   /// The same of a policy whose query heads each choose the fewest tokens that hold `mass`, with sinks and recent
-  /// tokens, by the estimates of all visible tokens.
+  /// tokens, by the estimates of all visible tokens; the first `most` of these, if they are more.
   [[nodiscard]] std::vector<double> attended_by_mass(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
-                                                     std::uint32_t recent, double mass) const;
+                                                     std::uint32_t recent, double mass,
+                                                     std::uint32_t most = kNone) const;
 
   /// A policy whose query heads each choose the best pages by digest, and of their tokens the fewest that hold `mass`
   /// with what is attended anyway, the newest page among it.

@@ -147,6 +147,40 @@ TEST_CASE("what is attended anyway counts first and is not marked", "[backend][t
   }
 }
 
+TEST_CASE("top-p keeps no more than it may, the best of them, and of equal ones all or none", "[backend][top_p]") {
+  const auto count = GENERATE(1u, 2u, 33u, 1'000u, 8'192u, 8'193u, 60'001u, 131'073u, 524'289u);
+  const auto under_test = backend_under_test();
+  Random random(count + 17);
+  std::uint32_t cut = 0;
+  for (std::uint32_t round = 0; round < (count > 8'192 ? 12u : 80u); ++round) {
+    const std::vector<float> row = random_logits(count, random);
+    std::uint32_t begin = random.below(count + 1);
+    std::uint32_t end = begin + random.below(count + 1 - begin);
+    if (round % 3 == 0) begin = 0, end = count;
+    const auto values = under_test->copy_of(row);
+    const auto mask = under_test->array((count + 31) / 32 + 1, kUntouchedWord);
+    const auto kept = under_test->array(2, kUntouchedWord);
+    const float p = round % 4 == 3 ? 1.f : static_cast<float>(0.3 + 0.69 * random.uniform());
+    const std::uint32_t most = round % 5 == 0 ? random.below(3) : 1 + random.below(1 + count / (1 + random.below(40)));
+    const TopPTask task{.values = values,
+                        .p = p,
+                        .begin = begin,
+                        .end = end,
+                        .most = most,
+                        .mask = mask.data(),
+                        .count = kept.data()};
+    under_test->backend().top_p({&task, 1}, under_test->stream());
+    under_test->finish();
+    CAPTURE(count, round, p, begin, end, most, kept[0]);
+    REQUIRE(mask.back() == kUntouchedWord);
+    REQUIRE(kept[1] == kUntouchedWord);
+    const auto marked = mask.first(mask.size() - 1);
+    REQUIRE(is_top_p_of_most(row, p, most, marked, kept[0], 1e-5, {.begin = begin, .end = end}));
+    cut += is_top_p(row, p, marked, kept[0], 1e-5, {.begin = begin, .end = end}) ? 0 : 1;
+  }
+  if (count >= 1'000) REQUIRE(cut != 0);
+}
+
 TEST_CASE("top-p beside what is attended anyway, case by case", "[backend][top_p]") {
   const auto count = GENERATE(1'000u, 9'000u, 600'000u);  // One thread block, a cluster, a row that neither holds.
   const auto under_test = backend_under_test();

@@ -70,6 +70,7 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {"bench decode --methods far/sluice", "\"far\"", "hybrid, stream"},
       {"bench decode --methods hybrid/nosuch", "\"nosuch\"", "full, topk, streaming, quest"},
       {"bench decode --methods ''", "--methods", "hybrid/sluice"},
+      {"bench decode --methods hybrid/full --far 99", "\"99\"", "means nothing here"},
       {"bench decode --device host", "--device", "cuda"},
       {"bench decode --drafts 33", "--drafts", "[1, 32]"},
       {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},
@@ -113,6 +114,23 @@ TEST_CASE("a damaged transfer profile is refused with what is wrong with it", "[
   CHECK(is_one_error(outcome));
   CHECK(contains(outcome.err, "profile.json"));
   CHECK(contains(outcome.err, damaged.named));
+}
+
+TEST_CASE("bench gpu keeps to a budget of far tokens, which it prints", "[cli]") {
+  for (const std::string far : {"256", "auto"}) {
+    const Outcome outcome = without_gpu(
+        "bench gpu --device host --length 1K --layers 1 --steps 2 --warm-up 0 --threads 1 --near 0 --policies "
+        "'sluice:budget=20%' --sections attention -o json --far " + far);
+    CAPTURE(far, outcome.err);
+    REQUIRE(outcome.code == 0);
+    const json row = json::parse(outcome.out).at("results").at("attention").at(1);
+    CAPTURE(row.dump());
+    const auto budget = row.at("far_budget_tokens").get<std::uint64_t>();
+    CHECK(row.at("method") == "sluice:budget=20% | far=" + std::to_string(budget));
+    if (far == "256") CHECK(budget == 256);
+    // Of 8 KV heads with some 1,025 tokens each; 132 are sinks and recent ones.
+    CHECK(row.at("far_share").get<double>() <= (8 * 132.0 + static_cast<double>(budget)) / (8 * 1024.0));
+  }
 }
 
 TEST_CASE("bench gpu runs on the embedded device and reports every method with its coverage", "[cli]") {

@@ -61,6 +61,35 @@ TEST_CASE("plan: dense attention takes what its bytes take on the lanes that it 
   REQUIRE(stream.at("cpu_us") == 0.0);
 }
 
+TEST_CASE("plan: a budget of far tokens is written behind policies, printed, and bounds what the CPU reads") {
+  Planner planner;
+  const std::string flags = "--policies 'sluice;twilight | dense=0' --length 32K --layers 2 --near-hits 0";
+  const json free = planner.rows(flags);
+  const json far = planner.rows(flags + " --far 4096");
+  REQUIRE(free.size() == 2);
+  for (std::size_t i = 0; i < free.size(); ++i) {
+    CAPTURE(i);
+    REQUIRE(free[i].at("far_budget_tokens").is_null());
+    REQUIRE(far[i].at("far_budget_tokens") == 4096);
+    REQUIRE(far[i].at("policy") == free[i].at("policy").get<std::string>() + " | far=4096");
+    // Of 4,096 tokens, and of sinks and recent ones.
+    REQUIRE(far[i].at("cpu_us").get<double>() < (4096 + 8 * 140) * 512 / 100e3 + 1.0);
+    REQUIRE(far[i].at("cpu_us").get<double>() < free[i].at("cpu_us").get<double>());
+  }
+  REQUIRE(planner.rows(flags + " --far 'max(64, 1%)'")[0].at("far_budget_tokens") == 2621);
+  const json advised = planner.rows(flags + " --far auto");
+  REQUIRE(advised[0].at("policy") ==
+          "sluice | far=" + std::to_string(advised[0].at("far_budget_tokens").get<std::uint64_t>()));
+  const json none = planner.rows("--policies 'full;magicpig;none' --length 8K --layers 1 --far auto");
+  for (const json& row : none) REQUIRE(row.at("far_budget_tokens").is_null());
+  for (const char* const wrong : {"--policies full --far 9", "--far 0", "--far some", "--far 101%"}) {
+    const Outcome outcome = planner.run(wrong);
+    CAPTURE(wrong, outcome.err);
+    REQUIRE(outcome.code == 2);
+    REQUIRE(is_one_error(outcome));
+  }
+}
+
 TEST_CASE("plan: kernels cost what the machine says") {
   Planner planner;
   json slow = machine();

@@ -185,6 +185,18 @@ TEST_CASE("policies choose the same wherever what they chose is attended", "[cli
   CHECK(row_of(streamed).at("attended_share") < 1.0);
 }
 
+TEST_CASE("run writes a budget of far tokens behind its policy and says so", "[cli]") {
+  const std::string run = kRun + "--prompt 'The grass is green. The sky is' --max-tokens 2 --policy topk:budget=20 ";
+  const json report = report_of(run + "--far 40");
+  CHECK(report.at("config").at("policy") == "topk:budget=20 | far=40");
+  CHECK(contains(report.at("config").at("composition").get<std::string>(), "| far=40 |"));
+  CHECK(report_of(run + "--far all").at("tokens") == report_of(run).at("tokens"));
+  const Outcome outcome = sluice::test::sluice(run + "--far auto");
+  CAPTURE(outcome.err);
+  CHECK(outcome.code == 0);
+  CHECK(contains(outcome.err, "the policy is topk:budget=20"));
+}
+
 TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
   const ScratchDirectory scratch;
   const std::string file = scratch.file("session");
@@ -219,6 +231,9 @@ TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
     CHECK(is_one_error(outcome));
     CHECK(contains(outcome.err, file));
   }
+  const Outcome advised = sluice::test::sluice(with(first) + session + " --far auto");
+  CHECK(advised.code == 2);
+  CHECK(contains(advised.err, "--far auto"));
   const std::string bytes = read_file(file);
   (void)scratch.write("session", bytes.substr(0, bytes.size() / 2));
   CHECK(contains(sluice::test::sluice(with(first) + session).err, "damaged"));

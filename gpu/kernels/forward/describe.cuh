@@ -51,6 +51,7 @@ __device__ inline void describe(const ForwardMemory& m, const ForwardScratch& sc
                                      .count = ranks && row.mass > 0.f ? values : 0,
                                      .begin = candidates.begin,
                                      .end = candidates.end,
+                                     .most = row.most,
                                      .p = row.mass,
                                      .softcap = m.shape.softcap};
   }

@@ -66,6 +66,12 @@ class HeldRow : public BlockRow {
     for (std::uint32_t i = 0; i < kHeld; ++i) found.add(keys_[i], weights_[i], middle);
     return found;
   }
+  __device__ Found count(std::uint32_t middle) const {
+    Found found;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kHeld; ++i) found.add(keys_[i], 1.f, middle);
+    return found;
+  }
   /// Through shared memory, so that the mask leaves in whole lines.
   __device__ void write_mask(std::uint32_t low) {
 #pragma unroll
@@ -119,6 +125,9 @@ class LongRow : public BlockRow {
     const float softcap = s_.row.softcap;
     if (softcap == 0.f) return pass(middle, [this](std::uint32_t key) { return weight_of(key, top_); });
     return pass(middle, [this, softcap](std::uint32_t key) { return weight_of(key, top_, softcap); });
+  }
+  __device__ Found count(std::uint32_t middle) const {
+    return pass(middle, [](std::uint32_t) { return 1.f; });
   }
   /// Each warp looks at 32 words at a time and writes them as one line.
   __device__ void write_mask(std::uint32_t low) {

@@ -38,7 +38,7 @@ __device__ __forceinline__ float weight_of(std::uint32_t key, std::uint32_t top,
 
 /// What a pass over the row finds out, of one thread or of all.
 struct Found {
-  float mass = 0.f;            ///< of the keys above the middle
+  float mass = 0.f;            ///< of the keys above the middle; or, exact up to 2^24, how many these are
   std::uint32_t above = kAll;  ///< the least of these
   std::uint32_t below = 0;     ///< the largest of the others
 
@@ -83,10 +83,10 @@ __device__ __forceinline__ void for_each_anyway(const Row& row, const TopPRow& t
 /// `low` hold enough, those above `high` do not; both move to where keys are, so that the end is exact: nothing lies
 /// between them. A row sums what its threads find by `reduce`, the same for all of them.
 template <class Row>
-__device__ std::uint32_t search(Row& row, const TopPRow& task, std::uint32_t low, std::uint32_t high) {
+__device__ std::uint32_t search(Row& row, const TopPRow& task, std::uint32_t low, std::uint32_t high,
+                                std::uint32_t& turn) {
   row.weigh(high);
   const float p = task.p;
-  std::uint32_t turn = 1;
   float total = row.reduce(row.pass(low), turn++).mass;
   float anyway = 0.f;
   if (task.end - task.begin != task.count) {
@@ -115,14 +115,35 @@ __device__ std::uint32_t search(Row& row, const TopPRow& task, std::uint32_t low
   return low;
 }
 
+/// The least key from `low` on above which no more than `task.most` lie; above `high` none does. Both move as in
+/// `search`. Of keys that are equal all count, or none.
+template <class Row>
+__device__ std::uint32_t at_most(Row& row, const TopPRow& task, std::uint32_t low, std::uint32_t high,
+                                 std::uint32_t& turn) {
+  const auto most = static_cast<float>(task.most);
+  if (low >= high || row.reduce(row.count(low), turn++).mass <= most) return low;
+  while (high - low > 1) {
+    const std::uint32_t middle = low + (high - low) / 2;
+    const Found found = row.reduce(row.count(middle), turn++);
+    if (found.mass > most) {
+      low = found.above - 1;
+    } else {
+      high = found.below;
+    }
+  }
+  return high;
+}
+
 /// The largest key that is not kept; kAll if none is kept.
 template <class Row>
 __device__ std::uint32_t cut(Row& row, const TopPRow& task) {
   Found range = row.range();
   for_each_anyway(row, task, [&](std::uint32_t key) { range.below = max(range.below, key); });
-  range = row.reduce(range, 0);
-  if (range.above == kAll || task.p >= 1.f) return range.above;  // Nothing to choose from, or all of it.
-  return search(row, task, range.above, range.below);
+  std::uint32_t turn = 0;
+  range = row.reduce(range, turn++);
+  if (range.above == kAll) return kAll;  // Nothing to choose from.
+  const std::uint32_t low = task.p >= 1.f ? range.above : search(row, task, range.above, range.below, turn);
+  return task.end - task.begin <= task.most ? low : at_most(row, task, low, range.below, turn);
 }
 
 }  // namespace sluice::gpu::top_p

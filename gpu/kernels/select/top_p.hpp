@@ -17,6 +17,7 @@ struct TopPRow {
   std::uint32_t count = 0;
   std::uint32_t begin = 0;  ///< values [begin, end) are to be chosen from, the others are attended anyway
   std::uint32_t end = 0;    ///< from `begin` to `count`
+  std::uint32_t most = kNone;  ///< as TopPTask's
   float p = 1.f;
   float softcap = 0.f;  ///< as TopPTask's
 };

@@ -60,6 +60,12 @@ class ClusterRow {
       found.add(keys_[i], keys_[i] > middle ? weights_[i * kThreads] : 0.f, middle);
     return found;
   }
+  __device__ Found count(std::uint32_t middle) const {
+    Found found;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kHeld; ++i) found.add(keys_[i], 1.f, middle);
+    return found;
+  }
   /// The sum over the cluster, in the order of its blocks, which each of them makes for itself. A block writes to the
   /// others' memory before this turn's barrier; they have read what lay there before the last turn's.
   __device__ Found reduce(Found found, std::uint32_t turn) {

@@ -12,8 +12,10 @@
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/engine_flags.hpp"
+#include "tools/cli/far_flag.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/text/values.hpp"
+#include "tools/cli/trace/trace.hpp"
 #include "tools/llama/sampler.hpp"
 
 namespace sluice::tools {
@@ -25,6 +27,7 @@ struct BenchDecodeOptions {
   std::string lengths = "32K,128K";
   std::string methods = "dense;hybrid/sluice;stream/sluice";
   std::string near = "5%";
+  std::string far;
   DType kv_dtype = DType::bf16;
   std::uint32_t steps = 16;
   std::uint32_t warm_up = 16;
@@ -100,12 +103,31 @@ class DecodeBench {
     std::optional<double> first;
     for (std::size_t m = 0; m < methods.size(); ++m) {
       bar.update(m, methods.size(), std::to_string(length) + " tokens: " + methods[m].name);
-      for (const Verified& verified : timed(options_, methods[m])) run(length, methods[m], verified, first);
+      const Method method = limited(length, methods[m]);
+      for (const Verified& verified : timed(options_, method)) run(length, method, verified, first);
     }
   }
   [[nodiscard]] Table take() { return std::move(table_); }
 
  private:
+  /// With the budget of far tokens that --far says, at this length.
+  [[nodiscard]] Method limited(std::uint32_t length, const Method& method) {
+    if (method.dense || options_.far.empty()) return method;
+    const FarPlace place{.shape = shape_,
+                         .kv_dtype = options_.kv_dtype,
+                         .placement = method.placement,
+                         .page_tokens = page_tokens_for(method.policy, EngineFlags{}),
+                         .tokens = length,
+                         .near_hits = usual_near_hits(near_)};
+    const std::size_t policy = method.name.find('/') + 1;
+    return parse_method(method.name.substr(0, policy) +
+                        with_far(method.name.substr(policy), options_.far, place, [&] {
+                          const PageLayout layout{.head_dim = shape_.head_dim, .dtype = options_.kv_dtype};
+                          if (!rates_) rates_ = measured_rates(device_.get(), layout.page_bytes(), options_.threads);
+                          return *rates_;
+                        }));
+  }
+
   [[nodiscard]] EngineOptions sizes(const Method& method, std::uint32_t length, const Verified& verified) const {
     EngineFlags flags;
     flags.placement = method.placement;
@@ -195,6 +217,7 @@ class DecodeBench {
   RandomPrompt prompt_;
   std::unique_ptr<Stream> stream_;
   double near_;
+  std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for
   int token_ = 1;
   Table table_;
 };
@@ -204,6 +227,8 @@ int run(const BenchDecodeOptions& options) {
   const std::vector<Method> methods = parse_methods(options.methods);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
   (void)parse_share(options.near, "--near");
+  for (const Method& method : methods)  // Refused before anything is built.
+    if (!method.dense && options.far != "auto") (void)with_far(method.name.substr(method.name.find('/') + 1), options.far, {}, {});
   const std::shared_ptr<Device> device = make_device(options.device);
   if (!device) throw Error(Errc::invalid_argument, "bench decode: --device must be cuda or cuda:N");
   DecodeBench bench(options, device);
@@ -219,6 +244,7 @@ int run(const BenchDecodeOptions& options) {
                            {"lengths", lengths},
                            {"methods", options.methods},
                            {"near", options.near},
+                           {"far", options.far},
                            {"kv_dtype", to_string(options.kv_dtype)},
                            {"steps", options.steps},
                            {"warm_up", options.warm_up},
@@ -250,6 +276,7 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
       ->type_name("SHARE")
       ->capture_default_str();
+  add_far(*command, options->far);
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   add_count(*command, "--steps", options->steps, "Timed tokens", {.least = 1, .most = 4096});
   add_count(*command, "--warm-up", options->warm_up, "Tokens before those", {.most = 4096});

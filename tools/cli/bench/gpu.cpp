@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
@@ -11,6 +12,7 @@
 #include "tools/cli/bench/graph.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/engine_columns.hpp"
+#include "tools/cli/far_flag.hpp"
 #include "tools/cli/synthetic/synthetic_forwards.hpp"
 #include "tools/cli/text/values.hpp"
 #include "tools/cli/trace/trace.hpp"
@@ -24,6 +26,7 @@ struct BenchGpuOptions {
   std::string policies = "sluice";
   std::string placements = "hybrid";
   std::string rows = "1";
+  std::string far;
   std::string pattern = "structured";
   std::vector<double> sinks;
   std::string sections = "attention,kernels";
@@ -58,11 +61,18 @@ struct Case {
   std::uint32_t rows = 1;
 };
 
+/// What is timed is a layer that the policy works in.
+PolicySpec timed_policy(const std::string& text) {
+  PolicySpec spec = parse_policy(text);
+  spec.dense_layers = spec.dense_every = 0;
+  return spec;
+}
+
 std::vector<Case> cases_of(const BenchGpuOptions& options) {
   std::vector<Case> cases;
   for (const std::string& policy : split_policies(options.policies)) {
-    PolicySpec spec = parse_policy(policy);
-    spec.dense_layers = spec.dense_every = 0;  // What is timed is a layer that the policy works in.
+    const PolicySpec spec = timed_policy(policy);
+    if (options.far != "auto") (void)with_far(policy, options.far, {}, {});  // Refused before anything is built.
     for (const std::string& placement : split_list(options.placements)) {
       for (const std::uint32_t rows : parse_counts(options.rows, "--rows"))
         cases.push_back({.policy = policy, .spec = spec, .placement = parse_placement(placement), .rows = rows});
@@ -121,7 +131,8 @@ class GpuBench {
   }
 
  private:
-  void run(std::uint32_t length, const Case& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
+  void run(std::uint32_t length, const Case& given, const SyntheticLayer& layer, const DeviceSteps& steps) {
+    const Case each = limited(length, given, layer.options().layout.page_tokens);
     check(length, each, layer, steps);
     const AuditReport audited = audit(each, layer, steps);
     for (const bool graph : {false, true}) {
@@ -148,6 +159,7 @@ class GpuBench {
     const EngineStats before = forwards.engine().stats();
     GpuRow row{.length = length,
                .policy = each.policy,
+               .far_budget = far_budget(each.spec, shape_, length),
                .placement = each.placement,
                .rows = each.rows,
                .graph = graph,
@@ -161,6 +173,25 @@ class GpuBench {
     row.stats = since(before, forwards.engine().stats());
     row.memory = forwards.engine().memory();
     return row;
+  }
+
+  /// With the budget of far tokens that --far says, at this length.
+  [[nodiscard]] Case limited(std::uint32_t length, Case each, std::uint32_t page_tokens) {
+    const FarPlace place{.shape = shape_,
+                         .kv_dtype = options_.kv_dtype,
+                         .placement = each.placement,
+                         .page_tokens = page_tokens,
+                         .rows = each.rows,
+                         .tokens = length,
+                         .near_hits = usual_near_hits(options_.near_share)};
+    each.policy = with_far(each.policy, options_.far, place, [&] {
+      if (!rates_)
+        rates_ = measured_rates(device_.get(), PageLayout{.head_dim = shape_.head_dim, .dtype = options_.kv_dtype}.page_bytes(),
+                                options_.threads);
+      return *rates_;
+    });
+    each.spec = timed_policy(each.policy);
+    return each;
   }
 
   /// Of an engine of its own: what is timed is not traced.
@@ -234,6 +265,7 @@ class GpuBench {
   std::vector<float> want_;  ///< dense attention of the first step
   double dense_us_ = 0.0;
   double error_ = 0.0;
+  std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for
   GpuTable table_;
   TraceLog log_;
 };
@@ -259,6 +291,7 @@ int run(const BenchGpuOptions& options) {
                            {"policies", split_policies(options.policies)},
                            {"placements", split_list(options.placements)},
                            {"rows", options.rows},
+                           {"far", options.far},
                            {"pattern", options.pattern},
                            {"sinks", options.sinks},
                            {"layers", options.layers},
@@ -306,6 +339,7 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
   command->add_option("--placements", options->placements, "Comma list of hybrid and stream")->capture_default_str();
   command->add_option("--rows", options->rows, "Comma list of numbers of sequences in a forward")
       ->capture_default_str();
+  add_far(*command, options->far);
   command->add_option("--pattern", options->pattern, "Attention: structured (heavy tokens, slashes) or uniform (noise)")
       ->capture_default_str();
   add_sinks(*command, options->sinks);

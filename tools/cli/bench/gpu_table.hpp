@@ -15,6 +15,7 @@ namespace sluice::tools {
 struct GpuRow {
   std::uint32_t length = 0;  ///< tokens of each sequence when it began
   std::string policy;
+  Json far_budget{};  ///< far tokens that it may attend in a layer; null: as many as it likes
   PlacementMode placement{};
   std::uint32_t rows = 1;  ///< sequences of a forward
   bool graph = false;

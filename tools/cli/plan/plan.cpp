@@ -5,6 +5,7 @@
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_flags.hpp"
+#include "tools/cli/far_flag.hpp"
 #include "tools/cli/plan/planner.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/values.hpp"
@@ -19,6 +20,7 @@ struct PlanOptions {
   std::string lengths = "32K,128K";
   std::string rows = "1";
   std::string placements = "hybrid";
+  std::string far;
   DType kv_dtype = DType::bf16;
   std::string machine;
   Machine changes;  ///< what is not 0 takes the place of the machine's
@@ -55,6 +57,7 @@ Table make_table() {
                       {"rows", "rows"},
                       {"token_ms", "ms/token", 2},
                       {"layer_us", "us/layer", 1},
+                      {"far_budget_tokens", "far budget"},
                       {"bottleneck", "busiest"},
                       {"device_us", "device", 1},
                       {"link_us", "link", 1},
@@ -110,6 +113,7 @@ std::vector<Json> row_of(const std::string& name, const Workload& work, const Ma
           work.rows,
           1e-3 * found.forward_us,
           found.forward_us / work.shape.layers,
+          far_budget(work.policy, work.shape, work.tokens),
           to_string(found.bottleneck),
           busy(Lane::device),
           busy(Lane::link),
@@ -120,6 +124,16 @@ std::vector<Json> row_of(const std::string& name, const Workload& work, const Ma
           found.fits,
           most_rows(work, machine, reserved),
           most_tokens(work, machine, reserved)};
+}
+
+FarPlace far_place(const Workload& work) {
+  return {.shape = work.shape,
+          .kv_dtype = work.kv_dtype,
+          .placement = work.placement,
+          .page_tokens = work.page_tokens,
+          .rows = work.rows,
+          .tokens = work.tokens,
+          .near_hits = work.near_hits};
 }
 
 int run(const PlanOptions& options) {
@@ -144,9 +158,12 @@ int run(const PlanOptions& options) {
         for (const std::uint32_t count : rows) {
           work.tokens = tokens;
           work.rows = count;
-          const WorkloadPlan found = plan(work, machine, options.weights);
-          table.rows.push_back(row_of(policy, work, machine, options.weights, found));
-          memory.rows.push_back(memory_row(policy, work, found.memory));
+          const std::string name = with_far(policy, options.far, far_place(work), [&] { return machine.rates; });
+          Workload limited = work;
+          limited.policy = parse_policy(name);
+          const WorkloadPlan found = plan(limited, machine, options.weights);
+          table.rows.push_back(row_of(name, limited, machine, options.weights, found));
+          memory.rows.push_back(memory_row(name, limited, found.memory));
         }
       }
     }
@@ -159,6 +176,7 @@ int run(const PlanOptions& options) {
                            {"near", options.near},
                            {"near_hits", options.near_hits},
                            {"attended", options.attended},
+                           {"far", options.far},
                            {"weights_bytes", options.weights}}};
   report.tables.push_back(std::move(table));
   report.tables.push_back(std::move(memory));
@@ -208,6 +226,7 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->add_option("--attended", options->attended,
                    "Share of its tokens that a KV head attends where the policy goes by mass, such as twilight")
       ->capture_default_str();
+  add_far(*command, options->far);
   add_size(*command, "--weights", options->weights, "Device memory that is not for attention, K/M/G allowed");
   add_machine_flags(*command, *options);
   add_device_flags(*command, options->device);

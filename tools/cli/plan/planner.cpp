@@ -39,6 +39,7 @@ double chosen_share(const Workload& work, const ForwardRow& row) {
   const double window = row.sink_end + (row.tokens - row.recent_begin);
   double candidates = row.tokens - window;
   if (row.in_pages()) candidates = std::min(candidates, 1.0 * work.shape.group() * row.page_picks * work.page_tokens);
+  if (row.most != kNone) candidates = std::min(candidates, 1.0 * work.shape.group() * row.most);
   return candidates <= 0.0 ? 1.0 : std::clamp((work.attended * row.tokens - window) / candidates, 0.0, 1.0);
 }
 
@@ -81,7 +82,7 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
                                    .placement = work.placement,
                                    .bucket = decoding,
                                    .promotes = work.near_share > 0.0};
-  std::vector<ForwardRow> rows(work.rows, scheduler::forward_row(work.policy, work.tokens, work.page_tokens));
+  std::vector<ForwardRow> rows(work.rows, scheduler::forward_row(work.policy, work.tokens, scheduler::row_shape(work.shape, work.page_tokens)));
   for (std::uint32_t i = 0; i < work.rows; ++i) rows[i].list = rows[i].at = i;
   const std::vector<WorkItem> items =
       scheduler::forward_work(place, rows, {}, {.near = work.near_hits, .chosen = chosen_share(work, rows.front())});

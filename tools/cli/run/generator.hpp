@@ -24,6 +24,7 @@ struct RunOptions {
   PromptFlags prompt;
   std::string policy = "sluice";
   std::string near;
+  std::string far;
   std::uint32_t max_tokens = 128;
   std::uint32_t decode_prompt = 0;
   PrefillFlags prefill;

@@ -5,6 +5,7 @@
 #include "sluice/error.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_flags.hpp"
+#include "tools/cli/far_flag.hpp"
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/run/generator.hpp"
 #include "tools/cli/run/prompt.hpp"
@@ -21,6 +22,10 @@ void check_outputs(const RunOptions& options) {
     throw Error(Errc::invalid_argument,
                 "-o csv: standard output holds the generated text; give the tables a file, --output FILE.csv");
   }
+  if (options.far == "auto" && !options.session.empty())
+    throw Error(Errc::invalid_argument,
+                "--far auto: what it advises is measured anew by every run, and a session goes on under its own policy "
+                "alone; give --far the number that `sluice plan --far auto` prints, or leave out --session");
   require_distinct({{"--output", options.output.path}, {"--trace", options.trace, !options.trace.empty()},
                     {"--session", options.session, !options.session.empty()}});
 }
@@ -44,6 +49,7 @@ void add_run(CLI::App& app, int& exit_code) {
           "--near", options->near,
           "Share of the tokens that device memory has room for, e.g. 10% [default: 5%]")
       ->type_name("SHARE");
+  add_far(*command, options->far);
   add_count(*command, "--max-tokens", options->max_tokens, "Tokens to generate at most", {.least = 1, .most = 1 << 20});
   add_count(*command, "--decode-prompt", options->decode_prompt,
             "Last prompt tokens to read under the policy, one by one, instead of densely");

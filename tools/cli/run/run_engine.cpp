@@ -7,6 +7,7 @@
 #include "sluice/error.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/engine_flags.hpp"
+#include "tools/cli/far_flag.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/run/generator.hpp"
 #include "tools/cli/run/session_file.hpp"
@@ -48,7 +49,8 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
 }  // namespace
 
 int run(const RunOptions& options) {
-  const PolicySpec policy = parse_policy(options.policy);
+  const PolicySpec given = parse_policy(options.policy);
+  if (options.far != "auto") (void)with_far(options.policy, options.far, {}, {});  // Refused before anything is read.
   constexpr double kNear = 0.05;
   const double near = options.near.empty() ? kNear : parse_share(options.near, "--near");
   const PrefillSpec prefill = parse_one_prefill(options.prefill);
@@ -63,6 +65,18 @@ int run(const RunOptions& options) {
   choose_chunk(flags, device.get(), std::span(&prefill, 1));
   choose_kv_dtype(flags, model);
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
+  const FarPlace place{.shape = model.config().shape(),
+                       .kv_dtype = flags.kv_dtype,
+                       .placement = flags.placement,
+                       .page_tokens = page_tokens_for(given, flags),
+                       .tokens = tokens,
+                       .near_hits = usual_near_hits(near)};
+  const std::string policy_text = with_far(options.policy, options.far, place, [&] {
+    const PageLayout layout{.head_dim = place.shape.head_dim, .dtype = place.kv_dtype};
+    return measured_rates(device.get(), layout.page_bytes(), flags.threads);
+  });
+  if (!options.far.empty()) say("the policy is " + policy_text);
+  const PolicySpec policy = parse_policy(policy_text);
   const EngineRoom room{
       .page_tokens = page_tokens_for(policy, flags), .tokens = tokens, .near = near, .prefill = prefill};
   EngineOptions sizes = sized(flags, model.config().shape(), {&policy, 1}, room);
@@ -88,7 +102,7 @@ int run(const RunOptions& options) {
 
   Report report{.command = "run",
                 .config = {{"model", options.model},
-                           {"policy", options.policy},
+                           {"policy", policy_text},
                            {"composition", to_string(policy)},
                            {"max_tokens", options.max_tokens},
                            {"decode_prompt", options.decode_prompt},
