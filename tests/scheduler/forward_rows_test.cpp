@@ -78,8 +78,8 @@ TEST_CASE("a policy of the CPU chooses for a team from what its first row would 
   CAPTURE(text);
   const PolicySpec policy = parse_policy(text);
   for (std::uint32_t tokens = 0; tokens < 1500; ++tokens) {
-    const ForwardRow alone = forward_row(policy, tokens + 1, kPage);
-    const ForwardRow team = forward_team(policy, tokens, 5, kPage);
+    const ForwardRow alone = forward_row(policy, tokens + 1, {.page_tokens = kPage});
+    const ForwardRow team = forward_team(policy, tokens, 5, {.page_tokens = kPage});
     if (team.asks == 1 && team.pages == alone.pages && team.page_picks == alone.page_picks) continue;
     CAPTURE(tokens, alone.pages, alone.page_picks, team.pages, team.page_picks);
     FAIL("it chooses from others");
