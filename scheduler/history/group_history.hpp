@@ -72,8 +72,8 @@ class GroupHistory {
 
   [[nodiscard]] const ScoreTable& vertical(std::uint32_t h) const noexcept { return heads_[h].vertical; }
   [[nodiscard]] const ScoreTable& slash(std::uint32_t h) const noexcept { return heads_[h].slash; }
-  /// CAND of query head `h` for the forecast step.
-  [[nodiscard]] const TokenSet& candidates(std::uint32_t h) const noexcept { return heads_[h].candidates; }
+  /// CAND of query head `h` for the step that was forecast last, as long as nothing was observed since.
+  [[nodiscard]] TokenSet candidates(std::uint32_t h) const;
   /// Table entries that the last forecast looked at to find its candidates.
   [[nodiscard]] std::uint64_t looked_at() const noexcept { return looked_at_; }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
@@ -85,7 +85,7 @@ class GroupHistory {
  private:
   struct Head {
     ScoreTable vertical, slash;
-    TokenSet candidates;
+    ScoreTable::Cut vertical_cut, slash_cut;  ///< of the last forecast
     TokenSet expanded;
     [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   };
@@ -97,8 +97,9 @@ class GroupHistory {
   void widen(std::uint32_t token);
   void take_back(const Lesson& lesson) noexcept;
   void forget_candidates();
-  void find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
-  void expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
+  /// @return table entries that were looked at
+  std::uint64_t find_candidates(const Head& head, TokenSet& found) const;
+  void expand(Head& head, const TokenSet& found);
 
   HistoryOptions options_;
   std::uint32_t sinks_ = 0;

@@ -280,8 +280,12 @@ TEST_CASE("steps that are taken back leave the table bit by bit as it was, also 
     if (random.below(12) != 0) continue;
     for (std::size_t back = std::min<std::size_t>(random.below(kUndoTokens + 1), steps.size()); back != 0; --back) {
       const Step& last = steps.back();
-      auto next = [i = std::size_t{0}, &last]() mutable { return last.indices[i++]; };
-      table.undo(last.undo, last.codes.data(), static_cast<std::uint32_t>(last.codes.size()), std::ref(next));
+      auto next = [i = std::size_t{0}, &last]() mutable {
+        const ScoreTable::Entry entry{.index = last.indices[i], .code = last.codes[i]};
+        ++i;
+        return entry;
+      };
+      table.undo(last.undo, static_cast<std::uint32_t>(last.codes.size()), std::ref(next));
       table.shrink(last.before.size());
       REQUIRE(table.size() == last.before.size());
       REQUIRE(table.unit() == last.before.unit());
