@@ -19,12 +19,12 @@ class BitWriter {
     held_ -= 64;
     pending_ = value >> (count - held_);
   }
-  /// Rice's code: `low` bits as they are behind the others in unary.
+  /// Rice's code: `low` < 32 bits as they are behind the others in unary.
   void put_rice(std::uint32_t value, std::uint32_t low) noexcept {
     std::uint32_t zeros = value >> low;
     for (; zeros >= 32; zeros -= 32) put(0, 32);
-    put(std::uint64_t{1} << zeros, zeros + 1);
-    put(value & ((std::uint64_t{1} << low) - 1), low);
+    const std::uint64_t lowest = value & ((std::uint64_t{1} << low) - 1);
+    put((lowest << 1 | 1) << zeros, zeros + 1 + low);
   }
   /// @return the word behind those that were written to
   std::uint64_t* flush() noexcept {

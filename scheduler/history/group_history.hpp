@@ -57,12 +57,13 @@ class GroupHistory {
   /// thread: it can be taken back. One that is observed without cannot, nor those before it.
   void begin_lesson() noexcept;
   void end_lesson() noexcept;
-  /// Decays head `h` and adds weights, eq. (10): half the softmax of `scores` over `tokens`, which ascend. Nothing
-  /// happens if `tokens` is empty or no score is finite. Non-finite scores weigh nothing.
+  /// Decays head `h` and adds weights, eq. (10): half the softmax of `scores` over `tokens`, which ascend, rounded to
+  /// codes (see WeightCode). Nothing happens if `tokens` is empty or no score is finite. Non-finite scores weigh nothing.
   void observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores);
 
-  /// Whether `truncate` can go back to that many tokens, not below those of the prompt: within kUndoTokens always, as
-  /// long as no head observes more than max(64, 2%) of the tokens, and options_.decay is 0.85 or more.
+  /// Whether `truncate` can go back to that many tokens, not below those of the prompt: within kUndoTokens as a
+  /// rule, if no head observes more than max(64, 2%) of the tokens and options_.decay is 0.85 or more; less far if what
+  /// there is to take back does not fit in `most_heap_bytes`.
   [[nodiscard]] bool can_truncate(std::uint32_t tokens) const noexcept { return journal_.reaches(tokens); }
   /// As if no step had had more than `tokens` visible tokens. Costs what observing the others has cost; `catch_up` must
   /// come before anything else.

@@ -14,7 +14,7 @@ struct Scratch {
   std::vector<WeightCode> codes;
   std::vector<float> weights;
   std::vector<std::uint32_t> indices;
-  std::vector<ScoreCode> vertical, slash;
+  std::vector<ScoreChange> vertical, slash;
   Lesson lesson;
 
   /// What weighs something of what was scored, and its codes. Needs memory.
@@ -41,7 +41,7 @@ void Scratch::weigh(std::span<const std::uint32_t> scored, std::span<const float
   }
   tokens.resize(count);
   codes.resize(count);
-  for (std::vector<ScoreCode>* before : {&vertical, &slash}) before->resize(count);
+  for (std::vector<ScoreChange>* changes : {&vertical, &slash}) changes->resize(count);
   weights.resize(count);
   indices.resize(count);
 }
@@ -86,8 +86,8 @@ void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> token
   if (!in_lesson_) return journal_.restart(tokens_);
   lossy_ = lossy_ || vertical.lossy || slash.lossy;
   scratch.lesson.add(Lesson::Head::of(h, scale, vertical, slash), scratch.tokens, codes,
-                     {.step = head.vertical.step(), .before = scratch.vertical.data()},
-                     {.step = head.slash.step(), .before = scratch.slash.data()});
+                     {.step = head.vertical.step(), .entries = scratch.vertical.data()},
+                     {.step = head.slash.step(), .entries = scratch.slash.data()});
 }
 
 void GroupHistory::begin_lesson() noexcept {

@@ -21,32 +21,25 @@ std::size_t most_words(std::size_t tokens) noexcept {
   return div_up(tokens * kMostBits, 64);
 }
 
-void put_ranks(const Lesson::Change& change, const WeightCode* codes, float scale, std::size_t count,
-               BitWriter& to) noexcept {
-  constexpr std::size_t kChunk = 256;
-  std::array<float, kChunk> gains;
-  std::array<ScoreCode, kChunk> now;
-  std::array<std::uint8_t, kChunk> alone;
+/// Where the writer is then. By value, so that it stays in registers.
+BitWriter put_ranks(const Lesson::Change& change, const WeightCode* codes, float scale, std::size_t count,
+                    BitWriter to) noexcept {
+  constexpr std::size_t kChunk = 512;
+  std::array<std::uint32_t, kChunk> ranked;
   const ScoreStep step = change.step;
   for (std::size_t first = 0; first < count; first += kChunk) {
-    const std::size_t size = std::min(kChunk, count - first);
-    const ScoreCode* const before = change.before + first;
-    for (std::size_t i = 0; i < size; ++i) gains[i] = step.gain(kWeights[codes[first + i]] * scale);
-#pragma omp simd
-    for (std::size_t i = 0; i < size; ++i) {
-      const ScoreCode old = before[i];
-      const ScoreCode there = step.after(old, gains[i]);
-      const ScoreCode lower = step.after(static_cast<ScoreCode>(old - 1), gains[i]);
-      const ScoreCode upper = step.after(static_cast<ScoreCode>(old + 1), gains[i]);
-      now[i] = there;
-      alone[i] = (old > step.dead) & (old < kLargestCode) & (lower != there) & (upper != there);
+    std::size_t listed = 0;  // Written always, kept if there is a rank: which have one cannot be predicted.
+    for (std::size_t i = first; i < std::min(first + kChunk, count); ++i) {
+      ranked[listed] = static_cast<std::uint32_t>(i);
+      listed += !ScoreStep::only_source(change.entries[i].before, change.entries[i].after);
     }
-    for (std::size_t i = 0; i < size; ++i) {
-      if (alone[i] != 0) continue;  // Most are, and have no rank.
-      const ScoreStep::Sources sources = step.sources(now[i], gains[i]);
-      to.put(static_cast<std::uint32_t>(before[i] - sources.first), static_cast<std::uint32_t>(sources.bits()));
+    for (std::size_t j = 0; j < listed; ++j) {
+      const auto [old, now] = change.entries[ranked[j]];
+      const ScoreStep::Sources sources = step.sources(now, step.gain(kWeights[codes[ranked[j]]] * scale));
+      to.put(static_cast<std::uint32_t>(old - sources.first), sources.bits());
     }
   }
+  return to;
 }
 
 }  // namespace
@@ -96,8 +89,8 @@ void Lesson::add(Head head, std::span<const std::uint32_t> tokens, const WeightC
     to.put_rice(static_cast<std::uint32_t>(head.largest - codes[i]), head.weight_bits);
     last = tokens[i];
   }
-  put_ranks(vertical, codes, head.scale, count, to);
-  put_ranks(slash, codes, head.scale, count, to);
+  to = put_ranks(vertical, codes, head.scale, count, to);
+  to = put_ranks(slash, codes, head.scale, count, to);
   bits.resize(static_cast<std::size_t>(to.flush() - bits.data()));
 }
 
@@ -111,7 +104,7 @@ BitReader take_back(const Lesson::Head& head, const BitReader& bits, const Lesso
       const LessonTokens::Observed seen = tokens.next();
       const std::uint32_t index = index_of(seen.token);
       const ScoreStep::Sources sources = step.sources(table.stored()[index], step.gain(seen.weight));
-      const auto rank = static_cast<std::uint32_t>(ranks.get(static_cast<std::uint32_t>(sources.bits())));
+      const auto rank = static_cast<std::uint32_t>(ranks.get(sources.bits()));
       return {.index = index, .code = static_cast<ScoreCode>(sources.first + rank)};
     });
   };

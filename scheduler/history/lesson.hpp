@@ -45,7 +45,7 @@ struct Lesson {
   /// What was added to a table.
   struct Change {
     ScoreStep step;
-    const ScoreCode* before = nullptr;  ///< [tokens]
+    const ScoreChange* entries = nullptr;  ///< [tokens]
   };
 
   std::uint32_t step = 0;           ///< tokens that were visible

@@ -136,7 +136,7 @@ void ScoreTable::find_most(std::uint32_t block) noexcept {
   most_of(block * kBlock) = *std::ranges::max_element(u_[block].codes);
 }
 
-void ScoreTable::add(std::span<const std::uint32_t> indices, const float* weights, ScoreCode* before) {
+void ScoreTable::add(std::span<const std::uint32_t> indices, const float* weights, ScoreChange* changes) {
   constexpr std::size_t kAhead = 16;  // Entries lie lines apart; a core keeps about that many misses in flight.
   Moments sums = state_.sums;
   ScoreCode top = state_.max;
@@ -145,9 +145,9 @@ void ScoreTable::add(std::span<const std::uint32_t> indices, const float* weight
   for (std::size_t i = 0; i < indices.size(); ++i) {
     if (i + kAhead < indices.size()) prefetch(u + indices[i + kAhead]);
     const std::uint32_t index = indices[i];
-    if (before != nullptr) before[i] = u[index];
     const ScoreCode old = u[index];
     const ScoreCode now = step.after(old, step.gain(weights[i]));
+    if (changes != nullptr) changes[i] = {.before = old, .after = now};
     sums.replace(static_cast<double>(from_code(live(old))), static_cast<double>(from_code(now)));
     u[index] = now;
     most_of(index) = std::max(most_of(index), now);

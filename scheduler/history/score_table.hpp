@@ -72,17 +72,17 @@ class ScoreTable {
   /// S *= factor, for every entry. `factor` in (0, 1].
   /// @return what takes the step back
   Undo decay(double factor);
-  /// S[indices[i]] += weights[i]; weights are >= 0, indices below size() and best in order of memory. What is stored of
-  /// them before goes to `before`, unless that is null.
-  void add(std::span<const std::uint32_t> indices, const float* weights, ScoreCode* before = nullptr);
+  /// S[indices[i]] += weights[i]; weights are >= 0, indices below size() and best in order of memory. What this changes
+  /// goes to `changes`, unless that is null.
+  void add(std::span<const std::uint32_t> indices, const float* weights, ScoreChange* changes = nullptr);
   /// How `add` changes entries, until the next decay.
   [[nodiscard]] ScoreStep step() const noexcept { return {.per_weight = 1.0 / state_.g, .dead = state_.dead}; }
   struct Entry {
     std::uint32_t index = 0;
     ScoreCode code = 0;
   };
-  /// Takes the newest step back: next() [count] are the entries that `add` changed, with what it gave for them; their
-  /// indices rise or fall.
+  /// Takes the newest step back: next() [count] are the entries that `add` changed, as they were before; their indices
+  /// rise or fall.
   template <class Next>
   void undo(const Undo& step, std::uint32_t count, const Next& next) noexcept {
     std::uint32_t last = kNoBlock;
