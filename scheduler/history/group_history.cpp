@@ -133,12 +133,12 @@ std::uint64_t GroupHistory::find_candidates(const Head& head, TokenSet& found) c
   std::uint64_t looked_at = 0;
   found.reset(forecast_);
   if (!head.vertical_cut.uniform) {
-    looked_at += head.vertical.for_each_above(head.vertical_cut.threshold,
-                                              [&](std::uint32_t i) { found.add(sinks_ + i); });
+    looked_at +=
+        head.vertical.for_each_above(head.vertical_cut.threshold, [&](std::uint32_t i) { found.add(sinks_ + i); });
   }
   if (!head.slash_cut.uniform) {
-    looked_at += head.slash.for_each_above(head.slash_cut.threshold,
-                                           [&](std::uint32_t e) { found.add(forecast_ - 1 - e); });
+    looked_at +=
+        head.slash.for_each_above(head.slash_cut.threshold, [&](std::uint32_t e) { found.add(forecast_ - 1 - e); });
   }
   return looked_at;
 }

@@ -58,7 +58,8 @@ class GroupHistory {
   void begin_lesson() noexcept;
   void end_lesson() noexcept;
   /// Decays head `h` and adds weights, eq. (10): half the softmax of `scores` over `tokens`, which ascend, rounded to
-  /// codes (see WeightCode). Nothing happens if `tokens` is empty or no score is finite. Non-finite scores weigh nothing.
+  /// codes (see WeightCode). Nothing happens if `tokens` is empty or no score is finite. Non-finite scores weigh
+  /// nothing.
   void observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores);
 
   /// Whether `truncate` can go back to that many tokens, not below those of the prompt: within kUndoTokens as a

@@ -50,8 +50,8 @@ struct Lesson {
 
   std::uint32_t step = 0;           ///< tokens that were visible
   std::vector<Head> heads;          ///< those that observed something
-  std::vector<std::uint64_t> bits;  ///< of each of them, from a word on: its tokens and weights, the ranks of what stood
-                                    ///< in its vertical table, and in its slash table
+  std::vector<std::uint64_t> bits;  ///< of each of them, from a word on: its tokens and weights, the ranks of what
+                                    ///< stood in its vertical table, and in its slash table
 
   void clear(std::uint32_t of_step) noexcept;
   /// Room for one head more that observed so many tokens.

@@ -58,7 +58,8 @@ struct ScoreStep {
   /// Tells most of those that are the only source of what they become, as `sources` would: within an octave, codes stay
   /// as far apart as they are. Below an octave's first one they are closer.
   [[nodiscard]] static bool only_source(ScoreCode old, ScoreCode now) noexcept {
-    return ((old ^ now) < kCodesPerOctave) & (old % kCodesPerOctave != 0) & (now != 0);  // 0 comes of all forgotten ones.
+    return ((old ^ now) < kCodesPerOctave) & (old % kCodesPerOctave != 0) &
+           (now != 0);  // 0 comes of all forgotten ones.
   }
 
  private:

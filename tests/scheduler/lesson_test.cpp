@@ -49,8 +49,7 @@ TEST_CASE("a code is found again from its rank among those that a weight turns i
     // Alike in one comparison: REQUIRE would take most of the time.
     const bool found = sources.first <= old && old <= sources.last && (rank >> sources.bits()) == 0;
     const bool first = sources.first == 0 || step.after(static_cast<ScoreCode>(sources.first - 1), gain) < now;
-    const bool last =
-        sources.last == kLargestCode || step.after(static_cast<ScoreCode>(sources.last + 1), gain) > now;
+    const bool last = sources.last == kLargestCode || step.after(static_cast<ScoreCode>(sources.last + 1), gain) > now;
     const bool all = step.after(sources.first, gain) == now && step.after(sources.last, gain) == now;
     const bool told = !ScoreStep::only_source(old, now) || sources.bits() == 0;
     if (!found || !first || !last || !all || !told) FAIL("not the codes that become this one");
@@ -134,7 +133,8 @@ TEST_CASE("a lesson gives back tokens, weights and what stood in both tables, of
       table->assign(scores);
     }
     const std::uint32_t stride = h == 0 ? 1 : 1 + random.below(200);  // The first one observes everything.
-    for (std::uint32_t token = random.below(std::min(tokens, stride)); token < tokens; token += 1 + random.below(stride))
+    for (std::uint32_t token = random.below(std::min(tokens, stride)); token < tokens;
+         token += 1 + random.below(stride))
       head.listed.push_back(token);
     head.codes.resize(head.listed.size());
     for (WeightCode& code : head.codes) code = static_cast<WeightCode>(random.below(1 + random.below(kWeightCodes)));
@@ -166,8 +166,8 @@ TEST_CASE("a lesson gives back tokens, weights and what stood in both tables, of
       if (seen.token != head.listed[i] || seen.weight != kWeights[head.codes[i]] * undo.scale) FAIL("token " << i);
     }
     bits = take_back(undo, bits, {.tokens = tokens, .sinks = 0}, head.vertical, head.slash);
-    for (const auto& [table, before] : {std::pair{&head.vertical, &head.vertical_before},
-                                        std::pair{&head.slash, &head.slash_before}}) {
+    for (const auto& [table, before] :
+         {std::pair{&head.vertical, &head.vertical_before}, std::pair{&head.slash, &head.slash_before}}) {
       REQUIRE(std::equal(table->stored(), table->stored() + tokens, before->stored()));
       REQUIRE(table->unit() == before->unit());
       REQUIRE(table->sum() == before->sum());

@@ -90,7 +90,7 @@ struct NaiveHistory {
     double total = 0.0;
     for (const float s : scores) {
       // In float32: of a distance between two powers both are the nearest.
-      const float eighths = std::floor((top - s) * (8.f * std::numbers::log2e_v<float>) + 0.5f);
+      const float eighths = std::floor((top - s) * (8.f * std::numbers::log2e_v<float>)+0.5f);
       weights.push_back(eighths < 160.f ? std::exp2(-static_cast<double>(eighths) / 8.0) : 0.0);
       total += weights.back();
     }
