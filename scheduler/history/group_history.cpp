@@ -18,6 +18,12 @@ constexpr std::uint32_t kWidth = kBefore + 1 + kAfter;
 /// Candidates this far ahead are fetched into the cache: two lines each, more than a core keeps in flight anyway.
 constexpr std::size_t kPrefetchAhead = 12;
 
+/// Candidates are looked up again where they are asked for: one set per thread serves all heads.
+TokenSet& candidates_of_thread() {
+  thread_local TokenSet candidates;
+  return candidates;
+}
+
 /// The members, ascending, in memory of the thread.
 const std::vector<std::uint32_t>& listed(const TokenSet& set) {
   thread_local std::vector<std::uint32_t> list;
@@ -68,11 +74,12 @@ void GroupHistory::forecast(std::uint32_t tokens) {
   for (Head& head : heads_) {
     head.vertical.extend(off);
     head.slash.extend(off);
-    const ScoreTable::Cut vertical = head.vertical.cut(options_.alpha);
-    const ScoreTable::Cut slash = head.slash.cut(options_.alpha);
-    blank_ |= vertical.uniform && slash.uniform;
-    find_candidates(head, vertical, slash);
-    expand(head, vertical, slash);
+    head.vertical_cut = head.vertical.cut(options_.alpha);
+    head.slash_cut = head.slash.cut(options_.alpha);
+    blank_ |= head.vertical_cut.uniform && head.slash_cut.uniform;
+    TokenSet& found = candidates_of_thread();
+    looked_at_ += find_candidates(head, found);
+    expand(head, found);
   }
   const bool limited = options_.limit < 1.f;
   if (options_.share_in_group || limited) {
@@ -88,7 +95,7 @@ void GroupHistory::forget_candidates() {
   for (TokenSet* set : {&united_, &by_position_, &by_distance_}) set->reset(tokens_);
   for (Head& head : heads_) {
     head.expanded.reset(tokens_);
-    head.candidates.reset(tokens_);
+    head.vertical_cut = head.slash_cut = {};
   }
 }
 
@@ -122,21 +129,32 @@ void GroupHistory::widen(std::uint32_t token) {
 }
 
 /// Eq. (7): CAND = { j : SV[j] > tauV or SS[n - 1 - j] > tauS }.
-void GroupHistory::find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) {
-  TokenSet& found = head.candidates;
-  found.reset(tokens_);
-  if (!vertical.uniform) {
-    looked_at_ += head.vertical.for_each_above(vertical.threshold, [&](std::uint32_t i) { found.add(sinks_ + i); });
+std::uint64_t GroupHistory::find_candidates(const Head& head, TokenSet& found) const {
+  std::uint64_t looked_at = 0;
+  found.reset(forecast_);
+  if (!head.vertical_cut.uniform) {
+    looked_at +=
+        head.vertical.for_each_above(head.vertical_cut.threshold, [&](std::uint32_t i) { found.add(sinks_ + i); });
   }
-  if (!slash.uniform) {
-    looked_at_ += head.slash.for_each_above(slash.threshold, [&](std::uint32_t e) { found.add(tokens_ - 1 - e); });
+  if (!head.slash_cut.uniform) {
+    looked_at +=
+        head.slash.for_each_above(head.slash_cut.threshold, [&](std::uint32_t e) { found.add(forecast_ - 1 - e); });
   }
+  return looked_at;
+}
+
+TokenSet GroupHistory::candidates(std::uint32_t h) const {
+  TokenSet found;
+  (void)find_candidates(heads_[h], found);
+  return found;
 }
 
 /// Eq. (9): EXP = { j + o : j in CAND, SV[j + o] > mean(SV) or SS[n - 1 - j - o] > mean(SS) }.
-void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash) {
+void GroupHistory::expand(Head& head, const TokenSet& found) {
   head.expanded.reset(tokens_);
-  const std::vector<std::uint32_t>& candidates = listed(head.candidates);
+  const std::vector<std::uint32_t>& candidates = listed(found);
+  const ScoreCode v_mean = head.vertical_cut.mean;
+  const ScoreCode s_mean = head.slash_cut.mean;
   const std::uint32_t last = tokens_ - 1;
   const ScoreCode* v = head.vertical.stored();
   const ScoreCode* s = head.slash.stored();
@@ -153,8 +171,8 @@ void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const Sco
       std::uint32_t s_above = 0;
       for (std::uint32_t o = 0; o < kWidth; ++o) {
         // The borrow, as a branch could not be predicted.
-        v_above |= (std::uint32_t{vertical.mean} - v4[o]) >> 31 << o;
-        s_above |= (std::uint32_t{slash.mean} - s4[kWidth - 1 - o]) >> 31 << o;
+        v_above |= (std::uint32_t{v_mean} - v4[o]) >> 31 << o;
+        s_above |= (std::uint32_t{s_mean} - s4[kWidth - 1 - o]) >> 31 << o;
       }
       head.expanded.add_bits(j - kBefore, v_above | s_above);
       if (follows()) {
@@ -164,8 +182,8 @@ void GroupHistory::expand(Head& head, const ScoreTable::Cut& vertical, const Sco
     } else {
       const std::uint32_t to = std::min(j + kAfter, last);
       for (std::uint32_t t = std::max(j, sinks_ + kBefore) - kBefore; t <= to; ++t) {
-        const bool by_position = v[t - sinks_] > vertical.mean;
-        const bool by_distance = s[last - t] > slash.mean;
+        const bool by_position = v[t - sinks_] > v_mean;
+        const bool by_distance = s[last - t] > s_mean;
         if (by_position || by_distance) head.expanded.add(t);
         if (follows() && by_position) by_position_.add(t);
         if (follows() && by_distance) by_distance_.add(t);
@@ -179,8 +197,10 @@ void GroupHistory::hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std
   const int page_shift = std::countr_zero(page_tokens);  // A division per candidate would cost more than the rest.
   page_heat_.resize((std::size_t{tokens_} + page_tokens - 1) >> page_shift, 0.f);
   const std::size_t first = hot.size();
+  TokenSet& found = candidates_of_thread();
   for (const Head& head : heads_) {
-    head.candidates.for_each([&](std::uint32_t token) {
+    (void)find_candidates(head, found);
+    found.for_each([&](std::uint32_t token) {
       float& heat = page_heat_[token >> page_shift];
       if (heat == 0.f) {
         hot.push_back({.page = token >> page_shift, .heat = 0.f});
@@ -202,7 +222,7 @@ void GroupHistory::hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std
 }
 
 std::uint64_t GroupHistory::Head::heap_bytes() const noexcept {
-  return vertical.heap_bytes() + slash.heap_bytes() + candidates.heap_bytes() + expanded.heap_bytes();
+  return vertical.heap_bytes() + slash.heap_bytes() + expanded.heap_bytes();
 }
 
 std::uint64_t GroupHistory::heap_bytes() const noexcept {
@@ -212,11 +232,12 @@ std::uint64_t GroupHistory::heap_bytes() const noexcept {
 
 std::uint64_t GroupHistory::most_heap_bytes(const HistoryOptions& options, std::uint32_t group,
                                             std::uint32_t tokens) noexcept {
-  const std::uint64_t head =
-      sizeof(Head) + 2 * ScoreTable::most_heap_bytes(tokens) + 2 * TokenSet::most_heap_bytes(tokens);
-  const std::uint64_t notes = options.observe_every > 1 ? HistoryJournal::kMostNotes * sizeof(HistoryJournal::Note) : 0;
-  return group * head + 3 * TokenSet::most_heap_bytes(tokens) + notes +
-         HistoryJournal::most_heap_bytes(most_lesson_bytes(group, tokens));
+  const std::uint64_t set = TokenSet::most_heap_bytes(tokens);
+  const std::uint64_t head = sizeof(Head) + 2 * ScoreTable::most_heap_bytes(tokens) + set;
+  std::uint64_t bytes = group * head + HistoryJournal::most_heap_bytes(most_lesson_bytes(group, tokens));
+  if (options.share_in_group || options.limit < 1.f) bytes += set;
+  if (options.observe_every > 1) bytes += 2 * set + HistoryJournal::kMostNotes * sizeof(HistoryJournal::Note);
+  return bytes;
 }
 
 }  // namespace sluice::scheduler

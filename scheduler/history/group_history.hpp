@@ -57,12 +57,14 @@ class GroupHistory {
   /// thread: it can be taken back. One that is observed without cannot, nor those before it.
   void begin_lesson() noexcept;
   void end_lesson() noexcept;
-  /// Decays head `h` and adds weights, eq. (10): half the softmax of `scores` over `tokens`, which ascend. Nothing
-  /// happens if `tokens` is empty or no score is finite. Non-finite scores weigh nothing.
+  /// Decays head `h` and adds weights, eq. (10): half the softmax of `scores` over `tokens`, which ascend, rounded to
+  /// codes (see WeightCode). Nothing happens if `tokens` is empty or no score is finite. Non-finite scores weigh
+  /// nothing.
   void observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores);
 
-  /// Whether `truncate` can go back to that many tokens, not below those of the prompt: within kUndoTokens always, as
-  /// long as no head observes more than max(64, 2%) of the tokens, and options_.decay is 0.85 or more.
+  /// Whether `truncate` can go back to that many tokens, not below those of the prompt: within kUndoTokens as a
+  /// rule, if no head observes more than max(64, 2%) of the tokens and options_.decay is 0.85 or more; less far if what
+  /// there is to take back does not fit in `most_heap_bytes`.
   [[nodiscard]] bool can_truncate(std::uint32_t tokens) const noexcept { return journal_.reaches(tokens); }
   /// As if no step had had more than `tokens` visible tokens. Costs what observing the others has cost; `catch_up` must
   /// come before anything else.
@@ -72,8 +74,8 @@ class GroupHistory {
 
   [[nodiscard]] const ScoreTable& vertical(std::uint32_t h) const noexcept { return heads_[h].vertical; }
   [[nodiscard]] const ScoreTable& slash(std::uint32_t h) const noexcept { return heads_[h].slash; }
-  /// CAND of query head `h` for the forecast step.
-  [[nodiscard]] const TokenSet& candidates(std::uint32_t h) const noexcept { return heads_[h].candidates; }
+  /// CAND of query head `h` for the step that was forecast last, as long as nothing was observed since.
+  [[nodiscard]] TokenSet candidates(std::uint32_t h) const;
   /// Table entries that the last forecast looked at to find its candidates.
   [[nodiscard]] std::uint64_t looked_at() const noexcept { return looked_at_; }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
@@ -85,7 +87,7 @@ class GroupHistory {
  private:
   struct Head {
     ScoreTable vertical, slash;
-    TokenSet candidates;
+    ScoreTable::Cut vertical_cut, slash_cut;  ///< of the last forecast
     TokenSet expanded;
     [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   };
@@ -97,8 +99,9 @@ class GroupHistory {
   void widen(std::uint32_t token);
   void take_back(const Lesson& lesson) noexcept;
   void forget_candidates();
-  void find_candidates(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
-  void expand(Head& head, const ScoreTable::Cut& vertical, const ScoreTable::Cut& slash);
+  /// @return table entries that were looked at
+  std::uint64_t find_candidates(const Head& head, TokenSet& found) const;
+  void expand(Head& head, const TokenSet& found);
 
   HistoryOptions options_;
   std::uint32_t sinks_ = 0;

@@ -3,7 +3,6 @@
 #include <cmath>
 #include <limits>
 
-#include "scheduler/fast_exp.hpp"
 #include "scheduler/history/group_history.hpp"
 
 namespace sluice::scheduler {
@@ -11,15 +10,45 @@ namespace {
 
 /// What a call needs while it runs.
 struct Scratch {
+  std::vector<std::uint32_t> tokens;
+  std::vector<WeightCode> codes;
   std::vector<float> weights;
   std::vector<std::uint32_t> indices;
+  std::vector<ScoreChange> vertical, slash;
   Lesson lesson;
+
+  /// What weighs something of what was scored, and its codes. Needs memory.
+  void weigh(std::span<const std::uint32_t> scored, std::span<const float> scores);
 };
 
 Scratch& scratch_of_thread() {
   thread_local Scratch scratch;
   return scratch;
 }
+
+void Scratch::weigh(std::span<const std::uint32_t> scored, std::span<const float> scores) {
+  float top = -std::numeric_limits<float>::infinity();
+  for (const float score : scores) top = score > top && std::isfinite(score) ? score : top;
+  tokens.resize(scores.size());
+  codes.resize(scores.size());
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < scores.size(); ++i) {
+    // Below a top that is not finite, or of a score that is not, there is no code.
+    const std::uint32_t code = weight_code(top - scores[i]);
+    tokens[count] = scored[i];
+    codes[count] = static_cast<WeightCode>(code);
+    count += code < kWeightCodes;
+  }
+  tokens.resize(count);
+  codes.resize(count);
+  for (std::vector<ScoreChange>* changes : {&vertical, &slash}) changes->resize(count);
+  weights.resize(count);
+  indices.resize(count);
+}
+
+/// What lessons may take of an observed token. They take 1.6 to 2.2: more, the less the tokens of a step have in common
+/// with those before.
+constexpr double kBytesPerToken = 2.3;
 
 /// Tokens that a query head observes of so many, at most, if all lessons are to be kept: what a budget of 2% and at
 /// least 64 lets it keep.
@@ -29,65 +58,36 @@ std::uint32_t usually_observed(std::uint32_t tokens) noexcept {
   return std::min(std::max(kLeast, tokens / kInverseShare + 1), tokens);
 }
 
-/// Calls visit() for the tokens of a lesson's heads, one after the other.
-class Gaps {
- public:
-  explicit Gaps(const std::uint8_t* gaps) noexcept : at_(gaps) {}
-  [[nodiscard]] std::uint32_t next() noexcept {
-    constexpr std::uint8_t kGoesOn = 255;
-    for (; *at_ == kGoesOn; ++at_) token_ += kGoesOn;
-    return token_ += *at_++;
-  }
-  /// The next head's.
-  [[nodiscard]] Gaps following() const noexcept { return Gaps(at_); }
-
- private:
-  const std::uint8_t* at_;
-  std::uint32_t token_ = 0;
-};
-
 }  // namespace
 
 void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores) {
-  float top = -std::numeric_limits<float>::infinity();
-  for (const float score : scores) top = score > top && std::isfinite(score) ? score : top;
   Scratch& scratch = scratch_of_thread();
-  scratch.weights.resize(scores.size());
-  float* weights = scratch.weights.data();
-  const float* in = scores.data();
-  const std::size_t count = scores.size();
-  double sum = 0.0;
-#pragma omp simd reduction(+ : sum)
-  for (std::size_t i = 0; i < count; ++i) {
-    // +inf minus a finite top is +inf: not below zero, hence no weight. NaN fails both comparisons.
-    const float x = in[i] - top;
-    weights[i] = x <= 0.f ? fast_exp(x) : 0.f;
-    sum += weights[i];
-  }
-  if (!(sum > 0.0)) return;
-  const auto scale = static_cast<float>(0.5 / sum);
-  scratch.indices.resize(count);
-  if (!in_lesson_) scratch.lesson.clear(tokens_);
-  ScoreCode* const codes = scratch.lesson.reserve(tokens);  // From here on nothing fails.
+  scratch.weigh(tokens, scores);
+  const std::size_t count = scratch.tokens.size();
+  if (count == 0) return;
+  if (in_lesson_) scratch.lesson.reserve(count);
+  // From here on nothing fails.
   fresh_ = false;
+  float* const weights = scratch.weights.data();
+  const WeightCode* const codes = scratch.codes.data();
+  double sum = 0.0;
+  for (std::size_t i = 0; i < count; ++i) sum += static_cast<double>(kWeights[codes[i]]);
+  const auto scale = static_cast<float>(0.5 / sum);
+  for (std::size_t i = 0; i < count; ++i) weights[i] = kWeights[codes[i]] * scale;
+
   Head& head = heads_[h];
-  const Lesson::Head undo{.head = h,
-                          .tokens = static_cast<std::uint32_t>(count),
-                          .vertical = head.vertical.decay(options_.decay),
-                          .slash = head.slash.decay(options_.decay)};
+  const ScoreTable::Undo vertical = head.vertical.decay(options_.decay);
+  const ScoreTable::Undo slash = head.slash.decay(options_.decay);
   std::uint32_t* const indices = scratch.indices.data();
-#pragma omp simd
-  for (std::size_t i = 0; i < count; ++i) {
-    weights[i] *= scale;
-    indices[i] = tokens[i] - sinks_;
-  }
-  head.vertical.add(scratch.indices, weights, codes);
-#pragma omp simd
-  for (std::size_t i = 0; i < count; ++i) indices[i] = tokens_ - 1 - tokens[i];
-  head.slash.add(scratch.indices, weights, codes + count);
-  scratch.lesson.add(undo);
-  lossy_ = lossy_ || undo.vertical.lossy || undo.slash.lossy;
-  if (!in_lesson_) journal_.restart(tokens_);
+  for (std::size_t i = 0; i < count; ++i) indices[i] = scratch.tokens[i] - sinks_;
+  head.vertical.add(scratch.indices, weights, scratch.vertical.data());
+  for (std::size_t i = 0; i < count; ++i) indices[i] = tokens_ - 1 - scratch.tokens[i];
+  head.slash.add(scratch.indices, weights, scratch.slash.data());
+  if (!in_lesson_) return journal_.restart(tokens_);
+  lossy_ = lossy_ || vertical.lossy || slash.lossy;
+  scratch.lesson.add(Lesson::Head::of(h, scale, vertical, slash), scratch.tokens, codes,
+                     {.step = head.vertical.step(), .entries = scratch.vertical.data()},
+                     {.step = head.slash.step(), .entries = scratch.slash.data()});
 }
 
 void GroupHistory::begin_lesson() noexcept {
@@ -119,15 +119,10 @@ void GroupHistory::truncate(std::uint32_t tokens) noexcept {
 }
 
 void GroupHistory::take_back(const Lesson& lesson) noexcept {
-  const ScoreCode* codes = lesson.codes.data();
-  Gaps gaps(lesson.gaps.data());
+  BitReader bits(lesson.bits);
   for (const Lesson::Head& undo : lesson.heads) {
     Head& head = heads_[undo.head];
-    Gaps again = gaps;
-    head.vertical.undo(undo.vertical, codes, undo.tokens, [&] { return gaps.next() - sinks_; });
-    head.slash.undo(undo.slash, codes + undo.tokens, undo.tokens, [&] { return lesson.step - 1 - again.next(); });
-    codes += 2 * std::size_t{undo.tokens};
-    gaps = gaps.following();
+    bits = scheduler::take_back(undo, bits, {.tokens = lesson.step, .sinks = sinks_}, head.vertical, head.slash);
   }
 }
 
@@ -147,7 +142,8 @@ void GroupHistory::catch_up(std::uint32_t tokens) {
 }
 
 std::uint64_t GroupHistory::most_lesson_bytes(std::uint32_t group, std::uint32_t tokens) noexcept {
-  return kUndoTokens * Lesson::most_heap_bytes(group, usually_observed(tokens), tokens);
+  const auto bits = static_cast<std::uint64_t>(kBytesPerToken * usually_observed(tokens));
+  return kUndoTokens * group * (sizeof(Lesson::Head) + bits);
 }
 
 }  // namespace sluice::scheduler

@@ -6,11 +6,8 @@
 namespace sluice::scheduler {
 namespace {
 
-/// A gap of so much or more is written in parts.
-constexpr std::uint32_t kLongGap = 255;
-
 /// Lists change in size by little from step to step: memory that fits as well as this serves again.
-constexpr std::size_t kSlackShare = 32;
+constexpr std::size_t kSlackShare = 64;
 
 template <class T>
 void copy_tightly(const std::vector<T>& from, std::vector<T>& to) {
@@ -22,32 +19,6 @@ void copy_tightly(const std::vector<T>& from, std::vector<T>& to) {
 }
 
 }  // namespace
-
-void Lesson::clear(std::uint32_t of_step) noexcept {
-  step = of_step;
-  heads.clear();
-  codes.clear();
-  gaps.clear();
-}
-
-ScoreCode* Lesson::reserve(std::span<const std::uint32_t> tokens) {
-  heads.reserve(heads.size() + 1);
-  std::uint32_t before = 0;
-  for (const std::uint32_t token : tokens) {
-    std::uint32_t gap = token - before;
-    for (; gap >= kLongGap; gap -= kLongGap) gaps.push_back(kLongGap);
-    gaps.push_back(static_cast<std::uint8_t>(gap));
-    before = token;
-  }
-  codes.resize(codes.size() + 2 * tokens.size());
-  return codes.data() + codes.size() - 2 * tokens.size();
-}
-
-std::uint64_t Lesson::most_heap_bytes(std::uint32_t group, std::uint32_t observed, std::uint32_t tokens) noexcept {
-  const std::uint64_t bytes =
-      std::uint64_t{group} * (std::uint64_t{observed} * (2 * sizeof(ScoreCode) + 1) + tokens / kLongGap);
-  return group * sizeof(Head) + bytes + bytes / kSlackShare;
-}
 
 void HistoryJournal::begin(std::uint32_t tokens) {
   lessons_ = std::vector<Lesson>(kUndoTokens);
@@ -72,8 +43,7 @@ void HistoryJournal::add(const Lesson& lesson, std::uint64_t most_bytes) noexcep
   forget_before(oldest);
   try {
     copy_tightly(lesson.heads, place.heads);
-    copy_tightly(lesson.codes, place.codes);
-    copy_tightly(lesson.gaps, place.gaps);
+    copy_tightly(lesson.bits, place.bits);
     place.step = lesson.step;
   } catch (const std::exception&) {
     return restart(lesson.step);

@@ -5,34 +5,10 @@
 #include <vector>
 
 #include "scheduler/heap_bytes.hpp"
-#include "scheduler/history/score_table.hpp"
+#include "scheduler/history/lesson.hpp"
 #include "scheduler/undo.hpp"
 
 namespace sluice::scheduler {
-
-/// What one observed step changed in the tables of a KV head's query heads: per head its tables' scalars and, of each
-/// observed token, the two codes that stood there before. 5 bytes a token, as tokens are kept by the gaps between them.
-struct Lesson {
-  struct Head {
-    std::uint32_t head = 0;
-    std::uint32_t tokens = 0;
-    ScoreTable::Undo vertical, slash;
-  };
-
-  std::uint32_t step = 0;          ///< tokens that were visible
-  std::vector<Head> heads;         ///< those that observed something
-  std::vector<ScoreCode> codes;    ///< of each of them: [tokens] of the vertical table, [tokens] of the slash table
-  std::vector<std::uint8_t> gaps;  ///< of each of them, see `add_gaps`
-
-  void clear(std::uint32_t of_step) noexcept;
-  /// Room for the codes of a head's tokens, which are ascending; they become part of the lesson with `add`.
-  [[nodiscard]] ScoreCode* reserve(std::span<const std::uint32_t> tokens);
-  void add(const Head& head) { heads.push_back(head); }
-  [[nodiscard]] std::uint64_t heap_bytes() const noexcept { return scheduler::heap_bytes(heads, codes, gaps); }
-  /// What the lesson of `group` query heads holds at most that observe `observed` of `tokens` tokens each.
-  [[nodiscard]] static std::uint64_t most_heap_bytes(std::uint32_t group, std::uint32_t observed,
-                                                     std::uint32_t tokens) noexcept;
-};
 
 /// The newest steps of a KV head's history, so that they can be taken back: lessons of the steps that were observed,
 /// and what was noted in those between them. It goes back kUndoTokens tokens, or as far as `most_bytes` of lessons

@@ -11,7 +11,7 @@ namespace sluice::scheduler {
 namespace {
 
 /// A table grows by one entry per step; doubling would waste half of all tables.
-constexpr std::size_t kSlackShare = 32;
+constexpr std::size_t kSlackShare = 128;
 
 /// Scores that decay faster would leave the range of codes while what is forgotten stays where it is.
 constexpr double kSlowDecay = 0.85;
@@ -88,7 +88,7 @@ ScoreTable::Undo ScoreTable::decay(double factor) {
   Undo undo{.before = state_};
   state_.g *= factor;
   if (state_.dead != 0 && ++state_.rested == kUndoTokens) {
-    undo.octaves = state_.dead / kCodesPerOctave;
+    undo.octaves = static_cast<std::uint8_t>(state_.dead / kCodesPerOctave);
     (void)fold(undo.octaves);
   }
   if (state_.dead != 0 || state_.g >= kSmallestUnit) return undo;
@@ -99,7 +99,7 @@ ScoreTable::Undo ScoreTable::decay(double factor) {
     state_.dead = static_cast<ScoreCode>(octaves * kCodesPerOctave);
     state_.rested = 0;
   } else {
-    undo.octaves = octaves;
+    undo.octaves = static_cast<std::uint8_t>(octaves);  // The smallest factor is 2^-149.
     undo.lossy = fold(octaves);
   }
   return undo;
@@ -136,19 +136,19 @@ void ScoreTable::find_most(std::uint32_t block) noexcept {
   most_of(block * kBlock) = *std::ranges::max_element(u_[block].codes);
 }
 
-void ScoreTable::add(std::span<const std::uint32_t> indices, const float* weights, ScoreCode* before) {
+void ScoreTable::add(std::span<const std::uint32_t> indices, const float* weights, ScoreChange* changes) {
   constexpr std::size_t kAhead = 16;  // Entries lie lines apart; a core keeps about that many misses in flight.
   Moments sums = state_.sums;
   ScoreCode top = state_.max;
-  const double per_weight = 1.0 / state_.g;
+  const ScoreStep step = this->step();
   ScoreCode* const u = codes();
   for (std::size_t i = 0; i < indices.size(); ++i) {
     if (i + kAhead < indices.size()) prefetch(u + indices[i + kAhead]);
     const std::uint32_t index = indices[i];
-    if (before != nullptr) before[i] = u[index];
-    const float old = from_code(live(u[index]));
-    const ScoreCode now = live(to_code(old + static_cast<float>(weights[i] * per_weight)));
-    sums.replace(static_cast<double>(old), static_cast<double>(from_code(now)));
+    const ScoreCode old = u[index];
+    const ScoreCode now = step.after(old, step.gain(weights[i]));
+    if (changes != nullptr) changes[i] = {.before = old, .after = now};
+    sums.replace(static_cast<double>(from_code(live(old))), static_cast<double>(from_code(now)));
     u[index] = now;
     most_of(index) = std::max(most_of(index), now);
     top = std::max(top, now);

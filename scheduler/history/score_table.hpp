@@ -9,6 +9,7 @@
 
 #include "scheduler/heap_bytes.hpp"
 #include "scheduler/history/compact_score.hpp"
+#include "scheduler/history/score_step.hpp"
 #include "scheduler/prefetch.hpp"
 
 namespace sluice::scheduler {
@@ -31,6 +32,7 @@ namespace sluice::scheduler {
 /// Every 32 entries have their largest score in a list of its own, in which whole blocks are left out. 2 bytes per
 /// entry and 2 per block; nothing if there are no entries.
 class ScoreTable {
+ public:
   /// Sums of U, U^2, U^3 and U^4.
   struct Moments {
     double first = 0.0, second = 0.0, third = 0.0, fourth = 0.0;
@@ -46,8 +48,6 @@ class ScoreTable {
     ScoreCode dead = 0;       ///< codes up to this are forgotten: they count as 0
     std::uint8_t rested = 0;  ///< steps since they are
   };
-
- public:
   /// The threshold of eq. (8), form R1, in stored units U, rounded down: stored() > mean, stored() > threshold.
   struct Cut {
     ScoreCode mean = 0;
@@ -65,26 +65,32 @@ class ScoreTable {
   /// Drops the entries from `size` on, which must be 0. A larger size is ignored.
   void shrink(std::uint32_t size) noexcept;
   struct Undo {
-    State before;               ///< the decay
-    std::uint32_t octaves = 0;  ///< by which all codes were lowered, as g became small
-    bool lossy = false;         ///< and some of them forgotten at once: the step cannot be taken back
+    State before;              ///< the decay
+    std::uint8_t octaves = 0;  ///< by which all codes were lowered, as g became small
+    bool lossy = false;        ///< and some of them forgotten at once: the step cannot be taken back
   };
   /// S *= factor, for every entry. `factor` in (0, 1].
   /// @return what takes the step back
   Undo decay(double factor);
-  /// S[indices[i]] += weights[i]; weights are >= 0, indices below size() and best in order of memory. What is stored of
-  /// them before goes to `before`, unless that is null.
-  void add(std::span<const std::uint32_t> indices, const float* weights, ScoreCode* before = nullptr);
-  /// Takes the newest step back: `before` [count] are the codes that `add` gave for indices next(), next(), ..., which
+  /// S[indices[i]] += weights[i]; weights are >= 0, indices below size() and best in order of memory. What this changes
+  /// goes to `changes`, unless that is null.
+  void add(std::span<const std::uint32_t> indices, const float* weights, ScoreChange* changes = nullptr);
+  /// How `add` changes entries, until the next decay.
+  [[nodiscard]] ScoreStep step() const noexcept { return {.per_weight = 1.0 / state_.g, .dead = state_.dead}; }
+  struct Entry {
+    std::uint32_t index = 0;
+    ScoreCode code = 0;
+  };
+  /// Takes the newest step back: next() [count] are the entries that `add` changed, as they were before; their indices
   /// rise or fall.
   template <class Next>
-  void undo(const Undo& step, const ScoreCode* before, std::uint32_t count, const Next& next) noexcept {
+  void undo(const Undo& step, std::uint32_t count, const Next& next) noexcept {
     std::uint32_t last = kNoBlock;
     for (std::uint32_t i = 0; i < count; ++i) {
-      const std::uint32_t index = next();
-      codes()[index] = before[i];
-      if (last != kNoBlock && last != index / kBlock) find_most(last);
-      last = index / kBlock;
+      const Entry entry = next();
+      codes()[entry.index] = entry.code;
+      if (last != kNoBlock && last != entry.index / kBlock) find_most(last);
+      last = entry.index / kBlock;
     }
     if (last != kNoBlock) find_most(last);
     take_back(step);

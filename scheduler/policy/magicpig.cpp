@@ -62,13 +62,13 @@ class SampledPolicy final : public LayerPolicy {
     counters.candidates += head.scored.united();
     counters.near_hits += head.scored.near_hits();
     counters.scored += head.scored.size();
-    head.scored.shed(context.tokens);
+    head.scored.release();
   }
 
   void observe(std::uint32_t, KvReader&) override {}
   [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override { return std::make_unique<SampledPolicy>(*this); }
   /// Hash tables are of the prompt alone.
-  void truncate(std::uint32_t kv_head, std::uint32_t tokens) noexcept override { heads_[kv_head].scored.shed(tokens); }
+  void truncate(std::uint32_t kv_head, std::uint32_t) noexcept override { heads_[kv_head].scored.release(); }
   [[nodiscard]] std::uint64_t heap_bytes(std::uint32_t kv_head) const noexcept override {
     const Head& head = heads_[kv_head];
     return head.source.heap_bytes() + head.scored.heap_bytes() + scheduler::heap_bytes(head.sampled);
@@ -102,7 +102,7 @@ class SampledPolicy final : public LayerPolicy {
 }  // namespace
 
 std::uint64_t sampled_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens) noexcept {
-  return LshSource::most_heap_bytes(spec.lsh, shape, tokens) + ScoredSet::most_kept_bytes(tokens) +
+  return LshSource::most_heap_bytes(spec.lsh, shape, tokens) +
          shape.group() * (sizeof(TokenSet) + TokenSet::most_heap_bytes(tokens));
 }
 

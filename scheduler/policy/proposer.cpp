@@ -6,14 +6,15 @@
 
 namespace sluice::scheduler {
 
-void Proposer::propose_all(std::uint32_t tokens, SparseHead& head) const {
-  for (TokenSet& set : head.candidates) {
+void Proposer::propose_all(std::uint32_t tokens, std::span<TokenSet> candidates) const {
+  for (TokenSet& set : candidates) {
     set.reset(tokens);
     set.add_range(first_, tokens);
   }
 }
 
-void Proposer::propose(const HeadContext& context, SparseHead& head, SelectCounters& counters) const {
+void Proposer::propose(const HeadContext& context, SparseHead& head, std::span<TokenSet> candidates,
+                       SelectCounters& counters) const {
   if (head.clusters) {
     head.clusters->rank(context.q, *context.kv);
     counters.index_bytes += head.clusters->ranking_bytes();
@@ -23,7 +24,7 @@ void Proposer::propose(const HeadContext& context, SparseHead& head, SelectCount
     counters.index_bytes += group_ * head.lsh->lookup_bytes();
   }
   if (together(head)) {
-    TokenSet& set = head.candidates.front();
+    TokenSet& set = candidates.front();
     set.reset(context.tokens);
     if (head.followed) {
       head.history->unite_followed(set);
@@ -37,7 +38,7 @@ void Proposer::propose(const HeadContext& context, SparseHead& head, SelectCount
   }
   for (std::uint32_t h = 0; h < group_; ++h) {
     if (((head.observing >> h) & 1) == 0) continue;
-    TokenSet& set = head.candidates[h];
+    TokenSet& set = candidates[h];
     set.reset(context.tokens);
     if (head.history) {
       set.unite(head.history->expanded(h));

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "scheduler/clusters/cluster_source.hpp"
@@ -23,8 +24,6 @@ struct SparseHead {
   std::optional<ClusterSource> clusters;
   std::optional<LshSource> lsh;
   std::optional<SinkBypass> bypass;
-  std::vector<TokenSet> candidates;  ///< [group]
-  TokenSet anyway;                   ///< what top-p weighs beside them
   ScoredSet scored;
   std::uint32_t visible = 0;    ///< tokens in the last selection
   RecentSteps steps;            ///< likewise, of the last ones that were not taken back
@@ -33,12 +32,12 @@ struct SparseHead {
   std::vector<float> lse;       ///< [group] scratch
   std::vector<std::uint32_t> heavy;  ///< tokens that the last selection found heavy, not remembered yet
   std::uint32_t observing = 0;  ///< bit h: query head h was not bypassed
-  bool whole = false;           ///< every token was scored: scratch is n-sized, not worth keeping
+  bool whole = false;           ///< every token is a candidate of every head
 
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
     return (history ? history->heap_bytes() : 0) + (clusters ? clusters->heap_bytes() : 0) +
-           (lsh ? lsh->heap_bytes() : 0) + (bypass ? bypass->heap_bytes() : 0) + anyway.heap_bytes() +
-           scored.heap_bytes() + scheduler::heap_bytes(candidates, lse, heavy);
+           (lsh ? lsh->heap_bytes() : 0) + (bypass ? bypass->heap_bytes() : 0) + scored.heap_bytes() +
+           scheduler::heap_bytes(lse, heavy);
   }
 };
 
@@ -49,11 +48,12 @@ class Proposer {
   Proposer(const PolicySpec& spec, std::uint32_t group, std::uint32_t page_tokens, std::uint32_t first)
       : spec_(spec), group_(group), page_tokens_(page_tokens), first_(first) {}
 
-  /// Every token, for every query head.
-  void propose_all(std::uint32_t tokens, SparseHead& head) const;
+  /// Every token, for every query head. `candidates` [group], here and below.
+  void propose_all(std::uint32_t tokens, std::span<TokenSet> candidates) const;
   /// What history expanded to, the newest tokens, the pages that rank highest, similar keys; one set per query head, or
   /// the first for all of them.
-  void propose(const HeadContext& context, SparseHead& head, SelectCounters& counters) const;
+  void propose(const HeadContext& context, SparseHead& head, std::span<TokenSet> candidates,
+               SelectCounters& counters) const;
 
   /// Whether one set of candidates serves the group in this step.
   [[nodiscard]] bool together(const SparseHead& head) const noexcept { return shares() || head.followed; }

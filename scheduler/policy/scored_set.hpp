@@ -49,7 +49,7 @@ enum class Membership : std::uint8_t {
 };
 
 /// The candidates of one KV head in one step, united over its query heads and scored: the middle of every
-/// scored policy. Its memory is reused from step to step.
+/// scored policy. Between steps a sequence keeps none: see `release`.
 class ScoredSet {
  public:
   /// Unites the candidates, ascending.
@@ -88,15 +88,8 @@ class ScoredSet {
   [[nodiscard]] std::uint64_t united() const noexcept { return united_; }
   [[nodiscard]] std::uint64_t near_hits() const noexcept { return near_hits_; }
   void clear() noexcept;
-  /// What a set keeps between steps at most, so that the next one need not ask for memory: a step of a policy that
-  /// finds its tokens needs less.
-  [[nodiscard]] static constexpr std::uint64_t most_kept_bytes(std::uint32_t visible) noexcept {
-    return 4096 + std::uint64_t{4} * visible;
-  }
-  /// After a step with `visible` tokens whose choice nobody needs any more.
-  void shed(std::uint32_t visible) noexcept {
-    if (heap_bytes() > most_kept_bytes(visible)) *this = ScoredSet();
-  }
+  /// Frees what a step needed whose choice is done with.
+  void release() noexcept { *this = ScoredSet(); }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
     return scheduler::heap_bytes(tokens_, heads_, far_, scores_, attended_, observed_, keys_, pool_, weighed_,
                                  observed_tokens_, observed_scores_);

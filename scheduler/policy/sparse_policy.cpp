@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,22 @@
 
 namespace sluice::scheduler {
 namespace {
+
+/// What one selection needs and nothing after it.
+struct SelectScratch {
+  std::vector<TokenSet> sets;
+  TokenSet anyway;  ///< what top-p weighs beside the candidates
+
+  [[nodiscard]] std::span<TokenSet> candidates(std::uint32_t group) {
+    if (sets.size() < group) sets.resize(group);
+    return std::span(sets).first(group);
+  }
+};
+
+SelectScratch& scratch_of_thread() {
+  thread_local SelectScratch scratch;
+  return scratch;
+}
 
 class SparsePolicy final : public LayerPolicy {
  public:
@@ -32,7 +49,6 @@ class SparsePolicy final : public LayerPolicy {
       if (spec.bypass_threshold > 0.f) {
         head.bypass.emplace(spec.bypass_threshold, shape, spec.near.sink_tokens, spec.history.local_tokens);
       }
-      head.candidates.resize(group_);
     }
   }
 
@@ -81,8 +97,7 @@ class SparsePolicy final : public LayerPolicy {
     } else if (active != 0) {
       select_sparse(context, head, row, counters);
     }
-    if (head.whole && !head.history) forget(head);
-    if (!wants_observation(context.kv_head)) head.scored.shed(context.tokens);
+    if (!wants_observation(context.kv_head)) head.scored.release();
   }
 
   [[nodiscard]] bool wants_observation(std::uint32_t kv_head) const noexcept override {
@@ -98,7 +113,7 @@ class SparsePolicy final : public LayerPolicy {
     SparseHead& head = heads_[kv_head];
     if (head.clusters) head.clusters->cluster_new(head.visible, kv);
     if (head.history) learn(head);
-    head.scored.shed(head.visible);
+    head.scored.release();
   }
 
   [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override { return std::make_unique<SparsePolicy>(*this); }
@@ -113,11 +128,7 @@ class SparsePolicy final : public LayerPolicy {
     if (tokens >= head.visible) return;
     if (head.history) head.history->truncate(tokens);
     if (head.clusters) head.clusters->truncate(tokens);
-    if (tokens + kUndoTokens < head.visible) {
-      forget(head);  // It is larger than what is left may need.
-    } else {
-      head.scored.shed(tokens);
-    }
+    head.scored.release();
     head.observes = false;
     head.heavy.clear();  // What the history has noted of these steps it knows.
     head.visible = tokens;
@@ -144,7 +155,6 @@ class SparsePolicy final : public LayerPolicy {
     }
     head.history->end_lesson();
     head.observing = 0;
-    if (head.whole && head.observes) forget(head);
   }
 
   /// The candidates for this step: forecast in the background or, if nothing was observed since, carried on.
@@ -191,26 +201,29 @@ class SparsePolicy final : public LayerPolicy {
       counters.candidates += row.attended();
       return;
     }
-    proposer_.propose_all(context.tokens, head);
-    collect(context, head, nullptr, counters);
+    const std::span<TokenSet> candidates = scratch_of_thread().candidates(group_);
+    proposer_.propose_all(context.tokens, candidates);
+    collect(context, head, candidates, nullptr, counters);
     head.scored.score(*context.kv, context.q, group_);
     counters.scored += head.scored.size();
     head.scored.choose_all();
   }
 
   void select_sparse(const HeadContext& context, SparseHead& head, SelectionRow& row, SelectCounters& counters) {
+    SelectScratch& scratch = scratch_of_thread();
+    const std::span<TokenSet> candidates = scratch.candidates(group_);
     if (head.whole) {
-      proposer_.propose_all(context.tokens, head);
+      proposer_.propose_all(context.tokens, candidates);
     } else {
-      proposer_.propose(context, head, counters);
+      proposer_.propose(context, head, candidates, counters);
     }
     if (budget_.weighs()) {
       const AttendedAnyway anyway = budget_.attended_anyway(context);
-      head.anyway.reset(context.tokens);
-      head.anyway.add_range(0, anyway.sink_end);
-      head.anyway.add_range(anyway.recent_begin, context.tokens);
+      scratch.anyway.reset(context.tokens);
+      scratch.anyway.add_range(0, anyway.sink_end);
+      scratch.anyway.add_range(anyway.recent_begin, context.tokens);
     }
-    collect(context, head, budget_.weighs() ? &head.anyway : nullptr, counters);
+    collect(context, head, candidates, budget_.weighs() ? &scratch.anyway : nullptr, counters);
     budget_.cut(context, group_, head.scored, counters);
     if (notes(head) && !budget_.estimates()) {
       find_heavy(head, head.scored.tokens(), head.scored.scores(), head.scored.log_sums(group_, head.lse));
@@ -219,8 +232,9 @@ class SparsePolicy final : public LayerPolicy {
     head.scored.emit(group_, united ? Membership::united : Membership::own, row);
   }
 
-  void collect(const HeadContext& context, SparseHead& head, const TokenSet* weighed, SelectCounters& counters) const {
-    head.scored.collect({.sets = head.candidates,
+  void collect(const HeadContext& context, SparseHead& head, std::span<const TokenSet> candidates,
+               const TokenSet* weighed, SelectCounters& counters) const {
+    head.scored.collect({.sets = candidates,
                          .active = head.observing,
                          .shared = proposer_.together(head) && !head.whole,
                          .keep_near = budget_.weighs() || (head.observes && spec_.history.observe_near),
@@ -229,19 +243,12 @@ class SparsePolicy final : public LayerPolicy {
     for (std::uint32_t h = 0; h < group_; ++h) {
       if (((head.observing >> h) & 1) == 0) continue;
       const bool own = !proposer_.together(head) || head.whole;
-      counters.expanded_per_head += own             ? head.candidates[h].size()
-                                    : head.followed ? head.candidates.front().size()
+      counters.expanded_per_head += own             ? candidates[h].size()
+                                    : head.followed ? candidates.front().size()
                                                     : head.history->expanded(h).size();
     }
     counters.candidates += head.scored.united();
     counters.near_hits += head.scored.near_hits();
-  }
-
-  /// Frees what one whole-context selection needed.
-  static void forget(SparseHead& head) {
-    head.scored = ScoredSet();
-    for (TokenSet& set : head.candidates) set = TokenSet();
-    head.anyway = TokenSet();
   }
 
   PolicySpec spec_;
@@ -256,11 +263,11 @@ class SparsePolicy final : public LayerPolicy {
 }  // namespace
 
 std::uint64_t sparse_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens) noexcept {
-  // Candidates per query head, what is weighed beside them, and lists of a few tokens and numbers.
+  // Lists of a few tokens and numbers.
   constexpr std::uint64_t kHeavyTokens = 64;
   tokens += kUndoTokens;  // That were taken back, and whose memory is kept.
-  std::uint64_t bytes = ScoredSet::most_kept_bytes(tokens) + (shape.group() + 1) * TokenSet::most_heap_bytes(tokens);
-  bytes += shape.group() * (sizeof(TokenSet) + (shape.head_dim + 1 + kHeavyTokens) * sizeof(float));
+  const bool heavy = spec.uses(Source::history) && spec.history.observe_every != 1;
+  std::uint64_t bytes = shape.group() * (heavy ? 1 + kHeavyTokens : 0) * sizeof(float);
   if (spec.uses(Source::history)) bytes += GroupHistory::most_heap_bytes(spec.history, shape.group(), tokens);
   if (spec.uses(Source::clusters)) bytes += ClusterSource::most_heap_bytes(spec.clusters, shape, tokens);
   if (spec.uses(Source::lsh)) bytes += LshSource::most_heap_bytes(spec.lsh, shape, tokens);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <numbers>
 #include <vector>
 
 namespace sluice::scheduler::test {
@@ -81,13 +82,22 @@ struct NaiveHistory {
     out.erase(std::unique(out.begin(), out.end()), out.end());
     return out;
   }
+  /// A weight is the largest one times a power of 2^(1/8), the nearest; none if it is less than 2^-20 of that. All add
+  /// up to a half.
   void observe(std::uint32_t n, const std::vector<std::uint32_t>& tokens, const std::vector<float>& scores) {
+    const float top = *std::max_element(scores.begin(), scores.end());
+    std::vector<double> weights;
     double total = 0.0;
-    for (const float s : scores) total += std::exp(static_cast<double>(s));
+    for (const float s : scores) {
+      // In float32: of a distance between two powers both are the nearest.
+      const float eighths = std::floor((top - s) * (8.f * std::numbers::log2e_v<float>)+0.5f);
+      weights.push_back(eighths < 160.f ? std::exp2(-static_cast<double>(eighths) / 8.0) : 0.0);
+      total += weights.back();
+    }
     vertical.decay(decay);
     slash.decay(decay);
     for (std::size_t i = 0; i < tokens.size(); ++i) {
-      const double w = 0.5 * std::exp(static_cast<double>(scores[i])) / total;
+      const double w = 0.5 * weights[i] / total;
       vertical.s[tokens[i] - sinks] += w;
       slash.s[n - 1 - tokens[i]] += w;
     }

@@ -17,6 +17,7 @@ using sluice::scheduler::kLargestCode;
 using sluice::scheduler::kScoreError;
 using sluice::scheduler::kSmallestScore;
 using sluice::scheduler::kUndoTokens;
+using sluice::scheduler::ScoreChange;
 using sluice::scheduler::ScoreCode;
 using sluice::scheduler::ScoreTable;
 using sluice::scheduler::to_code;
@@ -257,7 +258,7 @@ TEST_CASE("steps that are taken back leave the table bit by bit as it was, also 
     ScoreTable before;
     ScoreTable::Undo undo;
     std::vector<std::uint32_t> indices;
-    std::vector<ScoreCode> codes;
+    std::vector<ScoreChange> changes;
   };
   sluice::test::Random random(17);
   std::vector<float> scores(700);
@@ -266,22 +267,26 @@ TEST_CASE("steps that are taken back leave the table bit by bit as it was, also 
   table.assign(scores);
   std::vector<Step> steps;
   for (int at = 0; at < 700; ++at) {
-    Step step{.before = table, .undo = table.decay(decay), .indices = {}, .codes = {}};
+    Step step{.before = table, .undo = table.decay(decay), .indices = {}, .changes = {}};
     table.extend(table.size() + 1);
     for (std::uint32_t index = random.below(90); index < table.size(); index += 1 + random.below(90))
       step.indices.push_back(index);
     if (at % 2 == 0) std::ranges::reverse(step.indices);
     const std::vector<float> weights(step.indices.size(), 0.5f / static_cast<float>(1 + random.below(1000)));
-    step.codes.resize(step.indices.size());
-    table.add(step.indices, weights.data(), step.codes.data());
+    step.changes.resize(step.indices.size());
+    table.add(step.indices, weights.data(), step.changes.data());
     REQUIRE_FALSE(step.undo.lossy);
     steps.push_back(std::move(step));
     if (steps.size() > kUndoTokens) steps.erase(steps.begin());
     if (random.below(12) != 0) continue;
     for (std::size_t back = std::min<std::size_t>(random.below(kUndoTokens + 1), steps.size()); back != 0; --back) {
       const Step& last = steps.back();
-      auto next = [i = std::size_t{0}, &last]() mutable { return last.indices[i++]; };
-      table.undo(last.undo, last.codes.data(), static_cast<std::uint32_t>(last.codes.size()), std::ref(next));
+      auto next = [i = std::size_t{0}, &last]() mutable {
+        const ScoreTable::Entry entry{.index = last.indices[i], .code = last.changes[i].before};
+        ++i;
+        return entry;
+      };
+      table.undo(last.undo, static_cast<std::uint32_t>(last.changes.size()), std::ref(next));
       table.shrink(last.before.size());
       REQUIRE(table.size() == last.before.size());
       REQUIRE(table.unit() == last.before.unit());
