@@ -220,7 +220,7 @@ class FittedPolicy final : public LayerPolicy {
     counters.candidates += scored.united();
     counters.near_hits += scored.near_hits();
     counters.scored += scored.size();
-    scored.shed(context.tokens);
+    scored.release();
   }
 
   PolicySpec spec_;
