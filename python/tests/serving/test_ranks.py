@@ -62,12 +62,14 @@ def test_ranks_whose_windows_know_other_parts_of_a_prompt(pair: Pair) -> None:
     ids = list(range(300))
 
     class Model(ShardedModel):
-        def __init__(self, ranks: Ranks, known: int) -> None:
+        def __init__(self, ranks: Ranks, known: int, slack: int) -> None:
             self._ranks = ranks
-            self.engine = sluice.Engine(sluice.EngineOptions(
+            options = sluice.EngineOptions(
                 layers=1, q_heads=1, kv_heads=1, head_dim=64, kv_dtype="f32", host_bytes=8 << 20, windows=[40],
                 window_slack=slack, largest=sluice.Bucket(decode_rows=1), threads=1, pin_threads=False,
-                import_rows=300))
+                import_rows=300)
+            options.make_room_for("full", 300)
+            self.engine = sluice.Engine(options)
             rows = np.zeros((known, 1, 64), np.float32)
             first = self.engine.begin("full", ids)
             self.engine.import_prefix(first, 0, rows, rows)
@@ -79,7 +81,7 @@ def test_ranks_whose_windows_know_other_parts_of_a_prompt(pair: Pair) -> None:
             return self.engine.tokens(sequence)
 
     for slack, known, least in ((0, (299, 150), 0), (160, (299, 150), 144), (0, (150, 299), 0), (0, (299, 299), 288)):
-        models = [Model(ranks, tokens) for ranks, tokens in zip(pair, known)]
+        models = [Model(ranks, tokens, slack) for ranks, tokens in zip(pair, known)]
         assert both(*(model.tokens_of_one_that_began for model in models)) == [least, least]
         assert all(ranks.lost is None for ranks in pair)
         for model in models:
