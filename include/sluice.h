@@ -190,7 +190,7 @@ typedef struct sluice_engine_options {
   /// none. Where there are some a row attends all that it sees, whatever its sequence's policy says.
   const uint32_t* windows;
   /// Of layers with windows a sequence keeps the tokens that its next one sees, and as many before these, so that it
-  /// can be forked or truncated by as many (64)
+  /// can be forked or truncated by as many (64); at least largest_drafts - 1
   uint64_t window_slack;
 } sluice_engine_options;
 

@@ -32,7 +32,7 @@ struct EngineOptions {
   /// learns nothing there; and prompts attend densely.
   std::vector<std::uint32_t> windows{};
   /// Of layers with windows a sequence keeps the tokens that its next one sees, and as many before these, so that it
-  /// can be forked or truncated by as many; host memory for what lies behind is free again. [0, 2^24]
+  /// can be forked or truncated by as many; what lies behind is free again. With windows [largest.drafts - 1, 2^24]
   std::uint32_t window_slack = 64;
   std::uint32_t page_tokens = 16;  ///< power of two in [8, 256]
   /// Of keys and values in memory. fp8_e4m3: rows of host memory are rounded to 8 bits with a scale each, see E4m3, and

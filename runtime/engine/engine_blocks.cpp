@@ -35,8 +35,8 @@ void Engine::Impl::require_windows(SequenceId id, const Sequence& sequence, std:
   const std::uint32_t from = kept_from(sequence);
   if (tokens == 0 || from <= memory.stacks().seen_from(tokens)) return;
   throw Error(Errc::unsupported, std::string(what) + ": of layers with windows sequence " + text(id.value) +
-                                     " has what comes from token " + text(from) + " on, and behind " +
-                                     text(tokens) + " tokens more is seen; raise EngineOptions::window_slack, " +
+                                     " has what comes from token " + text(from) + " on, and behind " + text(tokens) +
+                                     " tokens more is seen; raise EngineOptions::window_slack, " +
                                      text(options.window_slack) + ", or begin another one");
 }
 

@@ -32,8 +32,9 @@ void validate_scores(const EngineOptions& options) {
   // Else drafts could be rejected only where no page of a window ends between them.
   if (std::ranges::any_of(options.windows, [](std::uint32_t window) { return window != 0; }))
     require(options.window_slack >= options.largest.drafts - 1, "window_slack", options.window_slack,
-            "at least " + std::to_string(options.largest.drafts - 1) + ", so that all but the first of largest.drafts, " +
-                std::to_string(options.largest.drafts) + ", can be taken back");
+            "at least " + std::to_string(options.largest.drafts - 1) +
+                ", so that all but the first of largest.drafts, " + std::to_string(options.largest.drafts) +
+                ", can be taken back");
   if (options.softcap != 0.f && options.prefill.mode != PrefillMode::full)
     throw Error(Errc::unsupported,
                 "softcap beside a prefill mode that chooses blocks of prompts: these are weighed without a cap; attend "

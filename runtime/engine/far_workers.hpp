@@ -69,8 +69,7 @@ class FarWorkers {
   [[nodiscard]] std::uint64_t stirrings() const noexcept { return stirrings_.load(std::memory_order_relaxed); }
 
  private:
-  /// Addresses of K rows: a thread's own, as many as the largest part has.
-  /// Of a thread: where the rows of a part lie.
+  /// Of a thread: where the rows of a part lie. There is room for the largest part.
   struct Rows {
     std::vector<const std::byte*> keys;
     std::vector<const float*> scales;  ///< empty if rows have none
@@ -116,8 +115,8 @@ class FarWorkers {
   /// The `at`-th part of the question that stands. `cursor` moves to its list: who asks for later and later parts of
   /// one question looks at every list once.
   [[nodiscard]] Part part_at(std::uint32_t at, Cursor& cursor) const noexcept;
-  /// Who ends a list's last part merges them.
   [[nodiscard]] static Rows rows_for(const ForwardMemory& memory);
+  /// The thread that ends a list's last part merges them.
   void attend(const FarQuestion& question, const Part& part, Rows& rows);
   void attend_part(const FarQuestion& question, const Part& part, Rows& rows, const ChosenList* chosen);
   /// Where a list's result goes. `memory`: as its rows see it.

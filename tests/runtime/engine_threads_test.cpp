@@ -153,8 +153,7 @@ TEST_CASE("a fork that shares the page in which a sequence goes on leaves it not
   };
   const Story story(kShape, 220, 5);
   auto engine = std::make_unique<Engine>(options, rig.device);
-  Teller parent{.story = &story,
-                .id = engine->begin(parse_policy("tactic:least=64,size=4,recluster=64"))};
+  Teller parent{.story = &story, .id = engine->begin(parse_policy("tactic:least=64,size=4,recluster=64"))};
   Teller other{.story = &story, .id = engine->begin(parse_policy("exact | top_k=10 | near=0,sinks=2,recent=6"))};
   import_story(*engine, rig, parent, 150);
   import_story(*engine, rig, other, 100);

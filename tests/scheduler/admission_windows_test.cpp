@@ -43,9 +43,8 @@ class Host {
       : options_(options), stacks_(options), admission_(admission_options(options)), shared_(shared) {
     Random random(seed);
     for (std::uint64_t id = 1; id <= 10; ++id)
-      admission_.submit({.id = RequestId{id},
-                         .prompt_tokens = 400 + random.below(600),
-                         .max_new_tokens = 1 + random.below(200)});
+      admission_.submit(
+          {.id = RequestId{id}, .prompt_tokens = 400 + random.below(600), .max_new_tokens = 1 + random.below(200)});
   }
 
   /// The most that ran at once.

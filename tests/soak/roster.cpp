@@ -50,19 +50,13 @@ void drain(const Driven& driven) {
 }
 
 Roster::Roster(const Driven& driven, Random& random, RoundStats& stats)
-    : driven_(driven),
-      random_(random),
-      stats_(stats),
-      pages_(driven.engine.options()),
-      last_(driven.engine.stats()) {}
+    : driven_(driven), random_(random), stats_(stats), pages_(driven.engine.options()), last_(driven.engine.stats()) {}
 
 std::uint64_t Roster::stack_bytes() const noexcept {
   return block_bytes(driven_.engine.options()) / kSoakShape.layers * pages_.stacks().layers();
 }
 
-std::uint64_t Roster::blocks() const noexcept {
-  return driven_.engine.options().host_bytes / stack_bytes();
-}
+std::uint64_t Roster::blocks() const noexcept { return driven_.engine.options().host_bytes / stack_bytes(); }
 
 bool Roster::has_slot(const PolicySpec& spec) const {
   const EngineOptions& options = driven_.engine.options();
@@ -150,8 +144,7 @@ std::uint32_t Roster::draw_shorter(const Sequence& sequence) {
   constexpr std::uint32_t kNear = 36;  // What policies of the CPU take back, and a little more.
   std::uint32_t most = random_.below(3) == 0 ? sequence.settled : std::min(sequence.settled, kNear);
   // Of windows, fewer tokens than there may be are refused.
-  if (windowed() && random_.below(6) != 0)
-    most = std::min(most, sequence.settled - pages_.shortest(sequence.id));
+  if (windowed() && random_.below(6) != 0) most = std::min(most, sequence.settled - pages_.shortest(sequence.id));
   return sequence.settled - random_.below(most + 1);
 }
 

@@ -39,11 +39,12 @@ Bucket bucket_of(std::uint32_t drafts) {
 
 TEST_CASE("the first row of a team gets what its policy gives it alone, whatever the drafts behind it",
           "[engine][drafts]") {
-  const char* const policy = GENERATE(
-      "lfps:bypass=0,recent=2", "tactic:least=64,size=4,recluster=64", "exact | top_k=9 | near=0,sinks=2,recent=6",
-      "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
-      "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
-      "history+pages:share=0.2,min_pages=1 | top_p=0.9 | near=0,sinks=4,recent=3", "exact | top_k=9 | near=0,sinks=2 | dense=1");
+  const char* const policy = GENERATE("lfps:bypass=0,recent=2", "tactic:least=64,size=4,recluster=64",
+                                      "exact | top_k=9 | near=0,sinks=2,recent=6",
+                                      "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
+                                      "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
+                                      "history+pages:share=0.2,min_pages=1 | top_p=0.9 | near=0,sinks=4,recent=3",
+                                      "exact | top_k=9 | near=0,sinks=2 | dense=1");
   const std::uint32_t near = GENERATE(0u, 9u);
   const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
   const bool windows = GENERATE(false, true);
@@ -72,9 +73,8 @@ TEST_CASE("the first row of a team gets what its policy gives it alone, whatever
 }
 
 TEST_CASE("teams that are taken back one after another leave their policy as it was", "[engine][drafts][undo]") {
-  const char* const policy =
-      GENERATE("history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
-               "lfps:observe_every=4,bypass=0", "tactic:least=64,size=4,recluster=64");
+  const char* const policy = GENERATE("history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
+                                      "lfps:observe_every=4,bypass=0", "tactic:least=64,size=4,recluster=64");
   const bool forks = GENERATE(false, true);
   CAPTURE(policy, forks);
   const EngineRig rig = engine_rig();

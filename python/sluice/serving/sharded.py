@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from sluice.errors import Unsupported
 from sluice.options import PlanItem
 from sluice.serving.model import PackedModel, Planned
 from sluice.serving.ranks import START_S, Disagreed, Ranks, RanksLost
@@ -33,8 +34,9 @@ class ShardedModel(PackedModel):
     _goes_on = True
 
     def __init__(self, model: transformers.PreTrainedModel, policy: str, host_bytes: int, *, ranks: Ranks,
-                 graphs: str = "auto", **options: Any) -> None:
-        """`host_bytes`: of all ranks together. Others are those of PackedModel."""
+                 graphs: str = "auto", prefill_rows: int = 2048, window_slack: int = 0, **options: Any) -> None:
+        """`host_bytes`: of all ranks together. Others are those of PackedModel. Layers with windows keep at least the
+        `prefill_rows` tokens before their windows: a chunk that fails on one rank is taken back by all."""
         self._ranks = ranks
         self._log: list[tuple[Any, ...]] = []  # What rank 0 has not told yet, and others have not done.
         self._names: dict[int, int] = {}  # Of other ranks: their sequences by what rank 0 calls them.
@@ -45,7 +47,8 @@ class ShardedModel(PackedModel):
             error = None
             try:
                 if rank == ranks.rank:
-                    super().__init__(model, policy, host_bytes, graphs="off", **options)
+                    super().__init__(model, policy, host_bytes, graphs="off", prefill_rows=prefill_rows,
+                                     window_slack=max(window_slack or 0, prefill_rows), **options)
             except Exception as failed:
                 error = failed
             try:
@@ -144,13 +147,16 @@ class ShardedModel(PackedModel):
         """A sequence that began has the tokens that all ranks have found, or ends."""
         found = 0 if sequence is None else self.engine.tokens(sequence)
         try:
-            least = min(self._ranks.agree(found, error))
+            had = self._ranks.agree(found, error)
         except BaseException:
             if sequence is not None:
                 self.engine.end(sequence)
             raise
-        if sequence is not None:
-            self._truncate([(sequence, least)])
+        if sequence is None or min(had) == max(had):
+            return
+        self._truncate([(sequence, min(had))])
+        # Again, as one of them may have none left.
+        self._truncate([(sequence, min(self._ranks.agree(self.engine.tokens(sequence))))])
 
     def _run_too(self, items: Sequence[PlanItem], ids: Sequence[int], kept: Sequence[int]) -> None:
         number, _ = self.run(items, ids, kept)
@@ -189,11 +195,16 @@ class ShardedModel(PackedModel):
         self._ranks.break_off(f"did not get to the end of a forward: {type(error).__name__}: {error}")
 
     def _truncate(self, lengths: Sequence[tuple[int, int]]) -> None:
-        """Sequences to as many tokens as all ranks have."""
+        """Sequences to as many tokens as all ranks have; to none where layers with windows have let go of what is seen
+        behind as many."""
         try:
             for sequence, tokens in lengths:
-                if self.engine.tokens(sequence) > tokens:
+                if self.engine.tokens(sequence) <= tokens:
+                    continue
+                try:
                     self.engine.truncate(sequence, tokens)
+                except Unsupported:
+                    self.engine.truncate(sequence, 0)
         except Exception as error:
             self._ranks.break_off(f"cannot take tokens back that others do not have: {type(error).__name__}: {error}")
 

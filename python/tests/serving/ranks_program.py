@@ -16,7 +16,7 @@ from sluice.errors import OutOfCapacity
 from sluice.serving.load import load_follower, load_loop
 from sluice.serving.process import Settings
 from sluice.transformers import enable
-from small import DEVICE, KV, KV_BYTES, SHAPE, expected, greedy, prompt_ids, run, tokenizer
+from small import DEVICE, KV, KV_BYTES, SHAPE, Told, expected, greedy, prompt_ids, run, tokenizer
 from transformers.distributed import DistributedConfig
 
 RANK = int(os.environ.get("RANK", 0))
@@ -97,9 +97,34 @@ def loop(folder: str, graphs: str) -> None:
     made.close()
 
 
+def windows(folder: str) -> None:
+    """The third chunk of a prompt fails on a rank, once and then twice: what its request is told, and the next one."""
+    settings = Settings(folder, "full", 32 << 20, context=512, sequences=4, prefill_rows=128, device=DEVICE,
+                        graphs="off", prefix=False, options=dict(ENGINE))
+    if RANK:
+        model = load_follower(settings)
+        model.follow()
+        model.close()
+        return
+    made, _ = load_loop(settings)
+    told = {}
+    for number, fault in enumerate(((1, "attend", 1), (0, "attend", 1), (1, "finish", 1), (1, "attend", 2)), 10):
+        ends = Told()
+        made.submit(greedy(2 * number, prompt_ids(300), 6))
+        ends.take(made.step())
+        ends.take(made.step())
+        set_fault(*fault)
+        while not made.idle:
+            ends.take(made.step())
+        after = run(made, [greedy(2 * number + 1, prompt_ids(300), 6)])
+        told[str(fault)] = [ends.last(2 * number).error, ends.tokens(2 * number), after.tokens(2 * number + 1)]
+    (Path(folder).parent / "told.windows").write_text(json.dumps(told))
+    made.close()
+
+
 if __name__ == "__main__":
     patch()
-    if sys.argv[1] in ("generate", "loop"):
+    if sys.argv[1] in ("generate", "loop", "windows"):
         globals()[sys.argv[1]](*sys.argv[2:])
     else:
         raise SystemExit(main())

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 
+import numpy as np
 import pytest
+import sluice
 from sluice.errors import OutOfCapacity, Unsupported
 from sluice.serving.ranks import Disagreed, Launch, Ranks, RanksLost, _check_device
+from sluice.serving.sharded import ShardedModel
 
 Pair = tuple[Ranks, Ranks]
 
@@ -52,6 +55,37 @@ def test_ranks_agree(pair: Pair) -> None:
         assert isinstance(told[0], OutOfCapacity) and isinstance(told[1], Disagreed)
         assert str(told[0]) == ("no room", "rank 1: no room")[failing]
     assert both(a.agree, b.agree) == [[0, 0], [0, 0]] and a.lost is None is b.lost
+
+
+def test_ranks_whose_windows_know_other_parts_of_a_prompt(pair: Pair) -> None:
+    """They begin with the same tokens, also where the one that knows more cannot go back to what the other knows."""
+    ids = list(range(300))
+
+    class Model(ShardedModel):
+        def __init__(self, ranks: Ranks, known: int, slack: int) -> None:
+            self._ranks = ranks
+            options = sluice.EngineOptions(
+                layers=1, q_heads=1, kv_heads=1, head_dim=64, kv_dtype="f32", host_bytes=8 << 20, windows=[40],
+                window_slack=slack, largest=sluice.Bucket(decode_rows=1), threads=1, pin_threads=False,
+                import_rows=300)
+            options.make_room_for("full", 300)
+            self.engine = sluice.Engine(options)
+            rows = np.zeros((known, 1, 64), np.float32)
+            first = self.engine.begin("full", ids)
+            self.engine.import_prefix(first, 0, rows, rows)
+            self.engine.end(first)
+
+        def tokens_of_one_that_began(self) -> int:
+            sequence = self.engine.begin("full", ids)
+            self._settle(sequence)
+            return self.engine.tokens(sequence)
+
+    for slack, known, least in ((0, (299, 150), 0), (160, (299, 150), 144), (0, (150, 299), 0), (0, (299, 299), 288)):
+        models = [Model(ranks, tokens, slack) for ranks, tokens in zip(pair, known)]
+        assert both(*(model.tokens_of_one_that_began for model in models)) == [least, least]
+        assert all(ranks.lost is None for ranks in pair)
+        for model in models:
+            model.engine.close()
 
 
 def test_a_rank_that_is_silent(pair: Pair) -> None:

@@ -19,6 +19,7 @@ import transformers
 from server import DEADLINE_S, Server, wait_until
 from small import DEVICE, bare_model, expected, prompt_ids, text_of, tokenizer
 from test_command import ARGUMENTS, answer_to
+from test_windows import WINDOW, model_of
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() < 2, reason="one GPU")
 if "CI" not in os.environ:  # There it may not be missing.
@@ -93,6 +94,22 @@ def test_forwards_that_fail_on_a_rank(folder: Path, tmp_path: Path) -> None:
             assert (error, tokens) == (None, wants), fault
         else:
             assert "is broken" in error and ("rank 1: " in error) == fault.startswith("(1") and not tokens, fault
+
+
+def test_chunks_that_fail_on_a_rank_where_there_are_windows(tmp_path: Path) -> None:
+    """They are taken back by the others, though these are many windows."""
+    model, prompt = model_of("Mistral", sliding_window=WINDOW), prompt_ids(300)
+    copy.deepcopy(model).save_pretrained(tmp_path / "tiny")
+    tokenizer().save_pretrained(tmp_path / "tiny")
+    torchrun("windows", str(tmp_path / "tiny"), **{ranks_program.FAULTS: str(tmp_path / "faults")})
+    told = json.loads((tmp_path / "told.windows").read_text())
+    wants = expected(model, prompt, 6)
+    for fault, (error, tokens, after) in told.items():
+        assert after == wants, fault
+        if fault.endswith("1)"):
+            assert (error, tokens) == (None, wants), fault
+        else:
+            assert "is broken" in error and not tokens, fault
 
 
 @pytest.fixture
