@@ -105,9 +105,10 @@ struct BudgetOptions {
 };
 
 /// Tokens of one layer, over all its KV heads, that a sequence's next token attends beyond sinks and recent tokens:
-/// max(min_tokens, share * visible tokens * KV heads). Each query head keeps at most this many / query heads of a layer,
-/// its best, before anybody asks which of them are near: what is selected depends on policy, shape and length alone.
-/// Heads of a group that keep the same leave the rest of it unused. Layers that attend densely have no such budget.
+/// max(min_tokens, share * visible tokens * KV heads). Each query head keeps at most this many / query heads of a
+/// layer, its best, before anybody asks which of them are near: what is selected depends on policy, shape and length
+/// alone. Heads of a group that keep the same leave the rest of it unused. Layers that attend densely have no such
+/// budget.
 struct FarOptions {
   std::uint32_t min_tokens = 0;  ///< [0, 2^31)
   float share = 1.f;             ///< 1: all, whatever min_tokens says. [0, 1]
@@ -159,14 +160,15 @@ struct PolicySpec {
 ///
 ///   policy  = (preset [":" options] | source {"+" source}) {"|" stage}
 ///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "none") [":" options]
-///   stage   = "int4" | "top_k=" COUNT | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
+///   stage   = "int4" | "top_k=" COUNT | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options]
+///           | "sampled"
 ///           | "far=" COUNT | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
 ///           | "near=" SHARE ["," options] | "dense=" LAYERS ["," options] | "page=" TOKENS
 ///   options = key "=" value {"," key "=" value}
 ///
-/// as in `sluice`, `lfps:alpha=0.3,budget=2%`, `history+pages | top_p=0.95`, `pages:quest,budget=8192 | int4 | top_p=0.9`
-/// and `twilight | near=10%`. A SHARE is 2% or 0.02; a COUNT is a number, a share, `all` or `max(64, 2%)`. Blanks between
-/// words mean nothing. What is not said, or not read by what was said, has the defaults above.
+/// as in `sluice`, `lfps:alpha=0.3,budget=2%`, `history+pages | top_p=0.95`, `pages:quest,budget=8192 | int4 |
+/// top_p=0.9` and `twilight | near=10%`. A SHARE is 2% or 0.02; a COUNT is a number, a share, `all` or `max(64, 2%)`.
+/// Blanks between words mean nothing. What is not said, or not read by what was said, has the defaults above.
 /// @throws Error{Errc::invalid_argument} that points at the offending word and lists what exists, or that says why the
 ///     stages do not go together.
 [[nodiscard]] PolicySpec parse_policy(std::string_view text);

@@ -36,8 +36,7 @@ double near_share(const WorkPlace& place, const ForwardRow& row, double near) no
 
 /// Whether in the first layer the CPU has ended by the time that the device has attended what lies near.
 bool hidden(const LaneRates& rates, const WorkPlace& place, const std::vector<ForwardRow>& rows, double near) {
-  const std::vector<WorkItem> items =
-      forward_work(place, rows, {}, {.near = near_share(place, rows.front(), near)});
+  const std::vector<WorkItem> items = forward_work(place, rows, {}, {.near = near_share(place, rows.front(), near)});
   const std::vector<PlannedTime> times = estimate(items, rates);
   double attended = 0.0, far = 0.0;
   for (std::size_t i = 0; i < items.size(); ++i) {

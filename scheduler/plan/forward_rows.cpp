@@ -96,17 +96,17 @@ bool bounds_window(const PolicySpec& spec, const Bucket& bucket) noexcept {
   return !bucket.unbounded || spec.uses(Source::pages);
 }
 
-/// Whether pages are attended as they are, by whom ever they are chosen. Of a progressive budget the open one is far, too,
-/// and counts first.
+/// Whether pages are attended as they are, by whom ever they are chosen. Of a progressive budget the open one is far,
+/// too, and counts first.
 bool attends_pages(const PolicySpec& spec) noexcept {
   return (whole_pages(spec) && chooser(spec) == Chooser::device) || spec.budget.kind == BudgetKind::progressive;
 }
 
 std::string too_few_far_tokens(const PolicySpec& spec, std::uint64_t least) {
   const std::string enough = std::to_string(least);
-  const char* const each = !attends_pages(spec)                                 ? "a token"
+  const char* const each = !attends_pages(spec)                          ? "a token"
                            : spec.budget.kind == BudgetKind::progressive ? "two pages, the open one among them"
-                                                                          : "a page";
+                                                                         : "a page";
   return std::string("its budget of far tokens may leave a query head less than ") + each + "; write far=" + enough +
          " or more" + (attends_pages(spec) ? ", or far=max(" + enough + ", SHARE)" : "");
 }
@@ -146,8 +146,8 @@ ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const R
   // All tokens are attended while they are so few.
   const std::uint64_t few = std::uint64_t{spec.near.sink_tokens} + spec.budget.min_tokens;
   if (whole_pages(spec))
-    needs.ranked =
-        std::max(needs.ranked, static_cast<std::uint32_t>(div_up(std::min<std::uint64_t>(tokens, few), shape.page_tokens)));
+    needs.ranked = std::max(
+        needs.ranked, static_cast<std::uint32_t>(div_up(std::min<std::uint64_t>(tokens, few), shape.page_tokens)));
   return needs;
 }
 

@@ -42,8 +42,7 @@ struct ForwardNeeds {
   std::uint32_t picks = 0;
   std::uint32_t ranked = 0;  ///< pages that a query head chooses
 };
-[[nodiscard]] ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens,
-                                         const RowShape& shape) noexcept;
+[[nodiscard]] ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept;
 
 /// Why a forward of this bucket cannot serve a policy that parses; empty if it can.
 [[nodiscard]] std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const ForwardLimits& limits);
@@ -57,8 +56,8 @@ struct ForwardNeeds {
 [[nodiscard]] ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept;
 
 /// What a team of `drafts` tokens behind `tokens` others chooses from: at least what each of its rows would choose by
-/// itself, if that is a number; if it is a share of the mass, as large a share. So each draft has a budget of far tokens
-/// of its own, as large as the last one's.
+/// itself, if that is a number; if it is a share of the mass, as large a share. So each draft has a budget of far
+/// tokens of its own, as large as the last one's.
 [[nodiscard]] ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t drafts,
                                       const RowShape& shape) noexcept;
 

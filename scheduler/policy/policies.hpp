@@ -37,7 +37,7 @@ namespace sluice::scheduler {
 
 /// The best clusters' tokens, as many as a curve fitted to sampled scores says: budget `fitted`, sources `clusters`.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_fitted_policy(const PolicySpec& spec, const AttentionShape& shape,
-                                                             std::uint32_t page_tokens);
+                                                              std::uint32_t page_tokens);
 /// Tokens whose hash meets the query's, corrected for that chance: budget `sampled`, sources `lsh`.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_sampled_policy(const PolicySpec& spec, const AttentionShape& shape);
 

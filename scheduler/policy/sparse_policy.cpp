@@ -81,8 +81,8 @@ class SparsePolicy final : public LayerPolicy {
     if (context.tokens <= sinks) return;
     if (head.history) recall(context.tokens, head);
 
-    // A budget that holds everything, or a history that tells nothing: attend all, and learn from it. If far tokens have
-    // a budget that does not allow it, all are candidates.
+    // A budget that holds everything, or a history that tells nothing: attend all, and learn from it. If far tokens
+    // have a budget that does not allow it, all are candidates.
     const bool blank = head.history && head.history->blank();
     const std::uint32_t candidates = context.tokens - sinks;
     const bool dense = budget_.holds(candidates, context.tokens) || (blank && budget_.fits(candidates, context.tokens));

@@ -190,8 +190,8 @@ class FittedPolicy final : public LayerPolicy {
       scratch.scores.push_back(anyway.holds(token) ? -std::numeric_limits<float>::infinity()
                                                    : scratch.sampled.of(token, h));
     });
-    const std::uint32_t budget = std::min(
-        fitted_budget(scratch.scores, samples, static_cast<double>(spec_.budget.mass), scratch.anyway), most);
+    const std::uint32_t budget =
+        std::min(fitted_budget(scratch.scores, samples, static_cast<double>(spec_.budget.mass), scratch.anyway), most);
     for_each_in_order(head.source.index(), head.source.order(h), 0, budget,
                       [&](std::uint32_t token, std::uint32_t) { scratch.chosen.add(token); });
     return budget;

@@ -97,7 +97,8 @@ void check_far(const FarOptions& far) {
   check_count("far.min_tokens", far.min_tokens, 0, kMost);
   check_share("far.share", far.share);
   if (far.min_tokens == 0 && far.share == 0.f)
-    reject("far", "0", "[1, 2^31) tokens, or a share; to attend sinks and recent tokens alone, write none as the source");
+    reject("far", "0",
+           "[1, 2^31) tokens, or a share; to attend sinks and recent tokens alone, write none as the source");
 }
 
 template <class Enum>
@@ -148,10 +149,11 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
       kind == BudgetKind::fitted || kind == BudgetKind::progressive || kind == BudgetKind::sampled;
   refuse_if(scored && own_scores && !exact,
             "int4 estimates candidates before top_k or top_p cut them; fitted, progressive and sampled score as they go");
-  refuse_if(!scored && !spec.far.all(),
-            all ? "source all attends every token and leaves nothing to a budget of far tokens; write exact instead, or "
-                  "drop far"
-                : "without a source no far token is attended; drop far, or name a source");
+  refuse_if(
+      !scored && !spec.far.all(),
+      all ? "source all attends every token and leaves nothing to a budget of far tokens; write exact instead, or "
+            "drop far"
+          : "without a source no far token is attended; drop far, or name a source");
   refuse_if(scored && kind == BudgetKind::sampled && !spec.far.all(),
             "a sample that is cut by score no longer stands for what one query would attend; drop far, or use top_k");
   refuse_if(scored && own_scores && spec.bypass_threshold > 0.f,

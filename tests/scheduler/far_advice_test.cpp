@@ -27,7 +27,8 @@ WorkPlace place_of(const PolicySpec& policy, PlacementMode placement = Placement
 FarOptions advised(const std::string& text, const LaneRates& rates, std::uint32_t rows = 1,
                    PlacementMode placement = PlacementMode::hybrid) {
   const PolicySpec policy = parse_policy(text);
-  return advised_far(rates, place_of(policy, placement), forward_row(policy, kTokens, row_shape(kModel, 16)), rows, kNear);
+  return advised_far(rates, place_of(policy, placement), forward_row(policy, kTokens, row_shape(kModel, 16)), rows,
+                     kNear);
 }
 
 /// By how much the CPU ends after what lies near is attended, in the first layer of such a forward.
@@ -53,9 +54,9 @@ double late_us(const std::string& text, const LaneRates& rates, std::uint32_t ro
 }  // namespace
 
 TEST_CASE("as many far tokens are advised as the CPU attends in the time of near ones, and no more", "[plan][far]") {
-  const std::string policy =
-      GENERATE("exact | int4 | top_k=5% | near=0,sinks=4,recent=8000", "exact | int4 | top_p=0.9 | near=0,sinks=4,recent=8000",
-               "exact | top_k=5% | near=0,sinks=4,recent=8000", "pages:pages=5% | top_k=all | near=0,sinks=4,recent=8000");
+  const std::string policy = GENERATE(
+      "exact | int4 | top_k=5% | near=0,sinks=4,recent=8000", "exact | int4 | top_p=0.9 | near=0,sinks=4,recent=8000",
+      "exact | top_k=5% | near=0,sinks=4,recent=8000", "pages:pages=5% | top_k=all | near=0,sinks=4,recent=8000");
   const std::uint32_t rows = GENERATE(1u, 8u);
   CAPTURE(policy, rows);
   const LaneRates rates{.device_gbps = 300.0, .link_gbps = 50.0, .cpu_gbps = 100.0};
@@ -70,8 +71,7 @@ TEST_CASE("as many far tokens are advised as the CPU attends in the time of near
   REQUIRE(late_us(with(far.min_tokens + unit), rates, rows) > 0.0);
 }
 
-TEST_CASE("a CPU that is faster is advised more, up to all, and a slow one a few tokens of each head",
-          "[plan][far]") {
+TEST_CASE("a CPU that is faster is advised more, up to all, and a slow one a few tokens of each head", "[plan][far]") {
   LaneRates rates{.device_gbps = 300.0, .link_gbps = 50.0};
   const std::string policy = "exact | int4 | top_k=5% | near=0,sinks=4,recent=8000";
   std::uint64_t before = 0;

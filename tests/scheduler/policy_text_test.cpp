@@ -62,14 +62,26 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
 
 TEST_CASE("a composition's words parse back to it", "[policy_text]") {
   const std::vector<std::string> texts = {
-      "full", "topk", "streaming", "quest", "arkvale", "psa", "twilight", "tactic", "magicpig", "lfps", "sluice",
+      "full",
+      "topk",
+      "streaming",
+      "quest",
+      "arkvale",
+      "psa",
+      "twilight",
+      "tactic",
+      "magicpig",
+      "lfps",
+      "sluice",
       "history+pages | top_p=0.95",
       "pages:quest,budget=8192 | int4 | top_p=0.9",
       "clusters | fitted=0.9",
-      "clusters:size=16,iterations=3,recluster=128,least=64,candidates=100,head=1%,near_window=20%,far_window=0.5,window=1% "
+      "clusters:size=16,iterations=3,recluster=128,least=64,candidates=100,head=1%,near_window=20%,far_window=0.5,"
+      "window=1% "
       "| top_k=32",
       "lsh:bits=8,tables=75,collisions=1,recent_prompt=9,seed=12345678901 | sampled | dense=0,every=16",
-      "lsh+clusters+pages:cuboid_mean,pages=max(3, 1%)+history:init=7 | int4 | top_k=max(8, 3%) | bypass=sink:0.85 | near=0%",
+      "lsh+clusters+pages:cuboid_mean,pages=max(3, 1%)+history:init=7 | int4 | top_k=max(8, 3%) | bypass=sink:0.85 | "
+      "near=0%",
       "pages:box | progressive=98%,microbatch=7,rule=certified | page=32",
       "lfps:alpha=0.3 | bypass=off | near=20%,sinks=1,recent=2",
       "sluice | far=max(4096, 1%)",
@@ -135,8 +147,10 @@ TEST_CASE("sluice is a composition of papers' stages", "[policy_text]") {
 
 TEST_CASE("every key reaches its field", "[policy_text]") {
   const PolicySpec spec = parse_policy(
-      "history:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,limit=10%+pages:box,"
-      "pages=max(5,4%) | int4 | top_k=max(100,3%) | far=max(4000,2%) | bypass=0.9 | near=25%,sinks=8,recent=64 | dense=2,every=5 | page=16");
+      "history:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,limit=10%+pages:"
+      "box,"
+      "pages=max(5,4%) | int4 | top_k=max(100,3%) | far=max(4000,2%) | bypass=0.9 | near=25%,sinks=8,recent=64 | "
+      "dense=2,every=5 | page=16");
   REQUIRE(spec.history == HistoryOptions{.alpha = 0.3f,
                                          .decay = 0.9f,
                                          .init_queries = 16,
@@ -153,8 +167,10 @@ TEST_CASE("every key reaches its field", "[policy_text]") {
   REQUIRE(spec.dense_layers == 2);
   REQUIRE(spec.dense_every == 5);
   REQUIRE(to_string(spec) ==
-          "history:alpha=0.3,decay=0.9,init=16,local=7,observe_near=off,observe_every=4,limit=10%+pages:box,pages=max(5, 4%) | "
-          "int4 | top_k=max(100, 3%) | far=max(4000, 2%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | dense=2,every=5 | page=16");
+          "history:alpha=0.3,decay=0.9,init=16,local=7,observe_near=off,observe_every=4,limit=10%+pages:box,pages=max("
+          "5, 4%) | "
+          "int4 | top_k=max(100, 3%) | far=max(4000, 2%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | "
+          "dense=2,every=5 | page=16");
 }
 
 TEST_CASE("a budget is a fixed count, a share above the preset's floor, or the larger of both", "[policy_text]") {

@@ -410,7 +410,8 @@ TEST_CASE("a budget of far tokens cuts each head's choice by score", "[policy][f
 TEST_CASE("a history that tells nothing, and a context that top_k holds, keep to the budget of far tokens",
           "[policy][far]") {
   const std::uint32_t n = 500;
-  const std::string text = GENERATE("lfps:bypass=0 | far=40", "lfps:bypass=0,budget=600 | far=40", "topk:budget=600,far=40");
+  const std::string text =
+      GENERATE("lfps:bypass=0 | far=40", "lfps:bypass=0,budget=600 | far=40", "topk:budget=600,far=40");
   CAPTURE(text);
   Step step("topk", n);  // For its keys and queries.
   auto policy = make(text);

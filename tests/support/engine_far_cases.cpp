@@ -63,10 +63,10 @@ TEST_CASE("a budget of far tokens that binds takes each head's best, near or far
     const std::vector<float> out = decode(engine, rig, teller);
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
       const std::vector<double> want =
-          way.kind == Kind::picks  ? story.attended(layer, token, 4, 12, way.keeps)
-          : way.kind == Kind::mass ? story.attended_by_mass(layer, token, 4, 12, 0.9, way.keeps)
-                                   : story.attended_in_pages(layer, token,
-                                                             {.pages = way.keeps, .sinks = 4, .recent = 12});
+          way.kind == Kind::picks ? story.attended(layer, token, 4, 12, way.keeps)
+          : way.kind == Kind::mass
+              ? story.attended_by_mass(layer, token, 4, 12, 0.9, way.keeps)
+              : story.attended_in_pages(layer, token, {.pages = way.keeps, .sinks = 4, .recent = 12});
       CAPTURE(token, layer);
       REQUIRE(error_of(out, want, layer) < 1e-3);
     }
@@ -124,8 +124,7 @@ TEST_CASE("no layer attends more far tokens than its budget says", "[engine][far
   while (teller.at < story.tokens()) {
     (void)decode(engine, rig, teller);
     const std::uint64_t attended = engine.audit(teller.id).attended_tokens;
-    const auto budget =
-        std::max<std::uint64_t>(way.least, std::llround(way.share * teller.at * kShape.kv_heads));
+    const auto budget = std::max<std::uint64_t>(way.least, std::llround(way.share * teller.at * kShape.kv_heads));
     // Where pages are chosen, the newest is apart, too.
     const std::uint32_t open = way.opens ? 4 + (teller.at - 1) % options.page_tokens + 1 : 0;
     const std::uint64_t apart = std::uint64_t{kShape.kv_heads} * std::max(way.window, open);

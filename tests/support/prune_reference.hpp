@@ -36,8 +36,8 @@ struct Choice {
 [[nodiscard]] bool is_top_p(std::span<const float> values, double p, std::span<const std::uint32_t> mask,
                             std::uint32_t count, double within, Choice choice = {});
 
-/// Whether they are what top-p keeps if that is no more than `most`; else the best that are no more, of equal ones all or
-/// none, which hold less.
+/// Whether they are what top-p keeps if that is no more than `most`; else the best that are no more, of equal ones all
+/// or none, which hold less.
 [[nodiscard]] bool is_top_p_of_most(std::span<const float> values, double p, std::uint32_t most,
                                     std::span<const std::uint32_t> mask, std::uint32_t count, double within,
                                     Choice choice = {});

@@ -162,13 +162,8 @@ TEST_CASE("top-p keeps no more than it may, the best of them, and of equal ones 
     const auto kept = under_test->array(2, kUntouchedWord);
     const float p = round % 4 == 3 ? 1.f : static_cast<float>(0.3 + 0.69 * random.uniform());
     const std::uint32_t most = round % 5 == 0 ? random.below(3) : 1 + random.below(1 + count / (1 + random.below(40)));
-    const TopPTask task{.values = values,
-                        .p = p,
-                        .begin = begin,
-                        .end = end,
-                        .most = most,
-                        .mask = mask.data(),
-                        .count = kept.data()};
+    const TopPTask task{
+        .values = values, .p = p, .begin = begin, .end = end, .most = most, .mask = mask.data(), .count = kept.data()};
     under_test->backend().top_p({&task, 1}, under_test->stream());
     under_test->finish();
     CAPTURE(count, round, p, begin, end, most, kept[0]);

@@ -120,7 +120,8 @@ TEST_CASE("bench gpu keeps to a budget of far tokens, which it prints", "[cli]")
   for (const std::string far : {"256", "auto"}) {
     const Outcome outcome = without_gpu(
         "bench gpu --device host --length 1K --layers 1 --steps 2 --warm-up 0 --threads 1 --near 0 --policies "
-        "'sluice:budget=20%' --sections attention -o json --far " + far);
+        "'sluice:budget=20%' --sections attention -o json --far " +
+        far);
     CAPTURE(far, outcome.err);
     REQUIRE(outcome.code == 0);
     const json row = json::parse(outcome.out).at("results").at("attention").at(1);

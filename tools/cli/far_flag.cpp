@@ -40,9 +40,10 @@ FarOptions advised(const PolicySpec& policy, const FarPlace& place, const schedu
 }  // namespace
 
 void add_far(CLI::App& app, std::string& far) {
-  app.add_option("--far", far,
-                 "Budget of far tokens of a layer, written behind the policy: COUNT, SHARE, max(COUNT, SHARE), or auto: "
-                 "what the machine attends in the time of near tokens [default: the policy's]")
+  app.add_option(
+         "--far", far,
+         "Budget of far tokens of a layer, written behind the policy: COUNT, SHARE, max(COUNT, SHARE), or auto: "
+         "what the machine attends in the time of near tokens [default: the policy's]")
       ->type_name("auto|COUNT|SHARE");
 }
 

@@ -31,8 +31,8 @@ struct FarPlace {
 /// near: what `sluice plan --near-hits` says by default.
 [[nodiscard]] double usual_near_hits(double near_share) noexcept;
 
-/// The policy with the budget that `far` says behind it: `sluice | far=2048`. As it is if `far` is empty, or advises none.
-/// `rates` is called for `auto` alone.
+/// The policy with the budget that `far` says behind it: `sluice | far=2048`. As it is if `far` is empty, or advises
+/// none. `rates` is called for `auto` alone.
 /// @throws Error{Errc::invalid_argument} if the policy takes no such budget
 [[nodiscard]] std::string with_far(const std::string& policy, const std::string& far, const FarPlace& place,
                                    const std::function<scheduler::LaneRates()>& rates);

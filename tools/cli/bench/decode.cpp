@@ -120,8 +120,7 @@ class DecodeBench {
                          .tokens = length,
                          .near_hits = usual_near_hits(near_)};
     const std::size_t policy = method.name.find('/') + 1;
-    return parse_method(method.name.substr(0, policy) +
-                        with_far(method.name.substr(policy), options_.far, place, [&] {
+    return parse_method(method.name.substr(0, policy) + with_far(method.name.substr(policy), options_.far, place, [&] {
                           const PageLayout layout{.head_dim = shape_.head_dim, .dtype = options_.kv_dtype};
                           if (!rates_) rates_ = measured_rates(device_.get(), layout.page_bytes(), options_.threads);
                           return *rates_;
@@ -228,7 +227,8 @@ int run(const BenchDecodeOptions& options) {
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
   (void)parse_share(options.near, "--near");
   for (const Method& method : methods)  // Refused before anything is built.
-    if (!method.dense && options.far != "auto") (void)with_far(method.name.substr(method.name.find('/') + 1), options.far, {}, {});
+    if (!method.dense && options.far != "auto")
+      (void)with_far(method.name.substr(method.name.find('/') + 1), options.far, {}, {});
   const std::shared_ptr<Device> device = make_device(options.device);
   if (!device) throw Error(Errc::invalid_argument, "bench decode: --device must be cuda or cuda:N");
   DecodeBench bench(options, device);

@@ -186,7 +186,8 @@ class GpuBench {
                          .near_hits = usual_near_hits(options_.near_share)};
     each.policy = with_far(each.policy, options_.far, place, [&] {
       if (!rates_)
-        rates_ = measured_rates(device_.get(), PageLayout{.head_dim = shape_.head_dim, .dtype = options_.kv_dtype}.page_bytes(),
+        rates_ = measured_rates(device_.get(),
+                                PageLayout{.head_dim = shape_.head_dim, .dtype = options_.kv_dtype}.page_bytes(),
                                 options_.threads);
       return *rates_;
     });

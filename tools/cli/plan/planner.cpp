@@ -82,7 +82,8 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
                                    .placement = work.placement,
                                    .bucket = decoding,
                                    .promotes = work.near_share > 0.0};
-  std::vector<ForwardRow> rows(work.rows, scheduler::forward_row(work.policy, work.tokens, scheduler::row_shape(work.shape, work.page_tokens)));
+  std::vector<ForwardRow> rows(
+      work.rows, scheduler::forward_row(work.policy, work.tokens, scheduler::row_shape(work.shape, work.page_tokens)));
   for (std::uint32_t i = 0; i < work.rows; ++i) rows[i].list = rows[i].at = i;
   const std::vector<WorkItem> items =
       scheduler::forward_work(place, rows, {}, {.near = work.near_hits, .chosen = chosen_share(work, rows.front())});
