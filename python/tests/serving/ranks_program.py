@@ -98,7 +98,7 @@ def loop(folder: str, graphs: str) -> None:
 
 
 def windows(folder: str) -> None:
-    """The third chunk of a prompt fails on a rank, once and then twice: what its request is told, and the next one."""
+    """The second chunk of a prompt fails on a rank, once and then twice: what its request is told, and the next one."""
     settings = Settings(folder, "full", 32 << 20, context=512, sequences=4, prefill_rows=128, device=DEVICE,
                         graphs="off", prefix=False, options=dict(ENGINE))
     if RANK:
@@ -111,7 +111,6 @@ def windows(folder: str) -> None:
     for number, fault in enumerate(((1, "attend", 1), (0, "attend", 1), (1, "finish", 1), (1, "attend", 2)), 10):
         ends = Told()
         made.submit(greedy(2 * number, prompt_ids(300), 6))
-        ends.take(made.step())
         ends.take(made.step())
         set_fault(*fault)
         while not made.idle:
