@@ -1,5 +1,6 @@
 // K-means, on any backend.
 
+#include <Eigen/Core>
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -26,57 +27,47 @@ struct ClusterOptions {
   std::uint64_t seed = 7;
 };
 
+using Matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+
 struct Clustering {
-  std::vector<double> centroids;
+  Matrix centroids;  ///< [clusters, head_dim]
   std::vector<std::uint32_t> assignment;
 };
 
-double squared_distance(const Problem& problem, std::uint32_t token, const double* centroid) {
-  double sum = 0.0;
-  for (std::uint32_t c = 0; c < problem.options().head_dim; ++c) {
-    sum += (problem.k(token, c) - centroid[c]) * (problem.k(token, c) - centroid[c]);
-  }
-  return sum;
+Matrix keys_of(const Problem& problem, std::uint32_t first, std::uint32_t count) {
+  return Matrix::NullaryExpr(count, problem.options().head_dim, [&](Eigen::Index i, Eigen::Index c) {
+    return problem.k(first + static_cast<std::uint32_t>(i), static_cast<std::uint32_t>(c));
+  });
 }
 
 /// Means of the members; centroids without any stay.
-void move_to_means(const Problem& problem, std::uint32_t first, Clustering& clustering) {
-  const std::uint32_t dim = problem.options().head_dim;
-  for (std::uint32_t j = 0; j < clustering.centroids.size() / dim; ++j) {
-    std::vector<double> sum(dim, 0.0);
-    std::uint32_t members = 0;
-    for (std::uint32_t i = 0; i < clustering.assignment.size(); ++i) {
-      if (clustering.assignment[i] != j) continue;
-      ++members;
-      for (std::uint32_t c = 0; c < dim; ++c) sum[c] += problem.k(first + i, c);
-    }
-    for (std::uint32_t c = 0; c < dim && members != 0; ++c) clustering.centroids[j * dim + c] = sum[c] / members;
+void move_to_means(const Matrix& keys, Clustering& clustering) {
+  Matrix sums = Matrix::Zero(clustering.centroids.rows(), keys.cols());
+  std::vector<std::uint32_t> members(static_cast<std::size_t>(sums.rows()));
+  for (std::uint32_t i = 0; i < keys.rows(); ++i) {
+    sums.row(clustering.assignment[i]) += keys.row(i);
+    ++members[clustering.assignment[i]];
   }
+  for (std::uint32_t j = 0; j < members.size(); ++j)
+    if (members[j] != 0) clustering.centroids.row(j) = sums.row(j) / members[j];
 }
 
 /// Lloyd's algorithm in float64, as plainly as possible, for finite keys.
 Clustering reference_cluster(const Problem& problem, const ClusterOptions& options) {
-  const std::uint32_t dim = problem.options().head_dim;
-  Clustering result{.centroids = {}, .assignment = std::vector<std::uint32_t>(options.count, kNone)};
-  for (std::uint32_t j = 0; j < options.clusters; ++j) {
-    for (std::uint32_t c = 0; c < dim; ++c) {
-      result.centroids.push_back(problem.k(options.first + permuted(j, options.count, options.seed), c));
-    }
-  }
+  const Matrix keys = keys_of(problem, options.first, options.count);
+  Clustering result{.centroids = Matrix(options.clusters, keys.cols()),
+                    .assignment = std::vector<std::uint32_t>(options.count, kNone)};
+  for (std::uint32_t j = 0; j < options.clusters; ++j)
+    result.centroids.row(j) = keys.row(permuted(j, options.count, options.seed));
   for (std::uint32_t round = 0; round < options.iterations; ++round) {
     const std::vector<std::uint32_t> before = result.assignment;
     for (std::uint32_t i = 0; i < options.count; ++i) {
-      double best = std::numeric_limits<double>::infinity();
-      for (std::uint32_t j = 0; j < options.clusters; ++j) {
-        const double distance = squared_distance(problem, options.first + i, &result.centroids[j * dim]);
-        if (distance < best) {
-          best = distance;
-          result.assignment[i] = j;
-        }
-      }
+      Eigen::Index nearest = 0;  // The first of several.
+      (void)(result.centroids.rowwise() - keys.row(i)).rowwise().squaredNorm().minCoeff(&nearest);
+      result.assignment[i] = static_cast<std::uint32_t>(nearest);
     }
     if (result.assignment == before) break;
-    move_to_means(problem, options.first, result);
+    move_to_means(keys, result);
   }
   return result;
 }
@@ -99,10 +90,11 @@ ClusterTask task_of(BackendUnderTest& under_test, const Placed& placed, const Cl
 }
 
 Clustering result_of(const ClusterTask& task) {
-  const std::size_t floats = std::size_t{task.clusters} * task.kv.layout.head_dim;
-  REQUIRE(task.centroids[floats] == kUntouched);
+  using Found = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  const std::uint32_t dim = task.kv.layout.head_dim;
+  REQUIRE(task.centroids[std::size_t{task.clusters} * dim] == kUntouched);
   REQUIRE(task.assignment[task.count] == 1234u);
-  return {.centroids = {task.centroids, task.centroids + floats},
+  return {.centroids = Eigen::Map<const Found>(task.centroids, task.clusters, dim).cast<double>(),
           .assignment = {task.assignment, task.assignment + task.count}};
 }
 
@@ -113,21 +105,14 @@ Clustering run(BackendUnderTest& under_test, const Problem& problem, const Clust
   return result_of(task);
 }
 
-double objective(const Problem& problem, std::uint32_t first, const Clustering& clustering) {
+double objective(const Matrix& keys, const Clustering& clustering) {
   double sum = 0.0;
-  for (std::uint32_t i = 0; i < clustering.assignment.size(); ++i) {
-    const std::size_t at = std::size_t{clustering.assignment[i]} * problem.options().head_dim;
-    sum += squared_distance(problem, first + i, &clustering.centroids[at]);
-  }
+  for (std::uint32_t i = 0; i < keys.rows(); ++i)
+    sum += (keys.row(i) - clustering.centroids.row(clustering.assignment[i])).squaredNorm();
   return sum;
 }
 
-double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
-  REQUIRE(a.size() == b.size());
-  double worst = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) worst = std::max(worst, std::abs(a[i] - b[i]));
-  return worst;
-}
+double largest_difference(const Matrix& a, const Matrix& b) { return (a - b).cwiseAbs().maxCoeff(); }
 
 /// Keys in blobs far apart, one of which each centroid begins in. Blob 0 is one point many times over; the last
 /// centroid begins there too, like the first, and so stays empty.
@@ -189,6 +174,7 @@ TEST_CASE("every iteration brings keys nearer to their centroids, the means of t
   CAPTURE(to_string(dtype), head_dim, clusters);
   const auto under_test = backend_under_test();
   const Problem problem({.dtype = dtype, .tokens = 700, .head_dim = head_dim, .group = 1, .outlier = 20.0});
+  const Matrix keys = keys_of(problem, 3, 690);
   double before = std::numeric_limits<double>::infinity();
   for (const std::uint32_t iterations : {1u, 2u, 4u, 100u}) {
     CAPTURE(iterations);
@@ -196,23 +182,20 @@ TEST_CASE("every iteration brings keys nearer to their centroids, the means of t
     const Clustering found = run(*under_test, problem, options);
     REQUIRE(std::all_of(found.assignment.begin(), found.assignment.end(), [&](auto j) { return j < clusters; }));
     Clustering means = found;
-    move_to_means(problem, options.first, means);
+    move_to_means(keys, means);
     REQUIRE(largest_difference(found.centroids, means.centroids) < 1e-5);
-    const double now = objective(problem, options.first, found);
+    const double now = objective(keys, found);
     REQUIRE(now <= before * (1.0 + 1e-6));
     before = now;
     if (iterations != 100) continue;
     // At rest: no key has a nearer centroid than its own, but for rounding.
     for (std::uint32_t i = 0; i < options.count; ++i) {
-      const auto distance = [&](std::size_t j) {
-        return squared_distance(problem, options.first + i, &found.centroids[j * head_dim]);
-      };
-      const double own = distance(found.assignment[i]);
-      for (std::uint32_t j = 0; j < clusters; ++j) REQUIRE(own <= distance(j) + 0.05);
+      const Eigen::VectorXd distances = (found.centroids.rowwise() - keys.row(i)).rowwise().squaredNorm();
+      REQUIRE(distances[found.assignment[i]] <= distances.minCoeff() + 0.05);
     }
     const Clustering again = run(*under_test, problem, options);
     REQUIRE(again.assignment == found.assignment);
-    REQUIRE(again.centroids == found.centroids);
+    REQUIRE((again.centroids == found.centroids));
   }
 }
 
@@ -226,7 +209,7 @@ TEST_CASE("as many clusters as distinct keys leave each key alone", "[backend][c
   for (std::uint32_t j = 0; j < count; ++j) {
     const std::uint32_t token = permuted(j, count, options.seed);
     REQUIRE(found.assignment[token] == j);
-    for (std::uint32_t c = 0; c < 128; ++c) REQUIRE(found.centroids[j * 128 + c] == problem.k(token, c));
+    for (std::uint32_t c = 0; c < 128; ++c) REQUIRE(found.centroids(j, c) == problem.k(token, c));
   }
 }
 
@@ -239,8 +222,8 @@ TEST_CASE("equal keys all belong to the first cluster", "[backend][cluster]") {
   const Clustering found = run(*under_test, problem, {.count = 300, .clusters = 40});
   REQUIRE(found.assignment == std::vector<std::uint32_t>(300, 0));
   for (std::uint32_t c = 0; c < 64; ++c) {
-    REQUIRE(std::abs(found.centroids[c] - problem.k(0, c)) <= 1e-6 * std::abs(problem.k(0, c)));
-    REQUIRE(found.centroids[39 * 64 + c] == problem.k(0, c));
+    REQUIRE(std::abs(found.centroids(0, c) - problem.k(0, c)) <= 1e-6 * std::abs(problem.k(0, c)));
+    REQUIRE(found.centroids(39, c) == problem.k(0, c));
   }
 }
 
@@ -268,7 +251,7 @@ TEST_CASE("keys that are not finite go to cluster 0 and into no mean", "[backend
     const bool lost = seeds_too && j == 29;
     REQUIRE((members == 0) == lost);
     for (std::uint32_t c = 0; c < 128; ++c) {
-      const double centroid = found.centroids[j * 128 + c];
+      const double centroid = found.centroids(j, c);
       REQUIRE((lost ? std::isnan(centroid) : std::abs(centroid - sum[c] / members) < 1e-5));
     }
   }
@@ -292,7 +275,7 @@ TEST_CASE("clusterings of several KV heads at once are those of each alone", "[b
     if (all[i].count == 0) continue;
     const Clustering alone = run(*under_test, problem, all[i]);
     REQUIRE(found.assignment == alone.assignment);
-    REQUIRE(found.centroids == alone.centroids);
+    REQUIRE((found.centroids == alone.centroids));
   }
 }
 

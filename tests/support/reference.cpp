@@ -1,5 +1,6 @@
 #include "tests/support/reference.hpp"
 
+#include <Eigen/Core>
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -150,24 +151,23 @@ double score(const Problem& problem, std::uint32_t head, std::uint32_t token) {
 }
 
 Attention attend(const Problem& problem, std::span<const Attended> tokens) {
-  const std::uint32_t head_dim = problem.options().head_dim;
-  Attention result{.out = std::vector<double>(std::size_t{problem.options().group} * head_dim), .lse = {}};
+  using Eigen::Index;
+  const auto count = static_cast<Index>(tokens.size());
+  const auto token = [&](Index i) { return tokens[static_cast<std::size_t>(i)]; };
+  const Eigen::MatrixXd values = Eigen::MatrixXd::NullaryExpr(
+      problem.options().head_dim, count,
+      [&](Index c, Index i) { return problem.v(token(i).token, static_cast<std::uint32_t>(c)); });
+  Attention result;
   for (std::uint32_t head = 0; head < problem.options().group; ++head) {
-    std::vector<double> scores;
-    for (const Attended& token : tokens) {
-      scores.push_back((token.members >> head & 1u) != 0 ? score(problem, head, token.token) : -kInfinity);
-    }
-    const double top = scores.empty() ? -kInfinity : *std::max_element(scores.begin(), scores.end());
-    double mass = 0.0;
-    for (std::size_t i = 0; i < tokens.size() && top != -kInfinity; ++i) {
-      const double weight = std::exp(scores[i] - top);
-      mass += weight;
-      for (std::uint32_t c = 0; c < head_dim && weight > 0.0; ++c) {
-        result.out[head * head_dim + c] += weight * problem.v(tokens[i].token, c);
-      }
-    }
-    for (std::uint32_t c = 0; c < head_dim && mass > 0.0; ++c) result.out[head * head_dim + c] /= mass;
-    result.lse.push_back(mass > 0.0 ? top + std::log(mass) : -kInfinity);
+    const Eigen::ArrayXd scores = Eigen::ArrayXd::NullaryExpr(count, [&](Index i) {
+      return (token(i).members >> head & 1u) != 0 ? score(problem, head, token(i).token) : -kInfinity;
+    });
+    const double top = count == 0 ? -kInfinity : scores.maxCoeff();
+    const bool empty = top == -kInfinity;
+    const Eigen::ArrayXd weights = empty ? Eigen::ArrayXd(Eigen::ArrayXd::Zero(count)) : Eigen::ArrayXd((scores - top).exp());
+    const Eigen::VectorXd out = values * weights.matrix() / (empty ? 1.0 : weights.sum());
+    result.out.insert(result.out.end(), out.begin(), out.end());
+    result.lse.push_back(empty ? -kInfinity : top + std::log(weights.sum()));
   }
   return result;
 }
