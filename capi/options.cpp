@@ -6,7 +6,7 @@ namespace sluice::capi {
 namespace {
 
 constexpr const char* kName = "sluice_engine_options";
-static_assert(offsetof(sluice_engine_options, window_slack) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, reserved) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -119,6 +119,7 @@ sluice_engine_options read_options(const sluice_engine_options* options) {
 }
 
 EngineOptions to_engine(const sluice_engine_options& options) {
+  if (options.reserved != 0) refuse("reserved", options.reserved, "0: begin with sluice_engine_options_init");
   const std::uint32_t page = options.page_tokens;
   if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
   return {.shape = {.layers = options.layers,
@@ -135,6 +136,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .near_bytes = options.near_bytes,
           .promotions = options.promotions,
           .placement = placement_of(options.placement),
+          .fetch_share = options.fetch_share,
           .largest = largest_of(options),
           .in_flight = options.in_flight,
           .sequences = options.sequences,
@@ -206,6 +208,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.window_count = static_cast<std::uint32_t>(options.windows.size());
   out.windows = options.windows.empty() ? nullptr : options.windows.data();
   out.window_slack = options.window_slack;
+  out.fetch_share = options.fetch_share;
   return out;
 }
 

@@ -36,7 +36,7 @@ extern "C" {
 
 /// Of this header. Rises with every release that adds something; what an older one has stays as it is, or the library's
 /// soname changes.
-#define SLUICE_ABI_VERSION 5u
+#define SLUICE_ABI_VERSION 6u
 
 /// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
 SLUICE_API uint32_t sluice_abi_version(void);
@@ -192,6 +192,10 @@ typedef struct sluice_engine_options {
   /// Of layers with windows a sequence keeps the tokens that its next one sees, and as many before these, so that it
   /// can be forked or truncated by as many (64); at least largest_drafts - 1
   uint64_t window_slack;
+  /// Since version 6: with SLUICE_PLACE_HYBRID, of the far tokens that the device chose the share that it attends over
+  /// the link while the CPU attends the others, [0, 1] (0); with SLUICE_PLACE_STREAM 0
+  float fetch_share;
+  uint32_t reserved;  ///< 0
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).

@@ -94,17 +94,17 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   const std::uint64_t room = m.list_room();
   std::vector<bool> marks;
-  std::uint64_t all_far = 0;
+  std::uint64_t in_place = 0;
   std::uint32_t choices = 0;
   const std::uint32_t lists = m.bucket.decode_rows * m.shape.kv_heads;
   std::fill_n(m.near_counts, lists, 0);
   std::fill_n(m.far_windows, lists, 0);
-  const auto put_far_count = [&](std::uint32_t index, std::uint32_t count, bool fetched) {
+  const auto put_far_count = [&](std::uint32_t index, std::uint32_t count, std::uint32_t fetched) {
     m.far_listed[index] = count;
-    if (m.fetches) m.fetch_heads[index] = fetched && count != 0 ? ~0u : 0;
-    shared(m.far_counts[index]).store(fetched ? 0 : count, std::memory_order_relaxed);  // A late worker may look.
+    if (m.fetches()) m.fetch_heads[index] = fetched != 0 ? ~0u : 0;
+    shared(m.far_counts[index]).store(count - fetched, std::memory_order_relaxed);  // A late worker may look.
   };
-  for (std::uint32_t i = 0; i < lists; ++i) put_far_count(i, 0, false);
+  for (std::uint32_t i = 0; i < lists; ++i) put_far_count(i, 0, 0);
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     mark(m, row, index, marks);
     std::uint32_t near = 0;
@@ -124,13 +124,15 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
     }
     m.near_counts[index] = near;
     // Who chooses for a row adds to what it has.
-    put_far_count(index, far, m.fetches && row.asks == 0);
-    all_far += far;
+    const std::uint32_t fetched = row.asks == 0 ? m.fetched_of(far) : 0;
+    put_far_count(index, far, fetched);
+    in_place += far - fetched;
+    m.state->fetched_tokens += fetched;
     choices += row.asks;
     m.state->near_tokens += near;
   });
-  m.state->far_tokens += all_far;
-  if ((all_far == 0 || m.fetches) && choices == 0) return;
+  m.state->far_tokens += in_place;
+  if (in_place == 0 && choices == 0) return;
   shared(m.mailbox->question.forward).store(m.state->forward, std::memory_order_relaxed);
   shared(m.mailbox->question.layer).store(layer, std::memory_order_relaxed);
   shared(m.mailbox->question.drafts).store(m.drafts, std::memory_order_relaxed);

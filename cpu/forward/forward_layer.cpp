@@ -114,8 +114,8 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row,
     lse = weights.lse;
   };
   if (m.near_counts[index] != 0 || row.drafts != 0) add(m.near_out + at, m.near_lse[h]);
-  if (m.fetches && (m.fetch_heads[index] >> h % m.shape.group() & 1) != 0) add(m.fetched_out + at, m.fetched_lse[h]);
-  const bool listed = !m.fetches && m.far_listed[index] != 0;
+  if (m.fetches() && (m.fetch_heads[index] >> h % m.shape.group() & 1) != 0) add(m.fetched_out + at, m.fetched_lse[h]);
+  const bool listed = m.far_listed[index] != m.fetched_of(m.far_listed[index]);
   if (row.asks != 0 ? m.far_lse[h] != kEmptyLse : listed) add(m.far_out + at, m.far_lse[h]);
   if (numbers) return lse;
   // Keys were attended and weigh nothing that is a number.
@@ -212,15 +212,17 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
 
 void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
-  await_answer(m);  // What is chosen comes with it.
+  if (m.fetches_chosen) await_answer(m);  // What is chosen comes with it.
   if (!runs(m)) return;
   std::vector<const std::byte*> rows;
   std::vector<const float*> scales;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    if (row.asks != 0 && !m.fetches_chosen) return;
     const std::uint32_t plane = m.plane(layer, head);
-    const ForwardChosen chosen = row.asks != 0 ? m.chosen[index] : ForwardChosen{.count = m.far_listed[index]};
+    const std::uint32_t far = m.far_listed[index];
+    const ForwardChosen chosen = row.asks != 0 ? m.chosen[index] : ForwardChosen{.count = m.fetched_of(far)};
     const std::uint32_t* const entries = row.asks != 0 ? m.chosen_rows + index * m.chosen_room() : nullptr;
-    const std::uint32_t* const listed = m.far_rows + std::uint64_t{index} * m.list_room();
+    const std::uint32_t* const listed = m.far_rows + std::uint64_t{index} * m.list_room() + far - m.fetched_of(far);
     if (row.asks != 0) m.fetch_heads[index] = chosen.heads;
     rows.resize(chosen.count);
     if (m.far_layout.scaled()) scales.resize(chosen.count);

@@ -86,6 +86,7 @@ void end(const ForwardMemory& m) {
   }
   shared(outcome.near_tokens).store(state.near_tokens, std::memory_order_relaxed);
   shared(outcome.far_tokens).store(state.far_tokens, std::memory_order_relaxed);
+  shared(outcome.fetched_tokens).store(state.fetched_tokens, std::memory_order_relaxed);
   shared(outcome.waited_ns).store(state.waited_ns, std::memory_order_relaxed);
   shared(outcome.promoted).store(state.promoted, std::memory_order_relaxed);
   shared(outcome.near_rows).store(state.near_rows, std::memory_order_relaxed);

@@ -52,10 +52,10 @@ std::uint32_t jobs_of(const ForwardMemory& memory, std::uint32_t rows) {
 
 /// Rows that a job may fetch, and words that list them.
 std::uint64_t fetch_room(const ForwardMemory& memory) {
-  return memory.tail_rows != 0 ? memory.largest.max_tokens : memory.list_room();
+  return memory.fetches_chosen ? memory.largest.max_tokens : memory.fetched_of(memory.list_room());
 }
 std::uint64_t fetch_words(const ForwardMemory& memory) {
-  return memory.tail_rows != 0 ? memory.chosen_room() : memory.list_room();
+  return memory.fetches_chosen ? memory.chosen_room() : memory.fetched_of(memory.list_room());
 }
 /// Slices that a launch has at most: all of one job's are merged in shared memory.
 std::uint32_t most_slices(const ForwardMemory& memory) { return kAttend.max_slices / variant_of(memory).head_tiles; }
@@ -82,7 +82,7 @@ std::uint32_t fetch_slices(const ForwardMemory& memory, std::uint32_t jobs, std:
 /// Near and fetched rows are attended by one launch if they are alike and it has room for all jobs, unless the CPU says
 /// what to fetch.
 bool attends_together(const ForwardMemory& memory, const ForwardScratch& scratch) {
-  return memory.fetches && memory.tail_rows == 0 && !memory.far_layout.scaled() &&
+  return memory.fetches() && !memory.fetches_chosen && !memory.far_layout.scaled() &&
          scratch.job_count * (scratch.slices + scratch.fetch_slices) <= most_slices(memory);
 }
 
@@ -141,12 +141,12 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.split = split_;
   choice.job_count = jobs_of(memory, memory.bucket.decode_rows);
   choice.slices = near_slices(memory, choice.job_count, multiprocessors_);
-  if (memory.fetches) choice.fetch_slices = fetch_slices(memory, choice.job_count, multiprocessors_);
+  if (memory.fetches()) choice.fetch_slices = fetch_slices(memory, choice.job_count, multiprocessors_);
   const auto at_once = [&](std::uint32_t slices) { return std::max(1u, most_slices(memory) / std::max(1u, slices)); };
   choice.jobs_at_once = at_once(choice.slices);
   choice.fetches_at_once = at_once(choice.fetch_slices);
   if (attends_together(memory, choice)) choice.first_fetch_slice = choice.job_count * choice.slices;
-  const std::uint32_t jobs = jobs_of(rows, largest.decode_rows) * (memory.fetches ? 2 : 1);
+  const std::uint32_t jobs = jobs_of(rows, largest.decode_rows) * (memory.fetches() ? 2 : 1);
   choice.score_tasks = carver.take<ScoreInt4Task>(heads);
   if (largest.pages) {
     choice.page_tasks = carver.take<ScorePagesTask>(heads);
@@ -168,7 +168,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     choice.partials = carver.take<float>(std::uint64_t{kAttend.max_slices} * variant_of(rows).heads() *
                                          (memory.shape.head_dim + 1));
   choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
-  if (memory.fetches) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
+  if (memory.fetches()) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
   if (largest.prefills != 0) {
     const std::uint32_t items = largest.prefills * memory.shape.kv_heads;
     const std::uint32_t pages = memory.prefill_window / memory.layout.page_tokens;
@@ -206,7 +206,7 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
     const std::uint32_t jobs = jobs_of(teams, memory.largest.decode_rows / drafts);
     const std::uint64_t most = std::uint64_t{most_slices(teams)} * (kAttend.stage_words - 64);
     if (near_slices(teams, jobs, multiprocessors_) == 0) refuse("near tokens of a row", near_room(teams), most);
-    if (memory.fetches && fetch_slices(teams, jobs, multiprocessors_) == 0)
+    if (memory.fetches() && fetch_slices(teams, jobs, multiprocessors_) == 0)
       refuse("tokens and members of a row", fetch_words(teams), most);
   }
   const std::uint32_t items = memory.largest.prefills * memory.shape.kv_heads;
@@ -304,7 +304,7 @@ void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer)
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   if (attends_together(memory, scratch)) return;
-  if (memory.tail_rows != 0) launch_forward_await(memory, scratch, layer);
+  if (memory.fetches_chosen) launch_forward_await(memory, scratch, layer);
   launch_in_turns(memory, scratch, fetch_variant(memory), scratch.jobs + scratch.job_count, scratch.fetch_slices,
                   scratch.fetches_at_once, handle(layer.stream));
 }

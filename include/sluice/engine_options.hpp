@@ -52,6 +52,13 @@ struct EngineOptions {
   /// each row that chooses takes 8 bytes of pinned memory for each KV head and token that a sequence may have, if
   /// there are such policies.
   PlacementMode placement = PlacementMode::hybrid;
+  /// Of a list of far rows that the device chose, the share that it attends over the link in `hybrid`, too, while the
+  /// CPU attends the others in place. Both are done at once where it is link / (link + CPU), of the rates at which they
+  /// read scattered rows. [0, 1], counted in 256ths; lists are cut at whole units of 16 rows, and those of less than 64
+  /// not at all. Rows are the same, but other parts of them are summed up first, which results show in their last bits.
+  /// Lists of policies that choose on the CPU stay with it. Of device memory, each row that chooses takes what its
+  /// output takes, and 4 bytes for each token that a KV head may attend. 0 with `stream`.
+  float fetch_share = 0.f;
   /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
   /// if they are 0 or more than that, and whole pages. With `audit`, each row that chooses takes pinned memory for what
   /// it attends in all layers: 4 bytes for each token that it may. With `trace`, the threads that answer get 4 MiB.

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "sluice/fetch_share.hpp"
 #include "sluice/forward.hpp"
 #include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
@@ -42,8 +43,11 @@ struct ForwardMemory {
   /// Chunks may choose blocks of keys, see ForwardChunk::sparse; then a window holds the longest sequence.
   bool sparse_prefill = false;
   FlexPrefillSpec flex{};
-  /// Far rows are attended by the device, over the link; else by the CPU, in place.
-  bool fetches = false;
+  /// Of the far rows of a list that the device chose, those that it attends itself, over the link, of kWholeFetchShare;
+  /// the CPU attends the others in place. The list's last ones, see fetched_of.
+  std::uint32_t fetch_share = 0;
+  /// Policies may choose on the CPU, and all far rows of such a list are the device's, too, unless they come with scores.
+  bool fetches_chosen = false;
   std::uint32_t tail_rows = 0;          ///< of `tails`
   std::uint64_t answer_ns = 0;          ///< how long a layer waits for the far part
   /// [layers] EngineOptions::windows, memory of the host that devices do not read; null: there are none.
@@ -84,7 +88,7 @@ struct ForwardMemory {
   std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
-  // Likewise, of far rows that the device attends over the link, if it `fetches`.
+  // Likewise, of far rows that the device attends over the link, if it fetches().
   std::uint32_t* fetch_heads = nullptr;  ///< [decode_rows, kv_heads] bit h: query head h attends some
   float* fetched_out = nullptr;          ///< [decode_rows, q_heads, head_dim]
   float* fetched_lse = nullptr;          ///< [decode_rows, q_heads]
@@ -108,10 +112,11 @@ struct ForwardMemory {
   float* far_page_scores = nullptr;     ///< as page_scores, of rows that ask; if there are any sequences of the CPU
   std::uint32_t* far_ranked = nullptr;  ///< as ranked, likewise
   std::uint32_t* far_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] block * page_tokens + row of the page
-  std::uint32_t* far_counts = nullptr;  ///< [decode_rows, kv_heads] as far_listed, until the CPU adds what it chose
+  /// [decode_rows, kv_heads] as far_listed, without those that the device fetches, until the CPU adds what it chose
+  std::uint32_t* far_counts = nullptr;
   float* far_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* far_lse = nullptr;  ///< [decode_rows, q_heads] of a list that was chosen for: kEmptyLse if it is empty
-  // Likewise, if the device `fetches` and policies may choose on the CPU.
+  // Likewise, if `fetches_chosen`.
   ForwardChosen* chosen = nullptr;       ///< [decode_rows, kv_heads]
   std::uint32_t* chosen_rows = nullptr;  ///< [decode_rows, kv_heads, chosen_room] as far_entry has them, then members
   float* tails = nullptr;    ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
@@ -124,6 +129,12 @@ struct ForwardMemory {
   std::uint32_t* audit_rows = nullptr;    ///< [layers, decode_rows, kv_heads, list_room] far rows, wherever they lay
   std::uint32_t* audit_counts = nullptr;  ///< [layers, decode_rows, kv_heads]
 
+  /// Whether the device attends far rows over the link.
+  [[nodiscard]] constexpr bool fetches() const noexcept { return fetch_share != 0; }
+  /// Of a list of so many far rows that the device chose, how many it attends itself: the last ones.
+  [[nodiscard]] constexpr std::uint32_t fetched_of(std::uint32_t listed) const noexcept {
+    return fetched_rows(listed, fetch_share);
+  }
   [[nodiscard]] constexpr std::uint32_t window_in(std::uint32_t layer) const noexcept {
     return windows == nullptr ? 0 : windows[layer];
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """Of the header that these structs mirror."""
 
 DEVICE_CPU, DEVICE_CUDA, DEVICE_CUDA_HOST = 1, 2, 3
@@ -94,6 +94,8 @@ class EngineOptions(Sized):
         ("largest_drafts", c_uint32),
         ("windows", ctypes.POINTER(c_uint32)),
         ("window_slack", c_uint64),
+        ("fetch_share", c_float),
+        ("reserved", c_uint32),
     ]
 
 

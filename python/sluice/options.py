@@ -98,6 +98,7 @@ class EngineOptions:
     page_tokens: int | None = None  #: a power of two in [8, 256]
     promotions: int | None = None  #: tokens of a layer and KV head that are brought near at a time
     placement: Literal["hybrid", "stream"] | None = None  #: who attends what is chosen and not near
+    fetch_share: float | None = None  #: in "hybrid", of what a GPU chose, the share that it attends over the link
     prefix_decoded: bool | None = None  #: tokens that were decoded are found as parts of prompts, too
     prefix_bytes: int | None = None  #: of host_bytes, for pages of named tokens that no sequence has
     largest: Bucket | None = None  #: of all buckets; where it has no features, `make_room_for` adds what is needed

@@ -90,8 +90,8 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   release_late();
   require_room(wanted, bucket.max_tokens);
   begin_policies(wanted);
-  // Where the device fetches what is far, it asks for choices alone.
-  const bool asks = options.placement == PlacementMode::hybrid || std::ranges::any_of(wanted, [](const Wanted& each) {
+  // Where the device fetches all that is far, it asks for choices alone.
+  const bool asks = memory.largest().fetch_share != kWholeFetchShare || std::ranges::any_of(wanted, [](const Wanted& each) {
     return !each.item.prefill && each.sequence->tail.slot != kNone;
   });
   const Batch batch{.forward = send(std::move(wanted), bucket, stream), .bucket = bucket};
@@ -130,7 +130,7 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   };
   stamp(Stage::start);
   const ForwardMemory teams = m.teams();
-  for (const Stage stage : scheduler::stages_of(bucket, m.promotions != 0, m.fetches)) {
+  for (const Stage stage : scheduler::stages_of(bucket, m.promotions != 0, m.fetches())) {
     enqueue(stage, stage == Stage::append || stage == Stage::prefill ? m : teams, call);
     stamp(stage);
   }

@@ -47,7 +47,7 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint64_t scratch, std::byte* f
   take(parts, m.far_windows, kv_heads(m));
   take(parts, m.near_out, heads(m) * m.shape.head_dim);
   take(parts, m.near_lse, heads(m));
-  if (m.fetches) {
+  if (m.fetches()) {
     take(parts, m.fetch_heads, kv_heads(m));
     take(parts, m.fetched_out, heads(m) * m.shape.head_dim);
     take(parts, m.fetched_lse, heads(m));
@@ -79,7 +79,7 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint64_t list
   take(parts, shared.far_counts, kv_heads(shared));
   take(parts, shared.far_out, heads(shared) * shared.shape.head_dim);
   take(parts, shared.far_lse, heads(shared));
-  if (shared.fetches && shared.tail_rows != 0) {
+  if (shared.fetches_chosen) {
     take(parts, shared.chosen, kv_heads(shared));
     take(parts, shared.chosen_rows, kv_heads(shared) * shared.chosen_room());
   }
@@ -156,8 +156,10 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   memory.flex = options.prefill.flex;
   const std::uint32_t longest = memory.max_pages * memory.layout.page_tokens;
   memory.prefill_window = memory.sparse_prefill ? longest : std::min(options.prefill_window, longest);
-  memory.fetches = options.placement == PlacementMode::stream;
+  const bool streams = options.placement == PlacementMode::stream;
+  memory.fetch_share = streams ? kWholeFetchShare : fetch_share_of(options.fetch_share);
   memory.tail_rows = options.cpu_sequences * options.prompt_queries;
+  memory.fetches_chosen = streams && memory.tail_rows != 0;
   memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
   return memory;
 }

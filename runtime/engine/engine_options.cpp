@@ -41,6 +41,18 @@ void validate_scores(const EngineOptions& options) {
                 "prompts in full");
 }
 
+void validate_placement(const EngineOptions& options) {
+  require(is_valid(options.placement), "placement", static_cast<unsigned>(options.placement),
+          "a value of sluice::PlacementMode");
+  const float share = options.fetch_share;
+  if (!(share >= 0.f && share <= 1.f))
+    throw Error(Errc::invalid_argument, "fetch_share is " + std::to_string(share) + "; it must be in [0, 1]");
+  if (share != 0.f && options.placement == PlacementMode::stream)
+    throw Error(Errc::invalid_argument, "fetch_share is " + std::to_string(share) +
+                                            " with placement stream, where the device fetches all that is far; leave "
+                                            "it 0, or place hybrid");
+}
+
 }  // namespace
 
 void validate(const EngineOptions& options) {
@@ -51,8 +63,7 @@ void validate(const EngineOptions& options) {
             "in [" + std::to_string(low) + ", " + std::to_string(high) + "]");
   };
   require(is_valid(options.kv_dtype), "kv_dtype", static_cast<unsigned>(options.kv_dtype), "a value of sluice::DType");
-  require(is_valid(options.placement), "placement", static_cast<unsigned>(options.placement),
-          "a value of sluice::PlacementMode");
+  validate_placement(options);
   const std::uint32_t page = options.page_tokens;
   require(page >= 8 && page <= 256 && (page & (page - 1)) == 0, "page_tokens", page, "a power of two in [8, 256]");
   in("largest.decode_rows", options.largest.decode_rows, 0, 1024);

@@ -11,6 +11,7 @@ void Engine::Impl::begin_trace(const ForwardMemory& m) {
   program.trace = std::make_unique<runtime::TraceNotes>();
   program.trace->forward = program.forward;
   program.trace->rows.assign(m.slip_rows, m.slip_rows + m.bucket.decode_rows);
+  program.trace->wait = m.fetches_chosen ? Stage::fetch : Stage::merge;
   program.trace->stamps.reserve(std::size_t{m.shape.layers} * kStampedStages);
   program.trace->before = stats();
   far_notes.expect(program.forward);
@@ -42,6 +43,7 @@ void Engine::Impl::keep_trace(runtime::Program& program, bool done) noexcept {
   const scheduler::WorkPlace place{.shape = m.teams(program.bucket.drafts).shape,
                                    .layout = m.far_layout,
                                    .placement = options.placement,
+                                   .fetch_share = m.fetch_share,
                                    .bucket = program.bucket,
                                    .promotes = m.promotions != 0,
                                    .windows = options.windows};

@@ -123,7 +123,7 @@ void FarChoice::choose(const FarQuestion& question, std::uint32_t item) noexcept
     missing = std::numeric_limits<float>::quiet_NaN();
   }
   chosen.asked = question.asked;
-  const bool fetched = memory_.fetches && hand_over(list, chosen);
+  const bool fetched = memory_.fetches_chosen && hand_over(list, chosen);
   (fetched ? fetched_ : far_tokens_).fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
   const auto count = static_cast<std::uint32_t>(chosen.rows.size());
   std::atomic_ref(memory_.far_counts[list]).store(count, std::memory_order_relaxed);
@@ -154,7 +154,7 @@ void FarChoice::choose_for(const FarQuestion& question, const Place& place, Chos
   }
   place.row->policy->choose(asked, chosen.selected, chosen.bypass, counters);
   // The device reads keys anyway, and so do the rows behind a team's first.
-  if ((memory_.fetches || question.drafts > 1) && !place.row->policy->corrects_scores())
+  if ((memory_.fetches_chosen || question.drafts > 1) && !place.row->policy->corrects_scores())
     chosen.selected.scores.clear();
   list(question, place, chosen);
   if (place.row->audit) note(question, place, chosen);

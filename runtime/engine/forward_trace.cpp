@@ -40,12 +40,9 @@ std::vector<Ran> stages_of_layer(const TraceNotes& notes, std::uint32_t layer) {
 }
 
 /// Where the device waits for the answer: null if it does not.
-const Ran* wait_of(std::span<const Ran> ran) noexcept {
-  for (const Stage stage : {Stage::fetch, Stage::merge}) {
-    const auto found = std::ranges::find(ran, stage, &Ran::stage);
-    if (found != ran.end()) return &*found;
-  }
-  return nullptr;
+const Ran* wait_of(const TraceNotes& notes, std::span<const Ran> ran) noexcept {
+  const auto found = std::ranges::find(ran, notes.wait, &Ran::stage);
+  return found == ran.end() ? nullptr : &*found;
 }
 
 /// Rows and bytes of a stage of a layer as they are planned, on all lanes.
@@ -100,9 +97,9 @@ ClockOffset align(const TraceNotes& notes) noexcept {
       if (const ForwardStamp asked = stamp(layer, stage); asked.forward == notes.forward)
         device_first(static_cast<std::int64_t>(asked.ns), answer.seen_ns);
     }
-    for (const Stage stage : {Stage::fetch, Stage::merge}) {
-      if (const ForwardStamp merged = stamp(layer, stage); merged.forward == notes.forward)
-        host_first(answer.answered_ns, static_cast<std::int64_t>(merged.ns));
+    for (const Stage stage : {notes.wait, Stage::merge}) {
+      if (const ForwardStamp waited = stamp(layer, stage); waited.forward == notes.forward)
+        host_first(answer.answered_ns, static_cast<std::int64_t>(waited.ns));
     }
   }
   if (low == INT64_MIN) return {};
@@ -130,7 +127,7 @@ ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::v
            .begin_us = us(each.begin_ns + offset.ahead_ns),
            .end_us = us(each.end_ns + offset.ahead_ns)});
     }
-    const Ran* const wait = wait_of(ran);
+    const Ran* const wait = wait_of(notes, ran);
     const bool answered = layer < notes.far.answers.size() && notes.far.answers[layer].answered_ns != 0;
     if (wait != nullptr && answered) add_stalls(notes, *wait, layer, offset.ahead_ns, trace.stalls);
   }

@@ -20,6 +20,7 @@ struct TraceNotes {
   EngineStats before{};                ///< what the engine had counted when it was planned
   EngineStats after{};                 ///< and when it had ended
   std::vector<ForwardRow> rows{};      ///< that choose, as they were planned
+  Stage wait = Stage::merge;           ///< waits for what the CPU answers
   std::vector<ForwardStamp> stamps{};  ///< [layers, kStampedStages]
   FarWork far{};
 };

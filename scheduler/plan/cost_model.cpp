@@ -49,6 +49,13 @@ LaneRates lane_rates(const DeviceRates& device, double cpu_gbps) noexcept {
   return rates;
 }
 
+float advised_fetch_share(const LaneRates& rates) noexcept {
+  const std::optional<StageCost>& scattered = rates.stages[static_cast<std::size_t>(Stage::attend_far)];
+  const double cpu = rates.cpu_gbps * (scattered ? scattered->share : 1.0);
+  if (!(rates.link_gbps > 0.0) || !(cpu > 0.0)) return 0.f;
+  return static_cast<float>(rates.link_gbps / (rates.link_gbps + cpu));
+}
+
 std::vector<PlannedTime> estimate(std::span<const WorkItem> items, const LaneRates& rates) {
   std::vector<PlannedTime> times;
   times.reserve(items.size());

@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "sluice/fetch_share.hpp"
 #include "sluice/int4.hpp"
 
 namespace sluice::scheduler {
@@ -65,6 +66,22 @@ LayerTokens tokens_of(const WorkPlace& place, std::span<const ForwardRow> rows, 
   return all;
 }
 
+/// Of a layer's rows that the device chooses for, far tokens over all KV heads that it fetches: lists are cut one by one.
+std::uint64_t cut_of(const WorkPlace& place, std::span<const ForwardRow> rows, const WorkShares& shares,
+                     std::uint32_t layer) {
+  std::uint64_t fetched = 0;
+  for (const ForwardRow& each : rows) {
+    const ForwardRow row = each.in(layer, place.window(layer));
+    if (each.list == kNone || row.asks != 0) continue;
+    const RowTokens tokens = tokens_of(place, row);
+    const double attended =
+        static_cast<double>(tokens.window) + shares.chosen * static_cast<double>(tokens.most - tokens.window);
+    const std::uint64_t far = rounded((1.0 - shares.near) * attended);
+    fetched += std::uint64_t{place.shape.kv_heads} * fetched_rows(static_cast<std::uint32_t>(far), place.fetch_share);
+  }
+  return fetched;
+}
+
 /// Items of one forward, layer after layer.
 class WorkList {
  public:
@@ -77,13 +94,15 @@ class WorkList {
       tokens_ = tokens_of(place_, rows_, shares_.chosen, layer_);
       near_ = rounded(shares_.near * tokens_.attended);
       elsewhere_ = rounded(tokens_.attended) - std::min(near_, rounded(tokens_.attended));
+      fetched_ = streams() ? elsewhere_ : std::min(elsewhere_, cut_of(place_, rows_, shares_, layer_));
       for (const Stage stage : stages_of(place_.bucket, place_.promotes, fetches())) add(stage);
     }
     return std::move(items_);
   }
 
  private:
-  [[nodiscard]] bool fetches() const noexcept { return place_.placement == PlacementMode::stream; }
+  [[nodiscard]] bool streams() const noexcept { return place_.placement == PlacementMode::stream; }
+  [[nodiscard]] bool fetches() const noexcept { return streams() || place_.fetch_share != 0; }
   /// Of a token's key and value.
   [[nodiscard]] std::uint64_t near_bytes() const noexcept { return 2 * place_.layout.near().row_bytes(); }
   [[nodiscard]] std::uint64_t far_bytes() const noexcept {
@@ -125,8 +144,8 @@ class WorkList {
     if (stage == Stage::promote) put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
     // Who needs an answer waits for it, the others go on with what is enqueued.
     if (stage == Stage::fetch) {
-      await(tokens_.asking != 0);
-      put(stage, Lane::link, tokens_.choosing, far_bytes() * elsewhere_);
+      await(streams() && tokens_.asking != 0);
+      put(stage, Lane::link, tokens_.choosing, far_bytes() * fetched_);
     }
     if (stage == Stage::merge) add_merge();
     if (stage == Stage::audit)
@@ -168,7 +187,7 @@ class WorkList {
 
   /// The CPU's part goes on beside the device's.
   void add_split() {
-    const std::uint64_t in_place = fetches() ? 0 : elsewhere_;
+    const std::uint64_t in_place = elsewhere_ - fetched_;
     const bool asks = in_place != 0 || tokens_.asking != 0;
     put(Stage::split, Lane::device, tokens_.choosing, 0, 4 * near_);
     if (asks) put(Stage::split, Lane::link, tokens_.choosing, 0, 4 * in_place);
@@ -207,6 +226,7 @@ class WorkList {
   LayerTokens tokens_;
   std::uint64_t near_ = 0;       ///< tokens of the layer
   std::uint64_t elsewhere_ = 0;  ///< likewise, attended by the CPU or over the link
+  std::uint64_t fetched_ = 0;    ///< of these, over the link
   std::vector<std::uint32_t> before_, added_;
   std::vector<std::uint32_t> answer_;  ///< what is to be waited for beside the device's own work
   std::vector<WorkItem> items_;

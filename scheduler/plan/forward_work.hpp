@@ -19,6 +19,7 @@ struct WorkPlace {
   AttentionShape shape;
   PageLayout layout;  ///< of far pages
   PlacementMode placement = PlacementMode::hybrid;
+  std::uint32_t fetch_share = 0;  ///< in `hybrid`, of kWholeFetchShare; see EngineOptions::fetch_share
   Bucket bucket;
   bool promotes = false;  ///< far rows are brought near
   std::span<const std::uint32_t> windows{};  ///< [layers] see EngineOptions::windows; or empty
@@ -80,8 +81,8 @@ struct WorkShares {
 /// |            | link   | likewise, if the CPU was asked                                                          |
 /// | audit      | link   | writes 8 head_dim + 4 per query head of each row that chooses, and 4 per attended token |
 ///
-/// Where tokens are attended that are not near follows from the placement: by the CPU, or over the link. (MagicPIG's
-/// are always attended by the CPU.) Chunks that choose blocks count as if they were dense; arithmetic is not counted,
+/// Where tokens are attended that are not near follows from the placement, and in `hybrid` from the share of a list that
+/// is fetched: by the CPU, or over the link. (MagicPIG's are always attended by the CPU.) Chunks that choose blocks count as if they were dense; arithmetic is not counted,
 /// so that a chunk of a prompt takes longer than its bytes. An item waits for those of the stage that is enqueued
 /// before it; what the CPU does waits for `split`, and who waits for the CPU for that. Stages without rows have no
 /// items. What a model does between layers is not among them.

@@ -27,6 +27,7 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.prefill_mode == SLUICE_PREFILL_FULL);
   CHECK(got.prefill_gamma == want.prefill.flex.gamma);
   CHECK(got.placement == SLUICE_PLACE_HYBRID);
+  CHECK(got.fetch_share == 0.f);
   CHECK(got.prefix_bytes == want.prefix_bytes);
   CHECK(got.prefix_decoded == 0);
   CHECK(got.pin_threads == 1);
@@ -103,6 +104,24 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   CHECK(memory.digests > 0);
 }
 
+TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[capi][options]") {
+  auto options = small_options();
+  options.fetch_share = 0.375f;
+  auto whole = options;
+  whole.fetch_share = 0.f;
+  EnginePointer engine = create(options);
+  EnginePointer other = create(whole);
+  auto got = sized<sluice_engine_options>();
+  require_ok(sluice_engine_get_options(engine.get(), &got));
+  CHECK(got.fetch_share == 0.375f);
+  CHECK(got.reserved == 0);
+  auto memory = sized<sluice_memory>();  // And not only back from it.
+  auto less = sized<sluice_memory>();
+  require_ok(sluice_engine_memory(engine.get(), &memory));
+  require_ok(sluice_engine_memory(other.get(), &less));
+  CHECK(memory.buffers > less.buffers);
+}
+
 TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][options]") {
   auto options = small_options();
   options.largest_features = 0;
@@ -139,6 +158,11 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"digests is 3"}, [](auto& o) { o.digests = 3; });
   refused({"prefill_mode is 3"}, [](auto& o) { o.prefill_mode = 3; });
   refused({"placement is 2", "SLUICE_PLACE_STREAM"}, [](auto& o) { o.placement = 2; });
+  refused({"fetch_share is 1.5", "[0, 1]"}, [](auto& o) { o.fetch_share = 1.5f; });
+  refused({"fetch_share is nan", "[0, 1]"}, [](auto& o) { o.fetch_share = NAN; });
+  refused({"fetch_share is 0.5", "stream", "hybrid"},
+          [](auto& o) { o.fetch_share = 0.5f, o.placement = SLUICE_PLACE_STREAM; });
+  refused({"reserved is 1", "sluice_engine_options_init"}, [](auto& o) { o.reserved = 1; });
   refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
   refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });

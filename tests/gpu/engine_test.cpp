@@ -48,11 +48,13 @@ constexpr const char* kPolicy = "exact | int4 | top_k=40 | near=0,sinks=4,recent
 /// Decodes `steps` tokens of each story, in a graph or not; outputs in order.
 std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, const std::vector<Story>& stories,
                           std::uint32_t near_blocks, std::uint32_t steps, bool graphs,
-                          PlacementMode placement = PlacementMode::hybrid, const std::string& policy = kPolicy) {
+                          PlacementMode placement = PlacementMode::hybrid, const std::string& policy = kPolicy,
+                          float fetch_share = 0.f) {
   const auto rows = static_cast<std::uint32_t>(stories.size());
   const PolicySpec spec = parse_policy(policy);
   EngineOptions options = graph_options(shape, rows, near_blocks);
   options.placement = placement;
+  options.fetch_share = fetch_share;
   make_room_for(spec, 1500, options);
   const bool chooses_here = options.cpu_sequences != 0;
   if (chooses_here) options.cpu_sequences = rows;
@@ -61,8 +63,8 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   // Before anything was planned: what is captured depends on the bucket alone.
   std::unique_ptr<Graph> graph;
   if (graphs) graph = std::make_unique<Graph>(engine, tensors, static_cast<cudaStream_t>(rig.stream));
-  // Where the device has the link to itself, rows come near beside the layer's merge.
-  const bool promotes_apart = near_blocks != 0 && placement == PlacementMode::stream;
+  // Where the CPU attends some, rows come near beside the layer's merge.
+  const bool promotes_apart = near_blocks != 0 && (placement == PlacementMode::stream || fetch_share == 1.f);
   if (graph && !chooses_here) REQUIRE(graph->nodes() == 2 + (promotes_apart ? 6 : 5) * shape.layers);
   std::vector<Teller> tellers;
   std::vector<SequenceId> ids;
@@ -92,8 +94,9 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
     REQUIRE(std::isnan(tensors.out(0).front()));
     REQUIRE(engine.tokens(ids[0]) == tellers[0].at);
   }
-  REQUIRE((engine.stats().asked > 0) == (placement == PlacementMode::hybrid || chooses_here));
-  REQUIRE((engine.stats().fetched_tokens > 0) == (placement == PlacementMode::stream));
+  REQUIRE((engine.stats().asked > 0) == ((placement == PlacementMode::hybrid && fetch_share != 1.f) || chooses_here));
+  REQUIRE((engine.stats().fetched_tokens > 0) ==
+          (placement == PlacementMode::stream || (fetch_share != 0.f && !chooses_here)));
   return all;
 }
 
@@ -148,6 +151,25 @@ TEST_CASE("a captured forward that streams is the forward, whoever chooses", "[e
   REQUIRE(decode(rig, shape, stories, near_blocks, 20, true, PlacementMode::stream, policy) == want);
   const auto in_place = decode(rig, shape, stories, near_blocks, 20, false, PlacementMode::hybrid, policy);
   REQUIRE(difference(want, in_place) < 2e-3);
+}
+
+TEST_CASE("a captured forward whose lists are shared is the forward, and what the CPU attends alone", "[engine][gpu]") {
+  const std::uint32_t rows = GENERATE(1u, 4u);
+  const std::uint32_t near_blocks = GENERATE(0u, 9u);
+  const float share = GENERATE(0.3f, 0.99f, 1.f);
+  const std::string policy = GENERATE(values<std::string>({kPolicy, "lfps"}));
+  const std::uint32_t heads = GENERATE(8u, 24u);  // Groups of 4 and of 12.
+  const AttentionShape shape{.layers = 3, .q_heads = heads, .kv_heads = 2, .head_dim = 64};
+  CAPTURE(rows, near_blocks, share, policy, heads);
+  const EngineRig rig = engine_rig();
+  std::vector<Story> stories;
+  for (std::uint32_t i = 0; i < rows; ++i) stories.emplace_back(shape, 300 + 130 * i, 70 + i);
+  const auto told = [&](bool graphs, float of) {
+    return decode(rig, shape, stories, near_blocks, 20, graphs, PlacementMode::hybrid, policy, of);
+  };
+  const auto want = told(false, share);
+  REQUIRE(told(true, share) == want);
+  REQUIRE(difference(want, told(false, 0.f)) < 2e-3);
 }
 
 TEST_CASE("a captured forward grows with its sequence, past pages and past what is near", "[engine][gpu]") {

@@ -135,6 +135,30 @@ TEST_CASE("what is not near is the CPU's or the link's, by the placement") {
   }
 }
 
+TEST_CASE("a share of each list that the device chose is the link's") {
+  // 164 tokens that all lie far, and 47 / 256 of them: 30, of which 16 are whole units.
+  const ForwardRow rows[] = {row_of("none | near=0,sinks=4,recent=160", 500), row_of("none | near=0,sinks=4,recent=40", 500),
+                             row_of("topk", 300)};
+  WorkPlace place = place_for({.decode_rows = 3});
+  place.fetch_share = 47;
+  const std::uint64_t planes = kShape.layers * kShape.kv_heads;
+  const auto items = forward_work(place, rows, {}, {.scored = 100.0});
+  REQUIRE(sum_of(items, Stage::fetch, Lane::link).read == planes * 16 * 2 * kRow);
+  REQUIRE(sum_of(items, Stage::attend_far, Lane::cpu).read == planes * (164 - 16 + 44 + 300) * 2 * kRow);
+  REQUIRE(sum_of(items, Stage::split, Lane::link).written == planes * (164 - 16 + 44 + 300) * 4);
+  REQUIRE(waits(items, find(items, Stage::merge, 0), find(items, Stage::attend_far, 0)));
+  REQUIRE(waits(items, find(items, Stage::merge, 0), find(items, Stage::fetch, 0)));
+  REQUIRE(!waits(items, find(items, Stage::fetch, 0), find(items, Stage::attend_far, 0)));
+  REQUIRE(!waits(items, find(items, Stage::fetch, 0), find(items, Stage::choose_far, 0)));
+  // What is near is not cut; and nobody is asked for what is fetched whole.
+  const auto half = forward_work(place, {rows, 1}, {}, {.near = 0.5});
+  REQUIRE(sum_of(half, Stage::fetch, Lane::link).read == 0);
+  place.fetch_share = 256;
+  const auto whole = forward_work(place, {rows, 1}, {}, {});
+  REQUIRE(sum_of(whole, Stage::fetch, Lane::link).read == planes * 164 * 2 * kRow);
+  REQUIRE(sum_of(whole, Stage::attend_far, Lane::cpu).items == 0);
+}
+
 TEST_CASE("dense layers attend everything, and score nothing") {
   const ForwardRow row = row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6 | dense=1", 300);
   const auto items = forward_work(place_for({.decode_rows = 1, .unbounded = true}), {&row, 1}, {}, {});

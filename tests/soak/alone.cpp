@@ -14,6 +14,7 @@ constexpr double kTolerance = 1e-4;
 EngineOptions quiet(EngineOptions options) {
   options.near_bytes = 0;
   options.placement = PlacementMode::hybrid;  // Where tokens are attended changes none.
+  options.fetch_share = 0.f;
   options.in_flight = 1;
   options.sequences = 2;  // One that forks, and its child.
   options.cpu_sequences = 2;

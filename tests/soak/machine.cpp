@@ -128,6 +128,7 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
                        .flex = {.gamma = one_of(random, {0.5f, 0.7f, 0.95f}), .min_budget = 128}};
   }
   options.placement = one_of(random, {PlacementMode::hybrid, PlacementMode::hybrid, PlacementMode::stream});
+  if (options.placement == PlacementMode::hybrid) options.fetch_share = one_of(random, {0.f, 0.f, 0.4f, 1.f});
   return options_for(kind, options, policies);
 }
 

@@ -15,6 +15,7 @@ void add_engine_flags(CLI::App& app, EngineFlags& flags) {
   app.add_option_function<std::string>("--placement", read_placement, "Who attends what is chosen and not near: the CPU in place, or the device over the link")
       ->type_name("hybrid|stream")
       ->default_str(to_string(flags.placement));
+  add_fetch_share(app, flags.fetch_share);
   add_size(app, "--host-size", flags.host_bytes,
            "Host memory for the KV cache, K/M/G allowed [default: sized to the prompt]");
   add_size(app, "--near-size", flags.near_bytes,
@@ -109,6 +110,7 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
                                              : static_cast<std::uint64_t>(room.near * static_cast<double>(longest)) *
                                                    layout.near().page_bytes() * planes;
   options.placement = flags.placement;
+  options.fetch_share = flags.fetch_share.share;
   options.largest = {.decode_rows = 1,
                      .prefill_rows = std::min(flags.prefill_chunk, room.tokens),
                      .prefills = 1,
@@ -132,7 +134,7 @@ Json to_json(const EngineOptions& options) {
           {"kv_heads", options.shape.kv_heads}, {"head_dim", options.shape.head_dim},
           {"page_tokens", options.page_tokens}, {"kv_dtype", to_string(options.kv_dtype)},
           {"host_bytes", options.host_bytes},   {"near_bytes", options.near_bytes},
-          {"placement", to_string(options.placement)},
+          {"placement", to_string(options.placement)}, {"fetch_share", options.fetch_share},
           {"threads", options.threads},         {"timeout_ms", options.timeout.count()}};
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sluice/engine.hpp"
+#include "tools/cli/fetch_share.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/report.hpp"
 #include "tools/llama/model.hpp"
@@ -17,6 +18,7 @@ struct EngineFlags {
   std::uint64_t host_bytes = 0;
   std::uint64_t near_bytes = 0;
   PlacementMode placement = EngineOptions{}.placement;
+  FetchShare fetch_share;
   std::uint32_t page_tokens = EngineOptions{}.page_tokens;
   DType kv_dtype = EngineOptions{}.kv_dtype;
   std::uint32_t prefill_chunk = 512;  ///< tokens of a prompt that are attended at a time

@@ -139,6 +139,11 @@ __device__ inline void write(const ForwardMemory& m, const Work& work, const Fou
   });
 }
 
+/// Of `far` far rows, the last ones that the device attends itself.
+__device__ inline std::uint32_t fetched_of(const ForwardMemory& m, const Work& work, std::uint32_t far) {
+  return work.fetched != nullptr ? m.fetched_of(far) : 0;
+}
+
 /// Lists what is marked, the blocks' parts one after the other; returns what all list. All threads of the cluster.
 __device__ inline Listed list_rows(const ForwardMemory& m, const Work& work, ListShared& s, Found& found,
                                    const Part& part) {
@@ -157,10 +162,16 @@ __device__ inline Listed list_rows(const ForwardMemory& m, const Work& work, Lis
   }
   __syncthreads();
   // Whole lines: single words would each take their own way over the link.
-  const bool fetched = work.fetched != nullptr;
-  std::uint32_t* const over = fetched ? work.fetched : m.far_rows + work.index * std::uint64_t{m.list_room()};
-  for (std::uint32_t i = before.far + threadIdx.x; i < at.far; i += kThreads)
-    over[i] = fetched ? m.far_entry(work.far_rows[i]) : work.far_rows[i];
+  const std::uint32_t in_place = all.far - fetched_of(m, work, all.far);
+  std::uint32_t* const over = m.far_rows + work.index * std::uint64_t{m.list_room()};
+  for (std::uint32_t i = before.far + threadIdx.x; i < at.far; i += kThreads) {
+    const std::uint32_t row = work.far_rows[i];
+    if (i < in_place) {
+      over[i] = row;
+    } else {
+      work.fetched[i - in_place] = m.far_entry(row);
+    }
+  }
   __syncthreads();
   return all;
 }

@@ -15,7 +15,7 @@ struct Work {
   ForwardRow row;
   std::uint32_t* near_rows;
   std::uint32_t* far_rows;
-  std::uint32_t* fetched;  ///< far rows as an AttendJob wants them; null: the CPU is told of them
+  std::uint32_t* fetched;  ///< far rows that are fetched, as an AttendJob wants them; null: the CPU is told of all
   std::uint32_t index;  ///< row * kv_heads + KV head
   std::uint32_t plane;
 };

@@ -84,7 +84,8 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
   // Whether there is anything in a list that the CPU has added to, the answer says.
   const bool asks = chooses.in(layer.layer, m.window).asks != 0;
   const bool lists_near = kTeams || m.near_counts[blockIdx.x] != 0;  // A team's rows see themselves.
-  const bool lists_far = asks || (!m.fetches && m.far_listed[blockIdx.x] != 0);
+  const std::uint32_t far_listed = m.far_listed[blockIdx.x];
+  const bool lists_far = asks || far_listed != m.fetched_of(far_listed);
   const auto near_out = [&](std::uint32_t at) {
     if (at >= group * head_dim) return float4{};
     return *reinterpret_cast<const float4*>(m.near_out + first * head_dim + at);
@@ -98,7 +99,7 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
   if ((!goes_on && status != ForwardStatus::abandoned) || list == kNone) return;
   const bool has_near = goes_on && lists_near;
   const bool has_far = goes_on && lists_far;
-  const std::uint32_t fetches = goes_on && m.fetches ? m.fetch_heads[blockIdx.x] : 0;
+  const std::uint32_t fetches = goes_on && m.fetches() ? m.fetch_heads[blockIdx.x] : 0;
   // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
   const auto far_out = [&](std::uint32_t at) {
     if (!has_far || at >= group * head_dim) return float4{};

@@ -56,12 +56,12 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
                   .first_partial = at % scratch.jobs_at_once * scratch.slices,
                   .counter = at};
     scratch.jobs[at] = job;
-    if (!m.fetches) continue;
+    if (!m.fetches()) continue;
     job.base = m.far_plane(work.plane);
     job.out = m.fetched_out + out;
     job.lse = m.fetched_lse + first + begin;
     job.lists = work.fetched;
-    job.tokens = work.fetched != nullptr ? listed.far : 0;  // Of others the CPU will say.
+    job.tokens = fetched_of(m, work, listed.far);  // Of those that the CPU chooses it will say.
     job.slices = scratch.fetch_slices;
     job.first_slice = job.first_partial =
         scratch.first_fetch_slice + at % scratch.fetches_at_once * scratch.fetch_slices;
@@ -72,17 +72,18 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
 
 /// The last thread block to get here asks the workers, if any has far rows or a choice for them. Its fence is the only
 /// one across the link, and covers what all thread blocks wrote: one by every warp takes longer than the rest of a
-/// layer. `near`, `far` and `choices` are told by one block of a cluster.
-__device__ void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t near, std::uint32_t far,
+/// layer. `listed`, without those that are `fetched`, and `choices` are told by one block of a cluster.
+__device__ void ask(const ForwardMemory& m, std::uint32_t layer, const Listed& listed, std::uint32_t fetched,
                     std::uint32_t choices) {
   using Sum = cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>;
   ForwardState& state = *m.state;
-  if (near != 0) Sum(state.near_tokens).fetch_add(near, cuda::memory_order_relaxed);
-  if (far != 0) Sum(state.far_tokens).fetch_add(far, cuda::memory_order_relaxed);
+  if (listed.near != 0) Sum(state.near_tokens).fetch_add(listed.near, cuda::memory_order_relaxed);
+  if (listed.far != 0) Sum(state.far_tokens).fetch_add(listed.far, cuda::memory_order_relaxed);
+  if (fetched != 0) Sum(state.fetched_tokens).fetch_add(fetched, cuda::memory_order_relaxed);
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.layer_far_tokens);
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> arrived(state.arrived);
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> chosen(state.layer_choices);
-  if (far != 0 && !m.fetches) total.fetch_add(far, cuda::memory_order_relaxed);
+  if (listed.far != 0) total.fetch_add(listed.far, cuda::memory_order_relaxed);
   if (choices != 0) chosen.fetch_add(choices, cuda::memory_order_relaxed);
   if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x - 1) return;
   const std::uint32_t all_choices = chosen.load(cuda::memory_order_relaxed);
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   const Work work{.row = m.rows[index / m.shape.kv_heads].in(layer, m.window),
                   .near_rows = m.near_lists + index * list_room,
                   .far_rows = scratch.far_rows + index * list_room,
-                  .fetched = m.fetches && m.rows[index / m.shape.kv_heads].in(layer, m.window).asks == 0
+                  .fetched = m.fetches() && m.rows[index / m.shape.kv_heads].in(layer, m.window).asks == 0
                                  ? scratch.fetched + index * list_room
                                  : nullptr,
                   .index = index,
@@ -135,16 +136,17 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   }
   if (foreseen && threadIdx.x / kWarp == 1) learn_foreseen(m, work, foresight, s.choice.foreseen);
   if (threadIdx.x != 0) return;
+  if (!first) listed = {};
+  const std::uint32_t fetched = fetched_of(m, work, listed.far);
   if (first) {
     m.near_counts[index] = listed.near;
     m.far_listed[index] = listed.far;
-    m.far_counts[index] = work.fetched != nullptr ? 0 : listed.far;
-    if (m.fetches) m.fetch_heads[index] = work.fetched != nullptr && listed.far != 0 ? kAll : 0;
+    m.far_counts[index] = listed.far - fetched;
+    if (m.fetches()) m.fetch_heads[index] = fetched != 0 ? kAll : 0;
     write_jobs(m, scratch, work, listed);
-  } else {
-    listed = {};
   }
-  ask(m, layer, listed.near, listed.far, first && work.row.list != kNone ? work.row.asks : 0);
+  listed.far -= fetched;
+  ask(m, layer, listed, fetched, first && work.row.list != kNone ? work.row.asks : 0);
 }
 
 /// Candidates of a head that a block lists: as many as there is shared memory for beside the marks.

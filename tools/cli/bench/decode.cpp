@@ -28,6 +28,7 @@ struct BenchDecodeOptions {
   std::string methods = "dense;hybrid/sluice;stream/sluice";
   std::string near = "5%";
   std::string far;
+  FetchShare fetch_share;
   DType kv_dtype = DType::bf16;
   std::uint32_t steps = 16;
   std::uint32_t warm_up = 16;
@@ -130,6 +131,7 @@ class DecodeBench {
   [[nodiscard]] EngineOptions sizes(const Method& method, std::uint32_t length, const Verified& verified) const {
     EngineFlags flags;
     flags.placement = method.placement;
+    flags.fetch_share.share = share_for(method.placement, options_.fetch_share);
     flags.kv_dtype = options_.kv_dtype;
     flags.threads = options_.threads;
     flags.prefill_chunk = 1;
@@ -221,7 +223,7 @@ class DecodeBench {
   Table table_;
 };
 
-int run(const BenchDecodeOptions& options) {
+int run(BenchDecodeOptions& options) {
   const OutputTarget target(options.output.path);
   const std::vector<Method> methods = parse_methods(options.methods);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
@@ -231,6 +233,7 @@ int run(const BenchDecodeOptions& options) {
       (void)with_far(method.name.substr(method.name.find('/') + 1), options.far, {}, {});
   const std::shared_ptr<Device> device = make_device(options.device);
   if (!device) throw Error(Errc::invalid_argument, "bench decode: --device must be cuda or cuda:N");
+  advise(options.fetch_share, device.get(), options.threads);
   DecodeBench bench(options, device);
   ProgressBar bar("bench");
   const InterruptScope interrupts;
@@ -245,6 +248,7 @@ int run(const BenchDecodeOptions& options) {
                            {"methods", options.methods},
                            {"near", options.near},
                            {"far", options.far},
+                           {"fetch_share", options.fetch_share.share},
                            {"kv_dtype", to_string(options.kv_dtype)},
                            {"steps", options.steps},
                            {"warm_up", options.warm_up},
@@ -277,6 +281,7 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
       ->type_name("SHARE")
       ->capture_default_str();
   add_far(*command, options->far);
+  add_fetch_share(*command, options->fetch_share);
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   add_count(*command, "--steps", options->steps, "Timed tokens", {.least = 1, .most = 4096});
   add_count(*command, "--warm-up", options->warm_up, "Tokens before those", {.most = 4096});

@@ -13,6 +13,7 @@
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/far_flag.hpp"
+#include "tools/cli/fetch_share.hpp"
 #include "tools/cli/synthetic/synthetic_forwards.hpp"
 #include "tools/cli/text/values.hpp"
 #include "tools/cli/trace/trace.hpp"
@@ -25,6 +26,7 @@ struct BenchGpuOptions {
   std::string lengths = "8K,32K,128K";
   std::string policies = "sluice";
   std::string placements = "hybrid";
+  FetchShare fetch_share;
   std::string rows = "1";
   std::string far;
   std::string pattern = "structured";
@@ -88,7 +90,9 @@ class GpuBench {
         shape_(shape),
         cases_(std::move(cases)),
         device_(make_device(options.device)),
+        fetch_share_(options.fetch_share),
         builders_(std::make_shared<const cpu::Workers>(topology_, cpu::WorkersOptions{})) {
+    advise(fetch_share_, device_.get(), options.threads);
     // Without a GPU the same forwards run on the embedded device: for trying the command out, not for its times.
     if (!device_) device_ = std::make_shared<cpu::HostDevice>(builders_);
   }
@@ -124,6 +128,7 @@ class GpuBench {
   }
   [[nodiscard]] Table take() { return table_.take(); }
   [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
+  [[nodiscard]] float fetch_share() const noexcept { return fetch_share_.share; }
   /// What was traced, to its file; and its tables.
   void deliver_traces(const OutputTarget& target, std::vector<Table>& tables) const {
     const PageLayout layout{.page_tokens = kPageTokens, .head_dim = shape_.head_dim, .dtype = options_.kv_dtype};
@@ -253,6 +258,7 @@ class GpuBench {
             .kv_dtype = options_.kv_dtype,
             .near_share = options_.near_share,
             .placement = each.placement,
+            .fetch_share = share_for(each.placement, fetch_share_),
             .threads = options_.threads,
             .promotions = options_.promotions};
   }
@@ -262,6 +268,7 @@ class GpuBench {
   std::vector<Case> cases_;
   cpu::Topology topology_;
   std::shared_ptr<Device> device_;
+  FetchShare fetch_share_;
   std::shared_ptr<const cpu::Workers> builders_;
   std::vector<float> want_;  ///< dense attention of the first step
   double dense_us_ = 0.0;
@@ -312,6 +319,7 @@ int run(const BenchGpuOptions& options) {
     if (section == "attention") {
       GpuBench bench(options, shape, cases);
       report.config["device"] = bench.device().name;
+      report.config["fetch_share"] = bench.fetch_share();
       try {
         for (const std::uint32_t length : lengths) bench.run(length, bar);
       } catch (const Interrupted&) {  // The rows that are finished are a result.
@@ -338,6 +346,7 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
   command->add_option("--policies", options->policies, "Policies to measure; see `sluice eval --help`")
       ->capture_default_str();
   command->add_option("--placements", options->placements, "Comma list of hybrid and stream")->capture_default_str();
+  add_fetch_share(*command, options->fetch_share);
   command->add_option("--rows", options->rows, "Comma list of numbers of sequences in a forward")
       ->capture_default_str();
   add_far(*command, options->far);

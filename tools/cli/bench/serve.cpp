@@ -155,6 +155,7 @@ Json config_of(const BenchServeOptions& options, const AttentionShape& shape, co
           {"host_bytes", options.engine.host_bytes},
           {"near_bytes", options.engine.near_bytes},
           {"placement", to_string(options.engine.placement)},
+          {"fetch_share", options.engine.fetch_share.share},
           {"slowdown", options.slowdown},
           {"watermark_pages", options.watermark_pages},
           {"near_pages", options.near_pages},
@@ -170,6 +171,7 @@ int run(BenchServeOptions& options) {
   const std::vector<double> rates = parse_rates(options.rates);
   const OutputTarget target(options.output.path);
   std::shared_ptr<Device> device = make_device(options.device);
+  advise(options.engine.fetch_share, device.get(), options.engine.threads);
   if (!device)
     device = std::make_shared<cpu::HostDevice>(
         std::make_shared<const cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = options.engine.threads}));

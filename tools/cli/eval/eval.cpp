@@ -125,6 +125,7 @@ int run(const EvalOptions& options) {
   const std::shared_ptr<Device> device = make_device(options.device);
   EngineFlags flags = options.engine;
   choose_chunk(flags, device.get(), prefills);
+  advise(flags.fetch_share, device.get(), flags.threads);
   AttentionShape shape;
   ProgressBar bar("eval");
   const InterruptScope interrupts;
@@ -150,9 +151,11 @@ int run(const EvalOptions& options) {
       }
     }
   }
+  EngineFlags needle_flags = options.engine;
+  needle_flags.fetch_share = flags.fetch_share;
   for (const NeedleOptions& planted : needles) {
     if (interrupted()) break;
-    report->add(planted, evaluate_needles(planted, options.engine, policies.specs, device, bar), needle_shape());
+    report->add(planted, evaluate_needles(planted, needle_flags, policies.specs, device, bar), needle_shape());
   }
   Report result{.command = "eval", .config = config_of(options, flags, policies, prefills)};
   result.tables = report->tables();

@@ -6,6 +6,7 @@
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
+#include "tools/cli/fetch_share.hpp"
 #include "tools/cli/plan/planner.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/values.hpp"
@@ -21,6 +22,7 @@ struct PlanOptions {
   std::string rows = "1";
   std::string placements = "hybrid";
   std::string far;
+  FetchShare fetch_share;
   DType kv_dtype = DType::bf16;
   std::string machine;
   Machine changes;  ///< what is not 0 takes the place of the machine's
@@ -143,6 +145,8 @@ int run(const PlanOptions& options) {
   const std::vector<std::uint32_t> rows = parse_counts(options.rows, "--rows");
   const OutputTarget target(options.output.path);
   const Machine machine = machine_of(options);
+  FetchShare fetch_share = options.fetch_share;
+  if (fetch_share.advised) fetch_share.share = scheduler::advised_fetch_share(machine.rates);
   Table table = make_table(), memory = make_memory_table();
   for (const std::string& policy : split_policies(options.policies)) {
     Workload work{.shape = shape,
@@ -154,6 +158,7 @@ int run(const PlanOptions& options) {
     work.page_tokens = page_tokens_for(work.policy, EngineFlags{});
     for (const std::string& placement : split_list(options.placements)) {
       work.placement = parse_placement(placement);
+      work.fetch_share = share_for(work.placement, fetch_share);
       for (const std::uint32_t tokens : lengths) {
         for (const std::uint32_t count : rows) {
           work.tokens = tokens;
@@ -173,6 +178,7 @@ int run(const PlanOptions& options) {
                            {"layers", shape.layers},
                            {"machine", to_json(machine)},
                            {"kv_dtype", to_string(options.kv_dtype)},
+                           {"fetch_share", fetch_share.share},
                            {"near", options.near},
                            {"near_hits", options.near_hits},
                            {"attended", options.attended},
@@ -215,6 +221,7 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_option("--rows", options->rows, "Comma list of numbers of sequences")->capture_default_str();
   command->add_option("--placements", options->placements, "Comma list of hybrid and stream")->capture_default_str();
+  add_fetch_share(*command, options->fetch_share);
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
       ->capture_default_str();

@@ -7,6 +7,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/plan/forward_work.hpp"
 #include "sluice/error.hpp"
+#include "sluice/fetch_share.hpp"
 #include "tools/cli/engine_flags.hpp"
 
 namespace sluice::tools {
@@ -21,6 +22,7 @@ PageLayout layout_of(const Workload& work) {
 EngineOptions options_of(const Workload& work) {
   EngineFlags flags;
   flags.placement = work.placement;
+  flags.fetch_share.share = work.fetch_share;
   flags.kv_dtype = work.kv_dtype;
   EngineOptions options = sized(flags, work.shape, {&work.policy, 1},
                                 {.page_tokens = work.page_tokens, .tokens = work.tokens, .near = work.near_share});
@@ -80,6 +82,7 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
   const scheduler::WorkPlace place{.shape = work.shape,
                                    .layout = layout_of(work),
                                    .placement = work.placement,
+                                   .fetch_share = fetch_share_of(work.fetch_share),
                                    .bucket = decoding,
                                    .promotes = work.near_share > 0.0};
   std::vector<ForwardRow> rows(

@@ -16,6 +16,7 @@ struct Workload {
   DType kv_dtype = DType::bf16;
   PolicySpec policy;
   PlacementMode placement = PlacementMode::hybrid;
+  float fetch_share = 0.f;  ///< see EngineOptions::fetch_share
   std::uint32_t page_tokens = 16;
   std::uint32_t rows = 1;    ///< sequences
   std::uint32_t tokens = 1;  ///< of each
