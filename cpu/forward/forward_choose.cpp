@@ -101,7 +101,7 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
   const auto put_far_count = [&](std::uint32_t index, std::uint32_t count, bool fetched) {
     m.far_listed[index] = count;
     if (m.fetches) m.fetch_heads[index] = fetched && count != 0 ? ~0u : 0;
-    shared(m.far_counts[index]).store(fetched ? 0 : count, std::memory_order_relaxed);  // A late worker may look.
+    m.far_counts[index] = fetched ? 0 : count;
   };
   for (std::uint32_t i = 0; i < lists; ++i) put_far_count(i, 0, false);
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
