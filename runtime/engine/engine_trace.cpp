@@ -13,6 +13,7 @@ void Engine::Impl::begin_trace(const ForwardMemory& m) {
   program.trace->rows.assign(m.slip_rows, m.slip_rows + m.bucket.decode_rows);
   program.trace->stamps.reserve(std::size_t{m.shape.layers} * kStampedStages);
   program.trace->before = stats();
+  program.trace->looks = looked;
   far_notes.expect(program.forward);
   program.trace->planned = Clock::now();
 }

@@ -48,11 +48,8 @@ FarPart FarParts::claim(const FarQuestion& question, std::uint32_t& list) noexce
     if (parts == 0) continue;
     const std::uint32_t count = std::atomic_ref(memory_.far_counts[list]).load(std::memory_order_relaxed);
     const std::uint32_t begin = part * part_rows(count);
-    return {.list = list,
-            .part = part,
-            .parts = parts,
-            .begin = begin,
-            .end = std::min(begin + part_rows(count), count)};
+    return {
+        .list = list, .part = part, .parts = parts, .begin = begin, .end = std::min(begin + part_rows(count), count)};
   }
   return {};
 }

@@ -29,11 +29,12 @@ FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes&
       options_(options),
       cores_(std::move(cores)),
       parts_(memory, choice, threads_on(cores_.topology().cores())),
-      places_(threads_on(cores_.topology().cores())) {
+      most_(threads_on(cores_.topology().cores())),
+      places_(most_ + 1) {
   settle_in();
   try {
-    for (std::uint32_t i = 0; i < places_.size(); ++i)
-      threads_.add([this, i](const std::stop_token& stop) { work(i, stop); });
+    for (std::uint32_t i = 0; i < most_; ++i) threads_.add([this, i](const std::stop_token& stop) { work(i, stop); });
+    if (options.jobs) threads_.add([this](const std::stop_token& stop) { work_for_jobs(stop); });
   } catch (const std::system_error& error) {
     throw Error(Errc::device, std::string("the system has no thread left for the far part: ") + error.what() +
                                   "; ask for fewer threads or raise `ulimit -u`");
@@ -51,10 +52,10 @@ void FarWorkers::settle_in() noexcept {
     const cpu::CoreShare share = cores_.share();
     // The first core is the caller's.
     const std::size_t first = share.pus.size() > 1 ? 1 : 0;
-    for (std::size_t i = 0; i < places_.size(); ++i)
+    for (std::size_t i = 0; i < most_; ++i)
       places_[i].store(share.pus[first + i % (share.pus.size() - first)], std::memory_order_relaxed);
-    const auto most = static_cast<std::uint32_t>(places_.size());
-    const std::uint32_t active = std::min(threads_on(share.cores), most);
+    places_[most_].store(share.pus[0], std::memory_order_relaxed);  // Who waits for a job is the caller.
+    const std::uint32_t active = std::min(threads_on(share.cores), most_);
     constexpr std::uint32_t kMostThatNap = 3;
     spins_.store(cores_.topology().cores() > kMostThatNap && active < share.cores, std::memory_order_relaxed);
     active_.store(active, std::memory_order_relaxed);
@@ -78,6 +79,17 @@ void FarWorkers::wake(std::uint64_t forward) {
   woken_.notify_all();
 }
 
+void FarWorkers::begin(std::shared_ptr<Job> job) {
+  settle_in();
+  if (!options_.jobs) return;
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.add(std::move(job));
+  }
+  woken_.notify_all();
+  job_came_.notify_one();
+}
+
 bool FarWorkers::stop(std::chrono::milliseconds timeout) noexcept {
   cores_.end();
   return threads_.stop(timeout);
@@ -96,7 +108,7 @@ void FarWorkers::sleep(std::uint32_t thread, std::uint64_t seen, const std::stop
   asleep_.fetch_add(1, std::memory_order_relaxed);
   woken_.wait(lock, stop, [&] {
     stirrings_.fetch_add(1, std::memory_order_relaxed);
-    return thread < active() && (under_way() || look(memory_.mailbox->question.asked) > seen);
+    return thread < active() && (under_way() || look(memory_.mailbox->question.asked) > seen || may_help(thread));
   });
   asleep_.fetch_sub(1, std::memory_order_relaxed);
 }
@@ -123,6 +135,9 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
       } else if (!wanted()) {
         std::this_thread::sleep_for(kNap);  // A caller holds FarChoice::Rest: no thread may learn.
       }
+    } else if (called && may_help(thread)) {
+      move(thread, pu);
+      help();
     } else if (!called || !under_way()) {
       sleep(thread, seen, stop);
       move(thread, pu);
@@ -131,6 +146,26 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
       for (int i = 0; i < 4; ++i) cpu::relax();
     } else {
       std::this_thread::sleep_for(kNap);
+    }
+  }
+}
+
+std::uint32_t FarWorkers::most_helpers() const noexcept { return under_way() ? active() / 2 : active() - 1; }
+
+void FarWorkers::help() noexcept {
+  if (helping_.fetch_add(1, std::memory_order_relaxed) < most_helpers()) (void)jobs_.work();
+  helping_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void FarWorkers::work_for_jobs(const std::stop_token& stop) {
+  std::uint32_t pu = kNone;
+  while (!stop.stop_requested()) {
+    {
+      std::unique_lock lock(mutex_);
+      job_came_.wait(lock, stop, [&] { return jobs_.any(); });
+    }
+    move(most_, pu);
+    while (!stop.stop_requested() && jobs_.work()) {
     }
   }
 }

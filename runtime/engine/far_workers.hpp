@@ -17,6 +17,7 @@
 #include "runtime/engine/far_choice.hpp"
 #include "runtime/engine/far_notes.hpp"
 #include "runtime/engine/far_parts.hpp"
+#include "runtime/engine/job.hpp"
 #include "runtime/engine/shares.hpp"
 #include "sluice/forward_memory.hpp"
 
@@ -26,13 +27,16 @@ struct FarWorkersOptions {
   std::uint32_t threads = 0;  ///< 0: one for each core of the share but `spare`, one at least
   std::uint32_t spare = 0;    ///< cores that are left to others
   bool pin = true;
+  bool jobs = false;                         ///< one thread more, for these alone
   std::chrono::milliseconds timeout{1'000};  ///< of one thread's waits for another that chooses
   std::function<void()> before_answer{};     ///< see EngineOptions
 };
 
 /// Threads that answer the device's questions: policies choose, where there are some, and far rows are attended in
-/// place, those of a list as soon as it is chosen for. They watch the mailbox from `wake` until the forward has ended, let policies learn from what was chosen while
-/// there is nothing to answer, and sleep otherwise.
+/// place, those of a list as soon as it is chosen for. They watch the mailbox from `wake` until the forward has ended,
+/// let policies learn from what was chosen and do pieces of jobs while there is nothing to answer, and sleep otherwise.
+/// A piece is not interrupted by a question: the first thread does none, half of them do none while a forward is under
+/// way, and one thread that answers nothing sees to it that jobs go on.
 ///
 /// They spin while they watch if the process has enough cores for that and the share more than there are threads; else
 /// they nap. Should the share be another when a forward is planned, they move: some then sleep until it is larger.
@@ -48,6 +52,8 @@ class FarWorkers {
 
   /// Forward `forward` may ask from now on.
   void wake(std::uint64_t forward);
+  /// Threads begin to work for it, if there are any for jobs. It owns what they use.
+  void begin(std::shared_ptr<Job> job);
   /// Ends the threads. Whether all of them have within `timeout`; if not, they use what this was built on, and this,
   /// until they have: `keep` it then. Their cores are others' in any case.
   [[nodiscard]] bool stop(std::chrono::milliseconds timeout) noexcept;
@@ -75,6 +81,13 @@ class FarWorkers {
   /// Binds the calling thread to its core, where it is not bound to that (`pu`) already.
   void move(std::uint32_t thread, std::uint32_t& pu) const noexcept;
   void work(std::uint32_t thread, const std::stop_token& stop);
+  void work_for_jobs(const std::stop_token& stop);
+  /// Threads that answer, and may do pieces of jobs now.
+  [[nodiscard]] std::uint32_t most_helpers() const noexcept;
+  [[nodiscard]] bool may_help(std::uint32_t thread) const noexcept {
+    return thread != 0 && jobs_.any() && helping_.load(std::memory_order_relaxed) < most_helpers();
+  }
+  void help() noexcept;
   /// Until there may be a question newer than `seen`.
   void sleep(std::uint32_t thread, std::uint64_t seen, const std::stop_token& stop);
   void answer(std::uint64_t asked, std::uint32_t thread, const std::stop_token& stop);
@@ -109,15 +122,19 @@ class FarWorkers {
   std::atomic<std::uint32_t> asleep_{0};
   std::atomic<std::uint64_t> stirrings_{0};
   std::atomic<std::uint64_t> expected_{0};
-  Shares items_;                       ///< the lists as the device has them, then every choice
+  Shares items_;                        ///< the lists as the device has them, then every choice
   std::atomic<std::uint64_t> open_{0};  ///< newest question all of whose lists are open
   FarParts parts_;
   std::atomic<std::uint64_t> seen_{0};    ///< newest question that work was begun on
   std::atomic<std::int64_t> seen_ns_{0};  ///< when that was
   std::atomic<std::uint64_t> answer_ns_{0};
+  Jobs jobs_;
+  std::atomic<std::uint32_t> helping_{0};  ///< threads that answer, when they are back
   std::mutex mutex_;
   std::condition_variable_any woken_;
-  std::vector<std::atomic<std::uint32_t>> places_;  ///< [threads] PU that it runs on
+  std::condition_variable_any job_came_;
+  const std::uint32_t most_;                        ///< threads that answer
+  std::vector<std::atomic<std::uint32_t>> places_;  ///< [threads, then the one for jobs] PU that it runs on
   cpu::Crew threads_;                              ///< last: they use all of the above
 };
 

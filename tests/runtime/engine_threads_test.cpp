@@ -103,7 +103,7 @@ TEST_CASE("a thread that does not come back from an answer costs the engine, not
   while (rig.device.use_count() != users) std::this_thread::sleep_for(1ms);
 }
 
-TEST_CASE("a thread that does not come back from a look at a prompt costs its policies", "[engine][lost]") {
+TEST_CASE("a thread that does not come back from a look at a prompt costs a plan", "[engine][lost]") {
   const EngineRig rig = engine_rig();
   const long users = rig.device.use_count();
   const auto gate = std::make_shared<Gate>();
@@ -121,9 +121,9 @@ TEST_CASE("a thread that does not come back from a look at a prompt costs its po
   const auto [code, text] = error_of_call(plan);
   CAPTURE(text);
   REQUIRE(code == Errc::timeout);
-  REQUIRE(text.find("worker ") != std::string::npos);
-  REQUIRE(code_of(plan) == Errc::timeout);
+  REQUIRE(text.find("sequence " + std::to_string(stuck.id.value)) != std::string::npos);
   ForwardTensors tensors(*rig.device, kShape, 1);
+  while (stuck.at < 110) (void)run_forward(*engine, rig, tensors, {&stuck});  // The others look at it.
   while (other.at < story.tokens()) {
     const auto out = run_forward(*engine, rig, tensors, {&other});
     REQUIRE(error_of(out[0], story, other.at - 1, 2, 6, 10) < kTolerance);
