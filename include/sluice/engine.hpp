@@ -70,10 +70,14 @@ struct Batch {
 /// head is bypassed only if all rows would bypass it. `sampled` (magicpig) is not served: its sample stands for what
 /// one query would attend.
 ///
-/// A policy that chooses on the CPU looks at its sequence's prompt when the first token behind it is planned to be
-/// decoded: that `plan` waits for the forwards with the prompt, then takes as long as it takes. It learns from a token
-/// once the forward has got to its end. What it has learnt goes along with forks, and what it has learnt from tokens
-/// that are taken back is taken back, too, so that the sequence goes on as if these had never been:
+/// A policy that chooses on the CPU looks at its sequence's prompt before the first token behind it is decoded. Threads
+/// that have nothing to answer do so from when the forward with the prompt's end is finished, or its import, if the
+/// sequence's tokens have names up to there and no further; else from the `plan` of that token. That waits for forwards
+/// with the prompt, and for the look if it is not done (EngineStats::stalls); what other sequences have under way goes
+/// on meanwhile. A prompt that goes on, `truncate` and `end` take a look back: they wait, for EngineOptions::timeout at
+/// most, until no thread reads what they change. A policy learns from a token once the forward has got to its end. What
+/// it has learnt goes along with forks, and what it has learnt from tokens that are taken back is taken back, too, so
+/// that the sequence goes on as if these had never been:
 /// - whatever the number of tokens, if the policy has no history;
 /// - up to 32 of the newest tokens with history, if no query head observes more than max(64, 2%) of the tokens, as with
 ///   lfps, and history decays by 0.85 or more; where heads observe more, as many as there is room for in a journal of
@@ -209,8 +213,8 @@ class Engine {
   /// @throws Error{Errc::invalid_argument} naming what does not fit the bucket, or if `in_flight` forwards are not
   /// finished, or one failed with a prompt that a policy is to look at; Error{Errc::out_of_capacity};
   /// Error{Errc::unsupported} if a policy is to choose on the CPU for more tokens than the bucket has drafts, or is
-  /// `sampled` in a bucket with drafts; Error{Errc::timeout} if a
-  /// prompt's forwards take too long, or a thread does that looks at one: no policy can begin then
+  /// `sampled` in a bucket with drafts; Error{Errc::timeout} if a prompt's forwards take too long, or a thread does
+  /// that looks at one: it is left behind, and the next plan begins that look again, by other threads
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& bucket, void* stream);
   /// One layer of a forward of this bucket: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,
   /// head_dim], out as q, all of bucket.rows() rows, in device memory; they are touched on `stream` only. `lse` [rows,

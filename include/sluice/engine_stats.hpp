@@ -32,6 +32,7 @@ struct EngineStats {
   // Of prefixes:
   std::uint64_t matched_tokens = 0;  ///< that sequences began with
   std::uint64_t evicted_blocks = 0;  ///< that no sequence had, and something else needed
+  std::uint64_t stalls = 0;          ///< looks at prompts that a plan had to wait for
 };
 
 /// Memory of an engine in bytes: all of it is reserved when the engine is built. Only what policies that choose on the

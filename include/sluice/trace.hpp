@@ -101,6 +101,13 @@ struct TraceStall {
   double end_us = 0.0;
 };
 
+/// A look of a policy at its sequence's prompt, before the forward was planned that decodes the first token behind it.
+struct TraceLook {
+  std::uint64_t sequence = 0;
+  double begin_us = 0.0;
+  double end_us = 0.0;
+};
+
 /// What ran of a forward that was traced (Bucket::trace).
 struct ForwardTrace {
   std::uint64_t forward = 0;
@@ -110,6 +117,7 @@ struct ForwardTrace {
   double clock_error_us = 0.0;
   std::vector<TraceSpan> spans{};  ///< those of the device by layer and time, then those of the CPU
   std::vector<TraceStall> stalls{};
+  std::vector<TraceLook> looks{};
   std::vector<WorkItem> work{};  ///< as planned, with what was attended near and far as it was counted meanwhile
   std::uint64_t dropped = 0;   ///< spans of the CPU for which there was no room
 };

@@ -15,15 +15,14 @@ namespace {
 
 using runtime::look;
 
-cpu::WorkersOptions workers_options(const EngineOptions& options) {
-  return {.threads = options.threads,
-          .pin = options.pin_threads,
-          .spin = std::chrono::microseconds(0),
-          .timeout = options.timeout};
-}
-
+/// They compute while the threads that answer wait, and go by no share of cores: they are bound to those that the user
+/// has named, which nobody else has.
 std::shared_ptr<cpu::Workers> embedded_workers(const EngineOptions& options, const cpu::Topology& topology) {
-  return std::make_shared<cpu::Workers>(topology, workers_options(options));
+  return std::make_shared<cpu::Workers>(topology,
+                                        cpu::WorkersOptions{.threads = options.threads,
+                                                            .pin = options.pin_threads && !options.cores.empty(),
+                                                            .spin = std::chrono::microseconds(0),
+                                                            .timeout = options.timeout});
 }
 
 std::shared_ptr<Device> device_or_host(std::shared_ptr<Device> device, std::shared_ptr<cpu::Workers> workers) {
@@ -46,6 +45,7 @@ runtime::FarWorkersOptions far_options(const EngineOptions& options, bool embedd
   return {.threads = options.threads,
           .spare = embedded ? 0u : 1u,  // Who drives a GPU wants a core for itself; else the caller only waits.
           .pin = options.pin_threads,
+          .jobs = options.cpu_sequences != 0 || options.largest.audit,
           .timeout = options.answer_timeout,
           .before_answer = options.before_answer};
 }
@@ -54,13 +54,6 @@ cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topolog
                                 std::uint32_t numa_node) {
   return cpu::CoreShares::of_process().take(
       {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
-}
-
-std::shared_ptr<cpu::Workers> prompt_workers_of(const EngineOptions& options, const cpu::Topology& topology) {
-  if (options.cpu_sequences == 0 && !options.largest.audit) return nullptr;
-  cpu::WorkersOptions workers = workers_options(options);
-  if (options.before_answer) workers.before_body = [before = options.before_answer](std::uint32_t) { before(); };
-  return std::make_shared<cpu::Workers>(topology, workers);
 }
 
 /// What the device has no kernels for, automatic prompts do without.
@@ -83,7 +76,6 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       verbs(verbs_of(*device)),
       memory(settled(options, verbs), *device, verbs, topology, node_of(topology, *device)),
       host(*workers),
-      prompt_workers(prompt_workers_of(options, topology)),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),
       table(memory.largest().blocks),
@@ -119,23 +111,20 @@ EngineStats Engine::Impl::stats() const noexcept {
           .kept_blocks = look(counted.kept_blocks),
           .causal_blocks = look(counted.causal_blocks),
           .matched_tokens = look(counted.matched_tokens),
-          .evicted_blocks = known != nullptr ? known->evicted() : 0};
+          .evicted_blocks = known != nullptr ? known->evicted() : 0,
+          .stalls = look(counted.stalls)};
 }
 
 Engine::Engine(const EngineOptions& options, std::shared_ptr<Device> device)
     : impl_(translated([&] { return std::make_unique<Impl>(options, std::move(device)); })) {}
 
 Engine::~Engine() {
-  const auto lost = [](const auto& of) { return of != nullptr && of->lost(); };
-  const bool device_lost = impl_->embedded ? lost(impl_->embedded) : impl_->device->lost();
-  const bool answers_lost = !impl_->far.stop(impl_->options.timeout);
-  if (device_lost || (answers_lost && lost(impl_->prompt_workers))) {
+  const bool device_lost = impl_->embedded ? impl_->embedded->lost() : impl_->device->lost();
+  const bool threads_lost = !impl_->far.stop(impl_->options.timeout);
+  if (device_lost) {
     cpu::keep_for_good(std::move(impl_));
-  } else if (answers_lost) {
+  } else if (threads_lost) {
     runtime::FarWorkers& stuck = impl_->far;
-    stuck.keep(std::move(impl_));
-  } else if (lost(impl_->prompt_workers)) {
-    const cpu::Workers& stuck = *impl_->prompt_workers;
     stuck.keep(std::move(impl_));
   }
 }

@@ -46,7 +46,7 @@ bool Engine::Impl::admits(std::uint32_t tokens, const PolicySpec& policy) const 
 
 SequenceMemoryUse Engine::Impl::use_of(const Sequence& sequence) const noexcept {
   SequenceMemoryUse use{.far_pages = sequence.held_blocks() * memory.block_bytes(),
-                        .policy = sequence.policy ? sequence.policy->heap_bytes() : 0,
+                        .policy = sequence.policy_bytes(),
                         .names = sequence.names.ids.capacity() * sizeof(std::int32_t)};
   for (const runtime::PageList& list : sequence.lists) {
     for (const std::uint32_t block : list.held())

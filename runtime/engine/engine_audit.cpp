@@ -1,5 +1,6 @@
 // Audits of an Engine: which forwards are, and what sequences get of it.
 #include <algorithm>
+#include <utility>
 
 #include "runtime/engine/impl.hpp"
 
@@ -11,8 +12,10 @@ void Engine::Impl::require_auditable(const Bucket& bucket) const {
   if (!programs.empty())
     throw Error(Errc::invalid_argument, "plan: an audited forward runs alone; finish or cancel forward " +
                                             std::to_string(programs.newest().forward) + " first");
-  if (prompt_workers->lost())
-    throw Error(Errc::timeout, "plan: threads that compared an earlier forward have not come back; plan without audit");
+  if (compares())
+    throw Error(Errc::timeout,
+                "plan: a thread that compared an earlier forward has not come back; plan without audit, "
+                "or when it has");
 }
 
 std::shared_ptr<runtime::ForwardAudit> Engine::Impl::audit_of(std::span<const Wanted> wanted,
@@ -37,15 +40,27 @@ std::shared_ptr<runtime::ForwardAudit> Engine::Impl::audit_of(std::span<const Wa
   return audit;
 }
 
-void Engine::Impl::compare(runtime::ForwardAudit& audit) {
-  audit.compare(*prompt_workers);
+void Engine::Impl::compare(const std::shared_ptr<runtime::ForwardAudit>& of) {
+  runtime::ForwardAudit& audit = *of;
+  const auto require_back = [&](bool back) {
+    if (!back)
+      throw Error(Errc::timeout,
+                  "finish: a thread that compares a forward with exact attention has not come back "
+                  "within " +
+                      std::to_string(options.timeout.count()) + " ms; finish it when it may have, or cancel it");
+  };
+  require_back(!comparison || comparison->await(options.timeout));  // One that was given up writes what this one would.
+  comparison = begin_job(audit.begin(), [of](std::uint32_t piece) { of->compare(piece); });
+  require_back(comparison->await(options.timeout));
+  std::exchange(comparison, nullptr)->rethrow();
   for (const runtime::AuditedRow& row : audit.rows()) {
     auto& report = at(row.sequence).audit;
     if (!report) report = std::make_unique<AuditReport>();
     report->heads.resize(std::size_t{options.shape.layers} * options.shape.q_heads);
   }
   // Nothing fails any more: all of them, or none.
-  for (std::uint32_t row = 0; row < audit.rows().size(); ++row) audit.report(row, *at(audit.rows()[row].sequence).audit);
+  for (std::uint32_t row = 0; row < audit.rows().size(); ++row)
+    audit.report(row, *at(audit.rows()[row].sequence).audit);
 }
 
 void Engine::Impl::watch(SequenceId id, std::span<const std::uint32_t> tokens) {

@@ -72,8 +72,9 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
   const bool done = await_end(importing) == ForwardStatus::done;
   std::optional<runtime::FarChoice::Rest> rest;
   if (!done) rest.emplace(await_idle());
-  (void)retire(importing, done);
-  if (!done) throw Error(Errc::device, "import_prefix: its layers did not run one after the other; import it again");
+  const runtime::Program program = retire(importing, done);
+  if (done) return look_ahead(program);
+  throw Error(Errc::device, "import_prefix: its layers did not run one after the other; import it again");
 }
 
 Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, void* stream) {
@@ -163,12 +164,12 @@ void Engine::Impl::finish(const Batch& batch) {
   const ForwardStatus status = await_end(batch.forward);
   if (status == ForwardStatus::done) require_chosen(batch.forward);
   // While it can still be finished again, or cancelled.
-  if (const auto audit = programs.find(batch.forward)->audit; audit && status == ForwardStatus::done) compare(*audit);
+  if (const auto audit = programs.find(batch.forward)->audit; audit && status == ForwardStatus::done) compare(audit);
   // Late answers write where the next forward's will.
   std::optional<runtime::FarChoice::Rest> rest;
   if (status != ForwardStatus::done) rest.emplace(await_idle());
   const runtime::Program program = retire(batch.forward, status == ForwardStatus::done);
-  if (status == ForwardStatus::done) return;
+  if (status == ForwardStatus::done) return look_ahead(program);
   std::string text =
       "forward " + number(batch.forward) + " did not get to its end: " + reason_of(status) + ". Without new tokens:";
   for (const PlanItem& item : program.items) text += " sequence " + number(item.sequence.value);

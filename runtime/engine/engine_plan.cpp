@@ -195,6 +195,8 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
                                  std::uint32_t queries) {
   if (copies.size() + wanted.size() * memory.stacks().count() > copies.capacity())
     throw Error(Errc::device, "plan: too many plans could not be enqueued; is the stream one of the engine's device?");
+  for (const auto& [sequence, item] : wanted)
+    if (item.prefill) drop_look(*sequence);  // What it reads is about to change.
   const std::uint64_t forward = planned + 1;
   const ForwardMemory m = memory.of(programs.free_slip(), bucket);
   *m.slip = {.forward = forward, .after = builds_on(), .bucket = bucket};

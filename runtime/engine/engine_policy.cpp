@@ -94,13 +94,6 @@ std::uint32_t Engine::Impl::tail_row(const Sequence& sequence, const PlanItem& i
   return sequence.tail.slot * options.prompt_queries + token % options.prompt_queries;
 }
 
-void Engine::Impl::begin_policies(std::span<const Wanted> wanted) {
-  for (const auto& [sequence, item] : wanted) {
-    if (sequence->tail.slot != kNone && !item.prefill && outdated(item.sequence, *sequence))
-      begin_policy(item.sequence, *sequence);
-  }
-}
-
 bool Engine::Impl::outdated(SequenceId id, const Sequence& sequence) const noexcept {
   if (!sequence.policy || sequence.policy->spoilt() || sequence.prompt_end > sequence.policy_tokens) return true;
   return std::ranges::any_of(programs.all(), [&](const runtime::Program& program) {
@@ -108,32 +101,6 @@ bool Engine::Impl::outdated(SequenceId id, const Sequence& sequence) const noexc
     return std::ranges::any_of(program.items,
                                [&](const PlanItem& item) { return item.sequence == id && item.prefill; });
   });
-}
-
-void Engine::Impl::begin_policy(SequenceId id, Sequence& sequence) {
-  for (const runtime::Program& program : programs.all()) {
-    if (std::ranges::find(program.items, id, &PlanItem::sequence) == program.items.end()) continue;
-    if (await_end(program.forward) != ForwardStatus::done)
-      throw Error(Errc::invalid_argument, "plan: forward " + text(program.forward) + " with tokens of sequence " +
-                                              text(id.value) + " failed; finish it first");
-  }
-  if (sequence.policy) {
-    const auto rest = choice.rest(options.timeout);
-    drop_policy(sequence);
-  }
-  const Sequence::Tail& tail = sequence.tail;
-  const std::uint32_t queries = tail.end == sequence.planned && tail.begin < tail.end ? tail.end - tail.begin : 0;
-  auto policy =
-      std::make_shared<runtime::SequencePolicy>(sequence.spec, memory.largest(), sequence.pages().blocks(), host);
-  policy->begin({.tokens = sequence.planned,
-                 .queries = std::min(queries, scheduler::prompt_queries(sequence.spec)),
-                 .tail = tail.slot * options.prompt_queries,
-                 .room = options.prompt_queries},
-                *prompt_workers);
-  sequence.policy = std::move(policy);
-  sequence.policy_tokens = sequence.policy_end = sequence.planned;
-  sequence.policy_forward = planned;
-  sequence.policy_chose = 0;
 }
 
 std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemory& m,
@@ -161,7 +128,7 @@ std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemor
 std::uint64_t Engine::Impl::policy_bytes() noexcept {
   if (!programs.empty()) return known_policy_bytes;
   known_policy_bytes = choice.heap_bytes();
-  for (auto& [id, sequence] : sequences) known_policy_bytes += sequence.policy ? sequence.policy->heap_bytes() : 0;
+  for (const auto& [id, sequence] : sequences) known_policy_bytes += sequence.policy_bytes();
   return known_policy_bytes;
 }
 

@@ -109,6 +109,7 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
     throw Error(Errc::invalid_argument, "truncate: sequence " + number(id.value) + " has " + number(sequence.tokens) +
                                             " tokens, and is to keep " + number(tokens));
   require_windows(id, sequence, tokens, "truncate");
+  if (tokens != sequence.tokens) drop_look(sequence);
   take_back_choices(sequence, tokens);
   shrink(sequence, tokens);
   sequence.tokens = sequence.planned = tokens;
@@ -122,6 +123,7 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
 void Engine::Impl::end(SequenceId id) {
   if (imports(id)) take_back(importing);
   Sequence& sequence = resting(id, "end");
+  drop_look(sequence);
   if (sequence.policy) {
     const auto rest = choice.rest(options.timeout);
     drop_policy(sequence);

@@ -14,6 +14,7 @@ void Engine::Impl::begin_trace(const ForwardMemory& m) {
   program.trace->wait = m.fetches_chosen ? Stage::fetch : Stage::merge;
   program.trace->stamps.reserve(std::size_t{m.shape.layers} * kStampedStages);
   program.trace->before = stats();
+  program.trace->looks = looked;
   far_notes.expect(program.forward);
   program.trace->planned = Clock::now();
 }

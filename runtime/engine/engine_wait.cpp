@@ -110,6 +110,7 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
       pass_windows(sequence);
       continue;
     }
+    drop_look(sequence);
     forget_names(sequence, sequence.planned);
     sequence.tail.end = std::min(sequence.tail.end, sequence.planned);
     give_back(sequence, program, i);

@@ -105,7 +105,14 @@ FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer,
   return {};
 }
 
-void FarChoice::choose(const FarQuestion& question, std::uint32_t item) noexcept {
+bool FarChoice::chooses(const FarQuestion& question, std::uint32_t list) const noexcept {
+  const std::vector<ChoosingRow>& rows = rows_[question.forward % kMostForwards].rows;
+  const auto row = std::ranges::lower_bound(rows, list / memory_.shape.kv_heads, {}, &ChoosingRow::index);
+  return row != rows.end() && row->index == list / memory_.shape.kv_heads &&
+         row->window.in(question.layer, memory_.window_in(question.layer)).asks != 0;
+}
+
+std::uint32_t FarChoice::choose(const FarQuestion& question, std::uint32_t item) noexcept {
   const Place place = place_of(question.forward, question.layer, item);
   const std::uint32_t list = list_of(place);
   ChosenList& chosen = lists_[list];
@@ -127,10 +134,11 @@ void FarChoice::choose(const FarQuestion& question, std::uint32_t item) noexcept
   (fetched ? fetched_ : far_tokens_).fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
   const auto count = static_cast<std::uint32_t>(chosen.rows.size());
   std::atomic_ref(memory_.far_counts[list]).store(count, std::memory_order_relaxed);
-  if (count != 0) return;  // Whoever attends it completes it.
+  if (count != 0) return list;  // Whoever attends it completes it.
   std::fill_n(memory_.far_out + first * memory_.shape.head_dim, group * memory_.shape.head_dim, 0.f);
   std::fill_n(memory_.far_lse + first, group, missing);
   complete(question, chosen, list);
+  return list;
 }
 
 void FarChoice::choose_for(const FarQuestion& question, const Place& place, ChosenList& chosen) {

@@ -23,6 +23,7 @@ struct FarQuestion {
   std::uint64_t forward = 0;
   std::uint32_t layer = 0;
   std::uint32_t drafts = 1;  ///< of each team, see ForwardMemory::teams
+  std::uint32_t lists = 0;   ///< of far rows
 };
 
 /// A row of a forward that the policy of its sequence chooses for, in layers that are not dense.
@@ -76,9 +77,11 @@ class FarChoice {
   };
   [[nodiscard]] Failure failure(std::uint64_t forward);
 
-  /// Item `item` of the choices that a question wants. What cannot be chosen is not a number. For every item once,
-  /// while the question stands; its count of far rows is then that of the list.
-  void choose(const FarQuestion& question, std::uint32_t item) noexcept;
+  /// Item `item` of the choices that a question wants: the list that it is for. What cannot be chosen is not a number.
+  /// For every item once, while the question stands; its count of far rows is then that of the list.
+  std::uint32_t choose(const FarQuestion& question, std::uint32_t item) noexcept;
+  /// Whether a policy chooses for this list. While the question stands.
+  [[nodiscard]] bool chooses(const FarQuestion& question, std::uint32_t list) const noexcept;
   /// The list that was chosen for, or null. While the question stands.
   [[nodiscard]] const ChosenList* find(std::uint64_t asked, std::uint32_t list) const noexcept;
   /// A chosen list has been attended: the rest of what its heads get.
@@ -152,7 +155,7 @@ class FarChoice {
   std::atomic<bool> resting_{false};        ///< they leave off
   struct Rows {
     std::uint64_t forward = 0;
-    std::vector<ChoosingRow> rows;
+    std::vector<ChoosingRow> rows;  ///< by index
   };
   std::array<Rows, kMostForwards> rows_;  ///< by forward % kMostForwards
   std::vector<ChosenList> lists_;         ///< [decode_rows, kv_heads]

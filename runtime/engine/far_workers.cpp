@@ -5,7 +5,6 @@
 #include <system_error>
 #include <thread>
 
-#include "cpu/backend/verbs.hpp"
 #include "cpu/threads/spin.hpp"
 #include "runtime/engine/mailbox.hpp"
 #include "sluice/error.hpp"
@@ -20,31 +19,7 @@ std::int64_t now_ns() noexcept {
 
 constexpr std::chrono::microseconds kNap{20};
 
-/// A list is cut evenly, into parts with enough rows to make up for what a part costs, and no more than there is room
-/// for: a thread that gets a small one left over keeps the answer waiting as long as the others do.
-constexpr std::uint32_t kMostRows = 64;  ///< of a part, of lists that are not longer than kMostParts of these
-constexpr std::uint32_t kMostParts = 32;
-constexpr std::uint32_t kEven = 4;  ///< rows that kernels take at once
-constexpr std::uint32_t part_rows(std::uint32_t count) noexcept {
-  const std::uint64_t parts = std::clamp<std::uint64_t>(div_up(count, kMostRows), 1, kMostParts);
-  return static_cast<std::uint32_t>(kEven * std::max<std::uint64_t>(div_up(count, parts * kEven), 1));
-}
-/// A policy of the CPU may choose everything.
-std::uint32_t longest_list(const ForwardMemory& memory) noexcept {
-  return memory.tail_rows == 0 ? memory.teams(memory.largest.drafts).list_room() : memory.largest.max_tokens;
-}
-/// Of a list, none of which is longer than `room`.
-constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
-  return std::min(kMostParts, static_cast<std::uint32_t>(div_up(room, kMostRows)));
-}
-
 }  // namespace
-
-FarWorkers::Rows FarWorkers::rows_for(const ForwardMemory& memory) {
-  const std::uint32_t most = std::max(part_rows(longest_list(memory)), kMostRows);
-  return {.keys = std::vector<const std::byte*>(most),
-          .scales = std::vector<const float*>(memory.far_layout.scaled() ? most : 0)};
-}
 
 FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes,
                        const FarWorkersOptions& options, cpu::CoreShares::Lease cores)
@@ -52,17 +27,14 @@ FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes&
       choice_(choice),
       notes_(notes),
       options_(options),
-      kernels_(cpu::fastest_kernels()),
       cores_(std::move(cores)),
-      part_ends_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads),
-      most_parts_(most_parts(longest_list(memory))),
-      partials_(part_ends_.size() * most_parts_ * memory.shape.group() * (memory.shape.head_dim + 1)),
-      rows_(threads_on(cores_.topology().cores()), rows_for(memory)),
-      places_(rows_.size()) {
+      parts_(memory, choice, threads_on(cores_.topology().cores())),
+      most_(threads_on(cores_.topology().cores())),
+      places_(most_ + 1) {
   settle_in();
   try {
-    for (std::uint32_t i = 0; i < rows_.size(); ++i)
-      threads_.add([this, i](const std::stop_token& stop) { work(i, stop); });
+    for (std::uint32_t i = 0; i < most_; ++i) threads_.add([this, i](const std::stop_token& stop) { work(i, stop); });
+    if (options.jobs) threads_.add([this](const std::stop_token& stop) { work_for_jobs(stop); });
   } catch (const std::system_error& error) {
     throw Error(Errc::device, std::string("the system has no thread left for the far part: ") + error.what() +
                                   "; ask for fewer threads or raise `ulimit -u`");
@@ -80,10 +52,10 @@ void FarWorkers::settle_in() noexcept {
     const cpu::CoreShare share = cores_.share();
     // The first core is the caller's.
     const std::size_t first = share.pus.size() > 1 ? 1 : 0;
-    for (std::size_t i = 0; i < places_.size(); ++i)
+    for (std::size_t i = 0; i < most_; ++i)
       places_[i].store(share.pus[first + i % (share.pus.size() - first)], std::memory_order_relaxed);
-    const auto most = static_cast<std::uint32_t>(places_.size());
-    const std::uint32_t active = std::min(threads_on(share.cores), most);
+    places_[most_].store(share.pus[0], std::memory_order_relaxed);  // Who waits for a job is the caller.
+    const std::uint32_t active = std::min(threads_on(share.cores), most_);
     constexpr std::uint32_t kMostThatNap = 3;
     spins_.store(cores_.topology().cores() > kMostThatNap && active < share.cores, std::memory_order_relaxed);
     active_.store(active, std::memory_order_relaxed);
@@ -107,6 +79,17 @@ void FarWorkers::wake(std::uint64_t forward) {
   woken_.notify_all();
 }
 
+void FarWorkers::begin(std::shared_ptr<Job> job) {
+  settle_in();
+  if (!options_.jobs) return;
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.add(std::move(job));
+  }
+  woken_.notify_all();
+  job_came_.notify_one();
+}
+
 bool FarWorkers::stop(std::chrono::milliseconds timeout) noexcept {
   cores_.end();
   return threads_.stop(timeout);
@@ -125,7 +108,7 @@ void FarWorkers::sleep(std::uint32_t thread, std::uint64_t seen, const std::stop
   asleep_.fetch_add(1, std::memory_order_relaxed);
   woken_.wait(lock, stop, [&] {
     stirrings_.fetch_add(1, std::memory_order_relaxed);
-    return thread < active() && (under_way() || look(memory_.mailbox->question.asked) > seen);
+    return thread < active() && (under_way() || look(memory_.mailbox->question.asked) > seen || may_help(thread));
   });
   asleep_.fetch_sub(1, std::memory_order_relaxed);
 }
@@ -152,6 +135,9 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
       } else if (!wanted()) {
         std::this_thread::sleep_for(kNap);  // A caller holds FarChoice::Rest: no thread may learn.
       }
+    } else if (called && may_help(thread)) {
+      move(thread, pu);
+      help();
     } else if (!called || !under_way()) {
       sleep(thread, seen, stop);
       move(thread, pu);
@@ -164,28 +150,24 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
   }
 }
 
-std::uint32_t FarWorkers::parts_of(std::uint32_t index) const noexcept {
-  const std::uint32_t count = std::atomic_ref(memory_.far_counts[index]).load(std::memory_order_relaxed);
-  return static_cast<std::uint32_t>(div_up(count, part_rows(count)));
+std::uint32_t FarWorkers::most_helpers() const noexcept { return under_way() ? active() / 2 : active() - 1; }
+
+void FarWorkers::help() noexcept {
+  if (helping_.fetch_add(1, std::memory_order_relaxed) < most_helpers()) (void)jobs_.work();
+  helping_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-FarWorkers::Part FarWorkers::part_at(std::uint32_t at, Cursor& cursor) const noexcept {
-  for (; at - cursor.first >= parts_of(cursor.index); ++cursor.index) cursor.first += parts_of(cursor.index);
-  const std::uint32_t count = memory_.far_counts[cursor.index];
-  const std::uint32_t part = at - cursor.first;
-  const std::uint32_t begin = part * part_rows(count);
-  return {.index = cursor.index,
-          .part = part,
-          .parts = parts_of(cursor.index),
-          .begin = begin,
-          .end = std::min(begin + part_rows(count), count)};
-}
-
-std::uint32_t FarWorkers::all_parts() const noexcept {
-  std::uint32_t parts = 0;
-  const std::uint32_t lists = std::atomic_ref(memory_.mailbox->question.lists).load(std::memory_order_relaxed);
-  for (std::uint32_t i = 0; i < lists; ++i) parts += parts_of(i);
-  return parts;
+void FarWorkers::work_for_jobs(const std::stop_token& stop) {
+  std::uint32_t pu = kNone;
+  while (!stop.stop_requested()) {
+    {
+      std::unique_lock lock(mutex_);
+      job_came_.wait(lock, stop, [&] { return jobs_.any(); });
+    }
+    move(most_, pu);
+    while (!stop.stop_requested() && jobs_.work()) {
+    }
+  }
 }
 
 void FarWorkers::begin_piece(std::uint64_t asked) {
@@ -215,96 +197,58 @@ void FarWorkers::do_piece(const FarQuestion& question, Stage stage, std::uint32_
              {.stage = stage, .layer = question.layer, .thread = thread, .begin_ns = begin, .end_ns = now_ns()});
 }
 
-FarWorkers::Choice FarWorkers::choose(const FarQuestion& question, std::uint32_t choices, std::uint32_t thread,
-                                      const std::stop_token& stop) {
-  Choice choice = Choice::made;
-  for (std::uint32_t item = 0; (item = choices_.claim(question.asked, choices)) != kNone;) {
-    do_piece(question, Stage::choose_far, thread,
-             [&] { choice_.choose(question, item); });
-    if (!choices_.finish(choices)) continue;
-    choice = Choice::made_last;
-    chosen_.store(question.asked, std::memory_order_release);
+void FarWorkers::open_lists(const FarQuestion& question, std::uint32_t items, std::uint32_t thread) {
+  for (std::uint32_t item = 0; (item = items_.claim(question.asked, items)) != kNone;) {
+    if (item == 0) {
+      for (std::uint32_t list = 0; list < question.lists; ++list)
+        if (items == 1 || !choice_.chooses(question, list)) parts_.open(question.asked, list);
+    } else {
+      do_piece(question, Stage::choose_far, thread,
+               [&] { parts_.open(question.asked, choice_.choose(question, item - 1)); });
+    }
+    if (!items_.finish(items)) continue;
+    open_.store(question.asked, std::memory_order_release);
+    if (parts_.close()) say(question);
   }
-  // Others are at it: what they choose is attended by all.
-  const auto chosen = [&] { return chosen_.load(std::memory_order_acquire) >= question.asked; };
-  if (spins() ? cpu::spin_until(chosen) : chosen()) return choice;
+}
+
+void FarWorkers::attend_parts(const FarQuestion& question, std::uint32_t thread) {
+  std::uint32_t list = 0;
+  for (FarPart part; (part = parts_.claim(question, list)).parts != 0;) {
+    do_piece(question, Stage::attend_far, thread, [&] { parts_.attend(question, part, thread); });
+    if (parts_.finish()) say(question);
+  }
+}
+
+bool FarWorkers::await_more(std::uint64_t asked, std::uint64_t opened, const std::stop_token& stop) const {
+  const auto more = [&] { return parts_.opened() != opened || all_open(asked); };
+  if (spins() ? cpu::spin_until(more) : more()) return true;
   const Deadline deadline = deadline_after(options_.timeout);
-  while (!(spins() ? cpu::spin_until(chosen) : chosen())) {
-    if (stop.stop_requested() || RunClock::now() >= deadline) return Choice::not_made;
+  while (!(spins() ? cpu::spin_until(more) : more())) {
+    if (stop.stop_requested() || RunClock::now() >= deadline) return false;
     spins() ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
   }
-  return choice;
+  return true;
 }
 
 void FarWorkers::answer(std::uint64_t asked, std::uint32_t thread, const std::stop_token& stop) {
   const auto word = [](auto& part) { return std::atomic_ref(part).load(std::memory_order_relaxed); };
   ForwardMailbox::Question& said = memory_.mailbox->question;
-  const FarQuestion question{
-      .asked = asked, .forward = word(said.forward), .layer = word(said.layer), .drafts = word(said.drafts)};
-  const std::uint32_t choices = choices_.total(asked, [&] { return word(said.choices); });
-  if (choices == kNone) return;
-  const Choice choice = choices == 0 ? Choice::made : choose(question, choices, thread, stop);
-  if (choice == Choice::not_made) return;
-  const std::uint32_t parts = parts_.total(asked, [&] { return all_parts(); });
-  if (parts == kNone) return;
-  if (parts == 0 && choice == Choice::made_last) say(question);
-  Cursor cursor;
-  for (std::uint32_t at = 0; (at = parts_.claim(asked, parts)) != kNone;) {
-    do_piece(question, Stage::attend_far, thread,
-             [&] { attend(question, part_at(at, cursor), rows_[thread]); });
-    if (parts_.finish(parts)) say(question);
+  const FarQuestion question{.asked = asked,
+                             .forward = word(said.forward),
+                             .layer = word(said.layer),
+                             .drafts = word(said.drafts),
+                             .lists = word(said.lists)};
+  const std::uint32_t items = items_.total(asked, [&] { return 1 + word(said.choices); });
+  if (items == kNone) return;
+  open_lists(question, items, thread);
+  while (true) {
+    // Looked at first: what opens while this thread attends is there for it to find.
+    const std::uint64_t opened = parts_.opened();
+    const bool all = all_open(asked);
+    attend_parts(question, thread);
+    if (all || !await_more(asked, opened, stop)) return;
   }
-}
-
-Partial FarWorkers::whole_of(const ForwardMemory& m, std::uint32_t index) noexcept {
-  const std::uint64_t head = std::uint64_t{index} * m.shape.group();
-  return {.out = m.far_out + head * m.shape.head_dim, .lse = m.far_lse + head};
-}
-
-Partial FarWorkers::place_of(const ForwardMemory& m, std::uint32_t index, std::uint32_t part) noexcept {
-  const std::uint64_t out = std::uint64_t{m.shape.group()} * m.shape.head_dim;
-  float* const at = partials_.data() + (std::uint64_t{index} * most_parts_ + part) * (out + m.shape.group());
-  return {.out = at, .lse = at + out};
-}
-
-void FarWorkers::attend_part(const FarQuestion& question, const Part& part, Rows& rows, const ChosenList* chosen) {
-  const ForwardMemory m = memory_.teams(question.drafts);
-  const std::uint32_t group = m.shape.group();
-  const std::uint32_t plane = m.plane(question.layer, part.index % m.shape.kv_heads);
-  const std::uint32_t* const list =
-      chosen != nullptr ? chosen->rows.data() : m.far_rows + part.index * std::uint64_t{m.list_room()};
-  for (std::uint32_t i = part.begin; i < part.end; ++i) rows.keys[i - part.begin] = m.far_key(plane, list[i]);
-  for (std::uint32_t i = part.begin; i < part.end && m.far_layout.scaled(); ++i)
-    rows.scales[i - part.begin] = m.far_scales(plane, list[i]);
-  // The first part goes to its place at once, the others follow in their order.
-  const Partial place = part.part == 0 ? whole_of(m, part.index) : place_of(m, part.index, part.part);
-  const bool members = chosen != nullptr && !chosen->members.empty();
-  const bool scores = chosen != nullptr && !chosen->scores.empty();
-  cpu::kernels_for(kernels_, m.far_layout.dtype)
-      .attend({.q = m.far_q + std::uint64_t{part.index} * group * m.shape.head_dim,
-               .scale = m.shape.score_scale(),
-               .softcap = m.shape.softcap,
-               .k = rows.keys.data(),
-               .v_offset = m.far_layout.half_bytes(),
-               .scales = rows.scales.data(),
-               .members = members ? chosen->members.data() + part.begin : nullptr,
-               .scores = scores ? chosen->scores.data() + std::uint64_t{part.begin} * group : nullptr,
-               .count = part.end - part.begin,
-               .group = group,
-               .head_dim = m.shape.head_dim,
-               .out = place.out,
-               .lse = place.lse});
-}
-
-void FarWorkers::attend(const FarQuestion& question, const Part& part, Rows& rows) {
-  const ChosenList* const chosen = choice_.find(question.asked, part.index);
-  attend_part(question, part, rows, chosen);
-  if (part_ends_[part.index].fetch_add(1, std::memory_order_acq_rel) + 1 != part.parts) return;
-  part_ends_[part.index].store(0, std::memory_order_relaxed);
-  const ForwardMemory m = memory_.teams(question.drafts);
-  for (std::uint32_t i = 1; i < part.parts; ++i)
-    cpu::merge_into(whole_of(m, part.index), place_of(m, part.index, i), m.shape.group(), m.shape.head_dim);
-  if (chosen != nullptr) choice_.complete(question, *chosen, part.index);
 }
 
 }  // namespace sluice::runtime

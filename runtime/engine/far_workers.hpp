@@ -11,15 +11,15 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/kernels/kernels.hpp"
 #include "cpu/machine/core_shares.hpp"
 #include "cpu/threads/crew.hpp"
 #include "cpu/threads/kept.hpp"
 #include "runtime/engine/far_choice.hpp"
 #include "runtime/engine/far_notes.hpp"
+#include "runtime/engine/far_parts.hpp"
+#include "runtime/engine/job.hpp"
 #include "runtime/engine/shares.hpp"
 #include "sluice/forward_memory.hpp"
-#include "sluice/partial.hpp"
 
 namespace sluice::runtime {
 
@@ -27,13 +27,16 @@ struct FarWorkersOptions {
   std::uint32_t threads = 0;  ///< 0: one for each core of the share but `spare`, one at least
   std::uint32_t spare = 0;    ///< cores that are left to others
   bool pin = true;
+  bool jobs = false;                         ///< one thread more, for these alone
   std::chrono::milliseconds timeout{1'000};  ///< of one thread's waits for another that chooses
   std::function<void()> before_answer{};     ///< see EngineOptions
 };
 
-/// Threads that answer the device's questions: policies choose, where there are some, then far rows are attended, in
-/// place. They watch the mailbox from `wake` until the forward has ended, let policies learn from what was chosen while
-/// there is nothing to answer, and sleep otherwise.
+/// Threads that answer the device's questions: policies choose, where there are some, and far rows are attended in
+/// place, those of a list as soon as it is chosen for. They watch the mailbox from `wake` until the forward has ended,
+/// let policies learn from what was chosen and do pieces of jobs while there is nothing to answer, and sleep otherwise.
+/// A piece is not interrupted by a question: the first thread does none, half of them do none while a forward is under
+/// way, and one thread that answers nothing sees to it that jobs go on.
 ///
 /// They spin while they watch if the process has enough cores for that and the share more than there are threads; else
 /// they nap. Should the share be another when a forward is planned, they move: some then sleep until it is larger.
@@ -49,6 +52,8 @@ class FarWorkers {
 
   /// Forward `forward` may ask from now on.
   void wake(std::uint64_t forward);
+  /// Threads begin to work for it, if there are any for jobs. It owns what they use.
+  void begin(std::shared_ptr<Job> job);
   /// Ends the threads. Whether all of them have within `timeout`; if not, they use what this was built on, and this,
   /// until they have: `keep` it then. Their cores are others' in any case.
   [[nodiscard]] bool stop(std::chrono::milliseconds timeout) noexcept;
@@ -57,7 +62,7 @@ class FarWorkers {
   /// Whether every question that was asked is answered.
   [[nodiscard]] bool idle() const noexcept;
   /// Of host memory that the threads work in.
-  [[nodiscard]] std::uint64_t bytes() const noexcept { return partials_.size() * sizeof(float); }
+  [[nodiscard]] std::uint64_t bytes() const noexcept { return parts_.bytes(); }
   /// From when a thread saw a question until it was answered, over all questions.
   [[nodiscard]] std::uint64_t answer_ns() const noexcept { return answer_ns_.load(std::memory_order_relaxed); }
   /// Threads that answer, as of the newest plan; the others sleep.
@@ -69,20 +74,6 @@ class FarWorkers {
   [[nodiscard]] std::uint64_t stirrings() const noexcept { return stirrings_.load(std::memory_order_relaxed); }
 
  private:
-  /// Of a thread: where the rows of a part lie. There is room for the largest part.
-  struct Rows {
-    std::vector<const std::byte*> keys;
-    std::vector<const float*> scales;  ///< empty if rows have none
-  };
-  /// Some far rows of one row and KV head, which one thread attends. How a list is cut depends on its length alone, so
-  /// that answers do not depend on the threads.
-  struct Part {
-    std::uint32_t index = 0;  ///< row * kv_heads + KV head
-    std::uint32_t part = 0;
-    std::uint32_t parts = 0;  ///< of the list
-    std::uint32_t begin = 0;
-    std::uint32_t end = 0;
-  };
   /// How many threads a share of so many cores is for.
   [[nodiscard]] std::uint32_t threads_on(std::uint32_t cores) const noexcept;
   /// Goes by the share as it is now.
@@ -90,14 +81,27 @@ class FarWorkers {
   /// Binds the calling thread to its core, where it is not bound to that (`pu`) already.
   void move(std::uint32_t thread, std::uint32_t& pu) const noexcept;
   void work(std::uint32_t thread, const std::stop_token& stop);
+  void work_for_jobs(const std::stop_token& stop);
+  /// Threads that answer, and may do pieces of jobs now.
+  [[nodiscard]] std::uint32_t most_helpers() const noexcept;
+  [[nodiscard]] bool may_help(std::uint32_t thread) const noexcept {
+    return thread != 0 && jobs_.any() && helping_.load(std::memory_order_relaxed) < most_helpers();
+  }
+  void help() noexcept;
   /// Until there may be a question newer than `seen`.
   void sleep(std::uint32_t thread, std::uint64_t seen, const std::stop_token& stop);
   void answer(std::uint64_t asked, std::uint32_t thread, const std::stop_token& stop);
-  enum class Choice : std::uint8_t { made, made_last, not_made };
-  /// Returns when all policies have chosen; `made_last` if the last of them did so here. `not_made`: a thread that has
-  /// begun to choose does not come back. Should it after all, what is left of the question is its own.
-  [[nodiscard]] Choice choose(const FarQuestion& question, std::uint32_t choices, std::uint32_t thread,
-                              const std::stop_token& stop);
+  /// Opens lists, claiming one after the other, until none is left: those that are as the device has them, then one for
+  /// each choice.
+  void open_lists(const FarQuestion& question, std::uint32_t items, std::uint32_t thread);
+  /// Attends parts of lists that are open until none is left.
+  void attend_parts(const FarQuestion& question, std::uint32_t thread);
+  [[nodiscard]] bool all_open(std::uint64_t asked) const noexcept {
+    return open_.load(std::memory_order_acquire) >= asked;
+  }
+  /// Until there is more to attend than there was when `opened` lists were open, or there will not be. False: a thread
+  /// that has begun to choose does not come back. Should it after all, what is left of the question is its own.
+  [[nodiscard]] bool await_more(std::uint64_t asked, std::uint64_t opened, const std::stop_token& stop) const;
   /// Who has done the last piece of work says that the question is answered.
   void say(const FarQuestion& question);
   /// A piece of work that was claimed; written down if its forward is traced.
@@ -105,31 +109,12 @@ class FarWorkers {
   void do_piece(const FarQuestion& question, Stage stage, std::uint32_t thread, const Work& work);
   /// A piece of work begins, the first perhaps.
   void begin_piece(std::uint64_t asked);
-  [[nodiscard]] std::uint32_t all_parts() const noexcept;
-  [[nodiscard]] std::uint32_t parts_of(std::uint32_t index) const noexcept;
-  /// A list, and how many parts the lists before it have.
-  struct Cursor {
-    std::uint32_t index = 0;
-    std::uint32_t first = 0;
-  };
-  /// The `at`-th part of the question that stands. `cursor` moves to its list: who asks for later and later parts of
-  /// one question looks at every list once.
-  [[nodiscard]] Part part_at(std::uint32_t at, Cursor& cursor) const noexcept;
-  [[nodiscard]] static Rows rows_for(const ForwardMemory& memory);
-  /// The thread that ends a list's last part merges them.
-  void attend(const FarQuestion& question, const Part& part, Rows& rows);
-  void attend_part(const FarQuestion& question, const Part& part, Rows& rows, const ChosenList* chosen);
-  /// Where a list's result goes. `memory`: as its rows see it.
-  [[nodiscard]] static Partial whole_of(const ForwardMemory& memory, std::uint32_t index) noexcept;
-  /// Where the result of a part that is not its list's first waits for the others.
-  [[nodiscard]] Partial place_of(const ForwardMemory& memory, std::uint32_t index, std::uint32_t part) noexcept;
   [[nodiscard]] bool under_way() const noexcept;
 
   const ForwardMemory memory_;
   FarChoice& choice_;
   FarNotes& notes_;
   const FarWorkersOptions options_;
-  const cpu::Kernels& kernels_;
   cpu::CoreShares::Lease cores_;
   std::uint64_t generation_ = 0;  ///< of the share that is gone by
   std::atomic<std::uint32_t> active_{1};
@@ -137,19 +122,19 @@ class FarWorkers {
   std::atomic<std::uint32_t> asleep_{0};
   std::atomic<std::uint64_t> stirrings_{0};
   std::atomic<std::uint64_t> expected_{0};
-  Shares choices_;
-  std::atomic<std::uint64_t> chosen_{0};  ///< newest question all of whose choices were made
-  Shares parts_;
+  Shares items_;                        ///< the lists as the device has them, then every choice
+  std::atomic<std::uint64_t> open_{0};  ///< newest question all of whose lists are open
+  FarParts parts_;
   std::atomic<std::uint64_t> seen_{0};    ///< newest question that work was begun on
   std::atomic<std::int64_t> seen_ns_{0};  ///< when that was
   std::atomic<std::uint64_t> answer_ns_{0};
-  std::vector<std::atomic<std::uint32_t>> part_ends_;  ///< [decode_rows, kv_heads] parts of the list that are done
-  const std::uint32_t most_parts_;
-  std::vector<float> partials_;  ///< [decode_rows, kv_heads, most_parts, group, head_dim + 1]
+  Jobs jobs_;
+  std::atomic<std::uint32_t> helping_{0};  ///< threads that answer, when they are back
   std::mutex mutex_;
   std::condition_variable_any woken_;
-  std::vector<Rows> rows_;                         ///< [threads]
-  std::vector<std::atomic<std::uint32_t>> places_;  ///< [threads] PU that it runs on
+  std::condition_variable_any job_came_;
+  const std::uint32_t most_;                        ///< threads that answer
+  std::vector<std::atomic<std::uint32_t>> places_;  ///< [threads, then the one for jobs] PU that it runs on
   cpu::Crew threads_;                              ///< last: they use all of the above
 };
 

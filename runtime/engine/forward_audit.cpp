@@ -15,14 +15,15 @@ void ForwardAudit::add(AuditedRow row) {
   rows_.push_back(std::move(row));
 }
 
-void ForwardAudit::compare(const cpu::Workers& workers) {
+std::uint32_t ForwardAudit::begin() {
+  results_.assign(rows_.size() * memory_.layer_heads(), {});
+  return static_cast<std::uint32_t>(results_.size());
+}
+
+void ForwardAudit::compare(std::uint32_t piece) {
   const std::uint32_t heads = memory_.layer_heads();
-  results_.assign(rows_.size() * heads, {});
-  workers.parallel_for(static_cast<std::uint32_t>(results_.size()),
-                       [self = shared_from_this(), heads](std::uint32_t i) {
-                         const std::uint32_t kv_heads = self->memory_.shape.kv_heads;
-                         self->compare(i / heads, i % heads / kv_heads, i % kv_heads, self->results_[i]);
-                       });
+  const std::uint32_t kv_heads = memory_.shape.kv_heads;
+  compare(piece / heads, piece % heads / kv_heads, piece % kv_heads, results_[piece]);
 }
 
 void ForwardAudit::compare(std::uint32_t index, std::uint32_t layer, std::uint32_t kv_head, Result& result) const {

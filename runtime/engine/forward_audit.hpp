@@ -1,11 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "cpu/kernels/kernels.hpp"
-#include "cpu/threads/workers.hpp"
 #include "runtime/engine/audit_group.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/units.hpp"
@@ -34,9 +32,10 @@ struct AuditedRow {
 };
 
 /// One forward that is audited: what its rows attended, which the device and the policies write down, and how that
-/// compares with exact attention. Threads that are lost while they compare go on using it.
-/// Thread safety: notes of different rows, layers and KV heads by any threads, while the forward runs; else none.
-class ForwardAudit : public std::enable_shared_from_this<ForwardAudit> {
+/// compares with exact attention.
+/// Thread safety: notes of different rows, layers and KV heads by any threads, while the forward runs, and pieces
+/// of the comparison; else none.
+class ForwardAudit {
  public:
   /// `memory`: as the verbs saw it that wrote down what was attended.
   ForwardAudit(const ForwardMemory& memory, const cpu::Kernels& kernels) : memory_(memory), kernels_(kernels) {}
@@ -48,9 +47,10 @@ class ForwardAudit : public std::enable_shared_from_this<ForwardAudit> {
   }
   [[nodiscard]] const std::vector<AuditedRow>& rows() const noexcept { return rows_; }
 
-  /// Once the forward has run, before another audited one does.
-  /// @throws Error{Errc::timeout} see Workers
-  void compare(const cpu::Workers& workers);
+  /// Once the forward has run, before another audited one does: how many pieces of work it is to compare, which are
+  /// done once each, by any threads.
+  [[nodiscard]] std::uint32_t begin();
+  void compare(std::uint32_t piece);
   /// Then: what was found of a row, to a report that has its heads.
   void report(std::uint32_t row, AuditReport& report) const noexcept;
 

@@ -118,6 +118,8 @@ ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::v
     add_plan(trace.work, span);
     trace.spans.push_back(span);
   };
+  for (const auto& [sequence, begin, end] : notes.looks)
+    trace.looks.push_back({.sequence = sequence, .begin_us = us(ns_of(begin)), .end_us = us(ns_of(end))});
   for (std::uint32_t layer = 0; layer < layers_of(notes); ++layer) {
     const std::vector<Ran> ran = stages_of_layer(notes, layer);
     for (const Ran& each : ran) {

@@ -12,6 +12,12 @@
 
 namespace sluice::runtime {
 
+/// A look at a prompt that a plan has waited for, or found done.
+struct LookNote {
+  std::uint64_t sequence = 0;
+  Clock::time_point begin{}, end{};
+};
+
 /// What is kept of a forward that is traced, from its plan until it is finished.
 struct TraceNotes {
   std::uint64_t forward = 0;
@@ -23,6 +29,7 @@ struct TraceNotes {
   Stage wait = Stage::merge;           ///< waits for what the CPU answers
   std::vector<ForwardStamp> stamps{};  ///< [layers, kStampedStages]
   FarWork far{};
+  std::vector<LookNote> looks{};
 };
 
 /// How far the host's clock is ahead of the device's, in nanoseconds, and how exact that is.

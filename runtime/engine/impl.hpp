@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -18,6 +19,7 @@
 #include "runtime/engine/engine_memory.hpp"
 #include "runtime/engine/far_choice.hpp"
 #include "runtime/engine/far_workers.hpp"
+#include "runtime/engine/job.hpp"
 #include "runtime/engine/mailbox.hpp"
 #include "runtime/engine/programs.hpp"
 #include "runtime/engine/sequence.hpp"
@@ -188,11 +190,21 @@ struct Engine::Impl : cpu::Kept {
   /// @throws Error{Errc::timeout} if a thread that learns does not come back
   [[nodiscard]] std::shared_ptr<runtime::SequencePolicy> policy_of(const Sequence& parent, std::uint32_t tokens);
   void copy_tail(const Sequence& from, Sequence& to) noexcept;
-  /// Those of sequences whose first token behind the prompt is planned look at it.
+  /// Those of sequences whose first token behind the prompt is planned have looked at it then.
+  /// @throws Error{Errc::timeout}
   void begin_policies(std::span<const Wanted> wanted);
   /// Whether a sequence has tokens, or is planned to have, that its policy has not seen as a prompt's.
   [[nodiscard]] bool outdated(SequenceId id, const Sequence& sequence) const noexcept;
-  void begin_policy(SequenceId id, Sequence& sequence);
+  /// All forwards with tokens of it have ended.
+  void await_prompt(SequenceId id);
+  /// Of all that it has: in the background.
+  void begin_look(Sequence& sequence);
+  /// Of prompts whose names say that they end with this forward, which has got to its end.
+  void look_ahead(const runtime::Program& program) noexcept;
+  /// What it reads is about to change: waits for threads that look, or leaves them behind.
+  void drop_look(Sequence& sequence) noexcept;
+  /// Its policy chooses from now on.  @throws Error{Errc::timeout}
+  void end_look(SequenceId id, Sequence& sequence);
   /// Tokens [planned, planned + count) come, with the queries of the last `queries` of them.
   void extend_tail(Sequence& sequence, std::uint32_t count, std::uint32_t queries) noexcept;
   [[nodiscard]] std::uint32_t tail_row(const Sequence& sequence, const PlanItem& item,
@@ -250,7 +262,10 @@ struct Engine::Impl : cpu::Kept {
   void require_auditable(const Bucket& bucket) const;
   [[nodiscard]] std::shared_ptr<runtime::ForwardAudit> audit_of(std::span<const Wanted> wanted,
                                                                 const Bucket& bucket) const;
-  void compare(runtime::ForwardAudit& audit);
+  /// @throws Error{Errc::timeout}
+  void compare(const std::shared_ptr<runtime::ForwardAudit>& audit);
+  /// Whether a thread still does.
+  [[nodiscard]] bool compares() const noexcept { return comparison && !comparison->idle(); }
 
   // Traces.
   /// The newest program is traced: from now on what its stages do is written down.
@@ -261,6 +276,9 @@ struct Engine::Impl : cpu::Kept {
   /// What becomes of that. Should there be no memory left for it, there is no trace.
   void keep_trace(runtime::Program& program, bool done) noexcept;
   [[nodiscard]] EngineStats stats() const noexcept;
+
+  /// Threads begin to work for it.
+  [[nodiscard]] std::shared_ptr<runtime::Job> begin_job(std::uint32_t pieces, std::function<void(std::uint32_t)> piece);
 
   // Waiting.
   /// How it ended; it must be in flight.
@@ -285,8 +303,7 @@ struct Engine::Impl : cpu::Kept {
   std::shared_ptr<Device> device;
   ForwardVerbs& verbs;
   runtime::EngineMemory memory;
-  cpu::Backend host;                             ///< of policies that choose, one thread each
-  std::shared_ptr<cpu::Workers> prompt_workers;  ///< by which they look at prompts, and audits compare; or null
+  cpu::Backend host;  ///< of policies that choose, one thread each
   runtime::FarChoice choice;
   runtime::FarNotes far_notes;
 
@@ -309,7 +326,9 @@ struct Engine::Impl : cpu::Kept {
   std::unordered_map<std::uint64_t, Sequence> sequences;
   std::uint64_t next_id = 1;
 
+  std::shared_ptr<runtime::Job> comparison;  ///< of the audited forward that was finished last; or null
   EngineStats counted{};  ///< what is counted here, not by the device
+  std::vector<runtime::LookNote> looked;         ///< that the newest plan has waited for, or found done
   std::unique_ptr<const ForwardTrace> traced{};  ///< of the forward that was finished or taken back last; or null
 
   runtime::Programs programs;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "runtime/engine/job.hpp"
 #include "runtime/engine/programs.hpp"
 #include "runtime/engine/sequence_policy.hpp"
 #include "runtime/kv/page_list.hpp"
@@ -13,6 +14,12 @@
 #include "sluice/policy.hpp"
 
 namespace sluice::runtime {
+
+/// A policy that gets to know the prompt of its sequence, which does not change meanwhile.
+struct PromptLook {
+  std::shared_ptr<Job> job{};  ///< null: none does
+  std::shared_ptr<SequencePolicy> policy{};
+};
 
 /// What an engine knows of a sequence.
 struct Sequence {
@@ -36,6 +43,7 @@ struct Sequence {
   std::uint32_t policy_end = 0;      ///< and behind the newest that it has chosen for
   std::uint32_t policy_chose = 0;    ///< and with the newest token that it has chosen for itself; 0: there is none
   std::uint64_t policy_forward = 0;  ///< and the newest forward then
+  PromptLook look{};                 ///< of a policy to come
   PrefillBook bets{};  ///< where its prompts choose blocks of keys, if the engine finds that out
   std::unique_ptr<AuditReport> audit{};  ///< null until something was audited
   std::vector<std::uint32_t> watched{};  ///< tokens, ascending
@@ -60,6 +68,10 @@ struct Sequence {
     std::uint64_t held = 0;
     for (const PageList& list : lists) held += list.held().size();
     return held;
+  }
+  /// Of the heap, that its policies hold.
+  [[nodiscard]] std::uint64_t policy_bytes() const noexcept {
+    return (policy ? policy->heap_bytes() : 0) + (look.policy ? look.policy->heap_bytes() : 0);
   }
   /// Whether a token that it decodes does not attend everything.
   [[nodiscard]] bool leaves_out() const noexcept { return sparse_layers != 0 && !spec.uses(Source::all); }

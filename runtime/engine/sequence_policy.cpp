@@ -81,12 +81,9 @@ HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const 
   return kv;
 }
 
-void SequencePolicy::begin(const Prompt& prompt, const cpu::Workers& workers) {
-  const std::uint32_t kv_heads = memory_.shape.kv_heads;
-  workers.parallel_for(memory_.layer_heads(), [self = shared_from_this(), prompt, kv_heads](std::uint32_t head) {
-    if (self->layers_[head / kv_heads]) self->begin_head(prompt, head / kv_heads, head % kv_heads);
-  });
-  prompt_blocks_ = {};
+void SequencePolicy::look(const Prompt& prompt, std::uint32_t layer_head) {
+  const std::uint32_t layer = layer_head / memory_.shape.kv_heads;
+  if (layers_[layer]) begin_head(prompt, layer, layer_head % memory_.shape.kv_heads);
 }
 
 void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::uint32_t kv_head) {

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
-#include "cpu/threads/workers.hpp"
 #include "runtime/engine/host_kv.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/forward_memory.hpp"
@@ -47,9 +46,10 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
     std::uint32_t tail = 0;
     std::uint32_t room = 0;
   };
-  /// Once, before anything is chosen. By many threads.
-  /// @throws Error{Errc::timeout} if one of them is lost, see Workers; it goes on using what this refers to
-  void begin(const Prompt& prompt, const cpu::Workers& workers);
+  /// What comes before anything is chosen: a look at the prompt by each head of each layer, once, by any threads. What
+  /// it reads does not change meanwhile. Then `begun`.
+  void look(const Prompt& prompt, std::uint32_t layer_head);
+  void begun() noexcept { prompt_blocks_ = {}; }
 
   /// What a row asks for, or the first row of a team for all of it. Queries are those of the KV head; those of the
   /// rows behind it follow.

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "sluice/units.hpp"
 
@@ -56,6 +58,60 @@ class Shares {
   std::atomic<std::uint64_t> total_{0};   ///< question in the upper half, its items in the lower
   std::atomic<std::uint64_t> claims_{0};  ///< likewise, with its next item
   std::atomic<std::uint32_t> finished_{0};
+};
+
+/// The parts of the lists of one question after the other, each to one thread, from when a list is opened: lists need
+/// not wait for each other. Questions are numbered and known as those of Shares.
+class ListShares {
+ public:
+  explicit ListShares(std::size_t lists) : lists_(lists) {}
+
+  /// The list's `parts` parts can be claimed: 1 to 65,535. While the question stands and is not closed.
+  void open(std::uint64_t asked, std::uint32_t list, std::uint32_t parts) noexcept {
+    unfinished_.fetch_add(parts, std::memory_order_relaxed);
+    lists_[list].store(asked << 32 | parts << kPartBits, std::memory_order_release);
+    opened_.fetch_add(1, std::memory_order_release);
+  }
+  /// Lists that were opened, of all questions: another number whenever there may be more to claim.
+  [[nodiscard]] std::uint64_t opened() const noexcept { return opened_.load(std::memory_order_acquire); }
+
+  struct Share {
+    std::uint32_t part = 0;
+    std::uint32_t parts = 0;  ///< of the list; 0: none is left, or the list is not open
+  };
+  /// From here until the part is finished the question stands.
+  [[nodiscard]] Share claim(std::uint64_t asked, std::uint32_t list) noexcept {
+    std::atomic<std::uint64_t>& word = lists_[list];
+    std::uint64_t claims = word.load(std::memory_order_acquire);
+    while (true) {
+      const auto parts = static_cast<std::uint32_t>(claims) >> kPartBits;
+      const auto part = static_cast<std::uint32_t>(claims) & kPartMask;
+      if (claims >> 32 != (asked & 0xFFFF'FFFFu) || part >= parts) return {};
+      if (word.compare_exchange_weak(claims, claims + 1, std::memory_order_acq_rel, std::memory_order_acquire))
+        return {.part = part, .parts = parts};
+    }
+  }
+  /// A part that was claimed is done. Whether nothing is left of the question, which is closed.
+  [[nodiscard]] bool finish() noexcept { return emptied(unfinished_.fetch_sub(1, std::memory_order_acq_rel) - 1); }
+  /// All lists are open that will be. Whether nothing is left of the question.
+  [[nodiscard]] bool close() noexcept {
+    return emptied(unfinished_.fetch_add(kClosed, std::memory_order_acq_rel) + kClosed);
+  }
+
+ private:
+  static constexpr int kPartBits = 16;
+  static constexpr std::uint32_t kPartMask = (1u << kPartBits) - 1;
+  static constexpr std::uint32_t kClosed = 1u << 31;
+  /// One thread finds it so: the last of a question.
+  [[nodiscard]] bool emptied(std::uint32_t unfinished) noexcept {
+    if (unfinished != kClosed) return false;
+    unfinished_.store(0, std::memory_order_relaxed);
+    return true;
+  }
+
+  std::vector<std::atomic<std::uint64_t>> lists_;  ///< question in the upper half, then its parts, then the next
+  std::atomic<std::uint32_t> unfinished_{0};       ///< parts of lists that are open, and kClosed
+  std::atomic<std::uint64_t> opened_{0};
 };
 
 }  // namespace sluice::runtime

@@ -127,6 +127,41 @@ TEST_CASE("with three cores or fewer nothing spins, nor where threads have no co
   }
 }
 
+TEST_CASE("threads work for jobs, but never all that answer, and then sleep", "[far_workers][job]") {
+  struct Case {
+    std::uint32_t threads;
+    bool under_way;
+    int working;
+  };
+  for (const Case& each : {Case{1, false, 1}, Case{1, true, 1}, Case{2, false, 2}, Case{2, true, 2}, Case{5, false, 5},
+                           Case{5, true, 3}}) {
+    CAPTURE(each.threads, each.under_way);
+    Desk desk;
+    cpu::CoreShares shares;
+    FarWorkers workers = desk.workers(shares, "core:8 pu:1", {.threads = each.threads, .pin = false, .jobs = true});
+    REQUIRE(comes([&] { return workers.asleep() == each.threads; }));
+    if (each.under_way) workers.wake(1);
+    std::atomic<int> working{0};
+    std::atomic<bool> open{false};
+    const auto job = std::make_shared<Job>(100, [&](std::uint32_t) {
+      ++working;
+      while (!open) std::this_thread::sleep_for(1ms);
+      --working;
+    });
+    workers.begin(job);
+    REQUIRE(comes([&] { return working == each.working; }));
+    std::this_thread::sleep_for(20ms);
+    REQUIRE(working == each.working);
+    open = true;
+    REQUIRE(comes([&] { return job->idle(); }));  // Without help.
+    desk.end(1);
+    REQUIRE(comes([&] { return workers.asleep() == each.threads; }));
+    const std::uint64_t before = workers.stirrings();
+    std::this_thread::sleep_for(50ms);
+    REQUIRE(workers.stirrings() <= before + each.threads);
+  }
+}
+
 TEST_CASE("who needs threads not to learn gets there, however many come and go", "[far_workers]") {
   Desk desk;
   const cpu::Topology machine;

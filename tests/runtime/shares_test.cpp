@@ -8,6 +8,7 @@
 #include "tests/support/catch.hpp"
 
 using sluice::kNone;
+using sluice::runtime::ListShares;
 using sluice::runtime::Shares;
 
 TEST_CASE("items are claimed once, and who is late gets none", "[engine]") {
@@ -78,5 +79,83 @@ TEST_CASE("threads that take part in thousands of questions do every item once",
   for (std::uint64_t question = 1; question <= kQuestions; ++question) want += items_of(question);
   REQUIRE(done >= want);
   REQUIRE(done <= want + 5);  // A question or two more may have been begun.
+  REQUIRE(twice == 0);
+}
+
+TEST_CASE("parts of a list are claimed once, from when it is open, and who is late gets none", "[engine]") {
+  ListShares shares(3);
+  REQUIRE(shares.claim(1, 0).parts == 0);
+  shares.open(1, 2, 2);
+  REQUIRE(shares.opened() == 1);
+  REQUIRE(shares.claim(1, 0).parts == 0);  // The others may still be chosen for.
+  for (std::uint32_t part = 0; part < 2; ++part) {
+    const auto [claimed, parts] = shares.claim(1, 2);
+    REQUIRE(claimed == part);
+    REQUIRE(parts == 2);
+    REQUIRE_FALSE(shares.finish());  // Lists may follow.
+  }
+  REQUIRE(shares.claim(1, 2).parts == 0);
+  shares.open(1, 0, 1);
+  REQUIRE_FALSE(shares.close());
+  REQUIRE(shares.claim(1, 0).parts == 1);
+  REQUIRE(shares.finish());
+  REQUIRE(shares.close());  // A question without far rows.
+  shares.open(3, 2, 1);
+  REQUIRE(shares.claim(1, 2).parts == 0);
+  REQUIRE(shares.claim((std::uint64_t{1} << 32) + 3, 2).parts == 1);  // Known modulo 2^32.
+  REQUIRE_FALSE(shares.finish());
+  REQUIRE(shares.close());
+}
+
+TEST_CASE("threads that open lists and take their parts do each once, and one of them is the last", "[engine]") {
+  constexpr std::uint64_t kQuestions = 5'000;
+  constexpr std::uint32_t kLists = 5;
+  Shares items;
+  ListShares lists(kLists);
+  std::atomic<std::uint64_t> asked{1}, answered{0}, open{0}, done{0}, twice{0};
+  // Parts of a list: some have none.
+  const auto parts_of = [](std::uint64_t question, std::uint32_t list) {
+    return static_cast<std::uint32_t>((question + 3 * list) % 4);
+  };
+  const auto work = [&] {
+    std::uint64_t seen = 0;
+    while (answered.load() < kQuestions) {
+      const std::uint64_t question = asked.load();
+      if (question == seen) {
+        std::this_thread::yield();
+        continue;
+      }
+      seen = question;
+      const auto say = [&] {
+        if (answered.exchange(question) != question - 1) ++twice;
+        asked.store(question + 1);
+      };
+      const std::uint32_t all = items.total(question, [] { return kLists; });
+      if (all == kNone) continue;
+      for (std::uint32_t item = 0; (item = items.claim(question, all)) != kNone;) {
+        if (const std::uint32_t parts = parts_of(question, item); parts != 0) lists.open(question, item, parts);
+        if (!items.finish(all)) continue;
+        open.store(question);
+        if (lists.close()) say();
+      }
+      for (bool last = false; !last;) {
+        last = open.load() >= question;
+        for (std::uint32_t list = 0; list < kLists; ++list) {
+          while (lists.claim(question, list).parts != 0) {
+            ++done;
+            if (lists.finish()) say();
+          }
+        }
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) threads.emplace_back(work);
+  for (std::thread& thread : threads) thread.join();
+  std::uint64_t want = 0;
+  for (std::uint64_t question = 1; question <= kQuestions; ++question)
+    for (std::uint32_t list = 0; list < kLists; ++list) want += parts_of(question, list);
+  REQUIRE(done >= want);
+  REQUIRE(done <= want + 2 * 3 * kLists);  // A question or two more may have been begun.
   REQUIRE(twice == 0);
 }

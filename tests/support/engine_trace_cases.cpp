@@ -150,6 +150,10 @@ TEST_CASE("a trace shows who chose, and what the device waited for", "[engine]")
   stalls = true;
   const Traced ran = run_traced(engine, rig, tensors, teller);
   require_sound(ran.trace, ran.trace.clock_error_us);
+  REQUIRE(ran.trace.looks.size() == 1);  // By the plan, at the prompt.
+  REQUIRE(ran.trace.looks[0].sequence == teller.id.value);
+  REQUIRE(ran.trace.looks[0].begin_us + 2000.0 < ran.trace.looks[0].end_us);
+  REQUIRE(ran.trace.looks[0].end_us <= 0.0);
   const auto pieces = [&](Stage stage, std::uint32_t layer) {
     return std::ranges::count_if(ran.trace.spans, [&](const TraceSpan& span) {
       return span.stage == stage && span.layer == layer && span.lane == Lane::cpu;

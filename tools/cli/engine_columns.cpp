@@ -12,11 +12,11 @@ namespace {
 Json over(double part, double whole) { return whole == 0.0 ? Json() : Json(part / whole); }
 
 constexpr std::uint64_t EngineStats::*kCounters[] = {
-    &EngineStats::asked,          &EngineStats::unplanned,     &EngineStats::near_tokens, &EngineStats::far_tokens,
-    &EngineStats::fetched_tokens, &EngineStats::promoted,      &EngineStats::scored,      &EngineStats::estimated,
-    &EngineStats::ranked_pages,   &EngineStats::missed,        &EngineStats::waited_ns,   &EngineStats::answer_ns,
-    &EngineStats::sparse_chunks,  &EngineStats::dense_chunks,  &EngineStats::kept_blocks, &EngineStats::causal_blocks,
-    &EngineStats::matched_tokens, &EngineStats::evicted_blocks};
+    &EngineStats::asked,          &EngineStats::unplanned,      &EngineStats::near_tokens, &EngineStats::far_tokens,
+    &EngineStats::fetched_tokens, &EngineStats::promoted,       &EngineStats::scored,      &EngineStats::estimated,
+    &EngineStats::ranked_pages,   &EngineStats::missed,         &EngineStats::waited_ns,   &EngineStats::answer_ns,
+    &EngineStats::sparse_chunks,  &EngineStats::dense_chunks,   &EngineStats::kept_blocks, &EngineStats::causal_blocks,
+    &EngineStats::matched_tokens, &EngineStats::evicted_blocks, &EngineStats::stalls};
 static_assert(sizeof(EngineStats) == std::size(kCounters) * sizeof(std::uint64_t), "a counter is missing");
 
 }  // namespace

@@ -13,6 +13,9 @@ namespace {
 /// Processes of the drawing, from top to bottom.
 enum Process : int { kForwards = 1, kDevice, kLink, kCpu, kStalls, kPlan };
 
+/// Behind the rows of threads.
+constexpr std::uint32_t kLooks = 1u << 16;
+
 int process_of(Lane lane) noexcept { return lane == Lane::device ? kDevice : lane == Lane::link ? kLink : kCpu; }
 
 class Drawing {
@@ -60,6 +63,11 @@ void draw_run(const ForwardTrace& trace, const std::string& kind, double origin_
     drawing.name(kStalls, 0, "device");
     drawing.span(kStalls, 0, to_string(stall.cause), origin_us + stall.begin_us, origin_us + stall.end_us,
                  {{"forward", trace.forward}, {"layer", stall.layer}});
+  }
+  for (const TraceLook& look : trace.looks) {
+    drawing.name(kCpu, kLooks, "prompts");
+    drawing.span(kCpu, kLooks, "look", origin_us + look.begin_us, origin_us + look.end_us,
+                 {{"forward", trace.forward}, {"sequence", look.sequence}});
   }
   // Those in flight overlap: each has a row of its own.
   const auto row = static_cast<std::uint32_t>(trace.forward % kMostForwards);

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/kernels/kernels.hpp"
+#include "runtime/engine/far_choice.hpp"
+#include "runtime/engine/shares.hpp"
+#include "sluice/forward_memory.hpp"
+#include "sluice/partial.hpp"
+
+namespace sluice::runtime {
+
+/// Some far rows of one row and KV head, which one thread attends.
+struct FarPart {
+  std::uint32_t list = 0;  ///< row * kv_heads + KV head
+  std::uint32_t part = 0;
+  std::uint32_t parts = 0;  ///< of the list; 0: there is none
+  std::uint32_t begin = 0;
+  std::uint32_t end = 0;
+};
+
+/// The lists of a question, cut into parts that threads attend in place, each from when it is known what is on it,
+/// whatever others are still chosen for. How a list is cut depends on its length alone, and its parts are merged in
+/// their order, so that answers depend on neither the threads nor when a list was opened.
+/// Thread safety: any, each list and part by who may say so.
+class FarParts {
+ public:
+  /// `memory` is copied; what it points to must outlive this, and so must `choice`. `threads` attend.
+  FarParts(const ForwardMemory& memory, FarChoice& choice, std::uint32_t threads);
+
+  /// The list is as long as ForwardMemory::far_counts says. While the question stands and is not closed.
+  void open(std::uint64_t asked, std::uint32_t list) noexcept;
+  /// As ListShares.
+  [[nodiscard]] std::uint64_t opened() const noexcept { return shares_.opened(); }
+  [[nodiscard]] bool close() noexcept { return shares_.close(); }
+  [[nodiscard]] bool finish() noexcept { return shares_.finish(); }
+  /// The next part of the lists [list, question.lists), which is the caller's then; `list` moves to its list.
+  [[nodiscard]] FarPart claim(const FarQuestion& question, std::uint32_t& list) noexcept;
+  /// By thread `thread`, which claimed it and finishes it then. Who ends a list's last part merges them.
+  void attend(const FarQuestion& question, const FarPart& part, std::uint32_t thread);
+  /// Of host memory that the threads work in.
+  [[nodiscard]] std::uint64_t bytes() const noexcept { return partials_.size() * sizeof(float); }
+
+ private:
+  /// Of a thread: where the rows of a part lie, as many as the largest has.
+  struct Rows {
+    std::vector<const std::byte*> keys;
+    std::vector<const float*> scales;  ///< empty if rows have none
+  };
+  void attend_rows(const FarQuestion& question, const FarPart& part, Rows& rows, const ChosenList* chosen);
+  /// Where a list's result goes. `memory`: as its rows see it.
+  [[nodiscard]] static Partial whole_of(const ForwardMemory& memory, std::uint32_t list) noexcept;
+  /// Where the result of a part that is not its list's first waits for the others.
+  [[nodiscard]] Partial place_of(const ForwardMemory& memory, std::uint32_t list, std::uint32_t part) noexcept;
+
+  const ForwardMemory memory_;
+  FarChoice& choice_;
+  const cpu::Kernels& kernels_;
+  ListShares shares_;
+  std::vector<std::atomic<std::uint32_t>> ended_;  ///< [decode_rows, kv_heads] parts of the list that are done
+  const std::uint32_t most_parts_;
+  std::vector<float> partials_;  ///< [decode_rows, kv_heads, most_parts, group, head_dim + 1]
+  std::vector<Rows> rows_;       ///< [threads]
+};
+
+}  // namespace sluice::runtime
