@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cpp_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages of the root, by their name in the site.
@@ -27,6 +31,8 @@ def on_files(files, config):
     for source, name in PAGES.items():
         files.append(File.generated(config, name, content=moved((ROOT / source).read_text(), "", files, config)))
     files.append(File.generated(config, "reference/c.md", content=c_reference((ROOT / "include/sluice.h").read_text())))
+    for name, text in cpp_reference.pages_of(ROOT / "include/sluice").items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
     for name, (title, module) in MODULES.items():
         files.append(File.generated(config, f"reference/{name}.md", content=f"# {title}\n\n::: {module}\n"))
     files.append(File.generated(config, "site.css", content=STYLE))
