@@ -19,9 +19,11 @@ MODULES = {
     "python": ("Python: sluice", "sluice"),
     "transformers": ("Python: sluice.transformers", "sluice.transformers"),
 }
-# Lines of 120 columns fit beside the two menus.
+# Lines of 120 columns fit beside the two menus, and what a table's rows are about is not broken.
 STYLE = """.md-grid { max-width: 82rem; }
-.md-typeset pre > code { font-size: 0.62rem; }
+.md-typeset pre > code { font-size: 0.59rem; }
+.md-typeset td:first-child code { white-space: nowrap; }
+.md-typeset thead:not(:has(th:not(:empty))) { display: none; }
 """
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)")
 RULE = re.compile(r"^/\* -+ (.+?) \*/$")
