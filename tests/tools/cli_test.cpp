@@ -67,7 +67,8 @@ TEST_CASE("doctor recommends options that run takes", "[cli]") {
     // Tests beside this one need the memory, too.
     options += (option.rfind("--host-size ", 0) == 0 ? "--host-size 64M" : option) + " ";
   }
-  const Outcome outcome = sluice::test::sluice(kRun + options + "--prompt 'The sky is' --max-tokens 2");
+  const std::string run = "run --model '" + sluice::test::test_data() + "/testbed' ";
+  const Outcome outcome = sluice::test::sluice(run + options + "--prompt 'The sky is' --max-tokens 2");
   CAPTURE(options, outcome.err);
   REQUIRE(outcome.code == 0);
 }

@@ -62,7 +62,13 @@ def moved(text, folder, files, config):
             return match[0]
         return f"]({copied(target, files, config)})"
 
-    return LINK.sub(replace, text)
+    return LINK.sub(replace, unescaped(text))
+
+
+def unescaped(text):
+    """GitHub wants a bar escaped in code that is in a table, and Python-Markdown shows the escape."""
+    return re.sub(r"^\|.*", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), row[0]), text,
+                  flags=re.MULTILINE)
 
 
 def copied(path, files, config):
