@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the sluice command and lets a small Llama answer two questions about long texts while its KV cache lives
 # in host memory. Policy `sluice` reads a small share of the cache and must find both answers; `full` reads all of
-# it, `streaming` only the newest tokens. Then: what to try next. Exit codes: 0 found, 1 not found or failed, 2 as tools/bootstrap.sh.
+# it, `streaming` only the newest tokens. Then: what to try next.
+# Exit codes: 0 found, 1 not found or failed, 2 as tools/bootstrap.sh.
 set -euo pipefail
 export LC_ALL=C
 

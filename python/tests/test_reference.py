@@ -13,7 +13,8 @@ HEADERS = sorted((ROOT / "include" / "sluice").glob("*.hpp"))
 # What begins at the left: types, and functions and values of the namespace.
 DECLARED = re.compile(
     r"^(?:(?:struct|class|enum class) (?:alignas\(\d+\) )?(?P<type>[\w:]+)|(?:using (?P<alias>\w+) =)|"
-    r"(?:(?:\[\[nodiscard\]\]|inline|constexpr|template <.*>)\s)*[\w:<>*&]+(?: [\w:<>*&]+)* [*&]?(?P<name>\w+)(?:\(|\[\]| ?[={;]))")
+    r"(?:(?:\[\[nodiscard\]\]|inline|constexpr|template <.*>)\s)*[\w:<>*&]+(?: [\w:<>*&]+)* [*&]?"
+    r"(?P<name>\w+)(?:\(|\[\]| ?[={;]))")
 
 
 def generator():

@@ -18,9 +18,11 @@ PAGES = {
     "cpp_values": ("C++: policies and values", "What calls of the engine are made of.", (
         "policy", "shape", "tensor", "units", "error", "run_clock", "page", "e4m3", "int4", "selection", "partial",
         "progress", "top_p", "share_histogram")),
-    "cpp_devices": ("C++: devices and backends", "The contracts that a device fulfils, and what its kernels share.", ()),
+    "cpp_devices": ("C++: devices and backends", "The contracts that a device fulfils, and what its kernels share.",
+                    ()),
 }
-TYPE = re.compile(r"(?:template\s*<[^{;]*?>\s*)?(?:struct|class|enum(?:\s+class)?|union)\s+(?:(?:\[\[\w+\]\]|alignas\(\w+\))\s*)?([\w:]+)")
+TYPE = re.compile(
+    r"(?:template\s*<[^{;]*?>\s*)?(?:struct|class|enum(?:\s+class)?|union)\s+(?:(?:\[\[\w+\]\]|alignas\(\w+\))\s*)?([\w:]+)")
 INDENT = 2
 
 
