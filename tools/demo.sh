@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the sluice command and lets a small Llama answer two questions about long texts while its KV cache lives
 # in host memory. Policy `sluice` reads a small share of the cache and must find both answers; `full` reads all of
-# it, `streaming` only the newest tokens. Exit codes: 0 found, 1 not found or failed, 2 as tools/bootstrap.sh.
+# it, `streaming` only the newest tokens. Then: what to try next.
+# Exit codes: 0 found, 1 not found or failed, 2 as tools/bootstrap.sh.
 set -euo pipefail
 export LC_ALL=C
 
@@ -69,9 +70,29 @@ shares() {
     NR == 2 { print percent("attended_share"), percent("near_bytes_share"), percent("far_bytes_share") }' "$1"
 }
 
+# bar SHARE CHARACTER: the character once for every 2.5 percent, such as 12.5%.
+bar() {
+  local tenths=${1%\%} count
+  tenths=${tenths/./}
+  [[ "$tenths" =~ ^[0-9]+$ ]] || return 0
+  count=$(((10#$tenths + 24) / 25))  # What is more than nothing is seen.
+  printf "%${count}s" "" | tr ' ' "$2"
+}
+
+# picture: a line for each policy of what lies in $work/pictured, "policy near far".
+picture() {
+  local policy near far
+  printf '\n  bytes read, near: #, far: =\n'
+  while read -r policy near far; do
+    printf '  %-10s |%-41s|\n' "$policy" "$(bar "$near" '#')$(bar "$far" =)"
+  done <"$work/pictured"
+  printf '  %-10s  0%%%38s\n' "" "100% of dense attention"
+}
+
 # ask PROMPT_FILE EXPECTED: one table row per policy; fails if policy `sluice` does not give the expected answer.
 ask() {
   local prompt=$1 expected=$2 policy answer verdict tokens near far found=1
+  : >"$work/pictured"
   printf '\n  %-10s %-10s %7s %17s %12s %12s\n' policy answer "" "tokens attended" "near bytes" "far bytes"
   for policy in "${kPolicies[@]}"; do
     "$kSluice" run --model "$kModel" --prompt-file "$prompt" --policy "$policy" --max-tokens $kAnswerTokens \
@@ -82,8 +103,10 @@ ask() {
     read -r tokens near far <<<"$(shares "$work/shares.csv")"
     if [[ "$answer" == "$expected" ]]; then verdict=right; else verdict=wrong; fi
     printf '  %-10s %-10s %7s %17s %12s %12s\n' "$policy" "$answer" "$verdict" "$tokens" "$near" "$far"
+    printf '%s %s %s\n' "$policy" "$near" "$far" >>"$work/pictured"
     if [[ "$policy" == sluice && "$verdict" == wrong ]]; then found=0; fi
   done
+  picture
   ((found))
 }
 
@@ -105,6 +128,16 @@ printf '\n%s pairs of key and value, %s tokens. "get %s": it is %s.\n' \
 ask "$work/pairs.txt" "$asked_value" || status=1
 
 printf '\nTokens and bytes are shares of what dense attention reads. near: device memory, far: host memory.\n'
+cat <<TEXT
+
+What to try next, with ${kSluice#"$PWD"/}:
+  sluice doctor                     what this machine has, and options to begin with
+  sluice policies                   what else decides which tokens are attended; a line of grammar is a new one
+  sluice eval --model $kModel --tasks niah,kv --lengths 2K,8K --count 4 --plot accuracy.svg
+                                    answers by policy and length, and a picture of them
+  sluice run --model DIR --prompt-file FILE --policy sluice    a Llama of yours
+Models of transformers, and a server: docs/python.md, docs/serving.md. On a GPU: docs/command.md.
+TEXT
 if ((status)); then
   printf 'demo: error: policy sluice did not give every answer\n' >&2
 fi

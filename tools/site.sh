@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds README, docs/ and the references of C and Python as a static site. See usage().
+# Builds README, docs/ and the references of C++, C and Python as a static site. See usage().
 set -euo pipefail
 export LC_ALL=C.UTF-8
 

@@ -56,6 +56,23 @@ TEST_CASE("doctor calls a machine that runs the tests usable", "[cli]") {
   CHECK(report_of(outcome.out, "doctor").at("usable") == true);
 }
 
+TEST_CASE("doctor recommends options that run takes", "[cli]") {
+  const json rows = report_of(sluice::test::sluice("doctor -o json").out, "doctor").at("results").at("recommended");
+  REQUIRE(rows.size() == 3);
+  std::string options;
+  for (const json& row : rows) {
+    const std::string option = row.at("run").get<std::string>();
+    CHECK_FALSE(row.at("why").get<std::string>().empty());
+    CHECK(row.at("serve").get<std::string>().rfind("--", 0) == 0);
+    // Tests beside this one need the memory, too.
+    options += (option.rfind("--host-size ", 0) == 0 ? "--host-size 64M" : option) + " ";
+  }
+  const std::string run = "run --model '" + sluice::test::test_data() + "/testbed' ";
+  const Outcome outcome = sluice::test::sluice(run + options + "--prompt 'The sky is' --max-tokens 2");
+  CAPTURE(options, outcome.err);
+  REQUIRE(outcome.code == 0);
+}
+
 TEST_CASE("the presets are the same in every format", "[cli]") {
   const json rows = report_of(sluice::test::sluice("policies -o json").out, "policies").at("results").at("policies");
   REQUIRE(rows.size() >= 5);

@@ -13,6 +13,7 @@
 #include "tools/cli/plan/machine.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/facts.hpp"
+#include "tools/cli/text/recommended.hpp"
 #include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {
@@ -97,6 +98,15 @@ std::shared_ptr<Device> look_at_gpu(Findings& findings) {
   }
 }
 
+/// Cores that this process may use: as many threads as an engine has without a GPU. One, if nobody can say.
+std::uint32_t usable_cores() {
+  try {
+    return cpu::Workers(cpu::Topology(), {}).threads();
+  } catch (const Error&) {
+    return 1;
+  }
+}
+
 int run(const OutputOptions& output, const std::string& machine) {
   require_distinct({{"--output", output.path}, {"--machine", machine, !machine.empty()}});
   const OutputTarget target(output.path);
@@ -108,6 +118,9 @@ int run(const OutputOptions& output, const std::string& machine) {
   Report report{.command = "doctor", .config = Json::object()};
   report.extra = {{"usable", findings.usable()}};
   report.tables.push_back(findings.table());
+  report.tables.push_back(recommended_options({.host_available = memory_facts().available,
+                                               .cores = usable_cores(),
+                                               .device_memory = device == nullptr ? 0 : device->info().memory_bytes}));
   if (!machine.empty()) machine_target.commit(to_json(this_machine(device.get(), 0)).dump(2) + "\n");
   (void)deliver(report, output.format, target);
   return findings.usable() ? kOk : kUnsupported;
@@ -118,7 +131,7 @@ int run(const OutputOptions& output, const std::string& machine) {
 void add_doctor(CLI::App& app, int& exit_code) {
   auto output = std::make_shared<OutputOptions>();
   auto machine = std::make_shared<std::string>();
-  auto* command = app.add_subcommand("doctor", "Say what this machine has, what is missing and what to do");
+  auto* command = app.add_subcommand("doctor", "Say what this machine has, what is missing, and options to begin with");
   command->add_option("--machine", *machine, "Measure this machine, too, and describe it there for `sluice plan`")
       ->type_name("FILE");
   add_output(*command, *output);

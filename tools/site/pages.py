@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cpp_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages of the root, by their name in the site.
@@ -15,9 +19,11 @@ MODULES = {
     "python": ("Python: sluice", "sluice"),
     "transformers": ("Python: sluice.transformers", "sluice.transformers"),
 }
-# Lines of 120 columns fit beside the two menus.
+# Lines of 120 columns fit beside the two menus, and what a table's rows are about is not broken.
 STYLE = """.md-grid { max-width: 82rem; }
-.md-typeset pre > code { font-size: 0.62rem; }
+.md-typeset pre > code { font-size: 0.59rem; }
+.md-typeset td:first-child code { white-space: nowrap; }
+.md-typeset thead:not(:has(th:not(:empty))) { display: none; }
 """
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)")
 RULE = re.compile(r"^/\* -+ (.+?) \*/$")
@@ -27,6 +33,8 @@ def on_files(files, config):
     for source, name in PAGES.items():
         files.append(File.generated(config, name, content=moved((ROOT / source).read_text(), "", files, config)))
     files.append(File.generated(config, "reference/c.md", content=c_reference((ROOT / "include/sluice.h").read_text())))
+    for name, text in cpp_reference.pages_of(ROOT / "include/sluice").items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
     for name, (title, module) in MODULES.items():
         files.append(File.generated(config, f"reference/{name}.md", content=f"# {title}\n\n::: {module}\n"))
     files.append(File.generated(config, "site.css", content=STYLE))
@@ -54,7 +62,13 @@ def moved(text, folder, files, config):
             return match[0]
         return f"]({copied(target, files, config)})"
 
-    return LINK.sub(replace, text)
+    return LINK.sub(replace, unescaped(text))
+
+
+def unescaped(text):
+    """GitHub wants a bar escaped in code that is in a table, and Python-Markdown shows the escape."""
+    return re.sub(r"^\|.*", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), row[0]), text,
+                  flags=re.MULTILINE)
 
 
 def copied(path, files, config):
