@@ -130,11 +130,11 @@ void Backend::make_codes(std::span<const CodesTask> tasks, const PageLayout& lay
                 [&kernels = kernels_for(kernels_, layout.dtype), copy, layout](const CodesTask& task) {
                   const float* const scales = scales_in(layout, task.page);
                   kernels.make_codes({.k = task.page,
-                                    .scales = scales,
-                                    .codes = task.out,
-                                    .params = task.out + copy.params_offset(),
-                                    .rows = task.rows,
-                                    .head_dim = copy.head_dim});
+                                      .scales = scales,
+                                      .codes = task.out,
+                                      .params = task.out + copy.params_offset(),
+                                      .rows = task.rows,
+                                      .head_dim = copy.head_dim});
                 });
 }
 

@@ -67,11 +67,11 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
   std::byte* const codes = m.codes + m.far_page(plane, block) * copy.page_bytes();
   const ElementKernels& of = kernels_for(kernels, m.far_layout.dtype);
   of.make_codes({.k = far,
-               .scales = scales,
-               .codes = codes + at * copy.row_bytes(),
-               .params = codes + copy.params_offset() + at * Int4Layout::kParamBytes,
-               .rows = 1,
-               .head_dim = m.shape.head_dim});
+                 .scales = scales,
+                 .codes = codes + at * copy.row_bytes(),
+                 .params = codes + copy.params_offset() + at * Int4Layout::kParamBytes,
+                 .rows = 1,
+                 .head_dim = m.shape.head_dim});
   if (m.digests == nullptr || at + 1 != m.layout.page_tokens) return;
   (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)({.k = page,
                                                                          .scales = scales_in(m.far_layout, page),

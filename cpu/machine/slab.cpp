@@ -32,9 +32,8 @@ WorkersOptions touching(const Topology& topology, std::uint32_t numa_node) {
   const auto near = static_cast<std::uint32_t>(
       std::ranges::count_if(cores, [numa_node](const Topology::Core& core) { return core.numa_node == numa_node; }));
   const std::uint32_t most = topology.cores();
-  return {.threads = near == 0 ? most : std::min(near, most),
-          .numa_node = numa_node,
-          .spin = std::chrono::microseconds(0)};
+  return {
+      .threads = near == 0 ? most : std::min(near, most), .numa_node = numa_node, .spin = std::chrono::microseconds(0)};
 }
 
 /// Memory of its own, for a worker that does not return may still be touching it.

@@ -96,8 +96,9 @@ struct EngineOptions {
   std::uint32_t threads = 0;
   /// That they run on, by the OS index of a PU of each. Empty: those that this process may use (of several processes
   /// that a launcher started without binding them, LOCAL_RANK of LOCAL_WORLD_SIZE, an equal part, of the device's own
-  /// NUMA node first if each process sees all devices and uses that of its rank) and no engine has named; engines of a process that name none share them, in equal parts, each from its next plan on. One of those
-  /// nearest to the device is left to the caller, if there are several.
+  /// NUMA node first if each process sees all devices and uses that of its rank) and no engine has named; engines of a
+  /// process that name none share them, in equal parts, each from its next plan on. One of those nearest to the device
+  /// is left to the caller, if there are several.
   std::vector<std::uint32_t> cores{};
   bool pin_threads = true;
   std::chrono::milliseconds answer_timeout{1'000};  ///< a layer waits no longer for the far part, by the device's clock

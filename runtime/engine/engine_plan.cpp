@@ -114,10 +114,12 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
     if (sequence.tail.slot != kNone && !item.prefill && item.tokens > bucket.drafts)
       throw Error(Errc::unsupported, name + " is to decode " + text(item.tokens) +
                                          " tokens at once; its policy chooses on the CPU, once in a forward, for at "
-                                         "most as many as a team of the bucket has, " + text(bucket.drafts));
+                                         "most as many as a team of the bucket has, " +
+                                         text(bucket.drafts));
     if (sequence.spec.budget.kind == BudgetKind::sampled && !item.prefill && bucket.drafts > 1)
-      throw Error(Errc::unsupported, name + "'s policy attends a sample that stands for what one query would attend, "
-                                            "which no bucket with drafts serves; plan one token at a time");
+      throw Error(Errc::unsupported, name +
+                                         "'s policy attends a sample that stands for what one query would attend, "
+                                         "which no bucket with drafts serves; plan one token at a time");
     const std::string reason =
         item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, runtime::limits_of(options));
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);

@@ -112,13 +112,12 @@ std::vector<runtime::ChoosingRow> Engine::Impl::choosing_rows(const ForwardMemor
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill) continue;
     if (sequence->tail.slot != kNone)
-      rows.push_back(
-          {.sequence = item.sequence,
-           .policy = sequence->policy,
-           .index = index,
-           .audited = audited,
-           .window = m.slip_rows[index],
-           .audit = program.audit});
+      rows.push_back({.sequence = item.sequence,
+                      .policy = sequence->policy,
+                      .index = index,
+                      .audited = audited,
+                      .window = m.slip_rows[index],
+                      .audit = program.audit});
     index += static_cast<std::uint32_t>(div_up(item.tokens, m.bucket.drafts));
     audited += item.tokens;
   }

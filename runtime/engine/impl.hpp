@@ -298,7 +298,7 @@ struct Engine::Impl : cpu::Kept {
 
   EngineOptions options;
   cpu::Topology topology;
-  std::shared_ptr<cpu::Workers> workers;  ///< one thread: of what policies compute
+  std::shared_ptr<cpu::Workers> workers;   ///< one thread: of what policies compute
   std::shared_ptr<cpu::Workers> embedded;  ///< of an embedded device; null if there is none
   std::shared_ptr<Device> device;
   ForwardVerbs& verbs;

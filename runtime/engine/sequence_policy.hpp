@@ -114,7 +114,7 @@ class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
   cpu::Backend& host_;
   bool corrects_scores_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything
-  std::vector<HeadState> heads_;                                      ///< [layers, kv_heads]
+  std::vector<HeadState> heads_;                                 ///< [layers, kv_heads]
   std::atomic<bool> spoilt_{false};
 };
 

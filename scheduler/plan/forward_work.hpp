@@ -81,11 +81,11 @@ struct WorkShares {
 /// |            | link   | likewise, if the CPU was asked                                                          |
 /// | audit      | link   | writes 8 head_dim + 4 per query head of each row that chooses, and 4 per attended token |
 ///
-/// Where tokens are attended that are not near follows from the placement, and in `hybrid` from the share of a list that
-/// is fetched: by the CPU, or over the link. (MagicPIG's are always attended by the CPU.) Chunks that choose blocks count as if they were dense; arithmetic is not counted,
-/// so that a chunk of a prompt takes longer than its bytes. An item waits for those of the stage that is enqueued
-/// before it; what the CPU does waits for `split`, and who waits for the CPU for that. Stages without rows have no
-/// items. What a model does between layers is not among them.
+/// Where tokens are attended that are not near follows from the placement, and in `hybrid` from the share of a list
+/// that is fetched: by the CPU, or over the link. (MagicPIG's are always attended by the CPU.) Chunks that choose
+/// blocks count as if they were dense; arithmetic is not counted, so that a chunk of a prompt takes longer than its
+/// bytes. An item waits for those of the stage that is enqueued before it; what the CPU does waits for `split`, and who
+/// waits for the CPU for that. Stages without rows have no items. What a model does between layers is not among them.
 [[nodiscard]] std::vector<WorkItem> forward_work(const WorkPlace& place, std::span<const ForwardRow> rows,
                                                  std::span<const ForwardChunk> chunks, const WorkShares& shares);
 

@@ -19,10 +19,10 @@ std::vector<std::byte> copies_of(const Problem& problem, const cpu::Kernels& ker
   for (std::size_t page = 0; page < problem.frames().size(); ++page) {
     std::byte* const to = copies.data() + page * layout.page_bytes();
     kernels.element[static_cast<int>(problem.options().dtype)].make_codes({.k = problem.kv().page(page),
-                                                                         .codes = to,
-                                                                         .params = to + layout.params_offset(),
-                                                                         .rows = layout.page_tokens,
-                                                                         .head_dim = layout.head_dim});
+                                                                           .codes = to,
+                                                                           .params = to + layout.params_offset(),
+                                                                           .rows = layout.page_tokens,
+                                                                           .head_dim = layout.head_dim});
   }
   return copies;
 }

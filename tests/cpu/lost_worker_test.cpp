@@ -146,7 +146,8 @@ const std::vector<Call> kCalls{
      })},
     {"merge", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto&) {
        std::vector<MergeTask> tasks;
-       for (std::uint32_t i = 0; i < 16; ++i) tasks.push_back({.parts = t.parts, .out = t.bytes_out() + i * 2048, .lse = nullptr});
+       for (std::uint32_t i = 0; i < 16; ++i)
+         tasks.push_back({.parts = t.parts, .out = t.bytes_out() + i * 2048, .lse = nullptr});
        backend.merge(tasks, shape, DType::f32, nullptr);
      })},
     {"to_f32", verb([](Backend& backend, Tensors& t, auto&, auto&, auto&) {

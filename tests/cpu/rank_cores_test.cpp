@@ -42,8 +42,8 @@ std::vector<std::size_t> near(const Topology& machine, const Nodes& nodes) {
   std::vector<std::size_t> counts;
   for (std::uint32_t rank = 0; rank < nodes.size(); ++rank) {
     const auto cores = rank_part(machine, rank, nodes).cores_near(nodes[rank]);
-    counts.push_back(static_cast<std::size_t>(std::ranges::count_if(
-        cores, [&](const Topology::Core& core) { return core.numa_node == nodes[rank]; })));
+    counts.push_back(static_cast<std::size_t>(
+        std::ranges::count_if(cores, [&](const Topology::Core& core) { return core.numa_node == nodes[rank]; })));
   }
   return counts;
 }
@@ -103,7 +103,8 @@ TEST_CASE("ranks of different nodes have the cores of their own, whatever their 
 }
 
 TEST_CASE("ranks of one node share its cores before they take others", "[rank_cores]") {
-  REQUIRE(parts(two_nodes(), {1, 1}) == std::vector<Pus>{{16, 18, 20, 22, 0, 2, 4, 6}, {24, 26, 28, 30, 8, 10, 12, 14}});
+  REQUIRE(parts(two_nodes(), {1, 1}) ==
+          std::vector<Pus>{{16, 18, 20, 22, 0, 2, 4, 6}, {24, 26, 28, 30, 8, 10, 12, 14}});
   REQUIRE(near(two_nodes(), {0, 0, 0, 0}) == std::vector<std::size_t>{2, 2, 2, 2});
   REQUIRE(near(two_nodes(), {0, 0, 0, 1}) == std::vector<std::size_t>{2, 3, 3, 4});
   for (const Nodes& nodes : {Nodes{0, 0}, Nodes{0, 0, 0, 0}, Nodes{0, 0, 0, 1}}) {
@@ -159,7 +160,8 @@ TEST_CASE("where each rank's device is follows from those that all see", "[rank_
   root.write("sys/bus/pci/devices/0000:1b:00.0/local_cpus", "0000ffff\n");
   root.write("sys/bus/pci/devices/0000:9a:00.0/local_cpus", "ffff0000\n");
   REQUIRE(rank_nodes(two_nodes(), {.rank = 1, .ranks = 2},
-                     {.name = "GPU", .pci_bus_id = left, .visible_bus_ids = {right, left}}, root.path()) == Nodes{1, 0});
+                     {.name = "GPU", .pci_bus_id = left, .visible_bus_ids = {right, left}},
+                     root.path()) == Nodes{1, 0});
 }
 
 TEST_CASE("a launcher's variables say which part of the machine is this process'", "[rank_cores]") {
@@ -170,8 +172,13 @@ TEST_CASE("a launcher's variables say which part of the machine is this process'
     return std::pair(std::pair(local.rank, local.ranks), chosen_cores(machine, {}, {}).core_order(0));
   };
   REQUIRE(with("1", "2") == std::pair(std::pair(1u, 2u), Pus{2, 3}));
-  for (const auto& [rank, ranks] : {std::pair<const char*, const char*>{nullptr, nullptr}, {"1", nullptr}, {"2", "2"},
-                                    {"x", "2"}, {"1", "2 "}, {"-1", "2"}, {"", ""}}) {
+  for (const auto& [rank, ranks] : {std::pair<const char*, const char*>{nullptr, nullptr},
+                                    {"1", nullptr},
+                                    {"2", "2"},
+                                    {"x", "2"},
+                                    {"1", "2 "},
+                                    {"-1", "2"},
+                                    {"", ""}}) {
     REQUIRE(with(rank, ranks) == std::pair(std::pair(0u, 1u), Pus{0, 1, 2, 3}));
   }
   const std::uint32_t pus[] = {3};

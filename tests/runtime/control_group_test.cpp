@@ -185,7 +185,8 @@ std::string decode(std::uint64_t cpus) {
   if (std::string wrong = require_rest("before the first plan"); !wrong.empty()) return wrong;
 
   const Story story(kShape, 140, 3);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=2,recent=6"))};
+  Teller teller{.story = &story,
+                .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=2,recent=6"))};
   import_story(engine, rig, teller, 120, 100);
   ForwardTensors tensors(*rig.device, kShape, 1);
   while (teller.at < story.tokens()) {

@@ -152,13 +152,9 @@ TEST_CASE("a head is bypassed only if all rows would, each with a mass of its ow
   const FakeNear near(n, kSinks, 6);
   const auto heads_with = [&](const std::vector<float>& behind, Bypass& out) {
     SelectCounters counters;
-    return bypass.test({.kv_head = 0,
-                        .tokens = n,
-                        .q = q.data(),
-                        .behind = behind,
-                        .near = &near.set,
-                        .kv = &prompt.kv},
-                       out, counters);
+    return bypass.test(
+        {.kv_head = 0, .tokens = n, .q = q.data(), .behind = behind, .near = &near.set, .kv = &prompt.kv}, out,
+        counters);
   };
   std::vector<float> same(q);
   for (float& x : same) x *= 1.1f;

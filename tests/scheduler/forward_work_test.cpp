@@ -137,8 +137,8 @@ TEST_CASE("what is not near is the CPU's or the link's, by the placement") {
 
 TEST_CASE("a share of each list that the device chose is the link's") {
   // 164 tokens that all lie far, and 47 / 256 of them: 30, of which 16 are whole units.
-  const ForwardRow rows[] = {row_of("none | near=0,sinks=4,recent=160", 500), row_of("none | near=0,sinks=4,recent=40", 500),
-                             row_of("topk", 300)};
+  const ForwardRow rows[] = {row_of("none | near=0,sinks=4,recent=160", 500),
+                             row_of("none | near=0,sinks=4,recent=40", 500), row_of("topk", 300)};
   WorkPlace place = place_for({.decode_rows = 3});
   place.fetch_share = 47;
   const std::uint64_t planes = kShape.layers * kShape.kv_heads;

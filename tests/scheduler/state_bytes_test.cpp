@@ -115,9 +115,9 @@ TEST_CASE("what policies keep is a bounded share of keys and values", "[state_by
     double most;  ///< percent of keys and values
   };
   // MagicPIG's 150 tables list every token: 4 bytes each, and 150 * 1025 places where lists begin.
-  const auto [text, tokens, most] = GENERATE(Case{"lfps", 8192, 5.0}, Case{"lfps", 65536, 5.0},
-                                             Case{"tactic", 8192, 5.0}, Case{"tactic", 65536, 5.0},
-                                             Case{"magicpig", 8192, 135.0}, Case{"magicpig", 65536, 122.0});
+  const auto [text, tokens, most] =
+      GENERATE(Case{"lfps", 8192, 5.0}, Case{"lfps", 65536, 5.0}, Case{"tactic", 8192, 5.0}, Case{"tactic", 65536, 5.0},
+               Case{"magicpig", 8192, 135.0}, Case{"magicpig", 65536, 122.0});
   CAPTURE(text, tokens);
   const Life life(text, tokens, 40);
   const double percent = 100.0 * life.per_token / kKvBytes;

@@ -157,8 +157,8 @@ void Machine::build(std::uint64_t seed) {
   EngineOptions options = options_of(kind_, seed, policies_);
   options.before_answer = [faults = faults_] { faults->answer(); };
   if (!kind_.at_once)
-    device_ = std::make_shared<cpu::HostDevice>(
-        workers_, cpu::HostDeviceOptions{.flag_timeout = kSoakTimeout, .faults = {}});
+    device_ =
+        std::make_shared<cpu::HostDevice>(workers_, cpu::HostDeviceOptions{.flag_timeout = kSoakTimeout, .faults = {}});
   for (int attempt = 0; !engine_; ++attempt) {
     // What an engine is built from may fail; without faults it must not.
     const double chance = attempt < kAttempts && seed % 4 > 1 ? 0.1 : 0.0;

@@ -90,10 +90,14 @@ TEST_CASE("what was chosen is attended by both, beside what is near", "[engine]"
 
 TEST_CASE("lists for which the CPU chooses stay with it, those of layers with windows do not", "[engine]") {
   using namespace policies;
-  constexpr std::array kPolicies{"lfps", "magicpig", "topk", "exact | int4 | top_p=0.9 | near=0", "full | near=0",
-                                 "quest", "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8"};
-  const auto [text, near, share] =
-      GENERATE_COPY(grid(few<5>(kPolicies), std::array{0u, 7u}, std::array{0.4f, 1.f}));
+  constexpr std::array kPolicies{"lfps",
+                                 "magicpig",
+                                 "topk",
+                                 "exact | int4 | top_p=0.9 | near=0",
+                                 "full | near=0",
+                                 "quest",
+                                 "exact | top_k=30 | near=0,sinks=4,recent=0 | bypass=0.8"};
+  const auto [text, near, share] = GENERATE_COPY(grid(few<5>(kPolicies), std::array{0u, 7u}, std::array{0.4f, 1.f}));
   const bool windows = GENERATE(false, true);
   CAPTURE(text, near, share, windows);
   const EngineRig rig = engine_rig();
@@ -119,7 +123,8 @@ TEST_CASE("lists for which the CPU chooses stay with it, those of layers with wi
   REQUIRE(here.near_tokens == there.near_tokens);
   REQUIRE(here.far_tokens + here.fetched_tokens == there.far_tokens);
   REQUIRE(there.fetched_tokens == 0);
-  const bool chosen_there = text == kPolicies[0] || text == kPolicies[1] || text == kPolicies[2] || text == kPolicies[6];
+  const bool chosen_there =
+      text == kPolicies[0] || text == kPolicies[1] || text == kPolicies[2] || text == kPolicies[6];
   if (near == 0) REQUIRE((here.fetched_tokens == 0) == (chosen_there && !windows && policy.dense_every == 0));
   const AuditReport got = engine.audit(teller.id);
   const AuditReport expected = in_place.audit(want.id);
@@ -148,8 +153,7 @@ TEST_CASE("a batch of all kinds of policies shares its lists as each does alone"
 
 TEST_CASE("rows of teams attend over the link and in place what they attend in place", "[engine][drafts]") {
   using namespace drafts;
-  const auto [group, near, share] =
-      GENERATE(grid(std::array{4u, 7u}, std::array{0u, 7u}, std::array{0.4f, 1.f}));
+  const auto [group, near, share] = GENERATE(grid(std::array{4u, 7u}, std::array{0u, 7u}, std::array{0.4f, 1.f}));
   const std::string text =
       GENERATE("exact | int4 | top_k=20 | near=0,sinks=4,recent=60", "exact | int4 | top_p=0.9 | near=0", "full");
   CAPTURE(group, near, share, text);
@@ -216,7 +220,8 @@ TEST_CASE("a key that is not a number shows, on whichever side of the cut", "[en
   Engine engine(sharing(options_for(rig, 1, 40, near), 0.5f), rig.device);
   Story story(kShape, 110, 12);
   for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) story.poison(layer, poisoned);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=0,recent=1"))};
+  Teller teller{.story = &story,
+                .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=0,recent=1"))};
   import_story(engine, rig, teller, 100);
   ForwardTensors tensors(*rig.device, kShape, 1);
   while (teller.at < 105) {

@@ -154,9 +154,9 @@ Attention attend(const Problem& problem, std::span<const Attended> tokens) {
   using Eigen::Index;
   const auto count = static_cast<Index>(tokens.size());
   const auto token = [&](Index i) { return tokens[static_cast<std::size_t>(i)]; };
-  const Eigen::MatrixXd values = Eigen::MatrixXd::NullaryExpr(
-      problem.options().head_dim, count,
-      [&](Index c, Index i) { return problem.v(token(i).token, static_cast<std::uint32_t>(c)); });
+  const Eigen::MatrixXd values = Eigen::MatrixXd::NullaryExpr(problem.options().head_dim, count, [&](Index c, Index i) {
+    return problem.v(token(i).token, static_cast<std::uint32_t>(c));
+  });
   Attention result;
   for (std::uint32_t head = 0; head < problem.options().group; ++head) {
     const Eigen::ArrayXd scores = Eigen::ArrayXd::NullaryExpr(count, [&](Index i) {
@@ -164,7 +164,8 @@ Attention attend(const Problem& problem, std::span<const Attended> tokens) {
     });
     const double top = count == 0 ? -kInfinity : scores.maxCoeff();
     const bool empty = top == -kInfinity;
-    const Eigen::ArrayXd weights = empty ? Eigen::ArrayXd(Eigen::ArrayXd::Zero(count)) : Eigen::ArrayXd((scores - top).exp());
+    const Eigen::ArrayXd weights =
+        empty ? Eigen::ArrayXd(Eigen::ArrayXd::Zero(count)) : Eigen::ArrayXd((scores - top).exp());
     const Eigen::VectorXd out = values * weights.matrix() / (empty ? 1.0 : weights.sum());
     result.out.insert(result.out.end(), out.begin(), out.end());
     result.lse.push_back(empty ? -kInfinity : top + std::log(weights.sum()));

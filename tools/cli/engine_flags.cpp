@@ -130,12 +130,18 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
 }
 
 Json to_json(const EngineOptions& options) {
-  return {{"layers", options.shape.layers},     {"q_heads", options.shape.q_heads},
-          {"kv_heads", options.shape.kv_heads}, {"head_dim", options.shape.head_dim},
-          {"page_tokens", options.page_tokens}, {"kv_dtype", to_string(options.kv_dtype)},
-          {"host_bytes", options.host_bytes},   {"near_bytes", options.near_bytes},
-          {"placement", to_string(options.placement)}, {"fetch_share", options.fetch_share},
-          {"threads", options.threads},         {"timeout_ms", options.timeout.count()}};
+  return {{"layers", options.shape.layers},
+          {"q_heads", options.shape.q_heads},
+          {"kv_heads", options.shape.kv_heads},
+          {"head_dim", options.shape.head_dim},
+          {"page_tokens", options.page_tokens},
+          {"kv_dtype", to_string(options.kv_dtype)},
+          {"host_bytes", options.host_bytes},
+          {"near_bytes", options.near_bytes},
+          {"placement", to_string(options.placement)},
+          {"fetch_share", options.fetch_share},
+          {"threads", options.threads},
+          {"timeout_ms", options.timeout.count()}};
 }
 
 }  // namespace sluice::tools

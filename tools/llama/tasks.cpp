@@ -51,9 +51,8 @@ Task needles(TaskKind kind, Writer& writer, std::size_t bytes, std::string_view 
                                    ? "\nWhat is the special magic value for " + keys[asked] +
                                          " mentioned in the text? The special magic value for " + keys[asked] + " is"
                                    : "\nQ: What is the special magic value for " + keys[asked] + "?\nA:";
-  return {.kind = kind,
-          .prompt = bury(writer, pieces, bytes, haystack, question),
-          .answer = " " + values[asked] + "\n"};
+  return {
+      .kind = kind, .prompt = bury(writer, pieces, bytes, haystack, question), .answer = " " + values[asked] + "\n"};
 }
 
 Task pairs(Writer& writer, std::size_t bytes) {
@@ -76,9 +75,7 @@ Task pairs(Writer& writer, std::size_t bytes) {
   const std::size_t asked = writer.below(keys.size());
   std::string prompt;
   for (const std::string& line : lines) prompt += line;
-  return {.kind = TaskKind::kv,
-          .prompt = prompt + "get " + keys[asked] + " ->",
-          .answer = " " + values[asked] + "\n"};
+  return {.kind = TaskKind::kv, .prompt = prompt + "get " + keys[asked] + " ->", .answer = " " + values[asked] + "\n"};
 }
 
 Task track(Writer& writer, std::size_t bytes, std::string_view haystack) {
@@ -146,7 +143,7 @@ std::size_t boundary(std::string_view text, std::size_t at) {
 }  // namespace
 
 std::string tasks::bury(Writer& writer, const Strings& pieces, std::size_t bytes, std::string_view haystack,
-                 const std::string& question) {
+                        const std::string& question) {
   std::size_t taken = question.size();
   for (const std::string& piece : pieces) taken += piece.size();
   const std::string filler = writer.filler(bytes - taken, haystack);

@@ -90,10 +90,9 @@ Task multi(Writer& writer, std::size_t bytes, std::string_view haystack) {
   shuffle(writer, pairs);
   Strings pieces;
   for (const Pair& pair : pairs) pieces.push_back(needle(pair.key, pair.value));
-  const std::string question =
-      all_of_one ? "\nQ: What are all the special magic values for " + asked[0] + "?\nA:"
-                 : "\nQ: What are the special magic values for " + asked[0] + ", " + asked[1] + " and " + asked[2] +
-                       "?\nA:";
+  const std::string question = all_of_one ? "\nQ: What are all the special magic values for " + asked[0] + "?\nA:"
+                                          : "\nQ: What are the special magic values for " + asked[0] + ", " + asked[1] +
+                                                " and " + asked[2] + "?\nA:";
   Task task{.kind = TaskKind::multi, .prompt = bury(writer, pieces, bytes, haystack, question), .answer = {}};
   Strings values;
   for (const std::string& key : asked) {

@@ -77,10 +77,12 @@ struct PrefillStage {
   return foresight;
 }
 
-/// Whether far rows come near beside the layer's merge, in thread blocks of the same launch: that waits for the CPU, and
-/// these for the link. Apart where both are told apart, or where the device alone attends what is far, over that link.
+/// Whether far rows come near beside the layer's merge, in thread blocks of the same launch: that waits for the CPU,
+/// and these for the link. Apart where both are told apart, or where the device alone attends what is far, over that
+/// link.
 [[nodiscard]] inline bool promotes_beside_merge(const ForwardMemory& memory) noexcept {
-  return memory.promotions != 0 && memory.fetch_share != kWholeFetchShare && !memory.bucket.audit && !memory.bucket.trace;
+  return memory.promotions != 0 && memory.fetch_share != kWholeFetchShare && !memory.bucket.audit &&
+         !memory.bucket.trace;
 }
 
 /// Near rows of freed blocks, and of the tokens that come, after `apply`.

@@ -88,8 +88,8 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
             {.least = 1, .most = 4096});
   add_count(*command, "--warm-up", options->warm_up, "Forwards before those, in which tokens come near",
             {.most = 4096});
-  add_count(*command, "--repeats", options->repeats, "Engines that are timed one after the other: the median of them, and the worst",
-            {.least = 1, .most = 100});
+  add_count(*command, "--repeats", options->repeats,
+            "Engines that are timed one after the other: the median of them, and the worst", {.least = 1, .most = 100});
   add_count(*command, "--promotions", options->promotions, "Tokens of a KV head that a forward brings near, at most",
             {.most = kMostPromotions});
   command->add_option("--near", options->near_share, "Share of the pages that device memory has room for")
@@ -107,7 +107,8 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       "to have ended, divided by the layers; `calling` is the part of it in which the calling thread works, `waited` "
       "that\n"
       "in which the device waits for the CPU, `answer` what the CPU takes from seeing a question to its answer, and\n"
-      "`promoted` tokens brought near per forward, layer and KV head, `missed` query heads of a layer whose choice was\n"
+      "`promoted` tokens brought near per forward, layer and KV head, `missed` query heads of a layer whose choice "
+      "was\n"
       "not foreseen and took a second look at all scores. No step comes twice.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
