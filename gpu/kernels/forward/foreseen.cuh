@@ -39,8 +39,8 @@ class Learner {
   }
 
  private:
-  /// A head that found too few has more the next time, and others less, little by little. One that was foreseen in vain,
-  /// as another of its group was not, has as many.
+  /// A head that found too few has more the next time, and others less, little by little. One that was foreseen in
+  /// vain, as another of its group was not, has as many.
   [[nodiscard]] __device__ float margin_after(const HeadBound& bound, std::uint32_t h, std::uint32_t picks,
                                               bool foreseen) const {
     if (bound.bound == 0.f || bound.margin == 0.f || found(h) > room()) return foresight::kFirstMargin;
@@ -56,9 +56,9 @@ class Learner {
 };
 
 struct ForeseenShared {
-  std::uint32_t missing[kMaxGroup];  ///< not 0: the head's candidates do not tell what it chooses
+  std::uint32_t missing[kMaxGroup];     ///< not 0: the head's candidates do not tell what it chooses
   foresight::Chosen chosen[kMaxGroup];  ///< of the heads that this block chose for
-  std::uint32_t warps[2][kWarps];  ///< counts, and least keys
+  std::uint32_t warps[2][kWarps];       ///< counts, and least keys
 };
 
 class Foreseen {

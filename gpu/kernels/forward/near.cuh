@@ -65,8 +65,8 @@ __device__ inline bool put(const Plane& plane, std::uint32_t place, std::uint32_
 /// in `patience` forwards. `acquired` of them have one already; returns how many have then. All threads.
 template <class RowAt>
 __device__ inline std::uint32_t acquire(const ForwardMemory& m, const Plane& plane, std::uint32_t acquired,
-                                 std::uint32_t wanted, std::uint32_t forward, std::uint32_t used,
-                                 std::uint32_t patience, const RowAt& row_at, std::uint32_t (&ballots)[kWarps]) {
+                                        std::uint32_t wanted, std::uint32_t forward, std::uint32_t used,
+                                        std::uint32_t patience, const RowAt& row_at, std::uint32_t (&ballots)[kWarps]) {
   std::uint32_t hand = *plane.hand;
   std::uint32_t last = hand;  // Row behind the last one that was taken, or looked at.
   std::uint32_t freed = 0;
@@ -110,7 +110,7 @@ struct Wanted {
 
 /// Adds the rows of the threads that want theirs, in their order, as far as there is room. All threads.
 __device__ inline void add(Wanted& wanted, bool mine, std::uint32_t row, std::uint32_t most,
-                    std::uint32_t (&ballots)[kWarps]) {
+                           std::uint32_t (&ballots)[kWarps]) {
   const Places places = places_of(mine, ballots);
   const std::uint32_t at = wanted.count + places.before;
   if (mine && at < most) wanted.rows[at] = row;

@@ -9,8 +9,8 @@
 namespace sluice::gpu::near {
 
 /// Far ones of the row's sinks and recent tokens.
-__device__ inline void want_windows(const ForwardMemory& m, const Plane& plane, const ForwardRow& row, std::uint32_t forward,
-                             Wanted& wanted, std::uint32_t (&ballots)[kWarps]) {
+__device__ inline void want_windows(const ForwardMemory& m, const Plane& plane, const ForwardRow& row,
+                                    std::uint32_t forward, Wanted& wanted, std::uint32_t (&ballots)[kWarps]) {
   const std::uint32_t recent = max(row.sink_end, row.recent_begin);
   const std::uint32_t tokens = row.sink_end + row.tokens - recent;
   for (std::uint32_t base = 0; base < tokens && wanted.count < m.promotions; base += kThreads) {
@@ -31,8 +31,9 @@ __device__ inline void want_windows(const ForwardMemory& m, const Plane& plane, 
 }
 
 /// Far rows that were attended far not long before.
-__device__ inline void want_again(const ForwardMemory& m, const Plane& plane, const std::uint32_t* rows, std::uint32_t far,
-                           std::uint32_t forward, Wanted& wanted, std::uint32_t (&ballots)[kWarps]) {
+__device__ inline void want_again(const ForwardMemory& m, const Plane& plane, const std::uint32_t* rows,
+                                  std::uint32_t far, std::uint32_t forward, Wanted& wanted,
+                                  std::uint32_t (&ballots)[kWarps]) {
   for (std::uint32_t base = 0; base < far; base += kThreads) {
     const std::uint32_t i = base + threadIdx.x;
     const std::uint32_t row = i < far ? rows[i] : kNone;
@@ -73,7 +74,8 @@ __device__ inline void load(const ForwardMemory& m, const Plane& plane, const Wa
 }
 
 /// The same of rows with scales, which are unfolded.
-__device__ inline void load_scaled(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t acquired) {
+__device__ inline void load_scaled(const ForwardMemory& m, const Plane& plane, const Wanted& wanted,
+                                   std::uint32_t acquired) {
   constexpr std::uint32_t kAtOnce = 8;
   const auto quads = static_cast<std::uint32_t>(m.far_layout.row_bytes() / sizeof(uint4));
   const std::uint32_t all = 2 * quads * acquired;
