@@ -12,9 +12,9 @@ inline constexpr std::uint32_t kWholeFetchShare = 256;
   return static_cast<std::uint32_t>(share * static_cast<float>(kWholeFetchShare) + 0.5f);
 }
 
-/// Of a list of `far` rows, those that the device attends over the link, at most that share of them; the CPU attends the
-/// others. Whole units of attention (16 rows), and none of a list that the CPU attends before a row has crossed the
-/// link. Longer lists have no fewer.
+/// Of a list of `far` rows, those that the device attends over the link, at most that share of them; the CPU attends
+/// the others. Whole units of attention (16 rows), and none of a list so short that the CPU is done with it soon.
+/// Longer lists have no fewer.
 [[nodiscard]] constexpr std::uint32_t fetched_rows(std::uint32_t far, std::uint32_t share) noexcept {
   constexpr std::uint32_t kUnit = 16;
   constexpr std::uint32_t kLeastCut = 64;

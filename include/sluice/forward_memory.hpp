@@ -46,7 +46,7 @@ struct ForwardMemory {
   /// Of the far rows of a list that the device chose, those that it attends itself, over the link, of kWholeFetchShare;
   /// the CPU attends the others in place. The list's last ones, see fetched_of.
   std::uint32_t fetch_share = 0;
-  /// Policies may choose on the CPU, and all far rows of such a list are the device's, too, unless they come with scores.
+  /// Policies may choose on the CPU, and far rows of such a list are all the device's, unless they come with scores.
   bool fetches_chosen = false;
   std::uint32_t tail_rows = 0;          ///< of `tails`
   std::uint64_t answer_ns = 0;          ///< how long a layer waits for the far part

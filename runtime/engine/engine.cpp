@@ -100,12 +100,13 @@ EngineStats Engine::Impl::stats() const noexcept {
   const runtime::PrefixCache* const known = seen_prefixes.load(std::memory_order_acquire);
   const std::uint64_t listed = look(outcome.far_tokens);
   const bool streams = options.placement == PlacementMode::stream;
+  const std::uint64_t fetched = look(outcome.fetched_tokens) + choice.fetched_tokens();
   const std::uint64_t in_place = streams ? choice.kept_tokens() : listed;
   return {.asked = look(question.asked),
           .unplanned = look(outcome.unplanned),
           .near_tokens = look(outcome.near_tokens),
           .far_tokens = in_place + choice.far_tokens(),
-          .fetched_tokens = look(outcome.fetched_tokens) + listed - std::min(listed, in_place) + choice.fetched_tokens(),
+          .fetched_tokens = fetched + listed - std::min(listed, in_place),
           .promoted = look(outcome.promoted),
           .scored = choice.scored(),
           .estimated = look(counted.estimated),

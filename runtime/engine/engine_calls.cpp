@@ -91,7 +91,8 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   require_room(wanted, bucket.max_tokens);
   begin_policies(wanted);
   // Where the device fetches all that is far, it asks for choices alone.
-  const bool asks = memory.largest().fetch_share != kWholeFetchShare || std::ranges::any_of(wanted, [](const Wanted& each) {
+  const bool whole = memory.largest().fetch_share == kWholeFetchShare;
+  const bool asks = !whole || std::ranges::any_of(wanted, [](const Wanted& each) {
     return !each.item.prefill && each.sequence->tail.slot != kNone;
   });
   const Batch batch{.forward = send(std::move(wanted), bucket, stream), .bucket = bucket};

@@ -65,7 +65,7 @@ LayerTokens tokens_of(const WorkPlace& place, std::span<const ForwardRow> rows, 
   return all;
 }
 
-/// Of a layer's rows that the device chooses for, far tokens over all KV heads that it fetches: lists are cut one by one.
+/// Of a layer's rows that the device chooses for, far tokens that it fetches: lists are cut one by one.
 std::uint64_t cut_of(const WorkPlace& place, std::span<const ForwardRow> rows, const WorkShares& shares,
                      std::uint32_t layer) {
   std::uint64_t fetched = 0;

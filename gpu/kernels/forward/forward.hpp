@@ -78,9 +78,10 @@ struct PrefillStage {
 }
 
 /// Whether far rows come near beside the layer's merge, in thread blocks of the same launch: that waits for the CPU, and
-/// these for the link. Apart where both are told apart, or where the device alone attends what is far, over that link.
+/// these for the link. Apart where both are told apart, or where the device alone attends what is far.
 [[nodiscard]] inline bool promotes_beside_merge(const ForwardMemory& memory) noexcept {
-  return memory.promotions != 0 && memory.fetch_share != kWholeFetchShare && !memory.bucket.audit && !memory.bucket.trace;
+  const bool alone = memory.fetch_share == kWholeFetchShare;
+  return memory.promotions != 0 && !alone && !memory.bucket.audit && !memory.bucket.trace;
 }
 
 /// Near rows of freed blocks, and of the tokens that come, after `apply`.
