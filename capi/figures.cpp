@@ -5,7 +5,7 @@
 namespace sluice::capi {
 namespace {
 
-static_assert(offsetof(sluice_stats, evicted_blocks) + sizeof(std::uint64_t) == sizeof(sluice_stats));
+static_assert(offsetof(sluice_stats, stalls) + sizeof(std::uint64_t) == sizeof(sluice_stats));
 static_assert(offsetof(sluice_memory, buffers) + sizeof(std::uint64_t) == sizeof(sluice_memory));
 static_assert(offsetof(sluice_sequence_memory, tail) + sizeof(std::uint64_t) == sizeof(sluice_sequence_memory));
 static_assert(offsetof(sluice_audit, watched_min) + sizeof(double) == sizeof(sluice_audit));
@@ -30,7 +30,9 @@ sluice_stats from(const EngineStats& stats) noexcept {
           .kept_blocks = stats.kept_blocks,
           .causal_blocks = stats.causal_blocks,
           .matched_tokens = stats.matched_tokens,
-          .evicted_blocks = stats.evicted_blocks};
+          .evicted_blocks = stats.evicted_blocks,
+          .missed = stats.missed,
+          .stalls = stats.stalls};
 }
 
 sluice_sequence_memory from(const SequenceMemoryUse& use) noexcept {

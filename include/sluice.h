@@ -489,6 +489,9 @@ typedef struct sluice_stats {
   uint64_t causal_blocks;  ///< and what dense attention would have computed there
   uint64_t matched_tokens;  ///< of prompts, that sequences began with
   uint64_t evicted_blocks;  ///< kept for prompts to come, until something else needed them
+  // Since version 6:
+  uint64_t missed;  ///< choices of query heads for which all scores were read once more
+  uint64_t stalls;  ///< plans that waited until a policy had looked at a prompt
 } sluice_stats;
 
 /// Memory of an engine in bytes, all but `policies` and `prefixes` reserved when it is created;

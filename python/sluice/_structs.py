@@ -156,7 +156,7 @@ class Stats(Sized):
         (name, c_uint64)
         for name in ("asked", "unplanned", "near_tokens", "far_tokens", "fetched_tokens", "promoted", "scored",
                      "estimated", "ranked_pages", "waited_ns", "answer_ns", "sparse_chunks", "dense_chunks",
-                     "kept_blocks", "causal_blocks", "matched_tokens", "evicted_blocks")
+                     "kept_blocks", "causal_blocks", "matched_tokens", "evicted_blocks", "missed", "stalls")
     ]
 
 

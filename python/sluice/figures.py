@@ -29,6 +29,8 @@ class Stats:
     causal_blocks: int  #: and what dense attention would have computed there
     matched_tokens: int  #: of prompts, that sequences began with
     evicted_blocks: int  #: kept for prompts to come, until something else needed them
+    missed: int  #: choices of query heads for which all scores were read once more
+    stalls: int  #: plans that waited until a policy had looked at a prompt
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,8 @@ class CPlayer final : public Player {
     auto s = sized<sluice_stats>();
     require_ok(sluice_engine_stats(engine_.get(), &s));
     add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.fetched_tokens, s.promoted, s.scored, s.estimated, s.ranked_pages,
-        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens, s.evicted_blocks);
+        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens, s.evicted_blocks,
+        s.missed);
     auto m = sized<sluice_memory>();
     require_ok(sluice_engine_memory(engine_.get(), &m));
     add(m.far_pages, m.far_pages_used, m.far_pages_cached, m.prefixes, m.pinned, m.partials, m.policies != 0, m.near_pages, m.near_pages_used, m.codes,

@@ -98,7 +98,8 @@ class CppPlayer final : public Player {
     const auto add = [&](auto... values) { (all.push_back(static_cast<double>(values)), ...); };
     const EngineStats s = engine_.stats();
     add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.fetched_tokens, s.promoted, s.scored, s.estimated, s.ranked_pages,
-        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens, s.evicted_blocks);
+        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens, s.evicted_blocks,
+        s.missed);
     const EngineMemoryUse m = engine_.memory();
     add(m.far_pages, m.far_pages_used, m.far_pages_cached, m.prefixes, m.pinned, m.partials, m.policies != 0, m.near_pages, m.near_pages_used, m.codes,
         m.digests, m.buffers);
