@@ -66,7 +66,7 @@ struct Extent {
   explicit Extent(std::uint32_t dim) noexcept
       : head_dim(dim), pairs(dim / kPair), half(dim % kPair != 0), stride((pairs + (half ? 1u : 0u)) * kPair) {}
   std::uint32_t head_dim;
-  std::uint32_t pairs;   ///< whole ones
+  std::uint32_t pairs;  ///< whole ones
   bool half;
   std::uint32_t stride;  ///< floats of a row that is laid out in pairs
 };
@@ -92,7 +92,8 @@ inline void for_each_place(const Extent& extent, F&& f) noexcept {
 
 /// Queries in the order of pairs, times `scale`; the rest of a half pair is 0.
 template <DType kType>
-inline void pack_queries(const float* q, std::uint32_t group, const Extent& extent, float scale, float* packed) noexcept {
+inline void pack_queries(const float* q, std::uint32_t group, const Extent& extent, float scale,
+                         float* packed) noexcept {
   for (std::uint32_t h = 0; h < group; ++h) {
     const float* const from = q + h * extent.head_dim;
     float* const to = packed + h * extent.stride;
@@ -101,9 +102,9 @@ inline void pack_queries(const float* q, std::uint32_t group, const Extent& exte
   }
 }
 
-/// Requests a line for the second-level cache: a request for the first holds one of its few miss buffers until
-/// memory answers, and halved the rate here.
-inline void prefetch_line(const std::byte* p) noexcept { __builtin_prefetch(p, 0, 2); }
+/// Requests a line. For the first-level cache: from the second every line would be fetched once more, and what waits
+/// for that is one of the few misses that a core has in flight.
+inline void prefetch_line(const std::byte* p) noexcept { __builtin_prefetch(p, 0, 3); }
 
 inline void prefetch_row(const std::byte* row, std::uint32_t bytes) noexcept {
   for (std::uint32_t at = 0; at < bytes; at += 64) prefetch_line(row + at);

@@ -49,17 +49,17 @@ struct ForwardMemory {
   /// Policies may choose on the CPU, and all far rows of such a list are the device's, too, unless they come with
   /// scores.
   bool fetches_chosen = false;
-  std::uint32_t tail_rows = 0;          ///< of `tails`
-  std::uint64_t answer_ns = 0;          ///< how long a layer waits for the far part
+  std::uint32_t tail_rows = 0;  ///< of `tails`
+  std::uint64_t answer_ns = 0;  ///< how long a layer waits for the far part
   /// [layers] EngineOptions::windows, memory of the host that devices do not read; null: there are none.
   const std::uint32_t* windows = nullptr;
   std::uint32_t widest = 0;  ///< of them that are not longer than sequences
   std::uint32_t window = 0;  ///< of the layer that the verbs of a layer are called for; 0: its rows see all tokens
   std::uint32_t first_plane = kNone;  ///< of that layer
   std::uint32_t stacks = 1;
-  std::uint32_t stack_layers = 0;     ///< layers of a stack
-  std::uint32_t last_layers = 0;      ///< of the last one, which may have fewer
-  std::uint32_t list_count = 0;       ///< block lists of a stack
+  std::uint32_t stack_layers = 0;  ///< layers of a stack
+  std::uint32_t last_layers = 0;   ///< of the last one, which may have fewer
+  std::uint32_t list_count = 0;    ///< block lists of a stack
   /// [layers] memory of the host that devices do not read; null: all layers are one stack.
   const ForwardLayerPlace* places = nullptr;
 
@@ -115,12 +115,12 @@ struct ForwardMemory {
   std::uint32_t* far_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] block * page_tokens + row of the page
   /// [decode_rows, kv_heads] as far_listed, without those that the device fetches, until the CPU adds what it chose
   std::uint32_t* far_counts = nullptr;
-  float* far_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
+  float* far_out = nullptr;  ///< [decode_rows, q_heads, head_dim]
   float* far_lse = nullptr;  ///< [decode_rows, q_heads] of a list that was chosen for: kEmptyLse if it is empty
   // Likewise, if `fetches_chosen`.
   ForwardChosen* chosen = nullptr;       ///< [decode_rows, kv_heads]
   std::uint32_t* chosen_rows = nullptr;  ///< [decode_rows, kv_heads, chosen_room] as far_entry has them, then members
-  float* tails = nullptr;    ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
+  float* tails = nullptr;                ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
   /// [kMostForwards, layers, kStampedStages] if the largest bucket has traces; of forward f at f % kMostForwards.
   ForwardStamp* stamps = nullptr;
   // Likewise, if the largest bucket has audits; see ForwardVerbs::audit.
@@ -235,7 +235,7 @@ struct ForwardMemory {
   }
   /// A far row of a plane, as far_rows names it: its key. Its value comes far_layout.half_bytes() behind that.
   [[nodiscard]] constexpr const std::byte* far_key(std::uint32_t plane, std::uint32_t row) const noexcept {
-    return far_block(plane, row / layout.page_tokens) + row % layout.page_tokens * far_layout.row_bytes();
+    return far_block(plane, row >> page_shift) + (row & (layout.page_tokens - 1)) * far_layout.row_bytes();
   }
   /// Its scales, if far rows have some, float32: of the key, of the value.
   [[nodiscard]] constexpr const std::byte* far_scale_bytes(std::uint32_t plane, std::uint32_t row) const noexcept {

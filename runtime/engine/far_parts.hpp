@@ -22,9 +22,10 @@ struct FarPart {
 };
 
 /// The lists of a question, cut into parts that threads attend in place, each from when it is known what is on it,
-/// whatever others are still chosen for. How a list is cut depends on its length alone, and its parts are merged in
-/// their order, so that answers depend on neither the threads nor when a list was opened.
-/// Thread safety: any, each list and part by who may say so.
+/// whatever others are still chosen for. How a list is cut depends on its length alone, and so does which parts are
+/// merged with which: neighbours, then pairs of them, by who ends the later one. So answers depend on neither the
+/// threads nor when a list was opened, and the last thread has little left to merge. Thread safety: any, each list and
+/// part by who may say so.
 class FarParts {
  public:
   /// `memory` is copied; what it points to must outlive this, and so must `choice`. `threads` attend.
@@ -36,9 +37,13 @@ class FarParts {
   [[nodiscard]] std::uint64_t opened() const noexcept { return shares_.opened(); }
   [[nodiscard]] bool close() noexcept { return shares_.close(); }
   [[nodiscard]] bool finish() noexcept { return shares_.finish(); }
-  /// The next part of the lists [list, question.lists), which is the caller's then; `list` moves to its list.
-  [[nodiscard]] FarPart claim(const FarQuestion& question, std::uint32_t& list) noexcept;
-  /// By thread `thread`, which claimed it and finishes it then. Who ends a list's last part merges them.
+  /// The next part of that list, which is the caller's then.
+  [[nodiscard]] FarPart claim(const FarQuestion& question, std::uint32_t list) noexcept;
+  /// Where a thread begins to look for parts: threads that begin apart do not stand in each other's way.
+  [[nodiscard]] std::uint32_t first_list(const FarQuestion& question, std::uint32_t thread) const noexcept {
+    return static_cast<std::uint32_t>(std::uint64_t{thread} * question.lists / rows_.size());
+  }
+  /// By thread `thread`, which claimed it and finishes it then.
   void attend(const FarQuestion& question, const FarPart& part, std::uint32_t thread);
   /// Of host memory that the threads work in.
   [[nodiscard]] std::uint64_t bytes() const noexcept { return partials_.size() * sizeof(float); }
@@ -49,18 +54,21 @@ class FarParts {
     std::vector<const std::byte*> keys;
     std::vector<const float*> scales;  ///< empty if rows have none
   };
-  void attend_rows(const FarQuestion& question, const FarPart& part, Rows& rows, const ChosenList* chosen);
-  /// Where a list's result goes. `memory`: as its rows see it.
-  [[nodiscard]] static Partial whole_of(const ForwardMemory& memory, std::uint32_t list) noexcept;
-  /// Where the result of a part that is not its list's first waits for the others.
+  void attend_rows(const ForwardMemory& memory, const FarQuestion& question, const FarPart& part, Rows& rows,
+                   const ChosenList* chosen);
+  /// Merges what has ended and can be. Whether that was all of the list.
+  [[nodiscard]] bool merge(const ForwardMemory& memory, const FarPart& part) noexcept;
+  /// Where the result of a part goes: of the first to its list's place, the others' wait to be merged. `memory`: as the
+  /// list's rows see it.
   [[nodiscard]] Partial place_of(const ForwardMemory& memory, std::uint32_t list, std::uint32_t part) noexcept;
 
-  const ForwardMemory memory_;
+  const std::vector<ForwardMemory> memory_;  ///< as teams of 1, 2, ... drafts see it
   FarChoice& choice_;
   const cpu::Kernels& kernels_;
   ListShares shares_;
-  std::vector<std::atomic<std::uint32_t>> ended_;  ///< [decode_rows, kv_heads] parts of the list that are done
   const std::uint32_t most_parts_;
+  /// [decode_rows, kv_heads, most_parts] whether one side of the merge that takes this part in has ended, and not both
+  std::vector<std::atomic<std::uint32_t>> met_;
   std::vector<float> partials_;  ///< [decode_rows, kv_heads, most_parts, group, head_dim + 1]
   std::vector<Rows> rows_;       ///< [threads]
 };

@@ -213,10 +213,12 @@ void FarWorkers::open_lists(const FarQuestion& question, std::uint32_t items, st
 }
 
 void FarWorkers::attend_parts(const FarQuestion& question, std::uint32_t thread) {
-  std::uint32_t list = 0;
-  for (FarPart part; (part = parts_.claim(question, list)).parts != 0;) {
-    do_piece(question, Stage::attend_far, thread, [&] { parts_.attend(question, part, thread); });
-    if (parts_.finish()) say(question);
+  std::uint32_t list = parts_.first_list(question, thread);
+  for (std::uint32_t seen = 0; seen < question.lists; ++seen, list = list + 1 == question.lists ? 0 : list + 1) {
+    for (FarPart part; (part = parts_.claim(question, list)).parts != 0;) {
+      do_piece(question, Stage::attend_far, thread, [&] { parts_.attend(question, part, thread); });
+      if (parts_.finish()) say(question);
+    }
   }
 }
 

@@ -69,7 +69,7 @@ class ListShares {
   /// The list's `parts` parts can be claimed: 1 to 65,535. While the question stands and is not closed.
   void open(std::uint64_t asked, std::uint32_t list, std::uint32_t parts) noexcept {
     unfinished_.fetch_add(parts, std::memory_order_relaxed);
-    lists_[list].store(asked << 32 | parts << kPartBits, std::memory_order_release);
+    lists_[list].word.store(asked << 32 | parts << kPartBits, std::memory_order_release);
     opened_.fetch_add(1, std::memory_order_release);
   }
   /// Lists that were opened, of all questions: another number whenever there may be more to claim.
@@ -81,7 +81,7 @@ class ListShares {
   };
   /// From here until the part is finished the question stands.
   [[nodiscard]] Share claim(std::uint64_t asked, std::uint32_t list) noexcept {
-    std::atomic<std::uint64_t>& word = lists_[list];
+    std::atomic<std::uint64_t>& word = lists_[list].word;
     std::uint64_t claims = word.load(std::memory_order_acquire);
     while (true) {
       const auto parts = static_cast<std::uint32_t>(claims) >> kPartBits;
@@ -109,9 +109,13 @@ class ListShares {
     return true;
   }
 
-  std::vector<std::atomic<std::uint64_t>> lists_;  ///< question in the upper half, then its parts, then the next
-  std::atomic<std::uint32_t> unfinished_{0};       ///< parts of lists that are open, and kClosed
-  std::atomic<std::uint64_t> opened_{0};
+  /// In a line of its own: threads that claim parts of different lists do not wait for each other.
+  struct alignas(64) Claims {
+    std::atomic<std::uint64_t> word{0};  ///< question in the upper half, then the list's parts, then the next
+  };
+  std::vector<Claims> lists_;
+  alignas(64) std::atomic<std::uint32_t> unfinished_{0};  ///< parts of lists that are open, and kClosed
+  alignas(64) std::atomic<std::uint64_t> opened_{0};
 };
 
 }  // namespace sluice::runtime

@@ -7,7 +7,8 @@ namespace sluice::gpu::forward {
 
 inline constexpr std::uint32_t kBucketBits = 11;
 inline constexpr std::uint32_t kBuckets = 1u << kBucketBits;
-inline constexpr std::uint32_t kFew = 512;  ///< candidates that are ranked one by one
+inline constexpr std::uint32_t kRanked = 128;  ///< candidates that are ranked one by one, each against all others
+inline constexpr std::uint32_t kFew = 512;     ///< likewise, if they are equal in what tells them apart faster
 
 struct CutShared {
   std::uint32_t warps[kWarps];
@@ -59,7 +60,7 @@ __device__ inline Cut cut_of(CutShared& s, const Candidate* gathered, std::uint3
   const auto inside = [&](const Candidate& candidate) { return candidate.key >= low && candidate.key - low <= span; };
   s.rank = k - 1;
 #pragma unroll 1
-  for (std::uint32_t left = count; left > kFew && span != 0;) {
+  for (std::uint32_t left = count; left > kRanked && span != 0;) {
     const auto bits = static_cast<std::uint32_t>(32 - __clz(static_cast<int>(span)));
     const std::uint32_t shift = bits > kBucketBits ? bits - kBucketBits : 0;
     __syncthreads();  // The buckets before these have been read.

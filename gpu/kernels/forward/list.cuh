@@ -6,8 +6,10 @@
 namespace sluice::gpu::forward {
 
 struct ListShared {
+  static constexpr std::uint32_t kMostWords = 2 * kThreads;  ///< of a turn
   std::uint32_t sums[kWarps];
-  std::uint32_t near[kMostBlocks];  ///< rows that each block lists, in each
+  std::uint16_t before[kMostWords];  ///< entries of the words before each
+  std::uint32_t near[kMostBlocks];   ///< rows that each block lists, in each
   std::uint32_t far[kMostBlocks];
 };
 
@@ -65,27 +67,29 @@ class Found {
  public:
   /// @param room  entries that there is room for, of as many tokens a turn
   __device__ Found(ListShared& s, std::uint32_t* entries, std::uint32_t room, const Marks& marks)
-      : s_(s), entries_(entries), marks_(marks), words_(min(kMostWords * kThreads, room / kWord)) {}
+      : s_(s), entries_(entries), marks_(marks), words_(min(ListShared::kMostWords, room / kWord)) {}
   /// Tokens of a turn.
   [[nodiscard]] __device__ std::uint32_t turn() const { return words_ * kWord; }
 
   /// Looks up what is marked from a number on: a near row | kNearBit each, or a far row. All threads.
   __device__ __noinline__ void find(const ForwardMemory& m, const Work& work, std::uint32_t number) {
     const std::uint32_t words = min(words_, (marks_.part().count() - number) / kWord);
-    const std::uint32_t own = words > kThreads ? kMostWords : 1;  // Neighbours: entries are ascending.
-    const auto number_of = [&](std::uint32_t w) { return number + kWord * (own * threadIdx.x + w); };
-    const auto bits_of = [&](std::uint32_t w) {
-      return w < own && own * threadIdx.x + w < words ? marks_.word(number_of(w)) : 0;
-    };
-    const Sums sums = sum(__popc(bits_of(0)) + __popc(bits_of(1)), s_.sums);
-    count_ = sums.all;
-    std::uint32_t at = sums.before;
+    count_ = 0;
 #pragma unroll 1
-    for (std::uint32_t w = 0; w < own; ++w) {
-      const std::uint32_t first = marks_.part().token_of(number_of(w));
-#pragma unroll 1
-      for (std::uint32_t bits = bits_of(w); bits != 0; bits &= bits - 1)
-        entries_[at++] = first + __ffs(static_cast<int>(bits)) - 1;
+    for (std::uint32_t base = 0; base < words; base += kThreads) {
+      const std::uint32_t w = base + threadIdx.x;
+      const Sums sums = sum(w < words ? __popc(marks_.word(number + kWord * w)) : 0, s_.sums);
+      if (w < words) s_.before[w] = static_cast<std::uint16_t>(count_ + sums.before);
+      count_ += sums.all;
+    }
+    __syncthreads();
+    // A warp takes a word, a lane a token of it: some words have many, and one thread alone would keep all waiting.
+    const std::uint32_t lane = threadIdx.x % kWarp;
+#pragma unroll 4
+    for (std::uint32_t w = threadIdx.x / kWarp; w < words; w += kWarps) {
+      const std::uint32_t word = marks_.word(number + kWord * w);
+      if ((word >> lane & 1) != 0)
+        entries_[s_.before[w] + __popc(word & ((1u << lane) - 1))] = marks_.part().token_of(number + kWord * w) + lane;
     }
     __syncthreads();
     const std::uint32_t* const near_of = m.near_of + m.far_row(work.plane, 0);
@@ -113,15 +117,13 @@ class Found {
   }
 
  private:
-  static constexpr std::uint32_t kMostWords = 2;  ///< of a thread
-
   ListShared& s_;
   std::uint32_t* entries_;
   Marks marks_;
   std::uint32_t words_;
   std::uint32_t count_ = 0;
 };
-static_assert(2 * kThreads * kWord < 1u << 16);
+static_assert(ListShared::kMostWords * kWord < 1u << 16);
 
 /// Writes what was found behind what has been listed. Near ones are used, unless everything is, which says nothing of
 /// what will be.

@@ -85,7 +85,7 @@ __device__ void ask(const ForwardMemory& m, std::uint32_t layer, const Listed& l
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> chosen(state.layer_choices);
   if (listed.far != 0) total.fetch_add(listed.far, cuda::memory_order_relaxed);
   if (choices != 0) chosen.fetch_add(choices, cuda::memory_order_relaxed);
-  if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x - 1) return;
+  if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x * gridDim.y * gridDim.z - 1) return;
   const std::uint32_t all_choices = chosen.load(cuda::memory_order_relaxed);
   const bool wanted = total.load(cuda::memory_order_relaxed) != 0 || all_choices != 0;
   state.layer_far_tokens = state.layer_choices = state.arrived = 0;
@@ -95,32 +95,35 @@ __device__ void ask(const ForwardMemory& m, std::uint32_t layer, const Listed& l
   question.layer = layer;
   question.drafts = m.drafts;
   question.choices = all_choices;
-  question.lists = gridDim.x / detail::cluster_blocks();
+  question.lists = gridDim.y * gridDim.z;
   __threadfence_system();
   cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(question.asked)
       .store(++state.asked, cuda::memory_order_release);
 }
 
-/// Cluster i: row i / kv_heads, KV head i % kv_heads. Of its thread blocks kAtOnce share a multiprocessor.
+/// Cluster (y, z): row z, KV head y. Of its thread blocks kAtOnce share a multiprocessor.
 template <int kAtOnce>
 __global__ void __launch_bounds__(kThreads, kAtOnce)
     split_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room) {
+                 const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room,
+                 std::uint32_t list_room) {
   extern __shared__ Candidate memory[];  // Of a choice, then of what is found; and marks.
   __shared__ Shared s;
   detail::wait_for_kernel_before();
-  const std::uint32_t index = blockIdx.x / detail::cluster_blocks();
-  const std::uint64_t list_room = m.list_room();
-  const Work work{.row = m.rows[index / m.shape.kv_heads].in(layer, m.window),
-                  .near_rows = m.near_lists + index * list_room,
-                  .far_rows = scratch.far_rows + index * list_room,
-                  .fetched = m.fetches() && m.rows[index / m.shape.kv_heads].in(layer, m.window).asks == 0
-                                 ? scratch.fetched + index * list_room
-                                 : nullptr,
-                  .index = index,
-                  .plane = m.plane(layer, index % m.shape.kv_heads)};
+  // Both at once: what one waits for takes as long as all the rest of this.
+  const ForwardStatus status = m.state->status;
+  const ForwardRow row = m.rows[blockIdx.z].in(layer, m.window);
+  const std::uint32_t head = blockIdx.y;
+  const std::uint32_t index = blockIdx.z * m.shape.kv_heads + head;
+  const Work work{
+      .row = row,
+      .near_rows = m.near_lists + std::uint64_t{index} * list_room,
+      .far_rows = scratch.far_rows + std::uint64_t{index} * list_room,
+      .fetched = m.fetches() && row.asks == 0 ? scratch.fetched + std::uint64_t{index} * list_room : nullptr,
+      .index = index,
+      .plane = m.plane(layer, head)};
   const bool first = detail::cluster_rank() == 0 && threadIdx.x == 0;
-  if (m.state->status != ForwardStatus::running) {
+  if (status != ForwardStatus::running) {
     // `attend` runs all the same: on nothing, not on jobs that another bucket has left.
     if (first) write_jobs(m, scratch, work, {});
     return;
@@ -180,17 +183,16 @@ void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scr
   const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
   // One block alone leaves a multiprocessor idle while it waits, which shows where there are several for each.
-  const bool two = lists * blocks > scratch.multiprocessors &&
-                   scratch.split.shared_of_two >= room_bytes(kLeastRoomOfTwo) + marks;
+  const bool two =
+      lists * blocks > scratch.multiprocessors && scratch.split.shared_of_two >= room_bytes(kLeastRoomOfTwo) + marks;
   const std::uint64_t shared = two ? scratch.split.shared_of_two : scratch.split.most_shared;
-  const auto room =
-      static_cast<std::uint32_t>(std::min<std::uint64_t>(kMostRoom, (shared - marks) / room_bytes(1)));
+  const auto room = static_cast<std::uint32_t>(std::min<std::uint64_t>(kMostRoom, (shared - marks) / room_bytes(1)));
   const auto bytes = static_cast<std::uint32_t>(room_bytes(room) + marks);
   const auto stream = static_cast<cudaStream_t>(layer.stream);
   const Foresight foresight = foresight_of(memory, scratch, layer.layer);
-  OverlappingLaunch(lists * blocks, kThreads, bytes, stream, blocks)
+  OverlappingLaunch(dim3(blocks, memory.shape.kv_heads, memory.bucket.decode_rows), kThreads, bytes, stream, blocks)
       .run(two ? split_kernel<2> : split_kernel<1>, "launch the split kernel of a forward", memory, scratch, foresight,
-           layer.layer, room);
+           layer.layer, room, memory.list_room());
 }
 
 namespace {

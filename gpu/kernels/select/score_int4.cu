@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (blockIdx.x == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype, shape.scale);
   if (part.chunk(0) * kBlockTokens >= part.count) return;
   stage_octets(s, part, layout.page_tokens, cut.chunks);
-  const std::uint32_t warp = threadIdx.x / kWarp;
+  __syncthreads();
   const std::uint32_t g = threadIdx.x % kWarp / 4;
   const std::uint32_t t = threadIdx.x % 4;
   const std::uint32_t sinks = s.task.sinks;
@@ -84,6 +84,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   for (std::uint32_t first = 0; first < part.heads; first += kHeads) {
     const std::uint32_t heads = min(kHeads, part.heads - first);
     if (first != 0) __syncthreads();  // The queries before these have been read.
+    // Rows are on their way while queries are staged and the rows before them are multiplied, where there are registers
+    // for both.
+    constexpr bool kAhead = kHeadDim <= 128;
+    WarpRows<kHeadDim> next;
+    if (kAhead && part.first(0) < part.count) next.load(s, part.octet(0), layout);
     const foresight::Finder finder(foresight, std::uint64_t{blockIdx.y} * group + first);
     const float length = stage_queries(s, part.first_head + first, heads, shape.scale);
     if (kForesees && threadIdx.x % kWarp == 0) {
@@ -104,10 +109,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     float* const out = s.task.out + std::uint64_t{part.first_head + first} * part.stride;
     for (std::uint32_t turn = 0; turn < cut.chunks; ++turn) {
-      const std::uint32_t at = part.chunk(turn) * kBlockTokens + warp * kWarpTokens;
+      const std::uint32_t at = part.first(turn);
       if (at >= part.count) break;
-      WarpRows<kHeadDim> rows;
-      rows.load(s, turn * kOctets + warp * (kWarpTokens / kRows), layout);
+      if (!kAhead) next.load(s, part.octet(turn), layout);
+      const WarpRows<kHeadDim> rows = next;
+      if (kAhead && turn + 1 < cut.chunks && part.first(turn + 1) < part.count)
+        next.load(s, part.octet(turn + 1), layout);
       float scores[kTiles * 4];
       std::uint32_t hits = 0;  // Of these: candidates are added together, as lanes that wait for others cost time.
 #pragma unroll

@@ -6,8 +6,9 @@
 #include "gpu/kernels/mma.cuh"
 
 /// Queries and 4-bit copies of keys as fragments of tensor cores: codes are bytes, queries integers of 24 bits, of
-/// which three products take a byte each. So a product is exact, and codes cost two instructions for eight of them: what a
-/// lane reads of a row, 16 bytes at head_dim 128, is its share of matrix fragments once it is masked (see Int4Layout).
+/// which three products take a byte each. So a product is exact, and codes cost two instructions for eight of them:
+/// what a lane reads of a row, 16 bytes at head_dim 128, is its share of matrix fragments once it is masked (see
+/// Int4Layout).
 namespace sluice::gpu::score_int4 {
 
 inline constexpr std::uint32_t kWarp = 32;
@@ -38,9 +39,9 @@ template <std::uint32_t kHeadDim>
 struct Shared {
   ScoreInt4Task task;
   std::int32_t q[kHeads][kHeadDim];  ///< in [-2^23, 2^23)
-  float unit[kHeads];         ///< what a product has to be multiplied by
-  float sum[kHeads];          ///< over the channels, scaled
-  float least[kHeads];        ///< scores from here on are candidates
+  float unit[kHeads];                ///< what a product has to be multiplied by
+  float sum[kHeads];                 ///< over the channels, scaled
+  float least[kHeads];               ///< scores from here on are candidates
   /// Of each octet of the block's chunks: its page, and where it lies there.
   std::uint32_t frames[kMostChunks * kOctets];
   Octet octets[kMostChunks * kOctets];
@@ -62,6 +63,13 @@ struct Part {
   std::uint32_t blocks;  ///< that share its chunks
 
   [[nodiscard]] __device__ std::uint32_t chunk(std::uint32_t i) const { return blockIdx.x + i * blocks; }
+  /// Of a warp in turn `i`: its first token, and its first octet among the block's.
+  [[nodiscard]] __device__ std::uint32_t first(std::uint32_t i) const {
+    return chunk(i) * kBlockTokens + threadIdx.x / kWarp * kWarpTokens;
+  }
+  [[nodiscard]] __device__ std::uint32_t octet(std::uint32_t i) const {
+    return i * kOctets + threadIdx.x / kWarp * (kWarpTokens / kRows);
+  }
 };
 
 __device__ __forceinline__ Part part_of(const ScoreInt4Task& task, std::uint32_t group, std::uint32_t page_tokens,
@@ -138,7 +146,7 @@ __device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::ui
 template <std::uint32_t kHeadDim>
 struct QueryFragments {
   static constexpr std::uint32_t kWords = kHeadDim / 32;  ///< of a lane
-  std::uint32_t high[kWords][2];  ///< signed
+  std::uint32_t high[kWords][2];                          ///< signed
   std::uint32_t middle[kWords][2];
   std::uint32_t low[kWords][2];
 
