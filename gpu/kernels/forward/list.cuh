@@ -8,8 +8,7 @@ namespace sluice::gpu::forward {
 struct ListShared {
   static constexpr std::uint32_t kMostWords = 2 * kThreads;  ///< of a turn
   std::uint32_t sums[kWarps];
-  std::uint16_t before[kMostWords];  ///< entries of the words before each
-  std::uint32_t near[kMostBlocks];   ///< rows that each block lists, in each
+  std::uint32_t near[kMostBlocks];  ///< rows that each block lists, in each
   std::uint32_t far[kMostBlocks];
 };
 
@@ -73,46 +72,67 @@ class Found {
 
   /// Looks up what is marked from a number on: a near row | kNearBit each, or a far row. All threads.
   __device__ __noinline__ void find(const ForwardMemory& m, const Work& work, std::uint32_t number) {
-    const std::uint32_t words = min(words_, (marks_.part().count() - number) / kWord);
-    count_ = 0;
+    // Copies: after every store the compiler would read members again, from the caller's stack.
+    const Marks marks = marks_;
+    ListShared& s = s_;
+    std::uint32_t* const entries = entries_;
+    const std::uint32_t words = min(words_, (marks.part().count() - number) / kWord);
+    constexpr int kFewBits = 8;
+    const std::uint32_t lane = threadIdx.x % kWarp;
+    std::uint32_t count = 0;
 #pragma unroll 1
     for (std::uint32_t base = 0; base < words; base += kThreads) {
-      const std::uint32_t w = base + threadIdx.x;
-      const Sums sums = sum(w < words ? __popc(marks_.word(number + kWord * w)) : 0, s_.sums);
-      if (w < words) s_.before[w] = static_cast<std::uint16_t>(count_ + sums.before);
-      count_ += sums.all;
-    }
-    __syncthreads();
-    // A warp takes a word, a lane a token of it: some words have many, and one thread alone would keep all waiting.
-    const std::uint32_t lane = threadIdx.x % kWarp;
-#pragma unroll 4
-    for (std::uint32_t w = threadIdx.x / kWarp; w < words; w += kWarps) {
-      const std::uint32_t word = marks_.word(number + kWord * w);
-      if ((word >> lane & 1) != 0)
-        entries_[s_.before[w] + __popc(word & ((1u << lane) - 1))] = marks_.part().token_of(number + kWord * w) + lane;
+      const std::uint32_t own = number + kWord * (base + threadIdx.x);
+      std::uint32_t bits = base + threadIdx.x < words ? marks.word(own) : 0;
+      const Sums sums = sum(__popc(bits), s.sums);
+      std::uint32_t at = count + sums.before;
+      count += sums.all;
+      // A thread takes a word of few tokens. Those that have many, all recent ones among them, take a warp: all would
+      // wait for one thread.
+      const bool many = __popc(bits) > kFewBits;
+#pragma unroll 1
+      for (std::uint32_t rest = __ballot_sync(kAll, many); rest != 0; rest &= rest - 1) {
+        const int from = __ffs(static_cast<int>(rest)) - 1;
+        const std::uint32_t word = __shfl_sync(kAll, bits, from);
+        const std::uint32_t begin = __shfl_sync(kAll, at, from);
+        const std::uint32_t first = marks.part().token_of(own - kWord * (lane - static_cast<std::uint32_t>(from)));
+        if ((word >> lane & 1) != 0) entries[begin + __popc(word & ((1u << lane) - 1))] = first + lane;
+      }
+      const std::uint32_t first = marks.part().token_of(own);
+#pragma unroll 1
+      for (; !many && bits != 0; bits &= bits - 1) entries[at++] = first + __ffs(static_cast<int>(bits)) - 1;
     }
     __syncthreads();
     const std::uint32_t* const near_of = m.near_of + m.far_row(work.plane, 0);
-    for (std::uint32_t i = threadIdx.x; i < count_; i += kThreads) {
-      const std::uint32_t token = entries_[i];
-      const std::uint32_t row = m.row_of(work.row.list, token);
-      const std::uint32_t entry = m.near_pages != 0 ? near_of[row] : 0;
+    const std::uint32_t* const blocks = m.list_of(work.row.list);
+    const std::uint32_t page_shift = m.page_shift;
+    const std::uint32_t in_page = (1u << page_shift) - 1;
+    const bool any_near = m.near_pages != 0;
+    const ForwardRow row_of_list = work.row;
+    for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      const std::uint32_t token = entries[i];
+      const std::uint32_t row = (blocks[token >> page_shift] << page_shift) | (token & in_page);
+      const std::uint32_t entry = any_near ? near_of[row] : 0;
       const bool near = (entry & kNearBit) != 0;
-      entries_[i] = near ? entry : row;
-      if (!near && work.row.in_window(token)) m.far_windows[work.index] = 1;
+      entries[i] = near ? entry : row;
+      if (!near && row_of_list.in_window(token)) m.far_windows[work.index] = 1;
     }
+    count_ = count;
     __syncthreads();
   }
 
   /// body(entry, whether there is one, Sums), as many entries as threads at a time.
   template <class Body>
   __device__ void for_each(const Body& body) const {
+    const std::uint32_t count = count_;
+    const std::uint32_t* const entries = entries_;
+    ListShared& s = s_;
 #pragma unroll 1
-    for (std::uint32_t base = 0; base < count_; base += kThreads) {
-      const bool there = base + threadIdx.x < count_;
-      const std::uint32_t entry = there ? entries_[base + threadIdx.x] : 0;
+    for (std::uint32_t base = 0; base < count; base += kThreads) {
+      const bool there = base + threadIdx.x < count;
+      const std::uint32_t entry = there ? entries[base + threadIdx.x] : 0;
       const std::uint32_t counts = !there ? 0 : (entry & kNearBit) != 0 ? 1 : 1u << 16;
-      body(entry, there, sum(counts, s_.sums));
+      body(entry, there, sum(counts, s.sums));
     }
   }
 

@@ -61,7 +61,8 @@ __device__ void score_tail(const ScoreInt4Task& task, const Part& part, DType dt
 }
 
 /// Thread block x of the cut, or behind these the tail, of task y, and of its head z where each has a list.
-template <std::uint32_t kHeadDim, bool kForesees>
+/// `kFragments` of queries are multiplied with what is read.
+template <std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks,
                       const __grid_constant__ Foresight foresight, const ScoreInt4Shape shape, Cut cut) {
@@ -77,16 +78,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (part.chunk(0) * kBlockTokens >= part.count) return;
   stage_octets(s, part, layout.page_tokens, cut.chunks);
   __syncthreads();
-  const std::uint32_t g = threadIdx.x % kWarp / 4;
-  const std::uint32_t t = threadIdx.x % 4;
+  const std::uint32_t lane_head = threadIdx.x % kWarp / 4 % kRowHeads;
+  const std::uint32_t lane_key = threadIdx.x % kWarp / (kWarp / 2) * kRows + threadIdx.x % 4 * 2;  // Of a pair's 16.
   const std::uint32_t sinks = s.task.sinks;
   const std::uint32_t recent = s.task.recent;
-  for (std::uint32_t first = 0; first < part.heads; first += kHeads) {
-    const std::uint32_t heads = min(kHeads, part.heads - first);
+  constexpr std::uint32_t kAtOnce = kFragments * kRowHeads;
+  for (std::uint32_t first = 0; first < part.heads; first += kAtOnce) {
+    const std::uint32_t heads = min(kAtOnce, part.heads - first);
     if (first != 0) __syncthreads();  // The queries before these have been read.
-    // Rows are on their way while queries are staged and the rows before them are multiplied, where there are registers
+    // Rows are on their way while queries are staged and the rows before them are multiplied, if there are registers
     // for both.
-    constexpr bool kAhead = kHeadDim <= 128;
+    constexpr bool kAhead = kHeadDim * kFragments <= 128;
     WarpRows<kHeadDim> next;
     if (kAhead && part.first(0) < part.count) next.load(s, part.octet(0), layout);
     const foresight::Finder finder(foresight, std::uint64_t{blockIdx.y} * group + first);
@@ -97,17 +99,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       s.least[head] = head < heads ? finder.least(head, length) : INFINITY;
     }
     __syncthreads();
-    QueryFragments<kHeadDim> q;
+    QueryFragments<kHeadDim, kFragments> q;
     q.load(s);
     // In registers: in the loop the compiler would read them again and again.
-    float units[2], sums[2], least[2];
+    float units[kFragments], sums[kFragments], least[kFragments];
+    float* out[kFragments];
 #pragma unroll
-    for (std::uint32_t c = 0; c < 2; ++c) {
-      units[c] = s.unit[2 * t + c];
-      sums[c] = s.sum[2 * t + c];
-      least[c] = kForesees ? s.least[2 * t + c] : 0.f;
+    for (std::uint32_t f = 0; f < kFragments; ++f) {
+      const std::uint32_t head = f * kRowHeads + lane_head;
+      units[f] = s.unit[head];
+      sums[f] = s.sum[head];
+      least[f] = kForesees ? s.least[head] : 0.f;
+      out[f] = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_key;
     }
-    float* const out = s.task.out + std::uint64_t{part.first_head + first} * part.stride;
     for (std::uint32_t turn = 0; turn < cut.chunks; ++turn) {
       const std::uint32_t at = part.first(turn);
       if (at >= part.count) break;
@@ -115,36 +119,39 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       const WarpRows<kHeadDim> rows = next;
       if (kAhead && turn + 1 < cut.chunks && part.first(turn + 1) < part.count)
         next.load(s, part.octet(turn + 1), layout);
-      float scores[kTiles * 4];
-      std::uint32_t hits = 0;  // Of these: candidates are added together, as lanes that wait for others cost time.
 #pragma unroll
-      for (std::uint32_t tile = 0; tile < kTiles; ++tile) {
-        float products[4];
-        multiply(rows.halves[2 * tile], rows.halves[2 * tile + 1], q, products);
+      for (std::uint32_t f = 0; f < kFragments; ++f) {
+        const std::uint32_t head = f * kRowHeads + lane_head;
+        float scores[kPairs * 2];
+        std::uint32_t hits = 0;  // Of these: candidates are added together, as lanes that wait for others cost time.
 #pragma unroll
-        for (std::uint32_t c = 0; c < 4; ++c) {
-          const RowShare<kHeadDim>& row = rows.halves[2 * tile + c / 2];
-          const std::uint32_t head = 2 * t + c % 2;
-          const std::uint32_t token = at + tile * kTile + c / 2 * kRows + g;
-          const float score =
-              __low2float(row.params) * (products[c] * units[c % 2]) + __high2float(row.params) * sums[c % 2];
-          scores[tile * 4 + c] = score;
-          if (head < heads && token < part.count)
-            out[std::uint64_t{head} * part.stride + token] = row.visible ? score : __int_as_float(0xff80'0000);
-          // What is attended anyway is no candidate: recent tokens score high, and would take the place of others.
-          const bool may = row.visible && token >= sinks && token < recent;
-          if (may && score >= least[c % 2]) hits |= 1u << (tile * 4 + c);
+        for (std::uint32_t pair = 0; pair < kPairs; ++pair) {
+          float products[2];
+          multiply(rows, pair, q, f, products);
+#pragma unroll
+          for (std::uint32_t key = 0; key < 2; ++key) {
+            const std::uint32_t i = 2 * pair + key;
+            const std::uint32_t from_first = at + 2 * kRows * pair + key;  // Beside the lane's own key.
+            const float2 params = rows.scale_and_zero(pair, key);
+            scores[i] = params.x * (products[key] * units[f]) + params.y * sums[f];
+            const bool visible = rows.sees(pair, key);
+            const std::uint32_t token = from_first + lane_key;
+            if (head < heads && token < part.count)
+              out[f][from_first] = visible ? scores[i] : __int_as_float(0xff80'0000);
+            // What is attended anyway is no candidate: recent tokens score high, and would take the place of others.
+            if (kForesees && visible && token >= sinks && token < recent && scores[i] >= least[f]) hits |= 1u << i;
+          }
         }
-      }
-      if constexpr (kForesees) {
+        if constexpr (kForesees) {
 #pragma unroll 1
-        for (; hits != 0; hits &= hits - 1) {
-          const auto i = static_cast<std::uint32_t>(__ffs(static_cast<int>(hits))) - 1;
-          float score = scores[0];
+          for (; hits != 0; hits &= hits - 1) {
+            const auto i = static_cast<std::uint32_t>(__ffs(static_cast<int>(hits))) - 1;
+            float score = scores[0];
 #pragma unroll
-          for (std::uint32_t j = 1; j < kTiles * 4; ++j) score = i == j ? scores[j] : score;
-          finder.add(staged, 2 * t + i % 2,
-                     {.key = top_k::order_key(score), .token = at + i / 4 * kTile + i % 4 / 2 * kRows + g});
+            for (std::uint32_t j = 1; j < kPairs * 2; ++j) score = i == j ? scores[j] : score;
+            finder.add(staged, head,
+                       {.key = top_k::order_key(score), .token = at + i / 2 * (2 * kRows) + i % 2 + lane_key});
+          }
         }
       }
     }
@@ -162,12 +169,15 @@ Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& sha
   return {.blocks = static_cast<std::uint32_t>(div_up(longest, chunks * kBlockTokens)), .chunks = chunks};
 }
 
+/// `grid.z`: of heads with a list each, one kernel's.
 template <bool kForesees>
 void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreInt4Shape& shape,
             const Cut& cut, const dim3& grid, cudaStream_t stream) {
+  const bool few = grid.z != 1 || shape.group <= kRowHeads;
   KernelHeadDims::with(shape.layout.head_dim, [&](auto dim) {
     OverlappingLaunch(grid, kThreads, 0, stream)
-        .run(score_int4_kernel<dim(), kForesees>, "launch the score_int4 kernel", tasks, foresight, shape, cut);
+        .run(few ? score_int4_kernel<dim(), 1, kForesees> : score_int4_kernel<dim(), 2, kForesees>,
+             "launch the score_int4 kernel", tasks, foresight, shape, cut);
   });
 }
 
@@ -213,8 +223,10 @@ void load_score_int4_kernels() {
   };
   KernelHeadDims::each([&](std::uint32_t head_dim) {
     KernelHeadDims::with(head_dim, [&](auto dim) {
-      load(score_int4_kernel<dim(), false>);
-      load(score_int4_kernel<dim(), true>);
+      load(score_int4_kernel<dim(), 1, false>);
+      load(score_int4_kernel<dim(), 1, true>);
+      load(score_int4_kernel<dim(), 2, false>);
+      load(score_int4_kernel<dim(), 2, true>);
     });
   });
 }

@@ -5,28 +5,29 @@
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/mma.cuh"
 
-/// Queries and 4-bit copies of keys as fragments of tensor cores: codes are bytes, queries integers of 24 bits, of
-/// which three products take a byte each. So a product is exact, and codes cost two instructions for eight of them:
-/// what a lane reads of a row, 16 bytes at head_dim 128, is its share of matrix fragments once it is masked (see
-/// Int4Layout).
+/// Queries and 4-bit copies of keys as fragments of tensor cores: codes are bytes, queries integers of 23 bits, whose
+/// three digits, signed bytes, are rows of a matrix. So a product is exact, and codes cost two instructions for eight
+/// of them: what a lane reads of a row, 16 bytes at head_dim 128, is its share of matrix fragments once it is masked
+/// (see Int4Layout).
 namespace sluice::gpu::score_int4 {
 
 inline constexpr std::uint32_t kWarp = 32;
 inline constexpr std::uint32_t kThreads = 256;
 inline constexpr std::uint32_t kWarps = kThreads / kWarp;
 inline constexpr std::uint32_t kBlocksPerSm = 2;
-/// Tokens of a fragment; a warp has kTiles of them in flight.
-inline constexpr std::uint32_t kTile = 16;
-inline constexpr std::uint32_t kTiles = 2;
-inline constexpr std::uint32_t kWarpTokens = kTile * kTiles;
-inline constexpr std::uint32_t kBlockTokens = kWarps * kWarpTokens;
-inline constexpr std::uint32_t kMostChunks = 16;  ///< of as many tokens, of one thread block
-/// Query heads of a fragment, and rows of a half of one, an octet: these lie in one page, as page_tokens is a multiple.
-inline constexpr std::uint32_t kHeads = 8;
+/// Keys of a fragment, an octet: they lie in one page, as page_tokens is a multiple. A warp multiplies four octets at a
+/// time; of two neighbours its halves then have the scores of one each.
 inline constexpr std::uint32_t kRows = 8;
+inline constexpr std::uint32_t kWarpOctets = 4;
+inline constexpr std::uint32_t kPairs = kWarpOctets / 2;
+inline constexpr std::uint32_t kWarpTokens = kRows * kWarpOctets;
+inline constexpr std::uint32_t kBlockTokens = kWarps * kWarpTokens;
+inline constexpr std::uint32_t kMostChunks = 16;                ///< of as many tokens, of one thread block
+inline constexpr std::uint32_t kHeads = 8;                      ///< query heads that are staged at once
+inline constexpr std::uint32_t kRowHeads = 4;                   ///< query heads of a fragment
 inline constexpr std::uint32_t kOctets = kBlockTokens / kRows;  ///< of a chunk
 static_assert(kWarps == kHeads, "every warp stages one head");
-inline constexpr int kQueryBits = 23;  ///< of a query's numbers, beside the sign
+inline constexpr int kQueryBits = 22;  ///< of a query's numbers, beside the sign
 
 /// Eight rows of a page, and which of them are there.
 struct Octet {
@@ -38,7 +39,7 @@ struct Octet {
 template <std::uint32_t kHeadDim>
 struct Shared {
   ScoreInt4Task task;
-  std::int32_t q[kHeads][kHeadDim];  ///< in [-2^23, 2^23)
+  std::int32_t q[kHeads][kHeadDim];  ///< in (-2^22, 2^22)
   float unit[kHeads];                ///< what a product has to be multiplied by
   float sum[kHeads];                 ///< over the channels, scaled
   float least[kHeads];               ///< scores from here on are candidates
@@ -68,7 +69,7 @@ struct Part {
     return chunk(i) * kBlockTokens + threadIdx.x / kWarp * kWarpTokens;
   }
   [[nodiscard]] __device__ std::uint32_t octet(std::uint32_t i) const {
-    return i * kOctets + threadIdx.x / kWarp * (kWarpTokens / kRows);
+    return i * kOctets + threadIdx.x / kWarp * kWarpOctets;
   }
 };
 
@@ -128,7 +129,7 @@ __device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::ui
     squares += __shfl_xor_sync(detail::kAllLanes, squares, step);
   }
   const int exponent = min(max(static_cast<int>(__float_as_uint(most) >> 23) - 126, -100), 100);
-  // All are below 1 by this power of two, and what is left of one behind 23 bits is a rounding error of float.
+  // All are below 1 by this power of two, and what is left of one behind 22 bits is about a rounding error of float.
   const float up = __int_as_float((127 + kQueryBits - exponent) << 23);
   constexpr auto kMost = static_cast<float>((1 << kQueryBits) - 1);
 #pragma unroll
@@ -141,66 +142,97 @@ __device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::ui
   return sqrtf(squares);
 }
 
-/// The queries as B fragments, a byte of each number in a register of its own: register (w, i) is for the codes that
-/// lie in the lower (i = 0) or upper halves of the bytes of a lane's word w.
-template <std::uint32_t kHeadDim>
+/// A query's number as signed bytes: 65,536 high + 256 middle + low.
+struct Digits {
+  std::int32_t low, middle, high;
+  __device__ __forceinline__ explicit Digits(std::int32_t q)
+      : low(static_cast<std::int8_t>(q)),
+        middle(static_cast<std::int8_t>(q - low >> 8)),
+        high((q - low >> 8) - middle >> 8) {}
+};
+
+/// The queries as A fragments. Rows 0 to 3 of a fragment have the high digits of four heads, 4 to 7 their middle ones,
+/// 8 to 11 their low ones: a lane has rows g and g + 8.
+template <std::uint32_t kHeadDim, std::uint32_t kFragments>
 struct QueryFragments {
-  static constexpr std::uint32_t kWords = kHeadDim / 32;  ///< of a lane
-  std::uint32_t high[kWords][2];                          ///< signed
-  std::uint32_t middle[kWords][2];
-  std::uint32_t low[kWords][2];
+  static constexpr std::uint32_t kWords = kHeadDim / 32;  ///< of a lane, of a row of codes
+  /// As mma has them: registers (w, 0) and (w, 1) are for the codes that lie in the lower halves of the bytes of word
+  /// w, the others for those in the upper halves.
+  std::uint32_t rows[kFragments][kWords][4];
 
   __device__ __forceinline__ void load(const Shared<kHeadDim>& s) {
     constexpr std::uint32_t kRowWords = kHeadDim / 8;
     const std::uint32_t g = threadIdx.x % kWarp / 4;
     const std::uint32_t t = threadIdx.x % 4;
+    const bool high = g < kRowHeads;
 #pragma unroll
-    for (std::uint32_t w = 0; w < kWords; ++w) {
+    for (std::uint32_t f = 0; f < kFragments; ++f) {
 #pragma unroll
-      for (std::uint32_t i = 0; i < 2; ++i) {
-        high[w][i] = middle[w][i] = low[w][i] = 0;
+      for (std::uint32_t w = 0; w < kWords; ++w) {
 #pragma unroll
-        for (std::uint32_t byte = 0; byte < 4; ++byte) {
-          const std::uint32_t channel = (2 * byte + i) * kRowWords + t * kWords + w;
-          const auto q = static_cast<std::uint32_t>(s.q[g][channel]);
-          high[w][i] |= (q >> 16 & 0xffu) << 8 * byte;
-          middle[w][i] |= (q >> 8 & 0xffu) << 8 * byte;
-          low[w][i] |= (q & 0xffu) << 8 * byte;
+        for (std::uint32_t i = 0; i < 2; ++i) {
+          rows[f][w][2 * i] = rows[f][w][2 * i + 1] = 0;
+#pragma unroll
+          for (std::uint32_t byte = 0; byte < 4; ++byte) {
+            const std::uint32_t channel = (2 * byte + i) * kRowWords + t * kWords + w;
+            const Digits digits(s.q[f * kRowHeads + g % kRowHeads][channel]);
+            rows[f][w][2 * i] |= static_cast<std::uint32_t>((high ? digits.high : digits.middle) & 0xff) << 8 * byte;
+            rows[f][w][2 * i + 1] |= high ? static_cast<std::uint32_t>(digits.low & 0xff) << 8 * byte : 0;
+          }
         }
       }
     }
   }
 };
 
-/// A lane's share of one row: codes, scale and zero.
+/// What a lane reads of four octets: its share of the codes of key g of each, and scale and zero of keys 2t and 2t + 1
+/// of the two whose scores it will have.
 template <std::uint32_t kHeadDim>
-struct RowShare {
+struct WarpRows {
   static constexpr std::uint32_t kWords = kHeadDim / 32;
-  std::uint32_t words[kWords];
-  __half2 params;
-  bool visible;
+  std::uint32_t words[kWarpOctets][kWords];
+  uint2 params[kPairs];
+  std::uint32_t visible;  ///< bit 2 * pair + key
 
-  /// Of the octet with that number among the block's.
+  /// From the octet with that number among the block's on.
   __device__ __forceinline__ void load(const Shared<kHeadDim>& s, std::uint32_t number, const Int4Layout& layout) {
     const std::uint32_t g = threadIdx.x % kWarp / 4;
     const std::uint32_t t = threadIdx.x % 4;
-    const Octet octet = s.octets[number];
-    const std::uint32_t row = octet.row + g;
-    visible = g >= octet.begin && g < octet.end;
-    params = __half2half2(__ushort_as_half(0));
 #pragma unroll
-    for (std::uint32_t w = 0; w < kWords; ++w) words[w] = 0;
-    if (!visible) return;
-    const std::byte* const copy = s.task.copies + s.frames[number] * layout.page_bytes();
-    const std::byte* const codes = copy + row * (kHeadDim / 2) + t * (kWords * 4);
-    params = *reinterpret_cast<const __half2*>(copy + layout.params_offset() + row * Int4Layout::kParamBytes);
-    if constexpr (kWords == 4) {
-      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "l"(codes));
-    } else if constexpr (kWords == 2) {
-      asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(codes));
-    } else if constexpr (kWords == 8) {
+    for (std::uint32_t o = 0; o < kWarpOctets; ++o) {
+      const Octet octet = s.octets[number + o];
+#pragma unroll
+      for (std::uint32_t w = 0; w < kWords; ++w) words[o][w] = 0;
+      if (g < octet.begin || g >= octet.end) continue;
+      const std::byte* const copy = s.task.copies + s.frames[number + o] * layout.page_bytes();
+      load_words(words[o], copy + (octet.row + g) * (kHeadDim / 2) + t * (kWords * 4));
+    }
+    visible = 0;
+#pragma unroll
+    for (std::uint32_t pair = 0; pair < kPairs; ++pair) {
+      const std::uint32_t at = number + 2 * pair + g / kRowHeads;
+      const Octet octet = s.octets[at];
+      params[pair] = {};
+#pragma unroll
+      for (std::uint32_t key = 0; key < 2; ++key)
+        visible |= 2 * t + key >= octet.begin && 2 * t + key < octet.end ? 1u << (2 * pair + key) : 0;
+      if ((visible >> 2 * pair & 3) == 0) continue;
+      const std::byte* const copy = s.task.copies + s.frames[at] * layout.page_bytes();
+      params[pair] = *reinterpret_cast<const uint2*>(copy + layout.params_offset() +
+                                                     (octet.row + 2 * t) * Int4Layout::kParamBytes);
+    }
+  }
+  [[nodiscard]] __device__ __forceinline__ bool sees(std::uint32_t pair, std::uint32_t key) const {
+    return (visible >> (2 * pair + key) & 1) != 0;
+  }
+  [[nodiscard]] __device__ __forceinline__ float2 scale_and_zero(std::uint32_t pair, std::uint32_t key) const {
+    const std::uint32_t bits = key == 0 ? params[pair].x : params[pair].y;
+    return __half22float2(*reinterpret_cast<const __half2*>(&bits));
+  }
+
+ private:
+  __device__ __forceinline__ static void load_words(std::uint32_t (&words)[kWords], const std::byte* codes) {
+    if constexpr (kWords % 4 == 0) {
 #pragma unroll
       for (std::uint32_t w = 0; w < kWords; w += 4) {
         asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -222,38 +254,37 @@ struct RowShare {
   }
 };
 
-/// What a warp multiplies at a time.
-template <std::uint32_t kHeadDim>
-struct WarpRows {
-  RowShare<kHeadDim> halves[kTiles * 2];  ///< of tiles
-
-  /// From the octet with that number on.
-  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, std::uint32_t number, const Int4Layout& layout) {
+/// The products of four queries with the keys of a pair of octets: a lane gets those of query g % 4 with keys 2t and
+/// 2t + 1, of the first octet in the lower half of a warp, of the second one in the upper half.
+template <std::uint32_t kHeadDim, std::uint32_t kFragments>
+__device__ __forceinline__ void multiply(const WarpRows<kHeadDim>& rows, std::uint32_t pair,
+                                         const QueryFragments<kHeadDim, kFragments>& q, std::uint32_t fragment,
+                                         float (&products)[2]) {
+  constexpr std::uint32_t kWords = kHeadDim / 32;
+  constexpr std::uint32_t kHalves = 0x0f0f'0f0fu;
+  std::int32_t first[4] = {};
+  std::int32_t second[4] = {};
 #pragma unroll
-    for (std::uint32_t u = 0; u < kTiles * 2; ++u) halves[u].load(s, number + u, layout);
+  for (std::uint32_t w = 0; w < kWords; ++w) {
+    const std::uint32_t a = rows.words[2 * pair][w];
+    const std::uint32_t b = rows.words[2 * pair + 1][w];
+    detail::mma_bytes(first, q.rows[fragment][w], a & kHalves, a >> 4 & kHalves);
+    detail::mma_bytes(second, q.rows[fragment][w], b & kHalves, b >> 4 & kHalves);
   }
-};
-
-/// The products of 16 rows of codes with 8 queries, as the fragment C of mma has them.
-template <std::uint32_t kHeadDim>
-__device__ __forceinline__ void multiply(const RowShare<kHeadDim>& upper, const RowShare<kHeadDim>& lower,
-                                         const QueryFragments<kHeadDim>& q, float (&products)[4]) {
-  std::int32_t high[4] = {};
-  std::int32_t middle[4] = {};
-  std::int32_t low[4] = {};
+  // The lower half of the warp has high and low digits of both, the upper half middle ones: each gives the other what
+  // that lacks of its octet.
+  const bool lower = threadIdx.x % kWarp < kWarp / 2;
 #pragma unroll
-  for (std::uint32_t w = 0; w < QueryFragments<kHeadDim>::kWords; ++w) {
-    constexpr std::uint32_t kHalves = 0x0f0f'0f0fu;
-    const std::uint32_t a[4] = {upper.words[w] & kHalves, lower.words[w] & kHalves, upper.words[w] >> 4 & kHalves,
-                                lower.words[w] >> 4 & kHalves};
-    detail::mma_bytes<true>(high, a, q.high[w][0], q.high[w][1]);
-    detail::mma_bytes<false>(middle, a, q.middle[w][0], q.middle[w][1]);
-    detail::mma_bytes<false>(low, a, q.low[w][0], q.low[w][1]);
+  for (std::uint32_t key = 0; key < 2; ++key) {
+    const std::int32_t given =
+        __shfl_xor_sync(detail::kAllLanes, lower ? second[key] : first[key], static_cast<int>(kWarp / 2));
+    const std::int32_t given_low = __shfl_xor_sync(detail::kAllLanes, second[2 + key], static_cast<int>(kWarp / 2));
+    const std::int32_t high = lower ? first[key] : given;
+    const std::int32_t middle = lower ? given : second[key];
+    const std::int32_t low = lower ? first[2 + key] : given_low;
+    // Of 256 channels at most, so that neither sum leaves its 32 bits.
+    products[key] = fmaf(static_cast<float>(high), 65536.f, static_cast<float>(256 * middle + low));
   }
-  // Of 256 channels at most, so that neither sum leaves its 32 bits.
-#pragma unroll
-  for (std::uint32_t c = 0; c < 4; ++c)
-    products[c] = fmaf(static_cast<float>(high[c]), 65536.f, static_cast<float>(256 * middle[c] + low[c]));
 }
 
 }  // namespace sluice::gpu::score_int4
