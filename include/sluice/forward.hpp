@@ -178,12 +178,12 @@ struct ForwardState {
   std::uint64_t good = 0;       ///< the newest that got to its end
   std::uint64_t asked = 0;      ///< hand-overs so far
   std::uint64_t unplanned = 0;  ///< replays without a plan so far
-  std::uint64_t polled = 0;     ///< newest hand-over whose answer a thread block looks for
-  std::uint64_t released = 0;   ///< newest whose answer is known to be there, or to come no more, if many wait for it
+  std::uint64_t released = 0;   ///< newest hand-over whose answer is known to be there, or to come no more
   ForwardStatus status = ForwardStatus::done;
   std::uint32_t layer_far_tokens = 0;  ///< while it is split
   std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
   std::uint32_t arrived = 0;           ///< parts of it that are split
+  std::uint32_t merging = 0;           ///< parts of it whose merge has begun
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads

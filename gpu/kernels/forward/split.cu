@@ -89,10 +89,7 @@ __device__ void ask(const ForwardMemory& m, std::uint32_t layer, const Listed& l
   const std::uint32_t all_choices = chosen.load(cuda::memory_order_relaxed);
   const bool wanted = total.load(cuda::memory_order_relaxed) != 0 || all_choices != 0;
   state.layer_far_tokens = state.layer_choices = state.arrived = 0;
-  if (!wanted) {
-    state.released = state.asked;  // All answers so far have been used.
-    return;
-  }
+  if (!wanted) return;
   auto& question = m.mailbox->question;
   question.forward = state.forward;
   question.layer = layer;
