@@ -142,7 +142,7 @@ typedef struct sluice_engine_options {
   uint64_t host_bytes;   ///< host memory for keys and values, reserved at once (1 GiB)
   uint64_t near_bytes;   ///< device memory for a cache of them (0)
   uint32_t page_tokens;  ///< a power of two in [8, 256] (16)
-  uint32_t promotions;   ///< tokens of a layer and KV head that are brought near at a time, [0, 256] (256)
+  uint32_t promotions;   ///< tokens of a layer and KV head that are brought near at a time, [0, 1024] (1024)
   uint32_t placement;    ///< SLUICE_PLACE_HYBRID
   uint32_t prefix_decoded;  ///< a switch: tokens that were decoded are found as parts of prompts, too (0)
   uint64_t prefix_bytes;    ///< of host_bytes, that pages of named tokens may keep which no sequence has (all of it)

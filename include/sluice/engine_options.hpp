@@ -45,8 +45,8 @@ struct EngineOptions {
   /// that are attended far again and again are brought. If this is not 0, it takes 4 bytes of device memory more for
   /// each token, layer and KV head that host_bytes hold.
   std::uint64_t near_bytes = 0;
-  /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward. [0, 256]
-  std::uint32_t promotions = 256;
+  /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward. [0, 1024]
+  std::uint32_t promotions = 1024;
   /// Who attends what is chosen and not near: `hybrid`: the CPU, in place, while the device attends the rest; `stream`:
   /// the device, over the link. Then it asks the CPU for nothing but the choices of policies that choose there, and
   /// each row that chooses takes 8 bytes of pinned memory for each KV head and token that a sequence may have, if

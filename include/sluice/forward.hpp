@@ -124,7 +124,7 @@ inline constexpr std::uint32_t kNearTurn = 4;
 /// Near rows of a plane that are looked at each time for some that give way.
 inline constexpr std::uint32_t kNearLooks = 4096;
 /// Rows that a plane may bring near in one forward, at most.
-inline constexpr std::uint32_t kMostPromotions = 256;
+inline constexpr std::uint32_t kMostPromotions = 1024;
 
 /// What the CPU has chosen for a list whose far part the device attends over the link.
 struct ForwardChosen {

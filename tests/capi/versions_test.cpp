@@ -151,7 +151,7 @@ TEST_CASE("an older caller gets what it knows, and no byte more", "[capi][versio
   EnginePointer made = create(options);  // What it does not know has its defaults.
   auto got = sized<sluice_engine_options>();
   require_ok(sluice_engine_get_options(made.get(), &got));
-  CHECK(got.promotions == 256);
+  CHECK(got.promotions == 1024);
   CHECK(got.timeout_ms == 30'000);
 
   auto bucket = small.bucket;  // No features then, and none are needed for a policy of neither.
