@@ -103,8 +103,7 @@ class Walker {
     return q;
   }
   void forecast() {
-    std::vector<HotPage> hot;
-    policy_->forecast(0, n_ + 1, 0, hot);
+    policy_->forecast(0, n_ + 1);
   }
   /// `failing`: the number of an allocation of the policy that fails; below 0: none does.
   Choice select_once(std::uint32_t tale, long failing = -1) {
