@@ -115,7 +115,8 @@ void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch,
 ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
     : ordinal_(ordinal),
       multiprocessors_(multiprocessors),
-      warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()) {
+      warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()),
+      sight_(make_stream(0)) {
   load_forward_kernels();
   split_ = load_forward_split_kernels();
   load_prefill_kernels();

@@ -222,7 +222,9 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] bool has_policy_room(std::uint64_t more) const noexcept;
   void require_policy_room(std::uint64_t more) const;
   [[nodiscard]] bool admits(std::uint32_t tokens, const PolicySpec& policy) const noexcept;
-  [[nodiscard]] SequenceMemoryUse use_of(const Sequence& sequence) const noexcept;
+  /// What lies near is as the device has it.  @throws Error{Errc::timeout}, Error{Errc::device}
+  void see_near();
+  [[nodiscard]] SequenceMemoryUse use_of(const Sequence& sequence);
   /// A policy could not choose: the forward comes to nothing, and all behind it.
   void require_chosen(std::uint64_t forward);
 
@@ -307,6 +309,8 @@ struct Engine::Impl : cpu::Kept {
   runtime::FarChoice choice;
   runtime::FarNotes far_notes;
 
+  static constexpr std::uint64_t kUnseen = ~std::uint64_t{0};
+  std::uint64_t near_seen = kUnseen;  ///< the newest forward when it was asked what is near, and none was under way
   runtime::BlockTable table;
   std::unique_ptr<runtime::PrefixCache> prefixes;  ///< null as long as nobody has named a token
   std::atomic<const runtime::PrefixCache*> seen_prefixes{nullptr};  ///< the same, for whoever asks for figures
