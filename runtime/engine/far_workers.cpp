@@ -81,7 +81,6 @@ void FarWorkers::wake(std::uint64_t forward) {
 
 void FarWorkers::begin(std::shared_ptr<Job> job) {
   settle_in();
-  if (!options_.jobs) return;
   {
     const std::lock_guard lock(mutex_);
     jobs_.add(std::move(job));
