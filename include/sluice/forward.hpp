@@ -128,6 +128,7 @@ inline constexpr std::uint32_t kMostPromotions = 256;
 
 /// What the CPU has chosen for a list whose far part the device attends over the link.
 struct ForwardChosen {
+  std::uint64_t asked = 0;    ///< for this question; written behind all else, so that no list waits for another
   std::uint32_t count = 0;    ///< rows
   std::uint32_t heads = 0;    ///< bit h: query head h of the group attends some of them
   std::uint32_t members = 0;  ///< not 0: which heads attend each row stands behind the rows

@@ -71,8 +71,8 @@ class ForwardVerbs {
   /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago. They
   /// take places as tokens that come do; the former also of any row that this forward has not attended.
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// Attends far rows over the link: those that were listed, and what the CPU chooses, which is waited for as in
-  /// `merge`.
+  /// Attends far rows over the link: those that were listed, and what the CPU chooses, which is waited for as in `merge`,
+  /// a few lists at a time, in their order: they are attended while the CPU chooses for those behind them.
   virtual void fetch(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;

@@ -293,8 +293,6 @@ struct Engine::Impl : cpu::Kept {
   runtime::FarChoice choice;
   runtime::FarNotes far_notes;
 
-  static constexpr std::uint64_t kUnseen = ~std::uint64_t{0};
-  std::uint64_t near_seen = kUnseen;  ///< the newest forward when it was asked what is near, and none was under way
   runtime::BlockTable table;
   std::unique_ptr<runtime::PrefixCache> prefixes;  ///< null as long as nobody has named a token
   std::atomic<const runtime::PrefixCache*> seen_prefixes{nullptr};  ///< the same, for whoever asks for figures
@@ -311,6 +309,8 @@ struct Engine::Impl : cpu::Kept {
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;
   std::uint64_t known_policy_bytes = 0;
+  static constexpr std::uint64_t kUnseen = ~std::uint64_t{0};
+  std::uint64_t near_seen = kUnseen;  ///< the newest forward when it was asked what is near, and none was under way
   std::unordered_map<std::uint64_t, Sequence> sequences;
   std::uint64_t next_id = 1;
 
