@@ -7,7 +7,8 @@ namespace {
 
 static_assert(offsetof(sluice_stats, stalls) + sizeof(std::uint64_t) == sizeof(sluice_stats));
 static_assert(offsetof(sluice_memory, buffers) + sizeof(std::uint64_t) == sizeof(sluice_memory));
-static_assert(offsetof(sluice_sequence_memory, near_pages_shared) + sizeof(std::uint64_t) == sizeof(sluice_sequence_memory));
+static_assert(offsetof(sluice_sequence_memory, near_pages_shared) + sizeof(std::uint64_t) ==
+              sizeof(sluice_sequence_memory));
 static_assert(offsetof(sluice_audit, watched_min) + sizeof(double) == sizeof(sluice_audit));
 static_assert(offsetof(sluice_head_audit, watched_kept) + sizeof(double) == sizeof(sluice_head_audit));
 

@@ -39,8 +39,9 @@ void ForwardVerbs::see_near(const ForwardMemory& memory, Deadline deadline) {
     if (status != cudaErrorNotReady) return check(status, "look at near rows");
     (void)cudaGetLastError();
     if (RunClock::now() >= deadline)
-      throw Error(Errc::timeout, "the device has not said in time which rows are near; ask again when it does less, or "
-                                 "raise EngineOptions::timeout");
+      throw Error(Errc::timeout,
+                  "the device has not said in time which rows are near; ask again when it does less, or "
+                  "raise EngineOptions::timeout");
     std::this_thread::sleep_for(kNap);
   }
 }

@@ -267,8 +267,8 @@ class Engine {
   /// policy_bytes allow for what it keeps of as many tokens.
   [[nodiscard]] bool can_admit(std::uint32_t tokens, const PolicySpec& policy) const noexcept;
   [[nodiscard]] EngineMemoryUse memory() const noexcept;
-  /// Of a sequence that lives; `policy` is as of what its threads have learnt so far. Asks the device what is near, once
-  /// for all sequences between two forwards.
+  /// Of a sequence that lives; `policy` is as of what its threads have learnt so far. Asks the device what is near,
+  /// once for all sequences between two forwards.
   /// @throws Error{Errc::not_found}; Error{Errc::timeout}, Error{Errc::device} if the device does not say
   [[nodiscard]] SequenceMemoryUse memory(SequenceId sequence) const;
   /// Bytes of host memory in blocks that the sequence holds, shared ones included.

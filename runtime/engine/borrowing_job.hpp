@@ -46,9 +46,9 @@ class Loan {
   std::atomic<bool> ended_{false};
 };
 
-/// A job whose pieces use what is the caller's: its memory, its file, its stack. They do while this lives: then a thread
-/// that is late finds nothing to do, and one in the midst of a piece is waited for as if the caller did that itself.
-/// So pieces are short and wait for nothing.
+/// A job whose pieces use what is the caller's: its memory, its file, its stack. They do while this lives: then a
+/// thread that is late finds nothing to do, and one in the midst of a piece is waited for as if the caller did that
+/// itself. So pieces are short and wait for nothing.
 class BorrowingJob {
  public:
   /// `begin(pieces, piece)`: has threads begin to work for a job, which it returns.

@@ -82,15 +82,13 @@ Engine::Impl::ParkedBody Engine::Impl::park_body(Sequence& sequence, const runti
                                                  std::span<std::int32_t> names) {
   ParkedBody parked;
   runtime::ParkBody& body = parked.body;
-  body.add({.row_bytes = sizeof(std::int32_t),
-            .rows = names.size(),
-            .base = reinterpret_cast<std::byte*>(names.data())});
+  body.add(
+      {.row_bytes = sizeof(std::int32_t), .rows = names.size(), .base = reinterpret_cast<std::byte*>(names.data())});
   body.add({.row_bytes = sizeof(std::int32_t), .rows = head.names - names.size()});
   const ForwardMemory& m = memory.largest();
   const Sequence::Tail& tail = sequence.tail;
   // Behind those that are older than there is room for.
-  const std::uint32_t kept =
-      tail.slot == kNone || head.tail_begin == head.tail_end ? 0 : tail.end - tail.begin;
+  const std::uint32_t kept = tail.slot == kNone || head.tail_begin == head.tail_end ? 0 : tail.end - tail.begin;
   const std::uint64_t query_bytes = std::uint64_t{options.shape.q_heads} * options.shape.head_dim * sizeof(float);
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
     body.add({.row_bytes = query_bytes, .rows = head.tail_end - head.tail_begin - kept});
@@ -134,7 +132,8 @@ std::unique_ptr<runtime::BorrowingJob> Engine::Impl::begin_blocks(std::uint64_t 
       [this](std::uint32_t count, std::function<void(std::uint32_t)> piece) {
         return begin_job(count, std::move(piece));
       },
-      pieces, [first, last, work = std::move(work)](std::uint32_t piece) {
+      pieces,
+      [first, last, work = std::move(work)](std::uint32_t piece) {
         std::vector<std::byte> scratch;
         const std::uint64_t begin = first + piece * kBlocks;
         for (std::uint64_t block = begin; block < std::min(begin + kBlocks, last); ++block) work(block, scratch);
@@ -143,8 +142,9 @@ std::unique_ptr<runtime::BorrowingJob> Engine::Impl::begin_blocks(std::uint64_t 
 
 void Engine::Impl::await_blocks(runtime::BorrowingJob& job, const char* call) {
   if (!job.await(options.timeout))
-    throw Error(Errc::timeout, std::string(call) + ": a thread that copies a part of the sequence has not come back "
-                                                   "within " +
+    throw Error(Errc::timeout, std::string(call) +
+                                   ": a thread that copies a part of the sequence has not come back "
+                                   "within " +
                                    text(options.timeout.count()) +
                                    " ms; repeat the call, or, if the machine is merely busy, with a longer "
                                    "EngineOptions::timeout");

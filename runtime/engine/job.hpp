@@ -14,9 +14,8 @@
 namespace sluice::runtime {
 
 /// Work of an engine beside its answers, in pieces that do not depend on each other: a look at a prompt, an audit, a
-/// sequence that is parked. It owns what its pieces refer to, so that a thread that does not come back uses nothing that
-/// is another's; see BorrowingJob for what cannot be owned.
-/// Thread safety: all calls, from any thread.
+/// sequence that is parked. It owns what its pieces refer to, so that a thread that does not come back uses nothing
+/// that is another's; see BorrowingJob for what cannot be owned. Thread safety: all calls, from any thread.
 class Job {
  public:
   /// `piece(i)` for 0 <= i < pieces, each once, in any order and by any thread.

@@ -60,16 +60,14 @@ std::span<std::byte> FileSink::room(std::uint64_t, std::uint64_t count, std::vec
 
 void FileSink::put(std::uint64_t at, std::span<const std::byte> bytes) {
   for (std::uint64_t done = 0; done < bytes.size();) {
-    const ssize_t put =
-        ::pwrite(descriptor_, bytes.data() + done, bytes.size() - done, static_cast<off_t>(at + done));
+    const ssize_t put = ::pwrite(descriptor_, bytes.data() + done, bytes.size() - done, static_cast<off_t>(at + done));
     if (put < 0 && errno == EINTR) continue;
     if (put < 0) refuse("write it");
     done += static_cast<std::uint64_t>(put);
   }
 #if defined(__linux__)
   // The disk begins now, not when all is written and waited for. Advice: where it cannot, the wait takes longer.
-  (void)::sync_file_range(descriptor_, static_cast<off_t>(at), static_cast<off_t>(bytes.size()),
-                          SYNC_FILE_RANGE_WRITE);
+  (void)::sync_file_range(descriptor_, static_cast<off_t>(at), static_cast<off_t>(bytes.size()), SYNC_FILE_RANGE_WRITE);
 #endif
 }
 

@@ -37,8 +37,7 @@ FileSource::FileSource(const std::string& path) : path_(path) {
 
 FileSource::~FileSource() { (void)::close(descriptor_); }
 
-std::span<const std::byte> FileSource::read(std::uint64_t at, std::uint64_t count,
-                                              std::vector<std::byte>& scratch) {
+std::span<const std::byte> FileSource::read(std::uint64_t at, std::uint64_t count, std::vector<std::byte>& scratch) {
   if (scratch.size() < count) scratch.resize(count);
   for (std::uint64_t done = 0; done < count;) {
     const ssize_t got = ::pread(descriptor_, scratch.data() + done, count - done, static_cast<off_t>(at + done));

@@ -175,8 +175,7 @@ TEST_CASE("bytes of a body are found where its rows lie, in turns, in pages and 
       for (std::uint64_t row = first; row < first + part.rows; ++row) {
         for (std::uint32_t i = 0; i < row_bytes; ++i) {
           const std::uint64_t frame = kind == 2 ? part.frames[row / turn] : 0;
-          naive.push_back(kind == 0 ? nullptr
-                                    : part.base + frame * part.frame_bytes + row % turn * row_bytes + i);
+          naive.push_back(kind == 0 ? nullptr : part.base + frame * part.frame_bytes + row % turn * row_bytes + i);
         }
       }
       body.add(part);
