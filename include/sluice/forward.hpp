@@ -185,6 +185,7 @@ struct ForwardState {
   std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
   std::uint32_t arrived = 0;           ///< parts of it that are split
   std::uint32_t merging = 0;           ///< parts of it whose merge has begun
+  std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses for it, by the device's clock
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads

@@ -11,17 +11,17 @@ namespace {
 
 constexpr std::uint32_t kThreads = 128;
 
-/// Whether list `list` has been chosen for, which its thread waits for; else the forward is abandoned. Each list has a
-/// word of its own, which is written behind what it says.
-__device__ bool await_chosen(const ForwardMemory& m, std::uint32_t list, std::uint64_t begin) {
+/// Whether list `list` has been chosen for, which its thread waits for, in naps; else the forward is abandoned. Each
+/// list has a word of its own, which is written behind what it says.
+__device__ bool await_chosen(const ForwardMemory& m, std::uint32_t list, std::uint64_t since, std::uint32_t nap_ns) {
   const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> chosen_for(m.chosen[list].asked);
   while (chosen_for.load(cuda::memory_order_acquire) != m.state->asked) {
-    if (forward::now_ns() - begin > m.answer_ns) {
+    if (forward::now_ns() - since > m.answer_ns) {
       const cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(m.state->status);
       status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
       return false;
     }
-    __nanosleep(100);  // A few threads look at a time, each at a list of its own, over the link.
+    __nanosleep(nap_ns);
   }
   return true;
 }
@@ -33,15 +33,19 @@ __global__ void __launch_bounds__(kThreads)
   // Of a forward that does not run `split` has described nothing. Nobody but this kernel changes that meanwhile.
   const bool runs = m.state->status == ForwardStatus::running;
   const std::uint64_t begin = forward::now_ns();
+  const std::uint64_t since = first == 0 ? begin : m.state->fetching_ns;  // A layer waits no longer for being in turns.
   __syncthreads();
   if (!runs) return;
+  if (first == 0 && threadIdx.x == 0) m.state->fetching_ns = begin;
+  // All look over the link, which has better to do: together no oftener than one of a few would.
+  const std::uint32_t nap_ns = min(50 * (last - first), 4000u);
   bool asked = false;
   for (std::uint32_t i = first + threadIdx.x; i < last; i += kThreads) {
     const ForwardRow row = m.rows[i / m.shape.kv_heads].in(layer, m.window);
     if (row.list == kNone || row.asks == 0) continue;
     asked = true;
     // Jobs of a list that is not chosen for stay as `split` has left them, without rows.
-    if (!await_chosen(m, i, begin)) break;
+    if (!await_chosen(m, i, since, nap_ns)) break;
     const std::uint32_t count = __ldcv(&m.chosen[i].count);
     const std::uint32_t members = __ldcv(&m.chosen[i].members);
     m.fetch_heads[i] = __ldcv(&m.chosen[i].heads);
