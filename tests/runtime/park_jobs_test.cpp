@@ -7,7 +7,7 @@
 #include <set>
 #include <thread>
 
-#include "runtime/engine/borrowing_job.hpp"
+#include "runtime/background/borrowing_job.hpp"
 #include "runtime/park/park_body.hpp"
 #include "sluice/run_clock.hpp"
 #include "tests/support/catch.hpp"

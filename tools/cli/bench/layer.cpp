@@ -4,7 +4,7 @@
 #include <array>
 #include <bit>
 
-#include "runtime/engine/host_kv.hpp"
+#include "runtime/far/host_kv.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::tools {

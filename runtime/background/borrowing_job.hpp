@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "runtime/engine/job.hpp"
+#include "runtime/background/job.hpp"
 
 namespace sluice::runtime {
 

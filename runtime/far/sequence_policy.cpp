@@ -1,4 +1,4 @@
-#include "runtime/engine/sequence_policy.hpp"
+#include "runtime/far/sequence_policy.hpp"
 
 #include <algorithm>
 #include <string>

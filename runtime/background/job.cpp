@@ -1,4 +1,4 @@
-#include "runtime/engine/job.hpp"
+#include "runtime/background/job.hpp"
 
 #include <thread>
 #include <utility>

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "cpu/kernels/kernels.hpp"
-#include "runtime/engine/forward_audit.hpp"
-#include "runtime/engine/sequence_policy.hpp"
+#include "runtime/background/forward_audit.hpp"
+#include "runtime/far/sequence_policy.hpp"
 #include "scheduler/heap_bytes.hpp"
 #include "sluice/forward_memory.hpp"
 

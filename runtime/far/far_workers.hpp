@@ -14,11 +14,11 @@
 #include "cpu/machine/core_shares.hpp"
 #include "cpu/threads/crew.hpp"
 #include "cpu/threads/kept.hpp"
-#include "runtime/engine/far_choice.hpp"
-#include "runtime/engine/far_notes.hpp"
-#include "runtime/engine/far_parts.hpp"
-#include "runtime/engine/job.hpp"
-#include "runtime/engine/shares.hpp"
+#include "runtime/background/job.hpp"
+#include "runtime/far/far_choice.hpp"
+#include "runtime/far/far_notes.hpp"
+#include "runtime/far/far_parts.hpp"
+#include "runtime/far/shares.hpp"
 #include "sluice/forward_memory.hpp"
 
 namespace sluice::runtime {

@@ -1,4 +1,4 @@
-#include "runtime/engine/far_choice.hpp"
+#include "runtime/far/far_choice.hpp"
 
 #include <algorithm>
 #include <functional>
