@@ -66,7 +66,7 @@ class BorrowingJob {
 
   /// As Job's.
   [[nodiscard]] bool await(std::chrono::milliseconds timeout) noexcept { return job_->await(timeout); }
-  void rethrow() const { job_->rethrow(); }
+  void rethrow() { job_->rethrow(); }
 
  private:
   std::shared_ptr<Loan> loan_;

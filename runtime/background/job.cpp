@@ -62,9 +62,13 @@ bool Job::await(std::chrono::milliseconds timeout) noexcept {
   return true;
 }
 
-void Job::rethrow() const {
-  const std::lock_guard lock(mutex_);
-  if (failure_) std::rethrow_exception(failure_);
+void Job::rethrow() {
+  std::exception_ptr failure;  // The caller's alone: threads may let go of the job while it reads what was thrown.
+  {
+    const std::lock_guard lock(mutex_);
+    failure = std::exchange(failure_, nullptr);
+  }
+  if (failure) std::rethrow_exception(std::move(failure));
 }
 
 Job::Span Job::span() const noexcept {

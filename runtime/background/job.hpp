@@ -32,8 +32,8 @@ class Job {
   /// Helps until no piece is left to begin, then waits for those under way. False, and it is abandoned, if one takes
   /// longer than `timeout` then; what the caller does itself is not watched.
   [[nodiscard]] bool await(std::chrono::milliseconds timeout) noexcept;
-  /// What the first piece that failed has thrown. While it is idle.
-  void rethrow() const;
+  /// What the first piece that failed has thrown; once. While it is idle.
+  void rethrow();
 
   /// When it began and ended. While it is idle.
   struct Span {

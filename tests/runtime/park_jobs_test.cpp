@@ -59,7 +59,7 @@ EngineOptions options_for(const EngineRig& rig, const std::shared_ptr<Hook>& hoo
   EngineOptions options{
       .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.unbounded = true}, .threads = 3, .pin_threads = false};
   options.host_bytes = 1200 * block_bytes(options);
-  options.import_rows = kPrompt;
+  options.import_rows = 500;
   options.before_answer = [hook] { hook->pass(); };
   return options;
 }
@@ -105,7 +105,7 @@ TEST_CASE("a thread that is late with a part of a sequence touches nothing of th
   const auto hook = std::make_shared<Hook>();
   const Story story(kShape, kPrompt + 4, 502);
   EngineOptions options = options_for(rig, hook);
-  options.timeout = 300ms;
+  options.timeout = 1s;
   Engine engine(options, rig.device);
   Teller teller = told(engine, rig, story);
   const auto late = [&](const auto& call) {
