@@ -7,7 +7,8 @@ namespace {
 
 static_assert(offsetof(sluice_stats, stalls) + sizeof(std::uint64_t) == sizeof(sluice_stats));
 static_assert(offsetof(sluice_memory, buffers) + sizeof(std::uint64_t) == sizeof(sluice_memory));
-static_assert(offsetof(sluice_sequence_memory, tail) + sizeof(std::uint64_t) == sizeof(sluice_sequence_memory));
+static_assert(offsetof(sluice_sequence_memory, near_pages_shared) + sizeof(std::uint64_t) ==
+              sizeof(sluice_sequence_memory));
 static_assert(offsetof(sluice_audit, watched_min) + sizeof(double) == sizeof(sluice_audit));
 static_assert(offsetof(sluice_head_audit, watched_kept) + sizeof(double) == sizeof(sluice_head_audit));
 
@@ -42,7 +43,9 @@ sluice_sequence_memory from(const SequenceMemoryUse& use) noexcept {
           .far_pages_shared = use.far_pages_shared,
           .policy = use.policy,
           .names = use.names,
-          .tail = use.tail};
+          .tail = use.tail,
+          .near_pages = use.near_pages,
+          .near_pages_shared = use.near_pages_shared};
 }
 
 sluice_audit from(const AuditReport& report) noexcept {

@@ -513,7 +513,7 @@ typedef struct sluice_memory {
   uint64_t buffers;          ///< device: everything else
 } sluice_memory;
 
-/// Memory of one sequence in bytes, on the host; sluice::SequenceMemoryUse.
+/// Memory of one sequence in bytes: of the host, but for what is near; sluice::SequenceMemoryUse.
 typedef struct sluice_sequence_memory {
   uint32_t struct_size;
   uint32_t reserved;          ///< 0
@@ -522,6 +522,9 @@ typedef struct sluice_sequence_memory {
   uint64_t policy;            ///< heap: what its policy has learnt
   uint64_t names;             ///< heap: names of its tokens
   uint64_t tail;              ///< pinned: queries of its prompt's newest tokens
+  // Since version 6:
+  uint64_t near_pages;         ///< device: rows of these blocks that lie near, as it has them when asked
+  uint64_t near_pages_shared;  ///< of these, in blocks that others hold or names keep
 } sluice_sequence_memory;
 
 /// What audits of a sequence found, over all layers, query heads and audited tokens. Shares are in [0, 1], their

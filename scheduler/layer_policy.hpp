@@ -103,12 +103,6 @@ struct SelectCounters {
   std::uint64_t iterations = 0;         ///< microbatches of pages that a progressive budget took
 };
 
-/// A page worth having near, with how much history speaks for it (summed table scores; only the order matters).
-struct HotPage {
-  std::uint32_t page = 0;
-  float heat = 0.f;
-};
-
 /// The state and decisions of one policy for one (sequence, layer). Pure: no clock, no thread, no device.
 ///
 /// Life of one step, per KV head: forecast(n) -> select(n) -> observe(). `forecast` needs no query and runs
@@ -120,10 +114,8 @@ class LayerPolicy {
   virtual ~LayerPolicy() = default;
   /// Builds side data from the prompt. Called once per KV head, also for an empty prompt.
   virtual void begin(const PromptContext& prompt) = 0;
-  /// Candidates for the step in which `tokens` tokens will be visible. Appends the pages worth promoting,
-  /// hottest first, at most `limit`.
-  virtual void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit,
-                        std::vector<HotPage>& hot) = 0;
+  /// Finds candidates for the step in which `tokens` tokens will be visible, if any follow from what was learnt.
+  virtual void forecast(std::uint32_t /*kv_head*/, std::uint32_t /*tokens*/) {}
   /// Fills `row` (cleared by the caller) with what to attend beyond the near set.
   virtual void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) = 0;
   /// Whether the last selection of a KV head is to be observed, and its next step forecast, at all.

@@ -2,7 +2,8 @@
 #
 # Holds the dependencies to the star of the design:
 #   include/ <- {scheduler/, cpu/, gpu/} <- runtime/ <- {capi/, tools/, tests/}
-# and python/ to sluice.h.
+# and python/ to sluice.h. In runtime/:
+#   {kv/, park/, background/} <- far/ <- engine/
 # and the library rooms to silence: only tools/ may print or end the process.
 # Prints each violation as file:line, and fails if there is one.
 cmake_minimum_required(VERSION 3.22)
@@ -88,6 +89,12 @@ check_room(scheduler OWN "${vocabulary}|scheduler/" SYSTEM "${standard_library}"
 check_room(cpu OWN "${vocabulary}|cpu/" BANNED_SYSTEM "${cuda_headers}" SILENT)
 check_room(gpu OWN "${vocabulary}|gpu/" SILENT)
 check_room(runtime OWN "${vocabulary}|(scheduler|cpu|gpu|runtime)/" BANNED_SYSTEM "${cuda_headers}" SILENT)
+
+# What its rooms may know of each other.
+foreach(inner kv park background)
+  check_room(runtime/${inner} OWN "${vocabulary}|(scheduler|cpu)/|runtime/${inner}/")
+endforeach()
+check_room(runtime/far OWN "${vocabulary}|(scheduler|cpu)/|runtime/(background|far)/")
 
 check_room(capi OWN "${vocabulary}|(runtime|capi)/" BANNED_SYSTEM "${cuda_headers}" SILENT)
 

@@ -42,6 +42,11 @@ source(runtime/a.cpp
   "#include \"scheduler/a.hpp\"" "#include \"cpu/a.hpp\"" "#include \"gpu/a.hpp\"" "#include \"runtime/a.hpp\""
   "#include \"tools/cli/a.hpp\"  // BAD" "#include \"tests/support/a.hpp\"  // BAD" "#include <cuda_bf16.h>  // BAD"
   "#include \"capi/a.hpp\"  // BAD" "fputs(text, stderr)  // BAD")
+source(runtime/far/a.cpp
+  "#include \"cpu/a.hpp\"" "#include \"runtime/far/a.hpp\"" "#include \"runtime/background/a.hpp\""
+  "#include \"runtime/engine/a.hpp\"  // BAD" "#include \"runtime/kv/a.hpp\"  // BAD")
+source(runtime/background/a.cpp
+  "#include \"runtime/background/a.hpp\"" "#include \"runtime/far/a.hpp\"  // BAD" "#include \"runtime/engine/a.hpp\"  // BAD")
 source(capi/a.cpp
   "#include \"sluice.h\"" "#include \"sluice/engine.hpp\"" "#include \"runtime/a.hpp\"" "#include \"capi/a.hpp\""
   "#include \"cpu/a.hpp\"  // BAD" "#include \"gpu/a.hpp\"  // BAD" "#include \"tools/cli/a.hpp\"  // BAD"

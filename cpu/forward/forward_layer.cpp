@@ -80,24 +80,32 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
                                                                          .head_dim = m.shape.head_dim});
 }
 
-/// By the clock of a process that runs: one that was suspended has not waited.
-void await_answer(const ForwardMemory& m) {
+/// Waits for the CPU; what it is too late with it need not do. By the clock of a process that runs: one that was
+/// suspended has not waited.
+template <class Ready>
+void await(const ForwardMemory& m, Deadline deadline, const Ready& ready) {
   constexpr std::chrono::microseconds kNap{20};
-  ForwardState& state = *m.state;
-  if (state.released == state.asked) return;
+  if (ready()) return;
   const auto begin = Clock::now();
-  const Deadline deadline = deadline_after(std::chrono::nanoseconds(m.answer_ns));
-  const auto answered = shared(m.mailbox->answer.answered);
-  while (!spin_until([&] { return answered.load(std::memory_order_acquire) >= state.asked; })) {
+  while (!spin_until(ready)) {
     if (RunClock::now() >= deadline) {
-      state.status = ForwardStatus::abandoned;
+      m.state->status = ForwardStatus::abandoned;
       break;
     }
     std::this_thread::sleep_for(kNap);  // Those who answer need the core more, should cores be scarce.
   }
-  state.released = state.asked;
-  state.waited_ns +=
+  m.state->waited_ns +=
       static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
+}
+
+Deadline answer_deadline(const ForwardMemory& m) { return deadline_after(std::chrono::nanoseconds(m.answer_ns)); }
+
+void await_answer(const ForwardMemory& m) {
+  ForwardState& state = *m.state;
+  if (state.released == state.asked) return;
+  const auto answered = shared(m.mailbox->answer.answered);
+  await(m, answer_deadline(m), [&] { return answered.load(std::memory_order_acquire) >= state.asked; });
+  state.released = state.asked;
 }
 
 /// A head's output from what was attended near, over the link, and far, whose lse is what `sum` is given back with.
@@ -212,12 +220,16 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
 
 void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
-  if (m.fetches_chosen) await_answer(m);  // What is chosen comes with it.
-  if (!runs(m)) return;
+  const Deadline deadline = answer_deadline(m);
   std::vector<const std::byte*> rows;
   std::vector<const float*> scales;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     if (row.asks != 0 && !m.fetches_chosen) return;
+    if (row.asks != 0) {
+      const auto chosen_for = shared(m.chosen[index].asked);
+      await(m, deadline, [&] { return chosen_for.load(std::memory_order_acquire) == m.state->asked; });
+    }
+    if (!runs(m)) return;
     const std::uint32_t plane = m.plane(layer, head);
     const std::uint32_t far = m.far_listed[index];
     const ForwardChosen chosen = row.asks != 0 ? m.chosen[index] : ForwardChosen{.count = m.fetched_of(far)};

@@ -37,6 +37,7 @@ class Plane {
     if ((entry(row) & kNearBit) != 0) {
       rows_[entry(row) & ~kNearBit] = {};
       --m_.state->near_rows;
+      hold(row, ~0u);
     }
     entry(row) = 0;
   }
@@ -69,11 +70,18 @@ class Plane {
     ForwardNearRow& mine = rows_[place];
     if (mine.row != kNone) {
       entry(mine.row) = stamp_of(mine.used);
+      hold(mine.row, ~0u);
     } else {
       ++m_.state->near_rows;
     }
     mine = {.row = row, .used = used};
     entry(row) = place | kNearBit;
+    hold(row, 1);
+  }
+  /// So many more near rows of the row's block. No other thread changes it, but one may look at it.
+  void hold(std::uint32_t row, std::uint32_t more) const noexcept {
+    const auto held = shared(m_.near_held[row / m_.layout.page_tokens]);
+    held.store(held.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
   }
 
   const ForwardMemory& m_;

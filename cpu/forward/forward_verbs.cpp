@@ -163,6 +163,10 @@ void ForwardVerbs::stamp(const ForwardMemory& memory, std::uint32_t layer, Stage
 void ForwardVerbs::cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) {
   queue(memory, stream, "cancel", [memory, before] { cpu::cancel(memory, before); });
 }
+void ForwardVerbs::see_near(const ForwardMemory& memory, Deadline) {
+  for (std::uint32_t block = 0; block < memory.blocks; ++block)
+    memory.near_seen[block] = shared(memory.near_held[block]).load(std::memory_order_relaxed);
+}
 void ForwardVerbs::end(const ForwardMemory& memory, void* stream) {
   queue(memory, stream, "end", [memory] { cpu::end(memory); });
 }

@@ -33,6 +33,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   [[nodiscard]] bool stamps_by_clock() const noexcept override { return true; }
   void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override;
   void require_alive(void*) override {}
+  void see_near(const ForwardMemory& memory, Deadline deadline) override;
   void end(const ForwardMemory& memory, void* stream) override;
 
  private:

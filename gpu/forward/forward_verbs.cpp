@@ -79,6 +79,15 @@ std::uint32_t fetch_slices(const ForwardMemory& memory, std::uint32_t jobs, std:
   return slices_of(memory, jobs, multiprocessors, fetch_room(memory), fetch_words(memory));
 }
 
+/// Jobs that are fetched at once of lists that the CPU chooses: the link is busy with them while it chooses for others,
+/// where there are enough of these to make up for another launch or two.
+std::uint32_t chosen_at_once(const ForwardScratch& scratch) {
+  constexpr std::uint32_t kTurns = 4;
+  constexpr std::uint32_t kLeastLists = 4;
+  const std::uint32_t lists = scratch.job_count / scratch.head_blocks;
+  return std::max(static_cast<std::uint32_t>(div_up(lists, kTurns)), kLeastLists) * scratch.head_blocks;
+}
+
 /// Near and fetched rows are attended by one launch if they are alike and it has room for all jobs, unless the CPU says
 /// what to fetch.
 bool attends_together(const ForwardMemory& memory, const ForwardScratch& scratch) {
@@ -100,13 +109,16 @@ void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, con
   launch_attend(variant, args, blocks, stream);
 }
 
-/// Jobs of one kind, as many launches as it takes.
+/// Jobs of one kind, as many launches as it takes; before each `launch_before(first, last)` of these.
+template <class LaunchBefore>
 void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendVariant& variant,
-                     const AttendJob* jobs, std::uint32_t slices, std::uint32_t at_once, cudaStream_t stream) {
+                     const AttendJob* jobs, std::uint32_t slices, std::uint32_t at_once, cudaStream_t stream,
+                     const LaunchBefore& launch_before) {
   for (std::uint32_t done = 0; done < scratch.job_count; done += at_once) {
+    const std::uint32_t some = std::min(at_once, scratch.job_count - done);
+    launch_before(done, done + some);
     launch_jobs(
-        memory, scratch, variant, jobs + done, std::min(at_once, scratch.job_count - done) * slices,
-        [&](std::uint32_t i) { return i / slices; }, stream);
+        memory, scratch, variant, jobs + done, some * slices, [&](std::uint32_t i) { return i / slices; }, stream);
   }
 }
 
@@ -115,7 +127,8 @@ void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch,
 ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
     : ordinal_(ordinal),
       multiprocessors_(multiprocessors),
-      warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()) {
+      warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()),
+      sight_(make_stream(0)) {
   load_forward_kernels();
   split_ = load_forward_split_kernels();
   load_prefill_kernels();
@@ -145,6 +158,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   const auto at_once = [&](std::uint32_t slices) { return std::max(1u, most_slices(memory) / std::max(1u, slices)); };
   choice.jobs_at_once = at_once(choice.slices);
   choice.fetches_at_once = at_once(choice.fetch_slices);
+  if (memory.fetches_chosen) choice.fetches_at_once = std::min(choice.fetches_at_once, chosen_at_once(choice));
   if (attends_together(memory, choice)) choice.first_fetch_slice = choice.job_count * choice.slices;
   const std::uint32_t jobs = jobs_of(rows, largest.decode_rows) * (memory.fetches() ? 2 : 1);
   choice.score_tasks = carver.take<ScoreInt4Task>(heads);
@@ -295,7 +309,7 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
         handle(layer.stream));
   } else {
     launch_in_turns(memory, scratch, variant_of(memory), scratch.jobs, scratch.slices, scratch.jobs_at_once,
-                    handle(layer.stream));
+                    handle(layer.stream), [](std::uint32_t, std::uint32_t) {});
   }
   if (memory.drafts != 1) launch_forward_edge(memory, layer);
 }
@@ -304,9 +318,13 @@ void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer)
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   if (attends_together(memory, scratch)) return;
-  if (memory.fetches_chosen) launch_forward_await(memory, scratch, layer);
+  const auto await_lists = [&](std::uint32_t first, std::uint32_t last) {
+    if (memory.fetches_chosen)
+      launch_forward_await(memory, scratch, layer, first / scratch.head_blocks,
+                           static_cast<std::uint32_t>(div_up(last, scratch.head_blocks)));
+  };
   launch_in_turns(memory, scratch, fetch_variant(memory), scratch.jobs + scratch.job_count, scratch.fetch_slices,
-                  scratch.fetches_at_once, handle(layer.stream));
+                  scratch.fetches_at_once, handle(layer.stream), await_lists);
 }
 
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "gpu/device/handles.hpp"
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/tuning.hpp"
@@ -38,6 +39,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   [[nodiscard]] bool stamps_by_clock() const noexcept override { return false; }
   void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override;
   void require_alive(void* stream) override;
+  void see_near(const ForwardMemory& memory, Deadline deadline) override;
   void end(const ForwardMemory& memory, void* stream) override;
 
  private:
@@ -61,6 +63,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   std::uint32_t longest_top_p_ = 0;  ///< row of top-p that thread block clusters hold
   std::uint32_t longest_top_k_ = 0;
   bool warpgroups_;  ///< the device has the prefill kernels for Hopper
+  StreamHandle sight_;  ///< of see_near
 };
 
 }  // namespace sluice::gpu

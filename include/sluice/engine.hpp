@@ -161,11 +161,12 @@ class Engine {
   /// and values, policy, names of tokens with their salt, and the queries of its prompt's newest tokens. The sequence
   /// stays as it is, until it is ended. `area` has park_bytes at least; returns how many were written. `model`: what
   /// keys and values are of, such as name and revision of a model and its adapter, 4 KiB at most; whoever resumes it
-  /// has to say the same. Forwards of others may be under way.
+  /// has to say the same. Forwards of others may be under way. Threads of the engine that have nothing to answer copy,
+  /// beside the caller, and touch nothing of the caller's any more when it returns.
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, `model` is longer, or nobody
   /// could resume the sequence: policy and its name take more than 60 KiB, or the policy was built of what no words
   /// say; Error{Errc::not_found} if there is no such sequence; Error{Errc::out_of_capacity} if the area is too short,
-  /// and nothing was written
+  /// and nothing was written; Error{Errc::timeout} if a thread does not come back
   std::uint64_t park(SequenceId sequence, std::span<std::byte> area, std::string_view model = {}) const;
   /// To a file that only its owner may read. It takes its name, and the place of one that had it, once all of it is on
   /// the disk; until then one is beside it, called .sluice-XXXXXX. A symbolic link of that name is replaced, and what
@@ -266,7 +267,9 @@ class Engine {
   /// policy_bytes allow for what it keeps of as many tokens.
   [[nodiscard]] bool can_admit(std::uint32_t tokens, const PolicySpec& policy) const noexcept;
   [[nodiscard]] EngineMemoryUse memory() const noexcept;
-  /// Of a sequence that lives; `policy` is as of what its threads have learnt so far.
+  /// Of a sequence that lives; `policy` is as of what its threads have learnt so far. Asks the device what is near,
+  /// once for all sequences between two forwards.
+  /// @throws Error{Errc::not_found}; Error{Errc::timeout}, Error{Errc::device} if the device does not say
   [[nodiscard]] SequenceMemoryUse memory(SequenceId sequence) const;
   /// Bytes of host memory in blocks that the sequence holds, shared ones included.
   [[nodiscard]] std::uint64_t far_bytes(SequenceId sequence) const;

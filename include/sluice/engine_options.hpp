@@ -92,7 +92,7 @@ struct EngineOptions {
   /// what came of that, and no prompt would have made them.
   bool prefix_decoded = false;
   /// That answer the far part; 0: one for each of its cores, beside a GPU less one. With nothing to answer they look at
-  /// prompts and compare audited forwards, with one thread more if there are cpu_sequences or audits.
+  /// prompts, compare audited forwards, park and resume, with one thread more if there are cpu_sequences or audits.
   std::uint32_t threads = 0;
   /// That they run on, by the OS index of a PU of each. Empty: those that this process may use (of several processes
   /// that a launcher started without binding them, LOCAL_RANK of LOCAL_WORLD_SIZE, an equal part, of the device's own
@@ -103,7 +103,7 @@ struct EngineOptions {
   bool pin_threads = true;
   std::chrono::milliseconds answer_timeout{1'000};  ///< a layer waits no longer for the far part, by the device's clock
   std::chrono::milliseconds timeout{30'000};        ///< every wait of a call; [1 ms, 1 h]
-  /// Called by a thread before each part of an answer, of a look at a prompt or of an audit. For tests that stall it.
+  /// Called by a thread before each part of an answer or of a job: a look, an audit, a copy. For tests that stall it.
   std::function<void()> before_answer{};
 };
 

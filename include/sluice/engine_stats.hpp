@@ -57,10 +57,15 @@ struct EngineMemoryUse {
   [[nodiscard]] std::uint64_t device() const noexcept { return near_pages + codes + digests + buffers; }
 };
 
-/// Memory of one sequence in bytes, on the host.
+/// Memory of one sequence in bytes: of the host, but for what is near.
 struct SequenceMemoryUse {
   std::uint64_t far_pages = 0;         ///< keys and values, in blocks that it holds
   std::uint64_t far_pages_shared = 0;  ///< of these, in blocks that others hold or names keep: they stay if it ends
+  /// Of the device: rows of these blocks that lie near, as it has them when asked; of a forward under way perhaps only
+  /// some have come and gone. Over all sequences, shared ones once, they are EngineMemoryUse::near_pages_used as soon
+  /// as a forward has ended since the last sequence ended, let go of pages or was preempted: what was theirs goes then.
+  std::uint64_t near_pages = 0;
+  std::uint64_t near_pages_shared = 0;  ///< of these, in blocks that others hold or names keep
   std::uint64_t policy = 0;            ///< heap: what its policy has learnt, if that chooses on the CPU
   std::uint64_t names = 0;             ///< heap: names of its tokens
   std::uint64_t tail = 0;              ///< pinned: queries of its prompt's newest tokens, reserved with cpu_sequences

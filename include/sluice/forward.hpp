@@ -128,6 +128,7 @@ inline constexpr std::uint32_t kMostPromotions = 1024;
 
 /// What the CPU has chosen for a list whose far part the device attends over the link.
 struct ForwardChosen {
+  std::uint64_t asked = 0;    ///< for this question; written behind all else, so that no list waits for another
   std::uint32_t count = 0;    ///< rows
   std::uint32_t heads = 0;    ///< bit h: query head h of the group attends some of them
   std::uint32_t members = 0;  ///< not 0: which heads attend each row stands behind the rows
@@ -184,6 +185,7 @@ struct ForwardState {
   std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
   std::uint32_t arrived = 0;           ///< parts of it that are split
   std::uint32_t merging = 0;           ///< parts of it whose merge has begun
+  std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses for it, by the device's clock
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads

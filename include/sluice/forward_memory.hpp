@@ -73,6 +73,7 @@ struct ForwardMemory {
   std::uint32_t* near_of = nullptr;
   ForwardNearRow* near_rows = nullptr;  ///< [planes, near_pages * page_tokens]
   std::uint32_t* near_hands = nullptr;  ///< [planes] near row that is looked at next for one to give way
+  std::uint32_t* near_held = nullptr;   ///< [blocks] near rows of a block, of all planes; not there likewise
   ForwardToken* tokens = nullptr;       ///< [append_rows]
   ForwardRow* rows = nullptr;           ///< [decode_rows]
   ForwardChunk* chunks = nullptr;       ///< [prefills]
@@ -106,6 +107,7 @@ struct ForwardMemory {
   std::uint32_t* slip_blocks = nullptr;     ///< what they refer to
   std::uint32_t* slip_freed = nullptr;      ///< [ForwardSlip::freed_blocks] that nothing of is to be near, each once
   ForwardBlockCopy* slip_copies = nullptr;  ///< [ForwardSlip::block_copies]
+  std::uint32_t* near_seen = nullptr;       ///< [blocks] near_held as ForwardVerbs::see_near found it
   ForwardMailbox* mailbox = nullptr;
   /// [kMostForwards, layers, prefills, q_heads] if chunks may choose; of forward f at f % kMostForwards.
   PrefillChoice* choices = nullptr;

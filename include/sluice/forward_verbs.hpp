@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "sluice/forward_memory.hpp"
+#include "sluice/run_clock.hpp"
 #include "sluice/tensor.hpp"
 
 namespace sluice {
@@ -71,7 +72,7 @@ class ForwardVerbs {
   /// take places as tokens that come do; the former also of any row that this forward has not attended.
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Attends far rows over the link: those that were listed, and what the CPU chooses, which is waited for as in
-  /// `merge`.
+  /// `merge`, a few lists at a time, in their order: they are attended while the CPU chooses for those behind them.
   virtual void fetch(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
@@ -88,6 +89,10 @@ class ForwardVerbs {
   virtual void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) = 0;
   /// @throws Error{Errc::device} with the reason if what was enqueued on `stream` has failed. It is not being captured.
   virtual void require_alive(void* stream) = 0;
+  /// Writes ForwardMemory::near_held to near_seen, as it is now: a forward under way may be in the midst of changing
+  /// it. Waits for that alone, not for forwards. There are near pages. Nothing of it breaks a capture elsewhere.
+  /// @throws Error{Errc::timeout}, Error{Errc::device}
+  virtual void see_near(const ForwardMemory& memory, Deadline deadline) = 0;
   /// Publishes how the forward ended.
   virtual void end(const ForwardMemory& memory, void* stream) = 0;
 };

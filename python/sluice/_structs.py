@@ -170,7 +170,8 @@ class Memory(Sized):
 
 class SequenceMemory(Sized):
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32)] + [
-        (name, c_uint64) for name in ("far_pages", "far_pages_shared", "policy", "names", "tail")
+        (name, c_uint64)
+        for name in ("far_pages", "far_pages_shared", "policy", "names", "tail", "near_pages", "near_pages_shared")
     ]
 
 

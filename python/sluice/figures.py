@@ -58,13 +58,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class SequenceMemory:
-    """Memory of one sequence in bytes, on the host."""
+    """Memory of one sequence in bytes: of the host, but for what is near."""
 
     far_pages: int  #: keys and values, in blocks that it holds
     far_pages_shared: int  #: of these, in blocks that stay if it ends
     policy: int  #: heap: what its policy has learnt
     names: int  #: heap: names of its tokens
     tail: int  #: pinned: queries of its prompt's newest tokens
+    near_pages: int  #: device: rows of these blocks that lie near, as it has them when asked
+    near_pages_shared: int  #: of these, in blocks that others hold or names keep
 
 
 @dataclass(frozen=True)

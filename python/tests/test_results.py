@@ -144,6 +144,7 @@ def test_audit_watch_and_figures(make: Make) -> None:
     assert engine.can_admit(16, policy) and not engine.can_admit(16, "magicpig")
     use = engine.sequence_memory(a)
     assert use.far_pages == memory.far_pages_used and use.far_pages_shared == use.policy == use.names == 0
+    assert use.near_pages == memory.near_pages_used and use.near_pages_shared == 0
 
 
 def test_options_are_what_was_made() -> None:

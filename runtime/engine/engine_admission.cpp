@@ -1,6 +1,7 @@
 // Whether there is room for what is asked for, and what sequences take of it.
 #include <string>
 
+#include "runtime/call.hpp"
 #include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/impl.hpp"
 #include "scheduler/plan/forward_rows.hpp"
@@ -44,13 +45,27 @@ bool Engine::Impl::admits(std::uint32_t tokens, const PolicySpec& policy) const 
   return scheduler::chooser(policy) != scheduler::Chooser::cpu || !free_tails.empty();
 }
 
-SequenceMemoryUse Engine::Impl::use_of(const Sequence& sequence) const noexcept {
+void Engine::Impl::see_near() {
+  // Between forwards nothing changes, whoever asks how often.
+  if (memory.largest().near_pages == 0 || near_seen == planned) return;
+  near_seen = kUnseen;
+  verbs.see_near(memory.largest(), deadline_after(options.timeout));
+  if (programs.empty()) near_seen = planned;
+}
+
+SequenceMemoryUse Engine::Impl::use_of(const Sequence& sequence) {
+  see_near();
   SequenceMemoryUse use{.far_pages = sequence.held_blocks() * memory.block_bytes(),
                         .policy = sequence.policy_bytes(),
                         .names = sequence.names.ids.capacity() * sizeof(std::int32_t)};
   for (const runtime::PageList& list : sequence.lists) {
-    for (const std::uint32_t block : list.held())
-      use.far_pages_shared += table.shared(block) ? memory.block_bytes() : 0;
+    for (const std::uint32_t block : list.held()) {
+      const std::uint64_t near = memory.near_bytes_in(block);
+      use.near_pages += near;
+      if (!table.shared(block)) continue;
+      use.far_pages_shared += memory.block_bytes();
+      use.near_pages_shared += near;
+    }
   }
   const AttentionShape& shape = options.shape;
   if (sequence.tail.slot != kNone)
@@ -67,6 +82,8 @@ bool Engine::can_admit(std::uint32_t tokens, const PolicySpec& policy) const noe
   return can_admit(tokens) && impl_->admits(tokens, policy);
 }
 
-SequenceMemoryUse Engine::memory(SequenceId id) const { return impl_->use_of(impl_->at(id)); }
+SequenceMemoryUse Engine::memory(SequenceId id) const {
+  return translated([&] { return impl_->use_of(impl_->at(id)); });
+}
 
 }  // namespace sluice

@@ -28,6 +28,7 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint64_t scratch, std::byte* f
     take(parts, m.near_of, m.far_row(m.planes(), 0));
     take(parts, m.near_rows, m.near_row(m.planes(), 0));
     take(parts, m.near_hands, m.planes());
+    take(parts, m.near_held, m.blocks);
   }
   take(parts, m.lists, std::uint64_t{m.stacks} * m.list_count * m.max_pages);
   take(parts, m.tokens, m.append_rows);
@@ -70,6 +71,7 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint64_t list
   ForwardMemory shared = slips.front();
   const std::uint64_t lists = std::uint64_t{shared.stacks} * shared.list_count;
   take(parts, shared.mailbox, 1);
+  if (shared.near_pages != 0) take(parts, shared.near_seen, shared.blocks);
   take(parts, shared.far_q, heads(shared) * shared.shape.head_dim);
   if (shared.largest.pages && shared.tail_rows != 0) {
     take(parts, shared.far_page_scores, heads(shared) * shared.max_pages);

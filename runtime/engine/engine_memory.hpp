@@ -41,6 +41,11 @@ class EngineMemory {
   [[nodiscard]] std::uint64_t block_bytes() const noexcept {
     return largest().far_layout.page_bytes() * largest().planes();
   }
+  /// In near pages, rows of a block, when ForwardVerbs::see_near last looked.
+  [[nodiscard]] std::uint64_t near_bytes_in(std::uint32_t block) const noexcept {
+    const ForwardMemory& m = largest();
+    return m.near_pages == 0 ? 0 : std::uint64_t{m.near_seen[block]} * 2 * m.layout.row_bytes();
+  }
   /// But for what is used, and the threads' own.
   [[nodiscard]] EngineMemoryUse use() const noexcept;
 

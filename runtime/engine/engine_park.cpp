@@ -1,5 +1,8 @@
 // Sequences that leave an engine for a file or memory of the caller: what is written of them.
+#include <algorithm>
+#include <functional>
 #include <string>
+#include <utility>
 
 #include "runtime/engine/impl.hpp"
 #include "runtime/park/park_blocks.hpp"
@@ -75,21 +78,91 @@ std::uint64_t Engine::Impl::park_bytes(SequenceId id, std::string_view model) {
   return parked_bytes(park_head(id, model));
 }
 
+Engine::Impl::ParkedBody Engine::Impl::park_body(Sequence& sequence, const runtime::ParkHead& head,
+                                                 std::span<std::int32_t> names) {
+  ParkedBody parked;
+  runtime::ParkBody& body = parked.body;
+  body.add(
+      {.row_bytes = sizeof(std::int32_t), .rows = names.size(), .base = reinterpret_cast<std::byte*>(names.data())});
+  body.add({.row_bytes = sizeof(std::int32_t), .rows = head.names - names.size()});
+  const ForwardMemory& m = memory.largest();
+  const Sequence::Tail& tail = sequence.tail;
+  // Behind those that are older than there is room for.
+  const std::uint32_t kept = tail.slot == kNone || head.tail_begin == head.tail_end ? 0 : tail.end - tail.begin;
+  const std::uint64_t query_bytes = std::uint64_t{options.shape.q_heads} * options.shape.head_dim * sizeof(float);
+  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+    body.add({.row_bytes = query_bytes, .rows = head.tail_end - head.tail_begin - kept});
+    if (kept == 0) continue;
+    float* const slot = m.tails + (std::uint64_t{layer} * m.tail_rows + tail.slot * options.prompt_queries) *
+                                      (query_bytes / sizeof(float));
+    body.add({.row_bytes = query_bytes,
+              .rows = kept,
+              .base = reinterpret_cast<std::byte*>(slot),
+              .first = tail.begin,
+              .turn = options.prompt_queries});
+  }
+  const PageLayout& layout = m.far_layout;
+  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+    const std::uint32_t first = head.first_token(layer);
+    const auto add = [&](std::uint32_t kv_head, std::uint64_t offset, std::uint64_t row_bytes) {
+      body.add({.row_bytes = row_bytes,
+                .rows = head.tokens - first,
+                .base = m.far_block(m.plane(layer, kv_head), 0) + offset,
+                .first = first,
+                .turn = layout.page_tokens,
+                .frames = sequence.lists[m.place_of(layer).stack].blocks().data(),
+                .frame_bytes = layout.page_bytes()});
+    };
+    for (std::uint32_t kv_head = 0; kv_head < options.shape.kv_heads; ++kv_head) {
+      add(kv_head, 0, layout.row_bytes());
+      add(kv_head, layout.half_bytes(), layout.row_bytes());
+      if (layout.scaled()) add(kv_head, layout.scales_offset(), layout.scale_bytes());
+      parked.plane_ends.push_back(body.bytes());
+    }
+  }
+  return parked;
+}
+
+std::unique_ptr<runtime::BorrowingJob> Engine::Impl::begin_blocks(std::uint64_t first, std::uint64_t last,
+                                                                  BlockWork work) {
+  // A piece keeps a thread from a layer's question for as long: a tenth of a millisecond or two.
+  constexpr std::uint64_t kBlocks = 2;
+  const auto pieces = static_cast<std::uint32_t>(div_up(last - first, kBlocks));
+  return std::make_unique<runtime::BorrowingJob>(
+      [this](std::uint32_t count, std::function<void(std::uint32_t)> piece) {
+        return begin_job(count, std::move(piece));
+      },
+      pieces,
+      [first, last, work = std::move(work)](std::uint32_t piece) {
+        std::vector<std::byte> scratch;
+        const std::uint64_t begin = first + piece * kBlocks;
+        for (std::uint64_t block = begin; block < std::min(begin + kBlocks, last); ++block) work(block, scratch);
+      });
+}
+
+void Engine::Impl::await_blocks(runtime::BorrowingJob& job, const char* call) {
+  if (!job.await(options.timeout))
+    throw Error(Errc::timeout, std::string(call) +
+                                   ": a thread that copies a part of the sequence has not come back "
+                                   "within " +
+                                   text(options.timeout.count()) +
+                                   " ms; repeat the call, or, if the machine is merely busy, with a longer "
+                                   "EngineOptions::timeout");
+  job.rethrow();
+}
+
 void Engine::Impl::park(SequenceId id, const runtime::ParkHead& head, runtime::ParkSink& sink) {
-  const Sequence& sequence = at(id);
+  Sequence& sequence = at(id);
   const std::vector<std::byte> begin = runtime::encode(head);
-  std::ranges::copy(begin, sink.next(begin.size()).begin());
-  runtime::BlockWriter body(sink, head.body_bytes());
-  body.put(std::as_bytes(std::span(sequence.names.ids)));
-  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
-    for (std::uint32_t token = head.tail_begin; token < head.tail_end; ++token)
-      body.put(std::as_bytes(tail_of(sequence, layer, token)));
-  }
-  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
-    for (std::uint32_t kv_head = 0; kv_head < options.shape.kv_heads; ++kv_head)
-      for_each_run(sequence, layer, kv_head, head.first_token(layer),
-                   [&](std::span<std::byte> rows) { body.put(rows); });
-  }
+  std::vector<std::byte> scratch;
+  const auto room = sink.room(0, begin.size(), scratch);
+  std::ranges::copy(begin, room.begin());
+  sink.put(0, room);
+  const runtime::ParkBody body = park_body(sequence, head, sequence.names.ids).body;
+  const auto job = begin_blocks(0, runtime::park_blocks(body.bytes()), [&](std::uint64_t block, auto& own) {
+    runtime::write_block(body, block, sink, begin.size(), own);
+  });
+  await_blocks(*job, "park");
   sink.finish();
 }
 

@@ -59,6 +59,10 @@ std::uint32_t first_unlike(const runtime::ParkHead& head, const EngineOptions& o
   return exact || head.prefill == options.prefill || head.prompt_end == 0 ? head.sparse : 0;
 }
 
+std::uint64_t body_begin(const runtime::ParkSource& source, const runtime::ParkHead& head) {
+  return source.bytes() - runtime::parked_body_bytes(head.body_bytes());
+}
+
 }  // namespace
 
 void Engine::Impl::let_go(std::vector<std::uint32_t>& blocks) noexcept {
@@ -97,7 +101,7 @@ SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view mo
                                            text(options.page_tokens) + " tokens left, and " + text(pages) +
                                            " are needed; end sequences or raise host_bytes");
   // What is cached gives way, but not to what is damaged.
-  if (pages > table.free()) runtime::BlockReader(source, head).skip(head.body_bytes());
+  if (pages > table.free()) require_whole(source, head);
   const SequenceId id = add(spec, head.tokens);
   try {
     load(source, head, at(id));
@@ -115,6 +119,16 @@ SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view mo
   return id;
 }
 
+void Engine::Impl::require_whole(runtime::ParkSource& source, const runtime::ParkHead& head) {
+  runtime::ParkBody nowhere;
+  nowhere.add({.rows = head.body_bytes()});
+  const std::uint64_t from = body_begin(source, head);
+  const auto job = begin_blocks(0, runtime::park_blocks(nowhere.bytes()), [&](std::uint64_t block, auto& scratch) {
+    runtime::read_block(nowhere, block, source, from, scratch);
+  });
+  await_blocks(*job, "resume");
+}
+
 void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence) {
   if (!side_data) {
     late_side_data.reserve(late_side_data.size() + 1);  // Where one is late nothing else may fail.
@@ -122,11 +136,10 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
   }
   given_up.reserve(std::size_t{memory.stacks().count()} * pages_of(head.tokens));  // Likewise.
   finish_copies();
-  runtime::BlockReader body(source, head);
   std::vector<std::int32_t> ids(std::min(head.names, memory.largest().largest.max_tokens));
-  body.get(std::as_writable_bytes(std::span(ids)));
-  body.skip((head.names - ids.size()) * sizeof(std::int32_t));
-  load_tail(body, head, sequence);
+  Sequence::Tail& tail = sequence.tail;
+  tail.end = head.tail_end;
+  tail.begin = tail.slot == kNone ? tail.end : tail.end - std::min(tail.end - head.tail_begin, options.prompt_queries);
   sequence.tokens = sequence.planned = head.tokens;
   sequence.first_kept = head.passed;
   for (std::uint32_t stack = 0; stack < memory.stacks().count(); ++stack) {
@@ -134,16 +147,7 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
     if (memory.stacks().windowed(stack)) list.skip(head.passed / options.page_tokens);
     while (list.pages() < pages_of(head.tokens)) list.push(take_block());
   }
-  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
-    for (std::uint32_t kv_head = 0; kv_head < options.shape.kv_heads; ++kv_head) {
-      for_each_run(sequence, layer, kv_head, head.first_token(layer),
-                   [&](std::span<std::byte> rows) { body.get(rows); });
-      // Where there is a window nothing is chosen, and so nothing is made of keys.
-      if (memory.largest().window_in(layer) == 0)
-        side_data->make(memory.largest().plane(layer, kv_head), sequence.pages().blocks(), head.tokens);
-    }
-  }
-  side_data->wait();
+  load_body(source, head, sequence, ids);
   if (!ids.empty()) (void)prefix_cache();
   // Nothing can fail from here on.
   sequence.prompt_end = head.prompt_end;
@@ -152,17 +156,35 @@ void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& he
   publish(sequence);
 }
 
-void Engine::Impl::load_tail(runtime::BlockReader& body, const runtime::ParkHead& head, Sequence& sequence) {
-  Sequence::Tail& tail = sequence.tail;
-  const std::uint64_t bytes = std::uint64_t{options.shape.q_heads} * options.shape.head_dim * sizeof(float);
-  tail.end = head.tail_end;
-  tail.begin = tail.end - std::min(tail.end - head.tail_begin, options.prompt_queries);
-  if (tail.slot == kNone) tail.begin = tail.end;
-  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
-    body.skip((tail.begin - head.tail_begin) * bytes);
-    for (std::uint32_t token = tail.begin; token < tail.end; ++token)
-      body.get(std::as_writable_bytes(tail_of(sequence, layer, token)));
+void Engine::Impl::load_body(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence,
+                             std::span<std::int32_t> names) {
+  // Enough for all threads to be busy until the next ones have begun; what the device makes of them takes as long.
+  constexpr std::uint64_t kBlocks = 256;
+  const ParkedBody parked = park_body(sequence, head, names);
+  const std::uint64_t blocks = runtime::park_blocks(parked.body.bytes());
+  const std::uint64_t from = body_begin(source, head);
+  const auto begin = [&](std::uint64_t first) -> std::unique_ptr<runtime::BorrowingJob> {
+    if (first >= blocks) return nullptr;
+    return begin_blocks(first, std::min(first + kBlocks, blocks), [&](std::uint64_t block, auto& scratch) {
+      runtime::read_block(parked.body, block, source, from, scratch);
+    });
+  };
+  std::uint32_t made = 0;  // Planes whose digests and 4-bit copies are on their way.
+  std::unique_ptr<runtime::BorrowingJob> job = begin(0);
+  for (std::uint64_t first = 0; job; first += kBlocks) {
+    std::unique_ptr<runtime::BorrowingJob> next = begin(first + kBlocks);
+    await_blocks(*job, "resume");
+    for (const std::uint64_t there = (first + kBlocks) * runtime::kParkBlock;
+         made < parked.plane_ends.size() && parked.plane_ends[made] <= there; ++made) {
+      const std::uint32_t layer = made / options.shape.kv_heads;
+      // Where there is a window nothing is chosen, and so nothing is made of keys.
+      if (memory.largest().window_in(layer) == 0)
+        side_data->make(memory.largest().plane(layer, made % options.shape.kv_heads), sequence.pages().blocks(),
+                        head.tokens);
+    }
+    job = std::move(next);
   }
+  side_data->wait();
 }
 
 void Engine::Impl::finish_copies() {

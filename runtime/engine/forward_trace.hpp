@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "runtime/engine/far_notes.hpp"
+#include "runtime/far/far_notes.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/trace.hpp"

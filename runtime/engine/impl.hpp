@@ -15,17 +15,19 @@
 #include "cpu/machine/topology.hpp"
 #include "cpu/threads/kept.hpp"
 #include "cpu/threads/workers.hpp"
+#include "runtime/background/borrowing_job.hpp"
+#include "runtime/background/job.hpp"
+#include "runtime/background/side_data.hpp"
 #include "runtime/call.hpp"
 #include "runtime/engine/engine_memory.hpp"
-#include "runtime/engine/far_choice.hpp"
-#include "runtime/engine/far_workers.hpp"
-#include "runtime/engine/job.hpp"
-#include "runtime/engine/mailbox.hpp"
 #include "runtime/engine/programs.hpp"
 #include "runtime/engine/sequence.hpp"
-#include "runtime/engine/side_data.hpp"
+#include "runtime/far/far_choice.hpp"
+#include "runtime/far/far_workers.hpp"
+#include "runtime/far/mailbox.hpp"
 #include "runtime/kv/block_table.hpp"
 #include "runtime/kv/prefix_cache.hpp"
+#include "runtime/park/park_body.hpp"
 #include "runtime/park/park_head.hpp"
 #include "runtime/park/park_sink.hpp"
 #include "runtime/park/park_source.hpp"
@@ -34,10 +36,6 @@
 #include "sluice/error.hpp"
 
 namespace sluice {
-
-namespace runtime {
-class BlockReader;
-}
 
 struct Engine::Impl : cpu::Kept {
   using Sequence = runtime::Sequence;
@@ -130,7 +128,23 @@ struct Engine::Impl : cpu::Kept {
   void park(SequenceId id, const runtime::ParkHead& head, runtime::ParkSink& sink);
   /// Gives a sequence that was added all that was parked. If it throws, it may have some of it.
   void load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence);
-  void load_tail(runtime::BlockReader& body, const runtime::ParkHead& head, Sequence& sequence);
+  void load_body(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence,
+                 std::span<std::int32_t> names);
+  /// Reads all of the body.  @throws Error{Errc::corrupt} if it is damaged
+  void require_whole(runtime::ParkSource& source, const runtime::ParkHead& head);
+  struct ParkedBody {
+    runtime::ParkBody body;
+    std::vector<std::uint64_t> plane_ends;  ///< [layers, kv_heads] where what is loaded of one ends
+  };
+  /// Where the body of a sequence lies, or is to, with its first `names` names there.
+  [[nodiscard]] ParkedBody park_body(Sequence& sequence, const runtime::ParkHead& head, std::span<std::int32_t> names);
+  /// Copies a block of a body; with scratch memory of the thread.
+  using BlockWork = std::function<void(std::uint64_t block, std::vector<std::byte>& scratch)>;
+  /// Threads begin to do blocks [first, last).
+  [[nodiscard]] std::unique_ptr<runtime::BorrowingJob> begin_blocks(std::uint64_t first, std::uint64_t last,
+                                                                    BlockWork work);
+  /// @throws Error{Errc::timeout}, or what a block has thrown
+  void await_blocks(runtime::BorrowingJob& job, const char* call);
   /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may
   /// belong to other sequences meanwhile.
   void finish_copies();
@@ -139,36 +153,6 @@ struct Engine::Impl : cpu::Kept {
   void let_go(std::vector<std::uint32_t>& blocks) noexcept;
   /// All blocks of a sequence, which has none then; their reference counts stay as they are.
   [[nodiscard]] std::vector<std::uint32_t> give_up(Sequence& sequence) noexcept;
-  /// Calls visit(rows) for the rows of a layer and KV head from token `from` on, in order: its keys, its values, their
-  /// scales.
-  template <class Visit>
-  void for_each_run(const Sequence& sequence, std::uint32_t layer, std::uint32_t kv_head, std::uint32_t from,
-                    const Visit& visit) const {
-    const ForwardMemory& m = memory.largest();
-    const PageLayout& layout = m.far_layout;
-    const runtime::PageList& pages = sequence.lists[m.place_of(layer).stack];
-    const std::uint32_t plane = m.plane(layer, kv_head);
-    const auto each = [&](std::uint64_t offset, std::uint64_t token_bytes) {
-      for (std::uint32_t token = from; token < sequence.tokens;) {
-        const std::uint32_t row = token % layout.page_tokens;
-        const std::uint64_t rows = std::min(layout.page_tokens - row, sequence.tokens - token);
-        std::byte* const page = m.far_block(plane, pages.blocks()[token / layout.page_tokens]);
-        visit(std::span(page + offset + row * token_bytes, rows * token_bytes));
-        token += static_cast<std::uint32_t>(rows);
-      }
-    };
-    each(0, layout.row_bytes());
-    each(layout.half_bytes(), layout.row_bytes());
-    if (layout.scaled()) each(layout.scales_offset(), layout.scale_bytes());
-  }
-  /// The queries [q_heads, head_dim] of one of its prompt's newest tokens.
-  [[nodiscard]] std::span<float> tail_of(const Sequence& sequence, std::uint32_t layer,
-                                         std::uint32_t token) const noexcept {
-    const ForwardMemory& m = memory.largest();
-    const std::uint64_t floats = std::uint64_t{m.shape.q_heads} * m.shape.head_dim;
-    const std::uint64_t row = sequence.tail.slot * options.prompt_queries + token % options.prompt_queries;
-    return {m.tails + (std::uint64_t{layer} * m.tail_rows + row) * floats, floats};
-  }
 
   // Policies that choose on the CPU.
   /// While no thread learns.
@@ -222,7 +206,9 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] bool has_policy_room(std::uint64_t more) const noexcept;
   void require_policy_room(std::uint64_t more) const;
   [[nodiscard]] bool admits(std::uint32_t tokens, const PolicySpec& policy) const noexcept;
-  [[nodiscard]] SequenceMemoryUse use_of(const Sequence& sequence) const noexcept;
+  /// What lies near is as the device has it.  @throws Error{Errc::timeout}, Error{Errc::device}
+  void see_near();
+  [[nodiscard]] SequenceMemoryUse use_of(const Sequence& sequence);
   /// A policy could not choose: the forward comes to nothing, and all behind it.
   void require_chosen(std::uint64_t forward);
 
@@ -323,6 +309,8 @@ struct Engine::Impl : cpu::Kept {
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;
   std::uint64_t known_policy_bytes = 0;
+  static constexpr std::uint64_t kUnseen = ~std::uint64_t{0};
+  std::uint64_t near_seen = kUnseen;  ///< the newest forward when it was asked what is near, and none was under way
   std::unordered_map<std::uint64_t, Sequence> sequences;
   std::uint64_t next_id = 1;
 

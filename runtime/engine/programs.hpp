@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/engine/forward_audit.hpp"
+#include "runtime/background/forward_audit.hpp"
 #include "runtime/engine/forward_trace.hpp"
 #include "scheduler/prefill_auto.hpp"
 #include "sluice/engine.hpp"

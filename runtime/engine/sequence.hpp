@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "runtime/engine/job.hpp"
+#include "runtime/background/job.hpp"
 #include "runtime/engine/programs.hpp"
-#include "runtime/engine/sequence_policy.hpp"
+#include "runtime/far/sequence_policy.hpp"
 #include "runtime/kv/page_list.hpp"
 #include "runtime/kv/prefix_cache.hpp"
 #include "sluice/engine.hpp"

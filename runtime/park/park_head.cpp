@@ -88,7 +88,8 @@ void require_checked(std::span<const std::byte> checked, const char* what) {
 Preamble read_preamble(ParkSource& source) {
   if (source.bytes() < kPreambleBytes)
     refuse("it has " + std::to_string(source.bytes()) + " bytes, and the shortest has more");
-  const auto bytes = source.read(0, kPreambleBytes);
+  std::vector<std::byte> scratch;
+  const auto bytes = source.read(0, kPreambleBytes, scratch);
   if (std::memcmp(bytes.data(), kMagic.data(), kMagic.size()) != 0) refuse("it begins as something else");
   require_checked(bytes, "beginning");
   Decoder fields(bytes.subspan(kMagic.size()));
@@ -229,7 +230,8 @@ ParkHead read_head(ParkSource& source) {
   };
   if (rest < head_bytes || rest - head_bytes < preamble.body_bytes) wrong_length();
   if (rest - head_bytes != parked_body_bytes(preamble.body_bytes)) wrong_length();
-  const auto bytes = source.read(kPreambleBytes, head_bytes);
+  std::vector<std::byte> scratch;
+  const auto bytes = source.read(kPreambleBytes, head_bytes, scratch);
   require_checked(bytes, "head");
   ParkHead head = decode(bytes.first(preamble.head_bytes));
   if (const std::string why = unsound(head); !why.empty()) refuse(why);

@@ -53,34 +53,25 @@ FileSink::~FileSink() {
   if (!temporary_.empty()) (void)::unlink(temporary_.c_str());
 }
 
-std::span<std::byte> FileSink::next(std::uint64_t count) {
-  flush();
-  if (buffer_.size() < count) buffer_.resize(count);
-  filled_ = count;
-  return std::span(buffer_).first(count);
+std::span<std::byte> FileSink::room(std::uint64_t, std::uint64_t count, std::vector<std::byte>& scratch) {
+  if (scratch.size() < count) scratch.resize(count);
+  return std::span(scratch).first(count);
 }
 
-void FileSink::flush() {
-  const std::uint64_t begin = written_;
-  for (std::uint64_t done = 0; done < filled_;) {
-    const ssize_t put = ::write(descriptor_, buffer_.data() + done, filled_ - done);
+void FileSink::put(std::uint64_t at, std::span<const std::byte> bytes) {
+  for (std::uint64_t done = 0; done < bytes.size();) {
+    const ssize_t put = ::pwrite(descriptor_, bytes.data() + done, bytes.size() - done, static_cast<off_t>(at + done));
     if (put < 0 && errno == EINTR) continue;
     if (put < 0) refuse("write it");
     done += static_cast<std::uint64_t>(put);
-    written_ += static_cast<std::uint64_t>(put);
   }
-  filled_ = 0;
 #if defined(__linux__)
   // The disk begins now, not when all is written and waited for. Advice: where it cannot, the wait takes longer.
-  (void)::sync_file_range(descriptor_, static_cast<off_t>(begin), static_cast<off_t>(written_ - begin),
-                          SYNC_FILE_RANGE_WRITE);
-#else
-  (void)begin;
+  (void)::sync_file_range(descriptor_, static_cast<off_t>(at), static_cast<off_t>(bytes.size()), SYNC_FILE_RANGE_WRITE);
 #endif
 }
 
 void FileSink::finish() {
-  flush();
   if (::fsync(descriptor_) != 0) refuse("bring it to the disk");
   if (::close(std::exchange(descriptor_, -1)) != 0) refuse("close it");
   if (std::rename(temporary_.c_str(), path_.c_str()) != 0) refuse("give it its name");

@@ -8,30 +8,32 @@
 
 namespace sluice::runtime {
 
-/// Where a sequence is parked, from its first byte to its last.
+/// Where a sequence is parked: each of its bytes once, in any order.
+/// Thread safety: `room` and `put` of ranges that do not overlap, by any threads.
 class ParkSink {
  public:
   virtual ~ParkSink() = default;
-  /// Memory for the next `count` bytes, to be filled before the next call.
-  /// @throws Error{Errc::io} if those before could not be written
-  [[nodiscard]] virtual std::span<std::byte> next(std::uint64_t count) = 0;
-  /// All are there. Without it, nothing is.  @throws Error{Errc::io}
+  /// Memory for bytes [at, at + count), to be filled and put: `scratch`, unless they have a place of their own.
+  [[nodiscard]] virtual std::span<std::byte> room(std::uint64_t at, std::uint64_t count,
+                                                  std::vector<std::byte>& scratch) = 0;
+  /// @throws Error{Errc::io} if they cannot be written
+  virtual void put(std::uint64_t at, std::span<const std::byte> bytes) = 0;
+  /// All were put. Without it, nothing is there.  @throws Error{Errc::io}
   virtual void finish() = 0;
 };
 
 class MemorySink final : public ParkSink {
  public:
   /// Long enough for all that comes.
-  explicit MemorySink(std::span<std::byte> area) : left_(area) {}
-  [[nodiscard]] std::span<std::byte> next(std::uint64_t count) override {
-    const auto taken = left_.first(count);
-    left_ = left_.subspan(count);
-    return taken;
+  explicit MemorySink(std::span<std::byte> area) : area_(area) {}
+  [[nodiscard]] std::span<std::byte> room(std::uint64_t at, std::uint64_t count, std::vector<std::byte>&) override {
+    return area_.subspan(at, count);
   }
+  void put(std::uint64_t, std::span<const std::byte>) override {}
   void finish() override {}
 
  private:
-  std::span<std::byte> left_;
+  std::span<std::byte> area_;
 };
 
 /// Writes a file in the directory of the one that is wanted, which takes its name, and the place of one that had it,
@@ -45,12 +47,13 @@ class FileSink final : public ParkSink {
   ~FileSink() override;
   FileSink(const FileSink&) = delete;
   FileSink& operator=(const FileSink&) = delete;
-  [[nodiscard]] std::span<std::byte> next(std::uint64_t count) override;
+  [[nodiscard]] std::span<std::byte> room(std::uint64_t at, std::uint64_t count,
+                                          std::vector<std::byte>& scratch) override;
+  void put(std::uint64_t at, std::span<const std::byte> bytes) override;
   /// @throws Error{Errc::io}, also if the file is there, but not yet its name on the disk
   void finish() override;
 
  private:
-  void flush();
   void keep_name();
   [[noreturn]] void refuse(const char* what) const;
 
@@ -58,9 +61,6 @@ class FileSink final : public ParkSink {
   std::string temporary_;  ///< empty: there is none any more
   int directory_ = -1;
   int descriptor_ = -1;
-  std::uint64_t written_ = 0;
-  std::uint64_t filled_ = 0;  ///< of the buffer
-  std::vector<std::byte> buffer_;
 };
 
 }  // namespace sluice::runtime

@@ -37,16 +37,16 @@ FileSource::FileSource(const std::string& path) : path_(path) {
 
 FileSource::~FileSource() { (void)::close(descriptor_); }
 
-std::span<const std::byte> FileSource::read(std::uint64_t at, std::uint64_t count) {
-  if (buffer_.size() < count) buffer_.resize(count);
+std::span<const std::byte> FileSource::read(std::uint64_t at, std::uint64_t count, std::vector<std::byte>& scratch) {
+  if (scratch.size() < count) scratch.resize(count);
   for (std::uint64_t done = 0; done < count;) {
-    const ssize_t got = ::pread(descriptor_, buffer_.data() + done, count - done, static_cast<off_t>(at + done));
+    const ssize_t got = ::pread(descriptor_, scratch.data() + done, count - done, static_cast<off_t>(at + done));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) refuse(path_, errno);
     if (got == 0) throw Error(Errc::corrupt, path_ + " became shorter while it was read; take another copy of it");
     done += static_cast<std::uint64_t>(got);
   }
-  return std::span(buffer_).first(count);
+  return std::span(scratch).first(count);
 }
 
 }  // namespace sluice::runtime

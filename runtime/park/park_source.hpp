@@ -9,22 +9,24 @@
 
 namespace sluice::runtime {
 
-/// Where a parked sequence is read from.
+/// Where a parked sequence is read from. Thread safety: `read`, by any threads.
 class ParkSource {
  public:
   virtual ~ParkSource() = default;
   /// Of all of it.
   [[nodiscard]] virtual std::uint64_t bytes() const noexcept = 0;
-  /// Bytes [at, at + count), which are there; good until the next call.
+  /// Bytes [at, at + count), which are there; in `scratch`, unless they lie in memory anyway.
   /// @throws Error{Errc::io}; Error{Errc::corrupt} if it has become shorter
-  [[nodiscard]] virtual std::span<const std::byte> read(std::uint64_t at, std::uint64_t count) = 0;
+  [[nodiscard]] virtual std::span<const std::byte> read(std::uint64_t at, std::uint64_t count,
+                                                        std::vector<std::byte>& scratch) = 0;
 };
 
 class MemorySource final : public ParkSource {
  public:
   explicit MemorySource(std::span<const std::byte> area) : area_(area) {}
   [[nodiscard]] std::uint64_t bytes() const noexcept override { return area_.size(); }
-  [[nodiscard]] std::span<const std::byte> read(std::uint64_t at, std::uint64_t count) override {
+  [[nodiscard]] std::span<const std::byte> read(std::uint64_t at, std::uint64_t count,
+                                                std::vector<std::byte>&) override {
     return area_.subspan(at, count);
   }
 
@@ -40,13 +42,13 @@ class FileSource final : public ParkSource {
   FileSource(const FileSource&) = delete;
   FileSource& operator=(const FileSource&) = delete;
   [[nodiscard]] std::uint64_t bytes() const noexcept override { return bytes_; }
-  [[nodiscard]] std::span<const std::byte> read(std::uint64_t at, std::uint64_t count) override;
+  [[nodiscard]] std::span<const std::byte> read(std::uint64_t at, std::uint64_t count,
+                                                std::vector<std::byte>& scratch) override;
 
  private:
   std::string path_;
   int descriptor_ = -1;
   std::uint64_t bytes_ = 0;
-  std::vector<std::byte> buffer_;
 };
 
 }  // namespace sluice::runtime

@@ -1,8 +1,6 @@
 #include "scheduler/history/group_history.hpp"
 
 #include <algorithm>
-#include <bit>
-#include <limits>
 
 #include "scheduler/history/prompt_attention.hpp"
 #include "scheduler/prefetch.hpp"
@@ -192,42 +190,13 @@ void GroupHistory::expand(Head& head, const TokenSet& found) {
   }
 }
 
-void GroupHistory::hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std::vector<HotPage>& hot) {
-  if (limit == 0 || tokens_ == 0) return;
-  const int page_shift = std::countr_zero(page_tokens);  // A division per candidate would cost more than the rest.
-  page_heat_.resize((std::size_t{tokens_} + page_tokens - 1) >> page_shift, 0.f);
-  const std::size_t first = hot.size();
-  TokenSet& found = candidates_of_thread();
-  for (const Head& head : heads_) {
-    (void)find_candidates(head, found);
-    found.for_each([&](std::uint32_t token) {
-      float& heat = page_heat_[token >> page_shift];
-      if (heat == 0.f) {
-        hot.push_back({.page = token >> page_shift, .heat = 0.f});
-        heat = std::numeric_limits<float>::min();  // Never 0: that marks a page unseen.
-      }
-      heat += static_cast<float>(head.vertical.score(token - sinks_) + head.slash.score(forecast_ - 1 - token));
-    });
-  }
-  for (std::size_t i = first; i < hot.size(); ++i) {
-    hot[i].heat = page_heat_[hot[i].page];
-    page_heat_[hot[i].page] = 0.f;
-  }
-  const auto begin = hot.begin() + static_cast<std::ptrdiff_t>(first);
-  const auto keep = begin + static_cast<std::ptrdiff_t>(std::min<std::size_t>(limit, hot.size() - first));
-  std::partial_sort(begin, keep, hot.end(), [](const HotPage& a, const HotPage& b) {
-    return a.heat != b.heat ? a.heat > b.heat : a.page < b.page;
-  });
-  hot.erase(keep, hot.end());
-}
-
 std::uint64_t GroupHistory::Head::heap_bytes() const noexcept {
   return vertical.heap_bytes() + slash.heap_bytes() + expanded.heap_bytes();
 }
 
 std::uint64_t GroupHistory::heap_bytes() const noexcept {
   return united_.heap_bytes() + by_position_.heap_bytes() + by_distance_.heap_bytes() + journal_.heap_bytes() +
-         scheduler::heap_bytes(heads_, page_heat_);
+         scheduler::heap_bytes(heads_);
 }
 
 std::uint64_t GroupHistory::most_heap_bytes(const HistoryOptions& options, std::uint32_t group,

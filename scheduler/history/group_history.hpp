@@ -49,9 +49,6 @@ class GroupHistory {
   [[nodiscard]] const TokenSet& expanded(std::uint32_t h) const noexcept { return heads_[h].expanded; }
   /// EXP of all query heads together, if the options share candidates in the group.
   [[nodiscard]] const TokenSet& united() const noexcept { return united_; }
-  /// Appends the pages with the highest summed scores of candidates, hottest first, at most `limit`.
-  /// `page_tokens` is a power of two.
-  void hot_pages(std::uint32_t page_tokens, std::uint32_t limit, std::vector<HotPage>& hot);
 
   /// The step that was forecast or followed last is observed by the `observe` that come before `end_lesson`, on this
   /// thread: it can be taken back. One that is observed without cannot, nor those before it.
@@ -79,8 +76,7 @@ class GroupHistory {
   /// Table entries that the last forecast looked at to find its candidates.
   [[nodiscard]] std::uint64_t looked_at() const noexcept { return looked_at_; }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
-  /// What the history of a KV head with `group` query heads holds at most, with `tokens` tokens visible and no hot
-  /// pages asked for.
+  /// What the history of a KV head with `group` query heads holds at most, with `tokens` tokens visible.
   [[nodiscard]] static std::uint64_t most_heap_bytes(const HistoryOptions& options, std::uint32_t group,
                                                      std::uint32_t tokens) noexcept;
 
@@ -117,7 +113,6 @@ class GroupHistory {
   TokenSet united_;
   TokenSet by_position_, by_distance_;  ///< EXP of all heads, by the table that spoke for it; if it can be followed
   HistoryJournal journal_;
-  std::vector<float> page_heat_;  // scratch, all zero between calls
 };
 
 }  // namespace sluice::scheduler

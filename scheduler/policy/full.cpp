@@ -33,7 +33,6 @@ namespace {
 class FullPolicy final : public LayerPolicy {
  public:
   void begin(const PromptContext&) override {}
-  void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
   void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) override {
     bypass.heads = 0;
     add_far_runs(*head.near, head.tokens, row);

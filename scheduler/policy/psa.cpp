@@ -50,7 +50,6 @@ class ProgressivePolicy final : public LayerPolicy {
       : budget_(spec.budget), far_(spec.far), group_(shape.group()), shape_(shape), page_tokens_(page_tokens) {}
 
   void begin(const PromptContext&) override {}
-  void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
   void observe(std::uint32_t, KvReader&) override {}
   [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override {
     return std::make_unique<ProgressivePolicy>(*this);

@@ -40,7 +40,6 @@ class SparsePolicy final : public LayerPolicy {
         proposer_(spec, shape.group(), page_tokens, budget_.first()),
         group_(shape.group()),
         layer_(layer.value),
-        page_tokens_(page_tokens),
         heads_(shape.kv_heads) {
     for (SparseHead& head : heads_) {
       if (spec.uses(Source::history)) head.history.emplace(spec.history, group_, spec.near.sink_tokens);
@@ -60,11 +59,8 @@ class SparsePolicy final : public LayerPolicy {
     if (head.bypass) head.bypass->begin(prompt);
   }
 
-  void forecast(std::uint32_t kv_head, std::uint32_t tokens, std::uint32_t limit, std::vector<HotPage>& hot) override {
-    SparseHead& head = heads_[kv_head];
-    if (!head.history) return;
-    head.history->forecast(tokens);
-    head.history->hot_pages(page_tokens_, limit, hot);
+  void forecast(std::uint32_t kv_head, std::uint32_t tokens) override {
+    if (SparseHead& head = heads_[kv_head]; head.history) head.history->forecast(tokens);
   }
 
   void select(const HeadContext& context, SelectionRow& row, Bypass& bypass, SelectCounters& counters) override {
@@ -256,7 +252,6 @@ class SparsePolicy final : public LayerPolicy {
   Proposer proposer_;
   std::uint32_t group_;
   std::uint32_t layer_;
-  std::uint32_t page_tokens_;
   std::vector<SparseHead> heads_;  ///< [kv_heads]
 };
 

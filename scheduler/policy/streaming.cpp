@@ -17,7 +17,6 @@ namespace {
 class StreamingPolicy final : public LayerPolicy {
  public:
   void begin(const PromptContext&) override {}
-  void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
   void select(const HeadContext&, SelectionRow&, Bypass& bypass, SelectCounters&) override { bypass.heads = 0; }
   void observe(std::uint32_t, KvReader&) override {}
   [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override { return std::make_unique<StreamingPolicy>(*this); }

@@ -78,7 +78,6 @@ class FittedPolicy final : public LayerPolicy {
         heads_(shape.kv_heads, Head(spec.clusters, shape)) {}
 
   void begin(const PromptContext& prompt) override { heads_[prompt.kv_head].source.begin(prompt); }
-  void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
 
   void select(const HeadContext& context, SelectionRow& row, Bypass& bypass, SelectCounters& counters) override {
     Head& head = heads_[context.kv_head];

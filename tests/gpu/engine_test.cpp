@@ -300,6 +300,36 @@ TEST_CASE("chunks of a prompt in the type of the pages are attended by warpgroup
   }
 }
 
+TEST_CASE("what is near of a sequence is told while a forward is captured, in every mode", "[engine][gpu][near]") {
+  const auto mode =
+      GENERATE(cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed);
+  CAPTURE(static_cast<int>(mode));
+  const EngineRig rig = engine_rig();
+  const AttentionShape shape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
+  const Story story(shape, 310, 93);
+  Engine engine(graph_options(shape, 1, 9), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
+  import_story(engine, rig, teller, 300);
+  ForwardTensors tensors(*rig.device, shape, 1);
+  const auto stream = static_cast<cudaStream_t>(rig.stream);
+  SequenceMemoryUse use;
+  const Graph graph(stream, mode, [&] {
+    use = engine.memory(teller.id);
+    tensors.attend(engine, rig.stream);
+  });
+  REQUIRE(use.near_pages != 0);
+  REQUIRE(use.near_pages == engine.memory().near_pages_used);
+  const PlanItem item{.sequence = teller.id};
+  for (; teller.at < story.tokens(); ++teller.at) {
+    tensors.set(0, story, teller.at);
+    const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
+    graph.replay();
+    (void)engine.memory(teller.id);  // Also while it runs.
+    engine.finish(batch);
+    REQUIRE(engine.memory(teller.id).near_pages == engine.memory().near_pages_used);
+  }
+}
+
 TEST_CASE("graphs of several buckets leave each other alone, replayed with and without a plan", "[engine][gpu]") {
   const AttentionShape shape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
   const EngineRig rig = engine_rig();

@@ -1,12 +1,12 @@
 // Threads that answer questions, as far as they sleep, share cores and wait for one another.
-#include "runtime/engine/far_workers.hpp"
+#include "runtime/far/far_workers.hpp"
 
 #include <atomic>
 #include <optional>
 #include <thread>
 
 #include "cpu/backend/backend.hpp"
-#include "runtime/engine/far_choice.hpp"
+#include "runtime/far/far_choice.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"

@@ -1,6 +1,6 @@
 // What policies ask of a KV head's keys.
 
-#include "runtime/engine/host_kv.hpp"
+#include "runtime/far/host_kv.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,5 @@
 // Work in pieces that threads share: what becomes of it when pieces fail, hang and are abandoned.
-#include "runtime/engine/job.hpp"
+#include "runtime/background/job.hpp"
 
 #include <atomic>
 #include <stdexcept>

@@ -28,7 +28,10 @@ int directory_error = 0;
 std::string park(const std::string& path, const std::string& text) {
   try {
     runtime::FileSink sink(path);
-    std::ranges::copy(std::as_bytes(std::span(text)), sink.next(text.size()).begin());
+    std::vector<std::byte> scratch;
+    const auto room = sink.room(0, text.size(), scratch);
+    std::ranges::copy(std::as_bytes(std::span(text)), room.begin());
+    sink.put(0, room);
     sink.finish();
     return "";
   } catch (const Error& error) {

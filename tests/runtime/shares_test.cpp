@@ -1,5 +1,5 @@
 // Items of one question after the other, shared out among threads that come early, late and too late.
-#include "runtime/engine/shares.hpp"
+#include "runtime/far/shares.hpp"
 
 #include <atomic>
 #include <thread>

@@ -17,9 +17,7 @@ SelectionRow select(const std::string& text, std::uint32_t n, const NearSet& nea
   const auto q = random_queries(2, 16, 4);
   const auto policy = make_layer_policy(parse_policy(text), kShape, near.page_tokens, LayerId{layer});
   policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 0, .last_q = {}, .kv = &kv});
-  std::vector<HotPage> hot;
-  policy->forecast(0, n, 8, hot);
-  REQUIRE(hot.empty());
+  policy->forecast(0, n);
   SelectionRow row;
   Bypass bypass{.heads = 3, .out = {}, .lse = {}};
   SelectCounters counters;

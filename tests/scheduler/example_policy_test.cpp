@@ -19,10 +19,9 @@ class MinPPolicy final : public LayerPolicy {
   /// @param share  of the largest weight, (0, 1]
   MinPPolicy(const AttentionShape& shape, float share) : group_(shape.group()), log_share_(std::log(share)) {}
 
-  // Nothing is made of the prompt, foreseen or learnt. A policy that keeps something between steps keeps it for each KV
+  // Nothing is made of the prompt or learnt. A policy that keeps something between steps keeps it for each KV
   // head, says how much by heap_bytes, and takes it back in truncate.
   void begin(const PromptContext&) override {}
-  void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
   void observe(std::uint32_t, KvReader&) override {}
   [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override { return std::make_unique<MinPPolicy>(*this); }
 

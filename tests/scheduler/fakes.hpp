@@ -253,4 +253,21 @@ inline std::vector<std::uint32_t> best(const std::vector<std::uint32_t>& tokens,
   return order;
 }
 
+/// What a copy of a policy chooses from next, and what it chooses.
+struct Proposal {
+  std::uint64_t candidates = 0;  ///< of all query heads
+  std::vector<std::uint32_t> tokens;
+  friend bool operator==(const Proposal&, const Proposal&) = default;
+};
+inline Proposal proposal(const LayerPolicy& policy, KvReader& kv, const float* q, std::uint32_t n) {
+  const std::unique_ptr<LayerPolicy> copy = policy.clone();
+  const FakeNear near(n, 4, 0);
+  SelectionRow row;
+  Bypass bypass;
+  SelectCounters counters;
+  copy->forecast(0, n);
+  copy->select({.kv_head = 0, .tokens = n, .q = q, .near = &near.set, .kv = &kv}, row, bypass, counters);
+  return {.candidates = counters.expanded_per_head, .tokens = row.tokens};
+}
+
 }  // namespace sluice::scheduler::test

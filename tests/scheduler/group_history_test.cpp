@@ -116,9 +116,6 @@ TEST_CASE("prompts without a token beyond the sinks, or without queries, leave t
   history.forecast(prompt + 1);
   REQUIRE(history.blank());
   REQUIRE(members(history.expanded(0)).empty());
-  std::vector<HotPage> hot;
-  history.hot_pages(kPageTokens, 8, hot);
-  REQUIRE(hot.empty());
 }
 
 TEST_CASE("candidates and expansion follow the naive tables over 300 steps", "[history]") {
@@ -216,33 +213,6 @@ TEST_CASE("a forecast's cost follows its candidates, not the context", "[history
   REQUIRE(looked_at(65536) <= small + small / 4);
 }
 
-TEST_CASE("hot pages add up candidates' scores over the group, hottest first", "[history]") {
-  Twins twins(1500, 32);
-  twins.forecast();
-  std::vector<double> heat((twins.n + kPageTokens - 1) / kPageTokens, 0.0);
-  for (std::uint32_t h = 0; h < kGroup; ++h) {
-    for (const std::uint32_t j : members(twins.history.candidates(h))) {
-      heat[j / kPageTokens] += twins.naive[h].sv(j) + twins.naive[h].ss(j, twins.n);
-    }
-  }
-  const auto with_heat =
-      static_cast<std::size_t>(std::count_if(heat.begin(), heat.end(), [](double x) { return x > 0; }));
-  REQUIRE(with_heat > 8);
-
-  std::vector<HotPage> hot = {{.page = 99, .heat = -1.f}};  // Appended to, not replaced.
-  twins.history.hot_pages(kPageTokens, 100000, hot);
-  REQUIRE(hot.size() == with_heat + 1);
-  REQUIRE(hot.front().page == 99);
-  for (std::size_t i = 1; i < hot.size(); ++i) {
-    REQUIRE(hot[i].heat == Approx(heat[hot[i].page]).epsilon(kOnce));
-    if (i > 1) REQUIRE(hot[i - 1].heat >= hot[i].heat);
-  }
-  std::vector<HotPage> top;
-  twins.history.hot_pages(kPageTokens, 5, top);
-  REQUIRE(top.size() == 5);
-  for (std::size_t i = 0; i < top.size(); ++i) REQUIRE(top[i].page == hot[i + 1].page);
-}
-
 TEST_CASE("scores that are not finite do not poison the tables", "[history]") {
   Twins twins(300, 32);
   twins.forecast();
@@ -307,8 +277,5 @@ TEST_CASE("a forecast beyond its limit proposes nothing", "[history]") {
   held.forecast();
   REQUIRE(free.history.expanded(0).size() > 1);
   for (std::uint32_t h = 0; h < kGroup; ++h) REQUIRE(held.history.expanded(h).size() == 0);
-  std::vector<HotPage> hot;
-  held.history.hot_pages(16, 100, hot);
-  REQUIRE(hot.empty());
   REQUIRE_FALSE(held.history.blank());
 }

@@ -27,8 +27,7 @@ double worst_overlap(const PatternKv::Logit& logit, std::uint32_t k, std::uint32
     SelectionRow row;
     Bypass bypass;
     SelectCounters counters;
-    std::vector<HotPage> hot;
-    policy->forecast(0, n, 4, hot);
+    policy->forecast(0, n);
     policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
     policy->observe(0, kv);
     for (std::uint32_t h = 0; h < 2; ++h) {

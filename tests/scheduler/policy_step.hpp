@@ -29,8 +29,7 @@ struct Step {
     kv.rows_scored = 0;
   }
   void select(const NearSet& near, std::span<const std::uint32_t> ranked = {}) {
-    std::vector<HotPage> hot;
-    policy->forecast(0, n, 8, hot);
+    policy->forecast(0, n);
     row.clear();
     counters = {};
     policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .ranked_pages = ranked, .near = &near, .kv = &kv}, row,

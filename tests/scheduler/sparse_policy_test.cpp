@@ -25,7 +25,7 @@ TEST_CASE("with every token a candidate and a budget of all, the output is dense
   }
 }
 
-TEST_CASE("a budget that holds the context is dense attention and still fills the history", "[policy]") {
+TEST_CASE("a budget that holds the context is dense attention, and history learns from it", "[policy]") {
   const std::uint32_t n = GENERATE(5u, 40u, 68u);
   CAPTURE(n);
   Step step("lfps:local=0", n);
@@ -34,10 +34,8 @@ TEST_CASE("a budget that holds the context is dense attention and still fills th
   REQUIRE(step.row.tokens.empty());
   REQUIRE(attended_by(step.row, 0) == positions(4, n));
   REQUIRE(step.kv.rows_scored == n - 4);
+  REQUIRE(step.policy->wants_observation(0));
   step.policy->observe(0, step.kv);
-  std::vector<HotPage> hot;
-  step.policy->forecast(0, n + 1, 8, hot);
-  REQUIRE_FALSE(hot.empty());
 }
 
 TEST_CASE("nothing beyond the sinks: nothing selected, nothing read", "[policy]") {
@@ -59,8 +57,7 @@ TEST_CASE("an empty prompt decodes densely until its budget is full, then from h
   for (std::uint32_t n = 1; n <= 60; ++n) {
     const FakeNear near(n, 4, 0);
     SelectionRow row;
-    std::vector<HotPage> hot;
-    policy->forecast(0, n, 4, hot);
+    policy->forecast(0, n);
     policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
                    step.counters);
     if (n <= 20) {
@@ -188,19 +185,14 @@ TEST_CASE("near candidates are observed but not attended", "[sluice]") {
   REQUIRE(forgetting.counters.near_hits == following.counters.near_hits);
   REQUIRE(forgetting.kv.rows_scored == 0);
 
-  // The next forecast shows who learnt: one history was fed, the other stands still.
-  const auto heat_after = [n](Step& step) {
-    std::vector<HotPage> before, after;
-    step.policy->forecast(0, n, 1000, before);
+  // What is foreseen next shows who learnt: one history was fed, the other stands still.
+  const auto learns = [n](Step& step) {
+    const Proposal before = proposal(*step.policy, step.kv, step.q.data(), n);
     step.policy->observe(0, step.kv);
-    step.policy->forecast(0, n, 1000, after);
-    double change = 0.0;
-    for (const HotPage& page : after) change += page.heat;
-    for (const HotPage& page : before) change -= page.heat;
-    return std::abs(change);
+    return proposal(*step.policy, step.kv, step.q.data(), n) != before;
   };
-  REQUIRE(heat_after(forgetting) == 0.0);
-  REQUIRE(heat_after(following) > 0.0);
+  REQUIRE_FALSE(learns(forgetting));
+  REQUIRE(learns(following));
 }
 
 TEST_CASE("observed weights come from the best of all candidates, near ones included", "[lfps]") {
@@ -212,14 +204,7 @@ TEST_CASE("observed weights come from the best of all candidates, near ones incl
   REQUIRE(b.counters.near_hits > 0);
   a.policy->observe(0, a.kv);
   b.policy->observe(0, b.kv);
-  std::vector<HotPage> hot_a, hot_b;
-  a.policy->forecast(0, n + 1, 1000, hot_a);
-  b.policy->forecast(0, n + 1, 1000, hot_b);
-  REQUIRE(hot_a.size() == hot_b.size());
-  for (std::size_t i = 0; i < hot_a.size(); ++i) {
-    REQUIRE(hot_a[i].page == hot_b[i].page);
-    REQUIRE(hot_a[i].heat == hot_b[i].heat);
-  }
+  REQUIRE(proposal(*a.policy, a.kv, a.q.data(), n) == proposal(*b.policy, b.kv, b.q.data(), n));
   // Attended: the best of the far ones, so what is near makes room for more.
   Step whole("lfps:budget=100%,min_tokens=1,bypass=0", n);
   whole.select(near.set);
@@ -267,8 +252,7 @@ TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") 
   Step step("lfps:bypass=0,observe_every=2", 1000);
   auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{layer});
   policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
-  std::vector<HotPage> hot;
-  policy->forecast(0, prompt + 1, 1000, hot);
+  policy->forecast(0, prompt + 1);
   for (std::uint32_t n = prompt + 1; n < prompt + 7; ++n) {
     const FakeNear near(n, 4, 0);
     step.row.clear();
@@ -279,7 +263,7 @@ TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") 
     const std::size_t scored = step.kv.rows_scored;
     policy->observe(0, step.kv);
     REQUIRE(step.kv.rows_scored == scored);  // Read by select already.
-    if (policy->wants_observation(0)) policy->forecast(0, n + 1, 1000, hot);
+    if (policy->wants_observation(0)) policy->forecast(0, n + 1);
   }
 }
 
@@ -288,8 +272,7 @@ TEST_CASE("steps of several tokens do not miss the turn to feed the tables", "[p
   Step step("lfps:bypass=0,observe_every=4", 1000);
   auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{1});
   policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
-  std::vector<HotPage> hot;
-  policy->forecast(0, prompt + 1, 1000, hot);
+  policy->forecast(0, prompt + 1);
   const auto observes = [&](std::uint32_t n) {
     const FakeNear near(n, 4, 0);
     step.row.clear();
@@ -321,8 +304,7 @@ TEST_CASE("steps of several tokens that are taken back do not change whose turn 
     Step step("lfps:bypass=0,observe_every=4", 1000);
     auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{1});
     policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
-    std::vector<HotPage> hot;
-    policy->forecast(0, prompt + 1, 1000, hot);
+    policy->forecast(0, prompt + 1);
     const auto observes = [&](std::uint32_t n) {
       const FakeNear near(n, 4, 0);
       step.row.clear();
@@ -331,7 +313,7 @@ TEST_CASE("steps of several tokens that are taken back do not change whose turn 
       const bool wants = policy->wants_observation(0);
       if (!wants) return wants;
       policy->observe(0, step.kv);
-      policy->forecast(0, n + 1, 1000, hot);
+      policy->forecast(0, n + 1);
       return wants;
     };
     for (const std::uint32_t n : steps) (void)observes(n);
@@ -364,8 +346,7 @@ TEST_CASE("a repeated step selects the same when it observes and when it follows
   Step step("history:share_group=on,observe_every=4+pages | top_k=all", 1000);
   auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{0});
   policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
-  std::vector<HotPage> hot;
-  policy->forecast(0, prompt + 1, 1000, hot);
+  policy->forecast(0, prompt + 1);
   const std::vector<std::uint32_t> ranked = {4, 5, 6, 7};
   for (std::uint32_t n = prompt + 1; n <= 1000; ++n) {
     const FakeNear near(n, 4, 128);
@@ -381,7 +362,7 @@ TEST_CASE("a repeated step selects the same when it observes and when it follows
     REQUIRE(policy->wants_observation(0) == (n % 4 == 0));
     if (!policy->wants_observation(0)) continue;
     policy->observe(0, step.kv);
-    policy->forecast(0, n + 1, 1000, hot);
+    policy->forecast(0, n + 1);
   }
 }
 

@@ -70,10 +70,9 @@ struct Life {
     LongKv kv;
     const std::uint32_t count = std::min(prompt, 32u);
     const std::vector<float> last = queries(prompt - count, count);
-    std::vector<HotPage> hot;
     for (std::uint32_t head = 0; head < 2; ++head) {
       policy->begin({.kv_head = head, .tokens = prompt, .queries = count, .last_q = last, .kv = &kv});
-      policy->forecast(head, prompt + 1, 0, hot);
+      policy->forecast(head, prompt + 1);
     }
     for (n = prompt + 1; n <= prompt + steps; ++n) {
       for (std::uint32_t head = 0; head < 2; ++head) step(head, kv);
@@ -87,10 +86,9 @@ struct Life {
     Bypass bypass;
     SelectCounters counters;
     policy->select({.kv_head = head, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
-    std::vector<HotPage> hot;
     if (policy->wants_observation(head)) {
       policy->observe(head, kv);
-      policy->forecast(head, n + 1, 0, hot);
+      policy->forecast(head, n + 1);
     }
     const std::uint64_t held = policy->heap_bytes(head);
     per_token = std::max(per_token, static_cast<double>(held) / n);

@@ -78,8 +78,7 @@ struct PrunedStep {
   void select(const NearSet& near, std::span<const std::uint32_t> ranked = {}) {
     row.clear();
     counters = {};
-    std::vector<HotPage> hot;
-    policy->forecast(0, n, 8, hot);
+    policy->forecast(0, n);
     policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .ranked_pages = ranked, .near = &near, .kv = &copies},
                    row, bypass, counters);
     for (std::size_t i = 0; i < row.tokens.size(); ++i) {
@@ -284,9 +283,8 @@ TEST_CASE("a sink or a window that holds p suffices, whether a source proposed i
     REQUIRE(step.row.tokens == std::vector<std::uint32_t>{200});
   }
   if (source.find("history") == std::string::npos) return;
-  std::vector<HotPage> hot;
   step.policy->observe(0, step.copies);  // Sinks, though weighed, are in no table.
-  step.policy->forecast(0, n + 1, 8, hot);
+  step.policy->forecast(0, n + 1);
 }
 
 TEST_CASE("when everything is near, nothing is selected", "[top_p][policy]") {
@@ -433,10 +431,8 @@ TEST_CASE("a larger p keeps more, and p = 1 keeps what was proposed", "[top_p][i
     REQUIRE(step.row.scores.empty());
     before = step.row.tokens;
     candidates = step.counters.candidates - step.counters.near_hits;
-    std::vector<HotPage> hot;
     step.policy->observe(0, step.copies);
-    step.policy->forecast(0, n + 1, 8, hot);
-    REQUIRE(hot.empty() == (source.find("history") == std::string::npos));
+    step.policy->forecast(0, n + 1);
   }
   REQUIRE(before.size() == candidates);
 }

@@ -102,10 +102,7 @@ class Walker {
     for (std::size_t i = 0; i < q.size(); ++i) q[i] += own[i];
     return q;
   }
-  void forecast() {
-    std::vector<HotPage> hot;
-    policy_->forecast(0, n_ + 1, 0, hot);
-  }
+  void forecast() { policy_->forecast(0, n_ + 1); }
   /// `failing`: the number of an allocation of the policy that fails; below 0: none does.
   Choice select_once(std::uint32_t tale, long failing = -1) {
     const FakeNear near(n_, spec_.near.sink_tokens, spec_.near.recent_tokens);

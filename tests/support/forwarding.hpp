@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "sluice/device.hpp"
+#include "sluice/forward_verbs.hpp"
 
 namespace sluice::test {
 
@@ -30,6 +31,44 @@ class ForwardingDevice : public Device {
 
  protected:
   std::shared_ptr<Device> inner_;
+};
+
+/// Verbs likewise.
+class ForwardingVerbs : public ForwardVerbs {
+ public:
+  explicit ForwardingVerbs(ForwardVerbs& inner) : inner_(inner) {}
+  [[nodiscard]] bool sparse_prefill(const AttentionShape& shape) const noexcept override {
+    return inner_.sparse_prefill(shape);
+  }
+  [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory& memory) const override {
+    return inner_.scratch_bytes(memory);
+  }
+  void apply(const ForwardMemory& memory, void* stream) override { inner_.apply(memory, stream); }
+  void begin(const ForwardMemory& memory, void* stream) override { inner_.begin(memory, stream); }
+  void append(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.append(memory, layer); }
+  void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.prefill(memory, layer); }
+  void rank(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.rank(memory, layer); }
+  void score(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.score(memory, layer); }
+  void choose(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.choose(memory, layer); }
+  void split(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.split(memory, layer); }
+  void attend(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.attend(memory, layer); }
+  void promote(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.promote(memory, layer); }
+  void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.fetch(memory, layer); }
+  void merge(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.merge(memory, layer); }
+  void audit(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.audit(memory, layer); }
+  void stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) override {
+    inner_.stamp(memory, layer, stage, stream);
+  }
+  [[nodiscard]] bool stamps_by_clock() const noexcept override { return inner_.stamps_by_clock(); }
+  void cancel(const ForwardMemory& memory, std::uint64_t before, void* stream) override {
+    inner_.cancel(memory, before, stream);
+  }
+  void require_alive(void* stream) override { inner_.require_alive(stream); }
+  void see_near(const ForwardMemory& memory, Deadline deadline) override { inner_.see_near(memory, deadline); }
+  void end(const ForwardMemory& memory, void* stream) override { inner_.end(memory, stream); }
+
+ protected:
+  ForwardVerbs& inner_;
 };
 
 }  // namespace sluice::test

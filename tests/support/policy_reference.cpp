@@ -69,8 +69,7 @@ void Reference::begin() {
       }
       runtime::HostKv kv = reader(layer, kv_head, at_);
       layers_.back()->begin({.kv_head = kv_head, .tokens = at_, .queries = queries, .last_q = last_q, .kv = &kv});
-      std::vector<scheduler::HotPage> hot;
-      layers_.back()->forecast(kv_head, at_ + 1, 0, hot);
+      layers_.back()->forecast(kv_head, at_ + 1);
     }
   }
   begun_ = true;
@@ -220,8 +219,7 @@ void Reference::learn() {
       if (!layers_[layer]->wants_observation(kv_head)) continue;
       runtime::HostKv kv = reader(layer, kv_head, at_);
       layers_[layer]->observe(kv_head, kv);
-      std::vector<scheduler::HotPage> hot;
-      layers_[layer]->forecast(kv_head, at_ + 1, 0, hot);
+      layers_[layer]->forecast(kv_head, at_ + 1);
     }
   }
 }

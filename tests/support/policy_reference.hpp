@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
-#include "runtime/engine/audit_group.hpp"
-#include "runtime/engine/host_kv.hpp"
+#include "runtime/background/audit_group.hpp"
+#include "runtime/far/host_kv.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/audit.hpp"
 #include "tests/support/engine_rig.hpp"

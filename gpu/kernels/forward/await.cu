@@ -1,4 +1,6 @@
-// Far rows that the CPU chooses and the device attends: what to attend is known when the answer is there.
+// Far rows that the CPU chooses and the device attends: what to attend is known when a list is chosen for.
+
+#include <cuda/atomic>
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/forward.hpp"
@@ -9,18 +11,41 @@ namespace {
 
 constexpr std::uint32_t kThreads = 128;
 
-/// One thread block.
+/// Whether list `list` has been chosen for, which its thread waits for, in naps; else the forward is abandoned. Each
+/// list has a word of its own, which is written behind what it says.
+__device__ bool await_chosen(const ForwardMemory& m, std::uint32_t list, std::uint64_t since, std::uint32_t nap_ns) {
+  const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> chosen_for(m.chosen[list].asked);
+  while (chosen_for.load(cuda::memory_order_acquire) != m.state->asked) {
+    if (forward::now_ns() - since > m.answer_ns) {
+      const cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(m.state->status);
+      status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
+      return false;
+    }
+    __nanosleep(nap_ns);
+  }
+  return true;
+}
+
+/// One thread block, for lists [first, last).
 __global__ void __launch_bounds__(kThreads)
     await_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 std::uint32_t layer) {
-  __shared__ ForwardStatus status;
-  if (threadIdx.x == 0) status = forward::await_answer(m, gridDim.x);
+                 std::uint32_t layer, std::uint32_t first, std::uint32_t last) {
+  // Of a forward that does not run `split` has described nothing. Nobody but this kernel changes that meanwhile.
+  const bool runs = m.state->status == ForwardStatus::running;
+  const std::uint64_t begin = forward::now_ns();
+  const std::uint64_t since = first == 0 ? begin : m.state->fetching_ns;  // A layer waits no longer for being in turns.
   __syncthreads();
-  // Of a forward that does not run `split` has described nothing.
-  if (status != ForwardStatus::running) return;
-  for (std::uint32_t i = threadIdx.x; i < m.bucket.decode_rows * m.shape.kv_heads; i += kThreads) {
+  if (!runs) return;
+  if (first == 0 && threadIdx.x == 0) m.state->fetching_ns = begin;
+  // All look over the link, which has better to do: together no oftener than one of a few would.
+  const std::uint32_t nap_ns = min(50 * (last - first), 4000u);
+  bool asked = false;
+  for (std::uint32_t i = first + threadIdx.x; i < last; i += kThreads) {
     const ForwardRow row = m.rows[i / m.shape.kv_heads].in(layer, m.window);
     if (row.list == kNone || row.asks == 0) continue;
+    asked = true;
+    // Jobs of a list that is not chosen for stay as `split` has left them, without rows.
+    if (!await_chosen(m, i, since, nap_ns)) break;
     const std::uint32_t count = __ldcv(&m.chosen[i].count);
     const std::uint32_t members = __ldcv(&m.chosen[i].members);
     m.fetch_heads[i] = __ldcv(&m.chosen[i].heads);
@@ -31,12 +56,14 @@ __global__ void __launch_bounds__(kThreads)
       job.has_members = members;
     }
   }
+  if (__syncthreads_or(asked) && threadIdx.x == 0) m.state->waited_ns += forward::now_ns() - begin;
 }
 
 }  // namespace
 
-void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
-  await_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(layer.stream)>>>(memory, scratch, layer.layer);
+void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
+                          std::uint32_t first, std::uint32_t last) {
+  await_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(layer.stream)>>>(memory, scratch, layer.layer, first, last);
   check(cudaGetLastError(), "launch the kernel that waits for what the CPU chooses");
 }
 

@@ -99,8 +99,9 @@ void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage
                           std::uint32_t window, std::uint32_t blocks);
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
-/// Waits for what the CPU chooses, and describes it.
-void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// Waits for what the CPU chooses for lists [first, last), and describes it.
+void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
+                          std::uint32_t first, std::uint32_t last);
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_audit(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, cudaStream_t stream);

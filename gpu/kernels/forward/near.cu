@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant
       plane.near_of[row] = 0;
       if ((entry & kNearBit) == 0) continue;
       plane.rows[entry & ~kNearBit] = {};
+      atomicSub(&m.near_held[row >> m.page_shift], 1);
       ++freed;
     }
   }

@@ -52,10 +52,15 @@ __device__ inline Places places_of(bool yes, std::uint32_t (&ballots)[kWarps]) {
 }
 
 /// `row` gets a near row. Whether that was free.
-__device__ inline bool put(const Plane& plane, std::uint32_t place, std::uint32_t row, std::uint32_t used) {
+__device__ inline bool put(const ForwardMemory& m, const Plane& plane, std::uint32_t place, std::uint32_t row,
+                           std::uint32_t used) {
   ForwardNearRow& mine = plane.rows[place];
   const bool free = mine.row == kNone;
-  if (!free) plane.near_of[mine.row] = stamp_of(mine.used);
+  if (!free) {
+    plane.near_of[mine.row] = stamp_of(mine.used);
+    atomicSub(&m.near_held[mine.row >> m.page_shift], 1);
+  }
+  atomicAdd(&m.near_held[row >> m.page_shift], 1);  // Other planes' thread blocks count there, too.
   mine = {.row = row, .used = used};
   plane.near_of[row] = place | kNearBit;
   return free;
@@ -82,7 +87,7 @@ __device__ inline std::uint32_t acquire(const ForwardMemory& m, const Plane& pla
     }
     const Places places = places_of(gives_way, ballots);
     const bool mine = gives_way && acquired + places.before < wanted;
-    const bool was_free = mine && put(plane, place, row_at(acquired + places.before), used);
+    const bool was_free = mine && put(m, plane, place, row_at(acquired + places.before), used);
     freed += static_cast<std::uint32_t>(__syncthreads_count(was_free));
     const bool enough = acquired + places.all >= wanted;
     // The thread that took the last one knows where to go on.

@@ -4,7 +4,7 @@
 #include <array>
 #include <bit>
 
-#include "runtime/engine/host_kv.hpp"
+#include "runtime/far/host_kv.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::tools {
@@ -60,7 +60,6 @@ struct PolicyLayer::Head {
   PageReader reader;
   Bypass bypass;
   scheduler::SelectCounters counters;
-  std::vector<scheduler::HotPage> hot;
 };
 
 PolicyLayer::PolicyLayer(const PolicySpec& spec, const SyntheticLayer& layer, cpu::Backend& backend,
@@ -105,10 +104,7 @@ PhaseTimes PolicyLayer::step(std::uint32_t step, StepOutput& output) {
     workers_.parallel_for(options.shape.kv_heads, body);
     slot = microseconds_since(start);
   };
-  timed(times.forecast, [&](std::uint32_t h) {
-    heads_[h]->hot.clear();
-    policy_->forecast(h, n, 0, heads_[h]->hot);
-  });
+  timed(times.forecast, [&](std::uint32_t h) { policy_->forecast(h, n); });
   timed(times.select, [&](std::uint32_t h) {
     Head& head = *heads_[h];
     head.reader.score_us = 0.0;

@@ -1,4 +1,4 @@
-#include "runtime/engine/sequence_policy.hpp"
+#include "runtime/far/sequence_policy.hpp"
 
 #include <algorithm>
 #include <string>
@@ -99,8 +99,7 @@ void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::
   HostKv kv = reader(layer, kv_head, prompt_blocks_.data(), prompt.tokens);
   layers_[layer]->begin(
       {.kv_head = kv_head, .tokens = prompt.tokens, .queries = prompt.queries, .last_q = queries, .kv = &kv});
-  std::vector<scheduler::HotPage> hot;
-  layers_[layer]->forecast(kv_head, prompt.tokens + 1, 0, hot);
+  layers_[layer]->forecast(kv_head, prompt.tokens + 1);
   weigh(layer, kv_head);
 }
 
@@ -148,8 +147,7 @@ void SequencePolicy::learn_now(HeadState& state, std::uint32_t layer, std::uint3
   try {
     HostKv kv = reader(layer, kv_head, blocks_, state.tokens);
     layers_[layer]->observe(kv_head, kv);
-    std::vector<scheduler::HotPage> hot;
-    layers_[layer]->forecast(kv_head, state.tokens + 1, 0, hot);
+    layers_[layer]->forecast(kv_head, state.tokens + 1);
     weigh(layer, kv_head);
   } catch (const std::exception&) {
     spoilt_.store(true, std::memory_order_relaxed);

@@ -13,9 +13,9 @@
 
 namespace sluice::runtime {
 
-/// Work of an engine beside its answers, in pieces that do not depend on each other: a look at a prompt, an audit. It
-/// owns what its pieces refer to, so that a thread that does not come back uses nothing that is another's.
-/// Thread safety: all calls, from any thread.
+/// Work of an engine beside its answers, in pieces that do not depend on each other: a look at a prompt, an audit, a
+/// sequence that is parked. It owns what its pieces refer to, so that a thread that does not come back uses nothing
+/// that is another's; see BorrowingJob for what cannot be owned. Thread safety: all calls, from any thread.
 class Job {
  public:
   /// `piece(i)` for 0 <= i < pieces, each once, in any order and by any thread.
@@ -32,8 +32,8 @@ class Job {
   /// Helps until no piece is left to begin, then waits for those under way. False, and it is abandoned, if one takes
   /// longer than `timeout` then; what the caller does itself is not watched.
   [[nodiscard]] bool await(std::chrono::milliseconds timeout) noexcept;
-  /// What the first piece that failed has thrown. While it is idle.
-  void rethrow() const;
+  /// What the first piece that failed has thrown; once. While it is idle.
+  void rethrow();
 
   /// When it began and ended. While it is idle.
   struct Span {

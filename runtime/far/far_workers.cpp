@@ -1,4 +1,4 @@
-#include "runtime/engine/far_workers.hpp"
+#include "runtime/far/far_workers.hpp"
 
 #include <algorithm>
 #include <new>
@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "cpu/threads/spin.hpp"
-#include "runtime/engine/mailbox.hpp"
+#include "runtime/far/mailbox.hpp"
 #include "sluice/error.hpp"
 #include "sluice/run_clock.hpp"
 
@@ -81,7 +81,6 @@ void FarWorkers::wake(std::uint64_t forward) {
 
 void FarWorkers::begin(std::shared_ptr<Job> job) {
   settle_in();
-  if (!options_.jobs) return;
   {
     const std::lock_guard lock(mutex_);
     jobs_.add(std::move(job));

@@ -1,4 +1,4 @@
-#include "runtime/engine/far_parts.hpp"
+#include "runtime/far/far_parts.hpp"
 
 #include <algorithm>
 

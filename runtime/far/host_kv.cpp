@@ -1,4 +1,4 @@
-#include "runtime/engine/host_kv.hpp"
+#include "runtime/far/host_kv.hpp"
 
 #include <algorithm>
 #include <cstring>

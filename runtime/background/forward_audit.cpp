@@ -1,4 +1,4 @@
-#include "runtime/engine/forward_audit.hpp"
+#include "runtime/background/forward_audit.hpp"
 
 #include <algorithm>
 #include <bit>

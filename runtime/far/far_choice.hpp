@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "cpu/kernels/kernels.hpp"
-#include "runtime/engine/forward_audit.hpp"
-#include "runtime/engine/sequence_policy.hpp"
+#include "runtime/background/forward_audit.hpp"
+#include "runtime/far/sequence_policy.hpp"
 #include "scheduler/heap_bytes.hpp"
 #include "sluice/forward_memory.hpp"
 
@@ -141,6 +141,7 @@ class FarChoice {
   void note(const FarQuestion& question, const Place& place, const ChosenList& chosen) const;
   /// Whether what was chosen is for the device to fetch.
   [[nodiscard]] bool hand_over(std::uint32_t list, ChosenList& chosen) noexcept;
+  void write_chosen(std::uint32_t list, ChosenList& chosen, ForwardChosen& header) const noexcept;
   void note_failure(std::uint64_t forward, SequenceId sequence, const char* reason) noexcept;
   [[nodiscard]] std::uint32_t list_of(const Place& place) const noexcept {
     return place.row->index * memory_.shape.kv_heads + place.kv_head;

@@ -14,11 +14,11 @@
 #include "cpu/machine/core_shares.hpp"
 #include "cpu/threads/crew.hpp"
 #include "cpu/threads/kept.hpp"
-#include "runtime/engine/far_choice.hpp"
-#include "runtime/engine/far_notes.hpp"
-#include "runtime/engine/far_parts.hpp"
-#include "runtime/engine/job.hpp"
-#include "runtime/engine/shares.hpp"
+#include "runtime/background/job.hpp"
+#include "runtime/far/far_choice.hpp"
+#include "runtime/far/far_notes.hpp"
+#include "runtime/far/far_parts.hpp"
+#include "runtime/far/shares.hpp"
 #include "sluice/forward_memory.hpp"
 
 namespace sluice::runtime {
@@ -27,7 +27,7 @@ struct FarWorkersOptions {
   std::uint32_t threads = 0;  ///< 0: one for each core of the share but `spare`, one at least
   std::uint32_t spare = 0;    ///< cores that are left to others
   bool pin = true;
-  bool jobs = false;                         ///< one thread more, for these alone
+  bool jobs = false;                         ///< one thread more, for these alone: they go on beside forwards
   std::chrono::milliseconds timeout{1'000};  ///< of one thread's waits for another that chooses
   std::function<void()> before_answer{};     ///< see EngineOptions
 };
@@ -52,7 +52,7 @@ class FarWorkers {
 
   /// Forward `forward` may ask from now on.
   void wake(std::uint64_t forward);
-  /// Threads begin to work for it, if there are any for jobs. It owns what they use.
+  /// Threads that have nothing else to do begin to work for it. It owns what they use.
   void begin(std::shared_ptr<Job> job);
   /// Ends the threads. Whether all of them have within `timeout`; if not, they use what this was built on, and this,
   /// until they have: `keep` it then. Their cores are others' in any case.

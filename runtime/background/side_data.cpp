@@ -1,4 +1,4 @@
-#include "runtime/engine/side_data.hpp"
+#include "runtime/background/side_data.hpp"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "runtime/engine/audit_group.hpp"
+#include "runtime/background/audit_group.hpp"
 
 #include <algorithm>
 #include <cmath>

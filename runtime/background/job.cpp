@@ -1,4 +1,4 @@
-#include "runtime/engine/job.hpp"
+#include "runtime/background/job.hpp"
 
 #include <thread>
 #include <utility>
@@ -62,9 +62,13 @@ bool Job::await(std::chrono::milliseconds timeout) noexcept {
   return true;
 }
 
-void Job::rethrow() const {
-  const std::lock_guard lock(mutex_);
-  if (failure_) std::rethrow_exception(failure_);
+void Job::rethrow() {
+  std::exception_ptr failure;  // The caller's alone: threads may let go of the job while it reads what was thrown.
+  {
+    const std::lock_guard lock(mutex_);
+    failure = std::exchange(failure_, nullptr);
+  }
+  if (failure) std::rethrow_exception(std::move(failure));
 }
 
 Job::Span Job::span() const noexcept {
@@ -73,6 +77,8 @@ Job::Span Job::span() const noexcept {
 }
 
 void Jobs::add(std::shared_ptr<Job> job) {
+  (void)
+      oldest();  // Where nobody has time for jobs, callers alone do them, and nobody else forgets those that are done.
   const std::lock_guard lock(mutex_);
   jobs_.push_back(std::move(job));
   count_.store(jobs_.size(), std::memory_order_release);

@@ -1,4 +1,4 @@
-#include "runtime/engine/far_notes.hpp"
+#include "runtime/far/far_notes.hpp"
 
 #include <algorithm>
 

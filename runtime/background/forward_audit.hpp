@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "cpu/kernels/kernels.hpp"
-#include "runtime/engine/audit_group.hpp"
+#include "runtime/background/audit_group.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/units.hpp"
 

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "cpu/kernels/kernels.hpp"
-#include "runtime/engine/far_choice.hpp"
-#include "runtime/engine/shares.hpp"
+#include "runtime/far/far_choice.hpp"
+#include "runtime/far/shares.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/partial.hpp"
 

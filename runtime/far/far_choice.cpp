@@ -1,4 +1,4 @@
-#include "runtime/engine/far_choice.hpp"
+#include "runtime/far/far_choice.hpp"
 
 #include <algorithm>
 #include <functional>
@@ -240,23 +240,28 @@ void FarChoice::score(std::uint32_t layer, std::uint32_t list, std::uint32_t kv_
 /// Tokens that come with scores of their own are attended where these are.
 bool FarChoice::hand_over(std::uint32_t list, ChosenList& chosen) noexcept {
   ForwardChosen& header = memory_.chosen[list];
-  header = {};
+  header.count = header.heads = header.members = 0;
   if (!chosen.scores.empty())
     kept_.fetch_add(chosen.rows.size() - chosen.selected.attended(), std::memory_order_relaxed);
-  if (!chosen.scores.empty() || chosen.rows.empty()) return false;
+  const bool fetched = chosen.scores.empty() && !chosen.rows.empty();
+  if (fetched) write_chosen(list, chosen, header);
+  std::atomic_ref(header.asked).store(chosen.asked, std::memory_order_release);  // The device looks for it.
+  return fetched;
+}
+
+void FarChoice::write_chosen(std::uint32_t list, ChosenList& chosen, ForwardChosen& header) const noexcept {
   const std::size_t count = chosen.rows.size();
   std::uint32_t* const rows = memory_.chosen_rows + list * memory_.chosen_room();
   for (std::size_t i = 0; i < count; ++i) rows[i] = memory_.far_entry(chosen.rows[i]);
-  header = {.count = static_cast<std::uint32_t>(count),
-            .heads = ~0u,
-            .members = chosen.members.empty() ? 0u : 1u};
-  if (header.members != 0) {
+  header.count = static_cast<std::uint32_t>(count);
+  header.heads = ~0u;
+  if (!chosen.members.empty()) {
+    header.members = 1;
     std::ranges::copy(chosen.members, rows + count);
     header.heads = std::reduce(chosen.members.begin(), chosen.members.end(), 0u, std::bit_or<>());
   }
   chosen.rows.clear();
   chosen.members.clear();
-  return true;
 }
 
 std::uint64_t FarChoice::heap_bytes() const noexcept { return scheduler::heap_bytes(lists_); }

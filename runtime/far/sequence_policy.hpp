@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
-#include "runtime/engine/host_kv.hpp"
+#include "runtime/far/host_kv.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/policy.hpp"
