@@ -3,7 +3,8 @@
 //   codes, distances  labels/hadamard_codes.cpp
 //   top-k, attending  sparse_policy.cpp
 // The paper keeps 64 or 128 tokens whatever the context; this keeps 128. Its first two layers attend everything. Its
-// code takes the nearest query head's distance for all heads of a group; here each query head has its own tokens.
+// code takes the nearest query head's distance for all heads of a group; here each query head has its own tokens. Where
+// buckets end its code has as numbers for one model, and in standard deviations for others, of which 2 bits leave one.
 
 #include "scheduler/policy/policies.hpp"
 

@@ -1,6 +1,6 @@
 // PyramidKV (Cai et al., arXiv 2406.02069): SnapKV with budgets that fall from the first layer to the last, by the
-// paper's beta of 20. The paper's window is 8 and its pooling that of SnapKV; this is SnapKV's, so that the two differ
-// in the budgets alone. Where its parts are: snapshot_budget in snapshot/snapshot_source.cpp.
+// paper's beta of 20. Its code lets 8 queries decide; here it is SnapKV's 32, so that the two differ in budgets alone.
+// Where its parts are: snapshot_budget in snapshot/snapshot_source.cpp.
 
 #include "scheduler/policy/policies.hpp"
 

@@ -2,8 +2,7 @@
 // of the error asks for. Per query head, of the R tokens that are neither near nor among its best:
 //   1. a first sample, of `sample` of them, gives the mean m and the deviation s of their softmax weights
 //   2. D = (weights of near and best tokens) + R m, the estimate of the denominator
-//   3. the sample is enlarged to b = (z R s / (error D))^2 tokens, P(|N(0,1)| > z) = delta, by the central limit
-//   theorem
+//   3. the sample is enlarged to b = (z R s / (error D))^2 tokens, P(|N(0,1)| > z) = delta: the central limit theorem
 //   4. softmax over what is attended, each sampled score raised by ln(R / b), as many of its kind as it stands for
 // The paper bounds numerator, denominator or both, and finds the best by any top-k; this is its denominator form, with
 // the best by their keys or by 4-bit copies. Its code takes z one-sided, and samples with replacement; without it the
