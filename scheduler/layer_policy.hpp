@@ -148,7 +148,7 @@ class LayerPolicy {
 /// What the policies of a sequence of `tokens` tokens keep on the heap at most, between steps, in all layers and KV
 /// heads: LayerPolicy::heap_bytes together, also after steps were taken back. At 65,536 tokens, in percent of keys and
 /// values in bf16 with head_dim 128 and 4 query heads per KV head: 7.3 for history (lfps), 2.7 of which are what its
-/// newest tokens have changed, 5.0 for clusters (tactic), 121 for hash tables (magicpig).
+/// newest tokens have changed, 5.0 for clusters (tactic), 121 for hash tables (magicpig), 6.6 for labels, codes.
 /// `windows`: see EngineOptions; layers that have one keep nothing.
 [[nodiscard]] std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& shape,
                                                std::uint32_t tokens,

@@ -18,12 +18,15 @@ enum class Source : std::uint8_t {
   pages = 8,      ///< tokens of the pages that rank highest by digest (Quest, ArkVale, PSA)
   clusters = 16,  ///< tokens of the k-means clusters whose centroids score highest (Tactic, arXiv 2502.12216)
   lsh = 32,       ///< tokens whose hash meets the query's in enough tables (MagicPIG, arXiv 2410.16179)
+  snapshot = 64,  ///< what a prompt's last queries attended most, and all that is generated (SnapKV, arXiv 2404.14469)
 };
 
 /// How much does each candidate matter?
 enum class Estimate : std::uint8_t {
-  exact,  ///< q.k of the key itself
-  int4,   ///< q.k of a 4-bit copy of it (Twilight, arXiv 2502.02770 section 4.2)
+  exact,     ///< q.k of the key itself
+  int4,      ///< q.k of a 4-bit copy of it (Twilight, arXiv 2502.02770 section 4.2)
+  channels,  ///< q.k over a few channels of it; with top_k (Double Sparsity, arXiv 2408.07092)
+  hadamard,  ///< by 2 bits of each channel of its Hadamard transform; with top_k (Adamas, arXiv 2510.18413)
 };
 
 /// How many candidates are enough? Per query head; what a head keeps, its group attends.
@@ -33,6 +36,7 @@ enum class BudgetKind : std::uint8_t {
   fitted,       ///< likewise of all tokens, by a curve fitted to sampled scores; needs `clusters` alone (Tactic)
   progressive,  ///< whole pages by rank until the share attended passes `mass`; needs `pages` alone (PSA, arXiv 2503.00392)
   sampled,      ///< every candidate, corrected for the chance that it became one; needs `lsh` alone (MagicPIG)
+  verified,     ///< the best, and a sample of the others that bounds the error; needs `exact` alone (vAttention)
 };
 
 /// A score that decays more slowly gains less in a step than its 16 bits tell apart, see HistoryOptions.
@@ -93,14 +97,39 @@ struct LshOptions {
   friend bool operator==(const LshOptions&, const LshOptions&) = default;
 };
 
+/// How scores of neighbouring positions become one.
+enum class Pooling : std::uint8_t { max, mean };
+
+/// What of a prompt is kept when its first token is decoded, once for all: the rest is never attended again. Each KV
+/// head keeps the prompt's last `window` tokens and those others which the queries of these attended most, by their
+/// softmax weights, pooled over neighbouring positions and then averaged over the group. Generated tokens are all kept.
+struct SnapshotOptions {
+  std::uint32_t budget = 1024;  ///< tokens of a KV head, those of the window included. [1, 2^31)
+  std::uint32_t window = 32;    ///< [1, 256]
+  std::uint32_t kernel = 7;     ///< positions that are pooled, an odd number. [1, 63]
+  Pooling pooling = Pooling::max;
+  /// Budgets beside the window fall by equal steps from layer to layer, the last one to this part of the mean
+  /// (PyramidKV, arXiv 2406.02069). 1: all alike. [1, 1000]
+  std::uint32_t pyramid = 1;
+  /// Share of a head's budget beside the window that is its own; the others go to the layer's KV heads by how many of
+  /// their scores are among the layer's highest (Ada-KV, arXiv 2407.11550). 1: all of it. [0, 1]
+  float floor = 1.f;
+  friend bool operator==(const SnapshotOptions&, const SnapshotOptions&) = default;
+};
+
 /// How many candidates each query head keeps.
 struct BudgetOptions {
   BudgetKind kind = BudgetKind::top_k;
-  std::uint32_t min_tokens = 64;  ///< top_k: [1, 2^31)
-  float share = 0.02f;            ///< top_k: of the n visible tokens; 1 keeps every candidate. [0, 1]
+  std::uint32_t min_tokens = 64;  ///< top_k, verified: [1, 2^31)
+  float share = 0.02f;            ///< top_k, verified: of the n visible tokens; 1 keeps every candidate. [0, 1]
   float mass = 0.95f;             ///< top_p, fitted, progressive: share of the softmax mass. (0, 1]
   std::uint32_t microbatch = 4;   ///< progressive: pages per iteration. [1, 1024]
   ProgressRule rule = ProgressRule::least;  ///< progressive
+  /// verified: the sum of a head's softmax weights is off by more than this share of it with a probability of at most
+  /// `delta` (vAttention, arXiv 2510.05688).
+  float error = 0.1f;    ///< (0, 1)
+  float delta = 0.1f;    ///< (0, 0.5]
+  float sample = 0.02f;  ///< of the tokens that are not kept anyway, at least: by these the others are judged. (0, 1]
   friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
 };
 
@@ -134,7 +163,9 @@ struct PolicySpec {
   PageSourceOptions pages;    ///< read if sources has `pages`
   ClusterOptions clusters;    ///< read if sources has `clusters`
   LshOptions lsh;             ///< read if sources has `lsh`
+  SnapshotOptions snapshot;   ///< read if sources has `snapshot`
   Estimate estimate = Estimate::exact;
+  std::uint32_t label_channels = 16;  ///< read if the estimate is `channels`; all there are, if fewer. [1, 256]
   BudgetOptions budget;       ///< read unless sources is 0 or has `all`
   FarOptions far;             ///< likewise
   NearOptions near;
@@ -159,9 +190,9 @@ struct PolicySpec {
 /// Reads a policy:
 ///
 ///   policy  = (preset [":" options] | source {"+" source}) {"|" stage}
-///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "none") [":" options]
-///   stage   = "int4" | "top_k=" COUNT | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options]
-///           | "sampled"
+///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "none") [":" options]
+///   stage   = "int4" | "channels=" CHANNELS | "hadamard" | "top_k=" COUNT | "top_p=" SHARE | "fitted=" SHARE
+///           | "progressive=" SHARE ["," options] | "sampled" | "verified=" SHARE ["," options]
 ///           | "far=" COUNT | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
 ///           | "near=" SHARE ["," options] | "dense=" LAYERS ["," options] | "page=" TOKENS
 ///   options = key "=" value {"," key "=" value}

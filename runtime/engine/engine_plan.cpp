@@ -116,7 +116,7 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
                                          " tokens at once; its policy chooses on the CPU, once in a forward, for at "
                                          "most as many as a team of the bucket has, " +
                                          text(bucket.drafts));
-    if (sequence.spec.budget.kind == BudgetKind::sampled && !item.prefill && bucket.drafts > 1)
+    if (scheduler::corrects_scores(sequence.spec) && !item.prefill && bucket.drafts > 1)
       throw Error(Errc::unsupported, name +
                                          "'s policy attends a sample that stands for what one query would attend, "
                                          "which no bucket with drafts serves; plan one token at a time");

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cpu/threads/spin.hpp"
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/run_clock.hpp"
 
@@ -33,7 +34,7 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
       blocks_(blocks.data()),
       prompt_blocks_(blocks),
       host_(host),
-      corrects_scores_(spec.budget.kind == BudgetKind::sampled),
+      corrects_scores_(scheduler::corrects_scores(spec)),
       heads_(memory.layer_heads()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
     const bool chooses = !spec.dense(layer) && memory.window_in(layer) == 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "scheduler/labels/label_cache.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/policy/budget.hpp"
 
@@ -128,13 +129,21 @@ Chooser chooser(const PolicySpec& spec) noexcept {
 }
 
 std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
-  if (spec.uses(Source::history)) return spec.history.init_queries;
-  return spec.bypass_threshold > 0.f ? 1 : 0;
+  std::uint32_t queries = spec.bypass_threshold > 0.f ? 1 : 0;
+  if (spec.uses(Source::history)) queries = spec.history.init_queries;
+  if (spec.estimate == Estimate::channels) queries = std::max(queries, kLabelQueries);
+  if (spec.uses(Source::snapshot)) queries = std::max(queries, spec.snapshot.window);
+  return queries;
 }
 
 bool remembers(const PolicySpec& spec) noexcept {
   return spec.uses(Source::history) || spec.uses(Source::clusters) || spec.uses(Source::lsh) ||
-         spec.bypass_threshold > 0.f;
+         spec.uses(Source::snapshot) || spec.bypass_threshold > 0.f || spec.estimate == Estimate::channels ||
+         spec.estimate == Estimate::hadamard;
+}
+
+bool corrects_scores(const PolicySpec& spec) noexcept {
+  return spec.budget.kind == BudgetKind::sampled || spec.budget.kind == BudgetKind::verified;
 }
 
 ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {

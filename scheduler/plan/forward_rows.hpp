@@ -26,6 +26,9 @@ enum class Chooser : std::uint8_t {
 /// its prompt ended.
 [[nodiscard]] bool remembers(const PolicySpec& spec) noexcept;
 
+/// Whether scores that come with a choice are not what its keys would give: those of a sample, which stands for more.
+[[nodiscard]] bool corrects_scores(const PolicySpec& spec) noexcept;
+
 /// Of what an engine has been built with, what a policy may need.
 struct ForwardLimits {
   RowShape shape{};

@@ -4,7 +4,7 @@
 
 namespace sluice::scheduler {
 
-void Budget::cut(const HeadContext& context, std::uint32_t group, ScoredSet& scored, SelectCounters& counters) const {
+void Budget::score(const HeadContext& context, std::uint32_t group, ScoredSet& scored, SelectCounters& counters) const {
   if (estimates()) {
     scored.estimate(*context.kv, context.q, group);
     counters.estimated += scored.size();
@@ -12,6 +12,9 @@ void Budget::cut(const HeadContext& context, std::uint32_t group, ScoredSet& sco
     scored.score(*context.kv, context.q, group);
     counters.scored += scored.size();
   }
+}
+
+void Budget::choose(const HeadContext& context, std::uint32_t group, ScoredSet& scored) const {
   if (weighs()) {
     scored.choose_mass(spec_.budget.mass, attended_anyway(context), group);
     if (!spec_.far.all()) scored.keep_best(far_tokens_per_head(spec_.far, context.tokens, shape_), group);

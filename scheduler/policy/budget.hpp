@@ -46,8 +46,10 @@ class Budget {
   /// What top-p counts first.
   [[nodiscard]] AttendedAnyway attended_anyway(const HeadContext& context) const noexcept;
 
-  /// Scores or estimates the candidates, and lets every query head keep its share.
-  void cut(const HeadContext& context, std::uint32_t group, ScoredSet& scored, SelectCounters& counters) const;
+  /// Scores the candidates, or estimates them by 4-bit copies.
+  void score(const HeadContext& context, std::uint32_t group, ScoredSet& scored, SelectCounters& counters) const;
+  /// Lets every query head keep its share of them.
+  void choose(const HeadContext& context, std::uint32_t group, ScoredSet& scored) const;
 
  private:
   PolicySpec spec_;

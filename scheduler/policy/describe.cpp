@@ -97,6 +97,18 @@ std::string lsh_words(const LshOptions& lsh) {
   return options.text();
 }
 
+std::string snapshot_words(const SnapshotOptions& snapshot) {
+  const SnapshotOptions usual;
+  Options options("snapshot");
+  options.add("budget", snapshot.budget, usual.budget);
+  options.add("window", snapshot.window, usual.window);
+  options.add("kernel", snapshot.kernel, usual.kernel);
+  options.add("pooling", snapshot.pooling, usual.pooling, [](Pooling p) { return p == Pooling::max ? "max" : "mean"; });
+  options.add("pyramid", snapshot.pyramid, usual.pyramid);
+  options.add("floor", snapshot.floor, usual.floor, percent);
+  return options.text();
+}
+
 std::string source_words(const PolicySpec& spec) {
   std::string text;
   const auto add = [&text](const std::string& words) { text += (text.empty() ? "" : "+") + words; };
@@ -106,6 +118,7 @@ std::string source_words(const PolicySpec& spec) {
   if (spec.uses(Source::pages)) add(pages_words(spec.pages));
   if (spec.uses(Source::clusters)) add(clusters_words(spec.clusters));
   if (spec.uses(Source::lsh)) add(lsh_words(spec.lsh));
+  if (spec.uses(Source::snapshot)) add(snapshot_words(spec.snapshot));
   return text.empty() ? "none" : text;
 }
 
@@ -119,6 +132,16 @@ const char* to_word(ProgressRule rule) noexcept {
   return "unknown";
 }
 
+std::string verified_words(const BudgetOptions& budget) {
+  const BudgetOptions usual;
+  std::string text = "verified=" + number(budget.error);
+  if (budget.delta != usual.delta) text += ",delta=" + number(budget.delta);
+  if (budget.min_tokens != usual.min_tokens || budget.share != usual.share)
+    text += ",heavy=" + larger_of(budget.min_tokens, budget.share, usual.min_tokens);
+  if (budget.sample != usual.sample) text += ",sample=" + percent(budget.sample);
+  return text;
+}
+
 std::string budget_words(const BudgetOptions& budget) {
   const BudgetOptions usual;
   switch (budget.kind) {
@@ -126,6 +149,7 @@ std::string budget_words(const BudgetOptions& budget) {
     case BudgetKind::top_p: return "top_p=" + number(budget.mass);
     case BudgetKind::fitted: return "fitted=" + number(budget.mass);
     case BudgetKind::sampled: return "sampled";
+    case BudgetKind::verified: return verified_words(budget);
     case BudgetKind::progressive: break;
   }
   std::string text = "progressive=" + number(budget.mass);
@@ -164,6 +188,8 @@ std::string near_words(const NearOptions& near) {
 std::string to_string(const PolicySpec& spec) {
   std::string text = source_words(spec);
   if (spec.estimate == Estimate::int4) text += " | int4";
+  if (spec.estimate == Estimate::hadamard) text += " | hadamard";
+  if (spec.estimate == Estimate::channels) text += " | channels=" + std::to_string(spec.label_channels);
   if (spec.sources != 0 && !spec.uses(Source::all)) text += " | " + budget_words(spec.budget);
   if (!spec.far.all()) text += " | far=" + far_words(spec.far);
   text += " | " + near_words(spec.near);

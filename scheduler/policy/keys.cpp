@@ -17,6 +17,12 @@ ProgressRule read_rule(const Word& word) {
   word.fail("is no rule; there are least, mean, median, certified");
 }
 
+Pooling read_pooling(const Word& word) {
+  if (word.value == "max") return Pooling::max;
+  if (word.value == "mean") return Pooling::mean;
+  word.fail("is no pooling; there are max, mean");
+}
+
 /// Pages by a budget of tokens, as Quest and ArkVale count.
 void read_page_tokens(const Word& word, PageSourceOptions& pages) {
   pages.min_tokens = read_count(word);
@@ -35,9 +41,20 @@ void read_pages(const Word& word, PageSourceOptions& pages) {
          spec.budget.share >= 1.f;
 }
 
+[[nodiscard]] bool evicts_only(const PolicySpec& spec) noexcept {
+  return spec.sources == static_cast<std::uint8_t>(Source::snapshot) && spec.budget.kind == BudgetKind::top_k &&
+         spec.budget.share >= 1.f;
+}
+
 /// Behind a preset's name, `budget` is what that method calls its budget.
 void read_flat_budget(PolicySpec& spec, const Word& word) {
   if (ranks_only(spec)) return read_page_tokens(word, spec.pages);
+  if (evicts_only(spec)) {
+    spec.snapshot.budget = read_count(word);
+    return;
+  }
+  if (spec.budget.kind == BudgetKind::verified)
+    word.fail("means nothing here: how much is attended depends on the error that is allowed; write heavy=COUNT");
   if (spec.budget.kind != BudgetKind::top_k) {
     word.fail("means nothing here: this policy keeps a share of the softmax mass; write mass=SHARE");
   }
@@ -46,7 +63,7 @@ void read_flat_budget(PolicySpec& spec, const Word& word) {
 
 void read_mass(PolicySpec& spec, const Word& word) {
   const BudgetKind kind = spec.budget.kind;
-  if (kind == BudgetKind::top_k || kind == BudgetKind::sampled) {
+  if (kind == BudgetKind::top_k || kind == BudgetKind::sampled || kind == BudgetKind::verified) {
     word.fail("means nothing here: the policy's budget is no share of the softmax mass");
   }
   spec.budget.mass = read_share(word);
@@ -87,6 +104,13 @@ constexpr Key kKeys[] = {
     {"recent_prompt", Room::lsh, [](S& s, const W& w) { s.lsh.recent_prompt = read_count(w); }},
     {"seed", Room::lsh, [](S& s, const W& w) { s.lsh.seed = read_seed(w); }},
 
+    {"budget", Room::snapshot, [](S& s, const W& w) { s.snapshot.budget = read_count(w); }},
+    {"window", Room::snapshot, [](S& s, const W& w) { s.snapshot.window = read_count(w); }},
+    {"kernel", Room::snapshot, [](S& s, const W& w) { s.snapshot.kernel = read_count(w); }},
+    {"pooling", Room::snapshot, [](S& s, const W& w) { s.snapshot.pooling = read_pooling(w); }},
+    {"pyramid", Room::snapshot, [](S& s, const W& w) { s.snapshot.pyramid = read_count(w); }},
+    {"floor", Room::snapshot, [](S& s, const W& w) { s.snapshot.floor = read_share(w); }},
+
     {"budget", Room::flat, read_flat_budget},
     {"mass", Room::flat, read_mass},
     {"bypass", Room::flat, [](S& s, const W& w) { s.bypass_threshold = read_number(w); }},
@@ -97,6 +121,9 @@ constexpr Key kKeys[] = {
     {"min_tokens", Room::top_k, [](S& s, const W& w) { s.budget.min_tokens = read_count(w); }},
     {"microbatch", Room::progressive, [](S& s, const W& w) { s.budget.microbatch = read_count(w); }},
     {"rule", Room::progressive, [](S& s, const W& w) { s.budget.rule = read_rule(w); }},
+    {"delta", Room::verified, [](S& s, const W& w) { s.budget.delta = read_share(w); }},
+    {"heavy", Room::verified, [](S& s, const W& w) { read_larger_of(w, s.budget.min_tokens, s.budget.share); }},
+    {"sample", Room::verified, [](S& s, const W& w) { s.budget.sample = read_share(w); }},
     {"local", Room::bypass, [](S& s, const W& w) { s.history.local_tokens = read_count(w); }},
     {"sinks", Room::near, [](S& s, const W& w) { s.near.sink_tokens = read_count(w); }},
     {"recent", Room::near, [](S& s, const W& w) { s.near.recent_tokens = read_count(w); }},
@@ -109,8 +136,10 @@ const char* to_words(Room room) noexcept {
     case Room::pages: return "pages";
     case Room::clusters: return "clusters";
     case Room::lsh: return "lsh";
+    case Room::snapshot: return "snapshot";
     case Room::top_k: return "top_k";
     case Room::progressive: return "progressive";
+    case Room::verified: return "verified";
     case Room::bypass: return "bypass";
     case Room::near: return "near";
     case Room::dense: return "dense";
@@ -127,8 +156,10 @@ bool reads(const PolicySpec& spec, const Key& key) noexcept {
     case Room::pages: return spec.uses(Source::pages);
     case Room::clusters: return spec.uses(Source::clusters);
     case Room::lsh: return spec.uses(Source::lsh);
+    case Room::snapshot: return spec.uses(Source::snapshot);
     case Room::top_k: return scored && spec.budget.kind == BudgetKind::top_k;
     case Room::progressive: return scored && spec.budget.kind == BudgetKind::progressive;
+    case Room::verified: return scored && spec.budget.kind == BudgetKind::verified;
     case Room::bypass: return spec.bypass_threshold > 0.f;
     case Room::near:
     case Room::dense: return true;
@@ -146,6 +177,14 @@ const Key* find(std::string_view name, Room room) noexcept {
     if (room == Room::flat && found == nullptr) found = &key;
   }
   return found;
+}
+
+/// Of the keys of that name, the one that the policy reads.
+const Key& that_is_read(const PolicySpec& spec, const Key& key) noexcept {
+  const auto* const found = std::find_if(std::begin(kKeys), std::end(kKeys), [&](const Key& other) {
+    return other.name == key.name && reads(spec, other);
+  });
+  return reads(spec, key) || found == std::end(kKeys) ? key : *found;
 }
 
 std::string names(Room room) {
@@ -188,7 +227,8 @@ void apply_options(const Word& options, Room room, PolicySpec& spec) {
 }
 
 void apply_flat_options(const Word& options, PolicySpec& spec) {
-  for_each_option(options, Room::flat, [&](const Key& key, const Word& name, const Word& value) {
+  for_each_option(options, Room::flat, [&](const Key& first, const Word& name, const Word& value) {
+    const Key& key = that_is_read(spec, first);
     if (!reads(spec, key)) {
       const bool any = key.room == Room::flat;
       name.fail(std::string("means nothing here: it is an option of ") +

@@ -29,6 +29,7 @@ constexpr NamedSource kSources[] = {{"all", bit(Source::all), Room::flat},
                                     {"pages", bit(Source::pages), Room::pages},
                                     {"clusters", bit(Source::clusters), Room::clusters},
                                     {"lsh", bit(Source::lsh), Room::lsh},
+                                    {"snapshot", bit(Source::snapshot), Room::snapshot},
                                     {"none", 0, Room::flat}};
 
 std::string known_presets() {
@@ -125,6 +126,12 @@ struct Stage {
 
 constexpr Stage kStages[] = {
     {"int4", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::int4; }},
+    {"hadamard", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::hadamard; }},
+    {"channels", true, Room::flat,
+     [](const Word& w, PolicySpec& s) {
+       s.estimate = Estimate::channels;
+       s.label_channels = read_count(w);
+     }},
     {"top_k", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
        if (!chooses(s))
@@ -137,6 +144,11 @@ constexpr Stage kStages[] = {
     {"progressive", true, Room::progressive,
      [](const Word& w, PolicySpec& s) { set_mass(w, BudgetKind::progressive, s); }},
     {"sampled", false, Room::flat, [](const Word&, PolicySpec& s) { s.budget.kind = BudgetKind::sampled; }},
+    {"verified", true, Room::verified,
+     [](const Word& w, PolicySpec& s) {
+       s.budget.kind = BudgetKind::verified;
+       s.budget.error = read_share(w);
+     }},
     {"far", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
        if (!chooses(s))
@@ -183,6 +195,13 @@ BudgetOptions what_is_read(const BudgetOptions& budget) {
     case BudgetKind::top_p:
     case BudgetKind::fitted: read.mass = budget.mass; break;
     case BudgetKind::sampled: break;
+    case BudgetKind::verified:
+      read.min_tokens = budget.min_tokens;
+      read.share = budget.share;
+      read.error = budget.error;
+      read.delta = budget.delta;
+      read.sample = budget.sample;
+      break;
   }
   return read;
 }
@@ -212,6 +231,8 @@ PolicySpec scheduler::what_is_read(const PolicySpec& spec) {
   if (!spec.uses(Source::pages)) read.pages = {};
   if (!spec.uses(Source::clusters)) read.clusters = {};
   if (!spec.uses(Source::lsh)) read.lsh = {};
+  if (!spec.uses(Source::snapshot)) read.snapshot = {};
+  if (spec.estimate != Estimate::channels) read.label_channels = PolicySpec{}.label_channels;
   read.budget = chooses(spec) ? sluice::what_is_read(spec.budget) : BudgetOptions{};
   if (!chooses(spec) || spec.far.all()) read.far = {};
   return read;

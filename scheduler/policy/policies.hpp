@@ -20,6 +20,12 @@ namespace sluice::scheduler {
 [[nodiscard]] PolicySpec twilight_spec();
 [[nodiscard]] PolicySpec tactic_spec();
 [[nodiscard]] PolicySpec magicpig_spec();
+[[nodiscard]] PolicySpec double_sparsity_spec();
+[[nodiscard]] PolicySpec snapkv_spec();
+[[nodiscard]] PolicySpec pyramidkv_spec();
+[[nodiscard]] PolicySpec adakv_spec();
+[[nodiscard]] PolicySpec vattention_spec();
+[[nodiscard]] PolicySpec adamas_spec();
 
 /// Attends everything: what a layer does whose source is `all`, or that the spec calls dense.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_full_policy();
@@ -40,6 +46,13 @@ namespace sluice::scheduler {
                                                               std::uint32_t page_tokens);
 /// Tokens whose hash meets the query's, corrected for that chance: budget `sampled`, sources `lsh`.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_sampled_policy(const PolicySpec& spec, const AttentionShape& shape);
+
+/// The best tokens and a sample of the others that bounds the error: budget `verified`, sources `exact` (vAttention).
+/// `layer` only decides which tokens are drawn.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_verified_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                                                std::uint32_t page_tokens, LayerId layer);
+/// z of a standard normal variable that is outside [-z, z] with probability `delta` in (0, 1).
+[[nodiscard]] double two_sided_normal(double delta) noexcept;
 
 /// What such policies keep for a KV head of `tokens` tokens at most: see policy_state_bytes.
 [[nodiscard]] std::uint64_t sparse_state_bytes(const PolicySpec& spec, const AttentionShape& shape,

@@ -23,6 +23,7 @@ void Proposer::propose(const HeadContext& context, SparseHead& head, std::span<T
     head.lsh->hash(context.q, *context.kv);
     counters.index_bytes += group_ * head.lsh->lookup_bytes();
   }
+  if (head.snapshot) head.snapshot->settle();
   if (together(head)) {
     TokenSet& set = candidates.front();
     set.reset(context.tokens);
@@ -49,9 +50,11 @@ void Proposer::propose(const HeadContext& context, SparseHead& head, std::span<T
   }
 }
 
-/// What lies in clusters, or meets in hash tables, with the query of head `h`; and what is in neither of them.
+/// What lies in clusters, or meets in hash tables, with the query of head `h`, and what is in neither of them; what was
+/// kept of the prompt.
 void Proposer::add_like_keys(const HeadContext& context, std::uint32_t h, SparseHead& head, TokenSet& set) const {
   if (head.clusters) head.clusters->propose(h, spec_.near.sink_tokens, context.tokens, set);
+  if (head.snapshot) head.snapshot->propose(spec_.near.sink_tokens, context.tokens, set);
   if (!head.lsh) return;
   head.lsh->add_collisions(h, set);
   set.add_range(std::max(head.lsh->end(), spec_.near.sink_tokens), context.tokens);

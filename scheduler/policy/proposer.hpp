@@ -8,11 +8,14 @@
 #include "scheduler/clusters/cluster_source.hpp"
 #include "scheduler/heap_bytes.hpp"
 #include "scheduler/history/group_history.hpp"
+#include "scheduler/labels/hadamard_codes.hpp"
+#include "scheduler/labels/label_cache.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/lsh/lsh_source.hpp"
 #include "scheduler/policy/bypass.hpp"
 #include "scheduler/policy/recent_steps.hpp"
 #include "scheduler/policy/scored_set.hpp"
+#include "scheduler/snapshot/snapshot_source.hpp"
 #include "scheduler/token_set.hpp"
 #include "sluice/policy.hpp"
 
@@ -23,6 +26,9 @@ struct SparseHead {
   std::optional<GroupHistory> history;
   std::optional<ClusterSource> clusters;
   std::optional<LshSource> lsh;
+  std::optional<SnapshotSource> snapshot;
+  std::optional<LabelCache> labels;
+  std::optional<HadamardCodes> codes;
   std::optional<SinkBypass> bypass;
   ScoredSet scored;
   std::uint32_t visible = 0;    ///< tokens in the last selection
@@ -36,8 +42,9 @@ struct SparseHead {
 
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
     return (history ? history->heap_bytes() : 0) + (clusters ? clusters->heap_bytes() : 0) +
-           (lsh ? lsh->heap_bytes() : 0) + (bypass ? bypass->heap_bytes() : 0) + scored.heap_bytes() +
-           scheduler::heap_bytes(lse, heavy);
+           (lsh ? lsh->heap_bytes() : 0) + (snapshot ? snapshot->heap_bytes() : 0) +
+           (labels ? labels->heap_bytes() : 0) + (codes ? codes->heap_bytes() : 0) +
+           (bypass ? bypass->heap_bytes() : 0) + scored.heap_bytes() + scheduler::heap_bytes(lse, heavy);
   }
 };
 

@@ -17,6 +17,12 @@ const std::vector<PolicyPreset>& policy_presets() {
       {twilight_spec(), "Quest's pages pruned by 4-bit keys and top-p (Twilight)"},
       {tactic_spec(), "key clusters in ranked order, as many as a fitted curve says (Tactic)"},
       {magicpig_spec(), "tokens sampled by hash collisions, corrected for their chance (MagicPIG)"},
+      {double_sparsity_spec(), "tokens ranked by a few channels of their keys (Double Sparsity)"},
+      {snapkv_spec(), "what the prompt's last queries attended, chosen once (SnapKV)"},
+      {pyramidkv_spec(), "SnapKV with budgets that fall from layer to layer (PyramidKV)"},
+      {adakv_spec(), "SnapKV with a budget that a layer's heads share by need (Ada-KV)"},
+      {vattention_spec(), "the best tokens and a sample of the others that bounds the error (vAttention)"},
+      {adamas_spec(), "tokens ranked by 2 bits of each channel of their Hadamard transforms (Adamas)"},
       {lfps_spec(), "candidates from attention history (LFPS)"},
       {sluice_spec(), "the best tokens by 4-bit copies of all keys: the default"},
   };
@@ -70,6 +76,7 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
     case BudgetKind::progressive: return make_progressive_policy(spec, shape, page_tokens);
     case BudgetKind::fitted: return make_fitted_policy(spec, shape, page_tokens);
     case BudgetKind::sampled: return make_sampled_policy(spec, shape);
+    case BudgetKind::verified: return make_verified_policy(spec, shape, page_tokens, layer);
     case BudgetKind::top_k:
     case BudgetKind::top_p: break;
   }
@@ -78,7 +85,9 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
 
 std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens,
                                  std::span<const std::uint32_t> windows) noexcept {
-  if (spec.sources == 0 || spec.uses(Source::all) || spec.budget.kind == BudgetKind::progressive) return 0;
+  const BudgetKind kind = spec.budget.kind;
+  const bool keeps = kind != BudgetKind::progressive && kind != BudgetKind::verified;
+  if (spec.sources == 0 || spec.uses(Source::all) || !keeps) return 0;
   std::uint64_t sparse_layers = 0;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
     sparse_layers += spec.dense(layer) || (!windows.empty() && windows[layer] != 0) ? 0 : 1;

@@ -60,6 +60,13 @@ class ScoredSet {
   void score(KvReader& kv, const float* q, std::uint32_t group);
   /// Reads their 4-bit copies instead.
   void estimate(KvReader& kv, const float* q, std::uint32_t group);
+  /// Reads what `kept` keeps of every key instead.
+  template <class Kept>
+  void estimate(const Kept& kept, KvReader& kv, const float* q, std::uint32_t group) {
+    estimated_ = true;
+    scores_.resize(tokens_.size() * group);
+    kept.estimate(q, tokens_, kv, scores_.data());
+  }
   /// Each query head takes its k best: among the far candidates to attend, among all to observe. Ties go to
   /// the lowest position.
   void choose(std::uint32_t k, std::uint32_t group);

@@ -41,10 +41,14 @@ class SparsePolicy final : public LayerPolicy {
         group_(shape.group()),
         layer_(layer.value),
         heads_(shape.kv_heads) {
+    const auto shared = spec.uses(Source::snapshot) ? std::make_shared<SharedBudget>(shape.kv_heads) : nullptr;
     for (SparseHead& head : heads_) {
       if (spec.uses(Source::history)) head.history.emplace(spec.history, group_, spec.near.sink_tokens);
       if (spec.uses(Source::clusters)) head.clusters.emplace(spec.clusters, shape);
       if (spec.uses(Source::lsh)) head.lsh.emplace(spec.lsh, shape, spec.near.sink_tokens);
+      if (spec.uses(Source::snapshot)) head.snapshot.emplace(spec.snapshot, shape, layer, shared);
+      if (spec.estimate == Estimate::channels) head.labels.emplace(spec.label_channels, shape);
+      if (spec.estimate == Estimate::hadamard) head.codes.emplace(shape);
       if (spec.bypass_threshold > 0.f) {
         head.bypass.emplace(spec.bypass_threshold, shape, spec.near.sink_tokens, spec.history.local_tokens);
       }
@@ -56,6 +60,9 @@ class SparsePolicy final : public LayerPolicy {
     if (head.history) head.history->begin(prompt);
     if (head.clusters) head.clusters->begin(prompt);
     if (head.lsh) head.lsh->begin(prompt);
+    if (head.snapshot) head.snapshot->begin(prompt);
+    if (head.labels) head.labels->begin(prompt);
+    if (head.codes) head.codes->begin(prompt);
     if (head.bypass) head.bypass->begin(prompt);
   }
 
@@ -81,7 +88,8 @@ class SparsePolicy final : public LayerPolicy {
     // have a budget that does not allow it, all are candidates.
     const bool blank = head.history && head.history->blank();
     const std::uint32_t candidates = context.tokens - sinks;
-    const bool dense = budget_.holds(candidates, context.tokens) || (blank && budget_.fits(candidates, context.tokens));
+    const bool dense =
+        (budget_.holds(candidates, context.tokens) && !evicts()) || (blank && budget_.fits(candidates, context.tokens));
     head.whole = dense || blank || spec_.uses(Source::exact);
     // A context attended for want of history is always learnt from.
     head.observes = head.history && (dense || blank || turn_came(head));
@@ -124,6 +132,8 @@ class SparsePolicy final : public LayerPolicy {
     if (tokens >= head.visible) return;
     if (head.history) head.history->truncate(tokens);
     if (head.clusters) head.clusters->truncate(tokens);
+    if (head.labels) head.labels->truncate(tokens);
+    if (head.codes) head.codes->truncate(tokens);
     head.scored.release();
     head.observes = false;
     head.heavy.clear();  // What the history has noted of these steps it knows.
@@ -133,6 +143,9 @@ class SparsePolicy final : public LayerPolicy {
 
  private:
   [[nodiscard]] std::uint32_t all_heads() const noexcept { return ~0u >> (32 - group_); }
+
+  /// What was not kept of a prompt is not attended, however short that is.
+  [[nodiscard]] bool evicts() const noexcept { return spec_.uses(Source::snapshot) && !spec_.uses(Source::exact); }
 
   /// Every so many tokens, counting tokens, so that a repeated step gets its turn again, and steps that took several
   /// do not miss it.
@@ -220,12 +233,28 @@ class SparsePolicy final : public LayerPolicy {
       scratch.anyway.add_range(anyway.recent_begin, context.tokens);
     }
     collect(context, head, candidates, budget_.weighs() ? &scratch.anyway : nullptr, counters);
-    budget_.cut(context, group_, head.scored, counters);
+    if (head.labels) {
+      estimate_by(*head.labels, context, head.scored, counters);
+    } else if (head.codes) {
+      estimate_by(*head.codes, context, head.scored, counters);
+    } else {
+      budget_.score(context, group_, head.scored, counters);
+    }
+    budget_.choose(context, group_, head.scored);
     if (notes(head) && !budget_.estimates()) {
       find_heavy(head, head.scored.tokens(), head.scored.scores(), head.scored.log_sums(group_, head.lse));
     }
     const bool united = proposer_.shares() || budget_.unites();
     head.scored.emit(group_, united ? Membership::united : Membership::own, row);
+  }
+
+  /// By what the policy keeps of every key.
+  template <class Kept>
+  void estimate_by(Kept& kept, const HeadContext& context, ScoredSet& scored, SelectCounters& counters) const {
+    kept.follow(context.tokens, *context.kv);
+    scored.estimate(kept, *context.kv, context.q, group_);
+    counters.estimated += scored.size();
+    counters.index_bytes += scored.size() * kept.bytes_per_token();
   }
 
   void collect(const HeadContext& context, SparseHead& head, std::span<const TokenSet> candidates,
@@ -266,6 +295,9 @@ std::uint64_t sparse_state_bytes(const PolicySpec& spec, const AttentionShape& s
   if (spec.uses(Source::history)) bytes += GroupHistory::most_heap_bytes(spec.history, shape.group(), tokens);
   if (spec.uses(Source::clusters)) bytes += ClusterSource::most_heap_bytes(spec.clusters, shape, tokens);
   if (spec.uses(Source::lsh)) bytes += LshSource::most_heap_bytes(spec.lsh, shape, tokens);
+  if (spec.uses(Source::snapshot)) bytes += SnapshotSource::most_heap_bytes(spec.snapshot, shape, tokens);
+  if (spec.estimate == Estimate::channels) bytes += LabelCache::most_heap_bytes(spec.label_channels, shape, tokens);
+  if (spec.estimate == Estimate::hadamard) bytes += HadamardCodes::most_heap_bytes(shape, tokens);
   if (spec.bypass_threshold > 0.f) bytes += SinkBypass::most_heap_bytes(shape);
   return bytes;
 }

@@ -41,7 +41,20 @@ struct Halves {
 void read_larger_of(const Word& word, std::uint32_t& count, float& share);
 
 /// Where a key belongs: to a source, to a stage, or only to the flat list behind a preset's name.
-enum class Room : std::uint8_t { history, pages, clusters, lsh, top_k, progressive, bypass, near, dense, flat };
+enum class Room : std::uint8_t {
+  history,
+  pages,
+  clusters,
+  lsh,
+  snapshot,
+  top_k,
+  progressive,
+  verified,
+  bypass,
+  near,
+  dense,
+  flat
+};
 
 /// One `key=value`.
 struct Key {

@@ -15,7 +15,8 @@ using namespace scheduler;
 constexpr std::uint8_t kAllSources =
     static_cast<std::uint8_t>(Source::all) | static_cast<std::uint8_t>(Source::exact) |
     static_cast<std::uint8_t>(Source::history) | static_cast<std::uint8_t>(Source::pages) |
-    static_cast<std::uint8_t>(Source::clusters) | static_cast<std::uint8_t>(Source::lsh);
+    static_cast<std::uint8_t>(Source::clusters) | static_cast<std::uint8_t>(Source::lsh) |
+    static_cast<std::uint8_t>(Source::snapshot);
 
 [[noreturn]] void reject(const char* field, const std::string& value, const std::string& range) {
   throw Error(Errc::invalid_argument, std::string("policy: ") + field + " is " + value + "; it must be in " + range);
@@ -86,11 +87,24 @@ void check_lsh(const LshOptions& lsh) {
   }
 }
 
+void check_snapshot(const SnapshotOptions& snapshot) {
+  check_count("snapshot.budget", snapshot.budget, 1, kMost);
+  check_count("snapshot.window", snapshot.window, 1, 256);
+  check_count("snapshot.kernel", snapshot.kernel, 1, 63);
+  check_count("snapshot.pyramid", snapshot.pyramid, 1, 1000);
+  check_share("snapshot.floor", snapshot.floor);
+  if (snapshot.kernel % 2 == 0)
+    reject("snapshot.kernel", std::to_string(snapshot.kernel), "[1, 63], and odd: as many positions before as behind");
+}
+
 void check_budget(const BudgetOptions& budget) {
   check_count("budget.min_tokens", budget.min_tokens, 1, kMost);
   check_share("budget.share", budget.share);
   check_open("budget.mass", budget.mass, 1.0, "(0, 1]");
   check_count("budget.microbatch", budget.microbatch, 1, 1024);
+  if (!(budget.error > 0.f && budget.error < 1.f)) reject("budget.error", number(budget.error), "(0, 1)");
+  check_open("budget.delta", budget.delta, 0.5, "(0, 0.5]");
+  check_open("budget.sample", budget.sample, 1.0, "(0, 1]");
 }
 
 void check_far(const FarOptions& far) {
@@ -108,8 +122,9 @@ void check_enum(const char* field, Enum value, Enum last) {
 }
 
 void check_enums(const PolicySpec& spec) {
-  check_enum("estimate", spec.estimate, Estimate::int4);
-  check_enum("budget.kind", spec.budget.kind, BudgetKind::sampled);
+  check_enum("estimate", spec.estimate, Estimate::hadamard);
+  check_enum("budget.kind", spec.budget.kind, BudgetKind::verified);
+  check_enum("snapshot.pooling", spec.snapshot.pooling, Pooling::mean);
   check_enum("budget.rule", spec.budget.rule, ProgressRule::certified);
   check_enum("pages.digest", spec.pages.digest, DigestKind::cuboid_mean);
 }
@@ -145,19 +160,32 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
             "the rule certified needs page scores that are bounds, which only the digest box gives; write pages:box");
   refuse_if(scored && kind == BudgetKind::sampled && !only(Source::lsh),
             "sampled corrects for the chance of a hash collision and needs lsh alone; write lsh | sampled, or use top_k");
+  refuse_if(
+      scored && kind == BudgetKind::verified && !only(Source::exact),
+      "verified samples from all tokens that are not kept and needs exact alone; write exact | verified=0.1, or use "
+      "top_k");
   const bool own_scores =
       kind == BudgetKind::fitted || kind == BudgetKind::progressive || kind == BudgetKind::sampled;
   refuse_if(scored && own_scores && !exact,
-            "int4 estimates candidates before top_k or top_p cut them; fitted, progressive and sampled score as they go");
+            "int4, channels and hadamard estimate candidates before top_k or top_p cut them; fitted, progressive and "
+            "sampled score as they go");
+  const bool labelled = scored && (spec.estimate == Estimate::channels || spec.estimate == Estimate::hadamard);
+  refuse_if(labelled && (kind == BudgetKind::top_p || kind == BudgetKind::verified),
+            "channels and hadamard tell which keys come first, not what they weigh; write int4 instead, or use top_k");
+  refuse_if(
+      labelled && spec.uses(Source::history),
+      "history learns from scores, and channels and hadamard only tell which keys come first; write int4 instead, "
+      "or drop history");
   refuse_if(
       !scored && !spec.far.all(),
       all ? "source all attends every token and leaves nothing to a budget of far tokens; write exact instead, or "
             "drop far"
           : "without a source no far token is attended; drop far, or name a source");
-  refuse_if(scored && kind == BudgetKind::sampled && !spec.far.all(),
+  const bool samples = kind == BudgetKind::sampled || kind == BudgetKind::verified;
+  refuse_if(scored && samples && !spec.far.all(),
             "a sample that is cut by score no longer stands for what one query would attend; drop far, or use top_k");
-  refuse_if(scored && own_scores && spec.bypass_threshold > 0.f,
-            "the bypass works with top_k and top_p; fitted, progressive and sampled have no place for it");
+  refuse_if(scored && (own_scores || samples) && spec.bypass_threshold > 0.f,
+            "the bypass works with top_k and top_p; fitted, progressive, sampled and verified have no place for it");
   return reasons;
 }
 
@@ -170,6 +198,8 @@ void validate(const PolicySpec& spec) {
   check_pages(spec.pages);
   check_clusters(spec.clusters);
   check_lsh(spec.lsh);
+  check_snapshot(spec.snapshot);
+  check_count("label_channels", spec.label_channels, 1, 256);
   check_budget(spec.budget);
   check_far(spec.far);
   check_count("near.sink_tokens", spec.near.sink_tokens, 0, 4096);

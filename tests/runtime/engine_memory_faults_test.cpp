@@ -217,8 +217,10 @@ TEST_CASE("every allocation of a sequence that is parked and resumed may fail", 
 }
 
 TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_faults][engine]") {
-  const char* const policy = GENERATE("lfps", "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64", "topk",
-                                      "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");
+  const char* const policy = GENERATE(
+      "lfps", "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64", "topk",
+      "exact | channels=8 | top_k=20 | near=0,sinks=4,recent=8", "adakv:budget=40,window=16",
+      "exact | verified=0.2,heavy=9 | near=0,sinks=4,recent=8", "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");
   CAPTURE(policy);
   const Toy toy(kShape, kTokens, 78);
   const PolicySpec spec = parse_policy(policy);
@@ -270,7 +272,8 @@ TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_fault
 TEST_CASE("every allocation of a fork whose policy has learnt, and of what it says then, may fail",
           "[memory_faults][engine][undo]") {
   const char* const policy = GENERATE("lfps", "history:observe_every=2 | top_k=20 | near=0,sinks=4,recent=8",
-                                      "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64");
+                                      "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64",
+                                      "exact | hadamard | top_k=20 | near=0", "adakv:budget=40,window=16");
   CAPTURE(policy);
   const Toy toy(kShape, kTokens + kPrompt, 80);
   EngineOptions two = options();

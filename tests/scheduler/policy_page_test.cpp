@@ -128,7 +128,7 @@ TEST_CASE("the page's options have the defaults that it says", "[policy_page]") 
     for (const auto& row : *table) {
       std::string option = row.at(0);
       const bool given = holds(option, "TOKENS");  // No default: that it parses is all.
-      option = replaced(replaced(option, "TOKENS", "512"), "SHARE", "0.9");
+      option = replaced(replaced(replaced(option, "TOKENS", "512"), "CHANNELS", "16"), "SHARE", "0.9");
       CAPTURE(option);
       const std::size_t list = is_source ? option.find(':') : holds(option, "(") ? std::string::npos : option.find(',');
       const bool has_default = is_source || list != std::string::npos || (holds(option, "=") && option == row.at(0));
@@ -163,10 +163,12 @@ TEST_CASE("no source, stage or option is missing on the page", "[policy_page]") 
     if (source == "joined") break;  // by +
     named("### Sources", "### Stages", source);
   }
-  for (const std::string source : {"history", "pages", "clusters", "lsh"}) {
+  for (const std::string source : {"history", "pages", "clusters", "lsh", "snapshot"}) {
     for (const std::string& key : words_after(source + ":no_such_key=1"))
       named("### Sources", "### Stages", source + ":" + key + "=");
   }
+  for (const std::string& key : words_after("exact | verified=0.9,no_such_key=1"))
+    named("### Stages", "### Behind a preset's name", "verified=SHARE," + key + "=");
   for (const std::string stage : {"progressive=SHARE", "bypass=SHARE", "near=0%", "dense=0"}) {
     const std::string policy = "pages | " + replaced(stage, "SHARE", "0.9") + ",no_such_key=1";
     for (const std::string& key : words_after(policy))
@@ -192,8 +194,9 @@ TEST_CASE("who chooses is what the page says", "[policy_page]") {
   for (const char* text : {"all", "none", "exact | int4", "exact | int4 | top_p=0.9", "pages | int4",
                            "pages | int4 | top_p=0.9", "pages | top_k=all"})
     REQUIRE(scheduler::chooser(parse_policy(text)) == Chooser::device);
-  for (const char* text : {"exact", "pages", "history | int4", "exact+pages | int4", "pages | top_k=all | bypass=0.9",
-                           "history | bypass=0.9"})
+  for (const char* text :
+       {"exact", "pages", "history | int4", "exact+pages | int4", "pages | top_k=all | bypass=0.9",
+        "exact | channels=8", "exact | hadamard", "exact | int4 | verified=0.1", "snapshot", "history | bypass=0.9"})
     REQUIRE(scheduler::chooser(parse_policy(text)) == Chooser::cpu);
   for (const char* text : {"exact | int4 | bypass=0.9", "pages | int4 | bypass=0.9"})
     REQUIRE(scheduler::chooser(parse_policy(text)) == Chooser::neither);

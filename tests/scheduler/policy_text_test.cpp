@@ -46,6 +46,12 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
       {"twilight", "pages:box,budget=8192 | int4 | top_p=0.95 | near=0%,sinks=4,recent=0 | dense=2 | page=16"},
       {"tactic", "clusters | fitted=0.9 | near=0%,sinks=0,recent=0"},
       {"magicpig", "lsh | sampled | near=0%,sinks=4,recent=64 | dense=0,every=16"},
+      {"double_sparsity", "exact | channels=16 | top_k=max(64, 6.25%) | near=0%,sinks=4,recent=0"},
+      {"snapkv", "snapshot | top_k=all | near=0%,sinks=0,recent=0"},
+      {"pyramidkv", "snapshot:pyramid=20 | top_k=all | near=0%,sinks=0,recent=0"},
+      {"adakv", "snapshot:floor=20% | top_k=all | near=0%,sinks=0,recent=0"},
+      {"vattention", "exact | verified=0.1 | near=0%,sinks=128,recent=128"},
+      {"adamas", "exact | hadamard | top_k=128 | near=0%,sinks=4,recent=0 | dense=2"},
       {"lfps", "history | top_k=max(64, 2%) | near=0%,sinks=4,recent=0 | bypass=sink:0.85"},
       {"sluice", "exact | int4 | top_k=max(64, 1%) | near=0%,sinks=4,recent=128 | page=16"},
   };
@@ -82,6 +88,13 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "lsh:bits=8,tables=75,collisions=1,recent_prompt=9,seed=12345678901 | sampled | dense=0,every=16",
       "lsh+clusters+pages:cuboid_mean,pages=max(3, 1%)+history:init=7 | int4 | top_k=max(8, 3%) | bypass=sink:0.85 | "
       "near=0%",
+      "double_sparsity:budget=2%",
+      "lsh+pages | channels=7 | top_k=9 | bypass=sink:0.85 | far=900",
+      "snapkv:window=9,kernel=1,pyramid=7 | top_k=30",
+      "snapshot:budget=99,pooling=mean,floor=3%+exact | int4 | top_p=0.7",
+      "adamas | page=8",
+      "vattention:heavy=99,delta=1%",
+      "exact | int4 | verified=3%,delta=0.2,heavy=max(9, 5%),sample=7%",
       "pages:box | progressive=98%,microbatch=7,rule=certified | page=32",
       "lfps:alpha=0.3 | bypass=off | near=20%,sinks=1,recent=2",
       "sluice | far=max(4096, 1%)",
@@ -126,12 +139,21 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("history+pages | progressive=0.95"), {"progressive walks", "pages | progressive=0.95"});
   expect(complaint("pages | progressive=0.95,rule=certified"), {"digest box", "pages:box"});
   expect(complaint("pages | sampled"), {"sampled corrects", "lsh | sampled"});
-  expect(complaint("lsh | int4 | sampled"), {"int4 estimates"});
+  expect(complaint("lsh | int4 | sampled"), {"estimate candidates", "score as they go"});
   expect(complaint("pages | progressive=0.9 | bypass=0.8"), {"bypass works with"});
   expect(complaint("all | top_p=0.9"), {"write exact instead"});
   expect(complaint("none | int4"), {"name one"});
   expect(complaint("full | bypass=0.9"), {"does not search"});
   expect(complaint("lsh | sampled | far=100"), {"sample that is cut by score", "top_k"});
+  expect(complaint("exact | channels=9 | top_p=0.9"), {"which keys come first", "int4"});
+  expect(complaint("exact | hadamard | verified=0.1"), {"which keys come first", "top_k"});
+  expect(complaint("history+pages | channels=9"), {"history learns from scores", "drop history"});
+  expect(complaint("clusters | channels=9 | fitted=0.9"), {"score as they go"});
+  expect(complaint("none | channels=9"), {"name one"});
+  expect(complaint("full | hadamard"), {"write exact instead"});
+  expect(complaint("pages | verified=0.1"), {"verified samples", "exact | verified=0.1"});
+  expect(complaint("vattention | far=100"), {"sample that is cut by score", "top_k"});
+  expect(complaint("vattention | bypass=0.9"), {"bypass works with"});
   REQUIRE(unsupported_reasons(parse_policy("exact | int4 | top_p=0.9 | bypass=0.9")).empty());
   PolicySpec spec = parse_policy("lsh | sampled");
   spec.sources = static_cast<std::uint8_t>(Source::history);
@@ -221,6 +243,13 @@ TEST_CASE("complaints name the word, where it is, and what exists", "[policy_tex
   expect(complaint("pages | top_p=0.9,rule=mean"), {"\"rule=mean\" at character 19", "no options"});
   expect(complaint("pages | int4=1"), {"\"1\" at character 14", "no value"});
   expect(complaint("pages | progressive=0.9,rule=max"), {"\"max\" at character 30 is no rule", "certified"});
+  expect(complaint("exact | channels"), {"\"channels\" at character 9 needs a value"});
+  expect(complaint("exact | channels=x"), {"\"x\" at character 18 is not a whole number"});
+  expect(complaint("exact | hadamard=2"), {"\"2\" at character 18", "no value"});
+  expect(complaint("snapshot:pooling=min"), {"\"min\" at character 18 is no pooling", "max, mean"});
+  expect(complaint("snapshot:alpha=1"), {"\"alpha\" at character 10 is no key of snapshot", "budget, window, kernel"});
+  expect(complaint("exact | verified=0.1,mass=1"),
+         {"\"mass\" at character 22 is no key of verified", "delta, heavy, sample"});
   expect(complaint("pages | bypass=sing:0.8"), {"\"sing\" at character 16 is no bypass"});
 }
 
@@ -230,6 +259,9 @@ TEST_CASE("options that the policy never reads are refused", "[policy_text]") {
   expect(complaint("streaming:budget=64"), {"means nothing here"});
   expect(complaint("full:bypass=0.9"), {"means nothing here"});
   expect(complaint("topk:rule=mean"), {"means nothing here", "progressive"});
+  expect(complaint("topk:delta=0.1"), {"means nothing here", "verified"});
+  expect(complaint("topk:floor=0.1"), {"means nothing here", "snapshot"});
+  expect(complaint("vattention:mass=0.9"), {"\"0.9\"", "no share of the softmax mass"});
   REQUIRE(complaint("full:near=20%,sinks=2,recent=9,dense=1").empty());
 }
 
@@ -259,6 +291,16 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("clusters:near_window=1%"), {"clusters.head_share is 0.015"});
   expect(complaint("lsh:bits=17"), {"lsh.bits is 17", "[1, 16]"});
   expect(complaint("lsh:tables=1"), {"lsh.min_collisions is 2"});
+  expect(complaint("exact | channels=0"), {"label_channels is 0", "[1, 256]"});
+  expect(complaint("snapkv:budget=0"), {"snapshot.budget is 0"});
+  expect(complaint("snapkv:window=257"), {"snapshot.window is 257", "[1, 256]"});
+  expect(complaint("snapkv:kernel=4"), {"snapshot.kernel is 4", "odd"});
+  expect(complaint("snapkv:pyramid=0"), {"snapshot.pyramid is 0"});
+  expect(complaint("adakv:floor=101%"), {"snapshot.floor is 1.01"});
+  expect(complaint("exact | verified=1"), {"budget.error is 1", "(0, 1)"});
+  expect(complaint("vattention:delta=0"), {"budget.delta is 0", "(0, 0.5]"});
+  expect(complaint("vattention:sample=0"), {"budget.sample is 0"});
+  expect(complaint("vattention:heavy=0"), {"budget.min_tokens is 0"});
   expect(complaint("sluice | page=12"), {"page_tokens is 12", "power of two"});
   expect(complaint("sluice | dense=0,every=2000"), {"dense_every is 2000"});
 

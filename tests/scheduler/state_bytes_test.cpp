@@ -113,9 +113,10 @@ TEST_CASE("what policies keep is a bounded share of keys and values", "[state_by
     double most;  ///< percent of keys and values
   };
   // MagicPIG's 150 tables list every token: 4 bytes each, and 150 * 1025 places where lists begin.
-  const auto [text, tokens, most] =
-      GENERATE(Case{"lfps", 8192, 5.0}, Case{"lfps", 65536, 5.0}, Case{"tactic", 8192, 5.0}, Case{"tactic", 65536, 5.0},
-               Case{"magicpig", 8192, 135.0}, Case{"magicpig", 65536, 122.0});
+  const auto [text, tokens, most] = GENERATE(
+      Case{"lfps", 8192, 5.0}, Case{"lfps", 65536, 5.0}, Case{"tactic", 8192, 5.0}, Case{"tactic", 65536, 5.0},
+      Case{"magicpig", 8192, 135.0}, Case{"magicpig", 65536, 122.0}, Case{"double_sparsity", 8192, 6.7},
+      Case{"double_sparsity", 65536, 6.7}, Case{"exact | hadamard", 8192, 6.7}, Case{"exact | hadamard", 65536, 6.7});
   CAPTURE(text, tokens);
   const Life life(text, tokens, 40);
   const double percent = 100.0 * life.per_token / kKvBytes;
@@ -133,10 +134,12 @@ TEST_CASE("what policies keep is a bounded share of keys and values", "[state_by
 }
 
 TEST_CASE("the bound of policy state holds from the first token on, in every kind of policy", "[state_bytes]") {
-  const std::string text = GENERATE("lfps", "lfps:observe_every=4,share_group=on",
-                                    "history+clusters | top_k=64 | near=0", "history | top_p=0.9 | near=0",
-                                    "exact | top_k=64 | near=0", "clusters | top_p=0.9 | near=0",
-                                    "lsh | top_p=0.95 | near=0", "tactic", "magicpig");
+  const std::string text =
+      GENERATE("lfps", "lfps:observe_every=4,share_group=on", "history+clusters | top_k=64 | near=0",
+               "history | top_p=0.9 | near=0", "exact | top_k=64 | near=0", "clusters | top_p=0.9 | near=0",
+               "lsh | top_p=0.95 | near=0", "tactic", "magicpig", "double_sparsity",
+               "clusters | channels=100 | top_k=64 | near=0", "adamas | dense=0", "snapkv:budget=300",
+               "pyramidkv:budget=300", "adakv:budget=300", "adakv:budget=3000,floor=0%,pyramid=9");
   const std::uint32_t prompt = GENERATE(0u, 1u, 5u, 900u, 3000u);
   CAPTURE(text, prompt);
   const Life life(text, prompt, 200);
@@ -144,7 +147,7 @@ TEST_CASE("the bound of policy state holds from the first token on, in every kin
 }
 
 TEST_CASE("policies without state are told so", "[state_bytes]") {
-  for (const char* text : {"full", "streaming", "psa"})
+  for (const char* text : {"full", "streaming", "psa", "vattention"})
     CHECK(policy_state_bytes(parse_policy(text), kShape, 65536) == 0);
   const PolicySpec lfps = parse_policy("lfps");
   // One of two layers is dense: half.

@@ -165,6 +165,12 @@ constexpr const char* kForgetful[] = {
     "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=20",
     "exact | top_k=20 | near=0",
     "exact | top_k=20 | near=0 | bypass=sink:0.3",
+    "exact | channels=4 | top_k=20 | near=0,sinks=0,recent=3",
+    "exact | hadamard | top_k=20 | near=0",
+    "pages+lsh:bits=4,tables=20 | channels=3 | top_k=20 | near=0",
+    "snapkv:budget=40,window=16",
+    "adakv:budget=60,window=16,pyramid=20",
+    "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=20",
     "topk",
     "full",
     "streaming"};

@@ -156,6 +156,8 @@ TEST_CASE("watched tokens are found in what was attended, near or far", "[engine
 TEST_CASE("audits of policies of the CPU and of pages say what they attend by themselves", "[engine]") {
   constexpr std::array kPolicies{"history+pages:quest,pages=2 | int4 | top_k=24 | near=0,sinks=4,recent=9",
                                  "magicpig | dense=0",
+                                 "snapkv:budget=60,window=16",
+                                 "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=9",
                                  "tactic:least=64,size=4",
                                  "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=9",
                                  "history | top_k=20 | near=0,sinks=4,recent=9 | bypass=0.7 | dense=1",

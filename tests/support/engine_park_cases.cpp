@@ -21,6 +21,10 @@ TEST_CASE("a sequence that was parked and resumed attends the same, bit for bit"
                                  "tactic:least=16,size=4,recluster=64",
                                  kFull,
                                  "magicpig",
+                                 "double_sparsity",
+                                 "adakv:budget=60",
+                                 "vattention:heavy=16 | near=0,sinks=4,recent=16",
+                                 "adamas:budget=30",
                                  "twilight | near=0",
                                  "arkvale",
                                  "psa",
@@ -147,7 +151,8 @@ TEST_CASE("sequences of every element type go on in an engine with other memory 
 TEST_CASE("a policy that has learnt from decoded tokens begins anew when it is resumed", "[engine][park]") {
   const EngineRig rig = engine_rig();
   const Story story(kShape, 200, 303);
-  const char* const text = GENERATE("lfps", "tactic:least=16,size=4,recluster=64", "magicpig");
+  const char* const text = GENERATE("lfps", "tactic:least=16,size=4,recluster=64", "magicpig",
+                                    "exact | channels=8 | top_k=24 | near=0", "snapkv:budget=60", "adamas:budget=30");
   CAPTURE(text);
   const PolicySpec policy = parse_policy(text);
   Engine engine(room_for(rig, policy), rig.device);

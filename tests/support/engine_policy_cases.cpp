@@ -10,11 +10,20 @@ using namespace sluice::test::policies;
 
 TEST_CASE("policies that choose on the CPU attend what they attend by themselves, near or far", "[engine]") {
   constexpr std::array kPolicies{
-      "lfps", "magicpig", "tactic:least=64,size=4,recluster=64",
+      "lfps",
+      "magicpig",
+      "tactic:least=64,size=4,recluster=64",
       "history:share_group=on,observe_every=3 | top_k=24 | near=0,sinks=4,recent=16 | dense=1",
       "clusters:least=64,size=8,candidates=48+lsh | top_k=40 | near=0 | dense=0,every=2",
-      "exact | top_k=30 | near=0 | bypass=0.3", "history+exact | top_p=0.8 | near=0,sinks=2,recent=7",
-      "lfps | bypass=off", "topk"};
+      "exact | top_k=30 | near=0 | bypass=0.3",
+      "history+exact | top_p=0.8 | near=0,sinks=2,recent=7",
+      "lfps | bypass=off",
+      "topk",
+      "exact | channels=8 | top_k=40 | near=0,sinks=4,recent=0",
+      "snapkv:budget=90,window=16",
+      "adakv:budget=90,pyramid=4",
+      "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=20",
+      "exact | hadamard | top_k=40 | near=0 | dense=1"};
   const auto [text, near] = GENERATE_COPY(grid(few<6>(kPolicies), std::array{0u, 7u}));
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();

@@ -1,6 +1,7 @@
 // Sequences that begin with pages of others, on every device: they attend what they would without.
 #include "tests/support/engine_prefix.hpp"
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/sanitized.hpp"
@@ -41,6 +42,9 @@ TEST_CASE("what a sequence attends does not depend on whether its prefix was fou
   constexpr std::array kPolicies{"full:near=0",
                                  "lfps",
                                  "magicpig | dense=0",
+                                 "exact | channels=8 | top_k=24 | near=0",
+                                 "adakv:budget=60,window=16",
+                                 "exact | hadamard | top_k=24 | near=0",
                                  "tactic:least=64,size=4,recluster=64",
                                  "exact | int4 | top_p=0.9 | near=0,sinks=4,recent=6",
                                  "pages:pages=3 | int4 | top_k=9 | near=0,sinks=3,recent=21",
@@ -70,7 +74,7 @@ TEST_CASE("what a sequence attends does not depend on whether its prefix was fou
   REQUIRE(first.at == 0);
   const auto own = tell(engine, rig, first);
   // Beside the one that it shares with, and after that has ended; all but the queries that the policy begins with.
-  const std::uint32_t found = policy.uses(Source::history) ? (kPrompt - 32) / 16 * 16 : 224;
+  const std::uint32_t found = (kPrompt - std::max(scheduler::prompt_queries(policy), 1u)) / 16 * 16;
   for (const bool ended : {false, true}) {
     CAPTURE(ended);
     if (ended) engine.end(first.id);

@@ -203,9 +203,14 @@ TEST_CASE("windows have room in an engine whose policies choose little", "[engin
 }
 
 TEST_CASE("policies of the CPU choose by the model's scores, and not in layers with windows", "[engine][spec]") {
-  constexpr std::array kPolicies{"lfps",     "psa | dense=0",
-                                 "magicpig", "tactic:least=64,size=4,recluster=64",
-                                 "topk",     "exact | top_k=30 | near=0,sinks=4 | bypass=0.3"};
+  constexpr std::array kPolicies{"lfps",
+                                 "psa | dense=0",
+                                 "magicpig",
+                                 "tactic:least=64,size=4,recluster=64",
+                                 "topk",
+                                 "exact | top_k=30 | near=0,sinks=4 | bypass=0.3",
+                                 "snapkv:budget=60,window=16",
+                                 "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=9"};
   const auto [text, number, near] = GENERATE_COPY(grid(few<3>(kPolicies), kSpecNumbers, std::array{0u, 7u}));
   CAPTURE(text, number, near);
   const EngineRig rig = engine_rig();

@@ -20,9 +20,15 @@ namespace {
 constexpr std::uint32_t kUndo = 32;  ///< tokens that history takes back
 constexpr std::uint32_t kPrompt = 150;
 constexpr const char* kHistory = "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16";
-const std::vector<const char*> kPolicies = {
-    "lfps", "tactic:least=64,size=4,recluster=64", "magicpig:recent_prompt=8 | dense=1",
-    "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16", kHistory};
+const std::vector<const char*> kPolicies = {"lfps",
+                                            "tactic:least=64,size=4,recluster=64",
+                                            "magicpig:recent_prompt=8 | dense=1",
+                                            "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
+                                            "exact | channels=8 | top_k=24 | near=0",
+                                            "adakv:budget=60,window=16",
+                                            "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=20",
+                                            "exact | hadamard | top_k=24 | near=0",
+                                            kHistory};
 
 EngineOptions options_of(const EngineRig& rig) {
   EngineOptions options = options_for(rig, 2, 9);

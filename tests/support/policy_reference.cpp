@@ -190,7 +190,7 @@ void Reference::attend(std::uint32_t layer, std::uint32_t kv_head, const Attende
     audited.lse.push_back(static_cast<float>(mixed(exact, -INFINITY, whole)));
     for (std::uint32_t c = 0; c < d; ++c) out[h * d + c] = static_cast<float>(sum[c]);
     audited.out.insert(audited.out.end(), whole.begin(), whole.end());
-    if (bypassed || policy_.budget.kind == BudgetKind::sampled) audited.estimated |= 1u << h;
+    if (bypassed || scheduler::corrects_scores(policy_)) audited.estimated |= 1u << h;
   }
   audited.scores.resize(std::size_t{tokens - first} * group);
   for (std::size_t i = 0; i < audited.scores.size(); ++i)

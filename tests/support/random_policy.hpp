@@ -30,12 +30,22 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.clusters.candidates, 1 + below(99));
   maybe(spec.lsh.bits, 1 + below(16));
   maybe(spec.lsh.seed, std::uint64_t{rng()} << 20);
-  maybe(spec.estimate, Estimate::int4);
-  spec.budget.kind = static_cast<BudgetKind>(below(5));
+  maybe(spec.snapshot.budget, 1 + below(300));
+  maybe(spec.snapshot.window, 1 + below(32));
+  maybe(spec.snapshot.kernel, 1 + 2 * below(9));
+  maybe(spec.snapshot.pooling, Pooling::mean);
+  maybe(spec.snapshot.pyramid, 1 + below(30));
+  maybe(spec.snapshot.floor, share());
+  maybe(spec.estimate, static_cast<Estimate>(below(4)));
+  maybe(spec.label_channels, 1 + below(40));
+  spec.budget.kind = static_cast<BudgetKind>(below(6));
   maybe(spec.budget.min_tokens, 1 + below(99));
   maybe(spec.budget.share, share());
   maybe(spec.budget.mass, 0.01f + 0.9f * share());
   maybe(spec.budget.microbatch, 1 + below(9));
+  maybe(spec.budget.error, 0.01f + 0.9f * share());
+  maybe(spec.budget.delta, 0.01f + 0.4f * share());
+  maybe(spec.budget.sample, 0.01f + 0.9f * share());
   maybe(spec.budget.rule, static_cast<ProgressRule>(below(4)));
   maybe(spec.far, FarOptions{.min_tokens = below(5000), .share = share()});
   maybe(spec.near.sink_tokens, below(20));
@@ -51,7 +61,7 @@ inline PolicySpec random_policy(std::mt19937& rng) {
   for (;;) {
     PolicySpec spec;
     spec.name = "random";
-    spec.sources = static_cast<std::uint8_t>(rng() % 3 == 0 ? rng() % 64 : rng() % 2 << rng() % 6);
+    spec.sources = static_cast<std::uint8_t>(rng() % 3 == 0 ? rng() % 128 : rng() % 2 << rng() % 7);
     fill_randomly(spec, rng);
     try {
       validate(spec);
