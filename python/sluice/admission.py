@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 from ctypes import byref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from sluice import _structs as structs
 from sluice import figures
+from sluice._closing import Closing
 from sluice._library import library
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument
@@ -80,7 +80,7 @@ class TurnItem:
     output: bool  #: the last row's output is the request's next token
 
 
-class Admission:
+class Admission(Closing):
     """First come, first served: those that run are always the oldest of all requests that live. It knows no engine and
     no clock, and the same calls have the same answers. A turn of a server:
 
@@ -118,17 +118,6 @@ class Admission:
             handle, self._handle = self._handle, None
             if handle is not None:
                 self._library.admission_destroy(handle)
-
-    def __enter__(self) -> Admission:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
 
     def submit(self, request: int, prompt_tokens: int, max_new_tokens: int, on_cpu: bool = False) -> None:
         """A request that waits from now on. `max_new_tokens` 0: its prompt is computed, and that is all. `on_cpu`: its

@@ -9,6 +9,7 @@
 #include "sluice/backend.hpp"
 #include "sluice/error.hpp"
 #include "sluice/share_histogram.hpp"
+#include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/prefill_automatic.hpp"
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/text/interrupt.hpp"
