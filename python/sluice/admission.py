@@ -144,7 +144,7 @@ class Admission(Closing):
     def preempt(self, request: int) -> list[int]:
         """Preempts a request and all younger ones that run, as the engine had no room for it. They are returned,
         youngest first; none if it waits. Nothing is admitted until one of those that still run has ended. If it is the
-        oldest, nobody else is in its way: end it, or it comes again at once."""
+        oldest, it waits for no other request: end it, or it is admitted again at once."""
         ids = self._list()
         self._call(self._library.admission_preempt, _unsigned("request", request, 64), *ids)
         return _ids(ids)
@@ -162,7 +162,7 @@ class Admission(Closing):
 
     def complete(self, seconds: float = 0.0) -> list[int]:
         """The turn's forward has been finished. Requests that have all their tokens are returned, and are gone.
-        `seconds`: that it took, a model's own work included; 0: nobody has measured it."""
+        `seconds`: that it took, a model's own work included; 0: it was not measured."""
         ids = self._list()
         self._call(self._library.admission_complete, seconds, *ids)
         return _ids(ids)
