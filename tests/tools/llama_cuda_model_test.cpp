@@ -69,7 +69,7 @@ class DeviceAttention {
 };
 
 struct Decoder : test::Decoder<DeviceAttention> {
-  explicit Decoder(const Model& model) : test::Decoder<DeviceAttention>(model, &test::gpu_stream()) {}
+  explicit Decoder(const Model& m) : test::Decoder<DeviceAttention>(m, &test::gpu_stream()) {}
 };
 
 const Model& testbed_model() {
