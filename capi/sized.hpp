@@ -13,7 +13,7 @@
 /// be filled with what an older caller left in it.
 namespace sluice::capi {
 
-/// More is a size that nobody has set.
+/// A larger one was never set: it is what lay in the memory.
 inline constexpr std::uint32_t kMostStructBytes = 4096;
 
 /// Checks the size that a struct of `name` in sluice.h says it has, of which this library knows `known` bytes.

@@ -455,7 +455,7 @@ SLUICE_API sluice_status sluice_admission_preempt(sluice_admission* admission, u
 SLUICE_API sluice_status sluice_admission_next(sluice_admission* admission, uint32_t chunk_tokens,
                                                sluice_turn_item* items, size_t* item_count);
 /// The turn's forward has been finished; `ids` are requests that have all their tokens, which are gone. `seconds`: that
-/// it took, a model's own work included; 0 if nobody has measured it.
+/// it took, a model's own work included; 0 if it was not measured.
 SLUICE_API sluice_status sluice_admission_complete(sluice_admission* admission, double seconds, uint64_t* ids,
                                                    size_t* count);
 /// It came to nothing: the same rows are to come again.

@@ -5,7 +5,7 @@
 namespace sluice::scheduler {
 namespace {
 
-/// What may be lost: less than the 3% that nobody is to notice.
+/// What may be lost, as a share of dense attention's time: less than the 3% that are allowed.
 constexpr double kStake = 0.02;
 /// A choice that keeps more than this share of all blocks lost its bet, whatever it cost.
 constexpr double kNearlyAll = 0.85;

@@ -58,8 +58,8 @@ endif()
 
 file(STRINGS ${ROOT}/README.md lines)
 list(LENGTH lines count)
-if(count GREATER 125)
-  complain("README.md has ${count} lines; what does not fit into 125 belongs into docs/")
+if(count GREATER 130)
+  complain("README.md has ${count} lines; what does not fit into 130 belongs into docs/")
 endif()
 
 file(STRINGS ${ROOT}/CITATION.cff cited REGEX "^version: ")

@@ -83,6 +83,9 @@ root_prefix() {
   if [[ -t 0 ]]; then echo sudo; else echo sudo -n; fi
 }
 
+# Whether the package lists have all of them. Needs no root.
+installable() { apt-get -qq --simulate --no-install-recommends install "$@" >/dev/null 2>&1; }
+
 install_packages() {
   local packages=("$@") package prefix
   for package in "${kOptional[@]}"; do
@@ -96,7 +99,7 @@ install_packages() {
   local apt=($prefix env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300)
   local install=("${apt[@]}" install -y --no-install-recommends "${packages[@]}")
   # Package lists may be absent, or too old to name files that still exist.
-  if apt-cache show "${packages[@]}" >/dev/null 2>&1 && "${install[@]}" </dev/null; then return; fi
+  if installable "${packages[@]}" && "${install[@]}" </dev/null; then return; fi
   say "updating the package lists"
   "${apt[@]}" update </dev/null || fail "apt-get update failed; check the network and /etc/apt/sources.list*"
   "${install[@]}" </dev/null || fail "apt-get could not install ${packages[*]};" \
@@ -132,7 +135,7 @@ ensure_fuzz_compiler() {
   find_fuzz_compiler >/dev/null && return
   local version
   for version in {22..16}; do
-    known_system && apt-cache show "clang-$version" "libclang-rt-$version-dev" >/dev/null 2>&1 || continue
+    known_system && installable "clang-$version" "libclang-rt-$version-dev" || continue
     install_packages "clang-$version" "libclang-rt-$version-dev"
     find_fuzz_compiler >/dev/null && return
   done

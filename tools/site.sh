@@ -8,7 +8,8 @@ usage() {
 usage: tools/site.sh OUT
 
 Writes the site to the directory OUT, of which all that it does not write is removed if it is a site already; another
-directory that is not empty is refused. Begin with OUT/index.html. Needs what tools/python_env.sh makes, and no network.
+directory that is not empty is refused. Begin with OUT/index.html; the search works where a web server gives the pages
+out, as in `python3 -m http.server --directory OUT`. Needs what tools/python_env.sh makes, and no network.
 A broken link, a missing page or one that no menu has is an error.
 Exit codes: 0 ok, 1 the pages are at fault, 2 wrong usage, or something is missing.
 TEXT

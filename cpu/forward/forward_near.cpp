@@ -154,7 +154,7 @@ void acquire_rows(const ForwardMemory& m) {
   const auto prompts = static_cast<std::size_t>(
       std::ranges::count_if(std::span(m.tokens, m.slip->bucket.rows()),
                             [](const ForwardToken& token) { return token.list != kNone && token.decoded == 0; }));
-  // All of them first: nobody will tell of them again, and what follows may find no memory.
+  // All of them first: they are reported once, and what follows may find no memory.
   for (std::uint32_t p = 0; p < m.planes(); ++p) {
     const Plane plane(m, p);
     for (const std::uint32_t block : std::span(m.slip_freed, m.slip->freed_blocks)) {

@@ -26,7 +26,7 @@ struct CoreShare {
   std::uint32_t cores = 1;         ///< that it may keep busy: fewer where a control group grants less CPU time
 };
 
-/// Shares cores out: those that nobody has named among those who have not named any, in equal parts, neighbours
+/// Shares cores out: claims that name no cores get equal parts of those that no claim names, neighbours
 /// together, near ones first. The shares are disjoint and cover all cores if there are enough, and each has one at
 /// least. CPU time that a control group grants is shared out likewise.
 [[nodiscard]] std::vector<CoreShare> divided(std::span<const CoreClaim* const> claims);
@@ -49,7 +49,7 @@ class CoreShares {
       return claim_.get_deleter().from->generation_.load(std::memory_order_acquire);
     }
     [[nodiscard]] const Topology& topology() const noexcept { return claim_->topology; }
-    /// Gives the share back before its time. There is none to ask for any more.
+    /// Gives the share back before its destruction. `share` must not be called after it.
     void end() const noexcept { claim_.get_deleter().from->forget(*claim_); }
 
    private:

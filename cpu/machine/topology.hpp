@@ -26,7 +26,7 @@ class Topology {
 
   /// The machine that this process runs on.  @throws Error{Errc::io} if hwloc cannot read it.
   Topology();
-  /// A machine that nobody owns, in hwloc's synthetic language, e.g. "numa:2 core:4 pu:2".
+  /// An imaginary machine, in hwloc's synthetic language, e.g. "numa:2 core:4 pu:2".
   /// Binding calls do nothing on it.  @throws Error{Errc::invalid_argument} naming the description.
   explicit Topology(const std::string& synthetic);
   /// A machine that hwloc has described as XML (`lstopo machine.xml`), its PCI devices included. Binding calls do

@@ -20,7 +20,7 @@ class Kept {
   Kept* older_ = nullptr;       ///< what else is never freed
 };
 
-/// Never frees it: for what threads use of which nobody can tell when the last has gone. Listed, so that it is no leak.
+/// Never frees it: for memory of threads whose end cannot be observed. Listed, so that it is no leak.
 inline void keep_for_good(std::unique_ptr<Kept> object) noexcept {
   static std::atomic<Kept*> newest{nullptr};
   Kept* const left = object.release();

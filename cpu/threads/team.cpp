@@ -57,9 +57,9 @@ class Job {
   std::exception_ptr error_;  ///< written by the one who raised `failed_`
 };
 
-/// Where helpers find a job. `users` counts those who may be looking at it: the owner takes the job away,
-/// then waits until nobody is. The job and its body lie here, not with their owner, who may give up before a helper
-/// comes back; the slot then stays taken.
+/// Where helpers find a job. `users` counts the helpers that may read it: the owner takes the job away, then waits
+/// until there are none. The job and its body lie here, not with their owner, who may give up before a helper comes
+/// back; the slot then stays taken.
 struct alignas(64) Slot {
   std::atomic<bool> taken{false};
   std::atomic<Job*> job{nullptr};

@@ -10,7 +10,7 @@
 
 namespace sluice::gpu {
 
-/// Crossovers of one H200 over PCIe 5, for devices that nobody has calibrated.
+/// Crossovers of one H200 over PCIe 5, for devices that were not calibrated.
 [[nodiscard]] std::shared_ptr<const TransferProfile> default_profile();
 
 /// Reads a TransferProfile as a function of block size and count. Between samples times run along straight lines, in

@@ -132,7 +132,7 @@ class Admission {
 
   /// Preempts a request and all younger ones that run, for a reason that is not counted here: the engine had no room
   /// for it. They are returned, youngest first; none if it waits. Nothing is admitted until one of those that still run
-  /// has ended. If it is the oldest, nobody else is in its way: end it, or it comes again at once.
+  /// has ended. If it is the oldest, it waits for no other request: end it, or it is admitted again at once.
   /// @throws Error{Errc::not_found}; Error{Errc::invalid_argument} if a turn is open
   std::vector<RequestId> preempt(RequestId request);
 
@@ -142,7 +142,7 @@ class Admission {
   /// @throws Error{Errc::invalid_argument} if a turn is open, or `admit` was not called since the last was completed
   [[nodiscard]] std::vector<TurnItem> next(std::uint32_t chunk_tokens = 0);
   /// The turn's forward has been finished. Requests that have all their tokens are returned, and are gone. `seconds`:
-  /// that it took, a model's own work included; 0 if nobody has measured it.
+  /// that it took, a model's own work included; 0 if it was not measured.
   /// @throws Error{Errc::invalid_argument} if no turn is open
   std::vector<RequestId> complete(double seconds = 0.0);
   /// It came to nothing: the same rows are to come again.

@@ -85,7 +85,7 @@ struct EngineOptions {
   /// that the largest bucket's longest sequence has.
   std::uint32_t prefill_window = 4096;
   PrefillSpec prefill{};                ///< how prompts attend
-  /// Of host_bytes: what pages of named tokens may keep that no sequence has any more, until something else needs it;
+  /// Of host_bytes: what pages of named tokens may keep after their sequences have ended, until something needs it;
   /// see Engine::name_tokens. Costs nothing if no tokens are named. 0: only pages of sequences that live are found.
   std::uint64_t prefix_bytes = ~std::uint64_t{0};
   /// Pages are found, too, with tokens that were decoded by a policy that leaves some out: their keys and values are

@@ -199,7 +199,7 @@ struct ForwardState {
 inline constexpr std::uint32_t kMostForwards = 8;
 
 /// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises, but for what is
-/// good, which may be taken back; nobody adds to one across the link, which not every link can.
+/// good, which may be taken back; no word is added to across the link, as not every link can do that.
 struct ForwardMailbox {
   /// The device's: hand-over `asked` is there, of this forward and layer.
   struct alignas(64) Question {

@@ -112,7 +112,7 @@ class Rows:
 
     def replace(self, indices: list[int]) -> None:
         """Row i becomes what row indices[i] was. If an error is raised, all rows are lost."""
-        # Rows without a token are nobody's: a first forward was left.
+        # Rows without a token have no sequence: the first forward did not come to its end.
         if self._mask is None or not self._sequences or indices == list(range(len(self._sequences))):
             return
         engine, old = self._turn.engine, list(self._sequences)

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 from ctypes import byref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from sluice import _structs as structs
 from sluice import figures
+from sluice._closing import Closing
 from sluice._library import library
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument
@@ -80,7 +80,7 @@ class TurnItem:
     output: bool  #: the last row's output is the request's next token
 
 
-class Admission:
+class Admission(Closing):
     """First come, first served: those that run are always the oldest of all requests that live. It knows no engine and
     no clock, and the same calls have the same answers. A turn of a server:
 
@@ -119,17 +119,6 @@ class Admission:
             if handle is not None:
                 self._library.admission_destroy(handle)
 
-    def __enter__(self) -> Admission:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
-
     def submit(self, request: int, prompt_tokens: int, max_new_tokens: int, on_cpu: bool = False) -> None:
         """A request that waits from now on. `max_new_tokens` 0: its prompt is computed, and that is all. `on_cpu`: its
         policy chooses on the CPU. OutOfCapacity if it could not run to its end though it were alone."""
@@ -155,7 +144,7 @@ class Admission:
     def preempt(self, request: int) -> list[int]:
         """Preempts a request and all younger ones that run, as the engine had no room for it. They are returned,
         youngest first; none if it waits. Nothing is admitted until one of those that still run has ended. If it is the
-        oldest, nobody else is in its way: end it, or it comes again at once."""
+        oldest, it waits for no other request: end it, or it is admitted again at once."""
         ids = self._list()
         self._call(self._library.admission_preempt, _unsigned("request", request, 64), *ids)
         return _ids(ids)
@@ -173,7 +162,7 @@ class Admission:
 
     def complete(self, seconds: float = 0.0) -> list[int]:
         """The turn's forward has been finished. Requests that have all their tokens are returned, and are gone.
-        `seconds`: that it took, a model's own work included; 0: nobody has measured it."""
+        `seconds`: that it took, a model's own work included; 0: it was not measured."""
         ids = self._list()
         self._call(self._library.admission_complete, seconds, *ids)
         return _ids(ids)

@@ -7,12 +7,12 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import byref
-from types import TracebackType
 from typing import Any
 
 from sluice import _structs as structs
 from sluice import figures
 from sluice._areas import Buffer, Path, file_name, is_path, readable, writable
+from sluice._closing import Closing
 from sluice._library import library
 from sluice._tensors import Argument
 from sluice.errors import DeviceError, InvalidArgument
@@ -20,7 +20,7 @@ from sluice.figures import Audit, HeadAudit, Memory, SequenceMemory, Stats
 from sluice.options import Bucket, EngineOptions, PlanItem, _unsigned
 
 
-class Engine:
+class Engine(Closing):
     """Attention for a batch of sequences whose keys and values lie in host memory; sluice.h says more of each call.
 
     Tensors are numpy arrays, torch tensors, or what has `__dlpack__`: [tokens, heads, head_dim] of f32, f16 or bf16.
@@ -64,17 +64,6 @@ class Engine:
                 self._library.engine_destroy(handle)
                 self._forwards.clear()
                 self._imports.clear()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
 
     def begin(self, policy: str, prompt: Iterable[int] | None = None, salt: int = 0) -> int:
         """A new sequence's number. With the ids of a prompt it begins with what is known of that: `tokens` says how

@@ -69,6 +69,7 @@ LISTED: dict[str, tuple[str, Callable[[tuple[str, ...]], bool]]] = {
     "tools/test.sh": ("builds and runs these tests", script),
     "tools/bootstrap.sh": ("installs packages and builds; .ci/run begins with it", script),
     ".ci/run": ("runs these tests", script),
+    "export": ("where the program is; the tests have it from CMake", always),
     "cmake --preset": ("builds and runs these tests", presets),
     "cd build/release/tools/cli": ("where the program is; the tests have it from CMake", always),
     "cmake --install": ("tests/capi/outside installs the build", always),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ def generator():
 
 REFERENCE = generator()
 PAGES = REFERENCE.pages_of(ROOT / "include" / "sluice")
-ALL = "\n".join(PAGES.values())
+ALL = html.unescape("\n".join(PAGES.values())).replace("\\*", "*")  # As it is read.
 
 
 def public(text: str) -> list[str]:
@@ -96,3 +97,12 @@ def test_bodies_are_cut_and_strings_are_none() -> None:
     assert [item.code for item in items[:1]] == ['int f(int x = g("}"));']
     assert items[0].comment == ["a"] and items[2].code == "int y = 65'536;  ///< c"
     assert "x_" not in "".join(REFERENCE.of_type(items[1]))
+
+
+def test_comments_become_prose() -> None:
+    """Their paragraphs, lists and @ lines are ones of the page. What is aligned stays as it is."""
+    comment = ["Of `a < b` and T* < U*:", "- one", "  that goes on", "- two", "Then this.", "@throws Error if not"]
+    assert REFERENCE.prose(comment) == [
+        "Of `a < b` and T\\* &lt; U\\*:", "", "- one", "  that goes on", "- two", "", "Then this.", "",
+        "@throws Error if not", ""]
+    assert REFERENCE.prose(["a:", "  x   1", "  y   2"]) == ["```text", "a:\n  x   1\n  y   2", "```", ""]

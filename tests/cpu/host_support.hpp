@@ -3,12 +3,12 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <utility>
 
 #include "cpu/device/host_device.hpp"
 #include "cpu/device/host_stream.hpp"
 #include "sluice/error.hpp"
+#include "tests/support/errors.hpp"
 
 namespace sluice::cpu {
 
@@ -32,20 +32,8 @@ Copy copy_of(T& to, const T& from) {
       .to = reinterpret_cast<std::byte*>(&to), .from = reinterpret_cast<const std::byte*>(&from), .bytes = sizeof(T)};
 }
 
-/// The code of the Error that `function` throws.
-template <class Function>
-Errc code_of(Function&& function) {
-  try {
-    (void)function();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  throw std::logic_error("nothing was thrown");
-}
-
-inline Errc synchronize_error(Stream& stream, Deadline deadline) {
-  return code_of([&] { stream.synchronize(deadline); });
-}
+using test::code_of;
+using test::synchronize_error;
 
 /// Blocks its stream until opened; opens itself when it goes, so that no test hangs.
 class Gate {

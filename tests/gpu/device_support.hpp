@@ -16,29 +16,13 @@
 #include "gpu/kernels/transfer/signal.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
+#include "tests/support/errors.hpp"
 
 namespace sluice::test {
 
 using namespace std::chrono_literals;
 
 inline Deadline soon() { return deadline_after(60s); }
-
-template <class Function>
-Errc code_of(Function&& function) {
-  try {
-    (void)function();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  throw std::logic_error("nothing was thrown");
-}
-
-inline Errc synchronize_error(Stream& stream, Deadline deadline) {
-  return code_of([&] {
-    stream.synchronize(deadline);
-    return 0;
-  });
-}
 
 /// False where the enqueuing thread waits in the stream's place: there a test may not raise a flag later.
 inline bool streams_wait(Device& device) { return gpu::cuda_device(device, "test").memory_operations(); }

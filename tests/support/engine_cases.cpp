@@ -255,11 +255,19 @@ TEST_CASE("a step chooses the highest, whatever the one before let expect", "[en
   }
 }
 
-TEST_CASE("what is not a number shows, near or far", "[engine]") {
-  const std::uint32_t near = GENERATE(0u, 2u, 100u);
-  CAPTURE(near);
+TEST_CASE("what is not a number shows: near, far and over the link", "[engine]") {
+  struct Where {
+    std::uint32_t near;
+    PlacementMode placement;
+  };
+  const auto [near, placement] =
+      GENERATE(Where{0, PlacementMode::hybrid}, Where{2, PlacementMode::hybrid}, Where{100, PlacementMode::hybrid},
+               Where{0, PlacementMode::stream}, Where{2, PlacementMode::stream});
+  CAPTURE(near, to_string(placement));
   const EngineRig rig = engine_rig();
-  Engine engine(options_for(rig, 2, 60, near), rig.device);
+  EngineOptions options = options_for(rig, 2, 60, near);
+  options.placement = placement;
+  Engine engine(options, rig.device);
   Story story(kShape, 140, 12);
   const Story sane(kShape, 140, 13);
   story.poison(1, 131);  // Among the recent tokens of some steps.

@@ -200,27 +200,6 @@ TEST_CASE("a key that is not a number shows, wherever in a list it comes", "[eng
   }
 }
 
-TEST_CASE("what is not a number shows over the link, too", "[engine]") {
-  using namespace plain;
-  const EngineRig rig = engine_rig();
-  Engine engine(streaming(options_for(rig, 2, 60, GENERATE(0u, 2u))), rig.device);
-  Story story(kShape, 140, 12);
-  const Story sane(kShape, 140, 13);
-  story.poison(1, 131);  // Among the recent tokens of some steps.
-  const auto policy = parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=4");
-  Teller tellers[] = {{.story = &story, .id = engine.begin(policy)}, {.story = &sane, .id = engine.begin(policy)}};
-  for (Teller& teller : tellers) import_story(engine, rig, teller, 125);
-  ForwardTensors tensors(*rig.device, kShape, 2);
-  const std::size_t row = std::size_t{kShape.q_heads} * kShape.head_dim;
-  while (tellers[0].at < story.tokens()) {
-    const auto out = run_forward(engine, rig, tensors, {&tellers[0], &tellers[1]});
-    const std::uint32_t token = tellers[0].at - 1;
-    const bool sees = token >= 131 && token < 135;
-    for (std::size_t i = 0; i < 3 * row; ++i) REQUIRE(std::isnan(out[0][i]) == (sees && i / row == 1));
-    REQUIRE(error_of(out[1], sane, token, 2, 4, 10) < kTolerance);
-  }
-}
-
 TEST_CASE("a choice that does not come in time costs the forward, which can be run again", "[engine]") {
   using namespace policies;
   const EngineRig rig = engine_rig();

@@ -68,26 +68,8 @@ class DeviceAttention {
   Staging staging_;
 };
 
-struct Decoder {
-  explicit Decoder(const Model& m) : model(m), attention(m.config().shape()), logits(m.config().vocab_size) {
-    work.stream = &test::gpu_stream();
-  }
-
-  void feed(std::span<const int> tokens, std::size_t chunk_tokens) {
-    while (!tokens.empty()) {
-      std::vector<PlacedToken> placed;
-      for (const int token : tokens.first(std::min(chunk_tokens, tokens.size()))) placed.push_back({token, position++});
-      model.forward(placed, std::ref(attention), work);
-      tokens = tokens.subspan(placed.size());
-    }
-    model.logits(work, 1, logits);
-  }
-
-  const Model& model;
-  DeviceAttention attention;
-  Activations work;
-  std::uint32_t position = 0;
-  std::vector<float> logits;
+struct Decoder : test::Decoder<DeviceAttention> {
+  explicit Decoder(const Model& m) : test::Decoder<DeviceAttention>(m, &test::gpu_stream()) {}
 };
 
 const Model& testbed_model() {

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <span>
 #include <vector>
 
 #include "tools/llama/model.hpp"
@@ -75,6 +78,31 @@ class PlainAttention {
   AttentionShape shape_;
   std::vector<Layer> layers_;
   std::vector<float> weights_;
+};
+
+/// A model without an engine: feeds tokens in chunks, and has the logits after the last one.
+template <class Attention>
+struct Decoder {
+  explicit Decoder(const tools::Model& m, Stream* stream = nullptr)
+      : model(m), attention(m.config().shape()), logits(m.config().vocab_size) {
+    work.stream = stream;
+  }
+
+  void feed(std::span<const int> tokens, std::size_t chunk_tokens) {
+    while (!tokens.empty()) {
+      std::vector<tools::PlacedToken> placed;
+      for (const int token : tokens.first(std::min(chunk_tokens, tokens.size()))) placed.push_back({token, position++});
+      model.forward(placed, std::ref(attention), work);
+      tokens = tokens.subspan(placed.size());
+    }
+    model.logits(work, 1, logits);
+  }
+
+  const tools::Model& model;
+  Attention attention;
+  tools::Activations work;
+  std::uint32_t position = 0;
+  std::vector<float> logits;
 };
 
 }  // namespace sluice::test

@@ -15,26 +15,7 @@ using sluice::test::GoldenCase;
 using sluice::test::max_abs_diff;
 using sluice::test::PlainAttention;
 
-/// Feeds tokens in chunks and returns the logits after the last one.
-struct Decoder {
-  explicit Decoder(const Model& m) : model(m), attention(m.config().shape()), logits(m.config().vocab_size) {}
-
-  void feed(std::span<const int> tokens, std::size_t chunk_tokens) {
-    while (!tokens.empty()) {
-      std::vector<PlacedToken> placed;
-      for (const int token : tokens.first(std::min(chunk_tokens, tokens.size()))) placed.push_back({token, position++});
-      model.forward(placed, std::ref(attention), work);
-      tokens = tokens.subspan(placed.size());
-    }
-    model.logits(work, 1, logits);
-  }
-
-  const Model& model;
-  PlainAttention attention;
-  Activations work;
-  std::uint32_t position = 0;
-  std::vector<float> logits;
-};
+using Decoder = test::Decoder<test::PlainAttention>;
 
 }  // namespace
 

@@ -98,7 +98,7 @@ std::shared_ptr<Device> look_at_gpu(Findings& findings) {
   }
 }
 
-/// Cores that this process may use: as many threads as an engine has without a GPU. One, if nobody can say.
+/// Cores that this process may use: as many threads as an engine has without a GPU. One, if they cannot be read.
 std::uint32_t usable_cores() {
   try {
     return cpu::Workers(cpu::Topology(), {}).threads();

@@ -27,7 +27,7 @@ std::string parsed_command(const CLI::App& app) {
   return name;
 }
 
-/// A word that nobody knows is what the user should hear of first, not the option that it left missing.
+/// An unknown word is reported before the required option that is missing because of it.
 std::string cause(const CLI::App& app, const CLI::ParseError& error) {
   const std::vector<std::string> unknown = app.remaining(true);
   return unknown.empty() ? error.what() : "unknown argument '" + unknown.front() + "'";

@@ -196,20 +196,9 @@ Weights load_weights(const WeightSource& source, const ModelConfig& config) {
   // A config.json that lies costs an error, no memory.
   if (source.checkpoint != nullptr) require_match(*source.checkpoint, plan);
   require_memory(plan.parameters * sizeof(float), available_host_bytes(), "this machine has");
-  const std::uint32_t hidden = config.hidden_size;
   Loader load(source, plan);
   Weights weights;
-  weights.embeddings = load.matrix(plan.embeddings);
-  for (const LayerPlan& layer : plan.layers) {
-    weights.layers.push_back({.attention_norm = load.gain(layer.attention_norm, hidden),
-                              .qkv = load.matrix(layer.qkv),
-                              .output = load.matrix(layer.output),
-                              .mlp_norm = load.gain(layer.mlp_norm, hidden),
-                              .gate_up = load.matrix(layer.gate_up),
-                              .down = load.matrix(layer.down)});
-  }
-  weights.final_norm = load.gain(plan.final_norm, hidden);
-  if (plan.own_head) weights.own_head = load.matrix(*plan.own_head);
+  load_planned(plan, config.hidden_size, load, weights);
   weights.parameters = plan.parameters;
   return weights;
 }

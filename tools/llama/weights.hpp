@@ -71,6 +71,22 @@ void require_memory(std::uint64_t needed_bytes, std::uint64_t free_bytes, const 
 /// The gain of a norm; all ones from a seed.  @throws Error as Checkpoint::find.
 [[nodiscard]] std::vector<float> load_gain(const WeightSource& source, const std::string& name, std::uint32_t count);
 
+/// Fills weights by what `load` makes of a matrix's plan and of a norm's name and size.
+template <class Weights, class Loader>
+void load_planned(const WeightPlan& plan, std::uint32_t hidden_size, Loader& load, Weights& weights) {
+  weights.embeddings = load.matrix(plan.embeddings);
+  for (const LayerPlan& layer : plan.layers) {
+    weights.layers.push_back({.attention_norm = load.gain(layer.attention_norm, hidden_size),
+                              .qkv = load.matrix(layer.qkv),
+                              .output = load.matrix(layer.output),
+                              .mlp_norm = load.gain(layer.mlp_norm, hidden_size),
+                              .gate_up = load.matrix(layer.gate_up),
+                              .down = load.matrix(layer.down)});
+  }
+  weights.final_norm = load.gain(plan.final_norm, hidden_size);
+  if (plan.own_head) weights.own_head = load.matrix(*plan.own_head);
+}
+
 /// Weights in ordinary memory, float32.
 struct Linear {
   std::uint32_t outs = 0;

@@ -159,6 +159,27 @@ def fenced(language: str, lines: str) -> list[str]:
     return [f"```{language}", lines.rstrip("\n"), "```", ""]
 
 
+def prose(comment: list[str]) -> list[str]:
+    """A comment as Markdown: its paragraphs, lists and @ lines. One that aligns its lines keeps them."""
+    if any(line.startswith(" ") and not in_list(comment, at) for at, line in enumerate(comment)):
+        return fenced("text", "\n".join(comment))
+    page: list[str] = []
+    for at, line in enumerate(comment):
+        begins = line.startswith("@") or line.startswith("- ") != comment[at - 1].startswith(("- ", "  "))
+        page += [""] if at and begins and not line.startswith("  ") else []
+        # Code is between backticks, and stays as it is.
+        parts = line.split("`")
+        page.append("`".join(part if at % 2 else part.replace("<", "&lt;").replace("*", "\\*")
+                             for at, part in enumerate(parts)))
+    return [*page, ""]
+
+
+def in_list(comment: list[str], at: int) -> bool:
+    """Whether an indented line goes on with an entry of a list."""
+    before = [line for line in comment[:at] if not line.startswith("  ")]
+    return comment[at].startswith("  ") and not comment[at].startswith("   ") and bool(before) and before[-1].startswith("- ")
+
+
 def of_type(item: Item) -> list[str]:
     """A type: what it has, then each of its functions that has a comment."""
     members = [] if re.match(r"enum|union", item.code) else items_of(item.body)
@@ -171,7 +192,7 @@ def of_type(item: Item) -> list[str]:
             called = f"{name}::{name_of(member.code)}"
             page += [] if called == heading else [f"#### {called}", ""]
             heading = called
-            page += fenced("text", "\n".join(member.comment))
+            page += prose(member.comment)
             page += fenced("cpp", textwrap.dedent(" " * INDENT + member.code))
             continue
         inside += [" " * INDENT + "/// " + line for line in member.comment]
@@ -193,7 +214,7 @@ def of_header(name: str, text: str) -> list[str]:
             page += [] if called == heading else [f"### {called}", ""]
             heading = called
         if item.comment:
-            page += fenced("text", "\n".join(item.comment))
+            page += prose(item.comment)
         if item.code:
             page += of_type(item) if item.body else fenced("cpp", textwrap.dedent(item.code))
     return page

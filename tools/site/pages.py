@@ -19,10 +19,10 @@ MODULES = {
     "python": ("Python: sluice", "sluice"),
     "transformers": ("Python: sluice.transformers", "sluice.transformers"),
 }
-# Lines of 120 columns fit beside the two menus, and what a table's rows are about is not broken.
-STYLE = """.md-grid { max-width: 82rem; }
+# Lines of 120 columns fit beside the menu, and code in tables breaks between words alone.
+STYLE = """.md-grid { max-width: 64rem; }
 .md-typeset pre > code { font-size: 0.59rem; }
-.md-typeset td:first-child code { white-space: nowrap; }
+.md-typeset :is(td, th) code { word-break: normal; overflow-wrap: normal; }
 .md-typeset thead:not(:has(th:not(:empty))) { display: none; }
 """
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)")
@@ -80,8 +80,7 @@ def copied(path, files, config):
 
 
 def c_reference(text):
-    """A header as a page: its sections, and every declaration after its comment. A comment keeps its line ends, as
-    tables are aligned in it."""
+    """A header as a page: its sections, and every declaration after its comment."""
     lines = text.splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("///"))
     page = ["# C: sluice.h", ""]
@@ -95,7 +94,7 @@ def c_reference(text):
                 or re.findall(r"\b(SLUICE_(?!API\b)\w+)", bare)
             page.extend([f"### {names[0]}", ""] if names else [])
         if comment:
-            page.extend(["```text", *comment, "```", ""])
+            page.extend(cpp_reference.prose(comment))
         if code:
             page.extend(["```c", *code, "```", ""])
         comment, code = [], []

@@ -103,7 +103,7 @@ __device__ void attend_rows(const PrefillItem& item, const PrefillArgs& args, co
       for (int i = 0; i < kDim / 2; ++i) rows.out[i] *= factor[i % 4 / 2];
       pack_weights<T>(weights, scores);
     }
-    if (group == 0) named_sync(kTurn + group, 2 * kWarpgroup);  // The turn that nobody took.
+    if (group == 0) named_sync(kTurn + group, 2 * kWarpgroup);  // The turn that was not taken.
     ring.full_v[stage.index].wait(stage.parity);
     if ((tile + 1) * kTile > block.key_end) {
       clear_values(memory.v[stage.index], block.key_end - tile * kTile);

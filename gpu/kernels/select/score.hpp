@@ -9,7 +9,7 @@
 
 namespace sluice::gpu {
 
-/// head_dim 64 or 128, bf16 or f16, up to 32 query heads in the group.
+/// A head_dim of KernelHeadDims, bf16 or f16, up to 32 query heads in the group.
 struct ScoreShape {
   DType dtype = DType::bf16;  ///< of digests or keys
   std::uint32_t group = 0;
@@ -34,6 +34,8 @@ void launch_score_pages(const ScorePagesTask* tasks, std::uint32_t count, std::u
                         const ScoreShape& shape, cudaStream_t stream);
 void launch_score_tokens(const TaskArray<TokenRows>& tasks, const ScoreShape& shape, cudaStream_t stream);
 
+/// Both kernels.
 void load_score_kernels();
+void load_score_tokens_kernels();
 
 }  // namespace sluice::gpu

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sluice.evaluation.decoding import Setup, Subject, dense, under
+from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import Task, Vocabulary
 from sluice.evaluation.intervals import mcnemar, wilson
 
@@ -72,17 +73,21 @@ def answer(subject: Subject, task: Task, rules: Rules) -> Answer:
 
 
 def answer_tasks(setup: Setup, tasks: Sequence[Task], rules: Rules, policies: Sequence[str],
-                 told: Callable[[str], None]) -> dict[str, list[Answer]]:
-    """All tasks under dense attention, by the name "dense", and under every policy. Calls `told` after each."""
-    made: list[tuple[str, AbstractContextManager[Subject]]] = [("dense", dense(setup))]
-    made += [(policy, under(setup, policy)) for policy in policies]
-    answers: dict[str, list[Answer]] = {}
-    for name, attention in made:
-        answers[name] = []
+                 told: Callable[[str], None], failures: Failures) -> dict[str, list[Answer]]:
+    """All tasks under dense attention, by the name "dense", and under every policy that does not fail. Calls `told`
+    after each."""
+    def answers_of(name: str, attention: AbstractContextManager[Subject]) -> list[Answer]:
+        given: list[Answer] = []
         with attention as subject:
             for task in tasks:
-                answers[name].append(answer(subject, task, rules))
+                given.append(answer(subject, task, rules))
                 told(name)
+        return given
+
+    answers = {"dense": answers_of("dense", dense(setup))}
+    for policy in policies:
+        with failures.of(policy):
+            answers[policy] = answers_of(policy, under(setup, policy))
     return answers
 
 

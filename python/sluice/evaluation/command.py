@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sluice.errors import InvalidArgument, Unsupported
+from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import BYTES, Bytes, Task, Tokenizer, Vocabulary, Window, read_tasks, read_windows
 from sluice.evaluation.policies import split_policies
 from sluice.serving.arguments import add_model, check_folder, check_options, device_of, number, options_of
@@ -68,7 +69,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         target.write(results)
         if arguments.json != "-":
             print("\n".join(tables(results)), end="")
-    return 0
+    return int(any(results.get(part, {}).get("failed") for part in ("text", "tasks")))
 
 
 def tables(results: dict[str, Any]) -> list[str]:
@@ -153,9 +154,10 @@ def _text(arguments: argparse.Namespace, setup: Setup, windows: Sequence[Window]
 
     if not windows:
         return {}
-    scores = score_windows(setup, windows, arguments.score, policies, progress.told)
+    failures = Failures(progress.clear)
+    scores = score_windows(setup, windows, arguments.score, policies, progress.told, failures)
     return {"text": {"results": [summary(policy, given, scores["dense"], arguments.seed)
-                                 for policy, given in scores.items()]}}
+                                 for policy, given in scores.items()], "failed": failures.reasons}}
 
 
 def _tasks(setup: Setup, tasks: Sequence[Task], rules: Rules, policies: Sequence[str],
@@ -164,8 +166,10 @@ def _tasks(setup: Setup, tasks: Sequence[Task], rules: Rules, policies: Sequence
 
     if not tasks:
         return {}
-    answers = answer_tasks(setup, tasks, rules, policies, progress.told)
-    return {"tasks": {"results": summaries(tasks, answers), "items": items(tasks, answers, rules)}}
+    failures = Failures(progress.clear)
+    answers = answer_tasks(setup, tasks, rules, policies, progress.told, failures)
+    return {"tasks": {"results": summaries(tasks, answers), "items": items(tasks, answers, rules),
+                      "failed": failures.reasons}}
 
 
 def _config_of(arguments: argparse.Namespace, setup: Setup, policies: Sequence[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sluice.evaluation.decoding import Setup, Subject, dense, under
+from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import Window
 from sluice.evaluation.intervals import bootstrap, quantile
 
@@ -49,8 +50,9 @@ def logits_of(subject: Subject, window: Window, scored: int) -> tuple[torch.Tens
 
 
 def score_windows(setup: Setup, windows: Sequence[Window], scored: int, policies: Sequence[str],
-                  told: Callable[[str], None]) -> dict[str, list[Score]]:
-    """All windows under dense attention, by the name "dense", and under every policy. Calls `told` after each."""
+                  told: Callable[[str], None], failures: Failures) -> dict[str, list[Score]]:
+    """All windows under dense attention, by the name "dense", and under every policy that does not fail. Calls `told`
+    after each."""
     scores: dict[str, list[Score]] = {name: [] for name in ("dense", *policies)}
     for group in _groups(windows, scored * setup.model.config.get_text_config(decoder=True).vocab_size * 4):
         wanted = []
@@ -61,12 +63,14 @@ def score_windows(setup: Setup, windows: Sequence[Window], scored: int, policies
                 scores["dense"].append(compare(window, logits, logits, attended))
                 told("dense")
         for policy in policies:
-            with under(setup, policy) as subject:
+            if policy in failures.reasons:
+                continue
+            with failures.of(policy), under(setup, policy) as subject:
                 for window, reference in zip(group, wanted):
                     logits, attended = logits_of(subject, window, scored)
                     scores[policy].append(compare(window, reference, logits, attended))
                     told(policy)
-    return scores
+    return {name: given for name, given in scores.items() if name not in failures.reasons}
 
 
 def _groups(windows: Sequence[Window], bytes_of_one: int) -> Iterator[Sequence[Window]]:

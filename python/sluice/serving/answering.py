@@ -160,7 +160,7 @@ class Answering:
         for ids in prompts:
             if not ids:
                 raise Refused(400, "the prompt has no tokens; it must have one", param=param)
-            # What nobody asked for is cut where there is no room.
+            # A limit that the request did not set is cut to the room that there is.
             most = wants._most() if wants.model_fields_set & {"max_tokens", "max_completion_tokens"} else None
             if len(ids) + (most or 1) > limit and (len(ids) >= limit or most is not None):
                 asked = f", and {most} more are asked for" if most else ""

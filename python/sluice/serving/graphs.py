@@ -25,7 +25,7 @@ Compute = Callable[[Padding, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 class Staging:
     """Whole numbers on their way to a device, always at the same place there. They are written to pinned memory and
-    follow in one copy, for which nobody waits."""
+    follow in one asynchronous copy."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -101,8 +101,8 @@ class CudaGraphs:
 
 
 def _free_generator(device: torch.device) -> None:
-    """A capture that broke off leaves the device's random numbers to itself, and nobody else would get any: others take
-    their place, which go on from there."""
+    """A capture that broke off keeps the device's random generator registered, and later draws would fail: a copy of
+    its state takes its place."""
     generator = torch.cuda.default_generators[device.index or 0]
     with contextlib.suppress(RuntimeError):
         generator.graphsafe_set_state(generator.clone_state())

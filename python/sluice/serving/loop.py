@@ -275,7 +275,7 @@ class Loop:
         self._follow(number, live.past.answered > 0)
 
     def _follow(self, number: int, read: bool) -> None:
-        """Those that waited for this request's prompt come. If nobody has read it, the first of them does."""
+        """Those that waited for this request's prompt come. If no request has read it, the first of them does."""
         waiting = self._behind.pop(number, [])
         if not read and len(waiting) > 1:
             self._behind[waiting[0].number] = [dataclasses.replace(request, after=waiting[0].number)

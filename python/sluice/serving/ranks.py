@@ -223,7 +223,7 @@ def _accept(listener: socket.socket, key: bytes, ranks: int) -> dict[int, Connec
             peer = _connection(listener.accept()[0])
         except TimeoutError:
             raise RanksLost(f"{ranks - 1 - len(peers)} ranks have not come within {START_S:g} s") from None
-        # Whoever has no key is nobody, and is read no further.
+        # A peer without the key is no rank, and is read no further.
         with contextlib.suppress(EOFError, OSError):
             said = peer.recv_bytes(len(key) + 1)
             if hmac.compare_digest(said[:-1], key):

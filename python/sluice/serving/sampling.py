@@ -14,7 +14,7 @@ _GREEDY = 1e-5  # Below such a temperature the most likely token is chosen: logi
 
 class Past:
     """What the next token of a request depends on besides logits. What is on the device grows with the answer: a token
-    costs what is new with it, and nobody waits for its way there."""
+    costs what is new with it, copied asynchronously."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self.sampling, self.answered = sampling, 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +22,57 @@ if TYPE_CHECKING:
 _SAMPLES, _SAMPLE = 64, 64 << 10  # Pieces of a file of weights that stand for all of it, and bytes of each.
 
 
+@contextlib.contextmanager
+def locked(file: Path | None) -> Iterator[None]:
+    """While it lasts no other process has this session: each would replace what the other writes. The lock is the
+    kernel's, of a file beside it, and ends with the process.
+    @throws InvalidArgument if another process has it"""
+    lock = None if file is None else _lock(file)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            _lock_file(file).unlink(missing_ok=True)  # While it is held: afterwards it may be another's.
+            os.close(lock)
+
+
+def _lock_file(file: Path) -> Path:
+    return file.with_name(file.name + ".lock")
+
+
+def _lock(file: Path) -> int | None:
+    """A descriptor; None where nothing can be written, and nothing has to be locked."""
+    while True:
+        try:
+            lock = os.open(_lock_file(file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                return None
+            raise
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one who had it may have removed it since it was opened.
+            if os.fstat(lock).st_nlink:
+                os.truncate(lock, 0)
+                os.write(lock, f"{os.getpid()}\n".encode())
+                return lock
+        except BlockingIOError:
+            holder = os.read(lock, 20).decode("ascii", "replace").strip()
+            os.close(lock)
+            raise InvalidArgument(f"--session {file} is in use by process {holder or '(unknown)'}; wait for its end, "
+                                  "or give another file") from None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
 class Session:
     """Keys and values in a file. They are shared by pages, as those of known prompts are."""
 
     def __init__(self, file: Path, model: PackedModel, name: str) -> None:
         """`name`: the model's, a folder or a name that transformers knows."""
-        self._file, self._model = file, model
+        self.file, self._model = file, model
         prefill = model.engine.options.prefill_mode
         self._signature = f"transformers {signature(name)} {model.weights}; policy {model.policy}; prefill {prefill}"
         self._keeps = 0  # Tokens of the file that the prompt has not; they must not be lost.
@@ -35,13 +82,13 @@ class Session:
         @throws InvalidArgument if it is of another model or policy, or has nothing of a prompt of `ids`, if these are
         given; Corrupt; OutOfCapacity"""
         try:
-            sequence = self._model.engine.resume(self._file, self._signature)
+            sequence = self._model.engine.resume(self.file, self._signature)
         except NotFound:
             return
         except (InvalidArgument, Corrupt) as error:
             raise self._refusal(error) from None
         except OutOfCapacity as error:
-            raise OutOfCapacity(f"--session {self._file} has no room: {error}; give a larger --context or "
+            raise OutOfCapacity(f"--session {self.file} has no room: {error}; give a larger --context or "
                                 "--host-bytes") from None
         try:
             if ids is not None:
@@ -62,13 +109,13 @@ class Session:
         """Writes a sequence that lives, whose tokens have names. If that fails there is no more than a warning: what
         was read is still there to be answered."""
         if self._keeps:
-            print(f"sluice: --session {self._file} stays as it is: it has a prompt of {self._keeps} tokens, and this "
+            print(f"sluice: --session {self.file} stays as it is: it has a prompt of {self._keeps} tokens, and this "
                   "one is shorter", file=sys.stderr, flush=True)
             return
         try:
-            self._model.engine.park(sequence, self._file, self._signature)
+            self._model.engine.park(sequence, self.file, self._signature)
         except Error as error:
-            print(f"sluice: --session {self._file} was not written: {error}", file=sys.stderr, flush=True)
+            print(f"sluice: --session {self.file} was not written: {error}", file=sys.stderr, flush=True)
 
     def park_known(self, ids: Sequence[int]) -> None:
         """Writes as much as is known of a prompt of these ids."""
@@ -81,7 +128,7 @@ class Session:
                 self._model.end(sequence)
 
     def _refusal(self, error: Error) -> Error:
-        return type(error)(f"--session {self._file} is not of this prompt and model: {error}; give another file, or "
+        return type(error)(f"--session {self.file} is not of this prompt and model: {error}; give another file, or "
                            "remove this one")
 
 
@@ -120,29 +167,40 @@ class Conversation:
         self.kept = int(bool(self.messages) and self.messages[0]["role"] == "system")
         """Messages at the beginning that are never left out."""
 
+        self._unsaved = False
+
     def add(self, role: str, content: str) -> None:
         for each in (self.messages, self._all):
             each.append({"role": role, "content": content})
+        self._unsaved = True
+
+    def tell(self, piece: str) -> None:
+        """More of the newest message."""
+        for each in (self.messages, self._all):
+            each[-1]["content"] += piece
 
     def take_back(self) -> None:
-        """The newest."""
+        """The newest question, and what there is of its answer."""
         for each in (self.messages, self._all):
-            each.pop()
+            while each.pop()["role"] != "user":
+                pass
 
     def save(self) -> None:
-        """Whole or not at all, and for the user alone. If that fails there is no more than a warning."""
-        if self._file is None:
+        """Whole or not at all, and for the user alone; without a question that has no answer yet. If that fails there
+        is no more than a warning."""
+        if self._file is None or not self._unsaved:
             return
         try:
-            self._write()
+            self._write(self._all[:-1] if self._all[-1]["role"] == "user" else self._all)
         except OSError as error:
             print(f"sluice: {self._file} was not written: {error}", file=sys.stderr, flush=True)
+        self._unsaved = False
 
-    def _write(self) -> None:
+    def _write(self, messages: list[dict[str, str]]) -> None:
         handle, aside = tempfile.mkstemp(dir=self._file.parent, prefix=self._file.name)  # That nobody else may read.
         try:
             with open(handle, "w", encoding="utf-8") as content:
-                json.dump({"messages": self._all}, content, ensure_ascii=False)
+                json.dump({"messages": messages}, content, ensure_ascii=False)
                 content.flush()
                 os.fsync(content.fileno())
             os.replace(aside, self._file)
@@ -154,7 +212,8 @@ class Conversation:
     def _read(self, system: str | None) -> list[dict[str, str]]:
         try:
             messages = json.loads(self._file.read_text("utf-8"))["messages"]
-            if not isinstance(messages, list) or not all(isinstance(each[part], str) for each in messages for part in ("role", "content")):
+            texts = [each[part] for each in messages for part in ("role", "content")]
+            if not isinstance(messages, list) or not all(isinstance(text, str) for text in texts):
                 raise TypeError("messages are a list, role and content of each are texts")
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidArgument(f"{self._file} is no conversation: {error!r}; give another --session") from None

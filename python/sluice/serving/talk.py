@@ -16,7 +16,7 @@ from sluice.serving.arguments import settings_of
 from sluice.serving.child import exit_at_once
 from sluice.serving.ranks import Launch
 from sluice.serving.requests import Request, Sampling
-from sluice.serving.sessions import Conversation, Session
+from sluice.serving.sessions import Conversation, Session, locked
 
 
 class Teller:
@@ -71,21 +71,47 @@ class Teller:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes after it: a forward that is cut leaves the engine with half of it. A second one comes at once."""
+    """Ctrl-C and SIGTERM come after it: a forward that is cut leaves the engine with half of it. A second one comes at
+    once."""
+    before: dict[int, Any] = {}
     came: list[int] = []
 
     def note(number: int, frame: Any) -> None:
         if came:
-            raise KeyboardInterrupt
+            restore()
+            signal.raise_signal(number)
         came.append(number)
 
-    before = signal.signal(signal.SIGINT, note)
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
+        restore()
+    for number in came[:1]:
+        signal.raise_signal(number)
+
+
+class Terminated(SystemExit):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """In it SIGTERM raises Terminated, so that what is kept is written. A second one ends the process at once."""
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Progress:
@@ -122,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         except UnicodeDecodeError as error:
             raise InvalidArgument(f"{arguments.file} is no text of UTF-8: {error}") from None
     check_session(arguments)
-    with contextlib.closing(Teller(arguments)) as teller:
+    with locked(arguments.session), contextlib.closing(Teller(arguments)) as teller:
         ids = teller.tokenizer.encode(prompt)
         teller.keep(ids)
         for piece in teller.answer(ids):
@@ -133,21 +159,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 def chat(arguments: argparse.Namespace) -> int:
     check_session(arguments)
-    said = Conversation(arguments.session, arguments.system)
-    with contextlib.closing(Teller(arguments)) as teller:
-        if not getattr(teller.tokenizer, "chat_template", None):
-            raise InvalidArgument("this model's tokenizer has no chat template; use run")
-        if teller.session:
-            teller.session.resume(None)
+    with _terminable(), locked(arguments.session):
+        said = Conversation(arguments.session, arguments.system)
+        with contextlib.closing(Teller(arguments)) as teller:
+            if not getattr(teller.tokenizer, "chat_template", None):
+                raise InvalidArgument("this model's tokenizer has no chat template; use run")
+            if teller.session:
+                teller.session.resume(None)
+            try:
+                return converse(teller, said)
+            finally:
+                keep(teller, said)
+
+
+def keep(teller: Teller, said: Conversation) -> None:
+    """The session has all that was said, and its keys and values."""
+    if len(said.messages) <= said.kept:
+        return
+    said.save()
+    if teller.session:
+        # Templates are others' code; what they raise here must not hide why the chat has ended.
         try:
-            return converse(teller, said)
-        finally:
-            if teller.session and len(said.messages) > said.kept:
-                # Templates are others' code; what they raise here must not hide why the chat has ended.
-                try:
-                    teller.session.park_known(ids_of(teller, said.messages, False))
-                except Exception as error:
-                    print(f"sluice: --session {arguments.session} was not written: {error}", file=sys.stderr, flush=True)
+            teller.session.park_known(ids_of(teller, said.messages, False))
+        except Exception as error:
+            print(f"sluice: --session {teller.session.file} was not written: {error}", file=sys.stderr, flush=True)
 
 
 def check_session(arguments: argparse.Namespace) -> None:
@@ -172,20 +207,21 @@ def converse(teller: Teller, said: Conversation) -> int:
         if not line.strip():
             continue
         said.add("user", line)
-        told = ""
         try:
-            for piece in teller.answer(conversation(teller, said.messages, said.kept)):
-                told += piece
+            ids = conversation(teller, said.messages, said.kept)
+            said.add("assistant", "")
+            for piece in teller.answer(ids):
+                said.tell(piece)
                 print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            pass  # The answer is given up, and what there is of it stays.
+        except KeyboardInterrupt:  # The answer is given up, and what there is of it stays.
+            if said.messages[-1]["role"] == "user":
+                said.add("assistant", "")
         except Error as error:
             print(f"sluice: {error}", file=sys.stderr, flush=True)
-            if not told:
+            if said.messages[-1]["role"] == "user" or not said.messages[-1]["content"]:
                 said.take_back()
                 continue
         print()
-        said.add("assistant", told)
         said.save()
 
 

@@ -14,6 +14,7 @@ import transformers
 from saved import DEVICE, KV, TESTBED, VOCABULARY, greedy, model_of
 from sluice.evaluation.answers import Rules, answer, answer_tasks, first_other, items, summaries
 from sluice.evaluation.decoding import Setup, dense, under
+from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import Bytes, Task, read_tasks
 
 SINKS = "streaming:sinks=4,recent=8"
@@ -98,7 +99,7 @@ def test_summaries() -> None:
 def test_items() -> None:
     """A policy that sees next to nothing parts from dense attention, and items say where."""
     tasks = [task(prompt(seed=seed), greedy(setup().model, prompt(seed=seed), 8)) for seed in range(4)]
-    answers = answer_tasks(setup(), tasks, RULES, ["full", SINKS], lambda _: None)
+    answers = answer_tasks(setup(), tasks, RULES, ["full", SINKS], lambda _: None, Failures())
     told = items(tasks, answers, RULES)
     assert all(each["outputs"]["full"]["right"] and each["outputs"]["full"]["first_other"] is None for each in told)
     lost = [each for each in told if not each["outputs"][SINKS]["right"]]
@@ -140,7 +141,7 @@ def test_tasks_of_a_real_model(testbed: Setup, tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     tasks = read_tasks(str(path), lambda: Bytes(256), chat=False)
     narrow = "streaming:sinks=4,recent=60"
-    cells = summaries(tasks, answer_tasks(testbed, tasks, RULES, ["full", narrow], lambda _: None))
+    cells = summaries(tasks, answer_tasks(testbed, tasks, RULES, ["full", narrow], lambda _: None, Failures()))
     told = {(cell["task"], cell["policy"]): cell for cell in cells}
     for kind in ("niah", "multikey", "kv"):
         assert told[kind, "dense"]["right"] == told[kind, "full"]["right"] == 1

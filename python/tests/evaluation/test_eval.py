@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from saved import NOISE, TEXT, greedy, model_of, tokenizer
+from sluice.errors import OutOfCapacity
 from sluice.evaluation import texts
+from sluice.evaluation.decoding import Subject
 from sluice.evaluation.report import Progress, finite, grid
 
 SMALL = ("--tokens", "80", "--windows", "3", "--score", "6")
@@ -142,6 +145,34 @@ def test_results_are_whole_or_not_there(evaluate: Callable, folder: Path, text: 
     plain = tmp_path / "plain"
     plain.write_text("")
     assert path.stat().st_mode == plain.stat().st_mode  # Who may read it is as for any other file.
+
+
+@pytest.mark.parametrize("error", [OutOfCapacity("no room"), RuntimeError("out of memory")])
+def test_a_policy_that_fails(evaluate: Callable, folder: Path, text: Path, tmp_path: Path, error: Exception,
+                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its second window and in its second task: the others' results are there, and the exit code tells."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": [5, 6, 7], "answer": [8]}\n' * 2)
+    arguments = ("--text", text, *SMALL, "--tasks", path, "--json", tmp_path / "out.json", "--policies")
+    assert evaluate(folder, *arguments, f"full;{SINKS}").status == 0
+    want = json.loads((tmp_path / "out.json").read_text())
+    session, count = Subject.session, itertools.count(1)
+
+    def fails(subject: Subject, prompt: list[int]) -> object:
+        """Every second sequence of `topk`, the one of these policies that chooses on the CPU."""
+        if subject.engine is not None and subject.engine.options.cpu_sequences and next(count) % 2 == 0:
+            raise error
+        return session(subject, prompt)
+
+    monkeypatch.setattr(Subject, "session", fails)
+    monkeypatch.setattr(texts, "_KEPT_BYTES", 1)  # Windows one by one: what has failed is not tried again.
+    done = evaluate(folder, *arguments, f"full;topk;{SINKS}")
+    got = json.loads((tmp_path / "out.json").read_text())
+    assert done.status == 1
+    assert done.err.count(f"sluice: the policy topk has failed and is not among the results: {error}\n") == 2
+    for part in ("text", "tasks"):
+        assert got[part]["results"] == want[part]["results"] and want[part]["failed"] == {}
+        assert got[part]["failed"] == {"topk": f"{type(error).__name__}: {error}"}
 
 
 def test_under_torchrun(evaluate: Callable, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

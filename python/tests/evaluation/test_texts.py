@@ -11,6 +11,7 @@ from saved import DEVICE, KV, NOISE, VOCABULARY, model_of
 from sluice.errors import InternalError, InvalidArgument, OutOfCapacity
 from sluice.evaluation import texts
 from sluice.evaluation.decoding import Setup, check, dense, under
+from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import Window
 from sluice.evaluation.texts import compare, score_windows, summary
 
@@ -67,7 +68,7 @@ def test_full_is_dense(name: str, changes: dict[str, object]) -> None:
     model, windows = model_of(name, **changes), windows_of(2)
     if name == "Gemma2":
         model.set_attn_implementation("eager")  # The library's sdpa leaves its soft-cap out.
-    scores = score_windows(setup_of(model), windows, SCORED, ["full", SINKS], nothing)
+    scores = score_windows(setup_of(model), windows, SCORED, ["full", SINKS], nothing, Failures())
     with torch.no_grad():
         for window, score in zip(windows, scores["dense"]):
             rows = torch.tensor([window.ids], device=DEVICE)
@@ -102,11 +103,11 @@ def test_windows_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all of dense attention's logits are kept at once, and nothing comes of that."""
     setup, windows = setup_of(model_of()), windows_of(3)
     told: list[str] = []
-    want = score_windows(setup, windows, SCORED, [SINKS], told.append)
+    want = score_windows(setup, windows, SCORED, [SINKS], told.append, Failures())
     assert told == ["dense"] * 3 + [SINKS] * 3
     monkeypatch.setattr(texts, "_KEPT_BYTES", 2 * SCORED * VOCABULARY * 4)
     told.clear()
-    assert score_windows(setup, windows, SCORED, [SINKS], told.append) == want
+    assert score_windows(setup, windows, SCORED, [SINKS], told.append, Failures()) == want
     assert told == ["dense"] * 2 + [SINKS] * 2 + ["dense", SINKS]
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sluice
 import torch
+from server import DEADLINE_S
+from sluice.serving.loop import Loop
+from sluice.serving.sessions import locked
 from small import bare_model, tokenizer
-from test_command import Done, answer_to, command, here  # noqa: F401: a fixture
+from test_command import ARGUMENTS, Done, answer_to, command, here  # noqa: F401: a fixture
 
 PROMPT = "the cat sat on the mat and the dog ran " * 12
 PAGE = 16
@@ -163,7 +170,8 @@ def test_a_chat_in_which_nothing_is_said(here: Callable[..., Done], tmp_path: Pa
 
 def test_what_is_no_conversation(here: Callable[..., Done], tmp_path: Path) -> None:
     file, beside = tmp_path / "s", tmp_path / "s.json"
-    for text in ("{", "[]", '{"messages": {}}', '{"messages": [{"role": "user"}]}', '{"messages": [{"role": "user", "content": 1}]}'):
+    for text in ("{", "[]", '{"messages": {}}', '{"messages": [{"role": "user"}]}',
+                 '{"messages": [{"role": "user", "content": 1}]}'):
         beside.write_text(text)
         done = here("chat", "--session", str(file), typed="a dog\n")
         assert done.returncode == 1 and f"{beside} is no conversation" in done.stderr and beside.read_text() == text
@@ -187,3 +195,76 @@ def test_what_sessions_do_not_go_with(here: Callable[..., Done], tmp_path: Path,
         monkeypatch.setenv(name, value)
     done = here("run", "--prompt", "a dog", "--session", file)
     assert done.returncode == 1 and "several processes share has none" in done.stderr
+
+
+def test_two_processes_of_one_session(folder: Path, here: Callable[..., Done], tmp_path: Path, read: list[int]) -> None:
+    """The second is refused, and SIGTERM ends the first with all that was said in its files."""
+    file = tmp_path / "s"
+    words = ("chat", "--model", str(folder), *ARGUMENTS, "--session", str(file))
+    first = subprocess.Popen([sys.executable, "-m", "sluice", *words], text=True, stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        first.stdin.write(PROMPT + "\n")
+        first.stdin.flush()
+        assert first.stdout.readline()
+        for name, arguments in (("run", ("--prompt", PROMPT)), ("chat", ())):
+            done = here(name, "--session", str(file), *arguments, typed="a dog\n")
+            assert (done.returncode, done.stdout) == (1, "")
+            assert f"--session {file} is in use by process {first.pid}; wait for its end" in done.stderr
+        first.send_signal(signal.SIGTERM)
+        _, errors = first.communicate(timeout=DEADLINE_S)
+    finally:
+        first.kill()
+    assert (first.returncode, errors) == (128 + signal.SIGTERM, "")
+    assert {each.name for each in tmp_path.iterdir()} == {"s", "s.json"}
+    read.clear()
+    assert here("chat", "--session", str(file), typed="a dog\n").returncode == 0
+    assert 0 < sum(read) < len(tokenizer().encode(PROMPT))
+    assert len(json.loads((tmp_path / "s.json").read_text())["messages"]) == 4
+
+
+def test_a_lock_that_was_left_behind(tmp_path: Path) -> None:
+    """By a process that was killed: the kernel has let go of it."""
+    file, lock = tmp_path / "s", tmp_path / "s.lock"
+    lock.write_text("1\n")
+    with locked(file):
+        assert lock.read_text() == f"{os.getpid()}\n"
+        with pytest.raises(sluice.InvalidArgument, match="in use"), locked(file):
+            pass
+    assert not lock.exists()
+    with locked(None), locked(file):
+        pass
+
+
+def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has can be read."""
+    def refuses(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.open", refuses)
+    with locked(tmp_path / "s"):
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_sigterm_in_an_answer(here: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                              step: int) -> None:
+    """While the prompt is read, and later: the forward ends, what was told stays, and both files are written."""
+    steps, take = 0, Loop.step
+
+    def stops(loop: Loop) -> object:
+        nonlocal steps
+        steps += 1
+        if steps == step:
+            signal.raise_signal(signal.SIGTERM)
+        return take(loop)
+
+    monkeypatch.setattr(Loop, "step", stops)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        here("chat", "--session", str(tmp_path / "s"), typed=PROMPT + "\na dog\n")
+    assert ended.value.code == 128 + signal.SIGTERM and steps == step
+    assert signal.getsignal(signal.SIGTERM) is before
+    messages = json.loads((tmp_path / "s.json").read_text())["messages"]
+    assert [each["role"] for each in messages] == ["user", "assistant"] and (messages[1]["content"] != "") == (step > 1)
+    assert {each.name for each in tmp_path.iterdir()} == {"s", "s.json"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +92,14 @@ def test_over_http(server: Server) -> None:
         told = client.completions.create(model="testbed", prompt=text, max_tokens=20, temperature=0, stop="\n")
         assert told.choices[0].text + "\n" == answer and told.choices[0].finish_reason == "stop"
         assert told.usage.prompt_tokens == len(text.encode()) + 1
+
+
+def test_the_program_of_the_readme() -> None:
+    """As it stands there, with less host memory, finds a needle."""
+    (program,) = re.findall(r"```python\n(.*?)```", (TESTBED.parents[2] / "README.md").read_text(), re.DOTALL)
+    assert program.count("8 << 30") == 1 and program.count("model.generate(**inputs)") == 1
+    text, answer = needle(1)
+    inputs = {"input_ids": torch.tensor([[BEGIN, *text.encode()]], device="cpu"), "max_new_tokens": len(answer)}
+    names = {"DIR": TESTBED, "inputs": inputs}
+    exec(program.replace("8 << 30", "128 << 20").replace("model.generate", "told = model.generate"), names)
+    assert bytes(names["told"][0, inputs["input_ids"].shape[1] :].tolist()) == answer.encode()

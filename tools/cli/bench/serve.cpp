@@ -227,7 +227,7 @@ void add_bench_serve(CLI::App& bench, int& exit_code) {
       {.most = 1e3});
   add_count(*command, "--watermark", options->watermark_pages, "Pages that an admission leaves free while others run");
   add_count(*command, "--near-pages", options->near_pages,
-            "Device pages that all requests that run share; 0: they bound nobody");
+            "Device pages that all running requests share; 0: no bound");
   add_count(*command, "--near-pages-per-request", options->near_pages_per_sequence,
             "Of these, what each takes: what one iteration needs; 0: all pages that it has");
   add_engine_flags(*command, options->engine);

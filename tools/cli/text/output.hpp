@@ -39,7 +39,7 @@ struct NamedPath {
   bool used = true;
 };
 
-/// @throws Error{Errc::invalid_argument} if two of them are one file, however they are spelt. /dev/null is nobody's.
+/// @throws Error{Errc::invalid_argument} if two of them are one file, however they are spelt. /dev/null may be several.
 void require_distinct(std::initializer_list<NamedPath> paths);
 
 /// The options `-o` and `--output` that every reporting subcommand has.

@@ -102,20 +102,9 @@ DeviceWeights load_device_weights(const WeightSource& source, const ModelConfig&
   std::size_t all_bytes = 0;
   check(cudaMemGetInfo(&free_bytes, &all_bytes), "ask for the GPU's free memory");
   require_memory(plan.parameters * sizeof(Bf16), free_bytes, "the GPU has");
-  const std::uint32_t hidden = config.hidden_size;
   Loader load(source, plan, device);
   DeviceWeights weights;
-  weights.embeddings = load.matrix(plan.embeddings);
-  for (const LayerPlan& layer : plan.layers) {
-    weights.layers.push_back({.attention_norm = load.gain(layer.attention_norm, hidden),
-                              .qkv = load.matrix(layer.qkv),
-                              .output = load.matrix(layer.output),
-                              .mlp_norm = load.gain(layer.mlp_norm, hidden),
-                              .gate_up = load.matrix(layer.gate_up),
-                              .down = load.matrix(layer.down)});
-  }
-  weights.final_norm = load.gain(plan.final_norm, hidden);
-  if (plan.own_head) weights.own_head = load.matrix(*plan.own_head);
+  load_planned(plan, config.hidden_size, load, weights);
   const std::vector<double> frequencies = rope_frequencies(config);
   weights.frequencies = load.copy(std::as_bytes(std::span(frequencies)));
   load.finish();

@@ -1,0 +1,203 @@
+#include "tools/cli/bench/prefill_bench.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "cpu/device/host_device.hpp"
+#include "scheduler/prefill_auto.hpp"
+#include "sluice/backend.hpp"
+#include "sluice/error.hpp"
+#include "sluice/share_histogram.hpp"
+#include "tools/cli/bench/bench.hpp"
+#include "tools/cli/bench/prefill_automatic.hpp"
+#include "tools/cli/prefill_flags.hpp"
+#include "tools/cli/text/interrupt.hpp"
+#include "tools/cli/text/values.hpp"
+
+namespace sluice::tools {
+namespace {
+
+/// Rows whose outputs are held against dense attention's.
+constexpr std::uint32_t kComparedRows = 1024;
+
+std::vector<std::uint32_t> compared_rows(std::uint32_t tokens) {
+  const std::uint32_t count = std::min(tokens, kComparedRows);
+  std::vector<std::uint32_t> rows;
+  for (std::uint64_t i = 0; i < count; ++i) rows.push_back(static_cast<std::uint32_t>((i + 1) * tokens / count - 1));
+  return rows;
+}
+
+ShareHistogram coverage_of(const std::vector<float>& lse, const std::vector<float>& all) {
+  ShareHistogram coverage;
+  for (std::size_t i = 0; i < lse.size(); ++i) coverage.add(std::min(1.0, std::exp(double{lse[i]} - all[i])));
+  return coverage;
+}
+
+}  // namespace
+
+PrefillBench::PrefillBench(const BenchPrefillOptions& options)
+    : options_(options),
+      workers_(std::make_shared<const cpu::Workers>(topology_, cpu::WorkersOptions{.threads = options.threads})),
+      device_(make_device(options.device)) {
+  if (!device_) device_ = std::make_shared<cpu::HostDevice>(workers_);
+  stream_ = device_->create_stream("device");
+  const bool host = !device_->info().own_processor;
+  lengths_ = parse_counts(!options.lengths.empty() ? options.lengths
+                          : host                   ? "2K,8K"
+                                                   : "4K,16K,64K,128K,256K",
+                          "--length");
+  samples_ = options.repeat != 0 ? options.repeat : host ? 3 : 5;
+  for (const std::string& gamma : split_list(options.gammas)) {
+    PrefillSpec spec{.mode = PrefillMode::flexprefill, .flex = options.flex};
+    spec.flex.gamma = parse_gamma(gamma, "--gammas");
+    validate(spec);
+    specs_.push_back(spec.flex);
+  }
+  for (const std::string& name : split_list(options.structures)) structures_.push_back(parse_prompt_structure(name));
+  if (structures_.empty()) {
+    throw Error(Errc::invalid_argument, "--structures: the list is empty; name at least one, e.g. vertical_slash");
+  }
+  make_table();
+}
+
+void PrefillBench::run(ProgressBar& bar) {
+  std::size_t done = 0;
+  for (const PromptStructure structure : structures_) {
+    for (const std::uint32_t length : lengths_) {
+      const std::string name = std::string(to_string(structure)) + ", " + std::to_string(length) + " tokens";
+      stop_if_interrupted();
+      bar.update(done++, structures_.size() * lengths_.size(), name);
+      run(structure, length, name);
+    }
+  }
+}
+
+void PrefillBench::make_table() {
+  using Show = Column::Show;
+  table_ = {.key = "prefill",
+            .title =
+                "Attention of one layer of a prompt (median; ratios to dense in the same run; TFLOP/s of what "
+                "is computed; coverage: softmax mass that was attended, over rows and heads; error: L2, "
+                "relative to dense)",
+            .columns = {{"structure", "structure"},
+                        {"length_tokens", "length"},
+                        {"chunk_tokens", "chunk"},
+                        {"method", "method"},
+                        {"total_ms", "ms", 3},
+                        {"select_ms", "choice ms", 3},
+                        {"attend_ms", "attention ms", 3},
+                        {"tflops", "TFLOP/s", 2},
+                        {"speedup_over_dense", "x dense", 2},
+                        {"blocks_share", "blocks", 1, Show::percent},
+                        {"coverage_mean", "coverage", 4},
+                        {"coverage_p5", "p5", 3},
+                        {"output_error", "error", 4},
+                        {"query_aware_share", "query-aware", 1, Show::percent}}};
+}
+
+void PrefillBench::run(PromptStructure structure, std::uint32_t length, const std::string& name) {
+  const PrefillLayerOptions layer_options{
+      .shape = options_.shape,
+      .layout = {.page_tokens = options_.page_tokens, .head_dim = options_.shape.head_dim, .dtype = options_.dtype},
+      .tokens = length,
+      .structure = structure,
+      .seed = options_.seed};
+  for (const std::string& reason : device_->backend().unsupported_reasons(options_.shape, layer_options.layout)) {
+    throw Error(Errc::unsupported, "bench prefill: " + reason);
+  }
+  const PrefillLayer layer(layer_options, *device_, *stream_, *workers_);
+  const PrefillCheck check(layer, *device_, *stream_, *workers_);
+  run({.layer = layer, .check = check, .name = name}, length);
+  if (options_.chunk < length) run({.layer = layer, .check = check, .name = name}, options_.chunk);
+}
+
+void PrefillBench::run(const Prompt& prompt, std::uint32_t chunk) {
+  PrefillPass pass(prompt.layer, chunk, *device_, *stream_);
+  pass.attend();
+  prompt.check.require(pass, "dense attention, " + prompt.name);
+  const std::uint32_t tokens = prompt.layer.options().tokens;
+  Dense dense{.ms = 0.0, .compared = compared_rows(tokens), .lse = pass.lse(), .rows = {}, .cells = {}};
+  dense.rows = pass.outputs(dense.compared);
+  dense.ms = pass.time(samples_, [&] { pass.attend(); });
+  const double rate = teraflops(std::uint64_t{tokens} * (tokens + 1) / 2, dense.ms);
+  dense.cells = {dense.ms, nullptr, dense.ms, rate, 1.0, 1.0, 1.0, 1.0, 0.0, nullptr};
+  add_row(prompt, chunk, "dense", dense.cells);
+  for (const FlexPrefillSpec& spec : specs_) {
+    const std::string name = to_text({.mode = PrefillMode::flexprefill, .flex = spec});
+    pass.plan(std::vector<bool>(pass.chunks(), true));
+    const std::vector<Json> cells = measure(prompt, pass, name, spec, dense);
+    add_row(prompt, chunk, name, cells);
+    add_row(prompt, chunk, to_text({.mode = PrefillMode::automatic, .flex = spec}),
+            automatic(pass, dense.cells, cells));
+  }
+}
+
+std::vector<Json> PrefillBench::automatic(const PrefillPass& pass, const std::vector<Json>& dense,
+                                          const std::vector<Json>& chosen) const {
+  const std::vector<double> shares =
+      automatic_shares(pass, options_.shape.q_heads, options_.shape.layers, device_->backend().prefill_costs());
+  double all = 0.0, by_choice = 0.0, blocks = 0.0, attended = 0.0;
+  for (std::size_t c = 0; c < shares.size(); ++c) {
+    const scheduler::ChunkWork work{.first = pass.first(c), .count = pass.keys(c) - pass.first(c)};
+    all += work.pairs();
+    attended += shares[c] * work.pairs();
+    blocks += work.key_blocks();
+    by_choice += shares[c] * work.key_blocks();
+  }
+  attended /= all;
+  by_choice /= blocks;
+  const auto mixed = [&](std::size_t cell) {
+    return attended * chosen[cell].get<double>() + (1.0 - attended) * dense[cell].get<double>();
+  };
+  const double choice_ms = by_choice * chosen[1].get<double>();
+  const double total_ms = choice_ms + mixed(2);
+  return {total_ms, choice_ms, mixed(2), nullptr, dense[0].get<double>() / total_ms,
+          mixed(5), mixed(6),  nullptr,  nullptr, chosen[9]};
+}
+
+std::vector<Json> PrefillBench::measure(const Prompt& prompt, PrefillPass& pass, const std::string& name,
+                                        const FlexPrefillSpec& spec, const Dense& dense) const {
+  pass.choose(spec);
+  pass.attend();
+  prompt.check.require(pass, name + ", " + prompt.name);
+  const ShareHistogram coverage = coverage_of(pass.lse(), dense.lse);
+  const double error = relative_error(pass.outputs(dense.compared), dense.rows);
+  std::uint64_t kept = 0, causal = 0, query_aware = 0, heads = 0;
+  const std::vector<PrefillChoice> choices = pass.choices();
+  for (std::size_t i = 0; i < choices.size(); ++i) {
+    const bool chosen = pass.chooses(i / options_.shape.q_heads);
+    kept += chosen ? choices[i].kept : choices[i].causal;
+    causal += choices[i].causal;
+    query_aware += chosen ? choices[i].query_aware : 0;
+    heads += chosen ? 1 : 0;
+  }
+  const double choice_ms = pass.time(samples_, [&] { pass.choose(spec); });
+  const double attend_ms = pass.time(samples_, [&] { pass.attend(); });
+  // Every row computes about half of the block on the diagonal, and all of the others that it keeps.
+  const std::uint64_t diagonal = prompt.layer.options().tokens * std::uint64_t{kPrefillBlock - 1} / 2;
+  const std::uint64_t pairs = kept * kPrefillBlock * kPrefillBlock / options_.shape.q_heads - diagonal;
+  return {choice_ms + attend_ms,
+          choice_ms,
+          attend_ms,
+          teraflops(pairs, attend_ms),
+          dense.ms / (choice_ms + attend_ms),
+          static_cast<double>(kept) / static_cast<double>(causal),
+          coverage.mean(),
+          coverage.percentile(0.05),
+          error,
+          static_cast<double>(query_aware) / static_cast<double>(heads)};
+}
+
+double PrefillBench::teraflops(std::uint64_t pairs, double ms) const {
+  return 4.0 * options_.shape.head_dim * options_.shape.q_heads * static_cast<double>(pairs) / ms * 1e-9;
+}
+
+void PrefillBench::add_row(const Prompt& prompt, std::uint32_t chunk, const std::string& method,
+                           const std::vector<Json>& cells) {
+  std::vector<Json> row = {to_string(prompt.layer.options().structure), prompt.layer.options().tokens, chunk, method};
+  row.insert(row.end(), cells.begin(), cells.end());
+  table_.rows.push_back(std::move(row));
+}
+
+}  // namespace sluice::tools
