@@ -101,7 +101,6 @@ class VerifiedPolicy final : public LayerPolicy {
         z_(two_sided_normal(static_cast<double>(spec.budget.delta))) {}
 
   void begin(const PromptContext&) override {}
-  void forecast(std::uint32_t, std::uint32_t, std::uint32_t, std::vector<HotPage>&) override {}
   void observe(std::uint32_t, KvReader&) override {}
   [[nodiscard]] std::unique_ptr<LayerPolicy> clone() const override { return std::make_unique<VerifiedPolicy>(*this); }
 
