@@ -52,8 +52,9 @@ struct Desk {
       std::shuffle(first, first + kTokens, std::mt19937(list + 3));
       counts[list] = count;
     }
-    FarParts parts(memory, *choice, kThreads);
-    const FarQuestion question{.asked = 1, .forward = 1, .layer = 0, .drafts = 1, .lists = 2};
+    if (!far_parts) far_parts.emplace(memory, *choice, kThreads);
+    FarParts& parts = *far_parts;
+    const FarQuestion question{.asked = ++asked, .forward = 1, .layer = 0, .drafts = 1, .lists = 2};
     std::vector<FarPart> claimed;
     for (std::uint32_t list = 0; list < 2; ++list) {
       parts.open(question.asked, list);
@@ -62,6 +63,8 @@ struct Desk {
     if (shuffle != nullptr) std::shuffle(claimed.begin(), claimed.end(), *shuffle);
     for (std::size_t i = 0; i < claimed.size(); ++i)
       parts.attend(question, claimed[i], static_cast<std::uint32_t>(i % kThreads));
+    for (std::size_t i = 0; i < claimed.size(); ++i) (void)parts.finish();
+    (void)parts.close();
   }
 
   /// What query head h of a list should get, in float64.
@@ -92,6 +95,8 @@ struct Desk {
   std::vector<float> out = std::vector<float>(2 * kGroup * kDim);
   std::vector<float> lse = std::vector<float>(2 * kGroup);
   ForwardMemory memory;
+  std::optional<FarParts> far_parts;
+  std::uint64_t asked = 0;
   std::optional<FarChoice> choice;  // Sized by the memory.
 };
 

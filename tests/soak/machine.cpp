@@ -107,7 +107,7 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
   options.import_rows = 16 + random.below(200);
   options.prefill_window = options.page_tokens * one_of(random, {1u, 4u, 64u});
   options.digests = one_of(random, {DigestKind::box, DigestKind::cuboid_mean});
-  options.promotions = one_of(random, {0u, 8u, 64u, 256u});
+  options.promotions = one_of(random, {0u, 8u, 64u, 256u, kMostPromotions});
   const std::uint64_t block = block_bytes(options);
   const std::uint64_t most = div_up(kSoakTokens, options.page_tokens);
   const std::uint64_t wanted = options.sequences * most + 1;
