@@ -267,14 +267,15 @@ SLUICE_API sluice_status sluice_engine_park_bytes(const sluice_engine* engine, s
                                                   const char* model, uint64_t* bytes);
 /// Writes all that a sequence is to area [area_bytes]: keys and values, policy, names of tokens, and queries of its
 /// prompt's newest tokens. It stays as it is, until it is ended. *bytes, unless `bytes` is null: how many were written.
-/// SLUICE_OUT_OF_CAPACITY if the area is too short, and nothing was written; others as of sluice_engine_park_bytes.
+/// SLUICE_OUT_OF_CAPACITY if the area is too short, and nothing was written; SLUICE_TIMEOUT if a thread that copies does
+/// not come back; others as of sluice_engine_park_bytes.
 SLUICE_API sluice_status sluice_engine_park_memory(const sluice_engine* engine, sluice_sequence sequence,
                                                    const char* model, void* area, uint64_t area_bytes, uint64_t* bytes);
 /// To a file that only its owner may read, which takes its name, and the place of one that had it, once all of it is on
 /// the disk; a symbolic link of that name is replaced, and what it leads to stays. SLUICE_IO if the operating system
 /// refuses: what had that name stays as it was, or, if the message says so, the new file is there but may not survive a
 /// power cut. SLUICE_INVALID_ARGUMENT also if what has that name, or where a link of that name leads, is no ordinary
-/// file; others as of sluice_engine_park_bytes.
+/// file; SLUICE_TIMEOUT, with what had that name as it was; others as of sluice_engine_park_bytes.
 SLUICE_API sluice_status sluice_engine_park_file(const sluice_engine* engine, sluice_sequence sequence,
                                                  const char* model, const char* path);
 /// A new sequence with all that was parked, in this engine or another one, which goes on as the other would have; a
@@ -282,8 +283,8 @@ SLUICE_API sluice_status sluice_engine_park_file(const sluice_engine* engine, sl
 /// and nothing else. SLUICE_CORRUPT if it is no parked sequence, or damaged; SLUICE_INVALID_ARGUMENT names what
 /// differs: the version of the format, the shape, kv_dtype or `model`, or of the policy what this library does not
 /// know; SLUICE_UNSUPPORTED and SLUICE_OUT_OF_CAPACITY as of sluice_engine_begin, or if the sequence is longer than one
-/// may be, or host_bytes have no room; SLUICE_DEVICE and SLUICE_TIMEOUT if the device fails. Nothing has changed then,
-/// but that cached pages may have given way.
+/// may be, or host_bytes have no room; SLUICE_DEVICE and SLUICE_TIMEOUT if the device fails, the latter also if a
+/// thread that copies does not come back. Nothing has changed then, but that cached pages may have given way.
 SLUICE_API sluice_status sluice_engine_resume_memory(sluice_engine* engine, const void* area, uint64_t area_bytes,
                                                      const char* model, sluice_sequence* sequence);
 /// Likewise; SLUICE_NOT_FOUND if there is no such file, SLUICE_IO if it cannot be read, SLUICE_INVALID_ARGUMENT if it
@@ -576,6 +577,8 @@ SLUICE_API sluice_status sluice_engine_memory(const sluice_engine* engine, sluic
 /// memory may be short.
 SLUICE_API sluice_status sluice_engine_options_memory_needed(const sluice_engine_options* options,
                                                              sluice_memory* memory);
+/// Asks the device what is near, once between two forwards. SLUICE_NOT_FOUND if there is no such sequence;
+/// SLUICE_TIMEOUT or SLUICE_DEVICE if the device does not say.
 SLUICE_API sluice_status sluice_engine_sequence_memory(const sluice_engine* engine, sluice_sequence sequence,
                                                        sluice_sequence_memory* memory);
 /// Tokens whose attendance audits report apart, such as those that hold the answer to a question: positions [count],

@@ -98,13 +98,23 @@ void await(const ForwardMemory& m, Deadline deadline, const Ready& ready) {
       static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
 }
 
-Deadline answer_deadline(const ForwardMemory& m) { return deadline_after(std::chrono::nanoseconds(m.answer_ns)); }
+/// Of a layer that has waited since then.
+Deadline answer_deadline(const ForwardMemory& m, RunClock::time_point since) {
+  return since + std::chrono::nanoseconds(m.answer_ns);
+}
+
+/// When the layer began to wait in `fetch`.
+RunClock::time_point fetching_since(const ForwardMemory& m) {
+  return RunClock::time_point(std::chrono::nanoseconds(m.state->fetching_ns));
+}
 
 void await_answer(const ForwardMemory& m) {
   ForwardState& state = *m.state;
   if (state.released == state.asked) return;
   const auto answered = shared(m.mailbox->answer.answered);
-  await(m, answer_deadline(m), [&] { return answered.load(std::memory_order_acquire) >= state.asked; });
+  // Of one that fetched what the CPU chose, since it began to.
+  const RunClock::time_point since = m.fetches_chosen ? fetching_since(m) : RunClock::now();
+  await(m, answer_deadline(m, since), [&] { return answered.load(std::memory_order_acquire) >= state.asked; });
   state.released = state.asked;
 }
 
@@ -220,7 +230,9 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
 
 void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
-  const Deadline deadline = answer_deadline(m);
+  const auto now = std::chrono::duration_cast<std::chrono::nanoseconds>(RunClock::now().time_since_epoch());
+  m.state->fetching_ns = static_cast<std::uint64_t>(now.count());
+  const Deadline deadline = answer_deadline(m, fetching_since(m));
   std::vector<const std::byte*> rows;
   std::vector<const float*> scales;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {

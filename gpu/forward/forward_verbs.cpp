@@ -80,7 +80,8 @@ std::uint32_t fetch_slices(const ForwardMemory& memory, std::uint32_t jobs, std:
 }
 
 /// Jobs that are fetched at once of lists that the CPU chooses: the link is busy with them while it chooses for others,
-/// where there are enough of these to make up for another launch or two.
+/// where there are enough of these to make up for another launch or two. Long sequences leave room for fewer, see
+/// most_slices.
 std::uint32_t chosen_at_once(const ForwardScratch& scratch) {
   constexpr std::uint32_t kTurns = 4;
   constexpr std::uint32_t kLeastLists = 4;
@@ -179,8 +180,8 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.jobs = carver.take<AttendJob>(jobs);
   choice.counters = carver.take<std::uint32_t>(jobs);
   if (jobs != 0)
-    choice.partials = carver.take<float>(std::uint64_t{kAttend.max_slices} * variant_of(rows).heads() *
-                                         (memory.shape.head_dim + 1));
+    choice.partials =
+        carver.take<float>(std::uint64_t{kAttend.max_slices} * variant_of(rows).heads() * (memory.shape.head_dim + 1));
   choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
   if (memory.fetches()) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
   if (largest.prefills != 0) {

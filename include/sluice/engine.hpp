@@ -192,9 +192,10 @@ class Engine {
   /// @throws Error{Errc::corrupt} if it is no parked sequence or damaged; Error{Errc::invalid_argument} naming what
   /// differs: the version of the format, shape, kv_dtype or model, or of the policy what this library does not know;
   /// Error{Errc::unsupported} and Error{Errc::out_of_capacity} as `begin`, or if the sequence is longer than one may
-  /// be, or the host pool has no room; Error{Errc::device} and Error{Errc::timeout} if the device fails. Nothing has
-  /// changed then, but that cached pages may have given way if the device or a file failed. A GPU that is late for much
-  /// longer than the timeout has to be taken for lost, and the engine with it.
+  /// be, or the host pool has no room; Error{Errc::device} and Error{Errc::timeout} if the device fails, the latter
+  /// also if a thread that copies does not come back. Nothing has changed then, but that cached pages may have given
+  /// way if the device or a file failed. A GPU that is late for much longer than the timeout has to be taken for lost,
+  /// and the engine with it.
   [[nodiscard]] SequenceId resume(std::span<const std::byte> area, std::string_view model = {});
   /// @throws likewise; Error{Errc::not_found} if there is no such file, Error{Errc::io} if it cannot be read,
   /// Error{Errc::invalid_argument} if it is no ordinary one

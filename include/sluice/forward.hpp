@@ -10,11 +10,11 @@ namespace sluice {
 
 /// What a forward is made for, padding included. Everything that a verb launches follows from it.
 struct Bucket {
-  std::uint32_t decode_rows = 1;   ///< rows whose heads choose what they attend: new tokens, and drafts to verify
-  /// 1: each of these rows by itself, as if the tokens before it had been decoded one by one. Else as many new tokens of
-  /// a sequence, or fewer, are a *team*: what one of their heads chooses all of them attend, as far as they see it, and
-  /// keys and values are read once for all of them. decode_rows / drafts teams; decode_rows is a multiple of it, and
-  /// drafts times query heads per KV head are at most 32.
+  std::uint32_t decode_rows = 1;  ///< rows whose heads choose what they attend: new tokens, and drafts to verify
+  /// 1: each of these rows by itself, as if the tokens before it had been decoded one by one. Else as many new tokens
+  /// of a sequence, or fewer, are a *team*: what one of their heads chooses all of them attend, as far as they see it,
+  /// and keys and values are read once for all of them. decode_rows / drafts teams; decode_rows is a multiple of it,
+  /// and drafts times query heads per KV head are at most 32.
   std::uint32_t drafts = 1;
   std::uint32_t prefill_rows = 0;  ///< rows of chunks of prompts, which attend all that comes before them
   std::uint32_t prefills = 0;      ///< how many chunks these are
@@ -185,14 +185,14 @@ struct ForwardState {
   std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
   std::uint32_t arrived = 0;           ///< parts of it that are split
   std::uint32_t merging = 0;           ///< parts of it whose merge has begun
-  std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses for it, by the device's clock
+  std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses, by the device's clock
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;        ///< likewise, that the CPU was told of
   std::uint64_t fetched_tokens = 0;    ///< likewise, over the link, by the device that chose them
-  std::uint64_t waited_ns = 0;  ///< for answers so far, by the device's clock
-  std::uint64_t missed = 0;     ///< choices of query heads so far that candidates did not foretell
+  std::uint64_t waited_ns = 0;         ///< for answers so far, by the device's clock
+  std::uint64_t missed = 0;            ///< choices of query heads so far that candidates did not foretell
 };
 
 /// Forwards that may be planned and not finished at once, at most.

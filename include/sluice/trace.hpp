@@ -87,13 +87,12 @@ enum class StallCause : std::uint8_t {
 };
 
 [[nodiscard]] constexpr const char* to_string(StallCause cause) noexcept {
-  return cause == StallCause::unseen     ? "unseen"
-         : cause == StallCause::choosing ? "choosing"
-                                         : "attending";
+  return cause == StallCause::unseen ? "unseen" : cause == StallCause::choosing ? "choosing" : "attending";
 }
 
-/// The device has nothing else to do than to wait for the CPU's answer: a part of the layer's merge, or fetch, which
-/// goes on when the device has noticed the answer.
+/// The device waits for the CPU: in the layer's merge, which goes on when the device has noticed the answer, with
+/// nothing else to do; in its fetch, if the CPU chooses what that attends, with nothing but lists that were chosen
+/// before.
 struct TraceStall {
   StallCause cause{};
   std::uint32_t layer = 0;
@@ -111,7 +110,7 @@ struct TraceLook {
 /// What ran of a forward that was traced (Bucket::trace).
 struct ForwardTrace {
   std::uint64_t forward = 0;
-  bool done = false;  ///< it got to its end; else spans are those of stages that were completed
+  bool done = false;            ///< it got to its end; else spans are those of stages that were completed
   Clock::time_point planned{};  ///< when times begin
   /// Device against CPU: times of the former are off by at most as many microseconds. 0 where the clock is the same.
   double clock_error_us = 0.0;
@@ -119,7 +118,7 @@ struct ForwardTrace {
   std::vector<TraceStall> stalls{};
   std::vector<TraceLook> looks{};
   std::vector<WorkItem> work{};  ///< as planned, with what was attended near and far as it was counted meanwhile
-  std::uint64_t dropped = 0;   ///< spans of the CPU for which there was no room
+  std::uint64_t dropped = 0;     ///< spans of the CPU for which there was no room
 };
 
 }  // namespace sluice

@@ -46,16 +46,22 @@ class Loan {
   std::atomic<bool> ended_{false};
 };
 
-/// A job whose pieces use what is the caller's: its memory, its file, its stack. They do while this lives: then a
-/// thread that is late finds nothing to do, and one in the midst of a piece is waited for as if the caller did that
-/// itself. So pieces are short and wait for nothing.
+/// A job whose pieces use what is the caller's: its memory, its file, its stack. They do until it is awaited in vain or
+/// this goes: then a thread that is late finds nothing to do, and one in the midst of a piece is waited for as if the
+/// caller did that itself. That is without a deadline, as a write of the caller's would be, so pieces are short: a file
+/// system that hangs keeps the caller.
 class BorrowingJob {
  public:
   /// `begin(pieces, piece)`: has threads begin to work for a job, which it returns.
   template <class Begin>
   BorrowingJob(const Begin& begin, std::uint32_t pieces, std::function<void(std::uint32_t)> piece)
-      : loan_(std::make_shared<Loan>()), job_(begin(pieces, [loan = loan_, piece = std::move(piece)](std::uint32_t i) {
-          if (const Loan::Use use(*loan); use) piece(i);
+      : pieces_(pieces),
+        loan_(std::make_shared<Loan>()),
+        job_(begin(pieces, [this, loan = loan_, piece = std::move(piece)](std::uint32_t i) {
+          const Loan::Use use(*loan);
+          if (!use) return;
+          piece(i);
+          done_.fetch_add(1, std::memory_order_relaxed);
         })) {}
   ~BorrowingJob() {
     job_->abandon();
@@ -64,11 +70,18 @@ class BorrowingJob {
   BorrowingJob(const BorrowingJob&) = delete;
   BorrowingJob& operator=(const BorrowingJob&) = delete;
 
-  /// As Job's.
-  [[nodiscard]] bool await(std::chrono::milliseconds timeout) noexcept { return job_->await(timeout); }
+  /// As Job's, but that a piece which took longer than `timeout` and was done well in the end counts: what a slow disk
+  /// has written need not be written again.
+  [[nodiscard]] bool await(std::chrono::milliseconds timeout) noexcept {
+    if (job_->await(timeout)) return true;
+    loan_->end();
+    return done_.load(std::memory_order_relaxed) == pieces_;
+  }
   void rethrow() { job_->rethrow(); }
 
  private:
+  const std::uint32_t pieces_;
+  std::atomic<std::uint32_t> done_{0};  ///< pieces, by threads that use the loan
   std::shared_ptr<Loan> loan_;
   std::shared_ptr<Job> job_;
 };

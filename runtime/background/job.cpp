@@ -77,12 +77,12 @@ Job::Span Job::span() const noexcept {
 }
 
 void Jobs::add(std::shared_ptr<Job> job) {
-  (void)
-      oldest();  // Where nobody has time for jobs, callers alone do them, and nobody else forgets those that are done.
   const std::lock_guard lock(mutex_);
   jobs_.push_back(std::move(job));
   count_.store(jobs_.size(), std::memory_order_release);
 }
+
+void Jobs::forget_done() noexcept { (void)oldest(); }
 
 std::shared_ptr<Job> Jobs::oldest() noexcept {
   while (true) {

@@ -56,6 +56,8 @@ class Job {
 class Jobs {
  public:
   void add(std::shared_ptr<Job> job);
+  /// Lets go of the oldest that are done. Where callers alone have time for jobs, nothing else does.
+  void forget_done() noexcept;
   /// Whether there may be something to do. Costs one load.
   [[nodiscard]] bool any() const noexcept { return count_.load(std::memory_order_acquire) != 0; }
   /// Does a piece of the oldest that has one left. False: none has.

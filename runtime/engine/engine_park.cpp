@@ -35,8 +35,8 @@ void require_resumable(const runtime::ParkHead& head, const PolicySpec& spec) {
     throw Error(Errc::invalid_argument, "park: the sequence's policy has no words, and '" + head.policy +
                                             "' is another one; begin it with a policy that parse_policy gave");
   if (const std::string why = runtime::unsound(head); !why.empty())
-    throw Error(Errc::invalid_argument, "park: nobody could resume the sequence: " + why +
-                                            "; give its policy a shorter name");
+    throw Error(Errc::invalid_argument,
+                "park: nobody could resume the sequence: " + why + "; give its policy a shorter name");
 }
 
 /// What prompts attended by, without what the mode does not read.
@@ -125,7 +125,8 @@ Engine::Impl::ParkedBody Engine::Impl::park_body(Sequence& sequence, const runti
 
 std::unique_ptr<runtime::BorrowingJob> Engine::Impl::begin_blocks(std::uint64_t first, std::uint64_t last,
                                                                   BlockWork work) {
-  // A piece keeps a thread from a layer's question for as long: a tenth of a millisecond or two.
+  // A piece keeps a thread from a layer's question for as long: a tenth of a millisecond or two in memory, in files as
+  // long as the system takes. One thread answers whatever the others do.
   constexpr std::uint64_t kBlocks = 2;
   const auto pieces = static_cast<std::uint32_t>(div_up(last - first, kBlocks));
   return std::make_unique<runtime::BorrowingJob>(
@@ -143,8 +144,7 @@ std::unique_ptr<runtime::BorrowingJob> Engine::Impl::begin_blocks(std::uint64_t 
 void Engine::Impl::await_blocks(runtime::BorrowingJob& job, const char* call) {
   if (!job.await(options.timeout))
     throw Error(Errc::timeout, std::string(call) +
-                                   ": a thread that copies a part of the sequence has not come back "
-                                   "within " +
+                                   ": a thread that copies a part of the sequence has not come back within " +
                                    text(options.timeout.count()) +
                                    " ms; repeat the call, or, if the machine is merely busy, with a longer "
                                    "EngineOptions::timeout");

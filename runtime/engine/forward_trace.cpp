@@ -39,12 +39,6 @@ std::vector<Ran> stages_of_layer(const TraceNotes& notes, std::uint32_t layer) {
   return ran;
 }
 
-/// Where the device waits for the answer: null if it does not.
-const Ran* wait_of(const TraceNotes& notes, std::span<const Ran> ran) noexcept {
-  const auto found = std::ranges::find(ran, notes.wait, &Ran::stage);
-  return found == ran.end() ? nullptr : &*found;
-}
-
 /// Rows and bytes of a stage of a layer as they are planned, on all lanes.
 void add_plan(const std::vector<WorkItem>& work, TraceSpan& span) noexcept {
   for (const WorkItem& item : work) {
@@ -54,23 +48,35 @@ void add_plan(const std::vector<WorkItem>& work, TraceSpan& span) noexcept {
   }
 }
 
-/// The time in which the device waits, and has nothing else to do, cut by what is waited for.
+/// The time in which a stage waits until `until`, cut by what is waited for. `chosen`: when all lists were.
 void add_stalls(const TraceNotes& notes, const Ran& wait, std::uint32_t layer, std::int64_t ahead_ns,
+                std::int64_t chosen, std::int64_t until, std::vector<TraceStall>& stalls) {
+  const std::int64_t end = std::min(until, wait.end_ns + ahead_ns);
+  std::int64_t at = wait.begin_ns + ahead_ns;
+  for (const auto& [cause, cause_end] :
+       {std::pair(StallCause::unseen, notes.far.answers[layer].seen_ns), std::pair(StallCause::choosing, chosen),
+        std::pair(StallCause::attending, end)}) {
+    const std::int64_t next = std::min(cause_end, end);
+    if (next <= at) continue;
+    const auto us = [&](std::int64_t ns) { return 1e-3 * static_cast<double>(ns - ns_of(notes.planned)); };
+    stalls.push_back({.cause = cause, .layer = layer, .begin_us = us(at), .end_us = us(next)});
+    at = next;
+  }
+}
+
+/// Those of a layer: what is chosen is waited for by `fetch` where that attends it, and the answer by `merge`.
+void add_stalls(const TraceNotes& notes, std::span<const Ran> ran, std::uint32_t layer, std::int64_t ahead_ns,
                 std::vector<TraceStall>& stalls) {
+  if (layer >= notes.far.answers.size() || notes.far.answers[layer].answered_ns == 0) return;
   const FarAnswer& answer = notes.far.answers[layer];
   std::int64_t chosen = answer.seen_ns;
   for (const FarPiece& piece : notes.far.pieces) {
     if (piece.layer == layer && piece.stage == Stage::choose_far) chosen = std::max(chosen, piece.end_ns);
   }
-  const std::int64_t end = std::min(answer.answered_ns, wait.end_ns + ahead_ns);
-  std::int64_t at = wait.begin_ns + ahead_ns;
-  for (const auto& [cause, until] : {std::pair(StallCause::unseen, answer.seen_ns),
-                                     std::pair(StallCause::choosing, chosen), std::pair(StallCause::attending, end)}) {
-    const std::int64_t next = std::min(until, end);
-    if (next <= at) continue;
-    const auto us = [&](std::int64_t ns) { return 1e-3 * static_cast<double>(ns - ns_of(notes.planned)); };
-    stalls.push_back({.cause = cause, .layer = layer, .begin_us = us(at), .end_us = us(next)});
-    at = next;
+  for (const Ran& each : ran) {
+    if (each.stage == Stage::fetch && notes.fetches_chosen)
+      add_stalls(notes, each, layer, ahead_ns, chosen, chosen, stalls);
+    if (each.stage == Stage::merge) add_stalls(notes, each, layer, ahead_ns, chosen, answer.answered_ns, stalls);
   }
 }
 
@@ -97,10 +103,8 @@ ClockOffset align(const TraceNotes& notes) noexcept {
       if (const ForwardStamp asked = stamp(layer, stage); asked.forward == notes.forward)
         device_first(static_cast<std::int64_t>(asked.ns), answer.seen_ns);
     }
-    for (const Stage stage : {notes.wait, Stage::merge}) {
-      if (const ForwardStamp waited = stamp(layer, stage); waited.forward == notes.forward)
-        host_first(answer.answered_ns, static_cast<std::int64_t>(waited.ns));
-    }
+    if (const ForwardStamp merged = stamp(layer, Stage::merge); merged.forward == notes.forward)
+      host_first(answer.answered_ns, static_cast<std::int64_t>(merged.ns));
   }
   if (low == INT64_MIN) return {};
   return {.ahead_ns = low + (high - low) / 2, .error_ns = std::abs(high - low) / 2};
@@ -129,9 +133,7 @@ ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::v
            .begin_us = us(each.begin_ns + offset.ahead_ns),
            .end_us = us(each.end_ns + offset.ahead_ns)});
     }
-    const Ran* const wait = wait_of(notes, ran);
-    const bool answered = layer < notes.far.answers.size() && notes.far.answers[layer].answered_ns != 0;
-    if (wait != nullptr && answered) add_stalls(notes, *wait, layer, offset.ahead_ns, trace.stalls);
+    add_stalls(notes, ran, layer, offset.ahead_ns, trace.stalls);
   }
   for (const FarPiece& piece : notes.far.pieces) {
     add({.stage = piece.stage,

@@ -26,7 +26,7 @@ struct TraceNotes {
   EngineStats before{};                ///< what the engine had counted when it was planned
   EngineStats after{};                 ///< and when it had ended
   std::vector<ForwardRow> rows{};      ///< that choose, as they were planned
-  Stage wait = Stage::merge;           ///< waits for what the CPU answers
+  bool fetches_chosen = false;         ///< `fetch` waits, too: for what the CPU chooses, of one list after the other
   std::vector<ForwardStamp> stamps{};  ///< [layers, kStampedStages]
   FarWork far{};
   std::vector<LookNote> looks{};
@@ -38,8 +38,8 @@ struct ClockOffset {
   std::int64_t error_ns = 0;
 };
 /// From what must have come one after the other: the plan, the first stamp, the last, and the host's look at the end;
-/// and of each question the stamp before it, when it was seen, when it was answered, and the stamp behind its wait. The
-/// offset lies between the bounds that the closest of these give; rates of clocks count as equal.
+/// and of each question the stamp before it, when it was seen, when it was answered, and the stamp behind its merge.
+/// The offset lies between the bounds that the closest of these give; rates of clocks count as equal.
 [[nodiscard]] ClockOffset align(const TraceNotes& notes) noexcept;
 
 /// The trace of a forward: of stages, those of which begin and end were stamped.

@@ -22,10 +22,10 @@ struct FarPart {
 };
 
 /// The lists of a question, cut into parts that threads attend in place, each from when it is known what is on it,
-/// whatever others are still chosen for. How a list is cut depends on its length alone, and so does which parts are
-/// merged with which: neighbours, then pairs of them, by who ends the later one. So answers depend on neither the
-/// threads nor when a list was opened, and the last thread has little left to merge. Thread safety: any, each list and
-/// part by who may say so.
+/// whatever others are still chosen for. Parts are merged as a binary tree of neighbours, at each node by the thread
+/// that comes second, so that the last one has little left to merge. How a list is cut, and with it the tree, depends
+/// on its length alone: answers depend on neither the threads nor when a list was opened. Thread safety: any, each list
+/// and part by who may say so.
 class FarParts {
  public:
   /// `memory` is copied; what it points to must outlive this, and so must `choice`. `threads` attend.
@@ -39,9 +39,10 @@ class FarParts {
   [[nodiscard]] bool finish() noexcept { return shares_.finish(); }
   /// The next part of that list, which is the caller's then.
   [[nodiscard]] FarPart claim(const FarQuestion& question, std::uint32_t list) noexcept;
-  /// Where a thread begins to look for parts: threads that begin apart do not stand in each other's way.
-  [[nodiscard]] std::uint32_t first_list(const FarQuestion& question, std::uint32_t thread) const noexcept {
-    return static_cast<std::uint32_t>(std::uint64_t{thread} * question.lists / rows_.size());
+  /// Where one of `threads` threads begins to look for parts: those that begin apart do not stand in each other's way.
+  [[nodiscard]] static std::uint32_t first_list(const FarQuestion& question, std::uint32_t thread,
+                                                std::uint32_t threads) noexcept {
+    return thread >= threads ? 0 : static_cast<std::uint32_t>(std::uint64_t{thread} * question.lists / threads);
   }
   /// By thread `thread`, which claimed it and finishes it then.
   void attend(const FarQuestion& question, const FarPart& part, std::uint32_t thread);

@@ -81,6 +81,7 @@ void FarWorkers::wake(std::uint64_t forward) {
 
 void FarWorkers::begin(std::shared_ptr<Job> job) {
   settle_in();
+  jobs_.forget_done();  // Without mutex_: a job may own much.
   {
     const std::lock_guard lock(mutex_);
     jobs_.add(std::move(job));
@@ -212,7 +213,7 @@ void FarWorkers::open_lists(const FarQuestion& question, std::uint32_t items, st
 }
 
 void FarWorkers::attend_parts(const FarQuestion& question, std::uint32_t thread) {
-  std::uint32_t list = parts_.first_list(question, thread);
+  std::uint32_t list = FarParts::first_list(question, thread, active());
   for (std::uint32_t seen = 0; seen < question.lists; ++seen, list = list + 1 == question.lists ? 0 : list + 1) {
     for (FarPart part; (part = parts_.claim(question, list)).parts != 0;) {
       do_piece(question, Stage::attend_far, thread, [&] { parts_.attend(question, part, thread); });

@@ -9,7 +9,6 @@ namespace sluice::runtime {
 
 void ParkBody::add(const Part& part) {
   if (part.rows == 0) return;
-  ends_.reserve(ends_.size() + 1);
   parts_.push_back(part);
   ends_.push_back(bytes() + part.rows * part.row_bytes);
 }

@@ -7,7 +7,7 @@ namespace {
 
 /// Pinning takes milliseconds, so all tests use the same memory, one after the other.
 std::span<std::byte> pinned_memory() {
-  static const std::unique_ptr<Buffer> buffer = gpu_device()->allocate_pinned(128 * MiB);
+  static const std::unique_ptr<Buffer> buffer = gpu_device()->allocate_pinned(256 * MiB);
   return {buffer->data(), static_cast<std::size_t>(buffer->bytes())};
 }
 

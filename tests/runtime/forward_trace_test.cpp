@@ -44,6 +44,17 @@ TEST_CASE("clocks are aligned by what must have come one after the other") {
   const ClockOffset bracket = align(notes_of(ahead, 4'000, 2'000));
   REQUIRE(bracket.error_ns == 3'000);
   REQUIRE(std::abs(bracket.ahead_ns - ahead) <= bracket.error_ns);
+  // Where the device fetches what is chosen, that ends before the answer.
+  TraceNotes fetching = notes_of(ahead, 0, 0);
+  fetching.fetches_chosen = true;
+  for (std::uint32_t layer = 0; layer < 2; ++layer) {
+    const ForwardStamp* const stamps = fetching.stamps.data() + layer * kStampedStages;
+    ForwardStamp& fetched = fetching.stamps[layer * kStampedStages + static_cast<std::size_t>(Stage::fetch)];
+    fetched = stamps[static_cast<std::size_t>(Stage::attend)];
+    fetched.ns += 1'000;
+  }
+  REQUIRE(align(fetching).ahead_ns == ahead);
+  REQUIRE(align(fetching).error_ns == 0);
   // No question: the plan and the look at the end are all there is.
   TraceNotes alone = notes_of(ahead, 0, 0);
   for (FarAnswer& answer : alone.far.answers) answer = {};
@@ -58,6 +69,27 @@ TEST_CASE("nothing that was stamped tells of no offset, and older stamps are not
   notes.far.answers.assign(2, {});
   REQUIRE(align(notes).ahead_ns == 0);
   REQUIRE(trace_of(notes, {}, {}, true).spans.empty());
+}
+
+TEST_CASE("where the device fetches what is chosen, it waits for choices there and for the answer in merge") {
+  TraceNotes notes = notes_of(0, 0, 0);
+  const auto at = [](double us) { return kHost + static_cast<std::int64_t>(1e3 * us); };
+  notes.fetches_chosen = true;
+  // Attention ends at 130 us, the fetch at 136, when it was chosen at 134, and the merge at 140.
+  notes.stamps[static_cast<std::size_t>(Stage::fetch)] = {.forward = kForward,
+                                                          .ns = static_cast<std::uint64_t>(at(136))};
+  notes.far.answers[0] = {.seen_ns = at(131), .answered_ns = at(139)};
+  notes.far.answers[1] = {.seen_ns = at(155), .answered_ns = at(165)};
+  notes.far.pieces = {{.stage = Stage::choose_far, .layer = 0, .thread = 1, .begin_ns = at(131), .end_ns = at(134)}};
+  const ForwardTrace trace = trace_of(notes, {}, {}, true);
+  REQUIRE(trace.stalls.size() == 3);
+  const double want[][2] = {{130, 131}, {131, 134}, {136, 139}};
+  const StallCause causes[] = {StallCause::unseen, StallCause::choosing, StallCause::attending};
+  for (std::size_t i = 0; i < 3; ++i) {
+    REQUIRE(trace.stalls[i].cause == causes[i]);
+    REQUIRE(trace.stalls[i].begin_us == Approx(want[i][0]));
+    REQUIRE(trace.stalls[i].end_us == Approx(want[i][1]));
+  }
 }
 
 TEST_CASE("a stall is the part of a wait that the answer takes, by what it waits for") {

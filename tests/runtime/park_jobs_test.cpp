@@ -9,6 +9,7 @@
 
 #include "runtime/background/borrowing_job.hpp"
 #include "runtime/park/park_body.hpp"
+#include "sluice/error.hpp"
 #include "sluice/run_clock.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
@@ -97,6 +98,33 @@ TEST_CASE("several threads park a sequence and resume it, in memory and in a fil
   ForwardTensors tensors(*rig.device, kShape, 1);
   const auto want = run_forward(engine, rig, tensors, {&teller});
   REQUIRE(run_forward(engine, rig, tensors, {&back}) == want);
+}
+
+TEST_CASE("a sequence of several turns of loading comes back whole, and its damage is found", "[park][jobs]") {
+  constexpr AttentionShape kLarge{.layers = 4, .q_heads = 4, .kv_heads = 4, .head_dim = 128};
+  const EngineRig rig = engine_rig();
+  // 64 MiB a turn: two and a half of them.
+  const std::uint32_t tokens = (160u << 20) / (2 * kLarge.layers * kLarge.kv_heads * kLarge.head_dim) /
+                               static_cast<std::uint32_t>(bytes_of(rig.kv_dtype));
+  EngineOptions options{
+      .shape = kLarge, .kv_dtype = rig.kv_dtype, .largest = {.unbounded = true}, .threads = 3, .pin_threads = false};
+  options.largest.max_tokens = (tokens / 16 + 2) * 16;
+  options.host_bytes = 2 * (options.largest.max_tokens / options.page_tokens + 1) * block_bytes(options);
+  options.import_rows = 500;
+  const Story story(kLarge, tokens, 503);
+  Engine engine(options, rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("full"))};
+  import_story(engine, rig, teller, tokens);
+  std::vector<std::byte> area(engine.park_bytes(teller.id));
+  REQUIRE(area.size() > 2 * (64u << 20));
+  (void)engine.park(teller.id, area);
+  const SequenceId back = engine.resume(area);
+  std::vector<std::byte> again(engine.park_bytes(back));
+  (void)engine.park(back, again);
+  REQUIRE(again == area);
+  engine.end(back);
+  area[area.size() - (20u << 20)] ^= std::byte{1};
+  REQUIRE(code_of([&] { (void)engine.resume(area); }) == Errc::corrupt);
 }
 
 TEST_CASE("a thread that is late with a part of a sequence touches nothing of the caller's any more",
@@ -201,6 +229,34 @@ TEST_CASE("bytes of a body are found where its rows lie, in turns, in pages and 
     }
     REQUIRE(out == in);
   }
+}
+
+TEST_CASE("a piece that is late and ends well counts, one that ends badly or not at all does not", "[job]") {
+  enum class End { well, badly, unused };
+  const End end = GENERATE(End::well, End::badly, End::unused);
+  std::atomic<bool> begun{false};
+  std::shared_ptr<runtime::Job> job;
+  runtime::BorrowingJob borrowing(
+      [&](std::uint32_t pieces, std::function<void(std::uint32_t)> piece) {
+        if (end == End::unused)
+          piece = [&begun, piece = std::move(piece)](std::uint32_t i) {
+            begun = true;
+            std::this_thread::sleep_for(200ms);  // Before it looks whether there is something left to use.
+            piece(i);
+          };
+        return job = std::make_shared<runtime::Job>(pieces, std::move(piece));
+      },
+      1,
+      [&](std::uint32_t) {
+        begun = true;
+        std::this_thread::sleep_for(200ms);
+        if (end == End::badly) throw Error(Errc::io, "the disk is full");
+      });
+  std::thread worker([&] { (void)job->work(); });
+  while (!begun) std::this_thread::sleep_for(1ms);
+  const bool done = borrowing.await(1ms);
+  worker.join();
+  REQUIRE(done == (end == End::well));
 }
 
 TEST_CASE("what is lent is waited for while it is used, and not used later", "[job]") {

@@ -35,7 +35,9 @@ TEST_CASE("a budget that holds the context is dense attention, and history learn
   REQUIRE(attended_by(step.row, 0) == positions(4, n));
   REQUIRE(step.kv.rows_scored == n - 4);
   REQUIRE(step.policy->wants_observation(0));
+  const std::uint64_t before = step.policy->heap_bytes(0);  // With the step's weights, of which a lesson is made.
   step.policy->observe(0, step.kv);
+  REQUIRE(step.policy->heap_bytes(0) != before);
 }
 
 TEST_CASE("nothing beyond the sinks: nothing selected, nothing read", "[policy]") {

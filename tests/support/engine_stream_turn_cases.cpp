@@ -143,3 +143,31 @@ TEST_CASE("the device fetches a list that is chosen for while the CPU chooses fo
   REQUIRE(engine.stats().fetched_tokens > 0);
   REQUIRE(engine.stats().waited_ns > 0);
 }
+
+TEST_CASE("a layer that waits for choices and for an answer waits no longer for being asked twice", "[engine][turns]") {
+  const EngineRig rig = engine_rig();
+  const auto pieces = std::make_shared<std::atomic<int>>(1'000);
+  const Story story(kShape, kPrompt + 4, 92);
+  EngineOptions options = options_for(rig);
+  options.answer_timeout = 1s;
+  // The first list is chosen late, and attended late, by the CPU, as its rows come with scores.
+  options.before_answer = [pieces] {
+    const int piece = (*pieces)++;
+    if (piece == 0 || piece == static_cast<int>(kShape.kv_heads)) std::this_thread::sleep_for(700ms);
+  };
+  Engine engine(options, rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("lsh | sampled | near=0,sinks=2,recent=4"))};
+  import_story(engine, rig, teller, kPrompt, kNone, kPrompt - 40);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  (void)run_forward(engine, rig, tensors, {&teller});
+  REQUIRE(*pieces > 1'000 + static_cast<int>(kShape.kv_heads));  // It asks, and is attended on the CPU.
+  *pieces = 0;
+  const PlanItem item{.sequence = teller.id};
+  tensors.set(0, story, teller.at);
+  const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
+  tensors.attend(engine, rig.stream);
+  REQUIRE(code_of([&] { engine.finish(batch); }) == Errc::device);
+  rig.synchronize();
+  *pieces = 1'000;
+  (void)run_forward(engine, rig, tensors, {&teller});
+}

@@ -6,10 +6,10 @@
 
 #include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
-#include "tests/support/sanitized.hpp"
 #include "tests/support/prune_reference.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 namespace {
@@ -126,8 +126,8 @@ TEST_CASE("4-bit copies are within half a step of the keys, their extremes exact
 }
 
 TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[backend][int4]") {
-  const auto [dtype, head_dim] = GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16},
-                                                std::array{64u, 96u, 128u, 192u, 256u}));
+  const auto [dtype, head_dim] =
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 96u, 128u, 192u, 256u}));
   CAPTURE(to_string(dtype), head_dim);
   const auto under_test = backend_under_test();
   Problem problem({.dtype = dtype, .tokens = 8, .head_dim = head_dim, .group = 1, .page_tokens = 8});
@@ -302,8 +302,8 @@ TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[
   struct Window {
     std::uint32_t sinks, recent;  ///< `recent` of the tokens are recent
   };
-  constexpr auto kWindows = std::to_array<Window>(
-      {{0, 0}, {4, 0}, {0, 5}, {9, 130}, {40, 80}, {300, 0}, {150, 83}, {3, 230}, {0, 10'000}});
+  constexpr auto kWindows =
+      std::to_array<Window>({{0, 0}, {4, 0}, {0, 5}, {9, 130}, {40, 80}, {300, 0}, {150, 83}, {3, 230}, {0, 10'000}});
   const auto [head_dim, group, page_tokens, listed, window] =
       GENERATE_COPY(grid(std::array{64u, 96u, 128u, 256u}, std::array{1u, 4u, 32u}, std::array{8u, 16u, 40u},
                          std::array{1u, 7u, 29u}, kWindows));
@@ -383,14 +383,23 @@ TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4
 }
 
 TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
-  const auto many = GENERATE(true, false);
+  struct Size {
+    std::uint32_t tasks, tokens, group, head_dim;
+  };
+  // The longest: several turns of each thread block, of one and of two fragments of queries, and of more heads than
+  // these.
+  const auto [count, most, group, head_dim] =
+      GENERATE(Size{150, 400, 4, 128}, Size{1, 20'000, 4, 128}, Size{1, 250'003, 4, 128}, Size{1, 250'003, 8, 64},
+               Size{1, 150'001, 13, 96}, Size{1, 150'001, 8, 256});
+  const std::uint32_t tokens = kSanitized ? std::min(most, 20'000u) : most;
+  CAPTURE(count, tokens, group, head_dim);
+  const bool many = count != 1;
   const auto under_test = backend_under_test();
-  const std::uint32_t tokens = many ? 400 : 20'000;
-  const Problem problem({.tokens = tokens, .head_dim = 128, .group = 4});
+  const Problem problem({.tokens = tokens, .head_dim = head_dim, .group = group});
   const Placed placed = place(*under_test, problem);
   const Copies copies(*under_test, problem, placed);
   std::vector<ScoreInt4Task> tasks;
-  for (std::uint32_t i = 0; i < (many ? 150u : 1u); ++i) {
+  for (std::uint32_t i = 0; i < count; ++i) {
     const std::uint32_t visible = many ? 1 + i * 7 % tokens : tokens;
     tasks.push_back({.q = placed.q,
                      .copies = copies.data.data(),
@@ -398,24 +407,24 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
                      .tokens = visible,
                      .tail = placed.kv.page(7),
                      .tail_rows = i % 3 == 2 ? 0u : 5u,
-                     .out = under_test->array(std::size_t{4} * (visible + 5), kUntouched).data()});
+                     .out = under_test->array(std::size_t{group} * (visible + 5), kUntouched).data()});
   }
   under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   std::vector<Estimate> expected;
   for (std::uint32_t token = 0; token < tokens; ++token) {
     const DecodedRow row = copies.row(problem, token);
-    for (std::uint32_t head = 0; head < 4; ++head) expected.push_back(estimate(problem, row, head));
+    for (std::uint32_t head = 0; head < group; ++head) expected.push_back(estimate(problem, row, head));
   }
   for (const ScoreInt4Task& task : tasks) {
     const std::uint32_t row = task.tokens + task.tail_rows;
     std::size_t right = 0;
-    for (std::uint32_t i = 0; i < 4 * row; ++i) {
+    for (std::uint32_t i = 0; i < group * row; ++i) {
       const std::uint32_t at = i % row;
-      right += close(task.out[i], at < task.tokens ? expected[at * 4 + i / row]
+      right += close(task.out[i], at < task.tokens ? expected[at * group + i / row]
                                                    : exact(problem, 7 * 16 + at - task.tokens, i / row));
     }
-    REQUIRE(right == std::size_t{4} * row);
+    REQUIRE(right == std::size_t{group} * row);
   }
 }
 

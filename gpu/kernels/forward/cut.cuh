@@ -7,8 +7,10 @@ namespace sluice::gpu::forward {
 
 inline constexpr std::uint32_t kBucketBits = 11;
 inline constexpr std::uint32_t kBuckets = 1u << kBucketBits;
-inline constexpr std::uint32_t kRanked = 128;  ///< candidates that are ranked one by one, each against all others
-inline constexpr std::uint32_t kFew = 512;     ///< likewise, if they are equal in what tells them apart faster
+/// Candidates that are ranked each against all others; of more, buckets find those that matter. With a limit of 512
+/// ranking took 3 us on an H200 where 82 of 8K tokens were chosen.
+inline constexpr std::uint32_t kRanked = 128;
+inline constexpr std::uint32_t kFew = 512;  ///< that there is room for, of one key: more of them tie
 
 struct CutShared {
   std::uint32_t warps[kWarps];

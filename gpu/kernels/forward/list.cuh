@@ -143,7 +143,7 @@ class Found {
   std::uint32_t words_;
   std::uint32_t count_ = 0;
 };
-static_assert(ListShared::kMostWords * kWord < 1u << 16);
+static_assert(kThreads * kWord < 1u << 16, "what sum() adds has 16 bits");
 
 /// Writes what was found behind what has been listed. Near ones are used, unless everything is, which says nothing of
 /// what will be.

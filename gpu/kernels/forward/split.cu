@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   extern __shared__ Candidate memory[];  // Of a choice, then of what is found; and marks.
   __shared__ Shared s;
   detail::wait_for_kernel_before();
-  // Both at once: what one waits for takes as long as all the rest of this.
+  // Both are requested before either is used: a load takes most of what this kernel does before it chooses.
   const ForwardStatus status = m.state->status;
   const ForwardRow row = m.rows[blockIdx.z].in(layer, m.window);
   const std::uint32_t head = blockIdx.y;

@@ -31,8 +31,10 @@ __device__ inline ForwardStatus await_answer(const ForwardMemory& m, std::uint32
   if (turn == 0 && known != asked) {
     const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> answered(m.mailbox->answer.answered);
     const std::uint64_t begin = now_ns();
+    // A layer waits no longer for having waited in `fetch`.
+    const std::uint64_t since = m.fetches_chosen ? state.fetching_ns : begin;
     while (answered.load(cuda::memory_order_acquire) < asked) {
-      if (now_ns() - begin > m.answer_ns) {
+      if (now_ns() - since > m.answer_ns) {
         status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
         break;
       }

@@ -10,7 +10,7 @@
 
 namespace sluice::gpu {
 
-/// head_dim 64 or 128, pages of a multiple of 8 tokens, at most 256, up to 32 query heads in the group.
+/// head_dim 64, 96, 128, 192 or 256, pages of a multiple of 8 tokens, at most 256, up to 32 query heads in the group.
 struct ScoreInt4Shape {
   Int4Layout layout;
   DType dtype = DType::bf16;  ///< of the pages that tails lie in

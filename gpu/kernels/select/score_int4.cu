@@ -169,7 +169,8 @@ Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& sha
   return {.blocks = static_cast<std::uint32_t>(div_up(longest, chunks * kBlockTokens)), .chunks = chunks};
 }
 
-/// `grid.z`: of heads with a list each, one kernel's.
+/// One fragment has room for four heads, and is enough, too, where thread blocks have one each: heads with a list of
+/// their own, `grid.z` of them. Rows without lists beside those read their codes once for every four heads.
 template <bool kForesees>
 void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreInt4Shape& shape,
             const Cut& cut, const dim3& grid, cudaStream_t stream) {

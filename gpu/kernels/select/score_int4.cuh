@@ -6,9 +6,9 @@
 #include "gpu/kernels/mma.cuh"
 
 /// Queries and 4-bit copies of keys as fragments of tensor cores: codes are bytes, queries integers of 23 bits, whose
-/// three digits, signed bytes, are rows of a matrix. So a product is exact, and codes cost two instructions for eight
-/// of them: what a lane reads of a row, 16 bytes at head_dim 128, is its share of matrix fragments once it is masked
-/// (see Int4Layout).
+/// three digits, signed bytes, are rows of a matrix. So sums are exact, rounded once, and codes cost two instructions
+/// for eight of them: what a lane reads of a row, 16 bytes at head_dim 128, is its share of matrix fragments once it is
+/// masked (see Int4Layout).
 namespace sluice::gpu::score_int4 {
 
 inline constexpr std::uint32_t kWarp = 32;
