@@ -6,8 +6,8 @@
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/forward/describe.cuh"
 #include "gpu/kernels/forward/forward.hpp"
-#include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/index/codes.cuh"
+#include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
@@ -18,22 +18,45 @@ namespace {
 
 using namespace forward;
 
-constexpr std::uint32_t kThreads = 128;
 constexpr std::uint32_t kWarp = 32;
 constexpr std::uint32_t kMaxHeadDim = 256;
+/// Who does what of a thread block, all at once: warps 0 and 1 take a key and a value, those from kQueries on queries,
+/// kDescribes says what the kernels behind this one read.
+constexpr std::uint32_t kQueries = 2;
+constexpr std::uint32_t kDescribes = 4;
+constexpr std::uint32_t kThreads = (kDescribes + 1) * kWarp;
 
-/// One row of K or V to its far page and, if there is one, its near page, by one warp, whose lanes have four
-/// neighbouring elements at a time: what crosses the link goes in whole lines. `kept`, unless null, receives what a reader of the
-/// page will see.
+/// A row of K or V as a warp has it: four neighbouring elements of each word of a lane, so that what crosses the link
+/// goes in whole lines. Requested before it is known where it goes.
+struct Row {
+  static constexpr std::uint32_t kWords = kMaxHeadDim / 4 / kWarp;
+  float x[kWords][4] = {};
+  std::uint32_t words;
+
+  /// A launch may have more rows than there are.
+  __device__ Row(const TensorView& in, std::uint32_t row, std::uint32_t head)
+      : words(row < in.tokens ? in.head_dim / 4 : 0) {
+    const std::byte* const from = in.row(row, head);
+#pragma unroll
+    for (std::uint32_t w = 0; w < kWords; ++w) {
+      for (std::uint32_t i = 0; i < 4 && has(w); ++i) x[w][i] = load_any(from, 4 * word(w) + i, in.dtype);
+    }
+  }
+  [[nodiscard]] __device__ std::uint32_t word(std::uint32_t w) const { return threadIdx.x % kWarp + w * kWarp; }
+  [[nodiscard]] __device__ bool has(std::uint32_t w) const { return word(w) < words; }
+};
+
+/// To a row's far page and, if there is one, its near page. `kept`, unless null, receives what a reader of the page
+/// will see.
 template <DType kType>
-__device__ void put_row(const TensorView& in, std::uint32_t row, std::uint32_t head, std::byte* far, std::byte* near,
-                        float* kept) {
-  const std::byte* const from = in.row(row, head);
-  for (std::uint32_t word = threadIdx.x % kWarp; word < in.head_dim / 4; word += kWarp) {
+__device__ void put_row(const Row& row, std::byte* far, std::byte* near, float* kept) {
+#pragma unroll
+  for (std::uint32_t w = 0; w < Row::kWords; ++w) {
+    if (!row.has(w)) continue;
+    const std::uint32_t word = row.word(w);
     alignas(8) std::byte rounded[8];
 #pragma unroll
-    for (std::uint32_t i = 0; i < 4; ++i)
-      detail::store_element<kType>(rounded + 2 * i, load_any(from, 4 * word + i, in.dtype));
+    for (std::uint32_t i = 0; i < 4; ++i) detail::store_element<kType>(rounded + 2 * i, row.x[w][i]);
     const uint2 packed = *reinterpret_cast<const uint2*>(rounded);
     reinterpret_cast<uint2*>(far)[word] = packed;
     if (near != nullptr) reinterpret_cast<uint2*>(near)[word] = packed;
@@ -44,35 +67,25 @@ __device__ void put_row(const TensorView& in, std::uint32_t row, std::uint32_t h
 }
 
 /// The same of a row with a scale. What lies near and what is kept are the rounded values.
-__device__ void put_scaled_row(const TensorView& in, std::uint32_t row, std::uint32_t head, std::byte* far,
-                               float* far_scale, std::byte* near, float* kept) {
-  constexpr std::uint32_t kMostWords = kMaxHeadDim / 4 / kWarp;
-  const std::byte* const from = in.row(row, head);
-  const std::uint32_t lane = threadIdx.x % kWarp;
-  const std::uint32_t words = in.head_dim / 4;
-  float x[kMostWords][4] = {};
+__device__ void put_scaled_row(const Row& row, std::byte* far, float* far_scale, std::byte* near, float* kept) {
   std::uint32_t largest = 0;
 #pragma unroll
-  for (std::uint32_t w = 0; w < kMostWords; ++w) {
-    const std::uint32_t word = lane + w * kWarp;
-    for (std::uint32_t i = 0; i < 4 && word < words; ++i) {
-      x[w][i] = load_any(from, 4 * word + i, in.dtype);
-      largest = max(largest, __float_as_uint(x[w][i]) & 0x7fff'ffffu);
-    }
+  for (std::uint32_t w = 0; w < Row::kWords; ++w) {
+    for (const float x : row.x[w]) largest = max(largest, __float_as_uint(x) & 0x7fff'ffffu);
   }
   largest = __reduce_max_sync(0xffff'ffffu, largest);
   const float scale = detail::scale_of(largest);
   const bool finite = scale == scale;
   const float inverse = finite ? detail::inverse_of(scale) : 0.f;
-  if (lane == 0) *far_scale = scale;
+  if (threadIdx.x % kWarp == 0) *far_scale = scale;
 #pragma unroll
-  for (std::uint32_t w = 0; w < kMostWords; ++w) {
-    const std::uint32_t word = lane + w * kWarp;
-    if (word >= words) continue;
+  for (std::uint32_t w = 0; w < Row::kWords; ++w) {
+    if (!row.has(w)) continue;
+    const std::uint32_t word = row.word(w);
     std::uint32_t codes = 0;
 #pragma unroll
     for (std::uint32_t i = 0; i < 4; ++i) {
-      const std::uint32_t code = finite ? detail::code_of_e4m3(__fmul_rn(x[w][i], inverse)) : E4m3::kNaN;
+      const std::uint32_t code = finite ? detail::code_of_e4m3(__fmul_rn(row.x[w][i], inverse)) : E4m3::kNaN;
       codes |= code << (8 * i);
     }
     reinterpret_cast<std::uint32_t*>(far)[word] = codes;
@@ -85,32 +98,41 @@ __device__ void put_scaled_row(const TensorView& in, std::uint32_t row, std::uin
   }
 }
 
-/// A token's key and value to its far page, in which it is row `row`, and its near page, if it has one: a warp each.
+/// A token's key, by warp 0, or value, by warp 1, to its far page, its near page, if it has one, and, of a key, its
+/// codes.
 template <DType kType>
-__device__ void put_token(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t head, std::byte* page,
-                          std::uint32_t row, std::byte* near, float* kept) {
-  std::byte* const far = page + row * m.far_layout.row_bytes();
-  const std::uint64_t far_value = m.far_layout.half_bytes();
-  std::byte* const near_value = near == nullptr ? nullptr : near + m.layout.half_bytes();
-  const std::uint32_t warp = threadIdx.x / kWarp;
+__device__ void put_token(const ForwardMemory& m, const Row& values, const ForwardToken& token, std::uint32_t plane) {
+  __shared__ float key[kMaxHeadDim];
+  const std::uint32_t is_value = threadIdx.x / kWarp;
+  const std::uint32_t row = m.row_of(token.list, token.position);
+  const std::uint32_t block = row >> m.page_shift;
+  const std::uint32_t page_row = row & (m.layout.page_tokens - 1);
+  const std::uint32_t place = m.near_row_of(plane, row);
+  std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place) + is_value * m.layout.half_bytes();
+  std::byte* const page = m.far_block(plane, block);
+  std::byte* const far = page + page_row * m.far_layout.row_bytes() + is_value * m.far_layout.half_bytes();
+  float* const kept = is_value == 0 ? key : nullptr;
   if constexpr (detail::kScaled<kType>) {
-    auto* const scales = reinterpret_cast<float*>(page + m.far_layout.scales_offset()) + 2 * row;
-    if (warp == 0) put_scaled_row(layer.k, blockIdx.x, head, far, scales, near, kept);
-    if (warp == 1) put_scaled_row(layer.v, blockIdx.x, head, far + far_value, scales + 1, near_value, nullptr);
+    auto* const scales = reinterpret_cast<float*>(page + m.far_layout.scales_offset()) + 2 * page_row;
+    put_scaled_row(values, far, scales + is_value, near, kept);
   } else {
-    if (warp == 0) put_row<kType>(layer.k, blockIdx.x, head, far, near, kept);
-    if (warp == 1) put_row<kType>(layer.v, blockIdx.x, head, far + far_value, near_value, nullptr);
+    put_row<kType>(values, far, near, kept);
   }
+  if (is_value != 0) return;
+  __syncwarp();
+  const Int4Layout copy(m.layout);
+  detail::codes_of_row([](std::uint32_t channel) { return key[channel]; },
+                       m.codes + m.far_page(plane, block) * copy.page_bytes(), page_row, copy);
 }
 
-/// Queries of a group, of a row that chooses, to both sides.
-__device__ void put_queries(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t index,
+/// Queries of a group, of a row that chooses, to both sides, by the warps for them.
+__device__ void put_queries(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t index, std::uint32_t at,
                             std::uint32_t head) {
   const std::uint32_t group = m.shape.group();
-  const std::uint32_t at = m.rows[index].at;
   const std::uint64_t first = (std::uint64_t{index} * m.shape.q_heads + head * group) * m.shape.head_dim;
   const std::uint32_t words = m.shape.head_dim / 4;
-  for (std::uint32_t i = threadIdx.x; i < group * words; i += kThreads) {
+#pragma unroll 2
+  for (std::uint32_t i = threadIdx.x - kQueries * kWarp; i < group * words; i += (kDescribes - kQueries) * kWarp) {
     const std::byte* const row = layer.q.row(at, head * group + i / words);
     const std::uint32_t channel = 4 * (i % words);
     const float4 four{load_any(row, channel, layer.q.dtype), load_any(row, channel + 1, layer.q.dtype),
@@ -149,46 +171,40 @@ template <DType kType>
 __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                   const __grid_constant__ ForwardLayer layer) {
-  __shared__ float key[kMaxHeadDim];
   detail::wait_for_kernel_before();
   const std::uint32_t head = blockIdx.y;
+  const std::uint32_t warp = threadIdx.x / kWarp;
   const std::uint32_t plane = m.plane(layer.layer, head);
   const bool attends = layer.out.tokens != 0;
   // Of teams another kernel describes what they choose from.
   const bool describes = attends && m.bucket.drafts == 1 && blockIdx.x < m.bucket.decode_rows;
-  if (m.state->status != ForwardStatus::running) {
+  // Requested together: a load takes a good part of what this kernel does.
+  const ForwardStatus status = m.state->status;
+  const ForwardToken token = m.tokens[blockIdx.x];
+  ForwardRow row = describes ? m.rows[blockIdx.x] : ForwardRow{};
+  const Row values(warp == 0 ? layer.k : layer.v, blockIdx.x, head);
+  const std::uint32_t chooses = row.list;
+  const std::uint32_t at = row.at;
+  if (status != ForwardStatus::running) {
     const float nan = __int_as_float(0x7fc0'0000);
     if (attends) fill_out(m, layer, blockIdx.x, head, nan, nan);
     // The kernels behind this one run all the same: on nothing, not on what another bucket has left.
-    if (describes && threadIdx.x == 0)
-      describe(m, scratch, ForwardRow{}, blockIdx.x, head, plane);
+    if (describes && threadIdx.x == kDescribes * kWarp) describe(m, scratch, ForwardRow{}, blockIdx.x, head, plane);
     return;
   }
-  if (describes) {
-    if (threadIdx.x == 0) {
-      ForwardRow row = m.rows[blockIdx.x];
-      row.drafts = 0;  // As it is; to know that takes fewer registers.
-      describe(m, scratch, row.in(layer.layer, m.window), blockIdx.x, head, plane);
-    }
-    if (m.rows[blockIdx.x].list != kNone) put_queries(m, layer, blockIdx.x, head);
+  if (warp < kQueries && token.list != kNone) {
+    put_token<kType>(m, values, token, plane);
+  } else if (threadIdx.x == kDescribes * kWarp && describes) {
+    row.drafts = 0;  // As it is; to know that takes fewer registers.
+    describe(m, scratch, row.in(layer.layer, m.window), blockIdx.x, head, plane);
+  } else if (warp >= kQueries && warp < kDescribes && chooses != kNone) {
+    put_queries(m, layer, blockIdx.x, at, head);
   }
-  const ForwardToken token = m.tokens[blockIdx.x];
   if (token.list == kNone) {
     if (attends) fill_out(m, layer, blockIdx.x, head, 0.f, kEmptyLse);
-    return;
+  } else if (token.tail != kNone) {
+    put_tail(m, layer, token.tail, head);
   }
-  if (token.tail != kNone) put_tail(m, layer, token.tail, head);
-  const std::uint32_t row = m.row_of(token.list, token.position);
-  const std::uint32_t block = row >> m.page_shift;
-  const std::uint32_t page_row = row & (m.layout.page_tokens - 1);
-  const std::uint32_t place = m.near_row_of(plane, row);
-  std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
-  put_token<kType>(m, layer, head, m.far_block(plane, block), page_row, near, key);
-  __syncthreads();
-  if (threadIdx.x >= kWarp) return;
-  const Int4Layout copy(m.layout);
-  detail::codes_of_row([](std::uint32_t channel) { return key[channel]; },
-                       m.codes + m.far_page(plane, block) * copy.page_bytes(), page_row, copy);
 }
 
 /// Thread block (x, y): packed row x, KV head y. The digest of the page that its token has filled: the others of that

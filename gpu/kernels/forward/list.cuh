@@ -6,7 +6,7 @@
 namespace sluice::gpu::forward {
 
 struct ListShared {
-  static constexpr std::uint32_t kMostWords = 2 * kThreads;  ///< of a turn
+  static constexpr std::uint32_t kMostWords = 2 * kThreads;  ///< of a turn, if there are several
   std::uint32_t sums[kWarps];
   std::uint32_t near[kMostBlocks];  ///< rows that each block lists, in each
   std::uint32_t far[kMostBlocks];
@@ -66,7 +66,11 @@ class Found {
  public:
   /// @param room  entries that there is room for, of as many tokens a turn
   __device__ Found(ListShared& s, std::uint32_t* entries, std::uint32_t room, const Marks& marks)
-      : s_(s), entries_(entries), marks_(marks), words_(min(ListShared::kMostWords, room / kWord)) {}
+      : s_(s), entries_(entries), marks_(marks), words_(min(ListShared::kMostWords, room / kWord)) {
+    // Each turn is gone through twice, unless it is the only one; few of a long part's tokens are marked.
+    const std::uint32_t words = marks.part().count() / kWord;
+    if (words > words_ && marked(words) <= room) words_ = words;
+  }
   /// Tokens of a turn.
   [[nodiscard]] __device__ std::uint32_t turn() const { return words_ * kWord; }
 
@@ -137,6 +141,17 @@ class Found {
   }
 
  private:
+  /// Tokens that are marked in so many words. All threads.
+  [[nodiscard]] __device__ std::uint32_t marked(std::uint32_t words) const {
+    std::uint32_t own = 0;
+    for (std::uint32_t i = threadIdx.x; i < words; i += kThreads) own += __popc(marks_.word(i * kWord));
+    own = __reduce_add_sync(kAll, own);
+    const std::uint32_t lane = threadIdx.x % kWarp;
+    if (lane == 0) s_.sums[threadIdx.x / kWarp] = own;
+    __syncthreads();
+    return __reduce_add_sync(kAll, lane < kWarps ? s_.sums[lane] : 0);
+  }
+
   ListShared& s_;
   std::uint32_t* entries_;
   Marks marks_;

@@ -14,8 +14,8 @@ using namespace near;
 /// count as used in that forward. All threads.
 template <class... Patience>
 __device__ void acquire_coming(const ForwardMemory& m, std::uint32_t stack, const Plane& plane, bool decoded,
-                               std::uint32_t skip, std::uint32_t used, Wanted& wanted,
-                               std::uint32_t (&ballots)[kWarps], Patience... patiences) {
+                               std::uint32_t skip, std::uint32_t used, Wanted& wanted, std::uint32_t (&ballots)[kWarps],
+                               AcquireShared& shared, Patience... patiences) {
   static_assert(kThreads <= kMostPromotions);
   const std::uint32_t tokens = m.state->bucket.rows();
   const auto forward = static_cast<std::uint32_t>(m.state->planned);
@@ -35,7 +35,7 @@ __device__ void acquire_coming(const ForwardMemory& m, std::uint32_t stack, cons
     const std::uint32_t count = wanted.count;
     const auto at = [&](std::uint32_t i) { return wanted.rows[i]; };
     std::uint32_t acquired = 0;
-    ((acquired = acquire(m, plane, acquired, count, forward, used, patiences, at, ballots)), ...);
+    ((acquired = acquire(m, plane, acquired, count, forward, used, patiences, at, shared)), ...);
     if (acquired < count) return;
   }
 }
@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant
   __shared__ std::uint32_t ballots[kWarps];
   __shared__ std::uint32_t blocks[kThreads];
   __shared__ Wanted wanted;
+  __shared__ AcquireShared shared;
   const Plane plane = plane_of(m, blockIdx.x);
   const std::uint32_t page_tokens = m.layout.page_tokens;
   const std::uint32_t all = m.slip->freed_blocks;
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant
   __syncthreads();
   const auto forward = static_cast<std::uint32_t>(m.state->planned);
   for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
-    acquire_coming(m, stack, plane, true, 0, forward, wanted, ballots, kNearPatience, kNearAgain, kNoPatience);
+    acquire_coming(m, stack, plane, true, 0, forward, wanted, ballots, shared, kNearPatience, kNearAgain, kNoPatience);
   std::uint32_t prompts = 0;
   for (std::uint32_t i = threadIdx.x; i - threadIdx.x < m.state->bucket.rows(); i += kThreads) {
     const ForwardToken token = i < m.state->bucket.rows() ? m.tokens[i] : ForwardToken{};
@@ -77,7 +78,8 @@ __global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant
   // The newest of prompts, and in their order, so that the oldest give way first later on.
   const std::uint32_t most = min(prompts, plane.count);
   for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
-    acquire_coming(m, stack, plane, false, prompts - most, forward - kNearPatience, wanted, ballots, kNearPatience);
+    acquire_coming(m, stack, plane, false, prompts - most, forward - kNearPatience, wanted, ballots, shared,
+                   kNearPatience);
 }
 
 /// Thread block i: KV head i.

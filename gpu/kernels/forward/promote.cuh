@@ -113,6 +113,7 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
   __shared__ std::uint32_t ballots[kWarps];
   __shared__ std::uint32_t with_far[kWarps];
   __shared__ Wanted always, again;
+  __shared__ AcquireShared shared;
   __shared__ bool runs;
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
   if ((forward + layer) % kNearTurn != 0) return;
@@ -146,7 +147,7 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
   }
   const auto acquire_all = [&](const Wanted& wanted, std::uint32_t most, std::uint32_t so_far, std::uint32_t patience) {
     return acquire(
-        m, plane, so_far, most, forward, forward, patience, [&](std::uint32_t i) { return wanted.rows[i]; }, ballots);
+        m, plane, so_far, most, forward, forward, patience, [&](std::uint32_t i) { return wanted.rows[i]; }, shared);
   };
   std::uint32_t acquired = 0;
   for (const std::uint32_t patience : {kNearPatience, kNearAgain, kNoPatience})

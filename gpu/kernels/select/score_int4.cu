@@ -60,6 +60,47 @@ __device__ void score_tail(const ScoreInt4Task& task, const Part& part, DType dt
   }
 }
 
+/// Tokens that may be candidates: what is attended anyway is none, as recent tokens score high, and would take the
+/// place of others.
+struct Eligible {
+  std::uint32_t begin, end;
+};
+
+/// Scores of a warp's tokens from `at` on, of which a lane has four, for one fragment's heads: written out. Bit i of
+/// what it returns: score i is a candidate. `kWhole`: all tokens are there, and eligible.
+template <bool kWhole, std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees>
+__device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s, const WarpRows<kHeadDim>& rows,
+                                                    const QueryFragments<kHeadDim, kFragments>& q,
+                                                    std::uint32_t fragment, const LaneHead& head, const Part& part,
+                                                    std::uint32_t at, std::uint32_t number, const Eligible& eligible,
+                                                    float (&scores)[2 * kPairs]) {
+  std::uint32_t hits = 0;
+  float* const out = head.out + at;
+#pragma unroll
+  for (std::uint32_t pair = 0; pair < kPairs; ++pair) {
+    float products[2];
+    multiply(rows, pair, q, fragment, products);
+#pragma unroll
+    for (std::uint32_t key = 0; key < 2; ++key) {
+      const std::uint32_t i = 2 * pair + key;
+      const std::uint32_t behind = 2 * kRows * pair + key;  // Of the lane's first one.
+      const float2 params = rows.scale_and_zero(pair, key);
+      scores[i] = params.x * (products[key] * head.unit) + params.y * head.sum;
+      bool candidate = kForesees && scores[i] >= head.least;
+      if constexpr (kWhole) {
+        if (head.there) out[behind] = scores[i];
+      } else {
+        const bool visible = there(s, number, pair, key);
+        const std::uint32_t token = at + lane_key() + behind;
+        if (head.there && token < part.count) out[behind] = visible ? scores[i] : __int_as_float(0xff80'0000);
+        candidate &= visible && token >= eligible.begin && token < eligible.end;
+      }
+      hits |= candidate ? 1u << i : 0;
+    }
+  }
+  return hits;
+}
+
 /// Thread block x of the cut, or behind these the tail, of task y, and of its head z where each has a list.
 /// `kFragments` of queries are multiplied with what is read.
 template <std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees>
@@ -76,23 +117,25 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const Part part = part_of(s.task, group, layout.page_tokens, cut);
   if (blockIdx.x == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype, shape.scale);
   if (part.chunk(0) * kBlockTokens >= part.count) return;
-  stage_octets(s, part, layout.page_tokens, cut.chunks);
-  __syncthreads();
-  const std::uint32_t lane_head = threadIdx.x % kWarp / 4 % kRowHeads;
-  const std::uint32_t lane_key = threadIdx.x % kWarp / (kWarp / 2) * kRows + threadIdx.x % 4 * 2;  // Of a pair's 16.
-  const std::uint32_t sinks = s.task.sinks;
-  const std::uint32_t recent = s.task.recent;
   constexpr std::uint32_t kAtOnce = kFragments * kRowHeads;
+  // Queries are on their way while it is found out where rows lie, and rows while queries are staged and the rows
+  // before them are multiplied, if there are registers for both.
+  constexpr bool kAhead = kHeadDim * kFragments <= 128;
+  constexpr int kTurns = kAhead ? 2 : 1;  // Unrolled: what is loaded in one turn is in place in the next.
+  QueryRow<kHeadDim> query;
+  if (kAhead) query.load(s.task, part.first_head, min(kAtOnce, part.heads));
+  stage_octets(s, part, layout, cut.chunks);
+  __syncthreads();
+  const std::byte* const copies = s.task.copies;
+  const Eligible eligible{s.task.sinks, s.task.recent};
   for (std::uint32_t first = 0; first < part.heads; first += kAtOnce) {
     const std::uint32_t heads = min(kAtOnce, part.heads - first);
+    if (!kAhead || first != 0) query.load(s.task, part.first_head + first, heads);
     if (first != 0) __syncthreads();  // The queries before these have been read.
-    // Rows are on their way while queries are staged and the rows before them are multiplied, if there are registers
-    // for both.
-    constexpr bool kAhead = kHeadDim * kFragments <= 128;
     WarpRows<kHeadDim> next;
-    if (kAhead && part.first(0) < part.count) next.load(s, part.octet(0), layout);
+    if (kAhead && part.first(0) < part.count) next.load(s, copies, part.octet(0));
     const foresight::Finder finder(foresight, std::uint64_t{blockIdx.y} * group + first);
-    const float length = stage_queries(s, part.first_head + first, heads, shape.scale);
+    const float length = stage_query(s, query, shape.scale);
     if (kForesees && threadIdx.x % kWarp == 0) {
       const std::uint32_t head = threadIdx.x / kWarp;
       staged.counts[head] = 0;
@@ -101,56 +144,44 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();
     QueryFragments<kHeadDim, kFragments> q;
     q.load(s);
-    // In registers: in the loop the compiler would read them again and again.
-    float units[kFragments], sums[kFragments], least[kFragments];
-    float* out[kFragments];
+    LaneHead lane_heads[kFragments];  // In registers: in the loop the compiler would read them again and again.
 #pragma unroll
     for (std::uint32_t f = 0; f < kFragments; ++f) {
-      const std::uint32_t head = f * kRowHeads + lane_head;
-      units[f] = s.unit[head];
-      sums[f] = s.sum[head];
-      least[f] = kForesees ? s.least[head] : 0.f;
-      out[f] = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_key;
+      const std::uint32_t head = f * kRowHeads + lane_head();
+      lane_heads[f] = {.there = head < heads,
+                       .unit = s.unit[head],
+                       .sum = s.sum[head],
+                       .least = kForesees ? s.least[head] : 0.f,
+                       .out = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_key()};
     }
+#pragma unroll kTurns
     for (std::uint32_t turn = 0; turn < cut.chunks; ++turn) {
       const std::uint32_t at = part.first(turn);
+      const std::uint32_t number = part.octet(turn);
       if (at >= part.count) break;
-      if (!kAhead) next.load(s, part.octet(turn), layout);
+      if (!kAhead) next.load(s, copies, number);
       const WarpRows<kHeadDim> rows = next;
       if (kAhead && turn + 1 < cut.chunks && part.first(turn + 1) < part.count)
-        next.load(s, part.octet(turn + 1), layout);
+        next.load(s, copies, part.octet(turn + 1));
+      const bool all = whole(s, number) && (!kForesees || (at >= eligible.begin && at + kWarpTokens <= eligible.end));
 #pragma unroll
       for (std::uint32_t f = 0; f < kFragments; ++f) {
-        const std::uint32_t head = f * kRowHeads + lane_head;
-        float scores[kPairs * 2];
-        std::uint32_t hits = 0;  // Of these: candidates are added together, as lanes that wait for others cost time.
-#pragma unroll
-        for (std::uint32_t pair = 0; pair < kPairs; ++pair) {
-          float products[2];
-          multiply(rows, pair, q, f, products);
-#pragma unroll
-          for (std::uint32_t key = 0; key < 2; ++key) {
-            const std::uint32_t i = 2 * pair + key;
-            const std::uint32_t from_first = at + 2 * kRows * pair + key;  // Beside the lane's own key.
-            const float2 params = rows.scale_and_zero(pair, key);
-            scores[i] = params.x * (products[key] * units[f]) + params.y * sums[f];
-            const bool visible = rows.sees(pair, key);
-            const std::uint32_t token = from_first + lane_key;
-            if (head < heads && token < part.count)
-              out[f][from_first] = visible ? scores[i] : __int_as_float(0xff80'0000);
-            // What is attended anyway is no candidate: recent tokens score high, and would take the place of others.
-            if (kForesees && visible && token >= sinks && token < recent && scores[i] >= least[f]) hits |= 1u << i;
-          }
-        }
+        const LaneHead& head = lane_heads[f];
+        float scores[2 * kPairs];
+        // Candidates are added together, as lanes that wait for others cost time.
+        std::uint32_t hits = all ? score_turn<true, kHeadDim, kFragments, kForesees>(s, rows, q, f, head, part, at,
+                                                                                     number, eligible, scores)
+                                 : score_turn<false, kHeadDim, kFragments, kForesees>(s, rows, q, f, head, part, at,
+                                                                                      number, eligible, scores);
         if constexpr (kForesees) {
 #pragma unroll 1
           for (; hits != 0; hits &= hits - 1) {
             const auto i = static_cast<std::uint32_t>(__ffs(static_cast<int>(hits))) - 1;
             float score = scores[0];
 #pragma unroll
-            for (std::uint32_t j = 1; j < kPairs * 2; ++j) score = i == j ? scores[j] : score;
-            finder.add(staged, head,
-                       {.key = top_k::order_key(score), .token = at + i / 2 * (2 * kRows) + i % 2 + lane_key});
+            for (std::uint32_t j = 1; j < 2 * kPairs; ++j) score = i == j ? scores[j] : score;
+            finder.add(staged, f * kRowHeads + lane_head(),
+                       {.key = top_k::order_key(score), .token = at + i / 2 * (2 * kRows) + i % 2 + lane_key()});
           }
         }
       }

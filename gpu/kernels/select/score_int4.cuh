@@ -29,11 +29,14 @@ inline constexpr std::uint32_t kOctets = kBlockTokens / kRows;  ///< of a chunk
 static_assert(kWarps == kHeads, "every warp stages one head");
 inline constexpr int kQueryBits = 22;  ///< of a query's numbers, beside the sign
 
-/// Eight rows of a page, and which of them are there.
-struct Octet {
-  std::uint16_t row = 0;  ///< of the page: the first
-  std::uint8_t begin = 0;
-  std::uint8_t end = 0;
+/// Which of an octet's rows are there, in bytes: the first, and the one behind the last. One compare tells whether all
+/// of a warp's are.
+using Rows = std::uint16_t;
+inline constexpr Rows kAllRows = kRows << 8;
+/// Where an octet lies, counted from the first copy in units of 16 bytes: less than 64 GiB away.
+inline constexpr std::uint32_t kUnit = 16;
+struct alignas(16) Places {
+  std::uint32_t codes[kWarpOctets];
 };
 
 template <std::uint32_t kHeadDim>
@@ -43,9 +46,10 @@ struct Shared {
   float unit[kHeads];                ///< what a product has to be multiplied by
   float sum[kHeads];                 ///< over the channels, scaled
   float least[kHeads];               ///< scores from here on are candidates
-  /// Of each octet of the block's chunks: its page, and where it lies there.
-  std::uint32_t frames[kMostChunks * kOctets];
-  Octet octets[kMostChunks * kOctets];
+  /// Of each octet of the block's chunks. Those that are not there lie at the beginning.
+  Places codes[kMostChunks * kOctets / kWarpOctets];
+  std::uint32_t params[kMostChunks * kOctets];  ///< likewise
+  alignas(8) Rows rows[kMostChunks * kOctets];
 };
 
 /// How the rows of a launch are cut: thread block i of `blocks` has chunks of kBlockTokens tokens, at most `chunks`.
@@ -87,37 +91,55 @@ __device__ __forceinline__ Part part_of(const ScoreInt4Task& task, std::uint32_t
 
 /// Where the octets of a part lie, one chunk's behind the other's: the loop over them divides by nothing.
 template <std::uint32_t kHeadDim>
-__device__ void stage_octets(Shared<kHeadDim>& s, const Part& part, std::uint32_t page_tokens, std::uint32_t chunks) {
+__device__ void stage_octets(Shared<kHeadDim>& s, const Part& part, const Int4Layout& layout, std::uint32_t chunks) {
+  const std::uint32_t page_tokens = layout.page_tokens;
   for (std::uint32_t i = threadIdx.x; i < chunks * kOctets; i += kThreads) {
     const std::uint32_t token = part.chunk(i / kOctets) * kBlockTokens + i % kOctets * kRows;
-    Octet octet;
-    std::uint32_t frame = 0;
+    Rows rows = 0;
+    std::uint64_t codes = 0;
+    std::uint64_t params = 0;
     if (token < part.count) {
       const std::uint32_t page = token / page_tokens;
       const std::uint32_t row = token - page * page_tokens;
       const PageRun run = s.task.run(part.first_head, page, page_tokens);
-      const auto in_octet = [&](std::uint32_t at) { return static_cast<std::uint8_t>(min(max(at, row) - row, kRows)); };
-      octet = {.row = static_cast<std::uint16_t>(row), .begin = in_octet(run.begin), .end = in_octet(run.end)};
-      if (octet.begin < octet.end) frame = s.task.frames[run.page];
+      const auto in_octet = [&](std::uint32_t at) { return min(max(at, row) - row, kRows); };
+      if (in_octet(run.begin) < in_octet(run.end)) {
+        rows = static_cast<Rows>(in_octet(run.begin) | in_octet(run.end) << 8);
+        const std::uint64_t copy = s.task.frames[run.page] * layout.page_bytes();
+        codes = copy + row * layout.row_bytes();
+        params = copy + layout.params_offset() + row * Int4Layout::kParamBytes;
+      }
     }
-    s.octets[i] = octet;
-    s.frames[i] = frame;
+    s.rows[i] = rows;
+    s.codes[i / kWarpOctets].codes[i % kWarpOctets] = static_cast<std::uint32_t>(codes / kUnit);
+    s.params[i] = static_cast<std::uint32_t>(params / kUnit);
   }
 }
 
-/// Warp h stages head first + h; heads beyond the last are 0. Returns the length of its query.
+/// A query as a warp reads it, in memory of the device for some time: requested before it is needed.
 template <std::uint32_t kHeadDim>
-__device__ float stage_queries(Shared<kHeadDim>& s, std::uint32_t first, std::uint32_t heads, float scale) {
+struct QueryRow {
+  float values[kHeadDim / kWarp];
+  /// Of head first + the warp's number; heads beyond the last are 0.
+  __device__ __forceinline__ void load(const ScoreInt4Task& task, std::uint32_t first, std::uint32_t heads) {
+    const std::uint32_t head = threadIdx.x / kWarp;
+    const float* const q = task.q + std::uint64_t{first + head} * kHeadDim + threadIdx.x % kWarp;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i) values[i] = head < heads ? q[i * kWarp] : 0.f;
+  }
+};
+
+/// A warp stages its query. Returns the query's length.
+template <std::uint32_t kHeadDim>
+__device__ float stage_query(Shared<kHeadDim>& s, const QueryRow<kHeadDim>& query, float scale) {
   const std::uint32_t head = threadIdx.x / kWarp;
   const std::uint32_t lane = threadIdx.x % kWarp;
-  const float* const q = s.task.q + std::uint64_t{first + head} * kHeadDim;
-  float values[kHeadDim / kWarp];
+  const float(&values)[kHeadDim / kWarp] = query.values;
   float most = 0.f;
   float sum = 0.f;
   float squares = 0.f;
 #pragma unroll
   for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i) {
-    values[i] = head < heads ? q[i * kWarp + lane] : 0.f;
     most = fmaxf(most, fabsf(values[i]));
     sum += values[i];
     squares += values[i] * values[i];
@@ -192,38 +214,22 @@ struct WarpRows {
   static constexpr std::uint32_t kWords = kHeadDim / 32;
   std::uint32_t words[kWarpOctets][kWords];
   uint2 params[kPairs];
-  std::uint32_t visible;  ///< bit 2 * pair + key
 
-  /// From the octet with that number among the block's on.
-  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, std::uint32_t number, const Int4Layout& layout) {
+  /// From the octet with that number among the block's on. What is read of rows that are not there says nothing.
+  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, const std::byte* copies, std::uint32_t number) {
     const std::uint32_t g = threadIdx.x % kWarp / 4;
     const std::uint32_t t = threadIdx.x % 4;
+    const Places places = s.codes[number / kWarpOctets];
+    const std::byte* const codes = copies + g * (kHeadDim / 2) + t * (kWords * 4);
 #pragma unroll
-    for (std::uint32_t o = 0; o < kWarpOctets; ++o) {
-      const Octet octet = s.octets[number + o];
-#pragma unroll
-      for (std::uint32_t w = 0; w < kWords; ++w) words[o][w] = 0;
-      if (g < octet.begin || g >= octet.end) continue;
-      const std::byte* const copy = s.task.copies + s.frames[number + o] * layout.page_bytes();
-      load_words(words[o], copy + (octet.row + g) * (kHeadDim / 2) + t * (kWords * 4));
-    }
-    visible = 0;
+    for (std::uint32_t o = 0; o < kWarpOctets; ++o)
+      load_words(words[o], codes + std::uint64_t{places.codes[o]} * kUnit);
 #pragma unroll
     for (std::uint32_t pair = 0; pair < kPairs; ++pair) {
-      const std::uint32_t at = number + 2 * pair + g / kRowHeads;
-      const Octet octet = s.octets[at];
-      params[pair] = {};
-#pragma unroll
-      for (std::uint32_t key = 0; key < 2; ++key)
-        visible |= 2 * t + key >= octet.begin && 2 * t + key < octet.end ? 1u << (2 * pair + key) : 0;
-      if ((visible >> 2 * pair & 3) == 0) continue;
-      const std::byte* const copy = s.task.copies + s.frames[at] * layout.page_bytes();
-      params[pair] = *reinterpret_cast<const uint2*>(copy + layout.params_offset() +
-                                                     (octet.row + 2 * t) * Int4Layout::kParamBytes);
+      const std::byte* const row =
+          copies + std::uint64_t{s.params[number + 2 * pair + g / kRowHeads]} * kUnit + 2 * t * Int4Layout::kParamBytes;
+      params[pair] = *reinterpret_cast<const uint2*>(row);
     }
-  }
-  [[nodiscard]] __device__ __forceinline__ bool sees(std::uint32_t pair, std::uint32_t key) const {
-    return (visible >> (2 * pair + key) & 1) != 0;
   }
   [[nodiscard]] __device__ __forceinline__ float2 scale_and_zero(std::uint32_t pair, std::uint32_t key) const {
     const std::uint32_t bits = key == 0 ? params[pair].x : params[pair].y;
@@ -286,5 +292,34 @@ __device__ __forceinline__ void multiply(const WarpRows<kHeadDim>& rows, std::ui
     products[key] = fmaf(static_cast<float>(high), 65536.f, static_cast<float>(256 * middle + low));
   }
 }
+
+/// Whether all rows of a warp's octets are there.
+template <std::uint32_t kHeadDim>
+[[nodiscard]] __device__ __forceinline__ bool whole(const Shared<kHeadDim>& s, std::uint32_t number) {
+  constexpr std::uint64_t kAll = 0x0001'0001'0001'0001u * std::uint64_t{kAllRows};
+  static_assert(kWarpOctets * sizeof(Rows) == sizeof kAll);
+  return *reinterpret_cast<const std::uint64_t*>(&s.rows[number]) == kAll;
+}
+/// Whether key 2t + `key` of the octet whose scores a lane has is there.
+template <std::uint32_t kHeadDim>
+[[nodiscard]] __device__ __forceinline__ bool there(const Shared<kHeadDim>& s, std::uint32_t number, std::uint32_t pair,
+                                                    std::uint32_t key) {
+  const Rows rows = s.rows[number + 2 * pair + threadIdx.x % kWarp / 4 / kRowHeads];
+  const std::uint32_t row = threadIdx.x % 4 * 2 + key;
+  return row >= (rows & 0xffu) && row < rows >> 8;
+}
+
+/// The query head of a fragment, and the first token of a warp's, whose scores a lane has.
+[[nodiscard]] __device__ __forceinline__ std::uint32_t lane_head() { return threadIdx.x % kWarp / 4 % kRowHeads; }
+[[nodiscard]] __device__ __forceinline__ std::uint32_t lane_key() {
+  return threadIdx.x % kWarp / (kWarp / 2) * kRows + threadIdx.x % 4 * 2;
+}
+
+/// What a lane needs to know of the query head whose scores it has of a fragment.
+struct LaneHead {
+  bool there;
+  float unit, sum, least;  ///< see Shared
+  float* out;              ///< of the part's first token that is the lane's
+};
 
 }  // namespace sluice::gpu::score_int4
