@@ -127,13 +127,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   stage_octets(s, part, layout, cut.chunks);
   __syncthreads();
   const std::byte* const copies = s.task.copies;
+  const std::uint64_t policy = read_once_policy();
   const Eligible eligible{s.task.sinks, s.task.recent};
   for (std::uint32_t first = 0; first < part.heads; first += kAtOnce) {
     const std::uint32_t heads = min(kAtOnce, part.heads - first);
     if (!kAhead || first != 0) query.load(s.task, part.first_head + first, heads);
     if (first != 0) __syncthreads();  // The queries before these have been read.
     WarpRows<kHeadDim> next;
-    if (kAhead && part.first(0) < part.count) next.load(s, copies, part.octet(0));
+    if (kAhead && part.first(0) < part.count) next.load(s, copies, part.octet(0), policy);
     const foresight::Finder finder(foresight, std::uint64_t{blockIdx.y} * group + first);
     const float length = stage_query(s, query, shape.scale);
     if (kForesees && threadIdx.x % kWarp == 0) {
@@ -159,10 +160,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       const std::uint32_t at = part.first(turn);
       const std::uint32_t number = part.octet(turn);
       if (at >= part.count) break;
-      if (!kAhead) next.load(s, copies, number);
+      if (!kAhead) next.load(s, copies, number, policy);
       const WarpRows<kHeadDim> rows = next;
       if (kAhead && turn + 1 < cut.chunks && part.first(turn + 1) < part.count)
-        next.load(s, copies, part.octet(turn + 1));
+        next.load(s, copies, part.octet(turn + 1), policy);
       const bool all = whole(s, number) && (!kForesees || (at >= eligible.begin && at + kWarpTokens <= eligible.end));
 #pragma unroll
       for (std::uint32_t f = 0; f < kFragments; ++f) {
