@@ -150,8 +150,8 @@ DenseOnDevice::DenseOnDevice(const SyntheticLayer& layer, const DeviceSteps& ste
     }
     for (const auto& copy : self.copies) upload(device, *self.stream, packed, copy->data() + head * head_bytes);
   }
-  self.out = device.allocate(self.lengths.size() * options.shape.q_heads * (options.shape.head_dim + 1) *
-                             sizeof(float));
+  self.out =
+      device.allocate(self.lengths.size() * options.shape.q_heads * (options.shape.head_dim + 1) * sizeof(float));
 }
 
 DenseOnDevice::~DenseOnDevice() = default;

@@ -73,7 +73,9 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   command->add_option("--policies", options->policies, "Policies to measure; see `sluice eval --help`")
       ->capture_default_str();
-  command->add_option("--placements", options->placements, "Comma list of hybrid, stream, and near: device memory has room for all tokens")
+  command
+      ->add_option("--placements", options->placements,
+                   "Comma list of hybrid, stream, and near: device memory has room for all tokens")
       ->capture_default_str();
   add_fetch_share(*command, options->fetch_share);
   command->add_option("--rows", options->rows, "Comma list of numbers of sequences in a forward")

@@ -182,9 +182,8 @@ class GpuBench {
   /// Of an engine of its own: what is timed is not traced.
   void trace(std::uint32_t length, const GpuCase& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
     constexpr std::uint32_t kForwards = 4;
-    const std::string kind =
-        std::to_string(length) + " " + each.policy + " " + (each.all_near ? kNear : to_string(each.placement)) +
-        " x" + std::to_string(each.rows);
+    const std::string kind = std::to_string(length) + " " + each.policy + " " +
+                             (each.all_near ? kNear : to_string(each.placement)) + " x" + std::to_string(each.rows);
     bool warm = false;
     SyntheticForwardsOptions options = forwards_of(each, each.spec, length);
     options.on_trace = [&](const ForwardTrace& trace) {
@@ -204,8 +203,8 @@ class GpuBench {
     alone.all_near = false;
     // One engine after the other, so that only one holds memory.
     auto whole = std::make_unique<SyntheticForwards>(
-        forwards_of(alone, parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=128"), length), layer,
-        steps, device_);
+        forwards_of(alone, parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=128"), length), layer, steps,
+        device_);
     const double off = relative_error(first_out(*whole), want_);
     if (!(off <= (options_.kv_dtype == DType::fp8_e4m3 ? kTolerance8 : kTolerance)))
       throw Error(Errc::device, "bench gpu: dense attention of " + std::to_string(length) +
@@ -257,7 +256,7 @@ class GpuBench {
   std::shared_ptr<Device> device_;
   FetchShare fetch_share_;
   std::shared_ptr<const cpu::Workers> builders_;
-  std::vector<float> want_;  ///< dense attention of the first step
+  std::vector<float> want_;                   ///< dense attention of the first step
   std::map<std::uint32_t, double> dense_us_;  ///< by rows
   double error_ = 0.0;
   std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for

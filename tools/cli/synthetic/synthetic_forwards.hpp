@@ -13,7 +13,7 @@ namespace sluice::tools {
 
 struct SyntheticForwardsOptions {
   PolicySpec policy;
-  std::uint32_t rows = 1;    ///< sequences
+  std::uint32_t rows = 1;  ///< sequences
   /// Of them, [rows]: tokens of each, the first of the layer's; empty: all of these.
   std::vector<std::uint32_t> lengths{};
   std::uint32_t layers = 1;  ///< all alike
@@ -23,7 +23,7 @@ struct SyntheticForwardsOptions {
   float fetch_share = 0.f;
   std::uint32_t threads = 0;
   std::uint32_t promotions = EngineOptions{}.promotions;
-  bool audit = false;  ///< every token, with the layer's needles watched
+  bool audit = false;                                   ///< every token, with the layer's needles watched
   std::function<void(const ForwardTrace&)> on_trace{};  ///< of every step; empty: none is traced
 };
 
