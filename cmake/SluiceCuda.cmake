@@ -15,7 +15,8 @@ if(NOT SLUICE_CUDA STREQUAL "OFF")
 endif()
 
 if(SLUICE_WITH_CUDA)
-  if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+  # OFF is an answer, too: then CMAKE_CUDA_FLAGS says what to generate, as preset ampere-paths does.
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
     set(CMAKE_CUDA_ARCHITECTURES 90a CACHE STRING "GPU architectures")
   endif()
   enable_language(CUDA)

@@ -3,20 +3,18 @@
 #include <array>
 #include <atomic>
 
+#include "gpu/kernels/compiled.hpp"
+
 namespace sluice::gpu {
 namespace {
-
-__global__ void probe_kernel() {}
 
 constexpr int kFirstMajor = 9;
 
 bool ask(int ordinal) {
   int major = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal), "ask for a compute capability");
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, probe_kernel), "load a kernel");
   // Compiled for less, kernels do not wait for the one before them.
-  return major >= kFirstMajor && attributes.ptxVersion >= 10 * kFirstMajor;
+  return major >= kFirstMajor && compiled_for() >= Compiled::clusters;
 }
 
 }  // namespace

@@ -71,12 +71,14 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {"bench decode --methods hybrid/nosuch", "\"nosuch\"", "full, topk, streaming, quest"},
       {"bench decode --methods ''", "--methods", "hybrid/sluice"},
       {"bench decode --methods hybrid/full --far 99", "\"99\"", "means nothing here"},
-      {"bench decode --device host", "--device", "cuda"},
+      {"bench decode --batch 0", "--batch", "'0'"},
+      {"bench decode --kv-size 1Q", "--kv-size", "1Q"},
+      {"bench decode --batch 2 --drafts 2", "--batch", "one sequence"},
       {"bench decode --drafts 33", "--drafts", "[1, 32]"},
       {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},
       {"bench gpu --device host --sections odd", "'odd'", "attention, kernels"},
       {"bench gpu --device host --shape odd", "'odd'", "llama-3.1-8b"},
-      {"bench gpu --device host --placements near", "\"near\"", "hybrid, stream"},
+      {"bench gpu --device host --placements far", "\"far\"", "hybrid, stream"},
       {kRun + "--placement auto", "\"auto\"", "hybrid, stream"},
       {"link --sections odd", "'odd'", "transfers, gather, load, latency, pinning"},
   }));
@@ -144,7 +146,7 @@ TEST_CASE("bench gpu runs on the embedded device and reports every method with i
   CHECK(report.at("command") == "bench gpu");
   CHECK(report.at("config").at("device") == "host");
   const json rows = report.at("results").at("attention");
-  REQUIRE(rows.size() == 1 + 2 * 2 * 2);  // Nothing can be captured there.
+  REQUIRE(rows.size() == 2 + 2 * 2 * 2);  // Nothing can be captured there.
   CHECK(rows.at(0).at("method") == "dense in HBM");
   std::set<std::string> methods;
   for (const json& row : rows) {
@@ -165,6 +167,79 @@ TEST_CASE("bench gpu runs on the embedded device and reports every method with i
     CHECK(row.at("layer_us").get<double>() >= row.at("waited_us").get<double>());
   }
   CHECK(methods == std::set<std::string>{"topk", "sluice"});
+}
+
+TEST_CASE("bench gpu with room for all tokens attends nothing far, and chooses what it does elsewhere", "[cli]") {
+  const Outcome outcome = without_gpu(
+      "bench gpu --device host --length 1K --layers 2 --steps 2 --warm-up 2 --rows 2 --threads 1 --near 0 "
+      "--policies 'sluice;quest;twilight' --placements near,hybrid --sections attention -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json rows = json::parse(outcome.out).at("results").at("attention");
+  REQUIRE(rows.size() == 2 + 3 * 2);  // Dense attention of one sequence, and of two.
+  CHECK(rows.at(1).at("rows") == 2);
+  for (std::size_t i = 2; i < rows.size(); i += 2) {
+    const json& near = rows.at(i);
+    const json& far = rows.at(i + 1);
+    CAPTURE(near.dump(), far.dump());
+    CHECK(near.at("placement") == "near");
+    CHECK(near.at("far_share") == 0);
+    CHECK(near.at("answer_us") == 0);
+    CHECK(near.at("near_share").get<double>() == Approx(far.at("far_share").get<double>()));
+    CHECK(near.at("coverage_mean").get<double>() == Approx(far.at("coverage_mean").get<double>()).epsilon(1e-3));
+  }
+}
+
+TEST_CASE("bench gpu: policies that choose on the CPU are not placed near", "[cli]") {
+  const Outcome outcome = without_gpu("bench gpu --device host --placements near --policies tactic");
+  CHECK(outcome.code == 3);
+  CHECK(is_one_error(outcome));
+  CHECK(contains(outcome.err, "'tactic' chooses on the CPU"));
+}
+
+TEST_CASE("bench gpu --ragged has sequences between two lengths in a forward", "[cli]") {
+  const auto attended = [](const std::string& ragged) {
+    const Outcome outcome = without_gpu(
+        "bench gpu --device host --length 1K --layers 1 --steps 2 --warm-up 0 --rows 3 --threads 1 --near 0 "
+        "--policies full --sections attention -o json " +
+        ragged);
+    CAPTURE(outcome.err);
+    REQUIRE(outcome.code == 0);
+    const json results = json::parse(outcome.out).at("results");
+    return results.at("attention").at(2);
+  };
+  const json ragged = attended("--ragged 64");  // 1,024, 256 and 64 tokens.
+  CAPTURE(ragged.dump());
+  CHECK(ragged.at("output_error") < 0.01);
+  CHECK(ragged.at("far_share").get<double>() == Approx(1.0).margin(0.01));
+  const auto dense_us = [](const json& row) { return row.at("dense_us").get<double>(); };
+  CHECK(dense_us(attended("")) > 0.0);
+  CHECK(dense_us(ragged) > 0.0);
+}
+
+TEST_CASE("bench decode: dense attends as many sequences at a time as fit, engines keep near what is left", "[cli]") {
+  // A sequence of 512 tokens is 512 KiB of keys and values.
+  const Outcome outcome = without_gpu(
+      "bench decode --device host --random-weights tiny --length 512 --batch 2 --kv-size 300K,600K,4M --steps 2 "
+      "--warm-up 1 --threads 1 --methods 'dense;hybrid/sluice;near/sluice' -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json report = json::parse(outcome.out).at("results");
+  const json rows = report.at("decode");
+  REQUIRE(rows.size() == 9);
+  const std::vector<int> at_once{0, 2, 0, 1, 2, 0, 2, 2, 2};
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const json& row = rows.at(i);
+    CAPTURE(row.dump());
+    CHECK(row.at("at_once") == at_once[i]);
+    CHECK(row.at("tokens_per_s").is_null() == (at_once[i] == 0));
+    if (at_once[i] == 0) continue;
+    CHECK(row.at("device_bytes").get<std::uint64_t>() <= row.at("kv_bytes").get<std::uint64_t>());
+    const double rate = at_once[i] * 1e3 / row.at("tpot_p50_ms").get<double>();
+    CHECK(row.at("tokens_per_s").get<double>() == Approx(rate));
+  }
+  CHECK(rows.at(7).at("near_hit_share").get<double>() == Approx(1.0));
+  for (const json& row : report.at("room")) CHECK(row.at("most_sequences").is_number());
 }
 
 TEST_CASE("bench gpu holds every kernel against its floor", "[cli]") {

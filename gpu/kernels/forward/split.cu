@@ -7,6 +7,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/cluster_launch.hpp"
+#include "gpu/kernels/compiled.hpp"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/list.cuh"
 #include "gpu/kernels/overlap.cuh"
@@ -229,7 +230,7 @@ ForwardSplitLimits load_forward_split_kernels() {
     return ClusterLaunch(1, limits.blocks, kThreads, limits.most_shared).at_once(split_kernel<1>) != 0;
   };
   // Compiled for a device without clusters, it knows of none.
-  if (attributes.ptxVersion < 90) limits.blocks = 1;
+  if (compiled_for() < Compiled::clusters) limits.blocks = 1;
   while (limits.blocks > 1 && !fits()) limits.blocks /= 2;
   limits.max_tokens =
       static_cast<std::uint32_t>((limits.most_shared - room_bytes(kLeastRoom)) / (kChunk / 8) * kChunk * limits.blocks);

@@ -1,6 +1,7 @@
 #include "gpu/kernels/prefill/prefill_hopper.cuh"
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/compiled.hpp"
 
 namespace sluice::gpu {
 namespace detail {
@@ -124,7 +125,7 @@ template <class T, int kDim, bool kCapped>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     prefill_hopper_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ PrefillArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  __shared__ Ring ring;  // Static, and only here: that is how the host knows that there is a kernel.
+  __shared__ Ring ring;
   extern __shared__ uint4 shared[];
   const std::uint32_t padding = (1024 - shared_address(shared) % 1024) % 1024;
   auto& memory = *reinterpret_cast<HopperMemory<kDim>*>(reinterpret_cast<std::byte*>(shared) + padding);
@@ -183,14 +184,13 @@ void launch_prefill_hopper(const PrefillVariant& variant, const PrefillArgs& arg
 }
 
 bool load_prefill_hopper_kernels() {
-  bool there = true;
+  const bool there = compiled_for() == Compiled::warpgroups;
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const std::uint32_t head_dim : {64u, 128u}) {
       const auto load = [&](auto* kernel, int shared_bytes) {
+        if (!there) return;
         cudaFuncAttributes attributes{};
         check(cudaFuncGetAttributes(&attributes, kernel), "load the prefill kernels");
-        there = there && attributes.sharedSizeBytes != 0;
-        if (!there) return;
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
               "give the prefill kernels their shared memory");
       };

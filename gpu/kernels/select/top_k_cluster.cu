@@ -6,6 +6,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/block_cluster.cuh"
 #include "gpu/kernels/cluster_launch.hpp"
+#include "gpu/kernels/compiled.hpp"
 #include "gpu/kernels/select/top_k.cuh"
 #include "sluice/units.hpp"
 
@@ -259,12 +260,12 @@ void launch_top_k_clusters(const TaskArray<TopKRow>& rows, std::uint32_t longest
 }
 
 std::uint32_t load_top_k_cluster_kernels() {
+  if (compiled_for() < Compiled::clusters) return 0;  // The kernels are empty.
   std::uint32_t longest = held_by(kMostBlocks);
   for (const std::uint32_t held : {8u, 16u, kMostHeld}) {
     with_kernel(held, [&](auto* kernel, std::uint32_t) {
       cudaFuncAttributes attributes{};
       check(cudaFuncGetAttributes(&attributes, kernel), "load the top_k kernels for clusters");
-      if (attributes.sharedSizeBytes == 0) longest = 0;  // Compiled for a device without clusters it is empty.
       if (longest == 0) return;
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
             "allow the top_k kernels larger clusters");

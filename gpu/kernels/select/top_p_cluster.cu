@@ -7,6 +7,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/block_cluster.cuh"
 #include "gpu/kernels/cluster_launch.hpp"
+#include "gpu/kernels/compiled.hpp"
 #include "gpu/kernels/select/top_p.cuh"
 
 namespace sluice::gpu {
@@ -166,12 +167,12 @@ void launch_top_p_clusters(const TaskArray<TopPRow>& rows, std::uint32_t longest
 }
 
 std::uint32_t load_top_p_cluster_kernels() {
+  if (compiled_for() < Compiled::clusters) return 0;  // The kernels are empty.
   std::uint32_t longest = held_by(kMostBlocks);
   for (const std::uint32_t held : {8u, 16u, kMostHeld}) {
     with_kernel(held, [&](auto* kernel, std::uint32_t) {
       cudaFuncAttributes attributes{};
       check(cudaFuncGetAttributes(&attributes, kernel), "load the top_p kernels for clusters");
-      if (attributes.sharedSizeBytes == 0) longest = 0;  // Compiled for a device without clusters it is empty.
       if (longest == 0) return;
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_bytes(held))),

@@ -4,11 +4,14 @@
 #include <memory>
 #include <optional>
 
+#include "cpu/device/host_device.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/decode_attention.hpp"
+#include "tools/cli/bench/decode_methods.hpp"
+#include "tools/cli/bench/decode_room.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/engine_flags.hpp"
@@ -26,6 +29,8 @@ struct BenchDecodeOptions {
   std::string random_weights = "llama-3.1-8b";
   std::string lengths = "32K,128K";
   std::string methods = "dense;hybrid/sluice;stream/sluice";
+  std::string batches = "1";
+  std::string kv_sizes;  ///< device memory for keys and values with all that goes with them; empty: what `near` takes
   std::string near = "5%";
   std::string far;
   FetchShare fetch_share;
@@ -43,52 +48,27 @@ std::string to_string(const Verified& verified) {
   return std::to_string(verified.rows) + (verified.drafts == 1 ? " one by one" : " together");
 }
 
-/// A placement and the policy that runs under it, e.g. `hybrid/sluice`; or `dense`: everything in device memory.
-struct Method {
-  std::string name;
-  bool dense = false;
-  PlacementMode placement{};
-  PolicySpec policy;
-};
-
 /// What is timed: one token and, if drafts are asked for, as many new tokens one by one, if the policy takes them so,
 /// and together.
-std::vector<Verified> timed(const BenchDecodeOptions& options, const Method& method) {
+std::vector<Verified> timed(const BenchDecodeOptions& options, const DecodeMethod& method) {
   if (options.drafts == 1 || method.dense) return {{}};
   const Verified together{.rows = options.drafts, .drafts = options.drafts};
   if (scheduler::chooser(method.policy) == scheduler::Chooser::cpu) return {{}, together};
   return {{}, {.rows = options.drafts}, together};
 }
 
-Method parse_method(const std::string& name) {
-  if (name == "dense") return {.name = name, .dense = true, .placement = {}, .policy = {}};
-  const std::size_t slash = name.find('/');
-  if (slash == std::string::npos)
-    throw Error(Errc::invalid_argument,
-                "--methods: '" + name + "' lacks its placement; write dense or PLACEMENT/POLICY, e.g. hybrid/sluice");
-  return {.name = name,
-          .placement = parse_placement(name.substr(0, slash)),
-          .policy = parse_policy(name.substr(slash + 1))};
-}
-
-std::vector<Method> parse_methods(const std::string& text) {
-  std::vector<Method> methods;
-  for (std::size_t at = 0; at < text.size();) {
-    const std::size_t end = std::min(text.find(';', at), text.size());
-    methods.push_back(parse_method(text.substr(at, end - at)));
-    at = end + 1;
-  }
-  if (methods.empty())
-    throw Error(Errc::invalid_argument, "--methods: the list is empty; name at least one, e.g. hybrid/sluice");
-  return methods;
+/// For trying the command out, not for its times.
+std::shared_ptr<Device> host_device() {
+  const cpu::Topology topology;
+  return std::make_shared<cpu::HostDevice>(std::make_shared<const cpu::Workers>(topology, cpu::WorkersOptions{}));
 }
 
 class DecodeBench {
  public:
   DecodeBench(const BenchDecodeOptions& options, std::shared_ptr<Device> device)
       : options_(options),
-        device_(std::move(device)),
-        model_(load_model(options.model, options.model.empty() ? options.random_weights : "", options.threads, device_)),
+        model_(load_model(options.model, options.model.empty() ? options.random_weights : "", options.threads, device)),
+        device_(device ? device : host_device()),
         shape_(model_.config().shape()),
         prompt_(*device_, shape_),
         stream_(device_->create_stream("bench")),
@@ -100,24 +80,31 @@ class DecodeBench {
               .rows = {}};
   }
 
-  void run(std::uint32_t length, const std::vector<Method>& methods, ProgressBar& bar) {
+  /// A batch of prompts of that length, with so many bytes of device memory for keys and values; 0: what --near takes.
+  void run(std::uint32_t length, std::uint32_t batch, std::uint64_t kv_bytes, const std::vector<DecodeMethod>& methods,
+           ProgressBar& bar) {
     std::optional<double> first;
     for (std::size_t m = 0; m < methods.size(); ++m) {
-      bar.update(m, methods.size(), std::to_string(length) + " tokens: " + methods[m].name);
-      const Method method = limited(length, methods[m]);
-      for (const Verified& verified : timed(options_, method)) run(length, method, verified, first);
+      bar.update(m, methods.size(),
+                 std::to_string(batch) + " x " + std::to_string(length) + " tokens: " + methods[m].name);
+      const DecodeMethod method = limited(length, batch, methods[m]);
+      for (const Verified& verified : timed(options_, method))
+        run({.length = length, .sequences = batch, .kv_bytes = kv_bytes}, method, verified, first);
     }
   }
   [[nodiscard]] Table take() { return std::move(table_); }
+  [[nodiscard]] Table take_room() { return room_.take(); }
+  [[nodiscard]] const Device& device() const noexcept { return *device_; }
 
  private:
   /// With the budget of far tokens that --far says, at this length.
-  [[nodiscard]] Method limited(std::uint32_t length, const Method& method) {
+  [[nodiscard]] DecodeMethod limited(std::uint32_t length, std::uint32_t batch, const DecodeMethod& method) {
     if (method.dense || options_.far.empty()) return method;
     const FarPlace place{.shape = shape_,
                          .kv_dtype = options_.kv_dtype,
                          .placement = method.placement,
                          .page_tokens = page_tokens_for(method.policy, EngineFlags{}),
+                         .rows = batch,
                          .tokens = length,
                          .near_hits = usual_near_hits(near_)};
     const std::size_t policy = method.name.find('/') + 1;
@@ -128,7 +115,8 @@ class DecodeBench {
                         }));
   }
 
-  [[nodiscard]] EngineOptions sizes(const Method& method, std::uint32_t length, const Verified& verified) const {
+  /// Of one sequence.
+  [[nodiscard]] EngineOptions sizes(const DecodeMethod& method, std::uint32_t length, const Verified& verified) const {
     EngineFlags flags;
     flags.placement = method.placement;
     flags.fetch_share.share = share_for(method.placement, options_.fetch_share);
@@ -138,57 +126,103 @@ class DecodeBench {
     EngineOptions sizes = sized(flags, shape_, {&method.policy, 1},
                                 {.page_tokens = page_tokens_for(method.policy, flags),
                                  .tokens = length + options_.warm_up + options_.steps + verified.rows,
-                                 .near = near_});
+                                 .near = method.all_near ? 1.0 : near_});
     sizes.largest.decode_rows = verified.rows;
     sizes.largest.drafts = verified.drafts;
     sizes.import_rows = std::min(kImportChunk, length);
     return sizes;
   }
 
-  void run(std::uint32_t length, const Method& method, const Verified& verified, std::optional<double>& first) {
-    DecodeScore score;
-    std::vector<double> token_ms;
-    std::uint64_t device_bytes = 0;
-    PageLayout layout{.page_tokens = 16, .head_dim = shape_.head_dim, .dtype = DType::bf16};
-    if (method.dense) {
-      DenseAttention attention(shape_, prompt_, length, options_.warm_up + options_.steps, *device_, *stream_);
-      (void)decode(attention, length, options_.warm_up, verified.rows);
-      token_ms = decode(attention, length + options_.warm_up, options_.steps, verified.rows);
-    } else {
-      EngineAttention attention(sizes(method, length, verified), method.policy, prompt_, length, device_, *stream_);
-      layout.page_tokens = attention.engine().options().page_tokens;
-      layout.dtype = options_.kv_dtype;
-      (void)decode(attention, length, options_.warm_up, verified.rows);
-      const EngineStats before = attention.engine().stats();
-      token_ms = decode(attention, length + options_.warm_up, options_.steps, verified.rows);
-      score.stats = since(before, attention.engine().stats());
-      score.tokens = options_.steps;
-      for (std::uint32_t i = 0; i < options_.steps; ++i)
-        score.dense_tokens += length + options_.warm_up + i + verified.rows;
-      device_bytes = attention.engine().memory().device();
-    }
-    const double p50 = percentile(token_ms, 0.5);
-    if (!first) first = p50;
+  /// What a row of the table says, times apart.
+  struct Run {
+    std::vector<double> token_ms{};  ///< of forwards; empty: there is no room
+    std::uint32_t at_once = 0;       ///< sequences of a forward
+    Json device_bytes{};
+    DecodeScore score{};
+    PageLayout layout{};
+  };
+
+  void run(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified,
+           std::optional<double>& first) {
+    const Run run = method.dense ? run_dense(batch, verified) : run_engine(batch, method, verified);
     const bool drafts = options_.drafts != 1;
+    const bool ran = !run.token_ms.empty();
+    const double p50 = ran ? percentile(run.token_ms, 0.5) : 0.0;
+    const double rate = ran ? run.at_once * 1e3 / p50 : 0.0;
+    if (!first && ran) first = rate;
+    const auto if_ran = [ran](double value) { return ran ? Json(value) : Json(); };
     std::vector<Column> columns = {{"length_tokens", "length"},
+                                   {"batch", "batch"},
+                                   {"kv_bytes", "KV memory"},
                                    {"method", "method"},
+                                   {"at_once", "at once"},
                                    {drafts ? "forward_p50_ms" : "tpot_p50_ms", drafts ? "ms/forward" : "ms/token", 2},
                                    {drafts ? "forward_p95_ms" : "tpot_p95_ms", "p95", 2},
+                                   {"tokens_per_s", "tokens/s", 1},
                                    {"speedup_over_first", "x first", 2},
                                    {"device_bytes", "device B"}};
-    std::vector<Json> row = {length,
+    std::vector<Json> row = {batch.length,
+                             batch.sequences,
+                             batch.kv_bytes == 0 ? Json() : Json(batch.kv_bytes),
                              drafts ? method.name + ", " + to_string(verified) : method.name,
-                             p50,
-                             percentile(token_ms, 0.95),
-                             *first / p50,
-                             method.dense ? Json() : Json(device_bytes)};
-    append_decode(score, shape_, layout, columns, row);
+                             run.at_once,
+                             if_ran(p50),
+                             if_ran(ran ? percentile(run.token_ms, 0.95) : 0.0),
+                             if_ran(rate),
+                             if_ran(first ? rate / *first : 0.0),
+                             run.device_bytes};
+    append_decode(run.score, shape_, run.layout, columns, row);
     table_.columns = std::move(columns);
     table_.rows.push_back(std::move(row));
   }
 
-  /// Milliseconds of each forward, of `rows` new tokens of which the first stays.
-  std::vector<double> decode(Attention& attention, std::uint32_t position, std::uint32_t steps, std::uint32_t rows) {
+  /// As many sequences at a time as there is room for; the others wait for their turn.
+  Run run_dense(const DecodeBatch& batch, const Verified& verified) {
+    Run run{.layout = {.page_tokens = 16, .head_dim = shape_.head_dim, .dtype = DType::bf16}};
+    const std::uint64_t bytes = batch.length * DenseCache::token_bytes(shape_);
+    room_.add_dense(batch, bytes);
+    const std::uint64_t fit = batch.kv_bytes == 0 ? batch.sequences : batch.kv_bytes / bytes;
+    run.at_once = static_cast<std::uint32_t>(std::min<std::uint64_t>(batch.sequences, fit));
+    if (run.at_once == 0) return run;
+    DenseAttention attention(shape_, prompt_, run.at_once, batch.length, options_.warm_up + options_.steps, *device_,
+                             *stream_);
+    (void)decode(attention, batch.length, options_.warm_up, run.at_once, verified);
+    run.token_ms = decode(attention, batch.length + options_.warm_up, options_.steps, run.at_once, verified);
+    run.device_bytes = bytes * run.at_once;
+    return run;
+  }
+
+  Run run_engine(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified) {
+    Run run{.layout = {.page_tokens = 16, .head_dim = shape_.head_dim, .dtype = options_.kv_dtype}};
+    const EngineOptions one = sizes(method, batch.length, verified);
+    EngineOptions all = for_sequences(one, batch.sequences);
+    if (batch.kv_bytes != 0 && !method.all_near) {
+      const std::optional<std::uint64_t> near = near_bytes_within(all, batch.kv_bytes, device_.get());
+      if (!near) return run;
+      all.near_bytes = *near;
+    } else if (batch.kv_bytes != 0 && memory_needed(all, device_.get()).device() > batch.kv_bytes) {
+      return run;
+    }
+    EngineAttention attention(all, method.policy, prompt_, batch.length, device_, *stream_);
+    const EngineMemoryUse memory = attention.engine().memory();
+    room_.add(batch, method.name, one, memory, device_.get());
+    run.at_once = batch.sequences;
+    run.device_bytes = memory.device();
+    run.layout.page_tokens = attention.engine().options().page_tokens;
+    (void)decode(attention, batch.length, options_.warm_up, batch.sequences, verified);
+    const EngineStats before = attention.engine().stats();
+    run.token_ms = decode(attention, batch.length + options_.warm_up, options_.steps, batch.sequences, verified);
+    run.score.stats = since(before, attention.engine().stats());
+    run.score.tokens = std::uint64_t{options_.steps} * batch.sequences;
+    for (std::uint32_t i = 0; i < options_.steps; ++i)
+      run.score.dense_tokens += std::uint64_t{batch.sequences} * (batch.length + options_.warm_up + i + verified.rows);
+    return run;
+  }
+
+  /// Milliseconds of each forward, of new tokens of which the first of each sequence stays.
+  std::vector<double> decode(Attention& attention, std::uint32_t position, std::uint32_t steps, std::uint32_t sequences,
+                             const Verified& verified) {
+    const std::uint32_t rows = sequences * verified.rows;
     Activations work;
     work.stream = stream_.get();
     work.timeout = std::chrono::minutes(2);
@@ -200,9 +234,15 @@ class DecodeBench {
       stop_if_interrupted();  // Nothing is queued here: the logits were waited for.
       const Clock::time_point begin = Clock::now();
       for (std::uint32_t r = 0; r < rows; ++r)
-        placed[r] = {static_cast<int>((static_cast<std::uint32_t>(token_) + r) % vocabulary), position + i + r};
+        placed[r] = {static_cast<int>((static_cast<std::uint32_t>(token_) + r) % vocabulary),
+                     position + i + r % verified.rows};
       attention.begin();
-      model_.forward(placed, [&](const AttentionCall& call) { attention.attend(call); }, work);
+      const auto attend = [&](const AttentionCall& call) {
+        attention.attend(call);
+        // A model on the CPU goes on with what is there, and its tensors are gone.
+        if (stream_->native_handle() == nullptr) stream_->synchronize(deadline_after(work.timeout));
+      };
+      model_.forward(placed, attend, work);
       attention.end(position + i + 1);
       model_.logits(work, rows, logits);
       token_ = argmax(std::span(logits).first(vocabulary));
@@ -212,8 +252,8 @@ class DecodeBench {
   }
 
   const BenchDecodeOptions& options_;
-  std::shared_ptr<Device> device_;
   Model model_;
+  std::shared_ptr<Device> device_;
   AttentionShape shape_;
   RandomPrompt prompt_;
   std::unique_ptr<Stream> stream_;
@@ -221,30 +261,40 @@ class DecodeBench {
   std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for
   int token_ = 1;
   Table table_;
+  RoomTable room_;
 };
 
 int run(BenchDecodeOptions& options) {
   const OutputTarget target(options.output.path);
-  const std::vector<Method> methods = parse_methods(options.methods);
+  const std::vector<DecodeMethod> methods = parse_methods(options.methods);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
+  const std::vector<std::uint32_t> batches = parse_counts(options.batches, "--batch");
+  const std::vector<std::uint64_t> kv_sizes = parse_kv_sizes(options.kv_sizes);
   (void)parse_share(options.near, "--near");
-  for (const Method& method : methods)  // Refused before anything is built.
+  if (options.drafts != 1 && batches != std::vector<std::uint32_t>{1})
+    throw Error(Errc::invalid_argument, "--drafts beside --batch: drafts are timed of one sequence; leave one out");
+  for (const DecodeMethod& method : methods)  // Refused before anything is built.
     if (!method.dense && options.far != "auto")
       (void)with_far(method.name.substr(method.name.find('/') + 1), options.far, {}, {});
   const std::shared_ptr<Device> device = make_device(options.device);
-  if (!device) throw Error(Errc::invalid_argument, "bench decode: --device must be cuda or cuda:N");
   advise(options.fetch_share, device.get(), options.threads);
   DecodeBench bench(options, device);
   ProgressBar bar("bench");
   const InterruptScope interrupts;
   try {
-    for (const std::uint32_t length : lengths) bench.run(length, methods, bar);
+    for (const std::uint32_t length : lengths) {
+      for (const std::uint64_t kv_bytes : kv_sizes) {
+        for (const std::uint32_t batch : batches) bench.run(length, batch, kv_bytes, methods, bar);
+      }
+    }
   } catch (const Interrupted&) {  // The rows that are finished are a result.
   }
   Report report{.command = "bench decode",
                 .config = {{"model", options.model},
                            {"random_weights", options.random_weights},
                            {"lengths", lengths},
+                           {"batches", batches},
+                           {"kv_sizes", kv_sizes},
                            {"methods", options.methods},
                            {"near", options.near},
                            {"far", options.far},
@@ -254,9 +304,10 @@ int run(BenchDecodeOptions& options) {
                            {"warm_up", options.warm_up},
                            {"drafts", options.drafts},
                            {"threads", options.threads},
-                           {"device", device->info().name},
+                           {"device", bench.device().info().name},
                            {"transfer", options.device.transfer}}};
   report.tables.push_back(bench.take());
+  report.tables.push_back(bench.take_room());
   return deliver(report, options.output.format, target);
 }
 
@@ -274,9 +325,19 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   command->add_option("--length", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
   command
-      ->add_option("--methods", options->methods,
-                   "Semicolon list of dense (everything in device memory) and PLACEMENT/POLICY; ratios are to the first")
+      ->add_option(
+          "--methods", options->methods,
+          "Semicolon list of dense (everything in device memory) and PLACEMENT/POLICY, PLACEMENT being hybrid, "
+          "stream, or near (room for all tokens in device memory); ratios are to the first that has room")
       ->capture_default_str();
+  command->add_option("--batch", options->batches, "Comma list of numbers of sequences that decode together")
+      ->capture_default_str();
+  command
+      ->add_option("--kv-size", options->kv_sizes,
+                   "Comma list of device memory for keys and values with all that goes with them, K/M/G allowed: dense "
+                   "takes as many sequences at a time as fit, of hybrid and stream what is left is near "
+                   "[default: what --near takes]")
+      ->type_name("SIZES");
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
       ->type_name("SHARE")
       ->capture_default_str();
@@ -293,7 +354,8 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   add_output(*command, options->output);
   command->footer(
       "The prompt's keys and values are random numbers, imported without computing them; decoding is the model's own,\n"
-      "enqueued layer by layer. With --drafts times are of forwards, which accept one token of those that they verify.");
+      "enqueued layer by layer. With --drafts times are of forwards, which accept one token of those that they "
+      "verify.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

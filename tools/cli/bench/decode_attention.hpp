@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "sluice/engine.hpp"
 #include "tools/cli/bench/dense_cache.hpp"
@@ -35,12 +36,13 @@ class RandomPrompt {
   std::unique_ptr<Buffer> pool_;
 };
 
-/// put(layer, k, v, queries) for every chunk of the prompt, layer by layer; queries of its newest tokens come last.
+/// put(layer, k, v, queries) for every chunk of a sequence's prompt, layer by layer; queries of its newest tokens come
+/// last.
 inline void for_each_chunk(
-    const RandomPrompt& prompt, const AttentionShape& shape, std::uint32_t tokens,
+    const RandomPrompt& prompt, const AttentionShape& shape, std::uint32_t sequence, std::uint32_t tokens,
     const std::function<void(LayerId, const TensorView&, const TensorView&, const TensorView&)>& put) {
   constexpr std::uint32_t kQueries = 32;
-  std::uint32_t salt = 0;
+  std::uint32_t salt = sequence * 0x0100'0000u;
   for (std::uint32_t at = 0; at < tokens; at += kImportChunk) {
     const std::uint32_t count = std::min(kImportChunk, tokens - at);
     const std::uint32_t shown = at + count == tokens ? std::min(kQueries, count) : 0;
@@ -69,14 +71,16 @@ struct Verified {
 
 class DenseAttention final : public Attention {
  public:
-  DenseAttention(const AttentionShape& shape, const RandomPrompt& prompt, std::uint32_t tokens, std::uint32_t steps,
-                 Device& device, Stream& stream)
-      : stream_(stream), cache_(shape, tokens + steps, device) {
-    for_each_chunk(prompt, shape, tokens,
-                   [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView&) {
-                     cache_.append(layer, k, v, stream_);
-                   });
-    stream_.synchronize(deadline_after(std::chrono::minutes(2)));
+  DenseAttention(const AttentionShape& shape, const RandomPrompt& prompt, std::uint32_t sequences, std::uint32_t tokens,
+                 std::uint32_t steps, Device& device, Stream& stream)
+      : stream_(stream), cache_(shape, tokens + steps, sequences, device) {
+    for (std::uint32_t i = 0; i < sequences; ++i) {
+      for_each_chunk(prompt, shape, i, tokens,
+                     [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView&) {
+                       cache_.append(i, layer, k, v, stream_);
+                     });
+      stream_.synchronize(deadline_after(std::chrono::minutes(2)));
+    }
   }
   void attend(const AttentionCall& call) override { cache_.attend(call, stream_); }
 
@@ -85,34 +89,38 @@ class DenseAttention final : public Attention {
   DenseCache cache_;
 };
 
+/// As many sequences as the engine has, with equal parts of its rows.
 class EngineAttention final : public Attention {
  public:
   EngineAttention(const EngineOptions& options, const PolicySpec& policy, const RandomPrompt& prompt,
                   std::uint32_t tokens, const std::shared_ptr<Device>& device, Stream& stream)
-      : stream_(stream.native_handle()),
-        engine_(options, device),
-        item_{.sequence = engine_.begin(policy), .tokens = options.largest.decode_rows} {
+      : stream_(stream.native_handle() != nullptr ? stream.native_handle() : &stream), engine_(options, device) {
     bucket_ = engine_.options().largest;
     bucket_.prefill_rows = bucket_.prefills = 0;
-    for_each_chunk(prompt, options.shape, tokens,
-                   [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView& q) {
-                     engine_.import_prefix(item_.sequence, layer, k, v, stream_, q);
-                   });
+    for (std::uint32_t i = 0; i < options.sequences; ++i) {
+      items_.push_back({.sequence = engine_.begin(policy), .tokens = options.largest.decode_rows / options.sequences});
+      for_each_chunk(prompt, options.shape, i, tokens,
+                     [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView& q) {
+                       engine_.import_prefix(items_[i].sequence, layer, k, v, stream_, q);
+                     });
+    }
   }
-  void begin() override { batch_ = engine_.plan({&item_, 1}, bucket_, stream_); }
+  void begin() override { batch_ = engine_.plan(items_, bucket_, stream_); }
   void attend(const AttentionCall& call) override {
     engine_.attend(bucket_, call.layer, call.q, call.k, call.v, call.out, stream_);
   }
   void end(std::uint32_t tokens) override {
     engine_.finish(batch_);
-    if (item_.tokens != 1) engine_.truncate(item_.sequence, tokens);
+    for (const PlanItem& item : items_) {
+      if (item.tokens != 1) engine_.truncate(item.sequence, tokens);
+    }
   }
   [[nodiscard]] const sluice::Engine& engine() const noexcept { return engine_; }
 
  private:
   void* stream_;
   sluice::Engine engine_;
-  PlanItem item_;
+  std::vector<PlanItem> items_;
   Bucket bucket_;
   Batch batch_;
 };

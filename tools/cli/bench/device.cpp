@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "sluice/backend.hpp"
 #include "sluice/error.hpp"
@@ -75,49 +76,61 @@ struct DenseOnDevice::Impl {
   const DeviceSteps& steps;
   Device& device;
   std::unique_ptr<Stream> stream;
+  std::vector<std::uint32_t> lengths;           ///< of the sequences
   std::vector<std::unique_ptr<Buffer>> copies;  ///< [copies] pages [kv_heads, pages]
-  std::unique_ptr<Buffer> out;                  ///< [q_heads, head_dim], then [q_heads]
+  std::size_t next_copy = 0;                    ///< which the next sequence reads
+  std::unique_ptr<Buffer> out;                  ///< of each sequence [q_heads, head_dim], then [q_heads]
   std::vector<std::uint32_t> frames;            ///< [kv_heads, pages]
-  std::vector<PageRun> runs;
-  std::vector<AttendTask> tasks;
+  std::vector<std::vector<PageRun>> runs;       ///< of each sequence
+  std::vector<AttendTask> tasks;                ///< [sequences, kv_heads]
 
-  void queue(std::uint32_t step, const Buffer& pages) {
-    const AttentionShape& shape = options.shape;
-    const std::uint32_t n = options.tokens + step + 1;
-    runs.resize(div_up(n, layout.page_tokens));
-    for (std::uint32_t page = 0; page < runs.size(); ++page) {
-      const std::uint32_t rows = std::min(layout.page_tokens, n - page * layout.page_tokens);
-      runs[page] = {.page = page, .begin = 0, .end = static_cast<std::uint16_t>(rows)};
+  void list_runs(std::uint32_t step) {
+    for (std::size_t row = 0; row < lengths.size(); ++row) {
+      const std::uint32_t n = lengths[row] + step + 1;
+      runs[row].resize(div_up(n, layout.page_tokens));
+      for (std::uint32_t page = 0; page < runs[row].size(); ++page) {
+        const std::uint32_t rows = std::min(layout.page_tokens, n - page * layout.page_tokens);
+        runs[row][page] = {.page = page, .begin = 0, .end = static_cast<std::uint16_t>(rows)};
+      }
     }
-    tasks.resize(shape.kv_heads);
-    float* const floats = reinterpret_cast<float*>(out->data());
-    for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
-      const std::uint32_t q_head = head * shape.group();
-      AttendTask& task = tasks[head];
-      task.q = reinterpret_cast<const float*>(steps.q(step).row(0, q_head));
-      task.kv = {.base = pages.data(), .frames = frames.data() + std::size_t{head} * head_pages, .layout = layout};
-      task.runs = runs;
-      task.out = {.out = floats + std::size_t{q_head} * shape.head_dim,
-                  .lse = floats + std::size_t{shape.q_heads} * shape.head_dim + q_head};
+  }
+  void queue(std::uint32_t step) {
+    const AttentionShape& shape = options.shape;
+    list_runs(step);
+    tasks.resize(lengths.size() * shape.kv_heads);
+    for (std::size_t row = 0; row < lengths.size(); ++row) {
+      const Buffer& pages = *copies[next_copy++ % copies.size()];
+      float* const floats = reinterpret_cast<float*>(out->data()) + row * shape.q_heads * (shape.head_dim + 1);
+      for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
+        const std::uint32_t q_head = head * shape.group();
+        AttendTask& task = tasks[row * shape.kv_heads + head];
+        task.q = reinterpret_cast<const float*>(steps.q(step).row(0, q_head));
+        task.kv = {.base = pages.data(), .frames = frames.data() + std::size_t{head} * head_pages, .layout = layout};
+        task.runs = runs[row];
+        task.out = {.out = floats + std::size_t{q_head} * shape.head_dim,
+                    .lse = floats + std::size_t{shape.q_heads} * shape.head_dim + q_head};
+      }
     }
     device.backend().attend(tasks, shape, stream.get());
   }
 };
 
 DenseOnDevice::DenseOnDevice(const SyntheticLayer& layer, const DeviceSteps& steps, Device& device,
-                             std::uint32_t page_tokens)
+                             std::uint32_t page_tokens, std::vector<std::uint32_t> lengths)
     : impl_(new Impl{.options = layer.options(),
                      .layout = layer.options().layout,
                      .head_pages = 0,
                      .steps = steps,
                      .device = device,
                      .stream = device.create_stream("dense"),
+                     .lengths = std::move(lengths),
                      .copies = {},
                      .out = nullptr,
                      .frames = {},
                      .runs = {},
                      .tasks = {}}) {
   Impl& self = *impl_;
+  self.runs.resize(self.lengths.size());
   const SyntheticOptions& options = layer.options();
   const std::uint32_t tokens = options.tokens + options.steps;
   self.layout.page_tokens = page_tokens;
@@ -125,7 +138,8 @@ DenseOnDevice::DenseOnDevice(const SyntheticLayer& layer, const DeviceSteps& ste
   const std::uint64_t head_bytes = self.head_pages * self.layout.page_bytes();
   for (std::uint32_t i = 0; i < self.head_pages * options.shape.kv_heads; ++i) self.frames.push_back(i);
   const std::uint64_t bytes = head_bytes * options.shape.kv_heads;
-  for (std::uint64_t i = 0; i < div_up(kCold, bytes); ++i) self.copies.push_back(device.allocate(bytes));
+  const std::uint64_t copies = std::max<std::uint64_t>(div_up(kCold, bytes), self.lengths.size());
+  for (std::uint64_t i = 0; i < copies; ++i) self.copies.push_back(device.allocate(bytes));
   std::vector<std::byte> packed(head_bytes);
   for (std::uint32_t head = 0; head < options.shape.kv_heads; ++head) {
     const KvView from = layer.view(head);
@@ -136,13 +150,14 @@ DenseOnDevice::DenseOnDevice(const SyntheticLayer& layer, const DeviceSteps& ste
     }
     for (const auto& copy : self.copies) upload(device, *self.stream, packed, copy->data() + head * head_bytes);
   }
-  self.out = device.allocate(std::uint64_t{options.shape.q_heads} * (options.shape.head_dim + 1) * sizeof(float));
+  self.out =
+      device.allocate(self.lengths.size() * options.shape.q_heads * (options.shape.head_dim + 1) * sizeof(float));
 }
 
 DenseOnDevice::~DenseOnDevice() = default;
 
 std::vector<float> DenseOnDevice::attend(std::uint32_t step) {
-  impl_->queue(step, *impl_->copies.front());
+  impl_->queue(step);
   const AttentionShape& shape = impl_->options.shape;
   const std::size_t elements = std::size_t{shape.q_heads} * shape.head_dim;
   return downloaded<float>(impl_->device, *impl_->stream, impl_->out->data(), elements);
@@ -152,19 +167,18 @@ std::vector<double> DenseOnDevice::time(std::uint32_t samples) {
   // A gate holds the device back until the burst is queued, so that the time is the device's alone. The page lists of
   // a gated burst must fit the memory that verbs pass their arguments through.
   constexpr std::uint64_t kListBytes = 1 * MiB;
-  const std::uint64_t list_bytes = impl_->frames.size() * sizeof(std::uint32_t);
+  const std::uint64_t list_bytes = impl_->lengths.size() * impl_->frames.size() * sizeof(std::uint32_t);
   const auto burst = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(kListBytes / list_bytes, 2, 20));
   const auto begin = impl_->device.create_event();
   const auto end = impl_->device.create_event();
   const auto gate_memory = impl_->device.allocate_pinned(sizeof(Flag));
   Flag& gate = *new (gate_memory->data()) Flag;
   std::vector<double> times;
-  std::size_t copy = 0;
   for (std::uint32_t i = 0; i < samples + 1; ++i) {
     impl_->stream->wait(gate, i + 1);
-    impl_->queue(0, *impl_->copies[copy++ % impl_->copies.size()]);  // Wakes the memory clocks.
+    impl_->queue(0);  // Wakes the memory clocks.
     impl_->stream->record(*begin);
-    for (std::uint32_t k = 1; k < burst; ++k) impl_->queue(0, *impl_->copies[copy++ % impl_->copies.size()]);
+    for (std::uint32_t k = 1; k < burst; ++k) impl_->queue(0);
     impl_->stream->record(*end);
     gate.signal(i + 1);
     impl_->stream->synchronize(deadline_after(kPatience));

@@ -28,13 +28,16 @@ class DeviceSteps {
 };
 
 /// Dense attention with all keys and values in device memory, in pages of its own: the yardstick. One kernel per layer
-/// and step, on as many copies of the layer as it takes to outgrow the device's caches.
+/// and step for a batch of sequences, which have the layer's first tokens, on as many copies of the layer as it takes
+/// for each sequence to have one of its own, and to outgrow the device's caches.
 class DenseOnDevice {
  public:
+  /// @param lengths  tokens of each sequence before the step, at most the layer's
   /// @throws Error{Errc::out_of_capacity} if the device cannot hold it.
-  DenseOnDevice(const SyntheticLayer& layer, const DeviceSteps& steps, Device& device, std::uint32_t page_tokens);
+  DenseOnDevice(const SyntheticLayer& layer, const DeviceSteps& steps, Device& device, std::uint32_t page_tokens,
+                std::vector<std::uint32_t> lengths);
   ~DenseOnDevice();
-  /// Output of one step: [q_heads, head_dim].
+  /// Output of one step of the first sequence: [q_heads, head_dim].
   [[nodiscard]] std::vector<float> attend(std::uint32_t step);
   /// Microseconds per layer, each sample the mean over a burst of kernels.
   [[nodiscard]] std::vector<double> time(std::uint32_t samples);

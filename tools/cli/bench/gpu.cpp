@@ -34,6 +34,7 @@ int run(const BenchGpuOptions& options) {
                            {"policies", split_policies(options.policies)},
                            {"placements", split_list(options.placements)},
                            {"rows", options.rows},
+                           {"ragged", options.ragged},
                            {"far", options.far},
                            {"pattern", options.pattern},
                            {"sinks", options.sinks},
@@ -72,10 +73,17 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   command->add_option("--policies", options->policies, "Policies to measure; see `sluice eval --help`")
       ->capture_default_str();
-  command->add_option("--placements", options->placements, "Comma list of hybrid and stream")->capture_default_str();
+  command
+      ->add_option("--placements", options->placements,
+                   "Comma list of hybrid, stream, and near: device memory has room for all tokens")
+      ->capture_default_str();
   add_fetch_share(*command, options->fetch_share);
   command->add_option("--rows", options->rows, "Comma list of numbers of sequences in a forward")
       ->capture_default_str();
+  add_count(*command, "--ragged", options->ragged,
+            "Tokens of the shortest sequence of a forward; the others lie between it and --length, each as many times "
+            "as long as the next; 0: all alike",
+            {.most = 1u << 30});
   add_far(*command, options->far);
   command->add_option("--pattern", options->pattern, "Attention: structured (heavy tokens, slashes) or uniform (noise)")
       ->capture_default_str();

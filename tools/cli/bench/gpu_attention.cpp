@@ -2,10 +2,13 @@
 #include "tools/cli/bench/gpu_attention.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/device.hpp"
 #include "tools/cli/bench/gpu_table.hpp"
@@ -25,6 +28,9 @@ constexpr std::uint32_t kPageTokens = kGpuPageTokens;
 constexpr double kTolerance = 1e-2;
 /// Where keys and values are rounded to three bits of mantissa, as the engine is told.
 constexpr double kTolerance8 = 6e-2;
+
+/// How `--placements` calls it that all tokens lie in device memory: nothing is ever far.
+constexpr const char* kNear = "near";
 
 /// What is timed is a layer that the policy works in.
 PolicySpec timed_policy(const std::string& text) {
@@ -65,10 +71,7 @@ class GpuBench {
       synthetic.seed = options_.seed;
       const SyntheticLayer layer(synthetic, topology_, builders_);
       const DeviceSteps steps(layer, *device_);
-      DenseOnDevice dense(layer, steps, *device_, kDensePageTokens);
-      want_ = dense.attend(0);
-      dense_us_ = percentile(dense.time(9), 0.5);
-      if (done == 0) table_.add_dense(length, dense_us_);
+      time_dense(length, cases, layer, steps, done == 0);
       if (options_.dense_only) return;
       for (const GpuCase& each : cases) {
         bar.update(done++, cases_.size(), std::to_string(length) + " tokens: " + each.policy);
@@ -86,10 +89,33 @@ class GpuBench {
   }
 
  private:
+  /// Of all numbers of rows that there are cases of, and of one.
+  void time_dense(std::uint32_t length, const std::vector<GpuCase>& cases, const SyntheticLayer& layer,
+                  const DeviceSteps& steps, bool shown) {
+    dense_us_.clear();
+    std::vector<std::uint32_t> counts{1};
+    for (const GpuCase& each : cases) counts.push_back(each.rows);
+    for (const std::uint32_t rows : counts) {
+      if (dense_us_.contains(rows)) continue;
+      DenseOnDevice dense(layer, steps, *device_, kDensePageTokens, row_lengths(rows, length, options_.ragged));
+      std::vector<float> out = dense.attend(0);
+      if (rows == 1) want_ = std::move(out);
+      if (rows != 1 && !(relative_error(out, want_) <= kTolerance))
+        throw Error(Errc::device, "bench gpu: dense attention of " + std::to_string(rows) +
+                                      " sequences is not what the first of them gives alone; nothing of it was timed");
+      dense_us_[rows] = percentile(dense.time(9), 0.5);
+      if (shown) table_.add_dense(length, rows, dense_us_[rows]);
+    }
+  }
+  [[nodiscard]] double mean_length(std::uint32_t rows, std::uint32_t length) const {
+    const std::vector<std::uint32_t> lengths = row_lengths(rows, length, options_.ragged);
+    return std::accumulate(lengths.begin(), lengths.end(), 0.0) / rows;
+  }
+
   void run(std::uint32_t length, const GpuCase& given, const SyntheticLayer& layer, const DeviceSteps& steps) {
     const GpuCase each = limited(length, given, layer.options().layout.page_tokens);
     check(length, each, layer, steps);
-    const AuditReport audited = audit(each, layer, steps);
+    const AuditReport audited = audit(length, each, layer, steps);
     for (const bool graph : {false, true}) {
       if (graph && !can_capture(*device_)) continue;
       std::vector<GpuRow> repeats;
@@ -109,24 +135,27 @@ class GpuBench {
   /// An engine of its own, from its first token on.
   GpuRow timed(std::uint32_t length, const GpuCase& each, const SyntheticLayer& layer, const DeviceSteps& steps,
                bool graph) const {
-    SyntheticForwards forwards(forwards_of(each, each.spec), layer, steps, device_);
+    SyntheticForwards forwards(forwards_of(each, each.spec, length), layer, steps, device_);
     (void)forwards.time(options_.warm_up, graph);
     const EngineStats before = forwards.engine().stats();
     GpuRow row{.length = length,
                .policy = each.policy,
                .far_budget = far_budget(each.spec, shape_, length),
-               .placement = each.placement,
+               .placement = each.all_near ? kNear : to_string(each.placement),
                .rows = each.rows,
                .graph = graph,
                .layers = options_.layers,
                .steps = options_.steps,
                .kv_heads = shape_.kv_heads,
-               .mean_tokens = length + options_.warm_up + 0.5 * options_.steps,
-               .dense_us = dense_us_ * each.rows,
+               .mean_tokens = mean_length(each.rows, length) + options_.warm_up + 0.5 * options_.steps,
+               .dense_us = dense_us_.at(each.rows),
                .output_error = error_};
     row.layer_us = forwards.time(options_.steps, graph, &row.calling_us);
     row.stats = since(before, forwards.engine().stats());
     row.memory = forwards.engine().memory();
+    if (each.all_near && row.stats.far_tokens + row.stats.fetched_tokens != 0)
+      throw Error(Errc::device, "bench gpu: " + std::to_string(row.stats.far_tokens + row.stats.fetched_tokens) +
+                                    " tokens were far though device memory has room for all; nothing of it is shown");
     return row;
   }
 
@@ -138,7 +167,7 @@ class GpuBench {
                          .page_tokens = page_tokens,
                          .rows = each.rows,
                          .tokens = length,
-                         .near_hits = usual_near_hits(options_.near_share)};
+                         .near_hits = usual_near_hits(near_share(each))};
     each.policy = with_far(each.policy, options_.far, place, [&] {
       if (!rates_)
         rates_ = measured_rates(device_.get(),
@@ -153,10 +182,10 @@ class GpuBench {
   /// Of an engine of its own: what is timed is not traced.
   void trace(std::uint32_t length, const GpuCase& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
     constexpr std::uint32_t kForwards = 4;
-    const std::string kind =
-        std::to_string(length) + " " + each.policy + " " + to_string(each.placement) + " x" + std::to_string(each.rows);
+    const std::string kind = std::to_string(length) + " " + each.policy + " " +
+                             (each.all_near ? kNear : to_string(each.placement)) + " x" + std::to_string(each.rows);
     bool warm = false;
-    SyntheticForwardsOptions options = forwards_of(each, each.spec);
+    SyntheticForwardsOptions options = forwards_of(each, each.spec, length);
     options.on_trace = [&](const ForwardTrace& trace) {
       if (warm) log_.add(kind, trace);
     };
@@ -171,9 +200,10 @@ class GpuBench {
   void check(std::uint32_t length, const GpuCase& each, const SyntheticLayer& layer, const DeviceSteps& steps) {
     GpuCase alone = each;
     alone.rows = 1;
+    alone.all_near = false;
     // One engine after the other, so that only one holds memory.
     auto whole = std::make_unique<SyntheticForwards>(
-        forwards_of(alone, parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=128")), layer, steps,
+        forwards_of(alone, parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=128"), length), layer, steps,
         device_);
     const double off = relative_error(first_out(*whole), want_);
     if (!(off <= (options_.kv_dtype == DType::fp8_e4m3 ? kTolerance8 : kTolerance)))
@@ -181,12 +211,13 @@ class GpuBench {
                                     " tokens is wrong (relative error " + std::to_string(off) +
                                     "); nothing of it was timed");
     whole.reset();
-    SyntheticForwards chosen(forwards_of(each, each.spec), layer, steps, device_);
+    SyntheticForwards chosen(forwards_of(each, each.spec, length), layer, steps, device_);
     error_ = relative_error(first_out(chosen), want_);
   }
 
-  AuditReport audit(const GpuCase& each, const SyntheticLayer& layer, const DeviceSteps& steps) const {
-    SyntheticForwardsOptions options = forwards_of(each, each.spec);
+  AuditReport audit(std::uint32_t length, const GpuCase& each, const SyntheticLayer& layer,
+                    const DeviceSteps& steps) const {
+    SyntheticForwardsOptions options = forwards_of(each, each.spec, length);
     options.audit = true;
     SyntheticForwards forwards(options, layer, steps, device_);
     forwards.audit(false);
@@ -201,12 +232,17 @@ class GpuBench {
     return forwards.out();
   }
 
-  [[nodiscard]] SyntheticForwardsOptions forwards_of(const GpuCase& each, const PolicySpec& policy) const {
+  [[nodiscard]] double near_share(const GpuCase& each) const noexcept {
+    return each.all_near ? 1.0 : options_.near_share;
+  }
+  [[nodiscard]] SyntheticForwardsOptions forwards_of(const GpuCase& each, const PolicySpec& policy,
+                                                     std::uint32_t length) const {
     return {.policy = policy,
             .rows = each.rows,
+            .lengths = row_lengths(each.rows, length, options_.ragged),
             .layers = options_.layers,
             .kv_dtype = options_.kv_dtype,
-            .near_share = options_.near_share,
+            .near_share = near_share(each),
             .placement = each.placement,
             .fetch_share = share_for(each.placement, fetch_share_),
             .threads = options_.threads,
@@ -220,8 +256,8 @@ class GpuBench {
   std::shared_ptr<Device> device_;
   FetchShare fetch_share_;
   std::shared_ptr<const cpu::Workers> builders_;
-  std::vector<float> want_;  ///< dense attention of the first step
-  double dense_us_ = 0.0;
+  std::vector<float> want_;                   ///< dense attention of the first step
+  std::map<std::uint32_t, double> dense_us_;  ///< by rows
   double error_ = 0.0;
   std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for
   GpuTable table_;
@@ -230,14 +266,33 @@ class GpuBench {
 
 }  // namespace
 
+std::vector<std::uint32_t> row_lengths(std::uint32_t rows, std::uint32_t longest, std::uint32_t shortest) {
+  std::vector<std::uint32_t> lengths(rows, longest);
+  if (shortest == 0 || shortest >= longest) return lengths;
+  for (std::uint32_t row = 1; row < rows; ++row) {
+    const double part = static_cast<double>(row) / (rows - 1);
+    lengths[row] = static_cast<std::uint32_t>(std::lround(longest * std::pow(1.0 * shortest / longest, part)));
+  }
+  return lengths;
+}
+
 std::vector<GpuCase> gpu_cases(const BenchGpuOptions& options) {
   std::vector<GpuCase> cases;
   for (const std::string& policy : split_policies(options.policies)) {
     const PolicySpec spec = timed_policy(policy);
     if (options.far != "auto") (void)with_far(policy, options.far, {}, {});  // Refused before anything is built.
     for (const std::string& placement : split_list(options.placements)) {
+      const bool all_near = placement == kNear;
+      if (all_near && scheduler::chooser(spec) == scheduler::Chooser::cpu)
+        throw Error(Errc::unsupported, "--placements near: policy '" + policy +
+                                           "' chooses on the CPU, which reads keys in host memory; place it hybrid or "
+                                           "stream");
       for (const std::uint32_t rows : parse_counts(options.rows, "--rows"))
-        cases.push_back({.policy = policy, .spec = spec, .placement = parse_placement(placement), .rows = rows});
+        cases.push_back({.policy = policy,
+                         .spec = spec,
+                         .placement = all_near ? PlacementMode::hybrid : parse_placement(placement),
+                         .all_near = all_near,
+                         .rows = rows});
     }
   }
   return cases;

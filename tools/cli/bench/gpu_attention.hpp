@@ -21,6 +21,7 @@ struct BenchGpuOptions {
   std::string placements = "hybrid";
   FetchShare fetch_share;
   std::string rows = "1";
+  std::uint32_t ragged = 0;  ///< tokens of a forward's shortest sequence; 0: all are of one length
   std::string far;
   std::string pattern = "structured";
   std::vector<double> sinks;
@@ -48,8 +49,12 @@ struct GpuCase {
   std::string policy;
   PolicySpec spec;
   PlacementMode placement{};
+  bool all_near = false;  ///< device memory has room for all tokens
   std::uint32_t rows = 1;
 };
+/// Tokens of the sequences of a forward, the longest first: between `longest` and `shortest` each is as many times as
+/// long as the next one. All alike if `shortest` is 0.
+[[nodiscard]] std::vector<std::uint32_t> row_lengths(std::uint32_t rows, std::uint32_t longest, std::uint32_t shortest);
 /// Of all policies, placements and numbers of rows.
 /// @throws Error{Errc::invalid_argument} for what none of these can be
 [[nodiscard]] std::vector<GpuCase> gpu_cases(const BenchGpuOptions& options);

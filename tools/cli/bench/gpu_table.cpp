@@ -10,7 +10,7 @@ namespace sluice::tools {
 GpuTable::GpuTable() {
   using Show = Column::Show;
   table_ = {.key = "attention",
-            .title = "Forwards of an engine per layer (median; dense: as many launches as rows, in HBM, same run)",
+            .title = "Forwards of an engine per layer (median; dense: one launch for all rows, in HBM, same run)",
             .columns = {{"length_tokens", "length"},
                         {"method", "method"},
                         {"placement", "placement"},
@@ -36,7 +36,7 @@ GpuTable::GpuTable() {
                         {"device_bytes_share", "device B", 1, Show::percent}}};
 }
 
-void GpuTable::add_dense(std::uint32_t length, double dense_us) {
+void GpuTable::add_dense(std::uint32_t length, std::uint32_t rows, double dense_us) {
   std::vector<Json> row(table_.columns.size());
   const auto set = [&](std::string_view key, Json value) {
     const auto at = std::ranges::find(table_.columns, key, &Column::key);
@@ -44,7 +44,7 @@ void GpuTable::add_dense(std::uint32_t length, double dense_us) {
   };
   set("length_tokens", length);
   set("method", "dense in HBM");
-  set("rows", 1);
+  set("rows", rows);
   set("layer_us", dense_us);
   set("dense_us", dense_us);
   for (const char* key : {"speedup_over_dense", "coverage_mean", "coverage_p5"}) set(key, 1.0);
@@ -59,7 +59,7 @@ void GpuTable::add(const GpuRow& row) {
   const double median = percentile(row.layer_us, 0.5);
   table_.rows.push_back({row.length,
                          row.policy,
-                         to_string(row.placement),
+                         row.placement,
                          row.rows,
                          row.graph ? "graph" : "enqueued",
                          median,

@@ -16,7 +16,7 @@ struct GpuRow {
   std::uint32_t length = 0;  ///< tokens of each sequence when it began
   std::string policy;
   Json far_budget{};  ///< far tokens that it may attend in a layer; null: as many as it likes
-  PlacementMode placement{};
+  std::string placement;
   std::uint32_t rows = 1;  ///< sequences of a forward
   bool graph = false;
   std::uint32_t layers = 1;  ///< of a forward
@@ -26,7 +26,7 @@ struct GpuRow {
   std::vector<double> layer_us{};    ///< [steps] time of a forward, divided by its layers
   double worst_us = 0.0;             ///< median of the slowest of several such runs, of which this is the middle one
   std::vector<double> calling_us{};  ///< [steps] of that, what the calling thread worked
-  double dense_us = 0.0;             ///< of as many rows, in device memory
+  double dense_us = 0.0;             ///< of the same rows, in device memory
   double output_error = 0.0;         ///< of the first step, relative to dense attention
   EngineStats stats{};               ///< of the timed forwards
   EngineMemoryUse memory{};
@@ -37,7 +37,7 @@ struct GpuRow {
 class GpuTable {
  public:
   GpuTable();
-  void add_dense(std::uint32_t length, double dense_us);
+  void add_dense(std::uint32_t length, std::uint32_t rows, double dense_us);
   void add(const GpuRow& row);
   [[nodiscard]] Table take() { return std::move(table_); }
 

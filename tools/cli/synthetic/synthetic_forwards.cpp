@@ -33,7 +33,7 @@ SyntheticForwards::SyntheticForwards(const SyntheticForwardsOptions& options, co
   take_tensors();
   for (std::uint32_t row = 0; row < options.rows; ++row) {
     items_.push_back({.sequence = engine_->begin(options.policy)});
-    import(items_.back().sequence);
+    import(items_.back().sequence, options.lengths.empty() ? layer.options().tokens : options.lengths[row]);
   }
 }
 
@@ -119,17 +119,17 @@ std::unique_ptr<Buffer> SyntheticForwards::prompt_queries(std::uint32_t count) c
   return queries;
 }
 
-void SyntheticForwards::import(SequenceId id) {
+void SyntheticForwards::import(SequenceId id, std::uint32_t tokens) {
   const SyntheticOptions& options = layer_.options();
   const std::uint32_t chunk = engine_->options().import_rows;
   const std::uint64_t row = options.layout.row_bytes() * shape_.kv_heads;
   const auto k = device_->allocate_pinned(row * chunk);
   const auto v = device_->allocate_pinned(row * chunk);
-  for (std::uint32_t at = 0; at < options.tokens; at += chunk) {
-    const std::uint32_t count = std::min(chunk, options.tokens - at);
+  for (std::uint32_t at = 0; at < tokens; at += chunk) {
+    const std::uint32_t count = std::min(chunk, tokens - at);
     gather_rows(layer_, at, count, false, k->data());
     gather_rows(layer_, at, count, true, v->data());
-    const bool last = at + count == options.tokens;
+    const bool last = at + count == tokens;
     const std::uint32_t queries = last ? std::min(options.prompt_queries, count) : 0;
     const auto q = prompt_queries(queries);
     const auto view = [&](const std::byte* data) {

@@ -13,7 +13,9 @@ namespace sluice::tools {
 
 struct SyntheticForwardsOptions {
   PolicySpec policy;
-  std::uint32_t rows = 1;    ///< equal sequences
+  std::uint32_t rows = 1;  ///< sequences
+  /// Of them, [rows]: tokens of each, the first of the layer's; empty: all of these.
+  std::vector<std::uint32_t> lengths{};
   std::uint32_t layers = 1;  ///< all alike
   DType kv_dtype = DType::bf16;
   double near_share = 0.0;
@@ -21,11 +23,11 @@ struct SyntheticForwardsOptions {
   float fetch_share = 0.f;
   std::uint32_t threads = 0;
   std::uint32_t promotions = EngineOptions{}.promotions;
-  bool audit = false;  ///< every token, with the layer's needles watched
+  bool audit = false;                                   ///< every token, with the layer's needles watched
   std::function<void(const ForwardTrace&)> on_trace{};  ///< of every step; empty: none is traced
 };
 
-/// One engine with as many equal sequences as it has rows, whose tokens are a synthetic layer's. Steps follow one
+/// One engine with as many sequences as it has rows, whose tokens are a synthetic layer's. Steps follow one
 /// another: none comes twice, as its pages would lie near the second time.
 class SyntheticForwards {
  public:
@@ -48,7 +50,7 @@ class SyntheticForwards {
   [[nodiscard]] EngineOptions sizes(const SyntheticForwardsOptions& options) const;
   [[nodiscard]] const Bucket& bucket() const noexcept { return bucket_; }
   void take_tensors();
-  void import(SequenceId id);
+  void import(SequenceId id, std::uint32_t tokens);
   [[nodiscard]] std::unique_ptr<Buffer> prompt_queries(std::uint32_t count) const;
   void put_step(std::uint32_t step);
   void attend();
