@@ -31,8 +31,8 @@ struct Chosen {
 /// Beyond the k-th the scores of a head fall off about exponentially: so many more reach a bound so much lower.
 __device__ inline HeadBound bound_after(const Chosen& chosen, float margin) {
   const float more = static_cast<float>(chosen.found) / static_cast<float>(chosen.picks);
-  const float scale = more > 1.05f && chosen.kth > chosen.least ? (chosen.kth - chosen.least) / logf(more)
-                                                                : 0.15f * fabsf(chosen.kth);
+  const float scale =
+      more > 1.05f && chosen.kth > chosen.least ? (chosen.kth - chosen.least) / logf(more) : 0.15f * fabsf(chosen.kth);
   const float bound = (chosen.kth - scale * logf(margin)) / chosen.length;
   return {.bound = isfinite(bound) ? bound : 0.f, .margin = margin};
 }
@@ -42,12 +42,11 @@ __device__ inline float score_of(std::uint32_t key) {
   return __uint_as_float(key == 0 ? 0x7fc0'0000u : (key >> 31) != 0 ? key & 0x7fff'ffffu : ~key);
 }
 
-/// Candidates that a thread block has found for some heads: written out together, as each would queue for the same
-/// counter.
-template <std::uint32_t kHeads, std::uint32_t kRoom>
+/// Candidates that a thread block has found for some heads, each warp its own, so that none waits for another.
+template <std::uint32_t kWarps, std::uint32_t kHeads, std::uint32_t kRoom>
 struct Staged {
-  std::uint32_t counts[kHeads];
-  Candidate candidates[kHeads][kRoom];  ///< what is more is written at once
+  std::uint32_t counts[kWarps][kHeads];
+  Candidate candidates[kWarps][kHeads][kRoom];  ///< what is more is written at once
 };
 
 /// Of heads that follow a first one, all lists' counted through.
@@ -57,26 +56,43 @@ class Finder {
   [[nodiscard]] __device__ float least(std::uint32_t head, float length) const {
     return least_of(foresight_.bounds[first_ + head], length);
   }
-  template <std::uint32_t kHeads, std::uint32_t kRoom>
-  __device__ void add(Staged<kHeads, kRoom>& staged, std::uint32_t head, const Candidate& candidate) const {
-    const std::uint32_t at = atomicAdd(&staged.counts[head], 1u);
-    if (at < kRoom) {
-      staged.candidates[head][at] = candidate;
-    } else {
-      put(head, atomicAdd(foresight_.counts + first_ + head, 1u), candidate);
+  /// What the lanes of a warp have found, all at once.
+  /// @param lanes  of the warp that look at the same head as this one
+  /// @param count  of that head, found by this warp so far
+  template <std::uint32_t kWarps, std::uint32_t kHeads, std::uint32_t kRoom>
+  __device__ __forceinline__ void add(Staged<kWarps, kHeads, kRoom>& staged, std::uint32_t head, std::uint32_t lanes,
+                                      bool found, const Candidate& candidate, std::uint32_t& count) const {
+    const std::uint32_t all = __ballot_sync(top_k::kAll, found) & lanes;
+    if (found) {
+      const std::uint32_t at = count + __popc(all & ((1u << threadIdx.x % top_k::kWarp) - 1));
+      if (at < kRoom) {
+        staged.candidates[threadIdx.x / top_k::kWarp][head][at] = candidate;
+      } else {
+        put(head, atomicAdd(foresight_.counts + first_ + head, 1u), candidate);
+      }
     }
+    count += __popc(all);
   }
-  /// By a warp for each head, after a barrier.
-  template <std::uint32_t kHeads, std::uint32_t kRoom>
-  __device__ void write(const Staged<kHeads, kRoom>& staged, std::uint32_t heads) const {
+  /// By a warp for each head, after a barrier, when `counts` is complete: written out together, as each would queue for
+  /// the same counter.
+  template <std::uint32_t kWarps, std::uint32_t kHeads, std::uint32_t kRoom>
+  __device__ void write(const Staged<kWarps, kHeads, kRoom>& staged, std::uint32_t heads) const {
     const std::uint32_t head = threadIdx.x / top_k::kWarp;
     const std::uint32_t lane = threadIdx.x % top_k::kWarp;
     if (head >= heads) return;
-    const std::uint32_t count = min(staged.counts[head], kRoom);
+    const std::uint32_t own = lane < kWarps ? min(staged.counts[lane][head], kRoom) : 0;
+    const std::uint32_t inclusive = top_k::inclusive_sum(own);
+    const std::uint32_t all = __shfl_sync(top_k::kAll, inclusive, kWarps - 1);
     std::uint32_t begin = 0;
-    if (lane == 0 && count != 0) begin = atomicAdd(foresight_.counts + first_ + head, count);
+    if (lane == 0 && all != 0) begin = atomicAdd(foresight_.counts + first_ + head, all);
     begin = __shfl_sync(top_k::kAll, begin, 0);
-    for (std::uint32_t i = lane; i < count; i += top_k::kWarp) put(head, begin + i, staged.candidates[head][i]);
+#pragma unroll
+    for (std::uint32_t warp = 0; warp < kWarps; ++warp) {
+      const std::uint32_t count = __shfl_sync(top_k::kAll, own, static_cast<int>(warp));
+      const std::uint32_t before = __shfl_sync(top_k::kAll, inclusive, static_cast<int>(warp)) - count;
+      for (std::uint32_t i = lane; i < count; i += top_k::kWarp)
+        put(head, begin + before + i, staged.candidates[warp][head][i]);
+    }
   }
 
  private:

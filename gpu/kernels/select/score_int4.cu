@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks,
                       const __grid_constant__ Foresight foresight, const ScoreInt4Shape shape, Cut cut) {
   __shared__ Shared<kHeadDim> s;
-  __shared__ foresight::Staged<kHeads, kForesees ? 512 : 1> staged;
+  constexpr std::uint32_t kAtOnce = kFragments * kRowHeads;
+  __shared__ foresight::Staged<kWarps, kAtOnce, kForesees ? 64 : 1> staged;
   detail::wait_for_kernel_before();
   const std::uint32_t group = shape.group;
   const Int4Layout layout = shape.layout;
@@ -117,29 +118,27 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const Part part = part_of(s.task, group, layout.page_tokens, cut);
   if (blockIdx.x == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype, shape.scale);
   if (part.chunk(0) * kBlockTokens >= part.count) return;
-  constexpr std::uint32_t kAtOnce = kFragments * kRowHeads;
   // Queries are on their way while it is found out where rows lie, and rows while queries are staged and the rows
   // before them are multiplied, if there are registers for both.
   constexpr bool kAhead = kHeadDim * kFragments <= 128;
-  constexpr int kTurns = kAhead ? 2 : 1;  // Unrolled: what is loaded in one turn is in place in the next.
+  constexpr bool kTellsWhole = kHeadDim <= 128;  // Likewise.
+  constexpr int kTurns = kAhead ? 2 : 1;         // Unrolled: what is loaded in one turn is in place in the next.
   QueryRow<kHeadDim> query;
   if (kAhead) query.load(s.task, part.first_head, min(kAtOnce, part.heads));
   stage_octets(s, part, layout, cut.chunks);
   __syncthreads();
   const std::byte* const copies = s.task.copies;
-  const std::uint64_t policy = read_once_policy();
   const Eligible eligible{s.task.sinks, s.task.recent};
   for (std::uint32_t first = 0; first < part.heads; first += kAtOnce) {
     const std::uint32_t heads = min(kAtOnce, part.heads - first);
     if (!kAhead || first != 0) query.load(s.task, part.first_head + first, heads);
     if (first != 0) __syncthreads();  // The queries before these have been read.
     WarpRows<kHeadDim> next;
-    if (kAhead && part.first(0) < part.count) next.load(s, copies, part.octet(0), policy);
+    if (kAhead && part.first(0) < part.count) next.load(s, copies, part.octet(0));
     const foresight::Finder finder(foresight, std::uint64_t{blockIdx.y} * group + first);
     const float length = stage_query(s, query, shape.scale);
     if (kForesees && threadIdx.x % kWarp == 0) {
       const std::uint32_t head = threadIdx.x / kWarp;
-      staged.counts[head] = 0;
       s.least[head] = head < heads ? finder.least(head, length) : INFINITY;
     }
     __syncthreads();
@@ -155,39 +154,40 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                        .least = kForesees ? s.least[head] : 0.f,
                        .out = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_key()};
     }
+    std::uint32_t found[kFragments] = {};
 #pragma unroll kTurns
     for (std::uint32_t turn = 0; turn < cut.chunks; ++turn) {
       const std::uint32_t at = part.first(turn);
       const std::uint32_t number = part.octet(turn);
       if (at >= part.count) break;
-      if (!kAhead) next.load(s, copies, number, policy);
+      if (!kAhead) next.load(s, copies, number);
       const WarpRows<kHeadDim> rows = next;
       if (kAhead && turn + 1 < cut.chunks && part.first(turn + 1) < part.count)
-        next.load(s, copies, part.octet(turn + 1), policy);
-      const bool all = whole(s, number) && (!kForesees || (at >= eligible.begin && at + kWarpTokens <= eligible.end));
+        next.load(s, copies, part.octet(turn + 1));
+      const bool all =
+          kAhead && whole(s, number) && (!kForesees || (at >= eligible.begin && at + kWarpTokens <= eligible.end));
 #pragma unroll
       for (std::uint32_t f = 0; f < kFragments; ++f) {
         const LaneHead& head = lane_heads[f];
         float scores[2 * kPairs];
-        // Candidates are added together, as lanes that wait for others cost time.
-        std::uint32_t hits = all ? score_turn<true, kHeadDim, kFragments, kForesees>(s, rows, q, f, head, part, at,
-                                                                                     number, eligible, scores)
-                                 : score_turn<false, kHeadDim, kFragments, kForesees>(s, rows, q, f, head, part, at,
-                                                                                      number, eligible, scores);
+        const std::uint32_t hits = all ? score_turn<true, kHeadDim, kFragments, kForesees>(s, rows, q, f, head, part,
+                                                                                           at, number, eligible, scores)
+                                       : score_turn<false, kHeadDim, kFragments, kForesees>(
+                                             s, rows, q, f, head, part, at, number, eligible, scores);
         if constexpr (kForesees) {
-#pragma unroll 1
-          for (; hits != 0; hits &= hits - 1) {
-            const auto i = static_cast<std::uint32_t>(__ffs(static_cast<int>(hits))) - 1;
-            float score = scores[0];
 #pragma unroll
-            for (std::uint32_t j = 1; j < 2 * kPairs; ++j) score = i == j ? scores[j] : score;
-            finder.add(staged, f * kRowHeads + lane_head(),
-                       {.key = top_k::order_key(score), .token = at + i / 2 * (2 * kRows) + i % 2 + lane_key()});
+          for (std::uint32_t i = 0; i < 2 * kPairs; ++i) {
+            const std::uint32_t token = at + lane_key() + i / 2 * (2 * kRows) + i % 2;
+            finder.add(staged, f * kRowHeads + lane_head(), lanes_of_head(), (hits >> i & 1) != 0,
+                       {.key = top_k::order_key(scores[i]), .token = token}, found[f]);
           }
         }
       }
     }
     if constexpr (kForesees) {
+#pragma unroll
+      for (std::uint32_t f = 0; f < kFragments; ++f)
+        staged.counts[threadIdx.x / kWarp][f * kRowHeads + lane_head()] = found[f];  // The same from all of its lanes.
       __syncthreads();
       finder.write(staged, heads);
     }

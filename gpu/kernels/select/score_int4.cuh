@@ -207,14 +207,6 @@ struct QueryFragments {
   }
 };
 
-/// Codes are read once and scores written to the same place in every layer: these are to stay in the second-level
-/// cache, which saves a fifth of what goes to memory and back.
-[[nodiscard]] __device__ __forceinline__ std::uint64_t read_once_policy() {
-  std::uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 /// What a lane reads of four octets: its share of the codes of key g of each, and scale and zero of keys 2t and 2t + 1
 /// of the two whose scores it will have.
 template <std::uint32_t kHeadDim>
@@ -224,15 +216,14 @@ struct WarpRows {
   uint2 params[kPairs];
 
   /// From the octet with that number among the block's on. What is read of rows that are not there says nothing.
-  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, const std::byte* copies, std::uint32_t number,
-                                       std::uint64_t policy) {
+  __device__ __forceinline__ void load(const Shared<kHeadDim>& s, const std::byte* copies, std::uint32_t number) {
     const std::uint32_t g = threadIdx.x % kWarp / 4;
     const std::uint32_t t = threadIdx.x % 4;
     const Places places = s.codes[number / kWarpOctets];
     const std::byte* const codes = copies + g * (kHeadDim / 2) + t * (kWords * 4);
 #pragma unroll
     for (std::uint32_t o = 0; o < kWarpOctets; ++o)
-      load_words(words[o], codes + std::uint64_t{places.codes[o]} * kUnit, policy);
+      load_words(words[o], codes + std::uint64_t{places.codes[o]} * kUnit);
 #pragma unroll
     for (std::uint32_t pair = 0; pair < kPairs; ++pair) {
       const std::byte* const row =
@@ -246,28 +237,25 @@ struct WarpRows {
   }
 
  private:
-  __device__ __forceinline__ static void load_words(std::uint32_t (&words)[kWords], const std::byte* codes,
-                                                    [[maybe_unused]] std::uint64_t policy) {
+  __device__ __forceinline__ static void load_words(std::uint32_t (&words)[kWords], const std::byte* codes) {
     if constexpr (kWords % 4 == 0) {
 #pragma unroll
       for (std::uint32_t w = 0; w < kWords; w += 4) {
-        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(words[w]), "=r"(words[w + 1]), "=r"(words[w + 2]), "=r"(words[w + 3])
-                     : "l"(codes + w * 4), "l"(policy));
+                     : "l"(codes + w * 4));
       }
     } else if constexpr (kWords % 2 == 0) {
 #pragma unroll
       for (std::uint32_t w = 0; w < kWords; w += 2) {
-        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
                      : "=r"(words[w]), "=r"(words[w + 1])
-                     : "l"(codes + w * 4), "l"(policy));
+                     : "l"(codes + w * 4));
       }
     } else {  // A lane's 12 bytes are aligned to 4.
 #pragma unroll
       for (std::uint32_t w = 0; w < kWords; ++w)
-        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;"
-                     : "=r"(words[w])
-                     : "l"(codes + w * 4), "l"(policy));
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(words[w]) : "l"(codes + w * 4));
     }
   }
 };
@@ -323,6 +311,8 @@ template <std::uint32_t kHeadDim>
 
 /// The query head of a fragment, and the first token of a warp's, whose scores a lane has.
 [[nodiscard]] __device__ __forceinline__ std::uint32_t lane_head() { return threadIdx.x % kWarp / 4 % kRowHeads; }
+/// The lanes that have scores of the same one.
+[[nodiscard]] __device__ __forceinline__ std::uint32_t lanes_of_head() { return 0x000f'000fu << 4 * lane_head(); }
 [[nodiscard]] __device__ __forceinline__ std::uint32_t lane_key() {
   return threadIdx.x % kWarp / (kWarp / 2) * kRows + threadIdx.x % 4 * 2;
 }
