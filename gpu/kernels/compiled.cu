@@ -9,9 +9,9 @@ namespace {
 
 // A kernel's bounds are in its attributes, so that none has to run to say what it was compiled for: of code that was
 // assembled for a newer device than it was written for, those do not tell by themselves.
-constexpr int kAny = 128;
-constexpr int kClusters = 256;
-constexpr int kWarpgroups = 512;
+[[maybe_unused]] constexpr int kAny = 128;
+[[maybe_unused]] constexpr int kClusters = 256;
+[[maybe_unused]] constexpr int kWarpgroups = 512;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define SLUICE_COMPILED kWarpgroups
 #elif __CUDA_ARCH__ >= 900
