@@ -24,6 +24,16 @@ std::uint64_t pages_of(const PrefillTask& task) noexcept {
 
 std::uint64_t frames_bytes(const PrefillTask& task) noexcept { return div_up(pages_of(task), 4) * 16; }
 
+/// Frames up to the last one that their page tables name.
+std::uint64_t frames_of(std::span<const PrefillTask> tasks) {
+  std::uint64_t frames = 0;
+  for (const PrefillTask& task : tasks) {
+    for (std::uint64_t page = 0; page < pages_of(task); ++page)
+      frames = std::max(frames, std::uint64_t{task.kv.frames[page]} + 1);
+  }
+  return frames;
+}
+
 /// Tasks on their way to kernels of one kind.
 class PrefillPlan {
  public:
@@ -131,7 +141,8 @@ void PrefillPlan::launch(std::span<const PrefillTask> tasks, CudaStream& stream)
                          .score_scale = shape_.score_scale(),
                          .softcap = shape_.softcap};
   if (kernel.warpgroups) {
-    launch_prefill_hopper(kernel, args, extent, map_pages(tasks.front().kv, kPrefillBlock), stream.handle());
+    const CUtensorMap pages = map_pages(tasks.front().kv, kPrefillBlock, frames_of(tasks));
+    launch_prefill_hopper(kernel, args, extent, pages, stream.handle());
   } else {
     launch_prefill(kernel, args, extent, stream.handle());
   }

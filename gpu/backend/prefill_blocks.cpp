@@ -29,6 +29,16 @@ FlexItem describe(std::uint32_t first, std::uint32_t count, const AttentionShape
 std::uint64_t pages_of(const SelectBlocksTask& task) noexcept {
   return div_up(std::uint64_t{task.first} + task.count, task.kv.layout.page_tokens);
 }
+
+/// Frames up to the last one that their page tables name.
+std::uint64_t frames_of(std::span<const SelectBlocksTask> tasks) {
+  std::uint64_t frames = 0;
+  for (const SelectBlocksTask& task : tasks) {
+    for (std::uint64_t page = 0; task.count != 0 && page < pages_of(task); ++page)
+      frames = std::max(frames, std::uint64_t{task.kv.frames[page]} + 1);
+  }
+  return frames;
+}
 /// What of the stream's scratch memory the task's description takes: its item, and its page table.
 std::uint64_t item_bytes(const SelectBlocksTask& task) noexcept {
   return task.count == 0 ? 0 : sizeof(FlexItem) + div_up(pages_of(task), 4) * 16;
@@ -127,7 +137,7 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
     if (extent.items == 0) continue;
     // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
     const bool mapped = warpgroups_ && std::has_single_bit(now.front().kv.layout.page_tokens);
-    const CUtensorMap pages = mapped ? map_pages(now.front().kv, kFlexTile) : CUtensorMap{};
+    const CUtensorMap pages = mapped ? map_pages(now.front().kv, kFlexTile, frames_of(now)) : CUtensorMap{};
     launch_select_blocks(args, extent, mapped ? &pages : nullptr, queue.handle());
   }
 }

@@ -72,14 +72,14 @@ cudaError_t Driver::map_tensor(CUtensorMap& map, const TensorBoxes& tensor) cons
                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
-CUtensorMap map_pages(const KvView& kv, std::uint32_t rows) {
-  constexpr std::uint64_t kMostFrames = std::uint64_t{1} << 31;
+CUtensorMap map_pages(const KvView& kv, std::uint32_t rows, std::uint64_t frames) {
   const PageLayout& layout = kv.layout;
   CUtensorMap map{};
-  check(Driver::instance().map_tensor(map, {.base = kv.base,
-                                            .sizes = {layout.head_dim, layout.page_tokens, 2, kMostFrames},
-                                            .strides = {layout.row_bytes(), layout.half_bytes(), layout.page_bytes()},
-                                            .box = {64, std::min(layout.page_tokens, rows), 1, 1}}),
+  check(Driver::instance().map_tensor(
+            map, {.base = kv.base,
+                  .sizes = {layout.head_dim, layout.page_tokens, 2, std::max<std::uint64_t>(frames, 1)},
+                  .strides = {layout.row_bytes(), layout.half_bytes(), layout.page_bytes()},
+                  .box = {64, std::min(layout.page_tokens, rows), 1, 1}}),
         "describe pages to the copy engine");
   return map;
 }

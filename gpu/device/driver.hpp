@@ -56,9 +56,9 @@ class Driver {
   EncodeTiled encode_tiled_ = nullptr;
 };
 
-/// Pages as [frame, K or V, row, column], of which a copy brings 64 columns of up to `rows` rows of a page. How many
-/// frames there are is not known here, and page tables name those that exist.
+/// Pages as [frame, K or V, row, column], of which a copy brings 64 columns of up to `rows` rows of a page. Of a frame
+/// behind the first `frames` it brings zeros, whatever lies there.
 /// @throws Error{Errc::device} if the driver refuses the layout.
-[[nodiscard]] CUtensorMap map_pages(const KvView& kv, std::uint32_t rows);
+[[nodiscard]] CUtensorMap map_pages(const KvView& kv, std::uint32_t rows, std::uint64_t frames);
 
 }  // namespace sluice::gpu

@@ -8,6 +8,15 @@
 #include "gpu/kernels/prefill/prefill.hpp"
 
 namespace sluice::gpu {
+namespace {
+
+/// Pages of PrefillStage::pages.
+std::uint64_t staged_pages(const ForwardMemory& memory) {
+  const std::uint64_t items = std::uint64_t{memory.largest.prefills} * memory.shape.kv_heads;
+  return items * (memory.prefill_window / memory.layout.page_tokens);
+}
+
+}  // namespace
 
 void ForwardVerbs::place_choices(const ForwardMemory& memory, std::uint32_t items, Carver& carver,
                                  PrefillStage& prompt) {
@@ -49,7 +58,8 @@ void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& laye
                              .rows = lead + bucket.prefill_rows * memory.shape.group(),
                              .blocks = static_cast<std::uint32_t>(div_up(bucket.prefill_rows, kPrefillBlock)) + 1};
   CUtensorMap pages{};
-  if (variant.warpgroups) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kPrefillBlock);
+  if (variant.warpgroups)
+    pages = map_pages({.base = stage.pages, .layout = memory.layout}, kPrefillBlock, staged_pages(memory));
   for (std::uint32_t window = 0; window < div_up(bucket.max_tokens, memory.prefill_window); ++window) {
     launch_forward_stage(memory, stage, layer, window, multiprocessors_);
     if (memory.sparse_prefill) choose_blocks(memory, stage, args, layer);
@@ -78,7 +88,7 @@ void ForwardVerbs::choose_blocks(const ForwardMemory& memory, const PrefillStage
                           .query_blocks = static_cast<std::uint32_t>(room.query_blocks)};
   // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
   CUtensorMap pages{};
-  if (warpgroups_) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kFlexTile);
+  if (warpgroups_) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kFlexTile, staged_pages(memory));
   launch_select_blocks(args, extent, warpgroups_ ? &pages : nullptr, static_cast<cudaStream_t>(layer.stream));
 }
 

@@ -1,3 +1,8 @@
+#include <algorithm>
+#include <vector>
+
+#include "gpu/device/driver.hpp"
+#include "gpu/kernels/prefill/prefill.hpp"
 #include "gpu/tuning.hpp"
 #include "sluice/error.hpp"
 #include "tests/gpu/prefill_support.hpp"
@@ -183,6 +188,59 @@ TEST_CASE("device prefill attends the blocks that a mask names and no others", "
   ChunkRun run(chunk);
   run.prefill();
   run.require_reference(rounding(chunk));
+}
+
+TEST_CASE("pages behind those that a tensor map has are zeros, not what lies there", "[gpu][prefill]") {
+  if (!gpu::load_prefill_hopper_kernels()) {
+    WARN("compiled without products of warpgroups, or for a device without them");
+    return;
+  }
+  constexpr std::uint32_t kPage = 128, kDim = 128;
+  AttendFixture fixture;
+  const AttentionShape shape{.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = kDim};
+  const PageLayout layout{.page_tokens = kPage, .head_dim = kDim, .dtype = DType::bf16};
+  const std::uint64_t half = std::uint64_t{kPage} * kDim;
+  const auto pages = fixture.memory<std::uint16_t>(2 * 2 * half);  // Two pages: keys 0, values 1.
+  for (std::uint64_t i = 0; i < pages.size(); ++i) pages[i] = i / half % 2 == 0 ? 0 : 0x3f80;
+  const auto q = fixture.memory<std::uint16_t>(kDim);
+  std::ranges::fill(q, 0x3f80);
+  const auto out = fixture.memory<float>(kDim);
+  const auto frames = fixture.memory<std::uint32_t>(4);
+  std::ranges::copy(std::vector<std::uint32_t>{0, 1, 0, 0}, frames.begin());
+  const auto item = fixture.memory<gpu::PrefillItem>(1);
+  const KvView kv{.base = reinterpret_cast<std::byte*>(pages.data()), .frames = frames.data(), .layout = layout};
+  item[0] = {.q = reinterpret_cast<const std::byte*>(q.data()),
+             .base = kv.base,
+             .frames = frames.data(),
+             .out = reinterpret_cast<std::byte*>(out.data()),
+             .first = 2 * kPage - 1,
+             .count = 1,
+             .heads = 1,
+             .key_begin = 0,
+             .key_end = 2 * kPage,
+             .page_tokens = kPage,
+             .query_blocks = prefill_blocks(2 * kPage - 1, 1),
+             .mask_words = prefill_mask_words(2 * kPage)};
+  const PrefillShape strides{.q_dtype = DType::bf16,
+                             .out_dtype = DType::f32,
+                             .q_token_stride = kDim,
+                             .q_head_stride = kDim,
+                             .out_token_stride = kDim,
+                             .out_head_stride = kDim};
+  const gpu::PrefillArgs args{
+      .items = item.data(), .shape = strides, .group = 1, .row_heads = 1, .score_scale = shape.score_scale()};
+  const gpu::PrefillVariant variant = gpu::prefill_variant(shape, layout, DType::bf16, true);
+  REQUIRE(variant.warpgroups);
+  for (const std::uint64_t known : {2u, 1u}) {
+    CAPTURE(known);
+    std::ranges::fill(out, kUnwritten);
+    gpu::launch_prefill_hopper(variant, args, {.items = 1, .rows = 1, .blocks = 1},
+                               gpu::map_pages(kv, kPrefillBlock, known),
+                               static_cast<cudaStream_t>(fixture.stream->native_handle()));
+    fixture.wait();
+    // All keys weigh the same; of the page that is not known the values are zeros.
+    for (const float value : out) REQUIRE(value == Approx(known == 2 ? 1.0 : 0.5).epsilon(1e-2));
+  }
 }
 
 TEST_CASE("warpgroups prefill where queries have the KV dtype and tiles are made of whole parts of pages",

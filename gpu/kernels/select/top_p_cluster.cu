@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) top_p_cluster_kernel(const __grid_co
     s.row = rows[blockIdx.x / detail::cluster_blocks()];
     s.kept = s.total = 0;
   }
-  detail::cluster_sync();        // All blocks have begun: their memory is there to be written to.
+  detail::cluster_sync();  // All blocks have begun: their memory is there to be written to.
   if (s.row.count == 0) {  // For all of them.
     if (threadIdx.x == 0 && detail::cluster_rank() == 0 && s.row.kept != nullptr) *s.row.kept = 0;
     return;

@@ -167,7 +167,9 @@ std::vector<double> DenseOnDevice::time(std::uint32_t samples) {
   // A gate holds the device back until the burst is queued, so that the time is the device's alone. The page lists of
   // a gated burst must fit the memory that verbs pass their arguments through.
   constexpr std::uint64_t kListBytes = 1 * MiB;
-  const std::uint64_t list_bytes = impl_->lengths.size() * impl_->frames.size() * sizeof(std::uint32_t);
+  constexpr std::uint64_t kTaskBytes = 256;  // More than its description takes beside the list.
+  const std::uint64_t list_bytes = impl_->lengths.size() * (impl_->frames.size() * sizeof(std::uint32_t) +
+                                                            impl_->options.shape.kv_heads * kTaskBytes);
   const auto burst = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(kListBytes / list_bytes, 2, 20));
   const auto begin = impl_->device.create_event();
   const auto end = impl_->device.create_event();
