@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                       const __grid_constant__ Foresight foresight, const ScoreInt4Shape shape, Cut cut) {
   __shared__ Shared<kHeadDim> s;
   constexpr std::uint32_t kAtOnce = kFragments * kRowHeads;
-  __shared__ foresight::Staged<kWarps, kAtOnce, kForesees ? 64 : 1> staged;
+  __shared__ foresight::Staged<kWarps, kAtOnce, kForesees ? 256 / kAtOnce : 1> staged;
   detail::wait_for_kernel_before();
   const std::uint32_t group = shape.group;
   const Int4Layout layout = shape.layout;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       if (kAhead && turn + 1 < cut.chunks && part.first(turn + 1) < part.count)
         next.load(s, copies, part.octet(turn + 1));
       const bool all =
-          kAhead && whole(s, number) && (!kForesees || (at >= eligible.begin && at + kWarpTokens <= eligible.end));
+          kTellsWhole && whole(s, number) && (!kForesees || (at >= eligible.begin && at + kWarpTokens <= eligible.end));
 #pragma unroll
       for (std::uint32_t f = 0; f < kFragments; ++f) {
         const LaneHead& head = lane_heads[f];

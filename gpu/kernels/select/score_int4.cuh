@@ -22,7 +22,9 @@ inline constexpr std::uint32_t kWarpOctets = 4;
 inline constexpr std::uint32_t kPairs = kWarpOctets / 2;
 inline constexpr std::uint32_t kWarpTokens = kRows * kWarpOctets;
 inline constexpr std::uint32_t kBlockTokens = kWarps * kWarpTokens;
-inline constexpr std::uint32_t kMostChunks = 16;                ///< of as many tokens, of one thread block
+/// Chunks of one thread block, at most: enough for a device's blocks to have all of half a million tokens at once, as
+/// one that comes later begins anew.
+inline constexpr std::uint32_t kMostChunks = 64;
 inline constexpr std::uint32_t kHeads = 8;                      ///< query heads that are staged at once
 inline constexpr std::uint32_t kRowHeads = 4;                   ///< query heads of a fragment
 inline constexpr std::uint32_t kOctets = kBlockTokens / kRows;  ///< of a chunk
