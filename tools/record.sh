@@ -66,7 +66,7 @@ presets="$presets;pages:quest,budget=3072 | int4 | top_p=0.8"
 policies=${RECORD_POLICIES:-$presets}
 
 # How far stop rules and fits keep what they promise, and what equal coverage costs.
-sweep='arkvale:budget=512;arkvale:budget=1024;arkvale:budget=2048;arkvale:budget=3072'
+sweep='arkvale:budget=512;arkvale:budget=1024;arkvale:budget=2048;arkvale:budget=3072;arkvale:budget=4096'
 sweep="$sweep;psa:mass=0.9;psa;psa:mass=0.98;psa:rule=mean;psa:rule=median"
 sweep="$sweep;tactic:mass=0.5;tactic:mass=0.6;tactic:mass=0.7;tactic:mass=0.8;tactic"
 sweep="$sweep;pages:quest,budget=8192 | top_k=all | near=0%,sinks=4,recent=0 | dense=2 | page=16;twilight;twilight:mass=0.85"
