@@ -14,6 +14,8 @@ A part takes at most 7 minutes on an H200 with 16 cores; without a GPU it may ta
 Smaller runs, to try it out: RECORD_SHORT=2K,8K RECORD_LONG=32000 RECORD_COUNT=8 RECORD_POLICIES=...
 RECORD_SWEEP_LENGTH=8192 RECORD_SWEEP_COUNT=4 RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8
 RECORD_LAYER_LENGTHS="32K 128K" RECORD_LAYER_STEPS=12 RECORD_PREFILL_LENGTHS="2K,8K 16K 32000" RECORD_PREFILL_LAYER=4K,...
+RECORD_CORE_LENGTHS=4K,8K,16K,32K,64K,128K RECORD_PLAN_LENGTHS=4K,16K,64K,128K (1K,4K without a GPU) RECORD_PLAN_LAYERS=32 (4)
+RECORD_SERVE="--layers 32 --requests 48 --prompt 1500 --answer 64 --batch 48" (smaller without a GPU)
 (here with their defaults; lists of words are parts of their own).
 END
 }
@@ -64,16 +66,29 @@ presets="$presets;pages:quest,budget=3072 | int4 | top_p=0.8"
 policies=${RECORD_POLICIES:-$presets}
 
 # How far stop rules and fits keep what they promise, and what equal coverage costs.
-sweep='arkvale:budget=512;arkvale:budget=1024;arkvale:budget=2048;arkvale:budget=3072'
+sweep='arkvale:budget=512;arkvale:budget=1024;arkvale:budget=2048;arkvale:budget=3072;arkvale:budget=4096'
 sweep="$sweep;psa:mass=0.9;psa;psa:mass=0.98;psa:rule=mean;psa:rule=median"
 sweep="$sweep;tactic:mass=0.5;tactic:mass=0.6;tactic:mass=0.7;tactic:mass=0.8;tactic"
 sweep="$sweep;pages:quest,budget=8192 | top_k=all | near=0%,sinks=4,recent=0 | dense=2 | page=16;twilight;twilight:mass=0.85"
 
+# Baselines that came later: against dense attention and the default in parts of their own.
+later=${RECORD_POLICIES:-full;sluice;double_sparsity;adamas;vattention;snapkv;adakv;pyramidkv}
+
+# LFPS: thresholds of its tables, and of its bypass where heads have sinks.
+alphas='lfps:alpha=0.1;lfps:alpha=0.2;lfps:alpha=0.3;lfps:alpha=0.4'
+bypasses='lfps | bypass=off;lfps | bypass=sink:0.95;lfps | bypass=sink:0.9;lfps;lfps | bypass=sink:0.8'
+bypasses="$bypasses;lfps | bypass=sink:0.75;lfps | bypass=sink:0.7"
+core_lengths=${RECORD_CORE_LENGTHS:-4K,8K,16K,32K,64K,128K}
+
 layer_lengths=${RECORD_LAYER_LENGTHS:-32K 128K}
 if [ "$device" = host ]; then
   prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K}
+  plan_lengths=${RECORD_PLAN_LENGTHS:-1K,4K} plan_layers=${RECORD_PLAN_LAYERS:-4} plan_short=2K
+  serve=${RECORD_SERVE:---layers 2 --requests 24 --prompt 512 --answer 16 --batch 8}
 else
   prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K 16K 32000}
+  plan_lengths=${RECORD_PLAN_LENGTHS:-4K,16K,64K,128K} plan_layers=${RECORD_PLAN_LAYERS:-32} plan_short=32K
+  serve=${RECORD_SERVE:---layers 32 --requests 48 --prompt 1500 --answer 64 --batch 48 --prefill-chunk 512 --near-size 4G}
 fi
 
 # One name a line, in the order in which tables show them. A name is also that of the part's file.
@@ -90,6 +105,38 @@ parts() {
   fi
   for lengths in $prefill_lengths; do echo "prefill-tasks-$lengths"; done
   for structure in vertical_slash query_aware uniform; do echo "prefill-layer-$structure"; done
+  for task in niah multikey kv; do echo "later-$task"; done
+  for what in together apart alpha bypass; do echo "core-$what"; done
+  echo plan
+  echo serve
+}
+
+# core NAME LENGTHS POLICIES [option...]: attention of one layer on one core.
+core() {
+  name=$1 lengths=$2 named=$3
+  shift 3
+  "$sluice" bench cpu --threads 1 --sections attention --steps 12 --length "$lengths" --policies "$named" "$@" \
+    -o json --output "$out/$name.json"
+}
+
+# The machine as it is measured, configurations that are timed on it, and what the plan makes of each.
+plan() {
+  timed() {
+    name=$1
+    shift
+    "$sluice" bench gpu --device "$device" --sections attention --steps 12 --warm-up 64 "$@" \
+      -o json --output "$out/plan-$name.json"
+  }
+  "$sluice" doctor --machine "$out/plan-machine.json" >/dev/null
+  timed length --policies sluice --length "$plan_lengths" --layers "$plan_layers"
+  timed rows --policies sluice --length "$plan_short" --rows 4,8 --layers 8
+  timed policies --policies "quest;sluice | far=max(4096, 0.5%)" --placements hybrid,stream --length "$plan_short" \
+    --layers "$plan_layers"
+  timed fp8 --policies sluice --length "$plan_short" --kv-dtype fp8_e4m3 --layers 8
+  "$sluice" plan --machine "$out/plan-machine.json" --measured "$out/plan-length.json" "$out/plan-rows.json" \
+    "$out/plan-policies.json" "$out/plan-fp8.json" -o json --output "$out/plan.json"
+  "$sluice" plan --machine "$out/plan-machine.json" --length 4K,8K,16K,32K,64K,128K,256K,512K \
+    --policies "sluice;quest;twilight;lfps" --plot "$out/plan.svg" >"$out/plan.txt"
 }
 
 # eval_tasks NAME TASKS LENGTHS COUNT AUDIT POLICIES [option...]
@@ -127,6 +174,20 @@ measure() {
       "$sluice" bench prefill --device "$device" --structures "${rest#layer-}" \
         ${RECORD_PREFILL_LAYER:+--length "$RECORD_PREFILL_LAYER"} -o json --output "$out/$1.json"
       ;;
+    later-*) eval_tasks "$1" "$rest" "$short" "$count" 8 "$later" ;;
+    core-together) core "$1" "$core_lengths" "topk;lfps" ;;
+    # As LFPS is defined: no query heads that share keys.
+    core-apart) core "$1" "$core_lengths" "topk;lfps" --q-heads 8 --kv-heads 8 ;;
+    core-alpha) core "$1" "$core_lengths" "$alphas" ;;
+    core-bypass)
+      core "$1" "${core_lengths%%,*}" "$bypasses" --pattern uniform --sinks 0.5,0.72,0.78,0.83,0.88,0.92,0.97,0.99
+      ;;
+    plan) plan ;;
+    serve)
+      # shellcheck disable=SC2086 # Options.
+      "$sluice" bench serve --device "$device" $serve --rates 0,4 --policies "full;topk;arkvale;psa;sluice" \
+        -o json --output "$out/$1.json"
+      ;;
   esac
 }
 
@@ -142,7 +203,7 @@ merge() {
   cat "$out/tables.md"
   set --
   for name in $(parts); do
-    case $name in tasks-*) [ ! -f "$out/$name.json" ] || set -- "$@" "$out/$name.json" ;; esac
+    case $name in tasks-* | later-*) [ ! -f "$out/$name.json" ] || set -- "$@" "$out/$name.json" ;; esac
   done
   [ $# -gt 0 ] || return 0
   if [ -x "$sluice" ]; then

@@ -159,6 +159,33 @@ def print_prefill_layer(found):
            for r in found])
 
 
+def print_core(title):
+    def show(found):
+        print(title + "\n")
+        table(["length", "method", "us", "x dense", "x topk", "scored", "overlap", "coverage", "error", "bypassed"],
+              [[thousands(r["length_tokens"]), code(r["method"]), cell(r["time_us"], "{:.0f}"),
+                cell(r["speedup_over_dense"]), cell(r["speedup_over_topk"]), percent(r["expanded_share"]),
+                cell(r["topk_overlap"]), cell(r["coverage_mean"], "{:.3f}"), cell(r["output_error"], "{:.3f}"),
+                percent(r["bypassed_share"])] for r in found])
+    return show
+
+
+def print_plan(found):
+    print("Planned and measured, us per layer\n")
+    table(["policy", "placement", "dtype", "tokens", "rows", "layers", "measured", "planned", "ratio"],
+          [[code(r["policy"]), r["placement"], r["kv_dtype"], str(r["length_tokens"]), str(r["rows"]), str(r["layers"]),
+            cell(r["measured_us"], "{:.1f}"), cell(r["planned_us"], "{:.1f}"), cell(r["ratio"])] for r in found])
+    print(f"{sum(r['within_20_percent'] for r in found)} of {len(found)} within 20%.\n")
+
+
+def print_serve(found):
+    print("Requests as they come, attention alone\n")
+    table(["policy", "rate", "tokens/s", "first token p50, ms", "p99", "between tokens p50, ms", "p99", "preempted"],
+          [[code(r["policy"]), cell(r["rate_per_s"], "{:g}"), cell(r["answer_tokens_per_s"], "{:.1f}"),
+            cell(r["ttft_p50_ms"], "{:.1f}"), cell(r["ttft_p99_ms"], "{:.1f}"), cell(r["tbt_p50_ms"]),
+            cell(r["tbt_p99_ms"]), str(r["preemptions"])] for r in found])
+
+
 def print_machines(reports):
     """Parts may come from several machines, and figures of different machines do not compare."""
     machines = unique((r["host"].get("gpu") or "no GPU", r["host"]["cpu"], r["version"]) for r in reports.values())
@@ -180,7 +207,13 @@ def main():
     for prefix, name, show in [("tasks-", "eval", print_tasks), ("tasks-", "lost", print_lost),
                                ("sweep", "eval", print_sweep), ("needles-", "needles", print_needles), *layers,
                                ("prefill-tasks-", "eval", print_prefill_tasks),
-                               ("prefill-layer-", "prefill", print_prefill_layer)]:
+                               ("prefill-layer-", "prefill", print_prefill_layer),
+                               ("later-", "eval", print_tasks), ("later-", "lost", print_lost),
+                               ("core-together", "attention", print_core("One core, four query heads share keys")),
+                               ("core-apart", "attention", print_core("One core, no query heads share keys")),
+                               ("core-alpha", "attention", print_core("One core, thresholds of LFPS")),
+                               ("core-bypass", "attention", print_core("One core, heads with sinks")),
+                               ("plan", "compared", print_plan), ("serve", "serve", print_serve)]:
         found = rows(reports, prefix, name)
         if found:
             show(found)

@@ -142,7 +142,11 @@ class WorkList {
       put(stage, Lane::device, tokens_.scoring, 4 * place_.shape.group() * tokens_.scored);
     if (stage == Stage::split) add_split();
     if (stage == Stage::attend) put(stage, Lane::device, tokens_.choosing, near_bytes() * near_);
-    if (stage == Stage::promote) put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
+    if (stage == Stage::promote) {
+      put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
+      // Rows come near in the launch of `merge`: what comes behind that waits for both.
+      if (!place_.bucket.audit) beside_ = std::exchange(added_, {});
+    }
     // Who needs an answer waits for it, the others go on with what is enqueued.
     if (stage == Stage::fetch) {
       await(streams() && tokens_.asking != 0);
@@ -217,6 +221,8 @@ class WorkList {
     await(true);
     put(Stage::merge, Lane::device, tokens_.choosing, partials());
     if (answered) put(Stage::merge, Lane::link, tokens_.choosing, partials());
+    added_.insert(added_.end(), beside_.begin(), beside_.end());
+    beside_.clear();
   }
 
   const WorkPlace& place_;
@@ -229,6 +235,7 @@ class WorkList {
   std::uint64_t elsewhere_ = 0;  ///< likewise, attended by the CPU or over the link
   std::uint64_t fetched_ = 0;    ///< of these, over the link
   std::vector<std::uint32_t> before_, added_;
+  std::vector<std::uint32_t> beside_;  ///< what runs beside `merge`
   std::vector<std::uint32_t> answer_;  ///< what is to be waited for beside the device's own work
   std::vector<WorkItem> items_;
 };

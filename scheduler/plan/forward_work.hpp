@@ -84,8 +84,9 @@ struct WorkShares {
 /// Where tokens are attended that are not near follows from the placement, and in `hybrid` from the share of a list
 /// that is fetched: by the CPU, or over the link. (MagicPIG's are always attended by the CPU.) Chunks that choose
 /// blocks count as if they were dense; arithmetic is not counted, so that a chunk of a prompt takes longer than its
-/// bytes. An item waits for those of the stage that is enqueued before it; what the CPU does waits for `split`, and who
-/// waits for the CPU for that. Stages without rows have no items. What a model does between layers is not among them.
+/// bytes. An item waits for those of the stage that is enqueued before it, but `merge` not for `promote`, which runs in
+/// its launch; what the CPU does waits for `split`, and who waits for the CPU for that. Stages without rows have no
+/// items. What a model does between layers is not among them.
 [[nodiscard]] std::vector<WorkItem> forward_work(const WorkPlace& place, std::span<const ForwardRow> rows,
                                                  std::span<const ForwardChunk> chunks, const WorkShares& shares);
 

@@ -13,8 +13,8 @@ namespace {
 
 constexpr std::uint32_t kPage = 16;
 constexpr AttentionShape kShape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
-constexpr std::uint64_t kRow = 128;           // Bytes of a row of K or V in bf16.
-constexpr std::uint64_t kCopy = 32 + 4;       // Of its 4-bit copy.
+constexpr std::uint64_t kRow = 128;             // Bytes of a row of K or V in bf16.
+constexpr std::uint64_t kCopy = 32 + 4;         // Of its 4-bit copy.
 constexpr std::uint64_t kQueries = 4 * 64 * 8;  // Of a token.
 constexpr std::uint64_t kPartial = 4 * 65 * 8;  // Of a row.
 
@@ -55,8 +55,8 @@ bool waits(const std::vector<WorkItem>& items, std::uint32_t later, std::uint32_
 }
 
 std::uint32_t find(const std::vector<WorkItem>& items, Stage stage, std::uint32_t layer) {
-  const auto found = std::ranges::find_if(
-      items, [&](const WorkItem& item) { return item.stage == stage && item.layer == layer; });
+  const auto found =
+      std::ranges::find_if(items, [&](const WorkItem& item) { return item.stage == stage && item.layer == layer; });
   REQUIRE(found != items.end());
   return static_cast<std::uint32_t>(found - items.begin());
 }
@@ -215,7 +215,12 @@ TEST_CASE("items wait for earlier ones alone, and the CPU's run beside the devic
     REQUIRE(waits(items, merge, find(items, Stage::attend, layer)));
     REQUIRE(!waits(items, find(items, Stage::attend, layer), choose));
     if (placement == PlacementMode::stream) REQUIRE(waits(items, find(items, Stage::fetch, layer), choose));
-    if (!audit) REQUIRE(waits(items, merge, find(items, Stage::promote, layer)));
+    const std::uint32_t promote = find(items, Stage::promote, layer);
+    REQUIRE(waits(items, promote, find(items, Stage::attend, layer)));
+    // In the launch of `merge`, unless what lies near is written down before.
+    REQUIRE(waits(items, merge, promote) == false);
+    REQUIRE(waits(items, promote, merge) == audit);
+    if (layer + 1 < kShape.layers) REQUIRE(waits(items, find(items, Stage::append, layer + 1), promote));
   }
   REQUIRE(waits(items, find(items, Stage::append, 1), find(items, Stage::merge, 0)));
 }

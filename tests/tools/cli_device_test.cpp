@@ -136,6 +136,16 @@ TEST_CASE("bench gpu keeps to a budget of far tokens, which it prints", "[cli]")
   }
 }
 
+TEST_CASE("bench gpu checks keys and values of 8 bits against dense attention over what they stand for", "[cli]") {
+  const Outcome outcome = without_gpu(
+      "bench gpu --device host --length 1K --layers 1 --steps 2 --warm-up 0 --threads 1 --near 0 --kv-dtype fp8_e4m3 "
+      "--policies full --sections attention -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json row = json::parse(outcome.out).at("results").at("attention").at(1);
+  CHECK(row.at("output_error") < 1e-2);
+}
+
 TEST_CASE("bench gpu runs on the embedded device and reports every method with its coverage", "[cli]") {
   const Outcome outcome = without_gpu(
       "bench gpu --device host --length 1K --layers 2 --steps 2 --warm-up 2 --rows 1,2 --threads 1 --near 0 "

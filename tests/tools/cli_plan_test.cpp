@@ -16,8 +16,8 @@ using sluice::test::ScratchDirectory;
 namespace {
 
 json machine() {
-  return {{"kind", "machine"},      {"schema_version", 1},  {"name", "by hand"},   {"device_gbps", 1000.0},
-          {"link_gbps", 50.0},      {"cpu_gbps", 100.0},    {"launch_us", 0.001},  {"hand_over_us", 0.001},
+  return {{"kind", "machine"},          {"schema_version", 1},      {"name", "by hand"},  {"device_gbps", 1000.0},
+          {"link_gbps", 50.0},          {"cpu_gbps", 100.0},        {"launch_us", 0.001}, {"hand_over_us", 0.001},
           {"device_bytes", 8ull << 30}, {"host_bytes", 64ull << 30}};
 }
 
@@ -209,4 +209,81 @@ TEST_CASE("doctor writes a machine that plan reads") {
   const Outcome outcome = sluice::test::sluice("plan -o json --length 8K --machine '" + path + "'");
   REQUIRE(outcome.code == 0);
   REQUIRE(json::parse(outcome.out).at("config").at("machine") == written);
+}
+
+namespace {
+
+/// A report of `sluice bench gpu` over dense attention, whose times follow from its bytes.
+json measured_report() {
+  const auto row = [](const char* mode, double us) {
+    return json{{"length_tokens", 32768}, {"method", "full"},     {"placement", "hybrid"}, {"rows", 1},
+                {"mode", mode},           {"layer_us", us},       {"dense_us", 130.0},     {"near_share", 0.5},
+                {"far_share", 0.5},       {"fetched_share", 0.0}, {"promoted", 0.0}};
+  };
+  const json dense{{"length_tokens", 32768}, {"method", "dense in HBM"}, {"placement", nullptr}, {"rows", 1},
+                   {"mode", nullptr},        {"layer_us", 130.0},        {"dense_us", 130.0}};
+  return {
+      {"config",
+       {{"shape", "llama-3.1-8b"}, {"layers", 2}, {"kv_dtype", "bf16"}, {"warm_up", 0}, {"steps", 0}, {"near", 0.05}}},
+      {"results", {{"attention", {dense, row("enqueued", 9999.0), row("graph", 650.0)}}}}};
+}
+
+}  // namespace
+
+TEST_CASE("plan: what was measured is planned with its shares and held against its times") {
+  Planner planner;
+  const ScratchDirectory scratch;
+  const auto compared = [&](const json& report) {
+    const Outcome outcome = planner.run("--measured '" + scratch.write("report.json", report.dump()) + "'");
+    INFO(outcome.err);
+    REQUIRE(outcome.code == 0);
+    return json::parse(outcome.out).at("results").at("compared");
+  };
+  // 134 MB a layer, half of it far, at 100 GB/s: 671 us.
+  const double far_us = 0.5 * 8 * 32768 * 512 / 100e3;
+  const json rows = compared(measured_report());
+  REQUIRE(rows.size() == 1);  // The graph's: dense attention and the other mode are no configurations of their own.
+  REQUIRE(rows[0].at("measured_us") == 650.0);
+  REQUIRE(rows[0].at("planned_us").get<double>() == Approx(far_us).epsilon(0.05));
+  REQUIRE(rows[0].at("ratio").get<double>() == Approx(far_us / 650.0).epsilon(0.05));
+  REQUIRE(rows[0].at("within_20_percent") == true);
+  REQUIRE(rows[0].at("dense_ratio").get<double>() == Approx(8.0 * 32768 * 512 / 1000e3 / 130.0).epsilon(0.01));
+  json slower = measured_report();
+  slower["results"]["attention"][2]["layer_us"] = 900.0;
+  REQUIRE(compared(slower)[0].at("within_20_percent") == false);
+  json near = measured_report();
+  near["results"]["attention"][2]["near_share"] = 1.0;
+  near["results"]["attention"][2]["far_share"] = 0.0;
+  REQUIRE(compared(near)[0].at("bottleneck") == "device");
+  for (const char* const lacking : {"layer_us", "near_share", "method", "placement"}) {
+    json report = measured_report();
+    report["results"]["attention"][2].erase(lacking);
+    const Outcome outcome = planner.run("--measured '" + scratch.write("report.json", report.dump()) + "'");
+    CAPTURE(lacking, outcome.err);
+    REQUIRE(outcome.code == 2);
+    REQUIRE(is_one_error(outcome));
+    REQUIRE(contains(outcome.err, lacking));
+    REQUIRE(contains(outcome.err, "report.json"));
+    REQUIRE(contains(outcome.err, "bench gpu"));
+  }
+  REQUIRE(planner.run("--measured /nowhere.json").code == 2);
+}
+
+TEST_CASE("plan: GPUs share the heads and the host, and a picture shows every curve") {
+  Planner planner;
+  const ScratchDirectory scratch;
+  const std::string flags = "--policies full --length 8K,32K --layers 2 --near-hits 0.5 ";
+  const json one = planner.rows(flags), two = planner.rows(flags + "--gpus 2");
+  // Half of the heads, by half of the host: what is far takes as long, what is near half of that.
+  REQUIRE(two[1].at("cpu_us").get<double>() == Approx(one[1].at("cpu_us").get<double>()).epsilon(0.01));
+  REQUIRE(two[1].at("device_us").get<double>() < 0.6 * one[1].at("device_us").get<double>());
+  REQUIRE(two[1].at("device_bytes").get<double>() < 0.7 * one[1].at("device_bytes").get<double>());
+  const Outcome uneven = planner.run("--gpus 3");
+  REQUIRE(uneven.code == 2);
+  REQUIRE(contains(uneven.err, "--gpus"));
+  const std::string path = scratch.file("plan.svg");
+  REQUIRE(planner.run("--policies 'sluice;quest' --length 8K,32K --rows 1,4 --plot '" + path + "'").code == 0);
+  const std::string svg = read_file(path);
+  for (const char* const said : {"<svg", "sluice, hybrid", "quest, hybrid, 4 sequences", "8K", "32K", "</svg>"})
+    REQUIRE(contains(svg, said));
 }

@@ -121,7 +121,7 @@ int run(const OutputOptions& output, const std::string& machine) {
   report.tables.push_back(recommended_options({.host_available = memory_facts().available,
                                                .cores = usable_cores(),
                                                .device_memory = device == nullptr ? 0 : device->info().memory_bytes}));
-  if (!machine.empty()) machine_target.commit(to_json(this_machine(device.get(), 0)).dump(2) + "\n");
+  if (!machine.empty()) machine_target.commit(to_json(this_machine(device, 0, Effort::thorough)).dump(2) + "\n");
   (void)deliver(report, output.format, target);
   return findings.usable() ? kOk : kUnsupported;
 }
@@ -132,7 +132,7 @@ void add_doctor(CLI::App& app, int& exit_code) {
   auto output = std::make_shared<OutputOptions>();
   auto machine = std::make_shared<std::string>();
   auto* command = app.add_subcommand("doctor", "Say what this machine has, what is missing, and options to begin with");
-  command->add_option("--machine", *machine, "Measure this machine, too, and describe it there for `sluice plan`")
+  command->add_option("--machine", *machine, "Measure this machine, too, and describe it there for `sluice plan`: a minute with a GPU")
       ->type_name("FILE");
   add_output(*command, *output);
   command->footer("Exit code 0 if Sluice can be used here, 3 if not.");

@@ -26,8 +26,6 @@ constexpr std::uint32_t kDensePageTokens = 256;
 constexpr std::uint32_t kPageTokens = kGpuPageTokens;
 /// Relative error (L2 over all heads) that a correct result stays below: weights are rounded to bf16 on the device.
 constexpr double kTolerance = 1e-2;
-/// Where keys and values are rounded to three bits of mantissa, as the engine is told.
-constexpr double kTolerance8 = 6e-2;
 
 /// How `--placements` calls it that all tokens lie in device memory: nothing is ever far.
 constexpr const char* kNear = "near";
@@ -69,6 +67,7 @@ class GpuBench {
       synthetic.pattern = parse_pattern(options_.pattern);
       synthetic.sinks = options_.sinks;
       synthetic.seed = options_.seed;
+      synthetic.rounded = options_.kv_dtype == DType::fp8_e4m3;  // What the engine is to give is of what it stores.
       const SyntheticLayer layer(synthetic, topology_, builders_);
       const DeviceSteps steps(layer, *device_);
       time_dense(length, cases, layer, steps, done == 0);
@@ -206,7 +205,7 @@ class GpuBench {
         forwards_of(alone, parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=128"), length), layer, steps,
         device_);
     const double off = relative_error(first_out(*whole), want_);
-    if (!(off <= (options_.kv_dtype == DType::fp8_e4m3 ? kTolerance8 : kTolerance)))
+    if (!(off <= kTolerance))
       throw Error(Errc::device, "bench gpu: dense attention of " + std::to_string(length) +
                                     " tokens is wrong (relative error " + std::to_string(off) +
                                     "); nothing of it was timed");

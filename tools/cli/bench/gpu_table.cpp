@@ -33,7 +33,8 @@ GpuTable::GpuTable() {
                         {"fetched_share", "fetched", 2, Show::percent},
                         {"promoted", "promoted", 1},
                         {"missed_heads", "missed", 2},
-                        {"device_bytes_share", "device B", 1, Show::percent}}};
+                        {"device_bytes_share", "device B", 1, Show::percent},
+                        {"scored_share", "scored", 2, Show::percent}}};
 }
 
 void GpuTable::add_dense(std::uint32_t length, std::uint32_t rows, double dense_us) {
@@ -79,7 +80,8 @@ void GpuTable::add(const GpuRow& row) {
                          share(row.stats.fetched_tokens),
                          static_cast<double>(row.stats.promoted) / (layers * row.kv_heads),
                          static_cast<double>(row.stats.missed) / layers,
-                         static_cast<double>(row.memory.device()) / static_cast<double>(row.memory.far_pages)});
+                         static_cast<double>(row.memory.device()) / static_cast<double>(row.memory.far_pages),
+                         share(row.stats.scored)});
 }
 
 }  // namespace sluice::tools

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tools/cli/engine_columns.hpp"
+#include "tools/cli/eval/agreement.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -21,19 +22,39 @@ void append_reached(const PolicySpec& spec, const ShareHistogram& coverage, std:
   row.push_back(reached(spec, coverage));
 }
 
+/// The outputs of dense attention, if it is among the policies.
+std::span<const std::vector<int>> dense_outputs(const NamedPolicies& policies, const std::vector<TaskScore>& scores) {
+  for (std::size_t p = 0; p < scores.size(); ++p) {
+    if (policies.specs[p].uses(Source::all)) return scores[p].outputs;
+  }
+  return {};
+}
+
+void append_answers(const TaskScore& score, std::span<const std::vector<int>> dense, std::vector<Column>& columns,
+                    std::vector<Json>& row) {
+  const Interval interval = wilson(score.solved, score.prompts);
+  const Agreement found = agreement(score.outputs, dense);
+  std::size_t tokens = 0;
+  for (const std::vector<int>& output : score.outputs) tokens += output.size();
+  const auto add = [&](Column column, Json value) {
+    columns.push_back(std::move(column));
+    row.push_back(std::move(value));
+  };
+  add({"accuracy_low", "95% from", 2}, interval.low);
+  add({"accuracy_high", "to", 2}, interval.high);
+  add({"answer_tokens", "said", 1}, static_cast<double>(tokens) / score.prompts);
+  add({"same_as_dense_share", "as dense", 2}, dense.empty() ? Json() : Json(found.same_share));
+  add({"tokens_until_different", "until other", 1},
+      dense.empty() || !found.until_different ? Json() : Json(*found.until_different));
+}
+
 }  // namespace
 
 EvalReport::EvalReport(const NamedPolicies& policies, const AttentionShape& shape)
     : policies_(policies), shape_(shape) {
-  lost_.columns = {{"task", "task"},
-                   {"length_tokens", "length"},
-                   {"policy", "policy"},
-                   {"prefill", "prefill"},
-                   {"accuracy", "accuracy", 2},
-                   {"layer", "layer"},
-                   {"head", "head"},
-                   {"wanted_steps", "steps"},
-                   {"wanted_mass", "wanted", 3},
+  lost_.columns = {{"task", "task"},         {"length_tokens", "length"}, {"policy", "policy"},
+                   {"prefill", "prefill"},   {"accuracy", "accuracy", 2}, {"layer", "layer"},
+                   {"head", "head"},         {"wanted_steps", "steps"},   {"wanted_mass", "wanted", 3},
                    {"kept_share", "kept", 3}};
 }
 
@@ -43,11 +64,12 @@ void EvalReport::add(const Cell& cell, const std::string& prefill, const std::ve
     if (score.prompts == 0) continue;
     const std::string& name = policies_.names[p];
     const double accuracy = static_cast<double>(score.solved) / score.prompts;
-    std::vector<Column> columns = {{"task", "task"},       {"length_tokens", "length"}, {"policy", "policy"},
-                                   {"prefill", "prefill"}, {"page_tokens", "page"},     {"prompts", "prompts"},
+    std::vector<Column> columns = {{"task", "task"},           {"length_tokens", "length"}, {"policy", "policy"},
+                                   {"prefill", "prefill"},     {"page_tokens", "page"},     {"prompts", "prompts"},
                                    {"accuracy", "accuracy", 2}};
-    std::vector<Json> row = {to_string(cell.kind), cell.length,   name,    prefill,
+    std::vector<Json> row = {to_string(cell.kind),     cell.length,   name,    prefill,
                              score.layout.page_tokens, score.prompts, accuracy};
+    append_answers(score, dense_outputs(policies_, scores), columns, row);
     append_blocks(score.prompt, columns, row);
     columns.push_back({"prefill_ms", "prefill ms", 1});
     row.push_back(1e3 * score.prefill_s / score.prompts);

@@ -180,6 +180,7 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
   ++score.prompts;
   score.solved += right ? 1 : 0;
   if (!right) add_lost(report, score);
+  score.outputs.push_back(std::move(output));
 }
 
 void TaskEvaluation::add_lost(const AuditReport& report, TaskScore& score) const {

@@ -34,11 +34,12 @@ struct LostHead {
 struct TaskScore {
   std::uint32_t prompts = 0;
   std::uint32_t solved = 0;
-  PageLayout layout;        ///< of the engine that it ran in
+  PageLayout layout;  ///< of the engine that it ran in
   DecodeScore decoded;
-  EngineStats prompt;       ///< of the prompts' prefill
-  double prefill_s = 0.0;   ///< likewise, wall time
-  std::vector<LostHead> lost;  ///< [layers, q_heads]; empty if nothing was failed or audited
+  EngineStats prompt;                     ///< of the prompts' prefill
+  double prefill_s = 0.0;                 ///< likewise, wall time
+  std::vector<LostHead> lost;             ///< [layers, q_heads]; empty if nothing was failed or audited
+  std::vector<std::vector<int>> outputs;  ///< what it said to each prompt
 };
 
 /// A task at a length, for all policies.

@@ -4,12 +4,10 @@
 #include <array>
 #include <cmath>
 
-#include "cpu/backend/rates.hpp"
-#include "cpu/machine/topology.hpp"
-#include "cpu/threads/workers.hpp"
+#include "scheduler/plan/fitted_cost.hpp"
 #include "sluice/error.hpp"
-#include "sluice/page.hpp"
 #include "sluice/units.hpp"
+#include "tools/cli/plan/calibration.hpp"
 #include "tools/cli/text/facts.hpp"
 #include "tools/cli/trace/trace.hpp"
 #include "tools/llama/files.hpp"
@@ -67,12 +65,12 @@ StageCost cost_of(const json& document, const std::string& stage) {
   const auto number = [&](const char* key, double most) {
     const json& value = document.at(key);
     if (!value.is_number() || !(value.get<double>() >= 0.0 && value.get<double>() <= most))
-      throw Error(Errc::corrupt, "stages: " + stage + ": " + key + " is " + shown(value) +
-                                     "; it must be a number in [0, " + std::to_string(static_cast<int>(most)) + "]");
+      throw Error(Errc::corrupt, stage + ": " + key + " is " + shown(value) + "; it must be a number in [0, " +
+                                     std::to_string(static_cast<int>(most)) + "]");
     return value.get<double>();
   };
-  const StageCost cost{.fixed_us = number("fixed_us", 1e6), .share = number("share", 1.0)};
-  if (cost.share == 0.0) throw Error(Errc::corrupt, "stages: " + stage + ": share is 0; it must be above");
+  const StageCost cost{.fixed_us = number("fixed_us", 1e6), .share = number("share", scheduler::kMostCostShare)};
+  if (cost.share == 0.0) throw Error(Errc::corrupt, stage + ": share is 0; it must be above");
   return cost;
 }
 
@@ -86,7 +84,7 @@ void read_costs(const json& document, scheduler::LaneRates& rates) {
   for (const auto& [name, cost] : stages->items()) {
     const auto which = std::ranges::find(kStageNames, name);
     if (which == kStageNames.end()) throw Error(Errc::corrupt, "stages: there is no stage '" + shortened(name) + "'");
-    rates.stages[static_cast<std::size_t>(which - kStageNames.begin())] = cost_of(cost, name);
+    rates.stages[static_cast<std::size_t>(which - kStageNames.begin())] = cost_of(cost, "stages: " + name);
   }
 }
 
@@ -96,23 +94,25 @@ Machine read(const json& document) {
   if (const json version = document.value("schema_version", json()); version != kMachineVersion)
     throw Error(Errc::corrupt,
                 "schema_version is " + shown(version) + "; " + std::to_string(kMachineVersion) + " is read");
-  const std::size_t fields =
-      3 + kRates.size() + kSizes.size() + document.count("forward_us") + document.count("stages");
+  const std::size_t fields = 3 + kRates.size() + kSizes.size() + document.count("forward_us") +
+                             document.count("stages") + document.count("dense");
   if (document.size() > fields) throw Error(Errc::corrupt, "it has fields that no machine has");
   Machine machine{.name = shortened(document.at("name").get<std::string>())};
   for (const RateField& field : kRates) machine.rates.*field.value = rate_of(document, field.key);
   for (const SizeField& field : kSizes) machine.*field.value = size_of(document, field.key);
   read_costs(document, machine.rates);
+  if (const auto dense = document.find("dense"); dense != document.end()) machine.dense = cost_of(*dense, "dense");
   return machine;
 }
 
 }  // namespace
 
-Machine this_machine(const Device* device, std::uint32_t threads) {
+Machine this_machine(std::shared_ptr<Device> device, std::uint32_t threads, Effort effort) {
   Machine machine{.name = device == nullptr ? cpu_model() : device->info().name};
-  machine.rates = measured_rates(device, kPageBytes, threads);
+  machine.rates = measured_rates(device.get(), kPageBytes, threads);
   machine.device_bytes = device == nullptr ? 0 : device->info().memory_bytes;
   machine.host_bytes = memory_facts().available;
+  calibrate(machine, std::move(device), threads, effort);
   return machine;
 }
 
@@ -121,10 +121,11 @@ Json to_json(const Machine& machine) {
   for (const RateField& field : kRates) document[field.key] = machine.rates.*field.value;
   for (const SizeField& field : kSizes) document[field.key] = machine.*field.value;
   document["forward_us"] = machine.rates.forward_us;
+  const auto cost_json = [](const StageCost& cost) { return Json{{"fixed_us", cost.fixed_us}, {"share", cost.share}}; };
+  document["dense"] = cost_json(machine.dense);
   Json stages = Json::object();
   for (std::uint32_t i = 0; i < kStages; ++i) {
-    if (const auto& cost = machine.rates.stages[i])
-      stages[kStageNames[i]] = {{"fixed_us", cost->fixed_us}, {"share", cost->share}};
+    if (const auto& cost = machine.rates.stages[i]) stages[kStageNames[i]] = cost_json(*cost);
   }
   document["stages"] = std::move(stages);
   return document;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "scheduler/plan/cost_model.hpp"
@@ -13,13 +14,19 @@ namespace sluice::tools {
 struct Machine {
   std::string name;
   scheduler::LaneRates rates{};
+  scheduler::StageCost dense{};    ///< of a layer's dense attention over one sequence in device memory
   std::uint64_t device_bytes = 0;  ///< memory of the device; 0: it is the host's
   std::uint64_t host_bytes = 0;    ///< that can be had
 };
 
-/// The machine that this runs on, measured; `device` null: the embedded host device.
-/// @throws Error{Errc::out_of_capacity}
-[[nodiscard]] Machine this_machine(const Device* device, std::uint32_t threads);
+/// How much of its time a machine is measured for.
+enum class Effort : std::uint8_t {
+  brief,     ///< a look: up to 32K tokens
+  thorough,  ///< up to 128K tokens and several policies; a minute on a GPU
+};
+/// The machine that this runs on: its rates, and what each stage of a forward takes; `device` null: the embedded one.
+/// @throws Error{Errc::out_of_capacity}; Interrupted
+[[nodiscard]] Machine this_machine(std::shared_ptr<Device> device, std::uint32_t threads, Effort effort);
 
 [[nodiscard]] Json to_json(const Machine& machine);
 /// @throws Error{Errc::io}; Error{Errc::corrupt} naming file and field, if one is missing, unknown or not positive

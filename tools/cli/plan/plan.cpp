@@ -1,13 +1,19 @@
 // `sluice plan`: what a machine would make of a model's attention, before anything is built or bought.
+#include <algorithm>
+#include <iterator>
 #include <memory>
+#include <utility>
 
 #include "sluice/error.hpp"
+#include "sluice/units.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/fetch_share.hpp"
-#include "tools/cli/plan/planner.hpp"
+#include "tools/cli/plan/measured.hpp"
+#include "tools/cli/plan/plan_plot.hpp"
+#include "tools/cli/plan/plan_tables.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/values.hpp"
 
@@ -25,6 +31,9 @@ struct PlanOptions {
   FetchShare fetch_share;
   DType kv_dtype = DType::bf16;
   std::string machine;
+  std::vector<std::string> measured;
+  std::string plot;
+  std::uint32_t gpus = 1;
   Machine changes;  ///< what is not 0 takes the place of the machine's
   std::string near = "5%";
   std::string near_hits = "50%";
@@ -36,7 +45,7 @@ struct PlanOptions {
 };
 
 Machine machine_of(const PlanOptions& options) {
-  Machine machine = options.machine.empty() ? this_machine(make_device(options.device).get(), options.threads)
+  Machine machine = options.machine.empty() ? this_machine(make_device(options.device), options.threads, Effort::brief)
                                             : load_machine(options.machine);
   const Machine& changes = options.changes;
   const auto take = [](auto& value, const auto& change) {
@@ -47,85 +56,22 @@ Machine machine_of(const PlanOptions& options) {
   take(machine.rates.cpu_gbps, changes.rates.cpu_gbps);
   take(machine.device_bytes, changes.device_bytes);
   take(machine.host_bytes, changes.host_bytes);
+  // Each has its own link and memory, and a part of the host.
+  machine.rates.cpu_gbps /= options.gpus;
+  machine.host_bytes /= options.gpus;
   return machine;
 }
 
-Table make_table() {
-  return {.key = "plan",
-          .title = "Decoding, attention alone, as the engine plans it (dense: its reads, everything in device memory)",
-          .columns = {{"policy", "policy"},
-                      {"placement", "placement"},
-                      {"length_tokens", "length"},
-                      {"rows", "rows"},
-                      {"token_ms", "ms/token", 2},
-                      {"layer_us", "us/layer", 1},
-                      {"far_budget_tokens", "far budget"},
-                      {"bottleneck", "busiest"},
-                      {"device_us", "device", 1},
-                      {"link_us", "link", 1},
-                      {"cpu_us", "cpu", 1},
-                      {"speedup_over_dense", "x dense", 2},
-                      {"host_bytes", "host B"},
-                      {"device_bytes", "device B"},
-                      {"fits", "fits"},
-                      {"most_rows", "most rows"},
-                      {"most_tokens", "most tokens"}}};
-}
-
-Table make_memory_table() {
-  using Show = Column::Show;
-  return {.key = "memory",
-          .title = "Memory of such an engine beside keys and values, as a share of them (policy: the most it may keep)",
-          .columns = {{"policy", "policy"},
-                      {"placement", "placement"},
-                      {"length_tokens", "length"},
-                      {"rows", "rows"},
-                      {"kv_bytes", "K and V, B"},
-                      {"near_share", "near rows", 1, Show::percent},
-                      {"codes_share", "4-bit copies", 1, Show::percent},
-                      {"digests_share", "digests", 1, Show::percent},
-                      {"buffers_share", "buffers", 1, Show::percent},
-                      {"pinned_share", "host: pinned", 1, Show::percent},
-                      {"policies_share", "host: policy", 1, Show::percent}}};
-}
-
-std::vector<Json> memory_row(const std::string& name, const Workload& work, const EngineMemoryUse& memory) {
-  const auto share = [&](std::uint64_t bytes) {
-    return memory.far_pages == 0 ? Json() : Json(static_cast<double>(bytes) / static_cast<double>(memory.far_pages));
-  };
-  return {name,
-          to_string(work.placement),
-          work.tokens,
-          work.rows,
-          memory.far_pages,
-          share(memory.near_pages),
-          share(memory.codes),
-          share(memory.digests),
-          share(memory.buffers),
-          share(memory.pinned),
-          share(memory.policies)};
-}
-
-std::vector<Json> row_of(const std::string& name, const Workload& work, const Machine& machine, std::uint64_t reserved,
-                         const WorkloadPlan& found) {
-  const auto busy = [&](Lane lane) { return found.busy_us[static_cast<std::size_t>(lane)] / work.shape.layers; };
-  return {name,
-          to_string(work.placement),
-          work.tokens,
-          work.rows,
-          1e-3 * found.forward_us,
-          found.forward_us / work.shape.layers,
-          far_budget(work.policy, work.shape, work.tokens),
-          to_string(found.bottleneck),
-          busy(Lane::device),
-          busy(Lane::link),
-          busy(Lane::cpu),
-          found.dense_us / found.forward_us,
-          found.memory.host(),
-          found.memory.device(),
-          found.fits,
-          most_rows(work, machine, reserved),
-          most_tokens(work, machine, reserved)};
+/// What one of the GPUs has of the heads.
+AttentionShape shape_of(const PlanOptions& options) {
+  AttentionShape shape = model_shape(options.shape);
+  if (options.layers != 0) shape.layers = options.layers;
+  if (shape.kv_heads % options.gpus != 0)
+    throw Error(Errc::invalid_argument, "--gpus: " + std::to_string(shape.kv_heads) + " KV heads cannot be shared by " +
+                                            std::to_string(options.gpus) + " GPUs; take a number that divides them");
+  shape.q_heads /= options.gpus;
+  shape.kv_heads /= options.gpus;
+  return shape;
 }
 
 FarPlace far_place(const Workload& work) {
@@ -138,44 +84,87 @@ FarPlace far_place(const Workload& work) {
           .near_hits = work.near_hits};
 }
 
-int run(const PlanOptions& options) {
-  AttentionShape shape = model_shape(options.shape);
-  if (options.layers != 0) shape.layers = options.layers;
-  const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
-  const std::vector<std::uint32_t> rows = parse_counts(options.rows, "--rows");
-  const OutputTarget target(options.output.path);
-  const Machine machine = machine_of(options);
-  FetchShare fetch_share = options.fetch_share;
-  if (fetch_share.advised) fetch_share.share = scheduler::advised_fetch_share(machine.rates);
-  Table table = make_table(), memory = make_memory_table();
-  for (const std::string& policy : split_policies(options.policies)) {
-    Workload work{.shape = shape,
-                  .kv_dtype = options.kv_dtype,
-                  .policy = parse_policy(policy),
-                  .near_share = parse_share(options.near, "--near"),
-                  .near_hits = parse_share(options.near_hits, "--near-hits"),
-                  .attended = parse_share(options.attended, "--attended")};
-    work.page_tokens = page_tokens_for(work.policy, EngineFlags{});
-    for (const std::string& placement : split_list(options.placements)) {
-      work.placement = parse_placement(placement);
-      work.fetch_share = share_for(work.placement, fetch_share);
-      for (const std::uint32_t tokens : lengths) {
-        for (const std::uint32_t count : rows) {
+/// Every policy, placement, length and number of rows: tables, and a curve for each number of rows.
+class Plans {
+ public:
+  Plans(const PlanOptions& options, const Machine& machine, const FetchShare& fetch_share)
+      : options_(options), machine_(machine), fetch_share_(fetch_share), shape_(shape_of(options)) {}
+
+  void add_all() {
+    const std::vector<std::uint32_t> lengths = parse_counts(options_.lengths, "--length");
+    const std::vector<std::uint32_t> rows = parse_counts(options_.rows, "--rows");
+    for (const std::string& policy : split_policies(options_.policies)) {
+      Workload work{.shape = shape_,
+                    .kv_dtype = options_.kv_dtype,
+                    .policy = parse_policy(policy),
+                    .near_share = parse_share(options_.near, "--near"),
+                    .near_hits = parse_share(options_.near_hits, "--near-hits"),
+                    .attended = parse_share(options_.attended, "--attended")};
+      work.page_tokens = page_tokens_for(work.policy, EngineFlags{});
+      for (const std::string& placement : split_list(options_.placements)) {
+        work.placement = parse_placement(placement);
+        work.fetch_share = share_for(work.placement, fetch_share_);
+        for (const std::uint32_t tokens : lengths) {
           work.tokens = tokens;
-          work.rows = count;
-          const std::string name = with_far(policy, options.far, far_place(work), [&] { return machine.rates; });
-          Workload limited = work;
-          limited.policy = parse_policy(name);
-          const WorkloadPlan found = plan(limited, machine, options.weights);
-          table.rows.push_back(row_of(name, limited, machine, options.weights, found));
-          memory.rows.push_back(memory_row(name, limited, found.memory));
+          for (const std::uint32_t count : rows) {
+            work.rows = count;
+            add(policy, work);
+          }
         }
       }
     }
   }
+  [[nodiscard]] Table take_times() { return std::move(times_); }
+  [[nodiscard]] Table take_memory() { return std::move(memory_); }
+  [[nodiscard]] const std::vector<PlannedSeries>& series() const noexcept { return series_; }
+
+ private:
+  void add(const std::string& policy, Workload work) {
+    const std::string name = with_far(policy, options_.far, far_place(work), [&] { return machine_.rates; });
+    work.policy = parse_policy(name);
+    const WorkloadPlan found = plan(work, machine_, options_.weights);
+    times_.rows.push_back(plan_row(name, work, machine_, options_.weights, found));
+    memory_.rows.push_back(memory_row(name, work, found.memory));
+    const std::string curve = policy + ", " + to_string(work.placement) +
+                              (work.rows == 1 ? "" : ", " + std::to_string(work.rows) + " sequences");
+    auto at = std::ranges::find(series_, curve, &PlannedSeries::name);
+    if (at == series_.end()) at = series_.insert(at, {.name = curve, .points = {}});
+    const auto gib = [](std::uint64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(GiB); };
+    at->points.push_back({.tokens = static_cast<double>(work.tokens),
+                          .token_ms = 1e-3 * found.forward_us,
+                          .device_gib = gib(found.memory.device()),
+                          .host_gib = gib(found.memory.host())});
+  }
+
+  const PlanOptions& options_;
+  const Machine& machine_;
+  const FetchShare& fetch_share_;
+  AttentionShape shape_;
+  Table times_ = plan_table(), memory_ = memory_table();
+  std::vector<PlannedSeries> series_;
+};
+
+/// What was timed, as this machine's plan has it.
+Table compared(const std::vector<Measured>& measured, const Machine& machine) {
+  Table table = compared_table();
+  for (const Measured& each : measured) table.rows.push_back(compared_row(each, plan(each.work, machine, 0)));
+  return table;
+}
+
+int run(const PlanOptions& options) {
+  const AttentionShape shape = shape_of(options);
+  std::vector<Measured> measured;
+  for (const std::string& file : options.measured) std::ranges::move(load_measured(file), std::back_inserter(measured));
+  require_distinct({{"--output", options.output.path}, {"--plot", options.plot, !options.plot.empty()}});
+  const OutputTarget target(options.output.path);
+  const OutputTarget plot(options.plot);
+  const Machine machine = machine_of(options);
+  FetchShare fetch_share = options.fetch_share;
+  if (fetch_share.advised) fetch_share.share = scheduler::advised_fetch_share(machine.rates);
   Report report{.command = "plan",
                 .config = {{"shape", options.shape},
                            {"layers", shape.layers},
+                           {"gpus", options.gpus},
                            {"machine", to_json(machine)},
                            {"kv_dtype", to_string(options.kv_dtype)},
                            {"fetch_share", fetch_share.share},
@@ -183,9 +172,17 @@ int run(const PlanOptions& options) {
                            {"near_hits", options.near_hits},
                            {"attended", options.attended},
                            {"far", options.far},
+                           {"measured", options.measured},
                            {"weights_bytes", options.weights}}};
-  report.tables.push_back(std::move(table));
-  report.tables.push_back(std::move(memory));
+  if (!measured.empty()) {
+    report.tables.push_back(compared(measured, machine));
+    return deliver(std::move(report), options.output.format, target);
+  }
+  Plans plans(options, machine, fetch_share);
+  plans.add_all();
+  if (!options.plot.empty()) plot.commit(plan_svg(plans.series()));
+  report.tables.push_back(plans.take_times());
+  report.tables.push_back(plans.take_memory());
   return deliver(std::move(report), options.output.format, target);
 }
 
@@ -194,6 +191,11 @@ void add_machine_flags(CLI::App& command, PlanOptions& options) {
   scheduler::LaneRates& rates = options.changes.rates;
   command.add_option("--machine", options.machine, "What `sluice doctor --machine FILE` wrote [default: this machine]")
       ->type_name("FILE");
+  add_count(
+      command, "--gpus", options.gpus,
+      "GPUs that share the heads, each with its own link and memory, and the host's between them; what is shown is "
+      "of one",
+      {.least = 1, .most = 64});
   add_number(command, "--device-gbps", rates.device_gbps, "Attention over rows in device memory, GB/s", kRate)
       ->default_str("the machine's");
   add_number(command, "--link-gbps", rates.link_gbps, "The link, GB/s", kRate)->default_str("the machine's");
@@ -237,15 +239,22 @@ void add_plan(CLI::App& app, int& exit_code) {
   add_size(*command, "--weights", options->weights, "Device memory that is not for attention, K/M/G allowed");
   add_machine_flags(*command, *options);
   add_device_flags(*command, options->device);
+  command
+      ->add_option("--measured", options->measured,
+                   "Reports of `sluice bench gpu -o json`: their configurations are planned, with the shares of tokens "
+                   "that they found, and held against the times; what is asked for otherwise is not planned")
+      ->type_name("FILE");
+  command->add_option("--plot", options->plot, "Draw time and memory against the length as an SVG")->type_name("FILE");
   add_output(*command, options->output);
   command->footer(
-      "Times are those of the engine's own plan on the machine's rates: bytes over bandwidth, and what kernels and a\n"
-      "question to the CPU cost beside (`stages` of the machine's file: measured on one H100 for policies that choose by\n"
-      "4-bit copies; other stages, and machines without a GPU, count as their bytes and a launch: a bound from below).\n"
-      "Arithmetic, and what a model does between layers, are not in them. A\n"
-      "budget in tokens counts as if no two query heads that share a KV head wanted the same. Of device memory, what "
-      "a\n"
-      "GPU's kernels want for themselves is not counted.");
+      "Times are those of the engine's own plan: for each stage of a layer what the machine's file says (`stages`: a\n"
+      "fixed part, and bytes at a share of the lane's rate, measured there by timing forwards), the CPU's part beside\n"
+      "the device's. Without --machine this machine is measured first, for some seconds and up to 32K tokens. Of "
+      "stages\n"
+      "that the file does not have, bytes and a launch count. What a model does between layers is not in it. A budget\n"
+      "in tokens counts as if no two query heads that share a KV head wanted the same. Of device memory, what a GPU's\n"
+      "kernels want for themselves is not counted. What if: --link-gbps 25 (PCIe 4), --gpus 2, --cpu-gbps, "
+      "--policies.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

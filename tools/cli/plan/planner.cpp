@@ -34,13 +34,15 @@ EngineOptions options_of(const Workload& work) {
 }
 
 /// Of what a row may attend beyond sinks and recent tokens, the share that it does. A budget in tokens or pages is
-/// taken as if no two query heads of a group wanted the same; where the policy goes by mass, `attended` says it.
+/// taken as if no two query heads of a group wanted the same, unless it was measured; where the policy goes by mass,
+/// `attended` says it.
 double chosen_share(const Workload& work, const ForwardRow& row) {
   const bool counted = row.picks != 0 || (row.in_pages() && row.mass <= 0.f);
-  if (row.whole() || counted) return 1.0;
+  if (row.whole() || (counted && !work.attended_known)) return 1.0;
   const double window = row.sink_end + (row.tokens - row.recent_begin);
   double candidates = row.tokens - window;
   if (row.in_pages()) candidates = std::min(candidates, 1.0 * work.shape.group() * row.page_picks * work.page_tokens);
+  if (row.picks != 0) candidates = std::min(candidates, 1.0 * work.shape.group() * row.picks);
   if (row.most != kNone) candidates = std::min(candidates, 1.0 * work.shape.group() * row.most);
   return candidates <= 0.0 ? 1.0 : std::clamp((work.attended * row.tokens - window) / candidates, 0.0, 1.0);
 }
@@ -88,8 +90,11 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
   std::vector<ForwardRow> rows(
       work.rows, scheduler::forward_row(work.policy, work.tokens, scheduler::row_shape(work.shape, work.page_tokens)));
   for (std::uint32_t i = 0; i < work.rows; ++i) rows[i].list = rows[i].at = i;
-  const std::vector<WorkItem> items =
-      scheduler::forward_work(place, rows, {}, {.near = work.near_hits, .chosen = chosen_share(work, rows.front())});
+  const std::vector<WorkItem> items = scheduler::forward_work(place, rows, {},
+                                                              {.near = work.near_hits,
+                                                               .chosen = chosen_share(work, rows.front()),
+                                                               .promoted = work.promoted * work.rows,
+                                                               .scored = work.scored * work.tokens});
   const std::vector<scheduler::PlannedTime> times = scheduler::estimate(items, machine.rates);
   WorkloadPlan result;
   for (std::size_t i = 0; i < items.size(); ++i) {
@@ -98,9 +103,10 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
   }
   result.forward_us += machine.rates.forward_us;
   result.bottleneck = static_cast<Lane>(std::ranges::max_element(result.busy_us) - result.busy_us.begin());
-  const double kv_bytes = 2.0 * static_cast<double>(place.layout.near().row_bytes()) * work.tokens * work.rows *
-                          work.shape.kv_heads * work.shape.layers;
-  result.dense_us = kv_bytes / (machine.rates.device_gbps * 1e3);
+  const double layer_bytes =
+      2.0 * static_cast<double>(place.layout.near().row_bytes()) * work.tokens * work.shape.kv_heads;
+  const double dense_gbps = machine.rates.device_gbps * machine.dense.share;
+  result.dense_us = work.shape.layers * work.rows * (machine.dense.fixed_us + layer_bytes / (dense_gbps * 1e3));
   if (const auto memory = needed(work)) {
     result.memory = *memory;
     result.fits = fits(*memory, machine, reserved);

@@ -25,6 +25,9 @@ struct Workload {
   double near_hits = 0.5;
   /// Of its tokens, those that a KV head attends, where the policy's budget is no number of tokens; see chosen_share.
   double attended = 0.05;
+  bool attended_known = false;  ///< `attended` was measured: it holds whatever the policy's budget is
+  double promoted = 0.0;        ///< tokens that a forward brings near, of each layer and KV head
+  double scored = 0.0;          ///< of its tokens, those whose keys the CPU reads to choose, where it does
 };
 
 /// What a forward of it takes, attention alone: by the engine's own plan, on the machine's rates.
@@ -32,7 +35,7 @@ struct WorkloadPlan {
   double forward_us = 0.0;
   std::array<double, 3> busy_us{};  ///< by lane, of a forward
   Lane bottleneck{};                ///< the lane that is busiest
-  double dense_us = 0.0;            ///< dense attention with everything in device memory, its reads alone
+  double dense_us = 0.0;            ///< dense attention with everything in device memory
   EngineMemoryUse memory;           ///< of an engine for it; scratch memory of a GPU's kernels is not known here
   bool fits = false;                ///< into the machine's memory beside `reserved` bytes of the device's
 };

@@ -5,6 +5,7 @@
 #include <numbers>
 #include <string>
 
+#include "sluice/e4m3.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
 #include "tools/cli/synthetic/synthetic_parts.hpp"
@@ -26,6 +27,21 @@ float heavy(std::uint64_t stream, std::uint64_t token) noexcept {
 
 /// The first and last tokens are near whatever the policy; needles lie between.
 std::uint32_t margin_of(const SyntheticOptions& options) noexcept { return options.tokens / 16; }
+
+/// To what E4M3 with the row's scale stands for; see e4m3.hpp.
+void round_row(std::span<float> row) {
+  constexpr int kBits = 3, kLeastExponent = -6;  // Of the mantissa; of codes that are not subnormal.
+  float most = 0.f;
+  for (const float x : row) most = std::max(most, std::abs(x));
+  if (most == 0.f) return;
+  const float scale = std::exp2(std::ceil(std::log2(most / E4m3::kLargest)));
+  for (float& x : row) {
+    const float code = x / scale;
+    const int exponent = std::max(kLeastExponent, code == 0.f ? kLeastExponent : std::ilogb(code));
+    const float quantum = std::ldexp(1.f, exponent - kBits);
+    x = std::nearbyint(code / quantum) * quantum * scale;
+  }
+}
 
 }  // namespace
 
@@ -163,6 +179,10 @@ void SyntheticLayer::write_page(std::uint32_t page, cpu::Backend& backend) {
       key(head, static_cast<std::uint32_t>(token), &rotation[r * pairs_ * 2], &k[r * dim]);
       const float size = !options_.sinks.empty() && token < kSinks ? kSinkValue : 1.f;
       for (std::uint32_t c = 0; c < dim; ++c) v[r * dim + c] = size * noise(values, token * dim + c);
+    }
+    for (std::uint32_t r = 0; options_.rounded && r < rows; ++r) {
+      round_row({&k[r * dim], dim});
+      round_row({&v[r * dim], dim});
     }
     const AppendTask task{.k = reinterpret_cast<const std::byte*>(k.data()),
                           .v = reinterpret_cast<const std::byte*>(v.data()),

@@ -38,6 +38,7 @@ struct SyntheticOptions {
   /// Attention sinks: share of each query's softmax that the first SyntheticLayer::kSinks tokens hold; the query heads
   /// take the list's shares in turn. Empty: the first tokens are like any other.
   std::vector<double> sinks = {};
+  bool rounded = false;  ///< keys and values are numbers that fp8_e4m3 holds, so that storing them so changes none
 };
 
 /// Appends the runs that cover tokens [begin, end).
