@@ -137,7 +137,7 @@ class Calibration {
   }
 
   void add_dense(const SyntheticLayer& layer, const DeviceSteps& steps) {
-    DenseOnDevice dense(layer, steps, *device_, kDensePageTokens);
+    DenseOnDevice dense(layer, steps, *device_, kDensePageTokens, std::vector{layer.options().tokens});
     constexpr std::uint32_t kSamples = 5;
     const PageLayout& layout = layer.options().layout;
     dense_.push_back(
