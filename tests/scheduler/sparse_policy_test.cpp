@@ -1,7 +1,6 @@
 // Laws of every policy that scores candidates: exact top-k, LFPS, page digests and their unions.
 
 #include "tests/scheduler/policy_step.hpp"
-#include "tests/support/random.hpp"
 
 using namespace sluice;
 using namespace sluice::scheduler;
@@ -246,126 +245,6 @@ TEST_CASE("a step repeated from select gives the same selection", "[policy]") {
   REQUIRE(first.tokens == step.row.tokens);
   REQUIRE(first.members == step.row.members);
   REQUIRE(first.scores == step.row.scores);
-}
-
-TEST_CASE("tables are fed in every n-th step only, layers in turn", "[policy]") {
-  const std::uint32_t prompt = 989;
-  const std::uint32_t layer = GENERATE(0u, 1u);
-  Step step("lfps:bypass=0,observe_every=2", 1000);
-  auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{layer});
-  policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
-  policy->forecast(0, prompt + 1);
-  for (std::uint32_t n = prompt + 1; n < prompt + 7; ++n) {
-    const FakeNear near(n, 4, 0);
-    step.row.clear();
-    policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, step.row,
-                   step.bypass, step.counters);
-    REQUIRE(policy->wants_observation(0) == ((n + layer) % 2 == 0));
-    REQUIRE(attended_by(step.row, 0).size() >= 6);
-    const std::size_t scored = step.kv.rows_scored;
-    policy->observe(0, step.kv);
-    REQUIRE(step.kv.rows_scored == scored);  // Read by select already.
-    if (policy->wants_observation(0)) policy->forecast(0, n + 1);
-  }
-}
-
-TEST_CASE("steps of several tokens do not miss the turn to feed the tables", "[policy]") {
-  const std::uint32_t prompt = 800;
-  Step step("lfps:bypass=0,observe_every=4", 1000);
-  auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{1});
-  policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
-  policy->forecast(0, prompt + 1);
-  const auto observes = [&](std::uint32_t n) {
-    const FakeNear near(n, 4, 0);
-    step.row.clear();
-    policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, step.row,
-                   step.bypass, step.counters);
-    const bool wants = policy->wants_observation(0);
-    if (wants) policy->observe(0, step.kv);
-    return wants;
-  };
-  // Layer 1 has its turn at 803, 807, ...
-  REQUIRE_FALSE(observes(802));
-  REQUIRE(observes(806));
-  for (std::uint32_t n = 810; n < 850; n += 4) REQUIRE(observes(n));
-  REQUIRE(observes(847));
-  REQUIRE_FALSE(observes(848));
-  REQUIRE_FALSE(observes(849));
-  REQUIRE(observes(870));
-  // Taken back, it is as if the step had never been: it was not the one that had the turn.
-  policy->truncate(0, 869);
-  REQUIRE(observes(869));
-  REQUIRE_FALSE(observes(870));
-}
-
-TEST_CASE("steps of several tokens that are taken back do not change whose turn it is", "[policy]") {
-  const std::uint32_t prompt = 800;
-  // What later steps do after some that were taken back, or without these.
-  const auto goes_on = [&](const std::vector<std::uint32_t>& steps, const std::vector<std::uint32_t>& taken_back,
-                           std::uint32_t tokens, bool clones) {
-    Step step("lfps:bypass=0,observe_every=4", 1000);
-    auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{1});
-    policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
-    policy->forecast(0, prompt + 1);
-    const auto observes = [&](std::uint32_t n) {
-      const FakeNear near(n, 4, 0);
-      step.row.clear();
-      policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, step.row,
-                     step.bypass, step.counters);
-      const bool wants = policy->wants_observation(0);
-      if (!wants) return wants;
-      policy->observe(0, step.kv);
-      policy->forecast(0, n + 1);
-      return wants;
-    };
-    for (const std::uint32_t n : steps) (void)observes(n);
-    for (const std::uint32_t n : taken_back) (void)observes(n);
-    if (clones) policy = policy->clone();
-    REQUIRE(policy->can_truncate(0, tokens));
-    policy->truncate(0, tokens);
-    std::vector<bool> turns;
-    for (std::uint32_t n = tokens + 1; n < tokens + 20; n += 3) turns.push_back(observes(n));
-    return turns;
-  };
-  sluice::test::Random random(9);
-  for (int round = 0; round < 60; ++round) {
-    std::vector<std::uint32_t> steps, taken_back;
-    std::uint32_t n = prompt;
-    for (std::uint32_t i = random.below(5); i != 0; --i) steps.push_back(n += 1 + random.below(5));
-    const std::uint32_t tokens = n + random.below(3);
-    n = tokens;
-    while (n < tokens + 27) taken_back.push_back(n += 1 + random.below(5));
-    const bool clones = random.below(2) == 0;
-    CAPTURE(steps, tokens, taken_back, clones);
-    REQUIRE(goes_on(steps, taken_back, tokens, clones) == goes_on(steps, {}, tokens, false));
-  }
-  // The one that had the turn was the first of two that were taken back.
-  REQUIRE(goes_on({801}, {804, 806}, 803, false).front());
-}
-
-TEST_CASE("a repeated step selects the same when it observes and when it follows", "[policy]") {
-  const std::uint32_t prompt = 989;
-  Step step("history:share_group=on,observe_every=4+pages | top_k=all", 1000);
-  auto policy = make_layer_policy(step.spec, kShape, kPageTokens, LayerId{0});
-  policy->begin({.kv_head = 0, .tokens = prompt, .queries = 40, .last_q = step.last_q, .kv = &step.kv});
-  policy->forecast(0, prompt + 1);
-  const std::vector<std::uint32_t> ranked = {4, 5, 6, 7};
-  for (std::uint32_t n = prompt + 1; n <= 1000; ++n) {
-    const FakeNear near(n, 4, 128);
-    std::vector<std::uint32_t> first;
-    for (int attempt = 0; attempt < 2; ++attempt) {
-      step.row.clear();
-      policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .ranked_pages = ranked, .near = &near.set,
-                      .kv = &step.kv},
-                     step.row, step.bypass, step.counters);
-      if (attempt == 0) first = step.row.tokens;
-    }
-    REQUIRE(step.row.tokens == first);
-    REQUIRE(policy->wants_observation(0) == (n % 4 == 0));
-    if (!policy->wants_observation(0)) continue;
-    policy->observe(0, step.kv);
-    policy->forecast(0, n + 1);
-  }
 }
 
 TEST_CASE("a budget of far tokens cuts each head's choice by score", "[policy][far]") {

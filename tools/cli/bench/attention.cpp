@@ -1,94 +1,16 @@
+// `sluice bench cpu --sections attention`: steps over one layer, each policy beside dense attention and exact top-k.
 #include <algorithm>
 #include <cmath>
 #include <optional>
 
-#include "cpu/backend/verbs.hpp"
 #include "sluice/error.hpp"
+#include "tools/cli/bench/attention_check.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/layer.hpp"
 #include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {
 namespace {
-
-/// Largest relative error (L2, per query head) that a correct kernel makes: bf16 keys are exact in the
-/// reference too, so only the accumulation differs.
-constexpr double kTolerance = 2e-3;
-
-double relative_error(const float* got, const float* want, std::uint32_t dim) {
-  double difference = 0.0;
-  double size = 0.0;
-  for (std::uint32_t c = 0; c < dim; ++c) {
-    difference += std::pow(static_cast<double>(got[c]) - want[c], 2);
-    size += std::pow(static_cast<double>(want[c]), 2);
-  }
-  return size == 0.0 ? std::sqrt(difference) : std::sqrt(difference / size);
-}
-
-/// Dense attention of one query head in float64.
-std::vector<float> reference(const SyntheticLayer& layer, std::uint32_t q_head, std::uint32_t step) {
-  const SyntheticOptions& options = layer.options();
-  const std::uint32_t dim = options.shape.head_dim;
-  const std::uint32_t kv_head = q_head / options.shape.group();
-  const KvView view = layer.view(kv_head);
-  const float* q = layer.query(kv_head, step) + std::size_t{q_head % options.shape.group()} * dim;
-  const std::uint32_t n = options.tokens + step + 1;
-  std::vector<float> row(dim);
-  const auto read = [&](const std::byte* at, std::uint32_t token, std::uint32_t half) {
-    const float* const scale = options.layout.scaled() ? view.scales(token) + half : nullptr;
-    cpu::read_row(cpu::fastest_kernels(), options.layout, at, scale, row.data());
-  };
-  std::vector<double> score(n);
-  for (std::uint32_t j = 0; j < n; ++j) {
-    read(view.k_row(j), j, 0);
-    for (std::uint32_t c = 0; c < dim; ++c) score[j] += static_cast<double>(q[c]) * row[c];
-    score[j] /= std::sqrt(static_cast<double>(dim));
-  }
-  const double top = *std::max_element(score.begin(), score.end());
-  double mass = 0.0;
-  std::vector<double> sum(dim);
-  for (std::uint32_t j = 0; j < n; ++j) {
-    const double weight = std::exp(score[j] - top);
-    mass += weight;
-    read(view.v_row(j), j, 1);
-    for (std::uint32_t c = 0; c < dim; ++c) sum[c] += weight * row[c];
-  }
-  std::vector<float> out(dim);
-  for (std::uint32_t c = 0; c < dim; ++c) out[c] = static_cast<float>(sum[c] / mass);
-  return out;
-}
-
-void require_close(const float* got, const float* want, std::uint32_t dim, const std::string& what) {
-  const double error = relative_error(got, want, dim);
-  if (error <= kTolerance) return;  // NaN fails too.
-  throw Error(Errc::device, "bench cpu: " + what + " is wrong (relative error " + std::to_string(error) +
-                                "); nothing was timed. Try SLUICE_CPU_ISA=generic and report this");
-}
-
-/// Dense attention against float64 on the first and last query head; each policy with a budget of all tokens against
-/// dense.
-void check(const SyntheticLayer& layer, BenchMachine& machine, const std::vector<PolicySpec>& specs) {
-  const AttentionShape& shape = layer.options().shape;
-  StepOutput dense;
-  DenseLayer(layer, machine.backend).attend(0, dense);
-  for (const std::uint32_t head : {0u, shape.q_heads - 1}) {
-    const std::vector<float> want = reference(layer, head, 0);
-    require_close(&dense.out[std::size_t{head} * shape.head_dim], want.data(), shape.head_dim, "dense attention");
-  }
-  for (PolicySpec spec : specs) {
-    if (!spec.uses(Source::history) && !spec.uses(Source::exact)) continue;
-    spec.budget.min_tokens = layer.options().tokens + layer.options().steps;
-    spec.bypass_threshold = 0.f;
-    PolicyLayer whole(spec, layer, machine.backend, machine.workers);
-    whole.begin();
-    StepOutput output;
-    whole.step(0, output);
-    for (std::uint32_t head = 0; head < shape.q_heads; ++head) {
-      const std::size_t at = std::size_t{head} * shape.head_dim;
-      require_close(&output.out[at], &dense.out[at], shape.head_dim, "policy '" + spec.name + "' at full budget");
-    }
-  }
-}
 
 /// Everything seen of one method (dense, or a policy) at one length; one sample per step.
 struct Samples {
@@ -146,7 +68,7 @@ class AttentionBench {
     }
     synthetic.prompt_queries = std::min(synthetic.prompt_queries, length);
     const SyntheticLayer layer(synthetic, machine_.topology, machine_.builders);
-    check(layer, machine_, specs_);
+    check_attention(layer, machine_, specs_);
     dense_ = {};
     policies_.assign(specs_.size(), {});
     for (std::uint32_t pass = 0; pass < options_.repeat; ++pass) {
