@@ -15,7 +15,8 @@ from shown import COMMANDS, LISTED, OF_THE_PROGRAM, ROOT, Shown, listed
 
 PROGRAM = os.environ.get("SLUICE_COMMAND")
 TESTBED = str(ROOT / "tests" / "data" / "testbed")
-WORDS = {"DIR": [TESTBED], "tests/data/testbed": [TESTBED], "...": ["--model", TESTBED, "--prompt-file", "prompt.txt"]}
+WORDS = {"DIR": [TESTBED], "tests/data/testbed": [TESTBED], "...": ["--model", TESTBED, "--prompt-file", "prompt.txt"],
+         "REPORT...": ["report.json"]}
 # Of options, by command; `` is all commands. What is not here stays as it is shown.
 LESS = {
     "": {"--prompt-file": "prompt.txt", "--session": "session", "--trace": "trace.json", "--machine": "machine.json",
@@ -95,6 +96,9 @@ def test_the_program_runs(command: Shown, folder: Path) -> None:
     words = smaller(command.words)
     if "--machine" in words and "plan" in words:
         assert run(folder, "doctor", "--machine", "machine.json").returncode == 0
+    if "--measured" in words:
+        measure = "bench gpu --device host --length 1K --layers 1 --steps 1 --warm-up 1 --sections attention"
+        assert run(folder, *measure.split(), "-o", "json", "--output", "report.json").returncode == 0
     done = run(folder, *words)
     if needs_gpu(command.words):
         # It was built without, or there is none.
