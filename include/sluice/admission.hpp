@@ -82,8 +82,8 @@ struct AdmissionUse {
   std::uint64_t near_pages = 0;
 };
 
-/// Decides what the next forward has: which requests run, and which of their tokens. Requests come first, are served
-/// first: those that run are always the oldest of all that live, and one that lost its memory keeps its place. Pure: no
+/// Decides what the next forward has: which requests run, and which of their tokens. First come, first
+/// served: those that run are always the oldest of all that live, and one that lost its memory keeps its place. Pure: no
 /// threads, no clocks, no engine, and the same calls have the same answers.
 ///
 ///   changes = admit()    end the sequences that are preempted, begin those that are admitted; `begun` for each that

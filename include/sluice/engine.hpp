@@ -163,8 +163,8 @@ class Engine {
   /// keys and values are of, such as name and revision of a model and its adapter, 4 KiB at most; whoever resumes it
   /// has to say the same. Forwards of others may be under way. Threads of the engine that have nothing to answer copy,
   /// beside the caller, and touch nothing of the caller's any more when it returns.
-  /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, `model` is longer, or nobody
-  /// could resume the sequence: policy and its name take more than 60 KiB, or the policy was built of what no words
+  /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, `model` is longer, or no
+  /// engine could resume the sequence: policy and its name take more than 60 KiB, or the policy was built of what no words
   /// say; Error{Errc::not_found} if there is no such sequence; Error{Errc::out_of_capacity} if the area is too short,
   /// and nothing was written; Error{Errc::timeout} if a thread does not come back
   std::uint64_t park(SequenceId sequence, std::span<std::byte> area, std::string_view model = {}) const;

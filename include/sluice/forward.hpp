@@ -177,9 +177,9 @@ struct ForwardState {
   std::uint64_t forward = 0;    ///< the newest forward that began
   std::uint64_t told = 0;       ///< the newest whose end was published
   std::uint64_t good = 0;       ///< the newest that got to its end
-  std::uint64_t asked = 0;      ///< hand-overs so far
+  std::uint64_t asked = 0;      ///< questions so far
   std::uint64_t unplanned = 0;  ///< replays without a plan so far
-  std::uint64_t released = 0;   ///< newest hand-over whose answer is known to be there, or to come no more
+  std::uint64_t released = 0;   ///< newest question whose answer is known to be there, or to come no more
   ForwardStatus status = ForwardStatus::done;
   std::uint32_t layer_far_tokens = 0;  ///< while it is split
   std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
@@ -201,7 +201,7 @@ inline constexpr std::uint32_t kMostForwards = 8;
 /// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises, but for what is
 /// good, which may be taken back; no word is added to across the link, as not every link can do that.
 struct ForwardMailbox {
-  /// The device's: hand-over `asked` is there, of this forward and layer.
+  /// The device's: question `asked` is there, of this forward and layer.
   struct alignas(64) Question {
     std::uint64_t asked = 0;
     std::uint64_t forward = 0;
@@ -210,7 +210,7 @@ struct ForwardMailbox {
     std::uint32_t lists = 0;    ///< of far rows
     std::uint32_t choices = 0;  ///< lists that the CPU is to add to, as its policies choose; see ForwardRow::asks
   } question;
-  /// The workers': hand-over `answered` is answered.
+  /// The workers': question `answered` is answered.
   struct alignas(64) Answer {
     std::uint64_t answered = 0;
   } answer;

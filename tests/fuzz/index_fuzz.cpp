@@ -6,6 +6,7 @@
 
 #include "tests/fuzz/fuzz.hpp"
 #include "tests/fuzz/scratch.hpp"
+#include "tests/support/temporary_directory.hpp"
 #include "tools/llama/safetensors.hpp"
 
 using namespace sluice;
@@ -21,8 +22,8 @@ std::string shard(const std::string& header, std::size_t data_bytes) {
 }
 
 /// Three tensors in two shards.
-const Scratch& model() {
-  static const Scratch scratch;
+const TemporaryDirectory& model() {
+  static const TemporaryDirectory scratch(scratch_root());
   static const bool written = [] {
     (void)scratch.write("a.safetensors", shard(R"({"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
                                                R"("y":{"dtype":"BF16","shape":[1,3],"data_offsets":[8,14]}})",

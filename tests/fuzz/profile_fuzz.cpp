@@ -9,6 +9,7 @@
 #include "gpu/transfer/profile.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "tests/fuzz/scratch.hpp"
+#include "tests/support/temporary_directory.hpp"
 #include "tools/cli/link/profile_cache.hpp"
 #include "tools/cli/link/transfer_profile.hpp"
 
@@ -72,15 +73,15 @@ TransferProfile measured() {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  static const Scratch scratch;
+  static const TemporaryDirectory scratch(scratch_root());
   static const std::string name = tools::profile_file_name(kFacts);
-  const std::string file = scratch.write(name, text_of(data, size)).string();
+  const std::string file = scratch.write(name, text_of(data, size));
 
   std::optional<tools::MeasuredProfile> read;
   if (accepts([&] { read = tools::load_measured_profile(file); })) {
     FUZZ_REQUIRE(!read->profile->samples.empty());
     check_choices(read->profile);
-    const std::string copy = (scratch.path() / "copy.json").string();
+    const std::string copy = scratch.file("copy.json");
     tools::save_transfer_profile(*read->profile, read->facts, copy);
     const tools::MeasuredProfile again = tools::load_measured_profile(copy);
     FUZZ_REQUIRE(same(*again.profile, *read->profile) && again.facts == read->facts);

@@ -1,79 +1,20 @@
-// Parked sequences that are damaged, foreign or forged, and files that cannot be written: an Error, and nothing has
-// changed.
+// Parked sequences that are damaged, foreign or forged: an Error, and nothing has changed.
 #include <fcntl.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include <chrono>
-#include <csignal>
-#include <filesystem>
 #include <functional>
-#include <thread>
 
 #include "runtime/park/park_blocks.hpp"
 #include "runtime/park/park_head.hpp"
-#include "tests/runtime/toy.hpp"
-#include "tests/support/catch.hpp"
-#include "tests/support/engine_rig.hpp"
+#include "tests/runtime/parked.hpp"
 #include "tests/support/park_seal.hpp"
 #include "tests/support/temporary_directory.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
+using namespace sluice::test::parked;
 
 namespace {
-
-using Area = std::vector<std::byte>;
-
-constexpr AttentionShape kShape{.layers = 1, .q_heads = 2, .kv_heads = 1, .head_dim = 16};
-constexpr const char* kPolicy = "lfps";
-
-EngineOptions options() {
-  EngineOptions options{.shape = kShape,
-                        .page_tokens = 8,
-                        .kv_dtype = DType::f32,
-                        .largest = {.decode_rows = 1, .unbounded = true},
-                        .sequences = 2,
-                        .cpu_sequences = 2,
-                        .threads = 1,
-                        .pin_threads = false};
-  options.host_bytes = 2400 * block_bytes(options);
-  options.import_rows = 512;
-  return options;
-}
-
-/// An engine, and what was parked of a sequence of it that is no more. It has names and queries.
-struct Parked {
-  explicit Parked(std::uint32_t tokens) : story(kShape, tokens + 10, 401), engine(options(), rig.device) {
-    std::vector<std::int32_t> ids;
-    for (std::uint32_t i = 0; i < 9; ++i) ids.push_back(static_cast<std::int32_t>(i));
-    Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy), ids, 5)};
-    import_story(engine, rig, teller, tokens, kNone, tokens - 3);
-    area.resize(engine.park_bytes(teller.id, "model"));
-    (void)engine.park(teller.id, area, "model");
-    id = teller.id;
-    before = engine.memory();
-  }
-
-  /// Why it was refused. Nothing has changed.
-  Errc refused(std::span<const std::byte> bytes) {
-    const Errc code = code_of([&] { (void)engine.resume(bytes, "model"); });
-    const EngineMemoryUse after = engine.memory();
-    REQUIRE(after.far_pages_used == before.far_pages_used);
-    REQUIRE(after.far_pages_cached == before.far_pages_cached);
-    REQUIRE(after.host() == before.host());
-    REQUIRE(after.device() == before.device());
-    return code;
-  }
-
-  EngineRig rig = engine_rig();
-  Story story;
-  Engine engine;
-  SequenceId id;
-  Area area;
-  EngineMemoryUse before;
-};
 
 runtime::ParkHead head_of(const Area& area) {
   runtime::MemorySource source(area);
@@ -87,29 +28,6 @@ Area with_head(const Area& area, const runtime::ParkHead& head) {
   all.insert(all.end(), area.end() - static_cast<std::ptrdiff_t>(body), area.end());
   return all;
 }
-
-std::size_t files_in(const std::string& directory) {
-  const auto files = std::filesystem::directory_iterator(directory);
-  return static_cast<std::size_t>(std::distance(files, {}));
-}
-
-/// No file of this process grows beyond so many bytes while this lives: what a full disk does to who writes to it.
-class FileLimit {
- public:
-  explicit FileLimit(std::uint64_t bytes) : old_handler_(std::signal(SIGXFSZ, SIG_IGN)) {
-    REQUIRE(::getrlimit(RLIMIT_FSIZE, &old_) == 0);
-    const rlimit limit{.rlim_cur = bytes, .rlim_max = old_.rlim_max};
-    REQUIRE(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
-  }
-  ~FileLimit() {
-    (void)::setrlimit(RLIMIT_FSIZE, &old_);
-    (void)std::signal(SIGXFSZ, old_handler_);
-  }
-
- private:
-  rlimit old_{};
-  void (*old_handler_)(int);
-};
 
 }  // namespace
 
@@ -282,101 +200,4 @@ TEST_CASE("lengths that a parked sequence has not are refused before memory is a
     const std::string foreign = text;
     REQUIRE(parked.refused(std::as_bytes(std::span(foreign))) == Errc::corrupt);
   }
-}
-
-TEST_CASE("a file that cannot be written leaves nothing behind, and the one that was there", "[park]") {
-  Parked parked(9000);
-  const TemporaryDirectory directory;
-  const std::string file = directory.path() + "/parked";
-  const auto park = [&](const std::string& to) { return code_of([&] { parked.engine.park(parked.id, to, "model"); }); };
-  for (const std::uint64_t most : {0u, 1u, 100'000u, 300'000u, 1'000'000u}) {
-    const FileLimit limit(most);
-    REQUIRE(park(file) == Errc::io);
-    REQUIRE(files_in(directory.path()) == 0);
-  }
-  parked.engine.park(parked.id, file, "model");
-  struct stat status {};
-  REQUIRE(::stat(file.c_str(), &status) == 0);
-  REQUIRE((status.st_mode & 0777) == 0600);
-  {
-    const FileLimit limit(300'000);
-    REQUIRE(park(file) == Errc::io);
-  }
-  REQUIRE(files_in(directory.path()) == 1);
-  REQUIRE(parked.engine.tokens(parked.engine.resume(file, "model")) == 9000);
-  REQUIRE(park(directory.path() + "/none/parked") == Errc::io);
-  REQUIRE(park("") == Errc::io);
-  REQUIRE(park(directory.path()) == Errc::invalid_argument);
-  REQUIRE(park("/dev/full") == Errc::invalid_argument);
-  REQUIRE(parked.engine.tokens(parked.id) == 9000);
-}
-
-TEST_CASE("a file that cannot be read is named", "[park]") {
-  Parked parked(12);
-  const TemporaryDirectory directory;
-  const auto resume = [&](const std::string& from) {
-    return code_of([&] { (void)parked.engine.resume(from, "model"); });
-  };
-  REQUIRE(resume(directory.path() + "/none") == Errc::not_found);
-  REQUIRE(resume(directory.path()) == Errc::invalid_argument);
-  REQUIRE(resume("/dev/zero") == Errc::invalid_argument);
-  const std::string pipe = directory.path() + "/pipe";
-  REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
-  REQUIRE(resume(pipe) == Errc::invalid_argument);
-  directory.write("empty", "");
-  REQUIRE(resume(directory.path() + "/empty") == Errc::corrupt);
-}
-
-TEST_CASE("a device that fails while a sequence is resumed costs that sequence alone", "[park]") {
-  Parked parked(40);
-  auto& device = static_cast<cpu::HostDevice&>(*parked.rig.device);
-  int failures = 0;
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    device.inject({.seed = seed, .fail_verb = 0.5});
-    try {
-      const SequenceId id = parked.engine.resume(parked.area, "model");
-      device.inject({});
-      REQUIRE(parked.engine.tokens(id) == 40);
-      parked.engine.end(id);
-    } catch (const Error& error) {
-      device.inject({});
-      REQUIRE(error.code() == Errc::device);
-      ++failures;
-    }
-    REQUIRE(parked.engine.memory().far_pages_used == parked.before.far_pages_used);
-  }
-  REQUIRE(failures > 0);
-  REQUIRE(failures < 20);
-}
-
-TEST_CASE("a device that is late while a sequence is resumed keeps its blocks until it is through", "[park]") {
-  using namespace std::chrono_literals;
-  Parked parked(40);
-  EngineOptions impatient = options();
-  impatient.timeout = 100ms;
-  Engine engine(impatient, parked.rig.device);
-  const EngineMemoryUse before = engine.memory();
-  auto& device = static_cast<cpu::HostDevice&>(*parked.rig.device);
-  int late = 0;
-  for (std::uint64_t seed = 0; seed < 3; ++seed) {
-    device.inject({.seed = seed, .max_delay = 2s});
-    try {
-      engine.end(engine.resume(parked.area, "model"));
-    } catch (const Error& error) {
-      REQUIRE(error.code() == Errc::timeout);
-      REQUIRE(engine.memory().far_pages_used > before.far_pages_used);
-      ++late;
-    }
-    device.inject({});
-    // The next one has a stream and blocks of its own; the others come back when the device is through.
-    const auto deadline = std::chrono::steady_clock::now() + 60s;
-    do {
-      const SequenceId id = engine.resume(parked.area, "model");
-      REQUIRE(engine.tokens(id) == 40);
-      engine.end(id);
-      std::this_thread::sleep_for(1ms);
-    } while (engine.memory().far_pages_used != before.far_pages_used && std::chrono::steady_clock::now() < deadline);
-    REQUIRE(engine.memory().far_pages_used == before.far_pages_used);
-  }
-  REQUIRE(late > 0);
 }

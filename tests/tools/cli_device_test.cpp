@@ -12,7 +12,7 @@ using nlohmann::json;
 using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -47,7 +47,7 @@ TEST_CASE("what needs a GPU says so in one line and exits with 3 where there is 
 }
 
 TEST_CASE("no profile is left behind by a link that could not be measured", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const Outcome outcome = without_gpu("link --save-profile '" + scratch.file("profile.json") + "'");
   CAPTURE(outcome.err);
   CHECK(outcome.code == 3);
@@ -108,7 +108,7 @@ TEST_CASE("a damaged transfer profile is refused with what is wrong with it", "[
       {head + busy + R"("samples": [{"path": "batch", "load": "idle", "direction": "up"}]})", "direction"},
       {head + busy + R"("samples": [{"path": "batch", "load": "lazy", "direction": "h2d"}]})", "load"},
   }));
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const Outcome outcome =
       without_gpu(kRun + "--transfer-profile '" + scratch.write("profile.json", damaged.text) + "'");
   CAPTURE(damaged.text, outcome.err);

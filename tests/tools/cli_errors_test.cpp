@@ -8,7 +8,7 @@ using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -83,7 +83,7 @@ TEST_CASE("an unknown policy is answered with the presets there are", "[cli]") {
 }
 
 TEST_CASE("a prompt that is not UTF-8 is refused with the offset of the byte", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string file = scratch.write("prompt", "ab\xff");
   for (const std::string& source : {"--prompt-file '" + file + "'", "--prompt-file - <'" + file + "'"}) {
     const Outcome outcome = run_model(source);
@@ -96,7 +96,7 @@ TEST_CASE("a prompt that is not UTF-8 is refused with the offset of the byte", "
 }
 
 TEST_CASE("token ids that are none are refused by name and place", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   for (const char* ids : {"1 2 x", "1 2 320", "1 -2", "", "[1, 2"}) {
     const Outcome outcome = run_model("--prompt-tokens '" + scratch.write("ids", ids) + "'");
     CAPTURE(ids, outcome.err);
@@ -106,7 +106,7 @@ TEST_CASE("token ids that are none are refused by name and place", "[cli]") {
 }
 
 TEST_CASE("a model that is missing or damaged is bad input", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const auto with_model = [](const std::string& directory) {
     return sluice::test::sluice("run --model '" + directory + "' --prompt a");
   };
@@ -130,7 +130,7 @@ TEST_CASE("a model that is missing or damaged is bad input", "[cli]") {
 }
 
 TEST_CASE("a result that cannot be written is known before the work starts and leaves nothing", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string nowhere = scratch.file("no/such/dir/result.json");
   const Outcome outcome = run_model("--prompt a --output '" + nowhere + "'");
   CAPTURE(outcome.err);
@@ -144,7 +144,7 @@ TEST_CASE("a result that cannot be written is known before the work starts and l
 }
 
 TEST_CASE("a run that fails leaves the old result in place and no part of a new one", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string result = scratch.write("result.json", "old");
   const Outcome outcome =
       run_model("--prompt '" + std::string(600, 'x') + "' --host-size 1M -o json --output '" + result + "'");
@@ -164,7 +164,7 @@ TEST_CASE("a prompt beyond the host pool names the size that would do", "[cli]")
 
 TEST_CASE("a full disk behind standard output is a failure, not a silence", "[cli]") {
   if (!std::filesystem::exists("/dev/full")) return;
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string command = std::string("'") + sluice::test::cli_path() + "' policies >/dev/full 2>'" + scratch.file("err") + "'";
   const int status = std::system(command.c_str());
   CHECK(WEXITSTATUS(status) == 1);

@@ -20,7 +20,7 @@
 using nlohmann::json;
 using sluice::test::contains;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -95,7 +95,7 @@ std::vector<std::string> long_eval(const std::vector<std::string>& more = {}) {
 }  // namespace
 
 TEST_CASE("Ctrl-C in eval reports the rows that are finished and exits with 130", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   Spawned eval(long_eval(), scratch.file("out"));
   REQUIRE(eval.shows("2/2 niah 512"));
   eval.interrupt();
@@ -112,7 +112,7 @@ TEST_CASE("Ctrl-C in eval reports the rows that are finished and exits with 130"
 }
 
 TEST_CASE("a second Ctrl-C ends the process at once", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string pipe = scratch.file("pipe");
   REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
   // Nobody reads the pipe, so that the report of the first Ctrl-C is never written.
@@ -127,7 +127,7 @@ TEST_CASE("a second Ctrl-C ends the process at once", "[cli]") {
 }
 
 TEST_CASE("Ctrl-C in a benchmark reports the lengths that are finished", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   Spawned bench({"bench", "cpu", "--shape", "testbed", "--length", "1K,32K", "--steps", "16", "--sections", "attention",
                  "-o", "json"},
                 scratch.file("out"));

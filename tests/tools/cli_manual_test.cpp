@@ -10,7 +10,7 @@ using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -35,7 +35,7 @@ std::vector<std::string> options_of(const std::string& command) {
 
 /// What bash offers behind these words, of which the last is being typed.
 std::string offered(const std::string& script, const std::string& words) {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string path = scratch.write("test.bash", "source '" + script + "'\nCOMP_WORDS=(" + words +
                                                           ")\nCOMP_CWORD=$((${#COMP_WORDS[@]} - 1))\n_sluice\nprintf "
                                                           "'%s\\n' \"${COMPREPLY[@]}\"\n");
@@ -71,7 +71,7 @@ TEST_CASE("the manual has every command and every option", "[cli]") {
 }
 
 TEST_CASE("bash completes commands, their options, and files", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const Outcome bash = sluice::test::sluice("manual bash");
   REQUIRE(bash.code == 0);
   const std::string script = scratch.write("sluice.bash", bash.out);

@@ -11,7 +11,7 @@ using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -31,17 +31,13 @@ void check_tame(const Outcome& outcome) {
   CHECK(outcome.err.size() <= kMostBytes);
 }
 
-/// A testbed with a key of its config.json replaced. Weights are links.
-std::string model_with(const ScratchDirectory& scratch, const std::string& line) {
+/// A testbed with a line of its config.json replaced.
+std::string model_with(const TemporaryDirectory& scratch, const std::string& line) {
   const fs::path from = fs::path(sluice::test::test_data()) / "testbed";
-  fs::create_directory(scratch.file("model"));
-  for (const auto& entry : fs::directory_iterator(from)) {
-    if (entry.path().filename() != "config.json") fs::create_symlink(entry.path(), scratch.file("model/" + entry.path().filename().string()));
-  }
   std::string config = read_file((from / "config.json").string());
   const std::string old = "\"hidden_act\": \"silu\"";
   config.replace(config.find(old), old.size(), line);
-  return scratch.write("model/config.json", config).substr(0, scratch.file("model").size());
+  return sluice::test::testbed_with(scratch, config);
 }
 
 }  // namespace
@@ -78,7 +74,7 @@ TEST_CASE("a message of any length keeps its cause and its remedy", "[cli]") {
 
 TEST_CASE("values of a model's files are echoed like arguments", "[cli]") {
   const std::string value = GENERATE(std::string("\"ge\\u001b[31mlu\\nnext\""), "\"" + std::string(50'000, 'z') + "\"");
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const Outcome outcome =
       sluice::test::sluice("run --model '" + model_with(scratch, "\"hidden_act\": " + value) + "' --prompt a");
   CHECK(outcome.code == 3);

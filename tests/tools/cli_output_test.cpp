@@ -16,7 +16,7 @@ using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -55,7 +55,7 @@ int shell(std::string command) {
 }  // namespace
 
 TEST_CASE("a CSV file holds one table, and every further table has a file beside it", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const Outcome outcome = sluice::test::sluice(kLosing + "-o csv --output '" + scratch.file("result.v1.csv") + "'");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
@@ -67,7 +67,7 @@ TEST_CASE("a CSV file holds one table, and every further table has a file beside
 }
 
 TEST_CASE("a table that this run left empty does not leave an older run's file in its place", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string old = scratch.write("result-lost.csv", "of another run");
   const Outcome outcome = sluice::test::sluice("eval --model '" + kData + "/testbed' --threads 2 --tasks niah --lengths 512 "
                                                "--count 1 --policies full -o csv --output '" + scratch.file("result.csv") + "'");
@@ -93,7 +93,7 @@ TEST_CASE("CSV quotes what would break a row and leaves out what is no number", 
 }
 
 TEST_CASE("two results may not go to one file, however it is spelt", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string file = scratch.file("out.json");
   fs::create_directory(scratch.file("sub"));
   fs::create_symlink(file, scratch.file("link.json"));
@@ -113,7 +113,7 @@ TEST_CASE("two results may not go to one file, however it is spelt", "[cli]") {
 }
 
 TEST_CASE("a result sent to /dev/stdout follows what stands there and replaces nothing", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string out = scratch.write("out", "");
   CHECK(shell("% policies -o json --output /dev/stdout >>'" + out + "'") == 0);
   CHECK(shell("% policies -o json --output /dev/stdout >>'" + out + "'") == 0);
@@ -127,7 +127,7 @@ TEST_CASE("a result sent to /dev/stdout follows what stands there and replaces n
 }
 
 TEST_CASE("a result reaches the file behind a symbolic link", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string file = scratch.write("real.json", "old");
   fs::create_symlink("real.json", scratch.file("latest.json"));
   REQUIRE(sluice::test::sluice("policies -o json --output '" + scratch.file("latest.json") + "'").code == 0);
@@ -137,7 +137,7 @@ TEST_CASE("a result reaches the file behind a symbolic link", "[cli]") {
 
 TEST_CASE("no write fails in silence", "[cli]") {
   if (!fs::exists("/dev/full")) return;
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string arguments = GENERATE_COPY(std::string("--help"), std::string("run --help"), std::string("bench cpu --help"),
                                               std::string("--version"), std::string("policies"), kRun, kRun + "-o json");
   CAPTURE(arguments);

@@ -11,7 +11,7 @@ using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -36,7 +36,7 @@ class Planner {
   }
 
  private:
-  ScratchDirectory scratch_;
+  TemporaryDirectory scratch_;
 };
 
 }  // namespace
@@ -200,7 +200,7 @@ TEST_CASE("plan: machines that are none are refused with the file and the field"
 }
 
 TEST_CASE("doctor writes a machine that plan reads") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string path = scratch.file("machine.json");
   REQUIRE(sluice::test::sluice("doctor --machine '" + path + "'").code != 2);
   const json written = json::parse(read_file(path));

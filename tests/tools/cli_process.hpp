@@ -1,47 +1,31 @@
 #pragma once
 
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <string>
 
+#include "tests/support/data.hpp"
+#include "tests/support/temporary_directory.hpp"
+
 namespace sluice::test {
-
-/// A directory of its own, removed at the end.
-class ScratchDirectory {
- public:
-  ScratchDirectory() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "sluice-cli-XXXXXX").string();
-    if (::mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("no temporary directory");
-    path_ = pattern;
-  }
-  ~ScratchDirectory() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  ScratchDirectory(const ScratchDirectory&) = delete;
-  ScratchDirectory& operator=(const ScratchDirectory&) = delete;
-
-  [[nodiscard]] std::string file(const std::string& name) const { return (path_ / name).string(); }
-  [[nodiscard]] std::string write(const std::string& name, const std::string& bytes) const {
-    std::ofstream(path_ / name, std::ios::binary) << bytes;
-    return file(name);
-  }
-  [[nodiscard]] std::size_t entries() const {
-    return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(path_), {}));
-  }
-
- private:
-  std::filesystem::path path_;
-};
 
 inline std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// The testbed with another config.json: links, in `scratch`. Returns the model's folder.
+inline std::string testbed_with(const TemporaryDirectory& scratch, const std::string& config) {
+  const std::string written = scratch.write("model/config.json", config);
+  const std::filesystem::path model = std::filesystem::path(written).parent_path();
+  for (const auto& entry : std::filesystem::directory_iterator(std::filesystem::path(test_data()) / "testbed")) {
+    if (entry.path().filename() != "config.json")
+      std::filesystem::create_symlink(entry.path(), model / entry.path().filename());
+  }
+  return model.string();
 }
 
 /// What a process left behind.
@@ -56,7 +40,7 @@ std::string cli_path();
 
 /// Runs `sluice` through the shell; `arguments` are shell words.
 inline Outcome sluice(const std::string& arguments) {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string command = std::string("'") + cli_path() + "' " + arguments + " >'" + scratch.file("out") + "' 2>'" +
                               scratch.file("err") + "'";
   const int status = std::system(command.c_str());

@@ -13,7 +13,7 @@ using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -21,7 +21,7 @@ const std::string kData = sluice::test::test_data();
 
 /// tools/record.sh with everything as small as it may be.
 Outcome record(const std::string& arguments) {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string command = "SLUICE='" + sluice::test::cli_path() + "' MODEL='" + kData +
                               "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
                               "RECORD_POLICIES='full;streaming:recent=8' sh '" +
@@ -36,7 +36,7 @@ Outcome record(const std::string& arguments) {
 }  // namespace
 
 TEST_CASE("the record is measured in parts and merged from those that there are", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string directory = "'" + scratch.file("") + "' host ";
   const Outcome list = record("--list host");
   REQUIRE(list.code == 0);
@@ -72,7 +72,7 @@ TEST_CASE("a part that there is not is refused", "[cli]") {
 }
 
 TEST_CASE("plot draws several reports as one, and refuses what is none", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const auto report = [&](const std::string& name, const std::string& policy, const std::string& prefill) {
     const json row = {{"policy", policy}, {"prefill", prefill}, {"accuracy", 0.5}, {"near_bytes_share", 0.1}, {"far_bytes_share", 0.3}};
     return "'" + scratch.write(name, json{{"results", {{"eval", {row}}}}}.dump()) + "' ";

@@ -9,7 +9,7 @@
 using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -17,7 +17,7 @@ const std::string kModel = sluice::test::test_data() + "/testbed";
 
 /// `BEFORE sluice ARGUMENTS` in a shell.
 Outcome after(const std::string& before, const std::string& arguments) {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string command = "{ " + before + " '" + sluice::test::cli_path() + "' " + arguments + "; } >'" + scratch.file("out") +
                               "' 2>'" + scratch.file("err") + "'";
   const int status = std::system(command.c_str());
@@ -57,7 +57,7 @@ TEST_CASE("short of memory the command fails with one line that names a remedy",
 #endif
 
 TEST_CASE("a pipe in a model's directory is named at once", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   REQUIRE(std::system(("mkfifo '" + scratch.file("config.json") + "'").c_str()) == 0);
   const Outcome outcome = after("", "run --model '" + scratch.file("") + "' --prompt a");
   CAPTURE(outcome.err);
@@ -86,7 +86,7 @@ TEST_CASE("a prompt that cannot be read is an error, not an empty or a shorter p
 }
 
 TEST_CASE("a model's generation_config.json gives the defaults of sampling, and flags win", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string model = scratch.file("model");
   std::filesystem::copy(kModel, model);
   const auto config_of = [&](const std::string& flags) {

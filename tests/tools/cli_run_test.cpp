@@ -1,5 +1,4 @@
 // What `sluice run` makes of a prompt: where it ends and why, where ids come from, what the table and the trace show.
-#include <filesystem>
 #include <map>
 #include <set>
 #include <string>
@@ -15,25 +14,15 @@ using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
-namespace fs = std::filesystem;
-
-/// The testbed with some keys of its config.json changed. Weights are links.
-std::string model_with(const ScratchDirectory& scratch, const json& changes) {
-  const fs::path from = fs::path(sluice::test::test_data()) / "testbed";
-  const std::string directory = scratch.file("model");
-  fs::create_directory(directory);
-  for (const auto& entry : fs::directory_iterator(from)) {
-    fs::create_symlink(entry.path(), fs::path(directory) / entry.path().filename());
-  }
-  json config = json::parse(read_file((from / "config.json").string()));
+/// The testbed with some keys of its config.json changed.
+std::string model_with(const TemporaryDirectory& scratch, const json& changes) {
+  json config = json::parse(read_file(std::string(sluice::test::test_data()) + "/testbed/config.json"));
   config.update(changes);
-  fs::remove(fs::path(directory) / "config.json");
-  (void)scratch.write("model/config.json", config.dump());
-  return "run --model '" + directory + "' --threads 2 ";
+  return "run --model '" + sluice::test::testbed_with(scratch, config.dump()) + "' --threads 2 ";
 }
 
 const std::string kRun = std::string("run --model '") + sluice::test::test_data() + "/testbed' --threads 2 ";
@@ -52,7 +41,7 @@ json row_of(const json& report) { return report.at("results").at("run").at(0); }
 }  // namespace
 
 TEST_CASE("run ends at the model's context and says so", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string run = model_with(scratch, {{"max_position_embeddings", 40}}) + kPrompt;
   const json report = report_of(run + "--max-tokens 100");
   const json row = row_of(report);
@@ -72,12 +61,12 @@ TEST_CASE("run ends at the model's context and says so", "[cli]") {
 }
 
 TEST_CASE("a prompt that fills the context gets one token, a longer one is refused before it is read", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string full = model_with(scratch, {{"max_position_embeddings", kPromptTokens}}) + kPrompt;
   const json row = row_of(report_of(full));
   CHECK(row.at("generated_tokens") == 1);
   CHECK(row.at("finish_reason") == "context");
-  const ScratchDirectory other;
+  const TemporaryDirectory other;
   const Outcome over =
       sluice::test::sluice(model_with(other, {{"max_position_embeddings", kPromptTokens - 1}}) + kPrompt);
   CAPTURE(over.err);
@@ -94,14 +83,14 @@ TEST_CASE("run says whether the model stopped or the limit did", "[cli]") {
   const json eos = ids[3];
   std::size_t first = 0;
   while (ids[first] != eos) ++first;
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const json stopped = report_of(model_with(scratch, {{"eos_token_id", eos}}) + kPrompt + "--max-tokens 6");
   CHECK(row_of(stopped).at("finish_reason") == "stop");
   CHECK(stopped.at("tokens").size() == first);
 }
 
 TEST_CASE("token ids come from standard input too", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string ids = scratch.write("ids", "[256, 72, 101, 114, 101, 32, 119, 101]");
   const Outcome piped = sluice::test::sluice(kRun + "--max-tokens 4 --prompt-tokens - <'" + ids + "'");
   CAPTURE(piped.err);
@@ -198,7 +187,7 @@ TEST_CASE("run writes a budget of far tokens behind its policy and says so", "[c
 }
 
 TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string file = scratch.file("session");
   const std::string policy = GENERATE("sluice", "lfps:budget=8", "full");
   const auto under = [&](const std::string& of, const std::string& prompt) {

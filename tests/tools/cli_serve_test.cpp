@@ -10,7 +10,7 @@ using nlohmann::json;
 using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -53,7 +53,7 @@ TEST_CASE("bench serve gives every request its tokens, under every policy and ra
 }
 
 TEST_CASE("bench serve takes lengths from a file, and preempts where memory is short", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string lengths = "--lengths '" + scratch.write("lengths.csv", "prompt,answer\r\n32,40\r\n\n17,1\n") +
                               "' --rates 0 --policies full --prefill-chunk 64 ";
   const json all = rows_of(lengths)[0];
@@ -81,7 +81,7 @@ TEST_CASE("bench serve refuses what it cannot serve, by name", "[cli]") {
     std::string named;
     int code = 2;
   };
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const auto file = [&](const std::string& name, const std::string& bytes) {
     return "--lengths '" + scratch.write(name, bytes) + "'";
   };

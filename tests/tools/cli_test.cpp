@@ -12,7 +12,7 @@ using nlohmann::json;
 using sluice::test::contains;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -120,7 +120,7 @@ TEST_CASE("sampling follows its seed", "[cli]") {
 }
 
 TEST_CASE("a report written to a file appears whole", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const Outcome outcome = sluice::test::sluice(
       kRun + "--prompt 'The sky is blue. The' --max-tokens 3 -o json --output '" + scratch.file("result.json") + "'");
   CAPTURE(outcome.err);
@@ -130,7 +130,7 @@ TEST_CASE("a report written to a file appears whole", "[cli]") {
 }
 
 TEST_CASE("token ids from a file give what their bytes give", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string ids = scratch.write("ids", "[256, 72, 101, 114, 101, 32, 119, 101]");
   CHECK(sluice::test::sluice(kRun + "--max-tokens 4 --prompt-tokens '" + ids + "'").out ==
         sluice::test::sluice(kRun + "--max-tokens 4 --prompt 'Here we'").out);
@@ -172,7 +172,7 @@ TEST_CASE("eval reports every policy at every task and length, and dense solves 
 }
 
 TEST_CASE("eval names the heads that lost an answer, and draws accuracy against bytes", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const Outcome outcome =
       sluice::test::sluice(kEval + "--tasks kv --lengths 1K --policies 'streaming:recent=8;full | page=32' --count 2 --plot '" +
                            scratch.file("plot.svg") + "' -o json");

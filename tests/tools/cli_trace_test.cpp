@@ -17,7 +17,7 @@ using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -70,7 +70,7 @@ Stages stages_of(const Spans& spans, std::initializer_list<const char*> processe
 }  // namespace
 
 TEST_CASE("run writes a trace in which every layer of every forward has its stages", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string path = scratch.file("trace.json");
   const Outcome outcome =
       sluice::test::sluice(kRun + "--policy 'exact | int4 | top_k=8 | near=0' --trace '" + path + "' -o json");
@@ -118,7 +118,7 @@ TEST_CASE("run without a trace says nothing of stages", "[cli]") {
 }
 
 TEST_CASE("a trace shows what the threads of the CPU do, and for how long the device waits", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string path = scratch.file("trace.json");
   const Outcome outcome = sluice::test::sluice(kRun + "--policy topk --near 0 --trace '" + path + "' -o json");
   CAPTURE(outcome.err);
@@ -137,7 +137,7 @@ TEST_CASE("a trace shows what the threads of the CPU do, and for how long the de
 }
 
 TEST_CASE("a trace that cannot be written is said before any work", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   REQUIRE(is_one_error(sluice::test::sluice(kRun + "--trace '" + scratch.file("no/such/dir.json") + "'")));
   const std::string same = scratch.file("same.json");
   const Outcome outcome = sluice::test::sluice(kRun + "-o json --output '" + same + "' --trace '" + same + "'");
@@ -147,7 +147,7 @@ TEST_CASE("a trace that cannot be written is said before any work", "[cli]") {
 }
 
 TEST_CASE("bench gpu traces each of its cases", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string path = scratch.file("trace.json");
   const Outcome outcome = sluice::test::sluice(
       "bench gpu --device host --shape testbed --length 300 --layers 2 --steps 2 --warm-up 2 --threads 2 --near 0.2 "

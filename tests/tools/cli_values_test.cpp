@@ -16,7 +16,7 @@
 using namespace sluice::tools;
 using sluice::test::contains;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -149,7 +149,7 @@ TEST_CASE("a list of policies splits at policies, not inside their options", "[c
 }
 
 TEST_CASE("an output file appears whole or not at all", "[cli]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const OutputTarget target(scratch.file("result"));
   CHECK(scratch.entries() == 0);
   target.commit("one");

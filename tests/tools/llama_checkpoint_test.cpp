@@ -16,27 +16,27 @@ using namespace sluice::tools;
 using sluice::test::Failure;
 using sluice::test::failure_of;
 using sluice::test::mentions;
-using sluice::test::Scratch;
+using sluice::test::TemporaryDirectory;
 using sluice::test::TinyModel;
 
 /// How loading these files ends.
 Failure load_failure(const TinyModel& files) {
-  const Scratch scratch;
-  files.write(scratch.path);
-  return failure_of([&] { const Model model(scratch.path, {.threads = 1}); });
+  const TemporaryDirectory scratch;
+  files.write(scratch.path());
+  return failure_of([&] { const Model model(scratch.path(), {.threads = 1}); });
 }
 
 }  // namespace
 
 TEST_CASE("a checkpoint cut off while it is loaded is an error, not a signal", "[llama][checkpoint]") {
-  const Scratch scratch;
+  const TemporaryDirectory scratch;
   TinyModel files;
   files.tensors["model.embed_tokens.weight"] = files.tensors["lm_head.weight"] = {4096, 16};
   files.config["vocab_size"] = 4096;
-  files.write(scratch.path);
-  const auto file = scratch.path / "model.safetensors";
-  const ModelConfig config = load_config(scratch.path / "config.json");
-  const Checkpoint checkpoint(scratch.path);
+  files.write(scratch.path());
+  const auto file = scratch.file("model.safetensors");
+  const ModelConfig config = load_config(scratch.file("config.json"));
+  const Checkpoint checkpoint(scratch.path());
   std::filesystem::resize_file(file, 4096);
   const auto failure = failure_of([&] { (void)load_weights({.checkpoint = &checkpoint, .seed = 0}, config); });
   CHECK(failure.code == Errc::corrupt);
@@ -89,14 +89,14 @@ TEST_CASE("a tied head may be in the file only if it is the embeddings", "[llama
 }
 
 TEST_CASE("weights that no machine holds are refused before a byte is read", "[llama][checkpoint]") {
-  const Scratch scratch;
+  const TemporaryDirectory scratch;
   TinyModel files;
-  files.write(scratch.path);
+  files.write(scratch.path());
   // A sparse file of 2 TiB whose header tells the truth.
   files.config["vocab_size"] = 1 << 20;
   files.config["hidden_size"] = 1 << 19;
   files.config["tie_word_embeddings"] = true;
-  std::ofstream(scratch.path / "config.json") << files.config.dump();
+  std::ofstream(scratch.file("config.json")) << files.config.dump();
   const std::uint64_t hidden = 1 << 19;
   files.tensors["model.embed_tokens.weight"] = {1 << 20, hidden};
   files.tensors.erase("lm_head.weight");
@@ -115,7 +115,7 @@ TEST_CASE("weights that no machine holds are refused before a byte is read", "[l
   std::error_code refused;
   std::filesystem::resize_file(file, std::filesystem::file_size(file) + end, refused);
   if (refused) return;  // a file system without sparse files of this size
-  const Failure failure = failure_of([&] { const Model model(scratch.path); });
+  const Failure failure = failure_of([&] { const Model model(scratch.path()); });
   CAPTURE(failure.message);
   CHECK(failure.code == Errc::out_of_capacity);
   CHECK(mentions(failure.message, {"GiB"}));

@@ -23,7 +23,7 @@ using namespace sluice;
 using namespace sluice::tools;
 using sluice::test::failure_of;
 using sluice::test::mentions;
-using sluice::test::Scratch;
+using sluice::test::TemporaryDirectory;
 using sluice::test::TinyModel;
 
 /// Reads fail after this many bytes; negative: never. Of this process: read() and pread() below stand before libc's.
@@ -62,7 +62,7 @@ extern "C" ssize_t pread(int file, void* to, size_t count, off_t offset) {
 extern "C" ssize_t pread64(int file, void* to, size_t count, off_t offset) { return pread(file, to, count, offset); }
 
 TEST_CASE("a file is read whole, bytes as they are", "[llama][files]") {
-  const Scratch scratch;
+  const TemporaryDirectory scratch;
   std::string bytes;
   for (int i = 0; i < 300'000; ++i) bytes.push_back(static_cast<char>(i * 7));
   CHECK(read_text_file(scratch.write("some", bytes)) == bytes);
@@ -71,7 +71,7 @@ TEST_CASE("a file is read whole, bytes as they are", "[llama][files]") {
 }
 
 TEST_CASE("a disk that fails half-way is an error, not a shorter text", "[llama][files]") {
-  const Scratch scratch;
+  const TemporaryDirectory scratch;
   const auto file = scratch.write("prompt", std::string(10'000, 'x'));
   for (const long bytes : {0L, 1L, 4096L, 9'999L}) {
     CAPTURE(bytes);
@@ -80,21 +80,21 @@ TEST_CASE("a disk that fails half-way is an error, not a shorter text", "[llama]
       (void)read_text_file(file);
     });
     CHECK(failure.code == Errc::io);
-    CHECK(mentions(failure.message, {file.string()}));
+    CHECK(mentions(failure.message, {file}));
   }
   CHECK(failure_of([] { (void)read_text_file("/proc/self/mem"); }).code == Errc::io);  // offset 0 is not mapped
 }
 
 TEST_CASE("a disk that fails while weights are read is an error that names the file", "[llama][files]") {
-  const Scratch scratch;
-  TinyModel().write(scratch.path);
-  const auto whole = static_cast<long>(std::filesystem::file_size(scratch.path / "model.safetensors") +
-                                       std::filesystem::file_size(scratch.path / "config.json"));
+  const TemporaryDirectory scratch;
+  TinyModel().write(scratch.path());
+  const auto whole = static_cast<long>(std::filesystem::file_size(scratch.file("model.safetensors")) +
+                                       std::filesystem::file_size(scratch.file("config.json")));
   for (const long bytes : {whole / 4, whole / 2, whole - 1}) {
     CAPTURE(bytes);
     const auto failure = failure_of([&] {
       const FailingDisk disk(bytes);
-      const Model model(scratch.path, {.threads = 1});
+      const Model model(scratch.path(), {.threads = 1});
     });
     CHECK(failure.code == Errc::io);
     CHECK(mentions(failure.message, {"model.safetensors"}));
@@ -102,15 +102,15 @@ TEST_CASE("a disk that fails while weights are read is an error that names the f
 }
 
 TEST_CASE("a pipe or socket or device or directory in the place of a file is refused at once", "[llama][files]") {
-  const Scratch scratch;
-  const auto place = scratch.path / "config.json";
+  const TemporaryDirectory scratch;
+  const auto place = scratch.file("config.json");
   const int kind = GENERATE(0, 1, 2, 3);
   CAPTURE(kind);
   if (kind == 0) REQUIRE(::mkfifo(place.c_str(), 0600) == 0);
   if (kind == 1) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
-    REQUIRE(place.string().size() < sizeof address.sun_path);
+    REQUIRE(place.size() < sizeof address.sun_path);
     std::strcpy(address.sun_path, place.c_str());
     const int socket = ::socket(AF_UNIX, SOCK_STREAM, 0);
     REQUIRE(::bind(socket, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0);
@@ -118,20 +118,20 @@ TEST_CASE("a pipe or socket or device or directory in the place of a file is ref
   }
   if (kind == 2) std::filesystem::create_symlink("/dev/zero", place);
   if (kind == 3) std::filesystem::create_directory(place);
-  const auto failure = failure_of([&] { const Model model(scratch.path); });
+  const auto failure = failure_of([&] { const Model model(scratch.path()); });
   CHECK(failure.code == Errc::io);
-  CHECK(mentions(failure.message, {place.string()}));
+  CHECK(mentions(failure.message, {place}));
 }
 
 TEST_CASE("pipes in the places of the other files of a model are refused too", "[llama][files]") {
   const std::string name = GENERATE("model.safetensors", "model.safetensors.index.json", "generation_config.json");
   CAPTURE(name);
-  const Scratch scratch;
-  TinyModel().write(scratch.path);
-  if (name == "model.safetensors.index.json") std::filesystem::remove(scratch.path / "model.safetensors");
-  std::filesystem::remove(scratch.path / name);
-  REQUIRE(::mkfifo((scratch.path / name).c_str(), 0600) == 0);
-  const auto failure = failure_of([&] { const Model model(scratch.path, {.threads = 1}); });
+  const TemporaryDirectory scratch;
+  TinyModel().write(scratch.path());
+  if (name == "model.safetensors.index.json") std::filesystem::remove(scratch.file("model.safetensors"));
+  std::filesystem::remove(scratch.file(name));
+  REQUIRE(::mkfifo(scratch.file(name).c_str(), 0600) == 0);
+  const auto failure = failure_of([&] { const Model model(scratch.path(), {.threads = 1}); });
   CHECK(failure.code == Errc::io);
   CHECK(mentions(failure.message, {name}));
 }

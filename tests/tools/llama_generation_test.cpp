@@ -18,7 +18,7 @@ using namespace sluice::tools;
 using nlohmann::json;
 using sluice::test::failure_of;
 using sluice::test::mentions;
-using sluice::test::Scratch;
+using sluice::test::TemporaryDirectory;
 using sluice::test::TinyModel;
 
 GenerationConfig parse(const json& document) { return parse_generation_config(document.dump(), "g.json", 100); }
@@ -80,30 +80,30 @@ TEST_CASE("a generation_config.json that cannot be followed names the field", "[
 }
 
 TEST_CASE("a model reads its generation_config.json, whose end-of-text ids count", "[llama][generation]") {
-  const Scratch scratch;
+  const TemporaryDirectory scratch;
   TinyModel files;
   files.config["eos_token_id"] = 2;
-  files.write(scratch.path);
-  CHECK(Model(scratch.path, {.threads = 1}).config().eos_token_ids == std::vector<int>{2});
-  CHECK(Model(scratch.path, {.threads = 1}).generation() == GenerationConfig{});
+  files.write(scratch.path());
+  CHECK(Model(scratch.path(), {.threads = 1}).config().eos_token_ids == std::vector<int>{2});
+  CHECK(Model(scratch.path(), {.threads = 1}).generation() == GenerationConfig{});
   scratch.write("generation_config.json", R"({"do_sample":true,"temperature":0.5,"eos_token_id":[3,4]})");
-  const Model model(scratch.path, {.threads = 1});
+  const Model model(scratch.path(), {.threads = 1});
   CHECK(model.config().eos_token_ids == std::vector<int>{3, 4});
   CHECK(model.generation().temperature == 0.5f);
   scratch.write("generation_config.json", R"({"eos_token_id":32})");
-  CHECK(failure_of([&] { const Model damaged(scratch.path); }).code == Errc::corrupt);
+  CHECK(failure_of([&] { const Model damaged(scratch.path()); }).code == Errc::corrupt);
 }
 
 TEST_CASE("a model tells how far it has loaded", "[llama][generation]") {
-  const Scratch scratch;
-  TinyModel().write(scratch.path);
+  const TemporaryDirectory scratch;
+  TinyModel().write(scratch.path());
   std::vector<std::uint64_t> done;
   std::uint64_t all = 0;
   const auto progress = [&](std::uint64_t now, std::uint64_t total) {
     done.push_back(now);
     all = total;
   };
-  const Model model(scratch.path, {.threads = 1, .progress = progress});
+  const Model model(scratch.path(), {.threads = 1, .progress = progress});
   CHECK(all == model.parameters() * sizeof(float));
   REQUIRE(done.size() > 10);
   CHECK(std::is_sorted(done.begin(), done.end()));
@@ -113,17 +113,17 @@ TEST_CASE("a model tells how far it has loaded", "[llama][generation]") {
   CHECK(done.back() == all);
   // A user who does not want to wait any longer.
   struct Enough {};
-  CHECK_THROWS_AS(Model(scratch.path, {.threads = 1, .progress = [](std::uint64_t, std::uint64_t) { throw Enough(); }}),
+  CHECK_THROWS_AS(Model(scratch.path(), {.threads = 1, .progress = [](std::uint64_t, std::uint64_t) { throw Enough(); }}),
                   Enough);
 }
 
 TEST_CASE("a KV cache may follow the checkpoint's type", "[llama][generation]") {
-  const Scratch scratch;
+  const TemporaryDirectory scratch;
   TinyModel files;
-  files.write(scratch.path);
-  CHECK(Model(scratch.path, {.threads = 1}).kv_dtype() == DType::bf16);
+  files.write(scratch.path());
+  CHECK(Model(scratch.path(), {.threads = 1}).kv_dtype() == DType::bf16);
   files.dtype = "F32";
-  files.write(scratch.path);
-  CHECK(Model(scratch.path, {.threads = 1}).kv_dtype() == DType::f32);
+  files.write(scratch.path());
+  CHECK(Model(scratch.path(), {.threads = 1}).kv_dtype() == DType::f32);
   CHECK(Model::random(llama_tiny(), 1, {.threads = 1}).kv_dtype() == DType::bf16);
 }

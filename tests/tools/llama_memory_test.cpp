@@ -15,7 +15,7 @@ namespace {
 
 using namespace sluice;
 using namespace sluice::tools;
-using sluice::test::Scratch;
+using sluice::test::TemporaryDirectory;
 using sluice::test::TinyModel;
 
 /// Smaller allocations do not fail one by one: nlohmann's destructor makes some and could not tell.
@@ -81,18 +81,18 @@ void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std
 
 TEST_CASE("a model that finds no memory while it loads is an Error, whichever large allocation fails",
           "[llama][memory]") {
-  const Scratch scratch;
+  const TemporaryDirectory scratch;
   TinyModel files;
   files.config["num_hidden_layers"] = 1;
   std::erase_if(files.tensors, [](const auto& tensor) { return tensor.first.starts_with("model.layers.1."); });
-  files.write(scratch.path);
-  CHECK(failures_of([&] { const Model model(scratch.path, {.threads = 1}); }) > 10);
+  files.write(scratch.path());
+  CHECK(failures_of([&] { const Model model(scratch.path(), {.threads = 1}); }) > 10);
 }
 
 TEST_CASE("a prompt and a step that find no memory are Errors", "[llama][memory]") {
-  const Scratch scratch;
-  TinyModel().write(scratch.path);
-  const Model model(scratch.path, {.threads = 1});
+  const TemporaryDirectory scratch;
+  TinyModel().write(scratch.path());
+  const Model model(scratch.path(), {.threads = 1});
   const std::vector<int> prompt = {1, 2, 3};
   CHECK(failures_of([&] {
           const long left = std::exchange(allocations_left, -1);

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <unistd.h>
-
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -10,27 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/temporary_directory.hpp"
+
 namespace sluice::test {
-
-/// A directory of its own, gone at the end.
-struct Scratch {
-  Scratch() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "sluice-XXXXXX").string();
-    path = ::mkdtemp(pattern.data());
-  }
-  ~Scratch() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path, ignored);
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  std::filesystem::path write(const std::string& name, const std::string& bytes) const {
-    std::ofstream(path / name, std::ios::binary) << bytes;
-    return path / name;
-  }
-  std::filesystem::path path;
-};
 
 /// A safetensors file with this header; its data are `data_bytes` bytes of a pattern.
 inline std::string safetensors_file(const std::string& header, std::size_t data_bytes) {

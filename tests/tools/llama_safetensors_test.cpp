@@ -20,7 +20,7 @@ using namespace sluice::tools;
 using sluice::test::failure_of;
 using sluice::test::mentions;
 using sluice::test::safetensors_file;
-using sluice::test::Scratch;
+using sluice::test::TemporaryDirectory;
 namespace fs = std::filesystem;
 
 TensorMap parse(const std::string& file) {
@@ -156,19 +156,19 @@ TEST_CASE("shards and index must agree", "[llama][safetensors]") {
   const std::string two = R"({"b":)" + entry("F32", "[1]", "[0,4]") + "}";
   const auto index = [](const std::string& map) { return R"({"metadata":{},"weight_map":)" + map + "}"; };
   const std::string kIndex = "model.safetensors.index.json";
-  Scratch dir;
-  CHECK(code_of(dir.path) == Errc::not_found);
-  CHECK(code_of(dir.path / "absent.safetensors") == Errc::not_found);
+  TemporaryDirectory dir;
+  CHECK(code_of(dir.path()) == Errc::not_found);
+  CHECK(code_of(dir.file("absent.safetensors")) == Errc::not_found);
 
   dir.write("1.safetensors", safetensors_file(one, 4));
   dir.write(kIndex, index(R"({"a":"1.safetensors","b":"2.safetensors"})"));
-  CHECK(code_of(dir.path) == Errc::not_found);  // a shard is missing
+  CHECK(code_of(dir.path()) == Errc::not_found);  // a shard is missing
   dir.write("2.safetensors", safetensors_file(one, 4));
-  CHECK(code_of(dir.path) == Errc::corrupt);  // a twice
+  CHECK(code_of(dir.path()) == Errc::corrupt);  // a twice
   dir.write("2.safetensors", safetensors_file(R"({"c":)" + entry("F32", "[1]", "[0,4]") + "}", 4));
-  CHECK(code_of(dir.path) == Errc::not_found);  // b nowhere
+  CHECK(code_of(dir.path()) == Errc::not_found);  // b nowhere
   dir.write("2.safetensors", safetensors_file(two, 4));
-  const Checkpoint checkpoint(dir.path);
+  const Checkpoint checkpoint(dir.path());
   CHECK(checkpoint.tensors().size() == 2);
   const StoredTensor& a = checkpoint.find("a", std::vector<std::uint64_t>{1});
   REQUIRE(a.bytes == 4);
@@ -188,29 +188,29 @@ TEST_CASE("shards and index must agree", "[llama][safetensors]") {
                           R"({"a":"1.safetensors\u0000"})", R"({"a":"1.safetensors","a":"1.safetensors"})"}) {
     CAPTURE(bad);
     dir.write(kIndex, index(bad));
-    CHECK(code_of(dir.path) == Errc::corrupt);
+    CHECK(code_of(dir.path()) == Errc::corrupt);
   }
   dir.write(kIndex, "{");
-  CHECK(code_of(dir.path) == Errc::corrupt);
+  CHECK(code_of(dir.path()) == Errc::corrupt);
   dir.write("model.safetensors", safetensors_file(one, 4));
-  CHECK(Checkpoint(dir.path).tensors().size() == 1);  // the single file wins over the index
+  CHECK(Checkpoint(dir.path()).tensors().size() == 1);  // the single file wins over the index
   dir.write("model.safetensors", "");
-  CHECK(code_of(dir.path) == Errc::corrupt);
+  CHECK(code_of(dir.path()) == Errc::corrupt);
 }
 
 TEST_CASE("a model whose config.json lies about the tensors is refused without asking for the memory",
           "[llama][safetensors]") {
-  Scratch dir;
+  TemporaryDirectory dir;
   for (const char* name :
        {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}) {
-    fs::create_symlink(test::testbed() / name, dir.path / name);
+    fs::create_symlink(test::testbed() / name, dir.file(name));
   }
   const auto config = nlohmann::json::parse(std::ifstream(test::testbed() / "config.json"));
   const auto code_with = [&](const char* field, const nlohmann::json& value) {
     auto changed = config;
     changed[field] = value;
     dir.write("config.json", changed.dump());
-    return failure_of([&] { const Model model(dir.path); }).code;
+    return failure_of([&] { const Model model(dir.path()); }).code;
   };
   CHECK_FALSE(code_with("vocab_size", 320).has_value());
   CHECK(code_with("vocab_size", (1u << 31) - 1) == Errc::corrupt);

@@ -17,7 +17,7 @@ using namespace sluice;
 using namespace sluice::tools;
 using sluice::test::contains;
 using sluice::test::read_file;
-using sluice::test::ScratchDirectory;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -79,7 +79,7 @@ class Variable {
 }  // namespace
 
 TEST_CASE("a profile is measured once and read back bit by bit", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::filesystem::path directory = std::filesystem::path(scratch.file("not")) / "there" / "yet";
   Cache first;
   const auto measured = first.get(directory);
@@ -97,7 +97,7 @@ TEST_CASE("a profile is measured once and read back bit by bit", "[profile]") {
 }
 
 TEST_CASE("a profile of another GPU, place or driver is measured again", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::filesystem::path directory = scratch.file("cache");
   Cache cache;
   (void)cache.get(directory);
@@ -117,7 +117,7 @@ TEST_CASE("a profile of another GPU, place or driver is measured again", "[profi
 }
 
 TEST_CASE("a damaged profile is measured again and replaced", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::filesystem::path directory = scratch.file("cache");
   const std::string file = (directory / profile_file_name(kFacts)).string();
   Cache cache;
@@ -144,7 +144,7 @@ TEST_CASE("a damaged profile is measured again and replaced", "[profile]") {
 }
 
 TEST_CASE("nothing that lies in the place of the profile ends the program", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::filesystem::path directory = scratch.file("cache");
   std::filesystem::create_directories(directory);
   const std::string file = (directory / profile_file_name(kFacts)).string();
@@ -168,7 +168,7 @@ TEST_CASE("nothing that lies in the place of the profile ends the program", "[pr
 }
 
 TEST_CASE("a profile of more samples than can be chosen from in time is refused", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string file = scratch.file("profile");
   TransferProfile profile = some_profile(10.0);
   for (std::uint64_t i = 0; i < 20'000; ++i) {
@@ -187,7 +187,7 @@ TEST_CASE("a profile of more samples than can be chosen from in time is refused"
 }
 
 TEST_CASE("a time that no transfer takes is refused, as no path can be chosen by it", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::filesystem::path directory = scratch.file("cache");
   const std::string file = (directory / profile_file_name(kFacts)).string();
   Cache cache;
@@ -204,7 +204,7 @@ TEST_CASE("a time that no transfer takes is refused, as no path can be chosen by
 }
 
 TEST_CASE("a profile of the version that knew no busy device is refused for that, and measured again", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::filesystem::path directory = scratch.file("cache");
   std::filesystem::create_directories(directory);
   const std::string file = (directory / profile_file_name(kFacts)).string();
@@ -229,7 +229,7 @@ TEST_CASE("a profile of the version that knew no busy device is refused for that
 }
 
 TEST_CASE("a profile written by hand without its GPU does not count as kept", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string file = scratch.file(profile_file_name(kFacts));
   save_transfer_profile(some_profile(5.0), {}, file);
   REQUIRE(same(*load_transfer_profile(file), some_profile(5.0)));
@@ -238,7 +238,7 @@ TEST_CASE("a profile written by hand without its GPU does not count as kept", "[
 }
 
 TEST_CASE("a profile that cannot be kept is used, with one warning", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const bool nowhere = GENERATE(false, true);
   // A file in the place of a directory stops the superuser too.
   const std::filesystem::path directory =
@@ -253,7 +253,7 @@ TEST_CASE("a profile that cannot be kept is used, with one warning", "[profile]"
 }
 
 TEST_CASE("a directory in the place of the profile is left alone", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::filesystem::path directory = scratch.file("cache");
   std::filesystem::create_directories(directory / profile_file_name(kFacts));
   Cache cache;
@@ -263,7 +263,7 @@ TEST_CASE("a directory in the place of the profile is left alone", "[profile]") 
 }
 
 TEST_CASE("what cannot be measured leaves nothing behind", "[profile]") {
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const auto fails = []() -> TransferProfile { throw Error(Errc::out_of_capacity, "full"); };
   REQUIRE_THROWS_AS(cached_profile(scratch.file("cache"), kFacts, fails, [](const std::string&) {}), Error);
   REQUIRE(scratch.entries() == 0);

@@ -22,6 +22,23 @@ class Engine {
   virtual void logits(Activations& work, std::uint32_t rows, std::span<float> out) const = 0;
 };
 
+/// Queries, keys and values of one product.
+struct QkvViews {
+  TensorView q;
+  TensorView k;
+  TensorView v;
+};
+
+/// `qkv` [tokens, q_heads + 2 * kv_heads, head_dim]: the heads of a token's query, then those of its key and its value.
+[[nodiscard]] inline QkvViews qkv_views(const TensorView& qkv, std::uint32_t q_heads, std::uint32_t kv_heads) {
+  QkvViews views{.q = qkv, .k = qkv, .v = qkv};
+  views.q.heads = q_heads;
+  views.k.heads = views.v.heads = kv_heads;
+  views.k.data = qkv.row(0, q_heads);
+  views.v.data = qkv.row(0, q_heads + kv_heads);
+  return views;
+}
+
 /// Engine of ordinary memory and the CPU, float32.
 [[nodiscard]] std::unique_ptr<Engine> make_host_engine(const ModelConfig& config, const WeightSource& source,
                                                        const ModelOptions& options);

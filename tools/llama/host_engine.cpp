@@ -199,13 +199,9 @@ void HostEngine::attention(const Layer& layer, LayerId id, const Attend& attend,
     }
   });
 
-  auto q = dense_view(std::as_const(work.qkv).data(), DType::f32, rows, q_heads, config_.head_dim);
-  q.token_stride = qkv_width();
-  auto k = q;
-  k.heads = kv_heads;
-  auto v = k;
-  k.data = q.row(0, q_heads);
-  v.data = q.row(0, q_heads + kv_heads);
+  const float* const qkv = work.qkv.data();
+  const auto [q, k, v] =
+      qkv_views(dense_view(qkv, DType::f32, rows, q_heads + 2 * kv_heads, config_.head_dim), q_heads, kv_heads);
   attend({.layer = id,
           .q = q,
           .k = k,

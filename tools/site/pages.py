@@ -19,10 +19,11 @@ MODULES = {
     "python": ("Python: sluice", "sluice"),
     "transformers": ("Python: sluice.transformers", "sluice.transformers"),
 }
-# Lines of 120 columns fit beside the menu, and code in tables breaks between words alone.
+# Lines of 120 columns fit beside the menu, code in tables breaks between words alone, and figures not at all.
 STYLE = """.md-grid { max-width: 64rem; }
 .md-typeset pre > code { font-size: 0.59rem; }
 .md-typeset :is(td, th) code { word-break: normal; overflow-wrap: normal; }
+.md-typeset td[style*="right"] { white-space: nowrap; }
 .md-typeset thead:not(:has(th:not(:empty))) { display: none; }
 """
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)")

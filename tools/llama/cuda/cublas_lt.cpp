@@ -160,7 +160,7 @@ struct CublasLt::Impl {
 CublasLt::CublasLt() : impl_(std::make_unique<Impl>()) {}
 CublasLt::~CublasLt() = default;
 
-void CublasLt::multiply(const MatmulArgs& args, std::span<std::byte> workspace, cudaStream_t stream) const {
+void CublasLt::multiply(const ProductArgs& args, std::span<std::byte> workspace, cudaStream_t stream) const {
   const Plan& plan = impl_->plan_for({args.rows, args.outs, args.inner});
   const float alpha = 1.f;
   const float beta = args.add ? 1.f : 0.f;

@@ -11,17 +11,6 @@
 
 namespace sluice::tools::cuda {
 
-/// y[i, j] (=, +=) sum_c x[i, c] * w[j, c] for any number of rows. Device memory, dense, 256-byte aligned.
-struct MatmulArgs {
-  const Bf16* x = nullptr;  ///< [rows, inner]
-  const Bf16* w = nullptr;  ///< [outs, inner]
-  float* y = nullptr;       ///< [rows, outs]
-  std::uint32_t rows = 0;
-  std::uint32_t inner = 0;
-  std::uint32_t outs = 0;
-  bool add = false;
-};
-
 /// cuBLASLt on the current GPU, by its own heuristic. The library is half a gigabyte, so it is neither linked nor
 /// bundled: it is loaded when the first product needs it.
 /// Thread safety: all members may be called from several threads, with different workspaces.
@@ -38,7 +27,7 @@ class CublasLt {
   /// Enqueues one product. The first of a shape asks the heuristic, some 100 us.
   /// @param workspace  kWorkspaceBytes of device memory, in use until the stream has passed the product
   /// @throws Error{Errc::unsupported} if the library is not installed; Error{Errc::device} naming its own reason.
-  void multiply(const MatmulArgs& args, std::span<std::byte> workspace, cudaStream_t stream) const;
+  void multiply(const ProductArgs& args, std::span<std::byte> workspace, cudaStream_t stream) const;
 
  private:
   struct Impl;

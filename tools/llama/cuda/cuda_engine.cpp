@@ -109,15 +109,15 @@ const CublasLt& CudaEngine::cublas() const {
 }
 
 void CudaEngine::multiply(const DeviceMatrix& w, const Bf16* x, float* y, Into into, const Pass& pass) const {
-  const bool add = into == Into::add;
-  if (pass.rows <= kVectorRows) {
-    matvec({.x = x, .w = w.values(), .y = y, .rows = pass.rows, .inner = w.inner, .outs = w.outs, .add = add},
-           pass.stream);
-  } else {
-    cublas().multiply(
-        {.x = x, .w = w.values(), .y = y, .rows = pass.rows, .inner = w.inner, .outs = w.outs, .add = add},
-        pass.memory.workspace(), pass.stream);
-  }
+  const ProductArgs args{.x = x,
+                         .w = w.values(),
+                         .y = y,
+                         .rows = pass.rows,
+                         .inner = w.inner,
+                         .outs = w.outs,
+                         .add = into == Into::add};
+  if (pass.rows <= kVectorRows) return matvec(args, pass.stream);
+  cublas().multiply(args, pass.memory.workspace(), pass.stream);
 }
 
 void CudaEngine::normalise(const float* x, const DeviceGain& gain, const Pass& pass) const {
@@ -159,13 +159,8 @@ void CudaEngine::attention(const DeviceLayer& layer, LayerId id, const Attend& a
          pass.stream);
 
   const Bf16* qkv = memory.qkv();
-  TensorView q = dense_view(qkv, DType::bf16, pass.rows, q_heads, config_.head_dim);
-  q.token_stride = std::uint64_t{heads()} * config_.head_dim;
-  TensorView k = q;
-  k.heads = kv_heads;
-  TensorView v = k;
-  k.data = q.row(0, q_heads);
-  v.data = q.row(0, q_heads + kv_heads);
+  const auto [q, k, v] =
+      qkv_views(dense_view(qkv, DType::bf16, pass.rows, heads(), config_.head_dim), q_heads, kv_heads);
   attend({.layer = id,
           .q = q,
           .k = k,

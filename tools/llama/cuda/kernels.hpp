@@ -67,9 +67,8 @@ void swiglu(const SwigluArgs& args, cudaStream_t stream);
 /// weights' way from memory.
 inline constexpr std::uint32_t kVectorRows = 4;
 
-/// y[i, j] (=, +=) sum_c x[i, c] * w[j, c], summed in float32 in an order that depends on `inner` alone, so that a
-/// row's result does not depend on its company. 1 <= rows <= kVectorRows.
-struct MatvecArgs {
+/// y[i, j] (=, +=) sum_c x[i, c] * w[j, c]. Device memory, dense.
+struct ProductArgs {
   const Bf16* x = nullptr;  ///< [rows, inner]
   const Bf16* w = nullptr;  ///< [outs, inner]
   float* y = nullptr;       ///< [rows, outs]
@@ -78,7 +77,9 @@ struct MatvecArgs {
   std::uint32_t outs = 0;
   bool add = false;
 };
-void matvec(const MatvecArgs& args, cudaStream_t stream);
+/// Sums in float32 in an order that depends on `inner` alone, so that a row's result does not depend on its company.
+/// 1 <= rows <= kVectorRows.
+void matvec(const ProductArgs& args, cudaStream_t stream);
 
 /// Writes `value` to a word in pinned host memory when the stream gets there: for a thread that watches it, which is
 /// quicker than asking CUDA. It says that work is done, not that its results are visible: synchronise for that.

@@ -36,7 +36,7 @@ __device__ float warp_sum(float value) {
 }
 
 template <unsigned kRows, bool kAdd>
-__global__ void __launch_bounds__(kWarp* kWarps) matvec_kernel(MatvecArgs args) {
+__global__ void __launch_bounds__(kWarp* kWarps) matvec_kernel(ProductArgs args) {
   const unsigned lane = threadIdx.x % kWarp;
   const unsigned out = blockIdx.x * kWarps + threadIdx.x / kWarp;
   if (out >= args.outs) return;  // whole warps leave
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kWarp* kWarps) matvec_kernel(MatvecArgs args) 
   }
 }
 
-using Kernel = void (*)(MatvecArgs);
+using Kernel = void (*)(ProductArgs);
 constexpr Kernel kKernels[kVectorRows][2] = {{matvec_kernel<1, false>, matvec_kernel<1, true>},
                                              {matvec_kernel<2, false>, matvec_kernel<2, true>},
                                              {matvec_kernel<3, false>, matvec_kernel<3, true>},
@@ -76,7 +76,7 @@ constexpr Kernel kKernels[kVectorRows][2] = {{matvec_kernel<1, false>, matvec_ke
 
 }  // namespace
 
-void matvec(const MatvecArgs& args, cudaStream_t stream) {
+void matvec(const ProductArgs& args, cudaStream_t stream) {
   if (args.rows == 0 || args.rows > kVectorRows || args.inner % kChunk != 0) {
     throw Error(Errc::invalid_argument, "matvec of " + std::to_string(args.rows) + " rows of " +
                                             std::to_string(args.inner) + "; it takes 1 to " +

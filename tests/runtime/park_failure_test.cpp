@@ -1,0 +1,135 @@
+// Sequences are parked in files that cannot be written, and resumed from files that cannot be read or by a device that
+// fails or is late: an Error, and nothing else is lost.
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <chrono>
+#include <csignal>
+#include <string>
+#include <thread>
+
+#include "cpu/device/host_device.hpp"
+#include "tests/runtime/parked.hpp"
+#include "tests/support/temporary_directory.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+using namespace sluice::test::parked;
+
+namespace {
+
+/// No file of this process grows beyond so many bytes while this lives: what a full disk does to who writes to it.
+class FileLimit {
+ public:
+  explicit FileLimit(std::uint64_t bytes) : old_handler_(std::signal(SIGXFSZ, SIG_IGN)) {
+    REQUIRE(::getrlimit(RLIMIT_FSIZE, &old_) == 0);
+    const rlimit limit{.rlim_cur = bytes, .rlim_max = old_.rlim_max};
+    REQUIRE(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
+  }
+  ~FileLimit() {
+    (void)::setrlimit(RLIMIT_FSIZE, &old_);
+    (void)std::signal(SIGXFSZ, old_handler_);
+  }
+
+ private:
+  rlimit old_{};
+  void (*old_handler_)(int);
+};
+
+}  // namespace
+
+TEST_CASE("a file that cannot be written leaves nothing behind, and the one that was there", "[park]") {
+  Parked parked(9000);
+  const TemporaryDirectory directory;
+  const std::string file = directory.file("parked");
+  const auto park = [&](const std::string& to) { return code_of([&] { parked.engine.park(parked.id, to, "model"); }); };
+  for (const std::uint64_t most : {0u, 1u, 100'000u, 300'000u, 1'000'000u}) {
+    const FileLimit limit(most);
+    REQUIRE(park(file) == Errc::io);
+    REQUIRE(directory.entries() == 0);
+  }
+  parked.engine.park(parked.id, file, "model");
+  struct stat status {};
+  REQUIRE(::stat(file.c_str(), &status) == 0);
+  REQUIRE((status.st_mode & 0777) == 0600);
+  {
+    const FileLimit limit(300'000);
+    REQUIRE(park(file) == Errc::io);
+  }
+  REQUIRE(directory.entries() == 1);
+  REQUIRE(parked.engine.tokens(parked.engine.resume(file, "model")) == 9000);
+  REQUIRE(park(directory.file("none/parked")) == Errc::io);
+  REQUIRE(park("") == Errc::io);
+  REQUIRE(park(directory.path()) == Errc::invalid_argument);
+  REQUIRE(park("/dev/full") == Errc::invalid_argument);
+  REQUIRE(parked.engine.tokens(parked.id) == 9000);
+}
+
+TEST_CASE("a file that cannot be read is named", "[park]") {
+  Parked parked(12);
+  const TemporaryDirectory directory;
+  const auto resume = [&](const std::string& from) {
+    return code_of([&] { (void)parked.engine.resume(from, "model"); });
+  };
+  REQUIRE(resume(directory.file("none")) == Errc::not_found);
+  REQUIRE(resume(directory.path()) == Errc::invalid_argument);
+  REQUIRE(resume("/dev/zero") == Errc::invalid_argument);
+  const std::string pipe = directory.file("pipe");
+  REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
+  REQUIRE(resume(pipe) == Errc::invalid_argument);
+  REQUIRE(resume(directory.write("empty", "")) == Errc::corrupt);
+}
+
+TEST_CASE("a device that fails while a sequence is resumed costs that sequence alone", "[park]") {
+  Parked parked(40);
+  auto& device = static_cast<cpu::HostDevice&>(*parked.rig.device);
+  int failures = 0;
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    device.inject({.seed = seed, .fail_verb = 0.5});
+    try {
+      const SequenceId id = parked.engine.resume(parked.area, "model");
+      device.inject({});
+      REQUIRE(parked.engine.tokens(id) == 40);
+      parked.engine.end(id);
+    } catch (const Error& error) {
+      device.inject({});
+      REQUIRE(error.code() == Errc::device);
+      ++failures;
+    }
+    REQUIRE(parked.engine.memory().far_pages_used == parked.before.far_pages_used);
+  }
+  REQUIRE(failures > 0);
+  REQUIRE(failures < 20);
+}
+
+TEST_CASE("a device that is late while a sequence is resumed keeps its blocks until it is through", "[park]") {
+  using namespace std::chrono_literals;
+  Parked parked(40);
+  EngineOptions impatient = options();
+  impatient.timeout = 100ms;
+  Engine engine(impatient, parked.rig.device);
+  const EngineMemoryUse before = engine.memory();
+  auto& device = static_cast<cpu::HostDevice&>(*parked.rig.device);
+  int late = 0;
+  for (std::uint64_t seed = 0; seed < 3; ++seed) {
+    device.inject({.seed = seed, .max_delay = 2s});
+    try {
+      engine.end(engine.resume(parked.area, "model"));
+    } catch (const Error& error) {
+      REQUIRE(error.code() == Errc::timeout);
+      REQUIRE(engine.memory().far_pages_used > before.far_pages_used);
+      ++late;
+    }
+    device.inject({});
+    // The next one has a stream and blocks of its own; the others come back when the device is through.
+    const auto deadline = std::chrono::steady_clock::now() + 60s;
+    do {
+      const SequenceId id = engine.resume(parked.area, "model");
+      REQUIRE(engine.tokens(id) == 40);
+      engine.end(id);
+      std::this_thread::sleep_for(1ms);
+    } while (engine.memory().far_pages_used != before.far_pages_used && std::chrono::steady_clock::now() < deadline);
+    REQUIRE(engine.memory().far_pages_used == before.far_pages_used);
+  }
+  REQUIRE(late > 0);
+}
