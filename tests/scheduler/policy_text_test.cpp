@@ -94,6 +94,7 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "snapshot:budget=99,pooling=mean,floor=3%+exact | int4 | top_p=0.7",
       "adamas | page=8",
       "vattention:heavy=99,delta=1%",
+      "clusters:size=16 | int4 | fitted=0.8 | near=0%",
       "exact | int4 | verified=3%,delta=0.2,heavy=max(9, 5%),sample=7%",
       "pages:box | progressive=98%,microbatch=7,rule=certified | page=32",
       "lfps:alpha=0.3 | bypass=off | near=20%,sinks=1,recent=2",
@@ -140,6 +141,8 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("pages | progressive=0.95,rule=certified"), {"digest box", "pages:box"});
   expect(complaint("pages | sampled"), {"sampled corrects", "lsh | sampled"});
   expect(complaint("lsh | int4 | sampled"), {"estimate candidates", "score as they go"});
+  expect(complaint("tactic | channels=9"), {"estimate candidates", "int4 before fitted"});
+  expect(complaint("tactic | int4 | far=5000"), {"no budget of far tokens", "drop far"});
   expect(complaint("pages | progressive=0.9 | bypass=0.8"), {"bypass works with"});
   expect(complaint("all | top_p=0.9"), {"write exact instead"});
   expect(complaint("none | int4"), {"name one"});
