@@ -147,6 +147,8 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .digests = digests_of(options.digests),
           .max_ranked = options.max_ranked,
           .max_window = options.max_window,
+          .cluster_sequences = options.cluster_sequences,
+          .max_clusters = options.max_clusters,
           .import_rows = options.import_rows,
           .prefill_window = options.prefill_window,
           .prefill = prefill_of(options),
@@ -209,6 +211,8 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.windows = options.windows.empty() ? nullptr : options.windows.data();
   out.window_slack = options.window_slack;
   out.fetch_share = options.fetch_share;
+  out.cluster_sequences = options.cluster_sequences;
+  out.max_clusters = options.max_clusters;
   return out;
 }
 

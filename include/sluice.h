@@ -195,14 +195,19 @@ typedef struct sluice_engine_options {
   /// Since version 6: with SLUICE_PLACE_HYBRID, of the far tokens that the device chose the share that it attends over
   /// the link while the CPU attends the others, [0, 1] (0); with SLUICE_PLACE_STREAM 0
   float fetch_share;
-  uint32_t reserved;  ///< 0
+  /// Of `sequences`, those whose policies choose among clusters of keys on the device, such as `tactic | int4` (0);
+  /// each has device memory for max_clusters of them in every layer and KV head
+  uint32_t cluster_sequences;
+  uint32_t max_clusters;  ///< of a KV head of a sequence (4096)
+  uint32_t reserved;      ///< 0
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
 SLUICE_API sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size);
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features,
-/// digests, max_picks, max_ranked, max_window, prompt_queries and cpu_sequences. Lowers nothing, so that it can be
-/// called for several policies; call it when page_tokens is set. `policy` as in sluice_engine_begin.
+/// digests, max_picks, max_ranked, max_window, prompt_queries, cpu_sequences, cluster_sequences and max_clusters.
+/// Lowers nothing, so that it can be called for several policies; call it when page_tokens is set. `policy` as in
+/// sluice_engine_begin.
 SLUICE_API sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy,
                                                              uint32_t tokens);
 

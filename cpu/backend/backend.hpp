@@ -53,6 +53,10 @@ class Backend final : public sluice::Backend {
   void top_p(std::span<const TopPTask> tasks, Stream* stream) override;
   void cluster(std::span<const ClusterTask> tasks, Stream* stream) override;
   [[nodiscard]] std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const override;
+  void choose_clusters(std::span<const ChooseClustersTask> tasks, const AttentionShape& shape, const PageLayout& layout,
+                       Stream* stream) override;
+  [[nodiscard]] std::uint64_t choose_clusters_scratch_bytes(const ChooseClustersTask& task,
+                                                            const AttentionShape& shape) const override;
   /// Like score_int4, but of any tokens, as host policies ask for them.
   void estimate_tokens(const EstimateTask& task, const AttentionShape& shape, const PageLayout& layout);
 

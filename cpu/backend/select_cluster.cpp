@@ -41,21 +41,22 @@ class KMeans {
         tiles_(static_cast<std::uint32_t>(div_up(task.clusters, kCentroidTile))),
         tiled_(std::size_t{tiles_} * kCentroidTile * dim_),
         half_norms_(std::size_t{tiles_} * kCentroidTile, std::numeric_limits<float>::infinity()),
+        assignment_(task.count, kNone),
         starts_(std::size_t{task.clusters} + 1),
         members_(task.count) {}
 
   void run() {
-    std::fill_n(task_.assignment, task_.count, kNone);
     for (std::uint32_t i = 0; i < task_.clusters; ++i) {
       read_key(permuted(i, task_.count, task_.seed), task_.centroids + std::size_t{i} * dim_);
     }
     for (std::uint32_t i = 0; i < task_.iterations; ++i) {
       tile_centroids();
-      if (!assign()) return;
+      if (!assign()) break;
       list_members();
       workers_.parallel_for(static_cast<std::uint32_t>(div_up(task_.clusters, kBlockClusters)),
                             [this](std::uint32_t block) { move_centroids(block * kBlockClusters); });
     }
+    write_lists();
   }
 
  private:
@@ -101,8 +102,8 @@ class KMeans {
                         .head_dim = dim_,
                         .scratch = keys + std::size_t{kBlockKeys} * dim_,
                         .nearest = found});
-      if (std::equal(found, found + rows, task_.assignment + first)) return;
-      std::copy_n(found, rows, task_.assignment + first);
+      if (std::equal(found, found + rows, assignment_.begin() + first)) return;
+      std::copy_n(found, rows, assignment_.begin() + first);
       changed_.store(true, std::memory_order_relaxed);
     });
     return changed_.load(std::memory_order_relaxed);
@@ -111,11 +112,20 @@ class KMeans {
   /// members_[starts_[i], starts_[i + 1]) become the keys of cluster i, ascending.
   void list_members() {
     std::fill(starts_.begin(), starts_.end(), 0);
-    for (std::uint32_t i = 0; i < task_.count; ++i) ++starts_[task_.assignment[i] + 1];
+    for (std::uint32_t i = 0; i < task_.count; ++i) ++starts_[assignment_[i] + 1];
     for (std::uint32_t i = 0; i < task_.clusters; ++i) starts_[i + 1] += starts_[i];
-    for (std::uint32_t i = 0; i < task_.count; ++i) members_[starts_[task_.assignment[i]]++] = i;
+    for (std::uint32_t i = 0; i < task_.count; ++i) members_[starts_[assignment_[i]]++] = i;
     std::copy_backward(starts_.begin(), starts_.end() - 1, starts_.end());
     starts_.front() = 0;
+  }
+
+  /// The lists are those of the last iteration in which a key changed hands: the first one is such.
+  void write_lists() const {
+    if (task_.assignment != nullptr) std::copy(assignment_.begin(), assignment_.end(), task_.assignment);
+    for (std::uint32_t i = 0; i < task_.count && task_.members != nullptr; ++i)
+      task_.members[i] = task_.first + members_[i];
+    for (std::uint32_t i = 0; i <= task_.clusters && task_.starts != nullptr; ++i)
+      task_.starts[i] = task_.first + starts_[i];
   }
 
   void move_centroids(std::uint32_t first) const {
@@ -144,6 +154,7 @@ class KMeans {
   std::uint32_t tiles_;
   std::vector<float> tiled_;       ///< [tiles, head_dim, kCentroidTile]
   std::vector<float> half_norms_;  ///< [tiles, kCentroidTile]
+  std::vector<std::uint32_t> assignment_;
   std::vector<std::uint32_t> starts_;
   std::vector<std::uint32_t> members_;
   std::atomic<bool> changed_{false};

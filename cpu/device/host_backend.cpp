@@ -89,6 +89,18 @@ std::uint64_t HostBackend::cluster_scratch_bytes(const ClusterTask& task) const 
   return cpu_.cluster_scratch_bytes(task);
 }
 
+void HostBackend::choose_clusters(std::span<const ChooseClustersTask> tasks, const AttentionShape& shape,
+                                  const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, layout);
+  run_or_enqueue(stream, "choose_clusters", [=, this] { cpu_.choose_clusters(tasks, shape, layout, nullptr); });
+}
+
+std::uint64_t HostBackend::choose_clusters_scratch_bytes(const ChooseClustersTask& task,
+                                                         const AttentionShape& shape) const {
+  return cpu_.choose_clusters_scratch_bytes(task, shape);
+}
+
 void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                           Stream* stream) {
   if (tasks.empty()) return;

@@ -58,6 +58,9 @@ void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& me
 void rank(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 void score(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 void choose(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+void choose_clusters(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
+/// Outside of layers.
+void cluster(SelectVerbs& host, const ForwardMemory& memory, const ForwardClustering& clustering);
 void split(const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 /// Queries of rows that choose, or of teams, to both sides.

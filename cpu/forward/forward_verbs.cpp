@@ -121,6 +121,11 @@ ForwardVerbs::ForwardVerbs(sluice::Backend& host, const Workers& workers, const 
 void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
   queue(memory, stream, "apply", [memory] { cpu::apply(memory); });
 }
+void ForwardVerbs::cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) {
+  queue(memory, stream, "cluster", [this, memory, all = std::vector(clusterings.begin(), clusterings.end())] {
+    for (const ForwardClustering& clustering : all) cpu::cluster(host_, memory, clustering);
+  });
+}
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
   queue(memory, stream, "begin", [memory] { cpu::begin(memory); });
 }
@@ -137,7 +142,10 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
   queue(memory, layer.stream, "score", [this, memory, at = layer.layer] { cpu::score(host_, memory, at); });
 }
 void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "choose", [this, memory, at = layer.layer] { cpu::choose(kernels_, memory, at); });
+  queue(memory, layer.stream, "choose", [this, memory, at = layer.layer] {
+    cpu::choose(kernels_, memory, at);
+    cpu::choose_clusters(host_, memory, at);
+  });
 }
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "split", [memory, at = layer.layer] { cpu::split(memory, at); });

@@ -11,6 +11,7 @@
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
+#include "gpu/kernels/select/choose_clusters.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "gpu/kernels/select/top_k.hpp"
 #include "gpu/kernels/select/top_p.hpp"
@@ -23,6 +24,7 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_append_kernels();
   load_attend_kernels();
   load_cluster_kernels();
+  load_choose_clusters_kernels();
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();

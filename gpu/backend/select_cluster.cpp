@@ -2,6 +2,7 @@
 #include <string>
 
 #include "gpu/backend/backend.hpp"
+#include "gpu/backend/cluster_items.hpp"
 #include "gpu/backend/verbs.hpp"
 #include "gpu/device/cuda_stream.hpp"
 #include "gpu/device/param_ring.hpp"
@@ -15,33 +16,6 @@ namespace {
 /// Keys of a chunk of the counting sort. More chunks are done at once; each costs a counter per cluster.
 constexpr std::uint32_t kLeastChunk = 512;
 constexpr std::uint32_t kMostChunks = 128;
-
-ClusterItem describe(const ClusterTask& task, Carver& scratch) {
-  const PageLayout& layout = task.kv.layout;
-  const std::uint64_t chunk = std::max<std::uint64_t>(kLeastChunk, div_up(div_up(task.count, kMostChunks), 32) * 32);
-  const auto chunks = static_cast<std::uint32_t>(div_up(task.count, chunk));
-  return {.base = task.kv.base,
-          .frames = nullptr,
-          .centroids_out = task.centroids,
-          .assignment_out = task.assignment,
-          .skip = layout.page_tokens == 0 ? 0 : task.first % layout.page_tokens,
-          .count = task.count,
-          .clusters = task.clusters,
-          .iterations = task.iterations,
-          .page_tokens = layout.page_tokens,
-          .chunk_keys = static_cast<std::uint32_t>(chunk),
-          .chunks = chunks,
-          .seed = task.seed,
-          .keys = scratch.take<std::byte>(task.count * layout.row_bytes()),
-          .terms = scratch.take<std::byte>(task.clusters * 2 * layout.row_bytes()),
-          .centroids = scratch.take<float>(std::uint64_t{task.clusters} * layout.head_dim),
-          .half_norms = scratch.take<float>(task.clusters),
-          .assignment = scratch.take<std::uint32_t>(task.count),
-          .members = scratch.take<std::uint32_t>(task.count),
-          .offsets = scratch.take<std::uint32_t>(std::uint64_t{task.clusters} * chunks),
-          .starts = scratch.take<std::uint32_t>(std::uint64_t{task.clusters} + 1),
-          .changed = scratch.take<std::uint32_t>(task.iterations)};
-}
 
 std::uint64_t pages_of(const ClusterTask& task) {
   if (task.count == 0) return 0;
@@ -68,7 +42,7 @@ std::size_t launchable(std::span<const ClusterTask> tasks, std::uint64_t most_pa
 
 void check_task(const ClusterTask& task, std::uint64_t most_pages) {
   const PageLayout& layout = task.kv.layout;
-  check_supported("cluster", {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout);
+  check_supported("cluster", {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = layout.head_dim}, layout.near());
   check_tuned("cluster", layout.head_dim, "cluster on the CPU");
   if (task.count != 0 && (task.clusters == 0 || task.clusters > task.count || task.iterations == 0)) {
     throw Error(Errc::invalid_argument, "cluster: " + std::to_string(task.clusters) + " clusters of " +
@@ -93,7 +67,7 @@ void launch(std::span<const ClusterTask> tasks, CudaStream& stream) {
     if (task.count == 0) continue;
     Carver scratch(task.scratch);
     ClusterItem& item = items.inlined[items.count++];
-    item = describe(task, scratch);
+    item = cluster_item(task, scratch);
     item.frames = frames;
     frames = std::copy_n(task.kv.frames + task.first / task.kv.layout.page_tokens, pages_of(task), frames);
     extent = {.count = std::max(extent.count, item.count),
@@ -102,10 +76,41 @@ void launch(std::span<const ClusterTask> tasks, CudaStream& stream) {
               .iterations = std::max(extent.iterations, item.iterations)};
   }
   const PageLayout& layout = tasks.front().kv.layout;
-  launch_cluster(items, extent, {.dtype = layout.dtype, .head_dim = layout.head_dim}, stream.handle());
+  launch_cluster(items, extent, {.dtype = layout.near().dtype, .head_dim = layout.head_dim, .scaled = layout.scaled()},
+                 stream.handle());
 }
 
 }  // namespace
+
+ClusterItem cluster_item(const ClusterTask& task, Carver& scratch) {
+  const PageLayout& layout = task.kv.layout;
+  const std::uint64_t chunk = std::max<std::uint64_t>(kLeastChunk, div_up(div_up(task.count, kMostChunks), 32) * 32);
+  const auto chunks = static_cast<std::uint32_t>(div_up(task.count, chunk));
+  return {.base = task.kv.base,
+          .frames = nullptr,
+          .centroids_out = task.centroids,
+          .assignment_out = task.assignment,
+          .members_out = task.members,
+          .starts_out = task.starts,
+          .first = task.first,
+          .skip = layout.page_tokens == 0 ? 0 : task.first % layout.page_tokens,
+          .count = task.count,
+          .clusters = task.clusters,
+          .iterations = task.iterations,
+          .page_tokens = layout.page_tokens,
+          .chunk_keys = static_cast<std::uint32_t>(chunk),
+          .chunks = chunks,
+          .seed = task.seed,
+          .keys = scratch.take<std::byte>(task.count * layout.near().row_bytes()),
+          .terms = scratch.take<std::byte>(task.clusters * 2 * layout.near().row_bytes()),
+          .centroids = scratch.take<float>(std::uint64_t{task.clusters} * layout.head_dim),
+          .half_norms = scratch.take<float>(task.clusters),
+          .assignment = scratch.take<std::uint32_t>(task.count),
+          .members = scratch.take<std::uint32_t>(task.count),
+          .offsets = scratch.take<std::uint32_t>(std::uint64_t{task.clusters} * chunks),
+          .starts = scratch.take<std::uint32_t>(std::uint64_t{task.clusters} + 1),
+          .changed = scratch.take<std::uint32_t>(task.iterations)};
+}
 
 void Backend::cluster(std::span<const ClusterTask> tasks, Stream* stream) {
   if (tasks.empty()) return;
@@ -121,7 +126,7 @@ void Backend::cluster(std::span<const ClusterTask> tasks, Stream* stream) {
 
 std::uint64_t Backend::cluster_scratch_bytes(const ClusterTask& task) const {
   Carver scratch(nullptr);
-  (void)describe(task, scratch);
+  (void)cluster_item(task, scratch);
   return scratch.used();
 }
 

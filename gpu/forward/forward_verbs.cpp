@@ -9,8 +9,11 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/device/current_device.hpp"
 #include "gpu/device/driver.hpp"
+#include "gpu/forward/forward_clusters.hpp"
+#include "gpu/kernels/cluster/cluster.hpp"
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
+#include "gpu/kernels/select/choose_clusters.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "sluice/carver.hpp"
 #include "sluice/error.hpp"
@@ -139,6 +142,8 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
   longest_top_k_ = load_top_k_cluster_kernels();
   load_top_k_kernels();
   load_score_kernels();
+  load_cluster_kernels();
+  load_choose_clusters_kernels();
 }
 
 ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std::byte* from) const {
@@ -169,6 +174,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     choice.top_k_rows = carver.take<TopKRow>(q_heads);
   }
   if (largest.unbounded) choice.top_p_rows = carver.take<TopPRow>(q_heads);
+  if (memory.cluster_slots != 0) place_clusters(rows, carver, choice);
   if (jobs != 0 && largest.top_k && memory.max_picks != 0) {
     // More than the margin of a head that is hard to foresee, and no more than the split kernel has shared memory for.
     constexpr std::uint32_t kMostCandidates = 16'384;
@@ -208,6 +214,7 @@ ForwardScratch ForwardVerbs::choice_of(const ForwardMemory& memory) const {
 std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
   const CurrentDevice current(ordinal_);
   check_supported("a forward", memory.shape, memory.layout);
+  if (memory.cluster_slots != 0) check_clusters(memory);
   if (memory.sparse_prefill) check_tuned("sparse prompts", memory.shape.head_dim, "use PrefillMode::full");
   const auto refuse = [](const std::string& what, std::uint64_t have, std::uint64_t most) {
     throw Error(Errc::unsupported, "a forward with " + what + " " + std::to_string(have) +
@@ -290,6 +297,7 @@ void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer
   if (memory.bucket.top_k && memory.bucket.pages)
     launch_top_k(scratch.top_k_rows, rows, longest, longest_top_k_, handle(layer.stream));
   if (memory.bucket.unbounded) launch_top_p(scratch.top_p_rows, rows, longest, longest_top_p_, handle(layer.stream));
+  if (memory.bucket.unbounded && memory.cluster_slots != 0) choose_clusters(memory, scratch, layer);
 }
 
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {

@@ -23,6 +23,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   }
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory& memory) const override;
   void apply(const ForwardMemory& memory, void* stream) override;
+  void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) override;
   void begin(const ForwardMemory& memory, void* stream) override;
   void append(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override;
@@ -52,6 +53,8 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   /// Laid out for the largest bucket, described for this one.
   [[nodiscard]] Scratch scratch_of(const ForwardMemory& memory, std::byte* from) const;
   [[nodiscard]] ForwardScratch choice_of(const ForwardMemory& memory) const;
+  /// What rows choose of their clusters.
+  void choose_clusters(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) const;
   /// What chunks need that choose blocks.
   static void place_choices(const ForwardMemory& memory, std::uint32_t items, Carver& carver, PrefillStage& prompt);
   void choose_blocks(const ForwardMemory& memory, const PrefillStage& stage, const PrefillArgs& prompts,

@@ -79,9 +79,14 @@ struct EngineOptions {
   /// Of full pages, for policies that rank them: 2 * head_dim numbers of device memory for each page that host_bytes
   /// hold. What a policy calls them (PageSourceOptions::digest) must be the same.
   std::optional<DigestKind> digests{};
-  std::uint32_t max_ranked = 512;   ///< pages that a query head may choose
-  std::uint32_t max_window = 512;   ///< sinks and recent tokens of a policy, together
-  std::uint32_t import_rows = 512;  ///< tokens of one import
+  std::uint32_t max_ranked = 512;  ///< pages that a query head may choose
+  std::uint32_t max_window = 512;  ///< sinks and recent tokens of a policy, together
+  /// Of `sequences`, those whose policies choose among clusters on the device (tactic | int4): each has room in device
+  /// memory for max_clusters centroids of every layer and KV head, in float32, and 4 bytes for each token that a
+  /// sequence may have, if the largest bucket is unbounded.
+  std::uint32_t cluster_sequences = 0;
+  std::uint32_t max_clusters = 4096;  ///< of a KV head of a sequence; with size=32, 131,072 tokens
+  std::uint32_t import_rows = 512;    ///< tokens of one import
   /// Tokens of keys that a chunk of a prompt attends at a time, in device memory. If blocks of prompts are chosen, all
   /// that the largest bucket's longest sequence has.
   std::uint32_t prefill_window = 4096;
@@ -110,7 +115,8 @@ struct EngineOptions {
 
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of
 /// the largest bucket, digests, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one at least, if
-/// it chooses on the CPU. Lowers nothing, so that it can be called for several policies.
+/// it chooses on the CPU; cluster_sequences likewise and max_clusters, if it chooses among clusters on the device.
+/// Lowers nothing, so that it can be called for several policies.
 /// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if no engine serves the policy, or not beside those
 /// that `options` are for: digests are of one kind.
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "sluice/curve_fit.hpp"
 #include "sluice/units.hpp"
 
 /// What describes a forward, in memory of the device. What a launch is given depends on a bucket alone, never on
@@ -37,6 +38,26 @@ struct ForwardToken {
   std::uint32_t decoded = 0;   ///< not 0: it is of no prompt
 };
 
+/// Clusters of keys that a row's query heads choose among, see ChooseClustersTask.
+struct ForwardClusters {
+  std::uint32_t slot = kNone;  ///< of ForwardMemory::cluster_slots
+  std::uint32_t count = 0;     ///< 0: the row does not
+  FitSamples samples{};        ///< of the tokens in them: the sequence's first ones
+};
+
+/// Tokens [first, first + count) of a sequence, to be clustered by themselves.
+struct ForwardClustering {
+  std::uint32_t list = 0;  ///< its block list
+  std::uint32_t slot = 0;  ///< of ForwardMemory::cluster_slots, where clusters before these are
+  std::uint32_t first = 0;
+  std::uint32_t count = 0;
+  std::uint32_t first_cluster = 0;  ///< number of the first of them
+  std::uint32_t clusters = 0;
+  std::uint32_t iterations = 0;
+  std::uint32_t dense_layers = 0;  ///< as in ForwardRow: no clusters there
+  std::uint32_t dense_every = 0;
+};
+
 /// A row that chooses: what its query heads may choose from.
 struct ForwardRow {
   std::uint32_t list = kNone;  ///< its sequence's block list; kNone: there is no such row
@@ -55,9 +76,10 @@ struct ForwardRow {
   std::uint32_t dense_every = 0;   ///< and so does every such layer, the first included; 0: none
   std::uint32_t asks =
       0;  ///< not 0: the CPU is asked and chooses, in all layers but dense ones; `picks` and `mass` are 0 then
+  ForwardClusters clusters{};  ///< with some of them, `mass` is a share by a curve, not by top-p
 
   /// Whether the device chooses tokens by score: of all, or of those in the pages that it has chosen.
-  [[nodiscard]] constexpr bool ranks() const noexcept { return picks != 0 || mass > 0.f; }
+  [[nodiscard]] constexpr bool ranks() const noexcept { return (picks != 0 || mass > 0.f) && clusters.count == 0; }
   /// Whether what is chosen lies in chosen pages, all of whose tokens are attended unless tokens are ranked, too.
   [[nodiscard]] constexpr bool in_pages() const noexcept { return page_picks != 0 && asks == 0; }
   /// Whether a token is attended by all heads, whatever is chosen.
@@ -78,6 +100,7 @@ struct ForwardRow {
     row.pages = row.page_picks = row.picks = 0;
     row.mass = 0.f;
     row.asks = 0;
+    row.clusters = {};
     return row;
   }
 };

@@ -35,6 +35,8 @@ struct ForwardMemory {
   std::uint32_t max_picks = 0;          ///< tokens that a query head may choose
   std::uint32_t max_ranked = 0;         ///< pages that a query head may choose
   std::uint32_t max_window = 0;         ///< sinks and recent tokens together
+  std::uint32_t max_clusters = 0;       ///< of a KV head of a sequence
+  std::uint32_t cluster_slots = 0;      ///< sequences that have some
   std::uint32_t blocks = 0;             ///< far pages of a plane
   std::uint32_t near_pages = 0;         ///< near pages of a plane
   std::uint32_t promotions = 0;         ///< rows that a plane brings near in one forward, at most
@@ -81,6 +83,10 @@ struct ForwardMemory {
   float* q = nullptr;                    ///< [decode_rows, q_heads, head_dim]
   float* page_scores = nullptr;          ///< [decode_rows, q_heads, max_pages] if the largest bucket has pages
   std::uint32_t* ranked = nullptr;       ///< [decode_rows, q_heads, max_ranked] likewise
+  /// Clusters of keys, [cluster_slots, planes] of each; see ForwardClusters and ClusterTask.
+  float* centroids = nullptr;                ///< [max_clusters, head_dim]
+  std::uint32_t* cluster_starts = nullptr;   ///< [max_clusters + 1]
+  std::uint32_t* cluster_members = nullptr;  ///< [max_tokens of the largest bucket]
   float* scores = nullptr;               ///< [decode_rows, q_heads, score_room] see ForwardVerbs::score
   std::uint32_t* picks = nullptr;        ///< [decode_rows, q_heads, max_picks] as ForwardVerbs::choose has them
   std::uint32_t* masks = nullptr;        ///< [decode_rows, q_heads, mask_words] if the largest bucket is unbounded
@@ -257,6 +263,24 @@ struct ForwardMemory {
   }
   /// The first far page of a plane.
   [[nodiscard]] constexpr const std::byte* far_plane(std::uint32_t plane) const noexcept { return far_block(plane, 0); }
+  /// A KV head's clusters, counted in KV heads.
+  [[nodiscard]] constexpr std::uint64_t cluster_head(std::uint32_t slot, std::uint32_t plane) const noexcept {
+    return std::uint64_t{slot} * planes() + plane;
+  }
+  [[nodiscard]] constexpr float* centroids_of(std::uint32_t slot, std::uint32_t plane) const noexcept {
+    return centroids + cluster_head(slot, plane) * max_clusters * shape.head_dim;
+  }
+  [[nodiscard]] constexpr std::uint32_t* cluster_starts_of(std::uint32_t slot, std::uint32_t plane) const noexcept {
+    return cluster_starts + cluster_head(slot, plane) * (max_clusters + 1);
+  }
+  [[nodiscard]] constexpr std::uint32_t* cluster_members_of(std::uint32_t slot, std::uint32_t plane) const noexcept {
+    return cluster_members + cluster_head(slot, plane) * largest.max_tokens;
+  }
+  /// Whether a clustering is of this layer.
+  [[nodiscard]] constexpr bool clusters_in(std::uint32_t layer, const ForwardClustering& clustering) const noexcept {
+    return window_in(layer) == 0 && layer >= clustering.dense_layers &&
+           (clustering.dense_every == 0 || layer % clustering.dense_every != 0);
+  }
   /// The digest of a block of a plane: hi, then lo.
   [[nodiscard]] constexpr std::byte* digest_of(std::uint32_t plane, std::uint32_t block) const noexcept {
     return digests + far_page(plane, block) * 2 * layout.row_bytes();

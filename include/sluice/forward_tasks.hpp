@@ -35,6 +35,27 @@ namespace sluice {
           .out = m.scores + std::uint64_t{list} * m.shape.group() * m.score_room()};
 }
 
+/// What its query heads choose of its clusters; without scratch memory.
+[[nodiscard]] constexpr ChooseClustersTask clusters_task(const ForwardMemory& m, const ForwardRow& row,
+                                                         std::uint32_t list, std::uint32_t plane) noexcept {
+  if (row.list == kNone || row.clusters.count == 0) return {};
+  const std::uint64_t head = std::uint64_t{list} * m.shape.group();
+  return {.q = m.q + head * m.shape.head_dim,
+          .centroids = m.centroids_of(row.clusters.slot, plane),
+          .starts = m.cluster_starts_of(row.clusters.slot, plane),
+          .members = m.cluster_members_of(row.clusters.slot, plane),
+          .clusters = row.clusters.count,
+          .samples = row.clusters.samples,
+          .copies = m.codes + m.far_page(plane, 0) * Int4Layout(m.layout).page_bytes(),
+          .frames = m.list_of(row.list),
+          .tokens = row.tokens,
+          .sinks = row.sink_end,
+          .recent = row.recent_begin,
+          .mass = row.mass,
+          .masks = m.masks + head * m.mask_words(),
+          .mask_words = m.mask_words()};
+}
+
 /// Of the values of such a row, those to choose from.
 struct ForwardCandidates {
   std::uint32_t begin = 0;

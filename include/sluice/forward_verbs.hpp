@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "sluice/forward_memory.hpp"
 #include "sluice/run_clock.hpp"
@@ -44,6 +45,9 @@ class ForwardVerbs {
   /// they are written there, too: rows that are free, or have not been attended for long, see kNearPatience. Those that
   /// are decoded come first, and count as attended; of those of prompts, which do not, the newest, if not all find one.
   virtual void apply(const ForwardMemory& memory, void* stream) = 0;
+  /// K-means over tokens that forwards before this one have appended, in all layers that `clusters_in` names, as
+  /// ClusterTask has it, with the first token's position as the seed. Not captured, and no part of a forward.
+  virtual void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) = 0;
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
   /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; queries of rows that
@@ -60,7 +64,8 @@ class ForwardVerbs {
   /// ScoreInt4Task lays them out with `lists`.
   virtual void score(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// The `picks` largest of every query head between sinks and recent tokens, or of its pages, by index from the first
-  /// of them, as TopKTask orders them; or those that top-p keeps. A device may leave the former to `split`.
+  /// of them, as TopKTask orders them; or those that top-p keeps. A device may leave the former to `split`. Of rows
+  /// with clusters what ChooseClustersTask keeps.
   virtual void choose(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
   /// one that the device does not fetch, or something to choose. What one head of a group chose all of them attend.

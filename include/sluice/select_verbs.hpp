@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 
+#include "sluice/curve_fit.hpp"
 #include "sluice/int4.hpp"
 #include "sluice/page.hpp"
 #include "sluice/shape.hpp"
@@ -142,8 +143,45 @@ struct ClusterTask {
   std::uint32_t iterations = 0;  ///< at least 1
   std::uint64_t seed = 0;
   float* centroids = nullptr;           ///< [clusters, head_dim]
-  std::uint32_t* assignment = nullptr;  ///< [count]
-  std::byte* scratch = nullptr;         ///< SelectVerbs::cluster_scratch_bytes of memory, 256-byte aligned
+  std::uint32_t* assignment = nullptr;  ///< [count]; may be null
+  /// [count] the tokens, cluster by cluster, ascending in each; may be null
+  std::uint32_t* members = nullptr;
+  /// [clusters + 1] where a cluster's begin there, counted from `first`: so that tokens which are clustered behind
+  /// others follow them in one list; may be null
+  std::uint32_t* starts = nullptr;
+  std::byte* scratch = nullptr;  ///< SelectVerbs::cluster_scratch_bytes of memory, 256-byte aligned
+};
+
+/// One (sequence, KV head) of a `choose_clusters`: Tactic's choice (arXiv 2502.12216, sections 4.3 to 4.5) for each
+/// query head, by itself. Its clusters in descending order of q.centroid, equal ones by index and NaN last, list the
+/// tokens [0, samples.tokens). Those of the list's `samples` are estimated by their 4-bit copies, as are those that are
+/// attended anyway: tokens before `sinks` and from `recent` on. The head keeps the list's first k: the fewest with
+/// which, and with what is attended anyway, the share `mass` of all is reached by the curve through the samples (see
+/// curve_fit.hpp). In the list, too, what is attended anyway weighs nothing, as scores that are NaN or -infinity do; k
+/// is all of them if mass is 1 or no score is a number, and 0 if what is attended anyway suffices.
+struct ChooseClustersTask {
+  const float* q = nullptr;                ///< [group, head_dim]
+  const float* centroids = nullptr;        ///< [clusters, head_dim]
+  const std::uint32_t* starts = nullptr;   ///< [clusters + 1] into `members`, ascending; some may be empty
+  const std::uint32_t* members = nullptr;  ///< [samples.tokens] each token once
+  std::uint32_t clusters = 0;              ///< 0: there is nothing to choose, and nothing is written
+  FitSamples samples;
+  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
+  std::uint32_t tokens = 0;               ///< visible, all with copies; at least samples.tokens
+  std::uint32_t sinks = 0;                ///< at most `recent`
+  std::uint32_t recent = 0;               ///< at most samples.tokens
+  float mass = 1.f;                       ///< (0, 1]
+  /// [group, mask_words] bit i % 32 of word i / 32: token i is kept. The words of all visible tokens are written; bits
+  /// of those that are attended anyway say nothing.
+  std::uint32_t* masks = nullptr;
+  std::uint64_t mask_words = 0;
+  std::uint32_t* counts = nullptr;  ///< [group] k of each query head; may be null
+  std::byte* scratch = nullptr;     ///< SelectVerbs::choose_clusters_scratch_bytes of memory, 256-byte aligned
+
+  /// Tokens whose scores are wanted of a query head: what is attended anyway, then the samples.
+  [[nodiscard]] constexpr std::uint32_t anyway() const noexcept { return sinks + (tokens - recent); }
+  [[nodiscard]] constexpr std::uint32_t scored() const noexcept { return anyway() + samples.size(); }
 };
 
 /// What the choice of tokens is made of: side data of pages, scores by it, and budgets. What all verbs have in common is
@@ -166,6 +204,11 @@ class SelectVerbs {
   /// Device memory that `cluster` needs for such a task; 0 if ClusterTask::scratch is not used. No two tasks that may
   /// run at once share it. The task's pointers are not looked at.
   [[nodiscard]] virtual std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const = 0;
+  virtual void choose_clusters(std::span<const ChooseClustersTask> tasks, const AttentionShape& shape,
+                               const PageLayout& layout, Stream* stream) = 0;
+  /// Likewise, for `choose_clusters`.
+  [[nodiscard]] virtual std::uint64_t choose_clusters_scratch_bytes(const ChooseClustersTask& task,
+                                                                    const AttentionShape& shape) const = 0;
 };
 
 }  // namespace sluice

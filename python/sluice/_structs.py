@@ -95,6 +95,8 @@ class EngineOptions(Sized):
         ("windows", ctypes.POINTER(c_uint32)),
         ("window_slack", c_uint64),
         ("fetch_share", c_float),
+        ("cluster_sequences", c_uint32),
+        ("max_clusters", c_uint32),
         ("reserved", c_uint32),
     ]
 

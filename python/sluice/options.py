@@ -127,6 +127,8 @@ class EngineOptions:
     scale: float | None = None  #: what q.k is multiplied by; 0: 1 / sqrt(head_dim)
     softcap: float | None = None  #: a scaled logit x becomes softcap * tanh(x / softcap); 0: it stays
     windows: Sequence[int] | None = None  #: per layer, newest tokens that a row sees, its own included; 0: all
+    cluster_sequences: int | None = None  #: whose policies choose among clusters of keys on the device
+    max_clusters: int | None = None  #: of a KV head of such a sequence
     window_slack: int | None = None  #: tokens that layers keep beyond their windows: as many can be taken back
 
     def make_room_for(self, policy: str, tokens: int) -> None:

@@ -86,6 +86,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
   copies.reserve(memory.copies());
   for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
   for (std::uint32_t i = options.cpu_sequences; i > 0; --i) free_tails.push_back(i - 1);
+  for (std::uint32_t i = options.cluster_sequences; i > 0; --i) free_clusters.push_back(i - 1);
 }
 
 EngineStats Engine::Impl::stats() const noexcept {

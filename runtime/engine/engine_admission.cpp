@@ -42,6 +42,7 @@ bool Engine::Impl::admits(std::uint32_t tokens, const PolicySpec& policy) const 
     return false;  // Memory for the reason may be short, too.
   }
   if (!has_policy_room(policy_share(policy, tokens))) return false;
+  if (scheduler::clusters_on_device(policy) && free_clusters.empty()) return false;
   return scheduler::chooser(policy) != scheduler::Chooser::cpu || !free_tails.empty();
 }
 

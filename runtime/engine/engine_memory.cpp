@@ -39,6 +39,11 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint64_t scratch, std::byte* f
     take(parts, m.page_scores, heads(m) * m.max_pages);
     take(parts, m.ranked, heads(m) * m.max_ranked);
   }
+  if (m.cluster_slots != 0) {
+    take(parts, m.centroids, m.cluster_head(m.cluster_slots, 0) * m.max_clusters * m.shape.head_dim);
+    take(parts, m.cluster_starts, m.cluster_head(m.cluster_slots, 0) * (m.max_clusters + 1));
+    take(parts, m.cluster_members, m.cluster_head(m.cluster_slots, 0) * m.largest.max_tokens);
+  }
   take(parts, m.scores, heads(m) * m.score_room());
   take(parts, m.picks, heads(m) * m.max_picks);
   if (m.largest.unbounded) take(parts, m.masks, heads(m) * m.mask_words());
@@ -151,6 +156,9 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   memory.page_shift = static_cast<std::uint32_t>(std::countr_zero(options.page_tokens));
   memory.digest = options.digests.value_or(DigestKind::box);
   memory.max_window = options.max_window;
+  // What is chosen of them is a share of the mass.
+  memory.cluster_slots = memory.largest.unbounded ? options.cluster_sequences : 0;
+  memory.max_clusters = std::min(options.max_clusters, memory.largest.max_tokens);
   if (!options.windows.empty()) memory.windows = options.windows.data();
   for (const std::uint32_t window : options.windows)
     memory.widest = std::max(memory.widest, std::min(window, memory.largest.max_tokens));

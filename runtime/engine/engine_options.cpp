@@ -89,6 +89,8 @@ void validate(const EngineOptions& options) {
           "false unless EngineOptions::digests says which digests pages have");
   in("window_slack", options.window_slack, 0, 1u << 24);
   in("max_window", options.max_window, 1, 1u << 20);
+  in("cluster_sequences", options.cluster_sequences, 0, options.sequences);
+  in("max_clusters", options.max_clusters, 1, 1u << 20);
   in("import_rows", options.import_rows, 1, 65'536);
   in("prefill_window", options.prefill_window, page, 1u << 20);
   sluice::validate(options.prefill);
@@ -128,6 +130,11 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
   options.max_picks = std::max(options.max_picks, needs.picks);
   options.max_ranked = std::max(options.max_ranked, needs.ranked);
   options.prompt_queries = std::max(options.prompt_queries, scheduler::prompt_queries(policy));
+  if (scheduler::clusters_on_device(policy)) {
+    if (options.cluster_sequences == 0) options.max_clusters = needs.clusters;
+    options.cluster_sequences = std::max(options.cluster_sequences, 1u);
+    options.max_clusters = std::max(options.max_clusters, needs.clusters);
+  }
   if (scheduler::chooser(policy) == scheduler::Chooser::cpu)
     options.cpu_sequences = std::max(options.cpu_sequences, 1u);
   require_served(policy, options);

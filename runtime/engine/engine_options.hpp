@@ -11,7 +11,8 @@ void validate(const EngineOptions& options);
 [[nodiscard]] inline scheduler::ForwardLimits limits_of(const EngineOptions& options) noexcept {
   return {.shape = scheduler::row_shape(options.shape, options.page_tokens),
           .max_window = options.max_window,
-          .digests = options.digests};
+          .digests = options.digests,
+          .cluster_sequences = options.cluster_sequences};
 }
 
 /// Of pages in host memory.

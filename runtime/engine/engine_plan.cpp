@@ -124,6 +124,7 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
         item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, runtime::limits_of(options));
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);
     if (!item.prefill) require_choosable(sequence, item, bucket);
+    if (!item.prefill) require_clusters(item.sequence, sequence, sequence.planned);
     wanted.push_back({.sequence = &sequence, .item = item});
   }
   return wanted;
@@ -144,6 +145,9 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
     }
     const auto put = [&](const ForwardRow& chooses, std::uint32_t before) {
       *row = chooses;
+      if (sequence->clusters.slot != kNone)
+        scheduler::choose_clusters(sequence->spec, sequence->clusters.slot, sequence->clusters.schedule.clusters(),
+                                   sequence->clusters.schedule.clustered(), *row);
       count_reads(*sequence, *row);
       row->list = list;
       row++->at = at + before;
@@ -167,6 +171,7 @@ void Engine::Impl::count_reads(const Sequence& sequence, const ForwardRow& row) 
   const std::uint64_t in_pages = heads * row.page_picks * options.page_tokens;
   runtime::Program& program = programs.newest();
   if (row.ranks()) program.estimated += planes * (row.in_pages() ? in_pages + window : row.tokens);
+  if (row.clusters.count != 0) program.estimated += planes * heads * (row.clusters.samples.size() + window);
   program.ranked_pages += planes * row.pages;
 }
 
@@ -213,6 +218,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   ++planned;  // Whether it is enqueued or not: what failed may yet run.
   try {
     grow(wanted);
+    const std::vector<ForwardClustering> clusterings = due_clusterings(wanted);
     write_rows(m, wanted);
     programs.newest().chunks.assign(m.slip_chunks, m.slip_chunks + bucket.prefills);
     if (m.sparse_prefill) programs.newest().tallies.resize(std::size_t{bucket.prefills} * options.shape.layers);
@@ -221,6 +227,8 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     write_lists(m, wanted);
     if (bucket.trace) begin_trace(m);
     verbs.apply(m, stream);
+    if (!clusterings.empty()) verbs.cluster(m, clusterings, stream);
+    note_clustered(wanted);
   } catch (...) {
     choice.forget(forward);
     runtime::Program failed = programs.take(forward);
@@ -230,6 +238,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill && sequence->tail.slot != kNone)
       extend_tail(*sequence, item.tokens, bucket.prefills != 0 ? item.tokens : queries);
+    if (item.prefill) sequence->clusters.forget();
     if (!item.prefill && sequence->leaves_out())
       sequence->names.sparse = std::min(sequence->names.sparse, sequence->planned);
     sequence->planned += item.tokens;

@@ -42,6 +42,11 @@ void Engine::Impl::require_place(const PolicySpec& spec, std::uint32_t tokens) c
     throw Error(Errc::out_of_capacity,
                 "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
                     number(options.cpu_sequences) + "; raise it, or end one first");
+  if (scheduler::clusters_on_device(spec) && free_clusters.empty())
+    throw Error(Errc::out_of_capacity,
+                "as many sequences live as EngineOptions::cluster_sequences says whose policies choose among clusters "
+                "on the device, " +
+                    number(options.cluster_sequences) + "; raise it, or end one first");
   require_policy_room(policy_share(spec, tokens));
 }
 
@@ -59,6 +64,10 @@ SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
   if (scheduler::chooser(spec) == scheduler::Chooser::cpu) {
     sequence.tail.slot = free_tails.back();
     free_tails.pop_back();
+  }
+  if (scheduler::clusters_on_device(spec)) {
+    sequence.clusters = {.slot = free_clusters.back(), .schedule = scheduler::ClusterSchedule(spec.clusters)};
+    free_clusters.pop_back();
   }
   ++next_id;
   return id;
@@ -93,6 +102,10 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
   if (tokens != 0) child.first_kept = parent.first_kept;
   child.bets = parent.bets;
   child.names = std::move(names);
+  if (policy == nullptr && child.clusters.slot != kNone) {
+    child.clusters.schedule = parent.clusters.schedule;  // The device makes the child its own, of the same tokens.
+    child.clusters.truncate(tokens);
+  }
   if (child.tail.slot != kNone && parent.tail.slot != kNone) copy_tail(parent, child);
   if (!learnt) return id_of_child;
   learnt->read_from(child.pages().blocks());
@@ -116,6 +129,7 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   if (tokens == 0) sequence.first_kept = 0;
   sequence.tail.end = std::min(sequence.tail.end, tokens);
   sequence.prompt_end = std::min(sequence.prompt_end, tokens);
+  sequence.clusters.truncate(tokens);
   forget_names(sequence, tokens);
   trim_prefixes();
 }
@@ -135,6 +149,7 @@ void Engine::Impl::remove(SequenceId id) noexcept {
   const auto found = sequences.find(id.value);
   Sequence& sequence = found->second;
   if (sequence.tail.slot != kNone) free_tails.push_back(sequence.tail.slot);
+  if (sequence.clusters.slot != kNone) free_clusters.push_back(sequence.clusters.slot);
   shrink(sequence, 0);
   trim_prefixes();
   free_lists.push_back(sequence.pages().slot());  // Has had room since the engine was built.

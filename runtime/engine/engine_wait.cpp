@@ -114,6 +114,7 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     forget_names(sequence, sequence.planned);
     sequence.tail.end = std::min(sequence.tail.end, sequence.planned);
     give_back(sequence, program, i);
+    sequence.clusters.truncate(sequence.planned);
     shorten_policy(sequence, sequence.planned);
   }
   if (done) {

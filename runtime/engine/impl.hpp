@@ -154,6 +154,14 @@ struct Engine::Impl : cpu::Kept {
   /// All blocks of a sequence, which has none then; their reference counts stay as they are.
   [[nodiscard]] std::vector<std::uint32_t> give_up(Sequence& sequence) noexcept;
 
+  // Policies that choose among clusters on the device.
+  /// @throws Error{Errc::out_of_capacity} if clusters of as many tokens of a sequence would be too many
+  void require_clusters(SequenceId id, const Sequence& sequence, std::uint32_t tokens) const;
+  /// What is to be clustered before tokens of these are decoded.
+  [[nodiscard]] std::vector<ForwardClustering> due_clusterings(std::span<const Wanted> wanted) const;
+  /// That is enqueued.
+  void note_clustered(std::span<const Wanted> wanted) noexcept;
+
   // Policies that choose on the CPU.
   /// While no thread learns.
   void drop_policy(Sequence& sequence) noexcept;
@@ -308,6 +316,7 @@ struct Engine::Impl : cpu::Kept {
   std::vector<std::uint32_t> side_copies;  ///< blocks of others that side_data works for, held as long
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;
+  std::vector<std::uint32_t> free_clusters;
   std::uint64_t known_policy_bytes = 0;
   static constexpr std::uint64_t kUnseen = ~std::uint64_t{0};
   std::uint64_t near_seen = kUnseen;  ///< the newest forward when it was asked what is near, and none was under way

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -10,6 +11,7 @@
 #include "runtime/far/sequence_policy.hpp"
 #include "runtime/kv/page_list.hpp"
 #include "runtime/kv/prefix_cache.hpp"
+#include "scheduler/clusters/cluster_schedule.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/policy.hpp"
 
@@ -36,6 +38,18 @@ struct Sequence {
     std::uint32_t begin = 0;     ///< positions [begin, end) have theirs there
     std::uint32_t end = 0;
   } tail{};
+  /// Clusters that the device makes of its keys, if its policy chooses among them there.
+  struct Clusters {
+    std::uint32_t slot = kNone;  ///< kNone: it does not
+    scheduler::ClusterSchedule schedule{};
+    std::uint32_t made = 0;  ///< tokens in clusters that the device has made, or will have when it runs on
+
+    void forget() noexcept { schedule.forget(), made = 0; }
+    void truncate(std::uint32_t tokens) noexcept {
+      schedule.truncate(tokens);
+      made = std::min(made, schedule.clustered());
+    }
+  } clusters{};
   std::uint32_t prompt_end = 0;  ///< position behind the newest token that was not decoded
   /// Null until a token behind the prompt is decoded.
   std::shared_ptr<SequencePolicy> policy{};

@@ -10,36 +10,7 @@
 namespace sluice::scheduler {
 namespace {
 
-/// Sum of 1 / i for 1 <= i <= k, to 1e-6 of it from k = 5 on.
-double harmonic(std::uint32_t k) noexcept {
-  if (k == 0) return 0.0;
-  const double x = k;
-  return std::log(x) + 0.57721566490153286 + 0.5 / x - 1.0 / (12.0 * x * x);
-}
-
-/// Mean of 1 / i over a window: where on the curve its mean lies.
-double mean_inverse(ListRange window) noexcept {
-  return (harmonic(window.end) - harmonic(window.begin)) / window.size();
-}
-
-/// The curve's mass behind the head. It ends where a negative b pulls the curve below zero, so that it never falls.
-class Tail {
- public:
-  Tail(const FittedCurve& curve, std::uint32_t head, std::uint32_t n) : curve_(curve), head_(head), end_(n) {
-    if (curve.b < 0.0) end_ = static_cast<std::uint32_t>(std::min<double>(n, std::floor(-curve.a / curve.b)));
-  }
-  /// Of positions head .. k.
-  [[nodiscard]] double mass(std::uint32_t k) const noexcept {
-    const std::uint32_t last = std::min(k, end_);
-    if (last <= head_) return 0.0;
-    return curve_.a * (harmonic(last) - harmonic(head_)) + curve_.b * (last - head_);
-  }
-
- private:
-  FittedCurve curve_;
-  std::uint32_t head_;
-  std::uint32_t end_;
-};
+constexpr auto kLog = [](double x) noexcept { return std::log(x); };
 
 double mean(std::span<const float> weights) noexcept {
   return std::accumulate(weights.begin(), weights.end(), 0.0) / static_cast<double>(weights.size());
@@ -65,16 +36,13 @@ FitSamples fit_samples(const ClusterOptions& options, std::uint32_t n) noexcept 
 }
 
 FittedCurve fit_curve(ListRange near, double near_mean, ListRange far, double far_mean) noexcept {
-  if (!(near_mean >= far_mean)) return {.a = 0.0, .b = 0.5 * (near_mean + far_mean)};
-  const double near_at = mean_inverse(near);
-  const double a = (near_mean - far_mean) / (near_at - mean_inverse(far));
-  return {.a = a, .b = near_mean - a * near_at};
+  return curve_through(near, near_mean, far, far_mean, kLog);
 }
 
 std::uint32_t fitted_budget(std::span<const float> head, const FittedCurve& curve, std::uint32_t n,
                             double share, double anyway) noexcept {
   const auto exact = static_cast<std::uint32_t>(head.size());
-  const Tail tail(curve, exact, n);
+  const FittedTail tail(curve, exact, n, kLog);
   const double head_mass = std::accumulate(head.begin(), head.end(), 0.0);
   const double all = head_mass + tail.mass(n) + anyway;
   if (share >= 1.0 || !(all > 0.0) || !std::isfinite(all)) return n;

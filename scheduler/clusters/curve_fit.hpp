@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <span>
 
+#include "sluice/curve_fit.hpp"
 #include "sluice/policy.hpp"
 
 namespace sluice::scheduler {
@@ -11,28 +12,8 @@ namespace sluice::scheduler {
 /// 4.4 and algorithm 1). The list's weights w(i), i from 1, are known exactly at its head and sampled in two windows;
 /// in between, and behind, they are taken to follow a / i + b.
 
-/// Positions [begin, end) of the list, counted from 0.
-struct ListRange {
-  std::uint32_t begin = 0;
-  std::uint32_t end = 0;
-  [[nodiscard]] constexpr std::uint32_t size() const noexcept { return end - begin; }
-};
-
-/// Which of n tokens are read.
-struct FitSamples {
-  std::uint32_t tokens = 0;  ///< n
-  ListRange head, near, far;
-  [[nodiscard]] constexpr std::uint32_t size() const noexcept { return head.size() + near.size() + far.size(); }
-};
-
 /// The samples of a list of n tokens; of none (tokens = 0), if the list is too short for the machinery: attend it all.
 [[nodiscard]] FitSamples fit_samples(const ClusterOptions& options, std::uint32_t n) noexcept;
-
-/// w(i) = max(a / i + b, 0) behind the head.
-struct FittedCurve {
-  double a = 0.0;
-  double b = 0.0;
-};
 
 /// The curve through the means of two windows. Where the list is not sorted, so that it would rise, it is flat.
 [[nodiscard]] FittedCurve fit_curve(ListRange near, double near_mean, ListRange far, double far_mean) noexcept;

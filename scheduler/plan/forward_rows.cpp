@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "scheduler/clusters/cluster_schedule.hpp"
+#include "scheduler/clusters/curve_fit.hpp"
 #include "scheduler/labels/label_cache.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/policy/budget.hpp"
@@ -18,6 +20,16 @@ bool ranks(const PolicySpec& spec) noexcept { return spec.sources != 0 && !spec.
 bool by_copies(const PolicySpec& spec) noexcept {
   const bool cut = spec.budget.kind == BudgetKind::top_k || spec.budget.kind == BudgetKind::top_p;
   return (only(spec, Source::exact) || only(spec, Source::pages)) && spec.estimate == Estimate::int4 && cut;
+}
+
+/// Whether clusters are chosen by 4-bit copies of some of their keys.
+bool by_clusters(const PolicySpec& spec) noexcept {
+  return only(spec, Source::clusters) && spec.estimate == Estimate::int4 && spec.budget.kind == BudgetKind::fitted;
+}
+
+/// Whether a budget is a share of the mass that the device finds.
+bool by_share(const PolicySpec& spec) noexcept {
+  return spec.budget.kind == BudgetKind::top_p || spec.budget.kind == BudgetKind::fitted;
 }
 
 /// Whether pages are chosen, and attended as they are.
@@ -74,7 +86,7 @@ bool somewhere_whole(const PolicySpec& spec) noexcept {
 Bucket features(const PolicySpec& spec) noexcept {
   const bool by_device = chooser(spec) == Chooser::device && ranks(spec) && !whole_pages(spec);
   return {.top_k = by_device && spec.budget.kind == BudgetKind::top_k,
-          .unbounded = somewhere_whole(spec) || (by_device && spec.budget.kind == BudgetKind::top_p),
+          .unbounded = somewhere_whole(spec) || (by_device && by_share(spec)),
           .pages = spec.uses(Source::pages)};
 }
 
@@ -82,7 +94,7 @@ std::string lacks(const PolicySpec& spec, const Bucket& bucket) {
   const Bucket needs = features(spec);
   if (needs.unbounded && !bucket.unbounded)
     return somewhere_whole(spec) ? "it attends everything in some layer; say so by Bucket::unbounded"
-                                 : "it chooses by top_p; say so by Bucket::unbounded";
+                                 : "it chooses a share of the mass; say so by Bucket::unbounded";
   if (needs.top_k && !bucket.top_k) return "it chooses by top_k; say so by Bucket::top_k";
   if (needs.pages && !bucket.pages) return "it ranks pages; say so by Bucket::pages";
   return {};
@@ -124,9 +136,12 @@ const char* name_of(DigestKind kind) noexcept { return kind == DigestKind::box ?
 Chooser chooser(const PolicySpec& spec) noexcept {
   if (!ranks(spec)) return spec.near.share != 0.f && !spec.uses(Source::all) ? Chooser::neither : Chooser::device;
   if (spec.near.share != 0.f) return Chooser::neither;
-  if (spec.bypass_threshold == 0.f) return by_copies(spec) || whole_pages(spec) ? Chooser::device : Chooser::cpu;
+  if (spec.bypass_threshold == 0.f)
+    return by_copies(spec) || by_clusters(spec) || whole_pages(spec) ? Chooser::device : Chooser::cpu;
   return by_copies(spec) ? Chooser::neither : Chooser::cpu;
 }
+
+bool clusters_on_device(const PolicySpec& spec) noexcept { return by_clusters(spec); }
 
 std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
   std::uint32_t queries = spec.bypass_threshold > 0.f ? 1 : 0;
@@ -150,6 +165,7 @@ ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const R
   ForwardNeeds needs{.bucket = features(spec)};
   if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, shape.page_tokens));
   if (needs.bucket.top_k) needs.picks = tokens_per_head(spec, tokens, shape);
+  if (by_clusters(spec)) needs.clusters = ClusterSchedule::most_clusters(spec.clusters, tokens);
   if (!needs.bucket.pages) return needs;
   needs.ranked = pages_per_head(spec, tokens / shape.page_tokens, tokens, shape);
   // All tokens are attended while they are so few.
@@ -166,6 +182,8 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
   if (spec.uses(Source::pages) && limits.digests != spec.pages.digest)
     return std::string("it ranks pages by their ") + name_of(spec.pages.digest) +
            " digests; set EngineOptions::digests";
+  if (by_clusters(spec) && limits.cluster_sequences == 0)
+    return "it chooses among clusters on the device; set EngineOptions::cluster_sequences and max_clusters";
   if (const std::uint64_t least = least_far_tokens(spec, limits.shape); spec.far.min_tokens < least)
     return too_few_far_tokens(spec, least);
   const std::uint64_t window = window_of(spec, limits.shape.page_tokens);
@@ -200,13 +218,25 @@ ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowSh
   if (whole_pages(spec)) return row;
   const std::uint32_t candidates =
       row.page_picks != 0 ? row.page_picks * shape.page_tokens : row.recent_begin - row.sink_end;
-  if (spec.budget.kind == BudgetKind::top_p) {
+  if (by_share(spec)) {
     row.most = most_per_head(spec, tokens, shape);
     row.mass = row.most == 0 ? 0.f : spec.budget.mass;
   } else {
     row.picks = std::min(tokens_per_head(spec, tokens, shape), candidates);
   }
   return row;
+}
+
+void choose_clusters(const PolicySpec& spec, std::uint32_t slot, std::uint32_t count, std::uint32_t tokens,
+                     ForwardRow& row) noexcept {
+  const FitSamples samples = fit_samples(spec.clusters, std::min(tokens, row.tokens));
+  row.recent_begin = std::min(row.recent_begin, samples.tokens);
+  row.sink_end = std::min(row.sink_end, row.recent_begin);
+  row.clusters = {.slot = slot, .count = count, .samples = samples};
+  if (samples.tokens != 0 && row.sink_end != row.recent_begin) return;
+  row.sink_end = row.recent_begin = row.tokens;
+  row.mass = 0.f;
+  row.clusters = {};
 }
 
 ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t drafts,

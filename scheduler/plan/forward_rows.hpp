@@ -19,6 +19,9 @@ enum class Chooser : std::uint8_t {
 };
 [[nodiscard]] Chooser chooser(const PolicySpec& spec) noexcept;
 
+/// Whether the device clusters keys for a policy, and chooses among the clusters.
+[[nodiscard]] bool clusters_on_device(const PolicySpec& spec) noexcept;
+
 /// Queries of a prompt's newest tokens that a policy begins with.
 [[nodiscard]] std::uint32_t prompt_queries(const PolicySpec& spec) noexcept;
 
@@ -34,6 +37,7 @@ struct ForwardLimits {
   RowShape shape{};
   std::uint32_t max_window = 0;         ///< sinks and recent tokens together
   std::optional<DigestKind> digests{};  ///< of pages
+  std::uint32_t cluster_sequences = 0;  ///< that may have clusters on the device
 };
 
 /// What forwards with a policy's rows need to have, if their sequences have up to `tokens` tokens. Of the bucket, the
@@ -44,6 +48,7 @@ struct ForwardNeeds {
       0;  ///< sinks and recent tokens together; 0 if the bucket is unbounded and that does not matter
   std::uint32_t picks = 0;
   std::uint32_t ranked = 0;  ///< pages that a query head chooses
+  std::uint32_t clusters = 0;  ///< that a KV head chooses among
 };
 [[nodiscard]] ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept;
 
@@ -57,6 +62,11 @@ struct ForwardNeeds {
 /// What the row of a sequence's token chooses from, if `tokens` are visible to it: a function of policy, length and
 /// shape alone. List and packed row are the caller's.
 [[nodiscard]] ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept;
+
+/// Makes a row, or a team, of such a policy choose among clusters: `count` of them hold its sequence's first `tokens`
+/// tokens. All newer ones are attended. It attends everything where these are too few for the machinery.
+void choose_clusters(const PolicySpec& spec, std::uint32_t slot, std::uint32_t count, std::uint32_t tokens,
+                     ForwardRow& row) noexcept;
 
 /// What a team of `drafts` tokens behind `tokens` others chooses from: at least what each of its rows would choose by
 /// itself, if that is a number; if it is a share of the mass, as large a share. So each draft has a budget of far

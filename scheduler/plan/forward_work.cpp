@@ -16,6 +16,7 @@ struct RowTokens {
   std::uint64_t window = 0;  ///< sinks and recent ones, or all
   std::uint64_t most = 0;    ///< that it may attend, these included
   std::uint64_t scored = 0;  ///< whose 4-bit copies are read
+  std::uint64_t sampled = 0;  ///< likewise, to choose clusters
 };
 
 RowTokens tokens_of(const WorkPlace& place, const ForwardRow& row) noexcept {
@@ -30,6 +31,8 @@ RowTokens tokens_of(const WorkPlace& place, const ForwardRow& row) noexcept {
   if (row.most != kNone) picked = std::min(picked, std::uint64_t{place.shape.group()} * row.most);
   tokens.most = tokens.window + std::min(picked, between);
   if (row.ranks()) tokens.scored = row.in_pages() ? in_pages + tokens.window : row.tokens;
+  if (row.clusters.count != 0)
+    tokens.sampled = std::uint64_t{place.shape.group()} * (row.clusters.samples.size() + tokens.window);
   return tokens;
 }
 
@@ -44,6 +47,9 @@ struct LayerTokens {
   std::uint32_t asking = 0;  ///< for which the CPU chooses
   std::uint64_t pages = 0;
   std::uint64_t scored = 0;
+  std::uint32_t clustered = 0;  ///< rows that choose among clusters
+  std::uint64_t clusters = 0;   ///< of them
+  std::uint64_t sampled = 0;    ///< tokens
   double attended = 0.0;
 };
 
@@ -60,6 +66,9 @@ LayerTokens tokens_of(const WorkPlace& place, std::span<const ForwardRow> rows, 
     all.asking += row.asks != 0 ? 1 : 0;
     all.pages += std::uint64_t{place.shape.kv_heads} * row.pages;
     all.scored += place.shape.kv_heads * tokens.scored;
+    all.clustered += row.clusters.count != 0 ? 1 : 0;
+    all.clusters += std::uint64_t{place.shape.kv_heads} * row.clusters.count;
+    all.sampled += place.shape.kv_heads * tokens.sampled;
     all.attended += static_cast<double>(place.shape.kv_heads * tokens.window) +
                     chosen * static_cast<double>(place.shape.kv_heads * (tokens.most - tokens.window));
   }
@@ -139,7 +148,9 @@ class WorkList {
     if (stage == Stage::rank) put(stage, Lane::device, tokens_.ranking, near_bytes() * tokens_.pages);
     if (stage == Stage::score) put(stage, Lane::device, tokens_.scoring, copy_bytes() * tokens_.scored);
     if (stage == Stage::choose)
-      put(stage, Lane::device, tokens_.scoring, 4 * place_.shape.group() * tokens_.scored);
+      put(stage, Lane::device, tokens_.scoring + tokens_.clustered,
+          4 * place_.shape.group() * tokens_.scored + 4 * place_.shape.head_dim * tokens_.clusters +
+              copy_bytes() * tokens_.sampled);
     if (stage == Stage::split) add_split();
     if (stage == Stage::attend) put(stage, Lane::device, tokens_.choosing, near_bytes() * near_);
     if (stage == Stage::promote) {

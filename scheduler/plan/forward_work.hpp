@@ -69,7 +69,8 @@ struct WorkShares {
 /// |            | device | likewise                                                                                |
 /// | rank       | device | reads 2 R per ranked page                                                               |
 /// | score      | device | reads head_dim / 2 + 4 per scored token                                                 |
-/// | choose     | device | reads 4 per query head and scored token                                                 |
+/// | choose     | device | reads 4 per query head and scored token; of rows that choose among clusters 4 head_dim  |
+/// |            |        | per cluster, and head_dim / 2 + 4 per sampled token                                     |
 /// | split      | device | writes 4 per near token                                                                 |
 /// |            | link   | writes 4 per far token that the CPU attends                                             |
 /// | attend     | device | reads 2 R per near token                                                                |

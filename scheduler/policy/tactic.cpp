@@ -7,6 +7,10 @@
 // the share of all that is attended, and where those hold it no cluster is read. The paper does not say; not to count
 // them would be safe, but keeps more than P asks for.
 //
+// With `int4` (tactic | int4) samples are estimated by 4-bit copies, and the device does all of it: the same k-means,
+// by gpu/kernels/cluster, and the verb `choose_clusters` instead of what is here, which then only tests compare it
+// with.
+//
 // A budget of far tokens is first of those in no cluster, then of clusters. Where it cannot hold the former, each query
 // head attends the best of them by their scores, and no cluster.
 
@@ -40,8 +44,8 @@ class SampledTokens {
  public:
   void reset(std::uint32_t tokens) { set_.reset(tokens); }
   void add(std::uint32_t token) noexcept { set_.add(token); }
-  /// Reads every K row once.
-  void score(std::uint32_t tokens, const float* q, std::uint32_t group, KvReader& kv) {
+  /// Reads every K row once, or its 4-bit copy.
+  void score(std::uint32_t tokens, const float* q, std::uint32_t group, Estimate estimate, KvReader& kv) {
     before_.resize((std::size_t{tokens} + 63) / 64);
     list_.clear();
     for (std::size_t word = 0; word < before_.size(); ++word) {
@@ -51,7 +55,8 @@ class SampledTokens {
       }
     }
     scores_.resize(list_.size() * group);
-    if (!list_.empty()) kv.score(q, list_, scores_.data());
+    if (!list_.empty() && estimate == Estimate::int4) kv.estimate(q, list_, scores_.data());
+    if (!list_.empty() && estimate != Estimate::int4) kv.score(q, list_, scores_.data());
     group_ = group;
   }
   /// Of a token that was added.
@@ -111,7 +116,7 @@ class FittedPolicy final : public LayerPolicy {
     counters.expanded_per_head += std::uint64_t{recent} * group_;
     counters.candidates += scratch.united.united() + recent;
     counters.near_hits += scratch.united.near_hits();
-    counters.scored += scratch.sampled.size();
+    (spec_.estimate == Estimate::int4 ? counters.estimated : counters.scored) += scratch.sampled.size();
   }
 
   /// Clustering takes a step's time, so it is left to the background. Whether it is due depends on the context's length
@@ -175,7 +180,7 @@ class FittedPolicy final : public LayerPolicy {
     for (std::uint32_t h = 0; h < group_; ++h) {
       for_each_sample(samples, head, h, [&](std::uint32_t token, std::uint32_t) { scratch.sampled.add(token); });
     }
-    scratch.sampled.score(context.tokens, context.q, group_, *context.kv);
+    scratch.sampled.score(context.tokens, context.q, group_, spec_.estimate, *context.kv);
   }
 
   /// Adds what query head `h` attends, at most `most` tokens; returns how many that are.

@@ -166,9 +166,13 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
       "top_k");
   const bool own_scores =
       kind == BudgetKind::fitted || kind == BudgetKind::progressive || kind == BudgetKind::sampled;
-  refuse_if(scored && own_scores && !exact,
-            "int4, channels and hadamard estimate candidates before top_k or top_p cut them; fitted, progressive and "
-            "sampled score as they go");
+  const bool fitted_by_copies = kind == BudgetKind::fitted && spec.estimate == Estimate::int4;
+  refuse_if(
+      scored && own_scores && !exact && !fitted_by_copies,
+      "int4, channels and hadamard estimate candidates before top_k or top_p cut them, and int4 before fitted does; "
+      "progressive and sampled score as they go");
+  refuse_if(scored && fitted_by_copies && !spec.far.all(),
+            "fitted by int4 is the device's choice, which knows no budget of far tokens; drop far, or int4");
   const bool labelled = scored && (spec.estimate == Estimate::channels || spec.estimate == Estimate::hadamard);
   refuse_if(labelled && (kind == BudgetKind::top_p || kind == BudgetKind::verified),
             "channels and hadamard tell which keys come first, not what they weigh; write int4 instead, or use top_k");

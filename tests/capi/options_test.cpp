@@ -28,6 +28,8 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.prefill_gamma == want.prefill.flex.gamma);
   CHECK(got.placement == SLUICE_PLACE_HYBRID);
   CHECK(got.fetch_share == 0.f);
+  CHECK(got.cluster_sequences == 0);
+  CHECK(got.max_clusters == want.max_clusters);
   CHECK(got.prefix_bytes == want.prefix_bytes);
   CHECK(got.prefix_decoded == 0);
   CHECK(got.pin_threads == 1);
@@ -67,6 +69,8 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   options.digests = SLUICE_DIGESTS_BOX;
   options.max_ranked = 77;
   options.max_window = 55;
+  options.cluster_sequences = 3;
+  options.max_clusters = 44;
   options.import_rows = 22;
   options.prefill_window = 64;
   options.prefill_mode = SLUICE_PREFILL_AUTOMATIC;

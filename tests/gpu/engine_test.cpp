@@ -58,6 +58,8 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   make_room_for(spec, 1500, options);
   const bool chooses_here = options.cpu_sequences != 0;
   if (chooses_here) options.cpu_sequences = rows;
+  const bool clusters = options.cluster_sequences != 0;
+  if (clusters) options.cluster_sequences = rows;
   Engine engine(options, rig.device);
   ForwardTensors tensors(*rig.device, shape, rows);
   // Before anything was planned: what is captured depends on the bucket alone.
@@ -65,7 +67,7 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   if (graphs) graph = std::make_unique<Graph>(engine, tensors, static_cast<cudaStream_t>(rig.stream));
   // Where the CPU attends some, rows come near beside the layer's merge.
   const bool promotes_apart = near_blocks != 0 && (placement == PlacementMode::stream || fetch_share == 1.f);
-  if (graph && !chooses_here) REQUIRE(graph->nodes() == 2 + (promotes_apart ? 6 : 5) * shape.layers);
+  if (graph && !chooses_here && !clusters) REQUIRE(graph->nodes() == 2 + (promotes_apart ? 6 : 5) * shape.layers);
   std::vector<Teller> tellers;
   std::vector<SequenceId> ids;
   for (const Story& story : stories) {
@@ -170,6 +172,25 @@ TEST_CASE("a captured forward whose lists are shared is the forward, and what th
   const auto want = told(false, share);
   REQUIRE(told(true, share) == want);
   REQUIRE(difference(want, told(false, 0.f)) < 2e-3);
+}
+
+TEST_CASE("a captured forward that chooses among clusters is the forward, behind a clustering, too",
+          "[engine][gpu][clusters]") {
+  const std::uint32_t rows = GENERATE(1u, 4u);
+  const std::uint32_t near_blocks = GENERATE(0u, 9u);
+  const std::uint32_t head_dim = GENERATE(64u, 128u);
+  const AttentionShape shape{.layers = 3, .q_heads = 8, .kv_heads = 2, .head_dim = head_dim};
+  CAPTURE(rows, near_blocks, head_dim);
+  const EngineRig rig = engine_rig();
+  std::vector<Story> stories;
+  for (std::uint32_t i = 0; i < rows; ++i) stories.emplace_back(shape, 400 + 130 * i, 170 + i);
+  const auto told = [&](bool graphs) {
+    return decode(rig, shape, stories, near_blocks, 80, graphs, PlacementMode::hybrid,
+                  "tactic:least=64,size=8,recluster=64 | int4 | fitted=0.7");
+  };
+  const auto want = told(false);
+  REQUIRE(std::ranges::none_of(want, [](float x) { return std::isnan(x); }));
+  REQUIRE(told(true) == want);
 }
 
 TEST_CASE("a captured forward grows with its sequence, past pages and past what is near", "[engine][gpu]") {

@@ -1,9 +1,11 @@
 // The cluster index, its ranking, and the curve fit: Tactic's parts.
 
+#include "scheduler/clusters/cluster_schedule.hpp"
 #include "scheduler/clusters/cluster_source.hpp"
 #include "scheduler/clusters/curve_fit.hpp"
 #include "tests/scheduler/fakes.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/random.hpp"
 
 #include <cmath>
 #include <numeric>
@@ -106,6 +108,49 @@ TEST_CASE("with one token per cluster the order is the exact one", "[clusters]")
       REQUIRE(kv.logit(q.data(), h, order[i - 1]) >= kv.logit(q.data(), h, order[i]) - 1e-5);
     }
     REQUIRE(ordered_tokens(source, h, 100, 250) == std::vector(order.begin() + 100, order.begin() + 250));
+  }
+}
+
+TEST_CASE("the device's clusters are due when the CPU's are, and taken back as these", "[clusters]") {
+  const ClusterOptions options{.tokens_per_cluster = 30, .recluster_every = 100, .min_tokens = 300};
+  FakeKv kv = FakeKv::random(2'000, kDim, kGroup, 7);
+  sluice::test::Random random(8);
+  for (std::uint32_t round = 0; round < 40; ++round) {
+    ClusterSource source(options, kShape);
+    ClusterSchedule schedule(options);
+    const std::uint32_t prompt = 250 + random.below(400);
+    schedule.advance(prompt);
+    schedule.forget();  // Another part of the prompt.
+    REQUIRE(schedule.clustered() == 0);
+    source.begin({.kv_head = 0, .tokens = prompt, .kv = &kv});
+    for (std::uint32_t tokens = prompt, step = 0; tokens < 1'500 && step < 400; ++step) {
+      schedule.advance(tokens);  // The next token sees as many.
+      CAPTURE(prompt, tokens, step);
+      REQUIRE(schedule.clustered() == source.clustered());
+      REQUIRE(schedule.clusters() <= ClusterSchedule::most_clusters(options, tokens));
+      std::uint32_t at = 0;
+      std::uint32_t clusters = 0;
+      schedule.for_each_behind(
+          0, [&](std::uint32_t first, std::uint32_t count, std::uint32_t first_cluster, std::uint32_t more) {
+            REQUIRE(first == at);
+            REQUIRE(first_cluster == clusters);
+            REQUIRE(more == std::max(1u, count / 30));
+            at += count;
+            clusters += more;
+          });
+      REQUIRE(at == schedule.clustered());
+      REQUIRE(clusters == schedule.clusters());
+      schedule.for_each_behind(at, [](auto...) { FAIL("all of it is made"); });
+      tokens += 1 + random.below(60);
+      source.cluster_new(tokens, kv);
+      if (random.below(4) != 0) continue;
+      tokens = std::max(prompt, tokens - std::min(tokens, random.below(250)));
+      source.truncate(tokens);
+      schedule.truncate(tokens);
+      REQUIRE(schedule.known());
+    }
+    schedule.truncate(prompt - 1);
+    REQUIRE_FALSE(schedule.known());
   }
 }
 

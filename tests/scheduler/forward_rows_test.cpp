@@ -166,6 +166,42 @@ TEST_CASE("a row's heads together choose no more far tokens than have a budget, 
   REQUIRE(bound);
 }
 
+TEST_CASE("rows choose among clusters of their first tokens and attend all others", "[plan][clusters]") {
+  const PolicySpec policy = parse_policy("tactic | int4 | near=0,sinks=4,recent=20");
+  REQUIRE(chooser(policy) == Chooser::device);
+  REQUIRE(clusters_on_device(policy));
+  REQUIRE(chooser(parse_policy("tactic")) == Chooser::cpu);
+  REQUIRE_FALSE(clusters_on_device(parse_policy("clusters | int4 | top_p=0.9 | near=0")));
+  const ForwardNeeds needs = forward_needs(policy, 5'000, kLayer);
+  REQUIRE(needs.bucket.unbounded);
+  REQUIRE(needs.clusters >= 4'000 / 32 + 1);
+  REQUIRE(
+      forward_unserved(policy, {.unbounded = true}, {.shape = kLayer, .max_window = 99}).find("cluster_sequences") !=
+      std::string::npos);
+  REQUIRE(forward_unserved(policy, {.unbounded = true}, {.shape = kLayer, .max_window = 99, .cluster_sequences = 1})
+              .empty());
+  for (const std::uint32_t clustered : {4'000u, 4'990u}) {
+    ForwardRow row = forward_row(policy, 5'000, kLayer);
+    choose_clusters(policy, 3, 125, clustered, row);
+    REQUIRE(row.clusters.slot == 3);
+    REQUIRE(row.clusters.count == 125);
+    REQUIRE(row.clusters.samples.tokens == clustered);
+    REQUIRE(row.sink_end == 4);
+    REQUIRE(row.recent_begin == std::min(clustered, 4'980u));
+    REQUIRE(row.mass == 0.9f);
+    REQUIRE_FALSE(row.ranks());
+    REQUIRE(row.in(0, 100).clusters.count == 0);
+  }
+  // Too few for the machinery.
+  for (const std::uint32_t clustered : {0u, 300u, 511u}) {
+    ForwardRow row = forward_row(policy, 600, kLayer);
+    choose_clusters(policy, 3, clustered / 32, clustered, row);
+    REQUIRE(row.whole());
+    REQUIRE(row.clusters.count == 0);
+    REQUIRE(row.mass == 0.f);
+  }
+}
+
 TEST_CASE("with `far=all`, or a budget that does not bind, rows are as without it", "[plan][far]") {
   const std::string text = GENERATE("exact | int4 | top_k=max(20, 5%)", "exact | int4 | top_p=0.9", "quest",
                                     "pages:pages=9 | int4 | top_k=40", "lfps", "psa");

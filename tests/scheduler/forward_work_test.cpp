@@ -159,6 +159,17 @@ TEST_CASE("a share of each list that the device chose is the link's") {
   REQUIRE(sum_of(whole, Stage::attend_far, Lane::cpu).items == 0);
 }
 
+TEST_CASE("rows with clusters read centroids and a few copies, and score nothing else") {
+  ForwardRow row = row_of("tactic | int4 | near=0,sinks=2,recent=6 | dense=1", 3'000);
+  scheduler::choose_clusters(parse_policy("tactic | int4"), 0, 90, 2'900, row);
+  const auto items = forward_work(place_for({.decode_rows = 1, .unbounded = true}), {&row, 1}, {}, {});
+  REQUIRE(sum_of(items, Stage::score, Lane::device).items == 0);
+  REQUIRE(sum_of(items, Stage::choose, Lane::device).items == kShape.layers - 1);
+  const std::uint64_t sampled = row.clusters.samples.size() + 2 + 100;
+  REQUIRE(items[find(items, Stage::choose, 1)].read ==
+          kShape.kv_heads * (90 * 4 * kShape.head_dim + kShape.group() * sampled * kCopy));
+}
+
 TEST_CASE("dense layers attend everything, and score nothing") {
   const ForwardRow row = row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6 | dense=1", 300);
   const auto items = forward_work(place_for({.decode_rows = 1, .unbounded = true}), {&row, 1}, {}, {});

@@ -17,6 +17,8 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("pages | progressive=0.95,rule=certified"), {"digest box", "pages:box"});
   expect(complaint("pages | sampled"), {"sampled corrects", "lsh | sampled"});
   expect(complaint("lsh | int4 | sampled"), {"estimate candidates", "score as they go"});
+  expect(complaint("tactic | channels=9"), {"estimate candidates", "int4 before fitted"});
+  expect(complaint("tactic | int4 | far=5000"), {"no budget of far tokens", "drop far"});
   expect(complaint("pages | progressive=0.9 | bypass=0.8"), {"bypass works with"});
   expect(complaint("all | top_p=0.9"), {"write exact instead"});
   expect(complaint("none | int4"), {"name one"});

@@ -71,6 +71,7 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "snapshot:budget=99,pooling=mean,floor=3%+exact | int4 | top_p=0.7",
       "adamas | page=8",
       "vattention:heavy=99,delta=1%",
+      "clusters:size=16 | int4 | fitted=0.8 | near=0%",
       "exact | int4 | verified=3%,delta=0.2,heavy=max(9, 5%),sample=7%",
       "pages:box | progressive=98%,microbatch=7,rule=certified | page=32",
       "lfps:alpha=0.3 | bypass=off | near=20%,sinks=1,recent=2",

@@ -112,6 +112,7 @@ TEST_CASE("teams that are taken back one after another leave their policy as it 
 
 TEST_CASE("drafts attend everything before them where the policy of their team chooses all of it", "[engine][drafts]") {
   const char* const policy = GENERATE("exact | top_k=400 | near=0,sinks=2,recent=6", "tactic:least=400 | near=0",
+                                      "tactic:least=64,size=4,recluster=64 | int4 | fitted=1",
                                       "pages | progressive=1,microbatch=2 | near=0,sinks=4,recent=16",
                                       "history:observe_every=3 | top_k=400 | near=0,sinks=4,recent=0");
   const std::uint32_t near = GENERATE(0u, 9u, 40u);

@@ -25,7 +25,8 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
   options.host_bytes = 100 * block_bytes(options);
   options.near_bytes = near * near_block_bytes(options);
   options.sequences = 8;
-  options.cpu_sequences = 6;
+  options.cpu_sequences = options.cluster_sequences = 6;
+  options.max_clusters = 200;
   options.prefill_window = 64;
   return options;
 }

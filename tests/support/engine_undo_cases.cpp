@@ -22,6 +22,7 @@ constexpr std::uint32_t kPrompt = 150;
 constexpr const char* kHistory = "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16";
 const std::vector<const char*> kPolicies = {"lfps",
                                             "tactic:least=64,size=4,recluster=64",
+                                            "tactic:least=64,size=4,recluster=64 | int4",
                                             "magicpig:recent_prompt=8 | dense=1",
                                             "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
                                             "exact | channels=8 | top_k=24 | near=0",

@@ -44,6 +44,9 @@ class ForwardingVerbs : public ForwardVerbs {
     return inner_.scratch_bytes(memory);
   }
   void apply(const ForwardMemory& memory, void* stream) override { inner_.apply(memory, stream); }
+  void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) override {
+    inner_.cluster(memory, clusterings, stream);
+  }
   void begin(const ForwardMemory& memory, void* stream) override { inner_.begin(memory, stream); }
   void append(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.append(memory, layer); }
   void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.prefill(memory, layer); }

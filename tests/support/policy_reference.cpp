@@ -49,7 +49,9 @@ void Reference::take(std::uint32_t tokens, bool queries) {
 runtime::HostKv Reference::reader(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t tokens) {
   runtime::HostKv kv(host_, shape_,
                      {.base = pages_[layer * shape_.kv_heads + kv_head].data(), .frames = frames_.data(), .layout = layout_});
-  kv.use_codes(tokens == 0 ? 0 : (tokens - 1) / kPageTokens);
+  // The device copies keys as they come.
+  const bool all = policy_.budget.kind == BudgetKind::fitted;
+  kv.use_codes(tokens == 0 ? 0 : all ? static_cast<std::uint32_t>(frames_.size()) : (tokens - 1) / kPageTokens);
   return kv;
 }
 

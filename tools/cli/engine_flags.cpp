@@ -121,6 +121,7 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
   options.prompt_queries = options.max_picks = options.max_ranked = options.max_window = 1;
   for (const PolicySpec& policy : policies) make_room_for(policy, room.tokens, options);
   if (options.cpu_sequences != 0) options.cpu_sequences = options.sequences;
+  if (options.cluster_sequences != 0) options.cluster_sequences = options.sequences;
   options.prefill = room.prefill;
   options.import_rows = std::min(options.import_rows, room.tokens);
   options.threads = flags.threads;

@@ -14,8 +14,12 @@ namespace sluice::gpu {
 struct ClusterItem {
   const std::byte* base = nullptr;        ///< device or registered host memory, 16-byte aligned
   const std::uint32_t* frames = nullptr;  ///< of the pages from first / page_tokens on
+  // As ClusterTask has them; all but the first may be null.
   float* centroids_out = nullptr;
   std::uint32_t* assignment_out = nullptr;
+  std::uint32_t* members_out = nullptr;
+  std::uint32_t* starts_out = nullptr;
+  std::uint32_t first = 0;  ///< token of the first key
   std::uint32_t skip = 0;  ///< tokens of the first page before the first key
   std::uint32_t count = 0;
   std::uint32_t clusters = 0;
@@ -23,7 +27,6 @@ struct ClusterItem {
   std::uint32_t page_tokens = 0;
   std::uint32_t chunk_keys = 0;  ///< keys of one chunk of the counting sort, a multiple of 32
   std::uint32_t chunks = 0;
-  std::uint32_t unused = 0;
   std::uint64_t seed = 0;
   std::byte* keys = nullptr;            ///< [count, head_dim]; NaN throughout if not finite
   std::byte* terms = nullptr;           ///< [clusters, 2, head_dim]: each centroid as the sum of two rows
@@ -37,8 +40,9 @@ struct ClusterItem {
 };
 
 struct ClusterShape {
-  DType dtype = DType::bf16;
+  DType dtype = DType::bf16;  ///< of keys, once they are gathered
   std::uint32_t head_dim = 128;
+  bool scaled = false;  ///< they lie as E4m3 has them, and become bf16
 };
 
 /// What one launch of all items has to cover: the largest of each.

@@ -5,8 +5,10 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/cluster/cluster.hpp"
+#include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/mma.cuh"
+#include "sluice/page.hpp"
 #include "sluice/permutation.hpp"
 
 namespace sluice::gpu {
@@ -26,6 +28,21 @@ __device__ __forceinline__ bool moves(const ClusterItem& item, std::uint32_t ite
   return iteration < item.iterations && item.changed[iteration] != 0;
 }
 
+/// Eight elements of a key where it lies, as 16 bits each; `piece` counts them.
+template <DType kType, std::uint32_t kDim>
+__device__ __forceinline__ uint4 load_piece(const ClusterItem& item, std::uint32_t token, std::uint32_t piece) {
+  const std::uint64_t frame = item.frames[token / item.page_tokens];
+  const std::uint32_t row = token % item.page_tokens;
+  if constexpr (detail::kScaled<kType>) {
+    const PageLayout layout{.page_tokens = item.page_tokens, .head_dim = kDim, .dtype = kType};
+    const std::byte* const page = item.base + frame * layout.page_bytes();
+    const float scale = *reinterpret_cast<const float*>(page + layout.scales_offset() + row * layout.scale_bytes());
+    return detail::unfold_codes(*reinterpret_cast<const uint2*>(page + row * kDim + piece * 8), scale);
+  } else {
+    return *reinterpret_cast<const uint4*>(item.base + (frame * 2 * item.page_tokens + row) * (2 * kDim) + piece * 16);
+  }
+}
+
 /// Copies the keys out of their pages, where they may be far away; kPieces lanes per key.
 template <DType kType, std::uint32_t kDim>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ TaskArray<ClusterItem> items) {
@@ -38,10 +55,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   // All lanes take part in every turn, because they vote.
   for (std::uint32_t first = blockIdx.x * kRows; first < item.count; first += gridDim.x * kRows) {
     const std::uint32_t key = min(first + threadIdx.x / kPieces, item.count - 1);
-    const std::uint32_t token = item.skip + key;
-    const std::uint64_t row = std::uint64_t{item.frames[token / item.page_tokens]} * 2 * item.page_tokens;
-    const std::byte* const from = item.base + (row + token % item.page_tokens) * (2 * kDim) + piece * 16;
-    uint4 words = *reinterpret_cast<const uint4*>(from);
+    uint4 words = load_piece<kType, kDim>(item, item.skip + key, piece);
     std::uint32_t bad = 0;
     for (const std::uint32_t word : {words.x, words.y, words.z, words.w}) {
       const std::uint32_t exponents = word & kExponents;
@@ -227,7 +241,13 @@ __global__ void __launch_bounds__(kThreads)
   const ClusterItem& item = items[blockIdx.y];
   const std::uint64_t step = std::uint64_t{gridDim.x} * kThreads;
   const std::uint64_t first = std::uint64_t{blockIdx.x} * kThreads + threadIdx.x;
-  for (std::uint64_t i = first; i < item.count; i += step) item.assignment_out[i] = item.assignment[i];
+  for (std::uint64_t i = first; i < item.count && item.assignment_out != nullptr; i += step)
+    item.assignment_out[i] = item.assignment[i];
+  // The lists are those of the last iteration in which a key changed hands: the first one is such.
+  for (std::uint64_t i = first; i < item.count && item.members_out != nullptr; i += step)
+    item.members_out[i] = item.first + item.members[i];
+  for (std::uint64_t i = first; i <= item.clusters && item.starts_out != nullptr; i += step)
+    item.starts_out[i] = item.first + item.starts[i];
   const std::uint64_t floats = std::uint64_t{item.clusters} * head_dim;
   for (std::uint64_t i = first; i < floats; i += step) item.centroids_out[i] = item.centroids[i];
 }
@@ -253,7 +273,11 @@ void launch_cluster_begin(const TaskArray<ClusterItem>& items, const ClusterExte
   for_shape(shape, [&]<DType kType, std::uint32_t kDim>() {
     dim3 grid = blocks(extent.count, kThreads / (kDim / detail::kUnit), items);
     grid.x = std::min(grid.x, kMaxBlocks);
-    gather_kernel<kType, kDim><<<grid, kThreads, 0, stream>>>(items);
+    if (shape.scaled) {
+      gather_kernel<DType::fp8_e4m3, kDim><<<grid, kThreads, 0, stream>>>(items);
+    } else {
+      gather_kernel<kType, kDim><<<grid, kThreads, 0, stream>>>(items);
+    }
     check(cudaGetLastError(), "launch the kernel that gathers keys");
     begin_kernel<kType, kDim><<<blocks(extent.clusters, kWarps, items), kThreads, 0, stream>>>(items);
     check(cudaGetLastError(), "launch the kernel that chooses centroids");
@@ -293,6 +317,7 @@ void load_cluster_update_kernels() {
     for (const std::uint32_t head_dim : {64u, 128u}) {
       for_shape({.dtype = dtype, .head_dim = head_dim}, [&]<DType kType, std::uint32_t kDim>() {
         load(gather_kernel<kType, kDim>);
+        load(gather_kernel<DType::fp8_e4m3, kDim>);
         load(begin_kernel<kType, kDim>);
         load(move_kernel<kType, kDim>);
       });

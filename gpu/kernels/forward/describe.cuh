@@ -55,6 +55,11 @@ __device__ inline void describe(const ForwardMemory& m, const ForwardScratch& sc
                                      .p = row.mass,
                                      .softcap = m.shape.softcap};
   }
+  if (scratch.cluster_tasks != nullptr && m.bucket.unbounded) {
+    ChooseClustersTask choice = clusters_task(m, row, list, plane);
+    choice.scratch = scratch.cluster_room + first * scratch.cluster_words * sizeof(std::uint32_t);
+    scratch.cluster_tasks[list] = choice;
+  }
   for (std::uint32_t h = 0; h < group && m.bucket.top_k && m.bucket.pages; ++h) {
     scratch.top_k_rows[first + h] = {.values = task.out + std::uint64_t{h} * values + candidates.begin,
                                      .out = m.picks + std::uint64_t{first + h} * m.max_picks,

@@ -30,6 +30,12 @@ struct ForwardScratch {
   TopKRow* page_rows = nullptr;          ///< [decode_rows, q_heads] likewise
   TopKRow* top_k_rows = nullptr;         ///< likewise: tokens of their pages
   TopPRow* top_p_rows = nullptr;         ///< likewise, if the largest bucket is unbounded
+  // If sequences may have clusters:
+  ChooseClustersTask* cluster_tasks = nullptr;  ///< [decode_rows, kv_heads]
+  std::byte* cluster_room = nullptr;            ///< [decode_rows, kv_heads] of as many words for each query head
+  std::uint64_t cluster_words = 0;
+  std::byte* clustering = nullptr;  ///< scratch memory of clusterings, of a few KV heads at a time
+  std::uint64_t clustering_bytes = 0;
   AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]; then as many of fetched rows
   std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
   float* partials = nullptr;             ///< of AttendArgs

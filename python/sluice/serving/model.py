@@ -77,6 +77,8 @@ class PackedModel:
         made.make_room_for(policy, self.context)
         if made.cpu_sequences:
             made.cpu_sequences = sequences
+        if made.cluster_sequences:
+            made.cluster_sequences = sequences
         choose_near(made, options.get("near_bytes"), self.context, SERVED_SHARE)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         # No mask is registered for this name, and so none is made: the engine knows which rows are whose.

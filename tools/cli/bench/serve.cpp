@@ -115,6 +115,7 @@ class ServeBench {
     sizes.largest.prefill_rows = options_.engine.prefill_chunk;
     sizes.largest.prefills = options_.prefills;
     if (sizes.cpu_sequences != 0) sizes.cpu_sequences = options_.batch;
+    if (sizes.cluster_sequences != 0) sizes.cluster_sequences = options_.batch;
     return sizes;
   }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "scheduler/clusters/cluster_schedule.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/plan/forward_work.hpp"
@@ -30,6 +31,7 @@ EngineOptions options_of(const Workload& work) {
   options.near_bytes *= work.rows;
   options.sequences = options.largest.decode_rows = work.rows;
   if (options.cpu_sequences != 0) options.cpu_sequences = work.rows;
+  if (options.cluster_sequences != 0) options.cluster_sequences = work.rows;
   return options;
 }
 
@@ -87,8 +89,13 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
                                    .fetch_share = fetch_share_of(work.fetch_share),
                                    .bucket = decoding,
                                    .promotes = work.near_share > 0.0};
-  std::vector<ForwardRow> rows(
-      work.rows, scheduler::forward_row(work.policy, work.tokens, scheduler::row_shape(work.shape, work.page_tokens)));
+  ForwardRow row = scheduler::forward_row(work.policy, work.tokens, scheduler::row_shape(work.shape, work.page_tokens));
+  if (scheduler::clusters_on_device(work.policy)) {  // As if all that is before it had been a prompt.
+    scheduler::ClusterSchedule schedule(work.policy.clusters);
+    schedule.advance(work.tokens - 1);
+    scheduler::choose_clusters(work.policy, 0, schedule.clusters(), schedule.clustered(), row);
+  }
+  std::vector<ForwardRow> rows(work.rows, row);
   for (std::uint32_t i = 0; i < work.rows; ++i) rows[i].list = rows[i].at = i;
   const std::vector<WorkItem> items = scheduler::forward_work(place, rows, {},
                                                               {.near = work.near_hits,

@@ -63,6 +63,7 @@ EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) 
   sizes.max_picks = sizes.max_ranked = sizes.max_window = sizes.prompt_queries = 1;
   make_room_for(options.policy, sizes.largest.max_tokens, sizes);
   if (sizes.cpu_sequences != 0) sizes.cpu_sequences = options.rows;
+  if (sizes.cluster_sequences != 0) sizes.cluster_sequences = options.rows;
   return sizes;
 }
 

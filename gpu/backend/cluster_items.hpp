@@ -1,0 +1,12 @@
+#pragma once
+
+#include "gpu/kernels/cluster/cluster.hpp"
+#include "sluice/carver.hpp"
+#include "sluice/select_verbs.hpp"
+
+namespace sluice::gpu {
+
+/// A task as the kernels see it but for its frames, with scratch memory that `scratch` hands out.
+[[nodiscard]] ClusterItem cluster_item(const ClusterTask& task, Carver& scratch);
+
+}  // namespace sluice::gpu
