@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "sluice/error.hpp"
@@ -94,13 +95,14 @@ ClusterTask task_of(BackendUnderTest& under_test, const Placed& placed, const Cl
 /// Each cluster's tokens one after the other, as their assignment says.
 void require_lists(const ClusterTask& task) {
   if (task.count == 0) return;
-  std::vector<std::uint32_t> starts{task.first};
-  std::vector<std::uint32_t> members;
-  for (std::uint32_t cluster = 0; cluster < task.clusters; ++cluster) {
-    for (std::uint32_t i = 0; i < task.count; ++i)
-      if (task.assignment[i] == cluster) members.push_back(task.first + i);
-    starts.push_back(task.first + static_cast<std::uint32_t>(members.size()));
-  }
+  const std::vector<std::uint32_t> assignment(task.assignment, task.assignment + task.count);
+  std::vector<std::uint32_t> members(task.count);
+  std::iota(members.begin(), members.end(), task.first);
+  std::ranges::stable_sort(members, {}, [&](std::uint32_t token) { return assignment[token - task.first]; });
+  std::vector<std::uint32_t> starts(task.clusters + 1, task.first);
+  for (const std::uint32_t cluster : assignment) ++starts[cluster + 1];
+  for (std::uint32_t cluster = 0; cluster < task.clusters; ++cluster)
+    starts[cluster + 1] += starts[cluster] - task.first;
   REQUIRE(std::equal(members.begin(), members.end(), task.members));
   REQUIRE(std::equal(starts.begin(), starts.end(), task.starts));
 }

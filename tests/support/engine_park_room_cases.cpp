@@ -49,7 +49,7 @@ TEST_CASE("what does not fit is not resumed, and changes nothing", "[engine][par
   changed.largest.top_k = false;
   refused_by(changed, Errc::unsupported);
   changed = options;
-  changed.sequences = changed.cpu_sequences = 1;
+  changed.sequences = changed.cpu_sequences = changed.cluster_sequences = 1;
   Engine full(changed, rig.device);
   const SequenceId only = full.begin(policy);
   REQUIRE(code_of([&] { (void)full.resume(area, "model 1"); }) == Errc::out_of_capacity);

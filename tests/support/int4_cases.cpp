@@ -298,6 +298,26 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
   }
 }
 
+TEST_CASE("lists of pages without visible tokens are minus infinity, and no copy is read", "[backend][int4]") {
+  const auto group = GENERATE(1u, 7u);
+  CAPTURE(group);
+  constexpr std::uint32_t kListed = 5;
+  constexpr std::uint32_t kPageTokens = 16;
+  const auto under_test = backend_under_test();
+  const Problem problem({.tokens = kPageTokens, .head_dim = 64, .group = group, .page_tokens = kPageTokens});
+  const Placed placed = place(*under_test, problem);
+  const auto lists = under_test->array<std::uint32_t>(std::size_t{group} * kListed);
+  std::ranges::fill(lists, 0u);
+  const std::size_t row = std::size_t{kListed} * kPageTokens;
+  const auto out = under_test->array(group * row + 1, kUntouched);
+  const std::vector<ScoreInt4Task> tasks(
+      1, {.q = placed.q, .frames = placed.device_frames, .lists = lists.data(), .listed = kListed, .out = out.data()});
+  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->finish();
+  REQUIRE(out.back() == kUntouched);
+  REQUIRE(std::ranges::all_of(out.first(group * row), [](float score) { return score == -kInf; }));
+}
+
 TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[backend][int4]") {
   struct Window {
     std::uint32_t sinks, recent;  ///< `recent` of the tokens are recent

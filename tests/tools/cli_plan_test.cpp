@@ -232,7 +232,7 @@ json measured_report() {
 
 TEST_CASE("plan: what was measured is planned with its shares and held against its times") {
   Planner planner;
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const auto compared = [&](const json& report) {
     const Outcome outcome = planner.run("--measured '" + scratch.write("report.json", report.dump()) + "'");
     INFO(outcome.err);
@@ -271,7 +271,7 @@ TEST_CASE("plan: what was measured is planned with its shares and held against i
 
 TEST_CASE("plan: GPUs share the heads and the host, and a picture shows every curve") {
   Planner planner;
-  const ScratchDirectory scratch;
+  const TemporaryDirectory scratch;
   const std::string flags = "--policies full --length 8K,32K --layers 2 --near-hits 0.5 ";
   const json one = planner.rows(flags), two = planner.rows(flags + "--gpus 2");
   // Half of the heads, by half of the host: what is far takes as long, what is near half of that.

@@ -30,16 +30,17 @@ constexpr std::uint32_t kThreads = (kDescribes + 1) * kWarp;
 /// goes in whole lines. Requested before it is known where it goes.
 struct Row {
   static constexpr std::uint32_t kWords = kMaxHeadDim / 4 / kWarp;
-  float x[kWords][4] = {};
-  std::uint32_t words;
+  float4 x[kWords] = {};
+  std::uint32_t words = 0;
 
+  Row() = default;
   /// A launch may have more rows than there are.
   __device__ Row(const TensorView& in, std::uint32_t row, std::uint32_t head)
       : words(row < in.tokens ? in.head_dim / 4 : 0) {
     const std::byte* const from = in.row(row, head);
 #pragma unroll
     for (std::uint32_t w = 0; w < kWords; ++w) {
-      for (std::uint32_t i = 0; i < 4 && has(w); ++i) x[w][i] = load_any(from, 4 * word(w) + i, in.dtype);
+      if (has(w)) x[w] = load_four(from, word(w), in.dtype);
     }
   }
   [[nodiscard]] __device__ std::uint32_t word(std::uint32_t w) const { return threadIdx.x % kWarp + w * kWarp; }
@@ -54,9 +55,10 @@ __device__ void put_row(const Row& row, std::byte* far, std::byte* near, float* 
   for (std::uint32_t w = 0; w < Row::kWords; ++w) {
     if (!row.has(w)) continue;
     const std::uint32_t word = row.word(w);
+    const float x[4] = {row.x[w].x, row.x[w].y, row.x[w].z, row.x[w].w};
     alignas(8) std::byte rounded[8];
 #pragma unroll
-    for (std::uint32_t i = 0; i < 4; ++i) detail::store_element<kType>(rounded + 2 * i, row.x[w][i]);
+    for (std::uint32_t i = 0; i < 4; ++i) detail::store_element<kType>(rounded + 2 * i, x[i]);
     const uint2 packed = *reinterpret_cast<const uint2*>(rounded);
     reinterpret_cast<uint2*>(far)[word] = packed;
     if (near != nullptr) reinterpret_cast<uint2*>(near)[word] = packed;
@@ -71,7 +73,8 @@ __device__ void put_scaled_row(const Row& row, std::byte* far, float* far_scale,
   std::uint32_t largest = 0;
 #pragma unroll
   for (std::uint32_t w = 0; w < Row::kWords; ++w) {
-    for (const float x : row.x[w]) largest = max(largest, __float_as_uint(x) & 0x7fff'ffffu);
+    const float x[4] = {row.x[w].x, row.x[w].y, row.x[w].z, row.x[w].w};
+    for (const float each : x) largest = max(largest, __float_as_uint(each) & 0x7fff'ffffu);
   }
   largest = __reduce_max_sync(0xffff'ffffu, largest);
   const float scale = detail::scale_of(largest);
@@ -82,10 +85,11 @@ __device__ void put_scaled_row(const Row& row, std::byte* far, float* far_scale,
   for (std::uint32_t w = 0; w < Row::kWords; ++w) {
     if (!row.has(w)) continue;
     const std::uint32_t word = row.word(w);
+    const float x[4] = {row.x[w].x, row.x[w].y, row.x[w].z, row.x[w].w};
     std::uint32_t codes = 0;
 #pragma unroll
     for (std::uint32_t i = 0; i < 4; ++i) {
-      const std::uint32_t code = finite ? detail::code_of_e4m3(__fmul_rn(row.x[w][i], inverse)) : E4m3::kNaN;
+      const std::uint32_t code = finite ? detail::code_of_e4m3(__fmul_rn(x[i], inverse)) : E4m3::kNaN;
       codes |= code << (8 * i);
     }
     reinterpret_cast<std::uint32_t*>(far)[word] = codes;
@@ -134,9 +138,7 @@ __device__ void put_queries(const ForwardMemory& m, const ForwardLayer& layer, s
 #pragma unroll 2
   for (std::uint32_t i = threadIdx.x - kQueries * kWarp; i < group * words; i += (kDescribes - kQueries) * kWarp) {
     const std::byte* const row = layer.q.row(at, head * group + i / words);
-    const std::uint32_t channel = 4 * (i % words);
-    const float4 four{load_any(row, channel, layer.q.dtype), load_any(row, channel + 1, layer.q.dtype),
-                      load_any(row, channel + 2, layer.q.dtype), load_any(row, channel + 3, layer.q.dtype)};
+    const float4 four = load_four(row, i % words, layer.q.dtype);
     reinterpret_cast<float4*>(m.q + first)[i] = four;
     reinterpret_cast<float4*>(m.far_q + first)[i] = four;
   }
@@ -178,11 +180,12 @@ __global__ void __launch_bounds__(kThreads)
   const bool attends = layer.out.tokens != 0;
   // Of teams another kernel describes what they choose from.
   const bool describes = attends && m.bucket.drafts == 1 && blockIdx.x < m.bucket.decode_rows;
-  // Requested together: a load takes a good part of what this kernel does.
+  // A load takes a good part of what this kernel does: keys and values are requested before it is known where they go.
+  Row values;
+  if (warp < kQueries) values = Row(warp == 0 ? layer.k : layer.v, blockIdx.x, head);
   const ForwardStatus status = m.state->status;
   const ForwardToken token = m.tokens[blockIdx.x];
   ForwardRow row = describes ? m.rows[blockIdx.x] : ForwardRow{};
-  const Row values(warp == 0 ? layer.k : layer.v, blockIdx.x, head);
   const std::uint32_t chooses = row.list;
   const std::uint32_t at = row.at;
   if (status != ForwardStatus::running) {

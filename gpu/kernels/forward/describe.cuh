@@ -17,9 +17,22 @@ __device__ inline float load_any(const std::byte* row, std::uint32_t channel, DT
   return 0.f;
 }
 
+/// Elements 4 * word and on of a row, by one load if they lie as one wants them.
+__device__ inline float4 load_four(const std::byte* row, std::uint32_t word, DType dtype) {
+  const std::byte* const from = row + 4 * word * (dtype == DType::f32 ? 4 : 2);
+  const auto lies = [&](std::uint32_t bytes) { return (reinterpret_cast<std::uintptr_t>(from) & (bytes - 1)) == 0; };
+  if (dtype == DType::f32 && lies(16)) return *reinterpret_cast<const float4*>(from);
+  if (dtype != DType::f32 && lies(8)) {
+    const uint2 packed = *reinterpret_cast<const uint2*>(from);
+    const auto* const four = reinterpret_cast<const std::byte*>(&packed);
+    return {load_any(four, 0, dtype), load_any(four, 1, dtype), load_any(four, 2, dtype), load_any(four, 3, dtype)};
+  }
+  return {load_any(from, 0, dtype), load_any(from, 1, dtype), load_any(from, 2, dtype), load_any(from, 3, dtype)};
+}
+
 /// What the kernels that rank pages read of a row that chooses and a KV head.
 __device__ inline void describe_pages(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
-                               std::uint32_t list, std::uint32_t plane) {
+                                      std::uint32_t list, std::uint32_t plane) {
   const ScorePagesTask task = rank_task(m, row, list, plane);
   scratch.page_tasks[list] = task;
   std::uint32_t* const ranked = m.ranked_of(list, row.asks != 0);
@@ -33,7 +46,7 @@ __device__ inline void describe_pages(const ForwardMemory& m, const ForwardScrat
 
 /// What the kernels behind this one read of a row that chooses and a KV head.
 __device__ inline void describe(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardRow& row,
-                         std::uint32_t index, std::uint32_t head, std::uint32_t plane) {
+                                std::uint32_t index, std::uint32_t head, std::uint32_t plane) {
   const std::uint32_t group = m.shape.group();
   const std::uint32_t list = index * m.shape.kv_heads + head;
   const std::uint32_t first = list * group;

@@ -62,14 +62,18 @@ class Finder {
   template <std::uint32_t kWarps, std::uint32_t kHeads, std::uint32_t kRoom>
   __device__ __forceinline__ void add(Staged<kWarps, kHeads, kRoom>& staged, std::uint32_t head, std::uint32_t lanes,
                                       bool found, const Candidate& candidate, std::uint32_t& count) const {
+    const std::uint32_t lane = threadIdx.x % top_k::kWarp;
     const std::uint32_t all = __ballot_sync(top_k::kAll, found) & lanes;
-    if (found) {
-      const std::uint32_t at = count + __popc(all & ((1u << threadIdx.x % top_k::kWarp) - 1));
-      if (at < kRoom) {
-        staged.candidates[threadIdx.x / top_k::kWarp][head][at] = candidate;
-      } else {
-        put(head, atomicAdd(foresight_.counts + first_ + head, 1u), candidate);
-      }
+    const std::uint32_t at = count + __popc(all & ((1u << lane) - 1));
+    if (found && at < kRoom) staged.candidates[threadIdx.x / top_k::kWarp][head][at] = candidate;
+    const std::uint32_t over = __ballot_sync(top_k::kAll, found && at >= kRoom);
+    if (over != 0) {  // One lane counts for those of its head: single additions would queue for the same counter.
+      const std::uint32_t mine = over & lanes;
+      const std::uint32_t first = mine == 0 ? lane : __ffs(static_cast<int>(mine)) - 1;
+      std::uint32_t begin = 0;
+      if (mine != 0 && lane == first) begin = atomicAdd(foresight_.counts + first_ + head, __popc(mine));
+      begin = __shfl_sync(top_k::kAll, begin, static_cast<int>(first));
+      if ((over >> lane & 1) != 0) put(head, begin + __popc(mine & ((1u << lane) - 1)), candidate);
     }
     count += __popc(all);
   }
@@ -86,10 +90,11 @@ class Finder {
     std::uint32_t begin = 0;
     if (lane == 0 && all != 0) begin = atomicAdd(foresight_.counts + first_ + head, all);
     begin = __shfl_sync(top_k::kAll, begin, 0);
-#pragma unroll
+#pragma unroll 1
     for (std::uint32_t warp = 0; warp < kWarps; ++warp) {
       const std::uint32_t count = __shfl_sync(top_k::kAll, own, static_cast<int>(warp));
       const std::uint32_t before = __shfl_sync(top_k::kAll, inclusive, static_cast<int>(warp)) - count;
+#pragma unroll 1
       for (std::uint32_t i = lane; i < count; i += top_k::kWarp)
         put(head, begin + before + i, staged.candidates[warp][head][i]);
     }

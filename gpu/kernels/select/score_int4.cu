@@ -60,6 +60,13 @@ __device__ void score_tail(const ScoreInt4Task& task, const Part& part, DType dt
   }
 }
 
+/// Of a list whose pages have no visible tokens: there may be no copies to read.
+__device__ void fill_nothing(const ScoreInt4Task& task, const Part& part) {
+  float* const out = task.out + std::uint64_t{part.first_head} * part.stride;
+  for (std::uint32_t token = blockIdx.x * kThreads + threadIdx.x; token < part.count; token += part.blocks * kThreads)
+    out[token] = __int_as_float(0xff80'0000);
+}
+
 /// Tokens that may be candidates: what is attended anyway is none, as recent tokens score high, and would take the
 /// place of others.
 struct Eligible {
@@ -118,11 +125,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const Part part = part_of(s.task, group, layout.page_tokens, cut);
   if (blockIdx.x == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype, shape.scale);
   if (part.chunk(0) * kBlockTokens >= part.count) return;
+  if (s.task.tokens == 0) return fill_nothing(s.task, part);
   // Queries are on their way while it is found out where rows lie, and rows while queries are staged and the rows
   // before them are multiplied, if there are registers for both.
   constexpr bool kAhead = kHeadDim * kFragments <= 128;
   constexpr bool kTellsWhole = kHeadDim <= 128;  // Likewise.
-  constexpr int kTurns = kAhead ? 2 : 1;         // Unrolled: what is loaded in one turn is in place in the next.
   QueryRow<kHeadDim> query;
   if (kAhead) query.load(s.task, part.first_head, min(kAtOnce, part.heads));
   stage_octets(s, part, layout, cut.chunks);
@@ -155,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                        .out = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_key()};
     }
     std::uint32_t found[kFragments] = {};
-#pragma unroll kTurns
+#pragma unroll 1
     for (std::uint32_t turn = 0; turn < cut.chunks; ++turn) {
       const std::uint32_t at = part.first(turn);
       const std::uint32_t number = part.octet(turn);

@@ -22,8 +22,8 @@ inline constexpr std::uint32_t kWarpOctets = 4;
 inline constexpr std::uint32_t kPairs = kWarpOctets / 2;
 inline constexpr std::uint32_t kWarpTokens = kRows * kWarpOctets;
 inline constexpr std::uint32_t kBlockTokens = kWarps * kWarpTokens;
-/// Chunks of one thread block, at most: enough for a device's blocks to have all of half a million tokens at once, as
-/// one that comes later begins anew.
+/// Chunks of one thread block, at most: 264 blocks at once, of 132 multiprocessors, have all of half a million tokens
+/// of 8 KV heads, as one that comes later begins anew.
 inline constexpr std::uint32_t kMostChunks = 64;
 inline constexpr std::uint32_t kHeads = 8;                      ///< query heads that are staged at once
 inline constexpr std::uint32_t kRowHeads = 4;                   ///< query heads of a fragment
@@ -118,7 +118,7 @@ __device__ void stage_octets(Shared<kHeadDim>& s, const Part& part, const Int4La
   }
 }
 
-/// A query as a warp reads it, in memory of the device for some time: requested before it is needed.
+/// A query as a warp reads it: in registers until it is staged, as it is requested early.
 template <std::uint32_t kHeadDim>
 struct QueryRow {
   float values[kHeadDim / kWarp];
@@ -311,10 +311,11 @@ template <std::uint32_t kHeadDim>
   return row >= (rows & 0xffu) && row < rows >> 8;
 }
 
-/// The query head of a fragment, and the first token of a warp's, whose scores a lane has.
+/// The query head of a fragment whose scores a lane has.
 [[nodiscard]] __device__ __forceinline__ std::uint32_t lane_head() { return threadIdx.x % kWarp / 4 % kRowHeads; }
 /// The lanes that have scores of the same one.
 [[nodiscard]] __device__ __forceinline__ std::uint32_t lanes_of_head() { return 0x000f'000fu << 4 * lane_head(); }
+/// The first of a warp's tokens whose scores a lane has.
 [[nodiscard]] __device__ __forceinline__ std::uint32_t lane_key() {
   return threadIdx.x % kWarp / (kWarp / 2) * kRows + threadIdx.x % 4 * 2;
 }
