@@ -74,7 +74,8 @@ void DenseCache::attend(const AttentionCall& call, Stream& stream) {
                       .layout = layout_};
     tasks[head].runs = runs_;
     tasks[head].out = parts[head];
-    merges[head] = {.parts = {&parts[head], 1}, .out = call.out.row(0, static_cast<std::uint32_t>(first)), .lse = nullptr};
+    merges[head] = {
+        .parts = {&parts[head], 1}, .out = call.out.row(0, static_cast<std::uint32_t>(first)), .lse = nullptr};
   }
   backend.attend(tasks, shape_, &stream);
   backend.merge(merges, shape_, call.out.dtype, &stream);

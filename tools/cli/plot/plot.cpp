@@ -59,7 +59,8 @@ std::string mark(double x, double y, std::size_t series) {
   switch (series / kColours.size() % kShapes) {
     case 0: return "<circle cx=\"" + number(x) + "\" cy=\"" + number(y) + "\" r=\"4\" " + fill + "/>\n";
     case 1:
-      return "<rect x=\"" + number(x - 3.5) + "\" y=\"" + number(y - 3.5) + "\" width=\"7\" height=\"7\" " + fill + "/>\n";
+      return "<rect x=\"" + number(x - 3.5) + "\" y=\"" + number(y - 3.5) + "\" width=\"7\" height=\"7\" " + fill +
+             "/>\n";
     default:
       return "<path d=\"M" + number(x) + ' ' + number(y - 5) + 'L' + number(x + 4.5) + ' ' + number(y + 3.5) + 'L' +
              number(x - 4.5) + ' ' + number(y + 3.5) + "Z\" " + fill + "/>\n";
@@ -85,8 +86,9 @@ std::string to_svg(const Plot& plot) {
   const auto x_of = [&](double x) { return kLeft + x / x_most * kPlotWidth; };
   const auto y_of = [&](double y) { return kTop + (1.0 - y) * kPlotHeight; };
 
-  std::string svg = "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " + number(kWidth) + ' ' + number(kHeight) +
-                    "\" font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n";
+  std::string svg =
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " + number(kWidth) + ' ' + number(kHeight) +
+      "\" font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n";
   svg += text_at(kLeft, 22, plot.title, "start", "font-size=\"13\"");
   const double step = tick_step(x_most);
   for (int i = 0; i * step <= x_most * (1.0 + 1e-9); ++i) {
