@@ -38,7 +38,8 @@ bool PrefillBets::bet(const ChunkWork& work, std::uint32_t layer, std::uint32_t 
   return true;
 }
 
-void PrefillBets::settle(std::uint64_t kept, std::uint64_t causal, std::uint32_t q_heads, std::uint32_t& rest) noexcept {
+void PrefillBets::settle(std::uint64_t kept, std::uint64_t causal, std::uint32_t q_heads,
+                         std::uint32_t& rest) noexcept {
   balance_ += static_cast<double>(causal - kept) / q_heads;
   if (static_cast<double>(kept) > kNearlyAll * static_cast<double>(causal)) rest = kRest;
 }

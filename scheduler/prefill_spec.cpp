@@ -34,7 +34,8 @@ PrefillMode parse_prefill_mode(std::string_view text) {
 
 void validate(const PrefillSpec& spec) {
   if (std::find(kModes.begin(), kModes.end(), spec.mode) == kModes.end()) {
-    refuse("mode is " + std::to_string(static_cast<unsigned>(spec.mode)) + "; it must be a value of sluice::PrefillMode");
+    refuse("mode is " + std::to_string(static_cast<unsigned>(spec.mode)) +
+           "; it must be a value of sluice::PrefillMode");
   }
   const FlexPrefillSpec& flex = spec.flex;
   if (!(flex.gamma > 0.f && flex.gamma <= 1.f)) refuse("gamma is " + std::to_string(flex.gamma) + "; it is in (0, 1]");

@@ -95,7 +95,8 @@ std::uint64_t read_sum(const std::byte* data, std::uint64_t bytes) noexcept {
 double measure_read_gbps(const Workers& workers, std::uint64_t bytes) {
   const Lent<Block> memory(workers, bytes);
   if (memory->bytes() == 0) {
-    throw Error(Errc::out_of_capacity, "cannot allocate " + std::to_string(bytes) + " bytes to measure the read rate over");
+    throw Error(Errc::out_of_capacity,
+                "cannot allocate " + std::to_string(bytes) + " bytes to measure the read rate over");
   }
   memory->fill(workers, random_pattern(16384));
   double best = 0.0;

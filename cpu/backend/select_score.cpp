@@ -62,7 +62,8 @@ void Backend::digest(std::span<const DigestTask> tasks, DigestKind kind, const P
   });
 }
 
-void Backend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype, Stream*) {
+void Backend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
+                          Stream*) {
   if (tasks.empty()) return;
   check("score_pages", shape);
   check_tensor_type("score_pages", digest_dtype);

@@ -17,13 +17,15 @@ std::string group_reason(const AttentionShape& shape) {
            " KV heads (need a positive multiple)";
   }
   if (shape.group() <= kMaxGroup) return {};
-  return std::to_string(shape.group()) + " query heads per KV head (CPU kernels have up to " + std::to_string(kMaxGroup) + ")";
+  return std::to_string(shape.group()) + " query heads per KV head (CPU kernels have up to " +
+         std::to_string(kMaxGroup) + ")";
 }
 
 std::string layout_reason(const AttentionShape& shape, const PageLayout& layout) {
   if (layout.page_tokens == 0) return "pages of 0 tokens";
   if (layout.head_dim == shape.head_dim) return {};
-  return "pages of head_dim " + std::to_string(layout.head_dim) + " for a shape of head_dim " + std::to_string(shape.head_dim);
+  return "pages of head_dim " + std::to_string(layout.head_dim) + " for a shape of head_dim " +
+         std::to_string(shape.head_dim);
 }
 
 [[noreturn]] void refuse(const char* verb, const std::vector<std::string>& reasons) {

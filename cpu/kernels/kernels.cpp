@@ -96,7 +96,8 @@ const Kernels& find_kernels(std::string_view name) {
     if (name == kernels->name) return *kernels;
     have += (have.empty() ? "" : ", ") + std::string(kernels->name);
   }
-  throw Error(Errc::unsupported, "CPU kernels '" + std::string(name) + "' are unknown or not for this CPU; have " + have);
+  throw Error(Errc::unsupported,
+              "CPU kernels '" + std::string(name) + "' are unknown or not for this CPU; have " + have);
 }
 
 const Kernels& fastest_kernels() {

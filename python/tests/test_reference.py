@@ -27,7 +27,10 @@ def generator():
 
 REFERENCE = generator()
 PAGES = REFERENCE.pages_of(ROOT / "include" / "sluice")
-ALL = html.unescape("\n".join(PAGES.values())).replace("\\*", "*")  # As it is read.
+# As it is read, but with the marks of the headers.
+ALL = html.unescape("\n".join(PAGES.values())).replace("\\*", "*")
+for mark, word in REFERENCE.MARKS.items():
+    ALL = ALL.replace(f"*{word}*", f"@{mark}")
 
 
 def public(text: str) -> list[str]:
@@ -101,8 +104,9 @@ def test_bodies_are_cut_and_strings_are_none() -> None:
 
 def test_comments_become_prose() -> None:
     """Their paragraphs, lists and @ lines are ones of the page. What is aligned stays as it is."""
-    comment = ["Of `a < b` and T* < U*:", "- one", "  that goes on", "- two", "Then this.", "@throws Error if not"]
+    comment = ["Of `a < b` and T* < U*:", "- one", "  that goes on", "- two", "Then this.", "@throws Error if not",
+               "@param `@param` it"]
     assert REFERENCE.prose(comment) == [
         "Of `a < b` and T\\* &lt; U\\*:", "", "- one", "  that goes on", "- two", "", "Then this.", "",
-        "@throws Error if not", ""]
+        "*Throws* Error if not", "", "*Parameter* `@param` it", ""]
     assert REFERENCE.prose(["a:", "  x   1", "  y   2"]) == ["```text", "a:\n  x   1\n  y   2", "```", ""]

@@ -1,9 +1,9 @@
 // Double Sparsity (Yang et al., arXiv 2408.07092): the best tokens by a few channels of their keys. Its parts:
 //   labels            labels/label_cache.cpp
 //   top-k, attending  sparse_policy.cpp
-// The paper chooses channels offline, on a calibration set; here they are the prompt's own. Like those of its code labels
-// are an eighth of 128 channels, but in bf16 instead of 4 bits: 1/16 of keys and values. It keeps 1/16 of the tokens, as
-// this does; each query head has its own.
+// The paper chooses channels offline, on a calibration set; here they are the prompt's own. Like those of its code
+// labels are an eighth of 128 channels, but in bf16 instead of 4 bits: 1/16 of keys and values. It keeps 1/16 of the
+// tokens, as this does; each query head has its own.
 
 #include "scheduler/policy/policies.hpp"
 

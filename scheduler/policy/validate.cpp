@@ -69,7 +69,8 @@ void check_clusters(const ClusterOptions& clusters) {
   }
   if (!(clusters.far_window - clusters.near_window > clusters.window_share)) {
     reject("clusters.far_window", number(clusters.far_window),
-           "(near_window + window_share, 1): windows that overlap fit no curve, and every context would be attended densely");
+           "(near_window + window_share, 1): windows that overlap fit no curve, and every context would be attended "
+           "densely");
   }
   if (!(clusters.head_share < clusters.near_window - clusters.window_share / 2)) {
     reject("clusters.head_share", number(clusters.head_share),
@@ -118,7 +119,8 @@ void check_far(const FarOptions& far) {
 template <class Enum>
 void check_enum(const char* field, Enum value, Enum last) {
   if (value <= last) return;
-  reject(field, std::to_string(static_cast<unsigned>(value)), "[0, " + std::to_string(static_cast<unsigned>(last)) + "]");
+  reject(field, std::to_string(static_cast<unsigned>(value)),
+         "[0, " + std::to_string(static_cast<unsigned>(last)) + "]");
 }
 
 void check_enums(const PolicySpec& spec) {
@@ -150,16 +152,19 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
                 : "without a source there is nothing to estimate or cut; name one, such as pages");
   refuse_if(!scored && spec.bypass_threshold > 0.f,
             "a bypass spares the search for tokens, and this policy does not search; drop it, or name a source");
-  refuse_if(scored && kind == BudgetKind::fitted && !only(Source::clusters),
-            "fitted needs the order that clusters give, and nothing beside them; write clusters | fitted=0.9, or use top_p");
-  refuse_if(scored && kind == BudgetKind::progressive && !only(Source::pages),
-            "progressive walks down the ranking of pages and needs nothing beside them; write pages | progressive=0.95, or "
-            "use top_p");
+  refuse_if(
+      scored && kind == BudgetKind::fitted && !only(Source::clusters),
+      "fitted needs the order that clusters give, and nothing beside them; write clusters | fitted=0.9, or use top_p");
+  refuse_if(
+      scored && kind == BudgetKind::progressive && !only(Source::pages),
+      "progressive walks down the ranking of pages and needs nothing beside them; write pages | progressive=0.95, or "
+      "use top_p");
   refuse_if(scored && kind == BudgetKind::progressive && spec.budget.rule == ProgressRule::certified &&
                 spec.pages.digest != DigestKind::box,
             "the rule certified needs page scores that are bounds, which only the digest box gives; write pages:box");
-  refuse_if(scored && kind == BudgetKind::sampled && !only(Source::lsh),
-            "sampled corrects for the chance of a hash collision and needs lsh alone; write lsh | sampled, or use top_k");
+  refuse_if(
+      scored && kind == BudgetKind::sampled && !only(Source::lsh),
+      "sampled corrects for the chance of a hash collision and needs lsh alone; write lsh | sampled, or use top_k");
   refuse_if(
       scored && kind == BudgetKind::verified && !only(Source::exact),
       "verified samples from all tokens that are not kept and needs exact alone; write exact | verified=0.1, or use "

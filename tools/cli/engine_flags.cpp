@@ -12,7 +12,9 @@ namespace sluice::tools {
 
 void add_engine_flags(CLI::App& app, EngineFlags& flags) {
   const auto read_placement = [&flags](const std::string& text) { flags.placement = parse_placement(text); };
-  app.add_option_function<std::string>("--placement", read_placement, "Who attends what is chosen and not near: the CPU in place, or the device over the link")
+  app.add_option_function<std::string>(
+         "--placement", read_placement,
+         "Who attends what is chosen and not near: the CPU in place, or the device over the link")
       ->type_name("hybrid|stream")
       ->default_str(to_string(flags.placement));
   add_fetch_share(app, flags.fetch_share);

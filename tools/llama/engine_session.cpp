@@ -23,7 +23,11 @@ EngineSession::EngineSession(const Model& model, sluice::Engine& engine, std::sh
 
 EngineSession::EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device,
                              SequenceId sequence)
-    : model_(model), engine_(engine), device_(std::move(device)), sequence_(sequence), tokens_(engine.tokens(sequence)) {
+    : model_(model),
+      engine_(engine),
+      device_(std::move(device)),
+      sequence_(sequence),
+      tokens_(engine.tokens(sequence)) {
   require_room();
   take_stream();
 }

@@ -24,6 +24,8 @@ PAGES = {
 TYPE = re.compile(
     r"(?:template\s*<[^{;]*?>\s*)?(?:struct|class|enum(?:\s+class)?|union)\s+(?:(?:\[\[\w+\]\]|alignas\(\w+\))\s*)?([\w:]+)")
 INDENT = 2
+MARKS = {"throws": "Throws", "return": "Returns", "param": "Parameter"}
+MARK = re.compile(rf"@({'|'.join(MARKS)})\b")
 
 
 class Item(NamedTuple):
@@ -169,9 +171,13 @@ def prose(comment: list[str]) -> list[str]:
         page += [""] if at and begins and not line.startswith("  ") else []
         # Code is between backticks, and stays as it is.
         parts = line.split("`")
-        page.append("`".join(part if at % 2 else part.replace("<", "&lt;").replace("*", "\\*")
-                             for at, part in enumerate(parts)))
+        page.append("`".join(part if at % 2 else worded(part) for at, part in enumerate(parts)))
     return [*page, ""]
+
+
+def worded(text: str) -> str:
+    """Text as Markdown, with words for its @ marks."""
+    return MARK.sub(lambda mark: f"*{MARKS[mark[1]]}*", text.replace("<", "&lt;").replace("*", "\\*"))
 
 
 def in_list(comment: list[str], at: int) -> bool:

@@ -85,7 +85,8 @@ Json config_of(const EvalOptions& options, const EngineFlags& runtime, const Nam
   Json modes = Json::array();
   for (const PrefillSpec& prefill : prefills) modes.push_back(to_json(prefill));
   Json compositions = Json::object();
-  for (std::size_t i = 0; i < policies.names.size(); ++i) compositions[policies.names[i]] = to_string(policies.specs[i]);
+  for (std::size_t i = 0; i < policies.names.size(); ++i)
+    compositions[policies.names[i]] = to_string(policies.specs[i]);
   return {{"model", options.model},
           {"tasks", split_list(options.tasks)},
           {"lengths", options.lengths},
@@ -113,10 +114,12 @@ int run(const EvalOptions& options) {
   const std::vector<NeedleOptions> needles = needles_of(options);
   const std::vector<PrefillSpec> prefills = parse_prefills(options.prefill);
   if (cells.empty() && needles.empty()) {
-    throw Error(Errc::invalid_argument, "--tasks: the list is empty; name at least one, e.g. niah,kv, or give --needles 1");
+    throw Error(Errc::invalid_argument,
+                "--tasks: the list is empty; name at least one, e.g. niah,kv, or give --needles 1");
   }
   if (!cells.empty() && options.model.empty()) {
-    throw Error(Errc::invalid_argument, "--model: the tasks need one, such as tests/data/testbed; or give --tasks \"\"");
+    throw Error(Errc::invalid_argument,
+                "--model: the tasks need one, such as tests/data/testbed; or give --tasks \"\"");
   }
   require_distinct({{"--output", options.output.path}, {"--plot", options.plot, !options.plot.empty()}});
   const OutputTarget target(options.output.path);
@@ -175,9 +178,10 @@ void add_eval(CLI::App& app, int& exit_code) {
   command->add_option("--lengths", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
   command
-      ->add_option("--policies", options->policies,
-                   "`presets`, or a comma list; a comma followed by key=value goes on with the policy before it, ; always "
-                   "ends it")
+      ->add_option(
+          "--policies", options->policies,
+          "`presets`, or a comma list; a comma followed by key=value goes on with the policy before it, ; always "
+          "ends it")
       ->capture_default_str();
   add_prefill_flags(*command, options->prefill, true);
   add_count(*command, "--count", options->task.count, "Prompts per task and length", {.least = 1, .most = 1 << 20});
@@ -192,8 +196,9 @@ void add_eval(CLI::App& app, int& exit_code) {
       ->capture_default_str()
       ->type_name("SHARE");
   command
-      ->add_option("--needles", options->needles,
-                   "Also synthetic attention of Llama-3.1-8B's shape: comma list of needles per step, e.g. 1,16; needs no model")
+      ->add_option(
+          "--needles", options->needles,
+          "Also synthetic attention of Llama-3.1-8B's shape: comma list of needles per step, e.g. 1,16; needs no model")
       ->type_name("LIST");
   command->add_option("--needle-tokens", options->needle_tokens, "Length of the synthetic context, K allowed")
       ->capture_default_str();

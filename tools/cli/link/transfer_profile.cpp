@@ -33,7 +33,8 @@ json parse(const std::string& path) {
     document = parse_json(read_text_file(path, kMostBytes), "JSON");
   } catch (const Error& error) {
     if (error.code() == Errc::corrupt) refuse(path, error.what());
-    throw Error(error.code(), "transfer profile '" + path + "': " + error.what() + ", or write one by `sluice link --save-profile`");
+    throw Error(error.code(),
+                "transfer profile '" + path + "': " + error.what() + ", or write one by `sluice link --save-profile`");
   }
   if (!document.is_object() || document.value("kind", json()) != kKind) refuse(path, "is no transfer profile");
   const json version = document.value("schema_version", json());
@@ -56,7 +57,8 @@ double microseconds(const json& object, const char* key) {
   const json& value = object.at(key);
   if (!value.is_number() || !std::isfinite(value.get<double>()) || value.get<double>() < 0.0)
     throw Error(Errc::corrupt, std::string(key) + " is no time");
-  if (value.get<double>() > kMostTransfer_us) throw Error(Errc::corrupt, std::string(key) + " is too long for a transfer");
+  if (value.get<double>() > kMostTransfer_us)
+    throw Error(Errc::corrupt, std::string(key) + " is too long for a transfer");
   return value.get<double>();
 }
 

@@ -37,8 +37,9 @@ Json rows_of(const std::string& file) {
     refuse("is no report of `sluice eval` with tasks");
   }
   for (const Json& row : document.at(place)) {
-    const bool named = row.is_object() && row.contains("policy") && row["policy"].is_string() && row.contains("prefill") &&
-                       row["prefill"].is_string() && row.contains("accuracy") && row["accuracy"].is_number();
+    const bool named = row.is_object() && row.contains("policy") && row["policy"].is_string() &&
+                       row.contains("prefill") && row["prefill"].is_string() && row.contains("accuracy") &&
+                       row["accuracy"].is_number();
     if (!named || !row.contains("near_bytes_share") || !row.contains("far_bytes_share")) {
       refuse("has a row without policy, prefill, accuracy, near_bytes_share or far_bytes_share");
     }

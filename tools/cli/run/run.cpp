@@ -70,8 +70,9 @@ void add_run(CLI::App& app, int& exit_code) {
   add_device_flags(*command, options->device);
   add_engine_flags(*command, options->engine);
   command
-      ->add_option("--session", options->session,
-                   "File that keeps what was read of the prompt: a prompt that begins with all of it goes on from there")
+      ->add_option(
+          "--session", options->session,
+          "File that keeps what was read of the prompt: a prompt that begins with all of it goes on from there")
       ->type_name("FILE");
   add_trace(*command, options->trace);
   add_output(*command, options->output);
