@@ -29,5 +29,6 @@ TEST_CASE("options go by whether there is a GPU", "[cli][recommended]") {
   CHECK(options({.host_available = 128 * GiB, .cores = 16, .device_memory = 80 * GiB}) ==
         std::vector<std::string>{"--host-size 96G", "--host-bytes 96GiB", "--near-size 20G", "--near-bytes 20480MiB",
                                  "--threads 15", "--option threads=15"});
+  CHECK(options({.host_available = 0, .cores = 2}).front() == "--host-size SIZE");
   CHECK(options({.host_available = 8 * GiB, .cores = 1, .device_memory = 8 * GiB}).at(4) == "--threads 1");
 }

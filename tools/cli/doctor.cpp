@@ -52,7 +52,9 @@ class Findings {
 void look_at_memory(Findings& findings) {
   const MemoryFacts memory = memory_facts();
   const std::string found = format_size(memory.available) + " of " + format_size(memory.total) + " available";
-  if (memory.available < kUsefulMemory) {
+  if (memory.available == MemoryFacts::kNoLimit) {
+    findings.note("memory", "the kernel does not say", "mount /proc, or choose --host-size yourself");
+  } else if (memory.available < kUsefulMemory) {
     findings.missing("memory", found, "free some, or raise the control group's memory.max: the host pool needs it");
   } else {
     findings.ok("memory", found);
@@ -118,7 +120,8 @@ int run(const OutputOptions& output, const std::string& machine) {
   Report report{.command = "doctor", .config = Json::object()};
   report.extra = {{"usable", findings.usable()}};
   report.tables.push_back(findings.table());
-  report.tables.push_back(recommended_options({.host_available = memory_facts().available,
+  const std::uint64_t available = memory_facts().available;
+  report.tables.push_back(recommended_options({.host_available = available == MemoryFacts::kNoLimit ? 0 : available,
                                                .cores = usable_cores(),
                                                .device_memory = device == nullptr ? 0 : device->info().memory_bytes}));
   if (!machine.empty()) machine_target.commit(to_json(this_machine(device, 0, Effort::thorough)).dump(2) + "\n");

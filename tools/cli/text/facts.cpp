@@ -38,6 +38,9 @@ const char* version() noexcept { return SLUICE_VERSION; }
 
 MemoryFacts memory_facts() {
   MemoryFacts facts{.total = meminfo_bytes("MemTotal"), .available = cpu::available_memory_bytes()};
+  // Without /proc only control groups limit it, and one without a limit has a number that no machine has bytes for.
+  constexpr std::uint64_t kMore = std::uint64_t{1} << 50;
+  if (facts.total == 0 && facts.available >= kMore) facts.available = MemoryFacts::kNoLimit;
   rlimit locked{};
   if (::getrlimit(RLIMIT_MEMLOCK, &locked) == 0 && locked.rlim_cur != RLIM_INFINITY) {
     facts.locked_limit = locked.rlim_cur;
@@ -75,7 +78,7 @@ Json host_facts() {
     // A report without a machine map is still a report; `doctor` is where the reason is told.
   }
   facts["memory_bytes"] = memory.total;
-  facts["memory_available_bytes"] = memory.available;
+  facts["memory_available_bytes"] = memory.available == MemoryFacts::kNoLimit ? Json() : Json(memory.available);
   facts["os"] = operating_system();
   facts["compiler"] = __VERSION__;
   facts["gpu"] = cuda_devices() == 0 ? Json() : Json(cuda_device_facts(0).name);

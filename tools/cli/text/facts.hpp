@@ -15,7 +15,7 @@ namespace sluice::tools {
 struct MemoryFacts {
   static constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
   std::uint64_t total = 0;
-  std::uint64_t available = 0;            ///< what the kernel and the control groups leave
+  std::uint64_t available = 0;            ///< what the kernel and the control groups leave; kNoLimit: neither says
   std::uint64_t locked_limit = kNoLimit;  ///< RLIMIT_MEMLOCK
 };
 [[nodiscard]] MemoryFacts memory_facts();

@@ -33,8 +33,13 @@ Table recommended_options(const MachineRoom& room) {
       .columns = {{"what", "what"}, {"run", "sluice run"}, {"serve", "python -m sluice serve"}, {"why", "why"}}};
   const std::string server_size =
       host % GiB == 0 ? std::to_string(host / GiB) + "GiB" : std::to_string(host / MiB) + "MiB";
-  table.rows.push_back({"keys and values in host memory", "--host-size " + size, "--host-bytes " + server_size,
-                        "three quarters of what is available: " + tokens_of(host) + " of Llama-3.1-8B in bf16"});
+  if (room.host_available != 0) {
+    table.rows.push_back({"keys and values in host memory", "--host-size " + size, "--host-bytes " + server_size,
+                          "three quarters of what is available: " + tokens_of(host) + " of Llama-3.1-8B in bf16"});
+  } else {
+    table.rows.push_back({"keys and values in host memory", "--host-size SIZE", "--host-bytes SIZE",
+                          "three quarters of what is available, which the kernel does not say here"});
+  }
   if (room.device_memory != 0) {
     table.rows.push_back({"keys and values near", "--near-size " + format_size(near),
                           "--near-bytes " + std::to_string(near / MiB) + "MiB",

@@ -8,9 +8,9 @@ namespace sluice::tools {
 
 /// What a machine has, as far as options go by it. Sizes in bytes.
 struct MachineRoom {
-  std::uint64_t host_available = 0;
-  std::uint32_t cores = 1;          ///< that the process may use
-  std::uint64_t device_memory = 0;  ///< of the GPU; 0: there is none
+  std::uint64_t host_available = 0;  ///< 0: unknown
+  std::uint32_t cores = 1;           ///< that the process may use
+  std::uint64_t device_memory = 0;   ///< of the GPU; 0: there is none
 };
 
 /// Host memory for keys and values: three quarters of what is available, in whole GiB; in MiB below one.
