@@ -154,6 +154,55 @@ TEST_CASE("the device's clusters are due when the CPU's are, and taken back as t
   }
 }
 
+/// Of the order that a source gives head `h`, the tokens that hold 90% of the mass.
+std::size_t tokens_for_mass(ClusterSource& source, FakeKv& kv, const std::vector<float>& q, std::uint32_t h,
+                            std::uint32_t n) {
+  source.rank(q.data(), kv);
+  double all = 0.0;
+  for (std::uint32_t token = 0; token < n; ++token) all += std::exp(kv.logit(q.data(), h, token));
+  double sum = 0.0;
+  std::size_t count = 0;
+  for (const std::uint32_t token : ordered_tokens(source, h, 0, n)) {
+    if (sum >= 0.9 * all) break;
+    sum += std::exp(kv.logit(q.data(), h, token));
+    ++count;
+  }
+  return count;
+}
+
+TEST_CASE("blocks that are clustered by themselves order tokens about as well as all of them anew", "[clusters]") {
+  constexpr std::uint32_t kTokens = 4'096, kPrompt = 2'048, kTopics = 60;
+  const bool drifts = GENERATE(false, true);
+  // A block with fewer clusters than it has topics mixes them.
+  const auto [every, most] = GENERATE(table<std::uint32_t, double>({{2'048, 1.05}, {1'024, 1.12}, {512, 1.35}}));
+  FakeKv kv = FakeKv::random(kTokens, kDim, kGroup, 31);
+  sluice::test::Random random(32);
+  std::vector<float> topics(std::size_t{kTopics} * kDim);
+  for (float& x : topics) x = static_cast<float>(random.normal());
+  for (std::uint32_t token = 0; token < kTokens; ++token) {
+    // What is generated is about other things, half of which the prompt is not about.
+    const std::uint32_t topic = random.below(kTopics / 2) + (drifts && token >= kPrompt ? kTopics / 4 : 0);
+    for (std::uint32_t c = 0; c < kDim; ++c)
+      kv.k[std::size_t{token} * kDim + c] = topics[topic * kDim + c] + 0.5f * static_cast<float>(random.normal());
+  }
+  const ClusterOptions options{.tokens_per_cluster = 32, .recluster_every = every};
+  ClusterSource appended(options, kShape), anew(options, kShape);
+  appended.begin({.kv_head = 0, .tokens = kPrompt, .kv = &kv});
+  appended.cluster_new(kTokens, kv);
+  anew.begin({.kv_head = 0, .tokens = kTokens, .kv = &kv});
+  REQUIRE(appended.clustered() == kTokens);
+  std::size_t by_blocks = 0, at_once = 0;
+  for (std::uint32_t i = 0; i < 10; ++i) {
+    const std::vector<float> q = random_queries(kGroup, kDim, 40 + i, 2.f);
+    for (std::uint32_t h = 0; h < kGroup; ++h) {
+      by_blocks += tokens_for_mass(appended, kv, q, h, kTokens);
+      at_once += tokens_for_mass(anew, kv, q, h, kTokens);
+    }
+  }
+  CAPTURE(drifts, every, by_blocks, at_once);
+  REQUIRE(static_cast<double>(by_blocks) <= most * static_cast<double>(at_once));
+}
+
 TEST_CASE("new tokens are clustered when there are enough, none lost and none twice", "[clusters]") {
   FakeKv kv = FakeKv::random(1'000, kDim, kGroup, 7);
   ClusterSource source({.tokens_per_cluster = 20, .recluster_every = 100, .min_tokens = 300}, kShape);
