@@ -2,83 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <limits>
 #include <thread>
 #include <vector>
 
 #include "cpu/backend/verbs.hpp"
 #include "cpu/threads/lent.hpp"
 #include "cpu/threads/spin.hpp"
-#include "sluice/int4.hpp"
 #include "sluice/partial.hpp"
 
 namespace sluice::cpu {
 namespace {
-
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-/// A row of K or V to its far page and, if there is one, its near page. `scale`: the far row's, if such rows have some.
-void put_row(const Kernels& kernels, const ForwardMemory& m, const TensorView& in, std::uint32_t row,
-             std::uint32_t head, std::byte* far, float* scale, std::byte* near) {
-  float wide[kMaxHeadDim];
-  kernels_for(kernels, in.dtype).widen(in.row(row, head), wide, m.shape.head_dim);
-  write_row(kernels, m.far_layout, wide, far, scale);
-  if (near != nullptr) copy_near(kernels, m, far, scale, near);
-}
-
-/// All heads of a packed row.
-void fill_out(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t at, float value,
-              float lse) {
-  float filled[kMaxHeadDim];
-  std::fill_n(filled, m.shape.head_dim, value);
-  for (std::uint32_t head = 0; head < layer.out.heads; ++head) {
-    kernels_for(kernels, layer.out.dtype).narrow(filled, layer.out.row(at, head), m.shape.head_dim);
-    if (layer.lse != nullptr) layer.lse[std::uint64_t{at} * layer.out.heads + head] = lse;
-  }
-}
-
-/// Queries of a prompt's last tokens, for the policies of the CPU.
-void append_tail(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t r) {
-  const std::uint32_t without = layer.k.tokens - layer.q.tokens;
-  if (r < without) return;
-  const std::uint64_t row = std::uint64_t{layer.layer} * m.tail_rows + m.tokens[r].tail;
-  for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
-    kernels_for(kernels, layer.q.dtype)
-        .widen(layer.q.row(r - without, h), m.tails + (row * m.shape.q_heads + h) * m.shape.head_dim, m.shape.head_dim);
-  }
-}
-
-void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t r,
-                  std::uint32_t head) {
-  const Int4Layout copy(m.layout);
-  const std::uint32_t row = m.row_of(m.tokens[r].list, m.tokens[r].position);
-  const std::uint32_t block = row / m.layout.page_tokens;
-  const std::uint32_t at = row % m.layout.page_tokens;
-  const std::uint32_t plane = m.plane(layer.layer, head);
-  std::byte* const page = m.far_block(plane, block);
-  std::byte* const far = page + at * m.far_layout.row_bytes();
-  auto* const scales = const_cast<float*>(scales_in(m.far_layout, page, at));
-  const std::uint32_t place = m.near_row_of(plane, row);
-  std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
-  put_row(kernels, m, layer.k, r, head, far, scales, near);
-  put_row(kernels, m, layer.v, r, head, far + m.far_layout.half_bytes(), scales == nullptr ? nullptr : scales + 1,
-          near == nullptr ? nullptr : near + m.layout.half_bytes());
-  std::byte* const codes = m.codes + m.far_page(plane, block) * copy.page_bytes();
-  const ElementKernels& of = kernels_for(kernels, m.far_layout.dtype);
-  of.make_codes({.k = far,
-                 .scales = scales,
-                 .codes = codes + at * copy.row_bytes(),
-                 .params = codes + copy.params_offset() + at * Int4Layout::kParamBytes,
-                 .rows = 1,
-                 .head_dim = m.shape.head_dim});
-  if (m.digests == nullptr || at + 1 != m.layout.page_tokens) return;
-  (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)({.k = page,
-                                                                         .scales = scales_in(m.far_layout, page),
-                                                                         .out = m.digest_of(plane, block),
-                                                                         .rows = m.layout.page_tokens,
-                                                                         .head_dim = m.shape.head_dim});
-}
 
 /// Waits for the CPU; what it is too late with it need not do. By the clock of a process that runs: one that was
 /// suspended has not waited.
@@ -142,19 +75,6 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row,
 }
 
 }  // namespace
-
-void append(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
-  const bool attends = layer.out.tokens != 0;
-  for (std::uint32_t r = 0; r < m.bucket.rows(); ++r) {
-    const bool padding = runs(m) && m.tokens[r].list == kNone;
-    if (attends && (padding || !runs(m)))
-      fill_out(kernels, m, layer, r, padding ? 0.f : kNaN, padding ? kEmptyLse : kNaN);
-    if (padding || !runs(m)) continue;
-    for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) append_token(kernels, m, layer, r, h);
-    if (m.tokens[r].tail != kNone) append_tail(kernels, m, layer, r);
-  }
-  if (attends && runs(m)) append_queries(kernels, m.teams(), layer);
-}
 
 void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
   if (!runs(m)) return;

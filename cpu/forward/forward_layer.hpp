@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <limits>
 
 #include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
@@ -49,6 +50,11 @@ inline void copy_near(const Kernels& kernels, const ForwardMemory& m, const std:
   read_row(kernels, m.far_layout, far, scale, wide);
   write_row(kernels, m.layout, wide, near, nullptr);
 }
+
+inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+/// The outputs of all heads of a packed row.
+void fill_out(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer, std::uint32_t at,
+              float value, float lse);
 
 /// Near rows of freed blocks, and of the tokens that come, when a slip's lists have been taken.
 void acquire_rows(const ForwardMemory& memory);

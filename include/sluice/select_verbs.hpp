@@ -56,7 +56,7 @@ struct ScorePagesTask {
 /// is left out, the value is -infinity. The tail's rows come last.
 struct ScoreInt4Task {
   const float* q = nullptr;               ///< [group, head_dim]
-  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()], 16-byte aligned; 64 GiB at most
   const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
   std::uint32_t tokens = 0;               ///< visible, of those that have copies
   const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run

@@ -16,12 +16,7 @@ void HostKv::score(const float* q, std::span<const std::uint32_t> tokens, float*
 void HostKv::estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
   const auto copied = std::lower_bound(tokens.begin(), tokens.end(), copied_tokens_) - tokens.begin();
   const auto count = static_cast<std::size_t>(copied);
-  if (count != 0 && copies_ == nullptr) copy_and_estimate(q, tokens.first(count), out);
-  if (count != 0 && copies_ != nullptr) {
-    host_.estimate_tokens(
-        {.q = q, .copies = copies_, .frames = view_.frames, .tokens = tokens.first(count), .out = out}, shape_,
-        view_.layout);
-  }
+  if (count != 0) copy_and_estimate(q, tokens.first(count), out);
   if (count != tokens.size()) score(q, tokens.subspan(count), out + count * shape_.group());
 }
 

@@ -17,13 +17,8 @@ class HostKv : public scheduler::KvReader {
       : host_(host), kernels_(cpu::fastest_kernels()), shape_(shape), view_(view) {}
 
   void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
-  /// Later estimates come from the 4-bit copies of the pool's frames, which the head's first `pages` pages have.
-  void use_codes_of(const std::byte* copies, std::uint32_t pages) noexcept {
-    copies_ = copies;
-    copied_tokens_ = pages * view_.layout.page_tokens;
-  }
   /// Later estimates of keys in the head's first `pages` pages come from 4-bit copies that are made for them.
-  void use_codes(std::uint32_t pages) noexcept { use_codes_of(nullptr, pages); }
+  void use_codes(std::uint32_t pages) noexcept { copied_tokens_ = pages * view_.layout.page_tokens; }
   void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
   void key(std::uint32_t token, float* out) override { rows(Half::keys, token, 1, out); }
   void value(std::uint32_t token, float* out) override { rows(Half::values, token, 1, out); }
@@ -47,7 +42,6 @@ class HostKv : public scheduler::KvReader {
   AttentionShape shape_;
   KvView view_;
   std::vector<std::uint32_t> indices_;  ///< 0, 1, 2, ... as many as were needed so far
-  const std::byte* copies_ = nullptr;
   std::uint32_t copied_tokens_ = 0;
   std::vector<std::byte> page_, copy_;  ///< of keys whose copies are made
 };

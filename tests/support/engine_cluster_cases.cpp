@@ -40,18 +40,6 @@ class Agreement {
   std::uint32_t unlike_ = 0;
 };
 
-double error_of(const std::vector<float>& got, const Story& story, std::uint32_t token) {
-  double error = 0.0;
-  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-    const std::vector<double> want = story.attended(layer, token, 100'000, 1, 0);
-    for (std::size_t i = 0; i < want.size(); ++i) {
-      const double each = std::abs(want[i] - got[layer * kRow + i]);
-      error = std::isnan(each) ? INFINITY : std::max(error, each);
-    }
-  }
-  return error;
-}
-
 /// The next `steps` outputs.
 std::vector<std::vector<float>> decoded(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t steps) {
   std::vector<std::vector<float>> outs;

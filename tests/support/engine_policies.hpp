@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -29,6 +30,19 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
   options.max_clusters = 200;
   options.prefill_window = 64;
   return options;
+}
+
+/// Of all layers of a token that attended everything it sees.
+inline double error_of(const std::vector<float>& got, const Story& story, std::uint32_t token) {
+  double error = 0.0;
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+    const std::vector<double> want = story.attended(layer, token, 100'000, 1, 0);
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      const double each = std::abs(want[i] - got[layer * kRow + i]);
+      error = std::isnan(each) ? INFINITY : std::max(error, each);
+    }
+  }
+  return error;
 }
 
 /// Plans one forward of these, enqueues it, finishes it; outputs of the first row of each.

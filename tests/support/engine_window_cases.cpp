@@ -38,19 +38,6 @@ Story story_of(const std::vector<std::uint32_t>& windows, std::uint32_t tokens, 
   return story;
 }
 
-/// Of all layers of a token that attended everything it sees.
-double error_of(const std::vector<float>& got, const Story& story, std::uint32_t token) {
-  double error = 0.0;
-  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-    const std::vector<double> want = story.attended(layer, token, 100'000, 1, 0);
-    for (std::size_t i = 0; i < want.size(); ++i) {
-      const double each = std::abs(want[i] - got[layer * kRow + i]);
-      error = std::isnan(each) ? INFINITY : std::max(error, each);
-    }
-  }
-  return error;
-}
-
 void goes_on(Engine& engine, const EngineRig& rig, Teller teller, std::uint32_t tokens) {
   for (const std::uint32_t end = teller.at + tokens; teller.at < end;) {
     CAPTURE(teller.at);

@@ -9,7 +9,7 @@
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/select/foresight.cuh"
-#include "gpu/kernels/select/score_int4.cuh"
+#include "gpu/kernels/select/score_int4_fragments.cuh"
 
 namespace sluice::gpu {
 namespace {
