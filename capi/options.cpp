@@ -6,7 +6,8 @@ namespace sluice::capi {
 namespace {
 
 constexpr const char* kName = "sluice_engine_options";
-static_assert(offsetof(sluice_engine_options, reserved) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
+static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto);
+static_assert(offsetof(sluice_engine_options, dense_tokens) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -119,7 +120,6 @@ sluice_engine_options read_options(const sluice_engine_options* options) {
 }
 
 EngineOptions to_engine(const sluice_engine_options& options) {
-  if (options.reserved != 0) refuse("reserved", options.reserved, "0: begin with sluice_engine_options_init");
   const std::uint32_t page = options.page_tokens;
   if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
   return {.shape = {.layers = options.layers,
@@ -137,6 +137,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .promotions = options.promotions,
           .placement = placement_of(options.placement),
           .fetch_share = options.fetch_share,
+          .dense_tokens = options.dense_tokens,
           .largest = largest_of(options),
           .in_flight = options.in_flight,
           .sequences = options.sequences,
@@ -213,6 +214,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.fetch_share = options.fetch_share;
   out.cluster_sequences = options.cluster_sequences;
   out.max_clusters = options.max_clusters;
+  out.dense_tokens = options.dense_tokens;
   return out;
 }
 

@@ -107,6 +107,8 @@ enum { SLUICE_TYPE_FLOAT = 2, SLUICE_TYPE_BFLOAT = 4 };
 
 /* --------------------------------------------------------------------------------------------- options */
 
+/// sluice_engine_options.dense_tokens: what the engine finds best.
+#define SLUICE_DENSE_AUTO 0xffffffffu
 /// Element type of what an engine keeps. SLUICE_FP8_E4M3 (since version 4) halves the host memory of keys and values:
 /// each row has a scale, a power of two, and what is rounded is the same wherever it lies, bf16 in device memory.
 /// Tensors have none of it.
@@ -199,7 +201,10 @@ typedef struct sluice_engine_options {
   /// each has device memory for max_clusters of them in every layer and KV head
   uint32_t cluster_sequences;
   uint32_t max_clusters;  ///< of a KV head of a sequence (4096)
-  uint32_t reserved;      ///< 0
+  /// Tokens of a sequence up to which it attends all of them, whatever its policy chooses (0): of so few, reading
+  /// everything takes less than choosing. SLUICE_DENSE_AUTO: as many as near_bytes have room for, of each of
+  /// largest_decode_rows sequences, up to where choosing pays. Not of policies that choose on the CPU or among clusters
+  uint32_t dense_tokens;
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).

@@ -159,6 +159,7 @@ struct RowShape {
   std::uint32_t page_tokens = 16;
   std::uint32_t q_heads = 1;
   std::uint32_t kv_heads = 1;
+  std::uint32_t dense_tokens = 0;  ///< as in EngineOptions, resolved
   [[nodiscard]] constexpr std::uint32_t group() const noexcept { return q_heads / kv_heads; }
 };
 [[nodiscard]] constexpr RowShape row_shape(const AttentionShape& shape, std::uint32_t page_tokens) noexcept {

@@ -114,12 +114,11 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
       const std::uint32_t plane = m.plane(layer, head);
       const std::uint32_t at = m.row_of(row.list, token);
       if (const std::uint32_t place = m.near_row_of(plane, at); place != kNone) {
-        // Where everything is attended, that says nothing of what will be.
-        if (!row.whole()) m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
+        if (m.keeps_near(row)) m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
         m.near_lists[index * room + near++] = m.near_entry(plane, place);
       } else {
         m.far_rows[index * room + far++] = at;
-        m.far_windows[index] |= row.in_window(token) ? 1 : 0;
+        m.far_windows[index] |= !row.whole() && row.in_window(token) ? 1 : 0;
       }
     }
     m.near_counts[index] = near;

@@ -185,8 +185,7 @@ void promote(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer
     for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
       const std::uint32_t index = r * m.shape.kv_heads + head;
       const ForwardRow row = m.rows[r].in(layer, m.window);
-      // Where everything is attended, nothing is wanted more than anything else.
-      if (row.list == kNone || row.whole() || m.far_listed[index] == 0) continue;
+      if (row.list == kNone || !m.keeps_near(row) || m.far_listed[index] == 0) continue;
       if (m.far_windows[index] != 0) want_windows(m, row, plane, forward, wanted);
       want_again(m, index, plane, forward, wanted);
     }

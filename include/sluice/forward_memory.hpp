@@ -55,7 +55,7 @@ struct ForwardMemory {
   std::uint64_t answer_ns = 0;  ///< how long a layer waits for the far part
   /// [layers] EngineOptions::windows, memory of the host that devices do not read; null: there are none.
   const std::uint32_t* windows = nullptr;
-  std::uint32_t widest = 0;  ///< of them that are not longer than sequences
+  std::uint32_t widest = 0;  ///< tokens that a row attends all of, by its layer's window or EngineOptions::dense_tokens
   std::uint32_t window = 0;  ///< of the layer that the verbs of a layer are called for; 0: its rows see all tokens
   std::uint32_t first_plane = kNone;  ///< of that layer
   std::uint32_t stacks = 1;
@@ -205,6 +205,11 @@ struct ForwardMemory {
   }
   [[nodiscard]] constexpr std::uint32_t score_room() const noexcept { return scores_in(largest); }
   [[nodiscard]] constexpr std::uint32_t mask_words() const noexcept { return (score_room() + 31) / 32; }
+  /// Whether what a row attends near stays there, and what it attends far may come: where everything is attended, that
+  /// says nothing of what will be, unless there is room for all of it.
+  [[nodiscard]] constexpr bool keeps_near(const ForwardRow& row) const noexcept {
+    return !row.whole() || row.tokens <= near_pages * layout.page_tokens;
+  }
   /// Tokens that a KV head's rows may attend near or far.
   [[nodiscard]] constexpr std::uint32_t list_room() const noexcept {
     if (largest.unbounded) return largest.max_tokens;

@@ -14,7 +14,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 from sluice._near import SHARE, DeviceMemory, settle_near
 from sluice._transformers_cache import LayerKind
 from sluice.errors import InvalidArgument, Unsupported
-from sluice.options import EngineOptions
+from sluice.options import DENSE_AUTO, EngineOptions
 
 NAME = "sluice"
 _NAMES = (NAME, "sluice_packed")  # The second is sluice.serving's.
@@ -85,6 +85,11 @@ def refuse_of_the_model(options: Iterable[str]) -> None:
     given = sorted({"scale", "softcap", "windows"}.intersection(options))
     if given:
         raise InvalidArgument(f"{', '.join(given)}: the model itself says that; leave it out")
+
+
+def dense_tokens(policy: str) -> int:
+    """Of an engine for the default policy, what the engine finds best; others choose however short a sequence is."""
+    return DENSE_AUTO if policy == "sluice" else 0
 
 
 def choose_near(made: EngineOptions, given: int | None, tokens: int, share: float = SHARE) -> None:

@@ -77,6 +77,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prefill_mode": ("full", "flex", "automatic"),
     "placement": ("hybrid", "stream"),
 }
+#: `EngineOptions.dense_tokens`: as many as near_bytes have room for, up to where choosing pays
+DENSE_AUTO = 0xFFFF_FFFF
 _APART = ("device", "largest", "cores", "windows")  # not a number each
 _SWITCHES = ("prefix_decoded", "prefill_lines", "pin_threads")
 
@@ -99,6 +101,7 @@ class EngineOptions:
     promotions: int | None = None  #: tokens of a layer and KV head that are brought near at a time
     placement: Literal["hybrid", "stream"] | None = None  #: who attends what is chosen and not near
     fetch_share: float | None = None  #: in "hybrid", of what a GPU chose, the share that it attends over the link
+    dense_tokens: int | None = None  #: up to which a sequence attends everything; DENSE_AUTO: as the engine finds best
     prefix_decoded: bool | None = None  #: tokens that were decoded are found as parts of prompts, too
     prefix_bytes: int | None = None  #: of host_bytes, for pages of named tokens that no sequence has
     largest: Bucket | None = None  #: of all buckets; where it has no features, `make_room_for` adds what is needed

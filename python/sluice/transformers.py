@@ -24,8 +24,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from sluice._transformers_attention import attention, mask
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
-from sluice._transformers_support import (NAME, attention_shape, changing, choose_near, install, kv_dtype,
-                                          layer_kinds, logit_options, longest, ranks_of, refuse, refuse_of_the_model)
+from sluice._transformers_support import (NAME, attention_shape, changing, choose_near, dense_tokens, install,
+                                          kv_dtype, layer_kinds, logit_options, longest, ranks_of, refuse,
+                                          refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
@@ -37,7 +38,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     beams, that live at once, in all caches; forks of beams need room for as many again. `prefill_rows`: tokens of a
     prompt, over all rows of a batch, that go through the model at once; `generate` splits longer ones. `options` are
     others of EngineOptions; without `near_bytes` the memory of a GPU for near keys and values is chosen by what is
-    free. What is returned takes it back: `close()`, or `with`.
+    free, and without `dense_tokens` policy `sluice` has DENSE_AUTO. What is returned takes it back: `close()`, or `with`.
 
     Several tokens of a row in one call are taken for a part of its prompt and attend all that comes before them; single
     ones choose as the policy says.
@@ -54,6 +55,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     refuse(model, config)
     kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
+    options.setdefault("dense_tokens", dense_tokens(policy))
     made = EngineOptions(
         layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",

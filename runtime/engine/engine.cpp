@@ -9,6 +9,7 @@
 #include "runtime/call.hpp"
 #include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/impl.hpp"
+#include "scheduler/plan/dense_advice.hpp"
 
 namespace sluice {
 namespace {
@@ -56,8 +57,20 @@ cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topolog
       {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
 }
 
+/// Tokens up to which it pays to attend all of a sequence, if all of its rows are near.
+std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
+  const PageLayout near = runtime::far_layout(options).near();
+  const std::uint64_t planes = std::uint64_t{options.shape.layers} * options.shape.kv_heads;
+  const std::uint64_t room = options.near_bytes / (near.page_bytes() * planes) * near.page_tokens;
+  const std::uint64_t each = room / std::max(1u, options.largest.decode_rows / options.largest.drafts);
+  const std::uint32_t pays =
+      scheduler::advised_dense_tokens(options.shape, near, device.rates(near.page_bytes()).near_gbps);
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(each, pays)) / near.page_tokens * near.page_tokens;
+}
+
 /// What the device has no kernels for, automatic prompts do without.
-const EngineOptions& settled(EngineOptions& options, const ForwardVerbs& verbs) {
+const EngineOptions& settled(EngineOptions& options, const Device& device, const ForwardVerbs& verbs) {
+  if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, device);
   if (options.prefill.mode == PrefillMode::automatic && !verbs.sparse_prefill(options.shape))
     options.prefill.mode = PrefillMode::full;
   return options;
@@ -74,7 +87,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(settled(options, verbs), *device, verbs, topology, node_of(topology, *device)),
+      memory(settled(options, *device, verbs), *device, verbs, topology, node_of(topology, *device)),
       host(*workers),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),
@@ -134,7 +147,10 @@ Engine::~Engine() {
 EngineMemoryUse memory_needed(const EngineOptions& options, Device* device) {
   return translated([&] {
     runtime::validate(options);
-    return runtime::EngineMemory::needed(options, device == nullptr ? nullptr : &verbs_of(*device));
+    if (device == nullptr) return runtime::EngineMemory::needed(options, nullptr);
+    EngineOptions chosen = options;
+    const ForwardVerbs& verbs = verbs_of(*device);
+    return runtime::EngineMemory::needed(settled(chosen, *device, verbs), &verbs);
   });
 }
 

@@ -75,6 +75,8 @@ void validate(const EngineOptions& options) {
      options.largest.prefill_rows);
   in("rows of the largest bucket", options.largest.rows(), 1, 65'536);
   in("largest.max_tokens", options.largest.max_tokens, 0, 0x7fff'ffff);
+  require(options.dense_tokens <= 0x7fff'ffff || options.dense_tokens == kDenseAuto, "dense_tokens",
+          options.dense_tokens, "in [0, 2147483647], or kDenseAuto");
   in("in_flight", options.in_flight, 1, kMostForwards);
   in("sequences", options.sequences, 1, 65'536);
   in("promotions", options.promotions, 0, kMostPromotions);

@@ -9,7 +9,9 @@ namespace sluice::runtime {
 void validate(const EngineOptions& options);
 
 [[nodiscard]] inline scheduler::ForwardLimits limits_of(const EngineOptions& options) noexcept {
-  return {.shape = scheduler::row_shape(options.shape, options.page_tokens),
+  scheduler::RowShape shape = scheduler::row_shape(options.shape, options.page_tokens);
+  shape.dense_tokens = options.dense_tokens == kDenseAuto ? 0 : options.dense_tokens;
+  return {.shape = shape,
           .max_window = options.max_window,
           .digests = options.digests,
           .cluster_sequences = options.cluster_sequences};

@@ -57,6 +57,9 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   in("pages", resolved.pages, largest.pages);
   in("audit", resolved.audit, largest.audit);
   in("trace", resolved.trace, largest.trace);
+  // All of its rows attend everything, unless some may not.
+  if (resolved.max_tokens <= options.dense_tokens && options.cpu_sequences == 0 && options.cluster_sequences == 0)
+    resolved.top_k = resolved.unbounded = resolved.pages = false;
   if (resolved.max_tokens % memory.largest().layout.page_tokens != 0)
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's max_tokens is " +
                                             text(resolved.max_tokens) + "; it must be a multiple of page_tokens, " +

@@ -161,6 +161,10 @@ bool corrects_scores(const PolicySpec& spec) noexcept {
   return spec.budget.kind == BudgetKind::sampled || spec.budget.kind == BudgetKind::verified;
 }
 
+bool may_be_dense(const PolicySpec& spec) noexcept {
+  return chooser(spec) == Chooser::device && !by_clusters(spec);
+}
+
 ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
   ForwardNeeds needs{.bucket = features(spec)};
   if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, shape.page_tokens));
@@ -178,7 +182,8 @@ ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const R
 
 std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const ForwardLimits& limits) {
   if (chooser(spec) == Chooser::neither) return why_neither(spec);
-  if (std::string reason = lacks(spec, bucket); !reason.empty()) return reason;
+  const bool dense = bucket.max_tokens != 0 && bucket.max_tokens <= limits.shape.dense_tokens && may_be_dense(spec);
+  if (std::string reason = dense ? "" : lacks(spec, bucket); !reason.empty()) return reason;
   if (spec.uses(Source::pages) && limits.digests != spec.pages.digest)
     return std::string("it ranks pages by their ") + name_of(spec.pages.digest) +
            " digests; set EngineOptions::digests";
@@ -187,7 +192,7 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
   if (const std::uint64_t least = least_far_tokens(spec, limits.shape); spec.far.min_tokens < least)
     return too_few_far_tokens(spec, least);
   const std::uint64_t window = window_of(spec, limits.shape.page_tokens);
-  if (window > limits.max_window && bounds_window(spec, bucket))
+  if (window > limits.max_window && bounds_window(spec, bucket) && !dense)
     return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window " +
            std::to_string(limits.max_window);
   return {};
@@ -202,6 +207,10 @@ std::uint64_t least_far_tokens(const PolicySpec& spec, const RowShape& shape) no
 
 ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
   ForwardRow row{.tokens = tokens, .dense_layers = spec.dense_layers, .dense_every = spec.dense_every};
+  if (tokens <= shape.dense_tokens && may_be_dense(spec)) {
+    row.sink_end = row.recent_begin = tokens;
+    return row;
+  }
   row.sink_end = spec.uses(Source::all) ? tokens : std::min(spec.near.sink_tokens, tokens);
   row.recent_begin = std::max(row.sink_end, recent_begin(spec, tokens, shape.page_tokens));
   if (chooser(spec) == Chooser::cpu) {

@@ -22,6 +22,10 @@ enum class Chooser : std::uint8_t {
 /// Whether the device clusters keys for a policy, and chooses among the clusters.
 [[nodiscard]] bool clusters_on_device(const PolicySpec& spec) noexcept;
 
+/// Whether a sequence of this policy attends everything while it is no longer than EngineOptions::dense_tokens: others
+/// learn from what they choose, or have to know all of it.
+[[nodiscard]] bool may_be_dense(const PolicySpec& spec) noexcept;
+
 /// Queries of a prompt's newest tokens that a policy begins with.
 [[nodiscard]] std::uint32_t prompt_queries(const PolicySpec& spec) noexcept;
 

@@ -30,6 +30,7 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.fetch_share == 0.f);
   CHECK(got.cluster_sequences == 0);
   CHECK(got.max_clusters == want.max_clusters);
+  CHECK(got.dense_tokens == 0);
   CHECK(got.prefix_bytes == want.prefix_bytes);
   CHECK(got.prefix_decoded == 0);
   CHECK(got.pin_threads == 1);
@@ -111,6 +112,7 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
 TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[capi][options]") {
   auto options = small_options();
   options.fetch_share = 0.375f;
+  options.dense_tokens = 48;
   auto whole = options;
   whole.fetch_share = 0.f;
   EnginePointer engine = create(options);
@@ -118,7 +120,7 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   auto got = sized<sluice_engine_options>();
   require_ok(sluice_engine_get_options(engine.get(), &got));
   CHECK(got.fetch_share == 0.375f);
-  CHECK(got.reserved == 0);
+  CHECK(got.dense_tokens == 48);
   auto memory = sized<sluice_memory>();  // And not only back from it.
   auto less = sized<sluice_memory>();
   require_ok(sluice_engine_memory(engine.get(), &memory));
@@ -166,7 +168,7 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"fetch_share is nan", "[0, 1]"}, [](auto& o) { o.fetch_share = NAN; });
   refused({"fetch_share is 0.5", "stream", "hybrid"},
           [](auto& o) { o.fetch_share = 0.5f, o.placement = SLUICE_PLACE_STREAM; });
-  refused({"reserved is 1", "sluice_engine_options_init"}, [](auto& o) { o.reserved = 1; });
+  refused({"dense_tokens is 2147483648", "[0, 2147483647]"}, [](auto& o) { o.dense_tokens = 1u << 31; });
   refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
   refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });

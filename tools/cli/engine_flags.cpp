@@ -6,11 +6,12 @@
 #include <string>
 #include <utility>
 
+#include "tools/cli/dense_flag.hpp"
 #include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {
 
-void add_engine_flags(CLI::App& app, EngineFlags& flags) {
+void add_engine_flags(CLI::App& app, EngineFlags& flags, const std::string& dense) {
   const auto read_placement = [&flags](const std::string& text) { flags.placement = parse_placement(text); };
   app.add_option_function<std::string>(
          "--placement", read_placement,
@@ -38,6 +39,7 @@ void add_engine_flags(CLI::App& app, EngineFlags& flags) {
          "memory, with a scale for each row, and bf16 near")
       ->type_name("auto|f32|f16|bf16|fp8_e4m3")
       ->default_str("auto");
+  add_dense_tokens(app, flags.dense_tokens, dense);
   add_count(app, "--threads", flags.threads, "Threads of host work; 0: one per core that this process may use",
             {.most = 4096});
   const std::function<void(const std::string&)> set_cores = [&flags](const std::string& text) {
@@ -113,6 +115,7 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
                                                    layout.near().page_bytes() * planes;
   options.placement = flags.placement;
   options.fetch_share = flags.fetch_share.share;
+  options.dense_tokens = flags.dense_tokens.value_or(options.dense_tokens);
   options.largest = {.decode_rows = 1,
                      .prefill_rows = std::min(flags.prefill_chunk, room.tokens),
                      .prefills = 1,
@@ -143,6 +146,7 @@ Json to_json(const EngineOptions& options) {
           {"near_bytes", options.near_bytes},
           {"placement", to_string(options.placement)},
           {"fetch_share", options.fetch_share},
+          {"dense_tokens", dense_tokens_json(options.dense_tokens)},
           {"threads", options.threads},
           {"timeout_ms", options.timeout.count()}};
 }

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -28,10 +29,12 @@ struct EngineFlags {
   std::uint32_t audit_every = 0;
   bool own_chunk = true;  ///< no --prefill-chunk was given: see choose_chunk
   bool own_pages = true;  ///< no page size was asked for: a policy gets pages of the size that it was made for
+  std::optional<std::uint32_t> dense_tokens;  ///< see EngineOptions; none was given: what the command has for it
   bool own_kv_dtype = true;  ///< no element type was asked for: see choose_kv_dtype
 };
 
-void add_engine_flags(CLI::App& app, EngineFlags& flags);
+/// `dense`: what the command does where no --dense-tokens is given, for its help.
+void add_engine_flags(CLI::App& app, EngineFlags& flags, const std::string& dense = "0");
 
 /// `--kv-dtype auto`: keys and values as the model has them.
 void choose_kv_dtype(EngineFlags& flags, const Model& model) noexcept;

@@ -160,15 +160,14 @@ class Found {
 };
 static_assert(kThreads * kWord < 1u << 16, "what sum() adds has 16 bits");
 
-/// Writes what was found behind what has been listed. Near ones are used, unless everything is, which says nothing of
-/// what will be.
+/// Writes what was found behind what has been listed. Near ones are used.
 __device__ inline void write(const ForwardMemory& m, const Work& work, const Found& found, Listed& at) {
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
   found.for_each([&](std::uint32_t entry, bool there, const Sums& sums) {
     if ((entry & kNearBit) != 0) {
       const std::uint32_t place = entry & ~kNearBit;
       work.near_rows[at.near + (sums.before & 0xffffu)] = m.near_entry(work.plane, place);
-      if (!work.row.whole()) m.near_rows[m.near_row(work.plane, place)].used = forward;
+      m.near_rows[m.near_row(work.plane, place)].used = forward;
     } else if (there) {
       work.far_rows[at.far + (sums.before >> 16)] = entry;
     }
@@ -179,6 +178,24 @@ __device__ inline void write(const ForwardMemory& m, const Work& work, const Fou
 /// Of `far` far rows, the last ones that the device attends itself.
 __device__ inline std::uint32_t fetched_of(const ForwardMemory& m, const Work& work, std::uint32_t far) {
   return work.fetched != nullptr ? m.fetched_of(far) : 0;
+}
+
+/// What a block has listed of far rows, [first, end) of `all`, to those who attend them. All threads.
+__device__ inline void send_far(const ForwardMemory& m, const Work& work, std::uint32_t first, std::uint32_t end,
+                                std::uint32_t all) {
+  __syncthreads();
+  // Whole lines: single words would each take their own way over the link.
+  const std::uint32_t in_place = all - fetched_of(m, work, all);
+  std::uint32_t* const over = m.far_rows + work.index * std::uint64_t{m.list_room()};
+  for (std::uint32_t i = first + threadIdx.x; i < end; i += kThreads) {
+    const std::uint32_t row = work.far_rows[i];
+    if (i < in_place) {
+      over[i] = row;
+    } else {
+      work.fetched[i - in_place] = m.far_entry(row);
+    }
+  }
+  __syncthreads();
 }
 
 /// Lists what is marked, the blocks' parts one after the other; returns what all list. All threads of the cluster.
@@ -197,19 +214,7 @@ __device__ inline Listed list_rows(const ForwardMemory& m, const Work& work, Lis
     if (part.count() > found.turn()) found.find(m, work, base);  // Else it is there still.
     write(m, work, found, at);
   }
-  __syncthreads();
-  // Whole lines: single words would each take their own way over the link.
-  const std::uint32_t in_place = all.far - fetched_of(m, work, all.far);
-  std::uint32_t* const over = m.far_rows + work.index * std::uint64_t{m.list_room()};
-  for (std::uint32_t i = before.far + threadIdx.x; i < at.far; i += kThreads) {
-    const std::uint32_t row = work.far_rows[i];
-    if (i < in_place) {
-      over[i] = row;
-    } else {
-      work.fetched[i - in_place] = m.far_entry(row);
-    }
-  }
-  __syncthreads();
+  send_far(m, work, before.far, at.far, all.far);
   return all;
 }
 

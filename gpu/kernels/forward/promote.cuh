@@ -130,7 +130,7 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
   for (std::uint32_t base = 0; base < m.bucket.decode_rows; base += kThreads) {
     const std::uint32_t r = base + threadIdx.x;
     const ForwardRow mine = r < m.bucket.decode_rows ? m.rows[r].in(layer, m.window) : ForwardRow{};
-    const bool asks = mine.list != kNone && !mine.whole() && m.far_listed[r * m.shape.kv_heads + kv_head] != 0;
+    const bool asks = mine.list != kNone && m.keeps_near(mine) && m.far_listed[r * m.shape.kv_heads + kv_head] != 0;
     const std::uint32_t ballot = __ballot_sync(kAll, asks);
     __syncthreads();
     if (threadIdx.x % kWarp == 0) with_far[threadIdx.x / kWarp] = ballot;

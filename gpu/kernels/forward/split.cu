@@ -9,7 +9,7 @@
 #include "gpu/kernels/cluster_launch.hpp"
 #include "gpu/kernels/compiled.hpp"
 #include "gpu/kernels/forward/forward.hpp"
-#include "gpu/kernels/forward/list.cuh"
+#include "gpu/kernels/forward/list_all.cuh"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 
@@ -134,9 +134,13 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   if (work.row.list != kNone) {
     if (first) m.far_windows[index] = 0;
     const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
-    foreseen = mark(m, work, foresight, s.choice, memory, room, marks);
-    Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
-    listed = list_rows(m, work, s.list, found, marks.part());
+    if (work.row.whole()) {
+      listed = list_all(m, work, s.list, marks.part());
+    } else {
+      foreseen = mark(m, work, foresight, s.choice, memory, room, marks);
+      Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
+      listed = list_rows(m, work, s.list, found, marks.part());
+    }
   }
   if (foreseen && threadIdx.x / kWarp == 1) learn_foreseen(m, work, foresight, s.choice.foreseen);
   if (threadIdx.x != 0) return;

@@ -12,8 +12,8 @@ import transformers
 
 from sluice._near import SERVED_SHARE
 from sluice._transformers_cache import LayerKind
-from sluice._transformers_support import (attention_shape, changing, choose_near, install, kv_dtype, layer_kinds,
-                                          logit_options, longest, ranks_of, refuse, refuse_of_the_model)
+from sluice._transformers_support import (attention_shape, changing, choose_near, dense_tokens, install, kv_dtype,
+                                          layer_kinds, logit_options, longest, ranks_of, refuse, refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions, PlanItem, bucket_tokens
@@ -69,6 +69,7 @@ class PackedModel:
         self._device = device = next(model.parameters()).device
         # A window that no sequence outgrows is none, and the policy chooses in its layers, too.
         windows = [kind.window if kind.window < self.context else 0 for kind in kinds]
+        options.setdefault("dense_tokens", dense_tokens(policy))
         made = _engine_options(model, config, kinds, windows=windows if any(windows) else None,
                                host_bytes=host_bytes // ranks_of(model), sequences=sequences,
                                largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences,

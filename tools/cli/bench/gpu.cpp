@@ -5,6 +5,7 @@
 #include "sluice/error.hpp"
 #include "tools/cli/bench/gpu_attention.hpp"
 #include "tools/cli/bench/shapes.hpp"
+#include "tools/cli/dense_flag.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/synthetic/synthetic.hpp"
 #include "tools/cli/text/values.hpp"
@@ -46,6 +47,7 @@ int run(const BenchGpuOptions& options) {
                            {"repeats", options.repeats},
                            {"promotions", options.promotions},
                            {"near", options.near_share},
+                           {"dense_tokens", dense_tokens_json(options.dense_tokens.value_or(0))},
                            {"seed", options.seed},
                            {"device", options.device.device}}};
   ProgressBar bar("bench");
@@ -103,6 +105,7 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
   command->add_option("--near", options->near_share, "Share of the pages that device memory has room for")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
+  add_dense_tokens(*command, options->dense_tokens, "0");
   add_seed(*command, options->seed, "Seed of the synthetic layer");
   command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
   command->add_flag("--dense-only", options->dense_only, "Only dense attention in device memory");

@@ -245,7 +245,8 @@ class GpuBench {
             .placement = each.placement,
             .fetch_share = share_for(each.placement, fetch_share_),
             .threads = options_.threads,
-            .promotions = options_.promotions};
+            .promotions = options_.promotions,
+            .dense_tokens = options_.dense_tokens.value_or(0)};
   }
 
   const BenchGpuOptions& options_;

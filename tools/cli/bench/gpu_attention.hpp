@@ -34,6 +34,7 @@ struct BenchGpuOptions {
   std::uint32_t repeats = 1;
   std::uint32_t promotions = EngineOptions{}.promotions;
   double near_share = 0.05;
+  std::optional<std::uint32_t> dense_tokens;  ///< none: 0
   std::uint32_t audited_steps = 4;
   std::uint64_t seed = 0;
   bool dense_only = false;

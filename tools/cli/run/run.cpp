@@ -47,7 +47,8 @@ void add_run(CLI::App& app, int& exit_code) {
   command
       ->add_option(
           "--near", options->near,
-          "Share of the tokens that device memory has room for, e.g. 10% [default: 5%]")
+          "Share of the tokens that device memory has room for, e.g. 10% [default: 5%, and on a GPU 16K tokens, if these "
+          "take no more than an eighth of its memory]")
       ->type_name("SHARE");
   add_far(*command, options->far);
   add_count(*command, "--max-tokens", options->max_tokens, "Tokens to generate at most", {.least = 1, .most = 1 << 20});
@@ -68,7 +69,7 @@ void add_run(CLI::App& app, int& exit_code) {
   add_count(*command, "--audit", options->engine.audit_every,
             "Every N-th step also attends densely and reports coverage; 0: never");
   add_device_flags(*command, options->device);
-  add_engine_flags(*command, options->engine);
+  add_engine_flags(*command, options->engine, "auto for sluice, else 0");
   command
       ->add_option(
           "--session", options->session,

@@ -46,13 +46,24 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
   return table;
 }
 
+/// Of the tokens, the share that device memory has room for where nobody says: a part of long sequences, all of short
+/// ones, which are attended whole; and of that memory no more than a part.
+double near_share(const Device* device, const EngineFlags& flags, const AttentionShape& shape, std::uint32_t tokens) {
+  constexpr double kLong = 0.05;
+  constexpr double kShortTokens = 16'384.0;
+  constexpr double kOfDevice = 0.125;
+  if (device == nullptr) return kLong;
+  const PageLayout layout{.head_dim = shape.head_dim, .dtype = flags.kv_dtype};
+  const double token = 2.0 * static_cast<double>(layout.near().row_bytes()) * shape.layers * shape.kv_heads;
+  const double most = kOfDevice * static_cast<double>(device->info().memory_bytes) / token;
+  return std::clamp(std::min(kShortTokens, most) / tokens, kLong, 1.0);
+}
+
 }  // namespace
 
 int run(const RunOptions& options) {
   const PolicySpec given = parse_policy(options.policy);
   if (options.far != "auto") (void)with_far(options.policy, options.far, {}, {});  // Refused before anything is read.
-  constexpr double kNear = 0.05;
-  const double near = options.near.empty() ? kNear : parse_share(options.near, "--near");
   const PrefillSpec prefill = parse_one_prefill(options.prefill);
   const OutputTarget target(options.output.path);
   const OutputTarget trace_target(options.trace);
@@ -66,6 +77,8 @@ int run(const RunOptions& options) {
   choose_kv_dtype(flags, model);
   advise(flags.fetch_share, device.get(), flags.threads);
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
+  const double near = options.near.empty() ? near_share(device.get(), flags, model.config().shape(), tokens)
+                                           : parse_share(options.near, "--near");
   const FarPlace place{.shape = model.config().shape(),
                        .kv_dtype = flags.kv_dtype,
                        .placement = flags.placement,
@@ -78,6 +91,7 @@ int run(const RunOptions& options) {
   });
   if (!options.far.empty()) say("the policy is " + policy_text);
   const PolicySpec policy = parse_policy(policy_text);
+  if (!flags.dense_tokens && given == parse_policy(RunOptions{}.policy)) flags.dense_tokens = kDenseAuto;
   const EngineRoom room{
       .page_tokens = page_tokens_for(policy, flags), .tokens = tokens, .near = near, .prefill = prefill};
   EngineOptions sizes = sized(flags, model.config().shape(), {&policy, 1}, room);

@@ -59,6 +59,7 @@ EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) 
   sizes.fetch_share = options.fetch_share;
   sizes.threads = options.threads;
   sizes.promotions = options.promotions;
+  sizes.dense_tokens = options.dense_tokens;
   sizes.largest.top_k = false;
   sizes.max_picks = sizes.max_ranked = sizes.max_window = sizes.prompt_queries = 1;
   make_room_for(options.policy, sizes.largest.max_tokens, sizes);

@@ -23,6 +23,7 @@ struct SyntheticForwardsOptions {
   float fetch_share = 0.f;
   std::uint32_t threads = 0;
   std::uint32_t promotions = EngineOptions{}.promotions;
+  std::uint32_t dense_tokens = EngineOptions{}.dense_tokens;
   bool audit = false;                                   ///< every token, with the layer's needles watched
   std::function<void(const ForwardTrace&)> on_trace{};  ///< of every step; empty: none is traced
 };

@@ -1,0 +1,153 @@
+// Short sequences attend everything: EngineOptions::dense_tokens, on every device.
+#include "tests/support/catch.hpp"
+#include "tests/support/engine_policies.hpp"
+
+using namespace sluice;
+using namespace sluice::test;
+using namespace sluice::test::policies;
+
+namespace {
+
+constexpr std::uint32_t kDense = 208;
+constexpr const char* kFew = "exact | int4 | top_k=4 | near=0,sinks=4,recent=16";
+
+EngineOptions dense_options(const EngineRig& rig, std::uint32_t near, std::uint32_t dense = kDense) {
+  EngineOptions options = options_for(rig, 4, near);
+  options.largest.unbounded = false;
+  options.cpu_sequences = options.cluster_sequences = 0;
+  options.dense_tokens = dense;
+  make_room_for(parse_policy(kFew), 1'024, options);
+  return options;
+}
+
+Teller begun(Engine& engine, const EngineRig& rig, const Story& story, std::uint32_t tokens,
+             const char* policy = kFew) {
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(policy))};
+  prefill(engine, rig, teller, tokens);
+  return teller;
+}
+
+/// Decodes a token; by how much it is off what attending everything gives.
+double off(Engine& engine, const EngineRig& rig, Teller& teller) {
+  const std::vector<float> out = decode(engine, rig, teller);
+  return error_of(out, *teller.story, teller.at - 1);
+}
+
+/// Decodes a token of each in a forward of this bucket.
+std::vector<std::vector<float>> decode_in(Engine& engine, const EngineRig& rig, const Bucket& asked,
+                                          const std::vector<Teller*>& tellers) {
+  ForwardTensors tensors(*rig.device, kShape, asked.rows());
+  std::vector<SequenceId> ids;
+  for (std::uint32_t row = 0; row < tellers.size(); ++row) {
+    tensors.set(row, *tellers[row]->story, tellers[row]->at++);
+    ids.push_back(tellers[row]->id);
+  }
+  tensors.spoil();
+  const Batch batch = engine.plan(one_each(ids), asked, rig.stream);
+  tensors.attend(engine, asked, rig.stream);
+  engine.finish(batch);
+  rig.synchronize();
+  std::vector<std::vector<float>> out;
+  for (std::uint32_t row = 0; row < tellers.size(); ++row) out.push_back(tensors.out(row));
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("a short sequence attends everything, a longer one what its policy chooses", "[engine][dense]") {
+  const std::uint32_t near = GENERATE(0u, 5u, 40u);
+  CAPTURE(near);
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, kDense + 12, 801);
+  Engine engine(dense_options(rig, near), rig.device);
+  Teller teller = begun(engine, rig, story, kDense - 12);
+  while (teller.at < kDense) {
+    CAPTURE(teller.at);
+    REQUIRE(off(engine, rig, teller) < 1e-3);
+    REQUIRE(engine.stats().estimated == 0);
+  }
+  while (teller.at < story.tokens()) {
+    CAPTURE(teller.at);
+    REQUIRE(off(engine, rig, teller) > 1e-2);
+  }
+  REQUIRE(engine.stats().estimated != 0);
+}
+
+TEST_CASE("buckets of short sequences do without the stages that choose", "[engine][dense]") {
+  const std::uint32_t near = GENERATE(0u, 60u);
+  CAPTURE(near);
+  const EngineRig rig = engine_rig();
+  const Story first(kShape, kDense, 802), second(kShape, kDense, 803);
+  Engine engine(dense_options(rig, near), rig.device);
+  Bucket large = engine.options().largest;
+  large.prefill_rows = large.prefills = 0;
+  Bucket small = large;
+  small.max_tokens = kDense;
+  // One has pages of a policy that no bucket of this engine could serve if something were chosen.
+  Teller a = begun(engine, rig, first, kDense - 20);
+  Teller b = begun(engine, rig, second, 33, "exact | int4 | top_k=2 | near=0,sinks=1,recent=500");
+  while (a.at < kDense) {
+    CAPTURE(a.at, b.at);
+    const auto out = decode_in(engine, rig, a.at % 3 == 0 ? large : small, {&a, &b});
+    REQUIRE(error_of(out[0], first, a.at - 1) < 1e-3);
+    REQUIRE(error_of(out[1], second, b.at - 1) < 1e-3);
+  }
+  const Batch batch = engine.plan(one_each(std::vector{b.id}), small, rig.stream);
+  REQUIRE((!batch.bucket.top_k && batch.bucket.max_tokens == kDense));
+  engine.cancel(batch);
+  REQUIRE(code_of([&] { (void)engine.plan(one_each(std::vector{a.id}), small, rig.stream); }) ==
+          Errc::out_of_capacity);
+}
+
+TEST_CASE("what short sequences attend far comes near where there is room for all of it", "[engine][dense]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, kDense, 804), other(kShape, 300, 805);
+  Engine engine(dense_options(rig, 14), rig.device);  // 224 tokens.
+  Teller before = begun(engine, rig, other, 250);
+  for (int i = 0; i < 40; ++i) (void)decode(engine, rig, before);  // Its window is near, and used.
+  Teller teller = begun(engine, rig, story, kDense - 60);
+  engine.end(before.id);
+  std::uint64_t asked = 0;
+  while (teller.at < kDense) {
+    asked = engine.stats().asked;
+    REQUIRE(off(engine, rig, teller) < 1e-3);
+  }
+  REQUIRE(engine.stats().asked == asked);  // Nothing was far in the end,
+  REQUIRE(engine.memory().near_pages_used ==
+          kDense * near_block_bytes(engine.options()) / engine.options().page_tokens);
+}
+
+TEST_CASE("where there is no room for all of a sequence nothing moves for it", "[engine][dense]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, kDense, 806);
+  Engine engine(dense_options(rig, 6), rig.device);
+  Teller teller = begun(engine, rig, story, kDense - 30);
+  while (teller.at < kDense) REQUIRE(off(engine, rig, teller) < 1e-3);
+  REQUIRE(engine.stats().promoted == 0);
+}
+
+TEST_CASE("policies that choose on the CPU choose however short sequences are", "[engine][dense]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 130, 807);
+  EngineOptions options = options_for(rig, 1, 20);
+  options.dense_tokens = kDense;
+  Engine engine(options, rig.device);
+  Teller teller = begun(engine, rig, story, 120, "exact | top_k=2 | near=0,sinks=1,recent=4");
+  REQUIRE(off(engine, rig, teller) > 1e-2);
+}
+
+TEST_CASE("an engine says up to how many tokens it attends everything", "[engine][dense]") {
+  const EngineRig rig = engine_rig();
+  const auto resolved = [&](std::uint32_t near, std::uint32_t rows) {
+    EngineOptions options = dense_options(rig, near, kDenseAuto);
+    options.largest.decode_rows = rows;
+    return Engine(options, rig.device).options().dense_tokens;
+  };
+  REQUIRE(resolved(0, 1) == 0);
+  // Who does not know how fast near rows are read does without.
+  const bool knows = rig.device && rig.device->rates(1).near_gbps > 0.0;
+  REQUIRE(resolved(40, 1) == (knows ? 640 : 0));
+  REQUIRE(resolved(40, 3) == (knows ? 208 : 0));
+  REQUIRE(Engine(dense_options(rig, 0, 77), rig.device).options().dense_tokens == 77);
+  REQUIRE(code_of([&] { Engine(dense_options(rig, 0, 1u << 31), rig.device); }) == Errc::invalid_argument);
+}
