@@ -148,6 +148,47 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
   });
 }
 
+void attend_whole(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
+  if (!runs(m)) return;
+  std::vector<const std::byte*> rows;
+  for_each_head(m, layer.layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    const std::uint32_t plane = m.plane(layer.layer, head);
+    std::uint32_t near = 0;
+    rows.clear();
+    for (std::uint32_t token = 0; token < row.tokens; ++token) {
+      const std::uint32_t at = m.row_of(row.list, token);
+      const std::uint32_t place = m.near_row_of(plane, at);
+      near += place != kNone ? 1 : 0;
+      rows.push_back(place != kNone ? m.near_key(plane, place) : m.far_key(plane, at));
+    }
+    m.state->near_tokens += near;
+    m.state->fetched_tokens += row.tokens - near;
+    const std::uint64_t first = first_head(m, index);
+    kernels_for(kernels, m.layout.dtype)
+        .attend({.q = m.q + first * m.shape.head_dim,
+                 .scale = m.shape.score_scale(),
+                 .softcap = m.shape.softcap,
+                 .k = rows.data(),
+                 .v_offset = m.layout.half_bytes(),
+                 .count = row.tokens,
+                 .group = m.shape.group(),
+                 .head_dim = m.shape.head_dim,
+                 .out = m.near_out + first * m.shape.head_dim,
+                 .lse = m.near_lse + first});
+    for (std::uint32_t g = 0; g < m.shape.group(); ++g) {
+      float* const out = m.near_out + (first + g) * m.shape.head_dim;
+      float lse = m.near_lse[first + g];
+      if (!(lse > kEmptyLse)) {  // Keys were attended and weigh nothing that is a number.
+        std::fill_n(out, m.shape.head_dim, kNaN);
+        lse = kNaN;
+      }
+      const std::uint32_t h = head * m.shape.group() + g;
+      kernels_for(kernels, layer.out.dtype).narrow(out, layer.out.row(row.at, h), m.shape.head_dim);
+      if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at} * layer.out.heads + h] = lse;
+    }
+  });
+}
+
 void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   const auto now = std::chrono::duration_cast<std::chrono::nanoseconds>(RunClock::now().time_since_epoch());

@@ -57,7 +57,7 @@ void fill_out(const Kernels& kernels, const ForwardMemory& memory, const Forward
               float value, float lse);
 
 /// Near rows of freed blocks, and of the tokens that come, when a slip's lists have been taken.
-void acquire_rows(const ForwardMemory& memory);
+void acquire_rows(const Kernels& kernels, const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// `workers`: of `host`.
 void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
@@ -69,6 +69,7 @@ void choose_clusters(SelectVerbs& host, const ForwardMemory& memory, std::uint32
 void cluster(SelectVerbs& host, const ForwardMemory& memory, const ForwardClustering& clustering);
 void split(const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+void attend_whole(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// Queries of rows that choose, or of teams, to both sides.
 void append_queries(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// Of a team what some of its rows see and others do not, into what it has attended near.

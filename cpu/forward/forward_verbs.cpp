@@ -27,7 +27,7 @@ void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status
   shared(outcome.forward).store(forward, std::memory_order_release);
 }
 
-void apply(const ForwardMemory& m) {
+void apply(const Kernels& kernels, const ForwardMemory& m) {
   const ForwardSlip& slip = *m.slip;
   ForwardState& state = *m.state;
   if (state.planned > state.told) {  // It has not begun, or not come to its end: nor does one that failed before.
@@ -47,7 +47,7 @@ void apply(const ForwardMemory& m) {
                 m.lists + std::uint64_t{change.list} * m.max_pages + change.page);
   }
   for (const ForwardBlockCopy& copy : std::span(m.slip_copies, slip.block_copies)) copy_codes(m, copy);
-  acquire_rows(m);
+  acquire_rows(kernels, m);
   state.after = slip.after;
 }
 
@@ -119,7 +119,7 @@ ForwardVerbs::ForwardVerbs(sluice::Backend& host, const Workers& workers, const 
     : host_(host), workers_(workers), kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
 
 void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
-  queue(memory, stream, "apply", [memory] { cpu::apply(memory); });
+  queue(memory, stream, "apply", [this, memory] { cpu::apply(kernels_, memory); });
 }
 void ForwardVerbs::cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) {
   queue(memory, stream, "cluster", [this, memory, all = std::vector(clusterings.begin(), clusterings.end())] {
@@ -152,6 +152,9 @@ void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer)
 }
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "attend", [this, memory, at = layer.layer] { cpu::attend(kernels_, memory, at); });
+}
+void ForwardVerbs::attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "attend_whole", [this, memory, layer] { cpu::attend_whole(kernels_, memory, layer); });
 }
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "promote", [this, memory, at = layer.layer] { cpu::promote(kernels_, memory, at); });

@@ -78,6 +78,11 @@ std::uint32_t slices_of(const ForwardMemory& memory, std::uint32_t jobs, std::ui
 std::uint32_t near_slices(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
   return slices_of(memory, jobs, multiprocessors, near_room(memory), near_room(memory));
 }
+/// Of a bucket that is whole, of so many tokens.
+std::uint32_t whole_slices(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors,
+                           std::uint32_t tokens) {
+  return slices_of(memory, jobs, multiprocessors, tokens, tokens);
+}
 std::uint32_t fetch_slices(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors) {
   return slices_of(memory, jobs, multiprocessors, fetch_room(memory), fetch_words(memory));
 }
@@ -223,6 +228,9 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
   if (memory.sparse_prefill && memory.largest.max_tokens > kFlexMaxKeys)
     refuse("max_tokens of sparse prompts", memory.largest.max_tokens, kFlexMaxKeys);
   if (memory.largest.max_tokens > split_.max_tokens) refuse("max_tokens", memory.largest.max_tokens, split_.max_tokens);
+  if (memory.dense_tokens != 0 &&
+      whole_slices(memory, jobs_of(memory, memory.largest.decode_rows), multiprocessors_, memory.dense_tokens) == 0)
+    refuse("dense_tokens", memory.dense_tokens, std::uint64_t{most_slices(memory)} * (kAttend.stage_words - 64));
   for (std::uint32_t drafts = 1; drafts <= memory.largest.drafts; ++drafts) {
     const ForwardMemory teams = memory.teams(drafts);
     const std::uint32_t jobs = jobs_of(teams, memory.largest.decode_rows / drafts);
@@ -321,6 +329,13 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
                     handle(layer.stream), [](std::uint32_t, std::uint32_t) {});
   }
   if (memory.drafts != 1) launch_forward_edge(memory, layer);
+}
+
+void ForwardVerbs::attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  const ForwardScratch scratch = choice_of(memory);
+  launch_forward_attend_whole(memory, scratch, layer, variant_of(memory),
+                              whole_slices(memory, scratch.job_count, multiprocessors_, memory.bucket.max_tokens));
 }
 
 void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {

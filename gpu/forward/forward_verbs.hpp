@@ -32,6 +32,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void choose(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void split(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void attend(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void promote(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override;

@@ -25,6 +25,9 @@ struct Bucket {
   bool pages = false;            ///< of these rows some rank pages by their digests
   bool audit = false;            ///< what these rows attend is written down, see ForwardVerbs::audit
   bool trace = false;            ///< when its stages run is written down, see ForwardVerbs::stamp
+  /// These rows attend everything, see ForwardVerbs::attend_whole: what an engine says of buckets of short sequences
+  /// (EngineOptions::dense_tokens), whatever it is given.
+  bool whole = false;
 
   [[nodiscard]] constexpr std::uint32_t rows() const noexcept { return decode_rows + prefill_rows; }
   friend constexpr bool operator==(const Bucket&, const Bucket&) = default;

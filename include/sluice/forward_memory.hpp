@@ -55,6 +55,7 @@ struct ForwardMemory {
   std::uint64_t answer_ns = 0;  ///< how long a layer waits for the far part
   /// [layers] EngineOptions::windows, memory of the host that devices do not read; null: there are none.
   const std::uint32_t* windows = nullptr;
+  std::uint32_t dense_tokens = 0;  ///< of a row of a bucket that is whole, at most
   std::uint32_t widest = 0;  ///< tokens that a row attends all of, by its layer's window or EngineOptions::dense_tokens
   std::uint32_t window = 0;  ///< of the layer that the verbs of a layer are called for; 0: its rows see all tokens
   std::uint32_t first_plane = kNone;  ///< of that layer

@@ -21,7 +21,7 @@ struct ForwardLayer {
 };
 
 /// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
-/// `append`, `prefill` if the bucket has such rows, and if it has rows that choose, `rank` if some rank pages, `score`
+/// `append`, `prefill` if the bucket has such rows, `attend_whole` if its other rows are whole, and if they choose, `rank` if some rank pages, `score`
 /// and `choose` if some choose tokens, `split`, `attend`, `promote`, `fetch` if the device fetches, and `merge`; then
 /// `end`. One that is audited has `audit` behind `merge`, and `promote` behind that. One that is traced has a `stamp`
 /// before `append` and behind each of these. `apply` comes before it and is not part of a graph. One that only brings
@@ -44,6 +44,8 @@ class ForwardVerbs {
   /// Takes the slip: rows, block lists, freed blocks, copies. Not captured. Tokens that come get near rows, so that
   /// they are written there, too: rows that are free, or have not been attended for long, see kNearPatience. Those that
   /// are decoded come first, and count as attended; of those of prompts, which do not, the newest, if not all find one.
+  /// In every kNearTurn-th plan of a bucket that is whole, all tokens of its rows count as attended, and those that are
+  /// far are brought near where others give way that have not been attended for long, if all of a row's have room.
   virtual void apply(const ForwardMemory& memory, void* stream) = 0;
   /// K-means over tokens that forwards before this one have appended, in all layers that `clusters_in` names, as
   /// ClusterTask has it, with the first token's position as the seed. Not captured, and no part of a forward.
@@ -72,6 +74,9 @@ class ForwardVerbs {
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Attends near rows; and of teams what some of their rows see and others do not, see ForwardEdge, near or far.
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Of a bucket that is whole: its rows attend all tokens, near ones there and far ones over the link, and outputs are
+  /// written. Without windows, audits, drafts, and rows with scales.
+  virtual void attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Brings rows near that were attended far, while their answer is awaited, in every kNearTurn-th forward: those of
   /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago. They
   /// take places as tokens that come do; the former also of any row that this forward has not attended.

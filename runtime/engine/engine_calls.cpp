@@ -93,9 +93,10 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   begin_policies(wanted);
   // Where the device fetches all that is far, it asks for choices alone.
   const bool asks =
-      memory.largest().fetch_share != kWholeFetchShare || std::ranges::any_of(wanted, [](const Wanted& each) {
+      !bucket.whole &&
+      (memory.largest().fetch_share != kWholeFetchShare || std::ranges::any_of(wanted, [](const Wanted& each) {
         return !each.item.prefill && each.sequence->tail.slot != kNone;
-      });
+      }));
   const Batch batch{.forward = send(std::move(wanted), bucket, stream), .bucket = bucket};
   if (bucket.decode_rows != 0 && asks) far.wake(batch.forward);
   return batch;
@@ -148,7 +149,7 @@ void Engine::Impl::enqueue(Stage stage, const ForwardMemory& m, const ForwardLay
     case Stage::score: return verbs.score(m, layer);
     case Stage::choose: return verbs.choose(m, layer);
     case Stage::split: return verbs.split(m, layer);
-    case Stage::attend: return verbs.attend(m, layer);
+    case Stage::attend: return m.bucket.whole ? verbs.attend_whole(m, layer) : verbs.attend(m, layer);
     case Stage::promote: return verbs.promote(m, layer);
     case Stage::fetch: return verbs.fetch(m, layer);
     case Stage::merge: return verbs.merge(m, layer);

@@ -58,8 +58,11 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   in("audit", resolved.audit, largest.audit);
   in("trace", resolved.trace, largest.trace);
   // All of its rows attend everything, unless some may not.
-  if (resolved.max_tokens <= options.dense_tokens && options.cpu_sequences == 0 && options.cluster_sequences == 0)
-    resolved.top_k = resolved.unbounded = resolved.pages = false;
+  const bool dense = resolved.decode_rows != 0 && resolved.max_tokens <= options.dense_tokens &&
+                     options.cpu_sequences == 0 && options.cluster_sequences == 0;
+  if (dense) resolved.top_k = resolved.unbounded = resolved.pages = false;
+  resolved.whole = dense && options.windows.empty() && !resolved.audit && resolved.drafts == 1 &&
+                   !memory.largest().far_layout.scaled();
   if (resolved.max_tokens % memory.largest().layout.page_tokens != 0)
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's max_tokens is " +
                                             text(resolved.max_tokens) + "; it must be a multiple of page_tokens, " +

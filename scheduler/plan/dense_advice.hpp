@@ -9,7 +9,7 @@
 namespace sluice::scheduler {
 
 /// What choosing takes on a GPU beyond what reading does: scores, lists, an answer of the CPU, of one sequence.
-inline constexpr double kChoosingUs = 25.0;
+inline constexpr double kChoosingUs = 40.0;
 
 /// Tokens of a sequence up to which a device that reads near rows at `near_gbps` attends all of them in the time that
 /// choosing takes alone; 0 if the rate is not known. 1 GB = 1e9 bytes.

@@ -152,7 +152,10 @@ class WorkList {
           4 * place_.shape.group() * tokens_.scored + 4 * place_.shape.head_dim * tokens_.clusters +
               copy_bytes() * tokens_.sampled);
     if (stage == Stage::split) add_split();
-    if (stage == Stage::attend) put(stage, Lane::device, tokens_.choosing, near_bytes() * near_);
+    if (stage == Stage::attend) {
+      put(stage, Lane::device, tokens_.choosing, near_bytes() * near_);
+      if (place_.bucket.whole && elsewhere_ != 0) put(stage, Lane::link, tokens_.choosing, far_bytes() * elsewhere_);
+    }
     if (stage == Stage::promote) {
       put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
       // Rows come near in the launch of `merge`: what comes behind that waits for both.
@@ -258,6 +261,10 @@ StageList stages_of(const Bucket& bucket, bool promotes, bool fetches) noexcept 
   stages.add(Stage::append);
   if (bucket.prefills != 0) stages.add(Stage::prefill);
   if (bucket.decode_rows == 0) return stages;
+  if (bucket.whole) {
+    stages.add(Stage::attend);
+    return stages;
+  }
   if (bucket.pages) stages.add(Stage::rank);
   if (bucket.top_k || bucket.unbounded) {
     stages.add(Stage::score);

@@ -74,6 +74,7 @@ struct WorkShares {
 /// | split      | device | writes 4 per near token                                                                 |
 /// |            | link   | writes 4 per far token that the CPU attends                                             |
 /// | attend     | device | reads 2 R per near token                                                                |
+/// |            | link   | of a bucket that is whole reads 2 R per far token                                       |
 /// | promote    | link   | reads 2 R per promoted token                                                            |
 /// | choose_far | cpu    | reads R per key that is scored there                                                    |
 /// | attend_far | cpu    | reads 2 R per far token                                                                 |

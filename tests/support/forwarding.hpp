@@ -55,6 +55,9 @@ class ForwardingVerbs : public ForwardVerbs {
   void choose(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.choose(memory, layer); }
   void split(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.split(memory, layer); }
   void attend(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.attend(memory, layer); }
+  void attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) override {
+    inner_.attend_whole(memory, layer);
+  }
   void promote(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.promote(memory, layer); }
   void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.fetch(memory, layer); }
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.merge(memory, layer); }

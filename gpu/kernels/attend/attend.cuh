@@ -50,22 +50,23 @@ struct Accumulator {
   float out[kTiles][RowShape<kDim>::kOutTiles][4];
 };
 
-template <int kDim>
-__device__ void load_keys(std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4], const std::byte* base,
+template <int kDim, bool kWhole>
+__device__ void load_keys(std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4], const AttendSlice& slice,
                           std::uint32_t row) {
   const std::uint32_t g = threadIdx.x % 32 / 4;
   const std::uint32_t t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const std::uint32_t mine = __shfl_sync(kAllLanes, row, static_cast<int>(g + 8 * half));
-    const std::byte* from = base + std::uint64_t{mine} * RowShape<kDim>::kRowBytes + t * 16;
+    const PlacedRow at = placed<kWhole>(slice, mine);
+    const std::byte* from = at.base + std::uint64_t{at.row} * RowShape<kDim>::kRowBytes + t * 16;
 #pragma unroll
     for (int j = 0; j < RowShape<kDim>::kKeyPieces; ++j) load_once(keys[half][j], from + j * 64, mine != kNoRow);
   }
 }
 
 /// The rows of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
-template <int kDim>
+template <int kDim, bool kWhole>
 __device__ void load_values(std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4], const AttendSlice& slice,
                             std::uint32_t row) {
   const std::uint32_t g = threadIdx.x % 32 / 4;
@@ -73,8 +74,9 @@ __device__ void load_values(std::uint32_t (&values)[4][RowShape<kDim>::kValuePie
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const std::uint32_t mine = __shfl_sync(kAllLanes, row, static_cast<int>(2 * t + n % 2 + n / 2 * 8));
-    const std::uint64_t at = std::uint64_t{mine} + slice.page_tokens;
-    const std::byte* from = slice.base + at * RowShape<kDim>::kRowBytes + g * 16;
+    const PlacedRow key = placed<kWhole>(slice, mine);
+    const std::uint64_t at = std::uint64_t{key.row} + slice.page_tokens;
+    const std::byte* from = key.base + at * RowShape<kDim>::kRowBytes + g * 16;
 #pragma unroll
     for (int c = 0; c < RowShape<kDim>::kValuePieces; ++c) {
       if (RowShape<kDim>::whole(c)) {
@@ -218,28 +220,28 @@ __device__ bool scored(const AttendSlice& slice, std::uint32_t unit) {
 }
 
 /// Rows of K and V of a unit.
-template <int kDim, bool kHasScales>
+template <int kDim, bool kHasScales, bool kWhole = false>
 __device__ void load_key_rows(std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4], UnitScales<kHasScales>& scales,
                               const AttendSlice& slice, std::uint32_t row) {
   if constexpr (kHasScales) {
     load_scaled_keys<kDim>(keys, scales, slice, row);
   } else {
-    load_keys<kDim>(keys, slice.base, row);
+    load_keys<kDim, kWhole>(keys, slice, row);
   }
 }
-template <int kDim, bool kHasScales>
+template <int kDim, bool kHasScales, bool kWhole = false>
 __device__ void load_value_rows(std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4], const AttendSlice& slice,
                                 std::uint32_t row) {
   if constexpr (kHasScales) {
     load_scaled_values<kDim>(values, slice, row, [](int c) { return RowShape<kDim>::whole(c); });
   } else {
-    load_values<kDim>(values, slice, row);
+    load_values<kDim, kWhole>(values, slice, row);
   }
 }
 
 /// Attends the warp's units of the slice, from `unit` on, which is already being loaded. `cap`: of scores that are
 /// computed, to base 2; 0: none. Kernels that are not `kCapped` know of none.
-template <class T, int kDim, int kTiles, bool kScored, bool kCapped, bool kHasScales>
+template <class T, int kDim, int kTiles, bool kScored, bool kCapped, bool kHasScales, bool kWhole = false>
 __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& slice,
                              const typename AttendMemory<kDim, kTiles>::Input& input, std::uint32_t unit, UnitRows rows,
                              std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
@@ -271,7 +273,7 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
     if (scored<kScored>(slice, next_unit)) {
       load_scores<kDim, kTiles>(keys, slice, next_unit);
     } else {
-      load_key_rows<kDim>(keys, scales, slice, next.row);
+      load_key_rows<kDim, kHasScales, kWhole>(keys, scales, slice, next.row);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -291,7 +293,7 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
       weights[tile] = weigh<T>(scores[tile], sum.top[tile], sum.mass[tile], mine);
     if constexpr (kHasScales) unfold(values);
     add_values<T>(sum, weights, values);
-    load_value_rows<kDim, kHasScales>(values, slice, next.row);
+    load_value_rows<kDim, kHasScales, kWhole>(values, slice, next.row);
     rows = next;
   }
 }

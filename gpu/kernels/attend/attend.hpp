@@ -52,6 +52,7 @@ static_assert(sizeof(AttendJob) == 112);
 struct AttendSlice {
   const float* q = nullptr;
   const std::byte* base = nullptr;
+  const std::byte* far_base = nullptr;  ///< of rows over the link, where a launch finds its rows itself
   const float* scores = nullptr;  ///< from the slice's first token on
   float* out = nullptr;
   float* lse = nullptr;

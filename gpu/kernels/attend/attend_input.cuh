@@ -11,6 +11,8 @@
 namespace sluice::gpu::detail {
 
 inline constexpr std::uint32_t kNoRow = 0xffff'ffffu;
+/// Of a row of a launch that finds its rows itself: it is counted from AttendSlice::far_base.
+inline constexpr std::uint32_t kFarRow = 0x8000'0000u;
 inline constexpr float kLog2e = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr int kThreads = 32 * kAttend.warps;
@@ -25,6 +27,19 @@ __device__ inline AttendSlice slice_of_block(const AttendArgs& args) {
     job = args.inline_jobs[at];
   }
   return cut(job, blockIdx.x - job.first_slice);
+}
+
+/// What a row is counted from, and its number. `kWhole`: of such a launch.
+struct PlacedRow {
+  const std::byte* base;
+  std::uint32_t row;
+};
+template <bool kWhole>
+__device__ PlacedRow placed(const AttendSlice& slice, std::uint32_t row) {
+  if constexpr (kWhole) {
+    if ((row & kFarRow) != 0) return {slice.far_base, row & ~kFarRow};
+  }
+  return {slice.base, row};
 }
 
 /// Where a slice's row lists are.

@@ -5,6 +5,34 @@
 
 namespace sluice::gpu::detail {
 
+/// What a block's warps have attended becomes the slice's result, and by the last of a job's blocks the task's; whether
+/// this block has written that. All threads.
+template <int kDim, int kTiles, class Args>
+__device__ bool conclude(const Args& args, const AttendSlice& slice, AttendMemory<kDim, kTiles>& memory,
+                         WarpSums<kTiles>& sums, const Accumulator<kDim, kTiles>& sum) {
+  put_sums(sums, sum);
+  const std::uint32_t warp = threadIdx.x / 32;
+  const Place<kDim, 8 * kTiles> place(args, slice);
+#pragma unroll 1
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int heads = min(8, static_cast<int>(slice.heads) - 8 * tile);
+    __syncthreads();  // All warps are done with what `out` lies over.
+    put_out<kDim, kTiles, 0>(memory.out[warp], sum, tile);
+    __syncthreads();
+    if (heads > 0) merge_warps<kDim, kTiles, 0>(place, sums, memory.out, tile, heads);
+    if constexpr (kDim > RowShape<kDim>::kSlab) {
+      __syncthreads();
+      put_out<kDim, kTiles, RowShape<kDim>::kSlab>(memory.out[warp], sum, tile);
+      __syncthreads();
+      if (heads > 0) merge_warps<kDim, kTiles, RowShape<kDim>::kSlab>(place, sums, memory.out, tile, heads);
+    }
+  }
+  if (slice.slices == 1) return true;
+  if (!is_last(args, slice)) return false;
+  merge_slices<kDim, kTiles>(args.partials, args.partial_count, slice, memory);
+  return true;
+}
+
 /// The decode kernel: a thread block attends one slice, and the last of a job's merges them.
 template <class T, int kDim, int kTiles, bool kScored, bool kCapped, bool kHasScales>
 __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 128 ? kAttend.blocks_per_sm : 1)
@@ -40,25 +68,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
   attend_units<T, kDim, kTiles, kScored, kCapped, kHasScales>(sum, slice, memory.input, warp, rows, keys, values,
                                                               scales, kCapped ? args.softcap * kLog2e : 0.f);
 
-  put_sums(sums, sum);
-  const Place<kDim, 8 * kTiles> place(args, slice);
-#pragma unroll 1
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int heads = min(8, static_cast<int>(slice.heads) - 8 * tile);
-    __syncthreads();  // All warps are done with what `out` lies over.
-    put_out<kDim, kTiles, 0>(memory.out[warp], sum, tile);
-    __syncthreads();
-    if (heads > 0) merge_warps<kDim, kTiles, 0>(place, sums, memory.out, tile, heads);
-    if constexpr (kDim > RowShape<kDim>::kSlab) {
-      __syncthreads();
-      put_out<kDim, kTiles, RowShape<kDim>::kSlab>(memory.out[warp], sum, tile);
-      __syncthreads();
-      if (heads > 0) merge_warps<kDim, kTiles, RowShape<kDim>::kSlab>(place, sums, memory.out, tile, heads);
-    }
-  }
-  if (slice.slices > 1 && is_last(args, slice)) {
-    merge_slices<kDim, kTiles>(args.partials, args.partial_count, slice, memory);
-  }
+  (void)conclude<kDim, kTiles>(args, slice, memory, sums, sum);
 }
 
 /// Calls `use` with the kernel of one dtype, head_dim and number of head tiles.

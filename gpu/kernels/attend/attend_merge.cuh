@@ -103,7 +103,9 @@ struct Place {
   float* lse;
   float lse_scale;  ///< of the lse to base 2
 
-  __device__ Place(const AttendArgs& args, const AttendSlice& slice) {
+  /// @param args  partials, their number and counters, as AttendArgs has them
+  template <class Args>
+  __device__ Place(const Args& args, const AttendSlice& slice) {
     if (slice.slices == 1) {
       out = slice.out;
       lse = slice.lse;
@@ -145,7 +147,8 @@ __device__ void merge_warps(const Place<kDim, 8 * kTiles>& to, const WarpSums<kT
 }
 
 /// True in the block that is the last of its job's slices to get here; it sees what the others wrote.
-__device__ inline bool is_last(const AttendArgs& args, const AttendSlice& slice) {
+template <class Args>
+__device__ bool is_last(const Args& args, const AttendSlice& slice) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {  // What the barriers order before and after it, one thread releases and acquires for all.

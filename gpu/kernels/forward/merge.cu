@@ -12,6 +12,7 @@
 namespace sluice::gpu {
 namespace detail {
 void load_forward_append_kernels();
+void load_forward_attend_whole_kernels();
 void load_forward_await_kernel();
 void load_forward_apply_kernels();
 void load_forward_audit_kernels();
@@ -154,6 +155,7 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
 
 void load_forward_kernels() {
   detail::load_forward_append_kernels();
+  detail::load_forward_attend_whole_kernels();
   detail::load_forward_await_kernel();
   detail::load_forward_apply_kernels();
   detail::load_forward_audit_kernels();
