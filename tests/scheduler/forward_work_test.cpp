@@ -71,6 +71,39 @@ TEST_CASE("a forward without rows has no work") {
               .empty());
 }
 
+TEST_CASE("short sequences are attended whole, and long ones as their policy chooses") {
+  const PolicySpec spec = parse_policy("pages:pages=2 | int4 | top_k=3 | near=0,sinks=2,recent=6 | dense=1");
+  const RowShape shape{.page_tokens = kPage, .q_heads = 8, .kv_heads = 2, .dense_tokens = 500};
+  for (const std::uint32_t tokens : {1u, 499u, 500u}) {
+    const ForwardRow row = forward_row(spec, tokens, shape);
+    REQUIRE((row.whole() && !row.ranks() && !row.in_pages() && row.tokens == tokens));
+  }
+  REQUIRE_FALSE(forward_row(spec, 501, shape).whole());
+  REQUIRE(forward_team(spec, 499, 4, shape).whole());  // Its first row is short.
+  REQUIRE_FALSE(forward_team(spec, 500, 4, shape).whole());
+  for (const char* other : {"lfps", "tactic | int4", "topk"}) {
+    CAPTURE(other);
+    REQUIRE_FALSE(may_be_dense(parse_policy(other)));
+    REQUIRE_FALSE(forward_row(parse_policy(other), 400, shape).whole());
+  }
+  // A bucket of short sequences lacks nothing, whatever their policy needs of others.
+  const ForwardLimits limits{.shape = shape, .max_window = 1, .digests = DigestKind::cuboid_mean};
+  REQUIRE(forward_unserved(spec, {.max_tokens = 496, .top_k = false}, limits).empty());
+  REQUIRE_FALSE(forward_unserved(spec, {.max_tokens = 512, .top_k = false}, limits).empty());
+}
+
+TEST_CASE("a bucket that is whole is brought in and attended, and nothing else") {
+  const ForwardRow row = row_of("full", 100);
+  WorkPlace place = place_for({.decode_rows = 1, .top_k = false, .whole = true});
+  place.promotes = true;
+  const auto work = forward_work(place, {&row, 1}, {}, {.near = 0.75});
+  const std::uint64_t planes = kShape.layers * kShape.kv_heads;
+  REQUIRE(sum_of(work, Stage::attend, Lane::device).read == planes * 75 * 2 * kRow);
+  REQUIRE(sum_of(work, Stage::attend, Lane::link).read == planes * 25 * 2 * kRow);
+  REQUIRE(std::ranges::all_of(
+      work, [](const WorkItem& item) { return item.stage == Stage::append || item.stage == Stage::attend; }));
+}
+
 TEST_CASE("the first token of a sequence is attended near or far, and nothing else is") {
   const ForwardRow row = row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6", 1);
   const Bucket bucket{.decode_rows = 1};
