@@ -57,15 +57,16 @@ cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topolog
       {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
 }
 
-/// Tokens up to which it pays to attend all of a sequence, if all of its rows are near.
+/// Tokens up to which it pays to attend all of a sequence, if all of its rows are near: in batches of as many sequences
+/// as there may be, whatever a forward has, since what is attended must not depend on that.
 std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
   const PageLayout near = runtime::far_layout(options).near();
   const std::uint64_t planes = std::uint64_t{options.shape.layers} * options.shape.kv_heads;
   const std::uint64_t room = options.near_bytes / (near.page_bytes() * planes) * near.page_tokens;
-  const std::uint64_t each = room / std::max(1u, options.largest.decode_rows / options.largest.drafts);
-  const std::uint32_t pays =
+  const std::uint64_t pays =
       scheduler::advised_dense_tokens(options.shape, near, device.rates(near.page_bytes()).near_gbps);
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(each, pays)) / near.page_tokens * near.page_tokens;
+  const std::uint64_t each = std::min(room, pays) / std::max(1u, options.largest.decode_rows / options.largest.drafts);
+  return static_cast<std::uint32_t>(each) / near.page_tokens * near.page_tokens;
 }
 
 /// What the device has no kernels for, automatic prompts do without.
