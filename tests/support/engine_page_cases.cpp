@@ -61,6 +61,47 @@ TEST_CASE("policies that rank pages attend what they attend by themselves, near 
   both_decode(260);
 }
 
+TEST_CASE("pages that are fetched again and again come near, and what is attended stays the same", "[engine]") {
+  constexpr std::uint32_t kPrompt = 243, kTokens = 275;
+  const EngineRig rig = engine_rig();
+  Story story(kShape, kTokens, 101);
+  if (rig.kv_dtype != DType::f32) story.round_queries();
+  // Nearly all pages in every step, by one query head of a group or another: as much as pages can recur.
+  const PolicySpec policy = parse_policy("pages:pages=10 | top_k=all | near=0,sinks=16,recent=16");
+  const auto options = [&](std::uint32_t near) {
+    EngineOptions all = options_of(rig, 1, near, policy.pages.digest);
+    all.placement = PlacementMode::stream;
+    return all;
+  };
+  Engine cached(options(20), rig.device);
+  Engine bare(options(0), rig.device);
+  Teller teller{.story = &story, .id = cached.begin(policy)};
+  Teller other{.story = &story, .id = bare.begin(policy)};
+  prefill(cached, rig, teller, kPrompt);
+  prefill(bare, rig, other, kPrompt);
+  // Another prompt takes the places of the first, and leaves them empty.
+  Teller passing{.story = &story, .id = cached.begin(policy)};
+  prefill(cached, rig, passing, kPrompt);
+  cached.end(passing.id);
+  const auto fetched = [&](Engine& engine, Teller& by, std::vector<float>& out) {
+    const std::uint64_t before = engine.stats().fetched_tokens;
+    out = decode(engine, rig, by);
+    return engine.stats().fetched_tokens - before;
+  };
+  std::uint64_t first = 0, last = 0;
+  for (bool begins = true; teller.at < kTokens; begins = false) {
+    CAPTURE(teller.at);
+    std::vector<float> out, want;
+    last = fetched(cached, teller, out);
+    if (begins) first = last;
+    // Without near memory they cross the link in every step.
+    REQUIRE(fetched(bare, other, want) > std::uint64_t{kShape.layers} * kShape.kv_heads * kPrompt / 2);
+    REQUIRE(difference(out, want) < tolerance(rig));
+  }
+  REQUIRE(first > std::uint64_t{kShape.layers} * kShape.kv_heads * kPrompt / 2);
+  REQUIRE(10 * last < first);
+}
+
 TEST_CASE("progressive attention stops at the same pages in both placements, however late answers are", "[engine]") {
   constexpr std::uint32_t kPrompt = 243, kTokens = 252;
   const std::uint32_t near = GENERATE(0u, 7u);
