@@ -31,8 +31,9 @@ inline constexpr std::uint32_t kStages = 15;
 inline constexpr std::uint32_t kStampedStages = 13;
 
 [[nodiscard]] constexpr const char* to_string(Stage stage) noexcept {
-  constexpr const char* kNames[] = {"start",  "append",  "gather", "prefill", "rank",  "score",      "choose",    "split",
-                                    "attend", "promote", "fetch",  "merge",   "audit", "choose_far", "attend_far"};
+  constexpr const char* kNames[] = {"start", "append", "gather", "prefill",    "rank",
+                                    "score", "choose", "split",  "attend",     "promote",
+                                    "fetch", "merge",  "audit",  "choose_far", "attend_far"};
   static_assert(std::size(kNames) == kStages);
   return static_cast<std::size_t>(stage) < kStages ? kNames[static_cast<std::size_t>(stage)] : "unknown";
 }
@@ -107,8 +108,7 @@ enum class StallCause : std::uint8_t {
 };
 
 [[nodiscard]] constexpr const char* to_string(StallCause cause) noexcept {
-  constexpr const char* kNames[] = {"unseen",   "choosing",  "attending", "looking",
-                                    "arriving", "computing", "enqueuing"};
+  constexpr const char* kNames[] = {"unseen", "choosing", "attending", "looking", "arriving", "computing", "enqueuing"};
   return static_cast<std::size_t>(cause) < std::size(kNames) ? kNames[static_cast<std::size_t>(cause)] : "unknown";
 }
 
@@ -121,7 +121,7 @@ enum class StallCause : std::uint8_t {
   }
 }
 
-/// Somebody has nothing else to do.
+/// One of them waits, with nothing else to do.
 /// The device waits for workers in a layer's merge, which goes on when the device has noticed the answer, and in its
 /// fetch, if the CPU chooses what that attends, with nothing but lists that were chosen before; for the link in what is
 /// left of the fetch, and while rows are gathered or promoted; for the host before each layer.
