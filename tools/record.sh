@@ -15,7 +15,8 @@ Smaller runs, to try it out: RECORD_SHORT=2K,8K RECORD_LONG=32000 RECORD_COUNT=8
 RECORD_SWEEP_LENGTH=8192 RECORD_SWEEP_COUNT=4 RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8
 RECORD_LAYER_LENGTHS="32K 128K" RECORD_LAYER_STEPS=12 RECORD_PREFILL_LENGTHS="2K,8K 16K 32000" RECORD_PREFILL_LAYER=4K,...
 RECORD_CORE_LENGTHS=4K,8K,16K,32K,64K,128K RECORD_PLAN_LENGTHS=4K,16K,64K,128K (1K,4K without a GPU) RECORD_PLAN_LAYERS=32 (4)
-RECORD_SERVE="--layers 32 --requests 48 --prompt 1500 --answer 64 --batch 48" (smaller without a GPU)
+RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib)
+RECORD_FIGURES="--count 2 --steps 24" RECORD_SERVE="--layers 32 --requests 48 --prompt 1500 --answer 64 --batch 48" (smaller without a GPU)
 (here with their defaults; lists of words are parts of their own).
 END
 }
@@ -109,6 +110,16 @@ parts() {
   for what in together apart alpha bypass; do echo "core-$what"; done
   echo plan
   echo serve
+  if draws; then
+    for figure in pages tokens recall; do echo "figure-$figure"; done
+  fi
+}
+
+# Whether there is a Python that draws the papers' figures.
+python=${RECORD_PYTHON:-python3}
+draws() {
+  "$python" -c 'import importlib.util as util, sys
+sys.exit(any(util.find_spec(name) is None for name in ("torch", "transformers", "matplotlib")))' 2>/dev/null
 }
 
 # core NAME LENGTHS POLICIES [option...]: attention of one layer on one core.
@@ -183,6 +194,13 @@ measure() {
       core "$1" "${core_lengths%%,*}" "$bypasses" --pattern uniform --sinks 0.5,0.72,0.78,0.83,0.88,0.92,0.97,0.99
       ;;
     plan) plan ;;
+    # What the model's attention is like, with a picture beside.
+    figure-*)
+      # shellcheck disable=SC2086 # Options.
+      "$python" "$root/python/benchmarks/paper_figures.py" "${1#figure-}" --model "$model" \
+        ${RECORD_FIGURES:---count 2 --steps 24} --svg "$out/$1.svg" >"$out/$1.json.new"
+      mv "$out/$1.json.new" "$out/$1.json"
+      ;;
     serve)
       # shellcheck disable=SC2086 # Options.
       "$sluice" bench serve --device "$device" $serve --rates 0,4 --policies "full;topk;arkvale;psa;sluice" \

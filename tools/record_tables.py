@@ -186,6 +186,26 @@ def print_serve(found):
             cell(r["tbt_p99_ms"]), str(r["preemptions"])] for r in found])
 
 
+def print_pages(found):
+    print("Pages that a share of the softmax takes (PSA, Fig. 2)\n")
+    table(["layer", "share", "order", "pages", "20%", "median", "80%", "mean"],
+          [[str(r["layer"]), cell(r["share"]), r["order"], str(r["pages"]), cell(r["p20"], "{:.0f}"),
+            cell(r["p50"], "{:.0f}"), cell(r["p80"], "{:.0f}"), cell(r["mean"], "{:.0f}")] for r in found])
+
+
+def print_tokens(found):
+    print("Tokens that a share of the softmax takes (Tactic, Table 1)\n")
+    table(["target", "order", "of", "tokens"],
+          [[percent(r["target"]), r["order"], str(r["visible"]), cell(r["tokens"], "{:.0f}")] for r in found])
+
+
+def print_recall(found):
+    print("Pages fetched per step and KV head\n")
+    table(["policy", "pool", "room", "of", "fetched"],
+          [[code(r["policy"]), r["pool"], percent(r["room"]), str(r["pages"]), cell(r["fetched"], "{:.1f}")]
+           for r in found])
+
+
 def print_machines(reports):
     """Parts may come from several machines, and figures of different machines do not compare."""
     machines = unique((r["host"].get("gpu") or "no GPU", r["host"]["cpu"], r["version"]) for r in reports.values())
@@ -213,7 +233,9 @@ def main():
                                ("core-apart", "attention", print_core("One core, no query heads share keys")),
                                ("core-alpha", "attention", print_core("One core, thresholds of LFPS")),
                                ("core-bypass", "attention", print_core("One core, heads with sinks")),
-                               ("plan", "compared", print_plan), ("serve", "serve", print_serve)]:
+                               ("plan", "compared", print_plan), ("serve", "serve", print_serve),
+                               ("figure-pages", "pages", print_pages), ("figure-tokens", "tokens", print_tokens),
+                               ("figure-recall", "recall", print_recall)]:
         found = rows(reports, prefix, name)
         if found:
             show(found)

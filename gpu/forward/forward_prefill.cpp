@@ -60,8 +60,13 @@ void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& laye
   CUtensorMap pages{};
   if (variant.warpgroups)
     pages = map_pages({.base = stage.pages, .layout = memory.layout}, kPrefillBlock, staged_pages(memory));
+  const auto stamp = [&](std::uint32_t window, GatherMark mark) {
+    if (bucket.trace) launch_forward_gather_stamp(memory, layer.layer, window, mark, stream);
+  };
   for (std::uint32_t window = 0; window < div_up(bucket.max_tokens, memory.prefill_window); ++window) {
+    stamp(window, GatherMark::begins);
     launch_forward_stage(memory, stage, layer, window, multiprocessors_);
+    stamp(window, GatherMark::ends);
     if (memory.sparse_prefill) choose_blocks(memory, stage, args, layer);
     if (variant.warpgroups) {
       launch_prefill_hopper(variant, args, extent, pages, stream);

@@ -90,7 +90,8 @@ class ForwardVerbs {
   /// memory. The layer has an lse.
   virtual void audit(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Writes down when what was enqueued before was done: `stage` of a layer, or what came before the layer. To pinned
-  /// memory, and nothing of a forward that does not run.
+  /// memory, and nothing of a forward that does not run. Of a bucket that is traced `prefill` stamps Stage::gather, if
+  /// it gathers, with the end of what came before its first window and the time that all of them took.
   virtual void stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) = 0;
   /// Whether stamps are times of Clock; else they are of a clock of the device.
   [[nodiscard]] virtual bool stamps_by_clock() const noexcept = 0;

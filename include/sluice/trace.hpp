@@ -12,6 +12,7 @@ namespace sluice {
 enum class Stage : std::uint8_t {
   start,    ///< the layer begins; takes no time
   append,   ///< new keys, values and queries are written
+  gather,   ///< keys and values that chunks of prompts attend are brought together, over the link where they lie far
   prefill,  ///< chunks of prompts attend
   rank,     ///< pages are scored by digest, and chosen
   score,    ///< tokens are scored by their 4-bit copies
@@ -25,13 +26,14 @@ enum class Stage : std::uint8_t {
   choose_far,  ///< policies choose on the CPU
   attend_far,  ///< far rows are attended by the CPU, in place
 };
-inline constexpr std::uint32_t kStages = 14;
+inline constexpr std::uint32_t kStages = 15;
 /// Of them, those that the device stamps; see ForwardVerbs::stamp.
-inline constexpr std::uint32_t kStampedStages = 12;
+inline constexpr std::uint32_t kStampedStages = 13;
 
 [[nodiscard]] constexpr const char* to_string(Stage stage) noexcept {
-  constexpr const char* kNames[] = {"start",  "append",  "prefill", "rank",  "score", "choose",     "split",
-                                    "attend", "promote", "fetch",   "merge", "audit", "choose_far", "attend_far"};
+  constexpr const char* kNames[] = {"start", "append", "gather", "prefill",    "rank",
+                                    "score", "choose", "split",  "attend",     "promote",
+                                    "fetch", "merge",  "audit",  "choose_far", "attend_far"};
   static_assert(std::size(kNames) == kStages);
   return static_cast<std::size_t>(stage) < kStages ? kNames[static_cast<std::size_t>(stage)] : "unknown";
 }
@@ -50,7 +52,8 @@ enum class Lane : std::uint8_t {
 /// The lane that a stage spends its time on; what it moves elsewhere is another WorkItem of it.
 [[nodiscard]] constexpr Lane lane_of(Stage stage) noexcept {
   if (stage == Stage::choose_far || stage == Stage::attend_far) return Lane::cpu;
-  return stage == Stage::fetch || stage == Stage::promote ? Lane::link : Lane::device;
+  const bool link = stage == Stage::gather || stage == Stage::fetch || stage == Stage::promote;
+  return link ? Lane::link : Lane::device;
 }
 
 /// A part of a forward's work, on one lane: what a plan makes of it. See scheduler/plan/forward_work.hpp.
@@ -67,7 +70,8 @@ struct WorkItem {
   friend bool operator==(const WorkItem&, const WorkItem&) = default;
 };
 
-/// When a stage ran, in microseconds from when its forward was planned.
+/// When a stage ran, in microseconds from when its forward was planned. Where a prompt is read in windows, `gather` is
+/// those of all windows together, as if they came before what `prefill` attends.
 struct TraceSpan {
   Stage stage{};
   Lane lane{};
@@ -79,23 +83,54 @@ struct TraceSpan {
   std::uint64_t bytes = 0;  ///< as planned; of the CPU: the layer's, over all threads
 };
 
-/// Why the device waits for the CPU.
+/// Who waits, and who is waited for.
+enum class Actor : std::uint8_t {
+  device,
+  link,     ///< which waits for nobody by itself: the device drives it
+  workers,  ///< threads of the host that answer
+  host,     ///< the thread that plans, enqueues and finishes forwards
+};
+
+[[nodiscard]] constexpr const char* to_string(Actor actor) noexcept {
+  constexpr const char* kNames[] = {"device", "link", "workers", "host"};
+  return static_cast<std::size_t>(actor) < std::size(kNames) ? kNames[static_cast<std::size_t>(actor)] : "unknown";
+}
+
+/// What is waited for.
 enum class StallCause : std::uint8_t {
-  unseen,     ///< no thread has seen the question yet
-  choosing,   ///< policies choose
-  attending,  ///< far rows are attended, and the answer is given
+  unseen,     ///< workers: no thread has seen the question yet
+  choosing,   ///< workers: policies choose
+  attending,  ///< workers: far rows are attended, and the answer is given
+  looking,    ///< workers: policies look at a prompt
+  arriving,   ///< link: rows come near, or are attended over it
+  computing,  ///< device: it has not asked yet, or the forward has not ended
+  enqueuing,  ///< host: the layer was not enqueued yet, or what the caller has enqueued before it ran
 };
 
 [[nodiscard]] constexpr const char* to_string(StallCause cause) noexcept {
-  return cause == StallCause::unseen ? "unseen" : cause == StallCause::choosing ? "choosing" : "attending";
+  constexpr const char* kNames[] = {"unseen", "choosing", "attending", "looking", "arriving", "computing", "enqueuing"};
+  return static_cast<std::size_t>(cause) < std::size(kNames) ? kNames[static_cast<std::size_t>(cause)] : "unknown";
 }
 
-/// The device waits for the CPU: in the layer's merge, which goes on when the device has noticed the answer, with
-/// nothing else to do; in its fetch, if the CPU chooses what that attends, with nothing but lists that were chosen
-/// before.
+[[nodiscard]] constexpr Actor waited_for(StallCause cause) noexcept {
+  switch (cause) {
+    case StallCause::arriving: return Actor::link;
+    case StallCause::computing: return Actor::device;
+    case StallCause::enqueuing: return Actor::host;
+    default: return Actor::workers;
+  }
+}
+
+/// One of them waits, with nothing else to do.
+/// The device waits for workers in a layer's merge, which goes on when the device has noticed the answer, and in its
+/// fetch, if the CPU chooses what that attends, with nothing but lists that were chosen before; for the link in what is
+/// left of the fetch, and while rows are gathered or promoted; for the host before each layer.
+/// Workers wait for the device until they see a question, and after the last answer until the forward ends.
+/// The host waits for looks at prompts in `plan`, and for the device in `finish`.
 struct TraceStall {
+  Actor actor = Actor::device;  ///< who waits
   StallCause cause{};
-  std::uint32_t layer = 0;
+  std::uint32_t layer = 0;  ///< the one that begins, of the host's `enqueuing`; kNone: of no layer
   double begin_us = 0.0;
   double end_us = 0.0;
 };

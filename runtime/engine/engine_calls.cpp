@@ -58,8 +58,7 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
     importing_queries = q.tokens;
   } else if (importing == 0 || programs.newest().items.front().sequence != id ||
              programs.newest().items.front().tokens != k.tokens || q.tokens != importing_queries ||
-             next_layer != layer.value ||
-             layer.value >= shape.layers) {
+             next_layer != layer.value || layer.value >= shape.layers) {
     throw Error(Errc::invalid_argument,
                 "import_prefix: layers come in order, with as many tokens and queries as layer 0; begin again with "
                 "that");
@@ -155,6 +154,7 @@ void Engine::Impl::enqueue(Stage stage, const ForwardMemory& m, const ForwardLay
     case Stage::merge: return verbs.merge(m, layer);
     case Stage::audit: return verbs.audit(m, layer);
     case Stage::start:
+    case Stage::gather:  // A part of `prefill`.
     case Stage::choose_far:
     case Stage::attend_far: return;  // No verbs of the device.
   }

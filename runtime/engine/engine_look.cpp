@@ -92,6 +92,7 @@ void Engine::Impl::await_prompt(SequenceId id) {
 
 void Engine::Impl::end_look(SequenceId id, Sequence& sequence) {
   const runtime::PromptLook look = std::exchange(sequence.look, {});
+  const Clock::time_point since = Clock::now();
   if (!look.job->await(options.timeout))
     throw Error(Errc::timeout, "plan: a thread in which the policy of sequence " + text(id.value) +
                                    " looks at its prompt has not come back within " + text(options.timeout.count()) +
@@ -99,7 +100,8 @@ void Engine::Impl::end_look(SequenceId id, Sequence& sequence) {
                                    "longer EngineOptions::timeout");
   look.job->rethrow();
   const auto [begin, end] = look.job->span();
-  looked.push_back({.sequence = id.value, .begin = begin, .end = end});
+  looked.push_back(
+      {.sequence = id.value, .begin = begin, .end = end, .waited_from = since, .waited_until = Clock::now()});
   look.policy->begun();
   sequence.policy = look.policy;
   sequence.policy_tokens = sequence.policy_end = sequence.planned;

@@ -17,6 +17,7 @@ void Engine::Impl::begin_trace(const ForwardMemory& m) {
   program.trace->looks = looked;
   far_notes.expect(program.forward);
   program.trace->planned = Clock::now();
+  if (programs.all().size() == 1) program.trace->idle = program.trace->planned;
 }
 
 void Engine::Impl::note_trace(runtime::Program& program) const noexcept {
@@ -36,6 +37,7 @@ void Engine::Impl::note_trace(runtime::Program& program) const noexcept {
 
 void Engine::Impl::keep_trace(runtime::Program& program, bool done) noexcept {
   if (!program.trace) return;
+  if (traced && traced->forward + 1 == program.forward) program.trace->idle = runtime::end_of(*traced);
   traced.reset();
   note_trace(program);
   if (!program.trace) return;

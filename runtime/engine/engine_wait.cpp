@@ -51,11 +51,16 @@ ForwardStatus status_at(ForwardMailbox& mailbox, std::uint64_t forward) noexcept
 ForwardStatus Engine::Impl::await_end(std::uint64_t forward) {
   const runtime::Program& program = *programs.find(forward);
   if (program.ended) return *program.ended;
+  const Clock::time_point since = Clock::now();
   await([&] { return look(mailbox().outcome.forward) >= forward; }, options.timeout,
         far.spins() ? Patience::spins : Patience::naps,
         "the forward has not ended; was every layer enqueued, or the graph replayed?",
         [&] { verbs.require_alive(program.stream); });
   note_ended();
+  if (program.trace) {
+    program.trace->awaited_from = since;
+    program.trace->awaited_until = Clock::now();
+  }
   return *program.ended;
 }
 

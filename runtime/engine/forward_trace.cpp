@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <utility>
 
+#include "runtime/engine/forward_stalls.hpp"
+
 namespace sluice::runtime {
 namespace {
 
@@ -11,31 +13,25 @@ std::int64_t ns_of(Clock::time_point time) noexcept {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-/// A stage of a layer that began and ended.
-struct Ran {
-  Stage stage{};
-  std::int64_t begin_ns = 0;  ///< by the clock of who stamped it
-  std::int64_t end_ns = 0;
-};
-
 std::uint32_t layers_of(const TraceNotes& notes) noexcept {
   return static_cast<std::uint32_t>(notes.stamps.size() / kStampedStages);
 }
 
 /// The stages of a layer in the order in which they ran: each began when the one before it ended.
-std::vector<Ran> stages_of_layer(const TraceNotes& notes, std::uint32_t layer) {
+std::vector<StageRun> stages_of_layer(const TraceNotes& notes, std::int64_t ahead_ns, std::uint32_t layer) {
   const std::span stamps = std::span(notes.stamps).subspan(std::size_t{layer} * kStampedStages, kStampedStages);
-  std::vector<Ran> ran;
+  std::vector<StageRun> ran;
   const ForwardStamp& start = stamps[static_cast<std::size_t>(Stage::start)];
   if (start.forward != notes.forward) return ran;
   for (std::uint32_t stage = 1; stage < kStampedStages; ++stage) {
     if (stamps[stage].forward == notes.forward)
-      ran.push_back({.stage = static_cast<Stage>(stage), .end_ns = static_cast<std::int64_t>(stamps[stage].ns)});
+      ran.push_back(
+          {.stage = static_cast<Stage>(stage), .end_ns = static_cast<std::int64_t>(stamps[stage].ns) + ahead_ns});
   }
   // At the same time: in their usual order.
-  std::ranges::stable_sort(ran, {}, &Ran::end_ns);
-  auto begin = static_cast<std::int64_t>(start.ns);
-  for (Ran& each : ran) each.begin_ns = std::exchange(begin, each.end_ns);
+  std::ranges::stable_sort(ran, {}, &StageRun::end_ns);
+  std::int64_t begin = static_cast<std::int64_t>(start.ns) + ahead_ns;
+  for (StageRun& each : ran) each.begin_ns = std::exchange(begin, each.end_ns);
   return ran;
 }
 
@@ -45,38 +41,6 @@ void add_plan(const std::vector<WorkItem>& work, TraceSpan& span) noexcept {
     if (item.layer != span.layer || item.stage != span.stage) continue;
     span.rows = item.rows;
     span.bytes += item.bytes();
-  }
-}
-
-/// The time in which a stage waits until `until`, cut by what is waited for. `chosen`: when all lists were.
-void add_stalls(const TraceNotes& notes, const Ran& wait, std::uint32_t layer, std::int64_t ahead_ns,
-                std::int64_t chosen, std::int64_t until, std::vector<TraceStall>& stalls) {
-  const std::int64_t end = std::min(until, wait.end_ns + ahead_ns);
-  std::int64_t at = wait.begin_ns + ahead_ns;
-  for (const auto& [cause, cause_end] :
-       {std::pair(StallCause::unseen, notes.far.answers[layer].seen_ns), std::pair(StallCause::choosing, chosen),
-        std::pair(StallCause::attending, end)}) {
-    const std::int64_t next = std::min(cause_end, end);
-    if (next <= at) continue;
-    const auto us = [&](std::int64_t ns) { return 1e-3 * static_cast<double>(ns - ns_of(notes.planned)); };
-    stalls.push_back({.cause = cause, .layer = layer, .begin_us = us(at), .end_us = us(next)});
-    at = next;
-  }
-}
-
-/// Those of a layer: what is chosen is waited for by `fetch` where that attends it, and the answer by `merge`.
-void add_stalls(const TraceNotes& notes, std::span<const Ran> ran, std::uint32_t layer, std::int64_t ahead_ns,
-                std::vector<TraceStall>& stalls) {
-  if (layer >= notes.far.answers.size() || notes.far.answers[layer].answered_ns == 0) return;
-  const FarAnswer& answer = notes.far.answers[layer];
-  std::int64_t chosen = answer.seen_ns;
-  for (const FarPiece& piece : notes.far.pieces) {
-    if (piece.layer == layer && piece.stage == Stage::choose_far) chosen = std::max(chosen, piece.end_ns);
-  }
-  for (const Ran& each : ran) {
-    if (each.stage == Stage::fetch && notes.fetches_chosen)
-      add_stalls(notes, each, layer, ahead_ns, chosen, chosen, stalls);
-    if (each.stage == Stage::merge) add_stalls(notes, each, layer, ahead_ns, chosen, answer.answered_ns, stalls);
   }
 }
 
@@ -122,19 +86,21 @@ ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::v
     add_plan(trace.work, span);
     trace.spans.push_back(span);
   };
-  for (const auto& [sequence, begin, end] : notes.looks)
-    trace.looks.push_back({.sequence = sequence, .begin_us = us(ns_of(begin)), .end_us = us(ns_of(end))});
+  for (const LookNote& look : notes.looks)
+    trace.looks.push_back(
+        {.sequence = look.sequence, .begin_us = us(ns_of(look.begin)), .end_us = us(ns_of(look.end))});
+  std::vector<std::vector<StageRun>> layers;
   for (std::uint32_t layer = 0; layer < layers_of(notes); ++layer) {
-    const std::vector<Ran> ran = stages_of_layer(notes, layer);
-    for (const Ran& each : ran) {
+    layers.push_back(stages_of_layer(notes, offset.ahead_ns, layer));
+    for (const StageRun& each : layers.back()) {
       add({.stage = each.stage,
            .lane = lane_of(each.stage),
            .layer = layer,
-           .begin_us = us(each.begin_ns + offset.ahead_ns),
-           .end_us = us(each.end_ns + offset.ahead_ns)});
+           .begin_us = us(each.begin_ns),
+           .end_us = us(each.end_ns)});
     }
-    add_stalls(notes, ran, layer, offset.ahead_ns, trace.stalls);
   }
+  trace.stalls = stalls_of(notes, layers);
   for (const FarPiece& piece : notes.far.pieces) {
     add({.stage = piece.stage,
          .lane = Lane::cpu,
@@ -144,6 +110,12 @@ ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::v
          .end_us = us(piece.end_ns)});
   }
   return trace;
+}
+
+Clock::time_point end_of(const ForwardTrace& trace) noexcept {
+  double end_us = 0.0;
+  for (const TraceSpan& span : trace.spans) end_us = std::max(end_us, span.lane == Lane::cpu ? 0.0 : span.end_us);
+  return trace.planned + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::micro>(end_us));
 }
 
 }  // namespace sluice::runtime

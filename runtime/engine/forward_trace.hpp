@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -16,6 +17,7 @@ namespace sluice::runtime {
 struct LookNote {
   std::uint64_t sequence = 0;
   Clock::time_point begin{}, end{};
+  Clock::time_point waited_from{}, waited_until{};  ///< by the plan
 };
 
 /// What is kept of a forward that is traced, from its plan until it is finished.
@@ -23,6 +25,9 @@ struct TraceNotes {
   std::uint64_t forward = 0;
   Clock::time_point planned{};
   Clock::time_point ended{};           ///< when that was seen; later than the device's last stamp
+  /// When the device had nothing of other forwards left to do, if that is known.
+  std::optional<Clock::time_point> idle{};
+  Clock::time_point awaited_from{}, awaited_until{};  ///< the forward's end, by the calling thread
   EngineStats before{};                ///< what the engine had counted when it was planned
   EngineStats after{};                 ///< and when it had ended
   std::vector<ForwardRow> rows{};      ///< that choose, as they were planned
@@ -45,5 +50,8 @@ struct ClockOffset {
 /// The trace of a forward: of stages, those of which begin and end were stamped.
 [[nodiscard]] ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::vector<WorkItem> work,
                                     bool done);
+
+/// When the device had come to the end of a forward, by its trace.
+[[nodiscard]] Clock::time_point end_of(const ForwardTrace& trace) noexcept;
 
 }  // namespace sluice::runtime

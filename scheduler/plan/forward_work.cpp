@@ -199,7 +199,7 @@ class WorkList {
       rows += chunk.count;
       keys += std::uint64_t{place_.shape.kv_heads} * seen_keys(chunk);
     }
-    put(Stage::prefill, Lane::link, rows, far_bytes() * keys);
+    put(Stage::gather, Lane::link, rows, far_bytes() * keys);
     go_on();
     put(Stage::prefill, Lane::device, rows, near_bytes() * keys);
   }

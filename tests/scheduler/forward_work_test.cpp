@@ -219,7 +219,7 @@ TEST_CASE("a chunk of a prompt brings all keys up to its own over the link") {
   const std::uint64_t planes = kShape.layers * kShape.kv_heads;
   REQUIRE(items.size() == kShape.layers * 4);
   REQUIRE(sum_of(items, Stage::append, Lane::link).written == planes * 30 * 2 * kRow);
-  REQUIRE(sum_of(items, Stage::prefill, Lane::link).read == planes * 100 * 2 * kRow);
+  REQUIRE(sum_of(items, Stage::gather, Lane::link).read == planes * 100 * 2 * kRow);
   REQUIRE(sum_of(items, Stage::prefill, Lane::device).rows == kShape.layers * 30);
 }
 
@@ -233,8 +233,8 @@ TEST_CASE("a layer with a window is read no further than it reaches") {
   REQUIRE(items[find(items, Stage::attend_far, 0)].read == kShape.kv_heads * 40 * 2 * kRow);
   REQUIRE(items[find(items, Stage::attend_far, 1)].read == kShape.kv_heads * 48 * 2 * kRow);
   REQUIRE(sum_of(items, Stage::score, Lane::device).items == 1);
-  REQUIRE(items[find(items, Stage::prefill, 0)].read == kShape.kv_heads * 59 * 2 * kRow);
-  REQUIRE(items[find(items, Stage::prefill, 1)].read == kShape.kv_heads * 90 * 2 * kRow);
+  REQUIRE(items[find(items, Stage::gather, 0)].read == kShape.kv_heads * 59 * 2 * kRow);
+  REQUIRE(items[find(items, Stage::gather, 1)].read == kShape.kv_heads * 90 * 2 * kRow);
 }
 
 TEST_CASE("items wait for earlier ones alone, and the CPU's run beside the device's") {

@@ -1,4 +1,8 @@
 // Policies that rank pages by their digests, on every device.
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
@@ -55,6 +59,91 @@ TEST_CASE("policies that rank pages attend what they attend by themselves, near 
   reference.prefill(243);
   prefill(engine, rig, teller, 243);
   both_decode(260);
+}
+
+TEST_CASE("pages that are fetched again and again come near, and what is attended stays the same", "[engine]") {
+  constexpr std::uint32_t kPrompt = 243, kTokens = 275;
+  const EngineRig rig = engine_rig();
+  Story story(kShape, kTokens, 101);
+  if (rig.kv_dtype != DType::f32) story.round_queries();
+  // Nearly all pages in every step, by one query head of a group or another: as much as pages can recur.
+  const PolicySpec policy = parse_policy("pages:pages=10 | top_k=all | near=0,sinks=16,recent=16");
+  const auto options = [&](std::uint32_t near) {
+    EngineOptions all = options_of(rig, 1, near, policy.pages.digest);
+    all.placement = PlacementMode::stream;
+    return all;
+  };
+  Engine cached(options(20), rig.device);
+  Engine bare(options(0), rig.device);
+  Teller teller{.story = &story, .id = cached.begin(policy)};
+  Teller other{.story = &story, .id = bare.begin(policy)};
+  prefill(cached, rig, teller, kPrompt);
+  prefill(bare, rig, other, kPrompt);
+  // Another prompt takes the places of the first, and leaves them empty.
+  Teller passing{.story = &story, .id = cached.begin(policy)};
+  prefill(cached, rig, passing, kPrompt);
+  cached.end(passing.id);
+  const auto fetched = [&](Engine& engine, Teller& by, std::vector<float>& out) {
+    const std::uint64_t before = engine.stats().fetched_tokens;
+    out = decode(engine, rig, by);
+    return engine.stats().fetched_tokens - before;
+  };
+  std::uint64_t first = 0, last = 0;
+  for (bool begins = true; teller.at < kTokens; begins = false) {
+    CAPTURE(teller.at);
+    std::vector<float> out, want;
+    last = fetched(cached, teller, out);
+    if (begins) first = last;
+    // Without near memory they cross the link in every step.
+    REQUIRE(fetched(bare, other, want) > std::uint64_t{kShape.layers} * kShape.kv_heads * kPrompt / 2);
+    REQUIRE(difference(out, want) < tolerance(rig));
+  }
+  REQUIRE(first > std::uint64_t{kShape.layers} * kShape.kv_heads * kPrompt / 2);
+  REQUIRE(10 * last < first);
+}
+
+TEST_CASE("progressive attention stops at the same pages in both placements, however late answers are", "[engine]") {
+  constexpr std::uint32_t kPrompt = 243, kTokens = 252;
+  const std::uint32_t near = GENERATE(0u, 7u);
+  CAPTURE(near);
+  const EngineRig rig = engine_rig();
+  Story story(kShape, kTokens, 99);
+  if (rig.kv_dtype != DType::f32) story.round_queries();
+  const PolicySpec policy = parse_policy("psa | page=16");
+  struct Decoded {
+    std::vector<std::uint64_t> attended;  ///< by step
+    std::vector<std::vector<float>> out;
+  };
+  const auto decoded = [&](PlacementMode placement, unsigned seed) {
+    std::atomic<unsigned> state{seed};
+    EngineOptions options = options_of(rig, 1, near, policy.pages.digest);
+    options.placement = placement;
+    options.before_answer = [&] {
+      std::this_thread::sleep_for(std::chrono::microseconds((state.fetch_add(1) * 2654435761u >> 16) % 300));
+    };
+    Engine engine(options, rig.device);
+    Teller teller{.story = &story, .id = engine.begin(policy)};
+    prefill(engine, rig, teller, kPrompt);
+    Decoded all;
+    while (teller.at < kTokens) {
+      const EngineStats before = engine.stats();
+      all.out.push_back(decode(engine, rig, teller));
+      const EngineStats after = engine.stats();
+      all.attended.push_back(after.near_tokens + after.far_tokens + after.fetched_tokens - before.near_tokens -
+                             before.far_tokens - before.fetched_tokens);
+    }
+    return all;
+  };
+  const Decoded first = decoded(PlacementMode::hybrid, 1);
+  // It stops early: what all steps attend is less than what there is.
+  REQUIRE(first.attended.front() < std::uint64_t{kShape.layers} * kShape.kv_heads * kPrompt);
+  for (unsigned run = 0; run < 10; ++run) {
+    const PlacementMode placement = run % 2 == 0 ? PlacementMode::stream : PlacementMode::hybrid;
+    CAPTURE(run);
+    const Decoded again = decoded(placement, run + 2);
+    REQUIRE(again.attended == first.attended);
+    for (std::size_t i = 0; i < first.out.size(); ++i) REQUIRE(difference(again.out[i], first.out[i]) < tolerance(rig));
+  }
 }
 
 TEST_CASE("of ranked pages a group attends all tokens, or what its heads keep of them", "[engine]") {
@@ -205,7 +294,8 @@ TEST_CASE("room is made for every policy, and only for what goes together", "[en
   make_room_for(parse_policy(kQuest), 600, options);
   const std::uint32_t ranked = options.max_ranked;
   REQUIRE(code_of([&] { make_room_for(parse_policy("psa"), 6000, options); }) == Errc::unsupported);
-  REQUIRE(code_of([&] { make_room_for(parse_policy("history+pages | top_k=9 | near=3%"), 6000, options); }) == Errc::unsupported);
+  REQUIRE(code_of([&] { make_room_for(parse_policy("history+pages | top_k=9 | near=3%"), 6000, options); }) ==
+          Errc::unsupported);
   REQUIRE(options.max_ranked == ranked);
   REQUIRE(options.digests == DigestKind::box);
 }

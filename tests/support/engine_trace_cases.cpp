@@ -57,7 +57,15 @@ void require_sound(const ForwardTrace& trace, double clock_error_us) {
       REQUIRE(spans[i].layer >= spans[i - 1].layer);
     }
   }
-  for (const TraceStall& stall : trace.stalls) REQUIRE(stall.begin_us <= stall.end_us);
+  std::map<Actor, double> until;
+  for (const TraceStall& stall : trace.stalls) {
+    CAPTURE(to_string(stall.actor), to_string(stall.cause));
+    REQUIRE(stall.begin_us <= stall.end_us);
+    REQUIRE(stall.actor != waited_for(stall.cause));
+    // Nobody waits twice at a time.
+    if (until.contains(stall.actor)) REQUIRE(stall.begin_us >= until[stall.actor] - 1e-6 - 2 * clock_error_us);
+    until[stall.actor] = stall.end_us;
+  }
 }
 
 std::vector<Stage> device_stages(const ForwardTrace& trace, std::uint32_t layer) {
@@ -166,6 +174,7 @@ TEST_CASE("a trace shows who chose, and what the device waited for", "[engine]")
     double choosing = 0.0, attending = 0.0;
     for (const TraceStall& stall : ran.trace.stalls) {
       if (stall.layer != layer) continue;
+      REQUIRE((stall.actor == Actor::device || stall.cause == StallCause::computing));
       if (stall.cause == StallCause::choosing) choosing += stall.end_us - stall.begin_us;
       if (stall.cause == StallCause::attending) attending += stall.end_us - stall.begin_us;
     }
@@ -173,6 +182,16 @@ TEST_CASE("a trace shows who chose, and what the device waited for", "[engine]")
     REQUIRE(choosing > 0.0);
     if (placement == PlacementMode::hybrid) REQUIRE(attending > 1000.0);
   }
+  const auto waits = [&](Actor actor, StallCause cause) {
+    return std::ranges::count_if(ran.trace.stalls,
+                                 [&](const TraceStall& stall) { return stall.actor == actor && stall.cause == cause; });
+  };
+  // The plan waited for the look, `finish` for the device, threads for each question and for the end; and the device
+  // for the link where that carries what is far.
+  REQUIRE(waits(Actor::host, StallCause::looking) == 1);
+  REQUIRE(waits(Actor::host, StallCause::computing) == 1);
+  REQUIRE(waits(Actor::workers, StallCause::computing) == kShape.layers + 1);
+  REQUIRE((waits(Actor::device, StallCause::arriving) != 0) == (placement == PlacementMode::stream));
 }
 
 TEST_CASE("prompts are traced, alone and beside tokens", "[engine]") {
@@ -190,8 +209,9 @@ TEST_CASE("prompts are traced, alone and beside tokens", "[engine]") {
   engine.finish(batch);
   const ForwardTrace& trace = engine.trace(batch);
   require_sound(trace, trace.clock_error_us);
-  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
-    REQUIRE(device_stages(trace, layer) == std::vector{Stage::append, Stage::prefill});
+  std::vector<Stage> want{Stage::append, Stage::gather, Stage::prefill};
+  if (!rig.on_gpu) want = {Stage::append, Stage::prefill};  // Prompts are attended where they lie.
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) REQUIRE(device_stages(trace, layer) == want);
   for (const TraceSpan& span : trace.spans) REQUIRE(span.rows == 60);
 }
 
@@ -205,8 +225,7 @@ TEST_CASE("a forward that fails or is taken back has a trace that says so", "[en
   };
   Engine engine(options, rig.device);
   const Story story(plain::kShape, 120, 94);
-  Teller teller{.story = &story,
-                .id = engine.begin(parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6"))};
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6"))};
   import_story(engine, rig, teller, 100);
   ForwardTensors tensors(*rig.device, plain::kShape, 1);
   tensors.set(0, story, 100);
@@ -269,8 +288,7 @@ TEST_CASE("forwards in flight have traces of their own", "[engine]") {
   options.in_flight = 3;
   Engine engine(options, rig.device);
   const Story story(plain::kShape, 140, 96);
-  Teller teller{.story = &story,
-                .id = engine.begin(parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6"))};
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6"))};
   import_story(engine, rig, teller, 100);
   ForwardTensors tensors(*rig.device, plain::kShape, 1);
   tensors.set(0, story, 100);

@@ -132,8 +132,25 @@ TEST_CASE("a trace shows what the threads of the CPU do, and for how long the de
   }
   REQUIRE(names.contains("choose_far"));
   REQUIRE(names.contains("look"));
-  for (const json& stall : spans.at("stalls"))
-    REQUIRE(std::set<std::string>{"unseen", "choosing", "attending"}.contains(stall.at("name")));
+  const std::map<std::string, std::string> waited_for{
+      {"unseen", "workers"}, {"choosing", "workers"}, {"attending", "workers"}, {"looking", "workers"},
+      {"arriving", "link"},  {"computing", "device"}, {"enqueuing", "host"}};
+  for (const json& stall : spans.at("stalls")) REQUIRE(stall.at("args").at("for") == waited_for.at(stall.at("name")));
+  // The table adds up what is drawn: by who waits, for whom, and why.
+  double us = 0.0;
+  for (const json& stall : spans.at("stalls")) us += stall.at("dur").get<double>();
+  std::map<std::string, std::size_t> forwards;
+  for (const json& forward : spans.at("forwards")) ++forwards[forward.at("name")];
+  std::set<std::string> waiting;
+  const json report = json::parse(outcome.out);
+  for (const json& row : report.at("results").at("trace_stalls")) {
+    us -= row.at("us_per_forward").get<double>() * static_cast<double>(forwards.at(row.at("forward")));
+    REQUIRE(row.at("waited_for") == waited_for.at(row.at("cause")));
+    REQUIRE(row.at("actor") != row.at("waited_for"));
+    waiting.insert(row.at("actor"));
+  }
+  REQUIRE(us == Approx(0.0).margin(0.1));
+  REQUIRE(waiting == std::set<std::string>{"device", "workers", "host"});
 }
 
 TEST_CASE("a trace that cannot be written is said before any work", "[cli]") {
@@ -151,7 +168,8 @@ TEST_CASE("bench gpu traces each of its cases", "[cli]") {
   const std::string path = scratch.file("trace.json");
   const Outcome outcome = sluice::test::sluice(
       "bench gpu --device host --shape testbed --length 300 --layers 2 --steps 2 --warm-up 2 --threads 2 --near 0.2 "
-      "--policies 'sluice;topk' --placements hybrid,stream --sections attention --trace '" + path + "' -o json");
+      "--policies 'sluice;topk' --placements hybrid,stream --sections attention --trace '" +
+      path + "' -o json");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
   const Spans spans = spans_of(json::parse(read_file(path)));

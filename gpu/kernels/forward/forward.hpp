@@ -114,6 +114,11 @@ void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scr
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_audit(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 void launch_forward_stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, cudaStream_t stream);
+/// Where a window of prompts begins to be gathered, and where it is.
+enum class GatherMark : std::uint8_t { begins, ends };
+/// Adds window `window` to the stamp of Stage::gather.
+void launch_forward_gather_stamp(const ForwardMemory& memory, std::uint32_t layer, std::uint32_t window,
+                                 GatherMark mark, cudaStream_t stream);
 void launch_forward_cancel(const ForwardMemory& memory, std::uint64_t before, cudaStream_t stream);
 void launch_forward_end(const ForwardMemory& memory, cudaStream_t stream);
 

@@ -14,7 +14,28 @@ __global__ void stamp_kernel(const __grid_constant__ ForwardMemory m, std::uint3
   m.stamps_of(state.forward, layer)[stage] = {.forward = state.forward, .ns = forward::now_ns()};
 }
 
+/// One thread. The end of the first window, and the lengths of the others: a sum of ends less beginnings, modulo 2^64.
+__global__ void gather_stamp_kernel(const __grid_constant__ ForwardMemory m, std::uint32_t layer, bool first,
+                                    GatherMark mark) {
+  const ForwardState& state = *m.state;
+  if (state.status != ForwardStatus::running) return;
+  ForwardStamp& stamp = m.stamps_of(state.forward, layer)[static_cast<std::uint32_t>(Stage::gather)];
+  const std::uint64_t now = forward::now_ns();
+  if (first) {
+    stamp = {.forward = state.forward, .ns = now};
+  } else {
+    stamp.ns = mark == GatherMark::begins ? stamp.ns - now : stamp.ns + now;
+  }
+}
+
 }  // namespace
+
+void launch_forward_gather_stamp(const ForwardMemory& memory, std::uint32_t layer, std::uint32_t window,
+                                 GatherMark mark, cudaStream_t stream) {
+  if (window == 0 && mark == GatherMark::begins) return;  // It begins when the stage before it ends.
+  gather_stamp_kernel<<<1, 1, 0, stream>>>(memory, layer, window == 0, mark);
+  check(cudaGetLastError(), "launch the kernel that stamps a window of a prompt");
+}
 
 void launch_forward_stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, cudaStream_t stream) {
   stamp_kernel<<<1, 1, 0, stream>>>(memory, layer, static_cast<std::uint32_t>(stage));
@@ -25,6 +46,7 @@ namespace detail {
 void load_forward_stamp_kernel() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, stamp_kernel), "load the kernel that stamps a stage");
+  check(cudaFuncGetAttributes(&attributes, gather_stamp_kernel), "load the kernel that stamps a window of a prompt");
 }
 }  // namespace detail
 

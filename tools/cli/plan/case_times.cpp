@@ -33,7 +33,10 @@ void add(const ForwardTrace& trace, std::uint32_t layers, bool streams, Samples&
   }
   const bool fetches = streams && ran[static_cast<std::size_t>(Stage::fetch)];
   double& waiting = us[static_cast<std::size_t>(fetches ? Stage::fetch : Stage::merge)];
-  for (const TraceStall& stall : trace.stalls) waiting -= stall.end_us - stall.begin_us;
+  for (const TraceStall& stall : trace.stalls) {
+    if (stall.actor == Actor::device && waited_for(stall.cause) == Actor::workers)
+      waiting -= stall.end_us - stall.begin_us;
+  }
   for (std::uint32_t i = 0; i < kStages; ++i) {
     if (!ran[i]) continue;
     samples[i].us.push_back(us[i] / layers);

@@ -60,9 +60,12 @@ void draw_run(const ForwardTrace& trace, const std::string& kind, double origin_
     end_us = std::max(end_us, span.end_us);
   }
   for (const TraceStall& stall : trace.stalls) {
-    drawing.name(kStalls, 0, "device");
-    drawing.span(kStalls, 0, to_string(stall.cause), origin_us + stall.begin_us, origin_us + stall.end_us,
-                 {{"forward", trace.forward}, {"layer", stall.layer}});
+    const auto row = static_cast<std::uint32_t>(stall.actor);
+    drawing.name(kStalls, row, to_string(stall.actor));
+    Json args{{"forward", trace.forward}, {"for", to_string(waited_for(stall.cause))}};
+    if (stall.layer != kNone) args["layer"] = stall.layer;
+    drawing.span(kStalls, row, to_string(stall.cause), origin_us + stall.begin_us, origin_us + stall.end_us,
+                 std::move(args));
   }
   for (const TraceLook& look : trace.looks) {
     drawing.name(kCpu, kLooks, "prompts");
@@ -100,9 +103,8 @@ void draw_plan(const ForwardTrace& trace, const scheduler::LaneRates& rates, dou
 
 std::string TraceLog::to_chrome(const scheduler::LaneRates& rates) const {
   Drawing drawing;
-  constexpr std::pair<Process, const char*> kNames[] = {{kForwards, "forwards"}, {kDevice, "device"},
-                                                        {kLink, "link"},         {kCpu, "cpu"},
-                                                        {kStalls, "stalls"},     {kPlan, "plan"}};
+  constexpr std::pair<Process, const char*> kNames[] = {{kForwards, "forwards"}, {kDevice, "device"}, {kLink, "link"},
+                                                        {kCpu, "cpu"},           {kStalls, "stalls"}, {kPlan, "plan"}};
   for (const auto& [process, name] : kNames) drawing.name(process, name);
   for (const auto& [kind, trace] : entries_) {
     const double origin_us =

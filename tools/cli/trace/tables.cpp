@@ -1,6 +1,7 @@
 // Traces of forwards in figures.
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "tools/cli/trace/trace.hpp"
@@ -57,6 +58,20 @@ void add_planned(const std::string& kind, const ForwardTrace& trace, const sched
   }
 }
 
+struct StallTotal {
+  std::uint64_t stalls = 0;
+  double us = 0.0;
+};
+/// Kind of forward, who waits, for whom, and why.
+using StallKey = std::tuple<std::string, Actor, Actor, StallCause>;
+
+/// From the plan to the end of what ran.
+double length_us(const ForwardTrace& trace) noexcept {
+  double end_us = 0.0;
+  for (const TraceSpan& span : trace.spans) end_us = std::max(end_us, span.end_us);
+  return end_us;
+}
+
 Json mean(double sum, std::uint64_t count) { return count == 0 ? Json() : Json(sum / static_cast<double>(count)); }
 
 }  // namespace
@@ -86,27 +101,32 @@ Table TraceLog::stages(const scheduler::LaneRates& rates) const {
 }
 
 Table TraceLog::stalls() const {
-  struct Total {
-    std::uint64_t stalls = 0;
-    double us = 0.0;
-  };
-  std::map<std::pair<std::string, StallCause>, Total> totals;
-  std::map<std::string, std::uint64_t> forwards;
+  std::map<StallKey, StallTotal> totals;
+  std::map<std::string, StallTotal> forwards;  // By kind: how many, and how long.
   for (const auto& [kind, trace] : entries_) {
-    ++forwards[kind];
+    ++forwards[kind].stalls;
+    forwards[kind].us += length_us(trace);
     for (const TraceStall& stall : trace.stalls) {
-      Total& total = totals[{kind, stall.cause}];
+      StallTotal& total = totals[{kind, stall.actor, waited_for(stall.cause), stall.cause}];
       ++total.stalls;
       total.us += stall.end_us - stall.begin_us;
     }
   }
-  Table table{
-      .key = "trace_stalls",
-      .title = "What the device waited for with nothing else to do",
-      .columns = {
-          {"forward", "forward"}, {"cause", "cause"}, {"stalls", "stalls"}, {"us_per_forward", "us per forward", 1}}};
-  for (const auto& [key, total] : totals)
-    table.rows.push_back({key.first, to_string(key.second), total.stalls, mean(total.us, forwards[key.first])});
+  Table table{.key = "trace_stalls",
+              .title = "Who waited for whom with nothing else to do",
+              .columns = {{"forward", "forward"},
+                          {"actor", "who"},
+                          {"waited_for", "waited for"},
+                          {"cause", "cause"},
+                          {"stalls", "stalls"},
+                          {"us_per_forward", "us per forward", 1},
+                          {"share", "of the forward", 1, Column::Show::percent}}};
+  for (const auto& [key, total] : totals) {
+    const auto& [kind, actor, of, cause] = key;
+    const StallTotal& all = forwards[kind];
+    table.rows.push_back({kind, to_string(actor), to_string(of), to_string(cause), total.stalls,
+                          mean(total.us, all.stalls), all.us == 0.0 ? Json() : Json(total.us / all.us)});
+  }
   return table;
 }
 

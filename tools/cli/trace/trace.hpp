@@ -25,12 +25,12 @@ class TraceLog {
   void add(std::string kind, ForwardTrace trace);
 
   /// As the Trace Event format has it, which chrome://tracing and ui.perfetto.dev show: a process per lane with a row
-  /// per thread, one of the device's waits for the CPU, one of what the plan made of the machine's rates, and one of
-  /// the forwards.
+  /// per thread, one of waits with a row for each who waits, one of what the plan made of the machine's rates, and one
+  /// of the forwards.
   [[nodiscard]] std::string to_chrome(const scheduler::LaneRates& rates) const;
   /// Time of each stage of a layer, measured and planned: mean over layers and forwards.
   [[nodiscard]] Table stages(const scheduler::LaneRates& rates) const;
-  /// What the device waited for, likewise.
+  /// Who waited for whom, by cause: per forward, and as a share of the time from plans to ends.
   [[nodiscard]] Table stalls() const;
   /// The first of these to a file, and both tables behind those of a report.
   void deliver(const scheduler::LaneRates& rates, const OutputTarget& target, std::vector<Table>& tables) const;
