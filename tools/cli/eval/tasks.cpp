@@ -14,8 +14,8 @@ namespace sluice::tools {
 namespace {
 
 constexpr std::size_t kBosTokens = 1;
-/// Prompts that are kept between their prefill and their answers: 256 MiB each, of 32K tokens of the testbed.
-constexpr std::size_t kPromptsAtOnce = 32;
+/// Prompts that are kept between their prefill and their answers: of 32K tokens of the testbed 256 MiB each.
+constexpr std::size_t kPromptsAtOnce = 16;
 
 /// Positions of the answer's tokens: a byte is a token, behind BOS.
 std::vector<std::uint32_t> evidence_of(const Task& task) {
