@@ -21,21 +21,20 @@ struct KindName {
   const char* name;
 };
 constexpr std::array<KindName, 12> kKinds = {{{TaskKind::niah, "niah"},
-                                             {TaskKind::niah_long, "niah_long"},
-                                             {TaskKind::multikey, "multikey"},
-                                             {TaskKind::kv, "kv"},
-                                             {TaskKind::track, "track"},
-                                             {TaskKind::copy, "copy"},
-                                             {TaskKind::multi, "multi"},
+                                              {TaskKind::niah_long, "niah_long"},
+                                              {TaskKind::multikey, "multikey"},
+                                              {TaskKind::kv, "kv"},
+                                              {TaskKind::track, "track"},
+                                              {TaskKind::copy, "copy"},
+                                              {TaskKind::multi, "multi"},
                                               {TaskKind::table, "table"},
                                               {TaskKind::near_keys, "near_keys"},
                                               {TaskKind::turns, "turns"},
                                               {TaskKind::count, "count"},
                                               {TaskKind::long_copy, "long_copy"}}};
-constexpr std::array<TaskKind, 12> kKindList = {TaskKind::niah,      TaskKind::niah_long, TaskKind::multikey,
-                                                TaskKind::kv,        TaskKind::track,     TaskKind::copy,
-                                                TaskKind::multi,     TaskKind::table,     TaskKind::near_keys,
-                                                TaskKind::turns,     TaskKind::count,     TaskKind::long_copy};
+constexpr std::array<TaskKind, 12> kKindList = {
+    TaskKind::niah,  TaskKind::niah_long, TaskKind::multikey,  TaskKind::kv,    TaskKind::track, TaskKind::copy,
+    TaskKind::multi, TaskKind::table,     TaskKind::near_keys, TaskKind::turns, TaskKind::count, TaskKind::long_copy};
 
 constexpr std::uint32_t kMinLength = 512;
 constexpr std::size_t kPassagePairs = 16;      ///< of words, in the passage of copy

@@ -89,9 +89,8 @@ Task copy(TaskKind kind, Writer& writer, std::size_t pairs, std::size_t bytes, s
     part += writer.adjective_noun();
   }
   rest += "\n";
-  return {.kind = kind,
-          .prompt = bury(writer, {"\n" + cue + rest}, bytes, haystack, "\nREPEAT:\n" + cue),
-          .answer = rest};
+  return {
+      .kind = kind, .prompt = bury(writer, {"\n" + cue + rest}, bytes, haystack, "\nREPEAT:\n" + cue), .answer = rest};
 }
 
 }  // namespace sluice::tools::tasks

@@ -4,7 +4,7 @@ import torch
 
 
 def orthogonal(gradient, steps=5):
-    """The nearest semi-orthogonal matrix, nearly, of each of a stack; by Newton-Schulz with the quintic of the paper."""
+    """Nearly the nearest semi-orthogonal matrix, of each of a stack; by Newton-Schulz with the quintic of the paper."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = gradient.to(torch.bfloat16 if gradient.is_cuda else torch.float32)
     tall = x.shape[-2] > x.shape[-1]

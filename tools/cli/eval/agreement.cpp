@@ -89,7 +89,8 @@ Divergence divergence(std::span<const std::vector<int>> outputs, std::span<const
   double sum = 0.0;
   for (std::size_t i = 0; i < std::min({outputs.size(), dense.size(), logits.size(), dense_logits.size()}); ++i) {
     const auto common = static_cast<std::size_t>(std::ranges::mismatch(outputs[i], dense[i]).in1 - outputs[i].begin());
-    const std::size_t steps = std::min({common + 1, logits[i].size() / vocabulary, dense_logits[i].size() / vocabulary});
+    const std::size_t steps =
+        std::min({common + 1, logits[i].size() / vocabulary, dense_logits[i].size() / vocabulary});
     for (std::size_t step = 0; step < steps; ++step) {
       const double nats = kullback_leibler(std::span(dense_logits[i]).subspan(step * vocabulary, vocabulary),
                                            std::span(logits[i]).subspan(step * vocabulary, vocabulary));

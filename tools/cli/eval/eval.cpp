@@ -245,9 +245,10 @@ void add_eval(CLI::App& app, int& exit_code) {
   options->engine.audit_every = 1;
   auto* command = app.add_subcommand("eval", "Compare policies on retrieval tasks: accuracy, coverage and cost");
   command->add_option("--model", options->model, "Hugging Face directory of a byte-level Llama")->type_name("DIR");
-  command->add_option("--tasks", options->tasks, 
-                      "Comma list of niah, niah_long, multikey, kv, track, copy, multi, table, near_keys, turns, count, "
-                      "long_copy")
+  command
+      ->add_option("--tasks", options->tasks,
+                   "Comma list of niah, niah_long, multikey, kv, track, copy, multi, table, near_keys, turns, count, "
+                   "long_copy")
       ->capture_default_str();
   command->add_option("--lengths", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();

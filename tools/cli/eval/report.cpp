@@ -107,8 +107,8 @@ void EvalReport::add_pairs(const Cell& cell, const std::string& prefill, const s
   for (std::size_t p = 0; p < scores.size(); ++p) {
     const TaskScore& score = scores[p];
     if (&score == dense || score.prompts == 0) continue;
-    const auto same = static_cast<std::uint64_t>(
-        std::llround(agreement(score.outputs, dense->outputs).same_share * score.prompts));
+    const auto same =
+        static_cast<std::uint64_t>(std::llround(agreement(score.outputs, dense->outputs).same_share * score.prompts));
     const Divergence apart = divergence(score.outputs, dense->outputs, score.logits, dense->logits, vocabulary_);
     pairs_.rows.push_back({to_string(cell.kind), cell.length, policies_.names[p], prefill, score.prompts, share(*dense),
                            share(score), same, at_least(same, score.prompts), apart.nats, apart.worst_nats,

@@ -44,11 +44,13 @@ class EvalReport {
   std::size_t vocabulary_;
   Table tasks_{.key = "eval", .title = kDecodeNote};
   Table lost_{.key = "lost",
-              .title = "Who lost the answer, for accuracies below 0.95: the heads that missed most of the mass they "
-                       "wanted on the answer's tokens, over the failed prompts"};
+              .title =
+                  "Who lost the answer, for accuracies below 0.95: the heads that missed most of the mass they "
+                  "wanted on the answer's tokens, over the failed prompts"};
   Table pairs_{.key = "pairs",
-               .title = "Against dense attention, prompt by prompt; at least: of all prompts, with 95% confidence, the "
-                        "share of the same answers; KL: of the next token while both have said the same, nats"};
+               .title =
+                   "Against dense attention, prompt by prompt; at least: of all prompts, with 95% confidence, the "
+                   "share of the same answers; KL: of the next token while both have said the same, nats"};
   Table needles_{.key = "needles",
                  .title =
                      "Needles in synthetic attention, new ones in every step; found: heads and steps that "

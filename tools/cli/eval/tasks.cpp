@@ -151,9 +151,8 @@ void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, 
                       .head_dim = engine.options().shape.head_dim,
                       .dtype = engine.options().kv_dtype};
       if (!policies_[p].far.all()) {
-        score.far_budget =
-            scheduler::far_tokens(policies_[p].far, static_cast<std::uint32_t>(longest),
-                                  scheduler::row_shape(engine.options().shape, group.page_tokens));
+        score.far_budget = scheduler::far_tokens(policies_[p].far, static_cast<std::uint32_t>(longest),
+                                                 scheduler::row_shape(engine.options().shape, group.page_tokens));
       }
       add(prompts[i].stats, score.prompt);
       score.prefill_s += prompts[i].seconds;

@@ -34,13 +34,13 @@ struct LostHead {
 struct TaskScore {
   std::uint32_t prompts = 0;
   std::uint32_t solved = 0;
-  PageLayout layout;  ///< of the engine that it ran in
+  PageLayout layout;             ///< of the engine that it ran in
   std::uint64_t far_budget = 0;  ///< tokens of a layer that the policy may attend far; 0: any number
   DecodeScore decoded;
-  EngineStats prompt;                     ///< of the prompts' prefill
-  double prefill_s = 0.0;                 ///< likewise, wall time
-  std::vector<LostHead> lost;             ///< [layers, q_heads]; empty if nothing was failed or audited
-  std::vector<std::vector<int>> outputs;  ///< what it said to each prompt
+  EngineStats prompt;                      ///< of the prompts' prefill
+  double prefill_s = 0.0;                  ///< likewise, wall time
+  std::vector<LostHead> lost;              ///< [layers, q_heads]; empty if nothing was failed or audited
+  std::vector<std::vector<int>> outputs;   ///< what it said to each prompt
   std::vector<std::vector<float>> logits;  ///< [steps, vocabulary] for each prompt; empty unless asked for
 };
 
@@ -55,7 +55,7 @@ struct TaskEvalOptions {
   std::uint32_t decode_prompt = 24;  ///< last prompt tokens that are read under the policy
   std::uint32_t max_tokens = 0;      ///< 0: as many as the answer has
   std::uint64_t seed = 0;
-  double near = 0.0;  ///< share of a sequence that device memory has room for
+  double near = 0.0;    ///< share of a sequence that device memory has room for
   bool logits = false;  ///< keeps those of every answer, see TaskScore
 };
 

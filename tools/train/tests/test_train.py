@@ -176,9 +176,11 @@ def test_answers_are_right_where_all_of_their_bytes_are():
 
 def test_loss_falls_and_eval_runs_the_model(tmp_path, prompts):
     """A model far too small and short of time to answer anything."""
-    given = f"--steps 60 --seconds 300 --device cpu --workers 1 --lengths 256 --shares 1 --step-tokens 2048 --warm-up 5 \
-              --layers 2 --hidden 64 --q-heads 4 --kv-heads 2 --head-dim 32 --intermediate 96 --kinds needles,kv"
-    command = [sys.executable, train.__file__, "--output", tmp_path, "--prompts", prompts, "--source", "", *given.split()]
+    given = """--steps 60 --seconds 300 --device cpu --workers 1 --lengths 256 --shares 1 --step-tokens 2048
+               --warm-up 5 --layers 2 --hidden 64 --q-heads 4 --kv-heads 2 --head-dim 32 --intermediate 96
+               --kinds needles,kv"""
+    command = [sys.executable, train.__file__, "--output", tmp_path, "--prompts", prompts, "--source", ""]
+    command += given.split()
     log = subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True).stdout
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", log)]
     assert losses[-1] < 0.6 * losses[0], log
@@ -187,7 +189,8 @@ def test_loss_falls_and_eval_runs_the_model(tmp_path, prompts):
     assert sum(map(len, prompts_of(prompts).values())) == sum(
         row["answers"] for row in measured if not row["task"].startswith("own")
     )
-    command = f"{COMMAND} eval --model {tmp_path} --tasks kv --lengths 512 --count 1 --policies full --threads 1 -o json"
-    told = json.loads(subprocess.run(command.split(), check=True, timeout=60, stdout=subprocess.PIPE).stdout)
+    command = [COMMAND, "eval", "--model", tmp_path, "--threads", "1", "-o", "json"]
+    command += "--tasks kv --lengths 512 --count 1 --policies full".split()
+    told = json.loads(subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE).stdout)
     assert told["results"]["eval"][0]["prompts"] == 1
     assert Path(tmp_path / "config.json").exists()
