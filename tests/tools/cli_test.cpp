@@ -1,6 +1,9 @@
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -169,6 +172,66 @@ TEST_CASE("eval reports every policy at every task and length, and dense solves 
   const Outcome again = sluice::test::sluice(arguments + "-o json");
   ::unsetenv("SLUICE_CPU_ISA");
   CHECK(timeless(json::parse(again.out).at("results")) == timeless(report.at("results")));
+}
+
+TEST_CASE("eval compares with dense attention prompt by prompt, under the far tokens that another shape has", "[cli]") {
+  const std::string arguments =
+      kEval + "--tasks niah,turns --lengths 2K --count 3 --policies 'full;sluice;sluice | far=256;streaming:recent=8' ";
+  const Outcome outcome = sluice::test::sluice(arguments + "--paired --far 1024 --far-shape llama-3.1-8b -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json results = report_of(outcome.out, "eval").at("results");
+  const json rows = results.at("pairs");
+  REQUIRE(rows.size() == 2 * 3);  // Dense attention is what they are compared with.
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    CHECK(row.at("prompts") == 3);
+    CHECK(row.at("dense_accuracy") == 1.0);
+    if (row.at("policy") == "streaming:recent=8") {
+      CHECK(row.at("divergence_nats") > 0.1);
+      CHECK(row.at("same_at_least") < 0.9);
+      continue;
+    }
+    CHECK(row.at("same_answers") == 3);
+    CHECK(row.at("same_at_least") == Approx(std::cbrt(0.05)).epsilon(1e-4));
+    CHECK(row.at("divergence_nats") < 0.05);
+    // 32 of each of 32 query heads are 32 of each of 8; a policy's own budget stays.
+    CHECK(row.at("far_budget_tokens") == 256);
+  }
+  double whole = 0.0, cut = 0.0;
+  const auto attended = [](const json& row) { return row.at("attended_share").get<double>(); };
+  for (const json& row : results.at("eval")) {
+    if (row.at("policy") == "sluice") cut += attended(row);
+  }
+  const json uncut = report_of(sluice::test::sluice(arguments + "-o json").out, "eval").at("results");
+  CHECK_FALSE(uncut.contains("pairs"));
+  for (const json& row : uncut.at("eval")) {
+    if (row.at("policy") == "sluice") whole += attended(row);
+  }
+  CHECK(cut < 0.8 * whole);
+
+  CHECK(contains(sluice::test::sluice(kEval + "--policies sluice --paired").err, "name full among --policies"));
+  CHECK(contains(sluice::test::sluice(kEval + "--far-shape llama-3.1-8b").err, "give --far auto"));
+  CHECK(contains(sluice::test::sluice(kEval + "--far 64 --far-shape llama-9").err, "llama-3.1-8b"));
+  CHECK(sluice::test::sluice(kEval + "--far many").code != 0);
+}
+
+TEST_CASE("eval writes its prompts for other programs", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string text = scratch.write("haystack", "caf\xe9 au lait.\n");
+  const Outcome outcome = sluice::test::sluice("eval --tasks kv,niah --lengths 512,1K --count 2 --seed 9 --haystack '" +
+                                               text + "' --write-prompts '" + scratch.file("prompts") + "'");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  std::istringstream lines(read_file(scratch.file("prompts")));
+  std::vector<json> prompts;
+  for (std::string line; std::getline(lines, line);) prompts.push_back(json::parse(line));
+  REQUIRE(prompts.size() == 2 * 2 * 2);
+  CHECK(prompts[1].at("task") == "kv");
+  CHECK(prompts[1].at("seed") == 10);
+  CHECK(prompts[7].at("length_tokens") == 1024);
+  CHECK(contains(prompts[7].at("prompt").get<std::string>(), "caf\u00e9 au lait."));
+  CHECK(prompts[7].at("answer").get<std::string>().ends_with("\n"));
 }
 
 TEST_CASE("eval names the heads that lost an answer, and draws accuracy against bytes", "[cli]") {

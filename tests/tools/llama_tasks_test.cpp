@@ -58,11 +58,13 @@ TEST_CASE("the generator is the same on every platform", "[llama][tasks]") {
   CHECK(kv.prompt.substr(0, 4) == "set ");
   std::uint64_t hash = 1469598103934665603ull;  // FNV-1a
   for (const TaskKind kind : task_kinds()) {
-    if (kind == TaskKind::multi) CHECK(hash == 6734762015300124477ull);  // Of the kinds that were there before it.
+    // Of the kinds that were there before these.
+    if (kind == TaskKind::multi) CHECK(hash == 6734762015300124477ull);
+    if (kind == TaskKind::near_keys) CHECK(hash == 16067706216514778737ull);
     for (const char c : make_task(kind, 4096, 42).prompt)
       hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
   }
-  CHECK(hash == 16067706216514778737ull);
+  CHECK(hash == 10041712791956699093ull);
 }
 
 TEST_CASE("prompts have the length asked for, BOS included", "[llama][tasks]") {
@@ -72,7 +74,8 @@ TEST_CASE("prompts have the length asked for, BOS included", "[llama][tasks]") {
       const std::size_t tokens = make_task(kind, length, seed).prompt.size() + 1;
       CAPTURE(to_string(kind), length, seed);
       REQUIRE(tokens <= length);
-      REQUIRE(tokens + (kind == TaskKind::kv || kind == TaskKind::table ? 70 : 0) >= length);
+      const bool lines = kind == TaskKind::kv || kind == TaskKind::table || kind == TaskKind::count;
+      REQUIRE(tokens + (lines ? 70 : 0) >= length);
     }
     CHECK_THROWS_AS(make_task(kind, 511, 0), Error);
   }
@@ -159,6 +162,7 @@ TEST_CASE("the evidence is the answer as the prompt says it", "[llama][tasks]") 
       said += (said.empty() ? "" : ", ") + task.prompt.substr(place.begin, place.end - place.begin);
     }
     REQUIRE_FALSE(said.empty());
+    if (kind == TaskKind::count) continue;  // It is said nowhere.
     REQUIRE((said + "\n" == task.answer || " " + said + "\n" == task.answer));
   }
 }
@@ -219,6 +223,96 @@ TEST_CASE("table asks for the row of an owner, or for all codes of a city in the
   REQUIRE(*counts.begin() >= 1);
   REQUIRE(*counts.rbegin() <= 5);
   REQUIRE(counts.size() >= 3);
+}
+
+TEST_CASE("near_keys has no key that differs from the asked one in more than a word or a digit", "[llama][tasks]") {
+  const auto length = GENERATE(512u, 4096u, 32768u);
+  std::set<std::size_t> parts;  // In which others differ.
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    const Task task = make_task(TaskKind::near_keys, length, seed);
+    const std::string& prompt = task.prompt;
+    const std::string key = between(prompt, "\nQ: What is the special magic value for ", "?\nA:");
+    CAPTURE(length, seed, key);
+    REQUIRE(prompt.ends_with(key + "?\nA:"));
+    REQUIRE(task.answer == answer_of(needle_values(prompt, key).front()));
+    const auto split = [](const std::string& text) {
+      const std::size_t noun = text.find('-') + 1;
+      return std::vector<std::string>{text.substr(0, noun), text.substr(noun, text.size() - 2 - noun),
+                                      text.substr(text.size() - 2, 1), text.substr(text.size() - 1)};
+    };
+    const std::vector<std::string> asked = split(key);
+    std::set<std::string> keys;
+    const std::string before = "\nOne of the special magic values for ";
+    for (std::size_t at = prompt.find(before); at != std::string::npos; at = prompt.find(before, at + 1)) {
+      const std::string other = between(prompt, before, " is: ", at);
+      REQUIRE(keys.insert(other).second);
+      const std::vector<std::string> read = split(other);
+      std::size_t differ = 0;
+      for (std::size_t part = 0; part < read.size(); ++part) {
+        if (read[part] == asked[part]) continue;
+        ++differ;
+        parts.insert(part);
+      }
+      REQUIRE(differ == (other == key ? 0 : 1));
+    }
+    REQUIRE(keys.size() == std::max<std::size_t>((length - 1) / 600, 4));
+  }
+  REQUIRE(parts.size() == 4);
+  // Once no more differ in one part, others differ in two.
+  REQUIRE(count(make_task(TaskKind::near_keys, 131072, 1).prompt, "\nOne of the special") == 218);
+}
+
+TEST_CASE("turns answers all questions but the last, and asks none twice", "[llama][tasks]") {
+  const auto length = GENERATE(512u, 1024u, 8192u);
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    const Task task = make_task(TaskKind::turns, length, seed);
+    const std::string asks = "\nQ: What is the special magic value for ";
+    std::set<std::string> keys;
+    CAPTURE(length, seed);
+    for (std::size_t at = task.prompt.find(asks); at != std::string::npos; at = task.prompt.find(asks, at + 1)) {
+      const std::string key = between(task.prompt, asks, "?\nA:", at);
+      REQUIRE(needle_values(task.prompt, key).size() == 1);
+      const std::string answer = answer_of(needle_values(task.prompt, key).front());
+      const bool last = task.prompt.find(asks, at + 1) == std::string::npos;
+      if (last) {
+        REQUIRE(task.answer == answer);
+        REQUIRE(task.prompt.ends_with(key + "?\nA:"));
+      } else {
+        REQUIRE(task.prompt.compare(task.prompt.find("?\nA:", at) + 4, answer.size() + 1, answer + "\n") == 0);
+      }
+      REQUIRE(keys.insert(key).second);
+    }
+    REQUIRE(keys.size() == (length < 1024 ? 2 : 4));
+  }
+}
+
+TEST_CASE("count counts the records of a city, up to nine", "[llama][tasks]") {
+  std::set<std::size_t> counts;
+  for (std::uint64_t seed = 0; seed < 100; ++seed) {
+    const Task task = make_task(TaskKind::count, seed % 2 == 0 ? 512 : 4096, seed);
+    const std::string city = between(task.prompt, "\ncount city=", " ->");
+    CAPTURE(seed, city);
+    REQUIRE(task.prompt.ends_with("count city=" + city + " ->"));
+    const std::size_t found = count(task.prompt, ": city=" + city + " code=");
+    REQUIRE(task.answer == answer_of(std::to_string(found)));
+    REQUIRE(task.evidence.size() == found);
+    for (const Evidence& place : task.evidence)
+      REQUIRE(task.prompt.substr(place.begin, place.end - place.begin) == city);
+    counts.insert(found);
+  }
+  REQUIRE(*counts.begin() == 1);
+  REQUIRE(*counts.rbegin() == 9);
+}
+
+TEST_CASE("long_copy repeats a passage that grows with the text", "[llama][tasks]") {
+  for (const auto& [length, pairs] : {std::pair(512u, 16u), {1200u, 29u}, {1921u, 48u}, {32768u, 48u}}) {
+    const Task task = make_task(TaskKind::long_copy, length, 3);
+    const std::string cue = task.prompt.substr(task.prompt.find("\nREPEAT:\n") + 9);
+    CAPTURE(length, cue, task.answer);
+    REQUIRE(count(task.prompt, cue) == 2);
+    REQUIRE(count(task.prompt, cue + task.answer) == 1);
+    REQUIRE(count(cue + task.answer, "-") == pairs);
+  }
 }
 
 TEST_CASE("output is judged by the whole answer", "[llama][tasks]") {

@@ -114,6 +114,15 @@ std::size_t needles_in(std::size_t bytes, std::size_t least);
 /// Tasks whose answers are put together from several places.
 Task multi(Writer& writer, std::size_t bytes, std::string_view haystack);
 Task table(Writer& writer, std::size_t bytes);
+Task count(Writer& writer, std::size_t bytes);
+/// Tasks in which much looks like the answer's place, or much is between.
+Task near_keys(Writer& writer, std::size_t bytes, std::string_view haystack);
+Task turns(Writer& writer, std::size_t bytes, std::string_view haystack);
+/// A passage of so many pairs of words; `kind` is copy or long_copy.
+Task copy(TaskKind kind, Writer& writer, std::size_t pairs, std::size_t bytes, std::string_view haystack);
+
+/// What a needle is asked for with.
+std::string needle_question(const std::string& key);
 
 /// The first place where a prompt says this.
 Evidence said(std::string_view prompt, std::string_view what, std::size_t from = 0);

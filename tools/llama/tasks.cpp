@@ -20,21 +20,25 @@ struct KindName {
   TaskKind kind;
   const char* name;
 };
-constexpr std::array<KindName, 8> kKinds = {{{TaskKind::niah, "niah"},
-                                             {TaskKind::niah_long, "niah_long"},
-                                             {TaskKind::multikey, "multikey"},
-                                             {TaskKind::kv, "kv"},
-                                             {TaskKind::track, "track"},
-                                             {TaskKind::copy, "copy"},
-                                             {TaskKind::multi, "multi"},
-                                             {TaskKind::table, "table"}}};
-constexpr std::array<TaskKind, 8> kKindList = {TaskKind::niah,  TaskKind::niah_long, TaskKind::multikey,
-                                               TaskKind::kv,    TaskKind::track,     TaskKind::copy,
-                                               TaskKind::multi, TaskKind::table};
+constexpr std::array<KindName, 12> kKinds = {{{TaskKind::niah, "niah"},
+                                              {TaskKind::niah_long, "niah_long"},
+                                              {TaskKind::multikey, "multikey"},
+                                              {TaskKind::kv, "kv"},
+                                              {TaskKind::track, "track"},
+                                              {TaskKind::copy, "copy"},
+                                              {TaskKind::multi, "multi"},
+                                              {TaskKind::table, "table"},
+                                              {TaskKind::near_keys, "near_keys"},
+                                              {TaskKind::turns, "turns"},
+                                              {TaskKind::count, "count"},
+                                              {TaskKind::long_copy, "long_copy"}}};
+constexpr std::array<TaskKind, 12> kKindList = {
+    TaskKind::niah,  TaskKind::niah_long, TaskKind::multikey,  TaskKind::kv,    TaskKind::track, TaskKind::copy,
+    TaskKind::multi, TaskKind::table,     TaskKind::near_keys, TaskKind::turns, TaskKind::count, TaskKind::long_copy};
 
 constexpr std::uint32_t kMinLength = 512;
-constexpr std::size_t kPassageWords = 16;    ///< word pairs in the passage of copy
-constexpr std::size_t kCueWords = 4;         ///< of which the question gives away these
+constexpr std::size_t kPassagePairs = 16;      ///< of words, in the passage of copy
+constexpr std::size_t kLongPassagePairs = 48;  ///< of long_copy, where the text is long enough
 
 Task needles(TaskKind kind, Writer& writer, std::size_t bytes, std::string_view haystack) {
   const std::size_t count = kind == TaskKind::multikey ? needles_in(bytes, 2) : 1;
@@ -50,7 +54,7 @@ Task needles(TaskKind kind, Writer& writer, std::size_t bytes, std::string_view 
   const std::string question = kind == TaskKind::niah_long
                                    ? "\nWhat is the special magic value for " + keys[asked] +
                                          " mentioned in the text? The special magic value for " + keys[asked] + " is"
-                                   : "\nQ: What is the special magic value for " + keys[asked] + "?\nA:";
+                                   : tasks::needle_question(keys[asked]);
   return {
       .kind = kind, .prompt = bury(writer, pieces, bytes, haystack, question), .answer = " " + values[asked] + "\n"};
 }
@@ -90,20 +94,6 @@ Task track(Writer& writer, std::size_t bytes, std::string_view haystack) {
           .answer = " " + value + "\n"};
 }
 
-Task copy(Writer& writer, std::size_t bytes, std::string_view haystack) {
-  std::string cue;
-  std::string rest;
-  for (std::size_t i = 0; i < kPassageWords; ++i) {
-    std::string& part = i < kCueWords ? cue : rest;
-    if (i > 0) part += " ";
-    part += writer.adjective_noun();
-  }
-  rest += "\n";
-  return {.kind = TaskKind::copy,
-          .prompt = bury(writer, {"\n" + cue + rest}, bytes, haystack, "\nREPEAT:\n" + cue),
-          .answer = rest};
-}
-
 Task write_task(TaskKind kind, Writer& writer, std::size_t bytes, std::string_view haystack) {
   switch (kind) {
     case TaskKind::niah:
@@ -111,9 +101,14 @@ Task write_task(TaskKind kind, Writer& writer, std::size_t bytes, std::string_vi
     case TaskKind::multikey: return needles(kind, writer, bytes, haystack);
     case TaskKind::kv: return pairs(writer, bytes);
     case TaskKind::track: return track(writer, bytes, haystack);
-    case TaskKind::copy: return copy(writer, bytes, haystack);
+    case TaskKind::copy: return tasks::copy(kind, writer, kPassagePairs, bytes, haystack);
     case TaskKind::multi: return tasks::multi(writer, bytes, haystack);
     case TaskKind::table: return tasks::table(writer, bytes);
+    case TaskKind::near_keys: return tasks::near_keys(writer, bytes, haystack);
+    case TaskKind::turns: return tasks::turns(writer, bytes, haystack);
+    case TaskKind::count: return tasks::count(writer, bytes);
+    case TaskKind::long_copy:
+      return tasks::copy(kind, writer, std::clamp(bytes / 40, kPassagePairs, kLongPassagePairs), bytes, haystack);
   }
   throw Error(Errc::invalid_argument, "unknown task kind");
 }
@@ -122,7 +117,8 @@ Task write_task(TaskKind kind, Writer& writer, std::size_t bytes, std::string_vi
 void locate_evidence(Task& task) {
   if (!task.evidence.empty()) return;
   std::string_view said = task.answer;
-  if (said.starts_with(' ') && task.kind != TaskKind::copy) said.remove_prefix(1);
+  const bool passage = task.kind == TaskKind::copy || task.kind == TaskKind::long_copy;
+  if (said.starts_with(' ') && !passage) said.remove_prefix(1);
   if (said.ends_with('\n')) said.remove_suffix(1);
   task.evidence = {tasks::said(task.prompt, said)};
 }
@@ -160,6 +156,10 @@ std::string tasks::bury(Writer& writer, const Strings& pieces, std::size_t bytes
 
 std::string tasks::needle(const std::string& key, const std::string& value) {
   return "\nOne of the special magic values for " + key + " is: " + value + ".\n";
+}
+
+std::string tasks::needle_question(const std::string& key) {
+  return "\nQ: What is the special magic value for " + key + "?\nA:";
 }
 
 std::size_t tasks::needles_in(std::size_t bytes, std::size_t least) {

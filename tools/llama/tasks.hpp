@@ -8,8 +8,8 @@
 
 namespace sluice::tools {
 
-/// Synthetic long-context tasks: those that the testbed model was trained on (tests/data/testbed/README.md), and two
-/// whose answers are put together from several places, multi and table, which ask for another model.
+/// Synthetic long-context tasks: those that the testbed model was trained on (tests/data/testbed/README.md), and harder
+/// ones, of which near_keys and turns need no other model. tools/train trains one on all of them.
 enum class TaskKind : std::uint8_t {
   niah,       ///< one needle in filler text
   niah_long,  ///< the same, asked in a full sentence
@@ -19,6 +19,10 @@ enum class TaskKind : std::uint8_t {
   copy,       ///< repeat a passage from its beginning
   multi,      ///< needles, some keys with several values: all of one key are asked for, or those of three keys
   table,      ///< nothing but records; one is asked for by its owner, or the codes of all of a city
+  near_keys,  ///< needles whose keys differ from the one that is asked for in a word or a digit
+  turns,      ///< needles, and several questions with their answers before the one that counts
+  count,      ///< nothing but records; how many are of a city
+  long_copy,  ///< repeat a passage of up to 800 bytes from its beginning
 };
 
 [[nodiscard]] const char* to_string(TaskKind kind) noexcept;
@@ -43,8 +47,8 @@ struct Task {
 };
 
 /// Builds a task, the same one for the same arguments on every platform.
-/// @param length_tokens  of the prompt with BOS, one token per byte. Met exactly; kv and table may stay up to 70 below,
-///                       as they consist of whole lines. At least 512.
+/// @param length_tokens  of the prompt with BOS, one token per byte. Met exactly; kv, table and count may stay up to 70
+///                       below, as they consist of whole lines. At least 512.
 /// @param haystack       filler text, read from a random place and wrapped around; empty: the testbed's five
 ///                       sentences in random order
 /// @throws Error{Errc::invalid_argument} for a shorter length.

@@ -54,6 +54,16 @@ std::string other_city(Writer& writer, const std::string& than) {
   }
 }
 
+/// Bytes of a record at most.
+constexpr std::size_t kLongestLine = 56;
+
+/// `times` different numbers below `count`, which is at least as many.
+std::set<std::size_t> places(Writer& writer, std::size_t times, std::size_t count) {
+  std::set<std::size_t> found;
+  while (found.size() < times) found.insert(writer.below(count));
+  return found;
+}
+
 /// As many as fit; those whose numbers are in `here` are of that city, and no others.
 std::vector<Record> records_of(Writer& writer, std::size_t bytes, const std::string& city,
                                const std::set<std::size_t>& here) {
@@ -108,7 +118,6 @@ Task multi(Writer& writer, std::size_t bytes, std::string_view haystack) {
 }
 
 Task table(Writer& writer, std::size_t bytes) {
-  constexpr std::size_t kLongestLine = 56;
   constexpr std::size_t kLongestQuestion = 28;
   constexpr std::size_t kMostOfOneCity = 5;
   const bool all_of_city = writer.below(2) == 0;
@@ -131,6 +140,24 @@ Task table(Writer& writer, std::size_t bytes) {
   }
   task.prompt += all_of_city ? "all city=" + city + " ->" : "find owner=" + records[asked].owner + " ->";
   task.answer = all_of_city ? listed(codes) : " " + records[asked].head(asked + 1) + "\n";
+  return task;
+}
+
+Task count(Writer& writer, std::size_t bytes) {
+  constexpr std::size_t kLongestQuestion = 30;
+  constexpr std::size_t kMost = 9;  // One digit.
+  const std::string city = writer.adjective_noun();
+  const std::size_t least = (bytes - kLongestQuestion) / kLongestLine;  // As many records there will be.
+  const std::size_t times = 1 + writer.below(std::min(kMost, least));
+  const std::set<std::size_t> here = places(writer, times, least);
+  Task task{.kind = TaskKind::count, .prompt = {}, .answer = " " + std::to_string(times) + "\n"};
+  const std::vector<Record> records = records_of(writer, bytes - kLongestQuestion, city, here);
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const std::size_t at = task.prompt.size();
+    task.prompt += records[i].line(i + 1);
+    if (here.contains(i)) task.evidence.push_back(said(task.prompt, city, at));
+  }
+  task.prompt += "count city=" + city + " ->";
   return task;
 }
 

@@ -1,16 +1,22 @@
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "sluice/error.hpp"
 #include "tools/cli/device_flags.hpp"
+#include "tools/cli/eval/prompts.hpp"
 #include "tools/cli/eval/report.hpp"
+#include "tools/cli/far_flag.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/run/prompt.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/values.hpp"
+#include "tools/cli/trace/trace.hpp"
 #include "tools/llama/files.hpp"
+#include "tools/llama/presets.hpp"
 #include "tools/llama/tokenizer.hpp"
 
 namespace sluice::tools {
@@ -25,6 +31,9 @@ struct EvalOptions {
   PrefillFlags prefill;
   std::string haystack;
   std::string near = "5%";
+  std::string far;
+  std::string far_shape;
+  std::string prompts;
   std::string needles;
   std::string needle_tokens = "128K";
   std::uint32_t needle_steps = 8;
@@ -80,6 +89,45 @@ std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
   return needles;
 }
 
+/// The policies with the budget that --far says, at the length of each cell.
+class FarBudgets {
+ public:
+  FarBudgets(const EvalOptions& options, const EngineFlags& flags, const Device* device, const AttentionShape& model)
+      : options_(options), flags_(flags), device_(device), model_(model) {
+    shape_ = options.far_shape.empty() ? model : preset_config(options.far_shape).shape();
+  }
+
+  [[nodiscard]] std::vector<PolicySpec> of(const std::vector<PolicySpec>& policies, std::uint32_t length) {
+    std::vector<PolicySpec> cut;
+    for (const PolicySpec& policy : policies) {
+      const FarPlace place{.shape = shape_,
+                           .kv_dtype = flags_.kv_dtype,
+                           .placement = flags_.placement,
+                           .page_tokens = page_tokens_for(policy, flags_),
+                           .tokens = length,
+                           .near_hits = usual_near_hits(parse_share(options_.near, "--near"))};
+      cut.push_back(with_far_of(policy, options_.far, place, model_, [this] { return rates(); }));
+    }
+    return cut;
+  }
+
+ private:
+  [[nodiscard]] const scheduler::LaneRates& rates() {
+    if (!rates_) {
+      const PageLayout page{.head_dim = shape_.head_dim, .dtype = flags_.kv_dtype};
+      rates_ = measured_rates(device_, page.page_bytes(), flags_.threads);
+    }
+    return *rates_;
+  }
+
+  const EvalOptions& options_;
+  const EngineFlags& flags_;
+  const Device* device_;
+  AttentionShape model_;
+  AttentionShape shape_;
+  std::optional<scheduler::LaneRates> rates_;
+};
+
 Json config_of(const EvalOptions& options, const EngineFlags& runtime, const NamedPolicies& policies,
                std::span<const PrefillSpec> prefills) {
   Json modes = Json::array();
@@ -104,13 +152,35 @@ Json config_of(const EvalOptions& options, const EngineFlags& runtime, const Nam
           {"sinks", options.sinks},
           {"own_pages", runtime.own_pages},
           {"near", options.near},
+          {"far", options.far},
+          {"far_shape", options.far_shape},
+          {"paired", options.task.logits},
           {"audit_every", runtime.audit_every},
           {"device", options.device.device}};
+}
+
+/// What goes together, before anything runs.
+void check(const EvalOptions& options, const NamedPolicies& policies) {
+  if (!options.far.empty() && options.far != "auto") (void)with_far("sluice", options.far, {}, {});
+  if (!options.far_shape.empty()) {
+    if (options.far.empty())
+      throw Error(Errc::invalid_argument, "--far-shape: says whose budget --far is; give --far auto, or a number, too");
+    (void)preset_config(options.far_shape);
+  }
+  const auto dense = [](const PolicySpec& policy) { return policy.uses(Source::all); };
+  if (options.task.logits && std::ranges::none_of(policies.specs, dense))
+    throw Error(Errc::invalid_argument, "--paired: compares with dense attention; name full among --policies");
 }
 
 int run(const EvalOptions& options) {
   const NamedPolicies policies = policies_of(options.policies);
   const std::vector<Cell> cells = cells_of(options);
+  if (!options.prompts.empty()) {
+    const std::string haystack = options.haystack.empty() ? "" : read_input(options.haystack);
+    OutputTarget(options.prompts).commit(prompts_of(cells, options.task, haystack));
+    return 0;
+  }
+  check(options, policies);
   const std::vector<NeedleOptions> needles = needles_of(options);
   const std::vector<PrefillSpec> prefills = parse_prefills(options.prefill);
   if (cells.empty() && needles.empty()) {
@@ -142,13 +212,15 @@ int run(const EvalOptions& options) {
                   "--model: the tasks are written in bytes and need a byte-level model such as tests/data/testbed");
     }
     choose_kv_dtype(flags, model);
-    report = std::make_unique<EvalReport>(policies, model.config().shape());
+    report = std::make_unique<EvalReport>(policies, model.config().shape(), model.config().vocab_size);
     TaskEvalOptions task = options.task;
     task.near = parse_share(options.near, "--near");
     const std::string haystack = options.haystack.empty() ? "" : read_input(options.haystack);
     TaskEvaluation evaluation(task, flags, model, policies.specs, device, haystack);
     for (const Cell& cell : cells) evaluation.check(cell);  // Not after hours of others.
+    FarBudgets budgets(options, flags, device.get(), model.config().shape());
     for (const Cell& cell : cells) {
+      evaluation.replace_policies(budgets.of(policies.specs, cell.length));
       for (const PrefillSpec& prefill : prefills) {
         if (!interrupted()) report->add(cell, to_text(prefill), evaluation.run(cell, prefill, bar));
       }
@@ -173,7 +245,10 @@ void add_eval(CLI::App& app, int& exit_code) {
   options->engine.audit_every = 1;
   auto* command = app.add_subcommand("eval", "Compare policies on retrieval tasks: accuracy, coverage and cost");
   command->add_option("--model", options->model, "Hugging Face directory of a byte-level Llama")->type_name("DIR");
-  command->add_option("--tasks", options->tasks, "Comma list of niah, niah_long, multikey, kv, track, copy")
+  command
+      ->add_option("--tasks", options->tasks,
+                   "Comma list of niah, niah_long, multikey, kv, track, copy, multi, table, near_keys, turns, count, "
+                   "long_copy")
       ->capture_default_str();
   command->add_option("--lengths", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
@@ -195,6 +270,18 @@ void add_eval(CLI::App& app, int& exit_code) {
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
       ->capture_default_str()
       ->type_name("SHARE");
+  command->add_flag("--paired", options->task.logits,
+                    "Also compare with dense attention prompt by prompt: the same answers, with a bound, and KL");
+  add_far(*command, options->far);
+  command
+      ->add_option("--far-shape", options->far_shape,
+                   "Model shape, such as llama-3.1-8b, whose budget --far is at each length: this model gets as many "
+                   "tokens for each query head")
+      ->type_name("SHAPE");
+  command
+      ->add_option("--write-prompts", options->prompts,
+                   "Write prompts and answers as JSON lines, a byte a code point, instead of running any")
+      ->type_name("FILE");
   command
       ->add_option(
           "--needles", options->needles,

@@ -1,6 +1,7 @@
 #include "tools/cli/eval/report.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/eval/agreement.hpp"
@@ -22,12 +23,17 @@ void append_reached(const PolicySpec& spec, const ShareHistogram& coverage, std:
   row.push_back(reached(spec, coverage));
 }
 
-/// The outputs of dense attention, if it is among the policies.
-std::span<const std::vector<int>> dense_outputs(const NamedPolicies& policies, const std::vector<TaskScore>& scores) {
+/// Of dense attention, if it is among the policies; else null.
+const TaskScore* dense_score(const NamedPolicies& policies, const std::vector<TaskScore>& scores) {
   for (std::size_t p = 0; p < scores.size(); ++p) {
-    if (policies.specs[p].uses(Source::all)) return scores[p].outputs;
+    if (policies.specs[p].uses(Source::all)) return &scores[p];
   }
-  return {};
+  return nullptr;
+}
+
+std::span<const std::vector<int>> dense_outputs(const NamedPolicies& policies, const std::vector<TaskScore>& scores) {
+  const TaskScore* const dense = dense_score(policies, scores);
+  return dense == nullptr ? std::span<const std::vector<int>>() : dense->outputs;
 }
 
 void append_answers(const TaskScore& score, std::span<const std::vector<int>> dense, std::vector<Column>& columns,
@@ -50,8 +56,8 @@ void append_answers(const TaskScore& score, std::span<const std::vector<int>> de
 
 }  // namespace
 
-EvalReport::EvalReport(const NamedPolicies& policies, const AttentionShape& shape)
-    : policies_(policies), shape_(shape) {
+EvalReport::EvalReport(const NamedPolicies& policies, const AttentionShape& shape, std::size_t vocabulary)
+    : policies_(policies), shape_(shape), vocabulary_(vocabulary) {
   lost_.columns = {{"task", "task"},         {"length_tokens", "length"}, {"policy", "policy"},
                    {"prefill", "prefill"},   {"accuracy", "accuracy", 2}, {"layer", "layer"},
                    {"head", "head"},         {"wanted_steps", "steps"},   {"wanted_mass", "wanted", 3},
@@ -78,6 +84,35 @@ void EvalReport::add(const Cell& cell, const std::string& prefill, const std::ve
     tasks_.columns = std::move(columns);
     tasks_.rows.push_back(std::move(row));
     add_lost(cell, p, prefill, accuracy, score);
+  }
+  add_pairs(cell, prefill, scores);
+}
+
+void EvalReport::add_pairs(const Cell& cell, const std::string& prefill, const std::vector<TaskScore>& scores) {
+  const TaskScore* const dense = dense_score(policies_, scores);
+  if (dense == nullptr || dense->prompts == 0 || dense->logits.empty()) return;
+  pairs_.columns = {{"task", "task"},
+                    {"length_tokens", "length"},
+                    {"policy", "policy"},
+                    {"prefill", "prefill"},
+                    {"prompts", "prompts"},
+                    {"dense_accuracy", "dense right", 2},
+                    {"accuracy", "right", 2},
+                    {"same_answers", "same"},
+                    {"same_at_least", "at least", 3},
+                    {"divergence_nats", "KL", 5},
+                    {"divergence_worst_nats", "worst", 3},
+                    {"far_budget_tokens", "far budget"}};
+  const auto share = [](const TaskScore& score) { return static_cast<double>(score.solved) / score.prompts; };
+  for (std::size_t p = 0; p < scores.size(); ++p) {
+    const TaskScore& score = scores[p];
+    if (&score == dense || score.prompts == 0) continue;
+    const auto same =
+        static_cast<std::uint64_t>(std::llround(agreement(score.outputs, dense->outputs).same_share * score.prompts));
+    const Divergence apart = divergence(score.outputs, dense->outputs, score.logits, dense->logits, vocabulary_);
+    pairs_.rows.push_back({to_string(cell.kind), cell.length, policies_.names[p], prefill, score.prompts, share(*dense),
+                           share(score), same, at_least(same, score.prompts), apart.nats, apart.worst_nats,
+                           score.far_budget == 0 ? Json() : Json(score.far_budget)});
   }
 }
 
@@ -107,6 +142,7 @@ std::vector<Table> EvalReport::tables() const {
   if (!tasks_.rows.empty()) {
     tables.push_back(tasks_);
     tables.push_back(lost_);  // Without rows, too: which files there are depends on the options alone.
+    if (!pairs_.columns.empty()) tables.push_back(pairs_);
   }
   if (!needles_.rows.empty()) tables.push_back(needles_);
   return tables;

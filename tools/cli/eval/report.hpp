@@ -21,9 +21,11 @@ struct NamedPolicies {
 class EvalReport {
  public:
   /// `policies` must outlive it.
-  EvalReport(const NamedPolicies& policies, const AttentionShape& shape);
+  /// @param vocabulary  of the model, if there is one
+  EvalReport(const NamedPolicies& policies, const AttentionShape& shape, std::size_t vocabulary = 0);
 
   /// Every policy's scores after prompts prefilled as `prefill` says. Those without prompts are left out.
+  /// With logits, pairs of every policy's answers and dense attention's, too.
   void add(const Cell& cell, const std::string& prefill, const std::vector<TaskScore>& scores);
   void add(const NeedleOptions& options, const std::vector<NeedleScore>& scores, const AttentionShape& shape);
 
@@ -35,12 +37,20 @@ class EvalReport {
   void add_lost(const Cell& cell, std::size_t policy, const std::string& prefill, double accuracy,
                 const TaskScore& score);
 
+  void add_pairs(const Cell& cell, const std::string& prefill, const std::vector<TaskScore>& scores);
+
   const NamedPolicies& policies_;
   AttentionShape shape_;
+  std::size_t vocabulary_;
   Table tasks_{.key = "eval", .title = kDecodeNote};
   Table lost_{.key = "lost",
-              .title = "Who lost the answer, for accuracies below 0.95: the heads that missed most of the mass they "
-                       "wanted on the answer's tokens, over the failed prompts"};
+              .title =
+                  "Who lost the answer, for accuracies below 0.95: the heads that missed most of the mass they "
+                  "wanted on the answer's tokens, over the failed prompts"};
+  Table pairs_{.key = "pairs",
+               .title =
+                   "Against dense attention, prompt by prompt; at least: of all prompts, with 95% confidence, the "
+                   "share of the same answers; KL: of the next token while both have said the same, nats"};
   Table needles_{.key = "needles",
                  .title =
                      "Needles in synthetic attention, new ones in every step; found: heads and steps that "

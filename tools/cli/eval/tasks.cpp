@@ -14,6 +14,8 @@ namespace sluice::tools {
 namespace {
 
 constexpr std::size_t kBosTokens = 1;
+/// Prompts that are kept between their prefill and their answers: of 32K tokens of the testbed 256 MiB each.
+constexpr std::size_t kPromptsAtOnce = 16;
 
 /// Positions of the answer's tokens: a byte is a token, behind BOS.
 std::vector<std::uint32_t> evidence_of(const Task& task) {
@@ -71,8 +73,16 @@ void TaskEvaluation::check(const Cell& cell) const {
 std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& prefill, ProgressBar& bar) {
   const std::vector<Task> tasks = tasks_of(cell);
   std::vector<TaskScore> scores(policies_.size());
+  std::size_t done = 0;
+  const auto told = [&](std::size_t policy) {
+    bar.update(++done, tasks.size() * policies_.size(),
+               std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[policy].name);
+  };
   try {
-    run(cell, tasks, prefill, scores, bar);
+    for (std::size_t first = 0; first < tasks.size(); first += kPromptsAtOnce) {
+      const std::size_t count = std::min(kPromptsAtOnce, tasks.size() - first);
+      run(std::span(tasks).subspan(first, count), prefill, scores, told);
+    }
   } catch (const Interrupted&) {
     for (TaskScore& score : scores) {
       if (score.prompts != tasks.size()) score = {};
@@ -108,13 +118,8 @@ std::vector<TaskEvaluation::Prefilled> TaskEvaluation::prefilled(const PrefillSp
   return prompts;
 }
 
-void TaskEvaluation::run(const Cell& cell, std::span<const Task> tasks, const PrefillSpec& prefill,
-                         std::span<TaskScore> scores, ProgressBar& bar) {
-  std::size_t done = 0;
-  const auto told = [&](std::size_t policy) {
-    bar.update(++done, tasks.size() * policies_.size(),
-               std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[policy].name);
-  };
+void TaskEvaluation::run(std::span<const Task> tasks, const PrefillSpec& prefill, std::span<TaskScore> scores,
+                         const std::function<void(std::size_t)>& told) {
   // One engine after the other, so that only one holds memory.
   const std::vector<Prefilled> prompts = prefilled(prefill, tasks);
   for (const EngineGroup& group : by_engine(policies_, flags_)) run(group, tasks, prompts, scores, told);
@@ -145,6 +150,10 @@ void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, 
       score.layout = {.page_tokens = group.page_tokens,
                       .head_dim = engine.options().shape.head_dim,
                       .dtype = engine.options().kv_dtype};
+      if (!policies_[p].far.all()) {
+        score.far_budget = scheduler::far_tokens(policies_[p].far, static_cast<std::uint32_t>(longest),
+                                                 scheduler::row_shape(engine.options().shape, group.page_tokens));
+      }
       add(prompts[i].stats, score.prompt);
       score.prefill_s += prompts[i].seconds;
       answer(engine, prompt, std::span(tokens).last(prompts[i].question), tasks[i], policies_[p], score);
@@ -162,8 +171,10 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
   for (const int token : question) session.decode(token);
   const std::size_t limit = answer_limit(task);
   std::vector<int> output;
+  std::vector<float> logits;
   while (output.size() < limit) {
     stop_if_interrupted();
+    if (options_.logits) logits.insert(logits.end(), session.logits().begin(), session.logits().end());
     const int token = argmax(session.logits());
     if (model_.config().is_eos(token)) break;
     output.push_back(token);
@@ -181,6 +192,7 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
   score.solved += right ? 1 : 0;
   if (!right) add_lost(report, score);
   score.outputs.push_back(std::move(output));
+  if (options_.logits) score.logits.push_back(std::move(logits));
 }
 
 void TaskEvaluation::add_lost(const AuditReport& report, TaskScore& score) const {

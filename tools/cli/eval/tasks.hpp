@@ -34,12 +34,14 @@ struct LostHead {
 struct TaskScore {
   std::uint32_t prompts = 0;
   std::uint32_t solved = 0;
-  PageLayout layout;  ///< of the engine that it ran in
+  PageLayout layout;             ///< of the engine that it ran in
+  std::uint64_t far_budget = 0;  ///< tokens of a layer that the policy may attend far; 0: any number
   DecodeScore decoded;
-  EngineStats prompt;                     ///< of the prompts' prefill
-  double prefill_s = 0.0;                 ///< likewise, wall time
-  std::vector<LostHead> lost;             ///< [layers, q_heads]; empty if nothing was failed or audited
-  std::vector<std::vector<int>> outputs;  ///< what it said to each prompt
+  EngineStats prompt;                      ///< of the prompts' prefill
+  double prefill_s = 0.0;                  ///< likewise, wall time
+  std::vector<LostHead> lost;              ///< [layers, q_heads]; empty if nothing was failed or audited
+  std::vector<std::vector<int>> outputs;   ///< what it said to each prompt
+  std::vector<std::vector<float>> logits;  ///< [steps, vocabulary] for each prompt; empty unless asked for
 };
 
 /// A task at a length, for all policies.
@@ -53,7 +55,8 @@ struct TaskEvalOptions {
   std::uint32_t decode_prompt = 24;  ///< last prompt tokens that are read under the policy
   std::uint32_t max_tokens = 0;      ///< 0: as many as the answer has
   std::uint64_t seed = 0;
-  double near = 0.0;  ///< share of a sequence that device memory has room for
+  double near = 0.0;    ///< share of a sequence that device memory has room for
+  bool logits = false;  ///< keeps those of every answer, see TaskScore
 };
 
 /// Policies on the testbed's tasks. Each prompt is prefilled once; each policy then starts from a fork of it, reads the
@@ -68,13 +71,15 @@ class TaskEvaluation {
   /// Every policy's, after prompts that were prefilled as `prefill` says. Interrupted, the scores of policies that have
   /// not answered all prompts have none.
   std::vector<TaskScore> run(const Cell& cell, const PrefillSpec& prefill, ProgressBar& bar);
+  /// From here on these policies, as many as before.
+  void replace_policies(std::vector<PolicySpec> policies) { policies_ = std::move(policies); }
 
  private:
   [[nodiscard]] std::vector<Task> tasks_of(const Cell& cell) const;
   /// Of the longest prompt with its answer.
   [[nodiscard]] std::size_t tokens_of(std::span<const Task> tasks) const;
-  void run(const Cell& cell, std::span<const Task> tasks, const PrefillSpec& prefill, std::span<TaskScore> scores,
-           ProgressBar& bar);
+  void run(std::span<const Task> tasks, const PrefillSpec& prefill, std::span<TaskScore> scores,
+           const std::function<void(std::size_t)>& told);
   struct Prefilled;
   /// The tasks' prompts, but for what is read under the policy.
   [[nodiscard]] std::vector<Prefilled> prefilled(const PrefillSpec& prefill, std::span<const Task> tasks) const;
