@@ -277,6 +277,9 @@ class Engine {
   /// May be called at any time, also while forwards run.
   [[nodiscard]] EngineStats stats() const noexcept;
   [[nodiscard]] const EngineOptions& options() const noexcept;
+  /// Whether `attend` may be called for a stream that is captured: the device has graphs, and who waits for the CPU's
+  /// part of a layer can be captured, see Handover.
+  [[nodiscard]] bool captures() const noexcept;
 
  private:
   struct Impl;

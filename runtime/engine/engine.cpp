@@ -56,10 +56,14 @@ cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topolog
       {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
 }
 
-/// What the device has no kernels for, automatic prompts do without.
-const EngineOptions& settled(EngineOptions& options, const ForwardVerbs& verbs) {
+/// What the device has no kernels for, automatic prompts do without; and who waits is as suits it.
+const EngineOptions& settled(EngineOptions& options, const ForwardVerbs& verbs, const DeviceInfo& device) {
   if (options.prefill.mode == PrefillMode::automatic && !verbs.sparse_prefill(options.shape))
     options.prefill.mode = PrefillMode::full;
+  if (options.handover == Handover::automatic) options.handover = device.handover;
+  if (options.handover == Handover::stream && !device.stream_waits)
+    throw Error(Errc::unsupported, "handover is stream, and streams of device '" + device.name +
+                                       "' cannot wait for a word of memory by themselves; use device or host");
   return options;
 }
 
@@ -74,12 +78,15 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(settled(options, verbs), *device, verbs, topology, node_of(topology, *device)),
+      memory(settled(options, verbs, device->info()), *device, verbs, topology, node_of(topology, *device)),
       host(*workers),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),
       table(memory.largest().blocks),
       programs(options.in_flight),
+      watchdog(options.handover == Handover::stream
+                   ? std::make_unique<runtime::AnswerWatchdog>(mailbox(), options.answer_timeout)
+                   : nullptr),
       far(memory.largest(), choice, far_notes, far_options(options, embedded != nullptr),
           share_of(options, topology, node_of(topology, *device))) {
   options.largest = memory.largest().largest;  // As long as there is room for.
@@ -90,7 +97,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
 }
 
 EngineStats Engine::Impl::stats() const noexcept {
-  const auto& [question, answer, outcome] = mailbox();
+  const auto& [question, answer, gate, outcome] = mailbox();
   const runtime::PrefixCache* const known = seen_prefixes.load(std::memory_order_acquire);
   const std::uint64_t listed = look(outcome.far_tokens);
   const bool streams = options.placement == PlacementMode::stream;
@@ -106,7 +113,7 @@ EngineStats Engine::Impl::stats() const noexcept {
       .estimated = look(counted.estimated),
       .ranked_pages = look(counted.ranked_pages),
       .missed = look(outcome.missed),
-      .waited_ns = look(outcome.waited_ns),
+      .waited_ns = look(outcome.waited_ns) + look(counted.waited_ns),
       .answer_ns = far.answer_ns(),
       .sparse_chunks = look(counted.sparse_chunks),
       .dense_chunks = look(counted.dense_chunks),
@@ -248,5 +255,7 @@ std::uint64_t Engine::far_bytes(SequenceId id) const {
 EngineStats Engine::stats() const noexcept { return impl_->stats(); }
 
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }
+
+bool Engine::captures() const noexcept { return impl_->captures(); }
 
 }  // namespace sluice

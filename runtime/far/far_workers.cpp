@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "cpu/threads/spin.hpp"
+#include "runtime/far/answer_watchdog.hpp"
 #include "runtime/far/mailbox.hpp"
 #include "sluice/error.hpp"
 #include "sluice/run_clock.hpp"
@@ -184,6 +185,7 @@ void FarWorkers::say(const FarQuestion& question) {
   if (notes_.wants(question.forward))
     notes_.answer(question.forward, question.layer, {.seen_ns = seen, .answered_ns = now});
   std::atomic_ref(memory_.mailbox->answer.answered).store(question.asked, std::memory_order_release);
+  if (memory_.handover == Handover::stream) open_gate(*memory_.mailbox, question.asked);
 }
 
 template <class Work>
