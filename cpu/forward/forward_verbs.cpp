@@ -180,9 +180,8 @@ void ForwardVerbs::await_answer(const ForwardMemory& memory, void* stream) {
   queue(memory, stream, "await_answer", [memory] { cpu::await_answer(memory); });
 }
 void ForwardVerbs::signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) {
-  queue(memory, stream, "signal", [memory, ticket] {
-    shared(memory.mailbox->question.passed).store(ticket, std::memory_order_release);
-  });
+  queue(memory, stream, "signal",
+        [memory, ticket] { shared(memory.mailbox->question.passed).store(ticket, std::memory_order_release); });
 }
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });

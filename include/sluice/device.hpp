@@ -112,11 +112,17 @@ struct DeviceInfo {
   /// empty if it does.
   Handover handover = Handover::device;
   std::string handover_reason{};
-  bool stream_waits = false;       ///< its streams can wait for a word by themselves, see Handover::stream
-  bool captures_waits = false;     ///< and that can be captured
+  bool stream_waits = false;    ///< its streams can wait for a word by themselves, see Handover::stream
+  bool captures_waits = false;  ///< and that can be captured
   std::string pci_bus_id{};        ///< domain:bus:device.function, "0000:1b:00.0"; empty: on no bus, or unknown
   /// The same of all devices of its kind that this process sees, by their numbers (CUDA's ordinals), its own included.
   std::vector<std::string> visible_bus_ids{};
+
+  /// Whether forwards of an engine can be captured in which that waits for the CPU.
+  [[nodiscard]] bool captures_forwards(Handover asked) const noexcept {
+    const Handover by = asked == Handover::automatic ? handover : asked;
+    return captures && by != Handover::host && (by != Handover::stream || captures_waits);
+  }
 };
 
 /// What a device knows of its own speed, for the cost model; 0 where it does not know. 1 GB = 1e9 bytes.

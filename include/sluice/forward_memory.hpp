@@ -143,8 +143,8 @@ struct ForwardMemory {
 
   /// Whether the device attends far rows over the link.
   [[nodiscard]] constexpr bool fetches() const noexcept { return fetch_share != 0; }
-  /// Whether the CPU may be asked for anything.
-  [[nodiscard]] constexpr bool asks() const noexcept { return fetch_share != kWholeFetchShare || fetches_chosen; }
+  /// Whether the CPU may be asked for anything: to attend far rows, or to choose.
+  [[nodiscard]] constexpr bool asks() const noexcept { return fetch_share != kWholeFetchShare || tail_rows != 0; }
   /// Of a list of so many far rows that the device chose, how many it attends itself: the last ones.
   [[nodiscard]] constexpr std::uint32_t fetched_of(std::uint32_t listed) const noexcept {
     return fetched_rows(listed, fetch_share);

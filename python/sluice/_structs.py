@@ -97,7 +97,7 @@ class EngineOptions(Sized):
         ("fetch_share", c_float),
         ("cluster_sequences", c_uint32),
         ("max_clusters", c_uint32),
-        ("reserved", c_uint32),
+        ("handover", c_uint32),
     ]
 
 

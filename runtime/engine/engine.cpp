@@ -254,6 +254,11 @@ std::uint64_t Engine::far_bytes(SequenceId id) const {
 
 EngineStats Engine::stats() const noexcept { return impl_->stats(); }
 
+void Engine::pin_caller() {
+  translated([&] { impl_->pin_caller(); });
+}
+void Engine::unpin_caller() noexcept { impl_->unpin_caller(); }
+
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }
 
 bool Engine::captures() const noexcept { return impl_->captures(); }

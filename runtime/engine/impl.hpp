@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -78,6 +79,9 @@ struct Engine::Impl : cpu::Kept {
   std::uint64_t park(SequenceId id, std::span<std::byte> area, std::string_view model);
   void park(SequenceId id, const std::string& file, std::string_view model);
   [[nodiscard]] SequenceId resume(runtime::ParkSource& source, std::string_view model);
+
+  void pin_caller();
+  void unpin_caller() noexcept;
 
   // Sequences.
   [[nodiscard]] Sequence& at(SequenceId id);
@@ -297,11 +301,7 @@ struct Engine::Impl : cpu::Kept {
   /// Takes back this forward and all behind it.
   void take_back(std::uint64_t forward);
 
-  [[nodiscard]] bool captures() const noexcept {
-    const DeviceInfo& info = device->info();
-    return info.captures && options.handover != Handover::host &&
-           (options.handover != Handover::stream || info.captures_waits);
-  }
+  [[nodiscard]] bool captures() const noexcept { return device->info().captures_forwards(options.handover); }
 
   [[nodiscard]] ForwardMailbox& mailbox() const noexcept { return *memory.largest().mailbox; }
 
@@ -349,6 +349,14 @@ struct Engine::Impl : cpu::Kept {
   std::uint32_t next_layer = 0;  ///< of what is enqueued; kNone: one could not be
   std::uint64_t importing = 0;   ///< the forward that an import under way is; 0: there is none
   std::uint32_t importing_queries = 0;
+
+  /// A thread that is bound at its own wish.
+  struct PinnedCaller {
+    std::thread::id thread;
+    std::vector<std::uint32_t> before;  ///< PUs that it could run on
+    std::uint32_t pu = kNone;           ///< that it runs on
+  };
+  std::vector<PinnedCaller> pinned_callers;
 
   std::uint64_t ticket = 0;  ///< newest that ForwardVerbs::signal was given
   std::uint64_t heard = 0;   ///< newest question that the calling thread has waited for, Handover::host

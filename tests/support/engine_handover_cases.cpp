@@ -16,6 +16,8 @@ namespace {
 
 constexpr Handover kModes[] = {Handover::device, Handover::stream, Handover::host};
 constexpr const char* kPolicy = "exact | int4 | top_k=10 | near=0,sinks=2,recent=6";
+/// The CPU chooses.
+constexpr const char* kChosenHere = "exact | top_k=10 | near=0,sinks=2,recent=6";
 
 /// A device that says other things of itself.
 class OtherFacts final : public ForwardingDevice {
@@ -32,13 +34,13 @@ class OtherFacts final : public ForwardingDevice {
   DeviceInfo info_;
 };
 
-struct Story2 {
+struct Stories {
   Story first{kShape, 120, 5};
   Story second{kShape, 110, 6};
 };
 
 /// Outputs of ten forwards of two sequences, in order.
-std::vector<float> tell(Engine& engine, const EngineRig& rig, const Story2& stories, const PolicySpec& policy) {
+std::vector<float> tell(Engine& engine, const EngineRig& rig, const Stories& stories, const PolicySpec& policy) {
   Teller tellers[] = {{.story = &stories.first, .id = engine.begin(policy)},
                       {.story = &stories.second, .id = engine.begin(policy)}};
   for (Teller& teller : tellers) import_story(engine, rig, teller, 90, kNone, 60);
@@ -55,22 +57,24 @@ std::vector<float> tell(Engine& engine, const EngineRig& rig, const Story2& stor
 
 TEST_CASE("tokens are the same whoever waits for the CPU", "[engine][handover]") {
   const EngineRig rig = engine_rig();
-  const auto [policy, placement, near] = GENERATE(table<std::string, PlacementMode, std::uint32_t>(
-      {{kPolicy, PlacementMode::hybrid, 0u},
-       {kPolicy, PlacementMode::hybrid, 6u},
-       {kPolicy, PlacementMode::stream, 4u},
-       {"exact | top_k=10 | near=0,sinks=2,recent=6", PlacementMode::hybrid, 6u},
-       {"exact | top_k=10 | near=0,sinks=2,recent=6", PlacementMode::stream, 0u},
-       {"exact | int4 | top_p=0.8 | near=0,sinks=2,recent=6", PlacementMode::hybrid, 4u}}));
-  CAPTURE(policy, to_string(placement), near);
+  const auto [policy, placement, near, share] = GENERATE(table<std::string, PlacementMode, std::uint32_t, float>(
+      {{kPolicy, PlacementMode::hybrid, 0u, 0.f},
+       {kPolicy, PlacementMode::hybrid, 6u, 0.4f},
+       {kPolicy, PlacementMode::stream, 4u, 0.f},
+       {kChosenHere, PlacementMode::hybrid, 6u, 0.f},
+       {kChosenHere, PlacementMode::hybrid, 0u, 1.f},  // The device attends all that it chose; this it has not.
+       {kChosenHere, PlacementMode::stream, 0u, 0.f},
+       {"exact | int4 | top_p=0.8 | near=0,sinks=2,recent=6", PlacementMode::hybrid, 4u, 0.f}}));
+  CAPTURE(policy, to_string(placement), near, share);
   const PolicySpec spec = parse_policy(policy);
-  const Story2 stories;
+  const Stories stories;
   std::vector<float> want;
   std::uint64_t asked = 0;
   for (const Handover mode : kModes) {
     CAPTURE(to_string(mode));
     EngineOptions options = options_for(rig, 2, 60, near);
     options.placement = placement;
+    options.fetch_share = share;
     options.handover = mode;
     make_room_for(spec, 120, options);
     if (options.cpu_sequences != 0) options.cpu_sequences = 2;
@@ -87,15 +91,16 @@ TEST_CASE("tokens are the same whoever waits for the CPU", "[engine][handover]")
     if (mode == Handover::host) REQUIRE((stats.waited_ns > 0) == (asked > 0));
     if (mode == Handover::stream && placement == PlacementMode::hybrid && !rig.on_gpu) REQUIRE(stats.waited_ns == 0);
   }
-  REQUIRE((asked > 0) == (placement == PlacementMode::hybrid || spec.estimate != Estimate::int4));
+  REQUIRE((asked > 0) == (placement == PlacementMode::hybrid || policy == kChosenHere));
 }
 
-TEST_CASE("an answer that is late costs one forward, whoever waits, and its other layers nothing", "[engine][handover]") {
+TEST_CASE("an answer that is late costs one forward, whoever waits, and its other layers nothing",
+          "[engine][handover]") {
   const EngineRig rig = engine_rig();
   const Handover mode = GENERATE(from_range(std::begin(kModes), std::end(kModes)));
   const bool chosen_here = GENERATE(false, true);  // And fetched over the link.
   CAPTURE(to_string(mode), chosen_here);
-  const PolicySpec spec = parse_policy(chosen_here ? "exact | top_k=10 | near=0,sinks=2,recent=6" : kPolicy);
+  const PolicySpec spec = parse_policy(chosen_here ? kChosenHere : kPolicy);
   EngineOptions options = options_for(rig, 2, 60, 0);
   options.handover = mode;
   if (chosen_here) options.placement = PlacementMode::stream;
@@ -108,7 +113,7 @@ TEST_CASE("an answer that is late costs one forward, whoever waits, and its othe
     if (stalls.exchange(false)) std::this_thread::sleep_for(kStall);
   };
   Engine engine(options, rig.device);
-  const Story2 stories;
+  const Stories stories;
   Teller tellers[] = {{.story = &stories.first, .id = engine.begin(spec)},
                       {.story = &stories.second, .id = engine.begin(spec)}};
   for (Teller& teller : tellers) import_story(engine, rig, teller, 90, kNone, 60);

@@ -19,6 +19,7 @@ struct EngineFlags {
   std::uint64_t near_bytes = 0;
   PlacementMode placement = EngineOptions{}.placement;
   FetchShare fetch_share;
+  Handover handover = EngineOptions{}.handover;
   std::uint32_t page_tokens = EngineOptions{}.page_tokens;
   DType kv_dtype = EngineOptions{}.kv_dtype;
   std::uint32_t prefill_chunk = 512;  ///< tokens of a prompt that are attended at a time
@@ -32,6 +33,8 @@ struct EngineFlags {
 };
 
 void add_engine_flags(CLI::App& app, EngineFlags& flags);
+/// `--handover`, of these and of benchmarks.
+void add_handover(CLI::App& app, Handover& handover);
 
 /// `--kv-dtype auto`: keys and values as the model has them.
 void choose_kv_dtype(EngineFlags& flags, const Model& model) noexcept;
