@@ -97,6 +97,14 @@ void sluice_engine_destroy(sluice_engine* engine) {
   delete engine;
 }
 
+sluice_status sluice_engine_pin_caller(sluice_engine* engine) {
+  return capi::guarded([&] { capi::engine_of(engine).pin_caller(); });
+}
+
+sluice_status sluice_engine_unpin_caller(sluice_engine* engine) {
+  return capi::guarded([&] { capi::engine_of(engine).unpin_caller(); });
+}
+
 sluice_status sluice_engine_get_options(const sluice_engine* engine, sluice_engine_options* options) {
   return capi::guarded([&] {
     sluice_engine_options out = capi::from_engine(capi::engine_of(engine).options());

@@ -7,7 +7,7 @@ namespace {
 
 constexpr const char* kName = "sluice_engine_options";
 static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto);
-static_assert(offsetof(sluice_engine_options, dense_tokens) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, reserved) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -51,6 +51,18 @@ PlacementMode placement_of(std::uint32_t value) {
     case SLUICE_PLACE_STREAM: return PlacementMode::stream;
     default: refuse("placement", value, "SLUICE_PLACE_HYBRID or SLUICE_PLACE_STREAM");
   }
+}
+
+static_assert(static_cast<int>(Handover::automatic) == SLUICE_HANDOVER_AUTO &&
+              static_cast<int>(Handover::device) == SLUICE_HANDOVER_DEVICE &&
+              static_cast<int>(Handover::stream) == SLUICE_HANDOVER_STREAM &&
+              static_cast<int>(Handover::host) == SLUICE_HANDOVER_HOST);
+Handover handover_of(std::uint32_t value) {
+  if (value > SLUICE_HANDOVER_HOST)
+    refuse("handover", value,
+           "SLUICE_HANDOVER_AUTO, SLUICE_HANDOVER_DEVICE, SLUICE_HANDOVER_STREAM or SLUICE_HANDOVER_HOST: begin "
+           "with sluice_engine_options_init");
+  return static_cast<Handover>(value);
 }
 
 PrefillMode mode_of(std::uint32_t value) {
@@ -120,6 +132,7 @@ sluice_engine_options read_options(const sluice_engine_options* options) {
 }
 
 EngineOptions to_engine(const sluice_engine_options& options) {
+  if (options.reserved != 0) refuse("reserved", options.reserved, "0: begin with sluice_engine_options_init");
   const std::uint32_t page = options.page_tokens;
   if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
   return {.shape = {.layers = options.layers,
@@ -158,6 +171,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .threads = options.threads,
           .cores = cores_of(options),
           .pin_threads = switch_of(options.pin_threads, "sluice_engine_options.pin_threads"),
+          .handover = handover_of(options.handover),
           .answer_timeout = std::chrono::milliseconds(options.answer_timeout_ms),
           .timeout = std::chrono::milliseconds(options.timeout_ms)};
 }
@@ -215,6 +229,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.cluster_sequences = options.cluster_sequences;
   out.max_clusters = options.max_clusters;
   out.dense_tokens = options.dense_tokens;
+  out.handover = static_cast<std::uint32_t>(options.handover);
   return out;
 }
 

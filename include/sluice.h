@@ -119,6 +119,10 @@ enum { SLUICE_DIGESTS_NONE = 0, SLUICE_DIGESTS_BOX = 1, SLUICE_DIGESTS_CUBOID_ME
 enum { SLUICE_PREFILL_FULL = 0, SLUICE_PREFILL_FLEX = 1, SLUICE_PREFILL_AUTOMATIC = 2 };
 /// Who attends what is chosen and not near: the CPU, in place; or the device, over the link.
 enum { SLUICE_PLACE_HYBRID = 0, SLUICE_PLACE_STREAM = 1 };
+/// Who waits for the CPU's part of a layer: a kernel; the stream, by a memory operation; or the calling thread, in
+/// sluice_engine_attend, which then cannot be captured. AUTO: as suits the device, a kernel unless it is shared by
+/// MPS or limits how long kernels run.
+enum { SLUICE_HANDOVER_AUTO = 0, SLUICE_HANDOVER_DEVICE = 1, SLUICE_HANDOVER_STREAM = 2, SLUICE_HANDOVER_HOST = 3 };
 /// What rows of a bucket that choose may do; bits of its features.
 enum {
   SLUICE_BUCKET_TOP_K = 1,      ///< some choose a number of tokens
@@ -205,6 +209,8 @@ typedef struct sluice_engine_options {
   /// everything takes less than choosing. SLUICE_DENSE_AUTO: as many as near_bytes have room for, of each of
   /// largest_decode_rows sequences, up to where choosing pays. Not of policies that choose on the CPU or among clusters
   uint32_t dense_tokens;
+  uint32_t handover;      ///< SLUICE_HANDOVER_AUTO; an engine's options say what that came to
+  uint32_t reserved;      ///< 0
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
@@ -230,6 +236,13 @@ SLUICE_API void sluice_engine_destroy(sluice_engine* engine);
 /// As it was created with, max_tokens being what there is room for. `cores` and `windows` are valid until the
 /// engine is destroyed.
 SLUICE_API sluice_status sluice_engine_get_options(const sluice_engine* engine, sluice_engine_options* options);
+
+/// Since version 6: binds the calling thread, which does nothing but drive the engine, to the core that the engine's
+/// threads leave to it, until sluice_engine_unpin_caller. Threads that it starts are bound with it.
+/// SLUICE_UNSUPPORTED if there is no such core, or the system does not let it be bound.
+SLUICE_API sluice_status sluice_engine_pin_caller(sluice_engine* engine);
+/// Undoes that, on the same thread, before the engine is destroyed. Nothing if the thread is not bound.
+SLUICE_API sluice_status sluice_engine_unpin_caller(sluice_engine* engine);
 
 /* ------------------------------------------------------------------------------------------- sequences */
 

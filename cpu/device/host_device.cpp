@@ -144,7 +144,11 @@ struct HostDevice::Impl {
   Impl(std::shared_ptr<const Workers> shared_workers, const HostDeviceOptions& options)
       : workers(std::move(shared_workers)),
         flag_timeout(options.flag_timeout),
-        info{.name = "host", .memory_bytes = options.memory_bytes, .own_processor = false},
+        info{.name = "host",
+             .memory_bytes = options.memory_bytes,
+             .own_processor = false,
+             .handover = options.handover,
+             .stream_waits = true},
         backend(*workers),
         ledger(std::make_shared<Ledger>(options.memory_bytes)),
         injector(std::make_shared<FaultInjector>(options.faults)),

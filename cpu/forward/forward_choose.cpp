@@ -132,6 +132,8 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
   });
   m.state->far_tokens += in_place;
   if (in_place == 0 && choices == 0) return;
+  if (m.handover == Handover::stream)
+    shared(m.mailbox->gate.word).store(ForwardGate::closed(m.state->asked + 1), std::memory_order_relaxed);
   shared(m.mailbox->question.forward).store(m.state->forward, std::memory_order_relaxed);
   shared(m.mailbox->question.layer).store(layer, std::memory_order_relaxed);
   shared(m.mailbox->question.drafts).store(m.drafts, std::memory_order_relaxed);

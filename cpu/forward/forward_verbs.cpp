@@ -4,10 +4,12 @@
 #include <chrono>
 #include <cstring>
 #include <span>
+#include <thread>
 #include <utility>
 
 #include "cpu/device/host_stream.hpp"
 #include "cpu/forward/forward_layer.hpp"
+#include "cpu/threads/spin.hpp"
 #include "sluice/int4.hpp"
 
 namespace sluice::cpu {
@@ -100,6 +102,21 @@ void stamp(const ForwardMemory& m, std::uint32_t layer, Stage stage) {
       .forward = m.state->forward, .ns = static_cast<std::uint64_t>(now.count())};
 }
 
+/// As a stream of a GPU, which knows nothing of forwards, nor of time: it is up to the host to open the gate, within
+/// EngineOptions::answer_timeout. Should it fail to, this device is not stuck for good.
+void await_answer(const ForwardMemory& m) {
+  constexpr std::chrono::microseconds kNap{20};
+  constexpr std::chrono::seconds kPatience{120};
+  const auto open = [&] {
+    return (shared(m.mailbox->gate.word).load(std::memory_order_acquire) & ForwardGate::kOpen) != 0;
+  };
+  const Deadline deadline = deadline_after(kPatience);
+  while (!spin_until(open)) {
+    if (RunClock::now() >= deadline) return;  // What comes behind finds no answer.
+    std::this_thread::sleep_for(kNap);
+  }
+}
+
 /// A stream goes on behind a verb that it could not do, such as one that found no memory; the forward does not.
 template <class Run>
 void queue(const ForwardMemory& m, void* stream, const char* verb, Run run) {
@@ -161,6 +178,13 @@ void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& laye
 }
 void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(kernels_, memory, at); });
+}
+void ForwardVerbs::await_answer(const ForwardMemory& memory, void* stream) {
+  queue(memory, stream, "await_answer", [memory] { cpu::await_answer(memory); });
+}
+void ForwardVerbs::signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) {
+  queue(memory, stream, "signal",
+        [memory, ticket] { shared(memory.mailbox->question.passed).store(ticket, std::memory_order_release); });
 }
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });

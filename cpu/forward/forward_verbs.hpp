@@ -29,6 +29,9 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void promote(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void await_answer(const ForwardMemory& memory, void* stream) override;
+  void signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) override;
+  [[nodiscard]] bool capturing(void*) const override { return false; }
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void audit(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) override;

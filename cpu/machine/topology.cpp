@@ -216,6 +216,25 @@ bool Topology::bind_this_thread(std::uint32_t pu) const noexcept {
   return hwloc_set_cpubind(impl_->handle.get(), set.get(), HWLOC_CPUBIND_THREAD) == 0;
 }
 
+std::vector<std::uint32_t> Topology::binding_of_this_thread() const {
+  const Bitmap set(hwloc_bitmap_alloc());
+  if (!set) throw std::bad_alloc();
+  std::vector<std::uint32_t> pus;
+  if (synthetic() || hwloc_get_cpubind(impl_->handle.get(), set.get(), HWLOC_CPUBIND_THREAD) != 0) return pus;
+  for (int pu = hwloc_bitmap_first(set.get()); pu >= 0; pu = hwloc_bitmap_next(set.get(), pu))
+    pus.push_back(static_cast<std::uint32_t>(pu));
+  return pus;
+}
+
+bool Topology::bind_this_thread(std::span<const std::uint32_t> pus) const noexcept {
+  const Bitmap set(hwloc_bitmap_alloc());
+  if (synthetic() || !set || pus.empty()) return false;
+  for (const std::uint32_t pu : pus) {
+    if (hwloc_bitmap_set(set.get(), pu) != 0) return false;
+  }
+  return hwloc_set_cpubind(impl_->handle.get(), set.get(), HWLOC_CPUBIND_THREAD) == 0;
+}
+
 bool Topology::bind_memory(void* data, std::uint64_t bytes, std::uint32_t numa_node) const noexcept {
   const hwloc_obj_t node = impl_->node(numa_node);
   if (synthetic() || node == nullptr || data == nullptr || bytes == 0) return false;

@@ -60,6 +60,11 @@ class Topology {
                                                           const std::string& root = "/") const;
   /// Binds the calling thread to one PU. False if the system refuses; never throws.
   bool bind_this_thread(std::uint32_t pu) const noexcept;
+  /// PUs that the calling thread may run on, by OS index, ascending; empty if the system does not say, or on a machine
+  /// that is not this one.
+  [[nodiscard]] std::vector<std::uint32_t> binding_of_this_thread() const;
+  /// Lets the calling thread run on these, whether the topology knows them or not. False if the system refuses.
+  bool bind_this_thread(std::span<const std::uint32_t> pus) const noexcept;
   /// Asks for [data, data + bytes) to live on a node. False if the system refuses; never throws.
   bool bind_memory(void* data, std::uint64_t bytes, std::uint32_t numa_node) const noexcept;
   /// One line for `doctor`: nodes, cores, PUs, caches.

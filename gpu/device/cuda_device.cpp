@@ -10,6 +10,8 @@
 
 #include "gpu/device/buffers.hpp"
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/device/driver.hpp"
+#include "gpu/device/handles.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {
@@ -82,6 +84,44 @@ double peak_memory_gbps(int ordinal) noexcept {
   return 2.0 * kilohertz * bits / 8 * 1e-6;  // Two transfers per cycle.
 }
 
+bool has_attribute(cudaDeviceAttr attribute, int ordinal) noexcept {
+  int value = 0;
+  if (cudaDeviceGetAttribute(&value, attribute, ordinal) == cudaSuccess) return value != 0;
+  (void)cudaGetLastError();  // A driver that does not know it.
+  return false;
+}
+
+/// Whether a stream that waits for a word can be captured: by a graph of such a wait, which is not run.
+bool captures_waits() {
+  const PinnedMemory word = make_pinned_memory(sizeof(std::uint64_t), "pin a word");
+  const StreamHandle stream = make_stream(0);
+  // Relaxed: what other threads do meanwhile is no part of it, and not forbidden.
+  if (cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeRelaxed) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  const cudaError_t waits =
+      Driver::instance().wait_for_bits(stream.get(), reinterpret_cast<const std::uint64_t*>(word.get()), 1);
+  cudaGraph_t graph = nullptr;
+  const cudaError_t ended = cudaStreamEndCapture(stream.get(), &graph);
+  std::size_t nodes = 0;
+  bool able = waits == cudaSuccess && ended == cudaSuccess &&
+              cudaGraphGetNodes(graph, nullptr, &nodes) == cudaSuccess && nodes == 1;
+  cudaGraphExec_t exec = nullptr;
+  able = able && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess;
+  if (exec != nullptr) (void)cudaGraphExecDestroy(exec);
+  if (graph != nullptr) (void)cudaGraphDestroy(graph);
+  (void)cudaGetLastError();
+  return able;
+}
+
+HandoverFacts handover_facts(int ordinal, bool memory_operations) {
+  return {.shared = has_attribute(cudaDevAttrMpsEnabled, ordinal),
+          .kernel_limit = has_attribute(cudaDevAttrKernelExecTimeout, ordinal),
+          .stream_waits = memory_operations,
+          .captures_waits = memory_operations && captures_waits()};
+}
+
 std::unique_ptr<Backend> make_backend(const cudaDeviceProp& properties) {
   try {
     return std::make_unique<Backend>(static_cast<std::uint32_t>(properties.multiProcessorCount));
@@ -111,6 +151,11 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
   backend_ = make_backend(properties);
   forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_);
   core_ = std::make_shared<DeviceCore>(options, limit);
+  const HandoverFacts handover = handover_facts(options.ordinal, core_->memory_operations);
+  info_.handover = advised_handover(handover);
+  info_.handover_reason = handover_reason(handover);
+  info_.stream_waits = handover.stream_waits;
+  info_.captures_waits = handover.captures_waits;
 }
 
 CudaDevice::~CudaDevice() = default;

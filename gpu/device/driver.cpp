@@ -28,6 +28,7 @@ CUdeviceptr address(const std::uint64_t* word) noexcept { return reinterpret_cas
 
 Driver::Driver() noexcept
     : write_value_(entry_point<WriteValue>("cuStreamWriteValue64", 11070)),
+      wait_value_(entry_point<WaitValue>("cuStreamWaitValue64", 11070)),
       batch_operations_(entry_point<BatchOperations>("cuStreamBatchMemOp", 11070)),
       get_attribute_(entry_point<GetAttribute>("cuDeviceGetAttribute", 2000)),
       encode_tiled_(entry_point<EncodeTiled>("cuTensorMapEncodeTiled", 12000)) {}
@@ -38,7 +39,8 @@ const Driver& Driver::instance() {
 }
 
 bool Driver::has_memory_operations(int ordinal) const noexcept {
-  if (write_value_ == nullptr || batch_operations_ == nullptr || get_attribute_ == nullptr) return false;
+  if (write_value_ == nullptr || wait_value_ == nullptr || batch_operations_ == nullptr || get_attribute_ == nullptr)
+    return false;
   int able = 0;
   // A CUdevice is the ordinal.
   const CUresult result = get_attribute_(&able, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, ordinal);
@@ -47,6 +49,10 @@ bool Driver::has_memory_operations(int ordinal) const noexcept {
 
 cudaError_t Driver::write(cudaStream_t stream, std::uint64_t* word, std::uint64_t value) const noexcept {
   return runtime_error(write_value_(stream, address(word), value, CU_STREAM_WRITE_VALUE_DEFAULT));
+}
+
+cudaError_t Driver::wait_for_bits(cudaStream_t stream, const std::uint64_t* word, std::uint64_t bits) const noexcept {
+  return runtime_error(wait_value_(stream, address(word), bits, CU_STREAM_WAIT_VALUE_AND));
 }
 
 cudaError_t Driver::arrive_and_wait(cudaStream_t stream, std::uint64_t* arrived, std::uint64_t ticket,

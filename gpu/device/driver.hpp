@@ -35,6 +35,11 @@ class Driver {
   [[nodiscard]] cudaError_t arrive_and_wait(cudaStream_t stream, std::uint64_t* arrived, std::uint64_t ticket,
                                             const std::uint64_t* word, std::uint64_t value) const noexcept;
 
+  /// The stream waits until one of these bits of `word` is set, which costs no thread block. There is no limit to
+  /// that: the host must set one.
+  [[nodiscard]] cudaError_t wait_for_bits(cudaStream_t stream, const std::uint64_t* word,
+                                          std::uint64_t bits) const noexcept;
+
   /// Whether there are tensor maps.
   [[nodiscard]] bool has_tensor_maps() const noexcept { return encode_tiled_ != nullptr; }
   /// Costs microseconds. The memory is not looked at.
@@ -42,6 +47,7 @@ class Driver {
 
  private:
   using WriteValue = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
+  using WaitValue = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
   using BatchOperations = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
   using GetAttribute = CUresult (*)(int*, CUdevice_attribute, CUdevice);
   using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -51,6 +57,7 @@ class Driver {
   Driver() noexcept;
 
   WriteValue write_value_ = nullptr;
+  WaitValue wait_value_ = nullptr;
   BatchOperations batch_operations_ = nullptr;
   GetAttribute get_attribute_ = nullptr;
   EncodeTiled encode_tiled_ = nullptr;

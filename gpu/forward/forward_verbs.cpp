@@ -14,6 +14,7 @@
 #include "gpu/kernels/prefill/prefill.hpp"
 #include "gpu/kernels/select/choose_clusters.hpp"
 #include "gpu/kernels/select/score.hpp"
+#include "gpu/kernels/transfer/signal.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -54,6 +55,7 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
       multiprocessors_(multiprocessors),
       warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()),
       sight_(make_stream(0)) {
+  load_signal_kernels();
   load_forward_kernels();
   split_ = load_forward_split_kernels();
   load_prefill_kernels();
@@ -171,6 +173,25 @@ void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& laye
   if (promotes_beside_merge(memory)) return;
   const CurrentDevice current(ordinal_);
   launch_forward_promote(memory, choice_of(memory), layer);
+}
+
+void ForwardVerbs::await_answer(const ForwardMemory& memory, void* stream) {
+  const CurrentDevice current(ordinal_);
+  check(Driver::instance().wait_for_bits(handle(stream), &memory.mailbox->gate.word, ForwardGate::kOpen),
+        "wait for an answer on a stream");
+}
+
+void ForwardVerbs::signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) {
+  const CurrentDevice current(ordinal_);
+  // A kernel, and no memory operation: this is for devices that may do without these.
+  launch_signal(&memory.mailbox->question.passed, ticket, handle(stream));
+}
+
+bool ForwardVerbs::capturing(void* stream) const {
+  const CurrentDevice current(ordinal_);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(handle(stream), &status), "ask whether a stream is captured");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {

@@ -15,17 +15,20 @@ namespace sluice::gpu {
 /// Whether kernels were compiled for a device that can, and the current one is such. Elsewhere they follow one another.
 [[nodiscard]] bool kernels_overlap();
 
-/// A launch that overlaps if it can; of clusters of as many blocks if that is not 1.
+/// What comes before a launch on its stream.
+enum class Before : bool { kernel, other };
+
+/// A launch that overlaps if it can, behind a kernel; of clusters of as many blocks if that is not 1.
 class OverlappingLaunch {
  public:
   OverlappingLaunch(dim3 grid, std::uint32_t threads, std::uint32_t shared_bytes, cudaStream_t stream,
-                    std::uint32_t cluster_blocks = 1) {
+                    std::uint32_t cluster_blocks = 1, Before before = Before::kernel) {
     config_.gridDim = grid;
     config_.blockDim = threads;
     config_.dynamicSmemBytes = shared_bytes;
     config_.stream = stream;
     config_.attrs = attributes_;
-    if (kernels_overlap()) {
+    if (before == Before::kernel && kernels_overlap()) {
       cudaLaunchAttribute& overlap = attributes_[config_.numAttrs++];
       overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "sluice/handover.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice {
@@ -107,9 +108,21 @@ struct DeviceInfo {
   std::uint64_t memory_bytes = 0;  ///< 0 if unknown
   bool own_processor = true;       ///< its verbs run beside the host's threads, not on them: queueing gains time
   bool captures = false;           ///< work on its streams can be captured in graphs and replayed
+  /// How it waits for the CPU's part of a layer unless an engine is told, never automatic; and why not by its kernels,
+  /// empty if it does.
+  Handover handover = Handover::device;
+  std::string handover_reason{};
+  bool stream_waits = false;    ///< its streams can wait for a word by themselves, see Handover::stream
+  bool captures_waits = false;  ///< and that can be captured
   std::string pci_bus_id{};        ///< domain:bus:device.function, "0000:1b:00.0"; empty: on no bus, or unknown
   /// The same of all devices of its kind that this process sees, by their numbers (CUDA's ordinals), its own included.
   std::vector<std::string> visible_bus_ids{};
+
+  /// Whether forwards of an engine can be captured in which that waits for the CPU.
+  [[nodiscard]] bool captures_forwards(Handover asked) const noexcept {
+    const Handover by = asked == Handover::automatic ? handover : asked;
+    return captures && by != Handover::host && (by != Handover::stream || captures_waits);
+  }
 };
 
 /// What a device knows of its own speed, for the cost model; 0 where it does not know. 1 GB = 1e9 bytes.

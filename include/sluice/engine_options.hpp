@@ -9,6 +9,7 @@
 #include "sluice/device.hpp"
 #include "sluice/engine_stats.hpp"
 #include "sluice/forward.hpp"
+#include "sluice/handover.hpp"
 #include "sluice/page.hpp"
 #include "sluice/placement.hpp"
 #include "sluice/policy.hpp"
@@ -116,7 +117,12 @@ struct EngineOptions {
   /// is left to the caller, if there are several.
   std::vector<std::uint32_t> cores{};
   bool pin_threads = true;
-  std::chrono::milliseconds answer_timeout{1'000};  ///< a layer waits no longer for the far part, by the device's clock
+  /// Who waits for the CPU's part of a layer; an engine's options say what automatic came to. Of Handover::stream the
+  /// device must be able, see DeviceInfo; and EngineStats::waited_ns does not tell what its streams wait.
+  Handover handover = Handover::automatic;
+  /// A layer waits no longer for the far part: by the device's clock from when it begins to; from when the question is
+  /// seen, and by the clock of a process that runs, where its kernels do not wait.
+  std::chrono::milliseconds answer_timeout{1'000};
   std::chrono::milliseconds timeout{30'000};        ///< every wait of a call; [1 ms, 1 h]
   /// Called by a thread before each part of an answer or of a job: a look, an audit, a copy. For tests that stall it.
   std::function<void()> before_answer{};

@@ -22,7 +22,9 @@ struct EngineStats {
   /// Choices of query heads for which all scores were read once more, as those put aside while keys were scored did not
   /// tell. What is chosen does not depend on it.
   std::uint64_t missed = 0;
-  std::uint64_t waited_ns = 0;    ///< that the device waited for the CPU's answers
+  /// That the device waited for the CPU's answers. With Handover::host that the calling thread did, near attention
+  /// included; with Handover::stream not known, 0.
+  std::uint64_t waited_ns = 0;
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
   // Of chunks of prompts, in forwards that got to their end:
   std::uint64_t sparse_chunks = 0;  ///< (layer, chunk) pairs where blocks were chosen

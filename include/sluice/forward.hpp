@@ -224,8 +224,21 @@ struct ForwardState {
 /// Forwards that may be planned and not finished at once, at most.
 inline constexpr std::uint32_t kMostForwards = 8;
 
+/// The word that a stream waits for, see Handover::stream: a bit of it says whether it is open, so that a graph can wait
+/// for the same value whenever it is replayed. Behind that it has the number of a question.
+struct ForwardGate {
+  static constexpr std::uint64_t kOpen = std::uint64_t{1} << 63;
+  static constexpr std::uint64_t kGivenUp = std::uint64_t{1} << 62;
+  [[nodiscard]] static constexpr std::uint64_t closed(std::uint64_t asked) noexcept { return asked; }
+  [[nodiscard]] static constexpr std::uint64_t answered(std::uint64_t asked) noexcept { return asked | kOpen; }
+  /// The answer did not come in time, and what comes behind finds none.
+  [[nodiscard]] static constexpr std::uint64_t given_up(std::uint64_t asked) noexcept {
+    return asked | kOpen | kGivenUp;
+  }
+};
+
 /// The meeting point of device and workers, in pinned memory. Each word has one writer and only rises, but for what is
-/// good, which may be taken back; no word is added to across the link, as not every link can do that.
+/// good, which may be taken back, and the gate; no word is added to across the link, as not every link can do that.
 struct ForwardMailbox {
   /// The device's: question `asked` is there, of this forward and layer.
   struct alignas(64) Question {
@@ -235,11 +248,17 @@ struct ForwardMailbox {
     std::uint32_t drafts = 1;   ///< of the bucket: lists have as many times the query heads of a KV head
     std::uint32_t lists = 0;    ///< of far rows
     std::uint32_t choices = 0;  ///< lists that the CPU is to add to, as its policies choose; see ForwardRow::asks
+    std::uint64_t passed = 0;   ///< newest ticket of ForwardVerbs::signal, see Handover::host
   } question;
   /// The workers': question `answered` is answered.
   struct alignas(64) Answer {
     std::uint64_t answered = 0;
   } answer;
+  /// See ForwardGate. The device closes it before it asks; who opens it, on the host, replaces the very question that it
+  /// was closed for.
+  struct alignas(64) Gate {
+    std::uint64_t word = ForwardGate::kOpen;
+  } gate;
   /// The device's: how the newest forwards that were planned ended.
   struct alignas(64) Outcome {
     std::uint64_t cancelled = 0;    ///< newest plan that was taken back

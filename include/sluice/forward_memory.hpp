@@ -5,6 +5,7 @@
 
 #include "sluice/fetch_share.hpp"
 #include "sluice/forward.hpp"
+#include "sluice/handover.hpp"
 #include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
@@ -52,7 +53,9 @@ struct ForwardMemory {
   /// scores.
   bool fetches_chosen = false;
   std::uint32_t tail_rows = 0;  ///< of `tails`
-  std::uint64_t answer_ns = 0;  ///< how long a layer waits for the far part
+  /// How long a layer's kernels wait for the far part: not at all unless `handover` is Handover::device.
+  std::uint64_t answer_ns = 0;
+  Handover handover = Handover::device;  ///< who waits, never automatic
   /// [layers] EngineOptions::windows, memory of the host that devices do not read; null: there are none.
   const std::uint32_t* windows = nullptr;
   std::uint32_t dense_tokens = 0;  ///< of a row of a bucket that is whole, at most
@@ -141,6 +144,8 @@ struct ForwardMemory {
 
   /// Whether the device attends far rows over the link.
   [[nodiscard]] constexpr bool fetches() const noexcept { return fetch_share != 0; }
+  /// Whether the CPU may be asked for anything: to attend far rows, or to choose.
+  [[nodiscard]] constexpr bool asks() const noexcept { return fetch_share != kWholeFetchShare || tail_rows != 0; }
   /// Of a list of so many far rows that the device chose, how many it attends itself: the last ones.
   [[nodiscard]] constexpr std::uint32_t fetched_of(std::uint32_t listed) const noexcept {
     return fetched_rows(listed, fetch_share);

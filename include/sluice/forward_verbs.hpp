@@ -25,7 +25,9 @@ struct ForwardLayer {
 /// and `choose` if some choose tokens, `split`, `attend`, `promote`, `fetch` if the device fetches, and `merge`; then
 /// `end`. One that is audited has `audit` behind `merge`, and `promote` behind that. One that is traced has a `stamp`
 /// before `append` and behind each of these. `apply` comes before it and is not part of a graph. One that only brings
-/// keys and values in is `begin`, `append` for every layer, `end`.
+/// keys and values in is `begin`, `append` for every layer, `end`. Where kernels do not wait for the CPU there is
+/// `await_answer` before the first of `fetch` and `merge` that wants what it says, or `signal` behind `split`, for the
+/// caller to wait there; see Handover.
 /// Where a bucket has drafts, the verbs from `rank` on are given ForwardMemory::teams(), and `append` describes and
 /// queues for those; rows are teams then, whose query heads are those of all of their packed rows.
 /// Forwards and plans run in the order in which they are numbered. Thread safety: one thread at a time per
@@ -81,10 +83,17 @@ class ForwardVerbs {
   /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago. They
   /// take places as tokens that come do; the former also of any row that this forward has not attended.
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// What comes behind waits until ForwardMailbox::gate is open, which the host sees to in time.
+  virtual void await_answer(const ForwardMemory& memory, void* stream) = 0;
+  /// Writes `ticket` to ForwardMailbox::Question::passed when what was enqueued before is done, and can be seen.
+  virtual void signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) = 0;
+  /// Whether what is enqueued on `stream` is being captured instead of run.
+  [[nodiscard]] virtual bool capturing(void* stream) const = 0;
   /// Attends far rows over the link: those that were listed, and what the CPU chooses, which is waited for as in
   /// `merge`, a few lists at a time, in their order: they are attended while the CPU chooses for those behind them.
   virtual void fetch(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// Waits for the far part, at most answer_ns by the device's clock, and merges.
+  /// Waits for the far part, at most answer_ns by the device's clock, and merges. Where it has none to wait, an answer
+  /// that is not there was given up.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of each row that chooses: what it asked, what it got, and what the device listed for it, near or far, to pinned
   /// memory. The layer has an lse.

@@ -31,6 +31,8 @@ _STATUS = {
     "engine_begin_prompt": (c_void_p, c_char_p, *_IDS, c_uint64, _OUT_U64),
     "engine_match_prefix": (c_void_p, c_char_p, *_IDS, c_uint64, _OUT_U32),
     "engine_name_tokens": (c_void_p, c_uint64, c_uint32, *_IDS),
+    "engine_pin_caller": (c_void_p,),
+    "engine_unpin_caller": (c_void_p,),
     "engine_preempt": (c_void_p, c_uint64),
     "engine_fork": (c_void_p, c_uint64, c_uint32, c_char_p, _OUT_U64),
     "engine_truncate": (c_void_p, c_uint64, c_uint32),

@@ -98,6 +98,8 @@ class EngineOptions(Sized):
         ("cluster_sequences", c_uint32),
         ("max_clusters", c_uint32),
         ("dense_tokens", c_uint32),
+        ("handover", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 

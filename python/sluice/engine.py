@@ -88,6 +88,16 @@ class Engine(Closing):
         """Says which tokens those from position `first` on are, so that prompts to come can begin with them."""
         self._call(self._library.engine_name_tokens, sequence, _unsigned("first", first), *_ids(ids))
 
+    def pin_caller(self) -> None:
+        """Binds the calling thread, which does nothing but drive the engine, to the core that the engine's threads leave
+        to it. Threads that it starts from then on, torch's among them, are bound with it.
+        @throws Unsupported if there is no such core, or the system does not let it be bound"""
+        self._call(self._library.engine_pin_caller)
+
+    def unpin_caller(self) -> None:
+        """Undoes that, on the same thread, before the engine is closed."""
+        self._call(self._library.engine_unpin_caller)
+
     def preempt(self, sequence: int) -> None:
         """Gives up the near memory of a sequence that is to rest. Changes no token."""
         self._call(self._library.engine_preempt, sequence)

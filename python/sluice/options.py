@@ -76,6 +76,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "digests": ("none", "box", "cuboid_mean"),
     "prefill_mode": ("full", "flex", "automatic"),
     "placement": ("hybrid", "stream"),
+    "handover": ("auto", "device", "stream", "host"),
 }
 #: `EngineOptions.dense_tokens`: as many as near_bytes have room for, up to where choosing pays
 DENSE_AUTO = 0xFFFF_FFFF
@@ -124,6 +125,7 @@ class EngineOptions:
     prefill_tau: float | None = None
     threads: int | None = None  #: that answer the far part
     pin_threads: bool | None = None
+    handover: Literal["auto", "device", "stream", "host"] | None = None  #: who waits for the CPU's part of a layer
     answer_timeout_ms: int | None = None  #: a layer waits no longer for the far part
     timeout_ms: int | None = None  #: every wait of a call
     cores: Sequence[int] | None = None  #: that threads run on, by the OS index of a PU of each

@@ -150,11 +150,11 @@ def test_audit_watch_and_figures(make: Make) -> None:
 def test_options_are_what_was_made() -> None:
     options = sluice.EngineOptions(layers=1, q_heads=4, kv_heads=1, head_dim=64, host_bytes=1 << 20, cores=[0],
                                    prefill_gamma=0.5, kv_dtype="f16", pin_threads=False, scale=0.25, softcap=30.0,
-                                   windows=[24], fetch_share=0.375)
+                                   windows=[24], fetch_share=0.375, handover="stream")
     with sluice.Engine(options) as engine:
         made = engine.options
     assert (made.kv_dtype, made.cores, made.prefill_gamma, made.device) == ("f16", [0], 0.5, "cpu")
     assert (made.scale, made.softcap, made.windows) == (0.25, 30.0, [24])
-    assert (made.placement, made.fetch_share) == ("hybrid", 0.375)
+    assert (made.placement, made.fetch_share, made.handover) == ("hybrid", 0.375, "stream")
     assert made.pin_threads is False and made.timeout_ms == 30_000
     assert made.largest is not None and made.largest.features == sluice.Features.TOP_K

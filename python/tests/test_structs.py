@@ -71,7 +71,7 @@ def constants() -> dict[str, int]:
         ("INTERNAL", sluice.InternalError))}
     from sluice.options import _CHOICES
     words = {"kv_dtype": "SLUICE_", "digests": "SLUICE_DIGESTS_", "prefill_mode": "SLUICE_PREFILL_",
-             "placement": "SLUICE_PLACE_"}
+             "placement": "SLUICE_PLACE_", "handover": "SLUICE_HANDOVER_"}
     choices = {prefix + word.upper(): number for name, prefix in words.items()
                for number, word in enumerate(_CHOICES[name])}
     features = {f"SLUICE_BUCKET_{each.name}": int(each) for each in sluice.Features if each}

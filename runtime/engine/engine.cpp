@@ -69,11 +69,16 @@ std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
   return static_cast<std::uint32_t>(each) / near.page_tokens * near.page_tokens;
 }
 
-/// What the device has no kernels for, automatic prompts do without.
-const EngineOptions& settled(EngineOptions& options, const Device& device, const ForwardVerbs& verbs) {
-  if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, device);
+/// What the device has no kernels for, automatic prompts do without; and who waits is as suits it.
+const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs) {
+  const DeviceInfo& device = on.info();
+  if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, on);
   if (options.prefill.mode == PrefillMode::automatic && !verbs.sparse_prefill(options.shape))
     options.prefill.mode = PrefillMode::full;
+  if (options.handover == Handover::automatic) options.handover = device.handover;
+  if (options.handover == Handover::stream && !device.stream_waits)
+    throw Error(Errc::unsupported, "handover is stream, and streams of device '" + device.name +
+                                       "' cannot wait for a word of memory by themselves; use device or host");
   return options;
 }
 
@@ -94,6 +99,9 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       far_notes(memory.largest()),
       table(memory.largest().blocks),
       programs(options.in_flight),
+      watchdog(options.handover == Handover::stream
+                   ? std::make_unique<runtime::AnswerWatchdog>(mailbox(), options.answer_timeout)
+                   : nullptr),
       far(memory.largest(), choice, far_notes, far_options(options, embedded != nullptr),
           share_of(options, topology, node_of(topology, *device))) {
   options.largest = memory.largest().largest;  // As long as there is room for.
@@ -104,7 +112,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
 }
 
 EngineStats Engine::Impl::stats() const noexcept {
-  const auto& [question, answer, outcome] = mailbox();
+  const auto& [question, answer, gate, outcome] = mailbox();
   const runtime::PrefixCache* const known = seen_prefixes.load(std::memory_order_acquire);
   const std::uint64_t listed = look(outcome.far_tokens);
   const bool streams = options.placement == PlacementMode::stream;
@@ -120,7 +128,7 @@ EngineStats Engine::Impl::stats() const noexcept {
       .estimated = look(counted.estimated),
       .ranked_pages = look(counted.ranked_pages),
       .missed = look(outcome.missed),
-      .waited_ns = look(outcome.waited_ns),
+      .waited_ns = look(outcome.waited_ns) + look(counted.waited_ns),
       .answer_ns = far.answer_ns(),
       .sparse_chunks = look(counted.sparse_chunks),
       .dense_chunks = look(counted.dense_chunks),
@@ -264,6 +272,13 @@ std::uint64_t Engine::far_bytes(SequenceId id) const {
 
 EngineStats Engine::stats() const noexcept { return impl_->stats(); }
 
+void Engine::pin_caller() {
+  translated([&] { impl_->pin_caller(); });
+}
+void Engine::unpin_caller() noexcept { impl_->unpin_caller(); }
+
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }
+
+bool Engine::captures() const noexcept { return impl_->captures(); }
 
 }  // namespace sluice

@@ -97,7 +97,10 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
         return !each.item.prefill && each.sequence->tail.slot != kNone;
       }));
   const Batch batch{.forward = send(std::move(wanted), bucket, stream), .bucket = bucket};
-  if (bucket.decode_rows != 0 && asks) far.wake(batch.forward);
+  if (bucket.decode_rows != 0 && asks) {
+    far.wake(batch.forward);
+    if (watchdog) watchdog->wake(batch.forward);
+  }
   return batch;
 }
 
@@ -116,6 +119,7 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   if (layer.value >= shape.layers || (layer.value != 0 && layer.value != next_layer))
     throw Error(Errc::invalid_argument,
                 "attend: layer " + number(layer.value) + " is not the next; layers come in order");
+  require_capturable(bucket, stream);
   const ForwardMemory m = memory.of(bucket).in(layer.value);
   const ForwardLayer call{.layer = layer.value,
                           .q = q,
@@ -133,11 +137,32 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   stamp(Stage::start);
   const ForwardMemory teams = m.teams();
   for (const Stage stage : scheduler::stages_of(bucket, m.promotions != 0, m.fetches())) {
+    hand_over(stage, teams, stream);
     enqueue(stage, stage == Stage::append || stage == Stage::prefill ? m : teams, call);
+    if (stage == Stage::split && m.handover == Handover::host && m.asks()) verbs.signal(m, ++ticket, stream);
     stamp(stage);
   }
   if (layer.value + 1 == shape.layers) verbs.end(m, stream);
   next_layer = layer.value + 1;
+}
+
+void Engine::Impl::require_capturable(const Bucket& bucket, void* stream) const {
+  if (captures() || bucket.decode_rows == 0 || bucket.whole || options.handover == Handover::device) return;
+  if (!verbs.capturing(stream)) return;
+  if (options.handover == Handover::host)
+    throw Error(Errc::unsupported,
+                "attend: its stream is captured, and with handover host the calling thread waits for the CPU's part "
+                "of each layer; enqueue forwards, or build the engine with handover device");
+  throw Error(Errc::unsupported,
+              "attend: its stream is captured, and this driver cannot capture streams that wait for a word of memory; "
+              "enqueue forwards, or build the engine with handover device");
+}
+
+void Engine::Impl::hand_over(Stage stage, const ForwardMemory& m, void* stream) {
+  const Stage wants = m.fetches_chosen ? Stage::fetch : Stage::merge;
+  if (stage != wants || !m.asks()) return;
+  if (m.handover == Handover::stream) verbs.await_answer(m, stream);
+  if (m.handover == Handover::host) await_answer(ticket, stream);
 }
 
 void Engine::Impl::enqueue(Stage stage, const ForwardMemory& m, const ForwardLayer& layer) {

@@ -172,7 +172,9 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   memory.fetch_share = streams ? kWholeFetchShare : fetch_share_of(options.fetch_share);
   memory.tail_rows = options.cpu_sequences * options.prompt_queries;
   memory.fetches_chosen = streams && memory.tail_rows != 0;
-  memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
+  memory.handover = options.handover;
+  if (memory.handover == Handover::device)
+    memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
   return memory;
 }
 
@@ -239,6 +241,7 @@ void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory
   const std::uint64_t listed = listed_blocks(options, memory);
   pinned_ = device.allocate_pinned(carve_pinned(counted, listed, nullptr));
   (void)carve_pinned(slips_, listed, pinned_->data());
+  *largest().mailbox = {};
 }
 
 void EngineMemory::copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept {

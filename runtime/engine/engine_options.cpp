@@ -42,6 +42,8 @@ void validate_scores(const EngineOptions& options) {
 }
 
 void validate_placement(const EngineOptions& options) {
+  require(is_valid(options.handover), "handover", static_cast<unsigned>(options.handover),
+          "a value of sluice::Handover");
   require(is_valid(options.placement), "placement", static_cast<unsigned>(options.placement),
           "a value of sluice::PlacementMode");
   const float share = options.fetch_share;

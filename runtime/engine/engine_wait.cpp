@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <thread>
+#include <utility>
 
 #include "cpu/threads/spin.hpp"
 #include "runtime/engine/impl.hpp"
@@ -21,10 +22,10 @@ std::chrono::nanoseconds nap_after(std::chrono::nanoseconds waited) {
 }
 
 /// By the clock of a process that runs: one that was suspended has not waited. What takes long may have failed:
-/// `look_after` throws then.
+/// `look_after` throws then. False if it is late.
 template <class Ready, class LookAfter>
-void await(const Ready& ready, std::chrono::milliseconds timeout, Patience patience, const char* what,
-           const LookAfter& look_after) {
+[[nodiscard]] bool comes(const Ready& ready, std::chrono::milliseconds timeout, Patience patience,
+                         const LookAfter& look_after) {
   constexpr std::chrono::milliseconds kOdd{200};
   constexpr std::chrono::milliseconds kSpin{2};  // Most forwards that decode end within it.
   const Clock::time_point begin = Clock::now();
@@ -35,10 +36,17 @@ void await(const Ready& ready, std::chrono::milliseconds timeout, Patience patie
       look_after();
       odd = deadline_after(kOdd);
     }
-    if (RunClock::now() >= deadline) throw Error(Errc::timeout, what);
+    if (RunClock::now() >= deadline) return false;
     const Clock::duration waited = Clock::now() - begin;
     if (patience == Patience::naps || waited >= kSpin) std::this_thread::sleep_for(nap_after(waited));
   }
+  return true;
+}
+
+template <class Ready, class LookAfter>
+void await(const Ready& ready, std::chrono::milliseconds timeout, Patience patience, const char* what,
+           const LookAfter& look_after) {
+  if (!comes(ready, timeout, patience, look_after)) throw Error(Errc::timeout, what);
 }
 
 /// Of a forward that ended, while none of the next kMostForwards has.
@@ -62,6 +70,22 @@ ForwardStatus Engine::Impl::await_end(std::uint64_t forward) {
     program.trace->awaited_until = Clock::now();
   }
   return *program.ended;
+}
+
+void Engine::Impl::await_answer(std::uint64_t signalled, void* stream) {
+  const Patience patience = far.spins() ? Patience::spins : Patience::naps;
+  const auto look_after = [&] { verbs.require_alive(stream); };
+  await([&] { return look(mailbox().question.passed) >= signalled; }, options.timeout, patience,
+        "attend: the device has not come to where it asks the CPU, and with handover host the calling thread waits for "
+        "that; cancel the forward, and see what else its stream waits for",
+        look_after);
+  const std::uint64_t asked = look(mailbox().question.asked);
+  // Of a layer that asked nothing the newest question is one that was waited for before, and may have been given up.
+  if (std::exchange(heard, asked) == asked) return;
+  const Clock::time_point begin = Clock::now();
+  (void)comes([&] { return look(mailbox().answer.answered) >= asked; }, options.answer_timeout, patience, look_after);
+  const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin);
+  runtime::count(counted.waited_ns, static_cast<std::uint64_t>(waited.count()));
 }
 
 void Engine::Impl::note_ended() noexcept {

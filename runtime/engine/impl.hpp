@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -22,6 +23,7 @@
 #include "runtime/engine/engine_memory.hpp"
 #include "runtime/engine/programs.hpp"
 #include "runtime/engine/sequence.hpp"
+#include "runtime/far/answer_watchdog.hpp"
 #include "runtime/far/far_choice.hpp"
 #include "runtime/far/far_workers.hpp"
 #include "runtime/far/mailbox.hpp"
@@ -58,6 +60,11 @@ struct Engine::Impl : cpu::Kept {
   void attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const MutableTensorView& out, void* stream, float* lse);
   void enqueue(Stage stage, const ForwardMemory& memory, const ForwardLayer& layer);
+  /// What stands between `split` and what wants the answer, before each stage that comes behind it: who waits where
+  /// kernels do not.
+  void hand_over(Stage stage, const ForwardMemory& memory, void* stream);
+  /// Whether layers on this stream can be enqueued as they are: throws if it is captured, and that cannot be.
+  void require_capturable(const Bucket& bucket, void* stream) const;
   void finish(const Batch& batch);
   void cancel(const Batch& batch);
   [[nodiscard]] const ForwardTrace& trace(const Batch& batch) const;
@@ -72,6 +79,9 @@ struct Engine::Impl : cpu::Kept {
   std::uint64_t park(SequenceId id, std::span<std::byte> area, std::string_view model);
   void park(SequenceId id, const std::string& file, std::string_view model);
   [[nodiscard]] SequenceId resume(runtime::ParkSource& source, std::string_view model);
+
+  void pin_caller();
+  void unpin_caller() noexcept;
 
   // Sequences.
   [[nodiscard]] Sequence& at(SequenceId id);
@@ -281,12 +291,17 @@ struct Engine::Impl : cpu::Kept {
   void note_ended() noexcept;
   /// The mailbox has a place for the next forward.
   void require_noted();
+  /// Until the device has passed where it was to signal `ticket`, and what it has asked by then is answered; or until
+  /// that is late, which the layer then finds out. For the calling thread.
+  void await_answer(std::uint64_t signalled, void* stream);
   /// No thread works for a forward that failed, and none does as long as the result lives.
   [[nodiscard]] runtime::FarChoice::Rest await_idle();
   /// Its sequences have what it planned for them, if it got to its end, or never will: then while no thread learns.
   runtime::Program retire(std::uint64_t forward, bool done);
   /// Takes back this forward and all behind it.
   void take_back(std::uint64_t forward);
+
+  [[nodiscard]] bool captures() const noexcept { return device->info().captures_forwards(options.handover); }
 
   [[nodiscard]] ForwardMailbox& mailbox() const noexcept { return *memory.largest().mailbox; }
 
@@ -334,6 +349,18 @@ struct Engine::Impl : cpu::Kept {
   std::uint32_t next_layer = 0;  ///< of what is enqueued; kNone: one could not be
   std::uint64_t importing = 0;   ///< the forward that an import under way is; 0: there is none
   std::uint32_t importing_queries = 0;
+
+  /// A thread that is bound at its own wish.
+  struct PinnedCaller {
+    std::thread::id thread;
+    std::vector<std::uint32_t> before;  ///< PUs that it could run on
+    std::uint32_t pu = kNone;           ///< that it runs on
+  };
+  std::vector<PinnedCaller> pinned_callers;
+
+  std::uint64_t ticket = 0;  ///< newest that ForwardVerbs::signal was given
+  std::uint64_t heard = 0;   ///< newest question that the calling thread has waited for, Handover::host
+  std::unique_ptr<runtime::AnswerWatchdog> watchdog;  ///< null unless streams of the device wait
 
   runtime::FarWorkers far;  ///< last: its threads use all of the above
 };

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "cpu/threads/spin.hpp"
+#include "runtime/far/answer_watchdog.hpp"
 #include "runtime/far/mailbox.hpp"
 #include "sluice/error.hpp"
 #include "sluice/run_clock.hpp"
@@ -55,6 +56,7 @@ void FarWorkers::settle_in() noexcept {
     for (std::size_t i = 0; i < most_; ++i)
       places_[i].store(share.pus[first + i % (share.pus.size() - first)], std::memory_order_relaxed);
     places_[most_].store(share.pus[0], std::memory_order_relaxed);  // Who waits for a job is the caller.
+    caller_place_ = first == 0 ? kNone : share.pus[0];
     const std::uint32_t active = std::min(threads_on(share.cores), most_);
     constexpr std::uint32_t kMostThatNap = 3;
     spins_.store(cores_.topology().cores() > kMostThatNap && active < share.cores, std::memory_order_relaxed);
@@ -63,6 +65,11 @@ void FarWorkers::settle_in() noexcept {
   } catch (const std::bad_alloc&) {
     // As before: the next plan tries again.
   }
+}
+
+std::uint32_t FarWorkers::caller_place() noexcept {
+  settle_in();
+  return caller_place_;
 }
 
 void FarWorkers::move(std::uint32_t thread, std::uint32_t& pu) const noexcept {
@@ -184,6 +191,7 @@ void FarWorkers::say(const FarQuestion& question) {
   if (notes_.wants(question.forward))
     notes_.answer(question.forward, question.layer, {.seen_ns = seen, .answered_ns = now});
   std::atomic_ref(memory_.mailbox->answer.answered).store(question.asked, std::memory_order_release);
+  if (memory_.handover == Handover::stream) open_gate(*memory_.mailbox, question.asked);
 }
 
 template <class Work>

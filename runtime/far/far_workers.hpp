@@ -69,6 +69,8 @@ class FarWorkers {
   [[nodiscard]] std::uint32_t active() const noexcept { return active_.load(std::memory_order_relaxed); }
   /// Whether these spin.
   [[nodiscard]] bool spins() const noexcept { return spins_.load(std::memory_order_relaxed); }
+  /// The core that the threads leave to the caller, as of the newest plan; kNone if they need all there are.
+  [[nodiscard]] std::uint32_t caller_place() noexcept;
   /// Threads that sleep until they are woken, and how often they all have looked whether there is a reason to get up.
   [[nodiscard]] std::uint32_t asleep() const noexcept { return asleep_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t stirrings() const noexcept { return stirrings_.load(std::memory_order_relaxed); }
@@ -134,6 +136,7 @@ class FarWorkers {
   std::condition_variable_any woken_;
   std::condition_variable_any job_came_;
   const std::uint32_t most_;                        ///< threads that answer
+  std::uint32_t caller_place_ = kNone;
   std::vector<std::atomic<std::uint32_t>> places_;  ///< [threads, then the one for jobs] PU that it runs on
   cpu::Crew threads_;                              ///< last: they use all of the above
 };

@@ -86,6 +86,7 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   options.timeout_ms = 4321;
   options.core_count = 1;
   options.cores = cores;
+  options.handover = SLUICE_HANDOVER_STREAM;
   options.scale = 0.375f;
   const std::vector<std::uint32_t> windows(options.layers, 24);
   options.window_count = options.layers;
@@ -121,6 +122,8 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   require_ok(sluice_engine_get_options(engine.get(), &got));
   CHECK(got.fetch_share == 0.375f);
   CHECK(got.dense_tokens == 48);
+  CHECK(got.handover == SLUICE_HANDOVER_DEVICE);
+  CHECK(got.reserved == 0);
   auto memory = sized<sluice_memory>();  // And not only back from it.
   auto less = sized<sluice_memory>();
   require_ok(sluice_engine_memory(engine.get(), &memory));
@@ -169,6 +172,8 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"fetch_share is 0.5", "stream", "hybrid"},
           [](auto& o) { o.fetch_share = 0.5f, o.placement = SLUICE_PLACE_STREAM; });
   refused({"dense_tokens is 2147483648", "[0, 2147483647]"}, [](auto& o) { o.dense_tokens = 1u << 31; });
+  refused({"handover is 4", "SLUICE_HANDOVER_HOST", "sluice_engine_options_init"}, [](auto& o) { o.handover = 4; });
+  refused({"reserved is 1", "sluice_engine_options_init"}, [](auto& o) { o.reserved = 1; });
   refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
   refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });

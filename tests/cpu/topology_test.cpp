@@ -143,6 +143,27 @@ TEST_CASE("a bound thread sees only the PU it was bound to", "[topology]") {
     WARN("the system refuses to bind threads; nothing checked");
 }
 
+TEST_CASE("a thread gets back what it could run on before it was bound", "[topology]") {
+  const Topology machine;
+  std::vector<std::uint32_t> before, bound, after;
+  bool all = false;
+  std::thread([&] {
+    before = machine.binding_of_this_thread();
+    all = machine.bind_this_thread(machine.core_order(0).back());
+    bound = machine.binding_of_this_thread();
+    all = all && machine.bind_this_thread(std::span<const std::uint32_t>(before));
+    after = machine.binding_of_this_thread();
+  }).join();
+  REQUIRE(after == before);
+  if (all)
+    REQUIRE(bound == std::vector{machine.core_order(0).back()});
+  else
+    WARN("the system refuses to bind threads; nothing checked");
+  const Topology imagined("core:4 pu:1");
+  REQUIRE(imagined.binding_of_this_thread().empty());
+  REQUIRE_FALSE(imagined.bind_this_thread(std::span<const std::uint32_t>(before)));
+}
+
 TEST_CASE("copies of a topology outlive the original", "[topology]") {
   auto original = std::make_unique<Topology>("numa:2 core:3 pu:1");
   const Topology copy = *original;

@@ -12,7 +12,8 @@
 namespace sluice::test {
 
 EngineRig engine_rig() {
-  EngineRig rig{.device = own_device(), .queue = nullptr, .kv_dtype = kv_dtype_or(DType::f32)};
+  EngineRig rig{
+      .device = own_device({}, handover_or(Handover::device)), .queue = nullptr, .kv_dtype = kv_dtype_or(DType::f32)};
   rig.queue = rig.device->create_stream("caller");
   rig.stream = rig.queue.get();
   return rig;

@@ -227,6 +227,45 @@ TEST_CASE("far rows of a list are attended while a policy still chooses for anot
   REQUIRE(tell(true) == want);
 }
 
+TEST_CASE("the caller is bound to the core that is left to it, on request, and not longer", "[engine][core_shares]") {
+  const cpu::Topology machine;
+  const EngineRig rig{.device = own_device(), .queue = nullptr};
+  EngineOptions options = options_for(rig, 1, 20, 0);
+  options.threads = 0;
+  const auto on_its_own = [](const auto& work) { std::thread(work).join(); };  // What this test's thread may use stays.
+  if (machine.core_order(0).size() < 2) {
+    Engine engine(options, rig.device);
+    REQUIRE(code_of([&] { engine.pin_caller(); }) == Errc::unsupported);
+    return;
+  }
+  Engine engine(options, rig.device);
+  const std::vector<cpu::CoreShare> shares = cpu::CoreShares::of_process().shares();
+  REQUIRE(shares.size() == 1);
+  const std::vector<std::uint32_t> alone{shares.front().pus.front()};
+  std::vector<std::uint32_t> before, once, twice, after, other;
+  on_its_own([&] {
+    engine.unpin_caller();  // Of a thread that is not bound: nothing.
+    before = machine.binding_of_this_thread();
+    engine.pin_caller();
+    once = machine.binding_of_this_thread();
+    engine.pin_caller();
+    twice = machine.binding_of_this_thread();
+    engine.unpin_caller();
+    after = machine.binding_of_this_thread();
+  });
+  on_its_own([&] { other = machine.binding_of_this_thread(); });
+  REQUIRE(before.size() > 1);
+  REQUIRE(once == alone);
+  REQUIRE(twice == alone);
+  REQUIRE(after == before);
+  REQUIRE(other == before);
+  // With one core there is none for the caller.
+  EngineOptions narrow = options;
+  narrow.cores = {machine.core_order(0).front()};
+  Engine alone_there(narrow, own_device());
+  REQUIRE(code_of([&] { alone_there.pin_caller(); }) == Errc::unsupported);
+}
+
 TEST_CASE("engines that come and go beside each other say what each says alone", "[engine][core_shares]") {
   const Story story(kShape, 106, 7);
   const auto tell = [&story](std::uint32_t near, bool pin) {

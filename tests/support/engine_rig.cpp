@@ -6,6 +6,11 @@
 
 namespace sluice::test {
 
+Handover handover_or(Handover usual) {
+  const char* const name = std::getenv("SLUICE_TEST_HANDOVER");
+  return name == nullptr ? usual : parse_handover(name);
+}
+
 DType kv_dtype_or(DType usual) {
   const char* const name = std::getenv("SLUICE_TEST_KV_DTYPE");
   if (name == nullptr) return usual;

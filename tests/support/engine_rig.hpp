@@ -30,6 +30,8 @@ struct EngineRig {
 [[nodiscard]] EngineRig engine_rig();
 /// The type that the environment variable SLUICE_TEST_KV_DTYPE names, for the cases once more with far rows of it.
 [[nodiscard]] DType kv_dtype_or(DType usual);
+/// Likewise what SLUICE_TEST_HANDOVER names, for the cases once more where something else waits for the CPU.
+[[nodiscard]] Handover handover_or(Handover usual);
 
 /// Bytes of host memory that a block of such an engine takes.
 [[nodiscard]] inline std::uint64_t block_bytes(const EngineOptions& options) {

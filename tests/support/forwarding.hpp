@@ -60,6 +60,11 @@ class ForwardingVerbs : public ForwardVerbs {
   }
   void promote(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.promote(memory, layer); }
   void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.fetch(memory, layer); }
+  void await_answer(const ForwardMemory& memory, void* stream) override { inner_.await_answer(memory, stream); }
+  void signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) override {
+    inner_.signal(memory, ticket, stream);
+  }
+  [[nodiscard]] bool capturing(void* stream) const override { return inner_.capturing(stream); }
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.merge(memory, layer); }
   void audit(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.audit(memory, layer); }
   void stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) override {

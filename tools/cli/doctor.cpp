@@ -87,12 +87,25 @@ void look_at_cpu(Findings& findings) {
   }
 }
 
+/// Who waits for the CPU's part of a layer unless an engine is told.
+void look_at_handover(Findings& findings, const DeviceInfo& info) {
+  const std::string streams = !info.stream_waits     ? "; its streams cannot wait for a word"
+                              : !info.captures_waits ? "; streams that wait cannot be captured by this driver"
+                                                     : "";
+  if (info.handover_reason.empty())
+    findings.ok("handover", to_string(info.handover) + streams);
+  else
+    findings.note("handover", to_string(info.handover) + (": " + info.handover_reason) + streams,
+                  "a GPU of its own is faster: there a kernel waits for the CPU's part of a layer");
+}
+
 /// A GPU is never missing: the embedded host device runs the same pipeline on the CPU. Null then.
 std::shared_ptr<Device> look_at_gpu(Findings& findings) {
   try {
     std::shared_ptr<Device> device = make_cuda_device();
     findings.ok("cuda device", device->info().name + ", " + format_size(device->info().memory_bytes) + ", " +
                                    std::to_string(cuda_devices()) + " usable");
+    look_at_handover(findings, device->info());
     return device;
   } catch (const Error& error) {
     findings.note("cuda device", error.what(), "none needed: the embedded host device runs the same pipeline");

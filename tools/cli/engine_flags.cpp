@@ -11,6 +11,16 @@
 
 namespace sluice::tools {
 
+void add_handover(CLI::App& app, Handover& handover) {
+  const auto read = [&handover](const std::string& text) { handover = parse_handover(text); };
+  app.add_option_function<std::string>(
+         "--handover", read,
+         "Who waits for the CPU's part of a layer: a kernel of the device, its stream, or the calling thread, without "
+         "graphs; auto: as suits the device")
+      ->type_name("auto|device|stream|host")
+      ->default_str(to_string(handover));
+}
+
 void add_engine_flags(CLI::App& app, EngineFlags& flags, const std::string& dense) {
   const auto read_placement = [&flags](const std::string& text) { flags.placement = parse_placement(text); };
   app.add_option_function<std::string>(
@@ -19,6 +29,7 @@ void add_engine_flags(CLI::App& app, EngineFlags& flags, const std::string& dens
       ->type_name("hybrid|stream")
       ->default_str(to_string(flags.placement));
   add_fetch_share(app, flags.fetch_share);
+  add_handover(app, flags.handover);
   add_size(app, "--host-size", flags.host_bytes,
            "Host memory for the KV cache, K/M/G allowed [default: sized to the prompt]");
   add_size(app, "--near-size", flags.near_bytes,
@@ -116,6 +127,7 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
   options.placement = flags.placement;
   options.fetch_share = flags.fetch_share.share;
   options.dense_tokens = flags.dense_tokens.value_or(options.dense_tokens);
+  options.handover = flags.handover;
   options.largest = {.decode_rows = 1,
                      .prefill_rows = std::min(flags.prefill_chunk, room.tokens),
                      .prefills = 1,
@@ -147,6 +159,7 @@ Json to_json(const EngineOptions& options) {
           {"placement", to_string(options.placement)},
           {"fetch_share", options.fetch_share},
           {"dense_tokens", dense_tokens_json(options.dense_tokens)},
+          {"handover", to_string(options.handover)},
           {"threads", options.threads},
           {"timeout_ms", options.timeout.count()}};
 }

@@ -20,6 +20,7 @@ struct EngineFlags {
   std::uint64_t near_bytes = 0;
   PlacementMode placement = EngineOptions{}.placement;
   FetchShare fetch_share;
+  Handover handover = EngineOptions{}.handover;
   std::uint32_t page_tokens = EngineOptions{}.page_tokens;
   DType kv_dtype = EngineOptions{}.kv_dtype;
   std::uint32_t prefill_chunk = 512;  ///< tokens of a prompt that are attended at a time
@@ -35,6 +36,8 @@ struct EngineFlags {
 
 /// `dense`: what the command does where no --dense-tokens is given, for its help.
 void add_engine_flags(CLI::App& app, EngineFlags& flags, const std::string& dense = "0");
+/// `--handover`, of these and of benchmarks.
+void add_handover(CLI::App& app, Handover& handover);
 
 /// `--kv-dtype auto`: keys and values as the model has them.
 void choose_kv_dtype(EngineFlags& flags, const Model& model) noexcept;

@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(kThreads)
 void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const std::uint32_t merges = memory.bucket.decode_rows * memory.shape.kv_heads;
   const std::uint32_t promotes = promotes_beside_merge(memory) ? memory.shape.kv_heads : 0;
-  OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream))
+  const Before before = memory.handover == Handover::stream ? Before::other : Before::kernel;
+  OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream), 1, before)
       .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
            memory, scratch, layer);
 }

@@ -91,6 +91,7 @@ __device__ void ask(const ForwardMemory& m, std::uint32_t layer, const Listed& l
   const bool wanted = total.load(cuda::memory_order_relaxed) != 0 || all_choices != 0;
   state.layer_far_tokens = state.layer_choices = state.arrived = 0;
   if (!wanted) return;
+  if (m.handover == Handover::stream) m.mailbox->gate.word = ForwardGate::closed(state.asked + 1);
   auto& question = m.mailbox->question;
   question.forward = state.forward;
   question.layer = layer;

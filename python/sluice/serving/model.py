@@ -107,7 +107,8 @@ class PackedModel:
         except BaseException:
             PackedModel.close(self)
             raise
-        if compile or graphs == "on" or graphs == "auto" and device.type == "cuda":
+        captures = device.type == "cuda" and self.engine.options.handover != "host"
+        if compile or graphs == "on" or graphs == "auto" and captures:
             self._record(compile)
 
     def close(self) -> None:

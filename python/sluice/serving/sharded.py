@@ -58,7 +58,8 @@ class ShardedModel(PackedModel):
                     super().close()
                 raise
         self._try_out_together()
-        if graphs == "on" or graphs == "auto" and self._device.type == "cuda":
+        captures = self._device.type == "cuda" and self.engine.options.handover != "host"
+        if graphs == "on" or graphs == "auto" and captures:
             self._record()
 
     def close(self) -> None:

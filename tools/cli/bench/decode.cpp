@@ -34,6 +34,7 @@ struct BenchDecodeOptions {
   std::string near = "5%";
   std::string far;
   FetchShare fetch_share;
+  Handover handover = EngineOptions{}.handover;
   DType kv_dtype = DType::bf16;
   std::uint32_t steps = 16;
   std::uint32_t warm_up = 16;
@@ -120,6 +121,7 @@ class DecodeBench {
     EngineFlags flags;
     flags.placement = method.placement;
     flags.fetch_share.share = share_for(method.placement, options_.fetch_share);
+    flags.handover = options_.handover;
     flags.kv_dtype = options_.kv_dtype;
     flags.threads = options_.threads;
     flags.prefill_chunk = 1;
@@ -343,6 +345,7 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   add_far(*command, options->far);
   add_fetch_share(*command, options->fetch_share);
+  add_handover(*command, options->handover);
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   add_count(*command, "--steps", options->steps, "Timed tokens", {.least = 1, .most = 4096});
   add_count(*command, "--warm-up", options->warm_up, "Tokens before those", {.most = 4096});

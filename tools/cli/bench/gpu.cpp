@@ -6,6 +6,7 @@
 #include "tools/cli/bench/gpu_attention.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/dense_flag.hpp"
+#include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/synthetic/synthetic.hpp"
 #include "tools/cli/text/values.hpp"
@@ -80,6 +81,7 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
                    "Comma list of hybrid, stream, and near: device memory has room for all tokens")
       ->capture_default_str();
   add_fetch_share(*command, options->fetch_share);
+  add_handover(*command, options->handover);
   command->add_option("--rows", options->rows, "Comma list of numbers of sequences in a forward")
       ->capture_default_str();
   add_count(*command, "--ragged", options->ragged,

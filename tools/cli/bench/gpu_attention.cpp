@@ -81,6 +81,10 @@ class GpuBench {
   [[nodiscard]] Table take() { return table_.take(); }
   [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
   [[nodiscard]] float fetch_share() const noexcept { return fetch_share_.share; }
+  /// What `automatic` comes to.
+  [[nodiscard]] Handover handover() const noexcept {
+    return options_.handover == Handover::automatic ? device_->info().handover : options_.handover;
+  }
   /// What was traced, to its file; and its tables.
   void deliver_traces(const OutputTarget& target, std::vector<Table>& tables) const {
     const PageLayout layout{.page_tokens = kPageTokens, .head_dim = shape_.head_dim, .dtype = options_.kv_dtype};
@@ -116,7 +120,7 @@ class GpuBench {
     check(length, each, layer, steps);
     const AuditReport audited = audit(length, each, layer, steps);
     for (const bool graph : {false, true}) {
-      if (graph && !can_capture(*device_)) continue;
+      if (graph && !can_capture(*device_, options_.handover)) continue;
       std::vector<GpuRow> repeats;
       for (std::uint32_t i = 0; i < options_.repeats; ++i) {
         repeats.push_back(timed(length, each, layer, steps, graph));
@@ -189,7 +193,7 @@ class GpuBench {
       if (warm) log_.add(kind, trace);
     };
     SyntheticForwards forwards(options, layer, steps, device_);
-    const bool graph = can_capture(*device_);
+    const bool graph = can_capture(*device_, options_.handover);
     (void)forwards.time(options_.warm_up, graph);
     warm = true;
     (void)forwards.time(std::min(kForwards, options_.steps), graph);
@@ -244,6 +248,7 @@ class GpuBench {
             .near_share = near_share(each),
             .placement = each.placement,
             .fetch_share = share_for(each.placement, fetch_share_),
+            .handover = options_.handover,
             .threads = options_.threads,
             .promotions = options_.promotions,
             .dense_tokens = options_.dense_tokens.value_or(0)};
@@ -304,6 +309,7 @@ void bench_gpu_attention(const BenchGpuOptions& options, const AttentionShape& s
   GpuBench bench(options, shape, std::move(cases));
   report.config["device"] = bench.device().name;
   report.config["fetch_share"] = bench.fetch_share();
+  report.config["handover"] = to_string(bench.handover());
   try {
     for (const std::uint32_t length : lengths) bench.run(length, bar);
   } catch (const Interrupted&) {  // The rows that are finished are a result.

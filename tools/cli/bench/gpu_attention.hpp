@@ -20,6 +20,7 @@ struct BenchGpuOptions {
   std::string policies = "sluice";
   std::string placements = "hybrid";
   FetchShare fetch_share;
+  Handover handover = EngineOptions{}.handover;
   std::string rows = "1";
   std::uint32_t ragged = 0;  ///< tokens of a forward's shortest sequence; 0: all are of one length
   std::string far;

@@ -41,7 +41,7 @@ class CudaGraphWork final : public CapturedWork {
 
 }  // namespace
 
-bool can_capture(const Device& device) noexcept { return device.info().captures; }
+bool can_capture(const Device& device, Handover handover) noexcept { return device.info().captures_forwards(handover); }
 
 std::unique_ptr<CapturedWork> capture(void* stream, const std::function<void()>& enqueue) {
   return std::make_unique<CudaGraphWork>(static_cast<cudaStream_t>(stream), enqueue);

@@ -15,8 +15,8 @@ class CapturedWork {
   virtual void replay() = 0;
 };
 
-/// Whether the device's streams can be captured.
-[[nodiscard]] bool can_capture(const Device& device) noexcept;
+/// Whether forwards of an engine can be captured on the device's streams.
+[[nodiscard]] bool can_capture(const Device& device, Handover handover = Handover::automatic) noexcept;
 /// What `enqueue` puts on the stream, a cudaStream_t, which does not run.
 /// @throws Error{Errc::device} if CUDA refuses, Error{Errc::unsupported} in a build without CUDA.
 [[nodiscard]] std::unique_ptr<CapturedWork> capture(void* stream, const std::function<void()>& enqueue);

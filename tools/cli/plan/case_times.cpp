@@ -48,7 +48,7 @@ void add(const ForwardTrace& trace, std::uint32_t layers, bool streams, Samples&
 
 CaseTimes time_case(SyntheticForwardsOptions options, const SyntheticLayer& layer, const DeviceSteps& steps,
                     const std::shared_ptr<Device>& device, std::uint32_t warm_up) {
-  const bool graph = can_capture(*device);
+  const bool graph = can_capture(*device, options.handover);
   const std::uint32_t timed = layer.options().steps - warm_up;
   const PageLayout& layout = layer.options().layout;
   CaseTimes times;

@@ -56,6 +56,7 @@ EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) 
   sizes.largest.max_tokens = static_cast<std::uint32_t>(blocks) * sizes.page_tokens;
   sizes.import_rows = std::min(4096u, synthetic.tokens);
   sizes.placement = options.placement;
+  sizes.handover = options.handover;
   sizes.fetch_share = options.fetch_share;
   sizes.threads = options.threads;
   sizes.promotions = options.promotions;

@@ -21,6 +21,7 @@ struct SyntheticForwardsOptions {
   double near_share = 0.0;
   PlacementMode placement = PlacementMode::hybrid;
   float fetch_share = 0.f;
+  Handover handover = Handover::automatic;
   std::uint32_t threads = 0;
   std::uint32_t promotions = EngineOptions{}.promotions;
   std::uint32_t dense_tokens = EngineOptions{}.dense_tokens;
