@@ -84,7 +84,10 @@ BlockSet touched_blocks(std::span<const float> lines, std::span<const double> su
     if (set.count >= grid.least) break;
     insert(set, block);
   }
-  return set;
+  if (set.count <= grid.most) return set;
+  std::vector<double> touched(sums.begin(), sums.end());
+  for (std::uint32_t i = 0; i < touched.size(); ++i) touched[i] = set.has[i] != 0 ? touched[i] : -1.0;
+  return largest_blocks(touched, grid.most);
 }
 
 }  // namespace
@@ -156,10 +159,10 @@ void write_lines(const BlockSet& columns, const BlockSet& offsets, const ChunkGr
   }
 }
 
-void add_fewest(std::span<const double> weights, double gamma, std::uint32_t* row_bits) {
+void add_fewest(std::span<const double> weights, double gamma, std::uint32_t most, std::uint32_t* row_bits) {
   double sum = 0.0;
   for (const std::uint32_t block : by_sum(weights)) {
-    if (!(weights[block] > 0.0) || (gamma < 1.0 && sum >= gamma)) break;
+    if (!(weights[block] > 0.0) || (gamma < 1.0 && sum >= gamma) || most-- == 0) break;
     row_bits[block / 32] |= 1u << block % 32;
     sum += weights[block];
   }

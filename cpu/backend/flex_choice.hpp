@@ -46,7 +46,8 @@ enum class LineKind : std::uint8_t { column, diagonal };
 
 /// Writes all words of a head's bits [rows, words]: the pairs of the columns and of the offsets.
 void write_lines(const BlockSet& columns, const BlockSet& offsets, const ChunkGrid& grid, std::uint32_t* bits) noexcept;
-/// Adds the fewest of a query block's weights that hold `gamma`, the largest first; equal ones by lowest index.
-void add_fewest(std::span<const double> weights, double gamma, std::uint32_t* row_bits);
+/// Adds the fewest of a query block's weights that hold `gamma`, or `most` of them if these are fewer, the largest
+/// first; equal ones by lowest index.
+void add_fewest(std::span<const double> weights, double gamma, std::uint32_t most, std::uint32_t* row_bits);
 
 }  // namespace sluice::cpu

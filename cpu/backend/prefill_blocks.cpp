@@ -253,7 +253,7 @@ class BlockSelection {
       const std::uint32_t begin = std::max(task.first, block * kPrefillBlock) - task.first;
       const std::uint32_t end = std::min(chunk.keys, (block + 1) * kPrefillBlock) - task.first;
       const std::vector<double> query = mean_query(chunk, head, begin, end - begin);
-      add_fewest(pooled(chunk, query, block + 1), static_cast<double>(spec_.gamma), bits);
+      add_fewest(pooled(chunk, query, block + 1), static_cast<double>(spec_.gamma), chunk.grid.most, bits);
     }
   }
 

@@ -27,7 +27,9 @@ struct FlexPrefillSpec {
   /// others by columns and diagonals. 0: all by columns and diagonals. [0, 1]
   float tau = 0.1f;
   std::uint32_t min_budget = 1024;  ///< tokens: at least as many columns, and as many diagonals, per head
-  std::uint32_t max_budget = 0;     ///< tokens: at most as many of each; 0: any. At least min_budget otherwise
+  /// Tokens: at most as many of each, those with the largest sums, and of each query block that chooses for itself as
+  /// many beside them; 0: any. At least min_budget otherwise.
+  std::uint32_t max_budget = 0;
   /// The paper's Algorithm 3: every block that one of the fewest columns or diagonals with a share of gamma touches.
   /// Otherwise as many blocks as those lines would fill, those with the largest sums first, as the official code has it.
   bool lines = false;

@@ -60,6 +60,11 @@ TEST_CASE("lines touch their blocks, diagonals two", "[cpu][flexprefill]") {
   REQUIRE(members(choose(lines, LineKind::diagonal, spec)) == List{0, 2, 3, 4});
   lines[127 + 5 * 128] = 0.5f;  // Its second block is beyond the last.
   REQUIRE(members(choose(lines, LineKind::diagonal, spec)) == List{0, 2, 3, 4, 5});
+  // No more than are allowed, those with the largest sums.
+  lines[127 + 5 * 128] = 0.75f;
+  const FlexPrefillSpec tight{.gamma = 1.f, .min_budget = 0, .max_budget = 3 * 128, .lines = true};
+  REQUIRE(members(choose(lines, LineKind::column, tight)) == List{0, 2, 5});
+  REQUIRE(choose(lines, LineKind::diagonal, tight).count == 3);
   // Filled up to the budget with the largest sums.
   lines.assign(128 * 6, 1e-6f);
   lines[5 * 128] = 1.f;
@@ -93,9 +98,9 @@ TEST_CASE("softening leaves out what is not a number", "[cpu][flexprefill]") {
 
 TEST_CASE("the fewest pooled weights are taken, none beyond", "[cpu][flexprefill]") {
   const std::vector<double> weights{0.1, 0.25, 0.25, 0.4};
-  const auto taken = [&](double gamma) {
+  const auto taken = [&](double gamma, std::uint32_t most = 9) {
     std::uint32_t bits = 0;
-    cpu::add_fewest(weights, gamma, &bits);
+    cpu::add_fewest(weights, gamma, most, &bits);
     return bits;
   };
   REQUIRE(taken(0.3) == 0b1000u);
@@ -103,6 +108,9 @@ TEST_CASE("the fewest pooled weights are taken, none beyond", "[cpu][flexprefill
   REQUIRE(taken(0.41) == 0b1010u);
   REQUIRE(taken(0.9) == 0b1110u);
   REQUIRE(taken(1.0) == 0b1111u);
+  REQUIRE(taken(0.9, 2) == 0b1010u);  // No more than are allowed: of equal ones the first.
+  REQUIRE(taken(1.0, 3) == 0b1110u);
+  REQUIRE(taken(0.3, 2) == 0b1000u);
 }
 
 }  // namespace sluice::test

@@ -137,13 +137,17 @@ TEST_CASE("chunks of any length, anywhere, choose as the reference does", "[back
                                                  {1'280, 1},
                                                  {1'100, 400},
                                                  {127, 2}});
-  constexpr auto kSpecs = std::to_array<FlexPrefillSpec>({{.min_budget = 0},
-                                                          {.gamma = 0.8f, .min_budget = 256},
-                                                          {.tau = 0.f, .min_budget = 130},
-                                                          {.min_budget = 0, .lines = true},
-                                                          {.gamma = 0.5f, .min_budget = 300, .lines = true},
-                                                          {.gamma = 0.99f, .min_budget = 0, .max_budget = 384},
-                                                          {.gamma = 0.9f, .tau = 1.f, .min_budget = 200}});
+  constexpr auto kSpecs =
+      std::to_array<FlexPrefillSpec>({{.min_budget = 0},
+                                      {.gamma = 0.8f, .min_budget = 256},
+                                      {.tau = 0.f, .min_budget = 130},
+                                      {.min_budget = 0, .lines = true},
+                                      {.gamma = 0.5f, .min_budget = 300, .lines = true},
+                                      {.gamma = 0.99f, .min_budget = 0, .max_budget = 384},
+                                      {.gamma = 0.99f, .min_budget = 0, .max_budget = 384, .lines = true},
+                                      {.gamma = 0.99f, .tau = 1.f, .min_budget = 0, .max_budget = 300},
+                                      {.gamma = 1.f, .tau = 1.f, .min_budget = 0, .max_budget = 130},
+                                      {.gamma = 0.9f, .tau = 1.f, .min_budget = 200}});
   const auto [range, spec] = GENERATE_COPY(grid(kRanges, kSpecs));
   CAPTURE(range.first, range.count, spec.gamma, spec.tau, spec.min_budget, spec.max_budget, spec.lines);
   const auto under_test = backend_under_test();

@@ -126,6 +126,23 @@ Set chosen_blocks(const Vector& lines, Vector sums, double gamma, const Limits& 
   return largest(sums, count);
 }
 
+/// If there are more, the `most` with the largest sums, block 0 before all.
+Set at_most(const Set& set, const Vector& sums, std::uint32_t most) {
+  if (set.possible_count() <= most) return set;
+  Set kept(sums.size());
+  kept.force(0);
+  for (std::size_t i = 1; i < sums.size(); ++i) {
+    std::uint32_t before = 1, may_be_before = 1;  // With block 0.
+    for (std::size_t j = 1; j < sums.size(); ++j) {
+      before += j != i && set.sure[j] != 0 && sums[j] > sums[i] * (1.0 + kSlack) + 1e-30 ? 1 : 0;
+      may_be_before += j != i && set.possible[j] != 0 && sums[j] >= sums[i] * (1.0 - kSlack) - 1e-30 ? 1 : 0;
+    }
+    kept.sure[i] = static_cast<char>(set.sure[i] != 0 && may_be_before < most);
+    kept.possible[i] = static_cast<char>(set.possible[i] != 0 && before < most);
+  }
+  return kept;
+}
+
 /// Line form: every block that a line touches; a diagonal touches two unless its distance is a multiple of 128.
 Set touched_blocks(const Vector& lines, const Vector& sums, double gamma, bool diagonal, const Limits& limits,
                    CountRange& count) {
@@ -151,8 +168,9 @@ Set touched_blocks(const Vector& lines, const Vector& sums, double gamma, bool d
     for (std::size_t i = 0; i < sums.size(); ++i)
       filled.sure[i] |= static_cast<char>(best.sure[i] & (others[i] >= 0.0));
   }
-  count = {.least = std::max(limits.least, set.sure_count()), .most = std::max(limits.least, set.possible_count())};
-  return filled;
+  count = {.least = std::min(std::max(limits.least, set.sure_count()), limits.most),
+           .most = std::min(std::max(limits.least, set.possible_count()), limits.most)};
+  return at_most(filled, sums, limits.most);
 }
 
 struct Grid {
@@ -268,7 +286,9 @@ ReferenceChoice select_blocks(const Prompt& prompt, std::uint32_t head, std::uin
               chosen_blocks(from.diagonals, from.offset_blocks, 0.0, only_least, least), sure, possible);
     for (std::uint32_t row = 0; row < grid.rows; ++row) {
       const Vector weights = pooled_row(prompt, head, first, count, grid.top + row);
-      const Set kept = largest(weights, fewest_range(weights, gamma));
+      CountRange fewest = fewest_range(weights, gamma);
+      fewest = {.least = std::min(fewest.least, limits.most), .most = std::min(fewest.most, limits.most)};
+      const Set kept = largest(weights, fewest);
       for (std::uint32_t block = 0; block < weights.size(); ++block) {
         sure[row][block] |= kept.sure[block];
         possible[row][block] |= kept.possible[block];

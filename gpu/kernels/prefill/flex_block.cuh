@@ -121,4 +121,19 @@ __device__ float pooled_attention(const FlexItem& item, const FlexArgs& args, co
   return sum;
 }
 
+/// How many blocks of columns, and of offsets, a head may have, and a query block that chooses for itself.
+struct FlexLimits {
+  std::uint32_t least;
+  std::uint32_t most;
+};
+__device__ __forceinline__ FlexLimits limits_of(const FlexPrefillSpec& spec, std::uint32_t blocks) {
+  const auto in_blocks = [](std::uint32_t tokens) {
+    return tokens / kPrefillBlock + (tokens % kPrefillBlock != 0 ? 1u : 0u);
+  };
+  FlexLimits limits;
+  limits.least = max(1u, min(in_blocks(spec.min_budget), blocks));
+  limits.most = spec.max_budget == 0 ? blocks : max(limits.least, min(in_blocks(spec.max_budget), blocks));
+  return limits;
+}
+
 }  // namespace sluice::gpu::detail

@@ -18,21 +18,6 @@ static_assert(kFlexMaxBlocks == 1u << kBlockBits);
 
 using VerdictReduce = BlockReduce<kVerdictThreads>;
 
-/// How many blocks of columns, and of offsets, a head may have.
-struct Limits {
-  std::uint32_t least;
-  std::uint32_t most;
-};
-__device__ Limits limits_of(const FlexPrefillSpec& spec, std::uint32_t blocks) {
-  const auto in_blocks = [](std::uint32_t tokens) {
-    return tokens / kPrefillBlock + (tokens % kPrefillBlock != 0 ? 1u : 0u);
-  };
-  Limits limits;
-  limits.least = max(1u, min(in_blocks(spec.min_budget), blocks));
-  limits.most = spec.max_budget == 0 ? blocks : max(limits.least, min(in_blocks(spec.max_budget), blocks));
-  return limits;
-}
-
 /// Jensen-Shannon distance of the pooled attention, pooled / total, and the representative rows' own.
 __device__ float distance(const float* pooled, float total, const float* actual, std::uint32_t blocks,
                           VerdictReduce& reduce) {
@@ -48,10 +33,12 @@ __device__ float distance(const float* pooled, float total, const float* actual,
 }
 
 /// Writes 1 for the `wanted` blocks with the largest sums, those that are forced before all, and 0 for the others.
-/// Equal sums: the lower index first. `forced` may be more than `wanted`. Returns how many.
+/// Equal sums: the lower index first. Forced ones may be more than `wanted`: then all of them are chosen, or if they
+/// are more than `most`, as many with the largest sums, block 0 before all. Returns how many.
 template <class Forced>
 __device__ std::uint32_t choose_largest(std::uint8_t* chosen, const float* sums, std::uint32_t blocks,
-                                        std::uint32_t wanted, const Forced& forced, VerdictReduce& reduce) {
+                                        std::uint32_t wanted, std::uint32_t most, const Forced& forced,
+                                        VerdictReduce& reduce) {
   std::uint32_t keys[kHeld];  // Sums have no sign, so that their bits are in their order. 0 behind the last block.
   std::uint32_t forced_here = 0;
 #pragma unroll
@@ -63,7 +50,16 @@ __device__ std::uint32_t choose_largest(std::uint8_t* chosen, const float* sums,
       ++forced_here;
     }
   }
-  wanted = max(wanted, reduce.sum(forced_here));
+  const std::uint32_t all_forced = reduce.sum(forced_here);
+  wanted = min(max(wanted, all_forced), most);
+  if (all_forced > most) {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kHeld; ++i) {
+      const std::uint32_t block = threadIdx.x + i * kVerdictThreads;
+      if (block == 0) continue;
+      keys[i] = keys[i] == 0xffff'ffffu ? __float_as_uint(sums[block]) + 1 : 0;  // Others are below all of them.
+    }
+  }
   const auto count = [&](const auto& counts) {
     std::uint32_t here = 0;
 #pragma unroll
@@ -103,7 +99,7 @@ __device__ std::uint32_t choose_largest(std::uint8_t* chosen, const float* sums,
 }
 
 /// Lines in blocks, if they were packed.
-__device__ std::uint32_t filled_blocks(const LineCut& cut, const Limits& limits) {
+__device__ std::uint32_t filled_blocks(const LineCut& cut, const FlexLimits& limits) {
   const std::uint32_t blocks = (cut.count + kPrefillBlock - 1) / kPrefillBlock;
   return min(max(blocks, limits.least), limits.most);
 }
@@ -125,23 +121,24 @@ __global__ void __launch_bounds__(kVerdictThreads) flex_verdict_kernel(const __g
   FlexVerdict verdict;
   verdict.divergence = distance(pooled, total, columns, blocks, reduce);
   verdict.query_aware = verdict.divergence < args.spec.tau ? 1 : 0;
-  const Limits limits = limits_of(args.spec, blocks);
+  const FlexLimits limits = limits_of(args.spec, blocks);
   if (args.spec.lines && verdict.query_aware == 0) {
     const std::uint32_t* const marks = item.marks + std::uint64_t{head} * blocks;
     const auto column = [&](std::uint32_t i) { return i == 0 || (marks[i] & kMarkColumn) != 0; };
     const auto offset = [&](std::uint32_t i) {
       return i == 0 || (marks[i] & kMarkDiagonal) != 0 || (marks[i - 1] & kMarkSpill) != 0;
     };
-    verdict.columns = choose_largest(chosen, columns, blocks, limits.least, column, reduce);
-    verdict.diagonals = choose_largest(chosen + blocks, offsets, blocks, limits.least, offset, reduce);
+    verdict.columns = choose_largest(chosen, columns, blocks, limits.least, limits.most, column, reduce);
+    verdict.diagonals = choose_largest(chosen + blocks, offsets, blocks, limits.least, limits.most, offset, reduce);
   } else {
     const auto first = [](std::uint32_t i) { return i == 0; };
     const LineCut* const cuts = item.cuts + 2 * head;
     const bool fewest = verdict.query_aware != 0;  // Its query blocks choose the others.
-    verdict.columns =
-        choose_largest(chosen, columns, blocks, fewest ? limits.least : filled_blocks(cuts[0], limits), first, reduce);
-    verdict.diagonals = choose_largest(chosen + blocks, offsets, blocks,
-                                       fewest ? limits.least : filled_blocks(cuts[1], limits), first, reduce);
+    verdict.columns = choose_largest(chosen, columns, blocks, fewest ? limits.least : filled_blocks(cuts[0], limits),
+                                     limits.most, first, reduce);
+    verdict.diagonals =
+        choose_largest(chosen + blocks, offsets, blocks, fewest ? limits.least : filled_blocks(cuts[1], limits),
+                       limits.most, first, reduce);
   }
   if (threadIdx.x == 0) item.verdicts[head] = verdict;
 }

@@ -90,10 +90,11 @@ __device__ float soften(float* scores, std::uint32_t blocks) {
   return over_lanes(sum);
 }
 
-/// By one warp: the fewest of the blocks with a share of gamma of their scores' softmax. The scores become weights.
-__device__ LineCut fewest_blocks(float* scores, std::uint32_t blocks, float gamma) {
+/// By one warp: the fewest of the blocks with a share of gamma of their scores' softmax, or `most` of them, if these
+/// are fewer. The scores become weights.
+__device__ LineCut fewest_blocks(float* scores, std::uint32_t blocks, float gamma, std::uint32_t most) {
   const float total = soften(scores, blocks);
-  if (!(total > 0.f) || gamma >= 1.f) return {};
+  if (!(total > 0.f)) return {};
   const auto sum_if = [&](const auto& counts, auto value) {
     decltype(value(0.f)) sum = 0;
     for (std::uint32_t i = threadIdx.x % 32; i < blocks; i += 32) {
@@ -104,18 +105,32 @@ __device__ LineCut fewest_blocks(float* scores, std::uint32_t blocks, float gamm
   const auto weight = [](float x) { return x; };
   const auto one = [](float) { return 1u; };
   const float need = gamma * total;
-  const std::uint32_t least = largest_that<30>([&](std::uint32_t bits) {  // No weight is above 1.
-    return sum_if([&](std::uint32_t other, std::uint32_t) { return other >= bits; }, weight) >= need;
-  });
+  std::uint32_t least = 0;  // Which every weight is above that counts.
+  if (gamma < 1.f) {
+    least = largest_that<30>([&](std::uint32_t bits) {  // No weight is above 1.
+      return sum_if([&](std::uint32_t other, std::uint32_t) { return other >= bits; }, weight) >= need;
+    });
+  }
+  const auto first_ties = [&](std::uint32_t ties) {
+    const std::uint32_t last_tie = largest_that<kBlockBits>([&](std::uint32_t end) {
+      return sum_if([&](std::uint32_t other, std::uint32_t i) { return other == least && i < end; }, one) < ties;
+    });
+    return LineCut{.count = 0, .bits = least, .ties_end = last_tie + 1};
+  };
+  if (sum_if([&](std::uint32_t other, std::uint32_t) { return other > least; }, one) >= most) {
+    least = largest_that<30>([&](std::uint32_t bits) {
+      return sum_if([&](std::uint32_t other, std::uint32_t) { return other >= bits; }, one) >= most;
+    });
+    return first_ties(most - sum_if([&](std::uint32_t other, std::uint32_t) { return other > least; }, one));
+  }
+  if (gamma >= 1.f) return {};
   const float above = sum_if([&](std::uint32_t other, std::uint32_t) { return other > least; }, weight);
   const std::uint32_t equal = sum_if([&](std::uint32_t other, std::uint32_t) { return other == least; }, one);
   const float lacking = ceilf((need - above) / __uint_as_float(least));
-  const std::uint32_t ties = min(max(static_cast<std::uint32_t>(fminf(lacking, 1e9f)), 1u), equal);
+  const std::uint32_t room = most - sum_if([&](std::uint32_t other, std::uint32_t) { return other > least; }, one);
+  const std::uint32_t ties = min(min(max(static_cast<std::uint32_t>(fminf(lacking, 1e9f)), 1u), equal), room);
   if (ties == equal) return {.count = 0, .bits = least, .ties_end = kFlexMaxBlocks};
-  const std::uint32_t last_tie = largest_that<kBlockBits>([&](std::uint32_t end) {
-    return sum_if([&](std::uint32_t other, std::uint32_t i) { return other == least && i < end; }, one) < ties;
-  });
-  return {.count = 0, .bits = least, .ties_end = last_tie + 1};
+  return first_ties(ties);
 }
 
 /// By one warp: the mask of one query block. `weights` are null unless the head is query-aware.
@@ -170,7 +185,9 @@ __global__ void __launch_bounds__(kThreads) flex_mask_kernel(const __grid_consta
   if (warp >= rows) return;
   float* const mine = query_aware ? weights + std::uint64_t{warp} * item.key_blocks : nullptr;
   LineCut cut;
-  if (query_aware) cut = fewest_blocks(mine, own + warp + 1, args.spec.gamma);
+  if (query_aware) {
+    cut = fewest_blocks(mine, own + warp + 1, args.spec.gamma, limits_of(args.spec, item.key_blocks).most);
+  }
   __syncwarp();
   write_mask(item, head, first + warp, mine, cut);
 }
