@@ -175,6 +175,9 @@ struct PolicySpec {
   std::uint32_t dense_layers = 0;
   /// Every N-th layer, the first included, attends densely; 0: none. [0, 1024]
   std::uint32_t dense_every = 0;
+  /// A token that sees no more than so many attends all of them, where choosing would take longer. Of policies that the
+  /// device chooses for and that learn nothing; what is selected stays a function of policy and length. [0, 2^31)
+  std::uint32_t dense_tokens = 0;
   /// Page size that the policy was made for; 0: any. An Engine has one page size for all its policies,
   /// EngineOptions::page_tokens, and does not read this.
   std::uint32_t page_tokens = 0;

@@ -143,6 +143,10 @@ Chooser chooser(const PolicySpec& spec) noexcept {
 
 bool clusters_on_device(const PolicySpec& spec) noexcept { return by_clusters(spec); }
 
+bool serves_whole_rows(const PolicySpec& spec) noexcept {
+  return ranks(spec) && chooser(spec) == Chooser::device && !remembers(spec);
+}
+
 std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
   std::uint32_t queries = spec.bypass_threshold > 0.f ? 1 : 0;
   if (spec.uses(Source::history)) queries = spec.history.init_queries;
@@ -164,6 +168,7 @@ bool corrects_scores(const PolicySpec& spec) noexcept {
 ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
   ForwardNeeds needs{.bucket = features(spec)};
   if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, shape.page_tokens));
+  if (!needs.bucket.unbounded) needs.window = std::max(needs.window, spec.dense_tokens);
   if (needs.bucket.top_k) needs.picks = tokens_per_head(spec, tokens, shape);
   if (by_clusters(spec)) needs.clusters = ClusterSchedule::most_clusters(spec.clusters, tokens);
   if (!needs.bucket.pages) return needs;
@@ -186,6 +191,9 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
     return "it chooses among clusters on the device; set EngineOptions::cluster_sequences and max_clusters";
   if (const std::uint64_t least = least_far_tokens(spec, limits.shape); spec.far.min_tokens < least)
     return too_few_far_tokens(spec, least);
+  if (spec.dense_tokens > limits.max_window && !bucket.unbounded)
+    return "it attends up to " + std::to_string(spec.dense_tokens) +
+           " tokens whole, and EngineOptions::max_window is " + std::to_string(limits.max_window);
   const std::uint64_t window = window_of(spec, limits.shape.page_tokens);
   if (window > limits.max_window && bounds_window(spec, bucket))
     return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window " +
@@ -202,6 +210,10 @@ std::uint64_t least_far_tokens(const PolicySpec& spec, const RowShape& shape) no
 
 ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
   ForwardRow row{.tokens = tokens, .dense_layers = spec.dense_layers, .dense_every = spec.dense_every};
+  if (tokens <= spec.dense_tokens) {
+    row.sink_end = row.recent_begin = tokens;
+    return row;
+  }
   row.sink_end = spec.uses(Source::all) ? tokens : std::min(spec.near.sink_tokens, tokens);
   row.recent_begin = std::max(row.sink_end, recent_begin(spec, tokens, shape.page_tokens));
   if (chooser(spec) == Chooser::cpu) {

@@ -22,6 +22,10 @@ enum class Chooser : std::uint8_t {
 /// Whether the device clusters keys for a policy, and chooses among the clusters.
 [[nodiscard]] bool clusters_on_device(const PolicySpec& spec) noexcept;
 
+/// Whether some of its rows may attend everything, by length, while others choose: the device chooses for it, by keys'
+/// copies or by pages, and no row tells the next what to do.
+[[nodiscard]] bool serves_whole_rows(const PolicySpec& spec) noexcept;
+
 /// Queries of a prompt's newest tokens that a policy begins with.
 [[nodiscard]] std::uint32_t prompt_queries(const PolicySpec& spec) noexcept;
 

@@ -194,8 +194,10 @@ std::string to_string(const PolicySpec& spec) {
   if (!spec.far.all()) text += " | far=" + far_words(spec.far);
   text += " | " + near_words(spec.near);
   if (spec.bypass_threshold > 0.f) text += " | " + bypass_words(spec);
-  if (spec.dense_layers > 0 || spec.dense_every > 0) text += " | dense=" + std::to_string(spec.dense_layers);
+  if (spec.dense_layers > 0 || spec.dense_every > 0 || spec.dense_tokens > 0)
+    text += " | dense=" + std::to_string(spec.dense_layers);
   if (spec.dense_every > 0) text += ",every=" + std::to_string(spec.dense_every);
+  if (spec.dense_tokens > 0) text += ",until=" + std::to_string(spec.dense_tokens);
   if (spec.page_tokens > 0) text += " | page=" + std::to_string(spec.page_tokens);
   return text;
 }

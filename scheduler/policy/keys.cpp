@@ -128,6 +128,7 @@ constexpr Key kKeys[] = {
     {"sinks", Room::near, [](S& s, const W& w) { s.near.sink_tokens = read_count(w); }},
     {"recent", Room::near, [](S& s, const W& w) { s.near.recent_tokens = read_count(w); }},
     {"every", Room::dense, [](S& s, const W& w) { s.dense_every = read_count(w); }},
+    {"until", Room::dense, [](S& s, const W& w) { s.dense_tokens = read_count(w); }},
 };
 
 const char* to_words(Room room) noexcept {

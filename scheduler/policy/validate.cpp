@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/policy/text.hpp"
 #include "sluice/error.hpp"
 #include "sluice/policy.hpp"
@@ -195,6 +196,9 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
             "a sample that is cut by score no longer stands for what one query would attend; drop far, or use top_k");
   refuse_if(scored && (own_scores || samples) && spec.bypass_threshold > 0.f,
             "the bypass works with top_k and top_p; fitted, progressive, sampled and verified have no place for it");
+  refuse_if(spec.dense_tokens != 0 && !scheduler::serves_whole_rows(spec),
+            "rows that are attended whole up to a length (until) are of policies that the device chooses for and that "
+            "learn nothing, such as exact | int4 | top_k=64; drop until");
   return reasons;
 }
 
@@ -216,6 +220,7 @@ void validate(const PolicySpec& spec) {
   check_share("near.share", spec.near.share);
   check_share("bypass_threshold", spec.bypass_threshold);
   check_count("dense_every", spec.dense_every, 0, 1024);
+  check_count("dense_tokens", spec.dense_tokens, 0, 0x7fff'ffff);
   if (spec.page_tokens != 0 && (spec.page_tokens < 8 || spec.page_tokens > 256 || !power_of_two(spec.page_tokens))) {
     reject("page_tokens", std::to_string(spec.page_tokens), "0 or a power of two in [8, 256]");
   }

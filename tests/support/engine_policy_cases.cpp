@@ -130,6 +130,44 @@ TEST_CASE("all of the clusters' mass is dense attention, and nearly so is a samp
   }
 }
 
+TEST_CASE("a policy attends all of a short sequence, and chooses beyond its length, alone or in a batch", "[engine]") {
+  const auto [unbounded, near] = GENERATE(grid(std::array{true, false}, std::array{0u, 10u}));
+  CAPTURE(unbounded, near);
+  constexpr std::uint32_t kUntil = 150;
+  const std::string plain = "exact | int4 | top_k=8 | near=0,sinks=2,recent=4";
+  const PolicySpec cut = parse_policy(plain + " | dense=0,until=" + std::to_string(kUntil));
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 160, 52);
+  const auto begun = [&](const std::vector<PolicySpec>& policies, std::vector<Teller>& tellers) {
+    EngineOptions options = options_for(rig, static_cast<std::uint32_t>(policies.size()), near);
+    options.largest.unbounded = unbounded;
+    options.max_window = kUntil;
+    auto engine = std::make_unique<Engine>(options, rig.device);
+    for (const PolicySpec& policy : policies) {
+      tellers.push_back({.story = &story, .id = engine->begin(policy)});
+      prefill(*engine, rig, tellers.back(), 140);
+    }
+    return engine;
+  };
+  std::vector<Teller> one, other, both;
+  const auto alone = begun({cut}, one), chooses = begun({parse_policy(plain)}, other),
+             together = begun({parse_policy(plain), cut}, both);
+  for (std::uint32_t token = 140; token < story.tokens(); ++token) {
+    CAPTURE(token);
+    const std::vector<float> out = decode(*alone, rig, one.front());
+    const std::vector<float> chosen = decode(*chooses, rig, other.front());
+    const auto rows = run(*together, rig, {&both[0], &both[1]}, {1, 1}, false);
+    REQUIRE(difference(rows[0], chosen) < tolerance(rig));
+    REQUIRE(difference(rows[1], out) < tolerance(rig));
+    if (token < kUntil) {
+      REQUIRE(error_of(out, story, token) < tolerance(rig));
+      REQUIRE(difference(out, chosen) > 10 * tolerance(rig));
+    } else {
+      REQUIRE(difference(out, chosen) == 0.0);
+    }
+  }
+}
+
 TEST_CASE("so many rows that lists outnumber multiprocessors attend what each does alone", "[engine]") {
   constexpr std::uint32_t kMany = 96;  // Two lists each; GPUs of today have up to 188 multiprocessors.
   const char* const text = GENERATE("exact | int4 | top_k=40 | near=0,sinks=4,recent=12",

@@ -25,6 +25,7 @@ struct RunOptions {
   std::string policy = "sluice";
   std::string near;
   std::string far;
+  std::string dense = "auto";
   std::uint32_t max_tokens = 128;
   std::uint32_t decode_prompt = 0;
   PrefillFlags prefill;

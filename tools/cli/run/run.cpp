@@ -5,6 +5,7 @@
 #include "sluice/error.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_flags.hpp"
+#include "tools/cli/dense_flag.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/run/generator.hpp"
@@ -50,6 +51,7 @@ void add_run(CLI::App& app, int& exit_code) {
           "Share of the tokens that device memory has room for, e.g. 10% [default: 5%]")
       ->type_name("SHARE");
   add_far(*command, options->far);
+  add_dense(*command, options->dense);
   add_count(*command, "--max-tokens", options->max_tokens, "Tokens to generate at most", {.least = 1, .most = 1 << 20});
   add_count(*command, "--decode-prompt", options->decode_prompt,
             "Last prompt tokens to read under the policy, one by one, instead of densely");

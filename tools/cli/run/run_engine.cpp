@@ -7,6 +7,7 @@
 #include "sluice/error.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/engine_flags.hpp"
+#include "tools/cli/dense_flag.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/run/generator.hpp"
@@ -72,11 +73,13 @@ int run(const RunOptions& options) {
                        .page_tokens = page_tokens_for(given, flags),
                        .tokens = tokens,
                        .near_hits = usual_near_hits(near)};
-  const std::string policy_text = with_far(options.policy, options.far, place, [&] {
+  const std::string within = with_far(options.policy, options.far, place, [&] {
     const PageLayout layout{.head_dim = place.shape.head_dim, .dtype = place.kv_dtype};
     return measured_rates(device.get(), layout.page_bytes(), flags.threads);
   });
-  if (!options.far.empty()) say("the policy is " + policy_text);
+  const std::string policy_text =
+      with_dense(within, options.dense, device.get(), place.shape, place.kv_dtype);
+  if (!options.far.empty() || policy_text != options.policy) say("the policy is " + policy_text);
   const PolicySpec policy = parse_policy(policy_text);
   const EngineRoom room{
       .page_tokens = page_tokens_for(policy, flags), .tokens = tokens, .near = near, .prefill = prefill};
