@@ -50,14 +50,17 @@ runtime::FarWorkersOptions far_options(const EngineOptions& options, bool embedd
           .before_answer = options.before_answer};
 }
 
-cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topology& topology,
-                                std::uint32_t numa_node) {
+cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topology& topology, std::uint32_t numa_node) {
   return cpu::CoreShares::of_process().take(
       {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
 }
 
 /// What the device has no kernels for, automatic prompts do without.
-const EngineOptions& settled(EngineOptions& options, const ForwardVerbs& verbs) {
+const EngineOptions& settled(EngineOptions& options, const Device& device, const ForwardVerbs& verbs) {
+  if (options.prefill.mode != PrefillMode::full && options.prefill.flex.flattened && device.info().own_processor)
+    throw Error(Errc::unsupported,
+                "prefill: query blocks that choose together (flattened) are of the CPU alone, and '" +
+                    device.info().name + "' is another device; let each choose for itself");
   if (options.prefill.mode == PrefillMode::automatic && !verbs.sparse_prefill(options.shape))
     options.prefill.mode = PrefillMode::full;
   return options;
@@ -74,7 +77,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(settled(options, verbs), *device, verbs, topology, node_of(topology, *device)),
+      memory(settled(options, *device, verbs), *device, verbs, topology, node_of(topology, *device)),
       host(*workers),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),
