@@ -9,9 +9,11 @@
 namespace sluice::scheduler {
 namespace {
 
-/// Nanoseconds for a token and KV head, of one core of an AMD EPYC with AVX-512 whose other core did other work; fitted
-/// to the stages of `sluice bench gpu --device host --sections attention --policies "sluice;full" --near 0 --layers 4
-/// --trace FILE` at 2K, 8K and 32K tokens of four shapes.
+/// Nanoseconds for a token and KV head, of one core of an AMD EPYC with AVX-512 that did other work beside; by eye to
+/// the stages of one run of `taskset -c 1 sluice bench gpu --device host --sections attention --policies "sluice;full"
+/// --near 0
+/// --layers 4 --trace FILE` at 2K, 8K and 32K tokens of four shapes. per_choice was not measured: these runs had 2.6,
+/// before the largest were found in one pass.
 struct CoreCosts {
   double per_kv_byte = 0.055;  ///< attended: its key and value are read
   double per_product = 0.023;  ///< and multiplied, by each channel and query head

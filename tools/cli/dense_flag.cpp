@@ -10,7 +10,7 @@ void add_dense(CLI::App& app, std::string& dense) {
   app.add_option(
          "--dense", dense,
          "Tokens up to which everything is attended, written behind the policy: auto: what takes no longer than "
-         "choosing, by what a core took (without a GPU; with one, none); off; or COUNT")
+         "choosing, by what a core is taken to need (without a GPU; with one, none); off; or COUNT")
       ->type_name("auto|off|COUNT")
       ->capture_default_str();
 }
