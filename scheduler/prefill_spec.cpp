@@ -44,6 +44,9 @@ void validate(const PrefillSpec& spec) {
     refuse("max_budget of " + std::to_string(flex.max_budget) + " tokens is less than min_budget of " +
            std::to_string(flex.min_budget) + "; raise it, or lower min_budget");
   }
+  if (flex.flattened && flex.max_budget != 0) {
+    refuse("max_budget bounds what a query block chooses, and flattened lets all of them choose together; drop one");
+  }
 }
 
 }  // namespace sluice

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "sluice/top_p.hpp"
 
@@ -165,6 +166,26 @@ void add_fewest(std::span<const double> weights, double gamma, std::uint32_t mos
     if (!(weights[block] > 0.0) || (gamma < 1.0 && sum >= gamma) || most-- == 0) break;
     row_bits[block / 32] |= 1u << block % 32;
     sum += weights[block];
+  }
+}
+
+void add_fewest_of_all(std::span<const std::vector<double>> weights, double gamma, std::uint32_t words,
+                       std::uint32_t* bits) {
+  std::vector<double> all;
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> places;  // (query block, key block)
+  double total = 0.0;
+  for (std::uint32_t row = 0; row < weights.size(); ++row) {
+    for (std::uint32_t block = 0; block < weights[row].size(); ++block) {
+      all.push_back(weights[row][block]);
+      places.emplace_back(row, block);
+      total += weights[row][block];
+    }
+  }
+  double sum = 0.0;
+  for (const std::uint32_t i : by_sum(all)) {
+    if (!(all[i] > 0.0) || (gamma < 1.0 && sum >= gamma * total)) break;
+    bits[std::size_t{places[i].first} * words + places[i].second / 32] |= 1u << places[i].second % 32;
+    sum += all[i];
   }
 }
 

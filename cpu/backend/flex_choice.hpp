@@ -49,5 +49,9 @@ void write_lines(const BlockSet& columns, const BlockSet& offsets, const ChunkGr
 /// Adds the fewest of a query block's weights that hold `gamma`, or `most` of them if these are fewer, the largest
 /// first; equal ones by lowest index.
 void add_fewest(std::span<const double> weights, double gamma, std::uint32_t most, std::uint32_t* row_bits);
+/// The same of all query blocks' weights together, which hold 1 each: the fewest that hold `gamma` of them all, of
+/// equal ones the earlier query block's first. bits [rows, words]
+void add_fewest_of_all(std::span<const std::vector<double>> weights, double gamma, std::uint32_t words,
+                       std::uint32_t* bits);
 
 }  // namespace sluice::cpu

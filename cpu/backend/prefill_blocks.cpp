@@ -248,13 +248,23 @@ class BlockSelection {
   /// What every query block's mean query attends of the mean keys.
   void add_pooled_rows(const Chunk& chunk, std::uint32_t head) const {
     std::uint32_t* bits = bits_of(chunk, head);
-    const SelectBlocksTask& task = *chunk.task;
-    for (std::uint32_t block = chunk.grid.top; block < chunk.grid.blocks; ++block, bits += chunk.grid.words) {
-      const std::uint32_t begin = std::max(task.first, block * kPrefillBlock) - task.first;
-      const std::uint32_t end = std::min(chunk.keys, (block + 1) * kPrefillBlock) - task.first;
-      const std::vector<double> query = mean_query(chunk, head, begin, end - begin);
-      add_fewest(pooled(chunk, query, block + 1), static_cast<double>(spec_.gamma), chunk.grid.most, bits);
+    if (spec_.flattened) {
+      std::vector<std::vector<double>> all;
+      for (std::uint32_t row = 0; row < chunk.grid.rows; ++row) all.push_back(pooled_row(chunk, head, row));
+      return add_fewest_of_all(all, static_cast<double>(spec_.gamma), chunk.grid.words, bits);
     }
+    for (std::uint32_t row = 0; row < chunk.grid.rows; ++row, bits += chunk.grid.words) {
+      add_fewest(pooled_row(chunk, head, row), static_cast<double>(spec_.gamma), chunk.grid.most, bits);
+    }
+  }
+
+  /// Pooled attention of a query block of the chunk: [key blocks that it sees].
+  [[nodiscard]] std::vector<double> pooled_row(const Chunk& chunk, std::uint32_t head, std::uint32_t row) const {
+    const SelectBlocksTask& task = *chunk.task;
+    const std::uint32_t block = chunk.grid.top + row;
+    const std::uint32_t begin = std::max(task.first, block * kPrefillBlock) - task.first;
+    const std::uint32_t end = std::min(chunk.keys, (block + 1) * kPrefillBlock) - task.first;
+    return pooled(chunk, mean_query(chunk, head, begin, end - begin), block + 1);
   }
 
   static std::uint32_t* bits_of(const Chunk& chunk, std::uint32_t head) noexcept {

@@ -1,25 +1,33 @@
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "cpu/backend/verbs.hpp"
-#include "sluice/order_key.hpp"
 
 namespace sluice::cpu {
 namespace {
 
-/// Unsigned keys in the order of the values: NaN is 0, below -infinity; the two zeros are equal.
+/// Unsigned keys in the order of the values: NaN is 0, below -infinity; the two zeros are equal. In integers without
+/// branches, so that many of them are made at a time.
 std::uint32_t order_key(float value) noexcept {
-  return value == value ? order_key_of_number(value) : 0u;
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const auto size = static_cast<std::int32_t>(bits & 0x7fff'ffffu);
+  const std::int32_t sign = static_cast<std::int32_t>(bits) >> 31;
+  const auto key = 0x8000'0000u + static_cast<std::uint32_t>((size ^ sign) - sign);
+  return size > 0x7f80'0000 ? 0u : key;
 }
 
 constexpr std::uint32_t kBucketBits = 11;
 constexpr std::uint32_t kBuckets = 1u << kBucketBits;
 constexpr std::uint32_t kBucketShift = 32 - kBucketBits;
 
-/// Up to here a partition beats counting into buckets.
-constexpr std::uint32_t kFew = 1024;
+/// Up to here a partition of all beats looking for those that may be among the largest.
+constexpr std::uint32_t kFew = 512;
 
 /// The rank-th largest key, rank >= 1. Reorders `keys`.
 std::uint32_t partition_rank(std::vector<std::uint32_t>& keys, std::uint32_t rank) {
@@ -28,18 +36,82 @@ std::uint32_t partition_rank(std::vector<std::uint32_t>& keys, std::uint32_t ran
   return *nth;
 }
 
-/// The same for long rows, in two passes over them: count the keys by their sign, exponent and first two bits
-/// of mantissa, then look only into the bucket where the rank falls.
-std::uint32_t bucket_rank(const std::vector<std::uint32_t>& keys, std::uint32_t rank, std::vector<std::uint32_t>& few) {
-  std::array<std::uint32_t, kBuckets> counts{};
-  for (const std::uint32_t key : keys) ++counts[key >> kBucketShift];
-  std::uint32_t bucket = kBuckets - 1;
-  while (counts[bucket] < rank) rank -= counts[bucket--];
-  few.clear();
-  for (const std::uint32_t key : keys) {
-    if (key >> kBucketShift == bucket) few.push_back(key);
+/// Values whose keys are made at a time, which vectorises, and looked at one by one only if some of them may count.
+constexpr std::uint32_t kChunk = 64;
+
+/// f(first, keys, count) for every chunk of the values.
+template <class F>
+void for_each_chunk(const float* values, std::uint32_t count, const F& f) {
+  std::uint32_t keys[kChunk];
+  for (std::uint32_t first = 0; first < count; first += kChunk) {
+    const std::uint32_t some = std::min(kChunk, count - first);
+    std::transform(values + first, values + first + some, keys, order_key);
+    f(first, keys, some);
   }
-  return partition_rank(few, rank);
+}
+
+/// A key that the k-th largest is not below: the lower end of its bucket, as counted by sign, exponent and first two bits
+/// of mantissa.
+std::uint32_t counted_floor(const float* values, std::uint32_t count, std::uint32_t k) {
+  std::array<std::array<std::uint32_t, kBuckets>, 2> counts{};  // Neighbours are often alike: they count apart.
+  for_each_chunk(values, count, [&](std::uint32_t, const std::uint32_t* keys, std::uint32_t some) {
+    for (std::uint32_t i = 0; i < some; ++i) ++counts[i % 2][keys[i] >> kBucketShift];
+  });
+  std::uint32_t bucket = kBuckets - 1;
+  for (std::uint32_t left = k; counts[0][bucket] + counts[1][bucket] < left; --bucket)
+    left -= counts[0][bucket] + counts[1][bucket];
+  return bucket << kBucketShift;
+}
+
+/// A key that the k-th largest is most likely not below, by a sample: four deviations below where it should be.
+std::uint32_t sampled_floor(const float* values, std::uint32_t count, std::uint32_t k) {
+  constexpr std::uint32_t kSamples = 512;
+  std::array<std::uint32_t, kSamples> keys;
+  for (std::uint32_t i = 0; i < kSamples; ++i)
+    keys[i] = order_key(values[std::uint64_t{i} * count / kSamples]);
+  const double mean = static_cast<double>(k) * kSamples / count;
+  const auto rank = static_cast<std::uint32_t>(mean + 4.0 * std::sqrt(mean) + 2.0);
+  if (rank > kSamples) return 0;
+  std::nth_element(keys.begin(), keys.begin() + (rank - 1), keys.end(), std::greater<>{});
+  return keys[rank - 1];
+}
+
+using Reached = std::vector<std::pair<std::uint32_t, std::uint32_t>>;  // (index, key)
+
+void reach(const float* values, std::uint32_t count, std::uint32_t floor, Reached& reached) {
+  reached.clear();
+  for_each_chunk(values, count, [&](std::uint32_t first, const std::uint32_t* keys, std::uint32_t some) {
+    std::uint32_t hits = 0;
+    for (std::uint32_t i = 0; i < some; ++i) hits += keys[i] >= floor ? 1u : 0u;
+    for (std::uint32_t i = 0; hits != 0; ++i) {
+      if (keys[i] < floor) continue;
+      reached.emplace_back(first + i, keys[i]);
+      --hits;
+    }
+  });
+}
+
+/// The largest of a long row: those that reach a floor are put aside, and the best of these found. The floor is a guess,
+/// and counted where it was too high or would not leave much out.
+std::uint32_t top_k_of_long(const float* values, std::uint32_t count, std::uint32_t k, std::uint32_t* out) {
+  constexpr std::uint32_t kSparse = 8;
+  thread_local Reached reached;
+  reached.clear();
+  if (k <= count / kSparse) reach(values, count, sampled_floor(values, count, k), reached);
+  if (reached.size() < k) reach(values, count, counted_floor(values, count, k), reached);
+  thread_local std::vector<std::uint32_t> keys;
+  keys.clear();
+  for (const auto& [index, key] : reached) keys.push_back(key);
+  const std::uint32_t threshold = partition_rank(keys, k);
+  const auto above = std::count_if(keys.begin(), keys.end(), [&](std::uint32_t key) { return key > threshold; });
+  auto ties = k - static_cast<std::uint32_t>(above);
+  for (const auto& [index, key] : reached) {
+    const bool tie = key == threshold && ties > 0;
+    if (key <= threshold && !tie) continue;
+    if (tie) --ties;
+    *out++ = index;
+  }
+  return k;
 }
 
 }  // namespace
@@ -47,17 +119,13 @@ std::uint32_t bucket_rank(const std::vector<std::uint32_t>& keys, std::uint32_t 
 std::uint32_t select_top_k(const float* values, std::uint32_t count, std::uint32_t k, std::uint32_t* out) {
   k = std::min(k, count);
   if (k == 0) return 0;
+  if (count > kFew) return top_k_of_long(values, count, k, out);
   thread_local std::vector<std::uint32_t> keys;
   thread_local std::vector<std::uint32_t> few;
   keys.resize(count);
   std::transform(values, values + count, keys.begin(), order_key);
-  std::uint32_t threshold = 0;
-  if (count <= kFew) {
-    few = keys;
-    threshold = partition_rank(few, k);
-  } else {
-    threshold = bucket_rank(keys, k, few);
-  }
+  few = keys;
+  const std::uint32_t threshold = partition_rank(few, k);
   const auto above = [threshold](std::uint32_t key) { return key > threshold; };
   auto ties = k - static_cast<std::uint32_t>(std::count_if(keys.begin(), keys.end(), above));
   for (std::uint32_t i = 0, found = 0; found < k; ++i) {

@@ -57,15 +57,17 @@ void rank(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
 
 void score(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
+  std::vector<ScoreInt4Task> tasks;  // Of all heads: each alone would not keep many threads busy.
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
-    if (!row.ranks()) return;
-    const ScoreInt4Task task = estimate_task(m, row, index, m.plane(layer, head));
-    host.score_int4({&task, 1}, m.shape, m.layout, nullptr);
+    if (row.ranks()) tasks.push_back(estimate_task(m, row, index, m.plane(layer, head)));
   });
+  host.score_int4(tasks, m.shape, m.layout, nullptr);
 }
 
-void choose(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
+void choose(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
+  std::vector<TopKTask> counts;
+  std::vector<TopPTask> shares;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     if (!row.ranks()) return;
     const ScoreInt4Task task = estimate_task(m, row, index, m.plane(layer, head));
@@ -75,19 +77,22 @@ void choose(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
       const std::uint64_t h = first_head(m, index) + g;
       const float* const scores = task.out + std::uint64_t{g} * values;
       if (row.mass > 0.f) {
-        (void)select_top_p(kernels, {.values = {scores, values},
-                                     .p = row.mass,
-                                     .softcap = m.shape.softcap,
-                                     .begin = candidates.begin,
-                                     .end = candidates.end,
-                                     .most = row.most,
-                                     .mask = m.masks + h * m.mask_words()});
+        shares.push_back({.values = {scores, values},
+                          .p = row.mass,
+                          .softcap = m.shape.softcap,
+                          .begin = candidates.begin,
+                          .end = candidates.end,
+                          .most = row.most,
+                          .mask = m.masks + h * m.mask_words()});
       } else {
-        (void)select_top_k(scores + candidates.begin, candidates.end - candidates.begin, row.picks,
-                           m.picks + h * m.max_picks);
+        counts.push_back({.values = {scores + candidates.begin, candidates.end - candidates.begin},
+                          .k = row.picks,
+                          .out = m.picks + h * m.max_picks});
       }
     }
   });
+  host.top_k(counts, nullptr);
+  host.top_p(shares, nullptr);
 }
 
 void split(const ForwardMemory& m, std::uint32_t layer) {

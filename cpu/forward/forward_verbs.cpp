@@ -160,7 +160,7 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
 }
 void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "choose", [this, memory, at = layer.layer] {
-    cpu::choose(kernels_, memory, at);
+    cpu::choose(host_, memory, at);
     cpu::choose_clusters(host_, memory, at);
   });
 }

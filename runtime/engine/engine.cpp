@@ -51,20 +51,21 @@ runtime::FarWorkersOptions far_options(const EngineOptions& options, bool embedd
           .before_answer = options.before_answer};
 }
 
-cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topology& topology,
-                                std::uint32_t numa_node) {
+cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topology& topology, std::uint32_t numa_node) {
   return cpu::CoreShares::of_process().take(
       {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
 }
 
-/// Tokens up to which it pays to attend all of a sequence, if all of its rows are near: in batches of as many sequences
-/// as there may be, whatever a forward has, since what is attended must not depend on that.
+/// Tokens up to which it pays to attend all of a sequence. On a GPU if all of its rows are near, and in batches of as many
+/// sequences as there may be, whatever a forward has, since what is attended must not depend on that.
 std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
+  if (!device.info().own_processor)
+    return scheduler::dense_tokens_of_cpu(parse_policy("sluice"), options.shape, options.kv_dtype);
   const PageLayout near = runtime::far_layout(options).near();
   const std::uint64_t planes = std::uint64_t{options.shape.layers} * options.shape.kv_heads;
   const std::uint64_t room = options.near_bytes / (near.page_bytes() * planes) * near.page_tokens;
   const std::uint64_t pays =
-      scheduler::advised_dense_tokens(options.shape, near, device.rates(near.page_bytes()).near_gbps);
+      scheduler::dense_tokens_of_device(options.shape, near, device.rates(near.page_bytes()).near_gbps);
   const std::uint64_t each = std::min(room, pays) / std::max(1u, options.largest.decode_rows / options.largest.drafts);
   return static_cast<std::uint32_t>(each) / near.page_tokens * near.page_tokens;
 }
@@ -73,6 +74,10 @@ std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
 const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs) {
   const DeviceInfo& device = on.info();
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, on);
+  if (options.prefill.mode != PrefillMode::full && options.prefill.flex.flattened && device.own_processor)
+    throw Error(Errc::unsupported,
+                "prefill: query blocks that choose together (flattened) are of the CPU alone, and '" + device.name +
+                    "' is another device; let each choose for itself");
   if (options.prefill.mode == PrefillMode::automatic && !verbs.sparse_prefill(options.shape))
     options.prefill.mode = PrefillMode::full;
   if (options.handover == Handover::automatic) options.handover = device.handover;

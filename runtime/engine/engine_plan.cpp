@@ -61,7 +61,8 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   const bool dense = resolved.decode_rows != 0 && resolved.max_tokens <= options.dense_tokens &&
                      options.cpu_sequences == 0 && options.cluster_sequences == 0;
   if (dense) resolved.top_k = resolved.unbounded = resolved.pages = false;
-  resolved.whole = dense && options.windows.empty() && !resolved.audit && resolved.drafts == 1 &&
+  // Where nothing is near the CPU attends in place, by all of its threads.
+  resolved.whole = dense && memory.largest().near_pages != 0 && options.windows.empty() && !resolved.audit && resolved.drafts == 1 &&
                    !memory.largest().far_layout.scaled();
   if (resolved.max_tokens % memory.largest().layout.page_tokens != 0)
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's max_tokens is " +

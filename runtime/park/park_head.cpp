@@ -20,6 +20,7 @@ static_assert(std::endian::native == std::endian::little,
 constexpr std::array<unsigned char, 8> kMagic{0x89, 'S', 'L', 'U', 'I', 'C', 'E', '\n'};
 constexpr std::uint64_t kPreambleBytes = 32;
 constexpr std::uint64_t kMostHeadBytes = 64 * KiB;
+constexpr std::uint32_t kLines = 1, kFlattened = 2;  ///< bits of how blocks of prompts are chosen
 constexpr std::uint64_t kMostQueries = 256;  ///< EngineOptions::prompt_queries, at most
 
 [[noreturn]] void refuse(const std::string& why) {
@@ -120,9 +121,10 @@ ParkHead decode(std::span<const std::byte> bytes) {
   head.prefill.flex = {.gamma = fields.number<float>(), .tau = fields.number<float>()};
   head.prefill.flex.min_budget = fields.u32();
   head.prefill.flex.max_budget = fields.u32();
-  const std::uint32_t lines = fields.u32();
-  if (lines > 1) refuse("its choice of blocks cannot be");
-  head.prefill.flex.lines = lines != 0;
+  const std::uint32_t forms = fields.u32();
+  if (forms > (kLines | kFlattened)) refuse("its choice of blocks cannot be");
+  head.prefill.flex.lines = (forms & kLines) != 0;
+  head.prefill.flex.flattened = (forms & kFlattened) != 0;
   head.model = fields.text();
   head.policy = fields.text();
   head.policy_name = fields.text();
@@ -152,7 +154,8 @@ std::vector<std::byte> encode_fields(const ParkHead& head) {
   const FlexPrefillSpec& flex = head.prefill.flex;
   fields.put(static_cast<std::uint32_t>(head.prefill.mode));
   for (const float field : {flex.gamma, flex.tau}) fields.put(field);
-  for (const std::uint32_t field : {flex.min_budget, flex.max_budget, std::uint32_t{flex.lines}}) fields.put(field);
+  const std::uint32_t forms = (flex.lines ? kLines : 0) | (flex.flattened ? kFlattened : 0);
+  for (const std::uint32_t field : {flex.min_budget, flex.max_budget, forms}) fields.put(field);
   for (const std::string* text : {&head.model, &head.policy, &head.policy_name}) fields.put(*text);
   const auto put_numbers = [&fields](const std::vector<std::uint32_t>& numbers) {
     fields.put(static_cast<std::uint32_t>(numbers.size()));

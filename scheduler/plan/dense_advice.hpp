@@ -1,24 +1,26 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "sluice/page.hpp"
+#include "sluice/policy.hpp"
 #include "sluice/shape.hpp"
 
+/// Up to which length a sequence should attend everything, see EngineOptions::dense_tokens: by what a machine of its kind
+/// is known to take, never by what this one takes today, so that the same tokens come out everywhere.
 namespace sluice::scheduler {
 
-/// What choosing takes on a GPU beyond what reading does: scores, lists, an answer of the CPU, of one sequence.
-inline constexpr double kChoosingUs = 40.0;
+/// The longest length that is ever advised.
+inline constexpr std::uint32_t kMostDenseTokens = 1u << 20;
 
-/// Tokens of a sequence up to which a device that reads near rows at `near_gbps` attends all of them in the time that
-/// choosing takes alone; 0 if the rate is not known. 1 GB = 1e9 bytes.
-[[nodiscard]] inline std::uint32_t advised_dense_tokens(const AttentionShape& shape, const PageLayout& near,
-                                                        double near_gbps) noexcept {
-  const double bytes = 2.0 * static_cast<double>(near.row_bytes()) * shape.kv_heads;
-  constexpr double kBytesPerUs = 1e3;
-  constexpr double kMost = 1 << 20;
-  return static_cast<std::uint32_t>(std::clamp(kChoosingUs * near_gbps * kBytesPerUs / bytes, 0.0, kMost));
-}
+/// One sequence on a device that reads near rows at `near_gbps`: attending all takes what choosing takes alone. 0 if the
+/// rate is not known. 1 GB = 1e9 bytes.
+[[nodiscard]] std::uint32_t dense_tokens_of_device(const AttentionShape& shape, const PageLayout& near,
+                                                   double near_gbps) noexcept;
+
+/// Without a GPU: attending everything takes the CPU no longer than choosing; kMostDenseTokens where choosing never
+/// pays. 0 for policies that choose otherwise than by all keys' 4-bit copies and a number of tokens.
+[[nodiscard]] std::uint32_t dense_tokens_of_cpu(const PolicySpec& policy, const AttentionShape& shape,
+                                                DType kv_dtype) noexcept;
 
 }  // namespace sluice::scheduler

@@ -113,4 +113,23 @@ TEST_CASE("the fewest pooled weights are taken, none beyond", "[cpu][flexprefill
   REQUIRE(taken(0.3, 2) == 0b1000u);
 }
 
+TEST_CASE("query blocks that choose together take the fewest pairs of all, early ones first", "[cpu][flexprefill]") {
+  const std::vector<std::vector<double>> weights{{1.0}, {0.5, 0.5}, {0.4, 0.35, 0.25}};
+  const auto taken = [&](double gamma) {
+    std::vector<std::uint32_t> bits(3);
+    cpu::add_fewest_of_all(weights, gamma, 1, bits.data());
+    return bits;
+  };
+  using Bits = std::vector<std::uint32_t>;
+  REQUIRE(taken(0.3) == Bits{0b1u, 0, 0});
+  REQUIRE(taken(0.4) == Bits{0b1u, 0b1u, 0});  // Of equal ones the first.
+  REQUIRE(taken(0.6) == Bits{0b1u, 0b11u, 0});
+  REQUIRE(taken(0.7) == Bits{0b1u, 0b11u, 0b1u});
+  REQUIRE(taken(1.0) == Bits{0b1u, 0b11u, 0b111u});
+  // What weighs nothing is never taken, and rows may be without weight.
+  std::vector<std::uint32_t> bits(2);
+  cpu::add_fewest_of_all(std::vector<std::vector<double>>{{0.0}, {0.0, 1.0}}, 1.0, 1, bits.data());
+  REQUIRE(bits == Bits{0, 0b10u});
+}
+
 }  // namespace sluice::test

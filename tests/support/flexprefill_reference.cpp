@@ -251,6 +251,31 @@ std::vector<double> pooled_row(const Prompt& prompt, std::uint32_t head, std::ui
   return pooled_attention(prompt, mean_query(prompt, head, begin, end), block + 1, first + count);
 }
 
+namespace {
+
+/// Algorithm 4: of all pairs of a query and a key block the fewest that hold gamma of all weight.
+void add_flattened(const Prompt& prompt, std::uint32_t head, std::uint32_t first, std::uint32_t count, const Grid& grid,
+                   double gamma, BlockMask& sure, BlockMask& possible) {
+  Vector all;
+  for (std::uint32_t row = 0; row < grid.rows; ++row) {
+    const Vector weights = pooled_row(prompt, head, first, count, grid.top + row);
+    all.insert(all.end(), weights.begin(), weights.end());
+  }
+  double total = 0.0;
+  for (const double weight : all) total += weight;
+  for (double& weight : all) weight /= std::max(total, 1e-300);
+  const Set kept = largest(all, fewest_range(all, gamma));
+  std::size_t at = 0;
+  for (std::uint32_t row = 0; row < grid.rows; ++row) {
+    for (std::uint32_t block = 0; block <= grid.top + row; ++block, ++at) {
+      sure[row][block] |= kept.sure[at];
+      possible[row][block] |= kept.possible[at];
+    }
+  }
+}
+
+}  // namespace
+
 ReferenceChoice select_blocks(const Prompt& prompt, std::uint32_t head, std::uint32_t first, std::uint32_t count,
                               const FlexPrefillSpec& spec) {
   const Grid grid{.top = first / kBlock, .rows = prefill_blocks(first, count), .blocks = blocks_of(first + count)};
@@ -284,7 +309,8 @@ ReferenceChoice select_blocks(const Prompt& prompt, std::uint32_t head, std::uin
     const Limits only_least{.least = limits.least, .most = limits.least};
     add_lines(grid, chosen_blocks(from.columns, from.column_blocks, 0.0, only_least, least),
               chosen_blocks(from.diagonals, from.offset_blocks, 0.0, only_least, least), sure, possible);
-    for (std::uint32_t row = 0; row < grid.rows; ++row) {
+    if (spec.flattened) add_flattened(prompt, head, first, count, grid, gamma, sure, possible);
+    for (std::uint32_t row = 0; row < grid.rows && !spec.flattened; ++row) {
       const Vector weights = pooled_row(prompt, head, first, count, grid.top + row);
       CountRange fewest = fewest_range(weights, gamma);
       fewest = {.least = std::min(fewest.least, limits.most), .most = std::min(fewest.most, limits.most)};

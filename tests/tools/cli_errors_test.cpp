@@ -67,6 +67,8 @@ TEST_CASE("wrong usage is exit code 2 and one line that names the cause", "[cli]
       {"bench cpu --shape nosuch", "llama-3.1-8b"},
       {"bench cpu --q-heads 7", "q_heads"},
       {"bench cpu --sections nosuch", "nosuch"},
+      {"bench cpu --rows 0", "--rows"},
+      {"bench cpu --rows 1,x --length 1K", "--rows"},
       {"policies -o xml", "xml"},
   }));
   const Outcome outcome = sluice::test::sluice(wrong.arguments);

@@ -66,6 +66,8 @@ TEST_CASE("a wrong way to prefill is refused by name, before anything runs", "[c
       {"bench prefill --length 0", "--length"},
       {"bench prefill --q-heads 7", "q_heads"},
       {"bench prefill --chunk 0", "--chunk"},
+      {"bench prefill --rows 0", "--rows"},
+      {"bench prefill --ragged x", "--ragged"},
   }));
   const Outcome outcome = sluice::test::sluice(wrong.arguments);
   CAPTURE(wrong.arguments, outcome.out, outcome.err);
@@ -157,4 +159,25 @@ TEST_CASE("bench prefill checks and reports every method at every structure and 
     }
   }
   CHECK(methods == std::set<std::string>{"dense", "flexprefill@0.9", "auto@0.9"});
+}
+
+TEST_CASE("bench prefill checks every prompt of a batch, whose chunks are attended together", "[cli]") {
+  const json rows = results_of("bench prefill --shape testbed --length 1K --chunk 512 --gammas 0.9 --min-budget 128 "
+                               "--structures query_aware --rows 1,3 --ragged 200 --threads 2 --repeat 1").at("prefill");
+  REQUIRE(rows.size() == 2 * 2 * 3);  // Batches, chunks, methods.
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    CAPTURE(rows[i].dump());
+    CHECK(rows[i].at("rows") == (i < 6 ? 1 : 3));
+    CHECK(rows[i].at("length_tokens") == 1024);
+    CHECK(rows[i].at("total_ms") > 0.0);
+    const double blocks = rows[i].at("blocks_share");
+    const double coverage = rows[i].at("coverage_mean");
+    CHECK(blocks <= 1.0);
+    CHECK(coverage <= 1.0);
+    if (rows[i].at("method") == "dense") CHECK(rows[i].at("output_error") == 0.0);
+    if (rows[i].at("method") == "flexprefill@0.9") {
+      CHECK(blocks < 1.0);
+      CHECK(coverage > blocks);
+    }
+  }
 }

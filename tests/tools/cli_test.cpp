@@ -313,3 +313,29 @@ TEST_CASE("bench cpu checks itself and reports phases and ratios", "[cli]") {
     }
   }
 }
+
+TEST_CASE("bench cpu holds a batch against dense attention of the batch, which is what each sequence gives alone",
+          "[cli]") {
+  const Outcome outcome = sluice::test::sluice(
+      "bench cpu --shape testbed --length 2K --rows 1,3 --ragged 300 --steps 2 --threads 2 --sections attention "
+      "--policies 'topk;lfps' -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json report = report_of(outcome.out, "bench cpu");
+  CHECK(report.at("config").at("rows") == json({1, 3}));
+  CHECK(report.at("config").at("ragged") == 300);
+  const json rows = report.at("results").at("attention");
+  REQUIRE(rows.size() == 2 * 3);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    CAPTURE(rows[i].dump());
+    CHECK(rows[i].at("rows") == (i < 3 ? 1 : 3));
+    CHECK(rows[i].at("length_tokens") == 2048);
+    CHECK(rows[i].at("attended_share") <= 1.0);
+    CHECK(rows[i].at("coverage_mean") <= 1.001);
+    if (rows[i].at("method") == "topk") {
+      CHECK(rows[i].at("topk_overlap") == 1.0);
+      CHECK(rows[i].at("scored_share") > 0.85);  // The near tokens of a short sequence are many.
+      CHECK(rows[i].at("scored_share") <= 1.0);
+    }
+  }
+}

@@ -25,6 +25,12 @@ std::string digits_of(float value) {
 void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex) {
   add_number(app, "--tau", flex.tau, "FlexPrefill: a head chooses per query block below this divergence; [0, 1]");
   add_count(app, "--min-budget", flex.min_budget, "FlexPrefill: tokens of columns, and of diagonals, at least");
+  add_count(app, "--max-budget", flex.max_budget,
+            "FlexPrefill: tokens of each at most, and of a query block that chooses for itself; 0: any");
+  app.add_flag("--lines", flex.lines, "FlexPrefill: all blocks that the lines touch, instead of as many as they fill");
+  app.add_flag("--flattened", flex.flattened,
+               "FlexPrefill: query blocks choose together (the paper's Algorithm 4), instead of each for itself; not on "
+               "a GPU");
 }
 
 void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list) {
@@ -87,7 +93,10 @@ Json to_json(const PrefillSpec& spec) {
   return {{"mode", to_string(spec.mode)},
           {"gamma", spec.flex.gamma},
           {"tau", spec.flex.tau},
-          {"min_budget", spec.flex.min_budget}};
+          {"min_budget", spec.flex.min_budget},
+          {"max_budget", spec.flex.max_budget},
+          {"lines", spec.flex.lines},
+          {"flattened", spec.flex.flattened}};
 }
 
 void choose_chunk(EngineFlags& flags, const Device* device, std::span<const PrefillSpec> prefills) {

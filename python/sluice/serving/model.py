@@ -69,7 +69,7 @@ class PackedModel:
         self._device = device = next(model.parameters()).device
         # A window that no sequence outgrows is none, and the policy chooses in its layers, too.
         windows = [kind.window if kind.window < self.context else 0 for kind in kinds]
-        options.setdefault("dense_tokens", dense_tokens(policy))
+        options.setdefault("dense_tokens", dense_tokens(policy, device))
         made = _engine_options(model, config, kinds, windows=windows if any(windows) else None,
                                host_bytes=host_bytes // ranks_of(model), sequences=sequences,
                                largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences,

@@ -5,6 +5,7 @@
 
 #include "sluice/error.hpp"
 #include "tools/cli/bench/attention_check.hpp"
+#include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/layer.hpp"
 #include "tools/cli/text/values.hpp"
@@ -52,28 +53,21 @@ class AttentionBench {
   AttentionBench(const BenchCpuOptions& options, BenchMachine& machine, const std::vector<PolicySpec>& specs)
       : options_(options), machine_(machine), specs_(specs) {}
 
-  /// Fills `dense_` and `policies_` for one length.
-  void run(std::uint32_t length, ProgressBar& bar) {
-    const PageLayout layout{
-        .page_tokens = options_.page_tokens, .head_dim = options_.shape.head_dim, .dtype = options_.dtype};
-    SyntheticOptions synthetic{.shape = options_.shape, .layout = layout, .tokens = length, .steps = options_.steps};
-    synthetic.group_correlation = options_.group_correlation;
-    synthetic.pattern = parse_pattern(options_.pattern);
-    synthetic.sinks = options_.sinks;
-    synthetic.seed = options_.seed;
-    for (const PolicySpec& spec : specs_) {
-      if (spec.uses(Source::history)) {
-        synthetic.prompt_queries = std::max(synthetic.prompt_queries, spec.history.init_queries);
-      }
+  /// Fills `dense_` and `policies_` for so many sequences, of which the longest has `length` tokens.
+  void run(std::uint32_t length, std::uint32_t rows, ProgressBar& bar) {
+    std::vector<std::unique_ptr<SyntheticLayer>> layers;
+    for (const std::uint32_t tokens : row_lengths(rows, length, options_.ragged)) {
+      layers.push_back(std::make_unique<SyntheticLayer>(sequence(tokens, options_.seed + layers.size()),
+                                                        machine_.topology, machine_.builders));
     }
-    synthetic.prompt_queries = std::min(synthetic.prompt_queries, length);
-    const SyntheticLayer layer(synthetic, machine_.topology, machine_.builders);
-    check_attention(layer, machine_, specs_);
+    batch_.clear();
+    for (const auto& layer : layers) batch_.push_back(layer.get());
+    check_attention(batch_, machine_, specs_);
     dense_ = {};
     policies_.assign(specs_.size(), {});
     for (std::uint32_t pass = 0; pass < options_.repeat; ++pass) {
-      run_pass(layer);
-      bar.update(pass + 1, options_.repeat, std::to_string(length) + " tokens");
+      run_pass();
+      bar.update(pass + 1, options_.repeat, std::to_string(length) + " tokens x " + std::to_string(rows));
     }
   }
 
@@ -81,16 +75,33 @@ class AttentionBench {
   [[nodiscard]] const std::vector<Samples>& policies() const noexcept { return policies_; }
 
  private:
-  void run_pass(const SyntheticLayer& layer) {
+  [[nodiscard]] SyntheticOptions sequence(std::uint32_t tokens, std::uint64_t seed) const {
+    const PageLayout layout{
+        .page_tokens = options_.page_tokens, .head_dim = options_.shape.head_dim, .dtype = options_.dtype};
+    SyntheticOptions synthetic{.shape = options_.shape, .layout = layout, .tokens = tokens, .steps = options_.steps};
+    synthetic.group_correlation = options_.group_correlation;
+    synthetic.pattern = parse_pattern(options_.pattern);
+    synthetic.sinks = options_.sinks;
+    synthetic.seed = seed;
+    for (const PolicySpec& spec : specs_) {
+      if (spec.uses(Source::history)) {
+        synthetic.prompt_queries = std::max(synthetic.prompt_queries, spec.history.init_queries);
+      }
+    }
+    synthetic.prompt_queries = std::min(synthetic.prompt_queries, tokens);
+    return synthetic;
+  }
+
+  void run_pass() {
     std::vector<std::unique_ptr<PolicyLayer>> runs;
     // The oracle to compare selections with runs untimed, whether or not it is on the list.
-    PolicyLayer oracle(oracle_spec(), layer, machine_.backend, machine_.workers);
+    PolicyLayer oracle(oracle_spec(), batch_, machine_.backend, machine_.workers);
     oracle.begin();
     for (const PolicySpec& spec : specs_) {
-      runs.push_back(std::make_unique<PolicyLayer>(spec, layer, machine_.backend, machine_.workers));
+      runs.push_back(std::make_unique<PolicyLayer>(spec, batch_, machine_.backend, machine_.workers));
       runs.back()->begin();
     }
-    DenseLayer dense(layer, machine_.backend);
+    DenseLayer dense(batch_, machine_.backend);
     StepOutput want;
     StepOutput got;
     for (std::uint32_t step = 0; step < options_.steps; ++step) {
@@ -103,9 +114,16 @@ class AttentionBench {
       for (std::size_t p = 0; p < runs.size(); ++p) {
         evictor_.evict();
         add_times(runs[p]->step(step, got), policies_[p]);
-        add_quality(*runs[p], oracle, want, got, layer.options().tokens + step + 1, policies_[p]);
+        add_quality(*runs[p], oracle, want, got, tokens_at(step), policies_[p]);
       }
     }
+  }
+
+  /// Of all sequences together.
+  [[nodiscard]] double tokens_at(std::uint32_t step) const {
+    double tokens = 0.0;
+    for (const SyntheticLayer* each : batch_) tokens += each->options().tokens + step + 1;
+    return tokens;
   }
 
   [[nodiscard]] PolicySpec oracle_spec() const {
@@ -123,23 +141,25 @@ class AttentionBench {
     samples.observe.push_back(times.observe);
   }
 
+  /// Shares of the `tokens` of all sequences; what is of heads is a mean over those of all sequences.
   void add_quality(const PolicyLayer& run, const PolicyLayer& oracle, const StepOutput& want, const StepOutput& got,
-                   std::uint32_t n, Samples& samples) const {
+                   double tokens, Samples& samples) const {
     const AttentionShape& shape = options_.shape;
     const scheduler::SelectCounters counters = run.counters();
-    const double tokens = static_cast<double>(n);
+    const double q_heads = static_cast<double>(want.lse.size());
     samples.expanded += static_cast<double>(counters.expanded_per_head) / (tokens * shape.q_heads);
     samples.scored += static_cast<double>(counters.scored) / (tokens * shape.kv_heads);
-    for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
+    for (std::size_t head = 0; head < run.rows().size(); ++head) {
       samples.attended += static_cast<double>(run.rows()[head].attended()) / (tokens * shape.kv_heads);
-      samples.overlap += overlap(oracle.rows()[head], run.rows()[head], shape.group()) / shape.kv_heads;
+      samples.overlap +=
+          overlap(oracle.rows()[head], run.rows()[head], shape.group()) / static_cast<double>(run.rows().size());
     }
-    for (std::uint32_t head = 0; head < shape.q_heads; ++head) {
-      const std::size_t at = std::size_t{head} * shape.head_dim;
-      samples.coverage += std::exp(static_cast<double>(got.lse[head]) - want.lse[head]) / shape.q_heads;
-      samples.error += relative_error(&got.out[at], &want.out[at], shape.head_dim) / shape.q_heads;
+    for (std::size_t head = 0; head < want.lse.size(); ++head) {
+      const std::size_t at = head * shape.head_dim;
+      samples.coverage += std::exp(static_cast<double>(got.lse[head]) - want.lse[head]) / q_heads;
+      samples.error += relative_error(&got.out[at], &want.out[at], shape.head_dim) / q_heads;
     }
-    samples.bypassed += static_cast<double>(run.bypassed_heads()) / shape.q_heads;
+    samples.bypassed += static_cast<double>(run.bypassed_heads()) / q_heads;
     ++samples.steps;
   }
 
@@ -147,6 +167,7 @@ class AttentionBench {
   BenchMachine& machine_;
   const std::vector<PolicySpec>& specs_;
   CacheEvictor evictor_;
+  LayerBatch batch_;
   Samples dense_;
   std::vector<Samples> policies_;
 };
@@ -171,8 +192,11 @@ std::vector<PolicySpec> specs_of(const BenchCpuOptions& options) {
 Table empty_table() {
   using Show = Column::Show;
   return {.key = "attention",
-          .title = "Attention of one decode step over one layer (median time; ratios to dense and top-k of this run)",
+          .title =
+              "Attention of one decode step over one layer (median time; ratios to dense and top-k of the same rows "
+              "in this run)",
           .columns = {{"length_tokens", "length"},
+                      {"rows", "rows"},
                       {"method", "method"},
                       {"time_us", "time us"},
                       {"speedup_over_dense", "x dense", 2},
@@ -191,24 +215,25 @@ Table empty_table() {
                       {"bypassed_share", "bypassed", 1, Show::percent}}};
 }
 
-void add_rows(std::uint32_t length, const AttentionBench& bench, const std::vector<std::string>& names,
-              const std::vector<PolicySpec>& specs, Table& table) {
+void add_rows(std::uint32_t length, std::uint32_t rows, const AttentionBench& bench,
+              const std::vector<std::string>& names, const std::vector<PolicySpec>& specs, Table& table) {
   const double dense = percentile(bench.dense().total, 0.5);
   std::optional<double> topk;
   for (std::size_t p = 0; p < specs.size(); ++p) {
     if (specs[p].uses(Source::exact)) topk = percentile(bench.policies()[p].total, 0.5);
   }
   const auto over_topk = [&](double time) { return topk ? Json(*topk / time) : Json(); };
-  table.rows.push_back({length, "dense", dense, 1.0, over_topk(dense), nullptr, nullptr, nullptr, dense, nullptr,
+  table.rows.push_back({length, rows, "dense", dense, 1.0, over_topk(dense), nullptr, nullptr, nullptr, dense, nullptr,
                         nullptr, nullptr, 1.0, nullptr, 1.0, 0.0, 0.0});
   for (std::size_t p = 0; p < specs.size(); ++p) {
     const Samples& s = bench.policies()[p];
     const double time = percentile(s.total, 0.5);
     const auto median = [](const std::vector<double>& samples) { return Json(percentile(samples, 0.5)); };
     const auto mean = [&](double sum) { return Json(sum / s.steps); };
-    table.rows.push_back({length, names[p], time, dense / time, over_topk(time), median(s.forecast), median(s.select),
-                          median(s.score), median(s.attend), median(s.observe), mean(s.expanded), mean(s.scored),
-                          mean(s.attended), mean(s.overlap), mean(s.coverage), mean(s.error), mean(s.bypassed)});
+    table.rows.push_back({length, rows, names[p], time, dense / time, over_topk(time), median(s.forecast),
+                          median(s.select), median(s.score), median(s.attend), median(s.observe), mean(s.expanded),
+                          mean(s.scored), mean(s.attended), mean(s.overlap), mean(s.coverage), mean(s.error),
+                          mean(s.bypassed)});
   }
 }
 
@@ -221,8 +246,10 @@ Table bench_attention(const BenchCpuOptions& options, BenchMachine& machine, Pro
   AttentionBench bench(options, machine, specs);
   try {
     for (const std::uint32_t length : parse_counts(options.lengths, "--length")) {
-      bench.run(length, bar);
-      add_rows(length, bench, names, specs, table);
+      for (const std::uint32_t rows : parse_counts(options.rows, "--rows")) {
+        bench.run(length, rows, bar);
+        add_rows(length, rows, bench, names, specs, table);
+      }
     }
   } catch (const Interrupted&) {  // The lengths that are finished are a result.
   }

@@ -7,7 +7,6 @@
 
 #include "cpu/backend/verbs.hpp"
 #include "sluice/error.hpp"
-#include "tools/cli/bench/layer.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -56,6 +55,54 @@ void require_close(const float* got, const float* want, std::uint32_t dim, const
                                 "); nothing was timed. Try SLUICE_CPU_ISA=generic and report this");
 }
 
+void check_dense(const LayerBatch& batch, const StepOutput& dense) {
+  const AttentionShape& shape = batch.front()->options().shape;
+  for (std::size_t row = 0; row < batch.size(); ++row) {
+    for (const std::uint32_t head : {0u, shape.q_heads - 1}) {
+      const std::vector<float> want = reference(*batch[row], head, 0);
+      require_close(&dense.out[(row * shape.q_heads + head) * shape.head_dim], want.data(), shape.head_dim,
+                    "dense attention of sequence " + std::to_string(row));
+    }
+  }
+}
+
+/// `what`: the policy, for errors.
+void check_whole_budget(const LayerBatch& batch, BenchMachine& machine, PolicySpec spec, const StepOutput& dense,
+                        const std::string& what) {
+  const AttentionShape& shape = batch.front()->options().shape;
+  for (const SyntheticLayer* each : batch) {
+    spec.budget.min_tokens = std::max(spec.budget.min_tokens, each->options().tokens + each->options().steps);
+  }
+  spec.bypass_threshold = 0.f;
+  PolicyLayer whole(spec, batch, machine.backend, machine.workers);
+  whole.begin();
+  StepOutput output;
+  whole.step(0, output);
+  for (std::size_t head = 0; head < batch.size() * shape.q_heads; ++head) {
+    const std::size_t at = head * shape.head_dim;
+    require_close(&output.out[at], &dense.out[at], shape.head_dim, what + " at full budget");
+  }
+}
+
+/// The first step of a batch, against the same of a sequence alone.
+void check_alone(const LayerBatch& batch, BenchMachine& machine, const PolicySpec& spec, const std::string& what) {
+  const AttentionShape& shape = batch.front()->options().shape;
+  PolicyLayer together(spec, batch, machine.backend, machine.workers);
+  together.begin();
+  StepOutput all;
+  together.step(0, all);
+  for (std::size_t row = 0; row < batch.size(); ++row) {
+    PolicyLayer alone(spec, {batch[row]}, machine.backend, machine.workers);
+    alone.begin();
+    StepOutput one;
+    alone.step(0, one);
+    for (std::size_t head = 0; head < shape.q_heads; ++head) {
+      require_close(&all.out[(row * shape.q_heads + head) * shape.head_dim], &one.out[head * shape.head_dim],
+                    shape.head_dim, what + " of sequence " + std::to_string(row) + " in a batch");
+    }
+  }
+}
+
 }  // namespace
 
 double relative_error(const float* got, const float* want, std::uint32_t dim) {
@@ -68,26 +115,16 @@ double relative_error(const float* got, const float* want, std::uint32_t dim) {
   return size == 0.0 ? std::sqrt(difference) : std::sqrt(difference / size);
 }
 
-void check_attention(const SyntheticLayer& layer, BenchMachine& machine, const std::vector<PolicySpec>& specs) {
-  const AttentionShape& shape = layer.options().shape;
+void check_attention(const LayerBatch& batch, BenchMachine& machine, const std::vector<PolicySpec>& specs) {
   StepOutput dense;
-  DenseLayer(layer, machine.backend).attend(0, dense);
-  for (const std::uint32_t head : {0u, shape.q_heads - 1}) {
-    const std::vector<float> want = reference(layer, head, 0);
-    require_close(&dense.out[std::size_t{head} * shape.head_dim], want.data(), shape.head_dim, "dense attention");
-  }
-  for (PolicySpec spec : specs) {
-    if (!spec.uses(Source::history) && !spec.uses(Source::exact)) continue;
-    spec.budget.min_tokens = layer.options().tokens + layer.options().steps;
-    spec.bypass_threshold = 0.f;
-    PolicyLayer whole(spec, layer, machine.backend, machine.workers);
-    whole.begin();
-    StepOutput output;
-    whole.step(0, output);
-    for (std::uint32_t head = 0; head < shape.q_heads; ++head) {
-      const std::size_t at = std::size_t{head} * shape.head_dim;
-      require_close(&output.out[at], &dense.out[at], shape.head_dim, "policy '" + spec.name + "' at full budget");
+  DenseLayer(batch, machine.backend).attend(0, dense);
+  check_dense(batch, dense);
+  for (const PolicySpec& spec : specs) {
+    const std::string what = "policy '" + spec.name + "'";
+    if (spec.uses(Source::history) || spec.uses(Source::exact)) {
+      check_whole_budget(batch, machine, spec, dense, what);
     }
+    if (batch.size() != 1) check_alone(batch, machine, spec, what);
   }
 }
 

@@ -25,6 +25,8 @@ struct BenchCpuOptions {
   std::string shape_name = "llama-3.1-8b";
   AttentionShape shape{.layers = 1, .q_heads = 0, .kv_heads = 0, .head_dim = 0};  ///< zeros: from shape_name
   std::string lengths = "131072";
+  std::string rows = "1";    ///< sequences of a call
+  std::uint32_t ragged = 0;  ///< tokens of a call's shortest sequence; 0: all are of one length
   std::string policies = "topk,lfps";
   double alpha = 0.0;  ///< 0: the policy's
   std::string budget;  ///< empty: the policy's

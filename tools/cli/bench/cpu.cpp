@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "sluice/error.hpp"
+#include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/text/facts.hpp"
@@ -26,6 +27,8 @@ Json config_of(const BenchCpuOptions& options) {
           {"kv_heads", options.shape.kv_heads},
           {"head_dim", options.shape.head_dim},
           {"lengths", parse_counts(options.lengths, "--length")},
+          {"rows", parse_counts(options.rows, "--rows")},
+          {"ragged", options.ragged},
           {"policies", split_policies(options.policies)},
           {"alpha", options.alpha == 0.0 ? Json() : Json(options.alpha)},
           {"budget", options.budget.empty() ? Json() : Json(options.budget)},
@@ -75,6 +78,7 @@ void add_cpu(CLI::App& bench, int& exit_code) {
   add_shape_flags(*command, options->shape);
   command->add_option("--length", options->lengths, "Comma list of context lengths in tokens, K allowed")
       ->capture_default_str();
+  add_batch_rows(*command, options->rows, options->ragged);
   command
       ->add_option("--policies", options->policies,
                    "Policies to hold against dense attention; see `sluice eval --help`")
@@ -101,6 +105,7 @@ void add_cpu(CLI::App& bench, int& exit_code) {
   add_output(*command, options->output);
   command->footer(
       "One layer, all its heads, on synthetic heavy-tailed attention; caches are emptied between measurements.\n"
+      "The sequences of --rows are other ones each, and are attended in one call, by dense attention too.\n"
       "Results are checked before anything is timed; a wrong one ends the run with exit code 1.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }

@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "sluice/error.hpp"
+#include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/gpu_attention.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/dense_flag.hpp"
@@ -82,12 +83,7 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   add_fetch_share(*command, options->fetch_share);
   add_handover(*command, options->handover);
-  command->add_option("--rows", options->rows, "Comma list of numbers of sequences in a forward")
-      ->capture_default_str();
-  add_count(*command, "--ragged", options->ragged,
-            "Tokens of the shortest sequence of a forward; the others lie between it and --length, each as many times "
-            "as long as the next; 0: all alike",
-            {.most = 1u << 30});
+  add_batch_rows(*command, options->rows, options->ragged);
   add_far(*command, options->far);
   command->add_option("--pattern", options->pattern, "Attention: structured (heavy tokens, slashes) or uniform (noise)")
       ->capture_default_str();

@@ -2,7 +2,6 @@
 #include "tools/cli/bench/gpu_attention.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -10,6 +9,7 @@
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/device.hpp"
 #include "tools/cli/bench/gpu_table.hpp"
 #include "tools/cli/bench/graph.hpp"
@@ -270,16 +270,6 @@ class GpuBench {
 };
 
 }  // namespace
-
-std::vector<std::uint32_t> row_lengths(std::uint32_t rows, std::uint32_t longest, std::uint32_t shortest) {
-  std::vector<std::uint32_t> lengths(rows, longest);
-  if (shortest == 0 || shortest >= longest) return lengths;
-  for (std::uint32_t row = 1; row < rows; ++row) {
-    const double part = static_cast<double>(row) / (rows - 1);
-    lengths[row] = static_cast<std::uint32_t>(std::lround(longest * std::pow(1.0 * shortest / longest, part)));
-  }
-  return lengths;
-}
 
 std::vector<GpuCase> gpu_cases(const BenchGpuOptions& options) {
   std::vector<GpuCase> cases;

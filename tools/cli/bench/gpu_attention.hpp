@@ -54,9 +54,6 @@ struct GpuCase {
   bool all_near = false;  ///< device memory has room for all tokens
   std::uint32_t rows = 1;
 };
-/// Tokens of the sequences of a forward, the longest first: between `longest` and `shortest` each is as many times as
-/// long as the next one. All alike if `shortest` is 0.
-[[nodiscard]] std::vector<std::uint32_t> row_lengths(std::uint32_t rows, std::uint32_t longest, std::uint32_t shortest);
 /// Of all policies, placements and numbers of rows.
 /// @throws Error{Errc::invalid_argument} for what none of these can be
 [[nodiscard]] std::vector<GpuCase> gpu_cases(const BenchGpuOptions& options);

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
@@ -13,23 +14,28 @@
 
 namespace sluice::tools {
 
-/// Attention of one decode step over one layer.
+/// One layer of several sequences, which make a step together: of one shape and page layout, and as many steps. Not
+/// empty; the layers belong to the caller.
+using LayerBatch = std::vector<const SyntheticLayer*>;
+
+/// Attention of one decode step over one layer of `rows` sequences.
 struct StepOutput {
-  std::vector<float> out;  ///< [q_heads, head_dim]
-  std::vector<float> lse;  ///< [q_heads] of what was attended; a bypassed head's estimate of the rest is not in it
+  std::vector<float> out;  ///< [rows, q_heads, head_dim]
+  std::vector<float>
+      lse;  ///< [rows, q_heads] of what was attended; a bypassed head's estimate of the rest is not in it
 };
 
-/// Dense attention on the CPU, as Backend::attend does it over whole pages.
+/// Dense attention on the CPU, as Backend::attend does it over whole pages, all sequences in one call.
 class DenseLayer {
  public:
-  DenseLayer(const SyntheticLayer& layer, cpu::Backend& backend) : layer_(layer), backend_(backend) {}
-  /// Tokens [0, options.tokens + step], the step's own included.
+  DenseLayer(LayerBatch batch, cpu::Backend& backend) : batch_(std::move(batch)), backend_(backend) {}
+  /// Tokens [0, options.tokens + step] of each sequence, the step's own included.
   void attend(std::uint32_t step, StepOutput& output);
 
  private:
-  const SyntheticLayer& layer_;
+  LayerBatch batch_;
   cpu::Backend& backend_;
-  std::vector<PageRun> runs_;
+  std::vector<std::vector<PageRun>> runs_;  ///< [rows]
 };
 
 /// Wall time of one step by phase, in microseconds. `score` is the part of `select` spent in reading K.
@@ -43,12 +49,12 @@ struct PhaseTimes {
 };
 
 /// One policy over one layer, everything attended by the CPU: sinks and recent tokens densely, then what the
-/// policy selects. KV heads go over the workers in every phase, as in the pipeline.
+/// policy selects. The KV heads of all sequences go over the workers in every phase, as in the pipeline.
 class PolicyLayer {
  public:
   /// @throws Error{Errc::unsupported} for a policy that ranks pages or keeps a near share, which are the
   ///         device's part and not measured here.
-  PolicyLayer(const PolicySpec& spec, const SyntheticLayer& layer, cpu::Backend& backend, const cpu::Workers& workers);
+  PolicyLayer(const PolicySpec& spec, LayerBatch batch, cpu::Backend& backend, const cpu::Workers& workers);
   ~PolicyLayer();
 
   /// Reads the prompt. Once, before the first step.
@@ -56,7 +62,7 @@ class PolicyLayer {
   /// One decode step; steps come in ascending order.
   PhaseTimes step(std::uint32_t step, StepOutput& output);
 
-  /// Of the last step: [kv_heads].
+  /// Of the last step: [rows, kv_heads].
   [[nodiscard]] const std::vector<SelectionRow>& rows() const noexcept { return rows_; }
   [[nodiscard]] scheduler::SelectCounters counters() const noexcept;
   [[nodiscard]] std::uint32_t bypassed_heads() const noexcept;
@@ -64,15 +70,25 @@ class PolicyLayer {
  private:
   struct Head;
   void attend(std::uint32_t step, StepOutput& output);
-  void apply_bypass(std::uint32_t kv_head);
+  void apply_bypass(std::uint32_t head);
+  /// Indices of heads run over all sequences: that of a head among its sequence's.
+  [[nodiscard]] std::uint32_t kv_head(std::uint32_t head) const noexcept { return head % shape_.kv_heads; }
+  [[nodiscard]] const SyntheticLayer& layer(std::uint32_t head) const noexcept {
+    return *batch_[head / shape_.kv_heads];
+  }
+  [[nodiscard]] scheduler::LayerPolicy& policy(std::uint32_t head) const noexcept {
+    return *policies_[head / shape_.kv_heads];
+  }
+  [[nodiscard]] std::uint32_t heads() const noexcept { return static_cast<std::uint32_t>(heads_.size()); }
 
   PolicySpec spec_;
-  const SyntheticLayer& layer_;
+  LayerBatch batch_;
+  AttentionShape shape_;
   cpu::Backend& backend_;
   const cpu::Workers& workers_;
-  std::unique_ptr<scheduler::LayerPolicy> policy_;
-  std::vector<std::unique_ptr<Head>> heads_;
-  std::vector<SelectionRow> rows_;
+  std::vector<std::unique_ptr<scheduler::LayerPolicy>> policies_;  ///< [rows]
+  std::vector<std::unique_ptr<Head>> heads_;                       ///< [rows, kv_heads]
+  std::vector<SelectionRow> rows_;                                 ///< likewise
   StepOutput near_;
   StepOutput far_;
 };

@@ -2,6 +2,7 @@
 #include <memory>
 
 #include "sluice/engine.hpp"
+#include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/prefill_bench.hpp"
 #include "tools/cli/bench/shapes.hpp"
@@ -34,10 +35,15 @@ int run(BenchPrefillOptions options) {
                            {"kv_heads", shape.kv_heads},
                            {"head_dim", shape.head_dim},
                            {"lengths", bench.lengths()},
+                           {"rows", bench.rows()},
+                           {"ragged", options.ragged},
                            {"structures", split_list(options.structures)},
                            {"gammas", split_list(options.gammas)},
                            {"tau", options.flex.tau},
                            {"min_budget", options.flex.min_budget},
+                           {"max_budget", options.flex.max_budget},
+                           {"lines", options.flex.lines},
+                           {"flattened", options.flex.flattened},
                            {"chunk", options.chunk},
                            {"layers", shape.layers},
                            {"page_tokens", options.page_tokens},
@@ -60,6 +66,7 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   command->add_option("--length", options->lengths,
                       "Comma list of prompt lengths in tokens, K allowed [default: 2K,8K on the host, "
                       "4K,16K,64K,128K,256K on a GPU]");
+  add_batch_rows(*command, options->rows, options->ragged);
   command
       ->add_option("--structures", options->structures,
                    "Comma list of vertical_slash, query_aware, uniform (the worst)")
@@ -80,9 +87,10 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   add_output(*command, options->output);
   command->footer(
       "Rows of every attention are checked against float64 before it is timed; a wrong one ends the run with exit\n"
-      "code 1. The rows of auto are no measurements of their own: they are put together from those above them by what\n"
-      "the rule would do in a model of the shape's layers, all like this one. Values are noise, so that the error is "
-      "that of the hardest case.");
+      "code 1. The prompts of --rows are other ones each; their chunks that begin at the same token are one call, of\n"
+      "dense attention too. The rows of auto are no measurements of their own: they are put together from those above\n"
+      "them by what the rule would do in a model of the shape's layers, all like this one. Values are noise, so that\n"
+      "the error is that of the hardest case.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

@@ -9,6 +9,7 @@
 #include "sluice/backend.hpp"
 #include "sluice/error.hpp"
 #include "sluice/share_histogram.hpp"
+#include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/prefill_automatic.hpp"
 #include "tools/cli/prefill_flags.hpp"
@@ -47,6 +48,7 @@ PrefillBench::PrefillBench(const BenchPrefillOptions& options)
                           : host                   ? "2K,8K"
                                                    : "4K,16K,64K,128K,256K",
                           "--length");
+  rows_ = parse_counts(options.rows, "--rows");
   samples_ = options.repeat != 0 ? options.repeat : host ? 3 : 5;
   for (const std::string& gamma : split_list(options.gammas)) {
     PrefillSpec spec{.mode = PrefillMode::flexprefill, .flex = options.flex};
@@ -61,14 +63,35 @@ PrefillBench::PrefillBench(const BenchPrefillOptions& options)
   make_table();
 }
 
+std::uint64_t PrefillBench::Prompts::tokens() const noexcept {
+  std::uint64_t sum = 0;
+  for (const auto& layer : layers) sum += layer->options().tokens;
+  return sum;
+}
+
+std::uint64_t PrefillBench::Prompts::pairs() const noexcept {
+  std::uint64_t sum = 0;
+  for (const auto& layer : layers) sum += std::uint64_t{layer->options().tokens} * (layer->options().tokens + 1) / 2;
+  return sum;
+}
+
+void PrefillBench::Prompts::require(const PrefillBatch& batch, const std::string& what) const {
+  for (std::size_t i = 0; i < checks.size(); ++i) {
+    checks[i]->require(*batch.prompts()[i], what + ", " + name + ", prompt " + std::to_string(i));
+  }
+}
+
 void PrefillBench::run(ProgressBar& bar) {
   std::size_t done = 0;
   for (const PromptStructure structure : structures_) {
     for (const std::uint32_t length : lengths_) {
-      const std::string name = std::string(to_string(structure)) + ", " + std::to_string(length) + " tokens";
-      stop_if_interrupted();
-      bar.update(done++, structures_.size() * lengths_.size(), name);
-      run(structure, length, name);
+      for (const std::uint32_t rows : rows_) {
+        const std::string name = std::string(to_string(structure)) + ", " + std::to_string(length) + " tokens" +
+                                 (rows == 1 ? "" : " x " + std::to_string(rows));
+        stop_if_interrupted();
+        bar.update(done++, structures_.size() * lengths_.size() * rows_.size(), name);
+        run(structure, length, rows, name);
+      }
     }
   }
 }
@@ -77,11 +100,13 @@ void PrefillBench::make_table() {
   using Show = Column::Show;
   table_ = {.key = "prefill",
             .title =
-                "Attention of one layer of a prompt (median; ratios to dense in the same run; TFLOP/s of what "
-                "is computed; coverage: softmax mass that was attended, over rows and heads; error: L2, "
+                "Attention of one layer of prompts (median; rows: prompts whose chunks are attended in one call; "
+                "ratios to dense of the same rows in the same run; TFLOP/s of what is computed; coverage: softmax mass "
+                "that was attended, over rows and heads; error: L2, "
                 "relative to dense)",
             .columns = {{"structure", "structure"},
                         {"length_tokens", "length"},
+                        {"rows", "rows"},
                         {"chunk_tokens", "chunk"},
                         {"method", "method"},
                         {"total_ms", "ms", 3},
@@ -96,54 +121,64 @@ void PrefillBench::make_table() {
                         {"query_aware_share", "query-aware", 1, Show::percent}}};
 }
 
-void PrefillBench::run(PromptStructure structure, std::uint32_t length, const std::string& name) {
-  const PrefillLayerOptions layer_options{
-      .shape = options_.shape,
-      .layout = {.page_tokens = options_.page_tokens, .head_dim = options_.shape.head_dim, .dtype = options_.dtype},
-      .tokens = length,
-      .structure = structure,
-      .seed = options_.seed};
-  for (const std::string& reason : device_->backend().unsupported_reasons(options_.shape, layer_options.layout)) {
+void PrefillBench::run(PromptStructure structure, std::uint32_t length, std::uint32_t rows, const std::string& name) {
+  Prompts prompts{.structure = structure, .length = length, .name = name};
+  std::vector<PrefillLayerOptions> wanted;
+  for (const std::uint32_t tokens : row_lengths(rows, length, options_.ragged)) {
+    wanted.push_back(
+        {.shape = options_.shape,
+         .layout = {.page_tokens = options_.page_tokens, .head_dim = options_.shape.head_dim, .dtype = options_.dtype},
+         .tokens = tokens,
+         .structure = structure,
+         .seed = options_.seed + wanted.size()});
+  }
+  for (const std::string& reason : device_->backend().unsupported_reasons(options_.shape, wanted.front().layout)) {
     throw Error(Errc::unsupported, "bench prefill: " + reason);
   }
-  const PrefillLayer layer(layer_options, *device_, *stream_, *workers_);
-  const PrefillCheck check(layer, *device_, *stream_, *workers_);
-  run({.layer = layer, .check = check, .name = name}, length);
-  if (options_.chunk < length) run({.layer = layer, .check = check, .name = name}, options_.chunk);
+  const PrefillPages pages(wanted, *device_);
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    prompts.layers.push_back(
+        std::make_unique<PrefillLayer>(wanted[i], pages.base(), pages.first(i), *device_, *stream_, *workers_));
+    prompts.checks.push_back(std::make_unique<PrefillCheck>(*prompts.layers.back(), *device_, *stream_, *workers_));
+  }
+  run(prompts, length);
+  if (options_.chunk < length) run(prompts, options_.chunk);
 }
 
-void PrefillBench::run(const Prompt& prompt, std::uint32_t chunk) {
-  PrefillPass pass(prompt.layer, chunk, *device_, *stream_);
-  pass.attend();
-  prompt.check.require(pass, "dense attention, " + prompt.name);
-  const std::uint32_t tokens = prompt.layer.options().tokens;
-  Dense dense{.ms = 0.0, .compared = compared_rows(tokens), .lse = pass.lse(), .rows = {}, .cells = {}};
-  dense.rows = pass.outputs(dense.compared);
-  dense.ms = pass.time(samples_, [&] { pass.attend(); });
-  const double rate = teraflops(std::uint64_t{tokens} * (tokens + 1) / 2, dense.ms);
+void PrefillBench::run(const Prompts& prompts, std::uint32_t chunk) {
+  PrefillBatch batch(prompts.layers, chunk, *device_, *stream_);
+  batch.attend();
+  prompts.require(batch, "dense attention");
+  Dense dense{.ms = 0.0, .compared = {}, .lse = batch.lse(), .rows = {}, .cells = {}};
+  for (const auto& layer : prompts.layers) dense.compared.push_back(compared_rows(layer->options().tokens));
+  dense.rows = batch.outputs(dense.compared);
+  dense.ms = batch.time(samples_, [&] { batch.attend(); });
+  const double rate = teraflops(prompts.pairs(), dense.ms);
   dense.cells = {dense.ms, nullptr, dense.ms, rate, 1.0, 1.0, 1.0, 1.0, 0.0, nullptr};
-  add_row(prompt, chunk, "dense", dense.cells);
+  add_row(prompts, chunk, "dense", dense.cells);
   for (const FlexPrefillSpec& spec : specs_) {
     const std::string name = to_text({.mode = PrefillMode::flexprefill, .flex = spec});
-    pass.plan(std::vector<bool>(pass.chunks(), true));
-    const std::vector<Json> cells = measure(prompt, pass, name, spec, dense);
-    add_row(prompt, chunk, name, cells);
-    add_row(prompt, chunk, to_text({.mode = PrefillMode::automatic, .flex = spec}),
-            automatic(pass, dense.cells, cells));
+    batch.choose_everywhere();
+    const std::vector<Json> cells = measure(prompts, batch, name, spec, dense);
+    add_row(prompts, chunk, name, cells);
+    add_row(prompts, chunk, to_text({.mode = PrefillMode::automatic, .flex = spec}),
+            automatic(batch, dense.cells, cells));
   }
 }
 
-std::vector<Json> PrefillBench::automatic(const PrefillPass& pass, const std::vector<Json>& dense,
+std::vector<Json> PrefillBench::automatic(const PrefillBatch& batch, const std::vector<Json>& dense,
                                           const std::vector<Json>& chosen) const {
-  const std::vector<double> shares =
-      automatic_shares(pass, options_.shape.q_heads, options_.shape.layers, device_->backend().prefill_costs());
   double all = 0.0, by_choice = 0.0, blocks = 0.0, attended = 0.0;
-  for (std::size_t c = 0; c < shares.size(); ++c) {
-    const scheduler::ChunkWork work{.first = pass.first(c), .count = pass.keys(c) - pass.first(c)};
-    all += work.pairs();
-    attended += shares[c] * work.pairs();
-    blocks += work.key_blocks();
-    by_choice += shares[c] * work.key_blocks();
+  for (const auto& prompt : batch.prompts()) {
+    const std::vector<double> shares =
+        automatic_shares(*prompt, options_.shape.q_heads, options_.shape.layers, device_->backend().prefill_costs());
+    for (std::size_t c = 0; c < shares.size(); ++c) {
+      const scheduler::ChunkWork work{.first = prompt->first(c), .count = prompt->keys(c) - prompt->first(c)};
+      all += work.pairs();
+      attended += shares[c] * work.pairs();
+      blocks += work.key_blocks();
+      by_choice += shares[c] * work.key_blocks();
+    }
   }
   attended /= all;
   by_choice /= blocks;
@@ -156,26 +191,28 @@ std::vector<Json> PrefillBench::automatic(const PrefillPass& pass, const std::ve
           mixed(5), mixed(6),  nullptr,  nullptr, chosen[9]};
 }
 
-std::vector<Json> PrefillBench::measure(const Prompt& prompt, PrefillPass& pass, const std::string& name,
+std::vector<Json> PrefillBench::measure(const Prompts& prompts, PrefillBatch& batch, const std::string& name,
                                         const FlexPrefillSpec& spec, const Dense& dense) const {
-  pass.choose(spec);
-  pass.attend();
-  prompt.check.require(pass, name + ", " + prompt.name);
-  const ShareHistogram coverage = coverage_of(pass.lse(), dense.lse);
-  const double error = relative_error(pass.outputs(dense.compared), dense.rows);
+  batch.choose(spec);
+  batch.attend();
+  prompts.require(batch, name);
+  const ShareHistogram coverage = coverage_of(batch.lse(), dense.lse);
+  const double error = relative_error(batch.outputs(dense.compared), dense.rows);
   std::uint64_t kept = 0, causal = 0, query_aware = 0, heads = 0;
-  const std::vector<PrefillChoice> choices = pass.choices();
-  for (std::size_t i = 0; i < choices.size(); ++i) {
-    const bool chosen = pass.chooses(i / options_.shape.q_heads);
-    kept += chosen ? choices[i].kept : choices[i].causal;
-    causal += choices[i].causal;
-    query_aware += chosen ? choices[i].query_aware : 0;
-    heads += chosen ? 1 : 0;
+  for (const auto& prompt : batch.prompts()) {
+    const std::vector<PrefillChoice> choices = prompt->choices();
+    for (std::size_t i = 0; i < choices.size(); ++i) {
+      const bool chosen = prompt->chooses(i / options_.shape.q_heads);
+      kept += chosen ? choices[i].kept : choices[i].causal;
+      causal += choices[i].causal;
+      query_aware += chosen ? choices[i].query_aware : 0;
+      heads += chosen ? 1 : 0;
+    }
   }
-  const double choice_ms = pass.time(samples_, [&] { pass.choose(spec); });
-  const double attend_ms = pass.time(samples_, [&] { pass.attend(); });
+  const double choice_ms = batch.time(samples_, [&] { batch.choose(spec); });
+  const double attend_ms = batch.time(samples_, [&] { batch.attend(); });
   // Every row computes about half of the block on the diagonal, and all of the others that it keeps.
-  const std::uint64_t diagonal = prompt.layer.options().tokens * std::uint64_t{kPrefillBlock - 1} / 2;
+  const std::uint64_t diagonal = prompts.tokens() * (kPrefillBlock - 1) / 2;
   const std::uint64_t pairs = kept * kPrefillBlock * kPrefillBlock / options_.shape.q_heads - diagonal;
   return {choice_ms + attend_ms,
           choice_ms,
@@ -193,9 +230,9 @@ double PrefillBench::teraflops(std::uint64_t pairs, double ms) const {
   return 4.0 * options_.shape.head_dim * options_.shape.q_heads * static_cast<double>(pairs) / ms * 1e-9;
 }
 
-void PrefillBench::add_row(const Prompt& prompt, std::uint32_t chunk, const std::string& method,
+void PrefillBench::add_row(const Prompts& prompts, std::uint32_t chunk, const std::string& method,
                            const std::vector<Json>& cells) {
-  std::vector<Json> row = {to_string(prompt.layer.options().structure), prompt.layer.options().tokens, chunk, method};
+  std::vector<Json> row = {to_string(prompts.structure), prompts.length, prompts.layers.size(), chunk, method};
   row.insert(row.end(), cells.begin(), cells.end());
   table_.rows.push_back(std::move(row));
 }

@@ -41,14 +41,26 @@ void widen(DType dtype, const std::byte* from, std::span<float> out) {
   }
 }
 
-PrefillLayer::PrefillLayer(const PrefillLayerOptions& options, Device& device, Stream& stream,
-                           const cpu::Workers& builders)
-    : options_(options), head_pages_(div_up(options.tokens, options.layout.page_tokens)) {
+PrefillPages::PrefillPages(std::span<const PrefillLayerOptions> prompts, Device& device) {
+  std::uint64_t pages = 0;
+  for (const PrefillLayerOptions& prompt : prompts) {
+    first_.push_back(static_cast<std::uint32_t>(pages));
+    pages += div_up(prompt.tokens, prompt.layout.page_tokens) * prompt.shape.kv_heads;
+  }
+  if (pages >= kNone)
+    throw Error(Errc::out_of_capacity, "bench prefill: " + std::to_string(pages) +
+                                           " pages are more than a table can name; use --rows or --length of less, or "
+                                           "a larger --page-tokens");
+  pages_ = device.allocate(pages * prompts.front().layout.page_bytes());
+}
+
+PrefillLayer::PrefillLayer(const PrefillLayerOptions& options, std::byte* base, std::uint32_t first_page,
+                           Device& device, Stream& stream, const cpu::Workers& builders)
+    : options_(options), head_pages_(div_up(options.tokens, options.layout.page_tokens)), base_(base) {
   const AttentionShape& shape = options_.shape;
   const PageLayout& layout = options_.layout;
-  for (std::uint32_t i = 0; i < head_pages_ * shape.kv_heads; ++i) frames_.push_back(i);
+  for (std::uint32_t i = 0; i < head_pages_ * shape.kv_heads; ++i) frames_.push_back(first_page + i);
   const std::uint64_t token_bytes = layout.row_bytes() * shape.q_heads;
-  pages_ = device.allocate(head_bytes() * shape.kv_heads);
   queries_ = device.allocate(token_bytes * options.tokens);
 
   const PromptPattern pattern(options.structure, shape, options.seed);
@@ -100,7 +112,7 @@ void PrefillLayer::make_part(const PromptPattern& pattern, std::uint32_t begin, 
 }
 
 KvView PrefillLayer::view(std::uint32_t kv_head) const noexcept {
-  return {.base = pages_->data(), .frames = frames_.data() + kv_head * head_pages_, .layout = options_.layout};
+  return {.base = base_, .frames = frames_.data() + kv_head * head_pages_, .layout = options_.layout};
 }
 
 const std::byte* PrefillLayer::query(std::uint32_t token, std::uint32_t q_head) const noexcept {
@@ -172,17 +184,18 @@ std::uint64_t PrefillPass::mask_words(const Chunk& chunk) const noexcept {
          prefill_mask_words(chunk.first + chunk.count);
 }
 
-void PrefillPass::choose(const FlexPrefillSpec& spec) {
-  for (std::size_t c = 0; c < chunks_.size(); ++c) {
-    if (chosen_[c]) device_.backend().select_blocks(chunks_[c].choice, spec, layer_.strides(), shape_, &stream_);
-  }
+void PrefillPass::add_choice(std::size_t chunk, std::vector<SelectBlocksTask>& tasks) const {
+  if (chunk >= chunks_.size() || !chosen_[chunk]) return;
+  tasks.insert(tasks.end(), chunks_[chunk].choice.begin(), chunks_[chunk].choice.end());
 }
 
-void PrefillPass::attend() {
-  for (std::size_t c = 0; c < chunks_.size(); ++c) {
-    const std::vector<PrefillTask>& tasks = chosen_[c] ? chunks_[c].chosen : chunks_[c].dense;
-    device_.backend().prefill(tasks, layer_.strides(), shape_, &stream_);
-  }
+void PrefillPass::add_attention(std::size_t chunk, std::vector<PrefillTask>& dense,
+                                std::vector<PrefillTask>& chosen) const {
+  if (chunk >= chunks_.size()) return;
+  const Chunk& of = chunks_[chunk];
+  std::vector<PrefillTask>& to = chosen_[chunk] ? chosen : dense;
+  const std::vector<PrefillTask>& from = chosen_[chunk] ? of.chosen : of.dense;
+  to.insert(to.end(), from.begin(), from.end());
 }
 
 std::vector<float> PrefillPass::lse() const {
@@ -227,23 +240,6 @@ std::vector<std::uint32_t> PrefillPass::mask(std::uint32_t token, std::uint32_t 
   const std::uint32_t block = token / kPrefillBlock - chunk.first / kPrefillBlock;
   const std::uint64_t at = chunk.mask_at + (q_head * blocks + block) * words;
   return downloaded<std::uint32_t>(device_, stream_, masks_->data() + at * sizeof(std::uint32_t), words);
-}
-
-double PrefillPass::time(std::uint32_t samples, const std::function<void()>& verbs) const {
-  // The first wakes a GPU's clocks and hides what it takes to queue the others.
-  const std::uint32_t skipped = device_.info().own_processor ? 1 : 0;
-  std::vector<std::unique_ptr<Event>> events;
-  for (std::uint32_t i = 0; i <= samples + skipped; ++i) {
-    if (i != 0) verbs();
-    events.push_back(device_.create_event());
-    stream_.record(*events.back());
-  }
-  stream_.synchronize(deadline_after(kPatience));
-  std::vector<double> times;
-  for (std::size_t i = skipped + 1; i < events.size(); ++i) {
-    times.push_back(std::chrono::duration<double, std::milli>(events[i]->time() - events[i - 1]->time()).count());
-  }
-  return percentile(times, 0.5);
 }
 
 }  // namespace sluice::tools

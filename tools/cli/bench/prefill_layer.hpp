@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <utility>
@@ -22,13 +21,30 @@ struct PrefillLayerOptions {
   std::uint64_t seed = 0;
 };
 
+/// Device memory for the pages of prompts that are attended together: one piece of it, as an engine has, for kernels
+/// take tasks of the same memory in one launch.
+class PrefillPages {
+ public:
+  /// @throws Error{Errc::out_of_capacity} if the device cannot hold them.
+  PrefillPages(std::span<const PrefillLayerOptions> prompts, Device& device);
+  [[nodiscard]] std::byte* base() const noexcept { return pages_->data(); }
+  /// The first page of the prompt with this index; its others follow.
+  [[nodiscard]] std::uint32_t first(std::size_t prompt) const noexcept { return first_[prompt]; }
+
+ private:
+  std::vector<std::uint32_t> first_;
+  std::unique_ptr<Buffer> pages_;
+};
+
 /// One layer of a synthetic prompt in device memory: keys and values in pages, the pages of a head one after the
 /// other; queries [tokens, q_heads, head_dim] in the pages' dtype.
 class PrefillLayer {
  public:
-  /// Rows are made by all `builders`, a part of the prompt at a time.
+  /// Rows are made by all `builders`, a part of the prompt at a time. `base`: the memory that the prompt's pages are
+  /// in, from page `first_page` on; it must outlive the layer.
   /// @throws Error{Errc::out_of_capacity} if the device cannot hold it.
-  PrefillLayer(const PrefillLayerOptions& options, Device& device, Stream& stream, const cpu::Workers& builders);
+  PrefillLayer(const PrefillLayerOptions& options, std::byte* base, std::uint32_t first_page, Device& device,
+               Stream& stream, const cpu::Workers& builders);
 
   [[nodiscard]] const PrefillLayerOptions& options() const noexcept { return options_; }
   [[nodiscard]] KvView view(std::uint32_t kv_head) const noexcept;
@@ -44,11 +60,12 @@ class PrefillLayer {
   PrefillLayerOptions options_;
   std::uint64_t head_pages_;
   std::vector<std::uint32_t> frames_;  ///< [kv_heads, head_pages]
-  std::unique_ptr<Buffer> pages_, queries_;
+  std::byte* base_;
+  std::unique_ptr<Buffer> queries_;
 };
 
-/// The prompt's attention, chunk by chunk: verbs on the layer, one call each per chunk, and what they write. Everything
-/// enqueues on the stream, and must stay until the stream has passed it.
+/// A prompt's attention, chunk by chunk: the tasks of the verbs, and what they write. Must stay until the stream has
+/// passed what was enqueued of it.
 class PrefillPass {
  public:
   PrefillPass(const PrefillLayer& layer, std::uint32_t chunk_tokens, Device& device, Stream& stream);
@@ -65,9 +82,9 @@ class PrefillPass {
   /// Position of a chunk's first token.
   [[nodiscard]] std::uint32_t first(std::size_t chunk) const noexcept { return chunks_[chunk].first; }
 
-  void choose(const FlexPrefillSpec& spec);
-  /// What the plan and the last choice say.
-  void attend();
+  /// Tasks of a chunk, by KV head, as planned; none for a chunk that the prompt does not have, or that chooses nothing.
+  void add_choice(std::size_t chunk, std::vector<SelectBlocksTask>& tasks) const;
+  void add_attention(std::size_t chunk, std::vector<PrefillTask>& dense, std::vector<PrefillTask>& chosen) const;
 
   /// Waits. [tokens, q_heads]
   [[nodiscard]] std::vector<float> lse() const;
@@ -77,14 +94,12 @@ class PrefillPass {
   [[nodiscard]] std::vector<PrefillChoice> choices() const;
   /// Waits. The words of the query block that a token is in; empty for a chunk that is dense.
   [[nodiscard]] std::vector<std::uint32_t> mask(std::uint32_t token, std::uint32_t q_head) const;
-  /// Queues `verbs` again and again without a pause; the median time of one, in ms.
-  [[nodiscard]] double time(std::uint32_t samples, const std::function<void()>& verbs) const;
 
  private:
   struct Chunk {
     std::uint32_t first = 0;
     std::uint32_t count = 0;
-    std::uint64_t mask_at = 0;               ///< in words
+    std::uint64_t mask_at = 0;                   ///< in words
     std::vector<PrefillTask> dense{}, chosen{};  ///< [kv_heads]
     std::vector<SelectBlocksTask> choice{};      ///< likewise
   };

@@ -1,0 +1,72 @@
+#include "scheduler/plan/dense_advice.hpp"
+
+#include <algorithm>
+
+#include "scheduler/layer_policy.hpp"
+#include "scheduler/plan/forward_rows.hpp"
+#include "sluice/page.hpp"
+
+namespace sluice::scheduler {
+namespace {
+
+/// Nanoseconds for a token and KV head, of one core of an AMD EPYC with AVX-512 that did other work beside; by eye to
+/// the stages of one run of `taskset -c 1 sluice bench gpu --device host --sections attention --policies "sluice;full"
+/// --near 0 --layers 4 --trace FILE` at 2K, 8K and 32K tokens of four shapes. per_choice is a guess: these runs had 2.6,
+/// before the largest were found in one pass.
+struct CoreCosts {
+  double per_kv_byte = 0.055;  ///< attended: its key and value are read
+  double per_product = 0.023;  ///< and multiplied, by each channel and query head
+  double per_copy = 10.0;      ///< estimated: the 4-bit copy is read
+  double per_estimate = 0.02;  ///< and multiplied
+  double per_choice = 0.7;     ///< each query head looks at its score
+};
+
+class Costs {
+ public:
+  Costs(const PolicySpec& policy, const AttentionShape& shape, DType kv_dtype) noexcept
+      : policy_(policy), shape_(shape) {
+    const CoreCosts core;
+    const PageLayout layout{.head_dim = shape.head_dim, .dtype = kv_dtype};
+    const double group = shape.group();
+    const double products = group * shape.head_dim;
+    attend_ = core.per_kv_byte * static_cast<double>(2 * layout.row_bytes()) + core.per_product * products;
+    choose_ = core.per_copy + core.per_estimate * products + core.per_choice * group;
+  }
+  /// Whether attending all of so many tokens takes no longer.
+  [[nodiscard]] bool dense_pays(std::uint32_t tokens) const noexcept {
+    const RowShape row{.q_heads = shape_.q_heads, .kv_heads = shape_.kv_heads};
+    const double window = 1.0 * policy_.near.sink_tokens + std::max(1u, policy_.near.recent_tokens);
+    const double picks = 1.0 * shape_.group() * tokens_per_head(policy_, tokens, row);
+    const double all = tokens;
+    return attend_ * all <= choose_ * all + attend_ * std::min(all, window + picks);
+  }
+
+ private:
+  const PolicySpec& policy_;
+  const AttentionShape& shape_;
+  double attend_ = 0.0, choose_ = 0.0;
+};
+
+}  // namespace
+
+std::uint32_t dense_tokens_of_device(const AttentionShape& shape, const PageLayout& near, double near_gbps) noexcept {
+  // Scores, lists and an answer of the CPU on an H200, beyond what reading takes.
+  constexpr double kChoosingUs = 40.0;
+  constexpr double kBytesPerUs = 1e3;  // Of 1 GB/s.
+  const double bytes = 2.0 * static_cast<double>(near.row_bytes()) * shape.kv_heads;
+  return static_cast<std::uint32_t>(std::clamp(kChoosingUs * near_gbps * kBytesPerUs / bytes, 0.0, 1.0 * kMostDenseTokens));
+}
+
+std::uint32_t dense_tokens_of_cpu(const PolicySpec& policy, const AttentionShape& shape, DType kv_dtype) noexcept {
+  const bool by_copies = policy.sources == static_cast<std::uint8_t>(Source::exact) &&
+                         policy.estimate == Estimate::int4 && policy.budget.kind == BudgetKind::top_k;
+  if (!by_copies || !may_be_dense(policy)) return 0;
+  const Costs costs(policy, shape, kv_dtype);
+  // A budget may be a number first and a share of the tokens then, so that the difference is no line: the longest
+  // length at which dense attention pays is looked for from above, in steps of 1/16.
+  std::uint32_t tokens = kMostDenseTokens;
+  while (tokens > 16 && !costs.dense_pays(tokens)) tokens -= std::max(1u, tokens / 16);
+  return tokens > 16 ? tokens : 0;
+}
+
+}  // namespace sluice::scheduler
