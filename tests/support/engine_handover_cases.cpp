@@ -131,7 +131,8 @@ TEST_CASE("an answer that is late costs one forward, whoever waits, and its othe
       rig.synchronize();
       const auto took = Clock::now() - begin;
       REQUIRE(took >= options.answer_timeout);
-      REQUIRE(took < kStall);  // Nothing has waited for the thread, nor once more in each layer that follows.
+      // Nothing has waited for the thread, nor once more in each of the two layers that follow.
+      REQUIRE(took < options.answer_timeout * 5 / 2);
       REQUIRE(engine.stats().asked == asked + 1);
       for (const std::uint32_t row : {0u, 1u}) REQUIRE(std::isnan(tensors.out(row).back()));
       REQUIRE(code_of([&] { engine.finish(batch); }) == Errc::device);

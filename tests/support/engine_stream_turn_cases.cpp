@@ -63,6 +63,7 @@ EngineOptions options_for(const EngineRig& rig) {
   options.host_bytes = 60 * block_bytes(options);
   options.import_rows = kPrompt;
   options.answer_timeout = 60s;
+  options.handover = Handover::device;  // Else an answer is awaited as a whole.
   return options;
 }
 
