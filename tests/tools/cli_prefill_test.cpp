@@ -84,12 +84,14 @@ TEST_CASE("reports name the way to prefill and the chunk that it takes", "[cli]"
   };
   const auto wanted = GENERATE(values<Case>({
       {"--prefill full", {{"mode", "full"}}, 512},
-      {"--prefill auto", {{"mode", "auto"}, {"gamma", 0.95f}, {"tau", 0.1f}, {"min_budget", 1024}}, 4096},
-      {"--prefill flexprefill@0.5 --gamma 0.25 --tau 1 --min-budget 0",
-       {{"mode", "flexprefill"}, {"gamma", 0.5f}, {"tau", 1.f}, {"min_budget", 0}},
+      {"--prefill auto", {{"mode", "auto"}, {"gamma", 0.95f}, {"tau", 0.1f}, {"min_budget", 1024}, {"max_budget", 0}, {"lines", false}, {"flattened", false}}, 4096},
+      {"--prefill flexprefill@0.5 --gamma 0.25 --tau 1 --min-budget 0 --max-budget 2K --lines",
+       {{"mode", "flexprefill"}, {"gamma", 0.5f}, {"tau", 1.f}, {"min_budget", 0}, {"max_budget", 2048}, {"lines", true},
+        {"flattened", false}},
        4096},
-      {"--prefill flexprefill --gamma 0.25 --prefill-chunk 256",
-       {{"mode", "flexprefill"}, {"gamma", 0.25f}, {"tau", 0.1f}, {"min_budget", 1024}},
+      {"--prefill flexprefill --gamma 0.25 --flattened --prefill-chunk 256",
+       {{"mode", "flexprefill"}, {"gamma", 0.25f}, {"tau", 0.1f}, {"min_budget", 1024}, {"max_budget", 0},
+        {"lines", false}, {"flattened", true}},
        256},
   }));
   CAPTURE(wanted.arguments);
