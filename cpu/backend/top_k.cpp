@@ -50,8 +50,8 @@ void for_each_chunk(const float* values, std::uint32_t count, const F& f) {
   }
 }
 
-/// A key that the k-th largest is not below: the lower end of its bucket, as counted by sign, exponent and first two bits
-/// of mantissa.
+/// A key that the k-th largest is not below: the lower end of its bucket, as counted by sign, exponent and first two
+/// bits of mantissa.
 std::uint32_t counted_floor(const float* values, std::uint32_t count, std::uint32_t k) {
   std::array<std::array<std::uint32_t, kBuckets>, 2> counts{};  // Neighbours are often alike: they count apart.
   for_each_chunk(values, count, [&](std::uint32_t, const std::uint32_t* keys, std::uint32_t some) {
@@ -67,8 +67,7 @@ std::uint32_t counted_floor(const float* values, std::uint32_t count, std::uint3
 std::uint32_t sampled_floor(const float* values, std::uint32_t count, std::uint32_t k) {
   constexpr std::uint32_t kSamples = 512;
   std::array<std::uint32_t, kSamples> keys;
-  for (std::uint32_t i = 0; i < kSamples; ++i)
-    keys[i] = order_key(values[std::uint64_t{i} * count / kSamples]);
+  for (std::uint32_t i = 0; i < kSamples; ++i) keys[i] = order_key(values[std::uint64_t{i} * count / kSamples]);
   const double mean = static_cast<double>(k) * kSamples / count;
   const auto rank = static_cast<std::uint32_t>(mean + 4.0 * std::sqrt(mean) + 2.0);
   if (rank > kSamples) return 0;
@@ -91,8 +90,8 @@ void reach(const float* values, std::uint32_t count, std::uint32_t floor, Reache
   });
 }
 
-/// The largest of a long row: those that reach a floor are put aside, and the best of these found. The floor is a guess,
-/// and counted where it was too high or would not leave much out.
+/// The largest of a long row: those that reach a floor are put aside, and the best of these found. The floor is a
+/// guess, and counted where it was too high or would not leave much out.
 std::uint32_t top_k_of_long(const float* values, std::uint32_t count, std::uint32_t k, std::uint32_t* out) {
   constexpr std::uint32_t kSparse = 8;
   thread_local Reached reached;

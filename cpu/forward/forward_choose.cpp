@@ -119,7 +119,8 @@ void split(const ForwardMemory& m, std::uint32_t layer) {
       const std::uint32_t plane = m.plane(layer, head);
       const std::uint32_t at = m.row_of(row.list, token);
       if (const std::uint32_t place = m.near_row_of(plane, at); place != kNone) {
-        if (m.keeps_near(row)) m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
+        if (m.keeps_near(row))
+          m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
         m.near_lists[index * room + near++] = m.near_entry(plane, place);
       } else {
         m.far_rows[index * room + far++] = at;

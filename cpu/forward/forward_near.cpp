@@ -148,6 +148,7 @@ void acquire_coming(const ForwardMemory& m, const Plane& plane, bool decoded, st
 /// All tokens of rows that are whole, but for the new one, see ForwardVerbs::apply.
 void keep_whole(const Kernels& kernels, const ForwardMemory& m, const Plane& plane) {
   const auto forward = static_cast<Forward>(m.slip->forward);
+  std::size_t left = m.promotions;
   for (const ForwardRow& row : std::span(m.rows, m.slip->bucket.decode_rows)) {
     if (row.list == kNone || !m.keeps_near(row)) continue;
     std::vector<std::uint32_t> wanted;
@@ -155,13 +156,14 @@ void keep_whole(const Kernels& kernels, const ForwardMemory& m, const Plane& pla
       const std::uint32_t at = m.row_of(row.list, token);
       if ((plane.entry(at) & kNearBit) != 0) {
         plane.refresh(at, forward);
-      } else if (wanted.size() < m.promotions) {
+      } else if (wanted.size() < left) {
         wanted.push_back(at);
       }
     }
     const std::uint32_t acquired = plane.acquire(wanted, forward, forward, {kNearPatience, kNearAgain});
     for (std::uint32_t i = 0; i < acquired; ++i) plane.load(kernels, wanted[i]);
     m.state->promoted += acquired;
+    left -= acquired;
   }
 }
 
@@ -187,7 +189,7 @@ void acquire_rows(const Kernels& kernels, const ForwardMemory& m) {
       if (m.has_layer(stack, p))
         acquire_coming(m.of_stack(stack), plane, true, 0, forward, {kNearPatience, kNearAgain, 0});
     }
-    if (m.slip->bucket.whole && forward % kNearTurn == 0) keep_whole(kernels, m, plane);
+    if (m.state->kept == m.slip->forward) keep_whole(kernels, m, plane);
     // The newest of prompts, and in their order, so that the oldest give way first later on.
     const std::size_t most = std::min<std::size_t>(prompts, plane.rows());
     for (std::uint32_t stack = 0; stack < m.stacks; ++stack) {

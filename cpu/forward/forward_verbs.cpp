@@ -41,6 +41,7 @@ void apply(const Kernels& kernels, const ForwardMemory& m) {
   state.after = ~std::uint64_t{0};
   state.bucket = slip.bucket;
   state.planned = slip.forward;
+  if (state.bucket.whole && state.planned - state.kept >= kNearTurn) state.kept = state.planned;
   std::copy_n(m.slip_tokens, slip.bucket.rows(), m.tokens);
   std::copy_n(m.slip_rows, slip.bucket.decode_rows, m.rows);
   std::copy_n(m.slip_chunks, slip.bucket.prefills, m.chunks);

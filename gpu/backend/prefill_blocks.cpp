@@ -129,8 +129,9 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
   const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
   for (const SelectBlocksTask& task : tasks) check_task(task, shape, limit);
   if (spec.flattened)
-    throw Error(Errc::unsupported, "select_blocks: query blocks that choose together (flattened) are of the CPU alone; "
-                                   "let each choose for itself");
+    throw Error(Errc::unsupported,
+                "select_blocks: query blocks that choose together (flattened) are of the CPU alone; "
+                "let each choose for itself");
   while (!tasks.empty()) {
     const std::span<const SelectBlocksTask> now = tasks.first(launchable(tasks, limit));
     tasks = tasks.subspan(now.size());

@@ -14,8 +14,8 @@ namespace sluice::gpu {
 
 /// Of a bucket that is whole: thread blocks of a job of so many tokens, of so many jobs; 0 if a launch may not have as
 /// many.
-[[nodiscard]] std::uint32_t whole_slices(const ForwardMemory& memory, std::uint32_t jobs,
-                                         std::uint32_t multiprocessors, std::uint32_t tokens);
+[[nodiscard]] std::uint32_t whole_slices(const ForwardMemory& memory, std::uint32_t jobs, std::uint32_t multiprocessors,
+                                         std::uint32_t tokens);
 
 /// Near and fetched rows are attended by one launch if they are alike and it has room for all jobs, unless the CPU says
 /// what to fetch.

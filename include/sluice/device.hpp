@@ -112,8 +112,8 @@ struct DeviceInfo {
   /// empty if it does.
   Handover handover = Handover::device;
   std::string handover_reason{};
-  bool stream_waits = false;    ///< its streams can wait for a word by themselves, see Handover::stream
-  bool captures_waits = false;  ///< and that can be captured
+  bool stream_waits = false;       ///< its streams can wait for a word by themselves, see Handover::stream
+  bool captures_waits = false;     ///< and that can be captured
   std::string pci_bus_id{};        ///< domain:bus:device.function, "0000:1b:00.0"; empty: on no bus, or unknown
   /// The same of all devices of its kind that this process sees, by their numbers (CUDA's ordinals), its own included.
   std::vector<std::string> visible_bus_ids{};

@@ -276,14 +276,14 @@ class Engine {
   [[nodiscard]] std::uint64_t far_bytes(SequenceId sequence) const;
   /// May be called at any time, also while forwards run.
   [[nodiscard]] EngineStats stats() const noexcept;
-  /// Binds the calling thread to the core that the engine's threads leave to the caller, so that the system does not put
-  /// it in the way of one of them: for a thread that does nothing but drive the engine. Threads that it starts from then
-  /// on are bound with it, and engines that are built may take that core to be all there is: do both before. Call it
-  /// again when engines have come or gone, which share the cores.
+  /// Binds the calling thread to the core that the engine's threads leave to the caller, so that the system does not
+  /// put it in the way of one of them: for a thread that does nothing but drive the engine. Threads that it starts from
+  /// then on are bound with it, and engines that are built may take that core to be all there is: do both before. Call
+  /// it again when engines have come or gone, which share the cores.
   /// @throws Error{Errc::unsupported} if there is no core for the caller, or the system does not let it be bound
   void pin_caller();
   /// The calling thread may run where it could before `pin_caller`; nothing if it has not called that. To be called by
-  /// each thread that has, before the engine goes.
+  /// each thread that has, before the engine goes; of several engines in the reverse order.
   void unpin_caller() noexcept;
   [[nodiscard]] const EngineOptions& options() const noexcept;
   /// Whether `attend` may be called for a stream that is captured: the device has graphs, and who waits for the CPU's

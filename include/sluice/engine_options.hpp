@@ -64,11 +64,13 @@ struct EngineOptions {
   /// Lists of policies that choose on the CPU stay with it. Of device memory, each row that chooses takes what its
   /// output takes, and 4 bytes for each token that a KV head may attend. 0 with `stream`.
   float fetch_share = 0.f;
-  /// Tokens of a sequence up to which it attends all of them, whatever its policy chooses: of so few, reading everything
-  /// takes less than choosing. Buckets of no more max_tokens do without the stages that choose. Not of policies that
-  /// choose on the CPU or among clusters. kDenseAuto: as many as near_bytes have room for, of each of
-  /// largest.decode_rows sequences, up to where choosing pays on this device in a batch of so many; without a GPU, up to
-  /// where the default policy pays on a CPU. Engine::options() says how many. With 0 nothing but the policy says what is attended, as published. [0, 2^31), or kDenseAuto
+  /// Tokens of a sequence up to which it attends all of them, whatever its policy chooses: of so few, reading
+  /// everything takes less than choosing. Buckets of no more max_tokens do without the stages that choose, unless the
+  /// engine has cpu_sequences or cluster_sequences: sequences whose policies choose on the CPU or among clusters go on
+  /// choosing. kDenseAuto: as many as near_bytes have room for, of each of largest.decode_rows sequences, up to where
+  /// choosing pays on this device in a batch of so many; without a GPU, up to where the default policy pays on a CPU.
+  /// Engine::options() says how many. With 0 nothing but the policy says what is attended, as published. [0, 2^31), or
+  /// kDenseAuto
   std::uint32_t dense_tokens = 0;
   /// Of all buckets; forwards of smaller ones take no memory of their own. Its max_tokens become what host_bytes hold
   /// if they are 0 or more than that, and whole pages. With `audit`, each row that chooses takes pinned memory for what

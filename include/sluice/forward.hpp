@@ -200,6 +200,7 @@ struct ForwardState {
   std::uint64_t planned = 0;    ///< the newest plan that was applied
   std::uint64_t after = 0;      ///< of that plan
   Bucket bucket{};              ///< of that plan
+  std::uint64_t kept = 0;       ///< the newest plan that kept all tokens of whole rows near, see ForwardVerbs::apply
   std::uint64_t forward = 0;    ///< the newest forward that began
   std::uint64_t told = 0;       ///< the newest whose end was published
   std::uint64_t good = 0;       ///< the newest that got to its end
@@ -224,8 +225,8 @@ struct ForwardState {
 /// Forwards that may be planned and not finished at once, at most.
 inline constexpr std::uint32_t kMostForwards = 8;
 
-/// The word that a stream waits for, see Handover::stream: a bit of it says whether it is open, so that a graph can wait
-/// for the same value whenever it is replayed. Behind that it has the number of a question.
+/// The word that a stream waits for, see Handover::stream: a bit of it says whether it is open, so that a graph can
+/// wait for the same value whenever it is replayed. Behind that it has the number of a question.
 struct ForwardGate {
   static constexpr std::uint64_t kOpen = std::uint64_t{1} << 63;
   static constexpr std::uint64_t kGivenUp = std::uint64_t{1} << 62;
@@ -254,8 +255,8 @@ struct ForwardMailbox {
   struct alignas(64) Answer {
     std::uint64_t answered = 0;
   } answer;
-  /// See ForwardGate. The device closes it before it asks; who opens it, on the host, replaces the very question that it
-  /// was closed for.
+  /// See ForwardGate. The device closes it before it asks; who opens it, on the host, replaces the very question that
+  /// it was closed for.
   struct alignas(64) Gate {
     std::uint64_t word = ForwardGate::kOpen;
   } gate;

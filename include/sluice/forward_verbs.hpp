@@ -21,17 +21,16 @@ struct ForwardLayer {
 };
 
 /// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
-/// `append`, `prefill` if the bucket has such rows, `attend_whole` if its other rows are whole, and if they choose, `rank` if some rank pages, `score`
-/// and `choose` if some choose tokens, `split`, `attend`, `promote`, `fetch` if the device fetches, and `merge`; then
-/// `end`. One that is audited has `audit` behind `merge`, and `promote` behind that. One that is traced has a `stamp`
-/// before `append` and behind each of these. `apply` comes before it and is not part of a graph. One that only brings
-/// keys and values in is `begin`, `append` for every layer, `end`. Where kernels do not wait for the CPU there is
-/// `await_answer` before the first of `fetch` and `merge` that wants what it says, or `signal` behind `split`, for the
-/// caller to wait there; see Handover.
-/// Where a bucket has drafts, the verbs from `rank` on are given ForwardMemory::teams(), and `append` describes and
-/// queues for those; rows are teams then, whose query heads are those of all of their packed rows.
-/// Forwards and plans run in the order in which they are numbered. Thread safety: one thread at a time per
-/// ForwardMemory.
+/// `append`, `prefill` if the bucket has such rows, `attend_whole` if its other rows are whole, and if they choose,
+/// `rank` if some rank pages, `score` and `choose` if some choose tokens, `split`, `attend`, `promote`, `fetch` if the
+/// device fetches, and `merge`; then `end`. One that is audited has `audit` behind `merge`, and `promote` behind that.
+/// One that is traced has a `stamp` before `append` and behind each of these. `apply` comes before it and is not part
+/// of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`. Where kernels do
+/// not wait for the CPU there is `await_answer` before the first of `fetch` and `merge` that wants what it says, or
+/// `signal` behind `split`, for the caller to wait there; see Handover. Where a bucket has drafts, the verbs from
+/// `rank` on are given ForwardMemory::teams(), and `append` describes and queues for those; rows are teams then, whose
+/// query heads are those of all of their packed rows. Forwards and plans run in the order in which they are numbered.
+/// Thread safety: one thread at a time per ForwardMemory.
 class ForwardVerbs {
  public:
   virtual ~ForwardVerbs() = default;
@@ -46,8 +45,9 @@ class ForwardVerbs {
   /// Takes the slip: rows, block lists, freed blocks, copies. Not captured. Tokens that come get near rows, so that
   /// they are written there, too: rows that are free, or have not been attended for long, see kNearPatience. Those that
   /// are decoded come first, and count as attended; of those of prompts, which do not, the newest, if not all find one.
-  /// In every kNearTurn-th plan of a bucket that is whole, all tokens of its rows count as attended, and those that are
-  /// far are brought near where others give way that have not been attended for long, if all of a row's have room.
+  /// Of a bucket that is whole, once in kNearTurn plans all tokens of its rows count as attended, and those that are
+  /// far are brought near where others give way that have not been attended for long, if all of a row's have room; no
+  /// more than `promotions` of a plane.
   virtual void apply(const ForwardMemory& memory, void* stream) = 0;
   /// K-means over tokens that forwards before this one have appended, in all layers that `clusters_in` names, as
   /// ClusterTask has it, with the first token's position as the seed. Not captured, and no part of a forward.

@@ -34,10 +34,10 @@ enum class Handover : std::uint8_t {
 
 /// What is known of a device when it is opened.
 struct HandoverFacts {
-  bool shared = false;         ///< by a server that runs kernels of several processes at once (MPS)
-  bool kernel_limit = false;   ///< the driver ends kernels that run for long, as it does on a GPU with a display
-  bool stream_waits = false;   ///< its streams wait for a word of pinned memory by themselves
-  bool captures_waits = false; ///< also where they are captured
+  bool shared = false;          ///< by a server that runs kernels of several processes at once (MPS)
+  bool kernel_limit = false;    ///< the driver ends kernels that run for long, as it does on a GPU with a display
+  bool stream_waits = false;    ///< its streams wait for a word of pinned memory by themselves
+  bool captures_waits = false;  ///< also where they are captured
 };
 
 /// What Handover::automatic is on such a device. Kernels that wait may keep those of other processes from running under

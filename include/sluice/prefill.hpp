@@ -33,8 +33,8 @@ struct FlexPrefillSpec {
   /// The paper's Algorithm 3: every block that one of the fewest columns or diagonals with a share of gamma touches.
   /// Otherwise as many blocks as those lines would fill, those with the largest sums first, as the official code has it.
   bool lines = false;
-  /// The paper's Algorithm 4 for heads that choose per query block: the fewest of all pairs of a query and a key block of
-  /// the chunk that hold a share of gamma of all query blocks' pooled attention, so that late query blocks, whose
+  /// The paper's Algorithm 4 for heads that choose per query block: the fewest of all pairs of a query and a key block
+  /// of the chunk that hold a share of gamma of all query blocks' pooled attention, so that late query blocks, whose
   /// weights are spread over many keys, get less. Otherwise each query block has the fewest that hold gamma of its own.
   /// Not with max_budget; on the CPU alone.
   bool flattened = false;

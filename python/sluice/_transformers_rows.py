@@ -198,7 +198,8 @@ class Rows:
         if not prefill and rows > largest.decode_rows:
             raise OutOfCapacity(f"{rows} rows at once, and the engine was made for {largest.decode_rows}; give "
                                 "enable() more sequences")
-        tokens = bucket_tokens(max((engine.tokens(item.sequence) + item.tokens for item in items), default=1), largest)
+        tokens = bucket_tokens(max((engine.tokens(item.sequence) + item.tokens for item in items), default=1),
+                               engine.options)
         if prefill:
             self._bucket = Bucket(prefill_rows=rows, prefills=len(items), max_tokens=tokens)
         else:

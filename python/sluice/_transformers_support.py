@@ -87,10 +87,10 @@ def refuse_of_the_model(options: Iterable[str]) -> None:
         raise InvalidArgument(f"{', '.join(given)}: the model itself says that; leave it out")
 
 
-def dense_tokens(policy: str, device: torch.device) -> int:
-    """Of an engine for the default policy on a GPU, what the engine finds best; others choose however short a sequence
-    is."""
-    return DENSE_AUTO if policy == "sluice" and device.type != "cpu" else 0
+def dense_tokens(policy: str, device: torch.device, ranks: int) -> int:
+    """Of an engine for the default policy on a GPU, what the engine finds best. Others choose however short a sequence
+    is; and so do ranks, which might find different lengths best."""
+    return DENSE_AUTO if policy == "sluice" and device.type != "cpu" and ranks == 1 else 0
 
 
 def choose_near(made: EngineOptions, given: int | None, tokens: int, share: float = SHARE) -> None:

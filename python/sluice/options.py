@@ -56,10 +56,18 @@ class Bucket:
         return Bucket, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-def bucket_tokens(tokens: int, largest: Bucket) -> int:
-    """max_tokens of a bucket for sequences of up to `tokens`, in steps of 4096: what `attend` enqueues, and what that
-    takes, grows with it. `largest` is the engine's."""
-    return min(-(-tokens // 4096) * 4096, largest.max_tokens)
+def whole_tokens(options: EngineOptions) -> int:
+    """Of an engine's options, max_tokens of the largest bucket whose sequences attend everything; 0: of none."""
+    dense = options.dense_tokens or 0
+    return min(dense - dense % options.page_tokens, options.largest.max_tokens)
+
+
+def bucket_tokens(tokens: int, options: EngineOptions) -> int:
+    """max_tokens of a bucket for sequences of up to `tokens`, in steps of 4096, or of what attends everything: what
+    `attend` enqueues, and what that takes, grows with it. `options` are the engine's."""
+    steps = min(-(-tokens // 4096) * 4096, options.largest.max_tokens)
+    whole = whole_tokens(options)
+    return whole if tokens <= whole < steps else steps
 
 
 @dataclass(frozen=True)

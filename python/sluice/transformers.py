@@ -55,7 +55,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     refuse(model, config)
     kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
-    options.setdefault("dense_tokens", dense_tokens(policy, device))
+    options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
     made = EngineOptions(
         layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",

@@ -56,8 +56,8 @@ cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topolog
       {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
 }
 
-/// Tokens up to which it pays to attend all of a sequence. On a GPU if all of its rows are near, and in batches of as many
-/// sequences as there may be, whatever a forward has, since what is attended must not depend on that.
+/// Tokens up to which it pays to attend all of a sequence. On a GPU if all of its rows are near, and in batches of as
+/// many sequences as there may be, whatever a forward has, since what is attended must not depend on that.
 std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
   if (!device.info().own_processor)
     return scheduler::dense_tokens_of_cpu(parse_policy("sluice"), options.shape, options.kv_dtype);

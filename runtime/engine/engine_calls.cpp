@@ -91,11 +91,10 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   require_room(wanted, bucket.max_tokens);
   begin_policies(wanted);
   // Where the device fetches all that is far, it asks for choices alone.
-  const bool asks =
-      !bucket.whole &&
-      (memory.largest().fetch_share != kWholeFetchShare || std::ranges::any_of(wanted, [](const Wanted& each) {
-        return !each.item.prefill && each.sequence->tail.slot != kNone;
-      }));
+  const bool asks = !bucket.whole && (memory.largest().fetch_share != kWholeFetchShare ||
+                                      std::ranges::any_of(wanted, [](const Wanted& each) {
+                                        return !each.item.prefill && each.sequence->tail.slot != kNone;
+                                      }));
   const Batch batch{.forward = send(std::move(wanted), bucket, stream), .bucket = bucket};
   if (bucket.decode_rows != 0 && asks) {
     far.wake(batch.forward);

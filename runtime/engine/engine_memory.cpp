@@ -162,7 +162,8 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   if (!options.windows.empty()) memory.windows = options.windows.data();
   for (const std::uint32_t window : options.windows)
     memory.widest = std::max(memory.widest, std::min(window, memory.largest.max_tokens));
-  if (options.dense_tokens != kDenseAuto) memory.dense_tokens = std::min(options.dense_tokens, memory.largest.max_tokens);
+  if (options.dense_tokens != kDenseAuto)
+    memory.dense_tokens = std::min(options.dense_tokens, memory.largest.max_tokens);
   memory.widest = std::max(memory.widest, memory.dense_tokens);
   memory.sparse_prefill = options.prefill.mode != PrefillMode::full && memory.largest.prefills != 0;
   memory.flex = options.prefill.flex;

@@ -12,6 +12,7 @@ void Engine::Impl::begin_trace(const ForwardMemory& m) {
   program.trace->forward = program.forward;
   program.trace->rows.assign(m.slip_rows, m.slip_rows + m.bucket.decode_rows);
   program.trace->fetches_chosen = m.fetches_chosen;
+  program.trace->awaits_lists = m.handover == Handover::device;
   program.trace->stamps.reserve(std::size_t{m.shape.layers} * kStampedStages);
   program.trace->before = stats();
   program.trace->looks = looked;

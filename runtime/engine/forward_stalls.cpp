@@ -61,7 +61,7 @@ class StallList {
     if (answer != nullptr && run.stage == Stage::merge)
       at = add_answer(layer, run, *answer, answer->answered_ns);
     else if (answer != nullptr && run.stage == Stage::fetch && notes_.fetches_chosen)
-      at = add_answer(layer, run, *answer, chosen(layer, *answer));
+      at = add_answer(layer, run, *answer, notes_.awaits_lists ? chosen(layer, *answer) : answer->answered_ns);
     if (lane_of(run.stage) == Lane::link) add(Actor::device, StallCause::arriving, layer, at, run.end_ns);
   }
 

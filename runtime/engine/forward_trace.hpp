@@ -31,6 +31,7 @@ struct TraceNotes {
   EngineStats before{};                ///< what the engine had counted when it was planned
   EngineStats after{};                 ///< and when it had ended
   std::vector<ForwardRow> rows{};      ///< that choose, as they were planned
+  bool awaits_lists = true;  ///< that `fetch` waits for one list after the other, and not for all of the answer
   bool fetches_chosen = false;         ///< `fetch` waits, too: for what the CPU chooses, of one list after the other
   std::vector<ForwardStamp> stamps{};  ///< [layers, kStampedStages]
   FarWork far{};

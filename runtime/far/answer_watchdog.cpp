@@ -63,6 +63,16 @@ void AnswerWatchdog::work(const std::stop_token& stop) {
     }
     (void)woken_.wait_for(lock, stop, nap, [] { return false; });
   }
+  drain();
+}
+
+/// Caller holds mutex_, which nobody else wants any more. Not the newest question alone: others may be still to come.
+void AnswerWatchdog::drain() {
+  constexpr std::chrono::milliseconds kNap{1};
+  for (const Deadline deadline = deadline_after(timeout_); under_way() && RunClock::now() < deadline;) {
+    open_with(mailbox_, look(mailbox_.question.asked), ForwardGate::given_up(look(mailbox_.question.asked)));
+    std::this_thread::sleep_for(kNap);
+  }
 }
 
 }  // namespace sluice::runtime

@@ -25,12 +25,16 @@ class AnswerWatchdog {
   AnswerWatchdog(ForwardMailbox& mailbox, std::chrono::milliseconds timeout);
   AnswerWatchdog(const AnswerWatchdog&) = delete;
   AnswerWatchdog& operator=(const AnswerWatchdog&) = delete;
+  /// When nobody answers any more. A forward that is under way all the same goes on without answers: it is waited for
+  /// as long as one of them may take.
+  ~AnswerWatchdog() = default;
 
   /// Forward `forward` may ask from now on.
   void wake(std::uint64_t forward);
 
  private:
   void work(const std::stop_token& stop);
+  void drain();
   [[nodiscard]] bool under_way() const noexcept;
 
   ForwardMailbox& mailbox_;

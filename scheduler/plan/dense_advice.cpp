@@ -11,8 +11,8 @@ namespace {
 
 /// Nanoseconds for a token and KV head, of one core of an AMD EPYC with AVX-512 that did other work beside; by eye to
 /// the stages of one run of `taskset -c 1 sluice bench gpu --device host --sections attention --policies "sluice;full"
-/// --near 0 --layers 4 --trace FILE` at 2K, 8K and 32K tokens of four shapes. per_choice is a guess: these runs had 2.6,
-/// before the largest were found in one pass.
+/// --near 0 --layers 4 --trace FILE` at 2K, 8K and 32K tokens of four shapes. per_choice is a guess: these runs
+/// had 2.6, before the largest were found in one pass.
 struct CoreCosts {
   double per_kv_byte = 0.055;  ///< attended: its key and value are read
   double per_product = 0.023;  ///< and multiplied, by each channel and query head
@@ -54,7 +54,8 @@ std::uint32_t dense_tokens_of_device(const AttentionShape& shape, const PageLayo
   constexpr double kChoosingUs = 40.0;
   constexpr double kBytesPerUs = 1e3;  // Of 1 GB/s.
   const double bytes = 2.0 * static_cast<double>(near.row_bytes()) * shape.kv_heads;
-  return static_cast<std::uint32_t>(std::clamp(kChoosingUs * near_gbps * kBytesPerUs / bytes, 0.0, 1.0 * kMostDenseTokens));
+  return static_cast<std::uint32_t>(
+      std::clamp(kChoosingUs * near_gbps * kBytesPerUs / bytes, 0.0, 1.0 * kMostDenseTokens));
 }
 
 std::uint32_t dense_tokens_of_cpu(const PolicySpec& policy, const AttentionShape& shape, DType kv_dtype) noexcept {

@@ -6,15 +6,15 @@
 #include "sluice/policy.hpp"
 #include "sluice/shape.hpp"
 
-/// Up to which length a sequence should attend everything, see EngineOptions::dense_tokens: by what a machine of its kind
-/// is known to take, never by what this one takes today, so that the same tokens come out everywhere.
+/// Up to which length a sequence should attend everything, see EngineOptions::dense_tokens: by what a machine of its
+/// kind is known to take, not by what this one takes today.
 namespace sluice::scheduler {
 
 /// The longest length that is ever advised.
 inline constexpr std::uint32_t kMostDenseTokens = 1u << 20;
 
-/// One sequence on a device that reads near rows at `near_gbps`: attending all takes what choosing takes alone. 0 if the
-/// rate is not known. 1 GB = 1e9 bytes.
+/// One sequence on a device that reads near rows at `near_gbps`: attending all takes what choosing takes alone. 0 if
+/// the rate is not known. 1 GB = 1e9 bytes.
 [[nodiscard]] std::uint32_t dense_tokens_of_device(const AttentionShape& shape, const PageLayout& near,
                                                    double near_gbps) noexcept;
 

@@ -161,9 +161,7 @@ bool corrects_scores(const PolicySpec& spec) noexcept {
   return spec.budget.kind == BudgetKind::sampled || spec.budget.kind == BudgetKind::verified;
 }
 
-bool may_be_dense(const PolicySpec& spec) noexcept {
-  return chooser(spec) == Chooser::device && !by_clusters(spec);
-}
+bool may_be_dense(const PolicySpec& spec) noexcept { return chooser(spec) == Chooser::device && !by_clusters(spec); }
 
 ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
   ForwardNeeds needs{.bucket = features(spec)};

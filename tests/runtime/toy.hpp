@@ -20,7 +20,8 @@ inline std::shared_ptr<cpu::HostDevice> own_device(const cpu::FaultOptions& faul
                                                    Handover handover = Handover::device) {
   const cpu::Topology topology;
   auto workers = std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 2, .pin = false});
-  return std::make_shared<cpu::HostDevice>(std::move(workers), cpu::HostDeviceOptions{.faults = faults, .handover = handover});
+  return std::make_shared<cpu::HostDevice>(std::move(workers),
+                                           cpu::HostDeviceOptions{.faults = faults, .handover = handover});
 }
 
 /// Queries, keys and values of a model that exists only as numbers: every layer, position and head is drawn

@@ -48,6 +48,7 @@ TEST_CASE("a device attends whole what it reads while it would choose", "[plan][
   const std::uint32_t tokens = dense_tokens_of_device(kModel, near, 4096.0);
   REQUIRE(tokens == 40'000);  // 4 KiB each, in 40 us.
   REQUIRE(dense_tokens_of_device(kModel, near, 2048.0) == tokens / 2);
-  REQUIRE(dense_tokens_of_device({.layers = 4, .q_heads = 32, .kv_heads = 4, .head_dim = 128}, near, 4096.0) == 2 * tokens);
+  REQUIRE(dense_tokens_of_device({.layers = 4, .q_heads = 32, .kv_heads = 4, .head_dim = 128}, near, 4096.0) ==
+          2 * tokens);
   REQUIRE(dense_tokens_of_device(kModel, near, 1e9) == kMostDenseTokens);
 }

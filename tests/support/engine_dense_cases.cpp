@@ -96,8 +96,7 @@ TEST_CASE("buckets of short sequences do without the stages that choose", "[engi
   const Batch batch = engine.plan(one_each(std::vector{b.id}), small, rig.stream);
   REQUIRE((!batch.bucket.top_k && batch.bucket.max_tokens == kDense));
   engine.cancel(batch);
-  REQUIRE(code_of([&] { (void)engine.plan(one_each(std::vector{a.id}), small, rig.stream); }) ==
-          Errc::out_of_capacity);
+  REQUIRE(code_of([&] { (void)engine.plan(one_each(std::vector{a.id}), small, rig.stream); }) == Errc::out_of_capacity);
 }
 
 TEST_CASE("what short sequences attend far comes near where there is room for all of it", "[engine][dense]") {
@@ -116,6 +115,115 @@ TEST_CASE("what short sequences attend far comes near where there is room for al
   REQUIRE(engine.stats().asked == asked);  // Nothing was far in the end,
   REQUIRE(engine.memory().near_pages_used ==
           kDense * near_block_bytes(engine.options()) / engine.options().page_tokens);
+}
+
+TEST_CASE("what is attended whole comes over the link at first, in slices, and then near", "[engine][dense]") {
+  constexpr std::uint32_t kLong = 1'200;
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, kLong, 808);
+  EngineOptions options = dense_options(rig, 76, kLong);
+  options.host_bytes = 90 * block_bytes(options);
+  options.largest.decode_rows = 1;
+  Engine engine(options, rig.device);
+  Teller teller = begun(engine, rig, story, kLong - 60);
+  Bucket bucket = engine.options().largest;
+  bucket.prefill_rows = bucket.prefills = 0;
+  bucket.max_tokens = kLong;
+  const auto decode_some = [&](std::uint32_t tokens) {
+    for (const std::uint32_t end = teller.at + tokens; teller.at < end;) {
+      CAPTURE(teller.at);
+      const std::vector<float> out = decode_in(engine, rig, bucket, {&teller})[0];
+      REQUIRE(error_of(out, story, teller.at - 1) < 1e-3);
+    }
+  };
+  decode_some(4);
+  REQUIRE(engine.stats().fetched_tokens == 0);
+  engine.preempt(teller.id);
+  decode_some(20);
+  const std::uint64_t fetched = engine.stats().fetched_tokens;
+  REQUIRE(fetched != 0);
+  REQUIRE(engine.stats().promoted != 0);
+  decode_some(20);
+  REQUIRE(engine.stats().fetched_tokens == fetched);  // All of it is near again,
+  REQUIRE(engine.stats().asked == 0);                 // and the CPU was asked for nothing.
+}
+
+TEST_CASE("rows that are kept near are kept whatever is planned between them", "[engine][dense]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, kDense, 809), other(kShape, 400, 810);
+  EngineOptions options = dense_options(rig, 30);  // 480 tokens.
+  options.largest.decode_rows = 2;
+  Engine engine(options, rig.device);
+  Teller teller = begun(engine, rig, story, 100);
+  Teller longer = begun(engine, rig, other, 300);
+  Bucket bucket = engine.options().largest;
+  bucket.prefill_rows = bucket.prefills = 0;
+  const Bucket large = bucket;
+  bucket.max_tokens = kDense;
+  (void)decode_in(engine, rig, bucket, {&teller});
+  engine.preempt(teller.id);
+  // Every other plan, whatever their numbers.
+  if (GENERATE(false, true)) (void)decode_in(engine, rig, large, {&longer});
+  for (int i = 0; i < 40; ++i) {
+    (void)decode_in(engine, rig, bucket, {&teller});
+    (void)decode_in(engine, rig, large, {&longer});
+  }
+  const std::uint64_t fetched = engine.stats().fetched_tokens;
+  (void)decode_in(engine, rig, bucket, {&teller});
+  REQUIRE(engine.stats().fetched_tokens == fetched);
+}
+
+TEST_CASE("whole rows attend in several launches, of more query heads than a thread block has, beside prompts",
+          "[engine][dense]") {
+  constexpr AttentionShape kWide{.layers = 1, .q_heads = 40, .kv_heads = 2, .head_dim = 64};
+  constexpr std::uint32_t kRows = 130;
+  const EngineRig rig = engine_rig();
+  const Story story(kWide, 60, 811);
+  const auto attended = [&](std::uint32_t dense) {
+    EngineOptions options{.shape = kWide,
+                          .softcap = 7.f,
+                          .kv_dtype = rig.kv_dtype,
+                          .dense_tokens = dense,
+                          .largest = {.decode_rows = kRows,
+                                      .prefill_rows = 9,
+                                      .prefills = 1,
+                                      .max_tokens = 48,
+                                      .top_k = false,
+                                      .unbounded = dense == 0},
+                          .threads = 2,
+                          .pin_threads = false};
+    options.host_bytes = 3 * kRows * block_bytes(options);
+    options.near_bytes = 3 * kRows * near_block_bytes(options);
+    options.sequences = kRows + 1;
+    options.prefill_window = 64;
+    Engine engine(options, rig.device);
+    Teller first{.story = &story, .id = engine.begin(parse_policy("full"))};
+    import_story(engine, rig, first, 33);
+    Teller prompt{.story = &story, .id = engine.begin(parse_policy("full"))};
+    import_story(engine, rig, prompt, 20);
+    std::vector<PlanItem> items{{.sequence = first.id}};
+    for (std::uint32_t i = 1; i < kRows; ++i) items.push_back({.sequence = engine.fork(first.id, 33 - i % 30)});
+    items.push_back({.sequence = prompt.id, .tokens = 9, .prefill = true});
+    ForwardTensors tensors(*rig.device, kWide, kRows + 9);
+    for (std::uint32_t i = 0; i < kRows; ++i) tensors.set(i, story, 33 - i % 30);
+    for (std::uint32_t i = 0; i < 9; ++i) tensors.set(kRows + i, story, 20 + i);
+    tensors.spoil();
+    const Bucket bucket = engine.options().largest;
+    const Batch batch = engine.plan(items, bucket, rig.stream);
+    REQUIRE(batch.bucket.whole == (dense != 0));
+    tensors.attend(engine, bucket, rig.stream);
+    engine.finish(batch);
+    rig.synchronize();
+    std::vector<std::vector<float>> out;
+    for (std::uint32_t i = 0; i < kRows + 9; ++i) out.push_back(tensors.out(i));
+    return out;
+  };
+  const auto want = attended(0);
+  const auto got = attended(48);
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    CAPTURE(i);
+    REQUIRE(difference(got[i], want[i]) < tolerance(rig));
+  }
 }
 
 TEST_CASE("where there is no room for all of a sequence nothing moves for it", "[engine][dense]") {

@@ -187,8 +187,8 @@ TEST_CASE("a trace shows who chose, and what the device waited for", "[engine]")
                                  [&](const TraceStall& stall) { return stall.actor == actor && stall.cause == cause; });
   };
   // The plan waited for the look, `finish` for the device, threads for each question and for the end; and the device
-  // for the link where that carries what is far, or where windows of prompts come over it: of a bucket that has room for
-  // some, if there are none, too.
+  // for the link where that carries what is far, or where windows of prompts come over it: of a bucket that has room
+  // for some, if there are none, too.
   REQUIRE(waits(Actor::host, StallCause::looking) == 1);
   REQUIRE(waits(Actor::host, StallCause::computing) == 1);
   REQUIRE(waits(Actor::workers, StallCause::computing) == kShape.layers + 1);

@@ -84,14 +84,32 @@ TEST_CASE("reports name the way to prefill and the chunk that it takes", "[cli]"
   };
   const auto wanted = GENERATE(values<Case>({
       {"--prefill full", {{"mode", "full"}}, 512},
-      {"--prefill auto", {{"mode", "auto"}, {"gamma", 0.95f}, {"tau", 0.1f}, {"min_budget", 1024}, {"max_budget", 0}, {"lines", false}, {"flattened", false}}, 4096},
+      {"--prefill auto",
+       {{"mode", "auto"},
+        {"gamma", 0.95f},
+        {"tau", 0.1f},
+        {"min_budget", 1024},
+        {"max_budget", 0},
+        {"lines", false},
+        {"flattened", false}},
+       4096},
       {"--prefill flexprefill@0.5 --gamma 0.25 --tau 1 --min-budget 0 --max-budget 2K --lines",
-       {{"mode", "flexprefill"}, {"gamma", 0.5f}, {"tau", 1.f}, {"min_budget", 0}, {"max_budget", 2048}, {"lines", true},
+       {{"mode", "flexprefill"},
+        {"gamma", 0.5f},
+        {"tau", 1.f},
+        {"min_budget", 0},
+        {"max_budget", 2048},
+        {"lines", true},
         {"flattened", false}},
        4096},
       {"--prefill flexprefill --gamma 0.25 --flattened --prefill-chunk 256",
-       {{"mode", "flexprefill"}, {"gamma", 0.25f}, {"tau", 0.1f}, {"min_budget", 1024}, {"max_budget", 0},
-        {"lines", false}, {"flattened", true}},
+       {{"mode", "flexprefill"},
+        {"gamma", 0.25f},
+        {"tau", 0.1f},
+        {"min_budget", 1024},
+        {"max_budget", 0},
+        {"lines", false},
+        {"flattened", true}},
        256},
   }));
   CAPTURE(wanted.arguments);
@@ -164,8 +182,10 @@ TEST_CASE("bench prefill checks and reports every method at every structure and 
 }
 
 TEST_CASE("bench prefill checks every prompt of a batch, whose chunks are attended together", "[cli]") {
-  const json rows = results_of("bench prefill --shape testbed --length 1K --chunk 512 --gammas 0.9 --min-budget 128 "
-                               "--structures query_aware --rows 1,3 --ragged 200 --threads 2 --repeat 1").at("prefill");
+  const json rows = results_of(
+                        "bench prefill --shape testbed --length 1K --chunk 512 --gammas 0.9 --min-budget 128 "
+                        "--structures query_aware --rows 1,3 --ragged 200 --threads 2 --repeat 1")
+                        .at("prefill");
   REQUIRE(rows.size() == 2 * 2 * 3);  // Batches, chunks, methods.
   for (std::size_t i = 0; i < rows.size(); ++i) {
     CAPTURE(rows[i].dump());

@@ -28,9 +28,10 @@ void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex) {
   add_count(app, "--max-budget", flex.max_budget,
             "FlexPrefill: tokens of each at most, and of a query block that chooses for itself; 0: any");
   app.add_flag("--lines", flex.lines, "FlexPrefill: all blocks that the lines touch, instead of as many as they fill");
-  app.add_flag("--flattened", flex.flattened,
-               "FlexPrefill: query blocks choose together (the paper's Algorithm 4), instead of each for itself; not on "
-               "a GPU");
+  app.add_flag(
+      "--flattened", flex.flattened,
+      "FlexPrefill: query blocks choose together (the paper's Algorithm 4), instead of each for itself; not on "
+      "a GPU");
 }
 
 void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list) {
@@ -90,12 +91,8 @@ std::string to_text(const PrefillSpec& spec) {
 
 Json to_json(const PrefillSpec& spec) {
   if (spec.mode == PrefillMode::full) return {{"mode", to_string(spec.mode)}};
-  return {{"mode", to_string(spec.mode)},
-          {"gamma", spec.flex.gamma},
-          {"tau", spec.flex.tau},
-          {"min_budget", spec.flex.min_budget},
-          {"max_budget", spec.flex.max_budget},
-          {"lines", spec.flex.lines},
+  return {{"mode", to_string(spec.mode)},       {"gamma", spec.flex.gamma},           {"tau", spec.flex.tau},
+          {"min_budget", spec.flex.min_budget}, {"max_budget", spec.flex.max_budget}, {"lines", spec.flex.lines},
           {"flattened", spec.flex.flattened}};
 }
 

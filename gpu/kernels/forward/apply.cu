@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(kThreads) apply_kernel(const __grid_constant__
   state.after = slip.after;
   state.bucket = slip.bucket;
   state.planned = slip.forward;
+  if (state.bucket.whole && state.planned - state.kept >= kNearTurn) state.kept = state.planned;
 }
 
 /// Thread blocks share the planes of every copy.

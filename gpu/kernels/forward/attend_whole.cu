@@ -1,5 +1,5 @@
-// Rows that attend everything: what a layer takes where nothing is chosen. Thread blocks find their rows themselves, and
-// the last one of a KV head writes the output, so that nothing comes before or behind.
+// Rows that attend everything: what a layer takes where nothing is chosen. Thread blocks find their rows themselves,
+// and the last one of a KV head writes the output, so that nothing comes before or behind.
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/attend/attend_kernel.cuh"

@@ -103,7 +103,8 @@ void launch_forward_edge(const ForwardMemory& memory, const ForwardLayer& layer)
 /// Window `window` of the keys of all chunks, by as many thread blocks.
 void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage, const ForwardLayer& layer,
                           std::uint32_t window, std::uint32_t blocks);
-/// What a layer of a bucket that is whole takes behind `append`. `slices`: thread blocks of a job, of scratch.job_count.
+/// What a layer of a bucket that is whole takes behind `append`. `slices`: thread blocks of a job, of
+/// scratch.job_count.
 void launch_forward_attend_whole(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
                                  const AttendVariant& variant, std::uint32_t slices);
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);

@@ -41,9 +41,10 @@ __device__ void acquire_coming(const ForwardMemory& m, std::uint32_t stack, cons
 }
 
 /// All tokens of rows that are whole, but for the new one, see ForwardVerbs::apply. All threads.
-__device__ void keep_whole(const ForwardMemory& m, const Plane& plane, Wanted& wanted,
-                           std::uint32_t (&ballots)[kWarps], AcquireShared& shared) {
+__device__ void keep_whole(const ForwardMemory& m, const Plane& plane, Wanted& wanted, std::uint32_t (&ballots)[kWarps],
+                           AcquireShared& shared) {
   const auto forward = static_cast<std::uint32_t>(m.state->planned);
+  std::uint32_t left = m.promotions;
   for (std::uint32_t r = 0; r < m.state->bucket.decode_rows; ++r) {
     const ForwardRow row = m.rows[r];
     if (row.list == kNone || !m.keeps_near(row)) continue;
@@ -55,7 +56,7 @@ __device__ void keep_whole(const ForwardMemory& m, const Plane& plane, Wanted& w
       const std::uint32_t entry = at != kNone ? plane.near_of[at] : kNearBit;
       const bool far = (entry & kNearBit) == 0;
       if (at != kNone && !far) plane.rows[entry & ~kNearBit].used = forward;
-      if (__syncthreads_or(far) != 0) add(wanted, far, at, m.promotions, ballots);
+      if (__syncthreads_or(far) != 0) add(wanted, far, at, left, ballots);
     }
     std::uint32_t acquired = 0;
     for (const std::uint32_t patience : {kNearPatience, kNearAgain})
@@ -63,6 +64,7 @@ __device__ void keep_whole(const ForwardMemory& m, const Plane& plane, Wanted& w
           m, plane, acquired, wanted.count, forward, forward, patience, [&](std::uint32_t i) { return wanted.rows[i]; },
           shared);
     load(m, plane, wanted, acquired);
+    left -= acquired;
     if (threadIdx.x == 0 && acquired != 0)
       atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->promoted), acquired);
     __syncthreads();
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant
   const auto forward = static_cast<std::uint32_t>(m.state->planned);
   for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
     acquire_coming(m, stack, plane, true, 0, forward, wanted, ballots, shared, kNearPatience, kNearAgain, kNoPatience);
-  if (m.state->bucket.whole && forward % kNearTurn == 0) keep_whole(m, plane, wanted, ballots, shared);
+  if (m.state->kept == m.state->planned) keep_whole(m, plane, wanted, ballots, shared);
   std::uint32_t prompts = 0;
   for (std::uint32_t i = threadIdx.x; i - threadIdx.x < m.state->bucket.rows(); i += kThreads) {
     const ForwardToken token = i < m.state->bucket.rows() ? m.tokens[i] : ForwardToken{};

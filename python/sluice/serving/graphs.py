@@ -113,23 +113,26 @@ def padded_rows(largest: int) -> tuple[int, ...]:
     return *(1 << bit for bit in range(largest.bit_length()) if 1 << bit < largest), largest
 
 
-def padded_tokens(longest: int) -> tuple[int, ...]:
-    """4K, 16K, 64K, ..., and `longest`: what a forward takes to choose grows with the tokens that it is made for."""
-    return *(1 << bit for bit in range(12, longest.bit_length(), 2) if 1 << bit < longest), longest
+def padded_tokens(longest: int, whole: int = 0) -> tuple[int, ...]:
+    """4K, 16K, 64K, ..., and `longest`: what a forward takes to choose grows with the tokens that it is made for. And
+    `whole`, if not 0: sequences of no more attend everything, without what it takes to choose."""
+    sizes = {1 << bit for bit in range(12, longest.bit_length(), 2) if 1 << bit < longest} | {longest}
+    return tuple(sorted(sizes | ({whole} if 0 < whole < longest else set())))
 
 
 class PaddedForwards:
     """Forwards of decoded tokens, of so many rows and sequences of so many tokens as `padded_rows` and `padded_tokens`
     say. All of them read and write the same tensors."""
 
-    def __init__(self, largest: Padding, staging: Staging, compute: Compute, recorder: Recorder) -> None:
-        """Records all sizes, the largest first, in whose memory the others have room. Raises what the model, torch or
-        the engine raises if one cannot be recorded."""
+    def __init__(self, largest: Padding, staging: Staging, compute: Compute, recorder: Recorder,
+                 whole: int = 0) -> None:
+        """Records all sizes, the largest first, in whose memory the others have room; `whole` as for `padded_tokens`.
+        Raises what the model, torch or the engine raises if one cannot be recorded."""
         self._staging, self._compute = staging, compute
         self._logits: torch.Tensor | None = None
         self._most_rows = largest.rows
         self._forwards: dict[Padding, Callable[[], None]] = {}
-        self.sizes = tuple(Padding(rows, tokens) for tokens in padded_tokens(largest.max_tokens)
+        self.sizes = tuple(Padding(rows, tokens) for tokens in padded_tokens(largest.max_tokens, whole)
                            for rows in padded_rows(largest.rows))
         for size in reversed(self.sizes):
             self._forwards[size] = recorder.record(lambda size=size: self._run(size, False),

@@ -16,7 +16,7 @@ from sluice._transformers_support import (attention_shape, changing, choose_near
                                           layer_kinds, logit_options, longest, ranks_of, refuse, refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
-from sluice.options import Bucket, EngineOptions, PlanItem, bucket_tokens
+from sluice.options import Bucket, EngineOptions, PlanItem, bucket_tokens, whole_tokens
 from sluice.serving.attention import NAME, Forward, attention, running_as
 from sluice.serving.graphs import CudaGraphs, PaddedForwards, Padding, Recorder, Staging, Uncaptured
 
@@ -69,7 +69,7 @@ class PackedModel:
         self._device = device = next(model.parameters()).device
         # A window that no sequence outgrows is none, and the policy chooses in its layers, too.
         windows = [kind.window if kind.window < self.context else 0 for kind in kinds]
-        options.setdefault("dense_tokens", dense_tokens(policy, device))
+        options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
         made = _engine_options(model, config, kinds, windows=windows if any(windows) else None,
                                host_bytes=host_bytes // ranks_of(model), sequences=sequences,
                                largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences,
@@ -223,7 +223,7 @@ class PackedModel:
         self._error = None
         try:
             largest = Padding(self.engine.options.sequences, self.engine.options.largest.max_tokens)
-            padded = PaddedForwards(largest, self._staging, compute, recorder)
+            padded = PaddedForwards(largest, self._staging, compute, recorder, whole_tokens(self.engine.options))
             if plain:
                 # Other numbers of rows than of those that are kept: torch would take them to be the same.
                 self._run_plainly(Bucket(decode_rows=5), [0] * 5, range(5), [1], False)
@@ -244,7 +244,7 @@ class PackedModel:
         decoded = sum(item.tokens for item in items if not item.prefill)
         prompts = [item.tokens for item in items if item.prefill]
         return Bucket(decode_rows=decoded, prefill_rows=sum(prompts), prefills=len(prompts),
-                      max_tokens=bucket_tokens(longest, largest),
+                      max_tokens=bucket_tokens(longest, self.engine.options),
                       features=largest.features if decoded else 0)
 
     def _stream(self) -> Any:
