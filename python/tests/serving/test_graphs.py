@@ -9,7 +9,7 @@ import pytest
 import sluice
 import torch
 from sluice.serving import model as serving_model
-from sluice.serving.graphs import PaddedForwards, Padding, Staging, Uncaptured
+from sluice.serving.graphs import PaddedForwards, Padding, Staging, Uncaptured, padded_tokens
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from small import ATOL, DEVICE, KV, Breaks, bare_model, expected, greedy, prompt_ids, run, tokenizer
@@ -131,6 +131,12 @@ def test_sizes() -> None:
     assert made.run(four, [7, 8, 9], [1, 2, 3], [0, 1, 2]).tolist() == [[7, 1], [8, 2], [9, 3]]
     assert made.run(four, [5, 6], [3, 4], [1]).tolist() == [[6, 4]]
     assert made._logits[:4].tolist() == [[5, 3], [6, 4], [0, 0], [0, 0]]  # Nothing of the forward before.
+
+
+def test_sequences_that_attend_everything_have_a_size_of_their_own() -> None:
+    for whole, tokens in ((0, (4096, 16384, 20000)), (1008, (1008, 4096, 16384, 20000)), (4096, (4096, 16384, 20000)),
+                          (18000, (4096, 16384, 18000, 20000)), (20000, (4096, 16384, 20000))):
+        assert padded_tokens(20000, whole) == tokens
 
 
 def test_a_forward_is_made_for_its_longest_sequence(make_loop: Callable[..., Loop],
