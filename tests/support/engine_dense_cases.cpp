@@ -28,6 +28,9 @@ Teller begun(Engine& engine, const EngineRig& rig, const Story& story, std::uint
   return teller;
 }
 
+/// Rows with scales are listed, and attended far by the CPU.
+bool may_be_whole(const EngineRig& rig) { return rig.kv_dtype != DType::fp8_e4m3; }
+
 /// Decodes a token; by how much it is off what attending everything gives.
 double off(Engine& engine, const EngineRig& rig, Teller& teller) {
   const std::vector<float> out = decode(engine, rig, teller);
@@ -140,12 +143,13 @@ TEST_CASE("what is attended whole comes over the link at first, in slices, and t
   REQUIRE(engine.stats().fetched_tokens == 0);
   engine.preempt(teller.id);
   decode_some(20);
-  const std::uint64_t fetched = engine.stats().fetched_tokens;
-  REQUIRE(fetched != 0);
+  const std::uint64_t fetched = engine.stats().fetched_tokens, asked = engine.stats().asked;
+  REQUIRE((fetched != 0) == may_be_whole(rig));
+  REQUIRE((asked == 0) == may_be_whole(rig));
   REQUIRE(engine.stats().promoted != 0);
   decode_some(20);
-  REQUIRE(engine.stats().fetched_tokens == fetched);  // All of it is near again,
-  REQUIRE(engine.stats().asked == 0);                 // and the CPU was asked for nothing.
+  REQUIRE(engine.stats().fetched_tokens == fetched);  // All of it is near again.
+  REQUIRE(engine.stats().asked == asked);
 }
 
 TEST_CASE("rows that are kept near are kept whatever is planned between them", "[engine][dense]") {
@@ -210,7 +214,7 @@ TEST_CASE("whole rows attend in several launches, of more query heads than a thr
     tensors.spoil();
     const Bucket bucket = engine.options().largest;
     const Batch batch = engine.plan(items, bucket, rig.stream);
-    REQUIRE(batch.bucket.whole == (dense != 0));
+    REQUIRE(batch.bucket.whole == (dense != 0 && may_be_whole(rig)));
     tensors.attend(engine, bucket, rig.stream);
     engine.finish(batch);
     rig.synchronize();
