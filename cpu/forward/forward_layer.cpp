@@ -74,6 +74,23 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row,
   return kNaN;
 }
 
+/// What a KV head of a row attends, of keys in the layout of near ones, into its near part.
+void attend_rows(const Kernels& kernels, const ForwardMemory& m, std::uint32_t index,
+                 const std::vector<const std::byte*>& keys) {
+  const std::uint64_t first = first_head(m, index);
+  kernels_for(kernels, m.layout.dtype)
+      .attend({.q = m.q + first * m.shape.head_dim,
+               .scale = m.shape.score_scale(),
+               .softcap = m.shape.softcap,
+               .k = keys.data(),
+               .v_offset = m.layout.half_bytes(),
+               .count = static_cast<std::uint32_t>(keys.size()),
+               .group = m.shape.group(),
+               .head_dim = m.shape.head_dim,
+               .out = m.near_out + first * m.shape.head_dim,
+               .lse = m.near_lse + first});
+}
+
 }  // namespace
 
 void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
@@ -132,18 +149,7 @@ void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer)
     for (std::uint32_t i = 0; i < m.near_counts[index]; ++i) {
       rows.push_back(m.near + std::uint64_t{m.near_lists[index * room + i]} * m.layout.row_bytes());
     }
-    const std::uint64_t first = first_head(m, index);
-    kernels_for(kernels, m.layout.dtype)
-        .attend({.q = m.q + first * m.shape.head_dim,
-                 .scale = m.shape.score_scale(),
-                 .softcap = m.shape.softcap,
-                 .k = rows.data(),
-                 .v_offset = m.layout.half_bytes(),
-                 .count = m.near_counts[index],
-                 .group = m.shape.group(),
-                 .head_dim = m.shape.head_dim,
-                 .out = m.near_out + first * m.shape.head_dim,
-                 .lse = m.near_lse + first});
+    attend_rows(kernels, m, index, rows);
     if (row.drafts != 0) attend_edge(kernels, m, row, m.plane(layer, head), index);
   });
 }
@@ -163,18 +169,8 @@ void attend_whole(const Kernels& kernels, const ForwardMemory& m, const ForwardL
     }
     m.state->near_tokens += near;
     m.state->fetched_tokens += row.tokens - near;
+    attend_rows(kernels, m, index, rows);
     const std::uint64_t first = first_head(m, index);
-    kernels_for(kernels, m.layout.dtype)
-        .attend({.q = m.q + first * m.shape.head_dim,
-                 .scale = m.shape.score_scale(),
-                 .softcap = m.shape.softcap,
-                 .k = rows.data(),
-                 .v_offset = m.layout.half_bytes(),
-                 .count = row.tokens,
-                 .group = m.shape.group(),
-                 .head_dim = m.shape.head_dim,
-                 .out = m.near_out + first * m.shape.head_dim,
-                 .lse = m.near_lse + first});
     for (std::uint32_t g = 0; g < m.shape.group(); ++g) {
       float* const out = m.near_out + (first + g) * m.shape.head_dim;
       float lse = m.near_lse[first + g];

@@ -70,9 +70,15 @@ TEST_CASE("a far part that is not answered in time costs the forward, which can 
   REQUIRE(failures == 3);
 }
 
-TEST_CASE("a forward that is cancelled has no plan any more, whether it was enqueued or not", "[engine]") {
+TEST_CASE("a forward that is cancelled has no plan any more, whether it was enqueued or not, whoever waits",
+          "[engine][handover]") {
   const EngineRig rig = engine_rig();
-  Engine engine(options_for(rig, 1, 40, 0), rig.device);
+  const Handover mode = GENERATE(Handover::device, Handover::stream, Handover::host);
+  const std::uint32_t near = GENERATE(0u, 4u);
+  CAPTURE(to_string(mode), near);
+  EngineOptions options = options_for(rig, 1, 40, near);
+  options.handover = mode;
+  Engine engine(options, rig.device);
   const Story story(kShape, 120, 8);
   Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6"))};
   import_story(engine, rig, teller, 100);

@@ -148,35 +148,6 @@ TEST_CASE("an answer that is late costs one forward, whoever waits, and its othe
   REQUIRE(failures == 2);
 }
 
-TEST_CASE("what was not planned, and what is taken back, is waited for by nobody", "[engine][handover]") {
-  const EngineRig rig = engine_rig();
-  const Handover mode = GENERATE(from_range(std::begin(kModes), std::end(kModes)));
-  CAPTURE(to_string(mode));
-  EngineOptions options = options_for(rig, 1, 40, 4);
-  options.handover = mode;
-  Engine engine(options, rig.device);
-  const Story story(kShape, 120, 8);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy(kPolicy))};
-  import_story(engine, rig, teller, 100);
-  ForwardTensors tensors(*rig.device, kShape, 1);
-  std::uint64_t unplanned = 0;
-  for (std::uint32_t step = 0; step < 12; ++step) {
-    tensors.set(0, story, teller.at);
-    const Batch batch = engine.plan(one_each({&teller.id, 1}), engine.options().largest, rig.stream);
-    if (step % 3 == 1) tensors.attend(engine, rig.stream);
-    engine.cancel(batch);
-    if (step % 3 == 2) {
-      tensors.set(0, story, 0);  // Would do harm if it came in.
-      tensors.attend(engine, rig.stream);
-      rig.synchronize();
-      REQUIRE(std::isnan(tensors.out(0).front()));
-      REQUIRE(engine.stats().unplanned == ++unplanned);
-    }
-    const auto out = run_forward(engine, rig, tensors, {&teller});
-    REQUIRE(error_of(out[0], story, teller.at - 1, 2, 6, 10) < kTolerance);
-  }
-}
-
 TEST_CASE("with handover host a stream that stands still ends the call, and the forward can be cancelled",
           "[engine][handover]") {
   const EngineRig rig = engine_rig();

@@ -47,8 +47,7 @@ void add_run(CLI::App& app, int& exit_code) {
   command
       ->add_option("--near", options->near,
                    "Share of the tokens that device memory has room for, e.g. 10% [default: 5%, and on a GPU 16K "
-                   "tokens, if these "
-                   "take no more than an eighth of its memory]")
+                   "tokens, if these take no more than an eighth of its memory]")
       ->type_name("SHARE");
   add_far(*command, options->far);
   add_count(*command, "--max-tokens", options->max_tokens, "Tokens to generate at most", {.least = 1, .most = 1 << 20});
