@@ -5,8 +5,8 @@
 /// Queries and 4-bit copies of keys as fragments of tensor cores: codes are bytes, queries integers of 23 bits, whose
 /// three digits, signed bytes, are columns of a matrix. So sums are exact, rounded once, and codes cost three
 /// instructions for eight of them: what a lane reads of a row, 16 bytes at head_dim 128, is its share of matrix
-/// fragments once it is masked (see Int4Layout). Keys are the rows of the product: the digits of a score come to the same
-/// lane, so that none has to ask another one.
+/// fragments once it is masked (see Int4Layout). Keys are the rows of the product: all digits of a score come to the
+/// same lane, so that none has to ask another one.
 namespace sluice::gpu::score_int4 {
 
 /// c += a * b of bytes, by mma.m16n8k32 (see mma.cuh): those of a are not signed, those of b are.
@@ -33,8 +33,8 @@ template <std::uint32_t kHeadDim, std::uint32_t kFragments>
 struct QueryFragments {
   static constexpr std::uint32_t kWords = kHeadDim / 32;  ///< of a lane, of a row of codes
   static constexpr std::uint32_t kTiles = kFragments + 1;
-  /// As mma has them: registers (w, 0) are for the codes that lie in the lower halves of the bytes of word w, (w, 1) for
-  /// those in the upper halves.
+  /// As mma has them: registers (w, 0) are for the codes that lie in the lower halves of the bytes of word w, (w, 1)
+  /// for those in the upper halves.
   std::uint32_t columns[kTiles][kWords][2];
 
   __device__ __forceinline__ void load(const Shared<kHeadDim>& s) {
