@@ -60,8 +60,7 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
   split_ = load_forward_split_kernels();
   load_prefill_kernels();
   load_select_blocks_kernels();
-  load_top_p_kernels();
-  longest_top_p_ = load_top_p_cluster_kernels();
+  longest_top_p_ = load_top_p_kernels();
   longest_top_k_ = load_top_k_cluster_kernels();
   load_top_k_kernels();
   load_score_kernels();

@@ -74,10 +74,12 @@ __device__ inline void or_in_cluster(std::uint32_t address, std::uint32_t bits) 
 #endif
 }
 
-#if __CUDA_ARCH__ >= 900
 __device__ inline void add_in_cluster(std::uint32_t address, std::uint32_t value) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
+#else
+  asm volatile("red.relaxed.cta.shared.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 #endif
+}
 
 }  // namespace sluice::gpu::detail
