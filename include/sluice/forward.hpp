@@ -224,12 +224,11 @@ struct ForwardState {
   std::uint64_t unplanned = 0;  ///< replays without a plan so far
   std::uint64_t released = 0;   ///< newest question whose answer is known to be there, or to come no more
   std::uint64_t polled = 0;     ///< newest question whose answer a thread block of `merge` looks for, for the others
-  std::uint64_t merged = 0;     ///< newest question whose answer was there when `merge` began
-  std::uint64_t at_once = 0;    ///< lists so far whose far part and answer were
+  std::uint64_t merged = 0;     ///< newest question whose answer `merge` has seen, or of the forward before
+  std::uint64_t at_once = 0;    ///< lists so far whose far part was there when `merge` began, and the answer, too
   ForwardStatus status = ForwardStatus::done;
   std::uint32_t layer_far_tokens = 0;  ///< while it is split
   std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
-  std::uint32_t arrived = 0;           ///< parts of it that are split
   std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses, by the device's clock
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far

@@ -36,13 +36,20 @@ struct AnswerLook {
     const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> word(m.mailbox->answer.answered);
     answered = word.load(cuda::memory_order_relaxed);
   }
-  /// Whether an answer is waited for that no kernel before has seen.
-  [[nodiscard]] __device__ bool awaits() const { return released != asked && merged != asked; }
+  /// Whether the layer has asked, and nobody has seen the answer.
+  [[nodiscard]] __device__ bool awaits() const { return merged != asked; }
   /// Whether nothing is left to wait for. Then nobody abandons the forward in this layer who looks from now on.
   [[nodiscard]] __device__ bool there() const {
     return status == ForwardStatus::running && (!awaits() || answered >= asked);
   }
 };
+
+/// The answer to question `asked` is there. For kernels behind this one, of layers that ask nothing: who wants to know in
+/// this one whether a far part is there looks at that itself.
+__device__ inline void see(ForwardState& state, std::uint64_t asked) {
+  const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> merged(state.merged);
+  merged.store(asked, cuda::memory_order_relaxed);
+}
 
 /// Nobody waits for it.
 __device__ inline void add(std::uint64_t& sum, std::uint64_t more) {
@@ -64,14 +71,18 @@ __device__ inline ForwardStatus await_answer(const ForwardMemory& m, const Answe
     const std::uint64_t begin = look.since_ns != 0 ? look.since_ns : now_ns();
     // A layer waits no longer for having waited in `fetch`.
     const std::uint64_t since = m.fetches_chosen ? state.fetching_ns : begin;
+    bool late = false;
     while (answered.load(cuda::memory_order_acquire) < look.asked) {
-      if (now_ns() - since > m.answer_ns) {
-        status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
-        break;
-      }
+      late = now_ns() - since > m.answer_ns;
+      if (late) break;
       __nanosleep(20);
     }
     const std::uint64_t end = now_ns();
+    if (late) {
+      status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
+    } else {
+      see(state, look.asked);
+    }
     released.store(look.asked, cuda::memory_order_release);
     add(state.waited_ns, end - begin);
   }
@@ -85,9 +96,7 @@ __device__ inline void note_at_once(const ForwardMemory& m, const AnswerLook& lo
   if (far) add(state.at_once, 1);
   if (blockIdx.x != 0 || !look.awaits()) return;
   add(state.waited_ns, now_ns() - look.since_ns);
-  // For kernels behind this one: who wants to know in this one whether data is there looks at that itself.
-  const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> merged(state.merged);
-  merged.store(look.asked, cuda::memory_order_relaxed);
+  see(state, look.asked);
 }
 
 }  // namespace sluice::gpu::forward
