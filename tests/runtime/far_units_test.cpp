@@ -80,8 +80,8 @@ TEST_CASE("only few units are published, and only where a kernel waits for them"
   if (!stores_units()) return;
   Desk desk(4, 4, 128, 8);
   REQUIRE(desk.memory.publishes(8));
-  REQUIRE_FALSE(desk.memory.publishes(100));                 // Together too many.
-  REQUIRE_FALSE(desk.memory.teams(8).publishes(2));          // One list's are.
+  REQUIRE_FALSE(desk.memory.publishes(100));         // Together too many.
+  REQUIRE_FALSE(desk.memory.teams(8).publishes(2));  // One list's are.
   REQUIRE(Desk(1000, 4, 128, 1).room == kMostFarUnits);
   ForwardMemory memory = desk.memory;
   memory.handover = Handover::stream;

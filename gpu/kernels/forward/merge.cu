@@ -78,23 +78,29 @@ struct FarPart {
   bool there;
 };
 
-/// The whole thread block waits for the answer: not at all if it is there, and all of the list's units are of it, should
-/// it have `requested` them. `found`: these are, and far.read has them. Returns how the forward is.
-__device__ ForwardStatus await_far(const ForwardMemory& m, const AnswerLook& look, const FarUnits& units,
-                                   bool requested, FarPart& far, bool& found) {
-  found = false;
+/// The whole thread block waits for the answer: not at all if it is there, and all of the list's units are of it,
+/// should it have `requested` them. `found`: these are, and far.read has them. Returns how the forward is.
+__device__ ForwardStatus await_far(const ForwardMemory& m, const AnswerLook& look, FarUnits& units, bool requested,
+                                   FarPart& far, bool& found) {
+  const auto put = [&] { return __syncthreads_and(!requested || units.put(m, look.asked, far.read)) != 0; };
+  bool all = true;
   if (m.publishes(lists_of(m))) {
     if (threadIdx.x == 0) far.there = look.there();
-    const bool mine = !requested || units.put(m, look.asked, far.read);
-    const bool all = __syncthreads_and(mine) != 0;
-    found = requested && all;
+    all = put();
     if (all && far.there) {
       if (threadIdx.x == 0) note_at_once(m, look, requested);
+      found = requested;
       return ForwardStatus::running;
     }
+    if (!all) units.request(m, blockIdx.x);  // Once more: it may come while one thread waits for the others' lists.
   }
   if (threadIdx.x == 0) far.status = await_answer(m, look);
-  __syncthreads();
+  if (all) {
+    __syncthreads();
+  } else {
+    all = put();
+  }
+  found = requested && all;
   return far.status;
 }
 

@@ -44,8 +44,8 @@ struct AnswerLook {
   }
 };
 
-/// The answer to question `asked` is there. For kernels behind this one, of layers that ask nothing: who wants to know in
-/// this one whether a far part is there looks at that itself.
+/// The answer to question `asked` is there. For kernels behind this one, of layers that ask nothing: who wants to know
+/// in this one whether a far part is there looks at that itself.
 __device__ inline void see(ForwardState& state, std::uint64_t asked) {
   const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> merged(state.merged);
   merged.store(asked, cuda::memory_order_relaxed);
