@@ -33,13 +33,11 @@ class Alone {
   /// @param memory  `bytes` of shared memory: candidates of kHeads heads, their buckets, and marks of all tokens
   __device__ Alone(AloneShared& s, std::byte* memory, std::uint32_t bytes, const Learner& learner,
                    const Choices& choices, std::uint32_t tokens)
-      : s_(s), memory_(memory), learner_(learner), c_(choices) {
-    constexpr std::uint32_t kBucketBytes = kHeads * kBuckets * sizeof(std::uint32_t);
+      : s_(s), memory_(memory), marks_(bytes), learner_(learner), c_(choices) {
     const std::uint32_t mark_bytes = (tokens + kChunk - 1) / kChunk * (kChunk / 8);
-    marks_ = (bytes - min(mark_bytes, bytes)) & ~15u;  // Buckets, which lie before them, are cleared in wide words.
-    if (marks_ <= kBucketBytes) return;
-    constexpr std::uint32_t kBytes = kHeads * sizeof(Candidate);
-    room_ = min(learner.room(), (marks_ - kBucketBytes) / kBytes);
+    const std::uint32_t others = mark_bytes + kHeads * kBuckets * static_cast<std::uint32_t>(sizeof(std::uint32_t));
+    marks_ = bytes - mark_bytes;
+    room_ = bytes <= others ? 0 : min(learner.room(), (bytes - others) / (kHeads * static_cast<std::uint32_t>(sizeof(Candidate))));
   }
 
   /// Whether it can. The same for all blocks of the cluster; all threads of a warp.
@@ -228,7 +226,7 @@ class Alone {
 
   AloneShared& s_;
   std::byte* memory_;
-  std::uint32_t marks_ = 0;  ///< where in it marks begin, behind the buckets
+  std::uint32_t marks_;      ///< where in it marks begin, behind the buckets
   std::uint32_t room_ = 0;   ///< for candidates of a head
   const Learner learner_;    ///< A copy: what a function that is called points to would lie on its caller's stack.
   const Choices c_;
