@@ -28,13 +28,6 @@ namespace sluice::gpu::detail {
 #endif
 }
 
-/// That a block was launched with.
-[[nodiscard]] __device__ inline std::uint32_t dynamic_shared_bytes() {
-  std::uint32_t bytes;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-  return bytes;
-}
-
 /// All threads of all blocks; what they stored before it, they see after it.
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
