@@ -129,13 +129,29 @@ void FarWorkers::sleep(std::uint32_t thread, std::uint64_t seen, const std::stop
   asleep_.fetch_sub(1, std::memory_order_relaxed);
 }
 
+bool FarWorkers::watch(Presence& presence, const std::stop_token& stop) {
+  Clock::time_point now = Clock::now();
+  presence.begin_probation(times_taken(), now);
+  for (const auto end = now + Presence::kProbation; now < end && !stop.stop_requested(); now = Clock::now()) {
+    presence.look(now, true);
+    if (presence.was_missed()) return false;
+    cpu::relax();
+  }
+  presence.taken(times_taken(), now);
+  return !presence.was_missed();
+}
+
 void FarWorkers::stand_aside(Presence& presence, const std::stop_token& stop) {
   presence.stand_aside(Clock::now());
   if (aside_.fetch_add(1, std::memory_order_relaxed) < active() / 2) {
     std::mutex mutex;  // Of nobody else: what wakes the others is no reason to come back.
     std::unique_lock lock(mutex);
     std::condition_variable_any over;
-    (void)over.wait_until(lock, stop, presence.until(), [] { return false; });
+    while (!stop.stop_requested()) {
+      (void)over.wait_until(lock, stop, presence.until(), [] { return false; });
+      if (watch(presence, stop)) break;
+      presence.stand_aside_again(Clock::now());
+    }
   }
   aside_.fetch_sub(1, std::memory_order_relaxed);
 }

@@ -93,7 +93,9 @@ class FarWorkers {
     return thread != 0 && jobs_.any() && helping_.load(std::memory_order_relaxed) < most_helpers();
   }
   void help() noexcept;
-  /// The thread does nothing for a while, unless too many do so.
+  /// Whether the thread, which does nothing else, keeps its core for a time.
+  static bool watch(Presence& presence, const std::stop_token& stop);
+  /// The thread does nothing until it can be relied on again, unless too many do so.
   void stand_aside(Presence& presence, const std::stop_token& stop);
   /// Until there may be a question newer than `seen`.
   void sleep(std::uint32_t thread, std::uint64_t seen, const std::stop_token& stop);

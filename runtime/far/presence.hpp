@@ -10,26 +10,28 @@ namespace sluice::runtime {
 
 /// Whether a thread can be relied on. One that shares its core with another program's is off it for milliseconds at a
 /// time, and with it what it has claimed: a layer waits for that as long as for dozens of layers. Such a thread is better
-/// not asked, for a while that doubles each time.
+/// not asked, for a while that doubles as long as it would go on so: before it comes back it has to watch for a time,
+/// with nothing claimed, and not to miss a moment of it.
 /// Thread safety: one thread's.
 class Presence {
  public:
-  using Time = std::chrono::steady_clock::time_point;
+  using Time = Clock::time_point;
 
   /// Between two looks at the clock with nothing to do between them: it was off its core.
   static constexpr std::chrono::microseconds kGap{500};
-  static constexpr std::uint32_t kMostAbsences = 2;  ///< in a window; more of them are no accident
+  static constexpr std::uint32_t kMostAbsences = 1;  ///< in a window; more of them are no accident
   static constexpr std::chrono::milliseconds kWindow{100};
   static constexpr std::chrono::milliseconds kFirstPause{100};
   static constexpr std::chrono::milliseconds kMostPause{12'800};
-  static constexpr std::chrono::milliseconds kForgiven{1'000};  ///< after so long without a pause the next is short again
+  /// Of a thread that watches before it comes back: some of a scheduler's slices.
+  static constexpr std::chrono::milliseconds kProbation{15};
 
   /// @param taken  how often others have taken the thread's core so far
   explicit Presence(std::uint64_t taken) noexcept : taken_(taken) {}
 
-  /// The thread looks at the clock, and has since the last look if `watched`.
-  void look(Time now, bool watched) noexcept {
-    if (watched && now - looked_ > kGap) missed(1, now);
+  /// The thread looks at the clock, and has done nothing else since the last look if it `watches`.
+  void look(Time now, bool watches) noexcept {
+    if (watches && now - looked_ > kGap) missed(1, now);
     looked_ = now;
   }
   /// Others have taken its core so often since it began.
@@ -38,16 +40,26 @@ class Presence {
     taken_ = times;
     if (more != 0) missed(static_cast<std::uint32_t>(std::min<std::uint64_t>(more, kMostAbsences + 1)), now);
   }
-  /// Whether it should stand aside, and then until when.
   [[nodiscard]] bool unreliable() const noexcept { return absences_ > kMostAbsences; }
+
+  /// It stands aside for the first time in a while, or, as it was missed on probation, once more.
+  void stand_aside(Time now) noexcept { pause(kFirstPause, now); }
+  void stand_aside_again(Time now) noexcept { pause(std::min(2 * pause_, kMostPause), now); }
   [[nodiscard]] Time until() const noexcept { return until_; }
-  void stand_aside(Time now) noexcept {
-    pause_ = now - until_ > kForgiven ? kFirstPause : std::min(2 * pause_, kMostPause);
-    until_ = now + pause_;
+  /// Nothing counts that was before.
+  void begin_probation(std::uint64_t taken, Time now) noexcept {
+    taken_ = taken;
+    looked_ = window_ = now;
     absences_ = 0;
   }
+  [[nodiscard]] bool was_missed() const noexcept { return absences_ != 0; }
 
  private:
+  void pause(std::chrono::milliseconds pause, Time now) noexcept {
+    pause_ = pause;
+    until_ = now + pause;
+    absences_ = 0;
+  }
   void missed(std::uint32_t absences, Time now) noexcept {
     if (now - window_ > kWindow) {
       window_ = now;

@@ -10,12 +10,6 @@ namespace {
 
 Presence::Time at(std::chrono::nanoseconds since) { return Presence::Time(1h + since); }
 
-/// Stands aside at `now`, and says for how long.
-auto pause(Presence& presence, Presence::Time now) {
-  presence.stand_aside(now);
-  return presence.until() - now;
-}
-
 }  // namespace
 
 TEST_CASE("a thread that is taken off its core again and again cannot be relied on", "[presence]") {
@@ -54,14 +48,30 @@ TEST_CASE("absences far apart are accidents, one long absence is a suspended pro
   REQUIRE_FALSE(presence.unreliable());
 }
 
-TEST_CASE("pauses double while their thread is taken off its core, and are short again after a while", "[presence]") {
+TEST_CASE("a thread on probation may not be missed once, and its pauses double", "[presence]") {
   Presence presence(0);
   auto now = at(0ms);
+  presence.stand_aside(now);
+  REQUIRE(presence.until() - now == Presence::kFirstPause);
   auto expected = Presence::kFirstPause;
-  for (int i = 0; i < 12; ++i) {
-    REQUIRE(pause(presence, now) == expected);
-    now = presence.until() + 25ms;
+  for (std::uint64_t taken = 1; taken < 12; ++taken) {
+    now = presence.until();
+    presence.begin_probation(taken, now);
+    presence.taken(taken, now + 1ms);
+    REQUIRE_FALSE(presence.was_missed());
+    presence.taken(taken + 1, now + 2ms);
+    REQUIRE(presence.was_missed());
+    REQUIRE_FALSE(presence.unreliable());
     expected = std::min(2 * expected, Presence::kMostPause);
+    presence.stand_aside_again(now);
+    REQUIRE(presence.until() - now == expected);
   }
-  REQUIRE(pause(presence, presence.until() + Presence::kForgiven + 1ms) == Presence::kFirstPause);
+  // What was missed before does not count, nor while it slept.
+  presence.begin_probation(1000, now + 10s);
+  presence.look(now + 10s, true);
+  REQUIRE_FALSE(presence.was_missed());
+  presence.look(now + 10s + Presence::kGap + 1us, true);
+  REQUIRE(presence.was_missed());
+  presence.stand_aside(now);
+  REQUIRE(presence.until() - now == Presence::kFirstPause);
 }
